@@ -36,8 +36,20 @@ from megatron.core.context_parallel import SequenceLayout
 from megatron.core.context_parallel.layout import PagedRows
 from megatron.core.device import HostCopy, Work, WorkQueue, give_back_memory, pin, to_host
 from megatron.core.inference.cache import CacheShapes, PagedCache
-from megatron.core.inference.sampling import Sampled, SampleRow, SamplingParams, sample
-from megatron.core.inference.scheduler import BatchPlan, CacheStats, Row, Scheduler
+from megatron.core.inference.sampling import (
+    Sampled,
+    SampleRow,
+    SamplingParams,
+    accepted_drafts,
+    sample,
+)
+from megatron.core.inference.scheduler import (
+    BatchPlan,
+    CacheStats,
+    DraftLength,
+    Row,
+    Scheduler,
+)
 from megatron.core.ops.paged_attention import PagedBatch
 from megatron.core.ops.sequences import Sequences
 from megatron.core.process_groups import Group
@@ -83,6 +95,60 @@ class LanguageModel(Protocol):
         ...
 
 
+@dataclass(frozen=True, eq=False, kw_only=True)
+class DraftContext:
+    """A row that drafts are wanted for.
+
+    Args:
+        row: its tokens are known.
+        request: what it is for.
+        generated: tokens after the prompt.
+        sequence: identity in random draws.
+        count: drafts at most.
+        sample_row: returns how the token after some drafts is chosen.
+    """
+
+    row: Row
+    request: Request
+    generated: Sequence[int]
+    sequence: int
+    count: int
+    sample_row: Callable[[Sequence[int]], SampleRow]
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class ComputedStep:
+    """A step whose tokens are chosen, before it is committed.
+
+    Args:
+        plan: of the step.
+        layout: of its tokens.
+        hidden: [t, 1, h] of all tokens, whole on every rank.
+        chosen: of each sampled row what is appended to it, accepted drafts included.
+        accepted: how many of these are drafts.
+        contexts: of each sampled row, for drafts after `chosen`; none of a row that ends.
+    """
+
+    plan: BatchPlan
+    layout: SequenceLayout
+    hidden: Tensor
+    chosen: Sequence[Sequence[int]]
+    accepted: Sequence[int]
+    contexts: Sequence[DraftContext]
+
+
+class Proposer(Protocol):
+    """Where drafts come from; `megatron.core.inference.speculation` has several."""
+
+    def propose(self, contexts: Sequence[DraftContext]) -> Sequence[Sequence[int]]:
+        """Return tokens that may follow those of each row, no more than it may have."""
+        ...
+
+    def observe(self, step: ComputedStep, engine: Engine) -> None:
+        """See a step that the engine has computed."""
+        ...
+
+
 @dataclass(frozen=True, kw_only=True)
 class EngineConfig:
     """How an engine is sized.
@@ -100,6 +166,7 @@ class EngineConfig:
             the number of ranks, each of which has as many.
         asynchronous: plan a step while the one before it runs. What ends an output (a stop token,
             `Engine.abort`, `Engine.finish`) then arrives one step late.
+        num_speculative_tokens: drafts that a step verifies of a row at most; 0 is no speculation.
     """
 
     max_rows: int = 16
@@ -110,6 +177,7 @@ class EngineConfig:
     prefix_caching: bool = True
     token_multiple: int = 1
     asynchronous: bool = False
+    num_speculative_tokens: int = 0
 
     def sizes(self, shapes: CacheShapes, max_length: int | None = None) -> tuple[int, int]:
         """Return the blocks and the state slots of the cache of a model.
@@ -124,6 +192,8 @@ class EngineConfig:
         block = shapes.token_bytes * self.block_size
         # A row that goes on from a snapshot needs the snapshot and a slot of its own.
         slots = self.max_rows + (1 if self.prefix_caching else 0) if shapes.states else 1
+        if shapes.states and self.num_speculative_tokens:  # states before the drafts
+            slots += self.max_rows
         if self.num_blocks is not None:
             snapshots = 2 * self.max_rows if self.prefix_caching and shapes.states else 0
             return self.num_blocks, slots + snapshots
@@ -198,6 +268,32 @@ class Completion:
     epochs: list[int] = field(default_factory=list)
     finish_reason: str = ""
 
+    def cut(self, count: int) -> None:
+        """Forget the tokens after the first `count`, and what is known of them."""
+        for values in (self.tokens, self.logprobs, self.top_logprobs, self.epochs):
+            del values[count:]
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class _Chosen:
+    """What a step chose for a row.
+
+    Args:
+        tokens: to append: accepted drafts, then one that is none.
+        logprobs, tops: of each.
+        error: nothing could be chosen after `tokens`, which are drafts then.
+    """
+
+    tokens: list[int]
+    logprobs: list[float]
+    tops: list[list[tuple[int, float]]]
+    error: bool
+
+    @property
+    def accepted(self) -> int:
+        """How many of the tokens are drafts."""
+        return len(self.tokens) - (not self.error)
+
 
 @dataclass(eq=False)
 class _Output:
@@ -213,6 +309,77 @@ class _Output:
     request: Request
     completion: Completion
     noted: int = 0
+    _masks: dict[tuple[int, ...], Tensor | None] = field(default_factory=dict)
+
+    @property
+    def sequence(self) -> int:
+        """Identity in random draws."""
+        return self.request.sequence + self.completion.index
+
+    def sample_row(self, drafts: Sequence[int] = ()) -> SampleRow:
+        """Return how the token after some drafts is chosen."""
+        tokens = [*self.completion.tokens, *drafts] if drafts else self.completion.tokens
+        return SampleRow(
+            params=self.request.sampling,
+            sequence=self.sequence,
+            # A step in flight that chooses a token is the one that is asked about.
+            position=len(self.row.tokens) + max(self.row.pending, 1) - 1 + len(drafts),
+            prompt=self.request.prompt,
+            output=tokens,
+            mask=self._mask(drafts),
+        )
+
+    def context(self, count: int, after: Sequence[int] = ()) -> DraftContext:
+        """Return what a proposer needs to know for drafts after some tokens that are not appended
+        yet."""
+        return DraftContext(
+            row=self.row,
+            request=self.request,
+            generated=self.completion.tokens,
+            sequence=self.sequence,
+            count=count,
+            sample_row=lambda drafts: self.sample_row([*after, *drafts]),
+        )
+
+    def allowed(self, drafts: Sequence[int]) -> Sequence[int]:
+        """Return the drafts before the first that ends the row or that its mask excludes: a mask is
+        never asked what follows such a token."""
+        for n, draft in enumerate(drafts):
+            mask = self._mask(drafts[:n])
+            if draft in self.request.stop_tokens or (mask is not None and not mask[draft]):
+                return drafts[:n]
+        return drafts
+
+    def append(self, chosen: _Chosen, epoch: int) -> None:
+        """Take what a step chose; the row has its accepted drafts already."""
+        completion, count = self.completion, self.request.sampling.logprobs
+        for token in chosen.tokens[chosen.accepted :]:
+            self.row.append(token)
+        completion.tokens += chosen.tokens
+        completion.logprobs += chosen.logprobs
+        completion.epochs += [epoch] * len(chosen.tokens)
+        if count:
+            completion.top_logprobs += [top[:count] for top in chosen.tops]
+        self._masks.clear()
+
+    def end_after(self, chosen: _Chosen) -> str:
+        """Return why the row ends with what a step chose, which it has not taken yet; "" if it goes
+        on."""
+        if chosen.error:
+            return "error"
+        if chosen.tokens[-1] in self.request.stop_tokens:
+            return "stop"
+        length = len(self.request.prompt) + len(self.completion.tokens) + len(chosen.tokens)
+        return "length" if length == self.row.max_tokens else ""
+
+    def _mask(self, drafts: Sequence[int]) -> Tensor | None:
+        """Return which tokens may follow some drafts; asked once for each."""
+        if self.request.mask is None:
+            return None
+        key = tuple(drafts)
+        if key not in self._masks:
+            self._masks[key] = self.request.mask([*self.completion.tokens, *drafts])
+        return self._masks[key]
 
 
 @dataclass(frozen=True, eq=False)
@@ -237,10 +404,14 @@ class StepResult:
     Args:
         sampled: tokens of the rows that get one; None if there are none.
         prompt_logprobs: of the prompts of some outputs.
+        hidden: [t, 1, h] of all tokens, on the device.
+        layout: of these.
     """
 
     sampled: Sampled | None
     prompt_logprobs: list[tuple[_Output, Tensor]]
+    hidden: Tensor
+    layout: SequenceLayout
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -301,6 +472,28 @@ def require_same_plan(plan: BatchPlan, group: Group, device: torch.device) -> No
         )
 
 
+def _check_drafts(config: EngineConfig, num_blocks: int, proposer: Proposer | None) -> None:
+    """Raise ValueError for drafts that nobody makes, or that no step can verify."""
+    count = config.num_speculative_tokens
+    if count < 0 or (count > 0) != (proposer is not None):
+        raise ValueError(
+            f"num-speculative-tokens is {count} {'without' if proposer is None else 'with'} a "
+            "proposer of drafts: give a positive number and a proposer, or neither"
+        )
+    if count and config.asynchronous:
+        raise ValueError(
+            f"num-speculative-tokens is {count} with asynchronous steps: drafts follow tokens that "
+            "are known when a step is planned; give one of both"
+        )
+    most = min(config.max_step_tokens, num_blocks * config.block_size)
+    if count + 1 > most:
+        raise ValueError(
+            f"num-speculative-tokens is {count}: a step verifies them with the token before, and "
+            f"{count + 1} tokens do not fit a step of {config.max_step_tokens} tokens and a cache "
+            f"of {num_blocks} blocks of {config.block_size}: use at most {most - 1}"
+        )
+
+
 class Engine:
     """Generate for requests that come and go.
 
@@ -312,14 +505,19 @@ class Engine:
         vocab_size: of the model, without padding.
         device: where the model is.
         check_plans: ranks that compare their plans before each step; None compares nothing.
+        proposer: where drafts come from; None if none are wanted.
+
+    Raises:
+        ValueError: drafts without a proposer or the other way round, or more than a step or the
+            cache holds.
 
     Attributes:
         cache: pages and states.
         scheduler: which rows run.
         epoch: how often the weights have been replaced.
         paused: whether steps compute nothing.
-        model_seconds: that steps have spent in the model and in sampling; what else a step takes
-            is bookkeeping.
+        model_seconds: that steps have spent in the model, on drafts and in sampling; what else a
+            step takes is bookkeeping.
     """
 
     def __init__(
@@ -332,9 +530,12 @@ class Engine:
         max_length: int | None = None,
         device: torch.device | str = "cpu",
         check_plans: Group | None = None,
+        proposer: Proposer | None = None,
     ) -> None:
         num_blocks, num_slots = config.sizes(shapes, max_length)
+        _check_drafts(config, num_blocks, proposer)
         self.model, self.config, self.device = model, config, torch.device(device)
+        self.proposer = proposer
         self.max_length, self.vocab_size = max_length, vocab_size
         self.cache = PagedCache(
             shapes,
@@ -393,6 +594,7 @@ class Engine:
                 max_tokens=len(request.prompt) + request.max_new_tokens,
                 needs_prompt_logits=request.prompt_logprobs and index == 0,
                 needs_tokens=request.mask is not None or request.sampling.penalizes,
+                draft_length=DraftLength(most=self.config.num_speculative_tokens),
             )
             completion = Completion(request_id=self._next_id, index=index)
             if request.prompt_logprobs:
@@ -499,8 +701,9 @@ class Engine:
         Raises:
             ValueError: with `check_plans`, ranks that plan different steps.
         """
+        propose = None if self.proposer is None else self._propose
         while not self.paused and len(self._in_flight) < self._most_in_flight:
-            plan = self.scheduler.schedule()
+            plan = self.scheduler.schedule(propose)
             if plan is None:
                 break
             self._in_flight.append(self._launch(plan))
@@ -518,7 +721,11 @@ class Engine:
         if self._in_flight and not self._in_flight[-1].work.done:
             self.stats.overlapped += 1
         rows = tuple(plan.rows[n] for n in plan.sampled)
-        asked = [self._sample_row(row) for row in rows]
+        asked = [
+            self._outputs[row].sample_row(row.drafts[:count])
+            for row in rows
+            for count in range(len(row.drafts) + 1)
+        ]
         noting = self._noting(plan)
         start = time.perf_counter()
         work = self._queue.submit(lambda: self._compute(plan, asked, noting))
@@ -529,12 +736,16 @@ class Engine:
         """Wait for the oldest step in flight; return the outputs that it has added to."""
         start = time.perf_counter()
         result = step.work.result()
+        chosen = [] if result.sampled is None else self._verified(step.plan, result.sampled)
+        if self.proposer is not None:
+            self._show(step, result, chosen)
         self.model_seconds += time.perf_counter() - start
-        self.scheduler.commit(step.plan)
+        pairs = zip(step.rows, chosen, strict=True)
+        self.scheduler.commit(step.plan, {row: found.accepted for row, found in pairs})
         for output, found in result.prompt_logprobs:
             assert output.completion.prompt_logprobs is not None
             output.completion.prompt_logprobs += found.tolist()
-        return [] if result.sampled is None else self._record(step.rows, result.sampled)
+        return self._record(step.rows, chosen)
 
     def _drain(self) -> None:
         """Wait for all steps in flight; `step` returns what they have found."""
@@ -550,17 +761,49 @@ class Engine:
         if self._check_plans is not None:
             require_same_plan(plan, self._check_plans, self.device)
         self.cache.states.copy(plan.state_copies)
-        hidden = self._run_model(plan)  # [t, 1, h]
+        hidden, layout = self._run_model(plan)  # [t, 1, h]
         notes = [(note.output, self._prompt_logprobs(note, hidden)) for note in noting]
+        seen = {"prompt_logprobs": notes, "hidden": hidden, "layout": layout}
         if not asked:
-            return StepResult(sampled=None, prompt_logprobs=notes)
-        sampled = self._choose(asked, self._taken(hidden, plan.last_tokens))
+            return StepResult(sampled=None, **seen)
+        sampled = sample(self.logits(self._taken(hidden, plan.chosen_after)), asked)
         if self.config.asynchronous:
             self._newest[self._index(plan.sampled_slots)] = sampled.tokens
-        return StepResult(sampled=sampled.on_host(), prompt_logprobs=notes)
+        return StepResult(sampled=sampled.on_host(), **seen)
 
-    def _run_model(self, plan: BatchPlan) -> Tensor:
-        """Return the hidden states [t, 1, h] of the new tokens of a step."""
+    def _propose(self, asked: Sequence[tuple[Row, int]]) -> list[Sequence[int]]:
+        """Return drafts for rows, each with the number that it may have."""
+        assert self.proposer is not None
+        start = time.perf_counter()
+        outputs = [self._outputs[row] for row, _ in asked]
+        contexts = [
+            output.context(count) for output, (_, count) in zip(outputs, asked, strict=True)
+        ]
+        found = self.proposer.propose(contexts)
+        self.model_seconds += time.perf_counter() - start
+        return [output.allowed(drafts) for output, drafts in zip(outputs, found, strict=True)]
+
+    def _show(self, step: StepInFlight, result: StepResult, chosen: Sequence[_Chosen]) -> None:
+        """Let the proposer see a step."""
+        assert self.proposer is not None
+        contexts = []
+        for row, found in zip(step.rows, chosen, strict=True):
+            output = self._outputs[row]
+            count = 0 if output.end_after(found) else row.draft_length.next
+            contexts.append(output.context(count, after=found.tokens))
+        seen = ComputedStep(
+            plan=step.plan,
+            layout=result.layout,
+            hidden=result.hidden,
+            chosen=[found.tokens for found in chosen],
+            accepted=[found.accepted for found in chosen],
+            contexts=contexts,
+        )
+        with torch.no_grad():
+            self.proposer.observe(seen, self)
+
+    def _run_model(self, plan: BatchPlan) -> tuple[Tensor, SequenceLayout]:
+        """Return the hidden states [t, 1, h] of the new tokens of a step, and where these are."""
         wide = plan.tokens, plan.positions, plan.slot_mapping, plan.state_slots, plan.row_slots
         narrow = plan.query_bounds, plan.context_lengths, plan.block_table
         tokens, positions, slots, states, rows, *others = self._moved(wide, narrow)
@@ -590,7 +833,7 @@ class Engine:
         )
         layout = SequenceLayout(positions, paged=paged)
         hidden = self.model(tokens.unsqueeze(0), layout=layout, cache=self.cache)
-        return self.model.head.gathered(hidden)
+        return self.model.head.gathered(hidden), layout
 
     def _moved(
         self, wide: Sequence[np.ndarray], narrow: Sequence[np.ndarray]
@@ -618,59 +861,47 @@ class Engine:
         index = torch.from_numpy(places.astype(np.int64))
         return pin(index, self.device).to(self.device, non_blocking=True)
 
-    def _logits(self, hidden: Tensor) -> Tensor:
+    def logits(self, hidden: Tensor) -> Tensor:
         """Return fp32 logits [n, V] of hidden states [n, 1, h]."""
         head = self.model.head
         return head.whole(head.project(hidden))[:, 0]
 
-    def _choose(self, asked: Sequence[SampleRow], hidden: Tensor) -> Sampled:
-        """Choose a token for each row from its hidden states [n, 1, h]."""
-        return sample(self._logits(hidden), asked)
-
-    def _sample_row(self, row: Row) -> SampleRow:
-        """Return how the token is chosen that a planned step chooses for a row."""
-        output = self._outputs[row]
-        request, tokens = output.request, output.completion.tokens
-        return SampleRow(
-            params=request.sampling,
-            sequence=request.sequence + output.completion.index,
-            position=len(row.tokens) + row.pending - 1,
-            prompt=request.prompt,
-            output=tokens,
-            mask=None if request.mask is None else request.mask(tokens),
-        )
-
-    def _record(self, rows: Sequence[Row], sampled: Sampled) -> list[Completion]:
-        """Append a step's tokens to their outputs, and end those that are at their end."""
+    def _verified(self, plan: BatchPlan, sampled: Sampled) -> list[_Chosen]:
+        """Return what follows for each sampled row: accepted drafts and one more token."""
         tokens, logprobs = sampled.tokens.tolist(), sampled.logprobs.tolist()
-        finite, tops = sampled.finite.tolist(), None
+        finite = sampled.finite.tolist()
+        tops: list[list[tuple[int, float]]] = [[] for _ in tokens]
         if sampled.top_ids is not None and sampled.top_logprobs is not None:
-            tops = (sampled.top_ids.tolist(), sampled.top_logprobs.tolist())
-        found = []
-        for n, row in enumerate(rows):
+            ids, values = sampled.top_ids.tolist(), sampled.top_logprobs.tolist()
+            tops = [list(zip(*pair, strict=True)) for pair in zip(ids, values, strict=True)]
+        chosen, first = [], 0
+        for n in plan.sampled:
+            drafts = plan.rows[n].drafts[: plan.drafts[n]]
+            count = 1 + accepted_drafts(drafts, tokens[first:])
+            valid = finite[first : first + count]
+            if error := not all(valid):
+                count = valid.index(False)
+            part = slice(first, first + count)
+            chosen.append(
+                _Chosen(tokens=tokens[part], logprobs=logprobs[part], tops=tops[part], error=error)
+            )
+            first += plan.drafts[n] + 1
+        return chosen
+
+    def _record(self, rows: Sequence[Row], chosen: Sequence[_Chosen]) -> list[Completion]:
+        """Append a step's tokens to their outputs, and end those that are at their end."""
+        completions = []
+        for row, found in zip(rows, chosen, strict=True):
             output = self._outputs.get(row)
             if output is None:  # it ended while the step ran
                 self.stats.wasted += 1
                 continue
-            request, completion = output.request, output.completion
-            found.append(completion)
-            if not finite[n]:
-                self._end(output, "error")
-                continue
-            token = tokens[n]
-            row.append(token)
-            completion.tokens.append(token)
-            completion.logprobs.append(logprobs[n])
-            completion.epochs.append(self.epoch)
-            if tops is not None and request.sampling.logprobs:
-                count = request.sampling.logprobs
-                pairs = zip(tops[0][n][:count], tops[1][n][:count], strict=True)
-                completion.top_logprobs.append(list(pairs))
-            if token in request.stop_tokens:
-                self._end(output, "stop")
-            elif len(row.tokens) == row.max_tokens:
-                self._end(output, "length")
-        return found
+            completions.append(output.completion)
+            reason = output.end_after(found)
+            output.append(found, self.epoch)
+            if reason:
+                self._end(output, reason)
+        return completions
 
     def _noting(self, plan: BatchPlan) -> list[_Noting]:
         """Return which log-probabilities of prompts a step finds."""
@@ -697,7 +928,7 @@ class Engine:
         for first in range(0, len(note.following), LOGIT_ROWS):
             tokens = torch.tensor(note.following[first : first + LOGIT_ROWS], device=hidden.device)
             part = hidden[note.place + first :][: len(tokens)]
-            wide = self._logits(part).log_softmax(-1)  # [c, V]
+            wide = self.logits(part).log_softmax(-1)  # [c, V]
             found.append(wide.gather(1, tokens[:, None])[:, 0])
         return to_host(torch.cat(found))
 

@@ -422,6 +422,27 @@ def most_probable(
     )
 
 
+def accepted_drafts(drafts: Sequence[int], chosen: Sequence[int]) -> int:
+    """Return how many drafts of a row a model accepts: those before the first that it would not
+    have chosen itself.
+
+    The model chooses a token at the place of each draft by the draw of that place, as it does
+    without drafts. A draft is accepted if it is that token; the first that is not is replaced by
+    it. So no draft changes a token. Of a draft that is a function of the tokens before it this is
+    the rule of Leviathan et al. 2023 (arXiv 2211.17192, section 2.3) with a proposal of one token
+    x: accepted with probability p(x), else a token of p without x. One that is drawn from q by the
+    same draw is accepted where both cumulative distributions have the same token (a coupling by
+    common random numbers): at most as often as that rule, 1 - TV(p, q), but unlike there what is
+    generated is independent of q and of how many drafts there were.
+
+    Args:
+        drafts: [k].
+        chosen: at least [k], the token chosen at the place of each, given those before it.
+    """
+    pairs = zip(drafts, chosen, strict=False)
+    return next((n for n, (draft, token) in enumerate(pairs) if draft != token), len(drafts))
+
+
 def sample(logits: Tensor, rows: Sequence[SampleRow]) -> Sampled:
     """Choose one token per row and say how probable the model found it.
 

@@ -21,13 +21,19 @@ the border as well, so states are copied to slots of their own (snapshots) at se
 prompt: spread evenly, at its last block, and where a waiting request parts from it; and at the last
 border of what is generated. The least recently used snapshot makes room. A request whose next block
 is about to be computed for another one waits for it.
+
+With speculative decoding, what is left of a step's tokens and of the free blocks goes to drafts:
+tokens that may follow the newest ones of a row. They delay and preempt nobody. `commit` is told how
+many were accepted; of the others nothing stays: neither blocks nor digests, and states are those of
+before the step, so the accepted ones are computed again with the next.
 """
 
 from __future__ import annotations
 
 import hashlib
+import math
 from collections import OrderedDict, deque
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -37,6 +43,62 @@ from megatron.core.inference.cache import StateCache
 
 #: Snapshots of states that are spread over one prompt.
 SNAPSHOTS_PER_PROMPT = 10
+
+#: Drafts of a step go on while the last of them is accepted with at least this chance.
+LAST_CHANCE = 0.25
+
+#: With less than this chance a row rests from drafts, for at most so many steps at a time.
+LEAST_CHANCE, LONGEST_REST = 0.15, 32
+
+
+@dataclass(kw_only=True)
+class DraftLength:
+    """How many drafts a row has in its next step, by what was accepted before.
+
+    With an estimated chance c that a draft is accepted after accepted ones, the largest k for which
+    c^k is at least `LAST_CHANCE`. Where c is below `LEAST_CHANCE`, a single draft looks whether
+    this has changed after 2, 4, ... `LONGEST_REST` steps.
+
+    Args:
+        most: drafts at most.
+        chance: mean over drafts up to the first that was rejected; a running one after ten.
+        trials: drafts that this is a mean of.
+        failures: steps without an accepted draft since the row rests.
+        rest: steps without drafts that are left.
+    """
+
+    most: int = 0
+    chance: float = 0.8
+    trials: int = 0
+    failures: int = 0
+    rest: int = 0
+
+    @property
+    def next(self) -> int:
+        """Drafts of the next step at most."""
+        if self.rest:
+            return 0
+        return min(self.most, max(1, int(math.log(LAST_CHANCE) / math.log(self.chance))))
+
+    def update(self, drafted: int, accepted: int) -> None:
+        """Take note of a step."""
+        if not drafted:
+            self.rest = max(0, self.rest - 1)
+            return
+        for agreed in [1] * accepted + [0] * (accepted < drafted):
+            self.trials += 1
+            self.chance += max(0.1, 1 / (self.trials + 1)) * (agreed - self.chance)
+        # One draft that is accepted suffices to go on with them.
+        self.chance = min(max(self.chance, 0.1), 0.99)
+        if self.chance < LEAST_CHANCE:
+            self.failures += 1
+            self.rest = min(LONGEST_REST, 2**self.failures)
+        else:
+            self.failures = 0
+
+
+#: Drafts for rows, each at most as many as the number next to it.
+Propose = Callable[[Sequence[tuple["Row", int]]], Sequence[Sequence[int]]]
 
 
 @dataclass(eq=False)
@@ -65,6 +127,9 @@ class Row:
         borders: tokens after which states are to be copied.
         shares: what it computes may be reused for others; not once the weights were replaced under
             it, as its later keys, values and states come from those of the weights before.
+        drafts: that the planned step verifies.
+        draft_length: how many the next step may have.
+        saved_slot: of the states before the drafts, while a step verifies them; else -1.
     """
 
     tokens: list[int]
@@ -83,6 +148,9 @@ class Row:
     digests: list[bytes] = field(default_factory=list)
     borders: set[int] = field(default_factory=set)
     shares: bool = True
+    drafts: list[int] = field(default_factory=list)
+    draft_length: DraftLength = field(default_factory=DraftLength)
+    saved_slot: int = -1
     _latest_snapshot: bytes | None = None
     _reserved: dict[int, int] = field(default_factory=dict)  # border in flight -> snapshot slot
 
@@ -117,7 +185,8 @@ class BatchPlan:
 
     Args:
         rows: whose tokens they are, without padding.
-        counts: new tokens of each row.
+        counts: new tokens of each row, drafts included.
+        drafts: how many of these are drafts.
         starts: tokens of each row that are in the cache before this step.
         admissions: of each row.
         decode_rows: how many rows have one.
@@ -131,11 +200,12 @@ class BatchPlan:
         row_slots: int32 [b], a number of its own for each row that runs; of padding `max_rows`.
         state_copies: before the step, copies of states from slot to slot, in this order; from None
             are zeros.
-        sampled: which rows have all of their tokens computed by this step and so get a new one.
+        sampled: which rows have all of their tokens computed by this step and so get new ones.
     """
 
     rows: tuple[Row, ...]
     counts: tuple[int, ...]
+    drafts: tuple[int, ...]
     starts: tuple[int, ...]
     admissions: tuple[int, ...]
     decode_rows: int
@@ -156,9 +226,14 @@ class BatchPlan:
         return row if row < self.decode_rows else row + self.padding
 
     @property
-    def last_tokens(self) -> np.ndarray:
-        """Return the place among t of the last new token of each sampled row."""
-        return self.query_bounds[[self.place(row) + 1 for row in self.sampled]] - 1
+    def chosen_after(self) -> np.ndarray:
+        """Return the places among t after which a token is chosen: of each sampled row the last
+        new token that is no draft, then its drafts."""
+        ends = self.query_bounds[[self.place(row) + 1 for row in self.sampled]]
+        if not any(self.drafts):
+            return ends - 1
+        pairs = zip(self.sampled, ends, strict=True)
+        return np.concatenate([np.arange(end - 1 - self.drafts[n], end) for n, end in pairs])
 
     def digest(self) -> bytes:
         """Return a digest of what the step computes: the same on ranks that plan the same."""
@@ -197,6 +272,9 @@ class CacheStats:
         restored: rows that went on from such a copy.
         wasted: tokens that were chosen for outputs that had ended meanwhile.
         overlapped: steps whose plan was ready before the step before had ended.
+        sampled: rows that got new tokens, summed over steps.
+        drafted: drafts that were verified.
+        accepted: of those, accepted.
     """
 
     steps: int = 0
@@ -209,6 +287,14 @@ class CacheStats:
     restored: int = 0
     wasted: int = 0
     overlapped: int = 0
+    sampled: int = 0
+    drafted: int = 0
+    accepted: int = 0
+
+    @property
+    def tokens_per_forward(self) -> float:
+        """New tokens of a row by the steps in which it got any; 1 without speculative decoding."""
+        return (self.sampled + self.accepted) / self.sampled if self.sampled else 0.0
 
 
 class Scheduler:
@@ -302,9 +388,13 @@ class Scheduler:
 
     # --- planning ---------------------------------------------------------------------------------
 
-    def schedule(self) -> BatchPlan | None:
+    def schedule(self, propose: Propose | None = None) -> BatchPlan | None:
         """Plan a step; None if no row can be served: there is none, or all wait for steps in
-        flight."""
+        flight.
+
+        Args:
+            propose: returns drafts, between steps that are not in flight; None speculates on none.
+        """
         budget = self.max_step_tokens
         planned: list[tuple[Row, int]] = []
         for row in self.running.copy():
@@ -325,20 +415,32 @@ class Scheduler:
                 budget -= admitted
         if not planned:
             return None
+        if propose is not None:
+            self._add_drafts(planned, budget, propose)
         planned.sort(key=lambda one: one[1] > 1)  # stable: single tokens first
         return self._plan(planned)
 
-    def commit(self, plan: BatchPlan) -> None:
-        """Take note that the oldest step in flight has been computed; before its new tokens are
-        appended. A row that was preempted meanwhile has lost what it computed."""
-        for row, count, admission in zip(plan.rows, plan.counts, plan.admissions, strict=True):
-            if row.slot < 0 or row.admission != admission:
+    def commit(self, plan: BatchPlan, accepted: Mapping[Row, int] | None = None) -> None:
+        """Take note that the oldest step in flight has been computed; before the tokens that it
+        chose are appended. A row that was preempted meanwhile has lost what it computed.
+
+        Args:
+            accepted: how many drafts of a row were; these are appended here.
+        """
+        accepted = accepted or {}
+        for n, (row, count) in enumerate(zip(plan.rows, plan.counts, strict=True)):
+            if row.slot < 0 or row.admission != plan.admissions[n]:
                 continue
             before, row.computed = row.computed, row.computed + count
             row.in_flight -= count
+            if plan.drafts[n]:
+                self._take_drafts(row, before, accepted.get(row, 0))
             self._publish(row, before)
             if self.window is not None:
                 self._free_unseen(row)
+        for n in plan.sampled:
+            row = plan.rows[n]
+            row.draft_length.update(plan.drafts[n], accepted.get(row, 0))
 
     def _plan(self, planned: Sequence[tuple[Row, int]]) -> BatchPlan:
         rows = tuple(row for row, _ in planned)
@@ -369,21 +471,16 @@ class Scheduler:
         known: list[int] = []
         for row, count in planned:
             known += row.tokens[row.planned : row.planned + count] if row.pending == 0 else [-1]
+            known += row.drafts
         tokens = np.zeros_like(positions)
         tokens[:decode_rows] = known[:decode_rows]
         tokens[decode_rows + padding :] = known[decode_rows:]
-        self.stats.steps += 1
-        self.stats.computed += new
-        sampled = tuple(n for n, (row, count) in enumerate(planned) if row.remaining == count)
         copies, self._state_copies = tuple(self._state_copies), []
-        for row, count in planned:
-            before, row.in_flight = row.planned, row.in_flight + count
-            self._reserve_snapshot(row, before)
-        for n in sampled:
-            rows[n].pending += 1
+        sampled = self._note_planned(planned)
         return BatchPlan(
             rows=rows,
             counts=counts,
+            drafts=tuple(len(row.drafts) for row in rows),
             starts=tuple(starts[at].tolist()),
             admissions=tuple(row.admission for row in rows),
             decode_rows=decode_rows,
@@ -413,6 +510,93 @@ class Scheduler:
             if youngest is row:
                 return False
         return True
+
+    def _note_planned(self, planned: Sequence[tuple[Row, int]]) -> tuple[int, ...]:
+        """Take note of the tokens of a step that begins; return which rows get new ones."""
+        sampled = tuple(
+            n for n, (row, count) in enumerate(planned) if row.remaining + len(row.drafts) == count
+        )
+        self.stats.steps += 1
+        self.stats.computed += sum(count for _, count in planned)
+        self.stats.sampled += len(sampled)
+        for row, count in planned:
+            before, row.in_flight = row.planned, row.in_flight + count
+            if not row.drafts:  # else it is not known where the step ends
+                self._reserve_snapshot(row, before)
+        for n in sampled:
+            planned[n][0].pending += 1
+        return sampled
+
+    def _add_drafts(self, planned: list[tuple[Row, int]], budget: int, propose: Propose) -> None:
+        """Give planned rows that get a new token drafts, as far as tokens and blocks are left."""
+        asked: list[tuple[int, int]] = []
+        for n, (row, count) in enumerate(planned):
+            room = self._draft_room(row, count, budget)
+            if room > 0:
+                asked.append((n, room))
+                budget -= room
+                grown = self.pool.allocate(
+                    self.blocks_for(row.planned + count + room) - len(row.blocks)
+                )
+                assert grown is not None
+                self._set_blocks(row, grown)
+        found = propose([(planned[n][0], room) for n, room in asked]) if asked else ()
+        for (n, _), drafts in zip(asked, found, strict=True):
+            row, count = planned[n]
+            row.drafts = list(drafts)
+            planned[n] = row, count + len(row.drafts)
+            self._trim(row, planned[n][1] + row.planned)
+            if row.drafts and self._states is not None:
+                self._save_states(row)
+
+    def _draft_room(self, row: Row, count: int, budget: int) -> int:
+        """Return how many drafts a planned row may have."""
+        if count != row.remaining:
+            return 0
+        computed = row.planned + count
+        # The last token is chosen and never computed.
+        room = min(row.draft_length.next, budget, row.max_tokens - len(row.tokens) - 1)
+        places = (len(row.blocks) + self.pool.available) * self.block_size
+        room = min(room, places - computed)
+        if self._states is not None:
+            # Accepted tokens that are computed again take the place of drafts; and states are
+            # copied for the prefix cache where a step ends with a block.
+            room = min(room, row.draft_length.most + 1 - count)
+            if row.shares:
+                room = min(room, -computed % self.block_size)
+        return room
+
+    def _save_states(self, row: Row) -> None:
+        """Copy the states of a row to a slot of its own, before drafts change them."""
+        assert self._states is not None
+        if not self._states.free_slots:
+            self._drop_snapshot(keep=None)
+        (row.saved_slot,) = self._states.take(1)
+        self._state_copies.append((row.state_slot, row.saved_slot))
+
+    def _take_drafts(self, row: Row, before: int, accepted: int) -> None:
+        """Append the accepted drafts of a row that had `before` tokens in the cache, and go back to
+        where the others began."""
+        rejected = len(row.drafts) - accepted
+        self.stats.drafted += len(row.drafts)
+        self.stats.accepted += accepted
+        row.tokens += row.drafts[:accepted]
+        row.drafts = []
+        row.computed -= rejected
+        if self._states is not None:
+            if rejected:  # the states have seen all drafts
+                row.computed = before
+                row.state_slot, row.saved_slot = row.saved_slot, row.state_slot
+            self._states.release([row.saved_slot])
+            row.saved_slot = -1
+            self._reserve_snapshot(row, before)
+        self._trim(row, row.computed)
+
+    def _trim(self, row: Row, tokens: int) -> None:
+        """Give back the blocks of a row that so many tokens do not take."""
+        keep = self.blocks_for(tokens)
+        self.pool.release(row.blocks[keep:])
+        del row.blocks[keep:]
 
     def _set_blocks(self, row: Row, found: Sequence[int]) -> None:
         """Append blocks to those of a running row."""

@@ -203,10 +203,12 @@ class Decoder(nn.Module):
         name: prefix of all weights; block i of the pattern is `{name}.blocks.{i}`.
         blocks: [first, last) of the pattern's blocks; None is all of them.
         normed: whether the final norm follows them. Without it the result is the stream.
+        first_attention: number of the first attention layer, for a cache that other decoders use.
 
     Attributes:
         layers: [first, last) of `blocks` for each layer; a layer is the unit in which sharded
             weights are gathered. Of a layer that the range splits, the blocks inside count as one.
+        end_attention: one above the number of the last attention layer.
     """
 
     def __init__(
@@ -217,6 +219,7 @@ class Decoder(nn.Module):
         build: LayerBuild,
         blocks: tuple[int, int] | None = None,
         normed: bool = True,
+        first_attention: int = 0,
     ) -> None:
         super().__init__()
         self.config = config
@@ -226,7 +229,7 @@ class Decoder(nn.Module):
             raise ValueError(f"blocks [{start}, {stop}) of a pattern of {len(symbols)}")
         self.layers: list[tuple[int, int]] = []
         self.blocks = nn.ModuleList()
-        self.num_attention_layers = 0
+        self.end_attention = first_attention
         layers = layer_blocks(symbols)
         self._all_layers = len(layers)
         for layer, (first, last) in enumerate(layers):
@@ -270,8 +273,8 @@ class Decoder(nn.Module):
         if symbol == MAMBA:
             assert config.mamba is not None
             return Mamba2(f"{prefix}.mamba", config=config.mamba, **shared)
-        at = self.num_attention_layers
-        self.num_attention_layers += 1
+        at = self.end_attention
+        self.end_attention += 1
         if isinstance(config.attention, LatentAttentionConfig):
             return LatentAttention(f"{prefix}.attention", at, config=config.attention, **shared)
         assert config.attention is not None

@@ -17,8 +17,9 @@ The token losses of a depth are weighted as in the main loss, so both are divide
 of tokens. A depth counts fewer: those whose label is in the row, in the same document and counted
 where the main model predicts it.
 
-Only training computes the depths. They follow the main model's last layer, in one chunk with the
-head, so with several pipeline stages the embedding is a weight of the first and the last one.
+Training computes the depths, and so does generation that takes drafts from them. They follow the
+main model's last layer, in one chunk with the head, so with several pipeline stages the embedding
+is a weight of the first and the last one.
 """
 
 from __future__ import annotations
@@ -221,7 +222,11 @@ class GPTModel(StoreModule):
             self._head = VocabParallelHead(top, **ends)
             if config.mtp_num_layers:
                 self.multi_token = MultiTokenPrediction(
-                    config, build=build, embedding=rows, head=top
+                    config,
+                    build=build,
+                    embedding=rows,
+                    head=top,
+                    first_attention=self.decoders[chunk].end_attention,
                 )
 
     # --- what this rank has -----------------------------------------------------------------------
@@ -424,6 +429,29 @@ class GPTModel(StoreModule):
         """
         return self.head(self(tokens, layout=layout, cache=cache))
 
+    def predict_ahead(
+        self,
+        depth: int,
+        hidden_states: torch.Tensor,
+        tokens: torch.Tensor,
+        *,
+        layout: SequenceLayout,
+        cache: KeyValueCache,
+    ) -> torch.Tensor:
+        """Return the hidden states [t, 1, h] of a depth of multi-token prediction while generating;
+        the head makes logits of them.
+
+        Args:
+            depth: k, from 0.
+            hidden_states: [t, 1, h], of the depth before; of depth 0 the final ones of the model.
+            tokens: int64 [1, t], at position t token t + k + 1.
+            layout, cache: as of the model's own step.
+        """
+        depths = self._held(self.multi_token, "multi-token prediction").depths
+        return depths[depth](
+            hidden_states, tokens, layout, rope=self._rope(layout), cache=cache, aux_factor=None
+        )
+
     def weights_replaced(self) -> None:
         """See `megatron.core.inference.engine.LanguageModel`: nothing here is derived from them."""
 
@@ -564,6 +592,7 @@ class MultiTokenPrediction(nn.Module):
     Args:
         build: of the main model.
         embedding, head: the shardings of the main model's two.
+        first_attention: number of the first attention layer of the first depth.
 
     Attributes:
         sums: fp64 [D, 2], since somebody cleared it: of weighted token losses, and of weights.
@@ -576,6 +605,7 @@ class MultiTokenPrediction(nn.Module):
         build: LayerBuild,
         embedding: WeightSharding,
         head: WeightSharding,
+        first_attention: int,
     ) -> None:
         super().__init__()
         self.factor = config.mtp_loss_factor / config.mtp_num_layers
@@ -588,9 +618,15 @@ class MultiTokenPrediction(nn.Module):
             with build.store.unit(f"mtp.{k}"):
                 self.depths.append(
                     PredictionDepth(
-                        f"mtp.{k}", config=config, build=build, embedding=table, head=top
+                        f"mtp.{k}",
+                        config=config,
+                        build=build,
+                        embedding=table,
+                        head=top,
+                        first_attention=first_attention,
                     )
                 )
+            first_attention = self.depths[-1].decoder.end_attention
         self.sums = torch.zeros(len(self.depths), 2, dtype=torch.float64, device=build.store.device)
 
     def set_recompute(self, recompute: Recompute) -> None:
@@ -656,6 +692,7 @@ class PredictionDepth(nn.Module):
         build: LayerBuild,
         embedding: VocabParallelEmbedding,
         head: VocabParallelHead,
+        first_attention: int,
     ) -> None:
         super().__init__()
         self.embedding, self.head = embedding, head
@@ -672,7 +709,9 @@ class PredictionDepth(nn.Module):
         )
         self.projection = build.store.declare(sharding, build.init)
         blocks = dataclasses.replace(config.decoder, pattern=config.depth_blocks)
-        self.decoder = Decoder(f"{name}.decoder", blocks, build=build)
+        self.decoder = Decoder(
+            f"{name}.decoder", blocks, build=build, first_attention=first_attention
+        )
 
     def forward(
         self,
@@ -682,12 +721,14 @@ class PredictionDepth(nn.Module):
         *,
         rope: RopeTable | None,
         aux_factor: torch.Tensor | None,
+        cache: KeyValueCache | None = None,
     ) -> torch.Tensor:
         """Return normalised hidden states from those of the depth before, both [s, b, h]
         ([s/tp, b, h] under sequence parallelism).
 
         Args:
             tokens: int64 [b, s], that follow those of the depth before.
+            cache: of keys, values and states, while generating.
         """
         ahead = self.embedding(tokens.t())  # [s, b, h]
         if self.drop is not None:
@@ -695,7 +736,7 @@ class PredictionDepth(nn.Module):
         normed = self.embedding_norm(ahead), self.hidden_norm(hidden_states)
         both = torch.cat(normed, -1)  # [s, b, 2h]
         mixed = self.projection.linear(both)  # [s, b, h]
-        return self.decoder(mixed, layout, rope=rope, aux_factor=aux_factor)
+        return self.decoder(mixed, layout, rope=rope, cache=cache, aux_factor=aux_factor)
 
 
 def carrying(loss: torch.Tensor, extra: torch.Tensor) -> torch.Tensor:

@@ -256,6 +256,18 @@ class InferenceOptimizedModel:
         normed, _ = self._entered(final, delta, stream, addends=addends, whole=True, last=True)
         return normed.unsqueeze(1)
 
+    def predict_ahead(
+        self,
+        depth: int,
+        hidden_states: Tensor,
+        tokens: Tensor,
+        *,
+        layout: SequenceLayout,
+        cache: KeyValueCache,
+    ) -> Tensor:
+        """Do as `GPTModel.predict_ahead`; the depths run their modules."""
+        return self.model.predict_ahead(depth, hidden_states, tokens, layout=layout, cache=cache)
+
     def _step(self, layout: SequenceLayout, cache: KeyValueCache) -> Step:
         rotation = rope = None
         if self._rows is not None:

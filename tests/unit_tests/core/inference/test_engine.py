@@ -15,11 +15,13 @@ from megatron.core.inference.engine import (
     LONGEST_ROW,
     Engine,
     EngineConfig,
+    Proposer,
     Request,
     check_request,
     generate,
 )
 from megatron.core.inference.sampling import SampleRow, SamplingParams, sample
+from megatron.core.inference.speculation import DraftModel, MultiTokenHeads, NGramLookup
 from megatron.core.models.gpt import GPTConfig, GPTModel
 from megatron.core.moe import MoEConfig, RouterConfig
 from megatron.core.process_groups import ProcessGroupCollection, RankGrid
@@ -30,7 +32,7 @@ from megatron.core.transformer import (
     MLPConfig,
     RopeConfig,
 )
-from tests.support.covering_array import covering_array
+from tests.support.covering_array import Constraint, covering_array
 from tests.support.inputs import generator, one_thread
 from tests.support.nan_memory import nan_memory
 from tests.support.ranks import run_ranks
@@ -90,10 +92,37 @@ def on_one_thread():
         yield
 
 
-def model_of(family: str, groups: ProcessGroupCollection | None = None, **layout: bool) -> GPTModel:
-    groups = groups or ProcessGroupCollection.single()
+def model_of(
+    family: str, groups: ProcessGroupCollection | None = None, depths: int = 0, **layout: bool
+) -> GPTModel:
+    groups, config = groups or ProcessGroupCollection.single(), FAMILIES[family]
+    if depths:  # which change no weight of the model itself
+        blocks = {"hybrid": "G*-", "experts": "*-"}.get(family, "")
+        config = replace(config, mtp_num_layers=depths, mtp_pattern=blocks)
     dtype = torch.float32 if family == "experts" else torch.float64  # routers weigh in fp32
-    return GPTModel(FAMILIES[family], groups, dtype=dtype, seed=3, **layout)
+    return GPTModel(config, groups, dtype=dtype, seed=3, **layout)
+
+
+def draft_model_of(family: str, groups: ProcessGroupCollection | None = None) -> GPTModel:
+    """Return a model that often says what `model_of` does, and not always."""
+    model = model_of(family, groups)
+    with torch.no_grad():
+        for n, weight in enumerate(model.parameters()):
+            weight *= 1 + 0.2 * math.sin(n)
+    return model
+
+
+def speculating(
+    kind: str, family: str, groups: ProcessGroupCollection | None = None, **config
+) -> Engine:
+    """Return an engine of a family with a proposer of drafts."""
+    if kind == "heads":
+        model = model_of(family, groups, depths=2)
+        return engine_of(model, MultiTokenHeads(model, depths=2), **config)
+    proposer = NGramLookup(longest=3, shortest=1)
+    if kind == "draft":
+        proposer = DraftModel(engine_of(draft_model_of(family, groups)))
+    return engine_of(model_of(family, groups), proposer, **config)
 
 
 def prompts() -> list[tuple[int, ...]]:
@@ -135,12 +164,15 @@ def anew(family: str, sampling: str, prompt: tuple[int, ...], sequence: int) -> 
     return tokens, logprobs
 
 
-def engine_of(model: GPTModel, **config) -> Engine:
+def engine_of(model: GPTModel, proposer: Proposer | None = None, **config) -> Engine:
+    drafts = {MultiTokenHeads: 2, type(None): 0}.get(type(proposer), 3)
+    sizes = {"num_blocks": 64, "max_rows": 6, "num_speculative_tokens": drafts}
     return Engine(
         model,
-        EngineConfig(**{"num_blocks": 64, "max_rows": 6} | config),
+        EngineConfig(**sizes | config),
         shapes=CacheShapes.of(model.modules(), model.store.dtype),
         vocab_size=VOCABULARY,
+        proposer=proposer,
     )
 
 
@@ -155,6 +187,7 @@ FACTORS = {
     "n": (1, 2),
     "abort": (False, True),
     "asynchronous": (False, True),
+    "speculation": ("off", "ngram", "draft", "heads"),
 }
 DRAWN = SamplingParams(temperature=1.3, top_k=40, top_p=0.95, min_p=0.001, seed=9)
 SAMPLING = {
@@ -172,19 +205,29 @@ def odd_tokens(_: object) -> torch.Tensor:
     return ODD
 
 
-@pytest.mark.parametrize("row", covering_array(FACTORS, seed=4), ids=lambda row: row["family"])
+#: Drafts are verified in a step that is planned when the tokens before it are known.
+TOGETHER = [
+    Constraint(("asynchronous", "speculation"), lambda ahead, kind: not ahead or kind == "off")
+]
+ROWS = covering_array(FACTORS, TOGETHER, seed=4)
+
+
+@pytest.mark.parametrize("row", ROWS, ids=lambda row: row["family"])
 def test_features_together_say_what_a_sequence_alone_does(row: dict) -> None:
-    model, params = model_of(row["family"]), SAMPLING[row["sampling"]]
+    params = SAMPLING[row["sampling"]]
     longest = 40 + NEW
     blocks = -(-longest // row["block_size"]) + 1 if row["memory"] == "scarce" else 64
-    engine = engine_of(
-        model,
-        num_blocks=blocks,
-        block_size=row["block_size"],
-        max_step_tokens=row["max_step_tokens"],
-        prefix_caching=row["prefix_caching"],
-        asynchronous=row["asynchronous"],
-    )
+    sizes = {
+        "num_blocks": blocks,
+        "block_size": row["block_size"],
+        "max_step_tokens": row["max_step_tokens"],
+        "prefix_caching": row["prefix_caching"],
+        "asynchronous": row["asynchronous"],
+    }
+    if row["speculation"] == "off":
+        engine = engine_of(model_of(row["family"]), **sizes)
+    else:
+        engine = speculating(row["speculation"], row["family"], **sizes)
     mask = odd_tokens if row["sampling"] == "mask" else None
     asked = requests(params, n=row["n"], mask=mask)
     with nan_memory():
@@ -206,6 +249,8 @@ def test_features_together_say_what_a_sequence_alone_does(row: dict) -> None:
     scarce = row["memory"] == "scarce" and row["block_size"] == 16
     assert stats.preempted > 0 if scarce else stats.preempted == 0
     assert engine.scheduler.pool.references == engine.unfinished == 0
+    assert (stats.drafted > 0) == (row["speculation"] != "off")
+    assert (stats.accepted > 0) or row["speculation"] != "draft"
 
 
 def tokens_on_a_rank(rank: int, world: int) -> dict[str, tuple[list[list[int]], int]]:
@@ -216,6 +261,10 @@ def tokens_on_a_rank(rank: int, world: int) -> dict[str, tuple[list[list[int]], 
             engine = engine_of(model_of(family, groups), max_step_tokens=30, num_blocks=9)
             said = generate(engine, requests(DRAWN))
         found[family] = [c.tokens for (c,) in said], engine.stats.computed
+    with one_thread():
+        engine = speculating("draft", "hybrid", groups, max_step_tokens=30)
+        said = generate(engine, requests(DRAWN))
+    found["drafts"] = [c.tokens for (c,) in said], engine.stats.accepted
     return found
 
 
@@ -226,6 +275,10 @@ def test_tensor_parallel_ranks_say_what_one_process_does() -> None:
         wanted = [c.tokens for (c,) in generate(engine, requests(DRAWN))]
         for found in ranks:
             assert found[family] == (wanted, engine.stats.computed)
+    engine = speculating("draft", "hybrid", max_step_tokens=30)
+    wanted = [c.tokens for (c,) in generate(engine, requests(DRAWN))]
+    assert 0 < engine.stats.accepted < engine.stats.drafted
+    assert [found["drafts"] for found in ranks] == 2 * [(wanted, engine.stats.accepted)]
 
 
 @pytest.mark.parametrize("budget", [5, 500])

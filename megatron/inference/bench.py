@@ -13,6 +13,7 @@ empty prefix cache, after some that are not counted.
 | host | time of a step outside the model and sampling: planning and bookkeeping |
 | hidden | share of steps whose plan was ready before the step before had ended |
 | wasted | tokens of outputs that had ended when they were chosen |
+| drafts | of speculative decoding: proposed, accepted, and new tokens of a row by its steps |
 | W | how many times more rows static batches of the same requests would compute |
 """
 
@@ -131,7 +132,7 @@ def measure(
     scheduler, found = engine.scheduler, Repeat()
     waiting = list(zip(times, requests, strict=True))
     arrived: dict[int, float] = {}
-    newest: dict[int, float] = {}
+    newest: dict[int, tuple[int, float]] = {}  # tokens of each, and when they were there
     begin = time.perf_counter()
     while waiting or engine.unfinished:
         now = time.perf_counter() - begin
@@ -153,12 +154,14 @@ def measure(
         found.most_blocks = max(found.most_blocks, blocks)
         found.most_rows = max(found.most_rows, len(scheduler.running))
         for completion in completions:
-            identity = completion.request_id
+            identity, count = completion.request_id, len(completion.tokens)
             if identity in newest:
-                found.between.append(end - begin - newest[identity])
+                known, before = newest[identity]
+                # The tokens of one step share its time.
+                found.between += [(end - begin - before) / (count - known)] * (count - known)
             else:
                 found.first.append(end - begin - arrived[identity])
-            newest[identity] = end - begin
+            newest[identity] = count, end - begin
     found.seconds = time.perf_counter() - begin
     return found
 
@@ -203,6 +206,9 @@ def summary(
         "loop": "asynchronous" if engine.config.asynchronous else "synchronous",
         "planning_hidden": stats.overlapped / stats.steps,
         "wasted_tokens": stats.wasted,
+        "drafts_proposed": stats.drafted,
+        "drafts_accepted": stats.accepted,
+        "tokens_per_forward": stats.tokens_per_forward,
         "static_batching_waste": static_waste(lengths, rows),
     }
 
@@ -226,7 +232,7 @@ def run(config: BenchConfig, launch: Launch) -> None:
     from megatron.inference.llm import LLM
 
     load, rows = config.requests, config.inference.inference_max_requests
-    with load_checkpoint_model(config.source, launch) as loaded:
+    with load_checkpoint_model(config.source, launch, speculation=config.speculation) as loaded:
         requests, times = make_requests(load, loaded.vocab_size), arrivals(load)
         lengths = [request.max_new_tokens for request in requests]
         longest = load.input_tokens + max(lengths)

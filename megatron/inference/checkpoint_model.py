@@ -44,7 +44,7 @@ from megatron.core.process_groups import GROUP_NAMES, ProcessGroupCollection, Ra
 from megatron.core.weight_gather import Storage
 from megatron.hf.folder import end_tokens, is_folder
 from megatron.hf.read_weights import read_weights
-from megatron.inference.config import ModelSource
+from megatron.inference.config import ModelSource, Speculation
 from megatron.training.checkpoints.hf_export import carried_folder
 from megatron.training.checkpoints.hf_options import open_model
 from megatron.training.cpu_matmul import CpuMatmul
@@ -68,6 +68,9 @@ class CheckpointModel:
         token_multiple: what the tokens of a step have to be a multiple of.
         optimized: generate by `InferenceOptimizedModel`.
         nvls, weights_dtype: as in `ModelSource`.
+        speculation: how drafts are made. The model has its depths of multi-token prediction only if
+            they make them.
+        draft: the model that makes them; None if no other model does.
     """
 
     model: GPTModel
@@ -82,6 +85,8 @@ class CheckpointModel:
     optimized: bool = False
     nvls: Mode = "auto"
     weights_dtype: CopyDtype | None = None
+    speculation: Speculation = dataclasses.field(default_factory=Speculation)
+    draft: CheckpointModel | None = None
 
     def generator(self, max_step_tokens: int) -> LanguageModel:
         """Return what the engine runs; all ranks call it.
@@ -129,29 +134,67 @@ class CheckpointModel:
 
 
 @contextlib.contextmanager
-def load_checkpoint_model(source: ModelSource, launch: Launch) -> Iterator[CheckpointModel]:
+def load_checkpoint_model(
+    source: ModelSource, launch: Launch, *, speculation: Speculation | None = None
+) -> Iterator[CheckpointModel]:
     """Build the model that a checkpoint or a Hugging Face folder describes and load its weights,
     spread over the processes.
 
+    Args:
+        source: where it is.
+        launch: this process.
+        speculation: how drafts are made; None makes none.
+
     Raises:
-        ValueError: no checkpoint or a damaged one, no tokenizer, or an impossible layout.
+        ValueError: no checkpoint or a damaged one, no tokenizer, an impossible layout, or no model
+            that makes the drafts.
     """
+    speculation = speculation or Speculation()
     device = choose_device(source.device, launch.local_rank)
     with _joined(source, launch, device) as (groups, coordinator):
-        place = _Place(groups=groups, coordinator=coordinator, device=device)
-        if is_folder(source.load):
-            yield _from_folder(source, place)
-        else:
-            yield _from_checkpoint(source, place)
+        further = speculation.speculative_method == "mtp"
+        place = _Place(groups=groups, coordinator=coordinator, device=device, further=further)
+        loaded = dataclasses.replace(_from_source(source, place), speculation=speculation)
+        if speculation.speculative_draft_model is not None:
+            smaller = dataclasses.replace(source, load=speculation.speculative_draft_model)
+            draft = _from_source(smaller, place)
+            _check_draft(loaded, draft, speculation.speculative_draft_model)
+            loaded = dataclasses.replace(loaded, draft=draft)
+        yield loaded
+
+
+def _from_source(source: ModelSource, place: _Place) -> CheckpointModel:
+    return (_from_folder if is_folder(source.load) else _from_checkpoint)(source, place)
+
+
+def _check_draft(loaded: CheckpointModel, draft: CheckpointModel, name: str) -> None:
+    """Raise ValueError unless both models mean the same by a token id."""
+    if loaded.vocab_size != draft.vocab_size:
+        raise ValueError(
+            f"--speculative-draft-model {name} has a vocabulary of {draft.vocab_size} tokens, "
+            f"--load one of {loaded.vocab_size}: use a draft model of the same tokenizer"
+        )
+    if loaded.tokenizer.fingerprint != draft.tokenizer.fingerprint:
+        raise ValueError(
+            f"--speculative-draft-model {name} has another tokenizer "
+            f"({draft.tokenizer.fingerprint[:12]}) than --load "
+            f"({loaded.tokenizer.fingerprint[:12]}): use a draft model of the same tokenizer"
+        )
 
 
 @dataclass(frozen=True, kw_only=True)
 class _Place:
-    """This process among those that generate together."""
+    """This process among those that generate together.
+
+    Args:
+        groups, coordinator, device: of it.
+        further: keep the depths of multi-token prediction.
+    """
 
     groups: ProcessGroupCollection
     coordinator: Coordinator
     device: torch.device
+    further: bool
 
 
 def _token_multiple(source: ModelSource) -> int:
@@ -182,7 +225,7 @@ def _from_folder(source: ModelSource, place: _Place) -> CheckpointModel:
     )
     dtype = described.dtype or torch.float32
     model = GPTModel(
-        generating(described.config),
+        generating(described.config, further=place.further),
         place.groups,
         sequence_parallel=source.sequence_parallel,
         dtype=dtype,
@@ -235,7 +278,7 @@ def _load(folder: Path, source: ModelSource, place: _Place) -> CheckpointModel:
         add_special_tokens=None if left_out is None else not left_out,
     )
     model = GPTModel(
-        generating(config),
+        generating(config, further=place.further),
         place.groups,
         sequence_parallel=source.sequence_parallel,
         dtype=weight_dtype(options),
@@ -265,13 +308,20 @@ def _load(folder: Path, source: ModelSource, place: _Place) -> CheckpointModel:
     )
 
 
-def generating(config: GPTConfig) -> GPTConfig:
-    """Return the model without what only training has: further predictions and expert capacity.
+def generating(config: GPTConfig, *, further: bool = False) -> GPTConfig:
+    """Return the model without what only training has: expert capacity, and further predictions
+    unless drafts are made by them.
 
     A capacity is of the tokens of a microbatch; here those are a batch's, so that what a prompt
     yields would depend on its neighbours, on their padding and on the ranks.
     """
-    config = config.without_further_prediction()
+    if not further:
+        config = config.without_further_prediction()
+    elif not config.mtp_num_layers:
+        raise ValueError(
+            "--speculative-method mtp: the model has no layers of multi-token prediction: train it "
+            "with --mtp-num-layers, or use ngram or draft"
+        )
     moe = config.moe and dataclasses.replace(config.moe, capacity_factor=None)
     return dataclasses.replace(config, moe=moe)
 

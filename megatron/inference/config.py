@@ -100,6 +100,23 @@ class Inference:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Speculation:
+    """Speculative decoding: propose tokens (drafts) and verify several in one step of the model. It
+    changes no token, to rounding, and makes some more or none at each step."""
+
+    speculative_method: Literal["ngram", "draft", "mtp"] | None = None
+    """Where drafts come from: ngram looks up in the text itself what followed its newest tokens
+    before; draft generates with a smaller model; mtp uses the model's own layers of multi-token
+    prediction, --mtp-num-layers of training; derived: no drafts."""
+    num_speculative_tokens: int | None = None
+    """Drafts of a text in a step at most; fewer where few are accepted; derived: 4, with mtp the
+    number of its layers."""
+    speculative_draft_model: str | None = None
+    """The smaller model of --speculative-method draft, as in --load: of the same tokenizer. It has
+    a cache of its own, as long as the model's, and is spread over the same ranks."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class Sampling:
     """How tokens are chosen: penalties, then temperature, top-k, top-p and min-p together."""
 
@@ -169,6 +186,37 @@ def _check_ranks(source: ModelSource, inference: Inference) -> None:
         )
 
 
+def _check_speculation(speculation: Speculation, source: ModelSource, inference: Inference) -> None:
+    """Raise ValueError for options of speculative decoding that do not go together."""
+    method, count = speculation.speculative_method, speculation.num_speculative_tokens
+    if method is None and (count is not None or speculation.speculative_draft_model is not None):
+        name = "num-speculative-tokens" if count is not None else "speculative-draft-model"
+        raise ValueError(
+            f"--{name} does nothing without --speculative-method: give ngram, draft or mtp"
+        )
+    if (method == "draft") != (speculation.speculative_draft_model is not None):
+        raise ValueError(
+            f"--speculative-method {method} "
+            + (
+                "needs --speculative-draft-model: name a smaller model of the same tokenizer"
+                if method == "draft"
+                else "takes no --speculative-draft-model: drop it, or use draft"
+            )
+        )
+    if method is not None and inference.async_scheduling:
+        raise ValueError(
+            f"--speculative-method {method} does not go with --async-scheduling: drafts follow "
+            "tokens that are known when a step is planned; drop one of both"
+        )
+    if count is not None and count < 1:
+        raise ValueError(f"--num-speculative-tokens is {count}: it must be above 0")
+    if method == "mtp" and source.sequence_parallel:
+        raise ValueError(
+            "--speculative-method mtp does not go with --sequence-parallel: its layers need whole "
+            "hidden states; use ngram or draft, or drop --sequence-parallel"
+        )
+
+
 @dataclass(frozen=True, kw_only=True)
 class GenerateConfig:
     """One run of text generation."""
@@ -178,10 +226,12 @@ class GenerateConfig:
     sampling: Sampling
     inference: Inference
     output: Output
+    speculation: Speculation
 
     def __post_init__(self) -> None:
         _check_source(self.source)
         _check_ranks(self.source, self.inference)
+        _check_speculation(self.speculation, self.source, self.inference)
         for name, value in (
             ("tensor-model-parallel-size", self.source.tensor_model_parallel_size),
             ("distributed-timeout-minutes", self.source.distributed_timeout_minutes),
@@ -248,10 +298,12 @@ class BenchConfig:
     source: ModelSource
     requests: Load
     inference: Inference
+    speculation: Speculation
 
     def __post_init__(self) -> None:
         _check_source(self.source)
         _check_ranks(self.source, self.inference)
+        _check_speculation(self.speculation, self.source, self.inference)
         load = self.requests
         for name, value in (
             ("num-requests", load.num_requests),

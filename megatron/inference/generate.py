@@ -302,6 +302,11 @@ def describe(stats: CacheStats) -> str:
     parts = [f"{stats.steps:,} steps", f"{stats.computed:,} tokens computed"]
     if stats.queried:
         parts.append(f"prefix cache {stats.hit:,} of {stats.queried:,} prompt tokens")
+    if stats.drafted:
+        parts.append(
+            f"accepted {stats.accepted:,} of {stats.drafted:,} drafts, "
+            f"{stats.tokens_per_forward:.2f} tokens a forward"
+        )
     if stats.preempted:
         parts.append(f"{stats.preempted:,} preempted for want of memory")
     if stats.wasted:
@@ -331,7 +336,7 @@ def run(config: GenerateConfig, launch: Launch) -> None:
     if config.prompts.chat and source.tokenizer_hf_no_include_special_tokens is None:
         # A rendered template holds its special tokens itself.
         source = dataclasses.replace(source, tokenizer_hf_no_include_special_tokens=True)
-    with load_checkpoint_model(source, launch) as loaded:
+    with load_checkpoint_model(source, launch, speculation=config.speculation) as loaded:
         llm = open_llm(loaded, config, texts)
         start = time.perf_counter()
         if config.prompts.chat:

@@ -25,13 +25,32 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from megatron.cli.launch import Launch
-from megatron.core.inference.engine import Completion, Engine, EngineConfig, Request, check_request
+from megatron.core.inference.cache import CacheShapes
+from megatron.core.inference.engine import (
+    Completion,
+    Engine,
+    EngineConfig,
+    LanguageModel,
+    Proposer,
+    Request,
+    check_request,
+)
 from megatron.core.inference.sampling import SamplingParams
+from megatron.core.inference.speculation import (
+    DraftModel,
+    MultiTokenHeads,
+    MultiTokenModel,
+    NGramLookup,
+)
 from megatron.core.inference.text_stream import TextStream
-from megatron.inference.config import Inference, ModelSource
+from megatron.core.process_groups import Group
+from megatron.inference.config import Inference, ModelSource, Speculation
 
 if TYPE_CHECKING:
     from megatron.inference.checkpoint_model import CheckpointModel
+
+#: Drafts of a text in a step, where neither an option nor the model says how many.
+USUAL_DRAFTS = 4
 
 #: Tokens of a text that memory is planned for where neither the model nor the texts say more.
 USUAL_LENGTH = 4096
@@ -148,40 +167,42 @@ class LLM:
         )
         if memory is None and num_blocks is None:
             num_blocks = rows * -(-min(loaded.max_length or USUAL_LENGTH, USUAL_LENGTH) // size)
-        self.loaded = loaded
-        self.engine = Engine(
-            loaded.generator(options.inference_max_tokens),
-            EngineConfig(
-                max_rows=rows,
-                max_step_tokens=options.inference_max_tokens,
-                block_size=size,
-                num_blocks=None if memory is not None else num_blocks,
-                memory_bytes=None if memory is None else int(memory * 1e9),
-                prefix_caching=not options.no_prefix_caching,
-                token_multiple=loaded.token_multiple,
-                asynchronous=options.async_scheduling,
-            ),
-            shapes=loaded.cache_shapes,
-            vocab_size=loaded.vocab_size,
-            max_length=loaded.max_length,
-            device=loaded.device,
-            check_plans=loaded.model.groups["tp"] if options.check_plans else None,
+        config = EngineConfig(
+            max_rows=rows,
+            max_step_tokens=options.inference_max_tokens,
+            block_size=size,
+            num_blocks=None if memory is not None else num_blocks,
+            memory_bytes=None if memory is None else int(memory * 1e9),
+            prefix_caching=not options.no_prefix_caching,
+            token_multiple=loaded.token_multiple,
+            asynchronous=options.async_scheduling,
         )
+        self.loaded = loaded
+        checked = loaded.model.groups["tp"] if options.check_plans else None
+        self.engine = speculating_engine(loaded, config, check_plans=checked)
 
     @staticmethod
     @contextlib.contextmanager
-    def open(load: str, *, inference: Inference | None = None, **source: Any) -> Iterator[LLM]:
+    def open(
+        load: str,
+        *,
+        inference: Inference | None = None,
+        speculation: Speculation | None = None,
+        **source: Any,
+    ) -> Iterator[LLM]:
         """Load a model for the time of a `with` block; under torchrun, on all of its processes.
 
         Args:
             load: a folder of checkpoints, one `iter_` folder, or a Hugging Face folder.
             inference: how the engine is sized.
+            speculation: how drafts are made; None makes none.
             source: fields of `ModelSource`, such as tensor_model_parallel_size.
         """
         from megatron.inference.checkpoint_model import load_checkpoint_model
 
         launch = Launch.from_environment(os.environ)
-        with load_checkpoint_model(ModelSource(load=load, **source), launch) as loaded:
+        origin = ModelSource(load=load, **source)
+        with load_checkpoint_model(origin, launch, speculation=speculation) as loaded:
             yield LLM(loaded, inference)
 
     def stream(
@@ -257,9 +278,14 @@ class LLM:
         ends = completion.finish_reason
         # The token that ends a document is no text.
         count = len(completion.tokens) - (ends == "stop")
-        new = completion.tokens[known.pushed : count]
-        known.pushed = max(count, known.pushed)
-        added = known.stream.push(new, finished=bool(ends))
+        added = ""
+        for token in completion.tokens[known.pushed : count]:
+            added += known.stream.push([token])
+            known.pushed += 1
+            if known.stream.stopped is not None:
+                completion.cut(known.pushed)  # the step may have chosen more
+                break
+        added += known.stream.push([], finished=bool(ends))
         known.text += added
         if known.stream.stopped is not None and not ends:
             self.engine.finish(completion.request_id, completion.index)
@@ -285,6 +311,80 @@ class LLM:
             top_logprobs=tops if known.asks_tops else None,
             prompt_logprobs=None if prompt is None else tuple(prompt),
         )
+
+
+def speculating_engine(
+    loaded: CheckpointModel, config: EngineConfig, *, check_plans: Group | None = None
+) -> Engine:
+    """Return an engine for a model, with drafts as its `speculation` says.
+
+    Args:
+        loaded: the model.
+        config: of the engine; memory in bytes is for both models' caches.
+        check_plans: as of `Engine`.
+
+    Raises:
+        ValueError: more drafts than the model predicts, a step or the cache holds.
+    """
+    speculation = loaded.speculation
+    method, count = speculation.speculative_method, speculation.num_speculative_tokens
+    generator = loaded.generator(config.max_step_tokens)
+    if method is None:
+        return _engine(loaded, generator, config, check_plans=check_plans)
+    if method == "mtp":
+        assert isinstance(generator, MultiTokenModel)
+        depths = loaded.model.config.mtp_num_layers
+        count = count or depths
+        if count > depths:
+            raise ValueError(
+                f"--num-speculative-tokens is {count}: the model predicts {depths} more tokens "
+                f"(--mtp-num-layers of training): use at most {depths}"
+            )
+        proposer: Proposer = MultiTokenHeads(generator, depths=count)
+    elif method == "ngram":
+        proposer = NGramLookup()
+    else:
+        draft = loaded.draft
+        assert draft is not None
+        config, smaller = _shared_memory(config, loaded.cache_shapes, draft.cache_shapes)
+        proposer = DraftModel(_engine(draft, draft.generator(smaller.max_step_tokens), smaller))
+    config = dataclasses.replace(config, num_speculative_tokens=count or USUAL_DRAFTS)
+    return _engine(loaded, generator, config, proposer=proposer, check_plans=check_plans)
+
+
+def _shared_memory(
+    config: EngineConfig, shapes: CacheShapes, smaller: CacheShapes
+) -> tuple[EngineConfig, EngineConfig]:
+    """Return the sizes of a model's engine and of that of its draft model. Blocks are as many in
+    both; memory in bytes is shared in proportion to what a token takes."""
+    if config.memory_bytes is None:
+        return config, config
+    share = smaller.token_bytes / max(1, smaller.token_bytes + shapes.token_bytes)
+    part = int(share * config.memory_bytes)
+    return (
+        dataclasses.replace(config, memory_bytes=config.memory_bytes - part),
+        dataclasses.replace(config, memory_bytes=part),
+    )
+
+
+def _engine(
+    loaded: CheckpointModel,
+    generator: LanguageModel,
+    config: EngineConfig,
+    *,
+    proposer: Proposer | None = None,
+    check_plans: Group | None = None,
+) -> Engine:
+    return Engine(
+        generator,
+        config,
+        shapes=loaded.cache_shapes,
+        vocab_size=loaded.vocab_size,
+        max_length=loaded.max_length,
+        device=loaded.device,
+        proposer=proposer,
+        check_plans=check_plans,
+    )
 
 
 def text_request(

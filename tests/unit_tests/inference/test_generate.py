@@ -11,7 +11,7 @@ import torch
 from megatron.cli.tokenizers import ByteTokenizer, Tokenizer
 from megatron.core.inference.cache import CacheShapes
 from megatron.core.inference.sampling import SamplingParams
-from megatron.inference.config import Inference
+from megatron.inference.config import Inference, Speculation
 from megatron.inference.llm import LLM, TextParams, text_requests
 
 GREEDY = SamplingParams(temperature=0)
@@ -48,6 +48,7 @@ class Loaded:
     stop_tokens: frozenset[int] = frozenset({256})
     cache_shapes: CacheShapes = field(default_factory=CacheShapes)
     token_multiple: int = 1
+    speculation: Speculation = field(default_factory=Speculation)
 
     def generator(self, max_step_tokens: int) -> NextByte:
         assert max_step_tokens == Inference().inference_max_tokens

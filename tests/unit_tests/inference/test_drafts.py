@@ -1,0 +1,135 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Speculative decoding by the command line and `LLM`: the same texts, what is counted, refused."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import io
+import json
+from pathlib import Path
+
+import pytest
+
+from megatron.cli.tokenizers import train_bpe
+from megatron.core.models.gpt import GPTModel
+from megatron.core.process_groups import ProcessGroupCollection
+from megatron.inference import bench, generate
+from megatron.inference.config import Inference, Speculation
+from megatron.inference.llm import LLM, TextParams
+from tests.unit_tests.inference.test_checkpoint_model import BYTES, CONFIG, save
+from tests.unit_tests.inference.test_generate import GREEDY, Loaded
+
+LONGER = {"bf16": False, "max-position-embeddings": 120}
+
+
+def saved(folder: Path, tokenizer: dict = BYTES, **fields) -> str:
+    """Save a model with some fields of its config changed; return its folder."""
+    config = dataclasses.replace(CONFIG, **fields)
+    model = GPTModel(config, ProcessGroupCollection.single(), seed=1)
+    save(folder, model, model=config.to_json(), config=LONGER, tokenizer=tokenizer)
+    return str(folder)
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    root = tmp_path_factory.mktemp("drafts")
+    path = root / "tokenizer.json"
+    tokenizer = train_bpe(["low lower lowest"] * 3, 259, path)
+    merged = {"type": "hf", "model": str(path), "fingerprint": tokenizer.fingerprint}
+    return {
+        "merged": saved(root / "merged", merged),
+        "model": saved(root / "model", mtp_num_layers=2),
+        "plain": saved(root / "plain"),
+        "larger": saved(root / "larger", vocab_size=300),
+    }
+
+
+def run(command, *words: str) -> tuple[int, str, str]:
+    out, err = io.StringIO(), io.StringIO()
+    with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
+        code = command.main(["--device", "cpu", *words], {})
+    return code, out.getvalue(), err.getvalue()
+
+
+PROMPTS = ("--prompt", "to be or not to be or not to be", "--prompt", "A")
+TEXT = (*PROMPTS, "--max-new-tokens", "20", "--temperature", "0.7", "--seed", "3")
+
+
+def test_every_kind_of_draft_yields_the_same_texts(folders: dict[str, str]) -> None:
+    plain = run(generate, "--load", folders["model"], *TEXT)
+    assert " drafts, " not in plain[2]
+    methods = {
+        "ngram": ("--num-speculative-tokens", "3"),
+        "draft": ("--speculative-draft-model", folders["plain"]),
+        "mtp": ("--transformer-impl", "inference_optimized"),
+    }
+    for method, words in methods.items():
+        asked = ("--load", folders["model"], "--speculative-method", method, *words, *TEXT)
+        code, out, err = run(generate, *asked)
+        assert (code, out) == (0, plain[1]), err
+        assert " drafts, " in err
+        if method == "draft":  # its weights are the model's
+            assert float(err.split(" tokens a forward")[0].split()[-1]) > 3
+
+
+def test_the_bench_counts_drafts(folders: dict[str, str], tmp_path: Path) -> None:
+    path = tmp_path / "bench.json"
+    words = ["--num-requests", "3", "--max-output-tokens", "20", "--repeats", "1", "--warmup", "0"]
+    words += ["--load", folders["model"], "--output-json", str(path), "--inference-memory-gb"]
+    words += ["0.002", "--speculative-method", "draft"]
+    code, _, err = run(bench, *words, "--speculative-draft-model", folders["plain"])
+    assert code == 0, err
+    found = json.loads(path.read_text(encoding="utf-8"))
+    assert found["drafts_accepted"] == found["drafts_proposed"] > 0
+    assert found["tokens_per_forward"] > 3
+    assert 0.4e6 < found["cache_bytes"] <= 1e6  # the draft model has half of the memory
+
+
+def test_a_stop_string_ends_a_text_within_the_tokens_of_a_step() -> None:
+    loaded = Loaded(max_length=100, speculation=Speculation(speculative_method="ngram"))
+    llm = LLM(loaded, Inference())
+    text = "abcdefghijklmnop"
+    asked = TextParams(max_new_tokens=20, sampling=GREEDY, stop=("hij",))
+    (found,) = llm.generate([text + text[:3]], asked)
+    assert (found.text, found.finish_reason) == ("defg", "stop")
+    assert found.ids == tuple(b"defghij")
+    assert len(found.logprobs) == 7
+    assert llm.engine.stats.steps < 4
+    assert llm.engine.unfinished == 0
+
+
+@pytest.mark.parametrize(
+    ("load", "words", "named"),
+    [
+        ("plain", ["--speculative-method", "mtp"], "no layers of multi-token prediction"),
+        ("model", ["--speculative-method", "mtp", "--num-speculative-tokens", "3"], "at most 2"),
+        ("model", ["--speculative-method", "draft"], "--speculative-draft-model"),
+        ("model", ["--num-speculative-tokens", "3"], "--speculative-method"),
+        ("model", ["--speculative-method", "ngram", "--num-speculative-tokens", "0"], "is 0"),
+        (
+            "model",
+            ["--speculative-method", "ngram", "--num-speculative-tokens", "80"],
+            "num-speculative-tokens is 80",
+        ),
+        (
+            "model",
+            ["--speculative-method", "draft", "--speculative-draft-model", "larger"],
+            "vocabulary of 300 tokens, --load one of 259",
+        ),
+        (
+            "model",
+            ["--speculative-method", "draft", "--speculative-draft-model", "merged"],
+            "another tokenizer",
+        ),
+    ],
+)
+def test_what_cannot_be_speculated_is_named(
+    folders: dict[str, str], load: str, words: list[str], named: str
+) -> None:
+    words = [folders.get(word, word) for word in words]
+    asked = ("--load", folders[load], *words, "--prompt", "A", "--max-new-tokens", "40")
+    code, out, err = run(generate, *asked)
+    assert (code, out) == (2, "")
+    assert named in err
+    assert len(err.splitlines()) == 1

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import math
 import sys
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -37,8 +38,10 @@ from megatron.core.dist_checkpointing import (
 )
 from megatron.core.inference.cache import CacheShapes
 from megatron.core.inference.engine import LanguageModel
+from megatron.core.inference.stages import PipelineGroups
 from megatron.core.models.gpt import GPTConfig, GPTModel
 from megatron.core.models.inference_optimized import InferenceOptimizedModel
+from megatron.core.models.layer_pattern import StageSplit
 from megatron.core.ops.weight_copy import CopyDtype
 from megatron.core.process_groups import GROUP_NAMES, ProcessGroupCollection, RankGrid
 from megatron.core.weight_gather import Storage
@@ -132,6 +135,11 @@ class CheckpointModel:
         """What this rank keeps of tokens while generating."""
         return CacheShapes.of(self.model.modules(), self.model.store.dtype)
 
+    @property
+    def pipeline(self) -> PipelineGroups:
+        """The stages that generate together with this one."""
+        return PipelineGroups.of(self.model.groups)
+
 
 @contextlib.contextmanager
 def load_checkpoint_model(
@@ -151,9 +159,8 @@ def load_checkpoint_model(
     """
     speculation = speculation or Speculation()
     device = choose_device(source.device, launch.local_rank)
-    with _joined(source, launch, device) as (groups, coordinator):
-        further = speculation.speculative_method == "mtp"
-        place = _Place(groups=groups, coordinator=coordinator, device=device, further=further)
+    further = speculation.speculative_method == "mtp"
+    with _joined(source, launch, device, further=further) as place:
         loaded = dataclasses.replace(_from_source(source, place), speculation=speculation)
         if speculation.speculative_draft_model is not None:
             smaller = dataclasses.replace(source, load=speculation.speculative_draft_model)
@@ -182,19 +189,136 @@ def _check_draft(loaded: CheckpointModel, draft: CheckpointModel, name: str) -> 
         )
 
 
-@dataclass(frozen=True, kw_only=True)
 class _Place:
     """This process among those that generate together.
 
     Args:
-        groups, coordinator, device: of it.
+        source: how they are arranged.
+        launch: which of them this is.
+        device: of this one.
+        store: what all of them reach; None for a single process.
         further: keep the depths of multi-token prediction.
+
+    Attributes:
+        coordinator: by which they agree.
     """
 
-    groups: ProcessGroupCollection
-    coordinator: Coordinator
-    device: torch.device
-    further: bool
+    def __init__(
+        self,
+        source: ModelSource,
+        launch: Launch,
+        device: torch.device,
+        store: dist.Store | None,
+        *,
+        further: bool,
+    ) -> None:
+        self.grid = rank_grid(source, launch.world_size)
+        self.device, self._source, self._launch, self._store = device, source, launch, store
+        self._further = further
+        self._seconds = source.distributed_timeout_minutes * 60
+        self._groups: ProcessGroupCollection | None = None
+        self.coordinator: Coordinator = Solo()
+        if store is not None:
+            self.coordinator = StoreCoordinator(
+                store, launch.rank, launch.world_size, timeout_seconds=self._seconds
+            )
+
+    def build(self, config: GPTConfig, dtype: torch.dtype) -> GPTModel:
+        """Return this rank's part of a model, without values.
+
+        Raises:
+            ValueError: the model cannot be on these ranks; no process group is made then.
+        """
+        config = generating(config, further=self._further)
+        split = stage_split(config, self._source)
+        grid = self.grid
+        problems = config.problems(tp=grid.tp, etp=grid.size("etp"), ep=grid.ep)
+        if problems:
+            raise ValueError("; ".join(problems))
+        return GPTModel(
+            config,
+            self._joined_groups(),
+            sequence_parallel=self._source.sequence_parallel,
+            dtype=dtype,
+            device=self.device,
+            backend=_backend(dtype, self),
+            storage=Storage(initialize=False),
+            split=split,
+        )
+
+    def _joined_groups(self) -> ProcessGroupCollection:
+        """Return the groups of the processes, made the first time."""
+        if self._groups is None and self._store is None:
+            self._groups = ProcessGroupCollection.single()
+        elif self._groups is None:
+            dist.init_process_group(
+                "nccl" if self.device.type == "cuda" else "gloo",
+                store=dist.PrefixStore("groups", self._store),
+                rank=self._launch.rank,
+                world_size=self._launch.world_size,
+                timeout=timedelta(seconds=self._seconds),
+            )
+            self._groups = ProcessGroupCollection.create(
+                self.grid,
+                rank=self._launch.rank,
+                timeout_seconds=self._seconds,
+                names=GROUP_NAMES,
+            )
+        return self._groups
+
+    def leave(self) -> None:
+        """Leave the other processes, once all of them are done."""
+        if dist.is_initialized():
+            dist.barrier()
+            dist.destroy_process_group()
+
+
+def rank_grid(source: ModelSource, world_size: int) -> RankGrid:
+    """Return how so many processes are arranged.
+
+    Raises:
+        ValueError: they are not as many as the sizes multiply to, or do not divide over experts.
+    """
+    tp, pp = source.tensor_model_parallel_size, source.pipeline_model_parallel_size
+    etp, ep = source.expert_tensor_parallel_size or tp, source.expert_model_parallel_size
+    for sizes in (
+        {"tensor": tp, "pipeline": pp},
+        {"expert-tensor": etp, "expert": ep, "pipeline": pp},
+    ):
+        total = math.prod(sizes.values())
+        if ("tensor" in sizes and world_size != total) or world_size % total:
+            flags = (
+                f"--{name}{'' if name == 'expert-tensor' else '-model'}-parallel-size {size}"
+                for name, size in sizes.items()
+            )
+            raise ValueError(
+                f"{' x '.join(flags)} does not fit {world_size} process(es): start {total} with "
+                "torchrun --nproc-per-node, or choose other sizes"
+            )
+    return RankGrid(world_size=world_size, tp=tp, pp=pp, etp=etp, ep=ep)
+
+
+def stage_split(config: GPTConfig, source: ModelSource) -> StageSplit:
+    """Return the blocks of every pipeline stage.
+
+    Raises:
+        ValueError: fewer layers than stages, or a layout that is none of this model.
+    """
+    stages, layout = source.pipeline_model_parallel_size, source.pipeline_model_parallel_layout
+    if layout is None:
+        return StageSplit.balanced(config.blocks, stages, blocks_of_layer=config.layer_blocks)
+    if config.pattern:
+        raise ValueError(
+            f"--pipeline-model-parallel-layout {layout} is of a GPT, the model is a hybrid of the "
+            f"blocks {config.pattern}: drop it"
+        )
+    split = StageSplit.from_layout(layout, stages, num_layers=config.num_layers)
+    if split.chunks > 1:
+        raise ValueError(
+            f"--pipeline-model-parallel-layout {layout} has {split.chunks} virtual stages a rank: "
+            f"write {stages} parts, as generation has one on each rank"
+        )
+    return split
 
 
 def _token_multiple(source: ModelSource) -> int:
@@ -224,15 +348,7 @@ def _from_folder(source: ModelSource, place: _Place) -> CheckpointModel:
         add_special_tokens=not source.tokenizer_hf_no_include_special_tokens,
     )
     dtype = described.dtype or torch.float32
-    model = GPTModel(
-        generating(described.config, further=place.further),
-        place.groups,
-        sequence_parallel=source.sequence_parallel,
-        dtype=dtype,
-        device=place.device,
-        backend=_backend(dtype, place),
-        storage=Storage(initialize=False),
-    )
+    model = place.build(described.config, dtype)
     read_weights(folder, described, weight_chunks(model.store), coordinator=place.coordinator)
     ends = set(end_tokens(folder.path))
     if not ends and tokenizer.eod is not None:
@@ -277,15 +393,7 @@ def _load(folder: Path, source: ModelSource, place: _Place) -> CheckpointModel:
         source.tokenizer_model,
         add_special_tokens=None if left_out is None else not left_out,
     )
-    model = GPTModel(
-        generating(config, further=place.further),
-        place.groups,
-        sequence_parallel=source.sequence_parallel,
-        dtype=weight_dtype(options),
-        device=place.device,
-        backend=_backend(weight_dtype(options), place),
-        storage=Storage(initialize=False),
-    )
+    model = place.build(config, weight_dtype(options))
     chunks = weight_chunks(model.store)
     load_checkpoint(folder, chunks, coordinator=place.coordinator, convert_dtype=True)
     origin = carried_folder(folder, extra, None)
@@ -328,40 +436,21 @@ def generating(config: GPTConfig, *, further: bool = False) -> GPTConfig:
 
 @contextlib.contextmanager
 def _joined(
-    source: ModelSource, launch: Launch, device: torch.device
-) -> Iterator[tuple[ProcessGroupCollection, Coordinator]]:
-    """Join the other processes of the run, if there are any, and leave them at the end.
+    source: ModelSource, launch: Launch, device: torch.device, *, further: bool
+) -> Iterator[_Place]:
+    """Meet the other processes of the run, if there are any, and leave them at the end.
 
     Raises:
         PeerLost: a collective failed, as one of them is gone or silent.
     """
-    tp, world = source.tensor_model_parallel_size, launch.world_size
-    if tp != world:
-        raise ValueError(
-            f"--tensor-model-parallel-size {tp} does not fit {world} process(es): generation "
-            f"spreads over tensor parallel ranks only; start {tp} with torchrun --nproc-per-node "
-            f"{tp}, or give --tensor-model-parallel-size {world}"
-        )
-    if world == 1:
-        yield ProcessGroupCollection.single(), Solo()
-        return
     seconds = source.distributed_timeout_minutes * 60
-    store = launch.open_store(timeout_seconds=seconds, first=True)
-    dist.init_process_group(
-        "nccl" if device.type == "cuda" else "gloo",
-        store=dist.PrefixStore("groups", store),
-        rank=launch.rank,
-        world_size=world,
-        timeout=timedelta(seconds=seconds),
-    )
-    groups = ProcessGroupCollection.create(
-        RankGrid(world_size=world, tp=tp),
-        rank=launch.rank,
-        timeout_seconds=seconds,
-        names=GROUP_NAMES,
-    )
+    rank_grid(source, launch.world_size)  # raises before anybody is waited for
+    store = None
+    if launch.world_size > 1:
+        store = launch.open_store(timeout_seconds=seconds, first=True)
+    place = _Place(source, launch, device, store, further=further)
     try:
-        yield groups, StoreCoordinator(store, launch.rank, world, timeout_seconds=seconds)
+        yield place
     except RuntimeError as error:
         if not is_communication_error(error):
             raise
@@ -371,8 +460,7 @@ def _joined(
         ) from error
     # Not in a `finally`: after an error on one rank the others may be gone, and the launcher ends
     # all of them.
-    dist.barrier()
-    dist.destroy_process_group()
+    place.leave()
 
 
 def weight_dtype(options: Mapping[str, Any]) -> torch.dtype:

@@ -35,7 +35,18 @@ class ModelSource:
     derived: as the texts were that the model was trained on; those of a Hugging Face folder as in
     transformers."""
     tensor_model_parallel_size: int = 1
-    """Ranks that share each weight matrix; start as many processes with torchrun."""
+    """Ranks that share each weight matrix; start as many processes with torchrun as this and the
+    pipeline stages multiply to."""
+    pipeline_model_parallel_size: int = 1
+    """Pipeline stages: ranks that each have a part of the layers and of the cache."""
+    pipeline_model_parallel_layout: str | None = None
+    """What each stage has, in the model's order: E the embedding, t a layer, L the head, | between
+    stages, as in Ettt|ttL; derived: as many layers each, one more in the first ones if need be."""
+    expert_model_parallel_size: int = 1
+    """Of these ranks, those that share the experts of a layer, each with some of them; with it
+    --expert-tensor-parallel-size is lower than the tensor parallel size."""
+    expert_tensor_parallel_size: int | None = None
+    """Ranks that share the weight matrices of each expert; derived: the tensor parallel size."""
     sequence_parallel: bool = False
     """Also cut the tokens of a step over these ranks outside of matrix products. A step whose
     tokens do not divide is padded."""
@@ -160,7 +171,25 @@ class Output:
 
 
 def _check_source(source: ModelSource) -> None:
-    """Raise ValueError for a layout in which an option would do nothing."""
+    """Raise ValueError for sizes below 1, or a layout in which an option would do nothing."""
+    for name in (
+        "tensor_model_parallel_size",
+        "pipeline_model_parallel_size",
+        "expert_model_parallel_size",
+        "expert_tensor_parallel_size",
+        "distributed_timeout_minutes",
+    ):
+        value = getattr(source, name)
+        if value is not None and value <= 0:
+            raise ValueError(f"--{name.replace('_', '-')} is {value}: it must be above 0")
+    if (
+        source.pipeline_model_parallel_layout is not None
+        and source.pipeline_model_parallel_size == 1
+    ):
+        raise ValueError(
+            "--pipeline-model-parallel-layout has no effect without --pipeline-model-parallel-size "
+            "above 1: raise that"
+        )
     if source.sequence_parallel and source.tensor_model_parallel_size < 2:
         raise ValueError(
             "--sequence-parallel needs --tensor-model-parallel-size above 1: drop it or raise that"
@@ -210,6 +239,12 @@ def _check_speculation(speculation: Speculation, source: ModelSource, inference:
         )
     if count is not None and count < 1:
         raise ValueError(f"--num-speculative-tokens is {count}: it must be above 0")
+    stages = source.pipeline_model_parallel_size
+    if method is not None and stages > 1:
+        raise ValueError(
+            f"--speculative-method {method} does not go with --pipeline-model-parallel-size "
+            f"{stages}: drafts are verified where all layers are; drop one of both"
+        )
     if method == "mtp" and source.sequence_parallel:
         raise ValueError(
             "--speculative-method mtp does not go with --sequence-parallel: its layers need whole "
@@ -233,8 +268,6 @@ class GenerateConfig:
         _check_ranks(self.source, self.inference)
         _check_speculation(self.speculation, self.source, self.inference)
         for name, value in (
-            ("tensor-model-parallel-size", self.source.tensor_model_parallel_size),
-            ("distributed-timeout-minutes", self.source.distributed_timeout_minutes),
             ("num-outputs", self.prompts.num_outputs),
             ("max-new-tokens", self.sampling.max_new_tokens),
             ("inference-max-requests", self.inference.inference_max_requests),

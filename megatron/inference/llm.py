@@ -383,6 +383,7 @@ def _engine(
         max_length=loaded.max_length,
         device=loaded.device,
         proposer=proposer,
+        pipeline=loaded.pipeline,
         check_plans=check_plans,
     )
 

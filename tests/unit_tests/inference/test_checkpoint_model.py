@@ -41,6 +41,7 @@ CONFIG = GPTConfig(
 )
 BYTES = {"type": "byte", "model": None, "vocab_size": 257, "fingerprint": "byte-257", "eod": 256}
 PROMPTS = ("Once", "", "two words é")
+TENSOR, PIPELINE = ((f"--{name}-model-parallel-size", "2") for name in ("tensor", "pipeline"))
 OPTIMIZED = ("--transformer-impl", "inference_optimized")
 FLAGS = ["--max-new-tokens", "8", "--temperature", "0.8", "--top-k", "50", "--seed", "5"]
 
@@ -154,7 +155,14 @@ def assert_same_results(one: Path, two: Path) -> None:
 
 @pytest.mark.parametrize(
     "layout",
-    [(), ("--sequence-parallel",), OPTIMIZED, ("--sequence-parallel", *OPTIMIZED)],
+    [
+        TENSOR,
+        (*TENSOR, "--sequence-parallel"),
+        (*TENSOR, *OPTIMIZED),
+        (*TENSOR, "--sequence-parallel", *OPTIMIZED),
+        PIPELINE,
+        (*PIPELINE, "--pipeline-model-parallel-layout", "E|ttL", *OPTIMIZED),
+    ],
 )
 @pytest.mark.covers("generation", runs="generates")
 def test_two_ranks_print_and_write_what_one_process_does(
@@ -163,7 +171,7 @@ def test_two_ranks_print_and_write_what_one_process_does(
     one, two = tmp_path / "one.json", tmp_path / "two.json"
     _, text, _ = run(*arguments(root, "--output-json", str(one)))
     _store, launcher = serve_store(2)
-    words = arguments(root, "--output-json", str(two), "--tensor-model-parallel-size", "2", *layout)
+    words = arguments(root, "--output-json", str(two), *layout)
     with start_ranks(command_on_a_rank, 2, words, launcher, init=False) as ranks:
         (code, out, err, steps), (code_1, out_1, err_1, _) = ranks.values(timeout=60.0)
     assert (code, code_1) == (0, 0), err + err_1
@@ -283,7 +291,10 @@ def changed(**changes: Any) -> dict[str, Any]:
     [
         (changed(), ["--max-new-tokens", "30"], "prompt 3 of 3: the prompt is too long: 12 tokens"),
         (changed(), ["--top-p", "0"], "top-p is 0.0: use more than 0"),
-        (changed(), ["--tensor-model-parallel-size", "2"], "does not fit 1 process"),
+        (changed(), list(TENSOR), "does not fit 1 process"),
+        (changed(), list(PIPELINE), "does not fit 1 process"),
+        (changed(), ["--expert-model-parallel-size", "2"], "does not fit 1 process"),
+        (changed(), [*PIPELINE[:1], "1", "--pipeline-model-parallel-layout", "EttL"], "no effect"),
         (changed(), ["--tokenizer-model", "none.json"], "tokenizer none.json: No such file"),
         (changed(tokenizer=None), [], "give --tokenizer-model PATH"),
         (changed(tokenizer={**BYTES, "fingerprint": "x"}), [], "has changed since"),

@@ -206,10 +206,24 @@ def command_on_a_rank(
     return run(words, {**launcher, "RANK": str(rank), "LOCAL_RANK": str(rank)})
 
 
+@pytest.mark.parametrize(
+    "layout",
+    [
+        ("--tensor-model-parallel-size", "2"),
+        ("--pipeline-model-parallel-size", "2"),
+        (
+            *("--tensor-model-parallel-size", "2"),
+            *("--expert-tensor-parallel-size", "1", "--expert-model-parallel-size", "2"),
+        ),
+    ],
+    ids=("tp", "pp", "ep"),
+)
 @pytest.mark.covers("generation", runs="generates")
-def test_two_ranks_generate_what_one_process_does(generated: Generated, tmp_path: Path) -> None:
+def test_two_ranks_generate_what_one_process_does(
+    generated: Generated, tmp_path: Path, layout: tuple[str, ...]
+) -> None:
     _store, launcher = serve_store(2)
-    more = ("--tensor-model-parallel-size", "2", "--inference-max-requests", "3")
+    more = (*layout, "--inference-max-requests", "3")
     words = arguments(generated.folder, tmp_path / "two.json", *more)
     with start_ranks(command_on_a_rank, 2, words, launcher, init=False) as ranks:
         outcomes = ranks.values(timeout=60.0)

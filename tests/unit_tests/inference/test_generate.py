@@ -49,6 +49,7 @@ class Loaded:
     cache_shapes: CacheShapes = field(default_factory=CacheShapes)
     token_multiple: int = 1
     speculation: Speculation = field(default_factory=Speculation)
+    pipeline: None = None
 
     def generator(self, max_step_tokens: int) -> NextByte:
         assert max_step_tokens == Inference().inference_max_tokens

@@ -16,7 +16,8 @@ What a request yields is a function of its own prompt, parameters, seed and iden
 rounding of matrix products of another batch size: neither its neighbours nor chunks, preemption,
 the prefix cache or steps that are planned ahead change it. With tensor parallelism every rank runs
 an engine of its own, is told the same requests, sees the same logits and so chooses the same
-tokens; no token is communicated.
+tokens; no token is communicated. With pipeline parallelism the last stage chooses and tells the
+others (`stages`), and as many steps are in flight as there are stages, each of other rows.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from megatron.core.comm.collectives import all_reduce
+from megatron.core.comm.collectives import Pending, all_reduce
 from megatron.core.context_parallel import SequenceLayout
 from megatron.core.context_parallel.layout import PagedRows
 from megatron.core.device import HostCopy, Work, WorkQueue, give_back_memory, pin, to_host
@@ -50,6 +51,7 @@ from megatron.core.inference.scheduler import (
     Row,
     Scheduler,
 )
+from megatron.core.inference.stages import PipelineGroups, StageLink, packed, unpacked
 from megatron.core.ops.paged_attention import PagedBatch
 from megatron.core.ops.sequences import Sequences
 from megatron.core.process_groups import Group
@@ -59,6 +61,9 @@ LOGIT_ROWS = 256
 
 #: Tokens of a row that blocks are counted for where tokens take no memory, only states do.
 LONGEST_ROW = 1 << 20
+
+#: More than there is of anything.
+_EVERYTHING = 1 << 60
 
 
 class Head(Protocol):
@@ -78,16 +83,31 @@ class Head(Protocol):
 
 
 class LanguageModel(Protocol):
-    """What the engine asks of a model; `megatron.core.models.gpt.GPTModel` is one."""
+    """What the engine asks of a model; `megatron.core.models.gpt.GPTModel` is one.
+
+    With pipeline stages it is this rank's part, and `head` is asked for on the last stage alone.
+    """
 
     head: Head
 
-    def __call__(self, tokens: Tensor, *, layout: SequenceLayout, cache: PagedCache) -> Tensor:
+    def __call__(
+        self,
+        tokens: Tensor,
+        *,
+        layout: SequenceLayout,
+        cache: PagedCache,
+        hidden_states: Tensor | None = None,
+    ) -> Tensor:
         """Map new tokens [1, t] of several rows to hidden states [t, 1, h], those of this rank
         under sequence parallelism.
 
         `layout.paged` says whose they are, and where the cache keeps what was before them.
+        `hidden_states` are those of the pipeline stage before, None on the first.
         """
+        ...
+
+    def boundary_shape(self, tokens: Tensor) -> Sequence[int]:
+        """Return the shape of the hidden states of tokens [1, t] between two pipeline stages."""
         ...
 
     def weights_replaced(self) -> None:
@@ -397,21 +417,70 @@ class _Noting:
     following: list[int]
 
 
+@dataclass(frozen=True)
+class _Sizes:
+    """Of the cache of every pipeline stage: blocks, slots of states, whether any layer of the model
+    has states, and how far the attention layer sees that sees most; None if one sees all."""
+
+    num_blocks: int
+    num_slots: int
+    has_states: bool
+    window: int | None
+
+    @staticmethod
+    def agreed(
+        config: EngineConfig, shapes: CacheShapes, max_length: int | None, link: StageLink
+    ) -> _Sizes:
+        """Return the sizes that hold on every stage: rows take the same blocks and slots on each.
+
+        Raises:
+            ValueError: the memory of some stage does not hold the least.
+        """
+        blocks, slots, problem = 0, 0, None
+        try:
+            blocks, slots = config.sizes(shapes, max_length)
+        except ValueError as error:
+            problem = error
+        # Slots of a stage without states, and the window of one without attention, do not count.
+        has_states, sees = bool(shapes.states), 0
+        if shapes.attention:
+            sees = shapes.window or _EVERYTHING
+        if not has_states and problem is None:
+            slots = _EVERYTHING
+        blocks, slots, has, sees = link.largest((-blocks, -slots, int(has_states), sees))
+        if not blocks:
+            raise problem or ValueError(
+                "the memory of another pipeline stage does not hold the states of "
+                f"{config.max_rows} rows and one block of {config.block_size} tokens: give it more"
+            )
+        return _Sizes(
+            num_blocks=-blocks,
+            num_slots=-slots if has else 1,
+            has_states=bool(has),
+            window=sees if 0 < sees < _EVERYTHING else None,
+        )
+
+
 @dataclass(frozen=True, eq=False, kw_only=True)
 class StepResult:
     """What a step has computed, on the host once its work is done.
 
     Args:
-        sampled: tokens of the rows that get one; None if there are none.
-        prompt_logprobs: of the prompts of some outputs.
-        hidden: [t, 1, h] of all tokens, on the device.
+        sampled: tokens of the rows that get some; None if there are none, or another pipeline stage
+            has them.
+        prompt_logprobs: of the prompts of some outputs, as `StepInFlight.noting` says.
+        hidden: [t, 1, h] of all tokens, on the device, where a proposer sees steps.
         layout: of these.
+        results: the first two, on their way from the last stage; None on that.
+        sends: to other stages, on their way.
     """
 
-    sampled: Sampled | None
-    prompt_logprobs: list[tuple[_Output, Tensor]]
-    hidden: Tensor
-    layout: SequenceLayout
+    sampled: Sampled | None = None
+    prompt_logprobs: Sequence[Tensor] = ()
+    hidden: Tensor | None = None
+    layout: SequenceLayout | None = None
+    results: Pending | None = None
+    sends: Sequence[Pending] = ()
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -421,11 +490,15 @@ class StepInFlight:
     Args:
         plan: of the step.
         rows: that get a token.
+        noting: log-probabilities of prompts that it finds.
+        tops: alternatives that are reported of each token.
         work: that computes it.
     """
 
     plan: BatchPlan
     rows: tuple[Row, ...]
+    noting: list[_Noting]
+    tops: int
     work: Work[StepResult]
 
 
@@ -506,10 +579,11 @@ class Engine:
         device: where the model is.
         check_plans: ranks that compare their plans before each step; None compares nothing.
         proposer: where drafts come from; None if none are wanted.
+        pipeline: the stages, which all make their engines together; None for one.
 
     Raises:
-        ValueError: drafts without a proposer or the other way round, or more than a step or the
-            cache holds.
+        ValueError: drafts without a proposer or the other way round, more than a step or the cache
+            holds, or drafts or asynchronous steps with several pipeline stages.
 
     Attributes:
         cache: pages and states.
@@ -531,27 +605,41 @@ class Engine:
         device: torch.device | str = "cpu",
         check_plans: Group | None = None,
         proposer: Proposer | None = None,
+        pipeline: PipelineGroups | None = None,
     ) -> None:
-        num_blocks, num_slots = config.sizes(shapes, max_length)
-        _check_drafts(config, num_blocks, proposer)
         self.model, self.config, self.device = model, config, torch.device(device)
         self.proposer = proposer
         self.max_length, self.vocab_size = max_length, vocab_size
+        groups = pipeline or PipelineGroups.single()
+        self.link = StageLink(groups, dtype=shapes.dtype, device=self.device)
+        if config.asynchronous and self.link.count > 1:
+            raise ValueError(
+                f"a pipeline of {self.link.count} stages has as many steps in flight: leave "
+                "asynchronous scheduling out"
+            )
+        if proposer is not None and self.link.count > 1:
+            raise ValueError(
+                f"num-speculative-tokens is {config.num_speculative_tokens} in a pipeline of "
+                f"{self.link.count} stages: drafts are verified where all layers are; give one of "
+                "both"
+            )
+        sizes = _Sizes.agreed(config, shapes, max_length, self.link)
+        _check_drafts(config, sizes.num_blocks, proposer)
         self.cache = PagedCache(
             shapes,
-            num_blocks=num_blocks,
+            num_blocks=sizes.num_blocks,
             block_size=config.block_size,
-            num_slots=num_slots,
+            num_slots=sizes.num_slots,
             device=device,
         )
         self.scheduler = Scheduler(
-            num_blocks=num_blocks,
+            num_blocks=sizes.num_blocks,
             block_size=config.block_size,
             max_rows=config.max_rows,
             max_step_tokens=config.max_step_tokens,
             prefix_caching=config.prefix_caching,
-            states=self.cache.states if shapes.states else None,
-            window=shapes.window,
+            states=self.cache.states if sizes.has_states else None,
+            window=sizes.window,
             token_multiple=config.token_multiple,
         )
         self.epoch, self.paused, self.model_seconds = 0, False, 0.0
@@ -559,7 +647,7 @@ class Engine:
         self._next_id = 0
         self._queue = WorkQueue(self.device, in_thread=config.asynchronous)
         self._in_flight: deque[StepInFlight] = deque()  # the oldest first
-        self._most_in_flight = 2 if config.asynchronous else 1
+        self._most_in_flight = 2 if config.asynchronous else self.link.count
         self._check_plans = check_plans
         self._asleep: HostCopy | None = None
         self._ended: list[Completion] = []  # found outside of `step`, which returns them
@@ -681,8 +769,8 @@ class Engine:
         from here on carry the new epoch.
 
         Raises:
-            ValueError: a step is in flight, which may have read both: with `asynchronous`, `pause`
-                before weights are written.
+            ValueError: a step is in flight, which may have read both: with `asynchronous` or
+                pipeline stages, `pause` before weights are written.
         """
         if self._in_flight:
             raise ValueError(
@@ -703,7 +791,7 @@ class Engine:
         """
         propose = None if self.proposer is None else self._propose
         while not self.paused and len(self._in_flight) < self._most_in_flight:
-            plan = self.scheduler.schedule(propose)
+            plan = self.scheduler.schedule(propose, stages=self.link.count)
             if plan is None:
                 break
             self._in_flight.append(self._launch(plan))
@@ -717,7 +805,8 @@ class Engine:
     # --- one step ---------------------------------------------------------------------------------
 
     def _launch(self, plan: BatchPlan) -> StepInFlight:
-        """Put a step on the device: the model, the choice of tokens, and copies to the host."""
+        """Put a step on the device: the model, the choice of tokens, and copies to the host; with
+        pipeline stages, this one's part of it."""
         if self._in_flight and not self._in_flight[-1].work.done:
             self.stats.overlapped += 1
         rows = tuple(plan.rows[n] for n in plan.sampled)
@@ -726,25 +815,38 @@ class Engine:
             for row in rows
             for count in range(len(row.drafts) + 1)
         ]
+        tops = min(max((one.params.logprobs or 0 for one in asked), default=0), self.vocab_size)
         noting = self._noting(plan)
-        start = time.perf_counter()
-        work = self._queue.submit(lambda: self._compute(plan, asked, noting))
-        self.model_seconds += time.perf_counter() - start
-        return StepInFlight(plan=plan, rows=rows, work=work)
+        # What is found is numbers of a known count, which other stages may expect beforehand.
+        count = len(rows) * (3 + 2 * tops) + sum(len(note.following) for note in noting)
+        start, idle = time.perf_counter(), self.link.idle_seconds
+        work = self._queue.submit(lambda: self._compute(plan, asked, noting, count))
+        self.model_seconds += time.perf_counter() - start - (self.link.idle_seconds - idle)
+        return StepInFlight(plan=plan, rows=rows, noting=noting, tops=tops, work=work)
 
     def _finish(self, step: StepInFlight) -> list[Completion]:
         """Wait for the oldest step in flight; return the outputs that it has added to."""
-        start = time.perf_counter()
+        start, idle = time.perf_counter(), self.link.idle_seconds
         result = step.work.result()
-        chosen = [] if result.sampled is None else self._verified(step.plan, result.sampled)
+        for pending in result.sends:
+            self.link.wait(pending)
+        sampled, logprobs = result.sampled, result.prompt_logprobs
+        if result.results is not None:
+            sampled, logprobs = unpacked(
+                self.link.wait(result.results).cpu(),
+                rows=len(step.rows),
+                tops=step.tops,
+                prompts=[len(note.following) for note in step.noting],
+            )
+        chosen = [] if sampled is None else self._verified(step.plan, sampled)
         if self.proposer is not None:
             self._show(step, result, chosen)
-        self.model_seconds += time.perf_counter() - start
+        self.model_seconds += time.perf_counter() - start - (self.link.idle_seconds - idle)
         pairs = zip(step.rows, chosen, strict=True)
         self.scheduler.commit(step.plan, {row: found.accepted for row, found in pairs})
-        for output, found in result.prompt_logprobs:
-            assert output.completion.prompt_logprobs is not None
-            output.completion.prompt_logprobs += found.tolist()
+        for note, found in zip(step.noting, logprobs, strict=True):
+            assert note.output.completion.prompt_logprobs is not None
+            note.output.completion.prompt_logprobs += found.tolist()
         return self._record(step.rows, chosen)
 
     def _drain(self) -> None:
@@ -755,21 +857,31 @@ class Engine:
     # Not inference_mode: buffers that weights are gathered in would be of no use to training.
     @torch.no_grad()
     def _compute(
-        self, plan: BatchPlan, asked: Sequence[SampleRow], noting: Sequence[_Noting]
+        self, plan: BatchPlan, asked: Sequence[SampleRow], noting: Sequence[_Noting], count: int
     ) -> StepResult:
-        """Compute a step. May run in another thread: reads no row, output or scheduler."""
+        """Compute a step, in which so many numbers are found. May run in another thread: reads no
+        row, output or scheduler."""
         if self._check_plans is not None:
             require_same_plan(plan, self._check_plans, self.device)
         self.cache.states.copy(plan.state_copies)
+        results = None
+        if count and not self.link.is_last:
+            results = self.link.expect_results(count)
         hidden, layout = self._run_model(plan)  # [t, 1, h]
-        notes = [(note.output, self._prompt_logprobs(note, hidden)) for note in noting]
-        seen = {"prompt_logprobs": notes, "hidden": hidden, "layout": layout}
-        if not asked:
-            return StepResult(sampled=None, **seen)
-        sampled = sample(self.logits(self._taken(hidden, plan.chosen_after)), asked)
-        if self.config.asynchronous:
+        if not self.link.is_last:
+            return StepResult(results=results, sends=self.link.send_hidden(hidden))
+        notes, sampled = [self._prompt_logprobs(note, hidden) for note in noting], None
+        if asked:
+            sampled = sample(self.logits(self._taken(hidden, plan.chosen_after)), asked)
+        if self.config.asynchronous and sampled is not None:
             self._newest[self._index(plan.sampled_slots)] = sampled.tokens
-        return StepResult(sampled=sampled.on_host(), **seen)
+        return StepResult(
+            sampled=None if sampled is None else sampled.on_host(),
+            prompt_logprobs=[to_host(note) for note in notes],
+            hidden=None if self.proposer is None else hidden,
+            layout=None if self.proposer is None else layout,
+            sends=self.link.send_results(packed(sampled, notes)) if count else (),
+        )
 
     def _propose(self, asked: Sequence[tuple[Row, int]]) -> list[Sequence[int]]:
         """Return drafts for rows, each with the number that it may have."""
@@ -786,6 +898,8 @@ class Engine:
     def _show(self, step: StepInFlight, result: StepResult, chosen: Sequence[_Chosen]) -> None:
         """Let the proposer see a step."""
         assert self.proposer is not None
+        assert result.hidden is not None
+        assert result.layout is not None
         contexts = []
         for row, found in zip(step.rows, chosen, strict=True):
             output = self._outputs[row]
@@ -803,7 +917,8 @@ class Engine:
             self.proposer.observe(seen, self)
 
     def _run_model(self, plan: BatchPlan) -> tuple[Tensor, SequenceLayout]:
-        """Return the hidden states [t, 1, h] of the new tokens of a step, and where these are."""
+        """Return the hidden states [t, 1, h] of the new tokens of a step, before the last pipeline
+        stage as they pass on, and where these tokens are."""
         wide = plan.tokens, plan.positions, plan.slot_mapping, plan.state_slots, plan.row_slots
         narrow = plan.query_bounds, plan.context_lengths, plan.block_table
         tokens, positions, slots, states, rows, *others = self._moved(wide, narrow)
@@ -832,8 +947,11 @@ class Engine:
             prefill=prefill,
         )
         layout = SequenceLayout(positions, paged=paged)
-        hidden = self.model(tokens.unsqueeze(0), layout=layout, cache=self.cache)
-        return self.model.head.gathered(hidden), layout
+        tokens, hidden = tokens.unsqueeze(0), None
+        if not self.link.is_first:
+            hidden = self.link.receive_hidden(self.model.boundary_shape(tokens))
+        hidden = self.model(tokens, layout=layout, cache=self.cache, hidden_states=hidden)
+        return self.model.head.gathered(hidden) if self.link.is_last else hidden, layout
 
     def _moved(
         self, wide: Sequence[np.ndarray], narrow: Sequence[np.ndarray]
@@ -930,7 +1048,7 @@ class Engine:
             part = hidden[note.place + first :][: len(tokens)]
             wide = self.logits(part).log_softmax(-1)  # [c, V]
             found.append(wide.gather(1, tokens[:, None])[:, 0])
-        return to_host(torch.cat(found))
+        return torch.cat(found)
 
     def _share_prompt_logprobs(self, output: _Output) -> None:
         """Give the other outputs of a request what the first found of the prompt they share."""

@@ -388,24 +388,31 @@ class Scheduler:
 
     # --- planning ---------------------------------------------------------------------------------
 
-    def schedule(self, propose: Propose | None = None) -> BatchPlan | None:
+    def schedule(self, propose: Propose | None = None, *, stages: int = 1) -> BatchPlan | None:
         """Plan a step; None if no row can be served: there is none, or all wait for steps in
         flight.
 
         Args:
             propose: returns drafts, between steps that are not in flight; None speculates on none.
+            stages: of a pipeline. With several, as many steps are in flight: each has its share of
+                the rows at most, and no row whose next token another one chooses.
         """
         budget = self.max_step_tokens
+        most = -(-min(len(self.running) + len(self.waiting), self.max_rows) // stages)
         planned: list[tuple[Row, int]] = []
         for row in self.running.copy():
+            if len(planned) == most:
+                break
             if row.slot < 0 or row.waits:  # -1: preempted for an older one
+                continue
+            if stages > 1 and row.pending:
                 continue
             count = self._within_borders(row, min(row.remaining, budget))
             if count and self._grow(row, row.planned + count):
                 planned.append((row, count))
                 budget -= count
         for row in list(self.waiting):
-            if len(self.running) == self.max_rows or not budget:
+            if len(planned) == most or len(self.running) == self.max_rows or not budget:
                 break
             admitted = self._admit(row, budget)
             if admitted is None:

@@ -22,7 +22,8 @@ Mixers other than attention and MLPs (experts, latent attention, recurrences) ru
 The residual stream under tensor parallelism: between blocks there is the stream, and `delta`, which
 the last block adds to it. `delta` may be addends of the ranks; whoever normalises reduces first,
 which under sequence parallelism is one step: reduce-scatter, add, norm, all-gather. Where
-`megatron.core.comm.symmetric_memory` has found a way over NVLink, that is one kernel.
+`megatron.core.comm.symmetric_memory` has found a way over NVLink, that is one kernel. Between
+pipeline stages goes the stream with `delta` reduced and added, as from the model's own forward.
 """
 
 from __future__ import annotations
@@ -188,13 +189,14 @@ class InferenceOptimizedModel:
     """Generate with the weights of a model; a `megatron.core.inference.engine.LanguageModel`.
 
     Args:
-        model: all of it is on this rank, up to tensor parallelism.
+        model: one chunk: all of it, or a pipeline stage.
         comm: collectives of sequence parallelism; None goes through torch.distributed.
         copies: dtype of copies of the matrices that are multiplied by instead; None makes none.
             The embedding, routers, experts and what latent attention absorbs stay as stored.
 
     Attributes:
-        head: of the model; hidden states come to it whole.
+        head: of the model, which hidden states come to whole. Raises ValueError if it is on another
+            stage.
         copied: what the copies cost; None without copies.
 
     Raises:
@@ -210,12 +212,10 @@ class InferenceOptimizedModel:
     ) -> None:
         self.model, self.region = model, model.region
         self.comm = comm or SequenceParallelComm.plain(model.region.group)
-        self.head = WholeHead(model.head, self.comm)
         self._rows = None
         if model.rotary is not None:
             self._rows = RotaryRows(model.rotary, model.rotary.frequencies.device)
-        weight = model.embedding.weight
-        buffers = self._buffers = Buffers(weight.dtype, weight.anchor.device)
+        buffers = self._buffers = Buffers(model.store.dtype, model.store.device)
         self._blocks: list[Block] = []
         for block in model.decoder.blocks:
             inner: OptimizedAttention | OptimizedMLP | None = None
@@ -228,17 +228,39 @@ class InferenceOptimizedModel:
         self._copies, self.copied = copies, None
         self.weights_replaced()
 
+    @functools.cached_property
+    def head(self) -> WholeHead:
+        """The head. Raises ValueError if it is on another pipeline stage."""
+        return WholeHead(self.model.head, self.comm)
+
+    def boundary_shape(self, tokens: Tensor) -> tuple[int, int, int]:
+        """Return the shape of the hidden states of tokens [1, t] between two stages."""
+        return self.model.boundary_shape(tokens)
+
     def weights_replaced(self) -> None:
         """Copy the matrices again, if there are copies."""
         if self._copies is not None:
             self.copied = copy_weights(matrices(self.model), self._copies)
 
-    def __call__(self, tokens: Tensor, *, layout: SequenceLayout, cache: KeyValueCache) -> Tensor:
-        """Return hidden states [t, 1, h], whole on every rank, of new tokens [1, t]."""
+    def __call__(
+        self,
+        tokens: Tensor,
+        *,
+        layout: SequenceLayout,
+        cache: KeyValueCache,
+        hidden_states: Tensor | None = None,
+    ) -> Tensor:
+        """Return hidden states [t, 1, h], whole on every rank, of new tokens [1, t].
+
+        Before the last pipeline stage it is the stream, [t/tp, 1, h] under sequence parallelism, as
+        `hidden_states` of the stage before are.
+        """
         step = self._step(layout, cache)
         if self.region.scatters:
             self.comm.begin_step()
-        delta: Tensor | None = self._embedded(tokens, layout)
+        if hidden_states is None:
+            hidden_states = self._embedded(tokens, layout)  # [t, 1, h]
+        delta: Tensor | None = hidden_states.squeeze(1)
         stream: Tensor | None = None
         addends = False  # whether delta is the sum over tp of what the ranks have
         for norm, mixer, inner in self._blocks:
@@ -252,7 +274,12 @@ class InferenceOptimizedModel:
                 delta = self._left(inner.output, inner(normed, step), stream)
                 addends = delta is not None
         final = self.model.decoder.final_norm
-        assert final is not None
+        if final is None:
+            if delta is None:
+                assert stream is not None
+                return stream.unsqueeze(1)
+            delta = self._reduced(delta) if addends else delta
+            return (delta if stream is None else stream + delta).unsqueeze(1)
         normed, _ = self._entered(final, delta, stream, addends=addends, whole=True, last=True)
         return normed.unsqueeze(1)
 
@@ -277,7 +304,7 @@ class InferenceOptimizedModel:
         return Step(layout, cache, rotation, rope)
 
     def _embedded(self, tokens: Tensor, layout: SequenceLayout) -> Tensor:
-        """Return [t, h], of this rank's tokens under sequence parallelism."""
+        """Return [t, 1, h], of this rank's tokens under sequence parallelism."""
         hidden = self._reduced(self.model.embedding.addends(tokens.t()))  # [t, 1, h]
         if self.model.position_embedding is not None:
             learned = self.model.position_embedding
@@ -288,7 +315,7 @@ class InferenceOptimizedModel:
                     "positions: use shorter ones"
                 )
             hidden = hidden + learned.look_up(layout)
-        return hidden.squeeze(1)
+        return hidden
 
     def _left(self, linear: nn.Module, x: Tensor, stream: Tensor) -> Tensor | None:
         """Multiply by a row-parallel weight.
@@ -345,11 +372,13 @@ class InferenceOptimizedModel:
 
 
 def matrices(model: GPTModel) -> list[WeightHandle]:
-    """Return the weights that tokens are multiplied by: of linear layers and of the head."""
+    """Return the weights that tokens are multiplied by: of linear layers, and of the head if it is
+    on this pipeline stage."""
     linear = (ColumnParallelLinear, RowParallelLinear, ReplicatedLinear)
     absorbed = {m.kv_up for m in model.modules() if isinstance(m, LatentAttention)}
     found = [m for m in model.modules() if isinstance(m, linear) and m not in absorbed]
-    return [*(module.weight for module in found), model.head.weight]
+    head = [model.head.weight] if model.holds_head else []
+    return [*(module.weight for module in found), *head]
 
 
 class WholeHead:

@@ -254,6 +254,29 @@ class StageSplit:
         return _from_sizes(stages, (layer_blocks * count for count in layers), layer_blocks)
 
     @staticmethod
+    def balanced(symbols: str, stages: int, *, blocks_of_layer: int = len(_LAYER)) -> StageSplit:
+        """Give every stage one chunk of as many layers, the first stages one more where they do not
+        divide.
+
+        Args:
+            symbols: the blocks of the model; no layer of them is split.
+            stages: p.
+            blocks_of_layer: `layer_blocks` of the split.
+
+        Raises:
+            ValueError: fewer layers than stages.
+        """
+        layers = layer_blocks(symbols)
+        if not 1 <= stages <= len(layers):
+            raise ValueError(
+                f"{len(layers)} layers do not fill {stages} pipeline stages: use 1 to {len(layers)}"
+            )
+        each, more = divmod(len(layers), stages)
+        firsts = [stage * each + min(stage, more) for stage in range(stages + 1)]
+        ends = [0, *(layers[first - 1][1] for first in firsts[1:])]
+        return StageSplit(stages, tuple(itertools.pairwise(ends)), blocks_of_layer)
+
+    @staticmethod
     def from_pattern(pattern: str, stages: int, *, ffn_pattern: str | None = None) -> StageSplit:
         """Cut where the pattern has a `|`.
 

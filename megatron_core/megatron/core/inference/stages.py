@@ -1,0 +1,154 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Pipeline stages of an engine: hidden states from one to the next, results from the last to all.
+
+Every rank of a pipeline runs an engine of its own over its part of the layers. All of them are told
+the same requests and plan the same steps, so no plan is sent: the hidden states of a step go from
+stage to stage, and what the last stage has chosen goes back to all others as one message each. A
+stage waits for that only when it finishes the step, so as many steps may be under way as there are
+stages.
+
+Messages of one kind between two ranks arrive in the order of the steps. Hidden states and results
+have communicators of their own, so a result never queues behind hidden states that wait for their
+receiver.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from megatron.core.comm import Pending, all_reduce
+from megatron.core.comm.point_to_point import Message, exchange_async
+from megatron.core.inference.sampling import Sampled
+from megatron.core.process_groups import Group, ProcessGroupCollection
+
+
+@dataclass(frozen=True)
+class PipelineGroups:
+    """The pipeline stages of an engine.
+
+    Args:
+        stages: hidden states pass along them.
+        results: the same ranks, over another communicator.
+    """
+
+    stages: Group
+    results: Group
+
+    @staticmethod
+    def single() -> PipelineGroups:
+        """Return the only stage."""
+        return PipelineGroups(Group.single(), Group.single())
+
+    @staticmethod
+    def of(groups: ProcessGroupCollection) -> PipelineGroups:
+        """Return those of a rank."""
+        return PipelineGroups(groups["pp"], groups["pp_backward"])
+
+
+def packed(sampled: Sampled | None, prompt_logprobs: Sequence[Tensor]) -> Tensor:
+    """Return what a step has found as fp64 numbers, which hold all of it exactly."""
+    parts: list[Tensor] = []
+    if sampled is not None:
+        parts += [sampled.tokens, sampled.logprobs, sampled.finite]
+        if sampled.top_ids is not None and sampled.top_logprobs is not None:
+            parts += [sampled.top_ids.flatten(), sampled.top_logprobs.flatten()]
+    return torch.cat([part.double() for part in (*parts, *prompt_logprobs)])
+
+
+def unpacked(
+    numbers: Tensor, *, rows: int, tops: int, prompts: Sequence[int]
+) -> tuple[Sampled | None, list[Tensor]]:
+    """Undo `packed`.
+
+    Args:
+        rows: that get a token.
+        tops: alternatives that are reported of each.
+        prompts: the lengths of the log-probabilities of prompts.
+    """
+    wide = rows * tops
+    parts = numbers.split([rows, rows, rows, wide, wide, *prompts])
+    tokens, logprobs, finite, ids, found = parts[:5]
+    if not rows:
+        return None, list(parts[5:])
+    sampled = Sampled(
+        tokens=tokens.long(),
+        logprobs=logprobs,
+        finite=finite.bool(),
+        top_ids=ids.view(rows, tops).long() if tops else None,
+        top_logprobs=found.view(rows, tops) if tops else None,
+    )
+    return sampled, list(parts[5:])
+
+
+class StageLink:
+    """What one pipeline stage exchanges with the others; the only stage exchanges nothing.
+
+    Args:
+        groups: of the stages.
+        dtype: of hidden states.
+        device: where they are.
+
+    Attributes:
+        idle_seconds: spent waiting for other stages.
+    """
+
+    def __init__(self, groups: PipelineGroups, *, dtype: torch.dtype, device: torch.device) -> None:
+        self._stages, self._results = groups.stages, groups.results
+        self._dtype, self._device = dtype, device
+        self.idle_seconds = 0.0
+
+    @property
+    def count(self) -> int:
+        """How many stages there are."""
+        return self._stages.size
+
+    @property
+    def is_first(self) -> bool:
+        """Whether this stage has the embedding."""
+        return self._stages.rank == 0
+
+    @property
+    def is_last(self) -> bool:
+        """Whether this stage has the head."""
+        return self._stages.rank == self._stages.size - 1
+
+    def receive_hidden(self, shape: Sequence[int]) -> Tensor:
+        """Return the hidden states of a step from the stage before."""
+        landing = torch.empty(shape, dtype=self._dtype, device=self._device)
+        (pending,) = exchange_async([Message(landing, self._stages.rank - 1, False)], self._stages)
+        return self.wait(pending)
+
+    def send_hidden(self, hidden: Tensor) -> list[Pending]:
+        """Start to send hidden states to the stage after; wait before the step is forgotten."""
+        message = Message(hidden.contiguous(), self._stages.rank + 1, True)
+        return exchange_async([message], self._stages)
+
+    def expect_results(self, count: int) -> Pending:
+        """Start to receive fp64 [count] from the last stage."""
+        landing = torch.empty(count, dtype=torch.float64, device=self._device)
+        (pending,) = exchange_async([Message(landing, self._stages.size - 1, False)], self._results)
+        return pending
+
+    def send_results(self, numbers: Tensor) -> list[Pending]:
+        """Start to send fp64 numbers from the last stage to all others."""
+        last = self._stages.size - 1
+        if not last:
+            return []
+        return exchange_async([Message(numbers, rank, True) for rank in range(last)], self._results)
+
+    def largest(self, numbers: Sequence[int]) -> list[int]:
+        """Return the largest of each number over the stages, which all call this."""
+        own = torch.tensor(numbers, dtype=torch.int64, device=self._device)
+        return all_reduce(own, self._stages, op="max").tolist()
+
+    def wait(self, pending: Pending) -> Tensor:
+        """Return what is pending; the time that takes counts as idle."""
+        start = time.perf_counter()
+        found = pending.wait()
+        self.idle_seconds += time.perf_counter() - start
+        return found

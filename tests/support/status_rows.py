@@ -240,9 +240,13 @@ IMPOSSIBLE = (
     ),
     Impossible("weights are whole in generation", strategies=_SHARDED, rows=("generation",)),
     Impossible(
-        "generation has tensor parallel ranks only, experts cut alike (refused)",
+        "generation has one engine, no tokens of a row on several ranks and no schedule (refused)",
         rows=("generation",),
-        grids=tuple(name for name in GRIDS if name not in ("1", "tp", "tp sp", "etp")),
+        grids=tuple(
+            name
+            for name in GRIDS
+            if name not in ("1", "tp", "tp sp", "etp", "ep", "tp pp", "tp ep", "pp ep")
+        ),
     ),
 )
 

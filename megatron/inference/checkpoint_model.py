@@ -26,7 +26,7 @@ from megatron.cli.tokenizers import (
     guess_type,
     is_tiktoken_file,
 )
-from megatron.core.backend import LOCAL, Backend, with_cpu_dtype
+from megatron.core.backend import LOCAL, Backend, with_batch_invariance, with_cpu_dtype
 from megatron.core.comm.symmetric_memory import Mode, SequenceParallelComm, TorchMemory
 from megatron.core.device import choose_device
 from megatron.core.dist_checkpointing import (
@@ -40,8 +40,10 @@ from megatron.core.inference.cache import CacheShapes
 from megatron.core.inference.engine import LanguageModel
 from megatron.core.inference.stages import PipelineGroups
 from megatron.core.models.gpt import GPTConfig, GPTModel
-from megatron.core.models.inference_optimized import InferenceOptimizedModel
+from megatron.core.models.inference_optimized import InferenceOptimizedModel, matrices
 from megatron.core.models.layer_pattern import StageSplit
+from megatron.core.ops.row_tiles import TILE_ROWS, check_tiles
+from megatron.core.ops.tiled_attention import KEY_TILE
 from megatron.core.ops.weight_copy import CopyDtype
 from megatron.core.process_groups import GROUP_NAMES, ProcessGroupCollection, RankGrid
 from megatron.core.weight_gather import Storage
@@ -101,6 +103,8 @@ class CheckpointModel:
             ValueError: `--nvls require` where NVLink SHARP cannot be had, or `--weights-dtype`
                 where there is nothing to copy.
         """
+        if self.model.store.row_tiles:
+            self._check_tiles()
         if not self.optimized:
             return self.model
         generator = InferenceOptimizedModel(
@@ -112,6 +116,18 @@ class CheckpointModel:
             if self.model.config.norm.kind == "LayerNorm":
                 print("LayerNorm runs as in training: only RMSNorm is fused", file=sys.stderr)
         return generator
+
+    def _check_tiles(self) -> None:
+        """Say what --batch-invariant covers. Raises ValueError where products do not allow it."""
+        handles = matrices(self.model)
+        check_tiles((handle.get() for handle in handles), handles[0].product_dtype)
+        if self.model.region.group.rank == 0:
+            print(
+                f"batch-invariant: {len(handles)} matrices, routers and experts by tiles of "
+                f"{TILE_ROWS} tokens, attention by tiles of {KEY_TILE} keys, recurrences token by "
+                "token",
+                file=sys.stderr,
+            )
 
     def _comm(self, max_step_tokens: int) -> SequenceParallelComm | None:
         """Return the collectives of sequence parallelism; None without it."""
@@ -241,7 +257,7 @@ class _Place:
             sequence_parallel=self._source.sequence_parallel,
             dtype=dtype,
             device=self.device,
-            backend=_backend(dtype, self),
+            backend=_backend(dtype, self, self._source),
             storage=Storage(initialize=False),
             split=split,
         )
@@ -326,8 +342,14 @@ def _token_multiple(source: ModelSource) -> int:
     return source.tensor_model_parallel_size if source.sequence_parallel else 1
 
 
-def _backend(dtype: torch.dtype, place: _Place) -> Backend:
+def _backend(dtype: torch.dtype, place: _Place, source: ModelSource) -> Backend:
     """Return the parts of a model whose ranks multiply alike."""
+    if source.batch_invariant:
+        if place.device.type != "cpu":
+            raise ValueError(
+                f"--batch-invariant is for a CPU, not {place.device}: give --device cpu, or drop it"
+            )
+        return with_batch_invariance(LOCAL)
     chosen = CpuMatmul.choose(
         "auto", weights=dtype, device=place.device, coordinator=place.coordinator
     )

@@ -61,6 +61,10 @@ class ModelSource:
     """Multiply by copies of the matrices in fewer bytes, made at load, on a CPU under
     --transformer-impl inference_optimized: bf16, or int8 with a scale for each row; derived: no
     copies."""
+    batch_invariant: bool = False
+    """On a CPU, compute each text to the same bits whatever else is computed with it: neighbours,
+    chunks of prompts, the prefix cache and preemption change neither tokens nor
+    log-probabilities."""
     distributed_timeout_minutes: float = 10.0
     """How long a collective may wait for a peer before the run stops, in minutes."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
@@ -170,6 +174,22 @@ class Output:
     """Report the log-probability of each token of a prompt but the first."""
 
 
+def _check_batch_invariant(source: ModelSource) -> None:
+    """Raise ValueError for what --batch-invariant does not hold with."""
+    if source.transformer_impl != "local":
+        raise ValueError(
+            f"--batch-invariant needs --transformer-impl local, not {source.transformer_impl}, "
+            "whose sums follow the batch: drop one of the two"
+        )
+    if source.sequence_parallel or source.tensor_model_parallel_size > 2:
+        raise ValueError(
+            f"--batch-invariant holds for a sum over two ranks at most, not "
+            f"--tensor-model-parallel-size {source.tensor_model_parallel_size}"
+            f"{' with --sequence-parallel' * source.sequence_parallel}: more ranks add in an order "
+            "that depends on the place in a buffer; use fewer, or drop it"
+        )
+
+
 def _check_source(source: ModelSource) -> None:
     """Raise ValueError for sizes below 1, or a layout in which an option would do nothing."""
     for name in (
@@ -195,6 +215,8 @@ def _check_source(source: ModelSource) -> None:
             "--sequence-parallel needs --tensor-model-parallel-size above 1: drop it or raise that"
         )
     optimized = source.transformer_impl == "inference_optimized"
+    if source.batch_invariant:
+        _check_batch_invariant(source)
     if source.weights_dtype is not None and not optimized:
         raise ValueError(
             f"--weights-dtype {source.weights_dtype} needs --transformer-impl inference_optimized: "

@@ -21,6 +21,7 @@ from collections.abc import Callable, Sequence
 import torch
 from transformers import DynamicCache, LlamaForCausalLM
 
+from megatron.core.backend import LOCAL, Backend, with_batch_invariance
 from megatron.core.dist_checkpointing import Solo, weight_chunks
 from megatron.core.inference import Request
 from megatron.core.inference.cache import CacheShapes
@@ -64,8 +65,8 @@ def llama(shape: Shape) -> LlamaForCausalLM:
     return LlamaForCausalLM(config).eval()
 
 
-def with_weights_of(model: LlamaForCausalLM) -> GPTModel:
-    """Return our model with the weights of transformers'."""
+def with_weights_of(model: LlamaForCausalLM, backend: Backend = LOCAL) -> GPTModel:
+    """Return our model with the weights of transformers', of a backend's parts."""
     with tempfile.TemporaryDirectory() as folder:
         model.save_pretrained(folder)
         opened, described = open_model(folder, flag="--load")
@@ -73,6 +74,7 @@ def with_weights_of(model: LlamaForCausalLM) -> GPTModel:
             described.config,
             ProcessGroupCollection.single(),
             dtype=torch.float32,
+            backend=backend,
             storage=Storage(initialize=False),
         )
         read_weights(opened, described, weight_chunks(ours.store), coordinator=Solo())
@@ -392,7 +394,45 @@ def forward_rows_of(
     return found
 
 
-PARTS = {"host": host_rows, "prefix": prefix_rows, "batches": batch_rows, "forward": forward_rows}
+def invariant_rows(quick: bool, clock: Callable[[], float]) -> list[Row]:
+    """Seconds of requests with `--batch-invariant`, by those without."""
+    peer = llama(SHAPES["M"])
+    found = []
+    models = [with_weights_of(peer, backend) for backend in (with_batch_invariance(LOCAL), LOCAL)]
+    loads = ((1, 1, 64), (ROWS, 1, 64), (4 * ROWS, 32, 64))
+    for count, inputs, outputs in ((c, i, o // 4) for c, i, o in loads) if quick else loads:
+        load = Load(
+            num_requests=count,
+            input_tokens=inputs,
+            min_output_tokens=outputs // 8,
+            max_output_tokens=outputs,
+        )
+        requests = make_requests(load, SHAPES["M"].vocabulary)
+
+        def side(model: GPTModel, requests: Sequence[Request] = requests) -> Callable[[], float]:
+            engine = engine_of(model)
+
+            def run() -> float:
+                engine.scheduler.forget_cached()
+                start = clock()
+                generate(engine, requests)
+                return clock() - start
+
+            return run
+
+        what = f"--batch-invariant, {count} requests of {inputs} + {outputs}: s / without"
+        sides = side(models[0]), side(models[1])
+        found.append(row(what, *in_turns(sides, rounds=2 if quick else 5), "<= 1.5"))
+    return found
+
+
+PARTS = {
+    "host": host_rows,
+    "prefix": prefix_rows,
+    "batches": batch_rows,
+    "invariant": invariant_rows,
+    "forward": forward_rows,
+}
 
 
 def rows(quick: bool, *, only: Sequence[str] = tuple(PARTS), clock: str = "wall") -> list[Row]:

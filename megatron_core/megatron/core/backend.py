@@ -19,6 +19,8 @@ from megatron.core.ops.attention import attention
 from megatron.core.ops.layernorm import layer_norm
 from megatron.core.ops.recurrence import recur
 from megatron.core.ops.rmsnorm import rms_norm
+from megatron.core.ops.row_tiles import over_padded_rows
+from megatron.core.ops.tiled_attention import tiled_attention
 from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinear
 
 
@@ -43,6 +45,8 @@ class Backend:
             attention), "position_embeddings" (learned absolute positions).
         cpu_dtype: what a CPU multiplies bf16 and fp16 matrices in: that dtype, or fp32; None is
             what it does faster. Ranks of a model must agree: see `with_cpu_dtype`.
+        batch_invariant: whether the bits of a row depend on that row alone: see
+            `with_batch_invariance`.
     """
 
     name: str
@@ -58,6 +62,11 @@ class Backend:
     overlap_shared_expert: bool = True
     gtp_opt_in_modules: tuple[str, ...] = ()
     cpu_dtype: torch.dtype | None = None
+    batch_invariant: bool = False
+
+    def elementwise(self, function: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+        """Return an elementwise function of x [..., f] as this backend computes it."""
+        return over_padded_rows(function) if self.batch_invariant else function
 
 
 def with_cpu_dtype(backend: Backend, dtype: torch.dtype | None) -> Backend:
@@ -66,6 +75,19 @@ def with_cpu_dtype(backend: Backend, dtype: torch.dtype | None) -> Backend:
         return backend
     chosen = partial(backend.attention, cpu_dtype=dtype)
     return replace(backend, attention=chosen, cpu_dtype=dtype)
+
+
+def with_batch_invariance(backend: Backend) -> Backend:
+    """Return the backend with bits that depend neither on other rows nor on how a row is divided.
+
+    Products go over tiles of one number of rows (`ops.row_tiles`), attention over tiles of keys
+    counted from the row's beginning (`ops.tiled_attention`), recurrences token by token; 16-bit
+    matrices are multiplied in fp32. So a model computes the same log-probabilities over a whole row
+    as an engine does bit by bit. Recurrences are forward only.
+    """
+    return replace(
+        backend, attention=tiled_attention, cpu_dtype=torch.float32, batch_invariant=True
+    )
 
 
 LOCAL = Backend("local", ColumnParallelLinear, RowParallelLinear, rms_norm, layer_norm, attention)

@@ -47,6 +47,14 @@ def test_prompts_of_a_config_file_stay_unless_the_command_line_has_some(tmp_path
         (["--load", "x", "--top-pp", "1"], "did you mean --top-p"),
         (["--load", "x", "--top-k", "many"], "--top-k is 'many': expected an integer"),
         (["--load", "x", "--max-new-tokens", "0"], "--max-new-tokens is 0"),
+        (
+            ["--load", "x", "--batch-invariant", "--transformer-impl", "inference_optimized"],
+            "not inference_optimized",
+        ),
+        (
+            ["--load", "x", "--batch-invariant", "--tensor-model-parallel-size", "4"],
+            "--tensor-model-parallel-size 4",
+        ),
         (["--load", "x", "--inference-max-requests", "-1"], "--inference-max-requests is -1"),
         (["--load", "x", "--inference-max-tokens", "0"], "--inference-max-tokens is 0"),
         (["--load", "x", "--inference-block-size", "24"], "a power of two from 16 on"),

@@ -26,6 +26,7 @@ from megatron.core.ops.paged_attention import (
     write_latents_to_pages,
     write_to_pages,
 )
+from megatron.core.ops.tiled_attention import tiled_paged_attention
 from megatron.core.ssm.mixer import RecurrentMixer
 from megatron.core.transformer import LatentAttention, SelfAttention
 from megatron.core.transformer.attention import CoreAttention
@@ -258,15 +259,10 @@ class PagedCache:
             value_cache=value_cache,
             slot_mapping=rows.slot_mapping,
         )
-        return paged_attention(
-            query,
-            key_cache,
-            value_cache,
-            batch=rows.batch,
-            scale=core.scale,
-            window=core.window,
-            sinks=sinks,
-        )[0]
+        options = {"batch": rows.batch, "scale": core.scale, "window": core.window, "sinks": sinks}
+        if core.backend.batch_invariant:
+            return tiled_paged_attention(query, key_cache, value_cache, **options)
+        return paged_attention(query, key_cache, value_cache, **options)[0]
 
     def attend_joint(
         self,
@@ -305,6 +301,10 @@ class PagedCache:
         """Keep latents, then attend to them; see `KeyValueCache`."""
         cache = self._pages[layer]
         write_latents_to_pages(latent, latent_cache=cache, slot_mapping=rows.slot_mapping)
+        if core.backend.batch_invariant:
+            one = cache.unsqueeze(2)  # one head
+            out = tiled_paged_attention(query, one, one, batch=rows.batch, scale=core.scale)
+            return out[..., :value_features]
         return paged_latent_attention(
             query,
             cache,

@@ -156,6 +156,7 @@ class GPTModel(StoreModule):
         self._context = context.group
         self.holds_embedding, self.holds_head = stage == 0, stage == stages - 1
         chosen = {"dtype": dtype, "device": device, "cpu_dtype": backend.cpu_dtype}
+        chosen["row_tiles"] = backend.batch_invariant
         self.store = WeightStore(groups, seed=seed, **chosen)
         self.region = TensorParallelRegion(groups["tp"], sequence_parallel)
         self._layouts: dict[tuple[int, torch.device], SequenceLayout] = {}

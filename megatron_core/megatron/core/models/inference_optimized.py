@@ -200,7 +200,8 @@ class InferenceOptimizedModel:
         copied: what the copies cost; None without copies.
 
     Raises:
-        ValueError: copies of matrices that are not on a CPU, or in that dtype already.
+        ValueError: copies of matrices that are not on a CPU, or in that dtype already, or a
+            batch-invariant model.
     """
 
     def __init__(
@@ -210,6 +211,11 @@ class InferenceOptimizedModel:
         *,
         copies: CopyDtype | None = None,
     ) -> None:
+        if model.store.row_tiles:
+            raise ValueError(
+                "InferenceOptimizedModel sums in an order that follows the batch: give it a model "
+                "of a backend without batch invariance, or generate by the model itself"
+            )
         self.model, self.region = model, model.region
         self.comm = comm or SequenceParallelComm.plain(model.region.group)
         self._rows = None

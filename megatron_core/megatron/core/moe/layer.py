@@ -43,6 +43,7 @@ class ExpertMLPs(nn.Module):
     def __init__(self, name: str, *, config: MoEConfig, build: LayerBuild) -> None:
         super().__init__()
         self.config, self.remakes = config, False
+        self._function = build.backend.elementwise(gated if config.gated else activate)
         count, f, h = config.num_experts, config.ffn_hidden_size, build.hidden_size
         by_expert = Cut(axis="ep", dim=0)
         parts = ["gate", "up"] if config.gated else ["up"]
@@ -77,8 +78,7 @@ class ExpertMLPs(nn.Module):
             return grouped_linear(self.down, active, runs)
 
     def _activate(self, inner: torch.Tensor) -> torch.Tensor:
-        apply = gated if self.config.gated else activate
-        return apply(inner, self.config.activation)
+        return self._function(inner, self.config.activation)
 
 
 class MoE(nn.Module):
@@ -169,6 +169,7 @@ class SharedExpert(nn.Module):
         assert config.shared is not None
         self.mlp = MLP(f"{name}.shared", config=config.shared, build=build)
         self.gate = None
+        self._sigmoid = build.backend.elementwise(torch.sigmoid)
         if config.shared_gate:
             kind = build.region.replicated_gradient
             sharding = WeightSharding.of(
@@ -179,4 +180,4 @@ class SharedExpert(nn.Module):
     def forward(self, hidden: torch.Tensor, layout: SequenceLayout) -> torch.Tensor:
         """Return [s, b, h] from hidden [s, b, h] ([s/tp, b, h] under sequence parallelism)."""
         out = self.mlp(hidden, layout)
-        return out if self.gate is None else out * self.gate.linear(hidden).sigmoid()
+        return out if self.gate is None else out * self._sigmoid(self.gate.linear(hidden))

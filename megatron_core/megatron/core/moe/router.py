@@ -39,6 +39,7 @@ from megatron.core.moe.config import MoEConfig, RouterConfig
 from megatron.core.ops.dispatch import apply_function
 from megatron.core.ops.dropout import dropout_key
 from megatron.core.ops.dropout.reference import hash_index, mix_rows_and_columns
+from megatron.core.ops.row_tiles import tiled_product
 from megatron.core.tensor_parallel import TensorParallelRegion
 from megatron.core.transformer.build import LayerBuild
 from megatron.core.weight_sharding import WeightSharding
@@ -337,6 +338,7 @@ class Router(nn.Module):
         if self.config.expert_bias:
             self.expert_bias = build.store.declare_state(f"{name}.expert_bias", shape[:1])
         self.jitter_key = jitter_key(build.seed, name)
+        self._sigmoid = build.backend.elementwise(torch.sigmoid)
         self.counted = torch.zeros(
             config.num_experts + len(MEASURES), dtype=torch.float64, device=build.store.device
         )
@@ -356,7 +358,7 @@ class Router(nn.Module):
             rows = jittered(rows, *where, rate=config.jitter, key=self.jitter_key)
         logits = apply_function(_Logits, rows, self.weight.anchor, self.weight)  # [t, E]
         softmax = config.score_function == "softmax"
-        scores = logits.softmax(-1) if softmax else logits.sigmoid()
+        scores = logits.softmax(-1) if softmax else self._sigmoid(logits)
         experts = chosen_experts(scores.detach(), config, bias=self.expert_bias)  # [t, k]
         weights = scores.gather(1, experts)
         if config.normalize:
@@ -448,7 +450,8 @@ class _Logits(torch.autograd.Function):
     def forward(ctx, x, anchor, handle):
         ctx.handle = handle
         ctx.save_for_backward(x)
-        return x.float() @ handle.get().float().t()
+        rows, matrix = x.float(), handle.get().float().t()
+        return tiled_product(rows, matrix) if handle.row_tiles else rows @ matrix
 
     @staticmethod
     def backward(ctx, grad):

@@ -15,7 +15,6 @@ from __future__ import annotations
 import torch
 
 from megatron.core.context_parallel.all_to_all import Placed
-from megatron.core.context_parallel.layout import PagedRows
 from megatron.core.initialize import InitSpec
 from megatron.core.ops.gated_delta_rule import delta_recurrence
 from megatron.core.ops.gated_rms_norm import NORM_FIRST, gated_rms_norm
@@ -114,11 +113,11 @@ class GatedDeltaNet(RecurrentMixer):
         return normed.reshape(*gate.shape[:2], -1)
 
     def decoded(
-        self, units: torch.Tensor, gate: torch.Tensor, rows: PagedRows, cache: RecurrentCache
+        self, units: torch.Tensor, gate: torch.Tensor, slots: torch.Tensor, cache: RecurrentCache
     ) -> torch.Tensor:
         """Return [b, H V], see `RecurrentMixer.decoded`."""
         norm = OutputNorm(gate, self.norm_weight.get(), self.epsilon)
-        return self.decode(units, rows, cache, norm).flatten(1)
+        return self.decode(units, slots, cache, norm).flatten(1)
 
     def convolution(self, part: Part) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Return weight [u, c, W] and no bias, for a share of the units."""

@@ -20,7 +20,6 @@ from torch.nn import functional
 
 from megatron.core.comm.conjugates import copy_to_group, reduce_from_group
 from megatron.core.context_parallel.all_to_all import Placed
-from megatron.core.context_parallel.layout import PagedRows
 from megatron.core.initialize import InitSpec
 from megatron.core.ops.dispatch import accumulation_dtype
 from megatron.core.ops.gated_rms_norm import GATE_FIRST, gated_rms_norm
@@ -120,15 +119,15 @@ class Mamba2(RecurrentMixer):
         return normed.reshape(*gate.shape[:2], -1)
 
     def decoded(
-        self, units: torch.Tensor, gate: torch.Tensor, rows: PagedRows, cache: RecurrentCache
+        self, units: torch.Tensor, gate: torch.Tensor, slots: torch.Tensor, cache: RecurrentCache
     ) -> torch.Tensor:
         """Return [b, H P], see `RecurrentMixer.decoded`."""
         if (size := self._group_size) is None:
-            absent = rows.state_slots[: len(units)] < 0
+            absent = slots < 0
             gate = gate.masked_fill(absent[:, None, None], 0)  # whatever it holds
-            return self._normed(self.decode(units, rows, cache, None).flatten(1), gate.flatten(1))
+            return self._normed(self.decode(units, slots, cache, None).flatten(1), gate.flatten(1))
         norm = OutputNorm(gate, self.norm_weight.get(), self.epsilon, GATE_FIRST, size)
-        return self.decode(units, rows, cache, norm).flatten(1)
+        return self.decode(units, slots, cache, norm).flatten(1)
 
     @property
     def _group_size(self) -> int | None:

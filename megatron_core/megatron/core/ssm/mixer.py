@@ -26,6 +26,8 @@ Generation is not differentiable: it has no backward pass.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from itertools import pairwise
 from typing import Protocol
 
 import torch
@@ -41,6 +43,7 @@ from megatron.core.ops.recurrence import Recurrence, RecurrenceInputs
 from megatron.core.ops.recurrence_decode import counts_programs, recurrence_decode
 from megatron.core.ops.recurrence_decode.reference import DecodeMemory, OutputNorm
 from megatron.core.ops.recurrence_prologue import PrologueWeights, UnitParts, recurrence_prologue
+from megatron.core.ops.row_tiles import TILE_ROWS, padded
 from megatron.core.ops.sequences import Sequences
 from megatron.core.ssm.choice import LinearShape, choose_mode
 from megatron.core.ssm.config import SEGMENTS
@@ -62,6 +65,22 @@ class RecurrentCache(Protocol):
         goes there, and nothing that counts is read from it.
         """
         ...
+
+
+class _States:
+    """A `RecurrentCache` of rows that begin, for one call."""
+
+    def __init__(self, rows: int) -> None:
+        self.rows = rows
+        self._buffers: dict[str, torch.Tensor] = {}
+
+    def buffer(
+        self, name: str, shape: tuple[int, ...], *, dtype: torch.dtype, device: torch.device
+    ) -> torch.Tensor:
+        """Return what is kept by this name, [rows + 1, *shape]; zeros the first time."""
+        if name not in self._buffers:
+            self._buffers[name] = torch.zeros((self.rows + 1, *shape), dtype=dtype, device=device)
+        return self._buffers[name]
 
 
 def carried(buffer: torch.Tensor, slots: torch.Tensor) -> torch.Tensor:
@@ -115,6 +134,7 @@ class RecurrentMixer(nn.Module, ABC):
         conv, conv_bias: of the convolution; there may be no bias.
         rates, bias: A_log and dt_bias, a number for each head.
         skip: D, a number for each head, of what `added` adds; None adds nothing.
+        step_by_step: compute tokens one after another in any call, so that chunks change no bit.
     """
 
     input: nn.Module
@@ -139,6 +159,7 @@ class RecurrentMixer(nn.Module, ABC):
         self.conv_bias = self.skip = None
         self.recurrence, self.context = recurrence, build.context
         self.recur = build.backend.recurrence
+        self.step_by_step = build.backend.batch_invariant
         self._store, self._tp = build.store, build.region.group
 
     # --- what a mixer specifies of itself ---------------------------------------------------------
@@ -213,6 +234,8 @@ class RecurrentMixer(nn.Module, ABC):
         travels, gate = units.split([units.shape[-1] - gates, gates], dim=-1)
         if cache is not None:
             return self.output(self.generated(travels, gate, layout.rows_with_past, cache))
+        if self.step_by_step:
+            return self.output(self._whole_rows_stepped(travels, gate, layout))
         return self.output(self.gated(self.over_tokens(travels, layout), gate))
 
     # --- over the tokens --------------------------------------------------------------------------
@@ -302,8 +325,14 @@ class RecurrentMixer(nn.Module, ABC):
             cache: where states are.
         """
         first, found = rows.decode_rows, []
+        if self.step_by_step:
+            ends = () if rows.prefill is None else rows.prefill.bounds[1:]
+            bounds = [*range(first + 1), *(first + end for end in ends)]
+            packed = units[:, 0], gate[:, 0]
+            return self._stepped(*packed, bounds, rows.state_slots, cache).unsqueeze(1)
         if first:
-            found.append(self.decoded(units[:first, 0], gate[:first, 0], rows, cache))
+            slots = rows.state_slots[:first]
+            found.append(self.decoded(units[:first, 0], gate[:first, 0], slots, cache))
         if rows.prefill is not None:
             out = self._swept(units[first:, 0], rows.prefill, rows.state_slots[first:], cache)
             found.append(self.gated(Placed(out), gate[first:]).flatten(0, 1))
@@ -316,15 +345,15 @@ class RecurrentMixer(nn.Module, ABC):
 
     @abstractmethod
     def decoded(
-        self, units: torch.Tensor, gate: torch.Tensor, rows: PagedRows, cache: RecurrentCache
+        self, units: torch.Tensor, gate: torch.Tensor, slots: torch.Tensor, cache: RecurrentCache
     ) -> torch.Tensor:
         """Return what is projected out [b, H V] of one new token a row, [b, u, w], gate [b, u,
-        r V]."""
+        r V], the rows' states in slots int64 [b]."""
 
     def decode(
         self,
         units: torch.Tensor,
-        rows: PagedRows,
+        slots: torch.Tensor,
         cache: RecurrentCache,
         norm: OutputNorm | None,
     ) -> torch.Tensor:
@@ -332,7 +361,8 @@ class RecurrentMixer(nn.Module, ABC):
 
         Args:
             units: [b, u, w].
-            rows: whose slot -1 is a row without a token; it puts out zeros, whatever it holds.
+            slots: int64 [b], of the rows' states; -1 is a row without a token: it puts out zeros,
+                whatever it holds.
             cache: where states are.
             norm: and the gate; None leaves them to the caller.
 
@@ -356,7 +386,7 @@ class RecurrentMixer(nn.Module, ABC):
                 self.bias.get(),
             ),
             parts=self.parts,
-            memory=DecodeMemory(conv, state, rows.state_slots[: len(units)], arrived),
+            memory=DecodeMemory(conv, state, slots, arrived),
             skip=None if self.skip is None else self.skip.get(),
             norm=norm,
         )
@@ -385,6 +415,64 @@ class RecurrentMixer(nn.Module, ABC):
             for name, (shape, dtype) in self.kept_shapes(units.dtype).items()
         )
         return conv, state
+
+    def _stepped(
+        self,
+        units: torch.Tensor,
+        gate: torch.Tensor,
+        bounds: Sequence[int],
+        slots: torch.Tensor,
+        cache: RecurrentCache,
+    ) -> torch.Tensor:
+        """Return what is projected out [t, H V] of packed tokens, taken on one by one in tiles of
+        rows: first the first token of every row, then the second of those that have one.
+
+        Args:
+            units: [t, u, w].
+            gate: [t, u, r V].
+            bounds: where the tokens of each row begin and end, [0, ..., t].
+            slots: int64 [b], of the rows' states.
+            cache: where states are.
+        """
+        starts, lengths = bounds[:-1], [end - start for start, end in pairwise(bounds)]
+        order, found = [], []
+        for step in range(max(lengths, default=0)):
+            rows = [row for row, length in enumerate(lengths) if length > step]
+            for first in range(0, len(rows), TILE_ROWS):
+                tile = rows[first : first + TILE_ROWS]
+                places = [starts[row] + step for row in tile]
+                inputs = (padded(x[places], TILE_ROWS) for x in (units, gate))
+                where = slots.new_full((TILE_ROWS,), -1)
+                where[: len(tile)] = slots[tile]
+                found.append(self.decoded(*inputs, where, cache)[: len(tile)])
+                order += places
+        if not found:
+            return units.new_empty(0, self.parts.heads * self.parts.value_channels * self.units)
+        joined = torch.cat(found)
+        return torch.empty_like(joined).index_copy_(
+            0, torch.tensor(order, device=joined.device), joined
+        )
+
+    def _whole_rows_stepped(
+        self, units: torch.Tensor, gate: torch.Tensor, layout: SequenceLayout
+    ) -> torch.Tensor:
+        """Return what is projected out [s, b, H V] of whole rows, as generation computes it.
+
+        Raises:
+            ValueError: gradients are wanted, rows are shared by ranks, or hold several documents.
+        """
+        documents = layout.documents is not None or layout.document_ids is not None
+        if torch.is_grad_enabled() or self.context.group.size > 1 or documents:
+            raise ValueError(
+                f"{self.name}: a batch-invariant recurrence is forward only, over rows of one "
+                "document on one context parallel rank: call it under torch.no_grad()"
+            )
+        length, batch = units.shape[:2]
+        packed = (x.transpose(0, 1).flatten(0, 1) for x in (units, gate))  # [b s, ...]
+        bounds = range(0, length * batch + 1, length)
+        slots = torch.arange(batch, device=units.device)
+        out = self._stepped(*packed, bounds, slots, _States(batch))
+        return out.unflatten(0, (batch, length)).transpose(0, 1)
 
     def _swept(
         self,

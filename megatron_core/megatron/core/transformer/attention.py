@@ -111,6 +111,12 @@ class CoreAttention:
         # Documents that are known by where they begin, and not by ids, are attended one by one.
         by_blocks = layout.documents is not None and layout.document_ids is None
         if by_blocks or self.context.group.size > 1:
+            if self.backend.batch_invariant:
+                raise ValueError(
+                    "batch-invariant attention takes rows of one document on one context parallel "
+                    f"rank, not {self.context.group.size} ranks or packed documents: give each "
+                    "document a row of its own"
+                )
             attend = Attend(
                 layout=layout,
                 group=self.context.group,
@@ -378,6 +384,7 @@ class SelfAttention(nn.Module):
             cut = Cut(axis="tp", dim=0)
             logits = WeightSharding.of(f"{name}.sinks", (n,), cut, weight_decay=False)
             self.sinks = build.store.declare(logits, InitSpec.constant(0.0))
+        self._sigmoid = build.backend.elementwise(torch.sigmoid)
         self.core = CoreAttention.of(
             name,
             build,
@@ -428,5 +435,5 @@ class SelfAttention(nn.Module):
             out = cache.attend(self.layer, *new, layout.rows_with_past, self.core, sinks=sinks)
             out = out.unsqueeze(1)  # [t, 1, n/tp, d]
         for gate in gates:
-            out = out * gate.sigmoid()
+            out = out * self._sigmoid(gate)
         return self.output(out.reshape(*out.shape[:2], -1))

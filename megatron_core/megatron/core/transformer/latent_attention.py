@@ -28,6 +28,7 @@ from torch import nn
 from megatron.core.comm.conjugates import copy_to_group, gather_from_group
 from megatron.core.context_parallel import SequenceLayout
 from megatron.core.context_parallel.layout import context_problems
+from megatron.core.ops.row_tiles import tiled_bmm
 from megatron.core.tensor_parallel import ReplicatedLinear
 from megatron.core.transformer.attention import CoreAttention, KeyValueCache, RopeTable
 from megatron.core.transformer.build import LayerBuild
@@ -205,6 +206,9 @@ class LatentAttention(nn.Module):
                 latent = gather_from_group(latent, self.region.group)  # [s, b, kv_lora]
             kept = torch.cat([latent, key_rope[:, :, 0]], dim=-1)  # [t, 1, kv_lora + rope]
             return self.output(self._absorbed(nope, rotated, kept, layout=layout, cache=cache))
+        if self.core.backend.batch_invariant:  # what generation computes
+            kept = torch.cat([latent, key_rope[:, :, 0]], dim=-1)  # [s, b, kv_lora + rope]
+            return self.output(self._absorbed(nope, rotated, kept, layout=layout))
         query = self._joined(nope, rotated)  # [s, b, n/tp, d], d the width
         sizes = [self.heads * config.nope_channels, self.heads * config.value_channels]
         nope, value = self.kv_up(latent).split(sizes, dim=-1)  # [s, b, n/tp · nope or v]
@@ -256,28 +260,41 @@ class LatentAttention(nn.Module):
         kept: torch.Tensor,
         *,
         layout: SequenceLayout,
-        cache: KeyValueCache,
+        cache: KeyValueCache | None = None,
     ) -> torch.Tensor:
-        """Return attention of new tokens to all that the cache keeps, [t, 1, n·v/tp]; see the
+        """Return attention of new tokens to all that the cache keeps, [s, b, n·v/tp]; see the
         module.
 
         Args:
-            nope: [t, 1, n/tp, nope], of queries.
-            rotated: [t, 1, n/tp, rope], of queries.
-            kept: [t, 1, kv_lora + rope], what the cache is to keep of these tokens.
+            nope: [s, b, n/tp, nope], of queries; b is 1 with a cache.
+            rotated: [s, b, n/tp, rope], of queries.
+            kept: [s, b, kv_lora + rope], what the cache is to keep of these tokens.
+            cache: None attends to these tokens alone.
         """
         rank, rows = self.config.kv_lora_rank, self.heads * self.config.nope_channels
-        key_up = self.kv_up.weight.get()[:rows].view(self.heads, -1, rank)  # [n/tp, nope, kv_lora]
-        inner = torch.bmm(nope[:, 0].transpose(0, 1), key_up).transpose(0, 1)  # [t, n/tp, kv_lora]
-        query = torch.cat([inner, rotated[:, 0]], dim=-1)
-        out = cache.attend_latent(
-            self.layer,
-            query,
-            kept[:, 0],
-            layout.rows_with_past,
-            self.core,
-            value_features=rank,
-        )  # [t, n/tp, kv_lora]
-        value_up = self.kv_up.weight.get()[rows:].view(self.heads, -1, rank)  # [n/tp, v, kv_lora]
-        value = torch.bmm(out.transpose(0, 1), value_up.transpose(1, 2)).transpose(0, 1)
-        return value.flatten(1).unsqueeze(1)
+        up = self.kv_up.weight.use() if cache is None else self.kv_up.weight.get()
+        key_up = up[:rows].view(self.heads, -1, rank)  # [n/tp, nope, kv_lora]
+        inner = self._by_head(nope.flatten(0, 1), key_up).view(*nope.shape[:3], rank)
+        query = torch.cat([inner, rotated], dim=-1)  # [s, b, n/tp, kv_lora + rope]
+        if cache is None:
+            one = kept.unsqueeze(2)  # one head
+            out = self.core(query, one, one, layout).flatten(0, 1)[..., :rank]
+        else:
+            out = cache.attend_latent(
+                self.layer,
+                query[:, 0],
+                kept[:, 0],
+                layout.rows_with_past,
+                self.core,
+                value_features=rank,
+            )  # [t, n/tp, kv_lora]
+        up = up if cache is None else self.kv_up.weight.get()
+        value_up = up[rows:].view(self.heads, -1, rank)  # [n/tp, v, kv_lora]
+        return self._by_head(out, value_up.transpose(1, 2)).reshape(*nope.shape[:2], -1)
+
+    def _by_head(self, x: torch.Tensor, matrices: torch.Tensor) -> torch.Tensor:
+        """Return x [t, n/tp, a] times the matrix of each head [n/tp, a, c], [t, n/tp, c]."""
+        if self.core.backend.batch_invariant:
+            dtype = self.kv_up.weight.product_dtype
+            return tiled_bmm(x.to(dtype), matrices.to(dtype)).to(x.dtype)
+        return torch.bmm(x.transpose(0, 1), matrices).transpose(0, 1)

@@ -63,7 +63,7 @@ class MLP(nn.Module):
         if problems:
             raise ValueError("; ".join(problems))
         self.config, self.remakes = config, False
-        self._activate = gated if config.gated else activate
+        self._activate = build.backend.elementwise(gated if config.gated else activate)
         f = config.ffn_hidden_size
         parts = ["gate", "up"] if config.gated else ["up"]
         self.input = build.column_linear(

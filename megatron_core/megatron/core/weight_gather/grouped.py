@@ -16,6 +16,7 @@ import torch
 import torch.nn.functional as F
 
 from megatron.core.ops.dispatch import apply_function
+from megatron.core.ops.row_tiles import tiled_product
 from megatron.core.ops.wide_product import add_product_
 from megatron.core.weight_gather.handle import WeightHandle
 
@@ -76,7 +77,8 @@ class _GroupedLinear(torch.autograd.Function):
         ctx.handle, ctx.runs = handle, runs
         ctx.save_for_backward(x if anchor.requires_grad else None)
         weight = _matrices(handle.get(), runs)  # [runs, o, h]
-        return _products(x, weight.transpose(1, 2), runs, handle.product_dtype)
+        tiles = handle.row_tiles
+        return _products(x, weight.transpose(1, 2), runs, handle.product_dtype, tiles=tiles)
 
     @staticmethod
     def backward(ctx, grad):
@@ -98,10 +100,15 @@ def _matrices(weight: torch.Tensor, runs: RowRuns) -> torch.Tensor:
 
 
 def _products(
-    x: torch.Tensor, matrices: torch.Tensor, runs: RowRuns, dtype: torch.dtype
+    x: torch.Tensor,
+    matrices: torch.Tensor,
+    runs: RowRuns,
+    dtype: torch.dtype,
+    *,
+    tiles: bool = False,
 ) -> torch.Tensor:
-    """Return [r, n] from x [r, m] and matrices [runs, m, n]."""
-    if _is_one_kernel(x, matrices):
+    """Return [r, n] from x [r, m] and matrices [runs, m, n], if `tiles` in those of rows."""
+    if not tiles and _is_one_kernel(x, matrices):
         return F.grouped_mm(x, matrices, offs=runs.ends)
     out = torch.empty(len(x), matrices.shape[2], dtype=dtype, device=x.device)
     wide = x.to(dtype)
@@ -109,7 +116,10 @@ def _products(
     for matrix, count in zip(matrices, runs.counts, strict=True):
         if count:
             rows = slice(start, start + count)
-            torch.mm(wide[rows], matrix.to(dtype), out=out[rows])
+            if tiles:
+                out[rows] = tiled_product(wide[rows], matrix.to(dtype))
+            else:
+                torch.mm(wide[rows], matrix.to(dtype), out=out[rows])
             start += count
     return out.to(x.dtype)
 

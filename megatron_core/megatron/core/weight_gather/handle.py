@@ -38,6 +38,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from megatron.core.ops.dispatch import matmul_dtype
+from megatron.core.ops.row_tiles import tiled_product
 from megatron.core.ops.weight_copy import WeightCopy
 from megatron.core.ops.wide_product import add_product_
 from megatron.core.weight_sharding import WeightSharding
@@ -155,6 +156,7 @@ class WeightHandle:
         keeps_grad: without `gradients`, puts go to the `.grad` of `param`, as autograd's would: in
             one process, until an engine is built.
         cpu_dtype: what a CPU multiplies it in, see `ops.dispatch.matmul_dtype`.
+        row_tiles: multiply rows by it in tiles, see `ops.row_tiles`.
         copy: what `product` multiplies by instead, see `copies.copy_weights`.
     """
 
@@ -166,6 +168,7 @@ class WeightHandle:
         dtype: torch.dtype = torch.float32,
         deferral: Deferral | None = None,
         cpu_dtype: torch.dtype | None = None,
+        row_tiles: bool = False,
     ) -> None:
         self.sharding = sharding
         self.name = sharding.name
@@ -178,7 +181,7 @@ class WeightHandle:
         self.fresh = True
         self.gradients: GradientSink | None = None
         self.deferral = deferral or Deferral()
-        self.cpu_dtype = cpu_dtype
+        self.cpu_dtype, self.row_tiles = cpu_dtype, row_tiles
         self.copy: WeightCopy | None = None
         self.keeps_grad = False
 
@@ -249,6 +252,10 @@ class WeightHandle:
         if self.copy is not None:
             return self.copy.product(x, added, out=out)
         weight, dtype = self.get(), self.product_dtype
+        if self.row_tiles:
+            y = tiled_product(x.to(dtype), weight.to(dtype).t())
+            y = (y if added is None else y + added).to(x.dtype)
+            return y if out is None else out.copy_(y)
         if dtype is x.dtype:
             return F.linear(x, weight, added, out=out)
         wide = None if added is None else added.to(dtype)

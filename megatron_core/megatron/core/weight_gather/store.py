@@ -53,6 +53,7 @@ class WeightStore:
         device: where they live.
         cpu_dtype: what a CPU multiplies weights of `dtype` in: that dtype, or fp32. None is what it
             does faster; ranks that must compute alike are given it (`ops.dispatch.matmul_dtype`).
+        row_tiles: multiply by weights in tiles of rows, see `ops.row_tiles`.
 
     Attributes:
         storage: how they were laid out.
@@ -72,9 +73,10 @@ class WeightStore:
         dtype: torch.dtype = torch.float32,
         device: torch.device | str = "cpu",
         cpu_dtype: torch.dtype | None = None,
+        row_tiles: bool = False,
     ) -> None:
         self.groups = groups
-        self.cpu_dtype = cpu_dtype
+        self.cpu_dtype, self.row_tiles = cpu_dtype, row_tiles
         self.seed, self.dtype, self.device = seed, dtype, torch.device(device)
         self.handles: dict[str, WeightHandle] = {}
         self.states: dict[str, torch.Tensor] = {}
@@ -131,6 +133,7 @@ class WeightStore:
             dtype=dtype or self.dtype,
             deferral=self._deferral,
             cpu_dtype=self.cpu_dtype,
+            row_tiles=self.row_tiles,
         )
         self.handles[sharding.name] = handle
         self._init[sharding.name] = init

@@ -10,6 +10,7 @@ from dataclasses import replace
 import pytest
 import torch
 
+from megatron.core.backend import LOCAL, Backend, with_batch_invariance
 from megatron.core.inference.cache import CacheShapes
 from megatron.core.inference.engine import (
     LONGEST_ROW,
@@ -93,7 +94,7 @@ def on_one_thread():
 
 
 def model_of(
-    family: str, groups: ProcessGroupCollection | None = None, depths: int = 0, **layout: bool
+    family: str, groups: ProcessGroupCollection | None = None, depths: int = 0, **layout
 ) -> GPTModel:
     groups, config = groups or ProcessGroupCollection.single(), FAMILIES[family]
     if depths:  # which change no weight of the model itself
@@ -113,16 +114,21 @@ def draft_model_of(family: str, groups: ProcessGroupCollection | None = None) ->
 
 
 def speculating(
-    kind: str, family: str, groups: ProcessGroupCollection | None = None, **config
+    kind: str,
+    family: str,
+    groups: ProcessGroupCollection | None = None,
+    *,
+    backend: Backend = LOCAL,
+    **config,
 ) -> Engine:
     """Return an engine of a family with a proposer of drafts."""
     if kind == "heads":
-        model = model_of(family, groups, depths=2)
+        model = model_of(family, groups, depths=2, backend=backend)
         return engine_of(model, MultiTokenHeads(model, depths=2), **config)
     proposer = NGramLookup(longest=3, shortest=1)
     if kind == "draft":
         proposer = DraftModel(engine_of(draft_model_of(family, groups)))
-    return engine_of(model_of(family, groups), proposer, **config)
+    return engine_of(model_of(family, groups, backend=backend), proposer, **config)
 
 
 def prompts() -> list[tuple[int, ...]]:
@@ -188,6 +194,7 @@ FACTORS = {
     "abort": (False, True),
     "asynchronous": (False, True),
     "speculation": ("off", "ngram", "draft", "heads"),
+    "batch_invariant": (False, True),
 }
 DRAWN = SamplingParams(temperature=1.3, top_k=40, top_p=0.95, min_p=0.001, seed=9)
 SAMPLING = {
@@ -214,6 +221,7 @@ ROWS = covering_array(FACTORS, TOGETHER, seed=4)
 
 @pytest.mark.parametrize("row", ROWS, ids=lambda row: row["family"])
 def test_features_together_say_what_a_sequence_alone_does(row: dict) -> None:
+    backend = with_batch_invariance(LOCAL) if row["batch_invariant"] else LOCAL
     params = SAMPLING[row["sampling"]]
     longest = 40 + NEW
     blocks = -(-longest // row["block_size"]) + 1 if row["memory"] == "scarce" else 64
@@ -225,9 +233,9 @@ def test_features_together_say_what_a_sequence_alone_does(row: dict) -> None:
         "asynchronous": row["asynchronous"],
     }
     if row["speculation"] == "off":
-        engine = engine_of(model_of(row["family"]), **sizes)
+        engine = engine_of(model_of(row["family"], backend=backend), **sizes)
     else:
-        engine = speculating(row["speculation"], row["family"], **sizes)
+        engine = speculating(row["speculation"], row["family"], backend=backend, **sizes)
     mask = odd_tokens if row["sampling"] == "mask" else None
     asked = requests(params, n=row["n"], mask=mask)
     with nan_memory():

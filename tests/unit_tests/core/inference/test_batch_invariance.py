@@ -1,0 +1,162 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Batch invariance: a request's bits alone, in a crowd, in chunks, after a hit, of the trainer."""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import replace
+
+import pytest
+import torch
+
+from megatron.core.backend import LOCAL, with_batch_invariance
+from megatron.core.context_parallel import SequenceLayout
+from megatron.core.inference.cache import CacheShapes
+from megatron.core.inference.engine import Completion, Engine, EngineConfig, Request, generate
+from megatron.core.inference.sampling import SamplingParams
+from megatron.core.models.gpt import GPTModel
+from megatron.core.ops.row_tiles import TILE_ROWS, check_tiles
+from megatron.core.process_groups import ProcessGroupCollection
+from tests.support.inputs import generator, one_thread
+from tests.unit_tests.core.inference.test_engine import FAMILIES, VOCABULARY
+
+NEW = 5
+SAMPLING = SamplingParams(temperature=1.1, seed=5)
+
+
+@functools.cache
+def model_of(family: str, dtype: torch.dtype) -> GPTModel:
+    return GPTModel(
+        FAMILIES[family],
+        ProcessGroupCollection.single(),
+        seed=3,
+        dtype=dtype,
+        backend=with_batch_invariance(LOCAL),
+    )
+
+
+def request(number: int, length: int, *, begins: tuple[int, ...] = ()) -> Request:
+    ids = torch.randint(0, VOCABULARY, (length,), generator=generator(7, number)).tolist()
+    return Request(
+        prompt=(*begins, *ids[len(begins) :]),
+        max_new_tokens=NEW,
+        sampling=SAMPLING,
+        sequence=number,
+        prompt_logprobs=number == 0,
+    )
+
+
+#: The one that is watched: two tiles of keys, the last of them partly filled.
+WATCHED = request(0, 75)
+
+
+def crowd() -> list[Request]:
+    return [request(n, 3 + 5 * (n % 5)) for n in range(1, 16)]
+
+
+def engine_of(model: GPTModel, **config) -> Engine:
+    return Engine(
+        model,
+        EngineConfig(**{"num_blocks": 200, "max_rows": 16} | config),
+        shapes=CacheShapes.of(model.modules(), model.store.dtype),
+        vocab_size=VOCABULARY,
+    )
+
+
+def bits(completion: Completion) -> tuple:
+    """Return all that must be equal."""
+    return completion.tokens, completion.logprobs, completion.prompt_logprobs
+
+
+def alone(model: GPTModel, asked: Request = WATCHED, **config) -> Completion:
+    return generate(engine_of(model, **config), [asked])[0][0]
+
+
+@pytest.fixture(autouse=True)
+def on_one_thread():
+    with one_thread():
+        yield
+
+
+CASES = [(family, torch.float32) for family in FAMILIES]
+CASES += [("gqa", torch.bfloat16)]
+CASES += [pytest.param(f, torch.bfloat16, marks=pytest.mark.slow) for f in ("latent", "hybrid")]
+
+
+@pytest.mark.parametrize(("family", "dtype"), CASES, ids=str)
+def test_a_request_has_the_same_bits_in_any_company(family: str, dtype: torch.dtype) -> None:
+    model = model_of(family, dtype)
+    wanted = alone(model)
+    assert bits(alone(model, max_step_tokens=7)) == bits(wanted)
+    # A prompt that is computed for its log-probabilities takes nothing from the prefix cache.
+    watched = replace(WATCHED, prompt_logprobs=False)
+    engine = engine_of(model, max_step_tokens=100)
+    for asked in (watched, *crowd()):
+        engine.add(asked)
+    done: dict[int, Completion] = {}
+    most = 0
+    while engine.unfinished:
+        done |= {found.request_id: found for found in engine.step()}
+        most = max(most, len(engine.scheduler.running))
+        if 0 in done and len(done[0].tokens) == 2 and not engine.stats.preempted:
+            engine.pause(keep_cache=False)
+            engine.resume()
+    assert engine.stats.preempted > 0
+    assert most > 8
+    again = generate(engine, [watched])[0][0]
+    assert engine.stats.hit > 0
+    for got in (done[0], again):
+        assert (got.tokens, got.logprobs) == (wanted.tokens, wanted.logprobs)
+
+
+@pytest.mark.parametrize(("family", "dtype"), CASES, ids=str)
+def test_the_trainer_computes_the_same_bits(family: str, dtype: torch.dtype) -> None:
+    model = model_of(family, dtype)
+    found = alone(model)
+    ids = torch.tensor([*WATCHED.prompt, *found.tokens])
+    other = torch.randint(0, VOCABULARY, ids.shape, generator=generator(8))
+    with torch.set_grad_enabled(family != "hybrid"):
+        logits = model.full_logits(torch.stack([other, ids]))[:, 1]
+    trained = logits.log_softmax(-1)[:-1].gather(1, ids[1:, None])[:, 0].tolist()
+    assert trained == [*found.prompt_logprobs, *found.logprobs]
+
+
+@pytest.mark.parametrize(
+    "family", ["gqa", *(pytest.param(f, marks=pytest.mark.slow) for f in ("experts", "hybrid"))]
+)
+def test_two_threads_compute_the_same_bits(family: str) -> None:
+    model = model_of(family, torch.float32)
+    wanted = bits(alone(model))
+    torch.set_num_threads(2)
+    assert bits(alone(model)) == wanted
+
+
+def test_gradients_are_those_of_the_plain_backend() -> None:
+    tokens = torch.tensor([WATCHED.prompt[:70]])
+    found = []
+    for backend in (LOCAL, with_batch_invariance(LOCAL)):
+        model = GPTModel(
+            FAMILIES["latent"], ProcessGroupCollection.single(), seed=3, backend=backend
+        )
+        model.logits(tokens).square().mean().backward()
+        found.append({name: p.grad for name, p in model.named_parameters()})
+    for name, grad in found[0].items():
+        assert (found[1][name] - grad).abs().max() <= 1e-5 * grad.abs().max(), name
+
+
+def test_rows_of_several_documents_are_refused() -> None:
+    tokens = torch.tensor([WATCHED.prompt[:8]])
+    ids = torch.tensor([[0, 0, 0, 1, 1, 1, 1, 1]])
+    layout = SequenceLayout.of_rows(8, document_ids=ids)
+    for family in ("gqa", "hybrid"):
+        with torch.no_grad(), pytest.raises(ValueError, match="one document"):
+            model_of(family, torch.float32)(tokens, layout=layout)
+
+
+def test_a_processor_that_tells_equal_rows_apart_is_refused(monkeypatch) -> None:
+    matrix, mm = torch.randn(5, 8, generator=generator(9)), torch.Tensor.mm
+    check_tiles([matrix], torch.float32)
+    noise = torch.arange(TILE_ROWS)[:, None] / 7
+    monkeypatch.setattr(torch.Tensor, "mm", lambda x, other: mm(x, other) + noise)
+    with pytest.raises(ValueError, match=r"matrix \[5, 8\]"):
+        check_tiles([matrix], torch.float32)

@@ -72,7 +72,7 @@ class CheckpointModel:
         chat_folder: where a chat template may be: the tokenizer's folder; None if it has none.
         token_multiple: what the tokens of a step have to be a multiple of.
         optimized: generate by `InferenceOptimizedModel`.
-        nvls, weights_dtype: as in `ModelSource`.
+        nvls, nvls_tries, weights_dtype: as in `ModelSource`.
         speculation: how drafts are made. The model has its depths of multi-token prediction only if
             they make them.
         draft: the model that makes them; None if no other model does.
@@ -89,6 +89,7 @@ class CheckpointModel:
     token_multiple: int = 1
     optimized: bool = False
     nvls: Mode = "auto"
+    nvls_tries: int | None = None
     weights_dtype: CopyDtype | None = None
     speculation: Speculation = dataclasses.field(default_factory=Speculation)
     draft: CheckpointModel | None = None
@@ -141,9 +142,16 @@ class CheckpointModel:
             TorchMemory(self.device),
             max_bytes=tokens * self.model.config.hidden_size * element,
             mode=self.nvls,
+            limit=self.nvls_tries or 0,
         )
         if region.group.rank == 0:
             print(f"sequence parallel collectives: {comm.explain()}", file=sys.stderr)
+            if self.nvls_tries is not None and comm.way == "torch.distributed":
+                print(
+                    "--nvls-tries bounds no wait of torch.distributed: "
+                    "--distributed-timeout-minutes does",
+                    file=sys.stderr,
+                )
         return comm
 
     @property
@@ -387,6 +395,7 @@ def _from_folder(source: ModelSource, place: _Place) -> CheckpointModel:
         token_multiple=_token_multiple(source),
         optimized=source.transformer_impl == "inference_optimized",
         nvls=source.nvls,
+        nvls_tries=source.nvls_tries,
         weights_dtype=source.weights_dtype,
     )
 
@@ -434,6 +443,7 @@ def _load(folder: Path, source: ModelSource, place: _Place) -> CheckpointModel:
         token_multiple=_token_multiple(source),
         optimized=source.transformer_impl == "inference_optimized",
         nvls=source.nvls,
+        nvls_tries=source.nvls_tries,
         weights_dtype=source.weights_dtype,
     )
 

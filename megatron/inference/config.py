@@ -57,6 +57,9 @@ class ModelSource:
     """What moves the tokens of --sequence-parallel in --transformer-impl inference_optimized: auto
     uses NVLink SHARP multicast, else loads and stores over NVLink, else torch.distributed, what all
     ranks can; require stops where multicast cannot be had; off uses torch.distributed."""
+    nvls_tries: int | None = None
+    """How often a collective over NVLink looks for a peer before the run stops and names it; for
+    debugging, as the host then waits for the device at each step; derived: waits for ever."""
     weights_dtype: Literal["bf16", "int8"] | None = None
     """Multiply by copies of the matrices in fewer bytes, made at load, on a CPU under
     --transformer-impl inference_optimized: bf16, or int8 with a scale for each row; derived: no
@@ -222,10 +225,20 @@ def _check_source(source: ModelSource) -> None:
             f"--weights-dtype {source.weights_dtype} needs --transformer-impl inference_optimized: "
             "give it as well, or drop both"
         )
-    if source.nvls != "auto" and not (source.sequence_parallel and optimized):
+    tries = source.nvls_tries
+    for option, given in (
+        (f"--nvls {source.nvls}", source.nvls != "auto"),
+        (f"--nvls-tries {tries}", tries is not None),
+    ):
+        if given and not (source.sequence_parallel and optimized):
+            raise ValueError(
+                f"{option} is for the collectives of --sequence-parallel in "
+                "--transformer-impl inference_optimized: give both, or drop it"
+            )
+    if tries is not None and (tries < 1 or source.nvls == "off"):
         raise ValueError(
-            f"--nvls {source.nvls} is for the collectives of --sequence-parallel in "
-            "--transformer-impl inference_optimized: give both, or drop it"
+            f"--nvls-tries is {tries} with --nvls {source.nvls}: give a positive number, and no "
+            "--nvls off"
         )
 
 

@@ -185,17 +185,21 @@ def test_two_ranks_print_and_write_what_one_process_does(
     assert_same_results(one, two)
 
 
-@pytest.mark.parametrize(("mode", "code"), [("require", 2), ("off", 0)])
+@pytest.mark.parametrize(("mode", "code"), [("require", 2), ("off", 0), ("tries", 0)])
 def test_nvls_is_required_or_left_off_on_both_ranks(
     root: Path, tmp_path: Path, mode: str, code: int
 ) -> None:
     _store, launcher = serve_store(2)
     words = arguments(root, "--tensor-model-parallel-size", "2", "--sequence-parallel")
-    words += [*OPTIMIZED, "--nvls", mode, "--output-json", str(tmp_path / "out.json")]
+    words += [*OPTIMIZED, "--output-json", str(tmp_path / "out.json")]
+    words += ["--nvls", mode] if mode != "tries" else ["--nvls-tries", "9"]
     with start_ranks(command_on_a_rank, 2, words, launcher, init=False) as ranks:
         outcomes = ranks.values(timeout=60.0)
     assert [each[0] for each in outcomes] == [code, code], outcomes
     said = outcomes[0][2]
+    if mode == "tries":
+        assert "--nvls-tries bounds no wait of torch.distributed" in said
+        return
     if mode == "off":
         assert "sequence parallel collectives: torch.distributed (--nvls off)" in said
         return
@@ -246,12 +250,25 @@ def test_copies_need_the_optimized_forward() -> None:
     assert err.count("\n") == 1
 
 
-@pytest.mark.parametrize("mode", ["require", "off"])
+@pytest.mark.parametrize(
+    "option", [("--nvls", "require"), ("--nvls", "off"), ("--nvls-tries", "9")]
+)
 @pytest.mark.parametrize("more", [(), OPTIMIZED])
-def test_nvls_without_collectives_to_choose_is_refused(mode: str, more: tuple[str, ...]) -> None:
-    code, _, err = run("--load", "nowhere", "--prompt", "a", "--nvls", mode, *more)
+def test_nvls_without_collectives_to_choose_is_refused(
+    option: tuple[str, str], more: tuple[str, ...]
+) -> None:
+    code, _, err = run("--load", "nowhere", "--prompt", "a", *option, *more)
     assert code == 2
-    assert f"--nvls {mode} is for the collectives of --sequence-parallel" in err
+    assert f"{' '.join(option)} is for the collectives of --sequence-parallel" in err
+    assert err.count("\n") == 1
+
+
+@pytest.mark.parametrize("more", [("--nvls-tries", "0"), ("--nvls-tries", "9", "--nvls", "off")])
+def test_tries_that_bound_nothing_are_refused(more: tuple[str, ...]) -> None:
+    layout = ("--tensor-model-parallel-size", "2", "--sequence-parallel", *OPTIMIZED)
+    code, _, err = run("--load", "nowhere", "--prompt", "a", *layout, *more)
+    assert code == 2
+    assert f"--nvls-tries is {more[1]}" in err
     assert err.count("\n") == 1
 
 

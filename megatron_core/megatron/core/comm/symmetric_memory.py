@@ -30,6 +30,7 @@ before that of others is read.
 
 from __future__ import annotations
 
+import logging
 import math
 from dataclasses import dataclass
 from typing import Literal, Protocol
@@ -40,6 +41,8 @@ from megatron.core.comm.collectives import all_gather, all_reduce, observe, redu
 from megatron.core.ops.dispatch import triton_is_installed
 from megatron.core.ops.nvls import PACK_BYTES, Peers, RowNorm
 from megatron.core.process_groups import Group
+
+logger = logging.getLogger(__name__)
 
 Mode = Literal["auto", "require", "off"]
 Way = Literal["multimem", "p2p", "torch.distributed"]
@@ -179,28 +182,46 @@ class Arena:
         if self.programs < 1:
             raise RuntimeError(f"signal pads of {pad} bytes for {group.size} ranks")
 
-    def takes(self, x: torch.Tensor, wide_bytes: int) -> bool:
+    def takes(self, dtype: torch.dtype, wide_bytes: int) -> bool:
         """Whether a transfer goes through the arena: the same answer on all ranks for one shape.
 
         Args:
             wide_bytes: of its wide side.
         """
         return (
-            0 < wide_bytes <= self._halves[0].local.numel()
-            and x.dtype in (torch.float32, torch.bfloat16)
+            0 < wide_bytes <= self.nbytes
+            and dtype in (torch.float32, torch.bfloat16)
             and wide_bytes % (self.group.size * PACK_BYTES) == 0
         )
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of a buffer: the widest side that a transfer may have."""
+        return self._halves[0].local.numel()
+
+    def check(self) -> None:
+        """Raise RuntimeError if a peer has been given up; without a limit, do nothing."""
+        late = int(self.status) if self.tries else 0
+        if late:
+            raise RuntimeError(
+                f"timeout: rank {self.group.ranks[late - 1]} did not come to a collective of "
+                f"{self.way} within {self.tries} tries of its slot: see what that one does"
+            )
 
     def begin_step(self) -> None:
         """Use the first buffer next."""
         self._next = 0
+
+    def next_addends(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+        """Return the beginning of the buffer that is next, to write to it what is reduced next."""
+        return self._view(self._halves[self._next], dtype, shape)
 
     def all_gather(self, x: torch.Tensor) -> torch.Tensor:
         """Return [n * size, ...] in the arena from x [n, ...]."""
         from megatron.core.ops.nvls import triton as kernels
 
         x, half = _aligned(x), self._turn()
-        out = self._view(half, x, (x.shape[0] * self.group.size, *x.shape[1:]))
+        out = self._view(half, x.dtype, (x.shape[0] * self.group.size, *x.shape[1:]))
         observe("all_gather", self.group, out, how=self.way)
         if self.way == "multimem":
             kernels.multimem_all_gather(x, half.multicast, self._peers(half))
@@ -228,7 +249,7 @@ class Arena:
 
         how = f"{self.way} fused"
         source, target = self._filled(x, how), self._turn()
-        out = self._view(target, x, x.shape)
+        out = self._view(target, x.dtype, x.shape)
         observe("all_gather", self.group, out, how=how)
         if self.way == "multimem":
             kernels.multimem_reduce_norm_gather(
@@ -241,17 +262,18 @@ class Arena:
         return out
 
     def _filled(self, x: torch.Tensor, how: str) -> SymmetricBuffers:
-        """Return the next buffer, with x in it."""
+        """Return the next buffer, with x in it; x may have been written there to begin with."""
         half = self._turn()
-        source = self._view(half, x, x.shape)
-        source.copy_(x)
+        source = self._view(half, x.dtype, x.shape)
+        if not (x.is_contiguous() and x.data_ptr() == source.data_ptr()):
+            source.copy_(x)
         observe("reduce_scatter", self.group, source, how=how)
         return half
 
     @staticmethod
-    def _view(half: SymmetricBuffers, x: torch.Tensor, shape: tuple[int, ...]) -> torch.Tensor:
-        """Return the beginning of a buffer in x's dtype."""
-        return half.local[: math.prod(shape) * x.element_size()].view(x.dtype).view(shape)
+    def _view(half: SymmetricBuffers, dtype: torch.dtype, shape: tuple[int, ...]) -> torch.Tensor:
+        """Return the beginning of a buffer."""
+        return half.local[: math.prod(shape) * dtype.itemsize].view(dtype).view(shape)
 
     def _turn(self) -> SymmetricBuffers:
         half = self._halves[self._next]
@@ -276,6 +298,7 @@ class SequenceParallelComm:
 
     def __init__(self, group: Group, arena: Arena | None, reason: str) -> None:
         self.group, self._arena, self._reason = group, arena, reason
+        self._told = False  # that a transfer is over the arena's size
 
     @property
     def way(self) -> Way:
@@ -295,6 +318,7 @@ class SequenceParallelComm:
         max_bytes: int,
         mode: Mode = "auto",
         tries: int = TRIES,
+        limit: int = 0,
     ) -> SequenceParallelComm:
         """Find the way that all ranks can take; all of them call it, with equal arguments.
 
@@ -303,6 +327,8 @@ class SequenceParallelComm:
             mode: "auto" takes the best way, "off" takes torch.distributed, "require" is for those
                 who want multimem or nothing.
             tries: how often a probe tries a slot of the signal pad before it gives a peer up.
+            limit: how often any collective does; 0 waits for ever. For debugging: `check` then
+                makes the host wait for the device, and results after a peer was given up are void.
 
         Raises:
             ValueError: "require", and multimem cannot be taken; on all ranks, with the reason.
@@ -312,7 +338,10 @@ class SequenceParallelComm:
                 group, None, "one rank" if group.size == 1 else "--nvls off"
             )
         else:
-            found = SequenceParallelComm(group, *_find(group, memory, max_bytes, tries))
+            arena, reason = _find(group, memory, max_bytes, tries)
+            if arena is not None:
+                arena.tries = limit
+            found = SequenceParallelComm(group, arena, reason)
         if mode == "require" and found.way != "multimem":
             raise ValueError(
                 f"--nvls require: the collectives would go through {found.explain()}: use --nvls "
@@ -329,19 +358,28 @@ class SequenceParallelComm:
         if self._arena is not None:
             self._arena.begin_step()
 
+    def check(self) -> None:
+        """With a limit, say whether all peers came to the collectives so far.
+
+        Raises:
+            RuntimeError: one was given up; naming it.
+        """
+        if self._arena is not None:
+            self._arena.check()
+
     def all_gather(self, x: torch.Tensor) -> torch.Tensor:
         """Concatenate x [n, ...] of every rank to [n * size, ...].
 
         The result may be memory of the arena, which peers write to again: it holds until this rank
         begins its next collective.
         """
-        if self._arena is None or not self._arena.takes(x, x.nbytes * self.group.size):
+        if self._arena is None or not self._takes(x.dtype, x.nbytes * self.group.size):
             return all_gather(x, self.group)
         return self._arena.all_gather(x)
 
     def reduce_scatter(self, x: torch.Tensor) -> torch.Tensor:
         """Sum x [n * size, ...] over the group and return this rank's [n, ...]."""
-        if self._arena is None or not self._cuts(x):
+        if self._arena is None or not self._cuts(x.shape, x.dtype):
             return reduce_scatter(x, self.group)
         return self._arena.reduce_scatter(x)
 
@@ -352,13 +390,40 @@ class SequenceParallelComm:
             and x.ndim == 2
             and x.shape[1] <= MAX_FEATURES
             and x.shape[1] * x.element_size() % PACK_BYTES == 0
-            and self._cuts(x)
+            and self._cuts(x.shape, x.dtype)
         )
 
-    def _cuts(self, x: torch.Tensor) -> bool:
+    def addends(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor | None:
+        """Return memory [n * size, ...] for what `reduce_scatter` or `reduce_norm_gather` is given
+        next, which then copies nothing; None where that goes through torch.distributed.
+
+        No other collective may begin in between. A product may be written there at once: what
+        peers read of this buffer was before the last gather, which has waited for them.
+        """
+        if self._arena is None or not self._cuts(shape, dtype):
+            return None
+        return self._arena.next_addends(shape, dtype)
+
+    def _cuts(self, shape: tuple[int, ...], dtype: torch.dtype) -> bool:
         """Whether the arena takes x [n * size, ...] and cuts it between rows."""
         assert self._arena is not None
-        return x.shape[0] % self.group.size == 0 and self._arena.takes(x, x.nbytes)
+        wide = math.prod(shape) * dtype.itemsize
+        return shape[0] % self.group.size == 0 and self._takes(dtype, wide)
+
+    def _takes(self, dtype: torch.dtype, wide_bytes: int) -> bool:
+        """See `Arena.takes`; say once that a transfer is over its size."""
+        assert self._arena is not None
+        most = self._arena.nbytes
+        if wide_bytes > most and not self._told:
+            self._told = True
+            if self.group.rank == 0:
+                logger.warning(
+                    "sequence parallel collectives: a transfer of %d bytes is over the %d of the "
+                    "symmetric memory: such ones go through torch.distributed",
+                    wide_bytes,
+                    most,
+                )
+        return self._arena.takes(dtype, wide_bytes)
 
     def reduce_norm_gather(
         self, x: torch.Tensor, stream: torch.Tensor, norm: RowNorm

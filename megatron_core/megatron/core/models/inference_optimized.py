@@ -287,6 +287,8 @@ class InferenceOptimizedModel:
             delta = self._reduced(delta) if addends else delta
             return (delta if stream is None else stream + delta).unsqueeze(1)
         normed, _ = self._entered(final, delta, stream, addends=addends, whole=True, last=True)
+        if self.region.scatters:
+            self.comm.check()
         return normed.unsqueeze(1)
 
     def predict_ahead(
@@ -334,7 +336,10 @@ class InferenceOptimizedModel:
         if group.size == 1:
             linear.weight.add_product_(stream, x, bias=linear.bias)
             return None
-        return linear.weight.product(x, linear.bias if group.rank == 0 else None)
+        bias, out = linear.bias if group.rank == 0 else None, None
+        if self.region.scatters:
+            out = self.comm.addends((x.shape[0], linear.weight.shape[0]), x.dtype)
+        return linear.weight.product(x, bias, out=out)
 
     def _entered(
         self,

@@ -3,9 +3,12 @@
 
 from __future__ import annotations
 
+import logging
 import random
 import time
 from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 
@@ -294,11 +297,28 @@ def decodes(rank: int, world: int, folder: str, families: dict[str, dict]) -> di
         comm = SequenceParallelComm.create(group, memory, max_bytes=how.get("max_bytes", 1 << 16))
         engine = engine_of(model, max_step_tokens=500, token_multiple=world)
         engine.model = InferenceOptimizedModel(model, comm)
-        with one_thread(), trace(groups) as records:
+        with one_thread(), trace(groups) as records, copies_into_arenas() as copied:
             said = generate(engine, asked())
         ways = Counter((record.kind, record.how) for record in records)
+        ways["copied", comm.way] = copied.count(True)
         found[family] = [outputs[0].tokens for outputs in said], ways, comm.way, engine.stats.steps
     return found
+
+
+@contextmanager
+def copies_into_arenas() -> Iterator[list[bool]]:
+    """Note of each reduction whether its addends were copied into symmetric memory."""
+    found, filled = [], Arena._filled
+
+    def noted(arena: Arena, x: torch.Tensor, how: str) -> SymmetricBuffers:
+        found.append(x.data_ptr() != arena.next_addends(x.shape, x.dtype).data_ptr())
+        return filled(arena, x, how)
+
+    Arena._filled = noted
+    try:
+        yield found
+    finally:
+        Arena._filled = filled
 
 
 def asked() -> list[Request]:
@@ -345,8 +365,10 @@ def test_the_optimized_forward_says_the_same_over_every_way(tmp_path: Path) -> N
                 # The embedding's and, before the first block, a gather; logits may not be packs.
                 assert fused == 4 * steps
                 assert ways["reduce_scatter", way] == ways["all_gather", way] == steps
+                assert ways["copied", way] == steps  # the embedding's; products write there
             elif family == "layer norm":
                 assert (fused, ways["reduce_scatter", way]) == (0, 5 * steps)
+                assert ways["copied", way] == steps
             elif "max_bytes" in how:  # the prompts' step is wider, those of single tokens are not
                 assert 0 < fused < 4 * steps
                 assert ways["reduce_scatter", "sum"] > 0
@@ -356,18 +378,56 @@ def test_the_optimized_forward_says_the_same_over_every_way(tmp_path: Path) -> N
                 assert fused >= steps
 
 
-def waits_in_vain(rank: int, world: int, folder: str) -> int:
+def waits_in_vain(rank: int, world: int, folder: str) -> tuple[int, str]:
     _, group = group_of(rank, world)
     memory = Files(Path(folder), rank)
     half = memory.exchange(memory.allocate(1024, 512), group)
     arena = Arena(group, (half, half), "p2p", tries=50)
     if rank == 0:
         arena.reduce_scatter(torch.ones(world * 4, 4))
-    return int(arena.status)
+    try:
+        arena.check()
+    except RuntimeError as error:
+        return int(arena.status), str(error)
+    return int(arena.status), ""
 
 
 def test_a_peer_that_never_comes_is_named(tmp_path: Path) -> None:
-    assert run_ranks(waits_in_vain, 2, str(tmp_path)) == [2, 0]
+    (late, said), other = run_ranks(waits_in_vain, 2, str(tmp_path))
+    assert (late, other) == (2, (0, ""))
+    assert "rank 1 did not come to a collective of p2p within 50 tries" in said
+
+
+def limited(rank: int, world: int, folder: str) -> tuple[str, list[str]]:
+    """Return what a step of a run with a limit says of a rank that leaves, and what was logged."""
+    groups, group = group_of(rank, world)
+    model, lines = model_in_fp32("gqa", groups, sequence_parallel=True), []
+    memory = Files(Path(folder), rank)
+    comm = SequenceParallelComm.create(group, memory, max_bytes=500, limit=200)
+    engine = engine_of(model, max_step_tokens=500, token_multiple=world)
+    engine.model = InferenceOptimizedModel(model, comm)
+    handler = logging.Handler()
+    handler.emit = lambda record: lines.append(record.getMessage())
+    logging.getLogger("megatron.core.comm.symmetric_memory").addHandler(handler)
+    for request in asked():
+        engine.add(request)
+    with one_thread():
+        engine.step()  # the prompts', which is wider than the memory
+        if rank == 1:
+            return "", lines
+        try:
+            engine.step()
+        except RuntimeError as error:
+            return str(error), lines
+    return "", lines
+
+
+def test_a_run_with_a_limit_names_a_peer_that_left_and_what_is_too_wide(tmp_path: Path) -> None:
+    (said, lines), (_, quiet) = run_ranks(limited, 2, str(tmp_path))
+    assert "rank 1 did not come to a collective of p2p within 200 tries" in said
+    assert len(lines) == 1
+    assert "over the 512 of the symmetric memory" in lines[0]
+    assert not quiet
 
 
 def strided(rank: int, world: int, folder: str) -> bool:

@@ -31,6 +31,7 @@ BENCHES = (
     "moe",
     "recurrences",
     "inference",
+    "decode",
 )
 
 

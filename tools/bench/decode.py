@@ -1,0 +1,162 @@
+# SPDX-License-Identifier: Apache-2.0
+"""One decode step of the engine: against transformers' `generate`, the local forward, and itself
+with a no-op autograd Function.
+
+python -m tools.bench.decode                            both models, rows of the table
+python -m tools.bench.decode --clock cpu --threads 1    on a machine that others use too
+python -m tools.bench.decode --profile                  where the host's time of a small step goes
+
+A side is one request that generates greedily. Sides have the same weights and take turns in one
+process, after a round that is not counted. A row gives the median of the rounds' ratios, and their
+quartiles.
+"""
+
+from __future__ import annotations
+
+import argparse
+import cProfile
+import pstats
+import statistics
+from collections.abc import Callable
+
+import torch
+
+from megatron.core.device import peak_memory_bytes
+from megatron.core.inference.engine import Engine, LanguageModel, generate
+from megatron.core.models.inference_optimized import InferenceOptimizedModel
+from megatron.inference.bench import make_requests
+from megatron.inference.config import Load
+from tools.bench.inference import (
+    CLOCKS,
+    TINY,
+    engine_of,
+    in_turns,
+    llama,
+    static_batch,
+    with_weights_of,
+)
+from tools.bench.shapes import SHAPES, Shape
+from tools.bench.table import Row, format_table
+
+#: Rounds and new tokens of a request; a few for a quick look.
+ROUNDS, TOKENS = 9, 64
+QUICK_ROUNDS, QUICK_TOKENS = 2, 16
+
+
+class NoOp(torch.autograd.Function):
+    """What a reduction over one rank is where it is not left out."""
+
+    @staticmethod
+    def forward(ctx, x):
+        """Return x."""
+        return x.view_as(x)
+
+
+class WithNoOp:
+    """A forward pass that enters one no-op autograd Function a step."""
+
+    def __init__(self, model: LanguageModel) -> None:
+        self.model, self.head = model, model.head
+
+    def __call__(self, tokens: torch.Tensor, **context: object) -> torch.Tensor:
+        """Return the hidden states."""
+        return NoOp.apply(self.model(tokens, **context))
+
+    def weights_replaced(self) -> None:
+        """See `LanguageModel`."""
+        self.model.weights_replaced()
+
+
+def rows_of(shape: Shape, quick: bool, clock: Callable[[], float], targets: dict) -> list[Row]:
+    """Return the rows of one model: seconds a step of the optimized forward, by three others'."""
+    rounds, new = (QUICK_ROUNDS, QUICK_TOKENS) if quick else (ROUNDS, TOKENS)
+    peer = llama(shape)
+    model = with_weights_of(peer)
+    load = Load(num_requests=1, input_tokens=1, min_output_tokens=new, max_output_tokens=new)
+    requests = make_requests(load, shape.vocabulary)
+    forwards = {"optimized": InferenceOptimizedModel(model), "local": model}
+    forwards["no-op Function"] = WithNoOp(forwards["optimized"])
+    texts: dict[str, list[int]] = {}
+
+    def stepper(name: str) -> Callable[[], float]:
+        engine = engine_of(model)
+        engine.model = forwards[name]
+
+        def run() -> float:
+            engine.scheduler.forget_cached()
+            start = clock()
+            texts[name] = generate(engine, requests)[0][0].tokens
+            return (clock() - start) / new
+
+        return run
+
+    def static() -> float:
+        start = clock()
+        texts["generate"] = static_batch(peer, requests)[0]
+        return (clock() - start) / new
+
+    optimized, found = stepper("optimized"), []
+    sides = {name: stepper(name) for name in ("no-op Function", "local")} | {"generate": static}
+    for name, side in sides.items():
+        ours, theirs = in_turns((optimized, side), rounds=rounds)
+        if texts[name] != texts["optimized"]:
+            raise ValueError(f"{name} generates another text: the race is void")
+        ratios = [a / b for a, b in zip(ours, theirs, strict=True)]
+        low, middle, high = statistics.quantiles(ratios, n=4)
+        seconds, held = statistics.median(ours), peak_memory_bytes(torch.device("cpu"))
+        found.append(
+            Row(
+                bench="decode",
+                what=(
+                    f"{shape.layers} layers of {shape.hidden}, no graphs, 1 request, {new} steps, "
+                    f"{1 / seconds:,.0f} tokens/s, {held / 1e6:,.0f} MB: s a step / {name} "
+                    f"(quartiles {low:.3f} to {high:.3f})"
+                ),
+                ours=seconds,
+                peer=statistics.median(theirs),
+                ratio=middle,
+                target=targets.get(name, ""),
+            )
+        )
+    return found
+
+
+def rows(quick: bool, *, clock: str = "wall") -> list[Row]:
+    """Measure the small model, whose step is the host's work, and the one of 33.6 M parameters."""
+    small = rows_of(TINY, quick, CLOCKS[clock], {"generate": "<= 0.4"})
+    return [*small, *rows_of(SHAPES["M"], quick, CLOCKS[clock], {"generate": "<= 0.87"})]
+
+
+def profile(lines: int = 30) -> None:
+    """Print what the functions of a small model's steps take."""
+    model = with_weights_of(llama(TINY))
+    load = Load(num_requests=1, input_tokens=1, min_output_tokens=TOKENS, max_output_tokens=TOKENS)
+    requests = make_requests(load, TINY.vocabulary)
+    engine: Engine = engine_of(model)
+    engine.model = InferenceOptimizedModel(model)
+    generate(engine, requests)
+    with cProfile.Profile() as found:
+        generate(engine, requests)
+    pstats.Stats(found).sort_stats("tottime").print_stats(lines)
+
+
+def main() -> None:
+    """Measure what was asked for and print it."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--quick", action="store_true", help="fewer rounds and tokens")
+    parser.add_argument("--clock", choices=CLOCKS, default="wall")
+    parser.add_argument("--threads", type=int, default=None)
+    parser.add_argument("--profile", action="store_true", help="profile a small step instead")
+    arguments = parser.parse_args()
+    if arguments.threads is not None:
+        torch.set_num_threads(arguments.threads)
+    if arguments.profile:
+        profile()
+    else:
+        print(format_table(rows(arguments.quick, clock=arguments.clock)))
+
+
+if __name__ == "__main__":
+    main()

@@ -14,6 +14,7 @@ empty prefix cache, after some that are not counted.
 | hidden | share of steps whose plan was ready before the step before had ended |
 | wasted | tokens of outputs that had ended when they were chosen |
 | drafts | of speculative decoding: proposed, accepted, and new tokens of a row by its steps |
+| idle | share of the time that each pipeline stage has waited for others (its bubbles) |
 | W | how many times more rows static batches of the same requests would compute |
 """
 
@@ -56,6 +57,7 @@ class Repeat:
         between: between neighbouring tokens of a request.
         host: of each step outside the model and sampling.
         computed: tokens of each step.
+        idle: of the whole, waiting for other pipeline stages.
         most_rows, most_blocks: at once.
     """
 
@@ -64,6 +66,7 @@ class Repeat:
     between: list[float] = field(default_factory=list)
     host: list[float] = field(default_factory=list)
     computed: list[int] = field(default_factory=list)
+    idle: float = 0.0
     most_rows: int = 0
     most_blocks: int = 0
 
@@ -133,6 +136,7 @@ def measure(
     waiting = list(zip(times, requests, strict=True))
     arrived: dict[int, float] = {}
     newest: dict[int, tuple[int, float]] = {}  # tokens of each, and when they were there
+    idle = engine.link.idle_seconds
     begin = time.perf_counter()
     while waiting or engine.unfinished:
         now = time.perf_counter() - begin
@@ -162,7 +166,7 @@ def measure(
             else:
                 found.first.append(end - begin - arrived[identity])
             newest[identity] = count, end - begin
-    found.seconds = time.perf_counter() - begin
+    found.seconds, found.idle = time.perf_counter() - begin, engine.link.idle_seconds - idle
     return found
 
 
@@ -210,6 +214,19 @@ def summary(
         "drafts_accepted": stats.accepted,
         "tokens_per_forward": stats.tokens_per_forward,
         "static_batching_waste": static_waste(lengths, rows),
+    } | graph_figures(engine)
+
+
+def graph_figures(engine: Engine) -> dict[str, Any]:
+    """Return what CUDA graphs did; steps of all repeats, those that are not counted too."""
+    graphs = engine.graphs
+    if graphs is None:
+        return {"graphs": "none"}
+    return {
+        "graphs": "decode",
+        "graphs_captured": graphs.captured,
+        "graph_capture_seconds": graphs.seconds,
+        "graph_hits": graphs.replayed,
     }
 
 
@@ -247,6 +264,10 @@ def run(config: BenchConfig, launch: Launch) -> None:
             if number >= load.warmup:
                 repeats.append(found)
         figures = summary(repeats, engine, lengths, rows=rows)
+        if engine.link.count > 1:
+            share = statistics.median(repeat.idle / repeat.seconds for repeat in repeats)
+            idle = engine.link.of_stages(share)
+            figures["stage_idle_share"] = ", ".join(f"{share:.2f}" for share in idle)
     if launch.rank == 0:
         print(table(figures))
         if load.output_json is not None:

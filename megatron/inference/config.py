@@ -112,6 +112,9 @@ class Inference:
     """Plan a step while the one before it runs. The end of a text by a stop token or a stop string
     is seen a step late; the token computed in between is dropped and counted as wasted. Texts with
     penalties wait for each of their tokens."""
+    inference_cuda_graphs: bool = False
+    """Launch steps in which every text has one new token as CUDA graphs, one for each power of two
+    of texts up to --inference-max-requests; needs a GPU."""
     check_plans: bool = False
     """Compare what the tensor parallel ranks have planned before each step, and stop where they
     differ; for debugging, as it makes the host wait for the device."""
@@ -248,6 +251,11 @@ def _check_ranks(source: ModelSource, inference: Inference) -> None:
         raise ValueError(
             "--check-plans compares ranks: give --tensor-model-parallel-size above 1, or drop it"
         )
+    if inference.inference_cuda_graphs and source.pipeline_model_parallel_size > 1:
+        raise ValueError(
+            "--inference-cuda-graphs does not go with --pipeline-model-parallel-size "
+            f"{source.pipeline_model_parallel_size}: drop one of both"
+        )
 
 
 def _check_speculation(speculation: Speculation, source: ModelSource, inference: Inference) -> None:
@@ -274,6 +282,11 @@ def _check_speculation(speculation: Speculation, source: ModelSource, inference:
         )
     if count is not None and count < 1:
         raise ValueError(f"--num-speculative-tokens is {count}: it must be above 0")
+    if method is not None and inference.inference_cuda_graphs:
+        raise ValueError(
+            f"--speculative-method {method} does not go with --inference-cuda-graphs: steps that "
+            "verify drafts are no decode steps; drop one of both"
+        )
     stages = source.pipeline_model_parallel_size
     if method is not None and stages > 1:
         raise ValueError(
@@ -393,6 +406,12 @@ class BenchConfig:
                 f"--input-tokens {load.input_tokens}"
             )
         tp = self.source.tensor_model_parallel_size
+        stages = self.source.pipeline_model_parallel_size
+        if load.request_rate is not None and stages > 1:
+            raise ValueError(
+                f"--request-rate does not go with --pipeline-model-parallel-size {stages}, whose "
+                "stages are not at one step at a time: drop one of both"
+            )
         if load.request_rate is not None and self.inference.async_scheduling and tp > 1:
             raise ValueError(
                 "--request-rate with several ranks has them agree on a time before each step, and "

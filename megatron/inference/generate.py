@@ -354,6 +354,8 @@ def run(config: GenerateConfig, launch: Launch) -> None:
             file=sys.stderr,
         )
         print(describe(llm.engine.stats), file=sys.stderr)
+        if llm.engine.graphs is not None:
+            print(llm.engine.graphs, file=sys.stderr)
 
 
 def main(argv: Sequence[str], environment: Mapping[str, str]) -> int:

@@ -17,14 +17,16 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import os
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from megatron.cli.launch import Launch
+from megatron.core.device import CudaRecorder, Recorder
 from megatron.core.inference.cache import CacheShapes
 from megatron.core.inference.engine import (
     Completion,
@@ -179,7 +181,10 @@ class LLM:
         )
         self.loaded = loaded
         checked = loaded.model.groups["tp"] if options.check_plans else None
-        self.engine = speculating_engine(loaded, config, check_plans=checked)
+        recorder = graph_recorder(loaded) if options.inference_cuda_graphs else None
+        self.engine = speculating_engine(
+            loaded, config, check_plans=checked, make_recorder=recorder
+        )
 
     @staticmethod
     @contextlib.contextmanager
@@ -314,14 +319,18 @@ class LLM:
 
 
 def speculating_engine(
-    loaded: CheckpointModel, config: EngineConfig, *, check_plans: Group | None = None
+    loaded: CheckpointModel,
+    config: EngineConfig,
+    *,
+    check_plans: Group | None = None,
+    make_recorder: Callable[[], Recorder] | None = None,
 ) -> Engine:
     """Return an engine for a model, with drafts as its `speculation` says.
 
     Args:
         loaded: the model.
         config: of the engine; memory in bytes is for both models' caches.
-        check_plans: as of `Engine`.
+        check_plans, make_recorder: as of `Engine`.
 
     Raises:
         ValueError: more drafts than the model predicts, a step or the cache holds.
@@ -330,7 +339,8 @@ def speculating_engine(
     method, count = speculation.speculative_method, speculation.num_speculative_tokens
     generator = loaded.generator(config.max_step_tokens)
     if method is None:
-        return _engine(loaded, generator, config, check_plans=check_plans)
+        options = {"check_plans": check_plans, "make_recorder": make_recorder}
+        return _engine(loaded, generator, config, **options)
     if method == "mtp":
         assert isinstance(generator, MultiTokenModel)
         depths = loaded.model.config.mtp_num_layers
@@ -374,6 +384,7 @@ def _engine(
     *,
     proposer: Proposer | None = None,
     check_plans: Group | None = None,
+    make_recorder: Callable[[], Recorder] | None = None,
 ) -> Engine:
     return Engine(
         generator,
@@ -385,7 +396,24 @@ def _engine(
         proposer=proposer,
         pipeline=loaded.pipeline,
         check_plans=check_plans,
+        make_recorder=make_recorder,
     )
+
+
+def graph_recorder(loaded: CheckpointModel) -> Callable[[], Recorder]:
+    """Return what makes recorders of decode steps.
+
+    Raises:
+        ValueError: no GPU, or a model whose steps wait for the host.
+    """
+    make = functools.partial(CudaRecorder, loaded.device, "--inference-cuda-graphs")
+    make()  # raises without a GPU
+    if loaded.model.config.moe is not None and loaded.model.store.dtype is torch.float32:
+        raise ValueError(
+            "--inference-cuda-graphs with experts in fp32: the host reads how many tokens each "
+            "has; use a bf16 checkpoint or leave it out"
+        )
+    return make
 
 
 def text_request(

@@ -9,78 +9,18 @@ Inside are every gather and reduction between `begin_step` and `finish`; outside
 needs a number on the host, the loss factors, the sum of the loss and the votes over the ranks, the
 optimizer, evaluation, checkpoints and logs. Dropout has no state: its masks follow from the sample
 numbers, which are inputs. The loss scale is a factor of the inputs too, so it may change.
-
-`CudaRecorder` captures GPU work once as a CUDA graph and launches it again in one call.
 """
 
 from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Sequence
-from typing import Protocol
 
 import torch
 
+from megatron.core.device import Recorder
 from megatron.core.distributed.capture import StepRecording, unforeseen_needs
 from megatron.training.step import ForwardBackward, Microbatch
-
-
-class Recorder(Protocol):
-    """What records work and carries it out again, on the same addresses."""
-
-    def capture(self, run: Callable[[], None]) -> None:
-        """Record what `run` puts on the device, without carrying it out."""
-
-    def replay(self) -> None:
-        """Carry out what was recorded, after what was put on the current stream."""
-
-
-class CudaRecorder:
-    """Record on a stream and with memory of its own.
-
-    Threads that read data or watch NCCL go on calling the driver, so only this thread is held to
-    what a recording allows. A graph that has failed to record cannot be used again.
-
-    Args:
-        device: a GPU.
-
-    Raises:
-        ValueError: the device is no GPU.
-    """
-
-    def __init__(self, device: torch.device) -> None:
-        if device.type != "cuda":
-            raise ValueError(
-                "--cuda-graph-impl full_iteration needs a GPU, and this run computes on the "
-                f"{device.type}: choose none"
-            )
-        self._graph = torch.cuda.CUDAGraph()
-        self._pool = torch.cuda.graph_pool_handle()
-        self._stream = torch.cuda.Stream(device)
-
-    def capture(self, run: Callable[[], None]) -> None:
-        """Record what `run` puts on the device, without carrying it out."""
-        failures: list[BaseException] = []
-        context = torch.cuda.graph(
-            self._graph, pool=self._pool, stream=self._stream, capture_error_mode="thread_local"
-        )
-        try:
-            with context:
-                try:
-                    run()
-                except BaseException as error:
-                    failures.append(error)
-                    raise
-        except Exception as error:
-            # Ending a recording that has failed raises once more, and says less.
-            if failures and failures[0] is not error:
-                raise failures[0] from error
-            raise
-
-    def replay(self) -> None:
-        """Carry out what was recorded, after what was put on the current stream."""
-        self._graph.replay()
-
 
 #: Eager steps after the warm-up in which the needs of weights may still differ from the plan.
 PATIENCE = 4

@@ -11,7 +11,7 @@ import torch
 
 from megatron.cli.schema import flatten
 from megatron.core.backend import Backend, with_cpu_dtype
-from megatron.core.device import memory_bytes, peak_memory_bytes
+from megatron.core.device import CudaRecorder, memory_bytes, peak_memory_bytes
 from megatron.core.dist_checkpointing import (
     CheckpointError,
     TensorChunk,
@@ -45,7 +45,7 @@ from megatron.training.core_configs import (
     weight_dtype,
 )
 from megatron.training.cpu_matmul import CpuMatmul
-from megatron.training.cuda_graphs import CudaRecorder, FullIterationGraph
+from megatron.training.cuda_graphs import FullIterationGraph
 from megatron.training.data.data_sets import (
     DataSets,
 )
@@ -262,7 +262,7 @@ def _step_runner(
         return eager
     return FullIterationGraph(
         eager,
-        recorder=CudaRecorder(place.device),
+        recorder=CudaRecorder(place.device, "--cuda-graph-impl full_iteration"),
         warmup_steps=chosen.cuda_graph_warmup_steps,
         say=place.coordinator.say,
     )

@@ -9,10 +9,10 @@ from unittest import mock
 import pytest
 import torch
 
+from megatron.core.device import CudaRecorder
 from megatron.core.distributed import DataParallelConfig, capture
 from megatron.core.process_groups import ProcessGroupCollection
 from megatron.training import core_configs
-from megatron.training.cuda_graphs import CudaRecorder
 from tests.functional_tests.small_run import (
     flags,
     losses,
@@ -69,7 +69,7 @@ def test_replays_are_eager_steps_bit_by_bit(
     device, one_order, dtype, model, granularity, documents
 ):
     found = []
-    for recorder in (None, CudaRecorder(device)):
+    for recorder in (None, CudaRecorder(device, "graphs")):
         step = step_of(
             ProcessGroupCollection.single(),
             DataParallelConfig(),
@@ -93,7 +93,7 @@ def test_a_replay_allocates_nothing_and_recording_computes_nothing(device):
     step = step_of(
         ProcessGroupCollection.single(),
         DataParallelConfig(),
-        graph=CudaRecorder(device),
+        graph=CudaRecorder(device, "graphs"),
         device=device,
     )
     run = step.forward_backward

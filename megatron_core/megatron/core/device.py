@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The device of a rank: choice, streams, events, pinned memory and memory figures; no-ops on a CPU.
+"""The device of a rank: choice, streams, events, graphs, pinned memory, memory; no-ops on a CPU.
 
 Code above this file never asks "is there CUDA?": on a CPU a stream is a `NullStream`, everything is
 already in order, and an event only keeps the time.
@@ -14,7 +14,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
-from typing import Generic, Literal, TypeAlias, TypeVar
+from typing import Generic, Literal, Protocol, TypeAlias, TypeVar
 
 import torch
 from torch import Tensor
@@ -116,6 +116,64 @@ class Work(Generic[_Result]):
         found = self._future.result()
         self._event.synchronize()
         return found
+
+
+class Recorder(Protocol):
+    """What records work and carries it out again, on the same addresses."""
+
+    def capture(self, run: Callable[[], None]) -> None:
+        """Record what `run` puts on the device, without carrying it out."""
+
+    def replay(self) -> None:
+        """Carry out what was recorded, after what was put on the current stream."""
+
+
+class CudaRecorder:
+    """Capture GPU work once as a CUDA graph and launch it again in one call; on a stream and with
+    memory of its own.
+
+    Threads that read data or watch NCCL go on calling the driver, so only this thread is held to
+    what a recording allows. A graph that has failed to record cannot be used again.
+
+    Args:
+        device: a GPU.
+        option: that asks for graphs.
+
+    Raises:
+        ValueError: the device is no GPU.
+    """
+
+    def __init__(self, device: torch.device, option: str) -> None:
+        if device.type != "cuda":
+            raise ValueError(
+                f"{option} needs a GPU, and this run computes on the {device.type}: leave it out"
+            )
+        self._graph = torch.cuda.CUDAGraph()
+        self._pool = torch.cuda.graph_pool_handle()
+        self._stream = torch.cuda.Stream(device)
+
+    def capture(self, run: Callable[[], None]) -> None:
+        """Record what `run` puts on the device, without carrying it out."""
+        failures: list[BaseException] = []
+        context = torch.cuda.graph(
+            self._graph, pool=self._pool, stream=self._stream, capture_error_mode="thread_local"
+        )
+        try:
+            with context:
+                try:
+                    run()
+                except BaseException as error:
+                    failures.append(error)
+                    raise
+        except Exception as error:
+            # Ending a recording that has failed raises once more, and says less.
+            if failures and failures[0] is not error:
+                raise failures[0] from error
+            raise
+
+    def replay(self) -> None:
+        """Carry out what was recorded, after what was put on the current stream."""
+        self._graph.replay()
 
 
 def choose_device(name: Literal["auto", "cpu", "cuda"], local_rank: int = 0) -> torch.device:

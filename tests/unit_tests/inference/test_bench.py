@@ -7,12 +7,15 @@ import contextlib
 import io
 import json
 from pathlib import Path
+from unittest import mock
 
 import pytest
 
+from megatron.inference import llm
 from megatron.inference.bench import arrivals, main, make_requests, static_waste
 from megatron.inference.config import Load
 from tests.support.launchers import serve_store
+from tests.support.op_tape import OpTape, TapeRecorder
 from tests.support.ranks import start_ranks
 from tests.unit_tests.inference.test_checkpoint_model import make_model, save
 
@@ -38,9 +41,9 @@ SMALL = ("--num-requests", "6", "--input-tokens", "40", "--max-output-tokens", "
 def test_what_was_generated_is_counted(root: Path, tmp_path: Path, rate: str | None) -> None:
     path = tmp_path / "bench.json"
     words = [*SMALL, "--shared-prefix-tokens", "33", "--repeats", "2", "--output-json", str(path)]
-    code, out, err = run(
-        root, *words, *(("--request-rate", rate) if rate else ("--async-scheduling",))
-    )
+    more = ("--request-rate", rate) if rate else ("--async-scheduling", "--inference-cuda-graphs")
+    with mock.patch.object(llm, "CudaRecorder", side_effect=lambda *_: TapeRecorder(OpTape())):
+        code, out, err = run(root, *words, *more)
     assert code == 0, err
     found = json.loads(path.read_text(encoding="utf-8"))
     load = Load(num_requests=6, input_tokens=40, shared_prefix_tokens=33, max_output_tokens=20)
@@ -56,6 +59,10 @@ def test_what_was_generated_is_counted(root: Path, tmp_path: Path, rate: str | N
     assert found["cache_bytes"] >= found["most_cached_tokens"] * 2 * 2 * 2 * 8 * 4
     assert found["loop"] == ("asynchronous" if rate is None else "synchronous")
     assert (found["planning_hidden"] > 0) == (rate is None)
+    if rate is None:
+        assert found["graphs_captured"] in (3, 4)  # of at most 1, 2, 4 and 8 rows
+        assert found["graph_hits"] > found["graphs_captured"]
+        assert found["graph_capture_seconds"] > 0
     assert found["wasted_tokens"] == 0  # every end is a known length
     assert f"{found['output_tokens']:,}" in out
 
@@ -101,6 +108,7 @@ def test_static_batches_compute_rows_to_the_longest_end() -> None:
         (["--shared-prefix-tokens", "32"], "less than --input-tokens 32"),
         (["--request-rate", "-1"], "--request-rate is -1"),
         (["--input-tokens", "390"], "too long"),
+        (["--inference-cuda-graphs"], "--inference-cuda-graphs needs a GPU"),
         (["--check-plans"], "--check-plans compares ranks"),
         (
             ["--request-rate", "9", "--async-scheduling", "--tensor-model-parallel-size", "2"],

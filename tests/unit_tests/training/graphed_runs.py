@@ -10,6 +10,7 @@ from functools import cache
 import torch
 
 from megatron.core.context_parallel import SequenceCut, SequenceLayout
+from megatron.core.device import Recorder
 from megatron.core.distributed import DataParallel, DataParallelConfig
 from megatron.core.distributed.capture import StepRecording
 from megatron.core.models.gpt import GPTConfig, GPTModel
@@ -18,7 +19,7 @@ from megatron.core.optimizer.loss_scaler import DynamicLossScaler, DynamicLossSc
 from megatron.core.process_groups import ProcessGroupCollection
 from megatron.core.ssm import GatedDeltaNetConfig, Mamba2Config
 from megatron.core.transformer import AttentionConfig, MLPConfig, Recompute
-from megatron.training.cuda_graphs import FullIterationGraph, Recorder
+from megatron.training.cuda_graphs import FullIterationGraph
 from megatron.training.step import ForwardBackward, Microbatch, TrainStep
 from tests.support.capture_rules import CaptureRules
 from tests.support.gatherers import gatherer_of

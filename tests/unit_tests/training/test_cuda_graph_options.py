@@ -79,7 +79,7 @@ def run_recorded(argv: list[str]) -> tuple[int, list[TapeRecorder]]:
     """Run with a stand-in for the GPU's recorder; return the exit code and what recorded."""
     made: list[TapeRecorder] = []
 
-    def recorder(device: object) -> TapeRecorder:
+    def recorder(device: object, option: str) -> TapeRecorder:
         made.append(TapeRecorder(OpTape()))
         return made[-1]
 

@@ -11,11 +11,12 @@ import torch
 
 from megatron.core.backend import LOCAL
 from megatron.core.context_parallel import SequenceCut, SequenceLayout
+from megatron.core.device import CudaRecorder
 from megatron.core.distributed import DataParallelConfig
 from megatron.core.distributed.capture import StepRecording
 from megatron.core.models.gpt import Ahead, shifted
 from megatron.core.process_groups import ProcessGroupCollection, RankGrid
-from megatron.training.cuda_graphs import PATIENCE, CudaRecorder, StepInputs
+from megatron.training.cuda_graphs import PATIENCE, StepInputs
 from megatron.training.failures.replay import Replayer, Reruns
 from megatron.training.step import Microbatch, TrainStep
 from tests.support.capture_rules import CaptureError, CaptureRules
@@ -212,8 +213,8 @@ def test_weights_needed_in_changing_orders_are_an_error():
 
 
 def test_a_recorder_of_cuda_graphs_needs_a_gpu():
-    with pytest.raises(ValueError, match=r"full_iteration needs a GPU, .* on the cpu: choose none"):
-        CudaRecorder(torch.device("cpu"))
+    with pytest.raises(ValueError, match=r"full_iteration needs a GPU, .* on the cpu: leave"):
+        CudaRecorder(torch.device("cpu"), "--cuda-graph-impl full_iteration")
 
 
 def test_what_a_step_returns_outlives_the_next_replay():

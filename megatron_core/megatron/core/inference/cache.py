@@ -258,6 +258,7 @@ class PagedCache:
             key_cache=key_cache,
             value_cache=value_cache,
             slot_mapping=rows.slot_mapping,
+            recorded=rows.batch.recorded,
         )
         options = {"batch": rows.batch, "scale": core.scale, "window": core.window, "sinks": sinks}
         if core.backend.batch_invariant:
@@ -300,7 +301,12 @@ class PagedCache:
     ) -> Tensor:
         """Keep latents, then attend to them; see `KeyValueCache`."""
         cache = self._pages[layer]
-        write_latents_to_pages(latent, latent_cache=cache, slot_mapping=rows.slot_mapping)
+        write_latents_to_pages(
+            latent,
+            latent_cache=cache,
+            slot_mapping=rows.slot_mapping,
+            recorded=rows.batch.recorded,
+        )
         if core.backend.batch_invariant:
             one = cache.unsqueeze(2)  # one head
             out = tiled_paged_attention(query, one, one, batch=rows.batch, scale=core.scale)

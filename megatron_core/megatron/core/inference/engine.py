@@ -35,8 +35,17 @@ from torch import Tensor
 from megatron.core.comm.collectives import Pending, all_reduce
 from megatron.core.context_parallel import SequenceLayout
 from megatron.core.context_parallel.layout import PagedRows
-from megatron.core.device import HostCopy, Work, WorkQueue, give_back_memory, pin, to_host
+from megatron.core.device import (
+    HostCopy,
+    Recorder,
+    Work,
+    WorkQueue,
+    give_back_memory,
+    pin,
+    to_host,
+)
 from megatron.core.inference.cache import CacheShapes, PagedCache
+from megatron.core.inference.decode_graphs import DecodeGraphs, DecodeInputs, GraphStats
 from megatron.core.inference.sampling import (
     Sampled,
     SampleRow,
@@ -580,10 +589,13 @@ class Engine:
         check_plans: ranks that compare their plans before each step; None compares nothing.
         proposer: where drafts come from; None if none are wanted.
         pipeline: the stages, which all make their engines together; None for one.
+        make_recorder: makes what records decode steps, `CudaRecorder` on a GPU; None runs all steps
+            eagerly.
 
     Raises:
         ValueError: drafts without a proposer or the other way round, more than a step or the cache
-            holds, or drafts or asynchronous steps with several pipeline stages.
+            holds, drafts or asynchronous steps with several pipeline stages, or a recorder with
+            either.
 
     Attributes:
         cache: pages and states.
@@ -606,6 +618,7 @@ class Engine:
         check_plans: Group | None = None,
         proposer: Proposer | None = None,
         pipeline: PipelineGroups | None = None,
+        make_recorder: Callable[[], Recorder] | None = None,
     ) -> None:
         self.model, self.config, self.device = model, config, torch.device(device)
         self.proposer = proposer
@@ -649,6 +662,24 @@ class Engine:
         self._in_flight: deque[StepInFlight] = deque()  # the oldest first
         self._most_in_flight = 2 if config.asynchronous else self.link.count
         self._check_plans = check_plans
+        self._graphs: DecodeGraphs | None = None
+        if make_recorder is not None:
+            if proposer is not None or self.link.count > 1:
+                raise ValueError(
+                    "recorded decode steps go with neither drafts nor several pipeline stages: "
+                    "give make_recorder alone"
+                )
+            longest = sizes.num_blocks * config.block_size
+            self._graphs = DecodeGraphs(
+                self._decoded,
+                make_recorder,
+                max_rows=config.max_rows,
+                row_multiple=config.token_multiple,
+                max_context=min(longest, max_length or longest),
+                block_size=config.block_size,
+                device=self.device,
+                cpu_dtype=shapes.cpu_dtype,
+            )
         self._asleep: HostCopy | None = None
         self._ended: list[Completion] = []  # found outside of `step`, which returns them
         # The newest token of each row by its slot, for steps that are planned before it is known.
@@ -658,6 +689,11 @@ class Engine:
     def unfinished(self) -> int:
         """Outputs that have not ended."""
         return len(self._outputs)
+
+    @property
+    def graphs(self) -> GraphStats | None:
+        """What graphs did; None without them."""
+        return None if self._graphs is None else self._graphs.stats
 
     @property
     def stats(self) -> CacheStats:
@@ -746,6 +782,8 @@ class Engine:
             raise ValueError("the engine is asleep: wake it first")
         self.pause(keep_cache=False)
         self.cache.give_back()
+        if self._graphs is not None:
+            self._graphs.forget()
         self._asleep = HostCopy(weights)
         give_back_memory(self.device)
 
@@ -864,6 +902,9 @@ class Engine:
         if self._check_plans is not None:
             require_same_plan(plan, self._check_plans, self.device)
         self.cache.states.copy(plan.state_copies)
+        logits = None if self._graphs is None or noting else self._graphs(plan)
+        if logits is not None:
+            return StepResult(sampled=self._kept(plan, sample(logits, asked)))
         results = None
         if count and not self.link.is_last:
             results = self.link.expect_results(count)
@@ -872,16 +913,31 @@ class Engine:
             return StepResult(results=results, sends=self.link.send_hidden(hidden))
         notes, sampled = [self._prompt_logprobs(note, hidden) for note in noting], None
         if asked:
-            sampled = sample(self.logits(self._taken(hidden, plan.chosen_after)), asked)
-        if self.config.asynchronous and sampled is not None:
-            self._newest[self._index(plan.sampled_slots)] = sampled.tokens
+            sampled = self._choose(asked, self._taken(hidden, plan.chosen_after))
         return StepResult(
-            sampled=None if sampled is None else sampled.on_host(),
+            sampled=None if sampled is None else self._kept(plan, sampled),
             prompt_logprobs=[to_host(note) for note in notes],
             hidden=None if self.proposer is None else hidden,
             layout=None if self.proposer is None else layout,
             sends=self.link.send_results(packed(sampled, notes)) if count else (),
         )
+
+    def _choose(self, asked: Sequence[SampleRow], hidden: Tensor) -> Sampled:
+        """Choose the tokens that follow hidden states [n, 1, h]."""
+        return sample(self.logits(hidden), asked)
+
+    def _kept(self, plan: BatchPlan, sampled: Sampled) -> Sampled:
+        """Keep the tokens for steps that are planned already; return them on the host."""
+        if self.config.asynchronous:
+            self._newest[self._index(plan.sampled_slots)] = sampled.tokens
+        return sampled.on_host()
+
+    def _decoded(self, inputs: DecodeInputs) -> Tensor:
+        """Return the logits fp32 [b, V] of a step that is recorded."""
+        tokens = inputs.tokens.long()
+        tokens = tokens.where(tokens >= 0, self._newest[inputs.row_slots])
+        hidden, _ = self._hidden(tokens, inputs.positions.long(), inputs.paged)
+        return self.logits(hidden)
 
     def _propose(self, asked: Sequence[tuple[Row, int]]) -> list[Sequence[int]]:
         """Return drafts for rows, each with the number that it may have."""
@@ -946,11 +1002,18 @@ class Engine:
             decode_rows=decode,
             prefill=prefill,
         )
+        return self._hidden(tokens, positions, paged)
+
+    def _hidden(
+        self, tokens: Tensor, positions: Tensor, paged: PagedRows
+    ) -> tuple[Tensor, SequenceLayout]:
+        """Return the hidden states [t, 1, h] of new tokens, int64 [t], and where these are."""
         layout = SequenceLayout(positions, paged=paged)
-        tokens, hidden = tokens.unsqueeze(0), None
+        tokens, before = tokens.unsqueeze(0), {}
         if not self.link.is_first:
-            hidden = self.link.receive_hidden(self.model.boundary_shape(tokens))
-        hidden = self.model(tokens, layout=layout, cache=self.cache, hidden_states=hidden)
+            shape = self.model.boundary_shape(tokens)
+            before["hidden_states"] = self.link.receive_hidden(shape)
+        hidden = self.model(tokens, layout=layout, cache=self.cache, **before)
         return self.model.head.gathered(hidden) if self.link.is_last else hidden, layout
 
     def _moved(

@@ -146,6 +146,12 @@ class StageLink:
         own = torch.tensor(numbers, dtype=torch.int64, device=self._device)
         return all_reduce(own, self._stages, op="max").tolist()
 
+    def of_stages(self, number: float) -> list[float]:
+        """Return the number that each stage gives; all call this."""
+        numbers = torch.zeros(self.count, dtype=torch.float64, device=self._device)
+        numbers[self._stages.rank] = number
+        return all_reduce(numbers, self._stages).tolist()
+
     def wait(self, pending: Pending) -> Tensor:
         """Return what is pending; the time that takes counts as idle."""
         start = time.perf_counter()

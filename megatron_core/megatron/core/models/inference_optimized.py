@@ -74,8 +74,9 @@ BUFFERED_TOKENS = 256
 class Buffers:
     """Memory for what the layers of a step compute and the next layer computes over.
 
-    There is one tensor by name, of as many tokens as any step had so far; its beginnings are made
-    once for each number of tokens. Results that outlive a layer have no place here.
+    There is one tensor by name, of `BUFFERED_TOKENS`; its beginnings are made once for each number
+    of tokens. It stays where it is: recorded steps go on using it. Results that outlive a layer
+    have no place here.
     """
 
     def __init__(self, dtype: torch.dtype, device: torch.device) -> None:
@@ -92,13 +93,9 @@ class Buffers:
         if tokens > BUFFERED_TOKENS:
             return torch.empty(tokens, features, dtype=self.dtype, device=self.device)
         memory = self._memory.get((name, features))
-        if memory is None or len(memory) < tokens:
-            size = min(BUFFERED_TOKENS, 1 << (tokens - 1).bit_length())
-            memory = torch.empty(size, features, dtype=self.dtype, device=self.device)
+        if memory is None:
+            memory = torch.empty(BUFFERED_TOKENS, features, dtype=self.dtype, device=self.device)
             self._memory[name, features] = memory
-            stale = [key for key in self._beginnings if (key[0], key[2]) == (name, features)]
-            for key in stale:
-                del self._beginnings[key]
         self._beginnings[name, tokens, features] = memory[:tokens]
         return memory[:tokens]
 

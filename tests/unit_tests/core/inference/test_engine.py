@@ -5,12 +5,14 @@ from __future__ import annotations
 
 import functools
 import math
+from collections.abc import Callable
 from dataclasses import replace
 
 import pytest
 import torch
 
 from megatron.core.backend import LOCAL, Backend, with_batch_invariance
+from megatron.core.device import Recorder
 from megatron.core.inference.cache import CacheShapes
 from megatron.core.inference.engine import (
     LONGEST_ROW,
@@ -36,6 +38,7 @@ from megatron.core.transformer import (
 from tests.support.covering_array import Constraint, covering_array
 from tests.support.inputs import generator, one_thread
 from tests.support.nan_memory import nan_memory
+from tests.support.op_tape import OpTape, TapeRecorder
 from tests.support.ranks import run_ranks
 
 VOCABULARY, NEW = 61, 17
@@ -170,7 +173,12 @@ def anew(family: str, sampling: str, prompt: tuple[int, ...], sequence: int) -> 
     return tokens, logprobs
 
 
-def engine_of(model: GPTModel, proposer: Proposer | None = None, **config) -> Engine:
+def engine_of(
+    model: GPTModel,
+    proposer: Proposer | None = None,
+    make_recorder: Callable[[], Recorder] | None = None,
+    **config,
+) -> Engine:
     drafts = {MultiTokenHeads: 2, type(None): 0}.get(type(proposer), 3)
     sizes = {"num_blocks": 64, "max_rows": 6, "num_speculative_tokens": drafts}
     return Engine(
@@ -179,6 +187,7 @@ def engine_of(model: GPTModel, proposer: Proposer | None = None, **config) -> En
         shapes=CacheShapes.of(model.modules(), model.store.dtype),
         vocab_size=VOCABULARY,
         proposer=proposer,
+        make_recorder=make_recorder,
     )
 
 
@@ -195,6 +204,7 @@ FACTORS = {
     "asynchronous": (False, True),
     "speculation": ("off", "ngram", "draft", "heads"),
     "batch_invariant": (False, True),
+    "graphs": (False, True),
 }
 DRAWN = SamplingParams(temperature=1.3, top_k=40, top_p=0.95, min_p=0.001, seed=9)
 SAMPLING = {
@@ -214,7 +224,9 @@ def odd_tokens(_: object) -> torch.Tensor:
 
 #: Drafts are verified in a step that is planned when the tokens before it are known.
 TOGETHER = [
-    Constraint(("asynchronous", "speculation"), lambda ahead, kind: not ahead or kind == "off")
+    Constraint(("asynchronous", "speculation"), lambda ahead, kind: not ahead or kind == "off"),
+    Constraint(("graphs", "speculation"), lambda graphs, kind: not graphs or kind == "off"),
+    Constraint(("graphs", "batch_invariant"), lambda graphs, tiles: not graphs or not tiles),
 ]
 ROWS = covering_array(FACTORS, TOGETHER, seed=4)
 
@@ -232,8 +244,12 @@ def test_features_together_say_what_a_sequence_alone_does(row: dict) -> None:
         "prefix_caching": row["prefix_caching"],
         "asynchronous": row["asynchronous"],
     }
+    # Without a GPU the host reads how many tokens each expert has: nothing to record.
+    graphs = row["graphs"] and row["family"] != "experts"
     if row["speculation"] == "off":
-        engine = engine_of(model_of(row["family"], backend=backend), **sizes)
+        recorder = (lambda: TapeRecorder(OpTape())) if graphs else None
+        model = model_of(row["family"], backend=backend)
+        engine = engine_of(model, make_recorder=recorder, **sizes)
     else:
         engine = speculating(row["speculation"], row["family"], backend=backend, **sizes)
     mask = odd_tokens if row["sampling"] == "mask" else None
@@ -253,6 +269,7 @@ def test_features_together_say_what_a_sequence_alone_does(row: dict) -> None:
             assert got.logprobs == pytest.approx(logprobs, rel=1e-4, abs=1e-5)
             assert len(got.top_logprobs) == (NEW if params.logprobs else 0)
     stats = engine.stats
+    assert (engine.graphs is not None and engine.graphs.replayed > 0) == graphs
     assert (stats.hit > 0) == (row["prefix_caching"] and row["block_size"] == 16)
     scarce = row["memory"] == "scarce" and row["block_size"] == 16
     assert stats.preempted > 0 if scarce else stats.preempted == 0

@@ -173,6 +173,7 @@ def write_and_attend(
         key_cache=keys,
         value_cache=values,
         slot_mapping=slot_mapping,
+        recorded=batch.recorded,
     )
     return paged_attention(
         query,
@@ -192,6 +193,7 @@ def write_to_pages(
     key_cache: torch.Tensor,
     value_cache: torch.Tensor,
     slot_mapping: torch.Tensor,
+    recorded: bool = False,
     implementation: str | None = None,
 ) -> None:
     """Write the keys and values of new tokens into their pages, in place.
@@ -204,6 +206,7 @@ def write_to_pages(
         key_cache: [blocks, block_size, g, d], written.
         value_cache: [blocks, block_size, g, d], written.
         slot_mapping: int64 [t], the slot of each token; -1 writes nothing (padding).
+        recorded: of `PagedBatch`.
         implementation: "reference", "triton" or None (by device).
 
     Raises:
@@ -229,7 +232,8 @@ def write_to_pages(
 
         kernels.write_to_pages(key, value, key_cache, value_cache, slot_mapping)
     else:
-        reference.write_rows((key, value), (key_cache, value_cache), slot_mapping)
+        caches = (key_cache, value_cache)
+        reference.write_rows((key, value), caches, slot_mapping, recorded=recorded)
 
 
 def write_latents_to_pages(
@@ -237,6 +241,7 @@ def write_latents_to_pages(
     *,
     latent_cache: torch.Tensor,
     slot_mapping: torch.Tensor,
+    recorded: bool = False,
     implementation: str | None = None,
 ) -> None:
     """Write the latents of new tokens into their pages, in place; slots as of `write_to_pages`.
@@ -245,6 +250,7 @@ def write_latents_to_pages(
         latent: [t, c].
         latent_cache: [blocks, block_size, c], written.
         slot_mapping: int64 [t]; -1 writes nothing.
+        recorded: of `PagedBatch`.
         implementation: "reference", "triton" or None (by device).
 
     Raises:
@@ -262,7 +268,7 @@ def write_latents_to_pages(
         one, cache = latent.unsqueeze(1), latent_cache.unsqueeze(2)  # one head
         kernels.write_to_pages(one, one, cache, cache, slot_mapping)
     else:
-        reference.write_rows((latent,), (latent_cache,), slot_mapping)
+        reference.write_rows((latent,), (latent_cache,), slot_mapping, recorded=recorded)
 
 
 def _check_caches(

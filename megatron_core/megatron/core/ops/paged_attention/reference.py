@@ -64,6 +64,9 @@ class PagedBatch:
         max_query: no row has more new tokens.
         max_context: no row has a longer context.
         cpu_dtype: what a CPU multiplies 16-bit operands in, see `dispatch.matmul_dtype`.
+        recorded: for a recording that is replayed with other numbers. Every row, padding included,
+            has one new token, and the reference too reads nothing on the host: it gathers
+            `max_context` keys of each row.
 
     The reference works out what it gathers once for all layers: make a new batch for each step.
 
@@ -77,6 +80,7 @@ class PagedBatch:
     max_query: int
     max_context: int
     cpu_dtype: torch.dtype | None = None
+    recorded: bool = False
     _gathers: dict[tuple[int, int | None, torch.dtype], Gather] = dataclasses.field(
         default_factory=dict, init=False, repr=False, compare=False
     )
@@ -152,6 +156,8 @@ def gather_of(
     found = batch._gathers.get((size, window, dtype))
     if found is not None:
         return found
+    if batch.recorded:
+        return _recorded(batch, size, window, dtype)
     bounds, contexts = batch.query_bounds.tolist(), batch.context_lengths.tolist()
     _check_lengths(bounds, contexts, batch, tokens)
     decoding = 0
@@ -189,6 +195,34 @@ def _run(table: np.ndarray, start: int, most: int, size: int) -> tuple[int, int]
     return int(blocks[0]) * size + start % size, most
 
 
+def _recorded(batch: PagedBatch, size: int, window: int | None, dtype: torch.dtype) -> Gather:
+    """Return what is read of a recorded batch: as many keys of each row as a row may have, by
+    numbers that stay on the device. Padding sees one key, which counts for nothing."""
+    ends = batch.context_lengths[:, None].long().clamp(min=1)  # [d, 1]
+    starts = torch.zeros_like(ends) if window is None else (ends - window).clamp(min=0)
+    most = batch.max_context if window is None else min(batch.max_context, window)
+    columns = torch.arange(most, device=batch.device)  # [k]
+    places = torch.minimum(starts + columns, ends - 1)  # [d, k]
+    pages = batch.block_table.gather(1, places // size).long()
+    mask = torch.zeros((batch.rows, 1, 1, most), dtype=dtype, device=batch.device)
+    mask.masked_fill_((columns >= ends - starts)[:, None, None], float("-inf"))
+    slots = (pages * size + places % size).flatten()
+    found = Gather([], [], batch.rows, slots, mask, None)
+    batch._gathers[size, window, dtype] = found
+    return found
+
+
+def _without_padding(
+    batch: PagedBatch, out: torch.Tensor, lse: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return out [b, n, d] and lse [b, n], 0 and -inf for the rows of a recorded batch that are
+    padding."""
+    if not batch.recorded:
+        return out, lse
+    absent = (batch.context_lengths == 0)[:, None]
+    return out.masked_fill(absent[..., None], 0), lse.masked_fill(absent, float("-inf"))
+
+
 def paged_attention(
     query: torch.Tensor,
     key_cache: torch.Tensor,
@@ -217,7 +251,7 @@ def paged_attention(
             dtype,
         )
         if alone:
-            return step
+            return _without_padding(batch, *step)
     out = torch.zeros(query.shape, dtype=query.dtype, device=query.device)
     lse = torch.full(
         query.shape[:2],
@@ -266,7 +300,7 @@ def decode_step(
     `ops.paged_attention.write_and_attend`."""
     dtype = matmul_dtype(query, batch.cpu_dtype)
     what = gather_of(batch, pages.pages.shape[1], window, query.shape[0], dtype)
-    if what.decoding != query.shape[0] or query.device.type != "cpu":
+    if what.decoding != query.shape[0] or query.device.type != "cpu" or batch.recorded:
         return None
     rows, heads, features = query.shape
     pages.places.index_copy_(0, slot_mapping, key_value)
@@ -332,10 +366,25 @@ def _decode(
 
 
 def write_rows(
-    new: Sequence[torch.Tensor], caches: Sequence[torch.Tensor], slot_mapping: torch.Tensor
+    new: Sequence[torch.Tensor],
+    caches: Sequence[torch.Tensor],
+    slot_mapping: torch.Tensor,
+    *,
+    recorded: bool = False,
 ) -> None:
     """Write tokens [t, ...] to slots of caches [blocks, size, ...] in place, each to its own; slot
-    -1 writes nothing."""
+    -1 writes nothing. In a recording, padding writes what the first token does: nothing if that is
+    padding too."""
+    if recorded:
+        is_token, first = slot_mapping >= 0, slot_mapping[:1].clamp(min=0)
+        slot_mapping = slot_mapping.where(is_token, first)
+        for x, cache in zip(new, caches, strict=True):
+            size = cache.shape[1]
+            at, shape = (slot_mapping // size, slot_mapping % size), (-1, *[1] * (x.ndim - 1))
+            there = cache[first // size, first % size]
+            there = x[:1].where(is_token[:1].view(shape), there)
+            cache[at] = x.where(is_token.view(shape), there)
+        return
     if slot_mapping.numel() and slot_mapping.min() < 0:
         kept = slot_mapping >= 0
         slot_mapping, new = slot_mapping[kept], [x[kept] for x in new]

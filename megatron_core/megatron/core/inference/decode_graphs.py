@@ -1,0 +1,203 @@
+# SPDX-License-Identifier: Apache-2.0
+"""DecodeGraphs: steps in which every row has one new token, as CUDA graphs.
+
+There is one graph for each of a few numbers of rows (buckets). It runs over buffers that stay: the
+numbers of a plan are copied to them in one piece, the graph is launched, and the logits are where
+they always are. A step takes the smallest bucket that holds it. The rows that are left over are
+padding: no context, no slot of the cache and none of states, so they touch nothing of others. What
+a step chooses by, random numbers and parameters, stays outside, and so changes freely.
+
+A bucket is recorded when it is first needed, with padding alone, after running so once: what is
+made at first use, such as rotary tables, is there then.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from megatron.core.context_parallel.layout import PagedRows
+from megatron.core.device import Recorder, pin
+from megatron.core.inference.scheduler import BatchPlan
+from megatron.core.ops.paged_attention import PagedBatch
+
+
+@dataclass
+class GraphStats:
+    """What graphs did.
+
+    Args:
+        captured: how many buckets were recorded.
+        replayed: steps that were launched as a graph.
+        seconds: that recording took.
+    """
+
+    captured: int = 0
+    replayed: int = 0
+    seconds: float = 0.0
+
+    def __str__(self) -> str:
+        return (
+            f"CUDA graphs: {self.captured} captured in {self.seconds:.2f} s, "
+            f"{self.replayed:,} steps replayed"
+        )
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class DecodeInputs:
+    """What a recorded step of b rows reads; buffers that stay.
+
+    Args:
+        tokens, positions: int32 [b], as in `BatchPlan`.
+        row_slots: int32 [b].
+        paged: whose tokens they are.
+    """
+
+    tokens: Tensor
+    positions: Tensor
+    row_slots: Tensor
+    paged: PagedRows
+
+
+class DecodeGraphs:
+    """Run decode steps as graphs.
+
+    Args:
+        forward: inputs to logits fp32 [b, V].
+        make_recorder: returns a new recorder, one for each bucket.
+        max_rows: rows of the largest bucket.
+        row_multiple: rows of each are a multiple of this.
+        max_context: tokens of the longest row.
+        block_size: tokens of a block.
+        device: where all is.
+        cpu_dtype: of `PagedBatch`.
+    """
+
+    def __init__(
+        self,
+        forward: Callable[[DecodeInputs], Tensor],
+        make_recorder: Callable[[], Recorder],
+        *,
+        max_rows: int,
+        row_multiple: int,
+        max_context: int,
+        block_size: int,
+        device: torch.device,
+        cpu_dtype: torch.dtype | None,
+    ) -> None:
+        self.buckets = buckets_of(max_rows, row_multiple)
+        self.stats = GraphStats()
+        self._forward, self._make_recorder = forward, make_recorder
+        self._max_rows, self._max_context = max_rows, max_context
+        self._max_blocks = -(-max_context // block_size)
+        self._device, self._cpu_dtype = device, cpu_dtype
+        self._graphs: dict[int, _Graph] = {}
+
+    def __call__(self, plan: BatchPlan) -> Tensor | None:
+        """Return the logits fp32 [rows, V] of a step; None if it is not one for a graph. The next
+        step overwrites them."""
+        rows = len(plan.rows)
+        if plan.decode_rows != rows or len(plan.sampled) != rows:
+            return None
+        size = next(bucket for bucket in self.buckets if bucket >= rows)
+        if size not in self._graphs:
+            start = time.perf_counter()
+            self._graphs[size] = self._captured(size)
+            self.stats.captured += 1
+            self.stats.seconds += time.perf_counter() - start
+        graph = self._graphs[size]
+        numbers = self._padding(size)
+        for into, array in zip(
+            numbers,
+            (
+                plan.tokens,
+                plan.positions,
+                plan.slot_mapping,
+                plan.state_slots,
+                plan.context_lengths,
+                plan.row_slots,
+            ),
+            strict=False,
+        ):
+            into[:rows] = array[:rows]
+        numbers[-1].reshape(size, -1)[:rows, : plan.block_table.shape[1]] = plan.block_table[:rows]
+        graph.fill(numbers)
+        graph.recorder.replay()
+        self.stats.replayed += 1
+        assert graph.logits is not None
+        return graph.logits[:rows]
+
+    def forget(self) -> None:
+        """Record all anew: the cache has another address."""
+        self._graphs.clear()
+
+    def _padding(self, size: int) -> list[np.ndarray]:
+        """Return the numbers of rows that are padding, in the order of a graph's buffers."""
+        fills = (0, 0, -1, -1, 0, self._max_rows)
+        table = np.zeros(size * self._max_blocks, dtype=np.int32)
+        return [*(np.full(size, fill, dtype=np.int32) for fill in fills), table]
+
+    def _captured(self, size: int) -> _Graph:
+        padding = self._padding(size)
+        flat = torch.empty(sum(x.size for x in padding), dtype=torch.int32, device=self._device)
+        tokens, positions, slots, states, contexts, rows, table = flat.split(
+            [x.size for x in padding]
+        )
+        bounds = torch.arange(size + 1, dtype=torch.int32, device=self._device)
+
+        def run() -> Tensor:
+            batch = PagedBatch(
+                block_table=table.view(size, -1),
+                query_bounds=bounds,
+                context_lengths=contexts,
+                max_query=1,
+                max_context=self._max_context,
+                cpu_dtype=self._cpu_dtype,
+                recorded=True,
+            )
+            paged = PagedRows(
+                batch=batch,
+                slot_mapping=slots.long(),
+                state_slots=states.long(),
+                decode_rows=size,
+                prefill=None,
+            )
+            return self._forward(
+                DecodeInputs(tokens=tokens, positions=positions, row_slots=rows, paged=paged)
+            )
+
+        graph = _Graph(flat, self._make_recorder(), self._device)
+        graph.fill(padding)
+        run()
+
+        def record() -> None:
+            graph.logits = run()
+
+        graph.recorder.capture(record)
+        return graph
+
+
+class _Graph:
+    """A bucket: its buffers, and its recording."""
+
+    def __init__(self, flat: Tensor, recorder: Recorder, device: torch.device) -> None:
+        self.recorder = recorder
+        self._flat, self._device = flat, device
+        self.logits: Tensor | None = None
+
+    def fill(self, numbers: list[np.ndarray]) -> None:
+        """Copy numbers to the buffers, in one piece."""
+        host = pin(torch.from_numpy(np.concatenate(numbers)), self._device)
+        self._flat.copy_(host, non_blocking=True)
+
+
+def buckets_of(max_rows: int, multiple: int) -> tuple[int, ...]:
+    """Return the numbers of rows that there are graphs for: powers of two and the most, each
+    rounded up to a multiple."""
+    sizes = {max_rows, *(1 << n for n in range(max_rows.bit_length()))}
+    return tuple(sorted({-(-size // multiple) * multiple for size in sizes}))

@@ -1,0 +1,136 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Decode steps as CUDA graphs, held to eager steps by a tape that replays without Python."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from unittest import mock
+
+import pytest
+import torch
+
+from megatron.core.inference.decode_graphs import buckets_of
+from megatron.core.inference.engine import Completion, Engine, generate
+from megatron.core.models.inference_optimized import InferenceOptimizedModel
+from megatron.core.tensor_parallel import vocab_parallel
+from tests.support.inputs import one_thread
+from tests.support.op_tape import OpTape, TapeRecorder
+from tests.unit_tests.core.inference.test_engine import DRAWN, engine_of, model_of, requests
+
+
+@pytest.fixture(autouse=True)
+def on_one_thread():
+    with one_thread():
+        yield
+
+
+class HostRead(Exception):
+    """The host reads what is on the device."""
+
+
+@contextmanager
+def host_reads_refused() -> Iterator[None]:
+    """Refuse what would make the host of a GPU wait."""
+
+    def refused(*_: object) -> None:
+        raise HostRead
+
+    names = ("item", "tolist", "cpu", "numpy", "__bool__", "__int__", "__float__")
+    with (
+        mock.patch.multiple(torch.Tensor, **dict.fromkeys(names, refused)),
+        mock.patch.object(vocab_parallel, "check_ids"),  # looks at ids on a CPU alone
+    ):
+        yield
+
+
+class Strict(TapeRecorder):
+    """A tape in which the host reads nothing."""
+
+    def __init__(self) -> None:
+        super().__init__(OpTape())
+
+    def capture(self, run: Callable[[], None]) -> None:
+        with host_reads_refused():
+            super().capture(run)
+
+
+class Eager:
+    """Run the function itself instead of a recording."""
+
+    def capture(self, run: Callable[[], None]) -> None:
+        self.replay = run
+
+
+def said(engine: Engine, count: int = 5) -> list[tuple[list[int], list[float]]]:
+    found: list[list[Completion]] = generate(engine, requests(DRAWN)[:count])
+    return [(c.tokens, c.logprobs) for outputs in found for c in outputs]
+
+
+@pytest.mark.parametrize(
+    ("family", "optimized"),
+    [("window and sinks", True), ("latent", False), ("hybrid", False), ("hybrid", True)],
+)
+def test_replays_have_the_bits_of_eager_steps(family: str, optimized: bool) -> None:
+    model = model_of(family)
+    runs = InferenceOptimizedModel(model) if optimized else model
+    made: list[Strict] = []
+
+    def strict() -> Strict:
+        made.append(Strict())
+        return made[-1]
+
+    found = []
+    for recorder in (strict, Eager):
+        engine = engine_of(model, make_recorder=recorder)
+        engine.model = runs
+        found.append(said(engine))
+    assert found[0] == found[1]
+    assert [tokens for tokens, _ in found[0]] == [t for t, _ in said(engine_of(model))]
+    assert sum(recorder.tape.replays for recorder in made) == engine.graphs.replayed > 10
+    assert not any(recorder.tape.syncs for recorder in made if optimized)
+    assert len(made) == engine.graphs.captured >= 2
+
+
+def test_a_host_read_in_a_recording_is_found() -> None:
+    with pytest.raises(HostRead):
+        said(engine_of(model_of("experts"), make_recorder=Strict))
+
+
+def test_padding_touches_no_page() -> None:
+    engine = engine_of(model_of("gqa"), make_recorder=Strict, max_rows=7)
+    written: set[int] = set()
+    schedule = engine.scheduler.schedule
+
+    def watched(*given, **named):
+        plan = schedule(*given, **named)
+        written.update(plan.slot_mapping.tolist())
+        return plan
+
+    engine.scheduler.schedule = watched
+    for pages in engine.cache._pages:
+        pages.fill_(7.0)
+    said(engine, 3)  # in a bucket of 4
+    assert engine.graphs.replayed > 0
+    for pages in engine.cache._pages:
+        places = pages.flatten(0, 1)
+        rest = [n for n in range(len(places)) if n not in written]
+        assert (places[rest] == 7.0).all()
+        assert not (places[sorted(written)] == 7.0).any()
+
+
+def test_graphs_are_recorded_again_after_sleep() -> None:
+    engine = engine_of(model_of("hybrid"), make_recorder=Strict)
+    before = said(engine, 2)
+    captured = engine.graphs.captured
+    engine.sleep()
+    engine.wake()
+    assert said(engine, 2) == before
+    assert engine.graphs.captured == 2 * captured
+
+
+def test_buckets_hold_every_number_of_rows() -> None:
+    assert buckets_of(1, 1) == (1,)
+    assert buckets_of(6, 1) == (1, 2, 4, 6)
+    assert buckets_of(16, 1) == (1, 2, 4, 8, 16)
+    assert buckets_of(7, 2) == (2, 4, 8)

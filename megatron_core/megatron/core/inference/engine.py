@@ -51,6 +51,7 @@ from megatron.core.inference.sampling import (
     SampleRow,
     SamplingParams,
     accepted_drafts,
+    most_probable,
     sample,
 )
 from megatron.core.inference.scheduler import (
@@ -283,6 +284,9 @@ class Completion:
         top_logprobs: of each token the most probable alternatives, (id, log-probability), as many
             as the request asks for.
         prompt_logprobs: of each token of the prompt but the first; None if they were not asked for.
+        prompt_top_logprobs: of the same tokens the most probable alternatives, as many as the
+            request asks for; None if either was not asked for.
+        cached_tokens: of the prompt, found in the prefix cache when it first ran.
         epochs: of each token, how often the weights had been replaced when it was chosen.
         finish_reason: "stop" (a stop token), "length" (token limit), "abort", "error" (the logits
             are not finite, or the mask allows nothing) or "" (not finished).
@@ -294,6 +298,8 @@ class Completion:
     logprobs: list[float] = field(default_factory=list)
     top_logprobs: list[list[tuple[int, float]]] = field(default_factory=list)
     prompt_logprobs: list[float] | None = None
+    prompt_top_logprobs: list[list[tuple[int, float]]] | None = None
+    cached_tokens: int = 0
     epochs: list[int] = field(default_factory=list)
     finish_reason: str = ""
 
@@ -382,6 +388,7 @@ class _Output:
     def append(self, chosen: _Chosen, epoch: int) -> None:
         """Take what a step chose; the row has its accepted drafts already."""
         completion, count = self.completion, self.request.sampling.logprobs
+        completion.cached_tokens = self.row.cached or 0
         for token in chosen.tokens[chosen.accepted :]:
             self.row.append(token)
         completion.tokens += chosen.tokens
@@ -419,11 +426,31 @@ class _Noting:
         output: of whose prompt.
         place: among t, of the token before the first of them.
         following: the tokens.
+        tops: alternatives that are reported of each.
     """
 
     output: _Output
     place: int
     following: list[int]
+    tops: int
+
+    @property
+    def count(self) -> int:
+        """How many numbers are found: see `Engine._prompt_logprobs`."""
+        return len(self.following) * (1 + 2 * self.tops)
+
+    def give(self, numbers: Tensor) -> None:
+        """Add what was found, fp64 on the host, to the output."""
+        completion = self.output.completion
+        assert completion.prompt_logprobs is not None
+        logprobs, *alternatives = numbers.view(len(self.following), -1).tensor_split(
+            [1, 1 + self.tops], dim=1
+        )
+        completion.prompt_logprobs += logprobs[:, 0].tolist()
+        if completion.prompt_top_logprobs is not None:
+            ids, tops = alternatives[0].long().tolist(), alternatives[1].tolist()
+            pairs = zip(ids, tops, strict=True)
+            completion.prompt_top_logprobs += [list(zip(*pair, strict=True)) for pair in pairs]
 
 
 @dataclass(frozen=True)
@@ -723,6 +750,7 @@ class Engine:
             completion = Completion(request_id=self._next_id, index=index)
             if request.prompt_logprobs:
                 completion.prompt_logprobs = []
+                completion.prompt_top_logprobs = [] if request.sampling.logprobs else None
             outputs.append(_Output(row, request, completion))
         for output in outputs:
             self.scheduler.add(output.row)
@@ -856,7 +884,7 @@ class Engine:
         tops = min(max((one.params.logprobs or 0 for one in asked), default=0), self.vocab_size)
         noting = self._noting(plan)
         # What is found is numbers of a known count, which other stages may expect beforehand.
-        count = len(rows) * (3 + 2 * tops) + sum(len(note.following) for note in noting)
+        count = len(rows) * (3 + 2 * tops) + sum(note.count for note in noting)
         start, idle = time.perf_counter(), self.link.idle_seconds
         work = self._queue.submit(lambda: self._compute(plan, asked, noting, count))
         self.model_seconds += time.perf_counter() - start - (self.link.idle_seconds - idle)
@@ -874,7 +902,7 @@ class Engine:
                 self.link.wait(result.results).cpu(),
                 rows=len(step.rows),
                 tops=step.tops,
-                prompts=[len(note.following) for note in step.noting],
+                prompts=[note.count for note in step.noting],
             )
         chosen = [] if sampled is None else self._verified(step.plan, sampled)
         if self.proposer is not None:
@@ -883,8 +911,7 @@ class Engine:
         pairs = zip(step.rows, chosen, strict=True)
         self.scheduler.commit(step.plan, {row: found.accepted for row, found in pairs})
         for note, found in zip(step.noting, logprobs, strict=True):
-            assert note.output.completion.prompt_logprobs is not None
-            note.output.completion.prompt_logprobs += found.tolist()
+            note.give(found)
         return self._record(step.rows, chosen)
 
     def _drain(self) -> None:
@@ -1096,7 +1123,8 @@ class Engine:
             # A row that is computed again has them from the first time.
             if output.noted < last:
                 following = row.tokens[output.noted + 1 : last + 1]
-                found.append(_Noting(output, place + output.noted - start, following))
+                tops = min(output.request.sampling.logprobs or 0, self.vocab_size)
+                found.append(_Noting(output, place + output.noted - start, following, tops))
                 output.noted = last
             if output.noted == row.prompt_length - 1:
                 row.needs_prompt_logits = False
@@ -1104,14 +1132,19 @@ class Engine:
         return found
 
     def _prompt_logprobs(self, note: _Noting, hidden: Tensor) -> Tensor:
-        """Return fp32 [c], the log-probability of each token that is noted."""
-        found = []
+        """Return fp64 [c (1 + 2k)]: of each token that is noted its log-probability, then the ids
+        and the log-probabilities of its k alternatives."""
+        asked = SampleRow(params=note.output.request.sampling, sequence=0, position=0)
+        parts = []
         for first in range(0, len(note.following), LOGIT_ROWS):
             tokens = torch.tensor(note.following[first : first + LOGIT_ROWS], device=hidden.device)
-            part = hidden[note.place + first :][: len(tokens)]
-            wide = self.logits(part).log_softmax(-1)  # [c, V]
-            found.append(wide.gather(1, tokens[:, None])[:, 0])
-        return torch.cat(found)
+            states = hidden[note.place + first :][: len(tokens)]
+            wide = self.logits(states).log_softmax(-1)  # [c, V]
+            columns = [wide.gather(1, tokens[:, None])]
+            if note.tops:
+                columns += most_probable(wide, [asked] * len(tokens))
+            parts.append(torch.cat([column.double() for column in columns], 1))
+        return torch.cat(parts).flatten()
 
     def _share_prompt_logprobs(self, output: _Output) -> None:
         """Give the other outputs of a request what the first found of the prompt they share."""
@@ -1120,6 +1153,7 @@ class Engine:
             theirs = other.completion
             if theirs.request_id == mine.request_id and theirs is not mine:
                 theirs.prompt_logprobs = mine.prompt_logprobs
+                theirs.prompt_top_logprobs = mine.prompt_top_logprobs
 
     def _end(self, output: _Output, reason: str) -> None:
         """Finish an output and free what it has."""

@@ -8,7 +8,7 @@ import dataclasses
 import math
 import sys
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -76,6 +76,8 @@ class CheckpointModel:
         speculation: how drafts are made. The model has its depths of multi-token prediction only if
             they make them.
         draft: the model that makes them; None if no other model does.
+        tokenizer_choice: arguments of `choose_tokenizer`, with which another process makes the same
+            tokenizer.
     """
 
     model: GPTModel
@@ -91,8 +93,9 @@ class CheckpointModel:
     nvls: Mode = "auto"
     nvls_tries: int | None = None
     weights_dtype: CopyDtype | None = None
-    speculation: Speculation = dataclasses.field(default_factory=Speculation)
+    speculation: Speculation = field(default_factory=Speculation)
     draft: CheckpointModel | None = None
+    tokenizer_choice: Mapping[str, Any] = field(default_factory=dict)
 
     def generator(self, max_step_tokens: int) -> LanguageModel:
         """Return what the engine runs; all ranks call it.
@@ -371,12 +374,13 @@ def _from_folder(source: ModelSource, place: _Place) -> CheckpointModel:
         raise ValueError(
             f"--load {source.load} holds no tokenizer: give --tokenizer-model PATH of one"
         )
-    chosen = source.tokenizer_model or folder.tokenizer
-    tokenizer = build_tokenizer(
-        guess_type(chosen),
-        model=chosen,
-        add_special_tokens=not source.tokenizer_hf_no_include_special_tokens,
-    )
+    chosen = str(source.tokenizer_model or folder.tokenizer)
+    choice = {
+        "recorded": {"type": guess_type(chosen), "model": chosen},
+        "model": None,
+        "add_special_tokens": not source.tokenizer_hf_no_include_special_tokens,
+    }
+    tokenizer = choose_tokenizer(**choice)
     dtype = described.dtype or torch.float32
     model = place.build(described.config, dtype)
     read_weights(folder, described, weight_chunks(model.store), coordinator=place.coordinator)
@@ -397,6 +401,7 @@ def _from_folder(source: ModelSource, place: _Place) -> CheckpointModel:
         nvls=source.nvls,
         nvls_tries=source.nvls_tries,
         weights_dtype=source.weights_dtype,
+        tokenizer_choice=choice,
     )
 
 
@@ -419,11 +424,12 @@ def _load(folder: Path, source: ModelSource, place: _Place) -> CheckpointModel:
     if extra.get("weights_only") is True:  # nothing was trained without special tokens here
         recorded = {"special_tokens": None, **recorded}
     left_out = source.tokenizer_hf_no_include_special_tokens
-    tokenizer = choose_tokenizer(
-        recorded,
-        source.tokenizer_model,
-        add_special_tokens=None if left_out is None else not left_out,
-    )
+    choice = {
+        "recorded": recorded,
+        "model": source.tokenizer_model,
+        "add_special_tokens": None if left_out is None else not left_out,
+    }
+    tokenizer = choose_tokenizer(**choice)
     model = place.build(config, weight_dtype(options))
     chunks = weight_chunks(model.store)
     load_checkpoint(folder, chunks, coordinator=place.coordinator, convert_dtype=True)
@@ -445,6 +451,7 @@ def _load(folder: Path, source: ModelSource, place: _Place) -> CheckpointModel:
         nvls=source.nvls,
         nvls_tries=source.nvls_tries,
         weights_dtype=source.weights_dtype,
+        tokenizer_choice=choice,
     )
 
 

@@ -54,5 +54,5 @@ fi
 say "installing $(grep -c == constraints.txt) pinned packages and this checkout ..."
 install -qq setuptools
 install -qq --no-build-isolation --config-settings editable_mode=compat \
-    -e ./megatron_core -e '.[monitor,data,dev]'
+    -e ./megatron_core -e '.[monitor,data,serve,dev]'
 say "ready: .venv ($(.venv/bin/python --version), torch $(.venv/bin/python -c 'import torch; print(torch.__version__)'))"

@@ -15,7 +15,7 @@ from megatron.cli.megatron_names import ALIASES, VALUE_NAMES, answered, answered
 from megatron.cli.no_effect import KINDS
 from megatron.cli.schema import Option, option_docs, options, section_titles
 from megatron.hf.convert import ExportConfig, ImportConfig
-from megatron.inference.config import BenchConfig, GenerateConfig
+from megatron.inference.config import BenchConfig, GenerateConfig, ServeConfig
 from megatron.training.checkpoints.options import (
     CompareConfig,
     ConvertConfig,
@@ -102,6 +102,7 @@ PROGRAMS: Mapping[str, type] = types.MappingProxyType(
         "megatron.training.checkpoint convert": ConvertConfig,
         "megatron.inference.generate": GenerateConfig,
         "megatron.inference.bench": BenchConfig,
+        "megatron.inference.serve": ServeConfig,
         "megatron.hf.convert import": ImportConfig,
         "megatron.hf.convert export": ExportConfig,
     }

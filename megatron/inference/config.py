@@ -300,6 +300,20 @@ def _check_speculation(speculation: Speculation, source: ModelSource, inference:
         )
 
 
+def _check_inference(inference: Inference) -> None:
+    """Raise ValueError for sizes that no engine can have."""
+    for name, value in (
+        ("inference-max-requests", inference.inference_max_requests),
+        ("inference-max-tokens", inference.inference_max_tokens),
+        ("inference-memory-gb", inference.inference_memory_gb),
+    ):
+        if value is not None and value <= 0:
+            raise ValueError(f"--{name} is {value}: it must be above 0")
+    size = inference.inference_block_size
+    if size < 16 or size & (size - 1):
+        raise ValueError(f"--inference-block-size is {size}: use a power of two from 16 on")
+
+
 @dataclass(frozen=True, kw_only=True)
 class GenerateConfig:
     """One run of text generation."""
@@ -315,18 +329,13 @@ class GenerateConfig:
         _check_source(self.source)
         _check_ranks(self.source, self.inference)
         _check_speculation(self.speculation, self.source, self.inference)
+        _check_inference(self.inference)
         for name, value in (
             ("num-outputs", self.prompts.num_outputs),
             ("max-new-tokens", self.sampling.max_new_tokens),
-            ("inference-max-requests", self.inference.inference_max_requests),
-            ("inference-max-tokens", self.inference.inference_max_tokens),
-            ("inference-memory-gb", self.inference.inference_memory_gb),
         ):
-            if value is not None and value <= 0:
+            if value <= 0:
                 raise ValueError(f"--{name} is {value}: it must be above 0")
-        size = self.inference.inference_block_size
-        if size < 16 or size & (size - 1):
-            raise ValueError(f"--inference-block-size is {size}: use a power of two from 16 on")
         chat, output = self.prompts.chat, self.output
         if chat and output.output_json is not None:
             raise ValueError("--output-json cannot be written of a --chat: give --output-jsonl")
@@ -385,6 +394,7 @@ class BenchConfig:
         _check_source(self.source)
         _check_ranks(self.source, self.inference)
         _check_speculation(self.speculation, self.source, self.inference)
+        _check_inference(self.inference)
         load = self.requests
         for name, value in (
             ("num-requests", load.num_requests),
@@ -419,6 +429,77 @@ class BenchConfig:
             )
         if load.warmup < 0:
             raise ValueError(f"--warmup is {load.warmup}: it must not be negative")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Service:
+    """What is served, to whom, and how much of it."""
+
+    host: str = "127.0.0.1"
+    """Address to listen on; one that other machines reach needs --api-key-file."""
+    port: int = 8000
+    """Port to listen on; 0 takes a free one, and a line says which."""
+    api_key_file: str | None = None
+    """File with the key that clients must send on every route but /health."""
+    served_model_name: str | None = None
+    """What clients call the model; derived: the name of --load's folder."""
+    chat_template: str | None = None
+    """How a conversation becomes a text: a file of Jinja text, or chatml, llama3 or plain; derived:
+    the template of the tokenizer's folder, without which there are no chat routes."""
+    max_queue: int = 64
+    """Outputs that may wait besides those that --inference-max-requests lets run; more are refused
+    with 429."""
+    max_body_mb: float = 8.0
+    """The largest request body, in units of 1e6 bytes."""
+    max_unsent_tokens: int = 4096
+    """Tokens that may wait for a client which reads slowly; its stream is dropped beyond."""
+    body_timeout_seconds: float = 30.0
+    """How long a request's header, and then its body, may take to arrive."""
+    request_timeout_seconds: float = 600.0
+    """How long an answer may take, its time in the queue included."""
+    drain_timeout_seconds: float = 30.0
+    """How long running answers may take after SIGTERM before they are given up."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ServeConfig:
+    """One server."""
+
+    source: ModelSource
+    service: Service
+    inference: Inference
+    speculation: Speculation
+
+    def __post_init__(self) -> None:
+        _check_source(self.source)
+        _check_ranks(self.source, self.inference)
+        _check_speculation(self.speculation, self.source, self.inference)
+        _check_inference(self.inference)
+        if self.source.pipeline_model_parallel_size > 1:
+            raise ValueError(
+                "--pipeline-model-parallel-size is "
+                f"{self.source.pipeline_model_parallel_size}: requests are shared between steps, "
+                "and stages are at several; serve with tensor parallel ranks"
+            )
+        if self.inference.async_scheduling and self.source.tensor_model_parallel_size > 1:
+            raise ValueError(
+                "--async-scheduling has a step run while rank 0 shares requests with the others: "
+                "drop it, or serve with --tensor-model-parallel-size 1"
+            )
+        service = self.service
+        for name, value in (
+            ("max-body-mb", service.max_body_mb),
+            ("max-unsent-tokens", service.max_unsent_tokens),
+            ("body-timeout-seconds", service.body_timeout_seconds),
+            ("request-timeout-seconds", service.request_timeout_seconds),
+            ("drain-timeout-seconds", service.drain_timeout_seconds),
+        ):
+            if value <= 0:
+                raise ValueError(f"--{name} is {value}: it must be above 0")
+        if service.max_queue < 0:
+            raise ValueError(f"--max-queue is {service.max_queue}: it must not be negative")
+        if not 0 <= service.port < 1 << 16:
+            raise ValueError(f"--port is {service.port}: use 0 to 65535")
 
 
 def take_prompts(argv: Sequence[str]) -> tuple[tuple[str, ...], list[str]]:

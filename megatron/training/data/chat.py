@@ -456,6 +456,15 @@ def read_chat_template(
     return _checked(ChatTemplate(_read(path, named=True), tokens, name=f"the chat template {path}"))
 
 
+def has_chat_template(tokenizer_model: str | Path | None) -> bool:
+    """Say whether a tokenizer's file or folder comes with a chat template."""
+    if tokenizer_model is None:
+        return False
+    folder = Path(tokenizer_model)
+    folder = folder if folder.is_dir() else folder.parent
+    return _of_folder(folder, _described(folder)) is not None
+
+
 def _checked(template: ChatTemplate) -> ChatTemplate:
     template.check()
     return template

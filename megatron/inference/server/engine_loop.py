@@ -1,0 +1,196 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The loop of the engine process: orders from the HTTP process in, a step, what it found out.
+
+With tensor parallelism rank 0 alone is told orders, and shares them with the other ranks before
+each step, so that all engines plan the same steps.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import select
+import socket
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from megatron.core.comm import all_reduce
+from megatron.core.inference.engine import Completion, Engine, Request
+from megatron.core.inference.sampling import SamplingParams
+from megatron.inference.server.protocol import LENGTH, Ask, FrameReader, News, frame
+
+if TYPE_CHECKING:
+    from megatron.core.process_groups import Group
+
+#: Between two heartbeats of an engine that has nothing to do.
+IDLE_SECONDS = 0.5
+
+# Bytes of the first collective of a step; longer orders take another one.
+_FIRST_BYTES = 4096
+_READ_BYTES = 1 << 20
+
+Order = Mapping[str, Any]
+
+
+class OrderBroadcast:
+    """Give the orders of rank 0 to all ranks of a group.
+
+    Args:
+        group: of the ranks that run one model.
+        device: where its collectives take tensors.
+    """
+
+    def __init__(self, group: Group, device: torch.device) -> None:
+        self._group, self._device = group, device
+
+    def __call__(self, orders: Sequence[Order]) -> list[Order]:
+        """Return the orders of rank 0; all ranks call it, the others with none."""
+        if self._group.size == 1:
+            return list(orders)
+        leads = self._group.rank == 0
+        data = json.dumps(orders, separators=(",", ":")).encode() if leads else b""
+        first = self._shared(LENGTH.pack(len(data)) + data, _FIRST_BYTES)
+        (length,) = LENGTH.unpack_from(first)
+        found = first[LENGTH.size : LENGTH.size + length]
+        if length > len(found):
+            found += self._shared(data[len(found) :], length - len(found))
+        return json.loads(found)
+
+    def _shared(self, data: bytes, size: int) -> bytes:
+        """Return `size` bytes of rank 0: a sum to which the other ranks add zeros."""
+        mine = torch.zeros(size, dtype=torch.uint8)
+        if data:
+            part = bytearray(data[:size])
+            mine[: len(part)] = torch.frombuffer(part, dtype=torch.uint8)
+        return all_reduce(mine.to(self._device), self._group).cpu().numpy().tobytes()
+
+
+class EngineLoop:
+    """Run an engine for the HTTP process.
+
+    Args:
+        engine: of this rank.
+        link: to the HTTP process; None on ranks that follow.
+        share: gives orders to all ranks.
+    """
+
+    def __init__(self, engine: Engine, link: socket.socket | None, share: OrderBroadcast) -> None:
+        self._engine, self._link, self._share = engine, link, share
+        self._reader = FrameReader()
+        self._asks: dict[int, Ask] = {}  # by the engine's id
+        self._engine_ids: dict[int, int] = {}  # by the id of the ask
+        self._reported: dict[int, int] = {}  # tokens, by the engine's id
+        self._refused: list[News] = []
+        self._ended = self._drains = False
+
+    def drain(self) -> None:
+        """Have the HTTP process admit nothing more; the loop ends when all have their answers."""
+        self._drains = True
+
+    def run(self) -> None:
+        """Serve until the HTTP process ends."""
+        while True:
+            for order in self._share(self._received()):
+                if order["kind"] == "add":
+                    self._add(Ask.from_json(order))
+                elif order["kind"] == "abort":
+                    self._abort(order["id"])
+                else:
+                    assert order["kind"] == "end", order
+                    return
+            completions = self._engine.step() if self._engine.unfinished else []
+            news = [self._news(completion) for completion in completions]
+            self._report(self._refused + news)
+            self._refused = []
+
+    def _received(self) -> list[Order]:
+        """Return what the HTTP process has sent; wait a little for it if there is nothing to do."""
+        if self._link is None:
+            return []
+        if self._drains:
+            self._drains = False
+            self._link.sendall(frame({"kind": "drain"}))
+        wait = 0.0 if self._engine.unfinished else IDLE_SECONDS
+        found: list[Order] = []
+        while select.select([self._link], [], [], wait)[0]:
+            try:
+                data = self._link.recv(_READ_BYTES)
+            except ConnectionResetError:
+                data = b""
+            if not data:
+                return [*found, {"kind": "end"}]
+            found += self._reader.feed(data)
+            wait = 0.0
+        return found
+
+    def _add(self, ask: Ask) -> None:
+        request = Request(
+            prompt=tuple(ask.prompt),
+            max_new_tokens=ask.max_new_tokens,
+            sampling=SamplingParams(**ask.sampling),
+            stop_tokens=frozenset(ask.stop_tokens),
+            sequence=ask.sequence,
+            prompt_logprobs=ask.prompt_logprobs,
+        )
+        try:
+            number = self._engine.add(request)
+        except ValueError as error:  # one line for the user: the cache is too small for it
+            self._refused.append(News(id=ask.id, refused=str(error)))
+            return
+        self._asks[number], self._reported[number] = ask, 0
+        self._engine_ids[ask.id] = number
+
+    def _abort(self, ask_id: int) -> None:
+        """End an output that nobody waits for any more; one that has ended does nothing."""
+        number = self._engine_ids.get(ask_id)
+        if number is not None:
+            self._engine.abort(number)
+            self._forget(number)
+
+    def _forget(self, number: int) -> None:
+        del self._engine_ids[self._asks.pop(number).id], self._reported[number]
+
+    def _news(self, completion: Completion) -> News:
+        """Return what an output has that was not reported yet."""
+        number = completion.request_id
+        start, ask = self._reported[number], self._asks[number]
+        first = {}
+        if not start:
+            first = {
+                "cached_tokens": completion.cached_tokens,
+                "prompt_logprobs": completion.prompt_logprobs,
+                "prompt_top_logprobs": completion.prompt_top_logprobs,
+            }
+        self._reported[number] = len(completion.tokens)
+        if completion.finish_reason:
+            self._forget(number)
+        return News(
+            id=ask.id,
+            tokens=completion.tokens[start:],
+            logprobs=completion.logprobs[start:],
+            top_logprobs=completion.top_logprobs[start:],
+            finish_reason=completion.finish_reason,
+            **first,
+        )
+
+    def _report(self, news: Sequence[News]) -> None:
+        """Tell the HTTP process what a step found; without news it is a heartbeat."""
+        if self._link is None:
+            return
+        message = {"kind": "step", "news": [n.to_json() for n in news], "stats": self._stats()}
+        with contextlib.suppress(BrokenPipeError, ConnectionResetError):
+            self._link.sendall(frame(message))  # if it fails the next read finds the end
+
+    def _stats(self) -> dict[str, float]:
+        scheduler, stats = self._engine.scheduler, self._engine.stats
+        return {
+            "running": len(scheduler.running),
+            "waiting": len(scheduler.waiting),
+            "cache_usage": 1 - scheduler.pool.available / scheduler.pool.num_blocks,
+            "prefix_queried": stats.queried,
+            "prefix_hit": stats.hit,
+            "preempted": stats.preempted,
+            "steps": stats.steps,
+        }

@@ -1,0 +1,177 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The fields of requests and their bounds. A field that is not here is refused by its name."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field
+
+from megatron.inference.server.generation import Wanted
+
+#: Of one prompt, and of all prompts of a request.
+MAX_OUTPUTS, MAX_REQUEST_OUTPUTS = 16, 64
+MAX_STOP_STRINGS, MAX_STOP_LENGTH = 16, 256
+MAX_STOP_TOKENS = 64
+MAX_PROMPTS = 64
+MAX_BIASES = 1024
+MAX_LOGPROBS = 20
+MAX_MESSAGES = 4096
+#: Of a prompt or a message, in characters; the body's limit is usually lower.
+MAX_TEXT = 8 << 20
+MAX_TOKENS = 1 << 24
+
+_Token = Annotated[int, Field(ge=0, lt=1 << 31)]
+_Stop = Annotated[str, Field(min_length=1, max_length=MAX_STOP_LENGTH)]
+_Text = Annotated[str, Field(max_length=MAX_TEXT)]
+_Tokens = Annotated[list[_Token], Field(min_length=1)]
+
+
+class Body(BaseModel):
+    """An object with known fields of exact types."""
+
+    model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
+
+
+class StreamOptions(Body):
+    """What a stream tells besides the text."""
+
+    include_usage: bool = False
+
+
+class GenerationBody(Body):
+    """What all routes that generate take."""
+
+    model: str | None = None
+    max_tokens: Annotated[int, Field(ge=1, le=MAX_TOKENS)] | None = None
+    temperature: Annotated[float, Field(ge=0, le=100)] | None = None
+    top_p: Annotated[float, Field(gt=0, le=1)] | None = None
+    top_k: Annotated[int, Field(ge=-1, lt=1 << 31)] | None = None
+    min_p: Annotated[float, Field(ge=0, le=1)] | None = None
+    repetition_penalty: Annotated[float, Field(gt=0, le=100)] | None = None
+    presence_penalty: Annotated[float, Field(ge=-2, le=2)] | None = None
+    frequency_penalty: Annotated[float, Field(ge=-2, le=2)] | None = None
+    logit_bias: (
+        Annotated[
+            dict[
+                Annotated[str, Field(pattern=r"^\d{1,9}$")],
+                Annotated[float, Field(ge=-100, le=100)],
+            ],
+            Field(max_length=MAX_BIASES),
+        ]
+        | None
+    ) = None
+    seed: Annotated[int, Field(ge=-(1 << 63), lt=1 << 63)] | None = None
+    stop: _Stop | Annotated[list[_Stop], Field(max_length=MAX_STOP_STRINGS)] | None = None
+    stop_token_ids: Annotated[list[_Token], Field(max_length=MAX_STOP_TOKENS)] | None = None
+    ignore_eos: bool | None = None
+    n: Annotated[int, Field(ge=1, le=MAX_OUTPUTS)] | None = None
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+
+    def sampling(self, *, seed: int, logprobs: int | None) -> dict[str, Any]:
+        """Return the fields of `SamplingParams` that were given.
+
+        Args:
+            seed: where none was given.
+            logprobs: alternatives of each token to report.
+        """
+        names = ("temperature", "top_p", "min_p", "repetition_penalty")
+        names += ("presence_penalty", "frequency_penalty", "seed")
+        given = {name: getattr(self, name) for name in names}
+        found = {name: value for name, value in given.items() if value is not None}
+        if self.top_k is not None:
+            found["top_k"] = max(self.top_k, 0)  # -1 keeps all, as 0 does
+        if self.logit_bias:
+            found["logit_bias"] = [(int(t), bias) for t, bias in self.logit_bias.items()]
+        return {"seed": seed, "logprobs": logprobs, **found}
+
+    def wanted(
+        self,
+        prompts: Sequence[Sequence[int]],
+        *,
+        ends: Sequence[int],
+        max_new_tokens: int | None,
+        sampling: dict[str, Any],
+        prompt_logprobs: bool = False,
+    ) -> Wanted:
+        """Return what is asked for.
+
+        Args:
+            prompts: token ids of each.
+            ends: tokens that end a text, unless `ignore_eos`.
+            max_new_tokens: see `Wanted`.
+            sampling: of `sampling`.
+            prompt_logprobs: see `Wanted`.
+        """
+        stop = [self.stop] if isinstance(self.stop, str) else self.stop or []
+        tokens = {*(self.stop_token_ids or ()), *(() if self.ignore_eos else ends)}
+        return Wanted(
+            prompts=prompts,
+            n=self.n or 1,
+            max_new_tokens=max_new_tokens,
+            sampling=sampling,
+            stop=stop,
+            stop_tokens=sorted(tokens),
+            prompt_logprobs=prompt_logprobs,
+        )
+
+
+class CompletionBody(GenerationBody):
+    """`POST /v1/completions`."""
+
+    prompt: (
+        _Text
+        | _Tokens
+        | Annotated[list[_Text], Field(min_length=1, max_length=MAX_PROMPTS)]
+        | Annotated[list[_Tokens], Field(min_length=1, max_length=MAX_PROMPTS)]
+    )
+    echo: bool | None = None
+    logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = None
+
+
+class TextPart(Body):
+    """A part of a message."""
+
+    type: Literal["text"]
+    text: _Text
+
+
+class Message(Body):
+    """A turn of a conversation."""
+
+    role: Literal["system", "developer", "user", "assistant", "tool"]
+    content: _Text | Annotated[list[TextPart], Field(min_length=1, max_length=MAX_MESSAGES)]
+
+    @property
+    def text(self) -> str:
+        """Its parts in one."""
+        if isinstance(self.content, str):
+            return self.content
+        return "".join(part.text for part in self.content)
+
+
+class ChatBody(GenerationBody):
+    """`POST /v1/chat/completions`."""
+
+    messages: Annotated[list[Message], Field(min_length=1, max_length=MAX_MESSAGES)]
+    max_completion_tokens: Annotated[int, Field(ge=1, le=MAX_TOKENS)] | None = None
+    logprobs: bool | None = None
+    top_logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = None
+
+
+class TokenizeBody(Body):
+    """`POST /tokenize`: a text, or a conversation as the chat route would render it."""
+
+    model: str | None = None
+    prompt: _Text | None = None
+    messages: Annotated[list[Message], Field(min_length=1, max_length=MAX_MESSAGES)] | None = None
+    add_special_tokens: bool = True
+
+
+class DetokenizeBody(Body):
+    """`POST /detokenize`."""
+
+    model: str | None = None
+    tokens: list[_Token]

@@ -1,0 +1,289 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What stands before every route: request ids, the key, bounds on what comes in, errors in the
+shape of OpenAI. An error says what the server itself has to say, never the text of an exception."""
+
+from __future__ import annotations
+
+import asyncio
+import hmac
+import logging
+import re
+import secrets
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from starlette.responses import JSONResponse, Response
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+from uvicorn.protocols.http.h11_impl import H11Protocol
+
+MAX_HEADER_BYTES = 16 << 10
+#: Routes that need no key.
+OPEN_ROUTES = frozenset({"/health"})
+
+LOG = logging.getLogger("megatron.inference.server")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Limits:
+    """What clients may ask of the server.
+
+    Args:
+        max_body_bytes: of a request.
+        body_seconds: for a request's header, and then for its body, to arrive.
+        request_seconds: for an answer, waiting for the engine included.
+    """
+
+    max_body_bytes: int
+    body_seconds: float
+    request_seconds: float
+
+
+class ApiError(Exception):
+    """An answer that is no success.
+
+    Args:
+        status: of HTTP.
+        message: for the user; one line.
+        param: the field that it is about.
+        code: for programs.
+        retry_seconds: when to try again.
+    """
+
+    def __init__(
+        self,
+        status: int,
+        message: str,
+        *,
+        param: str | None = None,
+        code: str | None = None,
+        retry_seconds: int | None = None,
+    ) -> None:
+        super().__init__(message)
+        self.status, self.message, self.param, self.code = status, message, param, code
+        self.retry_seconds = retry_seconds
+
+    def to_json(self, request_id: str) -> dict[str, Any]:
+        """Return the body of the answer."""
+        kinds = {401: "authentication_error", 404: "not_found_error", 429: "rate_limit_error"}
+        kind = "server_error" if self.status >= 500 else "invalid_request_error"
+        return {
+            "error": {
+                "message": self.message,
+                "type": kinds.get(self.status, kind),
+                "param": self.param,
+                "code": self.code,
+                "request_id": request_id,
+            }
+        }
+
+    def response(self, request_id: str) -> Response:
+        """Return the answer."""
+        headers = {}
+        if self.retry_seconds is not None:
+            headers["retry-after"] = str(self.retry_seconds)
+        if self.status == 401:
+            headers["www-authenticate"] = "Bearer"
+        return JSONResponse(self.to_json(request_id), self.status, headers=headers)
+
+
+def internal_error() -> ApiError:
+    """Return what is said of a fault of this software; the log has its traceback."""
+    return ApiError(500, "internal error: the server's log says more, under this request id")
+
+
+class Guard:
+    """The outermost layer of the application.
+
+    Args:
+        app: the routes.
+        limits: on what comes in.
+        key: that clients must give; None lets everybody in.
+        note_answer: told the status of every answer.
+    """
+
+    def __init__(
+        self, app: ASGIApp, limits: Limits, key: str | None, note_answer: Callable[[int], None]
+    ) -> None:
+        self._app, self._limits, self._note_answer = app, limits, note_answer
+        self._key = None if key is None else key.encode()
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Answer one request."""
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        request_id = f"req-{secrets.token_hex(12)}"
+        scope.setdefault("state", {})["request_id"] = request_id
+
+        async def send_with_id(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                named = (b"x-request-id", request_id.encode())
+                message["headers"] = [*message.get("headers", ()), named]
+                self._note_answer(message["status"])
+            await send(message)
+
+        try:
+            self._check(scope)
+        except ApiError as error:
+            await error.response(request_id)(scope, receive, send_with_id)
+        else:
+            await self._app(scope, _BoundedBody(receive, self._limits), send_with_id)
+
+    def _check(self, scope: Scope) -> None:
+        """Refuse a request by its header. Raises ApiError."""
+        headers = scope["headers"]
+        if sum(len(name) + len(value) for name, value in headers) > MAX_HEADER_BYTES:
+            raise ApiError(431, f"the header has more than {MAX_HEADER_BYTES} bytes")
+        if self._key is not None and scope["path"] not in OPEN_ROUTES:
+            given = [value for name, value in headers if name == b"authorization"]
+            keys = [value[7:] for value in given if value[:7].lower() == b"bearer "]
+            keys += [value for name, value in headers if name == b"x-api-key"]
+            if not any(hmac.compare_digest(key.strip(), self._key) for key in keys):
+                raise ApiError(
+                    401,
+                    "no valid API key: send it as `Authorization: Bearer KEY`",
+                    code="invalid_api_key",
+                )
+        lengths = [value for name, value in headers if name == b"content-length"]
+        if any(int(value) > self._limits.max_body_bytes for value in lengths):
+            raise _too_long(self._limits)
+
+
+def _too_long(limits: Limits) -> ApiError:
+    return ApiError(413, f"the body has more than {limits.max_body_bytes} bytes")
+
+
+class _BoundedBody:
+    """Receive a body of so many bytes in so much time; raise ApiError for more."""
+
+    def __init__(self, receive: Receive, limits: Limits) -> None:
+        self._receive, self._limits = receive, limits
+        self._bytes, self._whole = 0, False
+
+    async def __call__(self) -> Message:
+        if self._whole:  # waits for the client to go away
+            return await self._receive()
+        try:
+            message = await asyncio.wait_for(self._receive(), self._limits.body_seconds)
+        except TimeoutError:
+            raise ApiError(408, "the body did not arrive in time") from None
+        if message["type"] == "http.request":
+            self._bytes += len(message.get("body", b""))
+            self._whole = not message.get("more_body", False)
+        if self._bytes > self._limits.max_body_bytes:
+            raise _too_long(self._limits)
+        return message
+
+
+async def disconnected(receive: Receive) -> None:
+    """Return when the client has gone away."""
+    while (await receive())["type"] != "http.disconnect":
+        pass
+
+
+class EventStream(Response):
+    """Server-sent events, up to their end, the client's leave, or a stalled reader.
+
+    Args:
+        events: the data of each event, one line.
+        stalled: set when the client has left too much unread: the connection is closed.
+    """
+
+    media_type = "text/event-stream"
+
+    def __init__(self, events: AsyncIterator[str], stalled: asyncio.Event) -> None:
+        super().__init__(headers={"cache-control": "no-store", "x-accel-buffering": "no"})
+        del self.headers["content-length"]
+        self._events, self._stalled = events, stalled
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Send the events."""
+        await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
+        sending = asyncio.ensure_future(self._send_all(send))
+        watching = [
+            asyncio.ensure_future(disconnected(receive)),
+            asyncio.ensure_future(self._stalled.wait()),
+        ]
+        try:
+            await asyncio.wait([sending, *watching], return_when=asyncio.FIRST_COMPLETED)
+            if sending.done():
+                sending.result()
+        finally:
+            for task in (sending, *watching):
+                task.cancel()
+            await asyncio.gather(sending, *watching, return_exceptions=True)
+
+    async def _send_all(self, send: Send) -> None:
+        async for data in self._events:
+            await send(
+                {
+                    "type": "http.response.body",
+                    "body": f"data: {data}\n\n".encode(),
+                    "more_body": True,
+                }
+            )
+        await send({"type": "http.response.body", "body": b""})
+
+
+class TimedProtocol(H11Protocol):
+    """HTTP/1.1 that ends a connection whose next request's header does not arrive in time.
+
+    `header_seconds` is set by `timed_protocol`.
+    """
+
+    header_seconds: float
+    _waiting: asyncio.TimerHandle | None = None
+
+    def connection_made(self, transport: Any) -> None:
+        """Begin to wait for the first header."""
+        super().connection_made(transport)
+        self._wait()
+
+    def data_received(self, data: bytes) -> None:
+        """Wait on while a header is not complete."""
+        super().data_received(data)
+        if self.cycle is not None and not self.cycle.response_complete:
+            self._stop_waiting()
+        elif self._waiting is None:
+            self._wait()
+
+    def on_response_complete(self) -> None:
+        """Leave an idle connection to uvicorn, until something comes."""
+        self._stop_waiting()
+        super().on_response_complete()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        """Wait no more."""
+        self._stop_waiting()
+        super().connection_lost(exc)
+
+    def _wait(self) -> None:
+        self._waiting = self.loop.call_later(self.header_seconds, self.transport.close)
+
+    def _stop_waiting(self) -> None:
+        if self._waiting is not None:
+            self._waiting.cancel()
+            self._waiting = None
+
+
+def timed_protocol(seconds: float) -> type[TimedProtocol]:
+    """Return the protocol with a time for headers to arrive."""
+    return type("TimedProtocol", (TimedProtocol,), {"header_seconds": seconds})
+
+
+def validation_error(problems: Sequence[Mapping[str, Any]]) -> ApiError:
+    """Return the answer to a body with wrong fields: the first of them is named."""
+    first = problems[0]
+    # Not the alternatives of a field that may have one of several types.
+    place = [str(part) for part in first["loc"] if re.fullmatch(r"\d+|[a-z_]+", str(part))]
+    name = place[0] if place else None
+    where = ".".join(place)
+    kind = first["type"]
+    if kind == "extra_forbidden":
+        message = f"{where}: this server has no such field: leave it out"
+    elif kind == "json_invalid":
+        message, name = "the body is no valid JSON", None
+    else:
+        message = f"{where}: {first['msg']}" if where else str(first["msg"])
+    return ApiError(400, message, param=name)

@@ -1,0 +1,121 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The HTTP process: `python -m megatron.inference.server.http_process LINK LISTENER`.
+
+`megatron.inference.serve` starts it with two open sockets, by their descriptors: the link to the
+engine and the one that listens. The first frame on the link are its settings; they hold the API
+key, which no command line or environment ever does. It ends with the engine process.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import logging
+import signal
+import socket
+import sys
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import uvicorn
+
+from megatron.inference.checkpoint_model import choose_tokenizer
+from megatron.inference.server.conversation import Conversations
+from megatron.inference.server.engine_client import EngineClient
+from megatron.inference.server.generation import ModelCard
+from megatron.inference.server.guard import MAX_HEADER_BYTES, Limits, timed_protocol
+from megatron.inference.server.metrics import ServerMetrics
+from megatron.inference.server.protocol import LENGTH
+from megatron.inference.server.routes import Server, create_app
+from megatron.training.data.chat import ChatTemplate
+
+# Between two looks at whether the last answer is out.
+_LOOK_SECONDS = 0.05
+# For answers to leave once nothing runs any more.
+_LAST_SECONDS = 5
+
+
+class _HttpServer(uvicorn.Server):
+    """Leaves signals alone: the engine process says when to end."""
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        """Capture none."""
+        yield
+
+
+def build(settings: Mapping[str, Any], client: EngineClient) -> Server:
+    """Return what answers requests, as the settings say."""
+    tokenizer = choose_tokenizer(**settings["tokenizer"])
+    template = settings["template"]
+    return Server(
+        client=client,
+        tokenizer=tokenizer,
+        conversations=Conversations(
+            None if template is None else ChatTemplate(**template), tokenizer
+        ),
+        card=ModelCard(
+            **{**settings["card"], "stop_tokens": tuple(settings["card"]["stop_tokens"])}
+        ),
+        limits=Limits(**settings["limits"]),
+        metrics=ServerMetrics(lambda: client.stats),
+    )
+
+
+async def serve(link: socket.socket, listener: socket.socket, settings: Mapping[str, Any]) -> None:
+    """Serve until the engine process is gone, or says to drain and all have their answers."""
+    reader, writer = await asyncio.open_connection(sock=link)
+    client = EngineClient(reader, writer, **settings["client"])
+    server = build(settings, client)
+    app = create_app(server, settings["key"])
+    http = _HttpServer(
+        uvicorn.Config(
+            app,
+            http=timed_protocol(server.limits.body_seconds),
+            ws="none",
+            lifespan="off",
+            log_config=None,
+            access_log=False,
+            server_header=False,
+            h11_max_incomplete_event_size=4 * MAX_HEADER_BYTES,
+            timeout_graceful_shutdown=_LAST_SECONDS,
+        )
+    )
+    listening = asyncio.ensure_future(client.listen())
+    serving = asyncio.ensure_future(http.serve(sockets=[listener]))
+    ending = [asyncio.ensure_future(event.wait()) for event in (client.lost, client.draining)]
+    await asyncio.wait([serving, listening, *ending], return_when=asyncio.FIRST_COMPLETED)
+    with contextlib.suppress(TimeoutError):
+        async with asyncio.timeout(settings["drain_seconds"]):
+            while client.active and not client.lost.is_set():
+                await asyncio.sleep(_LOOK_SECONDS)
+    http.should_exit = True
+    await serving
+    for task in (listening, *ending):
+        task.cancel()
+    writer.close()
+
+
+def first_message(link: socket.socket) -> dict[str, Any] | None:
+    """Return the settings; None if the engine process ended before it sent any."""
+    # Not a byte of what follows: that is for the event loop to read.
+    head = link.recv(LENGTH.size, socket.MSG_WAITALL)
+    if len(head) < LENGTH.size:
+        return None
+    return json.loads(link.recv(LENGTH.unpack(head)[0], socket.MSG_WAITALL))
+
+
+def main() -> None:
+    """Read the settings and serve."""
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, signal.SIG_IGN)
+    link, listener = (socket.socket(fileno=int(number)) for number in sys.argv[1:3])
+    logging.basicConfig(format="%(asctime)s %(name)s %(levelname)s %(message)s")
+    settings = first_message(link)
+    if settings is not None:
+        asyncio.run(serve(link, listener, settings))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,457 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The routes: a request becomes a `Generation`, and its answer is a view of that."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import secrets
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Sequence
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+from fastapi import FastAPI, Request
+from pydantic import ValidationError
+from starlette.exceptions import HTTPException
+from starlette.responses import JSONResponse, Response
+from starlette.types import ASGIApp
+
+from megatron.cli.tokenizers import Tokenizer
+from megatron.core.inference.engine import Request as EngineRequest
+from megatron.core.inference.engine import check_request
+from megatron.core.inference.sampling import SamplingParams
+from megatron.inference.server.conversation import Conversations
+from megatron.inference.server.engine_client import (
+    Draining,
+    EngineClient,
+    EngineLost,
+    QueueFull,
+    ReaderStalled,
+)
+from megatron.inference.server.fields import (
+    MAX_REQUEST_OUTPUTS,
+    Body,
+    ChatBody,
+    CompletionBody,
+    DetokenizeBody,
+    GenerationBody,
+    Message,
+    TokenizeBody,
+)
+from megatron.inference.server.generation import (
+    Delta,
+    Generation,
+    ModelCard,
+    NotFinite,
+    Refused,
+    Wanted,
+)
+from megatron.inference.server.guard import (
+    LOG,
+    ApiError,
+    EventStream,
+    Guard,
+    Limits,
+    disconnected,
+    internal_error,
+    validation_error,
+)
+from megatron.inference.server.metrics import ServerMetrics
+from megatron.inference.server.views import ChatView, CompletionView, View
+
+#: An engine that says nothing for so long is not well; its heart beats twice a second.
+SILENT_SECONDS = 60.0
+#: Tokens of a completion for which the request sets no limit, as OpenAI's route has it.
+COMPLETION_TOKENS = 16
+
+DONE = "[DONE]"
+
+B = TypeVar("B", bound=Body)
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Server:
+    """What the routes stand on."""
+
+    client: EngineClient
+    tokenizer: Tokenizer
+    conversations: Conversations
+    card: ModelCard
+    limits: Limits
+    metrics: ServerMetrics
+
+    def generate(self, wanted: Wanted) -> Generation:
+        """Ask the engine for what is wanted.
+
+        Raises:
+            ApiError: the model cannot serve it, or not now.
+        """
+        outputs = len(wanted.prompts) * wanted.n
+        most = min(MAX_REQUEST_OUTPUTS, self.client.max_outputs)
+        if outputs > most:
+            raise ApiError(400, f"{outputs} outputs of one request: {most} are the most", param="n")
+        for prompt in wanted.prompts:
+            self._check(prompt, wanted)
+        try:
+            return Generation(self.client, self.tokenizer, self.metrics, self.card, wanted)
+        except QueueFull:
+            raise ApiError(
+                429, "the queue is full: try again later", code="queue_full", retry_seconds=1
+            ) from None
+        except Draining:
+            raise ApiError(503, "the server is ending", retry_seconds=10) from None
+        except EngineLost:
+            raise engine_lost() from None
+
+    def _check(self, prompt: Sequence[int], wanted: Wanted) -> None:
+        try:
+            request = EngineRequest(
+                prompt=tuple(prompt),
+                max_new_tokens=wanted.max_new_tokens or 1,
+                sampling=SamplingParams(**wanted.sampling),
+            )
+            check_request(request, max_length=self.card.max_length, vocab_size=self.card.vocab_size)
+        except ValueError as error:  # one line for the user
+            long = "too long" in str(error)
+            raise ApiError(
+                400, str(error), code="context_length_exceeded" if long else None
+            ) from None
+
+    def check_model(self, name: str | None) -> None:
+        """Raise ApiError for a model that is not served here."""
+        if name is not None and name != self.card.name:
+            raise ApiError(
+                404,
+                f"there is no model {name[:100]!r}: this server has {self.card.name!r}",
+                param="model",
+                code="model_not_found",
+            )
+
+    def token_text(self, token: int) -> str:
+        """Return the text of one token by itself."""
+        return self.tokenizer.detokenize([token])
+
+    async def read(self, request: Request, body: type[B]) -> B:
+        """Return the body of a request, checked. Raises ApiError for one with wrong fields."""
+        try:
+            return body.model_validate_json(await request.body())
+        except ValidationError as error:
+            raise validation_error(
+                error.errors(include_url=False, include_context=False, include_input=False)
+            ) from None
+
+    async def waited(self, request: Request, work: Coroutine[Any, Any, T]) -> T | None:
+        """Return what some work comes to; None if the client has gone away before.
+
+        Raises:
+            ApiError: it took too long, or failed.
+        """
+        doing = asyncio.ensure_future(work)
+        leaving = asyncio.ensure_future(disconnected(request.receive))
+        try:
+            await asyncio.wait(
+                [doing, leaving],
+                timeout=self.limits.request_seconds,
+                return_when=asyncio.FIRST_COMPLETED,
+            )
+            if doing.done():
+                return doing.result()
+            if leaving.done():
+                return None
+            raise too_slow(self.limits)
+        finally:
+            doing.cancel()
+            leaving.cancel()
+            await asyncio.gather(doing, leaving, return_exceptions=True)
+
+
+def too_slow(limits: Limits) -> ApiError:
+    """Return the answer to a request that takes too long."""
+    return ApiError(504, f"no answer within {limits.request_seconds:g} s: ask for fewer tokens")
+
+
+def engine_lost() -> ApiError:
+    """Return the answer where the engine is gone."""
+    return ApiError(503, "the engine has stopped: the server is ending", retry_seconds=10)
+
+
+async def checked(generation: Generation) -> AsyncIterator[Delta]:
+    """Yield the deltas of a request; what ends it early is an ApiError."""
+    try:
+        async for delta in generation.deltas():
+            yield delta
+    except Refused as error:
+        raise ApiError(400, str(error)) from None
+    except NotFinite:
+        raise ApiError(
+            500, "the model's logits are not finite, or nothing may follow", code="not_finite"
+        ) from None
+    except EngineLost:
+        raise engine_lost() from None
+
+
+async def answer(server: Server, request: Request, generation: Generation, view: View) -> Response:
+    """Return a whole answer."""
+
+    async def collected() -> list[dict[str, Any]]:
+        found: list[list[Delta]] = [[] for _ in range(view.outputs)]
+        async for delta in checked(generation):
+            found[delta.index].append(delta)
+        return [view.choice(deltas) for deltas in found]
+
+    choices = await server.waited(request, collected())
+    if choices is None:
+        return Response(status_code=499)  # nobody reads it
+    return JSONResponse({**view.head(), "choices": choices, "usage": generation.usage.to_json()})
+
+
+async def events(
+    server: Server, request_id: str, generation: Generation, view: View, *, include_usage: bool
+) -> AsyncIterator[str]:
+    """Yield the data of the events of a stream."""
+
+    def chunk(choices: Sequence[dict[str, Any]], **more: Any) -> str:
+        usage = {"usage": None, **more} if include_usage else {}
+        return json.dumps({**view.head(chunk=True), "choices": choices, **usage})
+
+    try:
+        async with asyncio.timeout(server.limits.request_seconds):
+            async for delta in checked(generation):
+                for choice in view.chunk_choices(delta):
+                    yield chunk([choice])
+        if include_usage:
+            yield chunk([], usage=generation.usage.to_json())
+        yield DONE
+    except TimeoutError:
+        yield json.dumps(too_slow(server.limits).to_json(request_id))
+    except ReaderStalled:
+        LOG.warning("request %s: its reader stalled, and was dropped", request_id)
+    except ApiError as error:
+        yield json.dumps(error.to_json(request_id))
+    except Exception:
+        LOG.exception("request %s failed in its stream", request_id)
+        yield json.dumps(internal_error().to_json(request_id))
+    finally:
+        generation.close()
+
+
+async def respond(
+    server: Server, request: Request, body: GenerationBody, generation: Generation, view: View
+) -> Response:
+    """Return the answer to a request, whole or as a stream."""
+    if not body.stream:
+        return await answer(server, request, generation, view)
+    usage = body.stream_options is not None and body.stream_options.include_usage
+    stream = events(server, request.state.request_id, generation, view, include_usage=usage)
+    return EventStream(stream, generation.stalled)
+
+
+async def prompt_tokens(server: Server, body: CompletionBody) -> list[list[int]]:
+    """Return the tokens of each prompt; an empty text starts a document, as in training."""
+    given = body.prompt
+    prompts = given if isinstance(given, list) and not isinstance(given[0], int) else [given]
+
+    def tokens(prompt: Any) -> list[int]:
+        found = server.tokenizer.tokenize(prompt) if isinstance(prompt, str) else prompt
+        eod = server.tokenizer.eod
+        return [eod] if not found and eod is not None else list(found)
+
+    # Off the loop: a long text takes a while.
+    return await asyncio.to_thread(lambda: [tokens(prompt) for prompt in prompts])
+
+
+async def completions(server: Server, request: Request) -> Response:
+    """Answer `POST /v1/completions`."""
+    body = await server.read(request, CompletionBody)
+    server.check_model(body.model)
+    _check_stream_options(body)
+    prompts = await prompt_tokens(server, body)
+    echo = bool(body.echo)
+    wanted = body.wanted(
+        prompts,
+        ends=server.card.stop_tokens,
+        max_new_tokens=body.max_tokens or COMPLETION_TOKENS,
+        sampling=body.sampling(seed=secrets.randbits(63), logprobs=body.logprobs),
+        prompt_logprobs=echo and body.logprobs is not None,
+    )
+    generation = server.generate(wanted)
+    view = CompletionView(
+        server.card.name,
+        server.token_text,
+        outputs=len(prompts) * wanted.n,
+        logprobs=body.logprobs is not None,
+        prefixes=[server.tokenizer.detokenize(p) for p in prompts] if echo else None,
+    )
+    return await respond(server, request, body, generation, view)
+
+
+async def chat(server: Server, request: Request) -> Response:
+    """Answer `POST /v1/chat/completions`."""
+    body = await server.read(request, ChatBody)
+    server.check_model(body.model)
+    _check_stream_options(body)
+    if body.top_logprobs and not body.logprobs:
+        raise ApiError(400, "top_logprobs needs logprobs: true", param="top_logprobs")
+    if None not in (body.max_tokens, body.max_completion_tokens):
+        raise ApiError(
+            400, "max_tokens and max_completion_tokens are one: give one", param="max_tokens"
+        )
+    prompt = await server.conversations.prompt(_messages(body.messages))
+    new = body.max_completion_tokens or body.max_tokens
+    if new is None and server.card.max_length is None:
+        raise ApiError(
+            400, "the model has no longest text: give max_completion_tokens", param="max_tokens"
+        )
+    if new is None and len(prompt) >= (server.card.max_length or 0):
+        raise ApiError(
+            400,
+            f"the conversation has {len(prompt)} tokens, the model takes {server.card.max_length}",
+            param="messages",
+            code="context_length_exceeded",
+        )
+    wanted = body.wanted(
+        [prompt],
+        ends=server.card.stop_tokens,
+        max_new_tokens=new,
+        sampling=body.sampling(seed=secrets.randbits(63), logprobs=body.top_logprobs),
+    )
+    generation = server.generate(wanted)
+    view = ChatView(
+        server.card.name, server.token_text, outputs=wanted.n, logprobs=bool(body.logprobs)
+    )
+    return await respond(server, request, body, generation, view)
+
+
+def _check_stream_options(body: GenerationBody) -> None:
+    if body.stream_options is not None and not body.stream:
+        raise ApiError(400, "stream_options needs stream: true", param="stream_options")
+
+
+def _messages(messages: Sequence[Message]) -> list[dict[str, Any]]:
+    return [{"role": message.role, "content": message.text} for message in messages]
+
+
+async def tokenize(server: Server, request: Request) -> Response:
+    """Answer `POST /tokenize`."""
+    body = await server.read(request, TokenizeBody)
+    server.check_model(body.model)
+    if (body.prompt is None) == (body.messages is None):
+        raise ApiError(400, "give prompt or messages, one of them", param="prompt")
+    if body.messages is not None:
+        tokens = await server.conversations.prompt(_messages(body.messages))
+    else:
+        tokens = await asyncio.to_thread(
+            server.tokenizer.tokenize, body.prompt, add_special_tokens=body.add_special_tokens
+        )
+    return JSONResponse(
+        {"tokens": tokens, "count": len(tokens), "max_model_len": server.card.max_length}
+    )
+
+
+async def detokenize(server: Server, request: Request) -> Response:
+    """Answer `POST /detokenize`."""
+    body = await server.read(request, DetokenizeBody)
+    server.check_model(body.model)
+    wrong = [token for token in body.tokens if token >= server.card.vocab_size]
+    if wrong:
+        raise ApiError(
+            400,
+            f"token id {wrong[0]} is outside the vocabulary of {server.card.vocab_size}",
+            param="tokens",
+        )
+    text = await asyncio.to_thread(server.tokenizer.detokenize, body.tokens)
+    return JSONResponse({"prompt": text})
+
+
+async def models(server: Server, request: Request) -> Response:
+    """Answer `GET /v1/models`."""
+    card = {
+        "id": server.card.name,
+        "object": "model",
+        "created": server.card.created,
+        "owned_by": "megatron",
+        "max_model_len": server.card.max_length,
+    }
+    return JSONResponse({"object": "list", "data": [card]})
+
+
+async def health(server: Server, request: Request) -> Response:
+    """Answer `GET /health`: 200 while requests are admitted, else 503."""
+    client = server.client
+    live = not client.lost.is_set() and client.silent_seconds < SILENT_SECONDS
+    ready = live and not client.draining.is_set()
+    found = {
+        "live": live,
+        "ready": ready,
+        "heartbeat_seconds": round(client.silent_seconds, 3),
+        "active": client.active,
+    }
+    return JSONResponse(found, 200 if ready else 503)
+
+
+async def metrics(server: Server, request: Request) -> Response:
+    """Answer `GET /metrics`."""
+    return Response(server.metrics.text(), media_type="text/plain; version=0.0.4")
+
+
+Handler = Callable[[Server, Request], Awaitable[Response]]
+
+#: Method, path, what answers, and the body that it takes.
+ROUTES: Sequence[tuple[str, str, Handler, type[Body] | None]] = (
+    ("POST", "/v1/completions", completions, CompletionBody),
+    ("POST", "/v1/chat/completions", chat, ChatBody),
+    ("GET", "/v1/models", models, None),
+    ("POST", "/tokenize", tokenize, TokenizeBody),
+    ("POST", "/detokenize", detokenize, DetokenizeBody),
+    ("GET", "/health", health, None),
+    ("GET", "/metrics", metrics, None),
+)
+
+
+def create_app(server: Server, key: str | None) -> ASGIApp:
+    """Return the application.
+
+    Args:
+        server: what answers.
+        key: that clients must give; None lets everybody in.
+    """
+    # No pages of documentation: theirs load scripts from elsewhere.
+    app = FastAPI(title="megatron.inference", docs_url=None, redoc_url=None)
+
+    def add(method: str, path: str, handler: Handler, body: type[Body] | None) -> None:
+        async def endpoint(request: Request) -> Response:
+            request_id = request.state.request_id
+            try:
+                return await handler(server, request)
+            except ApiError as error:
+                return error.response(request_id)
+            except Exception:
+                LOG.exception("request %s failed", request_id)
+                return internal_error().response(request_id)
+
+        schema = None
+        if body is not None:
+            content = {"application/json": {"schema": body.model_json_schema()}}
+            schema = {"requestBody": {"required": True, "content": content}}
+        app.add_api_route(
+            path,
+            endpoint,
+            methods=[method],
+            name=handler.__name__,
+            description=handler.__doc__,
+            openapi_extra=schema,
+            response_model=None,
+        )
+
+    for route in ROUTES:
+        add(*route)
+
+    async def no_route(request: Request, error: Exception) -> Response:
+        assert isinstance(error, HTTPException)
+        said = {404: "there is no such route", 405: "this route takes another method"}
+        found = ApiError(error.status_code, said.get(error.status_code, "the request is not valid"))
+        return found.response(request.state.request_id)
+
+    app.add_exception_handler(HTTPException, no_route)
+    return Guard(app, server.limits, key, server.metrics.note_answer)

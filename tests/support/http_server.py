@@ -1,0 +1,164 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The HTTP server in this process: routes, link and engine loop are real, in two threads."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import httpx
+import torch
+
+from megatron.core.inference.cache import CacheShapes
+from megatron.core.inference.engine import Engine, EngineConfig
+from megatron.core.process_groups import Group
+from megatron.inference.server import http_process
+from megatron.inference.server.engine_loop import EngineLoop, OrderBroadcast
+from megatron.training.data.chat import CHATML
+
+END = 256
+"""The byte tokenizer's end of a document."""
+
+
+class NextByte:
+    """Find the byte after the last one most probable, and the end of the document after `~`.
+
+    The others are equally probable. A step may be held up by `gate`, and begins with `before`.
+    """
+
+    def __init__(self) -> None:
+        self.head = self
+        self.gate = threading.Event()
+        self.gate.set()
+        self.before: Callable[[], None] = lambda: None
+
+    def __call__(self, tokens: torch.Tensor, **context: object) -> torch.Tensor:
+        self.gate.wait()
+        self.before()
+        following = torch.where(tokens.t() == ord("~"), END, (tokens.t() + 1) % END)
+        return 5 * torch.nn.functional.one_hot(following, END + 1).float()
+
+    def gathered(self, hidden: torch.Tensor) -> torch.Tensor:
+        return hidden
+
+    def project(self, hidden: torch.Tensor) -> torch.Tensor:
+        return hidden
+
+    def whole(self, logits: torch.Tensor) -> torch.Tensor:
+        return logits
+
+
+class Served:
+    """A running server.
+
+    Args:
+        engine: that it runs.
+        loop: that runs it.
+        link: of the loop to the routes.
+        thread: of the loop.
+        url: of the routes.
+    """
+
+    def __init__(
+        self,
+        engine: Engine,
+        loop: EngineLoop,
+        link: socket.socket,
+        thread: threading.Thread,
+        url: str,
+    ) -> None:
+        self.engine, self.loop, self.link, self.thread = engine, loop, link, thread
+        self.url = url
+        self.http = httpx.Client(base_url=url, timeout=30, trust_env=False)
+
+    @property
+    def model(self) -> Any:
+        return self.engine.model
+
+    def post(self, path: str, **fields: Any) -> httpx.Response:
+        return self.http.post(path, json=fields)
+
+    def connect(self) -> socket.socket:
+        """Return a plain connection."""
+        host, port = self.url.removeprefix("http://").split(":")
+        return socket.create_connection((host, int(port)), timeout=30)
+
+
+def until(holds: Callable[[], object], seconds: float = 20) -> None:
+    """Wait for a condition; the time is only there so that a failure ends."""
+    end = time.monotonic() + seconds
+    while not holds():
+        assert time.monotonic() < end, "it never came to hold"
+        time.sleep(0.002)
+
+
+def settings(**changes: Any) -> dict[str, Any]:
+    """Return the settings of the HTTP process, with some changed by name."""
+    found = {
+        "key": None,
+        "tokenizer": {"recorded": {"type": "byte"}, "model": None},
+        "template": {"source": CHATML, "name": "chatml"},
+        "card": {
+            "name": "next-byte",
+            "vocab_size": END + 1,
+            "max_length": 5000,
+            "stop_tokens": [END],
+            "created": 1,
+        },
+        "limits": {"max_body_bytes": 100_000, "body_seconds": 20.0, "request_seconds": 60.0},
+        "client": {"max_outputs": 100, "max_unsent": 4096},
+        "drain_seconds": 20.0,
+    }
+    for name, value in changes.items():
+        part = next(p for p in (found, *found.values()) if isinstance(p, dict) and name in p)
+        part[name] = value
+    return found
+
+
+@contextlib.contextmanager
+def served(
+    model: Any = None,
+    *,
+    engine: EngineConfig | None = None,
+    shapes: CacheShapes | None = None,
+    **changes: Any,
+) -> Iterator[Served]:
+    """Serve a model, `NextByte` if none is given, until the block ends."""
+    told = settings(**changes)
+    running = Engine(
+        model or NextByte(),
+        engine or EngineConfig(num_blocks=4096),
+        shapes=shapes or CacheShapes(),
+        vocab_size=told["card"]["vocab_size"],
+        max_length=told["card"]["max_length"],
+    )
+    link, other_end = socket.socketpair()
+    listener = socket.create_server(("127.0.0.1", 0))
+    # What a client leaves unread soon reaches the server.
+    listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 1 << 14)
+    port = listener.getsockname()[1]
+    loop = EngineLoop(running, link, OrderBroadcast(Group.single(), torch.device("cpu")))
+    threads = [
+        threading.Thread(target=loop.run),
+        threading.Thread(target=lambda: asyncio.run(http_process.serve(other_end, listener, told))),
+    ]
+    for thread in threads:
+        thread.start()
+    found = Served(running, loop, link, threads[0], f"http://127.0.0.1:{port}")
+    try:
+        yield found
+    finally:
+        found.http.close()
+        if isinstance(running.model, NextByte):
+            running.model.gate.set()
+        loop.drain()
+        for thread in threads:
+            thread.join(30)
+        link.close()
+        listener.close()
+        assert not any(thread.is_alive() for thread in threads)

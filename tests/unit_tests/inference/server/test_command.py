@@ -1,0 +1,130 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The command, from a checkpoint to answers and its end: one process, two ranks, and options."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.util
+import io
+import re
+import signal
+import socket
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from megatron.inference import serve
+from tests.support.launchers import serve_store
+from tests.support.ranks import RankSet, start_ranks
+from tests.unit_tests.inference.test_checkpoint_model import make_model, save
+
+# Its order takes more than one collective.
+LONG = [3 + n % 250 for n in range(2000)]
+ASKED = ({"prompt": "Once", "seed": 5}, {"prompt": LONG, "temperature": 0})
+
+
+@pytest.fixture(scope="module")
+def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("checkpoints")
+    save(folder, make_model(), config={"bf16": False, "max-position-embeddings": 3000})
+    return folder
+
+
+def command_on_a_rank(rank: int, world: int, words: list[str], launcher: dict[str, str]) -> int:
+    ranked = {**launcher, "RANK": str(rank), "LOCAL_RANK": str(rank)} if launcher else {}
+    return serve.main(words, ranked)
+
+
+@contextlib.contextmanager
+def started(root: Path, world: int, *more: str) -> Iterator[tuple[RankSet, httpx.Client]]:
+    """Start the command on some ranks; yield them and a client once it is ready."""
+    words = ["--load", str(root), "--device", "cpu", "--port", "0", *more]
+    launcher: dict[str, str] = {}
+    if world > 1:
+        _store, launcher = serve_store(world)
+        words += ["--tensor-model-parallel-size", str(world)]
+    with start_ranks(command_on_a_rank, world, words, launcher, init=False) as ranks:
+        ranks.wait_for_line(0, "serving", timeout=60)
+        (url,) = re.findall(r"serving \S+ at (http://\S+)", ranks.log(0))
+        with httpx.Client(base_url=url, timeout=60, trust_env=False) as client:
+            yield ranks, client
+
+
+def answers(client: httpx.Client) -> list[str]:
+    posted = [client.post("/v1/completions", json={"max_tokens": 8, **one}) for one in ASKED]
+    return [response.json()["choices"][0]["text"] for response in posted]
+
+
+@pytest.mark.slow(seconds=25)
+def test_two_ranks_answer_as_one_and_end_on_sigterm(root: Path, tmp_path: Path) -> None:
+    key = tmp_path / "key"
+    key.write_text("secret-key\n")
+    more = ("--api-key-file", str(key), "--served-model-name", "tiny", "--chat-template", "chatml")
+    found = []
+    for world in (1, 2):
+        with started(root, world, *more) as (ranks, client):
+            assert client.get("/v1/models").status_code == 401
+            client.headers["authorization"] = "Bearer secret-key"
+            assert client.get("/v1/models").json()["data"][0]["id"] == "tiny"
+            found.append(answers(client))
+            chat = {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 4}
+            assert client.post("/v1/chat/completions", json=chat).status_code == 200
+            for rank in range(world):
+                ranks.kill(rank, signal.SIGTERM)
+            assert ranks.values(timeout=60.0) == [0] * world
+            assert "secret-key" not in ranks.log(0)
+    assert found[0] == found[1]
+    assert all(found[0])
+
+
+def run(*words: str) -> tuple[int, str]:
+    """Run the command in this process; return its exit code and stderr."""
+    err = io.StringIO()
+    with contextlib.redirect_stderr(err):
+        code = serve.main(words, {})
+    return code, err.getvalue()
+
+
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        ("--host 0.0.0.0", "--api-key-file"),
+        ("--api-key-file /nowhere/key", "/nowhere/key"),
+        ("--port 70000", "70000"),
+        ("--max-queue -1", "--max-queue"),
+        ("--max-body-mb 0", "--max-body-mb"),
+        ("--inference-block-size 17", "17"),
+        ("--max-colour 3", "--max-colour"),
+    ],
+)
+def test_bad_options_are_one_line_before_anything_is_loaded(words: str, told: str) -> None:
+    code, err = run("--load", "/nowhere", *words.split())
+    assert code == 2
+    assert told in err
+    assert err.count("\n") == 1
+
+
+def test_a_port_in_use_is_one_line() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = str(taken.getsockname()[1])
+        code, err = run("--load", "/nowhere", "--port", port)
+    assert code == 2
+    assert port in err
+    assert err.count("\n") == 1
+
+
+def test_without_the_extra_one_line_names_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    find = importlib.util.find_spec
+
+    def without(name: str, *more: Any) -> Any:
+        return None if name == "fastapi" else find(name, *more)
+
+    monkeypatch.setattr(importlib.util, "find_spec", without)
+    code, err = run("--load", "/nowhere")
+    assert code == 2
+    assert "megatron-lm[serve]" in err
+    assert "fastapi" in err
+    assert err.count("\n") == 1

@@ -1,0 +1,388 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What clients may do wrong, and what must not come of it."""
+
+from __future__ import annotations
+
+import concurrent.futures
+import json
+import logging
+import threading
+from collections.abc import Iterator
+from typing import Any
+
+import httpx
+import pytest
+import torch
+
+from megatron.core.inference.cache import CacheShapes
+from megatron.core.inference.engine import EngineConfig
+from megatron.inference.config import Service
+from megatron.inference.serve import read_key
+from megatron.inference.server.guard import MAX_HEADER_BYTES
+from megatron.inference.server.routes import ROUTES
+from tests.support.http_server import NextByte, Served, served, until
+
+CHAT = {"messages": [{"role": "user", "content": "hi"}]}
+TEXT = {"prompt": "a", "max_tokens": 3, "temperature": 0}
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[Served]:
+    with served() as found:
+        yield found
+        assert found.post("/v1/completions", **TEXT).status_code == 200
+        assert found.engine.unfinished == 0
+
+
+def refused(response: httpx.Response, status: int = 400) -> dict[str, Any]:
+    """Return the error, which has OpenAI's shape and the request's id."""
+    assert response.status_code == status, response.text
+    error = response.json()["error"]
+    assert error.keys() == {"message", "type", "param", "code", "request_id"}
+    assert error["request_id"] == response.headers["x-request-id"]
+    assert "\n" not in error["message"]
+    assert "Traceback" not in error["message"]
+    return error
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        b"",
+        b"{",
+        b"nothing",
+        b"[]",
+        b"17",
+        b'{"prompt": "\xff"}',
+        b'{"prompt": ' + b"[" * 40_000,
+        b'{"prompt": 1e999}',
+        b'{"prompt": {"a": 1}}',
+        b'{"prompt": [1, "a"]}',
+        b'{"prompt": "a", "temperature": "1"}',
+        b'{"prompt": "a", "stream": 1}',
+        b'{"prompt": "\\ud800"}',
+    ],
+    ids=lambda body: body[:24].decode(errors="replace"),
+)
+def test_row_50_bodies_that_are_no_requests(server: Served, body: bytes) -> None:
+    refused(server.http.post("/v1/completions", content=body))
+
+
+def test_row_50_a_field_that_is_not_there_is_named(server: Served) -> None:
+    for fields in ({"suffix": "x"}, {"best_of": 2}, {"stream_options": {"more": True}}):
+        error = refused(server.post("/v1/completions", **TEXT, **fields))
+        assert error["param"] == next(iter(fields))
+    assert refused(server.post("/v1/chat/completions", **CHAT, tools=[]))["param"] == "tools"
+    error = refused(server.post("/v1/chat/completions", messages=[{"role": "king", "content": ""}]))
+    assert error["param"] == "messages"
+
+
+def test_row_51_bodies_and_headers_that_are_too_long(server: Served) -> None:
+    long = json.dumps({"prompt": "a" * 100_000}).encode()
+    refused(server.http.post("/v1/completions", content=long), 413)
+    halves = iter([long[:60_000], long[60_000:]])  # in chunks, without a length
+    refused(server.http.post("/v1/completions", content=halves), 413)
+    refused(server.http.get("/v1/models", headers={"x-more": "a" * MAX_HEADER_BYTES}), 431)
+
+
+def test_row_51_requests_that_never_end() -> None:
+    with served(body_seconds=0.2) as server:
+        for begun in (
+            b"GET /health HT",
+            b"GET /health HTTP/1.1\r\nhost: a\r\n",
+            b"",
+        ):
+            with server.connect() as slow:
+                slow.sendall(begun)
+                assert slow.recv(1000) == b""  # closed
+        head = b"POST /v1/completions HTTP/1.1\r\nhost: a\r\ncontent-length: 50\r\n\r\n"
+        with server.connect() as slow:
+            slow.sendall(head + b'{"prompt"')
+            assert b" 408 " in slow.recv(1000).split(b"\r\n")[0]
+        # A connection that is used again is timed again, and an answer takes as long as it takes.
+        server.model.gate.clear()
+        threading.Timer(0.5, server.model.gate.set).start()
+        assert server.post("/v1/completions", **TEXT).status_code == 200
+        with server.connect() as again:
+            again.sendall(b"GET /health HTTP/1.1\r\nhost: a\r\n\r\n")
+            answer = b""
+            while b"active" not in answer:
+                answer += again.recv(1000)
+            again.sendall(b"GET /hea")
+            assert again.recv(1000) == b""
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("n", 5_000_000),
+        ("n", 0),
+        ("best_of", 5),
+        ("logprobs", 10**9),
+        ("logprobs", -1),
+        ("max_tokens", 10**12),
+        ("max_tokens", 0),
+        ("max_tokens", -5),
+        ("temperature", -1),
+        ("top_p", 0),
+        ("top_p", 1.5),
+        ("top_k", -2),
+        ("min_p", 2),
+        ("presence_penalty", 3),
+        ("repetition_penalty", 0),
+        ("seed", 1 << 70),
+        ("stop", [""]),
+        ("stop", ["a"] * 17),
+        ("stop", "a" * 257),
+        ("stop_token_ids", [-1]),
+        ("logit_bias", {"97": 200}),
+        ("logit_bias", {"a": 1}),
+        ("prompt", []),
+        ("prompt", [[]]),
+        ("prompt", ["a"] * 65),
+    ],
+)
+def test_row_52_values_out_of_bounds(server: Served, name: str, value: object) -> None:
+    error = refused(server.post("/v1/completions", **{"prompt": "a", name: value}))
+    assert error["param"] == name
+    assert name in error["message"]
+
+
+def test_row_52_nan_is_no_number(server: Served) -> None:
+    body = b'{"prompt": "a", "temperature": NaN}'
+    refused(server.http.post("/v1/completions", content=body))
+
+
+@pytest.mark.parametrize(
+    ("fields", "told"),
+    [
+        ({"prompt": [257]}, "257"),
+        ({"prompt": [1 << 40]}, "prompt"),
+        ({"prompt": [-1]}, "prompt"),
+        ({"prompt": "a" * 5000}, "5000"),
+        ({"prompt": "a", "max_tokens": 5000}, "5000"),
+        ({"prompt": "a", "logit_bias": {"999": 1}}, "999"),
+    ],
+)
+def test_row_53_tokens_that_the_model_lacks(
+    server: Served, fields: dict[str, Any], told: str
+) -> None:
+    steps = server.engine.stats.steps
+    assert told in refused(server.post("/v1/completions", **fields))["message"]
+    assert server.engine.stats.steps == steps
+
+
+def test_row_54_templates_that_loop_or_refuse() -> None:
+    for source, status in (
+        ("{% for i in range(10**9) %}{{ i }}{% endfor %}", 400),
+        ("{{ raise_exception('no') }}", 400),
+        ("{{ messages.__class__.__mro__ }}", 400),
+    ):
+        with served(template={"source": source, "name": "bad"}) as server:
+            refused(server.post("/v1/chat/completions", **CHAT), status)
+            assert server.post("/v1/completions", **TEXT).status_code == 200
+    with served(template=None) as server:
+        assert "template" in refused(server.post("/v1/chat/completions", **CHAT))["message"]
+
+
+def test_row_55_more_requests_than_the_queue_takes() -> None:
+    with served(max_outputs=8) as server, concurrent.futures.ThreadPoolExecutor(40) as pool:
+        server.model.gate.clear()
+        asked = [pool.submit(server.post, "/v1/completions", **TEXT) for _ in range(40)]
+        until(lambda: sum(one.done() for one in asked) == 32)
+        server.model.gate.set()
+        answers = [one.result() for one in asked]
+        served_ones = [a for a in answers if a.status_code == 200]
+        assert [a.json()["choices"][0]["text"] for a in served_ones] == ["bcd"] * 8
+        for response in answers:
+            if response.status_code != 200:
+                refused(response, 429)
+                assert int(response.headers["retry-after"]) >= 1
+        refused(server.post("/v1/completions", **TEXT, n=9))  # would never have room
+
+
+@pytest.mark.parametrize("stream", [True, False])
+def test_row_56_a_client_that_leaves(stream: bool) -> None:
+    with served() as server:
+        steps = server.engine.stats
+        body = json.dumps({"prompt": "a" * 40, "max_tokens": 4000, "stream": stream}).encode()
+        head = f"POST /v1/completions HTTP/1.1\r\nhost: a\r\ncontent-length: {len(body)}\r\n\r\n"
+        with server.connect() as client:
+            client.sendall(head.encode() + body)
+            while stream and b"data: " not in client.recv(100_000):
+                pass
+            until(lambda: steps.steps > 3)
+            server.model.gate.clear()
+        # The engine is in a step, or before one: the next but one is not for this client.
+        before = steps.steps
+        until(lambda: server.http.get("/health").json()["active"] == 0)
+        server.model.gate.set()
+        until(lambda: server.engine.unfinished == 0)
+        assert steps.steps <= before + 1
+        assert server.engine.scheduler.pool.references == 0
+
+
+def test_row_57_a_client_that_does_not_read() -> None:
+    with served(max_unsent=300) as server:
+        asked = {"prompt": "a", "max_tokens": 4000, "stream": True, "logprobs": 9}
+        body = json.dumps(asked).encode()
+        with server.connect() as client:
+            head = f"POST /v1/completions HTTP/1.1\r\nhost: a\r\ncontent-length: {len(body)}\r\n"
+            client.sendall(head.encode() + b"\r\n" + body)
+            until(lambda: server.engine.unfinished)
+            assert server.post("/v1/completions", **TEXT).json()["choices"][0]["text"] == "bcd"
+            until(lambda: server.engine.unfinished == 0)
+            assert server.engine.stats.computed < 4000  # it was dropped
+            while client.recv(1 << 16):  # and its connection closed
+                pass
+
+
+@pytest.mark.parametrize("given", [None, "", "Bearer", "Bearer wrong", "secret-key", "Basic a"])
+def test_row_58_every_route_wants_the_key(given: str | None) -> None:
+    headers = {} if given is None else {"authorization": given}
+    with served(key="secret-key") as server:
+        paths = [(method, path) for method, path, *_ in ROUTES]
+        for method, path in [*paths, ("GET", "/openapi.json"), ("GET", "/nowhere")]:
+            response = server.http.request(method, path, headers=headers)
+            if path == "/health":
+                assert response.status_code == 200
+            else:
+                refused(response, 401)
+        for right in ({"authorization": "Bearer secret-key"}, {"x-api-key": "secret-key"}):
+            assert server.http.get("/v1/models", headers=right).status_code == 200
+
+
+def test_row_59_others_are_let_in_with_a_key_only(tmp_path: Any) -> None:
+    assert read_key(Service()) is None
+    for host in ("0.0.0.0", "::", "10.1.2.3", "example.org"):
+        with pytest.raises(ValueError, match="--api-key-file"):
+            read_key(Service(host=host))
+    path = tmp_path / "key"
+    path.write_text("secret\n")
+    assert read_key(Service(host="0.0.0.0", api_key_file=str(path))) == "secret"
+    for bad in ("", " \n", "two words", "ключ"):
+        path.write_text(bad)
+        with pytest.raises(ValueError, match="one key"):
+            read_key(Service(api_key_file=str(path)))
+
+
+class NotFiniteAfterZ(NextByte):
+    """Returns NaN for rows whose last token is `z`."""
+
+    def __call__(self, tokens: torch.Tensor, **context: object) -> torch.Tensor:
+        found = super().__call__(tokens, **context)
+        found[tokens.t() == ord("z")] = torch.nan
+        return found
+
+
+def test_row_60_one_request_fails_and_others_go_on() -> None:
+    with served(NotFiniteAfterZ()) as server, concurrent.futures.ThreadPoolExecutor(2) as pool:
+        good = pool.submit(server.post, "/v1/completions", prompt="a", max_tokens=20, temperature=0)
+        bad = pool.submit(server.post, "/v1/completions", prompt="x", max_tokens=20, temperature=0)
+        refused(bad.result(), 500)
+        assert good.result().json()["choices"][0]["text"] == "bcdefghijklmnopqrstu"
+        streamed = server.post("/v1/completions", prompt="x", temperature=0, stream=True)
+        assert streamed.status_code == 200
+        assert (
+            json.loads(streamed.text.strip().split("data: ")[-1])["error"]["code"] == "not_finite"
+        )
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+def test_row_60_an_engine_that_dies_is_told_to_all() -> None:
+    class Dies(NextByte):
+        def __call__(self, tokens: torch.Tensor, **context: object) -> torch.Tensor:
+            found = super().__call__(tokens, **context)
+            if (tokens == ord("!")).any():
+                raise RuntimeError  # ends the thread, as a crash does the process
+            return found
+
+    with served(Dies()) as server, concurrent.futures.ThreadPoolExecutor(2) as pool:
+        server.model.gate.clear()
+        other = pool.submit(server.post, "/v1/completions", prompt="a", max_tokens=4000)
+        bad = pool.submit(server.post, "/v1/completions", prompt="!")
+        until(lambda: server.http.get("/health").json()["active"] == 2)
+        server.model.gate.set()
+        until(lambda: not server.thread.is_alive())
+        server.link.close()
+        for response in (other.result(), bad.result()):
+            assert refused(response, 503)["message"].startswith("the engine has stopped")
+
+
+def test_row_61_running_answers_end_and_new_ones_are_refused() -> None:
+    with served() as server, concurrent.futures.ThreadPoolExecutor(1) as pool:
+        server.model.gate.clear()
+        running = pool.submit(server.post, "/v1/completions", stream=True, **TEXT)
+        until(lambda: server.engine.unfinished)
+        server.loop.drain()
+        held = threading.Event()
+        steps = iter([None, held.wait])
+        server.model.before = lambda: (next(steps, None) or (lambda: None))()
+        server.model.gate.set()
+        until(lambda: server.http.get("/health").status_code == 503)
+        refused(server.post("/v1/completions", **TEXT), 503)
+        held.set()
+        assert running.result().text.endswith("data: [DONE]\n\n")
+
+
+def test_row_62_a_cache_that_is_full_changes_no_text() -> None:
+    asked = [{"prompt": chr(97 + i) * 20, "max_tokens": 40, "temperature": 0} for i in range(6)]
+    texts = []
+    for blocks in (4096, 5):
+        shapes = CacheShapes(attention=((1, 4),))
+        with (
+            served(engine=EngineConfig(num_blocks=blocks), shapes=shapes) as server,
+            concurrent.futures.ThreadPoolExecutor(6) as pool,
+        ):
+            answers = pool.map(lambda one: server.post("/v1/completions", **one), asked)
+            texts.append([answer.json()["choices"][0]["text"] for answer in answers])
+            full = server.post("/v1/completions", prompt="a" * 100)
+            preempted = server.engine.stats.preempted
+    assert texts[0] == texts[1]
+    assert preempted > 0
+    assert "blocks" in refused(full)["message"]  # would not fit even alone
+
+
+def test_row_63_a_seed_says_the_same_alone_and_among_others() -> None:
+    asked = {"prompt": "a", "max_tokens": 20, "temperature": 2.0, "seed": 7}
+    with served() as server, concurrent.futures.ThreadPoolExecutor(8) as pool:
+        alone = server.post("/v1/completions", **asked).json()["choices"][0]["text"]
+        server.model.gate.clear()
+        together = [pool.submit(server.post, "/v1/completions", **asked) for _ in range(8)]
+        until(lambda: server.http.get("/health").json()["active"] == 8)
+        server.model.gate.set()
+        assert [t.result().json()["choices"][0]["text"] for t in together] == [alone] * 8
+        assert server.engine.stats.steps < 8 * 20
+
+
+def test_row_64_the_key_is_in_no_log(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.DEBUG)
+    with served(key="secret-key") as server:
+        for path in ("/v1/models", "/nowhere", "/metrics"):
+            response = server.http.get(path, headers={"authorization": "Bearer secret-key"})
+            assert "secret-key" not in response.text
+        server.http.get("/v1/models", headers={"authorization": "Bearer secret-kez"})
+    assert "secret-ke" not in caplog.text
+
+
+def test_an_exception_is_not_told_but_logged(
+    server: Served, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def fail(*args: object) -> None:
+        raise RuntimeError("at 0x7f00 in /home")
+
+    monkeypatch.setattr("megatron.inference.server.routes.Server.check_model", fail)
+    error = refused(server.post("/v1/completions", **TEXT), 500)
+    assert "0x7f00" not in error["message"]
+    assert "0x7f00" in caplog.text
+    assert error["request_id"] in caplog.text
+
+
+def test_an_answer_that_takes_too_long_is_given_up() -> None:
+    with served(request_seconds=0.2) as server:
+        server.model.gate.clear()
+        refused(server.post("/v1/completions", **TEXT), 504)
+        text = server.post("/v1/completions", **TEXT, stream=True).text
+        assert "no answer within" in text
+        server.model.gate.set()
+        until(lambda: server.engine.unfinished == 0)

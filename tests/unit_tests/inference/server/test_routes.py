@@ -1,0 +1,225 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What routes answer: texts, log-probabilities, several outputs, streams, usage, metrics."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterator
+from typing import Any
+
+import openai
+import pytest
+
+from tests.support.http_server import END, Served, served
+
+LIKELY = 5 - math.log(math.exp(5) + END)
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[Served]:
+    with served() as found:
+        yield found
+
+
+def ok(server: Served, path: str, **fields: Any) -> dict[str, Any]:
+    response = server.post(path, **fields)
+    assert response.status_code == 200, response.text
+    return response.json()
+
+
+def streamed(server: Served, path: str, **fields: Any) -> list[dict[str, Any]]:
+    """Return the events of a stream but the last, which says that it is whole."""
+    response = server.post(path, stream=True, **fields)
+    assert response.headers["content-type"].startswith("text/event-stream")
+    lines = [line for line in response.text.split("\n") if line]
+    assert lines[-1] == "data: [DONE]", lines[-1]
+    return [json.loads(line.removeprefix("data: ")) for line in lines[:-1]]
+
+
+def test_a_text_is_continued(server: Served) -> None:
+    found = ok(server, "/v1/completions", prompt="abc", max_tokens=3, temperature=0)
+    (choice,) = found["choices"]
+    assert (choice["text"], choice["finish_reason"]) == ("def", "length")
+    assert found["model"] == "next-byte"
+    assert found["usage"]["prompt_tokens"] == found["usage"]["completion_tokens"] == 3
+
+
+@pytest.mark.parametrize(
+    ("prompt", "texts"),
+    [
+        ([97, 98], ["cd"]),
+        (["a", "x"], ["bc", "yz"]),
+        ([[97], [120, 121]], ["bc", "z{"]),
+        ("", ["\x01\x02"]),  # after the end of a document, which begins one
+    ],
+)
+def test_prompts_are_texts_ids_or_lists(server: Served, prompt: Any, texts: list[str]) -> None:
+    found = ok(server, "/v1/completions", prompt=prompt, max_tokens=2, temperature=0)
+    assert [c["text"] for c in found["choices"]] == texts
+    assert [c["index"] for c in found["choices"]] == list(range(len(texts)))
+
+
+def test_usage_adds_up_over_prompts_and_outputs(server: Served) -> None:
+    found = ok(server, "/v1/completions", prompt=["a", "xyz"], n=2, max_tokens=5, temperature=0)
+    assert len(found["choices"]) == 4
+    assert found["usage"]["prompt_tokens"] == 4
+    assert found["usage"]["completion_tokens"] == 20
+    long = "q" * 64
+    ok(server, "/v1/completions", prompt=long, max_tokens=1)
+    found = ok(server, "/v1/completions", prompt=long, max_tokens=1)
+    assert found["usage"]["prompt_tokens_details"]["cached_tokens"] == 48
+
+
+def test_logprobs_are_as_many_as_tokens(server: Served) -> None:
+    found = ok(
+        server, "/v1/completions", prompt="ab", max_tokens=3, temperature=0, logprobs=2, echo=True
+    )
+    (choice,) = found["choices"]
+    scores = choice["logprobs"]
+    assert choice["text"] == "abcde"
+    assert scores["tokens"] == list("abcde")
+    assert scores["text_offset"] == [0, 1, 2, 3, 4]
+    assert scores["token_logprobs"] == [None, *[pytest.approx(LIKELY, abs=1e-5)] * 4]
+    assert scores["top_logprobs"][0] is None
+    assert [max(top, key=top.get) for top in scores["top_logprobs"][1:]] == list("bcde")
+    plain = ok(server, "/v1/completions", prompt="ab", max_tokens=3, temperature=0, logprobs=0)
+    assert len(plain["choices"][0]["logprobs"]["token_logprobs"]) == 3
+
+
+def test_chat_logprobs_hold_the_tokens_bytes(server: Served) -> None:
+    messages = [{"role": "user", "content": "hi"}]
+    found = ok(
+        server,
+        "/v1/chat/completions",
+        messages=messages,
+        max_tokens=3,
+        temperature=0,
+        logprobs=True,
+        top_logprobs=1,
+    )
+    (choice,) = found["choices"]
+    scores = choice["logprobs"]["content"]
+    # The template ends with a new line.
+    assert choice["message"]["content"] == "\x0b\x0c\r"
+    assert [s["bytes"] for s in scores] == [[11], [12], [13]]
+    assert scores[0]["top_logprobs"][0]["token"] == "\x0b"
+    assert len(scores) == found["usage"]["completion_tokens"]
+
+
+@pytest.mark.parametrize(
+    ("fields", "text", "reason"),
+    [
+        ({"stop": "ef"}, "bcd", "stop"),
+        ({"stop": ["zz", "d"]}, "bc", "stop"),
+        ({"stop_token_ids": [100]}, "bc", "stop"),
+        ({"logit_bias": {"98": -100, "122": 10}}, "zz", "length"),
+        ({"frequency_penalty": 2, "presence_penalty": 2, "max_tokens": 3}, "bcd", "length"),
+    ],
+)
+def test_fields_change_the_text(
+    server: Served, fields: dict[str, Any], text: str, reason: str
+) -> None:
+    asked = {"max_tokens": 2 if "logit_bias" in fields else 9, "temperature": 0, **fields}
+    (choice,) = ok(server, "/v1/completions", prompt="a", **asked)["choices"]
+    assert (choice["text"], choice["finish_reason"]) == (text, reason)
+
+
+def test_the_end_of_a_document_may_be_ignored(server: Served) -> None:
+    asked = {"prompt": "|", "max_tokens": 4, "temperature": 0}
+    (choice,) = ok(server, "/v1/completions", **asked)["choices"]
+    assert (choice["text"], choice["finish_reason"]) == ("}~", "stop")
+    (choice,) = ok(server, "/v1/completions", **asked, ignore_eos=True)["choices"]
+    assert (choice["text"], choice["finish_reason"]) == ("}~\x01", "length")
+
+
+def test_a_seed_repeats_draws_and_others_differ(server: Served) -> None:
+    asked = {"prompt": "a", "max_tokens": 12, "temperature": 2.0}
+
+    def text(**fields: Any) -> str:
+        return ok(server, "/v1/completions", **asked, **fields)["choices"][0]["text"]
+
+    assert text(seed=5) == text(seed=5) != text(seed=6)
+    assert text() != text()
+    assert text(seed=5, top_k=1) == text(seed=6, top_p=1e-9) == text(min_p=1.0) == "bcdefghijklm"
+
+
+def test_what_is_streamed_adds_up_to_the_whole(server: Served) -> None:
+    asked = {
+        "prompt": [[0xE2 - 1], [97]],
+        "n": 2,
+        "max_tokens": 24,
+        "temperature": 1.5,
+        "seed": 3,
+        "logprobs": 1,
+        "stop": ["\x05\x06", "no"],
+    }
+    whole = ok(server, "/v1/completions", **asked)
+    events = streamed(server, "/v1/completions", **asked, stream_options={"include_usage": True})
+    usage = events.pop()
+    assert usage["choices"] == []
+    assert usage["usage"] == whole["usage"]
+    for choice in whole["choices"]:
+        parts = [e["choices"][0] for e in events if e["choices"][0]["index"] == choice["index"]]
+        assert "".join(p["text"] for p in parts) == choice["text"]
+        assert parts[-1]["finish_reason"] == choice["finish_reason"]
+        for name, values in choice["logprobs"].items():
+            assert [v for p in parts for v in p["logprobs"][name]] == values
+        assert len(choice["logprobs"]["tokens"]) == len(choice["logprobs"]["token_logprobs"])
+
+
+def test_tokens_are_made_and_undone(server: Served) -> None:
+    assert ok(server, "/tokenize", prompt="ab")["tokens"] == [97, 98]
+    assert ok(server, "/detokenize", tokens=[97, 98])["prompt"] == "ab"
+    found = ok(server, "/tokenize", messages=[{"role": "user", "content": "é"}])
+    assert bytes(found["tokens"]).decode() == (
+        "<|im_start|>user\né<|im_end|>\n<|im_start|>assistant\n"
+    )
+
+
+def test_the_model_is_listed_and_others_are_not_there(server: Served) -> None:
+    assert server.http.get("/v1/models").json()["data"][0]["id"] == "next-byte"
+    for path, fields in (
+        ("/v1/completions", {"prompt": "a"}),
+        ("/v1/chat/completions", {"messages": [{"role": "user", "content": "a"}]}),
+    ):
+        response = server.post(path, model="gpt-9", **fields)
+        assert response.status_code == 404
+        assert response.json()["error"]["code"] == "model_not_found"
+
+
+def test_metrics_count_what_was_served() -> None:
+    with served() as server:
+        ok(server, "/v1/completions", prompt="ab", n=2, max_tokens=3, temperature=0)
+        lines = server.http.get("/metrics").text.splitlines()
+        values = dict(line.rsplit(" ", 1) for line in lines if not line.startswith("#"))
+        assert values["megatron:generation_tokens_total"] == "6.0"
+        assert values["megatron:prompt_tokens_total"] == "2.0"
+        assert values['megatron:request_success_total{finished_reason="length"}'] == "2.0"
+        assert values["megatron:time_to_first_token_seconds_count"] == "2.0"
+        assert values["megatron:inter_token_latency_seconds_count"] == "4.0"
+        assert values["megatron:num_requests_running"] == "0.0"
+        assert float(values["megatron:engine_steps_total"]) >= 3
+
+
+def test_the_openai_client_reads_the_answers(server: Served) -> None:
+    with openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0) as client:
+        assert [m.id for m in client.models.list()] == ["next-byte"]
+        done = client.completions.create(model="next-byte", prompt="a", max_tokens=2, temperature=0)
+        assert done.choices[0].text == "bc"
+        stream = client.chat.completions.create(
+            model="next-byte",
+            messages=[{"role": "user", "content": "hi"}],
+            max_completion_tokens=3,
+            temperature=0,
+            logprobs=True,
+            stream=True,
+            stream_options={"include_usage": True},
+        )
+        chunks = list(stream)
+        assert (
+            "".join(c.choices[0].delta.content or "" for c in chunks if c.choices) == "\x0b\x0c\r"
+        )
+        assert chunks[-1].usage.completion_tokens == 3
+        with pytest.raises(openai.BadRequestError, match="suffix"):
+            client.completions.create(model="next-byte", prompt="a", suffix="b")

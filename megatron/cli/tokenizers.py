@@ -277,6 +277,10 @@ class HuggingFaceTokenizer:
         found = self._tokenizer.encode(text, add_special_tokens=False)
         return found.ids, found.offsets
 
+    def to_json(self) -> str:
+        """Return the whole tokenizer in the library's JSON."""
+        return self._tokenizer.to_str()
+
     def detokenize(self, ids: Sequence[int]) -> str:
         """Return the text of some ids; special tokens are left out."""
         return self._tokenizer.decode(list(ids), skip_special_tokens=True)

@@ -43,7 +43,7 @@ _NEEDED = ("fastapi", "uvicorn", "prometheus_client", "llguidance", "jinja2")
 _HTTP_PROCESS = "megatron.inference.server.http_process"
 _MAX_KEY_BYTES = 4096
 # For the HTTP process to end after the link to it was closed.
-_END_SECONDS = 10.0
+_END_SECONDS = 60.0
 
 
 def check_extra() -> None:
@@ -203,13 +203,15 @@ def serve(
     from megatron.inference.llm import LLM
     from megatron.inference.server.engine_loop import EngineLoop, OrderBroadcast
     from megatron.inference.server.protocol import frame
+    from megatron.inference.server.structured import grammars_of
 
     with load_checkpoint_model(config.source, launch, speculation=config.speculation) as loaded:
         if link is not None:
             link.sendall(frame(settings_of(loaded, config, key)))
         group = loaded.model.groups["tp"]
         engine = LLM(loaded, config.inference).engine
-        loop = EngineLoop(engine, link, OrderBroadcast(group, loaded.device))
+        grammars = grammars_of(loaded.tokenizer, sorted(loaded.stop_tokens), loaded.vocab_size)
+        loop = EngineLoop(engine, link, OrderBroadcast(group, loaded.device), grammars=grammars)
 
         def end(number: int, stack: object) -> None:
             loop.drain()

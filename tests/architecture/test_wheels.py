@@ -33,9 +33,16 @@ ENTRY_POINTS = (
     "megatron.hf.convert import",
     "megatron.inference.generate",
     "megatron.inference.bench",
+    "megatron.inference.serve",
 )
 #: Packages of extras: a module that imports one of them may fail to import without it.
 EXTRAS = (
+    "fastapi",
+    "starlette",
+    "pydantic",
+    "uvicorn",
+    "prometheus_client",
+    "llguidance",
     "triton",
     "transformer_engine",
     "tensorboard",

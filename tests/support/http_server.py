@@ -11,14 +11,16 @@ import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
-import httpx
+import httpx2 as httpx
 import torch
 
+from megatron.cli.tokenizers import ByteTokenizer
 from megatron.core.inference.cache import CacheShapes
 from megatron.core.inference.engine import Engine, EngineConfig
 from megatron.core.process_groups import Group
 from megatron.inference.server import http_process
 from megatron.inference.server.engine_loop import EngineLoop, OrderBroadcast
+from megatron.inference.server.structured import grammars_of
 from megatron.training.data.chat import CHATML
 
 END = 256
@@ -142,7 +144,9 @@ def served(
     # What a client leaves unread soon reaches the server.
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 1 << 14)
     port = listener.getsockname()[1]
-    loop = EngineLoop(running, link, OrderBroadcast(Group.single(), torch.device("cpu")))
+    grammars = grammars_of(ByteTokenizer(), told["card"]["stop_tokens"], END + 1)
+    share = OrderBroadcast(Group.single(), torch.device("cpu"))
+    loop = EngineLoop(running, link, share, grammars=grammars)
     threads = [
         threading.Thread(target=loop.run),
         threading.Thread(target=lambda: asyncio.run(http_process.serve(other_end, listener, told))),
@@ -156,7 +160,8 @@ def served(
         found.http.close()
         if isinstance(running.model, NextByte):
             running.model.gate.set()
-        loop.drain()
+        with contextlib.suppress(OSError):  # the loop has ended
+            loop.drain()
         for thread in threads:
             thread.join(30)
         link.close()

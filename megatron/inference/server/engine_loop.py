@@ -12,6 +12,8 @@ import json
 import select
 import socket
 from collections.abc import Mapping, Sequence
+from concurrent import futures
+from concurrent.futures import Future, ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -23,6 +25,7 @@ from megatron.inference.server.protocol import LENGTH, Ask, FrameReader, News, f
 
 if TYPE_CHECKING:
     from megatron.core.process_groups import Group
+    from megatron.inference.server.structured import Grammars
 
 #: Between two heartbeats of an engine that has nothing to do.
 IDLE_SECONDS = 0.5
@@ -30,6 +33,8 @@ IDLE_SECONDS = 0.5
 # Bytes of the first collective of a step; longer orders take another one.
 _FIRST_BYTES = 4096
 _READ_BYTES = 1 << 20
+# Between two looks for orders while there is nothing to do but to compile a grammar.
+_COMPILE_SECONDS = 0.01
 
 Order = Mapping[str, Any]
 
@@ -74,23 +79,42 @@ class EngineLoop:
         engine: of this rank.
         link: to the HTTP process; None on ranks that follow.
         share: gives orders to all ranks.
+        grammars: of structured output; None where the model can have none.
     """
 
-    def __init__(self, engine: Engine, link: socket.socket | None, share: OrderBroadcast) -> None:
+    def __init__(
+        self,
+        engine: Engine,
+        link: socket.socket | None,
+        share: OrderBroadcast,
+        *,
+        grammars: Grammars | None,
+    ) -> None:
         self._engine, self._link, self._share = engine, link, share
+        self._grammars = grammars
+        self._compiler = ThreadPoolExecutor(1)
+        self._compiling: dict[int, tuple[Order, Future[object]]] = {}  # by the id of the ask
         self._reader = FrameReader()
         self._asks: dict[int, Ask] = {}  # by the engine's id
         self._engine_ids: dict[int, int] = {}  # by the id of the ask
         self._reported: dict[int, int] = {}  # tokens, by the engine's id
         self._refused: list[News] = []
-        self._ended = self._drains = False
+        # Not a flag alone: the loop may be waiting for orders.
+        self._wake, self._woken = socket.socketpair()
 
     def drain(self) -> None:
-        """Have the HTTP process admit nothing more; the loop ends when all have their answers."""
-        self._drains = True
+        """Have the HTTP process admit nothing more; the loop ends when all have their answers.
+
+        A signal handler or another thread may call it.
+        """
+        self._wake.send(b"d")
 
     def run(self) -> None:
         """Serve until the HTTP process ends."""
+        with self._compiler, self._wake, self._woken:
+            self._serve()
+
+    def _serve(self) -> None:
         while True:
             for order in self._share(self._received()):
                 if order["kind"] == "add":
@@ -101,7 +125,8 @@ class EngineLoop:
                     assert order["kind"] == "end", order
                     return
             completions = self._engine.step() if self._engine.unfinished else []
-            news = [self._news(completion) for completion in completions]
+            known = [c for c in completions if c.request_id in self._asks]
+            news = [self._news(completion) for completion in known]
             self._report(self._refused + news)
             self._refused = []
 
@@ -109,12 +134,19 @@ class EngineLoop:
         """Return what the HTTP process has sent; wait a little for it if there is nothing to do."""
         if self._link is None:
             return []
-        if self._drains:
-            self._drains = False
-            self._link.sendall(frame({"kind": "drain"}))
         wait = 0.0 if self._engine.unfinished else IDLE_SECONDS
+        if wait and self._compiling:
+            futures.wait([work for _, work in self._compiling.values()], _COMPILE_SECONDS)
+            wait = 0.0
         found: list[Order] = []
-        while select.select([self._link], [], [], wait)[0]:
+        while ready := select.select([self._link, self._woken], [], [], wait)[0]:
+            wait = 0.0
+            if self._woken in ready:
+                self._woken.recv(1)
+                with contextlib.suppress(BrokenPipeError, ConnectionResetError):
+                    self._link.sendall(frame({"kind": "drain"}))
+            if self._link not in ready:
+                continue
             try:
                 data = self._link.recv(_READ_BYTES)
             except ConnectionResetError:
@@ -122,20 +154,39 @@ class EngineLoop:
             if not data:
                 return [*found, {"kind": "end"}]
             found += self._reader.feed(data)
-            wait = 0.0
-        return found
+        return self._compiled(found)
+
+    def _compiled(self, orders: Sequence[Order]) -> list[Order]:
+        """Return orders without those whose grammar is being compiled, and with those for which
+        that is done: the engine's steps do not wait for it."""
+        found = []
+        for order in orders:
+            if order["kind"] == "add" and order["grammar"] is not None:
+                assert self._grammars is not None
+                work = self._compiler.submit(self._grammars.compile, order["grammar"])
+                self._compiling[order["id"]] = (order, work)
+            elif order["kind"] != "abort" or self._compiling.pop(order["id"], None) is None:
+                found.append(order)
+        done = [number for number, (_, work) in self._compiling.items() if work.done()]
+        return found + [self._compiling.pop(number)[0] for number in done]
 
     def _add(self, ask: Ask) -> None:
-        request = Request(
-            prompt=tuple(ask.prompt),
-            max_new_tokens=ask.max_new_tokens,
-            sampling=SamplingParams(**ask.sampling),
-            stop_tokens=frozenset(ask.stop_tokens),
-            sequence=ask.sequence,
-            prompt_logprobs=ask.prompt_logprobs,
-        )
         try:
-            number = self._engine.add(request)
+            mask = None
+            if ask.grammar is not None:
+                assert self._grammars is not None
+                mask = self._grammars.mask(ask.grammar)
+            number = self._engine.add(
+                Request(
+                    prompt=tuple(ask.prompt),
+                    max_new_tokens=ask.max_new_tokens,
+                    sampling=SamplingParams(**ask.sampling),
+                    stop_tokens=frozenset(ask.stop_tokens),
+                    sequence=ask.sequence,
+                    prompt_logprobs=ask.prompt_logprobs,
+                    mask=mask,
+                )
+            )
         except ValueError as error:  # one line for the user: the cache is too small for it
             self._refused.append(News(id=ask.id, refused=str(error)))
             return

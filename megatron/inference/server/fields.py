@@ -21,6 +21,9 @@ MAX_MESSAGES = 4096
 #: Of a prompt or a message, in characters; the body's limit is usually lower.
 MAX_TEXT = 8 << 20
 MAX_TOKENS = 1 << 24
+#: Of a grammar or a regular expression, in characters.
+MAX_GRAMMAR = 64 << 10
+MAX_CHOICES = 1024
 
 _Token = Annotated[int, Field(ge=0, lt=1 << 31)]
 _Stop = Annotated[str, Field(min_length=1, max_length=MAX_STOP_LENGTH)]
@@ -38,6 +41,49 @@ class StreamOptions(Body):
     """What a stream tells besides the text."""
 
     include_usage: bool = False
+
+
+class SchemaFormat(Body):
+    """A JSON Schema with a name. It is always followed, as `strict` has it."""
+
+    name: Annotated[str, Field(max_length=256)]
+    description: Annotated[str, Field(max_length=MAX_TEXT)] | None = None
+    json_schema: Annotated[dict[str, Any], Field(alias="schema")] = {"type": "object"}
+    strict: bool | None = None
+
+
+class TextFormat(Body):
+    """Any text."""
+
+    type: Literal["text"]
+
+
+class JsonFormat(Body):
+    """A JSON object."""
+
+    type: Literal["json_object"]
+
+
+class JsonSchemaFormat(Body):
+    """JSON that a schema describes."""
+
+    type: Literal["json_schema"]
+    json_schema: SchemaFormat
+
+
+class StructuredOutputs(Body):
+    """What an output has to be: one of these."""
+
+    json_schema: Annotated[dict[str, Any] | None, Field(alias="json")] = None
+    regex: Annotated[str, Field(min_length=1, max_length=MAX_GRAMMAR)] | None = None
+    choice: (
+        Annotated[
+            list[Annotated[str, Field(min_length=1, max_length=MAX_GRAMMAR)]],
+            Field(min_length=1, max_length=MAX_CHOICES),
+        ]
+        | None
+    ) = None
+    grammar: Annotated[str, Field(min_length=1, max_length=MAX_GRAMMAR)] | None = None
 
 
 class GenerationBody(Body):
@@ -69,6 +115,10 @@ class GenerationBody(Body):
     n: Annotated[int, Field(ge=1, le=MAX_OUTPUTS)] | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
+    response_format: (
+        Annotated[TextFormat | JsonFormat | JsonSchemaFormat, Field(discriminator="type")] | None
+    ) = None
+    structured_outputs: StructuredOutputs | None = None
 
     def sampling(self, *, seed: int, logprobs: int | None) -> dict[str, Any]:
         """Return the fields of `SamplingParams` that were given.
@@ -95,6 +145,7 @@ class GenerationBody(Body):
         max_new_tokens: int | None,
         sampling: dict[str, Any],
         prompt_logprobs: bool = False,
+        grammar: str | None = None,
     ) -> Wanted:
         """Return what is asked for.
 
@@ -103,7 +154,7 @@ class GenerationBody(Body):
             ends: tokens that end a text, unless `ignore_eos`.
             max_new_tokens: see `Wanted`.
             sampling: of `sampling`.
-            prompt_logprobs: see `Wanted`.
+            prompt_logprobs, grammar: see `Wanted`.
         """
         stop = [self.stop] if isinstance(self.stop, str) else self.stop or []
         tokens = {*(self.stop_token_ids or ()), *(() if self.ignore_eos else ends)}
@@ -115,6 +166,7 @@ class GenerationBody(Body):
             stop=stop,
             stop_tokens=sorted(tokens),
             prompt_logprobs=prompt_logprobs,
+            grammar=grammar,
         )
 
 

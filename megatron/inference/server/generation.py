@@ -57,6 +57,7 @@ class Wanted:
         stop: texts that end an output.
         stop_tokens: ids that end it.
         prompt_logprobs: report those of the prompts.
+        grammar: that outputs follow, see `structured`; None for any text.
     """
 
     prompts: Sequence[Sequence[int]]
@@ -66,6 +67,7 @@ class Wanted:
     stop: Sequence[str] = ()
     stop_tokens: Sequence[int] = ()
     prompt_logprobs: bool = False
+    grammar: str | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -170,6 +172,7 @@ class Generation:
                         "stop_tokens": wanted.stop_tokens,
                         "sequence": number * wanted.n + index,
                         "prompt_logprobs": wanted.prompt_logprobs,
+                        "grammar": wanted.grammar,
                     }
                 )
         ids, self._outputs = client.ask(asks)

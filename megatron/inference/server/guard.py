@@ -9,7 +9,7 @@ import hmac
 import logging
 import re
 import secrets
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -192,7 +192,7 @@ class EventStream(Response):
 
     media_type = "text/event-stream"
 
-    def __init__(self, events: AsyncIterator[str], stalled: asyncio.Event) -> None:
+    def __init__(self, events: AsyncGenerator[str, None], stalled: asyncio.Event) -> None:
         super().__init__(headers={"cache-control": "no-store", "x-accel-buffering": "no"})
         del self.headers["content-length"]
         self._events, self._stalled = events, stalled
@@ -213,6 +213,7 @@ class EventStream(Response):
             for task in (sending, *watching):
                 task.cancel()
             await asyncio.gather(sending, *watching, return_exceptions=True)
+            await self._events.aclose()
 
     async def _send_all(self, send: Send) -> None:
         async for data in self._events:

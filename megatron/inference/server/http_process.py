@@ -28,6 +28,7 @@ from megatron.inference.server.guard import MAX_HEADER_BYTES, Limits, timed_prot
 from megatron.inference.server.metrics import ServerMetrics
 from megatron.inference.server.protocol import LENGTH
 from megatron.inference.server.routes import Server, create_app
+from megatron.inference.server.structured import grammars_of
 from megatron.training.data.chat import ChatTemplate
 
 # Between two looks at whether the last answer is out.
@@ -48,18 +49,17 @@ class _HttpServer(uvicorn.Server):
 def build(settings: Mapping[str, Any], client: EngineClient) -> Server:
     """Return what answers requests, as the settings say."""
     tokenizer = choose_tokenizer(**settings["tokenizer"])
-    template = settings["template"]
+    template, card = settings["template"], settings["card"]
     return Server(
         client=client,
         tokenizer=tokenizer,
         conversations=Conversations(
             None if template is None else ChatTemplate(**template), tokenizer
         ),
-        card=ModelCard(
-            **{**settings["card"], "stop_tokens": tuple(settings["card"]["stop_tokens"])}
-        ),
+        card=ModelCard(**{**card, "stop_tokens": tuple(card["stop_tokens"])}),
         limits=Limits(**settings["limits"]),
         metrics=ServerMetrics(lambda: client.stats),
+        grammars=grammars_of(tokenizer, card["stop_tokens"], card["vocab_size"]),
     )
 
 

@@ -37,6 +37,7 @@ class Ask:
         stop_tokens: ids that end the output.
         sequence: identity in random draws.
         prompt_logprobs: report log-probabilities of the prompt's tokens.
+        grammar: that the output follows, see `structured`; None for any text.
     """
 
     id: int
@@ -46,6 +47,7 @@ class Ask:
     stop_tokens: Sequence[int] = ()
     sequence: int = 0
     prompt_logprobs: bool = False
+    grammar: str | None = None
 
     def to_json(self) -> dict[str, Any]:
         """Return the order of kind "add"."""

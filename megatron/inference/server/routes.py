@@ -6,8 +6,9 @@ from __future__ import annotations
 import asyncio
 import json
 import secrets
-from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Coroutine, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, TypeVar
 
 from fastapi import FastAPI, Request
@@ -35,6 +36,8 @@ from megatron.inference.server.fields import (
     CompletionBody,
     DetokenizeBody,
     GenerationBody,
+    JsonFormat,
+    JsonSchemaFormat,
     Message,
     TokenizeBody,
 )
@@ -57,10 +60,19 @@ from megatron.inference.server.guard import (
     validation_error,
 )
 from megatron.inference.server.metrics import ServerMetrics
+from megatron.inference.server.structured import (
+    Grammars,
+    choice_grammar,
+    json_grammar,
+    lark_grammar,
+    regex_grammar,
+)
 from megatron.inference.server.views import ChatView, CompletionView, View
 
 #: An engine that says nothing for so long is not well; its heart beats twice a second.
 SILENT_SECONDS = 60.0
+#: For a grammar to be checked.
+GRAMMAR_SECONDS = 5.0
 #: Tokens of a completion for which the request sets no limit, as OpenAI's route has it.
 COMPLETION_TOKENS = 16
 
@@ -80,6 +92,52 @@ class Server:
     card: ModelCard
     limits: Limits
     metrics: ServerMetrics
+    grammars: Grammars | None = None
+
+    async def grammar(self, body: GenerationBody) -> str | None:
+        """Return the grammar that outputs have to follow, checked; None for any text.
+
+        Raises:
+            ApiError: there is more than one, or it cannot be used.
+        """
+        found = _grammars(body)
+        if not found:
+            if body.structured_outputs is not None:
+                raise ApiError(
+                    400,
+                    "structured_outputs: give json, regex, choice or grammar",
+                    param="structured_outputs",
+                )
+            return None
+        name, make = found[0]
+        if len(found) > 1:
+            raise ApiError(
+                400,
+                "one of response_format and structured_outputs, and one of its kinds",
+                param=name,
+            )
+        if body.ignore_eos:
+            raise ApiError(400, f"ignore_eos does not go with {name}", param="ignore_eos")
+        if self.grammars is None:
+            raise ApiError(
+                400,
+                f"{name} needs a model with a tokenizer.json and a token that ends a text",
+                param=name,
+            )
+        grammars = self.grammars
+
+        def checked() -> str:
+            grammar = make()
+            grammars.compile(grammar)
+            return grammar
+
+        try:
+            # A thread that takes too long ends by llguidance's own limits.
+            return await asyncio.wait_for(asyncio.to_thread(checked), GRAMMAR_SECONDS)
+        except TimeoutError:
+            raise ApiError(400, f"{name} takes too long to compile", param=name) from None
+        except ValueError as error:
+            raise ApiError(400, f"{name} cannot be used: {error}", param=name) from None
 
     def generate(self, wanted: Wanted) -> Generation:
         """Ask the engine for what is wanted.
@@ -166,6 +224,26 @@ class Server:
             await asyncio.gather(doing, leaving, return_exceptions=True)
 
 
+def _grammars(body: GenerationBody) -> list[tuple[str, Callable[[], str]]]:
+    """Return what makes each grammar that a body asks for, and the field that asks for it."""
+    found: list[tuple[str, Callable[[], str]]] = []
+    wanted, shape = body.structured_outputs, body.response_format
+    if isinstance(shape, JsonFormat):
+        found.append(("response_format", partial(json_grammar, {"type": "object"})))
+    elif isinstance(shape, JsonSchemaFormat):
+        found.append(("response_format", partial(json_grammar, shape.json_schema.json_schema)))
+    if wanted is not None:
+        makers = (
+            (wanted.json_schema, json_grammar),
+            (wanted.regex, regex_grammar),
+            (wanted.choice, choice_grammar),
+            (wanted.grammar, lark_grammar),
+        )
+        given = [partial(make, value) for value, make in makers if value is not None]
+        found += [("structured_outputs", make) for make in given]
+    return found
+
+
 def too_slow(limits: Limits) -> ApiError:
     """Return the answer to a request that takes too long."""
     return ApiError(504, f"no answer within {limits.request_seconds:g} s: ask for fewer tokens")
@@ -208,7 +286,7 @@ async def answer(server: Server, request: Request, generation: Generation, view:
 
 async def events(
     server: Server, request_id: str, generation: Generation, view: View, *, include_usage: bool
-) -> AsyncIterator[str]:
+) -> AsyncGenerator[str, None]:
     """Yield the data of the events of a stream."""
 
     def chunk(choices: Sequence[dict[str, Any]], **more: Any) -> str:
@@ -274,8 +352,8 @@ async def completions(server: Server, request: Request) -> Response:
         max_new_tokens=body.max_tokens or COMPLETION_TOKENS,
         sampling=body.sampling(seed=secrets.randbits(63), logprobs=body.logprobs),
         prompt_logprobs=echo and body.logprobs is not None,
+        grammar=await server.grammar(body),
     )
-    generation = server.generate(wanted)
     view = CompletionView(
         server.card.name,
         server.token_text,
@@ -283,6 +361,7 @@ async def completions(server: Server, request: Request) -> Response:
         logprobs=body.logprobs is not None,
         prefixes=[server.tokenizer.detokenize(p) for p in prompts] if echo else None,
     )
+    generation = server.generate(wanted)
     return await respond(server, request, body, generation, view)
 
 
@@ -315,11 +394,12 @@ async def chat(server: Server, request: Request) -> Response:
         ends=server.card.stop_tokens,
         max_new_tokens=new,
         sampling=body.sampling(seed=secrets.randbits(63), logprobs=body.top_logprobs),
+        grammar=await server.grammar(body),
     )
-    generation = server.generate(wanted)
     view = ChatView(
         server.card.name, server.token_text, outputs=wanted.n, logprobs=bool(body.logprobs)
     )
+    generation = server.generate(wanted)
     return await respond(server, request, body, generation, view)
 
 

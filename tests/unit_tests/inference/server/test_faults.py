@@ -10,7 +10,7 @@ import threading
 from collections.abc import Iterator
 from typing import Any
 
-import httpx
+import httpx2 as httpx
 import pytest
 import torch
 
@@ -172,14 +172,15 @@ def test_row_53_tokens_that_the_model_lacks(
     assert server.engine.stats.steps == steps
 
 
-def test_row_54_templates_that_loop_or_refuse() -> None:
-    for source, status in (
-        ("{% for i in range(10**9) %}{{ i }}{% endfor %}", 400),
-        ("{{ raise_exception('no') }}", 400),
-        ("{{ messages.__class__.__mro__ }}", 400),
+def test_row_54_templates_that_grow_or_refuse() -> None:
+    doubles = "{% set n = namespace(x=[1]) %}{% for i in range(50) %}{% set n.x = n.x + n.x %}"
+    for source in (
+        doubles + "{% endfor %}",
+        "{{ raise_exception('no') }}",
+        "{{ messages.__class__.__mro__ }}",
     ):
         with served(template={"source": source, "name": "bad"}) as server:
-            refused(server.post("/v1/chat/completions", **CHAT), status)
+            refused(server.post("/v1/chat/completions", **CHAT))
             assert server.post("/v1/completions", **TEXT).status_code == 200
     with served(template=None) as server:
         assert "template" in refused(server.post("/v1/chat/completions", **CHAT))["message"]
@@ -237,17 +238,17 @@ def test_row_57_a_client_that_does_not_read() -> None:
                 pass
 
 
-@pytest.mark.parametrize("given", [None, "", "Bearer", "Bearer wrong", "secret-key", "Basic a"])
-def test_row_58_every_route_wants_the_key(given: str | None) -> None:
-    headers = {} if given is None else {"authorization": given}
+def test_row_58_every_route_wants_the_key() -> None:
     with served(key="secret-key") as server:
         paths = [(method, path) for method, path, *_ in ROUTES]
-        for method, path in [*paths, ("GET", "/openapi.json"), ("GET", "/nowhere")]:
-            response = server.http.request(method, path, headers=headers)
-            if path == "/health":
-                assert response.status_code == 200
-            else:
-                refused(response, 401)
+        for given in (None, "", "Bearer", "Bearer wrong", "secret-key", "Basic a"):
+            headers = {} if given is None else {"authorization": given}
+            for method, path in [*paths, ("GET", "/openapi.json"), ("GET", "/nowhere")]:
+                response = server.http.request(method, path, headers=headers)
+                if path == "/health":
+                    assert response.status_code == 200
+                else:
+                    refused(response, 401)
         for right in ({"authorization": "Bearer secret-key"}, {"x-api-key": "secret-key"}):
             assert server.http.get("/v1/models", headers=right).status_code == 200
 

@@ -1,0 +1,169 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Structured output: which tokens a JSON Schema, a regular expression, a list of choices or a Lark
+grammar allows next, by the library llguidance. This is the one module that imports it.
+
+The HTTP process checks a grammar, under a time limit, before the engine hears of it. The engine
+process compiles it on another thread than the engine's, and masks tokens as they are chosen.
+"""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections import OrderedDict
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import llguidance
+import numpy as np
+import torch
+from torch import Tensor
+
+from megatron.cli.tokenizers import ByteTokenizer, HuggingFaceTokenizer, Tokenizer
+
+#: Grammars that are kept, the most recently used.
+KEPT_GRAMMARS = 64
+
+# White space between the parts of JSON: enough to indent, not to go on forever.
+_WHITE_SPACE = r"[ \n\t]{0,16}"
+_LONGEST_REASON = 300
+
+
+class BadGrammar(ValueError):
+    """A grammar that cannot be used; the text is one line for the user."""
+
+
+def json_grammar(schema: Mapping[str, Any]) -> str:
+    """Return the grammar of JSON that a schema describes."""
+    return llguidance.LLMatcher.grammar_from_json_schema(
+        dict(schema), overrides={"whitespace_pattern": _WHITE_SPACE}
+    )
+
+
+def regex_grammar(pattern: str) -> str:
+    """Return the grammar of texts that match as a whole."""
+    return llguidance.LLMatcher.grammar_from_regex(pattern)
+
+
+def choice_grammar(choices: Sequence[str]) -> str:
+    """Return the grammar of a few texts."""
+    alternatives = " | ".join(json.dumps(choice) for choice in choices)
+    return llguidance.LLMatcher.grammar_from_lark(f"start: {alternatives}")
+
+
+def lark_grammar(text: str) -> str:
+    """Return a grammar in Lark's syntax, as llguidance reads it."""
+    return llguidance.LLMatcher.grammar_from_lark(text)
+
+
+class _Bytes:
+    """The byte tokenizer as llguidance asks for it."""
+
+    bos_token_id = None
+
+    def __init__(self, end: int) -> None:
+        self.eos_token_id = end
+        self.special_token_ids = [ByteTokenizer.eod]
+        self.tokens = [bytes([number]) for number in range(256)] + [b"<end of document>"]
+
+    def __call__(self, text: bytes | str) -> list[int]:
+        return list(text.encode() if isinstance(text, str) else text)
+
+
+class Grammars:
+    """Compiled grammars over the tokens of one model.
+
+    Args:
+        tokenizer: of the model.
+        stop_tokens: ids that end a text; a grammar allows them where a text may end.
+        vocab_size: of the model, at least the tokenizer's.
+
+    Raises:
+        BadGrammar: there is no way to the bytes of this tokenizer's tokens, or no token ends a
+            text.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, stop_tokens: Sequence[int], vocab_size: int) -> None:
+        if not stop_tokens:
+            raise BadGrammar("structured output needs a token that ends a text: the model has none")
+        described: Any
+        if isinstance(tokenizer, HuggingFaceTokenizer):
+            described = tokenizer.to_json()
+        elif isinstance(tokenizer, ByteTokenizer):
+            described = llguidance.TokenizerWrapper(_Bytes(stop_tokens[0]))
+        else:
+            raise BadGrammar("structured output needs a model with a tokenizer.json")
+        self._tokenizer = llguidance.LLTokenizer(
+            described, n_vocab=vocab_size, eos_token=list(stop_tokens)
+        )
+        self._vocab_size = vocab_size
+        self._limits = llguidance.LLParserLimits(verbose_errors=False)
+        self._compiled: OrderedDict[str, llguidance.LLMatcher] = OrderedDict()
+        self._lock = threading.Lock()  # of the cache; nobody waits for it while a grammar compiles
+
+    def compile(self, grammar: str) -> llguidance.LLMatcher:
+        """Return what matches a grammar, at its start; not to be advanced.
+
+        Raises:
+            BadGrammar: it is none, or too large.
+        """
+        with self._lock:
+            if grammar in self._compiled:
+                self._compiled.move_to_end(grammar)
+                return self._compiled[grammar]
+        found = llguidance.LLMatcher(self._tokenizer, grammar, log_level=0, limits=self._limits)
+        if found.is_error():
+            reason = " ".join(found.get_error().split("\n<state>")[0].split())
+            printable = "".join(c if c.isprintable() else " " for c in reason)
+            raise BadGrammar(printable[:_LONGEST_REASON])
+        with self._lock:
+            self._compiled[grammar] = found
+            if len(self._compiled) > KEPT_GRAMMARS:
+                self._compiled.popitem(last=False)
+        return found
+
+    def mask(self, grammar: str) -> TokenMask:
+        """Return the mask of one output that follows a grammar. Raises BadGrammar."""
+        return TokenMask(self.compile(grammar).deep_copy(), self._vocab_size)
+
+
+def grammars_of(
+    tokenizer: Tokenizer, stop_tokens: Sequence[int], vocab_size: int
+) -> Grammars | None:
+    """Return the grammars of a model; None where it can have none."""
+    try:
+        return Grammars(tokenizer, stop_tokens, vocab_size)
+    except BadGrammar:
+        return None
+
+
+class TokenMask:
+    """Which tokens may follow, a function of those so far: `Request.mask` of one output.
+
+    It keeps the state after the tokens of the last call, as most calls add one to these.
+
+    Args:
+        matcher: at the start of its grammar.
+        vocab_size: of the model.
+    """
+
+    def __init__(self, matcher: llguidance.LLMatcher, vocab_size: int) -> None:
+        self._matcher, self._vocab_size = matcher, vocab_size
+        self._consumed: list[int] = []
+
+    def __call__(self, tokens: Sequence[int]) -> Tensor:
+        """Return bool [V]; no token at all where those so far are not of the grammar."""
+        known = len(self._consumed)
+        if self._consumed != list(tokens[:known]):
+            pairs = enumerate(zip(self._consumed, tokens, strict=False))
+            same = next((n for n, (a, b) in pairs if a != b), min(known, len(tokens)))
+            self._matcher.rollback(known - same)
+            del self._consumed[same:]
+        new = list(tokens[len(self._consumed) :])
+        self._matcher.consume_tokens(new)
+        self._consumed += new
+        if self._matcher.is_error():
+            return torch.zeros(self._vocab_size, dtype=torch.bool)
+        packed = np.frombuffer(self._matcher.compute_bitmask(), dtype=np.uint8)
+        bits = np.unpackbits(packed, count=self._vocab_size, bitorder="little")
+        return torch.from_numpy(bits.view(np.bool_))

@@ -1,0 +1,222 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Structured output: every answer is of its grammar, and grammars that cannot be are refused."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import random
+import re
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import openai
+import pytest
+
+from megatron.cli.tokenizers import ByteTokenizer, train_bpe
+from megatron.inference.server import structured
+from megatron.inference.server.structured import BadGrammar, Grammars, TokenMask, grammars_of
+from tests.support.http_server import END, Served, served, until
+
+PERSON = {
+    "type": "object",
+    "properties": {
+        "name": {"type": "string", "maxLength": 8},
+        "age": {"type": "integer", "minimum": 0, "maximum": 150},
+        "tags": {"type": "array", "items": {"enum": ["a", "é"]}, "maxItems": 3},
+    },
+    "required": ["name", "age", "tags"],
+    "additionalProperties": False,
+}
+#: Ends what is open: random tokens of 256 hardly ever would.
+LEANS = {str(ord(c)): 6 for c in '"}],'}
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[Served]:
+    with served() as found:
+        yield found
+
+
+def text_of(server: Served, seed: int = 1, **fields: Any) -> str:
+    """Return a text that ended by itself."""
+    asked = {"prompt": "a", "max_tokens": 500, "seed": seed, "logit_bias": LEANS, **fields}
+    response = server.post("/v1/completions", **asked)
+    assert response.status_code == 200, response.text
+    (choice,) = response.json()["choices"]
+    assert choice["finish_reason"] == "stop"
+    return choice["text"]
+
+
+def is_person(text: str) -> bool:
+    """Check a text against `PERSON`, by hand."""
+    found = json.loads(text)
+    return (
+        found.keys() == {"name", "age", "tags"}
+        and isinstance(found["name"], str)
+        and len(found["name"]) <= 8
+        and type(found["age"]) is int
+        and 0 <= found["age"] <= 150
+        and len(found["tags"]) <= 3
+        and all(tag in ("a", "é") for tag in found["tags"])
+    )
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_json_follows_its_schema(server: Served, seed: int) -> None:
+    shape = {"type": "json_schema", "json_schema": {"name": "p", "strict": True, "schema": PERSON}}
+    assert is_person(text_of(server, seed, response_format=shape))
+    assert is_person(text_of(server, seed, structured_outputs={"json": PERSON}))
+    assert isinstance(json.loads(text_of(server, response_format={"type": "json_object"})), dict)
+
+
+def test_several_outputs_follow_each_by_itself(server: Served) -> None:
+    asked = {"prompt": ["a", "b"], "n": 4, "max_tokens": 500, "logit_bias": LEANS}
+    response = server.post("/v1/completions", **asked, structured_outputs={"json": PERSON})
+    texts = [choice["text"] for choice in response.json()["choices"]]
+    assert len(set(texts)) > 1
+    assert all(map(is_person, texts))
+
+
+def test_other_grammars(server: Served) -> None:
+    def of(seed: int = 1, **kind: Any) -> str:
+        return text_of(server, seed, structured_outputs=kind)
+
+    assert re.fullmatch(r"[a-f]{3}-\d{2}", of(regex=r"[a-f]{3}-[0-9]{2}"))
+    choices = ["yes", 'no "really"', "é\n"]
+    assert {of(seed, choice=choices) for seed in range(12)} == set(choices)
+    assert re.fullmatch(r"\d\+\d", of(grammar='start: D "+" D\nD: /[0-9]/'))
+    assert (
+        server.post("/v1/completions", prompt="a", response_format={"type": "text"}).status_code
+        == 200
+    )
+
+
+def test_row_54_grammars_that_cannot_be(server: Served) -> None:
+    deep: dict[str, Any] = {"type": "string"}
+    for _ in range(60):
+        deep = {"anyOf": [deep, {"type": "array", "items": deep}]}
+    steps = server.engine.stats.steps
+    for kind in (
+        {"json": {"type": "strin"}},
+        {"json": {"not": {"type": "string"}}},
+        {"json": {"type": "array", "uniqueItems": True}},
+        {"json": {"$ref": "http://127.0.0.1:1/never"}},
+        {"regex": "(a"},
+        {"grammar": 'start: "a" b'},
+        {"choice": ["a"], "regex": "a"},
+        {"regex": ""},
+        {"choice": []},
+        {},
+    ):
+        response = server.post("/v1/completions", prompt="a", structured_outputs=kind)
+        assert response.status_code == 400, kind
+        assert response.json()["error"]["param"] == "structured_outputs"
+        assert "\n" not in response.json()["error"]["message"]
+    assert server.engine.stats.steps == steps
+    response = server.post(
+        "/v1/completions", prompt="a", ignore_eos=True, structured_outputs={"regex": "a"}
+    )
+    assert response.json()["error"]["param"] == "ignore_eos"
+
+
+def test_row_54_bombs_end_in_time() -> None:
+    grammars = Grammars(ByteTokenizer(), [END], END + 1)
+    bombs = [
+        structured.regex_grammar("((a{1,9999}){1,9999}){1,9999}"),
+        structured.regex_grammar("(a+)+$"),
+        structured.lark_grammar("start: " + " | ".join(f"/a{{{n},9999}}/" for n in range(1, 400))),
+    ]
+    for bomb in bombs:
+        with contextlib.suppress(BadGrammar):
+            grammars.mask(bomb)([])
+
+
+def test_a_grammar_is_compiled_off_the_engines_loop(
+    server: Served, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    release, entered = threading.Event(), threading.Event()
+    grammars = server.loop._grammars
+    compile_now = grammars.compile
+
+    def slowly(grammar: str) -> Any:
+        if threading.current_thread() is not server.thread:
+            entered.set()
+            release.wait()
+        return compile_now(grammar)
+
+    monkeypatch.setattr(grammars, "compile", slowly)
+    found: list[str] = []
+    asked = {"structured_outputs": {"regex": "abc"}}
+    waits = threading.Thread(target=lambda: found.append(text_of(server, **asked)))
+    waits.start()
+    entered.wait()
+    assert server.post("/v1/completions", prompt="a").status_code == 200  # others go on
+    assert found == []
+    release.set()
+    waits.join()
+    assert found == ["abc"]
+
+
+def test_grammars_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(structured, "KEPT_GRAMMARS", 2)
+    grammars = Grammars(ByteTokenizer(), [END], END + 1)
+    first = grammars.compile(structured.regex_grammar("a"))
+    grammars.compile(structured.regex_grammar("b"))
+    assert grammars.compile(structured.regex_grammar("a")) is first
+    grammars.compile(structured.regex_grammar("c"))  # in the place of b
+    assert grammars.compile(structured.regex_grammar("a")) is first
+
+
+def test_a_mask_is_a_function_of_the_tokens_so_far() -> None:
+    """As speculation and preemption ask for it: in any order, drafts undone."""
+    grammars = Grammars(ByteTokenizer(), [END], END + 3)
+    grammar = structured.json_grammar(PERSON)
+    text = list(b'{"name": "x", "age": 7, "tags": ["a"]}')
+    mask = grammars.mask(grammar)
+    source = random.Random(0)
+    for length in source.choices(range(len(text) + 1), k=60):
+        fresh: TokenMask = grammars.mask(grammar)
+        found = mask(text[:length])
+        assert found.shape == (END + 3,)
+        assert found.equal(fresh(text[:length]))
+        assert found[text[length]] if length < len(text) else found[END]
+    assert not mask(list(b"no JSON")).any()
+
+
+def test_tokens_of_several_bytes(tmp_path: Path) -> None:
+    tokenizer = train_bpe(['{"name": "é and more", "age": 12}'] * 20, 300, tmp_path / "t.json")
+    end = tokenizer.eod
+    assert end is not None
+    mask = Grammars(tokenizer, [end], tokenizer.vocab_size).mask(
+        structured.regex_grammar('"name": "é( and)?"')
+    )
+    source, tokens = random.Random(3), []
+    while not tokens or tokens[-1] != end:
+        tokens.append(source.choice(mask(tokens).nonzero().flatten().tolist()))
+    assert re.fullmatch('"name": "é( and)?"', tokenizer.detokenize(tokens))
+
+
+def test_a_model_without_an_end_can_have_none() -> None:
+    assert grammars_of(ByteTokenizer(), [], END + 1) is None
+    with served(stop_tokens=[]) as server:
+        response = server.post("/v1/completions", prompt="a", structured_outputs={"regex": "a"})
+        assert response.status_code == 400
+
+
+def test_the_openai_client_gets_a_strict_schema(server: Served) -> None:
+    with openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0) as client:
+        answer = client.chat.completions.create(
+            model="next-byte",
+            messages=[{"role": "user", "content": "hi"}],
+            logit_bias=LEANS,
+            seed=2,
+            response_format={
+                "type": "json_schema",
+                "json_schema": {"name": "person", "strict": True, "schema": PERSON},
+            },
+        )
+    assert is_person(answer.choices[0].message.content or "")
+    until(lambda: server.engine.unfinished == 0)

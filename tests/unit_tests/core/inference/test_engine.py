@@ -152,25 +152,32 @@ def requests(params: SamplingParams = GREEDY, **more) -> list[Request]:
 
 
 @functools.cache
-def anew(family: str, sampling: str, prompt: tuple[int, ...], sequence: int) -> tuple[list, list]:
-    """Return the tokens and log-probabilities of one prompt by running the whole sequence for every
-    token."""
-    model, tokens, logprobs = model_of(family), [], []
-    for _ in range(NEW):
-        with torch.no_grad():
-            logits = model.full_logits(torch.tensor([[*prompt, *tokens]]))[-1]
-        row = SampleRow(
+def whole_model(family: str) -> GPTModel:
+    """Return the model of one process, which no test changes; made once."""
+    return model_of(family)
+
+
+@functools.cache
+def by_whole_sequence(
+    family: str, sampling: str, prompt: tuple[int, ...], sequence: int, output: tuple[int, ...]
+) -> tuple[list, list]:
+    """Return the token, and its log-probability, that is drawn after the prompt and each beginning
+    of the output: by one run of the model over the whole sequence, without a cache."""
+    with torch.no_grad():
+        logits = whole_model(family).full_logits(torch.tensor([[*prompt, *output]]))[:, 0]
+    rows = [
+        SampleRow(
             params=SAMPLING[sampling],
             sequence=sequence,
-            position=len(prompt) + len(tokens),
+            position=len(prompt) + place,
             prompt=prompt,
-            output=tokens,
+            output=output[:place],
             mask=ODD if sampling == "mask" else None,
         )
-        found = sample(logits, [row])
-        tokens.append(found.tokens.item())
-        logprobs.append(found.logprobs.item())
-    return tokens, logprobs
+        for place in range(len(output))
+    ]
+    found = sample(logits[len(prompt) - 1 : -1], rows)
+    return found.tokens.tolist(), found.logprobs.tolist()
 
 
 def engine_of(
@@ -264,7 +271,10 @@ def test_features_together_say_what_a_sequence_alone_does(row: dict) -> None:
     for request, outputs in zip(asked, found, strict=True):
         for index, got in enumerate(outputs):
             sequence = 0 if params.greedy else request.sequence + index
-            tokens, logprobs = anew(row["family"], row["sampling"], request.prompt, sequence)
+            assert len(got.tokens) == NEW
+            tokens, logprobs = by_whole_sequence(
+                row["family"], row["sampling"], request.prompt, sequence, tuple(got.tokens)
+            )
             assert got.tokens == tokens
             assert got.logprobs == pytest.approx(logprobs, rel=1e-4, abs=1e-5)
             assert len(got.top_logprobs) == (NEW if params.logprobs else 0)

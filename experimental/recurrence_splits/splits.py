@@ -17,12 +17,12 @@ import torch
 from megatron.core.ops.recurrence import (
     Recurrence,
     RecurrenceInputs,
-    emptied,
     filled,
     recur,
+    split_tensors,
 )
 from megatron.core.ops.sequences import Sequences
-from megatron.core.ssm.state_passing import NOBODY, Fold, Step
+from megatron.core.ssm.state_passing import NOBODY, ChainStep, Fold
 
 #: Tokens that splits of a sequence keep together: whole chunks of the recurrences.
 SPLIT_CHUNK = 128
@@ -110,9 +110,9 @@ class Split:
             order = list(range(first, last + 1))
             if back:
                 order.reverse()
-            steps = [Step(one, one, taker) for one, taker in pairwise(order)]
+            steps = [ChainStep(one, one, taker) for one, taker in pairwise(order)]
             if given:
-                steps.insert(0, Step(self.segments.count + number, NOBODY, order[0]))
+                steps.insert(0, ChainStep(self.segments.count + number, NOBODY, order[0]))
             chains.append(steps)
         return Fold(chains, self.segments)
 
@@ -163,7 +163,7 @@ class _Splits(torch.autograd.Function):
         prepared = recurrence.prepare(RecurrenceInputs(*inputs), split.segments)
         states, steps = recurrence.summary(prepared)
         out, last = recurrence.sweep(prepared, split.first_states(states, steps, first))
-        ctx.shell, tensors = emptied(prepared)
+        ctx.shell, tensors = split_tensors(prepared)
         ctx.save_for_backward(steps, *tensors)
         return out, split.lasts(last)
 

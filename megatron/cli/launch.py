@@ -257,7 +257,7 @@ class Launch:
             ExitCode.PEER_LOST, f"{why}: rank 0 has not started, or elsewhere; see its log"
         )
 
-    def serve_beside(self, *, timeout_seconds: float) -> tuple[tuple[str, int], dist.TCPStore]:
+    def serve_store(self, *, timeout_seconds: float) -> tuple[tuple[str, int], dist.TCPStore]:
         """Serve a store beside the launcher's, which outlives it: rank 0 does.
 
         Returns address and port by which the other ranks reach it, and the store.

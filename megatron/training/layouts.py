@@ -25,9 +25,9 @@ from megatron.core.context_parallel.comm_type import ALL_TO_ALL, choose
 from megatron.core.context_parallel.cut import (
     DOCUMENTS,
     ROW,
+    AttentionWork,
     Costs,
     Documents,
-    Work,
     cut_documents,
     joined_documents,
     work_of,
@@ -57,8 +57,8 @@ class Choice:
         cut: of one row that holds all; None splits each row as one.
     """
 
-    row: Work
-    apart: Work
+    row: AttentionWork
+    apart: AttentionWork
     cut: SequenceCut | None
 
 
@@ -116,14 +116,16 @@ class PackedCuts:
         row, other = self._costs(*works)
         return Choice(*works, apart if other < row else None)
 
-    def _works(self, documents: Documents, apart: SequenceCut) -> tuple[Work, Work]:
+    def _works(
+        self, documents: Documents, apart: SequenceCut
+    ) -> tuple[AttentionWork, AttentionWork]:
         row = SequenceCut.of(documents[0][-1], self.size)
         return (
             work_of(row, documents, **self._seen),
             work_of(apart, [joined_documents(documents)], **self._seen),
         )
 
-    def _costs(self, row: Work, apart: Work) -> tuple[float, float]:
+    def _costs(self, row: AttentionWork, apart: AttentionWork) -> tuple[float, float]:
         """Return what both cost; nothing is as dear as what was not asked for."""
         return (
             inf if self.kind == DOCUMENTS else row.cost(self.costs),

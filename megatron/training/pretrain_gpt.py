@@ -150,7 +150,7 @@ def start_watch(
     if launch.launcher_serves:
         launcher.watch_store(launch.reach(timeout_seconds=seconds))
         if launch.rank == 0:
-            address, beside = launch.serve_beside(timeout_seconds=seconds)
+            address, beside = launch.serve_store(timeout_seconds=seconds)
     launch = agree_on_start(launch, store, timeout_seconds=seconds, own=address)
     if save is not None:
         files = HangFiles(

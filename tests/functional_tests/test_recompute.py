@@ -25,7 +25,9 @@ def test_a_run_recomputes_and_learns_the_same(tmp_path: Path):
         words = f"--train-iters 3 --eval-interval 0 --metrics-file {metrics} {more}"
         with (
             mock.patch.object(decoder, "recomputed", wraps=decoder.recomputed) as full,
-            mock.patch.object(decoder, "remade", wraps=decoder.remade) as selective,
+            mock.patch.object(
+                decoder, "recompute_tensor", wraps=decoder.recompute_tensor
+            ) as selective,
         ):
             assert run_here(flags(data, words)) == 0
         return losses(metrics), full.call_count, selective.call_count

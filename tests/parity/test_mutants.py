@@ -413,7 +413,7 @@ EQUIVALENT = {
         f"{CORE}.weight_gather.bucket|{owner}.name|first == last|first == last: to NotEq|1": (
             "a name, which people read"
         )
-        for owner in ("Block", "Bucket")
+        for owner in ("BucketBlock", "Bucket")
     },
     **{
         f"{CORE}.distributed.data_parallel|{owner}.__init__|0|0 to 1|{number}": (

@@ -29,7 +29,7 @@ from megatron.core.distributed.formulas import (
 )
 from megatron.core.models.gpt import GPTConfig, GPTModel
 from megatron.core.moe import Balance, RouterLoad, routers_of
-from megatron.core.optimizer import Optimizer, OptimizerConfig, StepResult
+from megatron.core.optimizer import Optimizer, OptimizerConfig, OptimizerStepResult
 from megatron.core.optimizer.loss_scaler import ConstantLossScaler
 from megatron.core.pipeline_parallel import Action
 from megatron.core.process_groups import ProcessGroupCollection, RankGrid
@@ -234,8 +234,8 @@ def train_row(
                 balance.finish(applied=True)
         engine.start_param_sync(force_sync=True)
         run.late = 0 if link is None else link.count
-    arenas = [engine.arena, *(gatherer.arena for gatherer in engine.gatherers)]
-    run.leased_bytes = sum(arena.live_bytes for arena in arenas)
+    pools = [engine.pool, *(gatherer.pool for gatherer in engine.gatherers)]
+    run.leased_bytes = sum(pool.live_bytes for pool in pools)
     run.weights = weight_pieces(model.store)
     run.states = model.store.states
     run.loads = [] if balance is None else balance.report()
@@ -356,7 +356,7 @@ class _Watch:
 
     def step(
         self, lr: float, weight_decay: float, *, norm: float | None = None, **more: float | None
-    ) -> StepResult:
+    ) -> OptimizerStepResult:
         """Keep the gradients, without the loss scale.
 
         Raises:

@@ -274,14 +274,14 @@ class HangFiles:
                 "last": [entry.to_json(now) for entry in log.entries()],
             }
             told_text = json.dumps(told, indent=1) + "\n"
-            replace_file(self._beside("collectives.json"), told_text, root=self._save)
+            replace_file(self._sibling("collectives.json"), told_text, root=self._save)
         # Last, as it asks the device.
         with contextlib.suppress(Exception):
             if is_kept(self._environment):
                 import torch
 
                 if (found := read_record(torch._C._distributed_c10d)) is not None:
-                    replace_file(self._beside("torch.json"), found, root=self._save)
+                    replace_file(self._sibling("torch.json"), found, root=self._save)
 
     def write_report(self, text: str) -> None:
         """Leave the report of all ranks."""
@@ -295,7 +295,7 @@ class HangFiles:
             if self._closed:
                 return
             if self._frozen is None:
-                self._frozen = _open_stacks(self._beside("frozen.txt"), self._save)
+                self._frozen = _open_stacks(self._sibling("frozen.txt"), self._save)
             faulthandler.dump_traceback_later(self._frozen_seconds, file=self._frozen)
 
     def close(self) -> None:
@@ -307,10 +307,10 @@ class HangFiles:
             faulthandler.cancel_dump_traceback_later()
             frozen, self._frozen = self._frozen, None
             frozen.close()
-            path = self._beside("frozen.txt")
+            path = self._sibling("frozen.txt")
             if path.stat().st_size == 0:
                 path.unlink()
                 path.parent.rmdir()  # if that was all that is in it
 
-    def _beside(self, end: str) -> Path:
+    def _sibling(self, end: str) -> Path:
         return self._stacks.with_name(f"{self._stacks.stem}_{end}")

@@ -19,7 +19,7 @@ import torch
 
 from megatron.core.comm import all_reduce
 from megatron.core.context_parallel.comm_type import explain
-from megatron.core.context_parallel.cut import Work
+from megatron.core.context_parallel.cut import AttentionWork
 from megatron.core.context_parallel.layout import documents_of
 from megatron.core.datasets.samplers import GPTBatch
 from megatron.core.distributed import DataParallel, DataParallelConfig
@@ -432,7 +432,7 @@ def cut_line(cuts: PackedCuts, batches: Iterable[GPTBatch]) -> str | None:
     )
 
 
-def _imbalance(works: list[Work]) -> float:
+def _imbalance(works: list[AttentionWork]) -> float:
     """Return the pairs of the slowest rank of each microbatch over the mean; 1 is even."""
     mean = sum(sum(work.pairs) / len(work.pairs) for work in works)
     return sum(max(work.pairs) for work in works) / max(mean, 1.0)

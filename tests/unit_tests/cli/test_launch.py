@@ -111,7 +111,7 @@ def test_a_port_of_another_program_is_named():
 def test_what_ranks_write_outlives_the_launchers_store():
     server = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     launch = _rank(0, server.port, serves=True)
-    (address, port), beside = launch.serve_beside(timeout_seconds=10.0)
+    (address, port), beside = launch.serve_store(timeout_seconds=10.0)
     clients = [
         replace(launch, rank=rank, own=(address, port)).open_store(timeout_seconds=10.0)
         for rank in range(2)

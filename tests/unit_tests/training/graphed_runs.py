@@ -180,7 +180,7 @@ def prepare_too_early(recording: StepRecording) -> None:
     gatherer = gatherer_of(recording.engine)
     recording.engine.start_param_sync()
     assert gatherer.in_flight
-    gatherer.arena.trim()
+    gatherer.pool.trim()
 
 
 def pretended() -> tuple[CaptureRules, TapeRecorder]:

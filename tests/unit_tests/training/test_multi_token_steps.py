@@ -85,7 +85,7 @@ def trained(case: Case, groups: ProcessGroupCollection, *, lanes: range):
         model.set_recompute(Recompute(granularity=case.recompute, **full))
         for depth in () if model.multi_token is None else model.multi_token.depths:
             assert [again for *_, again in depth.decoder.runs] == [bool(full)]
-            assert depth.decoder.blocks[0].remakes is not bool(full)
+            assert depth.decoder.blocks[0].recomputes is not bool(full)
     move(model)
     engine = DataParallel(model.store, groups, config=parallel)
     optimizer = Optimizer(engine.owned(), groups, config=OptimizerConfig(kind="sgd", clip_grad=0.0))

@@ -73,7 +73,7 @@ class Placed:
         """int64 [s · b · parts], the row of each part of a token, -1 of padding."""
         return None if self.places is None else self.places.tokens
 
-    def beside(self, x: torch.Tensor) -> torch.Tensor:
+    def split_parts(self, x: torch.Tensor) -> torch.Tensor:
         """Return parts of tokens [s · b · parts, n/parts, ...], a view of x [s, b, n, ...]."""
         return x.unflatten(2, (self.parts, -1)).flatten(0, 2)
 

@@ -344,7 +344,7 @@ class Costs:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Work:
+class AttentionWork:
     """What the ranks have to do of a microbatch.
 
     Args:
@@ -409,7 +409,7 @@ def work_of(
     *,
     window: int | None = None,
     by_heads: bool = False,
-) -> Work:
+) -> AttentionWork:
     """Return what every rank has to do.
 
     Args:
@@ -432,7 +432,7 @@ def work_of(
     if by_heads:
         pairs = [-(-sum(pairs) // cut.size)] * cut.size
         pieces = [sum(len(borders) - 1 for borders in documents)] * cut.size
-    return Work(
+    return AttentionWork(
         tokens=rows * cut.local_length,
         padding=rows * (cut.padded[-1] - cut.length),
         pairs=tuple(pairs),

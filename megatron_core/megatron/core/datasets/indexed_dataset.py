@@ -82,8 +82,8 @@ def token_type_for(vocab_size: int) -> np.dtype:
     return np.dtype("<u2") if vocab_size < 65500 else np.dtype("<i4")
 
 
-def _bad(path: Path, offset: int, found: str, expected: str, mend: str) -> ValueError:
-    return ValueError(f"{path}: at byte {offset}: {found}; expected {expected}. {mend}")
+def _bad(path: Path, offset: int, found: str, expected: str, fix: str) -> ValueError:
+    return ValueError(f"{path}: at byte {offset}: {found}; expected {expected}. {fix}")
 
 
 _REWRITE = "Write the data set again (python -m megatron.training.preprocess_data) or copy it anew."

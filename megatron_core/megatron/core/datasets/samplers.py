@@ -150,7 +150,7 @@ class GPTBatch:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Places:
+class SampleRange:
     """Which samples are in a microbatch.
 
     Args:
@@ -223,12 +223,12 @@ class GPTBatches(Iterator[GPTBatch]):
             begin, number = begin + division.samples, number - division.rounds
         return division, begin, number
 
-    def places(self, ahead: int = 0) -> Places:
+    def places(self, ahead: int = 0) -> SampleRange:
         """Return what is in the microbatch that comes after `ahead` more."""
         division, begin, number = self._microbatch(ahead)
         within = division.places(self._lane, number)
         samples = range(begin + within.start, begin + within.stop)
-        return Places(samples=samples, rows=len(samples) or division.largest(number))
+        return SampleRange(samples=samples, rows=len(samples) or division.largest(number))
 
     def has(self, ahead: int = 0) -> bool:
         """Return whether there is a microbatch after `ahead` more, the same on all ranks."""
@@ -236,7 +236,7 @@ class GPTBatches(Iterator[GPTBatch]):
         end = self._order.end
         return end is None or begin + division.consumed(number + 1) <= end
 
-    def read(self, places: Places) -> GPTBatch:
+    def read(self, places: SampleRange) -> GPTBatch:
         """Read the microbatch at some places; any thread may."""
         samples = places.samples
         filler = not samples

@@ -21,7 +21,7 @@ from megatron.core.dist_checkpointing.dtypes import DTYPES
 from megatron.core.dist_checkpointing.errors import CheckpointError, DamagedCheckpointError
 from megatron.core.dist_checkpointing.manifest import Manifest, StoredTensor, read_manifest
 from megatron.core.dist_checkpointing.run_folder import reading
-from megatron.core.dist_checkpointing.shards import ChunkRead, Scratch, ShardReader, Want
+from megatron.core.dist_checkpointing.shards import ChunkPart, ChunkRead, Scratch, ShardReader
 
 #: Problems named in one error; the rest is counted.
 MAX_PROBLEMS = 8
@@ -173,22 +173,22 @@ def plan_reads(
             a, b = (boxes[i] for i in overlap)
             raise DamagedCheckpointError(f"the manifest stores {name} twice, in {a} and in {b}")
         index = BoxIndex(boxes)
-        wants: dict[int, list[Want]] = {}
+        by_chunk: dict[int, list[ChunkPart]] = {}
         for chunk in members:
             found = 0
             for i, common in index.overlaps(chunk.box):
                 found += common.numel
                 target = chunk.tensor.detach()[common.seen_from(chunk.box.offsets).slices]
-                want = Want(box=common.seen_from(boxes[i].offsets), target=target)
-                wants.setdefault(i, []).append(want)
+                part = ChunkPart(box=common.seen_from(boxes[i].offsets), target=target)
+                by_chunk.setdefault(i, []).append(part)
             if found != chunk.box.numel:
                 raise DamagedCheckpointError(
                     f"{name}{chunk.box} has {chunk.box.numel} elements, the checkpoint holds only "
                     f"{found} of them"
                 )
-        for i, parts in wants.items():
+        for i, parts in by_chunk.items():
             piece = stored.chunks[i]
-            read = ChunkRead(name=name, dtype=stored.dtype, chunk=piece, wants=parts)
+            read = ChunkRead(name=name, dtype=stored.dtype, chunk=piece, parts=parts)
             reads.setdefault(piece.file, []).append(read)
     for group in reads.values():
         group.sort(key=lambda read: read.chunk.begin)

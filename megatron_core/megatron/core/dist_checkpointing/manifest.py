@@ -187,7 +187,7 @@ def read_manifest(folder: Path | str) -> Manifest:
             f"{found}): use another checkpoint"
         )
     try:
-        manifest = _Decoder(path).manifest(json.loads(raw), wanted)
+        manifest = _ManifestDecoder(path).manifest(json.loads(raw), wanted)
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         reason = f"{type(error).__name__}: {error}"
         raise DamagedCheckpointError(f"{path} cannot be understood ({reason})") from error
@@ -253,7 +253,7 @@ def _dump_lines(table: Mapping[str, Any]) -> str:
     return "{\n" + ",\n".join(f"{_dump(key)}:{_dump(value)}" for key, value in table.items()) + "}"
 
 
-class _Decoder:
+class _ManifestDecoder:
     """Turns parsed JSON into a Manifest and trusts nothing in it."""
 
     def __init__(self, path: Path) -> None:

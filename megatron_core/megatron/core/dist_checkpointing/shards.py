@@ -108,7 +108,7 @@ def _bands(tensor: torch.Tensor, max_elements: int) -> Iterator[torch.Tensor]:
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
-class Want:
+class ChunkPart:
     """A box, in the coordinates of a stored chunk, and the view that its elements go to."""
 
     box: Box
@@ -122,7 +122,7 @@ class ChunkRead:
     name: str
     dtype: str
     chunk: StoredChunk
-    wants: Sequence[Want]
+    parts: Sequence[ChunkPart]
 
 
 class Scratch:
@@ -161,12 +161,12 @@ class ShardReader(ShardFile):
     def read(self, request: ChunkRead) -> None:
         """Fill every target of `request`. Raises CheckpointError for a damaged or short file."""
         itemsize = DTYPES[request.dtype].itemsize
-        spans = [_span(request.chunk.box.sizes, want.box) for want in request.wants]
+        spans = [_span(request.chunk.box.sizes, part.box) for part in request.parts]
         first = min(begin for begin, _ in spans) * itemsize // self.block_bytes
         last = max(end for _, end in spans) * itemsize
         direct = [
-            _direct_bytes(want, span, request.dtype)
-            for want, span in zip(request.wants, spans, strict=True)
+            _direct_bytes(part, span, request.dtype)
+            for part, span in zip(request.parts, spans, strict=True)
         ]
         whole = request.chunk.end - request.chunk.begin
         start, stop = (position * itemsize for position in spans[0])
@@ -205,17 +205,17 @@ class ShardReader(ShardFile):
         copies = []
         for box in boxes_of_range(request.chunk.box.sizes, begin // itemsize, end // itemsize):
             for i in touching:
-                if common := intersect(box, request.wants[i].box):
-                    copies.append((box, common, request.wants[i]))
+                if common := intersect(box, request.parts[i].box):
+                    copies.append((box, common, request.parts[i]))
         if not copies:
             return  # this block lies between the wanted columns
         raw = self._scratch.take(end - begin)
         self.read_bytes(request.name, request.chunk, begin, as_bytes(raw))
         elements = raw.view(DTYPES[request.dtype])
-        for box, common, want in copies:
+        for box, common, part in copies:
             start = flat_index(request.chunk.box.sizes, box.offsets) - begin // itemsize
             source = elements[start : start + box.numel].view(box.sizes)
-            want.target[common.seen_from(want.box.offsets).slices].copy_(
+            part.target[common.seen_from(part.box.offsets).slices].copy_(
                 source[common.seen_from(box.offsets).slices]
             )
 
@@ -226,10 +226,10 @@ def _span(sizes: tuple[int, ...], box: Box) -> tuple[int, int]:
     return flat_index(sizes, box.offsets), flat_index(sizes, last) + 1
 
 
-def _direct_bytes(want: Want, span: tuple[int, int], dtype: str) -> memoryview | None:
+def _direct_bytes(part: ChunkPart, span: tuple[int, int], dtype: str) -> memoryview | None:
     """Return the target's memory if the stored bytes can be read straight into it."""
-    target = want.target
-    in_one_piece = span[1] - span[0] == math.prod(want.box.sizes)
+    target = part.target
+    in_one_piece = span[1] - span[0] == math.prod(part.box.sizes)
     plain = target.is_contiguous() and target.device.type == "cpu"
     if in_one_piece and plain and target.dtype == DTYPES[dtype]:
         return as_bytes(target)

@@ -4,7 +4,7 @@
 A captured step runs no Python when it is replayed, and must not touch work that was put on the GPU
 outside. So, between `begin_step` and `finish` of the captured step:
 
-- it waits for no earlier event: nothing is in flight, and the arenas start empty, as a buffer given
+- it waits for no earlier event: nothing is in flight, and the pools start empty, as a buffer given
   back earlier carries an event;
 - the side streams, which the step itself starts after the capturing stream, end before it;
 - every request for a gathered weight is one that the plan foresaw;
@@ -79,10 +79,10 @@ class StepRecording:
         """
         engine = self.engine
         engine.start_param_sync()
-        engine.arena.trim()
+        engine.pool.trim()
         for gatherer in engine.gatherers:
             assert not gatherer.in_flight
-            gatherer.arena.trim()
+            gatherer.pool.trim()
 
     @contextmanager
     def inside(self) -> Iterator[None]:
@@ -94,15 +94,15 @@ class StepRecording:
             here.wait_stream(stream)
 
     def close(self) -> None:
-        """Take the buffers of what was recorded out of the arenas.
+        """Take the buffers of what was recorded out of the pools.
 
         Raises:
             ValueError: weights were needed in another order than the step before needed them.
         """
         engine = self.engine
-        self.buffers += engine.arena.detach()
+        self.buffers += engine.pool.detach()
         for gatherer in engine.gatherers:
-            self.buffers += gatherer.arena.detach()
+            self.buffers += gatherer.pool.detach()
         if unforeseen_needs(engine) != self._unforeseen:
             raise ValueError(
                 "the step that was recorded needed weights in another order than the one before "

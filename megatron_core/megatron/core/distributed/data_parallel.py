@@ -67,9 +67,9 @@ from megatron.core.weight_gather import (
     EVALUATION,
     FORWARD,
     GRANULARITIES,
-    Arena,
-    Block,
     Bucket,
+    BucketBlock,
+    BufferPool,
     Gatherer,
     OwnedRange,
     Storage,
@@ -209,7 +209,7 @@ class GradientBlock(ABC):
 
     each_microbatch: bool
 
-    def __init__(self, bucket: GradientBucket, block: Block) -> None:
+    def __init__(self, bucket: GradientBucket, block: BucketBlock) -> None:
         self.bucket, self.block = bucket, block
         self.trainable = [handle for handle in block.handles if handle.trainable]
         self.puts: dict[str, int] = {}
@@ -286,7 +286,7 @@ class GradientBlock(ABC):
         if bucket.observe is not None:
             bucket.observe(whole)
         self._into, self._first = bucket.receive(self)
-        bucket.stream.wait_stream(current_stream(bucket.arena.device))
+        bucket.stream.wait_stream(current_stream(bucket.pool.device))
         with on_stream(bucket.stream):
             self._pending = self._sum(whole)
         self.sums += 1
@@ -299,7 +299,7 @@ class GradientBlock(ABC):
         self._pending = self._into = None
         assert into is not None
         if self._parts is not None:
-            self.bucket.arena.release(self._parts)
+            self.bucket.pool.release(self._parts)
             self._parts = None
         if summed.data_ptr() != into.data_ptr():
             if self._first:
@@ -307,7 +307,7 @@ class GradientBlock(ABC):
             else:
                 into.add_(summed)
                 if self.bucket.wide:
-                    self.bucket.arena.release(summed)
+                    self.bucket.pool.release(summed)
 
     def abort(self) -> None:
         """Wait for what is under way and give every lease back."""
@@ -323,8 +323,8 @@ class GradientBlock(ABC):
         if bucket.wide:
             out = into
             if not self._first:
-                out = bucket.arena.lease(len(into), torch.float32)
-            self._parts = bucket.arena.lease(whole.numel(), whole.dtype)
+                out = bucket.pool.lease(len(into), torch.float32)
+            self._parts = bucket.pool.lease(whole.numel(), whole.dtype)
             return reduce_scatter_wide_async(whole, group, out=out, parts=self._parts)
         if self._first and whole.dtype is into.dtype:
             return reduce_scatter_async(whole, group, out=into)
@@ -356,7 +356,7 @@ class StepGradients(GradientBlock):
 
     each_microbatch = False
 
-    def __init__(self, bucket: GradientBucket, block: Block) -> None:
+    def __init__(self, bucket: GradientBucket, block: BucketBlock) -> None:
         super().__init__(bucket, block)
         self.whole = torch.zeros(
             block.layout.numel, dtype=bucket.config.grad_dtype, device=block.data.device
@@ -376,14 +376,14 @@ class MicrobatchGradients(GradientBlock):
 
     each_microbatch = True
 
-    def __init__(self, bucket: GradientBucket, block: Block) -> None:
+    def __init__(self, bucket: GradientBucket, block: BucketBlock) -> None:
         super().__init__(bucket, block)
         self._gaps = block.gaps
         self._flying: torch.Tensor | None = None
 
     def open(self) -> None:
-        arena = self.bucket.arena
-        whole = arena.lease(self.block.layout.numel, self.bucket.config.grad_dtype)
+        pool = self.bucket.pool
+        whole = pool.lease(self.block.layout.numel, self.bucket.config.grad_dtype)
         for start, stop in self._gaps:  # elements without a gradient take part in the sum
             whole[start:stop].zero_()
         self._bind(whole)
@@ -401,13 +401,13 @@ class MicrobatchGradients(GradientBlock):
     def settle(self) -> None:
         super().settle()
         if self._flying is not None:
-            self.bucket.arena.release(self._flying)
+            self.bucket.pool.release(self._flying)
             self._flying = None
 
     def abort(self) -> None:
         super().abort()
         if self._whole is not None:
-            self.bucket.arena.release(self._whole)
+            self.bucket.pool.release(self._whole)
             self._close()
 
     def _close(self) -> None:
@@ -421,7 +421,7 @@ class GradientBucket:
     leave this rank, up to the sum over the outer ranks.
 
     Args:
-        arena: where buffers of one microbatch are leased.
+        pool: where buffers of one microbatch are leased.
         stream: where reductions run.
         on_full: called when every weight of a block has had all its gradients accumulated.
 
@@ -440,12 +440,12 @@ class GradientBucket:
         bucket: Bucket,
         *,
         config: DataParallelConfig,
-        arena: Arena,
+        pool: BufferPool,
         stream: Stream,
         on_full: Callable[[GradientBlock], None],
     ) -> None:
         self.bucket, self.config, self.part = bucket, config, bucket.part
-        self.arena, self.stream, self.on_full = arena, stream, on_full
+        self.pool, self.stream, self.on_full = pool, stream, on_full
         once = bucket.gtp and config.gtp_reduce_scatter_per == "step"
         self.inner, self.outer = reductions(bucket.placement, bucket.groups.outer_axes, once=once)
         # on a single data-parallel rank nothing is reduced, and so nothing is widened
@@ -503,7 +503,7 @@ class GradientBucket:
         if not (self._kept or self._received):
             self.settle_outer()
             low, high = self.bucket.reduced_range
-            self._shard = self.arena.lease(high - low, torch.float32)
+            self._shard = self.pool.lease(high - low, torch.float32)
         start = block.block.start
         first = start not in self._received
         self._received.add(start)
@@ -542,7 +542,7 @@ class GradientBucket:
             if self.outer_sums:
                 low = bucket.reduced_range[0]
                 into = self._shard[bucket.owned_range[0] - low : bucket.owned_range[1] - low]
-        self.stream.wait_stream(current_stream(self.arena.device))
+        self.stream.wait_stream(current_stream(self.pool.device))
         with on_stream(self.stream):
             if self.outer.scatter:
                 self._pending = reduce_scatter_async(self._shard, group, out=into)
@@ -564,7 +564,7 @@ class GradientBucket:
         if summed.data_ptr() != self.gradients.data_ptr():
             self.gradients.add_(summed)
         assert self._shard is not None
-        self.arena.release(self._shard)
+        self.pool.release(self._shard)
         self._shard = None
 
     def abort(self) -> None:
@@ -573,14 +573,14 @@ class GradientBucket:
             block.abort()
         self.settle_outer()
         if not self._kept and self._shard is not None:
-            self.arena.release(self._shard)
+            self.pool.release(self._shard)
             self._shard = None
 
     @property
     def _starts(self) -> set[int]:
         return {entry.block.start for entry in self.blocks}
 
-    def _segment(self, block: Block) -> torch.Tensor:
+    def _segment(self, block: BucketBlock) -> torch.Tensor:
         """Return where the shard of a block lies in what this rank keeps of the sums."""
         assert self._shard is not None
         if not self.bucket.sharded:
@@ -691,7 +691,7 @@ class DataParallel:
                 f"{config.outer}): materialize the store with the engine's config.storage()"
             )
         self.launched_in_backward = self.outer_in_backward = 0
-        self.arena = Arena(store.device, poison=config.debug)
+        self.pool = BufferPool(store.device, poison=config.debug)
         self.gatherers = _gatherers(store, config)
         self._parts = sorted({bucket.part for bucket in store.buckets}, reverse=True)
         stream = new_stream(store.device)
@@ -699,7 +699,7 @@ class DataParallel:
             GradientBucket(
                 bucket,
                 config=config,
-                arena=self.arena,
+                pool=self.pool,
                 stream=stream,
                 on_full=self._on_full,
             )

@@ -47,7 +47,7 @@ from megatron.core.transformer import (
     RopeTable,
     SelfAttention,
 )
-from megatron.core.transformer.recompute import recomputed, remade
+from megatron.core.transformer.recompute import recompute_tensor, recomputed
 from megatron.core.weight_gather.handle import WeightHandle
 
 
@@ -151,12 +151,12 @@ class HiddenDropout(nn.Module):
         return dropout(x, rate=self.rate, key=self.key, sample_ids=samples, position_ids=places)
 
 
-class Block(nn.Module):
+class DecoderBlock(nn.Module):
     """One mixer with its norm and dropout.
 
     Attributes:
         handles: of its weights.
-        remakes: compute the normalised stream again in backward instead of keeping it.
+        recomputes: compute the normalised stream again in backward instead of keeping it.
     """
 
     def __init__(
@@ -170,7 +170,7 @@ class Block(nn.Module):
     ) -> None:
         super().__init__()
         self.name, self.norm, self.mixer, self.drop = name, norm, mixer, drop
-        self.handles, self.remakes = tuple(handles), False
+        self.handles, self.recomputes = tuple(handles), False
 
     def forward(
         self,
@@ -184,11 +184,11 @@ class Block(nn.Module):
             normed, stream = self.norm(delta), delta
         else:
             normed, stream = self.norm(delta, stream)
-        if not (self.remakes and torch.is_grad_enabled()):
+        if not (self.recomputes and torch.is_grad_enabled()):
             mixed = self.mixer(normed, layout, **context)
         else:
             source = stream.detach()  # the norm keeps it as well
-            with remade(normed, lambda: self.norm(source)):
+            with recompute_tensor(normed, lambda: self.norm(source)):
                 mixed = self.mixer(normed, layout, **context)
         return mixed if self.drop is None else self.drop(mixed, layout), stream
 
@@ -248,14 +248,14 @@ class Decoder(nn.Module):
             )
         self.set_recompute(Recompute())
 
-    def _block(self, symbol: str, *, prefix: str, build: LayerBuild) -> Block:
+    def _block(self, symbol: str, *, prefix: str, build: LayerBuild) -> DecoderBlock:
         """Build the next block; the names of its weights start by `prefix`."""
         config = self.config
         norm = Norm(f"{prefix}.norm", build.hidden_size, config=config.norm, build=build)
         mixer = self._mixer(symbol, prefix=prefix, build=build)
         drop = HiddenDropout.of(prefix, config.hidden_dropout, build=build)
         handles = [h for n, h in build.store.handles.items() if n.startswith(f"{prefix}.")]
-        return Block(prefix, norm, mixer=mixer, drop=drop, handles=handles)
+        return DecoderBlock(prefix, norm, mixer=mixer, drop=drop, handles=handles)
 
     def _mixer(self, symbol: str, *, prefix: str, build: LayerBuild) -> nn.Module:
         """Build what a block does; attention layers are numbered, for their caches."""
@@ -299,9 +299,9 @@ class Decoder(nn.Module):
         ]
         selective = recompute.granularity == "selective"
         for block in self.blocks:
-            block.remakes = selective
+            block.recomputes = selective
             if isinstance(block.mixer, (MLP, MoE)):
-                block.mixer.remakes = selective
+                block.mixer.recomputes = selective
 
     def forward(
         self,

@@ -28,7 +28,7 @@ from megatron.core.moe.router import Router, Share
 from megatron.core.ops.swiglu import activate, gated
 from megatron.core.transformer.build import LayerBuild
 from megatron.core.transformer.mlp import MLP
-from megatron.core.transformer.recompute import remade
+from megatron.core.transformer.recompute import recompute_tensor
 from megatron.core.weight_gather import RowRuns, grouped_linear
 from megatron.core.weight_sharding import Cut, Segment, WeightSharding
 
@@ -37,12 +37,12 @@ class ExpertMLPs(nn.Module):
     """The experts of one rank.
 
     Attributes:
-        remakes: compute the activated features again in backward instead of keeping them.
+        recomputes: compute the activated features again in backward instead of keeping them.
     """
 
     def __init__(self, name: str, *, config: MoEConfig, build: LayerBuild) -> None:
         super().__init__()
-        self.config, self.remakes = config, False
+        self.config, self.recomputes = config, False
         self._function = build.backend.elementwise(gated if config.gated else activate)
         count, f, h = config.num_experts, config.ffn_hidden_size, build.hidden_size
         by_expert = Cut(axis="ep", dim=0)
@@ -71,10 +71,10 @@ class ExpertMLPs(nn.Module):
         """Return [r, h] partial(etp) from rows [r, h]."""
         inner = grouped_linear(self.input, rows, runs)  # [r, 2f/etp] or [r, f/etp]
         active = self._activate(inner)  # [r, f/etp]
-        if not (self.remakes and torch.is_grad_enabled()):
+        if not (self.recomputes and torch.is_grad_enabled()):
             return grouped_linear(self.down, active, runs)
         source = inner.detach()
-        with remade(active, lambda: self._activate(source)):
+        with recompute_tensor(active, lambda: self._activate(source)):
             return grouped_linear(self.down, active, runs)
 
     def _activate(self, inner: torch.Tensor) -> torch.Tensor:
@@ -115,15 +115,15 @@ class MoE(nn.Module):
             self.shared = SharedExpert(name, config=config, build=build)
 
     @property
-    def remakes(self) -> bool:
+    def recomputes(self) -> bool:
         """Whether activated features are computed again in backward instead of kept."""
-        return self.experts.remakes
+        return self.experts.recomputes
 
-    @remakes.setter
-    def remakes(self, remakes: bool) -> None:
-        self.experts.remakes = remakes
+    @recomputes.setter
+    def recomputes(self, recomputes: bool) -> None:
+        self.experts.recomputes = recomputes
         if self.shared is not None:
-            self.shared.mlp.remakes = remakes
+            self.shared.mlp.recomputes = recomputes
 
     def forward(
         self,

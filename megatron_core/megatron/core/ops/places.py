@@ -66,9 +66,9 @@ class Places:
             return x.index_select(0, self.tokens)
         if len(self.rows) == 0:
             return x.new_zeros(len(self.tokens), *x.shape[1:])
-        return self.emptied(x.index_select(0, self.tokens.clamp(min=0)))
+        return self.zero_padding(x.index_select(0, self.tokens.clamp(min=0)))
 
-    def emptied(self, rows: torch.Tensor) -> torch.Tensor:
+    def zero_padding(self, rows: torch.Tensor) -> torch.Tensor:
         """Write zeros to the rows [n, ...] that have no token, and return them."""
         return rows if self.padding is None else rows.index_fill_(0, self.padding, 0)
 

@@ -142,7 +142,7 @@ class _Recur(torch.autograd.Function):
         prepared = call.recurrence.prepare(RecurrenceInputs(*inputs), call.sequences)
         out, last = call.recurrence.sweep(prepared, initial)
         ctx.call, ctx.has_initial = call, initial is not None
-        ctx.shell, tensors = emptied(prepared)
+        ctx.shell, tensors = split_tensors(prepared)
         ctx.save_for_backward(*tensors)
         ctx.set_materialize_grads(False)
         return out, last
@@ -156,7 +156,7 @@ class _Recur(torch.autograd.Function):
         return None, grad_initial if ctx.has_initial else None, *grads
 
 
-def emptied(prepared: Any) -> tuple[Any, tuple[torch.Tensor, ...]]:
+def split_tensors(prepared: Any) -> tuple[Any, tuple[torch.Tensor, ...]]:
     """Take the tensors out of what `Recurrence.prepare` made, for `save_for_backward`.
 
     Args:
@@ -178,7 +178,7 @@ def emptied(prepared: Any) -> tuple[Any, tuple[torch.Tensor, ...]]:
 
 
 def filled(shell: Any, tensors: Sequence[torch.Tensor]) -> Any:
-    """Put tensors back to where `emptied` took them from; the shell may be filled again."""
+    """Put tensors back to where `split_tensors` took them from; the shell may be filled again."""
     prepared = copy.copy(shell)
     for name in (part.name for part in fields(prepared)):
         value = getattr(shell, name)

@@ -130,7 +130,7 @@ class HostUpdates:
 
 
 @dataclass(frozen=True)
-class StepResult:
+class OptimizerStepResult:
     """What one optimizer step did.
 
     Args:
@@ -214,7 +214,7 @@ class Optimizer:
         *,
         norm: float | None = None,
         decoupled_lr: float | None = None,
-    ) -> StepResult:
+    ) -> OptimizerStepResult:
         """Clip and apply one update, or skip it on all ranks alike.
 
         Args:
@@ -240,13 +240,13 @@ class Optimizer:
         applied = math.isfinite(norm)
         self.scaler.update(not applied)
         if not applied:
-            return StepResult(False, norm, zeros)
+            return OptimizerStepResult(False, norm, zeros)
         clip = self.config.clip_grad
         divisor = scale * max(1.0, (norm + 1e-6) / clip) if clip > 0.0 else scale
         self.steps += 1
         own = lr if decoupled_lr is None else decoupled_lr
         self._apply(StepNumbers(lr, weight_decay, divisor, self.steps, own))
-        return StepResult(True, norm, zeros)
+        return OptimizerStepResult(True, norm, zeros)
 
     def after_load(self, *, with_state: bool) -> None:
         """Bring masters up to date after weights, and with or without them optimizer state, have

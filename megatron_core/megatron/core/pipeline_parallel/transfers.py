@@ -109,12 +109,12 @@ def _ends(schedule: Schedule) -> list[list[int]]:
     return found
 
 
-def _reject(schedule: Schedule, kinds: list[Kind], mend: str) -> None:
+def _reject(schedule: Schedule, kinds: list[Kind], fix: str) -> None:
     """Raise if the lists hold actions of these kinds."""
     found = {action.kind for actions in schedule.ranks for action in actions}
     names = [kind.name.lower() for kind in kinds if kind in found]
     if names:
-        raise ValueError(f"the schedule has {', '.join(names)} already: {mend}")
+        raise ValueError(f"the schedule has {', '.join(names)} already: {fix}")
 
 
 def with_weight_traffic(schedule: Schedule, *, gathers: str, reduces: str) -> Schedule:

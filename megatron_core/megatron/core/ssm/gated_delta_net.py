@@ -104,7 +104,7 @@ class GatedDeltaNet(RecurrentMixer):
         """Return [s, b, H V], see `RecurrentMixer.gated`."""
         normed = gated_rms_norm(
             out.rows,
-            out.beside(gate).unflatten(-1, (self.parts.heads, -1)),
+            out.split_parts(gate).unflatten(-1, (self.parts.heads, -1)),
             self.norm_weight.use(torch.float32),
             eps=self.epsilon,
             order=NORM_FIRST,

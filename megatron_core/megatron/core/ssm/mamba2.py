@@ -109,7 +109,7 @@ class Mamba2(RecurrentMixer):
         else:
             normed = gated_rms_norm(
                 out.rows.flatten(2),
-                out.beside(gate),
+                out.split_parts(gate),
                 self.norm_weight.use(torch.float32).view(self.units, -1),
                 eps=self.epsilon,
                 order=GATE_FIRST,

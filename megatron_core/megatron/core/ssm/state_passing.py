@@ -33,9 +33,9 @@ from megatron.core.ops.places import Places
 from megatron.core.ops.recurrence import (
     Recurrence,
     RecurrenceInputs,
-    emptied,
     filled,
     passed,
+    split_tensors,
 )
 from megatron.core.ops.sequences import Sequences
 from megatron.core.process_groups import Group
@@ -44,7 +44,7 @@ NOBODY = -1
 """The taker of a state that nobody here needs."""
 
 
-class Step(NamedTuple):
+class ChainStep(NamedTuple):
     """One step of a chain: state ← M · state + addend, 0 before the first.
 
     Args:
@@ -68,7 +68,7 @@ class Fold:
         sequences: the segments that take states; it keeps the maps.
     """
 
-    def __init__(self, chains: Sequence[Sequence[Step]], sequences: Sequences) -> None:
+    def __init__(self, chains: Sequence[Sequence[ChainStep]], sequences: Sequences) -> None:
         kept = sorted((_needed(chain) for chain in chains), key=len, reverse=True)
         kept = [chain for chain in kept if chain]
         most = len(kept[0]) if kept else 0
@@ -114,7 +114,7 @@ class Fold:
         return found.index_select(0, self._take)
 
 
-def _needed(chain: Sequence[Step]) -> Sequence[Step]:
+def _needed(chain: Sequence[ChainStep]) -> Sequence[ChainStep]:
     """Return a chain up to the last step that has a taker."""
     ends = [number for number, step in enumerate(chain, start=1) if step.taker != NOBODY]
     return chain[: max(ends, default=0)]
@@ -191,14 +191,14 @@ class Links:
             for link in chain:
                 slot = link.source * exports + link.export
                 taker = pieces.entries[link.entry] if link.target == rank else NOBODY
-                steps.append(Step(slot, slot, taker))
+                steps.append(ChainStep(slot, slot, taker))
             first.append(steps)
             steps, behind = [], NOBODY
             for link in reversed(chain):
                 slot = link.target * entries + link.entry
                 taker = pieces.exports[link.export] if link.source == rank else NOBODY
                 # The piece after this link is the one before the next, which exported its M.
-                steps.append(Step(slot, behind, taker))
+                steps.append(ChainStep(slot, behind, taker))
                 behind = link.source * exports + link.export
             last.append(steps)
         return Links(
@@ -299,7 +299,7 @@ class _Segments(torch.autograd.Function):
         out, ctx.shell, tensors = torch.zeros_like(kept.inputs.value), kept.inputs, ()
         if kept.prepared is not None:
             out, _ = call.recurrence.sweep(kept.prepared, first)
-            ctx.shell, tensors = emptied(kept.prepared)
+            ctx.shell, tensors = split_tensors(kept.prepared)
         ctx.save_for_backward(kept.between, *tensors)
         return out
 

@@ -15,7 +15,7 @@ from megatron.core.context_parallel import SequenceLayout
 from megatron.core.ops.swiglu import activate, gated
 from megatron.core.ops.swiglu.reference import ACTIVATIONS, GATES
 from megatron.core.transformer.build import LayerBuild
-from megatron.core.transformer.recompute import remade
+from megatron.core.transformer.recompute import recompute_tensor
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -53,7 +53,7 @@ class MLP(nn.Module):
     """The feed-forward mixer of one block.
 
     Attributes:
-        remakes: compute the activated features again in backward instead of keeping them. A relu
+        recomputes: compute the activated features again in backward instead of keeping them. A relu
             keeps them all the same.
     """
 
@@ -62,7 +62,7 @@ class MLP(nn.Module):
         problems = config.problems(build.region.group.size)
         if problems:
             raise ValueError("; ".join(problems))
-        self.config, self.remakes = config, False
+        self.config, self.recomputes = config, False
         self._activate = build.backend.elementwise(gated if config.gated else activate)
         f = config.ffn_hidden_size
         parts = ["gate", "up"] if config.gated else ["up"]
@@ -75,10 +75,10 @@ class MLP(nn.Module):
         """Return [s, b, h] from hidden [s, b, h] ([s/tp, b, h] both under sequence parallelism)."""
         inner = self.input(hidden)  # [s, b, 2f/tp] or [s, b, f/tp]
         active = self.activate(inner)  # [s, b, f/tp]
-        if not (self.remakes and torch.is_grad_enabled()):
+        if not (self.recomputes and torch.is_grad_enabled()):
             return self.down(active)
         source = inner.detach()
-        with remade(active, lambda: self.activate(source)):
+        with recompute_tensor(active, lambda: self.activate(source)):
             return self.down(active)
 
     def activate(self, inner: torch.Tensor) -> torch.Tensor:

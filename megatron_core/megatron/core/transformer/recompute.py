@@ -133,7 +133,7 @@ class _Recompute(torch.autograd.Function):
         return *(None if x is None else x.grad for x in inputs), None, None
 
 
-def remade(
+def recompute_tensor(
     x: torch.Tensor, make: Callable[[], torch.Tensor]
 ) -> contextlib.AbstractContextManager[object]:
     """Return a context in which ops that save `x` save `make` instead, which computes it again.

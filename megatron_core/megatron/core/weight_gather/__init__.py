@@ -12,13 +12,13 @@ after the model is built, by the code that materialises the store; model code do
     store       WeightStore: declaration and layout; what a rank's optimizer owns of a bucket
     module      StoreModule: a store's weights as the parameters of an nn.Module
     plan        when sharded weights are gathered and released
-    gatherer    Gatherer and Arena: all-gathers into leased buffers, just before use
+    gatherer    Gatherer and BufferPool: all-gathers into leased buffers, just before use
 """
 
 from megatron.core.weight_gather.bucket import (
     GRANULARITIES,
-    Block,
     Bucket,
+    BucketBlock,
     Reduction,
     Storage,
     reductions,
@@ -28,7 +28,7 @@ from megatron.core.weight_gather.gatherer import (
     BACKWARD,
     EVALUATION,
     FORWARD,
-    Arena,
+    BufferPool,
     Gatherer,
     segment_name,
 )
@@ -50,9 +50,9 @@ __all__ = [
     "FORWARD",
     "GRANULARITIES",
     "NORM_GROUPS",
-    "Arena",
-    "Block",
     "Bucket",
+    "BucketBlock",
+    "BufferPool",
     "CopyReport",
     "Deferral",
     "GatherPlan",

@@ -110,14 +110,14 @@ class BufferLayout:
 class WeightSource(Protocol):
     """Who makes a block's weights whole when an op needs them."""
 
-    def consume(self, block: Block) -> None:
+    def consume(self, block: BucketBlock) -> None:
         """Make the block current: bound, complete, and kept until another is."""
 
-    def is_late(self, block: Block) -> bool:
+    def is_late(self, block: BucketBlock) -> bool:
         """Return whether updates by other ranks of what this rank stores have not arrived."""
 
 
-class Block:
+class BucketBlock:
     """Weights that are gathered together.
 
     Where forward and backward gather it in different formats (1-D scale blocks), it has two planes:
@@ -167,10 +167,12 @@ class Block:
             handle.backward_block = self
             if forward:
                 handle.block = self
-        self.planes: tuple[Block, ...] = (
+        self.planes: tuple[BucketBlock, ...] = (
             self,
             *(
-                Block(bucket, handles, layout=layout, start=start, wires=(wire,), forward=False)
+                BucketBlock(
+                    bucket, handles, layout=layout, start=start, wires=(wire,), forward=False
+                )
                 for wire in wires[1:]
             ),
         )
@@ -325,7 +327,7 @@ class Bucket:
         self.data = torch.zeros(length, dtype=plan.blocks[0][0].dtype, device=device)
         starts = [sum(stored[:i]) for i in range(len(stored))]
         self.blocks = [
-            Block(self, handles, layout=layout, start=start, wires=wires)
+            BucketBlock(self, handles, layout=layout, start=start, wires=wires)
             for handles, layout, start in zip(plan.blocks, layouts, starts, strict=True)
         ]
         start, stop = 0, len(self.data)

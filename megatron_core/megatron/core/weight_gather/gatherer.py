@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Gatherer: unshards blocks of weights just before use, in buffers leased from an arena.
+"""Gatherer: unshards blocks of weights just before use, in buffers leased from a pool.
 
 The first step gathers on demand and records which block every segment (forward, backward) needs,
 and when. The next step's plan (`plan`) is compiled from this trace and followed as long as the
@@ -25,10 +25,10 @@ Where the outer ranks own different ranges of the same shards (hybrid sharding w
 optimizer, replicas of weights over gtp) a gather has two stages: over the outer ranks, once after
 every optimizer step and of a whole bucket, then over the ranks that share the block.
 
-`Arena` leases flat buffers for gathered weights and for gradients in flight. A lease belongs to its
-holder until it is given back; no storage is leased twice at a time. Buffers are kept by size and
-dtype, so a training run allocates only in its first steps. On a GPU a returned buffer carries an
-event: the stream of its next holder waits until its last reader has run. With `poison`, buffers
+`BufferPool` leases flat buffers for gathered weights and for gradients in flight. A lease belongs
+to its holder until it is given back; no storage is leased twice at a time. Buffers are kept by size
+and dtype, so a training run allocates only in its first steps. On a GPU a returned buffer carries
+an event: the stream of its next holder waits until its last reader has run. With `poison`, buffers
 hold NaN when they are leased and again when they are given back, so a read before the gather or
 after the release shows in the loss, and autograd refuses a saved view.
 """
@@ -51,7 +51,7 @@ from megatron.core.comm.collectives import (
 )
 from megatron.core.device import Event, Stream, current_stream, new_event, new_stream, on_stream
 from megatron.core.process_groups import Group
-from megatron.core.weight_gather.bucket import Block, Bucket
+from megatron.core.weight_gather.bucket import Bucket, BucketBlock
 from megatron.core.weight_gather.plan import GatherPlan, Trace, bytes_of_neighbours, compile_plan
 from megatron.core.weight_gather.wire import shard_amax
 
@@ -68,7 +68,7 @@ class _Buffer:
     released: Event
 
 
-class Arena:
+class BufferPool:
     """Lease flat buffers on one device.
 
     Args:
@@ -127,12 +127,12 @@ class Arena:
             tensor: what `lease` returned, itself and not a view of it.
 
         Raises:
-            ValueError: the tensor is not leased: given back before, or never this arena's.
+            ValueError: the tensor is not leased: given back before, or never this pool's.
         """
         found = self._leased.pop(id(tensor), None)
         if found is None:
             raise ValueError(
-                f"this tensor of {tensor.numel()} elements is not leased from the arena: release "
+                f"this tensor of {tensor.numel()} elements is not leased from the pool: release "
                 "each lease once, by the tensor that lease() returned"
             )
         buffer = found[1]
@@ -164,7 +164,7 @@ class Arena:
         """
         if self._leased:
             raise ValueError(
-                f"{len(self._leased)} buffers are leased from the arena: release them first"
+                f"{len(self._leased)} buffers are leased from the pool: release them first"
             )
         found = [buffer.data for free in self._free.values() for buffer in free]
         self._free.clear()
@@ -205,7 +205,7 @@ class _Encoded:
         is_stale: ranks that own the shard have written it since it was encoded.
     """
 
-    block: Block
+    block: BucketBlock
     bytes: torch.Tensor
     version: int = -1
     is_stale: bool = False
@@ -274,7 +274,7 @@ class Gatherer:
         self.blocks = [plane for block in blocks for plane in block.planes]
         self.prefetch, self.ahead = prefetch, ahead
         device = buckets[0].data.device
-        self.arena = Arena(device, poison=poison)
+        self.pool = BufferPool(device, poison=poison)
         self.stream = new_stream(device)
         self.counts = GatherCounts()
         self.leases = any(bucket.sharded for bucket in buckets)
@@ -290,7 +290,7 @@ class Gatherer:
         # By name, the largest magnitudes of blocks that ranks have not written since. All ranks
         # that share a block know its, or none.
         self._amax: dict[str, torch.Tensor] = {}
-        self._current: Block | None = None
+        self._current: BucketBlock | None = None
         self._traces: dict[str, Trace] = {}
         self._plans: dict[tuple[str, ...], GatherPlan] = {}
         self._program = _Program((), None)
@@ -324,7 +324,7 @@ class Gatherer:
         program = tuple(segments)
         if not self.leases:  # what the first run of a segment has needed stays
             program = tuple(dict.fromkeys(program))
-        self.stream.wait_stream(current_stream(self.arena.device))
+        self.stream.wait_stream(current_stream(self.pool.device))
         plan = self._plan(program)
         self._program = _Program(program, plan)
         early = set(self.in_flight if plan is None else plan.prologue)
@@ -374,7 +374,7 @@ class Gatherer:
         """
         order = repr(sorted(self._program.traces.items())).encode()
         digest = int.from_bytes(hashlib.blake2b(order, digest_size=7).digest())
-        mine = torch.tensor([digest], device=self.arena.device)
+        mine = torch.tensor([digest], device=self.pool.device)
         found = [bucket.groups.gather for bucket in self.buckets.values()]
         groups = {group.name: group for group in found}
         orders = [all_gather(mine, group) for _, group in sorted(groups.items())]
@@ -391,7 +391,7 @@ class Gatherer:
         self._settle()
         self._program = _Program((), None)
 
-    def consume(self, block: Block) -> None:
+    def consume(self, block: BucketBlock) -> None:
         """Make a block current; what was current before may be released."""
         if self._current is not None and self.leases:
             self._current.current = False
@@ -411,7 +411,7 @@ class Gatherer:
         """Forget everything gathered: the optimizer has written the owned ranges."""
         self._leave_segment()
         self._settle()
-        self.stream.wait_stream(current_stream(self.arena.device))
+        self.stream.wait_stream(current_stream(self.pool.device))
         self._gathered.clear()
         for block in self.blocks:
             if block.wire is not None and block.trainable:
@@ -426,7 +426,7 @@ class Gatherer:
             if bucket.outer_shards:
                 self._outer_stale.add(bucket.index)
 
-    def is_late(self, block: Block) -> bool:
+    def is_late(self, block: BucketBlock) -> bool:
         """Return whether updates by other ranks of what this rank stores have not arrived."""
         bucket = block.bucket
         return bucket.index in self._outer_stale or not (bucket.sharded or block.current)
@@ -498,7 +498,7 @@ class Gatherer:
             )
         return self._plans[program]
 
-    def _follow(self, block: Block) -> bool:
+    def _follow(self, block: BucketBlock) -> bool:
         """Follow the plan for this request; False if the plan does not foresee it."""
         program = self._program
         if program.plan is None or program.segment is None:
@@ -515,12 +515,12 @@ class Gatherer:
         self._start(step.issue)
         return True
 
-    def _on_demand(self, block: Block) -> None:
+    def _on_demand(self, block: BucketBlock) -> None:
         """Gather a block that no plan foresaw, releasing what has been there longest."""
         if block.index in self._gathered:
             return
         self.counts.on_demand += 1
-        self.stream.wait_stream(current_stream(self.arena.device))
+        self.stream.wait_stream(current_stream(self.pool.device))
         if self.leases:
             held = sum(self.sizes[i] for i in self._gathered)
             for index in list(self._gathered):
@@ -537,25 +537,25 @@ class Gatherer:
                 self.counts.prefetched += block is not self._current
                 self._issue(block)
 
-    def _issue(self, block: Block) -> None:
+    def _issue(self, block: BucketBlock) -> None:
         """Start a block's gather on the gather stream."""
         bucket = block.bucket
         with on_stream(self.stream):
             self._complete_shards(bucket)
             whole, shard, encoded = block.data, block.shard, None
             if self.leases:
-                whole = self.arena.lease(block.layout.numel, whole.dtype, stream=self.stream)
+                whole = self.pool.lease(block.layout.numel, whole.dtype, stream=self.stream)
             if block.wire is not None:
                 shard = self._encode(block)
                 size = len(shard) * bucket.group.size
-                encoded = self.arena.lease(size, torch.uint8, stream=self.stream)
+                encoded = self.pool.lease(size, torch.uint8, stream=self.stream)
             into = whole if encoded is None else encoded
             pending = all_gather_async(shard, bucket.groups.gather, out=into)
         self._gathered[block.index] = _Gathered(whole, pending, encoded)
         self.counts.gathers += 1
         if self.leases:
             block.bind(whole)
-            self.counts.peak_bytes = max(self.counts.peak_bytes, self.arena.live_bytes)
+            self.counts.peak_bytes = max(self.counts.peak_bytes, self.pool.live_bytes)
 
     def _arrive(self, index: int) -> None:
         """Wait for a block's gather, and decode what it brings."""
@@ -573,10 +573,10 @@ class Gatherer:
                 amax=self._amax.get(block.name),
                 out=whole,
             )
-            self.arena.release(gathered.encoded)
+            self.pool.release(gathered.encoded)
             gathered.encoded = None
 
-    def _encode(self, block: Block) -> torch.Tensor:
+    def _encode(self, block: BucketBlock) -> torch.Tensor:
         """Return this rank's shard of a block in its wire format, encoded anew if the weights have
         changed since."""
         assert block.wire is not None
@@ -630,9 +630,9 @@ class Gatherer:
         if gathered.pending is not None:
             gathered.pending.wait()
         if gathered.encoded is not None:
-            self.arena.release(gathered.encoded)
+            self.pool.release(gathered.encoded)
         self.blocks[index].unbind()
-        self.arena.release(gathered.whole)
+        self.pool.release(gathered.whole)
 
     def _settle(self) -> None:
         """Wait for what is under way and release what is leased."""
@@ -658,7 +658,7 @@ class Gatherer:
         self._current = None
 
 
-def gathered_bytes(block: Block) -> int:
+def gathered_bytes(block: BucketBlock) -> int:
     """Return the bytes that a gather leases: the whole block, and what arrives if that is
     encoded."""
     arriving = 0 if block.wire is None else block.wire_bytes * block.bucket.group.size

@@ -19,7 +19,7 @@ from megatron.core.comm.collectives import (
     reduce_scatter_wide_async,
 )
 from megatron.core.process_groups import Group, ProcessGroupCollection, RankGrid
-from megatron.core.weight_gather.gatherer import Arena
+from megatron.core.weight_gather.gatherer import BufferPool
 from tests.support.inputs import generator
 from tests.support.ranks import run_ranks
 from tests.support.simulated_links import Early, Late, Latency, Link, simulated
@@ -179,24 +179,24 @@ def output_written_before_wait(group: Group, *, bug: bool) -> torch.Tensor:
 
 
 def lease_released_before_wait(group: Group, *, bug: bool) -> torch.Tensor:
-    arena = Arena("cpu", poison=True)
-    lease = arena.lease(6, torch.float32)
+    pool = BufferPool("cpu", poison=True)
+    lease = pool.lease(6, torch.float32)
     lease.copy_(content(group.rank, 6))
     pending = reduce_scatter_async(lease, group)
     if bug:
-        arena.release(lease)
+        pool.release(lease)
     out = pending.wait()
     if not bug:
-        arena.release(lease)
+        pool.release(lease)
     return out
 
 
 def gathered_view_used_after_release(group: Group, *, bug: bool) -> torch.Tensor:
-    arena = Arena("cpu", poison=True)
-    lease = arena.lease(12, torch.float32)
+    pool = BufferPool("cpu", poison=True)
+    lease = pool.lease(12, torch.float32)
     all_gather(content(group.rank, 6), group, out=lease)
     if bug:
-        arena.release(lease)
+        pool.release(lease)
     return lease * 2.0
 
 

@@ -14,8 +14,8 @@ from megatron.core.context_parallel import SequenceCut, SequenceLayout
 from megatron.core.context_parallel.blockwise import attention_blocks
 from megatron.core.context_parallel.cut import (
     PADDING,
+    AttentionWork,
     Costs,
-    Work,
     cut_documents,
     joined_documents,
     work_of,
@@ -143,11 +143,11 @@ def test_a_row_holds_samples_of_the_length_that_was_asked_last():
 
 
 def test_what_costs_less_depends_on_what_padding_costs():
-    row = Work(tokens=100, padding=0, pairs=(30, 90), pieces=(1, 1))
-    apart = Work(tokens=104, padding=8, pairs=(60, 60), pieces=(3, 3))
+    row = AttentionWork(tokens=100, padding=0, pairs=(30, 90), pieces=(1, 1))
+    apart = AttentionWork(tokens=104, padding=8, pairs=(60, 60), pieces=(3, 3))
     assert (row.imbalance, apart.imbalance) == (1.5, 1.0)
     for token, piece, less in ((1.0, 0.0, apart), (8.0, 0.0, row), (1.0, 20.0, row)):
         costs = Costs(token=token, pair=1.0, piece=piece)
         assert min((row, apart), key=lambda work: work.cost(costs)) is less
-    empty = Work(tokens=4, padding=0, pairs=(0, 0), pieces=(0, 0))
+    empty = AttentionWork(tokens=4, padding=0, pairs=(0, 0), pieces=(0, 0))
     assert empty.imbalance == 0.0

@@ -129,9 +129,9 @@ def test_reads_of_what_is_cut_into_many_compare_neighbours_only(dim, monkeypatch
     reads = plan_reads(table, chunks)["a"]
     assert [read.chunk for read in reads] == stored
     for read, chunk in zip(reads, reversed(chunks), strict=True):
-        (want,) = read.wants
-        assert want.target.data_ptr() == chunk.tensor.data_ptr()
-        assert want.box == Box((0, 0, 0), sizes)
+        (part,) = read.parts
+        assert part.target.data_ptr() == chunk.tensor.data_ptr()
+        assert part.box == Box((0, 0, 0), sizes)
     assert parts <= len(compared) <= 2 * parts, "not all with all"
 
 

@@ -69,7 +69,7 @@ def engine_case(
     reference = Reference(lanes)
     for number, indices in enumerate(STEPS):
         if gatherer_of(engine) is not None:
-            gatherer_of(engine).arena.reset_peak()
+            gatherer_of(engine).pool.reset_peak()
         with trace(groups) as records:
             engine.start_param_sync()
             with nan_memory():
@@ -94,13 +94,13 @@ def engine_case(
         assert (gatherer.counts.prefetched > 0) == engine.config.overlap_param_gather
         if gatherer.leases:
             assert any(consume.release for consume in gatherer.planned.consumes)
-            assert gatherer.arena.peak_bytes == gatherer.planned.peak_bytes
+            assert gatherer.pool.peak_bytes == gatherer.planned.peak_bytes
         assert (gatherer.planned is not None) == (
             gatherer.leases or engine.config.overlap_param_gather
         )
     assert_weights(engine, reference.weights)
-    assert engine.arena.live_bytes == 0
-    assert gatherer is None or gatherer.arena.live_bytes == 0
+    assert engine.pool.live_bytes == 0
+    assert gatherer is None or gatherer.pool.live_bytes == 0
 
 
 def engine_cases(rank: int, world: int) -> None:

@@ -145,8 +145,8 @@ def assert_kept(model: ExpertModel, lanes: int, expert_lanes: int) -> None:
         overlap=engine.config.overlap_grad_reduce,
     )
     assert (formula.weights, formula.gradients) == (weights, gradients)
-    assert engine.arena.live_bytes == 0
-    assert engine.arena.peak_bytes <= formula.reducing
+    assert engine.pool.live_bytes == 0
+    assert engine.pool.peak_bytes <= formula.reducing
     peak = 0 if gatherer_of(engine) is None else gatherer_of(engine).counts.peak_bytes
     assert peak <= formula.gathered
     shared = [b for b in model.store.buckets if b.sharded]

@@ -158,9 +158,9 @@ def live(rank: int, world: int, strategy: str) -> dict[str, float]:
         engine.finish()
         optimizer.step(1e-3)
         engine.start_param_sync()
-    for arena in (engine.arena, *(gatherer.arena for gatherer in engine.gatherers)):
-        assert arena.live_bytes == 0
-        arena.trim()
+    for pool in (engine.pool, *(gatherer.pool for gatherer in engine.gatherers)):
+        assert pool.live_bytes == 0
+        pool.trim()
     del loss
     gc.collect()
     found = live_bytes(
@@ -208,7 +208,7 @@ def test_gathered_weights_take_less_than_half_of_a_buffer_per_shape(name: str, t
     vocabulary = max(shapes.values())
     upstream = sum(shapes.values()) + vocabulary
     assert gatherer.counts.mismatches == 0
-    assert gatherer.arena.peak_bytes == gatherer.planned.peak_bytes <= 0.5 * upstream
+    assert gatherer.pool.peak_bytes == gatherer.planned.peak_bytes <= 0.5 * upstream
     # A model of all layers has the same peak: neighbours are the same.
     embedding, *layer, head = (
         2 * math.prod(h.shape) for h in model.store.handles.values() if h.sharding.gtp
@@ -222,6 +222,6 @@ def test_gathered_weights_take_less_than_half_of_a_buffer_per_shape(name: str, t
         budget=gatherer.budget,
         ahead=0,
     )
-    assert whole.peak_bytes <= gatherer.arena.peak_bytes
+    assert whole.peak_bytes <= gatherer.pool.peak_bytes
     uses = 4 * len(sizes) - 3  # the turns need a weight twice in a row
     assert whole.gathers >= 0.95 * uses

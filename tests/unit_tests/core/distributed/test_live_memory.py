@@ -76,12 +76,12 @@ def measured(
     if gatherer_of(engine) is not None:
         assert gatherer_of(engine).counts.mismatches == 0
         gathered = gatherer_of(engine).counts.peak_bytes
-        gatherer_of(engine).arena.trim()
+        gatherer_of(engine).pool.trim()
         sizes = [BucketSize.of(bucket) for bucket in model.store.buckets]
         planned = bytes_per_rank(sizes, engine.placement, of=ELEMENTS[dtype]).gathered
         assert gathered <= planned
         assert (gathered > 0) == (config.strategy == "optim_grads_params")
-    engine.arena.trim()
+    engine.pool.trim()
     del loss
     state = [t for one in optimizer.ranges for t in one.named_tensors().values()]
     found = live_bytes(

@@ -62,7 +62,7 @@ class Watch:
 
     def _consume(self, bucket) -> None:
         self.consume(bucket)
-        self.held.append(self.gatherer.arena.live_bytes)
+        self.held.append(self.gatherer.pool.live_bytes)
 
 
 def replayed(gatherer: Gatherer) -> list[int]:
@@ -106,13 +106,13 @@ def gathered(rank: int, world: int) -> None:
         watch = Watch(gatherer)
         for number, microbatches in enumerate((2, 1)):
             before, ahead_before = gatherer.counts.gathers, gatherer.counts.prefetched
-            gatherer.arena.reset_peak()
+            gatherer.pool.reset_peak()
             watch.held.clear()
             step(model, engine, microbatches=microbatches, number=number)
             plan = gatherer.planned
             assert check_plan(plan, sizes=gatherer.sizes, budget=gatherer.budget) == []
             assert changes(watch.held) == changes(replayed(gatherer))
-            assert gatherer.arena.peak_bytes == plan.peak_bytes <= gatherer.budget
+            assert gatherer.pool.peak_bytes == plan.peak_bytes <= gatherer.budget
             assert gatherer.counts.gathers - before == plan.gathers
             assert gatherer.counts.mismatches == 0
             early = gatherer.counts.prefetched - ahead_before

@@ -88,13 +88,13 @@ def evaluated(groups: Groups, config: Config) -> None:
                 ids, targets = tokens(lane, index)
                 logits = reference_loss(reference, ids, targets)
                 assert relative_error(model.loss(ids, targets), logits) <= 1e-6
-        assert all(gatherer.arena.live_bytes == 0 for gatherer in engine.gatherers)
+        assert all(gatherer.pool.live_bytes == 0 for gatherer in engine.gatherers)
 
     def fail() -> None:
         with contextlib.suppress(Stop), engine.evaluation(), torch.no_grad():
             model.store.handles["table"].embedding(tokens(lane, 20)[0])
             raise Stop
-        assert all(gatherer.arena.live_bytes == 0 for gatherer in engine.gatherers)
+        assert all(gatherer.pool.live_bytes == 0 for gatherer in engine.gatherers)
 
     fail()
     look()
@@ -161,8 +161,8 @@ def failed(groups: Groups, config: Config) -> None:
         with pytest.raises(Stop):
             fail()
         engine.abort()
-        assert engine.arena.live_bytes == 0
-        assert all(gatherer.arena.live_bytes == 0 for gatherer in engine.gatherers)
+        assert engine.pool.live_bytes == 0
+        assert all(gatherer.pool.live_bytes == 0 for gatherer in engine.gatherers)
         with pytest.raises(ValueError, match=r"backward outside a step: call begin_step\(\) first"):
             engine.backward(torch.zeros(()), last=True)
         with pytest.raises(ValueError, match=r"finish outside a step: call begin_step\(\) first"):

@@ -92,11 +92,11 @@ def case(groups: ProcessGroupCollection, config: Config, schedule: str) -> None:
         assert (gatherer.planned is not None) == follows
         assert (gatherer.counts.prefetched > 0) == engine.config.overlap_param_gather
         if gatherer.leases:
-            assert gatherer.arena.peak_bytes <= gatherer.budget
+            assert gatherer.pool.peak_bytes <= gatherer.budget
     with engine.evaluation([]):
         pass
     assert_weights(engine, reference.weights)
-    assert engine.arena.live_bytes == 0
+    assert engine.pool.live_bytes == 0
 
 
 def _initial():
@@ -200,7 +200,7 @@ def unplanned_prefetch(rank: int, world: int) -> None:
         first = model.store.handles["scale"].block.bucket.index
         assert gatherer.in_flight == ([first] if ahead else [])
         engine.abort()
-        assert gatherer.arena.live_bytes == 0
+        assert gatherer.pool.live_bytes == 0
 
 
 def test_a_prefetch_without_a_plan_gathers_the_first_bucket():

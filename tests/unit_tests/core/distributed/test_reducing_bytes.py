@@ -14,17 +14,17 @@ from tests.unit_tests.core.distributed.test_many_units import built, step
 
 
 def reducing(rank: int, world: int) -> None:
-    """Compare the arena's peak of a step of two microbatches with the formula."""
+    """Compare the pool's peak of a step of two microbatches with the formula."""
     groups = ProcessGroupCollection.create(RankGrid(world_size=world), rank=rank)
     for overlap in (True, False):
         model, engine = built(groups, strategy="optim_grads_params", overlap_grad_reduce=overlap)
         step(model, engine, microbatches=2)
-        engine.arena.reset_peak()
+        engine.pool.reset_peak()
         step(model, engine, microbatches=2, number=1)
         sizes = [BucketSize.of(bucket) for bucket in model.store.buckets]
         formula = bytes_per_rank(sizes, engine.placement, of=ElementBytes(), overlap=overlap)
         largest = 4 * max(size.numel for size in sizes if not size.root)
-        assert formula.reducing - largest <= engine.arena.peak_bytes <= formula.reducing, overlap
+        assert formula.reducing - largest <= engine.pool.peak_bytes <= formula.reducing, overlap
 
 
 def over_gtp(rank: int, world: int) -> None:
@@ -39,8 +39,8 @@ def over_gtp(rank: int, world: int) -> None:
         model, engine = built(groups, strategy=strategy, **more)
         leased = engine.gatherers[0]
         step(model, engine, microbatches=2)
-        engine.arena.reset_peak()
-        leased.arena.reset_peak()
+        engine.pool.reset_peak()
+        leased.pool.reset_peak()
         step(model, engine, microbatches=2, number=1)
         sizes = [BucketSize.of(bucket) for bucket in model.store.buckets]
         assert sum(len(size.blocks) for size in sizes if size.gtp) > 4 * 24
@@ -52,9 +52,9 @@ def over_gtp(rank: int, world: int) -> None:
         # The most are the matrices of an MLP, one of which is twice the other.
         neighbours = [4 * a + 4 * b for a, b in itertools.pairwise(
             block.numel for size in sizes if size.gtp for block in size.blocks)]  # fmt: skip
-        assert leased.arena.peak_bytes == leased.budget == max(neighbours)
+        assert leased.pool.peak_bytes == leased.budget == max(neighbours)
         assert leased.budget < formula.gathered < 1.5 * leased.budget
-        peak = engine.arena.peak_bytes
+        peak = engine.pool.peak_bytes
         # The formula adds the peaks of both kinds of buckets, which wide sums reach in turn.
         least = 0.4 if more else 0.6
         assert least * formula.reducing <= peak <= formula.reducing, (strategy, peak, formula)
@@ -72,12 +72,12 @@ def reducing_wide(rank: int, world: int) -> None:
             fp32_accumulation=True,
         )
         step(model, engine, microbatches=2)
-        engine.arena.reset_peak()
+        engine.pool.reset_peak()
         step(model, engine, microbatches=2, number=1)
         sizes = [BucketSize.of(bucket) for bucket in model.store.buckets]
         formula = bytes_per_rank(sizes, engine.placement, of=narrow, overlap=True)
-        assert 0 < engine.arena.peak_bytes <= formula.reducing, strategy
-        assert engine.arena.peak_bytes >= formula.reducing * 0.6, strategy
+        assert 0 < engine.pool.peak_bytes <= formula.reducing, strategy
+        assert engine.pool.peak_bytes >= formula.reducing * 0.6, strategy
 
 
 def test_bytes_of_weights_over_gtp_are_those_of_the_formula():

@@ -88,7 +88,7 @@ def ordeal(
 
 
 def _assert_settled(engine) -> None:
-    assert engine.arena.live_bytes == gatherer_of(engine).arena.live_bytes == 0
+    assert engine.pool.live_bytes == gatherer_of(engine).pool.live_bytes == 0
 
 
 @dataclass(frozen=True)
@@ -114,7 +114,7 @@ BUGS = {
     ),
     "weights are read from a buffer that was given back": bug(
         "megatron.core.weight_gather.bucket",
-        "Block.unbind",
+        "BucketBlock.unbind",
         "self.current = False",
         "self.current = True",
         ZERO3,
@@ -124,16 +124,16 @@ BUGS = {
         "Gatherer.consume",
         "block.current = True",
         "block.current = True; "
-        "self.leases and self.arena.release(self._gathered[block.index].whole)",
+        "self.leases and self.pool.release(self._gathered[block.index].whole)",
         ZERO3,
     ),
     "a prefetch goes into the buffer in use": bug(
         GATHERER,
         "Gatherer._issue",
-        "whole = self.arena.lease(block.layout.numel, whole.dtype, stream=self.stream)",
+        "whole = self.pool.lease(block.layout.numel, whole.dtype, stream=self.stream)",
         "whole = next((g.whole for g in self._gathered.values() "
         "if len(g.whole) == block.layout.numel), None); "
-        "whole = self.arena.lease(block.layout.numel, torch.float32) if whole is None else whole",
+        "whole = self.pool.lease(block.layout.numel, torch.float32) if whole is None else whole",
         ZERO3,
     ),
     "a gather under way is given back without a wait": bug(
@@ -163,12 +163,12 @@ BUGS = {
                 GRADIENTS,
                 "GradientBlock.reduce",
                 "self.sums += 1",
-                "self.sums += 1; self.bucket.arena.release(whole)",
+                "self.sums += 1; self.bucket.pool.release(whole)",
             ),
             (
                 GRADIENTS,
                 "MicrobatchGradients.settle",
-                "self.bucket.arena.release(self._flying)",
+                "self.bucket.pool.release(self._flying)",
                 "pass",
             ),
         ),
@@ -217,7 +217,7 @@ BUGS = {
     "a step that failed keeps its buffers": bug(
         GRADIENTS,
         "MicrobatchGradients.abort",
-        "self.bucket.arena.release(self._whole)",
+        "self.bucket.pool.release(self._whole)",
         "pass",
         ZERO3,
     ),

@@ -11,7 +11,7 @@ import torch
 from megatron.core.comm import all_gather, trace
 from megatron.core.distributed import DataParallel, DataParallelConfig
 from megatron.core.initialize import InitSpec
-from megatron.core.optimizer import MuonConfig, Optimizer, OptimizerConfig, StepResult
+from megatron.core.optimizer import MuonConfig, Optimizer, OptimizerConfig, OptimizerStepResult
 from megatron.core.optimizer.loss_scaler import DynamicLossScaler, DynamicLossScalerConfig
 from megatron.core.process_groups import ProcessGroupCollection, RankGrid
 from megatron.core.weight_gather import WeightStore
@@ -85,7 +85,9 @@ class Stage:
             handle.add_gradient(wanted[name] * share * self.scaler.scale + fault)
         self.engine.finish()
 
-    def step(self, wanted: Mapping[str, torch.Tensor], *, fault: float = 0.0) -> StepResult:
+    def step(
+        self, wanted: Mapping[str, torch.Tensor], *, fault: float = 0.0
+    ) -> OptimizerStepResult:
         """Train one step."""
         self.gradients(wanted, fault=fault)
         result = self.optimizer.step(0.01, 0.1)

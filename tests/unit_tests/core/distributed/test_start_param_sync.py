@@ -208,7 +208,7 @@ def forced(rank: int, world: int) -> None:
             with simulated(groups, link), trace(groups) as records:
                 engine.start_param_sync(force_sync=True)
             assert gatherer.in_flight == []
-            assert gatherer.arena.live_bytes == 0
+            assert gatherer.pool.live_bytes == 0
             sizes = [block.whole_bytes for block in reversed(gatherer.blocks)]
             assert [(r.kind, r.bytes) for r in records] == [("all_gather", b) for b in sizes]
             assert link.waited == link.count == len(sizes)

@@ -11,7 +11,7 @@ import torch
 from megatron.core.distributed import DataParallel, DataParallelConfig
 from megatron.core.distributed.data_parallel import GradientBlock, GradientBucket
 from megatron.core.process_groups import ProcessGroupCollection, RankGrid
-from megatron.core.weight_gather import Arena, Gatherer
+from megatron.core.weight_gather import BufferPool, Gatherer
 from tests.support.simulated_links import simulated
 from tests.support.stream_order import OrderedStream, OrderError, StreamOrder
 from tests.unit_tests.core.distributed.engine_steps import train, update
@@ -111,7 +111,7 @@ def test_uses_of_memory_are_in_order(strategy: str, settings: dict):
         (GradientBucket, "reduce_outer", "wait_stream", "optim_grads"),
         (Gatherer, "invalidate", "wait_stream", "optim"),
         (Gatherer, "invalidate", "wait_stream", "optim_grads_params"),
-        (Arena, "lease", "wait_event", "optim_grads_params"),
+        (BufferPool, "lease", "wait_event", "optim_grads_params"),
     ],
 )
 def test_a_wait_left_out_is_seen(owner: type, method: str, wait: str, strategy: str):

@@ -110,7 +110,7 @@ def test_recompute_takes_the_layers_that_a_chunk_has(recompute: Recompute):
     ]
     assert len(ran) == 2 * BLOCKS * (2 if full else 1)
     if not full:
-        assert all(block.remakes for decoder in model.decoders for block in decoder.blocks)
+        assert all(block.recomputes for decoder in model.decoders for block in decoder.blocks)
 
 
 def test_more_layers_to_recompute_than_the_model_has_are_refused():

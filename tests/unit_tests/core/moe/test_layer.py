@@ -178,9 +178,9 @@ def by_token(
         (9.0, "probs", True, "silu"),  # room for all
     ],
 )
-@pytest.mark.parametrize("remakes", [False, True])
+@pytest.mark.parametrize("recomputes", [False, True])
 def test_limited_experts(
-    factor: float | None, policy: str, gated: bool, activation: str, remakes: bool
+    factor: float | None, policy: str, gated: bool, activation: str, recomputes: bool
 ):
     config = MoEConfig(
         num_experts=19,
@@ -195,7 +195,7 @@ def test_limited_experts(
     factors = torch.randn(S, B, H, generator=generator(5))
     with one_thread():
         ours = Layer(config, hidden_size=H)
-        ours.moe.remakes = remakes
+        ours.moe.recomputes = recomputes
         ours.assert_sure(hidden)
         whole = merged(ours.pieces(lambda handle: handle.get()))
         weights = {n: w.detach().double().requires_grad_(True) for n, w in whole.items()}

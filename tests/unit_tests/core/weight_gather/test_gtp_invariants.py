@@ -44,7 +44,7 @@ from tests.unit_tests.training.small_config import small_config
 ROOT = Path(__file__).parents[4]
 UNIT, CORE = "tests/unit_tests", "tests/unit_tests/core"
 HERE = f"{CORE}/weight_gather/test_gtp_invariants.py"
-ARENA, PLAN = f"{CORE}/weight_gather/test_arena.py", f"{CORE}/weight_gather/test_plan.py"
+POOL, PLAN = f"{CORE}/weight_gather/test_buffer_pool.py", f"{CORE}/weight_gather/test_plan.py"
 STEPS = f"{CORE}/distributed/test_odd_steps.py"
 ORDER = f"{CORE}/distributed/test_stream_order.py"
 GRAPHS = f"{UNIT}/training/test_full_iteration.py"
@@ -64,7 +64,7 @@ INVARIANTS: tuple[tuple[str, str, str, str], ...] = (
     ("#6080", "a wrong group for experts is noticed", FAULTS, "test_a_planted_fault_is_noticed"),
     ("#6060", "a buffer is written after its last reader", ORDER,
      "test_uses_of_memory_are_in_order"),
-    ("#6060", "no storage is leased twice at a time", ARENA,
+    ("#6060", "no storage is leased twice at a time", POOL,
      "test_live_leases_never_share_storage"),
     ("#6263", "gtp peers are data-parallel ranks to pipelines too", HERE,
      "test_every_gtp_rank_has_a_pipeline_of_its_own"),
@@ -125,7 +125,7 @@ INVARIANTS: tuple[tuple[str, str, str, str], ...] = (
     ("#7470", "gradients on their way are bounded by bytes",
      f"{CORE}/distributed/test_reducing_bytes.py",
      "test_bytes_of_weights_over_gtp_are_those_of_the_formula"),
-    ("", "an arena takes back only what it leased", ARENA,
+    ("", "a pool takes back only what it leased", POOL,
      "test_a_lease_is_released_once_and_by_its_own_tensor"),
     ("", "prefetch follows what is used, in any order", STEPS, "test_on_two_gtp_ranks"),
     ("", "the gradient of an embedding may come later", STEPS, "test_on_two_gtp_ranks"),

@@ -22,7 +22,7 @@ from megatron.core.ops.dispatch import accumulation_dtype, matmul_dtype
 _FLASH = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
 
 
-class Gather(NamedTuple):
+class GatherIndices(NamedTuple):
     """What the reference reads of a batch, worked out once for each window and block size.
 
     Args:
@@ -81,7 +81,7 @@ class PagedBatch:
     max_context: int
     cpu_dtype: torch.dtype | None = None
     recorded: bool = False
-    _gathers: dict[tuple[int, int | None, torch.dtype], Gather] = dataclasses.field(
+    _gathers: dict[tuple[int, int | None, torch.dtype], GatherIndices] = dataclasses.field(
         default_factory=dict, init=False, repr=False, compare=False
     )
 
@@ -150,7 +150,7 @@ def _is_dense(x: torch.Tensor) -> bool:
 
 def gather_of(
     batch: PagedBatch, size: int, window: int | None, tokens: int, dtype: torch.dtype
-) -> Gather:
+) -> GatherIndices:
     """Return what is read of pages of `size` places, for `tokens` new tokens; made once. The mask
     has `dtype`."""
     found = batch._gathers.get((size, window, dtype))
@@ -181,7 +181,7 @@ def gather_of(
             if hidden.any():
                 added = np.where(hidden, -np.inf, 0.0)[:, None, None]
                 mask = torch.from_numpy(added).to(batch.device, dtype)
-    found = Gather(bounds, contexts, decoding, slots, mask, run)
+    found = GatherIndices(bounds, contexts, decoding, slots, mask, run)
     batch._gathers[size, window, dtype] = found
     return found
 
@@ -195,7 +195,7 @@ def _run(table: np.ndarray, start: int, most: int, size: int) -> tuple[int, int]
     return int(blocks[0]) * size + start % size, most
 
 
-def _recorded(batch: PagedBatch, size: int, window: int | None, dtype: torch.dtype) -> Gather:
+def _recorded(batch: PagedBatch, size: int, window: int | None, dtype: torch.dtype) -> GatherIndices:
     """Return what is read of a recorded batch: as many keys of each row as a row may have, by
     numbers that stay on the device. Padding sees one key, which counts for nothing."""
     ends = batch.context_lengths[:, None].long().clamp(min=1)  # [d, 1]
@@ -207,7 +207,7 @@ def _recorded(batch: PagedBatch, size: int, window: int | None, dtype: torch.dty
     mask = torch.zeros((batch.rows, 1, 1, most), dtype=dtype, device=batch.device)
     mask.masked_fill_((columns >= ends - starts)[:, None, None], float("-inf"))
     slots = (pages * size + places % size).flatten()
-    found = Gather([], [], batch.rows, slots, mask, None)
+    found = GatherIndices([], [], batch.rows, slots, mask, None)
     batch._gathers[size, window, dtype] = found
     return found
 
@@ -404,7 +404,7 @@ def _places(cache: torch.Tensor) -> torch.Tensor | None:
     return cache.flatten(0, 1)
 
 
-def _at_slots(cache: torch.Tensor, what: Gather) -> torch.Tensor:
+def _at_slots(cache: torch.Tensor, what: GatherIndices) -> torch.Tensor:
     """Return [b, k, g, d], what lies in the slots of a cache [blocks, size, g, d]."""
     size, shape = cache.shape[1], (what.decoding, -1, *cache.shape[2:])
     places = _places(cache)

@@ -400,7 +400,7 @@ def give_back(pulls, d_initial_ptr, number, starts, inside, stride, WIDTH: tl.co
 
 
 @triton.jit
-def walked(
+def differentiate_token(
     token,
     end,
     tokens,
@@ -594,7 +594,7 @@ def prologue_backward_kernel(
                 x3 = row_of(source_ptr, maps[0], token, tokens, inside, stride, HAS_PLACES)
                 rows = (x0, x1, x2, x3, x4, x5, x6)
                 for back in tl.static_range(4):
-                    pulls, sums = walked(
+                    pulls, sums = differentiate_token(
                         token + 3 - back,
                         end,
                         tokens,

@@ -255,7 +255,7 @@ class _Prologue(torch.autograd.Function):
         units, tokens, parts = source.shape[1], call.sequences.tokens, call.parts
         d_source = torch.empty(source.shape, dtype=source.dtype, device=source.device)
         if call.places is not None:
-            call.places.emptied(d_source)
+            call.places.zero_padding(d_source)
         d_initial = None if initial is None else torch.zeros_like(initial)
         launch = BACKWARD.pick(source, call.key(source))
         most = max(1, BACKWARD_PROGRAMS // max(1, units * sections_of(parts)))

@@ -6,15 +6,15 @@ from __future__ import annotations
 import pytest
 import torch
 
-from megatron.core.weight_gather.gatherer import Arena
+from megatron.core.weight_gather.gatherer import BufferPool
 
 
 @pytest.mark.gpu
 @pytest.mark.machine
 def test_the_next_holders_stream_waits_for_the_last_one(device):
-    arena = Arena(device)
+    pool = BufferPool(device)
     compute, gather = torch.cuda.Stream(), torch.cuda.Stream()
-    lease = arena.lease(1 << 24, torch.float32, stream=gather)
+    lease = pool.lease(1 << 24, torch.float32, stream=gather)
     out = torch.empty_like(lease)
     with torch.cuda.stream(gather):
         lease.fill_(1.0)
@@ -22,8 +22,8 @@ def test_the_next_holders_stream_waits_for_the_last_one(device):
     with torch.cuda.stream(compute):
         torch.cuda._sleep(200_000_000)
         out.copy_(lease)
-        arena.release(lease)
-    again = arena.lease(1 << 24, torch.float32, stream=gather)
+        pool.release(lease)
+    again = pool.lease(1 << 24, torch.float32, stream=gather)
     assert again.data_ptr() == lease.data_ptr()
     with torch.cuda.stream(gather):
         again.fill_(2.0)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Leases of the arena: disjoint storage, reuse, refusals, poison and the counts of bytes."""
+"""Leases of the pool: disjoint storage, reuse, refusals, poison and the counts of bytes."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from megatron.core.comm.collectives import poison_
-from megatron.core.weight_gather.gatherer import Arena, size_class
+from megatron.core.weight_gather.gatherer import BufferPool, size_class
 
 
 def spans(tensors: list[torch.Tensor]) -> list[tuple[int, int]]:
@@ -20,98 +20,98 @@ def spans(tensors: list[torch.Tensor]) -> list[tuple[int, int]]:
 
 def test_live_leases_never_share_storage():
     rng = random.Random(7)
-    arena, live = Arena("cpu"), []
+    pool, live = BufferPool("cpu"), []
     pointers = set()
     for _ in range(400):
         if live and rng.random() < 0.5:
-            arena.release(live.pop(rng.randrange(len(live))))
+            pool.release(live.pop(rng.randrange(len(live))))
         else:
             dtype = rng.choice((torch.float32, torch.bfloat16))
-            live.append(arena.lease(rng.choice((0, 1, 15, 16, 100, 1000, 5000)), dtype))
+            live.append(pool.lease(rng.choice((0, 1, 15, 16, 100, 1000, 5000)), dtype))
             pointers.add(live[-1].data_ptr())
         flat = [edge for span in spans(live) for edge in span]
         assert flat == sorted(flat)
-        assert arena.live_bytes == sum(t.numel() * t.element_size() for t in live)
+        assert pool.live_bytes == sum(t.numel() * t.element_size() for t in live)
     assert len(pointers) < 200  # storage was used again
 
 
 def test_a_released_buffer_is_leased_again_within_its_size_class():
-    arena = Arena("cpu")
-    first = arena.lease(1000, torch.float32)
+    pool = BufferPool("cpu")
+    first = pool.lease(1000, torch.float32)
     pointer = first.data_ptr()
-    arena.release(first)
-    again = arena.lease(1001, torch.float32)
+    pool.release(first)
+    again = pool.lease(1001, torch.float32)
     assert size_class(1001) == size_class(1000) == 1008
     assert again.data_ptr() == pointer
     assert tuple(again.shape) == (1001,)
-    assert arena.lease(1000, torch.bfloat16).data_ptr() != pointer
+    assert pool.lease(1000, torch.bfloat16).data_ptr() != pointer
 
 
 def test_a_lease_is_released_once_and_by_its_own_tensor():
-    arena = Arena("cpu")
-    lease = arena.lease(8, torch.float32)
+    pool = BufferPool("cpu")
+    lease = pool.lease(8, torch.float32)
     for foreign in (torch.empty(8), lease[:4], lease.view(2, 4), lease.clone()):
         with pytest.raises(ValueError, match="not leased"):
-            arena.release(foreign)
-    arena.release(lease)
+            pool.release(foreign)
+    pool.release(lease)
     with pytest.raises(ValueError, match="not leased"):
-        arena.release(lease)
+        pool.release(lease)
     # The old tensor of a buffer that somebody else holds now is no key to it.
-    again = arena.lease(8, torch.float32)
+    again = pool.lease(8, torch.float32)
     assert again.data_ptr() == lease.data_ptr()
     with pytest.raises(ValueError, match="not leased"):
-        arena.release(lease)
+        pool.release(lease)
 
 
 def test_poison_at_lease_and_at_release():
-    arena = Arena("cpu", poison=True)
+    pool = BufferPool("cpu", poison=True)
     for dtype in (torch.float32, torch.bfloat16, torch.float8_e4m3fn):
-        lease = arena.lease(100, dtype)
+        lease = pool.lease(100, dtype)
         assert lease.float().isnan().all()
         lease.fill_(1.0)
-        arena.release(lease)
+        pool.release(lease)
         assert lease.float().isnan().all()
-    codes = arena.lease(4, torch.uint8)
+    codes = pool.lease(4, torch.uint8)
     assert codes.tolist() == [255] * 4
     assert poison_(torch.zeros(2, dtype=torch.bool)).all()
 
 
 def test_without_poison_the_content_is_left_alone():
-    arena = Arena("cpu")
-    lease = arena.lease(10, torch.float32).fill_(3.0)
-    arena.release(lease)
+    pool = BufferPool("cpu")
+    lease = pool.lease(10, torch.float32).fill_(3.0)
+    pool.release(lease)
     assert torch.equal(lease, torch.full((10,), 3.0))
 
 
 def test_autograd_refuses_a_view_that_was_saved_and_released():
-    arena = Arena("cpu", poison=True)
+    pool = BufferPool("cpu", poison=True)
     x = torch.ones(3, requires_grad=True)
-    lease = arena.lease(3, torch.float32)
+    lease = pool.lease(3, torch.float32)
     with torch.no_grad():
         lease.fill_(2.0)
     y = (x * lease).sum()
-    arena.release(lease)
+    pool.release(lease)
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         y.backward()
 
 
 def test_bytes_are_counted_as_asked_for_and_memory_as_held():
-    arena = Arena("cpu")
-    a, b = arena.lease(100, torch.float32), arena.lease(100, torch.bfloat16)
-    assert (arena.live_bytes, arena.peak_bytes) == (600, 600)
-    arena.release(a)
-    assert (arena.live_bytes, arena.peak_bytes) == (200, 600)
-    arena.release(arena.lease(100, torch.float32))
-    arena.release(arena.lease(1, torch.float32))
-    assert (arena.live_bytes, arena.peak_bytes) == (200, 600)
-    arena.reset_peak()
-    assert arena.peak_bytes == 200
-    assert arena.reserved_bytes == 112 * 6 + 16 * 4
-    arena.trim()
-    assert arena.reserved_bytes == 112 * 2
-    arena.release(b)
-    arena.trim()
-    assert arena.reserved_bytes == arena.live_bytes == 0
+    pool = BufferPool("cpu")
+    a, b = pool.lease(100, torch.float32), pool.lease(100, torch.bfloat16)
+    assert (pool.live_bytes, pool.peak_bytes) == (600, 600)
+    pool.release(a)
+    assert (pool.live_bytes, pool.peak_bytes) == (200, 600)
+    pool.release(pool.lease(100, torch.float32))
+    pool.release(pool.lease(1, torch.float32))
+    assert (pool.live_bytes, pool.peak_bytes) == (200, 600)
+    pool.reset_peak()
+    assert pool.peak_bytes == 200
+    assert pool.reserved_bytes == 112 * 6 + 16 * 4
+    pool.trim()
+    assert pool.reserved_bytes == 112 * 2
+    pool.release(b)
+    pool.trim()
+    assert pool.reserved_bytes == pool.live_bytes == 0
 
 
 def test_size_classes_waste_at_most_a_64th():
@@ -123,14 +123,14 @@ def test_size_classes_waste_at_most_a_64th():
 
 
 def test_detached_buffers_are_never_leased_again():
-    arena = Arena("cpu")
-    leases = [arena.lease(n, torch.float32) for n in (1000, 1000, 40)]
+    pool = BufferPool("cpu")
+    leases = [pool.lease(n, torch.float32) for n in (1000, 1000, 40)]
     with pytest.raises(ValueError, match="3 buffers are leased"):
-        arena.detach()
+        pool.detach()
     for lease in leases:
-        arena.release(lease)
-    held = arena.detach()
+        pool.release(lease)
+    held = pool.detach()
     assert sorted(t.numel() for t in held) == [48, 1008, 1008]
-    assert arena.reserved_bytes == 0
+    assert pool.reserved_bytes == 0
     taken = {t.data_ptr() for t in held}
-    assert arena.lease(1000, torch.float32).data_ptr() not in taken
+    assert pool.lease(1000, torch.float32).data_ptr() not in taken

@@ -31,13 +31,14 @@ from megatron.core.inference.cache import CacheShapes
 from megatron.core.inference.engine import (
     Completion,
     Engine,
-    EngineConfig,
+    EngineFeatures,
     LanguageModel,
     Proposer,
     Request,
     check_request,
 )
 from megatron.core.inference.sampling import SamplingParams
+from megatron.core.inference.sizes import EngineConfig
 from megatron.core.inference.speculation import (
     DraftModel,
     MultiTokenHeads,
@@ -393,10 +394,12 @@ def _engine(
         vocab_size=loaded.vocab_size,
         max_length=loaded.max_length,
         device=loaded.device,
-        proposer=proposer,
-        pipeline=loaded.pipeline,
-        check_plans=check_plans,
-        make_recorder=make_recorder,
+        features=EngineFeatures(
+            proposer=proposer,
+            pipeline=loaded.pipeline,
+            make_recorder=make_recorder,
+            check_plans=check_plans,
+        ),
     )
 
 

@@ -2,8 +2,10 @@
 """Text generation on a trained model: continuous batching over a paged cache; no HTTP, no files."""
 
 from megatron.core.inference.cache import CacheShapes
-from megatron.core.inference.engine import Completion, Engine, EngineConfig, Request, generate
+from megatron.core.inference.engine import Engine, generate
+from megatron.core.inference.requests import Completion, Request
 from megatron.core.inference.sampling import SamplingParams
+from megatron.core.inference.sizes import EngineConfig
 from megatron.core.inference.text_stream import TextStream
 
 __all__ = [

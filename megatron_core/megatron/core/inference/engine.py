@@ -24,7 +24,7 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -46,10 +46,10 @@ from megatron.core.device import (
 )
 from megatron.core.inference.cache import CacheShapes, PagedCache
 from megatron.core.inference.decode_graphs import DecodeGraphs, DecodeInputs, GraphStats
+from megatron.core.inference.requests import Completion, Request, check_request
 from megatron.core.inference.sampling import (
     Sampled,
     SampleRow,
-    SamplingParams,
     accepted_drafts,
     most_probable,
     sample,
@@ -61,6 +61,7 @@ from megatron.core.inference.scheduler import (
     Row,
     Scheduler,
 )
+from megatron.core.inference.sizes import CacheSizes, EngineConfig
 from megatron.core.inference.stages import PipelineGroups, StageLink, packed, unpacked
 from megatron.core.ops.paged_attention import PagedBatch
 from megatron.core.ops.sequences import Sequences
@@ -68,12 +69,6 @@ from megatron.core.process_groups import Group
 
 #: Rows of logits that are made at a time where those of a whole prompt are wanted.
 LOGIT_ROWS = 256
-
-#: Tokens of a row that blocks are counted for where tokens take no memory, only states do.
-LONGEST_ROW = 1 << 20
-
-#: More than there is of anything.
-_EVERYTHING = 1 << 60
 
 
 class Head(Protocol):
@@ -179,134 +174,53 @@ class Proposer(Protocol):
         ...
 
 
-@dataclass(frozen=True, kw_only=True)
-class EngineConfig:
-    """How an engine is sized.
+@dataclass(frozen=True, eq=False, kw_only=True)
+class EngineFeatures:
+    """What an engine does besides taking eager steps on the ranks of one pipeline stage.
 
     Args:
-        max_rows: rows that run at a time.
-        max_step_tokens: new tokens of a step: longer prompts are computed in several.
-        block_size: tokens of a block of the cache, a power of two from 16 on.
-        num_blocks: blocks of the cache; None takes `memory_bytes`.
-        memory_bytes: of pages and states together. Slots for the states of `max_rows` rows come
-            first, then snapshots of states for the prefix cache, at most a quarter of what is left,
-            then pages.
-        prefix_caching: reuse what was computed for requests that begin alike.
-        token_multiple: pad the tokens of a step to a multiple of this: with sequence parallelism
-            the number of ranks, each of which has as many.
-        asynchronous: plan a step while the one before it runs. What ends an output (a stop token,
-            `Engine.abort`, `Engine.finish`) then arrives one step late.
-        num_speculative_tokens: drafts that a step verifies of a row at most; 0 is no speculation.
+        proposer: where drafts come from; None if none are wanted.
+        pipeline: the stages, which all make their engines together; None for one.
+        make_recorder: makes what records decode steps, `CudaRecorder` on a GPU; None runs all steps
+            eagerly.
+        check_plans: ranks that compare their plans before each step; None compares nothing.
     """
 
-    max_rows: int = 16
-    max_step_tokens: int = 2048
-    block_size: int = 16
-    num_blocks: int | None = None
-    memory_bytes: int | None = None
-    prefix_caching: bool = True
-    token_multiple: int = 1
-    asynchronous: bool = False
-    num_speculative_tokens: int = 0
+    proposer: Proposer | None = None
+    pipeline: PipelineGroups | None = None
+    make_recorder: Callable[[], Recorder] | None = None
+    check_plans: Group | None = None
 
-    def sizes(self, shapes: CacheShapes, max_length: int | None = None) -> tuple[int, int]:
-        """Return the blocks and the state slots of the cache of a model.
-
-        Args:
-            shapes: what the model keeps.
-            max_length: longest sequence that it takes; None means no limit.
-
-        Raises:
-            ValueError: the memory does not hold the states of the rows and one block.
-        """
-        block = shapes.token_bytes * self.block_size
-        # A row that goes on from a snapshot needs the snapshot and a slot of its own.
-        slots = self.max_rows + (1 if self.prefix_caching else 0) if shapes.states else 1
-        if shapes.states and self.num_speculative_tokens:  # states before the drafts
-            slots += self.max_rows
-        if self.num_blocks is not None:
-            snapshots = 2 * self.max_rows if self.prefix_caching and shapes.states else 0
-            return self.num_blocks, slots + snapshots
-        if self.memory_bytes is None:
-            raise ValueError("an engine needs num_blocks or memory_bytes: give one of them")
-        # One more slot than can be taken: nobody's.
-        left = self.memory_bytes - (slots + 1) * shapes.state_bytes
-        if left < block:
-            least = (slots + 1) * shapes.state_bytes + block
+    def check(self, config: EngineConfig) -> None:
+        """Raise ValueError for features that do not go together."""
+        stages = 1 if self.pipeline is None else self.pipeline.stages.size
+        count = config.num_speculative_tokens
+        if config.asynchronous and stages > 1:
             raise ValueError(
-                f"{self.memory_bytes / 1e9:.3f} GB do not hold the states of {self.max_rows} rows "
-                f"and one block of {self.block_size} tokens: give at least {least / 1e9:.3f} GB"
+                f"a pipeline of {stages} stages has as many steps in flight: leave asynchronous "
+                "scheduling out"
             )
-        if shapes.states and self.prefix_caching:
-            snapshots = min(left // 4 // shapes.state_bytes, 16 * self.max_rows)
-            slots, left = slots + snapshots, left - snapshots * shapes.state_bytes
-        if not block:  # a model without attention: blocks are mere bookkeeping
-            longest = min(max_length or LONGEST_ROW, LONGEST_ROW)
-            return self.max_rows * -(-longest // self.block_size), slots
-        return left // block, slots
-
-
-@dataclass(frozen=True, kw_only=True)
-class Request:
-    """Ask to continue `prompt`.
-
-    Args:
-        prompt: token ids, at least one.
-        max_new_tokens: tokens to generate at most.
-        sampling: how tokens are chosen.
-        stop_tokens: ids that end the text; each is the last token of what it ends.
-        sequence: identity in every random draw; output i of several has identity sequence + i.
-        n: how many outputs.
-        prompt_logprobs: report the log-probability of each token of the prompt.
-        mask: returns which tokens may come next, bool [V], from the tokens generated so far; None
-            allows all. For grammars.
-    """
-
-    prompt: tuple[int, ...]
-    max_new_tokens: int = 64
-    sampling: SamplingParams = field(default_factory=SamplingParams)
-    stop_tokens: Collection[int] = ()
-    sequence: int = 0
-    n: int = 1
-    prompt_logprobs: bool = False
-    mask: Callable[[Sequence[int]], Tensor | None] | None = None
-
-
-@dataclass(kw_only=True)
-class Completion:
-    """One output of a request.
-
-    Args:
-        request_id: as `add` returned it.
-        index: of the outputs of the request, from 0.
-        tokens: generated so far, a stop token included.
-        logprobs: the model's own log-probability of each.
-        top_logprobs: of each token the most probable alternatives, (id, log-probability), as many
-            as the request asks for.
-        prompt_logprobs: of each token of the prompt but the first; None if they were not asked for.
-        prompt_top_logprobs: of the same tokens the most probable alternatives, as many as the
-            request asks for; None if either was not asked for.
-        cached_tokens: of the prompt, found in the prefix cache when it first ran.
-        epochs: of each token, how often the weights had been replaced when it was chosen.
-        finish_reason: "stop" (a stop token), "length" (token limit), "abort", "error" (the logits
-            are not finite, or the mask allows nothing) or "" (not finished).
-    """
-
-    request_id: int = 0
-    index: int = 0
-    tokens: list[int] = field(default_factory=list)
-    logprobs: list[float] = field(default_factory=list)
-    top_logprobs: list[list[tuple[int, float]]] = field(default_factory=list)
-    prompt_logprobs: list[float] | None = None
-    prompt_top_logprobs: list[list[tuple[int, float]]] | None = None
-    cached_tokens: int = 0
-    epochs: list[int] = field(default_factory=list)
-    finish_reason: str = ""
-
-    def cut(self, count: int) -> None:
-        """Forget the tokens after the first `count`, and what is known of them."""
-        for values in (self.tokens, self.logprobs, self.top_logprobs, self.epochs):
-            del values[count:]
+        if self.proposer is not None and stages > 1:
+            raise ValueError(
+                f"num-speculative-tokens is {count} in a pipeline of {stages} stages: drafts are "
+                "verified where all layers are; give one of both"
+            )
+        if self.make_recorder is not None and (self.proposer is not None or stages > 1):
+            raise ValueError(
+                "recorded decode steps go with neither drafts nor several pipeline stages: give "
+                "make_recorder alone"
+            )
+        if count < 0 or (count > 0) != (self.proposer is not None):
+            given = "without" if self.proposer is None else "with"
+            raise ValueError(
+                f"num-speculative-tokens is {count} {given} a proposer of drafts: give a positive "
+                "number and a proposer, or neither"
+            )
+        if count and config.asynchronous:
+            raise ValueError(
+                f"num-speculative-tokens is {count} with asynchronous steps: drafts follow tokens "
+                "that are known when a step is planned; give one of both"
+            )
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -453,50 +367,6 @@ class _Noting:
             completion.prompt_top_logprobs += [list(zip(*pair, strict=True)) for pair in pairs]
 
 
-@dataclass(frozen=True)
-class _Sizes:
-    """Of the cache of every pipeline stage: blocks, slots of states, whether any layer of the model
-    has states, and how far the attention layer sees that sees most; None if one sees all."""
-
-    num_blocks: int
-    num_slots: int
-    has_states: bool
-    window: int | None
-
-    @staticmethod
-    def agreed(
-        config: EngineConfig, shapes: CacheShapes, max_length: int | None, link: StageLink
-    ) -> _Sizes:
-        """Return the sizes that hold on every stage: rows take the same blocks and slots on each.
-
-        Raises:
-            ValueError: the memory of some stage does not hold the least.
-        """
-        blocks, slots, problem = 0, 0, None
-        try:
-            blocks, slots = config.sizes(shapes, max_length)
-        except ValueError as error:
-            problem = error
-        # Slots of a stage without states, and the window of one without attention, do not count.
-        has_states, sees = bool(shapes.states), 0
-        if shapes.attention:
-            sees = shapes.window or _EVERYTHING
-        if not has_states and problem is None:
-            slots = _EVERYTHING
-        blocks, slots, has, sees = link.largest((-blocks, -slots, int(has_states), sees))
-        if not blocks:
-            raise problem or ValueError(
-                "the memory of another pipeline stage does not hold the states of "
-                f"{config.max_rows} rows and one block of {config.block_size} tokens: give it more"
-            )
-        return _Sizes(
-            num_blocks=-blocks,
-            num_slots=-slots if has else 1,
-            has_states=bool(has),
-            window=sees if 0 < sees < _EVERYTHING else None,
-        )
-
-
 @dataclass(frozen=True, eq=False, kw_only=True)
 class StepResult:
     """What a step has computed, on the host once its work is done.
@@ -538,38 +408,6 @@ class StepInFlight:
     work: Work[StepResult]
 
 
-def check_request(request: Request, *, max_length: int | None, vocab_size: int) -> None:
-    """Reject a request that no engine of a model can serve.
-
-    Args:
-        request: what was asked.
-        max_length: longest sequence, prompt and new tokens together; None means no limit.
-        vocab_size: token ids must be below it.
-
-    Raises:
-        ValueError: naming the value and the fix.
-    """
-    length = len(request.prompt)
-    if request.max_new_tokens < 1:
-        raise ValueError(f"max-new-tokens is {request.max_new_tokens}: use a positive number")
-    if request.n < 1:
-        raise ValueError(f"n is {request.n}: ask for at least one output")
-    if length == 0:
-        raise ValueError("the prompt has no tokens: give at least one")
-    if max_length is not None and length + request.max_new_tokens > max_length:
-        raise ValueError(
-            f"the prompt is too long: {length} tokens + {request.max_new_tokens} new ones exceed "
-            f"the model's limit of {max_length}: shorten the prompt or lower max-new-tokens"
-        )
-    wrong = [t for t in request.prompt if not 0 <= t < vocab_size]
-    if wrong:
-        raise ValueError(
-            f"the prompt has token id {wrong[0]}, outside the vocabulary of {vocab_size}: use the "
-            "tokenizer that the model was trained with"
-        )
-    request.sampling.check_vocabulary(vocab_size)
-
-
 def require_same_plan(plan: BatchPlan, group: Group, device: torch.device) -> None:
     """Raise ValueError on all ranks of a group unless they have planned the same step."""
     digest = int.from_bytes(plan.digest()[:7], "big")
@@ -581,21 +419,11 @@ def require_same_plan(plan: BatchPlan, group: Group, device: torch.device) -> No
         )
 
 
-def _check_drafts(config: EngineConfig, num_blocks: int, proposer: Proposer | None) -> None:
-    """Raise ValueError for drafts that nobody makes, or that no step can verify."""
+def _check_drafts(config: EngineConfig, num_blocks: int) -> None:
+    """Raise ValueError for more drafts than a step can verify."""
     count = config.num_speculative_tokens
-    if count < 0 or (count > 0) != (proposer is not None):
-        raise ValueError(
-            f"num-speculative-tokens is {count} {'without' if proposer is None else 'with'} a "
-            "proposer of drafts: give a positive number and a proposer, or neither"
-        )
-    if count and config.asynchronous:
-        raise ValueError(
-            f"num-speculative-tokens is {count} with asynchronous steps: drafts follow tokens that "
-            "are known when a step is planned; give one of both"
-        )
     most = min(config.max_step_tokens, num_blocks * config.block_size)
-    if count + 1 > most:
+    if count and count + 1 > most:
         raise ValueError(
             f"num-speculative-tokens is {count}: a step verifies them with the token before, and "
             f"{count + 1} tokens do not fit a step of {config.max_step_tokens} tokens and a cache "
@@ -613,16 +441,10 @@ class Engine:
         max_length: longest sequence that the model takes; None means no limit.
         vocab_size: of the model, without padding.
         device: where the model is.
-        check_plans: ranks that compare their plans before each step; None compares nothing.
-        proposer: where drafts come from; None if none are wanted.
-        pipeline: the stages, which all make their engines together; None for one.
-        make_recorder: makes what records decode steps, `CudaRecorder` on a GPU; None runs all steps
-            eagerly.
+        features: what it does besides.
 
     Raises:
-        ValueError: drafts without a proposer or the other way round, more than a step or the cache
-            holds, drafts or asynchronous steps with several pipeline stages, or a recorder with
-            either.
+        ValueError: features that do not go together, or more drafts than a step or the cache holds.
 
     Attributes:
         cache: pages and states.
@@ -642,29 +464,17 @@ class Engine:
         vocab_size: int,
         max_length: int | None = None,
         device: torch.device | str = "cpu",
-        check_plans: Group | None = None,
-        proposer: Proposer | None = None,
-        pipeline: PipelineGroups | None = None,
-        make_recorder: Callable[[], Recorder] | None = None,
+        features: EngineFeatures | None = None,
     ) -> None:
+        features = features or EngineFeatures()
+        features.check(config)
         self.model, self.config, self.device = model, config, torch.device(device)
-        self.proposer = proposer
+        self.proposer, self._check_plans = features.proposer, features.check_plans
         self.max_length, self.vocab_size = max_length, vocab_size
-        groups = pipeline or PipelineGroups.single()
+        groups = features.pipeline or PipelineGroups.single()
         self.link = StageLink(groups, dtype=shapes.dtype, device=self.device)
-        if config.asynchronous and self.link.count > 1:
-            raise ValueError(
-                f"a pipeline of {self.link.count} stages has as many steps in flight: leave "
-                "asynchronous scheduling out"
-            )
-        if proposer is not None and self.link.count > 1:
-            raise ValueError(
-                f"num-speculative-tokens is {config.num_speculative_tokens} in a pipeline of "
-                f"{self.link.count} stages: drafts are verified where all layers are; give one of "
-                "both"
-            )
-        sizes = _Sizes.agreed(config, shapes, max_length, self.link)
-        _check_drafts(config, sizes.num_blocks, proposer)
+        sizes = CacheSizes.agreed(config, shapes, max_length, self.link)
+        _check_drafts(config, sizes.num_blocks)
         self.cache = PagedCache(
             shapes,
             num_blocks=sizes.num_blocks,
@@ -688,29 +498,27 @@ class Engine:
         self._queue = WorkQueue(self.device, in_thread=config.asynchronous)
         self._in_flight: deque[StepInFlight] = deque()  # the oldest first
         self._most_in_flight = 2 if config.asynchronous else self.link.count
-        self._check_plans = check_plans
         self._graphs: DecodeGraphs | None = None
-        if make_recorder is not None:
-            if proposer is not None or self.link.count > 1:
-                raise ValueError(
-                    "recorded decode steps go with neither drafts nor several pipeline stages: "
-                    "give make_recorder alone"
-                )
-            longest = sizes.num_blocks * config.block_size
-            self._graphs = DecodeGraphs(
-                self._decoded,
-                make_recorder,
-                max_rows=config.max_rows,
-                row_multiple=config.token_multiple,
-                max_context=min(longest, max_length or longest),
-                block_size=config.block_size,
-                device=self.device,
-                cpu_dtype=shapes.cpu_dtype,
-            )
+        if features.make_recorder is not None:
+            self._graphs = self._graphs_by(features.make_recorder)
         self._asleep: HostCopy | None = None
         self._ended: list[Completion] = []  # found outside of `step`, which returns them
         # The newest token of each row by its slot, for steps that are planned before it is known.
         self._newest = torch.zeros(config.max_rows + 1, dtype=torch.int64, device=self.device)
+
+    def _graphs_by(self, make_recorder: Callable[[], Recorder]) -> DecodeGraphs:
+        """Return the graphs of decode steps."""
+        longest = self.cache.num_blocks * self.config.block_size
+        return DecodeGraphs(
+            self._decoded,
+            make_recorder,
+            max_rows=self.config.max_rows,
+            row_multiple=self.config.token_multiple,
+            max_context=min(longest, self.max_length or longest),
+            block_size=self.config.block_size,
+            device=self.device,
+            cpu_dtype=self.cache.shapes.cpu_dtype,
+        )
 
     @property
     def unfinished(self) -> int:

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from megatron.core.inference.cache import CacheShapes
-from megatron.core.inference.engine import Engine, EngineConfig, Request, generate
+from megatron.core.inference.engine import Engine, EngineConfig, EngineFeatures, Request, generate
 from megatron.core.inference.sampling import SamplingParams
 from megatron.core.process_groups import ProcessGroupCollection, RankGrid
 from tests.support.inputs import one_thread
@@ -179,7 +179,7 @@ def tokens_or_error(rank: int, world: int) -> tuple[list[list[int]], str]:
             EngineConfig(num_blocks=9, max_rows=6, max_step_tokens=30, asynchronous=True),
             shapes=CacheShapes.of(model.modules(), torch.float64),
             vocab_size=VOCABULARY,
-            check_plans=groups["tp"],
+            features=EngineFeatures(check_plans=groups["tp"]),
         )
         said = [c.tokens for (c,) in generate(engine, requests(DRAWN)[:3])]
         # Rank 1 is asked something else.

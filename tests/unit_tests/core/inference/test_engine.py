@@ -15,15 +15,15 @@ from megatron.core.backend import LOCAL, Backend, with_batch_invariance
 from megatron.core.device import Recorder
 from megatron.core.inference.cache import CacheShapes
 from megatron.core.inference.engine import (
-    LONGEST_ROW,
     Engine,
-    EngineConfig,
+    EngineFeatures,
     Proposer,
     Request,
     check_request,
     generate,
 )
 from megatron.core.inference.sampling import SampleRow, SamplingParams, sample
+from megatron.core.inference.sizes import LONGEST_ROW, EngineConfig
 from megatron.core.inference.speculation import DraftModel, MultiTokenHeads, NGramLookup
 from megatron.core.models.gpt import GPTConfig, GPTModel
 from megatron.core.moe import MoEConfig, RouterConfig
@@ -193,8 +193,7 @@ def engine_of(
         EngineConfig(**sizes | config),
         shapes=CacheShapes.of(model.modules(), model.store.dtype),
         vocab_size=VOCABULARY,
-        proposer=proposer,
-        make_recorder=make_recorder,
+        features=EngineFeatures(proposer=proposer, make_recorder=make_recorder),
     )
 
 

@@ -10,7 +10,13 @@ import pytest
 import torch
 
 from megatron.core.inference.cache import CacheShapes
-from megatron.core.inference.engine import Completion, Engine, EngineConfig, generate
+from megatron.core.inference.engine import (
+    Completion,
+    Engine,
+    EngineConfig,
+    EngineFeatures,
+    generate,
+)
 from megatron.core.inference.stages import PipelineGroups
 from megatron.core.models.gpt import GPTModel
 from megatron.core.models.inference_optimized import InferenceOptimizedModel
@@ -62,7 +68,7 @@ def engine_on(groups: ProcessGroupCollection, row: dict[str, Any], **layout: boo
         ),
         shapes=CacheShapes.of(model.modules(), model.store.dtype),
         vocab_size=VOCABULARY,
-        pipeline=PipelineGroups.of(groups),
+        features=EngineFeatures(pipeline=PipelineGroups.of(groups)),
     )
 
 

@@ -17,6 +17,7 @@ from megatron.core.inference.engine import (
     DraftContext,
     Engine,
     EngineConfig,
+    EngineFeatures,
     Request,
     generate,
 )
@@ -153,7 +154,7 @@ def counting(proposer: object, drafts: int = 4, **config) -> Engine:
         EngineConfig(**sizes),
         shapes=CacheShapes(),
         vocab_size=VOCABULARY,
-        proposer=proposer,
+        features=EngineFeatures(proposer=proposer),
     )
 
 

@@ -195,7 +195,9 @@ def _run(table: np.ndarray, start: int, most: int, size: int) -> tuple[int, int]
     return int(blocks[0]) * size + start % size, most
 
 
-def _recorded(batch: PagedBatch, size: int, window: int | None, dtype: torch.dtype) -> GatherIndices:
+def _recorded(
+    batch: PagedBatch, size: int, window: int | None, dtype: torch.dtype
+) -> GatherIndices:
     """Return what is read of a recorded batch: as many keys of each row as a row may have, by
     numbers that stay on the device. Padding sees one key, which counts for nothing."""
     ends = batch.context_lengths[:, None].long().clamp(min=1)  # [d, 1]

@@ -25,8 +25,17 @@ from megatron.core.backend import LOCAL, Backend, with_batch_invariance
 from megatron.core.dist_checkpointing import Solo, weight_chunks
 from megatron.core.inference import Request
 from megatron.core.inference.cache import CacheShapes
-from megatron.core.inference.engine import Engine, EngineConfig, generate
+from megatron.core.inference.engine import (
+    ComputedStep,
+    DraftContext,
+    Engine,
+    EngineFeatures,
+    Proposer,
+    generate,
+)
 from megatron.core.inference.sampling import SamplingParams
+from megatron.core.inference.sizes import EngineConfig
+from megatron.core.inference.speculation import NGramLookup
 from megatron.core.models.gpt import GPTModel
 from megatron.core.models.inference_optimized import InferenceOptimizedModel
 from megatron.core.ops.weight_copy import CopyDtype
@@ -81,13 +90,16 @@ def with_weights_of(model: LlamaForCausalLM, backend: Backend = LOCAL) -> GPTMod
     return ours
 
 
-def engine_of(model: GPTModel, *, num_blocks: int = 2048, **config: object) -> Engine:
+def engine_of(
+    model: GPTModel, *, num_blocks: int = 2048, proposer: Proposer | None = None, **config: object
+) -> Engine:
     """Return an engine with room for every request here."""
     return Engine(
         model,
         EngineConfig(**{"max_rows": ROWS, "num_blocks": num_blocks} | config),
         shapes=CacheShapes.of(model.modules(), torch.float32),
         vocab_size=model.config.vocab_size,
+        features=EngineFeatures(proposer=proposer),
     )
 
 
@@ -426,10 +438,90 @@ def invariant_rows(quick: bool, clock: Callable[[], float]) -> list[Row]:
     return found
 
 
+class WrongDrafts:
+    """Propose drafts of which none is accepted: one token that no text here has."""
+
+    def __init__(self, token: int) -> None:
+        self.token = token
+
+    def propose(self, contexts: Sequence[DraftContext]) -> list[list[int]]:
+        """See `megatron.core.inference.engine.Proposer`."""
+        return [[self.token] * context.count for context in contexts]
+
+    def observe(self, step: ComputedStep, engine: Engine) -> None:
+        """See `megatron.core.inference.engine.Proposer`."""
+
+
+def speculation_rows(quick: bool, clock: Callable[[], float]) -> list[Row]:
+    """Tokens/s with drafts, by those without: n-grams of greedy text, which repeats itself with
+    random weights, and drafts of which none is accepted."""
+    model = with_weights_of(llama(SHAPES["M"]))
+    drafts, found = 4, []
+    for count in (1, ROWS):
+        load = Load(
+            num_requests=count,
+            input_tokens=32,
+            min_output_tokens=32 if quick else 128,
+            max_output_tokens=32 if quick else 128,
+        )
+        requests = make_requests(load, SHAPES["M"].vocabulary)
+        plain = engine_of(model)
+        texts = [outputs[0].tokens for outputs in generate(plain, requests)]
+        unused = next(n for n in range(SHAPES["M"].vocabulary) if n not in set().union(*texts))
+        for name, proposer in (("n-grams", NGramLookup()), ("wrong drafts", WrongDrafts(unused))):
+            engine = engine_of(model, proposer=proposer, num_speculative_tokens=drafts)
+
+            def rate(engine: Engine, requests: Sequence[Request] = requests) -> float:
+                engine.scheduler.forget_cached()
+                start = clock()
+                tokens = sum(len(outputs[0].tokens) for outputs in generate(engine, requests))
+                return tokens / (clock() - start)
+
+            sides = functools.partial(rate, engine), functools.partial(rate, plain)
+            measured = in_turns(sides, rounds=2 if quick else 7)
+            again = [outputs[0].tokens for outputs in generate(engine, requests)]
+            if again != texts:
+                raise ValueError(f"{name} change what {count} requests yield: the race is void")
+            what = f"{name}, {count} requests: tokens/s / without drafts; "
+            what += f"{engine.stats.tokens_per_forward:.2f} tokens a forward"
+            target = "" if name == "n-grams" else ">= 0.9"
+            found.append(row(what, *measured, target))
+    return found
+
+
+def planning_rows(quick: bool, clock: Callable[[], float]) -> list[Row]:
+    """Share of steps whose plan is ready before the step before it has ended, and tokens/s of the
+    asynchronous loop by those of the synchronous one."""
+    model = with_weights_of(llama(SHAPES["M"]))
+    tokens = 32 if quick else 128
+    load = Load(
+        num_requests=ROWS, input_tokens=1, min_output_tokens=tokens, max_output_tokens=tokens
+    )
+    requests = make_requests(load, SHAPES["M"].vocabulary)
+    ahead, plain = engine_of(model, asynchronous=True), engine_of(model)
+
+    def rate(engine: Engine) -> float:
+        start = time.perf_counter()  # the processor's time would count both threads
+        generate(engine, requests)
+        return ROWS * tokens / (time.perf_counter() - start)
+
+    sides = functools.partial(rate, ahead), functools.partial(rate, plain)
+    measured = in_turns(sides, rounds=2 if quick else 7)
+    share = ahead.stats.overlapped / ahead.stats.steps
+    return [
+        row("asynchronous loop, 16 requests: tokens/s / synchronous", *measured),
+        row(
+            "asynchronous loop, 16 requests: plans that are hidden / steps", [share], [1], ">= 0.9"
+        ),
+    ]
+
+
 PARTS = {
     "host": host_rows,
     "prefix": prefix_rows,
     "batches": batch_rows,
+    "speculation": speculation_rows,
+    "planning": planning_rows,
     "invariant": invariant_rows,
     "forward": forward_rows,
 }

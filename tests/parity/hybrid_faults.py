@@ -92,8 +92,8 @@ HYBRID_FAULTS: Mapping[str, Fault] = {
     "heads are gated by their neighbour": (
         "transformer.attention",
         "SelfAttention.forward",
-        "out * gate.sigmoid()",
-        "out * gate.roll(1, 2).sigmoid()",
+        "out * self._sigmoid(gate)",
+        "out * self._sigmoid(gate.roll(1, 2))",
         {"attention_gate": True},
     ),
     "feature off: the mode of recurrences that was asked for": (

@@ -250,7 +250,7 @@ def to_host(tensor: Tensor) -> Tensor:
 
 
 class HostCopy:
-    """What tensors hold, in the host's memory; theirs is given back until `restore`.
+    """Copies of tensors in the host memory; their own memory is given back until `restore`.
 
     Args:
         tensors: each shape, view and address of a storage stays valid only while it is there: what

@@ -453,8 +453,8 @@ class WrongDrafts:
 
 
 def speculation_rows(quick: bool, clock: Callable[[], float]) -> list[Row]:
-    """Tokens/s with drafts, by those without: n-grams of greedy text, which repeats itself with
-    random weights, and drafts of which none is accepted."""
+    """Tokens/s with drafts, by those without: n-grams, which find little in text of random weights,
+    and drafts of which none is accepted."""
     model = with_weights_of(llama(SHAPES["M"]))
     drafts, found = 4, []
     for count in (1, ROWS):

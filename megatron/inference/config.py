@@ -314,6 +314,14 @@ def _check_inference(inference: Inference) -> None:
         raise ValueError(f"--inference-block-size is {size}: use a power of two from 16 on")
 
 
+def _check(source: ModelSource, inference: Inference, speculation: Speculation) -> None:
+    """Raise ValueError for what no program can run with."""
+    _check_source(source)
+    _check_ranks(source, inference)
+    _check_speculation(speculation, source, inference)
+    _check_inference(inference)
+
+
 @dataclass(frozen=True, kw_only=True)
 class GenerateConfig:
     """One run of text generation."""
@@ -326,10 +334,7 @@ class GenerateConfig:
     speculation: Speculation
 
     def __post_init__(self) -> None:
-        _check_source(self.source)
-        _check_ranks(self.source, self.inference)
-        _check_speculation(self.speculation, self.source, self.inference)
-        _check_inference(self.inference)
+        _check(self.source, self.inference, self.speculation)
         for name, value in (
             ("num-outputs", self.prompts.num_outputs),
             ("max-new-tokens", self.sampling.max_new_tokens),
@@ -391,10 +396,7 @@ class BenchConfig:
     speculation: Speculation
 
     def __post_init__(self) -> None:
-        _check_source(self.source)
-        _check_ranks(self.source, self.inference)
-        _check_speculation(self.speculation, self.source, self.inference)
-        _check_inference(self.inference)
+        _check(self.source, self.inference, self.speculation)
         load = self.requests
         for name, value in (
             ("num-requests", load.num_requests),
@@ -471,10 +473,7 @@ class ServeConfig:
     speculation: Speculation
 
     def __post_init__(self) -> None:
-        _check_source(self.source)
-        _check_ranks(self.source, self.inference)
-        _check_speculation(self.speculation, self.source, self.inference)
-        _check_inference(self.inference)
+        _check(self.source, self.inference, self.speculation)
         if self.source.pipeline_model_parallel_size > 1:
             raise ValueError(
                 "--pipeline-model-parallel-size is "

@@ -339,8 +339,8 @@ def speculating_engine(
     speculation = loaded.speculation
     method, count = speculation.speculative_method, speculation.num_speculative_tokens
     generator = loaded.generator(config.max_step_tokens)
+    options = {"check_plans": check_plans, "make_recorder": make_recorder}
     if method is None:
-        options = {"check_plans": check_plans, "make_recorder": make_recorder}
         return _engine(loaded, generator, config, **options)
     if method == "mtp":
         assert isinstance(generator, MultiTokenModel)
@@ -360,7 +360,7 @@ def speculating_engine(
         config, smaller = _shared_memory(config, loaded.cache_shapes, draft.cache_shapes)
         proposer = DraftModel(_engine(draft, draft.generator(smaller.max_step_tokens), smaller))
     config = dataclasses.replace(config, num_speculative_tokens=count or USUAL_DRAFTS)
-    return _engine(loaded, generator, config, proposer=proposer, check_plans=check_plans)
+    return _engine(loaded, generator, config, proposer=proposer, **options)
 
 
 def _shared_memory(

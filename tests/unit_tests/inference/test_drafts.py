@@ -12,11 +12,12 @@ from pathlib import Path
 import pytest
 
 from megatron.cli.tokenizers import train_bpe
+from megatron.core.inference.sizes import EngineConfig
 from megatron.core.models.gpt import GPTModel
 from megatron.core.process_groups import ProcessGroupCollection
 from megatron.inference import bench, generate
 from megatron.inference.config import Inference, Speculation
-from megatron.inference.llm import LLM, TextParams
+from megatron.inference.llm import LLM, TextParams, speculating_engine
 from tests.unit_tests.inference.test_checkpoint_model import BYTES, CONFIG, save
 from tests.unit_tests.inference.test_generate import GREEDY, Loaded
 
@@ -133,3 +134,9 @@ def test_what_cannot_be_speculated_is_named(
     assert (code, out) == (2, "")
     assert named in err
     assert len(err.splitlines()) == 1
+
+
+def test_recorded_steps_and_drafts_are_refused_together() -> None:
+    loaded = Loaded(speculation=Speculation(speculative_method="ngram"))
+    with pytest.raises(ValueError, match="make_recorder"):
+        speculating_engine(loaded, EngineConfig(num_blocks=64), make_recorder=lambda: None)

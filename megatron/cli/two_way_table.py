@@ -7,8 +7,10 @@ other way. Which dataclasses of the core a model has is said by a `Part` of each
 
 from __future__ import annotations
 
+import dataclasses
 import importlib
 import math
+import typing
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import reduce
@@ -43,6 +45,32 @@ class Row:
     path: str
     to: Callable[[Any, str], Any] = _value
     back: Callable[[Any, Any], Any] = _same
+
+
+def at(
+    path: str, *, to: Callable[[Any, str], Any] = _value, back: Callable[[Any, Any], Any] = _same
+) -> Row:
+    """Return the row of an option that is annotated with it, which gives it its name.
+
+    qk_layernorm: Annotated[bool, at("attention.qk_norm")] = False
+    """
+    return Row("", path, to, back)
+
+
+def annotated_rows(schema: type) -> tuple[Row, ...]:
+    """Return the rows that the options of a schema's sections are annotated with, in their order.
+
+    Args:
+        schema: a dataclass whose fields are dataclasses of options.
+    """
+    sections = typing.get_type_hints(schema).values()
+    return tuple(
+        dataclasses.replace(row, name=name.replace("_", "-"))
+        for section in sections
+        for name, hint in typing.get_type_hints(section, include_extras=True).items()
+        for row in getattr(hint, "__metadata__", ())
+        if isinstance(row, Row)
+    )
 
 
 @dataclass(frozen=True)

@@ -2,11 +2,9 @@
 """The shape of a model: the one table between its flags and `GPTConfig`, read both ways.
 
 `gpt_config` makes the model of resolved options, `model_options` the options of a model, which
-`gpt_config` makes into the same model again. A new field of the core's configs is a field of a
-class of options, with its default and help, and one row here.
-
-A row without functions passes a value as it is. `to` is told all options where a field follows from
-several; `back` leaves a flag out where the model is as without it.
+`gpt_config` makes into the same model again. An option that passes its value as it is has its row
+as an annotation, in model_options.py; here are those that follow from several options or fields.
+`to` is told all options; `back` leaves a flag out where the model is as without it.
 """
 
 from __future__ import annotations
@@ -15,21 +13,22 @@ import math
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
+from megatron.cli.schema import options
 from megatron.cli.two_way_table import (
     LEFT_OUT,
     Part,
     Row,
     Table,
+    annotated_rows,
     build,
     constant,
     describe,
-    negated,
-    opposite,
     unless,
     yarn_magnitude,
     yarn_weight,
 )
 from megatron.core.models.layer_pattern import DELTA_NET, DENSE, EXPERTS, FURTHER, MAMBA
+from megatron.training.config import Config
 from megatron.training.config.layer_pattern import (
     depths,
     expert_layers,
@@ -43,7 +42,6 @@ from megatron.training.config.layer_pattern import (
 if TYPE_CHECKING:
     from megatron.core.models.gpt import GPTConfig
     from megatron.core.ssm.config import GatedDeltaNetConfig, Mamba2Config
-    from megatron.training.config import Config
 
 
 class Flags:
@@ -89,8 +87,10 @@ def recurrent_shapes(config: Config) -> dict[str, GatedDeltaNetConfig | Mamba2Co
 
 
 def model_options(config: GPTConfig) -> dict[str, Any]:
-    """Return the options that describe a model, by name; `gpt_config` makes it of them again."""
-    return describe(MODEL, config)
+    """Return the options that describe a model, by name, in the order of the command line;
+    `gpt_config` makes it of them again."""
+    found = describe(MODEL, config)
+    return {option.name: found[option.name] for option in options(Config) if option.name in found}
 
 
 # --- What follows from several options, or from several fields ------------------------------------
@@ -275,71 +275,30 @@ _PARTS = {
 MODEL = Table(
     _PARTS,
     (
-        Row("num-layers", "num_layers"),
-        Row("hidden-size", "hidden_size"),
-        Row("normalization", "norm.kind"),
-        Row("norm-epsilon", "norm.epsilon"),
-        Row("untie-embeddings-and-output-weights", "tied", negated, opposite),
-        Row("hidden-dropout", "hidden_dropout"),
-        Row("init-method-std", "init_std"),
+        *annotated_rows(Config),
         Row("vocab-size", "vocab_size"),
         Row("disable-bias-linear", "", back=lambda model, _: not _all_biases(model)),
         # MLPs, and what they share with experts
-        Row("swiglu", "mlp.gated"),
         Row("squared-relu", "mlp.activation", _activation, _squared_relu),
-        Row("swiglu", "moe.gated"),
         Row("squared-relu", "moe.activation", _activation, _squared_relu),
-        Row("ffn-hidden-size", "mlp.ffn_hidden_size"),
         Row("add-mlp-bias", "mlp.bias", _biased, _own_bias),
         # Latent attention
-        Row("num-attention-heads", "latent.num_attention_heads"),
-        Row("attention-dropout", "latent.dropout"),
-        Row("multi-latent-attention", "latent.", back=constant(True)),
-        Row("q-lora-rank", "latent.q_lora_rank"),
-        Row("kv-lora-rank", "latent.kv_lora_rank"),
-        Row("qk-head-dim", "latent.nope_channels"),
-        Row("qk-pos-emb-head-dim", "latent.rope_channels"),
-        Row("v-head-dim", "latent.value_channels"),
         Row("mscale-all-dim", "latent.scale_factor", _scale_factor, _scale_weight),
         # Attention
-        Row("num-attention-heads", "attention.num_attention_heads"),
-        Row("attention-dropout", "attention.dropout"),
-        Row("attention-output-gate", "attention.output_gate", back=unless(False)),
-        Row("group-query-attention", "attention.", back=constant(True)),
-        Row("num-query-groups", "attention.num_query_groups"),
-        Row("kv-channels", "attention.kv_channels"),
-        Row("qk-layernorm", "attention.qk_norm"),
         Row("add-qkv-bias", "attention.qkv_bias", _biased, _own_bias),
         Row("add-attention-output-bias", "attention.output_bias", _biased, _own_bias),
-        Row("window-size", "attention.window", back=unless(None)),
         Row("softmax-type", "attention.sinks", _has_sinks, _softmax),
         # Experts and further prediction
         Row("mtp-num-layers", "mtp_num_layers", lambda f, _: depths(f.config), _depths),
-        Row("mtp-loss-scaling-factor", "mtp_loss_factor", back=unless(0.1)),
         Row("moe-layer-freq", "ffn_pattern", lambda f, _: expert_layers(f.config), _frequency),
-        Row("num-experts", "moe.num_experts"),
         Row(
             "moe-ffn-hidden-size",
             "moe.ffn_hidden_size",
             _or(lambda f: f.config.model.inner_features),
         ),
-        Row("moe-expert-capacity-factor", "moe.capacity_factor", back=unless(None)),
-        Row("moe-token-drop-policy", "moe.drop_policy", back=unless("probs")),
-        Row("moe-shared-expert-intermediate-size", "moe.shared_ffn_hidden_size"),
-        Row("moe-shared-expert-gate", "moe.shared_gate"),
-        Row("moe-router-topk", "router.topk"),
-        Row("moe-router-score-function", "router.score_function"),
-        Row("moe-router-pre-softmax", "router.normalize", negated, opposite),
-        Row("moe-router-num-groups", "router.num_groups"),
-        Row("moe-router-group-topk", "router.group_topk"),
         Row("", "router.group_candidates", _candidates),
         Row("moe-router-topk-scaling-factor", "router.scaling_factor", _or(constant(1.0))),
-        Row("moe-router-enable-expert-bias", "router.expert_bias"),
-        Row("moe-router-bias-update-rate", "router.bias_update_rate", back=unless(1e-3)),
         Row("moe-router-load-balancing-type", "router.balance", _balance, _written_balance),
-        Row("moe-aux-loss-coeff", "router.aux_loss_coeff", back=unless(0.0)),
-        Row("moe-z-loss-coeff", "router.z_loss_coeff", back=unless(0.0)),
-        Row("moe-input-jitter-eps", "router.jitter", back=unless(0.0)),
         # Positions
         Row("position-embedding-type", "", back=_position),
         Row(
@@ -348,37 +307,12 @@ MODEL = Table(
             _learned_positions,
             unless(None),
         ),
-        Row("rotary-base", "rope.base"),
-        Row("rotary-percent", "rope.percent"),
-        Row("rotary-interleaved", "rope.interleaved", back=unless(False)),
-        Row("rotary-seq-len-interpolation-factor", "linear.factor"),
-        Row("use-rope-scaling", "llama3.", back=constant(True)),
-        Row("rope-scaling-factor", "llama3.factor"),
-        Row("rope-scaling-low-freq-factor", "llama3.low_freq_factor"),
-        Row("rope-scaling-high-freq-factor", "llama3.high_freq_factor"),
-        Row("rope-scaling-original-max-position", "llama3.original_max_position"),
-        Row("yarn-rotary-scaling-factor", "yarn.factor"),
-        Row("yarn-original-max-position-embeddings", "yarn.original_max_position"),
-        Row("yarn-beta-fast", "yarn.beta_fast"),
-        Row("yarn-beta-slow", "yarn.beta_slow"),
         Row("yarn-attention-factor", "yarn.attention_factor", _attention_factor, _written_factor),
         # Hybrids
         Row("hybrid-layer-pattern", "pattern", _pattern, _written_pattern),
         Row("", "mtp_pattern", _depth_pattern),
-        Row("apply-layernorm-1p", "norm.zero_centered", back=unless(False)),
-        Row("linear-num-key-heads", "delta_net.num_key_heads"),
-        Row("linear-num-value-heads", "delta_net.num_value_heads"),
-        Row("linear-key-head-dim", "delta_net.key_channels"),
-        Row("linear-value-head-dim", "delta_net.value_channels"),
-        Row("linear-conv-kernel-dim", "delta_net.conv_width"),
         Row("mamba-num-heads", "mamba.num_heads", lambda f, _: mamba_heads(f.config)),
-        Row("mamba-head-dim", "mamba.head_channels"),
-        Row("mamba-state-dim", "mamba.state_channels"),
-        Row("mamba-num-groups", "mamba.num_groups"),
         Row("mamba-norm-groups", "mamba.norm_groups", back=lambda _, c: c.mamba.normed_groups),
-        Row("mamba-conv-kernel-dim", "mamba.conv_width"),
-        Row("mamba-conv-bias", "mamba.conv_bias"),
-        Row("add-mamba-bias", "mamba.bias"),
         Row("mamba-dt-limit", "mamba.dt_limit", _limits, _written_limits),
     ),
 )

@@ -1,16 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The options of training: batch, data, optimizer, loss scale and learning rate.
-
-Batch, length, loss and numbers format of a run.
-
-Training data.
-
-Validation.
-
-Optimizer, loss scale and learning rate.
-
-Muon, the optimizer of matrices.
-"""
+"""The options of training: data, batch, optimizer, loss scale, schedule and evaluation."""
 
 from __future__ import annotations
 
@@ -18,8 +7,9 @@ import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 from fractions import Fraction
-from typing import Literal, TypeAlias
+from typing import Annotated, Literal, TypeAlias
 
+from megatron.cli.two_way_table import at, unless
 from megatron.core.datasets.batch_sizes import BatchSizes
 from megatron.training.config.values import (
     fraction,
@@ -331,7 +321,7 @@ class TrainingConfig:
     mtp_num_layers: int | None = None
     """Depths of multi-token prediction: so many more layers, used in training alone, each predict
     one token further ahead; none predicts the next token alone."""
-    mtp_loss_scaling_factor: float = 0.1
+    mtp_loss_scaling_factor: Annotated[float, at("mtp_loss_factor", back=unless(0.1))] = 0.1
     """Factor of the mean loss of all depths of multi-token prediction in the training loss."""
     deterministic_mode: bool = False
     """Refuse operations whose result may differ between two equal runs."""

@@ -309,6 +309,7 @@ def soak(*words: str, timeout: float = 110.0) -> subprocess.CompletedProcess[str
     )
 
 
+@pytest.mark.slow
 def test_a_short_soak_loses_nothing(tmp_path):
     # a writer process, all ranks twice, a power cut, a rank: each timed within a save
     more = ["--flavour", "dp async", "--iterations", "8", "--disk-milliseconds", "10"]

@@ -442,7 +442,7 @@ class Service:
     port: int = 8000
     """Port to listen on; 0 takes a free one, and a line says which."""
     api_key_file: str | None = None
-    """File with the key that clients must send on every route but /health."""
+    """File with the key that clients must send on every route but / and /health."""
     served_model_name: str | None = None
     """What clients call the model; derived: the name of --load's folder."""
     chat_template: str | None = None

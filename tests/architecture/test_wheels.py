@@ -221,7 +221,8 @@ def test_wheels_hold_their_tree_and_nothing_else(wheels: tuple[Path, Path]) -> N
     assert core == modules_of(project / "megatron", project) | data
     # The applications share the namespace megatron: each of them is typed by itself (PEP 561).
     typed = {f"megatron/{name}/py.typed" for name in ("training", "inference", "hf", "cli")}
-    assert apps == modules_of(ROOT / "megatron", ROOT) | typed
+    page = "megatron/inference/server/chat_page.html"
+    assert apps == modules_of(ROOT / "megatron", ROOT) | typed | {page}
     assert not core & apps
     assert "megatron/__init__.py" not in core | apps
 

@@ -19,7 +19,7 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 
 MAX_HEADER_BYTES = 16 << 10
 #: Routes that need no key.
-OPEN_ROUTES = frozenset({"/health"})
+OPEN_ROUTES = frozenset({"/", "/health"})
 
 LOG = logging.getLogger("megatron.inference.server")
 

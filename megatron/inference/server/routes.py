@@ -21,6 +21,7 @@ from megatron.cli.tokenizers import Tokenizer
 from megatron.core.inference.engine import Request as EngineRequest
 from megatron.core.inference.engine import check_request
 from megatron.core.inference.sampling import SamplingParams
+from megatron.inference.server.chat_page import chat_page
 from megatron.inference.server.conversation import Conversations
 from megatron.inference.server.engine_client import (
     Draining,
@@ -484,6 +485,7 @@ ROUTES: Sequence[tuple[str, str, Handler, type[Body] | None]] = (
     ("GET", "/v1/models", models, None),
     ("POST", "/tokenize", tokenize, TokenizeBody),
     ("POST", "/detokenize", detokenize, DetokenizeBody),
+    ("GET", "/", chat_page, None),
     ("GET", "/health", health, None),
     ("GET", "/metrics", metrics, None),
 )

@@ -1,0 +1,122 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The chat page: what a browser may load, and a conversation in one."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from megatron.inference.server.chat_page import content_policy
+from tests.support.browser import Page, chromium, opened
+from tests.support.http_server import Served, served, until
+
+KEY = "secret-key"
+
+
+def test_a_page_may_run_only_its_own_script() -> None:
+    one, other = content_policy("<script>a</script>"), content_policy("<script>b</script>")
+    (mine,) = re.findall(r"script-src ('sha256-[\w+/=]+')", one)
+    # printf a | openssl dgst -sha256 -binary | base64
+    assert mine == "'sha256-ypeBEsobvcr6wjGzmiPcTaeG7/gUfE5yuYB3ha/uSLs='"
+    assert mine not in other
+    assert "unsafe" not in one
+    assert "default-src 'none'" in one
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[Served]:
+    with served(key=KEY) as found:
+        yield found
+
+
+def test_the_page_needs_no_key_and_nothing_from_elsewhere(server: Served) -> None:
+    response = server.http.get("/")
+    assert response.status_code == 200
+    assert response.headers["content-type"] == "text/html; charset=utf-8"
+    assert response.headers["content-security-policy"] == content_policy(response.text)
+    assert not re.findall(r"""(?:src|href)=["'](?!data:,)|https?:|url\(|@import""", response.text)
+    assert KEY not in response.text
+
+
+def test_every_control_of_the_page_has_a_label(server: Served) -> None:
+    text = server.http.get("/").text
+    controls = re.findall(r'<(?:input|textarea)[^>]* ?id="(\w+)"', text)
+    assert len(controls) > 7
+    assert set(controls) <= set(re.findall(r'<label for="(\w+)"', text))
+
+
+@pytest.fixture
+def page(server: Served, tmp_path: Path) -> Iterator[Page]:
+    program = chromium()
+    if program is None:
+        pytest.skip("there is no Chromium: apt-get install chromium")
+    with opened(program, tmp_path / "profile") as found:
+        found.open(server.url + "/")
+        yield found
+        assert found.complaints() == []
+        assert all(url.startswith((server.url, "data:,")) for url in found.requests())
+
+
+LAST = "document.querySelector('article:last-child p').textContent"
+
+
+@pytest.mark.slow(seconds=15)
+def test_a_conversation_in_a_browser(server: Served, page: Page) -> None:
+    # Without a key: an error that is read out, and the text stays to be sent again.
+    page.type("hello")
+    page.press("Enter", 13, text="\r")
+    page.until("document.querySelector('[role=alert]').innerText.includes('API key')")
+    assert page.run("message.value") == "hello"
+    page.click("#key")
+    page.type(KEY)
+    page.press("Tab", 9)  # what is typed counts once the field is left
+    page.until("document.title === 'next-byte'")
+    page.run("temperature.value = 0; message.focus()")
+    # Streamed: text is there while the engine still works.
+    server.model.gate.clear()
+    page.press("Enter", 13, text="\r")
+    page.until("!stop.hidden && send.hidden")
+    assert page.run("error.hidden")
+    server.model.gate.set()
+    page.until(f"{LAST}.includes('abcdef')")
+    page.until("stop.hidden && status.textContent.includes('tokens/s')")
+    assert "tokens," in page.run("status.textContent")
+    # The conversation goes on with what was said, under a system prompt and the given limits.
+    page.click("#system")
+    page.type("be kind")
+    page.click("#max_tokens")
+    page.run("element('max_tokens').value = ''")
+    page.type("4")
+    page.run("temperature.value = 0; message.focus()")
+    page.type("again")
+    page.press("Enter", 13, text="\r")
+    page.until("turns.length === 4")
+    assert page.run(f"{LAST}.length") == 4
+    roles = page.run("body().messages.map((m) => m.role)")
+    assert roles == ["system", "user", "assistant", "user", "assistant"]
+
+
+@pytest.mark.slow(seconds=10)
+def test_an_answer_is_stopped_in_a_browser(server: Served, page: Page) -> None:
+    page.click("#key")
+    page.type(KEY)
+    page.run("temperature.value = 0; message.focus()")
+    slow = iter(range(1 << 30))
+    server.model.before = lambda: next(slow) > 40 and server.model.gate.clear()
+    page.type("count")
+    page.press("Enter", 13, text="\r")
+    page.until("stop.hidden === false && log.textContent.length > 40")
+    page.press("Escape", 27)
+    page.until("stop.hidden && status.textContent === 'Stopped'")
+    server.model.before = lambda: None
+    server.model.gate.set()
+    until(lambda: server.engine.unfinished == 0)
+    assert page.run("turns.length") == 2
+    assert page.run("getComputedStyle(document.body).backgroundColor") == "rgb(255, 255, 255)"
+    page.click("#theme")
+    assert page.run("getComputedStyle(document.body).backgroundColor") == "rgb(22, 24, 29)"
+    page.click("#new")
+    assert page.run("log.children.length + turns.length") == 0

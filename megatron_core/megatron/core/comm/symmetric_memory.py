@@ -8,6 +8,8 @@
     whole = comm.all_gather(normed)       # [n, ...] of every rank -> [n * tp, ...]
     if comm.fuses(addends):               # reduce-scatter, add, RMSNorm and all-gather in one
         whole = comm.reduce_norm_gather(addends, stream, norm)
+    whole = comm.all_gather_v(x, rows)        # the first rows[r] of rank r's [n, h], then zeros
+    own = comm.reduce_scatter_v(whole, rows)  # back: the sum of this rank's rows, then zeros
 
 Three ways, the first that all ranks can take:
 
@@ -39,7 +41,7 @@ import torch
 
 from megatron.core.comm.collectives import all_gather, all_reduce, observe, reduce_scatter
 from megatron.core.ops.dispatch import triton_is_installed
-from megatron.core.ops.nvls import PACK_BYTES, Peers, RowNorm
+from megatron.core.ops.nvls import PACK_BYTES, Peers, RowNorm, naive
 from megatron.core.process_groups import Group
 
 logger = logging.getLogger(__name__)
@@ -241,6 +243,31 @@ class Arena:
             kernels.peer_reduce_scatter(half.buffers, out, self._peers(half))
         return out
 
+    def all_gather_v(self, x: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
+        """Return [n * size, h] in the arena from x [n, h]; see `SequenceParallelComm`."""
+        from megatron.core.ops.nvls import triton as kernels
+
+        x, half = _aligned(x), self._turn()
+        out = self._view(half, x.dtype, (x.shape[0] * self.group.size, *x.shape[1:]))
+        observe("all_gather", self.group, out, how=f"{self.way} v")
+        if self.way == "multimem":
+            kernels.multimem_all_gather_v(x, rows, half.multicast, out, self._peers(half))
+        else:
+            kernels.peer_all_gather_v(x, rows, half.buffers, out, self._peers(half))
+        return out
+
+    def reduce_scatter_v(self, x: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
+        """Return [n, h] from x [n * size, h]; see `SequenceParallelComm`."""
+        from megatron.core.ops.nvls import triton as kernels
+
+        half = self._filled(x, f"{self.way} v")
+        out = x.new_empty((x.shape[0] // self.group.size, *x.shape[1:]))
+        if self.way == "multimem":
+            kernels.multimem_reduce_scatter_v(half.multicast, rows, out, self._peers(half))
+        else:
+            kernels.peer_reduce_scatter_v(half.buffers, rows, out, self._peers(half))
+        return out
+
     def reduce_norm_gather(
         self, x: torch.Tensor, stream: torch.Tensor, norm: RowNorm
     ) -> torch.Tensor:
@@ -383,13 +410,40 @@ class SequenceParallelComm:
             return reduce_scatter(x, self.group)
         return self._arena.reduce_scatter(x)
 
+    def all_gather_v(self, x: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
+        """Gather the first `rows[rank]` of every rank's x [n, h], one after the other, then zeros.
+
+        The host does not read the numbers. They may be the plan's or computed on the device, and
+        must be the same on all ranks, from 0 to n each.
+
+        Args:
+            rows: int32 [size], on the device.
+
+        Returns:
+            [n * size, h], memory of the arena as in `all_gather`.
+        """
+        if self._arena is None or not self._takes_rows(x, x.nbytes * self.group.size):
+            return naive.packed(all_gather(x, self.group), rows)
+        return self._arena.all_gather_v(x, rows)
+
+    def reduce_scatter_v(self, x: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
+        """Sum x [n * size, h] over the group, whose rows stand as `all_gather_v` returns them, and
+        return this rank's [n, h], zeros after its own rows."""
+        if self._arena is None or not self._takes_rows(x, x.nbytes):
+            return reduce_scatter(naive.unpacked(x, rows), self.group)
+        return self._arena.reduce_scatter_v(x, rows)
+
+    def _takes_rows(self, x: torch.Tensor, wide_bytes: int) -> bool:
+        """Whether the arena takes any rows of x [n, h]."""
+        whole = x.ndim == 2 and x.shape[1] * x.element_size() % PACK_BYTES == 0
+        return whole and self._takes(x.dtype, wide_bytes)
+
     def fuses(self, x: torch.Tensor) -> bool:
         """Whether `reduce_norm_gather` takes addends [n * size, h]; the same on all ranks."""
         return (
             self._arena is not None
-            and x.ndim == 2
-            and x.shape[1] <= MAX_FEATURES
-            and x.shape[1] * x.element_size() % PACK_BYTES == 0
+            and x.shape[-1] <= MAX_FEATURES
+            and self._takes_rows(x, x.nbytes)
             and self._cuts(x.shape, x.dtype)
         )
 

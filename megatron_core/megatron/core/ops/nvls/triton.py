@@ -9,6 +9,11 @@
 A third kernel has both in one, for what stands between two blocks: reduce-scatter the addends, add
 the sum to the residual stream, normalise by RMSNorm, all-gather.
 
+The variants for ranks with unlike numbers of rows (all-gather-v, reduce-scatter-v) read these
+numbers on the device, so the host does not know them, and a CUDA graph replays with others. The
+grid, the barriers and the shapes follow the most rows that a rank may have; rows that are none are
+zeros in the result. `naive` says which rows go where.
+
 A kernel takes addresses, no tensors of other ranks: a table int64 [world] of the ranks' buffers and
 one of their signal pads. All of them move packs of 16 bytes: multimem through PTX that the
 interpreter cannot run (PTX ISA, `multimem`), p2p in plain Triton.
@@ -93,6 +98,55 @@ def _peer_sum(buffers_ptr, at, mask, dtype: tl.constexpr, WORLD: tl.constexpr):
     return total
 
 
+@triton.jit
+def _own_part(rows_ptr, row_packs, packs, rank, WORLD: tl.constexpr):
+    """Return the packs of this rank's rows, the packs of the ranks before it, and those of all.
+
+    A rank has no more than `packs`, whatever its number of rows says.
+    """
+    peer = tl.arange(0, triton.next_power_of_2(WORLD))
+    counts = tl.load(rows_ptr + peer, mask=peer < WORLD, other=0)
+    counts = tl.minimum(tl.maximum(counts, 0) * row_packs, packs)
+    own = tl.sum(tl.where(peer == rank, counts, 0))
+    return own, tl.sum(tl.where(peer < rank, counts, 0)), tl.sum(counts)
+
+
+@triton.jit
+def _clear(out_ptr, first, end, PACKS: tl.constexpr):
+    """Store zeros in packs `first` to `end` - 1."""
+    dtype: tl.constexpr = out_ptr.dtype.element_ty
+    WIDTH: tl.constexpr = 128 // dtype.primitive_bitwidth
+    for start in range(first + tl.program_id(0) * PACKS, end, tl.num_programs(0) * PACKS):
+        at = start * WIDTH + tl.arange(0, PACKS * WIDTH)
+        tl.store(out_ptr + at, tl.zeros(at.shape, dtype), mask=at < end * WIDTH)
+
+
+@triton.jit
+def _store_to_peers(x_ptr, buffers_ptr, packs, first, WORLD: tl.constexpr, PACKS: tl.constexpr):
+    """Store the packs of x from pack `first` on in every rank's buffer."""
+    dtype: tl.constexpr = x_ptr.dtype.element_ty
+    WIDTH: tl.constexpr = 128 // dtype.primitive_bitwidth  # elements of a pack
+    for start in range(tl.program_id(0) * PACKS, packs, tl.num_programs(0) * PACKS):
+        at = start * WIDTH + tl.arange(0, PACKS * WIDTH)
+        mask = at < packs * WIDTH
+        x = tl.load(x_ptr + at, mask=mask)
+        for peer in range(WORLD):
+            tl.store(_peer(buffers_ptr, peer, dtype) + (first * WIDTH + at), x, mask=mask)
+
+
+@triton.jit
+def _sum_of_peers(
+    buffers_ptr, out_ptr, packs, first, own, WORLD: tl.constexpr, PACKS: tl.constexpr
+):
+    """Sum the ranks' buffers from pack `first` on into the packs of out; zeros from `own` on."""
+    dtype: tl.constexpr = out_ptr.dtype.element_ty
+    WIDTH: tl.constexpr = 128 // dtype.primitive_bitwidth
+    for start in range(tl.program_id(0) * PACKS, packs, tl.num_programs(0) * PACKS):
+        at = start * WIDTH + tl.arange(0, PACKS * WIDTH)
+        total = _peer_sum(buffers_ptr, first * WIDTH + at, at < own * WIDTH, dtype, WORLD)
+        tl.store(out_ptr + at, total.to(dtype), mask=at < packs * WIDTH)
+
+
 @triton.jit(do_not_specialize=["first", "rank"])
 def peer_all_gather_kernel(
     x_ptr,
@@ -107,14 +161,30 @@ def peer_all_gather_kernel(
     LIMIT: tl.constexpr,
 ):
     """Store the packs of x from pack `first` on in every rank's buffer."""
-    dtype: tl.constexpr = x_ptr.dtype.element_ty
-    WIDTH: tl.constexpr = 128 // dtype.primitive_bitwidth  # elements of a pack
-    for start in range(tl.program_id(0) * PACKS, packs, tl.num_programs(0) * PACKS):
-        at = start * WIDTH + tl.arange(0, PACKS * WIDTH)
-        mask = at < packs * WIDTH
-        x = tl.load(x_ptr + at, mask=mask)
-        for peer in range(WORLD):
-            tl.store(_peer(buffers_ptr, peer, dtype) + (first * WIDTH + at), x, mask=mask)
+    _store_to_peers(x_ptr, buffers_ptr, packs, first, WORLD, PACKS)
+    _barrier(pads_ptr, status_ptr, rank, WORLD, LIMIT)
+
+
+@triton.jit(do_not_specialize=["rank"])
+def peer_all_gather_v_kernel(
+    x_ptr,
+    rows_ptr,
+    buffers_ptr,
+    out_ptr,
+    pads_ptr,
+    status_ptr,
+    packs,
+    row_packs,
+    rank,
+    WORLD: tl.constexpr,
+    PACKS: tl.constexpr,
+    LIMIT: tl.constexpr,
+):
+    """Store this rank's rows after those of the ranks before it in every rank's buffer, and zeros
+    after all of them in out, this rank's own."""
+    own, first, total = _own_part(rows_ptr, row_packs, packs, rank, WORLD)
+    _store_to_peers(x_ptr, buffers_ptr, own, first, WORLD, PACKS)
+    _clear(out_ptr, total, packs * WORLD, PACKS)
     _barrier(pads_ptr, status_ptr, rank, WORLD, LIMIT)
 
 
@@ -133,13 +203,28 @@ def peer_reduce_scatter_kernel(
 ):
     """Sum the ranks' buffers from pack `first` on into the packs of out."""
     _barrier(pads_ptr, status_ptr, rank, WORLD, LIMIT)
-    dtype: tl.constexpr = out_ptr.dtype.element_ty
-    WIDTH: tl.constexpr = 128 // dtype.primitive_bitwidth
-    for start in range(tl.program_id(0) * PACKS, packs, tl.num_programs(0) * PACKS):
-        at = start * WIDTH + tl.arange(0, PACKS * WIDTH)
-        mask = at < packs * WIDTH
-        total = _peer_sum(buffers_ptr, first * WIDTH + at, mask, dtype, WORLD)
-        tl.store(out_ptr + at, total.to(dtype), mask=mask)
+    _sum_of_peers(buffers_ptr, out_ptr, packs, first, packs, WORLD, PACKS)
+
+
+@triton.jit(do_not_specialize=["rank"])
+def peer_reduce_scatter_v_kernel(
+    buffers_ptr,
+    rows_ptr,
+    out_ptr,
+    pads_ptr,
+    status_ptr,
+    packs,
+    row_packs,
+    rank,
+    WORLD: tl.constexpr,
+    PACKS: tl.constexpr,
+    LIMIT: tl.constexpr,
+):
+    """Sum this rank's rows, which stand after those of the ranks before it, into out; the rest of
+    out is zeros."""
+    _barrier(pads_ptr, status_ptr, rank, WORLD, LIMIT)
+    own, first, _ = _own_part(rows_ptr, row_packs, packs, rank, WORLD)
+    _sum_of_peers(buffers_ptr, out_ptr, packs, first, own, WORLD, PACKS)
 
 
 @triton.jit(do_not_specialize=["first", "rank"])
@@ -282,6 +367,31 @@ def _words(values, IS_BF16: tl.constexpr):
         return values.to(tl.uint32, bitcast=True)
 
 
+@triton.jit
+def _store_to_all(x_ptr, multicast, packs, first, PACKS: tl.constexpr):
+    """Do as `_store_to_peers` through a multicast address."""
+    source = x_ptr.to(tl.pointer_type(tl.uint32))
+    for start in range(tl.program_id(0) * PACKS, packs, tl.num_programs(0) * PACKS):
+        word = start * 4 + tl.arange(0, PACKS * 4)
+        a, b, c, d = _split(tl.load(source + word, mask=word < packs * 4, other=0))
+        pack = start + tl.arange(0, PACKS)
+        there = multicast + (first + pack).to(tl.int64) * 16
+        _multimem_store(there, a, b, c, d, pack < packs)
+
+
+@triton.jit
+def _sum_of_all(multicast, out_ptr, packs, first, own, PACKS: tl.constexpr):
+    """Do as `_sum_of_peers` through a multicast address."""
+    target = out_ptr.to(tl.pointer_type(tl.uint32))
+    bf16: tl.constexpr = out_ptr.dtype.element_ty == tl.bfloat16
+    for start in range(tl.program_id(0) * PACKS, packs, tl.num_programs(0) * PACKS):
+        pack = start + tl.arange(0, PACKS)
+        there = multicast + (first + pack).to(tl.int64) * 16
+        a, b, c, d = _multimem_load(there, pack < own, bf16)
+        word = start * 4 + tl.arange(0, PACKS * 4)
+        tl.store(target + word, _joined(a, b, c, d), mask=word < packs * 4)
+
+
 @triton.jit(do_not_specialize=["first", "rank"])
 def multimem_all_gather_kernel(
     x_ptr,
@@ -296,13 +406,29 @@ def multimem_all_gather_kernel(
     LIMIT: tl.constexpr,
 ):
     """Do as `peer_all_gather_kernel` through a multicast address."""
-    source = x_ptr.to(tl.pointer_type(tl.uint32))
-    for start in range(tl.program_id(0) * PACKS, packs, tl.num_programs(0) * PACKS):
-        word = start * 4 + tl.arange(0, PACKS * 4)
-        a, b, c, d = _split(tl.load(source + word, mask=word < packs * 4, other=0))
-        pack = start + tl.arange(0, PACKS)
-        there = multicast + (first + pack).to(tl.int64) * 16
-        _multimem_store(there, a, b, c, d, pack < packs)
+    _store_to_all(x_ptr, multicast, packs, first, PACKS)
+    _barrier(pads_ptr, status_ptr, rank, WORLD, LIMIT)
+
+
+@triton.jit(do_not_specialize=["rank"])
+def multimem_all_gather_v_kernel(
+    x_ptr,
+    rows_ptr,
+    multicast,
+    out_ptr,
+    pads_ptr,
+    status_ptr,
+    packs,
+    row_packs,
+    rank,
+    WORLD: tl.constexpr,
+    PACKS: tl.constexpr,
+    LIMIT: tl.constexpr,
+):
+    """Do as `peer_all_gather_v_kernel` through a multicast address."""
+    own, first, total = _own_part(rows_ptr, row_packs, packs, rank, WORLD)
+    _store_to_all(x_ptr, multicast, own, first, PACKS)
+    _clear(out_ptr, total, packs * WORLD, PACKS)
     _barrier(pads_ptr, status_ptr, rank, WORLD, LIMIT)
 
 
@@ -321,14 +447,27 @@ def multimem_reduce_scatter_kernel(
 ):
     """Do as `peer_reduce_scatter_kernel` through a multicast address."""
     _barrier(pads_ptr, status_ptr, rank, WORLD, LIMIT)
-    target = out_ptr.to(tl.pointer_type(tl.uint32))
-    bf16: tl.constexpr = out_ptr.dtype.element_ty == tl.bfloat16
-    for start in range(tl.program_id(0) * PACKS, packs, tl.num_programs(0) * PACKS):
-        pack = start + tl.arange(0, PACKS)
-        there = multicast + (first + pack).to(tl.int64) * 16
-        a, b, c, d = _multimem_load(there, pack < packs, bf16)
-        word = start * 4 + tl.arange(0, PACKS * 4)
-        tl.store(target + word, _joined(a, b, c, d), mask=word < packs * 4)
+    _sum_of_all(multicast, out_ptr, packs, first, packs, PACKS)
+
+
+@triton.jit(do_not_specialize=["rank"])
+def multimem_reduce_scatter_v_kernel(
+    multicast,
+    rows_ptr,
+    out_ptr,
+    pads_ptr,
+    status_ptr,
+    packs,
+    row_packs,
+    rank,
+    WORLD: tl.constexpr,
+    PACKS: tl.constexpr,
+    LIMIT: tl.constexpr,
+):
+    """Do as `peer_reduce_scatter_v_kernel` through a multicast address."""
+    _barrier(pads_ptr, status_ptr, rank, WORLD, LIMIT)
+    own, first, _ = _own_part(rows_ptr, row_packs, packs, rank, WORLD)
+    _sum_of_all(multicast, out_ptr, packs, first, own, PACKS)
 
 
 @triton.jit(do_not_specialize=["first", "rank"])
@@ -382,6 +521,21 @@ def _copy(x: torch.Tensor, peers: Peers) -> tuple[tuple[int], dict[str, object]]
     return grid, {"packs": packs, "first": peers.rank * packs, **peers.arguments(), **launch}
 
 
+def _copy_v(
+    x: torch.Tensor, rows: torch.Tensor, peers: Peers
+) -> tuple[tuple[int], dict[str, object]]:
+    """Return the grid and the arguments of a kernel that moves some rows of x [n, h]."""
+    launch, packs = COPY.pick(x), x.nbytes // PACK_BYTES
+    grid = (min(peers.programs, triton.cdiv(packs, launch["PACKS"])),)
+    return grid, {
+        "rows_ptr": rows,
+        "packs": packs,
+        "row_packs": packs // x.shape[0],
+        **peers.arguments(),
+        **launch,
+    }
+
+
 def _rows(
     stream: torch.Tensor, norm: RowNorm, peers: Peers
 ) -> tuple[tuple[int], dict[str, object]]:
@@ -413,6 +567,34 @@ def peer_all_gather(x: torch.Tensor, buffers: torch.Tensor, peers: Peers) -> Non
     peer_all_gather_kernel[grid](x, buffers, **arguments)
 
 
+def peer_all_gather_v(
+    x: torch.Tensor,
+    rows: torch.Tensor,
+    buffers: torch.Tensor,
+    out: torch.Tensor,
+    peers: Peers,
+) -> None:
+    """Do as `naive.all_gather_v` in every rank's buffer.
+
+    Args:
+        x: [n, h], contiguous, a row being whole packs.
+        rows: int32 [world] on the device, how many of each rank's n rows there are.
+        buffers: int64 [world], addresses on the device.
+        out: [world n, h], what this rank's buffer holds afterwards.
+    """
+    grid, arguments = _copy_v(x, rows, peers)
+    peer_all_gather_v_kernel[grid](x_ptr=x, buffers_ptr=buffers, out_ptr=out, **arguments)
+
+
+def peer_reduce_scatter_v(
+    buffers: torch.Tensor, rows: torch.Tensor, out: torch.Tensor, peers: Peers
+) -> None:
+    """Do as `naive.reduce_scatter_v` from every rank's buffer to out [n, h]; see
+    `peer_all_gather_v`."""
+    grid, arguments = _copy_v(out, rows, peers)
+    peer_reduce_scatter_v_kernel[grid](buffers_ptr=buffers, out_ptr=out, **arguments)
+
+
 def peer_reduce_scatter(buffers: torch.Tensor, out: torch.Tensor, peers: Peers) -> None:
     """Sum this rank's place of every rank's buffer into out; see `peer_all_gather`."""
     grid, arguments = _copy(out, peers)
@@ -441,6 +623,22 @@ def multimem_all_gather(x: torch.Tensor, multicast: int, peers: Peers) -> None:
     """Do as `peer_all_gather` through a multicast address."""
     grid, arguments = _copy(x, peers)
     multimem_all_gather_kernel[grid](x, multicast, **arguments)
+
+
+def multimem_all_gather_v(
+    x: torch.Tensor, rows: torch.Tensor, multicast: int, out: torch.Tensor, peers: Peers
+) -> None:
+    """Do as `peer_all_gather_v` through a multicast address."""
+    grid, arguments = _copy_v(x, rows, peers)
+    multimem_all_gather_v_kernel[grid](x_ptr=x, multicast=multicast, out_ptr=out, **arguments)
+
+
+def multimem_reduce_scatter_v(
+    multicast: int, rows: torch.Tensor, out: torch.Tensor, peers: Peers
+) -> None:
+    """Do as `peer_reduce_scatter_v` through a multicast address."""
+    grid, arguments = _copy_v(out, rows, peers)
+    multimem_reduce_scatter_v_kernel[grid](multicast=multicast, out_ptr=out, **arguments)
 
 
 def multimem_reduce_scatter(multicast: int, out: torch.Tensor, peers: Peers) -> None:

@@ -8,6 +8,7 @@ from tests.unit_tests.core.ops.aot.description import Description
 
 PADS = {"pads_ptr": "*i64", "status_ptr": "*i32"}
 BUFFERS = PADS | {"buffers_ptr": "*i64"}
+ROWS = {"rows_ptr": "*i32"}
 NORM = {"eps": "fp32", "offset": "fp32"}
 MULTICAST = PADS | {"multicast": "i64"}
 COPY = {"WORLD": 8, "LIMIT": 0, **nvls.COPY.default}
@@ -15,6 +16,10 @@ COPY = {"WORLD": 8, "LIMIT": 0, **nvls.COPY.default}
 KERNELS = (
     Description(kernel=nvls.peer_all_gather_kernel, launch=COPY, types=BUFFERS, quick=()),
     Description(kernel=nvls.peer_reduce_scatter_kernel, launch=COPY, types=BUFFERS, quick=()),
+    Description(kernel=nvls.peer_all_gather_v_kernel, launch=COPY, types=BUFFERS | ROWS, quick=()),
+    Description(
+        kernel=nvls.peer_reduce_scatter_v_kernel, launch=COPY, types=BUFFERS | ROWS, quick=()
+    ),
     Description(
         kernel=nvls.peer_reduce_norm_gather_kernel,
         launch={"WORLD": 8, "LIMIT": 0, "BLOCK": 4096, "num_warps": 8},
@@ -23,6 +28,12 @@ KERNELS = (
     ),
     Description(kernel=nvls.multimem_all_gather_kernel, launch=COPY, types=MULTICAST, quick=()),
     Description(kernel=nvls.multimem_reduce_scatter_kernel, launch=COPY, types=MULTICAST, quick=()),
+    Description(
+        kernel=nvls.multimem_all_gather_v_kernel, launch=COPY, types=MULTICAST | ROWS, quick=()
+    ),
+    Description(
+        kernel=nvls.multimem_reduce_scatter_v_kernel, launch=COPY, types=MULTICAST | ROWS, quick=()
+    ),
     Description(
         kernel=nvls.multimem_reduce_norm_gather_kernel,
         launch={"WORLD": 8, "LIMIT": 0, "BLOCK": 4096, "num_warps": 8},

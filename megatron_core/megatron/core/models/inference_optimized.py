@@ -17,7 +17,10 @@ packed tokens [t, h]; what differs from the model's own forward:
 | row-parallel product | reduced by its layer | left as addends, which the next norm reduces |
 | the same on one rank | a tensor that is added | added to the residual stream by the product |
 
-Mixers other than attention and MLPs (experts, latent attention, recurrences) run their modules.
+Mixers other than attention and MLPs (experts, latent attention, recurrences) run their modules. But
+experts under sequence parallelism take the rows of all ranks, each routes all of them, and the sums
+of shared and routed experts are reduced at once: two collectives. Over NVLink these move no padding
+of a step that only decodes.
 
 The residual stream under tensor parallelism: between blocks there is the stream, and `delta`, which
 the last block adds to it. `delta` may be addends of the ranks; whoever normalises reduces first,
@@ -40,6 +43,9 @@ from megatron.core.comm.collectives import all_reduce
 from megatron.core.comm.symmetric_memory import SequenceParallelComm
 from megatron.core.context_parallel import SequenceLayout
 from megatron.core.models.gpt import GPTModel
+from megatron.core.moe.dispatch import partial_sums
+from megatron.core.moe.layer import MoE
+from megatron.core.moe.router import Share
 from megatron.core.ops.dispatch import accumulation_dtype
 from megatron.core.ops.nvls import RowNorm
 from megatron.core.ops.swiglu import gate_
@@ -174,12 +180,15 @@ class Step:
         cache: of keys and values, and of states.
         rotation: of the attention blocks' heads.
         rope: for mixers that run their modules; None if there are none.
+        rows: int32 [tp], how many of each rank's tokens are no padding, for experts whose tokens
+            move over NVLink; None for others, and where a rank's padding is not at its end.
     """
 
     layout: SequenceLayout
     cache: KeyValueCache
     rotation: Rotation | None
     rope: RopeTable | None
+    rows: Tensor | None
 
 
 class InferenceOptimizedModel:
@@ -222,12 +231,17 @@ class InferenceOptimizedModel:
         self._blocks: list[Block] = []
         for block in model.decoder.blocks:
             inner: OptimizedAttention | OptimizedMLP | None = None
+            experts: OptimizedExperts | None = None
             if isinstance(block.mixer, SelfAttention):
                 inner = OptimizedAttention(block.mixer, buffers)
             elif isinstance(block.mixer, MLP):
                 inner = OptimizedMLP(block.mixer, buffers)
-            self._blocks.append(Block(block.norm, block.mixer, inner))
-        self._runs_modules = any(block.inner is None for block in self._blocks)
+            elif isinstance(block.mixer, MoE) and OptimizedExperts.takes(block.mixer):
+                experts = OptimizedExperts(block.mixer, self.comm, buffers)
+            self._blocks.append(Block(block.norm, block.mixer, inner, experts))
+        self._runs_modules = any(b.inner is None and b.experts is None for b in self._blocks)
+        has_experts = any(block.experts is not None for block in self._blocks)
+        self._counts_rows = has_experts and self.comm.way != "torch.distributed"
         self._copies, self.copied = copies, None
         self.weights_replaced()
 
@@ -266,16 +280,18 @@ class InferenceOptimizedModel:
         delta: Tensor | None = hidden_states.squeeze(1)
         stream: Tensor | None = None
         addends = False  # whether delta is the sum over tp of what the ranks have
-        for norm, mixer, inner in self._blocks:
+        for norm, mixer, inner, experts in self._blocks:
             normed, stream = self._entered(
                 norm, delta, stream, addends=addends, whole=inner is not None
             )
-            if inner is None:
-                mixed = mixer(normed.unsqueeze(1), layout, rope=step.rope, cache=cache)
-                delta, addends = mixed.squeeze(1), False
-            else:
+            if inner is not None:
                 delta = self._left(inner.output, inner(normed, step), stream)
                 addends = delta is not None
+            elif experts is not None:
+                delta, addends = experts(normed, step), False
+            else:
+                mixed = mixer(normed.unsqueeze(1), layout, rope=step.rope, cache=cache)
+                delta, addends = mixed.squeeze(1), False
         final = self.model.decoder.final_norm
         if final is None:
             if delta is None:
@@ -306,7 +322,11 @@ class InferenceOptimizedModel:
             end = layout.rows_with_past.batch.max_context
             rotation = self._rows.at(layout.positions, end)
             rope = self._rows.rotary(layout.positions) if self._runs_modules else None
-        return Step(layout, cache, rotation, rope)
+        rows, paged = None, layout.rows_with_past
+        if self._counts_rows and paged.prefill is None:  # else padding is in the middle
+            real = paged.slot_mapping.view(self.region.group.size, -1) >= 0
+            rows = real.sum(1, dtype=torch.int32)
+        return Step(layout, cache, rotation, rope, rows)
 
     def _embedded(self, tokens: Tensor, layout: SequenceLayout) -> Tensor:
         """Return [t, 1, h], of this rank's tokens under sequence parallelism."""
@@ -558,9 +578,50 @@ class OptimizedMLP:
         return gate_(found[1], found[2], activation=self.mixer.config.activation)
 
 
+class OptimizedExperts:
+    """A mixture of experts whose ranks are those of sequence parallelism, by a module's weights.
+
+    Its collectives are all-gather-v and reduce-scatter-v, where a step has padding at the end of
+    ranks' tokens.
+    """
+
+    def __init__(self, mixer: MoE, comm: SequenceParallelComm, buffers: Buffers) -> None:
+        self.mixer, self.comm = mixer, comm
+        self._shared = None if mixer.shared is None else OptimizedMLP(mixer.shared.mlp, buffers)
+
+    @staticmethod
+    def takes(mixer: MoE) -> bool:
+        """Whether the ranks that share experts are those that share tokens, and drop none."""
+        same = mixer.ranks.group.ranks == mixer.region.group.ranks
+        return mixer.region.scatters and same and mixer.router.capacity_factor is None
+
+    def __call__(self, x: Tensor, step: Step) -> Tensor:
+        """Return [t/tp, h] from x [t/tp, h]."""
+        if step.rows is None:
+            return self.comm.reduce_scatter(self._sums(self.comm.all_gather(x), step))
+        everyone = self.comm.all_gather_v(x, step.rows)  # [t, h]
+        return self.comm.reduce_scatter_v(self._sums(everyone, step), step.rows)
+
+    def _sums(self, everyone: Tensor, step: Step) -> Tensor:
+        """Return [t, h] partial(tp) from the rows of all ranks [t, h]."""
+        mixer, shared = self.mixer, self._shared
+        share = Share(everyone.unsqueeze(1), step.layout, region=mixer.region)
+        routing = mixer.router(everyone, share)
+        sums = partial_sums(everyone, routing, mixer.experts, ranks=mixer.ranks)
+        if shared is None:
+            return sums
+        assert mixer.shared is not None
+        part = shared.output.weight.product(shared(everyone, step))
+        if mixer.shared.gate is not None:
+            part = part * mixer.shared.gate.product(everyone).sigmoid()
+        return sums + part
+
+
 class Block(NamedTuple):
-    """A block of the model; `inner` runs in place of its mixer's module, if there is such."""
+    """A block of the model; `inner` or `experts` runs in place of its mixer's module, if there is
+    such."""
 
     norm: Norm
     mixer: nn.Module
     inner: OptimizedAttention | OptimizedMLP | None
+    experts: OptimizedExperts | None

@@ -131,6 +131,22 @@ class _Sorted:
         return _Sorted(order, counts[:-1])
 
     @staticmethod
+    def here(wanted: torch.Tensor, ranks: ExpertRanks, *, complete: bool) -> _Sorted:
+        """Sort the places of the experts of this rank.
+
+        Args:
+            wanted: int64 [t, k], of all E experts.
+            complete: there are no others among them.
+        """
+        own = wanted - ranks.first
+        elsewhere = (own < 0) | (own >= ranks.num_local)
+        return _Sorted.of(
+            own.masked_fill(elsewhere, ranks.num_local),
+            ranks.num_local,
+            complete=complete and ranks.num_local == ranks.num_experts,
+        )
+
+    @staticmethod
     def everywhere(routing: Routing, num_experts: int) -> _Sorted:
         """Sort the places of all experts that take them."""
         wanted = routing.experts
@@ -169,18 +185,31 @@ def _by_all_gather(
         wanted = wanted.masked_fill(~routing.kept, -1)
     wanted = all_gather(wanted, group)  # [n t, k]
     weights = gather_from_group(routing.weights, group, partial_gradient=True)  # [n t, k]
-    own = wanted - ranks.first
-    elsewhere = (own < 0) | (own >= ranks.num_local)
-    found = _Sorted.of(
-        own.masked_fill(elsewhere, ranks.num_local),
-        ranks.num_local,
-        complete=routing.kept is None and ranks.num_local == ranks.num_experts,
-    )
+    found = _Sorted.here(wanted, ranks, complete=routing.kept is None)
     permutation = Permutation.of(found.places, *wanted.shape)
     meanwhile()
     everyone = arrive(under_way, flight)  # [n t, h]
     results = experts(take_rows(everyone, permutation), found.runs)  # [r, h] partial(etp)
     return direct(sum_rows(results, permutation, weights=weights), scatter(group))
+
+
+def partial_sums(
+    everyone: torch.Tensor, routing: Routing, experts: Experts, *, ranks: ExpertRanks
+) -> torch.Tensor:
+    """Return each row's weighted sum of what the experts of this rank make of it.
+
+    Args:
+        everyone: [t, h], the same on all ranks.
+        routing: of these rows, none dropped.
+        experts: of this rank.
+
+    Returns:
+        [t, h] partial(etp, ep).
+    """
+    found = _Sorted.here(routing.experts, ranks, complete=True)
+    permutation = Permutation.of(found.places, *routing.experts.shape)
+    results = experts(take_rows(everyone, permutation), found.runs)
+    return sum_rows(results, permutation, weights=routing.weights)
 
 
 def _by_all_to_all(
@@ -236,4 +265,5 @@ __all__ = [
     "choose_dispatcher",
     "dispatch",
     "dispatched_rows",
+    "partial_sums",
 ]

@@ -243,8 +243,8 @@ class Nothing(torch.autograd.Function):
 RESULTS = {f"{CORE}.comm.collectives"}
 #: Families whose step is traced on two ranks, with its scatters and gathers. Each block has one of
 #: both, latent attention three gathers; the embedding is scattered, the last hidden states and the
-#: logits are gathered. Experts gather the ids and weights of their choice as well.
-ON_RANKS = {"gqa": (5, 6), "experts": (5, 8), "latent": (5, 10), "hybrid": (7, 8)}
+#: logits are gathered.
+ON_RANKS = {"gqa": (5, 6), "experts": (5, 6), "latent": (5, 10), "hybrid": (7, 8)}
 
 
 def steps_on_a_rank(rank: int, world: int) -> dict[str, tuple[Steps, Counter[str]]]:

@@ -14,6 +14,7 @@ empty prefix cache, after some that are not counted.
 | hidden | share of steps whose plan was ready before the step before had ended |
 | wasted | tokens of outputs that had ended when they were chosen |
 | drafts | of speculative decoding: proposed, accepted, and new tokens of a row by its steps |
+| replica | of each data-parallel replica: requests, and prompt tokens in its prefix cache |
 | idle | share of the time that each pipeline stage has waited for others (its bubbles) |
 | W | how many times more rows static batches of the same requests would compute |
 """
@@ -42,6 +43,8 @@ if TYPE_CHECKING:
     import torch
 
     from megatron.core.inference import Engine, Request
+    from megatron.core.inference.router import Replicas
+    from megatron.core.inference.scheduler import CacheStats
     from megatron.core.process_groups import Group
 
 PROG = "python -m megatron.inference.bench"
@@ -118,7 +121,7 @@ def time_of_rank_0(now: float, group: Group, device: torch.device) -> float:
 
 
 def measure(
-    engine: Engine,
+    replicas: Replicas,
     requests: Sequence[Request],
     times: Sequence[float],
     *,
@@ -127,30 +130,31 @@ def measure(
     """Run the requests, each added when it arrives, and return what that took.
 
     Args:
-        engine: one of each rank.
+        replicas: the engines of all ranks.
         requests, times: what arrives when, in seconds.
         group: of the ranks that have to add a request before the same step: they take the time of
             its rank 0. None where all requests are there at the start, or for one process.
     """
-    scheduler, found = engine.scheduler, Repeat()
+    engine, found = replicas.engine, Repeat()
+    scheduler = engine.scheduler
     waiting = list(zip(times, requests, strict=True))
     arrived: dict[int, float] = {}
     newest: dict[int, tuple[int, float]] = {}  # tokens of each, and when they were there
     idle = engine.link.idle_seconds
     begin = time.perf_counter()
-    while waiting or engine.unfinished:
+    while waiting or replicas.unfinished:
         now = time.perf_counter() - begin
         if group is not None:
             now = time_of_rank_0(now, group, engine.device)
         while waiting and waiting[0][0] <= now:
             at, request = waiting.pop(0)
-            arrived[engine.add(request)] = at
-        if not engine.unfinished:
+            arrived[replicas.add(request)] = at
+        if not replicas.unfinished:
             time.sleep(max(0.0, waiting[0][0] - now))
             continue
         computed, inside = engine.stats.computed, engine.model_seconds
         start = time.perf_counter()
-        completions = engine.step()
+        completions = replicas.step()
         end = time.perf_counter()
         found.host.append(end - start - (engine.model_seconds - inside))
         found.computed.append(engine.stats.computed - computed)
@@ -177,15 +181,17 @@ def percentile(values: Sequence[float], share: float) -> float:
 
 
 def summary(
-    repeats: Sequence[Repeat], engine: Engine, lengths: Sequence[int], *, rows: int
+    repeats: Sequence[Repeat], replicas: Replicas, lengths: Sequence[int], *, rows: int
 ) -> dict[str, Any]:
-    """Return the figures of all repeats: those of times over all of them, in milliseconds."""
+    """Return the figures of all repeats: those of times over all of them, in milliseconds; of
+    several replicas those of the first, and counts over all. All ranks call this."""
     rates = [sum(lengths) / repeat.seconds for repeat in repeats]
     first = [t for repeat in repeats for t in repeat.first]
     between = [t for repeat in repeats for t in repeat.between]
     host = [t for repeat in repeats for t in repeat.host]
     computed = [n for repeat in repeats for n in repeat.computed]
-    stats = engine.stats
+    engine, every = replicas.engine, replicas.stats()
+    stats = sum(every[1:], every[0])
     return {
         "requests": len(lengths),
         "output_tokens": sum(lengths),
@@ -214,7 +220,20 @@ def summary(
         "drafts_accepted": stats.accepted,
         "tokens_per_forward": stats.tokens_per_forward,
         "static_batching_waste": static_waste(lengths, rows),
-    } | graph_figures(engine)
+        **replica_figures(replicas, every),
+        **graph_figures(engine),
+    }
+
+
+def replica_figures(replicas: Replicas, stats: Sequence[CacheStats]) -> dict[str, Any]:
+    """Return what each replica was sent and found in its prefix cache, in all repeats; nothing of a
+    single one."""
+    if replicas.router is None:
+        return {}
+    return {
+        "replica_requests": ", ".join(f"{count:,}" for count in replicas.router.requests),
+        "replica_prefix_hits": ", ".join(f"{one.hit:,}" for one in stats),
+    }
 
 
 def graph_figures(engine: Engine) -> dict[str, Any]:
@@ -254,16 +273,17 @@ def run(config: BenchConfig, launch: Launch) -> None:
         lengths = [request.max_new_tokens for request in requests]
         longest = load.input_tokens + max(lengths)
         blocks = rows * -(-longest // config.inference.inference_block_size)
-        engine = LLM(loaded, config.inference, num_blocks=blocks).engine
+        replicas = LLM(loaded, config.inference, num_blocks=blocks).replicas
+        engine = replicas.engine
         shares_clock = launch.world_size > 1 and load.request_rate is not None
-        group = loaded.model.groups["tp"] if shares_clock else None
+        group = loaded.model.groups["world"] if shares_clock else None
         repeats = []
         for number in range(load.warmup + load.repeats):
-            found = measure(engine, requests, times, group=group)
-            engine.scheduler.forget_cached()
+            found = measure(replicas, requests, times, group=group)
+            replicas.forget_cached()
             if number >= load.warmup:
                 repeats.append(found)
-        figures = summary(repeats, engine, lengths, rows=rows)
+        figures = summary(repeats, replicas, lengths, rows=rows)
         if engine.link.count > 1:
             share = statistics.median(repeat.idle / repeat.seconds for repeat in repeats)
             idle = engine.link.of_stages(share)

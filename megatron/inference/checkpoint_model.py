@@ -45,7 +45,7 @@ from megatron.core.models.layer_pattern import StageSplit
 from megatron.core.ops.row_tiles import TILE_ROWS, check_tiles
 from megatron.core.ops.tiled_attention import KEY_TILE
 from megatron.core.ops.weight_copy import CopyDtype
-from megatron.core.process_groups import GROUP_NAMES, ProcessGroupCollection, RankGrid
+from megatron.core.process_groups import GROUP_NAMES, Group, ProcessGroupCollection, RankGrid
 from megatron.core.weight_gather import Storage
 from megatron.hf.folder import end_tokens, is_folder
 from megatron.hf.read_weights import read_weights
@@ -161,6 +161,11 @@ class CheckpointModel:
     def cache_shapes(self) -> CacheShapes:
         """What this rank keeps of tokens while generating."""
         return CacheShapes.of(self.model.modules(), self.model.store.dtype)
+
+    @property
+    def data_parallel(self) -> Group:
+        """The ranks that have the same part of the model, each in a replica of its own."""
+        return self.model.groups["dp"]
 
     @property
     def pipeline(self) -> PipelineGroups:
@@ -301,10 +306,12 @@ class _Place:
 
 
 def rank_grid(source: ModelSource, world_size: int) -> RankGrid:
-    """Return how so many processes are arranged.
+    """Return how so many processes are arranged: as data-parallel replicas of the tensor and
+    pipeline parallel ranks.
 
     Raises:
-        ValueError: they are not as many as the sizes multiply to, or do not divide over experts.
+        ValueError: they are no multiple of what the sizes multiply to, or experts are spread over
+            other ranks than those of a replica.
     """
     tp, pp = source.tensor_model_parallel_size, source.pipeline_model_parallel_size
     etp, ep = source.expert_tensor_parallel_size or tp, source.expert_model_parallel_size
@@ -313,15 +320,21 @@ def rank_grid(source: ModelSource, world_size: int) -> RankGrid:
         {"expert-tensor": etp, "expert": ep, "pipeline": pp},
     ):
         total = math.prod(sizes.values())
-        if ("tensor" in sizes and world_size != total) or world_size % total:
+        if world_size % total:
             flags = (
                 f"--{name}{'' if name == 'expert-tensor' else '-model'}-parallel-size {size}"
                 for name, size in sizes.items()
             )
             raise ValueError(
-                f"{' x '.join(flags)} does not fit {world_size} process(es): start {total} with "
-                "torchrun --nproc-per-node, or choose other sizes"
+                f"{' x '.join(flags)} does not fit {world_size} process(es): start {total} or a "
+                "multiple with torchrun --nproc-per-node, or choose other sizes"
             )
+    if tp % (etp * ep):
+        raise ValueError(
+            f"--expert-tensor-parallel-size {etp} x --expert-model-parallel-size {ep} does not "
+            f"divide --tensor-model-parallel-size {tp}: experts are spread over the ranks of one "
+            "replica; lower them, or raise that"
+        )
     return RankGrid(world_size=world_size, tp=tp, pp=pp, etp=etp, ep=ep)
 
 

@@ -36,7 +36,8 @@ class ModelSource:
     transformers."""
     tensor_model_parallel_size: int = 1
     """Ranks that share each weight matrix; start as many processes with torchrun as this and the
-    pipeline stages multiply to."""
+    pipeline stages multiply to. A multiple of them holds as many data-parallel replicas of the
+    model, each with an engine of its own, which share the requests."""
     pipeline_model_parallel_size: int = 1
     """Pipeline stages: ranks that each have a part of the layers and of the cache."""
     pipeline_model_parallel_layout: str | None = None

@@ -6,7 +6,8 @@ r"""Continue prompts with a trained model: `python -m megatron.inference.generat
     python -m megatron.inference.generate --load Qwen3-0.6B --chat
 
 One process loads a checkpoint of any layout; `torchrun --nproc-per-node N` with
-`--tensor-model-parallel-size N` shards it. Both write the same text.
+`--tensor-model-parallel-size N` shards it, and without, N replicas share the prompts. All write the
+same text.
 
 Generated text is shown as it comes, without splitting a character and with prompts in order. Files
 can hold what was generated for all prompts: one JSON list, or JSON lines as outputs end. `--chat`
@@ -32,6 +33,7 @@ from megatron.core.untrusted_files import replace_file, write_to
 from megatron.inference.config import GenerateConfig, parse_arguments, read_prompts
 
 if TYPE_CHECKING:
+    from megatron.core.inference.router import Replicas
     from megatron.core.inference.scheduler import CacheStats
     from megatron.inference.checkpoint_model import CheckpointModel
     from megatron.inference.llm import LLM, Piece, Result, TextParams
@@ -314,6 +316,16 @@ def describe(stats: CacheStats) -> str:
     return ", ".join(parts)
 
 
+def totals(replicas: Replicas) -> str:
+    """Return what the engines of all replicas did in a few words; all ranks call this."""
+    first, *others = replicas.stats()
+    found = describe(sum(others, first))
+    if replicas.router is not None:
+        sent = " + ".join(f"{count:,}" for count in replicas.router.requests)
+        found += f", {sent} requests by replica"
+    return found
+
+
 def run(config: GenerateConfig, launch: Launch) -> None:
     """Load the model, continue the prompts; rank 0 prints and writes what came out.
 
@@ -346,6 +358,7 @@ def run(config: GenerateConfig, launch: Launch) -> None:
         else:
             tokens = continue_prompts(llm, texts, config, leads=leads)
         seconds = time.perf_counter() - start
+        done = totals(llm.replicas)
     if leads:
         what = "a conversation" if config.prompts.chat else f"{len(texts)} prompt(s)"
         print(
@@ -353,7 +366,7 @@ def run(config: GenerateConfig, launch: Launch) -> None:
             f"({tokens / seconds:,.0f} tokens/s) with {loaded.folder}",
             file=sys.stderr,
         )
-        print(describe(llm.engine.stats), file=sys.stderr)
+        print(done, file=sys.stderr)
         if llm.engine.graphs is not None:
             print(llm.engine.graphs, file=sys.stderr)
 

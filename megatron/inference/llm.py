@@ -37,6 +37,7 @@ from megatron.core.inference.engine import (
     Request,
     check_request,
 )
+from megatron.core.inference.router import Replicas
 from megatron.core.inference.sampling import SamplingParams
 from megatron.core.inference.sizes import EngineConfig
 from megatron.core.inference.speculation import (
@@ -149,10 +150,19 @@ class _Text:
 class LLM:
     """A loaded model that continues texts.
 
+    Under torchrun all processes make it, and call its methods alike.
+
     Args:
         loaded: model and tokenizer.
         options: how the engine is sized.
         num_blocks: of the cache, instead of `options.inference_memory_gb`.
+
+    Attributes:
+        engine: of this rank.
+        replicas: the engines of all data-parallel ranks, by which texts are continued.
+
+    Raises:
+        ValueError: options that the model or its ranks do not allow.
     """
 
     def __init__(
@@ -186,6 +196,7 @@ class LLM:
         self.engine = speculating_engine(
             loaded, config, check_plans=checked, make_recorder=recorder
         )
+        self.replicas = Replicas(self.engine, loaded.data_parallel)
 
     @staticmethod
     @contextlib.contextmanager
@@ -234,14 +245,14 @@ class LLM:
         asks = bool(params.sampling.logprobs)
         try:
             for number, (text, request) in enumerate(zip(texts, requests, strict=True)):
-                identity = self.engine.add(request)
+                identity = self.replicas.add(request)
                 for index in range(n):
                     stream = TextStream(
                         self.loaded.tokenizer.detokenize, context=request.prompt, stop=stops
                     )
                     waiting[identity, index] = _Text(text, number, request, stream, asks)
             while waiting:
-                for completion in self.engine.step():
+                for completion in self.replicas.step():
                     key = completion.request_id, completion.index
                     if key in waiting:
                         piece = self._piece(waiting[key], completion)
@@ -250,7 +261,7 @@ class LLM:
                         yield piece
         finally:
             for identity in {identity for identity, _ in waiting}:
-                self.engine.abort(identity)
+                self.replicas.abort(identity)
 
     def generate(
         self, texts: Sequence[str], params: TextParams | None = None, *, first_sequence: int = 0
@@ -294,7 +305,7 @@ class LLM:
         added += known.stream.push([], finished=bool(ends))
         known.text += added
         if known.stream.stopped is not None and not ends:
-            self.engine.finish(completion.request_id, completion.index)
+            self.replicas.finish(completion.request_id, completion.index)
         return Piece(
             prompt=known.number,
             index=completion.index,

@@ -171,6 +171,12 @@ def run(config: ServeConfig, launch: Launch) -> None:
         ValueError: anything the user can fix.
     """
     check_extra()
+    size = config.source.tensor_model_parallel_size
+    if launch.world_size != size:
+        raise ValueError(
+            f"--tensor-model-parallel-size {size} in {launch.world_size} processes: the server has "
+            f"one replica; start {size} with torchrun --nproc-per-node, or several servers"
+        )
     key = read_key(config.service)
     with contextlib.ExitStack() as stack:
         link, where = None, ()

@@ -11,6 +11,7 @@ from unittest import mock
 
 import pytest
 
+from megatron.core.inference.requests import Request
 from megatron.inference import llm
 from megatron.inference.bench import arrivals, main, make_requests, static_waste
 from megatron.inference.config import Load
@@ -46,8 +47,7 @@ def test_what_was_generated_is_counted(root: Path, tmp_path: Path, rate: str | N
         code, out, err = run(root, *words, *more)
     assert code == 0, err
     found = json.loads(path.read_text(encoding="utf-8"))
-    load = Load(num_requests=6, input_tokens=40, shared_prefix_tokens=33, max_output_tokens=20)
-    lengths = [request.max_new_tokens for request in make_requests(load, 259)]
+    lengths = [request.max_new_tokens for request in requests_of_small()]
     assert found["output_tokens"] == sum(lengths)
     assert 8 <= min(lengths) < max(lengths) <= 20
     assert found["prefix_hit"] == 3 * 5 * 32  # in every repeat anew, the first one not counted
@@ -85,6 +85,29 @@ def test_tensor_parallel_ranks_take_arrivals_by_one_clock(root: Path) -> None:
     assert (code, code_1) == (0, 0), err + err_1
     assert "tokens_per_second" in out
     assert out_1 == ""
+
+
+def test_replicas_share_the_requests(root: Path, tmp_path: Path) -> None:
+    _store, launcher = serve_store(2)
+    path = tmp_path / "bench.json"
+    words = ["--load", str(root), "--device", "cpu", *SMALL, "--shared-prefix-tokens", "33"]
+    words += ["--request-rate", "100", "--repeats", "1", "--inference-max-requests", "4"]
+    words += ["--output-json", str(path)]
+    with start_ranks(measured_on_a_rank, 2, words, launcher, init=False) as ranks:
+        (code, _, err), (code_1, out_1, err_1) = ranks.values(timeout=60.0)
+    assert (code, code_1, out_1) == (0, 0, ""), err + err_1
+    found = json.loads(path.read_text(encoding="utf-8"))
+    sent = [int(number) for number in found["replica_requests"].split(", ")]
+    hits = [int(number) for number in found["replica_prefix_hits"].split(", ")]
+    assert sum(sent) == 2 * 6  # in two repeats, one of which is not counted
+    assert sent[0] > sent[1]  # the replica of the prefix, as long as it has rows
+    assert sum(hits) == found["prefix_hit"] > 0
+    assert found["output_tokens"] == sum(r.max_new_tokens for r in requests_of_small())
+
+
+def requests_of_small() -> list[Request]:
+    load = Load(num_requests=6, input_tokens=40, shared_prefix_tokens=33, max_output_tokens=20)
+    return make_requests(load, 259)
 
 
 def test_arrivals_are_those_of_the_rate() -> None:

@@ -209,6 +209,7 @@ def command_on_a_rank(
 @pytest.mark.parametrize(
     "layout",
     [
+        (),
         ("--tensor-model-parallel-size", "2"),
         ("--pipeline-model-parallel-size", "2"),
         (
@@ -216,7 +217,7 @@ def command_on_a_rank(
             *("--expert-tensor-parallel-size", "1", "--expert-model-parallel-size", "2"),
         ),
     ],
-    ids=("tp", "pp", "ep"),
+    ids=("dp", "tp", "pp", "ep"),
 )
 @pytest.mark.covers("generation", runs="generates")
 def test_two_ranks_generate_what_one_process_does(

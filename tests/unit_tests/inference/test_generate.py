@@ -11,6 +11,7 @@ import torch
 from megatron.cli.tokenizers import ByteTokenizer, Tokenizer
 from megatron.core.inference.cache import CacheShapes
 from megatron.core.inference.sampling import SamplingParams
+from megatron.core.process_groups import Group
 from megatron.inference.config import Inference, Speculation
 from megatron.inference.llm import LLM, TextParams, text_requests
 
@@ -50,6 +51,7 @@ class Loaded:
     token_multiple: int = 1
     speculation: Speculation = field(default_factory=Speculation)
     pipeline: None = None
+    data_parallel: Group = field(default_factory=Group.single)
 
     def generator(self, max_step_tokens: int) -> NextByte:
         assert max_step_tokens == Inference().inference_max_tokens

@@ -535,16 +535,17 @@ class Engine:
         """What the scheduler and the prefix cache did so far."""
         return self.scheduler.stats
 
-    def add(self, request: Request) -> int:
-        """Take a request in and return its id.
-
-        Raises:
-            ValueError: the model cannot serve it, the cache is too small for it, or the engine is
-                asleep.
-        """
+    def check(self, request: Request) -> None:
+        """Raise ValueError for a request that `add` would not take: the model cannot serve it, the
+        cache is too small for it, or the engine is asleep."""
         if self._asleep is not None:
             raise ValueError("the engine is asleep and takes no requests: wake it first")
         check_request(request, max_length=self.max_length, vocab_size=self.vocab_size)
+        self.scheduler.check(len(request.prompt) + request.max_new_tokens)
+
+    def add(self, request: Request) -> int:
+        """Take a request in and return its id. Raises ValueError as `check` does."""
+        self.check(request)
         outputs = []
         for index in range(request.n):
             row = Row(
@@ -555,10 +556,7 @@ class Engine:
                 needs_tokens=request.mask is not None or request.sampling.penalizes,
                 draft_length=DraftLength(most=self.config.num_speculative_tokens),
             )
-            completion = Completion(request_id=self._next_id, index=index)
-            if request.prompt_logprobs:
-                completion.prompt_logprobs = []
-                completion.prompt_top_logprobs = [] if request.sampling.logprobs else None
+            completion = Completion.begin(request, self._next_id, index)
             outputs.append(_Output(row, request, completion))
         for output in outputs:
             self.scheduler.add(output.row)

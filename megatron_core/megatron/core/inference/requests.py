@@ -68,6 +68,15 @@ class Completion:
     epochs: list[int] = field(default_factory=list)
     finish_reason: str = ""
 
+    @staticmethod
+    def begin(request: Request, request_id: int, index: int) -> Completion:
+        """Return an output of a request that nothing was generated of."""
+        completion = Completion(request_id=request_id, index=index)
+        if request.prompt_logprobs:
+            completion.prompt_logprobs = []
+            completion.prompt_top_logprobs = [] if request.sampling.logprobs else None
+        return completion
+
     def cut(self, count: int) -> None:
         """Forget the tokens after the first `count`, and what is known of them."""
         for values in (self.tokens, self.logprobs, self.top_logprobs, self.epochs):

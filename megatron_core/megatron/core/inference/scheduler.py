@@ -296,6 +296,10 @@ class CacheStats:
         """New tokens of a row by the steps in which it got any; 1 without speculative decoding."""
         return (self.sampled + self.accepted) / self.sampled if self.sampled else 0.0
 
+    def __add__(self, other: CacheStats) -> CacheStats:
+        """Return the sums of two engines."""
+        return CacheStats(**{name: count + vars(other)[name] for name, count in vars(self).items()})
+
 
 class Scheduler:
     """Plan the steps of an engine.
@@ -344,19 +348,18 @@ class Scheduler:
         """Return the blocks that a row of so many tokens takes."""
         return -(-tokens // self.block_size)
 
-    def add(self, row: Row) -> None:
-        """Take a row in.
-
-        Raises:
-            ValueError: it does not fit the cache even alone.
-        """
+    def check(self, max_tokens: int) -> None:
+        """Raise ValueError for a row of so many tokens that does not fit the cache even alone."""
         # The last token is chosen and never computed.
-        wanted = self.blocks_for(row.max_tokens - 1)
+        wanted = self.blocks_for(max_tokens - 1)
         if wanted > self.pool.num_blocks:
             raise ValueError(
-                f"{row.max_tokens} tokens take {wanted} blocks of {self.block_size} tokens, the "
+                f"{max_tokens} tokens take {wanted} blocks of {self.block_size} tokens, the "
                 f"cache has {self.pool.num_blocks}: make it {wanted} or ask for fewer tokens"
             )
+
+    def add(self, row: Row) -> None:
+        """Take a row in, which fits the cache (see `check`)."""
         self.waiting.append(row)
 
     def remove(self, row: Row) -> None:

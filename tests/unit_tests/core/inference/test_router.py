@@ -1,0 +1,216 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Data-parallel replicas of the engine: where requests go, and that they say what one does."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from megatron.core.inference.requests import Completion, Request
+from megatron.core.inference.router import FIRST_BYTES, Replicas, RequestRouter, all_gather_json
+from megatron.core.process_groups import Group, ProcessGroupCollection, RankGrid
+from tests.support.inputs import one_thread
+from tests.support.ranks import RankFailure, run_ranks
+from tests.unit_tests.core.inference.test_engine import DRAWN, GREEDY, engine_of, model_of
+from tests.unit_tests.core.inference.test_layouts import engine_on
+
+BLOCK = 16
+FIRST, SECOND = (5,) * 2 * BLOCK, (9,) * 2 * BLOCK
+
+
+def router(replicas: int = 2, *, max_rows: int = 4, num_blocks: int = 64) -> RequestRouter:
+    return RequestRouter(replicas, max_rows=max_rows, block_size=BLOCK, num_blocks=num_blocks)
+
+
+def ask(prompt: Sequence[int], new: int = 8, **more: Any) -> Request:
+    return Request(prompt=tuple(prompt), max_new_tokens=new, sampling=GREEDY, **more)
+
+
+def test_requests_without_a_common_prefix_go_where_the_fewest_tokens_are() -> None:
+    routes = router(3)
+    long, short = ask([1] * 9, 30), ask([2] * 9, 3)
+    assert [routes.assign(one) for one in (long, short, short, short, short)] == [0, 1, 2, 1, 2]
+    routes.output_ended(0, long)
+    assert routes.assign(short) == 0
+    assert routes.requests == [2, 2, 2]
+
+
+def test_a_prefix_goes_to_one_replica_while_that_has_a_free_row() -> None:
+    routes = router(max_rows=3)
+    assert routes.assign(ask([*FIRST, 1])) == 0
+    assert routes.assign(ask([*SECOND, 1])) == 1
+    assert [routes.assign(ask([*FIRST, n])) for n in (2, 3)] == [0, 0]
+    assert routes.matched == [2 * 2 * BLOCK, 0]
+    # Of a longer beginning one block more was sent to the other: there is a row for it.
+    assert routes.assign(ask([*FIRST, 4])) == 1
+    assert routes.assign(ask([*FIRST, 5], n=2)) == 1  # no row anywhere: both know the prefix
+    routes.output_ended(0, ask([*FIRST, 1]))
+    assert routes.assign(ask([*SECOND, 2])) == 0  # a free row is worth more than a prefix
+
+
+def test_of_two_beginnings_the_longer_one_counts() -> None:
+    routes = router()
+    assert routes.assign(ask(FIRST[:BLOCK])) == 0
+    assert routes.assign(ask([7] * BLOCK)) == 1
+    assert routes.assign(ask([*[7] * BLOCK, *FIRST])) == 1
+    assert routes.assign(ask([*FIRST, *FIRST])) == 0
+
+
+def test_as_many_blocks_are_remembered_as_a_cache_has() -> None:
+    routes = router(1, num_blocks=3)
+    for prompt, known in ((FIRST, 0), (SECOND, 0), (FIRST, BLOCK), (FIRST, 2 * BLOCK)):
+        before = routes.matched[0]
+        routes.assign(ask(prompt))
+        assert routes.matched[0] - before == known, prompt
+    routes.forget_prefixes()
+    routes.assign(ask(FIRST))
+    assert routes.matched[0] == 3 * BLOCK
+    silent = router(1, num_blocks=0)
+    silent.assign(ask(FIRST))
+    silent.assign(ask(FIRST))
+    assert silent.matched == [0]
+
+
+#: Characters of the messages of two ranks.
+LENGTHS = ((3, 0), (FIRST_BYTES, 3), (9, 2 * FIRST_BYTES), (FIRST_BYTES - 30, 1))
+
+
+def message(rank: int, length: int) -> dict[str, Any]:
+    return {"of": rank, "text": chr(233 + rank) * length}
+
+
+def messages(rank: int, world: int) -> list[Any]:
+    groups = ProcessGroupCollection.create(RankGrid(world_size=world), rank=rank)
+    device = torch.device("cpu")
+    return [all_gather_json(message(rank, n[rank]), groups["dp"], device) for n in LENGTHS]
+
+
+def test_messages_of_any_length_arrive() -> None:
+    wanted = [[message(rank, n[rank]) for rank in range(2)] for n in LENGTHS]
+    assert run_ranks(messages, 2) == [wanted, wanted]
+    assert all_gather_json("alone", Group.single(), torch.device("cpu")) == ["alone"]
+
+
+#: Prompts of two prefixes in turns, and others.
+PROMPTS = [
+    (*FIRST, 1, 2),
+    (*SECOND, 3),
+    (*FIRST, 4),
+    (*SECOND, 5, 6, 7),
+    (11, 12, 13),
+    (*FIRST, 8),
+    tuple(range(20, 45)),
+]
+STOPPED, ABORTED = 4, 6
+"""Requests that the caller ends: after their third token, and after their second."""
+
+
+def asked() -> list[Request]:
+    found = [ask(prompt, 9, sequence=10 * n) for n, prompt in enumerate(PROMPTS)]
+    found[0] = replace(found[0], sampling=replace(DRAWN, logprobs=2), n=2, prompt_logprobs=True)
+    return [replace(found[n], sampling=DRAWN) if n == 3 else found[n] for n in range(len(found))]
+
+
+def said(replicas: Replicas) -> dict[tuple[int, int], Completion]:
+    numbers = [replicas.add(request) for request in asked()]
+    found = {}
+    while replicas.unfinished:
+        for completion in replicas.step():
+            number = numbers.index(completion.request_id)
+            found[number, completion.index] = completion
+            if number == STOPPED and len(completion.tokens) == 3:
+                replicas.finish(completion.request_id, completion.index)
+            if number == ABORTED and len(completion.tokens) == 2:
+                replicas.abort(completion.request_id)
+    return found
+
+
+def replicas_on(groups: ProcessGroupCollection, family: str) -> Replicas:
+    row = {"family": family, "forward": "local", "blocks": 64, "budget": 500}
+    return Replicas(engine_on(groups, row | {"prefix_caching": True}), groups["dp"])
+
+
+def no_pickle(*_: object, **__: object) -> None:
+    raise AssertionError("something was pickled")
+
+
+def said_on_a_rank(rank: int, world: int, family: str, grid: dict[str, int]) -> tuple[Any, ...]:
+    groups = ProcessGroupCollection.create(RankGrid(world_size=world, **grid), rank=rank)
+    with one_thread():
+        replicas = replicas_on(groups, family)
+        objects = [n for n in vars(dist) if n.endswith(("_object", "_object_list"))]
+        with (
+            mock.patch.multiple("pickle", dumps=no_pickle, loads=no_pickle, Pickler=no_pickle),
+            mock.patch.multiple(dist, **dict.fromkeys(objects, no_pickle)),
+        ):
+            found = said(replicas)
+        assert replicas.router is not None
+        return found, replicas.router.requests, replicas.router.matched, replicas.stats()
+
+
+def assert_as_one(found: dict[Any, Completion], wanted: dict[Any, Completion]) -> None:
+    assert found.keys() == wanted.keys()
+    for key, got in found.items():
+        expected = wanted[key]
+        for name in ("tokens", "finish_reason", "epochs", "index"):
+            assert getattr(got, name) == getattr(expected, name), (key, name)
+        for name in ("logprobs", "prompt_logprobs"):
+            a, b = getattr(got, name), getattr(expected, name)
+            assert a == b if b is None else a == pytest.approx(b, rel=1e-4, abs=1e-5), key
+        for name in ("top_logprobs", "prompt_top_logprobs"):
+            a, b = getattr(got, name), getattr(expected, name)
+            ids = [one and [[i for i, _ in place] for place in one] for one in (a, b)]
+            assert ids[0] == ids[1], (key, name)
+
+
+@pytest.mark.parametrize("family", ["gqa", "hybrid"])
+def test_two_replicas_say_what_one_engine_does(family: str) -> None:
+    with one_thread():
+        alone = replicas_on(ProcessGroupCollection.single(), family)
+        wanted = said(alone)
+    assert wanted[STOPPED, 0].finish_reason == "stop"
+    assert wanted[ABORTED, 0].finish_reason == "abort"
+    for found, sent, matched, stats in run_ranks(said_on_a_rank, 2, family, {}):
+        assert_as_one(found, wanted)
+        assert sent == [3, 4]
+        assert matched == [2 * 2 * BLOCK, 2 * BLOCK]  # each prefix was sent to one of them
+        assert all(one.steps > 0 for one in stats)
+        # What was computed twice by none: as many tokens as in one engine come from the cache.
+        total = stats[0] + stats[1]
+        assert (total.hit, total.queried) == (alone.engine.stats.hit, alone.engine.stats.queried)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("grid", [{"tp": 2}, {"pp": 2}])
+def test_replicas_of_several_ranks_say_what_one_engine_does(grid: dict[str, int]) -> None:
+    with one_thread():
+        wanted = said(replicas_on(ProcessGroupCollection.single(), "gqa"))
+    for found, sent, _, _ in run_ranks(said_on_a_rank, 4, "gqa", grid):
+        assert_as_one(found, wanted)
+        assert min(sent) > 0
+
+
+def differing_on_a_rank(rank: int, world: int) -> str:
+    groups = ProcessGroupCollection.create(RankGrid(world_size=world), rank=rank)
+    replicas = replicas_on(groups, "gqa")
+    assert replicas.router is not None
+    if rank:  # planted: it sees no prefix
+        replicas.router._shared = lambda sent, digests: 0
+    return str(said(replicas))
+
+
+def test_ranks_that_assign_requests_differently_stop() -> None:
+    with pytest.raises(RankFailure, match="have assigned requests differently"):
+        run_ranks(differing_on_a_rank, 2)
+
+
+def test_replicas_do_not_go_with_asynchronous_steps() -> None:
+    engine = engine_of(model_of("gqa"), asynchronous=True)
+    with pytest.raises(ValueError, match="asynchronous scheduling with 2 data-parallel replicas"):
+        Replicas(engine, Group("dp", (0, 1), 0, handle=mock.Mock()))

@@ -112,10 +112,10 @@ class Inference:
     async_scheduling: bool = False
     """Plan a step while the one before it runs. The end of a text by a stop token or a stop string
     is seen a step late; the token computed in between is dropped and counted as wasted. Texts with
-    penalties wait for each of their tokens."""
+    penalties wait for each of their tokens, those with drafts for the step that verifies them."""
     inference_cuda_graphs: bool = False
-    """Launch steps in which every text has one new token as CUDA graphs, one for each power of two
-    of texts up to --inference-max-requests; needs a GPU."""
+    """Launch steps in which every text has one new token, or that and drafts, as CUDA graphs, one
+    for each power of two of tokens that --inference-max-requests texts have; needs a GPU."""
     check_plans: bool = False
     """Compare what the tensor parallel ranks have planned before each step, and stop where they
     differ; for debugging, as it makes the host wait for the device."""
@@ -276,24 +276,18 @@ def _check_speculation(speculation: Speculation, source: ModelSource, inference:
                 else "takes no --speculative-draft-model: drop it, or use draft"
             )
         )
-    if method is not None and inference.async_scheduling:
-        raise ValueError(
-            f"--speculative-method {method} does not go with --async-scheduling: drafts follow "
-            "tokens that are known when a step is planned; drop one of both"
-        )
+    stages = source.pipeline_model_parallel_size
+    for option, given in (
+        ("--async-scheduling", inference.async_scheduling),
+        (f"--pipeline-model-parallel-size {stages}", stages > 1),
+    ):
+        if given and method in ("draft", "mtp"):
+            raise ValueError(
+                f"--speculative-method {method} does not go with {option}: drafts of a model are "
+                "computed between two steps; use ngram, or drop one of both"
+            )
     if count is not None and count < 1:
         raise ValueError(f"--num-speculative-tokens is {count}: it must be above 0")
-    if method is not None and inference.inference_cuda_graphs:
-        raise ValueError(
-            f"--speculative-method {method} does not go with --inference-cuda-graphs: steps that "
-            "verify drafts are no decode steps; drop one of both"
-        )
-    stages = source.pipeline_model_parallel_size
-    if method is not None and stages > 1:
-        raise ValueError(
-            f"--speculative-method {method} does not go with --pipeline-model-parallel-size "
-            f"{stages}: drafts are verified where all layers are; drop one of both"
-        )
     if method == "mtp" and source.sequence_parallel:
         raise ValueError(
             "--speculative-method mtp does not go with --sequence-parallel: its layers need whole "

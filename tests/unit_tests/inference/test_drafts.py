@@ -12,12 +12,11 @@ from pathlib import Path
 import pytest
 
 from megatron.cli.tokenizers import train_bpe
-from megatron.core.inference.sizes import EngineConfig
 from megatron.core.models.gpt import GPTModel
 from megatron.core.process_groups import ProcessGroupCollection
 from megatron.inference import bench, generate
 from megatron.inference.config import Inference, Speculation
-from megatron.inference.llm import LLM, TextParams, speculating_engine
+from megatron.inference.llm import LLM, TextParams
 from tests.unit_tests.inference.test_checkpoint_model import BYTES, CONFIG, save
 from tests.unit_tests.inference.test_generate import GREEDY, Loaded
 
@@ -61,7 +60,7 @@ def test_every_kind_of_draft_yields_the_same_texts(folders: dict[str, str]) -> N
     plain = run(generate, "--load", folders["model"], *TEXT)
     assert " drafts, " not in plain[2]
     methods = {
-        "ngram": ("--num-speculative-tokens", "3"),
+        "ngram": ("--num-speculative-tokens", "3", "--async-scheduling"),
         "draft": ("--speculative-draft-model", folders["plain"]),
         "mtp": ("--transformer-impl", "inference_optimized"),
     }
@@ -123,6 +122,12 @@ def test_a_stop_string_ends_a_text_within_the_tokens_of_a_step() -> None:
             ["--speculative-method", "draft", "--speculative-draft-model", "merged"],
             "another tokenizer",
         ),
+        ("model", ["--speculative-method", "mtp", "--async-scheduling"], "--async-scheduling"),
+        (
+            "model",
+            ["--speculative-method", "mtp", "--pipeline-model-parallel-size", "2"],
+            "--pipeline-model-parallel-size 2",
+        ),
     ],
 )
 def test_what_cannot_be_speculated_is_named(
@@ -134,9 +139,3 @@ def test_what_cannot_be_speculated_is_named(
     assert (code, out) == (2, "")
     assert named in err
     assert len(err.splitlines()) == 1
-
-
-def test_recorded_steps_and_drafts_are_refused_together() -> None:
-    loaded = Loaded(speculation=Speculation(speculative_method="ngram"))
-    with pytest.raises(ValueError, match="make_recorder"):
-        speculating_engine(loaded, EngineConfig(num_blocks=64), make_recorder=lambda: None)

@@ -1,11 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
-"""DecodeGraphs: steps in which every row has one new token, as CUDA graphs.
+"""DecodeGraphs: steps that choose a token after each of theirs, as CUDA graphs.
 
-There is one graph for each of a few numbers of rows (buckets). It runs over buffers that stay: the
-numbers of a plan are copied to them in one piece, the graph is launched, and the logits are where
-they always are. A step takes the smallest bucket that holds it. The rows that are left over are
-padding: no context, no slot of the cache and none of states, so they touch nothing of others. What
-a step chooses by, random numbers and parameters, stays outside, and so changes freely.
+There is one graph for each of a few numbers of tokens (buckets). It runs over buffers that stay:
+the numbers of a plan are copied to them in one piece, the graph is launched, and the logits are
+where they always are. A step takes the smallest bucket that holds it. What is left over is padding:
+no context, no slot of the cache and none of states, so it touches nothing of others. What a step
+chooses by, random numbers and parameters, stays outside, and so changes freely.
+
+A graph takes every token for a row of its own. So k drafts of a row and the token before them are
+k + 1 rows that share their blocks, each of which sees one token more than the row before it.
+Recurrent mixers compute drafts one after the other: with them such steps run eagerly.
 
 A bucket is recorded when it is first needed, with padding alone, after running so once: what is
 made at first use, such as rotary tables, is there then.
@@ -23,6 +27,7 @@ from torch import Tensor
 
 from megatron.core.context_parallel.layout import PagedRows
 from megatron.core.device import Recorder, pin
+from megatron.core.inference.cache import PagedCache
 from megatron.core.inference.scheduler import BatchPlan
 from megatron.core.ops.paged_attention import PagedBatch
 
@@ -54,13 +59,11 @@ class DecodeInputs:
 
     Args:
         tokens, positions: int32 [b], as in `BatchPlan`.
-        row_slots: int32 [b].
         paged: whose tokens they are.
     """
 
     tokens: Tensor
     positions: Tensor
-    row_slots: Tensor
     paged: PagedRows
 
 
@@ -68,69 +71,61 @@ class DecodeGraphs:
     """Run decode steps as graphs.
 
     Args:
-        forward: inputs to logits fp32 [b, V].
+        forward: inputs to hidden states [b, 1, h] and logits fp32 [b, V].
         make_recorder: returns a new recorder, one for each bucket.
+        cache: that the forward pass reads and writes.
         max_rows: rows of the largest bucket.
         row_multiple: rows of each are a multiple of this.
         max_context: tokens of the longest row.
-        block_size: tokens of a block.
-        device: where all is.
-        cpu_dtype: of `PagedBatch`.
     """
 
     def __init__(
         self,
-        forward: Callable[[DecodeInputs], Tensor],
+        forward: Callable[[DecodeInputs], tuple[Tensor, Tensor]],
         make_recorder: Callable[[], Recorder],
         *,
+        cache: PagedCache,
         max_rows: int,
         row_multiple: int,
         max_context: int,
-        block_size: int,
-        device: torch.device,
-        cpu_dtype: torch.dtype | None,
     ) -> None:
         self.buckets = buckets_of(max_rows, row_multiple)
         self.stats = GraphStats()
         self._forward, self._make_recorder = forward, make_recorder
-        self._max_rows, self._max_context = max_rows, max_context
-        self._max_blocks = -(-max_context // block_size)
-        self._device, self._cpu_dtype = device, cpu_dtype
+        self._max_context, self._max_blocks = max_context, -(-max_context // cache.block_size)
+        self._device, self._cpu_dtype = cache.device, cache.shapes.cpu_dtype
+        self._takes_drafts = not cache.shapes.states
         self._graphs: dict[int, _Graph] = {}
 
-    def __call__(self, plan: BatchPlan) -> Tensor | None:
-        """Return the logits fp32 [rows, V] of a step; None if it is not one for a graph. The next
-        step overwrites them."""
-        rows = len(plan.rows)
-        if plan.decode_rows != rows or len(plan.sampled) != rows:
+    def __call__(self, plan: BatchPlan) -> tuple[Tensor, Tensor] | None:
+        """Return hidden states [t, 1, h] and logits fp32 [t, V] of all tokens of a step; None if it
+        is not one for a graph. The next step overwrites them."""
+        count = len(plan.tokens)
+        if len(plan.chosen_after) + plan.padding != count:
             return None
-        size = next(bucket for bucket in self.buckets if bucket >= rows)
+        if any(plan.drafts) and not self._takes_drafts:
+            return None
+        size = next(bucket for bucket in self.buckets if bucket >= count)
         if size not in self._graphs:
             start = time.perf_counter()
             self._graphs[size] = self._captured(size)
             self.stats.captured += 1
             self.stats.seconds += time.perf_counter() - start
         graph = self._graphs[size]
+        rows = np.repeat(np.arange(len(plan.state_slots)), np.diff(plan.query_bounds))
+        contexts = np.where(plan.slot_mapping < 0, 0, plan.positions + 1)
+        states = plan.state_slots[rows]
         numbers = self._padding(size)
-        for into, array in zip(
-            numbers,
-            (
-                plan.tokens,
-                plan.positions,
-                plan.slot_mapping,
-                plan.state_slots,
-                plan.context_lengths,
-                plan.row_slots,
-            ),
-            strict=False,
-        ):
-            into[:rows] = array[:rows]
-        numbers[-1].reshape(size, -1)[:rows, : plan.block_table.shape[1]] = plan.block_table[:rows]
+        given = plan.tokens, plan.positions, plan.slot_mapping, states, contexts
+        for into, array in zip(numbers, given, strict=False):
+            into[:count] = array
+        numbers[-1].reshape(size, -1)[:count, : plan.block_table.shape[1]] = plan.block_table[rows]
         graph.fill(numbers)
         graph.recorder.replay()
         self.stats.replayed += 1
-        assert graph.logits is not None
-        return graph.logits[:rows]
+        assert graph.found is not None
+        hidden, logits = graph.found
+        return hidden[:count], logits[:count]
 
     def forget(self) -> None:
         """Record all anew: the cache has another address."""
@@ -138,19 +133,17 @@ class DecodeGraphs:
 
     def _padding(self, size: int) -> list[np.ndarray]:
         """Return the numbers of rows that are padding, in the order of a graph's buffers."""
-        fills = (0, 0, -1, -1, 0, self._max_rows)
+        fills = (0, 0, -1, -1, 0)
         table = np.zeros(size * self._max_blocks, dtype=np.int32)
         return [*(np.full(size, fill, dtype=np.int32) for fill in fills), table]
 
     def _captured(self, size: int) -> _Graph:
         padding = self._padding(size)
         flat = torch.empty(sum(x.size for x in padding), dtype=torch.int32, device=self._device)
-        tokens, positions, slots, states, contexts, rows, table = flat.split(
-            [x.size for x in padding]
-        )
+        tokens, positions, slots, states, contexts, table = flat.split([x.size for x in padding])
         bounds = torch.arange(size + 1, dtype=torch.int32, device=self._device)
 
-        def run() -> Tensor:
+        def run() -> tuple[Tensor, Tensor]:
             batch = PagedBatch(
                 block_table=table.view(size, -1),
                 query_bounds=bounds,
@@ -167,16 +160,14 @@ class DecodeGraphs:
                 decode_rows=size,
                 prefill=None,
             )
-            return self._forward(
-                DecodeInputs(tokens=tokens, positions=positions, row_slots=rows, paged=paged)
-            )
+            return self._forward(DecodeInputs(tokens=tokens, positions=positions, paged=paged))
 
         graph = _Graph(flat, self._make_recorder(), self._device)
         graph.fill(padding)
         run()
 
         def record() -> None:
-            graph.logits = run()
+            graph.found = run()
 
         graph.recorder.capture(record)
         return graph
@@ -188,7 +179,7 @@ class _Graph:
     def __init__(self, flat: Tensor, recorder: Recorder, device: torch.device) -> None:
         self.recorder = recorder
         self._flat, self._device = flat, device
-        self.logits: Tensor | None = None
+        self.found: tuple[Tensor, Tensor] | None = None
 
     def fill(self, numbers: list[np.ndarray]) -> None:
         """Copy numbers to the buffers, in one piece."""

@@ -163,7 +163,14 @@ class ComputedStep:
 
 
 class Proposer(Protocol):
-    """Where drafts come from; `megatron.core.inference.speculation` has several."""
+    """Where drafts come from; `megatron.core.inference.speculation` has several.
+
+    Attributes:
+        reads_tokens_only: drafts are a function of a row's tokens, which the host computes: every
+            pipeline stage finds the same, also while a step runs. `observe` is not called.
+    """
+
+    reads_tokens_only: bool
 
     def propose(self, contexts: Sequence[DraftContext]) -> Sequence[Sequence[int]]:
         """Return tokens that may follow those of each row, no more than it may have."""
@@ -200,26 +207,26 @@ class EngineFeatures:
                 f"a pipeline of {stages} stages has as many steps in flight: leave asynchronous "
                 "scheduling out"
             )
-        if self.proposer is not None and stages > 1:
+        if self.proposer is not None and not self.proposer.reads_tokens_only:
+            between = "drafts of a model are computed between two steps: use n-grams, or drop one"
+            if stages > 1:
+                raise ValueError(
+                    f"num-speculative-tokens is {count} in a pipeline of {stages} stages: {between}"
+                )
+            if config.asynchronous:
+                raise ValueError(
+                    f"num-speculative-tokens is {count} with asynchronous steps: {between}"
+                )
+        if self.make_recorder is not None and stages > 1:
             raise ValueError(
-                f"num-speculative-tokens is {count} in a pipeline of {stages} stages: drafts are "
-                "verified where all layers are; give one of both"
-            )
-        if self.make_recorder is not None and (self.proposer is not None or stages > 1):
-            raise ValueError(
-                "recorded decode steps go with neither drafts nor several pipeline stages: give "
-                "make_recorder alone"
+                f"a recorded step exchanges nothing with the {stages} stages of a pipeline: drop "
+                "make_recorder or the stages"
             )
         if count < 0 or (count > 0) != (self.proposer is not None):
             given = "without" if self.proposer is None else "with"
             raise ValueError(
                 f"num-speculative-tokens is {count} {given} a proposer of drafts: give a positive "
                 "number and a proposer, or neither"
-            )
-        if count and config.asynchronous:
-            raise ValueError(
-                f"num-speculative-tokens is {count} with asynchronous steps: drafts follow tokens "
-                "that are known when a step is planned; give one of both"
             )
 
 
@@ -396,6 +403,7 @@ class StepInFlight:
     Args:
         plan: of the step.
         rows: that get a token.
+        choices: places after which a token is chosen, those of drafts included.
         noting: log-probabilities of prompts that it finds.
         tops: alternatives that are reported of each token.
         work: that computes it.
@@ -403,6 +411,7 @@ class StepInFlight:
 
     plan: BatchPlan
     rows: tuple[Row, ...]
+    choices: int
     noting: list[_Noting]
     tops: int
     work: Work[StepResult]
@@ -493,6 +502,7 @@ class Engine:
             token_multiple=config.token_multiple,
         )
         self.epoch, self.paused, self.model_seconds = 0, False, 0.0
+        self._shows_steps = self.proposer is not None and not self.proposer.reads_tokens_only
         self._outputs: dict[Row, _Output] = {}
         self._next_id = 0
         self._queue = WorkQueue(self.device, in_thread=config.asynchronous)
@@ -504,20 +514,20 @@ class Engine:
         self._asleep: HostCopy | None = None
         self._ended: list[Completion] = []  # found outside of `step`, which returns them
         # The newest token of each row by its slot, for steps that are planned before it is known.
-        self._newest = torch.zeros(config.max_rows + 1, dtype=torch.int64, device=self.device)
+        self._newest = torch.zeros(config.max_rows, dtype=torch.int64, device=self.device)
 
     def _graphs_by(self, make_recorder: Callable[[], Recorder]) -> DecodeGraphs:
         """Return the graphs of decode steps."""
+        drafts = 0 if self.cache.shapes.states else self.config.num_speculative_tokens
+        rows = self.config.max_rows * (1 + drafts)
         longest = self.cache.num_blocks * self.config.block_size
         return DecodeGraphs(
             self._decoded,
             make_recorder,
-            max_rows=self.config.max_rows,
+            cache=self.cache,
+            max_rows=min(rows, self.config.max_step_tokens),
             row_multiple=self.config.token_multiple,
             max_context=min(longest, self.max_length or longest),
-            block_size=self.config.block_size,
-            device=self.device,
-            cpu_dtype=self.cache.shapes.cpu_dtype,
         )
 
     @property
@@ -690,11 +700,13 @@ class Engine:
         tops = min(max((one.params.logprobs or 0 for one in asked), default=0), self.vocab_size)
         noting = self._noting(plan)
         # What is found is numbers of a known count, which other stages may expect beforehand.
-        count = len(rows) * (3 + 2 * tops) + sum(note.count for note in noting)
+        count = len(asked) * (3 + 2 * tops) + sum(note.count for note in noting)
         start, idle = time.perf_counter(), self.link.idle_seconds
         work = self._queue.submit(lambda: self._compute(plan, asked, noting, count))
         self.model_seconds += time.perf_counter() - start - (self.link.idle_seconds - idle)
-        return StepInFlight(plan=plan, rows=rows, noting=noting, tops=tops, work=work)
+        return StepInFlight(
+            plan=plan, rows=rows, choices=len(asked), noting=noting, tops=tops, work=work
+        )
 
     def _finish(self, step: StepInFlight) -> list[Completion]:
         """Wait for the oldest step in flight; return the outputs that it has added to."""
@@ -706,12 +718,12 @@ class Engine:
         if result.results is not None:
             sampled, logprobs = unpacked(
                 self.link.wait(result.results).cpu(),
-                rows=len(step.rows),
+                rows=step.choices,
                 tops=step.tops,
                 prompts=[note.count for note in step.noting],
             )
         chosen = [] if sampled is None else self._verified(step.plan, sampled)
-        if self.proposer is not None:
+        if self._shows_steps:
             self._show(step, result, chosen)
         self.model_seconds += time.perf_counter() - start - (self.link.idle_seconds - idle)
         pairs = zip(step.rows, chosen, strict=True)
@@ -735,13 +747,19 @@ class Engine:
         if self._check_plans is not None:
             require_same_plan(plan, self._check_plans, self.device)
         self.cache.states.copy(plan.state_copies)
-        logits = None if self._graphs is None or noting else self._graphs(plan)
-        if logits is not None:
-            return StepResult(sampled=self._kept(plan, sample(logits, asked)))
+        recorded = None if self._graphs is None or noting else self._graphs(plan)
+        if recorded is not None:
+            hidden, logits = recorded
+            return StepResult(
+                sampled=self._kept(plan, sample(self._taken(logits, plan.chosen_after), asked)),
+                hidden=hidden if self._shows_steps else None,
+                layout=self._placed(plan)[1] if self._shows_steps else None,
+            )
         results = None
         if count and not self.link.is_last:
             results = self.link.expect_results(count)
-        hidden, layout = self._run_model(plan)  # [t, 1, h]
+        tokens, layout = self._placed(plan)
+        hidden = self._hidden(tokens, layout)
         if not self.link.is_last:
             return StepResult(results=results, sends=self.link.send_hidden(hidden))
         notes, sampled = [self._prompt_logprobs(note, hidden) for note in noting], None
@@ -750,8 +768,8 @@ class Engine:
         return StepResult(
             sampled=None if sampled is None else self._kept(plan, sampled),
             prompt_logprobs=[to_host(note) for note in notes],
-            hidden=None if self.proposer is None else hidden,
-            layout=None if self.proposer is None else layout,
+            hidden=hidden if self._shows_steps else None,
+            layout=layout if self._shows_steps else None,
             sends=self.link.send_results(packed(sampled, notes)) if count else (),
         )
 
@@ -762,27 +780,43 @@ class Engine:
     def _kept(self, plan: BatchPlan, sampled: Sampled) -> Sampled:
         """Keep the tokens for steps that are planned already; return them on the host."""
         if self.config.asynchronous:
-            self._newest[self._index(plan.sampled_slots)] = sampled.tokens
+            tokens = sampled.tokens
+            if any(
+                plan.drafts
+            ):  # nothing is planned after those with drafts: any of theirs will do
+                counts = [1 + len(plan.drafts[n]) for n in plan.sampled]
+                tokens = tokens[self._index(np.cumsum(counts) - 1)]
+            self._newest[self._index(np.array(plan.sampled_slots))] = tokens
         return sampled.on_host()
 
-    def _decoded(self, inputs: DecodeInputs) -> Tensor:
-        """Return the logits fp32 [b, V] of a step that is recorded."""
-        tokens = inputs.tokens.long()
-        tokens = tokens.where(tokens >= 0, self._newest[inputs.row_slots])
-        hidden, _ = self._hidden(tokens, inputs.positions.long(), inputs.paged)
-        return self.logits(hidden)
+    def _known(self, tokens: Tensor) -> Tensor:
+        """Return tokens int64 [t] of a plan, those of steps before that are known by now too."""
+        return tokens.where(tokens >= 0, self._newest[(-1 - tokens).clamp_(min=0)])
+
+    def _decoded(self, inputs: DecodeInputs) -> tuple[Tensor, Tensor]:
+        """Return the hidden states [b, 1, h] and logits fp32 [b, V] of a step that is recorded."""
+        tokens = self._known(inputs.tokens.long())
+        layout = SequenceLayout(inputs.positions.long(), paged=inputs.paged)
+        hidden = self._hidden(tokens, layout)
+        return hidden, self.logits(hidden)
 
     def _propose(self, asked: Sequence[tuple[Row, int]]) -> list[Sequence[int]]:
         """Return drafts for rows, each with the number that it may have."""
         assert self.proposer is not None
         start = time.perf_counter()
         outputs = [self._outputs[row] for row, _ in asked]
+        # A token that a step in flight chooses is guessed as well: its drafts follow the guess.
+        pending = [row.pending for row, _ in asked]
         contexts = [
-            output.context(count) for output, (_, count) in zip(outputs, asked, strict=True)
+            output.context(guesses + count)
+            for output, guesses, (_, count) in zip(outputs, pending, asked, strict=True)
         ]
         found = self.proposer.propose(contexts)
         self.model_seconds += time.perf_counter() - start
-        return [output.allowed(drafts) for output, drafts in zip(outputs, found, strict=True)]
+        return [
+            output.allowed(drafts)[guesses:]
+            for output, guesses, drafts in zip(outputs, pending, found, strict=True)
+        ]
 
     def _show(self, step: StepInFlight, result: StepResult, chosen: Sequence[_Chosen]) -> None:
         """Let the proposer see a step."""
@@ -805,17 +839,14 @@ class Engine:
         with torch.no_grad():
             self.proposer.observe(seen, self)
 
-    def _run_model(self, plan: BatchPlan) -> tuple[Tensor, SequenceLayout]:
-        """Return the hidden states [t, 1, h] of the new tokens of a step, before the last pipeline
-        stage as they pass on, and where these tokens are."""
-        wide = plan.tokens, plan.positions, plan.slot_mapping, plan.state_slots, plan.row_slots
+    def _placed(self, plan: BatchPlan) -> tuple[Tensor, SequenceLayout]:
+        """Return the new tokens of a step, int64 [t], on the device, and where they are."""
+        wide = plan.tokens, plan.positions, plan.slot_mapping, plan.state_slots
         narrow = plan.query_bounds, plan.context_lengths, plan.block_table
-        tokens, positions, slots, states, rows, *others = self._moved(wide, narrow)
+        tokens, positions, slots, states, *others = self._moved(wide, narrow)
         bounds, contexts, table = others
-        if plan.tokens.min() < 0:  # of rows with one new token
-            newest = self._newest[rows[: plan.decode_rows]]
-            known = tokens[: plan.decode_rows]
-            known.copy_(torch.where(known < 0, newest, known))
+        if plan.tokens.min() < 0:
+            tokens = self._known(tokens)
         decode = plan.decode_rows + plan.padding
         prefill = None
         if plan.decode_rows < len(plan.rows):
@@ -835,19 +866,17 @@ class Engine:
             decode_rows=decode,
             prefill=prefill,
         )
-        return self._hidden(tokens, positions, paged)
+        return tokens, SequenceLayout(positions, paged=paged)
 
-    def _hidden(
-        self, tokens: Tensor, positions: Tensor, paged: PagedRows
-    ) -> tuple[Tensor, SequenceLayout]:
-        """Return the hidden states [t, 1, h] of new tokens, int64 [t], and where these are."""
-        layout = SequenceLayout(positions, paged=paged)
+    def _hidden(self, tokens: Tensor, layout: SequenceLayout) -> Tensor:
+        """Return the hidden states [t, 1, h] of new tokens, int64 [t], before the last pipeline
+        stage as they pass on."""
         tokens, before = tokens.unsqueeze(0), {}
         if not self.link.is_first:
             shape = self.model.boundary_shape(tokens)
             before["hidden_states"] = self.link.receive_hidden(shape)
         hidden = self.model(tokens, layout=layout, cache=self.cache, **before)
-        return self.model.head.gathered(hidden) if self.link.is_last else hidden, layout
+        return self.model.head.gathered(hidden) if self.link.is_last else hidden
 
     def _moved(
         self, wide: Sequence[np.ndarray], narrow: Sequence[np.ndarray]
@@ -890,8 +919,7 @@ class Engine:
             tops = [list(zip(*pair, strict=True)) for pair in zip(ids, values, strict=True)]
         chosen, first = [], 0
         for n in plan.sampled:
-            drafts = plan.rows[n].drafts[: plan.drafts[n]]
-            count = 1 + accepted_drafts(drafts, tokens[first:])
+            count = 1 + accepted_drafts(plan.drafts[n], tokens[first:])
             valid = finite[first : first + count]
             if error := not all(valid):
                 count = valid.index(False)
@@ -899,7 +927,7 @@ class Engine:
             chosen.append(
                 _Chosen(tokens=tokens[part], logprobs=logprobs[part], tops=tops[part], error=error)
             )
-            first += plan.drafts[n] + 1
+            first += len(plan.drafts[n]) + 1
         return chosen
 
     def _record(self, rows: Sequence[Row], chosen: Sequence[_Chosen]) -> list[Completion]:
@@ -908,7 +936,7 @@ class Engine:
         for row, found in zip(rows, chosen, strict=True):
             output = self._outputs.get(row)
             if output is None:  # it ended while the step ran
-                self.stats.wasted += 1
+                self.stats.wasted += len(found.tokens)
                 continue
             completions.append(output.completion)
             reason = output.end_after(found)

@@ -25,7 +25,8 @@ is about to be computed for another one waits for it.
 With speculative decoding, what is left of a step's tokens and of the free blocks goes to drafts:
 tokens that may follow the newest ones of a row. They delay and preempt nobody. `commit` is told how
 many were accepted; of the others nothing stays: neither blocks nor digests, and states are those of
-before the step, so the accepted ones are computed again with the next.
+before the step, so the accepted ones are computed again with the next. Until then nothing else is
+planned for the row: its next place is not known.
 """
 
 from __future__ import annotations
@@ -97,7 +98,8 @@ class DraftLength:
             self.failures = 0
 
 
-#: Drafts for rows, each at most as many as the number next to it.
+#: Drafts for rows, each at most as many as the number next to it; they follow the tokens that are
+#: known and the one that is pending.
 Propose = Callable[[Sequence[tuple["Row", int]]], Sequence[Sequence[int]]]
 
 
@@ -127,7 +129,7 @@ class Row:
         borders: tokens after which states are to be copied.
         shares: what it computes may be reused for others; not once the weights were replaced under
             it, as its later keys, values and states come from those of the weights before.
-        drafts: that the planned step verifies.
+        drafts: that a step in flight verifies.
         draft_length: how many the next step may have.
         saved_slot: of the states before the drafts, while a step verifies them; else -1.
     """
@@ -148,7 +150,7 @@ class Row:
     digests: list[bytes] = field(default_factory=list)
     borders: set[int] = field(default_factory=set)
     shares: bool = True
-    drafts: list[int] = field(default_factory=list)
+    drafts: tuple[int, ...] = ()
     draft_length: DraftLength = field(default_factory=DraftLength)
     saved_slot: int = -1
     _latest_snapshot: bytes | None = None
@@ -168,7 +170,7 @@ class Row:
     def waits(self) -> bool:
         """Whether nothing can be planned before a step in flight has chosen a token."""
         is_last = len(self.tokens) + self.pending >= self.max_tokens
-        return self.pending > 0 and (self.needs_tokens or is_last)
+        return self.pending > 0 and (self.needs_tokens or is_last or bool(self.drafts))
 
     def append(self, token: int) -> None:
         """Take a token that a step has chosen."""
@@ -186,26 +188,27 @@ class BatchPlan:
     Args:
         rows: whose tokens they are, without padding.
         counts: new tokens of each row, drafts included.
-        drafts: how many of these are drafts.
+        drafts: the last of these, of each row.
         starts: tokens of each row that are in the cache before this step.
         admissions: of each row.
         decode_rows: how many rows have one.
         padding: how many rows of padding there are.
-        tokens, positions: int32 [t]; a token that a step in flight chooses is -1.
+        tokens, positions: int32 [t]; a token that a step in flight chooses is -1 less the slot of
+            its row.
         query_bounds: int32 [b + 1], where each row's new tokens begin.
         context_lengths: int32 [b], tokens of each row in the cache after this step.
         block_table: int32 [b, w]; 0 where a row has no block, which nothing reads.
         slot_mapping: int32 [t], the place in the cache that each new token takes; -1 of padding.
         state_slots: int32 [b]; -1 of padding and of models without states.
-        row_slots: int32 [b], a number of its own for each row that runs; of padding `max_rows`.
         state_copies: before the step, copies of states from slot to slot, in this order; from None
             are zeros.
         sampled: which rows have all of their tokens computed by this step and so get new ones.
+        sampled_slots: the slot of each of these, a number of its own for each row that runs.
     """
 
     rows: tuple[Row, ...]
     counts: tuple[int, ...]
-    drafts: tuple[int, ...]
+    drafts: tuple[tuple[int, ...], ...]
     starts: tuple[int, ...]
     admissions: tuple[int, ...]
     decode_rows: int
@@ -217,9 +220,9 @@ class BatchPlan:
     block_table: np.ndarray
     slot_mapping: np.ndarray
     state_slots: np.ndarray
-    row_slots: np.ndarray
     state_copies: tuple[tuple[int | None, int], ...]
     sampled: tuple[int, ...]
+    sampled_slots: tuple[int, ...]
 
     def place(self, row: int) -> int:
         """Return which of the b rows in the arrays `rows[row]` is."""
@@ -233,11 +236,11 @@ class BatchPlan:
         if not any(self.drafts):
             return ends - 1
         pairs = zip(self.sampled, ends, strict=True)
-        return np.concatenate([np.arange(end - 1 - self.drafts[n], end) for n, end in pairs])
+        return np.concatenate([np.arange(end - 1 - len(self.drafts[n]), end) for n, end in pairs])
 
     def digest(self) -> bytes:
         """Return a digest of what the step computes: the same on ranks that plan the same."""
-        found = hashlib.sha256(repr((self.sampled, self.state_copies)).encode())
+        found = hashlib.sha256(repr((self.sampled_slots, self.state_copies)).encode())
         for array in (
             self.tokens,
             self.positions,
@@ -246,15 +249,9 @@ class BatchPlan:
             self.block_table,
             self.slot_mapping,
             self.state_slots,
-            self.row_slots,
         ):
             found.update(array.tobytes())
         return found.digest()
-
-    @property
-    def sampled_slots(self) -> np.ndarray:
-        """Return `row_slots` of the sampled rows."""
-        return self.row_slots[[self.place(row) for row in self.sampled]]
 
 
 @dataclass
@@ -396,7 +393,7 @@ class Scheduler:
         flight.
 
         Args:
-            propose: returns drafts, between steps that are not in flight; None speculates on none.
+            propose: returns drafts; None speculates on none.
             stages: of a pipeline. With several, as many steps are in flight: each has its share of
                 the rows at most, and no row whose next token another one chooses.
         """
@@ -438,19 +435,24 @@ class Scheduler:
             accepted: how many drafts of a row were; these are appended here.
         """
         accepted = accepted or {}
+        for row, drafts in zip(plan.rows, plan.drafts, strict=True):
+            if drafts:  # which one that was preempted has as well
+                row.tokens += drafts[: accepted.get(row, 0)]
+                row.drafts = ()
+                self.stats.drafted += len(drafts)
+                self.stats.accepted += accepted.get(row, 0)
         for n, (row, count) in enumerate(zip(plan.rows, plan.counts, strict=True)):
             if row.slot < 0 or row.admission != plan.admissions[n]:
                 continue
             before, row.computed = row.computed, row.computed + count
             row.in_flight -= count
             if plan.drafts[n]:
-                self._take_drafts(row, before, accepted.get(row, 0))
+                self._undo_rejected(row, before, len(plan.drafts[n]) - accepted.get(row, 0))
             self._publish(row, before)
             if self.window is not None:
                 self._free_unseen(row)
         for n in plan.sampled:
-            row = plan.rows[n]
-            row.draft_length.update(plan.drafts[n], accepted.get(row, 0))
+            plan.rows[n].draft_length.update(len(plan.drafts[n]), accepted.get(plan.rows[n], 0))
 
     def _plan(self, planned: Sequence[tuple[Row, int]]) -> BatchPlan:
         rows = tuple(row for row, _ in planned)
@@ -467,10 +469,8 @@ class Scheduler:
         starts, contexts = np.zeros_like(sizes), np.zeros_like(sizes)
         starts[at] = [row.planned for row in rows]
         contexts[at] = starts[at] + sizes[at]
-        row_slots = np.full(len(sizes), self.max_rows, dtype=np.int32)
-        row_slots[at] = [row.slot for row in rows]
         table = np.zeros((len(sizes), self.blocks_for(int(contexts.max()))), dtype=np.int32)
-        table[at] = self._table[row_slots[at], : table.shape[1]]
+        table[at] = self._table[[row.slot for row in rows], : table.shape[1]]
         states = np.full(len(sizes), -1, dtype=np.int32)
         states[at] = [row.state_slot for row in rows]
         numbers = np.repeat(np.arange(len(sizes)), sizes)  # the row of each token
@@ -480,7 +480,8 @@ class Scheduler:
         slots[decode_rows : decode_rows + padding] = -1
         known: list[int] = []
         for row, count in planned:
-            known += row.tokens[row.planned : row.planned + count] if row.pending == 0 else [-1]
+            first = row.planned
+            known += row.tokens[first : first + count] if not row.pending else [-1 - row.slot]
             known += row.drafts
         tokens = np.zeros_like(positions)
         tokens[:decode_rows] = known[:decode_rows]
@@ -490,7 +491,7 @@ class Scheduler:
         return BatchPlan(
             rows=rows,
             counts=counts,
-            drafts=tuple(len(row.drafts) for row in rows),
+            drafts=tuple(row.drafts for row in rows),
             starts=tuple(starts[at].tolist()),
             admissions=tuple(row.admission for row in rows),
             decode_rows=decode_rows,
@@ -502,9 +503,9 @@ class Scheduler:
             block_table=table,
             slot_mapping=slots,
             state_slots=states,
-            row_slots=row_slots,
             state_copies=copies,
             sampled=sampled,
+            sampled_slots=tuple(rows[n].slot for n in sampled),
         )
 
     def _grow(self, row: Row, tokens: int) -> bool:
@@ -553,11 +554,9 @@ class Scheduler:
         found = propose([(planned[n][0], room) for n, room in asked]) if asked else ()
         for (n, _), drafts in zip(asked, found, strict=True):
             row, count = planned[n]
-            row.drafts = list(drafts)
+            row.drafts = tuple(drafts) if drafts and self._save_states(row) else ()
             planned[n] = row, count + len(row.drafts)
             self._trim(row, planned[n][1] + row.planned)
-            if row.drafts and self._states is not None:
-                self._save_states(row)
 
     def _draft_room(self, row: Row, count: int, budget: int) -> int:
         """Return how many drafts a planned row may have."""
@@ -565,7 +564,8 @@ class Scheduler:
             return 0
         computed = row.planned + count
         # The last token is chosen and never computed.
-        room = min(row.draft_length.next, budget, row.max_tokens - len(row.tokens) - 1)
+        ends = len(row.tokens) + row.pending
+        room = min(row.draft_length.next, budget, row.max_tokens - ends - 1)
         places = (len(row.blocks) + self.pool.available) * self.block_size
         room = min(room, places - computed)
         if self._states is not None:
@@ -576,22 +576,20 @@ class Scheduler:
                 room = min(room, -computed % self.block_size)
         return room
 
-    def _save_states(self, row: Row) -> None:
-        """Copy the states of a row to a slot of its own, before drafts change them."""
-        assert self._states is not None
-        if not self._states.free_slots:
-            self._drop_snapshot(keep=None)
+    def _save_states(self, row: Row) -> bool:
+        """Copy the states of a row, if it has any, to a slot of its own, before drafts change them;
+        False if no slot is free."""
+        if self._states is None:
+            return True
+        if not self._has_slot(keep=None):
+            return False
         (row.saved_slot,) = self._states.take(1)
         self._state_copies.append((row.state_slot, row.saved_slot))
+        return True
 
-    def _take_drafts(self, row: Row, before: int, accepted: int) -> None:
-        """Append the accepted drafts of a row that had `before` tokens in the cache, and go back to
-        where the others began."""
-        rejected = len(row.drafts) - accepted
-        self.stats.drafted += len(row.drafts)
-        self.stats.accepted += accepted
-        row.tokens += row.drafts[:accepted]
-        row.drafts = []
+    def _undo_rejected(self, row: Row, before: int, rejected: int) -> None:
+        """Go back to where the rejected drafts of a row began, which had `before` tokens in the
+        cache before the step."""
         row.computed -= rejected
         if self._states is not None:
             if rejected:  # the states have seen all drafts
@@ -635,8 +633,9 @@ class Scheduler:
         self._slots.append(row.slot)
         row.slot = -1
         if self._states is not None and row.state_slot >= 0:
-            self._states.release([row.state_slot, *row._reserved.values()])
-        row.state_slot, row.borders, row._reserved = -1, set(), {}
+            saved = [row.saved_slot] * (row.saved_slot >= 0)
+            self._states.release([row.state_slot, *saved, *row._reserved.values()])
+        row.state_slot, row.saved_slot, row.borders, row._reserved = -1, -1, set(), {}
         for digest in row.digests:
             if self._computing.get(digest) is row:
                 del self._computing[digest]
@@ -672,7 +671,10 @@ class Scheduler:
                 snapshot = row.digests[len(found) - 1] if found else None
         self.pool.share(found)
         # Room for all that is known of it, lest it be preempted at once.
-        if self.blocks_for(len(row.tokens)) - len(found) > self.pool.available and self.running:
+        missing = self.blocks_for(len(row.tokens)) - len(found)
+        fits = missing <= self.pool.available or not self.running
+        # Of states, steps in flight may hold the last slot for a snapshot.
+        if not fits or (self._states is not None and not self._has_slot(keep=snapshot)):
             self.pool.release(found)
             return None
         self.waiting.remove(row)
@@ -705,8 +707,6 @@ class Scheduler:
     def _begin_states(self, row: Row, snapshot: bytes | None, parted: int) -> None:
         """Give a row a slot for its states, with those of a snapshot if there is one."""
         assert self._states is not None
-        if not self._states.free_slots:
-            self._drop_snapshot(keep=snapshot)
         (row.state_slot,) = self._states.take(1)
         if snapshot is None:
             self._state_copies.append((None, row.state_slot))
@@ -777,9 +777,7 @@ class Scheduler:
         if generated and old is not None and old in self._snapshots:
             slot = self._snapshots.pop(old)
         else:
-            if not self._states.free_slots:
-                self._drop_snapshot(keep=None)
-            if not self._states.free_slots:
+            if not self._has_slot(keep=None):
                 return
             (slot,) = self._states.take(1)
         self._state_copies.append((row.state_slot, slot))
@@ -797,13 +795,16 @@ class Scheduler:
         self._snapshots[digest] = slot
         self.stats.snapshots += 1
 
-    def _drop_snapshot(self, *, keep: bytes | None) -> None:
-        """Give up the snapshot that was not used for longest, if there is one but `keep`."""
+    def _has_slot(self, *, keep: bytes | None) -> bool:
+        """Return whether a slot of the states is free; where none is, the snapshot but `keep` that
+        was not used for longest makes room."""
         assert self._states is not None
-        for digest in self._snapshots:
-            if digest != keep:
-                self._states.release([self._snapshots.pop(digest)])
-                return
+        if not self._states.free_slots:
+            for digest in self._snapshots:
+                if digest != keep:
+                    self._states.release([self._snapshots.pop(digest)])
+                    break
+        return self._states.free_slots > 0
 
     def _free_unseen(self, row: Row) -> None:
         """Release the blocks that no window sees any more."""

@@ -64,6 +64,7 @@ class NGramLookup:
                 f"n-grams of {shortest} to {longest} tokens: use at least 1, and no less at most"
             )
         self.lengths = range(longest, shortest - 1, -1)
+        self.reads_tokens_only = True
         self._known: weakref.WeakKeyDictionary[Row, _NGrams] = weakref.WeakKeyDictionary()
 
     def propose(self, contexts: Sequence[DraftContext]) -> list[list[int]]:
@@ -71,7 +72,7 @@ class NGramLookup:
         return [self._lookup(context.row, context.count) for context in contexts]
 
     def observe(self, step: ComputedStep, engine: Engine) -> None:
-        """See `megatron.core.inference.engine.Proposer`: tokens are all that is needed."""
+        """See `megatron.core.inference.engine.Proposer`."""
 
     def _lookup(self, row: Row, count: int) -> list[int]:
         tokens, known = row.tokens, self._known.setdefault(row, _NGrams())
@@ -100,7 +101,7 @@ class DraftModel:
     """
 
     def __init__(self, engine: Engine) -> None:
-        self.engine = engine
+        self.engine, self.reads_tokens_only = engine, False
 
     def propose(self, contexts: Sequence[DraftContext]) -> list[list[int]]:
         """See `megatron.core.inference.engine.Proposer`."""
@@ -171,7 +172,7 @@ class MultiTokenHeads:
     """
 
     def __init__(self, model: MultiTokenModel, depths: int) -> None:
-        self.model, self.depths = model, depths
+        self.model, self.depths, self.reads_tokens_only = model, depths, False
         self._drafts: dict[Row, list[int]] = {}
 
     def propose(self, contexts: Sequence[DraftContext]) -> list[list[int]]:
@@ -185,7 +186,7 @@ class MultiTokenHeads:
         drafts: list[list[int]] = [[] for _ in rows]
         # Of each sampled row, where in the step its last token is that stays.
         last = [
-            int(plan.query_bounds[plan.place(n) + 1]) - 1 - plan.drafts[n] + step.accepted[at]
+            int(plan.query_bounds[plan.place(n) + 1]) - 1 - len(plan.drafts[n]) + step.accepted[at]
             for n, at in rows.items()
         ]
         for depth in range(self.depths):

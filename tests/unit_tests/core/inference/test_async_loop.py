@@ -26,6 +26,7 @@ from tests.unit_tests.core.inference.test_engine import (
     prompts,
     requests,
 )
+from tests.unit_tests.core.inference.test_speculation import half_right
 
 PENALIZED = replace(DRAWN, presence_penalty=1.0)
 
@@ -115,8 +116,10 @@ def alternating(number: int) -> Callable[[Sequence[int]], torch.Tensor] | None:
     return lambda tokens: torch.arange(VOCABULARY) % 2 == len(tokens) % 2
 
 
-@pytest.mark.parametrize("family", ["gqa", "hybrid"])
-def test_asynchronous_outputs_are_those_of_the_synchronous_loop(family: str) -> None:
+@pytest.mark.parametrize(
+    ("family", "drafts"), [("gqa", False), ("hybrid", False), ("hybrid", True)]
+)
+def test_asynchronous_outputs_are_those_of_the_synchronous_loop(family: str, drafts: bool) -> None:
     model = model_of(family)
     asked = [
         replace(request, stop_tokens={n, n + 30}, n=2, sampling=params, mask=alternating(n))
@@ -124,17 +127,23 @@ def test_asynchronous_outputs_are_those_of_the_synchronous_loop(family: str) -> 
             zip(requests(), [DRAWN, GREEDY, PENALIZED] * 2, strict=True)
         )
     ]
-    found = []
+    found, right = [], {}
     for asynchronous in (False, True):
-        engine = engine_of(model, asynchronous=asynchronous, num_blocks=6, max_step_tokens=30)
+        proposer = half_right(right) if drafts and asynchronous else None
+        engine = engine_of(
+            model, proposer, asynchronous=asynchronous, num_blocks=6, max_step_tokens=30
+        )
         outputs = generate(engine, asked)
+        right = {r.prompt: o[0].tokens for r, o in zip(asked, outputs, strict=True)}
         found.append([(c.tokens, c.finish_reason) for o in outputs for c in o])
         assert engine.scheduler.pool.references == 0
         assert engine.stats.preempted > 0
         assert engine.stats.hit > 0
     assert found[0] == found[1]
     stopped = sum(reason == "stop" for _, reason in found[0])
-    assert 0 < engine.stats.wasted <= stopped
+    assert engine.stats.wasted <= stopped
+    assert engine.stats.wasted > 0 or drafts  # which are verified before anything else is planned
+    assert (0 < engine.stats.accepted < engine.stats.drafted) == drafts
 
 
 def test_an_abort_wastes_the_token_in_flight() -> None:

@@ -17,6 +17,7 @@ from megatron.core.tensor_parallel import vocab_parallel
 from tests.support.inputs import one_thread
 from tests.support.op_tape import OpTape, TapeRecorder
 from tests.unit_tests.core.inference.test_engine import DRAWN, engine_of, model_of, requests
+from tests.unit_tests.core.inference.test_speculation import half_right
 
 
 @pytest.fixture(autouse=True)
@@ -68,10 +69,16 @@ def said(engine: Engine, count: int = 5) -> list[tuple[list[int], list[float]]]:
 
 
 @pytest.mark.parametrize(
-    ("family", "optimized"),
-    [("window and sinks", True), ("latent", False), ("hybrid", False), ("hybrid", True)],
+    ("family", "optimized", "drafts"),
+    [
+        ("window and sinks", True, False),
+        ("window and sinks", True, True),
+        ("latent", False, True),
+        ("hybrid", False, False),
+        ("hybrid", True, False),
+    ],
 )
-def test_replays_have_the_bits_of_eager_steps(family: str, optimized: bool) -> None:
+def test_replays_have_the_bits_of_eager_steps(family: str, optimized: bool, drafts: bool) -> None:
     model = model_of(family)
     runs = InferenceOptimizedModel(model) if optimized else model
     made: list[Strict] = []
@@ -80,14 +87,17 @@ def test_replays_have_the_bits_of_eager_steps(family: str, optimized: bool) -> N
         made.append(Strict())
         return made[-1]
 
-    found = []
+    found, wanted = [], generate(engine_of(model), requests(DRAWN)[:5])
+    right = {r.prompt: c.tokens for r, (c,) in zip(requests(), wanted, strict=False)}
     for recorder in (strict, Eager):
-        engine = engine_of(model, make_recorder=recorder)
+        engine = engine_of(model, half_right(right) if drafts else None, make_recorder=recorder)
         engine.model = runs
         found.append(said(engine))
     assert found[0] == found[1]
-    assert [tokens for tokens, _ in found[0]] == [t for t, _ in said(engine_of(model))]
-    assert sum(recorder.tape.replays for recorder in made) == engine.graphs.replayed > 10
+    assert [tokens for tokens, _ in found[0]] == [c.tokens for (c,) in wanted]
+    assert sum(recorder.tape.replays for recorder in made) == engine.graphs.replayed > 4
+    assert (0 < engine.stats.accepted < engine.stats.drafted) == drafts
+    assert engine.graphs.replayed > engine.stats.steps - 4  # all but those of prompts
     assert not any(recorder.tape.syncs for recorder in made if optimized)
     assert len(made) == engine.graphs.captured >= 2
 

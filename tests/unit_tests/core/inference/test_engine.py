@@ -122,16 +122,16 @@ def speculating(
     groups: ProcessGroupCollection | None = None,
     *,
     backend: Backend = LOCAL,
-    **config,
+    **options,
 ) -> Engine:
-    """Return an engine of a family with a proposer of drafts."""
+    """Return an engine of a family with a proposer of drafts; `options` as of `engine_of`."""
     if kind == "heads":
         model = model_of(family, groups, depths=2, backend=backend)
-        return engine_of(model, MultiTokenHeads(model, depths=2), **config)
+        return engine_of(model, MultiTokenHeads(model, depths=2), **options)
     proposer = NGramLookup(longest=3, shortest=1)
     if kind == "draft":
         proposer = DraftModel(engine_of(draft_model_of(family, groups)))
-    return engine_of(model_of(family, groups, backend=backend), proposer, **config)
+    return engine_of(model_of(family, groups, backend=backend), proposer, **options)
 
 
 def prompts() -> list[tuple[int, ...]]:
@@ -228,10 +228,11 @@ def odd_tokens(_: object) -> torch.Tensor:
     return ODD
 
 
-#: Drafts are verified in a step that is planned when the tokens before it are known.
+#: Drafts of a model are computed between two steps.
 TOGETHER = [
-    Constraint(("asynchronous", "speculation"), lambda ahead, kind: not ahead or kind == "off"),
-    Constraint(("graphs", "speculation"), lambda graphs, kind: not graphs or kind == "off"),
+    Constraint(
+        ("asynchronous", "speculation"), lambda ahead, kind: not ahead or kind in ("off", "ngram")
+    ),
     Constraint(("graphs", "batch_invariant"), lambda graphs, tiles: not graphs or not tiles),
 ]
 ROWS = covering_array(FACTORS, TOGETHER, seed=4)
@@ -252,10 +253,9 @@ def test_features_together_say_what_a_sequence_alone_does(row: dict) -> None:
     }
     # Without a GPU the host reads how many tokens each expert has: nothing to record.
     graphs = row["graphs"] and row["family"] != "experts"
+    sizes["make_recorder"] = (lambda: TapeRecorder(OpTape())) if graphs else None
     if row["speculation"] == "off":
-        recorder = (lambda: TapeRecorder(OpTape())) if graphs else None
-        model = model_of(row["family"], backend=backend)
-        engine = engine_of(model, make_recorder=recorder, **sizes)
+        engine = engine_of(model_of(row["family"], backend=backend), **sizes)
     else:
         engine = speculating(row["speculation"], row["family"], backend=backend, **sizes)
     mask = odd_tokens if row["sampling"] == "mask" else None

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from itertools import chain
 from typing import Any
 
 import pytest
@@ -15,6 +16,7 @@ from megatron.core.inference.engine import (
     Engine,
     EngineConfig,
     EngineFeatures,
+    Request,
     generate,
 )
 from megatron.core.inference.stages import PipelineGroups
@@ -31,26 +33,28 @@ from tests.unit_tests.core.inference.test_engine import (
     VOCABULARY,
     requests,
 )
+from tests.unit_tests.core.inference.test_speculation import half_right
 
-FACTORS = ("family", "forward", "blocks", "budget", "prefix_caching", "reports")
+FACTORS = ("family", "forward", "blocks", "budget", "prefix_caching", "reports", "drafts")
 #: What must change no token, a row of each family; several rows are wanted of most values.
 ROWS = [
-    dict(
-        zip(
-            ("family", "forward", "blocks", "budget", "prefix_caching", "reports"), row, strict=True
-        )
-    )
+    dict(zip(FACTORS, row, strict=True))
     for row in (
-        ("gqa", "optimized", 64, 20, True, True),
-        ("window and sinks", "local", 6, 500, False, False),
-        ("experts", "optimized", 6, 20, True, False),
-        ("latent", "local", 6, 500, True, True),
-        ("hybrid", "optimized", 6, 20, True, False),
+        ("gqa", "optimized", 64, 20, True, True, False),
+        ("window and sinks", "local", 6, 500, False, False, True),
+        ("experts", "optimized", 6, 20, True, False, False),
+        ("latent", "local", 6, 500, True, True, True),
+        ("hybrid", "optimized", 6, 20, True, False, True),
     )
 ]
 
 
-def engine_on(groups: ProcessGroupCollection, row: dict[str, Any], **layout: bool) -> Engine:
+def engine_on(
+    groups: ProcessGroupCollection,
+    row: dict[str, Any],
+    drafts: dict[tuple[int, ...], list[int]] | None = None,
+    **layout: bool,
+) -> Engine:
     config = FAMILIES[row["family"]]
     split = StageSplit.balanced(
         config.blocks, groups["pp"].size, blocks_of_layer=config.layer_blocks
@@ -65,29 +69,40 @@ def engine_on(groups: ProcessGroupCollection, row: dict[str, Any], **layout: boo
             max_step_tokens=row["budget"],
             prefix_caching=row["prefix_caching"],
             token_multiple=groups["tp"].size if layout else 1,
+            num_speculative_tokens=3 if drafts else 0,
         ),
         shapes=CacheShapes.of(model.modules(), model.store.dtype),
         vocab_size=VOCABULARY,
-        features=EngineFeatures(pipeline=PipelineGroups.of(groups)),
+        features=EngineFeatures(
+            pipeline=PipelineGroups.of(groups), proposer=half_right(drafts) if drafts else None
+        ),
     )
 
 
-def said(row: dict[str, Any], engine: Engine) -> list[Completion]:
+def asked_of(row: dict[str, Any]) -> list[Request]:
     asked = [replace(request, max_new_tokens=9) for request in requests(GREEDY)[1:]]
     if row["reports"]:
         params = replace(DRAWN, logprobs=2)
         asked[1:3] = [replace(r, n=2, prompt_logprobs=True, sampling=params) for r in asked[1:3]]
-    return [c for outputs in generate(engine, asked) for c in outputs]
+    return asked
+
+
+def said(row: dict[str, Any], engine: Engine) -> list[list[Completion]]:
+    return generate(engine, asked_of(row))
 
 
 def said_on_a_rank(
-    rank: int, world: int, grid: dict[str, int], rows: list[dict[str, Any]], layout: dict[str, bool]
+    rank: int,
+    world: int,
+    grid: dict[str, int],
+    rows: list[tuple[dict[str, Any], dict[tuple[int, ...], list[int]]]],
+    layout: dict[str, bool],
 ) -> list[Any]:
     groups = ProcessGroupCollection.create(RankGrid(world_size=world, **grid), rank=rank)
     found = []
-    for row in rows:
+    for row, drafts in rows:
         with one_thread():
-            engine = engine_on(groups, row, **layout)
+            engine = engine_on(groups, row, drafts, **layout)
             found.append((said(row, engine), engine.stats, engine.link.idle_seconds))
     return found
 
@@ -96,14 +111,18 @@ def assert_as_one_process(grid: dict[str, int], rows: list[dict[str, Any]], **la
     world = 1
     for size in grid.values():
         world *= size
-    ranks = run_ranks(said_on_a_rank, world, grid, rows, layout)
-    for n, row in enumerate(rows):
+    alone, drafts = [], []
+    for row in rows:
         with one_thread():
             engine = engine_on(ProcessGroupCollection.single(), row)
-            wanted = said(row, engine)
+            alone.append((said(row, engine), engine.stats))
+        texts = zip(asked_of(row), alone[-1][0], strict=True)
+        drafts.append({r.prompt: c[0].tokens for r, c in texts} if row["drafts"] else {})
+    ranks = run_ranks(said_on_a_rank, world, grid, list(zip(rows, drafts, strict=True)), layout)
+    for n, (row, (wanted, single)) in enumerate(zip(rows, alone, strict=True)):
         for found in ranks:
             completions, stats, idle = found[n]
-            for got, expected in zip(completions, wanted, strict=True):
+            for got, expected in zip(chain(*completions), chain(*wanted), strict=True):
                 assert got.tokens == expected.tokens, row
                 assert got.finish_reason == expected.finish_reason
                 assert got.epochs == expected.epochs
@@ -114,8 +133,9 @@ def assert_as_one_process(grid: dict[str, int], rows: list[dict[str, Any]], **la
                 assert tops[0] == tops[1]
             assert stats.hit > 0 or not row["prefix_caching"]
             assert idle > 0 or "pp" not in grid
-            if grid.get("pp", 1) > 1:
-                assert stats.steps > engine.stats.steps  # several under way, of fewer rows each
+            assert (0 < stats.accepted < stats.drafted) == row["drafts"]
+            if grid.get("pp", 1) > 1 and not row["drafts"]:
+                assert stats.steps > single.steps  # several under way, of fewer rows each
 
 
 def test_two_pipeline_stages_say_what_one_process_does() -> None:

@@ -137,7 +137,7 @@ class Scripted:
     """Propose for every row what a function of its tokens says."""
 
     def __init__(self, script: Callable[[Sequence[int], int], Sequence[int]]) -> None:
-        self.script = script
+        self.script, self.reads_tokens_only = script, True
 
     def propose(self, contexts: Sequence[DraftContext]) -> list[list[int]]:
         return [list(self.script(c.row.tokens, c.count)) for c in contexts]
@@ -267,6 +267,27 @@ def test_blocks_digests_and_states_are_those_of_accepted_tokens(family: str) -> 
     )
 
 
+def test_drafts_follow_a_token_that_is_still_being_chosen() -> None:
+    pending: list[int] = []
+
+    def script(tokens: Sequence[int], count: int) -> list[int]:
+        return counted(tokens, count) if len(tokens) % 3 else []
+
+    class Watched(Scripted):
+        def propose(self, contexts: Sequence[DraftContext]) -> list[list[int]]:
+            pending.extend(context.row.pending for context in contexts)
+            return super().propose(contexts)
+
+    engine = counting(Watched(script), asynchronous=True, num_blocks=20)
+    asked = [Request(prompt=(n, 3), max_new_tokens=40, sampling=GREEDY) for n in range(3)]
+    for (found,) in generate(engine, asked):
+        assert found.tokens == [(4 + n) % 7 for n in range(40)]
+    assert set(pending) == {0, 1}
+    assert engine.stats.accepted == engine.stats.drafted > 60
+    assert engine.stats.wasted == 0
+    assert engine.stats.overlapped > 0
+
+
 def test_drafts_delay_and_preempt_nobody() -> None:
     wrong = Scripted(lambda tokens, count: [60] * count)
     asked = [
@@ -389,6 +410,7 @@ def test_drafts_are_as_many_as_are_accepted() -> None:
         (0, NGramLookup(), {}, "num-speculative-tokens is 0 with a proposer"),
         (9, NGramLookup(), {"max_step_tokens": 9}, "use at most 8"),
         (40, NGramLookup(), {"num_blocks": 2}, "40.* 2 blocks of 16: use at most 31"),
+        (2, MultiTokenHeads(None, 2), {"asynchronous": True}, "asynchronous .*: use n-grams"),
     ],
 )
 def test_drafts_that_nothing_can_verify_are_named(drafts, proposer, config, words) -> None:

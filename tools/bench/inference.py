@@ -442,7 +442,7 @@ class WrongDrafts:
     """Propose drafts of which none is accepted: one token that no text here has."""
 
     def __init__(self, token: int) -> None:
-        self.token = token
+        self.token, self.reads_tokens_only = token, True
 
     def propose(self, contexts: Sequence[DraftContext]) -> list[list[int]]:
         """See `megatron.core.inference.engine.Proposer`."""

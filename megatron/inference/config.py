@@ -456,6 +456,9 @@ class Service:
     """How long an answer may take, its time in the queue included."""
     drain_timeout_seconds: float = 30.0
     """How long running answers may take after SIGTERM before they are given up."""
+    log_format: Literal["text", "json"] = "text"
+    """Lines of the HTTP process on stderr, one for each answer: text, or a JSON object with the
+    request's id."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -161,6 +161,21 @@ def settings_of(loaded: CheckpointModel, config: ServeConfig, key: str | None) -
             "max_unsent": service.max_unsent_tokens,
         },
         "drain_seconds": service.drain_timeout_seconds,
+        "log_format": service.log_format,
+    }
+
+
+def explain(loaded: CheckpointModel) -> dict[str, Any]:
+    """Return facts about a model for `/health`, which needs no key: no path and no name."""
+    groups = loaded.model.groups
+    return {
+        "dtype": str(loaded.model.store.dtype).removeprefix("torch."),
+        "tensor_parallel": groups["tp"].size,
+        "expert_parallel": groups["ep"].size,
+        "transformer_impl": "inference_optimized" if loaded.optimized else "local",
+        "weights_dtype": loaded.weights_dtype,
+        "speculative_method": loaded.speculation.speculative_method,
+        "max_model_len": loaded.max_length,
     }
 
 
@@ -217,7 +232,13 @@ def serve(
         group = loaded.model.groups["tp"]
         engine = LLM(loaded, config.inference).engine
         grammars = grammars_of(loaded.tokenizer, sorted(loaded.stop_tokens), loaded.vocab_size)
-        loop = EngineLoop(engine, link, OrderBroadcast(group, loaded.device), grammars=grammars)
+        loop = EngineLoop(
+            engine,
+            link,
+            OrderBroadcast(group, loaded.device),
+            grammars=grammars,
+            explained=explain(loaded),
+        )
 
         def end(number: int, stack: object) -> None:
             loop.drain()

@@ -16,7 +16,7 @@ import torch
 
 from megatron.cli.tokenizers import ByteTokenizer
 from megatron.core.inference.cache import CacheShapes
-from megatron.core.inference.engine import Engine, EngineConfig
+from megatron.core.inference.engine import Engine, EngineConfig, EngineFeatures
 from megatron.core.process_groups import Group
 from megatron.inference.server import http_process
 from megatron.inference.server.engine_loop import EngineLoop, OrderBroadcast
@@ -115,6 +115,7 @@ def settings(**changes: Any) -> dict[str, Any]:
         "limits": {"max_body_bytes": 100_000, "body_seconds": 20.0, "request_seconds": 60.0},
         "client": {"max_outputs": 100, "max_unsent": 4096},
         "drain_seconds": 20.0,
+        "log_format": "text",
     }
     for name, value in changes.items():
         part = next(p for p in (found, *found.values()) if isinstance(p, dict) and name in p)
@@ -128,6 +129,7 @@ def served(
     *,
     engine: EngineConfig | None = None,
     shapes: CacheShapes | None = None,
+    features: EngineFeatures | None = None,
     **changes: Any,
 ) -> Iterator[Served]:
     """Serve a model, `NextByte` if none is given, until the block ends."""
@@ -138,6 +140,7 @@ def served(
         shapes=shapes or CacheShapes(),
         vocab_size=told["card"]["vocab_size"],
         max_length=told["card"]["max_length"],
+        features=features,
     )
     link, other_end = socket.socketpair()
     listener = socket.create_server(("127.0.0.1", 0))

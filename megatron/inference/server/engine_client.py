@@ -119,6 +119,8 @@ class EngineClient:
         """Set when nothing more is admitted."""
         self.stats: Mapping[str, float] = {}
         """What the engine said last about itself."""
+        self.facts: Mapping[str, Any] = {}
+        """What the engine is; empty until it is there."""
 
     @property
     def active(self) -> int:
@@ -168,6 +170,8 @@ class EngineClient:
                 self._heard = time.monotonic()
                 if message["kind"] == "drain":
                     self.draining.set()
+                elif message["kind"] == "facts":
+                    self.facts = message["facts"]
                 else:
                     self._take_step(message)
         self.lost.set()

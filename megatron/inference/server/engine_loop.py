@@ -80,6 +80,7 @@ class EngineLoop:
         link: to the HTTP process; None on ranks that follow.
         share: gives orders to all ranks.
         grammars: of structured output; None where the model can have none.
+        explained: facts about the model, for `/health`.
     """
 
     def __init__(
@@ -89,7 +90,9 @@ class EngineLoop:
         share: OrderBroadcast,
         *,
         grammars: Grammars | None,
+        explained: Mapping[str, Any] | None = None,
     ) -> None:
+        self._explained = explained or {}
         self._engine, self._link, self._share = engine, link, share
         self._grammars = grammars
         self._compiler = ThreadPoolExecutor(1)
@@ -112,6 +115,7 @@ class EngineLoop:
     def run(self) -> None:
         """Serve until the HTTP process ends."""
         with self._compiler, self._wake, self._woken:
+            self._send({"kind": "facts", "facts": self._facts()})
             self._serve()
 
     def _serve(self) -> None:
@@ -143,8 +147,7 @@ class EngineLoop:
             wait = 0.0
             if self._woken in ready:
                 self._woken.recv(1)
-                with contextlib.suppress(BrokenPipeError, ConnectionResetError):
-                    self._link.sendall(frame({"kind": "drain"}))
+                self._send({"kind": "drain"})
             if self._link not in ready:
                 continue
             try:
@@ -185,6 +188,7 @@ class EngineLoop:
                     sequence=ask.sequence,
                     prompt_logprobs=ask.prompt_logprobs,
                     mask=mask,
+                    priority=ask.priority,
                 )
             )
         except ValueError as error:  # one line for the user: the cache is too small for it
@@ -228,11 +232,13 @@ class EngineLoop:
 
     def _report(self, news: Sequence[News]) -> None:
         """Tell the HTTP process what a step found; without news it is a heartbeat."""
-        if self._link is None:
-            return
-        message = {"kind": "step", "news": [n.to_json() for n in news], "stats": self._stats()}
-        with contextlib.suppress(BrokenPipeError, ConnectionResetError):
-            self._link.sendall(frame(message))  # if it fails the next read finds the end
+        self._send({"kind": "step", "news": [n.to_json() for n in news], "stats": self._stats()})
+
+    def _send(self, message: Mapping[str, Any]) -> None:
+        """Tell the HTTP process something; ranks that follow do not."""
+        if self._link is not None:
+            with contextlib.suppress(BrokenPipeError, ConnectionResetError):
+                self._link.sendall(frame(message))  # if it fails the next read finds the end
 
     def _stats(self) -> dict[str, float]:
         scheduler, stats = self._engine.scheduler, self._engine.stats
@@ -244,4 +250,24 @@ class EngineLoop:
             "prefix_hit": stats.hit,
             "preempted": stats.preempted,
             "steps": stats.steps,
+            "drafted": stats.drafted,
+            "accepted": stats.accepted,
+            "epoch": self._engine.epoch,
+        }
+
+    def _facts(self) -> dict[str, Any]:
+        """Return what the engine is, which does not change."""
+        engine, config = self._engine, self._engine.config
+        return {
+            **self._explained,
+            "device": str(engine.device),
+            "cache_blocks": engine.scheduler.pool.num_blocks,
+            "block_tokens": config.block_size,
+            "max_requests": config.max_rows,
+            "max_step_tokens": config.max_step_tokens,
+            "prefix_caching": config.prefix_caching,
+            "async_scheduling": config.asynchronous,
+            "drafts_of_a_step": config.num_speculative_tokens,
+            "recorded_decode_steps": engine.graphs is not None,
+            "structured_output": self._grammars is not None,
         }

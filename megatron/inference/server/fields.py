@@ -112,6 +112,7 @@ class GenerationBody(Body):
     stop: _Stop | Annotated[list[_Stop], Field(max_length=MAX_STOP_STRINGS)] | None = None
     stop_token_ids: Annotated[list[_Token], Field(max_length=MAX_STOP_TOKENS)] | None = None
     ignore_eos: bool | None = None
+    priority: Annotated[int, Field(ge=-(1 << 31), lt=1 << 31)] | None = None
     n: Annotated[int, Field(ge=1, le=MAX_OUTPUTS)] | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
@@ -167,6 +168,7 @@ class GenerationBody(Body):
             stop_tokens=sorted(tokens),
             prompt_logprobs=prompt_logprobs,
             grammar=grammar,
+            priority=self.priority or 0,
         )
 
 

@@ -58,6 +58,7 @@ class Wanted:
         stop_tokens: ids that end it.
         prompt_logprobs: report those of the prompts.
         grammar: that outputs follow, see `structured`; None for any text.
+        priority: requests with a lower number come first.
     """
 
     prompts: Sequence[Sequence[int]]
@@ -68,6 +69,7 @@ class Wanted:
     stop_tokens: Sequence[int] = ()
     prompt_logprobs: bool = False
     grammar: str | None = None
+    priority: int = 0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -173,6 +175,7 @@ class Generation:
                         "sequence": number * wanted.n + index,
                         "prompt_logprobs": wanted.prompt_logprobs,
                         "grammar": wanted.grammar,
+                        "priority": wanted.priority,
                     }
                 )
         ids, self._outputs = client.ask(asks)

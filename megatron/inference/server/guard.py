@@ -6,9 +6,9 @@ from __future__ import annotations
 
 import asyncio
 import hmac
-import logging
 import re
 import secrets
+import time
 from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -17,11 +17,13 @@ from starlette.responses import JSONResponse, Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
+from megatron.inference.server.log_lines import REQUEST_ID, log_answer
+
 MAX_HEADER_BYTES = 16 << 10
 #: Routes that need no key.
 OPEN_ROUTES = frozenset({"/", "/health"})
-
-LOG = logging.getLogger("megatron.inference.server")
+#: Routes that are asked for all the time, and leave no line in the log.
+POLLED_ROUTES = frozenset({"/health", "/metrics"})
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -115,12 +117,16 @@ class Guard:
             return
         request_id = f"req-{secrets.token_hex(12)}"
         scope.setdefault("state", {})["request_id"] = request_id
+        REQUEST_ID.set(request_id)
+        begin, status = time.perf_counter(), 499  # the client has gone before it had an answer
 
         async def send_with_id(message: Message) -> None:
+            nonlocal status
             if message["type"] == "http.response.start":
+                status = message["status"]
                 named = (b"x-request-id", request_id.encode())
                 message["headers"] = [*message.get("headers", ()), named]
-                self._note_answer(message["status"])
+                self._note_answer(status)
             await send(message)
 
         try:
@@ -129,6 +135,9 @@ class Guard:
             await error.response(request_id)(scope, receive, send_with_id)
         else:
             await self._app(scope, _BoundedBody(receive, self._limits), send_with_id)
+        if scope["path"] not in POLLED_ROUTES:
+            seconds = time.perf_counter() - begin
+            log_answer(scope["method"], scope["path"], status=status, seconds=seconds)
 
     def _check(self, scope: Scope) -> None:
         """Refuse a request by its header. Raises ApiError."""

@@ -11,7 +11,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
-import logging
 import signal
 import socket
 import sys
@@ -25,6 +24,7 @@ from megatron.inference.server.conversation import Conversations
 from megatron.inference.server.engine_client import EngineClient
 from megatron.inference.server.generation import ModelCard
 from megatron.inference.server.guard import MAX_HEADER_BYTES, Limits, timed_protocol
+from megatron.inference.server.log_lines import set_up as set_up_log
 from megatron.inference.server.metrics import ServerMetrics
 from megatron.inference.server.protocol import LENGTH
 from megatron.inference.server.routes import Server, create_app
@@ -111,9 +111,9 @@ def main() -> None:
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)
     link, listener = (socket.socket(fileno=int(number)) for number in sys.argv[1:3])
-    logging.basicConfig(format="%(asctime)s %(name)s %(levelname)s %(message)s")
     settings = first_message(link)
     if settings is not None:
+        set_up_log(settings["log_format"])
         asyncio.run(serve(link, listener, settings))
 
 

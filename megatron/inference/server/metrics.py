@@ -14,12 +14,15 @@ _GAUGES = {
     "running": ("num_requests_running", "Outputs that the engine computes."),
     "waiting": ("num_requests_waiting", "Outputs that wait for the engine."),
     "cache_usage": ("kv_cache_usage_perc", "Share of the cache's blocks in use, 0 to 1."),
+    "epoch": ("weight_epoch", "How often the weights have been replaced."),
 }
 _COUNTERS = {
     "prefix_queried": ("prefix_cache_queries", "Prompt tokens looked up in the prefix cache."),
     "prefix_hit": ("prefix_cache_hits", "Prompt tokens found there."),
     "preempted": ("num_preemptions", "Rows that gave up their blocks."),
     "steps": ("engine_steps", "Steps of the engine."),
+    "drafted": ("spec_decode_num_draft_tokens", "Drafts that the engine verified."),
+    "accepted": ("spec_decode_num_accepted_tokens", "Drafts that were accepted."),
 }
 
 

@@ -4,7 +4,8 @@
 A frame is its length in four bytes and JSON; nothing is pickled. Each is an object with a `kind`:
 
     to the engine    settings of nothing: "add" (an `Ask`), "abort" {"id"}
-    to HTTP          "settings" first (see `http_process`), then "step" {"news": [`News`], "stats"},
+    to HTTP          "settings" first (see `http_process`), "facts" {"facts"} once the engine is
+                     there, then "step" {"news": [`News`], "stats"},
                      "drain" (admit nothing more, and end when all have their answers)
 
 The engine knows tokens only. Texts, stop strings and the shapes of answers are the HTTP process's,
@@ -38,6 +39,7 @@ class Ask:
         sequence: identity in random draws.
         prompt_logprobs: report log-probabilities of the prompt's tokens.
         grammar: that the output follows, see `structured`; None for any text.
+        priority: as in `Request`.
     """
 
     id: int
@@ -48,6 +50,7 @@ class Ask:
     sequence: int = 0
     prompt_logprobs: bool = False
     grammar: str | None = None
+    priority: int = 0
 
     def to_json(self) -> dict[str, Any]:
         """Return the order of kind "add"."""

@@ -51,7 +51,6 @@ from megatron.inference.server.generation import (
     Wanted,
 )
 from megatron.inference.server.guard import (
-    LOG,
     ApiError,
     EventStream,
     Guard,
@@ -60,6 +59,7 @@ from megatron.inference.server.guard import (
     internal_error,
     validation_error,
 )
+from megatron.inference.server.log_lines import LOG
 from megatron.inference.server.metrics import ServerMetrics
 from megatron.inference.server.structured import (
     Grammars,
@@ -458,15 +458,17 @@ async def models(server: Server, request: Request) -> Response:
 
 
 async def health(server: Server, request: Request) -> Response:
-    """Answer `GET /health`: 200 while requests are admitted, else 503."""
+    """Answer `GET /health`: 200 while requests are admitted, else 503; `engine` explains it."""
     client = server.client
     live = not client.lost.is_set() and client.silent_seconds < SILENT_SECONDS
-    ready = live and not client.draining.is_set()
+    ready = live and bool(client.facts) and not client.draining.is_set()
     found = {
         "live": live,
         "ready": ready,
         "heartbeat_seconds": round(client.silent_seconds, 3),
         "active": client.active,
+        "weight_epoch": client.stats.get("epoch", 0),
+        "engine": client.facts,
     }
     return JSONResponse(found, 200 if ready else 503)
 

@@ -562,6 +562,7 @@ class Engine:
                 tokens=list(request.prompt),
                 prompt_length=len(request.prompt),
                 max_tokens=len(request.prompt) + request.max_new_tokens,
+                priority=request.priority,
                 needs_prompt_logits=request.prompt_logprobs and index == 0,
                 needs_tokens=request.mask is not None or request.sampling.penalizes,
                 draft_length=DraftLength(most=self.config.num_speculative_tokens),

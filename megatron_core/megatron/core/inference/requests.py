@@ -25,6 +25,8 @@ class Request:
         prompt_logprobs: report the log-probability of each token of the prompt.
         mask: returns which tokens may come next, bool [V], from the tokens generated so far; None
             allows all. For grammars.
+        priority: where memory or rows are short, requests with a lower number come first; those
+            of one number in the order in which they were added.
     """
 
     prompt: tuple[int, ...]
@@ -35,6 +37,7 @@ class Request:
     n: int = 1
     prompt_logprobs: bool = False
     mask: Callable[[Sequence[int]], Tensor | None] | None = None
+    priority: int = 0
 
 
 @dataclass(kw_only=True)

@@ -9,7 +9,8 @@ A step may be planned while those before it are in flight: planned and not yet c
 has tokens that are being computed (`Row.in_flight`) and perhaps one that is being chosen
 (`Row.pending`).
 
-A step serves the rows that run, the oldest first, then admits waiting ones. A row computes all of
+A step serves the rows that run, the oldest first, then admits waiting ones; a row of lower
+`priority` number counts as older than all rows of higher ones. A row computes all of
 its tokens that are not in the cache yet, as far as the step's token budget goes (chunked prefill,
 Agrawal et al. 2023, arXiv 2308.16369); a row that has caught up computes its newest token and gets
 the next. Blocks are allocated as rows grow. Where none is left, the youngest row gives up all of
@@ -33,6 +34,7 @@ from __future__ import annotations
 
 import hashlib
 import math
+from bisect import insort_left, insort_right
 from collections import OrderedDict, deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -111,6 +113,7 @@ class Row:
         tokens: of the prompt, and those generated so far.
         prompt_length: how many are the prompt's.
         max_tokens: tokens it may have at the end.
+        priority: rows with a lower number are served first, and preempted last.
         needs_prompt_logits: the logits of all prompt tokens are wanted: none is taken from the
             prefix cache.
         needs_tokens: the host needs its tokens to choose the next, as penalties and masks do: no
@@ -137,6 +140,7 @@ class Row:
     tokens: list[int]
     prompt_length: int
     max_tokens: int
+    priority: int = 0
     needs_prompt_logits: bool = False
     needs_tokens: bool = False
     computed: int = 0
@@ -333,7 +337,7 @@ class Scheduler:
         self.pool = BlockPool(num_blocks)
         self.stats = CacheStats()
         self.waiting: deque[Row] = deque()
-        self.running: list[Row] = []  # the oldest first
+        self.running: list[Row] = []  # by priority, of each the oldest first
         self._states = states
         self._snapshots: OrderedDict[bytes, int] = OrderedDict()  # digest -> slot, oldest first
         self._state_copies: list[tuple[int | None, int]] = []  # before the next step
@@ -357,7 +361,7 @@ class Scheduler:
 
     def add(self, row: Row) -> None:
         """Take a row in, which fits the cache (see `check`)."""
-        self.waiting.append(row)
+        insort_right(self.waiting, row, key=lambda other: other.priority)
 
     def remove(self, row: Row) -> None:
         """Let go of a row and of all that it has: it has ended, or is not wanted any more."""
@@ -618,11 +622,12 @@ class Scheduler:
         self._table[row.slot, first : len(row.blocks)] = found
 
     def _preempt(self, row: Row) -> None:
-        """Take a running row's blocks; it waits before all others, to be computed again."""
+        """Take a running row's blocks; it waits before all others of its priority, to be computed
+        again."""
         self.stats.preempted += 1
         self.running.remove(row)
         self._let_go(row)
-        self.waiting.appendleft(row)
+        insort_left(self.waiting, row, key=lambda other: other.priority)
 
     def _let_go(self, row: Row) -> None:
         """Take blocks and slots of a row that does not run any more."""
@@ -678,7 +683,7 @@ class Scheduler:
             self.pool.release(found)
             return None
         self.waiting.remove(row)
-        self.running.append(row)
+        insort_right(self.running, row, key=lambda other: other.priority)
         row.shares = self.prefix_caching
         row.admission += 1
         row.slot = self._slots.pop()

@@ -78,6 +78,7 @@ class CheckpointModel:
         draft: the model that makes them; None if no other model does.
         tokenizer_choice: arguments of `choose_tokenizer`, with which another process makes the same
             tokenizer.
+        coordinator: by which the ranks that hold the model agree.
     """
 
     model: GPTModel
@@ -96,6 +97,7 @@ class CheckpointModel:
     speculation: Speculation = field(default_factory=Speculation)
     draft: CheckpointModel | None = None
     tokenizer_choice: Mapping[str, Any] = field(default_factory=dict)
+    coordinator: Coordinator = field(default_factory=Solo)
 
     def generator(self, max_step_tokens: int) -> LanguageModel:
         """Return what the engine runs; all ranks call it.
@@ -415,6 +417,7 @@ def _from_folder(source: ModelSource, place: _Place) -> CheckpointModel:
         nvls_tries=source.nvls_tries,
         weights_dtype=source.weights_dtype,
         tokenizer_choice=choice,
+        coordinator=place.coordinator,
     )
 
 
@@ -465,6 +468,7 @@ def _load(folder: Path, source: ModelSource, place: _Place) -> CheckpointModel:
         nvls_tries=source.nvls_tries,
         weights_dtype=source.weights_dtype,
         tokenizer_choice=choice,
+        coordinator=place.coordinator,
     )
 
 

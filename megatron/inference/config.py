@@ -456,6 +456,13 @@ class Service:
     """How long an answer may take, its time in the queue included."""
     drain_timeout_seconds: float = 30.0
     """How long running answers may take after SIGTERM before they are given up."""
+    admin_port: int | None = None
+    """Port for administration: pause, sleep, replace weights, profile; 0 takes a free one. Derived:
+    there is none."""
+    admin_host: str = "127.0.0.1"
+    """Address to listen on for administration."""
+    admin_key_file: str | None = None
+    """File with the key of administration, which --admin-port needs."""
     log_format: Literal["text", "json"] = "text"
     """Lines of the HTTP process on stderr, one for each answer: text, or a JSON object with the
     request's id."""
@@ -495,8 +502,11 @@ class ServeConfig:
                 raise ValueError(f"--{name} is {value}: it must be above 0")
         if service.max_queue < 0:
             raise ValueError(f"--max-queue is {service.max_queue}: it must not be negative")
-        if not 0 <= service.port < 1 << 16:
-            raise ValueError(f"--port is {service.port}: use 0 to 65535")
+        for name, port in (("port", service.port), ("admin-port", service.admin_port or 0)):
+            if not 0 <= port < 1 << 16:
+                raise ValueError(f"--{name} is {port}: use 0 to 65535")
+        if service.admin_port is None and service.admin_key_file is not None:
+            raise ValueError("--admin-key-file is for administration: give --admin-port as well")
 
 
 def take_prompts(argv: Sequence[str]) -> tuple[tuple[str, ...], list[str]]:

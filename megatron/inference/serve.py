@@ -53,6 +53,23 @@ def check_extra() -> None:
         raise ValueError(f"the server needs {', '.join(missing)}: pip install 'megatron-lm[serve]'")
 
 
+def read_keys(service: Service) -> tuple[str | None, str | None]:
+    """Return the API key, None where everybody may ask, and that of administration.
+
+    Raises:
+        ValueError: a file holds none, or there is none and others could reach the server.
+    """
+    key = read_key(service)
+    if service.admin_port is None:
+        return key, None
+    if service.admin_key_file is None:
+        raise ValueError(f"--admin-port {service.admin_port} needs an --admin-key-file")
+    admin_key = _key_in("--admin-key-file", service.admin_key_file)
+    if admin_key == key:
+        raise ValueError("--admin-key-file and --api-key-file hold the same key: use two")
+    return key, admin_key
+
+
 def read_key(service: Service) -> str | None:
     """Return the API key, None where everybody may ask.
 
@@ -67,12 +84,17 @@ def read_key(service: Service) -> str | None:
                 "on 127.0.0.1"
             )
         return None
+    return _key_in("--api-key-file", path)
+
+
+def _key_in(flag: str, path: str) -> str:
+    """Return the key in a file. Raises ValueError, which names the flag."""
     try:
         key = read_named(path, _MAX_KEY_BYTES).strip()
     except OSError as error:
-        raise ValueError(f"--api-key-file {path} cannot be read: {error.strerror}") from None
+        raise ValueError(f"{flag} {path} cannot be read: {error.strerror}") from None
     if not key or not key.isascii() or not key.isprintable() or " " in key:
-        raise ValueError(f"--api-key-file {path}: write one key to it, printable ASCII, no blanks")
+        raise ValueError(f"{flag} {path}: write one key to it, printable ASCII, no blanks")
     return key
 
 
@@ -83,23 +105,34 @@ def _is_loopback(host: str) -> bool:
         return host == "localhost"
 
 
-def listen(service: Service) -> socket.socket:
-    """Return a socket that listens. Raises ValueError if there can be none."""
+def listen(host: str, port: int, *, flags: str = "") -> socket.socket:
+    """Return a socket that listens.
+
+    Args:
+        host, port: where.
+        flags: what the options that say so begin with.
+
+    Raises:
+        ValueError: there can be none.
+    """
     try:
-        family = socket.getaddrinfo(service.host, service.port, type=socket.SOCK_STREAM)[0][0]
-        return socket.create_server((service.host, service.port), family=family, backlog=1024)
+        family = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0][0]
+        return socket.create_server((host, port), family=family, backlog=1024)
     except OSError as error:
         raise ValueError(
-            f"cannot listen on --host {service.host} --port {service.port}: "
-            f"{error.strerror or error}"
+            f"cannot listen on --{flags}host {host} --{flags}port {port}: {error.strerror or error}"
         ) from None
 
 
 @contextlib.contextmanager
-def http_process(listener: socket.socket) -> Iterator[socket.socket]:
-    """Start the HTTP process; yield the link to it, whose end ends it."""
+def http_process(listeners: Sequence[socket.socket]) -> Iterator[socket.socket]:
+    """Start the HTTP process; yield the link to it, whose end ends it.
+
+    Args:
+        listeners: where clients come, and perhaps where administration does.
+    """
     link, other_end = socket.socketpair()
-    numbers = [other_end.fileno(), listener.fileno()]
+    numbers = [other_end.fileno(), *(listener.fileno() for listener in listeners)]
     with link:
         with other_end:
             process = subprocess.Popen(
@@ -120,7 +153,9 @@ def http_process(listener: socket.socket) -> Iterator[socket.socket]:
         raise RunStopped(ExitCode.CRASH, f"error: the HTTP process ended ({process.returncode})")
 
 
-def settings_of(loaded: CheckpointModel, config: ServeConfig, key: str | None) -> dict[str, Any]:
+def settings_of(
+    loaded: CheckpointModel, config: ServeConfig, keys: Sequence[str | None]
+) -> dict[str, Any]:
     """Return what the HTTP process is told first.
 
     Raises:
@@ -141,7 +176,8 @@ def settings_of(loaded: CheckpointModel, config: ServeConfig, key: str | None) -
             }
     return {
         "kind": "settings",
-        "key": key,
+        "key": keys[0],
+        "admin_key": keys[1],
         "tokenizer": loaded.tokenizer_choice,
         "template": template,
         "card": {
@@ -192,15 +228,20 @@ def run(config: ServeConfig, launch: Launch) -> None:
             f"--tensor-model-parallel-size {size} in {launch.world_size} processes: the server has "
             f"one replica; start {size} with torchrun --nproc-per-node, or several servers"
         )
-    key = read_key(config.service)
+    service = config.service
+    keys = read_keys(service)
     with contextlib.ExitStack() as stack:
-        link, where = None, ()
+        link, where = None, []
         if launch.rank == 0:
-            listener = stack.enter_context(listen(config.service))
-            where = listener.getsockname()[:2]
-            link = stack.enter_context(http_process(listener))
-            listener.close()  # the other process has it
-        serve(config, launch, link, key=key, where=where)
+            listeners = [stack.enter_context(listen(service.host, service.port))]
+            if service.admin_port is not None:
+                found = listen(service.admin_host, service.admin_port, flags="admin-")
+                listeners.append(stack.enter_context(found))
+            where = [listener.getsockname()[:2] for listener in listeners]
+            link = stack.enter_context(http_process(listeners))
+            for listener in listeners:
+                listener.close()  # the other process has it
+        serve(config, launch, link, keys=keys, where=where)
 
 
 def serve(
@@ -208,8 +249,8 @@ def serve(
     launch: Launch,
     link: socket.socket | None,
     *,
-    key: str | None,
-    where: Sequence[Any],
+    keys: Sequence[str | None],
+    where: Sequence[tuple[str, int]],
 ) -> None:
     """Run the engine of this rank for the HTTP process.
 
@@ -217,18 +258,19 @@ def serve(
         config: what to serve.
         launch: which rank this is.
         link: to the HTTP process; None on ranks that follow.
-        key: that clients must give.
-        where: address and port that rank 0 listens on.
+        keys: that clients must give, and administration.
+        where: addresses and ports that rank 0 listens on for both.
     """
     from megatron.inference.checkpoint_model import load_checkpoint_model
     from megatron.inference.llm import LLM
+    from megatron.inference.server.engine_control import EngineControl
     from megatron.inference.server.engine_loop import EngineLoop, OrderBroadcast
     from megatron.inference.server.protocol import frame
     from megatron.inference.server.structured import grammars_of
 
     with load_checkpoint_model(config.source, launch, speculation=config.speculation) as loaded:
         if link is not None:
-            link.sendall(frame(settings_of(loaded, config, key)))
+            link.sendall(frame(settings_of(loaded, config, keys)))
         group = loaded.model.groups["tp"]
         engine = LLM(loaded, config.inference).engine
         grammars = grammars_of(loaded.tokenizer, sorted(loaded.stop_tokens), loaded.vocab_size)
@@ -238,6 +280,7 @@ def serve(
             OrderBroadcast(group, loaded.device),
             grammars=grammars,
             explained=explain(loaded),
+            control=EngineControl(engine, loaded),
         )
 
         def end(number: int, stack: object) -> None:
@@ -247,10 +290,9 @@ def serve(
         for number in (signal.SIGTERM, signal.SIGINT):
             # Rank 0 tells the others when to end.
             signal.signal(number, end if link is not None else signal.SIG_IGN)
-        if link is not None:
-            host, port = where
+        for what, (host, port) in zip((str(loaded.folder), "administration"), where, strict=False):
             shown = f"[{host}]" if ":" in host else host
-            print(f"serving {loaded.folder} at http://{shown}:{port}", file=sys.stderr, flush=True)
+            print(f"serving {what} at http://{shown}:{port}", file=sys.stderr, flush=True)
         loop.run()
 
 

@@ -19,9 +19,12 @@ from megatron.core.inference.cache import CacheShapes
 from megatron.core.inference.engine import Engine, EngineConfig, EngineFeatures
 from megatron.core.process_groups import Group
 from megatron.inference.server import http_process
+from megatron.inference.server.engine_control import EngineControl
 from megatron.inference.server.engine_loop import EngineLoop, OrderBroadcast
 from megatron.inference.server.structured import grammars_of
 from megatron.training.data.chat import CHATML
+
+ADMIN_KEY = "admin-key"
 
 END = 256
 """The byte tokenizer's end of a document."""
@@ -76,6 +79,7 @@ class Served:
     ) -> None:
         self.engine, self.loop, self.link, self.thread = engine, loop, link, thread
         self.url = url
+        self.admin_url = ""
         self.http = httpx.Client(base_url=url, timeout=30, trust_env=False)
 
     @property
@@ -84,6 +88,12 @@ class Served:
 
     def post(self, path: str, **fields: Any) -> httpx.Response:
         return self.http.post(path, json=fields)
+
+    def administer(self, action: str, key: str = ADMIN_KEY, **fields: Any) -> httpx.Response:
+        """Ask for administration."""
+        headers = {"authorization": f"Bearer {key}"}
+        url = f"{self.admin_url}/{action}"
+        return self.http.post(url, json=fields, headers=headers)
 
     def connect(self) -> socket.socket:
         """Return a plain connection."""
@@ -103,6 +113,7 @@ def settings(**changes: Any) -> dict[str, Any]:
     """Return the settings of the HTTP process, with some changed by name."""
     found = {
         "key": None,
+        "admin_key": None,
         "tokenizer": {"recorded": {"type": "byte"}, "model": None},
         "template": {"source": CHATML, "name": "chatml"},
         "card": {
@@ -130,6 +141,7 @@ def served(
     engine: EngineConfig | None = None,
     shapes: CacheShapes | None = None,
     features: EngineFeatures | None = None,
+    loaded: Any = None,
     **changes: Any,
 ) -> Iterator[Served]:
     """Serve a model, `NextByte` if none is given, until the block ends."""
@@ -149,14 +161,19 @@ def served(
     port = listener.getsockname()[1]
     grammars = grammars_of(ByteTokenizer(), told["card"]["stop_tokens"], END + 1)
     share = OrderBroadcast(Group.single(), torch.device("cpu"))
-    loop = EngineLoop(running, link, share, grammars=grammars)
+    control = EngineControl(running, loaded)
+    loop = EngineLoop(running, link, share, grammars=grammars, control=control)
+    admin = None if told["admin_key"] is None else socket.create_server(("127.0.0.1", 0))
+    serving = http_process.serve(other_end, listener, told, admin=admin)
     threads = [
         threading.Thread(target=loop.run),
-        threading.Thread(target=lambda: asyncio.run(http_process.serve(other_end, listener, told))),
+        threading.Thread(target=lambda: asyncio.run(serving)),
     ]
     for thread in threads:
         thread.start()
     found = Served(running, loop, link, threads[0], f"http://127.0.0.1:{port}")
+    if admin is not None:
+        found.admin_url = f"http://127.0.0.1:{admin.getsockname()[1]}"
     try:
         yield found
     finally:
@@ -169,4 +186,6 @@ def served(
             thread.join(30)
         link.close()
         listener.close()
+        if admin is not None:
+            admin.close()
         assert not any(thread.is_alive() for thread in threads)

@@ -32,6 +32,10 @@ class ReaderStalled(Exception):
     """The client does not read, and what is unsent has reached its bound."""
 
 
+class OrderRefused(Exception):
+    """The engine cannot do what administration asks; the text is one line for the user."""
+
+
 class Outputs:
     """News of the outputs of one HTTP request, in the order in which they come.
 
@@ -112,6 +116,7 @@ class EngineClient:
         self.max_outputs, self._max_unsent = max_outputs, max_unsent
         self._outputs: dict[int, Outputs] = {}
         self._next_id = 0
+        self._orders: dict[int, asyncio.Future[dict[str, Any]]] = {}
         self._heard = time.monotonic()
         self.lost = asyncio.Event()
         """Set when the engine process is gone."""
@@ -156,6 +161,22 @@ class EngineClient:
             self._outputs[number] = outputs
         return ids, outputs
 
+    async def order(self, action: str, **fields: Any) -> dict[str, Any]:
+        """Have the engine do something between two steps (see `EngineControl`); return what it
+        tells.
+
+        Raises:
+            OrderRefused: it cannot, and nothing has changed.
+            EngineLost: it is gone.
+        """
+        if self.lost.is_set():
+            raise EngineLost
+        number, self._next_id = self._next_id, self._next_id + 1
+        self._orders[number] = asyncio.get_running_loop().create_future()
+        order = {"kind": "control", "id": number, "action": action, **fields}
+        self._writer.write(frame(order))
+        return await self._orders[number]
+
     def abort(self, ids: Sequence[int]) -> None:
         """Have the engine end outputs; those that have ended are left alone."""
         for number in ids:
@@ -172,12 +193,26 @@ class EngineClient:
                     self.draining.set()
                 elif message["kind"] == "facts":
                     self.facts = message["facts"]
+                elif message["kind"] == "done":
+                    self._take_answer(message)
                 else:
                     self._take_step(message)
         self.lost.set()
         for outputs in set(self._outputs.values()):
             outputs.fail(EngineLost())
         self._outputs.clear()
+        for answer in self._orders.values():
+            if not answer.done():
+                answer.set_exception(EngineLost())
+
+    def _take_answer(self, message: Mapping[str, Any]) -> None:
+        answer = self._orders.pop(message["id"])
+        if answer.done():  # nobody waits for it any more
+            return
+        if message["refused"]:
+            answer.set_exception(OrderRefused(message["refused"]))
+        else:
+            answer.set_result(message["told"])
 
     async def _read(self) -> bytes:
         try:

@@ -21,6 +21,7 @@ import torch
 from megatron.core.comm import all_reduce
 from megatron.core.inference.engine import Completion, Engine, Request
 from megatron.core.inference.sampling import SamplingParams
+from megatron.inference.server.engine_control import EngineControl
 from megatron.inference.server.protocol import LENGTH, Ask, FrameReader, News, frame
 
 if TYPE_CHECKING:
@@ -81,6 +82,7 @@ class EngineLoop:
         share: gives orders to all ranks.
         grammars: of structured output; None where the model can have none.
         explained: facts about the model, for `/health`.
+        control: does what administration asks for.
     """
 
     def __init__(
@@ -91,8 +93,9 @@ class EngineLoop:
         *,
         grammars: Grammars | None,
         explained: Mapping[str, Any] | None = None,
+        control: EngineControl | None = None,
     ) -> None:
-        self._explained = explained or {}
+        self._explained, self._control = explained or {}, control or EngineControl(engine)
         self._engine, self._link, self._share = engine, link, share
         self._grammars = grammars
         self._compiler = ThreadPoolExecutor(1)
@@ -101,7 +104,7 @@ class EngineLoop:
         self._asks: dict[int, Ask] = {}  # by the engine's id
         self._engine_ids: dict[int, int] = {}  # by the id of the ask
         self._reported: dict[int, int] = {}  # tokens, by the engine's id
-        self._refused: list[News] = []
+        self._news_outside: list[News] = []  # of no step: refusals, aborts, and profiles
         # Not a flag alone: the loop may be waiting for orders.
         self._wake, self._woken = socket.socketpair()
 
@@ -125,20 +128,21 @@ class EngineLoop:
                     self._add(Ask.from_json(order))
                 elif order["kind"] == "abort":
                     self._abort(order["id"])
+                elif order["kind"] == "control":
+                    self._administer(order)
                 else:
                     assert order["kind"] == "end", order
                     return
-            completions = self._engine.step() if self._engine.unfinished else []
-            known = [c for c in completions if c.request_id in self._asks]
-            news = [self._news(completion) for completion in known]
-            self._report(self._refused + news)
-            self._refused = []
+            news = self._known(self._engine.step())  # a pause may have ended all that were asked
+            self._report(self._news_outside + news)
+            self._news_outside = []
 
     def _received(self) -> list[Order]:
         """Return what the HTTP process has sent; wait a little for it if there is nothing to do."""
         if self._link is None:
             return []
-        wait = 0.0 if self._engine.unfinished else IDLE_SECONDS
+        busy = self._engine.unfinished and not self._engine.paused
+        wait = 0.0 if busy else IDLE_SECONDS
         if wait and self._compiling:
             futures.wait([work for _, work in self._compiling.values()], _COMPILE_SECONDS)
             wait = 0.0
@@ -192,7 +196,7 @@ class EngineLoop:
                 )
             )
         except ValueError as error:  # one line for the user: the cache is too small for it
-            self._refused.append(News(id=ask.id, refused=str(error)))
+            self._news_outside.append(News(id=ask.id, refused=str(error)))
             return
         self._asks[number], self._reported[number] = ask, 0
         self._engine_ids[ask.id] = number
@@ -203,6 +207,24 @@ class EngineLoop:
         if number is not None:
             self._engine.abort(number)
             self._forget(number)
+
+    def _administer(self, order: Order) -> None:
+        """Do what administration asks for, and answer it."""
+        try:
+            if order["action"] == "pause" and order["mode"] == "abort":
+                for number in list(self._asks):
+                    self._news_outside += self._known(self._engine.abort(number))
+            told, completions = self._control.apply(order)
+        except ValueError as error:  # one line for the user
+            self._send({"kind": "done", "id": order["id"], "told": {}, "refused": str(error)})
+            return
+        self._news_outside += self._known(completions)
+        self._report([])  # what is told holds in the metrics from here on
+        self._send({"kind": "done", "id": order["id"], "told": told, "refused": ""})
+
+    def _known(self, completions: Sequence[Completion]) -> list[News]:
+        """Return the news of outputs that somebody waits for."""
+        return [self._news(c) for c in completions if c.request_id in self._asks]
 
     def _forget(self, number: int) -> None:
         del self._engine_ids[self._asks.pop(number).id], self._reported[number]
@@ -226,6 +248,7 @@ class EngineLoop:
             tokens=completion.tokens[start:],
             logprobs=completion.logprobs[start:],
             top_logprobs=completion.top_logprobs[start:],
+            epochs=completion.epochs[start:],
             finish_reason=completion.finish_reason,
             **first,
         )
@@ -253,6 +276,8 @@ class EngineLoop:
             "drafted": stats.drafted,
             "accepted": stats.accepted,
             "epoch": self._engine.epoch,
+            "paused": self._engine.paused,
+            "asleep": self._engine.asleep,
         }
 
     def _facts(self) -> dict[str, Any]:

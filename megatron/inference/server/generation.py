@@ -90,7 +90,8 @@ class Delta:
         text: never ends within a character or within what may be a stop string.
         scores: of the new tokens, whether their text is there yet or not.
         prompt_scores: in the first delta of an output, if asked for.
-        finish_reason: "stop", "length" or "" while it goes on.
+        epochs: of the new tokens, how often the weights had been replaced.
+        finish_reason: "stop", "length", "abort" or "" while it goes on.
         stop: the stop string that ended it.
     """
 
@@ -98,6 +99,7 @@ class Delta:
     text: str
     scores: Sequence[TokenScore] = ()
     prompt_scores: Sequence[TokenScore] | None = None
+    epochs: Sequence[int] = ()
     finish_reason: str = ""
     stop: str | None = None
 
@@ -235,6 +237,7 @@ class Generation:
             text=text,
             scores=_scores(news.tokens, news.logprobs, news.top_logprobs),
             prompt_scores=prompt_scores,
+            epochs=news.epochs,
             finish_reason=reason,
             stop=stream.stopped,
         )

@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The HTTP process: `python -m megatron.inference.server.http_process LINK LISTENER`.
+"""The HTTP process: `python -m megatron.inference.server.http_process LINK LISTENER [ADMIN]`.
 
-`megatron.inference.serve` starts it with two open sockets, by their descriptors: the link to the
-engine and the one that listens. The first frame on the link are its settings; they hold the API
-key, which no command line or environment ever does. It ends with the engine process.
+`megatron.inference.serve` starts it with open sockets, by their descriptors: the link to the
+engine, the one that listens, and perhaps another one that does for administration. The first frame
+on the link are its settings; they hold the keys, which no command line or environment ever does. It
+ends with the engine process.
 """
 
 from __future__ import annotations
@@ -18,8 +19,10 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 import uvicorn
+from starlette.types import ASGIApp
 
 from megatron.inference.checkpoint_model import choose_tokenizer
+from megatron.inference.server.admin import ADMIN_ROUTES
 from megatron.inference.server.conversation import Conversations
 from megatron.inference.server.engine_client import EngineClient
 from megatron.inference.server.generation import ModelCard
@@ -63,13 +66,9 @@ def build(settings: Mapping[str, Any], client: EngineClient) -> Server:
     )
 
 
-async def serve(link: socket.socket, listener: socket.socket, settings: Mapping[str, Any]) -> None:
-    """Serve until the engine process is gone, or says to drain and all have their answers."""
-    reader, writer = await asyncio.open_connection(sock=link)
-    client = EngineClient(reader, writer, **settings["client"])
-    server = build(settings, client)
-    app = create_app(server, settings["key"])
-    http = _HttpServer(
+def _http_server(server: Server, app: ASGIApp) -> _HttpServer:
+    """Return what speaks HTTP for an application."""
+    return _HttpServer(
         uvicorn.Config(
             app,
             http=timed_protocol(server.limits.body_seconds),
@@ -82,15 +81,40 @@ async def serve(link: socket.socket, listener: socket.socket, settings: Mapping[
             timeout_graceful_shutdown=_LAST_SECONDS,
         )
     )
+
+
+async def serve(
+    link: socket.socket,
+    listener: socket.socket,
+    settings: Mapping[str, Any],
+    *,
+    admin: socket.socket | None = None,
+) -> None:
+    """Serve until the engine process is gone, or says to drain and all have their answers.
+
+    Args:
+        link: to the engine.
+        listener: where clients come.
+        settings: of the server.
+        admin: where administration comes; None for none.
+    """
+    reader, writer = await asyncio.open_connection(sock=link)
+    client = EngineClient(reader, writer, **settings["client"])
+    server = build(settings, client)
+    servers = [(_http_server(server, create_app(server, settings["key"])), listener)]
+    if admin is not None:
+        app = create_app(server, settings["admin_key"], routes=ADMIN_ROUTES)
+        servers.append((_http_server(server, app), admin))
     listening = asyncio.ensure_future(client.listen())
-    serving = asyncio.ensure_future(http.serve(sockets=[listener]))
+    serving = asyncio.gather(*(http.serve(sockets=[where]) for http, where in servers))
     ending = [asyncio.ensure_future(event.wait()) for event in (client.lost, client.draining)]
     await asyncio.wait([serving, listening, *ending], return_when=asyncio.FIRST_COMPLETED)
     with contextlib.suppress(TimeoutError):
         async with asyncio.timeout(settings["drain_seconds"]):
             while client.active and not client.lost.is_set():
                 await asyncio.sleep(_LOOK_SECONDS)
-    http.should_exit = True
+    for http, _ in servers:
+        http.should_exit = True
     await serving
     for task in (listening, *ending):
         task.cancel()
@@ -110,11 +134,11 @@ def main() -> None:
     """Read the settings and serve."""
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)
-    link, listener = (socket.socket(fileno=int(number)) for number in sys.argv[1:3])
+    link, listener, *admin = (socket.socket(fileno=int(number)) for number in sys.argv[1:])
     settings = first_message(link)
     if settings is not None:
         set_up_log(settings["log_format"])
-        asyncio.run(serve(link, listener, settings))
+        asyncio.run(serve(link, listener, settings, admin=next(iter(admin), None)))
 
 
 if __name__ == "__main__":

@@ -3,9 +3,11 @@
 
 A frame is its length in four bytes and JSON; nothing is pickled. Each is an object with a `kind`:
 
-    to the engine    settings of nothing: "add" (an `Ask`), "abort" {"id"}
+    to the engine    settings of nothing: "add" (an `Ask`), "abort" {"id"},
+                     "control" {"id", "action", its fields} (see `EngineControl`)
     to HTTP          "settings" first (see `http_process`), "facts" {"facts"} once the engine is
                      there, then "step" {"news": [`News`], "stats"},
+                     "done" {"id", "told", "refused"} (the answer to "control"),
                      "drain" (admit nothing more, and end when all have their answers)
 
 The engine knows tokens only. Texts, stop strings and the shapes of answers are the HTTP process's,
@@ -71,6 +73,7 @@ class News:
         tokens: new ones.
         logprobs: of each.
         top_logprobs: of each the most probable tokens, [id, log-probability]; empty if not asked.
+        epochs: of each, as in `Completion`.
         finish_reason: as in `Completion`; "" while it goes on.
         refused: why the engine cannot serve it at all; it has ended then.
         cached_tokens: of the prompt, found in the prefix cache; in the first news.
@@ -82,6 +85,7 @@ class News:
     tokens: Sequence[int] = ()
     logprobs: Sequence[float] = ()
     top_logprobs: Sequence[Sequence[Sequence[Any]]] = ()
+    epochs: Sequence[int] = ()
     finish_reason: str = ""
     refused: str = ""
     cached_tokens: int = 0

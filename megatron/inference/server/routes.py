@@ -146,6 +146,8 @@ class Server:
         Raises:
             ApiError: the model cannot serve it, or not now.
         """
+        if self.client.stats.get("asleep"):
+            raise ApiError(503, "the engine is asleep", code="asleep", retry_seconds=10)
         outputs = len(wanted.prompts) * wanted.n
         most = min(MAX_REQUEST_OUTPUTS, self.client.max_outputs)
         if outputs > most:
@@ -461,12 +463,15 @@ async def health(server: Server, request: Request) -> Response:
     """Answer `GET /health`: 200 while requests are admitted, else 503; `engine` explains it."""
     client = server.client
     live = not client.lost.is_set() and client.silent_seconds < SILENT_SECONDS
-    ready = live and bool(client.facts) and not client.draining.is_set()
+    asleep = bool(client.stats.get("asleep"))
+    ready = live and bool(client.facts) and not asleep and not client.draining.is_set()
     found = {
         "live": live,
         "ready": ready,
         "heartbeat_seconds": round(client.silent_seconds, 3),
         "active": client.active,
+        "paused": bool(client.stats.get("paused")),
+        "asleep": asleep,
         "weight_epoch": client.stats.get("epoch", 0),
         "engine": client.facts,
     }
@@ -481,7 +486,8 @@ async def metrics(server: Server, request: Request) -> Response:
 Handler = Callable[[Server, Request], Awaitable[Response]]
 
 #: Method, path, what answers, and the body that it takes.
-ROUTES: Sequence[tuple[str, str, Handler, type[Body] | None]] = (
+Route = tuple[str, str, Handler, type[Body] | None]
+ROUTES: Sequence[Route] = (
     ("POST", "/v1/completions", completions, CompletionBody),
     ("POST", "/v1/chat/completions", chat, ChatBody),
     ("GET", "/v1/models", models, None),
@@ -493,12 +499,13 @@ ROUTES: Sequence[tuple[str, str, Handler, type[Body] | None]] = (
 )
 
 
-def create_app(server: Server, key: str | None) -> ASGIApp:
+def create_app(server: Server, key: str | None, *, routes: Sequence[Route] = ROUTES) -> ASGIApp:
     """Return the application.
 
     Args:
         server: what answers.
         key: that clients must give; None lets everybody in.
+        routes: what it answers.
     """
     # No pages of documentation: theirs load scripts from elsewhere.
     app = FastAPI(title="megatron.inference", docs_url=None, redoc_url=None)
@@ -528,7 +535,7 @@ def create_app(server: Server, key: str | None) -> ASGIApp:
             response_model=None,
         )
 
-    for route in ROUTES:
+    for route in routes:
         add(*route)
 
     async def no_route(request: Request, error: Exception) -> Response:

@@ -75,6 +75,7 @@ class CompletionView:
         """Return a whole output from all of its deltas."""
         parts = [one for delta in deltas for one in self.chunk_choices(delta)]
         found = {**parts[-1], "text": "".join(part["text"] for part in parts)}
+        found["weight_epochs"] = [epoch for part in parts for epoch in part["weight_epochs"]]
         if self._logprobs:
             names = found["logprobs"]
             found["logprobs"] = {k: [v for p in parts for v in p["logprobs"][k]] for k in names}
@@ -87,7 +88,8 @@ class CompletionView:
             text = self._prefixes[delta.index * len(self._prefixes) // self.outputs] + text
         self._begun.add(delta.index)
         logprobs = self._scores(delta.index, scores) if self._logprobs else None
-        return [{"index": delta.index, "text": text, "logprobs": logprobs, **_ending(delta)}]
+        found = {"index": delta.index, "text": text, "logprobs": logprobs, **_ending(delta)}
+        return [{**found, "weight_epochs": list(delta.epochs)}]
 
     def _scores(self, index: int, scores: Sequence[TokenScore]) -> dict[str, list[Any]]:
         """Return log-probabilities by columns; places of tokens count their own texts."""
@@ -130,6 +132,7 @@ class ChatView:
         self._logprobs = logprobs
         self._id, self._created = f"chatcmpl-{secrets.token_hex(12)}", int(time.time())
         self._begun: set[int] = set()
+        self._epochs: dict[int, list[int]] = {}
 
     def head(self, *, chunk: bool = False) -> dict[str, Any]:
         """Return what stands before the choices of an answer, or of a chunk."""
@@ -148,6 +151,7 @@ class ChatView:
             "index": deltas[-1].index,
             "message": {"role": "assistant", "content": text, "refusal": None},
             "logprobs": self._scores(scores),
+            "weight_epochs": [epoch for delta in deltas for epoch in delta.epochs],
             **_ending(deltas[-1]),
         }
 
@@ -158,11 +162,17 @@ class ChatView:
         if delta.index not in self._begun:
             self._begun.add(delta.index)
             found.append(self._chunk(delta.index, {"role": "assistant", "content": ""}))
+        # Of tokens without a text yet they come with the next chunk.
+        epochs = [*self._epochs.pop(delta.index, ()), *delta.epochs]
         if delta.text or (self._logprobs and delta.scores):
-            scores = self._scores(delta.scores)
-            found.append(self._chunk(delta.index, {"content": delta.text}, logprobs=scores))
+            more = {"logprobs": self._scores(delta.scores), "weight_epochs": epochs}
+            found.append(self._chunk(delta.index, {"content": delta.text}, **more))
+            epochs = []
         if delta.finish_reason:
-            found.append(self._chunk(delta.index, {}, **_ending(delta)))
+            ending = {**_ending(delta), "weight_epochs": epochs}
+            found.append(self._chunk(delta.index, {}, **ending))
+        else:
+            self._epochs[delta.index] = epochs
         return found
 
     def _chunk(self, index: int, delta: dict[str, Any], **more: Any) -> dict[str, Any]:

@@ -531,6 +531,11 @@ class Engine:
         )
 
     @property
+    def asleep(self) -> bool:
+        """Whether it is between `sleep` and `wake`."""
+        return self._asleep is not None
+
+    @property
     def unfinished(self) -> int:
         """Outputs that have not ended."""
         return len(self._outputs)

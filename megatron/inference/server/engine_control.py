@@ -1,0 +1,103 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What administration has an engine do between two steps; every rank does the same."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from megatron.core.inference.engine import Completion, Engine
+
+if TYPE_CHECKING:
+    from megatron.inference.checkpoint_model import CheckpointModel
+
+#: Rows of a profile.
+_PROFILE_ROWS = 40
+
+
+class EngineControl:
+    """Administration of the engine of one rank.
+
+    Args:
+        engine: of this rank.
+        loaded: its model; None where weights cannot be replaced.
+    """
+
+    def __init__(self, engine: Engine, loaded: CheckpointModel | None = None) -> None:
+        self._engine, self._loaded = engine, loaded
+
+    def apply(self, order: Mapping[str, Any]) -> tuple[dict[str, Any], list[Completion]]:
+        """Do what an order says; return what there is to tell, and outputs that have news.
+
+        Raises:
+            ValueError: it cannot be done, and nothing has changed; one line.
+        """
+        action, news = order["action"], list[Completion]()
+        more: dict[str, Any] = {}
+        if action == "pause":
+            self._engine.pause(keep_cache=order["mode"] != "recompute")
+        elif action == "resume":
+            self._engine.resume()
+        elif action == "sleep":
+            weights = self._model().model.store.tensors() if order["level"] > 1 else []
+            self._engine.sleep(weights)
+        elif action == "wake":
+            self._engine.wake()
+        elif action == "weights":
+            more = self._replace(order["load"])
+        else:
+            assert action == "profile", order
+            more, news = self._profile(order["steps"])
+        engine = self._engine
+        state = {"paused": engine.paused, "asleep": engine.asleep, "weight_epoch": engine.epoch}
+        return {**state, **more}, news
+
+    def _model(self) -> CheckpointModel:
+        if self._loaded is None:
+            raise ValueError("the weights of this engine are not its own")
+        return self._loaded
+
+    def _replace(self, load: str) -> dict[str, Any]:
+        """Put the weights of a folder in; what steps compute is of one epoch or the other."""
+        from megatron.inference.replace_weights import replace_weights
+
+        engine, loaded = self._engine, self._model()
+        if engine.asleep:
+            raise ValueError("the engine is asleep: wake it before its weights are replaced")
+        paused = engine.paused
+        engine.pause()
+        try:
+            folder = replace_weights(loaded, load)
+            engine.weights_replaced()
+        finally:
+            if not paused:
+                engine.resume()
+        return {"loaded": str(folder)}
+
+    def _profile(self, steps: int) -> tuple[dict[str, Any], list[Completion]]:
+        """Take some steps under torch's profiler."""
+        activities = [torch.profiler.ProfilerActivity.CPU]
+        if self._engine.device.type == "cuda":
+            activities.append(torch.profiler.ProfilerActivity.CUDA)
+        found: dict[int, Completion] = {}
+        taken = 0
+        with torch.profiler.profile(activities=activities) as profiler:
+            while taken < steps and self._engine.unfinished and not self._engine.paused:
+                found |= {c.request_id: c for c in self._engine.step()}
+                taken += 1
+        rows = sorted(
+            profiler.key_averages(),
+            key=lambda row: -max(row.self_cpu_time_total, row.self_device_time_total),
+        )
+        operations = [
+            {
+                "name": row.key,
+                "calls": row.count,
+                "cpu_microseconds": round(row.self_cpu_time_total, 1),
+                "device_microseconds": round(row.self_device_time_total, 1),
+            }
+            for row in rows[:_PROFILE_ROWS]
+        ]
+        return {"steps": taken, "operations": operations}, list(found.values())

@@ -1,0 +1,271 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Administration of a running server: pause, sleep, wake, profile, and other weights."""
+
+from __future__ import annotations
+
+import concurrent.futures
+import dataclasses
+import shutil
+from collections.abc import Iterator
+from concurrent.futures import Future
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from megatron.cli.launch import Launch
+from megatron.core.inference.cache import CacheShapes
+from megatron.core.inference.engine import EngineConfig
+from megatron.core.models.gpt import GPTModel
+from megatron.core.process_groups import ProcessGroupCollection
+from megatron.core.transformer import MLPConfig
+from megatron.inference.checkpoint_model import CheckpointModel, load_checkpoint_model
+from megatron.inference.config import ModelSource, Service
+from megatron.inference.serve import read_keys
+from megatron.inference.server.admin import ADMIN_ROUTES
+from tests.support.http_server import ADMIN_KEY, NextByte, Served, served, until
+from tests.unit_tests.inference.test_checkpoint_model import CONFIG, save
+
+LETTERS = {"prompt": "a", "max_tokens": 20, "temperature": 0}
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[Served]:
+    with served(admin_key=ADMIN_KEY, key="api-key", shapes=CacheShapes(attention=((1, 4),))) as one:
+        one.http.headers["authorization"] = "Bearer api-key"
+        yield one
+
+
+def held(server: Served, pool: concurrent.futures.Executor, steps: int, **fields: Any) -> Future:
+    """Post a request and hold the engine after some steps of it."""
+    taken = iter(range(1 << 30))
+    model = server.model
+    model.before = lambda: next(taken) == steps and model.gate.clear()
+    posted = pool.submit(server.post, "/v1/completions", **fields)
+    until(lambda: not model.gate.is_set())
+    return posted
+
+
+def done(server: Served, action: str, **fields: Any) -> dict[str, Any]:
+    response = server.administer(action, **fields)
+    assert response.status_code == 200, response.text
+    return response.json()
+
+
+def test_every_route_of_administration_wants_its_own_key(server: Served) -> None:
+    for method, path, *_ in ADMIN_ROUTES:
+        assert method == "POST"
+        assert server.administer(path[1:], key="api-key").status_code == 401
+        assert server.post(path).status_code == 404  # not where clients come
+    assert not server.engine.paused
+    assert server.administer("pause", mode="sideways").status_code == 400
+    assert server.administer("weights").status_code == 400
+
+
+def test_administration_is_off_without_a_port_and_a_key(tmp_path: Path) -> None:
+    one, other = tmp_path / "one", tmp_path / "other"
+    one.write_text("first")
+    other.write_text("second")
+    assert read_keys(Service()) == (None, None)
+    with pytest.raises(ValueError, match="--admin-key-file"):
+        read_keys(Service(admin_port=0))
+    with pytest.raises(ValueError, match="same key"):
+        read_keys(Service(admin_port=0, api_key_file=str(one), admin_key_file=str(one)))
+    found = read_keys(Service(admin_port=0, api_key_file=str(one), admin_key_file=str(other)))
+    assert found == ("first", "second")
+
+
+@pytest.mark.parametrize("mode", ["keep", "recompute"])
+def test_a_pause_changes_no_text(server: Served, mode: str) -> None:
+    preempted = server.engine.stats.preempted
+    with concurrent.futures.ThreadPoolExecutor(2) as pool:
+        running = held(server, pool, 5, **LETTERS)
+        pausing = pool.submit(done, server, "pause", mode=mode)
+        server.model.before = lambda: None
+        server.model.gate.set()
+        assert pausing.result() == {"paused": True, "asleep": False, "weight_epoch": 0}
+        steps = server.engine.stats.steps
+        assert server.http.get("/health").json()["paused"]
+        assert not running.done()
+        assert server.engine.stats.steps == steps
+        done(server, "resume")
+        assert running.result().json()["choices"][0]["text"] == "bcdefghijklmnopqrstu"
+    assert server.engine.stats.preempted - preempted == (mode == "recompute")
+
+
+def test_a_pause_may_end_all_outputs(server: Served) -> None:
+    with concurrent.futures.ThreadPoolExecutor(2) as pool:
+        running = held(server, pool, 5, **LETTERS)
+        pausing = pool.submit(done, server, "pause", mode="abort")
+        server.model.before = lambda: None
+        server.model.gate.set()
+        assert pausing.result()["paused"]
+        (choice,) = running.result().json()["choices"]
+    assert choice["finish_reason"] == "abort"
+    assert "bcdefghijklmnopqrstu".startswith(choice["text"])
+    assert server.engine.unfinished == 0
+    done(server, "resume")
+
+
+def test_asleep_it_takes_no_requests_and_goes_on_when_woken(server: Served) -> None:
+    full = server.engine.cache.num_bytes
+    assert server.administer("wake").status_code == 409
+    assert done(server, "sleep")["asleep"]
+    assert server.engine.cache.num_bytes == 0 < full
+    assert server.post("/v1/completions", **LETTERS).status_code == 503
+    assert server.http.get("/health").status_code == 503
+    refusal = server.administer("resume")
+    assert refusal.status_code == 409
+    assert "wake" in refusal.json()["error"]["message"]
+    assert done(server, "wake") == {"paused": False, "asleep": False, "weight_epoch": 0}
+    assert server.post("/v1/completions", **LETTERS).status_code == 200
+
+
+@pytest.mark.slow(seconds=6)
+def test_a_profile_says_where_the_time_goes(server: Served) -> None:
+    with concurrent.futures.ThreadPoolExecutor(2) as pool:
+        running = held(server, pool, 2, **LETTERS)
+        profiling = pool.submit(done, server, "profile", steps=4)
+        server.model.before = lambda: None
+        server.model.gate.set()
+        found = profiling.result()
+        assert running.result().json()["choices"][0]["text"] == "bcdefghijklmnopqrstu"
+    assert 0 < found["steps"] <= 4
+    assert any(row["name"] == "aten::one_hot" for row in found["operations"])
+    assert done(server, "profile")["steps"] == 0  # nothing runs
+
+
+# --- weights -------------------------------------------------------------------------------------
+
+ASKED = {"prompt": "a" * 40, "max_tokens": 30, "temperature": 0, "logprobs": 0, "ignore_eos": True}
+
+
+def model_of(seed: int, **changes: Any) -> GPTModel:
+    config = dataclasses.replace(CONFIG, **changes)
+    return GPTModel(config, ProcessGroupCollection.single(), seed=seed, dtype=torch.float32)
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """Checkpoints: two of one model, one of another, one that is damaged."""
+    root = tmp_path_factory.mktemp("weights")
+    found = {"one": save(root / "one", model_of(0))}
+    # Dropout is of training alone.
+    found["two"] = save(
+        root / "two", model_of(1), model=model_of(1, hidden_dropout=0.1).config.to_json()
+    )
+    wide = model_of(5, mlp=MLPConfig(ffn_hidden_size=64))
+    found["wide"] = save(root / "wide", wide, model=wide.config.to_json())
+    found["damaged"] = root / "damaged" / found["two"].name
+    shutil.copytree(found["two"], found["damaged"])
+    (shard,) = found["damaged"].glob("*.safetensors")
+    data = bytearray(shard.read_bytes())
+    data[-100] ^= 255
+    shard.write_bytes(data)
+    return found
+
+
+class Held(NextByte):
+    """A real model whose steps may be held up."""
+
+    def __init__(self, loaded: CheckpointModel) -> None:
+        super().__init__()
+        self.inner = loaded.generator(512)
+        self.head = self.inner.head
+
+    def __call__(self, tokens: torch.Tensor, **context: Any) -> torch.Tensor:
+        self.gate.wait()
+        self.before()
+        return self.inner(tokens, **context)
+
+    def weights_replaced(self) -> None:
+        self.inner.weights_replaced()
+
+
+@pytest.fixture
+def trained(folders: dict[str, Path]) -> Iterator[Served]:
+    launch = Launch.from_environment({})
+    with load_checkpoint_model(ModelSource(load=str(folders["one"]), device="cpu"), launch) as one:
+        config = EngineConfig(num_blocks=64)
+        with served(
+            Held(one),
+            engine=config,
+            shapes=one.cache_shapes,
+            loaded=one,
+            admin_key=ADMIN_KEY,
+            vocab_size=one.vocab_size,
+        ) as found:
+            found.loaded = one
+            yield found
+
+
+def answer(server: Served) -> dict[str, Any]:
+    response = server.post("/v1/completions", **ASKED)
+    assert response.status_code == 200, response.text
+    return response.json()
+
+
+def logprobs(model: GPTModel, tokens: list[int], count: int) -> torch.Tensor:
+    """Return those of the last tokens, by a whole forward pass of a model that was not served."""
+    with torch.no_grad():
+        logits = model.head.whole(model.head.project(model(torch.tensor([tokens]))))[:, 0]
+    found = logits.double().log_softmax(-1)[:-1].gather(1, torch.tensor(tokens[1:])[:, None])
+    return found[-count:, 0]
+
+
+def test_new_weights_say_what_their_trainer_does(trained: Served, folders: dict[str, Path]) -> None:
+    before = answer(trained)
+    assert answer(trained)["usage"]["prompt_tokens_details"]["cached_tokens"] > 0
+    with concurrent.futures.ThreadPoolExecutor(2) as pool:
+        running = held(trained, pool, 9, **ASKED)
+        replacing = pool.submit(done, trained, "weights", load=str(folders["two"]))
+        trained.model.before = lambda: None
+        trained.model.gate.set()
+        assert replacing.result()["weight_epoch"] == 1
+        during = running.result().json()["choices"][0]
+    # Each token is of one epoch, and the text goes on.
+    epochs = during["weight_epochs"]
+    assert epochs == sorted(epochs)
+    assert set(epochs) == {0, 1}
+    assert len(epochs) == 30
+    after = answer(trained)
+    assert after["usage"]["prompt_tokens_details"]["cached_tokens"] == 0
+    (choice,) = after["choices"]
+    assert choice["weight_epochs"] == [1] * 30
+    assert choice["text"] != before["choices"][0]["text"]
+    scores = choice["logprobs"]["token_logprobs"]
+    ids = chosen_ids(trained)
+    expected = logprobs(model_of(1), [97] * 40 + ids, 30)
+    torch.testing.assert_close(torch.tensor(scores).double(), expected, rtol=0, atol=1e-5)
+    wrong = logprobs(model_of(0), [97] * 40 + ids, 30)
+    assert (torch.tensor(scores).double() - wrong).abs().max() > 0.1
+
+
+def chosen_ids(server: Served) -> list[int]:
+    """Return the ids that the engine chooses for `ASKED`."""
+    tokens = [97] * 40
+    model = server.loaded.model
+    for _ in range(30):
+        with torch.no_grad():
+            logits = model.head.whole(model.head.project(model(torch.tensor([tokens]))))[-1, 0]
+        tokens.append(int(logits.argmax()))
+    return tokens[40:]
+
+
+@pytest.mark.parametrize("kind", ["wide", "damaged", "nowhere"])
+def test_weights_that_do_not_fit_leave_the_old_ones(
+    trained: Served, folders: dict[str, Path], kind: str
+) -> None:
+    before = answer(trained)["choices"][0]["text"]
+    kept = [tensor.clone() for tensor in trained.loaded.model.store.tensors()]
+    refusal = trained.administer("weights", load=str(folders.get(kind, "/nowhere")))
+    assert refusal.status_code == 409
+    message = refusal.json()["error"]["message"]
+    assert "\n" not in message
+    assert kind in message
+    assert all(map(torch.equal, kept, trained.loaded.model.store.tensors()))
+    found = answer(trained)["choices"][0]
+    assert found["text"] == before
+    assert set(found["weight_epochs"]) == {0}
+    assert not trained.engine.paused

@@ -60,7 +60,8 @@ class ModelSource:
     ranks can; require stops where multicast cannot be had; off uses torch.distributed."""
     nvls_tries: int | None = None
     """How often a collective over NVLink looks for a peer before the run stops and names it; for
-    debugging, as the host then waits for the device at each step; derived: waits for ever."""
+    debugging, as the host then waits for the device at each step, and a GPU that gives a peer up
+    traps; derived: waits for ever."""
     weights_dtype: Literal["bf16", "int8"] | None = None
     """Multiply by copies of the matrices in fewer bytes, made at load, on a CPU under
     --transformer-impl inference_optimized: bf16, or int8 with a scale for each row; derived: no

@@ -40,6 +40,7 @@ from typing import Literal, Protocol
 import torch
 
 from megatron.core.comm.collectives import all_gather, all_reduce, observe, reduce_scatter
+from megatron.core.device import current_stream, pin
 from megatron.core.ops.dispatch import triton_is_installed
 from megatron.core.ops.nvls import PACK_BYTES, Peers, RowNorm, naive
 from megatron.core.process_groups import Group
@@ -178,7 +179,8 @@ class Arena:
     ) -> None:
         self.group, self.way, self.tries = group, way, tries
         self._halves, self._next = halves, 0
-        self.status = torch.zeros(1, dtype=torch.int32, device=halves[0].local.device)
+        self.device, self._traps = halves[0].local.device, False
+        self.status = torch.zeros(1, dtype=torch.int32, device=self.device)
         pad = min(half.pad_bytes for half in halves)
         self.programs = min(MAX_PROGRAMS, pad // (4 * group.size))
         if self.programs < 1:
@@ -201,14 +203,31 @@ class Arena:
         """Bytes of a buffer: the widest side that a transfer may have."""
         return self._halves[0].local.numel()
 
+    def limit_tries(self, tries: int) -> None:
+        """Give a peer up after so many tries from here on, 0 for never. A GPU is then stopped,
+        whose memory is lost; so the peer is noted in the host's."""
+        self.tries = tries
+        self._traps = tries > 0 and self.device.type == "cuda"
+        if self._traps:
+            self.status = pin(torch.zeros(1, dtype=torch.int32), self.device)
+
     def check(self) -> None:
         """Raise RuntimeError if a peer has been given up; without a limit, do nothing."""
-        late = int(self.status) if self.tries else 0
+        if not self.tries:
+            return
+        stopped: RuntimeError | None = None
+        try:
+            current_stream(self.device).synchronize()
+        except RuntimeError as error:
+            stopped = error
+        late = int(self.status)
         if late:
             raise RuntimeError(
                 f"timeout: rank {self.group.ranks[late - 1]} did not come to a collective of "
                 f"{self.way} within {self.tries} tries of its slot: see what that one does"
-            )
+            ) from stopped
+        if stopped is not None:
+            raise stopped
 
     def begin_step(self) -> None:
         """Use the first buffer next."""
@@ -309,7 +328,13 @@ class Arena:
 
     def _peers(self, half: SymmetricBuffers) -> Peers:
         return Peers(
-            half.pads, self.status, self.group.rank, self.group.size, self.programs, self.tries
+            half.pads,
+            self.status,
+            self.group.rank,
+            self.group.size,
+            self.programs,
+            self.tries,
+            self._traps,
         )
 
 
@@ -355,7 +380,8 @@ class SequenceParallelComm:
                 who want multimem or nothing.
             tries: how often a probe tries a slot of the signal pad before it gives a peer up.
             limit: how often any collective does; 0 waits for ever. For debugging: `check` then
-                makes the host wait for the device, and results after a peer was given up are void.
+                makes the host wait for the device. A GPU traps where a peer is given up; on a CPU
+                results are void from there on.
 
         Raises:
             ValueError: "require", and multimem cannot be taken; on all ranks, with the reason.
@@ -367,7 +393,7 @@ class SequenceParallelComm:
         else:
             arena, reason = _find(group, memory, max_bytes, tries)
             if arena is not None:
-                arena.tries = limit
+                arena.limit_tries(limit)
             found = SequenceParallelComm(group, arena, reason)
         if mode == "require" and found.way != "multimem":
             raise ValueError(

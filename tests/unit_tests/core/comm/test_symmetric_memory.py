@@ -10,8 +10,13 @@ import pytest
 import torch
 
 from megatron.core.comm import symmetric_memory
-from megatron.core.comm.symmetric_memory import SequenceParallelComm, TorchMemory
-from megatron.core.process_groups import ProcessGroupCollection
+from megatron.core.comm.symmetric_memory import (
+    Arena,
+    SequenceParallelComm,
+    SymmetricBuffers,
+    TorchMemory,
+)
+from megatron.core.process_groups import Group, ProcessGroupCollection
 
 CUDA = torch.device("cuda", 0)
 
@@ -43,3 +48,28 @@ def test_one_rank_asks_for_nothing(mode: symmetric_memory.Mode) -> None:
     comm = SequenceParallelComm.create(group, TorchMemory(CUDA), max_bytes=64, mode=mode)
     assert comm.explain() == "torch.distributed (one rank)"
     assert not comm.fuses(torch.zeros(2, 8))
+
+
+def test_a_limit_stops_a_gpu_and_names_the_peer(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Stopped:
+        def synchronize(self) -> None:
+            raise RuntimeError("CUDA error: unspecified launch failure")
+
+    pads = torch.zeros(2, dtype=torch.int64)
+    half = SymmetricBuffers(torch.zeros(16, dtype=torch.uint8), pads, pads, 256, 0)
+    arena = Arena(Group("tp", (4, 6), 0, handle=object()), (half, half), "p2p")
+    arena.limit_tries(9)
+    assert not arena._peers(half).traps  # a CPU has nothing to stop
+    arena.device = CUDA
+    monkeypatch.setattr(symmetric_memory, "pin", lambda tensor, device: tensor)
+    monkeypatch.setattr(symmetric_memory, "current_stream", lambda device: Stopped())
+    arena.limit_tries(0)
+    assert arena._peers(half).arguments()["TRAP"] is False
+    arena.check()
+    arena.limit_tries(9)
+    assert arena._peers(half).arguments()["TRAP"] is True
+    with pytest.raises(RuntimeError, match="launch failure"):
+        arena.check()
+    arena.status.fill_(2)
+    with pytest.raises(RuntimeError, match="rank 6 did not come"):
+        arena.check()

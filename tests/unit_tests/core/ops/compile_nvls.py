@@ -33,5 +33,5 @@ def code(description: Description, architecture: int) -> dict[str, str]:
 
 if __name__ == "__main__":
     architecture = int(sys.argv[1])
-    found = {each.kernel.__name__: code(each, architecture) for each in KERNELS}
-    json.dump({name.removesuffix("_kernel"): each for name, each in found.items()}, sys.stdout)
+    found = {each.name: code(each, architecture) for each in KERNELS}
+    json.dump({name.replace("_kernel", ""): each for name, each in found.items()}, sys.stdout)

@@ -17,10 +17,12 @@ class Peers:
 
     Args:
         pads: int64 [world], addresses of the ranks' signal pads, on the device.
-        status: int32 [1] on the device; 1 + rank of a peer that did not come within `tries`.
+        status: int32 [1] that the device writes; 1 + rank of a peer that did not come within
+            `tries`.
         rank, world: of this rank's group.
         programs: of a kernel at most; a pad has slots for each of them.
         tries: how often a slot is tried; 0 waits for ever.
+        traps: stop the device then, by PTX `trap`; else a kernel goes on with void results.
     """
 
     pads: torch.Tensor
@@ -29,6 +31,7 @@ class Peers:
     world: int
     programs: int
     tries: int = 0
+    traps: bool = False
 
     def arguments(self) -> dict[str, object]:
         """Return what every kernel takes of them."""
@@ -38,6 +41,7 @@ class Peers:
             "rank": self.rank,
             "WORLD": self.world,
             "LIMIT": self.tries,
+            "TRAP": self.traps,
         }
 
 

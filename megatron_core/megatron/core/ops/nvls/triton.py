@@ -58,11 +58,26 @@ def _exchanged(slots, live, OLD: tl.constexpr, SEM: tl.constexpr, LIMIT: tl.cons
 
 
 @triton.jit
-def _barrier(pads_ptr, status_ptr, rank, WORLD: tl.constexpr, LIMIT: tl.constexpr):
+def _trap():
+    """Stop the device, once all it has stored can be seen by the host."""
+    zero = tl.program_id(0) * 0
+    zero = tl.inline_asm_elementwise(
+        "fence.acq_rel.sys; mov.u32 $0, $1;", "=r,r", [zero], tl.int32, is_pure=False, pack=1
+    )
+    tl.debug_barrier()  # the thread that has stored is past its fence
+    tl.inline_asm_elementwise(
+        "trap; mov.u32 $0, $1;", "=r,r", [zero], tl.int32, is_pure=False, pack=1
+    )
+
+
+@triton.jit
+def _barrier(
+    pads_ptr, status_ptr, rank, WORLD: tl.constexpr, LIMIT: tl.constexpr, TRAP: tl.constexpr
+):
     """Wait for the same program of all ranks: one thread for each of them.
 
     With LIMIT > 0 slots are tried so often at most; then 1 + a missing peer's rank is written to
-    the status, and the program goes on. Results are void then.
+    the status, and the program goes on, with void results, or with TRAP stops the device.
     """
     SLOTS: tl.constexpr = triton.next_power_of_2(WORLD)
     peer = tl.arange(0, SLOTS)
@@ -79,6 +94,8 @@ def _barrier(pads_ptr, status_ptr, rank, WORLD: tl.constexpr, LIMIT: tl.constexp
         missing = tl.max(tl.where(late, 1 + peer, 0))
         if missing > 0:
             tl.store(status_ptr, missing)
+            if TRAP:
+                _trap()
 
 
 @triton.jit
@@ -159,10 +176,11 @@ def peer_all_gather_kernel(
     WORLD: tl.constexpr,
     PACKS: tl.constexpr,
     LIMIT: tl.constexpr,
+    TRAP: tl.constexpr,
 ):
     """Store the packs of x from pack `first` on in every rank's buffer."""
     _store_to_peers(x_ptr, buffers_ptr, packs, first, WORLD, PACKS)
-    _barrier(pads_ptr, status_ptr, rank, WORLD, LIMIT)
+    _barrier(pads_ptr, status_ptr, rank, WORLD, LIMIT, TRAP)
 
 
 @triton.jit(do_not_specialize=["rank"])
@@ -179,13 +197,14 @@ def peer_all_gather_v_kernel(
     WORLD: tl.constexpr,
     PACKS: tl.constexpr,
     LIMIT: tl.constexpr,
+    TRAP: tl.constexpr,
 ):
     """Store this rank's rows after those of the ranks before it in every rank's buffer, and zeros
     after all of them in out, this rank's own."""
     own, first, total = _own_part(rows_ptr, row_packs, packs, rank, WORLD)
     _store_to_peers(x_ptr, buffers_ptr, own, first, WORLD, PACKS)
     _clear(out_ptr, total, packs * WORLD, PACKS)
-    _barrier(pads_ptr, status_ptr, rank, WORLD, LIMIT)
+    _barrier(pads_ptr, status_ptr, rank, WORLD, LIMIT, TRAP)
 
 
 @triton.jit(do_not_specialize=["first", "rank"])
@@ -200,9 +219,10 @@ def peer_reduce_scatter_kernel(
     WORLD: tl.constexpr,
     PACKS: tl.constexpr,
     LIMIT: tl.constexpr,
+    TRAP: tl.constexpr,
 ):
     """Sum the ranks' buffers from pack `first` on into the packs of out."""
-    _barrier(pads_ptr, status_ptr, rank, WORLD, LIMIT)
+    _barrier(pads_ptr, status_ptr, rank, WORLD, LIMIT, TRAP)
     _sum_of_peers(buffers_ptr, out_ptr, packs, first, packs, WORLD, PACKS)
 
 
@@ -219,10 +239,11 @@ def peer_reduce_scatter_v_kernel(
     WORLD: tl.constexpr,
     PACKS: tl.constexpr,
     LIMIT: tl.constexpr,
+    TRAP: tl.constexpr,
 ):
     """Sum this rank's rows, which stand after those of the ranks before it, into out; the rest of
     out is zeros."""
-    _barrier(pads_ptr, status_ptr, rank, WORLD, LIMIT)
+    _barrier(pads_ptr, status_ptr, rank, WORLD, LIMIT, TRAP)
     own, first, _ = _own_part(rows_ptr, row_packs, packs, rank, WORLD)
     _sum_of_peers(buffers_ptr, out_ptr, packs, first, own, WORLD, PACKS)
 
@@ -244,6 +265,7 @@ def peer_reduce_norm_gather_kernel(
     WORLD: tl.constexpr,
     BLOCK: tl.constexpr,
     LIMIT: tl.constexpr,
+    TRAP: tl.constexpr,
 ):
     """Reduce-scatter rows, add them to the stream [rows, h] in place, normalise by RMSNorm and
     store the result from pack `first` on in every rank's gathered buffer.
@@ -251,7 +273,7 @@ def peer_reduce_norm_gather_kernel(
     A program has one row at a time, in one block. Two buffers: one that is read, one that is
     written.
     """
-    _barrier(pads_ptr, status_ptr, rank, WORLD, LIMIT)
+    _barrier(pads_ptr, status_ptr, rank, WORLD, LIMIT, TRAP)
     dtype: tl.constexpr = stream_ptr.dtype.element_ty
     WIDTH: tl.constexpr = 128 // dtype.primitive_bitwidth
     features = row_packs * WIDTH
@@ -270,7 +292,7 @@ def peer_reduce_norm_gather_kernel(
         normed = (total * scale * weight).to(dtype)
         for peer in range(WORLD):
             tl.store(_peer(gathered_ptr, peer, dtype) + there, normed, mask=mask)
-    _barrier(pads_ptr, status_ptr, rank, WORLD, LIMIT)
+    _barrier(pads_ptr, status_ptr, rank, WORLD, LIMIT, TRAP)
 
 
 @triton.jit
@@ -404,10 +426,11 @@ def multimem_all_gather_kernel(
     WORLD: tl.constexpr,
     PACKS: tl.constexpr,
     LIMIT: tl.constexpr,
+    TRAP: tl.constexpr,
 ):
     """Do as `peer_all_gather_kernel` through a multicast address."""
     _store_to_all(x_ptr, multicast, packs, first, PACKS)
-    _barrier(pads_ptr, status_ptr, rank, WORLD, LIMIT)
+    _barrier(pads_ptr, status_ptr, rank, WORLD, LIMIT, TRAP)
 
 
 @triton.jit(do_not_specialize=["rank"])
@@ -424,12 +447,13 @@ def multimem_all_gather_v_kernel(
     WORLD: tl.constexpr,
     PACKS: tl.constexpr,
     LIMIT: tl.constexpr,
+    TRAP: tl.constexpr,
 ):
     """Do as `peer_all_gather_v_kernel` through a multicast address."""
     own, first, total = _own_part(rows_ptr, row_packs, packs, rank, WORLD)
     _store_to_all(x_ptr, multicast, own, first, PACKS)
     _clear(out_ptr, total, packs * WORLD, PACKS)
-    _barrier(pads_ptr, status_ptr, rank, WORLD, LIMIT)
+    _barrier(pads_ptr, status_ptr, rank, WORLD, LIMIT, TRAP)
 
 
 @triton.jit(do_not_specialize=["first", "rank"])
@@ -444,9 +468,10 @@ def multimem_reduce_scatter_kernel(
     WORLD: tl.constexpr,
     PACKS: tl.constexpr,
     LIMIT: tl.constexpr,
+    TRAP: tl.constexpr,
 ):
     """Do as `peer_reduce_scatter_kernel` through a multicast address."""
-    _barrier(pads_ptr, status_ptr, rank, WORLD, LIMIT)
+    _barrier(pads_ptr, status_ptr, rank, WORLD, LIMIT, TRAP)
     _sum_of_all(multicast, out_ptr, packs, first, packs, PACKS)
 
 
@@ -463,9 +488,10 @@ def multimem_reduce_scatter_v_kernel(
     WORLD: tl.constexpr,
     PACKS: tl.constexpr,
     LIMIT: tl.constexpr,
+    TRAP: tl.constexpr,
 ):
     """Do as `peer_reduce_scatter_v_kernel` through a multicast address."""
-    _barrier(pads_ptr, status_ptr, rank, WORLD, LIMIT)
+    _barrier(pads_ptr, status_ptr, rank, WORLD, LIMIT, TRAP)
     own, first, _ = _own_part(rows_ptr, row_packs, packs, rank, WORLD)
     _sum_of_all(multicast, out_ptr, packs, first, own, PACKS)
 
@@ -487,9 +513,10 @@ def multimem_reduce_norm_gather_kernel(
     WORLD: tl.constexpr,
     BLOCK: tl.constexpr,
     LIMIT: tl.constexpr,
+    TRAP: tl.constexpr,
 ):
     """Do as `peer_reduce_norm_gather_kernel` through multicast addresses."""
-    _barrier(pads_ptr, status_ptr, rank, WORLD, LIMIT)
+    _barrier(pads_ptr, status_ptr, rank, WORLD, LIMIT, TRAP)
     dtype: tl.constexpr = stream_ptr.dtype.element_ty
     bf16: tl.constexpr = dtype == tl.bfloat16
     WIDTH: tl.constexpr = 128 // dtype.primitive_bitwidth
@@ -511,7 +538,7 @@ def multimem_reduce_norm_gather_kernel(
         scale = tl.rsqrt(tl.sum(total * total) / features + eps)
         a, b, c, d = _split(_words(total * scale * weight, bf16))
         _multimem_store(gathered + there, a, b, c, d, inside)
-    _barrier(pads_ptr, status_ptr, rank, WORLD, LIMIT)
+    _barrier(pads_ptr, status_ptr, rank, WORLD, LIMIT, TRAP)
 
 
 def _copy(x: torch.Tensor, peers: Peers) -> tuple[tuple[int], dict[str, object]]:

@@ -11,9 +11,32 @@ BUFFERS = PADS | {"buffers_ptr": "*i64"}
 ROWS = {"rows_ptr": "*i32"}
 NORM = {"eps": "fp32", "offset": "fp32"}
 MULTICAST = PADS | {"multicast": "i64"}
-COPY = {"WORLD": 8, "LIMIT": 0, **nvls.COPY.default}
+COPY = {"WORLD": 8, "LIMIT": 0, "TRAP": False, **nvls.COPY.default}
+#: As --nvls-tries launches it.
+LIMITED = COPY | {"LIMIT": 1000, "TRAP": True}
 
 KERNELS = (
+    Description(  # as a probe launches it
+        kernel=nvls.peer_all_gather_kernel,
+        launch=LIMITED | {"TRAP": False},
+        types=BUFFERS,
+        label="bounded",
+        quick=(),
+    ),
+    Description(
+        kernel=nvls.peer_all_gather_kernel,
+        launch=LIMITED,
+        types=BUFFERS,
+        label="traps",
+        quick=(),
+    ),
+    Description(
+        kernel=nvls.multimem_reduce_scatter_kernel,
+        launch=LIMITED,
+        types=MULTICAST,
+        label="traps",
+        quick=(),
+    ),
     Description(kernel=nvls.peer_all_gather_kernel, launch=COPY, types=BUFFERS, quick=()),
     Description(kernel=nvls.peer_reduce_scatter_kernel, launch=COPY, types=BUFFERS, quick=()),
     Description(kernel=nvls.peer_all_gather_v_kernel, launch=COPY, types=BUFFERS | ROWS, quick=()),
@@ -22,7 +45,7 @@ KERNELS = (
     ),
     Description(
         kernel=nvls.peer_reduce_norm_gather_kernel,
-        launch={"WORLD": 8, "LIMIT": 0, "BLOCK": 4096, "num_warps": 8},
+        launch={"WORLD": 8, "LIMIT": 0, "TRAP": False, "BLOCK": 4096, "num_warps": 8},
         types=BUFFERS | NORM | {"gathered_ptr": "*i64"},
         quick=(),
     ),
@@ -36,7 +59,7 @@ KERNELS = (
     ),
     Description(
         kernel=nvls.multimem_reduce_norm_gather_kernel,
-        launch={"WORLD": 8, "LIMIT": 0, "BLOCK": 4096, "num_warps": 8},
+        launch={"WORLD": 8, "LIMIT": 0, "TRAP": False, "BLOCK": 4096, "num_warps": 8},
         types=MULTICAST | NORM | {"gathered": "i64"},
         quick=(90, 100),
     ),

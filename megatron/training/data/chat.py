@@ -180,19 +180,28 @@ class ChatTemplate:
                 self._process = None
 
     def render(
-        self, messages: Sequence[Mapping[str, Any]], *, add_generation_prompt: bool = False
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        *,
+        add_generation_prompt: bool = False,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        variables: Mapping[str, Any] | None = None,
     ) -> str:
         """Return the text of a conversation, with `GENERATION_MARKS` if the template sets them.
 
         Args:
             messages: role and content of each turn.
             add_generation_prompt: end with what opens an answer.
+            tools: that the model may call, in the shape of OpenAI.
+            variables: more that the template knows, by name.
 
         Raises:
             TemplateRefusal: the template cannot render these messages.
             ValueError: the text is no template, or it takes too long, or too much memory.
         """
-        order = _order(messages, (), add_generation_prompt)
+        more = {"tools": tools, "variables": variables}
+        given = {name: value for name, value in more.items() if value}
+        order = _order(messages, (), prompt=add_generation_prompt, **given)
         found = order if isinstance(order, TemplateRefusal) else self._rendered([order])[0]
         if isinstance(found, TemplateRefusal):
             raise found
@@ -395,12 +404,18 @@ def _library_folders() -> list[str]:
 
 
 def _order(
-    messages: Sequence[Mapping[str, Any]], prefixes: Sequence[Prefix], prompt: bool = False
+    messages: Sequence[Mapping[str, Any]],
+    prefixes: Sequence[Prefix],
+    *,
+    prompt: bool = False,
+    **more: Any,
 ) -> bytes | TemplateRefusal:
     """Return what is sent for a conversation."""
     pairs = [(p.turns, p.prompt) for p in prefixes]
     try:
-        order = _encoded_order({"messages": list(messages), "prompt": prompt, "prefixes": pairs})
+        order = _encoded_order(
+            {"messages": list(messages), "prompt": prompt, "prefixes": pairs, **more}
+        )
     except RecursionError:
         return TemplateRefusal("the conversation is nested too deep")
     if len(order) > MAX_FRAME_BYTES:

@@ -9,8 +9,9 @@ Frames are a length and JSON, over the socket that is its standard input:
 
     the template    {"source", "special_tokens", "cpu_seconds", "memory_bytes"}, after
                     {"ready": true}; answered with {} or a fault
-    conversations   their number, then a frame of each: {"messages", "prompt", "prefixes"};
-                    answered, each, with {"text", "prefixes"} or a fault
+    conversations   their number, then a frame of each: {"messages", "prompt", "prefixes"}, and
+                    "tools" and "variables" of the template if there are any; answered, each, with
+                    {"text", "prefixes"} or a fault
 
 A fault is {"fault": kind, "text": reason}: "error" of the template, or "memory", "time". A prefix
 is (number of messages, whether with the generation prompt); its answer is its length if the text of
@@ -85,10 +86,13 @@ def _rendered(template: Any, frame: bytes, tokens: Mapping[str, str]) -> Mapping
     def render(count: int, prompt: bool) -> str:
         return template.render(
             messages=messages[:count],
-            add_generation_prompt=prompt,
-            tools=None,
-            documents=None,
-            **tokens,
+            **{
+                **order.get("variables", {}),
+                **tokens,
+                "add_generation_prompt": prompt,
+                "tools": order.get("tools"),
+                "documents": None,
+            },
         )
 
     text = render(len(messages), order["prompt"])

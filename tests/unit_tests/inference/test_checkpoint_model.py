@@ -209,6 +209,26 @@ def test_nvls_is_required_or_left_off_on_both_ranks(
     assert not (tmp_path / "out.json").exists()
 
 
+@pytest.mark.parametrize(
+    ("heads", "groups", "said"),
+    [(3, 1, "num-attention-heads 3"), (6, 3, "num-query-groups 3")],
+)
+def test_heads_that_ranks_cannot_share_are_refused(
+    tmp_path: Path, heads: int, groups: int, said: str
+) -> None:
+    attention = replace(CONFIG.attention, num_attention_heads=heads, num_query_groups=groups)
+    config = replace(CONFIG, attention=attention)
+    saved = GPTModel(config, ProcessGroupCollection.single(), seed=1)
+    save(tmp_path / "root", saved, model=config.to_json())
+    words = arguments(tmp_path / "root", *TENSOR, "--sequence-parallel", *OPTIMIZED)
+    _store, launcher = serve_store(2)
+    with start_ranks(command_on_a_rank, 2, words, launcher, init=False) as ranks:
+        outcomes = ranks.values(timeout=60.0)
+    assert [each[0] for each in outcomes] == [2, 2]
+    assert said in outcomes[0][2]
+    assert outcomes[0][2].count("\n") == 1
+
+
 @pytest.mark.parametrize(("dtype", "most"), [("bf16", 0.003), ("int8", 0.01)])
 def test_copies_of_the_weights_say_nearly_the_same(
     root: Path, tmp_path: Path, dtype: str, most: float

@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 import torch
 
@@ -10,9 +12,11 @@ from megatron.core.distributed import DataParallel, DataParallelConfig
 from megatron.core.inference.engine import Engine, Request, generate
 from megatron.core.inference.sampling import SamplingParams
 from megatron.core.models.gpt import GPTConfig, GPTModel
+from megatron.core.models.inference_optimized import InferenceOptimizedModel
 from megatron.core.optimizer import Optimizer, OptimizerConfig
 from megatron.core.process_groups import ProcessGroupCollection, RankGrid
 from megatron.core.transformer import AttentionConfig, MLPConfig
+from tests.support.closeness import assert_close_by_metric
 from tests.support.one_batch import engine_of
 from tests.support.ranks import run_ranks
 
@@ -67,3 +71,43 @@ def test_training_goes_on_between_generations(strategy: str) -> None:
     assert [losses for losses, _ in found] == [losses for losses, _ in plain]
     assert found[0][1] == found[1][1]
     assert len({tuple(text) for text in found[0][1]}) > 2  # the new weights say something else
+
+
+def probabilities(engine: Engine) -> torch.Tensor:
+    """Return the log-probabilities of the tokens that follow the prompt."""
+    request = Request(
+        prompt=PROMPT, max_new_tokens=4, sampling=SamplingParams(temperature=0), sequence=1
+    )
+    return torch.tensor(generate(engine, [request])[0][0].logprobs)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("how", ["in place", "train step"])
+def test_updates_show_at_once_in_the_optimized_forward(how: str, dtype: torch.dtype) -> None:
+    groups = ProcessGroupCollection.single()
+    config = DataParallelConfig()
+    model = GPTModel(
+        CONFIG, groups, dtype=dtype, seed=3, storage=config.storage(bucket_bytes=9_999)
+    )
+    trainer = DataParallel(model.store, groups, config=config)
+    optimizer = Optimizer(trainer.owned(), groups, config=OptimizerConfig(kind="sgd"))
+    engine, plain = (engine_of(model, prefix_caching=False) for _ in range(2))
+    engine.model = InferenceOptimizedModel(model)
+    tokens = torch.randint(0, 61, (2, 9), generator=torch.Generator().manual_seed(1))
+    found = [probabilities(engine)]
+    for step in range(2):  # nobody is told
+        if how == "in place":
+            with torch.no_grad():
+                for n, weight in enumerate(model.parameters()):
+                    weight.mul_(1 + 0.2 * math.sin(n + step + 1))
+        else:
+            trainer.begin_step(1)
+            loss, _ = model.loss(tokens[:, :-1], tokens[:, 1:], torch.full((2, 8), 1 / 16))
+            trainer.backward(loss, last=True)
+            trainer.finish()
+            optimizer.step(0.5)
+            trainer.start_param_sync()
+        found.append(probabilities(engine))
+        bound = 1e-4 if dtype is torch.float32 else 0.02
+        assert_close_by_metric("update", found[-1], probabilities(plain), bound=bound)
+        assert (found[-1] - found[-2]).abs().max() > 0.1

@@ -20,7 +20,6 @@ from torch import Tensor, nn
 from megatron.core.context_parallel.layout import PagedRows
 from megatron.core.ops.paged_attention import (
     JointPages,
-    paged_attention,
     paged_latent_attention,
     write_and_attend,
     write_latents_to_pages,
@@ -243,51 +242,29 @@ class PagedCache:
         self,
         layer: int,
         query: Tensor,
-        key: Tensor,
-        value: Tensor,
+        key_value: Tensor,
         rows: PagedRows,
         core: CoreAttention,
         *,
         sinks: Tensor | None,
     ) -> Tensor:
         """Keep keys and values, then attend; see `KeyValueCache`."""
-        key_cache, value_cache = self._pages[layer].chunk(2, 2)
+        pages, options = self._joint[layer], {"batch": rows.batch, "scale": core.scale}
+        assert pages is not None
+        options |= {"window": core.window, "sinks": sinks}
+        if not core.backend.batch_invariant:
+            slots = rows.slot_mapping
+            return write_and_attend(query, key_value, pages, slot_mapping=slots, **options)
+        (key, value), (keys, values) = key_value.chunk(2, 1), pages.pages.chunk(2, 2)
         write_to_pages(
             key,
             value,
-            key_cache=key_cache,
-            value_cache=value_cache,
+            key_cache=keys,
+            value_cache=values,
             slot_mapping=rows.slot_mapping,
             recorded=rows.batch.recorded,
         )
-        options = {"batch": rows.batch, "scale": core.scale, "window": core.window, "sinks": sinks}
-        if core.backend.batch_invariant:
-            return tiled_paged_attention(query, key_cache, value_cache, **options)
-        return paged_attention(query, key_cache, value_cache, **options)[0]
-
-    def attend_joint(
-        self,
-        layer: int,
-        query: Tensor,
-        key_value: Tensor,
-        rows: PagedRows,
-        core: CoreAttention,
-        *,
-        sinks: Tensor | None = None,
-    ) -> Tensor:
-        """Do as `attend` with keys and values in one tensor [t, 2g/tp, d]."""
-        pages = self._joint[layer]
-        assert pages is not None
-        return write_and_attend(
-            query,
-            key_value,
-            pages,
-            batch=rows.batch,
-            slot_mapping=rows.slot_mapping,
-            scale=core.scale,
-            window=core.window,
-            sinks=sinks,
-        )
+        return tiled_paged_attention(query, keys, values, **options)
 
     def attend_latent(
         self,

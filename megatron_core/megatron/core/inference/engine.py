@@ -771,12 +771,13 @@ class Engine:
         notes, sampled = [self._prompt_logprobs(note, hidden) for note in noting], None
         if asked:
             sampled = self._choose(asked, self._taken(hidden, plan.chosen_after))
+        others = count and self.link.count > 1  # who are told what was found
         return StepResult(
             sampled=None if sampled is None else self._kept(plan, sampled),
             prompt_logprobs=[to_host(note) for note in notes],
             hidden=hidden if self._shows_steps else None,
             layout=layout if self._shows_steps else None,
-            sends=self.link.send_results(packed(sampled, notes)) if count else (),
+            sends=self.link.send_results(packed(sampled, notes)) if others else (),
         )
 
     def _choose(self, asked: Sequence[SampleRow], hidden: Tensor) -> Sampled:

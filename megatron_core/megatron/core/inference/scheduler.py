@@ -471,7 +471,8 @@ class Scheduler:
         bounds = np.zeros(len(sizes) + 1, dtype=np.int32)
         np.cumsum(sizes, out=bounds[1:])
         starts, contexts = np.zeros_like(sizes), np.zeros_like(sizes)
-        starts[at] = [row.planned for row in rows]
+        firsts = [row.planned for row in rows]
+        starts[at] = firsts
         contexts[at] = starts[at] + sizes[at]
         table = np.zeros((len(sizes), self.blocks_for(int(contexts.max()))), dtype=np.int32)
         table[at] = self._table[[row.slot for row in rows], : table.shape[1]]
@@ -483,8 +484,7 @@ class Scheduler:
         slots = pages * self.block_size + positions % self.block_size
         slots[decode_rows : decode_rows + padding] = -1
         known: list[int] = []
-        for row, count in planned:
-            first = row.planned
+        for (row, count), first in zip(planned, firsts, strict=True):
             known += row.tokens[first : first + count] if not row.pending else [-1 - row.slot]
             known += row.drafts
         tokens = np.zeros_like(positions)
@@ -496,7 +496,7 @@ class Scheduler:
             rows=rows,
             counts=counts,
             drafts=tuple(row.drafts for row in rows),
-            starts=tuple(starts[at].tolist()),
+            starts=tuple(firsts),
             admissions=tuple(row.admission for row in rows),
             decode_rows=decode_rows,
             padding=padding,

@@ -94,28 +94,18 @@ class StageLink:
         device: where they are.
 
     Attributes:
+        count: how many stages there are.
+        is_first: this stage has the embedding.
+        is_last: this stage has the head.
         idle_seconds: spent waiting for other stages.
     """
 
     def __init__(self, groups: PipelineGroups, *, dtype: torch.dtype, device: torch.device) -> None:
         self._stages, self._results = groups.stages, groups.results
         self._dtype, self._device = dtype, device
+        rank, self.count = groups.stages.rank, groups.stages.size
+        self.is_first, self.is_last = rank == 0, rank == self.count - 1
         self.idle_seconds = 0.0
-
-    @property
-    def count(self) -> int:
-        """How many stages there are."""
-        return self._stages.size
-
-    @property
-    def is_first(self) -> bool:
-        """Whether this stage has the embedding."""
-        return self._stages.rank == 0
-
-    @property
-    def is_last(self) -> bool:
-        """Whether this stage has the head."""
-        return self._stages.rank == self._stages.size - 1
 
     def receive_hidden(self, shape: Sequence[int]) -> Tensor:
         """Return the hidden states of a step from the stage before."""
@@ -136,10 +126,8 @@ class StageLink:
 
     def send_results(self, numbers: Tensor) -> list[Pending]:
         """Start to send fp64 numbers from the last stage to all others."""
-        last = self._stages.size - 1
-        if not last:
-            return []
-        return exchange_async([Message(numbers, rank, True) for rank in range(last)], self._results)
+        others = range(self.count - 1)
+        return exchange_async([Message(numbers, rank, True) for rank in others], self._results)
 
     def largest(self, numbers: Sequence[int]) -> list[int]:
         """Return the largest of each number over the stages, which all call this."""

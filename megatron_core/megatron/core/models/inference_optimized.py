@@ -222,7 +222,7 @@ class InferenceOptimizedModel:
                 "InferenceOptimizedModel sums in an order that follows the batch: give it a model "
                 "of a backend without batch invariance, or generate by the model itself"
             )
-        self.model, self.region = model, model.region
+        self.model, self.region, self._scatters = model, model.region, model.region.scatters
         self.comm = comm or SequenceParallelComm.plain(model.region.group)
         self._rows = None
         if model.rotary is not None:
@@ -273,7 +273,7 @@ class InferenceOptimizedModel:
         `hidden_states` of the stage before are.
         """
         step = self._step(layout, cache)
-        if self.region.scatters:
+        if self._scatters:
             self.comm.begin_step()
         if hidden_states is None:
             hidden_states = self._embedded(tokens, layout)  # [t, 1, h]
@@ -300,7 +300,7 @@ class InferenceOptimizedModel:
             delta = self._reduced(delta) if addends else delta
             return (delta if stream is None else stream + delta).unsqueeze(1)
         normed, _ = self._entered(final, delta, stream, addends=addends, whole=True, last=True)
-        if self.region.scatters:
+        if self._scatters:
             self.comm.check()
         return normed.unsqueeze(1)
 
@@ -354,7 +354,7 @@ class InferenceOptimizedModel:
             linear.weight.add_product_(stream, x, bias=linear.bias)
             return None
         bias, out = linear.bias if group.rank == 0 else None, None
-        if self.region.scatters:
+        if self._scatters:
             out = self.comm.addends((x.shape[0], linear.weight.shape[0]), x.dtype)
         return linear.weight.product(x, bias, out=out)
 
@@ -379,7 +379,7 @@ class InferenceOptimizedModel:
         Returns:
             (normalised, stream).
         """
-        whole = whole and self.region.scatters
+        whole = whole and self._scatters
         if addends:
             assert delta is not None
             if whole and stream is not None and self.comm.fuses(delta):
@@ -394,7 +394,7 @@ class InferenceOptimizedModel:
         """Return the sum over tp, under sequence parallelism of this rank's tokens."""
         if self.region.group.size == 1:
             return addends
-        if self.region.scatters:
+        if self._scatters:
             return self.comm.reduce_scatter(addends)
         return all_reduce(addends, self.region.group)
 
@@ -521,7 +521,7 @@ class OptimizedAttention:
         if step.rotation is not None:
             step.rotation.rotate_(heads.turned)
         sinks = None if mixer.sinks is None else mixer.sinks.use(torch.float32)
-        out = step.cache.attend_joint(
+        out = step.cache.attend(
             mixer.layer,
             heads.query,
             heads.key_value,

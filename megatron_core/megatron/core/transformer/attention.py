@@ -297,28 +297,15 @@ class KeyValueCache(Protocol):
         self,
         layer: int,
         query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        rows: PagedRows,
-        core: CoreAttention,
-        *,
-        sinks: torch.Tensor | None,
-    ) -> torch.Tensor:
-        """Keep key and value [t, g/tp, d] of a layer; return attention [t, n/tp, d] of the queries
-        [t, n/tp, d] to all that their rows have kept, themselves included."""
-        ...
-
-    def attend_joint(
-        self,
-        layer: int,
-        query: torch.Tensor,
         key_value: torch.Tensor,
         rows: PagedRows,
         core: CoreAttention,
         *,
         sinks: torch.Tensor | None,
     ) -> torch.Tensor:
-        """Do as `attend` with the heads of keys and values one after the other, [t, 2g/tp, d]."""
+        """Keep the heads of keys and then of values [t, 2g/tp, d] of a layer; return attention
+        [t, n/tp, d] of the queries [t, n/tp, d] to all that their rows have kept, themselves
+        included."""
         ...
 
     def attend_latent(
@@ -431,7 +418,7 @@ class SelfAttention(nn.Module):
         if cache is None:
             out = self.core(query, key, value, layout, sinks=sinks)  # [s, b, n/tp, d]
         else:
-            new = (query[:, 0], key[:, 0], value[:, 0])
+            new = query[:, 0], torch.cat([key[:, 0], value[:, 0]], 1)
             out = cache.attend(self.layer, *new, layout.rows_with_past, self.core, sinks=sinks)
             out = out.unsqueeze(1)  # [t, 1, n/tp, d]
         for gate in gates:

@@ -272,7 +272,8 @@ class LLM:
         return [result for _, _, result in sorted(ended, key=lambda one: one[:2])]
 
     def sleep(self, level: int = 1) -> None:
-        """Give memory of the device back until `wake`; texts that are being continued go on then.
+        """Give memory of the device back until `wake`, that of a draft model too; texts in progress
+        go on then.
 
         Args:
             level: 1 gives back the cache; 2 the weights too, which the host's memory keeps.
@@ -284,11 +285,20 @@ class LLM:
             raise ValueError(f"sleep level {level}: use 1 (the cache) or 2 (weights too)")
         if level == 2 and torch.device(self.loaded.device).type == "cpu":
             raise ValueError("sleep level 2 moves weights to the host, where they are: use level 1")
-        self.engine.sleep(self.loaded.model.store.tensors() if level == 2 else ())
+        for engine, loaded in self._engines():
+            engine.sleep(loaded.model.store.tensors() if level == 2 else ())
 
     def wake(self) -> None:
         """Go on after `sleep`. Raises ValueError if it does not sleep."""
-        self.engine.wake()
+        for engine, _ in self._engines():
+            engine.wake()
+
+    def _engines(self) -> list[tuple[Engine, CheckpointModel]]:
+        """Return the engine and its model, then those of drafts if there are any."""
+        found, proposer = [(self.engine, self.loaded)], self.engine.proposer
+        if isinstance(proposer, DraftModel) and self.loaded.draft is not None:
+            found.append((proposer.engine, self.loaded.draft))
+        return found
 
     def _piece(self, known: _Text, completion: Completion) -> Piece:
         """Return the text that new tokens of an output add, and the result if it has ended."""

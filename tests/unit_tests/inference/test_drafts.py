@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from megatron.cli.tokenizers import train_bpe
+from megatron.core.inference.speculation import DraftModel
 from megatron.core.models.gpt import GPTModel
 from megatron.core.process_groups import ProcessGroupCollection
 from megatron.inference import bench, generate
@@ -97,6 +98,23 @@ def test_a_stop_string_ends_a_text_within_the_tokens_of_a_step() -> None:
     assert len(found.logprobs) == 7
     assert llm.engine.stats.steps < 4
     assert llm.engine.unfinished == 0
+
+
+def test_a_draft_model_sleeps_with_the_model(folders: dict[str, str]) -> None:
+    speculation = Speculation(speculative_method="draft", speculative_draft_model=folders["plain"])
+    asked = TextParams(max_new_tokens=12, sampling=GREEDY)
+    with LLM.open(folders["model"], speculation=speculation, device="cpu") as llm:
+        assert isinstance(llm.engine.proposer, DraftModel)
+        caches = llm.engine.cache, llm.engine.proposer.engine.cache
+        before, (wanted,) = [cache.num_bytes for cache in caches], llm.generate(["A"], asked)
+        llm.sleep()
+        assert [cache.num_bytes for cache in caches] == [0, 0]
+        llm.wake()
+        assert [cache.num_bytes for cache in caches] == before
+        accepted = llm.engine.stats.accepted
+        (found,) = llm.generate(["A"], asked)
+        assert found.ids == wanted.ids
+        assert llm.engine.stats.accepted > accepted
 
 
 @pytest.mark.parametrize(

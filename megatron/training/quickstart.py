@@ -151,6 +151,8 @@ class QuickstartOptions:
     """Optimizer steps of 4,096 tokens."""
     nproc: int = 2
     """Processes to train with, as tensor parallel ranks."""
+    mtp_num_layers: int | None = None
+    """Depths of multi-token prediction to train as well; continuations then use their drafts."""
 
 
 @dataclass(frozen=True)
@@ -201,6 +203,7 @@ def training_options(options: QuickstartOptions, folder: Folder) -> dict[str, An
     """Return the options of the training run, by name: 5.2 million parameters, 1 million tokens."""
     iterations = options.train_iters
     return {
+        **({} if options.mtp_num_layers is None else {"mtp-num-layers": options.mtp_num_layers}),
         "num-layers": 4,
         "hidden-size": 256,
         "ffn-hidden-size": 768,
@@ -295,11 +298,13 @@ def train(options: QuickstartOptions, folder: Folder) -> str:
     return f"checkpoint {last_checkpoint(folder)}"
 
 
-def generate(folder: Folder) -> str:
+def generate(options: QuickstartOptions, folder: Folder) -> str:
     """Reload the last checkpoint and continue the prompts."""
     arguments = ["--load", str(folder.checkpoints), "--max-new-tokens", "64"]
     arguments += ["--temperature", "0.7", "--top-p", "0.95", "--seed", "1"]
     arguments += ["--output-json", str(folder.continuations)]
+    if options.mtp_num_layers is not None:
+        arguments += ["--speculative-method", "mtp"]
     for prompt in PROMPTS:
         arguments += ["--prompt", prompt]
     run_module("megatron.inference.generate", arguments)
@@ -415,7 +420,7 @@ def run(options: QuickstartOptions) -> None:
     final = folder.checkpoints / f"iter_{options.train_iters:07d}"
     stage(4, "train the model", done=final.exists(), work=lambda: train(options, folder))
     continued = folder.continuations.exists()
-    stage(5, "continue prompts", done=continued, work=lambda: generate(folder))
+    stage(5, "continue prompts", done=continued, work=lambda: generate(options, folder))
     from megatron.training.plot import plot_loss
 
     plot_loss(

@@ -8,7 +8,7 @@ import json
 
 import pytest
 
-from megatron.cli.schema import build, options
+from megatron.cli.schema import build, flatten, options
 from megatron.cli.yaml_file import read_options
 from megatron.training import quickstart
 from megatron.training.config import Config
@@ -51,12 +51,12 @@ def test_short_runs_are_valid_too(tmp_path, iterations):
 
 @pytest.fixture
 def played(monkeypatch):
-    """Play the stages that are programs of their own; return the list of those called."""
+    """Play the stages that are programs of their own; return the options of those called."""
     calls = []
 
     def run_module(module, arguments, *, more=None):
-        calls.append(module)
         words = dict(itertools.pairwise(arguments))
+        calls.append(words)
         if module.endswith("preprocess_data"):
             open(words["--output-prefix"] + ".idx", "w").close()
         elif module == "torch.distributed.run":
@@ -99,6 +99,15 @@ def test_all_stages_run_once_and_a_second_call_reuses_them(tmp_path, played, cap
     quickstart.run(chosen)
     assert len(played) == 3
     assert capsys.readouterr().out.count("done before") == 5
+
+
+def test_depths_of_multi_token_prediction_are_trained_and_used(tmp_path, played):
+    chosen = QuickstartOptions(output_dir=str(tmp_path / "q"), train_iters=6, mtp_num_layers=1)
+    quickstart.run(chosen)
+    config = _config(tmp_path, mtp_num_layers=1)
+    assert check(config, 2) == []
+    assert flatten(config)["mtp-num-layers"] == 1
+    assert played[-1]["--speculative-method"] == "mtp"
 
 
 def test_other_options_do_not_mix_with_an_old_folder(tmp_path, played):

@@ -51,7 +51,7 @@ SNAPSHOTS_PER_PROMPT = 10
 LAST_CHANCE = 0.25
 
 #: With less than this chance a row rests from drafts, for at most so many steps at a time.
-LEAST_CHANCE, LONGEST_REST = 0.15, 32
+LEAST_CHANCE, LONGEST_REST = 0.2, 32
 
 
 @dataclass(kw_only=True)
@@ -59,8 +59,9 @@ class DraftLength:
     """How many drafts a row has in its next step, by what was accepted before.
 
     With an estimated chance c that a draft is accepted after accepted ones, the largest k for which
-    c^k is at least `LAST_CHANCE`. Where c is below `LEAST_CHANCE`, a single draft looks whether
-    this has changed after 2, 4, ... `LONGEST_REST` steps.
+    c^k is at least `LAST_CHANCE`. Where c is below `LEAST_CHANCE`, as it is when the first two
+    steps accept none, a single draft looks whether this has changed after 4, 8, ...
+    `LONGEST_REST` steps.
 
     Args:
         most: drafts at most.
@@ -71,7 +72,7 @@ class DraftLength:
     """
 
     most: int = 0
-    chance: float = 0.8
+    chance: float = 0.5
     trials: int = 0
     failures: int = 0
     rest: int = 0
@@ -92,10 +93,10 @@ class DraftLength:
             self.trials += 1
             self.chance += max(0.1, 1 / (self.trials + 1)) * (agreed - self.chance)
         # One draft that is accepted suffices to go on with them.
-        self.chance = min(max(self.chance, 0.1), 0.99)
+        self.chance = min(max(self.chance, 0.15), 0.99)
         if self.chance < LEAST_CHANCE:
             self.failures += 1
-            self.rest = min(LONGEST_REST, 2**self.failures)
+            self.rest = min(LONGEST_REST, 2 ** (1 + self.failures))
         else:
             self.failures = 0
 
@@ -440,7 +441,7 @@ class Scheduler:
         """
         accepted = accepted or {}
         for row, drafts in zip(plan.rows, plan.drafts, strict=True):
-            if drafts:  # which one that was preempted has as well
+            if drafts:  # a row that was preempted keeps its accepted ones too
                 row.tokens += drafts[: accepted.get(row, 0)]
                 row.drafts = ()
                 self.stats.drafted += len(drafts)

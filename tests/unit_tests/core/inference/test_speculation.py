@@ -209,7 +209,7 @@ def test_heads_predict_what_they_learn_to(family: str, optimized: bool) -> None:
     with nan_memory():
         generate(engine, requests())
     checked = 0
-    for tokens, draft in list(proposed.items())[::5]:
+    for tokens, draft in list(proposed.items())[::3]:
         depth, layout = model.multi_token.depths[0], model._layout_of(torch.tensor([tokens]), None)
         ahead = torch.tensor([[*tokens[1:], 0]])
         with torch.no_grad():
@@ -382,7 +382,7 @@ def test_drafts_are_as_many_as_are_accepted() -> None:
         count = length.next
         tried += count > 0
         length.update(count, 0)
-    assert 10 < tried < 11 + steps / LONGEST_REST  # it looks again, more and more rarely
+    assert 6 < tried < 6 + steps / LONGEST_REST  # it looks again, more and more rarely
     while not length.next:
         length.update(0, 0)
     for _ in range(10):

@@ -26,8 +26,8 @@ from tests.support.paged_rows import paged_rows
 from tests.unit_tests.core.ops.formulas import naive_attention
 
 FP64 = torch.float64
-# decode, a whole prompt, a part of one, drafts, a row of padding, a row that waits
-NEW, CONTEXTS = (1, 37, 20, 3, 1, 0), (50, 37, 61, 16, 0, 9)
+# decode, drafts, a whole prompt, a part of one, drafts, a row of padding, a row that waits
+NEW, CONTEXTS = (1, 4, 37, 20, 3, 1, 0), (50, 23, 37, 61, 16, 0, 9)
 
 
 @pytest.fixture(autouse=True)

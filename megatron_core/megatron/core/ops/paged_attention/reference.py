@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Paged attention in plain torch: keys are gathered from their pages, then attended to.
 
-The first rows, as far as they have one new token each, are attended to in one call; the others one
-after another. Reads lengths on the host, so on a GPU it waits for the device; the kernel does not.
+The first rows, as far as they have one new token each or few, are attended to in one call, every
+token as a row of its own; the others one after another. Reads lengths on the host, so on a GPU it
+waits for the device; the kernel does not.
 """
 
 from __future__ import annotations
@@ -19,6 +20,10 @@ import torch
 from megatron.core.ops.attention.reference import Mask, add_sinks, attention_forward
 from megatron.core.ops.dispatch import accumulation_dtype, matmul_dtype
 
+#: New tokens of a row, and these times its context, up to which each is attended to by itself: keys
+#: are gathered once for each token then, which takes less than a call for the row.
+FEW_TOKENS, FEW_KEYS = 8, 1 << 12
+
 _FLASH = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
 
 
@@ -28,15 +33,17 @@ class GatherIndices(NamedTuple):
     Args:
         bounds: where each row's new tokens begin and end, [0, ...].
         contexts: tokens of each row in the cache.
-        decoding: how many of the first rows have one new token, and are attended to together.
-        slots: int64 [decoding * k], the slot of each key that these see; some key that the row
+        rows: how many of the first rows have one new token or few.
+        decoding: their tokens, which are attended to together, each as a row of its own.
+        slots: int64 [decoding * k], the slot of each key that these see; some key that the token
             sees where it sees fewer than k. None with a run.
-        run: (first slot, k) where one row decodes and its slots lie one after the other.
+        run: (first slot, k) where one token decodes and its slots lie one after the other.
         mask: [decoding, 1, 1, k], added to logits: -inf there and else 0; None if all see k.
     """
 
     bounds: list[int]
     contexts: list[int]
+    rows: int
     decoding: int
     slots: torch.Tensor | None
     mask: torch.Tensor | None
@@ -160,15 +167,17 @@ def gather_of(
         return _recorded(batch, size, window, dtype)
     bounds, contexts = batch.query_bounds.tolist(), batch.context_lengths.tolist()
     _check_lengths(bounds, contexts, batch, tokens)
-    decoding = 0
-    while (
-        decoding < len(contexts) and bounds[decoding + 1] == decoding + 1 and contexts[decoding] > 0
-    ):
-        decoding += 1
+    counts = np.diff(bounds)
+    rows = 0
+    while rows < len(contexts) and _is_short(int(counts[rows]), contexts[rows]):
+        rows += 1
+    decoding = bounds[rows]
     slots = mask = run = None
     if decoding:
-        table = batch.block_table[:decoding].cpu().numpy()
-        ends = np.array(contexts[:decoding])[:, None]  # [d, 1]
+        row = np.repeat(np.arange(rows), counts[:rows])  # [d], of each token
+        table = batch.block_table[:rows].cpu().numpy()[row]
+        after = np.array(bounds)[row + 1] - 1 - np.arange(decoding)  # new tokens of its row
+        ends = (np.array(contexts)[row] - after)[:, None]  # [d, 1]
         starts = np.zeros_like(ends) if window is None else np.maximum(ends - window, 0)
         most = int((ends - starts).max())
         run = _run(table[0], int(starts[0, 0]), most, size) if decoding == 1 else None
@@ -181,9 +190,15 @@ def gather_of(
             if hidden.any():
                 added = np.where(hidden, -np.inf, 0.0)[:, None, None]
                 mask = torch.from_numpy(added).to(batch.device, dtype)
-    found = GatherIndices(bounds, contexts, decoding, slots, mask, run)
+    found = GatherIndices(bounds, contexts, rows, decoding, slots, mask, run)
     batch._gathers[size, window, dtype] = found
     return found
+
+
+def _is_short(new: int, context: int) -> bool:
+    """Say whether each new token of a row is attended to by itself."""
+    few = new == 1 or (0 < new <= FEW_TOKENS and new * context <= FEW_KEYS)
+    return few and context > 0
 
 
 def _run(table: np.ndarray, start: int, most: int, size: int) -> tuple[int, int] | None:
@@ -209,7 +224,7 @@ def _recorded(
     mask = torch.zeros((batch.rows, 1, 1, most), dtype=dtype, device=batch.device)
     mask.masked_fill_((columns >= ends - starts)[:, None, None], float("-inf"))
     slots = (pages * size + places % size).flatten()
-    found = GatherIndices([], [], batch.rows, slots, mask, None)
+    found = GatherIndices([], [], batch.rows, batch.rows, slots, mask, None)
     batch._gathers[size, window, dtype] = found
     return found
 
@@ -263,7 +278,7 @@ def paged_attention(
     )
     if decoding:
         out[:decoding], lse[:decoding] = step
-    for row in range(decoding, len(what.contexts)):
+    for row in range(what.rows, len(what.contexts)):
         context, tokens = what.contexts[row], slice(what.bounds[row], what.bounds[row + 1])
         queries = tokens.stop - tokens.start
         if queries == 0 or context == 0:
@@ -298,8 +313,8 @@ def decode_step(
     window: int | None,
     sinks: torch.Tensor | None,
 ) -> torch.Tensor | None:
-    """Write and attend where every row has one new token and none is padding, else return None; see
-    `ops.paged_attention.write_and_attend`."""
+    """Write and attend where every row has one new token or few and none is padding, else return
+    None; see `ops.paged_attention.write_and_attend`."""
     dtype = matmul_dtype(query, batch.cpu_dtype)
     what = gather_of(batch, pages.pages.shape[1], window, query.shape[0], dtype)
     if what.decoding != query.shape[0] or query.device.type != "cpu" or batch.recorded:

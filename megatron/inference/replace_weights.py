@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Weights of a checkpoint into a model that is loaded already: all of them, or none.
+"""Weights of a checkpoint, or of a training run, into a model that is loaded: all, or none.
 
 What the model had is kept in the host's memory meanwhile, and put back after any error.
 """
@@ -12,7 +12,12 @@ from pathlib import Path
 
 from torch import Tensor
 
-from megatron.core.dist_checkpointing import CheckpointError, load_checkpoint, weight_chunks
+from megatron.core.dist_checkpointing import (
+    CheckpointError,
+    TransferGroup,
+    load_checkpoint,
+    weight_chunks,
+)
 from megatron.core.dist_checkpointing.manifest import compare_architecture
 from megatron.core.models.gpt import GPTConfig
 from megatron.hf.folder import is_folder
@@ -58,6 +63,32 @@ def replace_weights(loaded: CheckpointModel, load: str) -> Path:
         raise ValueError(f"load: {error}") from None
     except OSError as error:
         raise ValueError(f"load {load} cannot be read: {error.strerror or error}") from None
+
+
+def receive_weights(
+    loaded: CheckpointModel, address: str, *, senders: int, timeout_seconds: float
+) -> int:
+    """Take the weights from the ranks of a training run; all ranks call it.
+
+    Args:
+        loaded: the model; after an error it has the weights of before.
+        address, senders, timeout_seconds: as in `TransferGroup`.
+
+    Returns:
+        Bytes that this rank has received.
+
+    Raises:
+        ValueError: they do not come, are lost, or are of another model; one line, on every rank.
+    """
+    group = TransferGroup(
+        address=address,
+        rank=loaded.coordinator.rank,
+        senders=senders,
+        receivers=loaded.coordinator.world_size,
+        timeout_seconds=timeout_seconds,
+    )
+    with all_or_none(loaded.model.store.tensors()):
+        return group.receive(weight_chunks(loaded.model.store))
 
 
 def _from_folder(loaded: CheckpointModel, load: str) -> Path:

@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
 from pydantic import Field
 from starlette.requests import Request
@@ -17,6 +17,7 @@ from megatron.inference.server.routes import Route, Server, engine_lost
 
 MAX_PROFILE_STEPS = 1000
 MAX_PATH = 4096
+MAX_SENDERS = 1 << 16
 
 
 class PauseBody(Body):
@@ -38,9 +39,13 @@ class SleepBody(Body):
 
 
 class WeightsBody(Body):
-    """Where new weights are: what `--load` may be, of the same model."""
+    """Where new weights of the same model are: what `--load` may be, or the address at which the
+    ranks of a training run give theirs."""
 
-    load: Annotated[str, Field(min_length=1, max_length=MAX_PATH)]
+    load: Annotated[str, Field(min_length=1, max_length=MAX_PATH)] | None = None
+    address: Annotated[str, Field(min_length=1, max_length=MAX_PATH)] | None = None
+    senders: Annotated[int, Field(ge=1, le=MAX_SENDERS)] = 1
+    timeout_seconds: Annotated[float, Field(gt=0, le=3600)] = 60.0
 
 
 class ProfileBody(Body):
@@ -51,13 +56,11 @@ class ProfileBody(Body):
 
 async def _order(server: Server, request: Request, action: str, body: type[Body]) -> Response:
     """Have the engine do something; answer with the state that it is in then."""
-    fields: dict[str, Any] = {}
-    if await request.body() or body is WeightsBody:
-        fields = vars(await server.read(request, body))
-    else:
-        fields = vars(body())
+    given = await server.read(request, body) if await request.body() else body()
+    if isinstance(given, WeightsBody) and (given.load is None) == (given.address is None):
+        raise ApiError(400, "give load or address, one of them", param="load")
     try:
-        return JSONResponse(await server.client.order(action, **fields))
+        return JSONResponse(await server.client.order(action, **vars(given)))
     except OrderRefused as error:
         raise ApiError(409, str(error)) from None
     except EngineLost:

@@ -46,7 +46,7 @@ class EngineControl:
         elif action == "wake":
             self._engine.wake()
         elif action == "weights":
-            more = self._replace(order["load"])
+            more = self._replace(order)
         else:
             assert action == "profile", order
             more, news = self._profile(order["steps"])
@@ -59,9 +59,9 @@ class EngineControl:
             raise ValueError("the weights of this engine are not its own")
         return self._loaded
 
-    def _replace(self, load: str) -> dict[str, Any]:
-        """Put the weights of a folder in; what steps compute is of one epoch or the other."""
-        from megatron.inference.replace_weights import replace_weights
+    def _replace(self, order: Mapping[str, Any]) -> dict[str, Any]:
+        """Put other weights in; what steps compute is of one epoch or the other."""
+        from megatron.inference.replace_weights import receive_weights, replace_weights
 
         engine, loaded = self._engine, self._model()
         if engine.asleep:
@@ -69,12 +69,22 @@ class EngineControl:
         paused = engine.paused
         engine.pause()
         try:
-            folder = replace_weights(loaded, load)
+            if order["load"] is not None:
+                told: dict[str, Any] = {"loaded": str(replace_weights(loaded, order["load"]))}
+            else:
+                told = {
+                    "received_bytes": receive_weights(
+                        loaded,
+                        order["address"],
+                        senders=order["senders"],
+                        timeout_seconds=order["timeout_seconds"],
+                    )
+                }
             engine.weights_replaced()
         finally:
             if not paused:
                 engine.resume()
-        return {"loaded": str(folder)}
+        return told
 
     def _profile(self, steps: int) -> tuple[dict[str, Any], list[Completion]]:
         """Take some steps under torch's profiler."""

@@ -44,6 +44,7 @@ if TYPE_CHECKING:
         verify_checkpoint,
     )
     from megatron.core.dist_checkpointing.save import save_checkpoint
+    from megatron.core.dist_checkpointing.transfer import TransferGroup
 
 _MODULES = (
     ("async_save", ("AsyncSaver", "SaveReport")),
@@ -55,6 +56,7 @@ _MODULES = (
     ("run_folder", ("SaveFolderClaim", "VerifyReport", "checkpoint_folder", "latest_checkpoint")),
     ("run_folder", ("list_checkpoints", "prune_checkpoints", "reading", "verify_checkpoint")),
     ("save", ("save_checkpoint",)),
+    ("transfer", ("TransferGroup",)),
 )
 _HOMES = MappingProxyType({name: module for module, names in _MODULES for name in names})
 

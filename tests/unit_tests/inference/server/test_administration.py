@@ -4,8 +4,10 @@
 from __future__ import annotations
 
 import concurrent.futures
+import contextlib
 import dataclasses
 import shutil
+import socket
 from collections.abc import Iterator
 from concurrent.futures import Future
 from pathlib import Path
@@ -15,16 +17,18 @@ import pytest
 import torch
 
 from megatron.cli.launch import Launch
+from megatron.core.dist_checkpointing import TransferGroup, weight_chunks
 from megatron.core.inference.cache import CacheShapes
 from megatron.core.inference.engine import EngineConfig
 from megatron.core.models.gpt import GPTModel
-from megatron.core.process_groups import ProcessGroupCollection
+from megatron.core.process_groups import ProcessGroupCollection, RankGrid
 from megatron.core.transformer import MLPConfig
 from megatron.inference.checkpoint_model import CheckpointModel, load_checkpoint_model
 from megatron.inference.config import ModelSource, Service
 from megatron.inference.serve import read_keys
 from megatron.inference.server.admin import ADMIN_ROUTES
 from tests.support.http_server import ADMIN_KEY, NextByte, Served, served, until
+from tests.support.ranks import start_ranks
 from tests.unit_tests.inference.test_checkpoint_model import CONFIG, save
 
 LETTERS = {"prompt": "a", "max_tokens": 20, "temperature": 0}
@@ -251,6 +255,72 @@ def chosen_ids(server: Served) -> list[int]:
             logits = model.head.whole(model.head.project(model(torch.tensor([tokens]))))[-1, 0]
         tokens.append(int(logits.argmax()))
     return tokens[40:]
+
+
+def free_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as found:
+        return found.getsockname()[1]
+
+
+def give(rank: int, world: int, given: list[tuple[str, int]], tokens: list[int]) -> torch.Tensor:
+    """Give the weights of models, by address and width, on tensor parallel ranks; return the last
+    one's own log-probabilities."""
+    groups = ProcessGroupCollection.create(RankGrid(world_size=world, tp=world), rank=rank)
+    for address, width in given:
+        config = dataclasses.replace(CONFIG, mlp=MLPConfig(ffn_hidden_size=width))
+        model = GPTModel(config, groups, seed=1, dtype=torch.float32)
+        group = TransferGroup(address=address, rank=rank, senders=world, receivers=1)
+        with contextlib.suppress(ValueError):  # the server's answer says it
+            assert group.send(weight_chunks(model.store)) > 0
+    return logprobs(model, tokens, 30)
+
+
+@pytest.mark.slow(seconds=15)
+def test_weights_come_from_two_training_ranks_to_one(trained: Served) -> None:
+    answer(trained)
+    kept = [tensor.clone() for tensor in trained.loaded.model.store.tensors()]
+    given = [(f"127.0.0.1:{free_port()}", width) for width in (64, 48)]
+    asked = [{"address": address, "senders": 2} for address, _ in given]
+    tokens = [97] * 40 + [5] * 30
+    with (
+        start_ranks(give, 2, given, tokens) as ranks,
+        concurrent.futures.ThreadPoolExecutor(2) as pool,
+    ):
+        # Those of another model leave the old ones.
+        refusal = trained.administer("weights", **asked[0])
+        assert refusal.status_code == 409
+        assert "64" in refusal.json()["error"]["message"]
+        assert all(map(torch.equal, kept, trained.loaded.model.store.tensors()))
+        running = held(trained, pool, 9, **ASKED)
+        replacing = pool.submit(done, trained, "weights", **asked[1])
+        trained.model.before = lambda: None
+        trained.model.gate.set()
+        found = replacing.result()
+        epochs = running.result().json()["choices"][0]["weight_epochs"]
+        theirs = ranks.values(timeout=60)
+    assert found["weight_epoch"] == 1
+    size = sum(c.tensor.numel() for c in weight_chunks(trained.loaded.model.store))
+    assert found["received_bytes"] == 4 * size
+    assert epochs == sorted(epochs)
+    assert set(epochs) == {0, 1}
+    assert answer(trained)["usage"]["prompt_tokens_details"]["cached_tokens"] == 0
+    echoed = {**ASKED, "prompt": tokens, "max_tokens": 1, "echo": True}
+    response = trained.post("/v1/completions", **echoed).json()
+    scores = response["choices"][0]["logprobs"]["token_logprobs"][40:70]
+    for one in theirs:
+        torch.testing.assert_close(torch.tensor(scores).double(), one, rtol=0, atol=1e-5)
+
+
+def test_weights_that_nobody_gives_leave_the_old_ones(trained: Served) -> None:
+    asked = {"address": f"127.0.0.1:{free_port()}", "timeout_seconds": 0.5}
+    refusal = trained.administer("weights", **asked)
+    assert refusal.status_code == 409
+    message = refusal.json()["error"]["message"]
+    assert asked["address"] in message
+    assert "\n" not in message
+    assert answer(trained)["choices"][0]["weight_epochs"] == [0] * 30
+    assert trained.administer("weights", address="nowhere").status_code == 409
+    assert trained.administer("weights", load="x", **asked).status_code == 400
 
 
 @pytest.mark.parametrize("kind", ["wide", "damaged", "nowhere"])

@@ -18,6 +18,8 @@ from megatron.core.untrusted_files import read_named
 
 #: Of a file of prompts.
 MAX_PROMPT_BYTES = 64 << 20
+#: Variables of a chat template that are the conversation itself.
+TEMPLATE_ARGUMENTS = frozenset({"messages", "tools", "documents", "add_generation_prompt"})
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -444,6 +446,16 @@ class Service:
     chat_template: str | None = None
     """How a conversation becomes a text: a file of Jinja text, or chatml, llama3 or plain; derived:
     the template of the tokenizer's folder, without which there are no chat routes."""
+    tool_call_parser: (
+        Literal["hermes", "qwen3_coder", "llama3_json", "deepseek_v3", "nemotron"] | None
+    ) = None
+    """How the model writes tool calls: hermes is JSON in <tool_call>, also of Qwen2.5 and Qwen3;
+    qwen3_coder is XML, also of Nemotron 3; derived: requests with tools are refused."""
+    reasoning_parser: Literal["qwen3", "deepseek_r1", "nemotron", "mistral"] | None = None
+    """What the model writes reasoning between: [THINK] of mistral, <think> of the others; derived:
+    reasoning is text like any other."""
+    chat_template_kwargs: tuple[str, ...] | None = None
+    """Variables of the chat template that requests may set, such as enable_thinking."""
     max_queue: int = 64
     """Outputs that may wait besides those that --inference-max-requests lets run; more are refused
     with 429."""
@@ -492,6 +504,11 @@ class ServeConfig:
                 "drop it, or serve with --tensor-model-parallel-size 1"
             )
         service = self.service
+        for variable in service.chat_template_kwargs or ():
+            if not variable.isidentifier() or variable in TEMPLATE_ARGUMENTS:
+                raise ValueError(
+                    f"--chat-template-kwargs {variable}: it is no variable that a request may set"
+                )
         for name, value in (
             ("max-body-mb", service.max_body_mb),
             ("max-unsent-tokens", service.max_unsent_tokens),

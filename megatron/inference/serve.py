@@ -180,6 +180,8 @@ def settings_of(
         "admin_key": keys[1],
         "tokenizer": loaded.tokenizer_choice,
         "template": template,
+        "template_variables": list(service.chat_template_kwargs or ()),
+        "formats": {"tools": service.tool_call_parser, "reasoning": service.reasoning_parser},
         "card": {
             "name": service.served_model_name or Path(config.source.load).resolve().name,
             "vocab_size": loaded.vocab_size,

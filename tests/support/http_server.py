@@ -116,6 +116,8 @@ def settings(**changes: Any) -> dict[str, Any]:
         "admin_key": None,
         "tokenizer": {"recorded": {"type": "byte"}, "model": None},
         "template": {"source": CHATML, "name": "chatml"},
+        "template_variables": [],
+        "formats": {"tools": None, "reasoning": None},
         "card": {
             "name": "next-byte",
             "vocab_size": END + 1,

@@ -3,12 +3,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
+from megatron.inference.server.conversation import NO_PARAMETERS, Tool, ToolCall, Turn
 from megatron.inference.server.generation import Wanted
+from megatron.inference.server.guard import ApiError
 
 #: Of one prompt, and of all prompts of a request.
 MAX_OUTPUTS, MAX_REQUEST_OUTPUTS = 16, 64
@@ -24,11 +26,20 @@ MAX_TOKENS = 1 << 24
 #: Of a grammar or a regular expression, in characters.
 MAX_GRAMMAR = 64 << 10
 MAX_CHOICES = 1024
+MAX_TOOLS = 128
+#: Tool calls of one message.
+MAX_CALLS = 128
 
 _Token = Annotated[int, Field(ge=0, lt=1 << 31)]
 _Stop = Annotated[str, Field(min_length=1, max_length=MAX_STOP_LENGTH)]
 _Text = Annotated[str, Field(max_length=MAX_TEXT)]
 _Tokens = Annotated[list[_Token], Field(min_length=1)]
+ToolName = Annotated[str, Field(pattern=r"^[a-zA-Z0-9_.-]{1,128}$")]
+CallId = Annotated[str, Field(min_length=1, max_length=256)]
+TemplateVariables = Annotated[
+    dict[Annotated[str, Field(max_length=64)], bool | int | float | _Text | None],
+    Field(max_length=16),
+]
 
 
 class Body(BaseModel):
@@ -121,6 +132,15 @@ class GenerationBody(Body):
     ) = None
     structured_outputs: StructuredOutputs | None = None
 
+    @property
+    def json_schema(self) -> Mapping[str, Any] | None:
+        """The schema that outputs have to follow, None if they need be no JSON."""
+        if isinstance(self.response_format, JsonSchemaFormat):
+            return self.response_format.json_schema.json_schema
+        if isinstance(self.response_format, JsonFormat):
+            return {"type": "object"}
+        return None if self.structured_outputs is None else self.structured_outputs.json_schema
+
     def sampling(self, *, seed: int, logprobs: int | None) -> dict[str, Any]:
         """Return the fields of `SamplingParams` that were given.
 
@@ -192,24 +212,113 @@ class TextPart(Body):
     text: _Text
 
 
+class CalledFunction(Body):
+    """What a tool call of a former turn called."""
+
+    name: ToolName
+    arguments: _Text
+
+
+class MessageCall(Body):
+    """A tool call of a former turn."""
+
+    id: CallId
+    type: Literal["function"]
+    function: CalledFunction
+
+
 class Message(Body):
     """A turn of a conversation."""
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
-    content: _Text | Annotated[list[TextPart], Field(min_length=1, max_length=MAX_MESSAGES)]
+    content: (
+        _Text | Annotated[list[TextPart], Field(min_length=1, max_length=MAX_MESSAGES)] | None
+    ) = None
+    tool_calls: Annotated[list[MessageCall], Field(min_length=1, max_length=MAX_CALLS)] | None = (
+        None
+    )
+    tool_call_id: CallId | None = None
+    reasoning_content: _Text | None = None
+    refusal: None = None
 
     @property
     def text(self) -> str:
         """Its parts in one."""
         if isinstance(self.content, str):
             return self.content
-        return "".join(part.text for part in self.content)
+        return "".join(part.text for part in self.content or ())
+
+    def turn(self) -> Turn:
+        """Return it as a turn of a conversation. Raises ApiError for one that is none."""
+        answers = self.tool_calls is not None or self.reasoning_content is not None
+        said = None
+        if answers and self.role != "assistant":
+            said = "tool_calls and reasoning_content are of the assistant"
+        elif self.content is None and not answers:
+            said = "a message without content"
+        elif (self.role == "tool") != (self.tool_call_id is not None):
+            said = "a message of role tool, and no other, has a tool_call_id"
+        if said is not None:
+            raise ApiError(400, f"messages: {said}", param="messages")
+        calls = [
+            ToolCall(id=call.id, name=call.function.name, arguments=call.function.arguments)
+            for call in self.tool_calls or ()
+        ]
+        return Turn(
+            role=self.role,
+            text=self.text,
+            calls=calls,
+            reasoning=self.reasoning_content,
+            call_id=self.tool_call_id,
+        )
+
+
+class Function(Body):
+    """A function that may be called."""
+
+    name: ToolName
+    description: _Text | None = None
+    parameters: dict[str, Any] | None = None
+    strict: bool | None = None
+
+    def tool(self) -> Tool:
+        """Return it as a tool of a conversation."""
+        return Tool(
+            name=self.name,
+            description=self.description,
+            parameters=self.parameters or NO_PARAMETERS,
+            strict=bool(self.strict),
+        )
+
+
+class FunctionTool(Body):
+    """A tool: functions are the only ones."""
+
+    type: Literal["function"]
+    function: Function
+
+
+class FunctionName(Body):
+    """A function by its name."""
+
+    name: ToolName
+
+
+class NamedChoice(Body):
+    """The function that has to be called."""
+
+    type: Literal["function"]
+    function: FunctionName
 
 
 class ChatBody(GenerationBody):
     """`POST /v1/chat/completions`."""
 
     messages: Annotated[list[Message], Field(min_length=1, max_length=MAX_MESSAGES)]
+    tools: Annotated[list[FunctionTool], Field(min_length=1, max_length=MAX_TOOLS)] | None = None
+    tool_choice: Literal["none", "auto", "required"] | NamedChoice | None = None
+    parallel_tool_calls: bool | None = None
+    chat_template_kwargs: TemplateVariables | None = None
     max_completion_tokens: Annotated[int, Field(ge=1, le=MAX_TOKENS)] | None = None
     logprobs: bool | None = None
     top_logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = None

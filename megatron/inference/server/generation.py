@@ -4,12 +4,12 @@
 from __future__ import annotations
 
 import time
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from megatron.cli.tokenizers import Tokenizer
 from megatron.core.inference.text_stream import TextStream
+from megatron.inference.server.answer_parser import AnswerParser, Part
 from megatron.inference.server.engine_client import EngineClient
 from megatron.inference.server.metrics import ServerMetrics
 from megatron.inference.server.protocol import News
@@ -91,12 +91,14 @@ class Delta:
         scores: of the new tokens, whether their text is there yet or not.
         prompt_scores: in the first delta of an output, if asked for.
         epochs: of the new tokens, how often the weights had been replaced.
-        finish_reason: "stop", "length", "abort" or "" while it goes on.
+        finish_reason: "stop", "length", "abort", "tool_calls" or "" while it goes on.
         stop: the stop string that ended it.
+        parts: that the text of an answer is of; none where it is not read as one.
     """
 
     index: int
     text: str
+    parts: Sequence[Part] = ()
     scores: Sequence[TokenScore] = ()
     prompt_scores: Sequence[TokenScore] | None = None
     epochs: Sequence[int] = ()
@@ -142,10 +144,11 @@ class Generation:
 
     Args:
         client: to the engine.
-        tokenizer: of the model.
+        decode: from token ids to text.
         metrics: counts tokens and times.
         card: of the model.
         wanted: what was asked for.
+        parsers: of each output that is an answer in a conversation.
 
     Raises:
         QueueFull, Draining, EngineLost: see `EngineClient.ask`.
@@ -154,12 +157,14 @@ class Generation:
     def __init__(
         self,
         client: EngineClient,
-        tokenizer: Tokenizer,
+        decode: Callable[[Sequence[int]], str],
         metrics: ServerMetrics,
         card: ModelCard,
         wanted: Wanted,
+        *,
+        parsers: Sequence[AnswerParser] = (),
     ) -> None:
-        self._wanted, self._metrics = wanted, metrics
+        self._wanted, self._metrics, self._parsers = wanted, metrics, parsers
         self._begin = time.perf_counter()
         asks = []
         for number, prompt in enumerate(wanted.prompts):
@@ -183,8 +188,7 @@ class Generation:
         ids, self._outputs = client.ask(asks)
         self._places = {number: place for place, number in enumerate(ids)}
         self._streams = [
-            TextStream(tokenizer.detokenize, context=ask["prompt"], stop=wanted.stop)
-            for ask in asks
+            TextStream(decode, context=ask["prompt"], stop=wanted.stop) for ask in asks
         ]
         self._newest: dict[int, float] = {}  # when the newest token of an output came
         self._ended: set[int] = set()
@@ -232,9 +236,16 @@ class Generation:
                 self.usage.cached_tokens += news.cached_tokens
         self.usage.completion_tokens += len(news.tokens)
         self._measure(place, len(news.tokens), reason)
+        parts: Sequence[Part] = ()
+        if self._parsers:
+            parser = self._parsers[place]
+            parts = parser.push(text, finished=bool(reason))
+            if reason == "stop" and parser.has_calls:
+                reason = "tool_calls"
         return Delta(
             index=place,
             text=text,
+            parts=parts,
             scores=_scores(news.tokens, news.logprobs, news.top_logprobs),
             prompt_scores=prompt_scores,
             epochs=news.epochs,

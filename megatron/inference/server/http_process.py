@@ -15,7 +15,7 @@ import json
 import signal
 import socket
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import uvicorn
@@ -23,16 +23,25 @@ from starlette.types import ASGIApp
 
 from megatron.inference.checkpoint_model import choose_tokenizer
 from megatron.inference.server.admin import ADMIN_ROUTES
+from megatron.inference.server.answer_formats import formats_of
+from megatron.inference.server.chat_completions import chat
 from megatron.inference.server.conversation import Conversations
 from megatron.inference.server.engine_client import EngineClient
+from megatron.inference.server.fields import ChatBody
 from megatron.inference.server.generation import ModelCard
 from megatron.inference.server.guard import MAX_HEADER_BYTES, Limits, timed_protocol
 from megatron.inference.server.log_lines import set_up as set_up_log
 from megatron.inference.server.metrics import ServerMetrics
 from megatron.inference.server.protocol import LENGTH
-from megatron.inference.server.routes import Server, create_app
+from megatron.inference.server.routes import ROUTES, Route, Server, create_app
 from megatron.inference.server.structured import grammars_of
 from megatron.training.data.chat import ChatTemplate
+
+#: All routes.
+APP_ROUTES: Sequence[Route] = (
+    *ROUTES,
+    ("POST", "/v1/chat/completions", chat, ChatBody),
+)
 
 # Between two looks at whether the last answer is out.
 _LOOK_SECONDS = 0.05
@@ -53,12 +62,17 @@ def build(settings: Mapping[str, Any], client: EngineClient) -> Server:
     """Return what answers requests, as the settings say."""
     tokenizer = choose_tokenizer(**settings["tokenizer"])
     template, card = settings["template"], settings["card"]
+    formats = formats_of(**settings["formats"], tokenizer=tokenizer)
     return Server(
         client=client,
         tokenizer=tokenizer,
         conversations=Conversations(
-            None if template is None else ChatTemplate(**template), tokenizer
+            None if template is None else ChatTemplate(**template),
+            tokenizer,
+            formats,
+            variables=settings["template_variables"],
         ),
+        formats=formats,
         card=ModelCard(**{**card, "stop_tokens": tuple(card["stop_tokens"])}),
         limits=Limits(**settings["limits"]),
         metrics=ServerMetrics(lambda: client.stats),
@@ -101,7 +115,7 @@ async def serve(
     reader, writer = await asyncio.open_connection(sock=link)
     client = EngineClient(reader, writer, **settings["client"])
     server = build(settings, client)
-    servers = [(_http_server(server, create_app(server, settings["key"])), listener)]
+    servers = [(_http_server(server, create_app(server, settings["key"], routes=APP_ROUTES)), listener)]
     if admin is not None:
         app = create_app(server, settings["admin_key"], routes=ADMIN_ROUTES)
         servers.append((_http_server(server, app), admin))

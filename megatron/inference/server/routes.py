@@ -21,8 +21,10 @@ from megatron.cli.tokenizers import Tokenizer
 from megatron.core.inference.engine import Request as EngineRequest
 from megatron.core.inference.engine import check_request
 from megatron.core.inference.sampling import SamplingParams
+from megatron.inference.server.answer_formats import AnswerFormats, decode_with_marks
+from megatron.inference.server.answer_parser import AnswerParser
 from megatron.inference.server.chat_page import chat_page
-from megatron.inference.server.conversation import Conversations
+from megatron.inference.server.conversation import Conversation, Conversations
 from megatron.inference.server.engine_client import (
     Draining,
     EngineClient,
@@ -33,13 +35,11 @@ from megatron.inference.server.engine_client import (
 from megatron.inference.server.fields import (
     MAX_REQUEST_OUTPUTS,
     Body,
-    ChatBody,
     CompletionBody,
     DetokenizeBody,
     GenerationBody,
     JsonFormat,
     JsonSchemaFormat,
-    Message,
     TokenizeBody,
 )
 from megatron.inference.server.generation import (
@@ -68,7 +68,7 @@ from megatron.inference.server.structured import (
     lark_grammar,
     regex_grammar,
 )
-from megatron.inference.server.views import ChatView, CompletionView, View
+from megatron.inference.server.views import CompletionView, View
 
 #: An engine that says nothing for so long is not well; its heart beats twice a second.
 SILENT_SECONDS = 60.0
@@ -78,6 +78,9 @@ GRAMMAR_SECONDS = 5.0
 COMPLETION_TOKENS = 16
 
 DONE = "[DONE]"
+
+#: The field that asks for a grammar, and what makes it.
+GrammarMaker = tuple[str, Callable[[], str]]
 
 B = TypeVar("B", bound=Body)
 T = TypeVar("T")
@@ -90,18 +93,25 @@ class Server:
     client: EngineClient
     tokenizer: Tokenizer
     conversations: Conversations
+    formats: AnswerFormats
     card: ModelCard
     limits: Limits
     metrics: ServerMetrics
     grammars: Grammars | None = None
 
-    async def grammar(self, body: GenerationBody) -> str | None:
+    async def grammar(
+        self, body: GenerationBody, makers: Sequence[GrammarMaker] | None = None
+    ) -> str | None:
         """Return the grammar that outputs have to follow, checked; None for any text.
+
+        Args:
+            body: of the request.
+            makers: of the grammars that are asked for; derived: of its fields.
 
         Raises:
             ApiError: there is more than one, or it cannot be used.
         """
-        found = _grammars(body)
+        found = grammar_makers(body) if makers is None else makers
         if not found:
             if body.structured_outputs is not None:
                 raise ApiError(
@@ -140,8 +150,12 @@ class Server:
         except ValueError as error:
             raise ApiError(400, f"{name} cannot be used: {error}", param=name) from None
 
-    def generate(self, wanted: Wanted) -> Generation:
+    def generate(self, wanted: Wanted, parsers: Sequence[AnswerParser] = ()) -> Generation:
         """Ask the engine for what is wanted.
+
+        Args:
+            wanted: by a request.
+            parsers: see `Generation`.
 
         Raises:
             ApiError: the model cannot serve it, or not now.
@@ -155,7 +169,10 @@ class Server:
         for prompt in wanted.prompts:
             self._check(prompt, wanted)
         try:
-            return Generation(self.client, self.tokenizer, self.metrics, self.card, wanted)
+            decode = self.tokenizer.detokenize
+            if parsers and self.formats.marks:
+                decode = partial(decode_with_marks, self.tokenizer, self.formats.marks)
+            return Generation(self.client, decode, self.metrics, self.card, wanted, parsers=parsers)
         except QueueFull:
             raise ApiError(
                 429, "the queue is full: try again later", code="queue_full", retry_seconds=1
@@ -227,9 +244,9 @@ class Server:
             await asyncio.gather(doing, leaving, return_exceptions=True)
 
 
-def _grammars(body: GenerationBody) -> list[tuple[str, Callable[[], str]]]:
-    """Return what makes each grammar that a body asks for, and the field that asks for it."""
-    found: list[tuple[str, Callable[[], str]]] = []
+def grammar_makers(body: GenerationBody) -> list[GrammarMaker]:
+    """Return what makes each grammar that a body asks for."""
+    found: list[GrammarMaker] = []
     wanted, shape = body.structured_outputs, body.response_format
     if isinstance(shape, JsonFormat):
         found.append(("response_format", partial(json_grammar, {"type": "object"})))
@@ -346,7 +363,7 @@ async def completions(server: Server, request: Request) -> Response:
     """Answer `POST /v1/completions`."""
     body = await server.read(request, CompletionBody)
     server.check_model(body.model)
-    _check_stream_options(body)
+    check_stream_options(body)
     prompts = await prompt_tokens(server, body)
     echo = bool(body.echo)
     wanted = body.wanted(
@@ -368,51 +385,10 @@ async def completions(server: Server, request: Request) -> Response:
     return await respond(server, request, body, generation, view)
 
 
-async def chat(server: Server, request: Request) -> Response:
-    """Answer `POST /v1/chat/completions`."""
-    body = await server.read(request, ChatBody)
-    server.check_model(body.model)
-    _check_stream_options(body)
-    if body.top_logprobs and not body.logprobs:
-        raise ApiError(400, "top_logprobs needs logprobs: true", param="top_logprobs")
-    if None not in (body.max_tokens, body.max_completion_tokens):
-        raise ApiError(
-            400, "max_tokens and max_completion_tokens are one: give one", param="max_tokens"
-        )
-    prompt = await server.conversations.prompt(_messages(body.messages))
-    new = body.max_completion_tokens or body.max_tokens
-    if new is None and server.card.max_length is None:
-        raise ApiError(
-            400, "the model has no longest text: give max_completion_tokens", param="max_tokens"
-        )
-    if new is None and len(prompt) >= (server.card.max_length or 0):
-        raise ApiError(
-            400,
-            f"the conversation has {len(prompt)} tokens, the model takes {server.card.max_length}",
-            param="messages",
-            code="context_length_exceeded",
-        )
-    wanted = body.wanted(
-        [prompt],
-        ends=server.card.stop_tokens,
-        max_new_tokens=new,
-        sampling=body.sampling(seed=secrets.randbits(63), logprobs=body.top_logprobs),
-        grammar=await server.grammar(body),
-    )
-    view = ChatView(
-        server.card.name, server.token_text, outputs=wanted.n, logprobs=bool(body.logprobs)
-    )
-    generation = server.generate(wanted)
-    return await respond(server, request, body, generation, view)
-
-
-def _check_stream_options(body: GenerationBody) -> None:
+def check_stream_options(body: GenerationBody) -> None:
+    """Raise ApiError for options of a stream where there is none."""
     if body.stream_options is not None and not body.stream:
         raise ApiError(400, "stream_options needs stream: true", param="stream_options")
-
-
-def _messages(messages: Sequence[Message]) -> list[dict[str, Any]]:
-    return [{"role": message.role, "content": message.text} for message in messages]
 
 
 async def tokenize(server: Server, request: Request) -> Response:
@@ -422,13 +398,14 @@ async def tokenize(server: Server, request: Request) -> Response:
     if (body.prompt is None) == (body.messages is None):
         raise ApiError(400, "give prompt or messages, one of them", param="prompt")
     if body.messages is not None:
-        tokens = await server.conversations.prompt(_messages(body.messages))
+        turns = [message.turn() for message in body.messages]
+        tokens = (await server.conversations.prompt(Conversation(turns=turns))).tokens
     else:
         tokens = await asyncio.to_thread(
             server.tokenizer.tokenize, body.prompt, add_special_tokens=body.add_special_tokens
         )
     return JSONResponse(
-        {"tokens": tokens, "count": len(tokens), "max_model_len": server.card.max_length}
+        {"tokens": list(tokens), "count": len(tokens), "max_model_len": server.card.max_length}
     )
 
 
@@ -489,7 +466,6 @@ Handler = Callable[[Server, Request], Awaitable[Response]]
 Route = tuple[str, str, Handler, type[Body] | None]
 ROUTES: Sequence[Route] = (
     ("POST", "/v1/completions", completions, CompletionBody),
-    ("POST", "/v1/chat/completions", chat, ChatBody),
     ("GET", "/v1/models", models, None),
     ("POST", "/tokenize", tokenize, TokenizeBody),
     ("POST", "/detokenize", detokenize, DetokenizeBody),
@@ -499,7 +475,7 @@ ROUTES: Sequence[Route] = (
 )
 
 
-def create_app(server: Server, key: str | None, *, routes: Sequence[Route] = ROUTES) -> ASGIApp:
+def create_app(server: Server, key: str | None, *, routes: Sequence[Route]) -> ASGIApp:
     """Return the application.
 
     Args:

@@ -24,8 +24,8 @@ from megatron.cli.tokenizers import ByteTokenizer, HuggingFaceTokenizer, Tokeniz
 #: Grammars that are kept, the most recently used.
 KEPT_GRAMMARS = 64
 
-# White space between the parts of JSON: enough to indent, not to go on forever.
-_WHITE_SPACE = r"[ \n\t]{0,16}"
+#: White space between the parts of JSON: enough to indent, not to go on forever.
+WHITE_SPACE = r"[ \n\t]{0,16}"
 _LONGEST_REASON = 300
 
 
@@ -36,7 +36,7 @@ class BadGrammar(ValueError):
 def json_grammar(schema: Mapping[str, Any]) -> str:
     """Return the grammar of JSON that a schema describes."""
     return llguidance.LLMatcher.grammar_from_json_schema(
-        dict(schema), overrides={"whitespace_pattern": _WHITE_SPACE}
+        dict(schema), overrides={"whitespace_pattern": WHITE_SPACE}
     )
 
 

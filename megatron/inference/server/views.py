@@ -9,6 +9,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 from megatron.core.inference.text_stream import REPLACEMENT
+from megatron.inference.server.answer_parser import Part
 from megatron.inference.server.generation import Delta, TokenScore
 
 
@@ -133,6 +134,7 @@ class ChatView:
         self._id, self._created = f"chatcmpl-{secrets.token_hex(12)}", int(time.time())
         self._begun: set[int] = set()
         self._epochs: dict[int, list[int]] = {}
+        self._calls = [-1] * outputs  # the last one begun
 
     def head(self, *, chunk: bool = False) -> dict[str, Any]:
         """Return what stands before the choices of an answer, or of a chunk."""
@@ -145,11 +147,29 @@ class ChatView:
 
     def choice(self, deltas: Sequence[Delta]) -> dict[str, Any]:
         """Return a whole output from all of its deltas."""
-        text = "".join(delta.text for delta in deltas)
+        index = deltas[-1].index
+        texts = {"text": "", "reasoning": ""}
+        calls: list[dict[str, Any]] = []
+        for part in (part for delta in deltas for part in delta.parts):
+            if part.kind == "call":
+                calls.append(self._call(part.text))
+            elif part.kind == "arguments":
+                calls[-1]["function"]["arguments"] += part.text
+            elif part.kind in texts:
+                texts[part.kind] += part.text
         scores = [score for delta in deltas for score in delta.scores]
+        message = {
+            "role": "assistant",
+            "content": None if calls and not texts["text"] else texts["text"],
+            "refusal": None,
+        }
+        if texts["reasoning"]:
+            message["reasoning_content"] = texts["reasoning"]
+        if calls:
+            message["tool_calls"] = calls
         return {
-            "index": deltas[-1].index,
-            "message": {"role": "assistant", "content": text, "refusal": None},
+            "index": index,
+            "message": message,
             "logprobs": self._scores(scores),
             "weight_epochs": [epoch for delta in deltas for epoch in delta.epochs],
             **_ending(deltas[-1]),
@@ -164,9 +184,14 @@ class ChatView:
             found.append(self._chunk(delta.index, {"role": "assistant", "content": ""}))
         # Of tokens without a text yet they come with the next chunk.
         epochs = [*self._epochs.pop(delta.index, ()), *delta.epochs]
-        if delta.text or (self._logprobs and delta.scores):
-            more = {"logprobs": self._scores(delta.scores), "weight_epochs": epochs}
-            found.append(self._chunk(delta.index, {"content": delta.text}, **more))
+        shown = [fields for part in delta.parts if (fields := self._fields(delta.index, part))]
+        if not shown and self._logprobs and delta.scores:
+            shown.append({"content": ""})
+        for fields in shown:
+            found.append(self._chunk(delta.index, fields))
+        if shown:  # the tokens of a step are told of once
+            told = {"logprobs": self._scores(delta.scores), "weight_epochs": epochs}
+            found[-len(shown)] |= told
             epochs = []
         if delta.finish_reason:
             ending = {**_ending(delta), "weight_epochs": epochs}
@@ -174,6 +199,25 @@ class ChatView:
         else:
             self._epochs[delta.index] = epochs
         return found
+
+    def _fields(self, index: int, part: Part) -> dict[str, Any] | None:
+        """Return how a chunk shows a part."""
+        if part.kind == "text":
+            return {"content": part.text}
+        if part.kind == "reasoning":
+            return {"reasoning_content": part.text}
+        if part.kind == "call":
+            self._calls[index] += 1
+            return {"tool_calls": [{"index": self._calls[index], **self._call(part.text)}]}
+        if part.kind == "arguments":
+            call = {"index": self._calls[index], "function": {"arguments": part.text}}
+            return {"tool_calls": [call]}
+        return None
+
+    def _call(self, name: str) -> dict[str, Any]:
+        """Return a call that begins."""
+        function = {"name": name, "arguments": ""}
+        return {"id": f"call_{secrets.token_hex(12)}", "type": "function", "function": function}
 
     def _chunk(self, index: int, delta: dict[str, Any], **more: Any) -> dict[str, Any]:
         return {"index": index, "delta": delta, "logprobs": None, "finish_reason": None, **more}

@@ -11,12 +11,15 @@ import signal
 import socket
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import httpx2 as httpx
 import pytest
 
+from megatron.cli.flags import parse_command_line
 from megatron.inference import serve
+from megatron.inference.config import ServeConfig
 from tests.support.launchers import serve_store
 from tests.support.ranks import RankSet, start_ranks
 from tests.unit_tests.inference.test_checkpoint_model import make_model, save
@@ -95,6 +98,8 @@ def run(*words: str) -> tuple[int, str]:
         ("--api-key-file /nowhere/key", "/nowhere/key"),
         ("--port 70000", "70000"),
         ("--max-queue -1", "--max-queue"),
+        ("--tool-call-parser mine", "mine"),
+        ("--chat-template-kwargs enable_thinking messages", "messages"),
         ("--max-body-mb 0", "--max-body-mb"),
         ("--inference-block-size 17", "17"),
         ("--max-colour 3", "--max-colour"),
@@ -105,6 +110,18 @@ def test_bad_options_are_one_line_before_anything_is_loaded(words: str, told: st
     assert code == 2
     assert told in err
     assert err.count("\n") == 1
+
+
+def test_options_of_answers_reach_the_http_process() -> None:
+    words = "--load x --chat-template chatml --tool-call-parser hermes --reasoning-parser qwen3"
+    words += " --chat-template-kwargs enable_thinking thinking"
+    line = parse_command_line(ServeConfig, words.split(), prog="serve", description="")
+    loaded: Any = SimpleNamespace(
+        chat_folder=None, tokenizer_choice={}, vocab_size=3, max_length=4, stop_tokens=()
+    )
+    told = serve.settings_of(loaded, line.config, None)
+    assert told["formats"] == {"tools": "hermes", "reasoning": "qwen3"}
+    assert told["template_variables"] == ["enable_thinking", "thinking"]
 
 
 def test_a_port_in_use_is_one_line() -> None:

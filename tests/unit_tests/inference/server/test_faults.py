@@ -19,7 +19,7 @@ from megatron.core.inference.engine import EngineConfig
 from megatron.inference.config import Service
 from megatron.inference.serve import read_key
 from megatron.inference.server.guard import MAX_HEADER_BYTES, OPEN_ROUTES
-from megatron.inference.server.routes import ROUTES
+from megatron.inference.server.http_process import APP_ROUTES
 from tests.support.http_server import NextByte, Served, served, until
 
 CHAT = {"messages": [{"role": "user", "content": "hi"}]}
@@ -240,7 +240,7 @@ def test_row_57_a_client_that_does_not_read() -> None:
 
 def test_row_58_every_route_wants_the_key() -> None:
     with served(key="secret-key") as server:
-        paths = [(method, path) for method, path, *_ in ROUTES]
+        paths = [(method, path) for method, path, *_ in APP_ROUTES]
         for given in (None, "", "Bearer", "Bearer wrong", "secret-key", "Basic a"):
             headers = {} if given is None else {"authorization": given}
             for method, path in [*paths, ("GET", "/openapi.json"), ("GET", "/nowhere")]:

@@ -1,0 +1,71 @@
+# SPDX-License-Identifier: Apache-2.0
+"""OpenAI's chat route: a conversation's answer as choices."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from starlette.requests import Request
+from starlette.responses import Response
+
+from megatron.inference.server.answers import begin_answer
+from megatron.inference.server.conversation import Conversation, Tool
+from megatron.inference.server.fields import ChatBody, NamedChoice
+from megatron.inference.server.guard import ApiError
+from megatron.inference.server.routes import Server, check_stream_options, respond
+from megatron.inference.server.views import ChatView
+
+
+async def chat(server: Server, request: Request) -> Response:
+    """Answer `POST /v1/chat/completions`."""
+    body = await server.read(request, ChatBody)
+    server.check_model(body.model)
+    check_stream_options(body)
+    if body.top_logprobs and not body.logprobs:
+        raise ApiError(400, "top_logprobs needs logprobs: true", param="top_logprobs")
+    if None not in (body.max_tokens, body.max_completion_tokens):
+        raise ApiError(
+            400, "max_tokens and max_completion_tokens are one: give one", param="max_tokens"
+        )
+    generation = await begin_answer(
+        server,
+        _conversation(body),
+        body,
+        max_new_tokens=body.max_completion_tokens or body.max_tokens,
+        logprobs=body.top_logprobs,
+    )
+    view = ChatView(
+        server.card.name, server.token_text, outputs=body.n or 1, logprobs=bool(body.logprobs)
+    )
+    return await respond(server, request, body, generation, view)
+
+
+def _conversation(body: ChatBody) -> Conversation:
+    """Return the conversation of a request. Raises ApiError for a choice of no tool."""
+    tools = [one.function.tool() for one in body.tools or ()]
+    choice, only = body.tool_choice or "auto", None
+    if isinstance(choice, NamedChoice):
+        choice, only = "required", choice.function.name
+    check_tools(tools, only=only, required=choice == "required")
+    if not tools and body.parallel_tool_calls is not None:
+        raise ApiError(400, "parallel_tool_calls needs tools", param="parallel_tool_calls")
+    return Conversation(
+        turns=[message.turn() for message in body.messages],
+        tools=tools,
+        choice=choice,
+        only=only,
+        parallel=body.parallel_tool_calls is not False,
+        variables=body.chat_template_kwargs or {},
+    )
+
+
+def check_tools(tools: Sequence[Tool], *, only: str | None, required: bool) -> None:
+    """Raise ApiError for tools of one name, or a choice of one that is not there."""
+    names = [tool.name for tool in tools]
+    twice = next((name for name in names if names.count(name) > 1), None)
+    if twice is not None:
+        raise ApiError(400, f"tools: there are two of the name {twice}", param="tools")
+    if only is not None and only not in names:
+        raise ApiError(400, f"tool_choice: there is no tool {only}", param="tool_choice")
+    if required and not names:
+        raise ApiError(400, "tool_choice needs tools", param="tool_choice")

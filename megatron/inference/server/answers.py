@@ -3,16 +3,46 @@
 
 from __future__ import annotations
 
+import asyncio
 import secrets
+from collections.abc import AsyncGenerator, Callable, Sequence
 from functools import partial
+from typing import Any, Protocol
+
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
 
 from megatron.inference.server.answer_grammar import enforced, json_after_reasoning, tool_grammar
 from megatron.inference.server.answer_parser import AnswerParser
 from megatron.inference.server.conversation import Conversation, Prompt
+from megatron.inference.server.engine_client import ReaderStalled
 from megatron.inference.server.fields import GenerationBody
-from megatron.inference.server.generation import Generation
-from megatron.inference.server.guard import ApiError
-from megatron.inference.server.routes import GrammarMaker, Server, grammar_makers
+from megatron.inference.server.generation import Delta, Generation
+from megatron.inference.server.guard import ApiError, EventStream, internal_error
+from megatron.inference.server.log_lines import LOG
+from megatron.inference.server.routes import (
+    GrammarMaker,
+    Server,
+    checked,
+    grammar_makers,
+    too_slow,
+)
+
+
+class AnswerView(Protocol):
+    """What a route of named events makes of one answer."""
+
+    def events(self, delta: Delta) -> list[dict[str, Any]]:
+        """Return the events that show a delta; the last one of an answer ends it."""
+        ...
+
+    def whole(self, deltas: Sequence[Delta]) -> dict[str, Any]:
+        """Return the answer from all of its deltas."""
+        ...
+
+    def error(self, error: ApiError) -> dict[str, Any]:
+        """Return the event of an error that ends a stream."""
+        ...
 
 
 async def begin_answer(
@@ -22,6 +52,7 @@ async def begin_answer(
     *,
     max_new_tokens: int | None = None,
     logprobs: int | None = None,
+    format_field: str = "response_format",
 ) -> Generation:
     """Ask the engine to answer a conversation; the deltas have parts.
 
@@ -31,11 +62,16 @@ async def begin_answer(
         body: how tokens are chosen, what ends and what shapes the answer.
         max_new_tokens: of the answer; None is what the model has room for.
         logprobs: alternatives of each token to report.
+        format_field: what the route calls the field of the answer's schema.
 
     Raises:
         ApiError: the model cannot answer it, or not now.
     """
     prompt = await server.conversations.prompt(conversation)
+    shapes = [
+        (format_field if name == "response_format" else name, make)
+        for name, make in grammar_makers(body)
+    ]
     longest = server.card.max_length
     if max_new_tokens is None and longest is None:
         raise ApiError(
@@ -53,7 +89,7 @@ async def begin_answer(
         ends=server.card.stop_tokens,
         max_new_tokens=max_new_tokens,
         sampling=body.sampling(seed=secrets.randbits(63), logprobs=logprobs),
-        grammar=await server.grammar(body, _makers(server, conversation, body, prompt)),
+        grammar=await server.grammar(body, _makers(server, conversation, body, prompt, shapes)),
     )
     tools = {tool.name: tool.parameters for tool in conversation.callable_tools}
     parsers = [
@@ -64,10 +100,15 @@ async def begin_answer(
 
 
 def _makers(
-    server: Server, conversation: Conversation, body: GenerationBody, prompt: Prompt
+    server: Server,
+    conversation: Conversation,
+    body: GenerationBody,
+    prompt: Prompt,
+    found: list[GrammarMaker],
 ) -> list[GrammarMaker]:
-    """Return what makes the grammar of an answer. Raises ApiError for more than one."""
-    found, begun = grammar_makers(body), prompt.in_reasoning
+    """Return what makes the grammar of an answer, from those that its body asks for. Raises
+    ApiError for more than one."""
+    begun = prompt.in_reasoning
     if found and conversation.callable_tools:
         name = found[0][0]
         raise ApiError(
@@ -90,3 +131,53 @@ def _makers(
             param="structured_outputs",
         )
     return found
+
+
+async def respond_with_events(
+    server: Server,
+    request: Request,
+    generation: Generation,
+    view: AnswerView,
+    *,
+    stream: bool,
+    ended: Callable[[], object] = lambda: None,
+) -> Response:
+    """Return an answer, whole or as a stream of named events, which calls `ended` at its end."""
+    if stream:
+        events = _events(server, request.state.request_id, generation, view, ended)
+        return EventStream(events, generation.stalled)
+
+    async def collected() -> list[Delta]:
+        return [delta async for delta in checked(generation)]
+
+    deltas = await server.waited(request, collected())
+    if deltas is None:
+        return Response(status_code=499)  # nobody reads it
+    return JSONResponse(view.whole(deltas))
+
+
+async def _events(
+    server: Server,
+    request_id: str,
+    generation: Generation,
+    view: AnswerView,
+    ended: Callable[[], object],
+) -> AsyncGenerator[dict[str, Any], None]:
+    """Yield the events of a stream."""
+    try:
+        async with asyncio.timeout(server.limits.request_seconds):
+            async for delta in checked(generation):
+                for event in view.events(delta):
+                    yield event
+    except TimeoutError:
+        yield view.error(too_slow(server.limits))
+    except ReaderStalled:
+        LOG.warning("request %s: its reader stalled, and was dropped", request_id)
+    except ApiError as error:
+        yield view.error(error)
+    except Exception:
+        LOG.exception("request %s failed in its stream", request_id)
+        yield view.error(internal_error())
+    finally:
+        generation.close()
+        ended()

@@ -28,6 +28,10 @@ class EngineLost(Exception):
     """The engine process is gone."""
 
 
+class Cancelled(Exception):
+    """The request was cancelled by another one."""
+
+
 class ReaderStalled(Exception):
     """The client does not read, and what is unsent has reached its bound."""
 

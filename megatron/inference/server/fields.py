@@ -82,6 +82,11 @@ class JsonSchemaFormat(Body):
     json_schema: SchemaFormat
 
 
+def schema_format(schema: dict[str, Any]) -> JsonSchemaFormat:
+    """Return the format of JSON that a schema describes, as routes without names for it say it."""
+    return JsonSchemaFormat(type="json_schema", json_schema=SchemaFormat(name="", schema=schema))
+
+
 class StructuredOutputs(Body):
     """What an output has to be: one of these."""
 

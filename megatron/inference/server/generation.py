@@ -10,7 +10,7 @@ from typing import Any
 
 from megatron.core.inference.text_stream import TextStream
 from megatron.inference.server.answer_parser import AnswerParser, Part
-from megatron.inference.server.engine_client import EngineClient
+from megatron.inference.server.engine_client import Cancelled, EngineClient
 from megatron.inference.server.metrics import ServerMetrics
 from megatron.inference.server.protocol import News
 
@@ -200,12 +200,18 @@ class Generation:
         """Abort what has not ended."""
         self._outputs.close()
 
+    def cancel(self) -> None:
+        """Abort what has not ended, and have `deltas` raise Cancelled."""
+        self._outputs.close()
+        self._outputs.fail(Cancelled())
+
     async def deltas(self) -> AsyncIterator[Delta]:
         """Yield what is added to outputs until all have ended.
 
         Raises:
             Refused: the engine cannot serve it.
             NotFinite: the model cannot go on.
+            Cancelled: by `cancel`.
             EngineLost, ReaderStalled: see `Outputs.news`.
         """
         try:

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import asyncio
 import hmac
+import json
 import re
 import secrets
 import time
@@ -20,6 +21,8 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 from megatron.inference.server.log_lines import REQUEST_ID, log_answer
 
 MAX_HEADER_BYTES = 16 << 10
+#: Routes whose errors have the shape of Anthropic's, and what their paths begin with.
+ANTHROPIC_ROUTES = "/v1/messages"
 #: Routes that need no key.
 OPEN_ROUTES = frozenset({"/", "/health"})
 #: Routes that are asked for all the time, and leave no line in the log.
@@ -65,9 +68,14 @@ class ApiError(Exception):
         self.status, self.message, self.param, self.code = status, message, param, code
         self.retry_seconds = retry_seconds
 
-    def to_json(self, request_id: str) -> dict[str, Any]:
-        """Return the body of the answer."""
+    def to_json(self, request_id: str, path: str = "") -> dict[str, Any]:
+        """Return the body of the answer, in the shape of the route at a path."""
         kinds = {401: "authentication_error", 404: "not_found_error", 429: "rate_limit_error"}
+        if path.startswith(ANTHROPIC_ROUTES):
+            kinds |= {413: "request_too_large", 503: "overloaded_error", 504: "timeout_error"}
+            usual = "api_error" if self.status >= 500 else "invalid_request_error"
+            error = {"type": kinds.get(self.status, usual), "message": self.message}
+            return {"type": "error", "error": error, "request_id": request_id}
         kind = "server_error" if self.status >= 500 else "invalid_request_error"
         return {
             "error": {
@@ -79,14 +87,14 @@ class ApiError(Exception):
             }
         }
 
-    def response(self, request_id: str) -> Response:
-        """Return the answer."""
+    def response(self, request_id: str, path: str = "") -> Response:
+        """Return the answer, in the shape of the route at a path."""
         headers = {}
         if self.retry_seconds is not None:
             headers["retry-after"] = str(self.retry_seconds)
         if self.status == 401:
             headers["www-authenticate"] = "Bearer"
-        return JSONResponse(self.to_json(request_id), self.status, headers=headers)
+        return JSONResponse(self.to_json(request_id, path), self.status, headers=headers)
 
 
 def internal_error() -> ApiError:
@@ -132,7 +140,8 @@ class Guard:
         try:
             self._check(scope)
         except ApiError as error:
-            await error.response(request_id)(scope, receive, send_with_id)
+            response = error.response(request_id, scope["path"])
+            await response(scope, receive, send_with_id)
         else:
             await self._app(scope, _BoundedBody(receive, self._limits), send_with_id)
         if scope["path"] not in POLLED_ROUTES:
@@ -195,13 +204,15 @@ class EventStream(Response):
     """Server-sent events, up to their end, the client's leave, or a stalled reader.
 
     Args:
-        events: the data of each event, one line.
+        events: the data of each event, one line; or an object whose `type` names the event.
         stalled: set when the client has left too much unread: the connection is closed.
     """
 
     media_type = "text/event-stream"
 
-    def __init__(self, events: AsyncGenerator[str, None], stalled: asyncio.Event) -> None:
+    def __init__(
+        self, events: AsyncGenerator[str | dict[str, Any], None], stalled: asyncio.Event
+    ) -> None:
         super().__init__(headers={"cache-control": "no-store", "x-accel-buffering": "no"})
         del self.headers["content-length"]
         self._events, self._stalled = events, stalled
@@ -226,13 +237,10 @@ class EventStream(Response):
 
     async def _send_all(self, send: Send) -> None:
         async for data in self._events:
-            await send(
-                {
-                    "type": "http.response.body",
-                    "body": f"data: {data}\n\n".encode(),
-                    "more_body": True,
-                }
-            )
+            text = f"data: {data}\n\n"
+            if not isinstance(data, str):
+                text = f"event: {data['type']}\ndata: {json.dumps(data)}\n\n"
+            await send({"type": "http.response.body", "body": text.encode(), "more_body": True})
         await send({"type": "http.response.body", "body": b""})
 
 

@@ -31,8 +31,10 @@ from megatron.inference.server.fields import ChatBody
 from megatron.inference.server.generation import ModelCard
 from megatron.inference.server.guard import MAX_HEADER_BYTES, Limits, timed_protocol
 from megatron.inference.server.log_lines import set_up as set_up_log
+from megatron.inference.server.messages import CountBody, MessagesBody, count_tokens, messages
 from megatron.inference.server.metrics import ServerMetrics
 from megatron.inference.server.protocol import LENGTH
+from megatron.inference.server.responses import ResponseBody, cancel_response, create_response
 from megatron.inference.server.routes import ROUTES, Route, Server, create_app
 from megatron.inference.server.structured import grammars_of
 from megatron.training.data.chat import ChatTemplate
@@ -41,6 +43,10 @@ from megatron.training.data.chat import ChatTemplate
 APP_ROUTES: Sequence[Route] = (
     *ROUTES,
     ("POST", "/v1/chat/completions", chat, ChatBody),
+    ("POST", "/v1/responses", create_response, ResponseBody),
+    ("POST", "/v1/responses/{response_id}/cancel", cancel_response, None),
+    ("POST", "/v1/messages", messages, MessagesBody),
+    ("POST", "/v1/messages/count_tokens", count_tokens, CountBody),
 )
 
 # Between two looks at whether the last answer is out.

@@ -7,7 +7,7 @@ import asyncio
 import json
 import secrets
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Coroutine, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, TypeVar
 
@@ -26,6 +26,7 @@ from megatron.inference.server.answer_parser import AnswerParser
 from megatron.inference.server.chat_page import chat_page
 from megatron.inference.server.conversation import Conversation, Conversations
 from megatron.inference.server.engine_client import (
+    Cancelled,
     Draining,
     EngineClient,
     EngineLost,
@@ -94,6 +95,8 @@ class Server:
     tokenizer: Tokenizer
     conversations: Conversations
     formats: AnswerFormats
+    running: dict[str, Callable[[], dict[str, Any]]] = field(default_factory=dict)
+    """What cancels a response that is not finished and returns it, by its id."""
     card: ModelCard
     limits: Limits
     metrics: ServerMetrics
@@ -285,6 +288,8 @@ async def checked(generation: Generation) -> AsyncIterator[Delta]:
         raise ApiError(
             500, "the model's logits are not finite, or nothing may follow", code="not_finite"
         ) from None
+    except Cancelled:
+        raise ApiError(409, "the response was cancelled") from None
     except EngineLost:
         raise engine_lost() from None
 
@@ -492,10 +497,10 @@ def create_app(server: Server, key: str | None, *, routes: Sequence[Route]) -> A
             try:
                 return await handler(server, request)
             except ApiError as error:
-                return error.response(request_id)
+                return error.response(request_id, path)
             except Exception:
                 LOG.exception("request %s failed", request_id)
-                return internal_error().response(request_id)
+                return internal_error().response(request_id, path)
 
         schema = None
         if body is not None:
@@ -518,7 +523,7 @@ def create_app(server: Server, key: str | None, *, routes: Sequence[Route]) -> A
         assert isinstance(error, HTTPException)
         said = {404: "there is no such route", 405: "this route takes another method"}
         found = ApiError(error.status_code, said.get(error.status_code, "the request is not valid"))
-        return found.response(request.state.request_id)
+        return found.response(request.state.request_id, request.url.path)
 
     app.add_exception_handler(HTTPException, no_route)
     return Guard(app, server.limits, key, server.metrics.note_answer)

@@ -1,0 +1,376 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Anthropic's routes: `/v1/messages`, a conversation's answer as blocks of content, and
+`/v1/messages/count_tokens`."""
+
+from __future__ import annotations
+
+import json
+import secrets
+from collections.abc import Sequence
+from typing import Annotated, Any, Literal
+
+from pydantic import Field
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
+
+from megatron.inference.server.answer_parser import Part
+from megatron.inference.server.answers import begin_answer, respond_with_events
+from megatron.inference.server.chat_completions import check_tools
+from megatron.inference.server.conversation import Conversation, Tool, ToolCall, Turn
+from megatron.inference.server.fields import (
+    MAX_CALLS,
+    MAX_MESSAGES,
+    MAX_STOP_LENGTH,
+    MAX_STOP_STRINGS,
+    MAX_TEXT,
+    MAX_TOKENS,
+    MAX_TOOLS,
+    Body,
+    CallId,
+    GenerationBody,
+    TextPart,
+    ToolName,
+    schema_format,
+)
+from megatron.inference.server.generation import Delta, Usage
+from megatron.inference.server.guard import ANTHROPIC_ROUTES, ApiError
+from megatron.inference.server.routes import Server
+
+#: The variable of a chat template that `thinking` sets.
+THINKING_VARIABLE = "enable_thinking"
+
+_Text = Annotated[str, Field(max_length=MAX_TEXT)]
+_Texts = Annotated[list[TextPart], Field(min_length=1, max_length=MAX_MESSAGES)]
+
+
+class ThinkingBlock(Body):
+    """Reasoning of a former answer; the signature is ours, which is empty."""
+
+    type: Literal["thinking"]
+    thinking: _Text
+    signature: Literal[""] = ""
+
+
+class ToolUseBlock(Body):
+    """A tool call of a former answer."""
+
+    type: Literal["tool_use"]
+    id: CallId
+    name: ToolName
+    input: dict[str, Any]
+
+
+class ToolResultBlock(Body):
+    """What a tool has returned; that of an error is shown to the model as one."""
+
+    type: Literal["tool_result"]
+    tool_use_id: CallId
+    content: _Text | _Texts = ""
+    is_error: bool | None = None
+
+
+class AnthropicMessage(Body):
+    """A turn of a conversation."""
+
+    role: Literal["user", "assistant"]
+    content: (
+        _Text
+        | Annotated[
+            list[
+                Annotated[
+                    TextPart | ThinkingBlock | ToolUseBlock | ToolResultBlock,
+                    Field(discriminator="type"),
+                ]
+            ],
+            Field(min_length=1, max_length=MAX_CALLS),
+        ]
+    )
+
+    def turns(self) -> list[Turn]:
+        """Return it as turns of a conversation: results of tools are turns of their own."""
+        if isinstance(self.content, str):
+            return [Turn(role=self.role, text=self.content)]
+        if self.role == "assistant":
+            return [self._answer(self.content)]
+        found = []
+        for block in self.content:
+            if isinstance(block, TextPart):
+                if found and found[-1].role == "user":
+                    found[-1] = Turn(role="user", text=found[-1].text + block.text)
+                else:
+                    found.append(Turn(role="user", text=block.text))
+            elif isinstance(block, ToolResultBlock):
+                text = ("Error: " if block.is_error else "") + _joined(block.content)
+                found.append(Turn(role="tool", text=text, call_id=block.tool_use_id))
+            else:
+                raise ApiError(400, f"messages: {block.type} is of the assistant", param="messages")
+        return found
+
+    def _answer(self, blocks: Sequence[Any]) -> Turn:
+        thoughts, texts, calls = [], [], []
+        for block in blocks:
+            if isinstance(block, ThinkingBlock):
+                thoughts.append(block.thinking)
+            elif isinstance(block, ToolUseBlock):
+                arguments = json.dumps(block.input, ensure_ascii=False)
+                calls.append(ToolCall(id=block.id, name=block.name, arguments=arguments))
+            elif isinstance(block, TextPart):
+                texts.append(block.text)
+            else:
+                raise ApiError(400, "messages: tool_result is of the user", param="messages")
+        reasoning = "".join(thoughts) if thoughts else None
+        return Turn(role="assistant", text="".join(texts), calls=calls, reasoning=reasoning)
+
+
+class AnthropicTool(Body):
+    """A function that may be called."""
+
+    type: Literal["custom"] | None = None
+    name: ToolName
+    description: _Text | None = None
+    input_schema: dict[str, Any]
+    strict: bool | None = None
+
+
+class ToolUse(Body):
+    """Whether tools may be called, or have to be."""
+
+    type: Literal["auto", "any", "none", "tool"]
+    name: ToolName | None = None
+    disable_parallel_tool_use: bool | None = None
+
+
+class Thinking(Body):
+    """Whether the template has the model reason; a budget of tokens would not be kept."""
+
+    type: Literal["adaptive", "disabled"]
+
+
+class OutputFormat(Body):
+    """JSON that a schema describes."""
+
+    type: Literal["json_schema"]
+    json_schema: Annotated[dict[str, Any], Field(alias="schema")]
+
+
+class OutputConfig(Body):
+    """What the answer has to be."""
+
+    format: OutputFormat | None = None
+
+
+class CountBody(Body):
+    """`POST /v1/messages/count_tokens`."""
+
+    model: str | None = None
+    messages: Annotated[list[AnthropicMessage], Field(min_length=1, max_length=MAX_MESSAGES)]
+    system: _Text | _Texts | None = None
+    tools: Annotated[list[AnthropicTool], Field(min_length=1, max_length=MAX_TOOLS)] | None = None
+    tool_choice: ToolUse | None = None
+    thinking: Thinking | None = None
+
+    def conversation(self) -> Conversation:
+        """Return the conversation. Raises ApiError where it is none."""
+        turns = [] if self.system is None else [Turn(role="system", text=_joined(self.system))]
+        turns += [turn for message in self.messages for turn in message.turns()]
+        if turns[-1].role == "assistant":
+            raise ApiError(
+                400, "messages: the last one is the assistant's: answers are not continued"
+            )
+        tools = [
+            Tool(
+                name=tool.name,
+                description=tool.description,
+                parameters=tool.input_schema,
+                strict=bool(tool.strict),
+            )
+            for tool in self.tools or ()
+        ]
+        use = self.tool_choice or ToolUse(type="auto")
+        if (use.type == "tool") != (use.name is not None):
+            raise ApiError(400, "tool_choice: name goes with type tool", param="tool_choice")
+        choices: dict[str, Literal["auto", "none", "required"]]
+        choices = {"auto": "auto", "none": "none", "any": "required", "tool": "required"}
+        choice = choices[use.type]
+        check_tools(tools, only=use.name, required=choice == "required")
+        variables = {}
+        if self.thinking is not None:
+            variables[THINKING_VARIABLE] = self.thinking.type == "adaptive"
+        return Conversation(
+            turns=turns,
+            tools=tools,
+            choice=choice,
+            only=use.name,
+            parallel=not use.disable_parallel_tool_use,
+            variables=variables,
+        )
+
+
+class MessagesBody(CountBody):
+    """`POST /v1/messages`."""
+
+    max_tokens: Annotated[int, Field(ge=1, le=MAX_TOKENS)]
+    stop_sequences: (
+        Annotated[
+            list[Annotated[str, Field(min_length=1, max_length=MAX_STOP_LENGTH)]],
+            Field(max_length=MAX_STOP_STRINGS),
+        ]
+        | None
+    ) = None
+    temperature: Annotated[float, Field(ge=0, le=1)] | None = None
+    top_p: Annotated[float, Field(gt=0, le=1)] | None = None
+    top_k: Annotated[int, Field(ge=0, lt=1 << 31)] | None = None
+    output_config: OutputConfig | None = None
+    stream: bool | None = None
+
+    def generation(self) -> GenerationBody:
+        """Return how tokens are chosen."""
+        shape = None if self.output_config is None else self.output_config.format
+        return GenerationBody(
+            response_format=None if shape is None else schema_format(shape.json_schema),
+            temperature=self.temperature,
+            top_p=self.top_p,
+            top_k=self.top_k,
+            stop=self.stop_sequences,
+        )
+
+
+def _joined(content: str | Sequence[TextPart]) -> str:
+    return content if isinstance(content, str) else "".join(part.text for part in content)
+
+
+class MessageView:
+    """An answer as blocks of content.
+
+    Args:
+        model: its name.
+        usage: of the request, as it grows.
+        request_id: of the request.
+    """
+
+    def __init__(self, model: str, usage: Usage, request_id: str) -> None:
+        self._usage, self._request_id = usage, request_id
+        self._message = {
+            "id": f"msg_{secrets.token_hex(12)}",
+            "type": "message",
+            "role": "assistant",
+            "model": model,
+            "content": [],
+            "stop_reason": None,
+            "stop_sequence": None,
+        }
+        self._begun = False
+        self._index, self._kind = -1, ""  # of the newest block; no kind once it has ended
+
+    def whole(self, deltas: Sequence[Delta]) -> dict[str, Any]:
+        """Return the message from all of its deltas."""
+        blocks: list[dict[str, Any]] = []
+        ending: dict[str, Any] = {}
+        for event in (event for delta in deltas for event in self.events(delta)):
+            if event["type"] == "content_block_start":
+                blocks.append({**event["content_block"]})
+                blocks[-1] |= {"input": ""} if blocks[-1]["type"] == "tool_use" else {}
+            elif event["type"] == "content_block_delta":
+                (text,) = (v for k, v in event["delta"].items() if k != "type")
+                last = blocks[-1]
+                last["input" if last["type"] == "tool_use" else last["type"]] += text
+            elif event["type"] == "message_delta":
+                ending = event["delta"]
+        for block in blocks:
+            if block["type"] == "tool_use":
+                block["input"] = _object(block["input"])
+        return {**self._message, "content": blocks, **ending, "usage": self._count()}
+
+    def events(self, delta: Delta) -> list[dict[str, Any]]:
+        """Return the events that show a delta."""
+        found: list[dict[str, Any]] = []
+        if not self._begun:
+            self._begun = True
+            usage = {**self._count(), "output_tokens": 0}
+            found.append({"type": "message_start", "message": {**self._message, "usage": usage}})
+        for part in delta.parts:
+            found += self._shown(part)
+        if delta.finish_reason:
+            found += self._end()
+            reasons = {"tool_calls": "tool_use", "length": "max_tokens"}
+            reason = reasons.get(delta.finish_reason, "end_turn")
+            ending = {
+                "stop_reason": reason if delta.stop is None else "stop_sequence",
+                "stop_sequence": delta.stop,
+            }
+            found.append({"type": "message_delta", "delta": ending, "usage": self._count()})
+            found.append({"type": "message_stop"})
+        return found
+
+    def error(self, error: ApiError) -> dict[str, Any]:
+        """Return the event of an error that ends a stream."""
+        return error.to_json(self._request_id, ANTHROPIC_ROUTES)
+
+    def _shown(self, part: Part) -> list[dict[str, Any]]:
+        if part.kind == "end":
+            return self._end()
+        if part.kind == "call":
+            call = {"id": f"toolu_{secrets.token_hex(12)}", "name": part.text, "input": {}}
+            return [*self._end(), self._start("tool_use", **call)]
+        if part.kind == "arguments":
+            return [self._delta("input_json_delta", partial_json=part.text)]
+        kind, empty = ("thinking", {"thinking": "", "signature": ""})
+        if part.kind == "text":
+            kind, empty = ("text", {"text": ""})
+        begun = [] if self._kind == kind else [*self._end(), self._start(kind, **empty)]
+        return [*begun, self._delta(f"{kind}_delta", **{kind: part.text})]
+
+    def _start(self, kind: str, **fields: Any) -> dict[str, Any]:
+        self._index, self._kind = self._index + 1, kind
+        block = {"type": kind, **fields}
+        return {"type": "content_block_start", "index": self._index, "content_block": block}
+
+    def _delta(self, kind: str, **fields: str) -> dict[str, Any]:
+        delta = {"type": kind, **fields}
+        return {"type": "content_block_delta", "index": self._index, "delta": delta}
+
+    def _end(self) -> list[dict[str, Any]]:
+        """Return the event that ends the newest block, if it has not ended."""
+        ended, self._kind = self._kind, ""
+        return [{"type": "content_block_stop", "index": self._index}] if ended else []
+
+    def _count(self) -> dict[str, int]:
+        """Return tokens; those found in the prefix cache are counted apart from the others."""
+        return {
+            "input_tokens": self._usage.prompt_tokens - self._usage.cached_tokens,
+            "cache_creation_input_tokens": 0,
+            "cache_read_input_tokens": self._usage.cached_tokens,
+            "output_tokens": self._usage.completion_tokens,
+        }
+
+
+def _object(text: str) -> dict[str, Any]:
+    """Return the arguments of a call; those that are no object, under the name `unparsed`."""
+    try:
+        found = json.loads(text)
+    except (ValueError, RecursionError):
+        found = None
+    return found if isinstance(found, dict) else {"unparsed": text}
+
+
+async def messages(server: Server, request: Request) -> Response:
+    """Answer `POST /v1/messages`."""
+    body = await server.read(request, MessagesBody)
+    server.check_model(body.model)
+    generation = await begin_answer(
+        server,
+        body.conversation(),
+        body.generation(),
+        max_new_tokens=body.max_tokens,
+        format_field="output_config",
+    )
+    view = MessageView(server.card.name, generation.usage, request.state.request_id)
+    return await respond_with_events(server, request, generation, view, stream=bool(body.stream))
+
+
+async def count_tokens(server: Server, request: Request) -> Response:
+    """Answer `POST /v1/messages/count_tokens`."""
+    body = await server.read(request, CountBody)
+    server.check_model(body.model)
+    prompt = await server.conversations.prompt(body.conversation())
+    return JSONResponse({"input_tokens": len(prompt.tokens)})

@@ -1,0 +1,460 @@
+# SPDX-License-Identifier: Apache-2.0
+"""OpenAI's `/v1/responses`: a conversation's answer as items of output. Nothing is stored: a
+request has the whole conversation, and a response can be cancelled while it runs."""
+
+from __future__ import annotations
+
+import secrets
+import time
+from collections.abc import Sequence
+from typing import Annotated, Any, Literal
+
+from pydantic import Discriminator, Field, Tag
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
+
+from megatron.inference.server.answer_parser import Part
+from megatron.inference.server.answers import begin_answer, respond_with_events
+from megatron.inference.server.chat_completions import check_tools
+from megatron.inference.server.conversation import (
+    NO_PARAMETERS,
+    Conversation,
+    Tool,
+    ToolCall,
+    Turn,
+)
+from megatron.inference.server.fields import (
+    MAX_MESSAGES,
+    MAX_TEXT,
+    MAX_TOKENS,
+    MAX_TOOLS,
+    Body,
+    CallId,
+    Function,
+    FunctionName,
+    GenerationBody,
+    JsonFormat,
+    TemplateVariables,
+    TextFormat,
+    ToolName,
+    schema_format,
+)
+from megatron.inference.server.generation import Delta, Generation
+from megatron.inference.server.guard import ApiError
+from megatron.inference.server.routes import Server
+
+_Text = Annotated[str, Field(max_length=MAX_TEXT)]
+_Id = Annotated[str, Field(max_length=256)]
+_Status = Literal["in_progress", "completed", "incomplete"]
+
+
+class ContentPart(Body):
+    """A part of a message, also of a former answer."""
+
+    type: Literal["input_text", "output_text", "reasoning_text"]
+    text: _Text
+    annotations: Annotated[list[Any], Field(max_length=0)] | None = None
+    logprobs: Annotated[list[Any], Field(max_length=0)] | None = None
+
+
+_Parts = Annotated[list[ContentPart], Field(max_length=MAX_MESSAGES)]
+
+
+class OldItem(Body):
+    """What all items have that were output before."""
+
+    id: _Id | None = None
+    status: _Status | None = None
+
+
+class MessageItem(OldItem):
+    """A turn of a conversation."""
+
+    type: Literal["message"] = "message"
+    role: Literal["system", "developer", "user", "assistant"]
+    content: _Text | _Parts
+
+
+class ReasoningItem(OldItem):
+    """Reasoning of a former answer."""
+
+    type: Literal["reasoning"]
+    summary: Annotated[list[Any], Field(max_length=0)] | None = None
+    content: _Parts | None = None
+    encrypted_content: None = None
+
+
+class CallItem(OldItem):
+    """A tool call of a former answer."""
+
+    type: Literal["function_call"]
+    call_id: CallId
+    name: ToolName
+    arguments: _Text
+
+
+class CallOutputItem(OldItem):
+    """What a tool has returned."""
+
+    type: Literal["function_call_output"]
+    call_id: CallId
+    output: _Text | _Parts
+
+
+def _kind(item: Any) -> str | None:
+    """Return the type of an item; one without is a message."""
+    if isinstance(item, dict):
+        return item.get("type", "message")
+    return getattr(item, "type", None)
+
+
+_Item = Annotated[
+    Annotated[MessageItem, Tag("message")]
+    | Annotated[ReasoningItem, Tag("reasoning")]
+    | Annotated[CallItem, Tag("function_call")]
+    | Annotated[CallOutputItem, Tag("function_call_output")],
+    Discriminator(_kind),
+]
+
+
+class ResponseTool(Function):
+    """A function that may be called."""
+
+    type: Literal["function"]
+
+
+class ForcedFunction(FunctionName):
+    """The function that has to be called."""
+
+    type: Literal["function"]
+
+
+class NamedSchema(Body):
+    """JSON that a schema describes. It is always followed, as `strict` has it."""
+
+    type: Literal["json_schema"]
+    name: _Id
+    description: _Text | None = None
+    json_schema: Annotated[dict[str, Any], Field(alias="schema")]
+    strict: bool | None = None
+
+
+class TextConfig(Body):
+    """What the text has to be."""
+
+    format: Annotated[TextFormat | JsonFormat | NamedSchema, Field(discriminator="type")] | None = (
+        None
+    )
+
+
+class ResponseBody(Body):
+    """`POST /v1/responses`."""
+
+    model: str | None = None
+    input: (
+        _Text
+        | Annotated[
+            list[_Item],
+            Field(min_length=1, max_length=MAX_MESSAGES),
+        ]
+    )
+    instructions: _Text | None = None
+    max_output_tokens: Annotated[int, Field(ge=1, le=MAX_TOKENS)] | None = None
+    temperature: Annotated[float, Field(ge=0, le=100)] | None = None
+    top_p: Annotated[float, Field(gt=0, le=1)] | None = None
+    text: TextConfig | None = None
+    tools: Annotated[list[ResponseTool], Field(max_length=MAX_TOOLS)] | None = None
+    tool_choice: Literal["none", "auto", "required"] | ForcedFunction | None = None
+    parallel_tool_calls: bool | None = None
+    chat_template_kwargs: TemplateVariables | None = None
+    metadata: (
+        Annotated[
+            dict[
+                Annotated[str, Field(max_length=64)],
+                Annotated[str, Field(max_length=512)],
+            ],
+            Field(max_length=16),
+        ]
+        | None
+    ) = None
+    stream: bool | None = None
+    store: Annotated[bool, Field(description="Only false: nothing is stored.")] | None = None
+    previous_response_id: (
+        Annotated[str, Field(description="Refused: nothing is stored.")] | None
+    ) = None
+
+    def conversation(self) -> Conversation:
+        """Return the conversation. Raises ApiError where it is none."""
+        tools = [_tool(tool) for tool in self.tools or ()]
+        choice, only = self.tool_choice or "auto", None
+        if isinstance(choice, ForcedFunction):
+            choice, only = "required", choice.name
+        check_tools(tools, only=only, required=choice == "required")
+        return Conversation(
+            turns=self._turns(),
+            tools=tools,
+            choice=choice,
+            only=only,
+            parallel=self.parallel_tool_calls is not False,
+            variables=self.chat_template_kwargs or {},
+        )
+
+    def _turns(self) -> list[Turn]:
+        """Return the turns: what the assistant has output in a row is one."""
+        found = [Turn(role="system", text=self.instructions)] if self.instructions else []
+        if isinstance(self.input, str):
+            return [*found, Turn(role="user", text=self.input)]
+        for item in self.input:
+            turn = _turn(item)
+            last = found[-1] if found else None
+            if last is not None and last.role == turn.role == "assistant":
+                found[-1] = Turn(
+                    role="assistant",
+                    text=last.text + turn.text,
+                    calls=[*last.calls, *turn.calls],
+                    reasoning=(last.reasoning or "") + (turn.reasoning or "") or None,
+                )
+            else:
+                found.append(turn)
+        return found
+
+    def generation(self) -> GenerationBody:
+        """Return how tokens are chosen."""
+        shape: Any = None if self.text is None else self.text.format
+        if isinstance(shape, NamedSchema):
+            shape = schema_format(shape.json_schema)
+        return GenerationBody(temperature=self.temperature, top_p=self.top_p, response_format=shape)
+
+    def told(self) -> dict[str, Any]:
+        """Return what a response tells of its request."""
+        given = self.model_dump(by_alias=True, exclude_none=True)
+        return {
+            "instructions": self.instructions,
+            "max_output_tokens": self.max_output_tokens,
+            "metadata": self.metadata or {},
+            "parallel_tool_calls": self.parallel_tool_calls is not False,
+            "previous_response_id": None,
+            "store": False,
+            "temperature": self.temperature if self.temperature is not None else 1.0,
+            "text": given.get("text") or {"format": {"type": "text"}},
+            "tool_choice": given.get("tool_choice", "auto"),
+            "tools": given.get("tools", []),
+            "top_p": self.top_p if self.top_p is not None else 1.0,
+        }
+
+
+def _tool(tool: ResponseTool) -> Tool:
+    return Tool(
+        name=tool.name,
+        description=tool.description,
+        parameters=tool.parameters or NO_PARAMETERS,
+        strict=bool(tool.strict),
+    )
+
+
+def _joined(content: str | Sequence[ContentPart] | None) -> str:
+    return content if isinstance(content, str) else "".join(part.text for part in content or ())
+
+
+def _turn(item: MessageItem | ReasoningItem | CallItem | CallOutputItem) -> Turn:
+    if isinstance(item, MessageItem):
+        return Turn(role=item.role, text=_joined(item.content))
+    if isinstance(item, ReasoningItem):
+        return Turn(role="assistant", text="", reasoning=_joined(item.content))
+    if isinstance(item, CallOutputItem):
+        return Turn(role="tool", text=_joined(item.output), call_id=item.call_id)
+    call = ToolCall(id=item.call_id, name=item.name, arguments=item.arguments)
+    return Turn(role="assistant", text="", calls=[call])
+
+
+class ResponseView:
+    """An answer as items of output.
+
+    Args:
+        model: its name.
+        generation: that it shows.
+        told: of the request.
+    """
+
+    def __init__(self, model: str, generation: Generation, told: dict[str, Any]) -> None:
+        self._usage = generation.usage
+        self.id = f"resp_{secrets.token_hex(12)}"
+        self._output: list[dict[str, Any]] = []
+        self._fields = {
+            "id": self.id,
+            "object": "response",
+            "created_at": int(time.time()),
+            "status": "in_progress",
+            "error": None,
+            "incomplete_details": None,
+            "model": model,
+            **told,
+        }
+        self._number = 0
+        self._kind = ""  # of the newest item; none once it has ended
+        self._reasoning_tokens, self._reasons = 0, False
+
+    def response(self, status: str | None = None, **fields: Any) -> dict[str, Any]:
+        """Return the response as it is, with another status if there is one."""
+        if status is not None:
+            self._fields |= {"status": status, **fields}
+        used, written = self._usage.prompt_tokens, self._usage.completion_tokens
+        usage = {
+            "input_tokens": used,
+            "input_tokens_details": {"cached_tokens": self._usage.cached_tokens},
+            "output_tokens": written,
+            "output_tokens_details": {"reasoning_tokens": self._reasoning_tokens},
+            "total_tokens": used + written,
+        }
+        done = self._fields["status"] != "in_progress"
+        return {**self._fields, "output": self._output[:], "usage": usage if done else None}
+
+    def whole(self, deltas: Sequence[Delta]) -> dict[str, Any]:
+        """Return the response from all of its deltas."""
+        for delta in deltas:
+            self.events(delta)
+        return self.response()
+
+    def events(self, delta: Delta) -> list[dict[str, Any]]:
+        """Return the events that show a delta."""
+        found: list[dict[str, Any]] = []
+        if not self._number:
+            for name in ("created", "in_progress"):
+                found.append(self._event(f"response.{name}", response=self.response()))
+        for part in delta.parts:
+            found += self._shown(part)
+            self._reasons = part.kind == "reasoning"
+        self._reasoning_tokens += len(delta.scores) if self._reasons else 0
+        if delta.finish_reason == "length":
+            found += self._end("incomplete")
+            details = {"reason": "max_output_tokens"}
+            response = self.response("incomplete", incomplete_details=details)
+            found.append(self._event("response.incomplete", response=response))
+        elif delta.finish_reason:
+            found += self._end()
+            found.append(self._event("response.completed", response=self.response("completed")))
+        return found
+
+    def error(self, error: ApiError) -> dict[str, Any]:
+        """Return the event of an error that ends a stream."""
+        if self._fields["status"] == "cancelled":
+            return self._event("response.incomplete", response=self.response())
+        kind = "server_error" if error.status >= 500 else "invalid_prompt"
+        said = {"code": kind, "message": error.message}
+        return self._event("response.failed", response=self.response("failed", error=said))
+
+    def _event(self, kind: str, **fields: Any) -> dict[str, Any]:
+        self._number += 1
+        return {"type": kind, "sequence_number": self._number - 1, **fields}
+
+    def _item_event(self, kind: str, **fields: Any) -> dict[str, Any]:
+        """Return an event about the newest item."""
+        place = {"item_id": self._output[-1]["id"], "output_index": len(self._output) - 1}
+        return self._event(f"response.{kind}", **place, **fields)
+
+    def _shown(self, part: Part) -> list[dict[str, Any]]:
+        if part.kind == "end":
+            return self._end()
+        if part.kind == "call":
+            call = {"call_id": f"call_{secrets.token_hex(12)}", "name": part.text, "arguments": ""}
+            return [*self._end(), self._start("function_call", "fc", **call)]
+        item: dict[str, Any]
+        if part.kind == "arguments":
+            self._output[-1]["arguments"] += part.text
+            return [self._item_event("function_call_arguments.delta", delta=part.text)]
+        found: list[dict[str, Any]] = []
+        kind, text, name = "message", "output_text", "output_text"
+        if part.kind == "reasoning":
+            kind, text, name = "reasoning", "reasoning_text", "reasoning_text"
+        if self._kind != kind:
+            found += self._end()
+            item = {"role": "assistant"} if kind == "message" else {"summary": []}
+            found.append(
+                self._start(kind, "msg" if kind == "message" else "rs", **item, content=[])
+            )
+            content: dict[str, Any] = {"type": text, "text": ""}
+            content |= {"annotations": [], "logprobs": []} if kind == "message" else {}
+            self._output[-1]["content"].append(content)
+            added = {**content}
+            found.append(self._item_event("content_part.added", content_index=0, part=added))
+        self._output[-1]["content"][0]["text"] += part.text
+        more = {"logprobs": []} if kind == "message" else {}
+        delta = self._item_event(f"{name}.delta", content_index=0, delta=part.text, **more)
+        return [*found, delta]
+
+    def _start(self, kind: str, prefix: str, **fields: Any) -> dict[str, Any]:
+        """Begin an item; return its event."""
+        self._kind = kind
+        item = {"id": f"{prefix}_{secrets.token_hex(12)}", "type": kind, "status": "in_progress"}
+        self._output.append({**item, **fields})
+        added = {**self._output[-1], "content": []} if "content" in fields else self._output[-1]
+        return self._event(
+            "response.output_item.added", output_index=len(self._output) - 1, item={**added}
+        )
+
+    def _end(self, status: _Status = "completed") -> list[dict[str, Any]]:
+        """End the newest item, if it has not ended; return the events."""
+        kind, self._kind = self._kind, ""
+        if not kind:
+            return []
+        item = self._output[-1]
+        item["status"] = status
+        found = []
+        if kind == "function_call":
+            done = {"name": item["name"], "arguments": item["arguments"]}
+            found.append(self._item_event("function_call_arguments.done", **done))
+        else:
+            (part,) = item["content"]
+            text = {"content_index": 0, "text": part["text"]}
+            text |= {"logprobs": []} if kind == "message" else {}
+            found.append(self._item_event(f"{part['type']}.done", **text))
+            found.append(self._item_event("content_part.done", content_index=0, part={**part}))
+        place = len(self._output) - 1
+        done_event = self._event("response.output_item.done", output_index=place, item={**item})
+        return [*found, done_event]
+
+
+async def create_response(server: Server, request: Request) -> Response:
+    """Answer `POST /v1/responses`."""
+    body = await server.read(request, ResponseBody)
+    server.check_model(body.model)
+    if body.store:
+        raise ApiError(400, "store: nothing is stored here: say false", param="store")
+    if body.previous_response_id is not None:
+        raise ApiError(
+            400,
+            "previous_response_id: nothing is stored here: send the whole conversation as input",
+            param="previous_response_id",
+        )
+    generation = await begin_answer(
+        server,
+        body.conversation(),
+        body.generation(),
+        max_new_tokens=body.max_output_tokens,
+        format_field="text",
+    )
+    view = ResponseView(server.card.name, generation, body.told())
+
+    def cancel() -> dict[str, Any]:
+        generation.cancel()
+        return view.response("cancelled")
+
+    if body.stream:  # else nobody knows its id yet
+        server.running[view.id] = cancel
+    return await respond_with_events(
+        server,
+        request,
+        generation,
+        view,
+        stream=bool(body.stream),
+        ended=lambda: server.running.pop(view.id),
+    )
+
+
+async def cancel_response(server: Server, request: Request) -> Response:
+    """Answer `POST /v1/responses/{response_id}/cancel`: it ends, and its stream says so."""
+    name = request.path_params["response_id"]
+    cancel = server.running.get(name)
+    if cancel is None:
+        raise ApiError(404, "there is no such response that still runs")
+    return JSONResponse(cancel())

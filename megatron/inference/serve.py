@@ -36,6 +36,7 @@ from megatron.inference.config import ServeConfig, Service
 
 if TYPE_CHECKING:
     from megatron.inference.checkpoint_model import CheckpointModel
+    from megatron.inference.server.embedder import Pooling
 
 PROG = "python -m megatron.inference.serve"
 
@@ -153,6 +154,16 @@ def http_process(listeners: Sequence[socket.socket]) -> Iterator[socket.socket]:
         raise RunStopped(ExitCode.CRASH, f"error: the HTTP process ended ({process.returncode})")
 
 
+def pooling_of(loaded: CheckpointModel) -> Pooling | str:
+    """Return how the model embeds texts, or why it embeds none."""
+    from megatron.inference.server.embedder import NoPooling, read_pooling
+
+    try:
+        return read_pooling(loaded.folder)
+    except NoPooling as error:
+        return str(error)
+
+
 def settings_of(
     loaded: CheckpointModel, config: ServeConfig, keys: Sequence[str | None]
 ) -> dict[str, Any]:
@@ -163,7 +174,7 @@ def settings_of(
     """
     from megatron.training.data.chat import has_chat_template, read_chat_template
 
-    service = config.service
+    service, pooling = config.service, pooling_of(loaded)
     template = None
     if service.chat_template is not None or has_chat_template(loaded.chat_folder):
         with contextlib.closing(
@@ -181,6 +192,7 @@ def settings_of(
         "tokenizer": loaded.tokenizer_choice,
         "template": template,
         "template_variables": list(service.chat_template_kwargs or ()),
+        "no_embeddings": pooling if isinstance(pooling, str) else None,
         "formats": {"tools": service.tool_call_parser, "reasoning": service.reasoning_parser},
         "card": {
             "name": service.served_model_name or Path(config.source.load).resolve().name,
@@ -265,6 +277,7 @@ def serve(
     """
     from megatron.inference.checkpoint_model import load_checkpoint_model
     from megatron.inference.llm import LLM
+    from megatron.inference.server.embedder import Embedder
     from megatron.inference.server.engine_control import EngineControl
     from megatron.inference.server.engine_loop import EngineLoop, OrderBroadcast
     from megatron.inference.server.protocol import frame
@@ -276,11 +289,22 @@ def serve(
         group = loaded.model.groups["tp"]
         engine = LLM(loaded, config.inference).engine
         grammars = grammars_of(loaded.tokenizer, sorted(loaded.stop_tokens), loaded.vocab_size)
+        pooling = pooling_of(loaded)
+        embedder = None
+        if not isinstance(pooling, str):
+            embedder = Embedder(
+                loaded.model,
+                pooling,
+                loaded.device,
+                max_tokens=config.inference.inference_max_tokens,
+                token_multiple=loaded.token_multiple,
+            )
         loop = EngineLoop(
             engine,
             link,
             OrderBroadcast(group, loaded.device),
             grammars=grammars,
+            embedder=embedder,
             explained=explain(loaded),
             control=EngineControl(engine, loaded),
         )

@@ -117,6 +117,7 @@ def settings(**changes: Any) -> dict[str, Any]:
         "tokenizer": {"recorded": {"type": "byte"}, "model": None},
         "template": {"source": CHATML, "name": "chatml"},
         "template_variables": [],
+        "no_embeddings": "it is made for a test",
         "formats": {"tools": None, "reasoning": None},
         "card": {
             "name": "next-byte",
@@ -144,6 +145,7 @@ def served(
     shapes: CacheShapes | None = None,
     features: EngineFeatures | None = None,
     loaded: Any = None,
+    embedder: Any = None,
     **changes: Any,
 ) -> Iterator[Served]:
     """Serve a model, `NextByte` if none is given, until the block ends."""
@@ -164,7 +166,7 @@ def served(
     grammars = grammars_of(ByteTokenizer(), told["card"]["stop_tokens"], END + 1)
     share = OrderBroadcast(Group.single(), torch.device("cpu"))
     control = EngineControl(running, loaded)
-    loop = EngineLoop(running, link, share, grammars=grammars, control=control)
+    loop = EngineLoop(running, link, share, grammars=grammars, embedder=embedder, control=control)
     admin = None if told["admin_key"] is None else socket.create_server(("127.0.0.1", 0))
     serving = http_process.serve(other_end, listener, told, admin=admin)
     threads = [

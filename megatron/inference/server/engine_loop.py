@@ -26,6 +26,7 @@ from megatron.inference.server.protocol import LENGTH, Ask, FrameReader, News, f
 
 if TYPE_CHECKING:
     from megatron.core.process_groups import Group
+    from megatron.inference.server.embedder import Embedder
     from megatron.inference.server.structured import Grammars
 
 #: Between two heartbeats of an engine that has nothing to do.
@@ -81,6 +82,7 @@ class EngineLoop:
         link: to the HTTP process; None on ranks that follow.
         share: gives orders to all ranks.
         grammars: of structured output; None where the model can have none.
+        embedder: None where the model embeds no texts.
         explained: facts about the model, for `/health`.
         control: does what administration asks for.
     """
@@ -92,12 +94,14 @@ class EngineLoop:
         share: OrderBroadcast,
         *,
         grammars: Grammars | None,
+        embedder: Embedder | None = None,
         explained: Mapping[str, Any] | None = None,
         control: EngineControl | None = None,
     ) -> None:
         self._explained, self._control = explained or {}, control or EngineControl(engine)
         self._engine, self._link, self._share = engine, link, share
-        self._grammars = grammars
+        self._grammars, self._embedder = grammars, embedder
+        self._to_embed: dict[int, Ask] = {}  # by its id
         self._compiler = ThreadPoolExecutor(1)
         self._compiling: dict[int, tuple[Order, Future[object]]] = {}  # by the id of the ask
         self._reader = FrameReader()
@@ -134,14 +138,14 @@ class EngineLoop:
                     assert order["kind"] == "end", order
                     return
             news = self._known(self._engine.step())  # a pause may have ended all that were asked
-            self._report(self._news_outside + news)
+            self._report(self._news_outside + news + self._embedded())
             self._news_outside = []
 
     def _received(self) -> list[Order]:
         """Return what the HTTP process has sent; wait a little for it if there is nothing to do."""
         if self._link is None:
             return []
-        busy = self._engine.unfinished and not self._engine.paused
+        busy = (self._engine.unfinished or self._to_embed) and not self._engine.paused
         wait = 0.0 if busy else IDLE_SECONDS
         if wait and self._compiling:
             futures.wait([work for _, work in self._compiling.values()], _COMPILE_SECONDS)
@@ -178,6 +182,15 @@ class EngineLoop:
         return found + [self._compiling.pop(number)[0] for number in done]
 
     def _add(self, ask: Ask) -> None:
+        if ask.embed:
+            assert self._embedder is not None
+            most = self._embedder.max_tokens
+            if len(ask.prompt) <= most:
+                self._to_embed[ask.id] = ask
+            else:
+                told = f"a text of {len(ask.prompt)} tokens: --inference-max-tokens {most} embeds"
+                self._news_outside.append(News(id=ask.id, refused=f"{told} no longer ones"))
+            return
         try:
             mask = None
             if ask.grammar is not None:
@@ -203,6 +216,7 @@ class EngineLoop:
 
     def _abort(self, ask_id: int) -> None:
         """End an output that nobody waits for any more; one that has ended does nothing."""
+        self._to_embed.pop(ask_id, None)
         number = self._engine_ids.get(ask_id)
         if number is not None:
             self._engine.abort(number)
@@ -225,6 +239,22 @@ class EngineLoop:
     def _known(self, completions: Sequence[Completion]) -> list[News]:
         """Return the news of outputs that somebody waits for."""
         return [self._news(c) for c in completions if c.request_id in self._asks]
+
+    def _embedded(self) -> list[News]:
+        """Embed the texts that came first, as many as one forward pass takes: between two of them
+        the engine has a step."""
+        if not self._to_embed or self._engine.paused or self._engine.asleep:
+            return []
+        assert self._embedder is not None
+        asks = list(self._to_embed.values())
+        asks = asks[: self._embedder.batch([len(ask.prompt) for ask in asks])]
+        vectors = self._embedder([ask.prompt for ask in asks])
+        for ask in asks:
+            del self._to_embed[ask.id]
+        return [
+            News(id=ask.id, finish_reason="stop", embedding=vector)
+            for ask, vector in zip(asks, vectors, strict=True)
+        ]
 
     def _forget(self, number: int) -> None:
         del self._engine_ids[self._asks.pop(number).id], self._reported[number]

@@ -34,6 +34,12 @@ _Token = Annotated[int, Field(ge=0, lt=1 << 31)]
 _Stop = Annotated[str, Field(min_length=1, max_length=MAX_STOP_LENGTH)]
 _Text = Annotated[str, Field(max_length=MAX_TEXT)]
 _Tokens = Annotated[list[_Token], Field(min_length=1)]
+Prompts = (
+    _Text
+    | _Tokens
+    | Annotated[list[_Text], Field(min_length=1, max_length=MAX_PROMPTS)]
+    | Annotated[list[_Tokens], Field(min_length=1, max_length=MAX_PROMPTS)]
+)
 ToolName = Annotated[str, Field(pattern=r"^[a-zA-Z0-9_.-]{1,128}$")]
 CallId = Annotated[str, Field(min_length=1, max_length=256)]
 TemplateVariables = Annotated[
@@ -200,12 +206,7 @@ class GenerationBody(Body):
 class CompletionBody(GenerationBody):
     """`POST /v1/completions`."""
 
-    prompt: (
-        _Text
-        | _Tokens
-        | Annotated[list[_Text], Field(min_length=1, max_length=MAX_PROMPTS)]
-        | Annotated[list[_Tokens], Field(min_length=1, max_length=MAX_PROMPTS)]
-    )
+    prompt: Prompts
     echo: bool | None = None
     logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = None
 

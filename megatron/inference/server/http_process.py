@@ -26,6 +26,7 @@ from megatron.inference.server.admin import ADMIN_ROUTES
 from megatron.inference.server.answer_formats import formats_of
 from megatron.inference.server.chat_completions import chat
 from megatron.inference.server.conversation import Conversations
+from megatron.inference.server.embeddings import EmbeddingBody, embeddings
 from megatron.inference.server.engine_client import EngineClient
 from megatron.inference.server.fields import ChatBody
 from megatron.inference.server.generation import ModelCard
@@ -43,6 +44,7 @@ from megatron.training.data.chat import ChatTemplate
 APP_ROUTES: Sequence[Route] = (
     *ROUTES,
     ("POST", "/v1/chat/completions", chat, ChatBody),
+    ("POST", "/v1/embeddings", embeddings, EmbeddingBody),
     ("POST", "/v1/responses", create_response, ResponseBody),
     ("POST", "/v1/responses/{response_id}/cancel", cancel_response, None),
     ("POST", "/v1/messages", messages, MessagesBody),
@@ -79,6 +81,7 @@ def build(settings: Mapping[str, Any], client: EngineClient) -> Server:
             variables=settings["template_variables"],
         ),
         formats=formats,
+        no_embeddings=settings["no_embeddings"],
         card=ModelCard(**{**card, "stop_tokens": tuple(card["stop_tokens"])}),
         limits=Limits(**settings["limits"]),
         metrics=ServerMetrics(lambda: client.stats),
@@ -121,7 +124,9 @@ async def serve(
     reader, writer = await asyncio.open_connection(sock=link)
     client = EngineClient(reader, writer, **settings["client"])
     server = build(settings, client)
-    servers = [(_http_server(server, create_app(server, settings["key"], routes=APP_ROUTES)), listener)]
+    servers = [
+        (_http_server(server, create_app(server, settings["key"], routes=APP_ROUTES)), listener)
+    ]
     if admin is not None:
         app = create_app(server, settings["admin_key"], routes=ADMIN_ROUTES)
         servers.append((_http_server(server, app), admin))

@@ -42,6 +42,7 @@ class Ask:
         prompt_logprobs: report log-probabilities of the prompt's tokens.
         grammar: that the output follows, see `structured`; None for any text.
         priority: as in `Request`.
+        embed: generate nothing, but embed the prompt.
     """
 
     id: int
@@ -53,6 +54,7 @@ class Ask:
     prompt_logprobs: bool = False
     grammar: str | None = None
     priority: int = 0
+    embed: bool = False
 
     def to_json(self) -> dict[str, Any]:
         """Return the order of kind "add"."""
@@ -79,6 +81,7 @@ class News:
         cached_tokens: of the prompt, found in the prefix cache; in the first news.
         prompt_logprobs, prompt_top_logprobs: of each token of the prompt but the first; in the
             first news, None if not asked.
+        embedding: of the prompt; empty if not asked.
     """
 
     id: int
@@ -91,6 +94,7 @@ class News:
     cached_tokens: int = 0
     prompt_logprobs: Sequence[float] | None = None
     prompt_top_logprobs: Sequence[Sequence[Sequence[Any]]] | None = None
+    embedding: Sequence[float] = ()
 
     def to_json(self) -> dict[str, Any]:
         """Return the fields that say something."""

@@ -4,9 +4,18 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import secrets
-from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Coroutine, Sequence
+from collections.abc import (
+    AsyncGenerator,
+    AsyncIterator,
+    Awaitable,
+    Callable,
+    Coroutine,
+    Iterator,
+    Sequence,
+)
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, TypeVar
@@ -41,6 +50,7 @@ from megatron.inference.server.fields import (
     GenerationBody,
     JsonFormat,
     JsonSchemaFormat,
+    Prompts,
     TokenizeBody,
 )
 from megatron.inference.server.generation import (
@@ -95,6 +105,8 @@ class Server:
     tokenizer: Tokenizer
     conversations: Conversations
     formats: AnswerFormats
+    no_embeddings: str | None = None
+    """Why the model embeds no texts; None if it does."""
     running: dict[str, Callable[[], dict[str, Any]]] = field(default_factory=dict)
     """What cancels a response that is not finished and returns it, by its id."""
     card: ModelCard
@@ -163,27 +175,18 @@ class Server:
         Raises:
             ApiError: the model cannot serve it, or not now.
         """
-        if self.client.stats.get("asleep"):
-            raise ApiError(503, "the engine is asleep", code="asleep", retry_seconds=10)
+        self.check_awake()
         outputs = len(wanted.prompts) * wanted.n
         most = min(MAX_REQUEST_OUTPUTS, self.client.max_outputs)
         if outputs > most:
             raise ApiError(400, f"{outputs} outputs of one request: {most} are the most", param="n")
         for prompt in wanted.prompts:
             self._check(prompt, wanted)
-        try:
+        with admission():
             decode = self.tokenizer.detokenize
             if parsers and self.formats.marks:
                 decode = partial(decode_with_marks, self.tokenizer, self.formats.marks)
             return Generation(self.client, decode, self.metrics, self.card, wanted, parsers=parsers)
-        except QueueFull:
-            raise ApiError(
-                429, "the queue is full: try again later", code="queue_full", retry_seconds=1
-            ) from None
-        except Draining:
-            raise ApiError(503, "the server is ending", retry_seconds=10) from None
-        except EngineLost:
-            raise engine_lost() from None
 
     def _check(self, prompt: Sequence[int], wanted: Wanted) -> None:
         try:
@@ -198,6 +201,11 @@ class Server:
             raise ApiError(
                 400, str(error), code="context_length_exceeded" if long else None
             ) from None
+
+    def check_awake(self) -> None:
+        """Raise ApiError if the engine is asleep."""
+        if self.client.stats.get("asleep"):
+            raise ApiError(503, "the engine is asleep", code="asleep", retry_seconds=10)
 
     def check_model(self, name: str | None) -> None:
         """Raise ApiError for a model that is not served here."""
@@ -265,6 +273,21 @@ def grammar_makers(body: GenerationBody) -> list[GrammarMaker]:
         given = [partial(make, value) for value, make in makers if value is not None]
         found += [("structured_outputs", make) for make in given]
     return found
+
+
+@contextlib.contextmanager
+def admission() -> Iterator[None]:
+    """Say by an ApiError why the engine is not asked now."""
+    try:
+        yield
+    except QueueFull:
+        raise ApiError(
+            429, "the queue is full: try again later", code="queue_full", retry_seconds=1
+        ) from None
+    except Draining:
+        raise ApiError(503, "the server is ending", retry_seconds=10) from None
+    except EngineLost:
+        raise engine_lost() from None
 
 
 def too_slow(limits: Limits) -> ApiError:
@@ -350,18 +373,15 @@ async def respond(
     return EventStream(stream, generation.stalled)
 
 
-async def prompt_tokens(server: Server, body: CompletionBody) -> list[list[int]]:
-    """Return the tokens of each prompt; an empty text starts a document, as in training."""
-    given = body.prompt
-    prompts = given if isinstance(given, list) and not isinstance(given[0], int) else [given]
+async def text_tokens(server: Server, given: Prompts) -> list[list[int]]:
+    """Return the tokens of each text, which may be tokens already."""
+    texts = given if isinstance(given, list) and not isinstance(given[0], int) else [given]
 
-    def tokens(prompt: Any) -> list[int]:
-        found = server.tokenizer.tokenize(prompt) if isinstance(prompt, str) else prompt
-        eod = server.tokenizer.eod
-        return [eod] if not found and eod is not None else list(found)
+    def tokens(text: Any) -> list[int]:
+        return server.tokenizer.tokenize(text) if isinstance(text, str) else list(text)
 
     # Off the loop: a long text takes a while.
-    return await asyncio.to_thread(lambda: [tokens(prompt) for prompt in prompts])
+    return await asyncio.to_thread(lambda: [tokens(text) for text in texts])
 
 
 async def completions(server: Server, request: Request) -> Response:
@@ -369,7 +389,9 @@ async def completions(server: Server, request: Request) -> Response:
     body = await server.read(request, CompletionBody)
     server.check_model(body.model)
     check_stream_options(body)
-    prompts = await prompt_tokens(server, body)
+    eod = server.tokenizer.eod
+    begun = [] if eod is None else [eod]  # an empty text starts a document, as in training
+    prompts = [tokens or begun for tokens in await text_tokens(server, body.prompt)]
     echo = bool(body.echo)
     wanted = body.wanted(
         prompts,

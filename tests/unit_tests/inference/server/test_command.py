@@ -22,6 +22,7 @@ from megatron.inference import serve
 from megatron.inference.config import ServeConfig
 from tests.support.launchers import serve_store
 from tests.support.ranks import RankSet, start_ranks
+from tests.unit_tests.inference.server.test_embeddings import write_pooling
 from tests.unit_tests.inference.test_checkpoint_model import make_model, save
 
 # Its order takes more than one collective.
@@ -66,13 +67,17 @@ def test_two_ranks_answer_as_one_and_end_on_sigterm(root: Path, tmp_path: Path) 
     key = tmp_path / "key"
     key.write_text("secret-key\n")
     more = ("--api-key-file", str(key), "--served-model-name", "tiny", "--chat-template", "chatml")
-    found = []
+    (iteration,) = root.glob("iter_*")
+    write_pooling(iteration, "Transformer", "Pooling", "Normalize", pooling_mode="mean")
+    found, vectors = [], []
     for world in (1, 2):
         with started(root, world, *more) as (ranks, client):
             assert client.get("/v1/models").status_code == 401
             client.headers["authorization"] = "Bearer secret-key"
             assert client.get("/v1/models").json()["data"][0]["id"] == "tiny"
             found.append(answers(client))
+            asked = {"input": ["Once", "Once more"]}
+            vectors.append(client.post("/v1/embeddings", json=asked).json()["data"])
             chat = {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 4}
             assert client.post("/v1/chat/completions", json=chat).status_code == 200
             for rank in range(world):
@@ -80,6 +85,8 @@ def test_two_ranks_answer_as_one_and_end_on_sigterm(root: Path, tmp_path: Path) 
             assert ranks.values(timeout=60.0) == [0] * world
             assert "secret-key" not in ranks.log(0)
     assert found[0] == found[1]
+    for one, two in zip(*vectors, strict=True):
+        assert two["embedding"] == pytest.approx(one["embedding"], abs=1e-5)
     assert all(found[0])
 
 
@@ -112,15 +119,21 @@ def test_bad_options_are_one_line_before_anything_is_loaded(words: str, told: st
     assert err.count("\n") == 1
 
 
-def test_options_of_answers_reach_the_http_process() -> None:
+def test_options_of_answers_reach_the_http_process(tmp_path: Path) -> None:
     words = "--load x --chat-template chatml --tool-call-parser hermes --reasoning-parser qwen3"
     words += " --chat-template-kwargs enable_thinking thinking"
     line = parse_command_line(ServeConfig, words.split(), prog="serve", description="")
     loaded: Any = SimpleNamespace(
-        chat_folder=None, tokenizer_choice={}, vocab_size=3, max_length=4, stop_tokens=()
+        folder=tmp_path,
+        chat_folder=None,
+        tokenizer_choice={},
+        vocab_size=3,
+        max_length=4,
+        stop_tokens=(),
     )
-    told = serve.settings_of(loaded, line.config, None)
+    told = serve.settings_of(loaded, line.config, [None, None])
     assert told["formats"] == {"tools": "hermes", "reasoning": "qwen3"}
+    assert "modules.json" in told["no_embeddings"]
     assert told["template_variables"] == ["enable_thinking", "thinking"]
 
 

@@ -170,6 +170,14 @@ class CheckpointModel:
         return self.model.groups["dp"]
 
     @property
+    def expert_peers(self) -> Group | None:
+        """The ranks that share experts, if they are of several replicas."""
+        groups = self.model.groups
+        shares = self.model.config.moe is not None and groups["etp_ep"].size > 1
+        inside = set(groups["etp_ep"].ranks) <= set(groups["tp"].ranks)
+        return groups["etp_ep"] if shares and not inside else None
+
+    @property
     def pipeline(self) -> PipelineGroups:
         """The stages that generate together with this one."""
         return PipelineGroups.of(self.model.groups)
@@ -312,8 +320,7 @@ def rank_grid(source: ModelSource, world_size: int) -> RankGrid:
     pipeline parallel ranks.
 
     Raises:
-        ValueError: they are no multiple of what the sizes multiply to, or experts are spread over
-            other ranks than those of a replica.
+        ValueError: they are no multiple of what the sizes multiply to.
     """
     tp, pp = source.tensor_model_parallel_size, source.pipeline_model_parallel_size
     etp, ep = source.expert_tensor_parallel_size or tp, source.expert_model_parallel_size
@@ -331,12 +338,6 @@ def rank_grid(source: ModelSource, world_size: int) -> RankGrid:
                 f"{' x '.join(flags)} does not fit {world_size} process(es): start {total} or a "
                 "multiple with torchrun --nproc-per-node, or choose other sizes"
             )
-    if tp % (etp * ep):
-        raise ValueError(
-            f"--expert-tensor-parallel-size {etp} x --expert-model-parallel-size {ep} does not "
-            f"divide --tensor-model-parallel-size {tp}: experts are spread over the ranks of one "
-            "replica; lower them, or raise that"
-        )
     return RankGrid(world_size=world_size, tp=tp, pp=pp, etp=etp, ep=ep)
 
 

@@ -46,8 +46,9 @@ class ModelSource:
     """What each stage has, in the model's order: E the embedding, t a layer, L the head, | between
     stages, as in Ettt|ttL; derived: as many layers each, one more in the first ones if need be."""
     expert_model_parallel_size: int = 1
-    """Of these ranks, those that share the experts of a layer, each with some of them; with it
-    --expert-tensor-parallel-size is lower than the tensor parallel size."""
+    """Ranks that share the experts of a layer, each with some of them: of one replica, with
+    --expert-tensor-parallel-size below the tensor parallel size, or of several, which then step
+    together."""
     expert_tensor_parallel_size: int | None = None
     """Ranks that share the weight matrices of each expert; derived: the tensor parallel size."""
     sequence_parallel: bool = False

@@ -363,6 +363,11 @@ def speculating_engine(
     options = {"check_plans": check_plans, "make_recorder": make_recorder}
     if method is None:
         return _engine(loaded, generator, config, **options)
+    if method != "ngram" and loaded.expert_peers is not None:
+        raise ValueError(
+            f"--speculative-method {method} does not go with experts over several data-parallel "
+            "replicas, which enter the experts of the model's steps alone together: use ngram"
+        )
     if method == "mtp":
         assert isinstance(generator, MultiTokenModel)
         depths = loaded.model.config.mtp_num_layers
@@ -420,6 +425,7 @@ def _engine(
             pipeline=loaded.pipeline,
             make_recorder=make_recorder,
             check_plans=check_plans,
+            expert_peers=loaded.expert_peers,
         ),
     )
 

@@ -210,6 +210,7 @@ def command_on_a_rank(
     "layout",
     [
         (),
+        ("--expert-model-parallel-size", "2"),
         ("--tensor-model-parallel-size", "2"),
         ("--pipeline-model-parallel-size", "2"),
         (
@@ -217,7 +218,7 @@ def command_on_a_rank(
             *("--expert-tensor-parallel-size", "1", "--expert-model-parallel-size", "2"),
         ),
     ],
-    ids=("dp", "tp", "pp", "ep"),
+    ids=("dp", "dp ep", "tp", "pp", "ep"),
 )
 @pytest.mark.covers("generation", runs="generates")
 def test_two_ranks_generate_what_one_process_does(

@@ -51,6 +51,7 @@ class Loaded:
     token_multiple: int = 1
     speculation: Speculation = field(default_factory=Speculation)
     pipeline: None = None
+    expert_peers: None = None
     data_parallel: Group = field(default_factory=Group.single)
 
     def generator(self, max_step_tokens: int) -> NextByte:

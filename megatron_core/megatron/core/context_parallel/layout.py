@@ -183,6 +183,8 @@ class PagedRows:
         state_slots: int64 [b], where the states of each row are.
         decode_rows: how many rows have one new token.
         prefill: the new tokens of the others, one sequence a row; None if there are none.
+        most_tokens: new tokens of the data-parallel rank that has most, of those that share
+            experts; None where there are no others.
     """
 
     batch: PagedBatch
@@ -190,6 +192,7 @@ class PagedRows:
     state_slots: torch.Tensor
     decode_rows: int
     prefill: Sequences | None
+    most_tokens: int | None = None
 
 
 @dataclass(frozen=True, eq=False)

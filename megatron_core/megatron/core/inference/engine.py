@@ -115,6 +115,12 @@ class LanguageModel(Protocol):
         """Return the shape of the hidden states of tokens [1, t] between two pipeline stages."""
         ...
 
+    def join_experts(self, most_tokens: int) -> None:
+        """Take part in the collectives of experts in a step of other data-parallel ranks, of which
+        one has so many new tokens; this one has none. Asked for with `EngineFeatures.expert_peers`.
+        """
+        ...
+
     def weights_replaced(self) -> None:
         """Make anew what is derived from the weights."""
         ...
@@ -191,12 +197,16 @@ class EngineFeatures:
         make_recorder: makes what records decode steps, `CudaRecorder` on a GPU; None runs all steps
             eagerly.
         check_plans: ranks that compare their plans before each step; None compares nothing.
+        expert_peers: ranks of several data-parallel replicas that share experts. They call `step`
+            equally often, and one without work takes part in the collectives of experts. None where
+            each replica has all experts.
     """
 
     proposer: Proposer | None = None
     pipeline: PipelineGroups | None = None
     make_recorder: Callable[[], Recorder] | None = None
     check_plans: Group | None = None
+    expert_peers: Group | None = None
 
     def check(self, config: EngineConfig) -> None:
         """Raise ValueError for features that do not go together."""
@@ -222,6 +232,8 @@ class EngineFeatures:
                 f"a recorded step exchanges nothing with the {stages} stages of a pipeline: drop "
                 "make_recorder or the stages"
             )
+        if self.expert_peers is not None and self.make_recorder is not None:
+            raise ValueError("recorded steps do not go with experts over replicas: drop one")
         if count < 0 or (count > 0) != (self.proposer is not None):
             given = "without" if self.proposer is None else "with"
             raise ValueError(
@@ -460,6 +472,7 @@ class Engine:
         scheduler: which rows run.
         epoch: how often the weights have been replaced.
         paused: whether steps compute nothing.
+        joined: steps of other replicas in which this one computed experts only, without work.
         model_seconds: that steps have spent in the model, on drafts and in sampling; what else a
             step takes is bookkeeping.
     """
@@ -479,6 +492,7 @@ class Engine:
         features.check(config)
         self.model, self.config, self.device = model, config, torch.device(device)
         self.proposer, self._check_plans = features.proposer, features.check_plans
+        self._expert_peers = features.expert_peers
         self.max_length, self.vocab_size = max_length, vocab_size
         groups = features.pipeline or PipelineGroups.single()
         self.link = StageLink(groups, dtype=shapes.dtype, device=self.device)
@@ -501,7 +515,7 @@ class Engine:
             window=sizes.window,
             token_multiple=config.token_multiple,
         )
-        self.epoch, self.paused, self.model_seconds = 0, False, 0.0
+        self.epoch, self.joined, self.paused, self.model_seconds = 0, 0, False, 0.0
         self._shows_steps = self.proposer is not None and not self.proposer.reads_tokens_only
         self._outputs: dict[Row, _Output] = {}
         self._next_id = 0
@@ -677,12 +691,11 @@ class Engine:
         Raises:
             ValueError: with `check_plans`, ranks that plan different steps.
         """
-        propose = None if self.proposer is None else self._propose
-        while not self.paused and len(self._in_flight) < self._most_in_flight:
-            plan = self.scheduler.schedule(propose, stages=self.link.count)
-            if plan is None:
-                break
-            self._in_flight.append(self._launch(plan))
+        if self._expert_peers is None:
+            while (plan := self._planned()) is not None:
+                self._in_flight.append(self._launch(plan))
+        else:
+            self._launch_with(self._expert_peers)
         found, self._ended = self._ended, []
         if self._in_flight:
             found += self._finish(self._in_flight.popleft())
@@ -692,9 +705,32 @@ class Engine:
 
     # --- one step ---------------------------------------------------------------------------------
 
-    def _launch(self, plan: BatchPlan) -> StepInFlight:
+    def _planned(self) -> BatchPlan | None:
+        """Plan a step, if there is room for one and something to do."""
+        if self.paused or len(self._in_flight) >= self._most_in_flight:
+            return None
+        propose = None if self.proposer is None else self._propose
+        return self.scheduler.schedule(propose, stages=self.link.count)
+
+    def _launch_with(self, peers: Group) -> None:
+        """Launch steps together with ranks that share experts, as many as the rank that has most:
+        before each, all learn how many tokens that has."""
+        for _ in range(self._most_in_flight):
+            plan = self._planned()
+            own = torch.tensor([0 if plan is None else len(plan.tokens)], device=self.device)
+            most = int(all_reduce(own, peers, op="max"))
+            if plan is not None:
+                self._in_flight.append(self._launch(plan, most))
+            elif most:
+                self.model.join_experts(most)
+                self.joined += 1
+            else:
+                return
+
+    def _launch(self, plan: BatchPlan, most_tokens: int | None = None) -> StepInFlight:
         """Put a step on the device: the model, the choice of tokens, and copies to the host; with
-        pipeline stages, this one's part of it."""
+        pipeline stages, this one's part of it. `most_tokens` are those of the rank that has most
+        where others share experts."""
         if self._in_flight and not self._in_flight[-1].work.done:
             self.stats.overlapped += 1
         rows = tuple(plan.rows[n] for n in plan.sampled)
@@ -708,7 +744,7 @@ class Engine:
         # What is found is numbers of a known count, which other stages may expect beforehand.
         count = len(asked) * (3 + 2 * tops) + sum(note.count for note in noting)
         start, idle = time.perf_counter(), self.link.idle_seconds
-        work = self._queue.submit(lambda: self._compute(plan, asked, noting, count))
+        work = self._queue.submit(lambda: self._compute(plan, asked, noting, count, most_tokens))
         self.model_seconds += time.perf_counter() - start - (self.link.idle_seconds - idle)
         return StepInFlight(
             plan=plan, rows=rows, choices=len(asked), noting=noting, tops=tops, work=work
@@ -746,7 +782,12 @@ class Engine:
     # Not inference_mode: buffers that weights are gathered in would be of no use to training.
     @torch.no_grad()
     def _compute(
-        self, plan: BatchPlan, asked: Sequence[SampleRow], noting: Sequence[_Noting], count: int
+        self,
+        plan: BatchPlan,
+        asked: Sequence[SampleRow],
+        noting: Sequence[_Noting],
+        count: int,
+        most_tokens: int | None,
     ) -> StepResult:
         """Compute a step, in which so many numbers are found. May run in another thread: reads no
         row, output or scheduler."""
@@ -764,7 +805,7 @@ class Engine:
         results = None
         if count and not self.link.is_last:
             results = self.link.expect_results(count)
-        tokens, layout = self._placed(plan)
+        tokens, layout = self._placed(plan, most_tokens)
         hidden = self._hidden(tokens, layout)
         if not self.link.is_last:
             return StepResult(results=results, sends=self.link.send_hidden(hidden))
@@ -846,7 +887,7 @@ class Engine:
         with torch.no_grad():
             self.proposer.observe(seen, self)
 
-    def _placed(self, plan: BatchPlan) -> tuple[Tensor, SequenceLayout]:
+    def _placed(self, plan: BatchPlan, most: int | None = None) -> tuple[Tensor, SequenceLayout]:
         """Return the new tokens of a step, int64 [t], on the device, and where they are."""
         wide = plan.tokens, plan.positions, plan.slot_mapping, plan.state_slots
         narrow = plan.query_bounds, plan.context_lengths, plan.block_table
@@ -872,6 +913,7 @@ class Engine:
             state_slots=states,
             decode_rows=decode,
             prefill=prefill,
+            most_tokens=most,
         )
         return tokens, SequenceLayout(positions, paged=paged)
 

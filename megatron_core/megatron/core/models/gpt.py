@@ -40,6 +40,7 @@ from megatron.core.initialize import InitSpec
 from megatron.core.models.decoder import Decoder, HiddenDropout
 from megatron.core.models.gpt_config import GPTConfig
 from megatron.core.models.layer_pattern import StageSplit
+from megatron.core.moe import MoE
 from megatron.core.ops.dispatch import apply_function
 from megatron.core.process_groups import Group, ProcessGroupCollection
 from megatron.core.tensor_parallel import (
@@ -268,6 +269,17 @@ class GPTModel(StoreModule):
         for part in (*self.decoders, self.multi_token):
             if part is not None:
                 part.set_recompute(recompute)
+
+    def join_experts(self, most_tokens: int) -> None:
+        """Take part in a step of generation of data-parallel ranks that share experts with this
+        one, which has no tokens: of all layers only experts are computed, for theirs.
+
+        Args:
+            most_tokens: new tokens of the rank that has most.
+        """
+        for block in self.decoder.blocks:
+            if isinstance(block.mixer, MoE):
+                block.mixer.join(most_tokens)
 
     def boundary_shape(self, tokens: torch.Tensor) -> tuple[int, int, int]:
         """Return the shape of what passes between chunks: s/tp with sequence parallelism, b, h.

@@ -254,6 +254,10 @@ class InferenceOptimizedModel:
         """Return the shape of the hidden states of tokens [1, t] between two stages."""
         return self.model.boundary_shape(tokens)
 
+    def join_experts(self, most_tokens: int) -> None:
+        """Do as `GPTModel.join_experts`."""
+        self.model.join_experts(most_tokens)
+
     def weights_replaced(self) -> None:
         """Copy the matrices again, if there are copies."""
         if self._copies is not None:

@@ -10,14 +10,22 @@ to (j + 1) · E/ep. With t tokens a rank, k experts a token, h features and n = 
 | allgather | t · n | every row goes to all ranks, which select rows; the results are summed |
 
 So all-gather moves less where ep < k. A single rank moves nothing.
+
+In generation the host does not wait for the device to know how many rows an expert has. Up to
+`MOST_PADDED` rows a rank, every row goes to all ranks, each rank's rows padded to those of the rank
+that has most; a rank keeps all n · t · k places in the order of its experts, those of other ranks'
+experts last, multiplies the first of them, as far as offsets on the device say, and adds nothing of
+the others. Of places there are ep times as many as it needs, copied and not multiplied. Longer
+steps, those that compute prompts, wait for the counts.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
+import torch.nn.functional as F
 
 from megatron.core.comm import all_gather, gather_from_group
 from megatron.core.comm.conjugates import arrive, depart, direct, exchange, gather, scatter
@@ -26,6 +34,9 @@ from megatron.core.moe.router import Routing
 from megatron.core.ops.permutation import Permutation, sum_rows, take_rows
 from megatron.core.process_groups import Group
 from megatron.core.weight_gather import RowRuns
+
+#: Rows of a rank that are padded in generation; with more, the host waits for exact counts.
+MOST_PADDED = 256
 
 #: What experts do: rows [r, h] in runs, one a local expert, to [r, h].
 Experts = Callable[[torch.Tensor, RowRuns], torch.Tensor]
@@ -74,6 +85,26 @@ class ExpertRanks:
         return self.group.rank // self.etp * self.num_local
 
 
+@dataclass(frozen=True, kw_only=True)
+class Padding:
+    """How the rows of a step of generation are padded.
+
+    Args:
+        rows: of the rank that has most.
+        uneven: whether ranks have different numbers of rows.
+        exact: wait for the device rather than pad.
+    """
+
+    rows: int
+    uneven: bool
+    exact: bool = False
+
+    @property
+    def avoids_waiting(self) -> bool:
+        """Whether rows are padded, and the host does not wait for the device."""
+        return not self.exact and self.rows <= MOST_PADDED
+
+
 def dispatch(
     rows: torch.Tensor,
     routing: Routing,
@@ -82,6 +113,7 @@ def dispatch(
     ranks: ExpertRanks,
     dispatcher: str,
     meanwhile: Callable[[], None] | None = None,
+    padding: Padding | None = None,
 ) -> torch.Tensor:
     """Return each row's weighted sum of what its experts make of it, [t, h].
 
@@ -90,13 +122,19 @@ def dispatch(
         experts: of this rank.
         dispatcher: "alltoall" or "allgather".
         meanwhile: called while rows are under way to their experts.
+        padding: of a step of generation; None has as many rows on every rank, and may wait for the
+            device.
     """
+    meanwhile = meanwhile or _nothing
     if ranks.group.size == 1:
-        if meanwhile is not None:
-            meanwhile()
+        meanwhile()
         return _at_home(rows, routing, experts, ranks)
-    send = _by_all_gather if dispatcher == "allgather" else _by_all_to_all
-    return send(rows, routing, experts, ranks, meanwhile or _nothing)
+    if padding is not None and padding.avoids_waiting:
+        return _by_all_gather(rows, routing, experts, ranks, meanwhile, padding)
+    uneven = padding is not None and padding.uneven
+    if dispatcher == "allgather" and not uneven:
+        return _by_all_gather(rows, routing, experts, ranks, meanwhile)
+    return _by_all_to_all(rows, routing, experts, ranks, meanwhile)
 
 
 def _nothing() -> None:
@@ -110,17 +148,20 @@ class _Sorted:
     Args:
         places: int64 [r]; those that no expert here takes are left out.
         counts: int64 [experts], on the rows' device.
+        trailing: places of no expert here follow.
     """
 
     places: torch.Tensor
     counts: torch.Tensor
+    trailing: bool = False
 
     @staticmethod
     def of(wanted: torch.Tensor, count: int, *, complete: bool = False) -> _Sorted:
         """Sort the places [t, k] of experts 0 … count - 1; `count` is none of them.
 
         Args:
-            complete: no place is of none; else the host waits to know how many are.
+            complete: no place is of none, or those stay, after all others; else the host waits to
+                know how many are.
         """
         wanted = wanted.flatten()
         counts = torch.zeros(count + 1, dtype=torch.int64, device=wanted.device)
@@ -131,20 +172,24 @@ class _Sorted:
         return _Sorted(order, counts[:-1])
 
     @staticmethod
-    def here(wanted: torch.Tensor, ranks: ExpertRanks, *, complete: bool) -> _Sorted:
+    def here(wanted: torch.Tensor, ranks: ExpertRanks, *, complete: bool, waits: bool) -> _Sorted:
         """Sort the places of the experts of this rank.
 
         Args:
-            wanted: int64 [t, k], of all E experts.
-            complete: there are no others among them.
+            wanted: int64 [t, k], of all E experts; -1 is none.
+            complete: every place is of some expert.
+            waits: leave out the places of other ranks' experts, for which the host waits; else they
+                stay, after those of this rank's.
         """
+        complete = complete and ranks.num_local == ranks.num_experts
         own = wanted - ranks.first
         elsewhere = (own < 0) | (own >= ranks.num_local)
-        return _Sorted.of(
+        found = _Sorted.of(
             own.masked_fill(elsewhere, ranks.num_local),
             ranks.num_local,
-            complete=complete and ranks.num_local == ranks.num_experts,
+            complete=complete or not waits,
         )
+        return replace(found, trailing=not (complete or waits))
 
     @staticmethod
     def everywhere(routing: Routing, num_experts: int) -> _Sorted:
@@ -154,9 +199,14 @@ class _Sorted:
             wanted = wanted.masked_fill(~routing.kept, num_experts)
         return _Sorted.of(wanted, num_experts, complete=routing.kept is None)
 
-    @property
-    def runs(self) -> RowRuns:
-        return RowRuns.of(self.counts)
+    def computed(self, rows: torch.Tensor, experts: Experts) -> torch.Tensor:
+        """Return what experts make of rows [r, h] in this order, 0 of those of no expert here."""
+        runs = RowRuns.of(self.counts, trailing=self.trailing)
+        results = experts(rows, runs)
+        if not self.trailing:
+            return results
+        after = torch.arange(len(results), device=results.device) >= runs.ends[-1]
+        return results.masked_fill(after.unsqueeze(1), 0.0)
 
 
 def _at_home(
@@ -165,9 +215,8 @@ def _at_home(
     tokens, topk = routing.experts.shape
     found = _Sorted.everywhere(routing, ranks.num_experts)
     permutation = Permutation.of(found.places, tokens, topk)
-    return sum_rows(
-        experts(take_rows(rows, permutation), found.runs), permutation, weights=routing.weights
-    )
+    results = found.computed(take_rows(rows, permutation), experts)
+    return sum_rows(results, permutation, weights=routing.weights)
 
 
 def _by_all_gather(
@@ -176,8 +225,11 @@ def _by_all_gather(
     experts: Experts,
     ranks: ExpertRanks,
     meanwhile: Callable[[], None],
+    padding: Padding | None = None,
 ) -> torch.Tensor:
-    group = ranks.group
+    group, count = ranks.group, len(rows)
+    if padding is not None and padding.rows > count:
+        rows, routing = _padded(rows, routing, padding.rows)
     flight = gather(group)
     under_way = depart(rows, flight)
     wanted = routing.experts
@@ -185,12 +237,21 @@ def _by_all_gather(
         wanted = wanted.masked_fill(~routing.kept, -1)
     wanted = all_gather(wanted, group)  # [n t, k]
     weights = gather_from_group(routing.weights, group, partial_gradient=True)  # [n t, k]
-    found = _Sorted.here(wanted, ranks, complete=routing.kept is None)
+    complete = routing.kept is None and not (padding is not None and padding.uneven)
+    found = _Sorted.here(wanted, ranks, complete=complete, waits=padding is None)
     permutation = Permutation.of(found.places, *wanted.shape)
     meanwhile()
     everyone = arrive(under_way, flight)  # [n t, h]
-    results = experts(take_rows(everyone, permutation), found.runs)  # [r, h] partial(etp)
-    return direct(sum_rows(results, permutation, weights=weights), scatter(group))
+    results = found.computed(take_rows(everyone, permutation), experts)  # [r, h] partial(etp)
+    return direct(sum_rows(results, permutation, weights=weights), scatter(group))[:count]
+
+
+def _padded(rows: torch.Tensor, routing: Routing, count: int) -> tuple[torch.Tensor, Routing]:
+    """Return `count` rows, the last of which no expert takes."""
+    missing = (0, 0, 0, count - len(rows))
+    assert routing.kept is None, "generation has no capacity"
+    experts, weights = F.pad(routing.experts, missing, value=-1), F.pad(routing.weights, missing)
+    return F.pad(rows, missing), Routing(experts, weights)
 
 
 def partial_sums(
@@ -206,9 +267,10 @@ def partial_sums(
     Returns:
         [t, h] partial(etp, ep).
     """
-    found = _Sorted.here(routing.experts, ranks, complete=True)
+    waits = len(everyone) > MOST_PADDED * ranks.group.size
+    found = _Sorted.here(routing.experts, ranks, complete=True, waits=waits)
     permutation = Permutation.of(found.places, *routing.experts.shape)
-    results = experts(take_rows(everyone, permutation), found.runs)
+    results = found.computed(take_rows(everyone, permutation), experts)
     return sum_rows(results, permutation, weights=routing.weights)
 
 
@@ -262,6 +324,7 @@ def _regrouped(counts: torch.Tensor) -> tuple[Permutation, RowRuns]:
 __all__ = [
     "ExpertRanks",
     "Experts",
+    "Padding",
     "choose_dispatcher",
     "dispatch",
     "dispatched_rows",

@@ -23,8 +23,8 @@ from torch import nn
 
 from megatron.core.context_parallel import SequenceLayout
 from megatron.core.moe.config import MoEConfig
-from megatron.core.moe.dispatch import ExpertRanks, choose_dispatcher, dispatch
-from megatron.core.moe.router import Router, Share
+from megatron.core.moe.dispatch import ExpertRanks, Padding, choose_dispatcher, dispatch
+from megatron.core.moe.router import Router, Routing, Share
 from megatron.core.ops.swiglu import activate, gated
 from megatron.core.transformer.build import LayerBuild
 from megatron.core.transformer.mlp import MLP
@@ -108,6 +108,11 @@ class MoE(nn.Module):
             build.backend.dispatcher, topk=config.router.topk, ep=grid.ep
         )
         self.overlaps = build.backend.overlap_shared_expert
+        # A padded dispatch and an exact one add in different orders.
+        self._exact = build.store.row_tiles
+        self._no_rows = torch.empty(
+            (0, build.hidden_size), dtype=build.store.dtype, device=build.store.device
+        )
         self.router = Router(f"{name}.router", config=config, build=build)
         self.experts = ExpertMLPs(f"{name}.experts", config=config, build=build)
         self.shared: SharedExpert | None = None
@@ -154,11 +159,45 @@ class MoE(nn.Module):
             ranks=self.ranks,
             dispatcher=self.dispatcher,
             meanwhile=meanwhile if self.overlaps else None,
+            padding=self._padding(share.count, layout),
         )  # [t, h]
         if not self.overlaps:
             meanwhile()
         whole = share.whole(mixed)
         return whole + shared[0] if shared else whole
+
+    @torch.no_grad()
+    def join(self, most_tokens: int) -> None:
+        """Compute this rank's experts for the tokens of others, in a step of generation in which it
+        has none.
+
+        Args:
+            most_tokens: of the rank that has most.
+        """
+        no_choice = torch.empty(
+            (0, self.router.config.topk), dtype=torch.int64, device=self._no_rows.device
+        )
+        dispatch(
+            self._no_rows,
+            Routing(no_choice, no_choice.float()),
+            self.experts,
+            ranks=self.ranks,
+            dispatcher=self.dispatcher,
+            padding=self._padding_to(most_tokens),
+        )
+
+    def _padding(self, rows: int, layout: SequenceLayout) -> Padding | None:
+        """Return how the rows of a step are padded; None outside of generation."""
+        if layout.paged is None:
+            return None
+        if layout.paged.most_tokens is None:
+            return Padding(rows=rows, uneven=False, exact=self._exact)
+        return self._padding_to(layout.paged.most_tokens)
+
+    def _padding_to(self, most_tokens: int) -> Padding:
+        """Return how rows are padded where ranks have different numbers of them."""
+        rows = -(-most_tokens // self.region.group.size)
+        return Padding(rows=rows, uneven=True, exact=self._exact)
 
 
 class SharedExpert(nn.Module):

@@ -27,14 +27,22 @@ class RowRuns:
 
     Args:
         ends: int32 [runs], where each ends, on the device of the rows.
+        trailing: rows may follow the last run, how many only the device knows; they are multiplied
+            by nothing, and their results may be anything. Forward only.
     """
 
     ends: torch.Tensor
+    trailing: bool = False
 
     @staticmethod
-    def of(counts: torch.Tensor) -> RowRuns:
+    def of(counts: torch.Tensor, *, trailing: bool = False) -> RowRuns:
         """Return the runs of int64 [runs] rows."""
-        return RowRuns(counts.cumsum(0).int())
+        return RowRuns(counts.cumsum(0).int(), trailing)
+
+    def fit(self, rows: int) -> bool:
+        """Whether these are runs of so many rows; waits for the device."""
+        known = sum(self.counts)
+        return known <= rows if self.trailing else known == rows
 
     @cached_property
     def counts(self) -> tuple[int, ...]:
@@ -56,7 +64,7 @@ def grouped_linear(handle: WeightHandle, x: torch.Tensor, runs: RowRuns) -> torc
             without a matrix [o, h] for each.
     """
     count, shape = len(runs.ends), handle.shape
-    if x.ndim != 2 or (x.device.type == "cpu" and sum(runs.counts) != len(x)):
+    if x.ndim != 2 or (x.device.type == "cpu" and not runs.fit(len(x))):
         raise ValueError(
             f"{handle.name}: runs of {sum(runs.counts)} rows of x {tuple(x.shape)}: it must be "
             "[r, h] with as many"

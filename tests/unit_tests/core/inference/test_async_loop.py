@@ -91,7 +91,7 @@ def test_a_step_is_planned_while_the_one_before_it_runs() -> None:
     engine = counting(model)
     launch = engine._launch
 
-    def launched(plan):
+    def launched(plan, *rest):
         if engine._in_flight:
             model.planned.release()
         found = launch(plan)

@@ -245,25 +245,31 @@ RESULTS = {f"{CORE}.comm.collectives"}
 #: both, latent attention three gathers; the embedding is scattered, the last hidden states and the
 #: logits are gathered.
 ON_RANKS = {"gqa": (5, 6), "experts": (5, 6), "latent": (5, 10), "hybrid": (7, 8)}
+#: Each rank has half of the experts, whole; else a part of each.
+WHOLE_EXPERTS = "whole experts"
 
 
 def steps_on_a_rank(rank: int, world: int) -> dict[str, tuple[Steps, Counter[str]]]:
-    groups = ProcessGroupCollection.create(RankGrid(world_size=world, tp=world), rank=rank)
+    parts = ProcessGroupCollection.create(RankGrid(world_size=world, tp=world), rank=rank)
+    grid = RankGrid(world_size=world, tp=world, etp=1, ep=world)
+    whole = ProcessGroupCollection.create(grid, rank=rank)
     found = {}
     with one_thread():
-        for family in ON_RANKS:
+        for case in (*ON_RANKS, WHOLE_EXPERTS):
+            family, groups = ("experts", whole) if case == WHOLE_EXPERTS else (case, parts)
             engine = decoding(family, groups, sequence_parallel=True)
             with trace(groups) as records:
                 step = Steps.of(engine.step)
             collectives = Counter(record.kind for record in records)
-            found[family] = step, collectives
+            found[case] = step, collectives
     return found
 
 
 def test_on_ranks_a_step_enters_only_its_gathers_and_scatters() -> None:
     for found in run_ranks(steps_on_a_rank, 2):
-        for family, (step, collectives) in found.items():
-            assert not step.functions, family
+        for case, (step, collectives) in found.items():
+            family = "experts" if case == WHOLE_EXPERTS else case
+            assert not step.functions, case
             assert modules(step.reads) == expected(READERS, family), step.reads
             assert modules(step.makes) == expected(MAKERS, family) | RESULTS, step.makes
             kinds = collectives["reduce_scatter"], collectives["all_gather"]

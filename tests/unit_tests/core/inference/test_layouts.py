@@ -74,7 +74,9 @@ def engine_on(
         shapes=CacheShapes.of(model.modules(), model.store.dtype),
         vocab_size=VOCABULARY,
         features=EngineFeatures(
-            pipeline=PipelineGroups.of(groups), proposer=half_right(drafts) if drafts else None
+            pipeline=PipelineGroups.of(groups),
+            proposer=half_right(drafts) if drafts else None,
+            expert_peers=groups["etp_ep"] if groups.grid.dp > 1 and groups.grid.ep > 1 else None,
         ),
     )
 

@@ -12,8 +12,10 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from megatron.core.inference.engine import generate
 from megatron.core.inference.requests import Completion, Request
 from megatron.core.inference.router import FIRST_BYTES, Replicas, RequestRouter, all_gather_json
+from megatron.core.moe import dispatch
 from megatron.core.process_groups import Group, ProcessGroupCollection, RankGrid
 from tests.support.inputs import one_thread
 from tests.support.ranks import RankFailure, run_ranks
@@ -194,6 +196,37 @@ def test_replicas_of_several_ranks_say_what_one_engine_does(grid: dict[str, int]
     for found, sent, _, _ in run_ranks(said_on_a_rank, 4, "gqa", grid):
         assert_as_one(found, wanted)
         assert min(sent) > 0
+
+
+def experts_on_a_rank(rank: int, world: int, least: int) -> tuple[Any, ...]:
+    groups = ProcessGroupCollection.create(RankGrid(world_size=world, ep=world), rank=rank)
+    asked_twice = [ask([7, 8, 9, *[n] * 30], 5 + 20 * n) for n in range(2)]
+    with one_thread(), mock.patch.object(dispatch, "MOST_PADDED", least):
+        found = []
+        for part in (asked_twice, asked_twice[:1]):  # one replica ends sooner, then one is idle
+            replicas = replicas_on(groups, "experts")
+            numbers = [replicas.add(request) for request in part]
+            ended = {}
+            while replicas.unfinished:
+                ended |= {c.request_id: c for c in replicas.step()}
+            found.append([ended[number] for number in numbers])
+        return found, replicas.engine.joined, replicas.engine.stats.steps
+
+
+@pytest.mark.parametrize("least", [0, dispatch.MOST_PADDED], ids=["exact", "padded"])
+def test_an_idle_replica_computes_the_experts_that_it_has(least: int) -> None:
+    with one_thread():
+        engine = replicas_on(ProcessGroupCollection.single(), "experts").engine
+        wanted = generate(engine, [ask([7, 8, 9, *[n] * 30], 5 + 20 * n) for n in range(2)])
+    ranks = run_ranks(experts_on_a_rank, 2, least)
+    for found, _, _ in ranks:
+        assert_as_one(
+            {(n, 0): c for n, c in enumerate([*found[0], *found[1]])},
+            {(n, 0): c for n, (c,) in enumerate([*wanted, wanted[0]])},
+        )
+    (_, joined, steps), (_, joined_1, steps_1) = ranks
+    assert (joined, steps_1) == (0, 0)
+    assert joined_1 == steps > 0
 
 
 def differing_on_a_rank(rank: int, world: int) -> str:

@@ -281,24 +281,11 @@ class LLM:
         Raises:
             ValueError: another level, weights that are in the host's memory already, or it sleeps.
         """
-        if level not in (1, 2):
-            raise ValueError(f"sleep level {level}: use 1 (the cache) or 2 (weights too)")
-        if level == 2 and torch.device(self.loaded.device).type == "cpu":
-            raise ValueError("sleep level 2 moves weights to the host, where they are: use level 1")
-        for engine, loaded in self._engines():
-            engine.sleep(loaded.model.store.tensors() if level == 2 else ())
+        self.engine.sleep(weights_of_level(self.loaded, level))
 
     def wake(self) -> None:
         """Go on after `sleep`. Raises ValueError if it does not sleep."""
-        for engine, _ in self._engines():
-            engine.wake()
-
-    def _engines(self) -> list[tuple[Engine, CheckpointModel]]:
-        """Return the engine and its model, then those of drafts if there are any."""
-        found, proposer = [(self.engine, self.loaded)], self.engine.proposer
-        if isinstance(proposer, DraftModel) and self.loaded.draft is not None:
-            found.append((proposer.engine, self.loaded.draft))
-        return found
+        self.engine.wake()
 
     def _piece(self, known: _Text, completion: Completion) -> Piece:
         """Return the text that new tokens of an output add, and the result if it has ended."""
@@ -338,6 +325,19 @@ class LLM:
             top_logprobs=tops if known.asks_tops else None,
             prompt_logprobs=None if prompt is None else tuple(prompt),
         )
+
+
+def weights_of_level(loaded: CheckpointModel, level: int) -> list[torch.Tensor]:
+    """Return the weights whose memory a model's engine gives back at a level of sleep.
+
+    Raises:
+        ValueError: another level than 1 and 2, or 2 with weights in the host's memory.
+    """
+    if level not in (1, 2):
+        raise ValueError(f"sleep level {level}: use 1 (the cache) or 2 (weights too)")
+    if level == 2 and torch.device(loaded.device).type == "cpu":
+        raise ValueError("sleep level 2 moves weights to the host, where they are: use level 1")
+    return loaded.model.store.tensors() if level == 2 else []
 
 
 def speculating_engine(
@@ -384,7 +384,8 @@ def speculating_engine(
         draft = loaded.draft
         assert draft is not None
         config, smaller = _shared_memory(config, loaded.cache_shapes, draft.cache_shapes)
-        proposer = DraftModel(_engine(draft, draft.generator(smaller.max_step_tokens), smaller))
+        engine = _engine(draft, draft.generator(smaller.max_step_tokens), smaller)
+        proposer = DraftModel(engine, draft.model.store.tensors)
     config = dataclasses.replace(config, num_speculative_tokens=count or USUAL_DRAFTS)
     return _engine(loaded, generator, config, proposer=proposer, **options)
 

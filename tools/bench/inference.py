@@ -451,6 +451,12 @@ class WrongDrafts:
     def observe(self, step: ComputedStep, engine: Engine) -> None:
         """See `megatron.core.inference.engine.Proposer`."""
 
+    def sleep(self, *, weights: bool) -> None:
+        """See `megatron.core.inference.engine.Proposer`."""
+
+    def wake(self) -> None:
+        """See `megatron.core.inference.engine.Proposer`."""
+
 
 def speculation_rows(quick: bool, clock: Callable[[], float]) -> list[Row]:
     """Tokens/s with drafts, by those without: n-grams, which find little in text of random weights,

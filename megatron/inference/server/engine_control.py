@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from megatron.core.inference.engine import Completion, Engine
+from megatron.inference.llm import weights_of_level
 
 if TYPE_CHECKING:
     from megatron.inference.checkpoint_model import CheckpointModel
@@ -41,8 +42,8 @@ class EngineControl:
         elif action == "resume":
             self._engine.resume()
         elif action == "sleep":
-            weights = self._model().model.store.tensors() if order["level"] > 1 else []
-            self._engine.sleep(weights)
+            level = order["level"]
+            self._engine.sleep(weights_of_level(self._model(), level) if level > 1 else ())
         elif action == "wake":
             self._engine.wake()
         elif action == "weights":

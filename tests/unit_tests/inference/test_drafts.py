@@ -18,6 +18,7 @@ from megatron.core.process_groups import ProcessGroupCollection
 from megatron.inference import bench, generate
 from megatron.inference.config import Inference, Speculation
 from megatron.inference.llm import LLM, TextParams
+from megatron.inference.server.engine_control import EngineControl
 from tests.unit_tests.inference.test_checkpoint_model import BYTES, CONFIG, save
 from tests.unit_tests.inference.test_generate import GREEDY, Loaded
 
@@ -115,6 +116,14 @@ def test_a_draft_model_sleeps_with_the_model(folders: dict[str, str]) -> None:
         (found,) = llm.generate(["A"], asked)
         assert found.ids == wanted.ids
         assert llm.engine.stats.accepted > accepted
+        # The administration of a server.
+        control = EngineControl(llm.engine, llm.loaded)
+        with pytest.raises(ValueError, match="sleep level 2"):
+            control.apply({"action": "sleep", "level": 2})
+        control.apply({"action": "sleep", "level": 1})
+        assert [cache.num_bytes for cache in caches] == [0, 0]
+        control.apply({"action": "wake"})
+        assert [cache.num_bytes for cache in caches] == before
 
 
 @pytest.mark.parametrize(

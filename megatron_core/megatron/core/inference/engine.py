@@ -186,6 +186,15 @@ class Proposer(Protocol):
         """See a step that the engine has computed."""
         ...
 
+    def sleep(self, *, weights: bool) -> None:
+        """Give back the proposer's own memory on the device until `wake`, with `weights` that of
+        its weights too."""
+        ...
+
+    def wake(self) -> None:
+        """Take the memory again."""
+        ...
+
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class EngineFeatures:
@@ -632,12 +641,13 @@ class Engine:
 
     def sleep(self, weights: Iterable[Tensor] = ()) -> None:
         """Give the memory of the cache back, between two steps, and that of weights if they are
-        given: a trainer on the same device has it until `wake`.
+        given: a trainer on the same device has it until `wake`. A proposer of drafts does the same
+        with its own.
 
         Rows that run are computed again after that. Asleep, the engine takes no requests.
 
         Args:
-            weights: kept in the host's memory meanwhile.
+            weights: of the model, kept in the host's memory meanwhile.
 
         Raises:
             ValueError: it is asleep.
@@ -645,10 +655,13 @@ class Engine:
         if self._asleep is not None:
             raise ValueError("the engine is asleep: wake it first")
         self.pause(keep_cache=False)
+        given = tuple(weights)
+        if self.proposer is not None:
+            self.proposer.sleep(weights=bool(given))
         self.cache.give_back()
         if self._graphs is not None:
             self._graphs.forget()
-        self._asleep = HostCopy(weights)
+        self._asleep = HostCopy(given)
         give_back_memory(self.device)
 
     def wake(self) -> None:
@@ -662,6 +675,8 @@ class Engine:
         self._asleep.restore()
         self._asleep = None
         self.cache.allocate()
+        if self.proposer is not None:
+            self.proposer.wake()
         self.resume()
 
     def weights_replaced(self) -> None:

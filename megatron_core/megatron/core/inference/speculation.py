@@ -20,7 +20,7 @@ from __future__ import annotations
 
 import dataclasses
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol, runtime_checkable
 
@@ -74,6 +74,12 @@ class NGramLookup:
     def observe(self, step: ComputedStep, engine: Engine) -> None:
         """See `megatron.core.inference.engine.Proposer`."""
 
+    def sleep(self, *, weights: bool) -> None:
+        """See `megatron.core.inference.engine.Proposer`: it has no memory on the device."""
+
+    def wake(self) -> None:
+        """See `megatron.core.inference.engine.Proposer`."""
+
     def _lookup(self, row: Row, count: int) -> list[int]:
         tokens, known = row.tokens, self._known.setdefault(row, _NGrams())
         end = len(tokens)
@@ -98,10 +104,12 @@ class DraftModel:
 
     Args:
         engine: of the smaller model.
+        weights: returns what holds the smaller model's weights, which `sleep` may give back.
     """
 
-    def __init__(self, engine: Engine) -> None:
+    def __init__(self, engine: Engine, weights: Callable[[], Iterable[Tensor]]) -> None:
         self.engine, self.reads_tokens_only = engine, False
+        self._weights = weights
 
     def propose(self, contexts: Sequence[DraftContext]) -> list[list[int]]:
         """See `megatron.core.inference.engine.Proposer`."""
@@ -118,6 +126,14 @@ class DraftModel:
 
     def observe(self, step: ComputedStep, engine: Engine) -> None:
         """See `megatron.core.inference.engine.Proposer`: tokens are all that is needed."""
+
+    def sleep(self, *, weights: bool) -> None:
+        """See `megatron.core.inference.engine.Proposer`; the smaller model's engine sleeps."""
+        self.engine.sleep(self._weights() if weights else ())
+
+    def wake(self) -> None:
+        """See `megatron.core.inference.engine.Proposer`."""
+        self.engine.wake()
 
     def _room(self, context: DraftContext) -> int:
         """Return the drafts of a row that the engine has room for."""
@@ -216,3 +232,10 @@ class MultiTokenHeads:
         self._drafts = {
             plan.rows[n]: drafts[at] for n, at in rows.items() if step.contexts[at].count
         }
+
+    def sleep(self, *, weights: bool) -> None:
+        """See `megatron.core.inference.engine.Proposer`: the depths' cache and weights are those of
+        the engine."""
+
+    def wake(self) -> None:
+        """See `megatron.core.inference.engine.Proposer`."""

@@ -13,6 +13,7 @@ import torch
 from megatron.core.inference.cache import CacheShapes
 from megatron.core.inference.engine import Engine, EngineConfig, EngineFeatures, Request, generate
 from megatron.core.inference.sampling import SamplingParams
+from megatron.core.inference.speculation import DraftModel
 from megatron.core.process_groups import ProcessGroupCollection, RankGrid
 from tests.support.inputs import one_thread
 from tests.support.ranks import run_ranks
@@ -21,6 +22,7 @@ from tests.unit_tests.core.inference.test_engine import (
     GREEDY,
     NEW,
     VOCABULARY,
+    draft_model_of,
     engine_of,
     model_of,
     prompts,
@@ -238,3 +240,19 @@ def test_sleep_gives_memory_back_and_texts_go_on_after_it(asynchronous: bool) ->
     assert engine.stats.preempted > 0
     with pytest.raises(ValueError, match="awake"):
         engine.wake()
+
+
+def test_a_draft_model_gives_its_weights_back_with_those_of_the_model() -> None:
+    model, smaller = model_of("gqa"), draft_model_of("gqa")
+    engine = engine_of(model, DraftModel(engine_of(smaller), smaller.store.tensors))
+    wanted = [c.tokens for (c,) in generate(engine, requests()[:2])]
+    storages = [t.untyped_storage() for t in smaller.store.tensors()]
+    before, accepted = [storage.nbytes() for storage in storages], engine.stats.accepted
+    engine.sleep()
+    assert [storage.nbytes() for storage in storages] == before
+    engine.wake()
+    engine.sleep(model.store.tensors())
+    assert sum(storage.nbytes() for storage in storages) == 0 < sum(before)
+    engine.wake()
+    assert [c.tokens for (c,) in generate(engine, requests()[:2])] == wanted
+    assert engine.stats.accepted > accepted > 0

@@ -130,7 +130,8 @@ def speculating(
         return engine_of(model, MultiTokenHeads(model, depths=2), **options)
     proposer = NGramLookup(longest=3, shortest=1)
     if kind == "draft":
-        proposer = DraftModel(engine_of(draft_model_of(family, groups)))
+        smaller = draft_model_of(family, groups)
+        proposer = DraftModel(engine_of(smaller), smaller.store.tensors)
     return engine_of(model_of(family, groups, backend=backend), proposer, **options)
 
 

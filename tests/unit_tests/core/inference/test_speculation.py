@@ -145,6 +145,12 @@ class Scripted:
     def observe(self, step: ComputedStep, engine: Engine) -> None:
         pass
 
+    def sleep(self, *, weights: bool) -> None:
+        pass
+
+    def wake(self) -> None:
+        pass
+
 
 def counting(proposer: object, drafts: int = 4, **config) -> Engine:
     """Return an engine around a model that counts up to 6 and begins again."""

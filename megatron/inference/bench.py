@@ -246,6 +246,8 @@ def graph_figures(engine: Engine) -> dict[str, Any]:
         "graphs_captured": graphs.captured,
         "graph_capture_seconds": graphs.seconds,
         "graph_hits": graphs.replayed,
+        "graph_eager_steps": graphs.eager,
+        "graph_addresses_equal": graphs.compared,
     }
 
 

@@ -6,13 +6,14 @@ from __future__ import annotations
 import contextlib
 import io
 import json
+import re
 from pathlib import Path
 from unittest import mock
 
 import pytest
 
 from megatron.core.inference.requests import Request
-from megatron.inference import llm
+from megatron.inference import generate, llm
 from megatron.inference.bench import arrivals, main, make_requests, static_waste
 from megatron.inference.config import Load
 from tests.support.launchers import serve_store
@@ -63,8 +64,34 @@ def test_what_was_generated_is_counted(root: Path, tmp_path: Path, rate: str | N
         assert found["graphs_captured"] in (3, 4)  # of at most 1, 2, 4 and 8 rows
         assert found["graph_hits"] > found["graphs_captured"]
         assert found["graph_capture_seconds"] > 0
+        assert found["graph_eager_steps"] >= 3 * 2  # those of prompts, in every repeat
+        # At every replay the pages of two layers and the inputs.
+        assert found["graph_addresses_equal"] == found["graph_hits"] * (2 + 1)
     assert found["wasted_tokens"] == 0  # every end is a known length
     assert f"{found['output_tokens']:,}" in out
+
+
+def test_generate_reports_what_graphs_did(root: Path) -> None:
+    made: list[TapeRecorder] = []
+
+    def recorder(*_: object) -> TapeRecorder:
+        made.append(TapeRecorder(OpTape()))
+        return made[-1]
+
+    err = io.StringIO()
+    words = ["--load", str(root), "--device", "cpu", "--prompt", "A", "--max-new-tokens", "6"]
+    with (
+        mock.patch.object(llm, "CudaRecorder", side_effect=recorder),
+        contextlib.redirect_stdout(io.StringIO()),
+        contextlib.redirect_stderr(err),
+    ):
+        assert generate.main([*words, "--inference-cuda-graphs", "--top-k", "1"], {}) == 0
+    line = next(line for line in err.getvalue().splitlines() if "CUDA graphs" in line)
+    numbers = [float(word) for word in re.findall(r"[\d.]+", line)]
+    captured, _, replayed, buffers, eager = numbers
+    assert captured == sum(one.captures for one in made) > 0
+    assert replayed == sum(one.tape.replays for one in made)
+    assert (replayed + eager, buffers) == (6, 2 + 1)
 
 
 def measured_on_a_rank(

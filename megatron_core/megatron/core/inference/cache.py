@@ -124,6 +124,11 @@ class StateCache:
         """Bytes of all buffers on this rank."""
         return sum(b.numel() * b.element_size() for b in self._buffers.values())
 
+    @property
+    def addresses(self) -> tuple[int, ...]:
+        """Where the buffers are, in the order in which they were made."""
+        return tuple(buffer.data_ptr() for buffer in self._buffers.values())
+
     def take(self, count: int) -> list[int]:
         """Return free slots for new sequences; they hold what was there, see `copy`.
 
@@ -237,6 +242,11 @@ class PagedCache:
         """Bytes of all pages and slots on this rank."""
         pages = sum(x.numel() * x.element_size() for x in self._pages)
         return pages + self.states.num_bytes
+
+    @property
+    def addresses(self) -> tuple[int, ...]:
+        """Where the pages of each layer and the states are; others after `allocate`."""
+        return (*(pages.data_ptr() for pages in self._pages), *self.states.addresses)
 
     def attend(
         self,

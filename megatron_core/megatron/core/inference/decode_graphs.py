@@ -39,17 +39,25 @@ class GraphStats:
     Args:
         captured: how many buckets were recorded.
         replayed: steps that were launched as a graph.
+        eager: steps that were none for a graph.
         seconds: that recording took.
+        buffers: whose addresses are compared before each replay with those of the recording: the
+            pages of each layer, states, and the inputs.
+        compared: addresses that were, in all replays; all were equal.
     """
 
     captured: int = 0
     replayed: int = 0
+    eager: int = 0
     seconds: float = 0.0
+    buffers: int = 0
+    compared: int = 0
 
     def __str__(self) -> str:
         return (
             f"CUDA graphs: {self.captured} captured in {self.seconds:.2f} s, "
-            f"{self.replayed:,} steps replayed"
+            f"{self.replayed:,} steps replayed with {self.buffers:,} buffers at the addresses of "
+            f"the recording, {self.eager:,} eager"
         )
 
 
@@ -77,6 +85,9 @@ class DecodeGraphs:
         max_rows: rows of the largest bucket.
         row_multiple: rows of each are a multiple of this.
         max_context: tokens of the longest row.
+
+    Raises:
+        RuntimeError: when called, a buffer is elsewhere than when the graph was recorded.
     """
 
     def __init__(
@@ -92,6 +103,7 @@ class DecodeGraphs:
         self.buckets = buckets_of(max_rows, row_multiple)
         self.stats = GraphStats()
         self._forward, self._make_recorder = forward, make_recorder
+        self._cache = cache
         self._max_context, self._max_blocks = max_context, -(-max_context // cache.block_size)
         self._device, self._cpu_dtype = cache.device, cache.shapes.cpu_dtype
         self._takes_drafts = not cache.shapes.states
@@ -101,9 +113,9 @@ class DecodeGraphs:
         """Return hidden states [t, 1, h] and logits fp32 [t, V] of all tokens of a step; None if it
         is not one for a graph. The next step overwrites them."""
         count = len(plan.tokens)
-        if len(plan.chosen_after) + plan.padding != count:
-            return None
-        if any(plan.drafts) and not self._takes_drafts:
+        every = len(plan.chosen_after) + plan.padding == count  # token has one chosen after it
+        if not every or (any(plan.drafts) and not self._takes_drafts):
+            self.stats.eager += 1
             return None
         size = next(bucket for bucket in self.buckets if bucket >= count)
         if size not in self._graphs:
@@ -121,6 +133,7 @@ class DecodeGraphs:
             into[:count] = array
         numbers[-1].reshape(size, -1)[:count, : plan.block_table.shape[1]] = plan.block_table[rows]
         graph.fill(numbers)
+        self._check_addresses(graph)
         graph.recorder.replay()
         self.stats.replayed += 1
         assert graph.found is not None
@@ -130,6 +143,18 @@ class DecodeGraphs:
     def forget(self) -> None:
         """Record all anew: the cache has another address."""
         self._graphs.clear()
+
+    def _check_addresses(self, graph: _Graph) -> None:
+        """Raise RuntimeError if a graph would read or write where its buffers are no more."""
+        found = graph.addresses(self._cache)
+        moved = sum(a != b for a, b in zip(found, graph.recorded_at, strict=True))
+        if moved:
+            raise RuntimeError(
+                f"{moved} of {len(found)} buffers of a graph of decode steps are at another "
+                "address than when it was recorded: `forget` before the cache is allocated anew"
+            )
+        self.stats.buffers = len(found)
+        self.stats.compared += len(found)
 
     def _padding(self, size: int) -> list[np.ndarray]:
         """Return the numbers of rows that are padding, in the order of a graph's buffers."""
@@ -170,6 +195,7 @@ class DecodeGraphs:
             graph.found = run()
 
         graph.recorder.capture(record)
+        graph.recorded_at = graph.addresses(self._cache)
         return graph
 
 
@@ -180,6 +206,11 @@ class _Graph:
         self.recorder = recorder
         self._flat, self._device = flat, device
         self.found: tuple[Tensor, Tensor] | None = None
+        self.recorded_at: tuple[int, ...] = ()
+
+    def addresses(self, cache: PagedCache) -> tuple[int, ...]:
+        """Return where the cache and the inputs are now."""
+        return (*cache.addresses, self._flat.data_ptr())
 
     def fill(self, numbers: list[np.ndarray]) -> None:
         """Copy numbers to the buffers, in one piece."""

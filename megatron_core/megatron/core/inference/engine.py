@@ -809,8 +809,9 @@ class Engine:
         if self._check_plans is not None:
             require_same_plan(plan, self._check_plans, self.device)
         self.cache.states.copy(plan.state_copies)
-        recorded = None if self._graphs is None or noting else self._graphs(plan)
+        recorded = None if self._graphs is None else self._graphs(plan)
         if recorded is not None:
+            assert not noting  # such a step has tokens after which none is chosen
             hidden, logits = recorded
             return StepResult(
                 sampled=self._kept(plan, sample(self._taken(logits, plan.chosen_after), asked)),

@@ -139,6 +139,25 @@ def test_graphs_are_recorded_again_after_sleep() -> None:
     assert engine.graphs.captured == 2 * captured
 
 
+@pytest.mark.parametrize("moved", ["pages", "states"])
+def test_a_graph_over_a_buffer_that_moved_is_refused(moved: str) -> None:
+    engine = engine_of(model_of("hybrid"), make_recorder=Strict)
+    said(engine, 2)
+    graphs = engine.graphs
+    assert graphs.compared == graphs.replayed * graphs.buffers > 0
+    assert graphs.replayed + graphs.eager == engine.stats.steps
+    before = list(engine.cache._pages), dict(engine.cache.states._buffers)
+    if moved == "pages":
+        engine.cache._pages[-1] = before[0][-1].clone()
+    else:
+        name, buffer = next(iter(before[1].items()))
+        engine.cache.states._buffers[name] = buffer.clone()
+    replayed = graphs.replayed
+    with pytest.raises(RuntimeError, match=f"1 of {graphs.buffers} buffers"):
+        said(engine, 2)
+    assert graphs.replayed == replayed
+
+
 def test_buckets_hold_every_number_of_rows() -> None:
     assert buckets_of(1, 1) == (1,)
     assert buckets_of(6, 1) == (1, 2, 4, 6)

@@ -449,18 +449,6 @@ def require_same_plan(plan: BatchPlan, group: Group, device: torch.device) -> No
         )
 
 
-def _check_drafts(config: EngineConfig, num_blocks: int) -> None:
-    """Raise ValueError for more drafts than a step can verify."""
-    count = config.num_speculative_tokens
-    most = min(config.max_step_tokens, num_blocks * config.block_size)
-    if count and count + 1 > most:
-        raise ValueError(
-            f"num-speculative-tokens is {count}: a step verifies them with the token before, and "
-            f"{count + 1} tokens do not fit a step of {config.max_step_tokens} tokens and a cache "
-            f"of {num_blocks} blocks of {config.block_size}: use at most {most - 1}"
-        )
-
-
 class Engine:
     """Generate for requests that come and go.
 
@@ -506,7 +494,7 @@ class Engine:
         groups = features.pipeline or PipelineGroups.single()
         self.link = StageLink(groups, dtype=shapes.dtype, device=self.device)
         sizes = CacheSizes.agreed(config, shapes, max_length, self.link)
-        _check_drafts(config, sizes.num_blocks)
+        sizes.check_drafts(config)
         self.cache = PagedCache(
             shapes,
             num_blocks=sizes.num_blocks,
@@ -811,7 +799,6 @@ class Engine:
         self.cache.states.copy(plan.state_copies)
         recorded = None if self._graphs is None else self._graphs(plan)
         if recorded is not None:
-            assert not noting  # such a step has tokens after which none is chosen
             hidden, logits = recorded
             return StepResult(
                 sampled=self._kept(plan, sample(self._taken(logits, plan.chosen_after), asked)),

@@ -130,3 +130,14 @@ class CacheSizes:
             has_states=bool(has),
             window=sees if 0 < sees < _EVERYTHING else None,
         )
+
+    def check_drafts(self, config: EngineConfig) -> None:
+        """Raise ValueError for more drafts than a step can verify."""
+        count, blocks = config.num_speculative_tokens, self.num_blocks
+        most = min(config.max_step_tokens, blocks * config.block_size)
+        if count and count + 1 > most:
+            raise ValueError(
+                f"num-speculative-tokens is {count}: a step verifies them with the token before, "
+                f"and {count + 1} tokens do not fit a step of {config.max_step_tokens} tokens and "
+                f"a cache of {blocks} blocks of {config.block_size}: use at most {most - 1}"
+            )

@@ -13,9 +13,11 @@ import torch
 from megatron.core.inference.decode_graphs import buckets_of
 from megatron.core.inference.engine import Completion, Engine, generate
 from megatron.core.models.inference_optimized import InferenceOptimizedModel
+from megatron.core.process_groups import ProcessGroupCollection, RankGrid
 from megatron.core.tensor_parallel import vocab_parallel
 from tests.support.inputs import one_thread
 from tests.support.op_tape import OpTape, TapeRecorder
+from tests.support.ranks import run_ranks
 from tests.unit_tests.core.inference.test_engine import DRAWN, engine_of, model_of, requests
 from tests.unit_tests.core.inference.test_speculation import half_right
 
@@ -100,6 +102,34 @@ def test_replays_have_the_bits_of_eager_steps(family: str, optimized: bool, draf
     assert engine.graphs.replayed > engine.stats.steps - 4  # all but those of prompts
     assert not any(recorder.tape.syncs for recorder in made if optimized)
     assert len(made) == engine.graphs.captured >= 2
+
+
+#: Family of the ranks' model, and whether its forward pass is the optimized one.
+SHARDED = (("gqa", True), ("hybrid", False))
+
+
+def replayed_on_a_rank(rank: int, world: int) -> list[tuple[list[list[int]], int, int]]:
+    groups = ProcessGroupCollection.create(RankGrid(world_size=world, tp=world), rank=rank)
+    found = []
+    for family, optimized in SHARDED:
+        with one_thread():
+            model = model_of(family, groups)
+            engine = engine_of(model, make_recorder=lambda: TapeRecorder(OpTape()))
+            engine.model = InferenceOptimizedModel(model) if optimized else model
+            tokens = [tokens for tokens, _ in said(engine, 3)]
+        assert engine.graphs is not None
+        found.append((tokens, engine.graphs.replayed, engine.stats.steps))
+    return found
+
+
+def test_replays_of_tensor_parallel_ranks_say_what_one_process_says() -> None:
+    ranks = run_ranks(replayed_on_a_rank, 2)
+    for n, (family, _) in enumerate(SHARDED):
+        wanted = [tokens for tokens, _ in said(engine_of(model_of(family)), 3)]
+        for found in ranks:
+            tokens, replayed, steps = found[n]
+            assert tokens == wanted, family
+            assert steps > replayed > steps - 4  # all but those of prompts
 
 
 def test_a_host_read_in_a_recording_is_found() -> None:

@@ -175,9 +175,9 @@ def measure(
 
 
 def percentile(values: Sequence[float], share: float) -> float:
-    """Return the value that `share` of all are at most."""
+    """Return the least value that at least `share` of all are at most (nearest rank)."""
     ordered = sorted(values)
-    return ordered[min(len(ordered) - 1, int(share * len(ordered)))] if ordered else 0.0
+    return ordered[max(0, math.ceil(share * len(ordered)) - 1)] if ordered else 0.0
 
 
 def summary(

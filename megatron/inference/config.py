@@ -39,9 +39,10 @@ class ModelSource:
     tensor_model_parallel_size: int = 1
     """Ranks that share each weight matrix; start as many processes with torchrun as this and the
     pipeline stages multiply to. A multiple of them holds as many data-parallel replicas of the
-    model, each with an engine of its own, which share the requests."""
+    model, each with an engine of its own, which share the requests; a server has one."""
     pipeline_model_parallel_size: int = 1
-    """Pipeline stages: ranks that each have a part of the layers and of the cache."""
+    """Pipeline stages: ranks that each have a part of the layers and of the cache; a server has
+    one."""
     pipeline_model_parallel_layout: str | None = None
     """What each stage has, in the model's order: E the embedding, t a layer, L the head, | between
     stages, as in Ettt|ttL; derived: as many layers each, one more in the first ones if need be."""

@@ -190,7 +190,12 @@ class Conversations:
                 param="tools",
             )
         if conversation.callable_tools and "tools" not in source:
-            raise ApiError(400, "tools: the chat template has no place for them", param="tools")
+            raise ApiError(
+                400,
+                "tools: the chat template does not write them: start the server with a "
+                "--chat-template that does",
+                param="tools",
+            )
         if any(turn.calls for turn in conversation.turns) and "tool_calls" not in source:
             raise ApiError(
                 400, "tool_calls: the chat template has no place for them", param="messages"

@@ -88,7 +88,14 @@ class EngineControl:
         return told
 
     def _profile(self, steps: int) -> tuple[dict[str, Any], list[Completion]]:
-        """Take some steps under torch's profiler."""
+        """Take some steps under torch's profiler. Raises ValueError if it would see none."""
+        if not self._engine.unfinished or self._engine.paused:
+            raise ValueError("no request runs: send some, and profile while they are answered")
+        if self._engine.config.asynchronous and self._engine.device.type == "cpu":
+            raise ValueError(
+                "on a CPU, asynchronous steps run in a thread that the profiler does not see: "
+                "start the server without --async-scheduling"
+            )
         activities = [torch.profiler.ProfilerActivity.CPU]
         if self._engine.device.type == "cuda":
             activities.append(torch.profiler.ProfilerActivity.CUDA)

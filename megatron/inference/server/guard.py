@@ -291,8 +291,15 @@ def timed_protocol(seconds: float) -> type[TimedProtocol]:
 
 
 def validation_error(problems: Sequence[Mapping[str, Any]]) -> ApiError:
-    """Return the answer to a body with wrong fields: the first of them is named."""
-    first = problems[0]
+    """Return the answer to a body with wrong fields: the first of them is named.
+
+    Of a field that may have one of several types, the alternative that went furthest is explained.
+    """
+    field = problems[0]["loc"][:1]
+    first = max(
+        (problem for problem in problems if problem["loc"][:1] == field),
+        key=lambda problem: (len(problem["loc"]), problem["type"] != "string_type"),
+    )
     # Not the alternatives of a field that may have one of several types.
     place = [str(part) for part in first["loc"] if re.fullmatch(r"\d+|[a-z_]+", str(part))]
     name = place[0] if place else None

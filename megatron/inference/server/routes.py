@@ -453,14 +453,24 @@ async def detokenize(server: Server, request: Request) -> Response:
 
 async def models(server: Server, request: Request) -> Response:
     """Answer `GET /v1/models`."""
-    card = {
-        "id": server.card.name,
+    return JSONResponse({"object": "list", "data": [_model_object(server.card)]})
+
+
+async def model(server: Server, request: Request) -> Response:
+    """Answer `GET /v1/models/{model}`."""
+    server.check_model(request.path_params["model"])
+    return JSONResponse(_model_object(server.card))
+
+
+def _model_object(card: ModelCard) -> dict[str, Any]:
+    """Return OpenAI's description of a model."""
+    return {
+        "id": card.name,
         "object": "model",
-        "created": server.card.created,
+        "created": card.created,
         "owned_by": "megatron",
-        "max_model_len": server.card.max_length,
+        "max_model_len": card.max_length,
     }
-    return JSONResponse({"object": "list", "data": [card]})
 
 
 async def health(server: Server, request: Request) -> Response:
@@ -494,6 +504,7 @@ Route = tuple[str, str, Handler, type[Body] | None]
 ROUTES: Sequence[Route] = (
     ("POST", "/v1/completions", completions, CompletionBody),
     ("GET", "/v1/models", models, None),
+    ("GET", "/v1/models/{model:path}", model, None),
     ("POST", "/tokenize", tokenize, TokenizeBody),
     ("POST", "/detokenize", detokenize, DetokenizeBody),
     ("GET", "/", chat_page, None),

@@ -107,7 +107,7 @@ def check_request(request: Request, *, max_length: int | None, vocab_size: int) 
     if max_length is not None and length + request.max_new_tokens > max_length:
         raise ValueError(
             f"the prompt is too long: {length} tokens + {request.max_new_tokens} new ones exceed "
-            f"the model's limit of {max_length}: shorten the prompt or lower max-new-tokens"
+            f"the model's limit of {max_length}: shorten the prompt or ask for fewer new tokens"
         )
     wrong = [t for t in request.prompt if not 0 <= t < vocab_size]
     if wrong:

@@ -69,9 +69,10 @@ class EngineConfig:
         left = self.memory_bytes - (slots + 1) * shapes.state_bytes
         if left < block:
             least = (slots + 1) * shapes.state_bytes + block
+            states = f"the states of {self.max_rows} rows and " if shapes.states else ""
             raise ValueError(
-                f"{self.memory_bytes / 1e9:.3f} GB do not hold the states of {self.max_rows} rows "
-                f"and one block of {self.block_size} tokens: give at least {least / 1e9:.3f} GB"
+                f"{self.memory_bytes:,} bytes of memory do not hold {states}one block of "
+                f"{self.block_size} tokens: give at least {least:,}"
             )
         if shapes.states and self.prefix_caching:
             snapshots = min(left // 4 // shapes.state_bytes, 16 * self.max_rows)

@@ -148,6 +148,14 @@ def test_row_52_values_out_of_bounds(server: Served, name: str, value: object) -
     assert name in error["message"]
 
 
+def test_row_52_what_is_wrong_inside_an_alternative_is_named(server: Served) -> None:
+    parts = [{"type": "image_url", "image_url": "x"}]
+    messages = [{"role": "user", "content": parts}]
+    error = refused(server.post("/v1/chat/completions", messages=messages))
+    assert error["param"] == "messages"
+    assert "messages.0.content.0.type" in error["message"]
+
+
 def test_row_52_nan_is_no_number(server: Served) -> None:
     body = b'{"prompt": "a", "temperature": NaN}'
     refused(server.http.post("/v1/completions", content=body))

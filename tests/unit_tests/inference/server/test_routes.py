@@ -178,7 +178,10 @@ def test_tokens_are_made_and_undone(server: Served) -> None:
 
 
 def test_the_model_is_listed_and_others_are_not_there(server: Served) -> None:
-    assert server.http.get("/v1/models").json()["data"][0]["id"] == "next-byte"
+    (card,) = server.http.get("/v1/models").json()["data"]
+    assert card["id"] == "next-byte"
+    assert server.http.get("/v1/models/next-byte").json() == card
+    assert server.http.get("/v1/models/another").status_code == 404
     for path, fields in (
         ("/v1/completions", {"prompt": "a"}),
         ("/v1/chat/completions", {"messages": [{"role": "user", "content": "a"}]}),

@@ -164,5 +164,5 @@ def test_a_cache_too_small_for_a_prompt_says_what_would_do() -> None:
     llm = LLM(loaded, num_blocks=2)
     with pytest.raises(ValueError, match="40 tokens take 3 blocks of 16 tokens, the cache has 2"):
         llm.generate(["a" * 20], params(20))
-    with pytest.raises(ValueError, match="do not hold .*one block"):
+    with pytest.raises(ValueError, match="do not hold one block"):
         LLM(loaded, Inference(inference_memory_gb=1e-9))

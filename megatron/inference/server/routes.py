@@ -22,6 +22,7 @@ from typing import Any, TypeVar
 
 from fastapi import FastAPI, Request
 from pydantic import ValidationError
+from pydantic.json_schema import JsonSchemaMode, models_json_schema
 from starlette.exceptions import HTTPException
 from starlette.responses import JSONResponse, Response
 from starlette.types import ASGIApp
@@ -89,6 +90,9 @@ GRAMMAR_SECONDS = 5.0
 COMPLETION_TOKENS = 16
 
 DONE = "[DONE]"
+
+#: How the OpenAPI document refers to a schema: as in a file, `#` is the whole document.
+SCHEMA_REFERENCE = "#/components/schemas/{model}"
 
 #: The field that asks for a grammar, and what makes it.
 GrammarMaker = tuple[str, Callable[[], str]]
@@ -523,6 +527,9 @@ def create_app(server: Server, key: str | None, *, routes: Sequence[Route]) -> A
     """
     # No pages of documentation: theirs load scripts from elsewhere.
     app = FastAPI(title="megatron.inference", docs_url=None, redoc_url=None)
+    bodies: list[tuple[type[Body], JsonSchemaMode]]
+    bodies = [(body, "validation") for *_, body in routes if body is not None]
+    schemas, definitions = models_json_schema(bodies, ref_template=SCHEMA_REFERENCE)
 
     def add(method: str, path: str, handler: Handler, body: type[Body] | None) -> None:
         async def endpoint(request: Request) -> Response:
@@ -537,7 +544,7 @@ def create_app(server: Server, key: str | None, *, routes: Sequence[Route]) -> A
 
         schema = None
         if body is not None:
-            content = {"application/json": {"schema": body.model_json_schema()}}
+            content = {"application/json": {"schema": schemas[body, "validation"]}}
             schema = {"requestBody": {"required": True, "content": content}}
         app.add_api_route(
             path,
@@ -551,6 +558,8 @@ def create_app(server: Server, key: str | None, *, routes: Sequence[Route]) -> A
 
     for route in routes:
         add(*route)
+    # FastAPI keeps the document that it returns.
+    app.openapi()["components"] = {"schemas": definitions.get("$defs", {})}
 
     async def no_route(request: Request, error: Exception) -> Response:
         assert isinstance(error, HTTPException)

@@ -266,6 +266,12 @@ class TimedProtocol(H11Protocol):
         elif self._waiting is None:
             self._wait()
 
+    def send_400_response(self, msg: str) -> None:
+        """Answer what is no HTTP, and take no other answer to a request whose body it was."""
+        super().send_400_response(msg)
+        if self.cycle is not None:
+            self.cycle.disconnected = True
+
     def on_response_complete(self) -> None:
         """Leave an idle connection to uvicorn, until something comes."""
         self._stop_waiting()

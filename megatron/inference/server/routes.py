@@ -24,6 +24,7 @@ from fastapi import FastAPI, Request
 from pydantic import ValidationError
 from pydantic.json_schema import JsonSchemaMode, models_json_schema
 from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect
 from starlette.responses import JSONResponse, Response
 from starlette.types import ASGIApp
 
@@ -538,6 +539,8 @@ def create_app(server: Server, key: str | None, *, routes: Sequence[Route]) -> A
                 return await handler(server, request)
             except ApiError as error:
                 return error.response(request_id, path)
+            except ClientDisconnect:
+                return Response(status_code=499)  # its body is not whole, and nobody reads this
             except Exception:
                 LOG.exception("request %s failed", request_id)
                 return internal_error().response(request_id, path)

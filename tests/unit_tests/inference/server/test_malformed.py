@@ -1,0 +1,337 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Random malformed requests: every answer is one that its route documents, and nothing else stops.
+
+Bodies come from the OpenAPI document that the server publishes, so a new route is tested as soon
+as it is there.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import http.client
+import json
+import logging
+import random
+import re
+import socket
+import string
+from collections import Counter
+from collections.abc import Sequence
+from typing import Any
+from urllib.parse import unquote
+
+import pytest
+
+from megatron.inference.server.guard import ANTHROPIC_ROUTES
+from tests.support.http_server import Served, served, until
+
+NO_HTTP = "Invalid HTTP request received."
+"""What uvicorn says of bytes that are no HTTP."""
+GOOD = {"prompt": "a", "max_tokens": 5, "temperature": 0}
+#: Values for fields whose schema says nothing of what other fields and the model need.
+KNOWN: dict[str, Sequence[Any]] = {
+    "model": ["next-byte"] * 5 + ["another"],
+    "max_tokens": [1, 2, 7],
+    "max_completion_tokens": [1, 7],
+    "max_output_tokens": [1, 7],
+    "n": [1, 2],
+    "regex": ["[a-f]{2}", "(a", "a|"],
+    "grammar": ['start: "a"', "start: b"],
+    "schema": [{"type": "integer"}, {"not": {}}, {"$ref": "#"}, {"enum": []}],
+    "parameters": [{"type": "object"}, {"type": "strin"}],
+    "arguments": ["{}", "{"],
+    "role": ["user", "assistant", "system", "tool"],
+}
+ODD_TEXTS = ["", "\0", "\ud800", "é\u2028", "\U0001f600" * 9, "a" * 3000, "{{ 7 * 7 }}", "../%2e"]
+ODD_NUMBERS = [0, -1, 1 << 31, 1 << 63, -(1 << 80), 10**400, 1e308, -0.0, 1.5]
+ODD_NUMBERS += [float("nan"), float("inf")]
+ODD = [*ODD_TEXTS, *ODD_NUMBERS, None, True, False, [], {}, [[]], [{}], {"": 1}, [None], "1"]
+ODD_HEADERS = [
+    b"content-type: text/plain",
+    b"content-type: application/json; charset=utf-16",
+    b"content-type: \xff\xfe",
+    b"content-encoding: gzip",
+    b"accept: " + b"a" * 5000,
+    b"accept-encoding: \x80",
+    b"authorization: Bearer \xff",
+    b"x-request-id: a" + b"\xc3\xa9" * 40,
+    b"expect: 100-continue",
+    b"host: [",
+    b"host: a/v1/messages?",
+    b"host: \xff",
+    b"cookie: a=\x01",
+    b"origin: null",
+    b"connection: upgrade",
+    b"upgrade: websocket",
+    b"content-length: 5",
+    b"content-length: -5",
+    b"content-length: " + b"9" * 5000,
+    b"transfer-encoding: chunked",
+    b"transfer-encoding: gzip",
+    b"no colon",
+    b"name with spaces: a",
+    b": empty",
+]
+METHODS = ["GET", "POST", "PUT", "DELETE", "PATCH", "OPTIONS", "TRACE", "get", "A" * 40]
+ODD_PATHS = [
+    "/nowhere",
+    "//",
+    "/%00",
+    "/%ff%fe",
+    "/v1",
+    "/v1/completions/",
+    "/v1/messages/nothing",
+    "/v1/messages%2fcount_tokens",
+    "/v1/models/%ed%a0%80",
+    "/v1/models/" + "a/" * 200,
+    "/v1/responses/%0a/cancel",
+    "/../etc/passwd",
+    "/tokenize?a=%",
+    "/%2e%2e/",
+]
+
+
+class ValidBodies:
+    """Draw bodies that the document of the server allows.
+
+    Args:
+        document: of OpenAPI.
+        source: of chance.
+    """
+
+    def __init__(self, document: dict[str, Any], source: random.Random) -> None:
+        self._document, self._source = document, source
+        self.routes: list[tuple[str, str, dict[str, Any] | None]] = []
+        for path, methods in document["paths"].items():
+            for method, told in methods.items():
+                body = told.get("requestBody")
+                schema = body and body["content"]["application/json"]["schema"]
+                self.routes.append((method.upper(), path, schema))
+
+    def draw(self, schema: dict[str, Any], name: str = "", depth: int = 0) -> Any:
+        """Return an instance of a schema; `name` is that of the field that it is for."""
+        if "$ref" in schema:
+            found: Any = self._document
+            for part in schema["$ref"].removeprefix("#/").split("/"):
+                found = found[part]
+            return self.draw(found, name, depth)
+        if "const" in schema:
+            return schema["const"]
+        if name in KNOWN:
+            return copy.deepcopy(self._source.choice(KNOWN[name]))
+        for several in ("anyOf", "oneOf"):
+            if several in schema:
+                return self.draw(self._source.choice(schema[several]), name, depth)
+        if "enum" in schema:
+            return self._source.choice(schema["enum"])
+        return self._of_type(schema, depth)
+
+    def _of_type(self, schema: dict[str, Any], depth: int) -> Any:
+        match schema.get("type"):
+            case "object":
+                required = schema.get("required", ())
+                chance = 0.15 if depth == 0 else 0.4
+                return {
+                    key: self.draw(inner, key, depth + 1)
+                    for key, inner in schema.get("properties", {}).items()
+                    if key in required or self._source.random() < chance
+                }
+            case "array":
+                least = schema.get("minItems", 0)
+                count = self._source.randint(least, least + 2)
+                return [self.draw(schema["items"], "", depth + 1) for _ in range(count)]
+            case "string":
+                letters = string.ascii_lowercase
+                return "".join(self._source.choices(letters, k=self._source.randint(1, 8)))
+            case "integer":
+                return self._source.randint(0, 2)
+            case "number":
+                return self._source.random()
+            case "boolean":
+                return self._source.random() < 0.5
+            case "null":
+                return None
+            case _:
+                return self._source.choice([1, "a", {}])
+
+
+def places(value: Any) -> list[tuple[Any, Any]]:
+    """Return every container within a value with each of its keys or places."""
+    if not isinstance(value, dict | list):
+        return []
+    found = [(value, key) for key in (value if isinstance(value, dict) else range(len(value)))]
+    return found + [pair for container, key in found for pair in places(container[key])]
+
+
+def mutate(body: Any, source: random.Random) -> Any:
+    """Change a body somewhere."""
+    held = {"": body}
+    container, key = source.choice([*places(body), (held, "")])
+    nested: Any = source.choice(ODD)
+    match source.randrange(6):
+        case 0 | 1:
+            container[key] = copy.deepcopy(source.choice(ODD))
+        case 2:
+            del container[key]
+        case 3 if isinstance(container[key], dict):
+            container[key][source.choice(["more", "é", "", "__class__", *KNOWN])] = nested
+        case 4:
+            for _ in range(source.choice([3, 200])):
+                nested = [nested] if source.random() < 0.5 else {"a": nested}
+            container[key] = nested
+        case _:
+            container[key] = [container[key]] * source.choice([1, 2, 70])
+    return held.get("")
+
+
+def encoded(body: Any, source: random.Random) -> bytes:
+    """Return a body as JSON, which may be broken in its turn."""
+    text = json.dumps(body, ensure_ascii=source.random() < 0.5)
+    content = text.encode(errors="surrogatepass")
+    cut = source.randrange(len(content) + 1)
+    match source.randrange(24):
+        case 0:
+            return content[:cut]
+        case 1:
+            return content[:cut] + bytes([source.randrange(256)]) + content[cut + 1 :]
+        case 2:
+            return text.encode(source.choice(["utf-16", "utf-32", "utf-8-sig"]), "surrogatepass")
+        case 3:
+            return content + content
+        case 4:
+            return content[:cut] + source.choice([b"[", b'{"a":']) * 20_000
+        case 5:
+            return text.replace('"', "'").encode(errors="replace")
+        case _:
+            return content
+
+
+class Malformed:
+    """Send random requests to a server.
+
+    Args:
+        server: that has to stand them.
+        seed: of what is sent.
+    """
+
+    def __init__(self, server: Served, seed: int) -> None:
+        self._server, self._source = server, random.Random(seed)
+        document = server.http.get("/openapi.json").json()
+        self._bodies = ValidBodies(document, self._source)
+
+    def request(self) -> tuple[str, bytes, bool]:
+        """Return the path and the bytes of a request, and whether they end too early."""
+        source = self._source
+        method, path, schema = source.choice(
+            [r for r in self._bodies.routes if r[2] or odd(source)]
+        )
+        path = path.replace("{model}", "next-byte").replace("{response_id}", "resp_1")
+        content = b""
+        if schema is not None:
+            body = self._bodies.draw(schema)
+            for _ in range(source.choice([0, 1, 1, 1, 2, 3])):
+                body = mutate(body, source)
+            content = encoded(body, source)
+        if odd(source):
+            path = source.choice(ODD_PATHS)
+        if odd(source):
+            method = source.choice(METHODS)
+        told = [b"host: a", b"content-length: %d" % len(content)]
+        if odd(source):
+            told.insert(source.randrange(3), source.choice(ODD_HEADERS))
+            # The first of a name may be the odd one.
+            told = list({line.split(b":")[0]: line for line in reversed(told)}.values())
+        lines = [f"{method} {path} HTTP/1.1".encode(), b"connection: close", *told, b"", b""]
+        sent = b"\r\n".join(lines) + content
+        framed = told.count(b"content-length: %d" % len(content)) == 1
+        framed &= not any(line.startswith(b"transfer-encoding") for line in told)
+        if odd(source):
+            sent, framed = sent[: source.randrange(len(sent))], False
+        return path, sent, not framed
+
+    def answer(self, sent: bytes, ends_early: bool) -> tuple[http.client.HTTPResponse, str] | None:
+        """Send a request; return the answer and its text, None if the connection was closed."""
+        with self._server.connect() as connection, contextlib.suppress(ConnectionError):
+            connection.sendall(sent)
+            if ends_early:
+                connection.shutdown(socket.SHUT_WR)
+            found = http.client.HTTPResponse(connection)
+            with contextlib.suppress(http.client.RemoteDisconnected, http.client.IncompleteRead):
+                found.begin()
+                return found, found.read().decode()
+        return None
+
+    def check_one(self) -> int | None:
+        """Send a request, check the answer and return its status, None if there was none."""
+        path, sent, ends_early = self.request()
+        answered = self.answer(sent, ends_early)
+        if answered is None:
+            assert ends_early, sent
+            return None
+        found, text = answered
+        assert found.status < 500, (sent, text)
+        assert "Traceback" not in text
+        assert "internal error" not in text, (sent, text)
+        if found.status >= 400 and text != NO_HTTP:
+            check_error(path, json.loads(text), found)
+        return found.status
+
+
+def odd(source: random.Random) -> bool:
+    """Return whether something rare is done."""
+    return source.random() < 0.06
+
+
+def check_error(path: str, body: Any, found: http.client.HTTPResponse) -> None:
+    """Check that an error has the shape of its route."""
+    if unquote(path).startswith(ANTHROPIC_ROUTES):
+        assert body.keys() == {"type", "error", "request_id"}, (path, body)
+        assert body["error"].keys() == {"type", "message"}
+    else:
+        assert body.keys() == {"error"}, (path, body)
+        assert body["error"].keys() == {"message", "type", "param", "code", "request_id"}
+    told = body if "type" in body else body["error"]
+    assert told["request_id"] == found.headers["x-request-id"]
+    assert "\n" not in body["error"]["message"]
+
+
+class SameVectors:
+    """An embedder that needs no model."""
+
+    max_tokens = 60
+
+    def batch(self, lengths: list[int]) -> int:
+        return len(lengths)
+
+    def __call__(self, texts: list[list[int]]) -> list[list[float]]:
+        return [[1.0, 0.0] for _ in texts]
+
+
+@pytest.mark.parametrize("count", [500, pytest.param(10_000, marks=pytest.mark.slow(seconds=40))])
+def test_row_50_random_malformed_requests(caplog: pytest.LogCaptureFixture, count: int) -> None:
+    caplog.set_level(logging.WARNING)
+    with served(
+        embedder=SameVectors(),
+        no_embeddings=None,
+        max_length=200,
+        formats={"tools": "hermes", "reasoning": "qwen3"},
+        template_variables=["enable_thinking"],
+    ) as server:
+        malformed = Malformed(server, seed=count)
+        expected = server.post("/v1/completions", **GOOD).json()["choices"]
+        statuses: Counter[int | None] = Counter()
+        for number in range(count):
+            statuses[malformed.check_one()] += 1
+            if number % 100 == 99:
+                assert server.post("/v1/completions", **GOOD).json()["choices"] == expected
+        until(lambda: server.engine.unfinished == 0)
+        assert server.engine.scheduler.pool.references == 0
+        assert server.http.get("/health").json()["active"] == 0
+        counted = server.http.get("/metrics").text
+        assert 'status="400"' in counted
+        assert not re.findall(r'status="5.*', counted)
+        # Most are refused, and some are good after all: both ways were taken.
+        assert statuses[400] > count / 3, statuses
+        assert statuses[200] > count / 50, statuses
+    assert [r.getMessage() for r in caplog.records if r.levelno >= logging.ERROR] == []

@@ -40,7 +40,7 @@ class SleepBody(Body):
 
 class WeightsBody(Body):
     """Where new weights of the same model are: what `--load` may be, or the address at which the
-    ranks of a training run give theirs."""
+    ranks of a training run send them."""
 
     load: Annotated[str, Field(min_length=1, max_length=MAX_PATH)] | None = None
     address: Annotated[str, Field(min_length=1, max_length=MAX_PATH)] | None = None

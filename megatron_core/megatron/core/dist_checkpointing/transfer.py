@@ -2,7 +2,7 @@
 """Weights from the ranks of one run to those of another, whatever both layouts are, without a
 folder between them.
 
-Senders and receivers join a group of their own by an address, beside the groups that each has. All
+Senders and receivers join a group of their own by an address, besides the groups that each has. All
 tell each other the boxes of logical tensors that they hold, so all know the same plan: for each box
 of a receiver the parts of it, each from one of the senders that hold it. Only these parts travel,
 one after the other.

@@ -272,7 +272,7 @@ class GPTModel(StoreModule):
 
     def join_experts(self, most_tokens: int) -> None:
         """Take part in a step of generation of data-parallel ranks that share experts with this
-        one, which has no tokens: of all layers only experts are computed, for theirs.
+        one, which has no tokens: of all layers only experts are computed, for the others'.
 
         Args:
             most_tokens: new tokens of the rank that has most.

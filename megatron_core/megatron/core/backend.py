@@ -2,7 +2,7 @@
 """Backend: which linear layers, norm and attention a model is built from.
 
 One object handed to layer constructors replaces a module tree per implementation. `LOCAL` is this
-package's own layers; an adapter for another library supplies the same four constructors.
+package's own layers; an adapter for another library supplies the same parts.
 """
 
 from __future__ import annotations
@@ -22,6 +22,25 @@ from megatron.core.ops.rmsnorm import rms_norm
 from megatron.core.ops.row_tiles import over_padded_rows
 from megatron.core.ops.tiled_attention import tiled_attention
 from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinear
+from megatron.core.weight_gather import RowRuns, WeightHandle, grouped_linear
+
+#: Maps x and its weight (and bias) to norm(x), or with a residual to (norm(x + residual), the sum).
+NormFunction = Callable[..., torch.Tensor | tuple[torch.Tensor, torch.Tensor]]
+
+#: Maps rows [r, h], in runs, to [r, o]: `weight_gather.grouped_linear` of one weight.
+GroupedLinear = Callable[[torch.Tensor, RowRuns], torch.Tensor]
+
+
+def _local_rms_norm(**settings: float | bool) -> NormFunction:
+    return partial(rms_norm, **settings)
+
+
+def _local_layer_norm(**settings: float | bool) -> NormFunction:
+    return partial(layer_norm, **settings)
+
+
+def _local_grouped_linear(handle: WeightHandle, runs: int) -> GroupedLinear:
+    return partial(grouped_linear, handle)
 
 
 @dataclass(frozen=True)
@@ -31,8 +50,11 @@ class Backend:
     Args:
         name: as `--transformer-impl` spells it.
         column_linear, row_linear: constructors with the signatures of tensor_parallel's layers.
-        rms_norm, layer_norm: functions with the signatures of the ops of these names.
+        rms_norm, layer_norm: constructors, from `eps` and `zero_centered`, of a layer's function
+            with the other arguments of the ops of these names.
         attention: function with the signature of `ops.attention.attention`.
+        grouped_linear: constructor of the function that multiplies rows in `runs` runs by the
+            matrices of a weight, see `weight_gather.grouped_linear`.
         recurrence: function with the signature of `ops.recurrence.recur`.
         context_engine: how attention over ranks that share the tokens of a row brings queries and
             keys together: "p2p", "all_gather", "a2a" or "auto".
@@ -52,9 +74,10 @@ class Backend:
     name: str
     column_linear: Callable[..., nn.Module]
     row_linear: Callable[..., nn.Module]
-    rms_norm: Callable[..., torch.Tensor | tuple[torch.Tensor, torch.Tensor]]
-    layer_norm: Callable[..., torch.Tensor | tuple[torch.Tensor, torch.Tensor]]
+    rms_norm: Callable[..., NormFunction]
+    layer_norm: Callable[..., NormFunction]
     attention: Callable[..., tuple[torch.Tensor, torch.Tensor]]
+    grouped_linear: Callable[[WeightHandle, int], GroupedLinear] = _local_grouped_linear
     recurrence: Callable[..., tuple[torch.Tensor, torch.Tensor]] = recur
     context_engine: str = AUTO
     linear_mode: str = AUTO
@@ -90,4 +113,11 @@ def with_batch_invariance(backend: Backend) -> Backend:
     )
 
 
-LOCAL = Backend("local", ColumnParallelLinear, RowParallelLinear, rms_norm, layer_norm, attention)
+LOCAL = Backend(
+    "local",
+    ColumnParallelLinear,
+    RowParallelLinear,
+    _local_rms_norm,
+    _local_layer_norm,
+    attention,
+)

@@ -29,7 +29,7 @@ from megatron.core.ops.swiglu import activate, gated
 from megatron.core.transformer.build import LayerBuild
 from megatron.core.transformer.mlp import MLP
 from megatron.core.transformer.recompute import recompute_tensor
-from megatron.core.weight_gather import RowRuns, grouped_linear
+from megatron.core.weight_gather import RowRuns
 from megatron.core.weight_sharding import Cut, Segment, WeightSharding
 
 
@@ -66,16 +66,19 @@ class ExpertMLPs(nn.Module):
             WeightSharding.of(f"{name}.down.weight", (count, h, f), *outer, expert=True, gtp=True),
             build.output_init,
         )
+        local_count = count // build.store.groups.grid.ep
+        self._input_product = build.backend.grouped_linear(self.input, local_count)
+        self._down_product = build.backend.grouped_linear(self.down, local_count)
 
     def forward(self, rows: torch.Tensor, runs: RowRuns) -> torch.Tensor:
         """Return [r, h] partial(etp) from rows [r, h]."""
-        inner = grouped_linear(self.input, rows, runs)  # [r, 2f/etp] or [r, f/etp]
+        inner = self._input_product(rows, runs)  # [r, 2f/etp] or [r, f/etp]
         active = self._activate(inner)  # [r, f/etp]
         if not (self.recomputes and torch.is_grad_enabled()):
-            return grouped_linear(self.down, active, runs)
+            return self._down_product(active, runs)
         source = inner.detach()
         with recompute_tensor(active, lambda: self._activate(source)):
-            return grouped_linear(self.down, active, runs)
+            return self._down_product(active, runs)
 
     def _activate(self, inner: torch.Tensor) -> torch.Tensor:
         return self._function(inner, self.config.activation)

@@ -55,7 +55,7 @@ class Norm(nn.Module):
         gradient: GradientKind | None = None,
     ) -> None:
         super().__init__()
-        self.config, self.backend = config, build.backend
+        self.config = config
         kind = gradient or build.region.replicated_gradient
 
         def declare(part: str, value: float):
@@ -66,17 +66,14 @@ class Norm(nn.Module):
 
         self.weight = declare("weight", 0.0 if config.zero_centered else 1.0)
         self.bias = declare("bias", 0.0) if config.kind == "LayerNorm" else None
+        make = build.backend.rms_norm if self.bias is None else build.backend.layer_norm
+        self._normalise = make(eps=config.epsilon, zero_centered=config.zero_centered)
 
     def forward(
         self, x: torch.Tensor, residual: torch.Tensor | None = None
     ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
         """Return norm(x), or (norm(x + residual), x + residual); both in x's dtype."""
         weight = self.weight.use(torch.float32)  # its gradient then arrives unrounded
-        shared = {
-            "eps": self.config.epsilon,
-            "residual": residual,
-            "zero_centered": self.config.zero_centered,
-        }
         if self.bias is None:
-            return self.backend.rms_norm(x, weight, **shared)
-        return self.backend.layer_norm(x, weight, self.bias.use(torch.float32), **shared)
+            return self._normalise(x, weight, residual=residual)
+        return self._normalise(x, weight, self.bias.use(torch.float32), residual=residual)

@@ -42,6 +42,11 @@ $(STAMP): constraints.txt pyproject.toml megatron_core/pyproject.toml tools/make
 
 venv: $(STAMP) ## create .venv and install pinned versions
 
+# TransformerEngine's Python, which tests run without a GPU.
+.PHONY: te-wheels
+te-wheels: $(STAMP)
+	@$(PY) -m tests.support.te_wheel
+
 pretrain: $(STAMP) ## pretrain a small GPT on real text, resume it, sample from it
 	@$(PY) -m megatron.training.quickstart $(PRETRAIN_FLAGS)
 
@@ -60,15 +65,15 @@ format: $(STAMP) ## let ruff format and mend what it can
 	@$(PY) -m ruff format $(SOURCES)
 	@$(PY) -m ruff check --fix $(SOURCES)
 
-test: $(STAMP) ## the tests of every change
+test: $(STAMP) te-wheels ## the tests of every change
 	@echo "test: pytest $(TESTS), without those marked slow or gpu"
 	@$(PY) -m pytest $(TESTS) $(PYTEST_FLAGS) -m "not slow and not gpu"
 
-test-all: $(STAMP) ## the tests of every night: the slow ones too
+test-all: $(STAMP) te-wheels ## the tests of every night: the slow ones too
 	@echo "test-all: pytest $(TESTS), without those marked gpu"
 	@$(PY) -m pytest $(TESTS) --timeout $(NIGHT_TIMEOUT) $(PYTEST_FLAGS) -m "not gpu"
 
-status: $(STAMP) ## docs/status.md from what tests train, those of the night too
+status: $(STAMP) te-wheels ## docs/status.md from what tests train, those of the night too
 	@echo "status: pytest $(TESTS), those that say what they cover; docs/status.md"
 	@status=0; \
 	$(PY) -m pytest $(TESTS) $(PYTEST_FLAGS) -m "covers and not gpu" \
@@ -76,7 +81,7 @@ status: $(STAMP) ## docs/status.md from what tests train, those of the night too
 	$(PY) -m tools.write_status build/status.json || status=1; \
 	exit $$status
 
-parity: $(STAMP) ## every parallel layout against the single process, slow ones too
+parity: $(STAMP) te-wheels ## every parallel layout against the single process, slow ones too
 	@echo "parity: pytest tests/parity"
 	@$(PY) -m pytest tests/parity --timeout $(NIGHT_TIMEOUT) $(PYTEST_FLAGS) -m "not gpu"
 
@@ -89,7 +94,7 @@ bench: $(STAMP) ## every benchmark, in one table
 soak: $(STAMP) ## kill a small run 200 times at random moments: nothing lost, nothing different
 	@$(PY) -m tools.soak $(SOAK_FLAGS)
 
-coverage: $(STAMP) ## line and branch coverage of make test
+coverage: $(STAMP) te-wheels ## line and branch coverage of make test
 	@$(PY) -m coverage erase
 	@$(PY) -m coverage run -m pytest $(TESTS) $(PYTEST_FLAGS) -m "not slow and not gpu"
 	@$(PY) -m coverage combine -q && $(PY) -m coverage report

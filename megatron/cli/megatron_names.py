@@ -356,7 +356,6 @@ _VALUE_REASONS: Mapping[tuple[str, str], str] = types.MappingProxyType(
         ): "it is for CPUs, where it is taken without being asked for",
         ("dist-ckpt-strictness", "ignore_all"): "loading is strict",
         ("moe-router-dtype", "fp64"): "routers compute in fp32",
-        ("transformer-impl", "transformer_engine"): "Transformer Engine is not used",
         ("exp-avg-dtype", "fp16"): "its range is too small for it",
         ("exp-avg-dtype", "fp8"): "its range is too small for it",
         ("exp-avg-sq-dtype", "fp16"): "its range is too small for it",

@@ -69,7 +69,7 @@ def backend(config: Config) -> Backend:
     """Return the implementations that the model is built from."""
     kernel = config.parallel.attention_backend
     chosen = replace(
-        LOCAL,
+        LOCAL if config.parallel.transformer_impl == "local" else _transformer_engine(),
         context_engine=config.parallel.cp_comm_type,
         linear_mode=config.parallel.linear_cp_mode,
         dispatcher=config.parallel.moe_token_dispatcher_type,
@@ -79,6 +79,13 @@ def backend(config: Config) -> Backend:
     if kernel == "auto":
         return chosen
     return replace(chosen, attention=partial(LOCAL.attention, implementation=kernel))
+
+
+def _transformer_engine() -> Backend:
+    # Imported on demand: it is an extra, and takes seconds.
+    from megatron.core.extensions import transformer_engine
+
+    return transformer_engine.backend(LOCAL)
 
 
 def recompute(config: Config) -> Recompute:

@@ -10,7 +10,9 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import importlib
 import math
+import sys
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -18,7 +20,7 @@ from typing import Any
 
 import torch
 
-from megatron.core.backend import LOCAL
+from megatron.core.backend import LOCAL, Backend
 from megatron.core.comm import CollectiveRecord, trace
 from megatron.core.distributed import DataParallel, DataParallelConfig
 from megatron.core.distributed.formulas import (
@@ -44,6 +46,7 @@ from tests.parity.rows import shards_over_gtp
 from tests.parity.sequences import SEQUENCE, part_of, with_bounds, with_documents
 from tests.parity.stages import StagePart, pipeline, stage_part, stage_split
 from tests.parity.wire import compute_with_encoded
+from tests.support import te_extension, te_wheel
 from tests.support.covering_array import Row
 from tests.support.inputs import Microbatch, microbatch, one_thread
 from tests.support.mutants import Mutation, apply
@@ -132,6 +135,7 @@ class Run:
     margin: float = math.inf
     dropped: int = 0
     weights: list[Piece] = field(default_factory=list)
+    te_calls: dict[str, int] = field(default_factory=dict)
 
 
 def gpt_config(row: Row) -> GPTConfig:
@@ -197,16 +201,11 @@ def train_row(
         seed=SEED,
         storage=config.storage(bucket_bytes=BUCKET_BYTES[row["bucket"]]),
         split=stage_split(row, pattern_of(row, LAYERS)) if groups["pp"].size > 1 else None,
-        backend=replace(
-            LOCAL,
-            context_engine=row["engine"],
-            linear_mode=row["linear_mode"],
-            dispatcher=row["dispatcher"],
-            overlap_shared_expert=row["overlap"],
-            gtp_opt_in_modules=row.get("opt_in", ()),
-        ),
+        backend=_backend(row),
     )
     model.set_recompute(RECOMPUTE[row["recompute"]])
+    endings = row.get("frozen", ())
+    model.store.freeze(*(name for name in model.store.handles if name.endswith(endings or "\0")))
     engine = DataParallel(model.store, groups, config=config)
     optimizer = Optimizer(
         engine.owned(),
@@ -238,8 +237,29 @@ def train_row(
     run.leased_bytes = sum(pool.live_bytes for pool in pools)
     run.weights = weight_pieces(model.store)
     run.states = model.store.states
+    run.te_calls = dict(te_extension.CALLS)
     run.loads = [] if balance is None else balance.report()
     return run
+
+
+def _backend(row: Row) -> Backend:
+    return replace(
+        transformer_engine(row["te"]) if "te" in row else LOCAL,
+        context_engine=row["engine"],
+        linear_mode=row["linear_mode"],
+        dispatcher=row["dispatcher"],
+        overlap_shared_expert=row["overlap"],
+        gtp_opt_in_modules=row.get("opt_in", ()),
+    )
+
+
+def transformer_engine(release: str) -> Backend:
+    """Return the backend of TransformerEngine's Python on the stand-in for its extension; for a
+    process of its own."""
+    if "transformer_engine" not in sys.modules:
+        te_extension.install(te_wheel.tree(release))
+    module = importlib.import_module("megatron.core.extensions.transformer_engine")
+    return module.backend(LOCAL)
 
 
 def _balance(model: GPTModel, groups: ProcessGroupCollection) -> Balance | None:

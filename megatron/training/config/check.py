@@ -28,6 +28,7 @@ def check(config: Config, world_size: int) -> list[str]:
         itertools.chain(
             _layout(config, world_size),
             option_checks.context_problems(config),
+            option_checks.transformer_engine_problems(config),
             _batch(config, world_size),
             _data_parallel(config, world_size),
             layer_pattern.problems(config),

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """What is wrong between the options of one kind and the rest of a config.
 
-Of context parallelism, CUDA graphs, attention, experts and recurrent mixers; of blocks that the
-layer pattern does not have; and of options that have no effect without another one.
+Of context parallelism, TransformerEngine, CUDA graphs, attention, experts and recurrent mixers; of
+blocks that the layer pattern does not have; and of options that have no effect without another one.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ import dataclasses
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
+from megatron.core.extensions import transformer_engine_problem
 from megatron.core.models.layer_pattern import ATTENTIONS, DENSE, EXPERTS, FEED_FORWARD
 from megatron.training.config.layer_pattern import (
     FLAG,
@@ -457,6 +458,24 @@ def context_problems(config: Config) -> Iterator[str]:
     some = config.model.num_attention_heads is not None
     if parallel.cp_comm_type == "a2a" and some and not latent:
         yield from _heads(config)
+
+
+def transformer_engine_problems(config: Config) -> Iterator[str]:
+    """Name why TransformerEngine cannot be used, and what does not go with it."""
+    if config.parallel.transformer_impl != "transformer_engine":
+        return
+    flag = "--transformer-impl transformer_engine"
+    problem = transformer_engine_problem()
+    if problem is not None:
+        yield f"{flag}: {problem}, or take --transformer-impl local"
+    chosen = config.execution
+    if chosen.recompute_granularity == "selective":
+        yield (
+            f"{flag} keeps the inputs of its products: take --recompute-granularity full, "
+            "not selective"
+        )
+    if chosen.cuda_graph_impl != "none":
+        yield f"{flag} is not recorded in --cuda-graph-impl {chosen.cuda_graph_impl}: drop one"
 
 
 def _heads(config: Config) -> Iterator[str]:

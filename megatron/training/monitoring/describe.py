@@ -10,6 +10,7 @@ pipeline (stages, schedule, idle time). What the first step corrects has a line 
 
 from __future__ import annotations
 
+import importlib.metadata
 import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
@@ -457,6 +458,7 @@ def start_lines(session: Session, *, consumed_samples: int) -> list[str]:
         batch_line(run),
         data_parallel_line(session.step.engine, session.optimizer),
         weight_shards_line(session.step.engine),
+        _layers_line(run.config),
         dropout_line(run.config, session.place.device),
         None if session.cpu_matmul is None else session.cpu_matmul.line(),
         *session.data.notes,
@@ -466,6 +468,17 @@ def start_lines(session: Session, *, consumed_samples: int) -> list[str]:
         _rows_line(session, consumed_samples),
     )
     return [line for line in lines if line is not None]
+
+
+def _layers_line(config: Config) -> str | None:
+    """Return whose layers the model has; None where they are this package's own."""
+    if config.parallel.transformer_impl == "local":
+        return None
+    release = importlib.metadata.version("transformer-engine")
+    return (
+        f"layers: linear, grouped linear and norms of TransformerEngine {release}; attention, "
+        "embedding, output layer, router and recurrent mixers are local"
+    )
 
 
 def _export_line(session: Session) -> str | None:

@@ -96,7 +96,7 @@ def test_each_flag_people_use_works_or_is_answered(name):
 def test_a_whole_script_is_answered_in_one_line():
     script = (
         "--pipeline-model-parallel-size 1 --context-parallel-size=1 --transformer-impl "
-        "transformer_engine --ckpt-format torch --attention-softmax-in-fp32 --vocab-extra-ids 1 "
+        "inference_optimized --ckpt-format torch --attention-softmax-in-fp32 --vocab-extra-ids 1 "
         "--tokenizer-metadata m --moe-router-dtype fp64 --num-layer 2 --recompute-modules mlp"
     )
     with pytest.raises(ValueError) as caught:
@@ -109,7 +109,7 @@ def test_a_whole_script_is_answered_in_one_line():
         )
     problems = str(caught.value).split("; ")
     assert [p.partition(":")[0] for p in problems] == [
-        "--transformer-impl is 'transformer_engine'",
+        "--transformer-impl is 'inference_optimized'",
         "--ckpt-format is 'torch'",
         "--vocab-extra-ids",
         "--tokenizer-metadata",
@@ -117,7 +117,7 @@ def test_a_whole_script_is_answered_in_one_line():
         "unknown flag --num-layer",
         "--recompute-modules",
     ]
-    assert "use one of local: Transformer Engine" in problems[0]
+    assert "use one of local, transformer_engine: it is for megatron.inference" in problems[0]
     assert "use --tokenizer-model: a tokenizer is one file" in problems[2]
 
 

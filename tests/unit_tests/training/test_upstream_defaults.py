@@ -21,7 +21,7 @@ DIFFERENT = {
     "moe-token-dispatcher-type": "the one that moves least; results are equal up to rounding",
     "moe-shared-expert-overlap": "on; results are equal",
     "tiktoken-num-special-tokens": "derived: 1000 for the kind of file that it is for there",
-    "transformer-impl": "TransformerEngine is not used",
+    "transformer-impl": "TransformerEngine is an extra",
     "data-parallel-sharding-strategy": "derived: no_shard, or optim by --use-distributed-optimizer",
     "exit-signal-handler": "on: SIGTERM saves before it ends the run",
 }

@@ -370,13 +370,30 @@ class WeightHandle:
         grad = grad.detach()
         self._put(lambda: self._run_index(ids, valid, grad))
 
+    def gradient_buffer(self) -> torch.Tensor:
+        """Return where a kernel that cannot accumulate may write a gradient, fp32 of the local
+        shape: the slot while it holds nothing, else a new tensor. Put it by `written_gradient`.
+
+        Raises:
+            ValueError: there is no gradient buffer.
+        """
+        self._check_receives()
+        slot = self._open()
+        return slot if self.fresh else torch.empty_like(slot)
+
+    def _check_receives(self) -> bool:
+        """Return whether gradients are kept. Raises ValueError if they should be."""
+        if self.gradients is not None or (self.keeps_grad and self.trainable):
+            return True
+        if self.trainable:
+            raise ValueError(
+                f"{self.name} has no gradient buffer: build a DataParallel engine over "
+                "its store before backward, or freeze the weight"
+            )
+        return False
+
     def _put(self, run: Callable[[], None]) -> None:
-        if self.gradients is None and not (self.keeps_grad and self.trainable):
-            if self.trainable:
-                raise ValueError(
-                    f"{self.name} has no gradient buffer: build a DataParallel engine over "
-                    "its store before backward, or freeze the weight"
-                )
+        if not self._check_receives():
             return
         if self.deferral.queue is not None:
             self.deferral.queue.push(run)

@@ -1,0 +1,337 @@
+# SPDX-License-Identifier: Apache-2.0
+"""TransformerEngine's layers as a `Backend`: `--transformer-impl transformer_engine`.
+
+TE (NVIDIA, Apache-2.0) computes the products, the norms and the collectives of a tensor-parallel
+layer; where weights and gradients are stored stays this package's business. A TE module is built
+without memory, and its weight is a `HandleWeight`, which speaks TE's `DistributedWeight` protocol
+(TE >= 2.19) over a `WeightHandle`:
+
+| TE asks for | and gets |
+|---|---|
+| materialize_group_for_forward, _for_backward | `WeightHandle.get()`: gathered if need be |
+| grad_buffer | the gradient slot if it holds nothing yet, else a buffer of the same shape |
+| finalize_group_grads | the gradient is put: the buffer is added, the slot counted as written |
+
+TE saves the protocol object for backward, never what was gathered, so every sharding strategy
+serves it as it serves this package's own layers. Biases and norm weights are ordinary copies
+(`WeightHandle.use`), whose gradients arrive through autograd; biases are added outside of TE.
+
+A split backward takes over the module's store of delayed weight gradients: what TE would keep until
+`backward_dw` waits in the store's `WgradQueue` instead.
+
+What stays local: the embedding, the output layer, the router, recurrent mixers and replicated
+products; attention over several context parallel ranks.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import torch
+import transformer_engine.pytorch as te
+from torch import nn
+
+from megatron.core.backend import Backend
+from megatron.core.tensor_parallel import (
+    ColumnParallelLinear,
+    RowParallelLinear,
+    TensorParallelRegion,
+)
+from megatron.core.weight_gather import RowRuns, WeightHandle
+
+
+def backend(base: Backend) -> Backend:
+    """Return `base` with TE's linear layers, grouped linear layers and norms."""
+    return replace(
+        base,
+        name="transformer_engine",
+        column_linear=TEColumnParallelLinear,
+        row_linear=TERowParallelLinear,
+        rms_norm=partial(TENorm, te.RMSNorm),
+        layer_norm=partial(TENorm, te.LayerNorm),
+        grouped_linear=TEGroupedLinear,
+    )
+
+
+class TEColumnParallelLinear(ColumnParallelLinear):
+    """`ColumnParallelLinear` computed by `te.Linear`; the weight is declared alike."""
+
+    def __init__(self, name: str, *args: Any, **options: Any) -> None:
+        super().__init__(name, *args, **options)
+        self._layer = _linear(self.weight, self.bias, mode="column", region=self.region)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Return [s, b, o/tp] from x [s, b, h] ([s/tp, b, h] under sequence parallelism)."""
+        return self._layer(x)
+
+
+class TERowParallelLinear(RowParallelLinear):
+    """`RowParallelLinear` computed by `te.Linear`; the weight is declared alike."""
+
+    def __init__(self, name: str, **options: Any) -> None:
+        super().__init__(name, **options)
+        self._layer = _linear(self.weight, self.bias, mode="row", region=self.region)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Return [s, b, o] ([s/tp, b, o] under sequence parallelism) from x [s, b, h/tp]."""
+        return self._layer(x)
+
+
+class TEGroupedLinear:
+    """The matrices of the experts of one weight, applied by `te.GroupedLinear`.
+
+    Args:
+        handle: of a weight whose local tensor holds a matrix [o, h] for each run, one after the
+            other: [runs · c, o/c, h] for any c.
+        runs: how many.
+    """
+
+    def __init__(self, handle: WeightHandle, runs: int) -> None:
+        count, rows, width = handle.shape
+        module = te.GroupedLinear(
+            runs,
+            width,
+            count * rows // runs,
+            bias=False,
+            params_dtype=handle.dtype,
+            device="meta",
+            fuse_wgrad_accumulation=True,
+            use_grouped_tensor=False,  # that path does not know distributed weights
+        )
+        self._layer = _Layer(module, handle, [f"weight{run}" for run in range(runs)])
+
+    def __call__(self, rows: torch.Tensor, runs: RowRuns) -> torch.Tensor:
+        """Return [r, o] from rows [r, h]."""
+        return self._layer(rows, list(runs.counts))
+
+
+def _linear(
+    weight: WeightHandle, bias: WeightHandle | None, *, mode: str, region: TensorParallelRegion
+) -> _Layer:
+    """Return `te.Linear` over a weight [o, h] of this rank."""
+    rows, width = weight.shape
+    tp = region.group.size
+    module = te.Linear(
+        width * tp if mode == "row" else width,
+        rows * tp if mode == "column" else rows,
+        bias=False,
+        parallel_mode=mode if tp > 1 else None,
+        tp_group=region.group.handle,
+        tp_size=tp,
+        sequence_parallel=region.scatters,
+        params_dtype=weight.dtype,
+        device="meta",
+        fuse_wgrad_accumulation=True,
+    )
+    return _Layer(module, weight, ["weight"], bias=bias)
+
+
+class _Layer:
+    """A module of TE whose weights are a store's.
+
+    It is no `nn.Module`, lest TE's module become a child of ours: the parameters of a model are
+    those of its store.
+
+    Args:
+        module: built on the meta device, without a bias.
+        handle: of the weight that is multiplied by.
+        names: of the module's parameters that are its matrices, in order.
+        bias: added to the product, and not by TE, which computes its gradient together with the
+            weight's: not if that is frozen, and too late if backward is split.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        handle: WeightHandle,
+        names: list[str],
+        *,
+        bias: WeightHandle | None = None,
+    ) -> None:
+        self._module, self._handle, self._names = module, handle, names
+        self._bias = bias
+        for name in names:
+            del module._parameters[name]
+        self._weights: list[HandleWeight] = []
+
+    def __call__(self, x: torch.Tensor, *args: Any) -> torch.Tensor:
+        """Return what the module makes of x [..., h]."""
+        weights = self._weights or self._bind()
+        trainable = self._handle.trainable
+        if weights[0].requires_grad is not trainable:
+            for weight in weights:
+                weight.requires_grad_(trainable)
+        y = self._module(x, *args)
+        return y if self._bias is None else y + self._bias.use()
+
+    def _bind(self) -> list[HandleWeight]:
+        """Give the module its weights, once the store has been materialised."""
+        self._weights = HandleWeight.of(self._handle, len(self._names))
+        attributes = vars(self._module)
+        attributes.update(zip(self._names, self._weights, strict=True))
+        attributes["wgrad_store"] = DelayedGradients(self._weights[0].matrices)
+        return self._weights
+
+
+class HandleWeight(nn.Parameter):
+    """A weight as a module of TE has it: TE's `DistributedWeight` protocol over a weight handle.
+
+    It has the shape of the gathered matrix and no memory of its own; the first matrix of a handle
+    speaks for all.
+    """
+
+    is_distributed_weight = True
+    matrices: Matrices
+    number: int
+
+    @staticmethod
+    def of(handle: WeightHandle, count: int) -> list[HandleWeight]:
+        """Return those of the `count` matrices of a handle."""
+        matrices = Matrices(handle, count)
+        element = torch.empty((), dtype=handle.dtype, device=handle.anchor.device)
+        made = []
+        for number in range(count):
+            weight = HandleWeight(element.expand(matrices.shape), handle.trainable)
+            weight.matrices, weight.number = matrices, number
+            made.append(weight)
+        return made
+
+    def materialize_group_for_forward(self) -> list[torch.Tensor]:
+        """Return the matrices [o, h] for the forward product."""
+        return self.matrices.get()
+
+    def materialize_group_for_backward(self) -> list[torch.Tensor]:
+        """Return the matrices [o, h] for the input gradient."""
+        return self.matrices.get(backward=True)
+
+    def grad_buffer(self) -> torch.Tensor:
+        """Return where this matrix's gradient is written, fp32 [o, h]."""
+        return self.matrices.buffer(self.number)
+
+    def finalize_group_grads(self, written: Any) -> list[None]:
+        """Put the gradients that were written into the buffers."""
+        return self.matrices.put()
+
+
+class Matrices:
+    """The matrices of a handle, one after the other in its weight, and their gradients' way.
+
+    Args:
+        handle: of a weight [count · c, o/c, h], or [o, h] for one matrix.
+        count: how many.
+
+    Attributes:
+        shape: (o, h) of each.
+    """
+
+    def __init__(self, handle: WeightHandle, count: int) -> None:
+        self.handle, self.count = handle, count
+        width = handle.shape[-1]
+        self.shape = (math.prod(handle.shape) // (count * width), width)
+        self._whole: torch.Tensor | None = None
+        self._buffers: list[torch.Tensor] = []
+
+    def _split(self, whole: torch.Tensor) -> list[torch.Tensor]:
+        return list(whole.view(self.count, *self.shape).unbind(0))
+
+    def get(self, *, backward: bool = False) -> list[torch.Tensor]:
+        """Return them; TE asks each whether it is trained."""
+        trained = self.handle.trainable
+        whole = self.handle.get(backward=backward).detach()
+        return [matrix.requires_grad_(trained) for matrix in self._split(whole)]
+
+    def buffer(self, number: int) -> torch.Tensor:
+        """Return where a gradient is written, fp32 [o, h]; without memory if it is delayed."""
+        if number == 0:
+            if self.handle.deferral.splits:
+                self._buffers = [self._without_memory() for _ in range(self.count)]
+            else:
+                self._whole = self.handle.gradient_buffer()
+                self._buffers = self._split(self._whole)
+        return self._buffers[number]
+
+    def _without_memory(self) -> torch.Tensor:
+        device = self.handle.anchor.device
+        buffer = torch.empty(self.shape, dtype=torch.float32, device=device)
+        buffer.untyped_storage().resize_(0)
+        return buffer
+
+    def put(self) -> list[None]:
+        """Put what has been written; nothing if it is delayed."""
+        whole, self._whole = self._whole, None
+        self._buffers = []
+        if whole is not None:
+            self.handle.written_gradient(partial(_add_unless_there, whole))
+        return [None] * self.count
+
+    def delay(self, product: Callable[[], Any]) -> None:
+        """Put what `product` writes into the buffers, now or through the queue."""
+        buffers, self._buffers = self._buffers, []
+
+        def write(slot: torch.Tensor, *, overwrite: bool) -> None:
+            whole = slot if overwrite else torch.empty_like(slot)
+            for buffer, matrix in zip(buffers, self._split(whole), strict=True):
+                buffer.set_(matrix)
+            product()
+            if whole is not slot:
+                slot.add_(whole)
+
+        self.handle.written_gradient(write)
+
+
+def _add_unless_there(whole: torch.Tensor, slot: torch.Tensor, *, overwrite: bool) -> None:
+    """Add what TE has written to the slot, unless that is where it wrote."""
+    if whole.data_ptr() != slot.data_ptr():
+        slot.add_(whole)
+
+
+class DelayedGradients:
+    """Takes the place of TE's `WeightGradStore` in a module: a weight gradient that is computed
+    after backward waits where this package's own do."""
+
+    def __init__(self, matrices: Matrices) -> None:
+        self._matrices = matrices
+
+    def delay_wgrad_compute(self) -> bool:
+        """Whether weight gradients are computed apart from input gradients."""
+        return self._matrices.handle.deferral.splits
+
+    def put(self, tensors: list[Any], product: Callable[..., Any]) -> None:
+        """Keep a weight gradient for later: `product(*tensors)` writes it."""
+        self._matrices.delay(partial(product, *tensors))
+
+
+class TENorm:
+    """The norm of a layer, computed by a module of TE.
+
+    Args:
+        kind: `te.RMSNorm` or `te.LayerNorm`.
+        eps: added to the mean square or the variance.
+        zero_centered: the weight is its distance from one.
+    """
+
+    def __init__(self, kind: type[nn.Module], *, eps: float, zero_centered: bool) -> None:
+        self._kind, self._settings = kind, {"eps": eps, "zero_centered_gamma": zero_centered}
+        self._module: nn.Module | None = None
+
+    def __call__(
+        self, x: torch.Tensor, *parameters: torch.Tensor, residual: torch.Tensor | None = None
+    ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
+        """Return norm(x), or (norm(x + residual), x + residual), from x [..., h].
+
+        Args:
+            parameters: the weight [h], and LayerNorm's bias [h].
+        """
+        stream = x if residual is None else x + residual
+        if self._module is None:
+            width = x.shape[-1]
+            self._module = self._kind(width, dtype=x.dtype, device="meta", **self._settings)
+        for name, parameter in zip(("weight", "bias"), parameters, strict=False):
+            # TE computes in the weight's dtype, and reads the weight again in backward.
+            self._module._parameters[name] = parameter.to(x.dtype)
+        normed = self._module(stream)
+        return normed if residual is None else (normed, stream)

@@ -1,0 +1,154 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A model of TransformerEngine's layers trains as the single process of local ones does.
+
+What runs is TE's own Python, on a stand-in for its compiled extension (`support.te_extension`). So
+this proves what TE's modules make of our arguments, of its protocol for distributed weights and of
+the weights' handles; of TE's kernels it says nothing.
+"""
+
+import contextlib
+from unittest import mock
+
+import pytest
+
+from tests.parity.pieces import assembled
+from tests.parity.rows import CUT_WEIGHTS, label, row_with, world_of
+from tests.parity.training import rank_of_row, single_run, steps_of, transformer_engine
+from tests.parity.verdict import assert_same_numbers, reference_of
+from tests.support import te_extension, te_wheel
+from tests.support.closeness import assert_all_close
+from tests.support.ranks import run_ranks
+
+ROWS = [
+    row_with(tp=2, sequence_parallel=True, bias="all", accumulation=3),
+    row_with(tp=1, dp=2, placement=CUT_WEIGHTS, accumulation=3, early_gather=True, tied=True),
+    row_with(tp=1, gtp=2, link="late", recompute="full", accumulation=3),
+    row_with(
+        tp=1, dp=2, ep=2, experts="sigmoid", shared="gated", placement=CUT_WEIGHTS, accumulation=3
+    ),
+    row_with(
+        tp=1, pp=2, schedule="zb-h1", accumulation=3, bias="all", experts="softmax", ep=1,
+        norm="LayerNorm",
+    ),
+    row_with(tp=1, accumulation=3, frozen=("down.weight", "qkv.weight"), bias="all"),
+    row_with(tp=2, attention="latent", groups=8, predictions=1),
+]  # fmt: skip
+ROWS_AT_NIGHT = [
+    row_with(tp=2),
+    row_with(tp=2, norm="LayerNorm", gated=False, bias="all"),
+    row_with(tp=1, dp=2, placement="optim", accumulation=3, early_gather=True, tied=True),
+    row_with(tp=2, gtp=2, sequence_parallel=True, bias="qkv", link="late"),
+    row_with(tp=1, pp=2, accumulation=3, bias="all"),
+    row_with(tp=1, pp=2, schedule="interleaved", accumulation=8),
+    row_with(
+        tp=1, pp=2, dp=2, ep=2, schedule="zb-h1", accumulation=3, experts="softmax",
+        placement="optim_grads",
+    ),
+    row_with(tp=2, dp=2, etp=2, ep=2, experts="softmax", sequence_parallel=True),
+    row_with(tp=1, cp=2, qk_norm=True, documents="packed"),
+    row_with(tp=2, mixer="mamba"),
+    row_with(tp=2, mixer="delta", linear_mode="segments"),
+]  # fmt: skip
+
+needs_te = pytest.mark.skipif(
+    not te_wheel.is_there(), reason="TransformerEngine is not in build/: run make te-wheels"
+)
+
+
+def _check(row, release=te_wheel.NEWEST):
+    ref = reference_of(row)
+    of_te = {**ref.row, "te": release}
+    runs = run_ranks(rank_of_row, world_of(row), of_te, ref.initial, timeout=100.0)
+    assert_same_numbers(row, runs, ref)
+    products = [run.te_calls.get("generic_gemm", 0) for run in runs]
+    # forward, input gradient and weight gradient of at least one layer in each microbatch
+    assert min(products) >= 3 * steps_of(row) * row["accumulation"], products
+    norms = {name for run in runs for name in run.te_calls if "norm" in name}
+    kind = "rmsnorm" if row["norm"] == "RMSNorm" else "layernorm"
+    assert norms == {f"{kind}_fwd", f"{kind}_bwd"}
+    grouped = [run.te_calls.get("te_general_grouped_gemm", 0) for run in runs]
+    assert any(grouped) is (row["experts"] is not None)
+
+
+@needs_te
+@pytest.mark.parametrize("row", ROWS, ids=label)
+def test_a_layout_of_te_layers_trains_as_the_single_process_of_local_ones(row):
+    _check(row)
+
+
+@needs_te
+@pytest.mark.slow
+@pytest.mark.parametrize("row", ROWS_AT_NIGHT, ids=label)
+def test_more_layouts_of_te_layers(row):
+    _check(row)
+
+
+@needs_te
+@pytest.mark.slow
+@pytest.mark.parametrize("release", list(te_wheel.RELEASES)[1:])
+@pytest.mark.parametrize("row", ROWS, ids=label)
+def test_layouts_of_older_releases(row, release):
+    if not te_wheel.is_there(release):
+        pytest.skip(f"TransformerEngine {release} is not in build/: run make te-wheels")
+    _check(row, release)
+
+
+#: What could be lost on the way between TE and the weights' handles.
+FAULTS = {
+    "finalise skipped": ("HandleWeight.finalize_group_grads", lambda self, written: [None]),
+    "buffer not added": (
+        "Matrices.put",
+        lambda self: self.handle.written_gradient(lambda slot, overwrite: None) or [None],
+    ),
+    "requires_grad lost": (
+        "Matrices.get",
+        lambda self, backward=False: self._split(self.handle.get(backward=backward).detach()),
+    ),
+    "another matrix": (
+        "Matrices.get",
+        lambda self, backward=False: [
+            (2.0 * m if backward else m).detach().requires_grad_()
+            for m in self._split(self.handle.get(backward=backward))
+        ],
+    ),
+}
+
+
+def _with_faults(rank, world, row, initial):
+    """Return the gradients of the last step without a fault (None) and with each one; of one that
+    raises, what it says."""
+    del rank, world
+    transformer_engine(row["te"])
+    found = {}
+    for name in (None, *FAULTS):
+        where, fault = FAULTS.get(name, ("Matrices", mock.DEFAULT))
+        path = f"megatron.core.extensions.transformer_engine.{where}"
+        planted = contextlib.nullcontext() if name is None else mock.patch(path, fault)
+        with planted:
+            try:
+                run = single_run(row, initial)
+                found[name] = assembled(run.steps[-1].gradients)
+            except (AssertionError, ValueError, RuntimeError) as error:
+                found[name] = str(error)
+    return found
+
+
+@needs_te
+def test_a_gradient_that_is_lost_between_te_and_the_handles_is_seen():
+    row = row_with(tp=1, accumulation=3, experts="softmax")
+    ref = reference_of(row)
+    wanted = assembled(ref.run.steps[-1].gradients)
+    of_te = {**ref.row, "te": te_wheel.NEWEST}
+    (found,) = run_ranks(_with_faults, 1, of_te, ref.initial, timeout=100.0)
+    assert_all_close(found.pop(None), wanted)
+    for name, gradients in found.items():
+        if isinstance(gradients, dict):
+            with pytest.raises(AssertionError, match="error"):
+                assert_all_close(gradients, wanted)
+        else:
+            assert gradients, name
+
+
+def test_the_stand_in_needs_the_wheel(tmp_path):
+    with pytest.raises(ValueError, match="te_wheel"):
+        te_extension.install(tmp_path)

@@ -1,0 +1,53 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Drift between this package and a release of TransformerEngine is found in its source."""
+
+import shutil
+import sys
+
+import pytest
+
+from tests.support import te_wheel
+from tools import te_contract
+
+CHANGES = {
+    "renamed argument": ("module/linear.py", "fuse_wgrad_accumulation: bool", "fuse_wgrad: bool"),
+    "renamed method": (
+        "distributed_weight.py", "def finalize_group_grads", "def finalize_gradients",
+    ),
+    "another argument": (
+        "distributed_weight.py",
+        "def materialize_group_for_forward(self)",
+        "def materialize_group_for_forward(self, stream)",
+    ),
+    "store of another shape": (
+        "module/_common.py", "def put(self, tensor_list, func)", "def put(self, func)",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("release", te_wheel.RELEASES)
+def test_a_release_that_tests_run_has_no_drift(release, monkeypatch, capsys):
+    if not te_wheel.is_there(release):
+        pytest.skip(f"TransformerEngine {release} is not in build/: run make te-wheels")
+    monkeypatch.setattr(sys, "argv", ["te_contract", str(te_wheel.tree(release))])
+    assert te_contract.main() == 0
+    rows = capsys.readouterr().out.splitlines()[1:]
+    assert len(rows) == len(te_contract.CONTRACT)
+    assert all(row.split()[1] == "ok" for row in rows)
+
+
+@pytest.mark.skipif(not te_wheel.is_there(), reason="run make te-wheels")
+@pytest.mark.parametrize("name", CHANGES)
+def test_a_planted_drift_is_one_line(name, tmp_path):
+    path, old, new = CHANGES[name]
+    used = {use.path for use in te_contract.CONTRACT}
+    for file in used:
+        target = tmp_path / "transformer_engine" / "pytorch" / file
+        target.parent.mkdir(parents=True, exist_ok=True)
+        shutil.copy(te_wheel.tree() / "transformer_engine" / "pytorch" / file, target)
+    assert not list(te_contract.drifts(tmp_path))
+    changed = tmp_path / "transformer_engine" / "pytorch" / path
+    text = changed.read_text()
+    assert old in text
+    changed.write_text(text.replace(old, new))
+    assert len(list(te_contract.drifts(tmp_path))) == 1

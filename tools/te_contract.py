@@ -1,0 +1,149 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What this package uses of TransformerEngine, checked against the source of a release.
+
+    python -m tools.te_contract build/transformer-engine/2.20.2 transformer_engine-2.19.0.whl
+
+reads a folder or a wheel without importing it, prints one table for all of them, one line per
+drift, and exits with 1 if there is one. The table below is the whole contract: what
+`megatron.core.extensions.transformer_engine` passes, overrides and is asked for.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ast
+import sys
+import zipfile
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+
+@dataclass(frozen=True)
+class Use:
+    """A function or method of TE that we call, or one that TE calls on us.
+
+    Args:
+        path: of the module, below transformer_engine/pytorch.
+        name: `Class.method` or a function.
+        arguments: that must exist, by name.
+        positions: how many arguments TE or we give by position, without self; None is any number.
+    """
+
+    path: str
+    name: str
+    arguments: tuple[str, ...] = ()
+    positions: int | None = None
+
+
+_TENSOR_PARALLEL = ("parallel_mode", "tp_group", "tp_size", "sequence_parallel")
+_LINEAR = ("bias", "params_dtype", "device", "fuse_wgrad_accumulation")
+_NORM = ("eps", "zero_centered_gamma", "device", "dtype")
+
+CONTRACT: tuple[Use, ...] = (
+    Use("module/linear.py", "Linear.__init__", (*_TENSOR_PARALLEL, *_LINEAR), 2),
+    Use("module/linear.py", "Linear.forward", (), 1),
+    Use("module/grouped_linear.py", "GroupedLinear.__init__", (*_LINEAR, "use_grouped_tensor"), 3),
+    Use("module/grouped_linear.py", "GroupedLinear.forward", (), 2),
+    Use("module/rmsnorm.py", "RMSNorm.__init__", _NORM, 1),
+    Use("ops/basic/rmsnorm.py", "RMSNorm.__init__", _NORM, 1),
+    Use("module/layernorm.py", "LayerNorm.__init__", _NORM, 1),
+    Use("ops/basic/layer_norm.py", "LayerNorm.__init__", _NORM, 1),
+    Use("distributed_weight.py", "DistributedWeight.materialize_group_for_forward", (), 0),
+    Use("distributed_weight.py", "DistributedWeight.materialize_group_for_backward", (), 0),
+    Use("distributed_weight.py", "DistributedWeight.finalize_group_grads", (), 1),
+    Use("distributed_weight.py", "DistributedWeight.grad_buffer", (), 0),
+    Use("module/_common.py", "WeightGradStore.delay_wgrad_compute", (), 0),
+    Use("module/_common.py", "WeightGradStore.put", (), 2),
+)
+
+
+def _reader(source: Path) -> Callable[[str], str | None]:
+    """Return what reads a file below transformer_engine/pytorch; None where there is none."""
+    if source.is_dir():
+        folder = source / "transformer_engine" / "pytorch"
+
+        def of_folder(path: str) -> str | None:
+            file = folder / path
+            return file.read_text() if file.is_file() else None
+
+        return of_folder
+    archive = zipfile.ZipFile(source)
+
+    def of_wheel(path: str) -> str | None:
+        name = f"transformer_engine/pytorch/{path}"
+        return archive.read(name).decode() if name in archive.namelist() else None
+
+    return of_wheel
+
+
+def drifts(source: Path, uses: tuple[Use, ...] = CONTRACT) -> Iterator[tuple[Use, str]]:
+    """Yield each use that a release does not allow, and why.
+
+    Args:
+        source: a folder with `transformer_engine` in it, or a wheel.
+    """
+    read = _reader(source)
+    for use in uses:
+        text = read(use.path)
+        if text is None:
+            yield use, f"there is no {use.path}"
+            continue
+        found = _function(ast.parse(text), use.name)
+        if found is None:
+            yield use, f"{use.path} has no {use.name}"
+            continue
+        yield from ((use, problem) for problem in _problems(found.args, use))
+
+
+def _function(tree: ast.Module, name: str) -> ast.FunctionDef | None:
+    body: list[ast.stmt] = tree.body
+    *classes, last = name.split(".")
+    for wanted in classes:
+        kinds = [n for n in body if isinstance(n, ast.ClassDef) and n.name == wanted]
+        if not kinds:
+            return None
+        body = kinds[0].body
+    functions = [n for n in body if isinstance(n, ast.FunctionDef) and n.name == last]
+    return functions[0] if functions else None
+
+
+def _problems(given: ast.arguments, use: Use) -> Iterator[str]:
+    positional = [a.arg for a in (*given.posonlyargs, *given.args)]
+    if "." in use.name:
+        positional = positional[1:]  # self
+    known = {*positional, *(a.arg for a in given.kwonlyargs)}
+    missing = [name for name in use.arguments if name not in known]
+    if missing and given.kwarg is None:
+        yield f"{use.name} has no argument {', '.join(missing)}"
+    if use.positions is None:
+        return
+    least = len(positional) - len(given.defaults)
+    most = len(positional) if given.vararg is None else use.positions
+    if not least <= use.positions <= most:
+        yield f"{use.name} takes {least} to {most} arguments by position, not {use.positions}"
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(prog="te_contract", description=__doc__)
+    parser.add_argument("sources", nargs="+", type=Path, help="folders or wheels")
+    sources = parser.parse_args().sources
+    absent = [str(source) for source in sources if not source.exists()]
+    if absent:
+        parser.error(f"{', '.join(absent)}: no such folder or wheel, run make te-wheels")
+    found = {source: dict(drifts(source)) for source in sources}
+    width = max(len(use.name) for use in CONTRACT)
+    print(f"{'':{width}}  " + "  ".join(source.name for source in sources))
+    for use in CONTRACT:
+        marks = (
+            f"{'drift' if use in found[source] else 'ok':{len(source.name)}}" for source in sources
+        )
+        print(f"{use.name:{width}}  " + "  ".join(marks))
+    for source, problems in found.items():
+        for problem in problems.values():
+            print(f"{source.name}: {problem}")
+    return int(any(found.values()))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

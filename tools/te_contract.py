@@ -43,6 +43,13 @@ _NORM = ("eps", "zero_centered_gamma", "device", "dtype")
 CONTRACT: tuple[Use, ...] = (
     Use("module/linear.py", "Linear.__init__", (*_TENSOR_PARALLEL, *_LINEAR), 2),
     Use("module/linear.py", "Linear.forward", (), 1),
+    Use(
+        "module/layernorm_linear.py",
+        "LayerNormLinear.__init__",
+        (*_TENSOR_PARALLEL, *_LINEAR, "eps", "normalization", "zero_centered_gamma"),
+        2,
+    ),
+    Use("module/layernorm_linear.py", "LayerNormLinear.forward", (), 1),
     Use("module/grouped_linear.py", "GroupedLinear.__init__", (*_LINEAR, "use_grouped_tensor"), 3),
     Use("module/grouped_linear.py", "GroupedLinear.forward", (), 2),
     Use("module/rmsnorm.py", "RMSNorm.__init__", _NORM, 1),

@@ -40,7 +40,8 @@ import torch
 
 from tests.support import te_wheel
 
-#: How often each function of the extension was called in this process.
+#: How often each function of the extension, and each class of TE's layers, was called in this
+#: process.
 CALLS: Counter[str] = Counter()
 
 
@@ -66,8 +67,15 @@ def install(tree: Path) -> None:
 
         transformer_engine.common.load_framework_extension = lambda framework: None
         import transformer_engine.pytorch
+    torch.nn.modules.module.register_module_forward_hook(_count_layer)
     # torch's, of names of collectives that TE uses
     warnings.filterwarnings("ignore", category=FutureWarning, message=".*torch.distributed")
+
+
+def _count_layer(module: torch.nn.Module, inputs: Any, output: Any) -> None:
+    kind = type(module)
+    if kind.__module__.startswith("transformer_engine"):
+        CALLS[kind.__name__] += 1
 
 
 def _enum(path: Path, name: str) -> type[enum.IntEnum]:

@@ -29,7 +29,7 @@ import math
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 import transformer_engine.pytorch as te
@@ -44,6 +44,14 @@ from megatron.core.tensor_parallel import (
 from megatron.core.weight_gather import RowRuns, WeightHandle
 
 
+class NormSettings(Protocol):
+    """What `NormConfig` says of a norm."""
+
+    kind: str
+    epsilon: float
+    zero_centered: bool
+
+
 def backend(base: Backend) -> Backend:
     """Return `base` with TE's linear layers, grouped linear layers and norms."""
     return replace(
@@ -54,6 +62,7 @@ def backend(base: Backend) -> Backend:
         rms_norm=partial(TENorm, te.RMSNorm),
         layer_norm=partial(TENorm, te.LayerNorm),
         grouped_linear=TEGroupedLinear,
+        norm_into=_norm_into,
     )
 
 
@@ -62,11 +71,38 @@ class TEColumnParallelLinear(ColumnParallelLinear):
 
     def __init__(self, name: str, *args: Any, **options: Any) -> None:
         super().__init__(name, *args, **options)
-        self._layer = _linear(self.weight, self.bias, mode="column", region=self.region)
+        self.compute_by(te.Linear, {})
+
+    def compute_by(self, kind: Callable[..., nn.Module], copied: dict[str, WeightHandle]) -> None:
+        """Compute by a module of this kind, with other parameters of it as copies."""
+        self._layer = _linear(
+            kind, self.weight, self.bias, mode="column", region=self.region, copied=copied
+        )
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """Return [s, b, o/tp] from x [s, b, h] ([s/tp, b, h] under sequence parallelism)."""
         return self._layer(x)
+
+
+def _norm_into(
+    linear: TEColumnParallelLinear,
+    norm: NormSettings,
+    weight: WeightHandle,
+    bias: WeightHandle | None,
+) -> None:
+    """Have `te.LayerNormLinear` compute a column parallel layer with the norm of its input."""
+    copied = {"layer_norm_weight": weight}
+    if bias is not None:
+        copied["layer_norm_bias"] = bias
+    linear.compute_by(
+        partial(
+            te.LayerNormLinear,
+            eps=norm.epsilon,
+            normalization=norm.kind,
+            zero_centered_gamma=norm.zero_centered,
+        ),
+        copied,
+    )
 
 
 class TERowParallelLinear(RowParallelLinear):
@@ -74,7 +110,7 @@ class TERowParallelLinear(RowParallelLinear):
 
     def __init__(self, name: str, **options: Any) -> None:
         super().__init__(name, **options)
-        self._layer = _linear(self.weight, self.bias, mode="row", region=self.region)
+        self._layer = _linear(te.Linear, self.weight, self.bias, mode="row", region=self.region)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """Return [s, b, o] ([s/tp, b, o] under sequence parallelism) from x [s, b, h/tp]."""
@@ -110,12 +146,18 @@ class TEGroupedLinear:
 
 
 def _linear(
-    weight: WeightHandle, bias: WeightHandle | None, *, mode: str, region: TensorParallelRegion
+    kind: Callable[..., nn.Module],
+    weight: WeightHandle,
+    bias: WeightHandle | None,
+    *,
+    mode: str,
+    region: TensorParallelRegion,
+    copied: dict[str, WeightHandle] | None = None,
 ) -> _Layer:
-    """Return `te.Linear` over a weight [o, h] of this rank."""
+    """Return `te.Linear` or `te.LayerNormLinear` over a weight [o, h] of this rank."""
     rows, width = weight.shape
     tp = region.group.size
-    module = te.Linear(
+    module = kind(
         width * tp if mode == "row" else width,
         rows * tp if mode == "column" else rows,
         bias=False,
@@ -127,7 +169,7 @@ def _linear(
         device="meta",
         fuse_wgrad_accumulation=True,
     )
-    return _Layer(module, weight, ["weight"], bias=bias)
+    return _Layer(module, weight, ["weight"], bias=bias, copied=copied)
 
 
 class _Layer:
@@ -142,6 +184,7 @@ class _Layer:
         names: of the module's parameters that are its matrices, in order.
         bias: added to the product, and not by TE, which computes its gradient together with the
             weight's: not if that is frozen, and too late if backward is split.
+        copied: parameters that the module gets as copies, by name.
     """
 
     def __init__(
@@ -151,10 +194,11 @@ class _Layer:
         names: list[str],
         *,
         bias: WeightHandle | None = None,
+        copied: dict[str, WeightHandle] | None = None,
     ) -> None:
         self._module, self._handle, self._names = module, handle, names
-        self._bias = bias
-        for name in names:
+        self._bias, self._copied = bias, copied or {}
+        for name in (*names, *self._copied):
             del module._parameters[name]
         self._weights: list[HandleWeight] = []
 
@@ -165,7 +209,11 @@ class _Layer:
         if weights[0].requires_grad is not trainable:
             for weight in weights:
                 weight.requires_grad_(trainable)
+        attributes = vars(self._module)
+        attributes.update({n: handle.use(x.dtype) for n, handle in self._copied.items()})
         y = self._module(x, *args)
+        for name in self._copied:  # it would keep the graph
+            del attributes[name]
         return y if self._bias is None else y + self._bias.use()
 
     def _bind(self) -> list[HandleWeight]:

@@ -170,6 +170,8 @@ class DecoderBlock(nn.Module):
     ) -> None:
         super().__init__()
         self.name, self.norm, self.mixer, self.drop = name, norm, mixer, drop
+        first = _first_product(mixer)
+        self._norm_in_mixer = first is not None and norm.join(first)
         self.handles, self.recomputes = tuple(handles), False
 
     def forward(
@@ -180,7 +182,9 @@ class DecoderBlock(nn.Module):
         **context: object,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Add delta to the stream; return (this block's delta, the stream), each [s/tp, b, h]."""
-        if stream is None:
+        if self._norm_in_mixer:
+            normed = stream = delta if stream is None else stream + delta
+        elif stream is None:
             normed, stream = self.norm(delta), delta
         else:
             normed, stream = self.norm(delta, stream)
@@ -191,6 +195,13 @@ class DecoderBlock(nn.Module):
             with recompute_tensor(normed, lambda: self.norm(source)):
                 mixed = self.mixer(normed, layout, **context)
         return mixed if self.drop is None else self.drop(mixed, layout), stream
+
+
+def _first_product(mixer: nn.Module) -> nn.Module | None:
+    """Return the column parallel layer that alone reads a mixer's input; None if several do."""
+    if isinstance(mixer, SelfAttention):
+        return mixer.qkv
+    return mixer.input if isinstance(mixer, MLP) else None
 
 
 class Decoder(nn.Module):

@@ -26,7 +26,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import numpy as np
 import torch
@@ -251,25 +251,21 @@ class EngineFeatures:
             )
 
 
-@dataclass(frozen=True, eq=False, kw_only=True)
-class _Chosen:
+class _Chosen(NamedTuple):
     """What a step chose for a row.
 
     Args:
         tokens: to append: accepted drafts, then one that is none.
+        accepted: how many of these are drafts.
         logprobs, tops: of each.
         error: nothing could be chosen after `tokens`, which are drafts then.
     """
 
     tokens: list[int]
+    accepted: int
     logprobs: list[float]
     tops: list[list[tuple[int, float]]]
     error: bool
-
-    @property
-    def accepted(self) -> int:
-        """How many of the tokens are drafts."""
-        return len(self.tokens) - (not self.error)
 
 
 @dataclass(eq=False)
@@ -971,15 +967,15 @@ class Engine:
             tops = [list(zip(*pair, strict=True)) for pair in zip(ids, values, strict=True)]
         chosen, first = [], 0
         for n in plan.sampled:
-            count = 1 + accepted_drafts(plan.drafts[n], tokens[first:])
+            drafts = plan.drafts[n]
+            accepted = accepted_drafts(drafts, tokens[first:]) if drafts else 0
+            count = accepted + 1
             valid = finite[first : first + count]
             if error := not all(valid):
-                count = valid.index(False)
+                accepted = count = valid.index(False)
             part = slice(first, first + count)
-            chosen.append(
-                _Chosen(tokens=tokens[part], logprobs=logprobs[part], tops=tops[part], error=error)
-            )
-            first += len(plan.drafts[n]) + 1
+            chosen.append(_Chosen(tokens[part], accepted, logprobs[part], tops[part], error))
+            first += len(drafts) + 1
         return chosen
 
     def _record(self, rows: Sequence[Row], chosen: Sequence[_Chosen]) -> list[Completion]:

@@ -23,6 +23,9 @@ prompt: spread evenly, at its last block, and where a waiting request parts from
 border of what is generated. The least recently used snapshot makes room. A request whose next block
 is about to be computed for another one waits for it.
 
+Most steps are like the step before: every row that runs has one new token again. Such a step is
+the plan of the last one, moved on by a place; only rows that enter or fill a block are looked at.
+
 With speculative decoding, what is left of a step's tokens and of the free blocks goes to drafts:
 tokens that may follow the newest ones of a row. They delay and preempt nobody. `commit` is told how
 many were accepted; of the others nothing stays: neither blocks nor digests, and states are those of
@@ -37,7 +40,7 @@ import math
 from bisect import insort_left, insort_right
 from collections import OrderedDict, deque
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 
@@ -237,7 +240,9 @@ class BatchPlan:
     def chosen_after(self) -> np.ndarray:
         """Return the places among t after which a token is chosen: of each sampled row the last
         new token that is no draft, then its drafts."""
-        ends = self.query_bounds[[self.place(row) + 1 for row in self.sampled]]
+        at = np.array(self.sampled, dtype=np.int64)
+        at[at >= self.decode_rows] += self.padding
+        ends = self.query_bounds[at + 1]
         if not any(self.drafts):
             return ends - 1
         pairs = zip(self.sampled, ends, strict=True)
@@ -345,6 +350,8 @@ class Scheduler:
         self._computing: dict[bytes, Row] = {}  # blocks of prompts, by whom they will be computed
         self._slots = list(range(max_rows - 1, -1, -1))
         self._table = np.zeros((max_rows, 0), dtype=np.int32)
+        # The last step, if all that ran had one new token in it and nothing has ended since.
+        self._steady: BatchPlan | None = None
 
     def blocks_for(self, tokens: int) -> int:
         """Return the blocks that a row of so many tokens takes."""
@@ -402,6 +409,9 @@ class Scheduler:
             stages: of a pipeline. With several, as many steps are in flight: each has its share of
                 the rows at most, and no row whose next token another one chooses.
         """
+        moved = self._moved_on() if propose is None and stages == 1 else None
+        if moved is not None:
+            return moved
         budget = self.max_step_tokens
         most = -(-min(len(self.running) + len(self.waiting), self.max_rows) // stages)
         planned: list[tuple[Row, int]] = []
@@ -430,7 +440,58 @@ class Scheduler:
         if propose is not None:
             self._add_drafts(planned, budget, propose)
         planned.sort(key=lambda one: one[1] > 1)  # stable: single tokens first
-        return self._plan(planned)
+        plan = self._plan(planned)
+        is_steady = plan.decode_rows == len(plan.sampled) == len(self.running)
+        self._steady = plan if is_steady and not any(plan.drafts) else None
+        return plan
+
+    def _moved_on(self) -> BatchPlan | None:
+        """Plan a step that is the last one moved on by a place; None if another is wanted: rows may
+        be admitted, have ended, wait for a step in flight, or give up their blocks now."""
+        last = self._steady
+        if last is None or (self.waiting and len(self.running) < self.max_rows):
+            return None
+        rows, size, count = last.rows, self.block_size, len(last.rows)
+        if any(row.pending for row in rows):
+            return None
+        positions, contexts = last.positions.copy(), last.context_lengths.copy()
+        positions[:count] += 1  # padding, which follows, stays at 0
+        contexts[:count] += 1
+        places = positions[:count] % size
+        entered = np.flatnonzero(places == 0).tolist()
+        for n in entered:
+            self._grow(rows[n], int(contexts[n]))
+            if self._steady is None:  # a row has given up its blocks
+                return None
+        table, slots = last.block_table, last.slot_mapping.copy()
+        slots[:count] += 1
+        if entered:
+            table = np.zeros((len(table), self.blocks_for(int(contexts.max()))), dtype=np.int32)
+            table[:count] = self._table[list(last.sampled_slots), : table.shape[1]]
+            slots[entered] = table[entered, positions[entered] // size] * size
+        tokens = np.zeros_like(last.tokens)
+        tokens[:count] = [row.tokens[-1] for row in rows]
+        copies, self._state_copies = tuple(self._state_copies), []
+        for row in rows:
+            row.in_flight += 1
+            row.pending += 1
+        if self._states is not None:
+            for n in np.flatnonzero(places == size - 1).tolist():
+                self._reserve_snapshot(rows[n], int(positions[n]))
+        self.stats.steps += 1
+        self.stats.computed += count
+        self.stats.sampled += count
+        self._steady = replace(
+            last,
+            starts=tuple(positions[:count].tolist()),
+            tokens=tokens,
+            positions=positions,
+            context_lengths=contexts,
+            block_table=table,
+            slot_mapping=slots,
+            state_copies=copies,
+        )
+        return self._steady
 
     def commit(self, plan: BatchPlan, accepted: Mapping[Row, int] | None = None) -> None:
         """Take note that the oldest step in flight has been computed; before the tokens that it
@@ -453,11 +514,14 @@ class Scheduler:
             row.in_flight -= count
             if plan.drafts[n]:
                 self._undo_rejected(row, before, len(plan.drafts[n]) - accepted.get(row, 0))
-            self._publish(row, before)
+            if row.shares and row.computed // self.block_size > before // self.block_size:
+                self._publish(row, before)
             if self.window is not None:
                 self._free_unseen(row)
         for n in plan.sampled:
-            plan.rows[n].draft_length.update(len(plan.drafts[n]), accepted.get(plan.rows[n], 0))
+            row = plan.rows[n]
+            if row.draft_length.most:
+                row.draft_length.update(len(plan.drafts[n]), accepted.get(row, 0))
 
     def _plan(self, planned: Sequence[tuple[Row, int]]) -> BatchPlan:
         rows = tuple(row for row, _ in planned)
@@ -632,6 +696,7 @@ class Scheduler:
 
     def _let_go(self, row: Row) -> None:
         """Take blocks and slots of a row that does not run any more."""
+        self._steady = None
         held = [block for block in row.blocks if block >= 0]
         self.pool.release(held)
         row.blocks = []
@@ -747,13 +812,10 @@ class Scheduler:
         return min([count, *ahead])
 
     def _publish(self, row: Row, before: int) -> None:
-        """Let others find what a row has computed since it had `before` tokens in the cache."""
-        if not row.shares:
-            return
+        """Let others find the blocks that a row has filled since it had `before` tokens in the
+        cache, at least one."""
         size = self.block_size
         first, last = before // size, row.computed // size
-        if last == first:
-            return
         row.digests = block_digests(row.tokens[: last * size], size, known=row.digests)
         for block in range(first, last):
             digest = row.digests[block]

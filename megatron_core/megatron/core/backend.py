@@ -55,8 +55,6 @@ class Backend:
         attention: function with the signature of `ops.attention.attention`.
         grouped_linear: constructor of the function that multiplies rows in `runs` runs by the
             matrices of a weight, see `weight_gather.grouped_linear`.
-        norm_into: gives a column parallel layer the norm of its input to compute, from the norm's
-            kind, settings, weight and bias; None keeps norms apart.
         recurrence: function with the signature of `ops.recurrence.recur`.
         context_engine: how attention over ranks that share the tokens of a row brings queries and
             keys together: "p2p", "all_gather", "a2a" or "auto".
@@ -80,7 +78,6 @@ class Backend:
     layer_norm: Callable[..., NormFunction]
     attention: Callable[..., tuple[torch.Tensor, torch.Tensor]]
     grouped_linear: Callable[[WeightHandle, int], GroupedLinear] = _local_grouped_linear
-    norm_into: Callable[..., None] | None = None
     recurrence: Callable[..., tuple[torch.Tensor, torch.Tensor]] = recur
     context_engine: str = AUTO
     linear_mode: str = AUTO

@@ -19,8 +19,8 @@ serves it as it serves this package's own layers. Biases and norm weights are or
 A split backward takes over the module's store of delayed weight gradients: what TE would keep until
 `backward_dw` waits in the store's `WgradQueue` instead.
 
-What stays local: the embedding, the output layer, the router, recurrent mixers and replicated
-products; attention over several context parallel ranks.
+What stays local: attention, the embedding, the output layer, the router, recurrent mixers and
+replicated products.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ import math
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 import transformer_engine.pytorch as te
@@ -44,14 +44,6 @@ from megatron.core.tensor_parallel import (
 from megatron.core.weight_gather import RowRuns, WeightHandle
 
 
-class NormSettings(Protocol):
-    """What `NormConfig` says of a norm."""
-
-    kind: str
-    epsilon: float
-    zero_centered: bool
-
-
 def backend(base: Backend) -> Backend:
     """Return `base` with TE's linear layers, grouped linear layers and norms."""
     return replace(
@@ -62,7 +54,6 @@ def backend(base: Backend) -> Backend:
         rms_norm=partial(TENorm, te.RMSNorm),
         layer_norm=partial(TENorm, te.LayerNorm),
         grouped_linear=TEGroupedLinear,
-        norm_into=_norm_into,
     )
 
 
@@ -71,38 +62,27 @@ class TEColumnParallelLinear(ColumnParallelLinear):
 
     def __init__(self, name: str, *args: Any, **options: Any) -> None:
         super().__init__(name, *args, **options)
-        self.compute_by(te.Linear, {})
+        self._layer = _linear(te.Linear, self.weight, self.bias, mode="column", region=self.region)
 
-    def compute_by(self, kind: Callable[..., nn.Module], copied: dict[str, WeightHandle]) -> None:
-        """Compute by a module of this kind, with other parameters of it as copies."""
+    def take_norm(self, norm: Any) -> bool:
+        """Compute `norm`, a `transformer.Norm`, of the input as well, by `te.LayerNormLinear`."""
+        kind = partial(
+            te.LayerNormLinear,
+            eps=norm.config.epsilon,
+            normalization=norm.config.kind,
+            zero_centered_gamma=norm.config.zero_centered,
+        )
+        copied = {"layer_norm_weight": norm.weight}
+        if norm.bias is not None:
+            copied["layer_norm_bias"] = norm.bias
         self._layer = _linear(
             kind, self.weight, self.bias, mode="column", region=self.region, copied=copied
         )
+        return True
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """Return [s, b, o/tp] from x [s, b, h] ([s/tp, b, h] under sequence parallelism)."""
         return self._layer(x)
-
-
-def _norm_into(
-    linear: TEColumnParallelLinear,
-    norm: NormSettings,
-    weight: WeightHandle,
-    bias: WeightHandle | None,
-) -> None:
-    """Have `te.LayerNormLinear` compute a column parallel layer with the norm of its input."""
-    copied = {"layer_norm_weight": weight}
-    if bias is not None:
-        copied["layer_norm_bias"] = bias
-    linear.compute_by(
-        partial(
-            te.LayerNormLinear,
-            eps=norm.epsilon,
-            normalization=norm.kind,
-            zero_centered_gamma=norm.zero_centered,
-        ),
-        copied,
-    )
 
 
 class TERowParallelLinear(RowParallelLinear):

@@ -33,6 +33,7 @@ from megatron.core.ops.dropout import dropout, dropout_key
 from megatron.core.ssm.config import GatedDeltaNetConfig, Mamba2Config
 from megatron.core.ssm.gated_delta_net import GatedDeltaNet
 from megatron.core.ssm.mamba2 import Mamba2
+from megatron.core.tensor_parallel import ColumnParallelLinear
 from megatron.core.transformer import (
     MLP,
     AttentionConfig,
@@ -171,7 +172,7 @@ class DecoderBlock(nn.Module):
         super().__init__()
         self.name, self.norm, self.mixer, self.drop = name, norm, mixer, drop
         first = _first_product(mixer)
-        self._norm_in_mixer = first is not None and norm.join(first)
+        self._norm_in_mixer = first is not None and first.take_norm(norm)
         self.handles, self.recomputes = tuple(handles), False
 
     def forward(
@@ -197,7 +198,7 @@ class DecoderBlock(nn.Module):
         return mixed if self.drop is None else self.drop(mixed, layout), stream
 
 
-def _first_product(mixer: nn.Module) -> nn.Module | None:
+def _first_product(mixer: nn.Module) -> ColumnParallelLinear | None:
     """Return the column parallel layer that alone reads a mixer's input; None if several do."""
     if isinstance(mixer, SelfAttention):
         return mixer.qkv

@@ -157,6 +157,11 @@ class ColumnParallelLinear(nn.Module):
         pieces = [(p or region.group.size, size) for _, size, p in outputs]
         self.local_sizes = [size // count for count, size in pieces]
 
+    def take_norm(self, norm: nn.Module) -> bool:
+        """Compute `norm`, a `transformer.Norm`, of the input as well, if this implementation has
+        both in one, and return whether it has. Then the norm itself is not called."""
+        return False
+
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """Return [s, b, o/tp] from x [s, b, h] ([s/tp, b, h] under sequence parallelism)."""
         if self.region.group.size == 1:

@@ -66,16 +66,8 @@ class Norm(nn.Module):
 
         self.weight = declare("weight", 0.0 if config.zero_centered else 1.0)
         self.bias = declare("bias", 0.0) if config.kind == "LayerNorm" else None
-        self._into = build.backend.norm_into
         make = build.backend.rms_norm if self.bias is None else build.backend.layer_norm
         self._normalise = make(eps=config.epsilon, zero_centered=config.zero_centered)
-
-    def join(self, linear: nn.Module) -> bool:
-        """Have a column parallel layer compute this norm of its input; False if the backend keeps
-        them apart. Then the layer takes what the norm took, and the norm is not called."""
-        if self._into is not None:
-            self._into(linear, self.config, self.weight, self.bias)
-        return self._into is not None
 
     def forward(
         self, x: torch.Tensor, residual: torch.Tensor | None = None

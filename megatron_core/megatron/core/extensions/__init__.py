@@ -5,13 +5,14 @@ from __future__ import annotations
 
 import importlib
 import importlib.metadata
+import re
 
 #: The first release of TransformerEngine whose layers take weights that are gathered on demand.
 OLDEST_TRANSFORMER_ENGINE = (2, 19)
 
 
 def transformer_engine_problem() -> str | None:
-    """Return why `extensions.transformer_engine` cannot be imported, with the fix; None if it can.
+    """Return why `extensions.transformer_engine` cannot be used, with the fix; None if it can.
 
     Imports it, which takes seconds where TransformerEngine is installed.
     """
@@ -21,11 +22,14 @@ def transformer_engine_problem() -> str | None:
         release = importlib.metadata.version("transformer-engine")
     except importlib.metadata.PackageNotFoundError:
         return f"TransformerEngine is not installed: {install} (>= {needed})"
-    if tuple(int(part) for part in release.split(".")[:2]) < OLDEST_TRANSFORMER_ENGINE:
+    numbers = tuple(int(part) for part in re.findall(r"\d+", release)[:2])
+    if numbers < OLDEST_TRANSFORMER_ENGINE:
         return f"TransformerEngine {release} has no distributed weights: {install} (>= {needed})"
     try:
         importlib.import_module("megatron.core.extensions.transformer_engine")
+        # TE looks for a GPU when a layer is built.
+        importlib.import_module("transformer_engine.pytorch").Linear(16, 16, device="meta")
     except (ImportError, OSError, RuntimeError, ValueError) as error:
         reason = str(error).strip().partition("\n")[0]
-        return f"TransformerEngine {release} cannot be imported ({reason}): {install} for this GPU"
+        return f"TransformerEngine {release} cannot be used ({reason}): {install} on a GPU machine"
     return None

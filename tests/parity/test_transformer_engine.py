@@ -6,7 +6,7 @@ this proves what TE's modules make of our arguments, of its protocol for distrib
 the weights' handles; of TE's kernels it says nothing.
 """
 
-import contextlib
+import importlib
 from unittest import mock
 
 import pytest
@@ -20,7 +20,7 @@ from tests.support.closeness import assert_all_close
 from tests.support.ranks import run_ranks
 
 ROWS = [
-    row_with(tp=2, sequence_parallel=True, bias="all", accumulation=3),
+    row_with(tp=2, sequence_parallel=True, bias="all", accumulation=3, zero_centered=True),
     row_with(tp=1, dp=2, placement=CUT_WEIGHTS, accumulation=3, early_gather=True, tied=True),
     row_with(tp=1, gtp=2, link="late", recompute="full", accumulation=3),
     row_with(
@@ -101,11 +101,11 @@ def test_layouts_of_older_releases(row, release):
 
 #: What could be lost on the way between TE and the weights' handles.
 FAULTS = {
-    "finalise skipped": ("HandleWeight.finalize_group_grads", lambda self, written: [None]),
-    "buffer not added": (
-        "Matrices.put",
-        lambda self: self.handle.written_gradient(lambda slot, overwrite: None) or [None],
+    "finalise skipped": (
+        "HandleWeight.finalize_group_grads",
+        lambda self, written: [None] * self.matrices.count,
     ),
+    "buffer not added": ("_add_unless_there", lambda whole, slot, overwrite: None),
     "requires_grad lost": (
         "Matrices.get",
         lambda self, backward=False: self._split(self.handle.get(backward=backward).detach()),
@@ -121,21 +121,25 @@ FAULTS = {
 
 
 def _with_faults(rank, world, row, initial):
-    """Return the gradients of the last step without a fault (None) and with each one; of one that
-    raises, what it says."""
+    """Return the gradients of the last step without a fault (None) and with each one."""
     del rank, world
     transformer_engine(row["te"])
-    found = {}
-    for name in (None, *FAULTS):
-        where, fault = FAULTS.get(name, ("Matrices", mock.DEFAULT))
-        path = f"megatron.core.extensions.transformer_engine.{where}"
-        planted = contextlib.nullcontext() if name is None else mock.patch(path, fault)
-        with planted:
-            try:
-                run = single_run(row, initial)
-                found[name] = assembled(run.steps[-1].gradients)
-            except (AssertionError, ValueError, RuntimeError) as error:
-                found[name] = str(error)
+    module = importlib.import_module("megatron.core.extensions.transformer_engine")
+    weights, of = [], module.HandleWeight.of
+
+    def seen(*args):
+        made = of(*args)
+        weights.extend(made)
+        return made
+
+    with mock.patch.object(module.HandleWeight, "of", seen):
+        found = {None: assembled(single_run(row, initial).steps[-1].gradients)}
+    # After a step neither the weights nor what they share hold a buffer.
+    assert {name for weight in weights for name in vars(weight)} == {"matrices", "number"}
+    assert not any(w.matrices._buffers or w.matrices._whole is not None for w in weights)
+    for name, (where, fault) in FAULTS.items():
+        with mock.patch(f"{module.__name__}.{where}", fault):
+            found[name] = assembled(single_run(row, initial).steps[-1].gradients)
     return found
 
 
@@ -147,12 +151,10 @@ def test_a_gradient_that_is_lost_between_te_and_the_handles_is_seen():
     of_te = {**ref.row, "te": te_wheel.NEWEST}
     (found,) = run_ranks(_with_faults, 1, of_te, ref.initial, timeout=100.0)
     assert_all_close(found.pop(None), wanted)
-    for name, gradients in found.items():
-        if isinstance(gradients, dict):
-            with pytest.raises(AssertionError, match="error"):
-                assert_all_close(gradients, wanted)
-        else:
-            assert gradients, name
+    assert list(found) == list(FAULTS)
+    for gradients in found.values():
+        with pytest.raises(AssertionError, match="error"):
+            assert_all_close(gradients, wanted)
 
 
 def test_the_stand_in_needs_the_wheel(tmp_path):

@@ -151,7 +151,11 @@ def gpt_config(row: Row) -> GPTConfig:
             activation="silu" if row["gated"] else "gelu",
             bias=row["bias"] == "all",
         ),
-        norm=NormConfig(kind=row["norm"], epsilon=epsilon_of(row)),
+        norm=NormConfig(
+            kind=row["norm"],
+            epsilon=epsilon_of(row),
+            zero_centered=row.get("zero_centered", False),
+        ),
         rope=RopeConfig() if row["positions"] == "rope" else None,
         max_position_embeddings=None if row["positions"] == "rope" else SEQUENCE,
         tied=row["tied"],
@@ -204,8 +208,8 @@ def train_row(
         backend=_backend(row),
     )
     model.set_recompute(RECOMPUTE[row["recompute"]])
-    endings = row.get("frozen", ())
-    model.store.freeze(*(name for name in model.store.handles if name.endswith(endings or "\0")))
+    frozen = row.get("frozen", ())
+    model.store.freeze(*(name for name in model.store.handles if name.endswith(frozen)))
     engine = DataParallel(model.store, groups, config=config)
     optimizer = Optimizer(
         engine.owned(),

@@ -27,13 +27,13 @@ class Use:
         path: of the module, below transformer_engine/pytorch.
         name: `Class.method` or a function.
         arguments: that must exist, by name.
-        positions: how many arguments TE or we give by position, without self; None is any number.
+        positions: how many arguments TE or we give by position, without self.
     """
 
     path: str
     name: str
-    arguments: tuple[str, ...] = ()
-    positions: int | None = None
+    arguments: tuple[str, ...]
+    positions: int
 
 
 _TENSOR_PARALLEL = ("parallel_mode", "tp_group", "tp_size", "sequence_parallel")
@@ -123,8 +123,6 @@ def _problems(given: ast.arguments, use: Use) -> Iterator[str]:
     missing = [name for name in use.arguments if name not in known]
     if missing and given.kwarg is None:
         yield f"{use.name} has no argument {', '.join(missing)}"
-    if use.positions is None:
-        return
     least = len(positional) - len(given.defaults)
     most = len(positional) if given.vararg is None else use.positions
     if not least <= use.positions <= most:

@@ -14,8 +14,8 @@ import pytest
 from tools.code_figures import ROOT, Module, read_modules
 
 GLOSSARY = ROOT / "docs" / "glossary.md"
-#: What an op's folder has one of for each implementation.
-IMPLEMENTATIONS = ("reference.py", "triton.py")
+#: Where an op's folder has its implementations: in plain torch, and in Triton.
+IMPLEMENTATIONS = ({"__init__.py", "triton.py"}, {"reference.py", "triton.py"})
 
 
 def ruled_out(text: str) -> set[str]:
@@ -72,7 +72,7 @@ def repeated_classes(modules: Iterable[Module]) -> dict[str, list[str]]:
 
 def _one_op(paths: list[PurePosixPath]) -> bool:
     folders = {path.parent for path in paths}
-    return len(folders) == 1 and sorted(path.name for path in paths) == sorted(IMPLEMENTATIONS)
+    return len(folders) == 1 and {path.name for path in paths} in IMPLEMENTATIONS
 
 
 def planted(folder: Path, path: str, text: str) -> Module:

@@ -386,7 +386,7 @@ MOVERS = (
     "moe.dispatch",
     "moe.layer",
     "moe.router",
-    "ops.permutation.reference",
+    "ops.permutation",
     "weight_gather.grouped",
     "weight_sharding",
     "distributed",

@@ -15,10 +15,10 @@ import torch
 from torch import nn
 
 from megatron.core.context_parallel.comm_type import AUTO
+from megatron.core.ops import rmsnorm
 from megatron.core.ops.attention import attention
 from megatron.core.ops.layernorm import layer_norm
 from megatron.core.ops.recurrence import recur
-from megatron.core.ops.rmsnorm import rms_norm
 from megatron.core.ops.row_tiles import over_padded_rows
 from megatron.core.ops.tiled_attention import tiled_attention
 from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinear
@@ -32,7 +32,7 @@ GroupedLinear = Callable[[torch.Tensor, RowRuns], torch.Tensor]
 
 
 def _local_rms_norm(**settings: float | bool) -> NormFunction:
-    return partial(rms_norm, **settings)
+    return partial(rmsnorm.normalise, **settings)
 
 
 def _local_layer_norm(**settings: float | bool) -> NormFunction:

@@ -38,8 +38,7 @@ class NullStream:
 class NullEvent:
     """Stand in for a CUDA event: done as soon as it is recorded."""
 
-    def __init__(self) -> None:
-        self._seconds: float | None = None
+    _seconds: float | None = None
 
     def record(self, stream: Stream | None = None) -> None:
         """Note the time."""

@@ -13,8 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron.core.models.gpt import GPTConfig
-from megatron.core.ops.rope import RopeScaling
-from megatron.core.ops.rope.reference import inverse_frequencies
+from megatron.core.ops.rope import RopeScaling, inverse_frequencies
 from megatron.core.transformer import AttentionConfig, MLPConfig, NormConfig, RopeConfig
 from megatron.hf.config_json import write_config
 from megatron.hf.convert import shard_bytes

@@ -299,7 +299,7 @@ class _Output:
             position=len(self.row.tokens) + max(self.row.pending, 1) - 1 + len(drafts),
             prompt=self.request.prompt,
             output=tokens,
-            mask=self._mask(drafts),
+            mask=None if self.request.mask is None else self._mask(drafts),
         )
 
     def context(self, count: int, after: Sequence[int] = ()) -> DraftContext:
@@ -691,7 +691,10 @@ class Engine:
             ValueError: with `check_plans`, ranks that plan different steps.
         """
         if self._expert_peers is None:
-            while (plan := self._planned()) is not None:
+            while len(self._in_flight) < self._most_in_flight:
+                plan = self._planned()
+                if plan is None:
+                    break
                 self._in_flight.append(self._launch(plan))
         else:
             self._launch_with(self._expert_peers)

@@ -22,6 +22,7 @@ import math
 from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -128,11 +129,11 @@ class SamplingParams:
                     "ids of the model's own tokenizer"
                 )
 
-    @property
+    @cached_property
     def greedy(self) -> bool:
         return self.temperature == 0
 
-    @property
+    @cached_property
     def penalizes(self) -> bool:
         """Whether any penalty changes logits."""
         return bool(self.repetition_penalty != 1 or self.presence_penalty or self.frequency_penalty)
@@ -186,7 +187,9 @@ class Sampled:
     finite: Tensor
 
     def on_host(self) -> Sampled:
-        """Return copies on the host, there once the device has done what it was told so far."""
+        """Return it on the host, there once the device has done what it was told so far."""
+        if self.tokens.is_cpu:
+            return self
         return Sampled(
             tokens=to_host(self.tokens),
             logprobs=to_host(self.logprobs),
@@ -473,7 +476,9 @@ def sample(logits: Tensor, rows: Sequence[SampleRow]) -> Sampled:
     finite = logprobs.isfinite()
     if scores is not logits:
         finite &= scores.gather(1, tokens.unsqueeze(1)).squeeze(1).isfinite()
-    top_ids, top_logprobs = most_probable(everything, rows)
+    top_ids = top_logprobs = None
+    if any(row.params.logprobs for row in rows):
+        top_ids, top_logprobs = most_probable(everything, rows)
     return Sampled(
         tokens=tokens.where(finite, 0),
         logprobs=logprobs.where(finite, math.nan),

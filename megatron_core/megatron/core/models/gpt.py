@@ -25,6 +25,7 @@ is a weight of the first and the last one.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 from dataclasses import dataclass
 from typing import Any
@@ -240,12 +241,12 @@ class GPTModel(StoreModule):
             raise ValueError(f"this rank has {self.num_chunks} chunks: use model.decoders")
         return self.decoders[0]
 
-    @property
+    @functools.cached_property
     def embedding(self) -> VocabParallelEmbedding:
         """The embedding. Raises ValueError if it is on another pipeline stage."""
         return self._held(self._embedding, "embedding")
 
-    @property
+    @functools.cached_property
     def head(self) -> VocabParallelHead:
         """The head. Raises ValueError if it is on another pipeline stage."""
         return self._held(self._head, "head")

@@ -360,7 +360,7 @@ class InferenceOptimizedModel:
         bias, out = linear.bias if group.rank == 0 else None, None
         if self._scatters:
             out = self.comm.addends((x.shape[0], linear.weight.shape[0]), x.dtype)
-        return linear.weight.product(x, bias, out=out)
+        return linear.weight.linear(x, bias, out=out)
 
     def _entered(
         self,
@@ -425,7 +425,7 @@ class WholeHead:
 
     def project(self, hidden: Tensor) -> Tensor:
         """Return this rank's logits [s, b, V/tp]."""
-        return self.head.weight.product(hidden)
+        return self.head.weight.linear(hidden)
 
     def whole(self, logits: Tensor) -> Tensor:
         """Return the logits of all ranks, fp32 [s, b, V]."""
@@ -518,7 +518,7 @@ class OptimizedAttention:
     def __call__(self, x: Tensor, step: Step) -> Tensor:
         """Return [t, n d] from x [t, h]."""
         mixer, heads = self.mixer, self._heads(x)
-        self._weight.product(x, self._bias, out=heads.flat)
+        self._weight.linear(x, self._bias, out=heads.flat)
         if self._norms is not None:
             for norm, part in zip(self._norms, (heads.query, heads.key), strict=True):
                 part.copy_(norm(part))
@@ -571,7 +571,7 @@ class OptimizedMLP:
         """Return [t, f/tp] from x [t, h]."""
         tokens = x.shape[0]
         inner = self._buffers.of("inner", tokens, self._weight.shape[0])
-        self._weight.product(x, self._bias, out=inner)  # [t, 2f/tp] or [t, f/tp]
+        self._weight.linear(x, self._bias, out=inner)  # [t, 2f/tp] or [t, f/tp]
         if not self.mixer.config.gated or inner.device.type != "cpu":
             return self.mixer.activate(inner)
         found = self._halves.get(tokens)
@@ -615,9 +615,9 @@ class OptimizedExperts:
         if shared is None:
             return sums
         assert mixer.shared is not None
-        part = shared.output.weight.product(shared(everyone, step))
+        part = shared.output.weight.linear(shared(everyone, step))
         if mixer.shared.gate is not None:
-            part = part * mixer.shared.gate.product(everyone).sigmoid()
+            part = part * mixer.shared.gate.linear(everyone).sigmoid()
         return sums + part
 
 

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from megatron.core.ops.swiglu.reference import ACTIVATIONS, GATES
+from megatron.core.ops.swiglu import ACTIVATIONS, GATES
 from megatron.core.transformer.mlp import MLPConfig
 
 SCORES = ("softmax", "sigmoid")

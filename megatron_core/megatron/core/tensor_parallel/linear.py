@@ -226,7 +226,7 @@ class _ColumnLinear(torch.autograd.Function):
         ctx.handle, ctx.bias, ctx.region = handle, bias, region
         ctx.save_for_backward(x if handle.trainable else None)
         whole = all_gather(x, region.group) if region.scatters else x  # [s, b, h]
-        return handle.product(whole, bias)
+        return handle.linear(whole, bias)
 
     @staticmethod
     def backward(ctx, grad):

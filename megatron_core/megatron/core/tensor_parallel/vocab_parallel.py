@@ -315,9 +315,9 @@ class VocabParallelEmbedding(nn.Module):
 
     def look_up(self, ids: torch.Tensor) -> torch.Tensor:
         """Do as `forward` with ids that are known to be in the vocabulary."""
-        rows = self.addends(ids)
         if self.region.group.size == 1:
-            return rows
+            return self.weight.embedding(ids)
+        rows = self.addends(ids)
         if self.region.scatters:
             return reduce_scatter_to_group(rows, self.region.group)  # [s/tp, b, h]
         return reduce_from_group(rows, self.region.group)

@@ -12,8 +12,7 @@ import torch
 from torch import nn
 
 from megatron.core.context_parallel import SequenceLayout
-from megatron.core.ops.swiglu import activate, gated
-from megatron.core.ops.swiglu.reference import ACTIVATIONS, GATES
+from megatron.core.ops.swiglu import ACTIVATIONS, GATES, activate, gated
 from megatron.core.transformer.build import LayerBuild
 from megatron.core.transformer.recompute import recompute_tensor
 

@@ -159,7 +159,7 @@ class BucketBlock:
         low, high = self.stored_range
         self.data = bucket.data[start : start + high - low]
         self.current = not bucket.sharded
-        self.alone, self.wire = bucket.alone, wires[0] if wires else None
+        self.wire = wires[0] if wires else None
         self.views: dict[str, torch.Tensor] = {}
         self.source: WeightSource | None = None
         self.index = bucket.index
@@ -178,6 +178,9 @@ class BucketBlock:
         )
         if not bucket.sharded:
             self.bind(self.data)
+        if bucket.alone:
+            for handle in handles:
+                handle.whole = self.views[handle.name]
 
     @property
     def name(self) -> str:

@@ -300,7 +300,7 @@ class Gatherer:
     @property
     def most_bytes(self) -> int:
         """Bytes of leased weights at a time, at most, as far as the order of use is known."""
-        shared = [i for i, block in enumerate(self.blocks) if not block.alone]
+        shared = [i for i, block in enumerate(self.blocks) if not block.bucket.alone]
         return min(self.budget, sum(self.sizes[i] for i in shared)) if self.leases else 0
 
     @property

@@ -82,12 +82,10 @@ class WeightBlock(Protocol):
 
     Attributes:
         current: what is bound may be read without asking anybody.
-        alone: no other rank has it.
         views: its weights by name, each of the local shape, while they are bound.
     """
 
     current: bool
-    alone: bool
     views: dict[str, torch.Tensor]
 
     def need(self) -> None:
@@ -147,6 +145,7 @@ class WeightHandle:
         param: what this rank stores of it: the local weight, or the part of it in this rank's
             shard [k]; None until the store is materialised.
         block: what it is stored and gathered with.
+        whole: the local weight, where no other rank stores a part of it: then it is always here.
         backward_block: what dgrad reads, the same but where scale blocks are 1-D.
         slot: where its gradient goes, of the local shape; None while it is frozen or no buffer is
             open.
@@ -157,7 +156,7 @@ class WeightHandle:
             one process, until an engine is built.
         cpu_dtype: what a CPU multiplies it in, see `ops.dispatch.matmul_dtype`.
         row_tiles: multiply rows by it in tiles, see `ops.row_tiles`.
-        copy: what `product` multiplies by instead, see `copies.copy_weights`.
+        copy: what `linear` multiplies by outside of autograd instead, see `copies.copy_weights`.
     """
 
     def __init__(
@@ -176,6 +175,7 @@ class WeightHandle:
         self.uses = 1
         self.param: nn.Parameter | None = None
         self.block: WeightBlock | None = None
+        self.whole: torch.Tensor | None = None
         self.backward_block: WeightBlock | None = None
         self.slot: torch.Tensor | None = None
         self.fresh = True
@@ -201,6 +201,8 @@ class WeightHandle:
         Raises:
             ValueError: the store is not materialised.
         """
+        if self.whole is not None:
+            return self.whole
         block = self.backward_block if backward else self.block
         if block is None:
             raise ValueError(f"{self.name} has no storage yet: call materialize() on its store")
@@ -228,30 +230,28 @@ class WeightHandle:
         """What the weight is multiplied in where it is, see `ops.dispatch.matmul_dtype`."""
         return matmul_dtype(self.anchor, self.cpu_dtype)
 
-    def linear(self, x: torch.Tensor, bias: WeightHandle | None = None) -> torch.Tensor:
-        """Return x [..., h] Wᵀ + bias, [..., o]. Saves x only."""
-        if not torch.is_grad_enabled():
-            return self.product(x, bias)
-        if bias is None:
-            return _apply_linear(x, self.param, self)
-        return _apply_linear(x, self.param, self, bias, bias.param)
-
-    def product(
+    def linear(
         self,
         x: torch.Tensor,
         bias: WeightHandle | None = None,
         *,
         out: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """Return x [..., h] Wᵀ [h, o] + bias [o], [..., o] in x's dtype, outside of autograd.
+        """Return x [..., h] Wᵀ [h, o] + bias [o], [..., o] in x's dtype. Saves x only.
 
         Args:
-            out: [..., o] where the result is written, and returned, instead of to a new tensor.
+            out: [..., o] where the result is written, and returned, instead of to a new tensor;
+                outside of autograd only.
         """
+        if torch.is_grad_enabled():
+            if bias is None:
+                return _apply_linear(x, self.param, self)
+            return _apply_linear(x, self.param, self, bias, bias.param)
         added = None if bias is None else bias.get()
         if self.copy is not None:
             return self.copy.product(x, added, out=out)
-        weight, dtype = self.get(), self.product_dtype
+        weight = self.get() if self.whole is None else self.whole
+        dtype = self.product_dtype
         if self.row_tiles:
             y = tiled_product(x.to(dtype), weight.to(dtype).t())
             y = (y if added is None else y + added).to(x.dtype)
@@ -271,7 +271,7 @@ class WeightHandle:
         elif self.product_dtype is x.dtype is total.dtype:
             total.addmm_(x, self.get().t())
         else:
-            total.add_(self.product(x))
+            total.add_(self.linear(x))
         if bias is not None:
             total.add_(bias.get())
 
@@ -293,10 +293,9 @@ class WeightHandle:
         """
         if torch.is_grad_enabled():
             return _Use.apply(self.param, self, dtype)
-        weight, stays = self.get(), self.block is not None and self.block.alone
-        if stays and weight.dtype is dtype:
-            return weight
-        return weight.to(dtype or self.dtype, copy=not stays)
+        if self.whole is None:
+            return self.get().to(dtype or self.dtype, copy=True)
+        return self.whole if dtype in (None, self.whole.dtype) else self.whole.to(dtype)
 
     # --- gradients --------------------------------------------------------------------------------
 
@@ -465,7 +464,7 @@ class _Linear(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, anchor, handle, bias=None, bias_anchor=None):
         ctx.handle, ctx.bias = handle, bias
-        y = handle.product(x, bias)
+        y = handle.linear(x, bias)
         ctx.save_for_backward(x if anchor.requires_grad else None)
         return y
 

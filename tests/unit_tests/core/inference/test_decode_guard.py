@@ -131,12 +131,12 @@ MAKERS = {
     f"{CORE}.moe.dispatch": ({"experts"}, "counts of experts, which begin at zero"),
     f"{CORE}.ops.permutation": ({"experts"}, "the order of rows, inverted"),
     f"{CORE}.weight_gather.grouped": ({"experts"}, "the result of several products"),
-    f"{CORE}.ops.swiglu.reference": ({"experts"}, "the result of an activation"),
-    f"{CORE}.ops.rope.reference": ({"latent"}, "the result of a rotation"),
-    f"{CORE}.ops.causal_conv1d.reference": ({"hybrid"}, "on a CPU in place of a kernel"),
+    f"{CORE}.ops.swiglu": ({"experts"}, "the result of an activation"),
+    f"{CORE}.ops.rope": ({"latent"}, "the result of a rotation"),
+    f"{CORE}.ops.causal_conv1d": ({"hybrid"}, "on a CPU in place of a kernel"),
     f"{CORE}.ops.gated_delta_rule.reference": ({"hybrid"}, "on a CPU in place of a kernel"),
     f"{CORE}.ops.state_space_dual.reference": ({"hybrid"}, "on a CPU in place of a kernel"),
-    f"{CORE}.ops.gated_rms_norm.reference": ({"hybrid"}, "the result of a norm"),
+    f"{CORE}.ops.gated_rms_norm": ({"hybrid"}, "the result of a norm"),
 }
 
 

@@ -108,6 +108,7 @@ def test_updates_show_at_once_in_the_optimized_forward(how: str, dtype: torch.dt
             optimizer.step(0.5)
             trainer.start_param_sync()
         found.append(probabilities(engine))
-        bound = 1e-4 if dtype is torch.float32 else 0.02
+        # In bf16 the two round differently, on a CPU with AMX by 0.04; a stale copy is 0.1 off.
+        bound = 1e-4 if dtype is torch.float32 else 0.06
         assert_close_by_metric("update", found[-1], probabilities(plain), bound=bound)
         assert (found[-1] - found[-2]).abs().max() > 0.1

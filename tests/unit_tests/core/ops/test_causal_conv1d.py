@@ -10,7 +10,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from megatron.core.ops.causal_conv1d import causal_conv1d, causal_conv1d_step, reference
+from megatron.core.ops import causal_conv1d as conv_op
+from megatron.core.ops.causal_conv1d import causal_conv1d, causal_conv1d_step
 from megatron.core.ops.sequences import Sequences
 from tests.support.closeness import assert_all_close
 from tests.support.inputs import generator
@@ -112,7 +113,7 @@ def test_other_dtypes(dtype):
 def test_blocks_of_rows_make_the_whole(name, monkeypatch):
     """Blocks shorter than the width, and longer; the last one is cut short."""
     for rows in (2, 7):
-        monkeypatch.setattr(reference, "_CPU_BLOCK", rows * CHANNELS[0] * CHANNELS[1])
+        monkeypatch.setattr(conv_op, "_CPU_BLOCK", rows * CHANNELS[0] * CHANNELS[1])
         compare(4, BOUNDS[name], torch.float64, bias=True, initial=True, silu=True)
 
 
@@ -120,11 +121,11 @@ def test_blocks_of_rows_make_the_whole(name, monkeypatch):
 def test_the_fast_convolution_is_the_plain_one():
     source = generator(2)
     rows = torch.randn(33, 20, generator=source)
-    assert reference._has_fast_convolution(rows)
+    assert conv_op._has_fast_convolution(rows)
     for width, ahead in itertools.product([2, 3, 4], [False, True]):
         taps, bias = torch.randn(width, 20, generator=source), torch.randn(20, generator=source)
-        fast = reference._convolved(rows, taps, bias, ahead=ahead)
-        plain = reference._convolved(rows.double(), taps.double(), bias.double(), ahead=ahead)
+        fast = conv_op._convolved(rows, taps, bias, ahead=ahead)
+        plain = conv_op._convolved(rows.double(), taps.double(), bias.double(), ahead=ahead)
         assert_all_close({"out": fast}, {"out": plain}, bound=1e-6)
 
 

@@ -4,7 +4,8 @@
 import pytest
 import torch
 
-from megatron.core.ops.gated_rms_norm import GATE_FIRST, NORM_FIRST, gated_rms_norm, reference
+from megatron.core.ops import gated_rms_norm as gated_norm_op
+from megatron.core.ops.gated_rms_norm import GATE_FIRST, NORM_FIRST, gated_rms_norm
 from tests.support.nan_memory import nan_memory
 from tests.unit_tests.core.ops.formulas import compare, maker
 
@@ -38,7 +39,7 @@ def test_output_and_gradients(order, dtype, size):
 @ORDERS
 def test_blocks_of_rows_join_and_the_gate_may_be_a_slice(order, monkeypatch):
     """Two rows at a time and one left over; the gate is a part of what a layer projects."""
-    monkeypatch.setattr(reference, "ELEMENTS_IN_CACHE", 40)
+    monkeypatch.setattr(gated_norm_op, "ELEMENTS_IN_CACHE", 40)
     make = maker()
     compare(
         lambda x, wide, w: gated_rms_norm(

@@ -7,9 +7,9 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from megatron.core.ops import layernorm
 from megatron.core.ops.attention import attention
 from megatron.core.ops.layernorm import layer_norm
-from megatron.core.ops.layernorm import reference as layernorm_reference
 from megatron.core.ops.linear_cross_entropy import (
     chunk_gradient_,
     chunk_statistics,
@@ -134,7 +134,7 @@ def test_parts_that_fit_the_cache_make_the_whole(make, has_bias, dtype, monkeypa
         return [v for v in (*outputs, *grads) if v is not None]
 
     whole = results()
-    monkeypatch.setattr(layernorm_reference, "ELEMENTS_IN_CACHE", 5 * 74)
+    monkeypatch.setattr(layernorm, "ELEMENTS_IN_CACHE", 5 * 74)
     for i, (part, expected) in enumerate(zip(results(), whole, strict=True)):
         assert part.dtype is expected.dtype
         bound = 2**-7 if dtype is torch.bfloat16 else 1e-6  # one rounding or two

@@ -160,7 +160,7 @@ def write_and_attend(
             f"write_and_attend: keys and values {tuple(key_value.shape)} do not fit pages "
             f"{tuple(pages.pages.shape)}"
         )
-    if choose(None, query, "write_and_attend") == "reference":
+    if query.is_cpu or choose(None, query, "write_and_attend") == "reference":
         step = reference.decode_step(
             query, key_value, pages, batch, slot_mapping, scale, window, sinks
         )

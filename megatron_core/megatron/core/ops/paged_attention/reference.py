@@ -93,7 +93,7 @@ class PagedBatch:
     )
 
     def __post_init__(self) -> None:
-        rows = self.context_lengths.numel()
+        rows, device = self.context_lengths.numel(), self.context_lengths.device
         for name, x, shape, fits in (
             ("context_lengths", self.context_lengths, "[b]", self.context_lengths.ndim == 1),
             ("query_bounds", self.query_bounds, "[b + 1]", self.query_bounds.shape == (rows + 1,)),
@@ -104,7 +104,8 @@ class PagedBatch:
                 self.block_table.shape[:-1] == (rows,),
             ),
         ):
-            if not fits or x.dtype != torch.int32 or not _is_dense(x) or x.device != self.device:
+            dense = x.stride(-1) == 1 or x.shape[-1] <= 1
+            if not (fits and dense) or x.dtype != torch.int32 or x.device != device:
                 raise ValueError(
                     f"paged attention: {name} {tuple(x.shape)} {x.dtype} on {x.device} must be"
                     f" int32 {shape}, b = {rows}, on one device, its last dimension dense"
@@ -115,7 +116,7 @@ class PagedBatch:
                 " must be at least 1: give the bounds of the largest batch"
             )
 
-    @functools.cached_property
+    @property
     def device(self) -> torch.device:
         """Where table, bounds and lengths are."""
         return self.context_lengths.device
@@ -148,11 +149,6 @@ class JointPages:
             )
         self.pages, self.places = pages, pages.flatten(0, 1)
         self.keys, self.values = self.places.transpose(0, 1).chunk(2)
-
-
-def _is_dense(x: torch.Tensor) -> bool:
-    """Say whether the last dimension has no gaps."""
-    return x.stride(-1) == 1 or x.shape[-1] <= 1
 
 
 def gather_of(

@@ -6,6 +6,9 @@
 
 They are each other's backward. `places` and `slots` say the same thing from either side: place
 t · k + j has its copy in row slots[t, j], or none if that is -1.
+
+In plain torch, which a CPU uses, sums are `embedding_bag`s: rows are gathered, weighted and added
+in one pass, in fp32, where an index, a product and a sum would each write [r, h] to memory.
 """
 
 from __future__ import annotations
@@ -13,9 +16,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
+import torch.nn.functional as F
 
 from megatron.core.ops.dispatch import accumulation_dtype, apply_function, choose
-from megatron.core.ops.permutation import reference
 
 __all__ = ["Permutation", "sum_rows", "take_rows"]
 
@@ -75,8 +78,8 @@ def take_rows(
     if choose(implementation, x, "take_rows") == "triton":
         from megatron.core.ops.permutation import triton as kernels
 
-        return apply_function(reference.Take, x, places, slots, kernels.take, kernels.total)
-    return apply_function(reference.Take, x, places, slots, reference.take, reference.total)
+        return apply_function(Take, x, places, slots, kernels.take, kernels.total)
+    return apply_function(Take, x, places, slots, take, total)
 
 
 def sum_rows(
@@ -112,4 +115,107 @@ def sum_rows(
         from megatron.core.ops.permutation import triton as kernels
 
         return apply_function(kernels.Total, y, weights, places, slots)
-    return apply_function(reference.Total, y, weights, places, slots)
+    return apply_function(Total, y, weights, places, slots)
+
+
+# --- reference: plain torch
+
+
+def take(x: torch.Tensor, places: torch.Tensor, copies: int) -> torch.Tensor:
+    """Return [r, h]: row i is row places[i] // copies of x [t, h]."""
+    return x.index_select(0, places if copies == 1 else places // copies)
+
+
+def total(y: torch.Tensor, slots: torch.Tensor, weights: torch.Tensor | None) -> torch.Tensor:
+    """Return [t, h]: row t is the sum over j of weights[t, j] · y[slots[t, j]], fp32 inside.
+
+    Args:
+        y: [r, h].
+        slots: int64 [t, k]; -1 adds nothing.
+        weights: fp32 [t, k]; None is 1.
+    """
+    if len(y) == 0 or slots.numel() == 0:
+        return y.new_zeros(len(slots), y.shape[1])
+    if len(y) < slots.numel():  # some places have no row
+        there = (slots >= 0).to(accumulation_dtype(y.dtype))
+        weights = there if weights is None else weights * there
+        slots = slots.clamp(min=0)
+    return _bags(y, slots, weights)
+
+
+def _take_weighted(
+    x: torch.Tensor, weights: torch.Tensor, places: torch.Tensor, copies: int
+) -> torch.Tensor:
+    """Return [r, h]: row i is row places[i] // copies of x [t, h] times weights[places[i]].
+
+    Args:
+        weights: fp32 [t · copies].
+    """
+    if len(places) == 0:
+        return x.new_empty(0, x.shape[1])
+    rows = places // copies
+    return _bags(x, rows.unsqueeze(1), weights.index_select(0, places).unsqueeze(1))
+
+
+def dots(grad: torch.Tensor, y: torch.Tensor, slots: torch.Tensor) -> torch.Tensor:
+    """Return fp32 [t, k], grad[t] · y[slots[t, j]]; 0 where the slot is -1."""
+    dtype = accumulation_dtype(y.dtype)
+    if len(y) == 0 or slots.numel() == 0:
+        return torch.zeros(slots.shape, dtype=dtype, device=y.device)
+    tokens, copies = slots.shape
+    bags = torch.arange(tokens, device=y.device)
+    return torch.ops.aten._embedding_bag_per_sample_weights_backward(
+        grad.to(dtype),
+        y.to(dtype),
+        slots.reshape(-1),
+        bags * copies,
+        bags.repeat_interleave(copies),
+        0,  # sums
+        padding_idx=-1,
+    ).view(tokens, copies)
+
+
+def _bags(rows: torch.Tensor, indices: torch.Tensor, weights: torch.Tensor | None) -> torch.Tensor:
+    """Return [m, h], the sum over j of weights[m, j] · rows[indices[m, j]]."""
+    if weights is not None and weights.dtype is not rows.dtype:
+        # The weights must have the rows' dtype: two narrow numbers hold twice the bits of one.
+        high = weights.to(rows.dtype)
+        low = (weights - high.to(weights.dtype)).to(rows.dtype)
+        indices, weights = torch.cat([indices, indices], 1), torch.cat([high, low], 1)
+    return F.embedding_bag(indices, rows, mode="sum", per_sample_weights=weights)
+
+
+class Take(torch.autograd.Function):
+    """forward y[i] = x[places[i] // k]; dgrad the sum of dy over the slots of each row. Saves
+    slots. `take` and `total` are those of this module or of `triton`."""
+
+    @staticmethod
+    def forward(ctx, x, places, slots, take, total):
+        ctx.save_for_backward(slots)
+        ctx.total = total
+        return take(x, places, slots.shape[1])
+
+    @staticmethod
+    def backward(ctx, grad):
+        (slots,) = ctx.saved_tensors
+        return ctx.total(grad.contiguous(), slots, None), None, None, None, None
+
+
+class Total(torch.autograd.Function):
+    """forward out[t] = sum_j w[t, j] y[slots[t, j]]; dgrad dy[i] = w at places[i] · dout; the
+    weights' dw[t, j] = dout[t] · y[slots[t, j]]. Saves y where there are weights."""
+
+    @staticmethod
+    def forward(ctx, y, weights, places, slots):
+        y = y.contiguous()
+        ctx.save_for_backward(None if weights is None else y, weights, places, slots)
+        return total(y, slots, weights)
+
+    @staticmethod
+    def backward(ctx, grad):
+        y, weights, places, slots = ctx.saved_tensors
+        if weights is None:
+            return take(grad, places, slots.shape[1]), None, None, None
+        grad = grad.contiguous()
+        d_y = _take_weighted(grad, weights.reshape(-1), places, slots.shape[1])
+        return d_y, dots(grad, y, slots), None, None

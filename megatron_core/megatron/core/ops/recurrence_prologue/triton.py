@@ -13,7 +13,7 @@ import numpy as np
 import torch
 import triton
 
-from megatron.core.ops.causal_conv1d.reference import Borders
+from megatron.core.ops.causal_conv1d import Borders
 from megatron.core.ops.dispatch import apply_function
 from megatron.core.ops.launches import Launches
 from megatron.core.ops.places import Places

@@ -1,12 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Root-mean-square normalisation, with the residual addition that precedes it."""
+"""Root-mean-square normalisation, with the residual addition that precedes it: the op, and its
+definition in plain torch, with few passes over memory on a CPU."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 
-from megatron.core.ops.dispatch import choose
-from megatron.core.ops.rmsnorm import reference
+from megatron.core.ops.dispatch import accumulation_dtype, choose
 
 
 def rms_norm(
@@ -38,12 +40,32 @@ def rms_norm(
         ValueError: shapes, dtypes or `eps` that do not fit.
     """
     check_norm("rms_norm", x, weight, residual, eps=eps)
-    if choose(implementation, x, "rms_norm") == "triton":
+    return normalise(
+        x,
+        weight,
+        residual=residual,
+        eps=eps,
+        zero_centered=zero_centered,
+        implementation=implementation,
+    )
+
+
+def normalise(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    *,
+    eps: float,
+    residual: torch.Tensor | None = None,
+    zero_centered: bool = False,
+    implementation: str | None = None,
+) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
+    """Do as `rms_norm` with arguments that are known to fit together, such as a layer's."""
+    if (implementation or not x.is_cpu) and choose(implementation, x, "rms_norm") == "triton":
         from megatron.core.ops.rmsnorm import triton as kernels
 
         pair = kernels.rms_norm_forward, kernels.rms_norm_backward
     else:
-        pair = reference.rms_norm_forward, reference.rms_norm_backward
+        pair = _rms_norm_forward, _rms_norm_backward
     if torch.is_grad_enabled():
         y, total = Normalise.apply(pair, x, residual, eps, zero_centered, weight)
     else:
@@ -105,3 +127,65 @@ def check_norm(
         )
     if eps < 0:
         raise ValueError(f"{op}: eps={eps} must not be negative")
+
+
+# --- reference: plain torch
+
+
+def _rms_norm_forward(
+    x: torch.Tensor,
+    residual: torch.Tensor | None,
+    eps: float,
+    zero_centered: bool,
+    weight: torch.Tensor,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Return (y, x + residual, the factor w [h], rstd [rows]); see `ops.rmsnorm.rms_norm`."""
+    total = x if residual is None else x + residual
+    wide = accumulation_dtype(x.dtype)
+    scale = weight.to(wide) + 1 if zero_centered else weight.to(wide)
+    values = total.to(wide)
+    rstd = torch.linalg.vector_norm(values, dim=-1, keepdim=True).square_()  # [..., 1]
+    rstd = rstd.div_(values.shape[-1]).add_(eps).rsqrt_()
+    # Keep the input: the first product makes the output then.
+    y = values * rstd if values is total else values.mul_(rstd)
+    return y.mul_(scale).to(x.dtype), total, scale, rstd.view(-1)
+
+
+def _rms_norm_backward(
+    grad_y: torch.Tensor,
+    grad_total: torch.Tensor | None,
+    saved: Sequence[torch.Tensor],
+    zero_centered: bool,
+    wanted: Sequence[bool],
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Return the gradients of x + residual and of the weight [h], if `wanted`, in fp32 or fp64.
+
+    dt = rstd * (g w - t rstd^2 mean(g w t)) + d(new residual); wgrad: sum over rows of g t rstd.
+    torch's layer-norm backward with the mean set to zero makes the input gradient less
+    rstd * mean(g w) and the weight gradient in one pass over memory; one matrix-vector product
+    gives the missing term. All sums are taken in the dtype of `scale` (fp32 or fp64).
+
+    Args:
+        grad_y: [..., h].
+        grad_total: [..., h] or None, added to the input gradient.
+        saved: x + residual [..., h], the factor w [h] and rstd [rows], from `_rms_norm_forward`.
+    """
+    total, scale, rstd = saved
+    features = total.shape[-1]
+    rows = total.reshape(-1, features)  # [t, h]
+    grad_y = grad_y.reshape(-1, features).contiguous().to(scale.dtype)
+    grad, grad_scale, _ = torch.ops.aten.native_layer_norm_backward(
+        grad_y,
+        rows.contiguous().to(scale.dtype),
+        [features],
+        torch.zeros_like(rstd)[:, None],
+        rstd[:, None],
+        scale,
+        None,
+        [True, wanted[0], False],
+    )
+    missing = torch.mv(grad_y, scale).mul_(rstd).div_(features)  # [t]
+    grad.add_(missing[:, None])
+    if grad_total is not None:
+        grad.add_(grad_total.reshape(-1, features))
+    return grad.to(rows.dtype).view(total.shape), grad_scale

@@ -78,7 +78,8 @@ def backend(config: Config) -> Backend:
     )
     if kernel == "auto":
         return chosen
-    return replace(chosen, attention=partial(LOCAL.attention, implementation=kernel))
+    local = partial(LOCAL.attention, implementation=kernel)
+    return replace(chosen, attention=local, attention_layer=None)
 
 
 def _transformer_engine() -> Backend:

@@ -201,8 +201,8 @@ class Layouts:
         device: where layers work.
         block_heads: query heads of a rank, where documents of whole rows may be attended one by
             one; None masks them.
-        recurrent: whether layers carry states along documents, so that they must know where these
-            begin.
+        bounds: whether layers must know where documents begin, as recurrences and
+            TransformerEngine's attention do; ids are for masks.
         cuts: choose how packed rows are split; None splits each as one.
     """
 
@@ -212,11 +212,11 @@ class Layouts:
         device: torch.device,
         *,
         block_heads: int | None = None,
-        recurrent: bool = False,
+        bounds: bool = False,
         cuts: PackedCuts | None = None,
     ) -> None:
         self._context, self._device, self._block_heads = context, device, block_heads
-        self._recurrent, self._cuts = recurrent, cuts
+        self._bounds, self._cuts = bounds, cuts
         self._dense: dict[tuple[int, ...], SequenceLayout] = {}
 
     def of(self, batch: GPTBatch) -> SequenceLayout:
@@ -239,7 +239,7 @@ class Layouts:
 
     def _of_rows(self, batch: GPTBatch) -> SequenceLayout:
         masks = self._context.size == 1 and not self._part_by_part(batch)
-        if not masks or self._recurrent:
+        if not masks or self._bounds:
             return self._make(batch, masks_by_ids=masks)
         given = {"positions": batch.positions, "document_ids": batch.document_ids}
         moved = {
@@ -301,6 +301,6 @@ def layouts_of(run: Run, place: RunGroups, model: GPTConfig) -> Layouts:
         place.groups["cp"],
         place.device,
         block_heads=None if masks or not heads else heads,
-        recurrent=is_recurrent(run.config),
+        bounds=is_recurrent(run.config) or parallel.transformer_impl != "local",
         cuts=packed_cuts(run, place, model),
     )

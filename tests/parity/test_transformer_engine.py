@@ -30,7 +30,10 @@ ROWS = [
         tp=1, pp=2, schedule="zb-h1", accumulation=3, bias="all", experts="softmax", ep=1,
         norm="LayerNorm",
     ),
-    row_with(tp=1, accumulation=3, frozen=("down.weight", "qkv.weight"), bias="all"),
+    row_with(
+        tp=1, accumulation=3, frozen=("down.weight", "qkv.weight"), bias="all",
+        documents="packed", window=5, sinks=True,
+    ),
     row_with(tp=2, attention="latent", groups=8, predictions=1),
 ]  # fmt: skip
 ROWS_AT_NIGHT = [
@@ -69,6 +72,12 @@ def _check(row, release=te_wheel.NEWEST):
         layers = calls["Linear"] + calls["LayerNormLinear"]
         whole = row["recompute"] == "none" and not row.get("frozen")
         assert calls["generic_gemm"] == 3 * layers or not whole, calls
+    attended, packed = (
+        sum(run.te_calls.get(name, 0) for run in runs)
+        for name in ("UnfusedDotProductAttention", "convert_thd_to_bshd")
+    )
+    assert (attended >= batches) is (row["cp"] == 1)
+    assert bool(packed) is (row["cp"] == 1 and row["documents"] == "packed")
     norms = {name for run in runs for name in run.te_calls if "norm" in name}
     kind = "rmsnorm" if row["norm"] == "RMSNorm" else "layernorm"
     assert norms == {f"{kind}_fwd", f"{kind}_bwd"}
@@ -99,6 +108,10 @@ def test_layouts_of_older_releases(row, release):
     _check(row, release)
 
 
+def _without_window(self, *, scale, window):
+    self._scale, self._window, self._module = scale, (-1, 0), None
+
+
 #: What could be lost on the way between TE and the weights' handles.
 FAULTS = {
     "finalise skipped": (
@@ -117,6 +130,7 @@ FAULTS = {
             for m in self._split(self.handle.get(backward=backward))
         ],
     ),
+    "window lost": ("TEAttention.__init__", _without_window),
 }
 
 
@@ -144,8 +158,8 @@ def _with_faults(rank, world, row, initial):
 
 
 @needs_te
-def test_a_gradient_that_is_lost_between_te_and_the_handles_is_seen():
-    row = row_with(tp=1, accumulation=3, experts="softmax")
+def test_what_is_lost_between_te_and_the_handles_is_seen():
+    row = row_with(tp=1, accumulation=3, experts="softmax", documents="packed", window=5)
     ref = reference_of(row)
     wanted = assembled(ref.run.steps[-1].gradients)
     of_te = {**ref.row, "te": te_wheel.NEWEST}

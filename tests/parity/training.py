@@ -278,7 +278,8 @@ def _local(row: Row, groups: ProcessGroupCollection, batch: Microbatch) -> Micro
     """Return a rank's part of a microbatch; a single process has all of it."""
     if groups["world"].size > 1:
         return part_of(row, batch, groups["cp"].rank)
-    return batch if row["mixer"] is None else with_bounds(batch)
+    finds_documents = row["mixer"] is not None or "te" in row
+    return with_bounds(batch) if finds_documents else batch
 
 
 def _trained(

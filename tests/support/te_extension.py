@@ -26,6 +26,7 @@ import contextlib
 import enum
 import functools
 import importlib.machinery
+import itertools
 import os
 import runpy
 import sys
@@ -155,12 +156,18 @@ def _extension(dtypes: type[enum.IntEnum]) -> types.ModuleType:
         rmsnorm_bwd,
         layernorm_fwd,
         layernorm_bwd,
+        convert_thd_to_bshd,
+        convert_bshd_to_thd,
     ):
         name = getattr(function, "func", function).__name__  # type: ignore[union-attr]
         setattr(made, name, _counted(name, function))
     made.NVTE_Fused_Attn_Backend = enum.IntEnum(  # type: ignore[attr-defined]
         "NVTE_Fused_Attn_Backend",
         {"NVTE_No_Backend": -1, "NVTE_F16_arbitrary_seqlen": 1, "NVTE_FP8": 2},
+    )
+    made.get_cudnn_version = lambda: 91800  # type: ignore[attr-defined]
+    made.get_fused_attn_backend = (  # type: ignore[attr-defined]
+        lambda *args, **options: made.NVTE_Fused_Attn_Backend.NVTE_No_Backend
     )
     made.get_num_cublas_streams = lambda: 1  # type: ignore[attr-defined]
     made.get_cublasLt_version = lambda: 120900  # type: ignore[attr-defined]
@@ -312,6 +319,25 @@ def _into(y: torch.Tensor, out: torch.Tensor | None) -> torch.Tensor:
     return y if out is None else out.copy_(y)
 
 
+# --- attention: TE's own unfused path, in torch, but for the packing of sequences -----------------
+
+
+def convert_thd_to_bshd(packed, bounds, batch, longest):
+    """Return [b, s, n, d] of packed sequences [t, n, d], with zeros after each."""
+    padded = packed.new_zeros(batch, longest, *packed.shape[1:])
+    for row, (begin, end) in enumerate(itertools.pairwise(bounds.tolist())):
+        padded[row, : end - begin] = packed[begin:end]
+    return padded
+
+
+def convert_bshd_to_thd(padded, bounds, tokens):
+    """Return packed sequences [t, n, d] of rows [b, s, n, d]."""
+    packed = padded.new_zeros(tokens, *padded.shape[2:])
+    for row, (begin, end) in enumerate(itertools.pairwise(bounds.tolist())):
+        packed[begin:end] = padded[row, : end - begin]
+    return packed
+
+
 # --- torch ----------------------------------------------------------------------------------------
 
 
@@ -338,8 +364,9 @@ def _pretend_a_gpu() -> None:
             tensor if _asked_by_te() else to_gpu(tensor, *args, **options)
         )
     )
-    for name in ("empty", "zeros", "ones", "tensor", "full"):
+    for name in ("empty", "zeros", "ones", "tensor", "full", "arange"):
         setattr(torch, name, _on_cpu(getattr(torch, name)))
+    torch.Tensor.to = _on_cpu(torch.Tensor.to)  # type: ignore[method-assign]
 
 
 def _asked_by_te() -> bool:

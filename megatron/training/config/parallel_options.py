@@ -381,8 +381,8 @@ class ParallelConfig:
     """Whose linear layers and norms a model has: local is this package's own, transformer_engine is
     TransformerEngine's, of the extra te. Weights, checkpoints and initial values are the same."""
     attention_backend: Literal["auto", "reference", "triton"] = "auto"
-    """Which kernel computes attention; auto is triton on a GPU where it covers the case, else
-    reference."""
+    """Which kernel computes attention; auto is TransformerEngine's with --transformer-impl
+    transformer_engine, triton on a GPU where it covers the case, else reference."""
 
     def __post_init__(self) -> None:
         positive(self, "tensor_model_parallel_size", "context_parallel_size")

@@ -475,9 +475,18 @@ def _layers_line(config: Config) -> str | None:
     if config.parallel.transformer_impl == "local":
         return None
     release = importlib.metadata.version("transformer-engine")
+    reasons = {
+        "context parallelism": config.parallel.context_parallel_size > 1,
+        "--attention-backend": config.parallel.attention_backend != "auto",
+        "dropout of attention weights": config.attention.attention_dropout > 0,
+    }
+    found = " and ".join(reason for reason, holds in reasons.items() if holds)
+    attention, local = "attention ", ""
+    if found:
+        attention, local = "", f"attention (for {found}), "
     return (
-        f"layers: linear, grouped linear and norms of TransformerEngine {release}; attention, "
-        "embedding, output layer, router and recurrent mixers are local"
+        f"layers: linear, grouped linear, norms and {attention}of TransformerEngine {release}; "
+        f"{local}embedding, output layer, router and recurrent mixers are local"
     )
 
 

@@ -27,6 +27,10 @@ from megatron.core.weight_gather import RowRuns, WeightHandle, grouped_linear
 #: Maps x and its weight (and bias) to norm(x), or with a residual to (norm(x + residual), the sum).
 NormFunction = Callable[..., torch.Tensor | tuple[torch.Tensor, torch.Tensor]]
 
+#: Maps query [s, b, n, d], key and value [s, b, g, d], a `SequenceLayout` and `sinks` [n] to causal
+#: attention [s, b, n, d]; None where the layout is one that it does not take.
+AttentionLayer = Callable[..., "torch.Tensor | None"]
+
 #: Maps rows [r, h], in runs, to [r, o]: `weight_gather.grouped_linear` of one weight.
 GroupedLinear = Callable[[torch.Tensor, RowRuns], torch.Tensor]
 
@@ -53,6 +57,8 @@ class Backend:
         rms_norm, layer_norm: constructors, from `eps` and `zero_centered`, of a layer's function
             with the other arguments of the ops of these names.
         attention: function with the signature of `ops.attention.attention`.
+        attention_layer: constructor, from `scale` and `window`, of a layer's attention over whole
+            rows without dropout; None leaves it to `attention`, as all other attention is.
         grouped_linear: constructor of the function that multiplies rows in `runs` runs by the
             matrices of a weight, see `weight_gather.grouped_linear`.
         recurrence: function with the signature of `ops.recurrence.recur`.
@@ -77,6 +83,7 @@ class Backend:
     rms_norm: Callable[..., NormFunction]
     layer_norm: Callable[..., NormFunction]
     attention: Callable[..., tuple[torch.Tensor, torch.Tensor]]
+    attention_layer: Callable[..., AttentionLayer] | None = None
     grouped_linear: Callable[[WeightHandle, int], GroupedLinear] = _local_grouped_linear
     recurrence: Callable[..., tuple[torch.Tensor, torch.Tensor]] = recur
     context_engine: str = AUTO
@@ -109,7 +116,11 @@ def with_batch_invariance(backend: Backend) -> Backend:
     as an engine does bit by bit. Recurrences are forward only.
     """
     return replace(
-        backend, attention=tiled_attention, cpu_dtype=torch.float32, batch_invariant=True
+        backend,
+        attention=tiled_attention,
+        attention_layer=None,
+        cpu_dtype=torch.float32,
+        batch_invariant=True,
     )
 
 

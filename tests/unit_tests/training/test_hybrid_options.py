@@ -366,7 +366,7 @@ def test_recurrent_layers_know_where_documents_begin():
     batch = packed_batch()
     masked = Layouts(alone, device).of(batch)
     assert masked.documents is None, "attention masks by document ids"
-    layout = Layouts(alone, device, recurrent=True).of(batch)
+    layout = Layouts(alone, device, bounds=True).of(batch)
     assert isinstance(layout, SequenceLayout)
     assert layout.documents is not None
     assert layout.document_ids is not None, "attention goes on masking"
@@ -374,6 +374,6 @@ def test_recurrent_layers_know_where_documents_begin():
     bounds = layout.whole_rows(2).sequences.bounds
     assert list(bounds) == [0, 3, 8, 9, 13, 16]
     whole = dataclasses.replace(batch, document_ids=None)
-    layouts = Layouts(alone, device, recurrent=True)
+    layouts = Layouts(alone, device, bounds=True)
     assert layouts.of(whole) is layouts.of(whole), "one layout, and what layers plan by it"
     assert layouts.of(whole).whole_rows(2).sequences.bounds == (0, 8, 16)

@@ -156,7 +156,7 @@ def trained(case: Case, groups: ProcessGroupCollection) -> dict:
         agree = agreement(groups, case.model, "allgather", CPU)
         assert (agree is None) == (case.ep == 1)
         cuts = PackedCuts(case.cut, case.cp, costs=costs, multiple=case.tp, agree=agree)
-    layouts = Layouts(groups["cp"], CPU, recurrent=True, cuts=cuts)
+    layouts = Layouts(groups["cp"], CPU, bounds=True, cuts=cuts)
     batches = GPTBatches(
         Rows(),
         micro_batch_size=MICRO,

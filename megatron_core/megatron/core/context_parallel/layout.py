@@ -426,6 +426,18 @@ class SequenceLayout:
         """Return what layers chose for `key` by what they send, once for this layout."""
         return self._plans.choice(key, choose)
 
+    def cu_seqlens(self, batch: int) -> tuple[torch.Tensor, int]:
+        """Return where documents begin in whole rows that lie one after the other, int32
+        [documents + 1], and the tokens of the longest one; made once.
+
+        Args:
+            batch: b.
+
+        Raises:
+            ValueError: another number of rows, or documents known only by ids.
+        """
+        return self._plans.map(("cu_seqlens", batch), lambda: cu_seqlens(self, batch))
+
     def whole_rows(self, batch: int) -> PackedTokens:
         """Return how the tokens of whole rows are packed for a recurrence, made once.
 
@@ -691,6 +703,16 @@ def whole_rows(layout: SequenceLayout, batch: int) -> PackedTokens:
     return PackedTokens(
         places.reshape(-1), bounds, length=gathered, batch=batch, device=layout.positions.device
     )
+
+
+def cu_seqlens(layout: SequenceLayout, batch: int) -> tuple[torch.Tensor, int]:
+    """Return what `SequenceLayout.cu_seqlens` says."""
+    bounds = [0]
+    for row in known_documents(layout, batch):
+        start = bounds[-1]
+        bounds += [start + end for end in row[1:]]
+    longest = max(end - begin for begin, end in pairwise(bounds))
+    return torch.tensor(bounds, dtype=torch.int32, device=layout.positions.device), longest
 
 
 def known_documents(layout: SequenceLayout, batch: int) -> Sequence[Sequence[int]]:

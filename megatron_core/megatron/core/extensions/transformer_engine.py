@@ -19,7 +19,12 @@ serves it as it serves this package's own layers. Biases and norm weights are or
 A split backward takes over the module's store of delayed weight gradients: what TE would keep until
 `backward_dw` waits in the store's `WgradQueue` instead.
 
-What stays local: attention, the embedding, the output layer, the router, recurrent mixers and
+Attention over whole rows is `te.DotProductAttention`: causal, with windows, grouped queries, sinks,
+and documents packed into rows (`cu_seqlens`). Context parallelism, dropout of attention weights,
+whose masks this package makes reproducible, and documents with padding or known by ids alone are
+local.
+
+Local too: the embedding, the output layer, the router, recurrent mixers and
 replicated products.
 """
 
@@ -36,6 +41,7 @@ import transformer_engine.pytorch as te
 from torch import nn
 
 from megatron.core.backend import Backend
+from megatron.core.context_parallel import SequenceLayout
 from megatron.core.tensor_parallel import (
     ColumnParallelLinear,
     RowParallelLinear,
@@ -45,7 +51,7 @@ from megatron.core.weight_gather import RowRuns, WeightHandle
 
 
 def backend(base: Backend) -> Backend:
-    """Return `base` with TE's linear layers, grouped linear layers and norms."""
+    """Return `base` with TE's linear layers, grouped linear layers, norms and attention."""
     return replace(
         base,
         name="transformer_engine",
@@ -53,6 +59,7 @@ def backend(base: Backend) -> Backend:
         row_linear=TERowParallelLinear,
         rms_norm=partial(TENorm, te.RMSNorm),
         layer_norm=partial(TENorm, te.LayerNorm),
+        attention_layer=TEAttention,
         grouped_linear=TEGroupedLinear,
     )
 
@@ -331,6 +338,81 @@ class DelayedGradients:
     def put(self, tensors: list[Any], product: Callable[..., Any]) -> None:
         """Keep a weight gradient for later: `product(*tensors)` writes it."""
         self._matrices.delay(partial(product, *tensors))
+
+
+class TEAttention:
+    """Causal attention of a layer over whole rows, computed by `te.DotProductAttention`.
+
+    Args:
+        scale: factor on the logits.
+        window: tokens that a query sees, itself and those before it; None is all of them.
+    """
+
+    def __init__(self, *, scale: float, window: int | None) -> None:
+        self._scale = scale
+        self._window = (-1 if window is None else window - 1, 0)
+        self._module: nn.Module | None = None
+
+    def __call__(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        layout: SequenceLayout,
+        *,
+        sinks: torch.Tensor | None = None,
+    ) -> torch.Tensor | None:
+        """Return [s, b, n, d]; None for documents that are known by ids alone or have padding.
+
+        Args:
+            query: [s, b, n, d].
+            key, value: [s, b, g, d].
+            layout: of the rows.
+            sinks: [n], learned logits.
+        """
+        length, batch = query.shape[:2]
+        documents = layout.documents
+        by_ids = documents is None and layout.document_ids is not None
+        if by_ids or (documents is not None and documents[0][-1] != length):
+            return None
+        module = self._module
+        if module is None:
+            module = self._module = self._built(query, key, learns_sinks=sinks is not None)
+        if sinks is not None:
+            vars(module)["softmax_offset"] = sinks
+        if documents is None:
+            out = module(query, key, value, qkv_format="sbhd", attn_mask_type="causal")
+            out = out.view(query.shape)
+        else:
+            bounds, longest = layout.cu_seqlens(batch)
+            packed = [x.transpose(0, 1).flatten(0, 1) for x in (query, key, value)]  # [b · s, ...]
+            out = module(
+                *packed,
+                qkv_format="thd",
+                attn_mask_type="padding_causal",
+                cu_seqlens_q=bounds,
+                cu_seqlens_kv=bounds,
+                max_seqlen_q=longest,
+                max_seqlen_kv=longest,
+            )
+            out = out.view(batch, length, *query.shape[2:]).transpose(0, 1)
+        if sinks is not None:
+            del vars(module)["softmax_offset"]  # it would keep the graph
+        return out
+
+    def _built(self, query: torch.Tensor, key: torch.Tensor, *, learns_sinks: bool) -> nn.Module:
+        module = te.DotProductAttention(
+            query.shape[2],
+            query.shape[3],
+            num_gqa_groups=key.shape[2],
+            attention_dropout=0.0,
+            window_size=self._window,
+            softmax_scale=self._scale,
+            softmax_type="learnable" if learns_sinks else "vanilla",
+        )
+        if learns_sinks:
+            del module._parameters["softmax_offset"]
+        return module
 
 
 class TENorm:

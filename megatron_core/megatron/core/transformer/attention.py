@@ -25,7 +25,7 @@ from typing import Protocol
 import torch
 from torch import nn
 
-from megatron.core.backend import Backend
+from megatron.core.backend import AttentionLayer, Backend
 from megatron.core.context_parallel import SequenceLayout
 from megatron.core.context_parallel.attention import Attend, context_attention
 from megatron.core.context_parallel.layout import ContextParallel, PagedRows, context_problems
@@ -45,6 +45,7 @@ class CoreAttention:
 
     Args:
         backend: whose attention it is.
+        layer: the backend's attention of this layer, if it has one.
         context: the ranks that share the tokens of a row.
         scale: factor on the logits.
         window: tokens that a query sees, itself and those before it; None is all of them.
@@ -54,6 +55,7 @@ class CoreAttention:
     """
 
     backend: Backend
+    layer: AttentionLayer | None
     context: ContextParallel
     scale: float
     window: int | None
@@ -79,10 +81,13 @@ class CoreAttention:
             channels: features d of a query; the scale is scale_factor / sqrt(d).
             rate, window: see the class.
         """
+        scale = scale_factor / math.sqrt(channels)
+        make = build.backend.attention_layer
         return CoreAttention(
             backend=build.backend,
+            layer=None if make is None else make(scale=scale, window=window),
             context=build.context,
-            scale=scale_factor / math.sqrt(channels),
+            scale=scale,
             window=window,
             rate=rate,
             dropout_key=dropout_key(build.seed, name, "attention"),
@@ -108,6 +113,10 @@ class CoreAttention:
         dropout = None
         if self.rate and layout.sample_ids is not None:
             dropout = self._dropout(layout)
+        if self.layer is not None and dropout is None and self.context.group.size == 1:
+            out = self.layer(query, key, value, layout, sinks=sinks)
+            if out is not None:
+                return out
         # Documents that are known by where they begin, and not by ids, are attended one by one.
         by_blocks = layout.documents is not None and layout.document_ids is None
         if by_blocks or self.context.group.size > 1:

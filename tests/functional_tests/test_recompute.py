@@ -20,13 +20,13 @@ def test_a_run_recomputes_and_learns_the_same(tmp_path: Path):
     data = write_tokens(tmp_path / "data")
 
     def run(name: str, more: str) -> tuple[dict[int, float], int, int]:
-        """Return the losses, and how often a run of layers and a tensor were recomputed."""
+        """Return the losses, and how often a run of layers and an input were recomputed."""
         metrics = tmp_path / f"{name}.jsonl"
         words = f"--train-iters 3 --eval-interval 0 --metrics-file {metrics} {more}"
         with (
             mock.patch.object(decoder, "recomputed", wraps=decoder.recomputed) as full,
             mock.patch.object(
-                decoder, "recompute_tensor", wraps=decoder.recompute_tensor
+                decoder, "discard_until_backward", wraps=decoder.discard_until_backward
             ) as selective,
         ):
             assert run_here(flags(data, words)) == 0

@@ -54,8 +54,8 @@ def test_a_te_run_has_the_losses_of_a_local_one_which_goes_on_from_its_checkpoin
 
 
 def test_without_transformer_engine_the_extra_is_named(tmp_path, capsys):
-    argv = flags(write_tokens(tmp_path / "data"), f"{TE} --recompute-granularity selective")
+    argv = flags(write_tokens(tmp_path / "data"), f"{TE} --cuda-graph-impl full_iteration")
     assert pretrain_gpt.main(argv, {}) == 2
     said = capsys.readouterr().err
     assert "megatron-lm[te]" in said
-    assert "--recompute-granularity full" in said
+    assert "is not recorded in --cuda-graph-impl full_iteration" in said

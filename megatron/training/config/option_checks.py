@@ -469,11 +469,6 @@ def transformer_engine_problems(config: Config) -> Iterator[str]:
     if problem is not None:
         yield f"{flag}: {problem}, or take --transformer-impl local"
     chosen = config.execution
-    if chosen.recompute_granularity == "selective":
-        yield (
-            f"{flag} keeps the inputs of its products: take --recompute-granularity full, "
-            "not selective"
-        )
     if chosen.cuda_graph_impl != "none":
         yield f"{flag} is not recorded in --cuda-graph-impl {chosen.cuda_graph_impl}: drop one"
 

@@ -48,7 +48,7 @@ from megatron.core.transformer import (
     RopeTable,
     SelfAttention,
 )
-from megatron.core.transformer.recompute import recompute_tensor, recomputed
+from megatron.core.transformer.recompute import discard_until_backward, recomputed
 from megatron.core.weight_gather.handle import WeightHandle
 
 
@@ -189,12 +189,10 @@ class DecoderBlock(nn.Module):
             normed, stream = self.norm(delta), delta
         else:
             normed, stream = self.norm(delta, stream)
-        if not (self.recomputes and torch.is_grad_enabled()):
-            mixed = self.mixer(normed, layout, **context)
-        else:
+        mixed = self.mixer(normed, layout, **context)
+        if self.recomputes and torch.is_grad_enabled() and not self._norm_in_mixer:
             source = stream.detach()  # the norm keeps it as well
-            with recompute_tensor(normed, lambda: self.norm(source)):
-                mixed = self.mixer(normed, layout, **context)
+            discard_until_backward(normed, lambda: self.norm(source), used_by=mixed)
         return mixed if self.drop is None else self.drop(mixed, layout), stream
 
 

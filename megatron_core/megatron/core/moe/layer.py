@@ -28,7 +28,7 @@ from megatron.core.moe.router import Router, Routing, Share
 from megatron.core.ops.swiglu import activate, gated
 from megatron.core.transformer.build import LayerBuild
 from megatron.core.transformer.mlp import MLP
-from megatron.core.transformer.recompute import recompute_tensor
+from megatron.core.transformer.recompute import discard_until_backward
 from megatron.core.weight_gather import RowRuns
 from megatron.core.weight_sharding import Cut, Segment, WeightSharding
 
@@ -74,11 +74,11 @@ class ExpertMLPs(nn.Module):
         """Return [r, h] partial(etp) from rows [r, h]."""
         inner = self._input_product(rows, runs)  # [r, 2f/etp] or [r, f/etp]
         active = self._activate(inner)  # [r, f/etp]
-        if not (self.recomputes and torch.is_grad_enabled()):
-            return self._down_product(active, runs)
-        source = inner.detach()
-        with recompute_tensor(active, lambda: self._activate(source)):
-            return self._down_product(active, runs)
+        y = self._down_product(active, runs)
+        if self.recomputes and torch.is_grad_enabled():
+            source = inner.detach()
+            discard_until_backward(active, lambda: self._activate(source), used_by=y)
+        return y
 
     def _activate(self, inner: torch.Tensor) -> torch.Tensor:
         return self._function(inner, self.config.activation)

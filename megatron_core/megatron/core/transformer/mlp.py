@@ -14,7 +14,7 @@ from torch import nn
 from megatron.core.context_parallel import SequenceLayout
 from megatron.core.ops.swiglu import ACTIVATIONS, GATES, activate, gated
 from megatron.core.transformer.build import LayerBuild
-from megatron.core.transformer.recompute import recompute_tensor
+from megatron.core.transformer.recompute import discard_until_backward
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -74,11 +74,11 @@ class MLP(nn.Module):
         """Return [s, b, h] from hidden [s, b, h] ([s/tp, b, h] both under sequence parallelism)."""
         inner = self.input(hidden)  # [s, b, 2f/tp] or [s, b, f/tp]
         active = self.activate(inner)  # [s, b, f/tp]
-        if not (self.recomputes and torch.is_grad_enabled()):
-            return self.down(active)
-        source = inner.detach()
-        with recompute_tensor(active, lambda: self.activate(source)):
-            return self.down(active)
+        y = self.down(active)
+        if self.recomputes and torch.is_grad_enabled():
+            source = inner.detach()
+            discard_until_backward(active, lambda: self.activate(source), used_by=y)
+        return y
 
     def activate(self, inner: torch.Tensor) -> torch.Tensor:
         """Return the activated features [..., f/tp] from inner [..., 2f/tp] ([..., f/tp] plain)."""

@@ -10,19 +10,18 @@ are all gradients. Collectives inside are issued again, in one order on all rank
 | selective | all but a matrix product's input that is cheap to compute | norms, MLP activations |
 
 Selective recompute of the core attention would free nothing here: attention saves no [s, s] matrix
-but its inputs, its log-sum-exp and its output, which the output projection needs as well.
+but its inputs, its log-sum-exp and its output, which the output projection needs as well. Nor does
+it free a norm that TransformerEngine computes together with the product behind it.
 """
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
 import torch
 from torch.autograd.function import once_differentiable
-from torch.autograd.graph import saved_tensors_hooks
 
 from megatron.core.ops.dispatch import apply_function
 
@@ -133,24 +132,31 @@ class _Recompute(torch.autograd.Function):
         return *(None if x is None else x.grad for x in inputs), None, None
 
 
-def recompute_tensor(
-    x: torch.Tensor, make: Callable[[], torch.Tensor]
-) -> contextlib.AbstractContextManager[object]:
-    """Return a context in which ops that save `x` save `make` instead, which computes it again.
+def discard_until_backward(
+    x: torch.Tensor, make: Callable[[], torch.Tensor], *, used_by: torch.Tensor
+) -> None:
+    """Free the memory of `x`, and fill it again when the gradient of `used_by` arrives.
+
+    Whatever saved `x` on the way, a view of it too, finds its values back.
 
     Args:
-        x: must live until the context ends.
+        x: has a storage of its own, which no op reads after this call but in backward.
         make: returns the values of x again, from tensors that are saved anyway; must not hold x.
+        used_by: a result of every op that has saved x.
     """
-    address, shape = x.data_ptr(), x.shape
+    if not used_by.requires_grad:
+        return
+    storage = x.untyped_storage()
+    size = storage.nbytes()
+    # Taken out when it is filled: the hook lives as long as the graph.
+    discarded = [(x.detach(), make)]
 
-    def pack(saved: torch.Tensor) -> torch.Tensor | Callable[[], torch.Tensor]:
-        return make if saved.data_ptr() == address and saved.shape == shape else saved
+    def fill(_: torch.Tensor) -> None:
+        if discarded:
+            values, make = discarded.pop()
+            storage.resize_(size)
+            with torch.no_grad():
+                values.data.copy_(make())  # .data: what autograd has saved counts as unchanged
 
-    def unpack(packed: torch.Tensor | Callable[[], torch.Tensor]) -> torch.Tensor:
-        if isinstance(packed, torch.Tensor):
-            return packed
-        with torch.no_grad():
-            return packed()
-
-    return saved_tensors_hooks(pack, unpack)
+    used_by.register_hook(fill)
+    storage.resize_(0)

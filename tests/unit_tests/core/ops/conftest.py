@@ -21,6 +21,9 @@ AT_ONCE = 2
 #: processes that it starts inherit it.
 NICENESS = 5
 
+#: Seconds after which a test that waits for such a process hangs: it may have the least of a core.
+TIMEOUT = 600
+
 
 _BESIDE: pytest.StashKey[Beside] = pytest.StashKey()
 
@@ -48,6 +51,13 @@ class Beside:
         if key not in self._begun:
             self._begun[key] = self._pool.submit(self._calls[key])
         return self._begun[key]
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Give tests that wait for a process the time that it may need, where they set none."""
+    for item in items:
+        if item.get_closest_marker("beside") and not item.get_closest_marker("timeout"):
+            item.add_marker(pytest.mark.timeout(TIMEOUT))
 
 
 @pytest.hookimpl(wrapper=True, tryfirst=True)

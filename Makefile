@@ -5,7 +5,7 @@
 #   TORCH_VERSION=2.10.0         another torch than the pinned one
 #   TORCH_INDEX=URL              where to look for torch besides the registry, e.g. for its CPU builds
 #   TESTS="tests/unit_tests"     what make test runs        PYTEST_FLAGS="-x -k rope"   how
-#   TEST_JOBS=0                  processes among which tests are divided; else one a core, 8 at most
+#   TEST_JOBS=0                  processes that share the tests; else three for two cores, 8 at most
 #   BENCH_FLAGS="--quick train"  which benchmarks, see tools/bench/README.md
 #   GPU_FLAGS="--stages tests decode" part of the suite   GPU_FLAGS=--rehearse   tiny, on a CPU
 #   SOAK_FLAGS="--kills 20 --seed 7"   how many kills, and which
@@ -15,7 +15,8 @@ TORCH_VERSION ?= 2.13.0
 TORCH_INDEX ?=
 TESTS ?= tests experimental
 PYTEST_FLAGS ?= -q
-TEST_JOBS ?= logical
+# Three for two cores: half of their time, tests wait for ranks, signals and files.
+TEST_JOBS ?= $(shell expr $$(getconf _NPROCESSORS_ONLN) '*' 3 / 2)
 PRETRAIN_FLAGS ?=
 BENCH_FLAGS ?=
 SOAK_FLAGS ?=

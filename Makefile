@@ -4,7 +4,8 @@
 #   PYTHON=python3.12            the interpreter to build .venv from (else 3.11 or 3.12 is looked for)
 #   TORCH_VERSION=2.10.0         another torch than the pinned one
 #   TORCH_INDEX=URL              where to look for torch besides the registry, e.g. for its CPU builds
-#   TESTS="tests/unit_tests"     what make test runs        PYTEST_FLAGS="-x -n 2"   how
+#   TESTS="tests/unit_tests"     what make test runs        PYTEST_FLAGS="-x -k rope"   how
+#   TEST_JOBS=0                  processes that share the tests; else three for two cores, 8 at most
 #   BENCH_FLAGS="--quick train"  which benchmarks, see tools/bench/README.md
 #   GPU_FLAGS="--stages tests decode" part of the suite   GPU_FLAGS=--rehearse   tiny, on a CPU
 #   SOAK_FLAGS="--kills 20 --seed 7"   how many kills, and which
@@ -14,12 +15,16 @@ TORCH_VERSION ?= 2.13.0
 TORCH_INDEX ?=
 TESTS ?= tests experimental
 PYTEST_FLAGS ?= -q
+# Three for two cores: half of their time, tests wait for ranks, signals and files.
+TEST_JOBS ?= $(shell expr $$(getconf _NPROCESSORS_ONLN) '*' 3 / 2)
 PRETRAIN_FLAGS ?=
 BENCH_FLAGS ?=
 SOAK_FLAGS ?=
 
 # Seconds after which a test of the night hangs; those of every change have 120 (pyproject.toml).
 NIGHT_TIMEOUT := 600
+# Most files have one process, so that tests share what a module's fixture has made.
+XDIST := -n $(TEST_JOBS) --maxprocesses 8 --dist worksteal
 PY := .venv/bin/python
 STAMP := .venv/.installed-torch-$(TORCH_VERSION)
 SOURCES := megatron_core megatron tests tools experimental
@@ -67,7 +72,7 @@ format: $(STAMP) ## let ruff format and mend what it can
 
 test: $(STAMP) te-wheels ## the tests of every change
 	@echo "test: pytest $(TESTS), without those marked slow or gpu"
-	@$(PY) -m pytest $(TESTS) $(PYTEST_FLAGS) -m "not slow and not gpu"
+	@$(PY) -m pytest $(TESTS) $(XDIST) $(PYTEST_FLAGS) -m "not slow and not gpu"
 
 test-all: $(STAMP) te-wheels ## the tests of every night: the slow ones too
 	@echo "test-all: pytest $(TESTS), without those marked gpu"

@@ -21,6 +21,10 @@ BUDGETS = Path(__file__).with_name("budget.toml")
 # server drops queries, each dropped one takes the resolver's time-out, by default 5 seconds.
 os.environ.setdefault("RES_OPTIONS", "timeout:1")
 
+# Before torch is imported: threads of several workers of xdist would wait for each other.
+if "PYTEST_XDIST_WORKER" in os.environ:
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
+
 
 def entry_of(folder: str, entries: dict[str, float]) -> str | None:
     """Return the longest entry that is `folder` or above it, or None."""

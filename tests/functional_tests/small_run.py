@@ -134,11 +134,20 @@ def run_on(world: int, argv: list[str], *, timeout: float = 100.0) -> list[Outco
         code = run_here(argv)
         assert code == 0
         return [Outcome(0, exit_code=code)]
+    return _to_the_end(world, argv, timeout)[0]
+
+
+def output_of(world: int, argv: list[str], *, timeout: float = 100.0) -> str:
+    """Run to the end and return what the ranks have printed, one after the other."""
+    return _to_the_end(world, argv, timeout)[1]
+
+
+def _to_the_end(world: int, argv: list[str], timeout: float) -> tuple[list[Outcome], str]:
     with running(world, argv) as ranks:
         found = ranks.outcomes(timeout=timeout)
         logs = "\n".join(f"--- rank {rank}\n{ranks.log(rank)}" for rank in range(world))
     assert all(o.exit_code == 0 for o in found), f"{found}\n{logs}"
-    return found
+    return found, logs
 
 
 def losses(metrics: Path, kind: str = "train") -> dict[int, float]:

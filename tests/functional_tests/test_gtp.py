@@ -19,6 +19,7 @@ from tests.functional_tests.small_run import (
     digests,
     flags,
     losses,
+    output_of,
     rank_process,
     run_on,
     running,
@@ -96,10 +97,7 @@ def test_experts_have_weight_shards_of_their_own(tmp_path):
     alone = EXPERTS.replace("--expert-model-parallel-size 2 ", "")
     expected = train(prefix, tmp_path / "whole", 1, alone)
     layout = f"{EXPERTS} {SHARDS} 4 {EXPERT_SHARDS} 2"
-    argv = flags(prefix, f"{layout} --save {tmp_path / 'parts'} --exit-interval 4")
-    job = torchrun(argv, "--standalone", processes=4)
-    output, _ = job.communicate(timeout=100)
-    assert job.returncode == 0, output
+    output = output_of(4, flags(prefix, f"{layout} --save {tmp_path / 'parts'} --exit-interval 4"))
     line = next(line for line in output.splitlines() if "weight shards: " in line)
     assert "over gtp 4" in line
     assert "of experts over egtp 2" in line

@@ -13,12 +13,12 @@ from tests.functional_tests.held_run import hold
 from tests.functional_tests.small_run import (
     flags,
     losses,
+    output_of,
     rank_process,
     run_on,
     running,
     write_tokens,
 )
-from tests.functional_tests.torchrun_job import torchrun
 
 COMMON = (
     "--eval-interval 0 --train-iters 12 --save-interval 1 "
@@ -76,9 +76,7 @@ def test_row_14_every_strategy_and_layout_goes_on_within_a_millionth(tmp_path):
     for world, layout, last in PARTS:
         more = f"{COMMON} {layout} --save {parts} --load {parts} --exit-interval {last}"
         if layout.startswith(INTERLEAVED):
-            job = torchrun(flags(prefix, more), "--standalone", processes=world)
-            output, _ = job.communicate(timeout=100)
-            assert job.returncode == 0, output
+            output = output_of(world, flags(prefix, more))
             assert "pipeline parallel 2 (interleaved), 1+1|2+0 blocks" in output
         else:
             run_on(world, flags(prefix, more))

@@ -149,18 +149,23 @@ def _seconds_of(row):
     return 0.75 * world_of(row) + steps_of(row) * row["accumulation"] * row["dp"] / 4
 
 
+def pytest_generate_tests(metafunc):
+    """Give the triples their rows; finding those takes 17 seconds, so only where slow tests run."""
+    if "triples" in metafunc.fixturenames:
+        left_out = "not slow" in metafunc.config.option.markexpr
+        rows = [] if left_out else rows_for_every_night()
+        slow = [pytest.mark.slow(seconds=_seconds_of(row)) for row in rows]
+        metafunc.parametrize(
+            "triples",
+            [pytest.param(row, id=label(row), marks=s) for row, s in zip(rows, slow, strict=True)],
+        )
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(300)
-@pytest.mark.parametrize(
-    "row",
-    [
-        pytest.param(row, id=label(row), marks=pytest.mark.slow(seconds=_seconds_of(row)))
-        for row in rows_for_every_night()
-    ],
-)
 @pytest.mark.covers("numbers of one process", runs="ranks")
-def test_all_triples_train_as_the_single_process(row):
-    _check(row, timeout=240.0)  # eight ranks
+def test_all_triples_train_as_the_single_process(triples):
+    _check(triples, timeout=240.0)  # eight ranks
 
 
 MODELS = {

@@ -188,7 +188,9 @@ def _workers(job: subprocess.Popen) -> list[int]:
     return [int(p) for p in Path(f"/proc/{job.pid}/task/{job.pid}/children").read_text().split()]
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+@pytest.mark.parametrize(
+    "number", [signal.SIGTERM, pytest.param(signal.SIGINT, marks=pytest.mark.slow(seconds=15))]
+)
 @pytest.mark.covers("stopped with a save", runs="saves")
 def test_row_37_38_a_signal_to_the_launcher_saves_and_leaves_nothing_behind(
     prefix, tmp_path, number
@@ -248,6 +250,7 @@ def test_row_39_a_restart_by_the_launcher_goes_on_from_what_it_saved(prefix, tmp
     assert rest == timeless(whole / "metrics.jsonl")
 
 
+@pytest.mark.slow(seconds=10)
 def test_row_34_the_launcher_fails_with_its_ranks(prefix):
     job = torchrun(
         flags(prefix, "--train-iters 5 --eval-interval 0"),

@@ -27,18 +27,14 @@ def test_values_come_back_in_rank_order_from_fresh_single_threaded_processes():
     assert len({v["pid"] for v in first + second}) == 8
 
 
-def _rank(rank, world):
-    return rank
+def _begun(rank, world):
+    return rank, time.process_time()
 
 
-def test_eight_ranks_start_in_a_second():
-    run_ranks(_rank, 1)  # the server imports torch once per session
-    took = []
-    for _ in range(3):
-        start = time.monotonic()
-        assert run_ranks(_rank, 8) == list(range(8))
-        took.append(time.monotonic() - start)
-    assert min(took) < 1.0, took  # 0.15 s on a quiet machine
+def test_eight_ranks_start_without_importing_torch():
+    ranks, seconds = zip(*run_ranks(_begun, 8), strict=True)
+    assert ranks == tuple(range(8))
+    assert max(seconds) < 0.5, seconds  # of CPU time: 0.02, and 2 where each imports torch
 
 
 def _fail_on_two(rank, world):

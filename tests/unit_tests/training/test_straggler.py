@@ -21,13 +21,13 @@ def _computed(rank: int, world: int) -> tuple[float, float, float]:
     groups.observers.append(clock)
     all_reduce(torch.ones(3), groups["world"])  # outside of a step: counts for nothing
     if rank == 1:
-        time.sleep(0.2)
+        time.sleep(0.5)
     all_reduce(torch.ones(3), groups["world"])
     start = time.perf_counter()
     for _ in range(2):
         clock.begin_step()
         if rank == 1:
-            time.sleep(0.2)
+            time.sleep(0.5)
         all_reduce(torch.ones(3), groups["world"])
         clock.end_step()
     took = (time.perf_counter() - start) / 2
@@ -36,9 +36,9 @@ def _computed(rank: int, world: int) -> tuple[float, float, float]:
 
 def test_waiting_for_others_is_no_computing():
     (fast, fast_took, after), (slow, slow_took, _) = run_ranks(_computed, 2)
-    assert min(fast_took, slow_took) > 0.19, "steps take equally long"
-    assert slow > 0.19
-    assert fast < 0.1
+    assert min(fast_took, slow_took) > 0.49, "steps take equally long"
+    assert slow > 0.49
+    assert fast < 0.4  # 0.001 where no other process takes its core
     assert after == 0.0, "counted once"
 
 

@@ -7,6 +7,7 @@ import contextlib
 import os
 import resource
 import signal
+import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -115,12 +116,13 @@ def test_what_changes_behind_settle_is_not_saved(tmp_path):
     before = {name: tensor.clone() for name, tensor in tensors.items()}
     with saver_of(tmp_path, whole(tensors)) as saver:
         copies = saver.staging._from_host
-        copies.insert(0, lambda: time.sleep(0.2))  # a slow copy
-        start = time.monotonic()
+        gate, copied = threading.Event(), []
+        copies.insert(0, lambda: copied.append(gate.wait(30)))  # a slow copy
         saver.save(1, {})
-        assert time.monotonic() - start < 0.15, "saving holds nobody up"
+        assert not copied, "saving holds nobody up"
+        threading.Timer(0.2, gate.set).start()
         saver.settle()
-        assert time.monotonic() - start > 0.2, "the copy was waited for"
+        assert copied == [True], "the copy was waited for"
         for tensor in tensors.values():
             tensor.mul_(-2.0)
         assert outcome(saver).error is None
@@ -395,9 +397,7 @@ def test_abandoning_waits_for_nobody(tmp_path):
     pid = saver.writer.pid
     os.kill(pid, signal.SIGSTOP)
     saver.save(1, {})
-    start = time.monotonic()
-    saver.abandon()
-    assert time.monotonic() - start < 1.0
+    saver.abandon()  # returns, although the writer is stopped
     assert outcome(saver).error is not None
     saver.close()
     assert list_checkpoints(tmp_path) == []

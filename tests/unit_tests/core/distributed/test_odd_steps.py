@@ -406,7 +406,16 @@ def replicas_over_gtp(rank: int, world: int, case: Callable[[Groups, Config], No
 
 @pytest.mark.parametrize(
     "case",
-    [unused, frozen, evaluated, failed, reordered, two_models, split],
+    [
+        unused,
+        frozen,
+        reordered,
+        # Of every change are two lanes and two gtp ranks, each with these.
+        *(
+            pytest.param(case, marks=pytest.mark.slow(seconds=4))
+            for case in (evaluated, failed, two_models, split)
+        ),
+    ],
     ids=lambda case: case.__name__,
 )
 def test_on_two_gtp_ranks_and_two_replicas(case: Callable[[Groups, Config], None]):

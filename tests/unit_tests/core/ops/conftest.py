@@ -2,13 +2,14 @@
 """Processes beside the tests, the interpreter's and the compiler's: two at once, at low priority.
 
 They begin with the session, long before a test asks for what they say: other tests wait for ranks,
-signals and files, and leave a core idle.
+signals and files, and leave a core idle. In a worker of xdist, which runs a part of the tests
+beside other workers, each begins when a test asks.
 """
 
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
@@ -20,6 +21,9 @@ AT_ONCE = 2
 #: processes that it starts inherit it.
 NICENESS = 5
 
+#: Seconds after which a test that waits for such a process hangs: it may have the least of a core.
+TIMEOUT = 600
+
 
 _BESIDE: pytest.StashKey[Beside] = pytest.StashKey()
 
@@ -27,33 +31,44 @@ _BESIDE: pytest.StashKey[Beside] = pytest.StashKey()
 class Beside:
     """Calls that wait for a process of their own."""
 
-    def __init__(self, pool: ThreadPoolExecutor) -> None:
+    def __init__(self, pool: ThreadPoolExecutor, session: pytest.Session) -> None:
         self._pool = pool
+        self._calls = dict(
+            mark.args for item in session.items for mark in item.iter_markers("beside")
+        )
         self._begun: dict[Any, Future] = {}
 
-    def begin_all(self, session: pytest.Session) -> None:
+    def begin_all(self) -> None:
         """Start the calls that collected tests are marked with, in their order, each once."""
-        for item in session.items:
-            for mark in item.iter_markers("beside"):
-                self._begin(*mark.args)
-
-    def _begin(self, key: Any, call: Callable[[], Any]) -> None:
-        if key not in self._begun:
-            self._begun[key] = self._pool.submit(call)
+        for key in self._calls:
+            self._begin(key)
 
     def result(self, key: Any) -> Any:
         """Return what the call returned, or raise what it raised."""
-        return self._begun[key].result()
+        return self._begin(key).result()
+
+    def _begin(self, key: Any) -> Future:
+        if key not in self._begun:
+            self._begun[key] = self._pool.submit(self._calls[key])
+        return self._begun[key]
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Give tests that wait for a process the time that it may need, where they set none."""
+    for item in items:
+        if item.get_closest_marker("beside") and not item.get_closest_marker("timeout"):
+            item.add_marker(pytest.mark.timeout(TIMEOUT))
 
 
 @pytest.hookimpl(wrapper=True, tryfirst=True)
 def pytest_runtestloop(session: pytest.Session) -> Iterator[None]:
-    """Begin what any test will ask for; in a worker of xdist, which runs a part of the tests, when
-    the first of them asks."""
-    with ThreadPoolExecutor(AT_ONCE, initializer=os.nice, initargs=(NICENESS,)) as pool:
-        beside = session.stash[_BESIDE] = Beside(pool)
-        if not session.config.option.collectonly and "PYTEST_XDIST_WORKER" not in os.environ:
-            beside.begin_all(session)
+    """Begin what any test will ask for, unless this is a worker of xdist."""
+    works = "PYTEST_XDIST_WORKER" in os.environ
+    niceness = 0 if works else NICENESS
+    with ThreadPoolExecutor(AT_ONCE, initializer=os.nice, initargs=(niceness,)) as pool:
+        beside = session.stash[_BESIDE] = Beside(pool, session)
+        if not session.config.option.collectonly and not works:
+            beside.begin_all()
         try:
             return (yield)
         finally:
@@ -63,6 +78,4 @@ def pytest_runtestloop(session: pytest.Session) -> Iterator[None]:
 @pytest.fixture(scope="session")
 def beside(request: pytest.FixtureRequest) -> Beside:
     """Return what tests marked `beside(key, call)` wait for."""
-    found = request.session.stash[_BESIDE]
-    found.begin_all(request.session)
-    return found
+    return request.session.stash[_BESIDE]

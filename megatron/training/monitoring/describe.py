@@ -34,8 +34,9 @@ from megatron.core.pipeline_parallel.simulate import Times, simulate
 from megatron.core.ssm.choice import explain as explain_linear
 from megatron.core.ssm.choice import linear_shape
 from megatron.training.config import Config
-from megatron.training.config.layer_pattern import has_attention
+from megatron.training.config.layer_pattern import has_attention, num_layers
 from megatron.training.config.model_table import recurrent_shapes
+from megatron.training.config.quantization_options import quantization
 from megatron.training.config.resolve import Run
 from megatron.training.core_configs import (
     attention_shape,
@@ -475,9 +476,15 @@ def _layers_line(config: Config) -> str | None:
     if config.parallel.transformer_impl == "local":
         return None
     release = importlib.metadata.version("transformer-engine")
+    found, layers = quantization(config), num_layers(config)
+    within = ""
+    if found is not None:
+        covered = sum(found.covers(layer, layers) for layer in range(layers))
+        bits = "FP4" if found.recipe == "nvfp4" else "FP8"
+        within = f", which multiply in {bits} ({found.recipe}) in {covered} of {layers} layers"
     return (
-        f"layers: linear, grouped linear and norms of TransformerEngine {release}; attention, "
-        "embedding, output layer, router and recurrent mixers are local"
+        f"layers: linear, grouped linear and norms of TransformerEngine {release}{within}; "
+        "attention, embedding, output layer, router and recurrent mixers are local"
     )
 
 

@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Scales of delayed scaling: against TransformerEngine's own update, and over ranks."""
 
+import warnings
+
 import pytest
 import torch
 
@@ -25,6 +27,7 @@ def _scaling(**changes):
 def _by_te(rank, world, algorithm, margin, length):
     """Return the scales after each step as TE's Python updates them, and the histories."""
     te_extension.install(te_wheel.tree())
+    torch.compiler.set_stance("force_eager")
     from transformer_engine.common.recipe import DelayedScaling as Recipe
     from transformer_engine.pytorch.quantization import _amax_and_scale_update
 
@@ -35,7 +38,9 @@ def _by_te(rank, world, algorithm, margin, length):
         history[0] = torch.tensor(amax)
         for tensor, largest in enumerate((448.0, 448.0, 57344.0)):
             own, new = history[:, tensor : tensor + 1], scale[tensor : tensor + 1]
-            _amax_and_scale_update(own, new, largest, recipe)
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")  # torch's, when its compiler is imported
+                _amax_and_scale_update(own, new, largest, recipe)
         found.append(scale.clone())
     return found
 
@@ -51,7 +56,8 @@ def test_scales_are_those_of_transformer_engines_update(algorithm, length):
         scaling.begin()
         scales.amax.copy_(torch.tensor(amax))
         scaling.finish(groups)
-        assert torch.equal(scales.scale, scale), (scales.scale, scale)
+        # TE multiplies by a reciprocal: one bit.
+        assert torch.allclose(scales.scale, scale, rtol=3e-7, atol=0.0), (scales.scale, scale)
 
 
 def test_a_step_that_overflows_leaves_no_trace():

@@ -46,7 +46,14 @@ def _by_te(rank, world, algorithm, margin, length):
 
 
 @pytest.mark.skipif(not te_wheel.is_there(), reason="run make te-wheels")
-@pytest.mark.parametrize(("algorithm", "length"), [("max", 3), ("most_recent", 3), ("max", 1)])
+@pytest.mark.parametrize(
+    ("algorithm", "length"),
+    [
+        ("max", 3),
+        pytest.param("most_recent", 3, marks=pytest.mark.slow),
+        pytest.param("max", 1, marks=pytest.mark.slow),
+    ],
+)
 def test_scales_are_those_of_transformer_engines_update(algorithm, length):
     (wanted,) = run_ranks(_by_te, 1, algorithm, 1, length)
     scaling, scales, groups = _scaling(

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import ast
+import posixpath
 import sys
 import zipfile
 from collections.abc import Callable, Iterator
@@ -25,7 +26,7 @@ class Use:
 
     Args:
         path: of the module, below transformer_engine/pytorch.
-        name: `Class.method` or a function.
+        name: `Class.method`, a function, or a class of fields: a dataclass or an enum.
         arguments: that must exist, by name.
         positions: how many arguments TE or we give by position, without self.
     """
@@ -81,6 +82,36 @@ CONTRACT: tuple[Use, ...] = (
     Use("distributed_weight.py", "DistributedWeight.grad_buffer", (), 0),
     Use("module/_common.py", "WeightGradStore.delay_wgrad_compute", (), 0),
     Use("module/_common.py", "WeightGradStore.put", (), 2),
+    Use("quantization.py", "autocast.__init__", ("enabled", "recipe"), 0),
+    *(
+        Use("quantization.py", f"is_{name}_available", ("return_reason",), 0)
+        for name in ("fp8", "mxfp8", "fp8_block_scaling", "nvfp4")
+    ),
+    Use("quantization.py", "FP8GlobalStateManager.get_buffer_info", (), 0),
+    Use("module/base.py", "TransformerEngineBaseModule.init_fp8_metadata", ("num_gemms",), 0),
+    Use("tensor/float8_tensor.py", "Float8Quantizer.__init__", (), 3),
+    *(
+        Use(path, f"{kind}.copy", (), 0)
+        for path, kind in (
+            ("tensor/float8_tensor.py", "Float8Quantizer"),
+            ("tensor/float8_tensor.py", "Float8CurrentScalingQuantizer"),
+            ("tensor/mxfp8_tensor.py", "MXFP8Quantizer"),
+            ("tensor/float8_blockwise_tensor.py", "Float8BlockQuantizer"),
+            ("tensor/nvfp4_tensor.py", "NVFP4Quantizer"),
+        )
+    ),
+    Use("quantized_tensor.py", "Quantizer.set_usage", ("rowwise", "columnwise"), 0),
+    Use("../common/recipe/__init__.py", "Format", ("E4M3", "HYBRID"), 0),
+    Use("../common/recipe/__init__.py", "DelayedScaling", ("fp8_format", "amax_history_len"), 0),
+    *(
+        Use("../common/recipe/__init__.py", kind, ("fp8_format",), 0)
+        for kind in (
+            "Float8CurrentScaling",
+            "Float8BlockScaling",
+            "MXFP8BlockScaling",
+            "NVFP4BlockScaling",
+        )
+    ),
 )
 
 
@@ -97,7 +128,7 @@ def _reader(source: Path) -> Callable[[str], str | None]:
     archive = zipfile.ZipFile(source)
 
     def of_wheel(path: str) -> str | None:
-        name = f"transformer_engine/pytorch/{path}"
+        name = posixpath.normpath(f"transformer_engine/pytorch/{path}")
         return archive.read(name).decode() if name in archive.namelist() else None
 
     return of_wheel
@@ -115,11 +146,31 @@ def drifts(source: Path, uses: tuple[Use, ...] = CONTRACT) -> Iterator[tuple[Use
         if text is None:
             yield use, f"there is no {use.path}"
             continue
-        found = _function(ast.parse(text), use.name)
+        tree = ast.parse(text)
+        fields = _fields(tree, use.name)
+        if fields is not None:
+            missing = [name for name in use.arguments if name not in fields]
+            if missing:
+                yield use, f"{use.name} has no field {', '.join(missing)}"
+            continue
+        found = _function(tree, use.name)
         if found is None:
             yield use, f"{use.path} has no {use.name}"
             continue
         yield from ((use, problem) for problem in _problems(found.args, use))
+
+
+def _fields(tree: ast.Module, name: str) -> set[str] | None:
+    """Return the fields or members of a class; None if `name` is no class."""
+    kinds = [n for n in tree.body if isinstance(n, ast.ClassDef) and n.name == name]
+    if not kinds:
+        return None
+    found: set[str] = set()
+    for line in kinds[0].body:
+        targets = line.targets if isinstance(line, ast.Assign) else []
+        targets = [line.target] if isinstance(line, ast.AnnAssign) else targets
+        found |= {target.id for target in targets if isinstance(target, ast.Name)}
+    return found
 
 
 def _function(tree: ast.Module, name: str) -> ast.FunctionDef | None:

@@ -41,7 +41,10 @@ _WRITER = "every rank writes its part once, in the background by a process of it
 _FUSION = "each kernel has one implementation per device, chosen by --attention-backend and torch"
 _GRAPHS = "one CUDA graph holds forward and backward of a whole step"
 _LAYER_GRAPHS = f"it only makes a step faster, and graphs of layers are not here: {_GRAPHS}"
-_FP8 = "weights and activations are fp32, bf16 or fp16"
+_FP8 = (
+    "weights are fp32, bf16 or fp16; linear layers multiply in FP8 or FP4 by --fp8-format and "
+    "--fp8-recipe, or --fp4-format"
+)
 _FAMILY = "only GPT is trained here"
 _TOKENIZER = "a tokenizer is one file: of Hugging Face, SentencePiece or tiktoken"
 _JOB = "the loop has no such mode"
@@ -202,8 +205,7 @@ _ROWS: tuple[tuple[str, str, str], ...] = (
      "recompute-modules checkpoint-activations"),
     ("cuda-graph-impl", _GRAPHS, "enable-cuda-graph external-cuda-graph cuda-graph-scope "
      "cuda-graph-modules cuda-graph-use-single-mempool cuda-graph-retain-backward-graph"),
-    ("", _FP8, "transformer-engine-precision first-last-layers-bf16 num-layers-at-start-in-bf16 "
-     "num-layers-at-end-in-bf16 keep-fp8-weight-transpose-cache"),
+    ("", _FP8, "transformer-engine-precision keep-fp8-weight-transpose-cache"),
     ("bf16", "weights, activations and their kernels have one format",
      "params-dtype use-bf16 fp16-lm-cross-entropy disable-bf16-reduced-precision-matmul"),
     ("weight-gather-format", "weights are stored in bf16 (--bf16), and those over gtp may be "

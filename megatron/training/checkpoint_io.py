@@ -97,6 +97,18 @@ def run_extra(
     }
 
 
+def _stored_chunks(
+    folder: Path, manifest: Manifest, store: WeightStore, coordinator: Coordinator
+) -> list[TensorChunk]:
+    """Return the weights and states to load, and reset the optional states that are not stored."""
+    absent = store.optional_states.keys() - manifest.tensors.keys()
+    for name in absent:
+        store.states[name].fill_(store.optional_states[name])
+    if absent:
+        coordinator.say(f"{folder} has no scales of FP8 tensors: delayed scaling begins anew")
+    return [chunk for chunk in weight_chunks(store) if chunk.name not in absent]
+
+
 def load_run(
     folder: Path,
     *,
@@ -141,7 +153,7 @@ def load_run(
         lambda: _check_batch(extra, facts) if with_progress else None,
         lambda: _check_data(folder, extra["data"], facts, coordinator) if with_progress else None,
     )
-    chunks = weight_chunks(store)
+    chunks = _stored_chunks(folder, manifest, store, coordinator)
     if with_optimizer:
         state = optimizer_chunks(optimizer)
         _check_state(folder, manifest, state, coordinator)

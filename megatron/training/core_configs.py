@@ -31,6 +31,7 @@ from megatron.core.optimizer.schedule import (
 from megatron.core.transformer import AttentionConfig, Recompute
 from megatron.training.config import Config
 from megatron.training.config.model_table import part_config
+from megatron.training.config.quantization_options import quantization
 from megatron.training.config.resolve import Run
 from megatron.training.config.stages import schedule_name, stage_split
 from megatron.training.config.values import name_factors
@@ -69,7 +70,7 @@ def backend(config: Config) -> Backend:
     """Return the implementations that the model is built from."""
     kernel = config.parallel.attention_backend
     chosen = replace(
-        LOCAL if config.parallel.transformer_impl == "local" else _transformer_engine(),
+        LOCAL if config.parallel.transformer_impl == "local" else _transformer_engine(config),
         context_engine=config.parallel.cp_comm_type,
         linear_mode=config.parallel.linear_cp_mode,
         dispatcher=config.parallel.moe_token_dispatcher_type,
@@ -82,11 +83,11 @@ def backend(config: Config) -> Backend:
     return replace(chosen, attention=local, attention_layer=None)
 
 
-def _transformer_engine() -> Backend:
+def _transformer_engine(config: Config) -> Backend:
     # Imported on demand: it is an extra, and takes seconds.
     from megatron.core.extensions import transformer_engine
 
-    return transformer_engine.backend(LOCAL)
+    return transformer_engine.backend(LOCAL, quantization(config))
 
 
 def recompute(config: Config) -> Recompute:

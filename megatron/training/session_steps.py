@@ -138,7 +138,9 @@ class SessionSteps:
             depths=self._depths,
             step_samples=None if division.is_even else samples,
         )
-        own = self.decoupled_lr
+        own, state = self.decoupled_lr, self._session.model.step_state
+        if state is not None:
+            state.begin()
         report = self._session.step(
             microbatches,
             lr=self.lr.lr(update_samples),
@@ -149,6 +151,8 @@ class SessionSteps:
         )
         if self._session.balance is not None:
             self._session.balance.finish(applied=report.applied)
+        if state is not None:
+            state.finish(self._session.place.groups)
         return report
 
     def params_norm(self) -> float | None:

@@ -237,6 +237,16 @@ EFFECTS: dict[str, Effect] = {
     "distributed-timeout-minutes": Effect("plan", "10", "20"),
     "transformer-impl": Effect("refusal", "local", "transformer_engine"),
     "attention-backend": Effect("plan", "auto", "reference"),
+    # FP8 and FP4: without TransformerEngine all of them are refused
+    "fp8-format": Effect("refusal", "", "e4m3"),
+    "fp8-recipe": Effect("refusal", "tensorwise", "mxfp8", "--fp8-format e4m3 --hidden-size 48"),
+    "fp8-margin": Effect("refusal", "0", "1"),
+    "fp8-amax-history-len": Effect("refusal", "1", "2"),
+    "fp8-amax-compute-algo": Effect("refusal", "most_recent", "max"),
+    "fp4-format": Effect("refusal", "", "e2m1"),
+    "first-last-layers-bf16": Effect("refusal"),
+    "num-layers-at-start-in-bf16": Effect("refusal", "1", "2"),
+    "num-layers-at-end-in-bf16": Effect("refusal", "1", "2"),
     # Pipeline stages
     "pipeline-model-parallel-size": Effect("plan", "1", "2", world=2),
     "pipeline-schedule": Effect("plan", "1f1b", "zb-h1", _PP, world=2),

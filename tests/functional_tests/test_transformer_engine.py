@@ -1,7 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """Runs of TransformerEngine's layers, on a stand-in for its extension, and of local ones."""
 
+import shutil
+
 import pytest
+import torch
+from safetensors.torch import load_file
 
 from megatron.training import pretrain_gpt
 from tests.functional_tests.small_run import (
@@ -51,6 +55,62 @@ def test_a_te_run_has_the_losses_of_a_local_one_which_goes_on_from_its_checkpoin
     got = losses(tmp_path / "te" / "metrics.jsonl")
     assert sorted(got) == sorted(wanted) == list(range(1, 7))
     assert all(abs(got[i] - wanted[i]) <= 1e-6 * abs(wanted[i]) for i in wanted), (got, wanted)
+
+
+FP8 = (
+    f"{TE} --fp8-format hybrid --fp8-amax-history-len 3 --fp8-amax-compute-algo max "
+    "--hidden-size 64 --ffn-hidden-size 64 --kv-channels 16 --micro-batch-size 4 "
+    "--attention-dropout 0 --hidden-dropout 0"
+)
+
+
+def _fp8_run(prefix, arguments, world):
+    argv = flags(prefix, f"{FP8} {arguments}")
+    with running(world, argv, process=te_process) as ranks:
+        ended = ranks.outcomes(timeout=100.0)
+        log = ranks.log(0) + ranks.log(world - 1)
+    assert all(outcome.exit_code == 0 for outcome in ended), log
+    return log
+
+
+def _states(folder):
+    """Return the scales and histories in a checkpoint of a run."""
+    found = {}
+    for file in sorted(folder.glob("*.safetensors")):
+        found |= {n: t for n, t in load_file(file).items() if ".fp8_" in n}
+    return found
+
+
+@needs_te
+@pytest.mark.slow
+def test_delayed_scaling_goes_on_exactly_from_a_checkpoint(tmp_path):
+    prefix = write_tokens(tmp_path / "data")
+    tp = "--tensor-model-parallel-size 2 --sequence-parallel"
+
+    def save(folder):
+        return f"--save {tmp_path / folder} --save-interval 3 --train-iters 6"
+
+    _fp8_run(prefix, f"{tp} {save('whole')}", 2)
+    log = _fp8_run(prefix, f"{tp} {save('parts')} --exit-interval 3", 2)
+    assert "FP8 (delayed)" in log
+    shutil.copytree(tmp_path / "parts", tmp_path / "single")
+    _fp8_run(prefix, f"{tp} {save('parts')} --load {tmp_path / 'parts'}", 2)
+    _fp8_run(prefix, f"{save('single')} --load {tmp_path / 'single'}", 1)
+    wanted, got, single = (
+        losses(tmp_path / name / "metrics.jsonl") for name in ("whole", "parts", "single")
+    )
+    assert wanted == got
+    # Sums in another order round to other FP8 numbers.
+    assert all(abs(single[i] - wanted[i]) <= 1e-3 * wanted[i] for i in wanted), (single, wanted)
+    scales = {
+        name: _states(tmp_path / name / "iter_0000006") for name in ("whole", "parts", "single")
+    }
+    assert len(scales["whole"]) == 2 * 4 * 2  # two states of four products in two layers
+    assert scales["whole"].keys() == scales["single"].keys()
+    for name, state in scales["whole"].items():
+        assert torch.equal(state, scales["parts"][name])
+        assert bool((state > 0.0).all()), name
+        assert torch.allclose(state, scales["single"][name], rtol=0.1), name
 
 
 def test_without_transformer_engine_the_extra_is_named(tmp_path, capsys):

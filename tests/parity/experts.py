@@ -56,7 +56,7 @@ def moe_config(row: Row) -> MoEConfig | None:
         )
     return MoEConfig(
         num_experts=NUM_EXPERTS,
-        ffn_hidden_size=EXPERT_FFN,
+        ffn_hidden_size=64 if row.get("aligned") else EXPERT_FFN,
         router=router,
         gated=row["gated"],
         activation="silu" if row["gated"] else "gelu",

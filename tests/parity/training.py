@@ -29,6 +29,7 @@ from megatron.core.distributed.formulas import (
     Traffic,
     collectives_per_step,
 )
+from megatron.core.extensions.quantization import QuantizationConfig
 from megatron.core.models.gpt import GPTConfig, GPTModel
 from megatron.core.moe import Balance, RouterLoad, routers_of
 from megatron.core.optimizer import Optimizer, OptimizerConfig, OptimizerStepResult
@@ -55,6 +56,8 @@ from tests.support.simulated_links import Late, simulated
 
 LAYERS, HIDDEN, HEADS, HEAD_DIM, FFN = 2, 36, 8, 6, 52
 BATCH = 3
+#: The same, and the rows of a batch, where products in FP8 need multiples of 32.
+ALIGNED = {"hidden": 64, "heads": 8, "channels": 16, "ffn": 128, "batch": 4}
 WEIGHT_DECAY = 0.1
 SEED = 7
 RECOMPUTE = {
@@ -74,12 +77,16 @@ OPTIMIZERS = {
 
 def steps_of(row: Row) -> int:
     """Return the steps of a row: the third of early gathers is the first that follows a plan."""
+    if "steps" in row:
+        return row["steps"]
     return 3 if row["early_gather"] or shards_over_gtp(row) else 2
 
 
 def rate_of(row: Row) -> float:
     """Return the learning rate of a row: SGD's is large, but not so large that a recurrent mixer
     runs away and every rounding is multiplied by a hundred; the others take small steps."""
+    if "rate" in row:
+        return row["rate"]
     if row.get("optimizer", "sgd") != "sgd":
         return 0.01
     return 0.3 if row["mixer"] is None else 0.1
@@ -138,15 +145,23 @@ class Run:
     te_calls: dict[str, int] = field(default_factory=dict)
 
 
+def sizes_of(row: Row) -> Mapping[str, int]:
+    """Return the sizes of a row's model and batch."""
+    if row.get("aligned"):
+        return ALIGNED
+    return {"hidden": HIDDEN, "heads": HEADS, "channels": HEAD_DIM, "ffn": FFN, "batch": BATCH}
+
+
 def gpt_config(row: Row) -> GPTConfig:
     """Return the model of a row."""
+    sizes = sizes_of(row)
     return GPTConfig(
         **decoder_settings(row, LAYERS),
-        hidden_size=HIDDEN,
+        hidden_size=sizes["hidden"],
         vocab_size=row["vocabulary"],
-        attention=attention_config(row, heads=HEADS, channels=HEAD_DIM),
+        attention=attention_config(row, heads=sizes["heads"], channels=sizes["channels"]),
         mlp=MLPConfig(
-            ffn_hidden_size=FFN,
+            ffn_hidden_size=sizes["ffn"],
             gated=row["gated"],
             activation="silu" if row["gated"] else "gelu",
             bias=row["bias"] == "all",
@@ -174,7 +189,7 @@ def lane_data(row: Row, lane: int, step: int) -> list[Microbatch]:
             seed=row.get("seed", SEED),
             lane=lane,
             index=number,
-            batch=BATCH,
+            batch=sizes_of(row)["batch"],
             sequence=SEQUENCE,
             vocabulary=row["vocabulary"],
         )
@@ -198,6 +213,7 @@ def train_row(
         lanes: the data lanes whose microbatches this rank works through.
     """
     config = data_parallel_config(row)
+    backend = _backend(row)
     model = GPTModel(
         gpt_config(row),
         groups,
@@ -205,7 +221,7 @@ def train_row(
         seed=SEED,
         storage=config.storage(bucket_bytes=BUCKET_BYTES[row["bucket"]]),
         split=stage_split(row, pattern_of(row, LAYERS)) if groups["pp"].size > 1 else None,
-        backend=_backend(row),
+        backend=backend,
     )
     model.set_recompute(RECOMPUTE[row["recompute"]])
     frozen = row.get("frozen", ())
@@ -232,7 +248,11 @@ def train_row(
         for step in range(steps_of(row)):
             data = [batch for lane in lanes for batch in lane_data(row, lane, step)]
             data = [_local(row, groups, batch) for batch in data]
+            if backend.step_state is not None:
+                backend.step_state.begin()
             run.steps.append(_trained(row, model, engine, optimizer, data))
+            if backend.step_state is not None:
+                backend.step_state.finish(groups)
             if balance is not None:
                 balance.finish(applied=True)
         engine.start_param_sync(force_sync=True)
@@ -248,7 +268,7 @@ def train_row(
 
 def _backend(row: Row) -> Backend:
     return replace(
-        transformer_engine(row["te"]) if "te" in row else LOCAL,
+        transformer_engine(row["te"], row.get("quantization")) if "te" in row else LOCAL,
         context_engine=row["engine"],
         linear_mode=row["linear_mode"],
         dispatcher=row["dispatcher"],
@@ -257,13 +277,14 @@ def _backend(row: Row) -> Backend:
     )
 
 
-def transformer_engine(release: str) -> Backend:
+def transformer_engine(release: str, quantization: QuantizationConfig | None = None) -> Backend:
     """Return the backend of TransformerEngine's Python on the stand-in for its extension; for a
     process of its own."""
     if "transformer_engine" not in sys.modules:
-        te_extension.install(te_wheel.tree(release))
+        mxfp8 = quantization is not None and quantization.recipe == "mxfp8"
+        te_extension.install(te_wheel.tree(release), (10, 0) if mxfp8 else (9, 0))
     module = importlib.import_module("megatron.core.extensions.transformer_engine")
-    return module.backend(LOCAL)
+    return module.backend(LOCAL, quantization)
 
 
 def _balance(model: GPTModel, groups: ProcessGroupCollection) -> Balance | None:

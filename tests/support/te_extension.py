@@ -3,8 +3,9 @@
 
 The wheel `transformer-engine` has all of TE's Python; only the module `transformer_engine_torch`
 needs CUDA. `install` puts one in its place that does in torch what the layers under test ask for:
-matrix products (one or grouped, written to an output or added to it) and the norms. Whatever else
-is called raises `NotImplementedError` with its name. `CALLS` counts what was called.
+matrix products (one or grouped, written to an output or added to it), the norms, and FP8 tensors
+(`te_fp8`), which a product takes back to fp32 and multiplies exactly. Whatever else is called
+raises `NotImplementedError` with its name. `CALLS` counts what was called.
 
 It changes `torch.Tensor.is_cuda` and a few functions of `torch.cuda`: install it in a process of
 its own, such as a rank of `tests.support.ranks`. What it proves is TE's Python and this package's
@@ -40,14 +41,18 @@ from typing import Any
 import torch
 
 from tests.support import te_wheel
+from tests.support.te_fp8 import Fp8Functions, is_fp8
 
 #: How often each function of the extension, and each class of TE's layers, was called in this
 #: process.
 CALLS: Counter[str] = Counter()
 
 
-def install(tree: Path) -> None:
+def install(tree: Path, capability: tuple[int, int] = (9, 0)) -> None:
     """Make `import transformer_engine.pytorch` work in this process, from an unpacked wheel.
+
+    Args:
+        capability: of the GPU that TE sees: Hopper, or (10, 0) for Blackwell, which has MXFP8.
 
     Raises:
         ValueError: there is no TransformerEngine in `tree`.
@@ -60,8 +65,10 @@ def install(tree: Path) -> None:
     sys.path.insert(0, str(tree))
     for name in ("onnx", "onnxscript", "onnxscript.onnx_opset", "einops"):
         sys.modules.setdefault(name, _permissive(name))
-    sys.modules["transformer_engine_torch"] = _extension(_enum(constants, "DType"))
-    _pretend_a_gpu()
+    sys.modules["transformer_engine_torch"] = _extension(
+        _enum(constants, "DType"), transposes=capability < (10, 0)
+    )
+    _pretend_a_gpu(capability)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # TE says that it has found no shared object
         import transformer_engine.common
@@ -140,7 +147,7 @@ class _Extension(types.ModuleType):
         return absent
 
 
-def _extension(dtypes: type[enum.IntEnum]) -> types.ModuleType:
+def _extension(dtypes: type[enum.IntEnum], *, transposes: bool) -> types.ModuleType:
     """Return the module, whose functions are those of this file, counted."""
     made = _Extension("transformer_engine_torch")
     made.DType = dtypes  # type: ignore[attr-defined]
@@ -148,13 +155,21 @@ def _extension(dtypes: type[enum.IntEnum]) -> types.ModuleType:
         dtypes["kFloat32"]: torch.float32,
         dtypes["kFloat16"]: torch.float16,
         dtypes["kBFloat16"]: torch.bfloat16,
+        dtypes["kFloat8E4M3"]: torch.float8_e4m3fn,
+        dtypes["kFloat8E5M2"]: torch.float8_e5m2,
     }
+    fp8 = Fp8Functions(known, transposes=transposes, calls=CALLS)
     for function in (
-        functools.partial(generic_gemm, known),
-        functools.partial(te_general_grouped_gemm, known),
-        rmsnorm_fwd,
+        functools.partial(generic_gemm, fp8),
+        functools.partial(te_general_grouped_gemm, fp8),
+        fp8.quantize,
+        fp8.split_quantize,
+        fp8.dequantize,
+        fp8.create_empty_quantized_tensor,
+        fp8.fp8_transpose,
+        functools.partial(rmsnorm_fwd, fp8),
         rmsnorm_bwd,
-        layernorm_fwd,
+        functools.partial(layernorm_fwd, fp8),
         layernorm_bwd,
         convert_thd_to_bshd,
         convert_bshd_to_thd,
@@ -188,7 +203,7 @@ def _counted(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def generic_gemm(
-    known: dict[int, torch.dtype],
+    fp8: Fp8Functions,
     a: torch.Tensor,
     transpose_a: bool,
     b: torch.Tensor,
@@ -216,7 +231,11 @@ def generic_gemm(
     | wgrad | x [t, h] | dy [t, o], transposed | dyᵀ x, and the sum of dy for a bias |
     """
     _plain(quantizer, gelu, *(v for v in options.values() if v is not None and v != 1.0))
-    dtype = known[out_dtype]
+    dtype = fp8.known[out_dtype]
+    if is_fp8(a) != is_fp8(b):
+        raise TypeError("transformer_engine_torch: a product of an FP8 tensor and one that is not")
+    # As the extension does: an operand is read along the dimension that is summed over.
+    a, b = fp8.operand(a, rowwise=transpose_a), fp8.operand(b, rowwise=not transpose_b)
     left, right = b.reshape(-1, b.shape[-1]), a.reshape(-1, a.shape[-1])
     bias_gradient = left.sum(0) if grad and bias is not None else None
     left, right = (left.t() if transpose_b else left), (right.t() if transpose_a else right)
@@ -236,7 +255,7 @@ def generic_gemm(
 
 
 def te_general_grouped_gemm(
-    known: dict[int, torch.dtype],
+    fp8: Fp8Functions,
     a: list[torch.Tensor],
     transpose_a: bool,
     b: list[torch.Tensor],
@@ -260,7 +279,7 @@ def te_general_grouped_gemm(
     outs = list(out[0].split([int(rows) for rows in splits])) if single_output else out
     for first, second, target in zip(a, b, outs, strict=True):
         generic_gemm(
-            known, first, transpose_a, second, transpose_b, target, None, out_dtype, None, None,
+            fp8, first, transpose_a, second, transpose_b, target, None, out_dtype, None, None,
             False, None, grad, None, None, accumulate,
         )  # fmt: skip
     return bias
@@ -279,12 +298,11 @@ def _factor(weight: torch.Tensor, zero_centered: bool) -> torch.Tensor:
     return weight.float() + 1.0 if zero_centered else weight.float()
 
 
-def rmsnorm_fwd(x, weight, eps, out, quantizer, dtype, margin, zero_centered):
+def rmsnorm_fwd(fp8, x, weight, eps, out, quantizer, dtype, margin, zero_centered):
     """Return y [t, h], None and 1 / rms [t] in fp32."""
-    _plain(quantizer)
     inverse = torch.rsqrt(x.float().square().mean(-1) + eps)
     y = x.float() * inverse[:, None] * _factor(weight, zero_centered)
-    return _into(y.to(x.dtype), out), None, inverse
+    return _normed(fp8, y.to(x.dtype), out, quantizer), None, inverse
 
 
 def rmsnorm_bwd(dy, x, inverse, weight, margin, zero_centered):
@@ -295,14 +313,13 @@ def rmsnorm_bwd(dy, x, inverse, weight, margin, zero_centered):
     return dx.to(x.dtype), (dy.float() * normed).sum(0).to(weight.dtype)
 
 
-def layernorm_fwd(x, weight, bias, eps, out, quantizer, dtype, margin, zero_centered):
+def layernorm_fwd(fp8, x, weight, bias, eps, out, quantizer, dtype, margin, zero_centered):
     """Return y [t, h], the means and 1 / standard deviation [t] in fp32."""
-    _plain(quantizer)
     mean = x.float().mean(-1)
     centered = x.float() - mean[:, None]
     inverse = torch.rsqrt(centered.square().mean(-1) + eps)
     y = centered * inverse[:, None] * _factor(weight, zero_centered) + bias.float()
-    return _into(y.to(x.dtype), out), mean, inverse
+    return _normed(fp8, y.to(x.dtype), out, quantizer), mean, inverse
 
 
 def layernorm_bwd(dy, x, mean, inverse, weight, margin, zero_centered):
@@ -315,7 +332,9 @@ def layernorm_bwd(dy, x, mean, inverse, weight, margin, zero_centered):
     return dx.to(x.dtype), dw.to(weight.dtype), dy.float().sum(0).to(weight.dtype)
 
 
-def _into(y: torch.Tensor, out: torch.Tensor | None) -> torch.Tensor:
+def _normed(fp8: Fp8Functions, y: torch.Tensor, out: torch.Tensor | None, quantizer: Any) -> Any:
+    if quantizer is not None:
+        return fp8.quantize(y, quantizer, out)
     return y if out is None else out.copy_(y)
 
 
@@ -341,14 +360,15 @@ def convert_bshd_to_thd(padded, bounds, tokens):
 # --- torch ----------------------------------------------------------------------------------------
 
 
-def _pretend_a_gpu() -> None:
-    """Let TE, and only TE, see an H100 here, and take tensors of a CPU for its."""
-    properties = types.SimpleNamespace(major=9, minor=0, multi_processor_count=132)
+def _pretend_a_gpu(capability: tuple[int, int]) -> None:
+    """Let TE, and only TE, see a GPU here, and take tensors of a CPU for its."""
+    major, minor = capability
+    properties = types.SimpleNamespace(major=major, minor=minor, multi_processor_count=132)
     told = {
         "is_available": True,
         "current_device": 0,
         "get_device_properties": properties,
-        "get_device_capability": (9, 0),
+        "get_device_capability": capability,
         "device": contextlib.nullcontext(),
         "is_current_stream_capturing": False,
     }

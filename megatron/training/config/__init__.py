@@ -33,6 +33,7 @@ from megatron.training.config.parallel_options import (
     ParallelConfig,
     PipelineConfig,
 )
+from megatron.training.config.quantization_options import QuantizationOptions
 from megatron.training.config.training_options import (
     DataConfig,
     EvaluationConfig,
@@ -64,6 +65,7 @@ __all__ = [
     "PipelineConfig",
     "PositionConfig",
     "ProfilingConfig",
+    "QuantizationOptions",
     "ScheduleConfig",
     "TokenizerConfig",
     "TrainingConfig",
@@ -84,6 +86,7 @@ class Config:
     pipeline: PipelineConfig
     data_parallel: DataParallelConfig
     execution: ExecutionConfig
+    quantization: QuantizationOptions
     training: TrainingConfig
     evaluation: EvaluationConfig
     optimizer: OptimizerConfig

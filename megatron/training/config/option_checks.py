@@ -165,6 +165,15 @@ def _dependents(config: Config) -> Iterator[tuple[object, str, bool, str]]:
     yield from _of_recurrent(config)
     graphs = config.execution.cuda_graph_impl != "none"
     yield config.execution, "cuda_graph_warmup_", graphs, "--cuda-graph-impl full_iteration"
+    quantized, outer = config.quantization, config.quantization.first_last_layers_bf16
+    asked = quantized.flag is not None
+    yield quantized, "fp8_recipe", quantized.fp8_format is not None, "--fp8-format"
+    yield quantized, "first_last_", asked, "--fp8-format or --fp4-format"
+    for start in ("num_layers_at_start_", "num_layers_at_end_"):
+        yield quantized, start, outer, "--first-last-layers-bf16"
+    delayed = quantized.fp8_format is not None and quantized.fp8_recipe == "delayed"
+    for start in ("fp8_margin", "fp8_amax_"):
+        yield quantized, start, delayed, "--fp8-format and --fp8-recipe delayed"
     narrow = config.training.bf16 or config.training.fp16
     yield config.execution, "cpu_matmul_", narrow, "--bf16 or --fp16"
     spikes = failures.loss_spike_factor is not None

@@ -34,8 +34,9 @@ from megatron.core.pipeline_parallel.simulate import Times, simulate
 from megatron.core.ssm.choice import explain as explain_linear
 from megatron.core.ssm.choice import linear_shape
 from megatron.training.config import Config
-from megatron.training.config.layer_pattern import has_attention
+from megatron.training.config.layer_pattern import has_attention, num_layers
 from megatron.training.config.model_table import recurrent_shapes
+from megatron.training.config.quantization_options import quantization
 from megatron.training.config.resolve import Run
 from megatron.training.core_configs import (
     attention_shape,
@@ -475,17 +476,23 @@ def _layers_line(config: Config) -> str | None:
     if config.parallel.transformer_impl == "local":
         return None
     release = importlib.metadata.version("transformer-engine")
+    found, layers = quantization(config), num_layers(config)
+    within = "the dtype of the weights"
+    if found is not None:
+        covered = sum(found.covers(layer, layers) for layer in range(layers))
+        bits = "FP4" if found.recipe == "nvfp4" else "FP8"
+        within = f"{bits} ({found.recipe}) in {covered} of {layers} layers"
     reasons = {
         "context parallelism": config.parallel.context_parallel_size > 1,
         "--attention-backend": config.parallel.attention_backend != "auto",
         "dropout of attention weights": config.attention.attention_dropout > 0,
     }
-    found = " and ".join(reason for reason, holds in reasons.items() if holds)
-    attention, local = "attention ", ""
-    if found:
-        attention, local = "", f"attention (for {found}), "
+    reason = " and ".join(name for name, holds in reasons.items() if holds)
+    parts, local = "linear, grouped linear, norms and attention", ""
+    if reason:
+        parts, local = "linear, grouped linear and norms", f"attention (for {reason}), "
     return (
-        f"layers: linear, grouped linear, norms and {attention}of TransformerEngine {release}; "
+        f"layers: {parts} of TransformerEngine {release}; linear layers multiply in {within}; "
         f"{local}embedding, output layer, router and recurrent mixers are local"
     )
 

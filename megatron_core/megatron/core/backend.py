@@ -7,9 +7,10 @@ package's own layers; an adapter for another library supplies the same parts.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
+from typing import Any, Protocol
 
 import torch
 from torch import nn
@@ -21,8 +22,9 @@ from megatron.core.ops.layernorm import layer_norm
 from megatron.core.ops.recurrence import recur
 from megatron.core.ops.row_tiles import over_padded_rows
 from megatron.core.ops.tiled_attention import tiled_attention
+from megatron.core.process_groups import ProcessGroupCollection
 from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinear
-from megatron.core.weight_gather import RowRuns, WeightHandle, grouped_linear
+from megatron.core.weight_gather import RowRuns, WeightHandle, WeightStore, grouped_linear
 
 #: Maps x and its weight (and bias) to norm(x), or with a residual to (norm(x + residual), the sum).
 NormFunction = Callable[..., torch.Tensor | tuple[torch.Tensor, torch.Tensor]]
@@ -35,6 +37,16 @@ AttentionLayer = Callable[..., "torch.Tensor | None"]
 GroupedLinear = Callable[[torch.Tensor, RowRuns], torch.Tensor]
 
 
+class StepState(Protocol):
+    """State of a model's layers that changes once a step, such as the scales of FP8 tensors."""
+
+    def begin(self) -> None:
+        """Begin a step."""
+
+    def finish(self, groups: ProcessGroupCollection) -> None:
+        """End a step; every rank calls it."""
+
+
 def _local_rms_norm(**settings: float | bool) -> NormFunction:
     return partial(rmsnorm.normalise, **settings)
 
@@ -43,7 +55,7 @@ def _local_layer_norm(**settings: float | bool) -> NormFunction:
     return partial(layer_norm, **settings)
 
 
-def _local_grouped_linear(handle: WeightHandle, runs: int) -> GroupedLinear:
+def _local_grouped_linear(handle: WeightHandle, runs: int, store: WeightStore) -> GroupedLinear:
     return partial(grouped_linear, handle)
 
 
@@ -59,8 +71,9 @@ class Backend:
         attention: function with the signature of `ops.attention.attention`.
         attention_layer: constructor, from `scale` and `window`, of a layer's attention over whole
             rows without dropout; None leaves it to `attention`, as all other attention is.
-        grouped_linear: constructor of the function that multiplies rows in `runs` runs by the
-            matrices of a weight, see `weight_gather.grouped_linear`.
+        grouped_linear: constructor, from a weight's handle, the number of runs and the store, of
+            the function that multiplies rows in runs by its matrices, see
+            `weight_gather.grouped_linear`.
         recurrence: function with the signature of `ops.recurrence.recur`.
         context_engine: how attention over ranks that share the tokens of a row brings queries and
             keys together: "p2p", "all_gather", "a2a" or "auto".
@@ -75,6 +88,8 @@ class Backend:
             what it does faster. Ranks of a model must agree: see `with_cpu_dtype`.
         batch_invariant: whether the bits of a row depend on that row alone: see
             `with_batch_invariance`.
+        layer_parts: what layer i of n has instead of these parts, by field; None if all are alike.
+        step_state: of the layers built from this backend; None where they have none.
     """
 
     name: str
@@ -84,7 +99,7 @@ class Backend:
     layer_norm: Callable[..., NormFunction]
     attention: Callable[..., tuple[torch.Tensor, torch.Tensor]]
     attention_layer: Callable[..., AttentionLayer] | None = None
-    grouped_linear: Callable[[WeightHandle, int], GroupedLinear] = _local_grouped_linear
+    grouped_linear: Callable[..., GroupedLinear] = _local_grouped_linear
     recurrence: Callable[..., tuple[torch.Tensor, torch.Tensor]] = recur
     context_engine: str = AUTO
     linear_mode: str = AUTO
@@ -93,6 +108,14 @@ class Backend:
     gtp_opt_in_modules: tuple[str, ...] = ()
     cpu_dtype: torch.dtype | None = None
     batch_invariant: bool = False
+    layer_parts: Callable[[int, int], Mapping[str, Any]] | None = None
+    step_state: StepState | None = None
+
+    def of_layer(self, layer: int, num_layers: int) -> Backend:
+        """Return what layer `layer` of `num_layers` is built from."""
+        if self.layer_parts is None:
+            return self
+        return replace(self, **self.layer_parts(layer, num_layers))
 
     def elementwise(self, function: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
         """Return an elementwise function of x [..., f] as this backend computes it."""

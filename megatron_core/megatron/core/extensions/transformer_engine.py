@@ -19,6 +19,11 @@ serves it as it serves this package's own layers. Biases and norm weights are or
 A split backward takes over the module's store of delayed weight gradients: what TE would keep until
 `backward_dw` waits in the store's `WgradQueue` instead.
 
+With a `QuantizationConfig` a layer multiplies in FP8 or FP4 by TE's recipe, see `Quantization`. A
+weight is quantized whenever it has been asked for: what TE could keep of it would outlive the
+gathered bytes. Delayed scaling's scales are the model's (`quantization.DelayedScaling`), not TE's,
+which updates them once a microbatch and saves them by pickle.
+
 Attention over whole rows is `te.DotProductAttention`: causal, with windows, grouped queries, sinks,
 and documents packed into rows (`cu_seqlens`). Context parallelism, dropout of attention weights,
 whose masks this package makes reproducible, and documents with padding or known by ids alone are
@@ -31,7 +36,8 @@ replicated products.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -39,37 +45,183 @@ from typing import Any
 import torch
 import transformer_engine.pytorch as te
 from torch import nn
+from transformer_engine.common import recipe as recipes
+from transformer_engine.pytorch.quantization import FP8GlobalStateManager
 
 from megatron.core.backend import Backend
 from megatron.core.context_parallel import SequenceLayout
+from megatron.core.extensions.quantization import (
+    DelayedScales,
+    DelayedScaling,
+    QuantizationConfig,
+)
 from megatron.core.tensor_parallel import (
     ColumnParallelLinear,
     RowParallelLinear,
     TensorParallelRegion,
 )
-from megatron.core.weight_gather import RowRuns, WeightHandle
+from megatron.core.weight_gather import RowRuns, WeightHandle, WeightStore
 
 
-def backend(base: Backend) -> Backend:
-    """Return `base` with TE's linear layers, grouped linear layers, norms and attention."""
-    return replace(
+def backend(base: Backend, config: QuantizationConfig | None = None) -> Backend:
+    """Return `base` with TE's linear layers, grouped linear layers, norms and attention.
+
+    Args:
+        config: in what layers of a decoder multiply, and which; None is the dtype of the weights.
+    """
+    plain = _linear_parts(None)
+    made = replace(
         base,
         name="transformer_engine",
-        column_linear=TEColumnParallelLinear,
-        row_linear=TERowParallelLinear,
         rms_norm=partial(TENorm, te.RMSNorm),
         layer_norm=partial(TENorm, te.LayerNorm),
         attention_layer=TEAttention,
-        grouped_linear=TEGroupedLinear,
+        **plain,
     )
+    if config is None:
+        return made
+    quantization = Quantization(config)
+    parts = _linear_parts(quantization)
+    return replace(
+        made,
+        layer_parts=lambda layer, count: parts if config.covers(layer, count) else plain,
+        step_state=quantization.scaling,
+    )
+
+
+def _linear_parts(quantization: Quantization | None) -> dict[str, Any]:
+    return {
+        "column_linear": partial(TEColumnParallelLinear, quantization=quantization),
+        "row_linear": partial(TERowParallelLinear, quantization=quantization),
+        "grouped_linear": partial(TEGroupedLinear, quantization=quantization),
+    }
+
+
+def quantization_problem(config: QuantizationConfig) -> str | None:
+    """Return why the GPU of this process cannot multiply by a recipe, in TE's words; None if it can
+    or if there is none."""
+    if not torch.cuda.is_available():
+        return None
+    ask = {
+        "delayed": te.is_fp8_available,
+        "tensorwise": te.is_fp8_available,
+        "blockwise": te.is_fp8_block_scaling_available,
+        "mxfp8": te.is_mxfp8_available,
+        "nvfp4": te.is_nvfp4_available,
+    }
+    available, reason = ask[config.recipe](return_reason=True)
+    return None if available else reason
+
+
+class Quantization:
+    """TE's recipe of a model, and the state of delayed scaling."""
+
+    def __init__(self, config: QuantizationConfig) -> None:
+        self.config, self.scaling = config, DelayedScaling(config)
+        made = recipes.Format.HYBRID if config.hybrid else recipes.Format.E4M3
+        #: TE's own history is of no use: one step is the least it takes.
+        self.recipe: recipes.Recipe = {
+            "delayed": partial(recipes.DelayedScaling, amax_history_len=1),
+            "tensorwise": recipes.Float8CurrentScaling,
+            "blockwise": recipes.Float8BlockScaling,
+            "mxfp8": recipes.MXFP8BlockScaling,
+            "nvfp4": recipes.NVFP4BlockScaling,
+        }[config.recipe](fp8_format=made)
+
+    def of_weight(self, handle: WeightHandle, store: WeightStore) -> WeightQuantization:
+        """Return how products by a weight [..., o, h] are quantized.
+
+        Raises:
+            ValueError: its size is no multiple of what the recipe needs.
+        """
+        name = handle.sharding.name
+        self.config.check_weight(name, tuple(handle.shape))
+        delayed = self.config.recipe == "delayed"
+        scales = self.scaling.scales_of(name, store=store) if delayed else None
+        return WeightQuantization(self, scales)
+
+
+class WeightQuantization:
+    """How products by one weight are quantized.
+
+    Args:
+        scales: of delayed scaling, for all matrices of the weight; None with other recipes.
+    """
+
+    def __init__(self, of_model: Quantization, scales: DelayedScales | None) -> None:
+        self.config, self._recipe, self._scales = of_model.config, of_model.recipe, scales
+
+    def autocast(self) -> AbstractContextManager[Any]:
+        """Return the context that a module of TE is called in."""
+        return te.autocast(enabled=True, recipe=self._recipe)
+
+    def bind(self, module: nn.Module, count: int) -> None:
+        """Give a module of `count` products our scales in place of its own."""
+        if self._scales is None:
+            return
+        with self.autocast():
+            module.init_fp8_metadata(num_gemms=count)
+        # TE takes it that the module is among those whose scales it updates.
+        module.fp8_meta[FP8GlobalStateManager.get_buffer_info()] = ()
+        forward, backward = (module.quantizers[key] for key in ("scaling_fwd", "scaling_bwd"))
+        for product in range(count):  # input, weight, output; gradient of output, of input
+            forward[3 * product] = self._quantizer(0, forward[0].dtype)
+            forward[3 * product + 1] = self._quantizer(1, forward[0].dtype)
+            backward[2 * product] = self._quantizer(2, backward[0].dtype)
+
+    def for_input_gradient(
+        self, module: nn.Module, matrices: Sequence[torch.Tensor]
+    ) -> list[torch.Tensor]:
+        """Return the matrices [o, h] of a module quantized as the input gradient reads them, in
+        columns. `te.Linear` would do that itself, the others multiply by what they are given."""
+        quantized = []
+        for number, matrix in enumerate(matrices):
+            quantizer = module.quantizers["scaling_fwd"][3 * number + 1].copy()
+            quantizer.set_usage(rowwise=False, columnwise=True)
+            quantized.append(quantizer(matrix))
+        return quantized
+
+    def _quantizer(self, tensor: int, dtype: Any) -> te.Float8Quantizer:
+        assert self._scales is not None
+        scale, amax = self._scales.scale[tensor], self._scales.amax[tensor : tensor + 1]
+        return te.Float8Quantizer(scale, amax, dtype)
+
+    def padded(
+        self, rows: torch.Tensor, counts: Sequence[int]
+    ) -> tuple[torch.Tensor, list[int], torch.Tensor | None]:
+        """Fill runs of rows [r, h] up with zeros to the multiple that products need.
+
+        Returns:
+            rows [p, h], the length of each run, and the places of the given rows, int64 [r]; None
+            if nothing had to be filled.
+        """
+        # The rows are summed over in the weight gradient, as a size of a weight is.
+        multiple = self.config.weight_multiple
+        longer = [-(-count // multiple) * multiple for count in counts]
+        if longer == list(counts):
+            return rows, longer, None
+        places, start = [], 0
+        for count, length in zip(counts, longer, strict=True):
+            places.append(torch.arange(start, start + count))
+            start += length
+        index = torch.cat(places).to(rows.device)
+        return rows.new_zeros(start, rows.shape[-1]).index_copy(0, index, rows), longer, index
 
 
 class TEColumnParallelLinear(ColumnParallelLinear):
     """`ColumnParallelLinear` computed by `te.Linear`; the weight is declared alike."""
 
-    def __init__(self, name: str, *args: Any, **options: Any) -> None:
-        super().__init__(name, *args, **options)
-        self._layer = _linear(te.Linear, self.weight, self.bias, mode="column", region=self.region)
+    def __init__(
+        self,
+        name: str,
+        *args: Any,
+        store: WeightStore,
+        quantization: Quantization | None = None,
+        **options: Any,
+    ) -> None:
+        super().__init__(name, *args, store=store, **options)
+        self._quantization = quantization and quantization.of_weight(self.weight, store)
+        self._layer = self._made(te.Linear)
 
     def take_norm(self, norm: Any) -> bool:
         """Compute `norm`, a `transformer.Norm`, of the input as well, by `te.LayerNormLinear`."""
@@ -82,10 +234,19 @@ class TEColumnParallelLinear(ColumnParallelLinear):
         copied = {"layer_norm_weight": norm.weight}
         if norm.bias is not None:
             copied["layer_norm_bias"] = norm.bias
-        self._layer = _linear(
-            kind, self.weight, self.bias, mode="column", region=self.region, copied=copied
-        )
+        self._layer = self._made(kind, copied=copied)
         return True
+
+    def _made(self, kind: Callable[..., nn.Module], **options: Any) -> _Layer:
+        return _linear(
+            kind,
+            self.weight,
+            self.bias,
+            mode="column",
+            region=self.region,
+            quantization=self._quantization,
+            **options,
+        )
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """Return [s, b, o/tp] from x [s, b, h] ([s/tp, b, h] under sequence parallelism)."""
@@ -95,9 +256,23 @@ class TEColumnParallelLinear(ColumnParallelLinear):
 class TERowParallelLinear(RowParallelLinear):
     """`RowParallelLinear` computed by `te.Linear`; the weight is declared alike."""
 
-    def __init__(self, name: str, **options: Any) -> None:
-        super().__init__(name, **options)
-        self._layer = _linear(te.Linear, self.weight, self.bias, mode="row", region=self.region)
+    def __init__(
+        self,
+        name: str,
+        *,
+        store: WeightStore,
+        quantization: Quantization | None = None,
+        **options: Any,
+    ) -> None:
+        super().__init__(name, store=store, **options)
+        self._layer = _linear(
+            te.Linear,
+            self.weight,
+            self.bias,
+            mode="row",
+            region=self.region,
+            quantization=quantization and quantization.of_weight(self.weight, store),
+        )
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """Return [s, b, o] ([s/tp, b, o] under sequence parallelism) from x [s, b, h/tp]."""
@@ -113,7 +288,14 @@ class TEGroupedLinear:
         runs: how many.
     """
 
-    def __init__(self, handle: WeightHandle, runs: int) -> None:
+    def __init__(
+        self,
+        handle: WeightHandle,
+        runs: int,
+        store: WeightStore,
+        *,
+        quantization: Quantization | None = None,
+    ) -> None:
         count, rows, width = handle.shape
         module = te.GroupedLinear(
             runs,
@@ -125,11 +307,21 @@ class TEGroupedLinear:
             fuse_wgrad_accumulation=True,
             use_grouped_tensor=False,  # that path does not know distributed weights
         )
-        self._layer = _Layer(module, handle, [f"weight{run}" for run in range(runs)])
+        self._quantization = quantization and quantization.of_weight(handle, store)
+        self._layer = _Layer(
+            module,
+            handle,
+            [f"weight{run}" for run in range(runs)],
+            quantization=self._quantization,
+        )
 
     def __call__(self, rows: torch.Tensor, runs: RowRuns) -> torch.Tensor:
         """Return [r, o] from rows [r, h]."""
-        return self._layer(rows, list(runs.counts))
+        if self._quantization is None:
+            return self._layer(rows, list(runs.counts))
+        rows, counts, places = self._quantization.padded(rows, runs.counts)
+        y = self._layer(rows, counts)
+        return y if places is None else y.index_select(0, places)
 
 
 def _linear(
@@ -140,6 +332,7 @@ def _linear(
     mode: str,
     region: TensorParallelRegion,
     copied: dict[str, WeightHandle] | None = None,
+    quantization: WeightQuantization | None = None,
 ) -> _Layer:
     """Return `te.Linear` or `te.LayerNormLinear` over a weight [o, h] of this rank."""
     rows, width = weight.shape
@@ -156,7 +349,7 @@ def _linear(
         device="meta",
         fuse_wgrad_accumulation=True,
     )
-    return _Layer(module, weight, ["weight"], bias=bias, copied=copied)
+    return _Layer(module, weight, ["weight"], bias=bias, copied=copied, quantization=quantization)
 
 
 class _Layer:
@@ -172,6 +365,7 @@ class _Layer:
         bias: added to the product, and not by TE, which computes its gradient together with the
             weight's: not if that is frozen, and too late if backward is split.
         copied: parameters that the module gets as copies, by name.
+        quantization: of the products; None computes them in the dtype of the weight.
     """
 
     def __init__(
@@ -182,7 +376,9 @@ class _Layer:
         *,
         bias: WeightHandle | None = None,
         copied: dict[str, WeightHandle] | None = None,
+        quantization: WeightQuantization | None = None,
     ) -> None:
+        self._quantization = quantization
         self._module, self._handle, self._names = module, handle, names
         self._bias, self._copied = bias, copied or {}
         for name in (*names, *self._copied):
@@ -198,18 +394,28 @@ class _Layer:
                 weight.requires_grad_(trainable)
         attributes = vars(self._module)
         attributes.update({n: handle.use(x.dtype) for n, handle in self._copied.items()})
-        y = self._module(x, *args)
+        with nullcontext() if self._quantization is None else self._quantization.autocast():
+            y = self._module(x, *args)
         for name in self._copied:  # it would keep the graph
             del attributes[name]
         return y if self._bias is None else y + self._bias.use()
 
     def _bind(self) -> list[HandleWeight]:
         """Give the module its weights, once the store has been materialised."""
-        self._weights = HandleWeight.of(self._handle, len(self._names))
+        quantize = None
+        if self._quantization is not None:
+            quantize = partial(self._quantization.for_input_gradient, self._module)
+        self._weights = HandleWeight.of(self._handle, len(self._names), quantize=quantize)
         attributes = vars(self._module)
         attributes.update(zip(self._names, self._weights, strict=True))
         attributes["wgrad_store"] = DelayedGradients(self._weights[0].matrices)
+        if self._quantization is not None:
+            self._quantization.bind(self._module, len(self._names))
         return self._weights
+
+
+#: Quantizes the matrices of a weight.
+Quantize = Callable[[Sequence[torch.Tensor]], list[torch.Tensor]]
 
 
 class HandleWeight(nn.Parameter):
@@ -224,9 +430,11 @@ class HandleWeight(nn.Parameter):
     number: int
 
     @staticmethod
-    def of(handle: WeightHandle, count: int) -> list[HandleWeight]:
+    def of(
+        handle: WeightHandle, count: int, *, quantize: Quantize | None = None
+    ) -> list[HandleWeight]:
         """Return those of the `count` matrices of a handle."""
-        matrices = Matrices(handle, count)
+        matrices = Matrices(handle, count, quantize=quantize)
         element = torch.empty((), dtype=handle.dtype, device=handle.anchor.device)
         made = []
         for number in range(count):
@@ -258,13 +466,16 @@ class Matrices:
     Args:
         handle: of a weight [count · c, o/c, h], or [o, h] for one matrix.
         count: how many.
+        quantize: what makes of them what an input gradient is multiplied from; None leaves them.
 
     Attributes:
         shape: (o, h) of each.
     """
 
-    def __init__(self, handle: WeightHandle, count: int) -> None:
-        self.handle, self.count = handle, count
+    def __init__(
+        self, handle: WeightHandle, count: int, *, quantize: Quantize | None = None
+    ) -> None:
+        self.handle, self.count, self._quantize = handle, count, quantize
         width = handle.shape[-1]
         self.shape = (math.prod(handle.shape) // (count * width), width)
         self._whole: torch.Tensor | None = None
@@ -277,6 +488,8 @@ class Matrices:
         """Return them; TE asks each whether it is trained."""
         trained = self.handle.trainable
         whole = self.handle.get(backward=backward).detach()
+        if backward and self._quantize is not None:
+            return self._quantize(self._split(whole))
         return [matrix.requires_grad_(trained) for matrix in self._split(whole)]
 
     def buffer(self, number: int) -> torch.Tensor:

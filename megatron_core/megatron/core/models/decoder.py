@@ -247,10 +247,11 @@ class Decoder(nn.Module):
             if not inside:
                 continue
             self.layers.append((inside.start - start, inside.stop - start))
+            own = dataclasses.replace(build, backend=build.backend.of_layer(layer, len(layers)))
             with build.store.unit(f"{name}.layers.{layer}"):
                 for i in inside:
                     prefix = f"{name}.blocks.{i}"
-                    self.blocks.append(self._block(symbols[i], prefix=prefix, build=build))
+                    self.blocks.append(self._block(symbols[i], prefix=prefix, build=own))
         self.final_norm: Norm | None = None
         if normed:
             self.final_norm = Norm(

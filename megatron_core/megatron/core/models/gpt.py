@@ -126,6 +126,7 @@ class GPTModel(StoreModule):
             ends with the final norm and the head.
         multi_token: the depths of multi-token prediction, after the head; None if there are none
             or they are elsewhere.
+        step_state: what of its layers changes once a step; None if nothing does.
     """
 
     def __init__(
@@ -155,7 +156,7 @@ class GPTModel(StoreModule):
                 f"model has {blocks} blocks, its groups {stages} stages"
             )
         self.config, self.groups, self.split, self.num_chunks = config, groups, split, split.chunks
-        self._context = context.group
+        self._context, self.step_state = context.group, backend.step_state
         self.holds_embedding, self.holds_head = stage == 0, stage == stages - 1
         chosen = {"dtype": dtype, "device": device, "cpu_dtype": backend.cpu_dtype}
         chosen["row_tiles"] = backend.batch_invariant

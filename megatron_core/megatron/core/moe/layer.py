@@ -67,8 +67,9 @@ class ExpertMLPs(nn.Module):
             build.output_init,
         )
         local_count = count // build.store.groups.grid.ep
-        self._input_product = build.backend.grouped_linear(self.input, local_count)
-        self._down_product = build.backend.grouped_linear(self.down, local_count)
+        product = build.backend.grouped_linear
+        self._input_product = product(self.input, local_count, build.store)
+        self._down_product = product(self.down, local_count, build.store)
 
     def forward(self, rows: torch.Tensor, runs: RowRuns) -> torch.Tensor:
         """Return [r, h] partial(etp) from rows [r, h]."""

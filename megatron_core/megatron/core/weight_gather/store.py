@@ -60,6 +60,7 @@ class WeightStore:
         sharded: some role of some weights is sharded over data-parallel ranks, gtp among them; see
             `Bucket.placement`.
         states: fp32 tensors of the model that are no weights, by name.
+        optional_states: initial values of those that a checkpoint may lack.
         buckets: none if this rank has no weights, which also is a store.
         materialized: `materialize` has been called.
         has_engine: an engine collects the gradients.
@@ -80,6 +81,7 @@ class WeightStore:
         self.seed, self.dtype, self.device = seed, dtype, torch.device(device)
         self.handles: dict[str, WeightHandle] = {}
         self.states: dict[str, torch.Tensor] = {}
+        self.optional_states: dict[str, float] = {}
         self.plans: dict[str, GradientPlan] = {}
         self.buckets: list[Bucket] = []
         self.materialized = self.has_engine = self.sharded = False
@@ -141,17 +143,32 @@ class WeightStore:
         self._parts[sharding.name] = self._part
         return handle
 
-    def declare_state(self, name: str, shape: tuple[int, ...]) -> torch.Tensor:
-        """Return fp32 zeros that belong to the model, and that another rule than the optimizer's
-        changes, alike on every rank of this pipeline stage: `states` has them for checkpoints.
+    def declare_state(
+        self,
+        name: str,
+        shape: tuple[int, ...],
+        *,
+        initial: float = 0.0,
+        optional: bool = False,
+    ) -> torch.Tensor:
+        """Return an fp32 tensor that belongs to the model, and that another rule than the
+        optimizer's changes, alike on every rank of this pipeline stage: `states` has them for
+        checkpoints.
+
+        Args:
+            initial: what it is filled with.
+            optional: a checkpoint may lack it, and then it keeps the initial value.
 
         Raises:
             ValueError: a name that is taken.
         """
         if name in self.states or name in self.handles:
             raise ValueError(f"{name} is declared twice")
-        self.states[name] = torch.zeros(shape, dtype=torch.float32, device=self.device)
-        return self.states[name]
+        made = torch.full(shape, initial, dtype=torch.float32, device=self.device)
+        self.states[name] = made
+        if optional:
+            self.optional_states[name] = initial
+        return made
 
     @property
     def state_ranks(self) -> tuple[int, ...]:

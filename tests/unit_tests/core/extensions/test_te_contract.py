@@ -22,6 +22,12 @@ CHANGES = {
     "store of another shape": (
         "module/_common.py", "def put(self, tensor_list, func)", "def put(self, func)",
     ),
+    "renamed format": (
+        "../common/recipe/__init__.py", "    HYBRID = _FormatHelper", "    MIXED = _FormatHelper",
+    ),
+    "renamed field": (
+        "../common/recipe/__init__.py", "amax_history_len: int = 1024", "history: int = 1024",
+    ),
 }  # fmt: skip
 
 

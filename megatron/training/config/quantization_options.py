@@ -1,0 +1,145 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The options of products in FP8 and FP4, what is wrong with them, and their config of the core."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Literal
+
+from megatron.core.extensions import quantization_problem, transformer_engine_problem
+from megatron.core.extensions.quantization import QuantizationConfig
+from megatron.training.config import layer_pattern
+from megatron.training.config.values import not_negative, positive, require_all
+
+if TYPE_CHECKING:
+    from megatron.training.config import Config
+
+
+@dataclass(frozen=True, kw_only=True)
+class QuantizationOptions:
+    """Products of linear layers in FP8 or FP4, of --transformer-impl transformer_engine."""
+
+    fp8_format: Literal["e4m3", "hybrid"] | None = None
+    """Multiply the linear layers of the decoder in FP8: e4m3, or hybrid with output gradients in
+    e5m2. Weights, gradients and optimizer state keep their dtypes."""
+    fp8_recipe: Literal["delayed", "tensorwise", "blockwise", "mxfp8"] = "delayed"
+    """Where the scales of FP8 tensors come from: delayed takes the largest magnitudes of earlier
+    steps, tensorwise that of the tensor, blockwise those of its blocks of 128 elements, mxfp8 those
+    of 32 elements as powers of two (Blackwell)."""
+    fp8_margin: int = 0
+    """With --fp8-recipe delayed, room above the largest magnitude: a factor of 2 to this power."""
+    fp8_amax_history_len: int = 1
+    """With --fp8-recipe delayed, steps whose largest magnitudes are kept."""
+    fp8_amax_compute_algo: Literal["most_recent", "max"] = "most_recent"
+    """With --fp8-recipe delayed, which of the kept magnitudes makes the scale: the last, or the
+    largest."""
+    fp4_format: Literal["e2m1"] | None = None
+    """Multiply the linear layers of the decoder in FP4 with scales of 16 elements, NVFP4
+    (Blackwell)."""
+    first_last_layers_bf16: bool = False
+    """Keep the first and last layers in the dtype of the weights."""
+    num_layers_at_start_in_bf16: int = 1
+    """With --first-last-layers-bf16, how many at the start."""
+    num_layers_at_end_in_bf16: int = 1
+    """With --first-last-layers-bf16, how many at the end."""
+
+    def __post_init__(self) -> None:
+        require_all(
+            lambda: positive(self, "fp8_amax_history_len"),
+            lambda: not_negative(self, "num_layers_at_start_in_bf16", "num_layers_at_end_in_bf16"),
+        )
+
+    @property
+    def flag(self) -> str | None:
+        """The flag that asks for products in FP8 or FP4; None without any."""
+        if self.fp8_format is not None:
+            return f"--fp8-format {self.fp8_format}"
+        return None if self.fp4_format is None else f"--fp4-format {self.fp4_format}"
+
+
+def quantization(config: Config) -> QuantizationConfig | None:
+    """Return in what the layers of a run multiply; None if in the dtype of the weights."""
+    chosen = config.quantization
+    if chosen.flag is None:
+        return None
+    outer = chosen.first_last_layers_bf16
+    return QuantizationConfig(
+        recipe=chosen.fp8_recipe if chosen.fp4_format is None else "nvfp4",
+        hybrid=chosen.fp8_format == "hybrid",
+        margin=chosen.fp8_margin,
+        amax_history_len=chosen.fp8_amax_history_len,
+        amax_compute_algo=chosen.fp8_amax_compute_algo,
+        num_layers_at_start=chosen.num_layers_at_start_in_bf16 if outer else 0,
+        num_layers_at_end=chosen.num_layers_at_end_in_bf16 if outer else 0,
+    )
+
+
+def problems(config: Config) -> Iterator[str]:
+    """Name what does not go together with products in FP8 or FP4, each with its fix."""
+    chosen, found = config.quantization, quantization(config)
+    if found is None:
+        return
+    if chosen.fp8_format is not None and chosen.fp4_format is not None:
+        yield f"--fp8-format {chosen.fp8_format} and --fp4-format {chosen.fp4_format}: drop one"
+    if config.parallel.transformer_impl != "transformer_engine":
+        yield f"{chosen.flag} needs --transformer-impl transformer_engine: add it"
+    elif transformer_engine_problem() is None:
+        reason = quantization_problem(found)
+        if reason is not None:
+            yield f"{chosen.flag}: this GPU has no {found.recipe} ({reason}): take another recipe"
+    layers = layer_pattern.num_layers(config)
+    kept = found.num_layers_at_start + found.num_layers_at_end
+    if kept >= layers:
+        yield (
+            f"--first-last-layers-bf16 keeps {kept} layers of {layers} in bf16: lower "
+            f"--num-layers-at-start-in-bf16 or --num-layers-at-end-in-bf16, or drop {chosen.flag}"
+        )
+    yield from _sizes(config, found)
+
+
+def _sizes(config: Config, found: QuantizationConfig) -> Iterator[str]:
+    """Name sizes of a rank that are no multiples of what a recipe needs. Layers of other kinds than
+    these say so themselves when they are built."""
+    multiple, rows = found.weight_multiple, found.row_multiple
+    flag, training, parallel = config.quantization.flag, config.training, config.parallel
+    tp = parallel.tensor_model_parallel_size
+    for size, name in _weight_sizes(config, tp):
+        if size % multiple:
+            yield (
+                f"{flag} ({found.recipe}) needs weights of multiples of {multiple}, and a rank has "
+                f"{size} of {name}: change it"
+            )
+    shares = parallel.context_parallel_size * (tp if parallel.sequence_parallel else 1)
+    length = training.seq_length // shares
+    for batch, name in (
+        (training.micro_batch_size, "--micro-batch-size"),
+        (config.evaluation.eval_micro_batch_size, "--eval-micro-batch-size"),
+    ):
+        if batch is not None and length * batch % rows:
+            yield (
+                f"{flag} ({found.recipe}) needs multiples of {rows} tokens, and a rank has "
+                f"{length} of --seq-length x {batch} of {name}: change one"
+            )
+
+
+def _weight_sizes(config: Config, tp: int) -> Iterator[tuple[int, str]]:
+    """Yield what a rank has of a weight's size, and the option that sets it."""
+    model, experts = config.model, config.experts
+    yield model.hidden_size, "--hidden-size"
+    if layer_pattern.has(config, layer_pattern.DENSE):
+        yield model.inner_features // tp, "--ffn-hidden-size"
+    heads = model.num_attention_heads
+    if heads is not None and not config.attention.multi_latent_attention:
+        channels = model.kv_channels or model.hidden_size // heads
+        groups = model.num_query_groups or heads
+        yield heads // tp * channels, "--num-attention-heads x --kv-channels"
+        both = heads // tp + 2 * max(1, groups // tp)
+        yield both * channels, "(--num-attention-heads + 2 x --num-query-groups) x --kv-channels"
+    if experts.num_experts is not None:
+        etp = config.parallel.expert_tensor_parallel_size or tp
+        width = experts.moe_ffn_hidden_size or model.inner_features
+        yield width // etp, "--moe-ffn-hidden-size"
+        if experts.moe_shared_expert_intermediate_size is not None:
+            shared = experts.moe_shared_expert_intermediate_size
+            yield shared // tp, "--moe-shared-expert-intermediate-size"

@@ -1,0 +1,99 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Scales of delayed scaling: against TransformerEngine's own update, and over ranks."""
+
+import warnings
+
+import pytest
+import torch
+
+from megatron.core.extensions.quantization import DelayedScaling, QuantizationConfig
+from megatron.core.process_groups import ProcessGroupCollection, RankGrid
+from megatron.core.weight_gather import WeightStore
+from tests.support import te_extension, te_wheel
+from tests.support.ranks import run_ranks
+
+#: The amax of input, weight and output gradient in five steps: unknown, ordinary, tiny, large.
+STEPS = [(0.0, 1.5, 1e-6), (3.0, 1.4, 2e-6), (0.5, 1.3, 1e-39), (700.0, 0.0, 3e-6), (2.0, 1.0, 5.0)]
+
+
+def _scaling(**changes):
+    config = QuantizationConfig(recipe="delayed", hybrid=True, **changes)
+    groups = ProcessGroupCollection.single()
+    scaling = DelayedScaling(config)
+    scales = scaling.scales_of("w", store=WeightStore(groups))
+    return scaling, scales, groups
+
+
+def _by_te(rank, world, algorithm, margin, length):
+    """Return the scales after each step as TE's Python updates them, and the histories."""
+    te_extension.install(te_wheel.tree())
+    torch.compiler.set_stance("force_eager")
+    from transformer_engine.common.recipe import DelayedScaling as Recipe
+    from transformer_engine.pytorch.quantization import _amax_and_scale_update
+
+    recipe = Recipe(amax_history_len=length, amax_compute_algo=algorithm, margin=margin)
+    history, scale = torch.zeros(length, 3), torch.ones(3)
+    found = []
+    for amax in STEPS:
+        history[0] = torch.tensor(amax)
+        for tensor, largest in enumerate((448.0, 448.0, 57344.0)):
+            own, new = history[:, tensor : tensor + 1], scale[tensor : tensor + 1]
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")  # torch's, when its compiler is imported
+                _amax_and_scale_update(own, new, largest, recipe)
+        found.append(scale.clone())
+    return found
+
+
+@pytest.mark.skipif(not te_wheel.is_there(), reason="run make te-wheels")
+@pytest.mark.parametrize(
+    ("algorithm", "length"),
+    [
+        ("max", 3),
+        pytest.param("most_recent", 3, marks=pytest.mark.slow),
+        pytest.param("max", 1, marks=pytest.mark.slow),
+    ],
+)
+def test_scales_are_those_of_transformer_engines_update(algorithm, length):
+    (wanted,) = run_ranks(_by_te, 1, algorithm, 1, length)
+    scaling, scales, groups = _scaling(
+        amax_compute_algo=algorithm, margin=1, amax_history_len=length
+    )
+    for amax, scale in zip(STEPS, wanted, strict=True):
+        scaling.begin()
+        scales.amax.copy_(torch.tensor(amax))
+        scaling.finish(groups)
+        # TE multiplies by a reciprocal: one bit.
+        assert torch.allclose(scales.scale, scale, rtol=3e-7, atol=0.0), (scales.scale, scale)
+
+
+def test_a_step_that_overflows_leaves_no_trace():
+    scaling, scales, groups = _scaling(amax_compute_algo="max", amax_history_len=2)
+    for amax in (2.0, float("inf"), float("nan")):
+        scales.amax.fill_(amax)
+        scaling.finish(groups)
+    assert scales.scale.tolist() == [224.0, 224.0, 28672.0]
+
+
+def test_an_evaluation_leaves_no_trace():
+    scaling, scales, groups = _scaling()
+    scales.amax.fill_(1000.0)
+    scaling.begin()
+    scales.amax.fill_(2.0)
+    scaling.finish(groups)
+    assert scales.scale[0] == 224.0
+
+
+def _on_ranks(rank, world):
+    grid = RankGrid(world_size=world, tp=2)
+    groups = ProcessGroupCollection.create(grid, rank=rank)
+    scaling = DelayedScaling(QuantizationConfig(recipe="delayed"))
+    scales = scaling.scales_of("w", store=WeightStore(groups))
+    scales.amax.copy_(torch.tensor([1.0 + rank, 8.0 - rank, 2.0]))
+    scaling.finish(groups)
+    return scales.scale
+
+
+def test_all_ranks_of_a_stage_have_the_scales_of_the_largest_amax():
+    for scale in run_ranks(_on_ranks, 4):
+        assert scale.tolist() == [448.0 / 4.0, 448.0 / 8.0, 224.0]

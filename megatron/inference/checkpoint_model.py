@@ -42,6 +42,7 @@ from megatron.core.inference.stages import PipelineGroups
 from megatron.core.models.gpt import GPTConfig, GPTModel
 from megatron.core.models.inference_optimized import InferenceOptimizedModel, matrices
 from megatron.core.models.layer_pattern import StageSplit
+from megatron.core.ops.packed_product import is_available
 from megatron.core.ops.row_tiles import TILE_ROWS, check_tiles
 from megatron.core.ops.tiled_attention import KEY_TILE
 from megatron.core.ops.weight_copy import CopyDtype
@@ -126,14 +127,25 @@ class CheckpointModel:
     def _check_tiles(self) -> None:
         """Say what --batch-invariant covers. Raises ValueError where products do not allow it."""
         handles = matrices(self.model)
-        check_tiles((handle.get() for handle in handles), handles[0].product_dtype)
+        packed = [handle for handle in handles if handle.least_rows is not None]
+        tiled = [handle for handle in handles if handle not in packed]
+        check_tiles((handle.get() for handle in tiled), handles[0].product_dtype)
+        nbytes = sum(handle.packed().nbytes for handle in packed)
         if self.model.region.group.rank == 0:
+            fallback = f"{len(tiled)} matrices, " if tiled else ""
             print(
-                f"batch-invariant: {len(handles)} matrices, routers and experts by tiles of "
-                f"{TILE_ROWS} tokens, attention by tiles of {KEY_TILE} keys, recurrences token by "
-                "token",
+                f"batch-invariant: {len(packed)} matrices packed by oneDNN, {nbytes / 1e6:,.1f} MB "
+                f"next to those stored; {fallback}routers and experts by tiles of {TILE_ROWS} "
+                f"tokens, attention by tiles of {KEY_TILE} keys, recurrences token by token",
                 file=sys.stderr,
             )
+            if tiled:
+                why = "sums rows by how many there are" if is_available() else "is not there"
+                shapes = ", ".join(str(list(s)) for s in sorted({h.shape for h in tiled}))
+                print(
+                    f"batch-invariant: tiles of {shapes}, as this torch's packed product {why}",
+                    file=sys.stderr,
+                )
 
     def _comm(self, max_step_tokens: int) -> SequenceParallelComm | None:
         """Return the collectives of sequence parallelism; None without it."""

@@ -133,10 +133,11 @@ def with_cpu_dtype(backend: Backend, dtype: torch.dtype | None) -> Backend:
 def with_batch_invariance(backend: Backend) -> Backend:
     """Return the backend with bits that depend neither on other rows nor on how a row is divided.
 
-    Products go over tiles of one number of rows (`ops.row_tiles`), attention over tiles of keys
-    counted from the row's beginning (`ops.tiled_attention`), recurrences token by token; 16-bit
-    matrices are multiplied in fp32. So a model computes the same log-probabilities over a whole row
-    as an engine does bit by bit. Recurrences are forward only.
+    Products are by packed matrices (`ops.packed_product`) or over tiles of one number of rows
+    (`ops.row_tiles`), attention over tiles of keys counted from the row's beginning
+    (`ops.tiled_attention`), recurrences token by token; 16-bit matrices are multiplied in fp32. So
+    a model computes the same log-probabilities over a whole row as an engine does bit by bit.
+    Recurrences are forward only.
     """
     return replace(
         backend,

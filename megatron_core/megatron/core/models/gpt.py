@@ -468,7 +468,9 @@ class GPTModel(StoreModule):
         )
 
     def weights_replaced(self) -> None:
-        """See `megatron.core.inference.engine.LanguageModel`: nothing here is derived from them."""
+        """See `megatron.core.inference.engine.LanguageModel`."""
+        for handle in self.store.handles.values():
+            handle.forget_packed()
 
     def full_logits(self, tokens: torch.Tensor, **options: Any) -> torch.Tensor:
         """Return the logits of the whole vocabulary, fp32 [s, b, V], on every tp rank."""

@@ -2,19 +2,22 @@
 """Products and activations whose bits do not depend on how many rows are computed together.
 
 A matrix product picks its kernel, and with it the order of its sums, by its shape: one row times a
-matrix has other bits than the same row among sixteen. So rows are multiplied in tiles of one size,
+matrix has other bits than the same row among sixteen. Routers, experts and what
+`ops.packed_product` cannot multiply are therefore multiplied in tiles of rows of one size,
 the last one padded with zeros: every product of a weight then has one shape, whatever the batch.
 What is left is that a tile's kernel treats all of its rows alike, on any number of threads;
 `check_tiles` tries that for given weights. (He et al. 2025, "Defeating Nondeterminism in LLM
 Inference", do so on GPUs.)
 
 Elementwise functions compute the last elements of a tensor, or of a thread's part, one by one and
-not in vectors, with other roundings of exponentials. Padded to a multiple of `PADDED_ROWS` rows
-there are no such elements. Softmax and norms go row by row: their bits depend on the row alone.
+not in vectors, with other roundings of exponentials. Padded to whole vectors, `PADDED_ROWS` rows at
+most, there are no such elements. Softmax and norms go row by row: their bits depend on the row
+alone.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable
 
 import torch
@@ -22,8 +25,11 @@ import torch.nn.functional as F
 
 #: Rows of one product: what a CPU multiplies at full speed, and as many as usually decode.
 TILE_ROWS = 16
-#: Rows that elementwise functions are padded to: two vectors of fp32 on any CPU for any features.
+#: Rows that elementwise functions are padded to for any features: two vectors of fp32 on any CPU.
 PADDED_ROWS = 32
+#: Elements of which fewer rows are padded to a multiple: those vectors of both halves of fused
+#: features on each of 2, 4, ... 32 threads.
+PADDED_ELEMENTS = 2048
 
 
 def padded(x: torch.Tensor, multiple: int) -> torch.Tensor:
@@ -61,7 +67,8 @@ def over_padded_rows(
 
     def compute(x: torch.Tensor, *arguments: object) -> torch.Tensor:
         rows = x.reshape(-1, x.shape[-1])
-        found = function(padded(rows, PADDED_ROWS), *arguments)
+        whole = PADDED_ELEMENTS // math.gcd(PADDED_ELEMENTS, rows.shape[-1])
+        found = function(padded(rows, min(whole, PADDED_ROWS)), *arguments)
         return found[: len(rows)].view(*x.shape[:-1], found.shape[-1])
 
     return compute

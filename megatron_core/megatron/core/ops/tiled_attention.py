@@ -15,6 +15,7 @@ fixed number of parts, as in He et al. 2025, "Defeating Nondeterminism in LLM In
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable, Iterator
 from itertools import pairwise
 
 import torch
@@ -27,6 +28,10 @@ from megatron.core.ops.paged_attention.reference import PagedBatch
 KEY_TILE = 64
 #: The log-sum-exp of no key, finite so that differences are numbers.
 NOTHING = -1e30
+
+#: What queries see of a tile: the places that are hidden, bool [q, 1, 1, k], and the queries that
+#: see none, bool [q, 1, 1, 1]; None if each sees some.
+Seen = tuple[Tensor, Tensor | None]
 
 
 def tiled_attention(
@@ -58,9 +63,16 @@ def tiled_attention(
         )
     scale = 1 / math.sqrt(query.shape[-1]) if scale is None else scale
     ends = torch.arange(1, len(query) + 1, device=query.device)
+    tiles = -(-len(key) // KEY_TILE)
     found = [
         _attend(
-            query[:, row], key[None, :, row], value[None, :, row], ends, 0, scale, window, sinks
+            query[:, row],
+            key[None, :, row],
+            value[None, :, row],
+            _seen(ends, 0, tiles, window),
+            scale,
+            window,
+            sinks,
         )
         for row in range(query.shape[1])
     ]
@@ -80,38 +92,75 @@ def tiled_paged_attention(
 ) -> Tensor:
     """Compute attention over pages, [t, n, d]; see `ops.paged_attention.paged_attention`.
 
-    Rows that have one new token go together, the others one after another.
+    Rows that have one new token go together, the others one after another: `_groups`, once a step.
+    """
+    size = key_cache.shape[1]
+    if window not in batch.tiles:
+        batch.tiles[window] = _groups(batch, size, window)
+    out = torch.zeros_like(query)
+    for places, slots, seen in batch.tiles[window]:
+        keys, values = (  # [rows, k, g, d]
+            cache.flatten(0, 1).index_select(0, slots.view(-1)).unflatten(0, slots.shape)
+            for cache in (key_cache, value_cache)
+        )
+        out[places] = _attend(query[places], keys, values, seen, scale, window, sinks)[0]
+    return out
+
+
+def _groups(
+    batch: PagedBatch, size: int, window: int | None
+) -> list[tuple[Tensor, Tensor, list[Seen]]]:
+    """Return rows that are attended to together: places of their tokens [q], slots of the places
+    that they see [rows, k], whole tiles, and which of each tile.
+
+    Args:
+        size: places of a page.
     """
     bounds, contexts = batch.query_bounds.tolist(), batch.context_lengths.tolist()
-    out, size = torch.zeros_like(query), key_cache.shape[1]
-    caches = [cache.flatten(0, 1) for cache in (key_cache, value_cache)]
     one = [row for row, (a, b) in enumerate(pairwise(bounds)) if b - a == 1 and contexts[row]]
-    groups = [one] if one else []
-    groups += [[row] for row, (a, b) in enumerate(pairwise(bounds)) if b - a > 1 and contexts[row]]
-    for rows in groups:
+    together = [one] if one else []
+    together += [
+        [row] for row, (a, b) in enumerate(pairwise(bounds)) if b - a > 1 and contexts[row]
+    ]
+    found = []
+    for rows in together:
         places = torch.tensor([t for r in rows for t in range(bounds[r], bounds[r + 1])])
         last = torch.tensor([contexts[r] for r in rows])
         new = bounds[rows[0] + 1] - bounds[rows[0]]
         low = 0
         if window is not None:
             low = max(0, min(contexts[r] for r in rows) - new + 1 - window) // KEY_TILE * KEY_TILE
-        wanted = torch.arange(low, int(last.max())).expand(len(rows), -1)
+        tiles = -(-(int(last.max()) - low) // KEY_TILE)
+        wanted = torch.arange(low, low + tiles * KEY_TILE).expand(len(rows), -1)
         # Places that no query sees take the page of one that all do: what is there may be anything.
         first = torch.zeros_like(last) if window is None else (last - new + 1 - window).clamp(min=0)
         wanted = torch.minimum(torch.maximum(wanted, first[:, None]), last[:, None] - 1)
         slots = batch.block_table[rows].gather(1, wanted // size).long() * size + wanted % size
         ends = last if len(rows) > 1 else torch.arange(contexts[rows[0]] - new, last[0]) + 1
-        keys, values = (cache[slots] for cache in caches)  # [rows, k, g, d]
-        out[places] = _attend(query[places], keys, values, ends, low, scale, window, sinks)[0]
-    return out
+        found.append((places, slots, list(_seen(ends, low, tiles, window))))
+    return found
+
+
+def _seen(ends: Tensor, low: int, tiles: int, window: int | None) -> Iterator[Seen]:
+    """Yield what queries see of tiles of places from `low` on, a multiple of `KEY_TILE`.
+
+    Args:
+        ends: int64 [q], how many places each query's row has up to itself.
+    """
+    for start in range(low, low + tiles * KEY_TILE, KEY_TILE):
+        places = torch.arange(start, start + KEY_TILE, device=ends.device)
+        hidden = places >= ends[:, None]  # [q, k]
+        if window is not None:
+            hidden |= places < ends[:, None] - window
+        none = hidden.all(-1)[:, None, None, None]
+        yield hidden[:, None, None], none if none.any() else None
 
 
 def _attend(
     query: Tensor,
     keys: Tensor,
     values: Tensor,
-    ends: Tensor,
-    low: int,
+    seen: Iterable[Seen],
     scale: float,
     window: int | None,
     sinks: Tensor | None,
@@ -120,22 +169,19 @@ def _attend(
 
     Args:
         query: [q, n, d].
-        keys, values: [q or 1, k, g, d], of places from `low` on, a multiple of `KEY_TILE`.
-        ends: int64 [q], how many places each query's row has up to itself.
+        keys, values: [q or 1, k, g, d], the last tile may be short.
+        seen: of each tile of keys, see `_seen`.
     """
     count, heads, features = query.shape
     groups, wide = keys.shape[2], accumulation_dtype(query.dtype)
     query = (query.to(wide) * scale).view(count, groups, heads // groups, features)
-    places = torch.arange(low, low + keys.shape[1], device=query.device)
     out = query.new_zeros(query.shape)
     lse = query.new_full((*query.shape[:-1], 1), NOTHING)
-    for start in range(0, len(places), KEY_TILE):
-        tile = slice(start, start + KEY_TILE)
-        seen = places[tile] < ends[:, None]  # [q, k]
-        if window is not None:
-            seen &= places[tile] >= ends[:, None] - window
-        part = _tile(query, *(x[:, tile].to(wide).contiguous() for x in (keys, values)), seen)
-        out, lse = _merged(out, lse, *part)
+    for number, some in enumerate(seen):
+        tile = slice(number * KEY_TILE, (number + 1) * KEY_TILE)
+        part = _tile(query, *(_of_heads(x[:, tile].to(wide)) for x in (keys, values)), *some)
+        # Without a window every query sees the first tile of its row.
+        out, lse = part if number == 0 and window is None else _merged(out, lse, *part)
     if sinks is not None:
         logits = sinks.to(wide).view(1, groups, -1, 1).expand_as(lse)
         out, lse = _merged(out, lse, torch.zeros_like(out), logits)
@@ -143,33 +189,44 @@ def _attend(
     return out.flatten(1, 2).to(keys.dtype), lse.flatten(1)
 
 
-def _tile(query: Tensor, keys: Tensor, values: Tensor, seen: Tensor) -> tuple[Tensor, Tensor]:
-    """Return (out [q, g, r, d], lse [q, g, r, 1]) over one tile of keys, padded to its size.
+def _of_heads(x: Tensor) -> Tensor:
+    """Return keys or values [q or 1, k, g, d] as [q or 1, g, KEY_TILE, d], contiguous."""
+    missing = KEY_TILE - x.shape[1]
+    if missing:
+        x = torch.nn.functional.pad(x, (0, 0, 0, 0, 0, missing))
+    return x.transpose(1, 2).contiguous()
+
+
+def _tile(
+    query: Tensor, keys: Tensor, values: Tensor, hidden: Tensor, none: Tensor | None
+) -> tuple[Tensor, Tensor]:
+    """Return (out [q, g, r, d], lse [q, g, r, 1]) over one tile of keys.
 
     Args:
         query: [q, g, r, d], scaled.
-        keys, values: [q or 1, k, g, d].
-        seen: bool [q, k].
+        keys, values: [q or 1, g, k, d].
+        hidden, none: see `Seen`.
     """
-    count, groups = query.shape[:2]
-    if missing := KEY_TILE - keys.shape[1]:
-        keys, values = (
-            torch.nn.functional.pad(x, (0, 0, 0, 0, 0, missing)) for x in (keys, values)
-        )
-        seen = torch.nn.functional.pad(seen, (0, missing))
-    none = ~seen.any(-1)[:, None, None]  # [q, 1, 1]
-    outs, sums = [], []
-    for group in range(groups):
-        key, value = (x[:, :, group].expand(count, -1, -1) for x in (keys, values))  # [q, k, d]
-        logits = torch.bmm(query[:, group], key.mT)  # [q, r, k]
-        logits = logits.masked_fill(~seen[:, None], -math.inf).masked_fill(none, 0.0)
-        shares = logits.softmax(-1).masked_fill(none, 0.0)
-        outs.append(torch.bmm(shares, value))
-        # The largest logit less its log-probability.
-        most = logits.amax(-1, keepdim=True)
-        total = most - logits.log_softmax(-1).amax(-1, keepdim=True)
-        sums.append(total.masked_fill(none, NOTHING))
-    return torch.stack(outs, 1), torch.stack(sums, 1)
+    logits = _products(query, keys.mT).masked_fill(hidden, -math.inf)  # [q, g, r, k]
+    if none is not None:
+        logits = logits.masked_fill(none, 0.0)
+    shares = logits.softmax(-1)
+    # The largest logit less its log-probability.
+    total = logits.amax(-1, keepdim=True) - logits.log_softmax(-1).amax(-1, keepdim=True)
+    if none is not None:
+        shares, total = shares.masked_fill(none, 0.0), total.masked_fill(none, NOTHING)
+    return _products(shares, values), total
+
+
+def _products(x: Tensor, matrices: Tensor) -> Tensor:
+    """Return x [q, g, r, a] times matrices [q or 1, g, a, c], [q, g, r, c], one by one."""
+    if len(matrices) == len(x):
+        return torch.bmm(x.flatten(0, 1), matrices.flatten(0, 1)).unflatten(0, x.shape[:2])
+    found = [
+        torch.bmm(x[:, group].contiguous(), matrices[0, group].expand(len(x), -1, -1))
+        for group in range(x.shape[1])
+    ]
+    return torch.stack(found, 1)
 
 
 def _merged(out: Tensor, lse: Tensor, more: Tensor, lse_more: Tensor) -> tuple[Tensor, Tensor]:

@@ -38,6 +38,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from megatron.core.ops.dispatch import matmul_dtype
+from megatron.core.ops.packed_product import PackedMatrix, least_rows
 from megatron.core.ops.row_tiles import tiled_product
 from megatron.core.ops.weight_copy import WeightCopy
 from megatron.core.ops.wide_product import add_product_
@@ -155,7 +156,8 @@ class WeightHandle:
         keeps_grad: without `gradients`, puts go to the `.grad` of `param`, as autograd's would: in
             one process, until an engine is built.
         cpu_dtype: what a CPU multiplies it in, see `ops.dispatch.matmul_dtype`.
-        row_tiles: multiply rows by it in tiles, see `ops.row_tiles`.
+        row_tiles: multiply rows by it so that their bits do not depend on how many there are: by
+            `ops.packed_product` where that holds, else in tiles, see `ops.row_tiles`.
         copy: what `linear` multiplies by outside of autograd instead, see `copies.copy_weights`.
     """
 
@@ -183,6 +185,7 @@ class WeightHandle:
         self.deferral = deferral or Deferral()
         self.cpu_dtype, self.row_tiles = cpu_dtype, row_tiles
         self.copy: WeightCopy | None = None
+        self._packed: PackedMatrix | None = None
         self.keeps_grad = False
 
     def __repr__(self) -> str:
@@ -253,7 +256,7 @@ class WeightHandle:
         weight = self.get() if self.whole is None else self.whole
         dtype = self.product_dtype
         if self.row_tiles:
-            y = tiled_product(x.to(dtype), weight.to(dtype).t())
+            y = self._row_product(x.to(dtype), weight)
             y = (y if added is None else y + added).to(x.dtype)
             return y if out is None else out.copy_(y)
         if dtype is x.dtype:
@@ -261,6 +264,37 @@ class WeightHandle:
         wide = None if added is None else added.to(dtype)
         y = F.linear(x.to(dtype), weight.to(dtype), wide)
         return y.to(x.dtype) if out is None else out.copy_(y)
+
+    def _row_product(self, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        """Return x [..., h] Wᵀ, [..., o], each row with bits of its own."""
+        least = self.least_rows
+        if least is None:
+            return tiled_product(x, weight.to(x.dtype).t())
+        return self.packed().product(x, least)
+
+    @property
+    def least_rows(self) -> int | None:
+        """From how many rows on `packed` gives a row its bits, see `packed_product.least_rows`."""
+        packs = self.product_dtype is torch.float32 and self.anchor.device.type == "cpu"
+        return least_rows(self.shape) if packs else None
+
+    def packed(self) -> PackedMatrix:
+        """Return the local weight as it is now in oneDNN's layout, which `ops.packed_product` must
+        hold for.
+
+        It is kept until the weight is written to, or `forget_packed`, if no other rank has the
+        weight: what is gathered for a layer is packed for a layer.
+        """
+        weight, found = self.get(), self._packed
+        if found is None or not found.is_of(weight):
+            found = PackedMatrix(weight)
+            if self.block is not None and self.block.alone:
+                self._packed = found
+        return found
+
+    def forget_packed(self) -> None:
+        """Pack the weight anew when it is next used: it was written to past torch's counter."""
+        self._packed = None
 
     def add_product_(
         self, total: torch.Tensor, x: torch.Tensor, *, bias: WeightHandle | None = None

@@ -12,7 +12,7 @@ import dataclasses
 import functools
 from collections.abc import Sequence
 from itertools import pairwise
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -75,7 +75,8 @@ class PagedBatch:
             has one new token, and the reference too reads nothing on the host: it gathers
             `max_context` keys of each row.
 
-    The reference works out what it gathers once for all layers: make a new batch for each step.
+    The reference works out what it gathers once for all layers, and `ops.tiled_attention` keeps in
+    `tiles` by window what it gathers: make a new batch for each step.
 
     Raises:
         ValueError: shapes, dtypes or bounds that do not fit.
@@ -88,6 +89,9 @@ class PagedBatch:
     max_context: int
     cpu_dtype: torch.dtype | None = None
     recorded: bool = False
+    tiles: dict[int | None, Any] = dataclasses.field(
+        default_factory=dict, init=False, repr=False, compare=False
+    )
     _gathers: dict[tuple[int, int | None, torch.dtype], GatherIndices] = dataclasses.field(
         default_factory=dict, init=False, repr=False, compare=False
     )

@@ -33,13 +33,13 @@ from megatron.training.config.parallel_options import (
     ParallelConfig,
     PipelineConfig,
 )
-from megatron.training.config.quantization_options import QuantizationOptions
 from megatron.training.config.training_options import (
     DataConfig,
     EvaluationConfig,
     LossScaleConfig,
     MuonConfig,
     OptimizerConfig,
+    QuantizationOptions,
     ScheduleConfig,
     TrainingConfig,
 )

@@ -15,7 +15,7 @@ from megatron.training.config import (
     layer_pattern,
     option_checks,
     parallel_options,
-    quantization_options,
+    quantization,
     stages,
     training_options,
 )
@@ -30,7 +30,7 @@ def check(config: Config, world_size: int) -> list[str]:
             _layout(config, world_size),
             option_checks.context_problems(config),
             option_checks.transformer_engine_problems(config),
-            quantization_options.problems(config),
+            quantization.problems(config),
             _batch(config, world_size),
             _data_parallel(config, world_size),
             layer_pattern.problems(config),

@@ -428,3 +428,45 @@ def _count(text: str) -> int | None:
         return None
     value = Fraction(match[1]) * _SUFFIXES[match[2]]
     return int(value) if value.denominator == 1 else None
+
+
+@dataclass(frozen=True, kw_only=True)
+class QuantizationOptions:
+    """Products of linear layers in FP8 or FP4, of --transformer-impl transformer_engine."""
+
+    fp8_format: Literal["e4m3", "hybrid"] | None = None
+    """Multiply the linear layers of the decoder in FP8: e4m3, or hybrid with output gradients in
+    e5m2. Weights, gradients and optimizer state keep their dtypes."""
+    fp8_recipe: Literal["delayed", "tensorwise", "blockwise", "mxfp8"] = "delayed"
+    """Where the scales of FP8 tensors come from: delayed takes the largest magnitudes of earlier
+    steps, tensorwise that of the tensor, blockwise those of its blocks of 128 elements, mxfp8 those
+    of 32 elements as powers of two (Blackwell)."""
+    fp8_margin: int = 0
+    """With --fp8-recipe delayed, room above the largest magnitude: a factor of 2 to this power."""
+    fp8_amax_history_len: int = 1
+    """With --fp8-recipe delayed, steps whose largest magnitudes are kept."""
+    fp8_amax_compute_algo: Literal["most_recent", "max"] = "most_recent"
+    """With --fp8-recipe delayed, which of the kept magnitudes makes the scale: the last, or the
+    largest."""
+    fp4_format: Literal["e2m1"] | None = None
+    """Multiply the linear layers of the decoder in FP4 with scales of 16 elements, NVFP4
+    (Blackwell)."""
+    first_last_layers_bf16: bool = False
+    """Keep the first and last layers in the dtype of the weights."""
+    num_layers_at_start_in_bf16: int = 1
+    """With --first-last-layers-bf16, how many at the start."""
+    num_layers_at_end_in_bf16: int = 1
+    """With --first-last-layers-bf16, how many at the end."""
+
+    def __post_init__(self) -> None:
+        require_all(
+            lambda: positive(self, "fp8_amax_history_len"),
+            lambda: not_negative(self, "num_layers_at_start_in_bf16", "num_layers_at_end_in_bf16"),
+        )
+
+    @property
+    def flag(self) -> str | None:
+        """The flag that asks for products in FP8 or FP4; None without any."""
+        if self.fp8_format is not None:
+            return f"--fp8-format {self.fp8_format}"
+        return None if self.fp4_format is None else f"--fp4-format {self.fp4_format}"

@@ -36,7 +36,7 @@ from megatron.core.ssm.choice import linear_shape
 from megatron.training.config import Config
 from megatron.training.config.layer_pattern import has_attention, num_layers
 from megatron.training.config.model_table import recurrent_shapes
-from megatron.training.config.quantization_options import quantization
+from megatron.training.config.quantization import quantization
 from megatron.training.config.resolve import Run
 from megatron.training.core_configs import (
     attention_shape,

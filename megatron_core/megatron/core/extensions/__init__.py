@@ -42,6 +42,6 @@ def transformer_engine_problem() -> str | None:
 def quantization_problem(config: QuantizationConfig) -> str | None:
     """Return why the GPU of this process cannot multiply by a recipe, in TransformerEngine's words;
     None if it can, or if there is no GPU. TransformerEngine can be used."""
-    module = importlib.import_module("megatron.core.extensions.transformer_engine")
-    reason: str | None = module.quantization_problem(config)
-    return reason
+    from megatron.core.extensions import transformer_engine
+
+    return transformer_engine.quantization_problem(config)

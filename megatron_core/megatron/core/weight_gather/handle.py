@@ -288,7 +288,7 @@ class WeightHandle:
         weight, found = self.get(), self._packed
         if found is None or not found.is_of(weight):
             found = PackedMatrix(weight)
-            if self.block is not None and self.block.alone:
+            if self.whole is not None:
                 self._packed = found
         return found
 

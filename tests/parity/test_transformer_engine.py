@@ -142,8 +142,8 @@ def _with_faults(rank, world, row, initial):
     module = importlib.import_module("megatron.core.extensions.transformer_engine")
     weights, of = [], module.HandleWeight.of
 
-    def seen(*args):
-        made = of(*args)
+    def seen(*args, **options):
+        made = of(*args, **options)
         weights.extend(made)
         return made
 

@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
-from megatron.core.extensions import quantization_problem, transformer_engine_problem
+from megatron.core.extensions import transformer_engine_problem
 from megatron.core.extensions.quantization import QuantizationConfig
 from megatron.training.config import layer_pattern
 
@@ -41,7 +41,9 @@ def problems(config: Config) -> Iterator[str]:
     if config.parallel.transformer_impl != "transformer_engine":
         yield f"{chosen.flag} needs --transformer-impl transformer_engine: add it"
     elif transformer_engine_problem() is None:
-        reason = quantization_problem(found)
+        from megatron.core.extensions import transformer_engine  # on demand: it is an extra
+
+        reason = transformer_engine.quantization_problem(found)
         if reason is not None:
             yield f"{chosen.flag}: this GPU has no {found.recipe} ({reason}): take another recipe"
     layers = layer_pattern.num_layers(config)

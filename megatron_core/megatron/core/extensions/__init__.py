@@ -6,10 +6,6 @@ from __future__ import annotations
 import importlib
 import importlib.metadata
 import re
-from typing import TYPE_CHECKING
-
-if TYPE_CHECKING:
-    from megatron.core.extensions.quantization import QuantizationConfig
 
 #: The first release of TransformerEngine whose layers take weights that are gathered on demand.
 OLDEST_TRANSFORMER_ENGINE = (2, 19)
@@ -37,11 +33,3 @@ def transformer_engine_problem() -> str | None:
         reason = str(error).strip().partition("\n")[0]
         return f"TransformerEngine {release} cannot be used ({reason}): {install} on a GPU machine"
     return None
-
-
-def quantization_problem(config: QuantizationConfig) -> str | None:
-    """Return why the GPU of this process cannot multiply by a recipe, in TransformerEngine's words;
-    None if it can, or if there is no GPU. TransformerEngine can be used."""
-    from megatron.core.extensions import transformer_engine
-
-    return transformer_engine.quantization_problem(config)

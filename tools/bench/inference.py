@@ -559,8 +559,8 @@ ANSWER_SCHEMA = {
 }
 
 
-def large_tokenizer(folder: Path) -> HuggingFaceTokenizer:
-    """Return a tokenizer of `LARGE_VOCABULARY` byte-level tokens: all bytes, the marks of JSON in
+def large_tokenizer(folder: Path, size: int = LARGE_VOCABULARY) -> HuggingFaceTokenizer:
+    """Return a tokenizer of `size` byte-level tokens: all bytes, the marks of JSON in
     twos and threes, and pieces of this repository's words, with and without a blank before."""
     marks = [*itertools.product('{}[]":, ', repeat=2), *itertools.product('{}[]":, ', repeat=3)]
     found = dict.fromkeys([*pre_tokenizers.ByteLevel.alphabet(), *map("".join, marks)])
@@ -569,9 +569,9 @@ def large_tokenizer(folder: Path) -> HuggingFaceTokenizer:
         for word in re.findall(r"[A-Za-z0-9]+", path.read_text(encoding="utf-8")):
             for start, end in itertools.combinations(range(min(len(word), 14) + 1), 2):
                 found[word[start:end]] = found[f"Ġ{word[start:end]}"] = None
-        if len(found) >= LARGE_VOCABULARY:
+        if len(found) >= size:
             break
-    pieces = list(found)[: LARGE_VOCABULARY - 1]
+    pieces = list(found)[: size - 1]
     tokenizer = PlainTokenizer(models.BPE({p: n for n, p in enumerate(pieces)}, []))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()

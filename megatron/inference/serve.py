@@ -126,8 +126,8 @@ def listen(host: str, port: int, *, flags: str = "") -> socket.socket:
 
 
 @contextlib.contextmanager
-def http_process(listeners: Sequence[socket.socket]) -> Iterator[socket.socket]:
-    """Start the HTTP process; yield the link to it, whose end ends it.
+def http_process(listeners: Sequence[socket.socket]) -> Iterator[tuple[socket.socket, int]]:
+    """Start the HTTP process; yield the link to it, whose end ends it, and its process id.
 
     Args:
         listeners: where clients come, and perhaps where administration does.
@@ -142,7 +142,7 @@ def http_process(listeners: Sequence[socket.socket]) -> Iterator[socket.socket]:
                 stdin=subprocess.DEVNULL,
             )
         try:
-            yield link
+            yield link, process.pid
         finally:
             link.close()
             try:
@@ -252,7 +252,7 @@ def run(config: ServeConfig, launch: Launch) -> None:
                 found = listen(service.admin_host, service.admin_port, flags="admin-")
                 listeners.append(stack.enter_context(found))
             where = [listener.getsockname()[:2] for listener in listeners]
-            link = stack.enter_context(http_process(listeners))
+            link, _ = stack.enter_context(http_process(listeners))
             for listener in listeners:
                 listener.close()  # the other process has it
         serve(config, launch, link, keys=keys, where=where)

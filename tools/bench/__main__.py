@@ -32,6 +32,7 @@ BENCHES = (
     "recurrences",
     "inference",
     "decode",
+    "serve",
 )
 
 

@@ -13,14 +13,21 @@ from __future__ import annotations
 
 import argparse
 import functools
+import itertools
+import random
+import re
 import statistics
 import tempfile
 import time
 from collections.abc import Callable, Sequence
+from pathlib import Path
 
 import torch
+from tokenizers import Tokenizer as PlainTokenizer
+from tokenizers import decoders, models, pre_tokenizers
 from transformers import DynamicCache, LlamaForCausalLM
 
+from megatron.cli.tokenizers import HuggingFaceTokenizer
 from megatron.core.backend import LOCAL, Backend, with_batch_invariance
 from megatron.core.dist_checkpointing import Solo, weight_chunks
 from megatron.core.inference import Request
@@ -45,6 +52,7 @@ from megatron.core.weight_gather import Storage
 from megatron.hf.read_weights import read_weights
 from megatron.inference.bench import make_requests, static_waste
 from megatron.inference.config import Load
+from megatron.inference.server.structured import Grammars, json_grammar
 from megatron.training.checkpoints.hf_options import open_model
 from tools.bench import shapes
 from tools.bench.peers import llama_config
@@ -522,7 +530,96 @@ def planning_rows(quick: bool, clock: Callable[[], float]) -> list[Row]:
     ]
 
 
+#: Tokens of a large vocabulary.
+LARGE_VOCABULARY = 128 * 1024
+#: What answers follow: strings, numbers, lists and objects in objects.
+ANSWER_SCHEMA = {
+    "type": "object",
+    "properties": {
+        "title": {"type": "string"},
+        "count": {"type": "integer", "minimum": 0, "maximum": 5000},
+        "kind": {"enum": ["one", "another", "a third"]},
+        "parts": {
+            "type": "array",
+            "minItems": 4,
+            "items": {
+                "type": "object",
+                "properties": {
+                    "name": {"type": "string", "maxLength": 40},
+                    "share": {"type": "number"},
+                    "words": {"type": "array", "items": {"type": "string"}, "maxItems": 4},
+                },
+                "required": ["name", "share", "words"],
+                "additionalProperties": False,
+            },
+        },
+    },
+    "required": ["title", "count", "kind", "parts"],
+    "additionalProperties": False,
+}
+
+
+def large_tokenizer(folder: Path, size: int = LARGE_VOCABULARY) -> HuggingFaceTokenizer:
+    """Return a tokenizer of `size` byte-level tokens: all bytes, the marks of JSON in
+    twos and threes, and pieces of this repository's words, with and without a blank before."""
+    marks = [*itertools.product('{}[]":, ', repeat=2), *itertools.product('{}[]":, ', repeat=3)]
+    found = dict.fromkeys([*pre_tokenizers.ByteLevel.alphabet(), *map("".join, marks)])
+    found = {piece.replace(" ", "Ġ"): None for piece in found}
+    for path in sorted(Path(__file__).parents[2].glob("*/**/*.py")):
+        for word in re.findall(r"[A-Za-z0-9]+", path.read_text(encoding="utf-8")):
+            for start, end in itertools.combinations(range(min(len(word), 14) + 1), 2):
+                found[word[start:end]] = found[f"Ġ{word[start:end]}"] = None
+        if len(found) >= size:
+            break
+    pieces = list(found)[: size - 1]
+    tokenizer = PlainTokenizer(models.BPE({p: n for n, p in enumerate(pieces)}, []))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.add_special_tokens(["<|endoftext|>"])
+    tokenizer.save(str(folder / "tokenizer.json"))
+    return HuggingFaceTokenizer(folder / "tokenizer.json")
+
+
+def mask_rows(quick: bool, clock: Callable[[], float]) -> list[Row]:
+    """Seconds of one mask of a JSON Schema over 128 k tokens, by those of a decode step."""
+    with tempfile.TemporaryDirectory() as folder:
+        tokenizer = large_tokenizer(Path(folder))
+    assert tokenizer.vocab_size == LARGE_VOCABULARY
+    end = LARGE_VOCABULARY - 1
+    grammars = Grammars(tokenizer, [end], LARGE_VOCABULARY)
+    grammar, source = json_grammar(ANSWER_SCHEMA), random.Random(shapes.SEED)
+    grammars.compile(grammar)
+    masks: list[float] = []
+    while len(masks) < (200 if quick else 4000):
+        mask = grammars.mask(grammar)
+        tokens: list[int] = []
+        while end not in tokens[-1:] and len(tokens) < 200:
+            start = clock()
+            allowed = mask(tokens)
+            masks.append(clock() - start)
+            tokens.append(source.choice(allowed.nonzero().flatten().tolist()))
+    model = with_weights_of(llama(SHAPES["M"]))
+    engine = engine_of(model)
+    engine.model = InferenceOptimizedModel(model)
+    new = 32 if quick else 256
+    load = Load(num_requests=1, input_tokens=1, min_output_tokens=new, max_output_tokens=new)
+    for request in make_requests(load, model.config.vocab_size):
+        engine.add(request)
+    steps = []
+    while engine.unfinished:
+        start = clock()
+        engine.step()
+        steps.append(clock() - start)
+    step = statistics.median(steps)
+    what = "mask of a JSON Schema, V = 128 k: {} s / decode step"
+    return [
+        row(what.format("median"), [statistics.median(masks)], [step], "<= 0.05"),
+        row(what.format("p99"), [statistics.quantiles(masks, n=100)[-1]], [step], "<= 1"),
+    ]
+
+
 PARTS = {
+    "masks": mask_rows,
     "host": host_rows,
     "prefix": prefix_rows,
     "batches": batch_rows,

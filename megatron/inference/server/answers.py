@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import secrets
-from collections.abc import AsyncGenerator, Callable, Sequence
+from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from functools import partial
 from typing import Any, Protocol
 
@@ -52,7 +52,7 @@ async def begin_answer(
     *,
     max_new_tokens: int | None = None,
     logprobs: int | None = None,
-    format_field: str = "response_format",
+    names: Mapping[str, str],
 ) -> Generation:
     """Ask the engine to answer a conversation; the deltas have parts.
 
@@ -62,26 +62,26 @@ async def begin_answer(
         body: how tokens are chosen, what ends and what shapes the answer.
         max_new_tokens: of the answer; None is what the model has room for.
         logprobs: alternatives of each token to report.
-        format_field: what the route calls the field of the answer's schema.
+        names: what the route calls `prompt`, `max_new_tokens` and, where it has another name for
+            it, `response_format`.
 
     Raises:
         ApiError: the model cannot answer it, or not now.
     """
     prompt = await server.conversations.prompt(conversation)
-    shapes = [
-        (format_field if name == "response_format" else name, make)
-        for name, make in grammar_makers(body)
-    ]
+    shapes = [(names.get(name, name), make) for name, make in grammar_makers(body)]
     longest = server.card.max_length
     if max_new_tokens is None and longest is None:
         raise ApiError(
-            400, "the model has no longest text: give max_completion_tokens", param="max_tokens"
+            400,
+            f"the model has no longest text: give {names['max_new_tokens']}",
+            param=names["max_new_tokens"],
         )
     if max_new_tokens is None and len(prompt.tokens) >= (longest or 0):
         raise ApiError(
             400,
             f"the conversation has {len(prompt.tokens)} tokens, the model takes {longest}",
-            param="messages",
+            param=names["prompt"],
             code="context_length_exceeded",
         )
     wanted = body.wanted(
@@ -89,6 +89,7 @@ async def begin_answer(
         ends=server.card.stop_tokens,
         max_new_tokens=max_new_tokens,
         sampling=body.sampling(seed=secrets.randbits(63), logprobs=logprobs),
+        names=names,
         grammar=await server.grammar(body, _makers(server, conversation, body, prompt, shapes)),
     )
     tools = {tool.name: tool.parameters for tool in conversation.callable_tools}

@@ -33,6 +33,10 @@ async def chat(server: Server, request: Request) -> Response:
         body,
         max_new_tokens=body.max_completion_tokens or body.max_tokens,
         logprobs=body.top_logprobs,
+        names={
+            "prompt": "messages",
+            "max_new_tokens": "max_completion_tokens" if body.max_tokens is None else "max_tokens",
+        },
     )
     view = ChatView(
         server.card.name, server.token_text, outputs=body.n or 1, logprobs=bool(body.logprobs)

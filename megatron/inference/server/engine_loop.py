@@ -20,6 +20,7 @@ import torch
 
 from megatron.core.comm import all_reduce
 from megatron.core.inference.engine import Completion, Engine, Request
+from megatron.core.inference.requests import RequestError
 from megatron.core.inference.sampling import SamplingParams
 from megatron.inference.server.engine_control import EngineControl
 from megatron.inference.server.protocol import LENGTH, Ask, FrameReader, News, frame
@@ -209,7 +210,8 @@ class EngineLoop:
                 )
             )
         except ValueError as error:  # one line for the user: the cache is too small for it
-            self._news_outside.append(News(id=ask.id, refused=str(error)))
+            field = error.field if isinstance(error, RequestError) else ""
+            self._news_outside.append(News(id=ask.id, refused=str(error), refused_field=field))
             return
         self._asks[number], self._reported[number] = ask, 0
         self._engine_ids[ask.id] = number

@@ -176,6 +176,7 @@ class GenerationBody(Body):
         ends: Sequence[int],
         max_new_tokens: int | None,
         sampling: dict[str, Any],
+        names: Mapping[str, str],
         prompt_logprobs: bool = False,
         grammar: str | None = None,
     ) -> Wanted:
@@ -186,7 +187,7 @@ class GenerationBody(Body):
             ends: tokens that end a text, unless `ignore_eos`.
             max_new_tokens: see `Wanted`.
             sampling: of `sampling`.
-            prompt_logprobs, grammar: see `Wanted`.
+            names, prompt_logprobs, grammar: see `Wanted`.
         """
         stop = [self.stop] if isinstance(self.stop, str) else self.stop or []
         tokens = {*(self.stop_token_ids or ()), *(() if self.ignore_eos else ends)}
@@ -200,6 +201,7 @@ class GenerationBody(Body):
             prompt_logprobs=prompt_logprobs,
             grammar=grammar,
             priority=self.priority or 0,
+            names=names,
         )
 
 

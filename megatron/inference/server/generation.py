@@ -19,7 +19,16 @@ LEAST_LOGPROB = -9999.0
 
 
 class Refused(Exception):
-    """The engine cannot serve a request; the text is for the user."""
+    """The engine cannot serve a request.
+
+    Args:
+        message: for the user.
+        field: of the request that it is about; None if it is about none.
+    """
+
+    def __init__(self, message: str, field: str | None) -> None:
+        super().__init__(message)
+        self.field = field
 
 
 class NotFinite(Exception):
@@ -59,6 +68,7 @@ class Wanted:
         prompt_logprobs: report those of the prompts.
         grammar: that outputs follow, see `structured`; None for any text.
         priority: requests with a lower number come first.
+        names: what the route calls fields of the engine's `Request`, where it is another name.
     """
 
     prompts: Sequence[Sequence[int]]
@@ -70,6 +80,11 @@ class Wanted:
     prompt_logprobs: bool = False
     grammar: str | None = None
     priority: int = 0
+    names: Mapping[str, str] = field(default_factory=dict)
+
+    def name(self, engine_field: str) -> str | None:
+        """Return the route's name of a field of the engine's `Request`; None for no field."""
+        return self.names.get(engine_field, engine_field) or None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -219,7 +234,7 @@ class Generation:
                 if self._places[news.id] in self._ended:
                     continue  # it came before the engine knew of a stop string
                 if news.refused:
-                    raise Refused(news.refused)
+                    raise Refused(news.refused, self._wanted.name(news.refused_field))
                 if news.finish_reason == "error":
                     raise NotFinite
                 yield self._delta(news)

@@ -5,6 +5,7 @@ shape of OpenAI. An error says what the server itself has to say, never the text
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import hmac
 import json
 import re
@@ -294,6 +295,24 @@ class TimedProtocol(H11Protocol):
 def timed_protocol(seconds: float) -> type[TimedProtocol]:
     """Return the protocol with a time for headers to arrive."""
     return type("TimedProtocol", (TimedProtocol,), {"header_seconds": seconds})
+
+
+def check_keys(data: bytes) -> None:
+    """Raise ApiError for JSON with an object that has a key twice; what is no JSON passes."""
+
+    def unique(pairs: Sequence[tuple[str, Any]]) -> dict[str, Any]:
+        found = dict(pairs)
+        if len(found) < len(pairs):
+            seen: set[str] = set()
+            for key, _ in pairs:
+                if key in seen:
+                    shown = key[:100].encode(errors="replace").decode()
+                    raise ApiError(400, f"the key {shown!r} is there twice", param=shown)
+                seen.add(key)
+        return found
+
+    with contextlib.suppress(ValueError, RecursionError):
+        json.loads(data, object_pairs_hook=unique)
 
 
 def validation_error(problems: Sequence[Mapping[str, Any]]) -> ApiError:

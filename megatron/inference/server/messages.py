@@ -362,7 +362,11 @@ async def messages(server: Server, request: Request) -> Response:
         body.conversation(),
         body.generation(),
         max_new_tokens=body.max_tokens,
-        format_field="output_config",
+        names={
+            "prompt": "messages",
+            "max_new_tokens": "max_tokens",
+            "response_format": "output_config",
+        },
     )
     view = MessageView(server.card.name, generation.usage, request.state.request_id)
     return await respond_with_events(server, request, generation, view, stream=bool(body.stream))

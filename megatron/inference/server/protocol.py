@@ -78,6 +78,7 @@ class News:
         epochs: of each, as in `Completion`.
         finish_reason: as in `Completion`; "" while it goes on.
         refused: why the engine cannot serve it at all; it has ended then.
+        refused_field: of `Request`, that it is refused for; "" if for none.
         cached_tokens: of the prompt, found in the prefix cache; in the first news.
         prompt_logprobs, prompt_top_logprobs: of each token of the prompt but the first; in the
             first news, None if not asked.
@@ -91,6 +92,7 @@ class News:
     epochs: Sequence[int] = ()
     finish_reason: str = ""
     refused: str = ""
+    refused_field: str = ""
     cached_tokens: int = 0
     prompt_logprobs: Sequence[float] | None = None
     prompt_top_logprobs: Sequence[Sequence[Sequence[Any]]] | None = None

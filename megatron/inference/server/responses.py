@@ -431,7 +431,11 @@ async def create_response(server: Server, request: Request) -> Response:
         body.conversation(),
         body.generation(),
         max_new_tokens=body.max_output_tokens,
-        format_field="text",
+        names={
+            "prompt": "input",
+            "max_new_tokens": "max_output_tokens",
+            "response_format": "text",
+        },
     )
     view = ResponseView(server.card.name, generation, body.told())
 

@@ -30,7 +30,7 @@ from starlette.types import ASGIApp
 
 from megatron.cli.tokenizers import Tokenizer
 from megatron.core.inference.engine import Request as EngineRequest
-from megatron.core.inference.engine import check_request
+from megatron.core.inference.requests import RequestError, check_request
 from megatron.core.inference.sampling import SamplingParams
 from megatron.inference.server.answer_formats import AnswerFormats, decode_with_marks
 from megatron.inference.server.answer_parser import AnswerParser
@@ -68,6 +68,7 @@ from megatron.inference.server.guard import (
     EventStream,
     Guard,
     Limits,
+    check_keys,
     disconnected,
     internal_error,
     validation_error,
@@ -201,11 +202,17 @@ class Server:
                 sampling=SamplingParams(**wanted.sampling),
             )
             check_request(request, max_length=self.card.max_length, vocab_size=self.card.vocab_size)
-        except ValueError as error:  # one line for the user
-            long = "too long" in str(error)
+        except RequestError as error:
+            longest = self.card.max_length
+            long = longest is not None and len(prompt) + request.max_new_tokens > longest
             raise ApiError(
-                400, str(error), code="context_length_exceeded" if long else None
+                400,
+                str(error),
+                param=wanted.name(error.field),
+                code="context_length_exceeded" if long else None,
             ) from None
+        except ValueError as error:  # one line for the user
+            raise ApiError(400, str(error)) from None
 
     def check_awake(self) -> None:
         """Raise ApiError if the engine is asleep."""
@@ -228,8 +235,10 @@ class Server:
 
     async def read(self, request: Request, body: type[B]) -> B:
         """Return the body of a request, checked. Raises ApiError for one with wrong fields."""
+        data = await request.body()
+        check_keys(data)
         try:
-            return body.model_validate_json(await request.body())
+            return body.model_validate_json(data)
         except ValidationError as error:
             raise validation_error(
                 error.errors(include_url=False, include_context=False, include_input=False)
@@ -311,7 +320,7 @@ async def checked(generation: Generation) -> AsyncIterator[Delta]:
         async for delta in generation.deltas():
             yield delta
     except Refused as error:
-        raise ApiError(400, str(error)) from None
+        raise ApiError(400, str(error), param=error.field) from None
     except NotFinite:
         raise ApiError(
             500, "the model's logits are not finite, or nothing may follow", code="not_finite"
@@ -403,6 +412,7 @@ async def completions(server: Server, request: Request) -> Response:
         ends=server.card.stop_tokens,
         max_new_tokens=body.max_tokens or COMPLETION_TOKENS,
         sampling=body.sampling(seed=secrets.randbits(63), logprobs=body.logprobs),
+        names={"max_new_tokens": "max_tokens"},
         prompt_logprobs=echo and body.logprobs is not None,
         grammar=await server.grammar(body),
     )

@@ -11,6 +11,19 @@ from torch import Tensor
 from megatron.core.inference.sampling import SamplingParams
 
 
+class RequestError(ValueError):
+    """A request that cannot be served.
+
+    Args:
+        message: the value and the fix, one line.
+        field: of `Request` or `SamplingParams`, which holds the value.
+    """
+
+    def __init__(self, message: str, *, field: str) -> None:
+        super().__init__(message)
+        self.field = field
+
+
 @dataclass(frozen=True, kw_only=True)
 class Request:
     """Ask to continue `prompt`.
@@ -95,24 +108,32 @@ def check_request(request: Request, *, max_length: int | None, vocab_size: int) 
         vocab_size: token ids must be below it.
 
     Raises:
-        ValueError: naming the value and the fix.
+        RequestError: naming the field, the value and the fix.
     """
     length = len(request.prompt)
     if request.max_new_tokens < 1:
-        raise ValueError(f"max-new-tokens is {request.max_new_tokens}: use a positive number")
+        raise RequestError(
+            f"max-new-tokens is {request.max_new_tokens}: use a positive number",
+            field="max_new_tokens",
+        )
     if request.n < 1:
-        raise ValueError(f"n is {request.n}: ask for at least one output")
+        raise RequestError(f"n is {request.n}: ask for at least one output", field="n")
     if length == 0:
-        raise ValueError("the prompt has no tokens: give at least one")
+        raise RequestError("the prompt has no tokens: give at least one", field="prompt")
     if max_length is not None and length + request.max_new_tokens > max_length:
-        raise ValueError(
+        raise RequestError(
             f"the prompt is too long: {length} tokens + {request.max_new_tokens} new ones exceed "
-            f"the model's limit of {max_length}: shorten the prompt or ask for fewer new tokens"
+            f"the model's limit of {max_length}: shorten the prompt or ask for fewer new tokens",
+            field="prompt",
         )
     wrong = [t for t in request.prompt if not 0 <= t < vocab_size]
     if wrong:
-        raise ValueError(
+        raise RequestError(
             f"the prompt has token id {wrong[0]}, outside the vocabulary of {vocab_size}: use the "
-            "tokenizer that the model was trained with"
+            "tokenizer that the model was trained with",
+            field="prompt",
         )
-    request.sampling.check_vocabulary(vocab_size)
+    try:
+        request.sampling.check_vocabulary(vocab_size)
+    except ValueError as error:
+        raise RequestError(str(error), field="logit_bias") from None

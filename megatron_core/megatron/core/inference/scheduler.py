@@ -46,6 +46,7 @@ import numpy as np
 
 from megatron.core.inference.blocks import BlockPool, block_digests
 from megatron.core.inference.cache import StateCache
+from megatron.core.inference.requests import RequestError
 
 #: Snapshots of states that are spread over one prompt.
 SNAPSHOTS_PER_PROMPT = 10
@@ -358,13 +359,14 @@ class Scheduler:
         return -(-tokens // self.block_size)
 
     def check(self, max_tokens: int) -> None:
-        """Raise ValueError for a row of so many tokens that does not fit the cache even alone."""
+        """Raise RequestError for a row of so many tokens that does not fit the cache even alone."""
         # The last token is chosen and never computed.
         wanted = self.blocks_for(max_tokens - 1)
         if wanted > self.pool.num_blocks:
-            raise ValueError(
+            raise RequestError(
                 f"{max_tokens} tokens take {wanted} blocks of {self.block_size} tokens, the "
-                f"cache has {self.pool.num_blocks}: make it {wanted} or ask for fewer tokens"
+                f"cache has {self.pool.num_blocks}: make it {wanted} or ask for fewer tokens",
+                field="max_new_tokens",
             )
 
     def add(self, row: Row) -> None:

@@ -68,6 +68,21 @@ def test_row_50_bodies_that_are_no_requests(server: Served, body: bytes) -> None
     refused(server.http.post("/v1/completions", content=body))
 
 
+@pytest.mark.parametrize(
+    ("body", "key"),
+    [
+        (b'{"prompt": "a", "prompt": 5}', "prompt"),
+        (b'{"prompt": "a", "logit_bias": {"7": 1, "8": 1, "7": 1}}', "7"),
+        (b'{"prompt": "a", "structured_outputs": {"json": {"a": [{"b": 1, "\\u0062": 2}]}}}', "b"),
+        (b'{"prompt": "a", "\\ud800": 1, "\\ud800": 1}', "?"),
+    ],
+)
+def test_row_50_a_key_that_is_there_twice_is_named(server: Served, body: bytes, key: str) -> None:
+    error = refused(server.http.post("/v1/completions", content=body))
+    assert "twice" in error["message"]
+    assert error["param"] == key
+
+
 def test_row_50_a_field_that_is_not_there_is_named(server: Served) -> None:
     for fields in ({"suffix": "x"}, {"best_of": 2}, {"stream_options": {"more": True}}):
         error = refused(server.post("/v1/completions", **TEXT, **fields))
@@ -162,21 +177,23 @@ def test_row_52_nan_is_no_number(server: Served) -> None:
 
 
 @pytest.mark.parametrize(
-    ("fields", "told"),
+    ("fields", "told", "param"),
     [
-        ({"prompt": [257]}, "257"),
-        ({"prompt": [1 << 40]}, "prompt"),
-        ({"prompt": [-1]}, "prompt"),
-        ({"prompt": "a" * 5000}, "5000"),
-        ({"prompt": "a", "max_tokens": 5000}, "5000"),
-        ({"prompt": "a", "logit_bias": {"999": 1}}, "999"),
+        ({"prompt": [257]}, "257", "prompt"),
+        ({"prompt": [1 << 40]}, "prompt", "prompt"),
+        ({"prompt": [-1]}, "prompt", "prompt"),
+        ({"prompt": "a" * 5000}, "5000", "prompt"),
+        ({"prompt": "a", "max_tokens": 5000}, "5000", "prompt"),
+        ({"prompt": "a", "logit_bias": {"999": 1}}, "999", "logit_bias"),
     ],
 )
 def test_row_53_tokens_that_the_model_lacks(
-    server: Served, fields: dict[str, Any], told: str
+    server: Served, fields: dict[str, Any], told: str, param: str
 ) -> None:
     steps = server.engine.stats.steps
-    assert told in refused(server.post("/v1/completions", **fields))["message"]
+    error = refused(server.post("/v1/completions", **fields))
+    assert told in error["message"]
+    assert error["param"] == param
     assert server.engine.stats.steps == steps
 
 
@@ -348,10 +365,13 @@ def test_row_62_a_cache_that_is_full_changes_no_text() -> None:
             answers = pool.map(lambda one: server.post("/v1/completions", **one), asked)
             texts.append([answer.json()["choices"][0]["text"] for answer in answers])
             full = server.post("/v1/completions", prompt="a" * 100)
+            chat = server.post("/v1/chat/completions", **CHAT, max_completion_tokens=200)
             preempted = server.engine.stats.preempted
     assert texts[0] == texts[1]
     assert preempted > 0
     assert "blocks" in refused(full)["message"]  # would not fit even alone
+    assert refused(full)["param"] == "max_tokens"
+    assert refused(chat)["param"] == "max_completion_tokens"
 
 
 def test_row_63_a_seed_says_the_same_alone_and_among_others() -> None:

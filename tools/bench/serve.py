@@ -1,0 +1,297 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The server over HTTP against the engine alone, in turns.
+
+python -m tools.bench.serve
+
+The engine is of the M shape, on one thread; the server's HTTP process is the one that
+`megatron.inference.serve` starts. The client is a bare asyncio reader in a process of its own:
+`python -m tools.bench.serve --client`, which reads one order a line and answers in JSON. Wall-clock
+time, as three processes take part; what each token costs the HTTP process is its CPU time, which
+Linux counts in /proc/PID/schedstat.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import contextlib
+import json
+import socket
+import statistics
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from megatron.core.inference.cache import CacheShapes
+from megatron.core.inference.engine import Engine
+from megatron.core.inference.requests import Request
+from megatron.core.inference.sizes import EngineConfig
+from megatron.core.models.inference_optimized import InferenceOptimizedModel
+from megatron.core.process_groups import Group
+from megatron.inference.bench import make_requests
+from megatron.inference.config import Load
+from megatron.inference.serve import http_process
+from megatron.inference.server.engine_loop import EngineLoop, OrderBroadcast
+from megatron.inference.server.protocol import frame
+from tools.bench.inference import (
+    ROWS,
+    Nothing,
+    engine_of,
+    in_turns,
+    large_tokenizer,
+    llama,
+    with_weights_of,
+)
+from tools.bench.inference import row as ratio_row
+from tools.bench.shapes import SHAPES
+from tools.bench.table import Row, format_table
+
+VOCABULARY = SHAPES["M"].vocabulary
+LONG_TOKENS = 4400
+#: Tokens around the 100th and around the 4,000th of a stream.
+EARLY, LATE = (50, 450), (3800, 4200)
+
+
+def cpu_seconds(pid: int) -> float:
+    """Return the CPU time of a process's first thread, which runs its event loop."""
+    text = Path(f"/proc/{pid}/schedstat").read_text(encoding="utf-8")
+    return int(text.split()[0]) / 1e9
+
+
+async def read_stream(port: int, body: bytes, marks: Mapping[int, Callable[[], None]]) -> Any:
+    """Ask for one stream; return seconds to its first token, and its tokens.
+
+    Args:
+        port: of the server.
+        body: of the request.
+        marks: what to call when so many tokens have come.
+    """
+    head = f"POST /v1/completions HTTP/1.1\r\nhost: a\r\ncontent-length: {len(body)}\r\n\r\n"
+    start, first, tokens = time.perf_counter(), 0.0, 0
+    reader, writer = await asyncio.open_connection("127.0.0.1", port)
+    writer.write(head.encode() + body)
+    while b"[DONE]" not in (line := await reader.readline()):
+        if not line:
+            raise ValueError("the stream has no end")
+        if line.startswith(b"data: "):
+            first = first or time.perf_counter() - start
+            tokens += 1
+            if tokens in marks:
+                marks[tokens]()
+    writer.close()
+    return first, tokens
+
+
+def client() -> None:
+    """Answer orders: {"port", "pid", "bodies", "marks"}, one a line."""
+
+    async def streams(order: dict[str, Any]) -> dict[str, Any]:
+        costs: list[float] = []
+        marks = {n: lambda: costs.append(cpu_seconds(order["pid"])) for n in order["marks"]}
+        start = time.perf_counter()
+        bodies = [json.dumps(body).encode() for body in order["bodies"]]
+        found = await asyncio.gather(*(read_stream(order["port"], body, marks) for body in bodies))
+        return {
+            "seconds": time.perf_counter() - start,
+            "first": statistics.median(first for first, _ in found),
+            "tokens": sum(tokens for _, tokens in found),
+            "costs": costs,
+        }
+
+    for line in sys.stdin:
+        print(json.dumps(asyncio.run(streams(json.loads(line)))), flush=True)
+
+
+class Server:
+    """An engine that is served.
+
+    Args:
+        engine: of it.
+        port: that it listens on.
+        pid: of its HTTP process.
+        reader: the client's process.
+    """
+
+    def __init__(self, engine: Engine, port: int, pid: int, reader: subprocess.Popen[str]) -> None:
+        self.engine, self._port, self._pid, self._reader = engine, port, pid, reader
+
+    def ask(self, requests: Sequence[Request], marks: Sequence[int] = ()) -> dict[str, Any]:
+        """Return what the client measured of requests that it sends at one time."""
+        self.engine.scheduler.forget_cached()
+        bodies = [
+            {
+                "prompt": list(request.prompt),
+                "max_tokens": request.max_new_tokens,
+                "temperature": 0,
+                "ignore_eos": True,
+                "stream": True,
+            }
+            for request in requests
+        ]
+        order = {"port": self._port, "pid": self._pid, "bodies": bodies, "marks": list(marks)}
+        assert self._reader.stdin is not None
+        assert self._reader.stdout is not None
+        self._reader.stdin.write(json.dumps(order) + "\n")
+        self._reader.stdin.flush()
+        return json.loads(self._reader.stdout.readline())
+
+
+def _settings(folder: str) -> dict[str, Any]:
+    card = {"name": "m", "vocab_size": VOCABULARY, "stop_tokens": [], "created": 1}
+    return {
+        "kind": "settings",
+        "key": None,
+        "admin_key": None,
+        "tokenizer": {"recorded": {"type": None}, "model": folder},
+        "template": None,
+        "template_variables": [],
+        "no_embeddings": "it is made for a benchmark",
+        "formats": {"tools": None, "reasoning": None},
+        "card": {**card, "max_length": 8192},
+        "limits": {"max_body_bytes": 1 << 20, "body_seconds": 20.0, "request_seconds": 600.0},
+        "client": {"max_outputs": 100, "max_unsent": 1 << 16},
+        "drain_seconds": 20.0,
+        "log_format": "text",
+    }
+
+
+@contextlib.contextmanager
+def served(engine: Engine) -> Iterator[Server]:
+    """Serve an engine until the block ends."""
+    command = [sys.executable, "-m", "tools.bench.serve", "--client"]
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
+    with contextlib.ExitStack() as stack:
+        folder = stack.enter_context(tempfile.TemporaryDirectory())
+        large_tokenizer(Path(folder), VOCABULARY)
+        listener = stack.enter_context(socket.create_server(("127.0.0.1", 0)))
+        port = listener.getsockname()[1]
+        reader = stack.enter_context(subprocess.Popen(command, **pipes))
+        link, pid = stack.enter_context(http_process([listener]))
+        link.sendall(frame(_settings(folder)))
+        share = OrderBroadcast(Group.single(), torch.device("cpu"))
+        loop = EngineLoop(engine, link, share, grammars=None)
+        thread = threading.Thread(target=loop.run)
+        thread.start()
+        try:
+            yield Server(engine, port, pid, reader)
+        finally:
+            loop.drain()
+            thread.join()
+
+
+def alone(engine: Engine, requests: Sequence[Request]) -> dict[str, Any]:
+    """Return what an engine takes for requests without a server."""
+    engine.scheduler.forget_cached()
+    start = time.perf_counter()
+    waiting = {engine.add(request) for request in requests}
+    firsts, tokens = [], 0
+    while engine.unfinished:
+        for completion in engine.step():
+            if completion.request_id in waiting:
+                waiting.discard(completion.request_id)
+                firsts.append(time.perf_counter() - start)
+            tokens += len(completion.tokens) if completion.finish_reason else 0
+    seconds = time.perf_counter() - start
+    return {"seconds": seconds, "first": statistics.median(firsts), "tokens": tokens}
+
+
+def overhead_rows(quick: bool) -> list[Row]:
+    """Time to the first token and tokens a second of the M shape, by those of the engine alone."""
+    model = with_weights_of(llama(SHAPES["M"]))
+    engines = engine_of(model), engine_of(model)
+    for engine in engines:
+        engine.model = InferenceOptimizedModel(model)
+    with served(engines[0]) as server:
+        return [
+            row for clients in (1, ROWS) for row in _overhead(server, engines[1], clients, quick)
+        ]
+
+
+def _overhead(server: Server, engine: Engine, clients: int, quick: bool) -> list[Row]:
+    """Return the rows of so many clients, against an engine like the server's."""
+    new = 32 if quick else 128
+    load = Load(num_requests=clients, input_tokens=64, min_output_tokens=new, max_output_tokens=new)
+    requests = make_requests(load, VOCABULARY)
+    measured: list[list[dict[str, Any]]] = [[], []]
+
+    def over_http() -> float:
+        measured[0].append(server.ask(requests))
+        return measured[0][-1]["first"]
+
+    def without() -> float:
+        measured[1].append(alone(engine, requests))
+        return measured[1][-1]["first"]
+
+    firsts = in_turns((over_http, without), rounds=2 if quick else 9)
+    if any(one["tokens"] != clients * new for side in measured for one in side):
+        raise ValueError(f"a side has not {clients * new} tokens: the race is void")
+    # The first round is not counted.
+    rates = [[one["tokens"] / one["seconds"] for one in side[1:]] for side in measured]
+    what = f"server, {clients} clients: {{}} / engine alone"
+    return [
+        ratio_row(what.format("s to first token"), *firsts, "<= 1.15"),
+        ratio_row(what.format("tokens/s"), *rates, ">= 0.9"),
+    ]
+
+
+def length_rows(quick: bool) -> list[Row]:
+    """CPU time of the HTTP process for a token of a long stream, by that near its start."""
+    engine = Engine(
+        Nothing(VOCABULARY),
+        EngineConfig(max_rows=1, num_blocks=512),
+        shapes=CacheShapes(),
+        vocab_size=VOCABULARY,
+    )
+    (request,) = make_requests(
+        Load(
+            num_requests=1,
+            input_tokens=8,
+            min_output_tokens=LONG_TOKENS,
+            max_output_tokens=LONG_TOKENS,
+        ),
+        VOCABULARY,
+    )
+    late, early = [], []
+    with served(engine) as server:
+        for _ in range(2 if quick else 5):
+            costs = server.ask([request], [*EARLY, *LATE])["costs"]
+            early.append((costs[1] - costs[0]) / (EARLY[1] - EARLY[0]))
+            late.append((costs[3] - costs[2]) / (LATE[1] - LATE[0]))
+    what = "server, CPU s of a stream's 4,000th token / of its 100th"
+    return [ratio_row(what, late, early, "<= 1.2")]
+
+
+def rows(quick: bool) -> list[Row]:
+    """Measure all rows, the engine on one thread."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        found = [*overhead_rows(quick), *length_rows(quick)]
+    finally:
+        torch.set_num_threads(threads)
+    return [{**row, "bench": "serve"} for row in found]
+
+
+def main() -> None:
+    """Measure and print it, or be the client."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--quick", action="store_true", help="fewer tokens and rounds")
+    parser.add_argument("--client", action="store_true", help="send what stdin says")
+    arguments = parser.parse_args()
+    if arguments.client:
+        client()
+    else:
+        print(format_table(rows(arguments.quick)))
+
+
+if __name__ == "__main__":
+    main()

@@ -15,7 +15,7 @@ TORCH_VERSION ?= 2.13.0
 TORCH_INDEX ?=
 TESTS ?= tests experimental
 PYTEST_FLAGS ?= -q
-# Three for two cores: half of their time, tests wait for ranks, signals and files.
+# Three for two cores: tests also wait for ranks, signals and files.
 TEST_JOBS ?= $(shell expr $$(getconf _NPROCESSORS_ONLN) '*' 3 / 2)
 PRETRAIN_FLAGS ?=
 BENCH_FLAGS ?=

@@ -42,7 +42,7 @@ _FUSION = "each kernel has one implementation per device, chosen by --attention-
 _GRAPHS = "one CUDA graph holds forward and backward of a whole step"
 _LAYER_GRAPHS = f"it only makes a step faster, and graphs of layers are not here: {_GRAPHS}"
 _FP8 = (
-    "weights are fp32, bf16 or fp16; linear layers multiply in FP8 or FP4 by --fp8-format and "
+    "weights are fp32, bf16 or fp16, and linear layers multiply in FP8 or FP4 by --fp8-format and "
     "--fp8-recipe, or --fp4-format"
 )
 _FAMILY = "only GPT is trained here"
@@ -205,7 +205,10 @@ _ROWS: tuple[tuple[str, str, str], ...] = (
      "recompute-modules checkpoint-activations"),
     ("cuda-graph-impl", _GRAPHS, "enable-cuda-graph external-cuda-graph cuda-graph-scope "
      "cuda-graph-modules cuda-graph-use-single-mempool cuda-graph-retain-backward-graph"),
-    ("", _FP8, "transformer-engine-precision keep-fp8-weight-transpose-cache"),
+    ("", _FP8,
+     "transformer-engine-precision keep-fp8-weight-transpose-cache fp8 fp4 fp8-e4m3 fp8-hybrid "
+     "fp8-wgrad no-fp8-wgrad fp8-interval fp8-param fp4-param fp8-quantizer-factory "
+     "fp4-quantizer-factory fp4-recipe fp8-dot-product-attention fp8-multi-head-attention"),
     ("bf16", "weights, activations and their kernels have one format",
      "params-dtype use-bf16 fp16-lm-cross-entropy disable-bf16-reduced-precision-matmul"),
     ("weight-gather-format", "weights are stored in bf16 (--bf16), and those over gtp may be "
@@ -287,8 +290,6 @@ _ROWS: tuple[tuple[str, str, str], ...] = (
 
 #: Families of flags, by how their names begin.
 _PREFIXES: tuple[tuple[str, str], ...] = (
-    ("fp8", _FP8),
-    ("fp4", _FP8),
     ("tp-comm-overlap-", "tensor parallel communication is not overlapped with products yet"),
     ("tp-comm-bootstrap-", "tensor parallel communication is not overlapped with products yet"),
     (

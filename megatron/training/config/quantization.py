@@ -7,10 +7,10 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 from megatron.core.extensions import transformer_engine_problem
-from megatron.core.extensions.quantization import QuantizationConfig
 from megatron.training.config import layer_pattern
 
 if TYPE_CHECKING:
+    from megatron.core.extensions.quantization import QuantizationConfig
     from megatron.training.config import Config
 
 
@@ -19,6 +19,8 @@ def quantization(config: Config) -> QuantizationConfig | None:
     chosen = config.quantization
     if chosen.flag is None:
         return None
+    from megatron.core.extensions.quantization import QuantizationConfig  # it imports torch
+
     outer = chosen.first_last_layers_bf16
     return QuantizationConfig(
         recipe=chosen.fp8_recipe if chosen.fp4_format is None else "nvfp4",

@@ -128,8 +128,7 @@ def test_they_are_no_options_and_not_in_help():
 #: What would train another model, on other data, in another precision, or at another rate; and what
 #: would change when a run stops, resumes, skips or writes.
 REFUSED = """
---fp8-format hybrid --fp8-recipe blockwise --fp8-param-gather --first-last-layers-bf16
---num-layers-at-start-in-bf16 1 --fp4-format e2m1 --fp16-lm-cross-entropy
+--fp8-param-gather --fp4-recipe custom --fp8-wgrad --fp16-lm-cross-entropy
 --no-position-embedding --openai-gelu --quick-geglu --glu-linear-offset 1.0 --onnx-safe
 --activation-func-clamp-value 7.0 --apply-residual-connection-post-layernorm
 --fp32-residual-connection --rotary-scaling-factor 40 --window-attn-skip-freq 2

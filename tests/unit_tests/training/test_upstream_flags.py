@@ -18,4 +18,5 @@ def test_a_value_counts_with_its_flag():
     assert is_accepted(["--ckpt-format", "torch_dist"])
     assert not is_accepted(["--ckpt-format", "torch"])
     assert is_accepted(["--seed", "${REPEAT}"])
-    assert not is_accepted(["--fp8-format", "hybrid"])
+    assert is_accepted(["--fp8-format", "hybrid"])
+    assert not is_accepted(["--fp8-format", "e5m2"])

@@ -17,9 +17,6 @@ from tools.upstream_flags import FOLDER
 REFUSED: dict[str, dict[str, str]] = {
     "train_gpt3_175b_distributed": {},
     "train_llama3_8b_h100_fp8": {
-        "--fp8-format": "bf16",
-        "--fp8-amax-history-len": "bf16",
-        "--fp8-amax-compute-algo": "bf16",
         "--fp8-param-gather": "bf16",
     },
     "train_mixtral_8x7b_distributed": {"--no-position-embedding": "--position-embedding-type"},
@@ -40,10 +37,7 @@ REFUSED |= {
         "--activation-func-clamp-value": "--swiglu",
         "--enable-gpt-oss": "--load-hf",
         "--disable-bf16-reduced-precision-matmul": "--bf16",
-        "--fp8-format": "bf16",
         "--fp8-param-gather": "bf16",
-        "--fp8-amax-compute-algo": "bf16",
-        "--fp8-amax-history-len": "bf16",
     },
     "train_bert_340m_distributed": {},
     "train_t5_220m_distributed": {
@@ -56,16 +50,19 @@ REFUSED |= {
     },
 }
 
+FP8 = {"--fp8-format": "", "--fp8-amax-history-len": "", "--fp8-amax-compute-algo": ""}
 #: What the rest is refused for: flags that Megatron-LM changes by itself, layers that do not divide
 #: there either, and what the refused flags said. (flags that are left out too, with what stands for
 #: them)
 THEN: dict[str, dict[str, str]] = {
     "train_mixtral_8x7b_distributed": {"--sequence-parallel": ""},
     "train_mamba_800m": {"--sequence-parallel": ""},
-    # TransformerEngine is not installed.
+    # TransformerEngine, which FP8 needs, is not installed.
+    "train_llama3_8b_h100_fp8": FP8,
     "train_t5_220m_distributed": {"--transformer-impl": ""},
     "train_gptoss_20b": {
         "--transformer-impl": "",
+        **FP8,
         "--sequence-parallel": "",
         "--pipeline-model-parallel-size": "--pipeline-model-parallel-size 4",
     },

@@ -204,7 +204,7 @@ class WeightHandle:
         Raises:
             ValueError: the store is not materialised.
         """
-        if self.whole is not None:
+        if self.whole is not None and not backward:
             return self.whole
         block = self.backward_block if backward else self.block
         if block is None:

@@ -193,13 +193,13 @@ def test_packed_matrices_follow_the_weights() -> None:
     handle = model.decoder.blocks[0].mixer.qkv.weight
     x = torch.randn(3, handle.shape[1], generator=generator(12))
     with torch.no_grad():
-        before, packed = handle.product(x), handle.packed()
+        before, packed = handle.linear(x), handle.packed()
         assert handle.packed() is packed  # made once
         handle.param.mul_(2)
-        assert torch.equal(handle.product(x), 2 * before)
+        assert torch.equal(handle.linear(x), 2 * before)
         handle.param.data.mul_(2)  # which torch does not count
         model.weights_replaced()
-        assert torch.equal(handle.product(x), 4 * before)
+        assert torch.equal(handle.linear(x), 4 * before)
 
 
 @pytest.mark.parametrize("cause", ["no operator", "sums by the number of rows"])

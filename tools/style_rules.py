@@ -15,6 +15,7 @@ import sys
 import tokenize
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path, PurePosixPath
 
 FILE_LINES, FUNCTION_LINES, KERNEL_LINES, PARAMETERS, CONFIG_FIELDS = 700, 60, 150, 8, 20
@@ -74,10 +75,21 @@ class Source:
     def in_wheel(self) -> bool:
         return self.path.startswith(WHEELS)
 
-    @property
-    def is_inside_op(self) -> bool:
+    def is_inside_op(self, name: str) -> bool:
+        """Whether a top-level name is a part of an op that its package does not export."""
         path = PurePosixPath(self.path)
-        return self.in_core and path.parent.parent.name == "ops" and path.stem != "__init__"
+        if not self.in_core or path.parent.parent.name != "ops":
+            return False
+        exported = self.exported
+        return path.stem != "__init__" or (exported is not None and name not in exported)
+
+    @cached_property
+    def exported(self) -> frozenset[str] | None:
+        """The names in `__all__`; None without one."""
+        for node in self.tree.body:
+            if isinstance(node, ast.Assign) and dotted(node.targets[0]) == "__all__":
+                return frozenset(ast.literal_eval(node.value))
+        return None
 
     @property
     def is_test(self) -> bool:
@@ -220,9 +232,9 @@ def parameters(source: Source) -> Iterator[Finding]:
     In public functions of the wheels, keyword-only are: after the second parameter, every one that
     has a default or is a bool; after the third, every one annotated with int, float or str (or a
     union of these with None). Required tensors and objects may be positional. The insides of an
-    op (core/ops/<name>/, all but __init__.py) are no public functions. Left out altogether:
-    autograd.Function methods, Triton kernels, special methods except __init__ and __call__, and
-    tests (whose parameters are fixtures).
+    op (core/ops/<name>/, but for what the package's __all__ lists) are no public functions. Left
+    out altogether: autograd.Function methods, Triton kernels, special methods except __init__ and
+    __call__, and tests (whose parameters are fixtures).
     """
     if source.is_test:
         return
@@ -241,7 +253,7 @@ def parameters(source: Source) -> Iterator[Finding]:
                 "parameters", where, node.lineno, f"{count} parameters, over {PARAMETERS}", count
             )
         private = any(p.startswith("_") and not p.startswith("__") for p in name.split("."))
-        if private or source.is_inside_op or not source.in_wheel:
+        if private or source.is_inside_op(name.split(".")[0]) or not source.in_wheel:
             continue
         for index, (argument, default) in enumerate(pairs[2:], start=3):
             flag = isinstance(argument.annotation, ast.Name) and argument.annotation.id == "bool"

@@ -20,9 +20,8 @@ from typing import Any, NamedTuple, NoReturn
 import torch
 
 from megatron.core.boxes import Box, row_boxes
-from megatron.core.dist_checkpointing.dtypes import DTYPES
 from megatron.core.dist_checkpointing.shard_format import LENGTH_BYTES, decode_length, tensor_bytes
-from megatron.core.dist_checkpointing.shards import as_bytes
+from megatron.core.dist_checkpointing.shards import DTYPES, as_bytes
 from megatron.core.untrusted_files import MAX_JSON_DEPTH, check_depth, regular_fd
 
 #: Some 60,000 tensors. Parsed JSON takes up to thirty times its text, so this bounds the memory.

@@ -21,7 +21,7 @@ from megatron.core.dist_checkpointing import (
 )
 from megatron.core.distributed import DataParallel
 from megatron.core.models.gpt import GPTConfig, GPTModel, logical_weights
-from megatron.core.moe.balance import Balance, routers_of
+from megatron.core.moe.router import Balance, routers_of
 from megatron.core.optimizer import Optimizer
 from megatron.core.optimizer.config import check_patterns
 from megatron.hf.config_json import differences, function_of

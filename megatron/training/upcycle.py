@@ -171,7 +171,7 @@ def _chunk(
     import torch
 
     from megatron.core.dist_checkpointing import CheckpointError, TensorChunk
-    from megatron.core.dist_checkpointing.dtypes import DTYPES
+    from megatron.core.dist_checkpointing.shards import DTYPES
 
     # A router is in the dtype of the norm before it: that of its model.
     source = name.replace(_EXPERTS, _MLP).replace(_ROUTER, ".norm.weight")

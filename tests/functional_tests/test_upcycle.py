@@ -19,7 +19,7 @@ from megatron.core.dist_checkpointing import (
     verify_checkpoint,
     weight_chunks,
 )
-from megatron.core.dist_checkpointing.dtypes import DTYPES
+from megatron.core.dist_checkpointing.shards import DTYPES
 from megatron.core.models.gpt import GPTConfig, GPTModel, logical_weights
 from megatron.core.process_groups import ProcessGroupCollection
 from megatron.core.transformer import AttentionConfig, MLPConfig, NormConfig

@@ -8,14 +8,13 @@ import pytest
 import torch
 
 from megatron.core.ops.launches import Launches
-from megatron.core.ops.places import Places
 from megatron.core.ops.recurrence_prologue import (
     PrologueWeights,
     UnitParts,
     recurrence_prologue,
 )
 from megatron.core.ops.recurrence_prologue import triton as kernels
-from megatron.core.ops.sequences import Sequences
+from megatron.core.ops.sequences import Places, Sequences
 from tests.support.gpu_agreement import DTYPES, REHEARSES, agree, made, sized
 from tests.support.launch_kernels import assert_launches
 

@@ -29,10 +29,9 @@ from megatron.core.dist_checkpointing import (
     list_checkpoints,
     save_checkpoint,
 )
-from megatron.core.dist_checkpointing.dtypes import DTYPES
 from megatron.core.dist_checkpointing.run_folder import MAX_TRACKER_BYTES, TRACKER_NAME, sync_folder
 from megatron.core.dist_checkpointing.shard_format import ITEM_BYTES, Output, encode_header
-from megatron.core.dist_checkpointing.shards import as_bytes
+from megatron.core.dist_checkpointing.shards import DTYPES, as_bytes
 from megatron.core.models.gpt import GPTConfig, GPTModel
 from megatron.core.process_groups import ProcessGroupCollection
 from megatron.core.untrusted_files import open_to_write, read_regular

@@ -32,8 +32,7 @@ from typing import Any, NamedTuple, NoReturn
 import torch
 
 from megatron.core.boxes import Box, first_overlap, intersect
-from megatron.core.dist_checkpointing.dtypes import DTYPES
-from megatron.core.dist_checkpointing.shards import Scratch, as_bytes
+from megatron.core.dist_checkpointing.shards import DTYPES, Scratch, as_bytes
 from megatron.core.untrusted_files import read_regular, regular_fd
 from megatron.training.newest_checkpoint import METADATA_NAME
 

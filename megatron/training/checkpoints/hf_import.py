@@ -23,8 +23,7 @@ from megatron.core.dist_checkpointing import (
     list_checkpoints,
     save_checkpoint,
 )
-from megatron.core.dist_checkpointing.dtypes import DTYPES
-from megatron.core.dist_checkpointing.shards import as_bytes
+from megatron.core.dist_checkpointing.shards import DTYPES, as_bytes
 from megatron.core.untrusted_files import (
     MAX_TOKENIZER_BYTES,
     make_folder,

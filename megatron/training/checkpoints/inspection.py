@@ -38,7 +38,6 @@ from megatron.core.dist_checkpointing import (
     read_manifest,
     verify_checkpoint,
 )
-from megatron.core.dist_checkpointing.dtypes import DTYPES
 from megatron.core.dist_checkpointing.errors import DamagedCheckpointError, describe
 from megatron.core.dist_checkpointing.manifest import (
     MANIFEST_NAME,
@@ -54,6 +53,7 @@ from megatron.core.dist_checkpointing.run_folder import (
     is_temporary,
 )
 from megatron.core.dist_checkpointing.shard_format import ITEM_BYTES, tensor_bytes
+from megatron.core.dist_checkpointing.shards import DTYPES
 from megatron.core.untrusted_files import read_regular, regular_fd
 from megatron.training.checkpoints.options import (
     CompareConfig,

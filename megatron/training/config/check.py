@@ -9,7 +9,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterator
 
-from megatron.core.datasets.division import Division
+from megatron.core.datasets.batch_sizes import Division
 from megatron.training.config import (
     Config,
     layer_pattern,

@@ -12,8 +12,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Literal
 
-from megatron.core.datasets.batch_sizes import BatchSizes
-from megatron.core.datasets.division import Division
+from megatron.core.datasets.batch_sizes import BatchSizes, Division
 from megatron.core.models.layer_pattern import MAMBA
 from megatron.training.config import (
     Config,

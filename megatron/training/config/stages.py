@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from megatron.core.datasets.division import Division
+from megatron.core.datasets.batch_sizes import Division
 from megatron.core.models.layer_pattern import (
     ATTENTION,
     CUT,

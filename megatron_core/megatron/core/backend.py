@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Backend: which linear layers, norm and attention a model is built from.
+"""Backend and LayerBuild: what a model is built from, and the surroundings of each layer.
 
 One object handed to layer constructors replaces a module tree per implementation. `LOCAL` is this
 package's own layers; an adapter for another library supplies the same parts.
@@ -7,8 +7,8 @@ package's own layers; an adapter for another library supplies the same parts.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, Protocol
 
@@ -16,6 +16,8 @@ import torch
 from torch import nn
 
 from megatron.core.context_parallel.comm_type import AUTO
+from megatron.core.context_parallel.layout import ContextParallel
+from megatron.core.initialize import InitSpec
 from megatron.core.ops import rmsnorm
 from megatron.core.ops.attention import attention
 from megatron.core.ops.layernorm import layer_norm
@@ -23,7 +25,11 @@ from megatron.core.ops.recurrence import recur
 from megatron.core.ops.row_tiles import over_padded_rows
 from megatron.core.ops.tiled_attention import tiled_attention
 from megatron.core.process_groups import ProcessGroupCollection
-from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinear
+from megatron.core.tensor_parallel import (
+    ColumnParallelLinear,
+    RowParallelLinear,
+    TensorParallelRegion,
+)
 from megatron.core.weight_gather import RowRuns, WeightHandle, WeightStore, grouped_linear
 
 #: Maps x and its weight (and bias) to norm(x), or with a residual to (norm(x + residual), the sum).
@@ -156,3 +162,64 @@ LOCAL = Backend(
     _local_layer_norm,
     attention,
 )
+
+
+@dataclass(frozen=True, eq=False)
+class LayerBuild:
+    """The surroundings a layer is built in.
+
+    Args:
+        store: where weights are declared.
+        region: the tp group and whether the sequence is sharded outside blocks.
+        backend: the implementations to use.
+        hidden_size: h.
+        init: initial values of input projections.
+        output_init: initial values of projections back into the residual stream.
+        seed: of dropout.
+        context: the ranks that share the tokens of a row.
+    """
+
+    store: WeightStore
+    region: TensorParallelRegion
+    backend: Backend
+    hidden_size: int
+    init: InitSpec
+    output_init: InitSpec
+    seed: int = 0
+    context: ContextParallel = field(default_factory=ContextParallel)
+
+    def column_linear(
+        self,
+        name: str,
+        outputs: Sequence[tuple[str, int, int | None]],
+        *,
+        input_size: int | None = None,
+        **options: object,
+    ) -> nn.Module:
+        """Build the backend's `ColumnParallelLinear`, into a block.
+
+        Args:
+            name, outputs, options: of that layer.
+            input_size: None is h.
+        """
+        return self.backend.column_linear(
+            name,
+            outputs,
+            input_size=input_size or self.hidden_size,
+            store=self.store,
+            region=self.region,
+            init=self.init,
+            **options,
+        )
+
+    def row_linear(self, name: str, input_size: int, *, bias: bool = False) -> nn.Module:
+        """Build the backend's `RowParallelLinear`, from a block back into the residual stream."""
+        return self.backend.row_linear(
+            name,
+            input_size=input_size,
+            output_size=self.hidden_size,
+            store=self.store,
+            region=self.region,
+            init=self.output_init,
+            bias=bias,
+        )

@@ -10,7 +10,7 @@ import torch
 
 from megatron.core.context_parallel import SequenceLayout
 from megatron.core.moe import MoEConfig, RouterConfig
-from megatron.core.moe.balance import RouterLoad
+from megatron.core.moe.router import RouterLoad
 from megatron.core.process_groups import ProcessGroupCollection, RankGrid
 from megatron.training.monitoring.metrics import EXPERT_LOAD, Metrics, open_metrics, read_metrics
 from megatron.training.monitoring.model_metrics import layer_name, load_balance, relative

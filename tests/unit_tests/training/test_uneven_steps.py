@@ -12,8 +12,7 @@ import pytest
 import torch
 
 from megatron.core.context_parallel import SequenceLayout
-from megatron.core.datasets.batch_sizes import BatchSizes
-from megatron.core.datasets.division import Division
+from megatron.core.datasets.batch_sizes import BatchSizes, Division
 from megatron.core.datasets.samplers import GPTBatches
 from megatron.core.datasets.token_rows import SampleRows
 from megatron.core.distributed import DataParallel, DataParallelConfig

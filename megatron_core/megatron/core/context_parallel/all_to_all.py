@@ -22,7 +22,7 @@ import torch
 from megatron.core.comm.collectives import all_to_all
 from megatron.core.context_parallel.layout import PackedTokens, SequenceLayout
 from megatron.core.ops.dispatch import apply_function
-from megatron.core.ops.places import Places
+from megatron.core.ops.sequences import Places
 from megatron.core.process_groups import Group
 
 

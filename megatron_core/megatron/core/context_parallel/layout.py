@@ -36,8 +36,7 @@ from megatron.core.context_parallel.comm_type import ALL_TO_ALL, AUTO, ENGINES, 
 from megatron.core.context_parallel.cut import PADDING, Run, SequenceCut
 from megatron.core.device import pin
 from megatron.core.ops.paged_attention import PagedBatch
-from megatron.core.ops.places import Places
-from megatron.core.ops.sequences import Sequences
+from megatron.core.ops.sequences import Places, Sequences
 from megatron.core.process_groups import Group
 
 

@@ -22,8 +22,7 @@ from typing import Protocol
 import numpy as np
 import torch
 
-from megatron.core.datasets.batch_sizes import BatchSizes
-from megatron.core.datasets.division import Division
+from megatron.core.datasets.batch_sizes import BatchSizes, Division
 from megatron.core.datasets.token_rows import SampleRows, cumulative_lengths
 
 

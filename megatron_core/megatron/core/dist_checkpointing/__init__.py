@@ -32,7 +32,6 @@ if TYPE_CHECKING:
         read_extra,
         read_manifest,
     )
-    from megatron.core.dist_checkpointing.planner import optimizer_chunks, weight_chunks
     from megatron.core.dist_checkpointing.run_folder import (
         SaveFolderClaim,
         VerifyReport,
@@ -44,6 +43,7 @@ if TYPE_CHECKING:
         verify_checkpoint,
     )
     from megatron.core.dist_checkpointing.save import save_checkpoint
+    from megatron.core.dist_checkpointing.shards import optimizer_chunks, weight_chunks
     from megatron.core.dist_checkpointing.transfer import TransferGroup
 
 _MODULES = (
@@ -52,7 +52,7 @@ _MODULES = (
     ("errors", ("CheckpointError", "DamagedCheckpointError")),
     ("load", ("CheckpointReader", "LoadReport", "load_checkpoint")),
     ("manifest", ("Manifest", "compare_architecture", "read_extra", "read_manifest")),
-    ("planner", ("optimizer_chunks", "weight_chunks")),
+    ("shards", ("optimizer_chunks", "weight_chunks")),
     ("run_folder", ("SaveFolderClaim", "VerifyReport", "checkpoint_folder", "latest_checkpoint")),
     ("run_folder", ("list_checkpoints", "prune_checkpoints", "reading", "verify_checkpoint")),
     ("save", ("save_checkpoint",)),

@@ -54,14 +54,13 @@ from megatron.core.device import (
 from megatron.core.dist_checkpointing.coordinator import Coordinator
 from megatron.core.dist_checkpointing.errors import CheckpointError, describe
 from megatron.core.dist_checkpointing.manifest import check_json
-from megatron.core.dist_checkpointing.planner import ShardPlan, encode_plan, plan_shard
 from megatron.core.dist_checkpointing.run_folder import (
     checkpoint_folder,
     sweep_temporary,
     temporary_folder,
 )
 from megatron.core.dist_checkpointing.save import BLOCK_BYTES
-from megatron.core.dist_checkpointing.shards import as_bytes
+from megatron.core.dist_checkpointing.shards import ShardPlan, as_bytes, encode_plan, plan_shard
 from megatron.core.dist_checkpointing.writer_process import receive, send
 
 #: From here on a chunk is copied by itself. Smaller ones are gathered by one system call for many:

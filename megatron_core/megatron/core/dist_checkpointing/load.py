@@ -17,11 +17,16 @@ import torch
 
 from megatron.core.boxes import BoxIndex, TensorChunk, first_overlap
 from megatron.core.dist_checkpointing.coordinator import Coordinator, Solo
-from megatron.core.dist_checkpointing.dtypes import DTYPES
 from megatron.core.dist_checkpointing.errors import CheckpointError, DamagedCheckpointError
 from megatron.core.dist_checkpointing.manifest import Manifest, StoredTensor, read_manifest
 from megatron.core.dist_checkpointing.run_folder import reading
-from megatron.core.dist_checkpointing.shards import ChunkPart, ChunkRead, Scratch, ShardReader
+from megatron.core.dist_checkpointing.shards import (
+    DTYPES,
+    ChunkPart,
+    ChunkRead,
+    Scratch,
+    ShardReader,
+)
 
 #: Problems named in one error; the rest is counted.
 MAX_PROBLEMS = 8

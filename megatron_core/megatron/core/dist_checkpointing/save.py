@@ -21,7 +21,6 @@ from megatron.core.dist_checkpointing.manifest import (
     group_by_tensor,
     stored_tables,
 )
-from megatron.core.dist_checkpointing.planner import ShardPlan, encode_plan, plan_shard
 from megatron.core.dist_checkpointing.run_folder import (
     checkpoint_folder,
     damage_of,
@@ -31,7 +30,7 @@ from megatron.core.dist_checkpointing.run_folder import (
     write_tracker,
 )
 from megatron.core.dist_checkpointing.shard_format import digest
-from megatron.core.dist_checkpointing.shards import write_shard
+from megatron.core.dist_checkpointing.shards import ShardPlan, encode_plan, plan_shard, write_shard
 
 #: Bytes under one digest: what a partial read must read at least to be verified.
 BLOCK_BYTES = 16 << 20

@@ -21,12 +21,12 @@ from __future__ import annotations
 import torch
 from torch import nn
 
+from megatron.core.backend import LayerBuild
 from megatron.core.context_parallel import SequenceLayout
 from megatron.core.moe.config import MoEConfig
 from megatron.core.moe.dispatch import ExpertRanks, Padding, choose_dispatcher, dispatch
 from megatron.core.moe.router import Router, Routing, Share
 from megatron.core.ops.swiglu import activate, gated
-from megatron.core.transformer.build import LayerBuild
 from megatron.core.transformer.mlp import MLP
 from megatron.core.transformer.recompute import discard_until_backward
 from megatron.core.weight_gather import RowRuns

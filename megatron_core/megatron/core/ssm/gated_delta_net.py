@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import torch
 
+from megatron.core.backend import LayerBuild
 from megatron.core.context_parallel.all_to_all import Placed
 from megatron.core.initialize import InitSpec
 from megatron.core.ops.gated_delta_rule import delta_recurrence
@@ -23,7 +24,6 @@ from megatron.core.ops.recurrence_prologue import UnitParts
 from megatron.core.ssm.choice import linear_shape
 from megatron.core.ssm.config import GatedDeltaNetConfig
 from megatron.core.ssm.mixer import Part, RecurrentCache, RecurrentMixer
-from megatron.core.transformer.build import LayerBuild
 from megatron.core.transformer.norm import NormConfig
 from megatron.core.weight_sharding import WeightSharding
 

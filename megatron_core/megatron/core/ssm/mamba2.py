@@ -18,6 +18,7 @@ from __future__ import annotations
 import torch
 from torch.nn import functional
 
+from megatron.core.backend import LayerBuild
 from megatron.core.comm.conjugates import copy_to_group, reduce_from_group
 from megatron.core.context_parallel.all_to_all import Placed
 from megatron.core.initialize import InitSpec
@@ -30,7 +31,6 @@ from megatron.core.ops.state_space_dual import add_skip, state_space_recurrence
 from megatron.core.ssm.choice import linear_shape
 from megatron.core.ssm.config import Mamba2Config
 from megatron.core.ssm.mixer import Part, RecurrentCache, RecurrentMixer
-from megatron.core.transformer.build import LayerBuild
 from megatron.core.transformer.norm import NormConfig
 from megatron.core.weight_sharding import Cut, WeightSharding
 

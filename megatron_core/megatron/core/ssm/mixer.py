@@ -33,22 +33,21 @@ from typing import Protocol
 import torch
 from torch import nn
 
+from megatron.core.backend import LayerBuild
 from megatron.core.context_parallel import SequenceLayout
 from megatron.core.context_parallel.all_to_all import Placed, gather_heads, scatter_heads
 from megatron.core.context_parallel.layout import PagedRows
 from megatron.core.initialize import InitSpec
 from megatron.core.ops.dispatch import accumulation_dtype
-from megatron.core.ops.places import Places
 from megatron.core.ops.recurrence import Recurrence, RecurrenceInputs
 from megatron.core.ops.recurrence_decode import counts_programs, recurrence_decode
 from megatron.core.ops.recurrence_decode.reference import DecodeMemory, OutputNorm
 from megatron.core.ops.recurrence_prologue import PrologueWeights, UnitParts, recurrence_prologue
 from megatron.core.ops.row_tiles import TILE_ROWS, padded
-from megatron.core.ops.sequences import Sequences
+from megatron.core.ops.sequences import Places, Sequences
 from megatron.core.ssm.choice import LinearShape, choose_mode
 from megatron.core.ssm.config import SEGMENTS
 from megatron.core.ssm.state_passing import halo_rows, recur_in_segments
-from megatron.core.transformer.build import LayerBuild
 from megatron.core.weight_gather.handle import WeightHandle
 from megatron.core.weight_sharding import Cut, Segment, WeightSharding
 

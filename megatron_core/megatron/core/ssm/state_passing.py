@@ -29,7 +29,6 @@ from torch.nn import functional
 from megatron.core.comm.collectives import all_gather, all_to_all
 from megatron.core.context_parallel.layout import OwnPieces, PieceHalo
 from megatron.core.ops.dispatch import accumulation_dtype, apply_function
-from megatron.core.ops.places import Places
 from megatron.core.ops.recurrence import (
     Recurrence,
     RecurrenceInputs,
@@ -37,7 +36,7 @@ from megatron.core.ops.recurrence import (
     passed,
     split_tensors,
 )
-from megatron.core.ops.sequences import Sequences
+from megatron.core.ops.sequences import Places, Sequences
 from megatron.core.process_groups import Group
 
 NOBODY = -1

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The layers of a transformer: norm, attention, MLP."""
 
+from megatron.core.backend import LayerBuild
 from megatron.core.transformer.attention import (
     AttentionConfig,
     KeyValueCache,
@@ -9,7 +10,6 @@ from megatron.core.transformer.attention import (
     RotaryEmbedding,
     SelfAttention,
 )
-from megatron.core.transformer.build import LayerBuild
 from megatron.core.transformer.latent_attention import LatentAttention, LatentAttentionConfig
 from megatron.core.transformer.mlp import MLP, MLPConfig
 from megatron.core.transformer.norm import Norm, NormConfig

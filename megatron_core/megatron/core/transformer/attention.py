@@ -25,14 +25,13 @@ from typing import Protocol
 import torch
 from torch import nn
 
-from megatron.core.backend import AttentionLayer, Backend
+from megatron.core.backend import AttentionLayer, Backend, LayerBuild
 from megatron.core.context_parallel import SequenceLayout
 from megatron.core.context_parallel.attention import Attend, context_attention
 from megatron.core.context_parallel.layout import ContextParallel, PagedRows, context_problems
 from megatron.core.initialize import InitSpec
 from megatron.core.ops.dropout import AttentionDropout, dropout_key
 from megatron.core.ops.rope import RopeScaling, apply_rope, inverse_frequencies, tabulate
-from megatron.core.transformer.build import LayerBuild
 from megatron.core.transformer.norm import Norm, NormConfig
 from megatron.core.weight_gather.handle import WeightHandle
 from megatron.core.weight_sharding import Cut, WeightSharding

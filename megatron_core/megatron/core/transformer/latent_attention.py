@@ -25,13 +25,13 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from megatron.core.backend import LayerBuild
 from megatron.core.comm.conjugates import copy_to_group, gather_from_group
 from megatron.core.context_parallel import SequenceLayout
 from megatron.core.context_parallel.layout import context_problems
 from megatron.core.ops.row_tiles import tiled_bmm
 from megatron.core.tensor_parallel import ReplicatedLinear
 from megatron.core.transformer.attention import CoreAttention, KeyValueCache, RopeTable
-from megatron.core.transformer.build import LayerBuild
 from megatron.core.transformer.norm import Norm, NormConfig
 
 

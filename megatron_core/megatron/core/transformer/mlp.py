@@ -11,9 +11,9 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
+from megatron.core.backend import LayerBuild
 from megatron.core.context_parallel import SequenceLayout
 from megatron.core.ops.swiglu import ACTIVATIONS, GATES, activate, gated
-from megatron.core.transformer.build import LayerBuild
 from megatron.core.transformer.recompute import discard_until_backward
 
 

@@ -9,8 +9,8 @@ from typing import Literal
 import torch
 from torch import nn
 
+from megatron.core.backend import LayerBuild
 from megatron.core.initialize import InitSpec
-from megatron.core.transformer.build import LayerBuild
 from megatron.core.weight_sharding import GradientKind, WeightSharding
 
 NORMS = ("RMSNorm", "LayerNorm")

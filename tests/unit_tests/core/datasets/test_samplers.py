@@ -7,8 +7,7 @@ import numpy as np
 import pytest
 import torch
 
-from megatron.core.datasets.batch_sizes import BatchSizes
-from megatron.core.datasets.division import Division
+from megatron.core.datasets.batch_sizes import BatchSizes, Division
 from megatron.core.datasets.samplers import CyclicOrder, GPTBatches, SingleOrder
 from megatron.core.datasets.token_rows import SampleRows
 

@@ -22,8 +22,7 @@ from megatron.core.dist_checkpointing import (
     save_checkpoint,
     verify_checkpoint,
 )
-from megatron.core.dist_checkpointing.dtypes import DTYPES
-from megatron.core.dist_checkpointing.planner import chunks_to_write, replica_sets
+from megatron.core.dist_checkpointing.shards import DTYPES, chunks_to_write, replica_sets
 from tests.unit_tests.core.dist_checkpointing.layouts import (
     empty_like,
     on_threads,

@@ -134,8 +134,8 @@ MAKERS = {
     f"{CORE}.ops.swiglu": ({"experts"}, "the result of an activation"),
     f"{CORE}.ops.rope": ({"latent"}, "the result of a rotation"),
     f"{CORE}.ops.causal_conv1d": ({"hybrid"}, "on a CPU in place of a kernel"),
-    f"{CORE}.ops.gated_delta_rule.reference": ({"hybrid"}, "on a CPU in place of a kernel"),
-    f"{CORE}.ops.state_space_dual.reference": ({"hybrid"}, "on a CPU in place of a kernel"),
+    f"{CORE}.ops.gated_delta_rule": ({"hybrid"}, "on a CPU in place of a kernel"),
+    f"{CORE}.ops.state_space_dual": ({"hybrid"}, "on a CPU in place of a kernel"),
     f"{CORE}.ops.gated_rms_norm": ({"hybrid"}, "the result of a norm"),
 }
 

@@ -14,10 +14,9 @@ import torch
 
 from megatron.core.ops import recurrence_prologue as op
 from megatron.core.ops.launches import Launches
-from megatron.core.ops.places import Places
 from megatron.core.ops.recurrence_prologue import PrologueWeights, UnitParts, recurrence_prologue
 from megatron.core.ops.recurrence_prologue import triton as kernels
-from megatron.core.ops.sequences import Sequences
+from megatron.core.ops.sequences import Places, Sequences
 from tests.support.closeness import relative_error
 from tests.support.nan_memory import nan_memory
 

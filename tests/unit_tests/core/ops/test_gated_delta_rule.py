@@ -8,11 +8,12 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from megatron.core.ops import gated_delta_rule as delta_rule_op
 from megatron.core.ops.gated_delta_rule import (
+    DeltaRuleChunks,
     delta_recurrence,
     gated_delta_rule,
     gated_delta_step,
-    reference,
 )
 from megatron.core.ops.recurrence import RecurrenceInputs, passed, recur
 from megatron.core.ops.sequences import Sequences
@@ -99,7 +100,7 @@ def assert_same(got, wanted, bound=1e-12, *, scale=1.0):
 @pytest.fixture(autouse=True)
 def small_blocks(monkeypatch):
     """Let blocks begin and end within steps: a chunk and a half of values."""
-    monkeypatch.setattr(reference, "ELEMENTS_IN_CACHE", 3 * 4 * CHUNK * CHUNK)
+    monkeypatch.setattr(delta_rule_op, "ELEMENTS_IN_CACHE", 3 * 4 * CHUNK * CHUNK)
 
 
 @pytest.mark.parametrize("shared", [1, 2, 3])
@@ -160,7 +161,7 @@ def test_nothing_is_denormal_however_strong_decays_are():
     for rate in (-1.0, -3.0, -30.0):
         grids = RecurrenceInputs(*(x.detach()[None] for x in inputs))
         grids = grids._replace(decay=torch.full_like(grids.decay, rate))
-        found = reference.DeltaRuleChunks(grids, scale=1.0, dtype=torch.float32)
+        found = DeltaRuleChunks(grids, scale=1.0, dtype=torch.float32)
         for name in ("falls", "growth", "left", "faded_inverse", "transition", "readers", "added"):
             sizes = getattr(found, name).abs()
             assert not ((sizes > 0) & (sizes < torch.finfo(torch.float32).tiny)).any(), (rate, name)

@@ -8,6 +8,7 @@ import torch
 import torch.nn.functional as F
 
 from megatron.core.ops import layernorm
+from megatron.core.ops import linear_cross_entropy as cross_entropy_op
 from megatron.core.ops.attention import attention
 from megatron.core.ops.layernorm import layer_norm
 from megatron.core.ops.linear_cross_entropy import (
@@ -15,7 +16,6 @@ from megatron.core.ops.linear_cross_entropy import (
     chunk_statistics,
     linear_cross_entropy,
 )
-from megatron.core.ops.linear_cross_entropy import reference as cross_entropy_reference
 from megatron.core.ops.rmsnorm import rms_norm
 from megatron.core.ops.rope import apply_rope, rotary_table
 from megatron.core.ops.swiglu import activate, gated
@@ -222,7 +222,7 @@ def test_attention(make, name, dtype):
 @pytest.mark.parametrize("rows", [11, 3])
 def test_linear_cross_entropy(make, dtype, valid, chunk, rows, monkeypatch):
     """The last pass over rows is shorter than the others."""
-    monkeypatch.setattr(cross_entropy_reference, "ELEMENTS_IN_CACHE", rows * 23)
+    monkeypatch.setattr(cross_entropy_op, "ELEMENTS_IN_CACHE", rows * 23)
     hidden, weight = make(11, 7), make(23, 7)
     targets = torch.arange(11) * 5 % valid
     weights = torch.linspace(0, 2, 11)

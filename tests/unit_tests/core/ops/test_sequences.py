@@ -6,9 +6,8 @@ from itertools import pairwise
 import pytest
 import torch
 
-from megatron.core.ops.recurrence import passed
+from megatron.core.ops.recurrence import Sweep, SweepBack, passed
 from megatron.core.ops.sequences import Sequences
-from megatron.core.ops.state_sweep import Sweep, SweepBack
 from tests.support.closeness import relative_error
 from tests.support.inputs import generator
 from tests.support.nan_memory import nan_memory

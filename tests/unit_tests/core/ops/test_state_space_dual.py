@@ -4,11 +4,11 @@
 import pytest
 import torch
 
+from megatron.core.ops import state_space_dual as state_space_op
 from megatron.core.ops.recurrence import RecurrenceInputs, passed, recur
 from megatron.core.ops.sequences import Sequences
 from megatron.core.ops.state_space_dual import (
     add_skip,
-    reference,
     state_space_dual,
     state_space_recurrence,
     state_space_step,
@@ -103,7 +103,7 @@ def test_chunks_are_the_recurrence(kind, groups):
 @pytest.mark.parametrize("elements", [1, 2 * CHUNK * CHUNK * HEADS])
 def test_blocks_of_chunks_join(elements, monkeypatch):
     """One chunk at a time, and two, with one left over at the end."""
-    monkeypatch.setattr(reference, "ELEMENTS_IN_CACHE", elements)
+    monkeypatch.setattr(state_space_op, "ELEMENTS_IN_CACHE", elements)
     check(make(39), (0, 39))
 
 

@@ -12,7 +12,7 @@ the sum to the residual stream, normalise by RMSNorm, all-gather.
 The variants for ranks with unlike numbers of rows (all-gather-v, reduce-scatter-v) read these
 numbers on the device, so the host does not know them, and a CUDA graph replays with others. The
 grid, the barriers and the shapes follow the most rows that a rank may have; rows that are none are
-zeros in the result. `naive` says which rows go where.
+zeros in the result. The package says which rows go where.
 
 A kernel takes addresses, no tensors of other ranks: a table int64 [world] of the ranks' buffers and
 one of their signal pads. All of them move packs of 16 bytes: multimem through PTX that the
@@ -601,7 +601,7 @@ def peer_all_gather_v(
     out: torch.Tensor,
     peers: Peers,
 ) -> None:
-    """Do as `naive.all_gather_v` in every rank's buffer.
+    """Gather, as the package says, in every rank's buffer.
 
     Args:
         x: [n, h], contiguous, a row being whole packs.
@@ -616,7 +616,7 @@ def peer_all_gather_v(
 def peer_reduce_scatter_v(
     buffers: torch.Tensor, rows: torch.Tensor, out: torch.Tensor, peers: Peers
 ) -> None:
-    """Do as `naive.reduce_scatter_v` from every rank's buffer to out [n, h]; see
+    """Reduce and scatter, as the package says, from every rank's buffer to out [n, h]; see
     `peer_all_gather_v`."""
     grid, arguments = _copy_v(out, rows, peers)
     peer_reduce_scatter_v_kernel[grid](buffers_ptr=buffers, out_ptr=out, **arguments)

@@ -20,7 +20,6 @@ from __future__ import annotations
 import torch
 
 from megatron.core.ops.dispatch import choose
-from megatron.core.ops.places import Places
 from megatron.core.ops.recurrence import RecurrenceInputs
 from megatron.core.ops.recurrence_prologue import reference
 from megatron.core.ops.recurrence_prologue.reference import (
@@ -28,7 +27,7 @@ from megatron.core.ops.recurrence_prologue.reference import (
     UnitParts,
     recurrence_inputs,
 )
-from megatron.core.ops.sequences import Sequences, require_sequences
+from megatron.core.ops.sequences import Places, Sequences, require_sequences
 
 __all__ = ["PrologueWeights", "UnitParts", "recurrence_inputs", "recurrence_prologue"]
 

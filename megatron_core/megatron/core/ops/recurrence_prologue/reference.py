@@ -14,11 +14,9 @@ import torch
 from torch.nn import functional
 
 from megatron.core.ops.causal_conv1d import causal_conv1d
-from megatron.core.ops.dispatch import accumulation_dtype
-from megatron.core.ops.l2norm import l2norm
-from megatron.core.ops.places import Places
+from megatron.core.ops.dispatch import accumulation_dtype, apply_function
 from megatron.core.ops.recurrence import RecurrenceInputs
-from megatron.core.ops.sequences import Sequences
+from megatron.core.ops.sequences import Places, Sequences
 
 
 class PrologueWeights(NamedTuple):
@@ -173,3 +171,49 @@ def recurrence_inputs(
         decay = -rates.exp() * functional.softplus(raw + bias)
         strength = strengths.sigmoid()
     return RecurrenceInputs(query, key, value, decay.flatten(1), strength.flatten(1))
+
+
+class L2Norm(torch.autograd.Function):
+    """y = x * r, r = 1 / sqrt(sum(x^2) + eps).
+
+    Forward: as above. dgrad: dx = r * (g - y sum(g y)). Saves y and r [...]; y is what the next op
+    saves too.
+    """
+
+    @staticmethod
+    def forward(ctx, x, eps):
+        wide = x.to(accumulation_dtype(x.dtype))
+        scale = torch.linalg.vector_norm(wide, dim=-1, keepdim=True)
+        scale = scale.square_().add_(eps).rsqrt_()  # [..., 1]
+        y = (wide * scale).to(x.dtype)
+        ctx.save_for_backward(y, scale)
+        return y
+
+    @staticmethod
+    def backward(ctx, grad):
+        y, scale = ctx.saved_tensors
+        y, wide = y.to(scale.dtype), grad.to(scale.dtype)
+        along = (wide * y).sum(-1, keepdim=True)
+        return torch.addcmul(wide, y, along, value=-1).mul_(scale).to(grad.dtype), None
+
+
+def l2norm(x: torch.Tensor, eps: float = 1e-6) -> torch.Tensor:
+    """Divide the last dimension by its length: y = x / sqrt(sum(x^2) + eps).
+
+    Sums are taken in fp32. Backward saves y and one number a row.
+
+    Args:
+        x: [..., K]; may be strided.
+        eps: added to the sum of squares, so that zeros stay zeros.
+
+    Returns:
+        y [..., K] in x's dtype.
+
+    Raises:
+        ValueError: x without a dimension, not of floats, or a negative `eps`.
+    """
+    if x.ndim == 0 or not x.is_floating_point():
+        raise ValueError(f"l2norm: x {tuple(x.shape)} {x.dtype}: give vectors of floats")
+    if eps < 0:
+        raise ValueError(f"l2norm: eps={eps} must not be negative")
+    return apply_function(L2Norm, x, eps)

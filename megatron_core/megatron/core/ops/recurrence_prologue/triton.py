@@ -16,14 +16,13 @@ import triton
 from megatron.core.ops.causal_conv1d import Borders
 from megatron.core.ops.dispatch import apply_function
 from megatron.core.ops.launches import Launches
-from megatron.core.ops.places import Places
 from megatron.core.ops.recurrence import RecurrenceInputs
 from megatron.core.ops.recurrence_prologue.kernels import (
     prologue_backward_kernel,
     prologue_forward_kernel,
 )
 from megatron.core.ops.recurrence_prologue.reference import PrologueWeights, UnitParts
-from megatron.core.ops.sequences import Sequences
+from megatron.core.ops.sequences import Places, Sequences
 
 
 class Marks:

@@ -1,5 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The mapping tables: one per architecture, from Hugging Face's weight names to this project's."""
+"""The mapping tables: one per architecture, from Hugging Face's weight names to this project's.
+
+In Hugging Face's gated delta net the rows of two products are ordered by key head, a key head's
+query and key before the values and gates of its value heads; a convolution has all queries, then
+all keys, then all values. In its Mamba-2 every part is one run of rows.
+"""
 
 from __future__ import annotations
 
@@ -7,10 +12,11 @@ import dataclasses
 from collections.abc import Mapping
 from types import MappingProxyType
 
-from megatron.core.models.layer_pattern import ATTENTION, DENSE, EXPERTS, LATENT
+from megatron.core.models.layer_pattern import ATTENTION, DELTA_NET, DENSE, EXPERTS, LATENT, MAMBA
 from megatron.hf.entries import (
     EMBEDDING,
     ENDS,
+    EXPERT,
     EXPERT_BIAS,
     HEAD,
     LAYER,
@@ -22,13 +28,206 @@ from megatron.hf.entries import (
     Architecture,
     Entry,
     Rows,
+    Stacked,
     attention_entries,
     experts,
     fused_experts,
     gated_shared_expert,
     shared_expert,
 )
-from megatron.hf.hybrid_architectures import MAMBA2, NEMOTRON_H, QWEN3_NEXT
+
+
+def _parts(inside: str, *parts: tuple[str, str]) -> tuple[tuple[str, str], ...]:
+    """Return the weights of a fused one: (name, letter of its rows) of each."""
+    return tuple((f"{{block}}.{inside}.{name}.weight", letter) for name, letter in parts)
+
+
+_GATED_ATTENTION: tuple[AnyEntry, ...] = (
+    MIXER_NORM,
+    Rows(
+        f"{LAYER}.self_attn.q_proj.weight",
+        _parts("attention", ("query", "d"), ("gate", "d")),
+        groups="a",
+        inner="h",
+        biased="attention_bias",
+    ),
+    *attention_entries(f"{LAYER}.self_attn", names=("k_proj", "v_proj", "o_proj")),
+    *QUERY_KEY_NORMS,
+)
+_DELTA_NET: tuple[AnyEntry, ...] = (
+    MIXER_NORM,
+    Rows(
+        f"{LAYER}.linear_attn.in_proj_qkvz.weight",
+        _parts("delta_net", ("query", "c"), ("key", "c"), ("value", "R"), ("gate", "R")),
+        groups="K",
+        inner="h",
+    ),
+    Rows(
+        f"{LAYER}.linear_attn.in_proj_ba.weight",
+        _parts("delta_net", ("beta", "x"), ("alpha", "x")),
+        groups="K",
+        inner="h",
+    ),
+    Rows(
+        f"{LAYER}.linear_attn.conv1d.weight",
+        _parts("delta_net.conv", ("query", "Q"), ("key", "Q"), ("value", "O")),
+        groups="1",
+        inner="1w",
+    ),
+    Entry(f"{LAYER}.linear_attn.A_log", "{block}.delta_net.A_log", "U", kept=True),
+    Entry(f"{LAYER}.linear_attn.dt_bias", "{block}.delta_net.dt_bias", "U", kept=True),
+    Entry(f"{LAYER}.linear_attn.norm.weight", "{block}.delta_net.output_norm.weight", "u"),
+    Entry(f"{LAYER}.linear_attn.out_proj.weight", "{block}.delta_net.output.weight", "hO"),
+)
+_GATED_SHARED_EXPERT = gated_shared_expert(f"{LAYER}.mlp.shared_expert")
+QWEN3_NEXT = Architecture(
+    model_type="qwen3_next",
+    class_name="Qwen3NextForCausalLM",
+    blocks={
+        ATTENTION: _GATED_ATTENTION,
+        DELTA_NET: _DELTA_NET,
+        DENSE: MLP,
+        EXPERTS: experts("mlp", PROJECTIONS, *_GATED_SHARED_EXPERT),
+    },
+    fused={EXPERTS: fused_experts(*_GATED_SHARED_EXPERT)},
+    ends=ENDS,
+    has_query_key_norms=True,
+    fields=frozenset(
+        {
+            "attention_bias",
+            "num_experts",
+            "num_experts_per_tok",
+            "moe_intermediate_size",
+            "shared_expert_intermediate_size",
+            "layer_types",
+        }
+    ),
+    defaults=MappingProxyType(
+        {
+            "head_dim": 256,
+            "num_key_value_heads": 2,
+            "linear_conv_kernel_dim": 4,
+            "linear_key_head_dim": 128,
+            "linear_value_head_dim": 128,
+            "linear_num_key_heads": 16,
+            "linear_num_value_heads": 32,
+            "norm_topk_prob": True,
+            "full_attention_interval": 4,
+        }
+    ),
+    left_out="mtp.",
+)
+
+# --- Mamba-2 and Nemotron-H -----------------------------------------------------------------------
+
+_BACKBONE = "backbone.layers.{layer}"
+_MIXER = f"{_BACKBONE}.mixer"
+_NORM = Entry(f"{_BACKBONE}.norm.weight", "{block}.norm.weight", "h")
+_ENDS = (
+    Entry("backbone.embeddings.weight", "embedding.weight", "Vh"),
+    Entry("backbone.norm_f.weight", "decoder.final_norm.weight", "h"),
+    HEAD,
+)
+_MAMBA: tuple[AnyEntry, ...] = (
+    _NORM,
+    Rows(
+        f"{_MIXER}.in_proj.weight",
+        _parts("mamba", ("gate", "I"), ("x", "I"), ("B", "G"), ("C", "G"), ("dt", "N")),
+        groups="1",
+        inner="h",
+        biased="use_bias",
+    ),
+    Rows(
+        f"{_MIXER}.conv1d.weight",
+        _parts("mamba.conv", ("x", "I"), ("B", "G"), ("C", "G")),
+        groups="1",
+        inner="1w",
+        biased="use_conv_bias",
+    ),
+    Entry(f"{_MIXER}.A_log", "{block}.mamba.A_log", "N", kept=True),
+    Entry(f"{_MIXER}.dt_bias", "{block}.mamba.dt_bias", "N", kept=True),
+    Entry(f"{_MIXER}.D", "{block}.mamba.D", "N", kept=True),
+    Entry(f"{_MIXER}.norm.weight", "{block}.mamba.output_norm.weight", "I"),
+    Entry(f"{_MIXER}.out_proj.weight", "{block}.mamba.output.weight", "hI", "use_bias"),
+)
+MAMBA2 = Architecture(
+    model_type="mamba2",
+    class_name="Mamba2ForCausalLM",
+    blocks={MAMBA: _MAMBA},
+    ends=_ENDS,
+    blocks_per_layer=1,
+    fields=frozenset({"use_bias", "use_conv_bias"}),
+    defaults=MappingProxyType(
+        {"layer_norm_epsilon": 1e-5, "conv_kernel": 4, "expand": 2, "initializer_range": 0.1}
+    ),
+)
+_PLAIN_MLP = (
+    _NORM,
+    Entry(f"{_MIXER}.up_proj.weight", "{block}.mlp.up.weight", "fh", "mlp_bias"),
+    Entry(f"{_MIXER}.down_proj.weight", "{block}.mlp.down.weight", "hf", "mlp_bias"),
+)
+_ROUTED = (
+    _NORM,
+    Entry(f"{_MIXER}.gate.weight", "{block}.moe.router.weight", "Eh"),
+    Entry(
+        f"{_MIXER}.gate.e_score_correction_bias", "{block}.moe.router.expert_bias", "E", fp32=True
+    ),
+    *shared_expert(f"{_MIXER}.shared_experts", PROJECTIONS[1:]),
+)
+_PLAIN_EXPERTS = (
+    Stacked(f"{_MIXER}.{EXPERT}.up_proj.weight", "{block}.moe.experts.up.weight", "eh"),
+    Stacked(f"{_MIXER}.{EXPERT}.down_proj.weight", "{block}.moe.experts.down.weight", "he"),
+)
+_FUSED_PLAIN_EXPERTS = tuple(
+    Rows(
+        f"{_MIXER}.experts.{theirs}",
+        ((f"{{block}}.moe.experts.{ours}.weight", rows),),
+        groups="E",
+        inner=inner,
+        stacked=True,
+    )
+    for theirs, ours, rows, inner in (("up_proj", "up", "e", "h"), ("down_proj", "down", "h", "e"))
+)
+NEMOTRON_H = Architecture(
+    model_type="nemotron_h",
+    class_name="NemotronHForCausalLM",
+    blocks={
+        ATTENTION: (_NORM, *attention_entries(_MIXER)),
+        DENSE: _PLAIN_MLP,
+        EXPERTS: (*_ROUTED, *_PLAIN_EXPERTS),
+        MAMBA: _MAMBA,
+    },
+    fused={EXPERTS: (*_ROUTED, *_FUSED_PLAIN_EXPERTS)},
+    ends=_ENDS,
+    blocks_per_layer=1,
+    fields=frozenset(
+        {
+            "mlp_bias",
+            "n_routed_experts",
+            "num_local_experts",
+            "n_shared_experts",
+            "num_experts_per_tok",
+            "moe_intermediate_size",
+            "moe_shared_expert_intermediate_size",
+            "moe_shared_expert_overlap",
+        }
+    ),
+    defaults=MappingProxyType(
+        {
+            "head_dim": 128,
+            "num_key_value_heads": 8,
+            "layer_norm_epsilon": 1e-5,
+            "conv_kernel": 4,
+            "n_shared_experts": 1,
+            "n_group": 1,
+            "topk_group": 1,
+            "norm_topk_prob": True,
+        }
+    ),
+    other_prefix=("backbone.", "model."),
+    left_out="mtp.",
+)
+
 
 _ATTENTION = (MIXER_NORM, *attention_entries(f"{LAYER}.self_attn"))
 _NORMED_ATTENTION = (*_ATTENTION, *QUERY_KEY_NORMS)
@@ -63,7 +262,6 @@ _LATENT: tuple[AnyEntry, ...] = (
         inner="k",
     ),
 )
-_GATED_SHARED_EXPERT = gated_shared_expert(f"{LAYER}.mlp.shared_expert")
 _MORE_EXPERTS = (EXPERT_BIAS, *shared_expert(f"{LAYER}.mlp.shared_experts"))
 
 #: Copies of the embedding and the head, which is one weight of all layers here.

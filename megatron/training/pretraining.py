@@ -19,8 +19,7 @@ from megatron.training.monitoring.observation import Observation, observing
 from megatron.training.progress_state import Progress
 from megatron.training.run_groups import RunGroups
 from megatron.training.saves import Saves, claimed_folder, saving
-from megatron.training.session import Session, build_session, restore
-from megatron.training.session_steps import open_steps
+from megatron.training.session import Session, build_session, open_steps, restore
 
 
 def pretrain(run: Run, place: RunGroups) -> None:

@@ -23,8 +23,8 @@ from megatron.training.config.layer_pattern import has, has_attention
 from megatron.training.config.resolve import Run
 from megatron.training.failures.collective_check import CollectiveCheck
 from megatron.training.failures.hang_files import ask_for_record
+from megatron.training.failures.launcher import RestartNote
 from megatron.training.failures.peers import Diagnosis, PeerWatch
-from megatron.training.failures.restart import RestartNote
 from megatron.training.failures.stopping import StopRequests
 
 #: How long ranks wait for one another at least in a save in the background, in seconds.

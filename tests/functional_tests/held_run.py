@@ -7,12 +7,12 @@ import os
 import sys
 import time
 
-from megatron.training import pretrain_gpt, session_steps
+from megatron.training import pretrain_gpt, session
 
 
 def hold(step: int) -> None:
     """Never carry out this step of this process."""
-    whole = session_steps.SessionSteps.take_step
+    whole = session.SessionSteps.take_step
     count = [0]
 
     def holding(self, *arguments, **named):
@@ -21,7 +21,7 @@ def hold(step: int) -> None:
             time.sleep(600)
         return whole(self, *arguments, **named)
 
-    session_steps.SessionSteps.take_step = holding
+    session.SessionSteps.take_step = holding
 
 
 if __name__ == "__main__":

@@ -9,7 +9,7 @@ from typing import NoReturn
 
 import torch.distributed as dist
 
-from megatron.training import session_steps
+from megatron.training import session
 from tests.functional_tests import small_run
 from tests.support.ranks import Outcome, RankSet, start_ranks
 
@@ -45,10 +45,10 @@ def run_with(
         return found, [ranks.log(rank) for rank in range(world)]
 
 
-def on_microbatch(number: int, fault: Callable[[session_steps.Microbatch], None]) -> None:
+def on_microbatch(number: int, fault: Callable[[session.Microbatch], None]) -> None:
     """Have `fault` change this process's microbatch of this number, from 1."""
     count = [0]
-    whole = session_steps.microbatch
+    whole = session.microbatch
 
     def faulty(batch, device, **more):
         made = whole(batch, device, **more)
@@ -57,4 +57,4 @@ def on_microbatch(number: int, fault: Callable[[session_steps.Microbatch], None]
             fault(made)
         return made
 
-    session_steps.microbatch = faulty
+    session.microbatch = faulty

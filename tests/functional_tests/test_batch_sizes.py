@@ -13,7 +13,7 @@ from megatron.core.datasets.samplers import GPTBatch
 from megatron.core.dist_checkpointing import read_extra
 from megatron.training.layouts import layouts_of
 from megatron.training.monitoring.metrics import read_metrics
-from megatron.training.session_steps import SessionSteps, microbatch
+from megatron.training.session import SessionSteps, microbatch
 from tests.functional_tests.small_run import (
     digests,
     flags,

@@ -67,7 +67,7 @@ def install() -> None:
     from megatron.core.models.gpt import GPTModel
     from megatron.core.optimizer import Optimizer
     from megatron.core.transformer import Recompute
-    from megatron.training import pretraining, session_steps
+    from megatron.training import pretraining, session
     from megatron.training.step import TrainStep
 
     memory = _Memory()
@@ -102,7 +102,7 @@ def install() -> None:
     _behind(GPTModel, "forward", generated)
     _behind(Optimizer, "step", moved)
     _behind(TrainStep, "__call__", stepped)
-    _behind(session_steps.SessionSteps, "__init__", began)
+    _behind(session.SessionSteps, "__init__", began)
     restore = pretraining.restore
 
     def restored(session: Any) -> Any:

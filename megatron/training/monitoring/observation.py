@@ -35,8 +35,7 @@ from megatron.training.monitoring.metrics import (
     open_metrics,
     without_secrets,
 )
-from megatron.training.monitoring.mlflow_writer import mlflow_writer
-from megatron.training.monitoring.wandb_writer import wandb_writer
+from megatron.training.monitoring.writers import mlflow_writer, wandb_writer
 from megatron.training.progress_state import Progress
 from megatron.training.session import Session
 

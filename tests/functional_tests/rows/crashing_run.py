@@ -6,14 +6,14 @@ from __future__ import annotations
 import os
 import sys
 
-from megatron.training import pretrain_gpt, session_steps
+from megatron.training import pretrain_gpt, session
 
 
 def crash_once(step: int) -> None:
     """Let rank 1 end without a word in a step, unless the launcher has restarted it."""
     if os.environ["TORCHELASTIC_RESTART_COUNT"] != "0" or os.environ["RANK"] != "1":
         return
-    whole = session_steps.SessionSteps.take_step
+    whole = session.SessionSteps.take_step
     count = [0]
 
     def crashing(self, *arguments, **named):
@@ -22,7 +22,7 @@ def crash_once(step: int) -> None:
             os._exit(9)
         return whole(self, *arguments, **named)
 
-    session_steps.SessionSteps.take_step = crashing
+    session.SessionSteps.take_step = crashing
 
 
 if __name__ == "__main__":

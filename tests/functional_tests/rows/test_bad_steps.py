@@ -11,7 +11,7 @@ import pytest
 
 from megatron.cli.errors import ExitCode
 from megatron.core.dist_checkpointing import latest_checkpoint, read_extra, verify_checkpoint
-from megatron.training import session_steps
+from megatron.training import session
 from megatron.training.failures import session_faults
 from megatron.training.monitoring.metrics import read_metrics
 from tests.functional_tests.planted_faults import on_microbatch, run_with
@@ -124,7 +124,7 @@ def test_row_28_exit_16_asks_for_other_machines_and_17_blames_the_data(
     def run(microbatch: int, *, host: str = here) -> tuple[int, str]:
         with monkeypatch.context() as context:
             context.setattr(socket, "gethostname", lambda: host)
-            context.setattr(session_steps, "microbatch", session_steps.microbatch)
+            context.setattr(session, "microbatch", session.microbatch)
             on_microbatch(microbatch, _make_nan)
             code = run_here(flags(prefix, f"--global-batch-size 2 {SIX} {more}"))
         return code, capsys.readouterr().err
@@ -150,7 +150,7 @@ def _scaled_losses(monkeypatch, factors):
     """Multiply the model's loss in some of this process's steps, however often it is computed."""
     from megatron.core.models.gpt import GPTModel
 
-    whole, take, count = GPTModel.loss, session_steps.SessionSteps.take_step, [0]
+    whole, take, count = GPTModel.loss, session.SessionSteps.take_step, [0]
 
     def scaled(self, *arguments, **named):
         loss, nll = whole(self, *arguments, **named)
@@ -161,7 +161,7 @@ def _scaled_losses(monkeypatch, factors):
         return take(self, *arguments, **named)
 
     monkeypatch.setattr(GPTModel, "loss", scaled)
-    monkeypatch.setattr(session_steps.SessionSteps, "take_step", counted)
+    monkeypatch.setattr(session.SessionSteps, "take_step", counted)
 
 
 ONE = "--global-batch-size 4 --train-iters 8 --eval-interval 0 --save-interval 1"

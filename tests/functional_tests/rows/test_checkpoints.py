@@ -28,7 +28,7 @@ from megatron.core.dist_checkpointing import (
 )
 from megatron.core.dist_checkpointing.shards import DTYPES
 from megatron.hf import convert
-from megatron.training import session_steps, upcycle
+from megatron.training import session, upcycle
 from megatron.training.monitoring.metrics import read_metrics
 from tests.functional_tests.held_run import hold
 from tests.functional_tests.planted_faults import run_with
@@ -208,7 +208,7 @@ def plant_full_disk(rank: int) -> None:
     signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, hard))
-    whole_step, count = session_steps.SessionSteps.take_step, [0]
+    whole_step, count = session.SessionSteps.take_step, [0]
 
     def step(self, *arguments, **named):
         count[0] += 1
@@ -218,7 +218,7 @@ def plant_full_disk(rank: int) -> None:
             resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
         return whole_step(self, *arguments, **named)
 
-    session_steps.SessionSteps.take_step = step
+    session.SessionSteps.take_step = step
 
 
 @pytest.mark.parametrize("policy", ["continue", pytest.param("stop", marks=pytest.mark.slow)])
@@ -245,7 +245,7 @@ def test_row_10_a_full_disk_costs_a_save_or_ends_the_run(prefix, whole, tmp_path
 
 def plant_vanishing(save: Path, rank: int) -> None:
     """Let the save folder go in the third step, as a file system that is no longer mounted."""
-    whole_step, count = session_steps.SessionSteps.take_step, [0]
+    whole_step, count = session.SessionSteps.take_step, [0]
 
     def step(self, *arguments, **named):
         count[0] += 1
@@ -254,7 +254,7 @@ def plant_vanishing(save: Path, rank: int) -> None:
             save.mkdir()
         return whole_step(self, *arguments, **named)
 
-    session_steps.SessionSteps.take_step = step
+    session.SessionSteps.take_step = step
 
 
 def test_row_11_a_save_folder_that_vanishes_is_told_and_not_made_anew(prefix, tmp_path):

@@ -19,7 +19,7 @@ import torch.distributed as dist
 from megatron.cli.flags import parse_command_line
 from megatron.core.datasets.index_cache import IndexCache
 from megatron.core.datasets.indexed_dataset import IndexedDatasetWriter
-from megatron.training import session_steps
+from megatron.training import session
 from megatron.training.config import Config
 from megatron.training.config.resolve import Run, resolve
 from megatron.training.data.data_sets import build_data_sets, read_ahead, training_batches
@@ -88,8 +88,8 @@ def test_row_17_a_resumed_run_goes_on_with_the_next_sample(
         seen.append(batch.tokens.tolist())
         return kept(batch, device, **more)
 
-    kept = session_steps.microbatch
-    monkeypatch.setattr(session_steps, "microbatch", recorded)
+    kept = session.microbatch
+    monkeypatch.setattr(session, "microbatch", recorded)
     write_tokens(prefix, documents=20)
     common = f"{PLAIN} --dataloader-type {dataloader} --global-batch-size 4"
     assert run_here(flags(prefix, f"{common} --save {tmp_path}/run --save-interval 1")) == 0

@@ -13,7 +13,7 @@ import pytest
 import torch.distributed as dist
 
 from megatron.core.dist_checkpointing import latest_checkpoint, read_extra
-from megatron.training import pretrain_gpt, session_steps
+from megatron.training import pretrain_gpt, session
 from megatron.training.monitoring.metrics import read_metrics
 from tests.functional_tests.small_run import (
     flags,
@@ -89,7 +89,7 @@ def _counted_rank(
     rank: int, world: int, port: int, argv: list[str], counts: list[int], dies_in: int
 ) -> NoReturn:
     """Be a rank to whom its launcher tells a count of restarts; rank 1 may die in a step."""
-    whole = session_steps.SessionSteps.take_step
+    whole = session.SessionSteps.take_step
     steps = [0]
 
     def dying(self, *arguments, **named):
@@ -98,7 +98,7 @@ def _counted_rank(
             os._exit(9)
         return whole(self, *arguments, **named)
 
-    session_steps.SessionSteps.take_step = dying
+    session.SessionSteps.take_step = dying
     environment = {
         "RANK": str(rank),
         "WORLD_SIZE": str(world),

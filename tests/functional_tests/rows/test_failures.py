@@ -12,7 +12,7 @@ import pytest
 
 from megatron.cli.errors import ExitCode
 from megatron.core.dist_checkpointing import latest_checkpoint, verify_checkpoint
-from megatron.training import session_steps
+from megatron.training import session
 from megatron.training.monitoring.metrics import read_metrics
 from tests.functional_tests.planted_faults import on_microbatch, run_with
 from tests.functional_tests.small_run import (
@@ -159,13 +159,13 @@ def test_row_35_a_run_whose_ranks_agree_passes_the_check(prefix):
 
 def plant_slow_rank(rank: int) -> None:
     if rank == 1:
-        whole = session_steps.take
+        whole = session.take
 
         def slow(*arguments, **more):
             time.sleep(0.25)
             return whole(*arguments, **more)
 
-        session_steps.take = slow
+        session.take = slow
 
 
 @pytest.mark.covers("slow rank named", runs="ranks")

@@ -14,7 +14,7 @@ import pytest
 
 from megatron.core.dist_checkpointing import latest_checkpoint
 from megatron.core.dist_checkpointing.shard_format import Output
-from megatron.training import saves, session_steps
+from megatron.training import saves, session
 from tests.functional_tests.planted_faults import run_with, running_with
 from tests.functional_tests.small_run import digests, flags, run_on, running, timeless, write_tokens
 
@@ -41,7 +41,7 @@ def plant_kill(step: int, rank: int) -> None:
     """Kill a rank between the two microbatches of a step: each step another rank."""
     if rank != step % 2:
         return
-    whole_microbatch, count = session_steps.microbatch, [0]
+    whole_microbatch, count = session.microbatch, [0]
 
     def killing(*arguments, **options):
         count[0] += 1
@@ -49,7 +49,7 @@ def plant_kill(step: int, rank: int) -> None:
             os.kill(os.getpid(), signal.SIGKILL)
         return whole_microbatch(*arguments, **options)
 
-    session_steps.microbatch = killing
+    session.microbatch = killing
 
 
 def go_on(argv: list[str], save: Path, whole: Path) -> str:

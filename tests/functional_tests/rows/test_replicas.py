@@ -17,7 +17,7 @@ from megatron.core.dist_checkpointing import (
     optimizer_chunks,
     weight_chunks,
 )
-from megatron.training import session_steps
+from megatron.training import session
 from megatron.training.monitoring.metrics import read_metrics
 from tests.functional_tests.planted_faults import run_with
 from tests.functional_tests.small_run import flags, run_on, running, write_tokens
@@ -35,7 +35,7 @@ def plant_flip(rank: int, *, victim: int, name: str, step: int) -> None:
     """Flip one bit of what a rank holds of a tensor, behind a step."""
     if rank != victim:
         return
-    whole, count = session_steps.SessionSteps.take_step, [0]
+    whole, count = session.SessionSteps.take_step, [0]
 
     def faulty(self, *arguments, **named):
         report = whole(self, *arguments, **named)
@@ -49,7 +49,7 @@ def plant_flip(rank: int, *, victim: int, name: str, step: int) -> None:
             chunk.tensor.detach().view(integers).view(-1)[-1] ^= 1 << 3
         return report
 
-    session_steps.SessionSteps.take_step = faulty
+    session.SessionSteps.take_step = faulty
 
 
 @pytest.fixture

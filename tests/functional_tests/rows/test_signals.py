@@ -69,9 +69,9 @@ def test_row_37_sigterm_to_one_rank_stops_all_with_a_save_that_goes_on_exactly(p
 
 def _slow_rank(rank: int, world: int, port: int, argv: list[str]) -> None:
     """Be a rank whose every step takes long: it sleeps where it reads its data."""
-    from megatron.training import session_steps
+    from megatron.training import session
 
-    whole = session_steps.take
+    whole = session.take
 
     def slow(*arguments, **more):
         if rank == 0:
@@ -79,7 +79,7 @@ def _slow_rank(rank: int, world: int, port: int, argv: list[str]) -> None:
             time.sleep(30)
         return whole(*arguments, **more)
 
-    session_steps.take = slow
+    session.take = slow
     rank_process(rank, world, port, argv)
 
 

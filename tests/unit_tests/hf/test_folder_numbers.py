@@ -16,12 +16,12 @@ from megatron.core.dist_checkpointing import Solo, read_extra, weight_chunks
 from megatron.core.models.gpt import GPTModel
 from megatron.core.process_groups import ProcessGroupCollection
 from megatron.core.weight_gather import Storage
-from megatron.hf import transformers_logits
+from megatron.hf import convert as converter
 from megatron.hf.config_json import function_of, write_config
+from megatron.hf.convert import compare_logits
 from megatron.hf.folder import open_folder
 from megatron.hf.model_config import read_model
 from megatron.hf.read_weights import read_weights
-from megatron.hf.transformers_logits import compare_logits
 from megatron.training.checkpoints.hf_options import folder_options
 from megatron.training.config import Config
 from megatron.training.config.model_table import gpt_config
@@ -187,7 +187,7 @@ def test_what_is_carried_is_not_believed_and_verify_sees_another_function(
     checkpoint = tmp_path / "checkpoints/iter_0000000"
     with pytest.raises(ValueError, match=r"differ by up to [\d.e-]+, the largest is \d[\d.]*: "):
         compare_logits(checkpoint, source)
-    monkeypatch.setattr(transformers_logits, "TOLERANCE", -1.0)
+    monkeypatch.setattr(converter, "TOLERANCE", -1.0)
     words += ["--save", tmp_path / "refused"]
     said = convert("export", *words, code=ExitCode.USER_ERROR)
     assert f"{tmp_path / 'refused'} was written, but not verified: the logits of " in said

@@ -21,7 +21,7 @@ from megatron.training.config.resolve import Run, resolve
 from megatron.training.data.data_sets import build_data_sets, training_batches
 from megatron.training.data.vocabulary import Vocabulary
 from megatron.training.layouts import Layouts
-from megatron.training.session_steps import take
+from megatron.training.session import take
 from megatron.training.step import Microbatch, StepReport, TrainStep
 from tests.support.closeness import assert_close_by_metric
 from tests.support.ranks import run_ranks

@@ -24,7 +24,7 @@ from megatron.training.monitoring.describe import context_line, context_words, c
 from megatron.training.monitoring.flops import training_flops, visible_square
 from megatron.training.monitoring.step_window import Speedometer
 from megatron.training.run_groups import rank_grid
-from megatron.training.session_steps import microbatch, squared_lengths
+from megatron.training.session import microbatch, squared_lengths
 from tests.support.ranks import run_ranks
 from tests.unit_tests.training.small_config import small_config
 

@@ -21,7 +21,7 @@ from megatron.training.monitoring.flops import (
     training_flops,
 )
 from megatron.training.monitoring.step_window import Speedometer
-from megatron.training.session_steps import squared_lengths
+from megatron.training.session import squared_lengths
 from tests.unit_tests.training.small_config import small_config
 
 

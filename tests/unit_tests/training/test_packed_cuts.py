@@ -25,7 +25,7 @@ from megatron.core.process_groups import ProcessGroupCollection, RankGrid
 from megatron.core.ssm.config import GatedDeltaNetConfig, Mamba2Config
 from megatron.core.transformer import AttentionConfig, MLPConfig, NormConfig
 from megatron.training.layouts import Layouts, PackedCuts, agreement
-from megatron.training.session_steps import take
+from megatron.training.session import take
 from megatron.training.step import PipelineForwardBackward, TrainStep
 from tests.support.closeness import assert_close_by_metric, assert_piece_close
 from tests.support.inputs import generator, one_thread

@@ -12,15 +12,17 @@ from html.parser import HTMLParser
 import pytest
 
 from megatron.training.monitoring.metrics import open_metrics
-from megatron.training.monitoring.plots import (
+from megatron.training.plot import (
+    PlotOptions,
     comparison,
+    draw,
     metrics_file,
     page,
+    plot_loss,
     read_run,
     short_names,
     smooth,
 )
-from megatron.training.plot import PlotOptions, draw, plot_loss
 
 
 def write(path, factor=1.0):

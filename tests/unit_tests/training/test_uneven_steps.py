@@ -24,7 +24,7 @@ from megatron.core.optimizer import Optimizer, OptimizerConfig
 from megatron.core.process_groups import ProcessGroupCollection, RankGrid
 from megatron.core.transformer import AttentionConfig, MLPConfig
 from megatron.training.layouts import Layouts
-from megatron.training.session_steps import take
+from megatron.training.session import take
 from megatron.training.step import Microbatch, PipelineForwardBackward, TrainStep
 from tests.support.closeness import assert_all_close
 from tests.support.inputs import generator, one_thread

@@ -10,9 +10,8 @@ import types
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
-from megatron.cli.flags import Invocation, default_text, value_text
+from megatron.cli.flags import KINDS, Invocation, default_text, value_text
 from megatron.cli.megatron_names import ALIASES, VALUE_NAMES, answered, answered_prefixes
-from megatron.cli.no_effect import KINDS
 from megatron.cli.schema import Option, option_docs, options, section_titles
 from megatron.hf.convert import ExportConfig, ImportConfig
 from megatron.inference.config import BenchConfig, GenerateConfig, ServeConfig

@@ -2,19 +2,19 @@
 """The command line of a schema: flags, `--config`, `--print-config` and where help comes from.
 
 Values come from the schema's own parser (`schema.py`), so flags work wherever Python does. Help
-pages and shell completion are made from it too.
+pages (by tyro, or as plain text without it) and shell completion are made from it too.
 
 Order of precedence: what the caller derives < `--config file.yaml` < flags. Of a flag given twice
-the last wins, as argparse has it, and a note says so. Flags of Megatron that are not in the schema
-are answered by `megatron_names.py`, or accepted without effect by the caller's table
-(`no_effect.py`).
+the last wins, as argparse has it, and a note says so.
 
-Shell completion of the entry points: a script for bash or zsh, made from the options.
+Flags of Megatron that are not in the schema are answered by `megatron_names.py`, or accepted by the
+caller's table of flags without effect: what they ask for happens anyway, or only concerns reports
+or speed. Their values are read like those of an option, so that another value, which would have an
+effect, is refused. They are not options and not in the help.
 
-A program is started as `python -m MODULE` or `torchrun ... -m MODULE`, so the script completes the
-words behind a module's name. Scripts of several programs may be sourced into one shell.
-
-The help of an entry point: its options by section, by tyro, or as plain text without it.
+A program is started as `python -m MODULE` or `torchrun ... -m MODULE`, so the completion script for
+bash or zsh completes the words behind a module's name. Scripts of several programs may be sourced
+into one shell.
 """
 
 from __future__ import annotations
@@ -24,12 +24,11 @@ import dataclasses
 import io
 import sys
 import typing
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Generic, Literal, TypeVar
+from typing import Any, Generic, Literal, TypeAlias, TypeVar, get_args
 
 from megatron.cli.megatron_names import ALIASES, answer
-from megatron.cli.no_effect import NoEffectTable, take_out
 from megatron.cli.schema import (
     Option,
     build,
@@ -423,3 +422,93 @@ def _value(option: Option, word: _Word) -> Any:
 def negative(name: str) -> str:
     """Return the spelling that turns a switch off."""
     return name.removeprefix("no-") if name.startswith("no-") else f"no-{name}"
+
+
+Kind: TypeAlias = Literal["already so", "reporting only", "speed only"]
+KINDS: tuple[Kind, ...] = get_args(Kind)
+
+_TYPES: Mapping[str, type] = {"INT": int, "FLOAT": float, "TEXT": str}
+
+
+@dataclass(frozen=True, kw_only=True)
+class NoEffectFlag:
+    """A flag that has no effect.
+
+    Args:
+        name: without dashes in front.
+        kind: what makes it harmless.
+        reason: what happens here instead.
+        values: the values that have no effect, joined by `|`; INT, FLOAT or TEXT for any of that
+            type; empty for a switch.
+        unless: switch with which the flag would have an effect, so that both together are refused.
+        note: line of its own to say at the start of a run; None = the list of flags is enough.
+    """
+
+    name: str
+    kind: Kind
+    reason: str
+    values: str = ""
+    unless: str | None = None
+    note: str | None = None
+
+    @property
+    def option(self) -> Option:
+        """Return how to read the flag and its value."""
+        if not self.values:
+            return Option(name=self.name, section=None, field=self.name, kind=bool, one_way=True)
+        kind = _TYPES.get(self.values)
+        choices = () if kind else tuple(self.values.split("|"))
+        return Option(
+            name=self.name, section=None, field=self.name, kind=kind or str, choices=choices
+        )
+
+    def problem(self, value: Any, given: Mapping[str, Any], *, strict: bool) -> str | None:
+        """Return what is wrong with the flag among the options that are given, if anything is."""
+        if value is False:
+            return f"{self.name} is false: leave it out: {self.reason}"
+        if self.unless is not None and given.get(self.unless):
+            return f"--{self.name} contradicts --{self.unless}: keep one"
+        if strict:
+            return (
+                f"--{self.name} has no effect here ({self.kind}: {self.reason}): leave it out, as "
+                "--strict-flags asks"
+            )
+        return None
+
+
+@dataclass(frozen=True, kw_only=True)
+class NoEffectTable:
+    """The flags of Megatron that a program accepts without effect.
+
+    Args:
+        flags: they.
+    """
+
+    flags: Sequence[NoEffectFlag] = ()
+
+
+def take_out(given: MutableMapping[str, Any], table: NoEffectTable, *, strict: bool) -> list[str]:
+    """Remove the flags without effect from the values that are given.
+
+    Args:
+        given: values by name, of options and of these flags.
+        table: the program's flags without effect.
+        strict: whether to refuse them.
+
+    Returns lines to say at the start: the list of them, and the note of each flag that has one.
+
+    Raises:
+        ValueError: flags are refused, with or without `strict`; all of them in one line.
+    """
+    found = [(flag, given.pop(flag.name)) for flag in table.flags if flag.name in given]
+    problems = [flag.problem(value, given, strict=strict) for flag, value in found]
+    if refused := [text for text in problems if text is not None]:
+        raise ValueError("; ".join(refused))
+    parts = []
+    for kind in KINDS:
+        names = [f"--{flag.name}" for flag, _ in found if flag.kind == kind]
+        if names:
+            parts.append(f"{' '.join(names)} ({kind})")
+    lines = [f"no effect here: {', '.join(parts)}"] if parts else []
+    notes = [f"--{flag.name} {value}: {flag.note}" for flag, value in found if flag.note]
+    return lines + notes

@@ -186,8 +186,8 @@ def shard_bytes(text: str) -> int:
 
 def import_model(config: ImportConfig) -> None:
     """Write a checkpoint of a folder. Raises ValueError."""
+    from megatron.hf.config_json import DTYPES, read_folder
     from megatron.hf.folder import open_folder
-    from megatron.hf.model_config import DTYPES, read_folder
     from megatron.hf.read_weights import reading_lines
     from megatron.training.checkpoints.hf_import import import_folder
 
@@ -212,7 +212,7 @@ def import_model(config: ImportConfig) -> None:
 def export_model(config: ExportConfig) -> None:
     """Write a folder of a checkpoint. Raises ValueError."""
     from megatron.core.dist_checkpointing import Solo
-    from megatron.hf.model_config import DTYPES
+    from megatron.hf.config_json import DTYPES
     from megatron.training.checkpoints.hf_export import Exported, export_folder
     from megatron.training.newest_checkpoint import load_newest
 

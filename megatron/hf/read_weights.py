@@ -11,11 +11,10 @@ import torch
 
 from megatron.core.boxes import Box, row_boxes
 from megatron.core.dist_checkpointing import CheckpointError, Coordinator, TensorChunk
+from megatron.hf.config_json import HuggingFaceModel
 from megatron.hf.folder import CONFIG, HuggingFaceFolder, OpenTensors
-from megatron.hf.model_config import HuggingFaceModel
-from megatron.hf.parts import TensorMap
 from megatron.hf.quantized import quantization_of
-from megatron.hf.tensor_map import tensor_map
+from megatron.hf.tensor_map import TensorMap, tensor_map
 
 #: Problems named in one error; the rest is counted.
 MAX_PROBLEMS = 8

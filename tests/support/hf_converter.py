@@ -22,9 +22,9 @@ from megatron.core.dist_checkpointing import (
 from megatron.core.models.gpt import GPTConfig, GPTModel
 from megatron.core.process_groups import ProcessGroupCollection, RankGrid
 from megatron.core.weight_gather import Storage
+from megatron.hf.config_json import read_folder
 from megatron.hf.convert import main
 from megatron.hf.folder import open_folder
-from megatron.hf.model_config import read_folder
 from megatron.hf.read_weights import read_weights
 from tests.support.hf_folders import LENGTH, make_model, save_folder
 from tests.support.inputs import generator

@@ -29,6 +29,7 @@ from megatron.core.untrusted_files import (
     read_regular,
     replace_file,
 )
+from megatron.hf.config_json import DTYPES as MODEL_DTYPES
 from megatron.hf.config_json import architecture_of, check_exportable, write_config
 from megatron.hf.folder import (
     CARRIED,
@@ -39,9 +40,7 @@ from megatron.hf.folder import (
     inside,
     read_object,
 )
-from megatron.hf.model_config import DTYPES as MODEL_DTYPES
-from megatron.hf.parts import MappedTensor, TensorMap
-from megatron.hf.tensor_map import tensor_map
+from megatron.hf.tensor_map import MappedTensor, TensorMap, tensor_map
 from megatron.training.checkpoints.hf_import import CARRIED_FOLDER
 from megatron.training.config.model_table import model_options
 from megatron.training.stored_model import described_config

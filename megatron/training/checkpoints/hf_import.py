@@ -30,10 +30,10 @@ from megatron.core.untrusted_files import (
     read_regular,
     replace_file,
 )
+from megatron.hf.config_json import HuggingFaceModel
 from megatron.hf.folder import CARRIED, CONFIG, HuggingFaceFolder, OpenTensors
-from megatron.hf.model_config import HuggingFaceModel
-from megatron.hf.parts import MappedTensor
 from megatron.hf.read_weights import check_copies, check_tensors
+from megatron.hf.tensor_map import MappedTensor
 from megatron.training.checkpoint_io import FORMAT
 from megatron.training.checkpoints.hf_options import folder_options
 

@@ -8,8 +8,8 @@ from typing import Any
 
 from megatron.cli.tokenizers import guess_type
 from megatron.core.models.layer_pattern import symbols_of
+from megatron.hf.config_json import HuggingFaceModel, read_folder
 from megatron.hf.folder import HuggingFaceFolder, open_folder
-from megatron.hf.model_config import HuggingFaceModel, read_folder
 from megatron.hf.read_weights import check_tensors
 from megatron.training.config.model_table import model_options
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from megatron.cli.no_effect import KINDS, Kind, NoEffectFlag, NoEffectTable
+from megatron.cli.flags import KINDS, Kind, NoEffectFlag, NoEffectTable
 
 _ALREADY_SO, _REPORTING, _SPEED = KINDS
 

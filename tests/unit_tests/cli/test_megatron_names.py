@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import pytest
 
-from megatron.cli.flags import parse_command_line, read_flags
+from megatron.cli.flags import NoEffectTable, parse_command_line, read_flags
 from megatron.cli.megatron_names import (
     ALIASES,
     VALUE_NAMES,
@@ -14,7 +14,6 @@ from megatron.cli.megatron_names import (
     answered_prefixes,
     our_value,
 )
-from megatron.cli.no_effect import NoEffectTable
 from megatron.cli.schema import Option, options
 from megatron.training.config import Config
 from megatron.training.config.megatron_flags import NO_EFFECT

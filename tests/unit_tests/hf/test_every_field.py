@@ -18,7 +18,7 @@ import torch
 from huggingface_hub.errors import StrictDataclassError
 
 from megatron.hf.architectures import ARCHITECTURES
-from megatron.hf.model_config import read_model
+from megatron.hf.config_json import read_model
 from tests.support.hf_folders import CASES, HYBRID_CASES, make_model
 
 #: One case of each family, of those that have the most fields that count.

@@ -22,8 +22,7 @@ from megatron.core.transformer import (
     NormConfig,
     RopeConfig,
 )
-from megatron.hf.config_json import differences, function_of, write_config
-from megatron.hf.model_config import read_model
+from megatron.hf.config_json import differences, function_of, read_model, write_config
 from megatron.training.config.model_table import yarn_magnitude
 
 SHAPE: dict[str, Any] = {

@@ -15,8 +15,8 @@ from megatron.core.dist_checkpointing import Solo, read_manifest, weight_chunks
 from megatron.core.models.gpt import GPTModel
 from megatron.core.process_groups import ProcessGroupCollection, RankGrid
 from megatron.core.weight_gather import Storage
+from megatron.hf.config_json import read_folder, read_model
 from megatron.hf.folder import open_folder, read_object
-from megatron.hf.model_config import read_folder, read_model
 from megatron.hf.read_weights import read_weights
 from megatron.hf.tensor_map import tensor_map
 from megatron.training.checkpoints.hf_export import export_folder

@@ -17,10 +17,9 @@ from megatron.core.models.gpt import GPTModel
 from megatron.core.process_groups import ProcessGroupCollection
 from megatron.core.weight_gather import Storage
 from megatron.hf import convert as converter
-from megatron.hf.config_json import function_of, write_config
+from megatron.hf.config_json import function_of, read_model, write_config
 from megatron.hf.convert import compare_logits
 from megatron.hf.folder import open_folder
-from megatron.hf.model_config import read_model
 from megatron.hf.read_weights import read_weights
 from megatron.training.checkpoints.hf_options import folder_options
 from megatron.training.config import Config

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from megatron.hf.model_config import read_model
+from megatron.hf.config_json import read_model
 from megatron.hf.tensor_map import tensor_map
 
 #: config.json of models on the hub as far as sizes go, and the parameters in their files: of

@@ -15,8 +15,7 @@ from hypothesis import strategies as st
 
 from megatron.cli.schema import build
 from megatron.core.models.gpt import GPTConfig
-from megatron.hf.config_json import differences, function_of, write_config
-from megatron.hf.model_config import read_model
+from megatron.hf.config_json import differences, function_of, read_model, write_config
 from megatron.training.checkpoints.hf_options import folder_options
 from megatron.training.config import Config
 from megatron.training.config.model_table import gpt_config

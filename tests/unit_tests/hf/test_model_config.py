@@ -15,9 +15,8 @@ from hypothesis import strategies as st
 from megatron.core.models.gpt import GPTConfig
 from megatron.core.ops.rope import RopeScaling, inverse_frequencies
 from megatron.core.transformer import AttentionConfig, MLPConfig, NormConfig, RopeConfig
-from megatron.hf.config_json import write_config
+from megatron.hf.config_json import read_model, write_config
 from megatron.hf.convert import shard_bytes
-from megatron.hf.model_config import read_model
 
 LLAMA: dict[str, Any] = {
     "architectures": ["LlamaForCausalLM"],

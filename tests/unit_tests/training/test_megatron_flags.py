@@ -7,9 +7,8 @@ import dataclasses
 
 import pytest
 
-from megatron.cli.flags import HelpRequested, parse_command_line
+from megatron.cli.flags import KINDS, HelpRequested, parse_command_line
 from megatron.cli.launch import Launch
-from megatron.cli.no_effect import KINDS
 from megatron.training.config import Config
 from megatron.training.config.megatron_flags import MEGATRON_FLAGS, NO_EFFECT
 from megatron.training.config.model_table import gpt_config

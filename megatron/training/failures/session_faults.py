@@ -5,7 +5,21 @@ Straggler detection (`--log-straggler`): a step takes equally long on every rank
 for the slowest in its collectives. So the measure is the time of a step without that spent waiting,
 taken where the waiting is done: by the clock on a CPU, by events of the stream on a GPU.
 
-It also compares replicas, and reports the differences.
+Replicas are compared across ranks (`--check-weight-hash-across-dp-replicas-interval`), and
+differences reported. Those of weights and of optimizer state start equal and get equal updates, so
+they stay bit-equal; where they do not, a machine has computed or stored a value wrongly. Checkpoint
+metadata lists the ranks that hold the same data (`TensorChunk.replica_ranks`); the boxes of equal
+ranks are compared as one set. A comparison is one gather of three numbers per set. Only where those
+differ, a second gather compares all tensors by number, and names those that differ.
+
+In host memory a tensor's number is its digest. On a GPU it is two sums over its elements as
+integers, computed on the device modulo 2^64, and so in any order:
+
+    sum of x_i (2i + 1)                     of every span, spans joined by an odd factor
+    sum of x_i w_i, w_i odd and irregular
+
+A change of one bit changes x_i by a power of two below 2^33, and that times an odd number is not 0
+modulo 2^64: it is always detected. Elements that trade places change both sums, except by chance.
 """
 
 from __future__ import annotations
@@ -14,17 +28,26 @@ import socket
 import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import groupby
 from pathlib import Path
 from types import TracebackType
 from typing import Any
 
 import torch
 
+from megatron.cli.errors import ExitCode, RunStopped
 from megatron.core.comm import all_gather
-from megatron.core.dist_checkpointing import optimizer_chunks, weight_chunks
+from megatron.core.dist_checkpointing import (
+    CheckpointError,
+    Coordinator,
+    TensorChunk,
+    optimizer_chunks,
+    weight_chunks,
+)
+from megatron.core.dist_checkpointing.shard_format import digest, written_kind
 from megatron.core.process_groups import DENSE_AXES, Group, RankGrid
 from megatron.training.failures.faults import FaultLog, FaultRecord, Faults, Suspect, SuspectStep
-from megatron.training.failures.replica_check import Difference, ReplicaCheck
 from megatron.training.hooks import TrainingHooks
 from megatron.training.monitoring.metrics import Metrics
 from megatron.training.monitoring.step_window import StepOutcome
@@ -32,6 +55,359 @@ from megatron.training.newest_checkpoint import load_newest
 from megatron.training.progress_state import Progress
 from megatron.training.saves import Saves
 from megatron.training.session import Session, load_session
+
+#: Elements of a chunk: they and their weights take 24 bytes each while they are summed.
+PIECE = 1 << 22
+
+#: Odd, from the golden ratio and from SplitMix64, as int64.
+_JOIN = 0x9E3779B97F4A7C15 - (1 << 64)
+_MIX = 0xBF58476D1CE4E5B9 - (1 << 64)
+
+_INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+def numbers_of(tensors: Sequence[torch.Tensor]) -> list[int]:
+    """Return a number of 64 bits, signed, for the bits of each tensor.
+
+    Tensors on a GPU are summed there, and all sums come to the host in one copy.
+    """
+    sums: dict[int, torch.Tensor] = {}
+    weights: dict[torch.device, tuple[torch.Tensor, torch.Tensor]] = {}
+    for i, tensor in enumerate(tensors):
+        if tensor.device.type != "cpu":
+            if tensor.device not in weights:
+                weights[tensor.device] = sum_weights(tensor.device)
+            sums[i] = weighted_sums(tensor, weights[tensor.device])
+    both = dict(zip(sums, torch.stack([*sums.values()]).tolist(), strict=True)) if sums else {}
+    return [
+        number(b"".join(value.to_bytes(8, "little", signed=True) for value in both[i]))
+        if i in both
+        else number(bits(tensor))
+        for i, tensor in enumerate(tensors)
+    ]
+
+
+def number(data: bytes | memoryview) -> int:
+    """Return the digest of bytes as a signed number of 64 bits."""
+    digits = int(digest(data).rpartition(":")[2], 16)
+    return digits - (1 << 64) if digits >> 63 else digits
+
+
+def bits(tensor: torch.Tensor) -> memoryview:
+    """Return the bytes of a tensor in host memory, row-major."""
+    return memoryview(tensor.detach().reshape(-1).view(torch.uint8).numpy())
+
+
+def sum_weights(device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the odd factors of a chunk's elements, int64 [chunk] twice."""
+    odd = 2 * torch.arange(PIECE, dtype=torch.int64, device=device) + 1
+    mixed = odd * _MIX
+    return odd, (mixed ^ (mixed >> 29)) * _JOIN | 1
+
+
+def weighted_sums(tensor: torch.Tensor, weights: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
+    """Return both sums of a tensor's bits, int64 [2], on its device."""
+    elements = tensor.detach().reshape(-1).view(_INTEGERS[tensor.element_size()])
+    total = torch.zeros(2, dtype=torch.int64, device=tensor.device)
+    for piece in elements.split(PIECE):
+        wide = piece.to(torch.int64)
+        sums = [(wide * weight[: piece.numel()]).sum() for weight in weights]
+        total = total * _JOIN + torch.stack(sums)
+    return total
+
+
+#: How many tensors and groups of ranks an error names.
+NAMED = 4
+
+
+@dataclass(frozen=True, eq=False)
+class ReplicaSet:
+    """The tensors that the same ranks hold.
+
+    Args:
+        ranks: ascending.
+        chunks: by name and place, as all of the ranks order them.
+        start: position of the first among all chunks of this rank.
+    """
+
+    ranks: tuple[int, ...]
+    chunks: tuple[TensorChunk, ...]
+    start: int
+
+    @property
+    def layout(self) -> int:
+        """Return a number for what is held and where it belongs, without the values."""
+        return number(
+            repr(
+                [(c.name, c.shape, c.box.offsets, c.box.sizes, str(c.tensor.dtype)) for c in self]
+            ).encode()
+        )
+
+    @property
+    def key(self) -> int:
+        """Return a number for the ranks."""
+        return number(repr(self.ranks).encode())
+
+    def __iter__(self):
+        return iter(self.chunks)
+
+
+def replica_sets(chunks: Sequence[TensorChunk]) -> list[ReplicaSet]:
+    """Put what other ranks hold too in order, by those ranks."""
+
+    def ranks(chunk: TensorChunk) -> tuple[int, ...]:
+        return chunk.replica_ranks
+
+    shared = [chunk for chunk in chunks if len(chunk.replica_ranks) > 1]
+    shared.sort(key=lambda c: (c.replica_ranks, c.name, c.box.offsets, c.box.sizes))
+    found, start = [], 0
+    for members, group in groupby(shared, key=ranks):
+        held = tuple(group)
+        found.append(ReplicaSet(members, held, start))
+        start += len(held)
+    return found
+
+
+@dataclass(frozen=True)
+class Difference:
+    """Tensors in which ranks do not hold the same.
+
+    Args:
+        parties: ranks that agree with one another, the largest party first.
+        tensors: names, each with the place of what is held if that is a part.
+    """
+
+    parties: tuple[tuple[int, ...], ...]
+    tensors: tuple[str, ...]
+
+    @property
+    def is_clear(self) -> bool:
+        """Return whether most ranks agree, so that the others are to blame."""
+        first, *others = self.parties
+        return len(first) > sum(map(len, others))
+
+    @property
+    def blamed(self) -> tuple[int, ...]:
+        """Return the ranks outside of the majority; all of them if there is none."""
+        parties = self.parties[1:] if self.is_clear else self.parties
+        return tuple(sorted(rank for party in parties for rank in party))
+
+    def text(self, host_of: Callable[[int], str]) -> str:
+        """Say who differs from whom, and in what."""
+        tensors = _some(self.tensors)
+        if self.is_clear:
+            verb = "differs" if len(self.blamed) == 1 else "differ"
+            wrong = _party(self.blamed, host_of)
+            return f"{wrong} {verb} from {_party(self.parties[0])} in {tensors}"
+        shown = " against ".join(_party(party, host_of) for party in self.parties[:NAMED])
+        more = f" and {len(self.parties) - NAMED} more" if len(self.parties) > NAMED else ""
+        return f"{shown}{more} differ in {tensors}: one of them is wrong"
+
+
+def _some(words: Sequence[str]) -> str:
+    more = len(words) - NAMED
+    return ", ".join(words[:NAMED]) + (f" and {more} more" if more > 0 else "")
+
+
+def _party(ranks: Sequence[int], host_of: Callable[[int], str] | None = None) -> str:
+    """Name ranks, and their machines if those are asked for."""
+    if host_of is None:
+        return f"rank{'s' * (len(ranks) > 1)} {_some([str(rank) for rank in ranks])}"
+    return _some([f"rank {rank} on {host_of(rank)}" for rank in ranks])
+
+
+def differences(
+    sets: Sequence[ReplicaSet], numbers: Mapping[int, Sequence[int]], starts: Mapping[int, int]
+) -> list[Difference]:
+    """Return what is not alike in sets of this rank.
+
+    Args:
+        numbers: of the tensors of each rank, in its order.
+        starts: where the set begins there; of one set only.
+    """
+    found: dict[tuple[tuple[int, ...], ...], list[str]] = {}
+    for held in sets:
+        for i, chunk in enumerate(held):
+            parties: dict[int, list[int]] = {}
+            for rank in held.ranks:
+                parties.setdefault(numbers[rank][starts[rank] + i], []).append(rank)
+            if len(parties) > 1:
+                order = sorted(parties.values(), key=lambda ranks: (-len(ranks), ranks))
+                found.setdefault(tuple(map(tuple, order)), []).append(_named(chunk))
+    return [Difference(parties, tuple(names)) for parties, names in found.items()]
+
+
+def _named(chunk: TensorChunk) -> str:
+    if chunk.box.sizes == chunk.shape:
+        return chunk.name
+    sizes = " x ".join(map(str, chunk.box.sizes))
+    return f"{chunk.name} ({sizes} at {list(chunk.box.offsets)})"
+
+
+class ReplicaCheck:
+    """Compares replicas; every rank makes one and calls it at the same steps.
+
+    Args:
+        chunks: lists what this rank holds, as views of its memory.
+        world: all ranks.
+        device: where numbers travel.
+        coordinator: how ranks agree at the start, and what they report of a difference.
+        host_of: returns a rank's machine.
+        complete: has all updates arrive in what is stored.
+        record: keeps what differs after an iteration.
+
+    Raises:
+        ValueError: digests of ranks cannot be compared.
+    """
+
+    def __init__(
+        self,
+        chunks: Callable[[], list[TensorChunk]],
+        world: Group,
+        *,
+        device: torch.device,
+        coordinator: Coordinator,
+        host_of: Callable[[int], str],
+        complete: Callable[[], None],
+        record: Callable[[int, Sequence[Difference]], None],
+    ) -> None:
+        self._chunks, self._world, self._device = chunks, world, device
+        self._coordinator, self._host_of = coordinator, host_of
+        self._complete, self._record = complete, record
+        self.compared = 0
+        """Comparisons so far."""
+        sets = replica_sets(chunks())
+        coordinator.begin("looking for replicas")
+        try:
+            agreed = coordinator.agree("replicas", lambda: _held(sets), _agree)
+        except CheckpointError as error:
+            raise ValueError(str(error)) from error
+        self._most_sets, self._most_chunks = agreed["sets"], agreed["chunks"]
+        self._bytes: dict[str, int] = agreed["bytes"]
+
+    def line(self, interval: int) -> str:
+        """Say what is compared, for the log."""
+        every = "every step" if interval == 1 else f"every {interval} steps"
+        if not self._most_sets:
+            return "replica check: no rank holds what another one holds, so nothing is compared"
+        shown = " and ".join(f"{n:,} bytes of {kind}" for kind, n in self._bytes.items() if n)
+        return (
+            f"replica check: {every}; up to {self._most_chunks:,} tensors of a rank, {shown}, "
+            "have replicas and are compared"
+        )
+
+    def __call__(self, iteration: int) -> None:
+        """Compare what ranks hold after a step.
+
+        Raises:
+            RunStopped: it differs.
+        """
+        if not self._most_sets:
+            return
+        self._complete()
+        sets = replica_sets(self._chunks())
+        numbers = numbers_of([chunk.tensor for held in sets for chunk in held])
+        self.compared += 1
+        rows = self._gather([x for held in sets for x in _row(held, numbers)], self._most_sets * 3)
+        # By set: the ranks' numbers, and where it begins in their lists.
+        found: dict[int, dict[int, tuple[int, int]]] = {}
+        for rank, row in enumerate(rows):
+            for at in range(0, len(row), 3):
+                key, value, start = row[at : at + 3]
+                if start >= 0:
+                    found.setdefault(key, {})[rank] = (value, start)
+        unlike = {
+            key for key, ranks in found.items() if len({value for value, _ in ranks.values()}) > 1
+        }
+        if unlike:
+            raise self._stopped(iteration, sets, numbers, unlike=unlike, found=found)
+
+    def _gather(self, numbers: Sequence[int], width: int) -> list[list[int]]:
+        """Return the numbers of every rank, padded to the same width."""
+        padded = [*numbers, *[-1] * (width - len(numbers))]
+        own = torch.tensor([padded], dtype=torch.int64, device=self._device)
+        rows: list[list[int]] = all_gather(own, self._world).tolist()
+        return rows
+
+    def _stopped(
+        self,
+        iteration: int,
+        sets: Sequence[ReplicaSet],
+        numbers: Sequence[int],
+        *,
+        unlike: set[int],
+        found: Mapping[int, Mapping[int, tuple[int, int]]],
+    ) -> RunStopped:
+        """Find out what differs, keep it, and return how the run ends, the same on every rank."""
+        rows = dict(enumerate(self._gather(numbers, self._most_chunks)))
+
+        def mine() -> list[list[object]]:
+            told = []
+            for held in sets:
+                # One rank speaks for a set.
+                if held.key in unlike and held.ranks[0] == self._world.ranks[self._world.rank]:
+                    starts = {rank: start for rank, (_, start) in found[held.key].items()}
+                    told += differences([held], rows, starts)
+            return [[one.parties, one.tensors] for one in told]
+
+        self._coordinator.begin(f"comparing replicas behind iteration {iteration}")
+        plain = self._coordinator.agree("name", mine, lambda all_: [x for one in all_ for x in one])
+        told = [
+            Difference(tuple(tuple(party) for party in parties), tuple(tensors))
+            for parties, tensors in plain
+        ]
+        shown = "; ".join(one.text(self._host_of) for one in told[:NAMED])
+        more = f"; and {len(told) - NAMED} more differences" if len(told) > NAMED else ""
+        text = (
+            f"replicas differ behind iteration {iteration}: {shown}{more}; nothing was saved: "
+            "start again from the last checkpoint, without the machine to blame"
+        )
+        self._record(iteration, told)
+        return RunStopped(ExitCode.REPLICAS_DIFFER, text)
+
+
+def _row(held: ReplicaSet, numbers: Sequence[int]) -> tuple[int, int, int]:
+    """Return what a rank reports of one set: which it is, its content, and where that begins."""
+    own = numbers[held.start : held.start + len(held.chunks)]
+    return held.key, number(repr(own).encode()), held.start
+
+
+def _held(sets: Sequence[ReplicaSet]) -> dict[str, object]:
+    """Return what a rank holds together with others, as JSON."""
+    sizes = {"weights": 0, "optimizer state": 0}
+    for chunk in (chunk for held in sets for chunk in held):
+        kind = "optimizer state" if chunk.name.startswith("optimizer.") else "weights"
+        sizes[kind] += chunk.tensor.numel() * chunk.tensor.element_size()
+    return {
+        "kind": written_kind(),
+        "sets": [[held.key, len(held.ranks), held.layout, len(held.chunks)] for held in sets],
+        "bytes": sizes,
+    }
+
+
+def _agree(ranks: Sequence[dict]) -> dict[str, object]:
+    """See that the ranks of each set hold the same things, and return the largest numbers.
+
+    Raises:
+        ValueError: they do not, or not all have the package that makes digests.
+    """
+    if len({rank["kind"] for rank in ranks}) > 1:
+        raise ValueError(
+            "some machines have the package xxhash and some lack it, so that digests of replicas "
+            "cannot be compared: install it on all of them"
+        )
+    held: dict[int, dict[int, tuple[int, ...]]] = {}
+    for rank, told in enumerate(ranks):
+        for key, *facts in told["sets"]:
+            held.setdefault(key, {})[rank] = tuple(facts)
+    for found in held.values():
+        if {len(found)} != {size for size, *_ in found.values()} or len(set(found.values())) > 1:
+            raise RuntimeError(f"ranks {sorted(found)} should hold the same tensors and do not")
+    return {
+        "sets": max(len(told["sets"]) for told in ranks),
+        "chunks": max(sum(count for *_, count in told["sets"]) for told in ranks),
+        "bytes": {kind: max(told["bytes"][kind] for told in ranks) for kind in ranks[0]["bytes"]},
+    }
 
 
 class _Event:

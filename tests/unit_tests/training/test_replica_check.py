@@ -7,8 +7,8 @@ import pytest
 import torch
 
 from megatron.core.dist_checkpointing import TensorChunk
-from megatron.training.failures import replica_check
-from megatron.training.failures.replica_check import (
+from megatron.training.failures import session_faults
+from megatron.training.failures.session_faults import (
     Difference,
     differences,
     numbers_of,
@@ -21,7 +21,7 @@ from megatron.training.failures.replica_check import (
 @pytest.fixture
 def small_pieces(monkeypatch):
     """Have sums go over several pieces."""
-    monkeypatch.setattr(replica_check, "PIECE", 16)
+    monkeypatch.setattr(session_faults, "PIECE", 16)
     return sum_weights(torch.device("cpu"))
 
 
@@ -34,7 +34,7 @@ def signed(value: int) -> int:
 def test_the_sums_are_those_of_integers(small_pieces, dtype):
     values = torch.randn(50, generator=torch.Generator().manual_seed(1)).to(dtype)
     integers = values.view(torch.int16 if dtype == torch.bfloat16 else torch.int32).tolist()
-    join = replica_check._JOIN
+    join = session_faults._JOIN
     expected = []
     for weights in small_pieces:
         total = 0

@@ -23,7 +23,6 @@ from megatron.core.weight_gather.bucket import (
     Storage,
     reductions,
 )
-from megatron.core.weight_gather.copies import CopyReport, copy_weights
 from megatron.core.weight_gather.gatherer import (
     BACKWARD,
     EVALUATION,
@@ -38,8 +37,10 @@ from megatron.core.weight_gather.module import StoreModule
 from megatron.core.weight_gather.plan import GatherPlan, check_plan, compile_plan
 from megatron.core.weight_gather.store import (
     NORM_GROUPS,
+    CopyReport,
     OwnedRange,
     WeightStore,
+    copy_weights,
     empty_range,
     owned_range,
 )

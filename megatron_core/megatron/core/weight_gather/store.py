@@ -13,7 +13,7 @@ or strategies, and a checkpoint can name every element of the optimizer's state.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 
@@ -21,6 +21,7 @@ import torch
 
 from megatron.core.boxes import TensorChunk
 from megatron.core.initialize import InitSpec, fill_
+from megatron.core.ops.weight_copy import CopyDtype, WeightCopy
 from megatron.core.process_groups import ProcessGroupCollection
 from megatron.core.weight_gather.bucket import (
     Bucket,
@@ -441,3 +442,55 @@ def _extend(ranges: list[tuple[int, int]], start: int, stop: int) -> None:
         ranges[-1] = (ranges[-1][0], stop)
     else:
         ranges.append((start, stop))
+
+
+@dataclass(frozen=True)
+class CopyReport:
+    """What copies cost and how far they are from what they were made of.
+
+    Args:
+        matrices: that were copied.
+        nbytes, stored_bytes: of the copies, and of what is stored of the same matrices.
+        mean_error, worst_error: of a matrix, relative, Frobenius norms.
+    """
+
+    dtype: CopyDtype
+    matrices: int
+    nbytes: int
+    stored_bytes: int
+    mean_error: float
+    worst_error: float
+
+    def __str__(self) -> str:
+        return (
+            f"{self.dtype} weights: copies of {self.matrices} matrices, "
+            f"{self.nbytes / 1e6:,.1f} MB "
+            f"next to the stored {self.stored_bytes / 1e6:,.1f} MB; relative error of a matrix "
+            f"{self.mean_error:.2%}, at most {self.worst_error:.2%}"
+        )
+
+
+def copy_weights(handles: Iterable[WeightHandle], dtype: CopyDtype) -> CopyReport:
+    """Give matrices a copy of what they hold now, which products outside of autograd use from here
+    on. It does not follow updates: copy again after them.
+
+    Raises:
+        ValueError: a weight is not on a CPU, or is stored in the copy's dtype.
+    """
+    found = list(dict.fromkeys(handles))
+    errors, nbytes, stored = [], 0, 0
+    for handle in found:
+        weight = handle.get()
+        if weight.device.type != "cpu":
+            raise ValueError(
+                f"--weights-dtype {dtype} multiplies on a CPU, the model is on "
+                f"{weight.device.type}: drop it, or give --device cpu"
+            )
+        if dtype == "bf16" and weight.dtype is torch.bfloat16:
+            raise ValueError("--weights-dtype bf16: the weights are bf16 already: drop it")
+        handle.copy = WeightCopy(weight, dtype, cpu_dtype=handle.cpu_dtype)
+        errors.append(handle.copy.error(weight))
+        nbytes, stored = nbytes + handle.copy.nbytes, stored + weight.nbytes
+    return CopyReport(
+        dtype, len(found), nbytes, stored, sum(errors) / max(1, len(errors)), max(errors, default=0)
+    )

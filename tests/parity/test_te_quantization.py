@@ -6,6 +6,9 @@ exactly (`support.te_fp8`). So this proves which tensors are quantized, when and
 TE's kernels it says nothing.
 """
 
+import importlib
+from unittest import mock
+
 import pytest
 import torch
 
@@ -13,7 +16,7 @@ from megatron.core.extensions.quantization import QuantizationConfig
 from tests.parity.experts import NUM_EXPERTS
 from tests.parity.pieces import assembled
 from tests.parity.rows import CUT_WEIGHTS, label, row_with, world_of
-from tests.parity.training import rank_of_row, single_run
+from tests.parity.training import rank_of_row, single_run, transformer_engine
 from tests.support import te_wheel
 from tests.support.ranks import run_ranks
 
@@ -64,18 +67,21 @@ def check_near(row, release=te_wheel.NEWEST):
 
 def check_counts(row, calls):
     """Each product quantizes four tensors: its input, the output's gradient, and the weight in
-    forward and in backward, where it is gathered again."""
+    forward and in backward, where it is gathered again; not the weight if it is gathered in the
+    format of the recipe."""
+    tensors = 4 if row["wire"] == "bf16" else 2
     products = calls["Linear"] + calls["LayerNormLinear"]
     products += calls.get("GroupedLinear", 0) * NUM_EXPERTS // row["ep"]
     count = calls[QUANTIZERS[row["quantization"].recipe]]
     if row["recompute"] == "none" and not row.get("frozen"):
-        assert count == 4 * products
+        assert count == tensors * products
     else:
-        assert 0 < count <= 4 * products
+        assert 0 < count <= tensors * products
     assert sum(calls.get(name, 0) for name in QUANTIZERS.values()) == count
 
 
 ROW = fp8_row("delayed", tp=2, sequence_parallel=True)
+GATHERED_ROW = fp8_row("mxfp8", tp=1, gtp=2, link="late", wire="mxfp8")
 ROWS_AT_NIGHT = [
     fp8_row("tensorwise"),
     fp8_row("tensorwise", tp=2, sequence_parallel=True, bias="all"),
@@ -90,6 +96,10 @@ ROWS_AT_NIGHT = [
     fp8_row("mxfp8", tp=2, norm="LayerNorm"),
     fp8_row("mxfp8", pp=2, schedule="zb-h1", recompute="full"),
     fp8_row("mxfp8", tp=2, frozen=("down.weight", "qkv.weight")),
+    fp8_row("mxfp8", gtp=2, wire="mxfp8", scale_blocks="1d", recompute="full"),
+    fp8_row("mxfp8", gtp=2, egtp=2, experts="softmax", wire="mxfp8", link="late"),
+    fp8_row("mxfp8", tp=2, gtp=2, wire="mxfp8", frozen=("down.weight", "qkv.weight")),
+    fp8_row("tensorwise", gtp=2, pp=2, schedule="zb-h1", wire="fp8"),
 ]
 
 
@@ -105,6 +115,31 @@ def test_delayed_scaling_over_tensor_parallel_ranks():
         assert torch.equal(state, runs[1].states[name])
         assert bool((state > 0.0).all() and (state != 1.0).all()), name
     assert runs[0].states
+
+
+def _quantized_again(rank, world, row, initial):
+    """Return what is called if gathered weights are taken back and quantized by the recipe."""
+    transformer_engine(row["te"], row["quantization"])
+    module = importlib.import_module("megatron.core.extensions.transformer_engine")
+    gathered = module.WeightQuantization.gathered
+
+    def again(self, *args, backward, **options):
+        tensors = gathered(self, *args, backward=backward, **options)
+        plain = [tensor.dequantize().detach().requires_grad_() for tensor in tensors]
+        return [t._quantizer(p) for t, p in zip(tensors, plain, strict=True)] if backward else plain
+
+    with mock.patch.object(module.WeightQuantization, "gathered", again):
+        return rank_of_row(rank, world, row, initial).te_calls
+
+
+@needs_te
+def test_gathered_weights_are_not_quantized_again():
+    runs = check_near(GATHERED_ROW)
+    row = {**GATHERED_ROW, "te": te_wheel.NEWEST, "steps": 1}
+    initial = assembled(runs[0].initial + runs[1].initial)
+    for calls in run_ranks(_quantized_again, 2, row, initial, timeout=100.0):
+        with pytest.raises(AssertionError):
+            check_counts(row, calls)
 
 
 @needs_te

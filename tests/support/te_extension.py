@@ -384,7 +384,7 @@ def _pretend_a_gpu(capability: tuple[int, int]) -> None:
             tensor if _asked_by_te() else to_gpu(tensor, *args, **options)
         )
     )
-    for name in ("empty", "zeros", "ones", "tensor", "full", "arange"):
+    for name in ("empty", "zeros", "ones", "tensor", "full", "arange", "eye"):
         setattr(torch, name, _on_cpu(getattr(torch, name)))
     torch.Tensor.to = _on_cpu(torch.Tensor.to)  # type: ignore[method-assign]
 

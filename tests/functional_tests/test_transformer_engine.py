@@ -64,12 +64,12 @@ FP8 = (
 )
 
 
-def _fp8_run(prefix, arguments, world):
+def _fp8_run(prefix, arguments, world, *, exit_code=0):
     argv = flags(prefix, f"{FP8} {arguments}")
     with running(world, argv, process=te_process) as ranks:
         ended = ranks.outcomes(timeout=100.0)
         log = ranks.log(0) + ranks.log(world - 1)
-    assert all(outcome.exit_code == 0 for outcome in ended), log
+    assert all(outcome.exit_code == exit_code for outcome in ended), log
     return log
 
 
@@ -94,6 +94,8 @@ def test_delayed_scaling_goes_on_exactly_from_a_checkpoint(tmp_path):
     log = _fp8_run(prefix, f"{tp} {save('parts')} --exit-interval 3", 2)
     assert "FP8 (delayed)" in log
     shutil.copytree(tmp_path / "parts", tmp_path / "single")
+    other = f"--fp8-amax-history-len 5 --load {tmp_path / 'parts'}"
+    assert "--fp8-amax-history-len 3" in _fp8_run(prefix, f"{tp} {other}", 2, exit_code=2)
     _fp8_run(prefix, f"{tp} {save('parts')} --load {tmp_path / 'parts'}", 2)
     _fp8_run(prefix, f"{save('single')} --load {tmp_path / 'single'}", 1)
     wanted, got, single = (

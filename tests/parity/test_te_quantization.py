@@ -12,7 +12,7 @@ from unittest import mock
 import pytest
 import torch
 
-from megatron.core.extensions.quantization import QuantizationConfig
+from megatron.core.extensions import QuantizationConfig
 from tests.parity.experts import NUM_EXPERTS
 from tests.parity.pieces import assembled
 from tests.parity.rows import CUT_WEIGHTS, label, row_with, world_of
@@ -94,6 +94,8 @@ ROWS_AT_NIGHT = [
     fp8_row("delayed", dp=2, ep=2, experts="softmax"),
     fp8_row("mxfp8", dp=2, ep=2, experts="sigmoid", placement=CUT_WEIGHTS),
     fp8_row("mxfp8", tp=2, norm="LayerNorm"),
+    fp8_row("mxfp8", tp=2, sequence_parallel=True, accumulation=2),
+    fp8_row("mxfp8", tp=2, sequence_parallel=True, gtp=2, wire="mxfp8", bias="all"),
     fp8_row("mxfp8", pp=2, schedule="zb-h1", recompute="full"),
     fp8_row("mxfp8", tp=2, frozen=("down.weight", "qkv.weight")),
     fp8_row("mxfp8", gtp=2, wire="mxfp8", scale_blocks="1d", recompute="full"),

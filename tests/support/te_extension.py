@@ -374,6 +374,10 @@ def _pretend_a_gpu(capability: tuple[int, int]) -> None:
     }
     for name, value in told.items():
         setattr(torch.cuda, name, _told(value, getattr(torch.cuda, name)))
+    # Gloo has no coalesced collectives: those of TE run one after the other, and are done.
+    done = types.SimpleNamespace(wait=lambda: None)
+    manager = torch.distributed._coalescing_manager
+    torch.distributed._coalescing_manager = _told(contextlib.nullcontext(done), manager)
     is_cuda = torch.Tensor.is_cuda
     torch.Tensor.is_cuda = property(  # type: ignore[assignment,misc]
         lambda tensor: _asked_by_te() or is_cuda.__get__(tensor)

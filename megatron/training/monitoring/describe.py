@@ -25,7 +25,7 @@ from megatron.core.context_parallel.layout import documents_of
 from megatron.core.datasets.samplers import GPTBatch
 from megatron.core.distributed import DataParallel, DataParallelConfig
 from megatron.core.distributed.formulas import BucketSize, ElementBytes, bytes_per_rank
-from megatron.core.extensions.quantization import GATHERED
+from megatron.core.extensions import GATHERED
 from megatron.core.models.gpt import GPTConfig, logical_weights
 from megatron.core.models.layer_pattern import EXPERTS
 from megatron.core.moe.dispatch import choose_dispatcher, dispatched_rows

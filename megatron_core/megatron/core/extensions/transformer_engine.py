@@ -51,12 +51,8 @@ from transformer_engine.pytorch.quantization import FP8GlobalStateManager
 
 from megatron.core.backend import Backend
 from megatron.core.context_parallel import SequenceLayout
-from megatron.core.extensions.quantization import (
-    GATHERED,
-    DelayedScales,
-    DelayedScaling,
-    QuantizationConfig,
-)
+from megatron.core.extensions import GATHERED, QuantizationConfig
+from megatron.core.extensions.quantization import DelayedScales, DelayedScaling
 from megatron.core.tensor_parallel import (
     ColumnParallelLinear,
     RowParallelLinear,

@@ -10,7 +10,7 @@ import importlib
 import pytest
 import torch
 
-from megatron.core.extensions.quantization import QuantizationConfig
+from megatron.core.extensions import QuantizationConfig
 from megatron.core.weight_gather.wire import shard_amax, wire_formats
 from tests.support import te_extension, te_wheel
 from tests.support.ranks import run_ranks

@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
@@ -208,7 +208,9 @@ def _reruns(config: Config, model: GPTModel) -> Reruns:
     mode, stage = config.failures.rerun_mode, None
     if mode != "disabled" and model.groups["pp"].size > 1:
         stage = StageBits(model.store.device, model.num_chunks)
-    return Reruns(mode, config.failures.rerun_interval, counters, stage)
+    made = Reruns(mode, config.failures.rerun_interval, counters, stage)
+    state = model.step_state
+    return made if state is None else replace(made, forget=state.begin)
 
 
 def _balance(model: GPTModel, place: RunGroups) -> Balance | None:

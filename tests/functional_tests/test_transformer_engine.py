@@ -9,6 +9,7 @@ from safetensors.torch import load_file
 
 from megatron.training import pretrain_gpt
 from tests.functional_tests.small_run import (
+    digests,
     flags,
     losses,
     rank_process,
@@ -17,6 +18,7 @@ from tests.functional_tests.small_run import (
     write_tokens,
 )
 from tests.support import te_extension, te_wheel
+from tests.support.planting import plant_fault
 
 TE = "--transformer-impl transformer_engine"
 LAYOUT = (
@@ -64,9 +66,15 @@ FP8 = (
 )
 
 
-def _fp8_run(prefix, arguments, world, *, exit_code=0):
+def faulty_te_process(rank, world, port, argv):
+    """Be a rank of a run whose first forward of the third step is NaN."""
+    plant_fault("nan@3:0", rank)
+    te_process(rank, world, port, argv)
+
+
+def _fp8_run(prefix, arguments, world, *, exit_code=0, process=te_process):
     argv = flags(prefix, f"{FP8} {arguments}")
-    with running(world, argv, process=te_process) as ranks:
+    with running(world, argv, process=process) as ranks:
         ended = ranks.outcomes(timeout=100.0)
         log = ranks.log(0) + ranks.log(world - 1)
     assert all(outcome.exit_code == exit_code for outcome in ended), log
@@ -113,6 +121,19 @@ def test_delayed_scaling_goes_on_exactly_from_a_checkpoint(tmp_path):
         assert torch.equal(state, scales["parts"][name])
         assert bool((state > 0.0).all()), name
         assert torch.allclose(state, scales["single"][name], rtol=0.1), name
+
+
+@needs_te
+@pytest.mark.slow
+def test_a_step_that_is_computed_again_leaves_the_scales_of_a_sound_one(tmp_path):
+    prefix = write_tokens(tmp_path / "data")
+    for folder, process in (("clean", te_process), ("faulty", faulty_te_process)):
+        save = f"--save {tmp_path / folder} --train-iters 6 --eval-interval 0"
+        log = _fp8_run(prefix, save, 1, process=process)
+    assert "iteration 3" in log, log
+    wanted, got = (digests(tmp_path / folder / "iter_0000006") for folder in ("clean", "faulty"))
+    assert wanted == got
+    assert _states(tmp_path / "faulty" / "iter_0000006")
 
 
 def test_without_transformer_engine_the_extra_is_named(tmp_path, capsys):

@@ -461,6 +461,7 @@ def start_lines(session: Session, *, consumed_samples: int) -> list[str]:
         data_parallel_line(session.step.engine, session.optimizer),
         weight_shards_line(session.step.engine),
         layers_line(run.config),
+        delayed_scaling_line(run.config),
         dropout_line(run.config, session.place.device),
         None if session.cpu_matmul is None else session.cpu_matmul.line(),
         *session.data.notes,
@@ -495,7 +496,20 @@ def layers_line(config: Config) -> str | None:
         parts, local = "linear, grouped linear and norms", f"attention (for {reason}), "
     return (
         f"layers: {parts} of TransformerEngine {release}; linear layers multiply in {within}; "
-        f"{local}embedding, output layer, router and recurrent mixers are local"
+        f"{local}embedding, output layer, router and recurrences are local"
+    )
+
+
+def delayed_scaling_line(config: Config) -> str | None:
+    """Return when scales of earlier steps change, which is not when TransformerEngine's do; None
+    without them."""
+    found = quantization(config)
+    if found is None or found.recipe != "delayed":
+        return None
+    steps = "step" if found.amax_history_len == 1 else f"{found.amax_history_len} steps"
+    return (
+        "delayed scaling: scales change once a step, by the largest magnitudes of the last "
+        f"{steps} over tp and data parallel ranks; TransformerEngine's own change once a microbatch"
     )
 
 

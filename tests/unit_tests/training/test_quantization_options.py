@@ -14,7 +14,7 @@ from megatron.core.process_groups import ProcessGroupCollection
 from megatron.training.config.check import check
 from megatron.training.config.model_table import gpt_config
 from megatron.training.config.resolve import resolve
-from megatron.training.monitoring.describe import layers_line
+from megatron.training.monitoring.describe import delayed_scaling_line, layers_line
 from tests.unit_tests.training.small_config import small_config
 
 TE = "--transformer-impl transformer_engine"
@@ -38,6 +38,15 @@ def test_a_run_says_whether_gathered_weights_are_quantized_twice(words, twice, m
     line = layers_line(small_config(f"{TE} {words}"))
     assert ("quantized twice" in line) is (twice is True)
     assert ("as they are gathered" in line) is (twice is False)
+
+
+def test_a_run_says_when_scales_of_earlier_steps_change():
+    words = f"{TE} --fp8-format hybrid --fp8-recipe"
+    line = delayed_scaling_line(small_config(f"{words} delayed --fp8-amax-history-len 16"))
+    assert line is not None
+    assert "once a step" in line
+    assert "16 steps" in line
+    assert delayed_scaling_line(small_config(f"{words} tensorwise")) is None
 
 
 LATENT = "--multi-latent-attention --normalization RMSNorm"

@@ -60,9 +60,9 @@ class DelayedScaling:
         return made
 
     def begin(self) -> None:
-        """Begin a step: forget what an evaluation has left."""
-        for scales in self.scales:
-            scales.amax.zero_()
+        """Begin a step: forget what an evaluation, or an unsound computation, has left."""
+        if self.scales:
+            torch._foreach_zero_([scales.amax for scales in self.scales])
 
     @torch.no_grad()
     def finish(self, groups: ProcessGroupCollection) -> None:

@@ -30,8 +30,7 @@ and documents packed into rows (`cu_seqlens`). Context parallelism, dropout of a
 whose masks this package makes reproducible, and documents with padding or known by ids alone are
 local.
 
-Local too: the embedding, the output layer, the router, recurrent mixers and
-replicated products.
+Local too: the embedding, the output layer, the router, recurrences and replicated products.
 """
 
 from __future__ import annotations

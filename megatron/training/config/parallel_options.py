@@ -379,8 +379,9 @@ class ParallelConfig:
     distributed_timeout_minutes: float = 10.0
     """How long a collective may wait for a peer before the run stops, in minutes."""
     transformer_impl: Literal["local", "transformer_engine"] = "local"
-    """Whose linear layers and norms a model has: local is this package's own, transformer_engine is
-    TransformerEngine's, of the extra te. Weights, checkpoints and initial values are the same."""
+    """Whose linear layers, norms and attention a model has: local is this package's own,
+    transformer_engine is TransformerEngine's, of the extra te. Weights, checkpoints and initial
+    values are the same."""
     attention_backend: Literal["auto", "reference", "triton"] = "auto"
     """Which kernel computes attention; auto is TransformerEngine's with --transformer-impl
     transformer_engine, triton on a GPU where it covers the case, else reference."""

@@ -16,8 +16,8 @@ from megatron.core.extensions import QuantizationConfig
 from tests.parity.experts import NUM_EXPERTS
 from tests.parity.pieces import assembled
 from tests.parity.rows import CUT_WEIGHTS, label, row_with, world_of
-from tests.parity.training import rank_of_row, single_run, transformer_engine
-from tests.support import te_wheel
+from tests.parity.training import rank_of_row, single_run
+from tests.support import te_extension, te_wheel
 from tests.support.ranks import run_ranks
 
 needs_te = pytest.mark.skipif(
@@ -46,12 +46,12 @@ def runs_of(row, initial, release=te_wheel.NEWEST):
     return run_ranks(rank_of_row, world_of(row), of_te, initial, timeout=100.0)
 
 
-def check_near(row, release=te_wheel.NEWEST):
-    """Train a row with FP8, and the single process of local layers in fp32."""
+def check_near(row, release=te_wheel.NEWEST, run=runs_of):
+    """Train a row with FP8, by `run`, and the single process of local layers in fp32."""
     plain = {k: v for k, v in row.items() if k != "quantization"}
     initial = assembled(single_run(plain, None).initial)
     wanted = single_run(plain, initial)
-    runs = runs_of(row, initial, release)
+    runs = run(row, initial, release)
     for run in runs:
         for step, other in zip(run.steps, wanted.steps, strict=True):
             assert step.loss == pytest.approx(other.loss, rel=0.01)
@@ -81,7 +81,10 @@ def check_counts(row, calls):
 
 
 ROW = fp8_row("delayed", tp=2, sequence_parallel=True)
-GATHERED_ROW = fp8_row("mxfp8", tp=1, gtp=2, link="late", wire="mxfp8")
+GATHERED_ROW = {
+    **fp8_row("mxfp8", gtp=2, link="late", wire="mxfp8", accumulation=1),
+    "steps": 2,
+}
 ROWS_AT_NIGHT = [
     fp8_row("tensorwise"),
     fp8_row("tensorwise", tp=2, sequence_parallel=True, bias="all"),
@@ -98,6 +101,7 @@ ROWS_AT_NIGHT = [
     fp8_row("mxfp8", tp=2, sequence_parallel=True, gtp=2, wire="mxfp8", bias="all"),
     fp8_row("mxfp8", pp=2, schedule="zb-h1", recompute="full"),
     fp8_row("mxfp8", tp=2, frozen=("down.weight", "qkv.weight")),
+    fp8_row("mxfp8", gtp=2, link="late", wire="mxfp8"),
     fp8_row("mxfp8", gtp=2, wire="mxfp8", scale_blocks="1d", recompute="full"),
     fp8_row("mxfp8", gtp=2, egtp=2, experts="softmax", wire="mxfp8", link="late"),
     fp8_row("mxfp8", tp=2, gtp=2, wire="mxfp8", frozen=("down.weight", "qkv.weight")),
@@ -119,9 +123,11 @@ def test_delayed_scaling_over_tensor_parallel_ranks():
     assert runs[0].states
 
 
-def _quantized_again(rank, world, row, initial):
-    """Return what is called if gathered weights are taken back and quantized by the recipe."""
-    transformer_engine(row["te"], row["quantization"])
+def _also_quantized_again(rank, world, row, initial):
+    """Return a run, and what is called if gathered weights are taken back and quantized by the
+    recipe."""
+    run = rank_of_row(rank, world, row, initial)
+    te_extension.CALLS.clear()
     module = importlib.import_module("megatron.core.extensions.transformer_engine")
     gathered = module.WeightQuantization.gathered
 
@@ -131,17 +137,24 @@ def _quantized_again(rank, world, row, initial):
         return [t._quantizer(p) for t, p in zip(tensors, plain, strict=True)] if backward else plain
 
     with mock.patch.object(module.WeightQuantization, "gathered", again):
-        return rank_of_row(rank, world, row, initial).te_calls
+        return run, rank_of_row(rank, world, row, initial).te_calls
 
 
 @needs_te
 def test_gathered_weights_are_not_quantized_again():
-    runs = check_near(GATHERED_ROW)
-    row = {**GATHERED_ROW, "te": te_wheel.NEWEST, "steps": 1}
-    initial = assembled(runs[0].initial + runs[1].initial)
-    for calls in run_ranks(_quantized_again, 2, row, initial, timeout=100.0):
+    planted = []
+
+    def run(row, initial, release):
+        of_te = {**row, "te": release}
+        both = run_ranks(_also_quantized_again, 2, of_te, initial, timeout=100.0)
+        planted.extend(calls for _, calls in both)
+        return [run for run, _ in both]
+
+    check_near(GATHERED_ROW, run=run)
+    assert len(planted) == 2
+    for calls in planted:
         with pytest.raises(AssertionError):
-            check_counts(row, calls)
+            check_counts(GATHERED_ROW, calls)
 
 
 @needs_te

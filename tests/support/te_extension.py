@@ -61,6 +61,7 @@ def install(tree: Path, capability: tuple[int, int] = (9, 0)) -> None:
     if not constants.is_file():
         raise ValueError(f"{tree} has no TransformerEngine: run python -m tests.support.te_wheel")
     os.environ["NVTE_PROJECT_BUILDING"] = "1"  # TE then loads no shared object
+    os.environ["NVTE_TORCH_COMPILE"] = "0"  # seconds, for a few elementwise functions
     os.environ["NVTE_MASKED_SOFTMAX_FUSION"] = "0"  # in bf16, a kernel of the extension
     os.environ["CUDA_DEVICE_MAX_CONNECTIONS"] = "1"  # TE warns of any other with tensor parallelism
     sys.path.insert(0, str(tree))
@@ -426,7 +427,7 @@ def _on_cpu(make: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
 def main() -> None:
     """Run a module as a script, in a process that has the stand-in."""
     _, module, *arguments = sys.argv
-    install(te_wheel.tree())
+    install(te_wheel.tree(), (10, 0) if "mxfp8" in arguments else (9, 0))
     sys.argv = [module, *arguments]
     runpy.run_module(module, run_name="__main__", alter_sys=True)
 

@@ -40,6 +40,15 @@ class Use:
 _TENSOR_PARALLEL = ("parallel_mode", "tp_group", "tp_size", "sequence_parallel")
 _LINEAR = ("bias", "params_dtype", "device", "fuse_wgrad_accumulation")
 _NORM = ("eps", "zero_centered_gamma", "device", "dtype")
+_TENSOR = ("shape", "dtype", "device", "requires_grad")
+_TENSOR_DATA = (
+    "rowwise_data",
+    "rowwise_scale_inv",
+    "columnwise_data",
+    "columnwise_scale_inv",
+    "quantizer",
+    "with_gemm_swizzled_scales",
+)
 
 CONTRACT: tuple[Use, ...] = (
     Use("module/linear.py", "Linear.__init__", (*_TENSOR_PARALLEL, *_LINEAR), 2),
@@ -100,6 +109,32 @@ CONTRACT: tuple[Use, ...] = (
             ("tensor/nvfp4_tensor.py", "NVFP4Quantizer"),
         )
     ),
+    Use(
+        "tensor/float8_tensor.py",
+        "Float8CurrentScalingQuantizer.__init__",
+        ("rowwise", "columnwise"),
+        2,
+    ),
+    Use(
+        "tensor/storage/float8_tensor_storage.py",
+        "Float8TensorStorage.__new__",
+        ("data", "fp8_scale_inv", "fp8_dtype", "quantizer"),
+        1,
+    ),
+    *(
+        Use(f"tensor/{kind.lower()}_tensor.py", f"{kind}{name}", arguments, positions)
+        for kind, dtype, more in (
+            ("MXFP8", "fp8_dtype", ()),
+            ("NVFP4", "fp4_dtype", ("amax_rowwise", "amax_columnwise")),
+        )
+        for name, arguments, positions in (
+            ("Quantizer.__init__", ("rowwise", "columnwise", "with_2d_quantization"), 1),
+            ("Quantizer.get_scale_shape", ("columnwise",), 1),
+            ("Tensor.__new__", (*_TENSOR_DATA, dtype, *more), 0),
+        )
+    ),
+    Use("quantized_tensor.py", "QuantizedTensor.__new__", _TENSOR, 0),
+    Use("constants.py", "DType", ("kFloat8E4M3", "kFloat4E2M1"), 0),
     Use("quantized_tensor.py", "Quantizer.set_usage", ("rowwise", "columnwise"), 0),
     Use("../common/recipe/__init__.py", "Format", ("E4M3", "HYBRID"), 0),
     Use("../common/recipe/__init__.py", "DelayedScaling", ("fp8_format", "amax_history_len"), 0),
@@ -193,7 +228,8 @@ def _problems(given: ast.arguments, use: Use) -> Iterator[str]:
     missing = [name for name in use.arguments if name not in known]
     if missing and given.kwarg is None:
         yield f"{use.name} has no argument {', '.join(missing)}"
-    least = len(positional) - len(given.defaults)
+    required = positional[: len(positional) - len(given.defaults)]
+    least = len([name for name in required if name not in use.arguments])
     most = len(positional) if given.vararg is None else use.positions
     if not least <= use.positions <= most:
         yield f"{use.name} takes {least} to {most} arguments by position, not {use.positions}"

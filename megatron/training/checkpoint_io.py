@@ -152,6 +152,7 @@ def load_run(
         lambda: _check_options(folder, extra, facts) if with_optimizer else None,
         lambda: _check_batch(extra, facts) if with_progress else None,
         lambda: _check_data(folder, extra["data"], facts, coordinator) if with_progress else None,
+        lambda: _check_amax_history(folder, manifest, facts),
     )
     chunks = _stored_chunks(folder, manifest, store, coordinator)
     if with_optimizer:
@@ -264,6 +265,23 @@ def _check_batch(extra: Mapping[str, Any], facts: RunFacts) -> None:
             f"follows the number of processes: give --global-batch-size {saved} to go on, or "
             f"{now} to change it"
         )
+
+
+def _check_amax_history(folder: Path, manifest: Manifest, facts: RunFacts) -> None:
+    """Compare how many steps delayed scaling looks back on. Raises ValueError."""
+    now, flag = facts.config, "fp8-amax-history-len"
+    delayed = now.get("fp8-format") is not None and now.get("fp8-recipe") == "delayed"
+    stored = {
+        tensor.shape[0]
+        for name, tensor in manifest.tensors.items()
+        if name.endswith(".fp8_amax_history")
+    }
+    for length in stored if delayed else ():
+        if length != now[flag]:
+            raise ValueError(
+                f"{folder} has the amax of {length} steps, and --{flag} is {now[flag]}: give "
+                f"--{flag} {length}"
+            )
 
 
 def _check_state(

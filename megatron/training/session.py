@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Collection, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import islice
 from pathlib import Path
 from typing import Literal
@@ -229,7 +229,9 @@ def _reruns(config: Config, model: GPTModel) -> Reruns:
     mode, stage = config.failures.rerun_mode, None
     if mode != "disabled" and model.groups["pp"].size > 1:
         stage = StageBits(model.store.device, model.num_chunks)
-    return Reruns(mode, config.failures.rerun_interval, counters, stage)
+    made = Reruns(mode, config.failures.rerun_interval, counters, stage)
+    state = model.step_state
+    return made if state is None else replace(made, forget=state.begin)
 
 
 def _balance(model: GPTModel, place: RunGroups) -> Balance | None:

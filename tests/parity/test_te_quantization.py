@@ -6,15 +6,18 @@ exactly (`support.te_fp8`). So this proves which tensors are quantized, when and
 TE's kernels it says nothing.
 """
 
+import importlib
+from unittest import mock
+
 import pytest
 import torch
 
-from megatron.core.extensions.quantization import QuantizationConfig
+from megatron.core.extensions import QuantizationConfig
 from tests.parity.experts import NUM_EXPERTS
 from tests.parity.pieces import assembled
 from tests.parity.rows import CUT_WEIGHTS, label, row_with, world_of
 from tests.parity.training import rank_of_row, single_run
-from tests.support import te_wheel
+from tests.support import te_extension, te_wheel
 from tests.support.ranks import run_ranks
 
 needs_te = pytest.mark.skipif(
@@ -43,12 +46,12 @@ def runs_of(row, initial, release=te_wheel.NEWEST):
     return run_ranks(rank_of_row, world_of(row), of_te, initial, timeout=100.0)
 
 
-def check_near(row, release=te_wheel.NEWEST):
-    """Train a row with FP8, and the single process of local layers in fp32."""
+def check_near(row, release=te_wheel.NEWEST, run=runs_of):
+    """Train a row with FP8, by `run`, and the single process of local layers in fp32."""
     plain = {k: v for k, v in row.items() if k != "quantization"}
     initial = assembled(single_run(plain, None).initial)
     wanted = single_run(plain, initial)
-    runs = runs_of(row, initial, release)
+    runs = run(row, initial, release)
     for run in runs:
         for step, other in zip(run.steps, wanted.steps, strict=True):
             assert step.loss == pytest.approx(other.loss, rel=0.01)
@@ -64,18 +67,24 @@ def check_near(row, release=te_wheel.NEWEST):
 
 def check_counts(row, calls):
     """Each product quantizes four tensors: its input, the output's gradient, and the weight in
-    forward and in backward, where it is gathered again."""
+    forward and in backward, where it is gathered again; not the weight if it is gathered in the
+    format of the recipe."""
+    tensors = 4 if row["wire"] == "bf16" else 2
     products = calls["Linear"] + calls["LayerNormLinear"]
     products += calls.get("GroupedLinear", 0) * NUM_EXPERTS // row["ep"]
     count = calls[QUANTIZERS[row["quantization"].recipe]]
     if row["recompute"] == "none" and not row.get("frozen"):
-        assert count == 4 * products
+        assert count == tensors * products
     else:
-        assert 0 < count <= 4 * products
+        assert 0 < count <= tensors * products
     assert sum(calls.get(name, 0) for name in QUANTIZERS.values()) == count
 
 
 ROW = fp8_row("delayed", tp=2, sequence_parallel=True)
+GATHERED_ROW = {
+    **fp8_row("mxfp8", gtp=2, link="late", wire="mxfp8", accumulation=1),
+    "steps": 2,
+}
 ROWS_AT_NIGHT = [
     fp8_row("tensorwise"),
     fp8_row("tensorwise", tp=2, sequence_parallel=True, bias="all"),
@@ -88,8 +97,15 @@ ROWS_AT_NIGHT = [
     fp8_row("delayed", dp=2, ep=2, experts="softmax"),
     fp8_row("mxfp8", dp=2, ep=2, experts="sigmoid", placement=CUT_WEIGHTS),
     fp8_row("mxfp8", tp=2, norm="LayerNorm"),
+    fp8_row("mxfp8", tp=2, sequence_parallel=True, accumulation=2),
+    fp8_row("mxfp8", tp=2, sequence_parallel=True, gtp=2, wire="mxfp8", bias="all"),
     fp8_row("mxfp8", pp=2, schedule="zb-h1", recompute="full"),
     fp8_row("mxfp8", tp=2, frozen=("down.weight", "qkv.weight")),
+    fp8_row("mxfp8", gtp=2, link="late", wire="mxfp8"),
+    fp8_row("mxfp8", gtp=2, wire="mxfp8", scale_blocks="1d", recompute="full"),
+    fp8_row("mxfp8", gtp=2, egtp=2, experts="softmax", wire="mxfp8", link="late"),
+    fp8_row("mxfp8", tp=2, gtp=2, wire="mxfp8", frozen=("down.weight", "qkv.weight")),
+    fp8_row("tensorwise", gtp=2, pp=2, schedule="zb-h1", wire="fp8"),
 ]
 
 
@@ -105,6 +121,40 @@ def test_delayed_scaling_over_tensor_parallel_ranks():
         assert torch.equal(state, runs[1].states[name])
         assert bool((state > 0.0).all() and (state != 1.0).all()), name
     assert runs[0].states
+
+
+def _also_quantized_again(rank, world, row, initial):
+    """Return a run, and what is called if gathered weights are taken back and quantized by the
+    recipe."""
+    run = rank_of_row(rank, world, row, initial)
+    te_extension.CALLS.clear()
+    module = importlib.import_module("megatron.core.extensions.transformer_engine")
+    gathered = module.WeightQuantization.gathered
+
+    def again(self, *args, backward, **options):
+        tensors = gathered(self, *args, backward=backward, **options)
+        plain = [tensor.dequantize().detach().requires_grad_() for tensor in tensors]
+        return [t._quantizer(p) for t, p in zip(tensors, plain, strict=True)] if backward else plain
+
+    with mock.patch.object(module.WeightQuantization, "gathered", again):
+        return run, rank_of_row(rank, world, row, initial).te_calls
+
+
+@needs_te
+def test_gathered_weights_are_not_quantized_again():
+    planted = []
+
+    def run(row, initial, release):
+        of_te = {**row, "te": release}
+        both = run_ranks(_also_quantized_again, 2, of_te, initial, timeout=100.0)
+        planted.extend(calls for _, calls in both)
+        return [run for run, _ in both]
+
+    check_near(GATHERED_ROW, run=run)
+    assert len(planted) == 2
+    for calls in planted:
+        with pytest.raises(AssertionError):
+            check_counts(GATHERED_ROW, calls)
 
 
 @needs_te

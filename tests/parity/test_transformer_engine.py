@@ -21,7 +21,6 @@ from tests.support.ranks import run_ranks
 
 ROWS = [
     row_with(tp=2, sequence_parallel=True, bias="all", accumulation=3, zero_centered=True),
-    row_with(tp=1, dp=2, placement=CUT_WEIGHTS, accumulation=3, early_gather=True, tied=True),
     row_with(tp=1, gtp=2, link="late", recompute="full", accumulation=3),
     row_with(
         tp=1, dp=2, ep=2, experts="sigmoid", shared="gated", placement=CUT_WEIGHTS, accumulation=3,
@@ -35,9 +34,10 @@ ROWS = [
         tp=1, accumulation=3, frozen=("down.weight", "qkv.weight"), bias="all",
         documents="packed", window=5, sinks=True,
     ),
-    row_with(tp=2, attention="latent", groups=8, predictions=1),
 ]  # fmt: skip
 ROWS_AT_NIGHT = [
+    row_with(tp=1, dp=2, placement=CUT_WEIGHTS, accumulation=3, early_gather=True, tied=True),
+    row_with(tp=2, attention="latent", groups=8, predictions=1),
     row_with(tp=2),
     row_with(tp=2, norm="LayerNorm", gated=False, bias="all"),
     row_with(tp=1, dp=2, placement="optim", accumulation=3, early_gather=True, tied=True),

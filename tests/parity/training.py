@@ -29,7 +29,7 @@ from megatron.core.distributed.formulas import (
     Traffic,
     collectives_per_step,
 )
-from megatron.core.extensions.quantization import QuantizationConfig
+from megatron.core.extensions import QuantizationConfig
 from megatron.core.models.gpt import GPTConfig, GPTModel
 from megatron.core.moe import Balance, RouterLoad, routers_of
 from megatron.core.optimizer import Optimizer, OptimizerConfig, OptimizerStepResult

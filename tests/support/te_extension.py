@@ -61,6 +61,8 @@ def install(tree: Path, capability: tuple[int, int] = (9, 0)) -> None:
     if not constants.is_file():
         raise ValueError(f"{tree} has no TransformerEngine: run python -m tests.support.te_wheel")
     os.environ["NVTE_PROJECT_BUILDING"] = "1"  # TE then loads no shared object
+    os.environ["NVTE_TORCH_COMPILE"] = "0"  # seconds, for a few elementwise functions
+    os.environ["NVTE_MASKED_SOFTMAX_FUSION"] = "0"  # in bf16, a kernel of the extension
     os.environ["CUDA_DEVICE_MAX_CONNECTIONS"] = "1"  # TE warns of any other with tensor parallelism
     sys.path.insert(0, str(tree))
     for name in ("onnx", "onnxscript", "onnxscript.onnx_opset", "einops"):
@@ -181,8 +183,10 @@ def _extension(dtypes: type[enum.IntEnum], *, transposes: bool) -> types.ModuleT
         {"NVTE_No_Backend": -1, "NVTE_F16_arbitrary_seqlen": 1, "NVTE_FP8": 2},
     )
     made.get_cudnn_version = lambda: 91800  # type: ignore[attr-defined]
+    none = made.NVTE_Fused_Attn_Backend.NVTE_No_Backend
     made.get_fused_attn_backend = (  # type: ignore[attr-defined]
-        lambda *args, **options: made.NVTE_Fused_Attn_Backend.NVTE_No_Backend
+        # From 2.20 on it is asked with one object, and says why there is none.
+        lambda *args, **options: (none, "on a CPU") if len(args) == 1 else none
     )
     made.get_num_cublas_streams = lambda: 1  # type: ignore[attr-defined]
     made.get_cublasLt_version = lambda: 120900  # type: ignore[attr-defined]
@@ -374,6 +378,10 @@ def _pretend_a_gpu(capability: tuple[int, int]) -> None:
     }
     for name, value in told.items():
         setattr(torch.cuda, name, _told(value, getattr(torch.cuda, name)))
+    # Gloo has no coalesced collectives: those of TE run one after the other, and are done.
+    done = types.SimpleNamespace(wait=lambda: None)
+    manager = torch.distributed._coalescing_manager
+    torch.distributed._coalescing_manager = _told(contextlib.nullcontext(done), manager)
     is_cuda = torch.Tensor.is_cuda
     torch.Tensor.is_cuda = property(  # type: ignore[assignment,misc]
         lambda tensor: _asked_by_te() or is_cuda.__get__(tensor)
@@ -384,7 +392,7 @@ def _pretend_a_gpu(capability: tuple[int, int]) -> None:
             tensor if _asked_by_te() else to_gpu(tensor, *args, **options)
         )
     )
-    for name in ("empty", "zeros", "ones", "tensor", "full", "arange"):
+    for name in ("empty", "zeros", "ones", "tensor", "full", "arange", "eye"):
         setattr(torch, name, _on_cpu(getattr(torch, name)))
     torch.Tensor.to = _on_cpu(torch.Tensor.to)  # type: ignore[method-assign]
 
@@ -419,7 +427,7 @@ def _on_cpu(make: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
 def main() -> None:
     """Run a module as a script, in a process that has the stand-in."""
     _, module, *arguments = sys.argv
-    install(te_wheel.tree())
+    install(te_wheel.tree(), (10, 0) if "mxfp8" in arguments else (9, 0))
     sys.argv = [module, *arguments]
     runpy.run_module(module, run_name="__main__", alter_sys=True)
 

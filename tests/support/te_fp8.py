@@ -5,7 +5,7 @@
 |---|---|
 | Float8CurrentScalingQuantizer | 448 (or 57344) / amax(x) of the ranks of its group |
 | Float8Quantizer | what it holds; it records amax(x) |
-| MXFP8Quantizer | 2^-e of each 32 elements, e the least with amax(block) <= 448 · 2^e |
+| MXFP8Quantizer | 2^-e of each 32 (or 32 x 32) elements, e the least with amax <= 448 · 2^e |
 
 A tensor has its rows, its columns or both, as the quantizer is told and as the products of the GPU
 need them: Hopper multiplies FP8 tensors by rows alone, so it keeps the transpose as well.
@@ -134,8 +134,6 @@ class Fp8Functions:
             MXFP8TensorStorage,
         )
 
-        if quantizer.with_2d_quantization:
-            raise NotImplementedError("transformer_engine_torch.quantize to square MXFP8 blocks")
         fields: dict[str, Any] = {
             "fp8_dtype": quantizer.dtype,
             "quantizer": quantizer,
@@ -149,7 +147,13 @@ class Fp8Functions:
             if wanted:
                 rows = name == "rowwise"
                 shape = quantizer.get_scale_shape(x.shape, columnwise=not rows)
-                data, scales = _to_blocks(x, self.known[quantizer.dtype], shape, rowwise=rows)
+                data, scales = _to_blocks(
+                    x,
+                    self.known[quantizer.dtype],
+                    shape,
+                    rowwise=rows,
+                    square=quantizer.with_2d_quantization,
+                )
             fields[f"{name}_data"], fields[f"{name}_scale_inv"] = data, scales
         return _made(MXFP8Tensor, MXFP8TensorStorage, x, quantizer, fields)
 
@@ -189,13 +193,20 @@ def _cast(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
 
 
 def _to_blocks(
-    x: torch.Tensor, dtype: torch.dtype, shape: tuple[int, int], *, rowwise: bool
+    x: torch.Tensor, dtype: torch.dtype, shape: tuple[int, int], *, rowwise: bool, square: bool
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return data uint8 of x's shape, and exponents uint8 [*shape], of which the first are used."""
+    """Return data uint8 of x's shape, and exponents uint8 [*shape], of which the first are used.
+
+    Args:
+        square: the elements of 32 lines share a scale as well.
+    """
     lines = x.float().reshape(-1, x.shape[-1])  # [t, h]
     lines = lines if rowwise else lines.t()
     blocks = lines.reshape(len(lines), lines.shape[1] // _BLOCK, _BLOCK)
-    mantissa, exponent = torch.frexp(blocks.abs().amax(-1) / torch.finfo(dtype).max)
+    largest = blocks.abs().amax(-1)
+    if square:
+        largest = largest.unflatten(0, (-1, _BLOCK)).amax(1).repeat_interleave(_BLOCK, 0)
+    mantissa, exponent = torch.frexp(largest / torch.finfo(dtype).max)
     exponent = torch.where(mantissa == 0.5, exponent - 1, exponent).clamp(-127, 127)
     exponent = torch.where(mantissa == 0.0, torch.full_like(exponent, -127), exponent)
     data = _cast(torch.ldexp(blocks, -exponent[..., None]), dtype).reshape(lines.shape)

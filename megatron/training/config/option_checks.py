@@ -479,7 +479,7 @@ def transformer_engine_problems(config: Config) -> Iterator[str]:
         yield f"{flag}: {problem}, or take --transformer-impl local"
     chosen = config.execution
     if chosen.cuda_graph_impl != "none":
-        yield f"{flag} is not recorded in --cuda-graph-impl {chosen.cuda_graph_impl}: drop one"
+        yield f"{flag} cannot be captured by --cuda-graph-impl {chosen.cuda_graph_impl}: drop one"
 
 
 def _heads(config: Config) -> Iterator[str]:

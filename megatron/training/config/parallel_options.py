@@ -149,7 +149,8 @@ class DataParallelConfig:
     weight_gather_format: Literal["bf16", "fp8", "mxfp8", "nvfp4"] = "bf16"
     """With --tensor-parallel-num-weight-shards, the format in which matrices are gathered over gtp:
     bf16 is their own dtype; fp8 has one scale a matrix, mxfp8 one per 32 x 32 elements, nvfp4 one
-    per 16 x 16; they are computed with, and stored, as without."""
+    per 16 x 16. They are stored as without; TransformerEngine's layers whose recipe has the same
+    format multiply by them as they are gathered, all others take them back first."""
     weight_gather_scale_blocks: Literal["2d", "1d"] = "2d"
     """With --weight-gather-format mxfp8 or nvfp4, the blocks that share a scale: 2d is squares, so
     that forward and backward compute with the same values; 1d is runs of 32 (16) elements along the
@@ -378,8 +379,9 @@ class ParallelConfig:
     distributed_timeout_minutes: float = 10.0
     """How long a collective may wait for a peer before the run stops, in minutes."""
     transformer_impl: Literal["local", "transformer_engine"] = "local"
-    """Whose linear layers and norms a model has: local is this package's own, transformer_engine is
-    TransformerEngine's, of the extra te. Weights, checkpoints and initial values are the same."""
+    """Whose linear layers, norms and attention a model has: local is this package's own,
+    transformer_engine is TransformerEngine's, of the extra te. Weights, checkpoints and initial
+    values are the same."""
     attention_backend: Literal["auto", "reference", "triton"] = "auto"
     """Which kernel computes attention; auto is TransformerEngine's with --transformer-impl
     transformer_engine, triton on a GPU where it covers the case, else reference."""

@@ -6,11 +6,11 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
-from megatron.core.extensions import transformer_engine_problem
+from megatron.core.extensions import QuantizationConfig, transformer_engine_problem
+from megatron.core.models.layer_pattern import ATTENTION, DELTA_NET, DENSE, LATENT, MAMBA
 from megatron.training.config import layer_pattern
 
 if TYPE_CHECKING:
-    from megatron.core.extensions.quantization import QuantizationConfig
     from megatron.training.config import Config
 
 
@@ -19,8 +19,6 @@ def quantization(config: Config) -> QuantizationConfig | None:
     chosen = config.quantization
     if chosen.flag is None:
         return None
-    from megatron.core.extensions.quantization import QuantizationConfig  # it imports torch
-
     outer = chosen.first_last_layers_bf16
     return QuantizationConfig(
         recipe=chosen.fp8_recipe if chosen.fp4_format is None else "nvfp4",
@@ -59,8 +57,7 @@ def problems(config: Config) -> Iterator[str]:
 
 
 def _sizes(config: Config, found: QuantizationConfig) -> Iterator[str]:
-    """Name sizes of a rank that are no multiples of what a recipe needs. Layers of other kinds than
-    these say so themselves when they are built."""
+    """Name sizes of a rank that are no multiples of what a recipe needs."""
     multiple, rows = found.weight_multiple, found.row_multiple
     flag, training, parallel = config.quantization.flag, config.training, config.parallel
     tp = parallel.tensor_model_parallel_size
@@ -84,18 +81,22 @@ def _sizes(config: Config, found: QuantizationConfig) -> Iterator[str]:
 
 
 def _weight_sizes(config: Config, tp: int) -> Iterator[tuple[int, str]]:
-    """Yield what a rank has of a weight's size, and the option that sets it."""
+    """Yield what a rank has of a weight's size, and the options that set it."""
     model, experts = config.model, config.experts
+    kinds = set(layer_pattern.blocks(config) + layer_pattern.depth_blocks(config))
     yield model.hidden_size, "--hidden-size"
-    if layer_pattern.has(config, layer_pattern.DENSE):
+    if DENSE in kinds:
         yield model.inner_features // tp, "--ffn-hidden-size"
     heads = model.num_attention_heads
-    if heads is not None and not config.attention.multi_latent_attention:
+    if ATTENTION in kinds and heads is not None:
         channels = model.kv_channels or model.hidden_size // heads
         groups = model.num_query_groups or heads
         yield heads // tp * channels, "--num-attention-heads x --kv-channels"
         both = heads // tp + 2 * max(1, groups // tp)
         yield both * channels, "(--num-attention-heads + 2 x --num-query-groups) x --kv-channels"
+    if LATENT in kinds and heads is not None:
+        yield from _latent_sizes(config, heads // tp)
+    yield from _recurrent_sizes(config, kinds, tp)
     if experts.num_experts is not None:
         etp = config.parallel.expert_tensor_parallel_size or tp
         width = experts.moe_ffn_hidden_size or model.inner_features
@@ -103,3 +104,38 @@ def _weight_sizes(config: Config, tp: int) -> Iterator[tuple[int, str]]:
         if experts.moe_shared_expert_intermediate_size is not None:
             shared = experts.moe_shared_expert_intermediate_size
             yield shared // tp, "--moe-shared-expert-intermediate-size"
+
+
+def _latent_sizes(config: Config, heads: int) -> Iterator[tuple[int, str]]:
+    """Yield the sizes of latent attention's weights with so many heads on a rank."""
+    chosen = config.attention
+    query = chosen.qk_head_dim + chosen.qk_pos_emb_head_dim
+    yield heads * query, "--num-attention-heads x (--qk-head-dim + --qk-pos-emb-head-dim)"
+    both = chosen.qk_head_dim + chosen.v_head_dim
+    yield heads * both, "--num-attention-heads x (--qk-head-dim + --v-head-dim)"
+    yield heads * chosen.v_head_dim, "--num-attention-heads x --v-head-dim"
+    yield chosen.kv_lora_rank, "--kv-lora-rank"
+    if chosen.q_lora_rank is not None:
+        yield chosen.q_lora_rank, "--q-lora-rank"
+
+
+def _recurrent_sizes(config: Config, kinds: set[str], tp: int) -> Iterator[tuple[int, str]]:
+    """Yield the sizes of the projections of recurrent mixers on a rank."""
+    hybrid = config.hybrid
+    if DELTA_NET in kinds:
+        keys = hybrid.linear_num_key_heads * hybrid.linear_key_head_dim
+        values = hybrid.linear_num_value_heads * hybrid.linear_value_head_dim
+        rows = 2 * (keys + values + hybrid.linear_num_value_heads) // tp
+        name = "--linear-num-value-heads x --linear-value-head-dim"
+        yield values // tp, name
+        yield rows, f"2 x (--linear-num-key-heads x --linear-key-head-dim + {name} + its heads)"
+    if MAMBA in kinds:
+        heads = layer_pattern.mamba_heads(config)
+        inner = heads * hybrid.mamba_head_dim
+        shared = max(1, hybrid.mamba_num_groups // tp) * hybrid.mamba_state_dim
+        yield inner // tp, "--mamba-num-heads x --mamba-head-dim"
+        yield (
+            (2 * inner + heads) // tp + 2 * shared,
+            "2 x --mamba-num-heads x --mamba-head-dim + 2 x --mamba-num-groups x "
+            "--mamba-state-dim + --mamba-num-heads",
+        )

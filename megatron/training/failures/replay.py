@@ -219,12 +219,15 @@ class Reruns:
         interval: of the latter, counted from the start of the process.
         counters: tensors that training forwards add to: a step counts once.
         stage: what looks at the activations of a pipeline's stage; None if there is one stage.
+        forget: makes the model forget what a computation of the step has left in it, in addition
+            to counters.
     """
 
     mode: Literal["disabled", "validate_results", "report_determinism_stats"] = "disabled"
     interval: int = 1
     counters: Sequence[torch.Tensor] = ()
     stage: StageBits | None = None
+    forget: Callable[[], None] = lambda: None
 
 
 @dataclass(frozen=True)
@@ -325,6 +328,7 @@ class Replayer:
         def again() -> None:
             for counter, before in zip(self.reruns.counters, kept, strict=True):
                 counter.copy_(before)
+            self.reruns.forget()
             tries.append(self._computed(compute))
             seen.append(self._evidence(tries[-1]))
 

@@ -25,6 +25,7 @@ from megatron.core.context_parallel.layout import documents_of
 from megatron.core.datasets.samplers import GPTBatch
 from megatron.core.distributed import DataParallel, DataParallelConfig
 from megatron.core.distributed.formulas import BucketSize, ElementBytes, bytes_per_rank
+from megatron.core.extensions import GATHERED
 from megatron.core.models.gpt import GPTConfig, logical_weights
 from megatron.core.models.layer_pattern import EXPERTS
 from megatron.core.moe.dispatch import choose_dispatcher, dispatched_rows
@@ -459,7 +460,8 @@ def start_lines(session: Session, *, consumed_samples: int) -> list[str]:
         batch_line(run),
         data_parallel_line(session.step.engine, session.optimizer),
         weight_shards_line(session.step.engine),
-        _layers_line(run.config),
+        layers_line(run.config),
+        delayed_scaling_line(run.config),
         dropout_line(run.config, session.place.device),
         None if session.cpu_matmul is None else session.cpu_matmul.line(),
         *session.data.notes,
@@ -471,7 +473,7 @@ def start_lines(session: Session, *, consumed_samples: int) -> list[str]:
     return [line for line in lines if line is not None]
 
 
-def _layers_line(config: Config) -> str | None:
+def layers_line(config: Config) -> str | None:
     """Return whose layers the model has; None where they are this package's own."""
     if config.parallel.transformer_impl == "local":
         return None
@@ -482,6 +484,7 @@ def _layers_line(config: Config) -> str | None:
         covered = sum(found.covers(layer, layers) for layer in range(layers))
         bits = "FP4" if found.recipe == "nvfp4" else "FP8"
         within = f"{bits} ({found.recipe}) in {covered} of {layers} layers"
+        within += _gathered_weights(found.recipe, config.data_parallel.weight_gather_format)
     reasons = {
         "context parallelism": config.parallel.context_parallel_size > 1,
         "--attention-backend": config.parallel.attention_backend != "auto",
@@ -493,7 +496,32 @@ def _layers_line(config: Config) -> str | None:
         parts, local = "linear, grouped linear and norms", f"attention (for {reason}), "
     return (
         f"layers: {parts} of TransformerEngine {release}; linear layers multiply in {within}; "
-        f"{local}embedding, output layer, router and recurrent mixers are local"
+        f"{local}embedding, output layer, router and recurrences are local"
+    )
+
+
+def delayed_scaling_line(config: Config) -> str | None:
+    """Return when scales of earlier steps change, which is not when TransformerEngine's do; None
+    without them."""
+    found = quantization(config)
+    if found is None or found.recipe != "delayed":
+        return None
+    steps = "step" if found.amax_history_len == 1 else f"{found.amax_history_len} steps"
+    return (
+        "delayed scaling: scales change once a step, by the largest magnitudes of the last "
+        f"{steps} over tp and data parallel ranks; TransformerEngine's own change once a microbatch"
+    )
+
+
+def _gathered_weights(recipe: str, form: str) -> str:
+    """Return what becomes of weights over gtp that a recipe multiplies, after the recipe."""
+    if form == "bf16":
+        return ""
+    if GATHERED.get(recipe) == form:
+        return f", by weights as they are gathered in {form}"
+    return (
+        f", by weights that are quantized twice: gathered in {form}, taken back, and quantized by "
+        f"{recipe}"
     )
 
 

@@ -47,7 +47,7 @@ class StepState(Protocol):
     """State of a model's layers that changes once a step, such as the scales of FP8 tensors."""
 
     def begin(self) -> None:
-        """Begin a step."""
+        """Begin a step, or one that is computed again: forget what the last has seen."""
 
     def finish(self, groups: ProcessGroupCollection) -> None:
         """End a step; every rank calls it."""

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which layers multiply in FP8 or FP4, how, and the state of delayed scaling; imports no library.
+"""The state of delayed scaling; imports no library.
 
 Delayed scaling quantizes x to x · scale, with a scale from the largest magnitudes (amax) of
 earlier steps (Micikevicius et al. 2022, section 3):
@@ -13,77 +13,14 @@ backward meets again, and which do not depend on how a batch is divided.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
-from types import MappingProxyType
-from typing import Literal
-
 import torch
 
 from megatron.core.comm.collectives import all_reduce
+from megatron.core.extensions import QuantizationConfig
 from megatron.core.process_groups import ProcessGroupCollection
 from megatron.core.weight_gather import WeightStore
 
 E4M3_MAX, E5M2_MAX = 448.0, 57344.0
-
-#: Of what each recipe needs the sizes of a weight on a rank to be multiples, and its rows of
-#: activations: of FP8 products, of blocks that share a scale.
-MULTIPLES: Mapping[str, tuple[int, int]] = MappingProxyType(
-    {
-        "delayed": (16, 8),
-        "tensorwise": (16, 8),
-        "blockwise": (16, 8),
-        "mxfp8": (32, 32),
-        "nvfp4": (32, 16),
-    }
-)
-
-
-@dataclass(frozen=True, kw_only=True)
-class QuantizationConfig:
-    """A recipe, and the layers that keep the dtype of the weights.
-
-    Args:
-        recipe: where scales come from: earlier steps (delayed), the tensor (tensorwise), its blocks
-            of 128 (blockwise) or 32 (mxfp8) elements; nvfp4 has FP4 elements in blocks of 16.
-        hybrid: output gradients are E5M2; everything else, and otherwise they as well, is E4M3.
-        margin: delayed scaling leaves room for 2^margin times the amax.
-        amax_history_len: steps that delayed scaling looks back on.
-        amax_compute_algo: the largest amax of the history, or the last one.
-        num_layers_at_start, num_layers_at_end: first and last layers that are not quantized.
-    """
-
-    recipe: Literal["delayed", "tensorwise", "blockwise", "mxfp8", "nvfp4"]
-    hybrid: bool = False
-    margin: int = 0
-    amax_history_len: int = 1
-    amax_compute_algo: Literal["max", "most_recent"] = "most_recent"
-    num_layers_at_start: int = 0
-    num_layers_at_end: int = 0
-
-    @property
-    def weight_multiple(self) -> int:
-        """What both sizes of a weight are multiples of, on a rank."""
-        return MULTIPLES[self.recipe][0]
-
-    @property
-    def row_multiple(self) -> int:
-        """What the number of rows of activations is a multiple of, on a rank."""
-        return MULTIPLES[self.recipe][1]
-
-    def covers(self, layer: int, num_layers: int) -> bool:
-        """Whether layer `layer` of `num_layers` is quantized."""
-        return self.num_layers_at_start <= layer < num_layers - self.num_layers_at_end
-
-    def check_weight(self, name: str, shape: tuple[int, ...]) -> None:
-        """Raise ValueError if a weight [..., o, h] of a rank cannot be quantized."""
-        multiple = self.weight_multiple
-        if any(size % multiple for size in shape[-2:]):
-            raise ValueError(
-                f"{name} is {list(shape)} on a rank, and {self.recipe} needs multiples of "
-                f"{multiple}: change the size, or lower the tensor parallel size"
-            )
-
 
 #: The tensors of a linear layer that are quantized, in the order of its scales.
 QUANTIZED_TENSORS = ("input", "weight", "output_gradient")
@@ -123,9 +60,9 @@ class DelayedScaling:
         return made
 
     def begin(self) -> None:
-        """Begin a step: forget what an evaluation has left."""
-        for scales in self.scales:
-            scales.amax.zero_()
+        """Begin a step: forget what an evaluation, or an unsound computation, has left."""
+        if self.scales:
+            torch._foreach_zero_([scales.amax for scales in self.scales])
 
     @torch.no_grad()
     def finish(self, groups: ProcessGroupCollection) -> None:

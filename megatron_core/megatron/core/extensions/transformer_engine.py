@@ -20,8 +20,9 @@ A split backward takes over the module's store of delayed weight gradients: what
 `backward_dw` waits in the store's `WgradQueue` instead.
 
 With a `QuantizationConfig` a layer multiplies in FP8 or FP4 by TE's recipe, see `Quantization`. A
-weight is quantized whenever it has been asked for: what TE could keep of it would outlive the
-gathered bytes. Delayed scaling's scales are the model's (`quantization.DelayedScaling`), not TE's,
+weight that is gathered in the recipe's format is TE's own tensor over the gathered bytes; any other
+is quantized whenever it has been asked for: what TE could keep of it would outlive the gathered
+bytes. Delayed scaling's scales are the model's (`quantization.DelayedScaling`), not TE's,
 which updates them once a microbatch and saves them by pickle.
 
 Attention over whole rows is `te.DotProductAttention`: causal, with windows, grouped queries, sinks,
@@ -29,8 +30,7 @@ and documents packed into rows (`cu_seqlens`). Context parallelism, dropout of a
 whose masks this package makes reproducible, and documents with padding or known by ids alone are
 local.
 
-Local too: the embedding, the output layer, the router, recurrent mixers and
-replicated products.
+Local too: the embedding, the output layer, the router, recurrences and replicated products.
 """
 
 from __future__ import annotations
@@ -50,17 +50,15 @@ from transformer_engine.pytorch.quantization import FP8GlobalStateManager
 
 from megatron.core.backend import Backend
 from megatron.core.context_parallel import SequenceLayout
-from megatron.core.extensions.quantization import (
-    DelayedScales,
-    DelayedScaling,
-    QuantizationConfig,
-)
+from megatron.core.extensions import GATHERED, QuantizationConfig
+from megatron.core.extensions.quantization import DelayedScales, DelayedScaling
 from megatron.core.tensor_parallel import (
     ColumnParallelLinear,
     RowParallelLinear,
     TensorParallelRegion,
 )
 from megatron.core.weight_gather import RowRuns, WeightHandle, WeightStore
+from megatron.core.weight_gather.wire import EncodedWeight, wire_formats
 
 
 def backend(base: Backend, config: QuantizationConfig | None = None) -> Backend:
@@ -138,6 +136,9 @@ class Quantization:
         self.config.check_weight(name, tuple(handle.shape))
         delayed = self.config.recipe == "delayed"
         scales = self.scaling.scales_of(name, store=store) if delayed else None
+        gathered = GATHERED.get(self.config.recipe)
+        if gathered is not None:
+            handle.multiplies = type(wire_formats(gathered)[0])
         return WeightQuantization(self, scales)
 
 
@@ -150,6 +151,7 @@ class WeightQuantization:
 
     def __init__(self, of_model: Quantization, scales: DelayedScales | None) -> None:
         self.config, self._recipe, self._scales = of_model.config, of_model.recipe, scales
+        self._gathered_quantizers: dict[bool, Any] = {}
 
     def autocast(self) -> AbstractContextManager[Any]:
         """Return the context that a module of TE is called in."""
@@ -181,6 +183,38 @@ class WeightQuantization:
             quantized.append(quantizer(matrix))
         return quantized
 
+    def gathered(
+        self, encoded: EncodedWeight, count: int, *, backward: bool, **options: Any
+    ) -> list[torch.Tensor]:
+        """Return the `count` matrices [o, h] of a weight as TE's own tensors over gathered bytes.
+
+        Args:
+            backward: they are read in columns, by an input gradient.
+            options: dtype, device and requires_grad of the tensors.
+        """
+        make = {"tensorwise": _float8_tensor, "mxfp8": _mxfp8_tensor, "nvfp4": _nvfp4_tensor}
+        if backward not in self._gathered_quantizers:
+            made = self._gathered_quantizer(encoded, columns=backward)
+            self._gathered_quantizers[backward] = made
+        options["quantizer"] = self._gathered_quantizers[backward]
+        rows, blocks = len(encoded.codes) // count, len(encoded.scales) // count
+        pairs = zip(encoded.codes.split(rows), encoded.scales.split(blocks), strict=True)
+        parts = [replace(encoded, codes=codes, scales=scales) for codes, scales in pairs]
+        return [make[self.config.recipe](part, columns=backward, **options) for part in parts]
+
+    def _gathered_quantizer(self, encoded: EncodedWeight, *, columns: bool) -> Any:
+        """Return what TE takes to have quantized a gathered weight."""
+        usage = {"rowwise": not columns, "columnwise": columns}
+        if self.config.recipe == "tensorwise":
+            usage["rowwise"] = True
+            return te.Float8CurrentScalingQuantizer(
+                te.DType.kFloat8E4M3, encoded.codes.device, **usage
+            )
+        square = encoded.block[0] == encoded.block[1]
+        if self.config.recipe == "mxfp8":
+            return te.MXFP8Quantizer(te.DType.kFloat8E4M3, with_2d_quantization=square, **usage)
+        return te.NVFP4Quantizer(te.DType.kFloat4E2M1, with_2d_quantization=square, **usage)
+
     def _quantizer(self, tensor: int, dtype: Any) -> te.Float8Quantizer:
         assert self._scales is not None
         scale, amax = self._scales.scale[tensor], self._scales.amax[tensor : tensor + 1]
@@ -206,6 +240,80 @@ class WeightQuantization:
             start += length
         index = torch.cat(places).to(rows.device)
         return rows.new_zeros(start, rows.shape[-1]).index_copy(0, index, rows), longer, index
+
+
+def _float8_tensor(part: EncodedWeight, *, columns: bool, **options: Any) -> torch.Tensor:
+    """Return a matrix in E4M3 with one scale; TE transposes it where the GPU needs columns so."""
+    return te.Float8Tensor(
+        shape=part.codes.shape,
+        data=part.codes,
+        fp8_scale_inv=part.scale,
+        fp8_dtype=te.DType.kFloat8E4M3,
+        **options,
+    )
+
+
+def _mxfp8_tensor(
+    part: EncodedWeight, *, columns: bool, quantizer: Any, **options: Any
+) -> torch.Tensor:
+    """Return a matrix in E4M3 with a scale for 32 elements of a row or of a column."""
+    shape, scales = part.codes.shape, part.scales
+    if part.block == (32, 32):
+        scales = scales.repeat_interleave(32, int(columns))
+    return te.MXFP8Tensor(
+        shape=shape,
+        fp8_dtype=te.DType.kFloat8E4M3,
+        quantizer=quantizer,
+        with_gemm_swizzled_scales=False,
+        **_read(
+            columns,
+            data=part.codes,
+            scale_inv=_padded(scales, quantizer.get_scale_shape(shape, columnwise=columns)),
+        ),
+        **options,
+    )
+
+
+def _nvfp4_tensor(
+    part: EncodedWeight, *, columns: bool, quantizer: Any, **options: Any
+) -> torch.Tensor:
+    """Return a matrix in E2M1, two elements a byte, with a scale for 16 elements of a row or of a
+    column. Its columns are rows of its transpose."""
+    codes, scales = part.codes, part.scales  # [o, h/2]
+    shape = torch.Size((codes.shape[0], 2 * codes.shape[1]))
+    if columns:
+        elements = torch.stack((codes & 15, codes >> 4), 2).flatten(1).t()  # [h, o]
+        codes, scales = elements[:, ::2] | (elements[:, 1::2] << 4), scales.t()
+    if part.block == (16, 16):
+        scales = scales.repeat_interleave(16, 0)
+    return te.NVFP4Tensor(
+        shape=shape,
+        fp4_dtype=te.DType.kFloat4E2M1,
+        quantizer=quantizer,
+        with_gemm_swizzled_scales=False,
+        amax_rowwise=None if columns else part.amax,
+        amax_columnwise=part.amax if columns else None,
+        **_read(
+            columns,
+            data=codes,
+            scale_inv=_padded(scales, quantizer.get_scale_shape(shape, columnwise=columns)),
+        ),
+        **options,
+    )
+
+
+def _read(columns: bool, **fields: torch.Tensor | None) -> dict[str, torch.Tensor | None]:
+    """Return the fields of a tensor that has rows or columns, and None for those of the other."""
+    has, lacks = ("columnwise", "rowwise") if columns else ("rowwise", "columnwise")
+    found: dict[str, torch.Tensor | None] = {f"{lacks}_{name}": None for name in fields}
+    return found | {f"{has}_{name}": field for name, field in fields.items()}
+
+
+def _padded(scales: torch.Tensor, shape: Sequence[int]) -> torch.Tensor:
+    """Return scales filled up with zeros to what TE's products read."""
+    filled = scales.new_zeros(tuple(shape))
+    filled[: scales.shape[0], : scales.shape[1]] = scales
+    return filled
 
 
 class TEColumnParallelLinear(ColumnParallelLinear):
@@ -402,10 +510,13 @@ class _Layer:
 
     def _bind(self) -> list[HandleWeight]:
         """Give the module its weights, once the store has been materialised."""
-        quantize = None
+        quantize = gathered = None
         if self._quantization is not None:
             quantize = partial(self._quantization.for_input_gradient, self._module)
-        self._weights = HandleWeight.of(self._handle, len(self._names), quantize=quantize)
+            gathered = self._quantization.gathered
+        self._weights = HandleWeight.of(
+            self._handle, len(self._names), quantize=quantize, gathered=gathered
+        )
         attributes = vars(self._module)
         attributes.update(zip(self._names, self._weights, strict=True))
         attributes["wgrad_store"] = DelayedGradients(self._weights[0].matrices)
@@ -416,6 +527,9 @@ class _Layer:
 
 #: Quantizes the matrices of a weight.
 Quantize = Callable[[Sequence[torch.Tensor]], list[torch.Tensor]]
+
+#: Makes matrices of what was gathered, see `WeightQuantization.gathered`.
+Gathered = Callable[..., list[torch.Tensor]]
 
 
 class HandleWeight(nn.Parameter):
@@ -430,11 +544,9 @@ class HandleWeight(nn.Parameter):
     number: int
 
     @staticmethod
-    def of(
-        handle: WeightHandle, count: int, *, quantize: Quantize | None = None
-    ) -> list[HandleWeight]:
-        """Return those of the `count` matrices of a handle."""
-        matrices = Matrices(handle, count, quantize=quantize)
+    def of(handle: WeightHandle, count: int, **options: Any) -> list[HandleWeight]:
+        """Return those of the `count` matrices of a handle; options as `Matrices` has them."""
+        matrices = Matrices(handle, count, **options)
         element = torch.empty((), dtype=handle.dtype, device=handle.anchor.device)
         made = []
         for number in range(count):
@@ -467,15 +579,22 @@ class Matrices:
         handle: of a weight [count · c, o/c, h], or [o, h] for one matrix.
         count: how many.
         quantize: what makes of them what an input gradient is multiplied from; None leaves them.
+        gathered: what makes them of a weight that is gathered in the format it is multiplied in.
 
     Attributes:
         shape: (o, h) of each.
     """
 
     def __init__(
-        self, handle: WeightHandle, count: int, *, quantize: Quantize | None = None
+        self,
+        handle: WeightHandle,
+        count: int,
+        *,
+        quantize: Quantize | None = None,
+        gathered: Gathered | None = None,
     ) -> None:
-        self.handle, self.count, self._quantize = handle, count, quantize
+        self.handle, self.count = handle, count
+        self._quantize, self._gathered = quantize, gathered
         width = handle.shape[-1]
         self.shape = (math.prod(handle.shape) // (count * width), width)
         self._whole: torch.Tensor | None = None
@@ -487,6 +606,17 @@ class Matrices:
     def get(self, *, backward: bool = False) -> list[torch.Tensor]:
         """Return them; TE asks each whether it is trained."""
         trained = self.handle.trainable
+        if self._gathered is not None:
+            encoded = self.handle.get_encoded(backward=backward)
+            if encoded is not None:
+                return self._gathered(
+                    encoded,
+                    self.count,
+                    backward=backward,
+                    dtype=self.handle.dtype,
+                    device=encoded.codes.device,
+                    requires_grad=trained,
+                )
         whole = self.handle.get(backward=backward).detach()
         if backward and self._quantize is not None:
             return self._quantize(self._split(whole))

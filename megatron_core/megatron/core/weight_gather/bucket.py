@@ -40,7 +40,7 @@ import torch
 
 from megatron.core.process_groups import Group, ProcessGroupCollection, RankGrid
 from megatron.core.weight_gather.handle import WeightHandle
-from megatron.core.weight_gather.wire import WireFormat, wire_formats
+from megatron.core.weight_gather.wire import EncodedWeight, WireFormat, wire_formats
 from megatron.core.weight_sharding import (
     DENSE_LANES,
     EXPERT_LANES,
@@ -140,6 +140,8 @@ class BucketBlock:
         source: whom to ask otherwise.
         index: its number in the plan of that source.
         wire: the format in which it is gathered; None is as it is stored.
+        keeps_codes: it is multiplied in that format, and not decoded.
+        encoded: what is bound then, in place of `views`.
         planes: what forward reads and what backward reads, if that is another one.
     """
 
@@ -160,6 +162,9 @@ class BucketBlock:
         self.data = bucket.data[start : start + high - low]
         self.current = not bucket.sharded
         self.wire = wires[0] if wires else None
+        takes = handles[0].multiplies
+        self.keeps_codes = takes is not None and isinstance(self.wire, takes)
+        self.encoded: EncodedWeight | None = None
         self.views: dict[str, torch.Tensor] = {}
         self.source: WeightSource | None = None
         self.index = bucket.index
@@ -213,6 +218,13 @@ class BucketBlock:
         return self.wire.wire_bytes((len(self.shard) // self.columns, self.columns))
 
     @property
+    def lease(self) -> tuple[int, torch.dtype]:
+        """Elements and dtype of the buffer that the whole block is bound in."""
+        if self.keeps_codes:
+            return self.wire_bytes * self.bucket.group.size, torch.uint8
+        return self.layout.numel, self.data.dtype
+
+    @property
     def trainable(self) -> bool:
         """Whether any of its weights is trained."""
         return any(handle.trainable for handle in self.handles)
@@ -226,9 +238,28 @@ class BucketBlock:
         for handle, member in self.members():
             self.views[handle.name] = whole[member.start : member.stop].view(member.shape)
 
+    def arrive(
+        self, gathered: torch.Tensor, whole: torch.Tensor, *, amax: torch.Tensor | None
+    ) -> None:
+        """Make what was gathered in the wire format [wire_bytes · size] readable.
+
+        Args:
+            whole: what `lease` says, where it is bound.
+            amax: of the whole weight, if the format needs it.
+        """
+        assert self.wire is not None
+        columns = self.columns
+        shape = (self.layout.numel // columns, columns)
+        if not self.keeps_codes:
+            matrix = whole.view(shape)
+            self.wire.decode(gathered, shape, dtype=whole.dtype, amax=amax, out=matrix)
+            return
+        found = self.wire.separate(gathered, shape, amax=amax, out=whole)
+        self.encoded = found.first(self.layout.members[0].stop // columns)
+
     def unbind(self) -> None:
         """Take away what was bound: its memory may be used for something else."""
-        self.current = False
+        self.current, self.encoded = False, None
         self.views.clear()
 
     def need(self) -> None:

@@ -17,7 +17,8 @@ generalized tensor parallelism, reading a weight of one kind never ends the leas
 
 A block with a wire format (`wire`) is encoded by the ranks that hold its shards, once after every
 optimizer step; the encoded shards are gathered, and decoded into the leased buffer where the block
-is needed. A largest magnitude that a format scales by is found for all blocks by one all-reduce.
+is needed, or copied there as they are, for a kernel that multiplies in that format. A largest
+magnitude that a format scales by is found for all blocks by one all-reduce.
 With 1-D scale blocks a weight has two planes, one for forward and one for backward, each of which
 is encoded, gathered and released by itself, and only where it is needed.
 
@@ -544,7 +545,7 @@ class Gatherer:
             self._complete_shards(bucket)
             whole, shard, encoded = block.data, block.shard, None
             if self.leases:
-                whole = self.pool.lease(block.layout.numel, whole.dtype, stream=self.stream)
+                whole = self.pool.lease(*block.lease, stream=self.stream)
             if block.wire is not None:
                 shard = self._encode(block)
                 size = len(shard) * bucket.group.size
@@ -554,7 +555,8 @@ class Gatherer:
         self._gathered[block.index] = _Gathered(whole, pending, encoded)
         self.counts.gathers += 1
         if self.leases:
-            block.bind(whole)
+            if not block.keeps_codes:
+                block.bind(whole)
             self.counts.peak_bytes = max(self.counts.peak_bytes, self.pool.live_bytes)
 
     def _arrive(self, index: int) -> None:
@@ -564,15 +566,8 @@ class Gatherer:
             return
         gathered.pending.wait()
         gathered.pending = None
-        if block.wire is not None and gathered.encoded is not None:
-            whole = gathered.whole.view(-1, block.columns)
-            block.wire.decode(
-                gathered.encoded,
-                (whole.shape[0], whole.shape[1]),
-                dtype=whole.dtype,
-                amax=self._amax.get(block.name),
-                out=whole,
-            )
+        if gathered.encoded is not None:
+            block.arrive(gathered.encoded, gathered.whole, amax=self._amax.get(block.name))
             self.pool.release(gathered.encoded)
             gathered.encoded = None
 
@@ -661,8 +656,9 @@ class Gatherer:
 def gathered_bytes(block: BucketBlock) -> int:
     """Return the bytes that a gather leases: the whole block, and what arrives if that is
     encoded."""
+    numel, dtype = block.lease
     arriving = 0 if block.wire is None else block.wire_bytes * block.bucket.group.size
-    return block.whole_bytes + arriving
+    return numel * dtype.itemsize + arriving
 
 
 def bytes_leased(buckets: Sequence[Bucket], *, prefetch: bool) -> int:

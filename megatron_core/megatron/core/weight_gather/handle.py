@@ -42,6 +42,7 @@ from megatron.core.ops.packed_product import PackedMatrix, least_rows
 from megatron.core.ops.row_tiles import tiled_product
 from megatron.core.ops.weight_copy import WeightCopy
 from megatron.core.ops.wide_product import add_product_
+from megatron.core.weight_gather.wire import EncodedWeight, WireFormat
 from megatron.core.weight_sharding import WeightSharding
 
 
@@ -84,10 +85,13 @@ class WeightBlock(Protocol):
     Attributes:
         current: what is bound may be read without asking anybody.
         views: its weights by name, each of the local shape, while they are bound.
+        keeps_codes: it stays as it was encoded, and `encoded` takes the place of `views`.
     """
 
     current: bool
     views: dict[str, torch.Tensor]
+    keeps_codes: bool
+    encoded: EncodedWeight | None
 
     def need(self) -> None:
         """Have the whole weights bound."""
@@ -159,6 +163,8 @@ class WeightHandle:
         row_tiles: multiply rows by it so that their bits do not depend on how many there are: by
             `ops.packed_product` where that holds, else in tiles, see `ops.row_tiles`.
         copy: what `linear` multiplies by outside of autograd instead, see `copies.copy_weights`.
+        multiplies: the wire format that it is multiplied in, where it is gathered in that: then it
+            is not decoded, and asked for by `get_encoded`.
     """
 
     def __init__(
@@ -185,6 +191,7 @@ class WeightHandle:
         self.deferral = deferral or Deferral()
         self.cpu_dtype, self.row_tiles = cpu_dtype, row_tiles
         self.copy: WeightCopy | None = None
+        self.multiplies: type[WireFormat] | None = None
         self._packed: PackedMatrix | None = None
         self.keeps_grad = False
 
@@ -212,6 +219,25 @@ class WeightHandle:
         if not block.current:
             block.need()
         return block.views[self.name]
+
+    def get_encoded(self, *, backward: bool = False) -> EncodedWeight | None:
+        """Return the local weight as it was gathered, [r, c] with all its rows, for immediate use;
+        None if it is not gathered in the format that it is multiplied in: then `get` has it.
+
+        Args:
+            backward: as `get` has it.
+
+        Raises:
+            ValueError: the store is not materialised.
+        """
+        block = self.backward_block if backward else self.block
+        if block is None:
+            raise ValueError(f"{self.name} has no storage yet: call materialize() on its store")
+        if not block.keeps_codes:
+            return None
+        if not block.current:
+            block.need()
+        return block.encoded
 
     @property
     def anchor(self) -> nn.Parameter:

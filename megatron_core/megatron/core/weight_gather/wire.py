@@ -41,7 +41,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import ClassVar
 
 import torch
@@ -71,6 +71,30 @@ _FP8_TINY, _NVFP4_TINY = 2.0**-126, 2.0**-117
 _CPU_ELEMENTS = 1 << 18
 
 _DTYPES = (torch.bfloat16, torch.float32)
+
+
+@dataclass(frozen=True)
+class EncodedWeight:
+    """A weight [r, c] as a kernel reads it that multiplies in its format.
+
+    Args:
+        codes: its elements, uint8 [r, row_bytes].
+        scales: of its blocks, uint8 [block rows, scale_bytes].
+        block: rows and columns that share a scale.
+        amax, scale: fp32 [1], the largest magnitude of the weight and its scale; None if the
+            format has none.
+    """
+
+    codes: torch.Tensor
+    scales: torch.Tensor
+    block: tuple[int, int]
+    amax: torch.Tensor | None
+    scale: torch.Tensor | None
+
+    def first(self, rows: int) -> EncodedWeight:
+        """Return the first rows, without what a weight was filled up with; whole block rows."""
+        blocks = -(-rows // self.block[0])
+        return replace(self, codes=self.codes[:rows], scales=self.scales[:blocks])
 
 
 @dataclass(frozen=True)
@@ -176,6 +200,38 @@ class WireFormat(ABC):
             self._decode(elements, scales, codes, scale)
         return out
 
+    def separate(
+        self,
+        wire: torch.Tensor,
+        shape: tuple[int, int],
+        *,
+        amax: torch.Tensor | None = None,
+        out: torch.Tensor,
+    ) -> EncodedWeight:
+        """Copy the elements and the scales of a weight apart, each in one piece.
+
+        Args:
+            wire, shape, amax: as `decode` has them.
+            out: [wire_bytes] uint8, where the copies are.
+
+        Raises:
+            ValueError: as decode.
+        """
+        size, (rows, columns) = self.wire_bytes(shape), shape
+        self._check_wire(wire, size)
+        self._check_wire(out, size)
+        elements = rows * self.row_bytes(columns)
+        codes = out[:elements].view(rows, self.row_bytes(columns))
+        scales = out[elements:].view(-(-rows // self.block[0]), self.scale_bytes(columns))
+        row = block_row = 0
+        for count, height, band_scales, band_codes in self._encoded_bands(shape, wire):
+            scales[block_row : block_row + count].copy_(band_scales)
+            stop = row + count * height
+            codes[row:stop].view(count, -1).copy_(band_codes)
+            row, block_row = stop, block_row + count
+        known = None if amax is None else amax.reshape(1)
+        return EncodedWeight(codes, scales, self.block, known, self._weight_scale(amax))
+
     def _weight_scale(self, amax: torch.Tensor | None) -> torch.Tensor | None:
         """Return the scale of the weight [1]."""
         return None
@@ -213,20 +269,30 @@ class WireFormat(ABC):
         """Yield views of block rows: elements [n, h, c], scales [n, scale_bytes] and codes
         [n, h · row_bytes]. The last block row is alone if it has fewer rows."""
         rows, columns = matrix.shape
-        if not matrix.numel():
+        start = 0
+        for count, height, scales, codes in self._encoded_bands((rows, columns), wire):
+            stop = start + count * height
+            yield matrix[start:stop].view(count, height, columns), scales, codes
+            start = stop
+
+    def _encoded_bands(
+        self, shape: tuple[int, int], wire: torch.Tensor
+    ) -> Iterator[tuple[int, int, torch.Tensor, torch.Tensor]]:
+        """Yield n and h of block rows, and views of their scales and codes, see `_bands`."""
+        rows, columns = shape
+        if not rows * columns:
             return
         scale_bytes, row_bytes = self.scale_bytes(columns), self.row_bytes(columns)
         height, whole = self.block[0], rows // self.block[0]
-        step = max(1, _CPU_ELEMENTS // (height * columns)) if matrix.is_cpu else max(1, whole)
-        spans = [(i * height, height, min(step, whole - i)) for i in range(0, whole, step)]
+        step = max(1, _CPU_ELEMENTS // (height * columns)) if wire.is_cpu else max(1, whole)
+        spans = [(height, min(step, whole - i)) for i in range(0, whole, step)]
         if rows > whole * height:
-            spans.append((whole * height, rows - whole * height, 1))
+            spans.append((rows - whole * height, 1))
         start = 0
-        for row, height, count in spans:
+        for height, count in spans:
             stop = start + count * (scale_bytes + height * row_bytes)
             band = wire[start:stop].view(count, -1)
-            elements = matrix[row : row + count * height].view(count, height, columns)
-            yield elements, band[:, :scale_bytes], band[:, scale_bytes:]
+            yield count, height, band[:, :scale_bytes], band[:, scale_bytes:]
             start = stop
 
     def _check(self, matrix: torch.Tensor, amax: torch.Tensor | None) -> None:

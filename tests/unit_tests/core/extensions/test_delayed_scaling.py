@@ -1,12 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """Scales of delayed scaling: against TransformerEngine's own update, and over ranks."""
 
-import warnings
-
 import pytest
 import torch
 
-from megatron.core.extensions.quantization import DelayedScaling, QuantizationConfig
+from megatron.core.extensions import QuantizationConfig
+from megatron.core.extensions.quantization import DelayedScaling
 from megatron.core.process_groups import ProcessGroupCollection, RankGrid
 from megatron.core.weight_gather import WeightStore
 from tests.support import te_extension, te_wheel
@@ -27,7 +26,6 @@ def _scaling(**changes):
 def _by_te(rank, world, algorithm, margin, length):
     """Return the scales after each step as TE's Python updates them, and the histories."""
     te_extension.install(te_wheel.tree())
-    torch.compiler.set_stance("force_eager")
     from transformer_engine.common.recipe import DelayedScaling as Recipe
     from transformer_engine.pytorch.quantization import _amax_and_scale_update
 
@@ -38,9 +36,7 @@ def _by_te(rank, world, algorithm, margin, length):
         history[0] = torch.tensor(amax)
         for tensor, largest in enumerate((448.0, 448.0, 57344.0)):
             own, new = history[:, tensor : tensor + 1], scale[tensor : tensor + 1]
-            with warnings.catch_warnings():
-                warnings.simplefilter("ignore")  # torch's, when its compiler is imported
-                _amax_and_scale_update(own, new, largest, recipe)
+            _amax_and_scale_update(own, new, largest, recipe)
         found.append(scale.clone())
     return found
 

@@ -2,10 +2,16 @@
 """Why TransformerEngine cannot be used is said in one line, with the fix."""
 
 import importlib.metadata
+from unittest import mock
 
 import pytest
+import torch
 
 from megatron.core.extensions import transformer_engine_problem
+from megatron.training.config.check import check
+from tests.support import te_extension, te_wheel
+from tests.support.ranks import run_ranks
+from tests.unit_tests.training.small_config import small_config
 
 
 @pytest.mark.parametrize(
@@ -29,3 +35,47 @@ def test_each_problem_is_a_line_with_the_fix(release, said, monkeypatch):
     assert problem.startswith(said)
     assert "pip install 'megatron-lm[te]'" in problem
     assert "\n" not in problem
+
+
+RECIPES = {
+    "delayed": "--fp8-format hybrid --fp8-recipe delayed",
+    "tensorwise": "--fp8-format hybrid --fp8-recipe tensorwise",
+    "blockwise": "--fp8-format e4m3 --fp8-recipe blockwise",
+    "mxfp8": "--fp8-format e4m3 --fp8-recipe mxfp8",
+    "nvfp4": "--fp4-format e2m1",
+}
+
+
+def _refused(rank, world, capability):
+    """Return what is said of each recipe on a GPU with CUDA 12.8, by TE's Python."""
+    te_extension.install(te_wheel.tree(), capability)
+    sizes = "--hidden-size 64 --num-attention-heads 4 --seq-length 64 --micro-batch-size 2"
+    impl = "--transformer-impl transformer_engine"
+    found = {}
+    with (
+        mock.patch.object(torch.cuda, "is_available", return_value=True),
+        mock.patch.object(torch.version, "cuda", "12.8"),
+    ):
+        for recipe, words in RECIPES.items():
+            problems = check(small_config(f"{sizes} {impl} {words}"), 1)
+            found[recipe] = [line for line in problems if "this GPU has no" in line]
+    return found
+
+
+@pytest.mark.skipif(not te_wheel.is_there(), reason="run make te-wheels")
+@pytest.mark.parametrize(
+    ("capability", "lacks"),
+    [
+        ((9, 0), ["blockwise", "mxfp8", "nvfp4"]),
+        pytest.param((10, 0), ["blockwise"], marks=pytest.mark.slow),
+        pytest.param((8, 0), list(RECIPES), marks=pytest.mark.slow),
+    ],
+)
+def test_a_recipe_that_the_chip_lacks_is_refused(capability, lacks):
+    (found,) = run_ranks(_refused, 1, capability)
+    assert [recipe for recipe, lines in found.items() if lines] == lacks
+    for recipe in lacks:
+        (line,) = found[recipe]
+        assert recipe in line
+        assert "apability" in line  # TE's reason
+        assert "\n" not in line

@@ -106,6 +106,7 @@ class EngineControl:
             while taken < steps and self._replicas.unfinished and not self._engine.paused:
                 found |= {c.request_id: c for c in self._replicas.step()}
                 taken += 1
+            self._engine.drain()  # what a step has started must not outlive the profiler
         rows = sorted(
             profiler.key_averages(),
             key=lambda row: -max(row.self_cpu_time_total, row.self_device_time_total),

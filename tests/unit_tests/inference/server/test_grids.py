@@ -4,9 +4,11 @@ loss of a rank. The test speaks to rank 0 as the HTTP process does."""
 
 from __future__ import annotations
 
+import contextlib
 import socket
 import threading
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,18 +17,20 @@ import torch
 
 from megatron.cli.flags import parse_command_line
 from megatron.cli.launch import Launch
+from megatron.core.dist_checkpointing import TransferGroup, weight_chunks
 from megatron.core.inference.engine import Completion, Request, generate
 from megatron.core.inference.sampling import SamplingParams
+from megatron.core.models.gpt import GPTModel
+from megatron.core.process_groups import ProcessGroupCollection
 from megatron.inference import serve
 from megatron.inference.checkpoint_model import load_checkpoint_model
 from megatron.inference.config import Inference, ModelSource, ServeConfig
 from megatron.inference.llm import LLM
 from megatron.inference.server.protocol import Ask, FrameReader, News, frame
+from tests.support.hf_folders import write_pooling
 from tests.support.launchers import serve_store
 from tests.support.ranks import start_ranks
-from tests.unit_tests.inference.server.test_administration import model_of
-from tests.unit_tests.inference.server.test_embeddings import write_pooling
-from tests.unit_tests.inference.test_checkpoint_model import save
+from tests.unit_tests.inference.test_checkpoint_model import CONFIG, save
 
 TP, PP = "--tensor-model-parallel-size 2", "--pipeline-model-parallel-size 2"
 #: A rank runs three outputs at a time.
@@ -52,6 +56,10 @@ def asks(first: int = 0, new: int = 24) -> list[Ask]:
             )
         )
     return found
+
+
+def model_of(seed: int) -> GPTModel:
+    return GPTModel(CONFIG, ProcessGroupCollection.single(), seed=seed, dtype=torch.float32)
 
 
 @pytest.fixture(scope="module")
@@ -86,6 +94,11 @@ def alone(folders: list[Path]) -> list[list[Completion]]:
             found.append([one for (one,) in generate(engine, map(request_of, asks()))])
     assert [one.tokens for one in found[0]] != [one.tokens for one in found[1]]
     return found
+
+
+def free_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as found:
+        return found.getsockname()[1]
 
 
 class Talk:
@@ -217,9 +230,12 @@ def answer_and_leave(talk: Talk) -> Any:
     talk.ask([*asks(), left, Ask(id=91, prompt=long, max_new_tokens=9)])
     talk.hear(lambda: 91 in talk.ended and talk.outputs[0].tokens)
     talk.send({"kind": "abort", "id": left.id})
+    for number in range(92, 102):  # between steps that run
+        talk.ask([Ask(id=number, prompt=[5, 6, 7], max_new_tokens=0, embed=True)])
+        talk.hear(lambda: number in talk.ended)  # noqa: B023
+    assert not all(ask.id in talk.ended for ask in asks())
     found = talk.ends(asks())
-    talk.ask([Ask(id=92, prompt=[5, 6, 7], max_new_tokens=0, embed=True)])
-    talk.hear(lambda: 92 in talk.ended and talk.stats[-1]["running"] == 0)
+    talk.hear(lambda: talk.stats[-1]["running"] == 0)
     refused = talk.ended[91].refused
     return found, talk.stats, talk.facts, refused, list(talk.ended[92].embedding)
 
@@ -258,3 +274,131 @@ def embedding(tokens: list[int]) -> torch.Tensor:
     with torch.no_grad():
         vector = model_of(0)(torch.tensor([tokens]))[:, 0].mean(0)
     return vector / vector.norm()
+
+
+# --- administration -------------------------------------------------------------------------------
+
+
+def paused_and_asleep(talk: Talk) -> list[list[Completion]]:
+    """Pause in the three ways, sleep, and profile; return what was answered around that."""
+    found = []
+    for n, mode in enumerate(("keep", "recompute")):
+        wanted = asks(100 * n)
+        talk.begun(wanted, 4)
+        assert talk.order("pause", mode=mode)["told"]["paused"]
+        talk.hear(lambda: talk.quiet > 1)
+        assert talk.stats[-1]["paused"] == 1
+        computed = [len(talk.outputs[a.id].tokens) for a in wanted]
+        assert talk.order("pause", mode="keep")["told"]["paused"]
+        assert computed == [len(talk.outputs[a.id].tokens) for a in wanted]
+        assert not talk.order("resume")["told"]["paused"]
+        found.append(talk.ends(wanted))
+        assert (talk.stats[-1]["preempted"] > 0) == (mode == "recompute")
+    wanted = asks(200)
+    talk.begun(wanted, 4)
+    assert talk.order("profile", steps=2)["told"]["steps"] == 2
+    assert talk.order("sleep", level=1)["told"]["asleep"]
+    refused = Ask(id=300, prompt=[5] * LONG, max_new_tokens=5)
+    talk.ask([refused])
+    talk.hear(lambda: 300 in talk.ended)
+    assert "asleep" in talk.ended[300].refused
+    assert "wake" in talk.order("resume")["refused"]
+    assert not talk.order("wake")["told"]["asleep"]
+    found.append(talk.ends(wanted))
+    wanted = asks(400)
+    talk.begun(wanted, 4)
+    assert talk.order("pause", mode="abort")["told"]["paused"]
+    assert {c.finish_reason for c in talk.ends(wanted)} == {"abort"}
+    assert talk.stats[-1]["running"] == talk.stats[-1]["waiting"] == 0
+    talk.order("resume")
+    wanted = asks(500)
+    talk.ask(wanted)
+    found.append(talk.ends(wanted))
+    return found
+
+
+ADMINISTERED = [
+    pytest.param(2, TP, marks=pytest.mark.slow(seconds=8), id="tp2"),
+    pytest.param(2, "", marks=pytest.mark.slow(seconds=8), id="dp2"),
+    pytest.param(2, PP, marks=pytest.mark.slow(seconds=8), id="pp2"),
+]
+
+
+@pytest.mark.parametrize(("world", "more"), ADMINISTERED)
+def test_pauses_and_sleep_of_ranks_change_no_token(
+    folders: list[Path], alone: list[list[Completion]], world: int, more: str
+) -> None:
+    for found in run(folders[0], world, more, paused_and_asleep):
+        assert_as_one(found, alone[0])
+
+
+def with_other_weights(talk: Talk, order: Mapping[str, Any]) -> tuple[Any, ...]:
+    """Replace weights while all run; return the answer, what ran, and what comes after."""
+    known = Ask(id=50, prompt=[9] * LONG, max_new_tokens=1)
+    for again in (known, replace(known, id=51)):
+        talk.ask([again])
+        talk.ends([again])
+    assert talk.cached[51] > 0
+    during = asks(100)
+    talk.begun(during, 4)
+    nothing = talk.order("weights", load="/nowhere", address=None)
+    assert "/nowhere" in nothing["refused"]
+    told = talk.order("weights", **order)["told"]
+    ran = talk.ends(during)
+    talk.ask([replace(known, id=200)])
+    talk.ends([replace(known, id=200)])
+    after = asks(300)
+    talk.ask(after)
+    return told, ran, talk.cached[200], talk.ends(after), talk.stats[-1]["epoch"]
+
+
+@pytest.mark.parametrize("source", ["folder", "sender"])
+@pytest.mark.parametrize(("world", "more"), ADMINISTERED)
+def test_all_ranks_take_other_weights(
+    folders: list[Path], alone: list[list[Completion]], world: int, more: str, source: str
+) -> None:
+    address, act = f"127.0.0.1:{free_port()}", None
+    order: dict[str, Any] = {"load": str(folders[1]), "address": None}
+    if source == "sender":
+        order = {"load": None, "address": address, "senders": 1, "timeout_seconds": 60.0}
+        sender = TransferGroup(address=address, rank=0, senders=1, receivers=world)
+        act = lambda: sender.send(weight_chunks(model_of(1).store))  # noqa: E731
+    found = run(folders[0], world, more, with_other_weights, order, act=act)
+    told, ran, cached, after, epoch = found
+    assert told["weight_epoch"] == epoch == 1
+    assert source == "folder" or told["received_bytes"] > 0
+    for completion in ran:
+        assert completion.epochs == sorted(completion.epochs)
+    assert {e for completion in ran for e in completion.epochs} == {0, 1}
+    assert cached == 0  # neither a cache nor a router knows prefixes of the old weights
+    assert_as_one(after, alone[1])
+    assert {e for completion in after for e in completion.epochs} == {1}
+
+
+# --- a rank is lost -------------------------------------------------------------------------------
+
+
+def ask_until_it_is_gone(talk: Talk) -> None:
+    """Ask for one output after another until the engine process has ended."""
+    long = Ask(id=0, prompt=[5, 6], max_new_tokens=TOO_LONG - 2)
+    talk.begun([long], 2)
+    print("begun", flush=True)
+    with contextlib.suppress(AssertionError, ConnectionError):
+        while True:
+            talk.ask([Ask(id=len(talk.outputs), prompt=[5, 6], max_new_tokens=40)])
+            talk.hear(lambda: len(talk.outputs) - 1 in talk.ended)
+
+
+@pytest.mark.slow(seconds=10)
+@pytest.mark.parametrize("more", [TP, PP, ""], ids=["tp2", "pp2", "dp2"])
+def test_the_loss_of_a_rank_ends_the_others(folders: list[Path], more: str) -> None:
+    _store, launcher = serve_store(2)
+    words = ["--load", str(folders[0]), *WORDS, *more.split()]
+    with start_ranks(
+        served_on_a_rank, 2, words, launcher, ask_until_it_is_gone, (), init=False
+    ) as ranks:
+        ranks.wait_for_line(0, "begun", timeout=60)
+        ranks.kill(1)
+        lead, other = ranks.outcomes(timeout=60)
+    assert other.exit_code == -9
+    assert "PeerLost" in str(lead.error)

@@ -20,7 +20,9 @@ from megatron.cli.launch import Launch
 from megatron.core.dist_checkpointing import TransferGroup, weight_chunks
 from megatron.core.inference.engine import Completion, Request, generate
 from megatron.core.inference.sampling import SamplingParams
-from megatron.core.models.gpt import GPTModel
+from megatron.core.models.gpt import GPTConfig, GPTModel
+from megatron.core.moe import MoEConfig
+from megatron.core.moe.config import RouterConfig
 from megatron.core.process_groups import ProcessGroupCollection
 from megatron.inference import serve
 from megatron.inference.checkpoint_model import load_checkpoint_model
@@ -58,8 +60,8 @@ def asks(first: int = 0, new: int = 24) -> list[Ask]:
     return found
 
 
-def model_of(seed: int) -> GPTModel:
-    return GPTModel(CONFIG, ProcessGroupCollection.single(), seed=seed, dtype=torch.float32)
+def model_of(seed: int, config: GPTConfig = CONFIG) -> GPTModel:
+    return GPTModel(config, ProcessGroupCollection.single(), seed=seed, dtype=torch.float32)
 
 
 @pytest.fixture(scope="module")
@@ -83,15 +85,17 @@ def request_of(ask: Ask) -> Request:
     )
 
 
+def of_one_engine(folder: Path) -> list[Completion]:
+    source = ModelSource(load=str(folder), device="cpu")
+    with load_checkpoint_model(source, Launch.from_environment({})) as loaded:
+        engine = LLM(loaded, Inference(inference_max_requests=ROWS)).engine
+        return [one for (one,) in generate(engine, map(request_of, asks()))]
+
+
 @pytest.fixture(scope="module")
 def alone(folders: list[Path]) -> list[list[Completion]]:
     """What one engine says to `asks` with either weights."""
-    found = []
-    for folder in folders:
-        source = ModelSource(load=str(folder), device="cpu")
-        with load_checkpoint_model(source, Launch.from_environment({})) as loaded:
-            engine = LLM(loaded, Inference(inference_max_requests=ROWS)).engine
-            found.append([one for (one,) in generate(engine, map(request_of, asks()))])
+    found = [of_one_engine(folder) for folder in folders]
     assert [one.tokens for one in found[0]] != [one.tokens for one in found[1]]
     return found
 
@@ -269,11 +273,28 @@ def test_ranks_answer_as_one_engine(
     torch.testing.assert_close(torch.tensor(vector), embedding([5, 6, 7]), rtol=0, atol=1e-5)
 
 
-def embedding(tokens: list[int]) -> torch.Tensor:
+def embedding(tokens: list[int], config: GPTConfig = CONFIG) -> torch.Tensor:
     """Return the normalized mean of the final hidden states of the first weights."""
     with torch.no_grad():
-        vector = model_of(0)(torch.tensor([tokens]))[:, 0].mean(0)
+        vector = model_of(0, config)(torch.tensor([tokens]))[:, 0].mean(0)
     return vector / vector.norm()
+
+
+@pytest.mark.slow(seconds=6)
+def test_replicas_that_share_experts_answer_as_one_engine(tmp_path: Path) -> None:
+    moe = MoEConfig(num_experts=4, ffn_hidden_size=24, router=RouterConfig(topk=2))
+    config = replace(CONFIG, moe=moe, ffn_pattern="-E")
+    options = {"bf16": False, "max-position-embeddings": TOO_LONG}
+    folder = save(tmp_path, model_of(0, config), model=config.to_json(), config=options)
+    write_pooling(folder, "Transformer", "Pooling", "Normalize", pooling_mode="mean")
+    more = "--expert-model-parallel-size 2 --expert-tensor-parallel-size 1"
+    found, stats, facts, _, vector = run(folder, 2, more, answer_and_leave)
+    assert_as_one(found, of_one_engine(folder))
+    assert max(one["running"] for one in stats) == 2 * ROWS
+    assert (facts["data_parallel"], facts["expert_parallel"]) == (2, 2)
+    torch.testing.assert_close(
+        torch.tensor(vector), embedding([5, 6, 7], config), rtol=0, atol=1e-5
+    )
 
 
 # --- administration -------------------------------------------------------------------------------

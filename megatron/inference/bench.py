@@ -184,7 +184,7 @@ def summary(
     repeats: Sequence[Repeat], replicas: Replicas, lengths: Sequence[int], *, rows: int
 ) -> dict[str, Any]:
     """Return the figures of all repeats: those of times over all of them, in milliseconds; of
-    several replicas those of the first, and counts over all. All ranks call this."""
+    several replicas those of the first, and counts over all."""
     rates = [sum(lengths) / repeat.seconds for repeat in repeats]
     first = [t for repeat in repeats for t in repeat.first]
     between = [t for repeat in repeats for t in repeat.between]

@@ -494,17 +494,6 @@ class ServeConfig:
 
     def __post_init__(self) -> None:
         _check(self.source, self.inference, self.speculation)
-        if self.source.pipeline_model_parallel_size > 1:
-            raise ValueError(
-                "--pipeline-model-parallel-size is "
-                f"{self.source.pipeline_model_parallel_size}: requests are shared between steps, "
-                "and stages are at several; serve with tensor parallel ranks"
-            )
-        if self.inference.async_scheduling and self.source.tensor_model_parallel_size > 1:
-            raise ValueError(
-                "--async-scheduling has a step run while rank 0 shares requests with the others: "
-                "drop it, or serve with --tensor-model-parallel-size 1"
-            )
         service = self.service
         for variable in service.chat_template_kwargs or ():
             if not variable.isidentifier() or variable in TEMPLATE_ARGUMENTS:

@@ -317,7 +317,7 @@ def describe(stats: CacheStats) -> str:
 
 
 def totals(replicas: Replicas) -> str:
-    """Return what the engines of all replicas did in a few words; all ranks call this."""
+    """Return what the engines of all replicas did in a few words."""
     first, *others = replicas.stats()
     found = describe(sum(others, first))
     if replicas.router is not None:

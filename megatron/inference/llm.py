@@ -281,7 +281,7 @@ class LLM:
         Raises:
             ValueError: another level, weights that are in the host's memory already, or it sleeps.
         """
-        self.engine.sleep(weights_of_level(self.loaded, level))
+        self.replicas.sleep(weights_of_level(self.loaded, level))
 
     def wake(self) -> None:
         """Go on after `sleep`. Raises ValueError if it does not sleep."""

@@ -5,9 +5,10 @@ r"""Serve a trained model over HTTP, by OpenAI's routes: `python -m megatron.inf
     curl -s localhost:8000/v1/completions -d '{"prompt": "The list type", "max_tokens": 20}'
 
 This process runs the engine; the HTTP routes run in another one that it starts, see
-`megatron.inference.server`. `torchrun --nproc-per-node N` with `--tensor-model-parallel-size N`
-shards the model; rank 0 is the one that clients reach. SIGTERM and Ctrl-C admit nothing more, let
-running answers end, and exit with 0; a second signal ends at once.
+`megatron.inference.server`. Under torchrun a replica of the model is as many ranks as
+`--tensor-model-parallel-size` and `--pipeline-model-parallel-size` multiply to, and all ranks hold
+data-parallel replicas; rank 0 is the one that clients reach. SIGTERM and Ctrl-C admit nothing more,
+let running answers end, and exit with 0; a second signal ends at once.
 
 It needs the extra `serve`: pip install 'megatron-lm[serve]'.
 """
@@ -207,7 +208,8 @@ def settings_of(
             "request_seconds": service.request_timeout_seconds,
         },
         "client": {
-            "max_outputs": config.inference.inference_max_requests + service.max_queue,
+            "max_outputs": service.max_queue
+            + loaded.data_parallel.size * config.inference.inference_max_requests,
             "max_unsent": service.max_unsent_tokens,
         },
         "drain_seconds": service.drain_timeout_seconds,
@@ -221,6 +223,8 @@ def explain(loaded: CheckpointModel) -> dict[str, Any]:
     return {
         "dtype": str(loaded.model.store.dtype).removeprefix("torch."),
         "tensor_parallel": groups["tp"].size,
+        "pipeline_parallel": groups["pp"].size,
+        "data_parallel": groups["dp"].size,
         "expert_parallel": groups["ep"].size,
         "transformer_impl": "inference_optimized" if loaded.optimized else "local",
         "weights_dtype": loaded.weights_dtype,
@@ -236,12 +240,6 @@ def run(config: ServeConfig, launch: Launch) -> None:
         ValueError: anything the user can fix.
     """
     check_extra()
-    size = config.source.tensor_model_parallel_size
-    if launch.world_size != size:
-        raise ValueError(
-            f"--tensor-model-parallel-size {size} in {launch.world_size} processes: the server has "
-            f"one replica; start {size} with torchrun --nproc-per-node, or several servers"
-        )
     service = config.service
     keys = read_keys(service)
     with contextlib.ExitStack() as stack:
@@ -276,18 +274,19 @@ def serve(
         where: addresses and ports that rank 0 listens on for both.
     """
     from megatron.inference.checkpoint_model import load_checkpoint_model
+    from megatron.inference.generate import totals
     from megatron.inference.llm import LLM
     from megatron.inference.server.embedder import Embedder
     from megatron.inference.server.engine_control import EngineControl
-    from megatron.inference.server.engine_loop import EngineLoop, OrderBroadcast
+    from megatron.inference.server.engine_loop import EngineLoop
     from megatron.inference.server.protocol import frame
     from megatron.inference.server.structured import grammars_of
 
     with load_checkpoint_model(config.source, launch, speculation=config.speculation) as loaded:
         if link is not None:
             link.sendall(frame(settings_of(loaded, config, keys)))
-        group = loaded.model.groups["tp"]
-        engine = LLM(loaded, config.inference).engine
+        replicas = LLM(loaded, config.inference).replicas
+        seconds = config.source.distributed_timeout_minutes * 60
         grammars = grammars_of(loaded.tokenizer, sorted(loaded.stop_tokens), loaded.vocab_size)
         pooling = pooling_of(loaded)
         embedder = None
@@ -298,15 +297,16 @@ def serve(
                 loaded.device,
                 max_tokens=config.inference.inference_max_tokens,
                 token_multiple=loaded.token_multiple,
+                link=replicas.engine.link,
             )
         loop = EngineLoop(
-            engine,
+            replicas,
             link,
-            OrderBroadcast(group, loaded.device),
+            loaded.model.groups.host_group(timeout_seconds=seconds),
             grammars=grammars,
             embedder=embedder,
             explained=explain(loaded),
-            control=EngineControl(engine, loaded),
+            control=EngineControl(replicas, loaded),
         )
 
         def end(number: int, stack: object) -> None:
@@ -320,6 +320,8 @@ def serve(
             shown = f"[{host}]" if ":" in host else host
             print(f"serving {what} at http://{shown}:{port}", file=sys.stderr, flush=True)
         loop.run()
+        if link is not None:
+            print(f"served {totals(replicas)}", file=sys.stderr, flush=True)
 
 
 def main(argv: Sequence[str], environment: Mapping[str, str]) -> int:

@@ -307,3 +307,15 @@ def raw_safetensors(header: object, data: bytes, *, length: int | None = None) -
 def entry(dtype: str, shape: Sequence[int], begin: int, end: int) -> dict[str, Any]:
     """Return a tensor's entry of a header."""
     return {"dtype": dtype, "shape": list(shape), "data_offsets": [begin, end]}
+
+
+def write_pooling(folder: Path, *kinds: str, **config: Any) -> Path:
+    """Write what sentence-transformers writes about pooling."""
+    modules = [
+        {"idx": n, "name": str(n), "path": f"{n}_{kind}" if n else "", "type": f"st.models.{kind}"}
+        for n, kind in enumerate(kinds)
+    ]
+    (folder / "1_Pooling").mkdir(exist_ok=True)
+    (folder / "modules.json").write_text(json.dumps(modules))
+    (folder / "1_Pooling" / "config.json").write_text(json.dumps(config))
+    return folder

@@ -17,10 +17,11 @@ import torch
 from megatron.cli.tokenizers import ByteTokenizer
 from megatron.core.inference.cache import CacheShapes
 from megatron.core.inference.engine import Engine, EngineConfig, EngineFeatures
+from megatron.core.inference.router import Replicas
 from megatron.core.process_groups import Group
 from megatron.inference.server import http_process
 from megatron.inference.server.engine_control import EngineControl
-from megatron.inference.server.engine_loop import EngineLoop, OrderBroadcast
+from megatron.inference.server.engine_loop import EngineLoop
 from megatron.inference.server.structured import grammars_of
 from megatron.training.data.chat import CHATML
 
@@ -164,9 +165,15 @@ def served(
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 1 << 14)
     port = listener.getsockname()[1]
     grammars = grammars_of(ByteTokenizer(), told["card"]["stop_tokens"], END + 1)
-    share = OrderBroadcast(Group.single(), torch.device("cpu"))
-    control = EngineControl(running, loaded)
-    loop = EngineLoop(running, link, share, grammars=grammars, embedder=embedder, control=control)
+    replicas = Replicas(running, Group.single())
+    loop = EngineLoop(
+        replicas,
+        link,
+        Group.single(),
+        grammars=grammars,
+        embedder=embedder,
+        control=EngineControl(replicas, loaded),
+    )
     admin = None if told["admin_key"] is None else socket.create_server(("127.0.0.1", 0))
     serving = http_process.serve(other_end, listener, told, admin=admin)
     threads = [

@@ -11,6 +11,7 @@ from typing import Any, Literal
 import torch
 
 from megatron.core.context_parallel import SequenceLayout
+from megatron.core.inference.stages import PipelineGroups, StageLink
 from megatron.core.models.gpt import GPTModel
 from megatron.core.untrusted_files import read_json
 
@@ -79,11 +80,12 @@ class Embedder:
     """Embed texts by one forward pass of all of their tokens.
 
     Args:
-        model: all of it, or a tensor parallel rank's part; all ranks call alike.
+        model: all of it, or a rank's part; all ranks call alike.
         pooling: of its hidden states.
         device: of the model.
         max_tokens: of a forward pass, padding included.
         token_multiple: what a row's tokens are padded to a multiple of.
+        link: to the other pipeline stages; None for a single one.
     """
 
     def __init__(
@@ -94,7 +96,10 @@ class Embedder:
         *,
         max_tokens: int,
         token_multiple: int = 1,
+        link: StageLink | None = None,
     ) -> None:
+        single = PipelineGroups.single()
+        self._link = link or StageLink(single, dtype=torch.float32, device=device)
         self._model, self._pooling, self._device = model, pooling, device
         self.max_tokens, self._multiple = max_tokens, token_multiple
 
@@ -116,7 +121,23 @@ class Embedder:
         rows = [[*text, *[0] * (longest - len(text))] for text in texts]
         tokens = torch.tensor(rows, device=self._device)  # [b, s]
         layout = SequenceLayout.of_rows(longest, device=self._device)
-        hidden = self._model(tokens, layout=layout)  # [s, b, h], or [s/tp, b, h]
+        before, link = {}, self._link
+        if not link.is_first:
+            before["hidden_states"] = link.receive_hidden(self._model.boundary_shape(tokens))
+        hidden = self._model(tokens, layout=layout, **before)  # [s, b, h], or [s/tp, b, h]
+        if link.is_last:
+            found = self._pooled(hidden, lengths)
+            sends = link.send_results(found.flatten()) if link.count > 1 else ()
+        else:
+            count = len(texts) * self._model.config.hidden_size
+            results, sends = link.expect_results(count), link.send_hidden(hidden)
+            found = link.wait(results).view(len(texts), -1)
+        for pending in sends:
+            link.wait(pending)
+        return found.tolist()
+
+    def _pooled(self, hidden: torch.Tensor, lengths: Sequence[int]) -> torch.Tensor:
+        """Return the vector of each row of final hidden states, fp64 [b, h]."""
         hidden = self._model.head.gathered(hidden).float()  # [s, b, h]
         found = []
         for row, length in enumerate(lengths):
@@ -124,5 +145,5 @@ class Embedder:
             vector = states.mean(0) if self._pooling.tokens == "mean" else states[-1]
             if self._pooling.normalize:
                 vector = torch.nn.functional.normalize(vector, dim=0)
-            found.append(vector.tolist())
-        return found
+            found.append(vector)
+        return torch.stack(found).double()

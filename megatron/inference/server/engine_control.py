@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from megatron.core.inference.engine import Completion, Engine
+from megatron.core.inference.engine import Completion
+from megatron.core.inference.router import Replicas
 from megatron.inference.llm import weights_of_level
 
 if TYPE_CHECKING:
@@ -22,12 +23,12 @@ class EngineControl:
     """Administration of the engine of one rank.
 
     Args:
-        engine: of this rank.
+        replicas: as this rank knows them.
         loaded: its model; None where weights cannot be replaced.
     """
 
-    def __init__(self, engine: Engine, loaded: CheckpointModel | None = None) -> None:
-        self._engine, self._loaded = engine, loaded
+    def __init__(self, replicas: Replicas, loaded: CheckpointModel | None = None) -> None:
+        self._replicas, self._engine, self._loaded = replicas, replicas.engine, loaded
 
     def apply(self, order: Mapping[str, Any]) -> tuple[dict[str, Any], list[Completion]]:
         """Do what an order says; return what there is to tell, and outputs that have news.
@@ -38,12 +39,12 @@ class EngineControl:
         action, news = order["action"], list[Completion]()
         more: dict[str, Any] = {}
         if action == "pause":
-            self._engine.pause(keep_cache=order["mode"] != "recompute")
+            self._replicas.pause(keep_cache=order["mode"] != "recompute")
         elif action == "resume":
             self._engine.resume()
         elif action == "sleep":
             level = order["level"]
-            self._engine.sleep(weights_of_level(self._model(), level) if level > 1 else ())
+            self._replicas.sleep(weights_of_level(self._model(), level) if level > 1 else ())
         elif action == "wake":
             self._engine.wake()
         elif action == "weights":
@@ -81,7 +82,7 @@ class EngineControl:
                         timeout_seconds=order["timeout_seconds"],
                     )
                 }
-            engine.weights_replaced()
+            self._replicas.weights_replaced()
         finally:
             if not paused:
                 engine.resume()
@@ -89,7 +90,7 @@ class EngineControl:
 
     def _profile(self, steps: int) -> tuple[dict[str, Any], list[Completion]]:
         """Take some steps under torch's profiler. Raises ValueError if it would see none."""
-        if not self._engine.unfinished or self._engine.paused:
+        if not self._replicas.unfinished or self._engine.paused:
             raise ValueError("no request runs: send some, and profile while they are answered")
         if self._engine.config.asynchronous and self._engine.device.type == "cpu":
             raise ValueError(
@@ -102,9 +103,10 @@ class EngineControl:
         found: dict[int, Completion] = {}
         taken = 0
         with torch.profiler.profile(activities=activities) as profiler:
-            while taken < steps and self._engine.unfinished and not self._engine.paused:
-                found |= {c.request_id: c for c in self._engine.step()}
+            while taken < steps and self._replicas.unfinished and not self._engine.paused:
+                found |= {c.request_id: c for c in self._replicas.step()}
                 taken += 1
+            self._engine.drain()  # what a step has started must not outlive the profiler
         rows = sorted(
             profiler.key_averages(),
             key=lambda row: -max(row.self_cpu_time_total, row.self_device_time_total),

@@ -1,14 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """The loop of the engine process: orders from the HTTP process in, a step, what it found out.
 
-With tensor parallelism rank 0 alone is told orders, and shares them with the other ranks before
-each step, so that all engines plan the same steps.
+Of several ranks the first alone is told orders, and shares them with the others before each step,
+so that all replicas are told the same requests and all ranks of one plan the same steps.
 """
 
 from __future__ import annotations
 
 import contextlib
-import json
 import select
 import socket
 from collections.abc import Mapping, Sequence
@@ -18,23 +17,22 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from megatron.core.comm import all_reduce
-from megatron.core.inference.engine import Completion, Engine, Request
+from megatron.core.inference.engine import Completion, Request
 from megatron.core.inference.requests import RequestError
+from megatron.core.inference.router import Replicas, all_gather_json
 from megatron.core.inference.sampling import SamplingParams
+from megatron.core.inference.scheduler import CacheStats
+from megatron.core.process_groups import Group
 from megatron.inference.server.engine_control import EngineControl
-from megatron.inference.server.protocol import LENGTH, Ask, FrameReader, News, frame
+from megatron.inference.server.protocol import Ask, FrameReader, News, frame
 
 if TYPE_CHECKING:
-    from megatron.core.process_groups import Group
     from megatron.inference.server.embedder import Embedder
     from megatron.inference.server.structured import Grammars
 
 #: Between two heartbeats of an engine that has nothing to do.
 IDLE_SECONDS = 0.5
 
-# Bytes of the first collective of a step; longer orders take another one.
-_FIRST_BYTES = 4096
 _READ_BYTES = 1 << 20
 # Between two looks for orders while there is nothing to do but to compile a grammar.
 _COMPILE_SECONDS = 0.01
@@ -42,46 +40,14 @@ _COMPILE_SECONDS = 0.01
 Order = Mapping[str, Any]
 
 
-class OrderBroadcast:
-    """Give the orders of rank 0 to all ranks of a group.
-
-    Args:
-        group: of the ranks that run one model.
-        device: where its collectives take tensors.
-    """
-
-    def __init__(self, group: Group, device: torch.device) -> None:
-        self._group, self._device = group, device
-
-    def __call__(self, orders: Sequence[Order]) -> list[Order]:
-        """Return the orders of rank 0; all ranks call it, the others with none."""
-        if self._group.size == 1:
-            return list(orders)
-        leads = self._group.rank == 0
-        data = json.dumps(orders, separators=(",", ":")).encode() if leads else b""
-        first = self._shared(LENGTH.pack(len(data)) + data, _FIRST_BYTES)
-        (length,) = LENGTH.unpack_from(first)
-        found = first[LENGTH.size : LENGTH.size + length]
-        if length > len(found):
-            found += self._shared(data[len(found) :], length - len(found))
-        return json.loads(found)
-
-    def _shared(self, data: bytes, size: int) -> bytes:
-        """Return `size` bytes of rank 0: a sum to which the other ranks add zeros."""
-        mine = torch.zeros(size, dtype=torch.uint8)
-        if data:
-            part = bytearray(data[:size])
-            mine[: len(part)] = torch.frombuffer(part, dtype=torch.uint8)
-        return all_reduce(mine.to(self._device), self._group).cpu().numpy().tobytes()
-
-
 class EngineLoop:
-    """Run an engine for the HTTP process.
+    """Run the replicas of an engine for the HTTP process.
 
     Args:
-        engine: of this rank.
+        replicas: as this rank knows them.
         link: to the HTTP process; None on ranks that follow.
-        share: gives orders to all ranks.
+        hosts: all ranks, the first of which has the link. Its collectives take tensors of the CPU,
+            and go on while a step does (see `ProcessGroupCollection.host_group`).
         grammars: of structured output; None where the model can have none.
         embedder: None where the model embeds no texts.
         explained: facts about the model, for `/health`.
@@ -90,17 +56,18 @@ class EngineLoop:
 
     def __init__(
         self,
-        engine: Engine,
+        replicas: Replicas,
         link: socket.socket | None,
-        share: OrderBroadcast,
+        hosts: Group,
         *,
         grammars: Grammars | None,
         embedder: Embedder | None = None,
         explained: Mapping[str, Any] | None = None,
         control: EngineControl | None = None,
     ) -> None:
-        self._explained, self._control = explained or {}, control or EngineControl(engine)
-        self._engine, self._link, self._share = engine, link, share
+        self._explained, self._control = explained or {}, control or EngineControl(replicas)
+        self._replicas, self._engine = replicas, replicas.engine
+        self._link, self._hosts = link, hosts
         self._grammars, self._embedder = grammars, embedder
         self._to_embed: dict[int, Ask] = {}  # by its id
         self._compiler = ThreadPoolExecutor(1)
@@ -128,7 +95,7 @@ class EngineLoop:
 
     def _serve(self) -> None:
         while True:
-            for order in self._share(self._received()):
+            for order in self._shared(self._received()):
                 if order["kind"] == "add":
                     self._add(Ask.from_json(order))
                 elif order["kind"] == "abort":
@@ -138,15 +105,19 @@ class EngineLoop:
                 else:
                     assert order["kind"] == "end", order
                     return
-            news = self._known(self._engine.step())  # a pause may have ended all that were asked
+            news = self._known(self._replicas.step())  # a pause may have ended all that were asked
             self._report(self._news_outside + news + self._embedded())
             self._news_outside = []
+
+    def _shared(self, orders: Sequence[Order]) -> list[Order]:
+        """Return the orders of the first rank; all ranks call it, the others with none."""
+        return all_gather_json(list(orders), self._hosts, torch.device("cpu"))[0]
 
     def _received(self) -> list[Order]:
         """Return what the HTTP process has sent; wait a little for it if there is nothing to do."""
         if self._link is None:
             return []
-        busy = (self._engine.unfinished or self._to_embed) and not self._engine.paused
+        busy = (self._asks or self._to_embed) and not self._engine.paused
         wait = 0.0 if busy else IDLE_SECONDS
         if wait and self._compiling:
             futures.wait([work for _, work in self._compiling.values()], _COMPILE_SECONDS)
@@ -197,7 +168,7 @@ class EngineLoop:
             if ask.grammar is not None:
                 assert self._grammars is not None
                 mask = self._grammars.mask(ask.grammar)
-            number = self._engine.add(
+            number = self._replicas.add(
                 Request(
                     prompt=tuple(ask.prompt),
                     max_new_tokens=ask.max_new_tokens,
@@ -221,7 +192,7 @@ class EngineLoop:
         self._to_embed.pop(ask_id, None)
         number = self._engine_ids.get(ask_id)
         if number is not None:
-            self._engine.abort(number)
+            self._replicas.abort(number)
             self._forget(number)
 
     def _administer(self, order: Order) -> None:
@@ -229,7 +200,7 @@ class EngineLoop:
         try:
             if order["action"] == "pause" and order["mode"] == "abort":
                 for number in list(self._asks):
-                    self._news_outside += self._known(self._engine.abort(number))
+                    self._news_outside += self._known(self._replicas.abort(number))
             told, completions = self._control.apply(order)
         except ValueError as error:  # one line for the user
             self._send({"kind": "done", "id": order["id"], "told": {}, "refused": str(error)})
@@ -250,6 +221,8 @@ class EngineLoop:
         assert self._embedder is not None
         asks = list(self._to_embed.values())
         asks = asks[: self._embedder.batch([len(ask.prompt) for ask in asks])]
+        if self._engine.config.asynchronous:
+            self._engine.drain()  # its collectives and those of the forward pass are in one order
         vectors = self._embedder([ask.prompt for ask in asks])
         for ask in asks:
             del self._to_embed[ask.id]
@@ -296,11 +269,13 @@ class EngineLoop:
                 self._link.sendall(frame(message))  # if it fails the next read finds the end
 
     def _stats(self) -> dict[str, float]:
-        scheduler, stats = self._engine.scheduler, self._engine.stats
+        """Return what all replicas do together."""
+        loads = self._replicas.loads()
+        stats = sum((load.stats for load in loads), CacheStats())
         return {
-            "running": len(scheduler.running),
-            "waiting": len(scheduler.waiting),
-            "cache_usage": 1 - scheduler.pool.available / scheduler.pool.num_blocks,
+            "running": sum(load.running for load in loads),
+            "waiting": sum(load.waiting for load in loads),
+            "cache_usage": sum(n.used_blocks for n in loads) / sum(n.num_blocks for n in loads),
             "prefix_queried": stats.queried,
             "prefix_hit": stats.hit,
             "preempted": stats.preempted,

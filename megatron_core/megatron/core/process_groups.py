@@ -380,6 +380,20 @@ class ProcessGroupCollection:
         """Coordinates of this rank on every axis."""
         return self.grid.coordinates(self.rank)
 
+    def host_group(self, *, timeout_seconds: float = 600.0) -> Group:
+        """Make a group of all ranks whose collectives take tensors of the CPU, over gloo; all ranks
+        call this.
+
+        Its communicator is nobody else's: nothing that a device or another thread computes delays
+        it, and it may be used while that goes on.
+        """
+        ranks = tuple(range(self.grid.world_size))
+        if len(ranks) == 1:
+            return Group.single("hosts")
+        timeout = datetime.timedelta(seconds=timeout_seconds)
+        handle = dist.new_group(list(ranks), timeout=timeout, backend="gloo")
+        return Group("hosts", ranks, self.rank, handle)
+
     @staticmethod
     def single() -> ProcessGroupCollection:
         """Return the collection of a single process; needs no torch.distributed."""

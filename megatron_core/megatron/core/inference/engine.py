@@ -608,7 +608,7 @@ class Engine:
                 again after `resume`.
         """
         self.paused = True
-        self._drain()
+        self.drain()
         if not keep_cache:
             self.scheduler.preempt_all()
             self.scheduler.forget_cached()
@@ -702,8 +702,13 @@ class Engine:
         if self._in_flight:
             found += self._finish(self._in_flight.popleft())
         if not self._outputs:  # what is in flight is for nobody
-            self._drain()
+            self.drain()
         return found
+
+    def drain(self) -> None:
+        """Wait for all steps in flight; the next `step` returns what they have found."""
+        while self._in_flight:
+            self._ended += self._finish(self._in_flight.popleft())
 
     # --- one step ---------------------------------------------------------------------------------
 
@@ -775,11 +780,6 @@ class Engine:
         for note, found in zip(step.noting, logprobs, strict=True):
             note.give(found)
         return self._record(step.rows, chosen)
-
-    def _drain(self) -> None:
-        """Wait for all steps in flight; `step` returns what they have found."""
-        while self._in_flight:
-            self._ended += self._finish(self._in_flight.popleft())
 
     # Not inference_mode: buffers that weights are gathered in would be of no use to training.
     @torch.no_grad()

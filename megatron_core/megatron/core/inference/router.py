@@ -14,15 +14,15 @@ replicas exchange what is new, one JSON message each, so that all ranks return t
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import struct
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
+from torch import Tensor
 
 from megatron.core.comm.collectives import all_gather
 from megatron.core.inference.blocks import block_digests
@@ -137,6 +137,30 @@ class RequestRouter:
         return len(digests)
 
 
+class EngineLoad(NamedTuple):
+    """What an engine has to do between two steps.
+
+    Args:
+        running, waiting: outputs.
+        used_blocks, num_blocks: of the cache.
+        stats: since the start.
+    """
+
+    running: int
+    waiting: int
+    used_blocks: int
+    num_blocks: int
+    stats: CacheStats
+
+    @staticmethod
+    def of(engine: Engine) -> EngineLoad:
+        """Return that of an engine now."""
+        scheduler = engine.scheduler
+        blocks, free = scheduler.pool.num_blocks, scheduler.pool.available
+        rows = len(scheduler.running), len(scheduler.waiting)
+        return EngineLoad(*rows, blocks - free, blocks, engine.stats)
+
+
 @dataclass(eq=False)
 class _Routed:
     """A request and its replica.
@@ -199,6 +223,7 @@ class Replicas:
         self._routed: dict[int, _Routed] = {}
         self._global_ids: dict[int, int] = {}  # by the local engine's
         self._next_id = 0
+        self._loads = [EngineLoad.of(engine)] * group.size
 
     @property
     def unfinished(self) -> int:
@@ -233,14 +258,17 @@ class Replicas:
         # After `Engine.pause` an output may be there twice.
         found = {(c.request_id, c.index): c for c in self.engine.step()}
         news = [self._news(completion) for completion in found.values()]
-        message = [self.router.load, [one for one in news if one]]
+        *numbers, stats = EngineLoad.of(self.engine)
+        load = [*numbers, list(vars(stats).values())]
+        message = [self.router.load, [one for one in news if one], load]
         parts = all_gather_json(message, self.group, self.engine.device)
-        if any(load != parts[0][0] for load, _ in parts):
+        if any(sent != parts[0][0] for sent, *_ in parts):
             raise ValueError(
                 f"the {self.group.size} data-parallel replicas have assigned requests differently: "
                 "give all of their ranks the same requests, in one order and between the same steps"
             )
-        return [self._completed(*one) for _, part in parts for one in part]
+        self._loads = [EngineLoad(*one[:-1], CacheStats(*one[-1])) for *_, one in parts]
+        return [self._completed(*one) for _, part, *_ in parts for one in part]
 
     def abort(self, request_id: int) -> list[Completion]:
         """End all outputs of a request now; return them. An id that has ended does nothing."""
@@ -269,15 +297,35 @@ class Replicas:
     def forget_cached(self) -> None:
         """Give up what the prefix caches hold."""
         self.engine.scheduler.forget_cached()
-        if self.router is not None:
-            self.router.forget_prefixes()
+        self._forget_prefixes()
+
+    def pause(self, *, keep_cache: bool = True) -> None:
+        """Do as `Engine.pause`."""
+        self.engine.pause(keep_cache=keep_cache)
+        if not keep_cache:
+            self._forget_prefixes()
+
+    def sleep(self, weights: Iterable[Tensor] = ()) -> None:
+        """Do as `Engine.sleep`."""
+        self.engine.sleep(weights)
+        self._forget_prefixes()
+
+    def weights_replaced(self) -> None:
+        """Do as `Engine.weights_replaced`."""
+        self.engine.weights_replaced()
+        self._forget_prefixes()
+
+    def loads(self) -> list[EngineLoad]:
+        """Return what each replica has to do; of several, as of the last step."""
+        return [EngineLoad.of(self.engine)] if self.router is None else list(self._loads)
 
     def stats(self) -> list[CacheStats]:
-        """Return what the scheduler and the prefix cache of each replica did; all ranks call it."""
-        found = all_gather_json(
-            dataclasses.asdict(self.engine.stats), self.group, self.engine.device
-        )
-        return [CacheStats(**numbers) for numbers in found]
+        """Return what the scheduler and the prefix cache of each replica did, as `loads` does."""
+        return [load.stats for load in self.loads()]
+
+    def _forget_prefixes(self) -> None:
+        if self.router is not None:
+            self.router.forget_prefixes()
 
     def _news(self, completion: Completion) -> list[Any]:
         """Return what an output of this rank's engine has that was not exchanged yet; nothing if

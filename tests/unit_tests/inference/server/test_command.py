@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import concurrent.futures
 import contextlib
 import importlib.util
 import io
@@ -20,9 +21,9 @@ import pytest
 from megatron.cli.flags import parse_command_line
 from megatron.inference import serve
 from megatron.inference.config import ServeConfig
+from tests.support.hf_folders import write_pooling
 from tests.support.launchers import serve_store
 from tests.support.ranks import RankSet, start_ranks
-from tests.unit_tests.inference.server.test_embeddings import write_pooling
 from tests.unit_tests.inference.test_checkpoint_model import make_model, save
 
 # Its order takes more than one collective.
@@ -49,7 +50,6 @@ def started(root: Path, world: int, *more: str) -> Iterator[tuple[RankSet, httpx
     launcher: dict[str, str] = {}
     if world > 1:
         _store, launcher = serve_store(world)
-        words += ["--tensor-model-parallel-size", str(world)]
     with start_ranks(command_on_a_rank, world, words, launcher, init=False) as ranks:
         ranks.wait_for_line(0, "serving", timeout=60)
         (url,) = re.findall(r"serving \S+ at (http://\S+)", ranks.log(0))
@@ -62,7 +62,7 @@ def answers(client: httpx.Client) -> list[str]:
     return [response.json()["choices"][0]["text"] for response in posted]
 
 
-@pytest.mark.slow(seconds=25)
+@pytest.mark.slow(seconds=35)
 def test_two_ranks_answer_as_one_and_end_on_sigterm(root: Path, tmp_path: Path) -> None:
     key = tmp_path / "key"
     key.write_text("secret-key\n")
@@ -70,8 +70,9 @@ def test_two_ranks_answer_as_one_and_end_on_sigterm(root: Path, tmp_path: Path) 
     (iteration,) = root.glob("iter_*")
     write_pooling(iteration, "Transformer", "Pooling", "Normalize", pooling_mode="mean")
     found, vectors = [], []
-    for world in (1, 2):
-        with started(root, world, *more) as (ranks, client):
+    grids = ((1, ()), (2, ("--tensor-model-parallel-size", "2")), (2, ()))
+    for world, sizes in grids:
+        with started(root, world, *more, *sizes) as (ranks, client):
             assert client.get("/v1/models").status_code == 401
             client.headers["authorization"] = "Bearer secret-key"
             assert client.get("/v1/models").json()["data"][0]["id"] == "tiny"
@@ -80,13 +81,23 @@ def test_two_ranks_answer_as_one_and_end_on_sigterm(root: Path, tmp_path: Path) 
             vectors.append(client.post("/v1/embeddings", json=asked).json()["data"])
             chat = {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 4}
             assert client.post("/v1/chat/completions", json=chat).status_code == 200
-            for rank in range(world):
-                ranks.kill(rank, signal.SIGTERM)
+            facts = client.get("/health").json()["engine"]
+            assert facts["tensor_parallel"] * facts["data_parallel"] == world
+            assert "megatron:num_requests_running 0.0" in client.get("/metrics").text
+            with concurrent.futures.ThreadPoolExecutor(1) as pool:
+                long = {"prompt": "a", "max_tokens": 300, "temperature": 0, "ignore_eos": True}
+                last = pool.submit(client.post, "/v1/completions", json=long)
+                while not client.get("/health").json()["active"]:
+                    pass
+                for rank in range(world):
+                    ranks.kill(rank, signal.SIGTERM)
+                assert last.result().json()["usage"]["completion_tokens"] == 300
             assert ranks.values(timeout=60.0) == [0] * world
             assert "secret-key" not in ranks.log(0)
-    assert found[0] == found[1]
-    for one, two in zip(*vectors, strict=True):
-        assert two["embedding"] == pytest.approx(one["embedding"], abs=1e-5)
+    assert found[0] == found[1] == found[2]
+    for one, *others in zip(*vectors, strict=True):
+        for other in others:
+            assert other["embedding"] == pytest.approx(one["embedding"], abs=1e-5)
     assert all(found[0])
 
 
@@ -130,8 +141,10 @@ def test_options_of_answers_reach_the_http_process(tmp_path: Path) -> None:
         vocab_size=3,
         max_length=4,
         stop_tokens=(),
+        data_parallel=SimpleNamespace(size=3),
     )
     told = serve.settings_of(loaded, line.config, [None, None])
+    assert told["client"]["max_outputs"] == 3 * 16 + 64
     assert told["formats"] == {"tools": "hermes", "reasoning": "qwen3"}
     assert "modules.json" in told["no_embeddings"]
     assert told["template_variables"] == ["enable_thinking", "thinking"]

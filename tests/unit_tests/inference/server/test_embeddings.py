@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import concurrent.futures
-import json
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -19,22 +18,10 @@ from megatron.inference.checkpoint_model import load_checkpoint_model
 from megatron.inference.config import ModelSource
 from megatron.inference.server.embedder import Embedder, NoPooling, Pooling, read_pooling
 from tests.support.closeness import assert_close_by_metric
-from tests.support.hf_folders import make_model, save_folder
+from tests.support.hf_folders import make_model, save_folder, write_pooling
 from tests.support.http_server import END, Served, served, until
 
 TEXTS = ["a", "abc", "é and more of it", "abd", "q" * 40]
-
-
-def write_pooling(folder: Path, *kinds: str, **config: Any) -> Path:
-    """Write what sentence-transformers writes."""
-    modules = [
-        {"idx": n, "name": str(n), "path": f"{n}_{kind}" if n else "", "type": f"st.models.{kind}"}
-        for n, kind in enumerate(kinds)
-    ]
-    (folder / "1_Pooling").mkdir(exist_ok=True)
-    (folder / "modules.json").write_text(json.dumps(modules))
-    (folder / "1_Pooling" / "config.json").write_text(json.dumps(config))
-    return folder
 
 
 class Embeds:

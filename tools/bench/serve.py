@@ -159,6 +159,7 @@ def _settings(folder: str) -> dict[str, Any]:
         "client": {"max_outputs": 100, "max_unsent": 1 << 16},
         "drain_seconds": 20.0,
         "log_format": "text",
+        "log_answers": False,
     }
 
 

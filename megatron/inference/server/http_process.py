@@ -162,7 +162,7 @@ def main() -> None:
     link, listener, *admin = (socket.socket(fileno=int(number)) for number in sys.argv[1:])
     settings = first_message(link)
     if settings is not None:
-        set_up_log(settings["log_format"])
+        set_up_log(settings["log_format"], answers=settings["log_answers"])
         asyncio.run(serve(link, listener, settings, admin=next(iter(admin), None)))
 
 

@@ -91,6 +91,9 @@ GRAMMAR_SECONDS = 5.0
 #: Tokens of a completion for which the request sets no limit, as OpenAI's route has it.
 COMPLETION_TOKENS = 16
 
+#: Characters whose tokens are found at once, in about a millisecond: a thread takes as long.
+SHORT_TEXTS = 4096
+
 DONE = "[DONE]"
 
 #: How the OpenAPI document refers to a schema: as in a file, `#` is the whole document.
@@ -394,6 +397,8 @@ async def text_tokens(server: Server, given: Prompts) -> list[list[int]]:
     def tokens(text: Any) -> list[int]:
         return server.tokenizer.tokenize(text) if isinstance(text, str) else list(text)
 
+    if sum(len(text) for text in texts if isinstance(text, str)) <= SHORT_TEXTS:
+        return [tokens(text) for text in texts]
     # Off the loop: a long text takes a while.
     return await asyncio.to_thread(lambda: [tokens(text) for text in texts])
 

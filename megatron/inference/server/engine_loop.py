@@ -206,6 +206,7 @@ class EngineLoop:
                     sequence=ask.sequence,
                     prompt_logprobs=ask.prompt_logprobs,
                     mask=mask,
+                    forced=None if mask is None else mask.forced,
                     priority=ask.priority,
                 )
             )
@@ -307,6 +308,7 @@ class EngineLoop:
             "steps": stats.steps,
             "drafted": stats.drafted,
             "accepted": stats.accepted,
+            "forced": stats.forced,
             "epoch": self._engine.epoch,
             "paused": self._engine.paused,
             "asleep": self._engine.asleep,

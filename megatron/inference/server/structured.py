@@ -151,8 +151,23 @@ class TokenMask:
         self._matcher, self._vocab_size = matcher, vocab_size
         self._consumed: list[int] = []
 
+    def forced(self, tokens: Sequence[int]) -> list[int]:
+        """Return the tokens of the text that has to follow, as the tokenizer writes it; the mask
+        may allow others of the same text."""
+        self._follow(tokens)
+        return [] if self._matcher.is_error() else self._matcher.compute_ff_tokens()
+
     def __call__(self, tokens: Sequence[int]) -> Tensor:
         """Return bool [V]; no token at all where those so far are not of the grammar."""
+        self._follow(tokens)
+        if self._matcher.is_error():
+            return torch.zeros(self._vocab_size, dtype=torch.bool)
+        packed = np.frombuffer(self._matcher.compute_bitmask(), dtype=np.uint8)
+        bits = np.unpackbits(packed, count=self._vocab_size, bitorder="little")
+        return torch.from_numpy(bits.view(np.bool_))
+
+    def _follow(self, tokens: Sequence[int]) -> None:
+        """Bring the matcher to where some tokens lead from the start."""
         known = len(self._consumed)
         if self._consumed != list(tokens[:known]):
             pairs = enumerate(zip(self._consumed, tokens, strict=False))
@@ -162,8 +177,3 @@ class TokenMask:
         new = list(tokens[len(self._consumed) :])
         self._matcher.consume_tokens(new)
         self._consumed += new
-        if self._matcher.is_error():
-            return torch.zeros(self._vocab_size, dtype=torch.bool)
-        packed = np.frombuffer(self._matcher.compute_bitmask(), dtype=np.uint8)
-        bits = np.unpackbits(packed, count=self._vocab_size, bitorder="little")
-        return torch.from_numpy(bits.view(np.bool_))

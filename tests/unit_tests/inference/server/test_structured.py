@@ -134,6 +134,33 @@ def test_row_54_bombs_end_in_time() -> None:
             grammars.mask(bomb)([])
 
 
+@pytest.mark.parametrize("n", [1, 3])
+def test_forced_text_takes_no_steps_of_its_own(
+    server: Served, n: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shape = {"regex": "the temperature is [0-9]{2} degrees, today"}
+
+    def answer() -> tuple[list[Any], int]:
+        before = server.engine.stats.steps
+        asked = {"prompt": "a", "seed": 4, "n": n, "logprobs": 1, "max_tokens": 99}
+        choices = server.post("/v1/completions", **asked, structured_outputs=shape).json()
+        return choices["choices"], server.engine.stats.steps - before
+
+    (choices, steps), forced = answer(), server.engine.stats.forced
+    with monkeypatch.context() as patch:
+        patch.setattr(TokenMask, "forced", lambda self, tokens: [])
+        plain, most = answer()
+    assert server.engine.stats.forced == forced
+    assert [c["text"] for c in choices] == [c["text"] for c in plain]
+    assert choices[0]["logprobs"]["tokens"] == plain[0]["logprobs"]["tokens"]
+    assert choices[0]["logprobs"]["token_logprobs"] == pytest.approx(
+        plain[0]["logprobs"]["token_logprobs"], rel=1e-5
+    )
+    assert len({c["text"] for c in choices}) == n
+    assert most == 37
+    assert steps <= 6  # both digits, the rest, and the end
+
+
 def test_a_grammar_is_compiled_off_the_engines_loop(
     server: Served, monkeypatch: pytest.MonkeyPatch
 ) -> None:

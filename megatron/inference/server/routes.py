@@ -156,7 +156,7 @@ class Server:
         if self.grammars is None:
             raise ApiError(
                 400,
-                f"{name} needs a model with a tokenizer.json and a token that ends a text",
+                f"{name} needs a model with a tokenizer of texts and a token that ends one",
                 param=name,
             )
         grammars = self.grammars

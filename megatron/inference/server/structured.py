@@ -8,6 +8,7 @@ process compiles it on another thread than the engine's, and masks tokens as the
 
 from __future__ import annotations
 
+import contextlib
 import json
 import threading
 from collections import OrderedDict
@@ -19,7 +20,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from megatron.cli.tokenizers import ByteTokenizer, HuggingFaceTokenizer, Tokenizer
+from megatron.cli.tokenizers import ByteTable, HuggingFaceTokenizer, Tokenizer
 
 #: Grammars that are kept, the most recently used.
 KEPT_GRAMMARS = 64
@@ -56,18 +57,48 @@ def lark_grammar(text: str) -> str:
     return llguidance.LLMatcher.grammar_from_lark(text)
 
 
-class _Bytes:
-    """The byte tokenizer as llguidance asks for it."""
+class _Table:
+    """A tokenizer that says the bytes of its tokens, as llguidance asks for it.
+
+    Args:
+        tokenizer: of the model.
+        end: id of a token that ends a text.
+    """
 
     bos_token_id = None
 
-    def __init__(self, end: int) -> None:
-        self.eos_token_id = end
-        self.special_token_ids = [ByteTokenizer.eod]
-        self.tokens = [bytes([number]) for number in range(256)] + [b"<end of document>"]
+    def __init__(self, tokenizer: Tokenizer, end: int) -> None:
+        assert isinstance(tokenizer, ByteTable)
+        self._tokenizer, self.eos_token_id = tokenizer, end
+        table = tokenizer.token_bytes()
+        self.special_token_ids = [number for number, known in enumerate(table) if known is None]
+        self.tokens = [
+            f"<special {number}>".encode() if known is None else known
+            for number, known in enumerate(table)
+        ]
+        self._ids: dict[bytes, int] = {}
+        for number, known in enumerate(table):
+            if known:
+                self._ids.setdefault(known, number)
+        self._longest = max(map(len, self._ids), default=0)
 
-    def __call__(self, text: bytes | str) -> list[int]:
-        return list(text.encode() if isinstance(text, str) else text)
+    def __call__(self, text: bytes) -> list[int]:
+        """Return the ids of a part of a text: the tokenizer's, or where it adds something to it,
+        as SentencePiece does, the longest token at each place."""
+        with contextlib.suppress(UnicodeDecodeError):
+            found = self._tokenizer.tokenize(text.decode(), add_special_tokens=False)
+            if b"".join(self.tokens[number] for number in found) == text:
+                return found
+        ids: list[int] = []
+        place = 0
+        while place < len(text):
+            ends = range(min(place + self._longest, len(text)), place, -1)
+            end = next((end for end in ends if text[place:end] in self._ids), None)
+            if end is None:  # no token writes the rest
+                break
+            ids.append(self._ids[text[place:end]])
+            place = end
+        return ids
 
 
 class Grammars:
@@ -89,10 +120,10 @@ class Grammars:
         described: Any
         if isinstance(tokenizer, HuggingFaceTokenizer):
             described = tokenizer.to_json()
-        elif isinstance(tokenizer, ByteTokenizer):
-            described = llguidance.TokenizerWrapper(_Bytes(stop_tokens[0]))
+        elif isinstance(tokenizer, ByteTable):
+            described = llguidance.TokenizerWrapper(_Table(tokenizer, stop_tokens[0]))
         else:
-            raise BadGrammar("structured output needs a model with a tokenizer.json")
+            raise BadGrammar("structured output needs a tokenizer of texts")
         self._tokenizer = llguidance.LLTokenizer(
             described, n_vocab=vocab_size, eos_token=list(stop_tokens)
         )

@@ -14,11 +14,19 @@ from typing import Any
 
 import openai
 import pytest
+import sentencepiece
 
-from megatron.cli.tokenizers import ByteTokenizer, train_bpe
+from megatron.cli.tokenizers import (
+    ByteTokenizer,
+    SentencePieceTokenizer,
+    TiktokenOptions,
+    TiktokenTokenizer,
+    train_bpe,
+)
 from megatron.inference.server import structured
 from megatron.inference.server.structured import BadGrammar, Grammars, TokenMask, grammars_of
 from tests.support.http_server import END, Served, served, until
+from tests.support.tiktoken_files import write_ranks, write_vocabulary
 
 PERSON = {
     "type": "object",
@@ -224,6 +232,44 @@ def test_tokens_of_several_bytes(tmp_path: Path) -> None:
     while not tokens or tokens[-1] != end:
         tokens.append(source.choice(mask(tokens).nonzero().flatten().tolist()))
     assert re.fullmatch('"name": "é( and)?"', tokenizer.detokenize(tokens))
+
+
+@pytest.mark.parametrize("kind", ["sentencepiece", "ranks", "vocabulary"])
+def test_tokenizers_that_are_no_json(kind: str, tmp_path: Path) -> None:
+    """Any walk through the masks is a text of the grammar, as the tokenizer itself decodes it."""
+    tokenizer: Any
+    if kind == "sentencepiece":
+        sentencepiece.SentencePieceTrainer.train(
+            sentence_iterator=iter(["the name of the age", '{"name": "a thing", "age": 1}'] * 20),
+            model_prefix=str(tmp_path / "t"),
+            vocab_size=310,
+            byte_fallback=True,
+            hard_vocab_limit=False,
+            normalization_rule_name="identity",
+            minloglevel=2,
+        )
+        tokenizer = SentencePieceTokenizer(tmp_path / "t.model")
+    elif kind == "ranks":
+        options = TiktokenOptions(special_tokens=("<|end_of_text|>",))
+        tokenizer = TiktokenTokenizer(write_ranks(tmp_path / "t.tiktoken"), options)
+    else:
+        options = TiktokenOptions(num_special_tokens=20)
+        tokenizer = TiktokenTokenizer(write_vocabulary(tmp_path / "t.json"), options)
+    end, size = tokenizer.eod, tokenizer.vocab_size
+    grammars = Grammars(tokenizer, [end], size + 3)
+    grammar = structured.regex_grammar(r'\{"name": "é日 (the|and)? 123"\}')
+    source, texts = random.Random(3), set()
+    for _ in range(8):
+        mask, tokens = grammars.mask(grammar), []
+        while not tokens or tokens[-1] != end:
+            tokens.append(source.choice(mask(tokens).nonzero().flatten().tolist()))
+        texts.add(tokenizer.detokenize(tokens))
+    assert 1 < len(texts) <= 3
+    assert all(re.fullmatch(r'\{"name": "é日 (the|and)? 123"\}', text) for text in texts)
+    forced = grammars.mask(grammar).forced([])
+    assert tokenizer.detokenize(forced).startswith('{"name": "é')
+    assert len(tokenizer.token_bytes()) == size
+    assert tokenizer.token_bytes()[end] is None
 
 
 def test_a_model_without_an_end_can_have_none() -> None:

@@ -28,7 +28,7 @@ from megatron.inference.server.protocol import LENGTH, Ask, FrameReader, News, f
 if TYPE_CHECKING:
     from megatron.core.process_groups import Group
     from megatron.inference.server.embedder import Embedder
-    from megatron.inference.server.structured import Grammars
+    from megatron.inference.server.structured import Grammars, ReasoningLimit, TokenMask
 
 #: Between two heartbeats of an engine that has nothing to do.
 IDLE_SECONDS = 0.5
@@ -193,10 +193,13 @@ class EngineLoop:
                 self._news_outside.append(News(id=ask.id, refused=f"{told} no longer ones"))
             return
         try:
-            mask = None
+            mask: TokenMask | ReasoningLimit | None = None
             if ask.grammar is not None:
                 assert self._grammars is not None
                 mask = self._grammars.mask(ask.grammar)
+            if ask.reasoning_limit is not None:
+                assert self._grammars is not None
+                mask = self._grammars.reasoning_limit(mask, **ask.reasoning_limit)
             number = self._engine.add(
                 Request(
                     prompt=tuple(ask.prompt),

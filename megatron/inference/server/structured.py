@@ -12,7 +12,7 @@ import contextlib
 import json
 import threading
 from collections import OrderedDict
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import llguidance
@@ -157,6 +157,10 @@ class Grammars:
         """Return the mask of one output that follows a grammar. Raises BadGrammar."""
         return TokenMask(self.compile(grammar).deep_copy(), self._vocab_size)
 
+    def reasoning_limit(self, mask: TokenMask | None, **limit: Any) -> ReasoningLimit:
+        """Return what closes the reasoning of one output; arguments as of `ReasoningLimit`."""
+        return ReasoningLimit(mask, self._tokenizer.decode_bytes, self._vocab_size, **limit)
+
 
 def grammars_of(
     tokenizer: Tokenizer, stop_tokens: Sequence[int], vocab_size: int
@@ -208,3 +212,72 @@ class TokenMask:
         new = list(tokens[len(self._consumed) :])
         self._matcher.consume_tokens(new)
         self._consumed += new
+
+
+class ReasoningLimit:
+    """A mask that closes reasoning at its limit, and else is another one.
+
+    Args:
+        mask: the other one; None allows all.
+        decode: tokens to bytes, special tokens to those of their texts.
+        vocab_size: of the model.
+        begin: what the answer has to begin with to be reasoning; "" where the prompt has begun it.
+        end: what closes it.
+        end_tokens: ids of `end`.
+        after: tokens of the answer that `end` follows at the latest, or up to three more where
+            these end within a character.
+    """
+
+    def __init__(
+        self,
+        mask: TokenMask | None,
+        decode: Callable[[list[int]], bytes],
+        vocab_size: int,
+        *,
+        begin: str,
+        end: str,
+        end_tokens: Sequence[int],
+        after: int,
+    ) -> None:
+        self._mask, self._decode, self._vocab_size = mask, decode, vocab_size
+        self._begin, self._end, self._after = begin.encode(), end.encode(), after
+        self._end_tokens = list(end_tokens)
+
+    def __call__(self, tokens: Sequence[int]) -> Tensor | None:
+        """Return bool [V], or None for all."""
+        closing = self._closing(tokens)
+        if not closing:
+            return None if self._mask is None else self._mask(tokens)
+        only = torch.zeros(self._vocab_size, dtype=torch.bool)
+        only[closing[0]] = True
+        return only
+
+    def forced(self, tokens: Sequence[int]) -> list[int]:
+        """Return what has to follow: see `TokenMask`."""
+        closing = self._closing(tokens)
+        return closing if closing or self._mask is None else self._mask.forced(tokens)
+
+    def _closing(self, tokens: Sequence[int]) -> list[int]:
+        """Return the tokens that close the reasoning now; none before its limit or if it has
+        ended."""
+        beyond = len(tokens) - self._after
+        if beyond < 0:
+            return []
+        # Three bytes of a character and the end are the most that may be beyond the limit.
+        text = self._decode(list(tokens[: self._after + 3 + len(self._end_tokens)]))
+        if self._end in text or not text.lstrip().startswith(self._begin):
+            return []
+        for written in range(min(beyond, len(self._end_tokens) - 1), 0, -1):
+            if list(tokens[-written:]) == self._end_tokens[:written]:
+                return self._end_tokens[written:]
+        return [] if _within_character(text) else self._end_tokens
+
+
+def _within_character(text: bytes) -> bool:
+    """Return whether bytes of UTF-8 end within a character."""
+    for back, byte in enumerate(reversed(text[-3:]), 1):
+        if byte >= 0xC0:  # its first byte, which says how many there are
+            return back < 2 + (byte >= 0xE0) + (byte >= 0xF0)
+        if byte < 0x80:
+            return False
+    return False

@@ -6,6 +6,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+import re
 import secrets
 from collections.abc import (
     AsyncGenerator,
@@ -560,10 +561,13 @@ def create_app(server: Server, key: str | None, *, routes: Sequence[Route]) -> A
                 LOG.exception("request %s failed", request_id)
                 return internal_error().response(request_id, path)
 
-        schema = None
+        schema: dict[str, Any] = {}
+        if names := re.findall(r"{(\w+)", path):
+            where = {"in": "path", "required": True, "schema": {"type": "string"}}
+            schema["parameters"] = [{"name": name, **where} for name in names]
         if body is not None:
             content = {"application/json": {"schema": schemas[body, "validation"]}}
-            schema = {"requestBody": {"required": True, "content": content}}
+            schema["requestBody"] = {"required": True, "content": content}
         app.add_api_route(
             path,
             endpoint,

@@ -130,6 +130,25 @@ def test_row_54_grammars_that_cannot_be(server: Served) -> None:
     assert response.json()["error"]["param"] == "ignore_eos"
 
 
+def test_keywords_that_nothing_enforces_are_refused() -> None:
+    grammars = Grammars(ByteTokenizer(), [END], END + 1)
+    schema = {"type": "integer"}
+    for keyword, value in {
+        **dict.fromkeys(["not", "if", "then", "else", "contains", "propertyNames"], schema),
+        **dict.fromkeys(["unevaluatedItems", "unevaluatedProperties", "uniqueItems"], True),
+        **dict.fromkeys(["minContains", "maxContains"], 1),
+        **{key: {} for key in ("dependencies", "dependentRequired", "dependentSchemas")},
+        "$dynamicRef": "#",
+        "oneOf": [schema, {"type": "number"}],
+    }.items():
+        with pytest.raises(BadGrammar):
+            grammars.compile(structured.json_grammar({keyword: value}))
+    with pytest.raises(BadGrammar):
+        grammars.compile(structured.json_grammar({"type": "string", "format": "colour"}))
+    # An annotation, as JSON Schema has it.
+    grammars.compile(structured.json_grammar({"type": "string", "x-note": 1, "minLenght": 2}))
+
+
 def test_row_54_bombs_end_in_time() -> None:
     grammars = Grammars(ByteTokenizer(), [END], END + 1)
     bombs = [

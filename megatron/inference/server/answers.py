@@ -22,7 +22,7 @@ from megatron.inference.server.fields import GenerationBody
 from megatron.inference.server.generation import Delta, Generation
 from megatron.inference.server.guard import ApiError, EventStream, internal_error
 from megatron.inference.server.log_lines import LOG
-from megatron.inference.server.routes import (
+from megatron.inference.server.request_handling import (
     GrammarMaker,
     Server,
     checked,

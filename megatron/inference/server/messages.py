@@ -34,7 +34,7 @@ from megatron.inference.server.fields import (
 )
 from megatron.inference.server.generation import Delta, Usage
 from megatron.inference.server.guard import ANTHROPIC_ROUTES, ApiError
-from megatron.inference.server.routes import Server
+from megatron.inference.server.request_handling import Server
 
 #: The variable of a chat template that `thinking` sets.
 THINKING_VARIABLE = "enable_thinking"

@@ -164,6 +164,14 @@ class ArrayTokenizer(Protocol):
         """Return the ids of several texts, with special tokens, each [t], of any integer type."""
 
 
+@runtime_checkable
+class ByteTable(Protocol):
+    """A tokenizer that says the bytes of each token."""
+
+    def token_bytes(self) -> list[bytes | None]:
+        """Return the bytes of each id in a text, None for special tokens."""
+
+
 class HuggingFaceTokenizer:
     """A `tokenizer.json` file, run by the library `tokenizers` with its own threads.
 
@@ -438,6 +446,10 @@ class ByteTokenizer:
         """Return the bytes of several texts."""
         return [self.tokenize(text) for text in texts]
 
+    def token_bytes(self) -> list[bytes | None]:
+        """Return the bytes of each id."""
+        return [*(bytes([number]) for number in range(self.eod)), None]
+
     def encode_arrays(self, texts: Sequence[str]) -> list[np.ndarray]:
         """Return the bytes of several texts."""
         return [np.frombuffer(text.encode(), dtype=np.uint8) for text in texts]
@@ -671,6 +683,22 @@ class SentencePieceTokenizer:
         """Return the text of some ids; special pieces and ids beyond the last are left out."""
         return self._processor.decode([number for number in ids if number < self._size])
 
+    def token_bytes(self) -> list[bytes | None]:
+        """Return the bytes of each piece within a text."""
+        processor, found = self._processor, list[bytes | None]()
+        for number in range(self._size):
+            piece = processor.id_to_piece(number)
+            if processor.is_byte(number):
+                found.append(bytes([int(piece[3:-1], 16)]))  # <0x0A>
+            elif any(
+                is_kind(number)
+                for is_kind in (processor.is_control, processor.is_unknown, processor.is_unused)
+            ):
+                found.append(None)
+            else:
+                found.append(piece.replace("\u2581", " ").encode())
+        return found
+
     def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
         """Return the ids of several texts, with special tokens."""
         before, after = self._special.before, self._special.after
@@ -849,6 +877,12 @@ class TiktokenTokenizer:
         """Return the text of some ids; special tokens and ids beyond the last are left out."""
         known = [number for number in ids if self._first <= number < self._end]
         return self._encoding.decode(known)
+
+    def token_bytes(self) -> list[bytes | None]:
+        """Return the bytes of each id."""
+        decode = self._encoding.decode_single_token_bytes
+        ids = range(self.vocab_size)
+        return [decode(number) if self._first <= number < self._end else None for number in ids]
 
     def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
         """Return the ids of several texts."""

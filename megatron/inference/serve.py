@@ -214,6 +214,7 @@ def settings_of(
         },
         "drain_seconds": service.drain_timeout_seconds,
         "log_format": service.log_format,
+        "log_answers": True,
     }
 
 

@@ -37,6 +37,9 @@ class NextByte:
     The others are equally probable. A step may be held up by `gate`, and begins with `before`.
     """
 
+    engine: Engine | None = None
+    """That runs it."""
+
     def __init__(self) -> None:
         self.head = self
         self.gate = threading.Event()
@@ -159,6 +162,8 @@ def served(
         max_length=told["card"]["max_length"],
         features=features,
     )
+    if isinstance(running.model, NextByte):
+        running.model.engine = running
     link, other_end = socket.socketpair()
     listener = socket.create_server(("127.0.0.1", 0))
     # What a client leaves unread soon reaches the server.

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import torch
 
+from megatron.core.context_parallel import SequenceLayout
 from tests.support.http_server import END, NextByte
 
 #: Shows all that a conversation has.
@@ -20,21 +21,24 @@ TEMPLATE = (
 
 
 class Scripted(NextByte):
-    """Says a text, one byte a step, whatever it is asked: for one request at a time."""
+    """Says a text, whatever it is asked: for one request at a time."""
 
     def __init__(self) -> None:
         super().__init__()
         self._bytes = b""
-        self._place = 0
 
     def say(self, text: str) -> None:
         """Have the next answer be a text."""
-        self._bytes, self._place = text.encode(), 0
+        self._bytes = text.encode()
 
-    def __call__(self, tokens: torch.Tensor, **context: object) -> torch.Tensor:
+    def __call__(
+        self, tokens: torch.Tensor, *, layout: SequenceLayout, **context: object
+    ) -> torch.Tensor:
         self.gate.wait()
         self.before()
-        following = END if self._place >= len(self._bytes) else self._bytes[self._place]
-        self._place += 1
-        chosen = torch.full_like(tokens.t(), following)
-        return 5 * torch.nn.functional.one_hot(chosen, END + 1).float()
+        assert self.engine is not None
+        (row,) = self.engine.scheduler.running
+        # END follows the text, however much is asked for after it.
+        said = torch.tensor([*self._bytes, END])
+        places = (layout.positions + 1 - row.prompt_length).clamp(0, len(said) - 1)
+        return 5 * torch.nn.functional.one_hot(said[places], END + 1).float()[:, None]

@@ -15,6 +15,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import contextlib
+import itertools
 import json
 import socket
 import statistics
@@ -57,6 +58,9 @@ VOCABULARY = SHAPES["M"].vocabulary
 LONG_TOKENS = 4400
 #: Tokens around the 100th and around the 4,000th of a stream.
 EARLY, LATE = (50, 450), (3800, 4200)
+#: Of buffers of sockets, so that a reader that stalls is soon felt; and what it leaves unread at
+#: least, which these and the HTTP process's own of 64 KiB do not hold.
+SOCKET_BYTES, UNREAD_BYTES = 1 << 14, 1 << 18
 
 
 def cpu_seconds(pid: int) -> float:
@@ -65,43 +69,73 @@ def cpu_seconds(pid: int) -> float:
     return int(text.split()[0]) / 1e9
 
 
-async def read_stream(port: int, body: bytes, marks: Mapping[int, Callable[[], None]]) -> Any:
-    """Ask for one stream; return seconds to its first token, and its tokens.
+def request_of(body: bytes) -> bytes:
+    """Return the request for one stream."""
+    head = f"POST /v1/completions HTTP/1.1\r\nhost: a\r\ncontent-length: {len(body)}\r\n\r\n"
+    return head.encode() + body
+
+
+async def read_stream(
+    port: int, body: bytes, marks: Mapping[int, Callable[[], None]]
+) -> list[float]:
+    """Ask for one stream; return the seconds to each of its tokens.
 
     Args:
         port: of the server.
         body: of the request.
         marks: what to call when so many tokens have come.
     """
-    head = f"POST /v1/completions HTTP/1.1\r\nhost: a\r\ncontent-length: {len(body)}\r\n\r\n"
-    start, first, tokens = time.perf_counter(), 0.0, 0
+    start, times = time.perf_counter(), []
     reader, writer = await asyncio.open_connection("127.0.0.1", port)
-    writer.write(head.encode() + body)
+    writer.write(request_of(body))
     while b"[DONE]" not in (line := await reader.readline()):
         if not line:
             raise ValueError("the stream has no end")
         if line.startswith(b"data: "):
-            first = first or time.perf_counter() - start
-            tokens += 1
-            if tokens in marks:
-                marks[tokens]()
+            times.append(time.perf_counter() - start)
+            if len(times) in marks:
+                marks[len(times)]()
     writer.close()
-    return first, tokens
+    return times
+
+
+async def stall(port: int, body: bytes, others: asyncio.Event) -> int:
+    """Ask for one stream, and read it when others have ended; return its bytes."""
+    with socket.socket() as bare:
+        bare.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, SOCKET_BYTES)
+        bare.connect(("127.0.0.1", port))
+        reader, writer = await asyncio.open_connection(sock=bare, limit=1 << 10)
+        writer.write(request_of(body))
+        await others.wait()
+        size = 0
+        while b"[DONE]" not in (line := await reader.readline()):
+            size += len(line)
+            if not line:
+                raise ValueError("the stream has no end")
+        writer.close()
+    return size
 
 
 def client() -> None:
-    """Answer orders: {"port", "pid", "bodies", "marks"}, one a line."""
+    """Answer orders: {"port", "pid", "bodies", "stalled", "marks"}, one a line."""
 
     async def streams(order: dict[str, Any]) -> dict[str, Any]:
         costs: list[float] = []
         marks = {n: lambda: costs.append(cpu_seconds(order["pid"])) for n in order["marks"]}
         start = time.perf_counter()
         bodies = [json.dumps(body).encode() for body in order["bodies"]]
+        stalled, others = [json.dumps(body).encode() for body in order["stalled"]], asyncio.Event()
+        unread = [asyncio.ensure_future(stall(order["port"], body, others)) for body in stalled]
         found = await asyncio.gather(*(read_stream(order["port"], body, marks) for body in bodies))
+        seconds = time.perf_counter() - start
+        others.set()
+        between = [b - a for times in found for a, b in itertools.pairwise(times)]
         return {
-            "seconds": time.perf_counter() - start,
-            "first": statistics.median(first for first, _ in found),
-            "tokens": sum(tokens for _, tokens in found),
+            "seconds": seconds,
+            "first": statistics.median(times[0] for times in found),
+            "tokens": sum(map(len, found)),
+            "between_p99": statistics.quantiles(between, n=100)[98],
+            "unread": await asyncio.gather(*unread),
             "costs": costs,
         }
 
@@ -122,25 +156,38 @@ class Server:
     def __init__(self, engine: Engine, port: int, pid: int, reader: subprocess.Popen[str]) -> None:
         self.engine, self._port, self._pid, self._reader = engine, port, pid, reader
 
-    def ask(self, requests: Sequence[Request], marks: Sequence[int] = ()) -> dict[str, Any]:
-        """Return what the client measured of requests that it sends at one time."""
+    def ask(
+        self,
+        requests: Sequence[Request],
+        marks: Sequence[int] = (),
+        *,
+        stalled: Sequence[Request] = (),
+    ) -> dict[str, Any]:
+        """Return what the client measured of requests that it sends at one time, next to others
+        that it does not read meanwhile."""
         self.engine.scheduler.forget_cached()
-        bodies = [
-            {
-                "prompt": list(request.prompt),
-                "max_tokens": request.max_new_tokens,
-                "temperature": 0,
-                "ignore_eos": True,
-                "stream": True,
-            }
-            for request in requests
-        ]
-        order = {"port": self._port, "pid": self._pid, "bodies": bodies, "marks": list(marks)}
+        order = {
+            "port": self._port,
+            "pid": self._pid,
+            "bodies": [_body(request) for request in requests],
+            "stalled": [_body(request) for request in stalled],
+            "marks": list(marks),
+        }
         assert self._reader.stdin is not None
         assert self._reader.stdout is not None
         self._reader.stdin.write(json.dumps(order) + "\n")
         self._reader.stdin.flush()
         return json.loads(self._reader.stdout.readline())
+
+
+def _body(request: Request) -> dict[str, Any]:
+    return {
+        "prompt": list(request.prompt),
+        "max_tokens": request.max_new_tokens,
+        "temperature": 0,
+        "ignore_eos": True,
+        "stream": True,
+    }
 
 
 def _settings(folder: str) -> dict[str, Any]:
@@ -159,18 +206,21 @@ def _settings(folder: str) -> dict[str, Any]:
         "client": {"max_outputs": 100, "max_unsent": 1 << 16},
         "drain_seconds": 20.0,
         "log_format": "text",
+        "log_answers": False,
     }
 
 
 @contextlib.contextmanager
-def served(engine: Engine) -> Iterator[Server]:
-    """Serve an engine until the block ends."""
+def served(engine: Engine, *, send_bytes: int | None = None) -> Iterator[Server]:
+    """Serve an engine until the block ends, with so large buffers of sockets; None is as usual."""
     command = [sys.executable, "-m", "tools.bench.serve", "--client"]
     pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
     with contextlib.ExitStack() as stack:
         folder = stack.enter_context(tempfile.TemporaryDirectory())
         large_tokenizer(Path(folder), VOCABULARY)
         listener = stack.enter_context(socket.create_server(("127.0.0.1", 0)))
+        if send_bytes is not None:
+            listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, send_bytes)
         port = listener.getsockname()[1]
         reader = stack.enter_context(subprocess.Popen(command, **pipes))
         link, pid = stack.enter_context(http_process([listener]))
@@ -268,12 +318,40 @@ def length_rows(quick: bool) -> list[Row]:
     return [ratio_row(what, late, early, "<= 1.2")]
 
 
+def stalled_rows(quick: bool) -> list[Row]:
+    """Seconds between tokens of streams next to one that nobody reads, by those next to one that is
+    read; the model does nothing, so that what the server does shows."""
+    engine = Engine(
+        Nothing(VOCABULARY),
+        EngineConfig(max_rows=ROWS, num_blocks=ROWS * 128),
+        shapes=CacheShapes(),
+        vocab_size=VOCABULARY,
+    )
+    new = 1500
+    load = Load(num_requests=ROWS, input_tokens=8, min_output_tokens=new, max_output_tokens=new)
+    *requests, last = make_requests(load, VOCABULARY)
+    with served(engine, send_bytes=SOCKET_BYTES) as server:
+
+        def next_to_a_stalled_one() -> float:
+            found = server.ask(requests, stalled=[last])
+            if found["unread"][0] < UNREAD_BYTES:
+                raise ValueError(f"{found['unread']} bytes were unread: the reader has not stalled")
+            return found["between_p99"]
+
+        def all_read() -> float:
+            return server.ask([*requests, last])["between_p99"]
+
+        sides = in_turns((next_to_a_stalled_one, all_read), rounds=2 if quick else 5)
+    what = f"server, s between tokens (p99) of {ROWS - 1} clients: one stalls / none"
+    return [ratio_row(what, *sides, "<= 1.5")]
+
+
 def rows(quick: bool) -> list[Row]:
     """Measure all rows, the engine on one thread."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
-        found = [*overhead_rows(quick), *length_rows(quick)]
+        found = [*overhead_rows(quick), *length_rows(quick), *stalled_rows(quick)]
     finally:
         torch.set_num_threads(threads)
     return [{**row, "bench": "serve"} for row in found]

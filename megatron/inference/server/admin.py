@@ -13,7 +13,8 @@ from starlette.responses import JSONResponse, Response
 from megatron.inference.server.engine_client import EngineLost, OrderRefused
 from megatron.inference.server.fields import Body
 from megatron.inference.server.guard import ApiError
-from megatron.inference.server.routes import Route, Server, engine_lost
+from megatron.inference.server.request_handling import Server, engine_lost
+from megatron.inference.server.routes import Route
 
 MAX_PROFILE_STEPS = 1000
 MAX_PATH = 4096

@@ -7,7 +7,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from types import MappingProxyType
-from typing import Literal
+from typing import Any, Literal
 
 from megatron.cli.tokenizers import Tokenizer
 
@@ -149,6 +149,28 @@ def formats_of(tools: str | None, reasoning: str | None, tokenizer: Tokenizer) -
         if len(ids) == 1 and not tokenizer.detokenize(ids):
             marks[ids[0]] = text
     return AnswerFormats(tools=calls, reasoning=thinks, marks=marks)
+
+
+def reasoning_limit(
+    formats: AnswerFormats, tokenizer: Tokenizer, budget: int, *, in_reasoning: bool
+) -> dict[str, Any]:
+    """Return what closes reasoning after so many tokens: arguments of `ReasoningLimit`.
+
+    Args:
+        formats: of the model's answers, which have reasoning.
+        tokenizer: of the model.
+        budget: tokens of reasoning, without the marks that it stands between.
+        in_reasoning: the prompt has begun it.
+    """
+    thinks = formats.reasoning
+    assert thinks is not None
+    begin = "" if in_reasoning else thinks.begin
+    return {
+        "begin": begin,
+        "end": thinks.end,
+        "end_tokens": tokenizer.tokenize(thinks.end, add_special_tokens=False),
+        "after": budget + len(tokenizer.tokenize(begin, add_special_tokens=False) if begin else ()),
+    }
 
 
 def decode_with_marks(tokenizer: Tokenizer, marks: Mapping[int, str], ids: Sequence[int]) -> str:

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import secrets
 from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from functools import partial
@@ -12,6 +13,7 @@ from typing import Any, Protocol
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
+from megatron.inference.server.answer_formats import reasoning_limit
 from megatron.inference.server.answer_grammar import enforced, json_after_reasoning, tool_grammar
 from megatron.inference.server.answer_parser import AnswerParser
 from megatron.inference.server.conversation import Conversation, Prompt
@@ -20,7 +22,7 @@ from megatron.inference.server.fields import GenerationBody
 from megatron.inference.server.generation import Delta, Generation
 from megatron.inference.server.guard import ApiError, EventStream, internal_error
 from megatron.inference.server.log_lines import LOG
-from megatron.inference.server.routes import (
+from megatron.inference.server.request_handling import (
     GrammarMaker,
     Server,
     checked,
@@ -52,6 +54,7 @@ async def begin_answer(
     *,
     max_new_tokens: int | None = None,
     logprobs: int | None = None,
+    thinking_budget: int | None = None,
     names: Mapping[str, str],
 ) -> Generation:
     """Ask the engine to answer a conversation; the deltas have parts.
@@ -62,12 +65,15 @@ async def begin_answer(
         body: how tokens are chosen, what ends and what shapes the answer.
         max_new_tokens: of the answer; None is what the model has room for.
         logprobs: alternatives of each token to report.
+        thinking_budget: tokens of reasoning at most; None for any number.
         names: what the route calls `prompt`, `max_new_tokens` and, where it has another name for
             it, `response_format`.
 
     Raises:
         ApiError: the model cannot answer it, or not now.
     """
+    if thinking_budget is not None:
+        _check_budget(server)
     prompt = await server.conversations.prompt(conversation)
     shapes = [(names.get(name, name), make) for name, make in grammar_makers(body)]
     longest = server.card.max_length
@@ -92,12 +98,34 @@ async def begin_answer(
         names=names,
         grammar=await server.grammar(body, _makers(server, conversation, body, prompt, shapes)),
     )
+    if thinking_budget is not None:
+        limit = reasoning_limit(
+            server.formats, server.tokenizer, thinking_budget, in_reasoning=prompt.in_reasoning
+        )
+        wanted = dataclasses.replace(wanted, reasoning_limit=limit)
     tools = {tool.name: tool.parameters for tool in conversation.callable_tools}
     parsers = [
         AnswerParser(server.formats, tools, in_reasoning=prompt.in_reasoning)
         for _ in range(wanted.n)
     ]
     return server.generate(wanted, parsers)
+
+
+def _check_budget(server: Server) -> None:
+    """Raise ApiError where reasoning cannot be closed."""
+    if server.formats.reasoning is None:
+        raise ApiError(
+            400,
+            "thinking: this server reads no reasoning: start it with --reasoning-parser, or leave "
+            "the budget out",
+            param="thinking",
+        )
+    if server.grammars is None:
+        raise ApiError(
+            400,
+            "thinking: a budget needs a model with a tokenizer of texts and a token that ends one",
+            param="thinking",
+        )
 
 
 def _makers(

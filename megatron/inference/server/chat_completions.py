@@ -12,7 +12,7 @@ from megatron.inference.server.answers import begin_answer
 from megatron.inference.server.conversation import Conversation, Tool
 from megatron.inference.server.fields import ChatBody, NamedChoice
 from megatron.inference.server.guard import ApiError
-from megatron.inference.server.routes import Server, check_stream_options, respond
+from megatron.inference.server.request_handling import Server, check_stream_options, respond
 from megatron.inference.server.views import ChatView
 
 

@@ -129,7 +129,7 @@ class Conversations:
         variables: Sequence[str] = (),
     ) -> None:
         self._template, self._tokenizer = template, tokenizer
-        self._formats, self._variables = formats, frozenset(variables)
+        self._formats, self.variables = formats, frozenset(variables)
 
     async def prompt(self, conversation: Conversation) -> Prompt:
         """Return the prompt of a conversation, with what opens an answer.
@@ -176,7 +176,7 @@ class Conversations:
     def _check(self, conversation: Conversation, source: str) -> None:
         """Raise ApiError for what the model's template or formats know nothing of."""
         for name in conversation.variables:
-            if name not in self._variables:
+            if name not in self.variables:
                 raise ApiError(
                     400,
                     f"chat_template_kwargs: {name!r:.100} may not be set here: the server's "

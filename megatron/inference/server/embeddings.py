@@ -15,7 +15,7 @@ from starlette.responses import JSONResponse, Response
 from megatron.inference.server.engine_client import EngineLost, Outputs
 from megatron.inference.server.fields import Body, Prompts
 from megatron.inference.server.guard import ApiError
-from megatron.inference.server.routes import Server, admission, engine_lost, text_tokens
+from megatron.inference.server.request_handling import Server, admission, engine_lost, text_tokens
 
 
 class EmbeddingBody(Body):

@@ -14,6 +14,10 @@ from typing import Any
 from megatron.inference.server.protocol import Ask, FrameReader, News, frame
 
 _READ_BYTES = 1 << 20
+# Turns of the event loop between an order and its frame: requests that have arrived by then are
+# asked for with it, so that the first step of an idle engine has all of them. From its first byte
+# to its order a request takes about ten turns. A turn with nothing else to do takes some 2 us.
+_TURNS = 16
 
 
 class QueueFull(Exception):
@@ -119,6 +123,7 @@ class EngineClient:
         self._reader, self._writer = reader, writer
         self.max_outputs, self._max_unsent = max_outputs, max_unsent
         self._outputs: dict[int, Outputs] = {}
+        self._frames: list[bytes] = []  # orders on their way to `writer`
         self._next_id = 0
         self._orders: dict[int, asyncio.Future[dict[str, Any]]] = {}
         self._heard = time.monotonic()
@@ -161,7 +166,7 @@ class EngineClient:
         self._next_id += len(wanted)
         outputs = Outputs(self, ids, self._max_unsent)
         for number, fields in zip(ids, wanted, strict=True):
-            self._writer.write(frame(Ask(id=number, **fields).to_json()))
+            self._send(Ask(id=number, **fields).to_json())
             self._outputs[number] = outputs
         return ids, outputs
 
@@ -177,15 +182,28 @@ class EngineClient:
             raise EngineLost
         number, self._next_id = self._next_id, self._next_id + 1
         self._orders[number] = asyncio.get_running_loop().create_future()
-        order = {"kind": "control", "id": number, "action": action, **fields}
-        self._writer.write(frame(order))
+        self._send({"kind": "control", "id": number, "action": action, **fields})
         return await self._orders[number]
 
     def abort(self, ids: Sequence[int]) -> None:
         """Have the engine end outputs; those that have ended are left alone."""
         for number in ids:
-            if self._outputs.pop(number, None) is not None and not self._writer.is_closing():
-                self._writer.write(frame({"kind": "abort", "id": number}))
+            if self._outputs.pop(number, None) is not None:
+                self._send({"kind": "abort", "id": number})
+
+    def _send(self, order: Mapping[str, Any]) -> None:
+        """Send an order, in one write with those of the next turns of the event loop."""
+        self._frames.append(frame(order))
+        if len(self._frames) == 1:
+            self._flush_after(_TURNS)
+
+    def _flush_after(self, turns: int) -> None:
+        if turns:
+            asyncio.get_running_loop().call_soon(self._flush_after, turns - 1)
+            return
+        frames, self._frames = self._frames, []
+        if not self._writer.is_closing():
+            self._writer.write(b"".join(frames))
 
     async def listen(self) -> None:
         """Pass on what the engine says until it is gone."""

@@ -28,7 +28,7 @@ from megatron.inference.server.protocol import Ask, FrameReader, News, frame
 
 if TYPE_CHECKING:
     from megatron.inference.server.embedder import Embedder
-    from megatron.inference.server.structured import Grammars
+    from megatron.inference.server.structured import Grammars, ReasoningLimit, TokenMask
 
 #: Between two heartbeats of an engine that has nothing to do.
 IDLE_SECONDS = 0.5
@@ -164,10 +164,13 @@ class EngineLoop:
                 self._news_outside.append(News(id=ask.id, refused=f"{told} no longer ones"))
             return
         try:
-            mask = None
+            mask: TokenMask | ReasoningLimit | None = None
             if ask.grammar is not None:
                 assert self._grammars is not None
                 mask = self._grammars.mask(ask.grammar)
+            if ask.reasoning_limit is not None:
+                assert self._grammars is not None
+                mask = self._grammars.reasoning_limit(mask, **ask.reasoning_limit)
             number = self._replicas.add(
                 Request(
                     prompt=tuple(ask.prompt),
@@ -177,6 +180,7 @@ class EngineLoop:
                     sequence=ask.sequence,
                     prompt_logprobs=ask.prompt_logprobs,
                     mask=mask,
+                    forced=None if mask is None else mask.forced,
                     priority=ask.priority,
                 )
             )
@@ -282,6 +286,7 @@ class EngineLoop:
             "steps": stats.steps,
             "drafted": stats.drafted,
             "accepted": stats.accepted,
+            "forced": stats.forced,
             "epoch": self._engine.epoch,
             "paused": self._engine.paused,
             "asleep": self._engine.asleep,

@@ -68,6 +68,7 @@ class Wanted:
         prompt_logprobs: report those of the prompts.
         grammar: that outputs follow, see `structured`; None for any text.
         priority: requests with a lower number come first.
+        reasoning_limit: see `Ask`.
         names: what the route calls fields of the engine's `Request`, where it is another name.
     """
 
@@ -80,6 +81,7 @@ class Wanted:
     prompt_logprobs: bool = False
     grammar: str | None = None
     priority: int = 0
+    reasoning_limit: Mapping[str, Any] | None = None
     names: Mapping[str, str] = field(default_factory=dict)
 
     def name(self, engine_field: str) -> str | None:
@@ -198,6 +200,7 @@ class Generation:
                         "prompt_logprobs": wanted.prompt_logprobs,
                         "grammar": wanted.grammar,
                         "priority": wanted.priority,
+                        "reasoning_limit": wanted.reasoning_limit,
                     }
                 )
         ids, self._outputs = client.ask(asks)

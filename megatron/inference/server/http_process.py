@@ -35,8 +35,9 @@ from megatron.inference.server.log_lines import set_up as set_up_log
 from megatron.inference.server.messages import CountBody, MessagesBody, count_tokens, messages
 from megatron.inference.server.metrics import ServerMetrics
 from megatron.inference.server.protocol import LENGTH
+from megatron.inference.server.request_handling import Server
 from megatron.inference.server.responses import ResponseBody, cancel_response, create_response
-from megatron.inference.server.routes import ROUTES, Route, Server, create_app
+from megatron.inference.server.routes import ROUTES, Route, create_app
 from megatron.inference.server.structured import grammars_of
 from megatron.training.data.chat import ChatTemplate
 
@@ -162,7 +163,7 @@ def main() -> None:
     link, listener, *admin = (socket.socket(fileno=int(number)) for number in sys.argv[1:])
     settings = first_message(link)
     if settings is not None:
-        set_up_log(settings["log_format"])
+        set_up_log(settings["log_format"], answers=settings["log_answers"])
         asyncio.run(serve(link, listener, settings, admin=next(iter(admin), None)))
 
 

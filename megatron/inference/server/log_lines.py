@@ -51,8 +51,8 @@ def log_answer(method: str, path: str, *, status: int, seconds: float) -> None:
     )
 
 
-def set_up(form: LogFormat) -> None:
-    """Have everything logged to stderr in this format."""
+def set_up(form: LogFormat, *, answers: bool) -> None:
+    """Have everything logged to stderr in this format, with or without a line of each answer."""
     handler = logging.StreamHandler()
     handler.setFormatter(
         JsonLines()
@@ -60,4 +60,4 @@ def set_up(form: LogFormat) -> None:
         else logging.Formatter("%(asctime)s %(name)s %(levelname)s %(message)s")
     )
     logging.basicConfig(handlers=[handler])
-    LOG.setLevel(logging.INFO)
+    LOG.setLevel(logging.INFO if answers else logging.WARNING)

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import json
 import secrets
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Annotated, Any, Literal
 
 from pydantic import Field
@@ -34,7 +34,7 @@ from megatron.inference.server.fields import (
 )
 from megatron.inference.server.generation import Delta, Usage
 from megatron.inference.server.guard import ANTHROPIC_ROUTES, ApiError
-from megatron.inference.server.routes import Server
+from megatron.inference.server.request_handling import Server
 
 #: The variable of a chat template that `thinking` sets.
 THINKING_VARIABLE = "enable_thinking"
@@ -141,9 +141,23 @@ class ToolUse(Body):
 
 
 class Thinking(Body):
-    """Whether the template has the model reason; a budget of tokens would not be kept."""
+    """Whether the template has the model reason, and with `enabled` for how many tokens."""
 
-    type: Literal["adaptive", "disabled"]
+    type: Literal["adaptive", "disabled", "enabled"]
+    budget_tokens: Annotated[int, Field(ge=1, le=MAX_TOKENS)] | None = None
+
+    def check(self, max_tokens: int | None) -> None:
+        """Raise ApiError for a budget where there is none, or that leaves nothing of so many tokens
+        for the answer."""
+        if (self.type == "enabled") != (self.budget_tokens is not None):
+            raise ApiError(400, "thinking: budget_tokens goes with type enabled", param="thinking")
+        if max_tokens is not None and (self.budget_tokens or 0) >= max_tokens:
+            raise ApiError(
+                400,
+                f"thinking: budget_tokens is {self.budget_tokens} and max_tokens {max_tokens}: "
+                "leave some for the answer",
+                param="thinking",
+            )
 
 
 class OutputFormat(Body):
@@ -169,8 +183,14 @@ class CountBody(Body):
     tool_choice: ToolUse | None = None
     thinking: Thinking | None = None
 
-    def conversation(self) -> Conversation:
-        """Return the conversation. Raises ApiError where it is none."""
+    def conversation(self, known: Collection[str], max_tokens: int | None = None) -> Conversation:
+        """Return the conversation. Raises ApiError where it is none.
+
+        Args:
+            known: variables of the template that requests may set. A budget closes reasoning
+                whether the template can be told to begin it or not.
+            max_tokens: of the answer, if one is asked for.
+        """
         turns = [] if self.system is None else [Turn(role="system", text=_joined(self.system))]
         turns += [turn for message in self.messages for turn in message.turns()]
         if turns[-1].role == "assistant":
@@ -195,7 +215,9 @@ class CountBody(Body):
         check_tools(tools, only=use.name, required=choice == "required")
         variables = {}
         if self.thinking is not None:
-            variables[THINKING_VARIABLE] = self.thinking.type == "adaptive"
+            self.thinking.check(max_tokens)
+            if self.thinking.type != "enabled" or THINKING_VARIABLE in known:
+                variables[THINKING_VARIABLE] = self.thinking.type != "disabled"
         return Conversation(
             turns=turns,
             tools=tools,
@@ -359,9 +381,10 @@ async def messages(server: Server, request: Request) -> Response:
     server.check_model(body.model)
     generation = await begin_answer(
         server,
-        body.conversation(),
+        body.conversation(server.conversations.variables, body.max_tokens),
         body.generation(),
         max_new_tokens=body.max_tokens,
+        thinking_budget=None if body.thinking is None else body.thinking.budget_tokens,
         names={
             "prompt": "messages",
             "max_new_tokens": "max_tokens",
@@ -376,5 +399,5 @@ async def count_tokens(server: Server, request: Request) -> Response:
     """Answer `POST /v1/messages/count_tokens`."""
     body = await server.read(request, CountBody)
     server.check_model(body.model)
-    prompt = await server.conversations.prompt(body.conversation())
+    prompt = await server.conversations.prompt(body.conversation(server.conversations.variables))
     return JSONResponse({"input_tokens": len(prompt.tokens)})

@@ -23,6 +23,7 @@ _COUNTERS = {
     "steps": ("engine_steps", "Steps of the engine."),
     "drafted": ("spec_decode_num_draft_tokens", "Drafts that the engine verified."),
     "accepted": ("spec_decode_num_accepted_tokens", "Drafts that were accepted."),
+    "forced": ("grammar_forced_tokens", "Tokens of grammars that took no step of their own."),
 }
 
 

@@ -42,6 +42,7 @@ class Ask:
         prompt_logprobs: report log-probabilities of the prompt's tokens.
         grammar: that the output follows, see `structured`; None for any text.
         priority: as in `Request`.
+        reasoning_limit: arguments of `structured.ReasoningLimit`; None for no limit.
         embed: generate nothing, but embed the prompt.
     """
 
@@ -54,6 +55,7 @@ class Ask:
     prompt_logprobs: bool = False
     grammar: str | None = None
     priority: int = 0
+    reasoning_limit: Mapping[str, Any] | None = None
     embed: bool = False
 
     def to_json(self) -> dict[str, Any]:

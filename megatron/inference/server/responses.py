@@ -41,7 +41,7 @@ from megatron.inference.server.fields import (
 )
 from megatron.inference.server.generation import Delta, Generation
 from megatron.inference.server.guard import ApiError
-from megatron.inference.server.routes import Server
+from megatron.inference.server.request_handling import Server
 
 _Text = Annotated[str, Field(max_length=MAX_TEXT)]
 _Id = Annotated[str, Field(max_length=256)]

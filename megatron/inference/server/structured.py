@@ -8,10 +8,11 @@ process compiles it on another thread than the engine's, and masks tokens as the
 
 from __future__ import annotations
 
+import contextlib
 import json
 import threading
 from collections import OrderedDict
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import llguidance
@@ -19,7 +20,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from megatron.cli.tokenizers import ByteTokenizer, HuggingFaceTokenizer, Tokenizer
+from megatron.cli.tokenizers import ByteTable, HuggingFaceTokenizer, Tokenizer
 
 #: Grammars that are kept, the most recently used.
 KEPT_GRAMMARS = 64
@@ -56,18 +57,48 @@ def lark_grammar(text: str) -> str:
     return llguidance.LLMatcher.grammar_from_lark(text)
 
 
-class _Bytes:
-    """The byte tokenizer as llguidance asks for it."""
+class _Table:
+    """A tokenizer that says the bytes of its tokens, as llguidance asks for it.
+
+    Args:
+        tokenizer: of the model.
+        end: id of a token that ends a text.
+    """
 
     bos_token_id = None
 
-    def __init__(self, end: int) -> None:
-        self.eos_token_id = end
-        self.special_token_ids = [ByteTokenizer.eod]
-        self.tokens = [bytes([number]) for number in range(256)] + [b"<end of document>"]
+    def __init__(self, tokenizer: Tokenizer, end: int) -> None:
+        assert isinstance(tokenizer, ByteTable)
+        self._tokenizer, self.eos_token_id = tokenizer, end
+        table = tokenizer.token_bytes()
+        self.special_token_ids = [number for number, known in enumerate(table) if known is None]
+        self.tokens = [
+            f"<special {number}>".encode() if known is None else known
+            for number, known in enumerate(table)
+        ]
+        self._ids: dict[bytes, int] = {}
+        for number, known in enumerate(table):
+            if known:
+                self._ids.setdefault(known, number)
+        self._longest = max(map(len, self._ids), default=0)
 
-    def __call__(self, text: bytes | str) -> list[int]:
-        return list(text.encode() if isinstance(text, str) else text)
+    def __call__(self, text: bytes) -> list[int]:
+        """Return the ids of a part of a text: the tokenizer's, or where it adds something to it,
+        as SentencePiece does, the longest token at each place."""
+        with contextlib.suppress(UnicodeDecodeError):
+            found = self._tokenizer.tokenize(text.decode(), add_special_tokens=False)
+            if b"".join(self.tokens[number] for number in found) == text:
+                return found
+        ids: list[int] = []
+        place = 0
+        while place < len(text):
+            ends = range(min(place + self._longest, len(text)), place, -1)
+            end = next((end for end in ends if text[place:end] in self._ids), None)
+            if end is None:  # no token writes the rest
+                break
+            ids.append(self._ids[text[place:end]])
+            place = end
+        return ids
 
 
 class Grammars:
@@ -89,10 +120,10 @@ class Grammars:
         described: Any
         if isinstance(tokenizer, HuggingFaceTokenizer):
             described = tokenizer.to_json()
-        elif isinstance(tokenizer, ByteTokenizer):
-            described = llguidance.TokenizerWrapper(_Bytes(stop_tokens[0]))
+        elif isinstance(tokenizer, ByteTable):
+            described = llguidance.TokenizerWrapper(_Table(tokenizer, stop_tokens[0]))
         else:
-            raise BadGrammar("structured output needs a model with a tokenizer.json")
+            raise BadGrammar("structured output needs a tokenizer of texts")
         self._tokenizer = llguidance.LLTokenizer(
             described, n_vocab=vocab_size, eos_token=list(stop_tokens)
         )
@@ -126,6 +157,10 @@ class Grammars:
         """Return the mask of one output that follows a grammar. Raises BadGrammar."""
         return TokenMask(self.compile(grammar).deep_copy(), self._vocab_size)
 
+    def reasoning_limit(self, mask: TokenMask | None, **limit: Any) -> ReasoningLimit:
+        """Return what closes the reasoning of one output; arguments as of `ReasoningLimit`."""
+        return ReasoningLimit(mask, self._tokenizer.decode_bytes, self._vocab_size, **limit)
+
 
 def grammars_of(
     tokenizer: Tokenizer, stop_tokens: Sequence[int], vocab_size: int
@@ -151,8 +186,23 @@ class TokenMask:
         self._matcher, self._vocab_size = matcher, vocab_size
         self._consumed: list[int] = []
 
+    def forced(self, tokens: Sequence[int]) -> list[int]:
+        """Return the tokens of the text that has to follow, as the tokenizer writes it; the mask
+        may allow others of the same text."""
+        self._follow(tokens)
+        return [] if self._matcher.is_error() else self._matcher.compute_ff_tokens()
+
     def __call__(self, tokens: Sequence[int]) -> Tensor:
         """Return bool [V]; no token at all where those so far are not of the grammar."""
+        self._follow(tokens)
+        if self._matcher.is_error():
+            return torch.zeros(self._vocab_size, dtype=torch.bool)
+        packed = np.frombuffer(self._matcher.compute_bitmask(), dtype=np.uint8)
+        bits = np.unpackbits(packed, count=self._vocab_size, bitorder="little")
+        return torch.from_numpy(bits.view(np.bool_))
+
+    def _follow(self, tokens: Sequence[int]) -> None:
+        """Bring the matcher to where some tokens lead from the start."""
         known = len(self._consumed)
         if self._consumed != list(tokens[:known]):
             pairs = enumerate(zip(self._consumed, tokens, strict=False))
@@ -162,8 +212,72 @@ class TokenMask:
         new = list(tokens[len(self._consumed) :])
         self._matcher.consume_tokens(new)
         self._consumed += new
-        if self._matcher.is_error():
-            return torch.zeros(self._vocab_size, dtype=torch.bool)
-        packed = np.frombuffer(self._matcher.compute_bitmask(), dtype=np.uint8)
-        bits = np.unpackbits(packed, count=self._vocab_size, bitorder="little")
-        return torch.from_numpy(bits.view(np.bool_))
+
+
+class ReasoningLimit:
+    """A mask that closes reasoning at its limit, and else is another one.
+
+    Args:
+        mask: the other one; None allows all.
+        decode: tokens to bytes, special tokens to those of their texts.
+        vocab_size: of the model.
+        begin: what the answer has to begin with to be reasoning; "" where the prompt has begun it.
+        end: what closes it.
+        end_tokens: ids of `end`.
+        after: tokens of the answer that `end` follows at the latest, or up to three more where
+            these end within a character.
+    """
+
+    def __init__(
+        self,
+        mask: TokenMask | None,
+        decode: Callable[[list[int]], bytes],
+        vocab_size: int,
+        *,
+        begin: str,
+        end: str,
+        end_tokens: Sequence[int],
+        after: int,
+    ) -> None:
+        self._mask, self._decode, self._vocab_size = mask, decode, vocab_size
+        self._begin, self._end, self._after = begin.encode(), end.encode(), after
+        self._end_tokens = list(end_tokens)
+
+    def __call__(self, tokens: Sequence[int]) -> Tensor | None:
+        """Return bool [V], or None for all."""
+        closing = self._closing(tokens)
+        if not closing:
+            return None if self._mask is None else self._mask(tokens)
+        only = torch.zeros(self._vocab_size, dtype=torch.bool)
+        only[closing[0]] = True
+        return only
+
+    def forced(self, tokens: Sequence[int]) -> list[int]:
+        """Return what has to follow: see `TokenMask`."""
+        closing = self._closing(tokens)
+        return closing if closing or self._mask is None else self._mask.forced(tokens)
+
+    def _closing(self, tokens: Sequence[int]) -> list[int]:
+        """Return the tokens that close the reasoning now; none before its limit or if it has
+        ended."""
+        beyond = len(tokens) - self._after
+        if beyond < 0:
+            return []
+        # Three bytes of a character and the end are the most that may be beyond the limit.
+        text = self._decode(list(tokens[: self._after + 3 + len(self._end_tokens)]))
+        if self._end in text or not text.lstrip().startswith(self._begin):
+            return []
+        for written in range(min(beyond, len(self._end_tokens) - 1), 0, -1):
+            if list(tokens[-written:]) == self._end_tokens[:written]:
+                return self._end_tokens[written:]
+        return [] if _within_character(text) else self._end_tokens
+
+
+def _within_character(text: bytes) -> bool:
+    """Return whether bytes of UTF-8 end within a character."""
+    for back, byte in enumerate(reversed(text[-3:]), 1):
+        if byte >= 0xC0:  # its first byte, which says how many there are
+            return back < 2 + (byte >= 0xE0) + (byte >= 0xF0)
+        if byte < 0x80:
+            return False
+    return False

@@ -114,7 +114,8 @@ class DecodeGraphs:
         is not one for a graph. The next step overwrites them."""
         count = len(plan.tokens)
         every = len(plan.chosen_after) + plan.padding == count  # token has one chosen after it
-        if not every or (any(plan.drafts) and not self._takes_drafts):
+        fits = count <= self.buckets[-1]  # a grammar may force more tokens than drafts are made
+        if not every or not fits or (any(plan.drafts) and not self._takes_drafts):
             self.stats.eager += 1
             return None
         size = next(bucket for bucket in self.buckets if bucket >= count)

@@ -67,6 +67,9 @@ from megatron.core.ops.paged_attention import PagedBatch
 from megatron.core.ops.sequences import Sequences
 from megatron.core.process_groups import Group
 
+#: Tokens that a grammar forces, of one step at most.
+MOST_FORCED = 32
+
 #: Rows of logits that are made at a time where those of a whole prompt are wanted.
 LOGIT_ROWS = 256
 
@@ -336,6 +339,12 @@ class _Output:
             completion.top_logprobs += [top[:count] for top in chosen.tops]
         self._masks.clear()
 
+    def foresee(self) -> None:
+        """Find the tokens that have to follow."""
+        if self.request.forced is not None:
+            found = self.request.forced(self.completion.tokens)
+            self.row.forced = tuple(self.allowed(found[:MOST_FORCED]))
+
     def end_after(self, chosen: _Chosen) -> str:
         """Return why the row ends with what a step chose, which it has not taken yet; "" if it goes
         on."""
@@ -432,17 +441,6 @@ class StepInFlight:
     noting: list[_Noting]
     tops: int
     work: Work[StepResult]
-
-
-def require_same_plan(plan: BatchPlan, group: Group, device: torch.device) -> None:
-    """Raise ValueError on all ranks of a group unless they have planned the same step."""
-    digest = int.from_bytes(plan.digest()[:7], "big")
-    most, least = all_reduce(torch.tensor([digest, -digest], device=device), group, op="max")
-    if most != -least:
-        raise ValueError(
-            f"the {group.size} ranks of {group.name} have planned different steps: give all of "
-            "them the same requests, in one order and before the same step"
-        )
 
 
 class Engine:
@@ -582,6 +580,7 @@ class Engine:
             completion = Completion.begin(request, self._next_id, index)
             outputs.append(_Output(row, request, completion))
         for output in outputs:
+            output.foresee()
             self.scheduler.add(output.row)
             self._outputs[output.row] = output
         self._next_id += 1
@@ -794,7 +793,7 @@ class Engine:
         """Compute a step, in which so many numbers are found. May run in another thread: reads no
         row, output or scheduler."""
         if self._check_plans is not None:
-            require_same_plan(plan, self._check_plans, self.device)
+            self.link.require_same_plan(plan, self._check_plans)
         self.cache.states.copy(plan.state_copies)
         recorded = None if self._graphs is None else self._graphs(plan)
         if recorded is not None:
@@ -994,6 +993,8 @@ class Engine:
             output.append(found, self.epoch)
             if reason:
                 self._end(output, reason)
+            else:
+                output.foresee()
         return completions
 
     def _noting(self, plan: BatchPlan) -> list[_Noting]:

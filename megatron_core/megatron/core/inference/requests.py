@@ -38,6 +38,9 @@ class Request:
         prompt_logprobs: report the log-probability of each token of the prompt.
         mask: returns which tokens may come next, bool [V], from the tokens generated so far; None
             allows all. For grammars.
+        forced: returns tokens that have to follow those generated so far, as a grammar does that
+            leaves no choice. They are drafts of the next step, and need none of their own; `mask`
+            decides.
         priority: where memory or rows are short, requests with a lower number come first; those
             of one number in the order in which they were added.
     """
@@ -50,6 +53,7 @@ class Request:
     n: int = 1
     prompt_logprobs: bool = False
     mask: Callable[[Sequence[int]], Tensor | None] | None = None
+    forced: Callable[[Sequence[int]], Sequence[int]] | None = None
     priority: int = 0
 
 

@@ -30,7 +30,8 @@ With speculative decoding, what is left of a step's tokens and of the free block
 tokens that may follow the newest ones of a row. They delay and preempt nobody. `commit` is told how
 many were accepted; of the others nothing stays: neither blocks nor digests, and states are those of
 before the step, so the accepted ones are computed again with the next. Until then nothing else is
-planned for the row: its next place is not known.
+planned for the row: its next place is not known. Tokens that a grammar forces are drafts too, with
+or without speculative decoding.
 """
 
 from __future__ import annotations
@@ -137,6 +138,7 @@ class Row:
         borders: tokens after which states are to be copied.
         shares: what it computes may be reused for others; not once the weights were replaced under
             it, as its later keys, values and states come from those of the weights before.
+        forced: tokens that have to follow those known: drafts of the next step.
         drafts: that a step in flight verifies.
         draft_length: how many the next step may have.
         saved_slot: of the states before the drafts, while a step verifies them; else -1.
@@ -159,6 +161,7 @@ class Row:
     digests: list[bytes] = field(default_factory=list)
     borders: set[int] = field(default_factory=set)
     shares: bool = True
+    forced: tuple[int, ...] = ()
     drafts: tuple[int, ...] = ()
     draft_length: DraftLength = field(default_factory=DraftLength)
     saved_slot: int = -1
@@ -281,8 +284,9 @@ class CacheStats:
         wasted: tokens that were chosen for outputs that had ended meanwhile.
         overlapped: steps whose plan was ready before the step before had ended.
         sampled: rows that got new tokens, summed over steps.
-        drafted: drafts that were verified.
+        drafted: drafts that were verified, without those that a grammar forces.
         accepted: of those, accepted.
+        forced: tokens that a grammar forced and that took no step of their own.
     """
 
     steps: int = 0
@@ -298,11 +302,13 @@ class CacheStats:
     sampled: int = 0
     drafted: int = 0
     accepted: int = 0
+    forced: int = 0
 
     @property
     def tokens_per_forward(self) -> float:
-        """New tokens of a row by the steps in which it got any; 1 without speculative decoding."""
-        return (self.sampled + self.accepted) / self.sampled if self.sampled else 0.0
+        """New tokens of a row by the steps in which it got any; 1 without drafts."""
+        found = self.sampled + self.accepted + self.forced
+        return found / self.sampled if self.sampled else 0.0
 
     def __add__(self, other: CacheStats) -> CacheStats:
         """Return the sums of two engines."""
@@ -439,7 +445,7 @@ class Scheduler:
                 budget -= admitted
         if not planned:
             return None
-        if propose is not None:
+        if propose is not None or any(row.forced for row, _ in planned):
             self._add_drafts(planned, budget, propose)
         planned.sort(key=lambda one: one[1] > 1)  # stable: single tokens first
         plan = self._plan(planned)
@@ -454,7 +460,7 @@ class Scheduler:
         if last is None or (self.waiting and len(self.running) < self.max_rows):
             return None
         rows, size, count = last.rows, self.block_size, len(last.rows)
-        if any(row.pending for row in rows):
+        if any(row.pending or row.forced for row in rows):
             return None
         positions, contexts = last.positions.copy(), last.context_lengths.copy()
         positions[:count] += 1  # padding, which follows, stays at 0
@@ -507,8 +513,11 @@ class Scheduler:
             if drafts:  # a row that was preempted keeps its accepted ones too
                 row.tokens += drafts[: accepted.get(row, 0)]
                 row.drafts = ()
-                self.stats.drafted += len(drafts)
-                self.stats.accepted += accepted.get(row, 0)
+                if row.forced:
+                    self.stats.forced += accepted.get(row, 0)
+                else:
+                    self.stats.drafted += len(drafts)
+                    self.stats.accepted += accepted.get(row, 0)
         for n, (row, count) in enumerate(zip(plan.rows, plan.counts, strict=True)):
             if row.slot < 0 or row.admission != plan.admissions[n]:
                 continue
@@ -522,7 +531,7 @@ class Scheduler:
                 self._free_unseen(row)
         for n in plan.sampled:
             row = plan.rows[n]
-            if row.draft_length.most:
+            if row.draft_length.most and not row.forced:
                 row.draft_length.update(len(plan.drafts[n]), accepted.get(row, 0))
 
     def _plan(self, planned: Sequence[tuple[Row, int]]) -> BatchPlan:
@@ -609,7 +618,9 @@ class Scheduler:
             planned[n][0].pending += 1
         return sampled
 
-    def _add_drafts(self, planned: list[tuple[Row, int]], budget: int, propose: Propose) -> None:
+    def _add_drafts(
+        self, planned: list[tuple[Row, int]], budget: int, propose: Propose | None
+    ) -> None:
         """Give planned rows that get a new token drafts, as far as tokens and blocks are left."""
         asked: list[tuple[int, int]] = []
         for n, (row, count) in enumerate(planned):
@@ -622,9 +633,11 @@ class Scheduler:
                 )
                 assert grown is not None
                 self._set_blocks(row, grown)
-        found = propose([(planned[n][0], room) for n, room in asked]) if asked else ()
-        for (n, _), drafts in zip(asked, found, strict=True):
+        free = [(planned[n][0], room) for n, room in asked if not planned[n][0].forced]
+        proposed = iter(propose(free) if propose is not None and free else ())
+        for n, room in asked:
             row, count = planned[n]
+            drafts = row.forced[:room] or next(proposed)
             row.drafts = tuple(drafts) if drafts and self._save_states(row) else ()
             planned[n] = row, count + len(row.drafts)
             self._trim(row, planned[n][1] + row.planned)
@@ -636,13 +649,14 @@ class Scheduler:
         computed = row.planned + count
         # The last token is chosen and never computed.
         ends = len(row.tokens) + row.pending
-        room = min(row.draft_length.next, budget, row.max_tokens - ends - 1)
+        most = len(row.forced) or row.draft_length.most
+        room = min(len(row.forced) or row.draft_length.next, budget, row.max_tokens - ends - 1)
         places = (len(row.blocks) + self.pool.available) * self.block_size
         room = min(room, places - computed)
         if self._states is not None:
             # Accepted tokens that are computed again take the place of drafts; and states are
             # copied for the prefix cache where a step ends with a block.
-            room = min(room, row.draft_length.most + 1 - count)
+            room = min(room, most + 1 - count)
             if row.shares:
                 room = min(room, -computed % self.block_size)
         return room

@@ -24,6 +24,7 @@ from torch import Tensor
 from megatron.core.comm import Pending, all_reduce
 from megatron.core.comm.point_to_point import Message, exchange_async
 from megatron.core.inference.sampling import Sampled
+from megatron.core.inference.scheduler import BatchPlan
 from megatron.core.process_groups import Group, ProcessGroupCollection
 
 
@@ -139,6 +140,17 @@ class StageLink:
         numbers = torch.zeros(self.count, dtype=torch.float64, device=self._device)
         numbers[self._stages.rank] = number
         return all_reduce(numbers, self._stages).tolist()
+
+    def require_same_plan(self, plan: BatchPlan, group: Group) -> None:
+        """Raise ValueError on all ranks of a group unless they have planned the same step."""
+        digest = int.from_bytes(plan.digest()[:7], "big")
+        own = torch.tensor([digest, -digest], device=self._device)
+        most, least = all_reduce(own, group, op="max")
+        if most != -least:
+            raise ValueError(
+                f"the {group.size} ranks of {group.name} have planned different steps: give all of "
+                "them the same requests, in one order and before the same step"
+            )
 
     def wait(self, pending: Pending) -> Tensor:
         """Return what is pending; the time that takes counts as idle."""

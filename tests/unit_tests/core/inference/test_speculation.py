@@ -345,6 +345,42 @@ def test_a_stop_token_and_a_grammar_end_a_row_within_drafts() -> None:
     assert engine.stats.accepted > 0
 
 
+@pytest.mark.parametrize("drafts", [0, 4])
+def test_forced_tokens_take_no_step_of_their_own(drafts: int) -> None:
+    """Of four tokens three are forced, and what is not forced is drafted where drafts are."""
+
+    def allowed(tokens: Sequence[int]) -> torch.Tensor:
+        only = torch.arange(VOCABULARY) == 5
+        return only if len(tokens) % 4 else torch.ones(VOCABULARY, dtype=torch.bool)
+
+    def forced(tokens: Sequence[int]) -> list[int]:
+        return [5] * (-len(tokens) % 4)
+
+    steps, texts = [], []
+    for foreseen in (None, forced):
+        engine = counting(NGramLookup() if drafts else None, drafts)
+        (found,) = generate(
+            engine,
+            [
+                Request(
+                    prompt=(0,),
+                    max_new_tokens=41,
+                    sampling=GREEDY,
+                    n=2,
+                    mask=allowed,
+                    forced=foreseen,
+                )
+            ],
+        )
+        assert engine.stats.forced == (2 * 30 if foreseen else 0)
+        texts.append([one.tokens for one in found])
+        steps.append(engine.stats.steps)
+    assert texts[0] == texts[1] == [[1, 5, 5, 5, *[6, 5, 5, 5] * 9, 6]] * 2
+    # 41 tokens: one by one, and four at a time.
+    assert steps[1] == 11
+    assert drafts or steps[0] == 41
+
+
 def test_what_is_reported_of_accepted_drafts_is_what_is_without() -> None:
     params = replace(DRAWN, logprobs=3)
     asked = requests(params, prompt_logprobs=True)

@@ -402,7 +402,7 @@ def test_an_exception_is_not_told_but_logged(
     def fail(*args: object) -> None:
         raise RuntimeError("at 0x7f00 in /home")
 
-    monkeypatch.setattr("megatron.inference.server.routes.Server.check_model", fail)
+    monkeypatch.setattr("megatron.inference.server.request_handling.Server.check_model", fail)
     error = refused(server.post("/v1/completions", **TEXT), 500)
     assert "0x7f00" not in error["message"]
     assert "0x7f00" in caplog.text

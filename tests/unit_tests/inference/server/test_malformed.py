@@ -10,12 +10,15 @@ from __future__ import annotations
 import contextlib
 import copy
 import http.client
+import importlib.util
 import json
 import logging
 import random
 import re
 import socket
 import string
+import subprocess
+import sys
 from collections import Counter
 from collections.abc import Sequence
 from typing import Any
@@ -341,3 +344,45 @@ def test_row_50_random_malformed_requests(caplog: pytest.LogCaptureFixture, coun
         assert statuses[400] > count / 3, statuses
         assert statuses[200] > count / 50, statuses
     assert [r.getMessage() for r in caplog.records if r.levelno >= logging.ERROR] == []
+
+
+@pytest.mark.slow(seconds=120)
+@pytest.mark.skipif(
+    importlib.util.find_spec("schemathesis") is None, reason="pip install schemathesis"
+)
+def test_requests_that_schemathesis_draws() -> None:
+    """Its own exit code also says where it cannot go on by itself: what counts is what the server
+    has answered."""
+    with served(
+        embedder=SameVectors(),
+        no_embeddings=None,
+        max_length=100,
+        formats={"tools": "hermes", "reasoning": "qwen3"},
+    ) as server:
+        command = [sys.executable, "-m", "schemathesis.cli", "run", f"{server.url}/openapi.json"]
+        command += [
+            "--checks",
+            "not_a_server_error",
+            "--phases",
+            "coverage,fuzzing",
+            "--max-examples",
+            "10",
+        ]
+        command += [
+            "--seed",
+            "1",
+            "--generation-database",
+            "none",
+            "--request-timeout",
+            "30",
+            "--no-color",
+        ]
+        found = subprocess.run(command, capture_output=True, text=True, check=False)
+        assert "Schema Error" not in found.stdout
+        assert "Server error" not in found.stdout, found.stdout
+        counted = server.http.get("/metrics").text
+        answers = re.findall(r'http_responses_total\{status="(\d+)"\} ([0-9.]+)', counted)
+        assert sum(float(count) for _, count in answers) > 500, found.stdout + found.stderr
+        assert not [status for status, _ in answers if status >= "500"], found.stdout
+        until(lambda: server.engine.unfinished == 0)
+        assert server.post("/v1/completions", **GOOD).status_code == 200

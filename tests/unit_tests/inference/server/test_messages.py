@@ -155,7 +155,9 @@ def test_arguments_that_are_no_json_are_not_lost(server: Served) -> None:
         ({"metadata": {"user_id": "a"}}, "metadata"),
         ({"max_tokens": None}, "max_tokens"),
         ({"temperature": 2}, "temperature"),
-        ({"thinking": {"type": "enabled", "budget_tokens": 2000}}, "thinking"),
+        ({"thinking": {"type": "enabled", "budget_tokens": 300}}, "thinking"),
+        ({"thinking": {"type": "enabled"}}, "thinking"),
+        ({"thinking": {"type": "disabled", "budget_tokens": 9}}, "thinking"),
         ({"messages": [*USER, {"role": "assistant", "content": "I"}]}, "assistant"),
         ({"messages": [{"role": "user", "content": [{"type": "image"}]}]}, "messages"),
         ({"tool_choice": {"type": "any"}}, "tool_choice"),
@@ -195,3 +197,45 @@ def test_an_error_within_a_stream(server: Served, monkeypatch: pytest.MonkeyPatc
     assert event == "event: error"
     assert json.loads(data.removeprefix("data: "))["error"]["type"] == "api_error"
     assert "0x7f00" not in text
+
+
+@pytest.mark.parametrize("begun", [False, True], ids=["by the model", "by the prompt"])
+def test_reasoning_ends_at_its_budget(begun: bool) -> None:
+    """The model would reason on; a character that the budget ends in is finished. Its script goes
+    on where the mark that closes the reasoning ends."""
+    end, budget = "</think>", len(b"abcdefg ") + 1
+    said = ("" if begun else "<think>") + "abcdefg é" + "#" * len(end) + '\n{"a": 1}'
+    schema = {"type": "object", "properties": {"a": {"const": 1}}, "required": ["a"]}
+    shape = {"type": "json_schema", "schema": {**schema, "additionalProperties": False}}
+    with served(
+        Scripted(),
+        template={"source": TEMPLATE.replace("thinks", "enable_thinking"), "name": "shows all"},
+        template_variables=["enable_thinking"] if begun else [],
+        formats={"tools": None, "reasoning": "qwen3"},
+    ) as server:
+        for fields in ({}, {"output_config": {"format": shape}}):
+            before = server.engine.stats.forced
+            server.model.say(said)
+            thinking = {"type": "enabled", "budget_tokens": budget}
+            answer = server.post(
+                "/v1/messages", **PLAIN, **fields, temperature=0, thinking=thinking
+            )
+            thought, text = answer.json()["content"]
+            assert thought["thinking"] == "abcdefg é"
+            assert text["text"] == '{"a": 1}'
+            assert server.engine.stats.forced >= before + len(end)
+            # One that ends its reasoning before is left alone.
+            server.model.say(said.replace("#" * len(end), end))
+            thinking["budget_tokens"] = 200
+            other = server.post("/v1/messages", **PLAIN, **fields, temperature=0, thinking=thinking)
+            assert other.json()["content"] == answer.json()["content"]
+
+
+def test_a_budget_needs_a_model_that_reasons() -> None:
+    thinking = {"type": "enabled", "budget_tokens": 20}
+    for changes, wrong in (({}, "--reasoning-parser"), ({"stop_tokens": []}, "ends")):
+        reasoning = {"tools": None, "reasoning": "qwen3" if changes else None}
+        with served(formats=reasoning, **changes) as server:
+            response = server.post("/v1/messages", **PLAIN, thinking=thinking)
+            assert response.status_code == 400
+            assert wrong in response.json()["error"]["message"]

@@ -3,13 +3,19 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import math
+import os
+import subprocess
+import sys
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import openai
 import pytest
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 from tests.support.http_server import END, Served, served
 
@@ -226,3 +232,76 @@ def test_the_openai_client_reads_the_answers(server: Served) -> None:
         assert chunks[-1].usage.completion_tokens == 3
         with pytest.raises(openai.BadRequestError, match="suffix"):
             client.completions.create(model="next-byte", prompt="a", suffix="b")
+
+
+def write_byte_tokenizer(folder: Path) -> None:
+    """Write a tokenizer.json whose ids are those of the byte tokenizer."""
+    # As GPT-2 writes bytes: those that are no visible characters from U+0100 on.
+    visible = [*range(33, 127), *range(161, 173), *range(174, 256)]
+    hidden = [number for number in range(256) if number not in visible]
+    names = {chr(n): n for n in visible} | {chr(256 + i): n for i, n in enumerate(hidden)}
+    tokenizer = Tokenizer(models.BPE(vocab={**names, "<|endoftext|>": END}, merges=[]))
+    tokenizer.add_special_tokens(["<|endoftext|>"])
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.save(str(folder / "tokenizer.json"))
+    said = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": "<|endoftext|>"}
+    (folder / "tokenizer_config.json").write_text(json.dumps(said))
+
+
+@pytest.mark.slow(seconds=60)
+@pytest.mark.skipif(
+    importlib.util.find_spec("lm_eval") is None, reason="pip install 'lm-eval[api]'"
+)
+def test_lm_eval_runs_tasks_against_it(server: Served, tmp_path: Path) -> None:
+    """The model says the next byte of the alphabet: it knows one answer of three, and how a text
+    goes on."""
+    write_byte_tokenizer(tmp_path)
+    questions = [
+        {"question": "ab", "choices": ["cde", "xyz", "c c"], "answer": 0},
+        {"question": "m é n", "choices": ["aa", "op", "ox"], "answer": 1},
+        {"question": "the wrong answer: u", "choices": ["vw", "no"], "answer": 1},
+    ]
+    lines = "\n".join(map(json.dumps, questions))
+    (tmp_path / "made_up.jsonl").write_text(lines)
+    task = {
+        "dataset_path": "json",
+        "dataset_kwargs": {"data_files": {"test": str(tmp_path / "made_up.jsonl")}},
+        "test_split": "test",
+        "doc_to_text": "{{question}}",
+        "target_delimiter": "",
+    }
+    choose = {"task": "choose", "output_type": "multiple_choice", "doc_to_choice": "{{choices}}"}
+    choose |= {"doc_to_target": "{{answer}}", "metric_list": [{"metric": "acc"}]}
+    until = {"until": ["z"], "max_gen_toks": 2, "do_sample": False}
+    go_on = {"task": "go_on", "output_type": "generate_until", "generation_kwargs": until}
+    go_on |= {"doc_to_target": "{{choices[answer]}}", "metric_list": [{"metric": "exact_match"}]}
+    for kind in (choose, go_on):
+        (tmp_path / f"{kind['task']}.yaml").write_text(json.dumps({**task, **kind}))
+    model = {
+        "model": "next-byte",
+        "base_url": f"{server.url}/v1/completions",
+        "tokenizer_backend": "huggingface",
+        "tokenizer": str(tmp_path),
+        "num_concurrent": 2,
+        "max_length": 1000,
+    }
+    command = [sys.executable, "-m", "lm_eval", "--model", "local-completions"]
+    command += ["--model_args", ",".join(f"{name}={value}" for name, value in model.items())]
+    command += ["--tasks", "choose,go_on", "--include_path", str(tmp_path), "--batch_size", "2"]
+    command += ["--output_path", str(tmp_path / "found"), "--log_samples"]
+    places = {"HF_HOME": str(tmp_path / "home"), "HF_HUB_OFFLINE": "1", "HF_DATASETS_OFFLINE": "1"}
+    told = subprocess.run(
+        command, env={**os.environ, **places}, capture_output=True, text=True, check=False
+    )
+    assert told.returncode == 0, told.stderr[-3000:]
+    (path,) = (tmp_path / "found").rglob("results_*.json")
+    found = json.loads(path.read_text())["results"]
+    assert found["choose"]["acc,none"] == pytest.approx(2 / 3)
+    # Of two characters the first task's three are never all there.
+    assert found["go_on"]["exact_match,none"] == pytest.approx(1 / 3)
+    (path,) = (tmp_path / "found").rglob("samples_choose_*.jsonl")
+    first = json.loads(path.read_text().splitlines()[0])
+    logprobs = [float(one[0][0]) for one in first["resps"]]
+    other = LIKELY - 5
+    assert logprobs == pytest.approx([3 * LIKELY, other + 2 * LIKELY, 2 * other + LIKELY], rel=1e-4)

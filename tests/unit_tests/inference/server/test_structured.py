@@ -14,11 +14,19 @@ from typing import Any
 
 import openai
 import pytest
+import sentencepiece
 
-from megatron.cli.tokenizers import ByteTokenizer, train_bpe
+from megatron.cli.tokenizers import (
+    ByteTokenizer,
+    SentencePieceTokenizer,
+    TiktokenOptions,
+    TiktokenTokenizer,
+    train_bpe,
+)
 from megatron.inference.server import structured
 from megatron.inference.server.structured import BadGrammar, Grammars, TokenMask, grammars_of
 from tests.support.http_server import END, Served, served, until
+from tests.support.tiktoken_files import write_ranks, write_vocabulary
 
 PERSON = {
     "type": "object",
@@ -122,6 +130,25 @@ def test_row_54_grammars_that_cannot_be(server: Served) -> None:
     assert response.json()["error"]["param"] == "ignore_eos"
 
 
+def test_keywords_that_nothing_enforces_are_refused() -> None:
+    grammars = Grammars(ByteTokenizer(), [END], END + 1)
+    schema = {"type": "integer"}
+    for keyword, value in {
+        **dict.fromkeys(["not", "if", "then", "else", "contains", "propertyNames"], schema),
+        **dict.fromkeys(["unevaluatedItems", "unevaluatedProperties", "uniqueItems"], True),
+        **dict.fromkeys(["minContains", "maxContains"], 1),
+        **{key: {} for key in ("dependencies", "dependentRequired", "dependentSchemas")},
+        "$dynamicRef": "#",
+        "oneOf": [schema, {"type": "number"}],
+    }.items():
+        with pytest.raises(BadGrammar):
+            grammars.compile(structured.json_grammar({keyword: value}))
+    with pytest.raises(BadGrammar):
+        grammars.compile(structured.json_grammar({"type": "string", "format": "colour"}))
+    # An annotation, as JSON Schema has it.
+    grammars.compile(structured.json_grammar({"type": "string", "x-note": 1, "minLenght": 2}))
+
+
 def test_row_54_bombs_end_in_time() -> None:
     grammars = Grammars(ByteTokenizer(), [END], END + 1)
     bombs = [
@@ -132,6 +159,33 @@ def test_row_54_bombs_end_in_time() -> None:
     for bomb in bombs:
         with contextlib.suppress(BadGrammar):
             grammars.mask(bomb)([])
+
+
+@pytest.mark.parametrize("n", [1, 3])
+def test_forced_text_takes_no_steps_of_its_own(
+    server: Served, n: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shape = {"regex": "the temperature is [0-9]{2} degrees, today"}
+
+    def answer() -> tuple[list[Any], int]:
+        before = server.engine.stats.steps
+        asked = {"prompt": "a", "seed": 4, "n": n, "logprobs": 1, "max_tokens": 99}
+        choices = server.post("/v1/completions", **asked, structured_outputs=shape).json()
+        return choices["choices"], server.engine.stats.steps - before
+
+    (choices, steps), forced = answer(), server.engine.stats.forced
+    with monkeypatch.context() as patch:
+        patch.setattr(TokenMask, "forced", lambda self, tokens: [])
+        plain, most = answer()
+    assert server.engine.stats.forced == forced
+    assert [c["text"] for c in choices] == [c["text"] for c in plain]
+    assert choices[0]["logprobs"]["tokens"] == plain[0]["logprobs"]["tokens"]
+    assert choices[0]["logprobs"]["token_logprobs"] == pytest.approx(
+        plain[0]["logprobs"]["token_logprobs"], rel=1e-5
+    )
+    assert len({c["text"] for c in choices}) == n
+    assert most == 37
+    assert steps <= 6  # both digits, the rest, and the end
 
 
 def test_a_grammar_is_compiled_off_the_engines_loop(
@@ -197,6 +251,44 @@ def test_tokens_of_several_bytes(tmp_path: Path) -> None:
     while not tokens or tokens[-1] != end:
         tokens.append(source.choice(mask(tokens).nonzero().flatten().tolist()))
     assert re.fullmatch('"name": "é( and)?"', tokenizer.detokenize(tokens))
+
+
+@pytest.mark.parametrize("kind", ["sentencepiece", "ranks", "vocabulary"])
+def test_tokenizers_that_are_no_json(kind: str, tmp_path: Path) -> None:
+    """Any walk through the masks is a text of the grammar, as the tokenizer itself decodes it."""
+    tokenizer: Any
+    if kind == "sentencepiece":
+        sentencepiece.SentencePieceTrainer.train(
+            sentence_iterator=iter(["the name of the age", '{"name": "a thing", "age": 1}'] * 20),
+            model_prefix=str(tmp_path / "t"),
+            vocab_size=310,
+            byte_fallback=True,
+            hard_vocab_limit=False,
+            normalization_rule_name="identity",
+            minloglevel=2,
+        )
+        tokenizer = SentencePieceTokenizer(tmp_path / "t.model")
+    elif kind == "ranks":
+        options = TiktokenOptions(special_tokens=("<|end_of_text|>",))
+        tokenizer = TiktokenTokenizer(write_ranks(tmp_path / "t.tiktoken"), options)
+    else:
+        options = TiktokenOptions(num_special_tokens=20)
+        tokenizer = TiktokenTokenizer(write_vocabulary(tmp_path / "t.json"), options)
+    end, size = tokenizer.eod, tokenizer.vocab_size
+    grammars = Grammars(tokenizer, [end], size + 3)
+    grammar = structured.regex_grammar(r'\{"name": "é日 (the|and)? 123"\}')
+    source, texts = random.Random(3), set()
+    for _ in range(8):
+        mask, tokens = grammars.mask(grammar), []
+        while not tokens or tokens[-1] != end:
+            tokens.append(source.choice(mask(tokens).nonzero().flatten().tolist()))
+        texts.add(tokenizer.detokenize(tokens))
+    assert 1 < len(texts) <= 3
+    assert all(re.fullmatch(r'\{"name": "é日 (the|and)? 123"\}', text) for text in texts)
+    forced = grammars.mask(grammar).forced([])
+    assert tokenizer.detokenize(forced).startswith('{"name": "é')
+    assert len(tokenizer.token_bytes()) == size
+    assert tokenizer.token_bytes()[end] is None
 
 
 def test_a_model_without_an_end_can_have_none() -> None:

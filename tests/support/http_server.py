@@ -181,10 +181,8 @@ def served(
     )
     admin = None if told["admin_key"] is None else socket.create_server(("127.0.0.1", 0))
     serving = http_process.serve(other_end, listener, told, admin=admin)
-    threads = [
-        threading.Thread(target=loop.run),
-        threading.Thread(target=lambda: asyncio.run(serving)),
-    ]
+    targets = (loop.run, lambda: asyncio.run(serving))
+    threads = [threading.Thread(target=target) for target in targets]
     for thread in threads:
         thread.start()
     found = Served(running, loop, link, threads[0], f"http://127.0.0.1:{port}")

@@ -314,7 +314,7 @@ def products(model: GPTModel, rows: int) -> Callable[[], None]:
     @torch.no_grad()
     def run() -> None:
         for x, weight in zip(inputs, found, strict=True):
-            weight.product(x)
+            weight.linear(x)
 
     return run
 

@@ -261,7 +261,8 @@ class InferenceOptimizedModel:
     def weights_replaced(self) -> None:
         """Copy the matrices again, if there are copies."""
         if self._copies is not None:
-            self.copied = copy_weights(matrices(self.model), self._copies)
+            alone = self.region.group.size == 1
+            self.copied = copy_weights(matrices(self.model), self._copies, packs=alone)
 
     def __call__(
         self,

@@ -6,6 +6,8 @@ from __future__ import annotations
 import pytest
 import torch
 
+from megatron.core.ops import weight_copy
+from megatron.core.ops.packed_product import is_available, multiplies_faster
 from megatron.core.ops.weight_copy import INT8_ROWS, CopyDtype, WeightCopy
 from tests.support.closeness import assert_close_by_metric
 from tests.support.inputs import generator
@@ -63,3 +65,43 @@ def test_many_rows_are_multiplied_in_fp32() -> None:
         copy = WeightCopy(weight, dtype, cpu_dtype=torch.float32)
         wanted = x.double() @ copy.widened(0, 64).double().t()
         assert_close_by_metric(dtype, copy.product(x), wanted, bound=1e-6)
+
+
+@pytest.mark.skipif(not is_available(), reason="this build of torch packs no matrices")
+@pytest.mark.parametrize(("rows", "features"), [(9, 7), (2100, 512)])
+def test_a_packed_copy_multiplies_by_the_same_values(
+    rows: int, features: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(weight_copy, "matmul_dtype", lambda *_: torch.bfloat16)
+    weight = torch.randn(rows, features, generator=generator(5))
+    monkeypatch.setattr(weight_copy, "multiplies_faster", lambda *_: False)
+    plain = WeightCopy(weight, "bf16")
+    assert not plain.pack()
+    monkeypatch.setattr(weight_copy, "multiplies_faster", lambda *_: True)
+    packed = WeightCopy(weight, "bf16")
+    assert packed.pack()
+    assert packed.values.is_mkldnn
+    assert packed.nbytes == plain.nbytes
+    assert packed.error(weight) == plain.error(weight)
+    assert torch.equal(packed.widened(2, 9), plain.widened(2, 9))
+    for tokens in ROWS:
+        for dtype in (torch.float32, torch.bfloat16):
+            x = torch.randn(tokens, 2 * features, generator=generator(7)).to(dtype)[:, features:]
+            wanted = x.bfloat16().double() @ plain.values.double().t()
+            assert_close_by_metric("packed", packed.product(x), wanted, bound=6e-3)
+
+
+def test_packing_is_refused_where_the_product_is_wrong(monkeypatch: pytest.MonkeyPatch) -> None:
+    multiplies_faster.cache_clear()
+    monkeypatch.setattr(
+        "megatron.core.ops.packed_product.multiply", lambda x, packed: x.new_zeros(len(x), 24)
+    )
+    try:
+        assert not multiplies_faster(24, 64, torch.get_num_threads())
+    finally:
+        multiplies_faster.cache_clear()
+
+
+def test_int8_copies_are_never_packed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(weight_copy, "multiplies_faster", lambda *_: True)
+    assert not WeightCopy(torch.ones(32, 32), "int8").pack()

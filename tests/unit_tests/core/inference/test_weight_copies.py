@@ -9,8 +9,10 @@ import torch
 from megatron.core.models.gpt import GPTModel
 from megatron.core.models.inference_optimized import InferenceOptimizedModel, matrices
 from megatron.core.ops import weight_copy
+from megatron.core.ops.packed_product import is_available
 from megatron.core.ops.weight_copy import CopyDtype, WeightCopy
 from megatron.core.process_groups import ProcessGroupCollection, RankGrid
+from megatron.core.weight_gather import copy_weights
 from tests.support.closeness import assert_close_by_metric
 from tests.support.inputs import one_thread
 from tests.support.ranks import run_ranks
@@ -81,6 +83,22 @@ def test_copies_are_made_again_where_weights_were_replaced() -> None:
     report = engine.model.copied
     assert report.matrices == len(matrices(model)) == 9
     assert 0.001 < report.mean_error <= report.worst_error < 0.02
+
+
+@pytest.mark.skipif(not is_available(), reason="this build of torch packs no matrices")
+def test_a_model_on_one_rank_packs_bf16_copies(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(weight_copy, "matmul_dtype", lambda *_: torch.bfloat16)
+    monkeypatch.setattr(weight_copy, "multiplies_faster", lambda *_: True)
+    model = model_in_fp32("gqa")
+    report = InferenceOptimizedModel(model, copies="bf16").copied
+    assert report.packed == report.matrices == 9
+    assert "9 packed by oneDNN" in str(report)
+    before = model.head.weight.copy.widened(0, 61)
+    with torch.no_grad():
+        model.head.weight.get().mul_(-2)
+    again = copy_weights(matrices(model), "bf16", packs=False)  # as tensor parallel ranks do
+    assert again.packed == 0
+    assert torch.equal(model.head.weight.copy.widened(0, 61), -2 * before)
 
 
 def on_a_rank(rank: int, world: int) -> list[torch.Tensor]:

@@ -48,7 +48,10 @@ def row(**changes) -> GpuRow:
 
 
 def test_the_page_is_as_written():
-    text = write_performance.page(write_performance.read(write_performance.RESULTS))
+    folder = write_performance.RESULTS
+    text = write_performance.page(
+        write_performance.read(folder), write_performance.read_cpu(folder)
+    )
     assert write_performance.PAGE.read_text("utf-8") == text, "python -m tools.write_performance"
     if not list(write_performance.RESULTS.glob("*.json")):
         assert "there are no numbers" in text

@@ -5,6 +5,8 @@ python -m tools.bench.inference                          every row
 python -m tools.bench.inference --clock cpu --threads 1  on a machine that others use too
 python -m tools.bench.inference --only batches
 
+docs/performance.md shows what `--only forward` has printed to bench_results/cpu-decode.md.
+
 Both sides have the same weights and take turns in one process. Requests are random tokens; what
 both generate greedily is compared before a figure counts.
 """
@@ -57,7 +59,7 @@ from megatron.training.checkpoints.hf_options import open_model
 from tools.bench import shapes
 from tools.bench.peers import llama_config
 from tools.bench.shapes import SHAPES, Shape
-from tools.bench.table import Row, format_table
+from tools.bench.table import Row, format_table, machine
 
 ROWS = 16
 CLOCKS = {"wall": time.perf_counter, "cpu": time.process_time}
@@ -314,7 +316,7 @@ def products(model: GPTModel, rows: int) -> Callable[[], None]:
     @torch.no_grad()
     def run() -> None:
         for x, weight in zip(inputs, found, strict=True):
-            weight.product(x)
+            weight.linear(x)
 
     return run
 
@@ -647,7 +649,8 @@ def main() -> None:
     arguments = parser.parse_args()
     if arguments.threads is not None:
         torch.set_num_threads(arguments.threads)
-    print(format_table(rows(arguments.quick, only=arguments.only, clock=arguments.clock)))
+    table = format_table(rows(arguments.quick, only=arguments.only, clock=arguments.clock))
+    print(f"{machine()}; {arguments.clock} clock, {torch.get_num_threads()} threads\n\n{table}")
 
 
 if __name__ == "__main__":

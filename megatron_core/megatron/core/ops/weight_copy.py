@@ -8,6 +8,7 @@ stored weights stay as they are and remain what updates write to.
 | copy | few rows of x | more |
 |---|---|---|
 | bf16 | x rounded to bf16, multiplied as it is | where a CPU multiplies bf16 slowly: widened |
+| bf16, packed | the same, by oneDNN's layout of the matrix | the same |
 | int8 | x rounded to bf16, `torch._weight_int8pack_mm` | widened |
 
 A row of an int8 copy is q * s: q = round(w / s) in -127..127 and s = max|w| / 127, rounded up to
@@ -22,6 +23,7 @@ import torch
 import torch.nn.functional as F
 
 from megatron.core.ops.dispatch import matmul_dtype
+from megatron.core.ops.packed_product import multiply, pack, packs_bf16
 
 CopyDtype = Literal["bf16", "int8"]
 
@@ -42,16 +44,22 @@ class WeightCopy:
         weight: [o, h], fp32 or bf16, on a CPU.
         dtype: of the copy.
         cpu_dtype: what the CPU multiplies bf16 in, see `ops.dispatch.matmul_dtype`.
+
+    Attributes:
+        packed: the values are in oneDNN's layout.
     """
 
     def __init__(
         self, weight: torch.Tensor, dtype: CopyDtype, *, cpu_dtype: torch.dtype | None = None
     ) -> None:
         self.rows, self.features = weight.shape
+        self.packed = False
         if dtype == "bf16":
             self.values, self.scales = weight.to(torch.bfloat16), None
             fast = matmul_dtype(self.values, cpu_dtype) is torch.bfloat16
             self._rows = None if fast else BF16_ROWS
+            if fast and packs_bf16(self.rows, self.features):
+                self.values, self.packed = pack(self.values), True
         else:
             self.values, self.scales = _quantised(weight)
             self._rows = INT8_ROWS
@@ -63,7 +71,8 @@ class WeightCopy:
 
     def widened(self, start: int, stop: int) -> torch.Tensor:
         """Return rows start to stop - 1 in fp32, [stop - start, h]."""
-        rows = self.values[start:stop, : self.features].float()
+        values = self.values.to_dense() if self.packed else self.values
+        rows = values[start:stop, : self.features].float()
         return rows if self.scales is None else rows.mul_(self.scales[start:stop, None])
 
     def product(
@@ -94,6 +103,8 @@ class WeightCopy:
         """Return x [t, h] Wᵀ [t, o], in bf16 or fp32."""
         if self._rows is not None and len(x) > self._rows:
             return self._widened_product(x.float())
+        if self.packed:
+            return multiply(x.to(torch.bfloat16), self.values)
         if self.scales is None:
             return F.linear(x.to(torch.bfloat16), self.values)
         return self._int8_product(x.to(torch.bfloat16))

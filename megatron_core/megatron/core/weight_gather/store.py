@@ -450,20 +450,23 @@ class CopyReport:
 
     Args:
         matrices: that were copied.
+        packed: how many of them are in oneDNN's layout.
         nbytes, stored_bytes: of the copies, and of what is stored of the same matrices.
         mean_error, worst_error: of a matrix, relative, Frobenius norms.
     """
 
     dtype: CopyDtype
     matrices: int
+    packed: int
     nbytes: int
     stored_bytes: int
     mean_error: float
     worst_error: float
 
     def __str__(self) -> str:
+        packed = f"{self.packed} packed by oneDNN, " if self.packed else ""
         return (
-            f"{self.dtype} weights: copies of {self.matrices} matrices, "
+            f"{self.dtype} weights: copies of {self.matrices} matrices, {packed}"
             f"{self.nbytes / 1e6:,.1f} MB "
             f"next to the stored {self.stored_bytes / 1e6:,.1f} MB; relative error of a matrix "
             f"{self.mean_error:.2%}, at most {self.worst_error:.2%}"
@@ -478,7 +481,7 @@ def copy_weights(handles: Iterable[WeightHandle], dtype: CopyDtype) -> CopyRepor
         ValueError: a weight is not on a CPU, or is stored in the copy's dtype.
     """
     found = list(dict.fromkeys(handles))
-    errors, nbytes, stored = [], 0, 0
+    errors, packed, nbytes, stored = [], 0, 0, 0
     for handle in found:
         weight = handle.get()
         if weight.device.type != "cpu":
@@ -490,7 +493,14 @@ def copy_weights(handles: Iterable[WeightHandle], dtype: CopyDtype) -> CopyRepor
             raise ValueError("--weights-dtype bf16: the weights are bf16 already: drop it")
         handle.copy = WeightCopy(weight, dtype, cpu_dtype=handle.cpu_dtype)
         errors.append(handle.copy.error(weight))
+        packed += handle.copy.packed
         nbytes, stored = nbytes + handle.copy.nbytes, stored + weight.nbytes
     return CopyReport(
-        dtype, len(found), nbytes, stored, sum(errors) / max(1, len(errors)), max(errors, default=0)
+        dtype,
+        matrices=len(found),
+        packed=packed,
+        nbytes=nbytes,
+        stored_bytes=stored,
+        mean_error=sum(errors) / max(1, len(errors)),
+        worst_error=max(errors, default=0),
     )

@@ -209,9 +209,9 @@ def test_tiles_replace_packed_products_that_do_not_hold(cause: str, monkeypatch)
         monkeypatch.setattr(packed_product, "is_available", lambda: False)
     else:
         multiply = torch.nn.functional.linear
-        monkeypatch.setattr(packed_product, "_pack", lambda weight: weight)
+        monkeypatch.setattr(packed_product, "pack", lambda weight: weight)
         monkeypatch.setattr(
-            packed_product, "_multiply", lambda x, packed: multiply(x, packed) + len(x)
+            packed_product, "multiply", lambda x, packed: multiply(x, packed) + len(x)
         )
     try:
         model = model_of("gqa", torch.float32)

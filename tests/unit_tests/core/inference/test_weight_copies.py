@@ -9,8 +9,10 @@ import torch
 from megatron.core.models.gpt import GPTModel
 from megatron.core.models.inference_optimized import InferenceOptimizedModel, matrices
 from megatron.core.ops import weight_copy
+from megatron.core.ops.packed_product import packs_bf16
 from megatron.core.ops.weight_copy import CopyDtype, WeightCopy
 from megatron.core.process_groups import ProcessGroupCollection, RankGrid
+from megatron.core.weight_gather import copy_weights
 from tests.support.closeness import assert_close_by_metric
 from tests.support.inputs import one_thread
 from tests.support.ranks import run_ranks
@@ -81,6 +83,20 @@ def test_copies_are_made_again_where_weights_were_replaced() -> None:
     report = engine.model.copied
     assert report.matrices == len(matrices(model)) == 9
     assert 0.001 < report.mean_error <= report.worst_error < 0.02
+
+
+@pytest.mark.skipif(not packs_bf16(32, 32), reason="this CPU or build of torch packs no bf16")
+def test_a_model_packs_its_bf16_copies(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(weight_copy, "matmul_dtype", lambda *_: torch.bfloat16)
+    model = model_in_fp32("gqa")
+    optimized = InferenceOptimizedModel(model, copies="bf16")
+    assert optimized.copied.packed == optimized.copied.matrices == 9
+    assert "9 packed by oneDNN" in str(optimized.copied)
+    before = model.head.weight.copy.widened(0, 61)
+    with torch.no_grad():
+        model.head.weight.get().mul_(-2)
+    copy_weights(matrices(model), "bf16")
+    assert torch.equal(model.head.weight.copy.widened(0, 61), -2 * before)
 
 
 def on_a_rank(rank: int, world: int) -> list[torch.Tensor]:

@@ -6,6 +6,8 @@ from __future__ import annotations
 import pytest
 import torch
 
+from megatron.core.ops import weight_copy
+from megatron.core.ops.packed_product import packs_bf16
 from megatron.core.ops.weight_copy import INT8_ROWS, CopyDtype, WeightCopy
 from tests.support.closeness import assert_close_by_metric
 from tests.support.inputs import generator
@@ -45,8 +47,9 @@ def test_a_product_is_that_of_the_copys_values(
     weight = torch.randn(rows, features, generator=generator(5))
     bias = torch.randn(rows, generator=generator(6))
     copy = WeightCopy(weight, dtype, cpu_dtype=cpu_dtype)
-    values = copy.values[:rows, :features].double()
+    values = weight.bfloat16().double()
     if copy.scales is not None:
+        values = copy.values[:rows, :features].double()
         values *= copy.scales[:rows].double().unsqueeze(1)
     for tokens in ROWS:
         x = torch.randn(tokens, 1, features, generator=generator(7))
@@ -63,3 +66,41 @@ def test_many_rows_are_multiplied_in_fp32() -> None:
         copy = WeightCopy(weight, dtype, cpu_dtype=torch.float32)
         wanted = x.double() @ copy.widened(0, 64).double().t()
         assert_close_by_metric(dtype, copy.product(x), wanted, bound=1e-6)
+
+
+@pytest.mark.skipif(not packs_bf16(32, 32), reason="this CPU or build of torch packs no bf16")
+@pytest.mark.parametrize(("rows", "features"), [(9, 7), (2100, 512)])
+def test_a_packed_copy_multiplies_by_the_same_values(
+    rows: int, features: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(weight_copy, "matmul_dtype", lambda *_: torch.bfloat16)
+    weight = torch.randn(rows, features, generator=generator(5))
+    packed = WeightCopy(weight, "bf16")
+    monkeypatch.setattr(weight_copy, "packs_bf16", lambda *_: False)
+    plain = WeightCopy(weight, "bf16")
+    assert packed.packed
+    assert packed.values.is_mkldnn
+    assert not plain.packed
+    assert packed.nbytes == plain.nbytes
+    assert packed.error(weight) == plain.error(weight)
+    assert torch.equal(packed.widened(2, 9), plain.widened(2, 9))
+    for tokens in ROWS:
+        for dtype in (torch.float32, torch.bfloat16):
+            x = torch.randn(tokens, 2 * features, generator=generator(7)).to(dtype)[:, features:]
+            wanted = x.bfloat16().double() @ plain.values.double().t()
+            assert_close_by_metric("packed", packed.product(x), wanted, bound=6e-3)
+
+
+def test_packing_is_refused_where_the_product_is_wrong(monkeypatch: pytest.MonkeyPatch) -> None:
+    packs_bf16.cache_clear()
+    monkeypatch.setattr(
+        "megatron.core.ops.packed_product.multiply", lambda x, packed: x.new_zeros(len(x), 24)
+    )
+    try:
+        assert not packs_bf16(24, 64)
+    finally:
+        packs_bf16.cache_clear()
+
+
+def test_int8_copies_are_never_packed() -> None:
+    assert not WeightCopy(torch.ones(32, 32), "int8").packed

@@ -1,17 +1,21 @@
 # SPDX-License-Identifier: Apache-2.0
 """Weights of a checkpoint, or of a training run, into a model that is loaded: all, or none.
 
-What the model had is kept in the host's memory meanwhile, and put back after any error.
+What a checkpoint replaces is kept in the host's memory, and put back after any error. What comes
+from a training run is in the host's memory before any of it is put in.
 """
 
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
+import torch
 from torch import Tensor
 
+from megatron.core.boxes import TensorChunk
 from megatron.core.dist_checkpointing import (
     CheckpointError,
     TransferGroup,
@@ -67,15 +71,15 @@ def replace_weights(loaded: CheckpointModel, load: str) -> Path:
 
 def receive_weights(
     loaded: CheckpointModel, address: str, *, senders: int, timeout_seconds: float
-) -> int:
-    """Take the weights from the ranks of a training run; all ranks call it.
+) -> tuple[list[TensorChunk], int]:
+    """Receive weights from the ranks of a training run; all ranks call it, in any thread.
 
     Args:
-        loaded: the model; after an error it has the weights of before.
+        loaded: the model, which keeps the weights that it has.
         address, senders, timeout_seconds: as in `TransferGroup`.
 
     Returns:
-        Bytes that this rank has received.
+        The weights in the host's memory, for `take_weights`, and the bytes received.
 
     Raises:
         ValueError: they do not come, are lost, or are of another model; one line, on every rank.
@@ -87,8 +91,18 @@ def receive_weights(
         receivers=loaded.coordinator.world_size,
         timeout_seconds=timeout_seconds,
     )
-    with all_or_none(loaded.model.store.tensors()):
-        return group.receive(weight_chunks(loaded.model.store))
+    received = [
+        dataclasses.replace(chunk, tensor=torch.empty(chunk.tensor.shape, dtype=chunk.tensor.dtype))
+        for chunk in weight_chunks(loaded.model.store)
+    ]
+    return received, group.receive(received)
+
+
+@torch.no_grad()
+def take_weights(loaded: CheckpointModel, received: Sequence[TensorChunk]) -> None:
+    """Copy weights from `receive_weights` into the model."""
+    for mine, theirs in zip(weight_chunks(loaded.model.store), received, strict=True):
+        mine.tensor.copy_(theirs.tensor)
 
 
 def _from_folder(loaded: CheckpointModel, load: str) -> Path:

@@ -68,6 +68,7 @@ class Served:
     Args:
         engine: that it runs.
         loop: that runs it.
+        control: of the engine.
         link: of the loop to the routes.
         thread: of the loop.
         url: of the routes.
@@ -77,11 +78,13 @@ class Served:
         self,
         engine: Engine,
         loop: EngineLoop,
+        control: EngineControl,
         link: socket.socket,
         thread: threading.Thread,
         url: str,
     ) -> None:
         self.engine, self.loop, self.link, self.thread = engine, loop, link, thread
+        self.control = control
         self.url = url
         self.admin_url = ""
         self.http = httpx.Client(base_url=url, timeout=30, trust_env=False)
@@ -171,13 +174,14 @@ def served(
     port = listener.getsockname()[1]
     grammars = grammars_of(ByteTokenizer(), told["card"]["stop_tokens"], END + 1)
     replicas = Replicas(running, Group.single())
+    control = EngineControl(replicas, loaded)
     loop = EngineLoop(
         replicas,
         link,
         Group.single(),
         grammars=grammars,
         embedder=embedder,
-        control=EngineControl(replicas, loaded),
+        control=control,
     )
     admin = None if told["admin_key"] is None else socket.create_server(("127.0.0.1", 0))
     serving = http_process.serve(other_end, listener, told, admin=admin)
@@ -185,7 +189,7 @@ def served(
     threads = [threading.Thread(target=target) for target in targets]
     for thread in threads:
         thread.start()
-    found = Served(running, loop, link, threads[0], f"http://127.0.0.1:{port}")
+    found = Served(running, loop, control, link, threads[0], f"http://127.0.0.1:{port}")
     if admin is not None:
         found.admin_url = f"http://127.0.0.1:{admin.getsockname()[1]}"
     try:

@@ -33,13 +33,14 @@ import torch
 from megatron.core.inference.cache import CacheShapes
 from megatron.core.inference.engine import Engine
 from megatron.core.inference.requests import Request
+from megatron.core.inference.router import Replicas
 from megatron.core.inference.sizes import EngineConfig
 from megatron.core.models.inference_optimized import InferenceOptimizedModel
 from megatron.core.process_groups import Group
 from megatron.inference.bench import make_requests
 from megatron.inference.config import Load
 from megatron.inference.serve import http_process
-from megatron.inference.server.engine_loop import EngineLoop, OrderBroadcast
+from megatron.inference.server.engine_loop import EngineLoop
 from megatron.inference.server.protocol import frame
 from tools.bench.inference import (
     ROWS,
@@ -225,8 +226,7 @@ def served(engine: Engine, *, send_bytes: int | None = None) -> Iterator[Server]
         reader = stack.enter_context(subprocess.Popen(command, **pipes))
         link, pid = stack.enter_context(http_process([listener]))
         link.sendall(frame(_settings(folder)))
-        share = OrderBroadcast(Group.single(), torch.device("cpu"))
-        loop = EngineLoop(engine, link, share, grammars=None)
+        loop = EngineLoop(Replicas(engine, Group.single()), link, Group.single(), grammars=None)
         thread = threading.Thread(target=loop.run)
         thread.start()
         try:

@@ -3,7 +3,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import contextlib
+from collections.abc import Iterator, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -13,6 +15,7 @@ from megatron.core.inference.router import Replicas
 from megatron.inference.llm import weights_of_level
 
 if TYPE_CHECKING:
+    from megatron.core.boxes import TensorChunk
     from megatron.inference.checkpoint_model import CheckpointModel
 
 #: Rows of a profile.
@@ -29,6 +32,61 @@ class EngineControl:
 
     def __init__(self, replicas: Replicas, loaded: CheckpointModel | None = None) -> None:
         self._replicas, self._engine, self._loaded = replicas, replicas.engine, loaded
+        self._receiver = ThreadPoolExecutor(1, "receive-weights")
+        self._receiving: Future[tuple[list[TensorChunk], int]] | None = None
+
+    @property
+    def receiving(self) -> bool:
+        """Whether weights are on their way from a training run."""
+        return self._receiving is not None
+
+    @property
+    def received(self) -> str | None:
+        """Why weights did not come to this rank, "" if they are there; None before that."""
+        if self._receiving is None or not self._receiving.done():
+            return None
+        error = self._receiving.exception()
+        if error is not None and not isinstance(error, ValueError):
+            raise error
+        return "" if error is None else str(error)
+
+    def receive(self, order: Mapping[str, Any]) -> None:
+        """Start to receive weights from a training run, while steps go on with the old ones.
+
+        Raises:
+            ValueError: the engine is asleep, or others are on their way.
+        """
+        from megatron.inference.replace_weights import receive_weights
+
+        self._check_replaceable()
+        self._receiving = self._receiver.submit(
+            receive_weights,
+            self._model(),
+            order["address"],
+            senders=order["senders"],
+            timeout_seconds=order["timeout_seconds"],
+        )
+
+    def take_received(self, refused: str) -> dict[str, Any]:
+        """Put received weights in; return what there is to tell. All ranks call it before one step.
+
+        Args:
+            refused: why they did not come to some rank; "" if all have them.
+
+        Raises:
+            ValueError: `refused`, or the engine has been put to sleep; nothing has changed.
+        """
+        from megatron.inference.replace_weights import take_weights
+
+        assert self._receiving is not None
+        work, self._receiving = self._receiving, None
+        if refused:
+            raise ValueError(refused)
+        self._check_replaceable()
+        received, nbytes = work.result()
+        with self._replacing():
+            take_weights(self._model(), received)
+        return {**self._state(), "received_bytes": nbytes}
 
     def apply(self, order: Mapping[str, Any]) -> tuple[dict[str, Any], list[Completion]]:
         """Do what an order says; return what there is to tell, and outputs that have news.
@@ -52,9 +110,11 @@ class EngineControl:
         else:
             assert action == "profile", order
             more, news = self._profile(order["steps"])
+        return {**self._state(), **more}, news
+
+    def _state(self) -> dict[str, Any]:
         engine = self._engine
-        state = {"paused": engine.paused, "asleep": engine.asleep, "weight_epoch": engine.epoch}
-        return {**state, **more}, news
+        return {"paused": engine.paused, "asleep": engine.asleep, "weight_epoch": engine.epoch}
 
     def _model(self) -> CheckpointModel:
         if self._loaded is None:
@@ -62,31 +122,31 @@ class EngineControl:
         return self._loaded
 
     def _replace(self, order: Mapping[str, Any]) -> dict[str, Any]:
-        """Put other weights in; what steps compute is of one epoch or the other."""
-        from megatron.inference.replace_weights import receive_weights, replace_weights
+        """Put the weights of a folder in; what steps compute is of one epoch or the other."""
+        from megatron.inference.replace_weights import replace_weights
 
-        engine, loaded = self._engine, self._model()
-        if engine.asleep:
+        self._check_replaceable()
+        with self._replacing():
+            return {"loaded": str(replace_weights(self._model(), order["load"]))}
+
+    def _check_replaceable(self) -> None:
+        """Raise ValueError where weights cannot be replaced now."""
+        if self._engine.asleep:
             raise ValueError("the engine is asleep: wake it before its weights are replaced")
-        paused = engine.paused
-        engine.pause()
+        if self.receiving:
+            raise ValueError("weights are on their way already: wait for the answer to that order")
+
+    @contextlib.contextmanager
+    def _replacing(self) -> Iterator[None]:
+        """Compute nothing in the block, which replaces the weights unless it fails."""
+        paused = self._engine.paused
+        self._engine.pause()
         try:
-            if order["load"] is not None:
-                told: dict[str, Any] = {"loaded": str(replace_weights(loaded, order["load"]))}
-            else:
-                told = {
-                    "received_bytes": receive_weights(
-                        loaded,
-                        order["address"],
-                        senders=order["senders"],
-                        timeout_seconds=order["timeout_seconds"],
-                    )
-                }
+            yield
             self._replicas.weights_replaced()
         finally:
             if not paused:
-                engine.resume()
-        return told
+                self._engine.resume()
 
     def _profile(self, steps: int) -> tuple[dict[str, Any], list[Completion]]:
         """Take some steps under torch's profiler. Raises ValueError if it would see none."""

@@ -37,6 +37,9 @@ _READ_BYTES = 1 << 20
 # Between two looks for orders while there is nothing to do but to compile a grammar.
 _COMPILE_SECONDS = 0.01
 
+# The same while weights are on their way.
+_RECEIVE_SECONDS = 0.05
+
 Order = Mapping[str, Any]
 
 
@@ -76,6 +79,7 @@ class EngineLoop:
         self._asks: dict[int, Ask] = {}  # by the engine's id
         self._engine_ids: dict[int, int] = {}  # by the id of the ask
         self._reported: dict[int, int] = {}  # tokens, by the engine's id
+        self._weights_order = -1  # that is answered once weights have come
         self._news_outside: list[News] = []  # of no step: refusals, aborts, and profiles
         # Not a flag alone: the loop may be waiting for orders.
         self._wake, self._woken = socket.socketpair()
@@ -102,6 +106,8 @@ class EngineLoop:
                     self._abort(order["id"])
                 elif order["kind"] == "control":
                     self._administer(order)
+                elif order["kind"] == "received":
+                    self._take_weights(order["refused"])
                 else:
                     assert order["kind"] == "end", order
                     return
@@ -110,8 +116,16 @@ class EngineLoop:
             self._news_outside = []
 
     def _shared(self, orders: Sequence[Order]) -> list[Order]:
-        """Return the orders of the first rank; all ranks call it, the others with none."""
-        return all_gather_json(list(orders), self._hosts, torch.device("cpu"))[0]
+        """Return the orders of the first rank; all ranks call it, the others with none.
+
+        Once all ranks have received weights, or one cannot, there is one order more.
+        """
+        message = [list(orders), self._control.received]
+        found = all_gather_json(message, self._hosts, torch.device("cpu"))
+        received = [one for _, one in found if one is not None]
+        if len(received) == len(found):
+            found[0][0].insert(0, {"kind": "received", "refused": next(filter(None, received), "")})
+        return found[0][0]
 
     def _received(self) -> list[Order]:
         """Return what the HTTP process has sent; wait a little for it if there is nothing to do."""
@@ -122,6 +136,8 @@ class EngineLoop:
         if wait and self._compiling:
             futures.wait([work for _, work in self._compiling.values()], _COMPILE_SECONDS)
             wait = 0.0
+        if wait and self._control.receiving:
+            wait = _RECEIVE_SECONDS
         found: list[Order] = []
         while ready := select.select([self._link, self._woken], [], [], wait)[0]:
             wait = 0.0
@@ -202,16 +218,33 @@ class EngineLoop:
     def _administer(self, order: Order) -> None:
         """Do what administration asks for, and answer it."""
         try:
+            if order["action"] == "weights" and order["load"] is None:
+                self._control.receive(order)
+                self._weights_order = order["id"]
+                return
             if order["action"] == "pause" and order["mode"] == "abort":
                 for number in list(self._asks):
                     self._news_outside += self._known(self._replicas.abort(number))
             told, completions = self._control.apply(order)
         except ValueError as error:  # one line for the user
-            self._send({"kind": "done", "id": order["id"], "told": {}, "refused": str(error)})
+            self._tell(order["id"], refused=str(error))
             return
         self._news_outside += self._known(completions)
+        self._tell(order["id"], told)
+
+    def _take_weights(self, refused: str) -> None:
+        """Put weights in that all ranks have received, and answer the order."""
+        try:
+            told = self._control.take_received(refused)
+        except ValueError as error:
+            self._tell(self._weights_order, refused=str(error))
+            return
+        self._tell(self._weights_order, told)
+
+    def _tell(self, order: int, told: Mapping[str, Any] | None = None, refused: str = "") -> None:
+        """Answer an order."""
         self._report([])  # what is told holds in the metrics from here on
-        self._send({"kind": "done", "id": order["id"], "told": told, "refused": ""})
+        self._send({"kind": "done", "id": order, "told": told or {}, "refused": refused})
 
     def _known(self, completions: Sequence[Completion]) -> list[News]:
         """Return the news of outputs that somebody waits for."""

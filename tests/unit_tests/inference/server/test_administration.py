@@ -296,11 +296,16 @@ def test_weights_come_from_two_training_ranks_to_one(trained: Served) -> None:
         assert refusal.status_code == 409
         assert "64" in refusal.json()["error"]["message"]
         assert all(map(torch.equal, kept, trained.loaded.model.store.tensors()))
+        control = trained.control
         running = held(trained, pool, 9, **ASKED)
         replacing = pool.submit(done, trained, "weights", **asked[1])
-        trained.model.before = lambda: None
+        # A step that runs while weights come is one of the old ones.
+        trained.model.before = lambda: (
+            until(lambda: control.received is not None) if control.receiving else None
+        )
         trained.model.gate.set()
         found = replacing.result()
+        trained.model.before = lambda: None
         epochs = running.result().json()["choices"][0]["weight_epochs"]
         theirs = ranks.values(timeout=60)
     assert found["weight_epoch"] == 1
@@ -314,6 +319,26 @@ def test_weights_come_from_two_training_ranks_to_one(trained: Served) -> None:
     scores = response["choices"][0]["logprobs"]["token_logprobs"][40:70]
     for one in theirs:
         torch.testing.assert_close(torch.tensor(scores).double(), one, rtol=0, atol=1e-5)
+
+
+def test_requests_are_answered_while_weights_are_waited_for(trained: Served) -> None:
+    address = f"127.0.0.1:{free_port()}"
+    before = answer(trained)["choices"][0]
+    with concurrent.futures.ThreadPoolExecutor(1) as pool:
+        replacing = pool.submit(done, trained, "weights", address=address)
+        until(lambda: trained.control.receiving)
+        during = answer(trained)["choices"][0]
+        assert (during["text"], set(during["weight_epochs"])) == (before["text"], {0})
+        refusal = trained.administer("weights", address=address)
+        assert refusal.status_code == 409
+        assert "on their way" in refusal.json()["error"]["message"]
+        assert not replacing.done()
+        sender = TransferGroup(address=address, rank=0, senders=1, receivers=1)
+        sender.send(weight_chunks(model_of(1).store))
+        assert replacing.result()["weight_epoch"] == 1
+    found = answer(trained)["choices"][0]
+    assert set(found["weight_epochs"]) == {1}
+    assert found["text"] != before["text"]
 
 
 def test_weights_that_nobody_gives_leave_the_old_ones(trained: Served) -> None:

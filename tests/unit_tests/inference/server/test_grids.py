@@ -390,7 +390,8 @@ def test_all_ranks_take_other_weights(
     assert source == "folder" or told["received_bytes"] > 0
     for completion in ran:
         assert completion.epochs == sorted(completion.epochs)
-    assert {e for completion in ran for e in completion.epochs} == {0, 1}
+    epochs = {e for completion in ran for e in completion.epochs}
+    assert epochs == {0, 1} if source == "folder" else 0 in epochs  # all may end while they come
     assert cached == 0  # neither a cache nor a router knows prefixes of the old weights
     assert_as_one(after, alone[1])
     assert {e for completion in after for e in completion.epochs} == {1}

@@ -175,14 +175,8 @@ def served(
     grammars = grammars_of(ByteTokenizer(), told["card"]["stop_tokens"], END + 1)
     replicas = Replicas(running, Group.single())
     control = EngineControl(replicas, loaded)
-    loop = EngineLoop(
-        replicas,
-        link,
-        Group.single(),
-        grammars=grammars,
-        embedder=embedder,
-        control=control,
-    )
+    parts = {"grammars": grammars, "embedder": embedder, "control": control}
+    loop = EngineLoop(replicas, link, Group.single(), **parts)
     admin = None if told["admin_key"] is None else socket.create_server(("127.0.0.1", 0))
     serving = http_process.serve(other_end, listener, told, admin=admin)
     targets = (loop.run, lambda: asyncio.run(serving))

@@ -117,7 +117,7 @@ def test_a_draft_model_sleeps_with_the_model(folders: dict[str, str]) -> None:
         assert found.ids == wanted.ids
         assert llm.engine.stats.accepted > accepted
         # The administration of a server.
-        control = EngineControl(llm.engine, llm.loaded)
+        control = EngineControl(llm.replicas, llm.loaded)
         with pytest.raises(ValueError, match="sleep level 2"):
             control.apply({"action": "sleep", "level": 2})
         control.apply({"action": "sleep", "level": 1})

@@ -166,7 +166,7 @@ class EngineClient:
         self._next_id += len(wanted)
         outputs = Outputs(self, ids, self._max_unsent)
         for number, fields in zip(ids, wanted, strict=True):
-            self._send(Ask(id=number, **fields).to_json())
+            self._send(Ask(id=number, **fields).to_json(), turns=_TURNS)
             self._outputs[number] = outputs
         return ids, outputs
 
@@ -191,18 +191,18 @@ class EngineClient:
             if self._outputs.pop(number, None) is not None:
                 self._send({"kind": "abort", "id": number})
 
-    def _send(self, order: Mapping[str, Any]) -> None:
-        """Send an order, in one write with those of the next turns of the event loop."""
+    def _send(self, order: Mapping[str, Any], *, turns: int = 0) -> None:
+        """Send an order, with those of the next turns of the event loop."""
         self._frames.append(frame(order))
-        if len(self._frames) == 1:
-            self._flush_after(_TURNS)
+        if not turns or len(self._frames) == 1:
+            self._flush_after(turns)
 
     def _flush_after(self, turns: int) -> None:
         if turns:
             asyncio.get_running_loop().call_soon(self._flush_after, turns - 1)
             return
         frames, self._frames = self._frames, []
-        if not self._writer.is_closing():
+        if frames and not self._writer.is_closing():
             self._writer.write(b"".join(frames))
 
     async def listen(self) -> None:

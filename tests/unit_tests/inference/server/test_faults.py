@@ -231,7 +231,9 @@ def test_row_55_more_requests_than_the_queue_takes() -> None:
 def test_row_56_a_client_that_leaves(stream: bool) -> None:
     with served() as server:
         steps = server.engine.stats
-        body = json.dumps({"prompt": "a" * 40, "max_tokens": 4000, "stream": stream}).encode()
+        body = json.dumps(
+            {"prompt": "a" * 40, "max_tokens": 4000, "ignore_eos": True, "stream": stream}
+        ).encode()
         head = f"POST /v1/completions HTTP/1.1\r\nhost: a\r\ncontent-length: {len(body)}\r\n\r\n"
         with server.connect() as client:
             client.sendall(head.encode() + body)
@@ -250,7 +252,13 @@ def test_row_56_a_client_that_leaves(stream: bool) -> None:
 
 def test_row_57_a_client_that_does_not_read() -> None:
     with served(max_unsent=300) as server:
-        asked = {"prompt": "a", "max_tokens": 4000, "stream": True, "logprobs": 9}
+        asked = {
+            "prompt": "a",
+            "max_tokens": 4000,
+            "ignore_eos": True,
+            "stream": True,
+            "logprobs": 9,
+        }
         body = json.dumps(asked).encode()
         with server.connect() as client:
             head = f"POST /v1/completions HTTP/1.1\r\nhost: a\r\ncontent-length: {len(body)}\r\n"
@@ -327,7 +335,9 @@ def test_row_60_an_engine_that_dies_is_told_to_all() -> None:
 
     with served(Dies()) as server, concurrent.futures.ThreadPoolExecutor(2) as pool:
         server.model.gate.clear()
-        other = pool.submit(server.post, "/v1/completions", prompt="a", max_tokens=4000)
+        other = pool.submit(
+            server.post, "/v1/completions", prompt="a", max_tokens=4000, ignore_eos=True
+        )
         bad = pool.submit(server.post, "/v1/completions", prompt="!")
         until(lambda: server.http.get("/health").json()["active"] == 2)
         server.model.gate.set()

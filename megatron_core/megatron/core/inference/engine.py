@@ -339,11 +339,9 @@ class _Output:
             completion.top_logprobs += [top[:count] for top in chosen.tops]
         self._masks.clear()
 
-    def foresee(self) -> None:
-        """Find the tokens that have to follow."""
-        if self.request.forced is not None:
-            found = self.request.forced(self.completion.tokens)
-            self.row.forced = tuple(self.allowed(found[:MOST_FORCED]))
+    def foresee(self, forced: Callable[[Sequence[int]], Sequence[int]]) -> None:
+        """Find the tokens that have to follow, by what the request has for that."""
+        self.row.forced = tuple(self.allowed(forced(self.completion.tokens)[:MOST_FORCED]))
 
     def end_after(self, chosen: _Chosen) -> str:
         """Return why the row ends with what a step chose, which it has not taken yet; "" if it goes
@@ -580,7 +578,8 @@ class Engine:
             completion = Completion.begin(request, self._next_id, index)
             outputs.append(_Output(row, request, completion))
         for output in outputs:
-            output.foresee()
+            if request.forced is not None:
+                output.foresee(request.forced)
             self.scheduler.add(output.row)
             self._outputs[output.row] = output
         self._next_id += 1
@@ -993,8 +992,8 @@ class Engine:
             output.append(found, self.epoch)
             if reason:
                 self._end(output, reason)
-            else:
-                output.foresee()
+            elif output.request.forced is not None:
+                output.foresee(output.request.forced)
         return completions
 
     def _noting(self, plan: BatchPlan) -> list[_Noting]:

@@ -24,19 +24,6 @@ from megatron.cli.standard_streams import run_command
 
 if TYPE_CHECKING:
     import torch
-import torch
-
-from megatron.core.dist_checkpointing import (
-    CheckpointError,
-    load_checkpoint,
-    read_extra,
-    weight_chunks,
-)
-from megatron.core.models.gpt import GPTConfig, GPTModel
-from megatron.core.process_groups import ProcessGroupCollection
-from megatron.core.weight_gather import Storage
-from megatron.hf.architectures import DEEPSEEK_V3, KIMI_K2, NEMOTRON_H
-from megatron.hf.folder import CONFIG, read_object
 
 #: Largest difference between two logits in fp32, in units of the largest one.
 TOLERANCE = 1e-4
@@ -81,6 +68,20 @@ def compare_logits(
         import transformers
     except ImportError:
         raise ValueError("--verify needs transformers: pip install transformers") from None
+    import torch
+
+    from megatron.core.dist_checkpointing import (
+        CheckpointError,
+        load_checkpoint,
+        read_extra,
+        weight_chunks,
+    )
+    from megatron.core.models.gpt import GPTConfig, GPTModel
+    from megatron.core.process_groups import ProcessGroupCollection
+    from megatron.core.weight_gather import Storage
+    from megatron.hf.architectures import DEEPSEEK_V3, KIMI_K2, NEMOTRON_H
+    from megatron.hf.folder import CONFIG, read_object
+
     config = GPTConfig.from_json(read_extra(checkpoint)["model"])
     model = GPTModel(config, ProcessGroupCollection.single(), storage=Storage(initialize=False))
     try:
@@ -105,27 +106,21 @@ def compare_logits(
         use_safetensors=True,
         experts_implementation="eager",  # the others want sizes that divide
     ).eval()
-    tokens = _tokens(config.vocab_size)
+    generator = torch.Generator().manual_seed(1)
+    tokens = torch.randint(config.vocab_size, (ROWS, MAX_TOKENS), generator=generator)
     with torch.no_grad():
         ours = [chunk.tensor for chunk in chunks if chunk.name not in model.store.states]
         for weight in (*ours, *theirs.parameters()):
             weight.copy_(weight.to(dtype or weight.dtype))
         expected = theirs(tokens, use_cache=False).logits  # [b, s, v]
         found = model.full_logits(tokens).transpose(0, 1)  # [b, s, v]
-    most, largest = float((found - expected).abs().max()), float(expected.abs().max())
-    difference = LogitDifference(most, largest)
-    if not most <= TOLERANCE * largest:
+    difference = LogitDifference(float((found - expected).abs().max()), float(expected.abs().max()))
+    if not difference.most <= TOLERANCE * difference.largest:
         raise ValueError(
             f"the logits of {checkpoint} and of {folder} in transformers differ by up to "
             f"{difference}: allowed is {TOLERANCE:g} of that: do not use one for the other"
         )
     return difference
-
-
-def _tokens(vocab_size: int) -> torch.Tensor:
-    generator = torch.Generator().manual_seed(1)
-    shape: Sequence[int] = (ROWS, MAX_TOKENS)
-    return torch.randint(vocab_size, shape, generator=generator)
 
 
 PROG = "python -m megatron.hf.convert"

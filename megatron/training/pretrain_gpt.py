@@ -140,8 +140,8 @@ def start_watch(
     if launch.world_size == 1:
         return launch, None
     from megatron.training.failures.hang_files import HangFiles
-    from megatron.training.failures.launcher import agree_on_start
     from megatron.training.failures.peers import PeerWatch
+    from megatron.training.failures.restart import agree_on_start
 
     seconds = run.config.parallel.distributed_timeout_minutes * 60.0
     save, files = run.config.checkpoint.save, None
@@ -177,7 +177,7 @@ def train(run: Run, launch: Launch, *, watch: PeerWatch | None, stop: StopReques
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     import torch
 
-    from megatron.training.failures.launcher import going_on
+    from megatron.training.failures.restart import going_on
     from megatron.training.pretraining import pretrain
     from megatron.training.run_groups import blaming_peers, join_run
 

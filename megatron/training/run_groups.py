@@ -33,8 +33,8 @@ from megatron.core.process_groups import GROUP_NAMES, ProcessGroupCollection, Ra
 from megatron.training.config.layer_pattern import has, has_attention
 from megatron.training.config.resolve import Run
 from megatron.training.failures.hang_files import BETWEEN_TWO, ask_for_record, describe
-from megatron.training.failures.launcher import RestartNote
 from megatron.training.failures.peers import Diagnosis, PeerWatch
+from megatron.training.failures.restart import RestartNote
 from megatron.training.failures.stopping import StopRequests
 
 #: How long to wait for the others before looking whether they live, in seconds.

@@ -1,16 +1,19 @@
 # SPDX-License-Identifier: Apache-2.0
 """The parts of a training run, put together from its options: model, engine, optimizer, state.
 
-And its steps and evaluations: batches on the device, through the train step.
+And its steps and evaluations: batches on the device, through the train step; and what log lines say
+of experts and of multi-token prediction.
 """
 
 from __future__ import annotations
 
 import contextlib
+import re
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import islice
 from pathlib import Path
+from statistics import fmean
 from typing import Literal
 
 import torch
@@ -27,8 +30,16 @@ from megatron.core.dist_checkpointing import (
     weight_chunks,
 )
 from megatron.core.distributed import DataParallel
-from megatron.core.models.gpt import Ahead, GPTConfig, GPTModel, logical_weights, shifted
-from megatron.core.moe.router import Balance, routers_of
+from megatron.core.models.gpt import (
+    Ahead,
+    GPTConfig,
+    GPTModel,
+    logical_weights,
+    shifted,
+    take_mean_losses,
+)
+from megatron.core.moe import MoEConfig
+from megatron.core.moe.router import Balance, RouterLoad, routers_of
 from megatron.core.optimizer import Optimizer
 from megatron.core.optimizer.config import check_patterns
 from megatron.hf.config_json import differences, function_of
@@ -68,7 +79,8 @@ from megatron.training.failures.replay import Reruns, StageBits
 from megatron.training.hooks import TrainingHooks
 from megatron.training.layouts import Layouts, layouts_of
 from megatron.training.monitoring.flops import peak_flops, visible_square
-from megatron.training.monitoring.metrics import ModelLog
+from megatron.training.monitoring.log_line import LogPart
+from megatron.training.monitoring.metrics import EXPERT_LOAD
 from megatron.training.monitoring.step_window import Speedometer, StepWindow
 from megatron.training.newest_checkpoint import clear_the_way, load_newest, read_together
 from megatron.training.progress_state import Progress
@@ -600,3 +612,81 @@ def open_steps(session: Session, *, consumed_samples: int) -> Iterator[SessionSt
     finally:
         if isinstance(batches, PrefetchedBatches):
             batches.close()
+
+
+class ModelLog(TrainingHooks):
+    """Shows at log lines what parts of a model have counted.
+
+    Args:
+        model: may have depths of multi-token prediction.
+        balance: sums the loads of its experts; None where there are none.
+    """
+
+    def __init__(self, model: GPTModel, balance: Balance | None) -> None:
+        self._model, self._balance = model, balance
+
+    def log_parts(self) -> list[LogPart]:
+        """Return the losses of depths and the loads of experts; every rank calls this."""
+        found = []
+        if self._model.config.mtp_num_layers:
+            found.append(mtp_losses(self._model))
+        if self._balance is not None:
+            found.append(load_balance(self._balance.report(), self._balance.config))
+        return found
+
+
+def mtp_losses(model: GPTModel) -> LogPart:
+    """Return what a log line reports of the depths, counted from 1, since the line before.
+
+    Every rank calls this.
+    """
+    losses = dict(enumerate(take_mean_losses(model), start=1))
+    words = " | ".join(f"mtp {depth} loss: {loss:.6E}" for depth, loss in losses.items())
+    return LogPart(words, {f"mtp_{depth}_loss": loss for depth, loss in losses.items()})
+
+
+def load_balance(loads: Sequence[RouterLoad], config: MoEConfig) -> LogPart:
+    """Return what a log line reports of the loads of all routers since the line before.
+
+    Args:
+        loads: of every router of the model, in its order.
+        config: of the experts; what they do without is left out.
+    """
+    worst = max(loads, key=lambda load: load.imbalance)
+    busiest = worst.tokens.index(max(worst.tokens))
+    router = config.router
+    numbers = {
+        "expert_load_max": worst.imbalance,
+        "router_entropy": fmean(load.entropy for load in loads),
+    }
+    words = [
+        f"load balance: worst {worst.imbalance:.2f} ({layer_name(worst.name)}, expert {busiest})",
+        f"router entropy {numbers['router_entropy']:.3f}",
+    ]
+    if config.capacity_factor is not None:
+        numbers["tokens_dropped"] = fmean(load.dropped for load in loads)
+        words.insert(1, f"dropped {numbers['tokens_dropped']:.2%}")
+    if router.balance != "none":
+        numbers["aux_loss"] = fmean(load.balance_loss for load in loads)
+        words.append(f"aux loss {numbers['aux_loss']:.4f}")
+    if router.z_loss_coeff > 0.0:
+        numbers["z_loss"] = fmean(load.z_loss for load in loads)
+        words.append(f"z loss {numbers['z_loss']:.4f}")
+    table = {layer_name(load.name): relative(load.tokens) for load in loads}
+    return LogPart(" | ".join(words), numbers, {EXPERT_LOAD: table})
+
+
+def relative(tokens: Sequence[int]) -> list[float]:
+    """Return the tokens of each expert over their mean: 1 is even."""
+    mean = sum(tokens) / len(tokens)
+    return [round(count / mean, 4) if mean else 0.0 for count in tokens]
+
+
+def layer_name(router: str) -> str:
+    """Return the layer of a router: of `decoder.blocks.5.moe.router` "layer 2", counted from 0, of
+    `mtp.0.` "mtp 1", counted from 1 as its loss is."""
+    depth = re.match(r"mtp\.([0-9]+)\.", router)
+    if depth is not None:
+        return f"mtp {int(depth[1]) + 1}"
+    block = re.match(r"decoder\.blocks\.([0-9]+)\.", router)
+    return router if block is None else f"layer {int(block[1]) // 2}"

@@ -12,13 +12,13 @@ from megatron.core.context_parallel import blockwise
 from megatron.core.context_parallel.blockwise import attention_blocks
 from megatron.core.context_parallel.cut import SequenceCut
 from megatron.core.ops.attention import attention
+from megatron.core.ops.dispatch import add_product_
 from megatron.core.ops.dropout import AttentionDropout, dropout
 from megatron.core.ops.layernorm import layer_norm
 from megatron.core.ops.linear_cross_entropy import linear_cross_entropy
 from megatron.core.ops.rmsnorm import rms_norm
 from megatron.core.ops.rope import apply_rope, rotary_table
 from megatron.core.ops.swiglu import gated
-from megatron.core.ops.wide_product import add_product_
 from tests.support.closeness import relative_error
 from tests.support.gpu_agreement import BOUND, DTYPES, agree, made, sized
 

@@ -63,7 +63,7 @@ EXPERT_FAULTS: Mapping[str, Fault] = {
         {"experts": "sigmoid", "etp": 2},
     ),
     "biases drive tokens to the busy experts": (
-        "moe.balance",
+        "moe.router",
         "Balance.finish",
         "tokens.mean() - tokens",
         "tokens - tokens.mean()",

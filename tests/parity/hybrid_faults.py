@@ -34,7 +34,7 @@ HYBRID_FAULTS: Mapping[str, Fault] = {
         _DELTA,
     ),
     "tokens come back by the map that took them": (
-        "ops.places",
+        "ops.sequences",
         "Places.of",
         "tokens[rows] = np.arange(len(rows))",
         "tokens[np.arange(len(rows))] = rows",

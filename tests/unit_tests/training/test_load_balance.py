@@ -12,16 +12,9 @@ from megatron.core.context_parallel import SequenceLayout
 from megatron.core.moe import MoEConfig, RouterConfig
 from megatron.core.moe.router import RouterLoad
 from megatron.core.process_groups import ProcessGroupCollection, RankGrid
-from megatron.training.monitoring.metrics import (
-    EXPERT_LOAD,
-    Metrics,
-    layer_name,
-    load_balance,
-    open_metrics,
-    read_metrics,
-    relative,
-)
+from megatron.training.monitoring.metrics import EXPERT_LOAD, Metrics, open_metrics, read_metrics
 from megatron.training.plot import color, comparison, draw, load_svg, page, read_run
+from megatron.training.session import layer_name, load_balance, relative
 from megatron.training.step import Microbatch, auxiliary_factors
 from tests.support.ranks import run_ranks
 

@@ -11,8 +11,8 @@ import torch.distributed as dist
 from megatron.cli.errors import PeerLost
 from megatron.cli.launch import Launch
 from megatron.training.config.resolve import resolve
-from megatron.training.failures import launcher
-from megatron.training.failures.launcher import RestartNote, agree_on_start, going_on
+from megatron.training.failures import restart
+from megatron.training.failures.restart import RestartNote, agree_on_start, going_on
 from tests.unit_tests.training.small_config import small_config
 
 
@@ -100,7 +100,7 @@ def test_ranks_that_do_not_come_are_named():
 
 
 def test_a_rank_that_rank_0_does_not_answer_says_so(monkeypatch):
-    monkeypatch.setattr(launcher, "ANSWER_SECONDS", 0.0)
+    monkeypatch.setattr(restart, "ANSWER_SECONDS", 0.0)
     server = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     launch = Launch(rank=3, world_size=4, address="127.0.0.1", port=server.port)
     with pytest.raises(PeerLost, match=r"rank 0 .*WORLD_SIZE"):

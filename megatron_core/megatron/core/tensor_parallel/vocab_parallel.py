@@ -32,14 +32,13 @@ from megatron.core.comm.conjugates import (
     reduce_scatter_to_group,
 )
 from megatron.core.initialize import InitSpec
-from megatron.core.ops.dispatch import apply_function
+from megatron.core.ops.dispatch import add_product_, apply_function
 from megatron.core.ops.linear_cross_entropy import (
     chunk_gradient_,
     chunk_statistics,
     fused_gradient_,
     tokens_per_chunk,
 )
-from megatron.core.ops.wide_product import add_product_
 from megatron.core.process_groups import Group
 from megatron.core.tensor_parallel.linear import TensorParallelRegion
 from megatron.core.weight_gather import WeightHandle, WeightStore

@@ -15,9 +15,8 @@ from itertools import pairwise
 import torch
 import torch.nn.functional as F
 
-from megatron.core.ops.dispatch import apply_function
+from megatron.core.ops.dispatch import add_product_, apply_function
 from megatron.core.ops.row_tiles import tiled_product
-from megatron.core.ops.wide_product import add_product_
 from megatron.core.weight_gather.handle import WeightHandle
 
 

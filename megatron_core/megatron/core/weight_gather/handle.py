@@ -37,11 +37,10 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from megatron.core.ops.dispatch import matmul_dtype
+from megatron.core.ops.dispatch import add_product_, matmul_dtype
 from megatron.core.ops.packed_product import PackedMatrix, least_rows
 from megatron.core.ops.row_tiles import tiled_product
 from megatron.core.ops.weight_copy import WeightCopy
-from megatron.core.ops.wide_product import add_product_
 from megatron.core.weight_gather.wire import EncodedWeight, WireFormat
 from megatron.core.weight_sharding import WeightSharding
 

@@ -115,8 +115,8 @@ BUGS = {
     "weights are read from a buffer that was given back": bug(
         "megatron.core.weight_gather.bucket",
         "BucketBlock.unbind",
-        "self.current = False",
-        "self.current = True",
+        "self.current, self.encoded = False, None",
+        "self.current, self.encoded = True, None",
         ZERO3,
     ),
     "a block is released by its own use": bug(
@@ -130,10 +130,10 @@ BUGS = {
     "a prefetch goes into the buffer in use": bug(
         GATHERER,
         "Gatherer._issue",
-        "whole = self.pool.lease(block.layout.numel, whole.dtype, stream=self.stream)",
+        "whole = self.pool.lease(*block.lease, stream=self.stream)",
         "whole = next((g.whole for g in self._gathered.values() "
         "if len(g.whole) == block.layout.numel), None); "
-        "whole = self.pool.lease(block.layout.numel, torch.float32) if whole is None else whole",
+        "whole = self.pool.lease(*block.lease) if whole is None else whole",
         ZERO3,
     ),
     "a gather under way is given back without a wait": bug(

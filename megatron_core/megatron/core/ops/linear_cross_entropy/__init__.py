@@ -5,8 +5,13 @@ from __future__ import annotations
 
 import torch
 
-from megatron.core.ops.dispatch import accumulation_dtype, apply_function, choose, matmul_dtype
-from megatron.core.ops.wide_product import add_product_
+from megatron.core.ops.dispatch import (
+    accumulation_dtype,
+    add_product_,
+    apply_function,
+    choose,
+    matmul_dtype,
+)
 
 __all__ = [
     "chunk_gradient_",

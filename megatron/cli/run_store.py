@@ -4,6 +4,8 @@ which outlives the launcher.
 
 Everything is written to both and read from the launcher's; once that is gone, from the other one.
 A thread writes to the other one: rank 0 may be stopped, and then nobody may wait for its answer.
+
+Apart from `launch`, which a command line is read with, because it imports torch.
 """
 
 from __future__ import annotations

@@ -101,8 +101,8 @@ def receive_weights(
 @torch.no_grad()
 def take_weights(loaded: CheckpointModel, received: Sequence[TensorChunk]) -> None:
     """Copy weights from `receive_weights` into the model."""
-    for mine, theirs in zip(weight_chunks(loaded.model.store), received, strict=True):
-        mine.tensor.copy_(theirs.tensor)
+    for held, new in zip(weight_chunks(loaded.model.store), received, strict=True):
+        held.tensor.copy_(new.tensor)
 
 
 def _from_folder(loaded: CheckpointModel, load: str) -> Path:

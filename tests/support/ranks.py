@@ -59,7 +59,7 @@ PRELOAD = (
     "megatron.training.pretraining",
     "megatron.training.run_groups",
     "megatron.cli.flags",
-    "megatron.training.failures.launcher",
+    "megatron.training.failures.restart",
     "megatron.training.failures.hang_files",
     "megatron.core.datasets.indexed_dataset",
     "tests.functional_tests.small_run",

@@ -11,7 +11,7 @@ for name in (
     "megatron.core.datasets.indexed_dataset",
     "megatron.training.config.check",
     "megatron.training.failures.peers",
-    "megatron.training.failures.launcher",
+    "megatron.training.failures.restart",
     "megatron.training.failures.hang_files",
     "megatron.cli.flags",
     "megatron.training.pretrain_gpt",

@@ -118,7 +118,8 @@ class EngineLoop:
     def _shared(self, orders: Sequence[Order]) -> list[Order]:
         """Return the orders of the first rank; all ranks call it, the others with none.
 
-        Once all ranks have received weights, or one cannot, there is one order more.
+        Once no rank receives weights any more, there is one order more: to put them in, or why some
+        rank has none.
         """
         message = [list(orders), self._control.received]
         found = all_gather_json(message, self._hosts, torch.device("cpu"))

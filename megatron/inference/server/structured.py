@@ -242,6 +242,8 @@ class ReasoningLimit:
         self._mask, self._decode, self._vocab_size = mask, decode, vocab_size
         self._begin, self._end, self._after = begin.encode(), end.encode(), after
         self._end_tokens = list(end_tokens)
+        self._head: list[int] = []  # what was decoded last
+        self._text = b""
 
     def __call__(self, tokens: Sequence[int]) -> Tensor | None:
         """Return bool [V], or None for all."""
@@ -264,7 +266,10 @@ class ReasoningLimit:
         if beyond < 0:
             return []
         # Three bytes of a character and the end are the most that may be beyond the limit.
-        text = self._decode(list(tokens[: self._after + 3 + len(self._end_tokens)]))
+        head = list(tokens[: self._after + 3 + len(self._end_tokens)])
+        if head != self._head:  # behind the end it stays as it is
+            self._head, self._text = head, self._decode(head)
+        text = self._text
         if self._end in text or not text.lstrip().startswith(self._begin):
             return []
         for written in range(min(beyond, len(self._end_tokens) - 1), 0, -1):

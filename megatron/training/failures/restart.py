@@ -8,6 +8,9 @@ earlier job left in the same folder.
 The launcher of each machine counts the restarts after a failure that it has seen itself, and none
 for a machine that has joined or left. Its count may thus differ between ranks, or repeat; keys with
 it would then belong to another start. `agree_on_start` gives each start a number of its own.
+
+Apart from `launcher`, which an entry point imports before its options are read, because it imports
+torch.
 """
 
 from __future__ import annotations

@@ -24,7 +24,13 @@ from megatron.cli.tokenizers import (
     train_bpe,
 )
 from megatron.inference.server import structured
-from megatron.inference.server.structured import BadGrammar, Grammars, TokenMask, grammars_of
+from megatron.inference.server.structured import (
+    BadGrammar,
+    Grammars,
+    ReasoningLimit,
+    TokenMask,
+    grammars_of,
+)
 from tests.support.http_server import END, Served, served, until
 from tests.support.tiktoken_files import write_ranks, write_vocabulary
 
@@ -312,3 +318,26 @@ def test_the_openai_client_gets_a_strict_schema(server: Served) -> None:
         )
     assert is_person(answer.choices[0].message.content or "")
     until(lambda: server.engine.unfinished == 0)
+
+
+def test_a_limit_of_reasoning_costs_the_answer_behind_it_nothing() -> None:
+    decoded: list[int] = []
+
+    def decode(tokens: list[int]) -> bytes:
+        decoded.append(len(tokens))
+        return bytes(tokens)
+
+    end = list(b"</t>")
+    limit = ReasoningLimit(None, decode, 256, begin="", end="</t>", end_tokens=end, after=20)
+    tokens = list(b"x" * 20)
+    for token in end:
+        assert limit.forced(tokens)[0] == token
+        tokens.append(token)
+    reasoned = len(decoded)
+    for _ in range(200):
+        assert limit(tokens) is None
+        assert limit.forced(tokens) == []
+        tokens.append(ord("y"))
+    assert len(decoded) <= reasoned + 4, "the reasoning is decoded again for each token"
+    # Tokens that were taken back are read anew.
+    assert limit.forced(list(b"x" * 30)) == end

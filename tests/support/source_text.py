@@ -4,10 +4,11 @@
 from __future__ import annotations
 
 import ast
-import importlib
+import importlib.util
 import itertools
 import pkgutil
 from collections.abc import Callable, Iterator
+from importlib.machinery import ModuleSpec
 from pathlib import Path
 
 #: First character of a piece of source text, and the one behind its last.
@@ -15,19 +16,25 @@ Span = tuple[int, int]
 
 
 def source_of(module: str) -> tuple[str, str]:
-    """Return the source text of a module and the path that it came from."""
-    path = importlib.import_module(module).__file__
+    """Return the source text of a module and the path that it comes from; do not import it."""
+    path = _spec_of(module).origin
     assert path is not None
     return Path(path).read_text(encoding="utf-8"), path
 
 
 def modules_of(name: str) -> list[str]:
-    """Return the modules of a package, or the module itself if it is none."""
-    module = importlib.import_module(name)
-    if module.__spec__ is None or module.__spec__.submodule_search_locations is None:
+    """Return the modules of a package, or the module itself if it is none; import packages only."""
+    folders = _spec_of(name).submodule_search_locations
+    if folders is None:
         return [name]
-    inner = pkgutil.iter_modules(module.__path__)
+    inner = pkgutil.iter_modules(folders)
     return [name] + [found for entry in inner for found in modules_of(f"{name}.{entry.name}")]
+
+
+def _spec_of(module: str) -> ModuleSpec:
+    spec = importlib.util.find_spec(module)
+    assert spec is not None, f"no module {module}"
+    return spec
 
 
 def definitions(tree: ast.AST, prefix: str = "") -> Iterator[tuple[str, ast.FunctionDef]]:

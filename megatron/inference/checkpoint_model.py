@@ -80,6 +80,7 @@ class CheckpointModel:
         tokenizer_choice: arguments of `choose_tokenizer`, with which another process makes the same
             tokenizer.
         coordinator: by which the ranks that hold the model agree.
+        timeout_seconds: that a rank waits for another one.
     """
 
     model: GPTModel
@@ -99,6 +100,7 @@ class CheckpointModel:
     draft: CheckpointModel | None = None
     tokenizer_choice: Mapping[str, Any] = field(default_factory=dict)
     coordinator: Coordinator = field(default_factory=Solo)
+    timeout_seconds: float = 600.0
 
     def generator(self, max_step_tokens: int) -> LanguageModel:
         """Return what the engine runs; all ranks call it.
@@ -182,12 +184,16 @@ class CheckpointModel:
         return self.model.groups["dp"]
 
     @property
-    def expert_peers(self) -> Group | None:
-        """The ranks that share experts, if they are of several replicas."""
+    def shares_experts(self) -> bool:
+        """Whether ranks of several replicas share experts: those of the group "etp_ep"."""
         groups = self.model.groups
-        shares = self.model.config.moe is not None and groups["etp_ep"].size > 1
         inside = set(groups["etp_ep"].ranks) <= set(groups["tp"].ranks)
-        return groups["etp_ep"] if shares and not inside else None
+        return self.model.config.moe is not None and not inside
+
+    def host_group(self, name: str = "world") -> Group:
+        """Make a group for what the hosts of these ranks exchange; all ranks call this. See
+        `ProcessGroupCollection.host_group`."""
+        return self.model.groups.host_group(name, timeout_seconds=self.timeout_seconds)
 
     @property
     def pipeline(self) -> PipelineGroups:
@@ -255,6 +261,7 @@ class _Place:
 
     Attributes:
         coordinator: by which they agree.
+        seconds: that one waits for another.
     """
 
     def __init__(
@@ -269,12 +276,12 @@ class _Place:
         self.grid = rank_grid(source, launch.world_size)
         self.device, self._source, self._launch, self._store = device, source, launch, store
         self._further = further
-        self._seconds = source.distributed_timeout_minutes * 60
+        self.seconds = source.distributed_timeout_minutes * 60
         self._groups: ProcessGroupCollection | None = None
         self.coordinator: Coordinator = Solo()
         if store is not None:
             self.coordinator = StoreCoordinator(
-                store, launch.rank, launch.world_size, timeout_seconds=self._seconds
+                store, launch.rank, launch.world_size, timeout_seconds=self.seconds
             )
 
     def build(self, config: GPTConfig, dtype: torch.dtype) -> GPTModel:
@@ -310,12 +317,12 @@ class _Place:
                 store=dist.PrefixStore("groups", self._store),
                 rank=self._launch.rank,
                 world_size=self._launch.world_size,
-                timeout=timedelta(seconds=self._seconds),
+                timeout=timedelta(seconds=self.seconds),
             )
             self._groups = ProcessGroupCollection.create(
                 self.grid,
                 rank=self._launch.rank,
-                timeout_seconds=self._seconds,
+                timeout_seconds=self.seconds,
                 names=GROUP_NAMES,
             )
         return self._groups
@@ -431,6 +438,7 @@ def _from_folder(source: ModelSource, place: _Place) -> CheckpointModel:
         weights_dtype=source.weights_dtype,
         tokenizer_choice=choice,
         coordinator=place.coordinator,
+        timeout_seconds=place.seconds,
     )
 
 
@@ -482,6 +490,7 @@ def _load(folder: Path, source: ModelSource, place: _Place) -> CheckpointModel:
         weights_dtype=source.weights_dtype,
         tokenizer_choice=choice,
         coordinator=place.coordinator,
+        timeout_seconds=place.seconds,
     )
 
 

@@ -196,7 +196,7 @@ class LLM:
         self.engine = speculating_engine(
             loaded, config, check_plans=checked, make_recorder=recorder
         )
-        self.replicas = Replicas(self.engine, loaded.data_parallel)
+        self.replicas = Replicas(self.engine, loaded.host_group("dp"))
 
     @staticmethod
     @contextlib.contextmanager
@@ -363,7 +363,8 @@ def speculating_engine(
     options = {"check_plans": check_plans, "make_recorder": make_recorder}
     if method is None:
         return _engine(loaded, generator, config, **options)
-    if method != "ngram" and loaded.expert_peers is not None:
+    shares = loaded.shares_experts or (loaded.draft is not None and loaded.draft.shares_experts)
+    if method != "ngram" and shares:
         raise ValueError(
             f"--speculative-method {method} does not go with experts over several data-parallel "
             "replicas, which enter the experts of the model's steps alone together: use ngram"
@@ -426,7 +427,7 @@ def _engine(
             pipeline=loaded.pipeline,
             make_recorder=make_recorder,
             check_plans=check_plans,
-            expert_peers=loaded.expert_peers,
+            expert_peers=loaded.host_group("etp_ep") if loaded.shares_experts else None,
         ),
     )
 

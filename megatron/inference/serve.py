@@ -287,7 +287,6 @@ def serve(
         if link is not None:
             link.sendall(frame(settings_of(loaded, config, keys)))
         replicas = LLM(loaded, config.inference).replicas
-        seconds = config.source.distributed_timeout_minutes * 60
         grammars = grammars_of(loaded.tokenizer, sorted(loaded.stop_tokens), loaded.vocab_size)
         pooling = pooling_of(loaded)
         embedder = None
@@ -303,7 +302,7 @@ def serve(
         loop = EngineLoop(
             replicas,
             link,
-            loaded.model.groups.host_group(timeout_seconds=seconds),
+            loaded.host_group(),
             grammars=grammars,
             embedder=embedder,
             explained=explain(loaded),

@@ -15,8 +15,6 @@ from concurrent import futures
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any
 
-import torch
-
 from megatron.core.inference.engine import Completion, Request
 from megatron.core.inference.requests import RequestError
 from megatron.core.inference.router import Replicas, all_gather_json
@@ -122,7 +120,7 @@ class EngineLoop:
         rank has none.
         """
         message = [list(orders), self._control.received]
-        found = all_gather_json(message, self._hosts, torch.device("cpu"))
+        found = all_gather_json(message, self._hosts)
         received = [one for _, one in found if one is not None]
         if len(received) == len(found):
             found[0][0].insert(0, {"kind": "received", "refused": next(filter(None, received), "")})

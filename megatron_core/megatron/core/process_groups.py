@@ -380,19 +380,23 @@ class ProcessGroupCollection:
         """Coordinates of this rank on every axis."""
         return self.grid.coordinates(self.rank)
 
-    def host_group(self, *, timeout_seconds: float = 600.0) -> Group:
-        """Make a group of all ranks whose collectives take tensors of the CPU, over gloo; all ranks
-        call this.
+    def host_group(self, name: str = "world", *, timeout_seconds: float = 600.0) -> Group:
+        """Make a group of the same ranks as the group called `name`, whose collectives take tensors
+        of the CPU, over gloo; all ranks of the world call this.
 
         Its communicator is nobody else's: nothing that a device or another thread computes delays
         it, and it may be used while that goes on.
+
+        Raises:
+            ValueError: an unknown name.
         """
-        ranks = tuple(range(self.grid.world_size))
-        if len(ranks) == 1:
-            return Group.single("hosts")
-        timeout = datetime.timedelta(seconds=timeout_seconds)
-        handle = dist.new_group(list(ranks), timeout=timeout, backend="gloo")
-        return Group("hosts", ranks, self.rank, handle)
+        timeout, found = datetime.timedelta(seconds=timeout_seconds), Group.single("hosts")
+        for ranks in self.grid.named_ranks(name):
+            if len(ranks) > 1:
+                handle = dist.new_group(list(ranks), timeout=timeout, backend="gloo")
+                if self.rank in ranks:
+                    found = Group("hosts", tuple(ranks), ranks.index(self.rank), handle)
+        return found
 
     @staticmethod
     def single() -> ProcessGroupCollection:

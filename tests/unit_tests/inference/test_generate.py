@@ -51,8 +51,11 @@ class Loaded:
     token_multiple: int = 1
     speculation: Speculation = field(default_factory=Speculation)
     pipeline: None = None
-    expert_peers: None = None
-    data_parallel: Group = field(default_factory=Group.single)
+    shares_experts: bool = False
+    draft: None = None
+
+    def host_group(self, name: str) -> Group:
+        return Group.single(name)
 
     def generator(self, max_step_tokens: int) -> NextByte:
         assert max_step_tokens == Inference().inference_max_tokens

@@ -85,6 +85,8 @@ class DecodeGraphs:
         max_rows: rows of the largest bucket.
         row_multiple: rows of each are a multiple of this.
         max_context: tokens of the longest row.
+        shares_experts: with ranks of other replicas: all of them launch graphs of one bucket
+            together, and a rank without tokens one of padding alone (`join`).
 
     Raises:
         RuntimeError: when called, a buffer is elsewhere than when the graph was recorded.
@@ -99,6 +101,7 @@ class DecodeGraphs:
         max_rows: int,
         row_multiple: int,
         max_context: int,
+        shares_experts: bool = False,
     ) -> None:
         self.buckets = buckets_of(max_rows, row_multiple)
         self.stats = GraphStats()
@@ -106,25 +109,26 @@ class DecodeGraphs:
         self._cache = cache
         self._max_context, self._max_blocks = max_context, -(-max_context // cache.block_size)
         self._device, self._cpu_dtype = cache.device, cache.shapes.cpu_dtype
-        self._takes_drafts = not cache.shapes.states
+        self._takes_drafts, self._shares_experts = not cache.shapes.states, shares_experts
         self._graphs: dict[int, _Graph] = {}
 
-    def __call__(self, plan: BatchPlan) -> tuple[Tensor, Tensor] | None:
-        """Return hidden states [t, 1, h] and logits fp32 [t, V] of all tokens of a step; None if it
-        is not one for a graph. The next step overwrites them."""
+    def takes(self, plan: BatchPlan) -> bool:
+        """Whether a step is one for a graph."""
         count = len(plan.tokens)
         every = len(plan.chosen_after) + plan.padding == count  # token has one chosen after it
         fits = count <= self.buckets[-1]  # a grammar may force more tokens than drafts are made
-        if not every or not fits or (any(plan.drafts) and not self._takes_drafts):
-            self.stats.eager += 1
-            return None
-        size = next(bucket for bucket in self.buckets if bucket >= count)
-        if size not in self._graphs:
-            start = time.perf_counter()
-            self._graphs[size] = self._captured(size)
-            self.stats.captured += 1
-            self.stats.seconds += time.perf_counter() - start
-        graph = self._graphs[size]
+        return every and fits and (self._takes_drafts or not any(plan.drafts))
+
+    def __call__(self, plan: BatchPlan, least: int = 0) -> tuple[Tensor, Tensor]:
+        """Return hidden states [t, 1, h] and logits fp32 [t, V] of all tokens of a step. The next
+        step overwrites them.
+
+        Args:
+            plan: one that it `takes`.
+            least: the bucket holds so many, tokens of another rank.
+        """
+        count = len(plan.tokens)
+        size, graph = self._graph(max(count, least))
         rows = np.repeat(np.arange(len(plan.state_slots)), np.diff(plan.query_bounds))
         contexts = np.where(plan.slot_mapping < 0, 0, plan.positions + 1)
         states = plan.state_slots[rows]
@@ -133,13 +137,32 @@ class DecodeGraphs:
         for into, array in zip(numbers, given, strict=False):
             into[:count] = array
         numbers[-1].reshape(size, -1)[:count, : plan.block_table.shape[1]] = plan.block_table[rows]
+        hidden, logits = self._launched(graph, numbers)
+        return hidden[:count], logits[:count]
+
+    def join(self, least: int) -> None:
+        """Launch the graph that other ranks do, whose steps have up to so many tokens."""
+        size, graph = self._graph(least)
+        self._launched(graph, self._padding(size))
+
+    def _graph(self, count: int) -> tuple[int, _Graph]:
+        """Return the smallest bucket of so many tokens, and its graph."""
+        size = next(bucket for bucket in self.buckets if bucket >= count)
+        if size not in self._graphs:
+            start = time.perf_counter()
+            self._graphs[size] = self._captured(size)
+            self.stats.captured += 1
+            self.stats.seconds += time.perf_counter() - start
+        return size, self._graphs[size]
+
+    def _launched(self, graph: _Graph, numbers: list[np.ndarray]) -> tuple[Tensor, Tensor]:
+        """Launch a graph over numbers; return its results."""
         graph.fill(numbers)
         self._check_addresses(graph)
         graph.recorder.replay()
         self.stats.replayed += 1
         assert graph.found is not None
-        hidden, logits = graph.found
-        return hidden[:count], logits[:count]
+        return graph.found
 
     def forget(self) -> None:
         """Record all anew: the cache has another address."""
@@ -185,6 +208,7 @@ class DecodeGraphs:
                 state_slots=states.long(),
                 decode_rows=size,
                 prefill=None,
+                most_tokens=size if self._shares_experts else None,
             )
             return self._forward(DecodeInputs(tokens=tokens, positions=positions, paged=paged))
 

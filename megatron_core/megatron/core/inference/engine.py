@@ -26,6 +26,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import NamedTuple, Protocol
 
 import numpy as np
@@ -63,6 +64,7 @@ from megatron.core.inference.scheduler import (
 )
 from megatron.core.inference.sizes import CacheSizes, EngineConfig
 from megatron.core.inference.stages import PipelineGroups, StageLink, packed, unpacked
+from megatron.core.moe.dispatch import MOST_PADDED
 from megatron.core.ops.paged_attention import PagedBatch
 from megatron.core.ops.sequences import Sequences
 from megatron.core.process_groups import Group
@@ -209,9 +211,10 @@ class EngineFeatures:
         make_recorder: makes what records decode steps, `CudaRecorder` on a GPU; None runs all steps
             eagerly.
         check_plans: ranks that compare their plans before each step; None compares nothing.
-        expert_peers: ranks of several data-parallel replicas that share experts. They call `step`
-            equally often, and one without work takes part in the collectives of experts. None where
-            each replica has all experts.
+        expert_peers: ranks of several data-parallel replicas that share experts, as a group of
+            hosts (`ProcessGroupCollection.host_group`). They call `step` equally often, and one
+            without work takes part in the collectives of experts. None where each replica has all
+            experts.
     """
 
     proposer: Proposer | None = None
@@ -244,8 +247,6 @@ class EngineFeatures:
                 f"a recorded step exchanges nothing with the {stages} stages of a pipeline: drop "
                 "make_recorder or the stages"
             )
-        if self.expert_peers is not None and self.make_recorder is not None:
-            raise ValueError("recorded steps do not go with experts over replicas: drop one")
         if count < 0 or (count > 0) != (self.proposer is not None):
             given = "without" if self.proposer is None else "with"
             raise ValueError(
@@ -420,6 +421,18 @@ class StepResult:
     sends: Sequence[Pending] = ()
 
 
+class SharedStep(NamedTuple):
+    """What ranks of several replicas that share experts agree on before a step.
+
+    Args:
+        most_tokens: new tokens of the rank that has most.
+        eager: some rank's step is none for a graph.
+    """
+
+    most_tokens: int
+    eager: bool
+
+
 @dataclass(frozen=True, eq=False, kw_only=True)
 class StepInFlight:
     """A step that the device computes; `Engine._finish` waits for it.
@@ -510,6 +523,7 @@ class Engine:
         self._next_id = 0
         self._queue = WorkQueue(self.device, in_thread=config.asynchronous)
         self._in_flight: deque[StepInFlight] = deque()  # the oldest first
+        self._joins: deque[Work[None]] = deque()  # of `joined`, those that may not be done
         self._most_in_flight = 2 if config.asynchronous else self.link.count
         self._graphs: DecodeGraphs | None = None
         if features.make_recorder is not None:
@@ -524,6 +538,9 @@ class Engine:
         drafts = 0 if self.cache.shapes.states else self.config.num_speculative_tokens
         rows = self.config.max_rows * (1 + drafts)
         longest = self.cache.num_blocks * self.config.block_size
+        shared = self._expert_peers is not None
+        if shared:  # of more the host reads how many each rank has
+            rows = min(rows, MOST_PADDED)
         return DecodeGraphs(
             self._decoded,
             make_recorder,
@@ -531,6 +548,7 @@ class Engine:
             max_rows=min(rows, self.config.max_step_tokens),
             row_multiple=self.config.token_multiple,
             max_context=min(longest, self.max_length or longest),
+            shares_experts=shared,
         )
 
     @property
@@ -671,7 +689,7 @@ class Engine:
             ValueError: a step is in flight, which may have read both: with `asynchronous` or
                 pipeline stages, `pause` before weights are written.
         """
-        if self._in_flight:
+        if self._in_flight or (self.config.asynchronous and self._joins):
             raise ValueError(
                 "weights were replaced while a step was in flight: pause the engine before they "
                 "are written"
@@ -700,11 +718,16 @@ class Engine:
         if self._in_flight:
             found += self._finish(self._in_flight.popleft())
         if not self._outputs:  # what is in flight is for nobody
-            self.drain()
+            self._finish_all()
         return found
 
     def drain(self) -> None:
         """Wait for all steps in flight; the next `step` returns what they have found."""
+        self._finish_all()
+        while self._joins:
+            self._joins.popleft().result()
+
+    def _finish_all(self) -> None:
         while self._in_flight:
             self._ended += self._finish(self._in_flight.popleft())
 
@@ -719,23 +742,35 @@ class Engine:
 
     def _launch_with(self, peers: Group) -> None:
         """Launch steps together with ranks that share experts, as many as the rank that has most:
-        before each, all learn how many tokens that has."""
+        before each, all learn how many tokens that has, and whether all can take it as a graph."""
         for _ in range(self._most_in_flight):
-            plan = self._planned()
-            own = torch.tensor([0 if plan is None else len(plan.tokens)], device=self.device)
-            most = int(all_reduce(own, peers, op="max"))
+            plan, own = self._planned(), [0, 0]
             if plan is not None:
-                self._in_flight.append(self._launch(plan, most))
-            elif most:
-                self.model.join_experts(most)
-                self.joined += 1
-            else:
+                own = [len(plan.tokens), self._graphs is None or not self._graphs.takes(plan)]
+            most, eager = all_reduce(torch.tensor(own), peers, op="max").tolist()
+            if not most:
                 return
+            shared = SharedStep(most, bool(eager))
+            if plan is not None:
+                self._in_flight.append(self._launch(plan, shared))
+                continue
+            self._joins.append(self._queue.submit(partial(self._join, shared)))
+            self.joined += 1
+            if len(self._joins) > self._most_in_flight:
+                self._joins.popleft().result()
 
-    def _launch(self, plan: BatchPlan, most_tokens: int | None = None) -> StepInFlight:
+    @torch.no_grad()
+    def _join(self, shared: SharedStep) -> None:
+        """Compute the experts of a step of other replicas, without tokens of this one."""
+        if self._graphs is None or shared.eager:
+            self.model.join_experts(shared.most_tokens)
+        else:
+            self._graphs.join(shared.most_tokens)
+
+    def _launch(self, plan: BatchPlan, shared: SharedStep | None = None) -> StepInFlight:
         """Put a step on the device: the model, the choice of tokens, and copies to the host; with
-        pipeline stages, this one's part of it. `most_tokens` are those of the rank that has most
-        where others share experts."""
+        pipeline stages, this one's part of it. `shared` is given where other replicas share
+        experts."""
         if self._in_flight and not self._in_flight[-1].work.done:
             self.stats.overlapped += 1
         rows = tuple(plan.rows[n] for n in plan.sampled)
@@ -749,7 +784,7 @@ class Engine:
         # What is found is numbers of a known count, which other stages may expect beforehand.
         count = len(asked) * (3 + 2 * tops) + sum(note.count for note in noting)
         start, idle = time.perf_counter(), self.link.idle_seconds
-        work = self._queue.submit(lambda: self._compute(plan, asked, noting, count, most_tokens))
+        work = self._queue.submit(lambda: self._compute(plan, asked, noting, count, shared))
         self.model_seconds += time.perf_counter() - start - (self.link.idle_seconds - idle)
         return StepInFlight(
             plan=plan, rows=rows, choices=len(asked), noting=noting, tops=tops, work=work
@@ -787,16 +822,17 @@ class Engine:
         asked: Sequence[SampleRow],
         noting: Sequence[_Noting],
         count: int,
-        most_tokens: int | None,
+        shared: SharedStep | None,
     ) -> StepResult:
         """Compute a step, in which so many numbers are found. May run in another thread: reads no
         row, output or scheduler."""
         if self._check_plans is not None:
             self.link.require_same_plan(plan, self._check_plans)
         self.cache.states.copy(plan.state_copies)
-        recorded = None if self._graphs is None else self._graphs(plan)
-        if recorded is not None:
-            hidden, logits = recorded
+        most = None if shared is None else shared.most_tokens
+        if self._takes_graph(plan, shared):
+            assert self._graphs is not None
+            hidden, logits = self._graphs(plan, most or 0)
             return StepResult(
                 sampled=self._kept(plan, sample(self._taken(logits, plan.chosen_after), asked)),
                 hidden=hidden if self._shows_steps else None,
@@ -805,7 +841,7 @@ class Engine:
         results = None
         if count and not self.link.is_last:
             results = self.link.expect_results(count)
-        tokens, layout = self._placed(plan, most_tokens)
+        tokens, layout = self._placed(plan, most)
         hidden = self._hidden(tokens, layout)
         if not self.link.is_last:
             return StepResult(results=results, sends=self.link.send_hidden(hidden))
@@ -820,6 +856,14 @@ class Engine:
             layout=layout if self._shows_steps else None,
             sends=self.link.send_results(packed(sampled, notes)) if others else (),
         )
+
+    def _takes_graph(self, plan: BatchPlan, shared: SharedStep | None) -> bool:
+        """Whether a step is launched as a graph; counts it if not."""
+        if self._graphs is None:
+            return False
+        takes = not shared.eager if shared is not None else self._graphs.takes(plan)
+        self._graphs.stats.eager += not takes
+        return takes
 
     def _choose(self, asked: Sequence[SampleRow], hidden: Tensor) -> Sampled:
         """Choose the tokens that follow hidden states [n, 1, h]."""

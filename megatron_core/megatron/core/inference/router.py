@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Data-parallel replicas of the engine: which one serves a request, and what all of them find.
 
-    replicas = Replicas(engine, groups["dp"])
+    replicas = Replicas(engine, groups.host_group("dp"))
     replicas.add(Request(prompt=(5, 6, 7), max_new_tokens=20))
     while replicas.unfinished:
         for output in replicas.step():
@@ -9,7 +9,8 @@
 
 Every rank of every replica is told the same requests between the same steps. `RequestRouter`
 assigns each to a replica, alike on all ranks, and that one's engine serves it. After each step the
-replicas exchange what is new, one JSON message each, so that all ranks return the same outputs.
+replicas exchange what is new, one JSON message each, so that all ranks return the same outputs. The
+hosts do that, while an asynchronous engine computes its next step.
 """
 
 from __future__ import annotations
@@ -36,29 +37,29 @@ FIRST_BYTES = 4096
 _LENGTH = struct.Struct("<I")
 
 
-def all_gather_json(message: Any, group: Group, device: torch.device) -> list[Any]:
+def all_gather_json(message: Any, group: Group) -> list[Any]:
     """Return the message of each rank, plain JSON values; all ranks call this.
 
     Args:
-        device: where the group's collectives take tensors.
+        group: its collectives take tensors of the CPU.
     """
     if group.size == 1:
         return [message]
     data = json.dumps(message, separators=(",", ":")).encode()
     framed = _LENGTH.pack(len(data)) + data
-    parts = _gathered(framed, FIRST_BYTES, group, device)
+    parts = _gathered(framed, FIRST_BYTES, group)
     lengths = [_LENGTH.unpack_from(part)[0] + _LENGTH.size for part in parts]
     if max(lengths) > FIRST_BYTES:
-        more = _gathered(framed[FIRST_BYTES:], max(lengths) - FIRST_BYTES, group, device)
+        more = _gathered(framed[FIRST_BYTES:], max(lengths) - FIRST_BYTES, group)
         parts = [first + rest for first, rest in zip(parts, more, strict=True)]
     pairs = zip(parts, lengths, strict=True)
     return [json.loads(part[_LENGTH.size : length]) for part, length in pairs]
 
 
-def _gathered(data: bytes, size: int, group: Group, device: torch.device) -> list[bytes]:
+def _gathered(data: bytes, size: int, group: Group) -> list[bytes]:
     """Return the first `size` bytes of each rank's data, zeros where it is shorter."""
     padded = bytearray(data[:size].ljust(size, b"\0"))
-    there = all_gather(torch.frombuffer(padded, dtype=torch.uint8).to(device), group).cpu()
+    there = all_gather(torch.frombuffer(padded, dtype=torch.uint8), group)
     return [part.numpy().tobytes() for part in there.view(group.size, size)]
 
 
@@ -195,24 +196,17 @@ class Replicas:
 
     Args:
         engine: of this rank, alone or with the tensor and pipeline parallel ranks of its replica.
-        group: the ranks that have this rank's place in each replica.
+        group: the ranks that have this rank's place in each replica; see
+            `ProcessGroupCollection.host_group`.
 
     Attributes:
         router: which requests went where; None for a single replica.
-
-    Raises:
-        ValueError: several replicas with asynchronous steps.
     """
 
     def __init__(self, engine: Engine, group: Group) -> None:
         self.engine, self.group = engine, group
         self.router: RequestRouter | None = None
         if group.size > 1:
-            if engine.config.asynchronous:
-                raise ValueError(
-                    f"asynchronous scheduling with {group.size} data-parallel replicas: these "
-                    "exchange tokens between steps; leave it out, or start one replica"
-                )
             config, pool = engine.config, engine.scheduler.pool
             self.router = RequestRouter(
                 group.size,
@@ -261,7 +255,7 @@ class Replicas:
         *numbers, stats = EngineLoad.of(self.engine)
         load = [*numbers, list(vars(stats).values())]
         message = [self.router.load, [one for one in news if one], load]
-        parts = all_gather_json(message, self.group, self.engine.device)
+        parts = all_gather_json(message, self.group)
         if any(sent != parts[0][0] for sent, *_ in parts):
             raise ValueError(
                 f"the {self.group.size} data-parallel replicas have assigned requests differently: "

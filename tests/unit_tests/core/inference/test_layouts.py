@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from itertools import chain
 from typing import Any
@@ -10,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 
+from megatron.core.device import Recorder
 from megatron.core.inference.cache import CacheShapes
 from megatron.core.inference.engine import (
     Completion,
@@ -53,9 +55,10 @@ def engine_on(
     groups: ProcessGroupCollection,
     row: dict[str, Any],
     drafts: dict[tuple[int, ...], list[int]] | None = None,
+    make_recorder: Callable[[], Recorder] | None = None,
     **layout: bool,
 ) -> Engine:
-    config = FAMILIES[row["family"]]
+    config, shares = FAMILIES[row["family"]], groups.grid.dp > 1 and groups.grid.ep > 1
     split = StageSplit.balanced(
         config.blocks, groups["pp"].size, blocks_of_layer=config.layer_blocks
     )
@@ -70,13 +73,15 @@ def engine_on(
             prefix_caching=row["prefix_caching"],
             token_multiple=groups["tp"].size if layout else 1,
             num_speculative_tokens=3 if drafts else 0,
+            asynchronous=row.get("asynchronous", False),
         ),
         shapes=CacheShapes.of(model.modules(), model.store.dtype),
         vocab_size=VOCABULARY,
         features=EngineFeatures(
             pipeline=PipelineGroups.of(groups),
             proposer=half_right(drafts) if drafts else None,
-            expert_peers=groups["etp_ep"] if groups.grid.dp > 1 and groups.grid.ep > 1 else None,
+            expert_peers=groups.host_group("etp_ep") if shares else None,
+            make_recorder=make_recorder,
         ),
     )
 

@@ -3,15 +3,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 from unittest import mock
 
 import pytest
-import torch
 import torch.distributed as dist
 
+from megatron.core.device import Recorder
 from megatron.core.inference.engine import generate
 from megatron.core.inference.requests import Completion, Request
 from megatron.core.inference.router import FIRST_BYTES, Replicas, RequestRouter, all_gather_json
@@ -19,7 +19,7 @@ from megatron.core.moe import dispatch
 from megatron.core.process_groups import Group, ProcessGroupCollection, RankGrid
 from tests.support.inputs import one_thread
 from tests.support.ranks import RankFailure, run_ranks
-from tests.unit_tests.core.inference.test_engine import DRAWN, GREEDY, engine_of, model_of
+from tests.unit_tests.core.inference.test_engine import DRAWN, GREEDY
 from tests.unit_tests.core.inference.test_layouts import engine_on
 
 BLOCK = 16
@@ -89,14 +89,13 @@ def message(rank: int, length: int) -> dict[str, Any]:
 
 def messages(rank: int, world: int) -> list[Any]:
     groups = ProcessGroupCollection.create(RankGrid(world_size=world), rank=rank)
-    device = torch.device("cpu")
-    return [all_gather_json(message(rank, n[rank]), groups["dp"], device) for n in LENGTHS]
+    return [all_gather_json(message(rank, n[rank]), groups["dp"]) for n in LENGTHS]
 
 
 def test_messages_of_any_length_arrive() -> None:
     wanted = [[message(rank, n[rank]) for rank in range(2)] for n in LENGTHS]
     assert run_ranks(messages, 2) == [wanted, wanted]
-    assert all_gather_json("alone", Group.single(), torch.device("cpu")) == ["alone"]
+    assert all_gather_json("alone", Group.single()) == ["alone"]
 
 
 #: Prompts of two prefixes in turns, and others.
@@ -133,19 +132,29 @@ def said(replicas: Replicas) -> dict[tuple[int, int], Completion]:
     return found
 
 
-def replicas_on(groups: ProcessGroupCollection, family: str) -> Replicas:
+def replicas_on(
+    groups: ProcessGroupCollection,
+    family: str,
+    *,
+    asynchronous: bool = False,
+    make_recorder: Callable[[], Recorder] | None = None,
+) -> Replicas:
     row = {"family": family, "forward": "local", "blocks": 64, "budget": 500}
-    return Replicas(engine_on(groups, row | {"prefix_caching": True}), groups["dp"])
+    row |= {"prefix_caching": True, "asynchronous": asynchronous}
+    engine = engine_on(groups, row, make_recorder=make_recorder)
+    return Replicas(engine, groups.host_group("dp"))
 
 
 def no_pickle(*_: object, **__: object) -> None:
     raise AssertionError("something was pickled")
 
 
-def said_on_a_rank(rank: int, world: int, family: str, grid: dict[str, int]) -> tuple[Any, ...]:
+def said_on_a_rank(
+    rank: int, world: int, family: str, grid: dict[str, int], asynchronous: bool = False
+) -> tuple[Any, ...]:
     groups = ProcessGroupCollection.create(RankGrid(world_size=world, **grid), rank=rank)
     with one_thread():
-        replicas = replicas_on(groups, family)
+        replicas = replicas_on(groups, family, asynchronous=asynchronous)
         objects = [n for n in vars(dist) if n.endswith(("_object", "_object_list"))]
         with (
             mock.patch.multiple("pickle", dumps=no_pickle, loads=no_pickle, Pickler=no_pickle),
@@ -171,62 +180,100 @@ def assert_as_one(found: dict[Any, Completion], wanted: dict[Any, Completion]) -
             assert ids[0] == ids[1], (key, name)
 
 
-@pytest.mark.parametrize("family", ["gqa", "hybrid"])
-def test_two_replicas_say_what_one_engine_does(family: str) -> None:
+@pytest.mark.parametrize(
+    ("family", "asynchronous"), [("gqa", False), ("gqa", True), ("hybrid", True)]
+)
+def test_two_replicas_say_what_one_engine_does(family: str, asynchronous: bool) -> None:
     with one_thread():
         alone = replicas_on(ProcessGroupCollection.single(), family)
         wanted = said(alone)
     assert wanted[STOPPED, 0].finish_reason == "stop"
     assert wanted[ABORTED, 0].finish_reason == "abort"
-    for found, sent, matched, stats in run_ranks(said_on_a_rank, 2, family, {}):
+    for found, sent, matched, stats in run_ranks(said_on_a_rank, 2, family, {}, asynchronous):
         assert_as_one(found, wanted)
         assert sent == [3, 4]
         assert matched == [2 * 2 * BLOCK, 2 * BLOCK]  # each prefix was sent to one of them
         assert all(one.steps > 0 for one in stats)
+        assert all((one.overlapped > 0) == asynchronous for one in stats)
+        assert all(one.wasted <= 3 for one in stats)  # of what was ended from outside
         # What was computed twice by none: as many tokens as in one engine come from the cache.
         total = stats[0] + stats[1]
         assert (total.hit, total.queried) == (alone.engine.stats.hit, alone.engine.stats.queried)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("grid", [{"tp": 2}, {"pp": 2}])
-def test_replicas_of_several_ranks_say_what_one_engine_does(grid: dict[str, int]) -> None:
+@pytest.mark.parametrize(
+    ("grid", "asynchronous"), [({"tp": 2}, False), ({"tp": 2}, True), ({"pp": 2}, False)]
+)
+def test_replicas_of_several_ranks_say_what_one_engine_does(
+    grid: dict[str, int], asynchronous: bool
+) -> None:
     with one_thread():
         wanted = said(replicas_on(ProcessGroupCollection.single(), "gqa"))
-    for found, sent, _, _ in run_ranks(said_on_a_rank, 4, "gqa", grid):
+    for found, sent, _, _ in run_ranks(said_on_a_rank, 4, "gqa", grid, asynchronous):
         assert_as_one(found, wanted)
         assert min(sent) > 0
 
 
-def experts_on_a_rank(rank: int, world: int, least: int) -> tuple[Any, ...]:
+def asked_of_experts() -> list[Request]:
+    """Return a request of two rows, and a longer one of one."""
+    return [ask([7, 8, 9, *[n] * 30], 5 + 20 * n, n=2 - n) for n in range(2)]
+
+
+class Eager:
+    """Run the function itself instead of a recording: the host reads counts of experts in fp32."""
+
+    def capture(self, run: Callable[[], None]) -> None:
+        self.replay = run
+
+
+def experts_on_a_rank(
+    rank: int, world: int, least: int, asynchronous: bool, recorded: bool
+) -> tuple[Any, ...]:
     groups = ProcessGroupCollection.create(RankGrid(world_size=world, ep=world), rank=rank)
-    asked_twice = [ask([7, 8, 9, *[n] * 30], 5 + 20 * n) for n in range(2)]
+    asked_twice = asked_of_experts()
     with one_thread(), mock.patch.object(dispatch, "MOST_PADDED", least):
         found = []
         for part in (asked_twice, asked_twice[:1]):  # one replica ends sooner, then one is idle
-            replicas = replicas_on(groups, "experts")
+            more = {"asynchronous": asynchronous, "make_recorder": Eager if recorded else None}
+            replicas = replicas_on(groups, "experts", **more)
             numbers = [replicas.add(request) for request in part]
             ended = {}
             while replicas.unfinished:
-                ended |= {c.request_id: c for c in replicas.step()}
+                ended |= {c.request_id: c for c in replicas.step() if c.index == 0}
             found.append([ended[number] for number in numbers])
-        return found, replicas.engine.joined, replicas.engine.stats.steps
+        replicas.engine.drain()
+        engine = replicas.engine
+        replayed = engine.graphs.replayed if engine.graphs is not None else 0
+        return found, engine.joined, engine.stats.steps, replayed, engine.stats.overlapped
 
 
-@pytest.mark.parametrize("least", [0, dispatch.MOST_PADDED], ids=["exact", "padded"])
-def test_an_idle_replica_computes_the_experts_that_it_has(least: int) -> None:
+@pytest.mark.parametrize(
+    ("least", "asynchronous", "recorded"),
+    [
+        pytest.param(0, False, False, id="exact"),
+        pytest.param(dispatch.MOST_PADDED, False, False, id="padded"),
+        pytest.param(0, True, False, id="exact, asynchronous"),
+        pytest.param(dispatch.MOST_PADDED, True, True, id="graphs, asynchronous"),
+    ],
+)
+def test_an_idle_replica_computes_the_experts_that_it_has(
+    least: int, asynchronous: bool, recorded: bool
+) -> None:
     with one_thread():
         engine = replicas_on(ProcessGroupCollection.single(), "experts").engine
-        wanted = generate(engine, [ask([7, 8, 9, *[n] * 30], 5 + 20 * n) for n in range(2)])
-    ranks = run_ranks(experts_on_a_rank, 2, least)
-    for found, _, _ in ranks:
+        wanted = generate(engine, asked_of_experts())
+    ranks = run_ranks(experts_on_a_rank, 2, least, asynchronous, recorded)
+    for found, *_ in ranks:
         assert_as_one(
             {(n, 0): c for n, c in enumerate([*found[0], *found[1]])},
-            {(n, 0): c for n, (c,) in enumerate([*wanted, wanted[0]])},
+            {(n, 0): c[0] for n, c in enumerate([*wanted, wanted[0]])},
         )
-    (_, joined, steps), (_, joined_1, steps_1) = ranks
+    (_, joined, steps, replayed, ahead), (_, joined_1, steps_1, replayed_1, _) = ranks
     assert (joined, steps_1) == (0, 0)
     assert joined_1 == steps > 0
+    assert replayed == replayed_1 == (steps - 1 if recorded else 0)  # all but that of the prompt
+    assert (ahead > 0) == asynchronous
 
 
 def differing_on_a_rank(rank: int, world: int) -> str:
@@ -241,9 +288,3 @@ def differing_on_a_rank(rank: int, world: int) -> str:
 def test_ranks_that_assign_requests_differently_stop() -> None:
     with pytest.raises(RankFailure, match="have assigned requests differently"):
         run_ranks(differing_on_a_rank, 2)
-
-
-def test_replicas_do_not_go_with_asynchronous_steps() -> None:
-    engine = engine_of(model_of("gqa"), asynchronous=True)
-    with pytest.raises(ValueError, match="asynchronous scheduling with 2 data-parallel replicas"):
-        Replicas(engine, Group("dp", (0, 1), 0, handle=mock.Mock()))

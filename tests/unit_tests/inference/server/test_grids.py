@@ -248,6 +248,7 @@ GRIDS = [
     pytest.param(2, "", id="dp2"),
     pytest.param(2, PP, id="pp2", marks=pytest.mark.slow(seconds=5)),
     pytest.param(2, f"{TP} --async-scheduling", id="tp2-async", marks=pytest.mark.slow(seconds=5)),
+    pytest.param(2, "--async-scheduling", id="dp2-async", marks=pytest.mark.slow(seconds=5)),
     pytest.param(4, f"{TP} {PP}", id="tp2-pp2", marks=pytest.mark.slow(seconds=8)),
     pytest.param(4, f"{TP} --sequence-parallel", id="tp2-dp2", marks=pytest.mark.slow(seconds=8)),
     pytest.param(4, PP, id="pp2-dp2", marks=pytest.mark.slow(seconds=8)),
@@ -258,8 +259,7 @@ GRIDS = [
 def test_ranks_answer_as_one_engine(
     folders: list[Path], alone: list[list[Completion]], world: int, more: str
 ) -> None:
-    replicas = world // (2 if more else 1)
-    replicas //= 2 if TP in more and PP in more else 1
+    replicas = world // ((1 + (TP in more)) * (1 + (PP in more)))
     found, stats, facts, refused, vector = run(folders[0], world, more, answer_and_leave)
     assert_as_one(found, alone[0])
     assert str(TOO_LONG) in refused

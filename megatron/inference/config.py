@@ -293,11 +293,6 @@ def _check_speculation(speculation: Speculation, source: ModelSource, inference:
             )
     if count is not None and count < 1:
         raise ValueError(f"--num-speculative-tokens is {count}: it must be above 0")
-    if method == "mtp" and source.sequence_parallel:
-        raise ValueError(
-            "--speculative-method mtp does not go with --sequence-parallel: its layers need whole "
-            "hidden states; use ngram or draft, or drop --sequence-parallel"
-        )
 
 
 def _check_inference(inference: Inference) -> None:

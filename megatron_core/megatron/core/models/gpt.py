@@ -454,7 +454,7 @@ class GPTModel(StoreModule):
         cache: KeyValueCache,
     ) -> torch.Tensor:
         """Return the hidden states [t, 1, h] of a depth of multi-token prediction while generating;
-        the head makes logits of them.
+        the head makes logits of them. Whole on every rank, also under sequence parallelism.
 
         Args:
             depth: k, from 0.
@@ -463,9 +463,12 @@ class GPTModel(StoreModule):
             layout, cache: as of the model's own step.
         """
         depths = self._held(self.multi_token, "multi-token prediction").depths
-        return depths[depth](
+        if self.region.scatters:
+            hidden_states = hidden_states.chunk(self.region.group.size)[self.region.group.rank]
+        hidden_states = depths[depth](
             hidden_states, tokens, layout, rope=self._rope(layout), cache=cache, aux_factor=None
         )
+        return self.head.gathered(hidden_states)
 
     def weights_replaced(self) -> None:
         """See `megatron.core.inference.engine.LanguageModel`."""

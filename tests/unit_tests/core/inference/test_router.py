@@ -19,6 +19,7 @@ from megatron.core.moe import dispatch
 from megatron.core.process_groups import Group, ProcessGroupCollection, RankGrid
 from tests.support.inputs import one_thread
 from tests.support.ranks import RankFailure, run_ranks
+from tests.unit_tests.core.inference.test_decode_graphs import Eager
 from tests.unit_tests.core.inference.test_engine import DRAWN, GREEDY
 from tests.unit_tests.core.inference.test_layouts import engine_on
 
@@ -218,13 +219,6 @@ def test_replicas_of_several_ranks_say_what_one_engine_does(
 def asked_of_experts() -> list[Request]:
     """Return a request of two rows, and a longer one of one."""
     return [ask([7, 8, 9, *[n] * 30], 5 + 20 * n, n=2 - n) for n in range(2)]
-
-
-class Eager:
-    """Run the function itself instead of a recording: the host reads counts of experts in fp32."""
-
-    def capture(self, run: Callable[[], None]) -> None:
-        self.replay = run
 
 
 def experts_on_a_rank(

@@ -7,12 +7,14 @@ import functools
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
 
 from megatron.core.inference.cache import CacheShapes
 from megatron.core.inference.engine import (
+    Completion,
     ComputedStep,
     DraftContext,
     Engine,
@@ -32,8 +34,10 @@ from megatron.core.inference.sampling import (
 from megatron.core.inference.scheduler import LONGEST_REST, DraftLength
 from megatron.core.inference.speculation import MultiTokenHeads, NGramLookup
 from megatron.core.models.inference_optimized import InferenceOptimizedModel
+from megatron.core.process_groups import ProcessGroupCollection, RankGrid
 from tests.support.inputs import generator, one_thread
 from tests.support.nan_memory import nan_memory
+from tests.support.ranks import run_ranks
 from tests.unit_tests.core.inference.test_engine import (
     DRAWN,
     GREEDY,
@@ -226,6 +230,46 @@ def test_heads_predict_what_they_learn_to(family: str, optimized: bool) -> None:
         assert draft == logits.argmax().item()
         checked += 1
     assert checked > 5
+
+
+def drafts_of_heads(
+    family: str, groups: ProcessGroupCollection | None = None, **layout: bool
+) -> tuple[list[Completion], dict[tuple[int, ...], list[int]]]:
+    """Return what is generated, and the drafts of two depths after each beginning of it."""
+    found: dict[tuple[int, ...], list[int]] = {}
+
+    class Seen(MultiTokenHeads):
+        def propose(self, contexts: Sequence[DraftContext]) -> list[list[int]]:
+            proposed = super().propose(contexts)
+            found.update({tuple(c.row.tokens): d for c, d in zip(contexts, proposed, strict=True)})
+            return proposed
+
+    model = model_of(family, groups, depths=2, **layout)
+    generator = InferenceOptimizedModel(model) if family == "gqa" else model
+    sizes = {"num_speculative_tokens": 2, "max_step_tokens": 30, "token_multiple": 2}
+    engine = engine_of(model, Seen(generator, depths=2), **sizes)
+    engine.model = generator
+    with one_thread():
+        return [outputs[0] for outputs in generate(engine, requests())], found
+
+
+def heads_on_a_rank(rank: int, world: int, families: Sequence[str]) -> list[Any]:
+    groups = ProcessGroupCollection.create(RankGrid(world_size=world, tp=world), rank=rank)
+    return [drafts_of_heads(family, groups, sequence_parallel=True) for family in families]
+
+
+def test_heads_under_sequence_parallelism_predict_what_they_do_on_one_process() -> None:
+    families = ("gqa", "hybrid", "latent")
+    ranks = run_ranks(heads_on_a_rank, 2, families)
+    for n, family in enumerate(families):
+        wanted, proposed = drafts_of_heads(family)
+        assert max(map(len, proposed.values())) == 2
+        for found in ranks:
+            said, drafts = found[n]
+            assert drafts == proposed, family
+            assert [c.tokens for c in said] == [c.tokens for c in wanted], family
+            for got, expected in zip(said, wanted, strict=True):
+                assert got.logprobs == pytest.approx(expected.logprobs, rel=1e-4, abs=1e-5)
 
 
 # --- nothing of a rejected draft stays ------------------------------------------------------------

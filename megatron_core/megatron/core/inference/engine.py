@@ -830,8 +830,7 @@ class Engine:
             self.link.require_same_plan(plan, self._check_plans)
         self.cache.states.copy(plan.state_copies)
         most = None if shared is None else shared.most_tokens
-        if self._takes_graph(plan, shared):
-            assert self._graphs is not None
+        if self._graphs is not None and self._takes_graph(self._graphs, plan, shared):
             hidden, logits = self._graphs(plan, most or 0)
             return StepResult(
                 sampled=self._kept(plan, sample(self._taken(logits, plan.chosen_after), asked)),
@@ -857,12 +856,11 @@ class Engine:
             sends=self.link.send_results(packed(sampled, notes)) if others else (),
         )
 
-    def _takes_graph(self, plan: BatchPlan, shared: SharedStep | None) -> bool:
+    @staticmethod
+    def _takes_graph(graphs: DecodeGraphs, plan: BatchPlan, shared: SharedStep | None) -> bool:
         """Whether a step is launched as a graph; counts it if not."""
-        if self._graphs is None:
-            return False
-        takes = not shared.eager if shared is not None else self._graphs.takes(plan)
-        self._graphs.stats.eager += not takes
+        takes = not shared.eager if shared is not None else graphs.takes(plan)
+        graphs.stats.eager += not takes
         return takes
 
     def _choose(self, asked: Sequence[SampleRow], hidden: Tensor) -> Sampled:

@@ -118,14 +118,15 @@ class RotaryRows:
         self.rotary, self.device, self.size = rotary, device, 0
 
     def _grow(self, size: int) -> None:
-        """Make the table of positions 0 to size - 1: cosines and signed sines, fp32 [size, r]."""
+        """Make the table of positions 0 to size - 1: cosines and sines, fp32 [size, r], with the
+        signs of what each feature adds to the other of its pair."""
         table = self.rotary(torch.arange(size, device=self.device))
         if table.interleaved:
             cos = table.cos.repeat_interleave(2, -1)
-            sin = torch.stack([-table.sin, table.sin], -1).flatten(-2)
+            sin = torch.stack([table.sin, -table.sin], -1).flatten(-2)
         else:
             cos = torch.cat([table.cos, table.cos], -1)
-            sin = torch.cat([-table.sin, table.sin], -1)
+            sin = torch.cat([table.sin, -table.sin], -1)
         self.size, self.table, self._cos, self._sin = size, table, cos, sin
 
     def at(self, positions: Tensor, end: int) -> Rotation:
@@ -144,31 +145,44 @@ class RotaryRows:
         )
 
 
+class Halves(NamedTuple):
+    """The features of t tokens' heads that are rotated, [t, n, r], and their two halves."""
+
+    whole: Tensor
+    first: Tensor
+    second: Tensor
+
+    @staticmethod
+    def of(x: Tensor) -> Halves:
+        """Return those of [t, n, r]."""
+        return Halves(x, *x.chunk(2, -1))
+
+
 @dataclass(frozen=True, eq=False)
 class Rotation:
-    """cos and signed sin of t tokens, fp32 [t, 1, r]."""
+    """cos and sin of t tokens, fp32 [t, 1, r]; sin has the signs of `RotaryRows`."""
 
     cos: Tensor
     sin: Tensor
     interleaved: bool
 
-    def rotate_(self, heads: Tensor) -> None:
-        """Rotate heads [t, n, d] in place."""
-        turned = self.cos.shape[-1]
-        x = heads if turned == heads.shape[-1] else heads[..., :turned]
+    def rotate_(self, heads: Halves, scratch: Halves) -> None:
+        """Rotate heads in place; scratch is written."""
+        x = heads.whole
         if self.interleaved or x.dtype != self.cos.dtype:
-            x.copy_(self._rotated(x.to(accumulation_dtype(x.dtype))))
+            wide = x.to(accumulation_dtype(x.dtype))
+            x.copy_((wide * self.cos).add_(self._swapped(wide * self.sin)))
         else:
-            other = x.roll(turned // 2, -1)
-            x.mul_(self.cos).addcmul_(other, self.sin)
+            torch.mul(x, self.sin, out=scratch.whole)
+            x.mul_(self.cos)
+            heads.first.add_(scratch.second)
+            heads.second.add_(scratch.first)
 
-    def _rotated(self, x: Tensor) -> Tensor:
-        """Return x [t, n, r], fp32 or fp64, rotated."""
+    def _swapped(self, x: Tensor) -> Tensor:
+        """Return x [t, n, r] with the two features of each pair exchanged."""
         if self.interleaved:
-            other = x.unflatten(-1, (-1, 2)).flip(-1).flatten(-2)
-        else:
-            other = x.roll(x.shape[-1] // 2, -1)
-        return (x * self.cos).addcmul_(other, self.sin.to(x.dtype))
+            return x.unflatten(-1, (-1, 2)).flip(-1).flatten(-2)
+        return x.roll(x.shape[-1] // 2, -1)
 
 
 @dataclass(frozen=True, eq=False)
@@ -490,7 +504,8 @@ class Heads(NamedTuple):
         flat: [t, (n + 2g) d], or [t, (2n + 2g) d] with gates of the output.
         query: [t, n, d].
         key: [t, g, d].
-        turned: [t, n + g, d], both.
+        turned: of both, the r features of [t, n + g, d] that are rotated.
+        scratch: as large.
         key_value: [t, 2g, d].
         gate: [t, n, d], without elements where there is none.
     """
@@ -498,7 +513,8 @@ class Heads(NamedTuple):
     flat: Tensor
     query: Tensor
     key: Tensor
-    turned: Tensor
+    turned: Halves
+    scratch: Halves
     key_value: Tensor
     gate: Tensor
 
@@ -517,13 +533,13 @@ class OptimizedAttention:
 
     def __call__(self, x: Tensor, step: Step) -> Tensor:
         """Return [t, n d] from x [t, h]."""
-        mixer, heads = self.mixer, self._heads(x)
+        mixer, heads = self.mixer, self._heads(x, step.rotation)
         self._weight.linear(x, self._bias, out=heads.flat)
         if self._norms is not None:
             for norm, part in zip(self._norms, (heads.query, heads.key), strict=True):
                 part.copy_(norm(part))
         if step.rotation is not None:
-            step.rotation.rotate_(heads.turned)
+            step.rotation.rotate_(heads.turned, heads.scratch)
         sinks = None if mixer.sinks is None else mixer.sinks.use(torch.float32)
         out = step.cache.attend(
             mixer.layer,
@@ -537,7 +553,7 @@ class OptimizedAttention:
             out = out * heads.gate.sigmoid()
         return out.reshape(x.shape[0], -1)
 
-    def _heads(self, x: Tensor) -> Heads:
+    def _heads(self, x: Tensor, rotation: Rotation | None) -> Heads:
         """Return views of the buffer for x, made once for each number of tokens."""
         n, g, d = self.mixer.heads, self.mixer.kv_heads, self.mixer.config.kv_channels
         tokens = x.shape[0]
@@ -545,12 +561,16 @@ class OptimizedAttention:
         found = self._views.get(tokens)
         if found is not None and found.flat is flat:
             return found
-        heads = flat.view(tokens, -1, d)
+        heads, turned = flat.view(tokens, -1, d), 0
+        if rotation is not None:
+            turned = rotation.cos.shape[-1]
+        scratch = self._buffers.of("turned", tokens, (n + g) * turned).view(tokens, n + g, turned)
         found = Heads(
             flat,
             query=heads[:, :n],
             key=heads[:, n : n + g],
-            turned=heads[:, : n + g],
+            turned=Halves.of(heads[:, : n + g, :turned]),
+            scratch=Halves.of(scratch),
             key_value=heads[:, n : n + 2 * g],
             gate=heads[:, n + 2 * g :],
         )

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import dataclasses
 import math
 import sys
@@ -76,7 +77,8 @@ class CheckpointModel:
         nvls, nvls_tries, weights_dtype: as in `ModelSource`.
         speculation: how drafts are made. The model has its depths of multi-token prediction only if
             they make them.
-        draft: the model that makes them; None if no other model does.
+        draft: the model that makes them, all of it on the first pipeline stage; None on the others
+            and if no other model makes any.
         tokenizer_choice: arguments of `choose_tokenizer`, with which another process makes the same
             tokenizer.
         coordinator: by which the ranks that hold the model agree.
@@ -223,10 +225,12 @@ def load_checkpoint_model(
     with _joined(source, launch, device, further=further) as place:
         loaded = dataclasses.replace(_from_source(source, place), speculation=speculation)
         if speculation.speculative_draft_model is not None:
-            smaller = dataclasses.replace(source, load=speculation.speculative_draft_model)
-            draft = _from_source(smaller, place)
-            _check_draft(loaded, draft, speculation.speculative_draft_model)
-            loaded = dataclasses.replace(loaded, draft=draft)
+            name = speculation.speculative_draft_model
+            smaller = dataclasses.replace(place.source_of_one_stage, load=name)
+            draft = _from_source(smaller, place.of_one_stage())
+            _check_draft(loaded, draft, name)
+            if loaded.model.groups["pp"].rank == 0:  # the other stages are told its drafts
+                loaded = dataclasses.replace(loaded, draft=draft)
         yield loaded
 
 
@@ -235,7 +239,13 @@ def _from_source(source: ModelSource, place: _Place) -> CheckpointModel:
 
 
 def _check_draft(loaded: CheckpointModel, draft: CheckpointModel, name: str) -> None:
-    """Raise ValueError unless both models mean the same by a token id."""
+    """Raise ValueError unless both models mean the same by a token id, and the draft model's ranks
+    need no others."""
+    if draft.shares_experts:
+        raise ValueError(
+            f"--speculative-draft-model {name} has experts over several data-parallel replicas, "
+            "which draft at different times: use a dense one, or ngram"
+        )
     if loaded.vocab_size != draft.vocab_size:
         raise ValueError(
             f"--speculative-draft-model {name} has a vocabulary of {draft.vocab_size} tokens, "
@@ -307,18 +317,36 @@ class _Place:
             split=split,
         )
 
+    @property
+    def source_of_one_stage(self) -> ModelSource:
+        """How the processes are arranged without pipeline stages."""
+        return dataclasses.replace(
+            self._source, pipeline_model_parallel_size=1, pipeline_model_parallel_layout=None
+        )
+
+    def of_one_stage(self) -> _Place:
+        """Return this process among the same ones without pipeline stages: the ranks of each stage
+        hold all of a model."""
+        if self.grid.pp == 1:
+            return self
+        place = copy.copy(self)
+        place._source, place._groups = self.source_of_one_stage, None
+        place.grid = rank_grid(place._source, self._launch.world_size)
+        return place
+
     def _joined_groups(self) -> ProcessGroupCollection:
         """Return the groups of the processes, made the first time."""
         if self._groups is None and self._store is None:
             self._groups = ProcessGroupCollection.single()
         elif self._groups is None:
-            dist.init_process_group(
-                "nccl" if self.device.type == "cuda" else "gloo",
-                store=dist.PrefixStore("groups", self._store),
-                rank=self._launch.rank,
-                world_size=self._launch.world_size,
-                timeout=timedelta(seconds=self.seconds),
-            )
+            if not dist.is_initialized():
+                dist.init_process_group(
+                    "nccl" if self.device.type == "cuda" else "gloo",
+                    store=dist.PrefixStore("groups", self._store),
+                    rank=self._launch.rank,
+                    world_size=self._launch.world_size,
+                    timeout=timedelta(seconds=self.seconds),
+                )
             self._groups = ProcessGroupCollection.create(
                 self.grid,
                 rank=self._launch.rank,

@@ -140,7 +140,8 @@ class Speculation:
     number of its layers."""
     speculative_draft_model: str | None = None
     """The smaller model of --speculative-method draft, as in --load: of the same tokenizer. It has
-    a cache of its own, as long as the model's, and is spread over the same ranks."""
+    a cache of its own, as long as the model's. It is spread over the same tensor-parallel ranks; of
+    pipeline stages the first has all of it."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -281,16 +282,11 @@ def _check_speculation(speculation: Speculation, source: ModelSource, inference:
                 else "takes no --speculative-draft-model: drop it, or use draft"
             )
         )
-    stages = source.pipeline_model_parallel_size
-    for option, given in (
-        ("--async-scheduling", inference.async_scheduling),
-        (f"--pipeline-model-parallel-size {stages}", stages > 1),
-    ):
-        if given and method in ("draft", "mtp"):
-            raise ValueError(
-                f"--speculative-method {method} does not go with {option}: drafts of a model are "
-                "computed between two steps; use ngram, or drop one of both"
-            )
+    if method in ("draft", "mtp") and inference.async_scheduling:
+        raise ValueError(
+            f"--speculative-method {method} does not go with --async-scheduling: drafts of a model "
+            "follow tokens that are known when a step ends; use ngram, or drop one of both"
+        )
     if count is not None and count < 1:
         raise ValueError(f"--num-speculative-tokens is {count}: it must be above 0")
 

@@ -363,8 +363,7 @@ def speculating_engine(
     options = {"check_plans": check_plans, "make_recorder": make_recorder}
     if method is None:
         return _engine(loaded, generator, config, **options)
-    shares = loaded.shares_experts or (loaded.draft is not None and loaded.draft.shares_experts)
-    if method != "ngram" and shares:
+    if method != "ngram" and loaded.shares_experts:
         raise ValueError(
             f"--speculative-method {method} does not go with experts over several data-parallel "
             "replicas, which enter the experts of the model's steps alone together: use ngram"
@@ -382,11 +381,11 @@ def speculating_engine(
     elif method == "ngram":
         proposer = NGramLookup()
     else:
-        draft = loaded.draft
-        assert draft is not None
-        config, smaller = _shared_memory(config, loaded.cache_shapes, draft.cache_shapes)
-        engine = _engine(draft, draft.generator(smaller.max_step_tokens), smaller)
-        proposer = DraftModel(engine, draft.model.store.tensors)
+        proposer = DraftModel(None, tuple)
+        if (draft := loaded.draft) is not None:  # on the first pipeline stage
+            config, smaller = _shared_memory(config, loaded.cache_shapes, draft.cache_shapes)
+            engine = _engine(draft, draft.generator(smaller.max_step_tokens), smaller)
+            proposer = DraftModel(engine, draft.model.store.tensors)
     config = dataclasses.replace(config, num_speculative_tokens=count or USUAL_DRAFTS)
     return _engine(loaded, generator, config, proposer=proposer, **options)
 

@@ -35,8 +35,6 @@ from megatron.core.dist_checkpointing import Solo, weight_chunks
 from megatron.core.inference import Request
 from megatron.core.inference.cache import CacheShapes
 from megatron.core.inference.engine import (
-    ComputedStep,
-    DraftContext,
     Engine,
     EngineFeatures,
     Proposer,
@@ -44,7 +42,12 @@ from megatron.core.inference.engine import (
 )
 from megatron.core.inference.sampling import SamplingParams
 from megatron.core.inference.sizes import EngineConfig
-from megatron.core.inference.speculation import NGramLookup
+from megatron.core.inference.speculation import (
+    ComputedStep,
+    DraftContext,
+    DraftStage,
+    NGramLookup,
+)
 from megatron.core.models.gpt import GPTModel
 from megatron.core.models.inference_optimized import InferenceOptimizedModel
 from megatron.core.ops.weight_copy import CopyDtype
@@ -452,14 +455,16 @@ class WrongDrafts:
     """Propose drafts of which none is accepted: one token that no text here has."""
 
     def __init__(self, token: int) -> None:
-        self.token, self.reads_tokens_only = token, True
+        self.token = token
+        self.stage: DraftStage = "every"
 
     def propose(self, contexts: Sequence[DraftContext]) -> list[list[int]]:
         """See `megatron.core.inference.engine.Proposer`."""
         return [[self.token] * context.count for context in contexts]
 
-    def observe(self, step: ComputedStep, engine: Engine) -> None:
+    def predict(self, step: ComputedStep) -> list[list[int]]:
         """See `megatron.core.inference.engine.Proposer`."""
+        return []
 
     def sleep(self, *, weights: bool) -> None:
         """See `megatron.core.inference.engine.Proposer`."""

@@ -19,7 +19,14 @@ from megatron.inference import bench, generate
 from megatron.inference.config import Inference, Speculation
 from megatron.inference.llm import LLM, TextParams
 from megatron.inference.server.engine_control import EngineControl
-from tests.unit_tests.inference.test_checkpoint_model import BYTES, CONFIG, save
+from tests.support.launchers import serve_store
+from tests.support.ranks import start_ranks
+from tests.unit_tests.inference.test_checkpoint_model import (
+    BYTES,
+    CONFIG,
+    command_on_a_rank,
+    save,
+)
 from tests.unit_tests.inference.test_generate import GREEDY, Loaded
 
 LONGER = {"bf16": False, "max-position-embeddings": 120}
@@ -73,6 +80,30 @@ def test_every_kind_of_draft_yields_the_same_texts(folders: dict[str, str]) -> N
         assert " drafts, " in err
         if method == "draft":  # its weights are the model's
             assert float(err.split(" tokens a forward")[0].split()[-1]) > 3
+
+
+@pytest.mark.parametrize(
+    "method",
+    [("mtp",), ("mtp", "--transformer-impl", "inference_optimized"), ("draft",)],
+    ids=" ".join,
+)
+def test_two_stages_print_the_texts_of_one_process_without_drafts(
+    folders: dict[str, str], method: tuple[str, ...]
+) -> None:
+    plain = run(generate, "--load", folders["model"], *TEXT)
+    words = ["--device", "cpu", "--load", folders["model"], *TEXT, "--speculative-method", *method]
+    words += ["--pipeline-model-parallel-size", "2"]
+    if "draft" in method:
+        words += ["--speculative-draft-model", folders["plain"]]
+    _store, launcher = serve_store(2)
+    with start_ranks(command_on_a_rank, 2, words, launcher, init=False) as ranks:
+        (code, out, err, steps), (code_1, out_1, err_1, _) = ranks.values(timeout=60.0)
+    assert (code, code_1) == (0, 0), err + err_1
+    assert (out, out_1) == (plain[1], "")
+    assert (steps > 1) == ("inference_optimized" in method)
+    assert " drafts, " in err
+    if "draft" in method:  # its weights are the model's
+        assert float(err.split(" tokens a forward")[0].split()[-1]) > 3
 
 
 def test_the_bench_counts_drafts(folders: dict[str, str], tmp_path: Path) -> None:
@@ -150,11 +181,6 @@ def test_a_draft_model_sleeps_with_the_model(folders: dict[str, str]) -> None:
             "another tokenizer",
         ),
         ("model", ["--speculative-method", "mtp", "--async-scheduling"], "--async-scheduling"),
-        (
-            "model",
-            ["--speculative-method", "mtp", "--pipeline-model-parallel-size", "2"],
-            "--pipeline-model-parallel-size 2",
-        ),
     ],
 )
 def test_what_cannot_be_speculated_is_named(

@@ -28,7 +28,7 @@ from torch import Tensor
 from megatron.core.context_parallel.layout import PagedRows
 from megatron.core.device import Recorder, pin
 from megatron.core.inference.cache import PagedCache
-from megatron.core.inference.scheduler import BatchPlan
+from megatron.core.inference.scheduler import BatchPlan, SharedStep
 from megatron.core.ops.paged_attention import PagedBatch
 
 
@@ -119,16 +119,23 @@ class DecodeGraphs:
         fits = count <= self.buckets[-1]  # a grammar may force more tokens than drafts are made
         return every and fits and (self._takes_drafts or not any(plan.drafts))
 
-    def __call__(self, plan: BatchPlan, least: int = 0) -> tuple[Tensor, Tensor]:
+    def launches(self, plan: BatchPlan, shared: SharedStep | None) -> bool:
+        """Whether a step is launched as a graph, on all ranks that share experts; counts it if
+        not."""
+        takes = self.takes(plan) if shared is None else not shared.eager
+        self.stats.eager += not takes
+        return takes
+
+    def __call__(self, plan: BatchPlan, shared: SharedStep | None = None) -> tuple[Tensor, Tensor]:
         """Return hidden states [t, 1, h] and logits fp32 [t, V] of all tokens of a step. The next
         step overwrites them.
 
         Args:
             plan: one that it `takes`.
-            least: the bucket holds so many, tokens of another rank.
+            shared: the bucket holds the tokens of the rank that has most.
         """
         count = len(plan.tokens)
-        size, graph = self._graph(max(count, least))
+        size, graph = self._graph(count if shared is None else shared.most_tokens)
         rows = np.repeat(np.arange(len(plan.state_slots)), np.diff(plan.query_bounds))
         contexts = np.where(plan.slot_mapping < 0, 0, plan.positions + 1)
         states = plan.state_slots[rows]
@@ -140,9 +147,9 @@ class DecodeGraphs:
         hidden, logits = self._launched(graph, numbers)
         return hidden[:count], logits[:count]
 
-    def join(self, least: int) -> None:
-        """Launch the graph that other ranks do, whose steps have up to so many tokens."""
-        size, graph = self._graph(least)
+    def join(self, most_tokens: int) -> None:
+        """Launch the graph that other ranks do, of which one has so many tokens."""
+        size, graph = self._graph(most_tokens)
         self._launched(graph, self._padding(size))
 
     def _graph(self, count: int) -> tuple[int, _Graph]:

@@ -22,12 +22,12 @@ others (`stages`), and as many steps are in flight as there are stages, each of 
 
 from __future__ import annotations
 
+import functools
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
-from functools import partial
-from typing import NamedTuple, Protocol
+from typing import Protocol
 
 import numpy as np
 import torch
@@ -49,11 +49,12 @@ from megatron.core.inference.cache import CacheShapes, PagedCache
 from megatron.core.inference.decode_graphs import DecodeGraphs, DecodeInputs, GraphStats
 from megatron.core.inference.requests import Completion, Request, check_request
 from megatron.core.inference.sampling import (
+    Chosen,
     Sampled,
     SampleRow,
-    accepted_drafts,
     most_probable,
     sample,
+    verified,
 )
 from megatron.core.inference.scheduler import (
     BatchPlan,
@@ -61,9 +62,17 @@ from megatron.core.inference.scheduler import (
     DraftLength,
     Row,
     Scheduler,
+    SharedStep,
 )
 from megatron.core.inference.sizes import CacheSizes, EngineConfig
-from megatron.core.inference.stages import PipelineGroups, StageLink, packed, unpacked
+from megatron.core.inference.speculation import ComputedStep, DraftContext, Proposer, SampledRow
+from megatron.core.inference.stages import (
+    PipelineGroups,
+    StageLink,
+    StepResult,
+    packed,
+    unpacked,
+)
 from megatron.core.moe.dispatch import MOST_PADDED
 from megatron.core.ops.paged_attention import PagedBatch
 from megatron.core.ops.sequences import Sequences
@@ -71,6 +80,9 @@ from megatron.core.process_groups import Group
 
 #: Tokens that a grammar forces, of one step at most.
 MOST_FORCED = 32
+
+#: Returns drafts after what a step has chosen, of its layout, its hidden states and the choice.
+_Predict = Callable[[SequenceLayout, Tensor, Sampled | None], Sequence[Sequence[int]]]
 
 #: Rows of logits that are made at a time where those of a whole prompt are wanted.
 LOGIT_ROWS = 256
@@ -132,76 +144,6 @@ class LanguageModel(Protocol):
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
-class DraftContext:
-    """A row that drafts are wanted for.
-
-    Args:
-        row: its tokens are known.
-        request: what it is for.
-        generated: tokens after the prompt.
-        sequence: identity in random draws.
-        count: drafts at most.
-        sample_row: returns how the token after some drafts is chosen.
-    """
-
-    row: Row
-    request: Request
-    generated: Sequence[int]
-    sequence: int
-    count: int
-    sample_row: Callable[[Sequence[int]], SampleRow]
-
-
-@dataclass(frozen=True, eq=False, kw_only=True)
-class ComputedStep:
-    """A step whose tokens are chosen, before it is committed.
-
-    Args:
-        plan: of the step.
-        layout: of its tokens.
-        hidden: [t, 1, h] of all tokens, whole on every rank.
-        chosen: of each sampled row what is appended to it, accepted drafts included.
-        accepted: how many of these are drafts.
-        contexts: of each sampled row, for drafts after `chosen`; none of a row that ends.
-    """
-
-    plan: BatchPlan
-    layout: SequenceLayout
-    hidden: Tensor
-    chosen: Sequence[Sequence[int]]
-    accepted: Sequence[int]
-    contexts: Sequence[DraftContext]
-
-
-class Proposer(Protocol):
-    """Where drafts come from; `megatron.core.inference.speculation` has several.
-
-    Attributes:
-        reads_tokens_only: drafts are a function of a row's tokens, which the host computes: every
-            pipeline stage finds the same, also while a step runs. `observe` is not called.
-    """
-
-    reads_tokens_only: bool
-
-    def propose(self, contexts: Sequence[DraftContext]) -> Sequence[Sequence[int]]:
-        """Return tokens that may follow those of each row, no more than it may have."""
-        ...
-
-    def observe(self, step: ComputedStep, engine: Engine) -> None:
-        """See a step that the engine has computed."""
-        ...
-
-    def sleep(self, *, weights: bool) -> None:
-        """Give back the proposer's own memory on the device until `wake`, with `weights` that of
-        its weights too."""
-        ...
-
-    def wake(self) -> None:
-        """Take the memory again."""
-        ...
-
-
-@dataclass(frozen=True, eq=False, kw_only=True)
 class EngineFeatures:
     """What an engine does besides taking eager steps on the ranks of one pipeline stage.
 
@@ -232,16 +174,11 @@ class EngineFeatures:
                 f"a pipeline of {stages} stages has as many steps in flight: leave asynchronous "
                 "scheduling out"
             )
-        if self.proposer is not None and not self.proposer.reads_tokens_only:
-            between = "drafts of a model are computed between two steps: use n-grams, or drop one"
-            if stages > 1:
-                raise ValueError(
-                    f"num-speculative-tokens is {count} in a pipeline of {stages} stages: {between}"
-                )
-            if config.asynchronous:
-                raise ValueError(
-                    f"num-speculative-tokens is {count} with asynchronous steps: {between}"
-                )
+        if self.proposer is not None and self.proposer.stage != "every" and config.asynchronous:
+            raise ValueError(
+                f"num-speculative-tokens is {count} with asynchronous steps: drafts of a model "
+                "follow tokens that are known when a step ends: use n-grams, or drop one"
+            )
         if self.make_recorder is not None and stages > 1:
             raise ValueError(
                 f"a recorded step exchanges nothing with the {stages} stages of a pipeline: drop "
@@ -255,23 +192,6 @@ class EngineFeatures:
             )
 
 
-class _Chosen(NamedTuple):
-    """What a step chose for a row.
-
-    Args:
-        tokens: to append: accepted drafts, then one that is none.
-        accepted: how many of these are drafts.
-        logprobs, tops: of each.
-        error: nothing could be chosen after `tokens`, which are drafts then.
-    """
-
-    tokens: list[int]
-    accepted: int
-    logprobs: list[float]
-    tops: list[list[tuple[int, float]]]
-    error: bool
-
-
 @dataclass(eq=False)
 class _Output:
     """A row and what it is for.
@@ -280,12 +200,14 @@ class _Output:
         row, request: what runs, and what was asked.
         completion: what was generated.
         noted: log-probabilities of the prompt that steps have computed or are computing.
+        predicted: drafts after the row's tokens that the last step for it has computed.
     """
 
     row: Row
     request: Request
     completion: Completion
     noted: int = 0
+    predicted: Sequence[int] = ()
     _masks: dict[tuple[int, ...], Tensor | None] = field(default_factory=dict)
 
     @property
@@ -293,29 +215,45 @@ class _Output:
         """Identity in random draws."""
         return self.request.sequence + self.completion.index
 
-    def sample_row(self, drafts: Sequence[int] = ()) -> SampleRow:
-        """Return how the token after some drafts is chosen."""
+    @property
+    def position(self) -> int:
+        """Where the next token will be; while steps that choose one are in flight, that of the last
+        of these."""
+        return len(self.row.tokens) + max(self.row.pending, 1) - 1
+
+    def sample_row(self, drafts: Sequence[int] = (), position: int | None = None) -> SampleRow:
+        """Return how the token after some drafts is chosen, of which the first is at `position`,
+        None for that of now."""
         tokens = [*self.completion.tokens, *drafts] if drafts else self.completion.tokens
         return SampleRow(
             params=self.request.sampling,
             sequence=self.sequence,
-            # A step in flight that chooses a token is the one that is asked about.
-            position=len(self.row.tokens) + max(self.row.pending, 1) - 1 + len(drafts),
+            position=(self.position if position is None else position) + len(drafts),
             prompt=self.request.prompt,
             output=tokens,
             mask=None if self.request.mask is None else self._mask(drafts),
         )
 
-    def context(self, count: int, after: Sequence[int] = ()) -> DraftContext:
-        """Return what a proposer needs to know for drafts after some tokens that are not appended
-        yet."""
+    def context(self, count: int) -> DraftContext:
+        """Return what a proposer needs to know for so many drafts."""
         return DraftContext(
             row=self.row,
             request=self.request,
             generated=self.completion.tokens,
             sequence=self.sequence,
             count=count,
-            sample_row=lambda drafts: self.sample_row([*after, *drafts]),
+            predicted=self.predicted,
+        )
+
+    def sampled_row(self) -> SampledRow:
+        """Return what drafts need that are computed in a step that is being launched. A row whose
+        tokens they depend on gets none until the step ends."""
+        position = self.position
+        return SampledRow(
+            count=self.row.draft_length.next,
+            left=self.row.max_tokens - position,
+            stop_tokens=self.request.stop_tokens,
+            sample_row=lambda tokens: self.sample_row(tokens, position),
         )
 
     def allowed(self, drafts: Sequence[int]) -> Sequence[int]:
@@ -327,7 +265,7 @@ class _Output:
                 return drafts[:n]
         return drafts
 
-    def append(self, chosen: _Chosen, epoch: int) -> None:
+    def append(self, chosen: Chosen, epoch: int) -> None:
         """Take what a step chose; the row has its accepted drafts already."""
         completion, count = self.completion, self.request.sampling.logprobs
         completion.cached_tokens = self.row.cached or 0
@@ -344,7 +282,7 @@ class _Output:
         """Find the tokens that have to follow, by what the request has for that."""
         self.row.forced = tuple(self.allowed(forced(self.completion.tokens)[:MOST_FORCED]))
 
-    def end_after(self, chosen: _Chosen) -> str:
+    def end_after(self, chosen: Chosen) -> str:
         """Return why the row ends with what a step chose, which it has not taken yet; "" if it goes
         on."""
         if chosen.error:
@@ -397,40 +335,6 @@ class _Noting:
             ids, tops = alternatives[0].long().tolist(), alternatives[1].tolist()
             pairs = zip(ids, tops, strict=True)
             completion.prompt_top_logprobs += [list(zip(*pair, strict=True)) for pair in pairs]
-
-
-@dataclass(frozen=True, eq=False, kw_only=True)
-class StepResult:
-    """What a step has computed, on the host once its work is done.
-
-    Args:
-        sampled: tokens of the rows that get some; None if there are none, or another pipeline stage
-            has them.
-        prompt_logprobs: of the prompts of some outputs, as `StepInFlight.noting` says.
-        hidden: [t, 1, h] of all tokens, on the device, where a proposer sees steps.
-        layout: of these.
-        results: the first two, on their way from the last stage; None on that.
-        sends: to other stages, on their way.
-    """
-
-    sampled: Sampled | None = None
-    prompt_logprobs: Sequence[Tensor] = ()
-    hidden: Tensor | None = None
-    layout: SequenceLayout | None = None
-    results: Pending | None = None
-    sends: Sequence[Pending] = ()
-
-
-class SharedStep(NamedTuple):
-    """What ranks of several replicas that share experts agree on before a step.
-
-    Args:
-        most_tokens: new tokens of the rank that has most.
-        eager: some rank's step is none for a graph.
-    """
-
-    most_tokens: int
-    eager: bool
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -518,7 +422,8 @@ class Engine:
             token_multiple=config.token_multiple,
         )
         self.epoch, self.joined, self.paused, self.model_seconds = 0, 0, False, 0.0
-        self._shows_steps = self.proposer is not None and not self.proposer.reads_tokens_only
+        predicts = self.proposer is not None and self.proposer.stage == "last"
+        self._predicted = config.num_speculative_tokens if predicts else 0  # of a row, at most
         self._outputs: dict[Row, _Output] = {}
         self._next_id = 0
         self._queue = WorkQueue(self.device, in_thread=config.asynchronous)
@@ -539,13 +444,12 @@ class Engine:
         rows = self.config.max_rows * (1 + drafts)
         longest = self.cache.num_blocks * self.config.block_size
         shared = self._expert_peers is not None
-        if shared:  # of more the host reads how many each rank has
-            rows = min(rows, MOST_PADDED)
+        most = min(self.config.max_step_tokens, MOST_PADDED if shared else rows)
         return DecodeGraphs(
             self._decoded,
             make_recorder,
             cache=self.cache,
-            max_rows=min(rows, self.config.max_step_tokens),
+            max_rows=min(rows, most),  # of more experts the host reads how many each rank has
             row_multiple=self.config.token_multiple,
             max_context=min(longest, self.max_length or longest),
             shares_experts=shared,
@@ -717,19 +621,16 @@ class Engine:
         found, self._ended = self._ended, []
         if self._in_flight:
             found += self._finish(self._in_flight.popleft())
-        if not self._outputs:  # what is in flight is for nobody
-            self._finish_all()
+        if self._in_flight and not self._outputs:  # what is in flight is for nobody
+            self.drain()
         return found
 
     def drain(self) -> None:
         """Wait for all steps in flight; the next `step` returns what they have found."""
-        self._finish_all()
-        while self._joins:
-            self._joins.popleft().result()
-
-    def _finish_all(self) -> None:
         while self._in_flight:
             self._ended += self._finish(self._in_flight.popleft())
+        while self._joins:
+            self._joins.popleft().result()
 
     # --- one step ---------------------------------------------------------------------------------
 
@@ -754,7 +655,7 @@ class Engine:
             if plan is not None:
                 self._in_flight.append(self._launch(plan, shared))
                 continue
-            self._joins.append(self._queue.submit(partial(self._join, shared)))
+            self._joins.append(self._queue.submit(functools.partial(self._join, shared)))
             self.joined += 1
             if len(self._joins) > self._most_in_flight:
                 self._joins.popleft().result()
@@ -781,10 +682,19 @@ class Engine:
         ]
         tops = min(max((one.params.logprobs or 0 for one in asked), default=0), self.vocab_size)
         noting = self._noting(plan)
+        predict = None
+        if self._predicted and self.link.is_last:
+            sampled = [self._outputs[row].sampled_row() for row in rows]
+            predict = functools.partial(
+                self._predict, plan, plan.following(self._predicted), sampled
+            )
         # What is found is numbers of a known count, which other stages may expect beforehand.
         count = len(asked) * (3 + 2 * tops) + sum(note.count for note in noting)
+        count += len(rows) * self._predicted
         start, idle = time.perf_counter(), self.link.idle_seconds
-        work = self._queue.submit(lambda: self._compute(plan, asked, noting, count, shared))
+        work = self._queue.submit(
+            lambda: self._compute(plan, asked, noting, predict, count, shared)
+        )
         self.model_seconds += time.perf_counter() - start - (self.link.idle_seconds - idle)
         return StepInFlight(
             plan=plan, rows=rows, choices=len(asked), noting=noting, tops=tops, work=work
@@ -796,23 +706,28 @@ class Engine:
         result = step.work.result()
         for pending in result.sends:
             self.link.wait(pending)
-        sampled, logprobs = result.sampled, result.prompt_logprobs
+        sampled, logprobs, drafts = result.sampled, result.prompt_logprobs, result.drafts
         if result.results is not None:
-            sampled, logprobs = unpacked(
+            sampled, logprobs, drafts = unpacked(
                 self.link.wait(result.results).cpu(),
                 rows=step.choices,
                 tops=step.tops,
                 prompts=[note.count for note in step.noting],
+                drafts=(len(step.rows), self._predicted),
             )
-        chosen = [] if sampled is None else self._verified(step.plan, sampled)
-        if self._shows_steps:
-            self._show(step, result, chosen)
+        drafted = [step.plan.drafts[n] for n in step.plan.sampled]
+        chosen = [] if sampled is None else verified(sampled, drafted)
         self.model_seconds += time.perf_counter() - start - (self.link.idle_seconds - idle)
         pairs = zip(step.rows, chosen, strict=True)
         self.scheduler.commit(step.plan, {row: found.accepted for row, found in pairs})
         for note, found in zip(step.noting, logprobs, strict=True):
             note.give(found)
-        return self._record(step.rows, chosen)
+        completions = self._record(step.rows, chosen)
+        if self._predicted:
+            for row, predicted in zip(step.rows, drafts, strict=True):
+                if row in self._outputs:
+                    self._outputs[row].predicted = predicted
+        return completions
 
     # Not inference_mode: buffers that weights are gathered in would be of no use to training.
     @torch.no_grad()
@@ -821,6 +736,7 @@ class Engine:
         plan: BatchPlan,
         asked: Sequence[SampleRow],
         noting: Sequence[_Noting],
+        predict: _Predict | None,
         count: int,
         shared: SharedStep | None,
     ) -> StepResult:
@@ -829,43 +745,62 @@ class Engine:
         if self._check_plans is not None:
             self.link.require_same_plan(plan, self._check_plans)
         self.cache.states.copy(plan.state_copies)
-        most = None if shared is None else shared.most_tokens
-        if self._graphs is not None and self._takes_graph(self._graphs, plan, shared):
-            hidden, logits = self._graphs(plan, most or 0)
-            return StepResult(
-                sampled=self._kept(plan, sample(self._taken(logits, plan.chosen_after), asked)),
-                hidden=hidden if self._shows_steps else None,
-                layout=self._placed(plan)[1] if self._shows_steps else None,
-            )
+        if self._graphs is not None and self._graphs.launches(plan, shared):
+            hidden, logits = self._graphs(plan, shared)
+            sampled = sample(self._taken(logits, plan.chosen_after), asked)
+            kept, drafts = self._kept(plan, sampled), []
+            if predict is not None:
+                drafts = predict(self._placed(plan)[1], hidden, sampled)
+            return StepResult(sampled=kept, drafts=drafts)
         results = None
         if count and not self.link.is_last:
             results = self.link.expect_results(count)
-        tokens, layout = self._placed(plan, most)
+        tokens, layout = self._placed(plan, shared)
         hidden = self._hidden(tokens, layout)
         if not self.link.is_last:
             return StepResult(results=results, sends=self.link.send_hidden(hidden))
-        notes, sampled = [self._prompt_logprobs(note, hidden) for note in noting], None
+        notes, sampled, drafts = [self._prompt_logprobs(note, hidden) for note in noting], None, []
         if asked:
-            sampled = self._choose(asked, self._taken(hidden, plan.chosen_after))
-        others = count and self.link.count > 1  # who are told what was found
-        return StepResult(
-            sampled=None if sampled is None else self._kept(plan, sampled),
-            prompt_logprobs=[to_host(note) for note in notes],
-            hidden=hidden if self._shows_steps else None,
-            layout=layout if self._shows_steps else None,
-            sends=self.link.send_results(packed(sampled, notes)) if others else (),
+            sampled = sample(self.logits(self._taken(hidden, plan.chosen_after)), asked)
+        kept = None if sampled is None else self._kept(plan, sampled)
+        if predict is not None:
+            drafts = predict(layout, hidden, sampled)
+        sends: Sequence[Pending] = ()
+        if count and self.link.count > 1:  # the others are told what was found
+            sends = self.link.send_results(packed(sampled, notes, drafts, most=self._predicted))
+        found = [to_host(note) for note in notes]
+        return StepResult(sampled=kept, prompt_logprobs=found, drafts=drafts, sends=sends)
+
+    def _predict(
+        self,
+        plan: BatchPlan,
+        following: Sequence[Sequence[int]],
+        rows: Sequence[SampledRow],
+        layout: SequenceLayout,
+        hidden: Tensor,
+        sampled: Sampled | None,
+    ) -> Sequence[Sequence[int]]:
+        """Return the drafts that a proposer computes of a step; the host waits for what the step
+        has chosen."""
+        assert self.proposer is not None
+        drafted = [plan.drafts[n] for n in plan.sampled]
+        chosen = [] if sampled is None else verified(sampled, drafted)
+        step = ComputedStep(
+            plan=plan,
+            layout=layout,
+            hidden=hidden,
+            cache=self.cache,
+            logits=self.logits,
+            following=following,
+            rows=rows,
+            chosen=[found.tokens for found in chosen],
+            accepted=[found.accepted for found in chosen],
+            counts=[
+                0 if found.error else row.drafts_after(found.tokens)
+                for found, row in zip(chosen, rows, strict=True)
+            ],
         )
-
-    @staticmethod
-    def _takes_graph(graphs: DecodeGraphs, plan: BatchPlan, shared: SharedStep | None) -> bool:
-        """Whether a step is launched as a graph; counts it if not."""
-        takes = not shared.eager if shared is not None else graphs.takes(plan)
-        graphs.stats.eager += not takes
-        return takes
-
-    def _choose(self, asked: Sequence[SampleRow], hidden: Tensor) -> Sampled:
-        """Choose the tokens that follow hidden states [n, 1, h]."""
-        return sample(self.logits(hidden), asked)
+        return self.proposer.predict(step)
 
     def _kept(self, plan: BatchPlan, sampled: Sampled) -> Sampled:
         """Keep the tokens for steps that are planned already; return them on the host."""
@@ -901,35 +836,18 @@ class Engine:
             output.context(guesses + count)
             for output, guesses, (_, count) in zip(outputs, pending, asked, strict=True)
         ]
-        found = self.proposer.propose(contexts)
-        self.model_seconds += time.perf_counter() - start
+        found, idle = self.proposer.propose(contexts), self.link.idle_seconds
+        if self.proposer.stage == "first":
+            found = self.link.of_first(found, max(context.count for context in contexts))
+        self.model_seconds += time.perf_counter() - start - (self.link.idle_seconds - idle)
         return [
             output.allowed(drafts)[guesses:]
             for output, guesses, drafts in zip(outputs, pending, found, strict=True)
         ]
 
-    def _show(self, step: StepInFlight, result: StepResult, chosen: Sequence[_Chosen]) -> None:
-        """Let the proposer see a step."""
-        assert self.proposer is not None
-        assert result.hidden is not None
-        assert result.layout is not None
-        contexts = []
-        for row, found in zip(step.rows, chosen, strict=True):
-            output = self._outputs[row]
-            count = 0 if output.end_after(found) else row.draft_length.next
-            contexts.append(output.context(count, after=found.tokens))
-        seen = ComputedStep(
-            plan=step.plan,
-            layout=result.layout,
-            hidden=result.hidden,
-            chosen=[found.tokens for found in chosen],
-            accepted=[found.accepted for found in chosen],
-            contexts=contexts,
-        )
-        with torch.no_grad():
-            self.proposer.observe(seen, self)
-
-    def _placed(self, plan: BatchPlan, most: int | None = None) -> tuple[Tensor, SequenceLayout]:
+    def _placed(
+        self, plan: BatchPlan, shared: SharedStep | None = None
+    ) -> tuple[Tensor, SequenceLayout]:
         """Return the new tokens of a step, int64 [t], on the device, and where they are."""
         wide = plan.tokens, plan.positions, plan.slot_mapping, plan.state_slots
         narrow = plan.query_bounds, plan.context_lengths, plan.block_table
@@ -955,7 +873,7 @@ class Engine:
             state_slots=states,
             decode_rows=decode,
             prefill=prefill,
-            most_tokens=most,
+            most_tokens=None if shared is None else shared.most_tokens,
         )
         return tokens, SequenceLayout(positions, paged=paged)
 
@@ -1000,28 +918,7 @@ class Engine:
         head = self.model.head
         return head.whole(head.project(hidden))[:, 0]
 
-    def _verified(self, plan: BatchPlan, sampled: Sampled) -> list[_Chosen]:
-        """Return what follows for each sampled row: accepted drafts and one more token."""
-        tokens, logprobs = sampled.tokens.tolist(), sampled.logprobs.tolist()
-        finite = sampled.finite.tolist()
-        tops: list[list[tuple[int, float]]] = [[] for _ in tokens]
-        if sampled.top_ids is not None and sampled.top_logprobs is not None:
-            ids, values = sampled.top_ids.tolist(), sampled.top_logprobs.tolist()
-            tops = [list(zip(*pair, strict=True)) for pair in zip(ids, values, strict=True)]
-        chosen, first = [], 0
-        for n in plan.sampled:
-            drafts = plan.drafts[n]
-            accepted = accepted_drafts(drafts, tokens[first:]) if drafts else 0
-            count = accepted + 1
-            valid = finite[first : first + count]
-            if error := not all(valid):
-                accepted = count = valid.index(False)
-            part = slice(first, first + count)
-            chosen.append(_Chosen(tokens[part], accepted, logprobs[part], tops[part], error))
-            first += len(drafts) + 1
-        return chosen
-
-    def _record(self, rows: Sequence[Row], chosen: Sequence[_Chosen]) -> list[Completion]:
+    def _record(self, rows: Sequence[Row], chosen: Sequence[Chosen]) -> list[Completion]:
         """Append a step's tokens to their outputs, and end those that are at their end."""
         completions = []
         for row, found in zip(rows, chosen, strict=True):

@@ -23,6 +23,7 @@ from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -425,6 +426,23 @@ def most_probable(
     )
 
 
+class Chosen(NamedTuple):
+    """What a step chose for a row.
+
+    Args:
+        tokens: to append: accepted drafts, then one that is none.
+        accepted: how many of these are drafts.
+        logprobs, tops: of each.
+        error: nothing could be chosen after `tokens`, which are drafts then.
+    """
+
+    tokens: list[int]
+    accepted: int
+    logprobs: list[float]
+    tops: list[list[tuple[int, float]]]
+    error: bool
+
+
 def accepted_drafts(drafts: Sequence[int], chosen: Sequence[int]) -> int:
     """Return how many drafts of a row a model accepts: those before the first that it would not
     have chosen itself.
@@ -444,6 +462,33 @@ def accepted_drafts(drafts: Sequence[int], chosen: Sequence[int]) -> int:
     """
     pairs = zip(drafts, chosen, strict=False)
     return next((n for n, (draft, token) in enumerate(pairs) if draft != token), len(drafts))
+
+
+def verified(sampled: Sampled, drafts: Sequence[Sequence[int]]) -> list[Chosen]:
+    """Return what follows for each row: accepted drafts and one more token.
+
+    Args:
+        sampled: [b], of all rows in turn the token at the place of each draft, and the one after
+            these.
+        drafts: of each row.
+    """
+    tokens, logprobs = sampled.tokens.tolist(), sampled.logprobs.tolist()
+    finite = sampled.finite.tolist()
+    tops: list[list[tuple[int, float]]] = [[] for _ in tokens]
+    if sampled.top_ids is not None and sampled.top_logprobs is not None:
+        ids, values = sampled.top_ids.tolist(), sampled.top_logprobs.tolist()
+        tops = [list(zip(*pair, strict=True)) for pair in zip(ids, values, strict=True)]
+    chosen, first = [], 0
+    for proposed in drafts:
+        accepted = accepted_drafts(proposed, tokens[first:]) if proposed else 0
+        count = accepted + 1
+        valid = finite[first : first + count]
+        if error := not all(valid):
+            accepted = count = valid.index(False)
+        part = slice(first, first + count)
+        chosen.append(Chosen(tokens[part], accepted, logprobs[part], tops[part], error))
+        first += len(proposed) + 1
+    return chosen
 
 
 def sample(logits: Tensor, rows: Sequence[SampleRow]) -> Sampled:

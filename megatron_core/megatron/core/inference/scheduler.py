@@ -42,6 +42,7 @@ from bisect import insort_left, insort_right
 from collections import OrderedDict, deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from typing import NamedTuple
 
 import numpy as np
 
@@ -240,6 +241,12 @@ class BatchPlan:
         """Return which of the b rows in the arrays `rows[row]` is."""
         return row if row < self.decode_rows else row + self.padding
 
+    def following(self, most: int) -> list[list[int]]:
+        """Return of each row the tokens after those of this step, at most so many, that are known
+        when it is launched."""
+        ends = [start + count for start, count in zip(self.starts, self.counts, strict=True)]
+        return [row.tokens[end : end + most] for row, end in zip(self.rows, ends, strict=True)]
+
     @property
     def chosen_after(self) -> np.ndarray:
         """Return the places among t after which a token is chosen: of each sampled row the last
@@ -266,6 +273,18 @@ class BatchPlan:
         ):
             found.update(array.tobytes())
         return found.digest()
+
+
+class SharedStep(NamedTuple):
+    """What ranks of several replicas that share experts agree on before a step.
+
+    Args:
+        most_tokens: new tokens of the rank that has most.
+        eager: some rank's step is none for a graph.
+    """
+
+    most_tokens: int
+    eager: bool
 
 
 @dataclass

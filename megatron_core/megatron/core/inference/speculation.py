@@ -20,9 +20,9 @@ from __future__ import annotations
 
 import dataclasses
 import weakref
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol, runtime_checkable
+from typing import Literal, Protocol, runtime_checkable
 
 import numpy as np
 import torch
@@ -31,9 +31,125 @@ from torch import Tensor
 from megatron.core.context_parallel import SequenceLayout
 from megatron.core.device import pin
 from megatron.core.inference.cache import PagedCache
-from megatron.core.inference.engine import ComputedStep, DraftContext, Engine, Request
-from megatron.core.inference.sampling import sample
-from megatron.core.inference.scheduler import Row
+from megatron.core.inference.requests import Completion, Request
+from megatron.core.inference.sampling import SampleRow, sample
+from megatron.core.inference.scheduler import BatchPlan, Row, Scheduler
+from megatron.core.inference.sizes import EngineConfig
+
+#: The pipeline stage that finds drafts.
+DraftStage = Literal["every", "first", "last"]
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class DraftContext:
+    """A row that drafts are wanted for.
+
+    Args:
+        row: its tokens are known.
+        request: what it is for.
+        generated: tokens after the prompt.
+        sequence: identity in random draws.
+        count: drafts at most.
+        predicted: drafts that `Proposer.predict` found after the row's tokens.
+    """
+
+    row: Row
+    request: Request
+    generated: Sequence[int]
+    sequence: int
+    count: int
+    predicted: Sequence[int]
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class SampledRow:
+    """A row that a step chooses a token for, as it is when the step is launched.
+
+    Args:
+        count: drafts at most after what is chosen.
+        left: tokens that it may still get.
+        stop_tokens: that end it.
+        sample_row: returns how a token is chosen after some that follow the row's own.
+    """
+
+    count: int
+    left: int
+    stop_tokens: Collection[int]
+    sample_row: Callable[[Sequence[int]], SampleRow]
+
+    def drafts_after(self, chosen: Sequence[int]) -> int:
+        """Return how many drafts may follow these tokens, at least one; 0 if they end the row."""
+        if chosen[-1] in self.stop_tokens:
+            return 0
+        # The last token is chosen and never computed.
+        return max(0, min(self.count, self.left - len(chosen) - 1))
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class ComputedStep:
+    """A step whose tokens are chosen, before it is committed.
+
+    Args:
+        plan: of the step.
+        layout: of its tokens.
+        hidden: [t, 1, h] of all tokens, whole on every rank.
+        cache: that the step has written to.
+        logits: returns fp32 logits [n, V] of hidden states [n, 1, h].
+        following: of each row the known tokens after those of the step.
+        rows: the sampled ones.
+        chosen: of each of these what is appended to it, accepted drafts included.
+        accepted: how many of these are drafts.
+        counts: drafts at most after `chosen`; none of a row that ends.
+    """
+
+    plan: BatchPlan
+    layout: SequenceLayout
+    hidden: Tensor
+    cache: PagedCache
+    logits: Callable[[Tensor], Tensor]
+    following: Sequence[Sequence[int]]
+    rows: Sequence[SampledRow]
+    chosen: Sequence[Sequence[int]]
+    accepted: Sequence[int]
+    counts: Sequence[int]
+
+    def takes_more(self, at: int, drafts: Sequence[int]) -> bool:
+        """Return whether a sampled row may have another draft after some."""
+        stopped = bool(drafts) and drafts[-1] in self.rows[at].stop_tokens
+        return len(drafts) < self.counts[at] and not stopped
+
+
+class Proposer(Protocol):
+    """Where drafts come from; `megatron.core.inference.speculation` has several.
+
+    Attributes:
+        stage: of a pipeline, where drafts are found: on "every" one, each of which finds the same;
+            on the "first", by `propose`; or on the "last", by `predict`, which is called there
+            alone. `propose` is called on all, those of others do not count.
+    """
+
+    stage: DraftStage
+
+    def propose(self, contexts: Sequence[DraftContext]) -> Sequence[Sequence[int]]:
+        """Return tokens that may follow those of each row, no more than it may have."""
+        ...
+
+    def predict(self, step: ComputedStep) -> Sequence[Sequence[int]]:
+        """Return drafts after what a step has chosen, of each sampled row no more than it may have.
+
+        It is a part of every step, on the last pipeline stage, whose drafts the others are told; it
+        may run in another thread than the host's loop.
+        """
+        ...
+
+    def sleep(self, *, weights: bool) -> None:
+        """Give back the proposer's own memory on the device until `wake`, with `weights` that of
+        its weights too."""
+        ...
+
+    def wake(self) -> None:
+        """Take the memory again."""
+        ...
 
 
 @dataclass
@@ -64,21 +180,22 @@ class NGramLookup:
                 f"n-grams of {shortest} to {longest} tokens: use at least 1, and no less at most"
             )
         self.lengths = range(longest, shortest - 1, -1)
-        self.reads_tokens_only = True
+        self.stage: DraftStage = "every"
         self._known: weakref.WeakKeyDictionary[Row, _NGrams] = weakref.WeakKeyDictionary()
 
     def propose(self, contexts: Sequence[DraftContext]) -> list[list[int]]:
-        """See `megatron.core.inference.engine.Proposer`."""
+        """See `Proposer`."""
         return [self._lookup(context.row, context.count) for context in contexts]
 
-    def observe(self, step: ComputedStep, engine: Engine) -> None:
-        """See `megatron.core.inference.engine.Proposer`."""
+    def predict(self, step: ComputedStep) -> list[list[int]]:
+        """See `Proposer`: it predicts nothing."""
+        return []
 
     def sleep(self, *, weights: bool) -> None:
-        """See `megatron.core.inference.engine.Proposer`: it has no memory on the device."""
+        """See `Proposer`: it has no memory on the device."""
 
     def wake(self) -> None:
-        """See `megatron.core.inference.engine.Proposer`."""
+        """See `Proposer`."""
 
     def _lookup(self, row: Row, count: int) -> list[int]:
         tokens, known = row.tokens, self._known.setdefault(row, _NGrams())
@@ -97,26 +214,59 @@ class NGramLookup:
         return []
 
 
+class DraftEngine(Protocol):
+    """What `DraftModel` asks of the smaller model's engine; `Engine` is one."""
+
+    config: EngineConfig
+    scheduler: Scheduler
+    max_length: int | None
+
+    @property
+    def unfinished(self) -> int:
+        """Outputs that have not ended."""
+        ...
+
+    def add(self, request: Request) -> int:
+        """Take a request in and return its id."""
+        ...
+
+    def step(self) -> list[Completion]:
+        """Compute one step; return the outputs that have a new token."""
+        ...
+
+    def sleep(self, weights: Iterable[Tensor]) -> None:
+        """Give the memory of the cache and of these weights back until `wake`."""
+        ...
+
+    def wake(self) -> None:
+        """Take the memory again."""
+        ...
+
+
 class DraftModel:
     """Drafts are what a smaller model of the same vocabulary generates, in an engine of its own.
 
-    That engine's prefix cache keeps what it computed of a row, up to a block.
+    That engine's prefix cache keeps what it computed of a row, up to a block. In a pipeline the
+    first stage has all of the smaller model: it drafts for one step while later stages compute the
+    step before.
 
     Args:
-        engine: of the smaller model.
+        engine: of the smaller model; None on a later pipeline stage.
         weights: returns what holds the smaller model's weights, which `sleep` may give back.
     """
 
-    def __init__(self, engine: Engine, weights: Callable[[], Iterable[Tensor]]) -> None:
-        self.engine, self.reads_tokens_only = engine, False
-        self._weights = weights
+    def __init__(self, engine: DraftEngine | None, weights: Callable[[], Iterable[Tensor]]) -> None:
+        self.engine, self._weights = engine, weights
+        self.stage: DraftStage = "first"
 
     def propose(self, contexts: Sequence[DraftContext]) -> list[list[int]]:
-        """See `megatron.core.inference.engine.Proposer`."""
+        """See `Proposer`."""
         found: list[list[int]] = [[] for _ in contexts]
+        if self.engine is None:
+            return found
         places: dict[int, int] = {}
         for place, context in enumerate(contexts):
-            count = self._room(context)
+            count = min(context.count, self._room(self.engine) - len(context.row.tokens))
             if count > 0:
                 places[self.engine.add(_draft_request(context, count))] = place
         while self.engine.unfinished:
@@ -124,23 +274,25 @@ class DraftModel:
                 found[places[completion.request_id]] = completion.tokens
         return found
 
-    def observe(self, step: ComputedStep, engine: Engine) -> None:
-        """See `megatron.core.inference.engine.Proposer`: tokens are all that is needed."""
+    def predict(self, step: ComputedStep) -> list[list[int]]:
+        """See `Proposer`: tokens are all that is needed."""
+        return []
 
     def sleep(self, *, weights: bool) -> None:
-        """See `megatron.core.inference.engine.Proposer`; the smaller model's engine sleeps."""
-        self.engine.sleep(self._weights() if weights else ())
+        """See `Proposer`; the smaller model's engine sleeps."""
+        if self.engine is not None:
+            self.engine.sleep(self._weights() if weights else ())
 
     def wake(self) -> None:
-        """See `megatron.core.inference.engine.Proposer`."""
-        self.engine.wake()
+        """See `Proposer`."""
+        if self.engine is not None:
+            self.engine.wake()
 
-    def _room(self, context: DraftContext) -> int:
-        """Return the drafts of a row that the engine has room for."""
-        longest = self.engine.scheduler.pool.num_blocks * self.engine.config.block_size
-        if self.engine.max_length is not None:
-            longest = min(longest, self.engine.max_length)
-        return min(context.count, longest - len(context.row.tokens))
+    @staticmethod
+    def _room(engine: DraftEngine) -> int:
+        """Return the longest row that the engine has room for, in tokens."""
+        longest = engine.scheduler.pool.num_blocks * engine.config.block_size
+        return longest if engine.max_length is None else min(longest, engine.max_length)
 
 
 def _draft_request(context: DraftContext, count: int) -> Request:
@@ -178,64 +330,67 @@ class MultiTokenHeads:
     """Drafts are what the model's own depths of multi-token prediction predict (DeepSeek-AI 2024,
     arXiv 2412.19437, section 2.2).
 
-    After each step the depths compute the same tokens as the model did, and keep keys, values and
+    In each step the depths compute the same tokens as the model did, and keep keys, values and
     states in its cache. Depth k reads tokens k + 1 places ahead; at the end of a row these are
     drafts, and what was kept of them stays if they are not accepted: it changes drafts only.
 
     Args:
-        model: of the engine.
+        model: of the engine; with pipeline stages, the last.
         depths: how many it has.
     """
 
     def __init__(self, model: MultiTokenModel, depths: int) -> None:
-        self.model, self.depths, self.reads_tokens_only = model, depths, False
-        self._drafts: dict[Row, list[int]] = {}
+        self.model, self.depths = model, depths
+        self.stage: DraftStage = "last"
 
-    def propose(self, contexts: Sequence[DraftContext]) -> list[list[int]]:
-        """See `megatron.core.inference.engine.Proposer`."""
-        return [self._drafts.get(context.row, [])[: context.count] for context in contexts]
+    def propose(self, contexts: Sequence[DraftContext]) -> list[Sequence[int]]:
+        """See `Proposer`."""
+        return [context.predicted[: context.count] for context in contexts]
 
-    def observe(self, step: ComputedStep, engine: Engine) -> None:
-        """See `megatron.core.inference.engine.Proposer`; compute the depths."""
+    def predict(self, step: ComputedStep) -> list[list[int]]:
+        """See `Proposer`; compute the depths."""
         plan, hidden = step.plan, step.hidden
         rows = dict(zip(plan.sampled, range(len(plan.sampled)), strict=True))
         drafts: list[list[int]] = [[] for _ in rows]
+        firsts = [int(plan.query_bounds[plan.place(n)]) for n in range(len(plan.rows))]
+        known: list[list[int]] = []  # of each row its new tokens that stay, and those after them
+        for n, (first, count) in enumerate(zip(firsts, plan.counts, strict=True)):
+            kept = plan.tokens[first : first + count - len(plan.drafts[n])].tolist()
+            known.append([*kept, *(step.chosen[rows[n]] if n in rows else step.following[n])])
         # Of each sampled row, where in the step its last token is that stays.
         last = [
-            int(plan.query_bounds[plan.place(n) + 1]) - 1 - len(plan.drafts[n]) + step.accepted[at]
+            firsts[n] + plan.counts[n] - 1 - len(plan.drafts[n]) + step.accepted[at]
             for n, at in rows.items()
         ]
         for depth in range(self.depths):
             tokens = np.zeros(hidden.shape[0], dtype=np.int64)
-            for n, (row, count) in enumerate(zip(plan.rows, plan.counts, strict=True)):
-                begin, length = row.computed + depth + 1, len(row.tokens)
-                ahead = row.tokens[begin : begin + count]
-                if n in rows:
-                    new = [*step.chosen[rows[n]], *drafts[rows[n]]]
-                    ahead += new[max(0, begin - length) : max(0, begin + count - length)]
-                first = int(plan.query_bounds[plan.place(n)])
+            for n, (first, count) in enumerate(zip(firsts, plan.counts, strict=True)):
+                following = [*known[n], *(drafts[rows[n]] if n in rows else ())]
+                ahead = following[depth + 1 : depth + 1 + count]
                 tokens[first : first + len(ahead)] = ahead
-            there = pin(torch.from_numpy(tokens), engine.device).to(
-                engine.device, non_blocking=True
+            there = pin(torch.from_numpy(tokens), hidden.device).to(
+                hidden.device, non_blocking=True
             )
             hidden = self.model.predict_ahead(
-                depth, hidden, there[None], layout=step.layout, cache=engine.cache
+                depth, hidden, there[None], layout=step.layout, cache=step.cache
             )
-            wanted = [at for at, context in enumerate(step.contexts) if context.count > depth]
+            wanted = [
+                at for at, d in enumerate(drafts) if len(d) == depth and step.takes_more(at, d)
+            ]
             if wanted:
-                asked = [step.contexts[at].sample_row(drafts[at]) for at in wanted]
+                rows_after = [(step.rows[at], [*step.chosen[at], *drafts[at]]) for at in wanted]
+                asked = [row.sample_row(after) for row, after in rows_after]
                 index = torch.tensor([last[at] for at in wanted])
-                index = pin(index, engine.device).to(engine.device, non_blocking=True)
-                found = sample(engine.logits(hidden.index_select(0, index)), asked).tokens
-                for at, token in zip(wanted, found.tolist(), strict=True):
-                    drafts[at].append(token)
-        self._drafts = {
-            plan.rows[n]: drafts[at] for n, at in rows.items() if step.contexts[at].count
-        }
+                index = pin(index, hidden.device).to(hidden.device, non_blocking=True)
+                found = sample(step.logits(hidden.index_select(0, index)), asked)
+                tokens_found = zip(found.tokens.tolist(), found.finite.tolist(), strict=True)
+                for at, (token, finite) in zip(wanted, tokens_found, strict=True):
+                    drafts[at] += [token] * finite
+        return drafts
 
     def sleep(self, *, weights: bool) -> None:
-        """See `megatron.core.inference.engine.Proposer`: the depths' cache and weights are those of
+        """See `Proposer`: the depths' cache and weights are those of
         the engine."""
 
     def wake(self) -> None:
-        """See `megatron.core.inference.engine.Proposer`."""
+        """See `Proposer`."""

@@ -5,7 +5,9 @@ Every rank of a pipeline runs an engine of its own over its part of the layers. 
 the same requests and plan the same steps, so no plan is sent: the hidden states of a step go from
 stage to stage, and what the last stage has chosen goes back to all others as one message each. A
 stage waits for that only when it finishes the step, so as many steps may be under way as there are
-stages.
+stages. Drafts that the last stage predicts are a part of that message; those of a draft model,
+which the first stage has, go from stage to stage before the hidden states of the step that verifies
+them.
 
 Messages of one kind between two ranks arrive in the order of the steps. Hidden states and results
 have communicators of their own, so a result never queues behind hidden states that wait for their
@@ -51,31 +53,60 @@ class PipelineGroups:
         return PipelineGroups(groups["pp"], groups["pp_backward"])
 
 
-def packed(sampled: Sampled | None, prompt_logprobs: Sequence[Tensor]) -> Tensor:
-    """Return what a step has found as fp64 numbers, which hold all of it exactly."""
+@dataclass(frozen=True, eq=False, kw_only=True)
+class StepResult:
+    """What a step has computed, on the host once its work is done.
+
+    Args:
+        sampled: tokens of the rows that get some; None if there are none, or another pipeline stage
+            has them.
+        prompt_logprobs: of the prompts of some outputs, one after the other.
+        drafts: of each sampled row, after what was chosen, where a proposer predicts them.
+        results: these three, on their way from the last stage; None on that.
+        sends: to other stages, on their way.
+    """
+
+    sampled: Sampled | None = None
+    prompt_logprobs: Sequence[Tensor] = ()
+    drafts: Sequence[Sequence[int]] = ()
+    results: Pending | None = None
+    sends: Sequence[Pending] = ()
+
+
+def packed(
+    sampled: Sampled | None,
+    prompt_logprobs: Sequence[Tensor],
+    drafts: Sequence[Sequence[int]],
+    *,
+    most: int,
+) -> Tensor:
+    """Return what a step has found as fp64 numbers, which hold all of it exactly; drafts are those
+    of rows, each at most so many."""
     parts: list[Tensor] = []
     if sampled is not None:
         parts += [sampled.tokens, sampled.logprobs, sampled.finite]
         if sampled.top_ids is not None and sampled.top_logprobs is not None:
             parts += [sampled.top_ids.flatten(), sampled.top_logprobs.flatten()]
+        parts += [_of_one_length(drafts, most, sampled.tokens.device).flatten()]
     return torch.cat([part.double() for part in (*parts, *prompt_logprobs)])
 
 
 def unpacked(
-    numbers: Tensor, *, rows: int, tops: int, prompts: Sequence[int]
-) -> tuple[Sampled | None, list[Tensor]]:
+    numbers: Tensor, *, rows: int, tops: int, prompts: Sequence[int], drafts: tuple[int, int]
+) -> tuple[Sampled | None, list[Tensor], list[list[int]]]:
     """Undo `packed`.
 
     Args:
-        rows: that get a token.
+        rows: places after which a token is chosen.
         tops: alternatives that are reported of each.
         prompts: the lengths of the log-probabilities of prompts.
+        drafts: rows that have drafts, and how many each has at most.
     """
     wide = rows * tops
-    parts = numbers.split([rows, rows, rows, wide, wide, *prompts])
-    tokens, logprobs, finite, ids, found = parts[:5]
+    parts = numbers.split([rows, rows, rows, wide, wide, drafts[0] * drafts[1], *prompts])
+    tokens, logprobs, finite, ids, found, following = parts[:6]
     if not rows:
-        return None, list(parts[5:])
+        return None, list(parts[6:]), []
     sampled = Sampled(
         tokens=tokens.long(),
         logprobs=logprobs,
@@ -83,7 +114,18 @@ def unpacked(
         top_ids=ids.view(rows, tops).long() if tops else None,
         top_logprobs=found.view(rows, tops) if tops else None,
     )
-    return sampled, list(parts[5:])
+    return sampled, list(parts[6:]), _of_their_length(following.view(drafts))
+
+
+def _of_one_length(drafts: Sequence[Sequence[int]], most: int, device: torch.device) -> Tensor:
+    """Return the drafts of r rows as int64 [r, most], -1 where there are fewer."""
+    padded = [[*found, *[-1] * (most - len(found))] for found in drafts]
+    return torch.tensor(padded, dtype=torch.int64, device=device)
+
+
+def _of_their_length(padded: Tensor) -> list[list[int]]:
+    """Undo `_of_one_length`."""
+    return [[int(n) for n in row if n >= 0] for row in padded.tolist()]
 
 
 class StageLink:
@@ -107,6 +149,7 @@ class StageLink:
         rank, self.count = groups.stages.rank, groups.stages.size
         self.is_first, self.is_last = rank == 0, rank == self.count - 1
         self.idle_seconds = 0.0
+        self._passed_on: list[Pending] = []  # drafts on their way to the stage after
 
     def receive_hidden(self, shape: Sequence[int]) -> Tensor:
         """Return the hidden states of a step from the stage before."""
@@ -129,6 +172,23 @@ class StageLink:
         """Start to send fp64 numbers from the last stage to all others."""
         others = range(self.count - 1)
         return exchange_async([Message(numbers, rank, True) for rank in others], self._results)
+
+    def of_first(self, drafts: Sequence[Sequence[int]], most: int) -> Sequence[Sequence[int]]:
+        """Return the drafts that the first stage gives, at most so many of each row; every stage
+        calls this between two steps, with as many rows."""
+        if self.count == 1:
+            return drafts
+        padded = _of_one_length(drafts, most, self._device)
+        if not self.is_first:
+            message = Message(padded, self._stages.rank - 1, False)
+            padded = self.wait(*exchange_async([message], self._stages))
+        for pending in self._passed_on:
+            self.wait(pending)
+        self._passed_on = []
+        if not self.is_last:
+            message = Message(padded, self._stages.rank + 1, True)
+            self._passed_on = exchange_async([message], self._stages)
+        return _of_their_length(padded)
 
     def largest(self, numbers: Sequence[int]) -> list[int]:
         """Return the largest of each number over the stages, which all call this."""

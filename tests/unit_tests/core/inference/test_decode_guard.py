@@ -120,7 +120,7 @@ EVERY = frozenset(GUARDED)
 CORE = "megatron.core"
 #: Modules that may read the device in a step, the families in which they do, and why.
 READERS = {
-    f"{CORE}.inference.engine": (EVERY, "the chosen tokens and what is said of them"),
+    f"{CORE}.inference.sampling": (EVERY, "the chosen tokens and what is said of them"),
     f"{CORE}.ops.paged_attention.reference": (EVERY, "on a CPU in place of a kernel"),
     f"{CORE}.weight_gather.grouped": ({"experts"}, "on a CPU in place of a grouped product"),
 }

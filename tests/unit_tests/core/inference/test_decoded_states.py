@@ -8,11 +8,13 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
+from unittest import mock
 
 import pytest
 import torch
 
 from megatron.core.comm import trace
+from megatron.core.inference import engine as engine_module
 from megatron.core.inference.engine import Completion, Engine, generate
 from megatron.core.inference.sampling import Sampled, SampleRow
 from megatron.core.models.gpt import GPTModel
@@ -43,15 +45,22 @@ def on_one_thread():
 def decoded(engine: Engine) -> tuple[list[Completion], list[States]]:
     """Generate for the usual prompts; return what was said, and what from."""
     found: dict[Sequence[int], States] = {}
-    choose = engine._choose
+    project, sample, projected = engine.logits, engine_module.sample, []
 
-    def recording(asked: Sequence[SampleRow], hidden: torch.Tensor) -> Sampled:
-        for row, state in zip(asked, hidden, strict=True):
-            found.setdefault(row.prompt, []).append(state.clone())
-        return choose(asked, hidden)
+    def projecting(hidden: torch.Tensor) -> torch.Tensor:
+        projected.append(hidden.clone())
+        return project(hidden)
 
-    engine._choose = recording  # type: ignore[method-assign]
-    said = [outputs[0] for outputs in generate(engine, requests())]
+    def choosing(logits: torch.Tensor, asked: Sequence[SampleRow]) -> Sampled:
+        for row, state in zip(asked, projected.pop(), strict=True):
+            found.setdefault(row.prompt, []).append(state)
+        return sample(logits, asked)
+
+    with (
+        mock.patch.object(engine, "logits", projecting),
+        mock.patch.object(engine_module, "sample", choosing),
+    ):
+        said = [outputs[0] for outputs in generate(engine, requests())]
     return said, [found[prompt] for prompt in prompts()]
 
 

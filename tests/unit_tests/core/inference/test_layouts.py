@@ -18,9 +18,11 @@ from megatron.core.inference.engine import (
     Engine,
     EngineConfig,
     EngineFeatures,
+    Proposer,
     Request,
     generate,
 )
+from megatron.core.inference.speculation import DraftModel, MultiTokenHeads
 from megatron.core.inference.stages import PipelineGroups
 from megatron.core.models.gpt import GPTModel
 from megatron.core.models.inference_optimized import InferenceOptimizedModel
@@ -33,6 +35,10 @@ from tests.unit_tests.core.inference.test_engine import (
     FAMILIES,
     GREEDY,
     VOCABULARY,
+    allowed,
+    draft_model_of,
+    engine_of,
+    forced,
     requests,
 )
 from tests.unit_tests.core.inference.test_speculation import half_right
@@ -96,6 +102,119 @@ def asked_of(row: dict[str, Any]) -> list[Request]:
 
 def said(row: dict[str, Any], engine: Engine) -> list[list[Completion]]:
     return generate(engine, asked_of(row))
+
+
+# --- drafts of a model in a pipeline --------------------------------------------------------------
+
+#: So that heads which were never trained are right at times.
+BIAS = {3: 7.0, 8: 7.0, 11: 7.0}
+
+
+def drafting_engine(groups: ProcessGroupCollection, family: str, drafts: str) -> Engine:
+    """Return an engine of few blocks with drafts of a kind; "off" has none."""
+    config = FAMILIES[family]
+    if drafts == "heads":
+        blocks = "G*-" if family == "hybrid" else ""
+        config = replace(config, mtp_num_layers=2, mtp_pattern=blocks)
+    split = StageSplit.balanced(
+        config.blocks, groups["pp"].size, blocks_of_layer=config.layer_blocks
+    )
+    model = GPTModel(config, groups, dtype=torch.float64, seed=3, split=split)
+    proposer: Proposer | None = None
+    if drafts == "heads":
+        proposer = MultiTokenHeads(model, depths=2)
+    elif drafts == "draft":
+        whole = None
+        if groups["pp"].rank == 0:
+            whole = engine_of(draft_model_of(family))
+        proposer = DraftModel(whole, list)
+    return Engine(
+        model,
+        EngineConfig(
+            num_blocks=8,
+            max_rows=6,
+            max_step_tokens=30,
+            num_speculative_tokens=0 if drafts == "off" else 2,
+        ),
+        shapes=CacheShapes.of(model.modules(), model.store.dtype),
+        vocab_size=VOCABULARY,
+        features=EngineFeatures(pipeline=PipelineGroups.of(groups), proposer=proposer),
+    )
+
+
+def said_with_an_abort(engine: Engine) -> dict[int, Completion]:
+    """Return what requests of all kinds get, in the order in which they were added; the first is
+    aborted after some steps, in the middle of its text."""
+    greedy, drawn = replace(GREEDY, logit_bias=BIAS), replace(DRAWN, logit_bias=BIAS)
+    kinds = [
+        {"sampling": replace(greedy, logprobs=2), "max_new_tokens": 40},
+        {"sampling": greedy, "stop_tokens": {8}},
+        {"sampling": drawn, "n": 2},
+        {"sampling": replace(drawn, presence_penalty=0.5)},
+        {"sampling": greedy, "mask": allowed, "forced": forced},
+        {"sampling": greedy, "stop_tokens": {31}, "prompt_logprobs": True},
+    ]
+    asked = [replace(r, **more) for r, more in zip(requests(), kinds, strict=True)]
+    ids = [engine.add(request) for request in asked]
+    found: dict[int, Completion] = {}
+    steps = 0
+    while engine.unfinished:
+        steps += 1
+        ended = engine.abort(ids[0]) if steps == 8 else []
+        for one in (*ended, *engine.step()):
+            found[10 * one.request_id + one.index] = one
+    return found
+
+
+def drafted_on_a_rank(rank: int, world: int, cases: list[tuple[str, str]]) -> list[Any]:
+    groups = ProcessGroupCollection.create(RankGrid(world_size=world, pp=world), rank=rank)
+    found = []
+    for family, drafts in cases:
+        with one_thread():
+            engine = drafting_engine(groups, family, drafts)
+            found.append((said_with_an_abort(engine), engine.stats, engine.link.idle_seconds))
+            assert engine.scheduler.pool.references == engine.unfinished == 0
+    return found
+
+
+def assert_drafts_change_nothing(world: int, cases: list[tuple[str, str]]) -> None:
+    alone = {}
+    for family in dict.fromkeys(family for family, _ in cases):
+        with one_thread():
+            engine = drafting_engine(ProcessGroupCollection.single(), family, "off")
+            alone[family] = said_with_an_abort(engine)
+    for found in run_ranks(drafted_on_a_rank, world, cases):
+        for (family, drafts), (completions, stats, idle) in zip(cases, found, strict=True):
+            wanted = alone[family]
+            assert completions.keys() == wanted.keys()
+            for n, got in completions.items():
+                expected = wanted[n]
+                assert got.finish_reason == expected.finish_reason, (family, drafts, n)
+                lengths = {len(got.tokens), len(expected.tokens)}
+                common = min(lengths)
+                assert common > 0
+                assert len(lengths) == 1 or got.finish_reason == "abort"
+                assert got.tokens[:common] == expected.tokens[:common], (family, drafts, n)
+                close = pytest.approx(expected.logprobs[:common], rel=1e-4, abs=1e-5)
+                assert got.logprobs[:common] == close
+                tops = [[i for i, _ in top] for top in got.top_logprobs[:common]]
+                assert tops == [[i for i, _ in top] for top in expected.top_logprobs[:common]]
+                if expected.prompt_logprobs is not None:
+                    close = pytest.approx(expected.prompt_logprobs, rel=1e-4, abs=1e-5)
+                    assert got.prompt_logprobs == close
+            assert {c.finish_reason for c in completions.values()} == {"abort", "stop", "length"}
+            assert 0 < stats.accepted < stats.drafted, (family, drafts)
+            assert min(stats.preempted, stats.hit, stats.forced, idle) > 0, (family, drafts)
+
+
+def test_drafts_of_a_model_in_a_pipeline_change_no_token() -> None:
+    cases = [("gqa", "heads"), ("hybrid", "heads"), ("gqa", "draft")]
+    assert_drafts_change_nothing(2, cases)
+
+
+@pytest.mark.slow
+def test_drafts_of_a_model_pass_through_a_stage_in_the_middle() -> None:
+    assert_drafts_change_nothing(3, [("hybrid", "heads"), ("hybrid", "draft")])
 
 
 def said_on_a_rank(

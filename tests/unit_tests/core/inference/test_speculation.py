@@ -15,8 +15,6 @@ import torch
 from megatron.core.inference.cache import CacheShapes
 from megatron.core.inference.engine import (
     Completion,
-    ComputedStep,
-    DraftContext,
     Engine,
     EngineConfig,
     EngineFeatures,
@@ -32,7 +30,13 @@ from megatron.core.inference.sampling import (
     uniform,
 )
 from megatron.core.inference.scheduler import LONGEST_REST, DraftLength
-from megatron.core.inference.speculation import MultiTokenHeads, NGramLookup
+from megatron.core.inference.speculation import (
+    ComputedStep,
+    DraftContext,
+    DraftStage,
+    MultiTokenHeads,
+    NGramLookup,
+)
 from megatron.core.models.inference_optimized import InferenceOptimizedModel
 from megatron.core.process_groups import ProcessGroupCollection, RankGrid
 from tests.support.inputs import generator, one_thread
@@ -141,13 +145,14 @@ class Scripted:
     """Propose for every row what a function of its tokens says."""
 
     def __init__(self, script: Callable[[Sequence[int], int], Sequence[int]]) -> None:
-        self.script, self.reads_tokens_only = script, True
+        self.script = script
+        self.stage: DraftStage = "every"
 
     def propose(self, contexts: Sequence[DraftContext]) -> list[list[int]]:
         return [list(self.script(c.row.tokens, c.count)) for c in contexts]
 
-    def observe(self, step: ComputedStep, engine: Engine) -> None:
-        pass
+    def predict(self, step: ComputedStep) -> list[list[int]]:
+        return []
 
     def sleep(self, *, weights: bool) -> None:
         pass

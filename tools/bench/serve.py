@@ -5,9 +5,9 @@ python -m tools.bench.serve
 
 The engine is of the M shape, on one thread; the server's HTTP process is the one that
 `megatron.inference.serve` starts. The client is a bare asyncio reader in a process of its own:
-`python -m tools.bench.serve --client`, which reads one order a line and answers in JSON. Wall-clock
-time, as three processes take part; what each token costs the HTTP process is its CPU time, which
-Linux counts in /proc/PID/schedstat.
+`python -m tools.bench.serve --client`, which reads one order a line and answers in JSON; the one
+that sends other weights is `--sender`. Wall-clock time, as several processes take part; what each
+token costs the HTTP process is its CPU time, which Linux counts in /proc/PID/schedstat.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ import asyncio
 import contextlib
 import itertools
 import json
+import os
 import socket
 import statistics
 import subprocess
@@ -24,22 +25,27 @@ import sys
 import tempfile
 import threading
 import time
+import urllib.request
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import torch
 
+from megatron.core.dist_checkpointing import Solo, TransferGroup, weight_chunks
 from megatron.core.inference.cache import CacheShapes
 from megatron.core.inference.engine import Engine
 from megatron.core.inference.requests import Request
 from megatron.core.inference.router import Replicas
 from megatron.core.inference.sizes import EngineConfig
+from megatron.core.models.gpt import GPTModel
 from megatron.core.models.inference_optimized import InferenceOptimizedModel
 from megatron.core.process_groups import Group
 from megatron.inference.bench import make_requests
 from megatron.inference.config import Load
 from megatron.inference.serve import http_process
+from megatron.inference.server.engine_control import EngineControl
 from megatron.inference.server.engine_loop import EngineLoop
 from megatron.inference.server.protocol import frame
 from tools.bench.inference import (
@@ -57,6 +63,7 @@ from tools.bench.table import Row, format_table
 
 VOCABULARY = SHAPES["M"].vocabulary
 LONG_TOKENS = 4400
+ADMIN_KEY = "of-the-benchmark"
 #: Tokens around the 100th and around the 4,000th of a stream.
 EARLY, LATE = (50, 450), (3800, 4200)
 #: Of buffers of sockets, so that a reader that stalls is soon felt; and what it leaves unread at
@@ -135,6 +142,8 @@ def client() -> None:
             "seconds": seconds,
             "first": statistics.median(times[0] for times in found),
             "tokens": sum(map(len, found)),
+            "between_median": statistics.median(between),
+            "between_longest": max(between),
             "between_p99": statistics.quantiles(between, n=100)[98],
             "unread": await asyncio.gather(*unread),
             "costs": costs,
@@ -144,18 +153,31 @@ def client() -> None:
         print(json.dumps(asyncio.run(streams(json.loads(line)))), flush=True)
 
 
+def sender() -> None:
+    """Send the weights of the M shape to each address on stdin, and say how many bytes."""
+    chunks = weight_chunks(with_weights_of(llama(SHAPES["M"])).store)
+    print("ready", flush=True)
+    for line in sys.stdin:
+        group = TransferGroup(address=line.strip(), rank=0, senders=1, receivers=1)
+        print(group.send(chunks), flush=True)
+
+
 class Server:
     """An engine that is served.
 
     Args:
         engine: of it.
         port: that it listens on.
+        admin_port: of its administration.
         pid: of its HTTP process.
         reader: the client's process.
     """
 
-    def __init__(self, engine: Engine, port: int, pid: int, reader: subprocess.Popen[str]) -> None:
+    def __init__(
+        self, engine: Engine, port: int, admin_port: int, pid: int, reader: subprocess.Popen[str]
+    ) -> None:
         self.engine, self._port, self._pid, self._reader = engine, port, pid, reader
+        self._admin_port = admin_port
 
     def ask(
         self,
@@ -163,9 +185,10 @@ class Server:
         marks: Sequence[int] = (),
         *,
         stalled: Sequence[Request] = (),
+        meanwhile: Callable[[], None] = lambda: None,
     ) -> dict[str, Any]:
         """Return what the client measured of requests that it sends at one time, next to others
-        that it does not read meanwhile."""
+        that it does not read meanwhile, and what this process does `meanwhile`."""
         self.engine.scheduler.forget_cached()
         order = {
             "port": self._port,
@@ -178,7 +201,18 @@ class Server:
         assert self._reader.stdout is not None
         self._reader.stdin.write(json.dumps(order) + "\n")
         self._reader.stdin.flush()
+        meanwhile()
         return json.loads(self._reader.stdout.readline())
+
+    def administer(self, action: str, **fields: Any) -> dict[str, Any]:
+        """Have something administered; return the answer."""
+        request = urllib.request.Request(
+            f"http://127.0.0.1:{self._admin_port}/{action}",
+            data=json.dumps(fields).encode(),
+            headers={"authorization": f"Bearer {ADMIN_KEY}"},
+        )
+        with urllib.request.urlopen(request) as response:
+            return json.loads(response.read())
 
 
 def _body(request: Request) -> dict[str, Any]:
@@ -196,7 +230,7 @@ def _settings(folder: str) -> dict[str, Any]:
     return {
         "kind": "settings",
         "key": None,
-        "admin_key": None,
+        "admin_key": ADMIN_KEY,
         "tokenizer": {"recorded": {"type": None}, "model": folder},
         "template": None,
         "template_variables": [],
@@ -212,8 +246,16 @@ def _settings(folder: str) -> dict[str, Any]:
 
 
 @contextlib.contextmanager
-def served(engine: Engine, *, send_bytes: int | None = None) -> Iterator[Server]:
-    """Serve an engine until the block ends, with so large buffers of sockets; None is as usual."""
+def served(
+    engine: Engine, *, send_bytes: int | None = None, weights: GPTModel | None = None
+) -> Iterator[Server]:
+    """Serve an engine until the block ends.
+
+    Args:
+        engine: to serve.
+        send_bytes: of buffers of sockets; None is as usual.
+        weights: of the engine, which may be replaced.
+    """
     command = [sys.executable, "-m", "tools.bench.serve", "--client"]
     pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
     with contextlib.ExitStack() as stack:
@@ -222,15 +264,19 @@ def served(engine: Engine, *, send_bytes: int | None = None) -> Iterator[Server]
         listener = stack.enter_context(socket.create_server(("127.0.0.1", 0)))
         if send_bytes is not None:
             listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, send_bytes)
-        port = listener.getsockname()[1]
+        admin = stack.enter_context(socket.create_server(("127.0.0.1", 0)))
+        ports = listener.getsockname()[1], admin.getsockname()[1]
         reader = stack.enter_context(subprocess.Popen(command, **pipes))
-        link, pid = stack.enter_context(http_process([listener]))
+        link, pid = stack.enter_context(http_process([listener, admin]))
         link.sendall(frame(_settings(folder)))
-        loop = EngineLoop(Replicas(engine, Group.single()), link, Group.single(), grammars=None)
+        replicas = Replicas(engine, Group.single())
+        loaded: Any = SimpleNamespace(model=weights, coordinator=Solo()) if weights else None
+        control = EngineControl(replicas, loaded)
+        loop = EngineLoop(replicas, link, Group.single(), grammars=None, control=control)
         thread = threading.Thread(target=loop.run)
         thread.start()
         try:
-            yield Server(engine, port, pid, reader)
+            yield Server(engine, *ports, pid, reader)
         finally:
             loop.drain()
             thread.join()
@@ -346,12 +392,61 @@ def stalled_rows(quick: bool) -> list[Row]:
     return [ratio_row(what, *sides, "<= 1.5")]
 
 
+def weights_rows(quick: bool) -> list[Row]:
+    """The longest gap between two tokens of streams, by the median one, while the weights of the M
+    shape are replaced by those that another process sends, and without that."""
+    model = with_weights_of(llama(SHAPES["M"]))
+    engine = engine_of(model)
+    engine.model = InferenceOptimizedModel(model)
+    new = 256
+    load = Load(num_requests=4, input_tokens=32, min_output_tokens=new, max_output_tokens=new)
+    requests = make_requests(load, VOCABULARY)
+    command = [sys.executable, "-m", "tools.bench.serve", "--sender"]
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
+    with (
+        subprocess.Popen(command, env=os.environ | {"OMP_NUM_THREADS": "1"}, **pipes) as training,
+        served(engine, weights=model) as server,
+    ):
+        assert training.stdin is not None
+        assert training.stdout is not None
+        training.stdout.readline()
+
+        def replace() -> None:
+            first = engine.stats.steps
+            while engine.stats.steps < first + new // 8:
+                time.sleep(0.001)
+            with socket.create_server(("127.0.0.1", 0)) as free:
+                address = f"127.0.0.1:{free.getsockname()[1]}"
+            training.stdin.write(f"{address}\n")
+            training.stdin.flush()
+            told = server.administer("weights", address=address)
+            if not engine.unfinished:
+                raise ValueError("all streams ended before the weights came: the race is void")
+            if told["received_bytes"] != int(training.stdout.readline()):
+                raise ValueError(f"{told}: other bytes were sent")
+
+        def longest(meanwhile: Callable[[], None]) -> float:
+            found = server.ask(requests, meanwhile=meanwhile)
+            return found["between_longest"] / found["between_median"]
+
+        sides = (lambda: longest(replace), lambda: longest(lambda: None))
+        measured = in_turns(sides, rounds=2 if quick else 7)
+        training.stdin.close()
+    what = "server, longest gap between tokens by the median one: weights are replaced / are not"
+    return [ratio_row(what, *measured)]
+
+
 def rows(quick: bool) -> list[Row]:
     """Measure all rows, the engine on one thread."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
-        found = [*overhead_rows(quick), *length_rows(quick), *stalled_rows(quick)]
+        found = [
+            *overhead_rows(quick),
+            *length_rows(quick),
+            *stalled_rows(quick),
+            *weights_rows(quick),
+        ]
     finally:
         torch.set_num_threads(threads)
     return [{**row, "bench": "serve"} for row in found]
@@ -364,9 +459,12 @@ def main() -> None:
     )
     parser.add_argument("--quick", action="store_true", help="fewer tokens and rounds")
     parser.add_argument("--client", action="store_true", help="send what stdin says")
+    parser.add_argument("--sender", action="store_true", help="send weights where stdin says")
     arguments = parser.parse_args()
     if arguments.client:
         client()
+    elif arguments.sender:
+        sender()
     else:
         print(format_table(rows(arguments.quick)))
 

@@ -6,8 +6,11 @@ from __future__ import annotations
 import concurrent.futures
 import contextlib
 import dataclasses
+import itertools
+import json
 import shutil
 import socket
+import threading
 from collections.abc import Iterator
 from concurrent.futures import Future
 from pathlib import Path
@@ -17,7 +20,7 @@ import pytest
 import torch
 
 from megatron.cli.launch import Launch
-from megatron.core.dist_checkpointing import TransferGroup, weight_chunks
+from megatron.core.dist_checkpointing import TransferGroup, transfer, weight_chunks
 from megatron.core.inference.cache import CacheShapes
 from megatron.core.inference.engine import EngineConfig
 from megatron.core.models.gpt import GPTModel
@@ -339,6 +342,57 @@ def test_requests_are_answered_while_weights_are_waited_for(trained: Served) -> 
     found = answer(trained)["choices"][0]
     assert set(found["weight_epochs"]) == {1}
     assert found["text"] != before["text"]
+
+
+def test_a_stream_goes_on_while_weights_are_received(
+    trained: Served, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    address, carry_out = f"127.0.0.1:{free_port()}", transfer._carry_out
+    epochs: list[int] = []  # of the tokens that have come
+    receiving, sent, seen = threading.Event(), threading.Event(), []
+    steps = itertools.count()
+
+    def carried_out(group: Any, plan: Any, chunks: Any, rank: int) -> int:
+        """The receiver waits for a part; the sender has it when more tokens have come."""
+        if rank:
+            receiving.set()
+        else:
+            receiving.wait(20)
+            first = len(epochs)
+            until(lambda: len(epochs) >= first + 5)
+            seen.append((first, len(epochs)))
+        return carry_out(group, plan, chunks, rank)
+
+    def before() -> None:
+        if next(steps) == 40:  # the others are of the new weights
+            sent.wait(20)
+            until(lambda: trained.control.received is not None or not trained.control.receiving)
+
+    def read() -> None:
+        asked = {**ASKED, "max_tokens": 60, "ignore_eos": True, "stream": True}
+        with trained.http.stream("POST", "/v1/completions", json=asked) as response:
+            for line in response.iter_lines():
+                if line.startswith("data: {"):
+                    for choice in json.loads(line[6:])["choices"]:
+                        epochs.extend(choice["weight_epochs"])
+
+    monkeypatch.setattr(transfer, "_carry_out", carried_out)
+    chunks = weight_chunks(model_of(1).store)
+    trained.model.before = before
+    with concurrent.futures.ThreadPoolExecutor(2) as pool:
+        replacing = pool.submit(done, trained, "weights", address=address)
+        until(lambda: trained.control.receiving)
+        reading = pool.submit(read)
+        TransferGroup(address=address, rank=0, senders=1, receivers=1).send(chunks)
+        sent.set()
+        assert replacing.result()["weight_epoch"] == 1
+        reading.result()
+    ((first, last),) = seen
+    assert last - first >= 5
+    assert set(epochs[:last]) == {0}  # they came between the order and its end
+    assert epochs == sorted(epochs)
+    assert set(epochs) == {0, 1}
+    assert len(epochs) == 60
 
 
 def test_weights_that_nobody_gives_leave_the_old_ones(trained: Served) -> None:

@@ -165,13 +165,32 @@ def pooling_of(loaded: CheckpointModel) -> Pooling | str:
         return str(error)
 
 
+def check_template(service: Service, source: str, name: str) -> None:
+    """Raise ValueError for options that do nothing, as the chat template reads no such variable.
+
+    Args:
+        service: the options.
+        source: the template's Jinja text.
+        name: of the template, as errors say it.
+    """
+    unread = [f"--chat-template-kwargs {n}" for n in service.chat_template_kwargs or ()]
+    unread = [option for option in unread if option.split()[-1] not in source]
+    if service.tool_call_parser is not None and "tools" not in source:
+        unread.append(f"--tool-call-parser {service.tool_call_parser}")
+    if unread:
+        raise ValueError(
+            f"{', '.join(unread)}: {name} has no such variable, and they would do nothing: give a "
+            "--chat-template that has, or leave the option out"
+        )
+
+
 def settings_of(
     loaded: CheckpointModel, config: ServeConfig, keys: Sequence[str | None]
 ) -> dict[str, Any]:
     """Return what the HTTP process is told first.
 
     Raises:
-        ValueError: `--chat-template` is none.
+        ValueError: `--chat-template` is none, or does not read what other options are for.
     """
     from megatron.training.data.chat import has_chat_template, read_chat_template
 
@@ -186,6 +205,7 @@ def settings_of(
                 "special_tokens": found.special_tokens,
                 "name": found.name,
             }
+            check_template(service, found.source, found.name)
     return {
         "kind": "settings",
         "key": keys[0],

@@ -21,6 +21,7 @@ import pytest
 from megatron.cli.flags import parse_command_line
 from megatron.inference import serve
 from megatron.inference.config import ServeConfig
+from megatron.training.data.chat import CHATML
 from tests.support.hf_folders import write_pooling
 from tests.support.launchers import serve_store
 from tests.support.ranks import RankSet, start_ranks
@@ -131,8 +132,10 @@ def test_bad_options_are_one_line_before_anything_is_loaded(words: str, told: st
 
 
 def test_options_of_answers_reach_the_http_process(tmp_path: Path) -> None:
-    words = "--load x --chat-template chatml --tool-call-parser hermes --reasoning-parser qwen3"
-    words += " --chat-template-kwargs enable_thinking thinking"
+    template = tmp_path / "template.jinja"
+    template.write_text("{{ tools }}{{ enable_thinking }}{{ thinking }}")
+    words = f"--load x --chat-template {template} --tool-call-parser hermes"
+    words += " --reasoning-parser qwen3 --chat-template-kwargs enable_thinking thinking"
     line = parse_command_line(ServeConfig, words.split(), prog="serve", description="")
     loaded: Any = SimpleNamespace(
         folder=tmp_path,
@@ -148,6 +151,25 @@ def test_options_of_answers_reach_the_http_process(tmp_path: Path) -> None:
     assert told["formats"] == {"tools": "hermes", "reasoning": "qwen3"}
     assert "modules.json" in told["no_embeddings"]
     assert told["template_variables"] == ["enable_thinking", "thinking"]
+
+
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        ("--tool-call-parser hermes", "--tool-call-parser hermes"),
+        ("--chat-template-kwargs messages_x enable_thinking", "enable_thinking"),
+        ("--reasoning-parser qwen3", None),
+    ],
+)
+def test_options_that_the_template_does_not_read_are_refused(words: str, told: str | None) -> None:
+    words = f"--load x --chat-template chatml {words}"
+    line = parse_command_line(ServeConfig, words.split(), prog="serve", description="")
+    service = line.config.service
+    if told is None:
+        serve.check_template(service, CHATML, "the chat template chatml")
+    else:
+        with pytest.raises(ValueError, match=f"{told}.*chatml"):
+            serve.check_template(service, CHATML, "the chat template chatml")
 
 
 def test_a_port_in_use_is_one_line() -> None:

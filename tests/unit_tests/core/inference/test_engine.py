@@ -15,6 +15,7 @@ from megatron.core.backend import LOCAL, Backend, with_batch_invariance
 from megatron.core.device import Recorder
 from megatron.core.inference.cache import CacheShapes
 from megatron.core.inference.engine import (
+    Completion,
     Engine,
     EngineFeatures,
     Proposer,
@@ -22,12 +23,16 @@ from megatron.core.inference.engine import (
     check_request,
     generate,
 )
+from megatron.core.inference.router import Replicas
 from megatron.core.inference.sampling import SampleRow, SamplingParams, sample
+from megatron.core.inference.scheduler import CacheStats
 from megatron.core.inference.sizes import LONGEST_ROW, EngineConfig
 from megatron.core.inference.speculation import DraftModel, MultiTokenHeads, NGramLookup
+from megatron.core.inference.stages import PipelineGroups
 from megatron.core.models.gpt import GPTConfig, GPTModel
+from megatron.core.models.layer_pattern import StageSplit
 from megatron.core.moe import MoEConfig, RouterConfig
-from megatron.core.process_groups import ProcessGroupCollection, RankGrid
+from megatron.core.process_groups import Group, ProcessGroupCollection, RankGrid
 from megatron.core.ssm import GatedDeltaNetConfig, Mamba2Config
 from megatron.core.transformer import (
     AttentionConfig,
@@ -104,7 +109,11 @@ def model_of(
         blocks = {"hybrid": "G*-", "experts": "*-"}.get(family, "")
         config = replace(config, mtp_num_layers=depths, mtp_pattern=blocks)
     dtype = torch.float32 if family == "experts" else torch.float64  # routers weigh in fp32
-    return GPTModel(config, groups, dtype=dtype, seed=3, **layout)
+    split = None
+    if groups["pp"].size > 1:
+        shape = {"blocks_of_layer": config.layer_blocks}
+        split = StageSplit.balanced(config.blocks, groups["pp"].size, **shape)
+    return GPTModel(config, groups, dtype=dtype, seed=3, split=split, **layout)
 
 
 def draft_model_of(family: str, groups: ProcessGroupCollection | None = None) -> GPTModel:
@@ -130,8 +139,12 @@ def speculating(
         return engine_of(model, MultiTokenHeads(model, depths=2), **options)
     proposer = NGramLookup(longest=3, shortest=1)
     if kind == "draft":
-        smaller = draft_model_of(family, groups)
-        proposer = DraftModel(engine_of(smaller), smaller.store.tensors)
+        if groups is not None and groups["pp"].size > 1:  # whole on the first stage
+            first = groups["pp"].rank == 0
+            proposer = DraftModel(engine_of(draft_model_of(family)) if first else None, list)
+        else:
+            smaller = draft_model_of(family, groups)
+            proposer = DraftModel(engine_of(smaller), smaller.store.tensors)
     return engine_of(model_of(family, groups, backend=backend), proposer, **options)
 
 
@@ -189,12 +202,19 @@ def engine_of(
 ) -> Engine:
     drafts = {MultiTokenHeads: 2, type(None): 0}.get(type(proposer), 3)
     sizes = {"num_blocks": 64, "max_rows": 6, "num_speculative_tokens": drafts}
+    groups = model.groups
+    shares_experts = not set(groups["etp_ep"].ranks) <= set(groups["tp"].ranks)
     return Engine(
         model,
         EngineConfig(**sizes | config),
         shapes=CacheShapes.of(model.modules(), model.store.dtype),
         vocab_size=VOCABULARY,
-        features=EngineFeatures(proposer=proposer, make_recorder=make_recorder),
+        features=EngineFeatures(
+            proposer=proposer,
+            make_recorder=make_recorder,
+            pipeline=PipelineGroups.of(groups),
+            expert_peers=groups.host_group("etp_ep") if shares_experts else None,
+        ),
     )
 
 
@@ -212,6 +232,8 @@ FACTORS = {
     "speculation": ("off", "ngram", "draft", "heads"),
     "batch_invariant": (False, True),
     "graphs": (False, True),
+    # Pipeline stages; experts over two replicas.
+    "ranks": ("one", "pp", "ep"),
 }
 DRAWN = SamplingParams(temperature=1.3, top_k=40, top_p=0.95, min_p=0.001, seed=9)
 SAMPLING = {
@@ -237,20 +259,28 @@ def forced(tokens: Sequence[int]) -> list[int]:
     return [*(2 * n + 1 for n in range(len(tokens), len(tokens) + ahead)), 7]
 
 
-#: Drafts of a model are computed between two steps.
+#: Drafts of a model follow tokens that are known when a step ends.
 TOGETHER = [
     Constraint(
         ("asynchronous", "speculation"), lambda ahead, kind: not ahead or kind in ("off", "ngram")
     ),
     Constraint(("graphs", "batch_invariant"), lambda graphs, tiles: not graphs or not tiles),
+    Constraint(("ranks", "graphs"), lambda ranks, graphs: ranks == "one" or not graphs),
+    Constraint(("ranks", "asynchronous"), lambda ranks, ahead: ranks != "pp" or not ahead),
+    Constraint(("ranks", "family"), lambda ranks, family: ranks != "ep" or family == "experts"),
+    Constraint(
+        ("ranks", "speculation"), lambda ranks, kind: ranks != "ep" or kind in ("off", "ngram")
+    ),
 ]
-ROWS = covering_array(FACTORS, TOGETHER, seed=4)
+ROWS = covering_array(
+    FACTORS, TOGETHER, seed=4, cost=lambda row: 1.0 if row["ranks"] == "one" else 2.0
+)
+ON_ONE = [row for row in ROWS if row["ranks"] == "one"]
 
 
-@pytest.mark.parametrize("row", ROWS, ids=lambda row: row["family"])
-def test_features_together_say_what_a_sequence_alone_does(row: dict) -> None:
+def engine_of_row(row: dict, groups: ProcessGroupCollection | None = None) -> Engine:
+    """Return the engine of a row of the array, or a rank's part of it."""
     backend = with_batch_invariance(LOCAL) if row["batch_invariant"] else LOCAL
-    params = SAMPLING[row["sampling"]]
     longest = 40 + NEW
     blocks = -(-longest // row["block_size"]) + 1 if row["memory"] == "scarce" else 64
     sizes = {
@@ -264,19 +294,28 @@ def test_features_together_say_what_a_sequence_alone_does(row: dict) -> None:
     graphs = row["graphs"] and row["family"] != "experts"
     sizes["make_recorder"] = (lambda: TapeRecorder(OpTape())) if graphs else None
     if row["speculation"] == "off":
-        engine = engine_of(model_of(row["family"], backend=backend), **sizes)
-    else:
-        engine = speculating(row["speculation"], row["family"], backend=backend, **sizes)
-    grammar = row["sampling"] == "grammar"
+        return engine_of(model_of(row["family"], groups, backend=backend), **sizes)
+    return speculating(row["speculation"], row["family"], groups, backend=backend, **sizes)
+
+
+def hold_to_whole_sequences(row: dict, replicas: Replicas) -> None:
+    """Generate for the requests of a row; compare each output with its sequence alone."""
+    params, grammar = SAMPLING[row["sampling"]], row["sampling"] == "grammar"
     asked = requests(params, n=row["n"], **({"mask": allowed, "forced": forced} if grammar else {}))
     with nan_memory():
         if row["abort"]:
-            gone = engine.add(asked[2])
+            gone = replicas.add(asked[2])
             for _ in range(3):
-                engine.step()
-            assert {c.finish_reason for c in engine.abort(gone)} == {"abort"}
-        found = generate(engine, asked)
-    for request, outputs in zip(asked, found, strict=True):
+                replicas.step()
+            assert {c.finish_reason for c in replicas.abort(gone)} == {"abort"}
+        ids = [replicas.add(request) for request in asked]
+        ended: dict[int, dict[int, Completion]] = {n: {} for n in ids}
+        while replicas.unfinished:
+            for completion in replicas.step():
+                if completion.request_id in ended:
+                    ended[completion.request_id][completion.index] = completion
+    for request, number in zip(asked, ids, strict=True):
+        outputs = [ended[number][index] for index in range(request.n)]
         for index, got in enumerate(outputs):
             sequence = 0 if params.greedy else request.sequence + index
             assert len(got.tokens) == NEW
@@ -286,19 +325,48 @@ def test_features_together_say_what_a_sequence_alone_does(row: dict) -> None:
             assert got.tokens == tokens
             assert got.logprobs == pytest.approx(logprobs, rel=1e-4, abs=1e-5)
             assert len(got.top_logprobs) == (NEW if params.logprobs else 0)
+    assert replicas.engine.scheduler.pool.references == replicas.engine.unfinished == 0
+
+
+@pytest.mark.parametrize("row", ON_ONE, ids=lambda row: row["family"])
+def test_features_together_say_what_a_sequence_alone_does(row: dict) -> None:
+    engine, grammar = engine_of_row(row), row["sampling"] == "grammar"
+    hold_to_whole_sequences(row, Replicas(engine, Group.single()))
     stats = engine.stats
-    assert (engine.graphs is not None) == graphs
+    assert (engine.graphs is not None) == (row["graphs"] and row["family"] != "experts")
     # A recurrent mixer's step with drafts is none for a graph, and here some row always has one.
     eager = grammar and bool(engine.cache.shapes.states)
     assert engine.graphs is None or (engine.graphs.replayed > 0) != eager
     assert (stats.hit > 0) == (row["prefix_caching"] and row["block_size"] == 16)
     scarce = row["memory"] == "scarce" and row["block_size"] == 16
     assert stats.preempted > 0 if scarce else stats.preempted == 0
-    assert engine.scheduler.pool.references == engine.unfinished == 0
     assert (stats.forced > 0) == grammar
     if not grammar:  # here it always foresees something
         assert (stats.drafted > 0) == (row["speculation"] != "off")
         assert (stats.accepted > 0) or row["speculation"] != "draft"
+
+
+def held_on_a_rank(rank: int, world: int, ranks: str) -> list[CacheStats]:
+    size = {"pp": world} if ranks == "pp" else {"ep": world}
+    groups = ProcessGroupCollection.create(RankGrid(world_size=world, **size), rank=rank)
+    found = []
+    for row in (row for row in ROWS if row["ranks"] == ranks):
+        with one_thread():
+            replicas = Replicas(engine_of_row(row, groups), groups.host_group("dp"))
+            hold_to_whole_sequences(row, replicas)
+        found.append(replicas.engine.stats)
+    return found
+
+
+@pytest.mark.parametrize("ranks", ["pp", "ep"])
+def test_features_together_on_two_ranks_say_what_a_sequence_alone_does(ranks: str) -> None:
+    rows = [row for row in ROWS if row["ranks"] == ranks]
+    for found in run_ranks(held_on_a_rank, 2, ranks):
+        for row, stats in zip(rows, found, strict=True):
+            assert (stats.forced > 0) == (row["sampling"] == "grammar")
+            if row["sampling"] != "grammar":  # here it always foresees something
+                assert (stats.drafted > 0) == (row["speculation"] != "off"), row
+            assert stats.overlapped > 0 or not row["asynchronous"]
 
 
 def test_more_forced_tokens_than_a_graph_has_rows() -> None:

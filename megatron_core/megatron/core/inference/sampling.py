@@ -517,8 +517,8 @@ def sample(logits: Tensor, rows: Sequence[SampleRow]) -> Sampled:
         tokens = _replace(tokens, drawn, chosen)
     everything = logits.log_softmax(dim=-1)  # [b, V]
     logprobs = everything.gather(1, tokens.unsqueeze(1)).squeeze(1)
-    # One NaN or +inf, and -inf alone, make all log-probabilities of a row NaN.
-    finite = logprobs.isfinite()
+    # One NaN or +inf, and -inf alone, make all log-probabilities of a row NaN; none is above 0.
+    finite = logprobs > -math.inf
     if scores is not logits:
         finite &= scores.gather(1, tokens.unsqueeze(1)).squeeze(1).isfinite()
     top_ids = top_logprobs = None

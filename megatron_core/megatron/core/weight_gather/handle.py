@@ -285,6 +285,8 @@ class WeightHandle:
             y = (y if added is None else y + added).to(x.dtype)
             return y if out is None else out.copy_(y)
         if dtype is x.dtype:
+            if out is not None and added is None and x.ndim == 2:
+                return torch.mm(x, weight.t(), out=out)
             return F.linear(x, weight, added, out=out)
         wide = None if added is None else added.to(dtype)
         y = F.linear(x.to(dtype), weight.to(dtype), wide)

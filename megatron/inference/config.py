@@ -121,6 +121,10 @@ class Inference:
     inference_cuda_graphs: bool = False
     """Launch steps in which every text has one new token, or that and drafts, as CUDA graphs, one
     for each power of two of tokens that --inference-max-requests texts have; needs a GPU."""
+    enforce_eager: bool = False
+    """Run every step through Python. Without it a CPU records the operations of steps in which
+    every text has one new token, or that and drafts, and runs them again: with --transformer-impl
+    inference_optimized, of a model on one rank."""
     check_plans: bool = False
     """Compare what the tensor parallel ranks have planned before each step, and stop where they
     differ; for debugging, as it makes the host wait for the device."""
@@ -265,6 +269,22 @@ def _check_ranks(source: ModelSource, inference: Inference) -> None:
         )
 
 
+def _check_graphs(source: ModelSource, inference: Inference) -> None:
+    """Raise ValueError for --enforce-eager where steps are eager already, or may not be."""
+    if not inference.enforce_eager:
+        return
+    if inference.inference_cuda_graphs:
+        raise ValueError(
+            "--enforce-eager does not go with --inference-cuda-graphs, which records steps: drop "
+            "one of both"
+        )
+    if source.transformer_impl != "inference_optimized":
+        raise ValueError(
+            "--enforce-eager does nothing: steps are eager with --transformer-impl "
+            f"{source.transformer_impl}; drop it"
+        )
+
+
 def _check_speculation(speculation: Speculation, source: ModelSource, inference: Inference) -> None:
     """Raise ValueError for options of speculative decoding that do not go together."""
     method, count = speculation.speculative_method, speculation.num_speculative_tokens
@@ -309,6 +329,7 @@ def _check(source: ModelSource, inference: Inference, speculation: Speculation) 
     """Raise ValueError for what no program can run with."""
     _check_source(source)
     _check_ranks(source, inference)
+    _check_graphs(source, inference)
     _check_speculation(speculation, source, inference)
     _check_inference(inference)
 

@@ -26,6 +26,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from megatron.cli.launch import Launch
+from megatron.core.cpu_graph import CpuGraph
 from megatron.core.device import CudaRecorder, Recorder
 from megatron.core.inference.cache import CacheShapes
 from megatron.core.inference.engine import (
@@ -192,7 +193,7 @@ class LLM:
         )
         self.loaded = loaded
         checked = loaded.model.groups["tp"] if options.check_plans else None
-        recorder = graph_recorder(loaded) if options.inference_cuda_graphs else None
+        recorder = graph_recorder(loaded, options)
         self.engine = speculating_engine(
             loaded, config, check_plans=checked, make_recorder=recorder
         )
@@ -431,12 +432,21 @@ def _engine(
     )
 
 
-def graph_recorder(loaded: CheckpointModel) -> Callable[[], Recorder]:
-    """Return what makes recorders of decode steps.
+def graph_recorder(loaded: CheckpointModel, options: Inference) -> Callable[[], Recorder] | None:
+    """Return what makes recorders of decode steps; None if they run eagerly.
+
+    On a CPU steps of an optimized forward pass are recorded unless that is turned off: of a model
+    on one rank, as collectives cannot be.
 
     Raises:
-        ValueError: no GPU, or a model whose steps wait for the host.
+        ValueError: CUDA graphs without a GPU, or of a model whose steps wait for the host.
     """
+    if not options.inference_cuda_graphs:
+        on_cpu = torch.device(loaded.device).type == "cpu"
+        if options.enforce_eager or not (loaded.optimized and on_cpu):
+            return None
+        ranks = loaded.pipeline.stages.size * loaded.model.region.group.size
+        return CpuGraph if ranks == 1 and not loaded.shares_experts else None
     make = functools.partial(CudaRecorder, loaded.device, "--inference-cuda-graphs")
     make()  # raises without a GPU
     if loaded.model.config.moe is not None and loaded.model.store.dtype is torch.float32:

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One decode step of the engine: against transformers' `generate`, the local forward, and itself
-with a no-op autograd Function.
+"""One decode step of the engine: against transformers' `generate`, the local forward, itself
+without graphs, and that with a no-op autograd Function.
 
 python -m tools.bench.decode                            both models, rows of the table
 python -m tools.bench.decode --clock cpu --threads 1    on a machine that others use too
@@ -22,8 +22,7 @@ from collections.abc import Callable
 import torch
 
 from megatron.core.device import peak_memory_bytes
-from megatron.core.inference.engine import Engine, LanguageModel, generate
-from megatron.core.models.inference_optimized import InferenceOptimizedModel
+from megatron.core.inference.engine import LanguageModel, generate
 from megatron.inference.bench import make_requests
 from megatron.inference.config import Load
 from tools.bench.inference import (
@@ -74,18 +73,21 @@ def rows_of(shape: Shape, quick: bool, clock: Callable[[], float], targets: dict
     model = with_weights_of(peer)
     load = Load(num_requests=1, input_tokens=1, min_output_tokens=new, max_output_tokens=new)
     requests = make_requests(load, shape.vocabulary)
-    forwards = {"optimized": InferenceOptimizedModel(model), "local": model}
-    forwards["no-op Function"] = WithNoOp(forwards["optimized"])
+    engines = {
+        "optimized": engine_of(model, optimized=True),
+        "itself eager": engine_of(model, optimized=True, eager=True),
+        "itself eager, with a no-op Function": engine_of(model, optimized=True, eager=True),
+        "local": engine_of(model),
+    }
+    noop = engines["itself eager, with a no-op Function"]
+    noop.model = WithNoOp(noop.model)
     texts: dict[str, list[int]] = {}
 
     def stepper(name: str) -> Callable[[], float]:
-        engine = engine_of(model)
-        engine.model = forwards[name]
-
         def run() -> float:
-            engine.scheduler.forget_cached()
+            engines[name].scheduler.forget_cached()
             start = clock()
-            texts[name] = generate(engine, requests)[0][0].tokens
+            texts[name] = generate(engines[name], requests)[0][0].tokens
             return (clock() - start) / new
 
         return run
@@ -95,11 +97,11 @@ def rows_of(shape: Shape, quick: bool, clock: Callable[[], float], targets: dict
         texts["generate"] = static_batch(peer, requests)[0]
         return (clock() - start) / new
 
-    optimized, found = stepper("optimized"), []
-    sides = {name: stepper(name) for name in ("no-op Function", "local")} | {"generate": static}
-    for name, side in sides.items():
-        ours, theirs = in_turns((optimized, side), rounds=rounds)
-        if texts[name] != texts["optimized"]:
+    sides, found = {name: stepper(name) for name in engines} | {"generate": static}, []
+    for name in list(sides)[1:]:
+        mine = "itself eager" if name.endswith("Function") else "optimized"
+        ours, theirs = in_turns((sides[mine], sides[name]), rounds=rounds)
+        if texts[name] != texts[mine]:
             raise ValueError(f"{name} generates another text: the race is void")
         ratios = [a / b for a, b in zip(ours, theirs, strict=True)]
         low, middle, high = statistics.quantiles(ratios, n=4)
@@ -108,7 +110,7 @@ def rows_of(shape: Shape, quick: bool, clock: Callable[[], float], targets: dict
             Row(
                 bench="decode",
                 what=(
-                    f"{shape.layers} layers of {shape.hidden}, no graphs, 1 request, {new} steps, "
+                    f"{shape.layers} layers of {shape.hidden}, {mine}, 1 request, {new} steps, "
                     f"{1 / seconds:,.0f} tokens/s, {held / 1e6:,.0f} MB: s a step / {name} "
                     f"(quartiles {low:.3f} to {high:.3f})"
                 ),
@@ -132,8 +134,7 @@ def profile(lines: int = 30) -> None:
     model = with_weights_of(llama(TINY))
     load = Load(num_requests=1, input_tokens=1, min_output_tokens=TOKENS, max_output_tokens=TOKENS)
     requests = make_requests(load, TINY.vocabulary)
-    engine: Engine = engine_of(model)
-    engine.model = InferenceOptimizedModel(model)
+    engine = engine_of(model, optimized=True)
     generate(engine, requests)
     with cProfile.Profile() as found:
         generate(engine, requests)

@@ -31,6 +31,7 @@ from transformers import DynamicCache, LlamaForCausalLM
 
 from megatron.cli.tokenizers import HuggingFaceTokenizer
 from megatron.core.backend import LOCAL, Backend, with_batch_invariance
+from megatron.core.cpu_graph import CpuGraph
 from megatron.core.dist_checkpointing import Solo, weight_chunks
 from megatron.core.inference import Request
 from megatron.core.inference.cache import CacheShapes
@@ -104,15 +105,30 @@ def with_weights_of(model: LlamaForCausalLM, backend: Backend = LOCAL) -> GPTMod
 
 
 def engine_of(
-    model: GPTModel, *, num_blocks: int = 2048, proposer: Proposer | None = None, **config: object
+    model: GPTModel,
+    *,
+    num_blocks: int = 2048,
+    proposer: Proposer | None = None,
+    optimized: bool = False,
+    eager: bool = False,
+    copies: CopyDtype | None = None,
+    **config: object,
 ) -> Engine:
-    """Return an engine with room for every request here."""
+    """Return an engine with room for every request here.
+
+    Args:
+        optimized: as `--transformer-impl inference_optimized`.
+        eager: as `--enforce-eager`.
+        copies: as `--weights-dtype`.
+    """
     return Engine(
-        model,
+        InferenceOptimizedModel(model, copies=copies) if optimized else model,
         EngineConfig(**{"max_rows": ROWS, "num_blocks": num_blocks} | config),
         shapes=CacheShapes.of(model.modules(), torch.float32),
         vocab_size=model.config.vocab_size,
-        features=EngineFeatures(proposer=proposer),
+        features=EngineFeatures(
+            proposer=proposer, make_recorder=CpuGraph if optimized and not eager else None
+        ),
     )
 
 
@@ -348,8 +364,7 @@ def copied_row(
     """Tokens a second of one request by `--weights-dtype`, by transformers' in fp32."""
     load = Load(num_requests=1, input_tokens=1, min_output_tokens=new, max_output_tokens=new)
     requests = make_requests(load, model.config.vocab_size)
-    engine = engine_of(model)
-    engine.model = InferenceOptimizedModel(model, copies=dtype)
+    engine = engine_of(model, optimized=True, copies=dtype)
 
     def ours() -> float:
         engine.scheduler.forget_cached()
@@ -378,8 +393,7 @@ def forward_rows_of(
     """Return the rows of `count` requests of one token, each with `new` tokens generated."""
     load = Load(num_requests=count, input_tokens=1, min_output_tokens=new, max_output_tokens=new)
     requests = make_requests(load, model.config.vocab_size)
-    engines = {"optimized": engine_of(model), "local": engine_of(model)}
-    engines["optimized"].model = InferenceOptimizedModel(model)
+    engines = {"optimized": engine_of(model, optimized=True), "local": engine_of(model)}
     multiply = products(model, count)
     texts: dict[str, list[list[int]]] = {}
 
@@ -606,8 +620,7 @@ def mask_rows(quick: bool, clock: Callable[[], float]) -> list[Row]:
             masks.append(clock() - start)
             tokens.append(source.choice(allowed.nonzero().flatten().tolist()))
     model = with_weights_of(llama(SHAPES["M"]))
-    engine = engine_of(model)
-    engine.model = InferenceOptimizedModel(model)
+    engine = engine_of(model, optimized=True)
     new = 32 if quick else 256
     load = Load(num_requests=1, input_tokens=1, min_output_tokens=new, max_output_tokens=new)
     for request in make_requests(load, model.config.vocab_size):

@@ -40,7 +40,6 @@ from megatron.core.inference.requests import Request
 from megatron.core.inference.router import Replicas
 from megatron.core.inference.sizes import EngineConfig
 from megatron.core.models.gpt import GPTModel
-from megatron.core.models.inference_optimized import InferenceOptimizedModel
 from megatron.core.process_groups import Group
 from megatron.inference.bench import make_requests
 from megatron.inference.config import Load
@@ -301,9 +300,7 @@ def alone(engine: Engine, requests: Sequence[Request]) -> dict[str, Any]:
 def overhead_rows(quick: bool) -> list[Row]:
     """Time to the first token and tokens a second of the M shape, by those of the engine alone."""
     model = with_weights_of(llama(SHAPES["M"]))
-    engines = engine_of(model), engine_of(model)
-    for engine in engines:
-        engine.model = InferenceOptimizedModel(model)
+    engines = engine_of(model, optimized=True), engine_of(model, optimized=True)
     with served(engines[0]) as server:
         return [
             row for clients in (1, ROWS) for row in _overhead(server, engines[1], clients, quick)
@@ -396,8 +393,7 @@ def weights_rows(quick: bool) -> list[Row]:
     """The longest gap between two tokens of streams, by the median one, while the weights of the M
     shape are replaced by those that another process sends, and without that."""
     model = with_weights_of(llama(SHAPES["M"]))
-    engine = engine_of(model)
-    engine.model = InferenceOptimizedModel(model)
+    engine = engine_of(model, optimized=True)
     new = 256
     load = Load(num_requests=4, input_tokens=32, min_output_tokens=new, max_output_tokens=new)
     requests = make_requests(load, VOCABULARY)

@@ -94,6 +94,24 @@ def test_generate_reports_what_graphs_did(root: Path) -> None:
     assert (replayed + eager, buffers) == (6, 2 + 1)
 
 
+OPTIMIZED = ("--transformer-impl", "inference_optimized")
+
+
+def test_steps_on_a_cpu_are_recorded_unless_that_is_turned_off(root: Path) -> None:
+    words = ["--load", str(root), "--device", "cpu", "--prompt", "AB", "--max-new-tokens", "6"]
+    said = []
+    for more in ((), ("--enforce-eager",)):
+        out, err = io.StringIO(), io.StringIO()
+        with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
+            assert generate.main([*words, *OPTIMIZED, "--top-k", "1", *more], {}) == 0
+        said.append(out.getvalue())
+        recorded = re.search(
+            r"CPU graphs: 1 captured .* 5 steps replayed .* 1 eager", err.getvalue()
+        )
+        assert (recorded is None) == bool(more), err.getvalue()
+    assert said[0] == said[1]
+
+
 def measured_on_a_rank(
     rank: int, world: int, words: list[str], launcher: dict[str, str]
 ) -> tuple[int, str, str]:
@@ -159,6 +177,11 @@ def test_static_batches_compute_rows_to_the_longest_end() -> None:
         (["--request-rate", "-1"], "--request-rate is -1"),
         (["--input-tokens", "390"], "too long"),
         (["--inference-cuda-graphs"], "--inference-cuda-graphs needs a GPU"),
+        (["--enforce-eager"], "steps are eager with --transformer-impl local"),
+        (
+            ["--enforce-eager", "--inference-cuda-graphs", *OPTIMIZED],
+            "--enforce-eager does not go with --inference-cuda-graphs",
+        ),
         (["--check-plans"], "--check-plans compares ranks"),
         (
             ["--request-rate", "9", "--async-scheduling", "--tensor-model-parallel-size", "2"],

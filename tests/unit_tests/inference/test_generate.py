@@ -45,6 +45,7 @@ class Loaded:
     max_length: int = 16
     vocab_size: int = 257
     device: str = "cpu"
+    optimized: bool = False
     tokenizer: Tokenizer = field(default_factory=ByteTokenizer)
     stop_tokens: frozenset[int] = frozenset({256})
     cache_shapes: CacheShapes = field(default_factory=CacheShapes)

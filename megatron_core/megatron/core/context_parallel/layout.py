@@ -34,6 +34,7 @@ import torch
 from megatron.core.context_parallel.blockwise import Blocks, attention_blocks
 from megatron.core.context_parallel.comm_type import ALL_TO_ALL, AUTO, ENGINES, head_problem
 from megatron.core.context_parallel.cut import PADDING, Run, SequenceCut
+from megatron.core.cpu_graph import CpuGraph
 from megatron.core.device import pin
 from megatron.core.ops.paged_attention import PagedBatch
 from megatron.core.ops.sequences import Places, Sequences
@@ -184,6 +185,8 @@ class PagedRows:
         prefill: the new tokens of the others, one sequence a row; None if there are none.
         most_tokens: new tokens of the data-parallel rank that has most, of those that share
             experts; None where there are no others.
+        graph: that is recorded, of steps of which only attention reads `batch` and `slot_mapping`:
+            it is called at each replay.
     """
 
     batch: PagedBatch
@@ -192,6 +195,7 @@ class PagedRows:
     decode_rows: int
     prefill: Sequences | None
     most_tokens: int | None = None
+    graph: CpuGraph | None = None
 
 
 @dataclass(frozen=True, eq=False)

@@ -10,9 +10,11 @@ the attention to it.
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -20,6 +22,7 @@ from torch import Tensor, nn
 from megatron.core.context_parallel.layout import PagedRows
 from megatron.core.ops.paged_attention import (
     JointPages,
+    ReplayedAttention,
     paged_latent_attention,
     write_and_attend,
     write_latents_to_pages,
@@ -262,19 +265,15 @@ class PagedCache:
         pages, options = self._joint[layer], {"batch": rows.batch, "scale": core.scale}
         assert pages is not None
         options |= {"window": core.window, "sinks": sinks}
-        if not core.backend.batch_invariant:
-            slots = rows.slot_mapping
-            return write_and_attend(query, key_value, pages, slot_mapping=slots, **options)
-        (key, value), (keys, values) = key_value.chunk(2, 1), pages.pages.chunk(2, 2)
-        write_to_pages(
-            key,
-            value,
-            key_cache=keys,
-            value_cache=values,
-            slot_mapping=rows.slot_mapping,
-            recorded=rows.batch.recorded,
-        )
-        return tiled_paged_attention(query, keys, values, **options)
+        if core.backend.batch_invariant:
+            attend = functools.partial(_attend_in_tiles, query, key_value, pages, rows, options)
+            return attend() if rows.graph is None else rows.graph.call_for(attend)
+        options["slot_mapping"] = rows.slot_mapping
+        if rows.graph is None:
+            return write_and_attend(query, key_value, pages, **options)
+        replayed = ReplayedAttention(query, key_value, pages, **options)
+        rows.graph.call(replayed)
+        return replayed.out
 
     def attend_latent(
         self,
@@ -288,26 +287,40 @@ class PagedCache:
     ) -> Tensor:
         """Keep latents, then attend to them; see `KeyValueCache`."""
         cache = self._pages[layer]
-        write_latents_to_pages(
-            latent,
-            latent_cache=cache,
-            slot_mapping=rows.slot_mapping,
-            recorded=rows.batch.recorded,
-        )
-        if core.backend.batch_invariant:
-            one = cache.unsqueeze(2)  # one head
-            out = tiled_paged_attention(query, one, one, batch=rows.batch, scale=core.scale)
-            return out[..., :value_features]
-        return paged_latent_attention(
-            query,
-            cache,
-            batch=rows.batch,
-            scale=core.scale,
-            value_features=value_features,
-        )
+
+        def attend() -> Tensor:
+            write_latents_to_pages(
+                latent,
+                latent_cache=cache,
+                slot_mapping=rows.slot_mapping,
+                recorded=rows.batch.recorded,
+            )
+            options = {"batch": rows.batch, "scale": core.scale}
+            if core.backend.batch_invariant:
+                one = cache.unsqueeze(2)  # one head
+                return tiled_paged_attention(query, one, one, **options)[..., :value_features]
+            return paged_latent_attention(query, cache, value_features=value_features, **options)
+
+        return attend() if rows.graph is None else rows.graph.call_for(attend)
 
     def buffer(
         self, name: str, shape: tuple[int, ...], *, dtype: torch.dtype, device: torch.device
     ) -> Tensor:
         """Return what is kept by this name, [slots + 1, *shape]; see `StateCache.buffer`."""
         return self.states.buffer(name, shape, dtype=dtype, device=device)
+
+
+def _attend_in_tiles(
+    query: Tensor, key_value: Tensor, pages: JointPages, rows: PagedRows, options: dict[str, Any]
+) -> Tensor:
+    """Write keys and values, then attend in an order of sums that no other row changes."""
+    (key, value), (keys, values) = key_value.chunk(2, 1), pages.pages.chunk(2, 2)
+    write_to_pages(
+        key,
+        value,
+        key_cache=keys,
+        value_cache=values,
+        slot_mapping=rows.slot_mapping,
+        recorded=rows.batch.recorded,
+    )
+    return tiled_paged_attention(query, keys, values, **options)

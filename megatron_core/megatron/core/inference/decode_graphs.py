@@ -1,31 +1,37 @@
 # SPDX-License-Identifier: Apache-2.0
-"""DecodeGraphs: steps that choose a token after each of theirs, as CUDA graphs.
+"""DecodeGraphs: steps that choose a token after each of theirs, recorded once and launched again.
 
-There is one graph for each of a few numbers of tokens (buckets). It runs over buffers that stay:
-the numbers of a plan are copied to them in one piece, the graph is launched, and the logits are
-where they always are. A step takes the smallest bucket that holds it. What is left over is padding:
-no context, no slot of the cache and none of states, so it touches nothing of others. What a step
-chooses by, random numbers and parameters, stays outside, and so changes freely.
+A graph runs over buffers that stay: the numbers of a plan are copied to them in one piece, the
+graph is launched, and the logits are where they always are. What a step chooses by, random numbers
+and parameters, stays outside, and so changes freely.
+
+| | CUDA graphs | `CpuGraph`, a list of operations |
+|---|---|---|
+| tokens of a step | of a few numbers (buckets), it takes the smallest that holds it | any |
+| attention | recorded, kernels read the lengths | called at each replay (piecewise) |
+
+What is left over of a bucket is padding: no context, no slot of the cache and none of states, so it
+touches nothing of others. A graph is recorded when it is first needed, with padding alone, after
+running so once: what is made at first use, such as rotary tables, is there then.
 
 A graph takes every token for a row of its own. So k drafts of a row and the token before them are
 k + 1 rows that share their blocks, each of which sees one token more than the row before it.
 Recurrent mixers compute drafts one after the other: with them such steps run eagerly.
-
-A bucket is recorded when it is first needed, with padding alone, after running so once: what is
-made at first use, such as rotary tables, is there then.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Literal
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from megatron.core.context_parallel.layout import PagedRows
+from megatron.core.cpu_graph import CaptureError, CpuGraph
 from megatron.core.device import Recorder, pin
 from megatron.core.inference.cache import PagedCache
 from megatron.core.inference.scheduler import BatchPlan, SharedStep
@@ -37,25 +43,31 @@ class GraphStats:
     """What graphs did.
 
     Args:
-        captured: how many buckets were recorded.
+        kind: of graphs.
+        captured: how many were recorded.
         replayed: steps that were launched as a graph.
         eager: steps that were none for a graph.
         seconds: that recording took.
         buffers: whose addresses are compared before each replay with those of the recording: the
             pages of each layer, states, and the inputs.
         compared: addresses that were, in all replays; all were equal.
+        refused: why steps cannot be recorded, and run eagerly; "" where they can.
     """
 
+    kind: Literal["CUDA", "CPU"]
     captured: int = 0
     replayed: int = 0
     eager: int = 0
     seconds: float = 0.0
     buffers: int = 0
     compared: int = 0
+    refused: str = ""
 
     def __str__(self) -> str:
+        if self.refused:
+            return f"{self.kind} graphs: none, all steps are eager: {self.refused}"
         return (
-            f"CUDA graphs: {self.captured} captured in {self.seconds:.2f} s, "
+            f"{self.kind} graphs: {self.captured} captured in {self.seconds:.2f} s, "
             f"{self.replayed:,} steps replayed with {self.buffers:,} buffers at the addresses of "
             f"the recording, {self.eager:,} eager"
         )
@@ -80,9 +92,10 @@ class DecodeGraphs:
 
     Args:
         forward: inputs to hidden states [b, 1, h] and logits fp32 [b, V].
-        make_recorder: returns a new recorder, one for each bucket.
+        make_recorder: returns a new recorder, one for each graph; the class `CpuGraph`, or one of
+            it, on a CPU.
         cache: that the forward pass reads and writes.
-        max_rows: rows of the largest bucket.
+        max_rows: rows of the largest graph.
         row_multiple: rows of each are a multiple of this.
         max_context: tokens of the longest row.
         shares_experts: with ranks of other replicas: all of them launch graphs of one bucket
@@ -103,14 +116,15 @@ class DecodeGraphs:
         max_context: int,
         shares_experts: bool = False,
     ) -> None:
-        self.buckets = buckets_of(max_rows, row_multiple)
-        self.stats = GraphStats()
         self._forward, self._make_recorder = forward, make_recorder
         self._cache = cache
         self._max_context, self._max_blocks = max_context, -(-max_context // cache.block_size)
         self._device, self._cpu_dtype = cache.device, cache.shapes.cpu_dtype
         self._takes_drafts, self._shares_experts = not cache.shapes.states, shares_experts
         self._graphs: dict[int, _Graph] = {}
+        piecewise = isinstance(make_recorder, type) and issubclass(make_recorder, CpuGraph)
+        self.buckets = buckets_of(max_rows, row_multiple, every=piecewise)
+        self.stats = GraphStats("CPU" if piecewise else "CUDA")
 
     def takes(self, plan: BatchPlan) -> bool:
         """Whether a step is one for a graph."""
@@ -123,6 +137,12 @@ class DecodeGraphs:
         """Whether a step is launched as a graph, on all ranks that share experts; counts it if
         not."""
         takes = self.takes(plan) if shared is None else not shared.eager
+        takes = takes and not self.stats.refused
+        if takes:
+            try:
+                self._graph(len(plan.tokens) if shared is None else shared.most_tokens)
+            except CaptureError as error:
+                self.stats.refused, takes = str(error), False
         self.stats.eager += not takes
         return takes
 
@@ -131,40 +151,38 @@ class DecodeGraphs:
         step overwrites them.
 
         Args:
-            plan: one that it `takes`.
+            plan: one that it `launches`.
             shared: the bucket holds the tokens of the rank that has most.
         """
         count = len(plan.tokens)
-        size, graph = self._graph(count if shared is None else shared.most_tokens)
-        rows = np.repeat(np.arange(len(plan.state_slots)), np.diff(plan.query_bounds))
-        contexts = np.where(plan.slot_mapping < 0, 0, plan.positions + 1)
-        states = plan.state_slots[rows]
-        numbers = self._padding(size)
-        given = plan.tokens, plan.positions, plan.slot_mapping, states, contexts
-        for into, array in zip(numbers, given, strict=False):
-            into[:count] = array
-        numbers[-1].reshape(size, -1)[:count, : plan.block_table.shape[1]] = plan.block_table[rows]
-        hidden, logits = self._launched(graph, numbers)
+        graph = self._graph(count if shared is None else shared.most_tokens)
+        states, contexts, table = plan.state_slots, plan.context_lengths, plan.block_table
+        if len(contexts) < count:  # drafts are rows of their own
+            rows = np.repeat(np.arange(len(contexts)), np.diff(plan.query_bounds))
+            contexts = np.where(plan.slot_mapping < 0, 0, plan.positions + 1)
+            states, table = states[rows], table[rows]
+        graph.fill((plan.tokens, plan.positions, plan.slot_mapping, states, contexts), table)
+        hidden, logits = self._launched(graph)
         return hidden[:count], logits[:count]
 
     def join(self, most_tokens: int) -> None:
         """Launch the graph that other ranks do, of which one has so many tokens."""
-        size, graph = self._graph(most_tokens)
-        self._launched(graph, self._padding(size))
+        graph = self._graph(most_tokens)
+        graph.fill()
+        self._launched(graph)
 
-    def _graph(self, count: int) -> tuple[int, _Graph]:
-        """Return the smallest bucket of so many tokens, and its graph."""
+    def _graph(self, count: int) -> _Graph:
+        """Return the graph of the smallest bucket of so many tokens."""
         size = next(bucket for bucket in self.buckets if bucket >= count)
         if size not in self._graphs:
             start = time.perf_counter()
             self._graphs[size] = self._captured(size)
             self.stats.captured += 1
             self.stats.seconds += time.perf_counter() - start
-        return size, self._graphs[size]
+        return self._graphs[size]
 
-    def _launched(self, graph: _Graph, numbers: list[np.ndarray]) -> tuple[Tensor, Tensor]:
-        """Launch a graph over numbers; return its results."""
-        graph.fill(numbers)
+    def _launched(self, graph: _Graph) -> tuple[Tensor, Tensor]:
+        """Launch a graph; return its results."""
         self._check_addresses(graph)
         graph.recorder.replay()
         self.stats.replayed += 1
@@ -172,14 +190,14 @@ class DecodeGraphs:
         return graph.found
 
     def forget(self) -> None:
-        """Record all anew: the cache has another address."""
+        """Record all anew: the cache or what is derived from weights has another address."""
         self._graphs.clear()
 
     def _check_addresses(self, graph: _Graph) -> None:
         """Raise RuntimeError if a graph would read or write where its buffers are no more."""
         found = graph.addresses(self._cache)
-        moved = sum(a != b for a, b in zip(found, graph.recorded_at, strict=True))
-        if moved:
+        if found != graph.recorded_at:
+            moved = sum(a != b for a, b in zip(found, graph.recorded_at, strict=True))
             raise RuntimeError(
                 f"{moved} of {len(found)} buffers of a graph of decode steps are at another "
                 "address than when it was recorded: `forget` before the cache is allocated anew"
@@ -187,19 +205,13 @@ class DecodeGraphs:
         self.stats.buffers = len(found)
         self.stats.compared += len(found)
 
-    def _padding(self, size: int) -> list[np.ndarray]:
-        """Return the numbers of rows that are padding, in the order of a graph's buffers."""
-        fills = (0, 0, -1, -1, 0)
-        table = np.zeros(size * self._max_blocks, dtype=np.int32)
-        return [*(np.full(size, fill, dtype=np.int32) for fill in fills), table]
-
     def _captured(self, size: int) -> _Graph:
-        padding = self._padding(size)
-        flat = torch.empty(sum(x.size for x in padding), dtype=torch.int32, device=self._device)
-        tokens, positions, slots, states, contexts, table = flat.split([x.size for x in padding])
+        graph = _Graph(self._make_recorder(), size, self._max_blocks, self._device)
+        tokens, positions, slots, states, contexts, table = graph.inputs
         bounds = torch.arange(size + 1, dtype=torch.int32, device=self._device)
+        piecewise = graph.recorder if isinstance(graph.recorder, CpuGraph) else None
 
-        def run() -> tuple[Tensor, Tensor]:
+        def run(recorder: CpuGraph | None = None) -> tuple[Tensor, Tensor]:
             batch = PagedBatch(
                 block_table=table.view(size, -1),
                 query_bounds=bounds,
@@ -207,8 +219,9 @@ class DecodeGraphs:
                 max_query=1,
                 max_context=self._max_context,
                 cpu_dtype=self._cpu_dtype,
-                recorded=True,
+                recorded=piecewise is None,
             )
+            graph.batch = batch if recorder else None
             paged = PagedRows(
                 batch=batch,
                 slot_mapping=slots.long(),
@@ -216,15 +229,15 @@ class DecodeGraphs:
                 decode_rows=size,
                 prefill=None,
                 most_tokens=size if self._shares_experts else None,
+                graph=recorder,
             )
             return self._forward(DecodeInputs(tokens=tokens, positions=positions, paged=paged))
 
-        graph = _Graph(flat, self._make_recorder(), self._device)
-        graph.fill(padding)
+        graph.fill()
         run()
 
         def record() -> None:
-            graph.found = run()
+            graph.found = run(piecewise)
 
         graph.recorder.capture(record)
         graph.recorded_at = graph.addresses(self._cache)
@@ -232,26 +245,67 @@ class DecodeGraphs:
 
 
 class _Graph:
-    """A bucket: its buffers, and its recording."""
+    """A bucket: its buffers, and its recording.
 
-    def __init__(self, flat: Tensor, recorder: Recorder, device: torch.device) -> None:
-        self.recorder = recorder
-        self._flat, self._device = flat, device
+    Args:
+        recorder: that records it.
+        size: its tokens.
+        blocks: that a row's table names.
+
+    Attributes:
+        inputs: int32 [size] each, tokens, positions, slots of the cache and of states, lengths of
+            contexts; and the table [size * blocks].
+        found: hidden states and logits.
+        batch: whose lengths attention reads at each replay; None if it is recorded.
+        recorded_at: addresses at that time.
+    """
+
+    #: What padding has in place of each of the inputs.
+    _PADDING = (0, 0, -1, -1, 0, 0)
+
+    def __init__(self, recorder: Recorder, size: int, blocks: int, device: torch.device) -> None:
+        self.recorder, self._device = recorder, device
+        self._sizes = [*[size] * 5, size * blocks]
+        self._flat = torch.empty(sum(self._sizes), dtype=torch.int32, device=device)
+        self.inputs = self._flat.split(self._sizes)
+        # A GPU may not have copied the numbers of the last step when those of the next are written.
+        self._host = self._views(self._flat) if device.type == "cpu" else None
         self.found: tuple[Tensor, Tensor] | None = None
+        self.batch: PagedBatch | None = None
         self.recorded_at: tuple[int, ...] = ()
 
     def addresses(self, cache: PagedCache) -> tuple[int, ...]:
         """Return where the cache and the inputs are now."""
         return (*cache.addresses, self._flat.data_ptr())
 
-    def fill(self, numbers: list[np.ndarray]) -> None:
-        """Copy numbers to the buffers, in one piece."""
-        host = pin(torch.from_numpy(np.concatenate(numbers)), self._device)
-        self._flat.copy_(host, non_blocking=True)
+    def fill(self, numbers: Sequence[np.ndarray] = (), table: np.ndarray | None = None) -> None:
+        """Write the inputs of some tokens, their table [t, w] last, and padding behind; copied to
+        a GPU in one piece."""
+        flat, views = self._flat, self._host
+        if views is None:
+            flat = pin(torch.empty_like(self._flat, device="cpu"), self._device)
+            views = self._views(flat)
+        count = 0 if table is None else len(table)
+        if count < len(views[0]):
+            for view, fill in zip(views, self._PADDING, strict=True):
+                view.fill(fill)
+        if table is not None:
+            for view, array in zip(views, numbers, strict=False):
+                view[:count] = array
+            views[-1].reshape(len(views[0]), -1)[:count, : table.shape[1]] = table
+        if flat is not self._flat:
+            self._flat.copy_(flat, non_blocking=True)
+        if self.batch is not None:
+            self.batch.numbers_replaced()
+
+    def _views(self, flat: Tensor) -> list[np.ndarray]:
+        return [part.numpy() for part in flat.split(self._sizes)]
 
 
-def buckets_of(max_rows: int, multiple: int) -> tuple[int, ...]:
+def buckets_of(max_rows: int, multiple: int, *, every: bool = False) -> tuple[int, ...]:
     """Return the numbers of rows that there are graphs for: powers of two and the most, each
-    rounded up to a multiple."""
+    rounded up to a multiple; or every multiple."""
     sizes = {max_rows, *(1 << n for n in range(max_rows.bit_length()))}
+    if every:
+        sizes = set(range(1, max_rows + 1))
     return tuple(sorted({-(-size // multiple) * multiple for size in sizes}))

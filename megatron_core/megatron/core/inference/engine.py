@@ -150,8 +150,8 @@ class EngineFeatures:
     Args:
         proposer: where drafts come from; None if none are wanted.
         pipeline: the stages, which all make their engines together; None for one.
-        make_recorder: makes what records decode steps, `CudaRecorder` on a GPU; None runs all steps
-            eagerly.
+        make_recorder: makes what records decode steps, `CudaRecorder` on a GPU, `CpuGraph` on a
+            CPU; None runs all steps eagerly.
         check_plans: ranks that compare their plans before each step; None compares nothing.
         expert_peers: ranks of several data-parallel replicas that share experts, as a group of
             hosts (`ProcessGroupCollection.host_group`). They call `step` equally often, and one
@@ -600,6 +600,8 @@ class Engine:
             )
         self.epoch += 1
         self.model.weights_replaced()
+        if self._graphs is not None:
+            self._graphs.forget()
         self.scheduler.forget_cached()
 
     def step(self) -> list[Completion]:
@@ -806,9 +808,7 @@ class Engine:
         """Keep the tokens for steps that are planned already; return them on the host."""
         if self.config.asynchronous:
             tokens = sampled.tokens
-            if any(
-                plan.drafts
-            ):  # nothing is planned after those with drafts: any of theirs will do
+            if any(plan.drafts):  # nothing is planned after those: any of theirs will do
                 counts = [1 + len(plan.drafts[n]) for n in plan.sampled]
                 tokens = tokens[self._index(np.cumsum(counts) - 1)]
             self._newest[self._index(np.array(plan.sampled_slots))] = tokens
@@ -820,7 +820,8 @@ class Engine:
 
     def _decoded(self, inputs: DecodeInputs) -> tuple[Tensor, Tensor]:
         """Return the hidden states [b, 1, h] and logits fp32 [b, V] of a step that is recorded."""
-        tokens = self._known(inputs.tokens.long())
+        tokens = inputs.tokens.long()
+        tokens = self._known(tokens) if self.config.asynchronous else tokens
         layout = SequenceLayout(inputs.positions.long(), paged=inputs.paged)
         hidden = self._hidden(tokens, layout)
         return hidden, self.logits(hidden)

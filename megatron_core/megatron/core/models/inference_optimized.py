@@ -308,7 +308,12 @@ class InferenceOptimizedModel:
             elif experts is not None:
                 delta, addends = experts(normed, step), False
             else:
-                mixed = mixer(normed.unsqueeze(1), layout, rope=step.rope, cache=cache)
+                mix = functools.partial(
+                    mixer, normed.unsqueeze(1), layout, rope=step.rope, cache=cache
+                )
+                graph = layout.rows_with_past.graph if isinstance(mixer, MoE) else None
+                # The host reads how many tokens each expert has.
+                mixed = mix() if graph is None else graph.call_for(mix)
                 delta, addends = mixed.squeeze(1), False
         final = self.model.decoder.final_norm
         if final is None:

@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from megatron.core.backend import LOCAL, Backend, with_batch_invariance
+from megatron.core.cpu_graph import CpuGraph
 from megatron.core.device import Recorder
 from megatron.core.inference.cache import CacheShapes
 from megatron.core.inference.engine import (
@@ -30,6 +31,7 @@ from megatron.core.inference.sizes import LONGEST_ROW, EngineConfig
 from megatron.core.inference.speculation import DraftModel, MultiTokenHeads, NGramLookup
 from megatron.core.inference.stages import PipelineGroups
 from megatron.core.models.gpt import GPTConfig, GPTModel
+from megatron.core.models.inference_optimized import InferenceOptimizedModel
 from megatron.core.models.layer_pattern import StageSplit
 from megatron.core.moe import MoEConfig, RouterConfig
 from megatron.core.process_groups import Group, ProcessGroupCollection, RankGrid
@@ -231,7 +233,7 @@ FACTORS = {
     "asynchronous": (False, True),
     "speculation": ("off", "ngram", "draft", "heads"),
     "batch_invariant": (False, True),
-    "graphs": (False, True),
+    "graphs": (None, "CUDA", "CPU"),
     # Pipeline stages; experts over two replicas.
     "ranks": ("one", "pp", "ep"),
 }
@@ -290,12 +292,22 @@ def engine_of_row(row: dict, groups: ProcessGroupCollection | None = None) -> En
         "prefix_caching": row["prefix_caching"],
         "asynchronous": row["asynchronous"],
     }
-    # Without a GPU the host reads how many tokens each expert has: nothing to record.
-    graphs = row["graphs"] and row["family"] != "experts"
-    sizes["make_recorder"] = (lambda: TapeRecorder(OpTape())) if graphs else None
+    if has_graphs(row):
+        cpu = row["graphs"] == "CPU"
+        sizes["make_recorder"] = CpuGraph if cpu else lambda: TapeRecorder(OpTape())
     if row["speculation"] == "off":
-        return engine_of(model_of(row["family"], groups, backend=backend), **sizes)
-    return speculating(row["speculation"], row["family"], groups, backend=backend, **sizes)
+        engine = engine_of(model_of(row["family"], groups, backend=backend), **sizes)
+    else:
+        engine = speculating(row["speculation"], row["family"], groups, backend=backend, **sizes)
+    if row["graphs"] == "CPU":
+        engine.model = InferenceOptimizedModel(engine.model)
+    return engine
+
+
+def has_graphs(row: dict) -> bool:
+    """Whether there is something to record. A CUDA graph calls nothing, and without a GPU the host
+    reads how many tokens each expert has."""
+    return row["graphs"] is not None and (row["graphs"], row["family"]) != ("CUDA", "experts")
 
 
 def hold_to_whole_sequences(row: dict, replicas: Replicas) -> None:
@@ -333,7 +345,7 @@ def test_features_together_say_what_a_sequence_alone_does(row: dict) -> None:
     engine, grammar = engine_of_row(row), row["sampling"] == "grammar"
     hold_to_whole_sequences(row, Replicas(engine, Group.single()))
     stats = engine.stats
-    assert (engine.graphs is not None) == (row["graphs"] and row["family"] != "experts")
+    assert (engine.graphs is not None) == has_graphs(row)
     # A recurrent mixer's step with drafts is none for a graph, and here some row always has one.
     eager = grammar and bool(engine.cache.shapes.states)
     assert engine.graphs is None or (engine.graphs.replayed > 0) != eager

@@ -13,13 +13,14 @@ import math
 
 import torch
 
-from megatron.core.ops.dispatch import choose
+from megatron.core.ops.dispatch import choose, matmul_dtype
 from megatron.core.ops.paged_attention import reference
 from megatron.core.ops.paged_attention.reference import JointPages, PagedBatch
 
 __all__ = [
     "JointPages",
     "PagedBatch",
+    "ReplayedAttention",
     "paged_attention",
     "paged_latent_attention",
     "write_and_attend",
@@ -184,6 +185,52 @@ def write_and_attend(
         window=window,
         sinks=sinks,
     )[0]
+
+
+class ReplayedAttention:
+    """`write_and_attend` of a step that a `CpuGraph` replays: the same tensors each time, with the
+    numbers that the batch has then.
+
+    Args:
+        query, key_value, pages, batch, slot_mapping, scale, window, sinks: as there, on a CPU.
+
+    Attributes:
+        out: [t, n, d].
+    """
+
+    def __init__(
+        self,
+        query: torch.Tensor,
+        key_value: torch.Tensor,
+        pages: JointPages,
+        *,
+        batch: PagedBatch,
+        slot_mapping: torch.Tensor,
+        scale: float,
+        window: int | None = None,
+        sinks: torch.Tensor | None = None,
+    ) -> None:
+        self.out = torch.empty_like(query)
+        self._given = query, key_value, pages
+        self._options = {"batch": batch, "slot_mapping": slot_mapping, "scale": scale}
+        self._options |= {"window": window, "sinks": sinks}
+        self._batch, self._slots, self._scale = batch, slot_mapping, scale
+        self._gather = pages.pages.shape[1], window, 1, query.dtype
+        plain = sinks is None and matmul_dtype(query, batch.cpu_dtype) == query.dtype
+        self._is_row = plain and query.shape[0] == 1
+        if self._is_row:
+            shape = (pages.keys.shape[0], -1, query.shape[2])
+            self._grouped, self._grouped_out = query.view(shape), self.out.view(shape)
+
+    def __call__(self) -> None:
+        """Write and attend. The views of a single row are made already."""
+        run = reference.gather_of(self._batch, *self._gather).run if self._is_row else None
+        query, key_value, pages = self._given
+        if run is None:
+            self.out.copy_(write_and_attend(query, key_value, pages, **self._options))
+            return
+        pages.places.index_copy_(0, self._slots, key_value)
+        reference.attend_run(self._grouped, pages, run, self._scale, out=self._grouped_out)
 
 
 def write_to_pages(

@@ -9,7 +9,6 @@ waits for the device; the kernel does not.
 from __future__ import annotations
 
 import dataclasses
-import functools
 from collections.abc import Sequence
 from itertools import pairwise
 from typing import Any, NamedTuple
@@ -76,7 +75,8 @@ class PagedBatch:
             `max_context` keys of each row.
 
     The reference works out what it gathers once for all layers, and `ops.tiled_attention` keeps in
-    `tiles` by window what it gathers: make a new batch for each step.
+    `tiles` by window what it gathers: make a new batch for each step, or say that the numbers were
+    replaced.
 
     Raises:
         ValueError: shapes, dtypes or bounds that do not fit.
@@ -120,6 +120,11 @@ class PagedBatch:
                 " must be at least 1: give the bounds of the largest batch"
             )
 
+    def numbers_replaced(self) -> None:
+        """Work out anew what follows from the numbers: others were written over them."""
+        self._gathers.clear()
+        self.tiles.clear()
+
     @property
     def device(self) -> torch.device:
         """Where table, bounds and lengths are."""
@@ -140,6 +145,7 @@ class JointPages:
     Attributes:
         places: [blocks * block_size, 2g, d].
         keys, values: [g, blocks * block_size, d].
+        transposed_keys: [g, d, blocks * block_size].
 
     Raises:
         ValueError: another shape or strides.
@@ -153,6 +159,7 @@ class JointPages:
             )
         self.pages, self.places = pages, pages.flatten(0, 1)
         self.keys, self.values = self.places.transpose(0, 1).chunk(2)
+        self.transposed_keys = self.keys.mT
 
 
 def gather_of(
@@ -167,30 +174,34 @@ def gather_of(
         return _recorded(batch, size, window, dtype)
     bounds, contexts = batch.query_bounds.tolist(), batch.context_lengths.tolist()
     _check_lengths(bounds, contexts, batch, tokens)
+    if tokens == len(contexts) == bounds[1] == 1 and contexts[0] > 0:  # most steps of a single text
+        start = 0 if window is None else max(contexts[0] - window, 0)
+        run = _run(batch.block_table[0].cpu().numpy(), start, contexts[0] - start, size)
+        if run is not None:
+            found = GatherIndices(bounds, contexts, 1, 1, None, None, run)
+            batch._gathers[size, window, dtype] = found
+            return found
     counts = np.diff(bounds)
     rows = 0
     while rows < len(contexts) and _is_short(int(counts[rows]), contexts[rows]):
         rows += 1
     decoding = bounds[rows]
-    slots = mask = run = None
+    slots = mask = None
     if decoding:
         row = np.repeat(np.arange(rows), counts[:rows])  # [d], of each token
         table = batch.block_table[:rows].cpu().numpy()[row]
         after = np.array(bounds)[row + 1] - 1 - np.arange(decoding)  # new tokens of its row
         ends = (np.array(contexts)[row] - after)[:, None]  # [d, 1]
         starts = np.zeros_like(ends) if window is None else np.maximum(ends - window, 0)
-        most = int((ends - starts).max())
-        run = _run(table[0], int(starts[0, 0]), most, size) if decoding == 1 else None
-        if run is None:
-            columns = np.arange(most)  # [k]
-            places = np.minimum(starts + columns, ends - 1)  # [d, k]
-            pages = np.take_along_axis(table, places // size, 1).astype(np.int64)
-            slots = torch.from_numpy((pages * size + places % size).reshape(-1)).to(batch.device)
-            hidden = columns >= ends - starts  # [d, k]
-            if hidden.any():
-                added = np.where(hidden, -np.inf, 0.0)[:, None, None]
-                mask = torch.from_numpy(added).to(batch.device, dtype)
-    found = GatherIndices(bounds, contexts, rows, decoding, slots, mask, run)
+        columns = np.arange(int((ends - starts).max()))  # [k]
+        places = np.minimum(starts + columns, ends - 1)  # [d, k]
+        pages = np.take_along_axis(table, places // size, 1).astype(np.int64)
+        slots = torch.from_numpy((pages * size + places % size).reshape(-1)).to(batch.device)
+        hidden = columns >= ends - starts  # [d, k]
+        if hidden.any():
+            added = np.where(hidden, -np.inf, 0.0)[:, None, None]
+            mask = torch.from_numpy(added).to(batch.device, dtype)
+    found = GatherIndices(bounds, contexts, rows, decoding, slots, mask, None)
     batch._gathers[size, window, dtype] = found
     return found
 
@@ -204,10 +215,10 @@ def _is_short(new: int, context: int) -> bool:
 def _run(table: np.ndarray, start: int, most: int, size: int) -> tuple[int, int] | None:
     """Return (first slot, most) of a row's places from `start` on if its blocks lie one after the
     other; else None."""
-    blocks = table[start // size : -(-(start + most) // size)]
-    if (blocks[1:] - blocks[:-1] != 1).any():
+    blocks = table[start // size : -(-(start + most) // size)].tolist()
+    if blocks != list(range(blocks[0], blocks[0] + len(blocks))):
         return None
-    return int(blocks[0]) * size + start % size, most
+    return blocks[0] * size + start % size, most
 
 
 def _recorded(
@@ -323,11 +334,8 @@ def decode_step(
     pages.places.index_copy_(0, slot_mapping, key_value)
     plain, groups = dtype == query.dtype and sinks is None, pages.keys.shape[0]
     if plain and what.run is not None:
-        # One row: the heads that share keys are the rows of a product.
         grouped = query.view(groups, heads // groups, features)
-        keys, values = pages.keys.narrow(1, *what.run), pages.values.narrow(1, *what.run)
-        logits = torch.baddbmm(_zero(dtype), grouped, keys.mT, beta=0, alpha=scale)
-        return torch.bmm(logits.softmax(-1), values).view(query.shape)  # from [g, n/g, d]
+        return attend_run(grouped, pages, what.run, scale).view(query.shape)
     keys, values = _at_slots(pages.pages, what).split(groups, 2)  # [b, k, g, d]
     if not plain:
         return _decode(query, keys, values, what.mask, scale, sinks, dtype)[0]
@@ -343,10 +351,19 @@ def decode_step(
     return out.reshape(query.shape)
 
 
-@functools.cache
-def _zero(dtype: torch.dtype) -> torch.Tensor:
-    """Return 0, [1, 1, 1] on the CPU."""
-    return torch.zeros(1, 1, 1, dtype=dtype)
+def attend_run(
+    query: torch.Tensor,
+    pages: JointPages,
+    run: tuple[int, int],
+    scale: float,
+    *,
+    out: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """Attend with one token, [g, n/g, d], to places that lie one after the other; heads that share
+    keys are the rows of a product."""
+    keys, values = pages.transposed_keys.narrow(2, *run), pages.values.narrow(1, *run)
+    logits = torch.bmm(query * scale, keys)  # less than baddbmm takes
+    return torch.bmm(logits.softmax(-1), values, out=out)
 
 
 def _decode(

@@ -1,0 +1,134 @@
+# SPDX-License-Identifier: Apache-2.0
+"""CpuGraph against running the function again."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from megatron.core.cpu_graph import CaptureError, CpuGraph
+from tests.support.ranks import run_ranks
+
+X, WEIGHT = torch.randn(3, 8), torch.randn(8, 8)
+PLACES, COUNTS = torch.tensor([0, 2]), torch.zeros(4, dtype=torch.int64)
+
+
+def products() -> tuple[torch.Tensor, ...]:
+    y = F.linear(X, WEIGHT)
+    out = torch.empty(3, 8)
+    torch.mm(y, WEIGHT.t(), out=out)
+    return (out.add_(y, alpha=0.5).addmm_(X, WEIGHT), torch.einsum("ab,cb->ac", X, WEIGHT))
+
+
+def views() -> tuple[torch.Tensor, ...]:
+    left, right = X.clone().chunk(2, -1)
+    left.mul_(2).add_(right)
+    return left.mT, right.reshape(-1), left.unsqueeze(0).expand(2, 3, 4).reshape(6, 4)
+
+
+def several_results() -> tuple[torch.Tensor, ...]:
+    heads = X.view(1, 1, 3, 8)
+    attend = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+    return (*attend(heads, heads, heads), *X.topk(2), *X.max(0))
+
+
+def dtypes() -> tuple[torch.Tensor, ...]:
+    low = X.to(torch.bfloat16)
+    return low.float() + 1, (X * 4).long() // 3, X.gt(0).where(X > -1, False), low.sum(-1)
+
+
+def places() -> tuple[torch.Tensor, ...]:
+    kept = torch.zeros(4, 8)
+    kept.index_copy_(0, PLACES + 1, X[:2])
+    kept[PLACES] += 1
+    return kept, F.embedding(PLACES, X), X.index_select(0, PLACES), torch.arange(3) * X.sum()
+
+
+def no_elements() -> tuple[torch.Tensor, ...]:
+    return X[:0].softmax(-1), X[:0].topk(0)[0]
+
+
+@pytest.mark.parametrize(
+    "function", [products, views, several_results, dtypes, places, no_elements]
+)
+@torch.no_grad()
+def test_a_replay_has_the_bits_of_the_function(
+    function: Callable[[], tuple[torch.Tensor, ...]],
+) -> None:
+    graph, results = CpuGraph(), []
+    graph.capture(lambda: results.extend(function()))
+    before = [t.clone() for t in results]
+    for _ in range(3):
+        X.normal_()
+        PLACES.copy_(torch.randperm(3)[:2])
+        graph.replay()
+        found = [t.clone() for t in results]
+        wanted = function()
+        for a, b in zip(found, wanted, strict=True):
+            assert a.dtype is b.dtype
+            torch.testing.assert_close(a, b, rtol=0, atol=0, equal_nan=True)
+    if function is not no_elements:
+        assert not all(torch.equal(a, b) for a, b in zip(before, found, strict=True))
+
+
+READS: dict[str, Callable[[], object]] = {
+    "item": lambda: X.sum().item(),
+    "a condition": lambda: bool(X.sum() > 0),
+    "tolist": lambda: COUNTS.tolist(),
+    "numpy": lambda: X.numpy(),
+    "nonzero": lambda: X.nonzero(),
+    "equal": lambda: torch.equal(X, WEIGHT),
+    "a mask": lambda: X[X > 0],
+    "repeats": lambda: X.repeat_interleave(PLACES.new_tensor([1, 0, 2]), 0),
+}
+
+
+@pytest.mark.parametrize("kind", READS)
+def test_what_the_host_reads_is_refused(kind: str) -> None:
+    with pytest.raises(CaptureError, match="gives the host a value"):
+        CpuGraph().capture(READS[kind])
+    READS[kind]()  # and nothing stays of that
+
+
+def refused_on_a_rank(rank: int, world: int) -> str:
+    with pytest.raises(CaptureError) as found:
+        CpuGraph().capture(lambda: torch.distributed.all_reduce(torch.ones(1)))
+    torch.distributed.barrier()
+    return str(found.value)
+
+
+def test_a_collective_is_refused() -> None:
+    for message in run_ranks(refused_on_a_rank, 2):
+        assert "is a collective" in message
+
+
+@torch.no_grad()
+def test_a_part_that_is_called_at_each_replay() -> None:
+    """It follows values, and what comes before and after it is recorded."""
+    x, length, out, calls = torch.ones(4), torch.tensor([2]), torch.empty(1), []
+
+    def part() -> None:
+        calls.append(length.tolist()[0])
+        out.copy_(doubled[: calls[-1]].sum())
+
+    graph, results = CpuGraph(), []
+
+    def run() -> None:
+        nonlocal doubled
+        doubled = x * 2
+        graph.call(part)
+        again = graph.call_for(lambda: doubled[: length.item()].sum())
+        results.extend((out + 1, again + 1))
+
+    doubled = x
+    graph.capture(run)
+    assert calls == [2]
+    assert [r.item() for r in results] == [5, 5]
+    x.fill_(3)
+    length.fill_(4)
+    graph.replay()
+    assert calls == [2, 4]
+    assert [r.item() for r in results] == [25, 25]

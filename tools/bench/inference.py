@@ -331,11 +331,12 @@ def products(model: GPTModel, rows: int) -> Callable[[], None]:
             found += [mixer.input.weight, mixer.down.weight]
     found.append(model.head.weight)
     inputs = [torch.randn(rows, weight.shape[1]) for weight in found]
+    outputs = [torch.empty(rows, weight.shape[0]) for weight in found]
 
     @torch.no_grad()
     def run() -> None:
-        for x, weight in zip(inputs, found, strict=True):
-            weight.linear(x)
+        for x, weight, out in zip(inputs, found, outputs, strict=True):
+            weight.linear(x, out=out)
 
     return run
 

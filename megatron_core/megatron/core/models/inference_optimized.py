@@ -444,7 +444,7 @@ class WholeHead:
 
     def project(self, hidden: Tensor) -> Tensor:
         """Return this rank's logits [s, b, V/tp]."""
-        return self.head.weight.linear(hidden)
+        return self.head.weight.linear(hidden.flatten(0, 1)).view(*hidden.shape[:2], -1)
 
     def whole(self, logits: Tensor) -> Tensor:
         """Return the logits of all ranks, fp32 [s, b, V]."""

@@ -37,6 +37,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from megatron.core.ops import few_rows
 from megatron.core.ops.dispatch import add_product_, matmul_dtype
 from megatron.core.ops.packed_product import PackedMatrix, least_rows
 from megatron.core.ops.row_tiles import tiled_product
@@ -285,8 +286,8 @@ class WeightHandle:
             y = (y if added is None else y + added).to(x.dtype)
             return y if out is None else out.copy_(y)
         if dtype is x.dtype:
-            if out is not None and added is None and x.ndim == 2:
-                return torch.mm(x, weight.t(), out=out)
+            if added is None and x.ndim == 2:
+                return few_rows.multiply(x, weight, out=out)
             return F.linear(x, weight, added, out=out)
         wide = None if added is None else added.to(dtype)
         y = F.linear(x.to(dtype), weight.to(dtype), wide)
@@ -330,7 +331,7 @@ class WeightHandle:
         if self.copy is not None:
             self.copy.add_product_(total, x)
         elif self.product_dtype is x.dtype is total.dtype:
-            total.addmm_(x, self.get().t())
+            few_rows.add_product_(total, x, self.get())
         else:
             total.add_(self.linear(x))
         if bias is not None:

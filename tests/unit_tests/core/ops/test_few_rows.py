@@ -1,0 +1,46 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Products of few rows, the matrix on the left, against fp64."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from unittest import mock
+
+import pytest
+import torch
+
+from megatron.core.ops import few_rows
+from tests.support.inputs import generator, one_thread
+
+
+@pytest.fixture(autouse=True)
+def slow_rows() -> Iterator[None]:
+    """Pretend to be a machine that multiplies rows one after the other."""
+    with mock.patch.object(few_rows, "rows_are_slow", return_value=True):
+        yield
+
+
+@pytest.mark.parametrize("rows", [0, 1, 2, 3, 4, 5])
+def test_products_are_those_of_fp64(rows: int) -> None:
+    source = generator(rows)
+    x = torch.randn(rows, 512, generator=source)
+    weight = torch.randn(300, 512, generator=source)
+    wanted = x.double() @ weight.double().t()
+    out = torch.full((rows, 300), torch.nan)
+    assert few_rows.multiply(x, weight, out=out) is out
+    torch.testing.assert_close(out.double(), wanted, rtol=1e-5, atol=1e-4)
+    assert torch.equal(few_rows.multiply(x, weight), out)
+    few_rows.add_product_(out, x, weight)
+    torch.testing.assert_close(out.double(), 2 * wanted, rtol=1e-5, atol=2e-4)
+
+
+def test_which_products_have_the_matrix_on_the_left() -> None:
+    weight, wide = torch.ones(512, 512), torch.ones(64, 4096)
+    with one_thread():
+        assert [n for n in range(8) if few_rows.applies(torch.ones(n, 512), weight)] == [1, 2, 3]
+        assert [n for n in range(8) if few_rows.applies(torch.ones(n, 4096), wide)] == [2, 3]
+    two = torch.ones(2, 512)
+    assert not few_rows.applies(two, weight[:8])
+    assert not few_rows.applies(two.double(), weight.double())
+    with mock.patch.object(few_rows, "rows_are_slow", return_value=False):
+        assert not few_rows.applies(two, weight)

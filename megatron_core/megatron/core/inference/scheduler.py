@@ -492,7 +492,7 @@ class Scheduler:
         moved = np.array((last.positions, last.context_lengths, last.slot_mapping))
         moved[:, :count] += 1  # padding, which follows, stays where it is
         positions, contexts, slots = moved
-        starts = tuple(row.planned for row in rows)
+        starts = tuple(start + 1 for start in last.starts)
         entered = [n for n, start in enumerate(starts) if start % size == 0]
         for n in entered:
             self._grow(rows[n], starts[n] + 1)

@@ -59,6 +59,7 @@ class OpTape(CpuGraph):
     def replay(self) -> None:
         """Run the operations again."""
         self.replays += 1
+        self._captured = True  # by a `with`
         super().replay()
         for work in self._sends:
             work.wait()

@@ -17,19 +17,21 @@ Operations are recorded below autograd (`__torch_dispatch__`), as these calls:
 |---|---|
 | writes to an argument, as `add_` or `mm(out=)` do | itself |
 | returns views of its arguments | nothing: the views stay |
-| returns a new tensor | itself with `out=` that tensor; copied to it where it takes no `out=` |
+| returns a new tensor | itself and a copy to that tensor; those in `_OUT` with `out=` it |
+| makes a tensor of numbers of Python | a copy of these numbers to it |
 | allocates memory without writing to it | nothing |
 
-What cannot be recorded is refused: a value that the host has read, as Python may have acted on it,
-and collectives. A part that follows values, as attention follows the lengths of its contexts, is
-called anew at each replay (`CpuGraph.call`): graphs are piecewise there.
+What cannot be recorded is refused: a value that the host has read, as Python may have acted on it;
+random numbers; collectives. Operations of other threads are not seen. A part that follows values,
+as attention follows the lengths of its contexts, is called anew at each replay (`CpuGraph.call`):
+graphs are piecewise there.
 """
 
 from __future__ import annotations
 
-import types
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -39,17 +41,74 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 #: Operations whose result is memory with anything in it.
-_EMPTY = frozenset({"aten::empty", "aten::empty_strided", "aten::empty_like", "aten::new_empty"})
+_EMPTY = frozenset(
+    f"aten::{name}"
+    for name in (
+        "empty",
+        "empty_like",
+        "empty_permuted",
+        "empty_strided",
+        "new_empty",
+        "new_empty_strided",
+    )
+)
 
 #: Operations whose result is their first argument in other memory or another dtype.
 _COPIES = frozenset({"aten::_to_copy", "aten::clone"})
 
 #: Marks of operations that give the host a value, or a shape that depends on values.
-_READS = frozenset({torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape})
+_VALUE_TAGS = frozenset({torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape})
 
-#: Where torch has functions that call an operation with less around it than `torch.ops` has.
-_DIRECT = ((torch, ""), (torch._C.TensorBase, ""), (torch._C._nn, ""), (torch.linalg, "linalg_"))
-_BUILTIN = (types.BuiltinFunctionType, types.MethodDescriptorType)
+#: Functions of torch that call an operation with less around it than `torch.ops` has, and take the
+#: same arguments with the same defaults; with `out=` too.
+_OUT: Mapping[str, Callable[..., Any]] = MappingProxyType(
+    {
+        f"aten::{name}": getattr(torch, name)
+        for name in (
+            "add",
+            "addcdiv",
+            "addcmul",
+            "addmm",
+            "bmm",
+            "cat",
+            "div",
+            "exp",
+            "gather",
+            "index_select",
+            "mm",
+            "mul",
+            "neg",
+            "rsqrt",
+            "sigmoid",
+            "sub",
+        )
+    }
+    | {"aten::linalg_vector_norm": torch.linalg.vector_norm}
+)
+#: Such functions that write to their first argument.
+_IN_PLACE: Mapping[str, Callable[..., Any]] = MappingProxyType(
+    {
+        f"aten::{name}": getattr(Tensor, name)
+        for name in (
+            "add_",
+            "addcdiv_",
+            "addcmul_",
+            "addmm_",
+            "clamp_",
+            "copy_",
+            "div_",
+            "fill_",
+            "hypot_",
+            "index_copy_",
+            "masked_fill_",
+            "mul_",
+            "rsqrt_",
+            "sub_",
+            "zero_",
+        )
+    }
+    | {"aten::silu_": torch._C._nn.silu_}
+)
 
 
 class CaptureError(RuntimeError):
@@ -65,47 +124,61 @@ class CpuGraph(TorchDispatchMode):
     def __init__(self) -> None:
         super().__init__()
         self._calls: list[tuple[Callable[..., Any], Sequence[Any], Mapping[str, Any]]] = []
-        self._paused = False
+        self._paused = self._captured = False
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
-        return False  # to skip it is to import it first, for seconds in every rank
+        # True would make torch import dynamo when the mode is entered: seconds in every rank.
+        return False
 
     def capture(self, run: Callable[[], None]) -> None:
         """Run a function and record its operations.
 
         Raises:
-            CaptureError: the host reads a value, or there is a collective.
+            CaptureError: the host reads a value or draws random numbers, or there is a collective;
+                or something was recorded before.
         """
+        if self._calls:
+            raise CaptureError("a CpuGraph records once: make another one")
         with _NoHostReads(self), self:
             run()
+        self._captured = True
 
     def call(self, function: Callable[[], None]) -> None:
         """Call a function now, inside `capture`, and at each replay. Its operations are not
         recorded, and it may read values; what it finds it writes to tensors that stay."""
-        self._calls.append((function, (), {}))
+        if not self._paused:
+            self._calls.append((function, (), {}))
         with self.paused():
             function()
 
     def call_for(self, function: Callable[[], Tensor]) -> Tensor:
-        """Return what a function returns now; at each replay what it returns is written there."""
+        """Return what a function returns now, in its memory and strides; at each replay what it
+        returns is written there."""
         with self.paused():
-            result = function().clone()
-        self._calls.append((lambda: result.copy_(function()), (), {}))
+            result = function()
+        if not self._paused:
+            self._calls.append((lambda: result.copy_(function()), (), {}))
         return result
 
     @contextmanager
     def paused(self) -> Iterator[None]:
         """Leave out what runs inside."""
-        self._paused = True
+        before, self._paused = self._paused, True
         try:
             yield
         finally:
-            self._paused = False
+            self._paused = before
 
     @torch.no_grad()
     def replay(self) -> None:
-        """Run the operations again."""
+        """Run the operations again.
+
+        Raises:
+            CaptureError: nothing was recorded, or not to its end.
+        """
+        if not self._captured:
+            raise CaptureError("replay of a CpuGraph before capture has ended")
         for function, args, named in self._calls:
             function(*args, **named)
 
@@ -123,6 +196,8 @@ class CpuGraph(TorchDispatchMode):
             raise CaptureError(f"{function} gives the host a value")
         if function.namespace == "c10d":
             raise CaptureError(f"{function} is a collective")
+        if torch.Tag.nondeterministic_seeded in function.tags:
+            raise CaptureError(f"{function} draws random numbers")
         results = function(*args, **(kwargs or {}))
         self.record(function, args, kwargs or {}, results)
         return results
@@ -135,34 +210,32 @@ class CpuGraph(TorchDispatchMode):
         results: Any,
     ) -> None:
         """Record an operation that has run."""
+        name = function._schema.name
         if function._schema.is_mutable:
-            self._calls.append((_direct(function), args, named))
+            self._calls.append((_IN_PLACE.get(name, _OUT.get(name, function)), args, named))
             return
         made = [t for t in tree_leaves(results) if isinstance(t, Tensor)]
+        if name == "aten::lift_fresh":  # numbers of Python
+            self._calls.append((Tensor.copy_, (made[0], made[0].clone()), {}))
+            return
         given = {_memory(t) for t in tree_leaves([args, named]) if isinstance(t, Tensor)}
-        if function._schema.name in _EMPTY or all(_memory(t) in given for t in made):
+        if name in _EMPTY or all(_memory(t) in given for t in made):
             return
-        if function._schema.name in _COPIES:
+        if name in _COPIES:
             self._calls.append((Tensor.copy_, (made[0], args[0]), {}))
-            return
-        direct = _direct(function)
-        if not isinstance(results, Tensor):
-            self._calls.append((_copy_results, (made, direct, args, named), {}))
-            return
-        out = {**named, "out": results}
-        try:
-            direct(*args, **out)
-        except (TypeError, RuntimeError):  # it takes no such argument
-            self._calls.append((_copy_result, (results, direct, args, named), {}))
+        elif name in _OUT:
+            self._calls.append((_OUT[name], args, {**named, "out": results}))
+        elif isinstance(results, Tensor):
+            self._calls.append((_copy_result, (results, function, args, named), {}))
         else:
-            self._calls.append((direct, args, out))
+            self._calls.append((_copy_results, (made, function, args, named), {}))
 
 
 def reads_on_host(function: torch._ops.OpOverload, args: Sequence[Any]) -> bool:
     """Whether an operation gives the host a value, or a tensor whose shape depends on values."""
     if function is torch.ops.aten.index.Tensor:  # only by masks
-        return any(t is not None and t.dtype is torch.bool for t in args[1])
-    return not _READS.isdisjoint(function.tags)
+        return any(t is not None and t.dtype in (torch.bool, torch.uint8) for t in args[1])
+    return not _VALUE_TAGS.isdisjoint(function.tags)
 
 
 def _copy_result(
@@ -190,21 +263,10 @@ def _memory(tensor: Tensor) -> int:
     return id(tensor) if tensor.is_mkldnn else tensor.untyped_storage()._cdata
 
 
-def _direct(function: torch._ops.OpOverload) -> Callable[..., Any]:
-    """Return the function of torch that calls an operation, such as `torch.mm`; itself if there is
-    none."""
-    name = function._schema.name.removeprefix("aten::")
-    for place, prefix in _DIRECT:
-        found = vars(place).get(name.removeprefix(prefix))
-        if name.startswith(prefix) and isinstance(found, _BUILTIN):
-            return found
-    return function
-
-
 class _NoHostReads(TorchFunctionMode):
     """Refuse what reads a tensor's values without an operation, where a graph is recorded."""
 
-    _READS = frozenset({Tensor.tolist, Tensor.numpy, Tensor.__array__})
+    _READS = frozenset({Tensor.tolist, Tensor.numpy, Tensor.__array__, Tensor.__dlpack__})
 
     def __init__(self, graph: CpuGraph) -> None:
         super().__init__()

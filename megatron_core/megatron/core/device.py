@@ -121,7 +121,7 @@ class Recorder(Protocol):
     """What records work and carries it out again, on the same addresses."""
 
     def capture(self, run: Callable[[], None]) -> None:
-        """Record what `run` puts on the device, without carrying it out."""
+        """Record what `run` puts on the device; a GPU does not carry it out meanwhile."""
 
     def replay(self) -> None:
         """Carry out what was recorded, after what was put on the current stream."""
@@ -327,3 +327,11 @@ def _process_bytes(field: str) -> int | None:
         return None
     lines = status.read_text().splitlines()
     return next((int(s.split()[1]) * 1024 for s in lines if s.startswith(f"{field}:")), None)
+
+
+def cpu_vendor(info: Path = Path("/proc/cpuinfo")) -> str:
+    """Return the vendor of the CPU as Linux names it, such as AuthenticAMD; "" elsewhere."""
+    if not info.exists():
+        return ""
+    _, _, rest = info.read_text(encoding="utf-8").partition("vendor_id")
+    return rest.split("\n")[0].partition(":")[2].strip()

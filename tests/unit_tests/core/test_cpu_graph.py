@@ -30,9 +30,7 @@ def views() -> tuple[torch.Tensor, ...]:
 
 
 def several_results() -> tuple[torch.Tensor, ...]:
-    heads = X.view(1, 1, 3, 8)
-    attend = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
-    return (*attend(heads, heads, heads), *X.topk(2), *X.max(0))
+    return (*torch.native_layer_norm(X, (8,), None, None, 1e-5), *X.topk(2), *X.max(0))
 
 
 def dtypes() -> tuple[torch.Tensor, ...]:
@@ -47,12 +45,26 @@ def places() -> tuple[torch.Tensor, ...]:
     return kept, F.embedding(PLACES, X), X.index_select(0, PLACES), torch.arange(3) * X.sum()
 
 
+def constants() -> tuple[torch.Tensor, ...]:
+    """Made of numbers of Python, and written to."""
+    return torch.tensor(1.0).add_(X.sum()), X.new_tensor([1.0, 2.0]).mul_(X.mean())
+
+
+def odd_signatures() -> tuple[torch.Tensor, ...]:
+    """Functions of torch whose defaults or names are not the operation's."""
+    values, at = torch.empty(8), torch.empty(8, dtype=torch.int64)
+    torch.max(X, 0, out=(values, at))
+    whole = (X * 9).long()
+    return F.mse_loss(X, X * 2), whole << 1, whole >> 1, values, at, X.softmax(-1)
+
+
 def no_elements() -> tuple[torch.Tensor, ...]:
     return X[:0].softmax(-1), X[:0].topk(0)[0]
 
 
 @pytest.mark.parametrize(
-    "function", [products, views, several_results, dtypes, places, no_elements]
+    "function",
+    [products, views, several_results, dtypes, places, constants, odd_signatures, no_elements],
 )
 @torch.no_grad()
 def test_a_replay_has_the_bits_of_the_function(
@@ -82,6 +94,7 @@ READS: dict[str, Callable[[], object]] = {
     "nonzero": lambda: X.nonzero(),
     "equal": lambda: torch.equal(X, WEIGHT),
     "a mask": lambda: X[X > 0],
+    "dlpack": lambda: X.__dlpack__(),
     "repeats": lambda: X.repeat_interleave(PLACES.new_tensor([1, 0, 2]), 0),
 }
 
@@ -91,6 +104,23 @@ def test_what_the_host_reads_is_refused(kind: str) -> None:
     with pytest.raises(CaptureError, match="gives the host a value"):
         CpuGraph().capture(READS[kind])
     READS[kind]()  # and nothing stays of that
+
+
+def test_a_graph_records_once_and_to_its_end() -> None:
+    graph = CpuGraph()
+    with pytest.raises(CaptureError, match="before capture has ended"):
+        graph.replay()
+    with pytest.raises(CaptureError, match="gives the host a value"):
+        graph.capture(lambda: X.mul(2).sum().item())
+    with pytest.raises(CaptureError, match="before capture has ended"):
+        graph.replay()
+    with pytest.raises(CaptureError, match="records once"):
+        graph.capture(lambda: None)
+
+
+def test_random_numbers_are_refused() -> None:
+    with pytest.raises(CaptureError, match="draws random numbers"):
+        CpuGraph().capture(lambda: torch.empty(3).normal_())
 
 
 def refused_on_a_rank(rank: int, world: int) -> str:

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Products of one to four rows by a matrix on a CPU: a step that decodes few texts, or drafts.
 
-Such a product reads the matrix once, so its speed should be that of memory. MKL reads it slower, on
-CPUs that are not Intel's: it takes the rows one after the other, by one thread. With the matrix on
-the left, W [o, h] by x^T [h, t], it takes another path. Time of `torch.mm(x, W.t())` by that of
+Such a product reads the matrix once, so its speed should be that of memory. MKL reads it slower on
+CPUs of AMD: it takes the rows one after the other, by one thread. With the matrix on the left,
+W [o, h] by x^T [h, t], it takes another path. Time of `torch.mm(x, W.t())` by that of
 `multiply`, fp32, AMD EPYC, matrices that are not in the cache, 1 and 2 threads:
 
 | W | 1 row | 2 rows | 3 rows | 4 rows |
@@ -14,26 +14,25 @@ the left, W [o, h] by x^T [h, t], it takes another path. Time of `torch.mm(x, W.
 | 8,192 x 2,048 | 0.8, 1.4 | 1.6, 3.2 | 1.4, 2.8 | 0.9, 1.8 |
 | 14,336 x 4,096 | 0.5, 0.9 | 1.1, 2.0 | 1.3, 2.4 | 1.2, 2.2 |
 
-One row is multiplied twice, as two. Whether a machine is such a one is measured once, on one shape;
-what then takes this path depends on shapes and threads alone.
+One row is multiplied twice, as two. What takes this path depends on the vendor of the CPU, shapes
+and threads alone: a machine multiplies alike in every run.
 """
 
 from __future__ import annotations
 
 import functools
-import time
 
 import torch
 from torch import Tensor
 
+from megatron.core.device import cpu_vendor
+
 #: Rows of a product that may take the other path.
 MOST_ROWS = 4
-#: Features of a single row up to which it does.
+#: Features below which a single row takes it, and four rows on one thread.
 MOST_FEATURES = 1024
 #: Elements of a matrix from which on it pays: smaller ones stay in the cache.
 LEAST_ELEMENTS = 1 << 17
-#: How many times as long two rows take on a machine where it is taken.
-WORTH = 1.5
 
 
 def multiply(x: Tensor, weight: Tensor, *, out: Tensor | None = None) -> Tensor:
@@ -65,11 +64,8 @@ def applies(x: Tensor, weight: Tensor) -> bool:
         return False
     if weight.numel() < LEAST_ELEMENTS:
         return False
-    if rows == 1 and features > MOST_FEATURES:
-        return False
-    if rows == MOST_ROWS and torch.get_num_threads() == 1:
-        return False
-    return rows_are_slow()
+    narrow_only = rows == 1 or (rows == MOST_ROWS and torch.get_num_threads() == 1)
+    return (features < MOST_FEATURES or not narrow_only) and is_mkl_on_amd()
 
 
 def _transposed(x: Tensor, weight: Tensor) -> Tensor:
@@ -80,13 +76,6 @@ def _transposed(x: Tensor, weight: Tensor) -> Tensor:
 
 
 @functools.cache
-def rows_are_slow() -> bool:
-    """Whether torch multiplies two rows slower than it should, by a measurement of this process."""
-    x, seconds = torch.ones(2, 512), ([], [])
-    with torch.no_grad():
-        for n, weight in enumerate(torch.ones(12, 2048, 512)):  # each once, as a step does
-            pairs = ((x, weight.t()), (weight, x.t()))
-            start = time.perf_counter()
-            torch.mm(*pairs[n % 2])
-            seconds[n % 2].append(time.perf_counter() - start)
-    return min(seconds[0]) > WORTH * min(seconds[1])
+def is_mkl_on_amd() -> bool:
+    """Whether torch multiplies by MKL on a CPU of AMD."""
+    return torch.backends.mkl.is_available() and cpu_vendor() == "AuthenticAMD"

@@ -4,19 +4,21 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from pathlib import Path
 from unittest import mock
 
 import pytest
 import torch
 
+from megatron.core.device import cpu_vendor
 from megatron.core.ops import few_rows
 from tests.support.inputs import generator, one_thread
 
 
 @pytest.fixture(autouse=True)
 def slow_rows() -> Iterator[None]:
-    """Pretend to be a machine that multiplies rows one after the other."""
-    with mock.patch.object(few_rows, "rows_are_slow", return_value=True):
+    """Pretend to be a machine whose library multiplies rows one after the other."""
+    with mock.patch.object(few_rows, "is_mkl_on_amd", return_value=True):
         yield
 
 
@@ -37,10 +39,18 @@ def test_products_are_those_of_fp64(rows: int) -> None:
 def test_which_products_have_the_matrix_on_the_left() -> None:
     weight, wide = torch.ones(512, 512), torch.ones(64, 4096)
     with one_thread():
-        assert [n for n in range(8) if few_rows.applies(torch.ones(n, 512), weight)] == [1, 2, 3]
+        assert [n for n in range(8) if few_rows.applies(torch.ones(n, 512), weight)] == [1, 2, 3, 4]
         assert [n for n in range(8) if few_rows.applies(torch.ones(n, 4096), wide)] == [2, 3]
     two = torch.ones(2, 512)
     assert not few_rows.applies(two, weight[:8])
     assert not few_rows.applies(two.double(), weight.double())
-    with mock.patch.object(few_rows, "rows_are_slow", return_value=False):
+    with mock.patch.object(few_rows, "is_mkl_on_amd", return_value=False):
         assert not few_rows.applies(two, weight)
+
+
+def test_the_vendor_is_read_from_linux(tmp_path: Path) -> None:
+    for name in ("AuthenticAMD", "GenuineIntel", ""):
+        info = tmp_path / f"{name}.txt"
+        info.write_text(f"processor : 0\nvendor_id\t: {name}\nmodel : 1\n", encoding="utf-8")
+        assert cpu_vendor(info) == name
+    assert cpu_vendor(tmp_path / "none") == ""

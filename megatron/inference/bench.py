@@ -237,17 +237,18 @@ def replica_figures(replicas: Replicas, stats: Sequence[CacheStats]) -> dict[str
 
 
 def graph_figures(engine: Engine) -> dict[str, Any]:
-    """Return what CUDA graphs did; steps of all repeats, those that are not counted too."""
+    """Return what graphs did; steps of all repeats, those that are not counted too."""
     graphs = engine.graphs
     if graphs is None:
         return {"graphs": "none"}
     return {
-        "graphs": "decode",
+        "graphs": f"decode, {graphs.kind}",
         "graphs_captured": graphs.captured,
         "graph_capture_seconds": graphs.seconds,
         "graph_hits": graphs.replayed,
         "graph_eager_steps": graphs.eager,
         "graph_addresses_equal": graphs.compared,
+        **({"graphs_refused": graphs.refused} if graphs.refused else {}),
     }
 
 

@@ -123,8 +123,8 @@ class Inference:
     for each power of two of tokens that --inference-max-requests texts have; needs a GPU."""
     enforce_eager: bool = False
     """Run every step through Python. Without it a CPU records the operations of steps in which
-    every text has one new token, or that and drafts, and runs them again: with --transformer-impl
-    inference_optimized, of a model on one rank."""
+    every text has one new token, or that and drafts, up to 16 tokens in all, and runs them again:
+    with --transformer-impl inference_optimized, of a model on one rank."""
     check_plans: bool = False
     """Compare what the tensor parallel ranks have planned before each step, and stop where they
     differ; for debugging, as it makes the host wait for the device."""
@@ -278,6 +278,17 @@ def _check_graphs(source: ModelSource, inference: Inference) -> None:
             "--enforce-eager does not go with --inference-cuda-graphs, which records steps: drop "
             "one of both"
         )
+    ranks = (
+        "tensor_model_parallel_size",
+        "pipeline_model_parallel_size",
+        "expert_model_parallel_size",
+    )
+    for name in ranks:
+        if (getattr(source, name) or 1) > 1:
+            raise ValueError(
+                f"--enforce-eager does nothing with --{name.replace('_', '-')} "
+                f"{getattr(source, name)}: steps of several ranks are eager; drop it"
+            )
     if source.transformer_impl != "inference_optimized":
         raise ValueError(
             "--enforce-eager does nothing: steps are eager with --transformer-impl "

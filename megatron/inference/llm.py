@@ -385,7 +385,13 @@ def speculating_engine(
         proposer = DraftModel(None, tuple)
         if (draft := loaded.draft) is not None:  # on the first pipeline stage
             config, smaller = _shared_memory(config, loaded.cache_shapes, draft.cache_shapes)
-            engine = _engine(draft, draft.generator(smaller.max_step_tokens), smaller)
+            recorder = make_recorder if make_recorder is CpuGraph and draft.optimized else None
+            engine = _engine(
+                draft,
+                draft.generator(smaller.max_step_tokens),
+                smaller,
+                make_recorder=recorder,
+            )
             proposer = DraftModel(engine, draft.model.store.tensors)
     config = dataclasses.replace(config, num_speculative_tokens=count or USUAL_DRAFTS)
     return _engine(loaded, generator, config, proposer=proposer, **options)

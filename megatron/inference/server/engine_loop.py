@@ -337,6 +337,6 @@ class EngineLoop:
             "prefix_caching": config.prefix_caching,
             "async_scheduling": config.asynchronous,
             "drafts_of_a_step": config.num_speculative_tokens,
-            "recorded_decode_steps": engine.graphs is not None,
+            "recorded_decode_steps": engine.graphs is not None and not engine.graphs.refused,
             "structured_output": self._grammars is not None,
         }

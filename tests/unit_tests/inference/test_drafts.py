@@ -132,6 +132,24 @@ def test_a_stop_string_ends_a_text_within_the_tokens_of_a_step() -> None:
     assert llm.engine.unfinished == 0
 
 
+def test_steps_of_a_draft_model_are_recorded_on_a_cpu(folders: dict[str, str]) -> None:
+    speculation = Speculation(speculative_method="draft", speculative_draft_model=folders["plain"])
+    asked, found = TextParams(max_new_tokens=12, sampling=GREEDY), []
+    for eager in (False, True):
+        with LLM.open(
+            folders["model"],
+            speculation=speculation,
+            inference=Inference(enforce_eager=eager),
+            device="cpu",
+            transformer_impl="inference_optimized",
+        ) as llm:
+            found.append(llm.generate(["AB"], asked)[0].ids)
+            assert isinstance(llm.engine.proposer, DraftModel)
+            graphs = llm.engine.graphs, llm.engine.proposer.engine.graphs
+        assert all(one is None if eager else one.replayed > 0 for one in graphs)
+    assert found[0] == found[1]
+
+
 def test_a_draft_model_sleeps_with_the_model(folders: dict[str, str]) -> None:
     speculation = Speculation(speculative_method="draft", speculative_draft_model=folders["plain"])
     asked = TextParams(max_new_tokens=12, sampling=GREEDY)

@@ -10,11 +10,9 @@ the attention to it.
 
 from __future__ import annotations
 
-import functools
 import math
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -266,8 +264,16 @@ class PagedCache:
         assert pages is not None
         options |= {"window": core.window, "sinks": sinks}
         if core.backend.batch_invariant:
-            attend = functools.partial(_attend_in_tiles, query, key_value, pages, rows, options)
-            return attend() if rows.graph is None else rows.graph.call_for(attend)
+            (key, value), (keys, values) = key_value.chunk(2, 1), pages.pages.chunk(2, 2)
+            write_to_pages(
+                key,
+                value,
+                key_cache=keys,
+                value_cache=values,
+                slot_mapping=rows.slot_mapping,
+                recorded=rows.batch.recorded,
+            )
+            return tiled_paged_attention(query, keys, values, **options)
         options["slot_mapping"] = rows.slot_mapping
         if rows.graph is None:
             return write_and_attend(query, key_value, pages, **options)
@@ -308,19 +314,3 @@ class PagedCache:
     ) -> Tensor:
         """Return what is kept by this name, [slots + 1, *shape]; see `StateCache.buffer`."""
         return self.states.buffer(name, shape, dtype=dtype, device=device)
-
-
-def _attend_in_tiles(
-    query: Tensor, key_value: Tensor, pages: JointPages, rows: PagedRows, options: dict[str, Any]
-) -> Tensor:
-    """Write keys and values, then attend in an order of sums that no other row changes."""
-    (key, value), (keys, values) = key_value.chunk(2, 1), pages.pages.chunk(2, 2)
-    write_to_pages(
-        key,
-        value,
-        key_cache=keys,
-        value_cache=values,
-        slot_mapping=rows.slot_mapping,
-        recorded=rows.batch.recorded,
-    )
-    return tiled_paged_attention(query, keys, values, **options)

@@ -7,12 +7,13 @@ and parameters, stays outside, and so changes freely.
 
 | | CUDA graphs | `CpuGraph`, a list of operations |
 |---|---|---|
-| tokens of a step | of a few numbers (buckets), it takes the smallest that holds it | any |
+| tokens of a step | of a few numbers (buckets), the smallest that holds it | any up to 16 |
 | attention | recorded, kernels read the lengths | called at each replay (piecewise) |
 
 What is left over of a bucket is padding: no context, no slot of the cache and none of states, so it
 touches nothing of others. A graph is recorded when it is first needed, with padding alone, after
-running so once: what is made at first use, such as rotary tables, is there then.
+running so once: what is made at first use, such as rotary tables, is there then. On a CPU the first
+graph does that for all, and for contexts of 4,096 tokens; a longer one has them recorded anew.
 
 A graph takes every token for a row of its own. So k drafts of a row and the token before them are
 k + 1 rows that share their blocks, each of which sees one token more than the row before it.
@@ -36,6 +37,13 @@ from megatron.core.device import Recorder, pin
 from megatron.core.inference.cache import PagedCache
 from megatron.core.inference.scheduler import BatchPlan, SharedStep
 from megatron.core.ops.paged_attention import PagedBatch
+
+#: Tokens of the largest step that a CPU records. The Python of larger ones is little next to what
+#: they compute, and each graph keeps its results.
+CPU_TOKENS = 16
+
+#: The longest context of a CPU's first graphs; it doubles where a step has a longer one.
+CPU_CONTEXT = 4096
 
 
 @dataclass
@@ -64,12 +72,11 @@ class GraphStats:
     refused: str = ""
 
     def __str__(self) -> str:
-        if self.refused:
-            return f"{self.kind} graphs: none, all steps are eager: {self.refused}"
+        refused = f"; steps run eagerly since {self.refused}" if self.refused else ""
         return (
             f"{self.kind} graphs: {self.captured} captured in {self.seconds:.2f} s, "
             f"{self.replayed:,} steps replayed with {self.buffers:,} buffers at the addresses of "
-            f"the recording, {self.eager:,} eager"
+            f"the recording, {self.eager:,} eager{refused}"
         )
 
 
@@ -92,8 +99,7 @@ class DecodeGraphs:
 
     Args:
         forward: inputs to hidden states [b, 1, h] and logits fp32 [b, V].
-        make_recorder: returns a new recorder, one for each graph; the class `CpuGraph`, or one of
-            it, on a CPU.
+        make_recorder: returns a new recorder, one for each graph.
         cache: that the forward pass reads and writes.
         max_rows: rows of the largest graph.
         row_multiple: rows of each are a multiple of this.
@@ -118,19 +124,23 @@ class DecodeGraphs:
     ) -> None:
         self._forward, self._make_recorder = forward, make_recorder
         self._cache = cache
-        self._max_context, self._max_blocks = max_context, -(-max_context // cache.block_size)
+        self._longest = self._max_context = max_context
         self._device, self._cpu_dtype = cache.device, cache.shapes.cpu_dtype
         self._takes_drafts, self._shares_experts = not cache.shapes.states, shares_experts
         self._graphs: dict[int, _Graph] = {}
-        piecewise = isinstance(make_recorder, type) and issubclass(make_recorder, CpuGraph)
-        self.buckets = buckets_of(max_rows, row_multiple, every=piecewise)
-        self.stats = GraphStats("CPU" if piecewise else "CUDA")
+        self._next: Recorder | None = make_recorder()
+        self._piecewise = isinstance(self._next, CpuGraph)
+        if self._piecewise:
+            max_rows = min(max_rows, CPU_TOKENS)
+            self._max_context = min(max_context, CPU_CONTEXT)
+        self.buckets = buckets_of(max_rows, row_multiple, every=self._piecewise)
+        self.stats = GraphStats("CPU" if self._piecewise else "CUDA")
 
     def takes(self, plan: BatchPlan) -> bool:
         """Whether a step is one for a graph."""
         count = len(plan.tokens)
         every = len(plan.chosen_after) + plan.padding == count  # token has one chosen after it
-        fits = count <= self.buckets[-1]  # a grammar may force more tokens than drafts are made
+        fits = count <= self.buckets[-1]  # drafts, and tokens that a grammar forces, may be more
         return every and fits and (self._takes_drafts or not any(plan.drafts))
 
     def launches(self, plan: BatchPlan, shared: SharedStep | None) -> bool:
@@ -139,6 +149,7 @@ class DecodeGraphs:
         takes = self.takes(plan) if shared is None else not shared.eager
         takes = takes and not self.stats.refused
         if takes:
+            self._hold_contexts(int(plan.context_lengths.max()))
             try:
                 self._graph(len(plan.tokens) if shared is None else shared.most_tokens)
             except CaptureError as error:
@@ -171,6 +182,12 @@ class DecodeGraphs:
         graph.fill()
         self._launched(graph)
 
+    def _hold_contexts(self, longest: int) -> None:
+        """Have graphs recorded anew if a context is longer than they were made for."""
+        if longest > self._max_context:
+            self._max_context = min(self._longest, 1 << (longest - 1).bit_length())
+            self.forget()
+
     def _graph(self, count: int) -> _Graph:
         """Return the graph of the smallest bucket of so many tokens."""
         size = next(bucket for bucket in self.buckets if bucket >= count)
@@ -190,8 +207,13 @@ class DecodeGraphs:
         return graph.found
 
     def forget(self) -> None:
-        """Record all anew: the cache or what is derived from weights has another address."""
+        """Record all anew: the cache has another address."""
         self._graphs.clear()
+
+    def weights_replaced(self) -> None:
+        """Record what reads copies of weights anew: they are other tensors now. A GPU has none."""
+        if self._piecewise:
+            self.forget()
 
     def _check_addresses(self, graph: _Graph) -> None:
         """Raise RuntimeError if a graph would read or write where its buffers are no more."""
@@ -206,12 +228,14 @@ class DecodeGraphs:
         self.stats.compared += len(found)
 
     def _captured(self, size: int) -> _Graph:
-        graph = _Graph(self._make_recorder(), size, self._max_blocks, self._device)
+        recorder, self._next = self._next or self._make_recorder(), None
+        blocks = -(-self._max_context // self._cache.block_size)
+        graph = _Graph(recorder, size, blocks, self._device)
         tokens, positions, slots, states, contexts, table = graph.inputs
         bounds = torch.arange(size + 1, dtype=torch.int32, device=self._device)
-        piecewise = graph.recorder if isinstance(graph.recorder, CpuGraph) else None
+        piecewise = recorder if isinstance(recorder, CpuGraph) else None
 
-        def run(recorder: CpuGraph | None = None) -> tuple[Tensor, Tensor]:
+        def run(recording: CpuGraph | None = None) -> tuple[Tensor, Tensor]:
             batch = PagedBatch(
                 block_table=table.view(size, -1),
                 query_bounds=bounds,
@@ -221,7 +245,7 @@ class DecodeGraphs:
                 cpu_dtype=self._cpu_dtype,
                 recorded=piecewise is None,
             )
-            graph.batch = batch if recorder else None
+            graph.batch = batch if recording else None
             paged = PagedRows(
                 batch=batch,
                 slot_mapping=slots.long(),
@@ -229,12 +253,13 @@ class DecodeGraphs:
                 decode_rows=size,
                 prefill=None,
                 most_tokens=size if self._shares_experts else None,
-                graph=recorder,
+                graph=recording,
             )
             return self._forward(DecodeInputs(tokens=tokens, positions=positions, paged=paged))
 
         graph.fill()
-        run()
+        if not (self._piecewise and self._graphs):
+            run()
 
         def record() -> None:
             graph.found = run(piecewise)

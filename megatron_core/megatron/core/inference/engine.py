@@ -601,7 +601,7 @@ class Engine:
         self.epoch += 1
         self.model.weights_replaced()
         if self._graphs is not None:
-            self._graphs.forget()
+            self._graphs.weights_replaced()
         self.scheduler.forget_cached()
 
     def step(self) -> list[Completion]:

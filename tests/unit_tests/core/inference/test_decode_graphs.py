@@ -5,21 +5,30 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from unittest import mock
 
 import pytest
 import torch
 
 from megatron.core.cpu_graph import CpuGraph
+from megatron.core.inference import decode_graphs
 from megatron.core.inference.decode_graphs import buckets_of
 from megatron.core.inference.engine import Completion, Engine, generate
+from megatron.core.models.gpt import GPTModel
 from megatron.core.models.inference_optimized import InferenceOptimizedModel
 from megatron.core.process_groups import ProcessGroupCollection, RankGrid
 from megatron.core.tensor_parallel import vocab_parallel
 from tests.support.inputs import one_thread
 from tests.support.op_tape import OpTape, TapeRecorder
 from tests.support.ranks import run_ranks
-from tests.unit_tests.core.inference.test_engine import DRAWN, engine_of, model_of, requests
+from tests.unit_tests.core.inference.test_engine import (
+    DRAWN,
+    FAMILIES,
+    engine_of,
+    model_of,
+    requests,
+)
 from tests.unit_tests.core.inference.test_speculation import half_right
 
 
@@ -204,7 +213,8 @@ def test_buckets_hold_every_number_of_rows() -> None:
 @pytest.mark.parametrize("family", ["gqa", "window and sinks", "latent", "hybrid", "experts"])
 def test_graphs_on_a_cpu_have_the_bits_of_eager_steps(family: str) -> None:
     """Attention and experts follow lengths and counts, so they are called at each replay."""
-    model, found = InferenceOptimizedModel(model_of(family)), []
+    groups, found = ProcessGroupCollection.single(), []
+    model = InferenceOptimizedModel(GPTModel(FAMILIES[family], groups, dtype=torch.float32, seed=3))
     for make_recorder in (None, CpuGraph):
         engine = engine_of(model.model, make_recorder=make_recorder)
         engine.model = model
@@ -215,12 +225,36 @@ def test_graphs_on_a_cpu_have_the_bits_of_eager_steps(family: str) -> None:
     assert engine.graphs.replayed > engine.stats.steps - 4  # all but those of prompts
 
 
+def test_graphs_on_a_cpu_are_recorded_anew_for_longer_contexts() -> None:
+    model, found = InferenceOptimizedModel(model_of("gqa")), []
+    asked = [replace(requests()[0], prompt=(5, 6, 7), max_new_tokens=40)]
+    for make_recorder in (None, CpuGraph):
+        with mock.patch.object(decode_graphs, "CPU_CONTEXT", 16):
+            engine = engine_of(model.model, make_recorder=make_recorder)
+        engine.model = model
+        found.append([(c.tokens, c.logprobs) for (c,) in generate(engine, asked)])
+    assert found[0] == found[1]
+    assert engine.graphs.captured == 3  # for 16, 32 and 64 tokens
+    assert engine.graphs.replayed == 39
+
+
+def test_large_steps_on_a_cpu_are_eager() -> None:
+    model = InferenceOptimizedModel(model_of("gqa"))
+    engine = engine_of(model.model, make_recorder=CpuGraph, max_rows=20)
+    engine.model = model
+    asked = [replace(one, max_new_tokens=4 + n) for n, one in enumerate(requests() * 6)][:20]
+    tokens = [c.tokens for (c,) in generate(engine, asked)]
+    assert engine.graphs.eager >= 4  # of 20 rows, down to 17
+    assert engine.graphs.replayed > 4
+    assert tokens == [c.tokens for (c,) in generate(engine_of(model.model, max_rows=20), asked)]
+
+
 def test_a_model_that_cannot_be_recorded_runs_eagerly_and_says_why() -> None:
     model = model_of("gqa")  # looks at its token ids on a CPU
     engine = engine_of(model, make_recorder=CpuGraph)
     assert said(engine) == said(engine_of(model))
     assert (engine.graphs.replayed, engine.graphs.eager) == (0, engine.stats.steps)
-    assert "steps are eager: aten._local_scalar_dense" in str(engine.graphs)
+    assert "steps run eagerly since aten._local_scalar_dense" in str(engine.graphs)
 
 
 def test_graphs_on_a_cpu_see_weights_that_were_replaced() -> None:

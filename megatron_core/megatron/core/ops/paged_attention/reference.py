@@ -176,8 +176,9 @@ def gather_of(
     _check_lengths(bounds, contexts, batch, tokens)
     if tokens == len(contexts) == bounds[1] == 1 and contexts[0] > 0:  # most steps of a single text
         start = 0 if window is None else max(contexts[0] - window, 0)
-        run = _run(batch.block_table[0].cpu().numpy(), start, contexts[0] - start, size)
-        if run is not None:
+        blocks = batch.block_table[0, start // size : -(-contexts[0] // size)].tolist()
+        if blocks == list(range(blocks[0], blocks[0] + len(blocks))):
+            run = blocks[0] * size + start % size, contexts[0] - start
             found = GatherIndices(bounds, contexts, 1, 1, None, None, run)
             batch._gathers[size, window, dtype] = found
             return found
@@ -189,7 +190,8 @@ def gather_of(
     slots = mask = None
     if decoding:
         row = np.repeat(np.arange(rows), counts[:rows])  # [d], of each token
-        table = batch.block_table[:rows].cpu().numpy()[row]
+        width = -(-max(contexts[:rows]) // size)
+        table = batch.block_table[:rows, :width].cpu().numpy()[row]
         after = np.array(bounds)[row + 1] - 1 - np.arange(decoding)  # new tokens of its row
         ends = (np.array(contexts)[row] - after)[:, None]  # [d, 1]
         starts = np.zeros_like(ends) if window is None else np.maximum(ends - window, 0)
@@ -210,15 +212,6 @@ def _is_short(new: int, context: int) -> bool:
     """Say whether each new token of a row is attended to by itself."""
     few = new == 1 or (0 < new <= FEW_TOKENS and new * context <= FEW_KEYS)
     return few and context > 0
-
-
-def _run(table: np.ndarray, start: int, most: int, size: int) -> tuple[int, int] | None:
-    """Return (first slot, most) of a row's places from `start` on if its blocks lie one after the
-    other; else None."""
-    blocks = table[start // size : -(-(start + most) // size)].tolist()
-    if blocks != list(range(blocks[0], blocks[0] + len(blocks))):
-        return None
-    return blocks[0] * size + start % size, most
 
 
 def _recorded(

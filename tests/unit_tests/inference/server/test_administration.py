@@ -8,6 +8,7 @@ import contextlib
 import dataclasses
 import itertools
 import json
+import select
 import shutil
 import socket
 import threading
@@ -54,6 +55,18 @@ def held(server: Served, pool: concurrent.futures.Executor, steps: int, **fields
     return posted
 
 
+def go_on(server: Served) -> None:
+    """Let a `held` engine take steps again, once an order waits to be read after this one."""
+    order_waits(server)
+    server.model.before = lambda: None
+    server.model.gate.set()
+
+
+def order_waits(server: Served) -> None:
+    """Wait until an order has come to a `held` engine."""
+    until(lambda: select.select([server.link], [], [], 0)[0])
+
+
 def done(server: Served, action: str, **fields: Any) -> dict[str, Any]:
     response = server.administer(action, **fields)
     assert response.status_code == 200, response.text
@@ -89,8 +102,7 @@ def test_a_pause_changes_no_text(server: Served, mode: str) -> None:
     with concurrent.futures.ThreadPoolExecutor(2) as pool:
         running = held(server, pool, 5, **LETTERS)
         pausing = pool.submit(done, server, "pause", mode=mode)
-        server.model.before = lambda: None
-        server.model.gate.set()
+        go_on(server)
         assert pausing.result() == {"paused": True, "asleep": False, "weight_epoch": 0}
         steps = server.engine.stats.steps
         assert server.http.get("/health").json()["paused"]
@@ -105,8 +117,7 @@ def test_a_pause_may_end_all_outputs(server: Served) -> None:
     with concurrent.futures.ThreadPoolExecutor(2) as pool:
         running = held(server, pool, 5, **LETTERS)
         pausing = pool.submit(done, server, "pause", mode="abort")
-        server.model.before = lambda: None
-        server.model.gate.set()
+        go_on(server)
         assert pausing.result()["paused"]
         (choice,) = running.result().json()["choices"]
     assert choice["finish_reason"] == "abort"
@@ -140,8 +151,7 @@ def test_a_profile_says_where_the_time_goes(server: Served) -> None:
     with concurrent.futures.ThreadPoolExecutor(2) as pool:
         running = held(server, pool, 2, **LETTERS)
         profiling = pool.submit(done, server, "profile", steps=4)
-        server.model.before = lambda: None
-        server.model.gate.set()
+        go_on(server)
         found = profiling.result()
         assert running.result().json()["choices"][0]["text"] == "bcdefghijklmnopqrstu"
     assert 0 < found["steps"] <= 4
@@ -232,8 +242,7 @@ def test_new_weights_say_what_their_trainer_does(trained: Served, folders: dict[
     with concurrent.futures.ThreadPoolExecutor(2) as pool:
         running = held(trained, pool, 9, **ASKED)
         replacing = pool.submit(done, trained, "weights", load=str(folders["two"]))
-        trained.model.before = lambda: None
-        trained.model.gate.set()
+        go_on(trained)
         assert replacing.result()["weight_epoch"] == 1
         during = running.result().json()["choices"][0]
     # Each token is of one epoch, and the text goes on.
@@ -302,6 +311,7 @@ def test_weights_come_from_two_training_ranks_to_one(trained: Served) -> None:
         control = trained.control
         running = held(trained, pool, 9, **ASKED)
         replacing = pool.submit(done, trained, "weights", **asked[1])
+        order_waits(trained)
         # A step that runs while weights come is one of the old ones.
         trained.model.before = lambda: (
             until(lambda: control.received is not None) if control.receiving else None
@@ -349,7 +359,8 @@ def test_a_stream_goes_on_while_weights_are_received(
 ) -> None:
     address, carry_out = f"127.0.0.1:{free_port()}", transfer._carry_out
     epochs: list[int] = []  # of the tokens that have come
-    receiving, sent, seen = threading.Event(), threading.Event(), []
+    receiving, begun, sent = threading.Event(), threading.Event(), threading.Event()
+    seen: list[tuple[int, int]] = []
     steps = itertools.count()
 
     def carried_out(group: Any, plan: Any, chunks: Any, rank: int) -> int:
@@ -359,12 +370,16 @@ def test_a_stream_goes_on_while_weights_are_received(
         else:
             receiving.wait(20)
             first = len(epochs)
+            begun.set()
             until(lambda: len(epochs) >= first + 5)
             seen.append((first, len(epochs)))
         return carry_out(group, plan, chunks, rank)
 
     def before() -> None:
-        if next(steps) == 40:  # the others are of the new weights
+        step = next(steps)
+        if step == 20:  # those up to 40 come while weights are received
+            begun.wait(20)
+        if step == 40:  # the others are of the new weights
             sent.wait(20)
             until(lambda: trained.control.received is not None or not trained.control.receiving)
 

@@ -46,10 +46,17 @@ def server() -> Iterator[Served]:
 
 
 def held(server: Served, pool: concurrent.futures.Executor, steps: int, **fields: Any) -> Future:
-    """Post a request and hold the engine after some steps of it."""
+    """Post a request and hold the engine within a step, after some steps of it: what comes
+    meanwhile is read after that step."""
     taken = iter(range(1 << 30))
     model = server.model
-    model.before = lambda: next(taken) == steps and model.gate.clear()
+
+    def before() -> None:
+        if next(taken) == steps:
+            model.gate.clear()
+            model.gate.wait()
+
+    model.before = before
     posted = pool.submit(server.post, "/v1/completions", **fields)
     until(lambda: not model.gate.is_set())
     return posted

@@ -445,10 +445,16 @@ def graph_recorder(loaded: CheckpointModel, options: Inference) -> Callable[[], 
     on one rank, as collectives cannot be.
 
     Raises:
-        ValueError: CUDA graphs without a GPU, or of a model whose steps wait for the host.
+        ValueError: CUDA graphs without a GPU, or of a model whose steps wait for the host; or eager
+            steps asked for where they are so anyhow.
     """
     if not options.inference_cuda_graphs:
         on_cpu = torch.device(loaded.device).type == "cpu"
+        if options.enforce_eager and not on_cpu:
+            raise ValueError(
+                "--enforce-eager does nothing on a GPU, whose steps are eager without "
+                "--inference-cuda-graphs: drop it"
+            )
         if options.enforce_eager or not (loaded.optimized and on_cpu):
             return None
         ranks = loaded.pipeline.stages.size * loaded.model.region.group.size

@@ -13,7 +13,7 @@ from megatron.core.inference.cache import CacheShapes
 from megatron.core.inference.sampling import SamplingParams
 from megatron.core.process_groups import Group
 from megatron.inference.config import Inference, Speculation
-from megatron.inference.llm import LLM, TextParams, text_requests
+from megatron.inference.llm import LLM, TextParams, graph_recorder, text_requests
 
 GREEDY = SamplingParams(temperature=0)
 
@@ -170,3 +170,8 @@ def test_a_cache_too_small_for_a_prompt_says_what_would_do() -> None:
         llm.generate(["a" * 20], params(20))
     with pytest.raises(ValueError, match="do not hold one block"):
         LLM(loaded, Inference(inference_memory_gb=1e-9))
+
+
+def test_steps_on_a_gpu_are_not_asked_to_be_eager() -> None:
+    with pytest.raises(ValueError, match="--enforce-eager does nothing on a GPU"):
+        graph_recorder(Loaded(device="cuda", optimized=True), Inference(enforce_eager=True))

@@ -100,10 +100,10 @@ def rows_of(shape: Shape, quick: bool, clock: Callable[[], float], targets: dict
     sides, found = {name: stepper(name) for name in engines} | {"generate": static}, []
     for name in list(sides)[1:]:
         mine = "itself eager" if name.endswith("Function") else "optimized"
-        ours, theirs = in_turns((sides[mine], sides[name]), rounds=rounds)
+        ours, peers = in_turns((sides[mine], sides[name]), rounds=rounds)
         if texts[name] != texts[mine]:
             raise ValueError(f"{name} generates another text: the race is void")
-        ratios = [a / b for a, b in zip(ours, theirs, strict=True)]
+        ratios = [a / b for a, b in zip(ours, peers, strict=True)]
         low, middle, high = statistics.quantiles(ratios, n=4)
         seconds, held = statistics.median(ours), peak_memory_bytes(torch.device("cpu"))
         found.append(
@@ -115,7 +115,7 @@ def rows_of(shape: Shape, quick: bool, clock: Callable[[], float], targets: dict
                     f"(quartiles {low:.3f} to {high:.3f})"
                 ),
                 ours=seconds,
-                peer=statistics.median(theirs),
+                peer=statistics.median(peers),
                 ratio=middle,
                 target=targets.get(name, ""),
             )

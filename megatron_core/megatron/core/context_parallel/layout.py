@@ -185,8 +185,8 @@ class PagedRows:
         prefill: the new tokens of the others, one sequence a row; None if there are none.
         most_tokens: new tokens of the data-parallel rank that has most, of those that share
             experts; None where there are no others.
-        graph: that is recorded, of steps of which only attention reads `batch` and `slot_mapping`:
-            it is called at each replay.
+        graph: that records the step, if one does: attention is called at each replay then, with
+            the `batch` and the `slot_mapping` of that step.
     """
 
     batch: PagedBatch

@@ -304,14 +304,14 @@ class _Graph:
         return (*cache.addresses, self._flat.data_ptr())
 
     def fill(self, numbers: Sequence[np.ndarray] = (), table: np.ndarray | None = None) -> None:
-        """Write the inputs of some tokens, their table [t, w] last, and padding behind; copied to
+        """Write the inputs of some tokens, their table [t, w] last, followed by padding; copied to
         a GPU in one piece."""
         flat, views = self._flat, self._host
         if views is None:
             flat = pin(torch.empty_like(self._flat, device="cpu"), self._device)
             views = self._views(flat)
         count = 0 if table is None else len(table)
-        if count < len(views[0]):
+        if self._host is None or count < len(views[0]):
             for view, fill in zip(views, self._PADDING, strict=True):
                 view.fill(fill)
         if table is not None:

@@ -11,8 +11,13 @@ import pytest
 import torch
 
 from megatron.core.device import cpu_vendor
+from megatron.core.inference.engine import generate
+from megatron.core.models.gpt import GPTModel
+from megatron.core.models.inference_optimized import InferenceOptimizedModel
 from megatron.core.ops import few_rows
+from megatron.core.process_groups import ProcessGroupCollection
 from tests.support.inputs import generator, one_thread
+from tests.unit_tests.core.inference.test_engine import FAMILIES, engine_of, requests
 
 
 @pytest.fixture(autouse=True)
@@ -54,3 +59,18 @@ def test_the_vendor_is_read_from_linux(tmp_path: Path) -> None:
         info.write_text(f"processor : 0\nvendor_id\t: {name}\nmodel : 1\n", encoding="utf-8")
         assert cpu_vendor(info) == name
     assert cpu_vendor(tmp_path / "none") == ""
+
+
+def test_generation_multiplies_few_rows_so() -> None:
+    groups, said = ProcessGroupCollection.single(), []
+    model = GPTModel(FAMILIES["gqa"], groups, dtype=torch.float32, seed=3)
+    for least in (few_rows.LEAST_ELEMENTS, 1):
+        with (
+            mock.patch.object(few_rows, "LEAST_ELEMENTS", least),
+            mock.patch.object(few_rows, "_transposed", wraps=few_rows._transposed) as used,
+        ):
+            engine = engine_of(model)
+            engine.model = InferenceOptimizedModel(model)
+            said.append([c.tokens for (c,) in generate(engine, requests()[:2])])
+        assert (used.call_count > 0) == (least == 1)
+    assert said[0] == said[1]

@@ -10,7 +10,8 @@ No virtual environment and no network: torch, triton, numpy, safetensors, pytest
 are all that is needed; flash-linear-attention and mamba_ssm are raced where they can be imported,
 which is said first.
 Each stage has a limit, and all together one deadline. A stage that fails does not stop the next;
-the exit code is 1 then. Without a GPU it says so and ends well.
+the exit code is 1 then. Without a GPU it says so and exits with 0, or with 1 under --require-gpu,
+which is how CI calls it.
 """
 
 from __future__ import annotations
@@ -152,6 +153,9 @@ def command_line() -> argparse.ArgumentParser:
     parser.add_argument("--rehearse", action="store_true", help="tiny, on a CPU, interpreted")
     parser.add_argument("--quick", action="store_true", help="of a rehearsal the quickest part")
     parser.add_argument("--output", default=None, help="folder for the results")
+    parser.add_argument(
+        "--require-gpu", action="store_true", help="exit with 1 where there is no GPU (for CI)"
+    )
     return parser
 
 
@@ -161,8 +165,17 @@ def main() -> int:
     options = parser.parse_args()
     if options.quick and not options.rehearse:
         parser.error("--quick is of a rehearsal: add --rehearse")
+    if options.require_gpu and options.rehearse:
+        parser.error("--require-gpu: a rehearsal runs on a CPU: drop one of the two")
     reason = None if options.rehearse else missing_gpu()
     if reason is not None:
+        if options.require_gpu:
+            print(
+                f"gpu: error: {reason}, and --require-gpu was given: run it on a machine with a "
+                "GPU, by a Python whose torch sees it (make gpu PYTHON=.venv/bin/python)",
+                file=sys.stderr,
+            )
+            return 1
         print(f"gpu: {reason}: nothing to run here")
         return 0
     with tempfile.TemporaryDirectory() as parts:

@@ -7,6 +7,7 @@ import json
 import os
 import re
 import subprocess
+import sys
 import tomllib
 from pathlib import Path
 
@@ -15,15 +16,7 @@ import yaml
 
 ROOT = Path(__file__).resolve().parents[2]
 WORKFLOWS = ROOT / ".github/workflows"
-JOBS = {
-    "lint",
-    "unit-cpu",
-    "dist-cpu",
-    "functional-cpu",
-    "wheel",
-    "unit-gpu",
-    "functional-gpu",
-}
+JOBS = {"lint", "unit-cpu", "dist-cpu", "functional-cpu", "wheel", "gpu"}
 GPU_JOBS = {"unit-gpu", "functional-gpu"}
 
 
@@ -36,7 +29,7 @@ def workflow(name: str) -> dict:
 
 def steps(parsed: dict) -> list[dict]:
     """Return the steps of all jobs."""
-    return [step for job in parsed["jobs"].values() for step in job["steps"]]
+    return [step for job in parsed["jobs"].values() for step in job.get("steps", [])]
 
 
 def make_targets() -> set[str]:
@@ -48,7 +41,6 @@ def test_a_change_runs_these_jobs() -> None:
     ci = workflow("ci.yml")
     assert set(ci["jobs"]) == JOBS | {"required"}
     assert set(ci["on"]) == {"pull_request", "merge_group", "push"}
-    assert "labeled" in ci["on"]["pull_request"]["types"]
     assert ci["on"]["push"] == {"branches": ["main"]}
     required = ci["jobs"]["required"]
     assert set(required["needs"]) == JOBS
@@ -57,16 +49,64 @@ def test_a_change_runs_these_jobs() -> None:
 
 def test_gpu_jobs_wait_for_the_queue_or_a_label() -> None:
     """The label counts when it is set, so commits pushed after it do not run on our machines."""
-    jobs = workflow("ci.yml")["jobs"]
-    for name in GPU_JOBS:
-        queue, label = " ".join(jobs[name]["if"].split()).split(" || ")
-        assert queue == "github.event_name == 'merge_group'"
-        assert label.strip("()").split(" && ") == [
-            "github.event.action == 'labeled'",
-            "github.event.label.name == 'run-gpu'",
-        ]
-        assert "self-hosted" in jobs[name]["runs-on"]
-    assert not any("if" in jobs[name] for name in JOBS - GPU_JOBS)
+    gpu = workflow("gpu.yml")
+    assert set(gpu["on"]) == {"workflow_call"}
+    assert set(gpu["jobs"]) == GPU_JOBS
+    assert all("self-hosted" in job["runs-on"] for job in gpu["jobs"].values())
+    ci, label = workflow("ci.yml"), workflow("gpu-label.yml")
+    assert ci["jobs"]["gpu"]["if"] == "github.event_name == 'merge_group'"
+    assert not any("if" in ci["jobs"][name] for name in JOBS - {"gpu"})
+    assert label["on"] == {"pull_request": {"types": ["labeled"]}}
+    assert label["jobs"]["gpu"]["if"] == "github.event.label.name == 'run-gpu'"
+    for job in (ci["jobs"]["gpu"], label["jobs"]["gpu"]):
+        assert job["uses"] == "./.github/workflows/gpu.yml"
+
+
+def test_gpu_jobs_fail_where_no_gpu_runs_them(tmp_path: Path) -> None:
+    """Each runs the suite by the Python that `make venv` fills, and that suite needs a GPU.
+
+    The command of each job is run here with a torch that sees no GPU, and with no torch.
+    """
+    without_torch = tmp_path / "bin/python"
+    without_torch.parent.mkdir()
+    without_torch.write_text(f'#!/bin/sh\nexec "{sys.executable}" -S "$@"\n')
+    without_torch.chmod(0o755)
+    for name, job in workflow("gpu.yml")["jobs"].items():
+        (setup, suite) = [step["run"] for step in job["steps"] if "run" in step]
+        assert setup in {"make venv", "make pretrain"}
+        assert "PYTHON=.venv/bin/python" in suite
+        for python in (sys.executable, str(without_torch)):
+            done = subprocess.run(
+                ["bash", "-e", "-c", suite.replace(".venv/bin/python", python)],
+                env={**os.environ, "CUDA_VISIBLE_DEVICES": ""}, cwd=ROOT, capture_output=True,
+                text=True, timeout=60,
+            )  # fmt: skip
+            assert done.returncode != 0, (name, python, done.stdout)
+            assert "GPU" in done.stderr, (name, python, done.stderr)
+
+
+def group_of(parsed: dict, number: int, label: str | None, event: str = "pull_request") -> str:
+    """Return the concurrency group of a run of a workflow for an event on a pull request."""
+    values = {
+        "github.event.pull_request.number || github.ref": str(number),
+        "github.event.pull_request.number": str(number),
+        "github.event.label.name": label or "",
+    }
+    assert event in parsed["on"], event
+    group = parsed["concurrency"]["group"]
+    return re.sub(r"\$\{\{ (.*?) \}\}", lambda match: values[match[1]], group)
+
+
+def test_only_newer_commits_cancel_a_run() -> None:
+    """Other labels cancel nothing; new commits end the GPU run of the commits before."""
+    ci, label, drop = (workflow(f"{n}.yml") for n in ("ci", "gpu-label", "drop-gpu-label"))
+    assert "labeled" not in (ci["on"]["pull_request"] or {}).get("types", [])
+    gpu_run = group_of(label, 7, "run-gpu")
+    assert group_of(label, 7, "bug") != gpu_run
+    assert group_of(label, 8, "run-gpu") != gpu_run
+    assert group_of(ci, 7, None) != gpu_run
+    assert group_of(drop, 7, None, "pull_request_target") == gpu_run
+    assert drop["concurrency"]["cancel-in-progress"] is True
 
 
 def test_every_night_runs_these_jobs() -> None:
@@ -108,7 +148,7 @@ def test_new_commits_drop_the_gpu_label() -> None:
 )
 def test_actions_are_pinned_and_leave_no_token(name: str) -> None:
     text = (WORKFLOWS / name).read_text(encoding="utf-8")
-    lines = re.findall(r"uses: (.*)", text)
+    lines = [line for line in re.findall(r"uses: (.*)", text) if not line.startswith("./")]
     pinned = r"[\w-]+/[\w-]+@[0-9a-f]{40} # v\d+\.\d+\.\d+"
     assert all(re.fullmatch(pinned, line) for line in lines), lines
     for step in steps(workflow(name)):
@@ -126,7 +166,8 @@ def test_branch_protection_asks_for_the_job_that_exists() -> None:
     checks = rules["required_status_checks"]["required_status_checks"]
     jobs = workflow("ci.yml")["jobs"]
     assert [check["context"] for check in checks] == ["required"]
-    slowest = max(jobs[name]["timeout-minutes"] for name in JOBS)
+    running = [*jobs.values(), *workflow("gpu.yml")["jobs"].values()]
+    slowest = max(job["timeout-minutes"] for job in running if "uses" not in job)
     waited = rules["merge_queue"]["check_response_timeout_minutes"]
     assert waited >= slowest + jobs["required"]["timeout-minutes"]
 
@@ -171,7 +212,7 @@ def test_forms_for_issues_and_pull_requests_parse() -> None:
     assert {e["package-ecosystem"] for e in ecosystems} == {"github-actions", "pip"}
 
 
-@pytest.mark.parametrize("name", ["ci.yml", "nightly.yml"])
+@pytest.mark.parametrize("name", ["ci.yml", "gpu.yml", "nightly.yml"])
 def test_workflows_call_what_exists_and_may_do_little(name: str) -> None:
     parsed = workflow(name)
     commands = [step["run"] for step in steps(parsed) if "run" in step]
@@ -181,17 +222,17 @@ def test_workflows_call_what_exists_and_may_do_little(name: str) -> None:
     folders = {w for c in commands for w in re.findall(r"\b(?:tests|experimental)[\w/]*", c)}
     assert all((ROOT / folder).is_dir() for folder in folders), folders
     assert parsed["permissions"] == {"contents": "read"}
-    assert all("timeout-minutes" in job for job in parsed["jobs"].values())
+    assert all("timeout-minutes" in job or "uses" in job for job in parsed["jobs"].values())
 
 
 @pytest.mark.parametrize(
     ("event", "results", "passes"),
     [
         ("pull_request", {}, True),
-        ("pull_request", {"unit-gpu": "skipped", "functional-gpu": "skipped"}, True),
+        ("pull_request", {"gpu": "skipped"}, True),
         ("merge_group", {}, True),
-        ("merge_group", {"unit-gpu": "skipped"}, False),
-        ("pull_request", {"unit-gpu": "failure"}, False),
+        ("merge_group", {"gpu": "skipped"}, False),
+        ("pull_request", {"gpu": "failure"}, False),
         ("pull_request", {"unit-cpu": "skipped"}, False),
         ("push", {"lint": "cancelled"}, False),
     ],

@@ -84,6 +84,9 @@ def test_without_a_gpu_it_says_so_and_ends_well(tmp_path):
         done = run([sys.executable, *words], bare(tmp_path))
         assert done.returncode == 0
         assert "sees no GPU" in done.stdout
+    done = run([sys.executable, "-m", "tools.gpu", "--require-gpu"], bare(tmp_path))
+    assert done.returncode == 1
+    assert "sees no GPU" in done.stderr
 
 
 #: Libraries that no test machine has, as far as the suite calls them.
@@ -137,7 +140,7 @@ def test_peers_that_cannot_be_imported_are_named_with_the_reason(tmp_path):
 def test_what_is_documented_of_make_gpu_is_understood():
     texts = [
         (ROOT / name).read_text()
-        for name in ("Makefile", ".github/workflows/ci.yml", "bench_results/README.md")
+        for name in ("Makefile", ".github/workflows/gpu.yml", "bench_results/README.md")
     ]
     found = re.findall(r'GPU_FLAGS=(?:"([^"]+)"|(\S+))', "\n".join(texts))
     assert len(found) >= 6

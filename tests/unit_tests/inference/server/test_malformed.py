@@ -21,6 +21,7 @@ import subprocess
 import sys
 from collections import Counter
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 from urllib.parse import unquote
 
@@ -350,7 +351,7 @@ def test_row_50_random_malformed_requests(caplog: pytest.LogCaptureFixture, coun
 @pytest.mark.skipif(
     importlib.util.find_spec("schemathesis") is None, reason="pip install schemathesis"
 )
-def test_requests_that_schemathesis_draws() -> None:
+def test_requests_that_schemathesis_draws(tmp_path: Path) -> None:
     """Its own exit code also says where it cannot go on by itself: what counts is what the server
     has answered."""
     with served(
@@ -377,7 +378,8 @@ def test_requests_that_schemathesis_draws() -> None:
             "30",
             "--no-color",
         ]
-        found = subprocess.run(command, capture_output=True, text=True, check=False)
+        # It leaves a folder of its cache where it runs.
+        found = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
         assert "Schema Error" not in found.stdout
         assert "Server error" not in found.stdout, found.stdout
         counted = server.http.get("/metrics").text

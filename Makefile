@@ -33,7 +33,7 @@ SOURCES := megatron_core megatron tests tools experimental
 export PYTHONDONTWRITEBYTECODE :=
 
 .DEFAULT_GOAL := help
-.PHONY: help venv pretrain lint dead format test test-all status parity gpu bench soak coverage
+.PHONY: help venv pretrain lint dead format test test-all te-newest status parity gpu bench soak coverage
 
 help: ## list the targets
 	@echo "Targets (each sets itself up on a fresh machine with Python 3.11 or 3.12):"
@@ -51,6 +51,15 @@ venv: $(STAMP) ## create .venv and install pinned versions
 .PHONY: te-wheels
 te-wheels: $(STAMP)
 	@$(PY) -m tests.support.te_wheel
+
+te-newest: $(STAMP) te-wheels ## TransformerEngine's newest release: the calls we make, parity on a CPU
+	@$(PY) -m tests.support.te_wheel --newest
+	@echo "te-newest: pytest, every release in build/transformer-engine"
+	@$(PY) -m pytest tests/unit_tests/core/extensions/test_te_contract.py \
+		tests/unit_tests/core/extensions/test_gathered_tensors.py \
+		tests/parity/test_transformer_engine.py::test_layouts_of_other_releases \
+		tests/parity/test_te_quantization.py::test_recipes_of_other_releases \
+		--timeout $(NIGHT_TIMEOUT) -p tests.support.complete $(PYTEST_FLAGS) -m "not gpu"
 
 pretrain: $(STAMP) ## pretrain a small GPT on real text, resume it, sample from it
 	@$(PY) -m megatron.training.quickstart $(PRETRAIN_FLAGS)

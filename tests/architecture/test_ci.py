@@ -112,12 +112,24 @@ def test_only_newer_commits_cancel_a_run() -> None:
 def test_every_night_runs_these_jobs() -> None:
     nightly = workflow("nightly.yml")
     tested = {"test-all", "parity", "coverage", "torch-2-10"}
-    assert set(nightly["jobs"]) == tested | {"status", "soak"}
+    assert set(nightly["jobs"]) == tested | {"status", "soak", "te-newest"}
     assert "schedule" in nightly["on"]
     for name in tested:
         (command,) = [s["run"] for s in nightly["jobs"][name]["steps"] if "run" in s]
         assert "-p tests.support.complete" in command, "what leaves tests out would pass"
     assert set(nightly["jobs"]["status"]["needs"]) == {"test-all", "parity"}
+
+
+def test_every_night_tries_the_newest_transformer_engine() -> None:
+    (command,) = [
+        s["run"] for s in workflow("nightly.yml")["jobs"]["te-newest"]["steps"] if "run" in s
+    ]
+    assert command == "make te-newest"
+    recipe = re.search(
+        r"^te-newest:.*\n((?:\t.*\n)+)", (ROOT / "Makefile").read_text(), re.MULTILINE
+    )
+    assert "tests.support.te_wheel --newest" in recipe[1]
+    assert "tests.support.complete" in recipe[1], "tests that are left out would pass"
 
 
 def test_every_night_runs_every_folder_of_tests() -> None:

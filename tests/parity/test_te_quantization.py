@@ -166,9 +166,9 @@ def test_more_layouts_of_recipes(row):
 
 @needs_te
 @pytest.mark.slow
-@pytest.mark.parametrize("release", list(te_wheel.RELEASES)[1:])
+@pytest.mark.parametrize("release", te_wheel.releases()[1:])
 @pytest.mark.parametrize("recipe", QUANTIZERS)
-def test_recipes_of_older_releases(recipe, release):
+def test_recipes_of_other_releases(recipe, release):
     if not te_wheel.is_there(release):
         pytest.skip(f"TransformerEngine {release} is not in build/: run make te-wheels")
     check_near(fp8_row(recipe, dp=2, ep=2, experts="softmax"), release)

@@ -101,9 +101,9 @@ def test_more_layouts_of_te_layers(row):
 
 @needs_te
 @pytest.mark.slow
-@pytest.mark.parametrize("release", list(te_wheel.RELEASES)[1:])
+@pytest.mark.parametrize("release", te_wheel.releases()[1:])
 @pytest.mark.parametrize("row", ROWS, ids=label)
-def test_layouts_of_older_releases(row, release):
+def test_layouts_of_other_releases(row, release):
     if not te_wheel.is_there(release):
         pytest.skip(f"TransformerEngine {release} is not in build/: run make te-wheels")
     _check(row, release)

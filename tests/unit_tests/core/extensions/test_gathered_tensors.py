@@ -144,6 +144,6 @@ def test_tensors_over_gathered_bytes_are_transformer_engines():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("release", list(te_wheel.RELEASES)[1:])
-def test_gathered_tensors_of_older_releases(release):
+@pytest.mark.parametrize("release", te_wheel.releases()[1:])
+def test_gathered_tensors_of_other_releases(release):
     _check(release)

@@ -31,7 +31,7 @@ CHANGES = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("release", te_wheel.RELEASES)
+@pytest.mark.parametrize("release", te_wheel.releases())
 def test_a_release_that_tests_run_has_no_drift(release, monkeypatch, capsys):
     if not te_wheel.is_there(release):
         pytest.skip(f"TransformerEngine {release} is not in build/: run make te-wheels")

@@ -75,7 +75,9 @@ class EngineConfig:
                 f"{self.block_size} tokens: give at least {least:,}"
             )
         if shapes.states and self.prefix_caching:
-            snapshots = min(left // 4 // shapes.state_bytes, 16 * self.max_rows)
+            # Snapshots leave one block, however little memory there is.
+            snapshot_bytes = min(left // 4, left - block)
+            snapshots = min(snapshot_bytes // shapes.state_bytes, 16 * self.max_rows)
             slots, left = slots + snapshots, left - snapshots * shapes.state_bytes
         if not block:  # a model without attention: blocks are mere bookkeeping
             longest = min(max_length or LONGEST_ROW, LONGEST_ROW)

@@ -18,15 +18,19 @@ class ToolFormat:
     `head NAME name_end middle ARGUMENTS tail`.
 
     All but names are sequences of texts. The grammar writes them as they are; the parser takes any
-    white space around each.
+    white space around each. Of a call that is an object the parser takes the members in any order.
 
     Args:
         begin: the first of them is looked for in an answer.
         bare: a section may also open an answer without `begin`.
+        head_begins: a section may also begin with `head`, anywhere in an answer: models lose the
+            mark before it.
         head: before a tool's name.
         name_end: after it.
         middle: before its arguments; of alternatives the first is written.
-        arguments: a JSON object, or XML: `<parameter=KEY>` VALUE `</parameter>` for each.
+        layout: "object" is a call that is a JSON object with the name and the arguments, "json" has
+            arguments that are a JSON object, "xml" has `<parameter=KEY>` VALUE `</parameter>` for
+            each.
         tail: after the arguments.
         separator: between calls of a section; None where a section has one call.
         end: of a section.
@@ -35,10 +39,11 @@ class ToolFormat:
 
     begin: Sequence[str]
     bare: bool = False
+    head_begins: bool = False
     head: Sequence[str]
     name_end: str
     middle: Sequence[str | tuple[str, ...]] = ()
-    arguments: Literal["json", "xml"] = "json"
+    layout: Literal["object", "json", "xml"] = "object"
     tail: Sequence[str]
     separator: str | None = None
     end: Sequence[str]
@@ -69,9 +74,10 @@ TOOL_FORMATS: Mapping[str, ToolFormat] = MappingProxyType(
         ),
         "qwen3_coder": ToolFormat(
             begin=("<tool_call>\n",),
+            head_begins=True,
             head=("<function=",),
             name_end=">",
-            arguments="xml",
+            layout="xml",
             tail=("</function>",),
             end=("\n</tool_call>",),
         ),
@@ -90,6 +96,7 @@ TOOL_FORMATS: Mapping[str, ToolFormat] = MappingProxyType(
             head=("<｜tool▁call▁begin｜>", "function", "<｜tool▁sep｜>"),
             name_end="\n",
             middle=("```json\n",),
+            layout="json",
             tail=("\n```", "<｜tool▁call▁end｜>"),
             separator="\n",
             end=("<｜tool▁calls▁end｜>",),

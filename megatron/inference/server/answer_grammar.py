@@ -10,8 +10,8 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from megatron.inference.server.answer_formats import AnswerFormats, ToolFormat
-from megatron.inference.server.answer_parser import value_types
 from megatron.inference.server.conversation import Conversation, Tool
+from megatron.inference.server.parameter_values import value_types
 from megatron.inference.server.structured import WHITE_SPACE, BadGrammar, lark_grammar
 
 # Of an object's schema, what XML parameters can be held to. Notes are of no consequence.
@@ -19,6 +19,8 @@ _NOTES = {"title", "description", "$schema", "$comment", "examples", "default", 
 _XML_OBJECT = {"type", "properties", "required", "additionalProperties", "$defs", "definitions"}
 _XML_STRING = {"type", "enum", "const", "minLength", "maxLength"}
 _SPACE = r"/[ \n\t]{1,8}/"
+# What ends a string, or may, as the parser reads them.
+_XML_ENDS = r"</parameter>|<parameter=|(</function>|</tool_call>|<tool_call>)\s*<"
 
 
 def enforced(conversation: Conversation) -> bool:
@@ -87,15 +89,18 @@ class _Rules:
             answer = f"{tail if found.bare else section}{again}"
         elif found.bare:
             thinks = self._formats.reasoning
-            unless = "" if thinks is None else f" & {_without(thinks.begin)}"
+            unless = "" if thinks is None else f" & {_without(re.escape(thinks.begin))}"
             self._lines.append(rf"PLAIN: /[^{{ \n\t](?s:.)*/{unless}")
             answer = f"({tail} | PLAIN)?"
         else:
             mark = found.begin[0].strip()
             inner = self._literals([_space_after(found.begin[0]), *found.begin[1:]])
-            self._lines.append(f"PLAIN: {_without(mark)}")
+            head = re.escape(found.head[0]) if found.head_begins else ""
+            marks = [re.escape(mark), *([head] if head else [])]
+            self._lines.append(f"PLAIN: {_without('|'.join(marks))}")
             times = "*" if several else "?"
-            answer = f"({self._until('before', mark)} {inner} {tail}){times} PLAIN?"
+            before = self._until("before", mark, without=head)
+            answer = f"({before} {inner} {tail}){times} PLAIN?"
         self._rule("start", f"{self._reasoning(in_reasoning)} {answer}")
         return "\n".join(self._lines)
 
@@ -116,12 +121,14 @@ class _Rules:
             if part
         )
 
-    def _until(self, name: str, mark: str) -> str:
-        """Return what matches any text up to a mark, and the mark."""
+    def _until(self, name: str, mark: str, *, without: str = "") -> str:
+        """Return what matches any text up to a mark, and the mark; the text has no match of a
+        pattern, if there is one."""
+        unless = f" & {_without(without)}" if without else ""
         if mark in self._ids:
-            self._lines.append(f"{name.upper()}: /(?s:.)+/")
+            self._lines.append(f"{name.upper()}: /(?s:.)+/{unless}")
             return f"{name.upper()}? {self._literals([mark])}"
-        self._lines.append(f"{name}[lazy]: /(?s:.*){_escaped(mark)}/")
+        self._lines.append(f"{name}[lazy]: /(?s:.*){_slashed(re.escape(mark))}/{unless}")
         return name
 
     def _reasoning(self, begun: bool) -> str:
@@ -138,7 +145,7 @@ class _Rules:
         schema = {**tool.parameters, "type": "object"}
         if tool.parameters.get("type", "object") != "object":
             raise BadGrammar(f"the parameters of {tool.name} are no object")
-        if found.arguments == "json":
+        if found.layout != "xml":
             arguments = self._json(f"arguments{number}", schema)
         else:
             arguments = self._xml(f"arguments{number}", tool.name, schema)
@@ -173,10 +180,12 @@ class _Rules:
         _refuse_others(shape, _XML_STRING, what)
         values = shape.get("enum", [shape["const"]] if "const" in shape else None)
         if values is not None:
+            if any(re.search(_XML_ENDS, value) for value in values):
+                raise BadGrammar(f"{what}: a value holds a mark of this model's format")
             texts = " | ".join(_quoted(value + end) for value in values)
             return self._rule(name, texts)
         least, most = shape.get("minLength", 0), shape.get("maxLength", "")
-        text = f"/(?s:.){{{least},{most}}}/ & {_without('</parameter>')}"
+        text = f"/(?s:.){{{least},{most}}}/ & {_without(_XML_ENDS)}"
         terminal = name.upper()
         self._lines.append(f"{terminal}: ({text}) {_quoted(end)}")
         return terminal
@@ -197,13 +206,14 @@ def _quoted(text: str) -> str:
     return json.dumps(text, ensure_ascii=False) if text else ""
 
 
-def _escaped(text: str) -> str:
-    return re.escape(text).replace("/", r"\/")
+def _slashed(pattern: str) -> str:
+    """Return a pattern as it stands between slashes."""
+    return pattern.replace("/", r"\/")
 
 
-def _without(mark: str) -> str:
-    """Return what matches any text that does not hold a mark. `~` alone is of bytes."""
-    return f"(/(?s:.*)/ & ~/(?s:.*){_escaped(mark)}(?s:.*)/)"
+def _without(pattern: str) -> str:
+    """Return what matches any text without a match of a pattern. `~` alone is of bytes."""
+    return f"(/(?s:.*)/ & ~/(?s:.*)({_slashed(pattern)})(?s:.*)/)"
 
 
 def _refuse_others(schema: Mapping[str, Any], known: set[str], what: str) -> None:

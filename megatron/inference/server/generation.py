@@ -263,7 +263,8 @@ class Generation:
         parts: Sequence[Part] = ()
         if self._parsers:
             parser = self._parsers[place]
-            parts = parser.push(text, finished=bool(reason))
+            cut_off = reason != "stop" or stream.stopped is not None
+            parts = parser.push(text, finished=bool(reason), cut_off=cut_off)
             if reason == "stop" and parser.has_calls:
                 reason = "tool_calls"
         return Delta(

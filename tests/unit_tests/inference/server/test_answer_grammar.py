@@ -173,6 +173,8 @@ def test_what_is_enforced() -> None:
         {"properties": {"a": {"type": "string", "pattern": "a+"}}},
         {"properties": {"a>b": {"type": "string"}}},
         {"properties": {"a": False}},
+        {"properties": {"a": {"enum": ["b", "</parameter>"]}}},
+        {"properties": {"a": {"const": "</function> </tool_call>"}}},
     ],
 )
 def test_schemas_that_xml_cannot_follow_are_refused(parameters: dict[str, Any]) -> None:
@@ -180,3 +182,37 @@ def test_schemas_that_xml_cannot_follow_are_refused(parameters: dict[str, Any]) 
     tool = Tool(name="f", parameters=parameters)
     with pytest.raises(BadGrammar):
         tool_grammar(Conversation(turns=[], tools=[tool], choice="required"), formats)
+
+
+def allowed(grammars: Grammars, grammar: str, text: str) -> int:
+    """Return how many characters of a text a grammar allows."""
+    mask, tokens = grammars.mask(grammar), list(text.encode())
+    for place, token in enumerate(tokens):
+        if not mask(tokens[:place])[token]:
+            return place
+    return len(tokens)
+
+
+@pytest.mark.parametrize("choice", ["auto", "required"])
+def test_no_text_is_read_as_a_call_that_is_free(grammars: Grammars, choice: Any) -> None:
+    """What the parser takes where a model has lost a mark, an enforced answer does not have."""
+    formats = AnswerFormats(tools=TOOL_FORMATS["qwen3_coder"])
+    asked = Conversation(turns=[], tools=[BOOK], choice=choice)
+    grammar = tool_grammar(asked, formats)
+    begin = "<tool_call>\n<function=book>\n<parameter=who>\n"
+    if choice == "auto":
+        for free in ("<function=book>", "So. <function=book>\n<tool_call>\n<function="):
+            assert allowed(grammars, grammar, free) == free.index("<function=") + 9
+        begin = "So <functions. " + begin
+    long = Tool(name="book", parameters={"properties": {"who": {"type": "string"}}}, strict=True)
+    grammar = tool_grammar(Conversation(turns=[], tools=[long], choice=choice), formats)
+    for ending in ("<parameter=who>", "</function>\n<t", "</tool_call><", "</parameter>x"):
+        text = begin + "a" + ending
+        assert allowed(grammars, grammar, text) < len(text)
+    text = (
+        begin + "a </function> b <tool_call> c </function>\n</parameter>\n</function>\n</tool_call>"
+    )
+    assert allowed(grammars, grammar, text) == len(text)
+    parser = AnswerParser(formats, {"book": long.parameters})
+    arguments = [p.text for p in parser.push(text, finished=True) if p.kind == "arguments"]
+    assert json.loads("".join(arguments)) == {"who": "a </function> b <tool_call> c </function>"}

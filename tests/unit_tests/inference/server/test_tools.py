@@ -229,3 +229,19 @@ def test_a_server_that_reads_no_calls_refuses_tools() -> None:
         assert chat(server, 400, messages=asked)["error"]["param"] == "messages"
     with served(formats={"tools": "hermes", "reasoning": None}) as server:  # chatml knows no tools
         assert chat(server, 400, tools=TOOLS)["error"]["param"] == "tools"
+
+
+def test_only_the_model_closes_what_it_has_left_open() -> None:
+    """A value that is cut off must not look like a whole one."""
+    cut = "<function=weather>\n<parameter=days>\n2\n</parameter>\n<parameter=city>\nUlm"
+    with served(
+        Scripted(),
+        template={"source": TEMPLATE, "name": "shows all"},
+        formats={"tools": "qwen3_coder", "reasoning": None},
+    ) as server:
+        for fields in ({}, {"max_tokens": len(cut)}, {"stop": "lm"}):
+            server.model.say(cut)
+            (choice,) = chat(server, tools=TOOLS, **fields)["choices"]
+            (call,) = choice["message"]["tool_calls"]
+            text = '{"days": 2, "city": "U' + ("" if "stop" in fields else "lm")
+            assert call["function"]["arguments"] == text + ("" if fields else '"}')

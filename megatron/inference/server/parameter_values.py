@@ -1,0 +1,194 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Values of tool parameters: the JSON types that a schema allows, and the JSON of what models
+write."""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from collections.abc import Mapping
+from types import MappingProxyType
+from typing import Any
+
+# Schemas that were made from signatures of Python have its names of types.
+_JSON_TYPES: Mapping[str, str] = MappingProxyType(
+    {
+        "str": "string",
+        "int": "integer",
+        "float": "number",
+        "bool": "boolean",
+        "list": "array",
+        "tuple": "array",
+        "dict": "object",
+    }
+)
+
+_PYTHON_TOKEN = re.compile(
+    r"""\s*(?:(?P<string>'(?:[^'\\]|\\.)*'|"(?:[^"\\]|\\.)*")"""
+    r"""|(?P<word>[A-Za-z]+)|(?P<number>-?[0-9][0-9.eE+-]*)|(?P<mark>[\[\](){},:]))\s*""",
+    re.DOTALL,
+)
+_PYTHON_WORDS: Mapping[str, str] = MappingProxyType(
+    {"True": "true", "False": "false", "None": "null"}
+    | {word: word for word in ("true", "false", "null")}
+)
+_ESCAPE = re.compile(
+    r"\\(?:x([0-9a-fA-F]{2})|u([0-9a-fA-F]{4})|U([0-9a-fA-F]{8})|([0-7]{1,3})|(.))|([\"\x00-\x1f])",
+    re.DOTALL,
+)
+_NAMED_ESCAPES: Mapping[str, str] = MappingProxyType(
+    {"a": "\a", "b": "\b", "f": "\f", "n": "\n", "r": "\r", "t": "\t", "v": "\v"}
+    | {"\\": "\\", "'": "'", '"': '"', "\n": ""}
+)
+
+
+def value_types(schema: Any) -> set[str] | None:
+    """Return the JSON types that a schema allows; None where it does not say."""
+    if not isinstance(schema, Mapping):
+        return None
+    types = schema.get("type")
+    if isinstance(types, str):
+        return {_JSON_TYPES.get(types, types)}
+    if isinstance(types, list):
+        return {_JSON_TYPES.get(str(name), str(name)) for name in types}
+    values = schema.get("enum", [schema["const"]] if "const" in schema else None)
+    if isinstance(values, list):
+        return {_type(value) for value in values}
+    branches = schema.get("anyOf", schema.get("oneOf"))
+    if isinstance(branches, list):
+        allowed = [value_types(branch) for branch in branches]
+        return None if None in allowed else {kind for kinds in allowed for kind in kinds or ()}
+    return None
+
+
+def parameter_json(text: str, types: set[str] | None) -> str:
+    """Return a parameter's text as JSON: the value that it writes, as JSON or as a literal of
+    Python, if the value's type is allowed, else a string.
+
+    Null is a value of every parameter that is no string: models write it for one they leave out.
+
+    Args:
+        text: what the model has written.
+        types: that the schema allows; None for any.
+    """
+    written = text.strip()
+    for candidate in (written, _python_as_json(written)):
+        if candidate is not None and _allows(types, _json_type(candidate)):
+            return candidate
+    if types is not None and "string" not in types:
+        other = _other_spelling(written.lower(), types)
+        if other is not None:
+            return other
+    return json.dumps(text, ensure_ascii=False)
+
+
+def arguments_json(text: str) -> str | None:
+    """Return a call's arguments as the JSON of an object; None for no arguments.
+
+    Args:
+        text: JSON: an object, a string that holds the JSON of an object or nothing, or null.
+    """
+    try:
+        value = json.loads(text)
+        if isinstance(value, str):
+            text = value
+            value = json.loads(value) if value.strip() else None
+    except (ValueError, RecursionError):
+        return None
+    if value is None:
+        return "{}"
+    return text if isinstance(value, dict) else None
+
+
+def _type(value: Any) -> str:
+    if isinstance(value, bool):
+        return "boolean"
+    names = {str: "string", int: "integer", float: "number", list: "array", dict: "object"}
+    return names.get(type(value), "null")
+
+
+def _no_number(name: str) -> None:
+    raise ValueError(name)  # NaN and Infinity are no JSON
+
+
+def _json_type(text: str) -> str | None:
+    """Return the type of the value that a text is the JSON of; None for no JSON."""
+    try:
+        return _type(json.loads(text, parse_constant=_no_number))
+    except (ValueError, RecursionError):
+        return None
+
+
+def _allows(types: set[str] | None, kind: str | None) -> bool:
+    if kind is None or types is None or kind in types:
+        return kind is not None
+    return (kind == "integer" and "number" in types) or (kind == "null" and "string" not in types)
+
+
+def _other_spelling(text: str, types: set[str]) -> str | None:
+    """Return the JSON of a word or a number in lower case that JSON spells differently."""
+    if text in ("null", "none"):
+        return "null"
+    if text in ("true", "false") and "boolean" in types:
+        return text
+    try:
+        if "integer" in types:
+            return str(int(text))
+        if "number" in types and math.isfinite(float(text)):
+            return repr(float(text))
+    except ValueError:
+        pass
+    return None
+
+
+def _python_as_json(text: str) -> str | None:
+    """Return the JSON of a literal of Python: True, False, None, a list, a tuple or a dict; None
+    where the text is none. It is not evaluated; whether the JSON is whole is for the caller."""
+    if not text or text[0] not in "TFN[{(":
+        return None
+    parts: list[str] = []
+    place = 0
+    while place < len(text):
+        token = _PYTHON_TOKEN.match(text, place)
+        if token is None:
+            return None
+        place = token.end()
+        if token["string"]:
+            parts.append(_python_string(token["string"][1:-1]))
+        elif token["word"]:
+            if token["word"] not in _PYTHON_WORDS:
+                return None
+            parts.append(_PYTHON_WORDS[token["word"]])
+        elif token["number"]:
+            parts.append(token["number"])
+        else:
+            _add_mark(parts, token["mark"])
+    return "".join(parts)
+
+
+def _add_mark(parts: list[str], mark: str) -> None:
+    """Add a bracket, a comma or a colon to JSON: a comma before a bracket that closes goes, and
+    a key is a string."""
+    if mark in "])}" and parts and parts[-1] == ", ":
+        parts.pop()
+    if mark == ":" and parts and parts[-1][0] not in '"]}':
+        parts[-1] = f'"{parts[-1]}"'
+    parts.append({"(": "[", ")": "]", ",": ", ", ":": ": "}.get(mark, mark))
+
+
+def _python_string(text: str) -> str:
+    """Return the JSON of what stands between the quotes of a string literal."""
+
+    def as_json(escape: re.Match[str]) -> str:
+        two, four, eight, octal, char, raw = escape.groups()
+        if four is not None:
+            return f"\\u{four}"  # also half of a surrogate pair
+        if raw is None and char is not None:
+            raw = _NAMED_ESCAPES.get(char, "\\" + char)
+        elif raw is None:
+            code = int(octal, 8) if octal is not None else int(two or eight, 16)
+            raw = chr(code) if code <= 0x10FFFF else "\ufffd"
+        return json.dumps(raw)[1:-1]
+
+    return f'"{_ESCAPE.sub(as_json, text)}"'

@@ -21,6 +21,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, Literal, Protocol, runtime_checkable
 
 import numpy as np
@@ -46,6 +47,18 @@ _SPECIAL_NAMES = ("unk_token", "bos_token", "eos_token", "pad_token")
 
 # A text to see what is added around it.
 _PROBE = "a"
+
+# What decoding puts in place of bytes that are no character; pieces that stand for a byte; and the
+# characters that stand for bytes in byte-level BPE (Radford et al. 2019): visible ones for
+# themselves, and those from U+0100 on for the others, in their order.
+_REPLACEMENT = "\ufffd"
+_BYTE_PIECE = re.compile(r"<0x([0-9A-F]{2})>")
+_VISIBLE = (*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100))
+_OTHER_BYTES = tuple(code for code in range(256) if code not in _VISIBLE)
+_BYTE_LEVEL: Mapping[str, int] = MappingProxyType(
+    {chr(code): code for code in _VISIBLE}
+    | {chr(0x100 + place): code for place, code in enumerate(_OTHER_BYTES)}
+)
 
 TokenizerType = Literal["hf", "sentencepiece", "tiktoken", "byte", "null"]
 
@@ -155,6 +168,13 @@ class Tokenizer(Protocol):
     def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
         """Return the ids of several texts, with special tokens."""
 
+    def bytes_of(self, token: int) -> bytes | None:
+        """Return the bytes of a token within a text, which may be a part of a character; None for
+        special tokens, ids that are none, and where they are not known."""
+
+    def name_of(self, token: int) -> str | None:
+        """Return what the vocabulary calls a token; None if it has no name."""
+
 
 @runtime_checkable
 class ArrayTokenizer(Protocol):
@@ -227,6 +247,10 @@ class HuggingFaceTokenizer:
         # Ids need not be contiguous: the largest counts.
         self._vocab_size: int = max(self._tokenizer.get_vocab().values(), default=-1) + 1
         self._special = self._added() if add_special_tokens else SpecialTokens()
+        added = self._tokenizer.get_added_tokens_decoder()
+        self._left_out = frozenset(number for number, token in added.items() if token.special)
+        self._probe_ids = self._tokenizer.encode(_PROBE, add_special_tokens=False).ids
+        self._probe_text = self.detokenize(self._probe_ids)
 
     def _added(self) -> SpecialTokens:
         """Return what the post-processor puts around a text."""
@@ -292,6 +316,28 @@ class HuggingFaceTokenizer:
     def detokenize(self, ids: Sequence[int]) -> str:
         """Return the text of some ids; special tokens are left out."""
         return self._tokenizer.decode(list(ids), skip_special_tokens=True)
+
+    def bytes_of(self, token: int) -> bytes | None:
+        """Return the bytes of a token within a text."""
+        piece = self.name_of(token)
+        if piece is None or token in self._left_out:
+            return None
+        # After a word: a decoder drops the blank that begins a text.
+        text = self.detokenize([*self._probe_ids, token])
+        if text.startswith(self._probe_text):
+            text = text[len(self._probe_text) :]
+        else:
+            text = self.detokenize([token])
+        if _REPLACEMENT not in text:
+            return text.encode()
+        if byte := _BYTE_PIECE.fullmatch(piece):
+            return bytes([int(byte[1], 16)])
+        codes = [_BYTE_LEVEL.get(char) for char in piece]
+        return None if None in codes else bytes(code for code in codes if code is not None)
+
+    def name_of(self, token: int) -> str | None:
+        """Return a token as the file writes it."""
+        return self._tokenizer.id_to_token(token)
 
     def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
         """Return the ids of several texts, with special tokens, encoded in parallel."""
@@ -448,7 +494,15 @@ class ByteTokenizer:
 
     def token_bytes(self) -> list[bytes | None]:
         """Return the bytes of each id."""
-        return [*(bytes([number]) for number in range(self.eod)), None]
+        return [self.bytes_of(number) for number in range(self.vocab_size)]
+
+    def bytes_of(self, token: int) -> bytes | None:
+        """Return a byte."""
+        return bytes([token]) if token < self.eod else None
+
+    def name_of(self, token: int) -> str | None:
+        """Return None: no token has a name."""
+        return None
 
     def encode_arrays(self, texts: Sequence[str]) -> list[np.ndarray]:
         """Return the bytes of several texts."""
@@ -492,6 +546,14 @@ class NullTokenizer:
     def detokenize(self, ids: Sequence[int]) -> str:
         """Return the numbers with blanks between them, without the end of the document."""
         return " ".join(str(number) for number in ids if number != self.eod)
+
+    def bytes_of(self, token: int) -> bytes | None:
+        """Return the bytes of a number."""
+        return str(token).encode() if token != self.eod else None
+
+    def name_of(self, token: int) -> str | None:
+        """Return None: no token has a name."""
+        return None
 
     def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
         """Return the numbers of several texts."""
@@ -685,19 +747,23 @@ class SentencePieceTokenizer:
 
     def token_bytes(self) -> list[bytes | None]:
         """Return the bytes of each piece within a text."""
-        processor, found = self._processor, list[bytes | None]()
-        for number in range(self._size):
-            piece = processor.id_to_piece(number)
-            if processor.is_byte(number):
-                found.append(bytes([int(piece[3:-1], 16)]))  # <0x0A>
-            elif any(
-                is_kind(number)
-                for is_kind in (processor.is_control, processor.is_unknown, processor.is_unused)
-            ):
-                found.append(None)
-            else:
-                found.append(piece.replace("\u2581", " ").encode())
-        return found
+        return [self.bytes_of(number) for number in range(self._size)]
+
+    def bytes_of(self, token: int) -> bytes | None:
+        """Return the bytes of a piece within a text."""
+        piece, processor = self.name_of(token), self._processor
+        if piece is None:
+            return None
+        if processor.is_byte(token):
+            return bytes([int(piece[3:-1], 16)])  # <0x0A>
+        no_text = (processor.is_control, processor.is_unknown, processor.is_unused)
+        if any(is_kind(token) for is_kind in no_text):
+            return None
+        return piece.replace("\u2581", " ").encode()
+
+    def name_of(self, token: int) -> str | None:
+        """Return a piece as the model writes it."""
+        return self._processor.id_to_piece(token) if token < self._size else None
 
     def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
         """Return the ids of several texts, with special tokens."""
@@ -880,9 +946,19 @@ class TiktokenTokenizer:
 
     def token_bytes(self) -> list[bytes | None]:
         """Return the bytes of each id."""
-        decode = self._encoding.decode_single_token_bytes
-        ids = range(self.vocab_size)
-        return [decode(number) if self._first <= number < self._end else None for number in ids]
+        return [self.bytes_of(number) for number in range(self.vocab_size)]
+
+    def bytes_of(self, token: int) -> bytes | None:
+        """Return the bytes of a token."""
+        if not self._first <= token < self._end:
+            return None
+        return self._encoding.decode_single_token_bytes(token)
+
+    def name_of(self, token: int) -> str | None:
+        """Return a special token, or the bytes of another one as a text."""
+        if token >= self.vocab_size:
+            return None
+        return self._encoding.decode_single_token_bytes(token).decode(errors="replace")
 
     def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
         """Return the ids of several texts."""

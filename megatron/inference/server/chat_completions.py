@@ -39,7 +39,7 @@ async def chat(server: Server, request: Request) -> Response:
         },
     )
     view = ChatView(
-        server.card.name, server.token_text, outputs=body.n or 1, logprobs=bool(body.logprobs)
+        server.card.name, server.tokenizer, outputs=body.n or 1, logprobs=bool(body.logprobs)
     )
     return await respond(server, request, body, generation, view)
 

@@ -215,10 +215,6 @@ class Server:
                 code="model_not_found",
             )
 
-    def token_text(self, token: int) -> str:
-        """Return the text of one token by itself."""
-        return self.tokenizer.detokenize([token])
-
     async def read(self, request: Request, body: type[B]) -> B:
         """Return the body of a request, checked. Raises ApiError for one with wrong fields."""
         data = await request.body()

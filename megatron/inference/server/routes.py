@@ -74,10 +74,11 @@ async def completions(server: Server, request: Request) -> Response:
     )
     view = CompletionView(
         server.card.name,
-        server.token_text,
-        outputs=len(prompts) * wanted.n,
+        server.tokenizer,
+        prompts=prompts,
+        n=wanted.n,
         logprobs=body.logprobs is not None,
-        prefixes=[server.tokenizer.detokenize(p) for p in prompts] if echo else None,
+        echo=echo,
     )
     generation = server.generate(wanted)
     return await respond(server, request, body, generation, view)

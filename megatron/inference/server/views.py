@@ -3,14 +3,20 @@
 
 from __future__ import annotations
 
+import codecs
 import secrets
 import time
 from collections.abc import Callable, Sequence
+from functools import lru_cache, partial
 from typing import Any, Protocol
 
-from megatron.core.inference.text_stream import REPLACEMENT
+from megatron.cli.tokenizers import Tokenizer
+from megatron.core.inference.text_stream import REPLACEMENT, TextStream
 from megatron.inference.server.answer_parser import Part
 from megatron.inference.server.generation import Delta, TokenScore
+
+# Texts of tokens that a view of completions keeps.
+_CACHED_TEXTS = 4096
 
 
 class View(Protocol):
@@ -37,31 +43,121 @@ def _ending(delta: Delta) -> dict[str, Any]:
     return {"finish_reason": delta.finish_reason or None, "stop_reason": delta.stop}
 
 
+def token_text(tokenizer: Tokenizer, token: int, *, mark: str = "") -> str:
+    """Return the text of one token within a text.
+
+    Args:
+        tokenizer: of the model.
+        token: an id; one without a text is shown by its name, or as `token_id:ID`.
+        mark: stands before the bytes of a token that is no whole character, `\\xe6` each.
+    """
+    raw = tokenizer.bytes_of(token)
+    if raw is None:
+        return tokenizer.detokenize([token]) or tokenizer.name_of(token) or f"token_id:{token}"
+    try:
+        return raw.decode() or f"token_id:{token}"
+    except UnicodeDecodeError:
+        return mark + "".join(f"\\x{byte:02x}" for byte in raw)
+
+
+def token_bytes(tokenizer: Tokenizer, token: int) -> list[int] | None:
+    """Return what a token adds to the bytes of a text: nothing if it is special; None if that is
+    not known."""
+    raw = tokenizer.bytes_of(token)
+    if raw is None:
+        text = tokenizer.detokenize([token])
+        return None if REPLACEMENT in text else list(text.encode())
+    return list(raw)
+
+
+class _TextOffsets:
+    """Count the characters of a text before each of its tokens.
+
+    A token that continues a character has the offset of that character. Bytes that are no
+    character count as decoding shows them, by one replacement for all or for each.
+
+    Args:
+        tokenizer: of the model.
+        context: tokens before the first one.
+        start: characters before the first one.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, context: Sequence[int], *, start: int) -> None:
+        self._tokenizer, self._stream = tokenizer, TextStream(tokenizer.detokenize, context)
+        self._returned = start  # characters that the stream has returned, and those before it
+        self._count = start  # characters that are whole, and replacements that will stay
+        self._partial, self._partial_tokens = b"", list[int]()  # of a character that may continue
+        self._unsettled = False  # the stream may hold the last characters back
+
+    def add(self, token: int) -> tuple[int, str]:
+        """Return the offset of the next token, and the text that is whole with it."""
+        raw = self._tokenizer.bytes_of(token) or b""
+        continues = bool(self._partial and raw) and _is_one(self._partial + raw[:1])
+        if self._partial and raw and not continues:
+            self._end_partial()
+        offset = self._count
+        decoder = codecs.getincrementaldecoder("utf-8")("replace")
+        text = decoder.decode(self._partial + raw)
+        self._count += len(text)
+        piece = self._stream.push([token])
+        self._returned += len(piece)
+        if raw:
+            self._partial = decoder.getstate()[0]
+            tokens = self._partial_tokens if continues and not text else []
+            self._partial_tokens = [*tokens, token] if self._partial else []
+            open_end = bool(self._partial) or text.endswith(REPLACEMENT)
+            returns_all = bool(piece) and not piece.endswith(REPLACEMENT)
+            self._unsettled = open_end or (self._unsettled and not returns_all)
+        if not self._unsettled:
+            self._count = self._returned
+            if text and piece.endswith(text):  # exact, whatever stands before it
+                offset = self._returned - len(text)
+        return offset, piece
+
+    def _end_partial(self) -> None:
+        """Count the bytes of a character that does not continue."""
+        first = self._tokenizer.bytes_of(self._partial_tokens[0]) or b""
+        text = self._tokenizer.detokenize(self._partial_tokens)
+        self._count += len(text) if len(first) == 1 else 1
+        self._partial, self._partial_tokens = b"", []
+
+
+def _is_one(partial: bytes) -> bool:
+    """Return whether bytes are one character, or the beginning of one."""
+    return len(partial.decode(errors="replace")) == 1
+
+
 class CompletionView:
     """`/v1/completions`.
 
     Args:
         model: its name.
-        token_text: returns the text of one token.
-        outputs: of the request.
+        tokenizer: of the model.
+        prompts: token ids of each.
+        n: outputs of each prompt.
         logprobs: whether they were asked for.
-        prefixes: texts of the prompts where outputs begin with them.
+        echo: outputs begin with the texts of their prompts.
     """
 
     def __init__(
         self,
         model: str,
-        token_text: Callable[[int], str],
+        tokenizer: Tokenizer,
         *,
-        outputs: int,
+        prompts: Sequence[Sequence[int]],
+        n: int,
         logprobs: bool,
-        prefixes: Sequence[str] | None = None,
+        echo: bool,
     ) -> None:
-        self.outputs, self._model, self._token_text = outputs, model, token_text
-        self._logprobs, self._prefixes = logprobs, prefixes
+        self.outputs, self._model, self._tokenizer = len(prompts) * n, model, tokenizer
+        self._prompts, self._logprobs = prompts, logprobs
+        self._prefixes = [tokenizer.detokenize(prompt) if echo else "" for prompt in prompts]
         self._id, self._created = f"cmpl-{secrets.token_hex(12)}", int(time.time())
         self._begun: set[int] = set()
-        self._offsets = [0] * outputs
+        self._offsets: dict[int, _TextOffsets] = {}
+        # Alternatives of one place are those of others, too.
+        text_of = partial(token_text, tokenizer, mark="bytes:")
+        self._text: Callable[[int], str] = lru_cache(maxsize=_CACHED_TEXTS)(text_of)
 
     def head(self, *, chunk: bool = False) -> dict[str, Any]:
         """Return what stands before the choices; chunks have the same."""
@@ -84,36 +180,59 @@ class CompletionView:
 
     def chunk_choices(self, delta: Delta) -> list[dict[str, Any]]:
         """Return the choice that shows a delta."""
-        text, scores = delta.text, [*(delta.prompt_scores or ()), *delta.scores]
-        if self._prefixes is not None and delta.index not in self._begun:
-            text = self._prefixes[delta.index * len(self._prefixes) // self.outputs] + text
-        self._begun.add(delta.index)
-        logprobs = self._scores(delta.index, scores) if self._logprobs else None
-        found = {"index": delta.index, "text": text, "logprobs": logprobs, **_ending(delta)}
-        return [{**found, "weight_epochs": list(delta.epochs)}]
+        text = delta.text
+        place = delta.index * len(self._prompts) // self.outputs
+        if delta.index not in self._begun:
+            self._begun.add(delta.index)
+            text = self._prefixes[place] + text
+            if self._logprobs:
+                prompt, start = self._prompts[place], len(self._prefixes[place])
+                offsets = _TextOffsets(self._tokenizer, prompt, start=start)
+                self._offsets[delta.index] = offsets
+        logprobs = None
+        if self._logprobs:
+            logprobs = self._scores(delta.scores, self._offsets[delta.index])
+        if logprobs is not None and delta.prompt_scores is not None:
+            offsets = _TextOffsets(self._tokenizer, (), start=0)
+            of_prompt = self._scores(delta.prompt_scores, offsets)
+            logprobs = {name: of_prompt[name] + logprobs[name] for name in logprobs}
+        choice = {"index": delta.index, "text": text, "logprobs": logprobs, **_ending(delta)}
+        return [{**choice, "weight_epochs": list(delta.epochs)}]
 
-    def _scores(self, index: int, scores: Sequence[TokenScore]) -> dict[str, list[Any]]:
-        """Return log-probabilities by columns; places of tokens count their own texts."""
-        texts = [self._token_text(score.id) for score in scores]
-        offsets = []
-        for text in texts:
-            offsets.append(self._offsets[index])
-            self._offsets[index] += len(text)
-        return {
-            "tokens": texts,
+    def _scores(self, scores: Sequence[TokenScore], offsets: _TextOffsets) -> dict[str, list[Any]]:
+        """Return log-probabilities by columns."""
+        columns: dict[str, list[Any]] = {
+            "tokens": [],
             "token_logprobs": [score.logprob for score in scores],
-            "top_logprobs": [self._top(score) for score in scores],
-            "text_offset": offsets,
+            "top_logprobs": [],
+            "text_offset": [],
         }
+        for score in scores:
+            offset, piece = offsets.add(score.id)
+            text = self._text(score.id)
+            # Decoding drops the blank that begins a text.
+            text = piece if piece and text == f" {piece}" else text
+            columns["tokens"].append(text)
+            columns["top_logprobs"].append(self._top(score, text))
+            columns["text_offset"].append(offset)
+        return columns
 
-    def _top(self, score: TokenScore) -> dict[str, float] | None:
-        """Return alternatives by their texts; of those with one text the most probable counts."""
+    def _top(self, score: TokenScore, text: str) -> dict[str, float] | None:
+        """Return alternatives by their texts; one whose text is another's too, by its id.
+
+        Args:
+            score: of a token.
+            text: of the token.
+        """
         if score.logprob is None:
             return None
-        found: dict[str, float] = {}
+        alternatives: dict[str, float] = {}
         for token, logprob in score.top:
-            found.setdefault(self._token_text(token), logprob)
-        return found
+            name = text if token == score.id else self._text(token)
+            if name in alternatives or (name == text and token != score.id):
+                name = f"token_id:{token}"
+            alternatives[name] = logprob
+        return alternatives
 
 
 class ChatView:
@@ -121,15 +240,13 @@ class ChatView:
 
     Args:
         model: its name.
-        token_text: returns the text of one token.
+        tokenizer: of the model.
         outputs: of the request.
         logprobs: whether they were asked for.
     """
 
-    def __init__(
-        self, model: str, token_text: Callable[[int], str], *, outputs: int, logprobs: bool
-    ) -> None:
-        self.outputs, self._model, self._token_text = outputs, model, token_text
+    def __init__(self, model: str, tokenizer: Tokenizer, *, outputs: int, logprobs: bool) -> None:
+        self.outputs, self._model, self._tokenizer = outputs, model, tokenizer
         self._logprobs = logprobs
         self._id, self._created = f"chatcmpl-{secrets.token_hex(12)}", int(time.time())
         self._begun: set[int] = set()
@@ -227,10 +344,8 @@ class ChatView:
             return None
 
         def one(token: int, logprob: float | None) -> dict[str, Any]:
-            text = self._token_text(token)
-            # Part of a character has no text of its own, and its bytes are not known.
-            known = None if REPLACEMENT in text else list(text.encode())
-            return {"token": text, "logprob": logprob, "bytes": known}
+            text, in_bytes = (show(self._tokenizer, token) for show in (token_text, token_bytes))
+            return {"token": text, "logprob": logprob, "bytes": in_bytes}
 
         return {
             "content": [

@@ -301,7 +301,10 @@ class ResponseView:
         used, written = self._usage.prompt_tokens, self._usage.completion_tokens
         usage = {
             "input_tokens": used,
-            "input_tokens_details": {"cached_tokens": self._usage.cached_tokens},
+            "input_tokens_details": {
+                "cached_tokens": self._usage.cached_tokens,
+                "cache_write_tokens": 0,
+            },
             "output_tokens": written,
             "output_tokens_details": {"reasoning_tokens": self._reasoning_tokens},
             "total_tokens": used + written,

@@ -9,6 +9,8 @@ from typing import Any
 
 import openai
 import pytest
+from openai.types.responses import Response, ResponseStreamEvent
+from pydantic import TypeAdapter
 
 from tests.support.http_server import Served, served, until
 from tests.support.scripted_model import TEMPLATE, Scripted
@@ -76,6 +78,26 @@ def test_an_answer_is_items_whole_and_streamed(server: Served, client: openai.Op
     assert server.engine.unfinished == 0
 
 
+@pytest.mark.parametrize("longest", [300, 30, 12])
+def test_events_follow_openais_schema(server: Served, longest: int) -> None:
+    """The client itself checks nothing: a field that an event lacks fails where it is read."""
+    event_type: TypeAdapter[Any] = TypeAdapter(ResponseStreamEvent)
+    asked = {**ASKED, "tools": [WEATHER], "max_output_tokens": longest}
+    server.model.say(SAID)
+    response = server.post("/v1/responses", **asked)
+    assert Response.model_validate(response.json()).status in ("completed", "incomplete")
+    server.model.say(SAID)
+    lines = server.post("/v1/responses", **asked, stream=True).text.split("\n")
+    events = [json.loads(line[6:]) for line in lines if line.startswith("data: ")]
+    for event in events:
+        assert event_type.validate_python(event).type == event["type"]
+    with_logprobs = {event["type"] for event in events if event.get("logprobs") == []}
+    texts = {"response.output_text.delta", "response.output_text.done"} if longest > 12 else set()
+    assert with_logprobs == texts
+    assert {event["type"] for event in events if "logprobs" in event} == texts
+    assert "response.reasoning_text.delta" in {event["type"] for event in events}
+
+
 def test_output_may_be_input_again(server: Served, client: openai.OpenAI) -> None:
     server.model.say(SAID)
     first = client.responses.create(**ASKED, tools=[WEATHER])
@@ -136,6 +158,8 @@ def test_a_response_is_cancelled_while_it_runs(server: Served, client: openai.Op
         ({"background": True}, "background"),
         ({"reasoning": {"effort": "low"}}, "reasoning"),
         ({"include": []}, "include"),
+        ({"include": ["message.output_text.logprobs"]}, "include"),
+        ({"top_logprobs": 2}, "top_logprobs"),
         ({"input": []}, "input"),
         ({"input": [{"role": "user", "content": [{"type": "input_image"}]}]}, "input"),
         ({"input": [{"type": "item_reference", "id": "a"}]}, "input"),

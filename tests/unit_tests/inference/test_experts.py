@@ -12,11 +12,9 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 
 from megatron.core.dist_checkpointing import (
     Coordinator,
-    StoreCoordinator,
     TensorChunk,
     read_manifest,
     save_checkpoint,
@@ -113,8 +111,7 @@ def save(root: str, name: str, groups: ProcessGroupCollection, coordinator: Coor
 
 def save_on_a_rank(rank: int, world: int, root: str, name: str) -> None:
     groups = ProcessGroupCollection.create(RankGrid(world_size=world, ep=world), rank=rank)
-    store = dist.distributed_c10d._get_default_store()
-    save(root, name, groups, StoreCoordinator(store, rank, world, timeout_seconds=20))
+    save(root, name, groups, Coordinator.of(groups, timeout_seconds=20.0))
 
 
 def arguments(load: Path, output: Path, *more: str) -> list[str]:

@@ -23,6 +23,7 @@ from megatron.core.dist_checkpointing.errors import (
     describe,
     print_to_stderr,
 )
+from megatron.core.process_groups import ProcessGroupCollection
 
 #: A TCPStore drops the connection of a client that sends more than 8 MiB at once.
 PIECE_BYTES = 4 << 20
@@ -49,6 +50,37 @@ class Coordinator(ABC):
         self.rank = rank
         self.world_size = world_size
         self._say = say
+
+    @staticmethod
+    def of(
+        groups: ProcessGroupCollection,
+        *,
+        timeout_seconds: float = 600.0,
+        say: Callable[[str], None] = print_to_stderr,
+    ) -> Coordinator:
+        """Return the coordinator of all ranks of a run, over the store of their process group.
+
+        Every rank calls this, as often as the others do. It is for one thread; a save in the
+        background needs another one.
+
+        Args:
+            groups: the run's process groups; one process needs none of torch.distributed.
+            timeout_seconds, say: see `StoreCoordinator`.
+        """
+        world = groups["world"]
+        if world.handle is None:
+            return Solo(say)
+        store = world.handle.get_group_store()
+        # The keys of two coordinators over one store must differ, and those of the ranks agree.
+        number = store.add(f"dist_checkpointing/coordinators/{world.rank}", 1)
+        return StoreCoordinator(
+            store,
+            world.rank,
+            world.size,
+            timeout_seconds=timeout_seconds,
+            say=say,
+            prefix=f"dist_checkpointing/{number}",
+        )
 
     def say(self, line: str) -> None:
         """Tell the user, once for all ranks."""

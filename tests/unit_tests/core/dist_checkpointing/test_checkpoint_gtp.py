@@ -7,12 +7,10 @@ from __future__ import annotations
 from pathlib import Path
 
 import torch
-import torch.distributed as dist
 
 from megatron.core.dist_checkpointing import (
     Coordinator,
     Solo,
-    StoreCoordinator,
     TensorChunk,
     load_checkpoint,
     optimizer_chunks,
@@ -73,8 +71,8 @@ def compare(chunks: list[TensorChunk], folder: Path, coordinator: Coordinator) -
 def on_layouts(rank: int, world: int, root: str) -> None:
     """Save on every layout, and load on each what the next one has saved."""
     torch.set_num_threads(1)
-    store = dist.distributed_c10d._get_default_store()
-    coordinator = StoreCoordinator(store, rank, world, timeout_seconds=20)
+    world_groups = ProcessGroupCollection.create(RankGrid(world_size=world), rank=rank)
+    coordinator = Coordinator.of(world_groups, timeout_seconds=20.0)
     made = []
     for number, (degrees, parallel) in enumerate(LAYOUTS):
         groups = ProcessGroupCollection.create(RankGrid(world_size=world, **degrees), rank=rank)

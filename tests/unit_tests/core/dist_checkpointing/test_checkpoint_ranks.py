@@ -19,6 +19,7 @@ import torch.distributed as dist
 
 from megatron.core.dist_checkpointing import (
     CheckpointError,
+    Coordinator,
     SaveFolderClaim,
     Solo,
     StoreCoordinator,
@@ -31,6 +32,7 @@ from megatron.core.dist_checkpointing import (
 )
 from megatron.core.dist_checkpointing import coordinator as coordinator_module
 from megatron.core.dist_checkpointing import save as save_module
+from megatron.core.process_groups import ProcessGroupCollection, RankGrid
 from tests.support.ranks import run_ranks, start_ranks
 from tests.unit_tests.core.dist_checkpointing.layouts import on_threads, raise_errors, whole
 
@@ -266,8 +268,8 @@ def test_the_end_of_the_stores_server_is_a_checkpoint_error():
 def save_with_small_files(rank: int, world: int, root: str) -> str:
     if rank == 1:
         resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, resource.RLIM_INFINITY))
-    store = dist.distributed_c10d._get_default_store()
-    coordinator = StoreCoordinator(store, rank, world, timeout_seconds=20)
+    groups = ProcessGroupCollection.create(RankGrid(world_size=world), rank=rank)
+    coordinator = Coordinator.of(groups, timeout_seconds=20.0)
     chunks = whole({f"w{rank}": torch.ones(50_000)}, (rank,))
     try:
         save_checkpoint(root, 1, chunks, {}, coordinator=coordinator)

@@ -10,11 +10,10 @@ from pathlib import Path
 
 import pytest
 import torch
-import torch.distributed as dist
 
 from megatron.core.dist_checkpointing import (
+    Coordinator,
     Solo,
-    StoreCoordinator,
     TensorChunk,
     load_checkpoint,
     save_checkpoint,
@@ -213,8 +212,8 @@ CHAIN = ((1, "*-|*-*||-"), (2, "*|-*-|*|-"), (2, "|*-*-*-"), (4, "*-*-*-"), (1, 
 
 def through_the_chain(rank: int, world: int, root: str) -> list[int]:
     """Load what the layout before has saved, and save it again; return the elements held."""
-    store = dist.distributed_c10d._get_default_store()
-    coordinator = StoreCoordinator(store, rank, world, timeout_seconds=20)
+    world_groups = ProcessGroupCollection.create(RankGrid(world_size=world), rank=rank)
+    coordinator = Coordinator.of(world_groups, timeout_seconds=20.0)
     counts = []
     for step, (tp, pattern) in enumerate(CHAIN):
         groups = ProcessGroupCollection.create(

@@ -24,7 +24,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from megatron.core.comm.collectives import all_gather, all_reduce
+from megatron.core.comm.collectives import all_reduce
 from megatron.core.comm.conjugates import (
     copy_to_group,
     gather_from_group,
@@ -396,10 +396,11 @@ class VocabParallelHead(nn.Module):
 
     def whole(self, logits: torch.Tensor) -> torch.Tensor:
         """Gather local logits [s, b, V/tp] to fp32 [s, b, V] on every rank, without padding
-        columns."""
+        columns. Where gradients are on, every rank computes the same from them: each takes the
+        gradient of its own columns."""
         parts = logits.unsqueeze(0)
         if self.region.group.size > 1:
-            parts = all_gather(parts, self.region.group)
+            parts = gather_from_group(parts, self.region.group)
         return self.joined(parts)
 
     def joined(self, parts: torch.Tensor) -> torch.Tensor:

@@ -4,10 +4,6 @@
 from __future__ import annotations
 
 import copy
-import re
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 import safetensors.torch
@@ -27,7 +23,6 @@ from tests.support.closeness import assert_all_close
 from tests.support.inputs import generator, one_thread
 from tests.support.ranks import run_ranks
 
-README = Path(__file__).parents[4] / "megatron_core/README.md"
 ROUTER = RouterConfig(topk=2, score_function="sigmoid", expert_bias=True)
 CONFIG = GPTConfig(
     num_layers=2,
@@ -294,14 +289,6 @@ def test_a_module_of_ones_own_is_one_as_well():
         module.half()
 
 
-def test_the_code_of_the_readme_runs(tmp_path):
-    blocks = re.findall(r"```python\n(.*?)```", README.read_text(encoding="utf-8"), re.DOTALL)
-    code = "\n".join(blocks)
-    subprocess.run([sys.executable, "-c", code], check=True, cwd=tmp_path, timeout=300)
-    assert len(blocks) == 3
-    assert (tmp_path / "checkpoints").is_dir()
-
-
 def error_of(use) -> str:
     """Return what is raised."""
     try:
@@ -309,6 +296,41 @@ def error_of(use) -> str:
     except (ValueError, RuntimeError) as error:
         return str(error)
     return "nothing"
+
+
+def logits_and_gradients(groups: ProcessGroupCollection):
+    """Return the logits of all tokens of the vocabulary [s, b, V], and boxes of the gradients of
+    the mean of their squares: (logical name, logical shape, box, values)."""
+    model = model_of(groups)
+    engine = DataParallel(model.store, groups)
+    engine.begin_step()
+    logits = model.full_logits(rows(0)[0])
+    engine.backward(logits.square().mean(), last=True)
+    engine.finish()
+    gradients = [
+        (held.name, held.shape, held.box, held.of(one.gradients).clone())
+        for one in engine.owned()
+        for held in one.boxes
+    ]
+    return logits.detach(), gradients
+
+
+def logits_on_two_ranks(rank: int, world: int):
+    groups = ProcessGroupCollection.create(RankGrid(world_size=2, tp=2), rank=rank)
+    return logits_and_gradients(groups)
+
+
+def test_full_logits_have_gradients_on_tp_ranks():
+    logits, gradients = logits_and_gradients(ProcessGroupCollection.single())
+    whole = {name: torch.zeros(shape) for name, shape, _, _ in gradients}
+    for name, _, box, gradient in gradients:
+        whole[name][box.slices] = gradient
+    for found, shards in run_ranks(logits_on_two_ranks, 2):
+        assert float((found - logits).abs().max() / logits.abs().max()) < 1e-6
+        assert {name for name, *_ in shards} == set(whole)
+        for name, _, box, gradient in shards:
+            difference = gradient - whole[name][box.slices]
+            assert float(difference.abs().amax()) < 1e-5 * float(whole[name].abs().max()), name
 
 
 def on_two_ranks(rank: int, world: int) -> dict:

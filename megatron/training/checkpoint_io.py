@@ -156,7 +156,7 @@ def load_run(
     )
     chunks = _stored_chunks(folder, manifest, store, coordinator)
     if with_optimizer:
-        state = optimizer_chunks(optimizer)
+        state = optimizer_chunks(optimizer, scalars=False)
         _check_state(folder, manifest, state, coordinator)
         chunks += state
     moved = _other_state_dtypes(extra, facts) if with_optimizer else []

@@ -202,8 +202,9 @@ class Saves(TrainingHooks):
 
 
 def held_chunks(session: Session) -> list[TensorChunk]:
-    """Return what this rank holds of weights, optimizer state and the state of hooks."""
-    chunks = weight_chunks(session.model.store) + optimizer_chunks(session.optimizer)
+    """Return what this rank holds of weights, optimizer state and the state of hooks; the number of
+    updates and the loss scale are in `run_extra`."""
+    chunks = weight_chunks(session.model.store) + optimizer_chunks(session.optimizer, scalars=False)
     return chunks + hook_chunks(session)
 
 

@@ -767,7 +767,9 @@ def replica_hooks(
         )
 
     check = ReplicaCheck(
-        lambda: weight_chunks(session.model.store) + optimizer_chunks(session.optimizer),
+        lambda: (
+            weight_chunks(session.model.store) + optimizer_chunks(session.optimizer, scalars=False)
+        ),
         place.groups["world"],
         device=place.device,
         coordinator=place.coordinator,

@@ -227,6 +227,7 @@ class TensorChunk:
         pieces: for saving what is too large for memory: called once, it yields the box's bytes in
             row-major order, each piece valid until the next; `tensor` then lies on the meta device
             and says shape and dtype only.
+        if_missing: what to do about a checkpoint that lacks the tensor; added to the error.
 
     Attribute `box` is the box in logical coordinates.
 
@@ -240,6 +241,7 @@ class TensorChunk:
     tensor: torch.Tensor
     replica_ranks: tuple[int, ...]
     pieces: Callable[[], Iterator[memoryview]] | None = None
+    if_missing: str = ""
     box: Box = field(init=False)
 
     def __post_init__(self) -> None:

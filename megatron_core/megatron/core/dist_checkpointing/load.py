@@ -136,7 +136,8 @@ def wanted_tensors(
         if stored is None:
             absent.add(chunk.name)
             if missing == "error":
-                problems[chunk.name] = f"{chunk.name} is not in it"
+                fix = f": {chunk.if_missing}" if chunk.if_missing else ""
+                problems[chunk.name] = f"{chunk.name} is not in it{fix}"
         elif stored.shape != tuple(chunk.shape):
             problems[chunk.name] = (
                 f"{chunk.name} is {list(stored.shape)} in it but {list(chunk.shape)} in the model"

@@ -7,8 +7,9 @@ A rank saves chunks of logical tensors, views of memory, of the model and of its
     load_checkpoint(latest_checkpoint(root), weight_chunks(other.store))
 
 Tensors have logical names, a weight its own and optimizer state `optimizer.KIND/WEIGHT`, so any
-layout loads what another has saved. After loading, call `Optimizer.after_load` of an optimizer over
-the weights.
+layout loads what another has saved. Optimizer state that belongs to no weight, such as the number
+of updates, is a tensor [] called `optimizer.NAME`. After loading, call `Optimizer.after_load` of an
+optimizer over the weights.
 
 Planning is pure: no files, no messages. A rank lays out its own shard from its own chunks; rank 0
 checks the layouts of all ranks together (`shard_records`).
@@ -45,6 +46,7 @@ from megatron.core.dist_checkpointing.shard_format import (
     encode_header,
     tensor_bytes,
 )
+from megatron.core.process_groups import ProcessGroupCollection
 from megatron.core.untrusted_files import open_to_write
 from megatron.core.weight_gather import OwnedRange, WeightStore
 
@@ -98,6 +100,13 @@ class RangedOptimizer(Protocol):
     def ranges(self) -> Sequence[StateRange]:
         """Its state, a range at a time."""
 
+    @property
+    def groups(self) -> ProcessGroupCollection:
+        """The groups of the ranks that train together."""
+
+    def scalars(self) -> Mapping[str, torch.Tensor]:
+        """Return its state that belongs to no weight, equal on all ranks, tensors [] by name."""
+
 
 def weight_chunks(store: WeightStore) -> list[TensorChunk]:
     """List the boxes of logical weights, and the states, that this rank holds, as views of its
@@ -120,9 +129,14 @@ def weight_chunks(store: WeightStore) -> list[TensorChunk]:
     return states + [c for handle in store.handles.values() for c in store.chunks(handle)]
 
 
-def optimizer_chunks(optimizer: RangedOptimizer) -> list[TensorChunk]:
-    """List the boxes of optimizer state that this rank holds, as views of its memory."""
-    return [
+def optimizer_chunks(optimizer: RangedOptimizer, *, scalars: bool = True) -> list[TensorChunk]:
+    """List the boxes of optimizer state that this rank holds, as views of its memory.
+
+    Args:
+        scalars: also the state that belongs to no weight: the number of updates, and the state of a
+            dynamic loss scaler. False leaves it out, where it is kept elsewhere.
+    """
+    found = [
         TensorChunk(
             name=f"optimizer.{kind}/{held.name}",
             shape=held.shape,
@@ -134,6 +148,26 @@ def optimizer_chunks(optimizer: RangedOptimizer) -> list[TensorChunk]:
         for kind, flat in state.named_tensors().items()
         for held in state.owned.boxes
     ]
+    ranks = tuple(sorted(optimizer.groups["world"].ranks))
+    for name, tensor in optimizer.scalars().items() if scalars else ():
+        found.append(
+            TensorChunk(
+                name=f"optimizer.{name}",
+                shape=(),
+                offsets=(),
+                tensor=tensor,
+                replica_ranks=ranks,
+                if_missing=_NO_SCALARS,
+            )
+        )
+    return found
+
+
+#: What to do about a checkpoint that lacks optimizer state which belongs to no weight.
+_NO_SCALARS = (
+    "load optimizer_chunks(optimizer, scalars=False) in its place, and give the number of updates "
+    "that had been applied: optimizer.after_load(with_state=True, steps=...)"
+)
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)

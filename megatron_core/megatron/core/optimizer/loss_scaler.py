@@ -12,6 +12,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Protocol
 
+import torch
+
 
 class LossScaler(Protocol):
     """What an optimizer needs of a loss scaler."""
@@ -26,6 +28,9 @@ class LossScaler(Protocol):
 
     def update(self, found_inf: bool) -> None:
         """Take note of one step: `found_inf` if any rank saw a gradient that is not finite."""
+
+    def scalars(self) -> dict[str, torch.Tensor]:
+        """Return the state by name as tensors [] in host memory, the memory itself."""
 
     def state_dict(self) -> dict[str, float]:
         """Return the state as numbers that JSON can hold."""
@@ -55,6 +60,10 @@ class ConstantLossScaler:
 
     def update(self, found_inf: bool) -> None:
         """Change nothing: a constant scale has no memory."""
+
+    def scalars(self) -> dict[str, torch.Tensor]:
+        """Return nothing: today's setting wins over a saved one."""
+        return {}
 
     def state_dict(self) -> dict[str, float]:
         """Return the scale, so that a resumed run can be compared with it."""
@@ -116,49 +125,58 @@ class DynamicLossScaler:
 
     def __init__(self, config: DynamicLossScalerConfig | None = None) -> None:
         self.config = DynamicLossScalerConfig() if config is None else config
-        self._scale = self.config.initial_scale
-        self._good_steps = 0
-        self._overflows_left = self.config.hysteresis
+        # fp64, as Python computes
+        self._scale = torch.tensor(self.config.initial_scale, dtype=torch.float64, device="cpu")
+        self._good_steps = torch.zeros((), dtype=torch.int64, device="cpu")
+        self._overflows_left = torch.tensor(self.config.hysteresis, dtype=torch.int64, device="cpu")
 
     @property
     def scale(self) -> float:
         """Return the factor to multiply the next loss by."""
-        return self._scale
+        return float(self._scale)
 
     @property
     def seeks(self) -> bool:
         """Return whether the scale can still be lowered."""
-        return self._scale > self.config.min_scale
+        return self.scale > self.config.min_scale
 
     def update(self, found_inf: bool) -> None:
         """Take note of one step: `found_inf` if any rank saw a gradient that is not finite."""
         config = self.config
         if found_inf:
-            self._good_steps = 0
-            self._overflows_left = max(self._overflows_left - 1, 0)
-            if self._overflows_left == 0:
-                self._scale = max(self._scale * config.backoff_factor, config.min_scale)
+            self._good_steps.fill_(0)
+            self._overflows_left.sub_(1).clamp_(min=0)
+            if int(self._overflows_left) == 0:
+                self._scale.mul_(config.backoff_factor).clamp_(min=config.min_scale)
             return
-        self._good_steps += 1
-        if self._good_steps == config.growth_interval:
-            self._good_steps = 0
-            self._overflows_left = config.hysteresis
-            self._scale *= config.growth_factor
+        self._good_steps.add_(1)
+        if int(self._good_steps) == config.growth_interval:
+            self._good_steps.fill_(0)
+            self._overflows_left.fill_(config.hysteresis)
+            self._scale.mul_(config.growth_factor)
+
+    def scalars(self) -> dict[str, torch.Tensor]:
+        """Return the state by name as tensors [] in host memory, the memory itself."""
+        return {
+            "loss_scale": self._scale,
+            "loss_scale_good_steps": self._good_steps,
+            "loss_scale_overflows_left": self._overflows_left,
+        }
 
     def state_dict(self) -> dict[str, float]:
         """Return the state as numbers that JSON can hold."""
         return {
-            "scale": self._scale,
-            "good_steps": self._good_steps,
-            "overflows_left": self._overflows_left,
+            "scale": self.scale,
+            "good_steps": int(self._good_steps),
+            "overflows_left": int(self._overflows_left),
         }
 
     def load_state_dict(self, state: Mapping[str, float]) -> None:
         """Go on from a saved state. Raises ValueError if it is another kind of scaler's."""
         _check_keys(state, set(self.state_dict()))
-        self._scale = float(state["scale"])
-        self._good_steps = int(state["good_steps"])
-        self._overflows_left = int(state["overflows_left"])
+        self._scale.fill_(float(state["scale"]))
+        self._good_steps.fill_(int(state["good_steps"]))
+        self._overflows_left.fill_(int(state["overflows_left"]))
 
 
 def _check_keys(state: Mapping[str, float], wanted: set[str]) -> None:

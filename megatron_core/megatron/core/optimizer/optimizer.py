@@ -165,7 +165,6 @@ class Optimizer:
         ranges: the state of every range, divided where rule or memory change.
         muon: what updates matrices; None for another kind.
         host: what updates the ranges in host memory.
-        steps: updates applied so far (Adam's bias correction; saved and restored by the caller).
     """
 
     def __init__(
@@ -189,7 +188,7 @@ class Optimizer:
         self.groups = groups
         self.scaler: LossScaler = scaler or ConstantLossScaler()
         self.ranges = [state for one in owned for state in range_states(one, self.config)]
-        self.steps = 0
+        self._steps = torch.zeros((), dtype=torch.int64, device="cpu")
         self.device = device = owned[0].weights.device if owned else torch.device("cpu")
         self._norm_groups = _norm_groups(owned, groups, device)
         self.host = HostUpdates([s for s in self.ranges if s.on_host], device)
@@ -205,6 +204,20 @@ class Optimizer:
                 weights=weights,
                 stages=[grid.coordinates(rank)["pp"] for rank in world.ranks],
             )
+
+    @property
+    def steps(self) -> int:
+        """The number of updates applied so far, which Adam's bias correction needs."""
+        return int(self._steps)
+
+    @steps.setter
+    def steps(self, steps: int) -> None:
+        self._steps.fill_(steps)
+
+    def scalars(self) -> dict[str, torch.Tensor]:
+        """Return the state that belongs to no weight, by name: tensors [] in host memory, equal on
+        all ranks. It is the memory itself: loading writes into it."""
+        return {"steps": self._steps, **self.scaler.scalars()}
 
     @torch.no_grad()
     def step(
@@ -248,11 +261,34 @@ class Optimizer:
         self._apply(StepNumbers(lr, weight_decay, divisor, self.steps, own))
         return OptimizerStepResult(True, norm, zeros)
 
-    def after_load(self, *, with_state: bool) -> None:
-        """Bring masters up to date after weights, and with or without them optimizer state, have
-        been loaded into the tensors. Without state the optimizer starts anew."""
+    def after_load(self, *, with_state: bool, steps: int | None = None) -> None:
+        """Bring masters and the number of updates up to date after tensors have been loaded.
+
+        Args:
+            with_state: whether optimizer state was loaded as well as weights. Without it the
+                optimizer starts anew: moments of zero, and no update counted.
+            steps: the number of updates that the loaded moments come from, where the checkpoint
+                does not hold it; None: it was loaded (`optimizer_chunks`).
+
+        Raises:
+            ValueError: moments that are not zero come from 0 updates: the number was not loaded.
+                Or `steps` is negative, or given without state.
+        """
+        if steps is not None and (steps < 0 or not with_state):
+            raise ValueError(
+                f"after_load(with_state={with_state}, steps={steps}): steps is the number of "
+                "updates, 0 or more, of optimizer state that was loaded"
+            )
         if not with_state:
             self.steps = 0
+        elif steps is not None:
+            self.steps = steps
+        elif self.steps < 0 or (self.steps == 0 and any(s.has_moments() for s in self.ranges)):
+            raise ValueError(
+                f"optimizer state was loaded that comes from {self.steps} updates, and its moments "
+                "are not zero: the checkpoint does not hold the number of updates, so give it: "
+                "after_load(with_state=True, steps=...)"
+            )
         for state in self.ranges:
             if not with_state:
                 state.forget()

@@ -86,6 +86,10 @@ class RangeState:
         if self.writes_back:
             self.master.copy_(self.owned.weights)
 
+    def has_moments(self) -> bool:
+        """Return whether any moment is not zero."""
+        return any(bool(moment.any()) for moment in self.moments.values())
+
     def forget(self) -> None:
         """Set the moments to zero, as they are before the first step."""
         for moment in self.moments.values():

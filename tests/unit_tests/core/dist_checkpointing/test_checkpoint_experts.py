@@ -8,12 +8,11 @@ from pathlib import Path
 
 import pytest
 import torch
-import torch.distributed as dist
 
 from megatron.core.dist_checkpointing import (
     CheckpointError,
+    Coordinator,
     Solo,
-    StoreCoordinator,
     TensorChunk,
     load_checkpoint,
     optimizer_chunks,
@@ -54,6 +53,7 @@ LAYOUTS: tuple[tuple[dict[str, int], dict[str, object]], ...] = (
 #: A state of the model that is no weight, and its global size.
 BIAS, BIAS_SHAPE = "0.router.expert_bias", (EXPERTS,)
 KINDS = ("master", "exp_avg", "exp_avg_sq")
+STEPS = "optimizer.steps"
 
 
 def built(groups: ProcessGroupCollection, parallel: dict[str, object]) -> ExpertModel:
@@ -73,6 +73,8 @@ def chunks_of(model: ExpertModel) -> list[TensorChunk]:
 
 def logical(name: str) -> torch.Tensor:
     """Return what a tensor of the checkpoint is to hold."""
+    if name == STEPS:
+        return torch.tensor(7)
     state, _, weight = name.rpartition("/")
     shape = BIAS_SHAPE if name == BIAS else SHAPES[weight]
     dtype = torch.float32 if state or name == BIAS else torch.bfloat16
@@ -99,8 +101,8 @@ def load_and_compare(model: ExpertModel, folder: Path, coordinator) -> int:
 def on_layouts(rank: int, world: int, root: str) -> list[list]:
     """Save on every layout, load on the two next ones; return each layout's initial weights."""
     torch.set_num_threads(1)
-    store = dist.distributed_c10d._get_default_store()
-    coordinator = StoreCoordinator(store, rank, world, timeout_seconds=20)
+    world_groups = ProcessGroupCollection.create(RankGrid(world_size=world), rank=rank)
+    coordinator = Coordinator.of(world_groups, timeout_seconds=20.0)
     models, started = [], []
     for number, (degrees, parallel) in enumerate(LAYOUTS):
         groups = ProcessGroupCollection.create(RankGrid(world_size=world, **degrees), rank=rank)
@@ -127,16 +129,21 @@ def test_any_grid_loads_what_any_other_has_saved(tmp_path: Path):
         found = whole_of([piece for one in pieces for piece in one])
         assert all(torch.equal(found[name], values) for name, values in wanted.items())
     numel = sum(math.prod(shape) for shape in SHAPES.values())
-    names = {*SHAPES, BIAS, *(f"optimizer.{kind}/{name}" for kind in KINDS for name in SHAPES)}
+    names = {
+        *SHAPES,
+        BIAS,
+        STEPS,
+        *(f"optimizer.{kind}/{name}" for kind in KINDS for name in SHAPES),
+    }
     for number in range(len(LAYOUTS)):
         folder = tmp_path / f"iter_{number:07d}"
-        assert load_and_compare(alone, folder, Solo()) == 4 * numel + EXPERTS
+        assert load_and_compare(alone, folder, Solo()) == 4 * numel + EXPERTS + 1
         manifest = read_manifest(folder)
         assert set(manifest.tensors) == names
         stored = [
             math.prod(chunk.box.sizes) for one in manifest.tensors.values() for chunk in one.chunks
         ]
-        assert sum(stored) == 4 * numel + EXPERTS, "everything once"
+        assert sum(stored) == 4 * numel + EXPERTS + 1, "everything once"
 
 
 def test_experts_under_another_index_are_seen(tmp_path: Path):

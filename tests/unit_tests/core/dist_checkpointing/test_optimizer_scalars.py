@@ -1,0 +1,134 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Optimizer state that belongs to no weight, in checkpoints: number of updates and loss scale."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from megatron.core.dist_checkpointing import (
+    CheckpointError,
+    Solo,
+    load_checkpoint,
+    optimizer_chunks,
+    read_extra,
+    read_manifest,
+    save_checkpoint,
+    weight_chunks,
+)
+from megatron.core.distributed import DataParallel
+from megatron.core.models.gpt import GPTConfig, GPTModel
+from megatron.core.optimizer import Optimizer, OptimizerConfig
+from megatron.core.optimizer.loss_scaler import DynamicLossScaler, DynamicLossScalerConfig
+from megatron.core.process_groups import ProcessGroupCollection
+from megatron.core.transformer import AttentionConfig, MLPConfig
+from tests.support.inputs import generator
+
+FROZEN = Path(__file__).parents[3] / "functional_tests/frozen/version_1/iter_0000004"
+GROUPS = ProcessGroupCollection.single()
+CONFIG = GPTConfig(
+    num_layers=1,
+    hidden_size=8,
+    vocab_size=16,
+    attention=AttentionConfig(num_attention_heads=2, num_query_groups=1, kv_channels=4),
+    mlp=MLPConfig(ffn_hidden_size=12),
+)
+SCALER = DynamicLossScalerConfig(initial_scale=2.0**10, growth_interval=3, hysteresis=2)
+
+
+class Training:
+    """A model with its engine and its optimizer.
+
+    Args:
+        dynamic: seek the loss scale.
+        kind: of optimizer.
+    """
+
+    def __init__(self, *, dynamic: bool = False, kind: str = "adam") -> None:
+        self.model = GPTModel(CONFIG, GROUPS, seed=1)
+        self.engine = DataParallel(self.model.store, GROUPS)
+        self.optimizer = Optimizer(
+            self.engine.owned(),
+            GROUPS,
+            config=OptimizerConfig(kind=kind, sgd_momentum=0.5),
+            scaler=DynamicLossScaler(SCALER) if dynamic else None,
+        )
+
+    def step(self, number: int, *, overflow: bool = False) -> None:
+        tokens = torch.randint(0, 16, (2, 9), generator=generator(5, number))
+        weights = torch.full((2, 8), 1 / 16)
+        self.engine.begin_step()
+        loss, _ = self.model.loss(tokens[:, :-1], tokens[:, 1:], weights)
+        factor = float("inf") if overflow else self.optimizer.scaler.scale
+        self.engine.backward(loss * factor, last=True)
+        self.engine.finish()
+        assert self.optimizer.step(1e-2).applied is not overflow
+        self.engine.start_param_sync()
+
+    def chunks(self, *, scalars: bool = True):
+        return weight_chunks(self.model.store) + optimizer_chunks(self.optimizer, scalars=scalars)
+
+    def weights(self) -> dict[str, torch.Tensor]:
+        return {name: p.detach().clone() for name, p in self.model.named_parameters()}
+
+
+def same_weights(one: Training, other: Training) -> bool:
+    both = zip(one.weights().values(), other.weights().values(), strict=True)
+    return all(torch.equal(a, b) for a, b in both)
+
+
+@pytest.mark.parametrize("kind", ["adam", "sgd", "muon"])
+def test_dynamic_loss_scale_and_updates_resume(tmp_path: Path, kind: str) -> None:
+    whole, resumed = Training(dynamic=True, kind=kind), Training(dynamic=True, kind=kind)
+    for number, overflow in enumerate((True, True, False, False, False, False, True)):
+        whole.step(number, overflow=overflow)
+    folder = save_checkpoint(tmp_path, 7, whole.chunks(), {}, coordinator=Solo())
+    load_checkpoint(folder, resumed.chunks())
+    resumed.optimizer.after_load(with_state=True)
+    # Two overflows halve 1024, three good steps double 512; one more good one, then an overflow.
+    expected = {"scale": 1024.0, "good_steps": 0, "overflows_left": 1}
+    assert resumed.optimizer.scaler.state_dict() == expected
+    assert resumed.optimizer.steps == 4
+    for training in (whole, resumed):
+        training.step(7, overflow=True)
+        training.step(8)
+    assert resumed.optimizer.scaler.scale == 512.0
+    assert same_weights(whole, resumed)
+
+
+def test_missing_updates_are_an_error_not_zero(tmp_path: Path) -> None:
+    whole = Training()
+    for number in range(3):
+        whole.step(number)
+    folder = save_checkpoint(tmp_path, 3, whole.chunks(scalars=False), {}, coordinator=Solo())
+    assert not any(name.startswith("optimizer.steps") for name in read_manifest(folder).tensors)
+    fix = r"after_load\(with_state=True, steps=\.\.\.\)"
+    resumed = Training()
+    with pytest.raises(CheckpointError, match=rf"optimizer\.steps is not in it.*{fix}"):
+        load_checkpoint(folder, resumed.chunks())
+    load_checkpoint(folder, resumed.chunks(), missing="keep")
+    with pytest.raises(ValueError, match=fix):
+        resumed.optimizer.after_load(with_state=True)
+    resumed.optimizer.after_load(with_state=True, steps=3)
+    for training in (whole, resumed):
+        training.step(3)
+    assert same_weights(whole, resumed)
+
+
+def test_a_count_without_its_state_is_refused() -> None:
+    optimizer = Training().optimizer
+    for with_state, steps in ((False, 3), (True, -1)):
+        with pytest.raises(ValueError, match=f"steps={steps}"):
+            optimizer.after_load(with_state=with_state, steps=steps)
+    optimizer.after_load(with_state=True)  # a checkpoint of the first step: moments are zero
+    assert optimizer.steps == 0
+
+
+def test_runs_of_the_applications_keep_both_in_their_json() -> None:
+    """Where the README of megatron-core says that they are, for `after_load(steps=...)`."""
+    manifest = read_manifest(FROZEN)
+    assert "optimizer.exp_avg/embedding.weight" in manifest.tensors
+    assert "optimizer.steps" not in manifest.tensors
+    assert read_extra(FROZEN)["optimizer"]["steps"] == 4

@@ -227,6 +227,8 @@ class TensorChunk:
         pieces: for saving what is too large for memory: called once, it yields the box's bytes in
             row-major order, each piece valid until the next; `tensor` then lies on the meta device
             and says shape and dtype only.
+        is_late: whether updates that other ranks made of it have not arrived: it cannot be saved
+            then. None: never.
         if_missing: what to do about a checkpoint that lacks the tensor; added to the error.
 
     Attribute `box` is the box in logical coordinates.
@@ -241,6 +243,7 @@ class TensorChunk:
     tensor: torch.Tensor
     replica_ranks: tuple[int, ...]
     pieces: Callable[[], Iterator[memoryview]] | None = None
+    is_late: Callable[[], bool] | None = None
     if_missing: str = ""
     box: Box = field(init=False)
 

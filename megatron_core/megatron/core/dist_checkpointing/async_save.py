@@ -60,7 +60,13 @@ from megatron.core.dist_checkpointing.run_folder import (
     temporary_folder,
 )
 from megatron.core.dist_checkpointing.save import BLOCK_BYTES
-from megatron.core.dist_checkpointing.shards import ShardPlan, as_bytes, encode_plan, plan_shard
+from megatron.core.dist_checkpointing.shards import (
+    ShardPlan,
+    as_bytes,
+    check_arrived,
+    encode_plan,
+    plan_shard,
+)
 from megatron.core.dist_checkpointing.writer_process import receive, send
 
 #: From here on a chunk is copied by itself. Smaller ones are gathered by one system call for many:
@@ -400,7 +406,7 @@ class AsyncSaver:
         self._root, self._coordinator = Path(root), coordinator
         self._block_bytes, self._keep, self._on_commit = block_bytes, keep, on_commit
         self._claimed = claimed
-        plan = plan_shard(chunks, coordinator.rank)
+        self._held = plan = plan_shard(chunks, coordinator.rank)
         self._shard = (plan.file, len(plan.header), [chunk.end for chunk in plan.chunks])
         self._plan = json.dumps(encode_plan(plan), separators=(",", ":"))
         self._told = False  # rank 0 knows the plan
@@ -427,10 +433,11 @@ class AsyncSaver:
             extra: JSON to keep in addition to the tensors; rank 0's is stored.
 
         Raises:
-            ValueError: `extra` is no JSON.
+            ValueError: `extra` is no JSON, or updates of other ranks have not arrived.
         """
         begun = time.perf_counter()
         check_json(dict(extra), "extra")
+        check_arrived(self._held)
         text = json.dumps(extra) if self._coordinator.rank == 0 else ""
         self.wait()
         self._idle.clear()

@@ -30,7 +30,13 @@ from megatron.core.dist_checkpointing.run_folder import (
     write_tracker,
 )
 from megatron.core.dist_checkpointing.shard_format import digest
-from megatron.core.dist_checkpointing.shards import ShardPlan, encode_plan, plan_shard, write_shard
+from megatron.core.dist_checkpointing.shards import (
+    ShardPlan,
+    check_arrived,
+    encode_plan,
+    plan_shard,
+    write_shard,
+)
 
 #: Bytes under one digest: what a partial read must read at least to be verified.
 BLOCK_BYTES = 16 << 20
@@ -125,6 +131,7 @@ class _Save:
         if self.coordinator.rank == 0:
             check_json(dict(self.extra), "extra")
         self.shard = plan_shard(self.chunks, self.coordinator.rank)
+        check_arrived(self.shard)
         return encode_plan(self.shard)
 
     def open(self, plans: list[dict[str, Any]]) -> str | None:

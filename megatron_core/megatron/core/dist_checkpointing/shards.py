@@ -113,8 +113,8 @@ def weight_chunks(store: WeightStore) -> list[TensorChunk]:
     memory.
 
     Args:
-        store: of a model. Under a sharded optimizer, call `DataParallel.complete_weights()` before
-            saving: other ranks' updates may not have arrived.
+        store: of a model. With gathers that overlap, call `DataParallel.complete_weights()` before
+            each save: other ranks' updates may not have arrived, and the save is refused.
     """
     states = [
         TensorChunk(
@@ -281,6 +281,21 @@ def plan_shard(chunks: Sequence[TensorChunk], rank: int) -> ShardPlan:
         held=tuple(mine),
         shared=tuple(_summary(*item) for item in sets.items() if len(item[0]) > 1),
     )
+
+
+def check_arrived(plan: ShardPlan) -> None:
+    """See that all updates of what a rank writes have arrived.
+
+    Raises:
+        ValueError: some are on their way from other ranks.
+    """
+    late = [chunk.name for chunk in plan.held if chunk.is_late is not None and chunk.is_late()]
+    if late:
+        raise ValueError(
+            f"updates that other ranks made have not arrived in {late[0]}"
+            + (f" and {len(late) - 1} more" if len(late) > 1 else "")
+            + ": call complete_weights() of the DataParallel engine on every rank before a save"
+        )
 
 
 def _is_stored(chunk: TensorChunk) -> bool:

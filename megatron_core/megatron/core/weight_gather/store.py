@@ -16,6 +16,7 @@ import math
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 
 import torch
 
@@ -269,6 +270,7 @@ class WeightStore:
                 offsets=held.box.offsets,
                 tensor=held.of(flat),
                 replica_ranks=replicas[held.name],
+                is_late=partial(_is_late, bucket),
             )
             for held in range_boxes(self.boxes(handle), found.start, found.stop)
         ]
@@ -421,6 +423,11 @@ def owned_range(
         norm_group="world" if store.sharded else "expert_model" if sharding.expert else "model",
         replicas=math.prod(grid.size(axis) for axis in uncut) if store.sharded else 1,
     )
+
+
+def _is_late(bucket: Bucket) -> bool:
+    """Return whether updates that other ranks made of what this rank stores have not arrived."""
+    return any(b.source is not None and b.source.is_late(b) for b in bucket.blocks)
 
 
 def _replicas(

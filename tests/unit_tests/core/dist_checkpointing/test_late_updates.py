@@ -1,0 +1,85 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A save on several ranks by public calls alone, and refused before other ranks' updates arrive."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from megatron.core.dist_checkpointing import (
+    AsyncSaver,
+    CheckpointError,
+    Coordinator,
+    Solo,
+    latest_checkpoint,
+    load_checkpoint,
+    save_checkpoint,
+    weight_chunks,
+)
+from megatron.core.distributed import DataParallel, DataParallelConfig
+from megatron.core.models.gpt import GPTConfig, GPTModel
+from megatron.core.optimizer import Optimizer, OptimizerConfig
+from megatron.core.process_groups import ProcessGroupCollection, RankGrid
+from megatron.core.transformer import AttentionConfig, MLPConfig
+from tests.support.inputs import generator
+from tests.support.ranks import run_ranks
+
+CONFIG = GPTConfig(
+    num_layers=1,
+    hidden_size=8,
+    vocab_size=16,
+    attention=AttentionConfig(num_attention_heads=2, num_query_groups=1, kv_channels=4),
+    mlp=MLPConfig(ffn_hidden_size=12),
+)
+#: The step's batch, and its place in the loss.
+TOKENS = torch.randint(0, 16, (2, 9), generator=generator(6))
+
+
+def saved_in_time(rank: int, world: int, root: str) -> list[str]:
+    """Train a step and save it, too early at first; return the errors."""
+    config = DataParallelConfig(strategy="optim", overlap_param_gather=True)
+    groups = ProcessGroupCollection.create(RankGrid(world_size=world), rank=rank)
+    model = GPTModel(CONFIG, groups, seed=1, storage=config.storage())
+    engine = DataParallel(model.store, groups, config=config)
+    optimizer = Optimizer(engine.owned(), groups, config=OptimizerConfig(kind="sgd", clip_grad=0.0))
+    chunks = weight_chunks(model.store)
+    saver = AsyncSaver(f"{root}/background", chunks, coordinator=Coordinator.of(groups))
+    row = TOKENS[rank : rank + 1]
+    engine.begin_step()
+    loss, _ = model.loss(row[:, :-1], row[:, 1:], torch.full((1, 8), 1 / 16))
+    engine.backward(loss, last=True)
+    engine.finish()
+    optimizer.step(0.5)
+    engine.start_param_sync()
+    coordinator, errors = Coordinator.of(groups), []
+    with pytest.raises(CheckpointError) as refused:
+        save_checkpoint(root, 1, chunks, {}, coordinator=coordinator)
+    errors.append(str(refused.value))
+    with pytest.raises(ValueError, match="complete_weights") as late:
+        saver.save(1, {})
+    errors.append(str(late.value))
+    engine.complete_weights()
+    saver.save(1, {})
+    save_checkpoint(root, 1, chunks, {}, coordinator=coordinator)
+    saver.close()
+    return errors
+
+
+def test_weights_are_saved_after_all_updates(tmp_path: Path) -> None:
+    for errors in run_ranks(saved_in_time, 2, str(tmp_path)):
+        assert all("complete_weights()" in error for error in errors)
+        assert len(errors) == 2
+    single = GPTModel(CONFIG, ProcessGroupCollection.single(), seed=1)
+    parameters = list(single.parameters())
+    loss, _ = single.loss(TOKENS[:, :-1], TOKENS[:, 1:], torch.full((2, 8), 1 / 16))
+    loss.backward()
+    torch.optim.SGD(parameters, lr=0.5).step()
+    for root in (tmp_path, tmp_path / "background"):
+        found = GPTModel(CONFIG, ProcessGroupCollection.single(), seed=2)
+        folder = latest_checkpoint(root)
+        assert folder is not None
+        load_checkpoint(folder, weight_chunks(found.store), coordinator=Solo())
+        for p, q in zip(found.parameters(), parameters, strict=True):
+            assert float((p - q).detach().abs().max()) < 1e-6

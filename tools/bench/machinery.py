@@ -11,6 +11,7 @@ from __future__ import annotations
 import statistics
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
@@ -26,8 +27,22 @@ LAYERS, SIZE, TOKENS = 64, 8, 4
 Chain = Callable[[torch.Tensor], torch.Tensor]
 
 
-def our_chain(strategy: str) -> tuple[Chain, Callable[[torch.Tensor], None]]:
-    """Return (forward, backward) of a chain of handles on one rank."""
+@dataclass(frozen=True)
+class Layers:
+    """A chain of layers.
+
+    Args:
+        forward, backward: what is timed.
+        end: what ends a step, and is not.
+    """
+
+    forward: Chain
+    backward: Callable[[torch.Tensor], None]
+    end: Callable[[], None] = lambda: None
+
+
+def our_chain(strategy: str) -> Layers:
+    """Return a chain of handles on one rank."""
     groups = ProcessGroupCollection.single()
     store = WeightStore(groups)
     handles = [
@@ -51,11 +66,11 @@ def our_chain(strategy: str) -> tuple[Chain, Callable[[torch.Tensor], None]]:
         engine.begin_step()
         return forward(x)
 
-    return begin_and_forward, backward
+    return Layers(begin_and_forward, backward, engine.finish)
 
 
-def plain_chain() -> tuple[Chain, Callable[[torch.Tensor], None]]:
-    """Return (forward, backward) of a chain of leaves."""
+def plain_chain() -> Layers:
+    """Return a chain of leaves."""
     leaves = [torch.randn(SIZE, SIZE).mul_(0.3).requires_grad_() for _ in range(LAYERS)]
 
     def forward(x: torch.Tensor) -> torch.Tensor:
@@ -65,7 +80,7 @@ def plain_chain() -> tuple[Chain, Callable[[torch.Tensor], None]]:
             x = F.linear(x, leaf)
         return x
 
-    return forward, torch.Tensor.backward
+    return Layers(forward, torch.Tensor.backward)
 
 
 def rows(quick: bool) -> list[Row]:
@@ -78,7 +93,7 @@ def rows(quick: bool) -> list[Row]:
     for turn in range(rounds + rounds // 10):
         names = list(chains) if turn % 2 else list(chains)[::-1]
         for name in names:
-            measured = _measure(*chains[name], x)
+            measured = _measure(chains[name], x)
             if turn >= rounds // 10:
                 seconds[name].append(measured)
     found = []
@@ -103,14 +118,14 @@ def rows(quick: bool) -> list[Row]:
     return found
 
 
-def _measure(
-    forward: Chain, backward: Callable[[torch.Tensor], None], x: torch.Tensor
-) -> Sequence[float]:
+def _measure(layers: Layers, x: torch.Tensor) -> Sequence[float]:
     """Return the processor seconds of forward and of backward: other programs do not count."""
     start = time.process_time()
-    loss = forward(x)
+    loss = layers.forward(x)
     middle = time.process_time()
     total = loss.sum()
     begun = time.process_time()
-    backward(total)
-    return [middle - start, time.process_time() - begun]
+    layers.backward(total)
+    end = time.process_time()
+    layers.end()
+    return [middle - start, end - begun]

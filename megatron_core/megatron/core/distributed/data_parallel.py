@@ -47,7 +47,7 @@ from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import Enum
 from typing import Protocol
 
@@ -205,6 +205,7 @@ class GradientBlock(ABC):
             another one waits for it.
         puts: how often each weight's gradient was accumulated since the last sum.
         sums: in this step.
+        in_step: a step has begun and not ended, so gradients may be accumulated.
     """
 
     each_microbatch: bool
@@ -215,6 +216,7 @@ class GradientBlock(ABC):
         self.puts: dict[str, int] = {}
         self.waiting = 0
         self.sums = 0
+        self.in_step = False
         self.bounded = self.each_microbatch or bucket.wide or bucket.bucket.outer.size > 1
         self.bytes = block.layout.numel * bucket.config.grad_dtype.itemsize
         self._whole: torch.Tensor | None = None
@@ -238,6 +240,7 @@ class GradientBlock(ABC):
     def begin_step(self) -> None:
         """Forget the last step's gradients."""
         self.sums = 0
+        self.in_step = True
         self._start_afresh()
 
     def begin_last(self) -> None:
@@ -253,8 +256,13 @@ class GradientBlock(ABC):
         """Count a put; with the last one that was declared, the block is full.
 
         Raises:
-            ValueError: it has been summed already.
+            ValueError: no step has begun, or it has been summed already.
         """
+        if not self.in_step:
+            raise ValueError(
+                f"backward of {handle.name} outside a step: call begin_step() of the DataParallel "
+                "engine first"
+            )
         if self.is_late:
             raise ValueError(
                 f"{handle.name} got more gradients than its {handle.uses} declared uses, after "
@@ -710,6 +718,7 @@ class DataParallel:
         store.give_gradients()
         self._sums = ModelSums(store, self.buckets)
         self._phase = _Phase.BETWEEN
+        self._complete, self._unsynced = True, False
         self._observer: GradientObserver | None = None
         self._last: set[int] = set()
         self._under_way: deque[GradientBlock] = deque()
@@ -732,7 +741,7 @@ class DataParallel:
         """Return what this rank's optimizer updates, one range per bucket; one of nothing if
         there is no bucket."""
         found = [owned_range(self.store, b.bucket, b.gradients) for b in self.buckets]
-        return found or [empty_range(self.store)]
+        return [replace(one, owner=self) for one in found or [empty_range(self.store)]]
 
     def observe_gradients(self, observer: GradientObserver | None) -> None:
         """Have this rank's own gradients shown, flat and a bucket at a time, before each sum."""
@@ -749,8 +758,17 @@ class DataParallel:
             microbatches: of this step; another number than that costs time, not correctness.
             program: the segments of this step in the order in which they will run, instead of each
                 microbatch forward and backward; `segment` then marks when each begins. Likewise.
+
+        Raises:
+            ValueError: a step or an evaluation is under way, or updates have not been passed on.
         """
-        self._phase = _Phase.STEP
+        if self._phase is not _Phase.BETWEEN:
+            raise ValueError(
+                f"begin_step inside {self._phase.value}: finish() or abort() it first; every "
+                "microbatch of a step follows one begin_step()"
+            )
+        self._check_synced("begin_step")
+        self._phase, self._complete = _Phase.STEP, False
         self.launched_in_backward = self.outer_in_backward = 0
         self._last.clear()
         if self._observer is not None:
@@ -868,7 +886,7 @@ class DataParallel:
             gatherer.finish()
             if self.config.debug:
                 gatherer.check_order()
-        self._phase = _Phase.BETWEEN
+        self._end_step(complete=True)
 
     def abort(self) -> None:
         """Leave a step that failed half-way; the next `begin_step` starts clean."""
@@ -877,7 +895,7 @@ class DataParallel:
             bucket.abort()
         for gatherer in self.gatherers:
             gatherer.abort()
-        self._phase = _Phase.BETWEEN
+        self._end_step(complete=False)
 
     # --- between steps ----------------------------------------------------------------------------
 
@@ -889,6 +907,7 @@ class DataParallel:
         `force_sync`, all are gathered here, except that weights which are stored in shards would
         be released again: they are only with `force_sync`.
         """
+        self._unsynced = False
         early = self.config.fsdp_all_gather_in_start_param_sync
         for gatherer in self.gatherers:
             gatherer.invalidate()
@@ -908,10 +927,11 @@ class DataParallel:
         Ranks that store the same hold the same after it. All data-parallel ranks call this.
 
         Raises:
-            ValueError: a step is under way.
+            ValueError: a step is under way, or updates have not been passed on.
         """
         if self._phase is _Phase.STEP:
             raise ValueError("complete_weights inside a step: finish() or abort() it first")
+        self._check_synced("complete_weights")
         for gatherer in self.gatherers:
             gatherer.complete_stored()
 
@@ -924,10 +944,11 @@ class DataParallel:
                 own for all that runs inside.
 
         Raises:
-            ValueError: a step or an evaluation is under way.
+            ValueError: a step or an evaluation is under way, or updates have not been passed on.
         """
         if self._phase is not _Phase.BETWEEN:
             raise ValueError(f"evaluation inside {self._phase.value}: finish() or leave that first")
+        self._check_synced("evaluation")
         self._phase = _Phase.EVALUATION
         try:
             for gatherer in self.gatherers:
@@ -944,7 +965,47 @@ class DataParallel:
         finally:
             self._phase = _Phase.BETWEEN
 
+    # --- what the optimizer calls -----------------------------------------------------------------
+
+    def check_gradients(self) -> None:
+        """See that the gradients of `owned()` are complete.
+
+        Raises:
+            ValueError: a step has begun that `finish` has not ended.
+        """
+        if self._phase is _Phase.STEP:
+            raise ValueError(
+                "the gradients of this step are not summed over the ranks yet: call finish() of "
+                "the DataParallel engine after the last backward, before the optimizer's step"
+            )
+        if not self._complete:
+            raise ValueError(
+                "the last step was left by abort(), so its gradients are not complete: compute a "
+                "step from begin_step() to finish() before the optimizer's step"
+            )
+
+    def weights_updated(self) -> None:
+        """Take note that the optimizer has written the owned ranges."""
+        self._unsynced = bool(self.gatherers)
+
     # --- inside -----------------------------------------------------------------------------------
+
+    def _check_synced(self, name: str) -> None:
+        """See that the optimizer's updates are on their way to the other ranks.
+
+        Raises:
+            ValueError: they are not.
+        """
+        if self._unsynced:
+            raise ValueError(
+                f"{name}: the optimizer has updated weights that other ranks share: call "
+                "start_param_sync() after every optimizer step"
+            )
+
+    def _end_step(self, *, complete: bool) -> None:
+        self._phase, self._complete = _Phase.BETWEEN, complete
+        for block in self._blocks:
+            block.in_step = False
 
     def _on_full(self, block: GradientBlock) -> None:
         last = block.bucket.part in self._last

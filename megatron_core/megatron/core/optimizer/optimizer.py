@@ -189,6 +189,8 @@ class Optimizer:
         self.scaler: LossScaler = scaler or ConstantLossScaler()
         self.ranges = [state for one in owned for state in range_states(one, self.config)]
         self._steps = torch.zeros((), dtype=torch.int64, device="cpu")
+        # one engine, as a rule
+        self._owners = list(dict.fromkeys(one.owner for one in owned if one.owner is not None))
         self.device = device = owned[0].weights.device if owned else torch.device("cpu")
         self._norm_groups = _norm_groups(owned, groups, device)
         self.host = HostUpdates([s for s in self.ranges if s.on_host], device)
@@ -240,13 +242,15 @@ class Optimizer:
             The result; the weights' other shards must then be gathered by the data-parallel engine.
 
         Raises:
-            ValueError: `decoupled_lr` without such weights, or they without it.
+            ValueError: `decoupled_lr` without such weights, or they without it; or gradients that
+                the data-parallel engine has not completed.
         """
         if (decoupled_lr is not None) != bool(self.config.decoupled):
             raise ValueError(
                 f"decoupled_lr is {decoupled_lr} and the decoupled weights are "
                 f"{self.config.decoupled}: give both or neither"
             )
+        self._check_gradients()
         scale = self.scaler.scale
         norm = (self.grad_norm() if norm is None else norm) / scale
         zeros = self.count_zeros() if self.config.count_zeros else None
@@ -259,6 +263,8 @@ class Optimizer:
         self.steps += 1
         own = lr if decoupled_lr is None else decoupled_lr
         self._apply(StepNumbers(lr, weight_decay, divisor, self.steps, own))
+        for owner in self._owners:
+            owner.weights_updated()
         return OptimizerStepResult(True, norm, zeros)
 
     def after_load(self, *, with_state: bool, steps: int | None = None) -> None:
@@ -300,17 +306,32 @@ class Optimizer:
         return sum(state.state_bytes() for state in self.ranges if state.on_host == on_host)
 
     def grad_norm(self) -> float:
-        """Return the L2 norm of all gradients, each weight counted once, loss scale included."""
+        """Return the L2 norm of all gradients, each weight counted once, loss scale included.
+
+        Raises:
+            ValueError: the data-parallel engine has not completed them.
+        """
+        self._check_gradients()
         return math.sqrt(self._total(_square))
 
     def count_zeros(self) -> int:
-        """Return the number of gradient elements that are exactly zero, each counted once."""
+        """Return the number of gradient elements that are exactly zero, each counted once.
+
+        Raises:
+            ValueError: the data-parallel engine has not completed them.
+        """
+        self._check_gradients()
         return round(self._total(lambda flat: (flat == 0).sum().double()))
 
     @torch.no_grad()
     def params_norm(self) -> float:
         """Return the L2 norm of the fp32 weights that are trained, each counted once."""
         return math.sqrt(self._total(_square, of_weights=True))
+
+    def _check_gradients(self) -> None:
+        """See that every engine has completed its gradients. Raises ValueError."""
+        for owner in self._owners:
+            owner.check_gradients()
 
     def _total(
         self, measure: Callable[[torch.Tensor], torch.Tensor], *, of_weights: bool = False

@@ -17,6 +17,7 @@ from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
+from typing import Protocol
 
 import torch
 
@@ -341,6 +342,16 @@ class WeightStore:
 NORM_GROUPS = ("expert_model", "model", "world")
 
 
+class RangeOwner(Protocol):
+    """Who fills the gradients of owned ranges and passes their updates on: an engine."""
+
+    def check_gradients(self) -> None:
+        """See that the gradients are complete. Raises ValueError."""
+
+    def weights_updated(self) -> None:
+        """Take note that an optimizer has written the weights."""
+
+
 @dataclass(frozen=True, eq=False)
 class OwnedRange:
     """A range of one bucket.
@@ -356,6 +367,7 @@ class OwnedRange:
         norm_group: one of `NORM_GROUPS`, the group over which sums of squares of `counted` add up
             to the whole, times `replicas`.
         replicas: ranks of that group that hold the same range.
+        owner: the engine; None where gradients are filled by hand.
     """
 
     weights: torch.Tensor
@@ -366,6 +378,7 @@ class OwnedRange:
     boxes: tuple[LocalBox, ...]
     norm_group: str
     replicas: int = 1
+    owner: RangeOwner | None = None
 
 
 def empty_range(store: WeightStore) -> OwnedRange:

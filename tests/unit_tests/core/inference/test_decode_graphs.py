@@ -3,8 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+import contextlib
 from dataclasses import replace
 from unittest import mock
 
@@ -13,15 +12,16 @@ import torch
 
 from megatron.core.cpu_graph import CpuGraph
 from megatron.core.inference import decode_graphs
+from megatron.core.inference import engine as engine_module
 from megatron.core.inference.decode_graphs import buckets_of
 from megatron.core.inference.engine import Completion, Engine, generate
 from megatron.core.models.gpt import GPTModel
 from megatron.core.models.inference_optimized import InferenceOptimizedModel
 from megatron.core.process_groups import ProcessGroupCollection, RankGrid
-from megatron.core.tensor_parallel import vocab_parallel
 from tests.support.inputs import one_thread
 from tests.support.op_tape import OpTape, TapeRecorder
 from tests.support.ranks import run_ranks
+from tests.support.strict_recorder import HostRead, MemoryGrowth, StrictRerun, StrictTape
 from tests.unit_tests.core.inference.test_engine import (
     DRAWN,
     FAMILIES,
@@ -36,44 +36,6 @@ from tests.unit_tests.core.inference.test_speculation import half_right
 def on_one_thread():
     with one_thread():
         yield
-
-
-class HostRead(Exception):
-    """The host reads what is on the device."""
-
-
-@contextmanager
-def host_reads_refused() -> Iterator[None]:
-    """Refuse what would make the host of a GPU wait."""
-
-    def refused(*_: object) -> None:
-        raise HostRead
-
-    names = ("item", "tolist", "cpu", "numpy", "__bool__", "__int__", "__float__")
-    with (
-        mock.patch.multiple(torch.Tensor, **dict.fromkeys(names, refused)),
-        mock.patch.object(vocab_parallel, "check_ids"),  # looks at ids on a CPU alone
-    ):
-        yield
-
-
-class Strict(TapeRecorder):
-    """A tape in which the host reads nothing."""
-
-    def __init__(self) -> None:
-        super().__init__(OpTape())
-
-    def capture(self, run: Callable[[], None]) -> None:
-        with host_reads_refused():
-            super().capture(run)
-
-
-class Eager:
-    """Run the function itself instead of a recording, which gloo's copies or the host's reads of
-    numbers of tokens cannot be in."""
-
-    def capture(self, run: Callable[[], None]) -> None:
-        self.replay = run
 
 
 def said(engine: Engine, count: int = 5) -> list[tuple[list[int], list[float]]]:
@@ -94,15 +56,15 @@ def said(engine: Engine, count: int = 5) -> list[tuple[list[int], list[float]]]:
 def test_replays_have_the_bits_of_eager_steps(family: str, optimized: bool, drafts: bool) -> None:
     model = model_of(family)
     runs = InferenceOptimizedModel(model) if optimized else model
-    made: list[Strict] = []
+    made: list[StrictTape] = []
 
-    def strict() -> Strict:
-        made.append(Strict())
+    def strict() -> StrictTape:
+        made.append(StrictTape())
         return made[-1]
 
     found, wanted = [], generate(engine_of(model), requests(DRAWN)[:5])
     right = {r.prompt: c.tokens for r, (c,) in zip(requests(), wanted, strict=False)}
-    for recorder in (strict, Eager):
+    for recorder in (strict, StrictRerun):
         engine = engine_of(model, half_right(right) if drafts else None, make_recorder=recorder)
         engine.model = runs
         found.append(said(engine))
@@ -126,7 +88,7 @@ def replayed_on_a_rank(rank: int, world: int) -> list[tuple[list[list[int]], int
     for family, optimized, sequence in SHARDED:
         with one_thread():
             model = model_of(family, groups, sequence_parallel=sequence)
-            make = Eager if sequence else lambda: TapeRecorder(OpTape())
+            make = StrictRerun if sequence else lambda: TapeRecorder(OpTape())
             engine = engine_of(model, make_recorder=make, token_multiple=world if sequence else 1)
             engine.model = InferenceOptimizedModel(model) if optimized else model
             tokens = [tokens for tokens, _ in said(engine, 3)]
@@ -145,13 +107,47 @@ def test_replays_of_tensor_parallel_ranks_say_what_one_process_says() -> None:
             assert steps > replayed > steps - 4  # all but those of prompts
 
 
-def test_a_host_read_in_a_recording_is_found() -> None:
+@pytest.mark.parametrize("recorder", [StrictTape, StrictRerun])
+def test_a_host_read_in_a_recording_is_found(recorder: type) -> None:
     with pytest.raises(HostRead):
-        said(engine_of(model_of("experts"), make_recorder=Strict))
+        said(engine_of(model_of("experts"), make_recorder=recorder))
+
+
+@pytest.mark.parametrize(
+    "read",
+    [
+        lambda x: x.sum().item(),
+        lambda x: x.tolist(),
+        lambda x: x.cpu(),
+        lambda x: bool((x > 0).any()),
+        lambda x: x[x > 0],
+        lambda x: range(x.sum()),
+    ],
+)
+def test_the_rerun_refuses_every_read(read) -> None:
+    x = torch.ones(3, dtype=torch.int64)
+    with pytest.raises(HostRead):
+        StrictRerun().capture(lambda: read(x))
+    assert read(x) is not None  # outside, all is as before
+
+
+@pytest.mark.parametrize("grows", [False, True])
+def test_the_rerun_refuses_memory_that_grows(grows: bool) -> None:
+    found: dict[int, torch.Tensor] = {}
+    x, recorder = torch.ones(3), StrictRerun()
+
+    def run() -> None:
+        found[len(found) if grows else 0] = x + 1
+
+    recorder.capture(run)
+    with pytest.raises(MemoryGrowth) if grows else contextlib.nullcontext():
+        for _ in range(9):
+            recorder.replay()
+    assert (recorder.replays < 9) == grows
 
 
 def test_padding_touches_no_page() -> None:
-    engine = engine_of(model_of("gqa"), make_recorder=Strict, max_rows=7)
+    engine = engine_of(model_of("gqa"), make_recorder=StrictTape, max_rows=7)
     written: set[int] = set()
     schedule = engine.scheduler.schedule
 
@@ -172,8 +168,17 @@ def test_padding_touches_no_page() -> None:
         assert not (places[sorted(written)] == 7.0).any()
 
 
+def test_graphs_of_a_rank_alone_hold_all_its_rows() -> None:
+    """Only where experts are shared does a step of many rows read on the host."""
+    with mock.patch.object(engine_module, "MOST_PADDED", 1):
+        engine = engine_of(model_of("gqa"), make_recorder=StrictTape)
+    found = said(engine)
+    assert found == said(engine_of(model_of("gqa")))
+    assert engine.graphs.replayed > engine.stats.steps - 4  # all but those of prompts
+
+
 def test_graphs_are_recorded_again_after_sleep() -> None:
-    engine = engine_of(model_of("hybrid"), make_recorder=Strict)
+    engine = engine_of(model_of("hybrid"), make_recorder=StrictTape)
     before = said(engine, 2)
     captured = engine.graphs.captured
     engine.sleep()
@@ -184,7 +189,7 @@ def test_graphs_are_recorded_again_after_sleep() -> None:
 
 @pytest.mark.parametrize("moved", ["pages", "states"])
 def test_a_graph_over_a_buffer_that_moved_is_refused(moved: str) -> None:
-    engine = engine_of(model_of("hybrid"), make_recorder=Strict)
+    engine = engine_of(model_of("hybrid"), make_recorder=StrictTape)
     said(engine, 2)
     graphs = engine.graphs
     assert graphs.compared == graphs.replayed * graphs.buffers > 0

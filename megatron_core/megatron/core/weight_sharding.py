@@ -28,7 +28,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from fractions import Fraction
 from functools import cached_property
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Literal, TypeAlias, get_args
 
 from megatron.core.boxes import Box, boxes_of_range
 from megatron.core.process_groups import DENSE_AXES, EXPERT_AXES, TIED, RankGrid
@@ -48,10 +48,12 @@ EXPERT_LANES = ("egtp", "edp_inner", "edp_outer")
 GTP = ("gtp",)
 
 #: The strategies of data parallelism: ZeRO 0, 1, 2 and 3.
-STRATEGIES = ("no_shard", "optim", "optim_grads", "optim_grads_params")
+Strategy: TypeAlias = Literal["no_shard", "optim", "optim_grads", "optim_grads_params"]
+STRATEGIES: tuple[Strategy, ...] = get_args(Strategy)
 
 #: What hybrid sharding does with the optimizer state over the outer axis.
-OUTER_STRATEGIES = ("no_shard", "optim")
+OuterStrategy: TypeAlias = Literal["no_shard", "optim"]
+OUTER_STRATEGIES: tuple[OuterStrategy, ...] = get_args(OuterStrategy)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -106,7 +108,7 @@ class Placement:
     optimizer: tuple[str, ...] = ()
 
 
-def placement(strategy: str, outer: str = "no_shard") -> Placement:
+def placement(strategy: Strategy, outer: OuterStrategy = "no_shard") -> Placement:
     """Return which data axes shard weight, gradient and optimizer state.
 
     ZeRO stages 0 to 3 (Rajbhandari et al. 2020, section 5) over the inner data-parallel
@@ -602,8 +604,10 @@ __all__ = [
     "GradientPlan",
     "GradientStep",
     "LocalBox",
+    "OuterStrategy",
     "Placement",
     "Segment",
+    "Strategy",
     "WeightSharding",
     "check",
     "gradient_plan",

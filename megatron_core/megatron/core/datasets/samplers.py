@@ -17,7 +17,7 @@ from collections import deque
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 import numpy as np
 import torch
@@ -94,6 +94,7 @@ class CyclicOrder:
         return np.concatenate(parts)
 
 
+@runtime_checkable
 class TokenSource(Protocol):
     """What GPTBatches reads: GPTDataset, BlendedDataset, ChatDataset and MockDataset are four."""
 
@@ -176,7 +177,8 @@ class GPTBatches(Iterator[GPTBatch]):
         batch_sizes: g, of each step; None is b for each data-parallel rank.
 
     Raises:
-        ValueError: numbers that cannot be, or more samples consumed than there are.
+        ValueError: numbers that cannot be, more samples consumed than there are, or a data set
+            that has no `read`.
     """
 
     def __init__(
@@ -190,6 +192,12 @@ class GPTBatches(Iterator[GPTBatch]):
         order: SampleOrder | None = None,
         batch_sizes: BatchSizes | None = None,
     ) -> None:
+        if not isinstance(dataset, TokenSource):
+            raise ValueError(
+                f"a data set of type {type(dataset).__name__} needs __len__() and "
+                "read(indices) -> SampleRows(tokens=int64 [b, s + 1], loss_mask=float32 [b, s]): "
+                "see megatron.core.datasets.token_rows"
+            )
         self._dataset = dataset
         self._order = SingleOrder(len(dataset)) if order is None else order
         self._sizes = batch_sizes or BatchSizes.constant(micro_batch_size * lanes_size)
@@ -236,7 +244,11 @@ class GPTBatches(Iterator[GPTBatch]):
         return end is None or begin + division.consumed(number + 1) <= end
 
     def read(self, places: SampleRange) -> GPTBatch:
-        """Read the microbatch at some places; any thread may."""
+        """Read the microbatch at some places; any thread may.
+
+        Raises:
+            ValueError: the data set returns something other than such rows.
+        """
         samples = places.samples
         filler = not samples
         if filler:  # of the last sample's rows: what they hold, the step computes anyway
@@ -246,6 +258,7 @@ class GPTBatches(Iterator[GPTBatch]):
         if filler:
             numbers, ids = numbers.repeat(places.rows), ids.repeat(places.rows)
         found = self._dataset.read(numbers)
+        _check_rows(self._dataset, found, len(numbers))
         mask = torch.from_numpy(found.loss_mask)
         return GPTBatch(
             tokens=torch.from_numpy(found.tokens),
@@ -273,6 +286,34 @@ class GPTBatches(Iterator[GPTBatch]):
         batch = self.read(self.places())
         self.skip()
         return batch
+
+
+def _check_rows(dataset: TokenSource, rows: SampleRows, count: int) -> None:
+    """See that a data set has read what `SampleRows` says.
+
+    Args:
+        count: b.
+
+    Raises:
+        ValueError: another type, dtype or shape.
+    """
+    name = f"{type(dataset).__name__}.read()"
+    if not isinstance(rows, SampleRows):
+        raise ValueError(
+            f"{name} returned {type(rows).__name__}: return SampleRows(tokens=int64 [b, s + 1], "
+            "loss_mask=float32 [b, s]) of megatron.core.datasets.token_rows"
+        )
+    shape = (count, rows.tokens.shape[1] - 1) if rows.tokens.ndim == 2 else (count, 0)
+    if shape[1] < 1 or len(rows.tokens) != count or rows.tokens.dtype != np.int64:
+        raise ValueError(
+            f"{name} returned tokens {rows.tokens.dtype} {list(rows.tokens.shape)}: return int64 "
+            f"[{count}, s + 1], inputs and labels in one"
+        )
+    if rows.loss_mask.shape != shape or rows.loss_mask.dtype != np.float32:
+        raise ValueError(
+            f"{name} returned loss_mask {rows.loss_mask.dtype} {list(rows.loss_mask.shape)} for "
+            f"tokens {list(rows.tokens.shape)}: return float32 {list(shape)}, one for each label"
+        )
 
 
 # Per thread: one that is being read, and one that waits to be taken.

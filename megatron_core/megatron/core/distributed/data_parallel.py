@@ -49,7 +49,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from enum import Enum
-from typing import Protocol
+from typing import Literal, Protocol, TypeAlias, get_args
 
 import torch
 
@@ -79,11 +79,13 @@ from megatron.core.weight_gather import (
     owned_range,
     reductions,
 )
-from megatron.core.weight_gather.wire import wire_formats
-from megatron.core.weight_sharding import Placement, placement
+from megatron.core.weight_gather.bucket import Granularity
+from megatron.core.weight_gather.wire import GatherFormat, ScaleBlocks, wire_formats
+from megatron.core.weight_sharding import OuterStrategy, Placement, Strategy, placement
 
 GRADIENT_DTYPES = (torch.float32, torch.bfloat16)
-REDUCE_SCATTER_PER = ("microbatch", "step")
+ReduceScatterPer: TypeAlias = Literal["microbatch", "step"]
+REDUCE_SCATTER_PER: tuple[ReduceScatterPer, ...] = get_args(ReduceScatterPer)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -121,18 +123,18 @@ class DataParallelConfig:
         ValueError: everything that does not go together, in one message.
     """
 
-    strategy: str = "no_shard"
-    outer: str = "no_shard"
+    strategy: Strategy = "no_shard"
+    outer: OuterStrategy = "no_shard"
     overlap_grad_reduce: bool = True
     overlap_param_gather: bool = False
     fsdp_all_gather_in_start_param_sync: bool = True
-    granularity: str = "unit"
+    granularity: Granularity = "unit"
     prefetch_bytes: int = 0
     grad_dtype: torch.dtype = torch.float32
     fp32_accumulation: bool = False
-    gtp_reduce_scatter_per: str = "microbatch"
-    gather_format: str = "bf16"
-    gather_scale_blocks: str = "2d"
+    gtp_reduce_scatter_per: ReduceScatterPer = "microbatch"
+    gather_format: GatherFormat = "bf16"
+    gather_scale_blocks: ScaleBlocks = "2d"
     debug: bool = False
 
     def __post_init__(self) -> None:

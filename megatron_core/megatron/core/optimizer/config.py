@@ -13,7 +13,7 @@ import math
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
-from typing import TypeAlias
+from typing import Literal, TypeAlias, get_args
 
 import torch
 
@@ -138,10 +138,12 @@ def _factor(name: str, factors: Sequence[tuple[str, float]], default: float) -> 
     return next((f for pattern, f in factors if fnmatchcase(name, pattern)), default)
 
 
-KINDS = ("adam", "sgd", "muon")
+OptimizerKind: TypeAlias = Literal["adam", "sgd", "muon"]
+KINDS: tuple[OptimizerKind, ...] = get_args(OptimizerKind)
 STATE_DTYPES = (torch.float32, torch.bfloat16)
 #: Factors of an orthogonal update of [rows, cols]; `newton_schulz.update_scale` has the formulas.
-SCALE_MODES = ("spectral", "shape_scaling", "unit_rms_norm", "rms")
+ScaleMode: TypeAlias = Literal["spectral", "shape_scaling", "unit_rms_norm", "rms"]
+SCALE_MODES: tuple[ScaleMode, ...] = get_args(ScaleMode)
 #: Patterns of names of matrices that AdamW updates whatever Muon does: each of their rows is a
 #: token's, used alone, so that the matrix as a whole means nothing.
 TOKEN_MATRICES = ("embedding.*", "*.embedding.*", "head.*", "*.head.*")
@@ -175,7 +177,7 @@ class MuonConfig:
     momentum: float = 0.9
     nesterov: bool = False
     num_ns_steps: int = 5
-    scale_mode: str = "spectral"
+    scale_mode: ScaleMode = "spectral"
     extra_scale_factor: float = 1.0
     split_fused: bool = True
     adam_names: tuple[str, ...] = ()
@@ -228,7 +230,7 @@ class OptimizerConfig:
         ValueError: everything out of range, in one message.
     """
 
-    kind: str = "adam"
+    kind: OptimizerKind = "adam"
     adam_beta1: float = 0.9
     adam_beta2: float = 0.999
     adam_eps: float = 1e-8

@@ -363,10 +363,11 @@ class VocabParallelHead(nn.Module):
         Args:
             hidden: [s, b, h] ([s/tp, b, h] under sequence parallelism).
             targets: int64 [s, b].
-            token_weights: fp32 [s, b].
+            token_weights: [s, b], of any floating dtype; computed with in fp32.
 
         Raises:
-            ValueError: targets or weights of another shape, or a target that is no id.
+            ValueError: targets or weights of another shape, weights of another kind, or a target
+                that is no id.
         """
         hidden = self.gathered(hidden)
         for what, tensor in (("labels", targets), ("token_weights", token_weights)):
@@ -375,12 +376,17 @@ class VocabParallelHead(nn.Module):
                     f"{what} {list(tensor.t().shape)} for {list(hidden.shape[1::-1])} tokens: give "
                     "one for each token, [b, s] to the model"
                 )
+        if not token_weights.is_floating_point():
+            raise ValueError(
+                f"token_weights are {token_weights.dtype}: give fp32 factors of each token's loss, "
+                "such as mask.float() / mask.sum() for the mean over a mask"
+            )
         check_ids(targets, self.vocab_size, "label")
         loss, nll = vocab_parallel_cross_entropy(
             hidden.reshape(-1, hidden.shape[-1]),
             self.weight,
             targets.reshape(-1),
-            token_weights.reshape(-1),
+            token_weights.float().reshape(-1),
             group=self.region.group,
             vocab_size=self.vocab_size,
         )

@@ -34,20 +34,28 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Literal, Protocol, TypeAlias, get_args
 
 import torch
 
 from megatron.core.process_groups import Group, ProcessGroupCollection, RankGrid
 from megatron.core.weight_gather.handle import WeightHandle
-from megatron.core.weight_gather.wire import EncodedWeight, WireFormat, wire_formats
+from megatron.core.weight_gather.wire import (
+    EncodedWeight,
+    GatherFormat,
+    ScaleBlocks,
+    WireFormat,
+    wire_formats,
+)
 from megatron.core.weight_sharding import (
     DENSE_LANES,
     EXPERT_LANES,
     GTP,
     OUTER_LANES,
     GradientPlan,
+    OuterStrategy,
     Placement,
+    Strategy,
     placement,
     shard_range,
 )
@@ -472,7 +480,8 @@ def reductions(
     )
 
 
-GRANULARITIES = ("unit", "weight")
+Granularity: TypeAlias = Literal["unit", "weight"]
+GRANULARITIES: tuple[Granularity, ...] = get_args(Granularity)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -491,18 +500,20 @@ class Storage:
         initialize: write initial values; otherwise zeros.
 
     Raises:
-        ValueError: an unknown granularity or format, or 1-D scale blocks of one that has none.
+        ValueError: an unknown strategy, granularity or format, or 1-D scale blocks of a format
+            that has none.
     """
 
-    strategy: str = "no_shard"
-    outer: str = "no_shard"
+    strategy: Strategy = "no_shard"
+    outer: OuterStrategy = "no_shard"
     bucket_bytes: int = 160_000_000
-    granularity: str = "unit"
-    gather_format: str = "bf16"
-    gather_scale_blocks: str = "2d"
+    granularity: Granularity = "unit"
+    gather_format: GatherFormat = "bf16"
+    gather_scale_blocks: ScaleBlocks = "2d"
     initialize: bool = True
 
     def __post_init__(self) -> None:
+        placement(self.strategy, self.outer)
         if self.granularity not in GRANULARITIES:
             raise ValueError(f"granularity {self.granularity!r}: use {' or '.join(GRANULARITIES)}")
         wire_formats(self.gather_format, scale_blocks=self.gather_scale_blocks)

@@ -42,15 +42,17 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from typing import ClassVar
+from typing import ClassVar, Literal, TypeAlias, get_args
 
 import torch
 from torch.nn.functional import pad
 
-WIRE_FORMATS = ("bf16", "fp8", "mxfp8", "nvfp4")
+GatherFormat: TypeAlias = Literal["bf16", "fp8", "mxfp8", "nvfp4"]
+WIRE_FORMATS: tuple[GatherFormat, ...] = get_args(GatherFormat)
 
 #: Shapes of the blocks that share a scale: squares, or runs along one dimension.
-SCALE_BLOCKS = ("2d", "1d")
+ScaleBlocks: TypeAlias = Literal["2d", "1d"]
+SCALE_BLOCKS: tuple[ScaleBlocks, ...] = get_args(ScaleBlocks)
 
 #: Largest magnitudes of the element types.
 _E4M3_MAX, _E2M1_MAX = 448.0, 6.0

@@ -1,0 +1,126 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Code of users around core: data sets, token weights and settings that are wrong in small ways get
+an error that names the fix."""
+
+from __future__ import annotations
+
+from typing import Any, get_args, get_type_hints
+
+import numpy as np
+import pytest
+import torch
+
+from megatron.core.datasets.samplers import GPTBatches
+from megatron.core.datasets.token_rows import SampleRows
+from megatron.core.distributed import DataParallelConfig
+from megatron.core.models.gpt import GPTConfig, GPTModel
+from megatron.core.optimizer import OptimizerConfig
+from megatron.core.process_groups import ProcessGroupCollection
+from megatron.core.transformer import AttentionConfig, MLPConfig
+from megatron.core.weight_gather import Storage
+from megatron.core.weight_sharding import STRATEGIES
+
+CONFIG = GPTConfig(
+    num_layers=1,
+    hidden_size=8,
+    vocab_size=16,
+    attention=AttentionConfig(num_attention_heads=2, num_query_groups=1, kv_channels=4),
+    mlp=MLPConfig(ffn_hidden_size=12),
+)
+
+
+class OwnData:
+    """A data set of a user's: what it reads, made by a function of the sample numbers."""
+
+    def __init__(self, rows) -> None:
+        self.rows = rows
+
+    def __len__(self) -> int:
+        return 6
+
+    def read(self, indices: np.ndarray) -> Any:
+        return self.rows(len(indices))
+
+
+def tokens_of(count: int, *, dtype: type = np.int64) -> np.ndarray:
+    return np.ones((count, 5), dtype=dtype)
+
+
+def rows_with(mask: np.ndarray, count: int) -> SampleRows:
+    return SampleRows(tokens=tokens_of(count), loss_mask=mask)
+
+
+def test_a_data_set_of_ones_own_is_read() -> None:
+    data = OwnData(lambda n: rows_with(np.full((n, 4), 0.5, np.float32), n))
+    batch = next(GPTBatches(data, micro_batch_size=2))
+    assert batch.loss_mask.tolist() == [[0.5] * 4] * 2
+    assert batch.labels.shape == (2, 4)
+
+
+@pytest.mark.parametrize(
+    ("rows", "words"),
+    [
+        (lambda n: tokens_of(n), ("ndarray", "SampleRows(", "loss_mask")),
+        (lambda n: {"tokens": tokens_of(n)}, ("dict", "SampleRows(", "loss_mask")),
+        (
+            lambda n: rows_with(np.ones((n, 5), np.float32), n),
+            ("loss_mask float32 [2, 5]", "float32 [2, 4]"),
+        ),
+        (
+            lambda n: rows_with(np.ones(4, np.float32), n),
+            ("loss_mask float32 [4]", "float32 [2, 4]"),
+        ),
+        (lambda n: rows_with(np.ones((n, 4), bool), n), ("loss_mask bool", "float32 [2, 4]")),
+        (
+            lambda n: SampleRows(
+                tokens=tokens_of(n, dtype=np.int32), loss_mask=np.ones((n, 4), np.float32)
+            ),
+            ("tokens int32 [2, 5]", "int64 [2, s + 1]"),
+        ),
+        (
+            lambda n: rows_with(np.ones((n, 4), np.float32), n + 1),
+            ("tokens int64 [3, 5]", "int64 [2, s + 1]"),
+        ),
+    ],
+)
+def test_rows_that_do_not_fit_name_what_to_return(rows, words: tuple[str, ...]) -> None:
+    with pytest.raises(ValueError, match=r"OwnData\.read\(\)") as error:
+        next(GPTBatches(OwnData(rows), micro_batch_size=2))
+    assert not [word for word in words if word not in str(error.value)]
+
+
+def test_a_data_set_without_read_is_refused_at_once() -> None:
+    with pytest.raises(ValueError, match=r"type list needs .*read\(indices\) -> SampleRows"):
+        GPTBatches([tokens_of(1)] * 6, micro_batch_size=2)  # type: ignore[arg-type]
+
+
+def test_token_weights_are_factors_and_no_booleans() -> None:
+    model = GPTModel(CONFIG, ProcessGroupCollection.single(), seed=1)
+    inputs = torch.arange(8).view(2, 4)
+    mask = torch.tensor([[True, False, True, True], [False, True, True, False]])
+    for wrong in (mask, mask.long()):
+        with pytest.raises(ValueError, match=rf"{wrong.dtype}.*mask\.float\(\)"):
+            model.loss(inputs, inputs, wrong)
+    loss, per_token = model.loss(inputs, inputs, mask.float() / mask.sum())
+    assert loss.item() == pytest.approx(per_token[mask].double().mean().item(), rel=1e-6)
+    for dtype in (torch.float64, torch.bfloat16):
+        same, _ = model.loss(inputs, inputs, mask.to(dtype))
+        assert same.item() == pytest.approx(per_token[mask].double().sum().item(), rel=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("config", "field", "values"),
+    [
+        (DataParallelConfig, "strategy", STRATEGIES),
+        (DataParallelConfig, "outer", ("no_shard", "optim")),
+        (DataParallelConfig, "granularity", ("unit", "weight")),
+        (DataParallelConfig, "gtp_reduce_scatter_per", ("microbatch", "step")),
+        (DataParallelConfig, "gather_format", ("bf16", "fp8", "mxfp8", "nvfp4")),
+        (Storage, "strategy", STRATEGIES),
+        (OptimizerConfig, "kind", ("adam", "sgd", "muon")),
+    ],
+)
+def test_choices_are_types_that_an_editor_completes(config: type, field: str, values) -> None:
+    assert get_args(get_type_hints(config)[field]) == values
+    with pytest.raises(ValueError, match="zero-9"):
+        config(**{field: "zero-9"})

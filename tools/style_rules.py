@@ -333,6 +333,43 @@ def core_calls(source: Source) -> Iterator[Finding]:
                     yield Finding("environment", source.path, node.lineno, text)
 
 
+def asserted_comparisons(source: Source) -> Iterator[Finding]:
+    """A test compares tensors before it asserts something of the result.
+
+    pytest explains a comparison inside of a failing assert from both sides, element by element: of
+    a tensor of millions, that takes minutes, and on a GPU hours.
+    """
+    if not source.is_test:
+        return
+    for node in ast.walk(source.tree):
+        if isinstance(node, ast.Assert) and any(_compared_for_a_call(node.test, False)):
+            text = "a comparison inside of a call: compute it first, then assert the result"
+            yield Finding("asserted-comparison", source.path, node.lineno, text)
+
+
+def _compared_for_a_call(node: ast.expr, in_call: bool) -> Iterator[bool]:
+    """Yield of each comparison that pytest would explain whether a call takes its result."""
+    match node:
+        case ast.Compare(left=left, comparators=others):
+            yield in_call
+            parts = [left, *others]
+        case ast.Call(func=function, args=arguments, keywords=keywords):
+            in_call = True
+            parts = [function, *arguments, *(keyword.value for keyword in keywords)]
+        case ast.Attribute(value=value) | ast.Starred(value=value):
+            parts = [value]
+        case ast.UnaryOp(operand=operand):
+            parts = [operand]
+        case ast.BinOp(left=left, right=right):
+            parts = [left, right]
+        case ast.BoolOp(values=values):
+            parts = values
+        case _:  # pytest does not look inside of anything else
+            return
+    for part in parts:
+        yield from _compared_for_a_call(part, in_call)
+
+
 def imported(tree: ast.Module) -> Iterator[tuple[str, int]]:
     """Yield (dotted module, line) of every absolute import, also inside functions."""
     for node in ast.walk(tree):
@@ -426,5 +463,6 @@ RULES = (
     configs,
     module_state,
     core_calls,
+    asserted_comparisons,
     dependencies,
 )

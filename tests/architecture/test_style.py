@@ -84,6 +84,21 @@ BREACHES = [
     ("unsafe", APP, HEAD + "import numpy\nnumpy.load('a', allow_pickle=True)\n"),
     ("unsafe", APP, HEAD + "f = lambda g, on: g(trust_remote_code=on)\n"),
     ("unsafe", CORE, HEAD + "import torch.distributed as dist\ndist.all_gather_object([], 1)\n"),
+    *(
+        (
+            "asserted-comparison",
+            "tests/planted.py",
+            HEAD + f"def test_f(x, y):\n    assert {test}\n",
+        )
+        for test in (
+            "bool((x == 1.0).all())",
+            "not (x > y).any(), 'why'",
+            "torch.equal(x == 0, y)",
+            "(~(x != y)).sum() < 3",
+            "y and 0.1 < (x == 0).float().mean()",
+            "f(x, mask=x == y)",
+        )
+    ),
     ("namespace", "megatron/__init__.py", HEAD),
 ]
 
@@ -112,6 +127,19 @@ FINE = [
     (APP, HEAD + "import os\nX = os.environ\nmodel.eval()\nnumpy.load('a', allow_pickle=False)\n"),
     (APP, HEAD + 'def f():\n    """' + "text\n" * 100 + '"""\n'),
     ("tests/planted.py", HEAD + "def test_f(a, b, c, d, e, f, g, h, i): pass\n"),
+    *(
+        (
+            "tests/planted.py",
+            HEAD + f"def test_f(x, y):\n    same = (x == y).all()\n    assert {test}\n",
+        )
+        for test in (
+            "same, (x == y)",
+            "float(abs(x - y).max()) < 1e-5",
+            "all(a == b for a, b in zip(x, y))",
+            "len([a for a in x if a == y]) == 2",
+            "x.sum() == y.sum() and not same",
+        )
+    ),
 ]
 
 

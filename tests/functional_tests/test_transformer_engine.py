@@ -119,7 +119,8 @@ def test_delayed_scaling_goes_on_exactly_from_a_checkpoint(tmp_path):
     assert scales["whole"].keys() == scales["single"].keys()
     for name, state in scales["whole"].items():
         assert torch.equal(state, scales["parts"][name])
-        assert bool((state > 0.0).all()), name
+        above = bool((state > 0.0).all())
+        assert above, name
         assert torch.allclose(state, scales["single"][name], rtol=0.1), name
 
 

@@ -28,4 +28,5 @@ def test_the_next_holders_stream_waits_for_the_last_one(device):
     with torch.cuda.stream(gather):
         again.fill_(2.0)
     torch.cuda.synchronize()
-    assert bool((out == 1.0).all())
+    equal = bool((out == 1.0).all())
+    assert equal

@@ -93,7 +93,8 @@ def test_end_of_document_tokens_can_be_left_out_of_the_loss(prefix):
         batches = training_batches(data, run, lanes=Group.single("lanes"), consumed_samples=0)
         batch = next(batches)
         zeros = int((batch.loss_mask == 0).sum())
-        assert zeros == expected * int((batch.input_ids == 0).sum())
+        starts = int((batch.input_ids == 0).sum())
+        assert zeros == expected * starts
 
 
 def test_a_missing_file_is_a_user_error(tmp_path):
@@ -191,7 +192,8 @@ def test_positions_and_documents_start_anew_if_asked(prefix):
     batch = next(training_batches(data, run, lanes=Group.single("lanes"), consumed_samples=0))
     ends = batch.input_ids[:, :-1] == 0
     assert ends.any()
-    assert torch.equal(batch.positions[:, 1:] == 0, ends)
+    starts = batch.positions[:, 1:] == 0
+    assert torch.equal(starts, ends)
     assert torch.equal(batch.document_ids.diff(dim=1), ends.int())
     assert batch.cu_seqlens.shape == (3, int(ends.sum(1).max()) + 2)
     with pytest.raises(ValueError, match="--reset-position-ids needs an end-of-document token"):

@@ -133,7 +133,8 @@ def test_a_picture_has_the_heat_map(tmp_path):
     run = read_run(str(recorded(tmp_path / "metrics.jsonl")), "a")
     image = imread(draw([run], tmp_path / "all.png", title="t"))
     # The curves are blue; a strong red is an expert with much more than the mean.
-    assert ((image[..., 0] - image[..., 2]) > 0.5).sum() > 300
+    reddish = int(((image[..., 0] - image[..., 2]) > 0.5).sum())
+    assert reddish > 300
 
 
 # --- the factor of routers' losses ----------------------------------------------------------------

@@ -70,9 +70,11 @@ def test_documents_are_conversations_and_padding_is_one_of_its_own(tmp_path, tal
         starts = [i for i in range(LENGTH) if tokens[i] in first]
         padding = np.flatnonzero(tokens[:-1] == END)
         starts += [int(padding[0])] if len(padding) else []
-        assert np.flatnonzero(positions == 0).tolist() == starts
-        assert documents.tolist() == (np.cumsum(positions == 0) - 1).tolist()
-    assert (rows.tokens == END).any()
+        is_start = positions == 0
+        assert np.flatnonzero(is_start).tolist() == starts
+        assert documents.tolist() == (np.cumsum(is_start) - 1).tolist()
+    occurs = bool((rows.tokens == END).any())
+    assert occurs
     assert cumulative_lengths(rows.document_ids).shape[0] == len(data)
     np.testing.assert_array_equal(rows.positions, positions_within(rows.document_ids))
 

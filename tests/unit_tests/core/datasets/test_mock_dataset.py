@@ -34,7 +34,8 @@ def test_documents_count_up_and_end():
     rows = MockDataset(CONFIG, num_samples=50).read(range(50))
     assert rows.tokens.min() >= 0
     assert rows.tokens.max() == 49
-    assert (rows.tokens[:, -1] == 49).all()
+    equal = bool((rows.tokens[:, -1] == 49).all())
+    assert equal
     assert rows.document_ids.max() >= 1
     for row in rows.tokens.tolist():
         for document in " ".join(map(str, row)).split(" 49"):

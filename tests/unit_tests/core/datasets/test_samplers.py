@@ -23,7 +23,8 @@ class Numbers:
 
     def read(self, indices: np.ndarray) -> SampleRows:
         assert indices.dtype == np.int64
-        assert ((indices >= 0) & (indices < self.size)).all()
+        bounded = ((indices >= 0) & (indices < self.size)).all()
+        assert bounded
         rows = np.repeat(indices[:, None], 3, axis=1)
         return SampleRows(tokens=rows, loss_mask=(rows[:, :-1] % 2 == 0).astype(np.float32))
 

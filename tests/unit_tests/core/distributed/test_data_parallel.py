@@ -196,7 +196,8 @@ def two_axes(rank: int, world: int) -> None:
             boxes = [(p, p.of(o.gradients)) for o in engine.owned() for p in o.boxes]
             for placed, gradient in boxes:
                 value = 224.0 if placed.name == "norm" else 12.0
-                assert (gradient == value).all(), placed.name
+                equal = bool((gradient == value).all())
+                assert equal, placed.name
             summed = sum(g.nbytes for placed, g in boxes if placed.name == "norm")
             assert_active(records, group="tp", exactly=1, exactly_bytes=summed)
 
@@ -237,7 +238,8 @@ def experts(rank: int, world: int) -> None:
                         mine = groups["expert_lanes"].ranks
                         wanted = {"expert": sum(1.0 + 10.0 * r for r in mine), "dense": 604.0}
                         got = placed.of(owned.gradients)
-                        assert (got == wanted[placed.name]).all(), placed
+                        equal = bool((got == wanted[placed.name]).all())
+                        assert equal, placed
                         if placed.name == "expert":
                             placed.of(owned.weights).sub_(1.0)
                 engine.start_param_sync()
@@ -258,7 +260,8 @@ def tied_stages(rank: int, world: int) -> int:
     engine.begin_step()
     engine.backward(handle.use().sum() * (1.0 + 10.0 * rank), last=True)
     engine.finish()
-    assert (handle.slot == 12.0).all()
+    equal = bool((handle.slot == 12.0).all())
+    assert equal
     (owned,) = engine.owned()
     assert [placed.replica_ranks for placed in owned.boxes] == [(0, 1)]
     return sum(stop - start for start, stop in owned.counted)

@@ -164,8 +164,10 @@ def test_padding_touches_no_page() -> None:
     for pages in engine.cache._pages:
         places = pages.flatten(0, 1)
         rest = [n for n in range(len(places)) if n not in written]
-        assert (places[rest] == 7.0).all()
-        assert not (places[sorted(written)] == 7.0).any()
+        equal = bool((places[rest] == 7.0).all())
+        assert equal
+        occurs = bool((places[sorted(written)] == 7.0).any())
+        assert not occurs
 
 
 def test_graphs_of_a_rank_alone_hold_all_its_rows() -> None:

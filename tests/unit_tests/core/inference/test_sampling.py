@@ -462,7 +462,8 @@ def test_log_probabilities_are_the_models_own() -> None:
         repetition_penalty=2.0,
     )  # fmt: skip
     result = sample(logits, rows)
-    assert (result.tokens == 9).all()
+    equal = bool((result.tokens == 9).all())
+    assert equal
     torch.testing.assert_close(
         result.logprobs, logits.double().log_softmax(-1)[:, 9].float(), rtol=0, atol=1e-5
     )
@@ -480,7 +481,8 @@ def test_most_probable_tokens_are_ordered_and_of_equals_the_first_comes_first() 
     assert result.top_ids.shape == result.top_logprobs.shape == (4, 20)
     for n, count in enumerate(counts):
         if count is None:
-            assert (result.top_logprobs[n] == -math.inf).all()
+            equal = bool((result.top_logprobs[n] == -math.inf).all())
+            assert equal
             continue
         values = logits[n].tolist()
         order = sorted(range(VOCABULARY), key=lambda t: (-values[t], t))[:count]

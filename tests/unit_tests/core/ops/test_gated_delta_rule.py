@@ -164,7 +164,8 @@ def test_nothing_is_denormal_however_strong_decays_are():
         found = DeltaRuleChunks(grids, scale=1.0, dtype=torch.float32)
         for name in ("falls", "growth", "left", "faded_inverse", "transition", "readers", "added"):
             sizes = getattr(found, name).abs()
-            assert not ((sizes > 0) & (sizes < torch.finfo(torch.float32).tiny)).any(), (rate, name)
+            subnormal = ((sizes > 0) & (sizes < torch.finfo(torch.float32).tiny)).any()
+            assert not subnormal, (rate, name)
 
 
 def test_the_same_key_again_and_again_is_stable():

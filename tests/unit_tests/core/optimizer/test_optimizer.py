@@ -112,7 +112,8 @@ def test_masters_can_be_taken_from_the_weights():
     for state in training.optimizer.ranges:
         state.owned.weights.fill_(3.0)
         state.reload_master()
-        assert (state.master == 3.0).all()
+        equal = bool((state.master == 3.0).all())
+        assert equal
     full = Training(ProcessGroupCollection.single(), config)
     for state in full.optimizer.ranges:
         assert state.master.data_ptr() == state.owned.weights.data_ptr()

@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
+from unittest import mock
 
 import pytest
 import torch
@@ -45,6 +46,7 @@ class Files:
         unmapped: what the exchange raises.
         broken: the buffers of this rank are memory of its own.
         deaf: so are its signal pads.
+        no_address: this rank's mapping has no multicast address.
     """
 
     def __init__(
@@ -58,11 +60,13 @@ class Files:
         unmapped: str = "",
         broken: int | None = None,
         deaf: int | None = None,
+        no_address: int | None = None,
         pad_bytes: int | None = None,
     ) -> None:
         self.folder, self.rank, self.count = folder, rank, 0
         self.problems, self.multicast, self.fails = problems or {}, multicast, fails or {}
         self.unmapped, self.broken, self.deaf = unmapped, broken, deaf
+        self.no_address = no_address
         self.pad_bytes, self.kept = pad_bytes, []
         self.by_multicast: dict[int, torch.Tensor] = {}
 
@@ -101,9 +105,14 @@ class Files:
             buffers=addresses,
             pads=torch.tensor([x.data_ptr() for x in pads]),
             pad_bytes=self.pad_bytes or pad_bytes,
-            multicast=0 if self.multicast == "no switch" else self.count,
+            multicast=self._multicast_address,
             owner=(buffers, pads),
         )
+
+    @property
+    def _multicast_address(self) -> int:
+        """Return the address of the newest buffers for `by_multicast`, which is never 0."""
+        return 0 if self.multicast == "no switch" or self.no_address == self.rank else self.count
 
     def _mapped(self, name: str, size: int) -> torch.Tensor:
         """Return a file's bytes; a new file has zeros."""
@@ -309,6 +318,7 @@ def tries_a_way(rank: int, world: int, folder: str, what: dict) -> tuple[str, st
         ({"deaf": 1}, "torch.distributed", "did not come to the probe"),
         ({"multicast": {1: "no switch there"}}, "p2p", "rank 1: no switch there"),
         ({"multicast": {}}, "multimem", ""),
+        ({"multicast": {}, "no_address": 1}, "p2p", "rank 1: the ranks' devices are not in one"),
         ({"multicast": {}, "broken": 0}, "torch.distributed", "multimem: the probe's sum"),
     ],
 )
@@ -320,6 +330,63 @@ def test_all_ranks_take_the_way_that_every_one_can(
     assert all(right for *_, right in found)
     assert len({said for _, said, _ in found}) == 1
     assert reason in found[0][1]
+
+
+class AfterOddTransfers(InferenceOptimizedModel):
+    """A model each of whose steps begins after an odd number of transfers."""
+
+    def __call__(self, *args, **named):
+        while self.comm.addends((4, 64), torch.float32).data_ptr() == self.first:
+            self.comm.all_gather(torch.ones(2, 64))
+        return super().__call__(*args, **named)
+
+
+def first_buffers(rank: int, world: int, folder: str) -> tuple[list[bool], list[bool], list]:
+    """Return whether the first buffer is next at first, after a gather and after `begin_step`;
+    whether the first reduction of each step uses it; and what is generated."""
+    groups, group = group_of(rank, world)
+    comm = SequenceParallelComm.create(group, Files(Path(folder), rank), max_bytes=1 << 16)
+    assert comm.way == "p2p"
+    addresses = []
+    for before in (None, lambda: comm.all_gather(torch.ones(2, 64)), comm.begin_step):
+        if before is not None:
+            before()
+        addresses.append(comm.addends((4, 64), torch.float32).data_ptr())
+    model = AfterOddTransfers(model_in_fp32("gqa", groups, sequence_parallel=True), comm)
+    model.first = addresses[0]
+    engine = engine_of(model.model, max_step_tokens=500, token_multiple=world)
+    engine.model = model
+    used, begins = [], []
+    filled, call = Arena._filled, AfterOddTransfers.__call__
+
+    def noted(arena: Arena, x: torch.Tensor, how: str) -> SymmetricBuffers:
+        used.append(arena.next_addends((1,), torch.float32).data_ptr() == addresses[0])
+        return filled(arena, x, how)
+
+    def step(self, *args, **named):
+        start = len(used)
+        found = call(self, *args, **named)
+        begins.append(used[start])
+        return found
+
+    with (
+        one_thread(),
+        mock.patch.object(Arena, "_filled", noted),
+        mock.patch.object(AfterOddTransfers, "__call__", step),
+    ):
+        said = generate(engine, asked()[:1])
+    return [a == addresses[0] for a in addresses], begins, [c.tokens for (c,) in said]
+
+
+def test_every_step_begins_with_the_first_buffer(tmp_path: Path) -> None:
+    with one_thread():
+        model = model_in_fp32("gqa", ProcessGroupCollection.single())
+        wanted = [c.tokens for (c,) in generate(engine_of(model), asked()[:1])]
+    for next_is_first, begins, said in run_ranks(first_buffers, 2, str(tmp_path)):
+        assert next_is_first == [True, False, True]
+        assert len(begins) >= 4
+        assert all(begins)
+        assert said == wanted
 
 
 def requires(rank: int, world: int, folder: str, what: dict) -> str:

@@ -19,7 +19,7 @@ FILES = {
     "interpreted_decode.py": (23, 0),
     "interpreted_gated_norm.py": (24, 0),
     "interpreted_mixers.py": (4, 0),
-    "interpreted_nvls.py": (33, 2),
+    "interpreted_nvls.py": (35, 2),
     "interpreted_paged_attention.py": (26, 0),
     "interpreted_prologue.py": (13, 0),
     "interpreted_recurrence.py": (29, 8),

@@ -10,12 +10,19 @@ from types import FrameType
 import pytest
 import torch
 
+from megatron.core.comm.conjugates import (
+    copy_to_group,
+    gather_from_group,
+    reduce_from_group,
+    reduce_scatter_to_group,
+    scatter_to_group,
+)
 from megatron.core.inference.engine import Request
 from megatron.core.inference.sampling import SamplingParams
 from megatron.core.models.gpt import GPTConfig, GPTModel
 from megatron.core.moe import MoEConfig, RouterConfig
 from megatron.core.ops.dispatch import ForwardOnly
-from megatron.core.process_groups import ProcessGroupCollection
+from megatron.core.process_groups import Group, ProcessGroupCollection
 from megatron.core.ssm import GatedDeltaNetConfig, Mamba2Config
 from megatron.core.transformer import AttentionConfig, MLPConfig
 from tests.support.one_batch import engine_of
@@ -49,6 +56,25 @@ def contexts(run: Callable[[], object]) -> list[type]:
     def profile(frame: FrameType, event: str, _: object) -> None:
         if event == "call" and frame.f_code.co_name == "forward" and "ctx" in frame.f_locals:
             found.append(type(frame.f_locals["ctx"]))
+
+    sys.setprofile(profile)
+    try:
+        run()
+    finally:
+        sys.setprofile(None)
+    return found
+
+
+def communication_calls(run: Callable[[], object]) -> set[tuple[str, str]]:
+    """Return the functions of `megatron.core.comm` that are called while `run` runs, each with the
+    file of its caller."""
+    found: set[tuple[str, str]] = set()
+
+    def profile(frame: FrameType, event: str, _: object) -> None:
+        folder, _, name = frame.f_code.co_filename.rpartition("/")
+        if event == "call" and folder.endswith("megatron/core/comm"):
+            assert frame.f_back is not None
+            found.add((f"{name}: {frame.f_code.co_name}", frame.f_back.f_code.co_filename))
 
     sys.setprofile(profile)
     try:
@@ -94,6 +120,38 @@ def test_generation_by_a_gpt_has_no_context_at_all():
         engine.add(request)
     assert [contexts(engine.step) for _ in range(2)] == [[], []]
     assert engine.unfinished == 2
+
+
+def test_one_rank_calls_no_collective(model: GPTModel):
+    """Not even one that does nothing in a group of one: its Python costs in every layer."""
+    tokens = torch.arange(8).view(1, 8)
+
+    def train() -> None:
+        model.loss(tokens, tokens, torch.full(tokens.shape, 0.125))[0].backward()
+
+    engine = engine_of(model)
+    for request in PROMPTS:
+        engine.add(request)
+    for run in (train, engine.step, engine.step, engine.step):
+        assert communication_calls(run) == set()
+    group = Group.single()
+    assert communication_calls(lambda: reduce_from_group(torch.ones(1), group)), "calls are seen"
+
+
+@pytest.mark.parametrize(
+    "wrapper",
+    [
+        copy_to_group,
+        gather_from_group,
+        reduce_from_group,
+        reduce_scatter_to_group,
+        scatter_to_group,
+    ],
+)
+def test_a_group_of_one_is_the_identity(wrapper):
+    for gradients in (False, True):
+        x = torch.ones(2, 3, requires_grad=gradients)
+        assert wrapper(x, Group.single()) is x, "no autograd Function around it"
 
 
 def test_logits_without_gradients_are_those_with(model: GPTModel):

@@ -224,7 +224,7 @@ _ROWS: tuple[tuple[str, str, str], ...] = (
     ("", "faults are planted by tests, not by a run's options",
      "error-injection-rate error-injection-type"),
     ("optimizer", "muon multiplies whole matrices, in bf16 on a GPU, by the published coefficients",
-     "muon-tp-mode muon-fp32-matmul-prec muon-coefficient-type use-muon"),
+     "muon-fp32-matmul-prec muon-coefficient-type use-muon"),
     ("optimizer", "adam, sgd and muon are here, and adam is AdamW",
      "adam-decoupled"),
     ("use-checkpoint-opt-param-scheduler", "without it the schedule is as given",
@@ -368,6 +368,14 @@ _VALUE_REASONS: Mapping[tuple[str, str], str] = types.MappingProxyType(
         ("transformer-impl", "inference_optimized"): "it is for megatron.inference",
         ("position-embedding-type", "mrope"): "positions enter as rotations of one axis",
         ("position-embedding-type", "relative"): "positions are absolute or rotations",
+        (
+            "muon-tp-mode",
+            "distributed",
+        ): "one rank multiplies each matrix whole, to the same result",
+        (
+            "muon-tp-mode",
+            "blockwise",
+        ): "matrices are updated whole, not each tensor parallel rank's block by itself",
         ("dataloader-type", "external"): "samples come from token files",
         ("cp-comm-type", "a2a+p2p"): "one engine attends over all ranks",
         ("softmax-type", "off-by-one"): "learnable starts there: its logits are 0 at first",

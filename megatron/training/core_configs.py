@@ -184,7 +184,8 @@ def _muon_config(config: Config) -> MuonConfig:
         num_ns_steps=chosen.muon_num_ns_steps,
         scale_mode=chosen.muon_scale_mode,
         extra_scale_factor=chosen.muon_extra_scale_factor,
-        split_fused=chosen.muon_split_qkv,
+        split_matrices=chosen.muon_split_matrices or "megatron",
+        split_qkv=chosen.muon_split_qkv,
         adam_names=chosen.muon_adam_weights or (),
     )
 

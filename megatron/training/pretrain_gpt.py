@@ -25,6 +25,7 @@ from megatron.cli.standard_streams import go_on_without_streams
 from megatron.training.config import Config
 from megatron.training.config.checkpoint_options import (
     checkpoint_defaults,
+    with_checkpoint_matrices,
     with_checkpoint_schedule,
 )
 from megatron.training.config.layer_pattern import FLAG, is_hybrid, pattern_defaults
@@ -95,6 +96,7 @@ def read_run(argv: Sequence[str], launch: Launch, *, program: Program = PRETRAIN
     from megatron.training.config.check import check, without_effect
 
     config, overridden = with_checkpoint_schedule(line.config, launch.world_size)
+    config, matrices = with_checkpoint_matrices(config)
     problems = list(program.problems(config)) or check(config, launch.world_size)
     problems = problems or check_experiments(config.experiments)
     if problems:
@@ -103,7 +105,7 @@ def read_run(argv: Sequence[str], launch: Launch, *, program: Program = PRETRAIN
     unused = without_effect(run.config)
     if unused and line.invocation.strict_flags:
         raise ValueError(f"--strict-flags: {'; '.join(unused)}")
-    for note in (*line.notes, *unused, *overridden) if launch.rank == 0 else ():
+    for note in (*line.notes, *unused, *overridden, *matrices) if launch.rank == 0 else ():
         print(f"{program.name}: {note}", file=sys.stderr, flush=True)
     notes = {
         "processes": f"{run.world_size}, data parallel size {run.data_parallel_size}",

@@ -323,6 +323,7 @@ EFFECTS: dict[str, Effect] = {
     "muon-scale-mode": Effect("plan", "spectral", "rms", _MUON),
     "muon-extra-scale-factor": Effect("plan", "1", "0.2", _MUON),
     "muon-split-qkv": Effect("loss", base=_MUON),
+    "muon-split-matrices": Effect("loss", "megatron", "all", _MUON),
     "muon-adam-weights": Effect("plan", "*.down.weight", "*.up.weight", _MUON),
     "clip-grad": Effect("plan", "1", "0.5"),
     "optimizer-cpu-offload": Effect("plan"),

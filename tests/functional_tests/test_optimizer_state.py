@@ -10,6 +10,7 @@ import pytest
 from megatron.cli.errors import ExitCode
 from megatron.core.dist_checkpointing import read_extra, read_manifest
 from tests.functional_tests.small_run import flags, losses, run_here, run_on, write_tokens
+from tests.support.older_checkpoints import leave_out
 
 COMMON = "--eval-interval 0 --train-iters 4 --micro-batch-size 4 --adam-beta2 0.95"
 GROUPS = "--lr-group embedding.*=0.3 --weight-decay-group *norm*=0.5 --decoupled-lr 1e-2"
@@ -104,6 +105,31 @@ def test_muon_goes_on_on_another_layout_and_not_with_another_optimizer(tmp_path,
         said = capfd.readouterr()
         assert message in said.out + said.err
         assert "--no-load-optim" in said.out + said.err
+
+
+@pytest.mark.parametrize("qkv", ["", "--no-muon-split-qkv"], ids=["each", "together"])
+def test_a_resumed_muon_keeps_its_matrices(tmp_path, capfd, qkv):
+    """Runs saved before --muon-split-matrices split every tensor off, or with --no-muon-split-qkv
+    none; a new run has the matrices of Megatron-LM, of which q, k and v are split alone."""
+    prefix, muon = write_tokens(tmp_path / "tokens"), f"{COMMON} --optimizer muon {qkv}"
+    found = {}
+    for name, own in (("new", ""), ("old", f"--muon-split-matrices {'whole' if qkv else 'all'}")):
+        saved, metrics = tmp_path / name, tmp_path / f"{name}.jsonl"
+        assert run_here(flags(prefix, f"{muon} {own} --save-interval 2 --save {saved}")) == 0
+        start, entire = saved / "iter_0000002", losses(saved / "metrics.jsonl")
+        if name == "old":
+            leave_out(start, "config", "muon-split-matrices")
+        (tmp_path / "run.yaml").write_text("optimizer: muon\n")
+        capfd.readouterr()
+        more = f"{COMMON} {qkv} --config {tmp_path / 'run.yaml'} --load {start}"
+        assert run_here(flags(prefix, f"{more} --metrics-file {metrics}")) == 0
+        assert ("--muon-split-matrices is" in capfd.readouterr().err) == (name == "old")
+        assert losses(metrics) == {i: loss for i, loss in entire.items() if i > 2}
+        found[name] = entire
+    assert (found["new"] == found["old"]) == bool(qkv), "here whole products are Megatron's"
+    other = f"{muon} --muon-split-matrices {'megatron' if qkv else 'whole'} --load {start}"
+    assert run_here(flags(prefix, f"{other} --metrics-file {tmp_path / 'other.jsonl'}")) == 0
+    assert f"{start} was trained with" in capfd.readouterr().err
 
 
 @pytest.mark.timeout(120)

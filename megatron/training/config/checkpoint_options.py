@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Options out of a checkpoint: `--use-checkpoint-args` and the schedule of a run that goes on.
+"""Options out of a checkpoint: `--use-checkpoint-args`, and what a run that goes on keeps: its
+schedule and Muon's matrices.
 
 Every checkpoint holds the resolved options of its run. The model's shape and the tokenizer come
 from there where they are not given, and so does what a run cannot do without: its data, its length
@@ -157,6 +158,45 @@ def with_checkpoint_schedule(config: Config, world_size: int) -> tuple[Config, t
                 lines.append(f"--{name} is {value} as in {folder}, not {given[name]}")
         sections[section] = replace(vars(config)[section], **values)
     return replace(config, **sections), tuple(lines)
+
+
+def with_checkpoint_matrices(config: Config) -> tuple[Config, tuple[str, ...]]:
+    """Return a config whose Muon divides weights as in the checkpoint that its run goes on from.
+
+    A run that was saved before `--muon-split-matrices` existed split every product into all of its
+    tensors, or with `--no-muon-split-qkv` none. Where the option is given, it wins.
+
+    Args:
+        config: as given; a run that goes on from no checkpoint of Muon stays as it is.
+
+    Returns the config, and a line if it differs from a new run's, or from the checkpoint's.
+
+    Raises:
+        ValueError: the checkpoint's option is none, or contradicts those that are given.
+    """
+    flag, chosen = "--muon-split-matrices", config.checkpoint
+    if config.optimizer.optimizer != "muon" or chosen.load is None or chosen.finetune:
+        return config, ()
+    try:
+        found = _newest([chosen.load], flag)
+    except ValueError:  # of what cannot be read, the loading of it says more
+        return config, ()
+    if found is None or found[1].extra.get("weights_only") is True:
+        return config, ()
+    saved = found[1].extra.get("config")
+    if not isinstance(saved, dict) or saved.get("optimizer") != "muon":
+        return config, ()
+    folder, now = found[0], config.muon.muon_split_matrices
+    before_the_option = "all" if config.muon.muon_split_qkv else "whole"
+    option = next(option for option in options(Config) if option.name == flag.removeprefix("--"))
+    stored = saved.get(option.name, before_the_option)
+    stored = option.from_json(stored, f"{folder}: {option.name}") or "megatron"
+    if now is not None:
+        differs = now != stored and f"{flag} is {now}, and {folder} was trained with {stored}"
+        return config, (differs,) if differs else ()
+    muon = replace(config.muon, muon_split_matrices=stored)
+    line = f"{flag} is {stored} as in {folder}; a new run has megatron"
+    return replace(config, muon=muon), () if stored == "megatron" else (line,)
 
 
 def _newest(roots: list[str], flag: str) -> tuple[Path, Manifest] | None:

@@ -38,6 +38,7 @@ _ROWS: tuple[tuple[Kind, str, str, str], ...] = (
     (_ALREADY_SO, "", "masks are not stored: attention knows where documents end",
      "no-create-attention-mask-in-dataloader"),
     (_ALREADY_SO, "fp32", "routers compute in fp32", "moe-router-dtype"),
+    (_ALREADY_SO, "duplicated", "muon multiplies whole matrices, on any ranks", "muon-tp-mode"),
     (_ALREADY_SO, "", "dropout is drawn by position, which CUDA graphs can hold",
      "te-rng-tracker"),
     (_ALREADY_SO, "", _NO_STATE, "no-load-rng no-save-rng"),

@@ -22,6 +22,7 @@ from megatron.training.config import (
     HybridConfig,
     LoggingConfig,
     ModelConfig,
+    MuonConfig,
     OptimizerConfig,
     ParallelConfig,
     ProfilingConfig,
@@ -118,6 +119,7 @@ def resolve(config: Config, world_size: int) -> Run:
         training=training,
         evaluation=evaluation,
         optimizer=_optimizer(config.optimizer),
+        muon=_muon(config),
         schedule=schedule,
         logging=_logging(config.logging, config.checkpoint.save),
         profiling=_profiling(config),
@@ -241,6 +243,12 @@ def _optimizer(optimizer: OptimizerConfig) -> OptimizerConfig:
         start_weight_decay=optimizer.weight_decay if start is None else start,
         end_weight_decay=optimizer.weight_decay if end is None else end,
     )
+
+
+def _muon(config: Config) -> MuonConfig:
+    if config.optimizer.optimizer != "muon":
+        return config.muon
+    return replace(config.muon, muon_split_matrices=config.muon.muon_split_matrices or "megatron")
 
 
 def _schedule(schedule: ScheduleConfig, training: TrainingConfig) -> ScheduleConfig:

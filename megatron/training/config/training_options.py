@@ -254,7 +254,12 @@ class MuonConfig:
     muon_extra_scale_factor: float = 1.0
     """A factor of every update beside that."""
     muon_split_qkv: bool = True
-    """Orthogonalize q, k and v, and gate and up, each by itself; off, those of a layer together."""
+    """Orthogonalize query, key and value each by itself; off, those of a layer as one matrix."""
+    muon_split_matrices: Literal["megatron", "all", "whole"] | None = None
+    """Which rows of a fused weight are one matrix: megatron has Megatron-LM's matrices (gate with
+    up, keys with values of a latent, all inputs of a recurrent mixer), all splits every tensor off,
+    whole splits none, not even q, k and v; derived: as in the checkpoint that a run goes on from,
+    megatron in a new run."""
     muon_adam_weights: tuple[str, ...] | None = None
     """PATTERN ...: matrices that AdamW updates as it does embedding, head, norms and biases; shell
     wildcards over weight names."""
@@ -262,6 +267,11 @@ class MuonConfig:
     def __post_init__(self) -> None:
         fraction(self, "muon_momentum")
         positive(self, "muon_num_ns_steps", "muon_extra_scale_factor")
+        require(
+            self.muon_split_qkv or self.muon_split_matrices != "all",
+            "--no-muon-split-qkv does not go with --muon-split-matrices all, which splits q, k and "
+            "v too: drop one",
+        )
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -146,11 +146,14 @@ def test_muon():
         "num_ns_steps": 6,
         "scale_mode": "rms",
         "extra_scale_factor": 0.5,
-        "split_fused": False,
+        "split_matrices": "megatron",
+        "split_qkv": False,
         "adam_names": ("*.router.*", "*.gate.*"),
         "round_bytes": MuonConfig().round_bytes,
     }
     assert optimizer_config(small_config("--optimizer muon")).muon == MuonConfig()
+    whole = small_config("--optimizer muon --muon-split-matrices whole")
+    assert optimizer_config(whole).muon == MuonConfig(split_matrices="whole")
 
 
 def test_offload():
@@ -197,6 +200,10 @@ def test_the_decoupled_rate_falls_to_its_own_minimum():
         ("--exp-avg-sq-dtype fp16", "range is too small"),
         ("--optimizer-offload-fraction 0", "must be above 0 and at most 1"),
         ("--muon-momentum 1", r"--muon-momentum is 1.0: it must lie in \[0, 1\)"),
+        (
+            "--no-muon-split-qkv --muon-split-matrices all",
+            "--no-muon-split-qkv does not go with --muon-split-matrices all",
+        ),
         ("--muon-num-ns-steps 0", "--muon-num-ns-steps is 0: it must be above 0"),
         ("--adam-beta1 1 --adam-beta2 2", r"beta1 is 1.0: .*; --adam-beta2 is 2.0: .* \[0, 1\)$"),
         ("--weight-decay -1 --adam-eps 0 --muon-momentum 1", "decay is .*; --adam-eps .*; --muon"),

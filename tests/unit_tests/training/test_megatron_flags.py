@@ -94,6 +94,8 @@ def test_each_row_is_accepted_unless_all_that_has_no_effect_is_refused(flag):
         "--dist-ckpt-strictness ignore_all",
         "--main-grads-dtype bf16",
         "--main-params-dtype fp16",
+        "--muon-tp-mode blockwise",
+        "--muon-tp-mode distributed",
         "--timing-log-level high",
         "--use-mcore-models false",
         "--no-use-mcore-models",

@@ -147,6 +147,8 @@ SCALE_MODES: tuple[ScaleMode, ...] = get_args(ScaleMode)
 #: Patterns of names of matrices that AdamW updates whatever Muon does: each of their rows is a
 #: token's, used alone, so that the matrix as a whole means nothing.
 TOKEN_MATRICES = ("embedding.*", "*.embedding.*", "head.*", "*.head.*")
+#: How Muon divides a fused weight into matrices, see `MuonConfig`.
+SPLIT_MATRICES = ("megatron", "all", "whole")
 #: A running average moves by (1 - beta) of itself. bf16 rounds to 8 bits: where that share is
 #: below 2^-7, up to all of a move is lost and the average cannot fall any more.
 LEAST_BF16_MOVE = 2.0**-7
@@ -162,9 +164,13 @@ class MuonConfig:
         num_ns_steps: Newton-Schulz iterations.
         scale_mode: how an update is scaled by its matrix's shape.
         extra_scale_factor: a factor of every update in addition to that.
-        split_fused: orthogonalise each logical tensor of a fused weight (q, k, v; gate, up) by
-            itself; False joins those of one weight along their rows. Either way every expert has
-            matrices of its own.
+        split_matrices: which rows of a fused weight are orthogonalised as one matrix. "megatron":
+            the matrices that Megatron-LM has, which are gate and up, keys and values of latent
+            attention, its latent and rotary keys, and all inputs of a recurrent mixer; see
+            `split_qkv` for query, key and value. "all": each logical tensor by itself. "whole": all
+            logical tensors of the weight together. Every expert always has matrices of its own.
+        split_qkv: with "megatron", orthogonalise query, key and value (and the gate of attention's
+            output) each by itself; False joins those of a layer.
         adam_names: patterns of logical names of further matrices that AdamW updates, in addition to
             embedding and head.
         round_bytes: what the buffers of a round of exchanges may take on any rank; a matrix that
@@ -179,7 +185,8 @@ class MuonConfig:
     num_ns_steps: int = 5
     scale_mode: ScaleMode = "spectral"
     extra_scale_factor: float = 1.0
-    split_fused: bool = True
+    split_matrices: str = "megatron"
+    split_qkv: bool = True
     adam_names: tuple[str, ...] = ()
     round_bytes: int = 2**28
 
@@ -193,6 +200,13 @@ class MuonConfig:
             found.append(
                 f"muon scale mode {self.scale_mode!r}: use one of {', '.join(SCALE_MODES)}"
             )
+        if self.split_matrices not in SPLIT_MATRICES:
+            found.append(
+                f"muon split matrices {self.split_matrices!r}: use one of "
+                f"{', '.join(SPLIT_MATRICES)}"
+            )
+        elif self.split_matrices == "all" and not self.split_qkv:
+            found.append("muon split matrices 'all' splits q, k and v: use split_qkv=True")
         if not 0.0 < self.extra_scale_factor < float("inf"):
             found.append(
                 f"muon extra scale factor is {self.extra_scale_factor}: use a positive number"

@@ -36,15 +36,16 @@ import itertools
 import math
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
+from fnmatch import fnmatchcase
 
 import torch
 
 from megatron.core.boxes import Box
 from megatron.core.comm.collectives import Pending, all_gather, all_reduce, all_to_all_async
 from megatron.core.optimizer.config import MuonConfig, StepNumbers, UpdateRanges
-from megatron.core.optimizer.range_state import RangeState, matrix_boxes
+from megatron.core.optimizer.range_state import RangeState, is_matrix, matrix_boxes
 from megatron.core.process_groups import Group
-from megatron.core.weight_sharding import LocalBox, WeightSharding
+from megatron.core.weight_sharding import LocalBox, Segment, WeightSharding
 
 
 @dataclass(frozen=True, order=True)
@@ -349,12 +350,13 @@ class Muon:
         states: this rank's, all of kind "muon"; there may be none.
         group: the ranks that hold shards of the same matrices.
         device: of weights and gradients.
-        weights: descriptions of this rank's weights, needed to join what is fused.
+        weights: descriptions of this rank's weights: which logical tensors form one matrix. None
+            only where `split_matrices` is "all".
         stages: the pipeline stage of every rank of the group: a matrix stays on those that hold it.
             None is one stage.
 
     Raises:
-        ValueError: `split_fused` is off without descriptions, or no rank has a matrix for it.
+        ValueError: tensors are to be joined without descriptions, or no rank has a matrix.
 
     Attributes:
         rounds: the plan.
@@ -371,12 +373,15 @@ class Muon:
         weights: Collection[WeightSharding] | None = None,
         stages: Sequence[int] | None = None,
     ) -> None:
-        if not config.split_fused and weights is None:
-            raise ValueError("muon joins fused weights only if it is given their descriptions")
+        if config.split_matrices != "all" and weights is None:
+            raise ValueError(
+                f"muon with split_matrices={config.split_matrices!r} joins tensors of fused "
+                "weights: give the weights' descriptions as `weights`, or use 'all'"
+            )
         self.states, self.group, self.config = tuple(states), group, config
         self.device = device
         self.dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
-        joined = {} if config.split_fused else _joined(weights or ())
+        joined = _joined_rows(weights or (), config)
         self._held = [
             (state, matrix)
             for state in states
@@ -491,31 +496,70 @@ def _parts(transfers: Sequence[MomentumTransfer], flat: torch.Tensor):
     return [(t, part.view(t.piece.box.sizes)) for t, part in zip(transfers, pieces, strict=True)]
 
 
-def _joined(weights: Collection[WeightSharding]) -> dict[str, tuple[str, int, int]]:
-    """Return, per logical tensor of a weight of several, the weight's name, the rows before the
-    tensor and the rows in all; of experts, expert by expert."""
+#: Fused weights of query, key and value, by name.
+QKV_WEIGHTS = ("qkv.weight", "*.qkv.weight")
+#: Logical tensors that a fused weight holds here and that are weights of their own in Megatron-LM,
+#: by name: the query's projection to its latent, of latent attention.
+SEPARATE_TENSORS = ("query_down.weight", "*.query_down.weight")
+
+
+@dataclass(frozen=True)
+class _JoinedRows:
+    """Where the rows of a logical tensor are in the matrix that it is joined to.
+
+    Args:
+        matrix: the matrix's name.
+        first: row of the matrix at which the tensor begins.
+        rows: of the whole matrix.
+    """
+
+    matrix: str
+    first: int
+    rows: int
+
+
+def _joined_rows(weights: Collection[WeightSharding], config: MuonConfig) -> dict[str, _JoinedRows]:
+    """Return the rows of every logical tensor that is joined to others; of experts, expert by
+    expert.
+
+    The order of rows does not matter: P G with a permutation P has the update P NS(G).
+    """
     found = {}
     for sharding in weights:
-        shapes = [segment.shape for segment in sharding.segments]
-        row = 0
-        total = sum(shape[-2] for shape in shapes if len(shape) > 1)
-        for segment, shape in zip(sharding.segments, shapes, strict=True):
-            if len(shape) == 2:
-                found[segment.name] = (sharding.name, row, total)
-            elif len(shape) == 3:
-                for e in range(shape[0]):
-                    found[f"{segment.name}[{e}]"] = (f"{sharding.name}[{e}]", row, total)
-            row += shape[-2] if len(shape) > 1 else 0
+        segments = _joined_segments(sharding, config)
+        rows, first = sum(segment.shape[-2] for segment in segments), 0
+        for segment in segments:
+            experts = range(segment.shape[0]) if len(segment.shape) == 3 else None
+            for suffix in [""] if experts is None else [f"[{e}]" for e in experts]:
+                matrix = _JoinedRows(f"{sharding.name}{suffix}", first, rows)
+                found[f"{segment.name}{suffix}"] = matrix
+            first += segment.shape[-2]
     return found
 
 
-def _described(held: LocalBox, joined: dict[str, tuple[str, int, int]]) -> tuple[int, ...]:
+def _joined_segments(sharding: WeightSharding, config: MuonConfig) -> list[Segment]:
+    """Return the logical tensors of a weight that form one matrix together, none if each is one."""
+
+    def alike(name: str, patterns: Sequence[str]) -> bool:
+        return any(fnmatchcase(name, pattern) for pattern in patterns)
+
+    segments = [s for s in sharding.segments if is_matrix(s, config.adam_names)]
+    if config.split_matrices == "all":
+        return []
+    if config.split_matrices == "megatron":
+        if config.split_qkv and alike(sharding.name, QKV_WEIGHTS):
+            return []
+        segments = [s for s in segments if not alike(s.name, SEPARATE_TENSORS)]
+    return segments
+
+
+def _described(held: LocalBox, joined: Mapping[str, _JoinedRows]) -> tuple[int, ...]:
     """Return a box as the numbers that ranks send each other."""
-    name, before, rows = joined.get(held.name, (held.name, 0, held.shape[0]))
+    place = joined.get(held.name, _JoinedRows(held.name, 0, held.shape[0]))
     (row, col), sizes = held.box
-    digest = hashlib.blake2b(name.encode(), digest_size=8).digest()
+    digest = hashlib.blake2b(place.matrix.encode(), digest_size=8).digest()
     key = int.from_bytes(digest, "big", signed=True)
-    return (key, rows, held.shape[1], before + row, col, *sizes)
+    return (key, place.rows, held.shape[1], place.first + row, col, *sizes)
 
 
 def _piece(row: Sequence[int], rank: int, index: int) -> Piece:

@@ -152,13 +152,13 @@ class Optimizer:
         groups: for the sums of the norm.
         scaler: the loss scaler whose scale is in the gradients.
         weights: descriptions of the whole model's weights: every pattern of the config must match
-            the name of one, and Muon joins fused ones. None: what `owned` tells, which on one rank
-            of many need not be all, and nothing to join.
+            the name of one, and Muon needs them to join logical tensors of fused ones. None: what
+            `owned` tells, which on one rank of many need not be all.
 
     Building one is collective over the pipeline's stages, with kind "muon" over the world.
 
     Raises:
-        ValueError: a pattern that matches no weight.
+        ValueError: a pattern that matches no weight, or Muon without the descriptions it needs.
 
     Attributes:
         device: where weights and gradients are.

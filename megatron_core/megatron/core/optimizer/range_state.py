@@ -29,7 +29,7 @@ from megatron.core.optimizer.config import (
     update_ranges,
 )
 from megatron.core.weight_gather.store import OwnedRange
-from megatron.core.weight_sharding import LocalBox, range_boxes
+from megatron.core.weight_sharding import LocalBox, Segment, range_boxes
 
 #: Where a range is split between host and device: a multiple of this, so that both start aligned.
 CUT_QUANTUM = 32
@@ -127,15 +127,15 @@ def range_states(owned: OwnedRange, config: OptimizerConfig) -> list[RangeState]
     ]
 
 
-def is_matrix(box: LocalBox, adam_names: Sequence[str]) -> bool:
-    """Tell whether Muon updates the logical tensor of a box: it is a matrix, or the matrices of
-    experts, is no matrix of tokens, and no pattern gives it to AdamW.
+def is_matrix(tensor: LocalBox | Segment, adam_names: Sequence[str]) -> bool:
+    """Tell whether Muon updates a logical tensor: it is a matrix, or the matrices of experts, is no
+    matrix of tokens, and no pattern gives it to AdamW.
 
     The rows of a depthwise convolution [channels, 1, width] are no matrices.
     """
-    if len(box.shape) not in (2, 3) or (len(box.shape) == 3 and box.shape[1] == 1):
+    if len(tensor.shape) not in (2, 3) or (len(tensor.shape) == 3 and tensor.shape[1] == 1):
         return False
-    return not any(fnmatchcase(box.name, p) for p in (*TOKEN_MATRICES, *adam_names))
+    return not any(fnmatchcase(tensor.name, p) for p in (*TOKEN_MATRICES, *adam_names))
 
 
 def matrix_boxes(held: LocalBox) -> list[LocalBox]:

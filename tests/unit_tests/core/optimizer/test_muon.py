@@ -74,7 +74,8 @@ def formula(
             second[name] = 0.95 * second[name] + 0.05 * g * g
             root = (second[name] / (1 - 0.95 ** (step + 1))).sqrt() + 1e-5
             moves[name] = first[name] / (1 - 0.8 ** (step + 1)) / root
-        fused = [("down",), ("experts",), *([("q",), ("k",)] if muon.split_fused else [("q", "k")])]
+        joined = [("q",), ("k",)] if muon.split_matrices == "all" else [("q", "k")]
+        fused = [("down",), ("experts",), *joined]
         for names in fused:
             whole = torch.cat([moves[name] for name in names])
             rows, cols = whole.shape
@@ -99,9 +100,10 @@ def formula(
         {},
         {"momentum": 0.5, "nesterov": True, "scale_mode": "rms"},
         {"num_ns_steps": 3, "scale_mode": "shape_scaling", "extra_scale_factor": 0.5},
-        {"split_fused": False, "round_bytes": 1},
+        {"split_matrices": "all"},
+        {"round_bytes": 1},
     ],
-    ids=["defaults", "nesterov", "scaled", "joined"],
+    ids=["defaults", "nesterov", "scaled", "each", "rounds"],
 )
 def test_one_rank_equals_the_equations(muon: dict):
     config = settings(**muon)
@@ -117,9 +119,8 @@ def test_one_rank_equals_the_equations(muon: dict):
         assert (wanted[name] - other[name]).abs().max() > 1e-3 * wanted[name].abs().max(), name
     planned = training.optimizer.muon
     assert planned is not None
-    joined = not config.muon.split_fused
-    assert planned.owned_matrices == (3 if joined else 4)
-    assert len(planned.rounds) == (3 if joined else 1)
+    assert planned.owned_matrices == (4 if config.muon.split_matrices == "all" else 3)
+    assert len(planned.rounds) == (3 if config.muon.round_bytes == 1 else 1)
 
 
 def test_loss_scale_and_clipping_do_not_turn_the_update():
@@ -221,7 +222,7 @@ def on_ranks(rank: int, world: int) -> list[dict]:
         groups = ProcessGroupCollection.create(grid, rank=rank)
         for turn, placed in enumerate(placements(grid)):
             joined = bool((number + turn) % 2)
-            muon = {"split_fused": False} if joined else {"round_bytes": 900}
+            muon = {} if joined else {"split_matrices": "all", "round_bytes": 900}
             bucket_bytes, link = (ALL, Early()) if joined else (300, Late())
             training = Training(groups, settings(**muon), bucket_bytes=bucket_bytes, **placed)
             with simulated(groups, link), trace(groups) as records:
@@ -259,7 +260,8 @@ def seen(training: Training) -> dict:
 def test_ranks_equal_one_rank_and_replicas_are_equal_in_every_bit(world: int):
     wanted = {}
     for joined in (False, True):
-        single = Training(ProcessGroupCollection.single(), settings(split_fused=not joined))
+        split = {} if joined else {"split_matrices": "all"}
+        single = Training(ProcessGroupCollection.single(), settings(**split))
         wanted[joined] = train(single).logical()
     cut = 0
     for runs in zip(*run_ranks(on_ranks, world), strict=True):
@@ -285,6 +287,7 @@ def test_what_cannot_be_is_named_at_once():
             num_ns_steps=0,
             scale_mode="linear",
             extra_scale_factor=0.0,
+            split_matrices="rows",
             round_bytes=0,
         )
     text = str(caught.value)
@@ -292,9 +295,12 @@ def test_what_cannot_be_is_named_at_once():
         "muon momentum is 1.0: use 0 <= value < 1",
         "muon takes 0 Newton-Schulz steps: use at least 1",
         "muon scale mode 'linear': use one of spectral, shape_scaling, unit_rms_norm, rms",
+        "muon split matrices 'rows': use one of megatron, all, whole",
         "muon extra scale factor is 0.0",
         "muon rounds of 0 bytes",
     ):
         assert part in text
+    with pytest.raises(ValueError, match="'all' splits q, k and v: use split_qkv=True"):
+        MuonConfig(split_matrices="all", split_qkv=False)
     with pytest.raises(ValueError, match="muon keeps its momentum where it multiplies matrices"):
         OptimizerConfig(kind="muon", offload_fraction=1.0)

@@ -49,7 +49,7 @@ def settings(*, joined: bool) -> OptimizerConfig:
         clip_grad=0.0,
         muon=MuonConfig(
             momentum=MOMENTUM,
-            split_fused=not joined,
+            split_matrices="megatron" if joined else "all",
             scale_mode="shape_scaling",
             round_bytes=2**28 if joined else 4000,
         ),

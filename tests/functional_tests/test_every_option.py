@@ -58,6 +58,9 @@ def places(tmp_path_factory) -> dict[str, str]:
         described = {"tokenizer": {"vocab_size": 61, "eod": 3}}
         prefix.with_suffix(".json").write_text(json.dumps(described))
         found[name] = str(prefix)
+    chats = write_tokens(root / "chats").with_suffix(".json")
+    chats.write_text(json.dumps({"kind": "chat", "tokenizer": {"vocab_size": 61, "eod": 3}}))
+    found["chats"] = str(root / "chats")
     for end in ("", "2"):
         data = found[f"data{end}"]
         (root / f"args{end}").write_text(data)

@@ -8,6 +8,7 @@ import random
 
 import pytest
 
+from megatron.cli.errors import ExitCode
 from megatron.training.monitoring.metrics import read_metrics
 from megatron.training.preprocess_data import PreprocessConfig, preprocess
 from tests.functional_tests.small_run import digests, flags, losses, run_here, run_on
@@ -72,7 +73,13 @@ def test_layouts_learn_the_same_and_go_on_where_they_stopped(talks, tmp_path, ca
 def test_a_pretrained_model_is_fine_tuned(talks, tmp_path, capsys):
     """Plain samples of the same tokens first; then conversations from the first sample on."""
     before = f"{COMMON} --save {tmp_path}/base --train-iters 4"
-    assert run_here(flags(talks, before)) == 0
+    assert run_here(flags(talks, before)) == ExitCode.USER_ERROR
+    said = capsys.readouterr().err
+    assert f"{talks} has conversations" in said
+    assert "--sft" in said
+    assert "--allow-chat-as-text" in said
+    assert not (tmp_path / "base").exists()
+    assert run_here(flags(talks, f"{before} --allow-chat-as-text")) == 0
     sft = f"--sft {COMMON} --train-iters 4"
     capsys.readouterr()
     assert run_here(flags(talks, f"{sft} --load {tmp_path}/base")) == 2

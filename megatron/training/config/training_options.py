@@ -58,6 +58,8 @@ class DataConfig:
     sft: bool = False
     """Fine-tune on conversations that preprocess_data --chat wrote: packed into samples, each
     attends to itself alone, and only the assistant's tokens are learnt."""
+    allow_chat_as_text: bool = False
+    """Train on conversations without --sft all the same: as one text, on every token."""
     allow_data_change: bool = False
     """Resume on other data than the checkpoint's, from the same number of samples on."""
 

@@ -124,6 +124,8 @@ def problems(config: DataConfig) -> Iterator[str]:
     except ValueError as error:
         yield f"--{error}"
     if config.sft:
+        if config.allow_chat_as_text:
+            yield "--allow-chat-as-text has no effect with --sft: drop one"
         if config.mock_data:
             yield "--mock-data makes no conversations: leave --sft out"
         for name in ("eod_mask_loss", "reset_position_ids", "reset_attention_mask"):

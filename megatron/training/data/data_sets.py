@@ -23,8 +23,8 @@ from megatron.core.datasets.samplers import (
 )
 from megatron.core.process_groups import Group
 from megatron.training.config.resolve import Run
-from megatron.training.data.data_paths import SplitPath, read_paths
-from megatron.training.data.vocabulary import Vocabulary
+from megatron.training.data.data_paths import SplitPath, prefixes, read_paths
+from megatron.training.data.vocabulary import Vocabulary, holds_chats
 
 _NAMES = ("train", "valid", "test")
 
@@ -67,6 +67,8 @@ def build_data_sets(run: Run, vocabulary: Vocabulary) -> DataSets:
         identity = {"files": [], "vocab_size": vocabulary.size, "kind": "mock"}
         return _data_sets(made, run, identity, ())
     paths = read_paths(config)
+    if not (config.sft or config.allow_chat_as_text):
+        _refuse_chats(prefixes(config))
     try:
         sources = {
             name: [IndexedDataset(prefix) for prefix in split.path.prefixes]
@@ -99,6 +101,16 @@ def build_data_sets(run: Run, vocabulary: Vocabulary) -> DataSets:
     if config.sft:
         identity["kind"] = "sft"
     return _data_sets(found, run, identity, tuple(notes))
+
+
+def _refuse_chats(names: Sequence[str]) -> None:
+    """Raise ValueError if token files hold conversations: read as text, the user's turns would be
+    learnt as well, and conversations would follow each other without an end."""
+    if chats := [name for name in names if holds_chats(name)]:
+        raise ValueError(
+            f"{', '.join(chats)} has conversations, which without --sft are read as one text and "
+            "learnt token by token: give --sft, or --allow-chat-as-text if that is meant"
+        )
 
 
 def _dataset_config(run: Run, vocabulary: Vocabulary) -> GPTDatasetConfig:

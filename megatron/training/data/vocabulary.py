@@ -16,6 +16,7 @@ from megatron.cli.tokenizers import (
     guess_type,
     tiktoken_record,
 )
+from megatron.core.datasets.chat_dataset import mask_prefix
 from megatron.core.untrusted_files import read_json
 from megatron.training.config import TokenizerConfig
 
@@ -114,6 +115,24 @@ def describe_files(prefix: str) -> dict[str, Any]:
         _check(dict(found["tokenizer"]))
         return {**found["tokenizer"], "special_tokens": None if chat else special.to_json()}
     except (OSError, ValueError, KeyError, TypeError, AttributeError):
+        raise ValueError(f"{path} is damaged: remove it, or write the token files again") from None
+
+
+def holds_chats(prefix: str) -> bool:
+    """Tell whether token files hold conversations: by `PREFIX.json`, or without that by a mask.
+
+    Args:
+        prefix: of a pair of token files.
+
+    Raises:
+        ValueError: `PREFIX.json` is damaged.
+    """
+    path = Path(f"{prefix}.json")
+    if not os.path.exists(path):
+        return os.path.exists(f"{mask_prefix(prefix)}.idx")
+    try:
+        return read_json(path, follow_links=True).get("kind") == "chat"
+    except (OSError, ValueError, AttributeError):
         raise ValueError(f"{path} is damaged: remove it, or write the token files again") from None
 
 

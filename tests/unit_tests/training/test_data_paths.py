@@ -78,6 +78,7 @@ def test_a_file_of_paths_that_is_none(tmp_path, text, message):
         ("--data-path a --valid-data-path b", "--valid-data-path goes with --train-data-path"),
         ("--train-data-path 1 a 2", "--train-data-path '1 a 2': give PREFIX"),
         ("--data-path a --split x", "--split 'x': give up to three numbers"),
+        ("--data-path a --sft --allow-chat-as-text", "--allow-chat-as-text has no effect"),
         ("--mock-data --sft", "--mock-data makes no conversations"),
         ("--data-path a --sft --reset-position-ids", "--reset-position-ids has no effect"),
         (

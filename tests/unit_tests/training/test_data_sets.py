@@ -97,6 +97,28 @@ def test_end_of_document_tokens_can_be_left_out_of_the_loss(prefix):
         assert zeros == expected * starts
 
 
+@pytest.mark.parametrize("sign", ["kind", "mask"])
+@pytest.mark.parametrize("flag", ["--data-path", "--valid-data-path"])
+def test_chats_are_refused_without_sft(prefix, tmp_path, flag, sign):
+    """In any split; without a description the mask tells that they are chats."""
+    for ending in (".bin", ".idx"):
+        shutil.copy(prefix + ending, tmp_path / f"chats{ending}")
+    chats = str(tmp_path / "chats")
+    if sign == "kind":
+        (tmp_path / "chats.json").write_text('{"kind": "chat", "tokenizer": {}}')
+    else:
+        (tmp_path / "chats.mask.idx").touch()
+    words = f"1 {prefix} 1 {chats}"
+    shared = f"--data-path {words} --split 80,20"
+    paths = shared if flag == "--data-path" else f"--train-data-path {prefix} {flag} {words}"
+    with pytest.raises(ValueError, match=f"^{chats} has conversations.*--sft.*--allow-chat-as-te"):
+        build_data_sets(_run_without_data_path(f"{paths} --eval-iters 2"), VOCABULARY)
+    allowed = _run_without_data_path(f"{paths} --eval-iters 2 --allow-chat-as-text")
+    assert build_data_sets(allowed, VOCABULARY).train.read(np.array([0])).loss_mask.all()
+    (tmp_path / "chats.json").write_text('{"kind": "text", "tokenizer": {}}')
+    assert build_data_sets(_run_without_data_path(f"{paths} --eval-iters 2"), VOCABULARY)
+
+
 def test_a_missing_file_is_a_user_error(tmp_path):
     with pytest.raises(ValueError, match="no such file"):
         build_data_sets(_run(str(tmp_path / "absent")), VOCABULARY)

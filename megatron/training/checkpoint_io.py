@@ -23,6 +23,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from megatron.cli.schema import options
 from megatron.core.dist_checkpointing import (
     Coordinator,
     DamagedCheckpointError,
@@ -38,6 +39,7 @@ from megatron.core.models.gpt import GPTConfig
 from megatron.core.optimizer import Optimizer
 from megatron.core.weight_gather import WeightStore
 from megatron.hf.config_json import function_of
+from megatron.training.config import Config, EvaluationConfig, TrainingConfig
 from megatron.training.config.values import require_all
 from megatron.training.cpu_matmul import another_dtype
 from megatron.training.data.data_sets import compare_identity
@@ -190,10 +192,54 @@ def _progress(folder: Path, extra: Mapping[str, Any]) -> Progress:
     if iteration_of(folder) not in (None, progress.iteration):
         error = ValueError(f"its progress is of iteration {progress.iteration}")
         raise _unlike_a_run(folder, error)
+    if not progress.order_lengths:
+        try:
+            progress.order_lengths = _order_lengths(extra["config"])
+        except (ValueError, TypeError) as error:
+            raise _unlike_a_run(folder, error) from error
     counts = [value for value in vars(progress).values() if isinstance(value, int)]
+    counts += progress.order_lengths.values()
     if max(counts) > MAX_COUNT:
         raise _unlike_a_run(folder, ValueError(f"its progress has counted to {max(counts)}"))
     return progress
+
+
+#: What the length of a run follows from.
+_LENGTH_OPTIONS = (
+    "seq-length",
+    "micro-batch-size",
+    "global-batch-size",
+    "step-batch-size-schedule",
+    "rampup-batch-size",
+    "train-iters",
+    "train-samples",
+    "eval-interval",
+    "eval-iters",
+    "eval-global-batch-size",
+)
+
+
+def _order_lengths(saved: Mapping[str, Any]) -> dict[str, int]:
+    """Return the lengths that the options of a checkpoint give: of one that was saved before
+    progress had any, when every start ordered its samples for its own length.
+
+    Raises:
+        ValueError, TypeError: an option has a value that it cannot have, or is missing.
+    """
+    if saved.get("train-iters") is None and saved.get("train-samples") is None:
+        return {}
+    sections: dict[str | None, dict[str, Any]] = {"training": {}, "evaluation": {}}
+    for option in options(Config):
+        if option.name in _LENGTH_OPTIONS and option.name in saved:
+            value = option.from_json(saved[option.name], option.name)
+            sections[option.section][option.field] = value
+    training = TrainingConfig(**sections["training"])
+    evaluation = EvaluationConfig(**sections["evaluation"])
+    sizes = training.batch_sizes(1)
+    evaluated = evaluation.eval_iters if evaluation.eval_interval else 0
+    evaluated *= evaluation.eval_global_batch_size or sizes.sizes[-1]
+    train = training.train_samples or sizes.samples(training.train_iters or 0)
+    return {"train": train, "valid": evaluated, "test": evaluated}
 
 
 def _steps(extra: Mapping[str, Any]) -> int:

@@ -6,6 +6,8 @@ Order: save folder → data → model → engine and optimizer → checkpoint �
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from megatron.training.config.resolve import Run
 from megatron.training.data.data_paths import prefixes
 from megatron.training.data.data_sets import build_data_sets
@@ -32,10 +34,28 @@ def pretrain(run: Run, place: RunGroups) -> None:
     with claimed_folder(run.config.checkpoint.save, place.coordinator):
         refuse_faulty_hosts(run.config.checkpoint.save, place.coordinator)
         vocabulary = read_vocabulary(run.config.tokenizer, prefixes(run.config.data))
-        data = build_data_sets(run, vocabulary)
-        session = build_session(run, place, vocabulary, data)
+        session = build_session(run, place, vocabulary, build_data_sets(run, vocabulary))
         progress, start = restore(session)
+        session = keep_order(session, progress)
         run_loop(session, progress, start)
+
+
+def keep_order(session: Session, progress: Progress) -> Session:
+    """Return a session whose samples come in the order that its run began with, as many as it has
+    steps for; note in `progress` what the order is made for.
+
+    The order depends on the length that the run had when it began, and `progress` is of a
+    checkpoint, or of a run that begins.
+    """
+    run, data = session.run, session.data
+    stored = {} if run.config.data.reorder_samples else progress.order_lengths
+    lengths = {name: stored.get(name) or length for name, length in data.order_lengths.items()}
+    steps = max(run.train_iters - progress.iteration, 0)
+    end = run.batch_sizes.samples(steps, begin=progress.consumed_samples)
+    if lengths != data.order_lengths or end > run.train_samples:
+        data = build_data_sets(run, session.vocabulary, order_lengths=lengths, train_samples=end)
+    progress.order_lengths = dict(data.order_lengths)
+    return replace(session, data=data)
 
 
 def run_loop(session: Session, progress: Progress, start: str) -> None:

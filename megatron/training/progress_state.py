@@ -28,6 +28,9 @@ class Progress:
         validation_pending: 1 if the run stopped before a validation that was due, else 0.
         failed_saves: saves that failed and did not end the run.
         recent_losses: of the last applied steps, which define a spike.
+        order_lengths: samples that the order of each split ("train", "valid", "test") was made for
+            when the run began; a run that gets longer or shorter keeps that order. A split without
+            one is ordered for the samples that it has now.
     """
 
     iteration: int = 0
@@ -41,6 +44,7 @@ class Progress:
     validation_pending: int = 0
     failed_saves: int = 0
     recent_losses: list[float] = field(default_factory=list)
+    order_lengths: dict[str, int] = field(default_factory=dict)
 
     def to_json(self) -> dict[str, Any]:
         """Return the counters by name."""
@@ -59,6 +63,15 @@ class Progress:
         losses = saved.get("recent_losses", [])
         if not isinstance(losses, list) or not all(isinstance(x, float) for x in losses):
             wrong.append("recent_losses")
+        lengths = saved.get("order_lengths", {})
+        if not isinstance(lengths, dict) or not all(
+            type(n) is int and n >= 0 for n in lengths.values()
+        ):
+            wrong.append("order_lengths")
         if wrong:
             raise ValueError(f"the checkpoint's progress lacks {', '.join(wrong)}")
-        return Progress(**{name: saved[name] for name in names}, recent_losses=list(losses))
+        return Progress(
+            **{name: saved[name] for name in names},
+            recent_losses=list(losses),
+            order_lengths=dict(lengths),
+        )

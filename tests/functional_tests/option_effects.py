@@ -363,6 +363,7 @@ EFFECTS: dict[str, Effect] = {
     "reset-position-ids": Effect("loss"),
     "reset-attention-mask": Effect("loss"),
     "sft": Effect("log"),
+    "reorder-samples": Effect("loss", base="--load {saved} --train-iters 8"),
     "allow-chat-as-text": Effect("log", base="--data-path {chats}"),
     "allow-data-change": Effect("log", base="--load {saved} --data-path {data2}"),
     # Checkpoints

@@ -36,6 +36,9 @@ _DATA = {
     "mock-data",
 }
 
+#: Options of data that are about one start of a run.
+_OF_ONE_START = {"allow-data-change", "reorder-samples"}
+
 #: What `--use-checkpoint-opt-param-scheduler` takes, by section.
 _SCHEDULE = {
     "schedule": (
@@ -94,7 +97,7 @@ def _is_wanted(option: Option, given: Mapping[str, Any]) -> bool:
     if option.name in _LENGTHS:
         return not _LENGTHS & set(given)
     if option.section == "data":  # as a whole: a part of it means other samples
-        return not _DATA & set(given) and option.name != "allow-data-change"
+        return not _DATA & set(given) and option.name not in _OF_ONE_START
     return option.section in _SECTIONS or option.name in _WEIGHTS or option.required
 
 

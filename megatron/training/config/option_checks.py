@@ -190,7 +190,8 @@ def _dependents(config: Config) -> Iterator[tuple[object, str, bool, str]]:
     further = depths(config) > 0
     yield config.training, "mtp_loss_", further, "--mtp-num-layers"
     loads = checkpoint.load is not None
-    yield config.data, "allow_data_change", loads, "--load"
+    for start in ("allow_data_change", "reorder_samples"):
+        yield config.data, start, loads, "--load"
     some = loads or checkpoint.pretrained_checkpoint is not None
     yield checkpoint, "finetune", some, "--load or --pretrained-checkpoint"
     yield profiling, "profile_step_", profiling.profile, "--profile"

@@ -58,6 +58,9 @@ class DataConfig:
     sft: bool = False
     """Fine-tune on conversations that preprocess_data --chat wrote: packed into samples, each
     attends to itself alone, and only the assistant's tokens are learnt."""
+    reorder_samples: bool = False
+    """On resume, order samples anew for the length that the run has now, as Megatron-LM does,
+    instead of keeping the order that the run began with."""
     allow_chat_as_text: bool = False
     """Train on conversations without --sft all the same: as one text, on every token."""
     allow_data_change: bool = False

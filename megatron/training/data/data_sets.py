@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, Protocol
 
 from megatron.core.datasets.batch_sizes import BatchSizes
 from megatron.core.datasets.blend import BlendedDataset, build_split, has_split, parse_split
@@ -37,7 +37,8 @@ class DataSets:
         train: samples to train on.
         validation: samples to validate on, the same at every validation; None without validation.
         test: samples for one evaluation at the end of the run; None if there are none.
-        identity: what the order of the samples depends on, save for the length of the run, as JSON.
+        identity: what the order of the samples depends on, save for its length, as JSON.
+        order_lengths: samples of each split that its order is made for, see `Progress`.
         notes: lines that describe what became of the data.
     """
 
@@ -45,27 +46,65 @@ class DataSets:
     validation: TokenSource | None
     test: TokenSource | None = None
     identity: Mapping[str, Any]
+    order_lengths: Mapping[str, int]
     notes: tuple[str, ...] = ()
 
 
-def build_data_sets(run: Run, vocabulary: Vocabulary) -> DataSets:
+class Extensible(TokenSource, Protocol):
+    """A data set that can have more samples behind those it has: all that a run reads are."""
+
+    def extended(self, num_samples: int) -> TokenSource:
+        """Return a data set that begins with the same samples and has at least so many."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class SampleCounts:
+    """How many samples of a split there are to be.
+
+    Args:
+        ordered: that its order is made for.
+        needed: that the run takes of it; 0 leaves it out.
+        cyclic: samples beyond those ordered are the same ones once more.
+    """
+
+    ordered: int
+    needed: int
+    cyclic: bool
+
+    def extend(self, data: Extensible) -> TokenSource:
+        """Return a data set that is ordered so, with as many samples as are needed."""
+        return data if self.cyclic else data.extended(self.needed)
+
+
+def build_data_sets(
+    run: Run,
+    vocabulary: Vocabulary,
+    *,
+    order_lengths: Mapping[str, int] | None = None,
+    train_samples: int = 0,
+) -> DataSets:
     """Open token files and build the sample indices of a run.
+
+    Args:
+        order_lengths: of a run that goes on, samples that the order of each split was made for
+            when it began, see `Progress`. The order is kept, and extended if more are needed.
+        train_samples: that the run will have consumed at its end, where that is more than the steps
+            of a run from the start.
 
     Raises:
         ValueError: a file is missing or damaged, or too short for a split; one line.
     """
-    config, evaluation = run.config.data, run.config.evaluation
+    config = run.config.data
     common = _dataset_config(run, vocabulary)
-    evaluated = evaluation.eval_iters * run.evaluation.samples if evaluation.eval_interval else 0
-    counts = dict(zip(_NAMES, (run.train_samples, evaluated, evaluated), strict=True))
+    counts = _sample_counts(run, order_lengths or {}, train_samples)
     if config.mock_data:
         made = {
-            name: MockDataset(common, num_samples=counts[name], split=i, name=name)
-            for i, name in enumerate(_NAMES)
-            if counts[name]
+            name: count.extend(MockDataset(common, num_samples=count.ordered, split=i, name=name))
+            for i, (name, count) in enumerate(counts.items())
+            if count.needed
         }
         identity = {"files": [], "vocab_size": vocabulary.size, "kind": "mock"}
-        return _data_sets(made, run, identity, ())
+        return _data_sets(made, run, identity, counts=counts)
     paths = read_paths(config)
     if not (config.sft or config.allow_chat_as_text):
         _refuse_chats(prefixes(config))
@@ -80,13 +119,13 @@ def build_data_sets(run: Run, vocabulary: Vocabulary) -> DataSets:
     notes: list[str] = []
     for name, split in paths.items():
         if name == "test" and not _has_test(split, sources[name], run):
-            if counts[name] and parse_split(config.split)[2]:
+            if counts[name].needed and parse_split(config.split)[2]:
                 notes.append(f"no test at the end: --split {config.split} leaves no document to it")
-        elif counts[name]:
+        elif counts[name].needed:
             found[name] = _split(
                 run, split, common, name=name, count=counts[name], sources=sources[name]
             )
-    if counts["valid"] and "valid" not in paths:
+    if counts["valid"].needed and "valid" not in paths:
         notes.append("no validation: there is no --valid-data-path")
     notes += _chat_notes(found)
     path = paths["train"].path
@@ -100,7 +139,26 @@ def build_data_sets(run: Run, vocabulary: Vocabulary) -> DataSets:
         identity["blend"] = "by samples"  # earlier versions drew by tokens
     if config.sft:
         identity["kind"] = "sft"
-    return _data_sets(found, run, identity, tuple(notes))
+    return _data_sets(found, run, identity, counts=counts, notes=notes)
+
+
+def _sample_counts(
+    run: Run, order_lengths: Mapping[str, int], train_samples: int
+) -> dict[str, SampleCounts]:
+    """Return how many samples of each split a run needs, see `build_data_sets`."""
+    evaluation = run.config.evaluation
+    evaluated = evaluation.eval_iters * run.evaluation.samples if evaluation.eval_interval else 0
+    asked = dict(zip(_NAMES, (run.train_samples, evaluated, evaluated), strict=True))
+    needed = {**asked, "train": max(run.train_samples, train_samples)}
+    cyclic = run.config.data.dataloader_type == "cyclic"
+    return {
+        name: SampleCounts(
+            ordered=order_lengths.get(name) or asked[name],
+            needed=needed[name],
+            cyclic=cyclic and name == "train",
+        )
+        for name in _NAMES
+    }
 
 
 def _refuse_chats(names: Sequence[str]) -> None:
@@ -146,28 +204,40 @@ def _split(
     common: GPTDatasetConfig,
     *,
     name: str,
-    count: int,
+    count: SampleCounts,
     sources: Sequence[IndexedDataset],
 ) -> TokenSource:
     config = run.config.data
     # cyclic permutes one pass itself; a weighted blend has no "one pass": it is truncated.
-    cyclic = config.dataloader_type == "cyclic" and split.path.weights is None
-    return build_split(
+    one_pass = count.cyclic and split.path.weights is None
+    data = build_split(
         split.path,
         common,
         name=name,
         shares=(1.0,) if split.which is None else parse_split(config.split),
         which=split.which or 0,
-        num_samples=None if cyclic and name == "train" else count,
+        num_samples=None if one_pass else count.ordered,
         dataset_type=ChatDataset if config.sft else GPTDataset,
         sources=sources,
     )
+    return count.extend(data)
 
 
 def _data_sets(
-    found: Mapping[str, TokenSource], run: Run, identity: Mapping[str, Any], notes: tuple[str, ...]
+    found: Mapping[str, TokenSource],
+    run: Run,
+    identity: Mapping[str, Any],
+    *,
+    counts: Mapping[str, SampleCounts],
+    notes: Sequence[str] = (),
 ) -> DataSets:
-    training = run.config.training
+    training, train = run.config.training, counts["train"]
+    kept = []
+    if train.ordered != run.train_samples:
+        kept.append(
+            f"samples keep the order for {train.ordered:,} that the run began with; "
+            "--reorder-samples makes one for the present length"
+        )
     return DataSets(
         train=found["train"],
         validation=found.get("valid"),
@@ -178,7 +248,8 @@ def _data_sets(
             "seed": training.seed,
             "dataloader_type": run.config.data.dataloader_type,
         },
-        notes=notes,
+        order_lengths={name: count.ordered for name, count in counts.items()},
+        notes=(*notes, *kept),
     )
 
 

@@ -27,6 +27,7 @@ from megatron.training.data.vocabulary import Vocabulary
 from megatron.training.monitoring.metrics import read_metrics
 from tests.functional_tests.small_run import (
     VOCABULARY,
+    digests,
     flags,
     losses,
     rank_process,
@@ -35,6 +36,7 @@ from tests.functional_tests.small_run import (
     timeless,
     write_tokens,
 )
+from tests.support.older_checkpoints import leave_out
 from tests.support.ranks import start_ranks
 
 PLAIN = "--attention-dropout 0 --hidden-dropout 0 --eval-interval 0"
@@ -106,6 +108,48 @@ def test_row_17_a_resumed_run_goes_on_with_the_next_sample(
         seen.clear()
         assert run_here(flags(prefix, f"{common} --load {tmp_path}/run/iter_{iteration:07}")) == 0
         assert seen == whole[iteration * per_step :], iteration
+
+
+@pytest.mark.covers("resumed to the same bits", runs="loads")
+def test_row_17_another_length_keeps_the_order(prefix, tmp_path, monkeypatch, capsys):
+    """A run of 12 steps of 8 samples, resumed at 4 for 24 steps, and that one at 9; with steps of
+    another size, on two ranks, and from a checkpoint of before lengths were saved."""
+    seen: list[list[int]] = []
+
+    def recorded(batch, device, **more):
+        seen.extend(batch.tokens.tolist())
+        return kept(batch, device, **more)
+
+    kept = session.microbatch
+    monkeypatch.setattr(session, "microbatch", recorded)
+    common = f"{PLAIN} --lr-decay-iters 12"
+
+    def rows(folder: str, more: str) -> list[list[int]]:
+        seen.clear()
+        assert run_here(flags(prefix, f"{common} --save {tmp_path / folder} {more}")) == 0
+        return seen.copy()
+
+    whole = rows("begun", "--train-iters 12 --save-interval 4")
+    start = f"--load {tmp_path}/begun/iter_0000004"
+    longer = rows("longer", f"--train-iters 24 --save-interval 9 {start}")
+    assert longer[: 8 * 8] == whole[4 * 8 :]
+    assert len({tuple(row) for row in longer[8 * 8 :]}) > 40
+    assert "samples keep the order for 96" in capsys.readouterr().out
+    middle = f"--load {tmp_path}/longer/iter_0000009"
+    assert rows("again", f"--train-iters 24 {middle}") == longer[5 * 8 :]
+    assert digests(tmp_path / "again/iter_0000024") == digests(tmp_path / "longer/iter_0000024")
+    smaller = rows("smaller", f"--train-iters 20 --global-batch-size 4 {middle}")
+    assert smaller == longer[5 * 8 :][: 11 * 4]
+    assert (
+        rows("reordered", f"--train-iters 24 --reorder-samples {start} --exit-interval 5")
+        != (whole[4 * 8 : 5 * 8])
+    )
+    run_on(2, flags(prefix, f"{common} --train-iters 14 {start} --save {tmp_path}/two"))
+    expected = losses(tmp_path / "longer/metrics.jsonl")
+    found = losses(tmp_path / "two/metrics.jsonl")
+    assert found == pytest.approx({i: expected[i] for i in range(5, 15)}, rel=1e-4)
+    leave_out(tmp_path / "begun/iter_0000004", "progress", "order_lengths")
+    assert rows("shorter", f"--train-iters 6 {start}") == whole[4 * 8 : 6 * 8]
 
 
 def test_row_18_data_draw_from_no_random_stream(prefix, tmp_path):

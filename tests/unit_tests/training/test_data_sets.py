@@ -86,6 +86,65 @@ def test_cyclic_permutes_every_epoch(prefix):
     assert rows[:size] != rows[size : 2 * size]
 
 
+@pytest.mark.parametrize(
+    "flags",
+    [
+        "",
+        "--data-path 1 {0} 3 {1}",
+        "--data-path {0} {1}",
+        "--data-path {0} {1} --dataloader-type cyclic",
+        "--dataloader-type cyclic",
+        "--data-path 1 {0} 3 {1} --dataloader-type cyclic",
+        "--mock-data",
+        "--mock-data --dataloader-type cyclic",
+        "--data-path 1 {0} 3 {1} --sft",
+    ],
+)
+@pytest.mark.parametrize("begun", [4, 13], ids=["less than an epoch", "epochs"])
+def test_another_length_keeps_the_order(prefix, tmp_path, flags, begun):
+    """A run that was to have some steps of 6 samples and has more or fewer now, of 3 samples."""
+    names = (prefix, str(tmp_path / "chats"))
+    for ending in (".bin", ".idx"):
+        shutil.copy(prefix + ending, names[1] + ending)
+    for name in names if "--sft" in flags else ():
+        with IndexedDatasetWriter(f"{name}.mask", np.uint8) as writer:
+            writer.add_documents(np.ones(20 * 51, dtype=np.int64), np.full(20, 51))
+    words, without = flags.format(*names), ()
+    if "--mock-data" in flags:
+        without = ("--data-path",)
+
+    def order(steps, batch, **kept):
+        text = f"--data-path {prefix} --split 80,20 --eval-iters 2 {words} --train-iters {steps}"
+        text = text.replace(f"--data-path {prefix}", "") if without else text
+        config = small_config(f"{text} --global-batch-size {batch}", without=without)
+        run = resolve(config, 1)
+        data = build_data_sets(run, VOCABULARY, **kept)
+        lanes = Group.single("lanes")
+        batches = training_batches(data, run, lanes=lanes, consumed_samples=0)
+        samples = max(run.train_samples, kept.get("train_samples", 0))
+        micro = run.config.training.micro_batch_size
+        rows = [row for batch in _tokens(batches, samples // micro) for row in batch]
+        return rows[:samples], data
+
+    first, data = order(begun, 6)
+    lengths = {"train": begun * 6, "valid": 12, "test": 12}
+    assert data.order_lengths == lengths
+    more, longer = order(80, 3, order_lengths=lengths)
+    assert more[: begun * 6] == first
+    still_more, _ = order(80, 3, order_lengths=lengths, train_samples=300)
+    assert still_more[:240] == more
+    assert len(still_more) == 300
+    fewer, _ = order(5, 3, order_lengths=lengths)
+    assert fewer == more[:15]
+    assert longer.order_lengths == lengths
+    assert longer.validation is not None
+    everything = np.arange(12)
+    expected = data.validation.read(everything).tokens
+    assert (longer.validation.read(everything).tokens == expected).all()
+    if flags in ("", "--data-path 1 {0} 3 {1}"):
+        assert order(80, 3)[0][: begun * 6] != first, "as without the length it began with"
+
+
 def test_end_of_document_tokens_can_be_left_out_of_the_loss(prefix):
     plain, masked = _run(prefix), _run(prefix, "--eod-mask-loss")
     for run, expected in ((plain, 0), (masked, 1)):

@@ -376,3 +376,6 @@ def test_progress_of_earlier_checkpoints_is_read():
     assert Progress.from_json(old) == Progress(iteration=3)
     with pytest.raises(ValueError, match="lacks recent_losses"):
         Progress.from_json({**old, "recent_losses": "many"})
+    for lengths in ([9], {"train": -1}, {"train": True}, {"train": "9"}):
+        with pytest.raises(ValueError, match="lacks order_lengths"):
+            Progress.from_json({**old, "order_lengths": lengths})

@@ -81,9 +81,14 @@ class BatchSizes:
         """Return the size of the step that begins after so many samples."""
         return self.stages[bisect_right(self.stages, consumed_samples, key=lambda s: s[0]) - 1][1]
 
-    def samples(self, steps: int) -> int:
-        """Return the samples of a run's first steps."""
-        consumed, left = 0, steps
+    def samples(self, steps: int, *, begin: int = 0) -> int:
+        """Return the samples consumed after some steps.
+
+        Args:
+            steps: how many.
+            begin: samples consumed before them.
+        """
+        consumed, left = begin, steps
         for (_, size), (threshold, _) in pairwise(self.stages):
             taken = min(left, max(0, -(-(threshold - consumed) // size)))
             consumed, left = consumed + taken * size, left - taken

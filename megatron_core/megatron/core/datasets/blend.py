@@ -133,6 +133,7 @@ class BlendedDataset:
         self.datasets = list(datasets)
         self.config = self.datasets[0].config
         self.name = name
+        self._given_weights = weights
         self._weights = None if weights is None else check_weights(weights)
         self._num_samples = num_samples
         arrays = IndexCache(self.config.cache_dir).load_or_build(
@@ -174,6 +175,31 @@ class BlendedDataset:
     def __len__(self) -> int:
         """Return the number of samples."""
         return len(self.dataset_index)
+
+    def extended(self, num_samples: int) -> BlendedDataset:
+        """Return a blend that begins with all samples of this one, its parts extended as needed.
+
+        Args:
+            num_samples: steps in all.
+
+        Raises:
+            ValueError: the blend has no weights to go on with.
+        """
+        if num_samples <= len(self):
+            return self
+        if self._weights is None:
+            raise ValueError(
+                f"the {self.name} blend draws each of its {len(self)} samples once: build it with "
+                "weights to have more"
+            )
+        # No part is ahead of its share by a whole sample, see `blend_by_weight`.
+        parts = [
+            part.extended(math.ceil(weight * num_samples) + 1)
+            for part, weight in zip(self.datasets, self._weights, strict=True)
+        ]
+        return BlendedDataset(
+            parts, weights=self._given_weights, num_samples=num_samples, name=self.name
+        )
 
     def batch(self, indices: Sequence[int] | np.ndarray) -> np.ndarray:
         """Read several samples; see `GPTDataset.batch`.

@@ -204,6 +204,22 @@ class ChatDataset:
             found[i] = np.count_nonzero(self.mask.tokens[begin + 1 : begin + min(length, capacity)])
         return found
 
+    def extended(self, num_samples: int) -> ChatDataset:
+        """Return a data set that begins with all rows of this one and goes on in further passes.
+
+        Args:
+            num_samples: rows needed in all.
+        """
+        if num_samples <= len(self):
+            return self
+        return ChatDataset(
+            self.source,
+            self.config,
+            sequences=self._sequences,
+            num_samples=num_samples,
+            name=self.name,
+        )
+
     @staticmethod
     def _begin(data: IndexedDataset, sequence: int) -> int:
         return data.byte_offsets.item(sequence) // data.dtype.itemsize

@@ -11,7 +11,10 @@ tokens of sample i:
     shuffle_index   [N]                   the order in which samples are consumed
 
 The arrays equal Megatron's for equal arguments: numpy's frozen RandomState stream, used first for
-the document order, then for the sample order.
+the document order, then for the sample order. They depend on the number of samples, as that sets
+the epochs that are shuffled together. So a run that gets longer does not ask for more: it extends
+the data set, which keeps its samples and appends passes over the sequences, pass k in an order
+drawn from (seed, k) alone.
 
 Synthetic samples, computed from (seed, split, number), are for trying a model or a machine without
 any file. A document counts up through the vocabulary with its own start and step, and ends with the
@@ -20,6 +23,7 @@ end-of-document token if there is one. So there is something to learn.
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -286,6 +290,7 @@ class GPTDataset:
         self.name = name
         self._sequences = sequences
         self._requested = num_samples
+        self._appended_passes = 0
         try:
             arrays = IndexCache(config.cache_dir).load_or_build(
                 f"GPTDataset-{name}",
@@ -295,6 +300,11 @@ class GPTDataset:
             )
         except ValueError as error:
             raise ValueError(f"{source.prefix}, {name} split: {error}") from None
+        except MemoryError:
+            raise ValueError(
+                f"{source.prefix}, {name} split: the order of {num_samples} samples does not fit "
+                "into memory: ask for fewer"
+            ) from None
         self.document_index = arrays["document_index"]
         self.sample_index = arrays["sample_index"]
         self.shuffle_index = arrays["shuffle_index"]
@@ -302,7 +312,9 @@ class GPTDataset:
     @property
     def description(self) -> dict[str, object]:
         """Everything the order and content of the samples depend on, as JSON values."""
+        appended = {"appended_passes": n} if (n := self._appended_passes) else {}
         return {
+            **appended,
             "class": "GPTDataset",
             "source": self.source.fingerprint,
             "sequences": [self._sequences.start, self._sequences.stop],
@@ -316,10 +328,70 @@ class GPTDataset:
         """Name of the sequence of samples: equal fingerprints, equal training data."""
         return digest_of(self.description)
 
+    def extended(self, num_samples: int) -> GPTDataset:
+        """Return a data set that begins with all samples of this one and goes on in further passes.
+
+        A pass is the least number of epochs that makes a sample, one as a rule. Its samples depend
+        on the seed and its number alone, so those of a longer extension begin with the same ones.
+
+        Args:
+            num_samples: samples needed in all.
+        """
+        missing = num_samples - len(self)
+        if missing <= 0:
+            return self
+        plan = self._plan(1)
+        longer, done = copy.copy(self), self._appended_passes
+        longer._appended_passes = done - (-missing // plan.num_samples)
+        passes = range(done + 1, longer._appended_passes + 1)
+        arrays = IndexCache(self.config.cache_dir).load_or_build(
+            f"GPTDataset-{self.name}",
+            longer.description,
+            lambda: self._appended(plan, passes),
+            names=("document_index", "sample_index", "shuffle_index"),
+        )
+        longer.document_index = arrays["document_index"]
+        longer.sample_index = arrays["sample_index"]
+        longer.shuffle_index = arrays["shuffle_index"]
+        return longer
+
+    def _appended(self, plan: EpochPlan, passes: range) -> dict[str, np.ndarray]:
+        """Return the arrays with those of some passes behind them. The last row of a pass's sample
+        index is where its last sample ends: no sample begins there."""
+        documents, rows = len(self.document_index), len(self.sample_index)
+        parts = [(self.document_index, self.sample_index, self.shuffle_index)]
+        sequences = np.arange(self._sequences.start, self._sequences.stop)
+        for number in passes:
+            random = np.random.RandomState([self.config.seed, number])
+            document_index = build_document_index(sequences, plan, random)
+            sample_index = build_sample_index(
+                self.source.lengths,
+                document_index,
+                plan,
+                sequence_length=self.config.sequence_length,
+            ).astype(np.int64)
+            sample_index[:, 0] += documents
+            shuffle_index = build_shuffle_index(plan, random).astype(np.int64) + rows
+            parts.append((document_index, sample_index, shuffle_index))
+            documents, rows = documents + len(document_index), rows + len(sample_index)
+        document_index, sample_index, shuffle_index = (
+            np.concatenate(arrays) for arrays in zip(*parts, strict=True)
+        )
+        small = max(documents, rows) < np.iinfo(np.int32).max
+        return {
+            "document_index": document_index,
+            "sample_index": sample_index.astype(self.sample_index.dtype if small else np.int64),
+            "shuffle_index": shuffle_index.astype(self.shuffle_index.dtype if small else np.int64),
+        }
+
+    def _plan(self, num_samples: int | None) -> EpochPlan:
+        start, stop = self._sequences.start, self._sequences.stop
+        tokens_per_epoch = int(self.source.lengths[start:stop].sum(dtype=np.int64))
+        return plan_epochs(tokens_per_epoch, self.config.sequence_length, num_samples)
+
     def _build(self) -> dict[str, np.ndarray]:
         start, stop, seq = self._sequences.start, self._sequences.stop, self.config.sequence_length
-        tokens_per_epoch = int(self.source.lengths[start:stop].sum(dtype=np.int64))
-        plan = plan_epochs(tokens_per_epoch, seq, self._requested)
+        plan = self._plan(self._requested)
         random = np.random.RandomState(self.config.seed)
         document_index = build_document_index(np.arange(start, stop), plan, random)
         return {
@@ -483,6 +555,13 @@ class MockDataset:
     def __len__(self) -> int:
         """Return the number of samples."""
         return self._num_samples
+
+    def extended(self, num_samples: int) -> MockDataset:
+        """Return a data set of the same samples and more, so many in all."""
+        missing = num_samples - len(self)
+        longer = copy.copy(self)
+        longer._num_samples += max(missing, 0)
+        return longer
 
     def read(self, indices: Sequence[int] | np.ndarray) -> SampleRows:
         """Make several samples.

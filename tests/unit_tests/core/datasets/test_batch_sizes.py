@@ -34,6 +34,8 @@ def test_steps_and_samples_are_those_of_a_walk():
         sizes = BatchSizes(tuple((t, draw.randrange(1, 20)) for t in (0, *thresholds)))
         seen = walked(sizes, 30)
         assert [sizes.samples(i) for i in range(31)] == seen
+        later = range(0, 31 - 4, 3)
+        assert [sizes.samples(4, begin=seen[i]) for i in later] == [seen[i + 4] for i in later]
         for n in range(seen[-1]):
             assert sizes.steps(n) == max(i for i, end in enumerate(seen) if end <= n)
 

@@ -91,6 +91,22 @@ def test_rows_come_from_the_chosen_part(parts):
     assert blend.fingerprint != other.fingerprint
 
 
+def test_a_longer_blend_keeps_samples_and_proportions(parts):
+    blend = BlendedDataset(parts, weights=[2, 2], num_samples=80)
+    longer = blend.extended(500)
+    assert len(longer) == 500
+    chosen, numbers = greedy([0.5, 0.5], 500)
+    rows = longer.batch(np.arange(500))
+    np.testing.assert_array_equal(rows[:80], blend.batch(np.arange(80)))
+    whole = [part.extended(251) for part in parts]
+    for row, part, number in zip(rows, chosen, numbers, strict=True):
+        np.testing.assert_array_equal(row, whole[part].batch([number])[0])
+    assert blend.extended(80) is blend
+    everything = BlendedDataset(parts)
+    with pytest.raises(ValueError, match="build it with weights to have more"):
+        everything.extended(len(everything) + 1)
+
+
 def test_impossible_blends_are_refused(parts):
     with pytest.raises(ValueError, match=r"draws 150 samples of .*1, which gives"):
         BlendedDataset(parts, weights=[1, 3], num_samples=200)

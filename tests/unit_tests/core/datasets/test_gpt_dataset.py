@@ -41,6 +41,51 @@ def test_samples_are_windows_of_the_shuffled_line(source, num_samples, sequence_
     assert set(data.document_index.tolist()) == set(range(4, 33))
 
 
+def passes(source, sequences, *, sequence_length, count):
+    """Return the windows of further passes, sample by sample, each of a sample or more."""
+    rows = []
+    tokens = sum(len(source.get(d)) for d in sequences)
+    epochs = -(-(sequence_length + 1) // tokens)
+    for number in range(1, count + 1):
+        random = np.random.RandomState([CONFIG.seed, number])
+        documents = np.tile(np.array(sequences), epochs)
+        random.shuffle(documents)
+        line = np.concatenate([source.get(d) for d in documents.tolist()])
+        windows = [
+            line[start : start + sequence_length + 1]
+            for start in range(0, len(line) - sequence_length, sequence_length)
+        ]
+        order = np.arange(len(windows))
+        random.shuffle(order)
+        rows += [windows[i].tolist() for i in order]
+    return rows
+
+
+@pytest.mark.parametrize(
+    ("sequence_length", "num_samples"),
+    [(7, None), (7, 20), (7, 200), (900, 2)],
+    ids=["one pass", "a part", "epochs", "longer than the data"],
+)
+def test_a_longer_data_set_keeps_its_samples(source, tmp_path, sequence_length, num_samples):
+    config = dataclasses.replace(
+        CONFIG, sequence_length=sequence_length, cache_dir=str(tmp_path / "cache")
+    )
+    begun = {"sequences": range(4, 33), "num_samples": num_samples}
+    first = GPTDataset(source, config, **begun)
+    kept = first.batch(np.arange(len(first))).tolist()
+    more = passes(source, range(4, 33), sequence_length=sequence_length, count=3)
+    assert first.extended(len(first)) is first
+    once = first.extended(len(first) + len(more) // 3)
+    assert once.batch(np.arange(len(once))).tolist() == kept + more[: len(more) // 3]
+    for longer in (
+        first.extended(len(first) + len(more)),
+        once.extended(len(first) + len(more)),
+        GPTDataset(source, config, **begun).extended(len(first) + len(more)),  # from the cache
+    ):
+        assert longer.batch(np.arange(len(longer))).tolist() == kept + more
+        assert longer.fingerprint not in (first.fingerprint, once.fingerprint)
+
+
 def test_one_sample_equals_its_row_of_a_batch(source):
     data = GPTDataset(source, CONFIG, sequences=range(40), num_samples=100)
     rows = data.batch([3, 99, 3])

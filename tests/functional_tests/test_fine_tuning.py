@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 import random
+from pathlib import Path
 
 import pytest
 
@@ -68,6 +69,43 @@ def test_layouts_learn_the_same_and_go_on_where_they_stopped(talks, tmp_path, ca
     resumed = f"{common} --load {tmp_path}/one/iter_0000004 --save {tmp_path}/again"
     assert run_here(flags(talks, resumed)) == 0
     assert digests(tmp_path / "again/iter_0000008") == digests(tmp_path / "one/iter_0000008")
+
+
+#: What trains on conversations in the documentation.
+PAGES = ("README.md", *(f"docs/{page}.md" for page in ("hugging-face", "your-own-data")))
+
+
+def test_documented_fine_tuning_weighs_every_token_alike():
+    root = Path(__file__).resolve().parents[2]
+    everything = [*root.glob("*.md"), *root.glob("docs/*.md"), *root.glob("examples/**/*.*")]
+    found = set()
+    for page in everything:
+        text = page.read_text(encoding="utf-8").replace("\\\n", " ")
+        for line in text.splitlines():
+            words = line.split()
+            if "megatron.training.pretrain_gpt" in words and "--sft" in words:
+                assert "--calculate-per-token-loss" in words, f"{page}: {line}"
+                found.add(str(page.relative_to(root)))
+    assert found == set(PAGES)
+
+
+def test_microbatches_weigh_alike_or_tokens_do(talks, tmp_path, capsys):
+    """With the flag the loss does not depend on how samples fall into microbatches; without it
+    a run says that it does."""
+    found = {}
+    for flag in ("", "--calculate-per-token-loss"):
+        for size in (1, 8):
+            words = f"--sft {COMMON} {flag} --micro-batch-size {size} --exit-interval 1"
+            metrics = tmp_path / f"{size}{flag}.jsonl"
+            capsys.readouterr()
+            assert run_here(flags(talks, f"{words} --metrics-file {metrics}")) == 0
+            told = "--sft without --calculate-per-token-loss" in capsys.readouterr().out
+            assert told == (size == 1 and not flag), "a step of one microbatch has nothing to weigh"
+            found[flag, size] = losses(metrics)[1]
+    per_token = found["--calculate-per-token-loss", 8]
+    assert found["--calculate-per-token-loss", 1] == pytest.approx(per_token, rel=1e-6)
+    assert found["", 8] == pytest.approx(per_token, rel=1e-6)
+    assert found["", 1] != pytest.approx(per_token, rel=1e-5)
 
 
 def test_a_pretrained_model_is_fine_tuned(talks, tmp_path, capsys):

@@ -262,6 +262,19 @@ def _size(count: int) -> str:
     return f"{count / 1e6:,.2f} MB"
 
 
+def loss_weight_line(run: Run) -> str | None:
+    """Return how microbatches of conversations weigh in the loss, and the flag that weighs tokens
+    alike; None where they do, or where no conversations are trained on."""
+    training, blocks = run.config.training, run.final_division.blocks
+    if not run.config.data.sft or training.calculate_per_token_loss or blocks == 1:
+        return None
+    return (
+        f"--sft without --calculate-per-token-loss: each of the {blocks} microbatches of a step "
+        "weighs alike, however few of its tokens are learnt, so that a token of a short answer "
+        "counts for more; with the flag every learnt token weighs alike"
+    )
+
+
 def dropout_line(config: Config, device: torch.device) -> str | None:
     """Return which dropout is on, what it costs and how to turn it off; None where all is off."""
     rates = {
@@ -463,6 +476,7 @@ def start_lines(session: Session, *, consumed_samples: int) -> list[str]:
         layers_line(run.config),
         delayed_scaling_line(run.config),
         dropout_line(run.config, session.place.device),
+        loss_weight_line(run),
         None if session.cpu_matmul is None else session.cpu_matmul.line(),
         *session.data.notes,
         _export_line(session),

@@ -232,6 +232,7 @@ def train_row(
         groups,
         config=OPTIMIZERS[row.get("optimizer", "sgd")],
         scaler=ConstantLossScaler(row["loss_scale"]),
+        weights=[handle.sharding for handle in model.store.handles.values()],
     )
     run = Run(
         initial=weight_pieces(model.store),

@@ -142,7 +142,7 @@ class FullIterationGraph:
 
 
 #: What of a layout differs between steps of one form: all else follows from its split.
-_OF_LAYOUT = ("positions", "document_ids", "sample_ids")
+_OF_LAYOUT = ("positions", "document_ids", "sample_ids", "padding")
 
 
 def _tensors(of: object) -> dict[str, torch.Tensor]:
@@ -178,4 +178,4 @@ def _form(batch: Microbatch) -> tuple[object, ...]:
     layout = batch.layout
     # Blocks and maps are recorded as they were, and follow from where documents begin.
     form = (layout.cut, layout.rank, layout.rows, layout.documents)
-    return shapes, (*form, layout.sample_length, layout.filler)
+    return shapes, (*form, layout.sample_length)

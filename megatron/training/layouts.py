@@ -235,17 +235,20 @@ class Layouts:
             found = self._of_rows(batch)
         if dense:
             self._dense[shape] = found
-        return found.as_filler() if batch.filler else found
+        if batch.padding is None:
+            return found
+        padding = found.local(batch.padding, fill=True).t().contiguous()  # [s/cp, b]
+        return found.with_padding(self._moved(padding))
+
+    def _moved(self, tensor: torch.Tensor) -> torch.Tensor:
+        return pin(tensor, self._device).to(self._device, non_blocking=True)
 
     def _of_rows(self, batch: GPTBatch) -> SequenceLayout:
         masks = self._context.size == 1 and not self._part_by_part(batch)
         if not masks or self._bounds:
             return self._make(batch, masks_by_ids=masks)
         given = {"positions": batch.positions, "document_ids": batch.document_ids}
-        moved = {
-            name: None if x is None else pin(x, self._device).to(self._device, non_blocking=True)
-            for name, x in given.items()
-        }
+        moved = {name: None if x is None else self._moved(x) for name, x in given.items()}
         return SequenceLayout.of_rows(batch.loss_mask.shape[1], device=self._device, **moved)
 
     def _make(self, batch: GPTBatch, *, masks_by_ids: bool = False) -> SequenceLayout:

@@ -470,9 +470,14 @@ def microbatch(
             batch.loss_mask,
             depths=depths,
             document_ids=batch.document_ids,
+            padding=batch.padding,
         )
-        whole = vars(found).values()  # [D, b, s] each
-        ahead = Ahead(*(moved(torch.stack([layout.local(x) for x in rows])) for rows in whole))
+        local = {
+            name: moved(torch.stack([layout.local(x, fill=name == "padding") for x in rows]))
+            for name, rows in vars(found).items()  # [D, b, s] each
+            if rows is not None
+        }
+        ahead = Ahead(**local)
     rows = (batch.input_ids, batch.labels, batch.loss_mask)
     tokens, labels, loss_mask = (moved(layout.local(x)) for x in rows)  # [b, s/cp]
     layout = layout.with_samples(moved(batch.sample_ids))

@@ -167,7 +167,7 @@ def _note_room(
 
 def _parts(row: Row, batch: int) -> Iterator[tuple[torch.Tensor, int]]:
     """Yield for every rank of a lane the numbers [t] of its tokens among the lane's [s, b], in its
-    own order, and the rows that it counts: without padding, on average over the ranks of cp."""
+    own order, and how many these are, without padding."""
     cp, tp = row["cp"], row["tp"]
     cut = cut_of(row)
     for rank in range(cp):
@@ -177,7 +177,7 @@ def _parts(row: Row, batch: int) -> Iterator[tuple[torch.Tensor, int]]:
         numbers[places.repeat_interleave(batch) < 0] = -1
         rows = -(-len(numbers) // tp)
         for part in numbers.split(rows):
-            yield part[part >= 0], round(rows * cut.length / cut.padded[-1])
+            yield part[part >= 0], int((part >= 0).sum())
 
 
 def same_loads(runs: Sequence[Run], wanted: Run) -> None:

@@ -271,10 +271,10 @@ def test_replays_show_their_gradients_to_what_compares_computations():
 
 
 def test_inputs_in_a_layout_keep_their_addresses_and_take_the_new_ones():
-    first, second = (data(0, i, documents=True) for i in (0, 7))
+    first, second = (padded(data(0, i, documents=True), i) for i in (0, 7))
     inputs = StepInputs(first, torch.ones(2))
     layouts = [m.layout for m in inputs.microbatches]
-    names = ("positions", "document_ids", "sample_ids")
+    names = ("positions", "document_ids", "sample_ids", "padding")
     addresses = [getattr(x, n).data_ptr() for x in layouts for n in names]
     assert inputs.fit(second)
     inputs.take(second, torch.ones(2))
@@ -283,6 +283,22 @@ def test_inputs_in_a_layout_keep_their_addresses_and_take_the_new_ones():
         for name in names:
             assert torch.equal(getattr(mine, name), getattr(given.layout, name)), name
             assert not torch.equal(getattr(before.layout, name), getattr(given.layout, name)), name
+
+
+def padded(batches: list[Microbatch], count: int) -> list[Microbatch]:
+    """Return microbatches of which so many tokens are padding."""
+
+    def marked(b: Microbatch) -> Microbatch:
+        mark = torch.arange(b.tokens.numel()).view_as(b.tokens.t()) < count
+        return dataclasses.replace(b, layout=b.layout.with_padding(mark))
+
+    return [marked(b) for b in batches]
+
+
+def test_steps_with_and_without_padding_are_of_other_forms():
+    inputs = StepInputs(padded(data(0, 0), 2), torch.ones(2))
+    assert inputs.fit(padded(data(0, 0), 5))
+    assert not inputs.fit(data(0, 0))
 
 
 def test_blocks_of_other_documents_do_not_fit():
@@ -313,27 +329,31 @@ def with_ahead(batches: list[Microbatch]) -> list[Microbatch]:
     """Return microbatches that know what two depths predict."""
 
     def found(b: Microbatch) -> Ahead:
-        return shifted(b.tokens, b.labels, b.loss_mask, depths=2)
+        return shifted(b.tokens, b.labels, b.loss_mask, depths=2, padding=b.layout.padding.t())
 
     return [dataclasses.replace(b, ahead=found(b)) for b in batches]
 
 
+def tensors_of(ahead: Ahead) -> list[torch.Tensor]:
+    """Return the tensors of what depths predict."""
+    return [x for x in vars(ahead).values() if x is not None]
+
+
 def test_what_depths_predict_keeps_its_addresses_and_takes_the_new():
-    first, second = with_ahead(data(0, 0)), with_ahead(data(1, 7))
+    first, second = (with_ahead(padded(data(i, 7 * i), i)) for i in range(2))
     inputs = StepInputs(first, torch.ones(2))
-    kept = [x for m in inputs.microbatches for x in vars(m.ahead).values()]
+    kept = [x for m in inputs.microbatches for x in tensors_of(m.ahead)]
     addresses = [x.data_ptr() for x in kept]
     assert inputs.fit(second)
     assert not inputs.fit(data(1, 7))
     inputs.take(second, torch.ones(2))
-    given = [x for m in second for x in vars(m.ahead).values()]
-    assert addresses == [x.data_ptr() for m in inputs.microbatches for x in vars(m.ahead).values()]
+    given = [x for m in second for x in tensors_of(m.ahead)]
+    assert len(given) == 2 * 4
+    assert addresses == [x.data_ptr() for m in inputs.microbatches for x in tensors_of(m.ahead)]
     assert all(torch.equal(mine, theirs) for mine, theirs in zip(kept, given, strict=True))
     assert not any(
         torch.equal(mine, before)
-        for mine, before in zip(
-            kept, (x for m in first for x in vars(m.ahead).values()), strict=True
-        )
+        for mine, before in zip(kept, (x for m in first for x in tensors_of(m.ahead)), strict=True)
     )
 
 

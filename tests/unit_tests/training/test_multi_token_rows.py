@@ -26,7 +26,9 @@ def batch(documents: bool) -> GPTBatch:
         ids[1, 5:] = 1
         positions = torch.arange(12).repeat(2, 1)
         positions[1, 5:] -= 5
-        more = {"document_ids": ids, "positions": positions}
+        padding = torch.zeros(2, 12, dtype=torch.bool)
+        padding[1, 9:] = True
+        more = {"document_ids": ids, "positions": positions, "padding": padding}
     return GPTBatch(
         tokens=torch.randint(1, 50, (2, 13), generator=source),
         loss_mask=(torch.rand(2, 12, generator=source) > 0.2).float(),
@@ -41,15 +43,19 @@ def test_each_rank_takes_its_columns_of_what_is_ahead_in_the_row(documents):
     alone = Layouts(Group.single("cp"), CPU)
     whole = microbatch(rows, CPU, layouts=alone, depths=3)
     parts = (rows.input_ids, rows.labels, rows.loss_mask)
-    wanted = shifted(*parts, depths=3, document_ids=rows.document_ids)
+    wanted = shifted(*parts, depths=3, document_ids=rows.document_ids, padding=rows.padding)
     assert wanted.tokens.shape == (3, 2, 12)
-    assert all(torch.equal(getattr(whole.ahead, name), x) for name, x in vars(wanted).items())
+    fields = {name: x for name, x in vars(wanted).items() if x is not None}
+    assert len(fields) == 3 + documents
+    assert all(torch.equal(getattr(whole.ahead, name), x) for name, x in fields.items())
     for rank, own in enumerate(COLUMNS):
         made = microbatch(
             rows, CPU, layouts=Layouts(Group("cp", (0, 1), rank, handle=object()), CPU), depths=3
         )
-        for name, x in vars(wanted).items():
+        for name, x in fields.items():
             assert torch.equal(getattr(made.ahead, name), x[..., own]), name
+        if documents:
+            assert torch.equal(made.layout.padding.t(), rows.padding[:, own])
         # What follows the last token of a rank's chunk is another rank's.
         edge = own.index(2) if rank == 0 else own.index(8)
         assert torch.equal(made.ahead.tokens[0, :, edge], rows.input_ids[:, own[edge] + 1])

@@ -67,7 +67,11 @@ WIDE = dataclasses.replace(
         EXPERTS.moe, router=dataclasses.replace(EXPERTS.moe.router, topk=3), capacity_factor=1.0
     ),
 )
-MODELS = {"dense": DENSE, "experts": EXPERTS, "wide": WIDE}
+#: Parts of experts on ranks with different samples: every row goes to all of them.
+DROPLESS = dataclasses.replace(
+    WIDE, moe=dataclasses.replace(WIDE.moe, ffn_hidden_size=21, capacity_factor=None)
+)
+MODELS = {"dense": DENSE, "experts": EXPERTS, "wide": WIDE, "dropless": DROPLESS}
 
 
 class Rows:
@@ -101,7 +105,7 @@ class Case:
     """A step to divide.
 
     Args:
-        world, cp, pp, ep: the grid; lanes are what is left of the first three.
+        world, cp, pp, ep, etp: the grid; lanes are what is left of the first three.
         samples: of a step.
         strategy: of data parallelism.
         schedule: of stages.
@@ -112,6 +116,7 @@ class Case:
     cp: int = 1
     pp: int = 1
     ep: int = 1
+    etp: int = 1
     model: str = "dense"
     per_token: bool = False
     strategy: str = "no_shard"
@@ -126,6 +131,7 @@ CASES = (
     Case(3, 7, per_token=True),
     Case(3, 8, strategy="optim_grads_params"),
     Case(3, 10, model="experts"),
+    Case(3, 10, model="dropless", etp=3),
     Case(4, 13),
     Case(4, 10, per_token=True),
     Case(4, 10, model="experts"),
@@ -183,7 +189,7 @@ def lane(rank: int, world: int, cases: tuple[Case, ...]) -> list[dict]:
 
 
 def _divided(rank: int, case: Case) -> dict:
-    grid = RankGrid(world_size=case.world, cp=case.cp, pp=case.pp, ep=case.ep)
+    grid = RankGrid(world_size=case.world, cp=case.cp, pp=case.pp, ep=case.ep, etp=case.etp)
     groups = ProcessGroupCollection.create(grid, rank=rank)
     step, lanes = step_of(groups, case), groups["samples"]
     division = Division(samples=case.samples, micro_batch_size=MICRO, lanes=lanes.size)
@@ -278,10 +284,12 @@ def test_uneven_lanes_have_the_losses_and_gradients_of_one(world):
             for loads, expected in zip(one["loads"], wanted["loads"], strict=True):
                 for load, other in zip(loads, expected, strict=True):
                     assert load.tokens == other.tokens, case
-                    assert load.dropped == other.dropped > 0, case
+                    assert load.dropped == other.dropped, case
+                    limited = MODELS[case.model].moe.capacity_factor is not None
+                    assert (load.dropped > 0) == limited, case
                     for name in ("entropy", "balance_loss", "z_loss"):
                         assert math.isclose(getattr(load, name), getattr(other, name), rel_tol=1e-5)
-        if case.strategy == "no_shard" and case.ep == 1:
+        if case.strategy == "no_shard" and case.ep == case.etp == 1:
             assert together.keys() == wanted["gradients"].keys()
             assert_all_close(together, wanted["gradients"])
 
@@ -307,19 +315,20 @@ def test_a_smaller_block_counts_by_its_samples(per_token):
 def test_experts_take_no_token_of_a_filler(monkeypatch):
     taken, whole = [], ExpertMLPs.forward
 
-    def counted(self, rows, *others):
-        taken.append(len(rows))
-        return whole(self, rows, *others)
+    def counted(self, rows, runs):
+        taken.append(sum(runs.counts))
+        return whole(self, rows, runs)
 
     monkeypatch.setattr(ExpertMLPs, "forward", counted)
     model = step_of(ProcessGroupCollection.single(), Case(1, 4, model="experts")).model
     tokens = torch.from_numpy(Rows().read(np.arange(2)).tokens)[:, :-1]
     layout = SequenceLayout.of_rows(SEQUENCE)
-    for one in (layout, layout.as_filler()):
+    filler = layout.with_padding(torch.ones(SEQUENCE, 2, dtype=torch.bool))
+    for one in (layout, filler):
         model(tokens, layout=one)
     assert taken[0] > 0 == taken[1]
     counts = routers_of(model)[0].counted.tolist()
-    model(tokens, layout=layout.as_filler())
+    model(tokens, layout=filler)
     assert routers_of(model)[0].counted.tolist() == counts
 
 

@@ -223,7 +223,10 @@ class SequenceLayout:
         columns: int64 [s/cp] on the host: the column of a row that each local token is.
         inverse: int64 [s], where each place is among the tokens gathered from all ranks; None where
             they are gathered in the order of the row.
-        filler: whether none of the tokens counts for anything; experts take none of them then.
+        padding: bool [s/cp, b], True for tokens that hold no data: the end of a packed row, what a
+            split over ranks adds, all of a microbatch that only keeps a rank busy. Routers leave
+            them out of every count, loss and capacity, and experts take none of them. None is no
+            padding.
         sample_length: tokens of each sample, where the one row holds several, one after another;
             None where each row is a sample.
         paged: the rows of a step of generation; None while training.
@@ -239,7 +242,7 @@ class SequenceLayout:
     documents: tuple[tuple[int, ...], ...] | None = None
     columns: torch.Tensor | None = None
     inverse: torch.Tensor | None = None
-    filler: bool = False
+    padding: torch.Tensor | None = None
     sample_length: int | None = None
     paged: PagedRows | None = None
     _plans: _Plans = field(default_factory=_Plans, init=False, repr=False)
@@ -323,6 +326,9 @@ class SequenceLayout:
         if masks_by_ids and documents is not None:
             ids = ids_of(cut.bounds, rows) if document_ids is None else document_ids
             ids = _moved(take_columns(ids, columns, PADDING).t(), device)  # [s/cp, b]
+        padding = None
+        if cut.is_padded:
+            padding = _moved((columns == PADDING).unsqueeze(1).expand(-1, rows), device)
         inverse = inverse_of(cut)
         return SequenceLayout(
             positions=local,
@@ -335,6 +341,7 @@ class SequenceLayout:
             documents=documents,
             columns=columns,
             inverse=None if inverse is None else _moved(inverse, device),
+            padding=padding,
         )
 
     def with_samples(self, sample_ids: torch.Tensor | None) -> SequenceLayout:
@@ -362,13 +369,31 @@ class SequenceLayout:
             )
         return self._with(sample_length=length)
 
-    def as_filler(self) -> SequenceLayout:
-        """Return the layout of tokens that count for nothing, with all that was worked out."""
-        return self._with(filler=True)
+    def with_padding(self, padding: torch.Tensor) -> SequenceLayout:
+        """Return the layout of the same tokens, of which more are padding, with all that was worked
+        out for this one.
+
+        Args:
+            padding: bool [s/cp, b] where layers work. What a split has added stays padding.
+
+        Raises:
+            ValueError: another shape or dtype.
+        """
+        length, rows = self.positions.shape[0], self.rows
+        fits = padding.ndim == 2 and padding.shape[0] == length
+        if not fits or rows not in (None, padding.shape[1]) or padding.dtype is not torch.bool:
+            raise ValueError(
+                f"padding {tuple(padding.shape)} {padding.dtype} must be bool "
+                f"[{length}, {'b' if rows is None else rows}], one for each token of this rank"
+            )
+        if self.padding is not None:
+            padding = padding | self.padding
+        return self._with(padding=padding)
 
     def with_tensors(self, **tensors: torch.Tensor) -> SequenceLayout:
-        """Return the layout of rows with other `positions`, `document_ids` or `sample_ids`, whose
-        documents begin at the same places, with all that was worked out for this one."""
+        """Return the layout of rows with other `positions`, `document_ids`, `sample_ids` or
+        `padding`, whose documents begin at the same places, with all that was worked out for this
+        one."""
         return self._with(**tensors)
 
     def _with(self, **changes: object) -> SequenceLayout:

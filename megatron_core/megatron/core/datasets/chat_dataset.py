@@ -2,9 +2,9 @@
 """Fine-tuning samples: conversations packed into rows of s + 1 tokens.
 
 Two `.bin/.idx` pairs hold the same sequences: PREFIX the token ids, PREFIX.mask a 1 for each token
-that counts in the loss. A conversation sees only itself, with positions from 0; padding is a
-document of its own without loss. A conversation of more than s + 1 tokens keeps its first s + 1;
-one without a token in the loss (after that) is left out. Both are counted.
+that counts in the loss. A conversation sees only itself, with positions from 0; the rest of a row
+is marked as padding, a document of its own without loss. A conversation of more than s + 1 tokens
+keeps its first s + 1; one without a token in the loss (after that) is left out. Both are counted.
 
 The packing of an epoch is a pure function of (lengths, capacity, seed, epoch): it is the same on
 any layout and for any length of the run. Sequences are taken in a random order; each goes into the
@@ -248,6 +248,7 @@ class ChatDataset:
         tokens = np.full((len(indices), capacity), padding, dtype=np.int64)
         learnt = np.zeros((len(indices), capacity), dtype=np.float32)
         documents = np.zeros((len(indices), capacity), dtype=np.int32)
+        empty = np.zeros((len(indices), capacity), dtype=np.bool_)
         for row, index in enumerate(indices.tolist()):
             start, stop = self.row_starts[index : index + 2].tolist()
             at = 0
@@ -261,12 +262,14 @@ class ChatDataset:
                 documents[row, at:end] = number
                 at = end
             documents[row, at:] = stop - start
+            empty[row, at:] = True
         documents = documents[:, :-1]
         return SampleRows(
             tokens=tokens,
             loss_mask=learnt[:, 1:],
             positions=positions_within(documents),
             document_ids=documents,
+            padding=empty[:, :-1],
         )
 
     def _check(self, tokens: np.ndarray, sequence: int) -> None:

@@ -115,6 +115,8 @@ class GPTBatch:
         sample_ids: int64 [b], places in the order of consumption: what dropout is a function of.
         positions: int64 [b, s], or None for 0 .. s - 1.
         document_ids: int32 [b, s], or None for one document a row; see `SampleRows`.
+        padding: bool [b, s], all True for a filler; None is no padding on any rank, see
+            `SampleRows`.
         filler: whether it counts for nothing: its rows repeat a sample of the same step, which
             some other microbatch has, and its loss mask is zero.
     """
@@ -124,6 +126,7 @@ class GPTBatch:
     sample_ids: torch.Tensor
     positions: torch.Tensor | None = None
     document_ids: torch.Tensor | None = None
+    padding: torch.Tensor | None = None
     filler: bool = False
 
     @property
@@ -156,10 +159,13 @@ class SampleRange:
     Args:
         samples: in the order of consumption; the empty range after its step for a filler.
         rows: of the microbatch, a filler's too.
+        marks_padding: whether some rank has a filler in the same round. All ranks then mark what is
+            padding, since experts may gather tokens from all of them.
     """
 
     samples: range
     rows: int
+    marks_padding: bool
 
 
 class GPTBatches(Iterator[GPTBatch]):
@@ -235,7 +241,11 @@ class GPTBatches(Iterator[GPTBatch]):
         division, begin, number = self._microbatch(ahead)
         within = division.places(self._lane, number)
         samples = range(begin + within.start, begin + within.stop)
-        return SampleRange(samples=samples, rows=len(samples) or division.largest(number))
+        return SampleRange(
+            samples=samples,
+            rows=len(samples) or division.largest(number),
+            marks_padding=not division.places(division.lanes - 1, number),
+        )
 
     def has(self, ahead: int = 0) -> bool:
         """Return whether there is a microbatch after `ahead` more, the same on all ranks."""
@@ -259,17 +269,17 @@ class GPTBatches(Iterator[GPTBatch]):
             numbers, ids = numbers.repeat(places.rows), ids.repeat(places.rows)
         found = self._dataset.read(numbers)
         _check_rows(self._dataset, found, len(numbers))
-        mask = torch.from_numpy(found.loss_mask)
-        return GPTBatch(
-            tokens=torch.from_numpy(found.tokens),
-            loss_mask=torch.zeros_like(mask) if filler else mask,
-            sample_ids=ids,
-            positions=None if found.positions is None else torch.from_numpy(found.positions),
-            document_ids=(
-                None if found.document_ids is None else torch.from_numpy(found.document_ids)
-            ),
-            filler=filler,
-        )
+        rows = {
+            field: None if values is None else torch.from_numpy(values)
+            for field, values in vars(found).items()
+        }
+        loss_mask, padding = rows["loss_mask"], rows["padding"]
+        if filler:
+            rows["loss_mask"] = torch.zeros_like(loss_mask)
+            rows["padding"] = torch.ones_like(loss_mask, dtype=torch.bool)
+        elif padding is None and places.marks_padding:
+            rows["padding"] = torch.zeros_like(loss_mask, dtype=torch.bool)
+        return GPTBatch(**rows, sample_ids=ids, filler=filler)
 
     def skip(self) -> None:
         """Go on to the next microbatch."""

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Rows of samples as the host reads them: tokens, where the loss counts, and what documents there
-are in a row."""
+"""Rows of samples as the host reads them: tokens, where the loss counts, what documents there are
+in a row, and which of its positions are padding."""
 
 from __future__ import annotations
 
@@ -20,12 +20,16 @@ class SampleRows:
         positions: int64 [b, s], each input's position in its document; None is 0 .. s - 1.
         document_ids: int32 [b, s], 0, 1, ... along a row: inputs see only their own document. None
             is one document a row.
+        padding: bool [b, s], True for inputs that hold no data, as after the last conversation of
+            a packed row. They are in a document of their own and not in the loss, and routers of
+            experts neither dispatch nor count them. None is no padding.
     """
 
     tokens: np.ndarray
     loss_mask: np.ndarray
     positions: np.ndarray | None = None
     document_ids: np.ndarray | None = None
+    padding: np.ndarray | None = None
 
     @staticmethod
     def merge(size: int, parts: Sequence[tuple[np.ndarray, SampleRows]]) -> SampleRows:

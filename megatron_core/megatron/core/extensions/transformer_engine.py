@@ -45,6 +45,7 @@ from typing import Any
 import torch
 import transformer_engine.pytorch as te
 from torch import nn
+from torch.nn import functional
 from transformer_engine.common import recipe as recipes
 from transformer_engine.pytorch.quantization import FP8GlobalStateManager
 
@@ -425,6 +426,10 @@ class TEGroupedLinear:
 
     def __call__(self, rows: torch.Tensor, runs: RowRuns) -> torch.Tensor:
         """Return [r, o] from rows [r, h]."""
+        trailing = len(rows) - sum(runs.counts)  # TE multiplies every row it is given
+        if trailing:
+            multiplied = self(rows[:-trailing], RowRuns(runs.ends))
+            return functional.pad(multiplied, (0, 0, 0, trailing))
         if self._quantization is None:
             return self._layer(rows, list(runs.counts))
         rows, counts, places = self._quantization.padded(rows, runs.counts)

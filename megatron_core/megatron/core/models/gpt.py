@@ -91,6 +91,12 @@ def check_layout(layout: SequenceLayout, tokens: torch.Tensor, context: Group) -
             f"{tokens.shape[1]} tokens a row, the layout is of {length}: give those of this rank, "
             "layout.local(tokens)"
         )
+    padding = layout.padding
+    if padding is not None and padding.shape[1] != tokens.shape[0]:
+        raise ValueError(
+            f"{tokens.shape[0]} rows of tokens, the layout's padding is of {padding.shape[1]}: "
+            "mark as many rows, SequenceLayout.with_padding [s, b]"
+        )
 
 
 class GPTModel(StoreModule):
@@ -567,11 +573,15 @@ class Ahead:
             parallelism those of this rank's t, s is s/cp then.
         labels: int64 [D, b, s], token t + k + 2.
         weights: fp32 [D, b, s], the factor of each token's loss; 0 leaves it out.
+        padding: bool [D, b, s], True where a depth computes nothing that counts: padding of the
+            microbatch, and tokens of which token t + k + 1 is not of the same document. None where
+            the microbatch has no padding: routers of the depths then count every token.
     """
 
     tokens: torch.Tensor
     labels: torch.Tensor
     weights: torch.Tensor
+    padding: torch.Tensor | None = None
 
     def scaled(self, factor: torch.Tensor) -> Ahead:
         """Return it with all weights times a factor."""
@@ -585,6 +595,7 @@ def shifted(
     *,
     depths: int,
     document_ids: torch.Tensor | None = None,
+    padding: torch.Tensor | None = None,
 ) -> Ahead:
     """Return what so many depths read and predict of whole rows.
 
@@ -593,9 +604,15 @@ def shifted(
         loss_mask: fp32 [b, s], of the main loss.
         depths: D.
         document_ids: int [b, s], not falling along a row; None is one document a row.
+        padding: bool [b, s]; None is no padding.
     """
     shape = (depths, *tokens.shape)
-    found = Ahead(tokens.new_zeros(shape), labels.new_zeros(shape), loss_mask.new_zeros(shape))
+    found = Ahead(
+        tokens.new_zeros(shape),
+        labels.new_zeros(shape),
+        loss_mask.new_zeros(shape),
+        None if padding is None else padding.new_ones(shape),
+    )
     for k in range(min(depths, tokens.shape[1] - 1)):
         near, far = slice(None, -k - 1), slice(k + 1, None)
         found.tokens[k, :, near] = tokens[:, far]
@@ -603,6 +620,10 @@ def shifted(
         found.weights[k, :, near] = loss_mask[:, far]
         if document_ids is not None:
             found.weights[k, :, near] *= document_ids[:, near] == document_ids[:, far]
+        if padding is not None and found.padding is not None:
+            found.padding[k, :, near] = padding[:, near] | padding[:, far]
+            if document_ids is not None:
+                found.padding[k, :, near] |= document_ids[:, near] != document_ids[:, far]
     return found
 
 
@@ -678,16 +699,20 @@ class MultiTokenPrediction(nn.Module):
             ValueError: `ahead` is of another number of depths, or of other tokens.
         """
         wanted = (len(self.depths), *ahead.tokens.shape[1:2], layout.positions.shape[0])
-        if any(tuple(x.shape) != wanted for x in vars(ahead).values()):
-            shapes = ", ".join(str(tuple(x.shape)) for x in vars(ahead).values())
+        tensors = [x for x in vars(ahead).values() if x is not None]
+        if any(tuple(x.shape) != wanted for x in tensors):
+            shapes = ", ".join(str(tuple(x.shape)) for x in tensors)
             raise ValueError(
                 f"what {wanted[0]} depths predict of {wanted[2]} tokens a row has the shapes "
                 f"{shapes}: make it by shifted(..., depths={wanted[0]}) and cut it as the tokens"
             )
         losses = []
         for k, depth in enumerate(self.depths):
+            rows = layout
+            if ahead.padding is not None:
+                rows = layout.with_padding(ahead.padding[k].t())
             hidden_states = depth(
-                hidden_states, ahead.tokens[k], layout, rope=rope, aux_factor=aux_factor
+                hidden_states, ahead.tokens[k], rows, rope=rope, aux_factor=aux_factor
             )
             weights = ahead.weights[k].t()  # [s, b]
             # The factor is in the weights: a gradient that comes in as 1 then costs no pass.

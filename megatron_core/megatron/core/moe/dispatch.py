@@ -17,6 +17,9 @@ that has most; a rank keeps all n · t · k places in the order of its experts, 
 experts last, multiplies the first of them, as far as offsets on the device say, and adds nothing of
 the others. Of places there are ep times as many as it needs, copied and not multiplied. Longer
 steps, those that compute prompts, wait for the counts.
+
+In training a single rank does not wait either where its experts drop tokens or leave out padding:
+all t · k places are copied, those that no expert takes last, and these are not multiplied.
 """
 
 from __future__ import annotations
@@ -193,20 +196,23 @@ class _Sorted:
 
     @staticmethod
     def everywhere(routing: Routing, num_experts: int) -> _Sorted:
-        """Sort the places of all experts that take them."""
+        """Sort the places of all experts, those that no expert takes last."""
         wanted = routing.experts
         if routing.kept is not None:
             wanted = wanted.masked_fill(~routing.kept, num_experts)
-        return _Sorted.of(wanted, num_experts, complete=routing.kept is None)
+        found = _Sorted.of(wanted, num_experts, complete=True)
+        return replace(found, trailing=routing.kept is not None)
 
     def computed(self, rows: torch.Tensor, experts: Experts) -> torch.Tensor:
         """Return what experts make of rows [r, h] in this order, 0 of those of no expert here."""
         runs = RowRuns.of(self.counts, trailing=self.trailing)
-        results = experts(rows, runs)
         if not self.trailing:
-            return results
-        after = torch.arange(len(results), device=results.device) >= runs.ends[-1]
-        return results.masked_fill(after.unsqueeze(1), 0.0)
+            return experts(rows, runs)
+        after = torch.arange(len(rows), device=rows.device) >= runs.ends[-1]
+        after = after.unsqueeze(1)
+        if rows.requires_grad:  # the gradient of these rows may be anything too
+            rows = rows.masked_fill(after, 0.0)
+        return experts(rows, runs).masked_fill(after, 0.0)
 
 
 def _at_home(
@@ -289,7 +295,7 @@ def _by_all_to_all(
     own = counts[:, ranks.first : ranks.first + ranks.num_local]  # [n, E/ep]
     receive = own.sum(1).tolist()
     blocks = found.counts.view(-1, ranks.num_local).sum(1).tolist()
-    places = found.places
+    places = found.places[: sum(blocks)]
     if etp > 1:  # a row for each part of its expert
         parts = places.split(blocks)
         places = torch.cat([part * etp + i for part in parts for i in range(etp)])

@@ -12,6 +12,10 @@ each then routes its share of them (`Share`), and the results are gathered; rows
 are padded. An expert of limited capacity drops tokens (`within_capacity`). The jitter of the
 router's input is a function of sample, position and feature, without state.
 
+Padding (`SequenceLayout.padding`) is in no count, loss or capacity, and no expert takes it, so that
+results do not depend on the length of packed rows. How many tokens are no padding only the device
+knows: the host waits for nothing here.
+
 Biases of experts, once a step (Wang et al. 2024, arXiv 2408.15664), by the tokens of its whole
 batch on all data-parallel ranks, before any are dropped:
 
@@ -77,7 +81,7 @@ def within_capacity(
     experts: torch.Tensor,
     weights: torch.Tensor,
     *,
-    capacity: int,
+    capacity: int | torch.Tensor,
     policy: str,
     real: torch.Tensor | None = None,
 ) -> torch.Tensor:
@@ -86,6 +90,7 @@ def within_capacity(
     Args:
         experts: int64 [t, k].
         weights: fp32 [t, k].
+        capacity: places of each expert; a scalar on the device where the host does not know it.
         policy: "probs" takes the places of the highest weight, "position" the first ones; among
             equal ones the first.
         real: bool [t]; padding takes no room and is taken by none. None is all True.
@@ -104,6 +109,22 @@ def within_capacity(
     kept[order] = ranks < capacity
     kept = kept.view(experts.shape)
     return kept if real is None else kept & real.unsqueeze(1)
+
+
+def expert_capacity(
+    tokens: int | torch.Tensor, *, factor: float, topk: int, num_experts: int
+) -> int | torch.Tensor:
+    """Return ceil(factor · tokens · k / E), how many places each expert takes.
+
+    Args:
+        tokens: of a rank, without padding: a number, or an int64 scalar on the device.
+
+    Returns:
+        An int, or an fp64 scalar on the device of `tokens`.
+    """
+    if isinstance(tokens, int):
+        return math.ceil(factor * (tokens * topk) / num_experts)
+    return (factor * (tokens * topk).double() / num_experts).ceil()
 
 
 _BITS = 24
@@ -215,15 +236,17 @@ class Share:
 
     Attributes:
         batch: b.
-        real: bool [t], False for padding; None where there is none.
-        filler: whether no row counts for anything.
+        has_padding: whether the layout marks padding, which no expert takes.
+        real: bool [t], False for padding and for rows that only make the ranks' shares equal; None
+            where there are none of these.
     """
 
     def __init__(
         self, hidden: torch.Tensor, layout: SequenceLayout, *, region: TensorParallelRegion
     ) -> None:
         self.shape, self.batch = hidden.shape, hidden.shape[1]
-        self._layout, self._region, self.filler = layout, region, layout.filler
+        self._layout, self._region = layout, region
+        self.has_padding = layout.padding is not None
         self._divides = region.group.size > 1 and not region.scatters
         present = hidden.shape[0] * hidden.shape[1]
         parts = region.group.size if self._divides else 1
@@ -271,12 +294,9 @@ class Share:
         return layout.cut.length // layout.sample_length
 
     @property
-    def counted(self) -> int:
-        """Rows of a rank without padding of sequences, on average over the ranks of cp."""
-        cut = self._layout.cut
-        if cut is None or not cut.is_padded:
-            return self.count
-        return round(self.count * cut.length / cut.padded[-1])
+    def num_tokens(self) -> int | torch.Tensor:
+        """Rows without padding: `count`, or an int64 scalar on the device."""
+        return self.count if self.real is None else self.real.sum()
 
     @property
     def places(self) -> torch.Tensor:
@@ -289,20 +309,21 @@ class Share:
     @property
     def _numbers(self) -> torch.Tensor:
         """Each row's number among the [s, b] of all tp ranks; that of padding may be above."""
-        first = self._region.group.rank * self.count
-        if self._region.group.size == 1:
-            first = 0
-        return torch.arange(first, first + self.count, device=self._device)
+        return torch.arange(self._first, self._first + self.count, device=self._device)
+
+    @property
+    def _first(self) -> int:
+        """The number of the first row."""
+        return self._region.group.rank * self.count if self._region.group.size > 1 else 0
 
     def _real(self) -> torch.Tensor | None:
-        found = None
+        padding = self._layout.padding  # [s, b], of all tp ranks
+        if padding is None:
+            return self._numbers < self.shape[0] * self.batch if self._missing else None
+        flat = padding.flatten()
         if self._missing:
-            found = self._numbers < self.shape[0] * self.batch
-        cut = self._layout.cut
-        if cut is not None and cut.is_padded:
-            inside = self.places >= 0
-            found = inside if found is None else found & inside
-        return found
+            flat = torch.cat([flat, flat.new_ones(self._missing)])
+        return ~flat[self._first : self._first + self.count]
 
 
 #: What a router counts, after the tokens of each expert. The losses are without coefficients.
@@ -381,13 +402,18 @@ class Router(nn.Module):
     def _kept(
         self, experts: torch.Tensor, weights: torch.Tensor, share: Share
     ) -> torch.Tensor | None:
-        """Return which places [t, k] their experts take."""
-        if share.filler:
-            return torch.zeros_like(experts, dtype=torch.bool)
+        """Return which places [t, k] their experts take; None is all of them."""
         if self.capacity_factor is None:
-            return None
-        wanted = share.counted * experts.shape[1]
-        capacity = math.ceil(self.capacity_factor * wanted / self.num_experts)
+            if not share.has_padding:
+                return None
+            assert share.real is not None
+            return share.real.unsqueeze(1).expand_as(experts)
+        capacity = expert_capacity(
+            share.num_tokens,
+            factor=self.capacity_factor,
+            topk=experts.shape[1],
+            num_experts=self.num_experts,
+        )
         return within_capacity(
             experts, weights.detach(), capacity=capacity, policy=self.drop_policy, real=share.real
         )
@@ -416,7 +442,7 @@ class Router(nn.Module):
         if share.real is not None:
             shares = shares * share.real.unsqueeze(1)
         balance = z = own.new_zeros(())
-        weights = routing.weights
+        weights, tokens = routing.weights, own.sum() / config.topk
         balances = config.balance != "none" and config.aux_loss_coeff > 0.0
         if aux_factor is not None and (balances or config.z_loss_coeff > 0.0):
             counts = all_reduce(own, self.group)  # [sets, E]
@@ -427,8 +453,7 @@ class Router(nn.Module):
             if config.z_loss_coeff > 0.0:
                 z = z_loss(logits, tokens, real=share.real)
                 weights = carry(weights, z, aux_factor * config.z_loss_coeff)
-        if not share.filler:
-            self._count(own.sum(0), routing, shares, balance, z)
+        self._count(own.sum(0), routing, shares, (balance, z, tokens))
         return Routing(experts, weights, routing.kept)
 
     @torch.no_grad()
@@ -437,15 +462,19 @@ class Router(nn.Module):
         wanted: torch.Tensor,
         routing: Routing,
         shares: torch.Tensor,
-        balance: torch.Tensor,
-        z: torch.Tensor,
+        losses: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
     ) -> None:
         """Add to `counted`; as ranks have shares of the losses, each counts a share of the
-        microbatch."""
+        microbatch, or nothing of one that is padding alone.
+
+        Args:
+            losses: the balance loss, the z loss, and the tokens that they are of.
+        """
+        balance, z, tokens = losses
         places = wanted.sum()
         taken = places if routing.kept is None else routing.kept.sum().float()
         entropy = torch.special.entr(shares).sum()
-        part = torch.full_like(places, 1.0 / self.group.size)
+        part = (tokens > 0).float() / self.group.size
         measures = torch.stack([places, places - taken, entropy, balance, z, part])
         self.counted += torch.cat([wanted, measures])
 

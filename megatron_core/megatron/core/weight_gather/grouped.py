@@ -27,7 +27,7 @@ class RowRuns:
     Args:
         ends: int32 [runs], where each ends, on the device of the rows.
         trailing: rows may follow the last run, how many only the device knows; they are multiplied
-            by nothing, and their results may be anything. Forward only.
+            by nothing. Their results may be anything, and so may the gradients of these rows.
     """
 
     ends: torch.Tensor

@@ -153,7 +153,8 @@ def test_all_layers_share_one_map():
     first = layout.whole_rows(2)
     assert layout.maps_made == 1
     assert layout.with_samples(torch.arange(2)).whole_rows(2) is first
-    assert layout.as_filler().whole_rows(2) is first
+    padding = torch.ones(4, 2, dtype=torch.bool)
+    assert layout.with_padding(padding).whole_rows(2) is first
     assert (layout.maps_made, layout.plans_made) == (1, 0)
 
 

@@ -64,6 +64,7 @@ def test_documents_are_conversations_and_padding_is_one_of_its_own(tmp_path, tal
     data = ChatDataset(write(str(tmp_path / "a"), *talks), CONFIG, sequences=range(60))
     rows = data.read(np.arange(len(data)))
     first = {talk[0] for talk in talks[0]}
+    np.testing.assert_array_equal(rows.padding, rows.tokens[:, :-1] == END)
     for tokens, documents, positions in zip(
         rows.tokens, rows.document_ids, rows.positions, strict=True
     ):
@@ -77,6 +78,16 @@ def test_documents_are_conversations_and_padding_is_one_of_its_own(tmp_path, tal
     assert occurs
     assert cumulative_lengths(rows.document_ids).shape[0] == len(data)
     np.testing.assert_array_equal(rows.positions, positions_within(rows.document_ids))
+
+
+def test_only_the_rest_of_a_row_is_padding(tmp_path):
+    """Neither what the loss leaves out is, nor tokens that end documents."""
+    ids = [[7, END, 8, END], [9, END, END]]
+    source = write(str(tmp_path / "a"), ids, [[0, 0, 1, 0], [0, 1, 0]])
+    for length, wanted in ((8, [False] * 7 + [True]), (7, [False] * 7), (6, [False] * 6)):
+        config = dataclasses.replace(CONFIG, sequence_length=length)
+        (padding,) = ChatDataset(source, config, sequences=range(2)).read(np.arange(1)).padding
+        assert padding.tolist() == wanted
 
 
 def test_a_cache_is_not_used_for_another_mask(tmp_path, talks):
@@ -159,5 +170,5 @@ def test_a_blend_of_chats(tmp_path, talks):
     assert rows.document_ids.max() > 2
     for i in range(24):
         own = parts[blend.dataset_index[i]].read([blend.dataset_sample_index[i]])
-        for name in ("tokens", "loss_mask", "positions", "document_ids"):
+        for name in ("tokens", "loss_mask", "positions", "document_ids", "padding"):
             np.testing.assert_array_equal(vars(rows)[name][i], vars(own)[name][0])

@@ -176,8 +176,13 @@ def test_lanes_with_fewer_samples_get_fillers_that_count_for_nothing(kind, micro
         for first in range(start, 55, 11):
             seen, ids, fillers = [], [], 0
             for _ in range(rounds):
-                for run in runs:
-                    batch = next(run)
+                batches = [next(run) for run in runs]
+                marks = {batch.padding is not None for batch in batches}
+                assert marks == {any(batch.filler for batch in batches)}
+                for batch in batches:
+                    if batch.padding is not None:
+                        assert batch.padding.shape == batch.loss_mask.shape
+                        assert set(batch.padding.flatten().tolist()) == {batch.filler}
                     if batch.filler:
                         fillers += 1
                         assert batch.num_samples == 0

@@ -35,6 +35,13 @@ def test_what_depths_read_and_predict_of_rows():
     alone = shifted(text[:, :-1], text[:, 1:], mask, depths=2)
     assert alone.weights[:, 0].tolist() == [[1, 1, 1, 0, 1, 0], [1, 1, 0, 1, 0, 0]]
     assert alone.scaled(torch.tensor(0.5)).weights[0, 0].tolist() == [0.5, 0.5, 0.5, 0, 0.5, 0]
+    # A depth counts where the token that it reads is in the document; 12 … 16 has one of padding.
+    mark = torch.tensor([[False] * 5 + [True], [False] * 6])
+    ids = torch.tensor([[0, 0, 0, 1, 1, 2], [0, 0, 0, 0, 0, 0]])
+    padded = shifted(text[:, :-1], text[:, 1:], mask, depths=2, document_ids=ids, padding=mark)
+    assert padded.padding[:, 0].int().tolist() == [[0, 0, 1, 0, 1, 1], [0, 1, 1, 1, 1, 1]]
+    assert padded.padding[:, 1].int().tolist() == [[0, 0, 0, 0, 0, 1], [0, 0, 0, 0, 1, 1]]
+    assert found.padding is None
     # More depths than there are tokens: nothing to predict.
     few = shifted(text[:, :2], text[:, 1:3], mask[:, :2], depths=3)
     assert few.weights.sum((1, 2)).tolist() == [2.0, 0.0, 0.0]

@@ -82,8 +82,8 @@ def padded(rank: int, world: int) -> None:
     columns = [True, True, False, False, True, True, True, False, False]
     every = [real for real in columns for _ in range(3)] + [False]  # 27 rows and one more
     assert share.real.tolist() == every[rank * 14 : (rank + 1) * 14]
-    # Experts have the room of what counts: 5 of 9 columns.
-    assert (share.count, share.counted) == (14, 8)
+    # Experts have the room of what counts: 15 of 27 rows.
+    assert (share.count, int(share.num_tokens)) == (14, (8, 7)[rank])
 
 
 def test_padding_of_documents_is_none_of_the_rows():

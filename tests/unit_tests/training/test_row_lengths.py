@@ -1,0 +1,309 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The same conversations in rows of other lengths train a mixture of experts alike.
+
+Rows of 88 tokens are full: what trains on them knows of no padding. Longer rows are padded, and
+must give the same losses, gradient norms, auxiliary losses, loads and biases of experts.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from functools import cache
+
+import numpy as np
+import pytest
+import torch
+
+from megatron.core.backend import LOCAL
+from megatron.core.context_parallel.cut import Costs
+from megatron.core.datasets.batch_sizes import BatchSizes
+from megatron.core.datasets.samplers import GPTBatches
+from megatron.core.datasets.token_rows import SampleRows, positions_within
+from megatron.core.distributed import DataParallel, DataParallelConfig
+from megatron.core.models.gpt import GPTConfig, GPTModel
+from megatron.core.models.layer_pattern import StageSplit
+from megatron.core.moe import Balance, MoEConfig, RouterConfig, routers_of
+from megatron.core.optimizer import Optimizer, OptimizerConfig
+from megatron.core.process_groups import ProcessGroupCollection, RankGrid
+from megatron.core.ssm.config import GatedDeltaNetConfig, Mamba2Config
+from megatron.core.transformer import AttentionConfig, MLPConfig
+from megatron.training.layouts import Layouts, PackedCuts
+from megatron.training.session import take
+from megatron.training.step import PipelineForwardBackward, TrainStep
+from tests.support.inputs import generator, one_thread
+from tests.support.ranks import run_ranks
+
+FULL, LENGTHS = 88, (96, 128, 160)
+VOCABULARY, MICRO, ROUNDS, STEPS = 37, 2, 4, 2
+CPU = torch.device("cpu")
+#: Tokens of the conversations of a row, 88 together.
+CONVERSATIONS = ((40, 48), (88,), (3, 70, 15), (61, 27), (30, 30, 28))
+
+GPT = GPTConfig(
+    num_layers=2,
+    hidden_size=24,
+    vocab_size=VOCABULARY,
+    attention=AttentionConfig(
+        num_attention_heads=4, num_query_groups=2, kv_channels=6, dropout=0.1
+    ),
+    mlp=MLPConfig(ffn_hidden_size=20),
+    hidden_dropout=0.1,
+    init_std=0.2,
+    ffn_pattern="EE",
+    moe=MoEConfig(
+        num_experts=6,
+        ffn_hidden_size=10,
+        router=RouterConfig(
+            topk=2, balance="aux_loss", aux_loss_coeff=0.3, z_loss_coeff=0.2, jitter=0.05
+        ),
+        shared_ffn_hidden_size=8,
+    ),
+)
+SOFTMAX = GPT.moe
+SIGMOID = dataclasses.replace(
+    SOFTMAX,
+    router=RouterConfig(
+        topk=2,
+        score_function="sigmoid",
+        expert_bias=True,
+        bias_update_rate=0.05,
+        balance="seq_aux_loss",
+        aux_loss_coeff=0.3,
+    ),
+)
+RECURRENT = dataclasses.replace(
+    GPT,
+    num_layers=6,
+    ffn_pattern="",
+    pattern="GE*EM-",
+    mtp_num_layers=2,
+    mtp_pattern="*E",
+    delta_net=GatedDeltaNetConfig(
+        num_key_heads=2, num_value_heads=4, key_channels=6, value_channels=5
+    ),
+    mamba=Mamba2Config(num_heads=4, head_channels=3, num_groups=2, state_channels=5),
+)
+
+
+def with_experts(experts: MoEConfig, **limits: object) -> GPTConfig:
+    """Return the GPT with some experts."""
+    return dataclasses.replace(GPT, moe=dataclasses.replace(experts, **limits))
+
+
+MODELS = {
+    "softmax": with_experts(SOFTMAX),
+    "sigmoid": with_experts(SIGMOID),
+    "position": with_experts(SIGMOID, capacity_factor=1.0, drop_policy="position"),
+    "probs": with_experts(SOFTMAX, capacity_factor=1.0, drop_policy="probs"),
+    "recurrent": RECURRENT,
+}
+
+
+class Rows:
+    """Packed conversations, the same ones whatever the length of a row.
+
+    Args:
+        length: s.
+        marks: whether padding is marked; rows of 88 tokens have none.
+    """
+
+    def __init__(self, length: int, *, marks: bool) -> None:
+        self.length, self.marks = length, marks
+
+    def __len__(self) -> int:
+        return 1000
+
+    def read(self, indices: np.ndarray) -> SampleRows:
+        """Return rows whose padding is token 0."""
+        shape = (len(indices), self.length)
+        tokens = np.zeros((shape[0], shape[1] + 1), dtype=np.int64)
+        mask = np.zeros(shape, dtype=np.float32)
+        documents = np.zeros(shape, dtype=np.int32)
+        padding = np.zeros(shape, dtype=np.bool_)
+        for row, index in enumerate(indices.tolist()):
+            source = generator(7, index)
+            tokens[row, :FULL] = torch.randint(1, VOCABULARY, (FULL,), generator=source)
+            learnt = torch.rand(FULL, generator=source) < 0.6
+            begin = 0
+            for number, count in enumerate(CONVERSATIONS[index % len(CONVERSATIONS)]):
+                documents[row, begin:] = number
+                mask[row, begin : begin + count - 1] = learnt[begin : begin + count - 1]
+                begin += count
+            documents[row, FULL:] += 1
+            padding[row, FULL:] = True
+        return SampleRows(
+            tokens=tokens,
+            loss_mask=mask,
+            positions=positions_within(documents),
+            document_ids=documents,
+            padding=padding if self.marks else None,
+        )
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Case:
+    """One model on one grid."""
+
+    model: str = "softmax"
+    tp: int = 1
+    cp: int = 1
+    pp: int = 1
+    ep: int = 1
+    cut: str = "row"
+    dispatcher: str = "auto"
+    sequence_parallel: bool = False
+
+
+@dataclasses.dataclass(frozen=True)
+class Numbers:
+    """What a run shows.
+
+    Args:
+        losses: of steps, and one of an evaluation.
+        norms: of gradients, and of auxiliary losses and entropies of routers.
+        loads: tokens of each expert, and the share that was dropped, of all routers.
+        biases: of this rank's experts after the last step.
+    """
+
+    losses: list[float]
+    norms: list[float]
+    loads: list[tuple[tuple[int, ...], float]]
+    biases: list[list[float]]
+
+
+def step_of(case: Case, groups: ProcessGroupCollection) -> TrainStep:
+    """Return a step of SGD."""
+    config, model = DataParallelConfig(), MODELS[case.model]
+    split = StageSplit.from_pattern("*E|*E", 2) if case.pp > 1 else None
+    model = GPTModel(
+        model,
+        groups,
+        seed=3,
+        sequence_parallel=case.sequence_parallel,
+        storage=config.storage(),
+        split=split,
+        backend=dataclasses.replace(LOCAL, dispatcher=case.dispatcher),
+    )
+    engine = DataParallel(model.store, groups, config=config)
+    optimizer = Optimizer(engine.owned(), groups, config=OptimizerConfig(kind="sgd", clip_grad=0.0))
+    run = None
+    if case.pp > 1:
+        run = PipelineForwardBackward(model, engine, groups=groups)
+    return TrainStep(model, engine, optimizer=optimizer, groups=groups, forward_backward=run)
+
+
+def trained(
+    case: Case, length: int, groups: ProcessGroupCollection, *, marks: bool = True
+) -> Numbers:
+    """Train on rows of some length."""
+    step, lanes = step_of(case, groups), groups["samples"]
+    config = step.model.config
+    balance = Balance(
+        routers_of(step.model), config.router_names, config=config.moe, world=groups["world"]
+    )
+    cuts = None
+    if case.cp > 1:
+        cuts = PackedCuts(case.cut, case.cp, costs=Costs(token=0.0, pair=1.0, piece=0.0))
+    layouts = Layouts(groups["cp"], CPU, bounds=True, cuts=cuts)
+    batches = GPTBatches(
+        Rows(length, marks=marks),
+        micro_batch_size=MICRO,
+        lanes_rank=lanes.rank,
+        lanes_size=lanes.size,
+        batch_sizes=BatchSizes.constant(MICRO * ROUNDS),
+    )
+    found, rounds, depths = Numbers([], [], [], []), ROUNDS // lanes.size, config.mtp_num_layers
+    for _ in range(STEPS):
+        made = take(batches, rounds, CPU, layouts=layouts, depths=depths)
+        report = step(made, lr=0.1, weight_decay=0.0)
+        balance.finish(applied=report.applied)
+        found.losses.append(report.loss)
+        found.norms.append(report.grad_norm)
+        for load in balance.report():
+            found.norms.extend((load.entropy, load.balance_loss, load.z_loss))
+            found.loads.append((load.tokens, round(load.dropped, 9)))
+    if config.moe.router.expert_bias:
+        found.biases.extend(router.expert_bias.tolist() for router in routers_of(step.model))
+    evaluated = take(batches, rounds, CPU, layouts=layouts)
+    found.losses.append(step.evaluate(evaluated, at_a_time=rounds))
+    return found
+
+
+@cache
+def full_rows(model: str) -> Numbers:
+    """Return what one process finds on rows without padding."""
+    with one_thread():
+        # Depths of prediction leave out the ends of documents where padding is marked alone.
+        marks = model == "recurrent"
+        return trained(Case(model=model), FULL, ProcessGroupCollection.single(), marks=marks)
+
+
+def assert_features(model: str, numbers: Numbers) -> None:
+    """Fail unless what the model is to show was on."""
+    experts = MODELS[model].moe
+    dropped = [load[1] for load in numbers.loads]
+    assert (min(dropped) > 0.02) == (experts.capacity_factor is not None)
+    if experts.router.expert_bias:
+        assert all(max(map(abs, bias)) > 0.05 for bias in numbers.biases)
+    assert bool(numbers.biases) == experts.router.expert_bias
+
+
+def assert_same(found: Numbers, wanted: Numbers) -> None:
+    """Compare two runs of a rank."""
+    assert found.losses == pytest.approx(wanted.losses, rel=1e-7)
+    assert found.norms == pytest.approx(wanted.norms, rel=1e-6)
+    assert (found.loads, found.biases) == (wanted.loads, wanted.biases)
+
+
+#: Without a layout: those with a capacity cover the others' routers.
+ALONE = [
+    pytest.param(model, marks=() if model in ("position", "probs") else pytest.mark.slow(seconds=3))
+    for model in MODELS
+]
+
+
+@pytest.mark.parametrize("model", ALONE)
+@pytest.mark.covers("fine-tuning on chats")
+def test_experts_do_not_depend_on_the_length_of_rows(model):
+    wanted = full_rows(model)
+    assert_features(model, wanted)
+    with one_thread():
+        for length in LENGTHS:
+            assert_same(trained(Case(model=model), length, ProcessGroupCollection.single()), wanted)
+
+
+def on_rank(rank: int, world: int, case: Case) -> list[Numbers]:
+    """Train on rows of every length as one rank."""
+    grid = RankGrid(world_size=world, tp=case.tp, cp=case.cp, pp=case.pp, ep=case.ep)
+    groups = ProcessGroupCollection.create(grid, rank=rank)
+    return [trained(case, length, groups) for length in LENGTHS]
+
+
+#: A capacity is a rank's: where ranks divide the tokens of a microbatch, it depends on how they do.
+CASES = {
+    "tp": Case(tp=2),
+    "tp sp": Case(model="sigmoid", tp=2, sequence_parallel=True),
+    "cp row": Case(cp=2),
+    "cp documents": Case(cp=2, cut="documents", model="sigmoid"),
+    "cp recurrent": Case(cp=2, cut="documents", model="recurrent"),
+    "pp": Case(pp=2, model="probs"),
+    "dp": Case(model="position"),
+    "ep alltoall": Case(ep=2, model="position", dispatcher="alltoall"),
+    "ep allgather": Case(ep=2, model="probs", dispatcher="allgather"),
+    "ep without capacity": Case(ep=2, dispatcher="alltoall"),
+}
+
+
+@pytest.mark.slow(seconds=8)
+@pytest.mark.parametrize("case", CASES.values(), ids=CASES)
+@pytest.mark.covers("fine-tuning on chats")
+@pytest.mark.covers("numbers of one process", runs="ranks")
+def test_layouts_do_not_depend_on_the_length_of_rows(case):
+    wanted = full_rows(case.model)
+    for first, *others in run_ranks(on_rank, 2, case):
+        for found in others:
+            assert_same(found, first)
+        assert first.loads == wanted.loads
+        assert case.pp > 1 or first.biases == wanted.biases
+        assert first.losses == pytest.approx(wanted.losses, rel=1e-6)
+        assert first.norms == pytest.approx(wanted.norms, rel=1e-5)

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The ops of experts on the GPU against fp64: permutations, and products of runs of rows."""
+"""The ops of experts on the GPU against fp64: permutations, products of runs of rows, and both
+where experts leave out places."""
 
 from __future__ import annotations
 
@@ -7,8 +8,10 @@ import pytest
 import torch
 
 from megatron.core.initialize import InitSpec
+from megatron.core.moe.dispatch import ExpertRanks, dispatch
+from megatron.core.moe.router import Routing
 from megatron.core.ops.permutation import Permutation, sum_rows, take_rows
-from megatron.core.process_groups import ProcessGroupCollection
+from megatron.core.process_groups import Group, ProcessGroupCollection
 from megatron.core.weight_gather import RowRuns, WeightHandle, WeightStore, grouped, grouped_linear
 from megatron.core.weight_sharding import WeightSharding
 from tests.support import gpu_agreement
@@ -110,3 +113,47 @@ def test_grouped_linear(device, dtype, width, features, monkeypatch):
     assert_close_by_metric("weight gradient", handle.slot, total, bound=2e-5)
     aligned = dtype is torch.bfloat16 and features % 8 == 0
     assert len(kernels) == (4 if aligned else 0)
+
+
+@DTYPES
+@pytest.mark.parametrize("share", [0.0, 0.6, 1.0])
+def test_places_that_no_expert_takes(device, dtype, share):
+    """Their rows follow the last run, and hold what memory held."""
+    features, copies = 256, 2
+    store = WeightStore(ProcessGroupCollection.single(), seed=4, dtype=dtype, device=device)
+    sharding = WeightSharding.of("w", (EXPERTS, features, features), expert=True)
+    handle = store.declare(sharding, InitSpec.normal(0.1))
+    store.materialize()
+    Slot(handle)
+    generator = torch.Generator(device).manual_seed(6)
+    scores = torch.rand(TOKENS, EXPERTS, generator=generator, device=device)
+    chosen = scores.topk(copies).indices
+    kept = torch.rand(TOKENS, copies, generator=generator, device=device) >= share
+    x = made(device, TOKENS, features, dtype=dtype).requires_grad_()
+    weights = made(device, TOKENS, copies).requires_grad_()
+    pull = made(device, TOKENS, features + 1, dtype=dtype)[:, 1:]
+    with nan_memory():
+        out = dispatch(
+            x,
+            Routing(chosen, weights, kept),
+            lambda rows, runs: grouped_linear(handle, rows, runs),
+            ranks=ExpertRanks(Group.single("etp_ep"), 1, EXPERTS),
+            dispatcher="alltoall",
+        )
+        out.backward(pull)
+    true = [t.detach().double().requires_grad_() for t in (x, weights, handle.get())]
+    factors = (true[1] * kept).unsqueeze(-1)  # [t, k, 1]
+    products = torch.einsum(
+        "teo,tke->tko",
+        torch.einsum("th,eoh->teo", true[0], true[2]),
+        torch.nn.functional.one_hot(chosen, EXPERTS).double(),
+    )
+    wanted = (factors * products).sum(1)
+    wanted.backward(pull.double())
+    found = (out, x.grad, weights.grad, handle.slot)
+    names = ("output", "input gradient", "gradient of weights", "weight gradient")
+    for name, mine, other in zip(names, found, (wanted, *(t.grad for t in true)), strict=True):
+        if share == 1.0:
+            assert not mine.any(), name
+        else:
+            assert_close_by_metric(name, mine, other, bound=BOUND[dtype])

@@ -119,7 +119,8 @@ def part_of(row: Row, batch: Microbatch, rank: int) -> Microbatch:
     columns = (layout.local(x) for x in (batch.tokens, batch.labels, batch.loss_mask))
     ahead = batch.ahead
     if ahead is not None:
-        depths = ([layout.local(depth) for depth in x] for x in vars(ahead).values())
+        tensors = (x for x in vars(ahead).values() if x is not None)
+        depths = ([layout.local(depth) for depth in x] for x in tensors)
         ahead = Ahead(*(torch.stack(parts) for parts in depths))
     return Part(*columns, batch.sample_ids, layout=layout, ahead=ahead)
 

@@ -49,6 +49,7 @@ ROWS_AT_NIGHT = [
         placement="optim_grads",
     ),
     row_with(tp=2, dp=2, etp=2, ep=2, experts="softmax", sequence_parallel=True),
+    row_with(tp=1, dp=2, ep=1, experts="softmax", capacity="probs", accumulation=3),
     row_with(tp=1, cp=2, qk_norm=True, documents="packed"),
     row_with(tp=2, mixer="mamba"),
     row_with(tp=2, mixer="delta", linear_mode="segments"),

@@ -31,7 +31,7 @@ def local_part(batch: inputs.Microbatch, rank: int, size: int) -> Microbatch:
     rows = {"positions": batch.positions, "document_ids": batch.document_ids}
     layout = SequenceLayout.make(SequenceCut.of(LENGTH, size), rank, rows=ROWS, **rows)
     parts = (layout.local(x) for x in (batch.tokens, batch.labels, batch.loss_mask))
-    whole = vars(batch.ahead).values()
+    whole = (x for x in vars(batch.ahead).values() if x is not None)
     ahead = (layout.local(x.flatten(0, 1)).unflatten(0, x.shape[:2]) for x in whole)
     layout = layout.with_samples(batch.sample_ids)
     return Microbatch(*parts, layout, ahead=Ahead(*ahead))

@@ -107,6 +107,24 @@ def test_products_and_gradients_over_two_microbatches(dtype, case):
     assert found[unused].count_nonzero() == 0
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_rows_after_the_last_run_enter_nothing(dtype):
+    _, handle, _ = built(dtype)
+    weight = handle.get().view(RUNS, 2 * F, H)
+    counts, rows = (2, 0, 4, 1), 7
+    x, grad = (values(rows + 5, width, key=3, dtype=dtype) for width in (H, 2 * F))
+    x[rows:], grad[rows:] = torch.nan, torch.nan
+    x.requires_grad_()
+    with nan_memory():
+        out = grouped_linear(handle, x, RowRuns.of(torch.tensor(counts), trailing=True))
+        out.backward(grad)
+    wanted, dx, dw = by_rows(weight, x[:rows], grad[:rows], counts)
+    assert out.shape == grad.shape
+    assert_close_by_metric("output", out[:rows], wanted, bound=BOUNDS[dtype])
+    assert_close_by_metric("input gradient", x.grad[:rows], dx, bound=BOUNDS[dtype])
+    assert_close_by_metric("weight gradient", handle.slot.view_as(dw), dw, bound=BOUNDS[dtype])
+
+
 def test_the_rows_of_a_fused_weight_are_gate_then_up_of_each_expert():
     store, handle, _ = built()
     found = {}

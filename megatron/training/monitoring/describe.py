@@ -317,6 +317,21 @@ def expert_line(run: Run, model: GPTConfig) -> str | None:
     )
 
 
+def capacity_line(run: Run, model: GPTConfig) -> str | None:
+    """Return what results depend on where experts have a capacity; None where they have none."""
+    moe, parallel = model.moe, run.config.parallel
+    if moe is None or moe.capacity_factor is None:
+        return None
+    tp, cp = parallel.tensor_model_parallel_size, parallel.context_parallel_size
+    return (
+        f"expert capacity: each expert takes at most {moe.capacity_factor:g} x the even share of a "
+        f"rank's tokens of a microbatch, without padding, and drops others by {moe.drop_policy}; "
+        f"results depend on --micro-batch-size {run.config.training.micro_batch_size} and on how "
+        f"the ranks of --tensor-model-parallel-size {tp} and --context-parallel-size {cp} divide "
+        "a microbatch: keep these to compare runs"
+    )
+
+
 def _dispatcher(run: Run, model: GPTConfig) -> str:
     """Say how tokens come to their experts, and what that moves."""
     grid, moe, parallel = rank_grid(run), model.moe, run.config.parallel
@@ -469,6 +484,7 @@ def start_lines(session: Session, *, consumed_samples: int) -> list[str]:
         context_line(run),
         *linear_lines(run),
         expert_line(run, session.model.config),
+        capacity_line(run, session.model.config),
         batch_sizes_line(run),
         batch_line(run),
         data_parallel_line(session.step.engine, session.optimizer),

@@ -13,7 +13,7 @@ from megatron.core.datasets.samplers import GPTBatch
 from megatron.core.models.gpt import logical_weights
 from megatron.training.config.model_table import gpt_config
 from megatron.training.config.resolve import resolve
-from megatron.training.monitoring.describe import expert_line, parameters
+from megatron.training.monitoring.describe import capacity_line, expert_line, parameters
 from megatron.training.monitoring.flops import (
     flops_per_square,
     peak_flops,
@@ -129,6 +129,22 @@ def test_the_log_says_where_experts_are_and_what_a_token_uses():
     line = expert_line(*_of(EXPERTS, 2))
     assert line is not None
     assert "expert data parallel 2; all experts are on every rank, no token travels;" in line
+
+
+def test_a_capacity_is_said_to_depend_on_the_layout():
+    assert capacity_line(*_of("", 1)) is None
+    assert capacity_line(*_of(EXPERTS, 1)) is None
+    limited = f"{EXPERTS} --moe-expert-capacity-factor 1.25 --moe-token-drop-policy position"
+    line = capacity_line(*_of(f"{limited} --tensor-model-parallel-size 2 --micro-batch-size 1", 2))
+    assert line is not None
+    for part in (
+        "1.25 x",
+        "by position",
+        "--micro-batch-size 1",
+        "--tensor-model-parallel-size 2",
+        "--context-parallel-size 1",
+    ):
+        assert part in line
 
 
 def _of(more: str, world: int):

@@ -49,7 +49,7 @@ from megatron.training.checkpoint_io import RunFacts, load_run
 from megatron.training.checkpoints.hf_options import open_model
 from megatron.training.config import Config
 from megatron.training.config.checkpoint_options import saved_options
-from megatron.training.config.model_table import gpt_config
+from megatron.training.config.model_table import gpt_config, options_problem
 from megatron.training.config.resolve import Run, padded_vocab_size
 from megatron.training.config.values import require_all
 from megatron.training.core_configs import (
@@ -212,6 +212,8 @@ def _check_options_of(config: Config, shape: GPTConfig) -> None:
         stored = stored_model(folder, manifest)
     except CheckpointError as error:
         raise ValueError(f"--use-checkpoint-args: {error}") from error
+    if problem := options_problem(stored):
+        raise ValueError(f"--use-checkpoint-args: {folder}: {problem}")
     shapes = (function_of(model).to_json() for model in (stored, shape))
     if odd := compare_architecture(*shapes):
         raise ValueError(f"--use-checkpoint-args: {folder} is of another model: {'; '.join(odd)}")

@@ -18,6 +18,7 @@ from megatron.cli.tokenizers import train_bpe
 from megatron.hf.convert import main as convert
 from megatron.inference.generate import main as generate
 from megatron.training import pretrain_gpt
+from megatron.training.checkpoints.hf_options import folder_defaults
 from tests.functional_tests.small_run import losses, run_on
 from tests.support.hf_folders import VOCABULARY, change_json, make_model, save_folder
 from tests.support.quantized_folders import fp8_folders, mxfp4_folders
@@ -276,3 +277,26 @@ def test_a_quantized_folder_trains_and_generates_as_its_values(
         ends.append((losses(save / "metrics.jsonl"), results(folder, tmp_path / "texts.json")))
     assert len(ends[0][0]) == 3
     assert ends[0] == ends[1]
+
+
+@pytest.mark.slow(seconds=8)
+def test_experts_ranked_by_other_scores_are_refused_by_known_names(tmp_path: Path) -> None:
+    """Training ranks groups by topk / group-topk scores, transformers always by 2."""
+    folder = save_folder(make_model("deepseek"), tmp_path / "model")
+    assert folder_defaults({"load-hf": str(folder)})["moe-router-group-topk"] == 2
+    change_json(folder / "config.json", num_experts_per_tok=6)
+    run(convert, f"import --hf {folder} --save {tmp_path / 'imported'}")
+    for source in (
+        f"--load-hf {folder}",
+        f"--use-checkpoint-args --pretrained-checkpoint {tmp_path / 'imported'}",
+    ):
+        words = f"{RUN} --lr 1e-3 {source} --save {tmp_path / 'saved'}"
+        told = run(pretrain_gpt.main, words, code=2)
+        for name in (
+            "num_experts_per_tok 6 / topk_group 2",
+            "--moe-router-topk",
+            "--moe-router-group-topk",
+        ):
+            assert name in told, told
+        assert "group_candidates" not in told
+        assert not (tmp_path / "saved").exists()

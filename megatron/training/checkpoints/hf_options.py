@@ -11,7 +11,7 @@ from megatron.core.models.layer_pattern import symbols_of
 from megatron.hf.config_json import HuggingFaceModel, read_folder
 from megatron.hf.folder import HuggingFaceFolder, open_folder
 from megatron.hf.read_weights import check_tensors
-from megatron.training.config.model_table import model_options
+from megatron.training.config.model_table import model_options, options_problem
 
 #: What a run may choose although the folder says something: no weight and no output depends on it.
 FREE = frozenset(
@@ -30,13 +30,15 @@ def folder_defaults(given: Mapping[str, Any]) -> dict[str, Any]:
     """Return the values that `--load-hf` adds to those given, by option name.
 
     Raises:
-        ValueError: the folder cannot be used, or a given option makes another model than it holds;
-            names all of these.
+        ValueError: the folder cannot be used, no options describe its model, or a given option
+            makes another model than it holds; names all of these.
     """
     path = given.get("load-hf")
     if path is None:
         return {}
     folder, model = open_model(path, flag="--load-hf")
+    if problem := options_problem(model.config):
+        raise ValueError(f"--load-hf {path}: {problem}")
     found = {**folder_options(model), **tokenizer_options(folder)}
     conflicts = [
         f"--{name} is {given[name]!r}, there {value!r}"

@@ -93,6 +93,27 @@ def model_options(config: GPTConfig) -> dict[str, Any]:
     return {option.name: found[option.name] for option in options(Config) if option.name in found}
 
 
+def options_problem(config: GPTConfig) -> str | None:
+    """Return why no options of training describe a model, by their names and those of a Hugging
+    Face config.json; None where they do.
+
+    `model_options` leaves out how many scores rank a group of experts: in Megatron-LM that follows
+    from two options, in transformers it is 2.
+    """
+    router = None if config.moe is None else config.moe.router
+    if router is None or router.num_groups is None or router.group_topk is None:
+        return None
+    candidates = _group_candidates(router.topk, router.group_topk)
+    if router.group_candidates == candidates or router.num_groups == router.group_topk:
+        return None
+    return (
+        f"num_experts_per_tok {router.topk} / topk_group {router.group_topk} = {candidates}, but "
+        f"the model ranks a group of experts by the sum of its {router.group_candidates} best "
+        "scores: training ranks groups by as many scores as --moe-router-topk / "
+        "--moe-router-group-topk; the model can be served, not trained"
+    )
+
+
 # --- What follows from several options, or from several fields ------------------------------------
 
 
@@ -235,7 +256,11 @@ def _or(default: Callable[[Flags], Any]) -> Callable[[Flags, str], Any]:
 
 
 def _candidates(flags: Flags, name: str) -> int:
-    return max(1, flags["moe-router-topk"] // (flags["moe-router-group-topk"] or 1))
+    return _group_candidates(flags["moe-router-topk"], flags["moe-router-group-topk"] or 1)
+
+
+def _group_candidates(topk: int, group_topk: int) -> int:
+    return max(1, topk // group_topk)
 
 
 def _balance(flags: Flags, name: str) -> str:

@@ -23,7 +23,7 @@ from megatron.core.transformer import (
     RopeConfig,
 )
 from megatron.hf.config_json import differences, function_of, read_model, write_config
-from megatron.training.config.model_table import yarn_magnitude
+from megatron.training.config.model_table import options_problem, yarn_magnitude
 
 SHAPE: dict[str, Any] = {
     "vocab_size": 100,
@@ -269,6 +269,22 @@ def test_what_only_training_sees_is_no_difference() -> None:
     trained = replace(model, moe=moe, mtp_loss_factor=0.7, hidden_dropout=0.1)
     assert differences(model, trained) == []
     assert function_of(trained) == function_of(model)
+
+
+@pytest.mark.parametrize(
+    ("topk", "groups", "of", "trains"),
+    [(4, 2, 4, True), (2, 1, 4, True), (5, 2, 4, True), (2, 2, 4, False), (6, 2, 4, False)]
+    + [(6, 4, 4, True), (6, 1, 1, True)],  # all groups: nothing is ranked
+)
+def test_what_options_cannot_describe_is_named_by_them(topk, groups, of, trains) -> None:
+    """Training ranks a group by topk / group-topk scores, rounded down, transformers by 2."""
+    limits = {"num_experts_per_tok": topk, "topk_group": groups, "n_group": of}
+    fields = {**DEEPSEEK, "n_routed_experts": 16, **limits}
+    problem = options_problem(read_model(fields, where="x").config)
+    assert (problem is None) == trains
+    if problem is not None:
+        assert f"num_experts_per_tok {topk} / topk_group {groups}" in problem
+        assert "--moe-router-topk / --moe-router-group-topk" in problem
 
 
 def test_what_makes_another_function_is_named_and_what_no_architecture_has_not_written() -> None:

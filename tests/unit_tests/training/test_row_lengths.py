@@ -255,9 +255,9 @@ def assert_same(found: Numbers, wanted: Numbers) -> None:
     assert (found.loads, found.biases) == (wanted.loads, wanted.biases)
 
 
-#: Without a layout: those with a capacity cover the others' routers.
+#: What has a capacity, a bias and a loss by sequence stands for the others by day.
 ALONE = [
-    pytest.param(model, marks=() if model in ("position", "probs") else pytest.mark.slow(seconds=3))
+    pytest.param(model, marks=() if model == "position" else pytest.mark.slow(seconds=3))
     for model in MODELS
 ]
 

@@ -114,9 +114,9 @@ class Rows:
         return 1000
 
     def read(self, indices: np.ndarray) -> SampleRows:
-        """Return rows whose padding is token 0."""
+        """Return rows whose padding is a token that conversations have too."""
         shape = (len(indices), self.length)
-        tokens = np.zeros((shape[0], shape[1] + 1), dtype=np.int64)
+        tokens = np.full((shape[0], shape[1] + 1), 5, dtype=np.int64)
         mask = np.zeros(shape, dtype=np.float32)
         documents = np.zeros(shape, dtype=np.int32)
         padding = np.zeros(shape, dtype=np.bool_)

@@ -9,9 +9,10 @@ import math
 import pytest
 import torch
 
+from megatron.core.context_parallel import SequenceLayout
 from megatron.core.distributed import DataParallel
 from megatron.core.models.gpt import GPTConfig, GPTModel, logical_weights, shifted, take_mean_losses
-from megatron.core.moe import MoEConfig, RouterConfig
+from megatron.core.moe import MoEConfig, RouterConfig, routers_of
 from megatron.core.process_groups import ProcessGroupCollection
 from tests.support.closeness import assert_all_close, assert_close_by_metric, relative_error
 from tests.support.nan_memory import nan_memory
@@ -131,6 +132,27 @@ def test_experts_of_depths_have_their_auxiliary_losses_in_the_gradient():
         more = once[name] - grad
         assert more.abs().max() > 1e-2 * grad.abs().max(), name
         assert relative_error(thrice[name] - grad, 3 * more) < 1e-3, name
+
+
+def test_experts_of_depths_take_what_a_depth_predicts_from():
+    moe = MoEConfig(num_experts=5, ffn_hidden_size=12, router=RouterConfig(topk=2))
+    config = dataclasses.replace(CONFIG, moe=moe, ffn_pattern="EE")
+    batch = rows_of(0, 0, depths=2, packed=False)
+    tokens, length = batch.tokens, batch.tokens.shape[1]
+    padding = torch.zeros(tokens.shape, dtype=torch.bool)
+    padding[0, length - 3 :] = True  # the first row ends with three tokens of padding
+    ahead = shifted(tokens, batch.labels, batch.loss_mask, depths=2, padding=padding)
+    layout = SequenceLayout.of_rows(length).with_padding(padding.t())
+    model = GPTModel(config, ProcessGroupCollection.single(), seed=5)
+    model.loss(tokens, batch.labels, batch.loss_mask, layout=layout, ahead=ahead)
+    counted = {router.name: router.counted[:5].sum().item() for router in routers_of(model)}
+    own = len(tokens) * length - 3
+    assert counted == {
+        "decoder.blocks.1.moe.router": 2 * own,
+        "decoder.blocks.3.moe.router": 2 * own,
+        "mtp.0.decoder.blocks.1.moe.router": 2 * (own - len(tokens)),
+        "mtp.1.decoder.blocks.1.moe.router": 2 * (own - 2 * len(tokens)),
+    }
 
 
 def test_a_forward_without_them_is_the_main_model_alone():

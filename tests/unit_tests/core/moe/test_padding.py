@@ -159,6 +159,7 @@ def test_padding_of_a_split_stays():
     layout = SequenceLayout.make(cut, 0, rows=2)
     columns = [False, False, True, True, False, False, False, True, True]
     assert layout.padding.tolist() == [[mark] * 2 for mark in columns]
+    assert layout.with_padding(torch.zeros(9, 2).bool()).padding.equal(layout.padding)
     rows = torch.tensor([[False] * 4 + [True], [False] * 5])
     found = layout.with_padding(layout.local(rows, fill=True).t())
     assert found.padding.t().tolist() == [[*columns[:6], True, *columns[7:]], columns]

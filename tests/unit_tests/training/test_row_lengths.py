@@ -248,10 +248,11 @@ def assert_features(model: str, numbers: Numbers) -> None:
     assert bool(numbers.biases) == experts.router.expert_bias
 
 
-def assert_same(found: Numbers, wanted: Numbers) -> None:
-    """Compare two runs of a rank."""
-    assert found.losses == pytest.approx(wanted.losses, rel=1e-7)
-    assert found.norms == pytest.approx(wanted.norms, rel=1e-6)
+def assert_same(model: str, found: Numbers, wanted: Numbers) -> None:
+    """Compare two runs of a rank; recurrences amplify rounding."""
+    factor = 5.0 if model == "recurrent" else 1.0
+    assert found.losses == pytest.approx(wanted.losses, rel=factor * 1e-7)
+    assert found.norms == pytest.approx(wanted.norms, rel=factor * 1e-6)
     assert (found.loads, found.biases) == (wanted.loads, wanted.biases)
 
 
@@ -269,7 +270,8 @@ def test_experts_do_not_depend_on_the_length_of_rows(model):
     assert_features(model, wanted)
     with one_thread():
         for length in LENGTHS:
-            assert_same(trained(Case(model=model), length, ProcessGroupCollection.single()), wanted)
+            found = trained(Case(model=model), length, ProcessGroupCollection.single())
+            assert_same(model, found, wanted)
 
 
 def on_rank(rank: int, world: int, case: Case) -> list[Numbers]:
@@ -302,7 +304,7 @@ def test_layouts_do_not_depend_on_the_length_of_rows(case):
     wanted = full_rows(case.model)
     for first, *others in run_ranks(on_rank, 2, case):
         for found in others:
-            assert_same(found, first)
+            assert_same(case.model, found, first)
         assert first.loads == wanted.loads
         assert case.pp > 1 or first.biases == wanted.biases
         assert first.losses == pytest.approx(wanted.losses, rel=1e-6)

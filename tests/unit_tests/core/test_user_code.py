@@ -4,6 +4,7 @@ an error that names the fix."""
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any, get_args, get_type_hints
 
 import numpy as np
@@ -80,6 +81,16 @@ def test_a_data_set_of_ones_own_is_read() -> None:
         (
             lambda n: rows_with(np.ones((n, 4), np.float32), n + 1),
             ("tokens int64 [3, 5]", "int64 [2, s + 1]"),
+        ),
+        (
+            lambda n: replace(
+                rows_with(np.ones((n, 4), np.float32), n), padding=np.zeros((n, 5), bool)
+            ),
+            ("padding bool [2, 5]", "bool [2, 4]"),
+        ),
+        (
+            lambda n: replace(rows_with(np.ones((n, 4), np.float32), n), padding=np.zeros((n, 4))),
+            ("padding float64 [2, 4]", "bool [2, 4]"),
         ),
     ],
 )

@@ -324,6 +324,12 @@ def _check_rows(dataset: TokenSource, rows: SampleRows, count: int) -> None:
             f"{name} returned loss_mask {rows.loss_mask.dtype} {list(rows.loss_mask.shape)} for "
             f"tokens {list(rows.tokens.shape)}: return float32 {list(shape)}, one for each label"
         )
+    padding = rows.padding
+    if padding is not None and (padding.shape != shape or padding.dtype != np.bool_):
+        raise ValueError(
+            f"{name} returned padding {padding.dtype} {list(padding.shape)} for tokens "
+            f"{list(rows.tokens.shape)}: return bool {list(shape)}, True for inputs without data"
+        )
 
 
 # Per thread: one that is being read, and one that waits to be taken.

@@ -1,17 +1,19 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What `make gpu` runs, in this very Python: the tests marked gpu, then the benches, in 9 minutes.
+"""What `make gpu` runs, in this very Python: a training step, the tests marked gpu, then the other
+benches, in 9 minutes.
 
 python -m tools.gpu                         everything; a table and bench_results/<gpu>-<day>.json
-python -m tools.gpu --stages tests decode   some stages; the results join those of the same day
+python -m tools.gpu --stages tests decode   some stages, which share all of the time; their results
+                                            join those of the same day
 python -m tools.gpu --rehearse              everything tiny, on a CPU, in Triton's interpreter
 python -m tools.gpu --rehearse --quick      the part of this that takes seconds
 
 No virtual environment and no network: torch, triton, numpy, safetensors, pytest and transformers
 are all that is needed; flash-linear-attention and mamba_ssm are raced where they can be imported,
 which is said first.
-Each stage has a limit, and all together one deadline. A stage that fails does not stop the next;
-the exit code is 1 then. Without a GPU it says so and exits with 0, or with 1 under --require-gpu,
-which is how CI calls it.
+All stages share one deadline; what a stage leaves of its time, those after it share. A stage that
+fails does not stop the next; the exit code is 1 then. Without a GPU it says so and exits with 0, or
+with 1 under --require-gpu, which is how CI calls it.
 """
 
 from __future__ import annotations
@@ -23,27 +25,35 @@ import os
 import sys
 import tempfile
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from tools.bench.rehearsal import INTERPRETED
+from tools.bench.rehearsal import INTERPRETED, interpreter_problem
 from tools.gpu_peers import refusals, said_of
 from tools.gpu_stages import Outcome, Stage, run_stage
 
 ROOT = Path(__file__).resolve().parents[1]
 TESTS = "tests/gpu"
 RESULTS, REHEARSED = "bench_results", "build/rehearsal"
-#: Seconds of everything, and of the stages; the deadline counts, not their sum.
+#: Seconds of everything: a little less than ten minutes.
 DEADLINE = 530
-TEST_SECONDS = 210
-# Of the kernels' seconds most are for compilation, and for the configurations that peers try out.
-BENCHES = (("kernels", "gpu_kernels", 170), ("decode", "gpu_decode", 40))
-TRAINING = (("hybrid", "gpu_hybrid", 110), ("training", "gpu_train", 95))
-STAGES = ("tests", *(name for name, *_ in (*BENCHES, *TRAINING)))
+#: Stages in their order, what tells most first: how a step trains, whether kernels are right, how
+#: fast they are. The seconds are shares of what is left when a stage begins; most of them go into
+#: compilation, and for kernels into the configurations that peers try out.
+STAGES = {
+    "training": 110,
+    "tests": 165,
+    "kernels": 105,
+    "engine": 50,
+    "decode": 35,
+    "hybrid": 65,
+}
 #: A rehearsal is bound by the interpreter: how many times longer it may take.
 PATIENCE = 4
-#: Test files at once. Compiling takes one core each, the device's memory is enough for all.
-JOBS = 6
+#: Processes of the tests. Compiling takes one core each, the device's memory is enough for all.
+JOBS = 10
+#: Seconds after which a test hangs.
+TEST_TIMEOUT = 100
 QUICK_TESTS = "tests/gpu/test_launches_gpu.py"
 
 
@@ -76,31 +86,51 @@ def test_command(*words: str) -> list[str]:
     return [sys.executable, "-m", "pytest", *settings, "-m", "gpu", *words]
 
 
-def stages(options: argparse.Namespace, parts: Path) -> list[Stage]:
-    """Return what to run.
+def stage_seconds(name: str, names: Sequence[str], seconds: float) -> float:
+    """Return how much of the time that is left a stage may take.
 
     Args:
+        name: of the stage.
+        names: of it and of all that follow it.
+        seconds: that are left for them.
+    """
+    return seconds * STAGES[name] / sum(STAGES[each] for each in names)
+
+
+def test_stage(options: argparse.Namespace, seconds: float) -> Stage:
+    """Return the stage of the tests: one run of pytest in several processes where it has the plugin
+    for that, else a run for each file, the largest first."""
+    jobs = 2 if options.rehearse else JOBS
+    words = ["-q", "--tb=short", "--durations=3"]
+    if importlib.util.find_spec("pytest_timeout"):
+        words += ["-p", "timeout", "--timeout", str(TEST_TIMEOUT * (10 if options.rehearse else 1))]
+    files = [ROOT / QUICK_TESTS] if options.quick else list((ROOT / TESTS).glob("test_*.py"))
+    if importlib.util.find_spec("xdist") and not options.quick:
+        words += ["-p", "xdist", "-n", str(jobs), "--dist", "worksteal"]
+        return Stage("tests", {"tests": test_command(TESTS, *words)}, seconds)
+    files = sorted(files, key=lambda path: -path.stat().st_size)
+    names = [path.relative_to(ROOT).as_posix() for path in files]
+    commands = {Path(name).name: test_command(name, *words) for name in names}
+    return Stage("tests", commands, seconds, jobs)
+
+
+def stage_of(name: str, options: argparse.Namespace, parts: Path, seconds: float) -> Stage:
+    """Return a stage that may take some seconds.
+
+    Args:
+        name: of the stage.
         options: of the command line.
         parts: folder in which each bench leaves what it measured.
+        seconds: that it may take.
     """
-    factor = PATIENCE if options.rehearse else 1
-    found = []
-    if "tests" in options.stages:
-        # A rehearsal has nothing of files whose tests need the device itself; pytest calls this 5.
-        files = (
-            [QUICK_TESTS] if options.quick else sorted(map(str, (ROOT / TESTS).glob("test_*.py")))
-        )
-        commands = {Path(f).name: test_command(f, "-q", "--durations=3") for f in files}
-        jobs = 2 if options.rehearse else JOBS
-        found.append(Stage("tests", commands, factor * TEST_SECONDS, jobs))
-    more = ["--rehearse"] if options.rehearse else []
-    more += ["--quick"] if options.quick else []
-    for name, module, seconds in (*BENCHES, *TRAINING):
-        if name in options.stages:
-            part = ["--part", str(parts / f"{name}.json"), "--seconds", str(factor * seconds - 5)]
-            command = [sys.executable, "-m", f"tools.bench.{module}", *part, *more]
-            found.append(Stage(name, {name: command}, factor * seconds))
-    return found
+    if name == "tests":
+        return test_stage(options, seconds)
+    module = {"training": "gpu_train"}.get(name, f"gpu_{name}")
+    words = ["--part", str(parts / f"{name}.json"), "--seconds", str(max(seconds - 5, 1))]
+    words += ["--rehearse"] if options.rehearse else []
+    words += ["--quick"] if options.quick else []
+    command = [sys.executable, "-m", f"tools.bench.{module}", *words]
+    return Stage(name, {name: command}, seconds)
 
 
 def run(options: argparse.Namespace, parts: Path) -> tuple[dict[str, str | None], list[Outcome]]:
@@ -109,13 +139,16 @@ def run(options: argparse.Namespace, parts: Path) -> tuple[dict[str, str | None]
     Returns:
         (why each peer cannot be imported, None where it can; how the stages ended).
     """
-    deadline = time.monotonic() + DEADLINE * (PATIENCE if options.rehearse else 1)
+    deadline = time.monotonic() + options.seconds * (PATIENCE if options.rehearse else 1)
     peers = refusals(options.stages, environment(rehearse=options.rehearse))
     for peer, refusal in peers.items():
         print(f"gpu: {said_of(peer, refusal)}", flush=True)
     outcomes = []
-    for stage in stages(options, parts):
-        print(f"gpu: {stage.name}: at most {stage.seconds:g} s", flush=True)
+    names = [name for name in STAGES if name in options.stages]
+    for position, name in enumerate(names):
+        left = max(deadline - time.monotonic(), 0.0)
+        stage = stage_of(name, options, parts, stage_seconds(name, names[position:], left))
+        print(f"gpu: {stage.name}: at most {stage.seconds:.0f} s", flush=True)
         outcomes.append(
             run_stage(
                 stage,
@@ -149,7 +182,8 @@ def command_line() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--stages", nargs="+", choices=STAGES, default=list(STAGES))
+    parser.add_argument("--stages", nargs="+", choices=list(STAGES), default=list(STAGES))
+    parser.add_argument("--seconds", type=float, default=DEADLINE, help="deadline of all stages")
     parser.add_argument("--rehearse", action="store_true", help="tiny, on a CPU, interpreted")
     parser.add_argument("--quick", action="store_true", help="of a rehearsal the quickest part")
     parser.add_argument("--output", default=None, help="folder for the results")
@@ -167,6 +201,9 @@ def main() -> int:
         parser.error("--quick is of a rehearsal: add --rehearse")
     if options.require_gpu and options.rehearse:
         parser.error("--require-gpu: a rehearsal runs on a CPU: drop one of the two")
+    if options.rehearse and (problem := interpreter_problem()) is not None:
+        print(f"gpu: error: {problem}", file=sys.stderr)
+        return 1
     reason = None if options.rehearse else missing_gpu()
     if reason is not None:
         if options.require_gpu:

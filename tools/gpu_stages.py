@@ -3,7 +3,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
+import re
 import signal
 import subprocess
 import tempfile
@@ -14,6 +16,11 @@ from pathlib import Path
 
 #: What a process prints last is what matters of it.
 SHOWN_CHARACTERS = 6000
+#: A driver may hold a killed process; the suite does not wait for it longer than this.
+KILL_SECONDS = 10.0
+
+#: A line of pytest's summary: the test and what it failed with.
+FAILED_TEST = re.compile(r"^(?:FAILED|ERROR) (\S+::\S+)(?: - (.*))?$", re.MULTILINE)
 
 
 @dataclass(frozen=True)
@@ -70,7 +77,8 @@ class _Process:
     def kill(self) -> None:
         """End it and whatever it has started."""
         os.killpg(self.process.pid, signal.SIGKILL)
-        self.process.wait()
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self.process.wait(KILL_SECONDS)
 
     def text(self) -> str:
         """Return what it has printed."""
@@ -134,6 +142,8 @@ def _close(name: str, process: _Process, outcome: Outcome) -> None:
     elif code:
         outcome.problems[name] = f"failed with exit code {code}"
     text = process.text()
+    if code is None or code:
+        outcome.problems |= {test: why or "failed" for test, why in FAILED_TEST.findall(text)}
     lines = text.strip().splitlines()
     outcome.last_lines[name] = lines[-1] if lines else ""
     problem = outcome.problems.get(name)

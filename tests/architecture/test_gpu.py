@@ -204,7 +204,7 @@ def test_everything_can_be_rehearsed_without_other_libraries(tmp_path):
     assert list(found["stages"]) == list(gpu.STAGES)
     assert not any(stage["problems"] for stage in found["stages"].values())
     benches = {row["bench"] for row in rows_of(found)}
-    assert benches == {"kernels", "decode", "training", "hybrid"}
+    assert benches == {"training", "kernels", "engine", "decode", "hybrid"}
     raced = {peer for row in rows_of(found) for peer in row["peers"]}
     assert raced >= {"fla", "mamba_ssm", "reference", "torch.compile", "SDPA"}
     for op in ("gated delta rule", "state-space dual", "prologue", "paged decode", "hybrid"):

@@ -3,11 +3,18 @@
 
 from __future__ import annotations
 
+import os
+import sys
+from collections.abc import Generator
+
 import pytest
 import torch
 
 from megatron.core.device import choose_device
 from tests.support.gpu_agreement import REHEARSES
+
+#: Exit code of a process whose device refuses all further work.
+DEVICE_LOST = 70
 
 
 @pytest.fixture(scope="session")
@@ -23,6 +30,29 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     machines = [item for item in items if item.get_closest_marker("machine")]
     config.hook.pytest_deselected(items=machines)
     items[:] = [item for item in items if item not in machines]
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(
+    item: pytest.Item, call: pytest.CallInfo[None]
+) -> Generator[None, pytest.TestReport, pytest.TestReport]:
+    """End this process after a failure that the device does not recover from.
+
+    An illegal access makes every later call of the process fail, so no later test would count.
+    pytest-xdist reports the test as failed and goes on in a new process.
+    """
+    report = yield
+    if call.excinfo is not None and torch.cuda.is_initialized():
+        try:
+            torch.cuda.synchronize()
+        except RuntimeError as error:
+            capture = item.config.pluginmanager.getplugin("capturemanager")
+            if capture is not None:
+                capture.suspend_global_capture(in_=True)
+            print(f"{item.nodeid}: the device is lost: {error}", file=sys.stderr)
+            print(report.longreprtext, file=sys.stderr, flush=True)
+            os._exit(DEVICE_LOST)
+    return report
 
 
 def pytest_sessionfinish(session: pytest.Session, exitstatus: int) -> None:

@@ -153,16 +153,26 @@ class Bench:
                 traceback.print_exc()
                 lines = str(problem).strip().splitlines() or [""]
                 self.problems[name] = f"{type(problem).__name__}: {lines[0]}"
-                if isinstance(problem, torch.AcceleratorError):
-                    break  # the device refuses whatever comes after
-            self._free()
             self.save()
+            if not self._device_answers():
+                self.problems["device"] = f"refuses all work after {name}: no case follows"
+                break
+            self._free()
         self.save()
         print(gpu_table(self.rows))
         for name, problem in self.problems.items():
             print(f"{self.name}: {name}: {problem}")
         print(f"{len(self.rows)} rows, {len(self.problems)} problems")
         return 1 if self.problems else 0
+
+    def _device_answers(self) -> bool:
+        """Whether the device still works: an illegal access makes it refuse all that follows, also
+        calls of the allocator, whichever library has seen it first."""
+        try:
+            self.watch.wait()
+        except RuntimeError:
+            return False
+        return True
 
     def _free(self) -> None:
         """Give back the memory of what is over: workers need it."""

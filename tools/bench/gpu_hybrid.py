@@ -104,18 +104,27 @@ def hybrid(bench: Bench, options: argparse.Namespace) -> None:
         ValueError: a variant did not run, or not with its ops, or the losses differ.
     """
     shape, config = chosen(options)
-    found = race(options, "tools.bench.gpu_hybrid", (KERNELS, REFERENCE))
-    for name, other in ((KERNELS, REFERENCE), (REFERENCE, KERNELS)):
-        picked = found[name].facts["picked"]
+    races = race(
+        bench,
+        options,
+        "tools.bench.gpu_hybrid",
+        (KERNELS, REFERENCE),
+        weights=shape.parameters,
+    )
+    (pair,) = races
+    for name, variant in pair.items():
+        other = REFERENCE if name == KERNELS else KERNELS
+        picked = variant.facts["picked"]
         if not picked.get(f"{SUBJECT} {name}") or picked.get(f"{SUBJECT} {other}"):
             raise ValueError(f"the step of {name} picked {picked}: the race is void")
-    first = [found[name].values[0] for name in (KERNELS, REFERENCE)]
-    if abs(first[0] - first[1]) > LOSS_ERROR * first[1]:
-        raise ValueError(f"losses of {first[0]} and {first[1]}: the race is void")
+    losses = [variant.values[0] for variant in pair.values()]
+    same_batch = len({variant.facts["micro_batch_size"] for variant in pair.values()}) == 1
+    if same_batch and abs(losses[0] - losses[-1]) > LOSS_ERROR * losses[-1]:
+        raise ValueError(f"losses of {losses[0]} and {losses[-1]}: the race is void")
     add_rows(
         bench,
         f"hybrid {PATTERN} of {shape.layers} layers, sequence {shape.sequence:,}",
-        found,
+        races,
         sequence=shape.sequence,
         flops_per_token=flops_per_token(shape, config),
         targets=[f"{REFERENCE} >= 1.2"],

@@ -11,8 +11,12 @@ Stages that run apart on one day join one file; a stage that runs again replaces
 from __future__ import annotations
 
 import importlib.metadata
+import importlib.util
 import json
+import os
 import platform
+import re
+import subprocess
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -36,7 +40,11 @@ def machine() -> dict[str, str]:
             "device": torch.cuda.get_device_name(),
             "capability": f"{major}.{minor}",
             "cuda": torch.version.cuda or "",
+            "cudnn": str(torch.backends.cudnn.version()),
+            "nccl": ".".join(map(str, torch.cuda.nccl.version())),
+            "driver": driver_version(),
         }
+    found["ptxas"] = ptxas_version()
     for package in (*PACKAGES, *PEERS):
         try:
             found[package] = importlib.metadata.version(package)
@@ -44,6 +52,39 @@ def machine() -> dict[str, str]:
             if package in PACKAGES:
                 found[package] = "absent"
     return found
+
+
+def driver_version() -> str:
+    """Return the version of the NVIDIA driver, or "unknown"."""
+    command = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
+    return _first_line(command) or "unknown"
+
+
+def ptxas_version() -> str:
+    """Return the version of the assembler that Triton calls, or "absent".
+
+    It is `TRITON_PTXAS_PATH` where that is set, else the one in Triton's package: its bugs are not
+    those of Triton's release.
+    """
+    path = os.environ.get("TRITON_PTXAS_PATH")
+    spec = importlib.util.find_spec("triton")
+    if not path and spec is not None and spec.origin is not None:
+        path = str(Path(spec.origin).parent / "backends/nvidia/bin/ptxas")
+    version = re.search(r"V([\d.]+)", _output([path, "--version"])) if path else None
+    return version[1] if version else "absent"
+
+
+def _output(command: list[str]) -> str:
+    """Return what a command prints, or nothing where it cannot run."""
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=10, check=False)
+    except (OSError, subprocess.TimeoutExpired):
+        return ""
+    return done.stdout if done.returncode == 0 else ""
+
+
+def _first_line(command: list[str]) -> str:
+    return next(iter(_output(command).strip().splitlines()), "").strip()
 
 
 def joined(

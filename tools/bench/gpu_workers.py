@@ -1,8 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Training steps on one GPU that take turns: a process each, with the same share of the memory.
+"""Training steps on one GPU that take turns, ours with one peer at a time, a process each.
 
-A worker tries the microbatch sizes that it is given until memory is full or a larger one gains
-nothing, keeps its best, and gives back what a step no longer needs after each turn (`turns.py`).
+A worker takes the microbatch that the device's memory allows for, and the next smaller one where
+that does not fit; or it tries the sizes of `--sizes` until memory is full or a larger one gains
+nothing. After each turn it gives back all memory but its weights, gradients and optimizer state, so
+that the other worker has the rest (`turns.py`).
 """
 
 from __future__ import annotations
@@ -25,18 +27,45 @@ Build = Callable[[str, int, torch.device], Step]
 #: A larger microbatch is kept if it is faster by this factor.
 WORTHWHILE = 1.01
 PROFILE_ROWS = 25
-#: Of the device's memory, what an idle variant may keep: weights, gradients, optimizer state.
-IDLE_SHARE = 0.2
+#: What a weight takes in an idle worker: bf16, fp32 master and gradient, two moments of Adam.
+IDLE_BYTES_PER_WEIGHT = 18
+#: What an idle worker holds besides: its CUDA context, kernels and workspaces.
+CONTEXT_BYTES = 2 << 30
+#: Microbatch by the least memory of the device in bytes, for a step of 1.3 B weights at 4,096
+#: tokens: transformers takes 73.4 GB at 4 and 46.2 GB at 2, besides 24.1 GB of the idle worker.
+MICROBATCHES = ((120e9, 4), (75e9, 2), (0.0, 1))
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
     """Add what the command lines of training benches share."""
     parser.add_argument("--worker", help=argparse.SUPPRESS)
     parser.add_argument("--memory-share", type=float, default=1.0, help=argparse.SUPPRESS)
-    # One size is kept without a trial: at most two starts of a variant fit into a suite's minutes.
-    parser.add_argument("--sizes", type=int, nargs="+", default=[4], help="microbatches to try")
+    parser.add_argument(
+        "--sizes", type=int, nargs="+", help="microbatches to try (default: by the memory)"
+    )
     parser.add_argument("--rounds", type=int, default=4)
     parser.add_argument("--steps", type=int, default=2, help="timed steps in a turn")
+
+
+def microbatch_for(memory_bytes: float) -> int:
+    """Return the microbatch of a 1.3 B model that fits a device, beside an idle worker."""
+    return next(size for least, size in MICROBATCHES if memory_bytes >= least)
+
+
+def memory_share(memory_bytes: float, weights: int) -> float:
+    """Return the share of a device's memory that a worker may take beside an idle one.
+
+    Args:
+        memory_bytes: of the device.
+        weights: of the model that the idle worker holds.
+    """
+    idle = IDLE_BYTES_PER_WEIGHT * weights + CONTEXT_BYTES
+    return max(1.0 - idle / memory_bytes, 0.5)
+
+
+def device_bytes() -> int:
+    """Return the memory of the current device."""
+    return torch.cuda.get_device_properties(torch.cuda.current_device()).total_memory
 
 
 def synchronize(device: torch.device) -> None:
@@ -65,15 +94,13 @@ def best_microbatch(
     """Return the size with the highest rate, trying larger ones while they pay and fit.
 
     Args:
-        sizes: ascending; a single one is not tried.
+        sizes: ascending.
         rate: builds, measures and frees a step of that size; returns tokens per second.
         say: told what was found.
 
     Raises:
         ValueError: not even the first size fits.
     """
-    if len(sizes) == 1:
-        return sizes[0]
     best, best_rate = 0, 0.0
     for size in sizes:
         try:
@@ -88,6 +115,40 @@ def best_microbatch(
     if not best:
         raise ValueError(f"a microbatch of {sizes[0]} does not fit into this device's memory")
     return best
+
+
+def largest_step(
+    size: int, build: Callable[[int], Step], *, device: torch.device, say: Callable[[str], None]
+) -> tuple[int, Step]:
+    """Build the step of a microbatch, or of half of it until one fits the device.
+
+    Args:
+        size: microbatch to begin with.
+        build: of the step.
+        device: where it runs.
+        say: told which sizes do not fit.
+
+    Returns:
+        (microbatch, its step, after two steps that have allocated all it needs).
+
+    Raises:
+        ValueError: a microbatch of 1 does not fit.
+    """
+    while size:
+        if device.type == "cuda":
+            torch.cuda.reset_peak_memory_stats(device)
+        try:
+            step = build(size)
+            for _ in range(2):  # optimizer state is allocated in the first
+                step()
+        except torch.OutOfMemoryError:
+            say(f"microbatch {size}: out of memory" + (f"; takes {size // 2}" if size > 1 else ""))
+        else:
+            return size, step
+        step = None
+        free(device)
+        size //= 2
+    raise ValueError("a microbatch of 1 does not fit into this device's memory")
 
 
 def work(
@@ -118,25 +179,30 @@ def work(
             del step
             free(device)
 
-    known: dict = {}
+    state: dict = {}
+
+    def say(text: str) -> None:
+        print(f"bench: {options.worker}: {text}", file=sys.stderr)
 
     def start() -> Step:
-        say = lambda text: print(f"bench: {options.worker}: {text}", file=sys.stderr)  # noqa: E731
-        best = best_microbatch(options.sizes, rate, say=say)
-        free(device)  # what a size that did not fit has left
-        if device.type == "cuda":
-            torch.cuda.reset_peak_memory_stats(device)
-        known.update(micro_batch_size=best, step=build(options.worker, best, device))
-        return known["step"]
+        size = options.sizes[0]
+        if len(options.sizes) > 1:
+            size = best_microbatch(options.sizes, rate, say=say)
+        # One size takes no trial: at most two starts of a variant fit into a suite's minutes.
+        size, step = largest_step(
+            size, lambda rows: build(options.worker, rows, device), device=device, say=say
+        )
+        state.update(micro_batch_size=size, step=step)
+        return step
 
     def answer() -> dict:
-        if "kernels" not in known:  # behind the turn that warms up, which nobody times
+        if "kernels" not in state:  # after the turn that warms up, which nobody times
             steps = 1 if options.rehearse else 2
-            known["kernels"] = profile(known["step"], device, steps=steps)
+            state["kernels"] = profile(state["step"], device, steps=steps)
         peak = torch.cuda.max_memory_allocated(device) if device.type == "cuda" else None
-        free(device)  # the others' turn
-        told = {"micro_batch_size": known["micro_batch_size"], "kernels": known["kernels"]}
-        return told | {"peak_device_bytes": peak} | facts()
+        free(device)  # for the other worker's turn
+        answers = {name: state[name] for name in ("micro_batch_size", "kernels")}
+        return answers | {"peak_device_bytes": peak} | facts()
 
     serve(start, answer)
 
@@ -174,40 +240,68 @@ def profile(step: Step, device: torch.device, *, steps: int) -> list[dict]:
     ]
 
 
-def race(options: argparse.Namespace, module: str, variants: Sequence[str]) -> dict[str, Variant]:
-    """Let the variants take turns; the first is ours.
+def race(
+    bench: Bench,
+    options: argparse.Namespace,
+    module: str,
+    variants: Sequence[str],
+    *,
+    weights: int,
+) -> list[dict[str, Variant]]:
+    """Let our variant take turns with each peer, one peer after the other.
+
+    A peer that does not run is a problem of the bench, and its race has our variant alone.
+
+    Args:
+        bench: takes the problems.
+        options: of the command line.
+        module: that a worker runs.
+        variants: names, ours first.
+        weights: of the model, which an idle worker holds.
+
+    Returns:
+        what was measured in each race, ours first.
 
     Raises:
-        ValueError: one of them could not run.
+        ValueError: ours did not run.
     """
-    share = 1.0 - IDLE_SHARE * (len(variants) - 1)
-    more = ["--sizes", *map(str, options.sizes), "--memory-share", str(share)]
+    sizes, share = options.sizes, 1.0
+    if not options.rehearse:
+        sizes = sizes or [microbatch_for(device_bytes())]
+        share = memory_share(device_bytes(), weights)
+    more = ["--sizes", *map(str, sizes), "--memory-share", str(share)]
     more += ["--rehearse"] if options.rehearse else []
-    commands = {name: ["-m", module, "--worker", name, *more] for name in variants}
     rounds, steps = (1, 1) if options.rehearse else (options.rounds, options.steps)
-    found = take_turns(commands, rounds=rounds, steps=steps, warmup=1 if options.rehearse else 2)
-    for name in variants:
-        if name not in found:
-            raise ValueError(f"{name} did not run; its error is above")
-    return found
+    ours, *peers = variants
+    races = []
+    for peer in peers:
+        commands = {name: ["-m", module, "--worker", name, *more] for name in (ours, peer)}
+        # Each turn begins with a step in which the device's memory is allocated again.
+        race = take_turns(commands, rounds=rounds, steps=steps, warmup=1, untimed=1)
+        if ours not in race:
+            raise ValueError(f"{ours} did not run beside {peer}; its error is above")
+        if peer not in race:
+            bench.problems[peer] = "did not run; its error is above"
+        races.append(race)
+    return races
 
 
 def add_rows(
     bench: Bench,
     what: str,
-    found: Mapping[str, Variant],
+    races: Sequence[Mapping[str, Variant]],
     *,
     sequence: int,
     flops_per_token: float,
     targets: Sequence[str],
     least_share: float | None = None,
 ) -> None:
-    """Add the rows of a race: tokens/s, the share of the device's peak, memory.
+    """Add the rows of races with one peer each: tokens/s, the share of the device's peak, memory.
 
     Args:
         bench: where to.
         what: the model.
-        found: what each variant measured, ours first.
+        races: what was measured, ours first in each.
         sequence: tokens of a row.
         flops_per_token: operations of the model, not of the machine.
         targets: of tokens/s.
@@ -215,24 +309,24 @@ def add_rows(
     """
     from megatron.training.monitoring.flops import peak_flops
 
-    by_round = {name: _rates(variant, sequence) for name, variant in found.items()}
-    ours, *others = found
-    rate = statistics.median(by_round[ours])
-    peers = {
-        name: Peer(
-            figure=statistics.median(by_round[name]),
-            ratio=statistics.median(
-                a / b for a, b in zip(by_round[ours], by_round[name], strict=True)
-            ),
-        )
-        for name in others
-    }
+    ours = next(iter(races[0]))
+    rate = statistics.median(_rates(races[0][ours], sequence))
+    size = _gigabytes(races[0][ours])
+    rows, memory = {}, {}
+    micro = [f"{ours} {races[0][ours].facts['micro_batch_size']}"]
+    for race in races:
+        for name, variant in list(race.items())[1:]:
+            own, others = _rates(race[ours], sequence), _rates(variant, sequence)
+            ratio = statistics.median(a / b for a, b in zip(own, others, strict=True))
+            rows[name] = Peer(figure=statistics.median(others), ratio=ratio)
+            memory[name] = Peer(figure=_gigabytes(variant), ratio=_gigabytes(variant) / size)
+            micro.append(f"{name} {variant.facts['micro_batch_size']}")
     bound = bench.rates["bf16_flops"] / flops_per_token
     bench.add(
         f"{what}: {ours}",
         rate,
         unit="tokens/s",
-        peers=peers,
+        peers=rows,
         bound=bound,
         share=rate / bound,
         targets=targets,
@@ -245,11 +339,9 @@ def add_rows(
             unit="MFU",
             targets=[] if least_share is None else [f"MFU >= {least_share}"],
         )
-    sizes = {name: _gigabytes(variant) for name, variant in found.items()}
-    memory = {name: Peer(figure=sizes[name], ratio=sizes[name] / sizes[ours]) for name in others}
-    micro = ", ".join(f"{name} {v.facts['micro_batch_size']}" for name, v in found.items())
-    bench.add(f"{what}: peak memory", sizes[ours], unit="GB", peers=memory, note=f"rows: {micro}")
-    bench.kernels[f"a step of {what}, {ours},"] = found[ours].facts["kernels"]
+    note = f"rows: {', '.join(micro)}"
+    bench.add(f"{what}: peak memory", size, unit="GB", peers=memory, note=note)
+    bench.kernels[f"a step of {what}, {ours},"] = races[0][ours].facts["kernels"]
 
 
 def _rates(variant: Variant, sequence: int) -> list[float]:

@@ -64,66 +64,73 @@ def take_turns(
     rounds: int,
     steps: int,
     warmup: int,
+    untimed: int = 0,
     clock: Literal["wall", "cpu"] = "wall",
 ) -> dict[str, Variant]:
     """Run one worker per command and let them take turns.
+
+    A worker that dies ends its own measurements alone: the others go on.
 
     Args:
         commands: for each variant the arguments after `python`; the program must call `serve`.
         rounds: number of turns of each variant.
         steps: timed steps in a turn.
         warmup: untimed steps of each variant before the first round.
+        untimed: steps at the beginning of each turn that are not timed: a worker that gave back
+            its memory takes it again in them.
         clock: which seconds count: those of the wall, or those of the worker's threads together.
 
     Returns:
-        The measurements by name; a variant whose worker fails to start is left out, with one line
-        on stderr.
+        The measurements by name; a variant whose worker dies, at its start or later, is left out,
+        with one line on stderr.
     """
     workers: dict[str, subprocess.Popen[str]] = {}
-    found: dict[str, Variant] = {}
+    variants: dict[str, Variant] = {}
     try:
         for name, command in commands.items():
             workers[name] = subprocess.Popen(
                 [sys.executable, *command], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
             )
             # One at a time: builds and compilations would otherwise compete for memory and cores.
-            try:
-                _ask(workers[name], name, warmup)
-                found[name] = Variant(name)
-            except RuntimeError as problem:
-                print(f"bench: {problem}; left out", file=sys.stderr)
-        names = list(found)
-        for turn in range(rounds if names else 0):
-            for name in names[turn % len(names) :] + names[: turn % len(names)]:
-                answer = _ask(workers[name], name, steps)
-                found[name].rounds.append(answer[clock])
-                found[name].values.extend(answer["values"])
-                found[name].peak_memory_bytes = answer["peak_memory_bytes"]
-                found[name].facts = answer["facts"]
+            if _ask(workers[name], name, warmup) is not None:
+                variants[name] = Variant(name)
+        for turn in range(rounds):
+            names = list(variants)
+            for name in names[turn % len(names) :] + names[: turn % len(names)] if names else []:
+                answer = _ask(workers[name], name, steps, untimed=untimed)
+                if answer is None:
+                    del variants[name]
+                    continue
+                variants[name].rounds.append(answer[clock])
+                variants[name].values.extend(answer["values"])
+                variants[name].peak_memory_bytes = answer["peak_memory_bytes"]
+                variants[name].facts = answer["facts"]
     finally:
         for worker in workers.values():
             worker.kill()
             worker.communicate()
-    return found
+    return variants
 
 
-def _ask(worker: subprocess.Popen[str], name: str, steps: int) -> dict:
-    """Have a worker run `steps` steps; return its answer. Raises RuntimeError if it has died."""
+def _ask(worker: subprocess.Popen[str], name: str, steps: int, *, untimed: int = 0) -> dict | None:
+    """Have a worker run `untimed` and then `steps` steps; return its answer, or None if it died."""
     assert worker.stdin is not None
     assert worker.stdout is not None
     try:
-        worker.stdin.write(f"{steps}\n")
+        worker.stdin.write(f"{untimed} {steps}\n")
         worker.stdin.flush()
         line = worker.stdout.readline()
     except BrokenPipeError:
         line = ""
     if not line:
-        raise RuntimeError(f"{name} ended with exit code {worker.wait()}")
+        print(f"bench: {name} ended with exit code {worker.wait()}; left out", file=sys.stderr)
+        return None
     return json.loads(line)
 
 
 def serve(build: Callable[[], Step], facts: Callable[[], dict] = dict) -> None:
-    """Be a worker: build the step, then run as many as stdin asks for and answer on stdout.
+    """Be a worker: build the step, then answer each line of stdin, "untimed timed" numbers of
+    steps, on stdout.
 
     Args:
         build: returns the step.
@@ -134,7 +141,10 @@ def serve(build: Callable[[], Step], facts: Callable[[], dict] = dict) -> None:
     step = build()
     for line in sys.stdin:
         answer: dict = {"wall": [], "cpu": [], "values": []}
-        for _ in range(int(line)):
+        untimed, timed = map(int, line.split())
+        for _ in range(untimed):
+            step()
+        for _ in range(timed):
             wall, cpu = time.perf_counter(), time.process_time()
             answer["values"].append(step())
             answer["wall"].append(time.perf_counter() - wall)

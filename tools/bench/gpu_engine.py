@@ -1,0 +1,222 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The inference engine on a GPU: eager steps and CUDA graphs, synchronous and asynchronous.
+
+python -m tools.bench.gpu_engine                 the 1.3 B Llama shape; a small GPT, hybrid and MoE
+python -m tools.bench.gpu_engine --rehearse      tiny models, on a CPU, in Triton's interpreter
+
+A race is void unless all ways of stepping choose the same tokens for greedy requests. A step reads
+all weights once: that is its roofline. Prompts are computed in the first steps, which do not count.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import itertools
+import statistics
+import sys
+import time
+from dataclasses import dataclass
+
+from megatron.core.device import CudaRecorder
+from megatron.core.inference import Engine, EngineConfig, Request
+from megatron.core.inference.cache import CacheShapes
+from megatron.core.inference.engine import EngineFeatures
+from megatron.core.inference.sampling import SamplingParams
+from megatron.core.models.gpt import GPTConfig, GPTModel
+from megatron.core.moe import MoEConfig, RouterConfig
+from megatron.core.process_groups import ProcessGroupCollection
+from megatron.core.ssm import GatedDeltaNetConfig
+from tools.bench import ours, shapes
+from tools.bench.gpu_bench import Bench, no_device, options_of
+from tools.bench.gpu_rows import Peer
+from tools.bench.gpu_train import LLAMA_1_3B
+from tools.bench.shapes import Shape
+
+SMALL = Shape(
+    layers=4, hidden=512, ffn=1376, heads=8, kv_heads=4, vocabulary=2048, batch=1, sequence=1024
+)
+TINY = Shape(layers=2, hidden=32, ffn=48, heads=2, kv_heads=1, vocabulary=64, batch=1, sequence=128)
+DELTA = GatedDeltaNetConfig(num_key_heads=4, num_value_heads=8, key_channels=64, value_channels=64)
+TINY_DELTA = GatedDeltaNetConfig(
+    num_key_heads=1, num_value_heads=2, key_channels=16, value_channels=16
+)
+#: Steps in which prompts are computed and graphs recorded.
+WARMUP_STEPS = 8
+ROUNDS = 3
+
+GREEDY = SamplingParams(temperature=0)
+SAMPLED = SamplingParams(temperature=0.8, top_p=0.9, top_k=40, min_p=0.01, repetition_penalty=1.1)
+
+
+@dataclass(frozen=True)
+class Way:
+    """How an engine steps.
+
+    Args:
+        asynchronous: plan a step while the one before it runs.
+        graphs: record decode steps as CUDA graphs.
+    """
+
+    asynchronous: bool
+    graphs: bool
+
+    def __str__(self) -> str:
+        return f"{'graphs' if self.graphs else 'eager'}{', async' if self.asynchronous else ''}"
+
+
+def config_of(kind: str, shape: Shape, *, tiny: bool) -> GPTConfig:
+    """Return the model of a kind: "gpt", "hybrid" or "moe"."""
+    config = ours.config_of(shape)
+    if kind == "hybrid":
+        pattern = "G-*-" if tiny else "G-G-G-*-"
+        delta = TINY_DELTA if tiny else DELTA
+        return dataclasses.replace(
+            config, num_layers=len(pattern), ffn_pattern="", pattern=pattern, delta_net=delta
+        )
+    if kind == "moe":
+        experts = MoEConfig(
+            num_experts=4 if tiny else 16,
+            ffn_hidden_size=shape.ffn // 4,
+            router=RouterConfig(topk=2 if tiny else 4),
+        )
+        return dataclasses.replace(config, ffn_pattern="E" * shape.layers, moe=experts)
+    return config
+
+
+def generate(
+    bench: Bench, model: GPTModel, way: Way, sampling: SamplingParams, *, rows: int, tokens: int
+) -> tuple[float, list[list[int]]]:
+    """Answer requests of different lengths.
+
+    Args:
+        bench: whose device and dtype are taken.
+        model: that is run.
+        way: how the engine steps.
+        sampling: of all requests.
+        rows: requests.
+        tokens: generated for each.
+
+    Returns:
+        (median seconds of a decode step, the tokens of each request).
+    """
+    config = model.config
+    features = EngineFeatures(
+        make_recorder=(lambda: CudaRecorder(bench.device, "gpu_engine")) if way.graphs else None
+    )
+    engine = Engine(
+        model,
+        EngineConfig(max_rows=rows, num_blocks=64 * rows, asynchronous=way.asynchronous),
+        shapes=CacheShapes.of(model.modules(), bench.dtype),
+        max_length=1024,
+        vocab_size=config.vocab_size,
+        device=bench.device,
+        features=features,
+    )
+    for row in range(rows):
+        prompt = tuple(5 + (7 * row + i) % (config.vocab_size - 5) for i in range(20 + row))
+        engine.add(Request(prompt=prompt, max_new_tokens=tokens, sampling=sampling))
+    outputs: dict[int, list[int]] = {}
+    seconds: list[float] = []
+    while engine.unfinished:
+        start = time.perf_counter()
+        for output in engine.step():
+            if output.finish_reason:
+                outputs[output.request_id] = list(output.tokens)
+        seconds.append(time.perf_counter() - start)
+    bench.watch.wait()
+    return statistics.median(seconds[WARMUP_STEPS:]), [outputs[key] for key in sorted(outputs)]
+
+
+def engine_steps(bench: Bench, kind: str, shape: Shape, *, rows: int) -> None:
+    """Race the ways in which an engine steps.
+
+    Raises:
+        ValueError: two ways chose different tokens for greedy requests.
+    """
+    model = GPTModel(
+        config_of(kind, shape, tiny=bench.rehearse),
+        ProcessGroupCollection.single(),
+        seed=shapes.SEED,
+        dtype=bench.dtype,
+        device=bench.device,
+    )
+    weights = sum(parameter.numel() for parameter in model.parameters())
+    recorded = (True, False) if bench.watch.on_gpu else (False,)
+    ways = [Way(a, g) for g, a in itertools.product(recorded, (False, True))]
+    tokens = bench.sized(64, 12)
+    for name, sampling in (("greedy", GREEDY), ("sampled", SAMPLED)):
+        seconds: dict[Way, list[float]] = {way: [] for way in ways}
+        texts: dict[Way, list[list[int]]] = {}
+        for turn in range(bench.sized(ROUNDS, 1)):
+            for way in ways[turn % len(ways) :] + ways[: turn % len(ways)]:
+                taken, texts[way] = generate(bench, model, way, sampling, rows=rows, tokens=tokens)
+                seconds[way].append(taken)
+        if sampling is GREEDY:
+            require_same_tokens(texts)
+        best, *others = ways
+        own = seconds[best]
+        bound = weights * bench.dtype.itemsize / bench.rates["copy_bytes_per_second"]
+        bench.add(
+            f"{kind} of {weights:,} weights, {rows} rows, {name}: a step, {best}",
+            1e3 * statistics.median(own),
+            unit="ms",
+            peers={
+                str(way): Peer(
+                    figure=1e3 * statistics.median(seconds[way]),
+                    ratio=statistics.median(b / a for a, b in zip(own, seconds[way], strict=True)),
+                )
+                for way in others
+            },
+            bound=1e3 * bound,
+            share=bound / statistics.median(own),
+        )
+
+
+def require_same_tokens(texts: dict[Way, list[list[int]]]) -> None:
+    """Raise ValueError at the first token that two ways of stepping choose differently."""
+    (first, expected), *others = texts.items()
+    for way, rows in others:
+        for row, (mine, theirs) in enumerate(zip(expected, rows, strict=True)):
+            if mine != theirs:
+                place = next(
+                    (i for i, (a, b) in enumerate(zip(mine, theirs, strict=False)) if a != b),
+                    min(len(mine), len(theirs)),
+                )
+                raise ValueError(
+                    f"request {row} has other tokens from {place} on by {way} than by {first}: "
+                    "the race is void"
+                )
+
+
+def main() -> int:
+    """Measure and return the exit code."""
+    options = options_of(
+        argparse.ArgumentParser(
+            description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+        )
+    )
+    if no_device(options, "gpu_engine"):
+        return 0
+    sizes = [
+        (kind, TINY if options.rehearse else SMALL, 3 if options.rehearse else 8)
+        for kind in ("gpt", "hybrid", "moe")
+    ]
+    if not options.rehearse:
+        sizes += [("gpt", LLAMA_1_3B, rows) for rows in (1, 16)]
+    if options.quick:
+        sizes = sizes[:1]
+    cases = [
+        (
+            f"{kind}, {shape.layers} layers of {shape.hidden}, {rows} rows",
+            lambda bench, kind=kind, shape=shape, rows=rows: engine_steps(
+                bench, kind, shape, rows=rows
+            ),
+        )
+        for kind, shape, rows in sizes
+    ]
+    return Bench("engine", options).run(cases)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,323 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The inference engine on the GPU: eager steps, CUDA graphs and asynchronous steps choose the same
+tokens, those of the CPU; sampling, sleep, new weights; symmetric memory and quantized weights."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from megatron.core.comm.symmetric_memory import Arena, TorchMemory
+from megatron.core.device import CudaRecorder
+from megatron.core.inference import CacheShapes, Engine, EngineConfig, Request, SamplingParams
+from megatron.core.inference import generate as generate_all
+from megatron.core.inference.engine import Completion, EngineFeatures
+from megatron.core.inference.sampling import SampleRow, sample
+from megatron.core.models.gpt import GPTConfig, GPTModel
+from megatron.core.moe import MoEConfig, RouterConfig
+from megatron.core.ops.paged_attention import paged_latent_attention
+from megatron.core.process_groups import ProcessGroupCollection, RankGrid
+from megatron.core.ssm import GatedDeltaNetConfig, Mamba2Config
+from megatron.core.transformer import AttentionConfig, LatentAttentionConfig, MLPConfig, RopeConfig
+from megatron.core.weight_gather.wire import shard_amax, wire_formats
+from tests.support.closeness import assert_close_by_metric
+from tests.support.gpu_agreement import BOUND, DTYPES, REHEARSES, sized
+from tests.support.nan_memory import nan_memory
+from tests.support.paged_rows import moved, paged_rows
+
+pytestmark = pytest.mark.gpu
+
+CPU = torch.device("cpu")
+FEATURES = sized(64, 16)
+GPT = GPTConfig(
+    num_layers=sized(4, 2),
+    hidden_size=sized(256, 32),
+    vocab_size=sized(1003, 67),
+    attention=AttentionConfig(
+        num_attention_heads=4, num_query_groups=2, kv_channels=FEATURES, qk_norm=True
+    ),
+    mlp=MLPConfig(ffn_hidden_size=sized(512, 48)),
+    rope=RopeConfig(),
+    init_std=0.1,
+)
+MODELS = {
+    "gpt": GPT,
+    "window and sinks": dataclasses.replace(
+        GPT, attention=dataclasses.replace(GPT.attention, window=20, sinks=True)
+    ),
+    "latent": dataclasses.replace(
+        GPT,
+        attention=LatentAttentionConfig(
+            num_attention_heads=4,
+            q_lora_rank=sized(96, 12),
+            kv_lora_rank=sized(64, 16),
+            nope_channels=sized(48, 8),
+            rope_channels=sized(16, 4),
+            value_channels=sized(48, 8),
+        ),
+    ),
+    "experts": dataclasses.replace(
+        GPT,
+        ffn_pattern="E" * GPT.num_layers,
+        moe=MoEConfig(num_experts=8, ffn_hidden_size=sized(128, 16), router=RouterConfig(topk=2)),
+    ),
+    "hybrid": dataclasses.replace(
+        GPT,
+        num_layers=6,
+        ffn_pattern="",
+        pattern="G-*-M-",
+        delta_net=GatedDeltaNetConfig(
+            num_key_heads=2, num_value_heads=4, key_channels=FEATURES, value_channels=FEATURES
+        ),
+        mamba=Mamba2Config(
+            num_heads=4, head_channels=FEATURES, state_channels=FEATURES, num_groups=2
+        ),
+    ),
+}
+#: Asynchronous or not, with CUDA graphs or without.
+WAYS = list(itertools.product((False, True), (False,) if REHEARSES else (False, True)))
+GREEDY = SamplingParams(temperature=0, logprobs=1)
+SAMPLED = SamplingParams(
+    temperature=0.9, top_k=40, top_p=0.9, min_p=0.01, repetition_penalty=1.2, seed=5
+)
+NEW_TOKENS = sized(24, 6)
+
+
+def build(name: str, device: torch.device, dtype: torch.dtype) -> GPTModel:
+    return GPTModel(
+        MODELS[name], ProcessGroupCollection.single(), seed=3, dtype=dtype, device=device
+    )
+
+
+def engine_for(model: GPTModel, *, asynchronous: bool = False, graphs: bool = False) -> Engine:
+    device = model.store.device
+    recorder = (lambda: CudaRecorder(device, "the engine's graphs")) if graphs else None
+    return Engine(
+        model,
+        EngineConfig(max_rows=8, num_blocks=64, asynchronous=asynchronous),
+        shapes=CacheShapes.of(model.modules(), model.store.dtype),
+        vocab_size=model.config.vocab_size,
+        device=device,
+        features=EngineFeatures(make_recorder=recorder),
+    )
+
+
+def answers(engine: Engine, sampling: SamplingParams = GREEDY) -> list[Completion]:
+    """Return the completions of five prompts of different lengths, two of which begin alike."""
+    vocabulary = engine.model.config.vocab_size
+    generator = torch.Generator().manual_seed(1)
+    prompts = [
+        tuple(torch.randint(0, vocabulary, (n,), generator=generator).tolist())
+        for n in (1, 7, sized(90, 40), 33)
+    ]
+    requests = [
+        Request(prompt=prompt, max_new_tokens=NEW_TOKENS, sampling=sampling, sequence=100 + n)
+        for n, prompt in enumerate([*prompts, (*prompts[2][:35], 1, 2)])
+    ]
+    return [completion for (completion,) in generate_all(engine, requests)]
+
+
+def by_way(model: GPTModel, sampling: SamplingParams) -> dict[tuple[bool, bool], list[Completion]]:
+    completions = {}
+    for asynchronous, graphs in WAYS:
+        engine = engine_for(model, asynchronous=asynchronous, graphs=graphs)
+        completions[asynchronous, graphs] = answers(engine, sampling)
+        if graphs:
+            assert engine.graphs.replayed > NEW_TOKENS // 2
+    return completions
+
+
+@pytest.mark.parametrize("sampling", [GREEDY, SAMPLED], ids=["greedy", "sampled"])
+@pytest.mark.parametrize("name", MODELS)
+def test_every_way_of_stepping_chooses_the_same_tokens(device, name, sampling):
+    completions = by_way(build(name, device, torch.float32), sampling)
+    expected = completions[WAYS[0]]
+    for way, others in completions.items():
+        assert [c.tokens for c in others] == [c.tokens for c in expected], way
+        for one, other in zip(expected, others, strict=True):
+            assert one.logprobs == pytest.approx(other.logprobs, abs=2e-4), way
+
+
+@pytest.mark.machine
+@pytest.mark.parametrize("name", MODELS)
+def test_ways_of_stepping_part_at_ties_only(device, name):
+    """Graphs pad a batch, so products of bf16 may round otherwise: tokens are the same up to the
+    first two that are equally probable within that."""
+    completions = by_way(build(name, device, torch.bfloat16), GREEDY)
+    expected = completions[WAYS[0]]
+    for way, others in completions.items():
+        for one, other in zip(expected, others, strict=True):
+            pairs = zip(one.tokens, other.tokens, strict=True)
+            length = next((n for n, (a, b) in enumerate(pairs) if a != b), NEW_TOKENS)
+            ours, theirs = one.logprobs[: length + 1], other.logprobs[: length + 1]
+            assert ours == pytest.approx(theirs, abs=0.1), (way, length)
+        assert [c.tokens[0] for c in others] == [c.tokens[0] for c in expected], way
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_tokens_are_the_cpus(device, name):
+    """In fp32, greedy: the two best logits of any step are further apart than rounding."""
+    here = answers(engine_for(build(name, device, torch.float32)))
+    there = answers(engine_for(build(name, CPU, torch.float32)))
+    assert [c.tokens for c in here] == [c.tokens for c in there]
+    for one, other in zip(here, there, strict=True):
+        assert one.logprobs == pytest.approx(other.logprobs, abs=2e-4)
+
+
+SAMPLINGS = {
+    "greedy": SamplingParams(temperature=0, logprobs=3),
+    "top-k": SamplingParams(temperature=0.7, top_k=5, seed=1),
+    "top-p": SamplingParams(temperature=1.3, top_p=0.8, seed=2, logprobs=2),
+    "min-p": SamplingParams(temperature=1.0, min_p=0.1, seed=3),
+    "all": SamplingParams(
+        temperature=0.9, top_k=40, top_p=0.95, min_p=0.01, repetition_penalty=1.2,
+        presence_penalty=0.3, frequency_penalty=0.2, logit_bias={3: 2.0, 9: -50.0}, seed=4,
+    ),
+}  # fmt: skip
+
+
+def sample_rows(count: int, names: list[str]) -> list[SampleRow]:
+    return [
+        SampleRow(
+            params=SAMPLINGS[names[n % len(names)]], sequence=n, position=3 * n,
+            prompt=(1, 2, 3), output=(5, 5, n % 7),
+        )
+        for n in range(count)
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize("names", [[name] for name in SAMPLINGS] + [list(SAMPLINGS)], ids=str)
+def test_samples_are_the_cpus(device, names):
+    """Draws are functions of seed, sequence and position, and weights are fp64 on any device."""
+    rows = sample_rows(sized(64, 10), names)
+    generator = torch.Generator().manual_seed(7)
+    logits = 3 * torch.randn(len(rows), sized(32003, 211), generator=generator)
+    expected, result = sample(logits, rows), sample(logits.to(device), rows)
+    assert result.tokens.tolist() == expected.tokens.tolist()
+    assert len(set(result.tokens.tolist())) > len(rows) // 8
+    assert result.logprobs.tolist() == pytest.approx(expected.logprobs.tolist(), abs=1e-5)
+
+
+LENGTHS = {
+    "decode": sized(((1, 1, 1, 0, 1), (2000, 1, 777, 0, 64)), ((1, 1, 0, 1), (50, 1, 0, 33))),
+    "mixed": sized(((1, 300, 17, 0), (900, 300, 700, 0)), ((1, 18, 5, 0), (20, 18, 37, 0))),
+}
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("lengths", LENGTHS)
+def test_attention_over_pages_of_latents(device, lengths, dtype):
+    new, contexts = LENGTHS[lengths]
+    heads, values = sized(16, 3), sized(512, 16)
+    rows = paged_rows(
+        new, contexts, heads=(heads, 1), features=values + sized(64, 8), block_size=sized(64, 16)
+    )
+    rows = moved(rows, CPU, dtype)  # both read the numbers that the kernel reads
+    options = {"scale": 0.05, "value_features": values}
+
+    def attend(implementation, kind):
+        held = moved(rows, device, kind)
+        return paged_latent_attention(
+            held.query, held.caches[0][:, :, 0], batch=held.batch, implementation=implementation,
+            **options,
+        )  # fmt: skip
+
+    with nan_memory():
+        out = attend("triton", dtype)
+    expected = attend("reference", torch.float64)
+    assert_close_by_metric("out", out, expected, bound=BOUND[dtype])
+
+
+@pytest.mark.parametrize("name", ["gpt", "hybrid"])
+@pytest.mark.parametrize("graphs", [False] if REHEARSES else [False, True])
+def test_an_engine_sleeps_and_wakes(device, name, graphs):
+    model = build(name, device, DTYPES[-1])
+    engine = engine_for(model, graphs=graphs)
+    expected = [c.tokens for c in answers(engine)]
+    before = None if REHEARSES else torch.cuda.memory_allocated(device)
+    engine.sleep(list(model.parameters()))
+    assert not any(weight.untyped_storage().size() for weight in model.parameters())
+    if before is not None:
+        weights = sum(weight.nbytes for weight in model.parameters())
+        assert torch.cuda.memory_allocated(device) <= before - weights
+    engine.wake()
+    assert [c.tokens for c in answers(engine)] == expected
+
+
+@pytest.mark.parametrize("graphs", [False] if REHEARSES else [False, True])
+def test_new_weights_are_used_from_the_next_request_on(device, graphs):
+    """Also by graphs that were recorded over the old ones, which lay at the same addresses."""
+    model, other = (build("gpt", device, torch.float32) for _ in range(2))
+    with torch.no_grad():
+        for weight in other.parameters():
+            weight.mul_(1.1).add_(0.01)
+    engine = engine_for(model, graphs=graphs)
+    old = [c.tokens for c in answers(engine)]
+    with torch.no_grad():
+        for weight, new in zip(model.parameters(), other.parameters(), strict=True):
+            weight.copy_(new)
+    engine.weights_replaced()
+    expected = [c.tokens for c in answers(engine_for(other))]
+    assert expected != old
+    assert [c.tokens for c in answers(engine)] == expected
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+@pytest.mark.parametrize("name", ["fp8", "mxfp8", "nvfp4"])
+def test_quantized_weights_have_the_cpus_bytes(device, name, dtype):
+    """Encoded shards are what ranks exchange: a rank may not depend on its device."""
+    generator = torch.Generator().manual_seed(2)
+    weight = torch.randn(sized(512, 96), sized(1000, 40), generator=generator).to(dtype)
+    blocks = ("2d",) if name == "fp8" else ("2d", "1d")
+    for form in itertools.chain(*(wire_formats(name, scale_blocks=kind) for kind in blocks)):
+        amax = shard_amax(weight) if form.needs_amax else None
+        there = form.encode(weight, amax=amax)
+        amax_here = None if amax is None else amax.to(device)
+        here = form.encode(weight.to(device), amax=amax_here)
+        assert torch.equal(here.cpu(), there), form
+        shape = (weight.shape[0], weight.shape[1])
+        decoded = form.decode(here, shape, dtype=dtype, amax=amax_here).cpu()
+        assert torch.equal(decoded, form.decode(there, shape, dtype=dtype, amax=amax)), form
+
+
+@pytest.mark.machine
+@pytest.mark.parametrize("name", ["gpt", "experts", "latent"])
+def test_a_decode_step_waits_once_for_the_device(device, name):
+    """Reading the chosen tokens is the one wait of a step, and it is an event's."""
+    engine = engine_for(build(name, device, torch.bfloat16), graphs=True)
+    for n in range(4):
+        engine.add(Request(prompt=(3, 4, 5 + n), max_new_tokens=30, sampling=GREEDY))
+    for _ in range(6):  # prompts, and graphs that are recorded
+        engine.step()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        for _ in range(8):
+            engine.step()
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    assert engine.graphs.replayed >= 8
+
+
+@pytest.mark.machine
+def test_symmetric_memory_of_one_rank(device):
+    """Kernels over peers' memory and, where the device has it, multicast, in a group of one."""
+    dist.init_process_group("nccl", store=dist.HashStore(), rank=0, world_size=1, device_id=device)
+    try:
+        groups = ProcessGroupCollection.create(RankGrid(world_size=1), rank=0)
+        group = dataclasses.replace(groups["tp"], handle=dist.group.WORLD)
+        memory = TorchMemory(device)
+        assert memory.problem() == ""
+        halves = [memory.exchange(memory.allocate(1 << 20, 1 << 14), group) for _ in range(2)]
+        x = torch.randn(64, 256, device=device)
+        for way in ("p2p", *(("multimem",) if halves[0].multicast else ())):
+            arena = Arena(group, (halves[0], halves[1]), way)
+            for _ in range(3):
+                gathered, reduced = arena.all_gather(x), arena.reduce_scatter(x)
+                same = bool(torch.equal(gathered, x)) and bool(torch.equal(reduced, x))
+                assert same, way
+    finally:
+        dist.destroy_process_group()

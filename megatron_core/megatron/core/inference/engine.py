@@ -52,7 +52,6 @@ from megatron.core.inference.sampling import (
     Chosen,
     Sampled,
     SampleRow,
-    most_probable,
     sample,
     verified,
 )
@@ -75,6 +74,7 @@ from megatron.core.inference.stages import (
 )
 from megatron.core.moe.dispatch import MOST_PADDED
 from megatron.core.ops.paged_attention import PagedBatch
+from megatron.core.ops.sampling import most_probable
 from megatron.core.ops.sequences import Sequences
 from megatron.core.process_groups import Group
 
@@ -959,7 +959,6 @@ class Engine:
     def _prompt_logprobs(self, note: _Noting, hidden: Tensor) -> Tensor:
         """Return fp64 [c (1 + 2k)]: of each token that is noted its log-probability, then the ids
         and the log-probabilities of its k alternatives."""
-        asked = SampleRow(params=note.output.request.sampling, sequence=0, position=0)
         parts = []
         for first in range(0, len(note.following), LOGIT_ROWS):
             tokens = torch.tensor(note.following[first : first + LOGIT_ROWS], device=hidden.device)
@@ -967,7 +966,7 @@ class Engine:
             wide = self.logits(states).log_softmax(-1)  # [c, V]
             columns = [wide.gather(1, tokens[:, None])]
             if note.tops:
-                columns += most_probable(wide, [asked] * len(tokens))
+                columns += most_probable(wide, [note.tops] * len(tokens))
             parts.append(torch.cat([column.double() for column in columns], 1))
         return torch.cat(parts).flatten()
 

@@ -22,12 +22,14 @@ from megatron.core.inference.sampling import (
     SampleRow,
     SamplingParams,
     adjust_logits,
+    sample,
+    uniform,
+)
+from megatron.core.ops.sampling import (
     draw_weights,
     invert,
     nucleus_by_search,
     nucleus_by_sort,
-    sample,
-    uniform,
 )
 
 VOCABULARY = 211
@@ -64,7 +66,7 @@ def make_rows(count: int, **params: Any) -> list[SampleRow]:
 
 def weights_of(logits: torch.Tensor, rows: Sequence[SampleRow]) -> torch.Tensor:
     """Return the distribution of drawn rows before it is normalised."""
-    return draw_weights(adjust_logits(logits, rows), rows)
+    return draw_weights(adjust_logits(logits, rows), [row.params for row in rows])
 
 
 def naive_scores(logits: torch.Tensor, row: SampleRow) -> list[float]:
@@ -267,7 +269,7 @@ def test_the_nucleus_is_the_first_tokens_that_reach_p(nucleus: Any, steps: int |
 
 @pytest.mark.parametrize("nucleus", [nucleus_by_sort, nucleus_by_search])
 def test_the_edge_of_the_nucleus(nucleus: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("megatron.core.inference.sampling.nucleus_by_sort", nucleus)
+    monkeypatch.setattr("megatron.core.ops.sampling.nucleus_by_sort", nucleus)
 
     def kept(logits: torch.Tensor, top_p: float) -> list[int]:
         return weights_of(logits[None], [make_row(top_p=top_p)])[0].nonzero().flatten().tolist()

@@ -22,11 +22,8 @@ from megatron.core.inference.engine import (
     generate,
 )
 from megatron.core.inference.sampling import (
-    SampleRow,
     SamplingParams,
     accepted_drafts,
-    draw_weights,
-    invert,
     uniform,
 )
 from megatron.core.inference.scheduler import LONGEST_REST, DraftLength
@@ -38,6 +35,7 @@ from megatron.core.inference.speculation import (
     NGramLookup,
 )
 from megatron.core.models.inference_optimized import InferenceOptimizedModel
+from megatron.core.ops.sampling import draw_weights, invert
 from megatron.core.process_groups import ProcessGroupCollection, RankGrid
 from tests.support.inputs import generator, one_thread
 from tests.support.nan_memory import nan_memory
@@ -81,8 +79,7 @@ def draws_at(position: int) -> torch.Tensor:
 
 def drawn(logits: torch.Tensor, rows: torch.Tensor, position: int) -> torch.Tensor:
     """Return what `sample` chooses of row `rows[n]` of the logits for sequence n, for all n."""
-    params = SampleRow(params=SamplingParams(), sequence=0, position=0)
-    weights = draw_weights(logits, [params] * len(logits))
+    weights = draw_weights(logits, [SamplingParams()] * len(logits))
     return invert(weights[rows], draws_at(position))
 
 

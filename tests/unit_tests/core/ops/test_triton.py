@@ -24,6 +24,7 @@ FILES = {
     "interpreted_prologue.py": (13, 0),
     "interpreted_recurrence.py": (29, 8),
     "interpreted_recurrence_backward.py": (17, 2),
+    "interpreted_sampling.py": (23, 0),
 }
 
 

@@ -7,6 +7,7 @@ What a token reads and writes is its layer's state, or its row's keys and values
 is to do. As in a model, layers come one after another, each with memory of its own, and all of a
 step is one CUDA graph; a figure is that of one layer. 80 % of that bandwidth is promised from 32
 rows on; 1 row is reported without a target, because one row has too few bytes to fill the device.
+Sampling is a launch of its own, outside of the graph; a row of logits is read once at least.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ import argparse
 import math
 import sys
 from collections.abc import Callable
+from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
@@ -23,6 +25,7 @@ from megatron.core.ops.paged_attention import PagedBatch, paged_attention
 from megatron.core.ops.recurrence_decode import recurrence_decode
 from megatron.core.ops.recurrence_decode.reference import DecodeMemory, OutputNorm
 from megatron.core.ops.recurrence_prologue import PrologueWeights, UnitParts
+from megatron.core.ops.sampling import choose_tokens
 from tools.bench.gpu_bench import OURS, Bench, no_device, options_of, require_same
 from tools.bench.gpu_rows import DECODE_ROWS, DECODE_SHARE, NO_DECODE_TARGET
 from tools.bench.gpu_timing import Call
@@ -30,6 +33,8 @@ from tools.bench.gpu_timing import Call
 #: More layers than this are not needed, and fewer where their states fill this many bytes.
 LAYERS, ENOUGH_BYTES = 48, 1 << 29
 BF16_BOUND = 0.03
+#: Rows for which a time of sampling is promised.
+SAMPLING_ROWS = 64
 
 
 def captured(bench: Bench, call: Call) -> Call:
@@ -176,11 +181,59 @@ def paged(bench: Bench) -> None:
     )
 
 
+@dataclass(frozen=True)
+class TopP:
+    """Filters of the requests that the sampling bench stands for."""
+
+    temperature: float = 0.8
+    top_k: int = 0
+    top_p: float = 0.9
+    min_p: float = 0.0
+
+
+def sampling(bench: Bench, rows: int) -> None:
+    """Time drawing a token of each row from its top-p set, and its log-probability."""
+    size = bench.sized(131072, 300)
+    logits = 3 * bench.drawn(rows, size, dtype=torch.float32)
+    draws = [(n + 0.5) / rows for n in range(rows)]
+    uniform = torch.tensor(draws, device=bench.device)
+    filters, none = [TopP()] * rows, [0] * rows
+
+    def ours() -> torch.Tensor:
+        return choose_tokens(
+            logits, logits, filters, draws, num_top=none, implementation="triton"
+        ).tokens
+
+    def by_sorting() -> torch.Tensor:
+        """As samplers do that sort: probabilities in order, their sums, the first beyond."""
+        logprobs = logits.log_softmax(-1)
+        ordered, ids = (logits / TopP.temperature).softmax(-1).sort(-1, descending=True)
+        sums = ordered.cumsum(-1)
+        ordered = ordered.masked_fill(sums - ordered >= TopP.top_p, 0.0)
+        sums = ordered.cumsum(-1)
+        at = torch.searchsorted(sums, uniform[:, None] * sums[:, -1:], right=True)
+        tokens = ids.gather(1, at.clamp(max=size - 1))
+        logprobs.gather(1, tokens)
+        return tokens.squeeze(1)
+
+    # Both draw by the same number, in another order of the tokens: only frequencies agree.
+    bench.race(
+        f"top-p sampling, {rows} rows of {size:,} logits",
+        {OURS: ours, "torch.sort": by_sorting},
+        moved_bytes=logits.nbytes,
+        targets=["ms <= 0.3"] if rows == SAMPLING_ROWS else [],
+    )
+
+
 CASES = (
     ("256 rows", lambda bench: recurrent(bench, bench.sized(256, 3))),
     ("32 rows", lambda bench: recurrent(bench, bench.sized(32, 2))),
     ("1 row", lambda bench: recurrent(bench, 1)),
     ("paged attention", paged),
+    *(
+        (f"sampling, {rows} rows", lambda bench, rows=rows: sampling(bench, bench.sized(rows, 2)))
+        for rows in (16, SAMPLING_ROWS, 256)
+    ),
 )
 QUICK = ("1 row",)
 

@@ -346,6 +346,8 @@ class _Place:
                     rank=self._launch.rank,
                     world_size=self._launch.world_size,
                     timeout=timedelta(seconds=self.seconds),
+                    # NCCL then connects communicators as they are made, and fails there.
+                    device_id=self.device if self.device.type == "cuda" else None,
                 )
             self._groups = ProcessGroupCollection.create(
                 self.grid,

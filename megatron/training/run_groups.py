@@ -305,6 +305,8 @@ def _meet(launch: Launch, device: torch.device, seconds: float) -> None:
         rank=launch.rank,
         world_size=launch.world_size,
         timeout=timedelta(seconds=seconds),
+        # NCCL then connects communicators as they are made, and fails there.
+        device_id=device if device.type == "cuda" else None,
     )
 
 

@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from megatron.core import device as devices
+from megatron.core.comm.collectives import _Sum
 
 
 @pytest.mark.gpu
@@ -28,3 +29,21 @@ def test_streams_events_and_memory_on_a_gpu(device):
     torch.cuda.synchronize(gpu)
     assert start.elapsed_time(end) > 0.0
     assert devices.peak_memory_bytes(gpu) >= copy.nbytes
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("ranks", [2, 8])
+def test_parts_of_bf16_are_summed_in_fp32_in_the_order_of_ranks(device, ranks):
+    """The sum of a reduce-scatter that accumulates in fp32: the CPU's bits."""
+
+    class Done:
+        def wait(self):
+            pass
+
+    generator = torch.Generator().manual_seed(ranks)
+    parts = torch.randn(ranks, 1000, 3, generator=generator).bfloat16()
+    expected, out = torch.zeros(1000, 3), torch.empty(1000, 3, device=device)
+    for part in parts:
+        expected += part
+    _Sum(Done(), parts.to(device).flatten(0, 1), out).wait()
+    assert torch.equal(out.cpu(), expected)

@@ -314,6 +314,16 @@ TRAFFIC: Mapping[str, str] = MappingProxyType(
         "pp_backward": "stages, backward",
     }
 )
+#: Kinds of traffic that a layer waits for before its next kernel: those of tp, cp and ep. NCCL runs
+#: them on streams of high priority, so that they do not queue behind gathers and reductions.
+URGENT_TRAFFIC = frozenset({"activations", "tokens of experts"})
+
+
+def _backend_options(traffic: str) -> object | None:
+    """Return options of a communicator for a kind of traffic; None are the backend's own."""
+    if dist.get_backend() != "nccl" or traffic not in URGENT_TRAFFIC:
+        return None
+    return dist.ProcessGroupNCCL.Options(is_high_priority_stream=True)
 
 
 @dataclass(frozen=True)
@@ -440,9 +450,12 @@ class ProcessGroupCollection:
         for name in (*GROUP_NAMES, *grid.replica_names) if names is None else names:
             for members in grid.named_ranks(name):
                 ranks = tuple(sorted(members)) if name == "world" else tuple(members)
-                key = (TRAFFIC.get(name, "activations"), ranks)
+                traffic = TRAFFIC.get(name, "activations")
+                key = (traffic, ranks)
                 if len(ranks) > 1 and key not in made:
-                    made[key] = dist.new_group(list(ranks), timeout=timeout)
+                    made[key] = dist.new_group(
+                        list(ranks), timeout=timeout, pg_options=_backend_options(traffic)
+                    )
                 if rank in ranks:
                     groups[name] = Group(
                         name, ranks, ranks.index(rank), made.get(key), observers, links

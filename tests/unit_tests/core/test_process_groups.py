@@ -10,6 +10,7 @@ import random
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from megatron.core.comm import all_reduce
 from megatron.core.process_groups import (
@@ -256,3 +257,38 @@ def _replicas_and_refusals(rank: int) -> None:
 
 def test_groups_on_four_ranks():
     run_ranks(groups_on_four_ranks, 4)
+
+
+def test_nccl_runs_what_layers_wait_for_at_high_priority(monkeypatch):
+    """tp, cp and ep go before gathers of weights and reductions of gradients; gloo has no such
+    option."""
+    options = {}
+
+    class NCCL:
+        class Options:
+            def __init__(self, is_high_priority_stream=False):
+                self.is_high_priority_stream = is_high_priority_stream
+
+    def new_group(ranks, *, timeout, pg_options):
+        options.setdefault(tuple(ranks), []).append(pg_options)
+        return object()
+
+    monkeypatch.setattr(dist, "ProcessGroupNCCL", NCCL, raising=False)
+    monkeypatch.setattr(dist, "get_world_size", lambda: 8)
+    monkeypatch.setattr(dist, "new_group", new_group)
+    grid = RankGrid(world_size=8, tp=2, ep=2)
+    made = {}
+    for backend in ("nccl", "gloo"):
+        options.clear()
+        monkeypatch.setattr(dist, "get_backend", lambda backend=backend: backend)
+        ProcessGroupCollection.create(grid, rank=0, names=("tp", "etp_ep", "lanes"))
+        made[backend] = {
+            ranks: [option is not None and option.is_high_priority_stream for option in each]
+            for ranks, each in options.items()
+        }
+    tensor, experts, gradients = (
+        tuple(grid.group_of(0, axes)) for axes in (("tp",), ("etp", "ep"), ("gtp", "cp", "dp"))
+    )
+    assert made["nccl"][tensor] == made["nccl"][experts] == [True]
+    assert made["nccl"][gradients] == [False]
+    assert not any(any(each) for each in made["gloo"].values())

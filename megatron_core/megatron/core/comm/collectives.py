@@ -445,10 +445,14 @@ class _Sum:
 
     def wait(self) -> None:
         self.work.wait()
-        first, *others = self.parts.view(-1, *self.out.shape)  # [size, n, ...]
-        self.out.copy_(first)
-        for part in others:
-            self.out.add_(part)
+        parts = self.parts.view(-1, *self.out.shape)  # [size, n, ...]
+        if parts.is_cuda:  # each part is read once, and the sum written once
+            torch.sum(parts, dim=0, dtype=self.out.dtype, out=self.out)
+        else:  # a CPU would convert all parts first: 4 to 13 times the time
+            first, *others = parts
+            self.out.copy_(first)
+            for part in others:
+                self.out.add_(part)
         record_use(self.parts, current_stream(self.parts.device))
 
 

@@ -66,9 +66,15 @@ class Launches:
         """
         if tensor.device.type != "cuda":
             return dict(self.default)
-        measured = measured_launches(torch.cuda.get_device_name(tensor.device))
+        measured = measured_launches(_device_name(tensor.device.index))
         found = measured.get(f"{self.name} {key}".strip(), self.default)
         return dict(found if found in self.candidates else self.default)
+
+
+@functools.cache
+def _device_name(index: int) -> str:
+    """Return the name of a CUDA device; asking CUDA takes microseconds at every launch."""
+    return torch.cuda.get_device_name(index)
 
 
 @functools.cache

@@ -37,11 +37,15 @@ def test_a_device_takes_what_was_measured_there(monkeypatch):
         "sweep k128": {"BLOCK": 32, "num_warps": 8},
         "sweep k256": {"BLOCK": 12345, "num_warps": 8},  # of an older candidate
     }
-    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "Card")
+    asked = []
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda index: asked.append(index) or "Card")
+    launches._device_name.cache_clear()
     monkeypatch.setattr(launches, "measured_launches", lambda name: {"Card": table}[name])
     assert SWEEP.pick(FakeTensor(), "k128") == {"BLOCK": 32, "num_warps": 8}
     assert SWEEP.pick(FakeTensor(), "k256") == SWEEP.default
     assert SWEEP.pick(FakeTensor(), "k64") == SWEEP.default
+    assert len(asked) == 1, "CUDA is asked at every launch"
+    launches._device_name.cache_clear()
 
 
 def test_what_another_release_of_triton_compiled_is_passed_over():

@@ -11,7 +11,7 @@ import torch
 from megatron.core.context_parallel import blockwise
 from megatron.core.context_parallel.blockwise import attention_blocks
 from megatron.core.context_parallel.cut import SequenceCut
-from megatron.core.ops.attention import attention
+from megatron.core.ops.attention import attention, explain
 from megatron.core.ops.dispatch import add_product_
 from megatron.core.ops.dropout import AttentionDropout, dropout
 from megatron.core.ops.layernorm import layer_norm
@@ -126,6 +126,38 @@ def test_attention(device, dtype, case):
         [made(device, SEQUENCE, BATCH, n, FEATURES) for n in (HEADS, GROUPS, GROUPS)],
         dtype,
     )
+
+
+@pytest.mark.machine
+@pytest.mark.parametrize("causal", [True, False])
+@pytest.mark.parametrize(
+    ("features", "lengths", "kernel"),
+    [
+        (128, (2048, 2048), "cuDNN"),
+        (64, (1000, 1000), "cuDNN"),
+        (192, (2048, 2048), "FlashAttention-2"),
+        (256, (513, 513), "FlashAttention-2"),
+    ],
+)
+def test_attention_by_the_fused_kernels(device, features, lengths, kernel, causal):
+    """Output, log-sum-exp and gradients against fp64; the op takes them by itself."""
+    if torch.cuda.get_device_capability(device) >= (9, 0):
+        assert kernel in explain(device, torch.bfloat16, features)
+    queries, keys = lengths
+    query, key, value = (
+        made(device, length, BATCH, heads, features).bfloat16()
+        for length, heads in ((queries, HEADS), (keys, GROUPS), (keys, GROUPS))
+    )
+    grad = made(device, queries, BATCH, HEADS, features).bfloat16()
+    results = []
+    for dtype, implementation in ((torch.bfloat16, None), (torch.float64, "reference")):
+        leaves = [x.detach().to(dtype).requires_grad_() for x in (query, key, value)]
+        out, lse = attention(*leaves, causal=causal, implementation=implementation)
+        results.append([out, lse, *torch.autograd.grad(out, leaves, grad.to(dtype))])
+    own, _ = attention(query, key, value, causal=causal, implementation="triton")
+    assert not torch.equal(own, results[0][0]), "the same kernel ran twice"
+    errors = [relative_error(mine, true) for mine, true in zip(*results, strict=True)]
+    assert max(errors) <= BOUND[torch.bfloat16], errors
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)

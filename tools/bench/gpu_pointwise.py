@@ -7,9 +7,11 @@ Peers are what torch.compile makes of the formulas, and torch's own attention an
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 
 import torch
 import torch.nn.functional as F
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from megatron.core.ops.attention import attention
 from megatron.core.ops.linear_cross_entropy import linear_cross_entropy
@@ -171,26 +173,67 @@ def _peak_bytes(bench: Bench, call: Callable[[], object]) -> int:
     return torch.cuda.max_memory_allocated() - before
 
 
-def causal_attention(bench: Bench) -> None:
-    """Race causal attention, forward, then forward and backward."""
-    tokens, heads, groups, size = bench.sized((8192, 16, 16, 128), (40, 4, 2, 6))
-    leaves = [bench.drawn(tokens, 1, n, size).requires_grad_() for n in (heads, groups, groups)]
+#: (tokens, rows, query heads, key heads, features) of causal attention.
+ATTENTION_SHAPES = (
+    (4096, 4, 16, 16, 128),
+    (8192, 1, 16, 16, 128),
+    (8192, 1, 32, 8, 128),
+    (32768, 1, 16, 16, 128),
+    (4096, 2, 16, 16, 192),
+)
+TINY_ATTENTION = ((40, 1, 4, 2, 6),)
 
-    def ours(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+
+def causal_attention(bench: Bench) -> None:
+    """Race causal attention, forward, then forward and backward: what the op takes by itself, our
+    Triton kernel, and each backend of torch's scaled_dot_product_attention."""
+    for shape in bench.sized(ATTENTION_SHAPES, TINY_ATTENTION):
+        attention_of(bench, *shape)
+
+
+def attention_of(
+    bench: Bench, tokens: int, rows: int, heads: int, groups: int, features: int
+) -> None:
+    """Race causal attention of one shape."""
+    leaves = [
+        bench.drawn(tokens, rows, n, features).requires_grad_() for n in (heads, groups, groups)
+    ]
+
+    def chosen(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        return attention(q, k, v)[0]
+
+    def own(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
         return attention(q, k, v, implementation="triton")[0]
 
-    def theirs(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+    def by_torch(
+        q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, backend: SDPBackend
+    ) -> torch.Tensor:
         parts = (x.permute(1, 2, 0, 3) for x in (q, k, v))
-        out = F.scaled_dot_product_attention(*parts, is_causal=True, enable_gqa=heads != groups)
+        with sdpa_kernel(backend):
+            out = F.scaled_dot_product_attention(*parts, is_causal=True, enable_gqa=heads != groups)
         return out.permute(2, 0, 1, 3)
 
-    functions = {OURS: ours, SDPA: theirs}
-    plain = [x.detach() for x in leaves]
-    outs = [function(*plain) for function in functions.values()]
-    require_same("attention, ours and SDPA", *outs, BF16_BOUND)
-    flops = 2.0 * tokens * tokens * heads * size  # half of 4, as half is masked
-    what = f"causal attention {heads}/{groups} heads of {size}, {tokens} tokens"
-    calls = {key: lambda function=function: function(*plain) for key, function in functions.items()}
-    bench.race(f"{what}, forward", calls, flops=flops)
+    functions = {OURS: chosen, "Triton kernel": own}
+    backends = {"cuDNN": SDPBackend.CUDNN_ATTENTION, "FlashAttention-2": SDPBackend.FLASH_ATTENTION}
+    if not bench.watch.on_gpu:
+        backends = {"SDPA": SDPBackend.MATH}
+    plain, refused = [x.detach() for x in leaves], []
+    for name, backend in backends.items():
+        function = partial(by_torch, backend=backend)
+        try:
+            require_same(
+                f"attention, ours and {name}", chosen(*plain), function(*plain), BF16_BOUND
+            )
+        except RuntimeError as error:  # a backend that does not take the shape
+            refused.append(f"{name}: {str(error).splitlines()[0][:80]}")
+        else:
+            functions[name] = function
+    require_same("attention, ours and our kernel", chosen(*plain), own(*plain), BF16_BOUND)
+    flops = 2.0 * tokens * tokens * rows * heads * features  # half of 4, as half is masked
+    what = f"causal attention {heads}/{groups} heads of {features}, {rows} x {tokens:,} tokens"
+    targets = [f"{name} >= 1.0" for name in functions if name in backends]
+    note = "; ".join(refused)
+    calls = {key: partial(function, *plain) for key, function in functions.items()}
+    bench.race(f"{what}, forward", calls, flops=flops, targets=targets, note=note)
     calls = {key: with_gradients(function, leaves)[0] for key, function in functions.items()}
-    bench.race(f"{what}, forward + backward", calls, flops=3.5 * flops)
+    bench.race(f"{what}, forward + backward", calls, flops=3.5 * flops, targets=targets, note=note)

@@ -29,11 +29,13 @@ from megatron.core.extensions import GATHERED
 from megatron.core.models.gpt import GPTConfig, logical_weights
 from megatron.core.models.layer_pattern import EXPERTS
 from megatron.core.moe.dispatch import choose_dispatcher, dispatched_rows
+from megatron.core.ops.attention import explain as explain_attention
 from megatron.core.optimizer import Optimizer
 from megatron.core.pipeline_parallel.schedule import make_schedule
 from megatron.core.pipeline_parallel.simulate import Times, simulate
 from megatron.core.ssm.choice import explain as explain_linear
 from megatron.core.ssm.choice import linear_shape
+from megatron.core.transformer import LatentAttentionConfig
 from megatron.training.config import Config
 from megatron.training.config.layer_pattern import has_attention, num_layers
 from megatron.training.config.model_table import recurrent_shapes
@@ -275,6 +277,28 @@ def loss_weight_line(run: Run) -> str | None:
     )
 
 
+def attention_line(config: Config, model: GPTConfig, device: torch.device) -> str | None:
+    """Return which kernel of a GPU attention takes and why; None on a CPU, without attention, and
+    where another line says it: with context parallelism or TransformerEngine's layers."""
+    parallel, attention = config.parallel, model.attention
+    elsewhere = parallel.transformer_impl != "local" or parallel.context_parallel_size > 1
+    if device.type != "cuda" or not has_attention(config) or elsewhere:
+        return None
+    if parallel.attention_backend != "auto":
+        return f"attention: {parallel.attention_backend} (--attention-backend)"
+    latent = isinstance(attention, LatentAttentionConfig)
+    features = attention.query_channels if latent else attention.kv_channels
+    options = {
+        "a window": not latent and attention.window is not None,
+        "documents": config.data.sft or config.data.reset_attention_mask,
+        "sinks": not latent and attention.sinks,
+        "attention dropout": attention.dropout > 0,
+    }
+    named = [name for name, holds in options.items() if holds]
+    kernel = explain_attention(device, weight_dtype(config), features, options=named)
+    return f"attention: {kernel}"
+
+
 def dropout_line(config: Config, device: torch.device) -> str | None:
     """Return which dropout is on, what it costs and how to turn it off; None where all is off."""
     rates = {
@@ -491,6 +515,7 @@ def start_lines(session: Session, *, consumed_samples: int) -> list[str]:
         weight_shards_line(session.step.engine),
         layers_line(run.config),
         delayed_scaling_line(run.config),
+        attention_line(run.config, session.model.config, session.place.device),
         dropout_line(run.config, session.place.device),
         loss_weight_line(run),
         None if session.cpu_matmul is None else session.cpu_matmul.line(),

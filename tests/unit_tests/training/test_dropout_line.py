@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a run says of dropout at its start, and that guides and recipes turn it off."""
+"""What a run says of dropout and its attention kernel; guides and recipes turn dropout off."""
 
 import re
 from pathlib import Path
@@ -8,7 +8,9 @@ import pytest
 import torch
 import yaml
 
-from megatron.training.monitoring.describe import dropout_line
+from megatron.core.ops.attention import fused
+from megatron.training.config.model_table import gpt_config
+from megatron.training.monitoring.describe import attention_line, dropout_line
 from tests.unit_tests.training.small_config import small_config
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -35,6 +37,29 @@ def test_a_run_says_which_dropout_is_on_and_its_cost(words, device, names, leave
     assert {name for name, flag in OFF.items() if flag in line} == names
     assert bool(line) == bool(names)
     assert ("kernel" in line) == leaves_kernel
+
+
+@pytest.mark.parametrize(
+    ("words", "kernel", "reason"),
+    [
+        ("--bf16 --kv-channels 64", "cuDNN", ""),
+        ("--bf16 --kv-channels 192", "FlashAttention-2", ""),
+        ("", "Triton", "float32"),
+        ("--bf16 --attention-dropout 0.1", "plain torch", "dropout"),
+        ("--bf16 --window-size 8,0", "Triton", "window"),
+        ("--bf16 --reset-attention-mask", "Triton", "documents"),
+        ("--bf16 --attention-backend triton", "triton", "--attention-backend"),
+    ],
+)
+def test_a_run_on_a_gpu_names_its_attention_kernel(monkeypatch, words, kernel, reason):
+    monkeypatch.setattr(fused, "_capability", lambda device: (9, 0))
+    monkeypatch.setattr(fused, "_has_cudnn", lambda device: True)
+    config = small_config(f"--attention-dropout 0 {words}")
+    model = gpt_config(config, 128)
+    line = attention_line(config, model, torch.device("cuda", 0))
+    assert kernel in line
+    assert reason in line
+    assert attention_line(config, model, torch.device("cpu")) is None
 
 
 def test_guides_and_recipes_train_without_dropout():

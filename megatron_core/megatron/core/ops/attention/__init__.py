@@ -4,15 +4,16 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 
 import torch
 
-from megatron.core.ops.attention import reference
+from megatron.core.ops.attention import fused, reference
 from megatron.core.ops.attention.reference import Mask
 from megatron.core.ops.dispatch import choose
 from megatron.core.ops.dropout import AttentionDropout
 
-__all__ = ["Mask", "attention"]
+__all__ = ["Mask", "attention", "explain"]
 
 
 def attention(
@@ -36,7 +37,9 @@ def attention(
 
     Query heads share key heads in groups of n / g (Ainslie et al., 2023). Queries and keys stand at
     places of a row one after the other; with fewer queries than keys, the queries are the last
-    unless `query_start` says otherwise. A query that sees no key gets out 0 and lse -inf. A sink
+    unless `query_start` says otherwise. On a GPU, 16-bit attention over whole rows goes to cuDNN or
+    FlashAttention-2 (`fused`), all other attention to our kernel, which also has windows, sinks and
+    documents, and is deterministic. A query that sees no key gets out 0 and lse -inf. A sink
     is one more logit per head that takes probability and carries no value; it is part of the
     log-sum-exp. Backward saves q, k, v, out and lse; `reference.attention_backward` and
     `triton.attention_backward` take any lse, such as the one over all shards of a sequence.
@@ -54,14 +57,15 @@ def attention(
         query_start: place of the first query; None where the queries are the last of the keys.
         key_start: place of the first key.
         dropout: drops probabilities (the log-sum-exp is of the softmax before dropping).
-        implementation: "reference", "triton" or None (by device).
+        implementation: "reference", "triton", "fused" or None (by device and call).
         cpu_dtype: what a CPU multiplies 16-bit operands in, see `dispatch.matmul_dtype`.
 
     Returns:
         (out [s_q, b, n, d] in query's dtype, lse fp32 [b, n, s_q], which has no gradient).
 
     Raises:
-        ValueError: shapes, dtypes or a window that do not fit.
+        ValueError: shapes, dtypes or a window that do not fit, or an implementation that does not
+            compute this.
     """
     mask = Mask(
         causal=causal,
@@ -78,7 +82,16 @@ def attention(
         _check_options(query, sinks, dropout)
     scale = 1 / math.sqrt(query.shape[-1]) if scale is None else scale
     options = {"scale": scale, "mask": mask}
-    if choose(implementation, query, "attention", has_triton=dropout is None) == "triton":
+    if implementation in (None, "fused"):
+        problem = fused.problem(query, key, mask, sinks=sinks, dropout=dropout)
+        if implementation == "fused" and problem:
+            raise ValueError(
+                f"attention: implementation='fused': torch's fused kernels do not apply: {problem}"
+            )
+        implementation = implementation if problem else "fused"
+    if implementation == "fused":
+        forward, backward = fused.attention_forward, fused.attention_backward
+    elif choose(implementation, query, "attention", has_triton=dropout is None) == "triton":
         from megatron.core.ops.attention import triton as kernels
 
         forward, backward = kernels.attention_forward, kernels.attention_backward
@@ -88,6 +101,27 @@ def attention(
     if torch.is_grad_enabled():
         return reference.Attention.apply(query, key, value, sinks, forward, backward, options)
     return forward(query, key, value, sinks, **options)
+
+
+def explain(
+    device: torch.device, dtype: torch.dtype, features: int, *, options: Sequence[str] = ()
+) -> str:
+    """Return which kernel attention over whole rows takes on a device, and why not a faster one.
+
+    Args:
+        device: of the tensors.
+        dtype: of query, key and value.
+        features: d.
+        options: what the attention has besides a causal mask: "a window", "documents", "sinks",
+            "attention dropout".
+    """
+    reason = fused.unsupported(device, dtype, features, options=options)
+    if not reason:
+        return f"torch's fused kernels ({fused.kernel_name(device, features)})"
+    if device.type == "cpu":
+        return "plain torch"
+    own = "plain torch" if "attention dropout" in options else "Megatron's Triton kernel"
+    return f"{own} (not torch's fused kernels: {reason})"
 
 
 def _check(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: Mask) -> None:

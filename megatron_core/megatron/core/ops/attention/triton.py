@@ -14,6 +14,14 @@ import triton
 import triton.language as tl
 
 from megatron.core.ops.attention.reference import Mask
+from megatron.core.ops.launches import Launches
+
+# ROWS: rows of gradient and output that a program multiplies at once.
+ROW_DOTS = Launches(
+    "attention_row_dots",
+    {"ROWS": 32, "num_warps": 4},
+    others=({"ROWS": 16, "num_warps": 4}, {"ROWS": 64, "num_warps": 8}),
+)
 
 
 @triton.jit
@@ -415,6 +423,42 @@ FORWARD_WARPS = 4
 BACKWARD_WARPS = 8
 
 
+@triton.jit
+def row_dots_kernel(
+    grad_ptr,
+    out_ptr,
+    dots_ptr,
+    queries,
+    batch,
+    heads,
+    features,
+    FEATURES: tl.constexpr,
+    ROWS: tl.constexpr,
+):
+    """Sum g out over the features of ROWS rows [s, b, n, d], into [b, n, s]."""
+    rows = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    inside = rows < queries.to(tl.int64) * batch * heads
+    feature = tl.arange(0, FEATURES)
+    places = rows[:, None] * features + feature[None, :]  # [ROWS, FEATURES]
+    mask = inside[:, None] & (feature < features)[None, :]
+    grad = tl.load(grad_ptr + places, mask=mask, other=0.0).to(tl.float32)
+    out = tl.load(out_ptr + places, mask=mask, other=0.0).to(tl.float32)
+    query, head = rows // (batch * heads), rows % (batch * heads)
+    tl.store(dots_ptr + head * queries + query, tl.sum(grad * out, axis=1), mask=inside)
+
+
+def row_dots(grad_out: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
+    """Return rowsum(g out), fp32 [b, n, s_q], of two [s_q, b, n, d]; each is read once."""
+    queries, batch, heads, features = out.shape
+    dots = torch.empty((batch, heads, queries), dtype=torch.float32, device=out.device)
+    constants = {"FEATURES": max(16, triton.next_power_of_2(features)), **ROW_DOTS.pick(out)}
+    if dots.numel():
+        row_dots_kernel[(triton.cdiv(dots.numel(), constants["ROWS"]),)](
+            grad_out, out.contiguous(), dots, queries, batch, heads, features, **constants
+        )
+    return dots
+
+
 def attention_forward(
     query: torch.Tensor,
     key: torch.Tensor,
@@ -476,7 +520,7 @@ def attention_backward(
     """
     query, key, value = (_dense_features(x) for x in (query, key, value))
     grad_out, lse = grad_out.contiguous(), lse.contiguous()
-    delta = (grad_out.float() * out.float()).sum(-1).permute(1, 2, 0).contiguous()  # [b, n, s_q]
+    delta = row_dots(grad_out, out)  # [b, n, s_q]
     grad_query, grad_key, grad_value = (
         torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (query, key, value)
     )

@@ -42,4 +42,12 @@ KERNELS = tuple(
         (triton.key_gradient_kernel, {"num_warps": BACKWARD_WARPS}, ((90, 100), ())),
     )
     for features, quick in zip((128, 256), quicks, strict=True)
+) + (
+    Description(
+        kernel=triton.row_dots_kernel,
+        launch={"FEATURES": 128, **triton.ROW_DOTS.default},
+        types={"dots_ptr": "*fp32"},
+        divisible=("queries", "features"),
+        quick=(),
+    ),
 )

@@ -2,8 +2,7 @@
 """How an entry point ends: exit codes, and one line for an error a user can fix.
 
 User errors are ValueErrors with one clear line. They reach the terminal once, from the first rank
-that knows; `claim` decides which one that is. Anything else is a fault of this software and keeps
-its traceback.
+that knows (`error_reports`). Anything else is a fault of this software and keeps its traceback.
 
 The exit codes of the entry points, in one table.
 
@@ -23,6 +22,9 @@ from enum import IntEnum
 from typing import TextIO
 
 from megatron.cli.flags import HelpRequested
+
+#: Told the text of an error; its context has whether this process prints the text.
+Report = Callable[[str], AbstractContextManager[bool]]
 
 
 class ExitCode(IntEnum):
@@ -130,27 +132,23 @@ def run_entry_point(
     main: Callable[[], None],
     *,
     prog: str,
-    claim: Callable[[str], bool] = lambda text: True,
+    report: Report = lambda text: contextlib.nullcontext(True),
     out: TextIO | None = None,
     err: TextIO | None = None,
-    speaking: AbstractContextManager[object] | None = None,
 ) -> int:
     """Run an entry point and return the exit code of this process.
 
     Args:
         main: the work.
         prog: name in front of an error line.
-        claim: asked with the text of an error; True on the one rank that shall print it.
+        report: decides whether this process prints an error; see `ErrorReports.report`.
         out, err: where to print; stdout and stderr if None.
-        speaking: held from the claim of a text until it is printed: who ends the process from
-            another thread takes it first, or a claimed text might never be seen.
     """
     out, err = out or sys.stdout, err or sys.stderr
-    speaking = speaking or contextlib.nullcontext()
 
     def say(text: str) -> None:
-        with speaking:
-            if claim(text):
+        with report(text) as prints:
+            if prints:
                 print(f"{prog}: {text}", file=err, flush=True)
 
     try:
@@ -177,8 +175,8 @@ def run_entry_point(
         say("interrupted")
         return ExitCode.INTERRUPTED
     except Exception as error:
-        with speaking:
-            if claim(one_line(error)):  # the same fault on many ranks is shown once
+        with report(one_line(error)) as prints:  # the same fault on many ranks is shown once
+            if prints:
                 traceback.print_exc(file=err)
         return ExitCode.CRASH
     return ExitCode.OK

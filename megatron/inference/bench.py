@@ -32,6 +32,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
+from megatron.cli.error_reports import ErrorReports
 from megatron.cli.errors import run_entry_point
 from megatron.cli.flags import parse_command_line
 from megatron.cli.launch import Launch
@@ -261,8 +262,13 @@ def table(figures: Mapping[str, Any]) -> str:
     return "\n".join(f"{name:26} {value:>14}" for name, value in shown.items())
 
 
-def run(config: BenchConfig, launch: Launch) -> None:
+def run(config: BenchConfig, launch: Launch, reports: ErrorReports) -> None:
     """Load the model, measure, and have rank 0 print the table.
+
+    Args:
+        config: what to measure.
+        launch: which rank this is.
+        reports: agrees with the other ranks on errors.
 
     Raises:
         ValueError: anything the user can fix.
@@ -271,7 +277,12 @@ def run(config: BenchConfig, launch: Launch) -> None:
     from megatron.inference.llm import LLM
 
     load, rows = config.requests, config.inference.inference_max_requests
-    with load_checkpoint_model(config.source, launch, speculation=config.speculation) as loaded:
+    with load_checkpoint_model(
+        config.source,
+        launch,
+        speculation=config.speculation,
+        reports=reports,
+    ) as loaded:
         requests, times = make_requests(load, loaded.vocab_size), arrivals(load)
         lengths = [request.max_new_tokens for request in requests]
         longest = load.input_tokens + max(lengths)
@@ -309,15 +320,15 @@ def main(argv: Sequence[str], environment: Mapping[str, str]) -> int:
         argv: arguments without the program's name.
         environment: of this process, where torchrun gives its rank.
     """
-    speaks = environment.get("RANK", "0") == "0"
+    reports = ErrorReports(environment)
 
     def measured() -> None:
         line = parse_command_line(
             BenchConfig, argv, prog=PROG, description="Measure the inference engine."
         )
-        run(line.config, Launch.from_environment(environment))
+        run(line.config, Launch.from_environment(environment), reports)
 
-    return run_entry_point(measured, prog=PROG, claim=lambda text: speaks)
+    return run_entry_point(measured, prog=PROG, report=reports.report)
 
 
 if __name__ == "__main__":

@@ -17,6 +17,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from megatron.cli.error_reports import ErrorReports
 from megatron.cli.errors import PeerLost, is_communication_error
 from megatron.cli.launch import Launch
 from megatron.cli.tokenizers import (
@@ -205,7 +206,11 @@ class CheckpointModel:
 
 @contextlib.contextmanager
 def load_checkpoint_model(
-    source: ModelSource, launch: Launch, *, speculation: Speculation | None = None
+    source: ModelSource,
+    launch: Launch,
+    *,
+    speculation: Speculation | None = None,
+    reports: ErrorReports | None = None,
 ) -> Iterator[CheckpointModel]:
     """Build the model that a checkpoint or a Hugging Face folder describes and load its weights,
     spread over the processes.
@@ -214,6 +219,7 @@ def load_checkpoint_model(
         source: where it is.
         launch: this process.
         speculation: how drafts are made; None makes none.
+        reports: agrees with the other ranks on errors, as soon as there is a store.
 
     Raises:
         ValueError: no checkpoint or a damaged one, no tokenizer, an impossible layout, or no model
@@ -222,7 +228,7 @@ def load_checkpoint_model(
     speculation = speculation or Speculation()
     device = choose_device(source.device, launch.local_rank)
     further = speculation.speculative_method == "mtp"
-    with _joined(source, launch, device, further=further) as place:
+    with _joined(source, launch, device, further=further, reports=reports) as place:
         loaded = dataclasses.replace(_from_source(source, place), speculation=speculation)
         if speculation.speculative_draft_model is not None:
             name = speculation.speculative_draft_model
@@ -544,7 +550,12 @@ def generating(config: GPTConfig, *, further: bool = False) -> GPTConfig:
 
 @contextlib.contextmanager
 def _joined(
-    source: ModelSource, launch: Launch, device: torch.device, *, further: bool
+    source: ModelSource,
+    launch: Launch,
+    device: torch.device,
+    *,
+    further: bool,
+    reports: ErrorReports | None,
 ) -> Iterator[_Place]:
     """Meet the other processes of the run, if there are any, and leave them at the end.
 
@@ -555,7 +566,12 @@ def _joined(
     rank_grid(source, launch.world_size)  # raises before anybody is waited for
     store = None
     if launch.world_size > 1:
+        if reports is not None:
+            reports.join()
         store = launch.open_store(timeout_seconds=seconds, first=True)
+        if reports is not None:
+            client = launch.open_store(timeout_seconds=seconds)
+            reports.share(client, world_size=launch.world_size)
     place = _Place(source, launch, device, store, further=further)
     try:
         yield place

@@ -26,6 +26,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any, TextIO
 
+from megatron.cli.error_reports import ErrorReports
 from megatron.cli.errors import run_entry_point
 from megatron.cli.launch import Launch
 from megatron.cli.standard_streams import run_command
@@ -326,8 +327,13 @@ def totals(replicas: Replicas) -> str:
     return found
 
 
-def run(config: GenerateConfig, launch: Launch) -> None:
+def run(config: GenerateConfig, launch: Launch, reports: ErrorReports) -> None:
     """Load the model, continue the prompts; rank 0 prints and writes what came out.
+
+    Args:
+        config: what to continue, and how.
+        launch: which rank this is.
+        reports: agrees with the other ranks on errors.
 
     Raises:
         ValueError: anything the user can fix.
@@ -348,7 +354,12 @@ def run(config: GenerateConfig, launch: Launch) -> None:
     if config.prompts.chat and source.tokenizer_hf_no_include_special_tokens is None:
         # A rendered template holds its special tokens itself.
         source = dataclasses.replace(source, tokenizer_hf_no_include_special_tokens=True)
-    with load_checkpoint_model(source, launch, speculation=config.speculation) as loaded:
+    with load_checkpoint_model(
+        source,
+        launch,
+        speculation=config.speculation,
+        reports=reports,
+    ) as loaded:
         llm = open_llm(loaded, config, texts)
         start = time.perf_counter()
         if config.prompts.chat:
@@ -378,12 +389,13 @@ def main(argv: Sequence[str], environment: Mapping[str, str]) -> int:
         argv: arguments without the program's name.
         environment: of this process, where torchrun gives its rank.
     """
-    # All ranks meet the same user errors, as they read the same files: rank 0 speaks for them.
-    speaks = environment.get("RANK", "0") == "0"
+    reports = ErrorReports(environment)
     return run_entry_point(
-        lambda: run(parse_arguments(argv, prog=PROG), Launch.from_environment(environment)),
+        lambda: run(
+            parse_arguments(argv, prog=PROG), Launch.from_environment(environment), reports
+        ),
         prog=PROG,
-        claim=lambda text: speaks,
+        report=reports.report,
     )
 
 

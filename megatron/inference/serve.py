@@ -28,6 +28,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from megatron.cli.error_reports import ErrorReports
 from megatron.cli.errors import ExitCode, RunStopped, run_entry_point
 from megatron.cli.flags import parse_command_line
 from megatron.cli.launch import Launch
@@ -36,8 +37,9 @@ from megatron.core.untrusted_files import read_named
 from megatron.inference.config import ServeConfig, Service
 
 if TYPE_CHECKING:
+    from megatron.core.inference.router import Replicas
     from megatron.inference.checkpoint_model import CheckpointModel
-    from megatron.inference.server.embedder import Pooling
+    from megatron.inference.server.embedder import Embedder, Pooling
 
 PROG = "python -m megatron.inference.serve"
 
@@ -165,6 +167,25 @@ def pooling_of(loaded: CheckpointModel) -> Pooling | str:
         return str(error)
 
 
+def embedder_of(
+    loaded: CheckpointModel, config: ServeConfig, replicas: Replicas
+) -> Embedder | None:
+    """Return what embeds texts by a model; None if the model embeds none."""
+    from megatron.inference.server.embedder import Embedder
+
+    pooling = pooling_of(loaded)
+    if isinstance(pooling, str):
+        return None
+    return Embedder(
+        loaded.model,
+        pooling,
+        loaded.device,
+        max_tokens=config.inference.inference_max_tokens,
+        token_multiple=loaded.token_multiple,
+        link=replicas.engine.link,
+    )
+
+
 def check_template(service: Service, source: str, name: str) -> None:
     """Raise ValueError for options that do nothing, as the chat template reads no such variable.
 
@@ -254,8 +275,17 @@ def explain(loaded: CheckpointModel) -> dict[str, Any]:
     }
 
 
-def run(config: ServeConfig, launch: Launch) -> None:
+def run(
+    config: ServeConfig, launch: Launch, reports: ErrorReports, stack: contextlib.ExitStack
+) -> None:
     """Load the model and serve it until a signal says to end.
+
+    Args:
+        config: what to serve.
+        launch: which rank this is.
+        reports: agrees with the other ranks on errors.
+        stack: takes what has to be closed: it waits for the end of the HTTP process, which may take
+            seconds.
 
     Raises:
         ValueError: anything the user can fix.
@@ -263,18 +293,17 @@ def run(config: ServeConfig, launch: Launch) -> None:
     check_extra()
     service = config.service
     keys = read_keys(service)
-    with contextlib.ExitStack() as stack:
-        link, where = None, []
-        if launch.rank == 0:
-            listeners = [stack.enter_context(listen(service.host, service.port))]
-            if service.admin_port is not None:
-                found = listen(service.admin_host, service.admin_port, flags="admin-")
-                listeners.append(stack.enter_context(found))
-            where = [listener.getsockname()[:2] for listener in listeners]
-            link, _ = stack.enter_context(http_process(listeners))
-            for listener in listeners:
-                listener.close()  # the other process has it
-        serve(config, launch, link, keys=keys, where=where)
+    link, where = None, []
+    if launch.rank == 0:
+        listeners = [stack.enter_context(listen(service.host, service.port))]
+        if service.admin_port is not None:
+            found = listen(service.admin_host, service.admin_port, flags="admin-")
+            listeners.append(stack.enter_context(found))
+        where = [listener.getsockname()[:2] for listener in listeners]
+        link, _ = stack.enter_context(http_process(listeners))
+        for listener in listeners:
+            listener.close()  # the other process has it
+    serve(config, launch, link, keys=keys, where=where, reports=reports)
 
 
 def serve(
@@ -284,6 +313,7 @@ def serve(
     *,
     keys: Sequence[str | None],
     where: Sequence[tuple[str, int]],
+    reports: ErrorReports | None = None,
 ) -> None:
     """Run the engine of this rank for the HTTP process.
 
@@ -293,38 +323,32 @@ def serve(
         link: to the HTTP process; None on ranks that follow.
         keys: that clients must give, and administration.
         where: addresses and ports that rank 0 listens on for both.
+        reports: agrees with the other ranks on errors.
     """
     from megatron.inference.checkpoint_model import load_checkpoint_model
     from megatron.inference.generate import totals
     from megatron.inference.llm import LLM
-    from megatron.inference.server.embedder import Embedder
     from megatron.inference.server.engine_control import EngineControl
     from megatron.inference.server.engine_loop import EngineLoop
     from megatron.inference.server.protocol import frame
     from megatron.inference.server.structured import grammars_of
 
-    with load_checkpoint_model(config.source, launch, speculation=config.speculation) as loaded:
+    with load_checkpoint_model(
+        config.source,
+        launch,
+        speculation=config.speculation,
+        reports=reports,
+    ) as loaded:
         if link is not None:
             link.sendall(frame(settings_of(loaded, config, keys)))
         replicas = LLM(loaded, config.inference).replicas
         grammars = grammars_of(loaded.tokenizer, sorted(loaded.stop_tokens), loaded.vocab_size)
-        pooling = pooling_of(loaded)
-        embedder = None
-        if not isinstance(pooling, str):
-            embedder = Embedder(
-                loaded.model,
-                pooling,
-                loaded.device,
-                max_tokens=config.inference.inference_max_tokens,
-                token_multiple=loaded.token_multiple,
-                link=replicas.engine.link,
-            )
         loop = EngineLoop(
             replicas,
             link,
             loaded.host_group(),
             grammars=grammars,
-            embedder=embedder,
+            embedder=embedder_of(loaded, config, replicas),
             explained=explain(loaded),
             control=EngineControl(replicas, loaded),
         )
@@ -351,15 +375,22 @@ def main(argv: Sequence[str], environment: Mapping[str, str]) -> int:
         argv: arguments without the program's name.
         environment: of this process, where torchrun gives its rank.
     """
-    speaks = environment.get("RANK", "0") == "0"
+    reports = ErrorReports(environment)
+
+    stack = contextlib.ExitStack()
 
     def served() -> None:
         line = parse_command_line(
             ServeConfig, argv, prog=PROG, description="Serve a trained model over HTTP."
         )
-        run(line.config, Launch.from_environment(environment))
+        run(line.config, Launch.from_environment(environment), reports, stack)
+        stack.close()
 
-    return run_entry_point(served, prog=PROG, claim=lambda text: speaks)
+    code = run_entry_point(served, prog=PROG, report=reports.report)
+    # After an error the HTTP process ends once the error is printed: that may take seconds.
+    with contextlib.suppress(RunStopped):
+        stack.close()
+    return code
 
 
 if __name__ == "__main__":

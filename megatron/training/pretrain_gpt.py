@@ -8,16 +8,14 @@ Options, files and layout are checked before any process group exists; torch is 
 
 from __future__ import annotations
 
-import contextlib
 import os
 import signal
 import sys
-import threading
-import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
+from megatron.cli.error_reports import ErrorReports
 from megatron.cli.errors import run_entry_point
 from megatron.cli.flags import CommandLine, parse_command_line, show_config
 from megatron.cli.launch import Launch
@@ -70,10 +68,6 @@ PRETRAIN_GPT = Program(
     description="Pretrain a GPT; start several processes with torchrun.",
     problems=_gpt_problems,
 )
-
-#: How long a rank other than 0 keeps a fault to itself before the ranks know each other, in
-#: seconds: the launcher ends all of them as soon as one has ended, and rank 0 shall speak before.
-PATIENCE_SECONDS = 5.0
 
 
 def read_run(argv: Sequence[str], launch: Launch, *, program: Program = PRETRAIN_GPT) -> Run:
@@ -198,55 +192,39 @@ def main(
         environment: of this process, where torchrun gives its rank.
         program: which of the entry scripts this is.
     """
-    launches: list[Launch] = []
     launchers: list[LauncherWatch] = []
     listeners: list[Listener] = []
-    speaking = threading.Lock()
-    joining = threading.Event()
-
-    def claim(text: str) -> bool:
-        if stop.watch is not None:
-            return stop.watch.claim(text)
-        # Every rank of a machine finds the same faults in the same options. What keeps a rank from
-        # joining the others is its own.
-        return joining.is_set() or not launches or launches[0].local_rank == 0
-
-    @contextlib.contextmanager
-    def behind_rank_0() -> Iterator[None]:
-        if stop.watch is None and launches and launches[0].rank != 0:
-            with contextlib.suppress(KeyboardInterrupt):
-                time.sleep(PATIENCE_SECONDS)
-        with speaking:
-            yield
+    reports = ErrorReports(environment)
 
     def say(text: str) -> None:
-        with speaking:
-            if claim(text):
+        with reports.line(text) as prints:
+            if prints:
                 print(f"{program.name}: {text}", file=sys.stderr, flush=True)
 
     def end(code: int) -> None:
-        speaking.acquire(timeout=2.0)  # the main thread may be about to print what it has claimed
+        reports.wait_for_line(2.0)  # the main thread may be about to print what it has claimed
         os._exit(code)
 
     stop = StopRequests(say, end=end)
 
     def work() -> None:
         launch = Launch.from_environment(environment)
-        launches.append(launch)
         launcher = LauncherWatch(launch, launcher_of(environment, os.getppid()), stop.lose_launcher)
         launchers.append(launcher)
         run = read_run(argv, launch, program=program)
         for listener in listeners:
             listener.listen_to(signal.Signals[run.config.failures.exit_signal])
-        joining.set()
+        reports.join()
         launch, stop.watch = start_watch(run, launch, launcher)
+        if stop.watch is not None:
+            reports.claims = stop.watch.claims
         train(run, launch, watch=stop.watch, stop=stop)
 
     with signals_to_thread(stop.react, stop.on_main) as listener:
         if listener is not None:
             listeners.append(listener)
             stop.wake = listener.tell
-        code = run_entry_point(work, prog=program.name, claim=claim, speaking=behind_rank_0())
+        code = run_entry_point(work, prog=program.name, report=reports.report)
     for launcher in launchers:
         launcher.close()
     if stop.watch is not None:

@@ -12,6 +12,7 @@ import signal
 
 import pytest
 
+from megatron.cli import error_reports
 from megatron.cli.errors import ExitCode
 from megatron.core.dist_checkpointing import latest_checkpoint, verify_checkpoint
 from megatron.training import pretrain_gpt
@@ -51,7 +52,7 @@ def test_ranks_print_a_fault_of_the_options_once_though_the_launcher_ends_them(p
 
 
 def test_another_machine_s_first_rank_tells_what_rank_0_does_not(prefix, capsys, monkeypatch):
-    monkeypatch.setattr(pretrain_gpt, "PATIENCE_SECONDS", 0.01)
+    monkeypatch.setattr(error_reports, "PATIENCE_SECONDS", 0.01)
     address = {"WORLD_SIZE": "4", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}
     for rank, local, lines in ((2, 0, 1), (3, 1, 0)):
         place = {**address, "RANK": str(rank), "LOCAL_RANK": str(local)}

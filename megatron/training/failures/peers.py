@@ -20,6 +20,7 @@ from dataclasses import asdict, dataclass
 
 import torch.distributed as dist
 
+from megatron.cli.error_reports import Claims
 from megatron.cli.errors import one_line
 from megatron.training.failures.hang_files import CollectiveLog, HangFiles, describe
 from megatron.training.failures.launcher import process_state
@@ -405,6 +406,8 @@ class PeerWatch:
             for _ in range(2)
         )
         self._peers = mine
+        self.claims = Claims(mine.store)
+        """Which rank prints what."""
         self._left, self._stop = threading.Event(), threading.Event()
         self._leaving = threading.Lock()
         self._guard: Guard | None = None
@@ -524,11 +527,15 @@ class PeerWatch:
         with contextlib.suppress(Exception):
             if ends:  # so that the others do not blame this one
                 peers.store.set(f"gave_up/{self._rank}", reason)
-        if not self._leave_once(reason, error):
-            return
+        if self._leave_once(reason, error):
+            self._share_evidence(peers, reason, report=not told)
+        if ends and told:  # the launcher ends that rank as soon as this one has ended
+            Claims(peers.store).wait_until_printed()
+
+    def _share_evidence(self, peers: Peers, reason: str, *, report: bool) -> None:
         with contextlib.suppress(Exception):
             peers.store.set("stacks", reason)
-            if self._files is not None and not told and peers.store.add("hang_report", 1) == 1:
+            if self._files is not None and report and peers.store.add("hang_report", 1) == 1:
                 own = Beat.now(0, self.iteration, self.collectives, final=True)
                 states = peers.states(own)
                 files = self._files.files
@@ -556,13 +563,6 @@ class PeerWatch:
         """Return the machine that a rank runs on."""
         peer = self._peers.identity(rank)
         return "an unknown machine" if peer is None else peer.host
-
-    def claim(self, text: str) -> bool:
-        """Return True on the first rank that wants to print `text`, False on all later ones."""
-        try:
-            return self._peers.store.add(f"said/{text[:200]}", 1) == 1
-        except Exception:  # without a store better twice than never
-            return True
 
     def diagnose(self, limit_seconds: float) -> Diagnosis | None:
         """Name the ranks that are gone, looking for at most `limit_seconds`.

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import io
 
 import pytest
@@ -11,13 +12,13 @@ from megatron.cli.errors import ExitCode, PeerLost, RunStopped, run_entry_point
 from megatron.cli.flags import HelpRequested
 
 
-def _run(error, claim=lambda text: True):
+def _run(error, report=lambda text: contextlib.nullcontext(True)):
     def main():
         if error is not None:
             raise error
 
     out, err = io.StringIO(), io.StringIO()
-    return run_entry_point(main, prog="pretrain_gpt", claim=claim, out=out, err=err), out, err
+    return run_entry_point(main, prog="pretrain_gpt", report=report, out=out, err=err), out, err
 
 
 @pytest.mark.parametrize(
@@ -48,7 +49,12 @@ def test_a_crash_keeps_its_traceback():
 
 def test_a_rank_that_lost_the_claim_says_nothing():
     asked = []
-    got, _, err = _run(ValueError("x"), claim=lambda text: bool(asked.append(text)))
+
+    def silent(text):
+        asked.append(text)
+        return contextlib.nullcontext(False)
+
+    got, _, err = _run(ValueError("x"), silent)
     assert (got, err.getvalue(), asked) == (ExitCode.USER_ERROR, "", ["error: x"])
 
 

@@ -8,6 +8,7 @@ import os
 import signal
 import socket
 import subprocess
+import threading
 import time
 from dataclasses import asdict
 
@@ -97,8 +98,8 @@ def test_one_rank_prints_a_text(server):
     watches = [
         PeerWatch(lambda: _client(server.port), rank=rank, world_size=3) for rank in range(3)
     ]
-    assert [w.claim("error: x") for w in watches] == [True, False, False]
-    assert [w.claim("error: y") for w in reversed(watches)] == [True, False, False]
+    assert [w.claims.claim("error: x") for w in watches] == [True, False, False]
+    assert [w.claims.claim("error: y") for w in reversed(watches)] == [True, False, False]
     for watch in watches:
         watch.close()
 
@@ -246,9 +247,26 @@ def test_a_rank_that_has_given_up_is_not_to_blame(server):
 def test_what_a_rank_has_told_itself_needs_no_report(server):
     kept = []
     watches = keeping(server, 2, kept)
+    watches[0].claims.note_printed("no such file")
     watches[1].leave_evidence("rank 0 failed: no such file", told=True)
     until(lambda: len(kept) == 2)
     assert sorted(kept) == [(r, "rank 0 failed: no such file") for r in range(2)]
+    for watch in watches:
+        watch.close()
+
+
+def test_a_rank_ends_after_the_rank_at_fault_has_printed(server):
+    """A launcher ends the rank at fault as soon as another one has ended."""
+    watches = keeping(server, 2, [])
+    text = "rank 0 failed: no such file"
+    survivor = threading.Thread(
+        target=lambda: watches[1].leave_evidence(text, told=True), daemon=True
+    )
+    survivor.start()
+    survivor.join(timeout=0.3)
+    assert survivor.is_alive()
+    watches[0].claims.note_printed("error: no such file")
+    survivor.join()
     for watch in watches:
         watch.close()
 

@@ -18,6 +18,7 @@ from datetime import timedelta
 from typing import TYPE_CHECKING
 
 from megatron.cli.errors import ExitCode, RunStopped, one_line
+from megatron.cli.other_launchers import other_launcher
 
 if TYPE_CHECKING:
     import torch.distributed as dist
@@ -87,11 +88,14 @@ class Launch:
         """Read torchrun's variables; without them this is a single process.
 
         Raises:
-            ValueError: some of them are set and others are missing, no numbers, or out of range.
+            ValueError: some of them are set and others are missing, no numbers, or out of range;
+                or there are none, and another launcher has started several processes.
         """
         # An address alone does not make several processes: it is often set for a whole machine.
         telling = [n for n in ("WORLD_SIZE", "RANK", "LOCAL_RANK") if n in environment]
         if not telling:
+            if (other := other_launcher(environment)) is not None:
+                raise ValueError(other.refusal)
             return Launch()
         needed = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
         missing = [name for name in needed if name not in environment]

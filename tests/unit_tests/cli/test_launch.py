@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import importlib
 import socket
 from dataclasses import replace
 from datetime import timedelta
@@ -10,9 +11,11 @@ from datetime import timedelta
 import pytest
 import torch.distributed as dist
 
+from megatron.cli import error_reports
 from megatron.cli.errors import ExitCode, RunStopped
 from megatron.cli.launch import Launch
 from megatron.training.pretrain_gpt import main
+from tests.functional_tests.small_run import flags, write_tokens
 
 TORCHRUN = {
     "RANK": "3",
@@ -39,6 +42,66 @@ def test_torchrun():
         launcher_serves=True,
         attempt=2,
     )
+
+
+SRUN = {"SLURM_PROCID": "1", "SLURM_NTASKS": "4", "SLURM_JOB_ID": "17"}
+
+
+@pytest.mark.parametrize(
+    ("environment", "texts"),
+    [
+        (SRUN, ["SLURM_NTASKS is 4", "torchrun --standalone --nproc-per-node 4 -m"]),
+        (
+            {**SRUN, "SLURM_STEP_NUM_TASKS": "16", "SLURM_STEP_NUM_NODES": "2"},
+            ["srun --ntasks-per-node 1 torchrun --nnodes 2 --nproc-per-node 8 "],
+        ),
+        (
+            {"OMPI_COMM_WORLD_RANK": "0", "OMPI_COMM_WORLD_SIZE": "2"},
+            ["OMPI_COMM_WORLD_SIZE is 2", "torchrun --standalone --nproc-per-node 2 -m"],
+        ),
+        (
+            {"PMI_RANK": "3", "PMI_SIZE": "6", "MPI_LOCALNRANKS": "2"},
+            ["PMI_SIZE is 6", "torchrun --nnodes 3 --nproc-per-node 2 "],
+        ),
+    ],
+)
+def test_processes_of_another_launcher_are_refused_with_the_command(environment, texts):
+    """Each of them would take itself for a run of one process, and save over the others."""
+    with pytest.raises(ValueError, match="torchrun") as caught:
+        Launch.from_environment(environment)
+    assert all(text in str(caught.value) for text in texts), caught.value
+
+
+@pytest.mark.parametrize(
+    "environment",
+    [
+        {**SRUN, "SLURM_STEP_NUM_TASKS": "1", "SLURM_PROCID": "0"},  # one task of a larger job
+        {"SLURM_NTASKS": "4", "SLURM_JOB_ID": "17"},  # a shell that salloc has started
+        {"SLURM_PROCID": "0", "SLURM_NTASKS": "1"},
+        {"PMI_RANK": "0", "PMI_SIZE": "1"},
+    ],
+)
+def test_one_process_of_another_launcher_is_a_run(environment):
+    assert Launch.from_environment(environment) == Launch()
+
+
+def test_torchrun_started_by_srun_counts():
+    assert Launch.from_environment({**SRUN, **TORCHRUN}) == Launch.from_environment(TORCHRUN)
+
+
+@pytest.mark.parametrize("module", ["training.pretrain_gpt", "inference.serve"])
+def test_an_entry_script_under_srun_writes_nothing(module, tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(error_reports, "PATIENCE_SECONDS", 0.0)
+    program = importlib.import_module(f"megatron.{module}")
+    argv = ["--load", str(tmp_path)]
+    if program.__name__.endswith("pretrain_gpt"):
+        argv = flags(write_tokens(tmp_path / "tokens"), f"--save {tmp_path / 'save'}")
+    codes = [program.main(argv, {**SRUN, "SLURM_PROCID": str(rank)}) for rank in range(4)]
+    assert codes == [ExitCode.USER_ERROR] * 4
+    err = capsys.readouterr().err
+    assert err.count("\n") == 1, err
+    assert "torchrun --standalone --nproc-per-node 4 -m" in err
+    assert not (tmp_path / "save").exists()
 
 
 @pytest.mark.parametrize(

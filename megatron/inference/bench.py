@@ -38,7 +38,7 @@ from megatron.cli.flags import parse_command_line
 from megatron.cli.launch import Launch
 from megatron.cli.standard_streams import run_command
 from megatron.core.untrusted_files import replace_file
-from megatron.inference.config import BenchConfig, Load
+from megatron.inference.config import BenchConfig, Load, start_facts
 
 if TYPE_CHECKING:
     import torch
@@ -281,6 +281,7 @@ def run(config: BenchConfig, launch: Launch, reports: ErrorReports) -> None:
         config.source,
         launch,
         speculation=config.speculation,
+        facts=start_facts(config),
         reports=reports,
     ) as loaded:
         requests, times = make_requests(load, loaded.vocab_size), arrivals(load)

@@ -6,7 +6,9 @@ from __future__ import annotations
 import contextlib
 import copy
 import dataclasses
+import hashlib
 import math
+import os
 import sys
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
@@ -20,6 +22,7 @@ import torch.distributed as dist
 from megatron.cli.error_reports import ErrorReports
 from megatron.cli.errors import PeerLost, is_communication_error
 from megatron.cli.launch import Launch
+from megatron.cli.rank_agreement import StartFacts, check_same_start
 from megatron.cli.tokenizers import (
     SpecialTokens,
     TiktokenOptions,
@@ -38,6 +41,7 @@ from megatron.core.dist_checkpointing import (
     load_checkpoint,
     weight_chunks,
 )
+from megatron.core.dist_checkpointing.manifest import MANIFEST_NAME
 from megatron.core.inference.cache import CacheShapes
 from megatron.core.inference.engine import LanguageModel
 from megatron.core.inference.stages import PipelineGroups
@@ -49,15 +53,19 @@ from megatron.core.ops.row_tiles import TILE_ROWS, check_tiles
 from megatron.core.ops.tiled_attention import KEY_TILE
 from megatron.core.ops.weight_copy import CopyDtype
 from megatron.core.process_groups import GROUP_NAMES, Group, ProcessGroupCollection, RankGrid
+from megatron.core.untrusted_files import open_regular
 from megatron.core.weight_gather import Storage
 from megatron.hf.folder import end_tokens, is_folder
 from megatron.hf.read_weights import read_weights
-from megatron.inference.config import ModelSource, Speculation
+from megatron.inference.config import ModelSource, Speculation, start_facts
 from megatron.training.checkpoints.hf_export import carried_folder
 from megatron.training.checkpoints.hf_options import open_model
 from megatron.training.cpu_matmul import CpuMatmul
 from megatron.training.newest_checkpoint import load_newest, read_together
 from megatron.training.stored_model import stored_model
+
+# Of the begin and the end of a file of weights, which its digest covers.
+_PART_BYTES = 64 << 10
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -210,6 +218,7 @@ def load_checkpoint_model(
     launch: Launch,
     *,
     speculation: Speculation | None = None,
+    facts: StartFacts | None = None,
     reports: ErrorReports | None = None,
 ) -> Iterator[CheckpointModel]:
     """Build the model that a checkpoint or a Hugging Face folder describes and load its weights,
@@ -219,16 +228,18 @@ def load_checkpoint_model(
         source: where it is.
         launch: this process.
         speculation: how drafts are made; None makes none.
+        facts: what all ranks must have in common besides the model; None for `source` alone.
         reports: agrees with the other ranks on errors, as soon as there is a store.
 
     Raises:
-        ValueError: no checkpoint or a damaged one, no tokenizer, an impossible layout, or no model
-            that makes the drafts.
+        ValueError: no checkpoint or a damaged one, no tokenizer, an impossible layout, no model
+            that makes the drafts, or ranks that were not started alike.
     """
-    speculation = speculation or Speculation()
+    speculation, facts = speculation or Speculation(), facts or start_facts(source)
     device = choose_device(source.device, launch.local_rank)
     further = speculation.speculative_method == "mtp"
     with _joined(source, launch, device, further=further, reports=reports) as place:
+        check_same_start(place.coordinator, facts)
         loaded = dataclasses.replace(_from_source(source, place), speculation=speculation)
         if speculation.speculative_draft_model is not None:
             name = speculation.speculative_draft_model
@@ -363,11 +374,42 @@ class _Place:
             )
         return self._groups
 
+    def compare_files(self, folder: Path, tokenizer: Tokenizer) -> None:
+        """Compare a model's files with those of the other ranks, which may be other copies.
+
+        Raises:
+            ValueError: they differ.
+        """
+        if self._store is not None:
+            files = {"the digest of the model's files": _digest_of(folder)}
+            tokens = {"the tokenizer's digest": tokenizer.fingerprint[:16]}
+            check_same_start(self.coordinator, StartFacts(values={**files, **tokens}))
+
     def leave(self) -> None:
         """Leave the other processes, once all of them are done."""
         if dist.is_initialized():
             dist.barrier()
             dist.destroy_process_group()
+
+
+def _digest_of(folder: Path) -> str:
+    """Return a digest of a checkpoint's manifest, which has the digests of its tensors; of a
+    Hugging Face folder, of its config.json and of the size, begin and end of each file of weights.
+    """
+    digest = hashlib.sha256()
+    described = [folder / name for name in (MANIFEST_NAME, "config.json")]
+    for path in filter(Path.is_file, described):
+        with open_regular(path, follow_links=True) as file:
+            while block := file.read(1 << 22):
+                digest.update(block)
+    for path in sorted(folder.glob("*.safetensors")) if is_folder(folder) else ():
+        with open_regular(path, follow_links=True) as file:
+            size = file.seek(0, os.SEEK_END)
+            digest.update(f"{path.name} {size}".encode())
+            for begin in (0, max(0, size - _PART_BYTES)):
+                file.seek(begin)
+                digest.update(file.read(_PART_BYTES))
+    return digest.hexdigest()[:16]
 
 
 def rank_grid(source: ModelSource, world_size: int) -> RankGrid:
@@ -452,6 +494,7 @@ def _from_folder(source: ModelSource, place: _Place) -> CheckpointModel:
         "add_special_tokens": not source.tokenizer_hf_no_include_special_tokens,
     }
     tokenizer = choose_tokenizer(**choice)
+    place.compare_files(folder.path, tokenizer)
     dtype = described.dtype or torch.float32
     model = place.build(described.config, dtype)
     read_weights(folder, described, weight_chunks(model.store), coordinator=place.coordinator)
@@ -503,6 +546,7 @@ def _load(folder: Path, source: ModelSource, place: _Place) -> CheckpointModel:
         "add_special_tokens": None if left_out is None else not left_out,
     }
     tokenizer = choose_tokenizer(**choice)
+    place.compare_files(folder, tokenizer)
     model = place.build(config, weight_dtype(options))
     chunks = weight_chunks(model.store)
     load_checkpoint(folder, chunks, coordinator=place.coordinator, convert_dtype=True)

@@ -7,11 +7,14 @@ The flags and their help are made from these classes by `megatron.cli.flags`.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+import hashlib
+import json
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
 from megatron.cli.flags import HelpRequested, parse_command_line
+from megatron.cli.rank_agreement import StartFacts, option_values, versions
 from megatron.cli.schema import flatten, options
 from megatron.cli.yaml_file import write_options
 from megatron.core.untrusted_files import read_named
@@ -20,6 +23,40 @@ from megatron.core.untrusted_files import read_named
 MAX_PROMPT_BYTES = 64 << 20
 #: Variables of a chat template that are the conversation itself.
 TEMPLATE_ARGUMENTS = frozenset({"messages", "tools", "documents", "add_generation_prompt"})
+
+
+_CONTENT = "files whose content is compared, which may have other names on other machines"
+_RANK_0_LISTENS = "rank 0 alone listens"
+_RANK_0_WRITES = "rank 0 alone writes"
+
+#: Options that may differ between ranks, and why; all others must be the same.
+MAY_DIFFER: Mapping[str, str] = {
+    "tokenizer-model": _CONTENT,
+    "prompt": _CONTENT,
+    "prompt-file": _CONTENT,
+    "host": _RANK_0_LISTENS,
+    "port": _RANK_0_LISTENS,
+    "api-key-file": _RANK_0_LISTENS,
+    "admin-host": _RANK_0_LISTENS,
+    "admin-port": _RANK_0_LISTENS,
+    "admin-key-file": _RANK_0_LISTENS,
+    "output-json": _RANK_0_WRITES,
+    "output-jsonl": _RANK_0_WRITES,
+}
+
+
+def start_facts(config: object, *, prompts: Sequence[str] = ()) -> StartFacts:
+    """Return what all ranks of a program must have in common, save for the model's files.
+
+    Args:
+        config: the program's options.
+        prompts: texts to continue.
+    """
+    digest = hashlib.sha256(json.dumps(list(prompts)).encode()).hexdigest()
+    values = option_values(config, leave_out=MAY_DIFFER)
+    if prompts:
+        values["the digest of the prompts"] = digest[:16]
+    return StartFacts(values={**values, **versions()})
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -261,6 +298,12 @@ def _check_ranks(source: ModelSource, inference: Inference) -> None:
     if inference.check_plans and source.tensor_model_parallel_size < 2:
         raise ValueError(
             "--check-plans compares ranks: give --tensor-model-parallel-size above 1, or drop it"
+        )
+    if inference.async_scheduling and source.pipeline_model_parallel_size > 1:
+        raise ValueError(
+            "--async-scheduling does nothing with --pipeline-model-parallel-size "
+            f"{source.pipeline_model_parallel_size}, whose stages have as many steps in flight: "
+            "drop one of both"
         )
     if inference.inference_cuda_graphs and source.pipeline_model_parallel_size > 1:
         raise ValueError(

@@ -31,7 +31,7 @@ from megatron.cli.errors import run_entry_point
 from megatron.cli.launch import Launch
 from megatron.cli.standard_streams import run_command
 from megatron.core.untrusted_files import replace_file, write_to
-from megatron.inference.config import GenerateConfig, parse_arguments, read_prompts
+from megatron.inference.config import GenerateConfig, parse_arguments, read_prompts, start_facts
 
 if TYPE_CHECKING:
     from megatron.core.inference.router import Replicas
@@ -358,6 +358,7 @@ def run(config: GenerateConfig, launch: Launch, reports: ErrorReports) -> None:
         source,
         launch,
         speculation=config.speculation,
+        facts=start_facts(config, prompts=texts),
         reports=reports,
     ) as loaded:
         llm = open_llm(loaded, config, texts)

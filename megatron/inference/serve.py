@@ -34,7 +34,7 @@ from megatron.cli.flags import parse_command_line
 from megatron.cli.launch import Launch
 from megatron.cli.standard_streams import run_command
 from megatron.core.untrusted_files import read_named
-from megatron.inference.config import ServeConfig, Service
+from megatron.inference.config import ServeConfig, Service, start_facts
 
 if TYPE_CHECKING:
     from megatron.core.inference.router import Replicas
@@ -337,6 +337,7 @@ def serve(
         config.source,
         launch,
         speculation=config.speculation,
+        facts=start_facts(config),
         reports=reports,
     ) as loaded:
         if link is not None:

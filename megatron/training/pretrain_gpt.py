@@ -176,10 +176,14 @@ def train(run: Run, launch: Launch, *, watch: PeerWatch | None, stop: StopReques
     from megatron.training.failures.restart import going_on
     from megatron.training.pretraining import pretrain
     from megatron.training.run_groups import blaming_peers, join_run
+    from megatron.training.run_inputs import read_inputs
 
     torch.use_deterministic_algorithms(run.config.training.deterministic_mode)
-    with blaming_peers(watch), join_run(run, launch, watch=watch, stop=stop) as place:
-        pretrain(going_on(run) if place.restarts.going_on else run, place)
+    with blaming_peers(watch):
+        inputs = read_inputs(run)
+        facts = inputs.start_facts(run)
+        with join_run(run, launch, facts, watch=watch, stop=stop) as place:
+            pretrain(going_on(run) if place.restarts.going_on else run, place, inputs)
 
 
 def main(

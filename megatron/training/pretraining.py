@@ -9,9 +9,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from megatron.training.config.resolve import Run
-from megatron.training.data.data_paths import prefixes
 from megatron.training.data.data_sets import build_data_sets
-from megatron.training.data.vocabulary import read_vocabulary
 from megatron.training.failures.faults import refuse_faulty_hosts
 from megatron.training.failures.session_faults import arm_stop, failure_hooks
 from megatron.training.hooks import TrainingHooks
@@ -20,12 +18,18 @@ from megatron.training.monitoring.describe import GatheredBytes, start_lines
 from megatron.training.monitoring.observation import Observation, observing
 from megatron.training.progress_state import Progress
 from megatron.training.run_groups import RunGroups
+from megatron.training.run_inputs import RunInputs
 from megatron.training.saves import Saves, claimed_folder, saving
 from megatron.training.session import Session, build_session, open_steps, restore
 
 
-def pretrain(run: Run, place: RunGroups) -> None:
+def pretrain(run: Run, place: RunGroups, inputs: RunInputs) -> None:
     """Carry out a run.
+
+    Args:
+        run: its options.
+        place: this process among the others.
+        inputs: what it has read already.
 
     Raises:
         ValueError: an option, a data file or a checkpoint that the user can fix.
@@ -33,14 +37,14 @@ def pretrain(run: Run, place: RunGroups) -> None:
     """
     with claimed_folder(run.config.checkpoint.save, place.coordinator):
         refuse_faulty_hosts(run.config.checkpoint.save, place.coordinator)
-        vocabulary = read_vocabulary(run.config.tokenizer, prefixes(run.config.data))
-        session = build_session(run, place, vocabulary, build_data_sets(run, vocabulary))
+        data = build_data_sets(run, inputs.vocabulary, token_files=inputs.token_files)
+        session = build_session(run, place, inputs.vocabulary, data)
         progress, start = restore(session)
-        session = keep_order(session, progress)
+        session = keep_order(session, progress, inputs)
         run_loop(session, progress, start)
 
 
-def keep_order(session: Session, progress: Progress) -> Session:
+def keep_order(session: Session, progress: Progress, inputs: RunInputs) -> Session:
     """Return a session whose samples come in the order that its run began with, as many as it has
     steps for; note in `progress` what the order is made for.
 
@@ -53,7 +57,13 @@ def keep_order(session: Session, progress: Progress) -> Session:
     steps = max(run.train_iters - progress.iteration, 0)
     end = run.batch_sizes.samples(steps, begin=progress.consumed_samples)
     if lengths != data.order_lengths or end > run.train_samples:
-        data = build_data_sets(run, session.vocabulary, order_lengths=lengths, train_samples=end)
+        data = build_data_sets(
+            run,
+            inputs.vocabulary,
+            token_files=inputs.token_files,
+            order_lengths=lengths,
+            train_samples=end,
+        )
     progress.order_lengths = dict(data.order_lengths)
     return replace(session, data=data)
 

@@ -25,6 +25,7 @@ import torch.distributed as dist
 
 from megatron.cli.errors import ExitCode, PeerLost, RunStopped, is_communication_error
 from megatron.cli.launch import Launch
+from megatron.cli.rank_agreement import StartFacts, check_same_start
 from megatron.core.comm import CollectiveRecord
 from megatron.core.device import choose_device
 from megatron.core.dist_checkpointing import Coordinator, Solo, StoreCoordinator
@@ -211,16 +212,17 @@ def group_names(run: Run) -> tuple[str, ...]:
 
 @contextlib.contextmanager
 def join_run(
-    run: Run, launch: Launch, *, watch: PeerWatch | None, stop: StopRequests
+    run: Run, launch: Launch, facts: StartFacts, *, watch: PeerWatch | None, stop: StopRequests
 ) -> Iterator[RunGroups]:
     """Make the process groups of a run and leave them at the end.
 
     Args:
+        facts: what all ranks must have in common.
         watch: of this process, already running; None for a single process.
         stop: what this process does about signals.
 
     Raises:
-        ValueError: there is no such device.
+        ValueError: there is no such device, or the ranks were not started alike.
     """
     seconds = run.config.parallel.distributed_timeout_minutes * 60.0
     device = choose_device(run.config.training.device, launch.local_rank)
@@ -240,16 +242,17 @@ def join_run(
     if device.type == "cuda":
         # What hangs on a GPU raises nothing here; torch then ends the process without a word.
         watch.guard(0.8 * seconds, stop.lose)
-    _meet(launch, device, seconds)
-    groups = ProcessGroupCollection.create(
-        rank_grid(run), rank=launch.rank, timeout_seconds=seconds, names=group_names(run)
-    )
     coordinator = StoreCoordinator(
         launch.open_store(timeout_seconds=seconds),
         launch.rank,
         launch.world_size,
         timeout_seconds=seconds,
         missed=partial(_see_alive, watch),
+    )
+    check_same_start(coordinator, facts)
+    _meet(launch, device, seconds)
+    groups = ProcessGroupCollection.create(
+        rank_grid(run), rank=launch.rank, timeout_seconds=seconds, names=group_names(run)
     )
     groups.observers.append(watch.collectives)
     if run.config.pipeline.pipeline_model_parallel_size > 1:

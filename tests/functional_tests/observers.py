@@ -23,7 +23,7 @@ import torch.distributed as dist
 from megatron.cli.launch import Launch
 from megatron.core.dist_checkpointing import Solo
 from megatron.core.process_groups import ProcessGroupCollection
-from megatron.training import core_configs, pretraining, run_groups, saves, session
+from megatron.training import core_configs, run_groups, run_inputs, saves, session
 from megatron.training.config import model_table
 from megatron.training.config.resolve import Run, padded_vocab_size
 from megatron.training.data import data_sets
@@ -149,12 +149,14 @@ def listeners(argv: list[str], world: int) -> list[str]:
     launch = Launch(world_size=world)
     run = read_run(argv, launch)
     groups = SimpleNamespace(observers=[])
-    fakes = dict.fromkeys(("dist", "StoreCoordinator"), mock.MagicMock())
+    fakes = dict.fromkeys(("dist", "StoreCoordinator", "check_same_start"), mock.MagicMock())
     fakes["ProcessGroupCollection"] = mock.MagicMock(create=lambda *a, **k: groups)
     with (
         mock.patch.multiple(run_groups, **fakes),
         mock.patch.object(Launch, "open_store", return_value=dist.HashStore()),
-        run_groups.join_run(run, launch, watch=mock.MagicMock(), stop=mock.MagicMock()),
+        run_groups.join_run(
+            run, launch, mock.MagicMock(), watch=mock.MagicMock(), stop=mock.MagicMock()
+        ),
     ):
         return [type(observer).__name__ for observer in groups.observers]
 
@@ -191,7 +193,7 @@ _PARTS = (
     (session, "TrainStep"),
     (observation, "open_display"),
     (observation, "scheduled_collection"),
-    (pretraining, "read_vocabulary"),
+    (run_inputs, "read_vocabulary"),
     (saves, "Saves"),
     (data_sets, "PrefetchedBatches"),
     (torch, "use_deterministic_algorithms"),

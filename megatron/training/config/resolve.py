@@ -58,6 +58,7 @@ class Run:
         wsd_decay_samples: samples of WSD's last phase; 0 for other styles.
         batch_follows_world: whether no global batch was given, so that it follows from the number
             of processes.
+        unresolved: the config before derived fields were filled.
     """
 
     config: Config
@@ -72,6 +73,7 @@ class Run:
     warmup_samples: int
     wsd_decay_samples: int
     batch_follows_world: bool = field(default=False, compare=False)
+    unresolved: Config | None = field(default=None, compare=False, repr=False)
 
     def division(self, samples: int) -> Division:
         """Return which samples of a step of so many each rank computes."""
@@ -89,7 +91,7 @@ class Run:
 
 def resolve(config: Config, world_size: int) -> Run:
     """Return the run that a config describes on `world_size` processes."""
-    config = with_layers(config)
+    unresolved, config = config, with_layers(config)
     dp = world_size // config.model_parallel_size
     sizes = config.training.batch_sizes(dp)
     training = replace(config.training, global_batch_size=sizes.sizes[-1])
@@ -145,6 +147,7 @@ def resolve(config: Config, world_size: int) -> Run:
             config.training.global_batch_size is None
             and config.training.step_batch_size_schedule is None
         ),
+        unresolved=unresolved,
     )
 
 

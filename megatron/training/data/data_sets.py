@@ -22,6 +22,7 @@ from megatron.core.datasets.samplers import (
     TokenSource,
 )
 from megatron.core.process_groups import Group
+from megatron.training.config import DataConfig
 from megatron.training.config.resolve import Run
 from megatron.training.data.data_paths import SplitPath, prefixes, read_paths
 from megatron.training.data.vocabulary import Vocabulary, holds_chats
@@ -76,16 +77,41 @@ class SampleCounts:
         return data if self.cyclic else data.extended(self.needed)
 
 
+#: The token files of each split, and what they are of it; empty for --mock-data.
+TokenFiles = Mapping[str, tuple[SplitPath, Sequence[IndexedDataset]]]
+
+
+def open_token_files(config: DataConfig) -> TokenFiles:
+    """Open the token files of the splits `train`, `valid` and `test`, each file once.
+
+    Raises:
+        ValueError: a file is missing or damaged.
+    """
+    opened: dict[str, IndexedDataset] = {}
+    found = {}
+    try:
+        for name, split in read_paths(config).items():
+            for prefix in split.path.prefixes:
+                if prefix not in opened:
+                    opened[prefix] = IndexedDataset(prefix)
+            found[name] = (split, [opened[prefix] for prefix in split.path.prefixes])
+    except FileNotFoundError as error:
+        raise ValueError(str(error)) from None
+    return found
+
+
 def build_data_sets(
     run: Run,
     vocabulary: Vocabulary,
     *,
+    token_files: TokenFiles | None = None,
     order_lengths: Mapping[str, int] | None = None,
     train_samples: int = 0,
 ) -> DataSets:
-    """Open token files and build the sample indices of a run.
+    """Build the sample indices of a run.
 
     Args:
+        token_files: of the run; None opens them.
         order_lengths: of a run that goes on, samples that the order of each split was made for
             when it began, see `Progress`. The order is kept, and extended if more are needed.
         train_samples: that the run will have consumed at its end, where that is more than the steps
@@ -105,16 +131,11 @@ def build_data_sets(
         }
         identity = {"files": [], "vocab_size": vocabulary.size, "kind": "mock"}
         return _data_sets(made, run, identity, counts=counts)
-    paths = read_paths(config)
     if not (config.sft or config.allow_chat_as_text):
         _refuse_chats(prefixes(config))
-    try:
-        sources = {
-            name: [IndexedDataset(prefix) for prefix in split.path.prefixes]
-            for name, split in paths.items()
-        }
-    except FileNotFoundError as error:
-        raise ValueError(str(error)) from None
+    token_files = open_token_files(config) if token_files is None else token_files
+    paths = {name: split for name, (split, _) in token_files.items()}
+    sources = {name: opened for name, (_, opened) in token_files.items()}
     found: dict[str, TokenSource] = {}
     notes: list[str] = []
     for name, split in paths.items():

@@ -383,8 +383,9 @@ def speculating_engine(
         proposer = NGramLookup()
     else:
         proposer = DraftModel(None, tuple)
+        config = dataclasses.replace(config, num_speculative_tokens=count or USUAL_DRAFTS)
         if (draft := loaded.draft) is not None:  # on the first pipeline stage
-            config, smaller = _shared_memory(config, loaded.cache_shapes, draft.cache_shapes)
+            config, smaller = shared_memory(config, loaded.cache_shapes, draft.cache_shapes)
             recorder = make_recorder if make_recorder is CpuGraph and draft.optimized else None
             engine = _engine(
                 draft,
@@ -397,18 +398,46 @@ def speculating_engine(
     return _engine(loaded, generator, config, proposer=proposer, **options)
 
 
-def _shared_memory(
-    config: EngineConfig, shapes: CacheShapes, smaller: CacheShapes
+def shared_memory(
+    config: EngineConfig, shapes: CacheShapes, draft_shapes: CacheShapes
 ) -> tuple[EngineConfig, EngineConfig]:
-    """Return the sizes of a model's engine and of that of its draft model. Blocks are as many in
-    both; memory in bytes is shared in proportion to what a token takes."""
-    if config.memory_bytes is None:
-        return config, config
-    share = smaller.token_bytes / max(1, smaller.token_bytes + shapes.token_bytes)
-    part = int(share * config.memory_bytes)
+    """Return the sizes of a model's engine and of the engine of its draft model.
+
+    Blocks are as many in both. Memory in bytes holds the states of the rows of both models first;
+    the rest is shared in proportion to the bytes that a token takes. A model whose tokens take none
+    gets a quarter of the rest for snapshots of states, if it has states.
+
+    Args:
+        config: of the model's engine; its memory is for both.
+        shapes, draft_shapes: what the model and its draft model keep on this rank.
+
+    Raises:
+        ValueError: the memory does not hold the states of the rows and one block of each.
+    """
+    draft = dataclasses.replace(config, num_speculative_tokens=0)
+    memory = config.memory_bytes
+    if memory is None:
+        return config, draft
+    states = config.row_state_bytes(shapes), draft.row_state_bytes(draft_shapes)
+    token_bytes = shapes.token_bytes, draft_shapes.token_bytes
+    blocks = config.block_size * sum(token_bytes)
+    rest = memory - sum(states)
+    if rest < blocks:
+        raise ValueError(
+            f"{memory:,} bytes of memory do not hold the states of {config.max_rows} rows and one "
+            f"block of {config.block_size} tokens of the model and of its draft model: give at "
+            f"least {sum(states) + blocks:,}"
+        )
+    snapshots = [0, 0]
+    for place, (of_rows, of_token) in enumerate(zip(states, token_bytes, strict=True)):
+        if of_rows and not of_token:
+            snapshots[place] = min(rest // 4, rest - blocks) // (1 if blocks else 2)
+    rest -= sum(snapshots)
+    part = rest * token_bytes[1] // max(1, sum(token_bytes))
+    of_draft = states[1] + snapshots[1] + part
     return (
-        dataclasses.replace(config, memory_bytes=config.memory_bytes - part),
-        dataclasses.replace(config, memory_bytes=part),
+        dataclasses.replace(config, memory_bytes=memory - of_draft),
+        dataclasses.replace(draft, memory_bytes=of_draft),
     )
 
 

@@ -10,14 +10,17 @@ import json
 from pathlib import Path
 
 import pytest
+import torch
 
 from megatron.cli.tokenizers import train_bpe
+from megatron.core.inference.cache import CacheShapes
+from megatron.core.inference.sizes import EngineConfig
 from megatron.core.inference.speculation import DraftModel
 from megatron.core.models.gpt import GPTModel
 from megatron.core.process_groups import ProcessGroupCollection
 from megatron.inference import bench, generate
 from megatron.inference.config import Inference, Speculation
-from megatron.inference.llm import LLM, TextParams
+from megatron.inference.llm import LLM, TextParams, shared_memory
 from megatron.inference.server.engine_control import EngineControl
 from tests.support.launchers import serve_store
 from tests.support.ranks import start_ranks
@@ -28,6 +31,7 @@ from tests.unit_tests.inference.test_checkpoint_model import (
     save,
 )
 from tests.unit_tests.inference.test_generate import GREEDY, Loaded
+from tests.unit_tests.inference.test_hybrids import CONFIG as HYBRID
 
 LONGER = {"bf16": False, "max-position-embeddings": 120}
 
@@ -117,6 +121,74 @@ def test_the_bench_counts_drafts(folders: dict[str, str], tmp_path: Path) -> Non
     assert found["drafts_accepted"] == found["drafts_proposed"] > 0
     assert found["tokens_per_forward"] > 3
     assert 0.4e6 < found["cache_bytes"] <= 1e6  # the draft model has half of the memory
+
+
+SHAPES = {
+    "attention": CacheShapes(attention=((2, 8), (2, 8))),
+    "larger": CacheShapes(attention=((2, 8),) * 8),
+    "recurrent": CacheShapes(states={"a": ((3, 50), torch.float32)}),
+    "hybrid": CacheShapes(attention=((2, 8),), states={"a": ((3, 50), torch.float32)}),
+    "neither": CacheShapes(),  # a pipeline stage of MLPs
+}
+
+
+def least_bytes(of: CacheShapes, config: EngineConfig) -> int:
+    """Return the bytes of the states of all rows, and of one block of tokens."""
+    slots = 2 * config.max_rows if config.num_speculative_tokens else config.max_rows
+    slots += 2 if config.prefix_caching else 1  # of a snapshot, and nobody's
+    states = slots * 4 * 150 if of.states else 0
+    return states + config.block_size * len(of.attention) * 2 * 2 * 8 * 4
+
+
+@pytest.mark.parametrize("caching", [True, False])
+@pytest.mark.parametrize("draft", ["attention", "recurrent", "hybrid"])
+@pytest.mark.parametrize("model", list(SHAPES))
+def test_both_models_have_the_states_of_their_rows_and_blocks(model, draft, caching):
+    shapes, smaller = SHAPES[model], SHAPES[draft]
+    config = EngineConfig(max_rows=3, prefix_caching=caching, num_speculative_tokens=4)
+    least = least_bytes(shapes, config)
+    least += least_bytes(smaller, dataclasses.replace(config, num_speculative_tokens=0))
+    with pytest.raises(ValueError, match=f"give at least {least:,}$"):
+        shared_memory(dataclasses.replace(config, memory_bytes=least - 1), shapes, smaller)
+    for memory in (least, least + 1, least + 5000, 10 * least, 1_000_000):
+        given = dataclasses.replace(config, memory_bytes=memory)
+        used = 0
+        for own, of in zip(shared_memory(given, shapes, smaller), (shapes, smaller), strict=True):
+            blocks, slots = own.sizes(of)
+            assert blocks >= 1
+            states = 4 * 150 * (slots + 1) if of.states else 0
+            used += states + blocks * own.block_size * of.token_bytes
+        assert used <= memory
+    if caching and model == "recurrent":
+        own, _ = shared_memory(given, shapes, smaller)
+        assert own.sizes(shapes)[1] > 2 * config.max_rows + 1, "snapshots of states"
+
+
+def test_memory_is_shared_by_the_bytes_of_a_token():
+    config = EngineConfig(memory_bytes=5_000_000)
+    of_model, of_draft = shared_memory(config, SHAPES["larger"], SHAPES["attention"])
+    assert (of_model.memory_bytes, of_draft.memory_bytes) == (4_000_000, 1_000_000)
+    assert of_model.sizes(SHAPES["larger"]) == of_draft.sizes(SHAPES["attention"])
+
+
+@pytest.mark.parametrize(("pattern", "stages"), [("M-G-", 1), ("M-*-", 2)])
+def test_a_model_without_attention_on_the_first_stage_takes_drafts(
+    folders: dict[str, str], tmp_path: Path, pattern: str, stages: int
+) -> None:
+    mixers = {"mamba": HYBRID.mamba, "delta_net": HYBRID.delta_net, "ffn_pattern": ""}
+    folder = saved(tmp_path / "hybrid", pattern=pattern, num_layers=len(pattern), **mixers)
+    plain = run(generate, "--load", folder, *TEXT)
+    words = ["--device", "cpu", "--load", folder, *TEXT, "--inference-memory-gb", "0.002"]
+    words += ["--speculative-method", "draft", "--speculative-draft-model", folders["plain"]]
+    words += ["--pipeline-model-parallel-size", str(stages)]
+    if stages == 1:
+        code, out, err = run(generate, *words)
+    else:
+        _store, launcher = serve_store(2)
+        with start_ranks(command_on_a_rank, 2, words, launcher, init=False) as ranks:
+            (code, out, err, _), _ = ranks.values(timeout=60.0)
+    assert (code, out) == (0, plain[1]), err
+    assert " drafts, " in err
 
 
 def test_a_stop_string_ends_a_text_within_the_tokens_of_a_step() -> None:

@@ -45,6 +45,19 @@ class EngineConfig:
     asynchronous: bool = False
     num_speculative_tokens: int = 0
 
+    def row_slots(self, shapes: CacheShapes) -> int:
+        """Return the state slots that `max_rows` rows need, without snapshots for later rows."""
+        if not shapes.states:
+            return 1
+        # A row that goes on from a snapshot needs the snapshot and a slot of its own.
+        slots = self.max_rows + (1 if self.prefix_caching else 0)
+        # Drafts need the states before them as well.
+        return slots + (self.max_rows if self.num_speculative_tokens else 0)
+
+    def row_state_bytes(self, shapes: CacheShapes) -> int:
+        """Return the bytes of these slots and of the one that is nobody's."""
+        return (self.row_slots(shapes) + 1) * shapes.state_bytes
+
     def sizes(self, shapes: CacheShapes, max_length: int | None = None) -> tuple[int, int]:
         """Return the blocks and the state slots of the cache of a model.
 
@@ -56,10 +69,7 @@ class EngineConfig:
             ValueError: the memory does not hold the states of the rows and one block.
         """
         block = shapes.token_bytes * self.block_size
-        # A row that goes on from a snapshot needs the snapshot and a slot of its own.
-        slots = self.max_rows + (1 if self.prefix_caching else 0) if shapes.states else 1
-        if shapes.states and self.num_speculative_tokens:  # states before the drafts
-            slots += self.max_rows
+        slots = self.row_slots(shapes)
         if self.num_blocks is not None:
             snapshots = 2 * self.max_rows if self.prefix_caching and shapes.states else 0
             return self.num_blocks, slots + snapshots

@@ -78,6 +78,8 @@ class EngineLoop:
         self._engine_ids: dict[int, int] = {}  # by the id of the ask
         self._reported: dict[int, int] = {}  # tokens, by the engine's id
         self._weights_order = -1  # that is answered once weights have come
+        # Tokens of prompts that were looked up in the prefix cache, and found there.
+        self._prefix_queried = self._prefix_hit = 0
         self._news_outside: list[News] = []  # of no step: refusals, aborts, and profiles
         # Not a flag alone: the loop may be waiting for orders.
         self._wake, self._woken = socket.socketpair()
@@ -276,6 +278,7 @@ class EngineLoop:
         start, ask = self._reported[number], self._asks[number]
         first = {}
         if not start:
+            self._count_lookup(ask, completion)
             first = {
                 "cached_tokens": completion.cached_tokens,
                 "prompt_logprobs": completion.prompt_logprobs,
@@ -293,6 +296,13 @@ class EngineLoop:
             finish_reason=completion.finish_reason,
             **first,
         )
+
+    def _count_lookup(self, ask: Ask, completion: Completion) -> None:
+        """Count what the prefix cache had of a prompt, once for all its outputs."""
+        looks_up = self._engine.config.prefix_caching and not ask.prompt_logprobs
+        if looks_up and ask.counts_prompt:
+            self._prefix_queried += len(ask.prompt)
+            self._prefix_hit += completion.cached_tokens
 
     def _report(self, news: Sequence[News]) -> None:
         """Tell the HTTP process what a step found; without news it is a heartbeat."""
@@ -312,8 +322,8 @@ class EngineLoop:
             "running": sum(load.running for load in loads),
             "waiting": sum(load.waiting for load in loads),
             "cache_usage": sum(n.used_blocks for n in loads) / sum(n.num_blocks for n in loads),
-            "prefix_queried": stats.queried,
-            "prefix_hit": stats.hit,
+            "prefix_queried": self._prefix_queried,
+            "prefix_hit": self._prefix_hit,
             "preempted": stats.preempted,
             "steps": stats.steps,
             "drafted": stats.drafted,

@@ -201,6 +201,7 @@ class Generation:
                         "grammar": wanted.grammar,
                         "priority": wanted.priority,
                         "reasoning_limit": wanted.reasoning_limit,
+                        "counts_prompt": index == 0,
                     }
                 )
         ids, self._outputs = client.ask(asks)

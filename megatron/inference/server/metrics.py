@@ -17,8 +17,11 @@ _GAUGES = {
     "epoch": ("weight_epoch", "How often the weights have been replaced."),
 }
 _COUNTERS = {
-    "prefix_queried": ("prefix_cache_queries", "Prompt tokens looked up in the prefix cache."),
-    "prefix_hit": ("prefix_cache_hits", "Prompt tokens found there."),
+    "prefix_queried": (
+        "prefix_cache_queries",
+        "Tokens of prompts that were looked up in the prefix cache.",
+    ),
+    "prefix_hit": ("prefix_cache_hits", "Of these tokens, found there."),
     "preempted": ("num_preemptions", "Rows that gave up their blocks."),
     "steps": ("engine_steps", "Steps of the engine."),
     "drafted": ("spec_decode_num_draft_tokens", "Drafts that the engine verified."),

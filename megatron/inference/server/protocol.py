@@ -44,6 +44,8 @@ class Ask:
         priority: as in `Request`.
         reasoning_limit: arguments of `structured.ReasoningLimit`; None for no limit.
         embed: generate nothing, but embed the prompt.
+        counts_prompt: count the prompt's tokens in the metrics of the prefix cache: True for one of
+            the outputs of a prompt.
     """
 
     id: int
@@ -57,6 +59,7 @@ class Ask:
     priority: int = 0
     reasoning_limit: Mapping[str, Any] | None = None
     embed: bool = False
+    counts_prompt: bool = True
 
     def to_json(self) -> dict[str, Any]:
         """Return the order of kind "add"."""

@@ -211,6 +211,20 @@ def test_metrics_count_what_was_served() -> None:
         assert float(values["megatron:engine_steps_total"]) >= 3
 
 
+def test_the_prefix_cache_counts_tokens_of_prompts() -> None:
+    """Hits by queries is the hit rate, however many outputs a prompt has."""
+    first, second = "abcdefgh" * 5, "ABCDEFGH" * 3
+    with served() as server:
+        for prompt in ([first, second], first, first[:37] + "zzz"):
+            ok(server, "/v1/completions", prompt=prompt, n=3, max_tokens=2, temperature=0)
+        lines = server.http.get("/metrics").text.splitlines()
+        values = dict(line.rsplit(" ", 1) for line in lines if not line.startswith("#"))
+    queries = values["megatron:prefix_cache_queries_total"]
+    assert queries == values["megatron:prompt_tokens_total"] == "144.0"  # 3 x 40 + 24
+    # The second and the third request find two blocks of 16 tokens each.
+    assert values["megatron:prefix_cache_hits_total"] == "64.0"
+
+
 def test_the_openai_client_reads_the_answers(server: Served) -> None:
     with openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0) as client:
         assert [m.id for m in client.models.list()] == ["next-byte"]

@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """stdout and stderr that break: a reader that leaves (`| head`), a full disk, closed (`>&-`).
 
-Training goes on without them; a command that is only run for what it prints ends.
+Training and a server go on without them: no line of information decides an exit code. A command
+that is only run for what it prints ends when stdout breaks.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ import io
 import os
 import select
 import sys
+import tempfile
 from collections.abc import Callable
 from typing import NoReturn, TextIO
 
@@ -105,9 +107,19 @@ def guarded(fd: int, name: str, broken: Broken, *, closed: bool, like: TextIO | 
     )
 
 
+def _need_no_temporary_folder() -> None:
+    """Have this process start where no file can be written, on a full disk or under a limit of
+    sizes: torch looks for a temporary folder when it imports its compiler, and finds none."""
+    try:
+        tempfile.gettempdir()
+    except FileNotFoundError:
+        tempfile.tempdir = os.environ.get("TMPDIR", "/tmp")
+
+
 def guard_streams(broken_stdout: Broken, broken_stderr: Broken) -> None:
     """Put streams in the place of stdout and stderr that fail as one is told to."""
     closed = _hold_descriptors()
+    _need_no_temporary_folder()
     for fd, name, broken in ((1, "stdout", broken_stdout), (2, "stderr", broken_stderr)):
         like = getattr(sys, name)
         if like is not None:

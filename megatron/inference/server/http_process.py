@@ -21,6 +21,7 @@ from typing import Any
 import uvicorn
 from starlette.types import ASGIApp
 
+from megatron.cli.standard_streams import go_on_without_streams
 from megatron.inference.checkpoint_model import choose_tokenizer
 from megatron.inference.server.admin import ADMIN_ROUTES
 from megatron.inference.server.answer_formats import formats_of
@@ -160,6 +161,7 @@ def main() -> None:
     """Read the settings and serve."""
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)
+    go_on_without_streams("serve")  # a log that cannot grow ends no answer, and no drain
     link, listener, *admin = (socket.socket(fileno=int(number)) for number in sys.argv[1:])
     settings = first_message(link)
     if settings is not None:

@@ -105,3 +105,28 @@ def test_no_file_takes_the_place_of_a_closed_stdout(tmp_path):
     assert (tmp_path / "file").read_text() == "file"
     assert done.stderr.count("\n") == 1
     assert done.stderr.startswith("tool: stdout ")
+
+
+NOWHERE_TO_WRITE = """
+import resource, sys
+resource.setrlimit(resource.RLIMIT_FSIZE, (0, 0))
+from megatron.cli.standard_streams import go_on_without_streams, run_command
+import tempfile
+{start}
+"""
+
+
+@pytest.mark.parametrize(
+    "start",
+    [
+        "go_on_without_streams('tool'); tempfile.gettempdir(); sys.exit(7)",
+        "run_command(lambda: 7 if tempfile.gettempdir() else 1)",
+    ],
+)
+def test_a_program_starts_where_no_file_can_be_written(start, tmp_path):
+    """torch asks for a temporary folder when it imports its compiler."""
+    with (tmp_path / "log").open("wb") as log:
+        done = subprocess.run(
+            [sys.executable, "-c", NOWHERE_TO_WRITE.format(start=start)], stderr=log, check=False
+        )
+    assert done.returncode == 7

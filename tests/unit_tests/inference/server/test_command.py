@@ -7,9 +7,11 @@ import concurrent.futures
 import contextlib
 import importlib.util
 import io
+import os
 import re
 import signal
 import socket
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -21,6 +23,7 @@ import pytest
 from megatron.cli.flags import parse_command_line
 from megatron.inference import serve
 from megatron.inference.config import ServeConfig
+from megatron.inference.server import http_process
 from megatron.training.data.chat import CHATML
 from tests.support.hf_folders import write_pooling
 from tests.support.launchers import serve_store
@@ -100,6 +103,21 @@ def test_two_ranks_answer_as_one_and_end_on_sigterm(root: Path, tmp_path: Path) 
         for other in others:
             assert other["embedding"] == pytest.approx(one["embedding"], abs=1e-5)
     assert all(found[0])
+
+
+def http_process_with_a_full_log(rank: int, world: int) -> None:
+    os.dup2(os.open("/dev/full", os.O_WRONLY), 2)
+    ours, theirs = socket.socketpair()
+    ours.close()  # the engine has ended before it sent settings
+    listener = socket.create_server(("127.0.0.1", 0))
+    sys.argv = ["http_process", str(theirs.detach()), str(listener.detach())]
+    http_process.main()
+    print("a line that no log takes", file=sys.stderr, flush=True)
+
+
+def test_the_http_process_goes_on_without_a_log() -> None:
+    with start_ranks(http_process_with_a_full_log, 1, init=False) as ranks:
+        assert ranks.values(timeout=60.0) == [None]
 
 
 def run(*words: str) -> tuple[int, str]:

@@ -256,7 +256,6 @@ _ROWS: tuple[tuple[str, str, str], ...] = (
      "async-ckpt-cpu-priority"),
     ("", "python -m megatron.training.checkpoint convert reads torch_dist and DCP folders",
      "ckpt-convert-format ckpt-convert-save"),
-    ("", "a checkpoint always holds optimizer state, so that a run can go on", "no-save-optim"),
     ("load", "name the iter_ folder itself to load one iteration",
      "ckpt-step exit-on-missing-checkpoint"),
     ("save", "it holds every checkpoint", "non-persistent-save-interval non-persistent-ckpt-type "

@@ -8,7 +8,7 @@ the manifest's `extra` holds JSON:
     config       every option of the run, by flag name
     tokenizer    how to build the tokenizer again
     progress     `Progress`
-    optimizer    kind, steps, loss scaler
+    optimizer    kind; whether its state is saved (older checkpoints: always), steps, loss scaler
     data         what the order of samples depends on
     window       sums of the log line that is being gathered
     cpu_matmul   the dtype that a CPU multiplied in, where that was a choice; else null
@@ -79,20 +79,28 @@ class RunFacts:
 
 
 def run_extra(
-    *, optimizer: Optimizer, progress: Progress, window: StepWindow, facts: RunFacts
+    *,
+    optimizer: Optimizer,
+    progress: Progress,
+    window: StepWindow,
+    facts: RunFacts,
+    with_optimizer: bool = True,
 ) -> dict[str, Any]:
-    """Return the JSON that a checkpoint of a run holds in addition to its tensors."""
+    """Return the JSON that a checkpoint of a run holds in addition to its tensors.
+
+    Args:
+        with_optimizer: whether the tensors of optimizer state are saved.
+    """
+    state: dict[str, Any] = {"kind": optimizer.config.kind, "saved": with_optimizer}
+    if with_optimizer:
+        state |= {"steps": optimizer.steps, "scaler": optimizer.scaler.state_dict()}
     return {
         "format": FORMAT,
         "model": dict(facts.model),
         "config": dict(facts.config),
         "tokenizer": dict(facts.tokenizer),
         "progress": progress.to_json(),
-        "optimizer": {
-            "kind": optimizer.config.kind,
-            "steps": optimizer.steps,
-            "scaler": optimizer.scaler.state_dict(),
-        },
+        "optimizer": state,
         "data": dict(facts.data),
         "window": window.to_json(),
         "cpu_matmul": facts.cpu_matmul,
@@ -152,6 +160,7 @@ def load_run(
     require_all(
         lambda: _check_model(folder, extra, facts),
         lambda: _check_options(folder, extra, facts) if with_optimizer else None,
+        lambda: _check_saved_state(folder, extra) if with_optimizer else None,
         lambda: _check_batch(extra, facts) if with_progress else None,
         lambda: _check_data(folder, extra["data"], facts, coordinator) if with_progress else None,
         lambda: _check_amax_history(folder, manifest, facts),
@@ -298,6 +307,15 @@ def _check_options(folder: Path, extra: Mapping[str, Any], facts: RunFacts) -> N
         raise ValueError(
             f"{folder} was trained differently: {'; '.join(differences)}: give the same flags, "
             "or leave its optimizer state with --no-load-optim"
+        )
+
+
+def _check_saved_state(folder: Path, extra: Mapping[str, Any]) -> None:
+    """See that a checkpoint was saved with optimizer state. Raises ValueError."""
+    if extra["optimizer"].get("saved") is False:
+        raise ValueError(
+            f"{folder} was saved without optimizer state (--no-save-optim): go on with "
+            "--no-load-optim, which starts that state and the schedule anew"
         )
 
 

@@ -175,6 +175,7 @@ class Saves(TrainingHooks):
         session = self._session
         return run_extra(
             optimizer=session.optimizer,
+            with_optimizer=session.run.config.checkpoint.save_optim,
             progress=progress,
             window=session.window,
             facts=session.facts,
@@ -202,9 +203,11 @@ class Saves(TrainingHooks):
 
 
 def held_chunks(session: Session) -> list[TensorChunk]:
-    """Return what this rank holds of weights, optimizer state and the state of hooks; the number of
+    """Return what this rank saves of weights, optimizer state and the state of hooks; the number of
     updates and the loss scale are in `run_extra`."""
-    chunks = weight_chunks(session.model.store) + optimizer_chunks(session.optimizer, scalars=False)
+    chunks = weight_chunks(session.model.store)
+    if session.run.config.checkpoint.save_optim:
+        chunks += optimizer_chunks(session.optimizer, scalars=False)
     return chunks + hook_chunks(session)
 
 
@@ -261,6 +264,11 @@ def saving(
     if chosen.save is None:
         yield None
         return
+    if not chosen.save_optim:
+        say(
+            "checkpoints are saved without optimizer state (--no-save-optim): a run goes on from "
+            "them with --no-load-optim"
+        )
     saves = partial(Saves, session, on_failure=chosen.on_failed_save, say=say, metrics=metrics)
     if not chosen.async_save:
         yield saves(None)

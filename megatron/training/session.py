@@ -422,7 +422,20 @@ def _clear(
         )
     if progress is None:
         return start, f"loaded the weights of {folder}; starting at iteration 0"
-    return start, f"loaded {folder}; going on at iteration {start.iteration}"
+    return start, f"loaded {folder}; {_place_in_schedule(session.run.config, start)}"
+
+
+def _place_in_schedule(config: Config, progress: Progress) -> str:
+    """Start the schedule anew if the options ask for that, and say where the run goes on."""
+    chosen, text = config.checkpoint, f"going on at iteration {progress.iteration}"
+    if not chosen.goes_on_in_schedule:
+        progress.update_samples = 0
+    if chosen.load_optim and chosen.goes_on_in_schedule:
+        return text
+    state = "with its optimizer state" if chosen.load_optim else "without its optimizer state"
+    if chosen.goes_on_in_schedule:
+        return f"{text} {state}, in its schedule (--schedule-on-load restart begins a new one)"
+    return f"{text} {state}, at the beginning of the schedule (--schedule-on-load continue goes on)"
 
 
 def _read_folder(path: str, session: Session) -> str | None:

@@ -169,6 +169,8 @@ def check_stored(folder: Path) -> str:
     is_adam = isinstance(optimizer, Mapping) and optimizer.get("kind") == "adam"
     if not is_adam or manifest.extra.get("weights_only") is True:
         return ""
+    if optimizer.get("saved") is False:  # --no-save-optim
+        return ""
     names = (f"optimizer.{kind}/{weight}" for weight in _shapes(config)[0] for kind in _MOMENTS)
     absent = [name for name in names if name not in manifest.tensors]
     if absent:

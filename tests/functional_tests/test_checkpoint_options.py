@@ -11,8 +11,10 @@ from megatron.cli.errors import ExitCode
 from megatron.cli.schema import options
 from megatron.cli.yaml_file import read_options, write_options
 from megatron.core.dist_checkpointing import read_extra
+from megatron.training.checkpoint import main as verify
 from megatron.training.config import Config
-from tests.functional_tests.small_run import flags, losses, run_here, write_tokens
+from megatron.training.monitoring.metrics import read_metrics
+from tests.functional_tests.small_run import digests, flags, losses, run_here, write_tokens
 
 SHORT = "--eval-interval 0 --train-iters 2 --lr-warmup-iters 0"
 
@@ -148,3 +150,59 @@ def test_a_checkpoint_that_is_not_there(saved, tmp_path, capsys, more, message):
     argv = flags(saved / "tokens", f"{SHORT} {more.format(absent)}")
     assert run_here(argv) == ExitCode.USER_ERROR
     assert message.format(absent) in capsys.readouterr().err
+
+
+#: 4 steps of linear warm-up to a rate that stays.
+WARM = "--lr 4e-3 --lr-warmup-iters 4 --lr-decay-iters 9 --lr-decay-style constant"
+WARM += " --eval-interval 0"
+
+
+def rates(metrics) -> dict[int, float]:
+    """Return the learning rate of a run's steps by iteration."""
+    events = read_metrics(metrics)
+    return {e["iteration"]: e["learning_rate"] for e in events if e["kind"] == "train"}
+
+
+@pytest.mark.parametrize(
+    ("more", "updates", "said"),
+    [
+        ("", 2, "going on at iteration 2"),
+        ("--schedule-on-load restart", 0, "--schedule-on-load continue"),
+        ("--no-load-optim", 0, "--schedule-on-load continue"),
+        ("--no-load-optim --schedule-on-load continue", 2, "--schedule-on-load restart"),
+    ],
+)
+def test_where_the_schedule_goes_on(saved, tmp_path, capsys, more, updates, said):
+    metrics = tmp_path / "more.jsonl"
+    words = f"{WARM} --train-iters 4 --load {saved / 'save'} --metrics-file {metrics} {more}"
+    assert run_here(flags(saved / "tokens", words)) == 0
+    # Data and iterations go on in any case.
+    expected = {3: 4e-3 * updates / 4, 4: 4e-3 * (updates + 1) / 4}
+    assert rates(metrics) == pytest.approx(expected)
+    assert said in capsys.readouterr().out
+
+
+def test_a_checkpoint_without_optimizer_state_goes_on_without(saved, tmp_path, capsys):
+    prefix = saved / "tokens"
+    words = f"{SHORT} --save {tmp_path / 'light'} --no-save-optim"
+    assert run_here(flags(prefix, words)) == 0
+    whole, light = (root / "iter_0000002" for root in (saved / "save", tmp_path / "light"))
+    tensors = digests(whole)
+    weights = {n: d for n, d in tensors.items() if not n.startswith("optimizer.")}
+    assert len(tensors) > len(weights) > 0
+    assert digests(light) == weights
+    assert verify(["verify", str(light)], {}) == 0
+    capsys.readouterr()
+    words = f"{SHORT} --train-iters 3 --load {light.parent}"
+    assert run_here(flags(prefix, words)) == ExitCode.USER_ERROR
+    (line,) = capsys.readouterr().err.splitlines()
+    assert "--no-load-optim" in line
+    # The same as leaving out the state of a checkpoint that has it.
+    found = []
+    for folder in (light, whole):
+        metrics = tmp_path / f"{folder.parent.name}.jsonl"
+        words = f"{SHORT} --train-iters 3 --load {folder.parent} --metrics-file {metrics}"
+        assert run_here(flags(prefix, f"{words} --no-load-optim")) == 0
+        found.append(losses(metrics))
+    assert list(found[0]) == [3]
+    assert found[0] == found[1]

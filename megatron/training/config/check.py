@@ -470,6 +470,11 @@ def _failures(config: Config, world_size: int) -> Iterator[str]:
     rollback, limit = failures.rollback_after_bad_steps, config.training.max_consecutive_bad_steps
     if rollback is not None and save is None:
         yield "--rollback-after-bad-steps needs --save: name a folder to load from"
+    if rollback is not None and not config.checkpoint.save_optim:
+        yield (
+            "--rollback-after-bad-steps goes back to a checkpoint with its optimizer state, and "
+            "--no-save-optim saves none: drop one"
+        )
     if rollback is not None and rollback >= limit:
         yield (
             f"--rollback-after-bad-steps {rollback} is never reached with "

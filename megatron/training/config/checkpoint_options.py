@@ -114,7 +114,7 @@ def with_checkpoint_schedule(config: Config, world_size: int) -> tuple[Config, t
 
     Args:
         config: as given; anything else than `--use-checkpoint-opt-param-scheduler` with a
-            checkpoint in `--load`, whose optimizer state is loaded, leaves it as it is.
+            checkpoint in `--load`, in whose schedule the run goes on, leaves it as it is.
         world_size: number of processes.
 
     Returns the config, and a line for each option that the checkpoint overrides.
@@ -123,7 +123,7 @@ def with_checkpoint_schedule(config: Config, world_size: int) -> tuple[Config, t
         ValueError: the checkpoint is damaged, holds no schedule, or counts in other batches.
     """
     flag, chosen = "--use-checkpoint-opt-param-scheduler", config.checkpoint
-    goes_on = chosen.load_optim and not chosen.finetune
+    goes_on = chosen.goes_on_in_schedule and not chosen.finetune
     if not (chosen.use_checkpoint_opt_param_scheduler and chosen.load and goes_on):
         return config, ()
     found = _newest([chosen.load], flag)

@@ -182,6 +182,8 @@ def _dependents(config: Config) -> Iterator[tuple[object, str, bool, str]]:
     yield failures, "rerun_interval", stats, "--rerun-mode report_determinism_stats"
     yield failures, "straggler_factor", failures.log_straggler, "--log-straggler"
     decoupled = config.schedule.decoupled_lr is not None
+    goes_on = loads and not checkpoint.finetune
+    yield checkpoint, "schedule_on_load", goes_on, "--load, or with --finetune"
     yield config.schedule, "decoupled_min_", decoupled, "--decoupled-lr"
     optimizer = config.optimizer
     yield config.muon, "muon_", optimizer.optimizer == "muon", "--optimizer muon"

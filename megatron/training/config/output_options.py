@@ -196,8 +196,15 @@ class CheckpointConfig:
     load_fallback: bool = True
     """Go on from an older checkpoint in --load where the newest ones are damaged
     (--no-load-fallback: that is an error)."""
+    save_optim: bool = True
+    """Save optimizer state too (--no-save-optim: a run goes on from such a checkpoint with
+    --no-load-optim alone)."""
     load_optim: bool = True
-    """Load optimizer state and schedule too (--no-load-optim: weights and data position only)."""
+    """Load optimizer state too (--no-load-optim: weights and data position only)."""
+    schedule_on_load: Literal["auto", "continue", "restart"] = "auto"
+    """Where a run that goes on from a checkpoint begins in its schedules of learning rate and
+    weight decay: continue is where the checkpoint is, restart their beginning, warm-up included;
+    auto continues with the optimizer state, and restarts with --no-load-optim."""
     use_checkpoint_args: bool = False
     """Take the model's shape and the tokenizer from the checkpoint in --load, else in
     --pretrained-checkpoint, and where none are given the data, the length of the run and what is
@@ -216,6 +223,13 @@ class CheckpointConfig:
     from that."""
     finetune: bool = False
     """Load weights only and start again at iteration 0 with the first sample."""
+
+    @property
+    def goes_on_in_schedule(self) -> bool:
+        """Whether a run that goes on takes its place in the schedule from the checkpoint."""
+        if self.schedule_on_load == "auto":
+            return self.load_optim
+        return self.schedule_on_load == "continue"
 
     def __post_init__(self) -> None:
         require_all(

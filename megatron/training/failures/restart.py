@@ -64,7 +64,13 @@ class RestartNote:
 def going_on(run: Run) -> Run:
     """Return a run that loads what it has saved, whatever it was started from."""
     checkpoint = run.config.checkpoint
-    chosen = replace(checkpoint, load=checkpoint.save, load_optim=True, finetune=False)
+    chosen = replace(
+        checkpoint,
+        load=checkpoint.save,
+        load_optim=checkpoint.save_optim,
+        schedule_on_load="continue",
+        finetune=False,
+    )
     return replace(run, config=replace(run.config, checkpoint=chosen))
 
 

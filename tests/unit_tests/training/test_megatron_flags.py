@@ -145,7 +145,7 @@ REFUSED = """
 --create-attention-mask-in-dataloader --override-lr-scheduler
 --no-check-for-nan-in-loss-and-grad --check-for-spiky-loss --check-for-large-grads
 --error-injection-rate 100 --iterations-to-skip 3 --train-sync-interval 5 --adlr-autoresume
---exit-signal-handler-for-dataloader --no-save-optim --ckpt-step 3
+--exit-signal-handler-for-dataloader --ckpt-step 3
 --exit-on-missing-checkpoint --non-persistent-save-interval 5 --load-main-params-from-ckpt
 --ckpt-convert-format torch --perform-rl-step --retro-project-dir r --encoder-num-layers 2
 --heterogeneous-layers-config-path h --use-torch-fsdp2 --recompute-modules mlp --offload-modules mlp

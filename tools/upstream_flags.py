@@ -17,10 +17,11 @@ from megatron.cli.flags import read_flags
 from megatron.cli.schema import options
 from megatron.training.config import Config
 from megatron.training.config.megatron_flags import NO_EFFECT
+from megatron.training.config.translated_flags import TRANSLATED
 
 FOLDER = Path(__file__).resolve().parents[1] / "tests" / "support" / "upstream"
 
-_KNOWN = options(Config)
+_KNOWN = [*options(Config), *TRANSLATED]
 _HARMLESS = [flag.option for flag in NO_EFFECT]
 
 #: A flag that another project's library would be needed for; what it computes is here.

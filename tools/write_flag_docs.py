@@ -11,7 +11,13 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 from megatron.cli.flags import KINDS, Invocation, default_text, value_text
-from megatron.cli.megatron_names import ALIASES, VALUE_NAMES, answered, answered_prefixes
+from megatron.cli.megatron_names import (
+    ALIASES,
+    VALUE_NAMES,
+    Answer,
+    answered,
+    answered_prefixes,
+)
 from megatron.cli.schema import Option, option_docs, options, section_titles
 from megatron.hf.convert import ExportConfig, ImportConfig
 from megatron.inference.config import BenchConfig, GenerateConfig, ServeConfig
@@ -24,6 +30,7 @@ from megatron.training.checkpoints.options import (
 )
 from megatron.training.config import Config
 from megatron.training.config.megatron_flags import NO_EFFECT
+from megatron.training.config.translated_flags import TRANSLATED
 from megatron.training.data.preprocessing.options import PreprocessConfig
 from megatron.training.inspect_data import InspectConfig as InspectDataConfig
 from megatron.training.train_tokenizer import TrainTokenizerConfig
@@ -61,6 +68,13 @@ _ANSWERS = """\
 
 A script written for Megatron, or somebody who knows another program, may give these. Each is
 answered with one line, and the run does not start.
+
+"""
+
+_TRANSLATED = """\
+## Flags of Megatron that are translated
+
+The entry scripts that train read these as options, and say so at the start of a run.
 
 """
 
@@ -157,6 +171,21 @@ def _harmless() -> Iterator[list[str]]:
         yield [" ".join(names), *key]
 
 
+def _translations() -> Iterator[list[str]]:
+    """Yield the rows of flags that are translated into options."""
+    for option, meaning in TRANSLATED.items():
+        values = " ".join(f"`{choice}`" for choice in option.choices)
+        yield [f"`--{option.name}`", values or value_text(option) or "switch", _cell(meaning)]
+
+
+def _instead(known: Answer) -> tuple[str, str]:
+    """Return what to do about a flag that is not here, and the reason."""
+    nearest = f"`--{known.nearest}`" if known.nearest else ""
+    if known.unsupported:
+        return f"not supported{f', nearest: {nearest}' if nearest else ''}", known.reason
+    return nearest or "leave it out", known.reason
+
+
 def _parts() -> Iterator[str]:
     """Yield the parts of the page."""
     yield _INTRODUCTION
@@ -177,15 +206,16 @@ def _parts() -> Iterator[str]:
         for name, (option, value) in ALIASES.items()
     ]
     yield table(["flag", "read as"], aliases)
+    yield _TRANSLATED
+    yield table(["flag", "values", "read as"], list(_translations()))
     yield _NO_EFFECT
     yield table(["flag", "values", "kind", "what happens here"], list(_harmless()))
     yield _ANSWERS
     grouped: dict[tuple[str, str], list[str]] = {}
     for name, known in answered().items():
-        mend = f"`--{known.nearest}`" if known.nearest else "leave it out"
-        grouped.setdefault((mend, known.reason), []).append(f"`--{name}`")
-    for prefix, reason in answered_prefixes().items():
-        grouped.setdefault(("leave it out", reason), []).append(f"`--{prefix}...`")
+        grouped.setdefault(_instead(known), []).append(f"`--{name}`")
+    for prefix, known in answered_prefixes().items():
+        grouped.setdefault(_instead(known), []).append(f"`--{prefix}...`")
     rows = [[" ".join(names), mend, _cell(reason)] for (mend, reason), names in grouped.items()]
     yield table(["flag", "instead", "reason"], rows).rstrip() + "\n"
 

@@ -8,9 +8,9 @@ Order of precedence: what the caller derives < `--config file.yaml` < flags. Of 
 the last wins, as argparse has it, and a note says so.
 
 Flags of Megatron that are not in the schema are answered by `megatron_names.py`, or accepted by the
-caller's table of flags without effect: what they ask for happens anyway, or only concerns reports
-or speed. Their values are read like those of an option, so that another value, which would have an
-effect, is refused. They are not options and not in the help.
+caller's `AcceptedFlags`: flags without effect, whose request happens anyway or only concerns
+reports or speed, and flags that are translated into options. Their values are read like those of an
+option, so that a value with an effect is refused. They are not options and not in the help.
 
 A program is started as `python -m MODULE` or `torchrun ... -m MODULE`, so the completion script for
 bash or zsh completes the words behind a module's name. Scripts of several programs may be sourced
@@ -24,7 +24,7 @@ import dataclasses
 import io
 import sys
 import typing
-from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Generic, Literal, TypeAlias, TypeVar, get_args
 
@@ -224,7 +224,7 @@ def parse_command_line(
     print_now: bool = True,
     defaults: Callable[[Mapping[str, Any]], Mapping[str, Any]] | None = None,
     replaced: Mapping[str, str] | None = None,
-    no_effect: NoEffectTable | None = None,
+    accepted: AcceptedFlags | None = None,
 ) -> CommandLine[T]:
     """Parse the arguments of an entry point.
 
@@ -238,7 +238,7 @@ def parse_command_line(
         defaults: told the values given by flags and `--config`, by option name; returns values for
             options that were not given, which win over the schema's own defaults.
         replaced: options to ask for in the place of others that are missing, see `build`.
-        no_effect: flags of Megatron to accept without effect, as flags and in `--config`.
+        accepted: flags of Megatron to accept beside the options, as flags and in `--config`.
 
     Raises:
         HelpRequested: `--help`, `-h`, `--print-completion` or `--print-config`.
@@ -249,19 +249,21 @@ def parse_command_line(
         raise HelpRequested(help_text(schema, about=Invocation, prog=prog, description=description))
     known, about = options(schema), options(Invocation)
     notes: list[str] = []
-    accepted = no_effect or NoEffectTable()
-    harmless = [flag.option for flag in accepted.flags]
-    given = read_flags(argv, [*known, *about], harmless=harmless, say=notes.append)
+    accepted = accepted or AcceptedFlags()
+    harmless = [flag.option for flag in accepted.no_effect]
+    translated = accepted.translated
+    given = read_flags(argv, [*known, *about, *translated], harmless=harmless, say=notes.append)
     invocation = build(Invocation, {o.name: given.pop(o.name) for o in about if o.name in given})
     if invocation.print_completion is not None:
         raise HelpRequested(completion_script([*about, *known], prog, invocation.print_completion))
+    file: dict[str, Any] = {}
     if invocation.config is not None:
-        file = read_options(invocation.config, [*known, *harmless])
+        file = read_options(invocation.config, [*known, *harmless, *translated])
         for name in given:
             if name in file and file[name] != given[name]:
                 notes.append(f"--{name} wins over {name} in {invocation.config}")
-        given = {**file, **given}
-    notes += take_out(given, accepted, strict=invocation.strict_flags)
+    notes += _accept(accepted, given, file, strict=invocation.strict_flags)
+    given = {**file, **given}
     if defaults is not None:
         given = {**defaults(given), **given}
     line = CommandLine(build(schema, given, replaced=replaced), invocation, tuple(notes))
@@ -344,7 +346,7 @@ def read_flags(
     """
     strict = "--strict-flags" in {word.replace("_", "-") for word in argv}
     spellings = _spellings(known)
-    suggested = [*spellings, *([] if strict else [option.name for option in harmless])]
+    suggested = _Suggestions([*spellings], [] if strict else [option.name for option in harmless])
     spellings.update(_spellings(harmless))
     values: dict[str, Any] = {}
     before: dict[str, _Word] = {}
@@ -376,8 +378,25 @@ def _spellings(known: Sequence[Option]) -> dict[str, Option]:
     return {**found, **{negative(option.name): option for option in switches}}
 
 
+@dataclass(frozen=True)
+class _Suggestions:
+    """Names to suggest for an unknown flag.
+
+    Args:
+        options: of options and of their negative forms.
+        harmless: of flags that change nothing.
+    """
+
+    options: Sequence[str]
+    harmless: Sequence[str]
+
+    def text(self, name: str) -> str:
+        """Return the suggestion for a name, or nothing."""
+        return suggest(name, self.options, prefix="--", harmless=self.harmless)
+
+
 def _read(
-    word: _Word, spellings: Mapping[str, Option], suggested: Sequence[str]
+    word: _Word, spellings: Mapping[str, Option], suggested: _Suggestions
 ) -> tuple[Option, Any]:
     """Return the option that a flag names, and its value. Raises ValueError."""
     option = spellings.get(word.name)
@@ -394,12 +413,12 @@ def _read(
     return option, option.parse([text], f"--{word.name}")
 
 
-def _unknown(word: _Word, spellings: Mapping[str, Option], suggested: Sequence[str]) -> str:
+def _unknown(word: _Word, spellings: Mapping[str, Option], suggested: _Suggestions) -> str:
     """Return what to say of a flag that is no option, with an answer if Megatron has it."""
     known = answer(word.name)
     if known is not None and (known.nearest is None or known.nearest in spellings):
         return known.text(f"--{word.name}")
-    return f"unknown flag --{word.name}{suggest(word.name, suggested, prefix='--')}"
+    return f"unknown flag --{word.name}{suggested.text(word.name)}"
 
 
 def _value(option: Option, word: _Word) -> Any:
@@ -440,7 +459,8 @@ class NoEffectFlag:
         reason: what happens here instead.
         values: the values that have no effect, joined by `|`; INT, FLOAT or TEXT for any of that
             type; empty for a switch.
-        unless: switch with which the flag would have an effect, so that both together are refused.
+        conflict: takes the options that are given; returns what is wrong with the flag among them,
+            where it would have an effect.
         note: line of its own to say at the start of a run; None = the list of flags is enough.
     """
 
@@ -448,7 +468,7 @@ class NoEffectFlag:
     kind: Kind
     reason: str
     values: str = ""
-    unless: str | None = None
+    conflict: Callable[[Mapping[str, Any]], str | None] = lambda given: None
     note: str | None = None
 
     @property
@@ -466,8 +486,8 @@ class NoEffectFlag:
         """Return what is wrong with the flag among the options that are given, if anything is."""
         if value is False:
             return f"{self.name} is false: leave it out: {self.reason}"
-        if self.unless is not None and given.get(self.unless):
-            return f"--{self.name} contradicts --{self.unless}: keep one"
+        if (conflict := self.conflict(given)) is not None:
+            return conflict
         if strict:
             return (
                 f"--{self.name} has no effect here ({self.kind}: {self.reason}): leave it out, as "
@@ -477,38 +497,62 @@ class NoEffectFlag:
 
 
 @dataclass(frozen=True, kw_only=True)
-class NoEffectTable:
-    """The flags of Megatron that a program accepts without effect.
+class AcceptedFlags:
+    """The flags of Megatron that a program accepts beside its options.
 
     Args:
-        flags: they.
+        no_effect: flags without effect.
+        translated: how to read the flags that stand for options of other names.
+        translate: takes the values of the command line and those of the file, and replaces the
+            translated flags in both by options; returns lines for the start of the run. Raises
+            ValueError.
     """
 
-    flags: Sequence[NoEffectFlag] = ()
+    no_effect: Sequence[NoEffectFlag] = ()
+    translated: Sequence[Option] = ()
+    translate: Callable[[dict[str, Any], dict[str, Any]], list[str]] = lambda flags, file: []
 
 
-def take_out(given: MutableMapping[str, Any], table: NoEffectTable, *, strict: bool) -> list[str]:
-    """Remove the flags without effect from the values that are given.
+def _accept(
+    accepted: AcceptedFlags, flags: dict[str, Any], file: dict[str, Any], *, strict: bool
+) -> list[str]:
+    """Replace the accepted flags by options, or remove those without effect.
 
     Args:
-        given: values by name, of options and of these flags.
-        table: the program's flags without effect.
-        strict: whether to refuse them.
+        accepted: the flags.
+        flags: values of the command line, by name.
+        file: values of `--config`, by name.
+        strict: whether to refuse flags without effect.
 
-    Returns lines to say at the start: the list of them, and the note of each flag that has one.
+    Returns lines for the start of the run: the list of flags without effect, the note of each that
+    has one, and what the others are translated into.
 
     Raises:
         ValueError: flags are refused, with or without `strict`; all of them in one line.
     """
-    found = [(flag, given.pop(flag.name)) for flag in table.flags if flag.name in given]
-    problems = [flag.problem(value, given, strict=strict) for flag, value in found]
-    if refused := [text for text in problems if text is not None]:
-        raise ValueError("; ".join(refused))
+    given = {**file, **flags}
+    problems: list[str] = []
+    lines: list[str] = []
+    uses = [flag for flag in accepted.no_effect if flag.name in given]
+    for flag in uses:
+        problem = flag.problem(given[flag.name], given, strict=strict)
+        problems += [] if problem is None else [problem]
+        for values in (flags, file):
+            values.pop(flag.name, None)
     parts = []
     for kind in KINDS:
-        names = [f"--{flag.name}" for flag, _ in found if flag.kind == kind]
+        names = [f"--{flag.name}" for flag in uses if flag.kind == kind]
         if names:
             parts.append(f"{' '.join(names)} ({kind})")
-    lines = [f"no effect here: {', '.join(parts)}"] if parts else []
-    notes = [f"--{flag.name} {value}: {flag.note}" for flag, value in found if flag.note]
-    return lines + notes
+    lines += [f"no effect here: {', '.join(parts)}"] if parts else []
+    for flag in uses:
+        if flag.note:
+            value = f" {given[flag.name]}" if flag.values else ""
+            lines.append(f"--{flag.name}{value}: {flag.note}")
+    try:
+        lines += accepted.translate(flags, file)
+    except ValueError as error:
+        problems.append(str(error))
+    if problems:
+        raise ValueError("; ".join(problems))
+    return lines

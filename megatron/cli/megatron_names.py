@@ -2,10 +2,14 @@
 """Megatron's flags and values that this program does not have: for each the nearest way, and why.
 
 A script written for Megatron names many flags. One that exists here has the same name and is an
-option of the schema. Any other is in the tables below, so that it is answered by a line that says
-what to write instead, or to leave it out, and the reason. What has no effect in training, and is
-accepted there, is in the table of `megatron.training.config.megatron_flags`. Other names of our
-options are aliases.
+option of the schema. Any other is in the tables below, so that it is answered by a line with the
+reason: the option that does the same, the advice to leave it out where results do not depend on it,
+or that it changes results in a way that is not supported. What has no effect in training, and is
+accepted there, is in the table of `megatron.training.config.megatron_flags`, and what stands for
+several options in `translated_flags`. Other names of our options are aliases.
+
+Forks and old versions have flags of their own: they are in the same tables. Advice never names an
+option that changes the model, unless it is the same thing.
 """
 
 from __future__ import annotations
@@ -21,17 +25,27 @@ class Answer:
     """What to tell somebody who gives a flag of Megatron.
 
     Args:
-        nearest: flag that comes nearest, without dashes; None = leave it out.
-        reason: why the flag is not here.
+        nearest: flag that does the same or, of an unsupported one, comes nearest, without dashes;
+            None = there is none.
+        reason: why the flag is not here; of an unsupported one what it does.
+        unsupported: whether results depend on the flag, and nothing here does the same.
     """
 
     nearest: str | None
     reason: str
+    unsupported: bool = False
+
+    @property
+    def advice(self) -> str:
+        """What to do about the flag."""
+        if self.unsupported:
+            return "not supported"
+        return f"use --{self.nearest}" if self.nearest else "leave it out"
 
     def text(self, spelling: str) -> str:
         """Return the line for a flag as it was given, `--ckpt-format` or a key with its place."""
-        mend = f"use --{self.nearest}" if self.nearest else "leave it out"
-        return f"{spelling}: {mend}: {self.reason}"
+        near = f" (nearest: --{self.nearest})" if self.unsupported and self.nearest else ""
+        return f"{spelling}: {self.advice}: {self.reason}{near}"
 
 
 _DISPATCH = "tokens of experts travel by all-gather or all-to-all of torch, over one group"
@@ -47,6 +61,7 @@ _FP8 = (
 )
 _FAMILY = "only GPT is trained here"
 _TOKENIZER = "a tokenizer is one file: of Hugging Face, SentencePiece or tiktoken"
+_TP_OVERLAP = "tensor parallel communication is not overlapped with products yet"
 _JOB = "the loop has no such mode"
 
 #: (nearest flag or "", reason, flags).
@@ -59,7 +74,7 @@ _ROWS: tuple[tuple[str, str, str], ...] = (
     ("train-iters", "a run is as long as its optimizer steps or its --train-samples",
      "epochs num-epochs num-train-epochs max-steps steps num-steps train-steps max-iters"),
     ("tensor-model-parallel-size", "it is the degree of tensor parallelism",
-     "tp tp-size tensor-parallel-size tensor-parallelism model-parallel-size"),
+     "tp tp-size tensor-parallel tensor-parallel-size tensor-parallelism model-parallel-size"),
     ("pipeline-model-parallel-size", "it is the degree of pipeline parallelism",
      "pp pp-size pipeline-parallel-size"),
     ("context-parallel-size", "it is the degree of context parallelism", "cp cp-size"),
@@ -68,7 +83,8 @@ _ROWS: tuple[tuple[str, str, str], ...] = (
     ("num-layers-per-virtual-pipeline-stage", "a stage has several chunks of so many layers",
      "vpp vp-size virtual-pipeline-model-parallel-size"),
     ("data-parallel-sharding-strategy", "optim is ZeRO-1, optim_grads ZeRO-2 and "
-     "optim_grads_params ZeRO-3 or FSDP", "zero-stage zero fsdp sharding-strategy"),
+     "optim_grads_params ZeRO-3 or FSDP", "zero-stage zero fsdp sharding-strategy deepspeed "
+     "deepspeed-config"),
     ("micro-batch-size", "it counts the samples of a rank in one forward pass",
      "batch-size mbs per-device-train-batch-size train-micro-batch-size-per-gpu"),
     ("global-batch-size", "microbatches follow from it, the micro-batch size and the ranks",
@@ -85,7 +101,7 @@ _ROWS: tuple[tuple[str, str, str], ...] = (
     ("clip-grad", "it is the highest norm of the gradient",
      "max-grad-norm gradient-clipping grad-clip clip-grad-norm"),
     ("recompute-granularity", "activations are recomputed in the backward pass",
-     "gradient-checkpointing activation-checkpointing"),
+     "gradient-checkpointing activation-checkpointing deepspeed-activation-checkpointing"),
     ("bf16", "bf16 or fp16 is a switch of its own", "precision dtype torch-dtype mixed-precision"),
     ("save", "it is the folder of a run's checkpoints", "output-dir save-dir checkpoint-dir"),
     ("load", "a run goes on from the newest checkpoint of that folder",
@@ -93,7 +109,7 @@ _ROWS: tuple[tuple[str, str, str], ...] = (
     ("load-hf", "it takes model, weights and tokenizer from a Hugging Face folder",
      "model-name-or-path pretrained-model-name-or-path model-path"),
     ("data-path", "it names token files, which preprocess_data writes",
-     "dataset dataset-name train-data train-file data-dir"),
+     "dataset-name train-data train-file data-dir"),
     ("log-interval", "it counts the iterations between log lines", "logging-steps log-every"),
     ("save-interval", "it counts the iterations between saves", "save-steps save-every"),
     ("eval-interval", "it counts the iterations between validations", "eval-steps eval-every"),
@@ -102,48 +118,25 @@ _ROWS: tuple[tuple[str, str, str], ...] = (
      "bias-swiglu-fusion masked-softmax-fusion apply-rope-fusion fused-residual-rmsnorm"),
     ("attention-backend", "it chooses the attention kernel",
      "use-flash-attention flash-decode attention-impl"),
-    ("position-embedding-type", "none there leaves positions out",
-     "no-position-embedding"),
-    ("swiglu", "without it MLPs have GELU, or the square of relu by --squared-relu",
-     "openai-gelu onnx-safe quick-geglu glu-linear-offset activation-func "
-     "activation-func-clamp-value"),
-    ("", "no flag stands for a whole model: --use-checkpoint-args reads one, --load-hf another",
-     "enable-gpt-oss"),
-    ("position-embedding-type", "rope and yarn are values of it", "rope-type"),
     ("hybrid-layer-pattern", "behind each / in it stand the blocks of one depth",
      "mtp-hybrid-override-pattern"),
-    ("hybrid-layer-pattern", "one model class, whose blocks it says",
-     "use-legacy-models spec hybrid-attention-ratio hybrid-mlp-ratio is-hybrid-model "
-     "model-name"),
-    ("", "residuals are added after the sublayer",
-     "apply-residual-connection-post-layernorm fp32-residual-connection"),
-    ("yarn-rotary-scaling-factor", "it is of every attention, latent too",
-     "rotary-scaling-factor"),
-    ("window-size", "all layers have one window", "window-attn-skip-freq"),
-    ("init-method-std", "every weight is drawn from a normal distribution",
-     "init-method-xavier-uniform embedding-init-method-std"),
+    ("hybrid-layer-pattern", "it says which blocks a hybrid has, for pretrain_hybrid",
+     "hybrid-attention-ratio hybrid-mlp-ratio is-hybrid-model model-name"),
+    ("", "there is one model class, of the same architecture", "use-legacy-models"),
+    ("moe-shared-expert-intermediate-size", "it is the width of all shared experts together: their "
+     "number times --moe-ffn-hidden-size", "num-shared-experts n-shared-experts"),
+    ("moe-aux-loss-coeff", "it is the coefficient of the loss that balances the load of experts",
+     "moe-loss-weight moe-loss-coeff"),
     ("", "weights are drawn from --seed alike on every layout and device",
      "no-initialization data-parallel-random-init"),
-    ("num-layers", "there is one decoder", "encoder-num-layers decoder-num-layers"),
-    ("seq-length", "there is one decoder", "encoder-seq-length decoder-seq-length"),
     ("transformer-impl", "it names the layers",
      "export-te-mcore-model export-force-local-attention "
      "transformer-pipeline-model-parallel-size inference-rng-tracker"),
-    ("mtp-num-layers", "each depth has one layer of its own, like the model's last",
-     "mtp-use-repeated-layer"),
     # Layout
     ("pipeline-model-parallel-layout", "there is one decoder, and it says where it is cut",
      "pipeline-model-parallel-split-rank"),
     ("pipeline-model-parallel-layout", "a stage of E alone has the embedding and no layer",
      "standalone-embedding-stage"),
-    ("", "transfers between stages are batched and overlap computing under every schedule",
-     "overlap-p2p-communication no-batch-p2p-communication batch-p2p-communication"),
-    ("", "each stage reads its own batch and knows its shapes, which may differ between batches",
-     "variable-seq-lengths enable-variable-seq-lengths"),
-    ("", "each stage sums its gradients when its own last microbatch has filled them",
-     "align-grad-reduce align-param-gather"),
-    ("", "a stage frees its output as soon as it is sent", "deallocate-pipeline-outputs "
-     "no-deallocate-pipeline-outputs"),
     ("pipeline-model-parallel-size", "there is one pipeline, over NCCL on GPUs and gloo on CPUs",
      "pipeline-model-parallel-comm-backend"),
     ("cp-comm-type", "one engine attends over all ranks of context parallelism",
@@ -153,8 +146,7 @@ _ROWS: tuple[tuple[str, str, str], ...] = (
     ("context-parallel-size", "every sample is cut over as many ranks, whatever its documents",
      "hybrid-context-parallel dynamic-context-parallel max-seqlen-per-dp-cp-rank"),
     # Experts
-    ("", "all experts of a rank are one grouped product, on a CPU too",
-     "moe-use-legacy-grouped-gemm moe-mlp-glu-interleave-size"),
+    ("", "rows of gate and up are two matrices of their own", "moe-mlp-glu-interleave-size"),
     ("", "a router computes in fp32, by one kernel of torch's for each operation",
      "moe-router-padding-for-quantization moe-router-padding-for-fp8"),
     ("", "an expert computes the tokens it has, none are padded",
@@ -163,19 +155,12 @@ _ROWS: tuple[tuple[str, str, str], ...] = (
      "moe-enable-deepep moe-flex-dispatcher-backend moe-deepep-num-sms moe-hybridep-num-sms"),
     ("expert-tensor-parallel-size", "it says over how many ranks each expert is cut",
      "moe-extended-tp"),
-    ("moe-router-topk-scaling-factor", "weights are applied behind the experts",
-     "moe-apply-probs-on-input"),
     ("moe-router-num-groups", "groups of experts limit where a token goes",
      "moe-router-topk-limited-devices"),
-    ("moe-router-load-balancing-type", "the log has the load of every expert of every layer",
-     "moe-router-force-load-balancing moe-router-force-biased"),
     ("moe-shared-expert-overlap", "it is what is computed while tokens are on their way",
      "delay-wgrad-compute-for-te-grouped-gemm ep-overlap-early-attn-memory-release"),
     ("", "python -m megatron.training.upcycle makes experts of a dense checkpoint",
      "moe-use-upcycling moe-upcycling-granularity"),
-    ("recompute-granularity", "selective computes the features inside experts again",
-     "moe-layer-recompute"),
-    ("", "experts read the whole hidden state", "moe-latent-size"),
     ("", "a cache of latent attention keeps latents, and its way down is one product",
      "cache-mla-latents mla-down-proj-fusion"),
     ("data-parallel-sharding-strategy", "one engine carries out every strategy",
@@ -185,24 +170,25 @@ _ROWS: tuple[tuple[str, str, str], ...] = (
      "suggested-communication-unit-size keep-fp8-transpose-cache"),
     ("reduce-scatter-with-fp32-accumulation", "it holds for every reduce-scatter of gradients, "
      "those over gtp too", "gtp-remat-reduce-scatter-with-fp32-accumulation"),
-    ("exp-avg-dtype", "it stands alone, and masters and gradients are fp32",
-     "use-precision-aware-optimizer"),
-    ("weight-decay-group", "it goes by weight names", "no-weight-decay-cond-type"),
+    ("weight-decay-group", "it goes by weight names, norms included",
+     "no-weight-decay-cond-type apply-wd-to-qk-layernorm"),
     ("ddp-bucket-size", "buckets are cut by this size alone",
      "ddp-average-in-collective"),
     ("", "gradients are summed in fp32 unless --grad-reduce-in-bf16 is given",
-     "grad-reduce-in-fp32 use-contiguous-buffers-in-local-ddp "
-     "no-contiguous-buffers-in-local-ddp DDP-impl"),
+     "grad-reduce-in-fp32"),
     ("", "processes are counted and placed by torchrun",
      "world-size rank local-rank lazy-mpu-init standalone num-nodes enable-gloo-process-groups "
      "use-ring-exchange-p2p use-sharp"),
     ("tensor-model-parallel-size", "there is one decoder and one layout",
      "encoder-tensor-model-parallel-size encoder-pipeline-model-parallel-size"),
     ("sequence-parallel", "it cuts what tensor parallelism leaves whole",
-     "distribute-saved-activations scatter-gather-tensors-in-pipeline"),
+     "distribute-saved-activations distribute-checkpointed-activations "
+     "scatter-gather-tensors-in-pipeline"),
+    ("print-config", "it resolves the options of a world without starting it, given WORLD_SIZE and "
+     "RANK as torchrun sets them", "fake-process-group"),
     # Numbers
     ("recompute-granularity", "selective means norms and MLP activations",
-     "recompute-modules checkpoint-activations"),
+     "recompute-modules"),
     ("cuda-graph-impl", _GRAPHS, "enable-cuda-graph external-cuda-graph cuda-graph-scope "
      "cuda-graph-modules cuda-graph-use-single-mempool cuda-graph-retain-backward-graph"),
     ("", _FP8,
@@ -216,7 +202,7 @@ _ROWS: tuple[tuple[str, str, str], ...] = (
      "fp8-param-gather fp4-param-gather reuse-grad-buf-for-mxfp8-param-ag"),
     ("rerun-mode", "every step is looked at, on every rank: one with a NaN or Inf loss or gradient "
      "norm is computed once more, and changes no weight if it comes out so again",
-     "no-check-for-nan-in-loss-and-grad check-for-nan-in-loss-and-grad check-for-nan-in-grad"),
+     "check-for-nan-in-grad"),
     ("loss-spike-factor", "a spike is a multiple of the median of the last losses",
      "check-for-spiky-loss"),
     ("clip-grad", "a large gradient is clipped, one that is not finite changes no weight",
@@ -233,6 +219,10 @@ _ROWS: tuple[tuple[str, str, str], ...] = (
     ("allow-uneven-batch", "a batch that does not divide keeps its samples",
      "decrease-batch-size-if-needed"),
     # Data
+    ("tokenizer-model", "the tokenizers of Pai-Megatron-Patch are Hugging Face's: name the folder, "
+     "with --tokenizer-type HuggingFaceTokenizer", "patch-tokenizer-type"),
+    ("vocab-size", "it counts the tokens of the tokenizer and those added to them",
+     "extra-vocab-size"),
     ("tokenizer-model", _TOKENIZER,
      "tokenizer-metadata special-tokens null-tokenizer-eod-id "
      "tokenizer-prompt-format vocab-extra-ids tokenizer-special-tokens"),
@@ -279,46 +269,85 @@ _ROWS: tuple[tuple[str, str, str], ...] = (
      "adlr-autoresume adlr-autoresume-interval result-rejected-tracker-filename "
      "enable-ft-package calc-ft-timeouts run-workload-inspector-server inprocess-restart "
      "inprocess-max-iterations"),
-    ("", _JOB,
-     "iterations-to-skip train-sync-interval use-nccl-ub"),
+    ("", _JOB, "train-sync-interval use-nccl-ub"),
+)  # fmt: skip
+
+#: Results depend on these, and nothing here does the same: (nearest flag or "", what they do,
+#: flags).
+_UNSUPPORTED: tuple[tuple[str, str, str], ...] = (
+    ("swiglu", "it chooses another activation of MLPs than GELU, silu with a gate (--swiglu) and "
+     "the square of relu (--squared-relu)",
+     "openai-gelu onnx-safe quick-geglu geglu reglu liglu glu-activation glu-linear-offset "
+     "activation-func activation-func-clamp-value"),
+    ("load-hf", "it stands for several properties of gpt-oss, which its Hugging Face folder says",
+     "enable-gpt-oss"),
+    ("hybrid-layer-pattern", "it names code that builds the layers: G is a gated delta net, * "
+     "attention, E experts, so that Qwen3-Next is GEGEGE*E repeated, for pretrain_hybrid", "spec"),
+    ("", "it changes where or in which precision residuals are added",
+     "apply-residual-connection-post-layernorm fp32-residual-connection"),
+    ("", "it normalises embeddings, as BLOOM does", "embed-layernorm embedding-layernorm"),
+    ("window-size", "it gives some layers no window: all layers have one", "window-attn-skip-freq"),
+    ("init-method-std", "it draws weights from another distribution than that normal one",
+     "init-method-xavier-uniform embedding-init-method-std"),
+    ("", "it draws output projections with --init-method-std: here that is divided by the root of "
+     "the number of blocks, as in Megatron-LM", "no-scaled-init"),
+    ("num-layers", "it is of an encoder beside a decoder, and there is one decoder",
+     "encoder-num-layers decoder-num-layers"),
+    ("seq-length", "it is of an encoder beside a decoder, and there is one decoder",
+     "encoder-seq-length decoder-seq-length"),
+    ("mtp-num-layers", "it uses one layer for all depths: each has its own here",
+     "mtp-use-repeated-layer"),
+    ("", "it weighs what experts read instead of their outputs", "moe-apply-probs-on-input"),
+    ("", "it routes tokens by random or biased logits, to measure speed with an even load",
+     "moe-router-force-load-balancing moe-router-force-biased"),
+    ("", "its experts read a projection of the hidden state: they read the whole here",
+     "moe-latent-size"),
+    ("", "it leaves batches out of training", "iterations-to-skip"),
     ("", _FAMILY,
      "mask-prob short-seq-prob mask-type mask-factor classes-fraction num-classes img-h img-w "
      "patch-dim iter-per-epoch dino-local-img-size ict-head-size titles-data-path "
      "biencoder-projection-dim decoder-seq-len fim-data fim-rate perform-rl-step"),
 )  # fmt: skip
 
-#: Families of flags, by how their names begin.
-_PREFIXES: tuple[tuple[str, str], ...] = (
-    ("tp-comm-overlap-", "tensor parallel communication is not overlapped with products yet"),
-    ("tp-comm-bootstrap-", "tensor parallel communication is not overlapped with products yet"),
+#: Families of flags, by how their names begin: (beginning, whether results depend on them, reason).
+_PREFIXES: tuple[tuple[str, bool, str], ...] = (
+    ("tp-comm-overlap-", False, _TP_OVERLAP),
+    ("tp-comm-bootstrap-", False, _TP_OVERLAP),
     (
         "experimental-attention-",
+        True,
         "G in --hybrid-layer-pattern is a gated delta net, other attention is softmax",
     ),
-    ("linear-attention-", "--hybrid-layer-pattern says where gated delta nets are"),
-    ("dsa-", "attention is softmax, of heads or latents"),
-    ("retro-", _FAMILY),
-    ("bert-", _FAMILY),
-    ("vision-", _FAMILY),
-    ("swin-", _FAMILY),
-    ("dino-", _FAMILY),
-    ("retriever-", _FAMILY),
-    ("rl-", _FAMILY),
-    ("grpo-", _FAMILY),
-    ("heterogeneous-layers-", "all layers are alike"),
-    ("inference-", "sampling is python -m megatron.inference.generate"),
-    ("cpu-offloading", "weights and activations stay on their device"),
-    ("offload-", "weights and activations stay on their device"),
+    ("linear-attention-", True, "--hybrid-layer-pattern says where gated delta nets are"),
+    ("dsa-", True, "attention is softmax, of heads or latents"),
+    ("retro-", True, _FAMILY),
+    ("bert-", True, _FAMILY),
+    ("vision-", True, _FAMILY),
+    ("swin-", True, _FAMILY),
+    ("dino-", True, _FAMILY),
+    ("retriever-", True, _FAMILY),
+    ("rl-", True, _FAMILY),
+    ("grpo-", True, _FAMILY),
+    ("heterogeneous-layers-", True, "all layers are alike"),
+    ("inference-", False, "sampling is python -m megatron.inference.generate"),
+    ("cpu-offloading", False, "weights and activations stay on their device"),
+    ("offload-", False, "weights and activations stay on their device"),
+    ("deepspeed-", False, "ZeRO is --data-parallel-sharding-strategy, and torchrun starts a run"),
 )
 
 #: Other names of our options: the option, and the value that the name stands for if it is a switch.
 ALIASES: Mapping[str, tuple[str, str]] = types.MappingProxyType(
     {
+        "do-layernorm-bias-weight-decay": ("weight-decay-group", "*=1"),
         "hybrid-override-pattern": ("hybrid-layer-pattern", ""),
         "muon-no-split-qkv": ("muon-split-qkv", "false"),
+        "qk-nope-head-dim": ("qk-head-dim", ""),
+        "qk-rope-head-dim": ("qk-pos-emb-head-dim", ""),
         "recompute-activations": ("recompute-granularity", "selective"),
+        "use-gated-attention": ("attention-output-gate", "true"),
         "use-rotary-position-embeddings": ("position-embedding-type", "rope"),
         "vocab-file": ("tokenizer-model", ""),
+        "wandb-name": ("wandb-exp-name", ""),
     }
 )
 
@@ -339,6 +368,7 @@ VALUE_NAMES: Mapping[str, Mapping[str, str]] = types.MappingProxyType(
         ),
         "optimizer": types.MappingProxyType({"dist_muon": "muon"}),
         "cp-comm-type": types.MappingProxyType({"allgather": "all_gather"}),
+        "linear-cp-mode": types.MappingProxyType({"chunkwise": "segments"}),
         "attention-backend": types.MappingProxyType(
             {"local": "reference", "unfused": "reference", "flash": "auto", "fused": "auto"}
         ),
@@ -348,10 +378,14 @@ VALUE_NAMES: Mapping[str, Mapping[str, str]] = types.MappingProxyType(
 #: Why a value of Megatron is not here, by option and value.
 _VALUE_REASONS: Mapping[tuple[str, str], str] = types.MappingProxyType(
     {
-        ("ckpt-format", "torch"): _FORMAT,
-        ("ckpt-format", "torch_dcp"): _FORMAT,
-        ("ckpt-format", "fsdp_dtensor"): _FORMAT,
-        ("ckpt-format", "zarr"): _FORMAT,
+        (
+            "main-grads-dtype",
+            "bf16",
+        ): "--grad-reduce-in-bf16 keeps and reduces gradients in bf16, which changes rounding",
+        (
+            "train-mode",
+            "finetune",
+        ): "--sft is fine-tuning, on what preprocess_data --chat writes",
         (
             "distributed-backend",
             "gloo",
@@ -396,25 +430,29 @@ def answer(flag: str) -> Answer | None:
     Args:
         flag: without dashes in front, words joined by `-`.
     """
-    for nearest, reason, names in _ROWS:
-        if flag in names.split():
-            return Answer(nearest=nearest or None, reason=reason)
-    for prefix, reason in _PREFIXES:
+    for unsupported, rows in ((False, _ROWS), (True, _UNSUPPORTED)):
+        for nearest, reason, names in rows:
+            if flag in names.split():
+                return Answer(nearest=nearest or None, reason=reason, unsupported=unsupported)
+    for prefix, unsupported, reason in _PREFIXES:
         if flag.startswith(prefix):
-            return Answer(nearest=None, reason=reason)
+            return Answer(nearest=None, reason=reason, unsupported=unsupported)
     return None
 
 
 def answered() -> dict[str, Answer]:
     """Return every flag that has an answer of its own, in the order of the tables."""
-    names = [name for _, _, row in _ROWS for name in row.split()]
-    found = {name: answer(name) for name in names}
-    return {name: known for name, known in found.items() if known is not None}
+    names = [name for _, _, row in (*_ROWS, *_UNSUPPORTED) for name in row.split()]
+    answers = {name: answer(name) for name in names}
+    return {name: known for name, known in answers.items() if known is not None}
 
 
-def answered_prefixes() -> dict[str, str]:
-    """Return the reason for each family of flags, by how their names begin."""
-    return dict(_PREFIXES)
+def answered_prefixes() -> dict[str, Answer]:
+    """Return the answer for each family of flags, by how their names begin."""
+    return {
+        prefix: Answer(nearest=None, reason=reason, unsupported=unsupported)
+        for prefix, unsupported, reason in _PREFIXES
+    }
 
 
 def our_value(flag: str, text: str) -> str:

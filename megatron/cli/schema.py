@@ -265,10 +265,50 @@ def flatten(config: object) -> dict[str, Any]:
     return found
 
 
-def suggest(name: str, known: Iterable[str], *, prefix: str = "") -> str:
-    """Return ` (did you mean X?)` for the known name nearest to an unknown one, or nothing."""
-    known = list(known)
-    near = difflib.get_close_matches(name, known, n=1, cutoff=0.6)
-    if not near:
-        near = [k for k in known if name and (k.startswith(name) or name.startswith(k))][:1]
-    return f": did you mean {prefix}{near[0]}?" if near else ""
+def suggest(
+    name: str, known: Iterable[str], *, prefix: str = "", harmless: Iterable[str] = ()
+) -> str:
+    """Return `: did you mean X?` for the names that an unknown one may misspell, or nothing.
+
+    A name that is merely alike is not suggested: it would be another option, and change results.
+
+    Args:
+        name: the unknown one.
+        known: names of options.
+        prefix: what to show before a name.
+        harmless: names that change nothing, of which the nearest is suggested.
+    """
+    near = [option for option in known if _is_misspelling(name, option)]
+    near = near or difflib.get_close_matches(name, list(harmless), n=1, cutoff=0.8)
+    shown = " or ".join(f"{prefix}{option}" for option in near)
+    return f": did you mean {shown}?" if near else ""
+
+
+#: Letters of the shortest word that may have a typo: shorter ones, such as q, kv and qk, differ by
+#: one letter and mean different things.
+_SHORTEST_TYPO = 4
+
+
+def _is_misspelling(name: str, option: str) -> bool:
+    """Return whether a name is that of an option but for one typo in one word, or for dashes."""
+    words, expected = name.split("-"), option.split("-")
+    if "".join(words) == "".join(expected):
+        return True
+    if len(words) != len(expected):
+        return False
+    pairs = [(a, b) for a, b in zip(words, expected, strict=True) if a != b]
+    if len(pairs) != 1 or min(map(len, pairs[0])) < _SHORTEST_TYPO:
+        return False
+    return _is_one_typo(*pairs[0])
+
+
+def _is_one_typo(a: str, b: str) -> bool:
+    """Return whether one letter is added, missing, replaced, or swapped with the next."""
+    if abs(len(a) - len(b)) > 1:
+        return False
+    start = next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), None)
+    if start is None:
+        return len(a) != len(b)
+    rest, other = a[start:], b[start:]
+    swapped = rest[1::-1] + rest[2:] if len(rest) > 1 else rest
+    return other in (rest[1:], swapped) or rest == other[1:] or rest[1:] == other[1:]

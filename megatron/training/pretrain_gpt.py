@@ -85,21 +85,26 @@ def read_run(argv: Sequence[str], launch: Launch, *, program: Program = PRETRAIN
         print_now=False,
         defaults=_defaults,
         replaced=program.replaced,
-        no_effect=MEGATRON_FLAGS,
+        accepted=MEGATRON_FLAGS,
     )
     from megatron.training.config.check import check, without_effect
+    from megatron.training.config.option_checks import machine_problems
 
     config, overridden = with_checkpoint_schedule(line.config, launch.world_size)
     config, matrices = with_checkpoint_matrices(config)
     problems = list(program.problems(config)) or check(config, launch.world_size)
     problems = problems or check_experiments(config.experiments)
+    lacks = list(machine_problems(config))
+    if not line.invocation.print_config:
+        problems += lacks
     if problems:
         raise ValueError("; ".join(problems))
     run = resolve(config, launch.world_size)
-    unused = without_effect(run.config)
+    unused = without_effect(config, run.config)
     if unused and line.invocation.strict_flags:
         raise ValueError(f"--strict-flags: {'; '.join(unused)}")
-    for note in (*line.notes, *unused, *overridden, *matrices) if launch.rank == 0 else ():
+    start_lines = (*line.notes, *unused, *overridden, *matrices, *lacks)
+    for note in start_lines if launch.rank == 0 else ():
         print(f"{program.name}: {note}", file=sys.stderr, flush=True)
     notes = {
         "processes": f"{run.world_size}, data parallel size {run.data_parallel_size}",

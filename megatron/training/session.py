@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import re
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import islice
 from pathlib import Path
@@ -123,7 +123,7 @@ def build_session(run: Run, place: RunGroups, vocabulary: Vocabulary, data: Data
     config = run.config
     shape, experiments = gpt_config(config, vocabulary.size), load_experiments(run)
     if config.checkpoint.use_checkpoint_args:
-        _check_options_of(config, shape)
+        _check_options_of(config, shape, say=place.coordinator.say)
     bucket = config.data_parallel.ddp_bucket_size
     buckets = {} if bucket is None else {"bucket_bytes": 4 * bucket}
     data_parallel = data_parallel_config(config)
@@ -202,12 +202,16 @@ def _cpu_matmul(config: Config, place: RunGroups) -> CpuMatmul | None:
     )
 
 
-def _check_options_of(config: Config, shape: GPTConfig) -> None:
+def _check_options_of(config: Config, shape: GPTConfig, *, say: Callable[[str], None]) -> None:
     """See that the options out of a checkpoint give the model whose weights it holds, before memory
     is taken for it. Raises ValueError."""
     chosen = config.checkpoint
     roots = [root for root in (chosen.load, chosen.pretrained_checkpoint) if root]
-    folder, _, manifest = saved_options(roots)
+    found = saved_options(roots)
+    if found is None:
+        say(f"--use-checkpoint-args: no checkpoint in {' or '.join(roots)}: options are as given")
+        return
+    folder, _, manifest = found
     try:
         stored = stored_model(folder, manifest)
     except CheckpointError as error:

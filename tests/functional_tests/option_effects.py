@@ -56,7 +56,7 @@ _TRAIN = "--train-data-path {data}"
 _MOE = "--num-experts 4"
 _GROUPS = f"{_MOE} --moe-router-num-groups 2"
 _SHARED = f"{_MOE} --moe-shared-expert-intermediate-size 40"
-_LATENT = "--multi-latent-attention"
+_LATENT = "--multi-latent-attention --qk-layernorm"
 _DELTA = (
     "--hybrid-layer-pattern G*- --num-layers 3 --linear-num-key-heads 4 --linear-num-value-heads 8 "
     "--linear-key-head-dim 8 --linear-value-head-dim 8"
@@ -75,7 +75,7 @@ EFFECTS: dict[str, Effect] = {
     "hidden-size": Effect("plan", "48", "64"),
     "num-attention-heads": Effect("plan", "4", "8"),
     "ffn-hidden-size": Effect("plan", "64", "72"),
-    "group-query-attention": Effect("refusal"),
+    "group-query-attention": Effect("plan"),
     "num-query-groups": Effect("plan", "2", "1"),
     "kv-channels": Effect("plan", "12", "16"),
     "max-position-embeddings": Effect("refusal", "24", "23"),
@@ -112,7 +112,7 @@ EFFECTS: dict[str, Effect] = {
     "yarn-attention-factor": Effect("plan", "1.0", "1.2", _YARN),
     "rotary-interleaved": Effect("plan"),
     # Latent attention
-    "multi-latent-attention": Effect("plan", without=_GROUPED),
+    "multi-latent-attention": Effect("plan", base="--qk-layernorm", without=_GROUPED),
     "q-lora-rank": Effect("plan", "", "20", _LATENT, _GROUPED),
     "kv-lora-rank": Effect("plan", "32", "20", _LATENT, _GROUPED),
     "qk-head-dim": Effect("plan", "128", "20", _LATENT, _GROUPED),

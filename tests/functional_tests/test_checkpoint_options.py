@@ -140,7 +140,6 @@ def test_weights_come_from_a_pretrained_checkpoint_until_there_is_one_to_resume(
     ("more", "message"),
     [
         ("--use-checkpoint-args", "--use-checkpoint-args needs --load or --pretrained-checkpoint"),
-        ("--use-checkpoint-args --load {0}", "--use-checkpoint-args: no checkpoint in {0}"),
         ("--pretrained-checkpoint {0}", "--pretrained-checkpoint {0}: there is no checkpoint"),
         ("--pretrained-checkpoint {0}/iter_9", "--pretrained-checkpoint {0}/iter_9: there is no"),
     ],
@@ -150,6 +149,16 @@ def test_a_checkpoint_that_is_not_there(saved, tmp_path, capsys, more, message):
     argv = flags(saved / "tokens", f"{SHORT} {more.format(absent)}")
     assert run_here(argv) == ExitCode.USER_ERROR
     assert message.format(absent) in capsys.readouterr().err
+
+
+def test_options_as_given_do_without_a_checkpoint(saved, tmp_path, capsys):
+    words = f"--use-checkpoint-args --load {tmp_path / 'absent'}"
+    assert run_here(flags(saved / "tokens", f"{SHORT} {words}")) == 0
+    assert f"no checkpoint in {tmp_path / 'absent'}" in capsys.readouterr().out
+    assert run_here(flags(saved / "tokens", words, without=("--lr",))) == ExitCode.USER_ERROR
+    err = capsys.readouterr().err
+    assert f"no checkpoint in {tmp_path / 'absent'}" in err
+    assert "--lr" in err
 
 
 #: 4 steps of linear warm-up to a rate that stays.
@@ -206,3 +215,24 @@ def test_a_checkpoint_without_optimizer_state_goes_on_without(saved, tmp_path, c
         found.append(losses(metrics))
     assert list(found[0]) == [3]
     assert found[0] == found[1]
+
+
+def test_a_resumed_run_of_latent_attention_keeps_its_rotation(saved, tmp_path, capsys):
+    prefix = saved / "tokens"
+    latent = (
+        f"{SHORT} --multi-latent-attention --kv-lora-rank 8 --qk-head-dim 6 --v-head-dim 6 "
+        "--qk-pos-emb-head-dim 4 --train-iters"
+    )
+    grouped = ("--group-query-attention", "--num-query-groups")
+    save = tmp_path / "save"
+    first = f"{latent} 2 --save {save} --qk-layernorm --rope-type rope"
+    assert run_here(flags(prefix, first, without=grouped)) == 0
+    capsys.readouterr()
+    # The words of a run that began before the flags meant what they mean in Megatron-LM.
+    again = f"{latent} 3 --load {save} --metrics-file {tmp_path / 'm'}"
+    assert run_here(flags(prefix, again, without=grouped)) == 0
+    assert list(losses(tmp_path / "m")) == [3]
+    assert f"--position-embedding-type is rope as in {save}" in capsys.readouterr().err
+    scaled = flags(prefix, f"{again} --qk-layernorm --rope-type yarn", without=grouped)
+    assert run_here(scaled) == ExitCode.USER_ERROR
+    assert "is of another model: rope.scaling" in capsys.readouterr().err

@@ -77,12 +77,7 @@ def _layout(config: Config, world_size: int) -> Iterator[str]:
         )
     yield from _weight_shards(config, world_size)
     yield from _expert_blocks(config)
-    if config.parallel.sequence_parallel and tp == 1:
-        yield (
-            "--sequence-parallel needs --tensor-model-parallel-size above 1: drop it or raise "
-            "the size"
-        )
-    if config.parallel.sequence_parallel and config.training.seq_length % (tp * cp):
+    if config.parallel.sequence_parallel and tp > 1 and config.training.seq_length % (tp * cp):
         shown = " x ".join(flag for flag in above if "pipeline" not in flag)
         yield (
             f"--seq-length {config.training.seq_length} is not a multiple of {shown}, which "
@@ -229,9 +224,7 @@ def _heads(config: Config) -> Iterator[str]:
         )
     if model.group_query_attention and groups is None:
         yield "--group-query-attention needs --num-query-groups: give it"
-    if not model.group_query_attention and groups not in (None, heads):
-        yield f"--num-query-groups {groups} has no effect without --group-query-attention: add that"
-    if groups is not None and groups > 0:
+    if model.group_query_attention and groups is not None and groups > 0:
         if heads % groups:
             yield (
                 f"--num-attention-heads {heads} is not a multiple of --num-query-groups "
@@ -432,17 +425,19 @@ def _tiktoken_flags(config: Config) -> list[str]:
     return [f"--{name.replace('_', '-')}" for name in names if given[name] is not None]
 
 
-def without_effect(config: Config) -> list[str]:
+def without_effect(config: Config, resolved: Config) -> list[str]:
     """Return a line for each group of options that is given and, as others are, does nothing.
 
     Args:
-        config: resolved.
+        config: as given.
+        resolved: the same config with what is derived.
     """
-    kind, unused = config.tokenizer.tokenizer_type, _tiktoken_flags(config)
-    if not unused or kind == "tiktoken":
-        return []
-    said = "no tokenizer is given" if kind is None else f"--tokenizer-type is {kind}"
-    return [f"no effect here: {' '.join(unused)} ({said}, not tiktoken)"]
+    found = list(option_checks.ineffective(config))
+    kind, unused = resolved.tokenizer.tokenizer_type, _tiktoken_flags(config)
+    if unused and kind != "tiktoken":
+        tokenizer = "no tokenizer is given" if kind is None else f"--tokenizer-type is {kind}"
+        found.append((" ".join(unused), f"{tokenizer}, not tiktoken"))
+    return [f"no effect here: {flag} ({reason})" for flag, reason in found]
 
 
 def _weight_decay(config: Config) -> Iterator[str]:
@@ -470,15 +465,15 @@ def _failures(config: Config, world_size: int) -> Iterator[str]:
     rollback, limit = failures.rollback_after_bad_steps, config.training.max_consecutive_bad_steps
     if rollback is not None and save is None:
         yield "--rollback-after-bad-steps needs --save: name a folder to load from"
-    if rollback is not None and not config.checkpoint.save_optim:
-        yield (
-            "--rollback-after-bad-steps goes back to a checkpoint with its optimizer state, and "
-            "--no-save-optim saves none: drop one"
-        )
     if rollback is not None and rollback >= limit:
         yield (
             f"--rollback-after-bad-steps {rollback} is never reached with "
             f"--max-consecutive-bad-steps {limit}: raise that"
+        )
+    if rollback is not None and not config.checkpoint.save_optim:
+        yield (
+            "--rollback-after-bad-steps goes back to a checkpoint with its optimizer state, and "
+            "--no-save-optim saves none: drop one"
         )
     if failures.on_reproduced_fault == "restart" and save is None:
         yield "--on-reproduced-fault restart needs --save: it notes the step there"

@@ -65,8 +65,11 @@ _SCHEDULE = {
 def checkpoint_defaults(given: Mapping[str, Any]) -> dict[str, Any]:
     """Return the values that `--use-checkpoint-args` adds to those given, by option name.
 
+    Without a checkpoint there are none, as long as the required options are given.
+
     Raises:
-        ValueError: there is no checkpoint, it is damaged, or holds no options.
+        ValueError: the checkpoint is damaged or holds no options, or there is none and a required
+            option is not given.
     """
     if not given.get("use-checkpoint-args"):
         return {}
@@ -74,7 +77,17 @@ def checkpoint_defaults(given: Mapping[str, Any]) -> dict[str, Any]:
     roots = [given[name] for name in ("load", "pretrained-checkpoint") if given.get(name)]
     if not wanted or not roots:
         return {}
-    folder, saved, manifest = saved_options(roots)
+    saved_run = saved_options(roots)
+    if saved_run is None:
+        by_pattern = {"num-layers"} if given.get("hybrid-layer-pattern") else set()
+        missing = [o.name for o in wanted if o.required and o.name not in by_pattern]
+        if missing:
+            raise ValueError(
+                f"--use-checkpoint-args: no checkpoint in {' or '.join(roots)}, and no "
+                f"--{', --'.join(missing)}: name another folder, or give them"
+            )
+        return {}
+    folder, saved, manifest = saved_run
     found = {
         option.name: option.from_json(saved[option.name], f"{folder}: {option.name}")
         for option in wanted
@@ -216,15 +229,35 @@ def _newest(roots: list[str], flag: str) -> tuple[Path, Manifest] | None:
     return None
 
 
-def saved_options(roots: list[str]) -> tuple[Path, Mapping[str, Any], Manifest]:
-    """Return the first checkpoint that a root holds, its options and its manifest.
+def stored_options(given: Mapping[str, Any]) -> tuple[Path, Mapping[str, Any]] | None:
+    """Return the checkpoint that a run starts from and its options by name.
+
+    Args:
+        given: values by option name.
+
+    Returns None without a checkpoint, or for one without options.
 
     Raises:
-        ValueError: there is none, or it is damaged.
+        ValueError: the checkpoint is damaged.
+    """
+    for name in ("load", "pretrained-checkpoint"):
+        found = _newest([given[name]], f"--{name}") if given.get(name) else None
+        if found is not None:
+            saved = found[1].extra.get("config")
+            return (found[0], saved) if isinstance(saved, dict) else None
+    return None
+
+
+def saved_options(roots: list[str]) -> tuple[Path, Mapping[str, Any], Manifest] | None:
+    """Return the first checkpoint that a root holds, its options and its manifest; None = there is
+    none.
+
+    Raises:
+        ValueError: the checkpoint is damaged, or holds no options.
     """
     found = _newest(roots, "--use-checkpoint-args")
     if found is None:
-        raise ValueError(f"--use-checkpoint-args: no checkpoint in {' or '.join(roots)}")
+        return None
     folder, manifest = found
     saved = manifest.extra.get("config")
     if not isinstance(saved, dict):

@@ -3,14 +3,17 @@
 
 A row is here only if what the flag asks for happens in every run of ours, or if it concerns what is
 reported or how fast a run is. What would change numbers, or when a run stops, resumes, skips or
-writes, is never a row: it is an option, or it is refused by `megatron.cli.megatron_names`.
+writes, is never a row: it is an option, or it is refused by `megatron.cli.megatron_names`. A flag
+that has no effect with some options and one with others has a `conflict`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
 
-from megatron.cli.flags import KINDS, Kind, NoEffectFlag, NoEffectTable
+from megatron.cli.flags import KINDS, AcceptedFlags, Kind, NoEffectFlag
+from megatron.training.config.translated_flags import TRANSLATED, translate
 
 _ALREADY_SO, _REPORTING, _SPEED = KINDS
 
@@ -23,6 +26,7 @@ _TRACKERS = "runs are recorded by TensorBoard, Weights & Biases or MLflow"
 _BATCHES = "each stage reads its own batch and knows the shapes of what it receives"
 _MASTERS = "main weights are fp32"
 _GRADIENTS = "gradients are summed in fp32 unless --grad-reduce-in-bf16 is given"
+_BUFFERS = "gradients are accumulated in flat buffers"
 _NO_STATE = "random numbers follow from --seed and the position in the run: they have no state"
 
 #: (kind, values as in `NoEffectFlag`, reason, flags).
@@ -47,10 +51,27 @@ _ROWS: tuple[tuple[Kind, str, str, str], ...] = (
     (_ALREADY_SO, "", "a folder in another format is recognised and refused",
      "auto-detect-ckpt-format"),
     (_ALREADY_SO, "", "what is loaded is compared with its digests", "verify-integrity"),
+    (_ALREADY_SO, "", "torchrun's variables count and place processes, under MPI too", "use-mpi"),
+    (_ALREADY_SO, "local|torch", _GRADIENTS, "DDP-impl"),
+    (_ALREADY_SO, "", _BUFFERS,
+     "use-contiguous-buffers-in-local-ddp no-contiguous-buffers-in-local-ddp"),
+    (_ALREADY_SO, "", "every token of a sample has the next one as its label, of the data itself",
+     "no-seq-len-plus-one-tokens"),
+    (_ALREADY_SO, "", "files are read from the file system alone", "disable-msc"),
+    (_ALREADY_SO, "", "--exp-avg-dtype and --exp-avg-sq-dtype say how moments are kept, and "
+     "masters and gradients are fp32", "use-precision-aware-optimizer"),
+    (_ALREADY_SO, "moe_latent_proj", "experts read the whole hidden state: there is no such matrix",
+     "gtp-remat-opt-in-modules"),
+    # Of forks (Pai-Megatron-Patch): pretraining on .bin and .idx files is what happens
+    (_ALREADY_SO, "pretrain", "the whole sample is learnt; fine-tuning on chats is --sft",
+     "train-mode"),
+    (_ALREADY_SO, "MMAP", "token files are .bin and .idx pairs, mapped", "dataset"),
+    (_ALREADY_SO, "INT", "samples have --seq-length tokens", "max-padding-length"),
     # Reports
     (_REPORTING, "", _SCALARS,
      "log-memory-to-tensorboard log-validation-ppl-to-tensorboard log-learning-rate-to-tensorboard "
-     "log-loss-scale-to-tensorboard log-batch-size-to-tensorboard log-world-size-to-tensorboard"),
+     "log-loss-scale-to-tensorboard log-batch-size-to-tensorboard log-world-size-to-tensorboard "
+     "no-log-loss-scale-to-tensorboard no-log-learning-rate-to-tensorboard"),
     (_REPORTING, "INT", _SCALARS, "tensorboard-log-interval tensorboard-queue-size"),
     (_REPORTING, "", _TIMERS,
      "log-timers-to-tensorboard barrier-with-L1-time no-barrier-with-level-1-timing"),
@@ -74,7 +95,12 @@ _ROWS: tuple[tuple[Kind, str, str, str], ...] = (
      "use-fused-weighted-squared-relu moe-permute-fusion moe-router-fusion"),
     (_SPEED, "native|te", _KERNELS, "cross-entropy-fusion-impl"),
     (_SPEED, "", "--attention-backend chooses the attention kernel", "use-flash-attn"),
-    (_SPEED, "", "all experts of a rank are one grouped product", "moe-grouped-gemm"),
+    (_SPEED, "", "all experts of a rank are one grouped product",
+     "moe-grouped-gemm moe-use-legacy-grouped-gemm"),
+    (_SPEED, "", "the optimizer decides when offloaded ranges are copied",
+     "overlap-cpu-optimizer-d2h-h2d"),
+    (_SPEED, "TEXT", "--linear-cp-mode says how recurrences meet the tokens of other ranks",
+     "linear-cp-layout"),
     (_SPEED, "", "token files are mapped", "no-mmap-bin-files"),
     (_SPEED, "INT", "it only says how fast indices are built", "num-dataset-builder-threads"),
     (_SPEED, "", _WRITER,
@@ -87,13 +113,13 @@ _ROWS: tuple[tuple[Kind, str, str, str], ...] = (
     (_SPEED, "", "--data-parallel-sharding-strategy says what is sharded, by one engine",
      "use-megatron-fsdp"),
     (_SPEED, "", "the run makes the groups that it uses", "disable-gloo-process-groups"),
-    (_SPEED, "", "gathers over gtp use ordinary buffers",
-     "gtp-remat-nccl-ub gtp-expert-remat-nccl-ub"),
     (_SPEED, "TEXT", "the run makes the groups that it uses", "high-priority-stream-groups"),
     (_SPEED, "", _OVERLAP,
      "tp-comm-overlap overlap-moe-expert-parallel-comm delay-wgrad-compute "
      "overlap-param-gather-with-optimizer-step overlap-p2p-communication-warmup-flush "
-     "no-overlap-p2p-communication no-align-grad-reduce no-align-param-gather "
+     "overlap-p2p-communication no-overlap-p2p-communication batch-p2p-communication "
+     "no-batch-p2p-communication align-grad-reduce no-align-grad-reduce align-param-gather "
+     "no-align-param-gather deallocate-pipeline-outputs no-deallocate-pipeline-outputs "
      "async-tensor-model-parallel-allreduce no-async-tensor-model-parallel-allreduce"),
     (_SPEED, "", "--pipeline-schedule zb-h1 puts off weight gradients, the head's too",
      "defer-embedding-wgrad-compute"),
@@ -101,8 +127,47 @@ _ROWS: tuple[tuple[Kind, str, str, str], ...] = (
      "wgrad-deferral-limit"),
     (_SPEED, "INT", "buckets are cut by --ddp-bucket-size", "ddp-num-buckets"),
     (_SPEED, "", "buckets are cut by --ddp-bucket-size", "ddp-pad-buckets-for-high-nccl-busbw"),
-    (_SPEED, "", _BATCHES, "no-scatter-gather-tensors-in-pipeline"),
+    (_SPEED, "", _BATCHES,
+     "no-scatter-gather-tensors-in-pipeline variable-seq-lengths enable-variable-seq-lengths"),
 )  # fmt: skip
+
+
+def _without(flag: str, switch: str) -> Callable[[Mapping[str, Any]], str | None]:
+    """Return the conflict of a flag that has an effect with a switch."""
+
+    def conflict(given: Mapping[str, Any]) -> str | None:
+        return f"--{flag} contradicts --{switch}: keep one" if given.get(switch) else None
+
+    return conflict
+
+
+def _sums_in_bf16(flag: str) -> Callable[[Mapping[str, Any]], str | None]:
+    """Return the conflict of a flag that asks for sums of gradients in fp32, by the switches of
+    the network."""
+
+    def conflict(given: Mapping[str, Any]) -> str | None:
+        wide = "reduce-scatter-with-fp32-accumulation"
+        if given.get("grad-reduce-in-bf16") and not given.get(wide):
+            return (
+                f"--{flag} sums gradients in fp32, and --grad-reduce-in-bf16 in bf16: use "
+                f"--{wide} for sums in fp32"
+            )
+        return None
+
+    return conflict
+
+
+def _learned_positions(given: Mapping[str, Any]) -> str | None:
+    """Return what is wrong with --no-position-embedding, which only stands beside rotations."""
+    from_elsewhere = given.get("use-checkpoint-args") or given.get("load-hf")
+    kind = given.get("position-embedding-type")
+    if kind == "learned_absolute" or (kind is None and not from_elsewhere):
+        return (
+            "--no-position-embedding leaves learned positions out, which Megatron-LM takes only "
+            "together with rope: give --position-embedding-type rope, or none for a model without "
+            "positions"
+        )
+    return None
 
 
 def _rows() -> Iterator[NoEffectFlag]:
@@ -119,24 +184,50 @@ def _rows() -> Iterator[NoEffectFlag]:
             kind=_ALREADY_SO,
             values="fp32",
             reason=_GRADIENTS,
-            unless="grad-reduce-in-bf16",
+            conflict=_without(name, "grad-reduce-in-bf16"),
         )
     yield NoEffectFlag(
         name="accumulate-allreduce-grads-in-fp32",
         kind=_ALREADY_SO,
         reason=_GRADIENTS,
-        unless="grad-reduce-in-bf16",
+        conflict=_without("accumulate-allreduce-grads-in-fp32", "grad-reduce-in-bf16"),
+    )
+    for name in ("gtp-remat-nccl-ub", "gtp-expert-remat-nccl-ub"):
+        yield NoEffectFlag(
+            name=name,
+            kind=_ALREADY_SO,
+            reason="gradients over gtp are summed in fp32, and buffers are ordinary ones",
+            conflict=_sums_in_bf16(name),
+        )
+    yield NoEffectFlag(
+        name="no-position-embedding",
+        kind=_ALREADY_SO,
+        reason="a model with rotations has no learned positions",
+        conflict=_learned_positions,
     )
     yield NoEffectFlag(
         name="override-opt-param-scheduler",
         kind=_ALREADY_SO,
         reason="the learning rate follows the flags of this run, not the checkpoint's",
-        unless="use-checkpoint-opt-param-scheduler",
+        conflict=_without("override-opt-param-scheduler", "use-checkpoint-opt-param-scheduler"),
     )
+    yield from _rows_with_notes()
+
+
+def _rows_with_notes() -> Iterator[NoEffectFlag]:
+    """Yield the flags about which the start of a run says more."""
+    for name in ("check-for-nan-in-loss-and-grad", "no-check-for-nan-in-loss-and-grad"):
+        yield NoEffectFlag(
+            name=name,
+            kind=_ALREADY_SO,
+            reason="every step is checked for NaN and Inf",
+            note="a step with a NaN or Inf loss or gradient norm is computed once more, changes no "
+            "weight if it is so again, and --max-consecutive-bad-steps of them end the run",
+        )
     yield NoEffectFlag(
         name="ckpt-format",
         kind=_ALREADY_SO,
-        values="torch_dist",
+        values="torch_dist|torch|torch_dcp|fsdp_dtensor|zarr",
         reason="checkpoints load on any layout, as those of torch_dist do",
         note="checkpoints are written in this project's format, safetensors with a manifest",
     )
@@ -152,4 +243,6 @@ def _rows() -> Iterator[NoEffectFlag]:
 #: What an entry script of training accepts without effect.
 NO_EFFECT: tuple[NoEffectFlag, ...] = tuple(_rows())
 
-MEGATRON_FLAGS = NoEffectTable(flags=NO_EFFECT)
+MEGATRON_FLAGS = AcceptedFlags(
+    no_effect=NO_EFFECT, translated=tuple(TRANSLATED), translate=translate
+)

@@ -21,7 +21,8 @@ class AttentionOptions:
     attention_dropout: Annotated[float, at("latent.dropout"), at("attention.dropout")] = 0.1
     """Dropout rate of attention probabilities."""
     qk_layernorm: Annotated[bool, at("attention.qk_norm")] = False
-    """Normalise each query and key head before the rotary embedding."""
+    """Normalise each query and key head before the rotary embedding. Latents are always normalised,
+    and a command line with --multi-latent-attention has to say so by this flag."""
     attention_output_gate: Annotated[bool, at("attention.output_gate", back=unless(False))] = False
     """Multiply what each head gives by the sigmoid of a learned product with the token."""
     window_size: Annotated[int | None, at("attention.window", back=unless(None))] = None

@@ -127,17 +127,6 @@ def missing_block_problems(config: Config) -> Iterator[str]:
         if not any(has(config, symbol) for symbol in symbols):
             for flag in _given(config, fields):
                 yield f"{flag} has no effect: {FLAG} {pattern.main} has no {noun}: drop it"
-    width, experts = config.model.ffn_hidden_size, config.experts
-    derived = dataclasses.replace(config.model, ffn_hidden_size=None).inner_features
-    # Those that a resolved run has are not the user's.
-    if not has(config, DENSE) and width not in (None, derived, experts.moe_ffn_hidden_size):
-        if experts.num_experts is None:
-            reason = f"{FLAG} {pattern.main} has no MLP"
-        elif experts.moe_ffn_hidden_size is not None:
-            reason = f"{FLAG} {pattern.main} has no MLP, and experts their --moe-ffn-hidden-size"
-        else:
-            return
-        yield f"--ffn-hidden-size {width} has no effect: {reason}: drop it"
 
 
 def _given(config: Config, fields: dict[str, tuple[str, ...]]) -> Iterator[str]:
@@ -182,8 +171,6 @@ def _dependents(config: Config) -> Iterator[tuple[object, str, bool, str]]:
     yield failures, "rerun_interval", stats, "--rerun-mode report_determinism_stats"
     yield failures, "straggler_factor", failures.log_straggler, "--log-straggler"
     decoupled = config.schedule.decoupled_lr is not None
-    goes_on = loads and not checkpoint.finetune
-    yield checkpoint, "schedule_on_load", goes_on, "--load, or with --finetune"
     yield config.schedule, "decoupled_min_", decoupled, "--decoupled-lr"
     optimizer = config.optimizer
     yield config.muon, "muon_", optimizer.optimizer == "muon", "--optimizer muon"
@@ -196,6 +183,8 @@ def _dependents(config: Config) -> Iterator[tuple[object, str, bool, str]]:
         yield config.data, start, loads, "--load"
     some = loads or checkpoint.pretrained_checkpoint is not None
     yield checkpoint, "finetune", some, "--load or --pretrained-checkpoint"
+    goes_on = loads and not checkpoint.finetune
+    yield checkpoint, "schedule_on_load", goes_on, "--load, or with --finetune"
     yield profiling, "profile_step_", profiling.profile, "--profile"
     watched = profiling.profile or profiling.record_memory_history
     yield profiling, "profile_ranks", watched, "--profile or --record-memory-history"
@@ -263,6 +252,57 @@ def without_switch(config: Config) -> Iterator[str]:
                 yield f"--{flag} has no effect without {switch}: add that"
 
 
+def ineffective(config: Config) -> Iterator[tuple[str, str]]:
+    """Yield every option that is accepted though it does nothing with the others, and the reason.
+
+    Args:
+        config: as given, or resolved.
+    """
+    model, checkpoint, parallel = config.model, config.checkpoint, config.parallel
+    if parallel.sequence_parallel and parallel.tensor_model_parallel_size == 1:
+        yield "--sequence-parallel", "--tensor-model-parallel-size is 1: nothing is sharded over it"
+    if checkpoint.save is None and checkpoint.save_interval is not None:
+        yield f"--save-interval {checkpoint.save_interval}", "nothing is saved without --save"
+    if checkpoint.save is None and not checkpoint.save_optim:
+        yield "--no-save-optim", "nothing is saved without --save"
+    if (iterations := config.evaluation.eval_iters) < 0:
+        yield f"--eval-iters {iterations}", "there is no validation, as with 0"
+    groups = model.num_query_groups
+    if not model.group_query_attention and groups not in (None, model.num_attention_heads):
+        reason = "without --group-query-attention every query head has a key and value head"
+        yield f"--num-query-groups {groups}", reason
+    if config.attention.multi_latent_attention and model.kv_channels is not None:
+        reason = "latent attention has the sizes of --qk-head-dim and --v-head-dim"
+        yield f"--kv-channels {model.kv_channels}", reason
+    yield from _ineffective_of_feed_forward(config)
+
+
+def _ineffective_of_feed_forward(config: Config) -> Iterator[tuple[str, str]]:
+    """Yield what `ineffective` does for MLPs and experts."""
+    width, experts = config.model.ffn_hidden_size, config.experts
+    derived = dataclasses.replace(config.model, ffn_hidden_size=None).inner_features
+    # The widths of a resolved config are not the user's.
+    if width not in (None, derived, experts.moe_ffn_hidden_size):
+        if experts.num_experts is None:
+            if is_hybrid(config) and not has(config, DENSE):
+                yield f"--ffn-hidden-size {width}", "no layer has an MLP"
+        elif experts.moe_ffn_hidden_size is not None and DENSE not in _feed_forward(config):
+            reason = "no layer has an MLP, and experts have their --moe-ffn-hidden-size"
+            yield f"--ffn-hidden-size {width}", reason
+    kind = experts.moe_router_load_balancing_type
+    if (
+        experts.num_experts is not None
+        and kind == "seq_aux_loss"
+        and not experts.moe_aux_loss_coeff
+    ):
+        yield f"--moe-router-load-balancing-type {kind}", "--moe-aux-loss-coeff is 0"
+
+
+def _feed_forward(config: Config) -> set[str]:
+    """Return the kinds of blocks of the model and of its depths of multi-token prediction."""
+    return set(blocks(config) + depth_blocks(config))
+
+
 def beyond_the_run(config: Config, world_size: int) -> Iterator[str]:
     """Name what profiling asks for and the run does not have."""
     profiling, iterations = config.profiling, config.training.train_iters
@@ -282,11 +322,6 @@ def attention_problems(config: Config) -> Iterator[str]:
         return
     refused = {
         "--group-query-attention": (model.group_query_attention, "all heads have their own keys"),
-        "--kv-channels": (model.kv_channels, "heads are as --qk-head-dim and --v-head-dim say"),
-        "--qk-layernorm": (
-            config.attention.qk_layernorm,
-            "its low-rank vectors are always normalised",
-        ),
         "--attention-output-gate": (config.attention.attention_output_gate, "it has no gate"),
         "--add-qkv-bias": (model.add_qkv_bias, "it has no biases"),
         "--add-attention-output-bias": (model.add_attention_output_bias, "it has no biases"),
@@ -417,11 +452,6 @@ def _switches(config: Config) -> Iterator[str]:
             f"--moe-aux-loss-coeff {coefficient} has no effect with "
             "--moe-router-load-balancing-type none: drop one"
         )
-    if kind == "seq_aux_loss" and not coefficient:
-        yield (
-            f"--moe-router-load-balancing-type {kind} has no effect without --moe-aux-loss-coeff "
-            "above 0: give that"
-        )
 
 
 def hybrid_problems(config: Config) -> Iterator[str]:
@@ -472,14 +502,20 @@ def context_problems(config: Config) -> Iterator[str]:
         yield from _heads(config)
 
 
+def machine_problems(config: Config) -> Iterator[str]:
+    """Name what this machine lacks for a run, each with its fix."""
+    if config.parallel.transformer_impl == "transformer_engine":
+        problem = transformer_engine_problem()
+        if problem is not None:
+            flag = "--transformer-impl transformer_engine"
+            yield f"{flag}: {problem}, or take --transformer-impl local"
+
+
 def transformer_engine_problems(config: Config) -> Iterator[str]:
-    """Name why TransformerEngine cannot be used, and what does not go with it."""
+    """Name what does not go with TransformerEngine, each with its fix."""
     if config.parallel.transformer_impl != "transformer_engine":
         return
     flag = "--transformer-impl transformer_engine"
-    problem = transformer_engine_problem()
-    if problem is not None:
-        yield f"{flag}: {problem}, or take --transformer-impl local"
     chosen = config.execution
     if chosen.cuda_graph_impl != "none":
         yield f"{flag} cannot be captured by --cuda-graph-impl {chosen.cuda_graph_impl}: drop one"

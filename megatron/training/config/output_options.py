@@ -235,10 +235,6 @@ class CheckpointConfig:
         require_all(
             lambda: positive(self, "save_interval", "save_keep_last", "save_retain_interval"),
             lambda: require(
-                self.save_interval is None or self.save is not None,
-                "--save-interval needs --save: name a folder to save in",
-            ),
-            lambda: require(
                 not self.async_save or self.save_interval is not None,
                 "--async-save needs --save-interval: the last save of a run is never in the "
                 "background",

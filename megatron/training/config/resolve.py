@@ -197,6 +197,7 @@ def _parallel(config: Config) -> ParallelConfig:
         expert_shards = expert_shards or etp
     return replace(
         parallel,
+        sequence_parallel=parallel.sequence_parallel and tp > 1,
         tensor_parallel_num_weight_shards=parallel.tensor_parallel_num_weight_shards or tp,
         expert_tensor_parallel_size=etp,
         expert_tensor_parallel_num_weight_shards=expert_shards,
@@ -234,6 +235,7 @@ def _data_parallel(chosen: DataParallelConfig, dp: int) -> DataParallelConfig:
 def _evaluation(chosen: EvaluationConfig, training: TrainingConfig) -> EvaluationConfig:
     return replace(
         chosen,
+        eval_iters=max(chosen.eval_iters, 0),
         eval_global_batch_size=chosen.eval_global_batch_size or training.global_batch_size,
         eval_micro_batch_size=chosen.eval_micro_batch_size or training.micro_batch_size,
     )

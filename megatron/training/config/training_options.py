@@ -286,7 +286,8 @@ class EvaluationConfig:
     eval_interval: int = 1000
     """Iterations between validations; 0 = never."""
     eval_iters: int = 100
-    """Global batches per validation, of --eval-global-batch-size samples; 0 = no validation."""
+    """Global batches per validation, of --eval-global-batch-size samples; 0 or -1 = no
+    validation."""
     eval_global_batch_size: int | None = None
     """Samples per step of a validation over all ranks; derived: --global-batch-size."""
     eval_micro_batch_size: int | None = None
@@ -294,7 +295,10 @@ class EvaluationConfig:
 
     def __post_init__(self) -> None:
         require_all(
-            lambda: not_negative(self, "eval_interval", "eval_iters"),
+            lambda: not_negative(self, "eval_interval"),
+            lambda: require(
+                self.eval_iters >= -1, f"--eval-iters is {self.eval_iters}: it must be at least -1"
+            ),
             lambda: positive(self, "eval_global_batch_size", "eval_micro_batch_size"),
         )
 

@@ -188,7 +188,8 @@ def test_a_flag_that_wins_over_the_file_is_said(tmp_path, capsys):
     ("words", "message"),
     [
         ("--num-layer 2", "unknown flag --num-layer: did you mean --num-layers?"),
-        ("--tensor-parallel 2", "did you mean --tensor-model-parallel-size?"),
+        ("--tensor-parallel 2", "use --tensor-model-parallel-size: "),
+        ("--hiden-size 2", "did you mean --hidden-size?"),
         ("--tensor-parallel-size 2", "use --tensor-model-parallel-size: "),
         ("--zzzz 2", "unknown flag --zzzz$"),
         ("--num-layers two", "--num-layers is 'two': expected an integer"),
@@ -201,7 +202,7 @@ def test_a_flag_that_wins_over_the_file_is_said(tmp_path, capsys):
         ("--micro-batch-size 0", "--micro-batch-size is 0: it must be above 0"),
         ("--hidden-dropout 1.0", r"--hidden-dropout is 1.0: it must lie in \[0, 1\)"),
         ("--bf16 --fp16", "--bf16 and --fp16 exclude each other"),
-        ("--save-interval 5", "--save-interval needs --save"),
+        ("--async-save", "--async-save needs --save-interval"),
         ("--min-lr 0.1", "--min-lr 0.1 is above --lr 0.001"),
         ("--bf16 --seed=1 stray", "unexpected argument 'stray'"),
     ],

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import pytest
 
-from megatron.cli.flags import NoEffectTable, parse_command_line, read_flags
+from megatron.cli.flags import AcceptedFlags, parse_command_line, read_flags
 from megatron.cli.megatron_names import (
     ALIASES,
     VALUE_NAMES,
@@ -17,6 +17,7 @@ from megatron.cli.megatron_names import (
 from megatron.cli.schema import Option, options
 from megatron.training.config import Config
 from megatron.training.config.megatron_flags import NO_EFFECT
+from megatron.training.config.translated_flags import TRANSLATED
 from tests.support.arguments import last_wins
 from tests.unit_tests.training.small_config import ARGUMENTS, small_config
 
@@ -87,15 +88,15 @@ def test_each_flag_people_use_works_or_is_answered(name):
         read_flags([f"--{name}", "2"], list(KNOWN.values()))
     text = str(caught.value)
     assert "\n" not in text
-    mend, reason = text.split(": ", 2)[1:]
-    assert mend == "leave it out" or mend.removeprefix("use --") in KNOWN
+    advice, reason = text.split(": ", 2)[1:]
+    assert advice in ("leave it out", "not supported") or advice.removeprefix("use --") in KNOWN
     assert len(reason.split()) >= 3
 
 
 def test_a_whole_script_is_answered_in_one_line():
     script = (
         "--pipeline-model-parallel-size 1 --context-parallel-size=1 --transformer-impl "
-        "inference_optimized --ckpt-format torch --attention-softmax-in-fp32 --vocab-extra-ids 1 "
+        "inference_optimized --ckpt-format tar --attention-softmax-in-fp32 --vocab-extra-ids 1 "
         "--tokenizer-metadata m --moe-router-dtype fp64 --num-layer 2 --recompute-modules mlp"
     )
     with pytest.raises(ValueError) as caught:
@@ -104,12 +105,12 @@ def test_a_whole_script_is_answered_in_one_line():
             [*ARGUMENTS.split(), *script.split()],
             prog="p",
             description="d",
-            no_effect=NoEffectTable(flags=NO_EFFECT),
+            accepted=AcceptedFlags(no_effect=NO_EFFECT),
         )
     problems = str(caught.value).split("; ")
     assert [p.partition(":")[0] for p in problems] == [
         "--transformer-impl is 'inference_optimized'",
-        "--ckpt-format is 'torch'",
+        "--ckpt-format is 'tar'",
         "--vocab-extra-ids",
         "--tokenizer-metadata",
         "--moe-router-dtype is 'fp64'",
@@ -150,13 +151,14 @@ def test_a_window_that_looks_ahead_is_refused(text):
 
 def test_the_tables_name_no_option_and_mend_by_options_alone():
     switches = [f"no-{o.name}" for o in KNOWN.values() if o.kind is bool]
-    listed = [*KNOWN, *HARMLESS, *ALIASES, *switches]
+    translated = [option.name for option in TRANSLATED]
+    listed = [*KNOWN, *HARMLESS, *ALIASES, *translated, *switches]
     names = set(listed)
     assert len(names) == len(listed), "a name stands for one thing"
     assert not names & set(answered()), "an option works and needs no answer"
     assert not [(n, p) for n in names for p in answered_prefixes() if n.startswith(p)]
     for name, known in answered().items():
-        assert known.nearest is None or known.nearest in {*KNOWN, "config"}, name
+        assert known.nearest is None or known.nearest in {*KNOWN, "config", "print-config"}, name
         assert known.reason
         assert not {"\n", ";"} & set(known.reason), name
 
@@ -192,8 +194,10 @@ def test_an_unknown_flag_may_be_near_an_answered_one():
 @pytest.mark.parametrize("name", ALIASES)
 def test_another_name_of_an_option_sets_it(name):
     option, text = ALIASES[name]
-    given = f"--{name}" if text else f"--{name} a"
-    assert read(given) == read(f"--no-{option}" if text == "false" else f"--{option} {text or 'a'}")
+    given = f"--{name}" if text else " ".join(words(KNOWN[option], name))
+    value = text or " ".join(words(KNOWN[option], option)[1:])
+    expected = {"true": f"--{option}", "false": f"--no-{option}"}.get(text, f"--{option} {value}")
+    assert read(given) == read(expected)
 
 
 def test_another_name_takes_no_other_value_and_contradicts_none():

@@ -44,7 +44,7 @@ def test_prompts_of_a_config_file_stay_unless_the_command_line_has_some(tmp_path
         (["--prompt", "a"], "missing --load"),
         (["--load", "x", "--prompt"], "--prompt needs a text"),
         (["--load", "x", "--prompt", "a", "b"], "unexpected argument 'b'"),
-        (["--load", "x", "--top-pp", "1"], "did you mean --top-p"),
+        (["--load", "x", "--temperatur", "1"], "did you mean --temperature"),
         (["--load", "x", "--top-k", "many"], "--top-k is 'many': expected an integer"),
         (["--load", "x", "--max-new-tokens", "0"], "--max-new-tokens is 0"),
         (

@@ -286,12 +286,6 @@ def test_yarn_grows_what_rotates_and_the_softmax_scale():
             "--moe-aux-loss-coeff 0.1 has no effect with --moe-router-load-balancing-type none",
         ),
         (
-            f"{EXPERTS} --moe-router-load-balancing-type seq_aux_loss",
-            1,
-            "--moe-router-load-balancing-type seq_aux_loss has no effect without "
-            "--moe-aux-loss-coeff above 0: give that",
-        ),
-        (
             f"{EXPERTS} --no-moe-shared-expert-overlap --moe-token-drop-policy position "
             "--moe-router-bias-update-rate 0.1",
             1,
@@ -319,8 +313,6 @@ def test_yarn_grows_what_rotates_and_the_softmax_scale():
             "--group-query-attention does not go with --multi-latent-attention: all heads have "
             "their own keys: drop one",
         ),
-        (f"{LATENT} --kv-channels 8", 1, "--kv-channels does not go with --multi-latent-attention"),
-        (f"{LATENT} --qk-layernorm", 1, "--qk-layernorm does not go with --multi-latent-attention"),
         (f"{LATENT} --window-size 4", 1, "--window-size does not go with --multi-latent-attention"),
         (f"{LATENT} --softmax-type learnable", 1, "--softmax-type learnable does not go with"),
         (f"{LATENT} --add-qkv-bias", 1, "--add-qkv-bias does not go with --multi-latent-attention"),

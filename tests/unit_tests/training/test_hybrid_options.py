@@ -193,7 +193,7 @@ REFUSED = [
     ),
     (
         f"{PATTERN} G-*- {DELTA} {HEADS} 6 --multi-latent-attention --disable-bias-linear "
-        "--position-embedding-type rope",
+        "--position-embedding-type rope --qk-layernorm",
         1,
         "has '\\*' and --multi-latent-attention is given: write '\\+' for it",
     ),

@@ -4,11 +4,16 @@
 from __future__ import annotations
 
 import dataclasses
+import re
+from dataclasses import fields
 
 import pytest
 
 from megatron.cli.flags import KINDS, HelpRequested, parse_command_line
 from megatron.cli.launch import Launch
+from megatron.cli.schema import suggest
+from megatron.core.extensions import transformer_engine_problem
+from megatron.core.models.gpt import logical_weights
 from megatron.training.config import Config
 from megatron.training.config.megatron_flags import MEGATRON_FLAGS, NO_EFFECT
 from megatron.training.config.model_table import gpt_config
@@ -32,7 +37,7 @@ def parse(text: str, said: list[str]) -> Config:
         last_wins([*ARGUMENTS.split(), *text.split()]),
         prog="p",
         description="d",
-        no_effect=MEGATRON_FLAGS,
+        accepted=MEGATRON_FLAGS,
     )
     said += line.notes
     return line.config
@@ -88,7 +93,11 @@ def test_each_row_is_accepted_unless_all_that_has_no_effect_is_refused(flag):
 @pytest.mark.parametrize(
     "text",
     [
-        "--ckpt-format torch",
+        "--ckpt-format tar",
+        "--train-mode finetune",
+        "--dataset JSON-SFT",
+        "--no-position-embedding --position-embedding-type learned_absolute",
+        "--gtp-remat-nccl-ub --bf16 --grad-reduce-in-bf16",
         "--distributed-backend gloo",
         "--moe-router-dtype fp64",
         "--dist-ckpt-strictness ignore_all",
@@ -130,20 +139,20 @@ def test_they_are_no_options_and_not_in_help():
 #: would change when a run stops, resumes, skips or writes.
 REFUSED = """
 --fp8-param-gather --fp4-recipe custom --fp8-wgrad --fp16-lm-cross-entropy
---no-position-embedding --openai-gelu --quick-geglu --glu-linear-offset 1.0 --onnx-safe
+--openai-gelu --quick-geglu --glu-linear-offset 1.0 --onnx-safe
 --activation-func-clamp-value 7.0 --apply-residual-connection-post-layernorm
---fp32-residual-connection --rotary-scaling-factor 40 --window-attn-skip-freq 2
+--fp32-residual-connection --window-attn-skip-freq 2
 --init-method-xavier-uniform --embedding-init-method-std 0.1 --no-initialization
 --data-parallel-random-init --use-legacy-models --spec local --mtp-use-repeated-layer
 --moe-latent-size 8 --moe-apply-probs-on-input --moe-router-topk-limited-devices 2
 --moe-router-force-load-balancing --moe-router-padding-for-quantization
 --experimental-attention-variant dsa --linear-attention-freq 3 --dsa-indexer-topk 8
 --use-mup --apply-wd-to-qk-layernorm --no-weight-decay-cond-type qk_layernorm
---lr-decay-tokens 8 --adam-decoupled --decrease-batch-size-if-needed --use-precision-aware-optimizer
+--lr-decay-tokens 8 --adam-decoupled --decrease-batch-size-if-needed
 --vocab-extra-ids 100 --tokenizer-metadata a --fim-data --fim-rate 0.5
 --full-validation --skip-train --test-mode --data-sharding
 --create-attention-mask-in-dataloader --override-lr-scheduler
---no-check-for-nan-in-loss-and-grad --check-for-spiky-loss --check-for-large-grads
+--check-for-spiky-loss --check-for-large-grads
 --error-injection-rate 100 --iterations-to-skip 3 --train-sync-interval 5 --adlr-autoresume
 --exit-signal-handler-for-dataloader --ckpt-step 3
 --exit-on-missing-checkpoint --non-persistent-save-interval 5 --load-main-params-from-ckpt
@@ -167,3 +176,147 @@ def test_positions_that_a_script_leaves_out_are_those_of_megatron():
     assert (model.rope, model.max_position_embeddings) == (None, 32)
     rotary = read_run([*words, "--use-rotary-position-embeddings"], Launch())
     assert gpt_config(rotary.config, 61).max_position_embeddings is None
+
+
+FULL = {"recompute_granularity": "full", "recompute_method": "uniform"}
+
+
+@pytest.mark.parametrize(
+    ("text", "options"),
+    [
+        ("--checkpoint-activations", {**FULL, "recompute_num_layers": 1}),
+        ("--checkpoint-activations --checkpoint-num-layers 2", {**FULL, "recompute_num_layers": 2}),
+        (
+            "--activations-checkpoint-method block --activations-checkpoint-num-layers 1",
+            {**FULL, "recompute_method": "block", "recompute_num_layers": 1},
+        ),
+        ("--moe-layer-recompute", {"recompute_granularity": "selective"}),
+        (
+            "--moe-layer-recompute --checkpoint-activations",
+            {**FULL, "recompute_num_layers": 1},
+        ),
+        ("--use-multi-token-prediction --num-mtp-predictor 2", {"mtp_num_layers": 2}),
+        ("--do-layernorm-bias-weight-decay", {"weight_decay_group": ("*=1",)}),
+        ("--wandb-name n --wandb-project p", {"wandb_exp_name": "n"}),
+        ("--use-gated-attention --attention-output-gate", {"attention_output_gate": True}),
+        ("--linear-cp-mode chunkwise", {"linear_cp_mode": "segments"}),
+    ],
+)
+def test_flags_of_forks_and_old_versions_are_options(text, options):
+    config = parse(text, [])
+    values = {name: v for section in vars(config).values() for name, v in vars(section).items()}
+    assert {name: values[name] for name in options} == options
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("--checkpoint-num-layers 2", "--recompute-num-layers 2"),
+        (
+            "--checkpoint-activations --recompute-granularity selective",
+            "contradicts --recompute-granularity selective",
+        ),
+        ("--use-multi-token-prediction", "--mtp-num-layers"),
+        ("--num-mtp-predictor 2", "--mtp-num-layers 2"),
+        ("--do-layernorm-bias-weight-decay --weight-decay-group *.bias=1", "contradict"),
+    ],
+)
+def test_translated_flags_that_contradict_are_refused(text, message):
+    with pytest.raises(ValueError, match=re.escape(message)):
+        parse(text, [])
+
+
+EXPERTS = "--num-experts 4 --disable-bias-linear"
+
+
+@pytest.mark.parametrize(
+    ("text", "base"),
+    [
+        ("--sequence-parallel", ""),
+        ("--save-interval 5", ""),
+        ("--no-save-optim", ""),
+        ("--eval-iters -1", "--eval-iters 0"),
+        ("--num-query-groups 2", ""),
+        ("--moe-router-load-balancing-type seq_aux_loss", EXPERTS),
+        ("--ffn-hidden-size 64", f"{EXPERTS} --moe-ffn-hidden-size 32"),
+    ],
+)
+def test_options_without_effect_are_listed_and_change_nothing(text, base, capsys):
+    words = last_wins([*ARGUMENTS.split(), *base.split()])
+    plain = read_run(words, Launch()).config
+    assert text not in capsys.readouterr().err
+    run = read_run(last_wins([*words, *text.split()]), Launch())
+    assert f"no effect here: {text} (" in capsys.readouterr().err
+    models = (gpt_config(config, 61) for config in (run.config, plain))
+    one, other = (logical_weights(model) for model in models)
+    assert one == other
+    assert run.config.parallel == plain.parallel
+    assert run.config.evaluation == plain.evaluation
+    with pytest.raises(ValueError, match=f"--strict-flags.*{text.split()[0]}"):
+        read_run([*last_wins([*words, *text.split()]), "--strict-flags"], Launch())
+
+
+def test_what_a_checkpoint_format_and_nan_checks_do_is_said():
+    said: list[str] = []
+    parse("--ckpt-format torch --no-check-for-nan-in-loss-and-grad", said)
+    lines = {line.split(": ")[0]: line for line in said}
+    assert "safetensors" in lines["--ckpt-format torch"]
+    assert "--max-consecutive-bad-steps" in lines["--no-check-for-nan-in-loss-and-grad"]
+
+
+@pytest.mark.skipif(transformer_engine_problem() is None, reason="TransformerEngine is here")
+def test_a_library_that_is_not_here_is_missed_by_a_run_alone(capsys):
+    words = [*ARGUMENTS.split(), "--transformer-impl", "transformer_engine"]
+    with pytest.raises(ValueError, match="--transformer-impl transformer_engine"):
+        read_run(words, Launch())
+    with pytest.raises(HelpRequested) as caught:
+        read_run([*words, "--print-config"], Launch())
+    assert 'transformer-impl: "transformer_engine"' in caught.value.text
+    assert "--transformer-impl transformer_engine" in capsys.readouterr().err
+
+
+#: Flags that are not here, and the right thing to say; none is near it by spelling.
+ADVICE = {
+    "qk-rope-heads": None,
+    "num-shared-experts": "moe-shared-expert-intermediate-size",
+    "moe-loss-weight": "moe-aux-loss-coeff",
+    "deepspeed": "data-parallel-sharding-strategy",
+    "fake-process-group": "print-config",
+    "use-legacy-models": None,
+    "embed-layernorm": None,
+    "kv-head-dim": None,
+    "qk-lora-rank": None,
+    "scaling-factor": None,
+    "rope-head-dim": None,
+    "layernorm": None,
+    "attention-gate": None,
+    "moe-topk": None,
+    "glu": None,
+}
+
+
+@pytest.mark.parametrize("name", ADVICE)
+def test_advice_names_the_same_thing_or_nothing(name):
+    with pytest.raises(ValueError, match=f"--{name}") as caught:
+        parse(f"--{name} 1", [])
+    text = str(caught.value).removeprefix("unknown flag ").removeprefix(f"--{name}")
+    advised = re.match(r": (?:use|did you mean) --([a-z0-9-]+)", text)
+    assert (advised[1] if advised else None) == ADVICE[name], text
+
+
+def test_a_suggestion_is_a_misspelling():
+    known = [
+        field.name.replace("_", "-") for s in vars(small_config()).values() for field in fields(s)
+    ]
+    assert len(known) > 150
+    for name in known:
+        words = name.split("-")
+        longest = max(range(len(words)), key=lambda i: len(words[i]))
+        typo = "-".join([*words[:longest], words[longest][:-1], *words[longest + 1 :]])
+        suggested = suggest(typo, known)
+        if len(words[longest]) > 4:
+            assert re.search(rf"[ ]{name}( or |\?)", suggested) or typo in known, (typo, suggested)
+        # Without a word it is another option.
+        for i in range(len(words)):
+            shorter = "-".join([*words[:i], *words[i + 1 :]])
+            assert not suggest(shorter, [name]), (shorter, name)

@@ -23,12 +23,12 @@ from tests.unit_tests.training.test_hybrid_options import (
 #: Options of attention and of MLPs, for runs that have none of these.
 NO_ATTENTION = """--num-attention-heads 6|--group-query-attention|--num-query-groups 2
 --kv-channels 16|--add-qkv-bias|--add-attention-output-bias|--attention-dropout 0.2|--qk-layernorm
---attention-output-gate|--window-size 5|--softmax-type learnable|--multi-latent-attention
+--attention-output-gate|--window-size 5|--softmax-type learnable
 --q-lora-rank 8|--kv-lora-rank 8|--mscale 2.0|--rotary-base 5000.0|--rotary-percent 0.5
 --rotary-interleaved|--rotary-seq-len-interpolation-factor 2.0|--use-rope-scaling
 --rope-scaling-factor 4.0|--yarn-beta-fast 16.0|--cp-comm-type p2p|--attention-backend reference
 --attention-backend triton""".replace("\n", "|").split("|")
-NO_MLP = ("--swiglu", "--squared-relu", "--add-mlp-bias", "--ffn-hidden-size 64")
+NO_MLP = ("--swiglu", "--squared-relu", "--add-mlp-bias")
 MISSING = [(f"{PATTERN} GM-", option, 1, "attention") for option in NO_ATTENTION]
 MISSING += [(f"{PATTERN} M {CP} 2", option, 2, "attention") for option in NO_ATTENTION[-3:]]
 MISSING += [(f"{PATTERN} GM* {HEADS} 6", option, 1, "MLP") for option in NO_MLP]
@@ -44,13 +44,17 @@ def test_options_of_blocks_that_a_pattern_has_not_are_refused(model, option, wor
     assert str(caught.value) == wanted
 
 
-def test_an_mlp_s_width_beside_experts_that_have_their_own_is_refused():
+def test_an_mlp_s_width_beside_experts_that_have_their_own_is_said(capsys):
     experts = "--num-experts 4 --disable-bias-linear --swiglu --ffn-hidden-size 64"
     run = hybrid_run(f"{PATTERN} ME {MAMBA} {experts}")
     assert gpt_config(run.config, 61).moe.ffn_hidden_size == 64
     assert resolve(run.config, 1) == run, "of which both widths are written"
-    with pytest.raises(ValueError, match=r"^--ffn-hidden-size 64 has no effect: .* MLP, and"):
-        hybrid_run(f"{PATTERN} ME {MAMBA} {experts} --moe-ffn-hidden-size 32")
+    assert "--ffn-hidden-size" not in capsys.readouterr().err
+    run = hybrid_run(f"{PATTERN} ME {MAMBA} {experts} --moe-ffn-hidden-size 32")
+    assert gpt_config(run.config, 61).moe.ffn_hidden_size == 32
+    assert "no effect here: --ffn-hidden-size 64 " in capsys.readouterr().err
+    hybrid_run(f"{PATTERN} GM* {MAMBA} {DELTA} {HEADS} 6 --ffn-hidden-size 64")
+    assert "no effect here: --ffn-hidden-size 64 " in capsys.readouterr().err
 
 
 def test_what_asks_for_nothing_may_be_given():

@@ -155,9 +155,9 @@ def test_each_problem_is_found_alone(more, world, message):
 def test_all_problems_come_at_once():
     more = f"{PP} 2 {LAYOUT} Et|(tx {EACH} 1 {VIRTUAL} 2 --tensor-model-parallel-size 2"
     assert len(check(small_config(more), 6)) == 7
-    more = f"{PP} 2 {LAYOUT} t(|xL) --global-batch-size 7 --sequence-parallel"
+    more = f"{PP} 2 {LAYOUT} t(|xL) --global-batch-size 7 --schedule-on-load restart"
     assert len(check(small_config(more), 4)) == 4
-    more = f"{PP} 2 {PATTERN} *-|*-*x| --sequence-parallel"
+    more = f"{PP} 2 {PATTERN} *-|*-*x| --schedule-on-load restart"
     assert len(check(small_config(more), 4)) == 3
     more = f"{PP} 4 --num-layers 6 {VIRTUAL} 2 --pipeline-schedule zb-h1 {GROUP} 3"
     found = check(small_config(more), 4)

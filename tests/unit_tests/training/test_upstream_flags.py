@@ -16,12 +16,12 @@ def test_as_many_of_upstreams_flags_are_accepted_as_before():
     assert (found.uses, found.configs) == (15365, 221)
     assert found.accepted >= 14400
     assert found.flags - found.refused.total() >= 12358
-    assert found.unchanged >= 140
+    assert found.unchanged >= 150
 
 
 def test_a_value_counts_with_its_flag():
     assert is_accepted(["--ckpt-format", "torch_dist"])
-    assert not is_accepted(["--ckpt-format", "torch"])
+    assert not is_accepted(["--ckpt-format", "tar"])
     assert is_accepted(["--seed", "${REPEAT}"])
     assert is_accepted(["--fp8-format", "hybrid"])
     assert not is_accepted(["--fp8-format", "e5m2"])

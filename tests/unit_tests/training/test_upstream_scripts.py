@@ -19,7 +19,7 @@ REFUSED: dict[str, dict[str, str]] = {
     "train_llama3_8b_h100_fp8": {
         "--fp8-param-gather": "bf16",
     },
-    "train_mixtral_8x7b_distributed": {"--no-position-embedding": "--position-embedding-type"},
+    "train_mixtral_8x7b_distributed": {},
 }
 
 REFUSED |= {
@@ -29,7 +29,6 @@ REFUSED |= {
         "--spec": "--hybrid-layer-pattern",
     },
     "train_gptoss_20b": {
-        "--rope-type": "--position-embedding-type",
         "--export-force-local-attention": "--transformer-impl",
         "--quick-geglu": "--swiglu",
         "--glu-linear-offset": "--swiglu",
@@ -55,15 +54,12 @@ FP8 = {"--fp8-format": "", "--fp8-amax-history-len": "", "--fp8-amax-compute-alg
 #: there either, and what the refused flags said. (flags that are left out too, with what stands for
 #: them)
 THEN: dict[str, dict[str, str]] = {
-    "train_mixtral_8x7b_distributed": {"--sequence-parallel": ""},
-    "train_mamba_800m": {"--sequence-parallel": ""},
     # TransformerEngine, which FP8 needs, is not installed.
     "train_llama3_8b_h100_fp8": FP8,
     "train_t5_220m_distributed": {"--transformer-impl": ""},
     "train_gptoss_20b": {
         "--transformer-impl": "",
         **FP8,
-        "--sequence-parallel": "",
         "--pipeline-model-parallel-size": "--pipeline-model-parallel-size 4",
     },
     # A script of pretrain_bert.py has no flag that says so, and 24 layers are not cut into 16.

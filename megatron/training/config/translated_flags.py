@@ -1,0 +1,261 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Megatron-LM's flags that stand for options of other names, for several, or by the rest of them.
+
+Multi-latent attention (`--multi-latent-attention`) in Megatron-LM rotates by YaRN unless
+`--rope-type rope` is given, whatever `--position-embedding-type` says: factor
+`--rotary-scaling-factor` (40), 4,096 original positions, mscale 1, mscale of all features 0. It
+normalises latents only with `--qk-layernorm`. That rule holds for the flags of a command line. A
+YAML file, a checkpoint and a Hugging Face folder say by options of this program which model they
+have, and keep it.
+"""
+
+from __future__ import annotations
+
+import types
+from collections.abc import Mapping
+from typing import Any
+
+from megatron.cli.schema import Option
+from megatron.training.config.checkpoint_options import stored_options
+
+#: Factor of YaRN in Megatron-LM's multi-latent attention where none is given.
+LATENT_YARN_FACTOR = 40.0
+
+#: The option for YaRN's factor.
+SCALING_FACTOR = "yarn-rotary-scaling-factor"
+
+Values = dict[str, Any]
+
+
+def _flag(name: str, kind: type, *choices: str) -> Option:
+    switch = kind is bool
+    return Option(name=name, section=None, field=name, kind=kind, choices=choices, one_way=switch)
+
+
+#: How to read the flags, and what they are read as.
+TRANSLATED: Mapping[Option, str] = types.MappingProxyType(
+    {
+        _flag("rope-type", str, "rope", "yarn"): "`--position-embedding-type` of "
+        "`--multi-latent-attention`; without it that is yarn, whatever else is given",
+        _flag("rotary-scaling-factor", float): "`--yarn-rotary-scaling-factor` of "
+        "`--multi-latent-attention`, which is 40 without it",
+        _flag("checkpoint-activations", bool): "`--recompute-granularity full --recompute-method "
+        "uniform --recompute-num-layers 1`",
+        _flag("checkpoint-num-layers", int): "`--recompute-num-layers` of "
+        "`--checkpoint-activations`",
+        _flag("activations-checkpoint-method", str, "uniform", "block"): "`--recompute-granularity "
+        "full` with this `--recompute-method`",
+        _flag("activations-checkpoint-num-layers", int): "its `--recompute-num-layers`",
+        _flag("moe-layer-recompute", bool): "`--recompute-granularity selective`, unless whole "
+        "layers are recomputed",
+        _flag("use-multi-token-prediction", bool): "together with the next, `--mtp-num-layers`",
+        _flag("num-mtp-predictor", int): "its value",
+    }
+)
+
+
+def translate(flags: Values, file: Values) -> list[str]:
+    """Replace the translated flags by options.
+
+    Args:
+        flags: values of the command line by name; edited.
+        file: values of `--config` by name; edited.
+
+    Returns lines for the start of the run.
+
+    Raises:
+        ValueError: flags that contradict each other, or stand for nothing here; all in one line.
+    """
+    lines: list[str] = []
+    problems: list[str] = []
+    for rule in (_recompute, _multi_token_prediction, _latent_attention):
+        try:
+            lines += rule(flags, file)
+        except ValueError as error:
+            problems.append(str(error))
+    if problems:
+        raise ValueError("; ".join(problems))
+    return lines
+
+
+def _take(flags: Values, file: Values, *names: str) -> Values:
+    """Remove flags from both and return their values; the command line wins over the file."""
+    values = {name: source[name] for source in (file, flags) for name in names if name in source}
+    for name in names:
+        flags.pop(name, None)
+        file.pop(name, None)
+    return values
+
+
+def _set(flags: Values, file: Values, options: Mapping[str, Any], *, origin: str) -> str:
+    """Give options the values that a flag stands for, and return the line that says so.
+
+    Raises:
+        ValueError: an option is given and has another value.
+    """
+    given = {**file, **flags}
+    shown = " ".join(f"--{name} {value}" for name, value in options.items())
+    for name, value in options.items():
+        if name in given and given[name] != value:
+            raise ValueError(
+                f"{origin} stands for {shown} and contradicts --{name} {given[name]}: keep one"
+            )
+    flags.update(options)
+    return f"{origin} is read as {shown}"
+
+
+def _recompute(flags: Values, file: Values) -> list[str]:
+    """Translate the flags of recomputed activations of old versions."""
+    methods = ("checkpoint-activations", "activations-checkpoint-method")
+    counts = ("checkpoint-num-layers", "activations-checkpoint-num-layers")
+    old = _take(flags, file, *methods, *counts)
+    experts = _take(flags, file, "moe-layer-recompute")
+    lines = []
+    switches = [name for name in methods if name in old]
+    for name in counts:
+        if name in old and not switches:
+            raise ValueError(
+                f"--{name} {old[name]} has no effect without --checkpoint-activations: use "
+                f"--recompute-num-layers {old[name]}"
+            )
+    if switches:
+        options = {
+            "recompute-granularity": "full",
+            "recompute-method": old.get("activations-checkpoint-method", "uniform"),
+            "recompute-num-layers": next((old[name] for name in counts if name in old), 1),
+        }
+        lines.append(_set(flags, file, options, origin=f"--{switches[0]}"))
+    if experts:
+        granularity = flags.get("recompute-granularity", file.get("recompute-granularity"))
+        if granularity == "full":
+            lines.append("no effect here: --moe-layer-recompute (whole layers are recomputed)")
+        else:
+            options = {"recompute-granularity": "selective"}
+            lines.append(_set(flags, file, options, origin="--moe-layer-recompute"))
+    return lines
+
+
+def _multi_token_prediction(flags: Values, file: Values) -> list[str]:
+    """Translate the flags of multi-token prediction of Pai-Megatron-Patch."""
+    switch, count = "use-multi-token-prediction", "num-mtp-predictor"
+    values = _take(flags, file, switch, count)
+    if not values:
+        return []
+    if count not in values:
+        raise ValueError(f"--{switch}: use --mtp-num-layers: it is the number of depths")
+    depths = values[count]
+    if switch not in values:
+        raise ValueError(
+            f"--{count} {depths} has no effect without --{switch}: use --mtp-num-layers {depths}"
+        )
+    origin = f"--{switch} --{count} {depths}"
+    return [_set(flags, file, {"mtp-num-layers": depths}, origin=origin)]
+
+
+def _latent_attention(flags: Values, file: Values) -> list[str]:
+    """Translate what Megatron-LM's flags of multi-latent attention mean (see the module)."""
+    values = _take(flags, file, "rope-type", "rotary-scaling-factor")
+    given = {**file, **flags}
+    from_elsewhere = bool(given.get("use-checkpoint-args") or given.get("load-hf"))
+    if not given.get("multi-latent-attention") and not from_elsewhere:
+        return _without_latents(values, given)
+    # A file or a folder that asks for latent attention says in options of this program how it is.
+    by_flag = "multi-latent-attention" in flags and not file.get("multi-latent-attention")
+    by_flag = by_flag and given.get("load-hf") is None
+    if by_flag and "rope-type" not in values:
+        stored = _as_stored(flags, given, values.get("rotary-scaling-factor"))
+        if stored is not None:
+            return stored
+    if by_flag and not given.get("qk-layernorm"):
+        raise ValueError(
+            "--multi-latent-attention without --qk-layernorm: Megatron-LM leaves latents without "
+            "norms then, and latents are always normalised here: add --qk-layernorm"
+        )
+    position = given.get("position-embedding-type")
+    if not (by_flag or values) or not (position in ("rope", "yarn") or from_elsewhere):
+        return []  # the check of options names what does not go with latent attention
+    return _rotation(flags, given, values, derived=from_elsewhere and not by_flag)
+
+
+def _without_latents(values: Mapping[str, Any], given: Mapping[str, Any]) -> list[str]:
+    """Say what the flags of latent attention do without it: nothing in Megatron-LM either."""
+    kind, position = values.get("rope-type"), given.get("position-embedding-type")
+    if "rotary-scaling-factor" in values:
+        raise ValueError(
+            "--rotary-scaling-factor has no effect without --multi-latent-attention: drop it, or "
+            "give --position-embedding-type yarn --yarn-rotary-scaling-factor"
+        )
+    if kind is None:
+        return []
+    if kind != position:
+        raise ValueError(
+            f"--rope-type {kind} has no effect without --multi-latent-attention: drop it, or give "
+            f"--position-embedding-type {kind}"
+        )
+    return [f"no effect here: --rope-type {kind} (--position-embedding-type says so)"]
+
+
+def _as_stored(flags: Values, given: Mapping[str, Any], factor: float | None) -> list[str] | None:
+    """Take the rotation of the checkpoint that the run goes on from.
+
+    Args:
+        factor: of --rotary-scaling-factor, if that is given.
+
+    Returns a line that says so; None without a checkpoint of latent attention, or if it has another
+    factor.
+    """
+    stored = stored_options(given)
+    if stored is None or not stored[1].get("multi-latent-attention"):
+        return None
+    folder, options = stored
+    kind, stored_factor = options.get("position-embedding-type"), options.get(SCALING_FACTOR)
+    if kind not in ("rope", "yarn") or factor not in (None, stored_factor):
+        return None
+    flags["position-embedding-type"] = kind
+    if kind == "yarn":
+        flags.setdefault(SCALING_FACTOR, stored_factor)
+    return [f"--position-embedding-type is {kind} as in {folder} (another one by --rope-type)"]
+
+
+def _rotation(
+    flags: Values, given: Mapping[str, Any], values: Mapping[str, Any], *, derived: bool
+) -> list[str]:
+    """Set how multi-latent attention rotates, and return lines that say so.
+
+    Args:
+        flags: values of the command line; edited.
+        given: all values that are given.
+        values: those of the flags of latent attention.
+        derived: whether a checkpoint or a folder says what is not given.
+    """
+    position = given.get("position-embedding-type")
+    by_file = position is not None and "position-embedding-type" not in flags
+    kind = values.get("rope-type") or (position if by_file else "yarn")
+    if position == "yarn" and kind == "rope":
+        raise ValueError("--rope-type rope contradicts --position-embedding-type yarn: keep one")
+    if kind == "rope":
+        if given.get("use-rope-scaling"):
+            raise ValueError(
+                "--use-rope-scaling has no effect with --multi-latent-attention in Megatron-LM: "
+                "drop it, or give --rope-type yarn"
+            )
+        flags["position-embedding-type"] = "rope"
+        ignored = "rotary-scaling-factor" in values
+        return ["no effect here: --rotary-scaling-factor (--rope-type is rope)"] if ignored else []
+    default = None if derived else LATENT_YARN_FACTOR
+    factor = values.get("rotary-scaling-factor", given.get(SCALING_FACTOR, default))
+    if given.get(SCALING_FACTOR, factor) != factor:
+        raise ValueError(
+            f"--rotary-scaling-factor {factor} contradicts --{SCALING_FACTOR} "
+            f"{given[SCALING_FACTOR]}: keep one"
+        )
+    options = {"position-embedding-type": "yarn"} | ({SCALING_FACTOR: factor} if factor else {})
+    flags.update(options)
+    shown = " ".join(f"--{name} {value}" for name, value in options.items())
+    lines = [
+        f"--multi-latent-attention is read with {shown}, as in Megatron-LM (--rope-type rope "
+        "chooses rotations without scaling)"
+    ]
+    if flags.pop("use-rope-scaling", False):
+        lines.append("no effect here: --use-rope-scaling (--multi-latent-attention takes yarn)")
+    return lines

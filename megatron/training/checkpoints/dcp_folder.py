@@ -31,7 +31,7 @@ from typing import Any, NamedTuple, NoReturn
 
 import torch
 
-from megatron.core.boxes import Box, first_overlap, intersect
+from megatron.core.boxes import Box, intersect, tiles
 from megatron.core.dist_checkpointing.shards import DTYPES, Scratch, as_bytes
 from megatron.core.untrusted_files import read_regular, regular_fd
 from megatron.training.newest_checkpoint import METADATA_NAME
@@ -318,9 +318,7 @@ def read_metadata(folder: Path) -> Metadata:
 
 def check_cover(name: str, tensor: StoredTensor, where: str) -> None:
     """Raise ValueError unless the boxes of a tensor cover it exactly once."""
-    boxes = [chunk.box for chunk in tensor.chunks]
-    covered = sum(box.numel for box in boxes)
-    if covered != math.prod(tensor.shape) or first_overlap([b for b in boxes if b.numel]):
+    if not tiles([chunk.box for chunk in tensor.chunks], tensor.shape):
         raise ValueError(f"{where} does not hold every element of {name} exactly once")
 
 

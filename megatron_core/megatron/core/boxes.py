@@ -8,10 +8,13 @@ rank holds.
 
 from __future__ import annotations
 
+import hashlib
 import math
+import secrets
 from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import lru_cache
 from itertools import accumulate
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -108,13 +111,13 @@ def row_boxes(
     """Cut a tensor into boxes of whole rows that take about `piece_bytes` each.
 
     A box is a run of the tensor's elements, and the boxes come in their order. A slice of the first
-    dimension that takes more is cut itself, down to single rows of the last dimension.
+    dimension that takes more is cut itself.
     """
     if not shape:
         yield Box((), ())
         return
     slice_bytes = itemsize * math.prod(shape[1:])
-    if len(shape) > 2 and slice_bytes > piece_bytes:
+    if len(shape) > 1 and slice_bytes > piece_bytes:
         for index in range(shape[0]):
             for box in row_boxes(shape[1:], itemsize, piece_bytes=piece_bytes):
                 yield Box((index, *box.offsets), (1, *box.sizes))
@@ -159,8 +162,60 @@ class BoxIndex:
         return [(i, common) for i, common in found if common is not None]
 
 
+def tiles(boxes: Sequence[Box], shape: tuple[int, ...]) -> bool:
+    """Return whether every element of a tensor lies in exactly one of the boxes.
+
+    With the step function s_c(x) = [x >= c], a box is the function prod_d (s_o - s_(o+n))(x_d).
+    Products of step functions are linearly independent, so the boxes tile the tensor iff their sum
+    equals the function of the whole tensor. Both are evaluated with random numbers modulo a prime
+    in place of the step functions (Schwartz-Zippel lemma): boxes that tile always pass, others pass
+    with a probability below dims / 2^60. The time is linear in the number of boxes however they
+    lie; comparing pairs is quadratic for boxes that no plane separates.
+
+    Args:
+        boxes: with as many dimensions as the tensor.
+        shape: of the tensor.
+    """
+    if 0 in shape:
+        return True  # no element
+    cut = [
+        d
+        for d, size in enumerate(shape)
+        if any(box.offsets[d] or box.sizes[d] != size for box in boxes)
+    ]
+    steps = [(d, _random_function()) for d in cut]
+    total = 0
+    for offsets, sizes in boxes:
+        product = 1
+        for d, step in steps:
+            product = product * (step(offsets[d]) - step(offsets[d] + sizes[d])) % _PRIME
+        total += product
+    whole = 1
+    for d, step in steps:
+        whole = whole * (step(0) - step(shape[d])) % _PRIME
+    return total % _PRIME == whole
+
+
+#: A Mersenne prime: sums of products modulo it fit two machine words.
+_PRIME = (1 << 61) - 1
+
+
+def _random_function() -> Callable[[int], int]:
+    """Return a function from integers below 2^128 to random integers."""
+    key = secrets.token_bytes(16)
+
+    @lru_cache(maxsize=4096)  # neighbours share coordinates
+    def value(coordinate: int) -> int:
+        data = coordinate.to_bytes(16, "little")
+        return int.from_bytes(hashlib.blake2b(data, digest_size=8, key=key).digest(), "little")
+
+    return value
+
+
 def first_overlap(boxes: Sequence[Box]) -> tuple[int, int] | None:
     """Return the indices of two boxes that share an element, or None if no two do.
+
+    For naming what is wrong; whether anything is wrong, `tiles` knows in linear time.
 
     Sets of boxes are cut apart along any dimension where a gap or a border runs through all of
     them, which ends in single boxes for the layouts of parallel runs; only what cannot be cut

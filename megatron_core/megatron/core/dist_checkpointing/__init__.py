@@ -24,7 +24,11 @@ from megatron.core.boxes import TensorChunk
 if TYPE_CHECKING:
     from megatron.core.dist_checkpointing.async_save import AsyncSaver, SaveReport
     from megatron.core.dist_checkpointing.coordinator import Coordinator, Solo, StoreCoordinator
-    from megatron.core.dist_checkpointing.errors import CheckpointError, DamagedCheckpointError
+    from megatron.core.dist_checkpointing.errors import (
+        CheckpointError,
+        DamagedCheckpointError,
+        RemovedCheckpointError,
+    )
     from megatron.core.dist_checkpointing.load import CheckpointReader, LoadReport, load_checkpoint
     from megatron.core.dist_checkpointing.manifest import (
         Manifest,
@@ -49,7 +53,7 @@ if TYPE_CHECKING:
 _MODULES = (
     ("async_save", ("AsyncSaver", "SaveReport")),
     ("coordinator", ("Coordinator", "Solo", "StoreCoordinator")),
-    ("errors", ("CheckpointError", "DamagedCheckpointError")),
+    ("errors", ("CheckpointError", "DamagedCheckpointError", "RemovedCheckpointError")),
     ("load", ("CheckpointReader", "LoadReport", "load_checkpoint")),
     ("manifest", ("Manifest", "compare_architecture", "read_extra", "read_manifest")),
     ("shards", ("optimizer_chunks", "weight_chunks")),

@@ -53,7 +53,7 @@ from megatron.core.device import (
 )
 from megatron.core.dist_checkpointing.coordinator import Coordinator
 from megatron.core.dist_checkpointing.errors import CheckpointError, describe
-from megatron.core.dist_checkpointing.manifest import check_json
+from megatron.core.dist_checkpointing.manifest import check_extra
 from megatron.core.dist_checkpointing.run_folder import (
     checkpoint_folder,
     sweep_temporary,
@@ -433,10 +433,11 @@ class AsyncSaver:
             extra: JSON to keep in addition to the tensors; rank 0's is stored.
 
         Raises:
-            ValueError: `extra` is no JSON, or updates of other ranks have not arrived.
+            ValueError: `extra` is no JSON, or too much of it, or updates of other ranks have not
+                arrived.
         """
         begun = time.perf_counter()
-        check_json(dict(extra), "extra")
+        check_extra(extra)
         check_arrived(self._held)
         text = json.dumps(extra) if self._coordinator.rank == 0 else ""
         self.wait()

@@ -31,6 +31,10 @@ class DamagedCheckpointError(CheckpointError):
     """
 
 
+class RemovedCheckpointError(DamagedCheckpointError):
+    """A checkpoint was removed while it was looked at, as retention removes old ones."""
+
+
 def describe(error: Exception) -> str:
     """Return an error as one line without a traceback."""
     if isinstance(error, CheckpointError | ValueError):

@@ -19,19 +19,25 @@ import json
 import math
 import os
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from json.decoder import scanstring
 from pathlib import Path
 from typing import Any, NamedTuple, NoReturn
 
 from megatron.core import __version__
-from megatron.core.boxes import Box, first_overlap
-from megatron.core.dist_checkpointing.errors import CheckpointError, DamagedCheckpointError
+from megatron.core.boxes import Box, first_overlap, tiles
+from megatron.core.dist_checkpointing.errors import (
+    CheckpointError,
+    DamagedCheckpointError,
+    RemovedCheckpointError,
+)
 from megatron.core.dist_checkpointing.shard_format import (
     BLAKE2B,
     ITEM_BYTES,
     LENGTH_BYTES,
     MAX_HEADER_BYTES,
+    MAX_ITEM_BYTES,
     XXH3,
     digest,
     tensor_bytes,
@@ -49,6 +55,16 @@ MAX_MANIFEST_BYTES, MANIFEST_SHARE, LARGEST_MANIFEST_BYTES = 32 << 20, 64, 1 << 
 #: Characters of a reason, which may quote the manifest.
 MAX_SHOWN = 400
 
+#: Dimensions of a tensor, and characters of its name.
+MAX_DIMENSIONS, MAX_NAME = 8, 1024
+
+#: Files and chunks of tensors: so many in any checkpoint, and another one for so many bytes of its
+#: shards. Reading one takes tens of microseconds, whatever it describes.
+MIN_CHUNK_LIMIT, BYTES_PER_CHUNK = 1 << 17, 4096
+
+#: Bytes and values of the JSON in addition to the tensors.
+MAX_EXTRA_BYTES, MAX_EXTRA_VALUES = 8 << 20, 1 << 17
+
 #: A block is read whole.
 MAX_BLOCK_BYTES = 256 << 20
 
@@ -56,6 +72,9 @@ _FOLDER = re.compile(r"iter_([0-9]{7,})")
 _HEAD = b'{"%s":"%s",\n'
 _HEX_DIGITS = 16
 _HEAD_BYTES = 64
+_COUNT_LIMIT = 1 << 63
+_COUNTED_TOGETHER = 1024
+_JSON = json.JSONDecoder()
 
 
 def iteration_of(folder: Path) -> int | None:
@@ -83,7 +102,7 @@ class StoredChunk(NamedTuple):
     xxh3: tuple[str, ...]
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True, slots=True)
 class StoredTensor:
     """A logical tensor: dtype name, shape and the chunks that cover it."""
 
@@ -108,6 +127,14 @@ class Manifest:
     tensors: Mapping[str, StoredTensor]
     extra: Mapping[str, Any]
     xxh3: str = ""
+
+
+def check_extra(extra: Mapping[str, Any]) -> None:
+    """Raise ValueError unless a manifest can hold this JSON in addition to the tensors."""
+    check_json(dict(extra), "extra")
+    check_extra_size(extra)
+    if len(_dump(extra)) > MAX_EXTRA_BYTES:
+        raise ValueError(f"extra has more than {MAX_EXTRA_BYTES} bytes: store arrays as tensors")
 
 
 def check_json(value: Any, where: str) -> None:
@@ -165,6 +192,7 @@ def read_manifest(folder: Path | str) -> Manifest:
     """Return the manifest of a checkpoint folder.
 
     Raises:
+        RemovedCheckpointError: there is no such folder.
         DamagedCheckpointError: it is missing, damaged or edited.
         CheckpointError: it is of another format or version.
     """
@@ -172,6 +200,8 @@ def read_manifest(folder: Path | str) -> Manifest:
     try:
         raw = _read_bounded(path)
     except FileNotFoundError:
+        if not os.path.lexists(path.parent):
+            raise RemovedCheckpointError(f"{path.parent} does not exist") from None
         raise DamagedCheckpointError(
             f"{path} does not exist: {path.parent} is not a complete checkpoint"
         ) from None
@@ -187,7 +217,9 @@ def read_manifest(folder: Path | str) -> Manifest:
             f"{found}): use another checkpoint"
         )
     try:
-        manifest = _ManifestDecoder(path).manifest(json.loads(raw), wanted)
+        text = str(raw, "ascii")  # as `json.dumps` writes it
+        del raw, body
+        manifest = _ManifestDecoder(path, text).manifest(wanted)
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         reason = f"{type(error).__name__}: {error}"
         raise DamagedCheckpointError(f"{path} cannot be understood ({reason})") from error
@@ -200,17 +232,22 @@ def read_manifest(folder: Path | str) -> Manifest:
     return manifest
 
 
+def max_manifest_bytes(shard_bytes: int) -> int:
+    """Return how long a manifest may be that describes shards of so many bytes."""
+    return min(MAX_MANIFEST_BYTES + shard_bytes // MANIFEST_SHARE, LARGEST_MANIFEST_BYTES)
+
+
 def _read_bounded(path: Path) -> bytes:
     """Return the bytes of a manifest of a size that can be. Raises OSError, CheckpointError."""
     with open_regular(path) as file:
         size = os.fstat(file.fileno()).st_size
         _split_head(file.read(_HEAD_BYTES), path)  # before memory is taken for the rest
-        limit = MAX_MANIFEST_BYTES
-        if size > limit:
-            with os.scandir(path.parent) as found:
-                shards = sum(entry.stat().st_size for entry in found if entry.is_file())
-            limit += (shards - size) // MANIFEST_SHARE
-        if size > min(limit, LARGEST_MANIFEST_BYTES):
+        shards = 0
+        if size > MAX_MANIFEST_BYTES:
+            with os.scandir(path.parent) as entries:
+                files = [e for e in entries if e.is_file(follow_symlinks=False)]
+                shards = sum(e.stat().st_size for e in files if e.name != path.name)
+        if size > max_manifest_bytes(shards):
             raise UnsafeFileError(path, f"it has {size} bytes, too many for what it describes")
         file.seek(0)
         return file.read(size)
@@ -253,108 +290,315 @@ def _dump_lines(table: Mapping[str, Any]) -> str:
     return "{\n" + ",\n".join(f"{_dump(key)}:{_dump(value)}" for key, value in table.items()) + "}"
 
 
+class _JsonCursor:
+    """Reads JSON member by member: only the value at the cursor is in memory as objects, which take
+    up to thirty times the memory of their text.
+
+    Raises ValueError for text that is no JSON.
+    """
+
+    def __init__(self, text: str) -> None:
+        self._text = text
+        self._at = 0
+
+    def members(self) -> Iterator[str]:
+        """Yield the keys of an object; the caller reads each value before the next key."""
+        seen: set[str] = set()
+        for _ in self._separated("{", "}"):
+            if self._next() != '"':
+                raise ValueError(f"no key before character {self._at}")
+            key, self._at = scanstring(self._text, self._at)
+            if key in seen:
+                raise ValueError(f"{key[:80]!r} is there twice")
+            seen.add(key)
+            if self._next() != ":":
+                raise ValueError(f"':' is missing before character {self._at}")
+            yield key
+
+    def items(self) -> Iterator[None]:
+        """Yield once per item of a list; the caller reads each item before the next."""
+        return self._separated("[", "]")
+
+    def scalar(self) -> Any:
+        """Return a value that is neither an object nor a list."""
+        if self._peek() in ("", "{", "["):
+            raise ValueError(f"no plain value at character {self._at}")
+        return self.tree()
+
+    def span(self, closing: str) -> str:
+        """Return the text of a value that ends with the next `closing`: an object or a list in
+        which no other one ends so."""
+        self._peek()
+        end = self._text.find(closing, self._at) + 1
+        if not end:
+            raise ValueError(f"{closing!r} is missing after character {self._at}")
+        start, self._at = self._at, end
+        return self._text[start:end]
+
+    def tree(self) -> Any:
+        """Return a value of any kind, all of it."""
+        self._peek()
+        value, self._at = _JSON.raw_decode(self._text, self._at)
+        return value
+
+    def rest(self) -> int:
+        """Return how many characters are left."""
+        return len(self._text) - self._at
+
+    def finish(self) -> None:
+        """Check that nothing follows."""
+        if self._peek():
+            raise ValueError(f"text follows the JSON at character {self._at}")
+
+    def _separated(self, opening: str, closing: str) -> Iterator[None]:
+        if self._next() != opening:
+            raise ValueError(f"{opening!r} is missing before character {self._at}")
+        if self._peek() == closing:
+            self._at += 1
+            return
+        while True:
+            yield
+            mark = self._next()
+            if mark == closing:
+                return
+            if mark != ",":
+                raise ValueError(f"{closing!r} is missing before character {self._at}")
+
+    def _next(self) -> str:
+        """Move past the next character that is no space, and return it; "" at the end."""
+        mark = self._peek()
+        self._at += 1
+        return mark
+
+    def _peek(self) -> str:
+        """Move to the next character that is no space, and return it; "" at the end."""
+        mark = self._text[self._at : self._at + 1]
+        while mark and mark in " \t\n\r":
+            self._at += 1
+            mark = self._text[self._at : self._at + 1]
+        return mark
+
+
 class _ManifestDecoder:
-    """Turns parsed JSON into a Manifest and trusts nothing in it."""
+    """Turns the text of a manifest into a Manifest and trusts nothing in it.
 
-    def __init__(self, path: Path) -> None:
+    The fields come in the order in which `encode_manifest` writes them: what limits the tensors,
+    their files, comes before them.
+    """
+
+    def __init__(self, path: Path, text: str) -> None:
         self._path = path
+        self._cursor = _JsonCursor(text)
+        self._digested_block_bytes = 0
+        self._files: dict[str, StoredFile] = {}
+        self._num_chunks = 0
 
-    def manifest(self, fields: dict[str, Any], xxh3: str) -> Manifest:
+    def manifest(self, xxh3: str) -> Manifest:
+        fields: dict[str, Any] = {}
+        for name in self._cursor.members():
+            if name == "files":
+                self._files = {file: self._file(file) for file in self._cursor.members()}
+                self._check_count()
+            elif name == "tensors":
+                self._digested_block_bytes = (
+                    self._block_bytes(fields) if fields["digests"] is True else 0
+                )
+                fields[name] = {tensor: self._tensor(tensor) for tensor in self._cursor.members()}
+                self._check_count()
+            elif name == "extra":
+                fields[name] = self._extra()
+            else:
+                fields[name] = self._cursor.scalar()
+            if name == "version":
+                self._check_version(fields)
+        self._cursor.finish()
+        self._check_version(fields)
+        return Manifest(
+            iteration=self._count(fields["iteration"], "iteration"),
+            world_size=self._count(fields["world_size"], "world_size"),
+            block_bytes=self._block_bytes(fields),
+            digests=fields["digests"] is True,
+            files=self._files,
+            tensors=fields["tensors"],
+            extra=fields["extra"],
+            xxh3=xxh3,
+        )
+
+    def _check_version(self, fields: Mapping[str, Any]) -> None:
         if fields["format"] != FORMAT or fields["version"] != VERSION:
             raise CheckpointError(
-                f"{self._path} cannot be used: it is of format {fields['format']!r} version "
-                f"{fields['version']!r}, this library reads {FORMAT!r} version {VERSION}: use the "
-                f"megatron-core that wrote it or a later one, this is {__version__}"
+                f"{self._path} cannot be used: it is of format {fields['format']!r:.80} version "
+                f"{fields['version']!r:.80}, this library reads {FORMAT!r} version {VERSION}: use "
+                f"the megatron-core that wrote it or a later one, this is {__version__}"
             )
-        digests = fields["digests"] is True
+
+    def _block_bytes(self, fields: Mapping[str, Any]) -> int:
         block_bytes = self._count(fields["block_bytes"], "block_bytes")
         if not 16 <= block_bytes <= MAX_BLOCK_BYTES or block_bytes % 16:
             self._refuse(
                 f"block_bytes is {block_bytes}, not a multiple of 16 up to {MAX_BLOCK_BYTES}"
             )
-        files = {name: self._file(name, file) for name, file in fields["files"].items()}
-        tensors = {
-            name: self._tensor(name, tensor, files, block_bytes if digests else 0)
-            for name, tensor in fields["tensors"].items()
-        }
-        if not isinstance(fields["extra"], dict):
-            self._refuse("extra is not an object")
-        check_depth(fields["extra"], max_depth=MAX_JSON_DEPTH)
-        return Manifest(
-            iteration=self._count(fields["iteration"], "iteration"),
-            world_size=self._count(fields["world_size"], "world_size"),
-            block_bytes=block_bytes,
-            digests=digests,
-            files=files,
-            tensors=tensors,
-            extra=fields["extra"],
-            xxh3=xxh3,
-        )
+        return block_bytes
 
-    def _file(self, name: str, fields: dict[str, Any]) -> StoredFile:
+    def _extra(self) -> dict[str, Any]:
+        if self._cursor.rest() > MAX_EXTRA_BYTES:
+            self._refuse(f"extra has more than {MAX_EXTRA_BYTES} bytes")
+        extra = self._cursor.tree()
+        if not isinstance(extra, dict):
+            self._refuse("extra is not an object")
+        check_depth(extra, max_depth=MAX_JSON_DEPTH)
+        check_extra_size(extra)
+        return extra
+
+    def _file(self, name: str) -> StoredFile:
         # A name with a folder in it could make a load read, or a copy write, anywhere.
         plain = Path(name).name == name and name.isprintable() and len(name) < 256
         if not plain or name in (MANIFEST_NAME, "", ".", ".."):
             self._refuse(f"{name!r} is not the plain name of a shard file")
+        fields = self._object(name)
         size = self._count(fields["bytes"], name)
         header = self._count(fields["header_bytes"], name)
         if not LENGTH_BYTES <= header <= min(size, MAX_HEADER_BYTES + LENGTH_BYTES):
             self._refuse(f"{name} has an impossible header of {header} bytes")
-        return StoredFile(
-            bytes=size, header_bytes=header, header_xxh3=self._text(fields["header_xxh3"], name)
-        )
+        if not isinstance(fields["header_xxh3"], str):
+            self._refuse(f"{name}: {fields['header_xxh3']!r} is not text")
+        return StoredFile(bytes=size, header_bytes=header, header_xxh3=fields["header_xxh3"])
 
-    def _tensor(
-        self, name: str, fields: dict[str, Any], files: Mapping[str, StoredFile], block_bytes: int
-    ) -> StoredTensor:
-        if not name.isprintable():
-            self._refuse(f"{name!r} is no name of a tensor")
-        dtype = fields["dtype"]
-        if dtype not in ITEM_BYTES:
-            self._refuse(f"{name} has the unknown dtype {dtype!r}")
-        shape = self._counts(fields["shape"], name)
-        chunks = []
-        for row in fields["chunks"]:
-            sizes, file = self._counts(row["sizes"], name), row["file"]
-            box = Box(self._counts(row["offsets"], name), sizes)
-            begin, end = self._counts(row["bytes"], name)
-            if file not in files:
-                self._refuse(f"{name} lies in {file!r}, which is not in the list of files")
-            if not len(shape) == len(sizes) == len(box.offsets) or any(
-                o + n > whole for o, n, whole in zip(*box, shape, strict=True)
-            ):
-                self._refuse(f"{name} has a box {box} outside its shape {list(shape)}")
-            inside = files[file].header_bytes <= begin and end <= files[file].bytes
-            if not inside or end - begin != tensor_bytes(dtype, sizes):
-                self._refuse(f"{name} has the impossible byte range [{begin}, {end}) in {file}")
-            xxh3 = row["xxh3"]
-            if type(xxh3) is not list or not {*map(type, xxh3)} <= {str}:
-                self._refuse(f"{name} has {xxh3!r} in place of digests")
-            if len(xxh3) != (-(-(end - begin) // block_bytes) if block_bytes else 0):
-                self._refuse(f"{name} has {len(xxh3)} digests for {end - begin} bytes")
-            chunks.append(StoredChunk(file=file, box=box, begin=begin, end=end, xxh3=tuple(xxh3)))
-        return StoredTensor(dtype=dtype, shape=shape, chunks=tuple(chunks))
+    def _tensor(self, name: str) -> StoredTensor:
+        if problem := problem_of_name(name):
+            self._refuse(f"{name!r:.80} {problem}")
+        fields: dict[str, Any] = {}
+        for field in self._cursor.members():
+            if field == "dtype":
+                fields[field] = dtype = self._cursor.scalar()
+                if not isinstance(dtype, str) or dtype not in ITEM_BYTES:
+                    self._refuse(f"{name} has the unknown dtype {dtype!r}")
+            elif field == "shape":
+                fields[field] = self._shape(name)
+            elif field == "chunks":
+                dtype, shape = fields["dtype"], fields["shape"]
+                fields[field] = tuple(self._chunk(name, dtype, shape) for _ in self._cursor.items())
+            else:
+                self._refuse(f"{name} has the unknown field {field!r}")
+        if not fields["chunks"]:
+            self._refuse(f"{name} lies in no file")
+        return StoredTensor(**fields)
+
+    def _shape(self, name: str) -> tuple[int, ...]:
+        text = self._cursor.span("]")
+        if text.count(",") >= MAX_DIMENSIONS or len(text) > MAX_SHOWN:  # parse no more than that
+            count = text.count(",") + 1
+            self._refuse(f"{name} has a shape of {count} dimensions: {MAX_DIMENSIONS} at most")
+        shape = self._counts(json.loads(text), name)
+        if problem := problem_of_shape(shape):
+            self._refuse(f"{name} {problem}")
+        return shape
+
+    def _chunk(self, name: str, dtype: str, shape: tuple[int, ...]) -> StoredChunk:
+        self._num_chunks += 1
+        if not self._num_chunks % _COUNTED_TOGETHER:
+            self._check_count()
+        row = self._object(name)
+        sizes, offsets = self._counts(row["sizes"], name), self._counts(row["offsets"], name)
+        begin, end = self._counts(row["bytes"], name)
+        file = row["file"]
+        if not isinstance(file, str) or file not in self._files:
+            self._refuse(f"{name} lies in {file!r}, which is not in the list of files")
+        box = Box(offsets, shape if sizes == shape else sizes)
+        if not len(shape) == len(sizes) == len(offsets) or any(
+            o + n > whole for o, n, whole in zip(offsets, sizes, shape, strict=True)
+        ):
+            self._refuse(f"{name} has a box {box} outside its shape {list(shape)}")
+        stored = self._files[file]
+        inside = stored.header_bytes <= begin and end <= stored.bytes
+        if not inside or end - begin != tensor_bytes(dtype, sizes):
+            self._refuse(f"{name} has the impossible byte range [{begin}, {end}) in {file}")
+        xxh3, block_bytes = row["xxh3"], self._digested_block_bytes
+        if type(xxh3) is not list or not {*map(type, xxh3)} <= {str}:
+            self._refuse(f"{name} has {xxh3!r} in place of digests")
+        if len(xxh3) != (-(-(end - begin) // block_bytes) if block_bytes else 0):
+            self._refuse(f"{name} has {len(xxh3)} digests for {end - begin} bytes")
+        return StoredChunk(file=file, box=box, begin=begin, end=end, xxh3=tuple(xxh3))
+
+    def _check_count(self) -> None:
+        shards = sum(file.bytes for file in self._files.values())
+        if problem := problem_of_count(len(self._files) + self._num_chunks, shards):
+            self._refuse(problem)
+
+    def _object(self, where: str) -> dict[str, Any]:
+        """Return a small object of numbers, texts and lists of these."""
+        text = self._cursor.span("}")
+        # Numbers and empty lists take ten and twenty times their text; digests do not.
+        if text.count("[") > 4 or text.count(",") > 64 + len(text) // _HEX_DIGITS:
+            self._refuse(f"{where} has the field {text}")
+        fields, end = _JSON.raw_decode(text)
+        if end != len(text):
+            raise ValueError(f"text follows the object {text[:end]:.80}")
+        return fields
 
     def _counts(self, values: Any, where: str) -> tuple[int, ...]:
-        # Called for every chunk of a checkpoint: set and min do the loop in C.
+        # Called for every chunk of a checkpoint: set, min and max do the loop in C.
         numbers = type(values) is list and {*map(type, values)} <= {int}
-        if not numbers or min(values, default=0) < 0:
+        if not numbers or min(values, default=0) < 0 or max(values, default=0) >= _COUNT_LIMIT:
             self._refuse(f"{where}: {values!r} is not a list of numbers of things")
         return tuple(values)
 
     def _count(self, value: Any, where: str) -> int:
-        if type(value) is not int or value < 0:
+        if type(value) is not int or not 0 <= value < _COUNT_LIMIT:
             self._refuse(f"{where}: {value!r} is not a number of things")
-        return value
-
-    def _text(self, value: Any, where: str) -> str:
-        if not isinstance(value, str):
-            self._refuse(f"{where}: {value!r} is not text")
         return value
 
     def _refuse(self, why: str) -> NoReturn:
         shown = why if len(why) <= MAX_SHOWN else f"{why[:MAX_SHOWN]}..."
         raise DamagedCheckpointError(f"{self._path} cannot be used: {shown}")
+
+
+def problem_of_name(name: str) -> str:
+    """Return why no tensor of a checkpoint has such a name; "" if one may."""
+    if name.isprintable() and len(name) <= MAX_NAME:
+        return ""
+    return f"has a name that is not printable, or longer than {MAX_NAME} characters"
+
+
+def problem_of_shape(shape: Sequence[int]) -> str:
+    """Return why no tensor of a checkpoint has such a shape; "" if one may."""
+    if len(shape) > MAX_DIMENSIONS:
+        return f"has {len(shape)} dimensions, more than the {MAX_DIMENSIONS} of a checkpoint"
+    # Also of a tensor without elements: libraries multiply its other sizes.
+    if math.prod(size or 1 for size in shape) * MAX_ITEM_BYTES >= _COUNT_LIMIT:
+        return f"has the shape {list(shape)}, whose product is 2^60 or more"
+    return ""
+
+
+def problem_of_count(num_described: int, shard_bytes: int) -> str:
+    """Return why no checkpoint consists of so many files and chunks; "" if one may."""
+    limit = MIN_CHUNK_LIMIT + shard_bytes // BYTES_PER_CHUNK
+    if num_described <= limit:
+        return ""
+    return (
+        f"it has more than {limit} files and chunks of tensors, the most in shards of "
+        f"{shard_bytes} bytes"
+    )
+
+
+def check_extra_size(extra: Mapping[str, Any]) -> None:
+    """Raise ValueError if JSON has too many values, or fields of too long dotted names."""
+    values, characters = 0, 0
+    level: list[tuple[int, Any]] = [(0, extra)]
+    while level:
+        prefix, outer = level.pop()
+        values += len(outer)
+        if isinstance(outer, Mapping):
+            lengths = {key: prefix + len(key) + 1 for key in outer}
+            characters += sum(lengths.values())
+            level += [(lengths[k], v) for k, v in outer.items() if isinstance(v, Mapping | list)]
+        else:
+            level += [(prefix, item) for item in outer if isinstance(item, Mapping | list)]
+        if values > MAX_EXTRA_VALUES or characters > MAX_EXTRA_BYTES:
+            raise ValueError(
+                f"extra has more than {MAX_EXTRA_VALUES} values, or dotted names of more than "
+                f"{MAX_EXTRA_BYTES} characters: store arrays as tensors"
+            )
 
 
 class PlannedChunk(NamedTuple):
@@ -383,6 +627,22 @@ def decode_chunks(message: dict[str, Any]) -> list[PlannedChunk]:
         )
         for name, dtype, shape, offsets, sizes, begin, end in message["chunks"]
     ]
+
+
+def check_plans(messages: Sequence[dict[str, Any]]) -> None:
+    """Check the plans of all ranks together, before anything is written.
+
+    Raises:
+        CheckpointError: they contradict each other, miss an element or have it twice, or describe
+            more than a manifest may.
+    """
+    check_replicas(messages)
+    chunks = [chunk for message in messages for chunk in decode_chunks(message)]
+    check_coverage(group_by_tensor(chunks))
+    shard_bytes = sum(message["total_bytes"] for message in messages)
+    num_files = sum(bool(message["chunks"]) for message in messages)
+    if problem := problem_of_count(num_files + len(chunks), shard_bytes):
+        raise CheckpointError(f"nothing is saved: {problem}; join small tensors")
 
 
 def check_replicas(messages: Sequence[dict[str, Any]]) -> None:
@@ -431,19 +691,20 @@ def check_coverage(tensors: dict[str, list[PlannedChunk]]) -> None:
                     f"{name} is {first.dtype} {list(first.shape)} in {first.file} but "
                     f"{chunk.dtype} {list(chunk.shape)} in {chunk.file}; ranks must agree"
                 )
-        if overlap := first_overlap([chunk.box for chunk in chunks]):
+        boxes = [chunk.box for chunk in chunks]
+        if tiles(boxes, first.shape):
+            continue
+        if overlap := first_overlap(boxes):
             a, b = (chunks[i] for i in overlap)
             raise CheckpointError(
                 f"{name} would be written twice: {a.box} in {a.file} and {b.box} in {b.file}; "
                 "name all ranks that hold the same box in its replica_ranks"
             )
-        whole = Box((0,) * len(first.shape), first.shape).numel
-        covered = sum(chunk.box.numel for chunk in chunks)
-        if covered != whole:
-            raise CheckpointError(
-                f"{name} {list(first.shape)} has {whole} elements but the ranks declare only "
-                f"{covered}: a chunk of it is missing on some rank"
-            )
+        covered = sum(box.numel for box in boxes)
+        raise CheckpointError(
+            f"{name} {list(first.shape)} has {math.prod(first.shape)} elements but the ranks "
+            f"declare only {covered}: a chunk of it is missing on some rank"
+        )
 
 
 def stored_tables(

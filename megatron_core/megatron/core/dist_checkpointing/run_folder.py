@@ -29,13 +29,15 @@ import shutil
 import socket
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from types import TracebackType
 
-from megatron.core.boxes import first_overlap
+from megatron.core.boxes import tiles
 from megatron.core.dist_checkpointing.errors import (
     CheckpointError,
     DamagedCheckpointError,
+    RemovedCheckpointError,
     print_to_stderr,
 )
 from megatron.core.dist_checkpointing.manifest import (
@@ -44,11 +46,13 @@ from megatron.core.dist_checkpointing.manifest import (
     StoredChunk,
     encode_manifest,
     iteration_of,
+    max_manifest_bytes,
     read_manifest,
 )
-from megatron.core.dist_checkpointing.shard_file import ShardFile, check_size
+from megatron.core.dist_checkpointing.shard_file import PIECE_BYTES, ShardFile, check_size
 from megatron.core.untrusted_files import (
     UnsafeFileError,
+    link_target,
     open_lock,
     open_to_write,
     read_regular,
@@ -136,7 +140,14 @@ def publish(temporary: Path, manifest: Manifest) -> Path:
                     f"{temporary / name} has {size} bytes here, its rank wrote {file.bytes}: all "
                     "ranks must see the same file system"
                 )
-        write_synced(temporary / MANIFEST_NAME, encode_manifest(manifest))
+        content = encode_manifest(manifest)
+        limit = max_manifest_bytes(sum(file.bytes for file in manifest.files.values()))
+        if len(content) > limit:
+            raise CheckpointError(
+                f"cannot complete {folder}: its manifest has {len(content)} bytes, more than the "
+                f"{limit} that are read for such shards; shorten names or join small tensors"
+            )
+        write_synced(temporary / MANIFEST_NAME, content)
         sync_folder(temporary)
         # rename would silently replace an empty folder of that name
         if os.path.lexists(folder):
@@ -171,13 +182,15 @@ def reading(folder: Path | str) -> Iterator[None]:
     """Keep a checkpoint from being removed until the block ends. It may be entered several times.
 
     Raises:
-        DamagedCheckpointError: it is incomplete, or is being removed at this moment.
+        RemovedCheckpointError: it is gone, or is being removed at this moment.
+        DamagedCheckpointError: it is incomplete.
     """
     folder = Path(folder)
     path = folder / MANIFEST_NAME
     try:
         fd = regular_fd(path)
     except OSError as error:
+        _check_not_removed(folder)
         raise DamagedCheckpointError(
             f"cannot read {path}: {error.strerror}: {folder} is not a complete checkpoint"
         ) from error
@@ -187,9 +200,9 @@ def reading(folder: Path | str) -> Iterator[None]:
             try:
                 fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
             except BlockingIOError:
-                raise DamagedCheckpointError(f"{folder} is being removed by retention") from None
+                raise RemovedCheckpointError(f"{folder} is being removed by retention") from None
         if not _is_at(fd, path):  # it went between the two calls
-            raise DamagedCheckpointError(f"{folder} was removed by retention at this moment")
+            raise RemovedCheckpointError(f"{folder} was removed by retention at this moment")
         yield
     finally:
         os.close(fd)
@@ -213,12 +226,26 @@ def remove_checkpoint(folder: Path) -> None:
                 raise CheckpointError(f"{folder} is being read and stays for now") from None
             os.rename(folder, doomed)
             sync_folder(folder.parent)
-            shutil.rmtree(doomed)
+            _discard(doomed)
         finally:
             os.close(fd)
     except OSError as error:
         left = f"; {doomed.name} is what is left of it" if doomed.is_dir() else ""
         raise CheckpointError(f"cannot remove {folder}: {error.strerror}{left}") from error
+
+
+def _discard(path: Path) -> None:
+    """Remove a folder, or a link or a file in its place: what a link leads to is not removed."""
+    if path.is_symlink() or not path.is_dir():
+        path.unlink()
+    else:
+        shutil.rmtree(path)
+
+
+def _check_not_removed(folder: Path) -> None:
+    """Raise RemovedCheckpointError if there is nothing under the name of a checkpoint any more."""
+    if not os.path.lexists(folder):
+        raise RemovedCheckpointError(f"{folder} is not there any more: it was removed or renamed")
 
 
 def _is_at(fd: int, path: Path) -> bool:
@@ -237,35 +264,68 @@ class VerifyReport:
     unexpected_files: tuple[str, ...]
 
 
-def verify_checkpoint(folder: Path | str, *, digests: bool = True) -> VerifyReport:
+def verify_checkpoint(
+    folder: Path | str, *, digests: bool = True, follow_links: bool = True
+) -> VerifyReport:
     """Check that a checkpoint is complete and undamaged.
 
     Args:
         folder: an `iter_...` folder.
         digests: whether to read everything and compare digests; else the manifest, its coverage
             of every tensor and the size of every file are checked.
+        follow_links: whether the folder may be a link to anywhere: only one that the user names.
+            One that was found in a run's folder may be a link inside that.
 
     Raises:
+        RemovedCheckpointError: it was removed meanwhile.
         CheckpointError: naming the first thing that is wrong.
     """
     folder = Path(folder)
-    if digests:
-        with reading(folder):  # it takes a while
-            return _verify(folder, digests=True)
-    return _verify(folder, digests=False)
+    if not follow_links:
+        check_link(folder)
+    with contextlib.ExitStack() as stack:
+        if digests:
+            stack.enter_context(reading(folder))  # it takes a while
+        return verify_contents(folder, read_manifest(folder), digests=digests)
 
 
-def _verify(folder: Path, *, digests: bool) -> VerifyReport:
-    manifest = read_manifest(folder)
+def verify_contents(folder: Path, manifest: Manifest, *, digests: bool) -> VerifyReport:
+    """Check that a folder is complete and undamaged by its manifest; see `verify_checkpoint`."""
     if digests and not manifest.digests:
         raise CheckpointError(f"{folder} was saved without digests: only sizes can be checked")
-    for name, file in manifest.files.items():
-        check_size(folder / name, file)
-    _check_whole(folder, manifest)
-    return VerifyReport(
-        bytes_verified=_verify_bytes(folder, manifest) if digests else 0,
-        unexpected_files=unexpected_files(folder, manifest),
-    )
+    try:
+        for name, file in manifest.files.items():
+            check_size(folder / name, file)
+        _check_whole(folder, manifest)
+        return VerifyReport(
+            bytes_verified=_verify_bytes(folder, manifest) if digests else 0,
+            unexpected_files=unexpected_files(folder, manifest),
+        )
+    except OSError as error:
+        _check_not_removed(folder)
+        raise DamagedCheckpointError(f"cannot read {folder}: {error.strerror}") from error
+    except DamagedCheckpointError:
+        _check_not_removed(folder)
+        raise
+
+
+def check_link(folder: Path) -> None:
+    """Check that a folder found in a run's folder is no link that leads out of that.
+
+    Raises:
+        DamagedCheckpointError: it is.
+    """
+    if not folder.is_symlink():
+        return
+    try:
+        target, is_inside = link_target(folder)
+    except UnsafeFileError as error:
+        raise DamagedCheckpointError(f"cannot use {folder}: {error.strerror}") from error
+    if not is_inside:
+        raise DamagedCheckpointError(
+            f"{folder} is a link to {target}, outside {folder.parent}: name it itself, or put the "
+            "folder there"
+        )
 
 
 def unexpected_files(folder: Path, manifest: Manifest) -> tuple[str, ...]:
@@ -279,12 +339,7 @@ def _check_whole(folder: Path, manifest: Manifest) -> None:
     a tensor that the manifest no longer names leaves a gap in a file."""
     ends: dict[str, list[tuple[int, int]]] = {name: [] for name in manifest.files}
     for name, tensor in manifest.tensors.items():
-        boxes = [chunk.box for chunk in tensor.chunks]
-        covered = sum(box.numel for box in boxes)
-        whole = 1
-        for size in tensor.shape:
-            whole *= size
-        if covered != whole or first_overlap(boxes):
+        if not tiles([chunk.box for chunk in tensor.chunks], tensor.shape):
             raise DamagedCheckpointError(
                 f"{folder} does not hold every element of {name} exactly once"
             )
@@ -309,8 +364,7 @@ def _verify_bytes(folder: Path, manifest: Manifest) -> int:
     for name, tensor in manifest.tensors.items():
         for chunk in tensor.chunks:
             by_file[chunk.file].append((name, chunk))
-    largest = max((c.end - c.begin for chunks in by_file.values() for _, c in chunks), default=0)
-    scratch = memoryview(bytearray(min(manifest.block_bytes, largest)))
+    scratch = memoryview(bytearray(PIECE_BYTES))
     verified = 0
     for file, chunks in sorted(by_file.items()):
         path, block_bytes = folder / file, manifest.block_bytes
@@ -329,6 +383,9 @@ def damage_of(folder: Path) -> str:
         return f" but is damaged ({error}): remove it"
     return " and is kept"
 
+
+#: How often a folder is listed again whose checkpoints are removed while they are looked at.
+ATTEMPTS = 5
 
 #: Foreign files named in one line; the rest is counted.
 MAX_FILES = 8
@@ -353,6 +410,7 @@ def latest_checkpoint(
     passed_over: Collection[Path] = (),
     fall_back: bool = True,
     say: Callable[[str], None] = print_to_stderr,
+    verify: Callable[[Path], VerifyReport] | None = None,
 ) -> Path | None:
     """Return the checkpoint to resume from, or None if there is no trace of one.
 
@@ -366,12 +424,29 @@ def latest_checkpoint(
         passed_over: checkpoints in `root` that are known to be corrupt and have been reported.
         fall_back: whether an older one may be returned if the newest one is damaged.
         say: receives the lines.
+        verify: checks one, as `verify_checkpoint` does; None: that, by `digests`.
 
     Raises:
         CheckpointError: there were checkpoints, and all are damaged; or the newest one is and
             `fall_back` is off; or one was written by another version of this library.
     """
-    root = Path(root)
+    verify = verify or partial(verify_checkpoint, digests=digests, follow_links=False)
+    for _ in range(ATTEMPTS - 1):
+        # What retention removes meanwhile is not damaged, and there are newer ones then.
+        with contextlib.suppress(RemovedCheckpointError):
+            return _latest(Path(root), passed_over, fall_back=fall_back, say=say, verify=verify)
+    return _latest(Path(root), passed_over, fall_back=fall_back, say=say, verify=verify)
+
+
+def _latest(
+    root: Path,
+    passed_over: Collection[Path],
+    *,
+    fall_back: bool,
+    say: Callable[[str], None],
+    verify: Callable[[Path], VerifyReport],
+) -> Path | None:
+    """Do what `latest_checkpoint` says, or raise RemovedCheckpointError."""
     folders = [folder for folder in list_checkpoints(root) if folder not in passed_over]
     tracked, tracker = _read_tracker(root)
     if not folders and not passed_over and tracked is None and not tracker:
@@ -379,7 +454,9 @@ def latest_checkpoint(
     damages = []
     for folder in folders:
         try:
-            report = verify_checkpoint(folder, digests=digests)
+            report = verify(folder)
+        except RemovedCheckpointError:
+            raise
         except DamagedCheckpointError as error:
             damages.append(str(error))
             if not fall_back:
@@ -426,10 +503,7 @@ def sweep_temporary(root: Path | str) -> list[Path]:
             # Under its old name a surviving writer would go on to add files and commit.
             doomed = temporary_folder(path.with_name(path.name.split(".")[0]))
             os.rename(path, doomed)
-            if doomed.is_symlink() or not doomed.is_dir():
-                doomed.unlink()  # no save makes such a thing: a link's target is not this run's
-            else:
-                shutil.rmtree(doomed)
+            _discard(doomed)
         elif path.name.startswith(f"{TRACKER_NAME}.tmp-"):
             path.unlink()
         else:
@@ -610,8 +684,8 @@ def prune_checkpoints(
         if undamaged >= keep_last and (for_good or folder in kept):
             continue  # whether it is whole would change nothing
         try:
-            verify_checkpoint(folder, digests=False)
-        except (CheckpointError, OSError):
+            verify_checkpoint(folder, digests=False, follow_links=False)
+        except CheckpointError:
             continue
         undamaged += 1
         if undamaged <= keep_last or for_good or folder in kept:

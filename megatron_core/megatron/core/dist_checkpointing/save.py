@@ -14,11 +14,8 @@ from megatron.core.dist_checkpointing.coordinator import Coordinator
 from megatron.core.dist_checkpointing.manifest import (
     MAX_BLOCK_BYTES,
     Manifest,
-    check_coverage,
-    check_json,
-    check_replicas,
-    decode_chunks,
-    group_by_tensor,
+    check_extra,
+    check_plans,
     stored_tables,
 )
 from megatron.core.dist_checkpointing.run_folder import (
@@ -129,7 +126,7 @@ class _Save:
     def plan(self) -> dict[str, Any]:
         """Lay out this rank's shard."""
         if self.coordinator.rank == 0:
-            check_json(dict(self.extra), "extra")
+            check_extra(self.extra)
         self.shard = plan_shard(self.chunks, self.coordinator.rank)
         check_arrived(self.shard)
         return encode_plan(self.shard)
@@ -142,8 +139,7 @@ class _Save:
                 f"{folder} exists already{damage_of(folder)}; it is not saved again"
             )
             return None
-        check_replicas(plans)
-        check_coverage(group_by_tensor([c for plan in plans for c in decode_chunks(plan)]))
+        check_plans(plans)
         self.planned = plans
         self.temporary = open_temporary(self.root, self.iteration)
         return self.temporary.name

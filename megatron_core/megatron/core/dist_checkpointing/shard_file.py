@@ -8,6 +8,7 @@ with SIGBUS, a short read is an error that can be named.
 from __future__ import annotations
 
 import os
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from types import TracebackType
 from typing import Self
@@ -17,7 +18,6 @@ from megatron.core.dist_checkpointing.manifest import StoredChunk, StoredFile
 from megatron.core.dist_checkpointing.shard_format import (
     LENGTH_BYTES,
     decode_length,
-    digest,
     kind_of,
     new_hasher,
     text_of,
@@ -36,12 +36,21 @@ class ShardFile:
         file: what the manifest states about it.
         block_bytes: bytes under one digest.
         verify: whether to compare digests.
+        header_verified: whether the header's digest has been compared before.
 
     Raises:
         DamagedCheckpointError: the file is missing, of another size, or its header is damaged.
     """
 
-    def __init__(self, path: Path, file: StoredFile, *, block_bytes: int, verify: bool) -> None:
+    def __init__(
+        self,
+        path: Path,
+        file: StoredFile,
+        *,
+        block_bytes: int,
+        verify: bool,
+        header_verified: bool = False,
+    ) -> None:
         self.bytes_read = 0
         self.bytes_verified = 0
         self.block_bytes = block_bytes
@@ -54,7 +63,7 @@ class ShardFile:
         except OSError as error:
             raise DamagedCheckpointError(f"cannot read {path}: {error.strerror}") from error
         try:
-            self._check_header()
+            self._check_header(verify=verify and not header_verified)
         except BaseException:
             os.close(self._fd)
             raise
@@ -68,72 +77,108 @@ class ShardFile:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Close the file."""
         os.close(self._fd)
 
     def verify(self, name: str, chunk: StoredChunk, scratch: memoryview) -> None:
         """Read a whole stored chunk and compare its digests.
 
         Args:
-            scratch: as large as a block, or as the chunk if that is smaller.
+            scratch: of any size; `PIECE_BYTES` are fast.
         """
         whole = chunk.end - chunk.begin
         for begin in range(0, whole, self.block_bytes):
-            size = min(self.block_bytes, whole - begin)
-            self.read_bytes(name, chunk, begin, scratch[:size])
+            end = min(begin + self.block_bytes, whole)
+            for _ in self.stream(name, chunk, (begin, end), scratch):
+                pass
 
     def read_bytes(self, name: str, chunk: StoredChunk, begin: int, target: memoryview) -> None:
         """Read a chunk's bytes from `begin` into `target` and compare the block's digest.
 
         When verifying, they must be a whole block, or a chunk's last one.
         """
-        size = len(target)
-        offset = chunk.begin + begin
+        step = PIECE_BYTES if self.verifies else len(target)
+        pieces = (target[at : at + step] for at in range(0, len(target), step))
+        for _ in self._read(name, chunk, begin, pieces):
+            pass
+
+    def stream(
+        self, name: str, chunk: StoredChunk, span: tuple[int, int], scratch: memoryview
+    ) -> Iterator[tuple[int, memoryview]]:
+        """Yield a chunk's bytes [begin, end) piece by piece, and where in the chunk each begins.
+
+        A piece is valid until the next, and is verified when the last one has been taken. When
+        verifying, the bytes must be a whole block, or a chunk's last one.
+        """
+        step = len(scratch)
+        begin, end = span
+        pieces = (scratch[: min(step, end - at)] for at in range(begin, end, step))
+        return self._read(name, chunk, begin, pieces)
+
+    def _read(
+        self, name: str, chunk: StoredChunk, begin: int, pieces: Iterable[memoryview]
+    ) -> Iterator[tuple[int, memoryview]]:
+        """Fill pieces with the bytes that follow `begin`, yield each, and compare the digest."""
         wanted = chunk.xxh3[begin // self.block_bytes] if self.verifies else ""
         hasher = new_hasher(kind_of(wanted)) if self.verifies else None
-        step = PIECE_BYTES if self.verifies else size
-        position = 0
-        while position < size:
-            piece = target[position : position + step]
-            got = self._pread(piece, offset + position, name)
+        at = begin
+        for piece in pieces:
+            self._fill(piece, chunk.begin + at, name)
             if hasher is not None:
-                hasher.update(piece[:got])
-            position += got
-        self.bytes_read += size
+                hasher.update(piece)
+            yield at, piece
+            at += len(piece)
+        self.bytes_read += at - begin
         if hasher is not None:
             if text_of(hasher, kind_of(wanted)) != wanted:
                 raise DamagedCheckpointError(
                     f"{self._path} is damaged: {name}{chunk.box} does not match its digest in "
-                    f"bytes [{offset}, {offset + size}); use another checkpoint"
+                    f"bytes [{chunk.begin + begin}, {chunk.begin + at}); use another checkpoint"
                 )
-            self.bytes_verified += size
+            self.bytes_verified += at - begin
 
-    def _pread(self, target: memoryview, offset: int, name: str) -> int:
-        try:
-            got = os.preadv(self._fd, [target], offset)
-        except OSError as error:
-            raise DamagedCheckpointError(
-                f"cannot read {name} from {self._path}: {error.strerror}"
-            ) from error
-        if not got:
-            raise DamagedCheckpointError(f"{self._path} ends at byte {offset}, inside {name}")
-        return got
-
-    def _check_header(self) -> None:
-        """Compare the announced header length, and when verifying the header's digest."""
-        size = self._file.header_bytes if self.verifies else LENGTH_BYTES
-        header = memoryview(bytearray(size))
+    def _fill(self, target: memoryview, offset: int, name: str) -> None:
+        """Read the file's bytes from `offset` on."""
         position = 0
-        while position < size:
-            position += self._pread(header[position:], position, "the header")
-        self.bytes_read += size
-        announced = decode_length(bytes(header[:LENGTH_BYTES]))
-        if announced != self._file.header_bytes:
+        while position < len(target):
+            try:
+                count = os.preadv(self._fd, [target[position:]], offset + position)
+            except OSError as error:
+                raise DamagedCheckpointError(
+                    f"cannot read {name} from {self._path}: {error.strerror}"
+                ) from error
+            if not count:
+                raise DamagedCheckpointError(
+                    f"{self._path} ends at byte {offset + position}, inside {name}"
+                )
+            position += count
+
+    def _check_header(self, *, verify: bool) -> None:
+        """Compare the announced header length, and when verifying the header's digest."""
+        first = memoryview(bytearray(LENGTH_BYTES))
+        self._fill(first, 0, "the header")
+        self.bytes_read += LENGTH_BYTES
+        announced, size = decode_length(bytes(first)), self._file.header_bytes
+        if announced != size:
             raise DamagedCheckpointError(
                 f"{self._path} is damaged: it announces a header of {announced} bytes, the "
-                f"manifest says {self._file.header_bytes}"
+                f"manifest says {size}"
             )
+        if not verify:
+            return
         wanted = self._file.header_xxh3
-        if self.verifies and digest(header, kind_of(wanted)) != wanted:
+        hasher = new_hasher(kind_of(wanted))
+        hasher.update(first)
+        scratch = memoryview(bytearray(min(PIECE_BYTES, size)))
+        for at in range(LENGTH_BYTES, size, PIECE_BYTES):
+            piece = scratch[: size - at]
+            self._fill(piece, at, "the header")
+            hasher.update(piece)
+        self.bytes_read += size - LENGTH_BYTES
+        if text_of(hasher, kind_of(wanted)) != wanted:
             raise DamagedCheckpointError(f"{self._path} is damaged: its header has changed")
 
 

@@ -162,6 +162,8 @@ ITEM_BYTES: Mapping[str, int] = MappingProxyType(
     }
 )
 
+MAX_ITEM_BYTES = max(ITEM_BYTES.values())
+
 #: The safetensors library refuses longer headers (its MAX_HEADER_SIZE); so do we, on both sides.
 MAX_HEADER_BYTES = 100_000_000
 

@@ -36,7 +36,13 @@ import torch
 
 from megatron.core.boxes import Box, TensorChunk, boxes_of_range, chunk_key, flat_index, intersect
 from megatron.core.dist_checkpointing.errors import CheckpointError
-from megatron.core.dist_checkpointing.manifest import PlannedChunk, StoredChunk, StoredFile
+from megatron.core.dist_checkpointing.manifest import (
+    PlannedChunk,
+    StoredChunk,
+    StoredFile,
+    problem_of_name,
+    problem_of_shape,
+)
 from megatron.core.dist_checkpointing.shard_file import ShardFile
 from megatron.core.dist_checkpointing.shard_format import (
     PIECE_BYTES,
@@ -69,6 +75,9 @@ DTYPES: Mapping[str, torch.dtype] = MappingProxyType(
         "BOOL": torch.bool,
     }
 )
+#: A block of which a part is wanted passes through so much memory: a multiple of every element.
+SCRATCH_BYTES = 1 << 20
+
 DTYPE_NAMES: Mapping[torch.dtype, str] = MappingProxyType({d: n for n, d in DTYPES.items()})
 
 
@@ -239,10 +248,14 @@ def plan_shard(chunks: Sequence[TensorChunk], rank: int) -> ShardPlan:
     Wide dtypes come first, so that every tensor lies at a multiple of its own element size.
 
     Raises:
-        ValueError: a dtype that cannot be stored, or one box declared twice on this rank.
+        ValueError: a name, a shape or a dtype that cannot be stored, or one box declared twice on
+            this rank.
     """
     file = f"shard-{rank:05d}.safetensors"
     sets = replica_sets(chunks, rank)
+    for name, shape in {chunk.name: tuple(chunk.shape) for chunk in chunks}.items():
+        if problem := problem_of_name(name) or problem_of_shape(shape):
+            raise ValueError(f"{name:.80} cannot be saved: it {problem}")
     mine = [chunk for chunk in chunks_to_write(sets, rank) if _is_stored(chunk)]
     mine.sort(key=lambda c: (-c.tensor.itemsize, c.name, c.box))
     entries = [
@@ -413,7 +426,7 @@ class ChunkRead:
 
 
 class Scratch:
-    """One CPU buffer that all reads reuse, grown to the largest block seen."""
+    """One CPU buffer that all reads reuse, grown to the largest size seen."""
 
     def __init__(self) -> None:
         self._buffer = torch.empty(0, dtype=torch.uint8)
@@ -434,15 +447,25 @@ class ShardReader(ShardFile):
         block_bytes: bytes under one digest.
         verify: whether to compare digests.
         scratch: buffer shared by the readers of one load.
+        header_verified: whether the header's digest has been compared before.
 
     Raises:
         CheckpointError: the file is missing, of another size, or its header is damaged.
     """
 
     def __init__(
-        self, path: Path, file: StoredFile, *, block_bytes: int, verify: bool, scratch: Scratch
+        self,
+        path: Path,
+        file: StoredFile,
+        *,
+        block_bytes: int,
+        verify: bool,
+        scratch: Scratch,
+        header_verified: bool = False,
     ) -> None:
-        super().__init__(path, file, block_bytes=block_bytes, verify=verify)
+        super().__init__(
+            path, file, block_bytes=block_bytes, verify=verify, header_verified=header_verified
+        )
         self._scratch = scratch
 
     def read(self, request: ChunkRead) -> None:
@@ -489,22 +512,35 @@ class ShardReader(ShardFile):
                     request.name, request.chunk, begin, target[begin - start : end - start]
                 )
                 return
-        copies = []
-        for box in boxes_of_range(request.chunk.box.sizes, begin // itemsize, end // itemsize):
-            for i in touching:
-                if common := intersect(box, request.parts[i].box):
-                    copies.append((box, common, request.parts[i]))
-        if not copies:
+        if not self._touches(request, begin, end, touching):
             return  # this block lies between the wanted columns
-        raw = self._scratch.take(end - begin)
-        self.read_bytes(request.name, request.chunk, begin, as_bytes(raw))
-        elements = raw.view(DTYPES[request.dtype])
-        for box, common, part in copies:
-            start = flat_index(request.chunk.box.sizes, box.offsets) - begin // itemsize
-            source = elements[start : start + box.numel].view(box.sizes)
-            part.target[common.seen_from(part.box.offsets).slices].copy_(
-                source[common.seen_from(box.offsets).slices]
-            )
+        raw = self._scratch.take(min(SCRATCH_BYTES, end - begin))
+        scratch = as_bytes(raw)
+        for at, piece in self.stream(request.name, request.chunk, (begin, end), scratch):
+            elements = raw[: len(piece)].view(DTYPES[request.dtype])
+            first = at // itemsize
+            for box, common, part in _common(request, first, first + len(elements), touching):
+                start = flat_index(request.chunk.box.sizes, box.offsets) - first
+                source = elements[start : start + box.numel].view(box.sizes)
+                part.target[common.seen_from(part.box.offsets).slices].copy_(
+                    source[common.seen_from(box.offsets).slices]
+                )
+
+    def _touches(self, request: ChunkRead, begin: int, end: int, parts: Sequence[int]) -> bool:
+        """Return whether the bytes [begin, end) of a chunk hold an element of any of the parts."""
+        itemsize = DTYPES[request.dtype].itemsize
+        return any(True for _ in _common(request, begin // itemsize, end // itemsize, parts))
+
+
+def _common(
+    request: ChunkRead, first: int, last: int, parts: Sequence[int]
+) -> Iterator[tuple[Box, Box, ChunkPart]]:
+    """Yield what parts of a request share with the elements [first, last) of its chunk: a box of
+    these elements, its part that is wanted, and by whom."""
+    for box in boxes_of_range(request.chunk.box.sizes, first, last):
+        for i in parts:
+            if common := intersect(box, request.parts[i].box):
+                yield box, common, request.parts[i]
 
 
 def _span(sizes: tuple[int, ...], box: Box) -> tuple[int, int]:

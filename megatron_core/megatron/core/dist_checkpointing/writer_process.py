@@ -36,10 +36,7 @@ from typing import Any
 from megatron.core.dist_checkpointing.errors import CheckpointError, describe
 from megatron.core.dist_checkpointing.manifest import (
     Manifest,
-    check_coverage,
-    check_replicas,
-    decode_chunks,
-    group_by_tensor,
+    check_plans,
     stored_tables,
 )
 from megatron.core.dist_checkpointing.run_folder import (
@@ -130,8 +127,7 @@ class Writer:
     def plans(self, texts: list[str]) -> None:
         """Take note of all ranks' plans, if nothing is missing or written twice."""
         plans = [json.loads(text) for text in texts]
-        check_replicas(plans)
-        check_coverage(group_by_tensor([c for plan in plans for c in decode_chunks(plan)]))
+        check_plans(plans)
         self._plans = plans
 
     def open(self, iteration: int, name: str, *, claimed: bool) -> dict[str, str]:

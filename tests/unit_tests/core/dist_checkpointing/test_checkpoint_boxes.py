@@ -6,6 +6,7 @@ from __future__ import annotations
 import itertools
 import math
 import random
+from collections import Counter
 
 import pytest
 import torch
@@ -13,10 +14,19 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron.core import boxes as boxes_module
-from megatron.core.boxes import Box, BoxIndex, boxes_of_range, first_overlap, flat_index, intersect
+from megatron.core.boxes import (
+    Box,
+    BoxIndex,
+    boxes_of_range,
+    first_overlap,
+    flat_index,
+    intersect,
+    tiles,
+)
 from megatron.core.dist_checkpointing import TensorChunk
 from megatron.core.dist_checkpointing.load import plan_reads
 from megatron.core.dist_checkpointing.manifest import StoredChunk, StoredTensor
+from tests.support.stored_structures import pinwheel
 from tests.unit_tests.core.dist_checkpointing.layouts import random_boxes
 
 SHAPES = st.lists(st.integers(1, 5), max_size=4).map(tuple)
@@ -63,15 +73,43 @@ def test_overlaps_are_found_exactly_when_there_are_any(seed):
 
 
 def test_boxes_that_no_plane_separates_are_still_told_apart():
-    pinwheel = [
-        Box((0, 0), (1, 2)),
-        Box((0, 2), (2, 1)),
-        Box((2, 1), (1, 2)),
-        Box((1, 0), (2, 1)),
-        Box((1, 1), (1, 1)),
-    ]
-    assert first_overlap(pinwheel) is None
-    assert first_overlap([*pinwheel, Box((1, 1), (1, 1))]) is not None
+    _, boxes = pinwheel(1)
+    assert first_overlap(boxes) is None
+    assert first_overlap([*boxes, Box((1, 1), (1, 1))]) is not None
+
+
+@given(st.integers(0, 10_000))
+@settings(max_examples=200, deadline=None)
+def test_boxes_tile_when_each_element_is_in_one_of_them(seed):
+    rng = random.Random(seed)
+    shape = tuple(rng.randint(0, 5) for _ in range(rng.randint(0, 4)))
+    boxes = random_boxes(shape, rng, depth=6)
+    for _ in range(rng.randint(0, 2)):
+        at = rng.randrange(len(boxes))
+        dim = rng.randrange(len(shape)) if shape else None
+        change = rng.choice(("drop", "double", "move", "grow"))
+        if change == "drop" and len(boxes) > 1:
+            boxes.pop(at)
+        elif change == "double":
+            boxes.append(boxes[at])
+        elif dim is not None:
+            which = 0 if change == "move" else 1
+            numbers = [list(boxes[at].offsets), list(boxes[at].sizes)]
+            numbers[which][dim] += 1
+            boxes[at] = Box(tuple(numbers[0]), tuple(numbers[1]))
+    rng.shuffle(boxes)
+    counts = Counter(index for box in boxes for index in elements(box))
+    exact = counts == Counter(elements(Box((0,) * len(shape), shape)))
+    assert tiles(boxes, shape) == (exact or 0 in shape)
+
+
+def test_a_pinwheel_tiles_and_a_spoiled_one_does_not():
+    shape, boxes = pinwheel(3000)
+    assert tiles(boxes, shape)
+    for at in (0, 5000, len(boxes) - 1):
+        box = boxes[at]
+        for changed in ([], [box, box], [Box((box.offsets[0] + 1, box.offsets[1]), box.sizes)]):
+            assert not tiles([*boxes[:at], *changed, *boxes[at + 1 :]], shape)
 
 
 @given(st.integers(0, 10_000))

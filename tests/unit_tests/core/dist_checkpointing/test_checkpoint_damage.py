@@ -14,6 +14,7 @@ import torch
 
 from megatron.core.dist_checkpointing import (
     CheckpointError,
+    CheckpointReader,
     Solo,
     latest_checkpoint,
     load_checkpoint,
@@ -22,7 +23,10 @@ from megatron.core.dist_checkpointing import (
     save_checkpoint,
     verify_checkpoint,
 )
+from megatron.core.dist_checkpointing import load as load_module
+from megatron.core.dist_checkpointing import manifest as manifest_module
 from megatron.core.dist_checkpointing.shard_format import digest
+from tests.support.stored_structures import Structure, Tensor, write_structure
 from tests.unit_tests.core.dist_checkpointing.layouts import empty_like, whole
 
 SHARD = "shard-00000.safetensors"
@@ -174,6 +178,17 @@ def _chunk(**changes):
     return change
 
 
+def _tensor(**changes):
+    return lambda fields: fields["tensors"]["first.weight"].update(changes)
+
+
+def _nested(key):
+    fields = {str(i): 0 for i in range(100)}
+    for _ in range(50):
+        fields = {key[: len(key) // 50]: fields}
+    return fields
+
+
 def _field(name, value):
     return lambda fields: fields.update({name: value})
 
@@ -194,12 +209,23 @@ def _field(name, value):
         (_chunk(offsets=[True]), "not a list of numbers"),
         (_chunk(offsets=[0, 0]), "cannot be understood|outside its shape"),
         (_chunk(xxh3=[]), "0 digests for 4000 bytes"),
+        (_chunk(offsets=[1 << 63]), "not a list of numbers"),
+        (_tensor(shape=[1000, *[1] * 8]), "9 dimensions"),
+        (_tensor(shape=[1] * 400_000), "400000 dimensions"),
+        (_tensor(shape=[1 << 63]), "not a list of numbers"),
+        (_tensor(shape=[0, 1 << 40, 1 << 40]), "product"),
+        (_tensor(chunks=[]), r"first\.weight lies in no file"),
+        (_field("tensors", {"n" * 1025: {}}), "longer than 1024"),
+        (_field("extra", {"a": [0] * (1 << 17)}), "more than 131072 values"),
+        (_field("extra", _nested("k" * 100_000)), "dotted names"),
+        (_field("extra", {"a": "x" * (8 << 20)}), "more than 8388608 bytes"),
+        (_field("unknown", [[]]), "cannot be understood"),
         (_field("version", 2), "this library reads"),
         (_field("format", "other"), "this library reads"),
         (_field("block_bytes", 0), "not a multiple of 16"),
         (_field("extra", []), "extra is not an object"),
         (_field("tensors", []), "cannot be understood"),
-        (lambda fields: fields.pop("files"), "cannot be understood"),
+        (lambda fields: fields.pop("files"), "not in the list of files"),
     ],
 )
 def test_a_forged_manifest_is_refused(folder, change, text):
@@ -222,7 +248,7 @@ def test_holes_and_overlaps_in_the_manifest_are_noticed(folder):
     forge(folder, hole)
     with pytest.raises(CheckpointError, match=r"every element of first\.weight exactly once"):
         verify_checkpoint(folder, digests=False)
-    with pytest.raises(CheckpointError, match="holds only 1000 of them"):
+    with pytest.raises(CheckpointError, match=r"every element of first\.weight exactly once"):
         load_checkpoint(folder, whole({"first.weight": torch.zeros(1001)}))
 
     def twice(fields):
@@ -231,7 +257,7 @@ def test_holes_and_overlaps_in_the_manifest_are_noticed(folder):
         first["chunks"] *= 2
 
     forge(folder, twice)
-    with pytest.raises(CheckpointError, match=r"stores first\.weight twice"):
+    with pytest.raises(CheckpointError, match=r"every element of first\.weight exactly once"):
         load(folder)
 
 
@@ -253,3 +279,42 @@ def test_a_damaged_newest_checkpoint_falls_back_to_the_one_before(tmp_path, fold
     assert len(lines) == 1
     assert "falling back" in lines[0]
     assert SHARD in lines[0]
+
+
+def test_what_would_not_be_read_is_not_saved(tmp_path):
+    for tensors, extra, text in (
+        ({"w": torch.zeros((1,) * 9)}, {}, "9 dimensions"),
+        ({"n" * 1025: torch.zeros(1)}, {}, "longer than 1024"),
+        (TENSORS, {"a": [0] * (1 << 17)}, "more than 131072 values"),
+        (TENSORS, {"a": "x" * (8 << 20)}, "more than 8388608 bytes"),
+    ):
+        with pytest.raises(CheckpointError, match=text):
+            save_checkpoint(tmp_path, 5, whole(tensors), extra, coordinator=Solo())
+    assert not list(tmp_path.glob("iter_*"))
+
+
+def test_chunks_are_bounded_by_the_bytes_of_shards(tmp_path, monkeypatch):
+    monkeypatch.setattr(manifest_module, "MIN_CHUNK_LIMIT", 4)
+    folder = save_checkpoint(tmp_path, 5, whole(TENSORS), {}, coordinator=Solo())
+    load(folder)  # a file, 2 chunks
+    many = {f"{i}": torch.zeros(1) for i in range(4)}
+    with pytest.raises(CheckpointError, match="more than 4 files and chunks"):
+        save_checkpoint(tmp_path, 6, whole(many), {}, coordinator=Solo())
+    large = {**many, "large": torch.zeros(2048)}  # 8 kB: 2 more
+    load_checkpoint(save_checkpoint(tmp_path, 6, whole(large), {}, coordinator=Solo()), whole(many))
+    monkeypatch.setattr(manifest_module, "MIN_CHUNK_LIMIT", 3)
+    with pytest.raises(CheckpointError, match="more than 5 files and chunks"):
+        read_manifest(tmp_path / "iter_0000006")
+
+
+def test_shards_beyond_the_open_file_limit_are_read(tmp_path, monkeypatch):
+    monkeypatch.setattr(load_module, "MAX_OPEN_SHARDS", 3)
+    tensors = {f"{i}": Tensor(shape=(2,)) for i in range(12)}
+    folder = write_structure(tmp_path, Structure(tensors=tensors, num_files=6))
+    targets = {name: torch.ones(2, dtype=torch.uint8) for name in tensors}
+    with CheckpointReader(folder) as reader:
+        for name in [*targets, *targets]:
+            reader.read(whole({name: targets[name]}))
+        assert not any(target.any() for target in targets.values())
+        headers = sum(file.header_bytes for file in reader.manifest.files.values())
+        assert reader.bytes_read < 2 * headers, "headers are verified again"

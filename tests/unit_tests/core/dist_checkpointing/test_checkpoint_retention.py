@@ -18,6 +18,7 @@ from megatron.core.dist_checkpointing import (
     CheckpointError,
     CheckpointReader,
     DamagedCheckpointError,
+    RemovedCheckpointError,
     SaveFolderClaim,
     Solo,
     list_checkpoints,
@@ -117,7 +118,7 @@ def test_a_reader_that_comes_too_late_is_told(tmp_path, monkeypatch):
     (folder,) = save(tmp_path, 1)
     with (folder / "manifest.json").open("r+b") as file:
         fcntl.flock(file, fcntl.LOCK_EX)
-        with pytest.raises(DamagedCheckpointError, match="is being removed"), reading(folder):
+        with pytest.raises(RemovedCheckpointError, match="is being removed"), reading(folder):
             pass
     whole_open = os.open
 
@@ -127,10 +128,13 @@ def test_a_reader_that_comes_too_late_is_told(tmp_path, monkeypatch):
         return fd
 
     monkeypatch.setattr(os, "open", replaced)
-    gone = pytest.raises(DamagedCheckpointError, match=r"was removed .* at this moment")
+    gone = pytest.raises(RemovedCheckpointError, match=r"was removed .* at this moment")
     with gone, reading(folder):
         pass
     monkeypatch.undo()
+    with pytest.raises(RemovedCheckpointError, match="not there any more"), reading(folder):
+        pass
+    folder.mkdir()
     with pytest.raises(DamagedCheckpointError, match="not a complete"), reading(folder):
         pass
 

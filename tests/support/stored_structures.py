@@ -1,0 +1,262 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Checkpoints of any structure, written without the library's own writer.
+
+Every structure is valid by its digests: manifest, shard headers and elements agree. All elements
+are zero, so that large shards are holes.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import random
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import xxhash
+
+from megatron.core.boxes import Box
+
+ITEM_BYTES = {"U8": 1, "BF16": 2, "F32": 4, "I64": 8}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Tensor:
+    """A tensor as it is stored.
+
+    Args:
+        shape: of the whole tensor.
+        boxes: in which it is stored; None: one box.
+        dtype: by its name in safetensors.
+    """
+
+    shape: tuple[int, ...]
+    boxes: Sequence[Box] | None = None
+    dtype: str = "U8"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Structure:
+    """What a checkpoint consists of.
+
+    Args:
+        tensors: by name.
+        extra: JSON in addition to the tensors.
+        num_files: shards, which take the boxes in turn.
+        block_bytes: bytes under one digest.
+        header_padding: spaces at the end of each shard's header.
+    """
+
+    tensors: Mapping[str, Tensor]
+    extra: Mapping[str, Any] = field(default_factory=dict)
+    num_files: int = 1
+    block_bytes: int = 16 << 20
+    header_padding: int = 0
+
+
+def seal(fields: Mapping[str, Any]) -> bytes:
+    """Return the bytes of a manifest of these fields, with the digest that they have."""
+    body = json.dumps(fields, separators=(",", ":")).encode()[1:]
+    return b'{"xxh3":"%s",\n' % xxhash.xxh3_64_hexdigest(body).encode() + body
+
+
+def write_structure(root: Path, structure: Structure, *, iteration: int = 1) -> Path:
+    """Write a checkpoint and return its folder."""
+    folder = root / f"iter_{iteration:07d}"
+    folder.mkdir(parents=True)
+    names = [f"shard-{i:05d}.safetensors" for i in range(structure.num_files)]
+    stored: dict[str, list[tuple[str, Box]]] = {name: [] for name in names}
+    turn = 0
+    for name, tensor in structure.tensors.items():
+        whole = [Box((0,) * len(tensor.shape), tensor.shape)]
+        for box in whole if tensor.boxes is None else tensor.boxes:
+            stored[names[turn % len(names)]].append((name, box))
+            turn += 1
+    files: dict[str, Any] = {}
+    chunks: dict[str, list[dict[str, Any]]] = {name: [] for name in structure.tensors}
+    for file, boxes in stored.items():
+        files[file] = _write_shard(folder / file, boxes, structure, chunks)
+    fields = {
+        "format": "megatron.core.dist_checkpointing",
+        "version": 1,
+        "iteration": iteration,
+        "world_size": structure.num_files,
+        "block_bytes": structure.block_bytes,
+        "digests": True,
+        "files": files,
+        "tensors": {
+            name: {"dtype": tensor.dtype, "shape": tensor.shape, "chunks": chunks[name]}
+            for name, tensor in structure.tensors.items()
+        },
+        "extra": structure.extra,
+    }
+    (folder / "manifest.json").write_bytes(seal(fields))
+    return folder
+
+
+def _write_shard(
+    path: Path,
+    boxes: Sequence[tuple[str, Box]],
+    structure: Structure,
+    chunks: dict[str, list[dict[str, Any]]],
+) -> dict[str, Any]:
+    """Write a shard, add its chunks, and return what a manifest says of the file."""
+    table: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    spans, begin = [], 0
+    for number, (name, box) in enumerate(boxes):
+        dtype = structure.tensors[name].dtype
+        end = begin + math.prod(box.sizes) * ITEM_BYTES[dtype]
+        table[f"{number}"] = {"dtype": dtype, "shape": box.sizes, "data_offsets": [begin, end]}
+        spans.append((begin, end))
+        begin = end
+    text = json.dumps(table, separators=(",", ":")).encode() + b" " * structure.header_padding
+    header = len(text).to_bytes(8, "little") + text
+    path.write_bytes(header)
+    os.truncate(path, len(header) + begin)
+    for (name, box), (first, last) in zip(boxes, spans, strict=True):
+        block = structure.block_bytes
+        sizes = [min(block, last - at) for at in range(first, last, block)]
+        chunks[name].append(
+            {
+                "file": path.name,
+                "offsets": box.offsets,
+                "sizes": box.sizes,
+                "bytes": [len(header) + first, len(header) + last],
+                "xxh3": [_digest_of_zeros(size) for size in sizes],
+            }
+        )
+    digest = xxhash.xxh3_64_hexdigest(header)
+    size = len(header) + begin
+    return {"bytes": size, "header_bytes": len(header), "header_xxh3": digest}
+
+
+@cache
+def _digest_of_zeros(size: int) -> str:
+    return xxhash.xxh3_64_hexdigest(bytes(size))
+
+
+def pinwheel(rings: int) -> tuple[tuple[int, int], list[Box]]:
+    """Return a square and boxes that tile it, four a ring, which no plane separates."""
+    side = 2 * rings + 1
+    boxes = []
+    for first in range(rings):
+        size = side - 2 * first
+        last = first + size - 1
+        boxes += [
+            Box((first, first), (1, size - 1)),
+            Box((first, last), (size - 1, 1)),
+            Box((last, first + 1), (1, size - 1)),
+            Box((first + 1, first), (size - 1, 1)),
+        ]
+    return (side, side), [*boxes, Box((rings, rings), (1, 1))]
+
+
+def grid(shape: Sequence[int], parts: Sequence[int]) -> list[Box]:
+    """Cut a tensor into equal boxes, so many along each dimension."""
+    boxes = [Box((), ())]
+    for whole, count in zip(shape, parts, strict=True):
+        size = whole // count
+        boxes = [Box((*b.offsets, i * size), (*b.sizes, size)) for b in boxes for i in range(count)]
+    return boxes
+
+
+def nested(depth: int, fields: Mapping[str, Any], key: str) -> dict[str, Any]:
+    """Return objects inside each other, the innermost of these fields."""
+    found = dict(fields)
+    for _ in range(depth):
+        found = {key: found}
+    return found
+
+
+#: Structures by name, at a size: numbers of things at 1.0 are the most that a manifest may have.
+def structures(size: float) -> Iterator[tuple[str, Structure]]:
+    """Yield structures by name: deep, wide, many, overlapping, sparse.
+
+    Args:
+        size: share of the largest numbers that a checkpoint may have.
+    """
+    many = int(130_000 * size)
+    side, boxes = pinwheel(int(25_000 * size))
+    yield "pinwheel", Structure(tensors={"w": Tensor(shape=side, boxes=boxes)})
+    cut = grid((400, many), (1, many))
+    yield "columns", Structure(tensors={"w": Tensor(shape=(400, many), boxes=cut)})
+    names = {f"{i}": Tensor(shape=(1,)) for i in range(many)}
+    yield "many tensors", Structure(tensors=names)
+    empties = {f"{i}": Tensor(shape=(0, i)) for i in range(many // 2)}
+    yield "empty tensors", Structure(tensors=empties, num_files=7)
+    long = {f"{'n' * 1000}{i}": Tensor(shape=()) for i in range(int(20_000 * size))}
+    yield "long names", Structure(tensors=long)
+    per_dim = max(2, int(4 * size))
+    cube = grid((per_dim,) * 8, (per_dim,) * 8)
+    yield "eight dimensions", Structure(tensors={"w": Tensor(shape=(per_dim,) * 8, boxes=cube)})
+    count = int(20_000 * size)
+    files = {f"{i}": Tensor(shape=(1,)) for i in range(count)}
+    yield "many shards", Structure(tensors=files, num_files=count)
+    rows = int(2000 * size)
+    halves = grid((rows, 2 * count), (1, count))
+    across = {"w": Tensor(shape=(rows, 2 * count), boxes=halves, dtype="F32")}
+    yield "a tensor across shards", Structure(tensors=across, num_files=min(count, 400))
+    one = {"w": Tensor(shape=(1,))}
+    yield "wide JSON", Structure(tensors=one, extra={f"{i:x}": i for i in range(many)})
+    lists = {"lists": [[] for _ in range(many)]}
+    yield "lists in JSON", Structure(tensors=one, extra=lists)
+    inner = {f"{i:x}": i for i in range(int(12_000 * size))}
+    yield "deep JSON", Structure(tensors=one, extra=nested(60, inner, "k" * 8))
+    yield "long header", Structure(tensors=one, header_padding=int(90_000_000 * size))
+    elements = int(100_000_000 * size)
+    big = {"w": Tensor(shape=(elements,), dtype="F32")}
+    yield "sparse", Structure(tensors=big)
+    yield (
+        "sparse, two rows",
+        Structure(
+            tensors={"w": Tensor(shape=(2, elements // 2), dtype="F32")}, block_bytes=256 << 20
+        ),
+    )
+    yield (
+        "small blocks",
+        Structure(tensors={"w": Tensor(shape=(int(8_000_000 * size),))}, block_bytes=16),
+    )
+
+
+def random_structure(seed: int, size: float) -> Structure:
+    """Return a structure of random tensors in random boxes."""
+    rng = random.Random(seed)
+    tensors = {}
+    budget = int(20_000 * size)
+    while budget > 0:
+        count = rng.randint(1, budget)
+        budget -= count
+        tensors[f"{'x' * rng.randint(0, 40)}{len(tensors)}"] = _random_tensor(rng, count)
+    return Structure(
+        tensors=tensors,
+        extra=nested(rng.randint(0, 60), {f"{i}": i for i in range(rng.randint(0, 99))}, "k"),
+        num_files=rng.choice((1, 2, 50)),
+        block_bytes=rng.choice((16, 1 << 10, 16 << 20, 256 << 20)),
+        header_padding=rng.choice((0, 0, 1 << 20)),
+    )
+
+
+def _random_tensor(rng: random.Random, count: int) -> Tensor:
+    """Return a tensor that planes cut into about `count` boxes."""
+    shape = tuple(rng.choice((0, 1, 2, 30, 1000)) for _ in range(rng.randint(0, 8)))
+    while math.prod(shape) > 1 << 26:
+        shape = shape[1:]
+    boxes = [Box((0,) * len(shape), shape)]
+    for _ in range(min(count, 4000)):
+        at = rng.randrange(len(boxes))
+        box = boxes[at]
+        splittable = [d for d, n in enumerate(box.sizes) if n > 1]
+        if not splittable:
+            continue
+        dim = rng.choice(splittable)
+        cut = rng.randrange(1, box.sizes[dim])
+        low, high, shift = list(box.sizes), list(box.sizes), list(box.offsets)
+        low[dim], high[dim], shift[dim] = cut, box.sizes[dim] - cut, box.offsets[dim] + cut
+        boxes[at] = Box(box.offsets, tuple(low))
+        boxes.append(Box(tuple(shift), tuple(high)))
+    rng.shuffle(boxes)
+    return Tensor(shape=shape, boxes=boxes, dtype=rng.choice(tuple(ITEM_BYTES)))

@@ -66,7 +66,7 @@ def _verify(config: VerifyConfig) -> int:
 
 
 def _compare(config: CompareConfig) -> int:
-    from megatron.training.checkpoints.inspection import compare_folders
+    from megatron.training.checkpoints.comparison import compare_folders
 
     return compare_folders(config)
 

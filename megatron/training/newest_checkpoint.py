@@ -48,7 +48,7 @@ def foreign_line(path: Path) -> str:
             corrupt one, makes it a folder of this project.
     """
     found = list_checkpoints(path) if path.is_dir() else []
-    if any((folder / MANIFEST_NAME).exists() for folder in (path, *found)):
+    if any(os.path.lexists(folder / MANIFEST_NAME) for folder in (path, *found)):
         return ""
     for folder in (path, *found, path / "release"):
         if kind := foreign_kind(folder):

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from megatron.core.dist_checkpointing.errors import CheckpointError, DamagedCheckpointError
-from megatron.core.dist_checkpointing.manifest import Manifest, read_manifest
+from megatron.core.dist_checkpointing.manifest import Manifest
 
 if TYPE_CHECKING:
     from megatron.core.models.gpt_config import GPTConfig
@@ -108,6 +108,13 @@ def stored_model(folder: Path, manifest: Manifest) -> GPTConfig:
         DamagedCheckpointError: its tensors are not those of the model that it describes.
     """
     config = described_config(folder, manifest)
+    _check_shapes(folder, manifest, config)
+    return config
+
+
+def _check_shapes(folder: Path, manifest: Manifest, config: GPTConfig) -> list[str]:
+    """Compare the tensors of a checkpoint with its model and return the names of the weights; for
+    errors see `stored_model`."""
     try:
         weights, states = _shapes(config)
     except (ValueError, CheckpointError) as error:
@@ -129,7 +136,7 @@ def stored_model(folder: Path, manifest: Manifest) -> GPTConfig:
             f"{folder} does not hold the weights of its model: {'; '.join(problems[:_SHOWN])}"
             f"{f'; and {more} more' if more > 0 else ''}"
         )
-    return config
+    return list(weights)
 
 
 def _shapes(config: GPTConfig) -> tuple[dict[str, tuple[int, ...]], dict[str, tuple[int, ...]]]:
@@ -149,8 +156,12 @@ def _shapes(config: GPTConfig) -> tuple[dict[str, tuple[int, ...]], dict[str, tu
     return weights, {name: tuple(tensor.shape) for name, tensor in model.store.states.items()}
 
 
-def check_stored(folder: Path) -> str:
+def check_stored(folder: Path, manifest: Manifest) -> str:
     """See that a checkpoint of a run holds every tensor that it should.
+
+    Args:
+        folder: of the checkpoint.
+        manifest: of the checkpoint.
 
     Returns:
         A line on why that is unknown; "" if it is known, or if the checkpoint is of no run.
@@ -158,11 +169,10 @@ def check_stored(folder: Path) -> str:
     Raises:
         DamagedCheckpointError: it does not.
     """
-    manifest = read_manifest(folder)
     if "model" not in manifest.extra or "config" not in manifest.extra:
         return ""  # of the library alone
     try:
-        config = stored_model(folder, manifest)
+        weights = _check_shapes(folder, manifest, described_config(folder, manifest))
     except ValueError as error:
         return f"its tensors are not compared with its model, which is not known here: {error}"
     optimizer = manifest.extra.get("optimizer")
@@ -171,7 +181,7 @@ def check_stored(folder: Path) -> str:
         return ""
     if optimizer.get("saved") is False:  # --no-save-optim
         return ""
-    names = (f"optimizer.{kind}/{weight}" for weight in _shapes(config)[0] for kind in _MOMENTS)
+    names = (f"optimizer.{kind}/{weight}" for weight in weights for kind in _MOMENTS)
     absent = [name for name in names if name not in manifest.tensors]
     if absent:
         raise DamagedCheckpointError(f"{folder} lacks {absent[0]} ({len(absent)} missing in all)")

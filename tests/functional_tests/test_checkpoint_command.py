@@ -21,11 +21,15 @@ from megatron.core.dist_checkpointing import (
     Solo,
     StoreCoordinator,
     TensorChunk,
+    latest_checkpoint,
     manifest,
+    prune_checkpoints,
     read_manifest,
+    run_folder,
     save_checkpoint,
 )
 from megatron.training import checkpoint
+from megatron.training.checkpoints import inspection
 from tests.support.inputs import generator
 from tests.support.ranks import run_ranks, start_ranks
 
@@ -403,3 +407,155 @@ def test_a_damaged_manifest_is_named(tmp_path, capsys):
         assert (code, out) == (1, "")
         assert f"{folder / 'manifest.json'} has changed since it was written" in err
         assert err.count("\n") == 1
+
+
+def prune_at_first_call(root: Path, monkeypatch: Any, name: str) -> None:
+    """Remove all checkpoints but the newest one when a function of the command is first called."""
+    original = getattr(inspection, name)
+    pruned: list[Path] = []
+
+    def pruning(*arguments: Any, **options: Any) -> Any:
+        if not pruned:
+            pruned.extend(prune_checkpoints(root, keep_last=1))
+            assert len(pruned) == 2, "retention had nothing to remove"
+        return original(*arguments, **options)
+
+    monkeypatch.setattr(inspection, name, pruning)
+
+
+@pytest.mark.parametrize("words", ["verify {}", "list {}", "list {} --verify"])
+def test_what_retention_removes_meanwhile_is_not_damaged(words, tmp_path, capsys, monkeypatch):
+    for step in (5, 10, 15):
+        save(tmp_path / "run", step, tensors())
+    prune_at_first_call(tmp_path / "run", monkeypatch, "verify_contents")
+    code, out, err = command(capsys, words.format(tmp_path / "run"))
+    assert code == 0, err
+    assert "iter_0000015" in out
+    assert "DAMAGED" not in out + err
+    assert ("removed meanwhile: " in out) == words.startswith("verify")
+
+
+def test_the_newest_of_a_run_is_found_although_others_go(tmp_path, monkeypatch):
+    save(tmp_path, 5, tensors())
+    lines: list[str] = []
+    original = run_folder.read_manifest
+
+    def saving(folder: Path) -> Any:
+        if not (tmp_path / "iter_0000010").exists():
+            save(tmp_path, 10, tensors())
+            shutil.rmtree(tmp_path / "iter_0000005")
+        return original(folder)
+
+    monkeypatch.setattr(run_folder, "read_manifest", saving)
+    found = latest_checkpoint(tmp_path, fall_back=False, say=lines.append)
+    assert (found, lines) == (tmp_path / "iter_0000010", [])
+
+
+def test_list_shows_the_others_where_a_manifest_is_a_link_to_itself(tmp_path, capsys):
+    for step in (5, 10):
+        save(tmp_path, step, tensors())
+    manifest_path = tmp_path / "iter_0000005" / "manifest.json"
+    manifest_path.unlink()
+    manifest_path.symlink_to(manifest_path)
+    code, out, _ = command(capsys, f"list {tmp_path}")
+    assert code == 1
+    lines = out.splitlines()
+    assert lines[2].endswith("whole")
+    assert "DAMAGED" in lines[3]
+    assert "a run would load: iter_0000010" in out
+
+
+def test_a_folder_that_is_a_link_out_of_the_run_is_not_found(tmp_path, capsys):
+    root, target = tmp_path / "run", save(tmp_path / "elsewhere", 10, tensors())
+    save(root, 5, tensors())
+    link = root / "iter_0000010"
+    link.symlink_to(target)
+    lines: list[str] = []
+    assert latest_checkpoint(root, say=lines.append) == root / "iter_0000005"
+    assert str(target) in lines[0]
+    code, out, _ = command(capsys, f"list {root}")
+    assert code == 1
+    assert "a run would load: iter_0000005" in out
+    assert "10.0 kB" not in out
+    assert command(capsys, f"verify {root}")[0] == 1
+    assert command(capsys, f"verify {link}")[0] == 0, "the user names it"
+    link.unlink()
+    (root / "kept").mkdir()
+    inside = shutil.move(target, root / "kept" / "ten")
+    link.symlink_to(inside)
+    assert latest_checkpoint(root, say=lines.append) == link
+    assert command(capsys, f"verify {root}")[0] == 0
+
+
+def test_retention_leaves_nothing_of_a_link_behind(tmp_path):
+    root = tmp_path / "run"
+    target = save(tmp_path / "elsewhere", 5, tensors())
+    inside = save(root / "kept", 10, tensors())
+    for step in (15, 20):
+        save(root, step, tensors())
+    (root / target.name).symlink_to(target)
+    (root / inside.name).symlink_to(inside)
+    lines: list[str] = []
+    removed = prune_checkpoints(root, keep_last=1, say=lines.append)
+    assert removed == [root / "iter_0000015", root / inside.name]
+    assert lines == []
+    assert sorted(path.name for path in root.glob("iter_*")) == [target.name, "iter_0000020"]
+    assert (target / "manifest.json").exists()
+    assert (inside / "manifest.json").exists()
+
+
+#: A weight with a gradient, and a bias whose gradient is zero in exact arithmetic: largest first
+#: and second moments. Rounding is 1e-9 of the largest gradient.
+GRADIENT, ROUNDING = 1e-2, 1e-11
+
+
+def trained(rounding: torch.Tensor, **changes: torch.Tensor) -> dict[str, torch.Tensor]:
+    """Return a model after Adam steps, with another rounding of the gradient that is zero."""
+    random = generator(4)
+    gradient = GRADIENT * torch.rand(4, 4, generator=random)
+    return {
+        "query.weight": torch.randn(4, 4, generator=random),
+        "key.bias": 1e-3 * rounding,
+        "optimizer.exp_avg/query.weight": gradient,
+        "optimizer.exp_avg_sq/query.weight": gradient**2,
+        "optimizer.exp_avg/key.bias": ROUNDING * rounding,
+        "optimizer.exp_avg_sq/key.bias": (ROUNDING * rounding) ** 2,
+        **changes,
+    }
+
+
+A, B = torch.tensor([1.0, -0.5, 0.3]), torch.tensor([-0.2, 0.7, -1.0])
+
+
+def test_compare_takes_the_rounding_of_a_zero_gradient_as_zero(tmp_path, capsys):
+    save(tmp_path / "a", 5, trained(A))  # 5 steps at 0.1: a weight moves by 0.5 at most
+    save(tmp_path / "b", 5, trained(B))
+    paths = f"{tmp_path / 'a'} {tmp_path / 'b'}"
+    code, out, _ = command(capsys, f"compare {paths} --tolerance 1e-6")
+    assert code == 0, out
+    title = "tensors whose gradient is zero up to rounding, which does not count:\n"
+    _, _, excused = out.partition(title)
+    names = [line.split(":")[0].strip() for line in excused.splitlines()[:3]]
+    assert names == ["key.bias", "optimizer.exp_avg/key.bias", "optimizer.exp_avg_sq/key.bias"]
+    assert "equal: 3 of 6 common tensors are equal within 1e-06, 3 hold rounding" in out
+    assert command(capsys, f"compare {paths}")[0] == 1, "bits differ"
+    assert command(capsys, f"compare {paths} --tolerance 1e-10")[0] == 1, "above that share"
+
+
+@pytest.mark.parametrize(
+    ("changes", "name"),
+    [
+        ({"optimizer.exp_avg/query.weight": torch.ones(4, 4)}, "optimizer.exp_avg/query.weight"),
+        ({"key.bias": B + 2.0}, "key.bias"),  # no Adam moves it so far
+        ({"optimizer.exp_avg/key.bias": GRADIENT * B}, "optimizer.exp_avg/key.bias"),
+        ({"optimizer.exp_avg_sq/key.bias": torch.zeros(3)}, "key.bias"),  # one is not trained
+    ],
+)
+def test_compare_still_finds_what_is_no_rounding(changes, name, tmp_path, capsys):
+    save(tmp_path / "a", 5, trained(A))
+    save(tmp_path / "b", 5, trained(B, **changes))
+    words = f"compare {tmp_path / 'a'} {tmp_path / 'b'} --tolerance 1e-6"
+    code, out, _ = command(capsys, words)
+    assert code == 1
+    counted = out.partition("tensors that differ:\n")[2].partition("\ntensors whose")[0]
+    assert f"  {name}: " in counted

@@ -48,11 +48,11 @@ from megatron.hf.tensor_map import MappedTensor, Part, TensorMap, tensor_map
 from megatron.training.checkpoint_io import FORMAT
 from megatron.training.checkpoints.dcp_folder import DcpFolder, StoredTensor
 from megatron.training.checkpoints.inspection import (
-    digested_rows,
     existing_folder,
     kind_of_tensor,
     one_checkpoint,
     read_box,
+    read_rows,
     size_text,
 )
 from megatron.training.checkpoints.options import ConvertConfig, ConvertToNativeConfig
@@ -336,7 +336,7 @@ def of_checkpoint(reader: CheckpointReader, name: str) -> WholeTensor:
     stored = reader.manifest.tensors[name]
 
     def pieces() -> Iterator[memoryview]:
-        for box in digested_rows(stored.shape, stored.dtype, reader.manifest):
+        for box in read_rows(stored.shape, stored.dtype):
             yield as_bytes(read_box(reader, name, box))
 
     return WholeTensor(name, stored.dtype, stored.shape, pieces)

@@ -1,15 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the checkpoint commands list, inspect, verify and compare.
+"""What the checkpoint commands list, inspect and verify.
 
 - list: the checkpoints of a run: which are complete, which one a run would load, who is writing.
 - inspect: the contents of one checkpoint, from its manifest alone; no tensor is read.
 - verify: every byte of one checkpoint, or of all in a folder, against its digest.
-- compare: two checkpoints by their logical tensors, whatever layouts they were saved on. Tensors
-  are read in chunks that match their digests.
 """
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
 import fnmatch
 import json
@@ -19,26 +18,29 @@ import re
 import struct
 import sys
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any
 
 import torch
 
-from megatron.core.boxes import ROW_BOX_BYTES, Box, row_boxes
+from megatron.core.boxes import Box, row_boxes
 from megatron.core.dist_checkpointing import (
     CheckpointError,
     CheckpointReader,
+    DamagedCheckpointError,
     Manifest,
+    RemovedCheckpointError,
     TensorChunk,
+    VerifyReport,
     latest_checkpoint,
     list_checkpoints,
     read_manifest,
+    reading,
     verify_checkpoint,
 )
-from megatron.core.dist_checkpointing.errors import DamagedCheckpointError, describe
+from megatron.core.dist_checkpointing.errors import describe
 from megatron.core.dist_checkpointing.manifest import (
     MANIFEST_NAME,
     VERSION,
@@ -47,16 +49,18 @@ from megatron.core.dist_checkpointing.manifest import (
     iteration_of,
 )
 from megatron.core.dist_checkpointing.run_folder import (
+    ATTEMPTS,
     LOCK_NAME,
     MAX_TRACKER_BYTES,
     TRACKER_NAME,
+    check_link,
     is_temporary,
+    verify_contents,
 )
 from megatron.core.dist_checkpointing.shard_format import ITEM_BYTES, tensor_bytes
 from megatron.core.dist_checkpointing.shards import DTYPES
 from megatron.core.untrusted_files import read_regular, regular_fd
 from megatron.training.checkpoints.options import (
-    CompareConfig,
     InspectConfig,
     ListConfig,
     VerifyConfig,
@@ -77,7 +81,7 @@ def existing_folder(text: str) -> Path:
 
 def is_checkpoint(path: Path) -> bool:
     """Tell whether a folder is one checkpoint, damaged or not, rather than a folder of some."""
-    return iteration_of(path) is not None or (path / MANIFEST_NAME).exists()
+    return iteration_of(path) is not None or os.path.lexists(path / MANIFEST_NAME)
 
 
 def one_checkpoint(text: str) -> Path:
@@ -110,20 +114,20 @@ def size_text(size: int) -> str:
     return f"{value:.1f} {_UNITS[unit]}" if unit else f"{size} {_UNITS[0]}"
 
 
-def digested_rows(shape: tuple[int, ...], dtype: str, *manifests: Manifest) -> Iterator[Box]:
-    """Cut a tensor into boxes of whole rows that take two digested blocks each.
+#: Bytes of a tensor that are read at a time. Blocks are read whole whatever is wanted of them: with
+#: smaller boxes each would be read more often.
+_READ_BYTES = 8 << 20
 
-    A block is read whole, whatever is wanted of it: with smaller boxes most would be read more
-    than twice.
+
+def read_rows(shape: tuple[int, ...], dtype: str) -> Iterator[Box]:
+    """Cut a tensor into boxes of whole rows that are read one after the other.
 
     Args:
         shape, dtype: of the tensor.
-        manifests: of the checkpoints that the boxes are read from.
     """
     if not math.prod(shape):
         return iter(())
-    wanted = max(ROW_BOX_BYTES, *(2 * manifest.block_bytes for manifest in manifests))
-    return row_boxes(shape, ITEM_BYTES[dtype], piece_bytes=wanted)
+    return row_boxes(shape, ITEM_BYTES[dtype], piece_bytes=_READ_BYTES)
 
 
 def read_box(reader: CheckpointReader, name: str, box: Box) -> torch.Tensor:
@@ -152,7 +156,9 @@ def inspect_folder(config: InspectConfig) -> int:
     if pattern is not None and not chosen:
         raise ValueError(f"--tensors {pattern}: {folder} has no tensor of such a name")
     if config.json:
-        print(json.dumps(_as_json(folder, manifest, chosen), indent=2))
+        for text in json.JSONEncoder(indent=2).iterencode(_as_json(folder, manifest, chosen)):
+            sys.stdout.write(text)
+        print()
     else:
         for line in (*_lines(folder, manifest), *_tensor_lines(chosen)):
             print(line)
@@ -248,152 +254,6 @@ def _as_json(
     }
 
 
-#: Lines of one kind that are printed without --all.
-MAX_LINES = 20
-
-#: Elements that are compared at a time: in fp64 they take several times their memory.
-MAX_ELEMENTS = 1 << 18
-
-#: Parts of `extra` that may differ between equal checkpoints: how it was run, and sums of a log
-#: line that is being gathered.
-_BESIDE = ("config", "window")
-_BITS: Mapping[int, torch.dtype] = MappingProxyType(
-    {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-)
-
-
-@dataclass(kw_only=True)
-class Difference:
-    """How a tensor differs, gathered chunk by chunk.
-
-    Args:
-        differing: elements of other bits.
-        largest: the largest absolute difference; infinite where only one has a NaN.
-        scale: the largest finite element of either tensor.
-    """
-
-    differing: int = 0
-    largest: float = 0.0
-    scale: float = 0.0
-
-    @property
-    def relative(self) -> float:
-        """The largest difference as a share of the largest element."""
-        if not self.largest:
-            return 0.0
-        return self.largest / self.scale if self.scale else math.inf
-
-    def add(self, first: torch.Tensor, second: torch.Tensor) -> None:
-        """Take in the same elements of both tensors."""
-        if first.dtype == second.dtype:
-            bits = _BITS[first.itemsize]
-            others = first.view(bits) != second.view(bits)
-        else:
-            others = first.double() != second.double()
-        count = int(others.sum())
-        a, b = first.double(), second.double()
-        for values in (a, b):
-            finite = values[values.isfinite()]
-            if finite.numel():
-                self.scale = max(self.scale, float(finite.abs().max()))
-        if not count:
-            return
-        self.differing += count
-        a, b = a[others], b[others]
-        gaps = (a - b).abs()
-        gaps[(a == b) | (a.isnan() & b.isnan())] = 0.0  # other bits of the same value, infinities
-        gaps[gaps.isnan()] = math.inf
-        self.largest = max(self.largest, float(gaps.max()))
-
-
-def compare_folders(config: CompareConfig) -> int:
-    """Print how two checkpoints differ. Returns 0 if they are equal, else 1. Raises ValueError."""
-    folders = [one_checkpoint(config.first), one_checkpoint(config.second)]
-    limit = None if config.all else MAX_LINES
-    with CheckpointReader(folders[0]) as first, CheckpointReader(folders[1]) as second:
-        manifests = (first.manifest, second.manifest)
-        counted, beside = _fields(*manifests)
-        _print("fields that differ", counted, limit)
-        _print("options and log sums that differ, which does not count", beside, limit)
-        names = [set(manifest.tensors) for manifest in manifests]
-        alone = [sorted(names[0] - names[1]), sorted(names[1] - names[0])]
-        for folder, lone in zip(folders, alone, strict=True):
-            _print(f"tensors of {folder} only", lone, limit)
-        both = sorted(names[0] & names[1])
-        texts: dict[bool, list[str]] = {False: [], True: []}
-        for name in both:
-            equal, text = _compare(first, second, name, config.tolerance)
-            texts[equal].append(text)
-    _print("tensors that differ", texts[False], limit)
-    if config.all:
-        _print("equal tensors", texts[True], None)
-    same = not (counted or any(alone) or texts[False])
-    within = f" within {config.tolerance:g}" if config.tolerance else ""
-    print(
-        f"{'equal' if same else 'different'}: {len(texts[True])} of {len(both)} common tensors are "
-        f"equal{within}, {len(counted)} fields differ"
-    )
-    return 0 if same else 1
-
-
-def _print(title: str, lines: list[str], limit: int | None) -> None:
-    if not lines:
-        return
-    print(f"{title}:")
-    for line in lines[:limit]:
-        print(f"  {line}")
-    if limit is not None and len(lines) > limit:
-        print(f"  and {len(lines) - limit} more: see them with --all")
-
-
-def _fields(first: Manifest, second: Manifest) -> tuple[list[str], list[str]]:
-    """Return a line per field that differs: those that count, and those that do not."""
-    sides = [flatten({"iteration": m.iteration, **m.extra}) for m in (first, second)]
-    counted, beside = [], []
-    for name in sorted(sides[0].keys() | sides[1].keys()):
-        if name in sides[0] and name in sides[1] and sides[0][name] == sides[1][name]:
-            continue
-        line = f"{name}: {_shown(sides[0], name)} and {_shown(sides[1], name)}"
-        (beside if name.partition(".")[0] in _BESIDE else counted).append(line)
-    return counted, beside
-
-
-def _shown(fields: Mapping[str, Any], name: str) -> str:
-    return repr(fields[name]) if name in fields else "absent"
-
-
-def _compare(
-    first: CheckpointReader, second: CheckpointReader, name: str, tolerance: float
-) -> tuple[bool, str]:
-    """Return whether a tensor counts as equal, and a line about it."""
-    a, b = first.manifest.tensors[name], second.manifest.tensors[name]
-    if a.shape != b.shape:
-        return False, f"{name}: {list(a.shape)} and {list(b.shape)}"
-    found = Difference()
-    wider = max((a.dtype, b.dtype), key=lambda dtype: ITEM_BYTES[dtype])
-    for box in digested_rows(a.shape, wider, first.manifest, second.manifest):
-        _add_box(found, first, second, name=name, box=box)
-    dtypes = f"{a.dtype} and {b.dtype}, " if a.dtype != b.dtype else ""
-    if not found.differing:
-        equal = not dtypes or tolerance > 0
-        return equal, f"{name}: {dtypes}equal {'values' if dtypes else 'bits'}"
-    total = math.prod(a.shape)
-    text = (
-        f"{name}: {dtypes}{found.differing} of {total} elements differ, by at most "
-        f"{found.largest:.3g}, {found.relative:.3g} of the largest element"
-    )
-    return bool(tolerance) and found.relative <= tolerance, text
-
-
-def _add_box(
-    found: Difference, first: CheckpointReader, second: CheckpointReader, *, name: str, box: Box
-) -> None:
-    """Take in a box of both tensors; what has been read is gone before the next is."""
-    pieces = [read_box(reader, name, box).flatten() for reader in (first, second)]
-    for one, other in zip(*(piece.split(MAX_ELEMENTS) for piece in pieces), strict=True):
-        found.add(one, other)
-
-
 _HEAD = ("iteration", "size", "ranks", "saved", "format", "state")
 
 _ASIDE = re.compile(r"iter_\d{7,}\.damaged-[0-9a-f]+")
@@ -412,6 +272,7 @@ class Listed:
         saved: when its manifest was written, in seconds since 1970; None without one.
         world_size: ranks that saved it; None if that cannot be read.
         problem: what is wrong with it, see `problem_of`; "" if nothing is.
+        verified: what its verification returned or raised.
     """
 
     iteration: int
@@ -419,6 +280,7 @@ class Listed:
     saved: float | None
     world_size: int | None
     problem: str
+    verified: VerifyReport | CheckpointError
 
 
 def list_root(config: ListConfig) -> int:
@@ -428,51 +290,77 @@ def list_root(config: ListConfig) -> int:
         raise ValueError(
             f"{root} is one checkpoint: name the folder that it lies in, or use inspect"
         )
-    found = [_look_at(folder, digests=config.verify) for folder in list_checkpoints(root)]
+    listed: dict[Path, Listed] = {}
+    for folder in list_checkpoints(root):
+        with contextlib.suppress(RemovedCheckpointError):  # by the run that saves here
+            listed[folder] = _look_at(folder, digests=config.verify)
     checked = "every byte read" if config.verify else "sizes checked"
-    total = size_text(sum(listed.num_bytes for listed in found))
-    print(f"{root}: {len(found)} checkpoint{'s' * (len(found) != 1)}, {total}, {checked}")
-    if found:
-        print("\n".join(_table([_HEAD, *map(_row, found)])))
-    for line in (*_chosen(root, digests=config.verify), *_remains(root), _owner(root)):
+    total = size_text(sum(row.num_bytes for row in listed.values()))
+    print(f"{root}: {len(listed)} checkpoint{'s' * (len(listed) != 1)}, {total}, {checked}")
+    if listed:
+        print("\n".join(_table([_HEAD, *map(_row, listed.values())])))
+
+    def verify(folder: Path) -> VerifyReport:
+        if folder not in listed:  # saved meanwhile
+            return verify_checkpoint(folder, digests=config.verify, follow_links=False)
+        verified = listed[folder].verified
+        if isinstance(verified, CheckpointError):
+            raise verified
+        return verified
+
+    for line in (*_chosen(root, verify), *_remains(root), _owner(root)):
         print(line)
-    return int(any(listed.problem for listed in found))
+    return int(any(row.problem for row in listed.values()))
 
 
 def _look_at(folder: Path, *, digests: bool) -> Listed:
+    """Return a line of the list. Raises RemovedCheckpointError."""
     iteration = iteration_of(folder)
     assert iteration is not None, "list_checkpoints finds no others"
-    world_size, saved, problem = None, None, ""
+    world_size, problem = None, ""
+    verified: VerifyReport | CheckpointError | None = None
     try:
-        saved = (folder / MANIFEST_NAME).stat().st_mtime
-        world_size = read_manifest(folder).world_size
-        verify_checkpoint(folder, digests=digests)
-        if digests:
-            check_stored(folder)
-    except FileNotFoundError:
-        problem = f"DAMAGED: {folder / MANIFEST_NAME} does not exist"
-        if foreign_kind(folder):
-            problem = "FOREIGN: of torch.distributed.checkpoint, see convert"
+        check_link(folder)
+        with reading(folder) if digests else contextlib.nullcontext():
+            manifest = read_manifest(folder)
+            world_size = manifest.world_size
+            verified = verify_contents(folder, manifest, digests=digests)
+            if digests:
+                check_stored(folder, manifest)
+    except RemovedCheckpointError:
+        raise
     except CheckpointError as error:
-        problem = problem_of(error)
+        verified, problem = verified or error, problem_of(error)
+        if not os.path.lexists(folder / MANIFEST_NAME) and foreign_kind(folder):
+            problem = "FOREIGN: of torch.distributed.checkpoint, see convert"
+    assert verified is not None
     return Listed(
         iteration=iteration,
         num_bytes=folder_bytes(folder),
-        saved=saved,
+        saved=_saved_at(folder),
         world_size=world_size,
         problem=problem,
+        verified=verified,
     )
 
 
+def _saved_at(folder: Path) -> float | None:
+    """Return when a manifest was written; None without one."""
+    try:
+        return (folder / MANIFEST_NAME).lstat().st_mtime
+    except OSError:
+        return None
+
+
 def folder_bytes(folder: Path) -> int:
-    """Return the size of the files in a folder; one that is removed meanwhile has none."""
-    found = 0
-    for name in os.listdir(folder) if folder.is_dir() else ():
-        try:
-            found += (folder / name).lstat().st_size
-        except OSError:
-            continue
-    return found
+    """Return the size of the files in a folder; a link, or one that is removed meanwhile, has
+    none."""
+    total = 0
+    with contextlib.suppress(OSError):
+        for name in os.listdir(folder) if not folder.is_symlink() else ():
+            with contextlib.suppress(OSError):
+                total += (folder / name).lstat().st_size
+    return total
 
 
 def _row(listed: Listed) -> tuple[str, ...]:
@@ -503,7 +391,7 @@ def _table(rows: Sequence[tuple[str, ...]]) -> list[str]:
     ]
 
 
-def _chosen(root: Path, *, digests: bool) -> Iterator[str]:
+def _chosen(root: Path, verify: Callable[[Path], VerifyReport]) -> Iterator[str]:
     """Say what the tracker holds, and which checkpoint a run would load."""
     try:
         tracker = read_regular(root / TRACKER_NAME, MAX_TRACKER_BYTES)
@@ -514,7 +402,7 @@ def _chosen(root: Path, *, digests: bool) -> Iterator[str]:
     said: list[str] = []
     foreign = foreign_line(root)
     try:
-        found = latest_checkpoint(root, digests=digests, say=said.append)
+        found = latest_checkpoint(root, verify=verify, say=said.append)
     except CheckpointError as error:
         yield f"a run would load: none, and stop: {foreign or ' '.join(str(error).split())}"
         return
@@ -560,19 +448,41 @@ def _owner(root: Path) -> str:
 def verify_folders(config: VerifyConfig) -> int:
     """Print what was verified. Returns 1 if anything is damaged. Raises ValueError."""
     path = existing_folder(config.folder)
-    folders = [path] if is_checkpoint(path) else list_checkpoints(path)
-    if not folders:
-        raise ValueError(f"{path} holds no checkpoint: name another folder")
-    # Not all(): one that is damaged shall not hide another.
-    return int(not min([_verify(folder) for folder in folders]))
+    if is_checkpoint(path):
+        return int(not _verify(path))
+    for _ in range(ATTEMPTS):
+        results = [_verify_listed(folder) for folder in list_checkpoints(path)]
+        verified = [is_whole for is_whole in results if is_whole is not None]
+        if verified:
+            return int(not all(verified))
+    raise ValueError(f"{path} holds no checkpoint: name another folder")
+
+
+def _verify_listed(folder: Path) -> bool | None:
+    """Verify a checkpoint of a run that may be going on; None: it was removed meanwhile."""
+    try:
+        check_link(folder)
+        return _verify(folder)
+    except RemovedCheckpointError:
+        print(f"removed meanwhile: {folder}", flush=True)
+        return None
+    except CheckpointError as error:
+        print(problem_of(error), file=sys.stderr, flush=True)
+        return False
 
 
 def _verify(folder: Path) -> bool:
-    """Verify one checkpoint, print the result, and return whether it is whole."""
+    """Verify one checkpoint, print the result, and return whether it is whole.
+
+    Raises RemovedCheckpointError.
+    """
     try:
-        manifest = read_manifest(folder)
-        report = verify_checkpoint(folder)
-        odd = check_stored(folder)
+        with reading(folder):
+            manifest = read_manifest(folder)
+            report = verify_contents(folder, manifest, digests=True)
+            odd = check_stored(folder, manifest)
+    except RemovedCheckpointError:
+        raise
     except CheckpointError as error:
         print(problem_of(error), file=sys.stderr, flush=True)
         return False

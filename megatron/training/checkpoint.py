@@ -4,7 +4,7 @@ r"""Checkpoints listed, inspected, verified, compared and converted.
     python -m megatron.training.checkpoint list runs/a
     python -m megatron.training.checkpoint inspect runs/a/iter_0000100 --tensors "*.mlp.*"
     python -m megatron.training.checkpoint verify runs/a
-    python -m megatron.training.checkpoint compare runs/a runs/b --tolerance 1e-6
+    python -m megatron.training.checkpoint compare runs/a runs/b --tolerance 1e-5
     python -m megatron.training.checkpoint convert runs/a a.safetensors \
         --from native --to single-file
 

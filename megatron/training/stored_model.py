@@ -17,8 +17,13 @@ from megatron.core.dist_checkpointing.manifest import Manifest
 if TYPE_CHECKING:
     from megatron.core.models.gpt_config import GPTConfig
 
-#: Counts of what has at least one tensor of its own.
-_LAYERS = ("num_layers", "num-layers", "mtp_num_layers", "mtp-num-layers")
+#: Counts of layers and blocks, and texts of a character for each: all have tensors of their own.
+_LAYERS = (
+    *("num_layers", "num-layers", "mtp_num_layers", "mtp-num-layers"),
+    *("pattern", "ffn_pattern", "mtp_pattern", "hybrid-layer-pattern"),
+)
+#: No model has more: building a block takes a millisecond, on the meta device too.
+_MAX_LAYERS = 4096
 #: Fields that are no sizes of tensors.
 _FREE = (
     "rope",
@@ -49,7 +54,8 @@ def check_counts(folder: Path, described: Mapping[str, Any], manifest: Manifest)
     """
     shapes = [tensor.shape for tensor in manifest.tensors.values()]
     largest = max((size for shape in shapes for size in shape), default=0)
-    layers, sizes = max(len(shapes), 1), max(largest, len(shapes), _SMALL)
+    layers = min(max(len(shapes), 1), _MAX_LAYERS)
+    sizes = max(largest, len(shapes), _SMALL)
     for name, value in _counts(described):
         limit = layers if name in _LAYERS else sizes
         if abs(value) > limit:

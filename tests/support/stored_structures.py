@@ -11,10 +11,11 @@ import json
 import math
 import os
 import random
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import xxhash
@@ -172,54 +173,62 @@ def nested(depth: int, fields: Mapping[str, Any], key: str) -> dict[str, Any]:
     return found
 
 
-#: Structures by name, at a size: numbers of things at 1.0 are the most that a manifest may have.
-def structures(size: float) -> Iterator[tuple[str, Structure]]:
-    """Yield structures by name: deep, wide, many, overlapping, sparse.
+def _one_tensor(shape: tuple[int, ...], boxes: Sequence[Box], **options: Any) -> Structure:
+    return Structure(tensors={"w": Tensor(shape=shape, boxes=boxes)}, **options)
 
-    Args:
-        size: share of the largest numbers that a checkpoint may have.
-    """
-    many = int(130_000 * size)
-    side, boxes = pinwheel(int(25_000 * size))
-    yield "pinwheel", Structure(tensors={"w": Tensor(shape=side, boxes=boxes)})
-    cut = grid((400, many), (1, many))
-    yield "columns", Structure(tensors={"w": Tensor(shape=(400, many), boxes=cut)})
-    names = {f"{i}": Tensor(shape=(1,)) for i in range(many)}
-    yield "many tensors", Structure(tensors=names)
-    empties = {f"{i}": Tensor(shape=(0, i)) for i in range(many // 2)}
-    yield "empty tensors", Structure(tensors=empties, num_files=7)
-    long = {f"{'n' * 1000}{i}": Tensor(shape=()) for i in range(int(20_000 * size))}
-    yield "long names", Structure(tensors=long)
-    per_dim = max(2, int(4 * size))
-    cube = grid((per_dim,) * 8, (per_dim,) * 8)
-    yield "eight dimensions", Structure(tensors={"w": Tensor(shape=(per_dim,) * 8, boxes=cube)})
-    count = int(20_000 * size)
-    files = {f"{i}": Tensor(shape=(1,)) for i in range(count)}
-    yield "many shards", Structure(tensors=files, num_files=count)
-    rows = int(2000 * size)
-    halves = grid((rows, 2 * count), (1, count))
-    across = {"w": Tensor(shape=(rows, 2 * count), boxes=halves, dtype="F32")}
-    yield "a tensor across shards", Structure(tensors=across, num_files=min(count, 400))
-    one = {"w": Tensor(shape=(1,))}
-    yield "wide JSON", Structure(tensors=one, extra={f"{i:x}": i for i in range(many)})
-    lists = {"lists": [[] for _ in range(many)]}
-    yield "lists in JSON", Structure(tensors=one, extra=lists)
-    inner = {f"{i:x}": i for i in range(int(12_000 * size))}
-    yield "deep JSON", Structure(tensors=one, extra=nested(60, inner, "k" * 8))
-    yield "long header", Structure(tensors=one, header_padding=int(90_000_000 * size))
-    elements = int(100_000_000 * size)
-    big = {"w": Tensor(shape=(elements,), dtype="F32")}
-    yield "sparse", Structure(tensors=big)
-    yield (
-        "sparse, two rows",
-        Structure(
-            tensors={"w": Tensor(shape=(2, elements // 2), dtype="F32")}, block_bytes=256 << 20
+
+def _with_json(extra: Mapping[str, Any]) -> Structure:
+    return Structure(tensors={"w": Tensor(shape=(1,))}, extra=extra)
+
+
+def _many(count: int, shape: tuple[int, ...] = (1,), *, prefix: str = "") -> dict[str, Tensor]:
+    return {f"{prefix}{i}": Tensor(shape=shape) for i in range(count)}
+
+
+def _columns(count: int, rows: int, **options: Any) -> Structure:
+    return _one_tensor((rows, count), grid((rows, count), (1, count)), **options)
+
+
+def _cube(side: int) -> Structure:
+    return _one_tensor((side,) * 8, grid((side,) * 8, (side,) * 8))
+
+
+#: Valid structures by name: deep, wide, many, overlapping, sparse. Each takes a share of the
+#: largest numbers that a checkpoint may have.
+STRUCTURES: Mapping[str, Callable[[float], Structure]] = MappingProxyType(
+    {
+        "pinwheel": lambda size: _one_tensor(*pinwheel(int(25_000 * size))),
+        "columns": lambda size: _columns(int(130_000 * size), 400),
+        "many tensors": lambda size: Structure(tensors=_many(int(130_000 * size))),
+        "empty tensors": lambda size: Structure(
+            tensors=_many(int(130_000 * size), (0, 7)), num_files=7
         ),
-    )
-    yield (
-        "small blocks",
-        Structure(tensors={"w": Tensor(shape=(int(8_000_000 * size),))}, block_bytes=16),
-    )
+        "long names": lambda size: Structure(tensors=_many(int(25_000 * size), prefix="n" * 1000)),
+        "eight dimensions": lambda size: _cube(max(2, int(4 * size))),
+        "many shards": lambda size: Structure(
+            tensors=_many(int(20_000 * size)), num_files=int(20_000 * size)
+        ),
+        "columns in shards": lambda size: _columns(int(20_000 * size), 4000, num_files=400),
+        "wide JSON": lambda size: _with_json({f"{i:x}": i for i in range(int(130_000 * size))}),
+        "lists in JSON": lambda size: _with_json({"a": [[] for _ in range(int(130_000 * size))]}),
+        "deep JSON": lambda size: _with_json(
+            nested(60, {f"{i:x}": i for i in range(int(12_000 * size))}, "k" * 8)
+        ),
+        "long header": lambda size: Structure(
+            tensors=_many(1), header_padding=int(90_000_000 * size)
+        ),
+        "sparse": lambda size: Structure(
+            tensors={"w": Tensor(shape=(int(100_000_000 * size),), dtype="F32")}
+        ),
+        "two sparse rows": lambda size: Structure(
+            tensors={"w": Tensor(shape=(2, int(50_000_000 * size)), dtype="F32")},
+            block_bytes=256 << 20,
+        ),
+        "small blocks": lambda size: Structure(
+            tensors={"w": Tensor(shape=(int(8_000_000 * size),))}, block_bytes=16
+        ),
+    }
+)
 
 
 def random_structure(seed: int, size: float) -> Structure:

@@ -156,9 +156,7 @@ def inspect_folder(config: InspectConfig) -> int:
     if pattern is not None and not chosen:
         raise ValueError(f"--tensors {pattern}: {folder} has no tensor of such a name")
     if config.json:
-        for text in json.JSONEncoder(indent=2).iterencode(_as_json(folder, manifest, chosen)):
-            sys.stdout.write(text)
-        print()
+        _print_json(folder, manifest, chosen)
     else:
         for line in (*_lines(folder, manifest), *_tensor_lines(chosen)):
             print(line)
@@ -222,10 +220,9 @@ def _tensor_lines(tensors: Mapping[str, StoredTensor]) -> Iterator[str]:
             yield f"    {chunk.box} in {chunk.file} at bytes [{chunk.begin}, {chunk.end})"
 
 
-def _as_json(
-    folder: Path, manifest: Manifest, tensors: Mapping[str, StoredTensor]
-) -> dict[str, Any]:
-    return {
+def _print_json(folder: Path, manifest: Manifest, tensors: Mapping[str, StoredTensor]) -> None:
+    """Print one JSON object, its last member tensor by tensor: all take many times the memory."""
+    fields = {
         "folder": str(folder),
         "iteration": manifest.iteration,
         "world_size": manifest.world_size,
@@ -235,22 +232,30 @@ def _as_json(
         "files": {name: file.bytes for name, file in sorted(manifest.files.items())},
         "totals": totals(manifest),
         **dict(_sections(manifest)),
-        "tensors": {
-            name: {
-                "dtype": tensor.dtype,
-                "shape": tensor.shape,
-                "chunks": [
-                    {
-                        "offsets": chunk.box.offsets,
-                        "sizes": chunk.box.sizes,
-                        "file": chunk.file,
-                        "bytes": [chunk.begin, chunk.end],
-                    }
-                    for chunk in tensor.chunks
-                ],
+    }
+    print(json.dumps(fields, indent=2).removesuffix("\n}"), end=',\n  "tensors": {')
+    separator = ""
+    for name, tensor in tensors.items():
+        print(f"{separator}\n    {json.dumps(name)}: ", end="")
+        for text in json.JSONEncoder(indent=2).iterencode(_tensor_json(tensor)):
+            sys.stdout.write(text.replace("\n", "\n    "))
+        separator = ","
+    print("\n  }\n}" if tensors else "}\n}")
+
+
+def _tensor_json(tensor: StoredTensor) -> dict[str, Any]:
+    return {
+        "dtype": tensor.dtype,
+        "shape": tensor.shape,
+        "chunks": [
+            {
+                "offsets": chunk.box.offsets,
+                "sizes": chunk.box.sizes,
+                "file": chunk.file,
+                "bytes": [chunk.begin, chunk.end],
             }
-            for name, tensor in tensors.items()
-        },
+            for chunk in tensor.chunks
+        ],
     }
 
 

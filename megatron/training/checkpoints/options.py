@@ -56,7 +56,7 @@ class CompareConfig:
     """The other one."""
     tolerance: float = 0.0
     """Largest difference that still counts as equal, as a share of the largest element of the
-    tensor; 0 = equal bits."""
+    tensor; 0 = equal bits. Above 0, tensors whose gradient is zero up to rounding do not count."""
     all: bool = False
     """List all tensors, equal ones too; else the first that differ."""
 

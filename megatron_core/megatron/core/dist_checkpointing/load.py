@@ -32,7 +32,7 @@ from megatron.core.dist_checkpointing.shards import (
 #: Parts of chunks that a `CheckpointReader` reads: so many of any checkpoint, and another one for
 #: so many bytes. A part takes tens of microseconds, and rows of a tensor that is stored in columns
 #: need a part of every column.
-MIN_PART_LIMIT, BYTES_PER_PART = 25_000, 8192
+MIN_PART_LIMIT, BYTES_PER_PART = 20_000, 8192
 
 #: Shards that a `CheckpointReader` keeps open: processes may often have 1,024 files open.
 MAX_OPEN_SHARDS = 256
@@ -198,17 +198,18 @@ def plan_reads(
         index = index_of(name) if index_of is not None else stored_index(name, stored)
         by_chunk: dict[int, list[ChunkPart]] = {}
         for chunk in members:
-            for i, common in index.overlaps(chunk.box):
-                target = chunk.tensor.detach()[common.seen_from(chunk.box.offsets).slices]
-                origin = stored.chunks[i].box.offsets
-                part = ChunkPart(box=common.seen_from(origin), target=target)
-                by_chunk.setdefault(i, []).append(part)
-                num_parts += 1
+            overlaps = index.overlaps(chunk.box)
+            num_parts += len(overlaps)
             if max_parts is not None and num_parts > max_parts:
                 raise CheckpointError(
                     f"{name} and other tensors are stored in too many small parts to be read in "
                     "rows: load the checkpoint in a run, and save it again"
                 )
+            for i, common in overlaps:
+                target = chunk.tensor.detach()[common.seen_from(chunk.box.offsets).slices]
+                origin = stored.chunks[i].box.offsets
+                part = ChunkPart(box=common.seen_from(origin), target=target)
+                by_chunk.setdefault(i, []).append(part)
         for i, parts in by_chunk.items():
             piece = stored.chunks[i]
             read = ChunkRead(name=name, dtype=stored.dtype, chunk=piece, parts=parts)

@@ -22,6 +22,7 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from json.decoder import scanstring
+from operator import add, gt
 from pathlib import Path
 from typing import Any, NamedTuple, NoReturn
 
@@ -74,6 +75,8 @@ _HEX_DIGITS = 16
 _HEAD_BYTES = 64
 _COUNT_LIMIT = 1 << 63
 _COUNTED_TOGETHER = 1024
+_CACHED_SHAPES = 4096
+_ORIGINS = tuple((0,) * dims for dims in range(MAX_DIMENSIONS + 1))
 _JSON = json.JSONDecoder()
 
 
@@ -392,12 +395,16 @@ class _ManifestDecoder:
         self._digested_block_bytes = 0
         self._files: dict[str, StoredFile] = {}
         self._num_chunks = 0
+        # Equal values of many chunks are kept once.
+        self._file_names: dict[str, str] = {}
+        self._shapes: dict[str, tuple[int, ...]] = {}
 
     def manifest(self, xxh3: str) -> Manifest:
         fields: dict[str, Any] = {}
         for name in self._cursor.members():
             if name == "files":
                 self._files = {file: self._file(file) for file in self._cursor.members()}
+                self._file_names = {file: file for file in self._files}
                 self._check_count()
             elif name == "tensors":
                 self._digested_block_bytes = (
@@ -486,12 +493,16 @@ class _ManifestDecoder:
 
     def _shape(self, name: str) -> tuple[int, ...]:
         text = self._cursor.span("]")
+        if text in self._shapes:
+            return self._shapes[text]
         if text.count(",") >= MAX_DIMENSIONS or len(text) > MAX_SHOWN:  # parse no more than that
             count = text.count(",") + 1
             self._refuse(f"{name} has a shape of {count} dimensions: {MAX_DIMENSIONS} at most")
         shape = self._counts(json.loads(text), name)
         if problem := problem_of_shape(shape):
             self._refuse(f"{name} {problem}")
+        if len(self._shapes) < _CACHED_SHAPES:
+            self._shapes[text] = shape
         return shape
 
     def _chunk(self, name: str, dtype: str, shape: tuple[int, ...]) -> StoredChunk:
@@ -499,19 +510,23 @@ class _ManifestDecoder:
         if not self._num_chunks % _COUNTED_TOGETHER:
             self._check_count()
         row = self._object(name)
-        sizes, offsets = self._counts(row["sizes"], name), self._counts(row["offsets"], name)
-        begin, end = self._counts(row["bytes"], name)
-        file = row["file"]
-        if not isinstance(file, str) or file not in self._files:
-            self._refuse(f"{name} lies in {file!r}, which is not in the list of files")
-        box = Box(offsets, shape if sizes == shape else sizes)
-        if not len(shape) == len(sizes) == len(offsets) or any(
-            o + n > whole for o, n, whole in zip(offsets, sizes, shape, strict=True)
-        ):
+        dims = len(shape)
+        offsets, sizes, span = row["offsets"], row["sizes"], row["bytes"]
+        if not (list is type(offsets) is type(sizes) is type(span) and len(span) == 2):
+            self._refuse(f"{name} lacks a list of numbers in {row}")
+        if not dims == len(offsets) == len(sizes):
+            self._refuse(f"{name} has a box {offsets}, {sizes} outside its shape {list(shape)}")
+        numbers = self._counts(offsets + sizes + span, name)
+        begin, end = numbers[2 * dims :]
+        box = self._box(numbers[:dims], numbers[dims : 2 * dims], shape)
+        file = self._file_names.get(row["file"])
+        if file is None:
+            self._refuse(f"{name} lies in {row['file']!r}, which is not in the list of files")
+        if any(map(gt, map(add, *box), shape)):
             self._refuse(f"{name} has a box {box} outside its shape {list(shape)}")
         stored = self._files[file]
         inside = stored.header_bytes <= begin and end <= stored.bytes
-        if not inside or end - begin != tensor_bytes(dtype, sizes):
+        if not inside or end - begin != tensor_bytes(dtype, box.sizes):
             self._refuse(f"{name} has the impossible byte range [{begin}, {end}) in {file}")
         xxh3, block_bytes = row["xxh3"], self._digested_block_bytes
         if type(xxh3) is not list or not {*map(type, xxh3)} <= {str}:
@@ -519,6 +534,13 @@ class _ManifestDecoder:
         if len(xxh3) != (-(-(end - begin) // block_bytes) if block_bytes else 0):
             self._refuse(f"{name} has {len(xxh3)} digests for {end - begin} bytes")
         return StoredChunk(file=file, box=box, begin=begin, end=end, xxh3=tuple(xxh3))
+
+    def _box(self, offsets: tuple[int, ...], sizes: tuple[int, ...], shape: tuple[int, ...]) -> Box:
+        """Return a box whose numbers are those of others where they are equal."""
+        return Box(
+            _ORIGINS[len(shape)] if not any(offsets) else offsets,
+            shape if sizes == shape else sizes,
+        )
 
     def _check_count(self) -> None:
         shards = sum(file.bytes for file in self._files.values())

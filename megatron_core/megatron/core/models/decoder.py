@@ -11,6 +11,7 @@ import dataclasses
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
+from itertools import takewhile
 
 import torch
 from torch import nn
@@ -265,7 +266,11 @@ class Decoder(nn.Module):
         norm = Norm(f"{prefix}.norm", build.hidden_size, config=config.norm, build=build)
         mixer = self._mixer(symbol, prefix=prefix, build=build)
         drop = HiddenDropout.of(prefix, config.hidden_dropout, build=build)
-        handles = [h for n, h in build.store.handles.items() if n.startswith(f"{prefix}.")]
+        # The block's weights are the last ones: looking at all of them would be quadratic.
+        latest = takewhile(
+            lambda item: item[0].startswith(f"{prefix}."), reversed(build.store.handles.items())
+        )
+        handles = [handle for _, handle in latest][::-1]
         return DecoderBlock(prefix, norm, mixer=mixer, drop=drop, handles=handles)
 
     def _mixer(self, symbol: str, *, prefix: str, build: LayerBuild) -> nn.Module:

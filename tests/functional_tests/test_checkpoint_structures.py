@@ -1,0 +1,219 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Valid checkpoints of extreme structures: every command reads them, or refuses them in one line,
+within CPU seconds and memory that grow with the size of the files."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from dataclasses import replace
+from functools import cache, partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from megatron.core.dist_checkpointing import read_extra
+from megatron.hf import convert
+from megatron.inference import generate
+from megatron.training import checkpoint, pretrain_gpt
+from tests.functional_tests.small_run import flags, run_here, write_tokens
+from tests.support.read_limits import (
+    ReadCost,
+    ReadLimits,
+    measure_read,
+    read_faults,
+)
+from tests.support.stored_structures import (
+    STRUCTURES,
+    Structure,
+    Tensor,
+    random_structure,
+    seal,
+    write_structure,
+)
+
+pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+
+SINGLE = ("--from", "native", "--to", "single-file")
+#: The commands of files; `@` is the folder of checkpoints.
+COMMANDS: dict[str, tuple[str, ...]] = {
+    "list": ("list", "@"),
+    "list --verify": ("list", "@", "--verify"),
+    "verify": ("verify", "@"),
+    "inspect": ("inspect", "@", "--tensors"),
+    "inspect --json": ("inspect", "@", "--tensors", "--json"),
+    "compare": ("compare", "@", "@"),
+    "convert": ("convert", "@", "@.safetensors", *SINGLE),
+}
+#: A structure is written in a process of its own: its objects would belong to every reader.
+WRITING = ReadLimits(cpu_seconds=120.0, memory_bytes=4 << 30, file_bytes=0)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def one_thread() -> Any:
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)  # a pool of threads does not survive a fork
+    yield
+    torch.set_num_threads(threads)
+
+
+def run_command(name: str, root: Path) -> int:
+    """Run a command on a folder of checkpoints."""
+    return checkpoint.main([word.replace("@", str(root)) for word in COMMANDS[name]], {})
+
+
+def write(root: Path, make: Callable[[], Structure]) -> None:
+    """Write the checkpoint that a function describes."""
+
+    def writing() -> int:
+        write_structure(root, make())
+        return 0
+
+    cost = measure_read(writing, WRITING)
+    assert cost.code == 0, cost.text
+
+
+def limits_of(root: Path, *, times: int = 1) -> ReadLimits:
+    """Return the limits of reading a folder of checkpoints so many times."""
+    files = [path for path in root.glob("iter_*/*") if path.is_file()]
+    metadata = sum(path.stat().st_size for path in files if path.name == "manifest.json")
+    for shard in root.glob("iter_*/*.safetensors"):
+        with shard.open("rb") as file:
+            metadata += 8 + int.from_bytes(file.read(8), "little")
+    size = sum(path.stat().st_size for path in files)
+    return ReadLimits.of(times * size, metadata_bytes=times * metadata)
+
+
+@pytest.fixture(scope="module")
+def trivial(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], ReadCost]:
+    """Return what a command takes on a trivial checkpoint."""
+    root = tmp_path_factory.mktemp("trivial") / "run"
+    write_structure(root, Structure(tensors={"w": Tensor(shape=(1,))}))
+    return cache(lambda name: measure_read(partial(run_command, name, root)))
+
+
+def faults_of(root: Path, name: str, trivial: ReadCost, *, refused: str | None = "") -> list[str]:
+    """Return what is wrong with a command on a folder.
+
+    Args:
+        root: the folder.
+        name: of the command.
+        trivial: what it takes on a trivial checkpoint.
+        refused: in the line of a refusal; "" where it may be refused, None where it may not.
+    """
+    limits = limits_of(root, times=1 + (name == "compare"))
+    cost = measure_read(partial(run_command, name, root), limits)
+    faults = read_faults(cost, limits, trivial)
+    if cost.code and refused is None:
+        faults.append(f"exit code {cost.code}: {cost.text}")
+    if refused and (cost.code not in (1, 2) or refused not in cost.text):
+        faults.append(f"exit code {cost.code}, no {refused!r} in: {cost.text}")
+    return [f"{name}: {fault}" for fault in faults]
+
+
+def test_a_pinwheel_of_boxes_is_verified_within_the_limits(tmp_path, trivial):
+    write(tmp_path / "run", lambda: STRUCTURES["pinwheel"](0.15))
+    for name in ("list", "verify"):
+        assert not faults_of(tmp_path / "run", name, trivial(name), refused=None)
+
+
+def _without_places(fields: dict[str, Any]) -> None:
+    fields["tensors"] = {f"{i}": {"dtype": "U8", "shape": [0], "chunks": []} for i in range(20_000)}
+
+
+def _dimensions(fields: dict[str, Any]) -> None:
+    ones = [1] * 400_000
+    for chunk in fields["tensors"]["w"]["chunks"]:
+        chunk.update(sizes=ones, offsets=[0] * 400_000)
+    fields["tensors"]["w"]["shape"] = ones
+
+
+@pytest.mark.parametrize(
+    ("change", "refused"), [(_without_places, "lies in no file"), (_dimensions, "400000 dim")]
+)
+def test_what_no_checkpoint_holds_is_refused_at_once(change, refused, tmp_path, trivial):
+    folder = write_structure(tmp_path / "run", Structure(tensors={"w": Tensor(shape=(1,))}))
+    path = folder / "manifest.json"
+    fields = json.loads(path.read_bytes())
+    del fields["xxh3"]
+    change(fields)
+    path.write_bytes(seal(fields))
+    del fields
+    assert not faults_of(tmp_path / "run", "verify", trivial("verify"), refused=refused)
+
+
+@pytest.mark.slow(seconds=90)
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("structure", STRUCTURES)
+def test_every_command_reads_every_structure_within_limits(structure, tmp_path, trivial):
+    root = tmp_path / "run"
+    write(root, lambda: STRUCTURES[structure](1.0))
+    faults = []
+    for name in COMMANDS:
+        reads_all = name not in ("compare", "convert")
+        faults += faults_of(root, name, trivial(name), refused=None if reads_all else "")
+    assert not faults, "\n".join(faults)
+
+
+@pytest.mark.slow(seconds=60)
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("seed", range(20))
+def test_every_command_reads_random_structures(seed, tmp_path, trivial):
+    root = tmp_path / "run"
+    write(root, lambda: random_structure(seed, 0.5))
+    faults = []
+    for name in COMMANDS:
+        faults += faults_of(root, name, trivial(name), refused=None)
+    assert not faults, "\n".join(faults)
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return a folder with tokens and a run of one step."""
+    folder = tmp_path_factory.mktemp("run")
+    write_tokens(folder / "tokens")
+    words = "--train-iters 1 --eval-interval 0 --lr-decay-iters 9"
+    assert run_here(flags(folder / "tokens", f"{words} --save {folder / 'save'}")) == 0
+    return folder
+
+
+def _resume(run: Path, root: Path) -> int:
+    words = f"--train-iters 2 --eval-interval 0 --lr-decay-iters 9 --load {root}"
+    return pretrain_gpt.main(flags(run / "tokens", words), {})
+
+
+def _generate(run: Path, root: Path) -> int:
+    words = ["--load", str(root), "--prompt", "1", "--device", "cpu", "--max-new-tokens", "1"]
+    return generate.main(words, {})
+
+
+def _export(run: Path, root: Path) -> int:
+    return convert.main(["export", "--load", str(root), "--save", f"{root}-hf"], {})
+
+
+@pytest.mark.slow(seconds=90)
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("read", [_resume, _generate, _export])
+def test_programs_refuse_structures_of_other_models(read, run, tmp_path):
+    """With the description of a run's model, and tensors that are not its own."""
+    extra = read_extra(run / "save" / "iter_0000001")
+    limits = ReadLimits.of(0, metadata_bytes=0)
+    known = measure_read(partial(read, run, run / "save"), replace(limits, memory_bytes=1 << 30))
+    faults = []
+    for structure in STRUCTURES:
+        root = tmp_path / structure.replace(" ", "-")
+
+        def make(structure: str = structure) -> Structure:
+            found = STRUCTURES[structure](1.0)
+            return replace(found, extra={**found.extra, **extra})
+
+        write(root, make)
+        limits = limits_of(root)
+        cost = measure_read(partial(read, run, root), limits)
+        found = read_faults(cost, limits, known)
+        if cost.code in (0, None):
+            found.append(f"exit code {cost.code}: {cost.text}")
+        faults += [f"{structure}: {fault}" for fault in found]
+    assert not faults, "\n".join(faults)

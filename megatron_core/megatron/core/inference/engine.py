@@ -74,7 +74,7 @@ from megatron.core.inference.stages import (
 )
 from megatron.core.moe.dispatch import MOST_PADDED
 from megatron.core.ops.paged_attention import PagedBatch
-from megatron.core.ops.sampling import most_probable
+from megatron.core.ops.sampling.reference import most_probable
 from megatron.core.ops.sequences import Sequences
 from megatron.core.process_groups import Group
 

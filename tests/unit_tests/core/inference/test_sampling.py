@@ -25,7 +25,7 @@ from megatron.core.inference.sampling import (
     sample,
     uniform,
 )
-from megatron.core.ops.sampling import (
+from megatron.core.ops.sampling.reference import (
     draw_weights,
     invert,
     nucleus_by_search,
@@ -269,7 +269,7 @@ def test_the_nucleus_is_the_first_tokens_that_reach_p(nucleus: Any, steps: int |
 
 @pytest.mark.parametrize("nucleus", [nucleus_by_sort, nucleus_by_search])
 def test_the_edge_of_the_nucleus(nucleus: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("megatron.core.ops.sampling.nucleus_by_sort", nucleus)
+    monkeypatch.setattr("megatron.core.ops.sampling.reference.nucleus_by_sort", nucleus)
 
     def kept(logits: torch.Tensor, top_p: float) -> list[int]:
         return weights_of(logits[None], [make_row(top_p=top_p)])[0].nonzero().flatten().tolist()

@@ -18,7 +18,7 @@ import triton
 import triton.language as tl
 
 from megatron.core.ops.launches import Launches
-from megatron.core.ops.sampling import ScoreChange, TokenFilter, on_device
+from megatron.core.ops.sampling.reference import ScoreChange, TokenFilter, on_device
 
 # BLOCK: entries that a program changes at once.
 CHANGE = Launches("change_scores", {"BLOCK": 512, "num_warps": 4})

@@ -160,17 +160,20 @@ class IndexedDataset:
         return TOKEN_TYPES[code], num_sequences, document_entries
 
     def _check_sequences(self, offsets_at: int) -> None:
+        described = self._described_bytes()
+        if described != self._bin_bytes:
+            relation = "truncated" if self._bin_bytes < described else "of another index"
+            raise _bad(
+                self._bin, min(self._bin_bytes, described),
+                f"the file has {self._bin_bytes} bytes and is {relation}",
+                f"the {described} bytes that {self._idx.name} describes", _REWRITE,
+            )  # fmt: skip
         itemsize, previous_end = self.dtype.itemsize, 0
         for start in range(0, len(self.lengths), _CHECKED_AT_ONCE):
             lengths = self.lengths[start : start + _CHECKED_AT_ONCE].astype(np.int64)
             offsets = self.byte_offsets[start : start + _CHECKED_AT_ONCE].astype(np.int64)
-            if lengths.min() < 0:
-                row = start + int(np.argmax(lengths < 0))
-                raise _bad(
-                    self._idx, HEADER.size + 4 * row,
-                    f"sequence {row} has {self.lengths[row]} tokens", "0 or more", _REWRITE,
-                )  # fmt: skip
-            # Back to back: each sequence starts where the one before it ends.
+            # Back to back: each sequence starts where the one before it ends. No end exceeds the
+            # size of a file, so sums do not wrap around.
             ends = np.cumsum(lengths) * itemsize + previous_end
             wanted = ends - lengths * itemsize
             if not np.array_equal(offsets, wanted):
@@ -181,13 +184,20 @@ class IndexedDataset:
                     f"{wanted[row]}, where the sequence before it ends", _REWRITE,
                 )  # fmt: skip
             previous_end = int(ends[-1])
-        if previous_end != self._bin_bytes:
-            relation = "truncated" if self._bin_bytes < previous_end else "of another index"
-            raise _bad(
-                self._bin, min(self._bin_bytes, previous_end),
-                f"the file has {self._bin_bytes} bytes and is {relation}",
-                f"the {previous_end} bytes that {self._idx.name} describes", _REWRITE,
-            )  # fmt: skip
+
+    def _described_bytes(self) -> int:
+        """Return the bytes of all sequences, as a Python integer. Raises ValueError."""
+        tokens = 0
+        for start in range(0, len(self.lengths), _CHECKED_AT_ONCE):
+            lengths = self.lengths[start : start + _CHECKED_AT_ONCE]
+            if lengths.min() < 0:
+                row = start + int(np.argmax(lengths < 0))
+                raise _bad(
+                    self._idx, HEADER.size + 4 * row,
+                    f"sequence {row} has {self.lengths[row]} tokens", "0 or more", _REWRITE,
+                )  # fmt: skip
+            tokens += int(lengths.sum(dtype=np.int64))
+        return tokens * self.dtype.itemsize
 
     def _check_documents(self, documents_at: int) -> None:
         documents, num_sequences = self.documents, len(self.lengths)
@@ -198,9 +208,10 @@ class IndexedDataset:
                 f"[0, {num_sequences}]", _REWRITE,
             )  # fmt: skip
         for start in range(0, len(documents) - 1, _CHECKED_AT_ONCE):
-            steps = np.diff(documents[start : start + _CHECKED_AT_ONCE + 1])
-            if steps.min() < 0:
-                row = start + int(np.argmax(steps < 0)) + 1
+            block = documents[start : start + _CHECKED_AT_ONCE + 1]
+            falls = block[1:] < block[:-1]  # a difference could wrap around in int64
+            if falls.any():
+                row = start + int(np.argmax(falls)) + 1
                 raise _bad(
                     self._idx, documents_at + 8 * row,
                     f"document {row} starts at sequence {documents[row]}, before the one ahead "

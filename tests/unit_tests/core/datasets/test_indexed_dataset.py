@@ -3,6 +3,7 @@
 
 import re
 import struct
+from itertools import pairwise
 from pathlib import Path
 from typing import BinaryIO
 
@@ -246,6 +247,29 @@ def test_a_damaged_index_is_one_clear_line(tmp_path, name):
     assert "\n" not in text
     assert str(tmp_path) in text
     assert re.search(r"Write the data set again|check the prefix", text)
+
+
+def rising_in_int64(entries: list[int]) -> bool:
+    """Return whether no difference of neighbours is negative after wrapping around."""
+    return all((b - a) % (1 << 64) < 1 << 63 for a, b in pairwise(entries))
+
+
+@pytest.mark.parametrize("block", [1, 2, 1 << 20])
+def test_documents_whose_differences_wrap_are_refused(tmp_path, monkeypatch, block):
+    monkeypatch.setattr("megatron.core.datasets.indexed_dataset._CHECKED_AT_ONCE", block)
+    prefix = write(tmp_path / "data", [[[number]] for number in range(4)])
+    sound = idx_path(prefix).read_bytes()
+    top = 1 << 63
+    for entries in ([0, top - 1, -top, -1, 4], [0, 4, top - 1, -2, 4], [0, 3, 2, 4, 4]):
+        wraps = entries != [0, 3, 2, 4, 4]
+        assert rising_in_int64(entries) is wraps
+        fall = next(i for i in range(1, 5) if entries[i] < entries[i - 1])
+        idx_path(prefix).write_bytes(sound[:-40] + struct.pack("<5q", *entries))
+        with pytest.raises(ValueError, match=f"document {fall} starts at sequence {entries[fall]}"):
+            IndexedDataset(prefix)
+    for entries in ([0, 0, 0, 4, 4], [0, 4, 4, 4, 4]):
+        idx_path(prefix).write_bytes(sound[:-40] + struct.pack("<5q", *entries))
+        assert IndexedDataset(prefix).documents.tolist() == entries
 
 
 @pytest.mark.parametrize("change", [-2, -1, 2])

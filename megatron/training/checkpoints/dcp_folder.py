@@ -4,10 +4,7 @@
 Reads are positioned, of the wanted bytes only, into memory that is reused.
 
 The `.metadata` file lists the tensors and where they are. It is a pickle of dataclasses, read as
-data and then checked field by field: nothing is imported, looked up or called, whatever the pickle
-asks for. A pickle is a program for a small stack machine; this reader implements the instructions
-that build plain values. Where the program would call something, the reader records the name, the
-arguments and the state; a name that is not on the caller's list ends the reading.
+data (`plain_pickle.py`) and checked field by field.
 
 One tensor is stored as torch.save writes it: a zip archive of uncompressed members, `data.pkl` with
 dtype, shape and strides, and `data/0`, the elements. Format: PKWARE's APPNOTE 4.3, with the 64-bit
@@ -18,12 +15,10 @@ from __future__ import annotations
 
 import math
 import os
-import pickletools
 import struct
-import warnings
 import zlib
-from collections.abc import Callable, Iterator, Mapping, Set
-from dataclasses import dataclass, field
+from bisect import bisect_left
+from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
 from types import MappingProxyType, TracebackType
@@ -31,195 +26,22 @@ from typing import Any, NamedTuple, NoReturn
 
 import torch
 
-from megatron.core.boxes import Box, intersect, tiles
+from megatron.core.boxes import Box, BoxIndex, tiles
 from megatron.core.dist_checkpointing.shards import DTYPES, Scratch, as_bytes
 from megatron.core.untrusted_files import read_regular, regular_fd
+from megatron.training.checkpoints.plain_pickle import (
+    Finish,
+    Made,
+    Name,
+    Pairs,
+    Persistent,
+    read_pickle,
+)
 from megatron.training.newest_checkpoint import METADATA_NAME
 
-
-class Name(NamedTuple):
-    """A thing of a module that a pickle refers to, as `torch.float32`."""
-
-    text: str
-
-
-class Persistent(NamedTuple):
-    """What a pickle keeps outside of itself, by the value that says where."""
-
-    value: Any
-
-
-@dataclass(eq=False)
-class Made:
-    """What calling `name` with `args` would have made, and the state that it would have got."""
-
-    name: str
-    args: tuple[Any, ...]
-    state: Any = None
-
-
-@dataclass(eq=False)
-class Pairs:
-    """A dict as its items in order: no key is hashed or compared, as a key may be anything."""
-
-    items: list[tuple[Any, Any]] = field(default_factory=list)
-
-
-_MARK = object()
-_CONSTANTS: Mapping[str, Any] = MappingProxyType({"NONE": None, "NEWTRUE": True, "NEWFALSE": False})
-#: Instructions whose own argument is the value.
-_VALUES = frozenset(
-    ("BININT", "BININT1", "BININT2", "LONG1", "BINFLOAT", "SHORT_BINUNICODE", "BINUNICODE")
-    + ("BINUNICODE8", "SHORT_BINBYTES", "BINBYTES")
-)
-_NO_EFFECT = frozenset({"PROTO", "FRAME"})
-
-
-def read_pickle(data: bytes, allowed: Set[str], where: str) -> Any:
-    """Return the value that a pickle describes, with `Made` and `Name` for what is no plain value.
-
-    Args:
-        data: the pickle.
-        allowed: dotted names that it may refer to.
-        where: what to name in an error.
-
-    Raises:
-        ValueError: it refers to another name, needs an instruction that plain values do not need,
-            or is damaged.
-    """
-    return _Machine(allowed, where).run(data)
-
-
-class _Machine:
-    """The stack machine."""
-
-    def __init__(self, allowed: Set[str], where: str) -> None:
-        self._allowed, self._where = allowed, where
-        self._stack: list[Any] = []
-        self._memo: dict[int, Any] = {}
-        self._steps: Mapping[str, Callable[[Any], None]] = {
-            "MARK": lambda _: self._stack.append(_MARK),
-            "EMPTY_TUPLE": lambda _: self._stack.append(()),
-            "EMPTY_LIST": lambda _: self._stack.append([]),
-            "EMPTY_DICT": lambda _: self._stack.append(Pairs()),
-            "TUPLE1": lambda _: self._tuple(1),
-            "TUPLE2": lambda _: self._tuple(2),
-            "TUPLE3": lambda _: self._tuple(3),
-            "TUPLE": lambda _: self._stack.append(tuple(self._to_mark())),
-            "APPEND": lambda _: self._extend([self._stack.pop()]),
-            "APPENDS": lambda _: self._extend(self._to_mark()),
-            "SETITEM": lambda _: self._update([self._stack.pop(-2), self._stack.pop()]),
-            "SETITEMS": lambda _: self._update(self._to_mark()),
-            "MEMOIZE": lambda _: self._memoize(len(self._memo)),
-            "BINPUT": self._memoize,
-            "LONG_BINPUT": self._memoize,
-            "BINGET": self._recall,
-            "LONG_BINGET": self._recall,
-            "GLOBAL": lambda text: self._name(*text.split(" ", 1)),
-            "STACK_GLOBAL": lambda _: self._name(self._stack.pop(-2), self._stack.pop()),
-            "REDUCE": lambda _: self._make(),
-            "NEWOBJ": lambda _: self._make(),
-            "BUILD": lambda _: self._build(),
-            "BINPERSID": lambda _: self._stack.append(Persistent(self._stack.pop())),
-        }
-
-    def run(self, data: bytes) -> Any:
-        """Carry out the program and return what it leaves."""
-        try:
-            # Names with odd escapes are none that is allowed; they need no warning before.
-            with warnings.catch_warnings(action="ignore"):
-                return self._run(data)
-        except (IndexError, KeyError, TypeError) as error:
-            self._refuse(f"it is damaged ({type(error).__name__})")
-        except _Refusal:
-            raise
-        except ValueError as error:  # of the decoding of instructions, or no single value
-            self._refuse(f"it is damaged ({error})")
-
-    def _run(self, data: bytes) -> Any:
-        for opcode, argument, _ in pickletools.genops(data):
-            if opcode.name == "STOP":
-                (found,) = self._stack
-                return found
-            self._carry_out(opcode.name, argument)
-        raise ValueError("it has no end")
-
-    def _carry_out(self, name: str, argument: Any) -> None:
-        if name in _NO_EFFECT:
-            return
-        if name in _VALUES:
-            self._stack.append(argument)
-        elif name in _CONSTANTS:
-            self._stack.append(_CONSTANTS[name])
-        elif name in self._steps:
-            self._steps[name](argument)
-        else:
-            self._refuse(f"it holds the instruction {name}, which plain values do not need")
-
-    def _tuple(self, size: int) -> None:
-        values = tuple(self._stack[-size:])
-        if len(values) != size or any(value is _MARK for value in values):
-            raise IndexError
-        self._stack[-size:] = [values]
-
-    def _to_mark(self) -> list[Any]:
-        """Take everything above the last mark, and the mark."""
-        values = []
-        while (value := self._stack.pop()) is not _MARK:
-            values.append(value)
-        return values[::-1]
-
-    def _extend(self, values: list[Any]) -> None:
-        if not isinstance(self._stack[-1], list):
-            raise TypeError
-        self._stack[-1].extend(values)
-
-    def _update(self, values: list[Any]) -> None:
-        target = self._stack[-1]
-        # Some dicts are made by calling their class.
-        if isinstance(target, Made) and target.name == "collections.OrderedDict":
-            return
-        if not isinstance(target, Pairs):
-            raise TypeError
-        target.items.extend(zip(values[::2], values[1::2], strict=True))
-
-    def _memoize(self, place: int) -> None:
-        self._memo[place] = self._stack[-1]
-
-    def _recall(self, place: int) -> None:
-        self._stack.append(self._memo[place])
-
-    def _name(self, module: Any, name: Any) -> None:
-        if not isinstance(module, str) or not isinstance(name, str):
-            raise TypeError
-        text = f"{module}.{name}"
-        if text not in self._allowed:
-            shown = text if text.isprintable() and len(text) <= 100 else f"{text[:100]!r}..."
-            self._refuse(f"it asks for {shown}, which no tensor needs; nothing was run")
-        self._stack.append(Name(text))
-
-    def _make(self) -> None:
-        args, called = self._stack.pop(), self._stack.pop()
-        if not isinstance(called, Name) or not isinstance(args, tuple):
-            raise TypeError
-        self._stack.append(Made(called.text, args))
-
-    def _build(self) -> None:
-        state, target = self._stack.pop(), self._stack[-1]
-        if not isinstance(target, Made):
-            raise TypeError
-        target.state = state
-
-    def _refuse(self, why: str) -> NoReturn:
-        raise _Refusal(f"{self._where} is refused: {why}")
-
-
-class _Refusal(ValueError):
-    """A line for the user, already whole."""
-
-
-#: Some million chunks. What is made of a pickle takes about ten times its size.
-MAX_METADATA_BYTES = 256 << 20
+#: Some 200,000 chunks.
+MAX_METADATA_BYTES = 40 << 20
+#: Of a tensor in `.metadata` and of one in an archive.
 MAX_DIMENSIONS = 8
 
 _METADATA = "torch.distributed.checkpoint.metadata"
@@ -281,10 +103,12 @@ class StoredTensor(NamedTuple):
 
 
 class Metadata(NamedTuple):
-    """The tensors of a folder by name, and the names of what is no tensor."""
+    """The tensors of a folder by name, the names of what is no tensor, and the bytes that all
+    chunks of tensors take in each file."""
 
     tensors: dict[str, StoredTensor]
     others: tuple[str, ...]
+    lengths: dict[str, int]
 
 
 def read_metadata(folder: Path) -> Metadata:
@@ -298,22 +122,40 @@ def read_metadata(folder: Path) -> Metadata:
         data = read_regular(path, MAX_METADATA_BYTES)
     except OSError as error:
         raise ValueError(f"cannot read {path}: {error.strerror}") from None
-    root = read_pickle(data, METADATA_GLOBALS, str(path))
     try:
-        fields = _fields(root, f"{_METADATA}.Metadata")
-        places = dict(_places(fields["storage_data"]))
-        tensors: dict[str, StoredTensor] = {}
-        others = []
-        for name, item in _pairs(fields["state_dict_metadata"]):
-            if _is_a(item, f"{_METADATA}.BytesStorageMetadata"):
-                others.append(_text(name))
-            else:
-                tensors[_text(name)] = _tensor(_text(name), item, places)
+        return _metadata(read_pickle(data, METADATA_GLOBALS, str(path), finish=_FINISH))
     except _Odd as odd:
         raise ValueError(f"{path} is refused: {odd}") from None
-    except (KeyError, TypeError, ValueError) as error:
-        raise ValueError(f"{path} cannot be understood ({type(error).__name__}: {error})") from None
-    return Metadata(tensors, tuple(others))
+
+
+def _metadata(root: Any) -> Metadata:
+    """Return what the pickle in `.metadata` describes. Raises _Odd."""
+    fields = _fields(root, f"{_METADATA}.Metadata", "state_dict_metadata", "storage_data")
+    items, stored = fields
+    if not isinstance(items, Pairs) or not isinstance(stored, Pairs):
+        raise _Odd("its tensors and their places are no dicts")
+    del root, fields
+    places: dict[str, list[tuple[tuple[int, ...], _Place]]] = {}
+    lengths: dict[str, int] = {}
+    for index, place in stored.items():
+        if not isinstance(index, _Index) or not isinstance(place, _Place):
+            raise _Odd("a place in a file is not described as torch does")
+        if index.offsets is not None:  # else of what is no tensor
+            _check_place(index.name, place)
+            places.setdefault(index.name, []).append((index.offsets, place))
+            lengths[place.file] = lengths.get(place.file, 0) + place.length
+    stored.flat.clear()
+    tensors: dict[str, StoredTensor] = {}
+    others = []
+    for key, item in items.items():
+        name = _text(key)
+        if isinstance(item, _Described):
+            tensors[name] = _tensor(name, item, places.pop(name, []))
+        elif _is_a(item, f"{_METADATA}.BytesStorageMetadata"):
+            others.append(name)
+        else:
+            raise _Odd(f"{name} is not described as torch does")
+    return Metadata(tensors, tuple(others), lengths)
 
 
 def check_cover(name: str, tensor: StoredTensor, where: str) -> None:
@@ -326,92 +168,150 @@ class _Odd(Exception):
     """What is wrong, for a line that names the file."""
 
 
-def _places(value: Any) -> Iterator[tuple[tuple[str, tuple[int, ...]], tuple[str, int, int]]]:
-    """Yield where each chunk of a tensor is, by name and offsets."""
-    for key, item in _pairs(value):
-        index = _fields(key, f"{_METADATA}.MetadataIndex")
-        if index.get("offset") is None:
-            continue  # of what is no tensor
-        stored = _fields(item, _STORED)
-        name, file = _text(index["fqn"]), _text(stored["relative_path"])
-        if Path(file).name != file or file in ("", ".", "..", METADATA_NAME):
-            raise _Odd(f"{name} lies in {file!r}, which is no plain name of a file")
-        if stored.get("transform_descriptors"):
-            raise _Odd(f"{name} is compressed or otherwise transformed, which is not read")
-        yield (
-            (name, _sizes(index["offset"])),
-            (file, _count(stored["offset"]), _count(stored["length"])),
-        )
+class _Index(NamedTuple):
+    """Which chunk of a tensor; without offsets: what is no tensor."""
+
+    name: str
+    offsets: tuple[int, ...] | None
+
+
+class _Place(NamedTuple):
+    """Where a chunk lies; `transformed`: compressed or the like."""
+
+    file: str
+    begin: int
+    length: int
+    transformed: bool
+
+
+class _Described(NamedTuple):
+    """What `.metadata` states of a tensor."""
+
+    dtype: Name
+    shape: tuple[int, ...]
+    boxes: list[Box]
+
+
+def _index(made: Made) -> _Index:
+    name, offsets = _fields(made, made.name, "fqn", optional="offset")
+    return _Index(_text(name), None if offsets is None else _sizes(offsets))
+
+
+def _place(made: Made) -> _Place:
+    fields = ("relative_path", "offset", "length")
+    file, begin, length, transforms = _fields(
+        made, made.name, *fields, optional="transform_descriptors"
+    )
+    return _Place(_text(file), _count(begin), _count(length), bool(transforms))
+
+
+def _check_place(name: str, place: _Place) -> None:
+    if Path(place.file).name != place.file or place.file in ("", ".", "..", METADATA_NAME):
+        raise _Odd(f"{name} lies in {place.file!r}, which is no plain name of a file")
+    if place.transformed:
+        raise _Odd(f"{name} is compressed or otherwise transformed, which is not read")
+
+
+def _box(made: Made) -> Box:
+    offsets, sizes = _fields(made, made.name, "offsets", "sizes")
+    return Box(_sizes(offsets), _sizes(sizes))
+
+
+def _dtype(made: Made) -> Name:
+    """Return the first property of a tensor."""
+    state = made.state
+    if not isinstance(state, tuple) or not state or not isinstance(state[0], Name):
+        raise _Odd("the properties of a tensor do not begin with a dtype")
+    if not state[0].text.startswith("torch."):
+        raise _Odd(f"a tensor has the dtype {state[0].text}")
+    return state[0]
+
+
+def _described_tensor(made: Made) -> _Described:
+    dtype, shape, boxes = _fields(made, made.name, "properties", "size", "chunks")
+    if not isinstance(dtype, Name) or not isinstance(boxes, list):
+        raise _Odd("the properties or chunks of a tensor are not described as torch does")
+    if not all(isinstance(box, Box) for box in boxes):
+        raise _Odd("a chunk of a tensor is not described as torch does")
+    return _Described(dtype, _sizes(shape), boxes)
+
+
+_FINISH: Mapping[str, Finish] = MappingProxyType(
+    {
+        "torch.Size": lambda made: _sizes(made),
+        f"{_METADATA}.ChunkStorageMetadata": _box,
+        f"{_METADATA}.MetadataIndex": _index,
+        f"{_METADATA}.TensorStorageMetadata": _described_tensor,
+        _STORED: _place,
+        **dict.fromkeys(_PROPERTIES, _dtype),
+    }
+)
 
 
 def _tensor(
-    name: str, item: Any, places: dict[tuple[str, tuple[int, ...]], tuple[str, int, int]]
+    name: str, item: _Described, places: list[tuple[tuple[int, ...], _Place]]
 ) -> StoredTensor:
-    fields = _fields(item, f"{_METADATA}.TensorStorageMetadata")
-    properties = fields["properties"]
-    if not isinstance(properties, Made) or properties.name not in _PROPERTIES:
-        raise TypeError(f"the properties of {name}")
-    dtype = properties.state[0]
-    if not isinstance(dtype, Name) or not dtype.text.startswith("torch."):
-        raise TypeError(f"the dtype of {name}")
-    shape = _sizes(fields["size"])
-    chunks = []
-    for chunk in fields["chunks"]:
-        inner = _fields(chunk, f"{_METADATA}.ChunkStorageMetadata")
-        box = Box(_sizes(inner["offsets"]), _sizes(inner["sizes"]))
+    shape, chunks = item.shape, []
+    places.sort()  # rather than hashed: whoever writes a folder can make numbers collide
+    for box in item.boxes:
         if not len(shape) == len(box.offsets) == len(box.sizes) or any(
             o + n > whole for o, n, whole in zip(*box, shape, strict=True)
         ):
             raise _Odd(f"{name} has a box {box} outside its shape {list(shape)}")
-        if (name, box.offsets) not in places:
+        at = bisect_left(places, (box.offsets,))
+        if at == len(places) or places[at][0] != box.offsets:
             raise _Odd(f"it does not say where {name}{box} lies")
-        chunks.append(StoredBytes(box, *places[name, box.offsets]))
-    return StoredTensor(_METADATA_DTYPES.get(dtype.text, dtype.text), shape, tuple(chunks))
+        place = places[at][1]
+        chunks.append(StoredBytes(box, place.file, place.begin, place.length))
+    dtype = _METADATA_DTYPES.get(item.dtype.text, item.dtype.text)
+    return StoredTensor(dtype, shape, tuple(chunks))
 
 
 def _is_a(value: Any, name: str) -> bool:
     return isinstance(value, Made) and value.name == name
 
 
-def _fields(value: Any, name: str) -> dict[str, Any]:
-    """Return the fields of what is a dataclass there."""
-    if not _is_a(value, name):
-        raise TypeError(f"no {name}")
-    return {_text(key): inner for key, inner in _pairs(value.state)}
-
-
-def _pairs(value: Any) -> list[tuple[Any, Any]]:
-    if not isinstance(value, Pairs):
-        raise TypeError("no dict")
-    return value.items
+def _fields(value: Any, name: str, *fields: str, optional: str | None = None) -> list[Any]:
+    """Return fields of what is a dataclass there, and last the optional one, None if missing."""
+    if not _is_a(value, name) or not isinstance(value.state, Pairs):
+        raise _Odd(f"it holds no {name}, or one without fields")
+    found = {key: inner for key, inner in value.state.items() if isinstance(key, str)}
+    for field in fields:
+        if field not in found:
+            raise _Odd(f"a {name} has no {field}")
+    values = [found[field] for field in fields]
+    return values if optional is None else [*values, found.get(optional)]
 
 
 def _text(value: Any) -> str:
     if not isinstance(value, str) or not value.isprintable():
-        raise TypeError("no name")
+        raise _Odd("a name is no printable text")
     return value
 
 
 def _count(value: Any) -> int:
     if type(value) is not int or not 0 <= value < 1 << 63:
-        raise TypeError("no number of things")
+        raise _Odd("a number of bytes or elements is none, or not below 2^63")
     return value
 
 
 def _sizes(value: Any) -> tuple[int, ...]:
     """Return the numbers of a torch.Size."""
-    if not _is_a(value, "torch.Size") or len(value.args) != 1 or type(value.args[0]) is not tuple:
-        raise TypeError("no torch.Size")
-    if len(value.args[0]) > MAX_DIMENSIONS:
-        raise TypeError("too many dimensions")
-    return tuple(_count(item) for item in value.args[0])
+    if _is_a(value, "torch.Size") and len(value.args) == 1:
+        (value,) = value.args
+    if type(value) is not tuple:
+        raise _Odd("a shape is no torch.Size")
+    if len(value) > MAX_DIMENSIONS:
+        raise _Odd(f"a shape has {len(value)} dimensions, more than {MAX_DIMENSIONS}")
+    return tuple(_count(item) for item in value)
 
 
 #: Reads so many bytes from a position, counted from the beginning of the archive.
 Read = Callable[[int, int], bytes]
 
-#: More than the description of a tensor takes.
+#: More than the description of a tensor takes, and than the list of the members of an archive.
 MAX_DESCRIPTION_BYTES = 1 << 16
+MAX_DIRECTORY_BYTES = 1 << 16
 MAX_MEMBERS = 64
 
 _STORAGES: Mapping[str, str] = MappingProxyType(
@@ -518,7 +418,9 @@ def _described(value: Any, members: Mapping[str, _Member], where: str) -> SavedT
         known = isinstance(storage, Persistent) and isinstance(kind, Name) and mark == "storage"
         member = members["data/" + key]
         numbers = (offset, count, *shape, *strides)
-        known = known and len(shape) == len(strides) and all(type(n) is int for n in numbers)
+        # Before any product: numbers of thousands of digits take time.
+        known = known and all(type(n) is int and 0 <= n < 1 << 63 for n in numbers)
+        known = known and len(shape) == len(strides) <= MAX_DIMENSIONS
     except (AttributeError, IndexError, KeyError, TypeError, ValueError):
         _refuse(where, "its description is not that of a tensor")
     if not known:
@@ -527,7 +429,7 @@ def _described(value: Any, members: Mapping[str, _Member], where: str) -> SavedT
     last = sum((size - 1) * stride for size, stride in zip(shape, strides, strict=True))
     needed = (offset + last + 1) * itemsize if math.prod(shape) else 0
     stored = count if third else count * itemsize
-    if min(numbers) < 0 or stored != member.size or needed > member.size:
+    if stored != member.size or needed > member.size:
         _refuse(where, f"a tensor of {dtype} {list(shape)} does not lie in {member.size} bytes")
     return SavedTensor(
         dtype,
@@ -543,7 +445,7 @@ def _members(read: Read, length: int, where: str) -> dict[str, _Member]:
     """Return the members of an archive by name."""
     try:
         count, size, offset = _directory(read, length)
-        if count > MAX_MEMBERS or offset + size > length:
+        if count > MAX_MEMBERS or size > MAX_DIRECTORY_BYTES or offset + size > length:
             raise ValueError
         directory = read(offset, size)
         found: dict[str, _Member] = {}
@@ -628,6 +530,18 @@ PIECE_BYTES = 1 << 20
 #: Files that are held open; a large run has written more than a process may open.
 MAX_OPEN = 64
 
+#: Bytes of an archive that are read at once.
+SMALL_ARCHIVE_BYTES = 1 << 16
+
+#: Bytes of a file that are read together for elements between which there are others, and the bytes
+#: between two elements from which on they are read one by one.
+MAX_SPAN_BYTES, APART_BYTES = 16 << 20, 1 << 13
+
+#: Reads of a folder: so many, and one more for so many bytes of its files.
+MAX_READS, BYTES_PER_READ = 1 << 20, 512
+#: Chunks of a tensor that may be looked through in the time of a read.
+CHUNKS_PER_READ = 16
+
 
 class DcpFolder:
     """An open folder; counts the bytes it reads.
@@ -647,9 +561,12 @@ class DcpFolder:
     def __init__(self, path: Path, *, checksums: bool = True) -> None:
         self.path, self.bytes_read = path, 0
         self._checksums = checksums
-        self.tensors, self.others = read_metadata(path)
+        self.tensors, self.others, self._lengths = read_metadata(path)
         self._fds: dict[str, tuple[int, int]] = {}
-        self._found: dict[StoredBytes, SavedTensor] = {}
+        self._sizes: dict[str, int] = {}
+        self._reads = 0
+        self._found: dict[tuple[str, int], SavedTensor] = {}  # by name and number of the chunk
+        self._indices: dict[str, BoxIndex] = {}
         self._scratch = Scratch()
 
     def __enter__(self) -> DcpFolder:
@@ -681,37 +598,68 @@ class DcpFolder:
             ValueError: a file is short or absent, does not match its checksum, or holds something
                 else than the tensor.
         """
+        if not box.numel:
+            return
         tensor = self.tensors[name]
-        for stored in tensor.chunks:
-            common = intersect(stored.box, box) if box.numel else None
-            if common is None:
-                continue
-            found = self._open(name, tensor, stored)
+        if name not in self._indices:
+            self._indices[name] = BoxIndex([stored.box for stored in tensor.chunks])
+        self._count_reads(len(tensor.chunks) // CHUNKS_PER_READ)
+        for number, common in self._indices[name].overlaps(box):
+            stored = tensor.chunks[number]
+            found = self._open(name, tensor, number)
             inner = common.seen_from(stored.box.offsets)
-            itemsize = DTYPES[found.dtype].itemsize
-            pairs = list(zip(*inner, found.strides, strict=True))
-            first = sum(o * stride for o, _, stride in pairs)
-            span = 1 + sum((n - 1) * stride for _, n, stride in pairs)
-            raw = self._scratch.take(span * itemsize)
-            self._read(
-                stored.file, stored.begin + found.begin + first * itemsize, as_bytes(raw), name=name
-            )
-            source = raw.view(DTYPES[found.dtype]).as_strided(inner.sizes, found.strides)
-            target[common.seen_from(box.offsets).slices].copy_(source)
+            part = target[common.seen_from(box.offsets).slices]
+            self._read_elements(name, stored, found, inner, part)
 
-    def _open(self, name: str, tensor: StoredTensor, stored: StoredBytes) -> SavedTensor:
+    def _read_elements(
+        self, name: str, stored: StoredBytes, found: SavedTensor, box: Box, target: torch.Tensor
+    ) -> None:
+        """Read a box of a chunk in spans of the file of a bounded size.
+
+        Where elements of the box are far apart in the file, each run of them is read on its own.
+        """
+        itemsize = DTYPES[found.dtype].itemsize
+        reach = [(n - 1) * stride for n, stride in zip(box.sizes, found.strides, strict=True)]
+        if (1 + sum(reach)) * itemsize <= MAX_SPAN_BYTES:
+            first = sum(o * stride for o, stride in zip(box.offsets, found.strides, strict=True))
+            raw = self._scratch.take((1 + sum(reach)) * itemsize)
+            begin = stored.begin + found.begin + first * itemsize
+            self._read(stored.file, begin, as_bytes(raw), name=name)
+            source = raw.view(DTYPES[found.dtype]).as_strided(box.sizes, found.strides)
+            target.copy_(source)
+            return
+        dim = max(range(len(reach)), key=lambda d: reach[d])
+        stride_bytes = found.strides[dim] * itemsize
+        others = (1 + sum(reach) - reach[dim]) * itemsize
+        together = 1
+        if stride_bytes < APART_BYTES:
+            together = max(1, (MAX_SPAN_BYTES - others) // stride_bytes)
+        for begin in range(0, box.sizes[dim], together):
+            count = min(together, box.sizes[dim] - begin)
+            offsets, sizes = list(box.offsets), list(box.sizes)
+            offsets[dim], sizes[dim] = offsets[dim] + begin, count
+            inner = Box(tuple(offsets), tuple(sizes))
+            part = target.narrow(dim, begin, count)
+            self._read_elements(name, stored, found, inner, part)
+
+    def _open(self, name: str, tensor: StoredTensor, number: int) -> SavedTensor:
         """Return where the elements of a chunk are, which is checked once."""
-        if stored in self._found:
-            return self._found[stored]
+        if (name, number) in self._found:
+            return self._found[name, number]
+        stored = tensor.chunks[number]
         where = f"{self.path / stored.file}: {name}{stored.box}"
 
         def read(position: int, count: int) -> bytes:
             if position < 0 or position + count > stored.length:
                 raise ValueError("outside the archive")
-            piece = bytearray(count)
-            self._read(stored.file, stored.begin + position, memoryview(piece), name=name)
-            return bytes(piece)
+            if small:
+                return whole[position : position + count]
+            return self._read_bytes(stored.file, stored.begin + position, count, name=name)
 
+        small = stored.length <= SMALL_ARCHIVE_BYTES
+        whole = (
+            self._read_bytes(stored.file, stored.begin, stored.length, name=name) if small else b""
+        )
         found = find_tensor(read, stored.length, where, checksums=self._checksums)
         strides = _strides(found, stored.box.sizes)
         if found.dtype != tensor.dtype or strides is None:
@@ -721,8 +669,9 @@ class DcpFolder:
             )
         if self._checksums:
             self._check(stored, found, name=name, where=where)
-        self._found[stored] = found._replace(shape=stored.box.sizes, strides=strides)
-        return self._found[stored]
+        found = found._replace(shape=stored.box.sizes, strides=strides)
+        self._found[name, number] = found
+        return found
 
     def _check_size(self, name: str, tensor: StoredTensor, stored: StoredBytes) -> None:
         """See that there can be as many elements as are claimed, before memory is taken for them.
@@ -762,11 +711,34 @@ class DcpFolder:
                 fd = regular_fd(path)
             except OSError as error:
                 raise ValueError(f"cannot read {path}: {error.strerror}") from None
-            self._fds[name] = (fd, os.fstat(fd).st_size)
+            size = os.fstat(fd).st_size
+            self._fds[name] = (fd, size)
+            self._sizes[name] = size
+            if (claimed := self._lengths.get(name, 0)) > size:
+                raise ValueError(
+                    f"{path} has {size} bytes, its tensors take {claimed} by {METADATA_NAME}: it "
+                    "was cut short"
+                )
         return self._fds[name]
+
+    def _count_reads(self, number: int = 1) -> None:
+        """Bound the reads by the bytes of the files. Raises ValueError."""
+        self._reads += number
+        if self._reads > MAX_READS + sum(self._sizes.values()) // BYTES_PER_READ:
+            raise ValueError(
+                f"{self.path} is refused: its tensors are stored in so many or so scattered pieces "
+                "that reading them would take much longer than their bytes account for; save "
+                "contiguous tensors in fewer pieces"
+            )
+
+    def _read_bytes(self, file: str, offset: int, count: int, *, name: str) -> bytes:
+        piece = bytearray(count)
+        self._read(file, offset, memoryview(piece), name=name)
+        return bytes(piece)
 
     def _read(self, file: str, offset: int, target: memoryview, *, name: str) -> None:
         position = 0
+        self._count_reads()
         read = partial(os.preadv, self._file(file)[0])
         while position < len(target):
             try:

@@ -18,14 +18,11 @@ from megatron.core.boxes import Box
 from megatron.training import checkpoint
 from megatron.training.checkpoints.dcp_folder import (
     DcpFolder,
-    Made,
-    Name,
-    Persistent,
     _described,
     _Member,
     read_metadata,
-    read_pickle,
 )
+from megatron.training.checkpoints.plain_pickle import Made, Name, Persistent, read_pickle
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 EVIL = b"cposix\nsystem\n(S'touch canary'\ntR"
@@ -268,7 +265,8 @@ def test_row_46_no_bytes_do_more_than_raise_an_error(folder):
 @pytest.mark.parametrize(
     ("pickle", "text"),
     [
-        (b"\x80\x04\x8e" + b"\xff" * 6 + b"\x00\x00.", "it is damaged"),  # bytes without end
+        (b"\x80\x04\x8d" + b"\xff" * 6 + b"\x00\x00.", "it is damaged"),  # text without end
+        (b"\x80\x04\x8e" + b"\xff" * 6 + b"\x00\x00.", "the instruction BINBYTES8"),
         (b"\x80\x04Nr\xff\xff\xff\xff.", None),  # a place in the memo far away
         (b"\x80\x04(lp0\n.", "the instruction LIST"),
         (b"\x80\x04" + b"(" * 5000 + b"t" * 5000 + b".", None),  # nested deeply

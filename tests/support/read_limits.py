@@ -150,7 +150,7 @@ def _serve(read: Callable[[], int], limits: ReadLimits, output: BinaryIO, answer
         for number, stream in ((0, nothing), (1, output), (2, output)):
             os.dup2(stream.fileno(), number)
     faulthandler.disable()  # it would print the tests' stack where pytest's stderr is
-    gc.collect()
+    gc.freeze()  # a collection would copy the memory of all objects of the parent
     libc = ctypes.CDLL(None)
     libc.malloc_trim(0)  # free memory of the parent would hide what the read allocates
     torch.set_num_threads(1)  # a pool of threads does not survive a fork

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Sequence
+from itertools import islice
 from typing import NamedTuple
 
 import torch
@@ -39,34 +40,39 @@ def check_tensors(
             f"{folder.path} does not hold the weights of its config.json: that has "
             f"{model.config.num_layers} layers, the files {len(opened)} tensors"
         )
-    mapped = tensor_map(model.kind, model.config, names=opened)
-    problems = []
+    try:
+        mapped = tensor_map(model.kind, model.config, names=opened, max_tensors=len(opened))
+    except ValueError as error:
+        raise ValueError(
+            f"{folder.path} does not hold the weights of its config.json: {error}"
+        ) from None
+    problems = _problems(mapped, opened, model)
+    named = list(islice(problems, MAX_PROBLEMS))
+    if named:
+        more = sum(1 for _ in problems)
+        raise ValueError(
+            f"{folder.path} does not hold the weights of its config.json: "
+            f"{'; '.join(named)}{f'; and {more} more' if more else ''}"
+        )
+    return mapped
+
+
+def _problems(mapped: TensorMap, opened: OpenTensors, model: HuggingFaceModel) -> Iterator[str]:
+    """Yield what is wrong with the tensors of a folder."""
     for name, tensor in mapped.theirs.items():
         if name not in opened:
             if name not in mapped.copies:
-                problems.append(f"{name} is missing")
+                yield f"{name} is missing"
             continue
         found = opened.find(name)
         if found.shape != tensor.shape:
-            problems.append(
-                f"{name} is {list(found.shape)}, config.json makes it {list(tensor.shape)}"
-            )
+            yield f"{name} is {list(found.shape)}, config.json makes it {list(tensor.shape)}"
         if found.dtype not in _FLOATS:
-            problems.append(f"{name} has dtype {found.dtype}: supported are {', '.join(_FLOATS)}")
-    problems += [
-        f"{name} has no place in the model"
-        for name in opened
-        if name not in mapped.theirs
-        and not _DERIVED.fullmatch(name)
-        and not _is_left_out(name, model)
-    ]
-    if problems:
-        more = len(problems) - MAX_PROBLEMS
-        raise ValueError(
-            f"{folder.path} does not hold the weights of its config.json: "
-            f"{'; '.join(problems[:MAX_PROBLEMS])}{f'; and {more} more' if more > 0 else ''}"
-        )
-    return mapped
+            yield f"{name} has dtype {found.dtype}: supported are {', '.join(_FLOATS)}"
+    for name in opened:
+        left_out = _DERIVED.fullmatch(name) or _is_left_out(name, model)
+        if name not in mapped.theirs and not left_out:
+            yield f"{name} has no place in the model"
 
 
 def check_copies(

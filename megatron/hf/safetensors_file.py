@@ -12,6 +12,7 @@ from __future__ import annotations
 import json
 import math
 import os
+import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
@@ -24,11 +25,13 @@ from megatron.core.dist_checkpointing.shard_format import LENGTH_BYTES, decode_l
 from megatron.core.dist_checkpointing.shards import DTYPES, as_bytes
 from megatron.core.untrusted_files import MAX_JSON_DEPTH, check_depth, regular_fd
 
-#: Some 60,000 tensors. Parsed JSON takes up to thirty times its text, so this bounds the memory.
+#: Some 60,000 tensors.
 MAX_HEADER_BYTES = 8 << 20
 
 #: More dimensions than any weight has.
 MAX_DIMENSIONS = 8
+
+_ENTRY_KEYS = frozenset({"dtype", "shape", "data_offsets"})
 
 
 class FoundTensor(NamedTuple):
@@ -166,7 +169,9 @@ class SafetensorsFile:
         text = bytearray(start - LENGTH_BYTES)
         self.read_bytes(memoryview(text), LENGTH_BYTES, name="the header")
         try:
-            table = json.loads(text.decode("utf-8"), object_pairs_hook=_once)
+            # Entries become tuples as they are parsed: as objects of JSON they would take twenty
+            # times their text.
+            table = json.loads(text.decode("utf-8"), object_pairs_hook=_entry_or_object)
             check_depth(table, max_depth=MAX_JSON_DEPTH)
         except (ValueError, RecursionError) as error:
             self._refuse(f"its header is no JSON object of distinct names: {error}")
@@ -178,12 +183,11 @@ class SafetensorsFile:
         return found
 
     def _entry(self, name: str, entry: Any, start: int) -> FoundTensor:
-        if not isinstance(entry, dict) or set(entry) != {"dtype", "shape", "data_offsets"}:
+        if not isinstance(entry, _Entry):
             self._refuse(f"{_short(name)} must have dtype, shape and data_offsets, nothing else")
-        dtype = entry["dtype"]
-        if not isinstance(dtype, str) or dtype not in DTYPES:
+        dtype, shape, offsets = entry
+        if dtype not in DTYPES:
             self._refuse(f"{_short(name)} has the unknown dtype {_short(dtype)}")
-        shape, offsets = entry["shape"], entry["data_offsets"]
         if not _counts(shape) or len(shape) > MAX_DIMENSIONS:
             self._refuse(f"{_short(name)} has the impossible shape {_short(shape)}")
         if not _counts(offsets) or len(offsets) != 2 or offsets[0] > offsets[1]:
@@ -194,7 +198,7 @@ class SafetensorsFile:
                 f"{_short(name)} of {dtype} {_short(shape)} takes {_short(size)} bytes, its "
                 f"data_offsets {_short(offsets)} say otherwise"
             )
-        return FoundTensor(dtype, tuple(shape), start + offsets[0], start + offsets[1])
+        return FoundTensor(dtype, shape, start + offsets[0], start + offsets[1])
 
     def _check_cover(self, found: Mapping[str, FoundTensor], start: int, end: int) -> None:
         """See that the tensors lie one after the other, up to the end of the file."""
@@ -214,19 +218,35 @@ class SafetensorsFile:
         raise ValueError(f"{self.path} is not a sound safetensors file: {why}")
 
 
-def _once(pairs: Sequence[tuple[str, Any]]) -> dict[str, Any]:
-    """Make an object of JSON. Raises ValueError for a name that comes twice."""
+class _Entry(NamedTuple):
+    """What a header states about a tensor; a list as a tuple, other values as they are."""
+
+    dtype: str
+    shape: Any
+    data_offsets: Any
+
+
+def _entry_or_object(pairs: Sequence[tuple[str, Any]]) -> _Entry | dict[str, Any]:
+    """Make an entry or an object of JSON. Raises ValueError for a name that comes twice."""
     found = dict(pairs)
     if len(found) != len(pairs):
         raise ValueError("a name comes twice")
+    if found.keys() == _ENTRY_KEYS and isinstance(found["dtype"], str):
+        shape, offsets = found["shape"], found["data_offsets"]
+        return _Entry(
+            sys.intern(found["dtype"]),
+            tuple(shape) if isinstance(shape, list) else shape,
+            tuple(offsets) if isinstance(offsets, list) else offsets,
+        )
     return found
 
 
 def _counts(values: Any) -> bool:
-    return isinstance(values, list) and all(type(n) is int and 0 <= n < 1 << 63 for n in values)
+    return isinstance(values, tuple) and all(type(n) is int and 0 <= n < 1 << 63 for n in values)
 
 
 def _short(value: Any) -> str:
     """Return a value of a file for an error, bounded."""
+    value = list(value) if isinstance(value, tuple) else value
     text = value if isinstance(value, str) and value.isprintable() else repr(value)
     return text if len(text) <= 80 else f"{text[:77]}..."

@@ -27,6 +27,9 @@ from megatron.hf.entries import (
     Stacked,
 )
 
+#: Parts of all tensors of a model: DeepSeek-V3 has 45,000.
+MAX_PARTS = 1 << 19
+
 
 class Part(NamedTuple):
     """The same elements in a Hugging Face tensor and in one of this project.
@@ -92,6 +95,9 @@ class MappedTensor:
 class TensorMap:
     """All tensors of a model by both names.
 
+    Args:
+        max_tensors: Hugging Face tensors at most, copies not counted; None: any number.
+
     Attributes:
         theirs, ours: Hugging Face's and this project's tensors, by name. Parts are in the order of
             elements in both.
@@ -99,7 +105,8 @@ class TensorMap:
             and this project's name.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, max_tensors: int | None = None) -> None:
+        self._max_tensors, self._num_parts = max_tensors, 0
         self.theirs: dict[str, MappedTensor] = {}
         self.ours: dict[str, MappedTensor] = {}
         self.copies: dict[str, str] = {}
@@ -112,13 +119,31 @@ class TensorMap:
         fp32: bool,
         kept: bool = False,
     ) -> None:
-        """Say name and shape of a tensor on both sides; any number of times."""
+        """Say name and shape of a tensor on both sides; any number of times.
+
+        Raises:
+            ValueError: there are more tensors than `max_tensors`.
+        """
+        count = len(self.theirs) - len(self.copies)
+        full = self._max_tensors is not None and count >= self._max_tensors
+        if full and theirs[0] not in self.theirs:
+            raise ValueError(f"that has more than {count} tensors, the files {self._max_tensors}")
         for side, (name, shape) in ((self.theirs, theirs), (self.ours, ours)):
             if name not in side:
                 side[name] = MappedTensor(name=name, shape=shape, fp32=fp32, kept=kept)
 
     def add(self, part: Part) -> None:
-        """Add the next part of two tensors that have been declared."""
+        """Add the next part of two tensors that have been declared.
+
+        Raises:
+            ValueError: there are more parts than any model has.
+        """
+        self._num_parts += 1
+        if self._num_parts > MAX_PARTS:
+            raise ValueError(
+                f"that divides its tensors into more than {MAX_PARTS} parts, such as experts or "
+                "groups of attention heads"
+            )
         self.theirs[part.theirs].parts.append(part)
         self.ours[part.ours].parts.append(part)
 
@@ -132,7 +157,13 @@ class TensorMap:
         )
 
 
-def tensor_map(kind: Architecture, config: GPTConfig, *, names: Iterable[str] = ()) -> TensorMap:
+def tensor_map(
+    kind: Architecture,
+    config: GPTConfig,
+    *,
+    names: Iterable[str] = (),
+    max_tensors: int | None = None,
+) -> TensorMap:
     """Return every tensor of a model, its layers in order.
 
     Args:
@@ -140,9 +171,14 @@ def tensor_map(kind: Architecture, config: GPTConfig, *, names: Iterable[str] = 
         config: the model.
         names: of the tensors in their files, which show which of their naming schemes is used; none
             for the hub's.
+        max_tensors: how many there may be: a configuration from outside may describe any number.
+
+    Raises:
+        ValueError: there are more tensors, or more parts of tensors than any model has.
     """
     names = tuple(names)
-    found = _Mapping(sizes_of(config), features_of(config), _other_prefix(kind, names))
+    prefix = _other_prefix(kind, names)
+    found = _Mapping(sizes_of(config), features_of(config), prefix, TensorMap(max_tensors))
     found.add_all(kind.ends[:2] if config.tied else kind.ends, {})
     head = kind.ends[2]
     if config.tied and isinstance(head, Entry) and head.theirs in names:  # as some tools write it
@@ -262,8 +298,9 @@ class _Mapping:
         sizes: Mapping[str, int],
         features: frozenset[str],
         prefix: tuple[str, str] | None,
+        empty: TensorMap,
     ) -> None:
-        self.map = TensorMap()
+        self.map = empty
         self._sizes, self._features, self._prefix = sizes, features, prefix
 
     def add_all(self, entries: Iterable[AnyEntry], words: Mapping[str, str]) -> None:

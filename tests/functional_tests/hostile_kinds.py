@@ -391,7 +391,7 @@ def _must(code: int) -> None:
 
 
 def _make_hf(folder: Path) -> None:
-    _save_llama(folder / "hf")
+    save_llama(folder / "hf")
     tokenizer = {
         "version": "1.0",
         "truncation": None,
@@ -425,8 +425,8 @@ def _special(number: int, content: str) -> dict[str, object]:
     return {"id": number, "content": content, "special": True, **switches}
 
 
-def _save_llama(folder: Path) -> None:
-    """Write a small model as transformers does."""
+def save_llama(folder: Path, *, shards: Sequence[str] = SHARDS) -> None:
+    """Write a small model as transformers does, its weights in files of these names."""
     hidden, head, heads, groups, ffn = 16, 6, 4, 2, 24
     shapes = {"model.embed_tokens": (VOCABULARY, hidden), "lm_head": (VOCABULARY, hidden)}
     for i in range(2):
@@ -473,10 +473,12 @@ def _save_llama(folder: Path) -> None:
     (folder / "config.json").write_text(json.dumps(config))
     generation = {"eos_token_id": 7, "temperature": 0.7, "top_p": 0.9, "do_sample": True}
     (folder / "generation_config.json").write_text(json.dumps(generation))
-    files = {name: SHARDS[i % len(SHARDS)] for i, name in enumerate(tensors)}
-    for file in SHARDS:
+    files = {name: shards[i % len(shards)] for i, name in enumerate(tensors)}
+    for file in shards:
         held = {name: tensor for name, tensor in tensors.items() if files[name] == file}
         save_file(held, folder / file, metadata={"format": "pt"})
+    if len(shards) == 1:
+        return
     total = sum(tensor.nbytes for tensor in tensors.values())
     index = {"metadata": {"total_size": total}, "weight_map": files}
     (folder / "model.safetensors.index.json").write_text(json.dumps(index))

@@ -7,10 +7,13 @@ Each is read by the command that a user runs, in a process of its own that measu
 
 from __future__ import annotations
 
+import json
+import shutil
 import struct
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
+from typing import NamedTuple
 from unittest import mock
 
 import pytest
@@ -19,7 +22,10 @@ import torch.distributed.checkpoint as dcp
 from safetensors.torch import load_file
 from torch.distributed.checkpoint.metadata import TensorProperties
 
+from megatron.hf import convert as convert_hf
 from megatron.training import checkpoint
+from tests.functional_tests.hostile_kinds import save_llama
+from tests.support.hf_folders import change_json
 from tests.support.inputs import generator
 from tests.support.read_limits import ReadCost, ReadLimits, check_read, measure_read, stored_bytes
 from tests.support.torch_archives import (
@@ -178,3 +184,83 @@ def test_many_tensors_of_a_dcp_folder_load(tmp_path: Path, trivial_dcp: ReadCost
     found = load_file(tmp_path / "dcp.safetensors")
     assert found.keys() == state.keys()
     assert all(torch.equal(found[name], value) for name, value in state.items())
+
+
+def import_folder(folder: Path) -> int:
+    """Import a Hugging Face folder."""
+    target = folder.with_name("imported")
+    shutil.rmtree(target, ignore_errors=True)
+    return convert_hf.main(["import", "--hf", str(folder), "--save", str(target)], {})
+
+
+class SmallFolder(NamedTuple):
+    """A Hugging Face folder with one file of weights, and what reading it costs."""
+
+    path: Path
+    trivial: ReadCost
+
+
+@pytest.fixture(scope="module")
+def small_folder(tmp_path_factory: pytest.TempPathFactory) -> SmallFolder:
+    path = tmp_path_factory.mktemp("trivial") / "hf"
+    save_llama(path, shards=("model.safetensors",))
+    assert import_folder(path) == 0  # imports what forked processes need
+    return SmallFolder(path, measure_read(partial(import_folder, path)))
+
+
+def add_tensors(path: Path, entries: dict[str, object]) -> int:
+    """Add tensors without bytes to a safetensors file; return the bytes of its header."""
+    content = path.read_bytes()
+    (length,) = struct.unpack("<Q", content[:8])
+    header = json.dumps({**json.loads(content[8 : 8 + length]), **entries}, separators=(",", ":"))
+    path.write_bytes(struct.pack("<Q", len(header)) + header.encode() + content[8 + length :])
+    return len(header)
+
+
+#: 200,000 experts, described by a few bytes.
+EXPERTS = {
+    "model_type": "mixtral",
+    "architectures": ["MixtralForCausalLM"],
+    "num_local_experts": 100_000,
+    "num_experts_per_tok": 2,
+}
+
+
+MANY_LAYERS = {**EXPERTS, "num_hidden_layers": 10_000, "num_local_experts": 26}
+
+
+def empty_tensors(count: int) -> dict[str, object]:
+    """Return entries of a header, 74 bytes each at least."""
+    entry = {"dtype": "F32", "shape": [0], "data_offsets": [0, 0]}
+    return {f"model.layers.{i}.mlp.x": entry for i in range(count)}
+
+
+@pytest.mark.parametrize(
+    ("tensors", "changes", "texts"),
+    [
+        (10_000, MANY_LAYERS, ("does not hold the weights", "tensors")),
+        (0, EXPERTS, ("does not hold the weights", "tensors")),
+        pytest.param(
+            *(90_000, {}, ("model.layers.7.mlp.x has no place", "and 89992 more")),
+            marks=pytest.mark.slow(seconds=4),
+        ),
+    ],
+    ids=["layers", "experts", "tensors"],
+)
+def test_a_costly_hugging_face_folder_is_refused_in_one_line(
+    tensors: int,
+    changes: dict[str, object],
+    texts: tuple[str, ...],
+    tmp_path: Path,
+    small_folder: SmallFolder,
+) -> None:
+    folder = tmp_path / "hf"
+    shutil.copytree(small_folder.path, folder)
+    header = add_tensors(folder / "model.safetensors", empty_tensors(tensors))
+    change_json(folder / "config.json", **changes)
+    check_read(
+        partial(import_folder, folder),
+        limits=ReadLimits.of(stored_bytes(folder), metadata_bytes=header),
+        trivial=small_folder.trivial,
+        refused=texts,
+    )

@@ -30,6 +30,7 @@ import signal
 import struct
 import sys
 import time
+import warnings
 from collections.abc import Callable, Mapping
 from typing import Any, NoReturn
 
@@ -148,7 +149,7 @@ def _expire(number: int, frame: object) -> None:
 
 
 def _limit(memory_bytes: int) -> None:
-    """Leave this process so much more memory, and no way to files and processes."""
+    """Leave this process so much more memory, and no way to files, modules and processes."""
     signal.signal(signal.SIGPROF, _expire)
     used = 0
     with contextlib.suppress(OSError), open("/proc/self/statm", encoding="ascii") as file:
@@ -162,6 +163,10 @@ def _limit(memory_bytes: int) -> None:
     ):
         hard = _within(most, resource.getrlimit(kind)[1])
         resource.setrlimit(kind, (hard, hard))
+    # A module that is not loaded is unknown, rather than a file that cannot be opened; a warning
+    # would load modules to show the line that it is about.
+    sys.meta_path.clear()
+    warnings.simplefilter("ignore")
 
 
 def _within(wanted: int, hard: int) -> int:
@@ -199,8 +204,12 @@ def _exactly(count: int, parent: int) -> bytes:
 
 def _environment() -> Callable[[str], Any]:
     """Return what compiles a template, with the settings of `transformers`."""
+    # What templates need is imported here: there is no file to import it from later.
     import codecs
+    import html  # noqa: F401 - for the filter striptags
     import pprint  # noqa: F401 - for the filter of that name
+    import textwrap  # noqa: F401 - for the filter wordwrap
+    import unicodedata  # noqa: F401 - for characters by name in texts, "\\N{BULLET}"
 
     import jinja2.debug  # noqa: F401 - what gives errors their lines
     from jinja2 import TemplateError, nodes
@@ -246,7 +255,8 @@ def _environment() -> Callable[[str], Any]:
     environment.filters["tojson"] = tojson
     environment.globals["raise_exception"] = raise_exception
     del environment.filters["random"], environment.globals["lipsum"]  # a text is always the same
-    codecs.lookup("unicode-escape")  # of texts; with the modules above, all that is loaded late
+    for name in ("ascii", "latin-1", "utf-8", "utf-16", "utf-32", "unicode-escape"):
+        codecs.lookup(name)
     return environment.from_string
 
 

@@ -11,6 +11,7 @@ Vocabularies of tiktoken; the one module that imports the library `tiktoken`.
 from __future__ import annotations
 
 import base64
+import contextlib
 import dataclasses
 import hashlib
 import json
@@ -26,6 +27,13 @@ from typing import Any, Literal, Protocol, runtime_checkable
 
 import numpy as np
 
+from megatron.cli.tokenizer_checks import (
+    UnusableText,
+    check_description,
+    check_growth,
+    library_errors,
+    quiet_panics,
+)
 from megatron.core.untrusted_files import MAX_TOKENIZER_BYTES, parse_json, read_json, read_regular
 
 END_OF_DOCUMENT = "<|endoftext|>"
@@ -45,8 +53,9 @@ _TOKEN_FLAGS = ("lstrip", "normalized", "rstrip", "single_word", "special")
 _SPECIAL_NAMES = ("unk_token", "bos_token", "eos_token", "pad_token")
 
 
-# A text to see what is added around it.
+# A text to see what is added around it, and texts that show whether the library panics.
 _PROBE = "a"
+_PROBES = ("a", "b é\n", "日本 1")
 
 # What decoding puts in place of bytes that are no character; pieces that stand for a byte; and the
 # characters that stand for bytes in byte-level BPE (Radford et al. 2019): visible ones for
@@ -234,14 +243,19 @@ class HuggingFaceTokenizer:
             parts = (content, merges, json.dumps(said, sort_keys=True).encode())
             content = b"".join(hashlib.sha256(part).digest() for part in parts)
         else:
+            check_description(path, content)
             try:
-                self._tokenizer = tokenizers.Tokenizer.from_buffer(content)
+                with quiet_panics():
+                    self._tokenizer = tokenizers.Tokenizer.from_buffer(content)
             except Exception as error:  # the library raises plain Exception
                 fix = "--tokenizer-type tiktoken reads it" if is_tiktoken(content) else error
                 raise ValueError(f"tokenizer {path} is no tokenizer.json: {fix}") from None
         # What the file says of cutting and filling texts is for other uses than ours.
         self._tokenizer.no_truncation()
         self._tokenizer.no_padding()
+        check_growth(path, self._tokenizer)
+        self._library_errors = partial(library_errors, path)
+        self._probe()
         self._fingerprint = hashlib.sha256(content).hexdigest()
         self._eod = self._end(path)
         # Ids need not be contiguous: the largest counts.
@@ -252,11 +266,21 @@ class HuggingFaceTokenizer:
         self._probe_ids = self._tokenizer.encode(_PROBE, add_special_tokens=False).ids
         self._probe_text = self.detokenize(self._probe_ids)
 
+    def _probe(self) -> None:
+        """Encode and decode a few texts. Raises ValueError if the library panics."""
+        with self._library_errors(), quiet_panics():
+            add = self._tokenizer.num_special_tokens_to_add(False) > 0
+        for text in _PROBES:
+            with contextlib.suppress(UnusableText), self._library_errors(), quiet_panics():
+                found = self._tokenizer.encode(text, add_special_tokens=add)
+                self._tokenizer.decode(found.ids, skip_special_tokens=True)
+
     def _added(self) -> SpecialTokens:
         """Return what the post-processor puts around a text."""
         if self._tokenizer.num_special_tokens_to_add(False) == 0:
             return SpecialTokens()
-        found = self._tokenizer.encode(_PROBE)
+        with self._library_errors():
+            found = self._tokenizer.encode(_PROBE)
         mask = found.special_tokens_mask
         first = mask.index(0) if 0 in mask else len(mask)
         last = len(mask) - mask[::-1].index(0) if 0 in mask else len(mask)
@@ -299,14 +323,16 @@ class HuggingFaceTokenizer:
     def tokenize(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
         """Return the ids of a text."""
         add = add_special_tokens and bool(self._special)
-        return self._tokenizer.encode(text, add_special_tokens=add).ids
+        with self._library_errors():
+            return self._tokenizer.encode(text, add_special_tokens=add).ids
 
     def tokenize_with_offsets(self, text: str) -> tuple[list[int], list[tuple[int, int]]]:
         """Return the ids of a text and the (first, last + 1) characters that each covers.
 
         Special tokens are not added: the text is a part, or holds them itself.
         """
-        found = self._tokenizer.encode(text, add_special_tokens=False)
+        with self._library_errors():
+            found = self._tokenizer.encode(text, add_special_tokens=False)
         return found.ids, found.offsets
 
     def to_json(self) -> str:
@@ -315,7 +341,8 @@ class HuggingFaceTokenizer:
 
     def detokenize(self, ids: Sequence[int]) -> str:
         """Return the text of some ids; special tokens are left out."""
-        return self._tokenizer.decode(list(ids), skip_special_tokens=True)
+        with self._library_errors():
+            return self._tokenizer.decode(list(ids), skip_special_tokens=True)
 
     def bytes_of(self, token: int) -> bytes | None:
         """Return the bytes of a token within a text."""
@@ -342,7 +369,8 @@ class HuggingFaceTokenizer:
     def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
         """Return the ids of several texts, with special tokens, encoded in parallel."""
         add = bool(self._special)
-        found = self._tokenizer.encode_batch_fast(list(texts), add_special_tokens=add)
+        with self._library_errors():
+            found = self._tokenizer.encode_batch_fast(list(texts), add_special_tokens=add)
         return [encoding.ids for encoding in found]
 
 
@@ -407,7 +435,8 @@ def _byte_level_bpe(
         lines = merges.decode().split("\n")
         lines = lines[1:] if lines[0].startswith("#version") else lines
         pairs = [tuple(line.rstrip("\r").split(" ")) for line in lines if line.strip()]
-        tokenizer = Tokenizer(models.BPE(vocab=ids, merges=pairs))
+        with quiet_panics():
+            tokenizer = Tokenizer(models.BPE(vocab=ids, merges=pairs))
     except Exception as error:  # the library raises plain Exception
         raise ValueError(f"tokenizer {path} and {_MERGES}: {error}") from None
     split = None

@@ -1,0 +1,185 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a tokenizer.json could do to the process: checks before and after the library reads it.
+
+The library `tokenizers` is Rust code. Where a file breaks an assumption of that code it panics,
+which is no Exception in Python and prints lines of its own, or it ends the process. What ends the
+process is refused before; a panic becomes a ValueError.
+"""
+
+from __future__ import annotations
+
+import base64
+import contextlib
+import json
+import math
+import os
+import re
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from megatron.core.untrusted_files import parse_json
+
+_REPAIR = "repair the tokenizer.json"
+
+
+class UnusableText(ValueError):
+    """A text that a tokenizer has no ids for."""
+
+
+class LibraryPanic(ValueError):
+    """A panic of the library; the text is the library's."""
+
+
+def _is_panic(error: BaseException) -> bool:
+    return type(error).__name__ == "PanicException"  # of PyO3, which exports no class
+
+
+@contextlib.contextmanager
+def library_errors(path: Path) -> Iterator[None]:
+    """Raise ValueError where the library raises Exception, or panics, over a text or over ids.
+
+    Raises:
+        ValueError: names the tokenizer and what the library says.
+    """
+    try:
+        yield
+    except BaseException as error:
+        if _is_panic(error) or isinstance(error, LibraryPanic):
+            raise ValueError(
+                f"tokenizer {path}: the library tokenizers panics ({error}): {_REPAIR}"
+            ) from None
+        if type(error) is Exception:  # all that the library raises over a text
+            raise UnusableText(f"tokenizer {path} cannot encode a text: {error}") from None
+        raise
+
+
+@contextlib.contextmanager
+def quiet_panics() -> Iterator[None]:
+    """Turn a panic of the library into a LibraryPanic, and keep its lines off stderr.
+
+    What else is printed meanwhile is passed on at the end. Not for two threads at the same time.
+    """
+    try:
+        stderr = os.dup(2)
+    except OSError:  # it is closed
+        stderr = os.open(os.devnull, os.O_WRONLY)
+    panic = None
+    with os.fdopen(stderr, "wb", buffering=0) as stream, tempfile.TemporaryFile() as output:
+        os.dup2(output.fileno(), 2)
+        try:
+            yield
+        except BaseException as error:
+            if not _is_panic(error):
+                raise
+            panic = str(error)
+        finally:
+            os.dup2(stderr, 2)
+            output.seek(0)
+            if panic is None:
+                with contextlib.suppress(OSError):
+                    stream.write(output.read())
+    if panic is not None:
+        raise LibraryPanic(panic)
+
+
+# Names of fields that need a look, or letters that are escaped and may hide such a name.
+_FIELDS = re.compile(rb'"continuing_subword_prefix"\s*:\s*"[^"]|"precompiled_charsmap"|\\u00[4-7]')
+
+
+def check_description(path: Path, content: bytes) -> None:
+    """See that a tokenizer.json does not end the process that reads it.
+
+    Raises:
+        ValueError: it would.
+    """
+    if not _FIELDS.search(content):
+        return
+    try:
+        described = parse_json(content)
+        model = described["model"]
+        prefix, merges = model.get("continuing_subword_prefix"), model.get("merges") or []
+        maps = list(_charsmaps(described.get("normalizer")))
+    except (ValueError, TypeError, KeyError, AttributeError):
+        return  # the library says what is wrong
+    if any(not _is_charsmap(value) for value in maps):
+        raise ValueError(f"tokenizer {path}: its precompiled_charsmap is damaged: {_REPAIR}")
+    if isinstance(prefix, str) and prefix and isinstance(merges, list):
+        _check_merges(path, prefix, merges)
+
+
+def _check_merges(path: Path, prefix: str, merges: list[Any]) -> None:
+    """See that the second half of each merge of BPE begins with the continuing subword prefix: the
+    library cuts as many bytes off it."""
+    for merge in merges:
+        halves = merge.split(" ") if isinstance(merge, str) else merge
+        if not isinstance(halves, list) or len(halves) != 2:
+            return  # the library says what is wrong
+        if not isinstance(halves[1], str) or not halves[1].startswith(prefix):
+            raise ValueError(
+                f"tokenizer {path}: its continuing_subword_prefix is {prefix!r:.40}, and the merge "
+                f"{merge!r:.80} has a second half without it: {_REPAIR}"
+            )
+
+
+def _charsmaps(step: Any) -> Iterator[Any]:
+    """Yield the map of every normalizer of SentencePiece."""
+    if isinstance(step, dict):
+        if "precompiled_charsmap" in step:
+            yield step["precompiled_charsmap"]
+        for inner in step.get("normalizers") or []:
+            yield from _charsmaps(inner)
+
+
+def _is_charsmap(value: Any) -> bool:
+    """Return whether a text is base64 of the size of a trie, the trie, and texts.
+
+    The library takes memory for a trie of the size that is said.
+    """
+    try:
+        data = base64.b64decode(value, validate=True)
+    except (TypeError, ValueError):
+        return False
+    size = int.from_bytes(data[:4], "little")
+    return size % 4 == 0 and 0 < size <= len(data) - 4
+
+
+#: By how much the steps of a tokenizer may lengthen a text together.
+_MAX_GROWTH = 1024
+
+
+def check_growth(path: Path, tokenizer: Any) -> None:
+    """See that replacements one after another do not lengthen a text without measure.
+
+    Args:
+        path: of the file.
+        tokenizer: a `tokenizers.Tokenizer`.
+
+    Raises:
+        ValueError: they do.
+    """
+    for part in ("normalizer", "post_processor", "decoder"):
+        component = getattr(tokenizer, part)
+        if component is not None and _growth(json.loads(component.__getstate__())) > _MAX_GROWTH:
+            raise ValueError(
+                f"tokenizer {path}: the steps of its {part} lengthen a text more than "
+                f"{_MAX_GROWTH} times: {_REPAIR}"
+            )
+
+
+def _growth(step: Any) -> float:
+    """Return by how much a step of the library can lengthen a text, or the ids of one."""
+    kind = step.get("type")
+    if kind == "Sequence":
+        names = ("normalizers", "processors", "decoders")
+        inner = next((step[name] for name in names if name in step), [])
+        return math.prod(min(_growth(each), 2.0 * _MAX_GROWTH) for each in inner)
+    if kind == "Replace":
+        pattern, content = step["pattern"], step["content"]
+        if pattern.get("String"):
+            return max(1.0, len(content) / len(pattern["String"]))
+        return 1.0 + len(content)
+    if kind == "TemplateProcessing":
+        return max(1.0, sum("Sequence" in piece for piece in step["single"]))
+    return 1.0

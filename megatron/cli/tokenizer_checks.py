@@ -101,8 +101,10 @@ def check_description(path: Path, content: bytes) -> None:
         model = described["model"]
         prefix, merges = model.get("continuing_subword_prefix"), model.get("merges") or []
         maps = list(_charsmaps(described.get("normalizer")))
-    except (ValueError, TypeError, KeyError, AttributeError):
+    except (json.JSONDecodeError, TypeError, KeyError, AttributeError):
         return  # the library says what is wrong
+    except ValueError as error:
+        raise ValueError(f"tokenizer {path} is no tokenizer.json: {error}") from None
     if any(not _is_charsmap(value) for value in maps):
         raise ValueError(f"tokenizer {path}: its precompiled_charsmap is damaged: {_REPAIR}")
     if isinstance(prefix, str) and prefix and isinstance(merges, list):

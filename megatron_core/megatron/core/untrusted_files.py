@@ -173,14 +173,32 @@ def parse_json(text: bytes | str, *, max_depth: int = MAX_JSON_DEPTH) -> Any:
     """Return what a JSON text holds.
 
     Raises:
-        ValueError: it is no JSON, or its objects and lists are nested deeper than `max_depth`.
+        ValueError: it is no JSON, its objects and lists are nested deeper than `max_depth`, or they
+            would take much more memory than the text.
     """
+    _check_values(text)
     try:
         found = json.loads(text)
     except RecursionError:
         raise ValueError(f"it is nested deeper than {max_depth}") from None
     check_depth(found, max_depth=max_depth)
     return found
+
+
+# Python's bytes for what each character of JSON begins or separates: a list, an object, a name with
+# its place in an object, half a text, an element.
+_BYTES_OF = (("[", 64), ("{", 64), (":", 104), ('"', 28), (",", 32))
+_BASE_JSON_BYTES, _JSON_BYTES_PER_BYTE = 60_000_000, 7
+
+
+def _check_values(text: bytes | str) -> None:
+    """Estimate the memory of a JSON text's values before it is parsed. Raises ValueError."""
+    memory_bytes = sum(
+        each * (text.count(c) if isinstance(text, str) else text.count(c.encode()))
+        for c, each in _BYTES_OF
+    )
+    if memory_bytes > _BASE_JSON_BYTES + _JSON_BYTES_PER_BYTE * len(text):
+        raise ValueError(f"its {len(text)} characters hold more values than are read")
 
 
 def check_depth(found: Any, *, max_depth: int) -> None:

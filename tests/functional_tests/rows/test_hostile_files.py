@@ -16,6 +16,7 @@ import pytest
 import torch
 
 from tests.functional_tests.hostile_kinds import KINDS, make_bases, sound_trial, trial
+from tests.functional_tests.structures import STRUCTURES, structure_faults
 from tests.support.forked_trials import run_trials
 
 #: Of each change, and of a night, which begins where those of a change end.
@@ -71,3 +72,30 @@ def test_row_50_many_hostile_files_end_with_one_line(
 ) -> None:
     first, each = QUICK // len(KINDS) + 1, -(-MANY // len(KINDS))
     read_all(bases, tmp_path, [(name, n) for n in range(first, first + each)])
+
+
+#: Of each change: readers of each kind, small; of a night: all, up to what a reader takes.
+SMALL, LARGE = 300_000, 14_000_000
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        *("deep_json in config.json", "many_small_objects in tokenizer_config.json", "files"),
+        *("tensors", "stored tensors", "chunks", "sequences", "long text", "vocabulary", "YAML"),
+    ],
+)
+def test_a_valid_structure_costs_what_its_size_accounts_for(
+    name: str, bases: Path, tmp_path: Path
+) -> None:
+    assert not structure_faults(bases, tmp_path, name, seed=0, size=SMALL)
+
+
+@pytest.mark.slow(seconds=400)
+@pytest.mark.timeout(1200)
+@pytest.mark.parametrize("seed", range(2))
+@pytest.mark.parametrize("name", STRUCTURES)
+def test_a_large_valid_structure_costs_what_its_size_accounts_for(
+    name: str, seed: int, bases: Path, tmp_path: Path
+) -> None:
+    assert not structure_faults(bases, tmp_path, name, seed=seed, size=LARGE)

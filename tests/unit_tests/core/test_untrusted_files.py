@@ -110,6 +110,23 @@ def test_json_is_nested_as_deep_as_is_said(begin: str, inner: str, end: str) -> 
             parse_json(text(depth), max_depth=7)
 
 
+@pytest.mark.parametrize("value", ["{}", "[[[]]]"])
+def test_json_of_many_small_values_is_refused_before_it_is_parsed(value: str) -> None:
+    text = "[" + ",".join([value] * (12_000_000 // (len(value) + 1))) + "]"
+    for form in (text, text.encode()):
+        with pytest.raises(ValueError, match=f"its {len(text)} characters hold more values"):
+            parse_json(form)
+    few = text[: text.index(",", 1_000_000)] + "]"
+    assert len(parse_json(few)) > 100_000
+
+
+def test_large_json_of_names_and_texts_is_read() -> None:
+    names = {f"model.layers.{i}.mlp.down_proj.weight": "model-1.safetensors" for i in range(90_000)}
+    assert parse_json(json.dumps(names)) == names
+    vocabulary = {f"token{i}": i for i in range(250_000)}
+    assert parse_json(json.dumps(vocabulary)) == vocabulary
+
+
 @pytest.fixture
 def linked(tmp_path: Path) -> tuple[Path, Path]:
     """Return a link in a folder, and the file outside that it leads to."""

@@ -420,13 +420,13 @@ def shared_memory(
         return config, draft
     states = config.row_state_bytes(shapes), draft.row_state_bytes(draft_shapes)
     token_bytes = shapes.token_bytes, draft_shapes.token_bytes
-    blocks = config.block_size * sum(token_bytes)
+    blocks = config.least_blocks * config.block_size * sum(token_bytes)
     rest = memory - sum(states)
     if rest < blocks:
         raise ValueError(
-            f"{memory:,} bytes of memory do not hold the states of {config.max_rows} rows and one "
-            f"block of {config.block_size} tokens of the model and of its draft model: give at "
-            f"least {sum(states) + blocks:,}"
+            f"{memory:,} bytes of memory do not hold the states of {config.max_rows} rows and "
+            f"{config.least_pages} of the model and of its draft model: give at least "
+            f"{sum(states) + blocks:,}"
         )
     snapshots = [0, 0]
     for place, (of_rows, of_token) in enumerate(zip(states, token_bytes, strict=True)):

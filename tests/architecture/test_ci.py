@@ -14,6 +14,8 @@ from pathlib import Path
 import pytest
 import yaml
 
+from tools import gpu
+
 ROOT = Path(__file__).resolve().parents[2]
 WORKFLOWS = ROOT / ".github/workflows"
 JOBS = {"lint", "unit-cpu", "dist-cpu", "functional-cpu", "wheel", "gpu"}
@@ -71,6 +73,9 @@ def test_gpu_jobs_fail_where_no_gpu_runs_them(tmp_path: Path) -> None:
     without_torch.parent.mkdir()
     without_torch.write_text(f'#!/bin/sh\nexec "{sys.executable}" -S "$@"\n')
     without_torch.chmod(0o755)
+    commands = [step.get("run", "") for step in steps(workflow("gpu.yml"))]
+    stages = re.findall(r"--stages ([a-z ]+)", " ".join(commands))
+    assert sorted(" ".join(stages).split()) == sorted(gpu.STAGES), "a stage runs in no job"
     for name, job in workflow("gpu.yml")["jobs"].items():
         (setup, suite) = [step["run"] for step in job["steps"] if "run" in step]
         assert setup in {"make venv", "make pretrain"}

@@ -147,14 +147,15 @@ EXPERTS = (
 
 
 def write_long_talks(prefix: Path) -> Path:
-    """Write conversations of 82 to 96 tokens: a row of 96, 128 or 160 tokens holds one."""
+    """Write conversations of 82 to 97 tokens: a row of 96, 128 or 160 tokens holds one, and 97
+    tokens fill a row of 96, inputs and labels together."""
     source = np.random.default_rng(3)
     with (
         IndexedDatasetWriter(prefix, np.uint16) as tokens,
         IndexedDatasetWriter(mask_prefix(str(prefix)), np.uint8) as mask,
     ):
-        for _ in range(40):
-            count = int(source.integers(82, 97))
+        for number in range(40):
+            count = 97 if number % 3 == 0 else int(source.integers(82, 97))
             tokens.add_document(source.integers(0, 256, size=count))
             mask.add_document((source.random(count) < 0.6).astype(np.uint8))
     return prefix

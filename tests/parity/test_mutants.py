@@ -367,7 +367,7 @@ def test_a_planted_fault_is_noticed(name):
     hunt = Hunt([row_with(**changes)])
     row, ref = hunt.rows[0], hunt.reference(0)
     if name in REFUSED:
-        with pytest.raises(RankFailure, match=r"more gradients than its \d declared uses"):
+        with pytest.raises(RankFailure, match="after the reduction of its gradients"):
             hunt.runs(0, fault)
         return
     runs = hunt.runs(0, fault)  # does not crash, which would prove nothing

@@ -51,6 +51,11 @@ def rows_with(mask: np.ndarray, count: int) -> SampleRows:
     return SampleRows(tokens=tokens_of(count), loss_mask=mask)
 
 
+def marked(count: int, **changes: Any) -> SampleRows:
+    """Return sound rows with other fields."""
+    return replace(rows_with(np.ones((count, 4), np.float32), count), **changes)
+
+
 def test_a_data_set_of_ones_own_is_read() -> None:
     data = OwnData(lambda n: rows_with(np.full((n, 4), 0.5, np.float32), n))
     batch = next(GPTBatches(data, micro_batch_size=2))
@@ -92,6 +97,20 @@ def test_a_data_set_of_ones_own_is_read() -> None:
             lambda n: replace(rows_with(np.ones((n, 4), np.float32), n), padding=np.zeros((n, 4))),
             ("padding float64 [2, 4]", "bool [2, 4]"),
         ),
+        (lambda n: marked(n, positions=np.zeros((n, 4), np.int32)), ("positions int32", "int64")),
+        (lambda n: marked(n, document_ids=np.zeros((n, 5), np.int32)), ("[2, 5]", "int32 [2, 4]")),
+        (
+            lambda n: marked(n, document_ids=np.array([[1, 1, 0, 0]] * n, np.int32)),
+            ("document_ids",),
+        ),
+        (
+            lambda n: marked(n, document_ids=np.array([[1, 1, 2, 2]] * n, np.int32)),
+            ("document_ids",),
+        ),
+        (lambda n: marked(n, padding=np.ones((n, 4), bool)), ("padding", "loss_mask must be 0")),
+        (lambda n: marked(n, loss_mask=None), ("loss_mask of type NoneType", "numpy array")),
+        (lambda n: marked(n, loss_mask=torch.ones(n, 4)), ("type Tensor", "numpy array")),
+        (lambda n: marked(n, tokens=[[1] * 5] * n), ("tokens of type list", "numpy array")),
     ],
 )
 def test_rows_that_do_not_fit_name_what_to_return(rows, words: tuple[str, ...]) -> None:

@@ -3,8 +3,10 @@
 
 Two `.bin/.idx` pairs hold the same sequences: PREFIX the token ids, PREFIX.mask a 1 for each token
 that counts in the loss. A conversation sees only itself, with positions from 0; the rest of a row
-is marked as padding, a document of its own without loss. A conversation of more than s + 1 tokens
-keeps its first s + 1; one without a token in the loss (after that) is left out. Both are counted.
+is a document of its own without loss. It is marked as padding, and so is the last token of each
+conversation: it predicts nothing and nothing sees it, and a conversation that fills a row has it as
+a label alone. A conversation of more than s + 1 tokens keeps its first s + 1; one without a token
+in the loss (after that) is left out. Both are counted.
 
 The packing of an epoch is a pure function of (lengths, capacity, seed, epoch): it is the same on
 any layout and for any length of the run. Sequences are taken in a random order; each goes into the
@@ -260,6 +262,7 @@ class ChatDataset:
                 self._check(tokens[row, at:end], sequence)
                 learnt[row, at] = 0  # nothing of this conversation foretells its first token
                 documents[row, at:end] = number
+                empty[row, end - 1] = True
                 at = end
             documents[row, at:] = stop - start
             empty[row, at:] = True

@@ -313,6 +313,12 @@ def _check_rows(dataset: TokenSource, rows: SampleRows, count: int) -> None:
             f"{name} returned {type(rows).__name__}: return SampleRows(tokens=int64 [b, s + 1], "
             "loss_mask=float32 [b, s]) of megatron.core.datasets.token_rows"
         )
+    for field, values in vars(rows).items():
+        absent = values is None and field not in ("tokens", "loss_mask")
+        if not (absent or isinstance(values, np.ndarray)):
+            raise ValueError(
+                f"{name} returned {field} of type {type(values).__name__}: return a numpy array"
+            )
     shape = (count, rows.tokens.shape[1] - 1) if rows.tokens.ndim == 2 else (count, 0)
     if shape[1] < 1 or len(rows.tokens) != count or rows.tokens.dtype != np.int64:
         raise ValueError(
@@ -324,12 +330,27 @@ def _check_rows(dataset: TokenSource, rows: SampleRows, count: int) -> None:
             f"{name} returned loss_mask {rows.loss_mask.dtype} {list(rows.loss_mask.shape)} for "
             f"tokens {list(rows.tokens.shape)}: return float32 {list(shape)}, one for each label"
         )
-    padding = rows.padding
-    if padding is not None and (padding.shape != shape or padding.dtype != np.bool_):
-        raise ValueError(
-            f"{name} returned padding {padding.dtype} {list(padding.shape)} for tokens "
-            f"{list(rows.tokens.shape)}: return bool {list(shape)}, True for inputs without data"
-        )
+    for field, dtype in (
+        ("positions", np.int64),
+        ("document_ids", np.int32),
+        ("padding", np.bool_),
+    ):
+        values = vars(rows)[field]
+        if values is not None and (values.shape != shape or values.dtype != dtype):
+            raise ValueError(
+                f"{name} returned {field} {values.dtype} {list(values.shape)} for tokens "
+                f"{list(rows.tokens.shape)}: return {np.dtype(dtype)} {list(shape)}, one for each "
+                "input"
+            )
+    if rows.document_ids is not None and count:
+        steps = np.diff(rows.document_ids, axis=1)
+        if rows.document_ids[:, 0].any() or not np.isin(steps, (0, 1)).all():
+            raise ValueError(
+                f"{name} returned document_ids that do not count 0, 1, ... along a row: number the "
+                "documents of a row in their order"
+            )
+    if rows.padding is not None and rows.loss_mask[rows.padding].any():
+        raise ValueError(f"{name} returned padding that is in the loss: its loss_mask must be 0")
 
 
 # Per thread: one that is being read, and one that waits to be taken.

@@ -21,8 +21,8 @@ class SampleRows:
         document_ids: int32 [b, s], 0, 1, ... along a row: inputs see only their own document. None
             is one document a row.
         padding: bool [b, s], True for inputs that hold no data, as after the last conversation of
-            a packed row. They are in a document of their own and not in the loss, and routers of
-            experts neither dispatch nor count them. None is no padding.
+            a packed row. They are not in the loss and no other input sees them; routers of experts
+            neither dispatch nor count them. None is no padding.
     """
 
     tokens: np.ndarray

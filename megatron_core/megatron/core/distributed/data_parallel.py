@@ -267,9 +267,10 @@ class GradientBlock(ABC):
             )
         if self.is_late:
             raise ValueError(
-                f"{handle.name} got more gradients than its {handle.uses} declared uses, after "
-                "its reduction had begun: declare it once per use, and call last() behind the "
-                "puts of all microbatches but the last"
+                f"{handle.name} got a gradient after the reduction of its gradients had begun: "
+                "call backward(loss, last=False) for all microbatches of a step but the last one. "
+                f"A weight that a layer uses more than {handle.uses} times in a forward pass must "
+                "be declared with as many uses"
             )
         self.puts[handle.name] += 1
         if self.puts[handle.name] == handle.uses:

@@ -45,6 +45,17 @@ class EngineConfig:
     asynchronous: bool = False
     num_speculative_tokens: int = 0
 
+    @property
+    def least_blocks(self) -> int:
+        """Blocks of the smallest cache: a step verifies all drafts of a row and one more token."""
+        return -(-(1 + self.num_speculative_tokens) // self.block_size)
+
+    @property
+    def least_pages(self) -> str:
+        """The smallest cache in words."""
+        number = "one block" if self.least_blocks == 1 else f"{self.least_blocks} blocks"
+        return f"{number} of {self.block_size} tokens"
+
     def row_slots(self, shapes: CacheShapes) -> int:
         """Return the state slots that `max_rows` rows need, without snapshots for later rows."""
         if not shapes.states:
@@ -66,9 +77,10 @@ class EngineConfig:
             max_length: longest sequence that it takes; None means no limit.
 
         Raises:
-            ValueError: the memory does not hold the states of the rows and one block.
+            ValueError: the memory does not hold the states of the rows and the least blocks.
         """
         block = shapes.token_bytes * self.block_size
+        pages = self.least_blocks * block
         slots = self.row_slots(shapes)
         if self.num_blocks is not None:
             snapshots = 2 * self.max_rows if self.prefix_caching and shapes.states else 0
@@ -77,16 +89,16 @@ class EngineConfig:
             raise ValueError("an engine needs num_blocks or memory_bytes: give one of them")
         # One more slot than can be taken: nobody's.
         left = self.memory_bytes - (slots + 1) * shapes.state_bytes
-        if left < block:
-            least = (slots + 1) * shapes.state_bytes + block
+        if left < pages:
+            least = (slots + 1) * shapes.state_bytes + pages
             states = f"the states of {self.max_rows} rows and " if shapes.states else ""
             raise ValueError(
-                f"{self.memory_bytes:,} bytes of memory do not hold {states}one block of "
-                f"{self.block_size} tokens: give at least {least:,}"
+                f"{self.memory_bytes:,} bytes of memory do not hold {states}{self.least_pages}: "
+                f"give at least {least:,}"
             )
         if shapes.states and self.prefix_caching:
-            # Snapshots leave one block, however little memory there is.
-            snapshot_bytes = min(left // 4, left - block)
+            # Snapshots leave the least blocks, however little memory there is.
+            snapshot_bytes = min(left // 4, left - pages)
             snapshots = min(snapshot_bytes // shapes.state_bytes, 16 * self.max_rows)
             slots, left = slots + snapshots, left - snapshots * shapes.state_bytes
         if not block:  # a model without attention: blocks are mere bookkeeping
@@ -135,7 +147,7 @@ class CacheSizes:
         if not blocks:
             raise problem or ValueError(
                 "the memory of another pipeline stage does not hold the states of "
-                f"{config.max_rows} rows and one block of {config.block_size} tokens: give it more"
+                f"{config.max_rows} rows and {config.least_pages}: give it more"
             )
         return CacheSizes(
             num_blocks=-blocks,

@@ -376,7 +376,8 @@ class Muon:
         if config.split_matrices != "all" and weights is None:
             raise ValueError(
                 f"muon with split_matrices={config.split_matrices!r} joins tensors of fused "
-                "weights: give the weights' descriptions as `weights`, or use 'all'"
+                "weights: give Optimizer the descriptions of all stages, weights=[handle.sharding "
+                "for handle in model.store.handles.values()]"
             )
         self.states, self.group, self.config = tuple(states), group, config
         self.device = device

@@ -278,12 +278,13 @@ class Optimizer:
 
         Raises:
             ValueError: moments that are not zero come from 0 updates: the number was not loaded.
-                Or `steps` is negative, or given without state.
+                Or no state was loaded at all, but other weights. Or `steps` is no number of
+                updates, or given without state.
         """
-        if steps is not None and (steps < 0 or not with_state):
+        if steps is not None and (type(steps) is not int or steps < 0 or not with_state):
             raise ValueError(
-                f"after_load(with_state={with_state}, steps={steps}): steps is the number of "
-                "updates, 0 or more, of optimizer state that was loaded"
+                f"after_load(with_state={with_state}, steps={steps!r}): steps is the number of "
+                "updates, an int from 0 on, of optimizer state that was loaded"
             )
         if not with_state:
             self.steps = 0
@@ -294,6 +295,12 @@ class Optimizer:
                 f"optimizer state was loaded that comes from {self.steps} updates, and its moments "
                 "are not zero: the checkpoint does not hold the number of updates, so give it: "
                 "after_load(with_state=True, steps=...)"
+            )
+        elif self.steps == 0 and not all(s.master_is_weights() for s in self.ranges):
+            raise ValueError(
+                "after_load(with_state=True): weights were loaded and no optimizer state: the "
+                "fp32 masters are of other weights, which the next update would write back. Load "
+                "optimizer_chunks(optimizer) as well, or call after_load(with_state=False)"
             )
         for state in self.ranges:
             if not with_state:

@@ -86,6 +86,13 @@ class RangeState:
         if self.writes_back:
             self.master.copy_(self.owned.weights)
 
+    def master_is_weights(self) -> bool:
+        """Return whether the weights are the rounded masters, as they are after every update."""
+        if not self.writes_back:
+            return True
+        weights = self.owned.weights
+        return torch.equal(self.master.to(device=weights.device, dtype=weights.dtype), weights)
+
     def has_moments(self) -> bool:
         """Return whether any moment is not zero."""
         return any(bool(moment.any()) for moment in self.moments.values())

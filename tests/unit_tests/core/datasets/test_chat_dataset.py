@@ -64,7 +64,10 @@ def test_documents_are_conversations_and_padding_is_one_of_its_own(tmp_path, tal
     data = ChatDataset(write(str(tmp_path / "a"), *talks), CONFIG, sequences=range(60))
     rows = data.read(np.arange(len(data)))
     first = {talk[0] for talk in talks[0]}
-    np.testing.assert_array_equal(rows.padding, rows.tokens[:, :-1] == END)
+    ends = np.pad(np.diff(rows.document_ids) > 0, ((0, 0), (0, 1)))  # last tokens of conversations
+    ends[:, -1] = (rows.tokens[:, -1] == END) & (rows.tokens[:, -2] != END)
+    ends[:, -1] |= [row[-1] in first for row in rows.tokens]
+    np.testing.assert_array_equal(rows.padding, (rows.tokens[:, :-1] == END) | ends)
     for tokens, documents, positions in zip(
         rows.tokens, rows.document_ids, rows.positions, strict=True
     ):
@@ -80,14 +83,17 @@ def test_documents_are_conversations_and_padding_is_one_of_its_own(tmp_path, tal
     np.testing.assert_array_equal(rows.positions, positions_within(rows.document_ids))
 
 
-def test_only_the_rest_of_a_row_is_padding(tmp_path):
-    """Neither what the loss leaves out is, nor tokens that end documents."""
+def test_what_no_token_follows_is_padding(tmp_path):
+    """The rest of a row and the last token of a conversation, which a row that it fills has as a
+    label alone; neither what the loss leaves out, nor tokens that end documents inside."""
     ids = [[7, END, 8, END], [9, END, END]]
     source = write(str(tmp_path / "a"), ids, [[0, 0, 1, 0], [0, 1, 0]])
-    for length, wanted in ((8, [False] * 7 + [True]), (7, [False] * 7), (6, [False] * 6)):
+    for length, tail in ((8, [True, True]), (7, [True]), (6, [])):
         config = dataclasses.replace(CONFIG, sequence_length=length)
-        (padding,) = ChatDataset(source, config, sequences=range(2)).read(np.arange(1)).padding
-        assert padding.tolist() == wanted
+        rows = ChatDataset(source, config, sequences=range(2)).read(np.arange(1))
+        first, second = (4, 3) if rows.tokens[0, 0] == 7 else (3, 4)
+        expected = [False] * (first - 1) + [True] + [False] * (second - 1) + tail
+        assert rows.padding.tolist() == [expected[:length]]
 
 
 def test_a_cache_is_not_used_for_another_mask(tmp_path, talks):

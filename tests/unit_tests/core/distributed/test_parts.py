@@ -260,7 +260,7 @@ def test_last_before_an_earlier_microbatch_is_done_is_noticed():
     engine.begin_step()
     engine.last(0)
     engine.backward(model.run(0, ids, targets).sum(), last=False)
-    with pytest.raises(ValueError, match=r"call last\(\) behind the puts of all microbatches but"):
+    with pytest.raises(ValueError, match="last=False"):
         engine.backward(model.run(0, ids, targets).sum(), last=False)
     engine.abort()
 

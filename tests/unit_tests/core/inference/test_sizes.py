@@ -17,7 +17,7 @@ ATTENTION = [(), ((1, 4),), ((2, 64), (24,))]
 STATES = [{}, {"a": ((3, 5), torch.float32)}, {"a": ((4, 16, 32), torch.float32)}]
 ENGINES = [
     EngineConfig(max_rows=rows, block_size=block, prefix_caching=cached, num_speculative_tokens=n)
-    for rows, block, cached, n in itertools.product((1, 3), (16, 64), (False, True), (0, 2))
+    for rows, block, cached, n in itertools.product((1, 3), (16, 64), (False, True), (0, 2, 40))
 ]
 
 
@@ -52,7 +52,7 @@ def test_the_memory_of_the_error_is_the_least_that_is_accepted(shape):
         with pytest.raises(ValueError, match=f"at least {least:,}"):
             with_memory(engine, least - 1).sizes(shape, 128)
         blocks, slots = with_memory(engine, least).sizes(shape, 128)
-        assert blocks >= 1
+        assert blocks * engine.block_size > engine.num_speculative_tokens
         assert slots >= engine.max_rows or not shape.states
         assert taken(engine, shape, blocks if shape.attention else 0, slots) <= least
 
@@ -61,7 +61,7 @@ def test_the_memory_of_the_error_is_the_least_that_is_accepted(shape):
 def test_no_amount_of_memory_leaves_an_engine_without_blocks(shape):
     """Snapshots of states take what blocks leave, and blocks what is left of a quarter."""
     for engine in ENGINES:
-        least = taken(engine, shape, 1, 2 * engine.max_rows + 1)
+        least = taken(engine, shape, 64 // engine.block_size, 2 * engine.max_rows + 1)
         for memory in {least + extra for extra in (0, 1, shape.state_bytes, 4 * least, 64 * least)}:
             blocks, slots = with_memory(engine, memory).sizes(shape, 128)
             assert blocks >= 1

@@ -165,7 +165,8 @@ def test_every_command_reads_random_structures(seed, tmp_path, trivial):
     write(root, lambda: random_structure(seed, 0.5))
     faults = []
     for name in COMMANDS:
-        faults += faults_of(root, name, trivial(name), refused=None)
+        reads_all = name not in ("compare", "convert")
+        faults += faults_of(root, name, trivial(name), refused=None if reads_all else "")
     assert not faults, "\n".join(faults)
 
 

@@ -198,10 +198,10 @@ def _cube(side: int) -> Structure:
 STRUCTURES: Mapping[str, Callable[[float], Structure]] = MappingProxyType(
     {
         "pinwheel": lambda size: _one_tensor(*pinwheel(int(25_000 * size))),
-        "columns": lambda size: _columns(int(130_000 * size), 400),
-        "many tensors": lambda size: Structure(tensors=_many(int(130_000 * size))),
+        "columns": lambda size: _columns(int(109_000 * size), 400),
+        "many tensors": lambda size: Structure(tensors=_many(int(109_000 * size))),
         "empty tensors": lambda size: Structure(
-            tensors=_many(int(130_000 * size), (0, 7)), num_files=7
+            tensors=_many(int(109_000 * size), (0, 7)), num_files=7
         ),
         "long names": lambda size: Structure(tensors=_many(int(25_000 * size), prefix="n" * 1000)),
         "eight dimensions": lambda size: _cube(max(2, int(4 * size))),
@@ -240,11 +240,13 @@ def random_structure(seed: int, size: float) -> Structure:
         count = rng.randint(1, budget)
         budget -= count
         tensors[f"{'x' * rng.randint(0, 40)}{len(tensors)}"] = _random_tensor(rng, count)
+    size_bytes = sum(math.prod(t.shape) * ITEM_BYTES[t.dtype] for t in tensors.values())
+    blocks = [b for b in (16, 1 << 10, 16 << 20, 256 << 20) if size_bytes // b < 500_000]
     return Structure(
         tensors=tensors,
         extra=nested(rng.randint(0, 60), {f"{i}": i for i in range(rng.randint(0, 99))}, "k"),
         num_files=rng.choice((1, 2, 50)),
-        block_bytes=rng.choice((16, 1 << 10, 16 << 20, 256 << 20)),
+        block_bytes=rng.choice(blocks),
         header_padding=rng.choice((0, 0, 1 << 20)),
     )
 

@@ -27,12 +27,13 @@ from megatron.core.dist_checkpointing.shards import (
     ChunkRead,
     Scratch,
     ShardReader,
+    reads_of,
 )
 
-#: Parts of chunks that a `CheckpointReader` reads: so many of any checkpoint, and another one for
-#: so many bytes. A part takes tens of microseconds, and rows of a tensor that is stored in columns
-#: need a part of every column.
-MIN_PART_LIMIT, BYTES_PER_PART = 20_000, 8192
+#: Parts of chunks and blocks that a `CheckpointReader` reads: so many of any checkpoint, and one
+#: more for so many bytes. A part takes tens of microseconds, and rows of a tensor that is stored in
+#: columns need a part of every column.
+MIN_PART_LIMIT, BYTES_PER_PART = 10_000, 8192
 
 #: Shards that a `CheckpointReader` keeps open: processes may often have 1,024 files open.
 MAX_OPEN_SHARDS = 256
@@ -201,10 +202,7 @@ def plan_reads(
             overlaps = index.overlaps(chunk.box)
             num_parts += len(overlaps)
             if max_parts is not None and num_parts > max_parts:
-                raise CheckpointError(
-                    f"{name} and other tensors are stored in too many small parts to be read in "
-                    "rows: load the checkpoint in a run, and save it again"
-                )
+                raise CheckpointError(too_many_parts(name))
             for i, common in overlaps:
                 target = chunk.tensor.detach()[common.seen_from(chunk.box.offsets).slices]
                 origin = stored.chunks[i].box.offsets
@@ -217,6 +215,14 @@ def plan_reads(
     for group in reads.values():
         group.sort(key=lambda read: read.chunk.begin)
     return reads
+
+
+def too_many_parts(name: str) -> str:
+    """Return why a tensor is not read."""
+    return (
+        f"{name} and other tensors are stored in too many small parts to be read in rows: load the "
+        "checkpoint in a run, and save it again"
+    )
 
 
 def stored_index(name: str, stored: StoredTensor) -> BoxIndex:
@@ -327,7 +333,11 @@ class CheckpointReader:
             plan = plan_reads(
                 tensors, chunks, index_of=self._index_of, max_parts=int(self._part_limit)
             )
-            self._part_limit -= sum(len(read.parts) for reads in plan.values() for read in reads)
+            block_bytes = self.manifest.block_bytes
+            for reads in plan.values():
+                self._part_limit -= sum(reads_of(read, block_bytes) for read in reads)
+            if self._part_limit < 0:
+                raise CheckpointError(too_many_parts(chunks[0].name))
             for file, reads in sorted(plan.items()):
                 reader = self._open(file)
                 for read in reads:

@@ -61,7 +61,7 @@ MAX_DIMENSIONS, MAX_NAME = 8, 1024
 
 #: Files and chunks of tensors: so many in any checkpoint, and another one for so many bytes of its
 #: shards. Reading one takes tens of microseconds, whatever it describes.
-MIN_CHUNK_LIMIT, BYTES_PER_CHUNK = 1 << 17, 4096
+MIN_CHUNK_LIMIT, BYTES_PER_CHUNK = 110_000, 4096
 
 #: Bytes and values of the JSON in addition to the tensors.
 MAX_EXTRA_BYTES, MAX_EXTRA_VALUES = 8 << 20, 1 << 17

@@ -425,6 +425,22 @@ class ChunkRead:
     parts: Sequence[ChunkPart]
 
 
+def reads_of(request: ChunkRead, block_bytes: int) -> float:
+    """Return how many blocks a request reads; those that it takes whole count little."""
+    itemsize = DTYPES[request.dtype].itemsize
+    count = 0.0
+    for part in request.parts:
+        span = begin, end = _span(request.chunk.box.sizes, part.box)
+        blocks = (end * itemsize - 1) // block_bytes - begin * itemsize // block_bytes + 1
+        is_whole = _direct_bytes(part, span, request.dtype) is not None
+        count += 1 + blocks / (_WHOLE_BLOCKS if is_whole else 1)
+    return count
+
+
+#: Blocks that are read whole, in the time in which parts of one block are copied.
+_WHOLE_BLOCKS = 64
+
+
 class Scratch:
     """One CPU buffer that all reads reuse, grown to the largest size seen."""
 

@@ -20,6 +20,9 @@ from megatron.hf.tensor_map import TensorMap, tensor_map
 #: Problems named in one error; the rest is counted.
 MAX_PROBLEMS = 8
 
+#: Missing tensors up to which they are looked for by name.
+MAX_MISSING = 1000
+
 _FLOATS = ("F32", "BF16", "F16", "F64")
 _LAYER = re.compile(r"model\.layers\.\d+\.")
 #: Written by old versions of transformers; follows from config.json.
@@ -40,11 +43,13 @@ def check_tensors(
             f"{folder.path} does not hold the weights of its config.json: that has "
             f"{model.config.num_layers} layers, the files {len(opened)} tensors"
         )
+    most = len(opened) + MAX_MISSING
     try:
-        mapped = tensor_map(model.kind, model.config, names=opened, max_tensors=len(opened))
+        mapped = tensor_map(model.kind, model.config, names=opened, max_tensors=most)
     except ValueError as error:
         raise ValueError(
-            f"{folder.path} does not hold the weights of its config.json: {error}"
+            f"{folder.path} does not hold the weights of its config.json: {error}; the files hold "
+            f"{len(opened)} tensors"
         ) from None
     problems = _problems(mapped, opened, model)
     named = list(islice(problems, MAX_PROBLEMS))

@@ -127,7 +127,7 @@ class TensorMap:
         count = len(self.theirs) - len(self.copies)
         full = self._max_tensors is not None and count >= self._max_tensors
         if full and theirs[0] not in self.theirs:
-            raise ValueError(f"that has more than {count} tensors, the files {self._max_tensors}")
+            raise ValueError(f"that has more than {count} tensors")
         for side, (name, shape) in ((self.theirs, theirs), (self.ours, ours)):
             if name not in side:
                 side[name] = MappedTensor(name=name, shape=shape, fp32=fp32, kept=kept)

@@ -161,19 +161,13 @@ class IndexedDataset:
 
     def _check_sequences(self, offsets_at: int) -> None:
         described = self._described_bytes()
-        if described != self._bin_bytes:
-            relation = "truncated" if self._bin_bytes < described else "of another index"
-            raise _bad(
-                self._bin, min(self._bin_bytes, described),
-                f"the file has {self._bin_bytes} bytes and is {relation}",
-                f"the {described} bytes that {self._idx.name} describes", _REWRITE,
-            )  # fmt: skip
         itemsize, previous_end = self.dtype.itemsize, 0
-        for start in range(0, len(self.lengths), _CHECKED_AT_ONCE):
+        # No file is as large as int64 counts, so that sums do not wrap around.
+        checked = len(self.lengths) if described < 1 << 63 else 0
+        for start in range(0, checked, _CHECKED_AT_ONCE):
             lengths = self.lengths[start : start + _CHECKED_AT_ONCE].astype(np.int64)
             offsets = self.byte_offsets[start : start + _CHECKED_AT_ONCE].astype(np.int64)
-            # Back to back: each sequence starts where the one before it ends. No end exceeds the
-            # size of a file, so sums do not wrap around.
+            # Back to back: each sequence starts where the one before it ends.
             ends = np.cumsum(lengths) * itemsize + previous_end
             wanted = ends - lengths * itemsize
             if not np.array_equal(offsets, wanted):
@@ -184,6 +178,13 @@ class IndexedDataset:
                     f"{wanted[row]}, where the sequence before it ends", _REWRITE,
                 )  # fmt: skip
             previous_end = int(ends[-1])
+        if described != self._bin_bytes:
+            relation = "truncated" if self._bin_bytes < described else "of another index"
+            raise _bad(
+                self._bin, min(self._bin_bytes, described),
+                f"the file has {self._bin_bytes} bytes and is {relation}",
+                f"the {described} bytes that {self._idx.name} describes", _REWRITE,
+            )  # fmt: skip
 
     def _described_bytes(self) -> int:
         """Return the bytes of all sequences, as a Python integer. Raises ValueError."""

@@ -263,7 +263,9 @@ class HuggingFaceTokenizer:
         self._special = self._added() if add_special_tokens else SpecialTokens()
         added = self._tokenizer.get_added_tokens_decoder()
         self._left_out = frozenset(number for number, token in added.items() if token.special)
-        self._probe_ids = self._tokenizer.encode(_PROBE, add_special_tokens=False).ids
+        self._probe_ids: list[int] = []
+        with contextlib.suppress(UnusableText), self._library_errors(), quiet_panics():
+            self._probe_ids = self._tokenizer.encode(_PROBE, add_special_tokens=False).ids
         self._probe_text = self.detokenize(self._probe_ids)
 
     def _probe(self) -> None:

@@ -240,13 +240,9 @@ IMPOSSIBLE = (
     ),
     Impossible("weights are whole in generation", strategies=_SHARDED, rows=("generation",)),
     Impossible(
-        "generation has one engine, no tokens of a row on several ranks and no schedule (refused)",
+        "generation has no context parallelism (refused), and its stages follow no schedule",
         rows=("generation",),
-        grids=tuple(
-            name
-            for name in GRIDS
-            if name not in ("1", "tp", "tp sp", "etp", "ep", "tp pp", "tp ep", "pp ep")
-        ),
+        grids=("cp", "1f1b", "interl.", "zb-h1", "cp dp", "tp cp", "cp pp", "cp ep"),
     ),
 )
 

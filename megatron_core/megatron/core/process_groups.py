@@ -319,11 +319,12 @@ TRAFFIC: Mapping[str, str] = MappingProxyType(
 URGENT_TRAFFIC = frozenset({"activations", "tokens of experts"})
 
 
-def _backend_options(traffic: str) -> object | None:
-    """Return options of a communicator for a kind of traffic; None are the backend's own."""
-    if dist.get_backend() != "nccl" or traffic not in URGENT_TRAFFIC:
-        return None
-    return dist.ProcessGroupNCCL.Options(is_high_priority_stream=True)
+def _backend_options(traffic: str) -> dict[str, object]:
+    """Return what `new_group` takes besides for a kind of traffic: nothing but for NCCL."""
+    is_nccl = dist.is_initialized() and dist.get_backend() == "nccl"
+    if not is_nccl or traffic not in URGENT_TRAFFIC:
+        return {}
+    return {"pg_options": dist.ProcessGroupNCCL.Options(is_high_priority_stream=True)}
 
 
 @dataclass(frozen=True)
@@ -454,7 +455,7 @@ class ProcessGroupCollection:
                 key = (traffic, ranks)
                 if len(ranks) > 1 and key not in made:
                     made[key] = dist.new_group(
-                        list(ranks), timeout=timeout, pg_options=_backend_options(traffic)
+                        list(ranks), timeout=timeout, **_backend_options(traffic)
                     )
                 if rank in ranks:
                     groups[name] = Group(

@@ -269,12 +269,13 @@ def test_nccl_runs_what_layers_wait_for_at_high_priority(monkeypatch):
             def __init__(self, is_high_priority_stream=False):
                 self.is_high_priority_stream = is_high_priority_stream
 
-    def new_group(ranks, *, timeout, pg_options):
+    def new_group(ranks, *, timeout, pg_options=None):
         options.setdefault(tuple(ranks), []).append(pg_options)
         return object()
 
     monkeypatch.setattr(dist, "ProcessGroupNCCL", NCCL, raising=False)
     monkeypatch.setattr(dist, "get_world_size", lambda: 8)
+    monkeypatch.setattr(dist, "is_initialized", lambda: True)
     monkeypatch.setattr(dist, "new_group", new_group)
     grid = RankGrid(world_size=8, tp=2, ep=2)
     made = {}

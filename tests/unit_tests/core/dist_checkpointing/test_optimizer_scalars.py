@@ -54,6 +54,7 @@ class Training:
             GROUPS,
             config=OptimizerConfig(kind=kind, sgd_momentum=0.5),
             scaler=DynamicLossScaler(SCALER) if dynamic else None,
+            weights=[handle.sharding for handle in self.model.store.handles.values()],
         )
 
     def step(self, number: int, *, overflow: bool = False) -> None:

@@ -17,11 +17,7 @@ from megatron.core.ops.attention.reference import Mask
 from megatron.core.ops.launches import Launches
 
 # ROWS: rows of gradient and output that a program multiplies at once.
-ROW_DOTS = Launches(
-    "attention_row_dots",
-    {"ROWS": 32, "num_warps": 4},
-    others=({"ROWS": 16, "num_warps": 4}, {"ROWS": 64, "num_warps": 8}),
-)
+ROW_DOTS = Launches("attention_row_dots", {"ROWS": 32, "num_warps": 4})
 
 
 @triton.jit

@@ -23,16 +23,8 @@ from megatron.core.ops.sampling.reference import ScoreChange, TokenFilter, on_de
 # BLOCK: entries that a program changes at once.
 CHANGE = Launches("change_scores", {"BLOCK": 512, "num_warps": 4})
 # BLOCK: scores that a program looks at at once.
-SAMPLE = Launches(
-    "choose_tokens",
-    {"BLOCK": 4096, "num_warps": 16},
-    others=({"BLOCK": 2048, "num_warps": 8}, {"BLOCK": 8192, "num_warps": 32}),
-)
-TOP = Launches(
-    "most_probable",
-    {"BLOCK": 4096, "num_warps": 16},
-    others=({"BLOCK": 2048, "num_warps": 8}, {"BLOCK": 8192, "num_warps": 32}),
-)
+SAMPLE = Launches("choose_tokens", {"BLOCK": 4096, "num_warps": 16})
+TOP = Launches("most_probable", {"BLOCK": 4096, "num_warps": 16})
 
 
 @triton.jit

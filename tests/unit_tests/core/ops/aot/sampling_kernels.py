@@ -33,6 +33,7 @@ KERNELS = (
             "normalizers_ptr": "*fp32",
         },
         divisible=("size",),
+        quick=(),
     ),
     Description(
         kernel=sampling.most_probable_kernel,

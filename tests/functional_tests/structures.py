@@ -358,5 +358,8 @@ STRUCTURES: dict[str, Structure] = {
     "added tokens": Structure(
         kind="tokenizer.json", make=many_added_tokens, bytes_at_most=60 << 20
     ),
-    "ranks": Structure(kind="tiktoken ranks", make=many_ranks, bytes_at_most=60 << 20),
+    # The library takes a dict of the ranks by their bytes.
+    "ranks": Structure(
+        kind="tiktoken ranks", make=many_ranks, bytes_at_most=60 << 20, library_bytes=12
+    ),
 }

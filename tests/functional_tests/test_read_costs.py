@@ -120,7 +120,7 @@ DCP_FOLDERS = {
     "dicts": (one_instruction(b"}"), (".metadata", "8388611 bytes")),
     "lists": (one_instruction(b"]"), (".metadata", "8388611 bytes")),
     "tuples": (one_instruction(b"\x85", b")"), (".metadata", "8388612 bytes")),
-    "marks": (one_instruction(b"("), (".metadata", "damaged")),
+    "marks": (one_instruction(b"("), (".metadata", "refused")),
     "memo": (one_instruction(b"\x94", b")"), (".metadata",)),
     **{
         f"properties {state!r}": (odd_properties(state), (".metadata", "properties"))

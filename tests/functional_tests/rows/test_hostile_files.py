@@ -36,6 +36,10 @@ def bases(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     torch.set_num_threads(threads)
 
 
+#: Kinds that no reader refuses: a run falls back to an older checkpoint, caches are built again.
+RECOVERED = {"tracker", "shard", "cached order", "cached manifest"}
+
+
 def read_all(bases: Path, scratch: Path, cases: list[tuple[str, int]]) -> None:
     """Have hostile files read, and see that some are refused and none does harm."""
     trials = [partial(trial, bases, scratch, name, number) for name, number in cases]
@@ -47,7 +51,8 @@ def read_all(bases: Path, scratch: Path, cases: list[tuple[str, int]]) -> None:
     ]
     assert not faults, f"{len(faults)} of {len(cases)}:\n" + "\n".join(faults[:20])
     refused = {n for (n, _), v in zip(cases, verdicts, strict=True) if v.code == 2}
-    assert len(refused) > len({name for name, _ in cases}) // 2
+    kinds = {name for name, _ in cases} - RECOVERED
+    assert len(refused) > len(kinds) // 2 or not kinds
 
 
 def test_row_50_hostile_files_end_with_one_line(bases: Path, tmp_path: Path) -> None:

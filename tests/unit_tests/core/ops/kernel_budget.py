@@ -1,12 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What each compiled kernel may take, recorded in `kernel_budget.json`; the record only shrinks.
+"""What each compiled kernel may take, one record per release of Triton; a record only shrinks.
 
     python tests/unit_tests/core/ops/kernel_budget.py [--only PART] [--raise NAME ...]
+                                                      [--triton FOLDER]
 
 compiles the kernels and writes the record: new kernels and smaller numbers at once, larger ones
 only for the kernels that are named. Registers and stack bytes are of a thread; a stack is spilt
-registers, so more of it is a slower kernel. Numbers are of one release of Triton, which the record
-names.
+registers, so more of it is a slower kernel. `kernel_budget.json` is the record of the pinned
+release. `kernel_budget_<release>.json` is that of another release, written with --triton, the
+folder that it is installed in (`pip install --target FOLDER triton==<release>`).
 """
 
 from __future__ import annotations
@@ -34,17 +36,31 @@ def parts() -> list[str]:
     return sorted(path.stem.removesuffix("_kernels") for path in files)
 
 
-def compiled(*arguments: str) -> dict:
-    """Run `compile_kernels.py` in a process and a cache of its own; return what it prints."""
+def record_path(release: str) -> Path:
+    """Return the record of a release of Triton, whether it exists or not."""
+    pinned = json.loads(RECORD.read_text("utf-8"))["triton"]
+    return RECORD if release == pinned else RECORD.with_name(f"{RECORD.stem}_{release}.json")
+
+
+def compiled(*arguments: str, triton: Path | None = None) -> dict:
+    """Run `compile_kernels.py` in a process and a cache of its own; return what it prints.
+
+    Args:
+        arguments: of the command line.
+        triton: the folder of another release of Triton than the installed one.
+    """
     with tempfile.TemporaryDirectory() as cache:
         environment = os.environ | {"TRITON_CACHE_DIR": cache, "TRITON_DEFAULT_FP_FUSION": "1"}
         environment.pop("TRITON_INTERPRET", None)  # compilation does not survive it
+        if triton is not None:
+            folders = (str(triton), environment.get("PYTHONPATH", ""))
+            environment["PYTHONPATH"] = os.pathsep.join(filter(None, folders))
         run = subprocess.run(
             [sys.executable, str(Path(__file__).with_name("compile_kernels.py")), *arguments],
             env=environment,
             capture_output=True,
             text=True,
-            timeout=600,
+            timeout=1800,
             check=False,
         )
     if run.returncode:
@@ -119,13 +135,13 @@ def merged(
     return dict(sorted((kept | {name: dict(used) for name, used in found.items()}).items()))
 
 
-def write(triton: str, kernels: Needs) -> None:
-    """Write the record, one line a kernel."""
+def write(path: Path, triton: str, kernels: Needs) -> None:
+    """Write a record, one line a kernel."""
     lines = [f"  {json.dumps(name)}: {json.dumps(used)}" for name, used in kernels.items()]
     text = (
         f'{{\n "triton": {json.dumps(triton)},\n "kernels": {{\n' + ",\n".join(lines) + "\n }\n}\n"
     )
-    RECORD.write_text(text, encoding="utf-8")
+    path.write_text(text, encoding="utf-8")
 
 
 def main() -> None:
@@ -134,12 +150,25 @@ def main() -> None:
     parser.add_argument("--only", help="one part: the name of its file in aot/ before _kernels.py")
     parser.add_argument("--raise", dest="raising", action="append", default=[], metavar="NAME")
     parser.add_argument("--new-release", action="store_true", help="move to the installed Triton")
+    parser.add_argument("--triton", type=Path, help="the folder of another release of Triton")
     options = parser.parse_args()
     if options.only not in (None, *parts()):
         parser.exit(2, f"kernel_budget: no part is named {options.only!r}: {' '.join(parts())}\n")
-    found = compiled("--all", *(["--only", options.only] if options.only else []))
+    if options.triton is not None and not (options.triton / "triton").is_dir():
+        parser.exit(
+            2,
+            f"kernel_budget: no Triton in {options.triton}: pip install --no-deps --target"
+            f" {options.triton} triton==RELEASE\n",
+        )
+    only = ["--only", options.only] if options.only else []
+    found = compiled("--all", *only, triton=options.triton)
     described = found["described"] if options.only is None else compiled("--list")["described"]
-    old = json.loads(RECORD.read_text("utf-8"))
+    path = RECORD if options.triton is None else record_path(found["triton"])
+    old = (
+        json.loads(path.read_text("utf-8"))
+        if path.exists()
+        else {"triton": found["triton"], "kernels": {}}
+    )
     if old["triton"] != found["triton"] and (options.only or not options.new_release):
         parser.error(
             f"the record is of Triton {old['triton']}, this is {found['triton']}: install that,"
@@ -150,7 +179,7 @@ def main() -> None:
         new = merged(found["kernels"], record, described=described, raising=options.raising)
     except ValueError as error:
         parser.error(str(error))
-    write(found["triton"], new)
+    write(path, found["triton"], new)
 
 
 if __name__ == "__main__":

@@ -38,6 +38,7 @@ from megatron.core.device import pin
 from megatron.core.models.gpt import GPTConfig
 from megatron.core.moe.dispatch import choose_dispatcher
 from megatron.core.process_groups import Group, ProcessGroupCollection
+from megatron.training.config import Config
 from megatron.training.config.layer_pattern import is_recurrent
 from megatron.training.config.resolve import Run
 from megatron.training.core_configs import attention_shape
@@ -201,8 +202,8 @@ class Layouts:
         device: where layers work.
         block_heads: query heads of a rank, where documents of whole rows may be attended one by
             one; None masks them.
-        bounds: whether layers must know where documents begin, as recurrences and
-            TransformerEngine's attention do; ids are for masks.
+        bounds: whether layers must know where documents begin, as recurrences, TransformerEngine's
+            attention and torch's fused attention do; ids are for masks.
         cuts: choose how packed rows are split; None splits each as one.
     """
 
@@ -294,6 +295,16 @@ class Layouts:
         return worth_blocks(documents, rows=rows, length=length, heads=self._block_heads)
 
 
+def needs_bounds(config: Config, device: torch.device) -> bool:
+    """Return whether layers of a run take where documents begin, and not only their ids."""
+    parallel = config.parallel
+    # A CUDA graph replays the documents of its capture where these are known, and any where only
+    # ids are.
+    eager = config.execution.cuda_graph_impl == "none"
+    fused = device.type == "cuda" and parallel.attention_backend == "auto" and eager
+    return is_recurrent(config) or parallel.transformer_impl != "local" or fused
+
+
 def layouts_of(run: Run, place: RunGroups, model: GPTConfig) -> Layouts:
     """Return what makes the layouts of a run."""
     parallel = run.config.parallel
@@ -304,6 +315,6 @@ def layouts_of(run: Run, place: RunGroups, model: GPTConfig) -> Layouts:
         place.groups["cp"],
         place.device,
         block_heads=None if masks or not heads else heads,
-        bounds=is_recurrent(run.config) or parallel.transformer_impl != "local",
+        bounds=needs_bounds(run.config, place.device),
         cuts=packed_cuts(run, place, model),
     )

@@ -8,10 +8,9 @@ from functools import partial
 import pytest
 import torch
 
-from megatron.core.context_parallel import blockwise
+from megatron.core.context_parallel import SequenceCut, SequenceLayout, blockwise
 from megatron.core.context_parallel.blockwise import attention_blocks
-from megatron.core.context_parallel.cut import SequenceCut
-from megatron.core.ops.attention import attention, explain
+from megatron.core.ops.attention import Mask, attention, fused
 from megatron.core.ops.dispatch import add_product_
 from megatron.core.ops.dropout import AttentionDropout, dropout
 from megatron.core.ops.layernorm import layer_norm
@@ -128,35 +127,113 @@ def test_attention(device, dtype, case):
     )
 
 
+def packed_rows(device, length):
+    """Return two rows of documents as attention takes them."""
+    rows = torch.arange(length)
+    ids = torch.stack([rows // (length // 3), (rows + 9) // (length // 7)], -1)
+    lengths = torch.cat([ids[:, row].unique_consecutive(return_counts=True)[1] for row in (0, 1)])
+    bounds = torch.nn.functional.pad(lengths.cumsum(0), (1, 0)).int()
+    longest = int(lengths.max())
+    return {
+        "document_ids": ids.to(device),
+        "cu_seqlens": bounds.to(device),
+        "max_seqlen": longest,
+    }
+
+
+@pytest.fixture
+def fused_calls(monkeypatch):
+    """Record the calls of the fused kernels."""
+    calls = []
+
+    def recorded(kernel):
+        def call(*arguments, **options):
+            calls.append(kernel.__name__)
+            return kernel(*arguments, **options)
+
+        return call
+
+    for name in ("attention_forward", "attention_backward"):
+        monkeypatch.setattr(fused, name, recorded(getattr(fused, name)))
+    return calls
+
+
+#: By name: (features, queries, keys, the kernel on Hopper, what attention has).
+FUSED = {
+    "causal 128": (128, 2048, 2048, "cuDNN", {}),
+    "causal 64": (64, 1000, 1000, "cuDNN", {}),
+    "whole 128": (128, 2048, 2048, "cuDNN", {"causal": False}),
+    "odd heads": (100, 513, 513, "cuDNN", {}),
+    "causal 192": (192, 2048, 2048, "FlashAttention-2", {}),
+    "causal 256": (256, 513, 513, "FlashAttention-2", {}),
+    "whole 256": (256, 513, 700, "FlashAttention-2", {"causal": False}),
+    "window": (128, 1000, 1000, "FlashAttention-2", {"window": 200}),
+    "documents": (128, 1000, 1000, "FlashAttention-2", {"documents": True}),
+    "odd documents": (92, 700, 700, "FlashAttention-2", {"documents": True, "window": 90}),
+    "last of more keys": (128, 300, 1000, "FlashAttention-2", {}),
+    "among more keys": (64, 300, 1000, "FlashAttention-2", {"query_start": 411, "window": 200}),
+    "after the keys": (64, 300, 500, "FlashAttention-2", {"query_start": 450, "window": 600}),
+}
+
+
 @pytest.mark.machine
-@pytest.mark.parametrize("causal", [True, False])
-@pytest.mark.parametrize(
-    ("features", "lengths", "kernel"),
-    [
-        (128, (2048, 2048), "cuDNN"),
-        (64, (1000, 1000), "cuDNN"),
-        (192, (2048, 2048), "FlashAttention-2"),
-        (256, (513, 513), "FlashAttention-2"),
-    ],
-)
-def test_attention_by_the_fused_kernels(device, features, lengths, kernel, causal):
-    """Output, log-sum-exp and gradients against fp64; the op takes them by itself."""
-    if torch.cuda.get_device_capability(device) >= (9, 0):
-        assert kernel in explain(device, torch.bfloat16, features)
-    queries, keys = lengths
+@pytest.mark.parametrize("deterministic", [False, True])
+@pytest.mark.parametrize("case", FUSED)
+def test_attention_by_the_fused_kernels(device, fused_calls, case, deterministic):
+    """Output, log-sum-exp and gradients against fp64; the op takes them by itself. Deterministic
+    runs repeat their gradients bit by bit."""
+    features, queries, keys, kernel, options = FUSED[case]
+    options = dict(options)
+    if options.pop("documents", False):
+        options |= packed_rows(device, queries)
     query, key, value = (
         made(device, length, BATCH, heads, features).bfloat16()
         for length, heads in ((queries, HEADS), (keys, GROUPS), (keys, GROUPS))
     )
     grad = made(device, queries, BATCH, HEADS, features).bfloat16()
-    results = []
-    for dtype, implementation in ((torch.bfloat16, None), (torch.float64, "reference")):
+
+    def run(dtype, implementation):
         leaves = [x.detach().to(dtype).requires_grad_() for x in (query, key, value)]
-        out, lse = attention(*leaves, causal=causal, implementation=implementation)
-        results.append([out, lse, *torch.autograd.grad(out, leaves, grad.to(dtype))])
-    own, _ = attention(query, key, value, causal=causal, implementation="triton")
-    assert not torch.equal(own, results[0][0]), "the same kernel ran twice"
-    errors = [relative_error(mine, true) for mine, true in zip(*results, strict=True)]
+        out, lse = attention(*leaves, implementation=implementation, **options)
+        return [out, lse, *torch.autograd.grad(out, leaves, grad.to(dtype))]
+
+    true = run(torch.float64, "reference")
+    torch.use_deterministic_algorithms(deterministic)
+    try:
+        mask = Mask(**options)
+        if torch.cuda.get_device_capability(device) >= (9, 0):
+            expected = "FlashAttention-2" if deterministic else kernel
+            assert fused.kernel_of(query, key, mask) == expected
+        mine = run(torch.bfloat16, None)
+        again = run(torch.bfloat16, None) if deterministic else mine
+    finally:
+        torch.use_deterministic_algorithms(False)
+    assert fused_calls == ["attention_forward", "attention_backward"] * (1 + deterministic)
+    errors = [relative_error(*pair) for pair in zip(mine, true, strict=True)]
+    assert max(errors) <= BOUND[torch.bfloat16], errors
+    differ = [not torch.equal(*pair) for pair in zip(mine, again, strict=True)]
+    assert not any(differ), differ
+
+
+@pytest.mark.machine
+@pytest.mark.parametrize("window", [None, WINDOW])
+def test_the_fused_kernels_block_by_block(device, fused_calls, window):
+    """The rank with the row's middle attends to the keys of all, as in a ring."""
+    cut, features = SequenceCut.of(1024, 2), 128
+    layout = SequenceLayout.make(cut, 1, rows=BATCH, device=device)
+    blocks = layout.blocks(None, window)
+    shapes = [(1024, BATCH, n, features) for n in (HEADS, GROUPS, GROUPS, HEADS)]
+    parts = [made(device, *shape).bfloat16() for shape in shapes]
+    results = []
+    for dtype in (torch.bfloat16, torch.float64):
+        query, key, value, grad = (x.to(dtype) for x in parts)
+        query, grad = query[layout.columns], grad[layout.columns]
+        out, lse = blockwise.forward(query, key, value, blocks, scale=0.1, window=window)
+        tensors = (grad, query, key, value, out.to(dtype), lse)
+        grads = blockwise.backward(*tensors, blocks, scale=0.1, window=window)
+        results.append([out, lse, *grads])
+    assert len(fused_calls) == 2 * len(blocks), "another kernel ran"
+    errors = [relative_error(*pair) for pair in zip(*results, strict=True)]
     assert max(errors) <= BOUND[torch.bfloat16], errors
 
 

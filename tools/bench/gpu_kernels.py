@@ -26,6 +26,7 @@ CASES = (
     ("delta rule, packed", gpu_recurrences.qwen_packed),
     ("delta rule, split", gpu_recurrences.split),
     ("attention", gpu_pointwise.causal_attention),
+    ("attention, packed", gpu_pointwise.packed_attention),
     ("cross entropy", gpu_pointwise.cross_entropy),
     ("permutation", gpu_pointwise.permutation),
 )

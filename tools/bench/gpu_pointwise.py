@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import partial
+from itertools import accumulate
 
 import torch
 import torch.nn.functional as F
@@ -189,6 +190,71 @@ def causal_attention(bench: Bench) -> None:
     Triton kernel, and each backend of torch's scaled_dot_product_attention."""
     for shape in bench.sized(ATTENTION_SHAPES, TINY_ATTENTION):
         attention_of(bench, *shape)
+
+
+#: Lengths of the documents that are packed into a row, beside what attention has besides.
+PACKED_SHAPES = (
+    ((8192,) * 4, 16, 16, 128, None),
+    ((12000, 500, 7000, 1268, 4096, 7904), 32, 8, 128, None),
+    ((32768,), 32, 8, 128, 4096),
+)
+TINY_PACKED = (((7, 21, 12), 4, 2, 8, None), ((40,), 4, 2, 8, 9))
+
+
+def packed_attention(bench: Bench) -> None:
+    """Race causal attention of documents packed into a row, and in a window."""
+    for lengths, heads, groups, features, window in bench.sized(PACKED_SHAPES, TINY_PACKED):
+        packed_attention_of(bench, lengths, (heads, groups, features), window)
+
+
+def packed_attention_of(
+    bench: Bench, lengths: Sequence[int], sizes: tuple[int, int, int], window: int | None
+) -> None:
+    """Race what the op takes by itself, our Triton kernel, which knows documents by their ids, and
+    the op called for one document after the other.
+
+    Args:
+        lengths: of the documents of one row.
+        sizes: query heads, key heads, features.
+        window: of attention, or None.
+    """
+    heads, groups, features = sizes
+    tokens, ends = sum(lengths), list(accumulate(lengths))
+    leaves = [bench.drawn(tokens, 1, n, features).requires_grad_() for n in (heads, groups, groups)]
+    packed: dict[str, object] = {"window": window}
+    if len(lengths) > 1:
+        ids = torch.arange(len(lengths)).repeat_interleave(torch.tensor(lengths))
+        bounds = torch.tensor([0, *ends], dtype=torch.int32)
+        packed |= {
+            "document_ids": ids[:, None].to(bench.device),
+            "cu_seqlens": bounds.to(bench.device),
+            "max_seqlen": max(lengths),
+        }
+
+    def attend(*qkv: torch.Tensor, **options: object) -> torch.Tensor:
+        return attention(*qkv, **packed, **options)[0]
+
+    def one_by_one(*qkv: torch.Tensor) -> torch.Tensor:
+        spans = zip([0, *ends], ends, strict=False)
+        parts = [attention(*(x[a:b] for x in qkv), window=window)[0] for a, b in spans]
+        return torch.cat(parts)
+
+    functions = {OURS: attend, "Triton kernel": partial(attend, implementation="triton")}
+    if len(lengths) > 1:
+        functions["one by one"] = one_by_one
+    plain = [x.detach() for x in leaves]
+    for name, function in functions.items():
+        require_same(f"attention, ours and {name}", attend(*plain), function(*plain), BF16_BOUND)
+    pairs = sum(n * n / 2 - max(n - (window or n), 0) ** 2 / 2 for n in lengths)
+    flops = 4.0 * pairs * heads * features
+    what = f"attention {heads}/{groups} heads of {features}, "
+    what += f"{len(lengths)} documents in {tokens:,} tokens" if len(lengths) > 1 else (
+        f"{tokens:,} tokens in a window of {window:,}"
+    )  # fmt: skip
+    calls = {key: partial(function, *plain) for key, function in functions.items()}
+    bench.race(f"{what}, forward", calls, flops=flops)
+    calls = {key: with_gradients(function, leaves)[0] for key, function in functions.items()}
+    bench.race(f"{what}, forward + backward", calls, flops=3.5 * flops)
 
 
 def attention_of(

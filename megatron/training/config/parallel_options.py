@@ -384,9 +384,9 @@ class ParallelConfig:
     values are the same."""
     attention_backend: Literal["auto", "reference", "triton"] = "auto"
     """Which kernel computes attention; auto is TransformerEngine's with --transformer-impl
-    transformer_engine, on a GPU cuDNN's or FlashAttention-2's for 16-bit attention of whole rows
-    without windows, documents, sinks and dropout, else triton where it covers the case, else
-    reference."""
+    transformer_engine, on a GPU cuDNN's or FlashAttention-2's for 16-bit attention without sinks
+    and dropout (packed documents not under --cuda-graph-impl), else triton where it covers the
+    case, else reference."""
 
     def __post_init__(self) -> None:
         positive(self, "tensor_model_parallel_size", "context_parallel_size")

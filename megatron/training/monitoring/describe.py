@@ -288,9 +288,12 @@ def attention_line(config: Config, model: GPTConfig, device: torch.device) -> st
         return f"attention: {parallel.attention_backend} (--attention-backend)"
     latent = isinstance(attention, LatentAttentionConfig)
     features = attention.query_channels if latent else attention.kv_channels
+    packed = config.data.sft or config.data.reset_attention_mask
+    recorded = config.execution.cuda_graph_impl != "none"
     options = {
         "a window": not latent and attention.window is not None,
-        "documents": config.data.sft or config.data.reset_attention_mask,
+        "documents": packed and not recorded,
+        "documents known by ids alone": packed and recorded,
         "sinks": not latent and attention.sinks,
         "attention dropout": attention.dropout > 0,
     }

@@ -19,7 +19,7 @@ from megatron.training.config.check import check
 from megatron.training.config.model_table import gpt_config
 from megatron.training.config.resolve import resolve
 from megatron.training.core_configs import backend
-from megatron.training.layouts import Layouts, packed_cuts
+from megatron.training.layouts import Layouts, needs_bounds, packed_cuts
 from megatron.training.monitoring.describe import context_line, context_words, cut_line
 from megatron.training.monitoring.flops import training_flops, visible_square
 from megatron.training.monitoring.step_window import Speedometer
@@ -239,6 +239,20 @@ def test_documents_of_whole_rows_are_attended_one_by_one_or_masked():
     made = microbatch(documents, device, layouts=Layouts(one, device, **many))
     assert torch.equal(made.tokens, documents.input_ids)
     assert torch.equal(made.labels, documents.labels)
+
+
+@pytest.mark.parametrize(
+    ("words", "device", "expected"),
+    [
+        ("", "cuda", True),
+        ("", "cpu", False),
+        ("--attention-backend triton", "cuda", False),
+        ("--cuda-graph-impl full_iteration", "cuda", False),
+    ],
+)
+def test_fused_attention_on_a_gpu_takes_where_documents_begin(words, device, expected):
+    """A CUDA graph replays any documents, by their ids alone."""
+    assert needs_bounds(small_config(words), torch.device(device)) == expected
 
 
 @pytest.mark.parametrize("kind", ["row", "documents", "auto"])

@@ -46,14 +46,19 @@ def test_a_run_says_which_dropout_is_on_and_its_cost(words, device, names, leave
         ("--bf16 --kv-channels 192", "FlashAttention-2", ""),
         ("", "Triton", "float32"),
         ("--bf16 --attention-dropout 0.1", "plain torch", "dropout"),
-        ("--bf16 --window-size 8,0", "Triton", "window"),
-        ("--bf16 --reset-attention-mask", "Triton", "documents"),
+        ("--bf16 --kv-channels 64 --window-size 8,0", "FlashAttention-2", "no window"),
+        ("--bf16 --kv-channels 64 --reset-attention-mask", "FlashAttention-2", "no documents"),
+        (
+            "--bf16 --reset-attention-mask --cuda-graph-impl full_iteration",
+            "Triton",
+            "ids alone",
+        ),
         ("--bf16 --attention-backend triton", "triton", "--attention-backend"),
     ],
 )
 def test_a_run_on_a_gpu_names_its_attention_kernel(monkeypatch, words, kernel, reason):
     monkeypatch.setattr(fused, "_capability", lambda device: (9, 0))
-    monkeypatch.setattr(fused, "_has_cudnn", lambda device: True)
+    monkeypatch.setattr(fused, "_has_cudnn", lambda: True)
     config = small_config(f"--attention-dropout 0 {words}")
     model = gpt_config(config, 128)
     line = attention_line(config, model, torch.device("cuda", 0))

@@ -26,8 +26,8 @@ import numpy as np
 import torch
 
 from megatron.core.context_parallel.cut import Run
-from megatron.core.ops.attention import Mask, reference
-from megatron.core.ops.dispatch import accumulation_dtype, choose, matmul_dtype
+from megatron.core.ops.attention import Mask, functions_of, reference
+from megatron.core.ops.dispatch import accumulation_dtype, matmul_dtype
 from megatron.core.ops.dropout import AttentionDropout
 
 
@@ -500,10 +500,9 @@ def _block_forward(
     rows, keys = slice(block.row0, block.row1), slice(block.k0, block.k1)
     parts = (query[block.q0 : block.q1, rows], key[keys, rows], value[keys, rows])
     mask, wide = _mask(block, rule), accumulation_dtype(query.dtype)
-    if choose(None, query, "attention", has_triton=dropout is None) == "triton":
-        from megatron.core.ops.attention import triton as kernels
-
-        return kernels.attention_forward(*parts, None, rule.scale, mask, dtype=wide)
+    compute, _ = functions_of(*parts[:2], mask, dropout=dropout)
+    if compute is not reference.attention_forward:
+        return compute(*parts, None, rule.scale, mask, dtype=wide)
     return reference.attention_forward(
         *parts,
         None,
@@ -529,10 +528,9 @@ def _block_backward(
     parts = [x[span, rows] for x, span in zip(tensors, spans, strict=True)]
     parts.append(lse[rows, :, queries])
     mask = _mask(block, rule)
-    if choose(None, tensors[1], "attention", has_triton=dropout is None) == "triton":
-        from megatron.core.ops.attention import triton as kernels
-
-        return kernels.attention_backward(*parts, scale=rule.scale, mask=mask)
+    _, differentiate = functions_of(*parts[1:3], mask, dropout=dropout)
+    if differentiate is not reference.attention_backward:
+        return differentiate(*parts, scale=rule.scale, mask=mask)
     return reference.attention_backward(
         *parts,
         scale=rule.scale,

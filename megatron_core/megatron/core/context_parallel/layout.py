@@ -740,7 +740,7 @@ def cu_seqlens(layout: SequenceLayout, batch: int) -> tuple[torch.Tensor, int]:
         start = bounds[-1]
         bounds += [start + end for end in row[1:]]
     longest = max(end - begin for begin, end in pairwise(bounds))
-    return torch.tensor(bounds, dtype=torch.int32, device=layout.positions.device), longest
+    return _moved(torch.tensor(bounds, dtype=torch.int32), layout.positions.device), longest
 
 
 def known_documents(layout: SequenceLayout, batch: int) -> Sequence[Sequence[int]]:

@@ -51,7 +51,7 @@ def tiled_attention(
         query: [s, b, n, d].
         key, value: [s, b, g, d].
         causal, scale, window, sinks: see there.
-        refused: document ids and dropout, which have to be None.
+        refused: document ids, where they begin, and dropout, which have to be None.
 
     Raises:
         ValueError: several documents in a row, or dropout.

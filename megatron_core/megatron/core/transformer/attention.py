@@ -135,6 +135,9 @@ class CoreAttention:
             )
             engine = self.context.engine
             return context_attention(query, key, value, attend=attend, engine=engine, sinks=sinks)
+        documents, (cu_seqlens, longest) = layout.documents, (None, None)
+        if documents is not None and documents[0][-1] == len(query):  # else there is padding
+            cu_seqlens, longest = layout.cu_seqlens(query.shape[1])
         return self.backend.attention(
             query,
             key,
@@ -144,6 +147,8 @@ class CoreAttention:
             window=self.window,
             sinks=sinks,
             document_ids=layout.document_ids,
+            cu_seqlens=cu_seqlens,
+            max_seqlen=longest,
             dropout=dropout,
         )[0]
 

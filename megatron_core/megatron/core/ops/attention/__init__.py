@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
 
@@ -13,7 +13,7 @@ from megatron.core.ops.attention.reference import Mask
 from megatron.core.ops.dispatch import choose
 from megatron.core.ops.dropout import AttentionDropout
 
-__all__ = ["Mask", "attention", "explain"]
+__all__ = ["Mask", "attention", "explain", "functions_of"]
 
 
 def attention(
@@ -29,6 +29,8 @@ def attention(
     query_document_ids: torch.Tensor | None = None,
     query_start: int | None = None,
     key_start: int = 0,
+    cu_seqlens: torch.Tensor | None = None,
+    max_seqlen: int | None = None,
     dropout: AttentionDropout | None = None,
     implementation: str | None = None,
     cpu_dtype: torch.dtype | None = None,
@@ -37,12 +39,12 @@ def attention(
 
     Query heads share key heads in groups of n / g (Ainslie et al., 2023). Queries and keys stand at
     places of a row one after the other; with fewer queries than keys, the queries are the last
-    unless `query_start` says otherwise. On a GPU, 16-bit attention over whole rows goes to cuDNN or
-    FlashAttention-2 (`fused`), all other attention to our kernel, which also has windows, sinks and
-    documents, and is deterministic. A query that sees no key gets out 0 and lse -inf. A sink
-    is one more logit per head that takes probability and carries no value; it is part of the
-    log-sum-exp. Backward saves q, k, v, out and lse; `reference.attention_backward` and
-    `triton.attention_backward` take any lse, such as the one over all shards of a sequence.
+    unless `query_start` says otherwise. On a GPU, 16-bit attention goes to cuDNN or
+    FlashAttention-2 (`fused`) where they apply, all other attention to our kernel, which also has
+    sinks, fp32 and documents known by ids alone, and is deterministic. A query that sees no key
+    gets out 0 and lse -inf. A sink is one more logit per head that takes probability and carries no
+    value; it is part of the log-sum-exp. Backward saves q, k, v, out and lse, and takes any lse,
+    such as the one over all shards of a sequence.
 
     Args:
         query: [s_q, b, n, d].
@@ -56,6 +58,9 @@ def attention(
         query_document_ids: int [s_q, b]; None takes them from the keys at the queries' places.
         query_start: place of the first query; None where the queries are the last of the keys.
         key_start: place of the first key.
+        cu_seqlens: int32 [documents + 1], where the documents of `document_ids` begin in rows that
+            lie one after the other, [0, ..., b s]; with it FlashAttention-2 computes them.
+        max_seqlen: a bound on the tokens of a document; None is s.
         dropout: drops probabilities (the log-sum-exp is of the softmax before dropping).
         implementation: "reference", "triton", "fused" or None (by device and call).
         cpu_dtype: what a CPU multiplies 16-bit operands in, see `dispatch.matmul_dtype`.
@@ -74,54 +79,91 @@ def attention(
         query_document_ids=query_document_ids,
         query_start=query_start,
         key_start=key_start,
+        cu_seqlens=cu_seqlens,
+        max_seqlen=max_seqlen,
     )
     _check(query, key, value, mask)
-    if document_ids is not None or query_document_ids is not None:
+    if not document_ids is query_document_ids is cu_seqlens is None:
         _check_documents(query, key, mask)
     if sinks is not None or dropout is not None:
         _check_options(query, sinks, dropout)
     scale = 1 / math.sqrt(query.shape[-1]) if scale is None else scale
     options = {"scale": scale, "mask": mask}
-    if implementation in (None, "fused"):
-        problem = fused.problem(query, key, mask, sinks=sinks, dropout=dropout)
-        if implementation == "fused" and problem:
-            raise ValueError(
-                f"attention: implementation='fused': torch's fused kernels do not apply: {problem}"
-            )
-        implementation = implementation if problem else "fused"
-    if implementation == "fused":
-        forward, backward = fused.attention_forward, fused.attention_backward
-    elif choose(implementation, query, "attention", has_triton=dropout is None) == "triton":
-        from megatron.core.ops.attention import triton as kernels
-
-        forward, backward = kernels.attention_forward, kernels.attention_backward
-    else:
-        forward, backward = reference.attention_forward, reference.attention_backward
+    forward, backward = functions_of(
+        query, key, mask, sinks=sinks, dropout=dropout, implementation=implementation
+    )
+    if forward is reference.attention_forward:
         options |= {"dropout": dropout, "cpu_dtype": cpu_dtype}
     if torch.is_grad_enabled():
         return reference.Attention.apply(query, key, value, sinks, forward, backward, options)
     return forward(query, key, value, sinks, **options)
 
 
+def functions_of(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    mask: Mask,
+    *,
+    sinks: torch.Tensor | None = None,
+    dropout: AttentionDropout | None = None,
+    implementation: str | None = None,
+) -> tuple[Callable, Callable]:
+    """Return the `attention_forward` and `attention_backward` that compute an attention.
+
+    Args:
+        query: [s_q, b, n, d].
+        key: [s_k, b, g, d].
+        mask: which keys a query sees.
+        sinks, dropout, implementation: of `attention`.
+
+    Raises:
+        ValueError: an implementation that does not compute this.
+    """
+    if implementation in (None, "fused"):
+        options = fused.options_of(query, key, mask, sinks=sinks, dropout=dropout)
+        reasons = fused.refusals(query.device, query.dtype, query.shape[-1], options=options)
+        if fused.kernel_name(reasons) is not None:
+            return fused.attention_forward, fused.attention_backward
+        if implementation == "fused":
+            raise ValueError(
+                "attention: implementation='fused': torch's fused kernels do not apply: "
+                f"{_told(reasons)}"
+            )
+    if choose(implementation, query, "attention", has_triton=dropout is None) == "triton":
+        from megatron.core.ops.attention import triton as kernels
+
+        return kernels.attention_forward, kernels.attention_backward
+    return reference.attention_forward, reference.attention_backward
+
+
 def explain(
     device: torch.device, dtype: torch.dtype, features: int, *, options: Sequence[str] = ()
 ) -> str:
-    """Return which kernel attention over whole rows takes on a device, and why not a faster one.
+    """Return which kernel attention takes on a device, and why not a faster one.
 
     Args:
         device: of the tensors.
         dtype: of query, key and value.
         features: d.
-        options: what the attention has besides a causal mask: "a window", "documents", "sinks",
-            "attention dropout".
+        options: what the attention has besides a causal mask: "a window", "documents", "documents
+            known by ids alone", "queries among more keys", "sinks", "attention dropout".
     """
-    reason = fused.unsupported(device, dtype, features, options=options)
-    if not reason:
-        return f"torch's fused kernels ({fused.kernel_name(device, features)})"
-    if device.type == "cpu":
+    reasons = fused.refusals(device, dtype, features, options=options)
+    kernel = fused.kernel_name(reasons)
+    if kernel is None and device.type == "cpu":
         return "plain torch"
-    own = "plain torch" if "attention dropout" in options else "Megatron's Triton kernel"
-    return f"{own} (not torch's fused kernels: {reason})"
+    if kernel is None:
+        own = "plain torch" if "attention dropout" in options else "Megatron's Triton kernel"
+        return f"{own} (not torch's fused kernels: {_told(reasons)})"
+    passed = next(f"; not {name}: {why}" if why else "" for name, why in reasons.items())
+    return f"torch's fused kernels ({kernel}{passed})"
+
+
+def _told(reasons: Mapping[str, str]) -> str:
+    """Return why no fused kernel applies, once if it is one reason."""
+    if len(set(reasons.values())) == 1:
+        return next(iter(reasons.values()))
+    return "; ".join(f"{name}: {reason}" for name, reason in reasons.items())
 
 
 def _check(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: Mask) -> None:
@@ -164,9 +206,14 @@ def _check_documents(query: torch.Tensor, key: torch.Tensor, mask: Mask) -> None
                 f" {shape} = {tuple(x.shape[:2])}"
             )
     if mask.document_ids is None:
-        if mask.query_document_ids is not None:
-            raise ValueError("attention: query_document_ids need document_ids, those of the keys")
-        return
+        name = "cu_seqlens" if mask.query_document_ids is None else "query_document_ids"
+        raise ValueError(f"attention: {name} need document_ids, those of the keys")
+    bounds = mask.cu_seqlens
+    if bounds is not None and (bounds.ndim != 1 or bounds.dtype != torch.int32 or len(bounds) < 2):
+        raise ValueError(
+            f"attention: cu_seqlens {tuple(bounds.shape)} {bounds.dtype} must be int32 "
+            "[documents + 1], from 0 to the tokens of all rows"
+        )
     queries, keys = query.shape[0], key.shape[0]
     shift = mask.shift(queries, keys)
     if mask.query_document_ids is None and not 0 <= shift <= keys - queries:

@@ -1,35 +1,76 @@
 # SPDX-License-Identifier: Apache-2.0
 """Attention by the fused CUDA kernels that come with torch: cuDNN's, or FlashAttention-2.
 
-Both return the log-sum-exp and take the complete one in backward. They compute attention over whole
-rows, causal or not; `problem` says where they do not apply. Their backward adds to the queries'
-gradients in any order, so runs that ask for deterministic algorithms do not take them.
+Both return the log-sum-exp and take the complete one in backward, so blocks of a ring may use them.
+
+| | cuDNN | FlashAttention-2 |
+|---|---|---|
+| GPU | Hopper and newer | Ampere and newer |
+| head size | up to 128 | up to 256 |
+| queries among more keys, windows | no | yes |
+| packed documents | no | yes, where `Mask.cu_seqlens` says where they begin |
+| deterministic backward | no | yes, under `torch.use_deterministic_algorithms(True)` |
+
+cuDNN is taken where it applies, because it is the faster one. Heads whose size is no multiple of 8
+are padded with zeros. `refusals` says why a kernel does not apply.
 """
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
+import torch.nn.functional as F
 
 from megatron.core.ops.attention.reference import Mask
 
-#: cuDNN's kernels are the faster ones from Hopper on, for heads up to this size.
+CUDNN, FLASH = "cuDNN", "FlashAttention-2"
+#: The oldest GPU and the largest head that each kernel takes.
 CUDNN_CAPABILITY, CUDNN_FEATURES = (9, 0), 128
-#: FlashAttention-2 needs Ampere, and heads up to this size.
 FLASH_CAPABILITY, FLASH_FEATURES = (8, 0), 256
+#: Both load 16 bytes of a head at a time.
+FEATURES_MULTIPLE = 8
+
+#: What attention has besides a causal mask that neither kernel takes, or cuDNN's does not.
+_TAKEN_BY_NONE = ("sinks", "attention dropout", "documents known by ids alone", "rows without keys")
+_TAKEN_BY_FLASH = ("a window", "documents", "queries among more keys")
 
 
-def problem(
+def refusals(
+    device: torch.device, dtype: torch.dtype, features: int, *, options: Sequence[str] = ()
+) -> Mapping[str, str]:
+    """Return why each kernel cannot run an attention, "" if it can, by the kernel's name.
+
+    Args:
+        device: of the tensors.
+        dtype: of query, key and value.
+        features: d.
+        options: what the attention has besides a causal mask, see `options_of`.
+    """
+    reason = _common_refusal(device, dtype, features, options)
+    if reason:
+        return {CUDNN: reason, FLASH: reason}
+    return {
+        CUDNN: _cudnn_refusal(device, features, options),
+        FLASH: _flash_refusal(device, features),
+    }
+
+
+def kernel_name(reasons: Mapping[str, str]) -> str | None:
+    """Return the faster of the kernels that `refusals` has no reason against, None without one."""
+    return next((name for name, reason in reasons.items() if not reason), None)
+
+
+def options_of(
     query: torch.Tensor,
     key: torch.Tensor,
     mask: Mask,
     *,
-    sinks: torch.Tensor | None,
-    dropout: object | None,
-) -> str:
-    """Return why the fused kernels do not compute this attention, "" if they do.
+    sinks: torch.Tensor | None = None,
+    dropout: object | None = None,
+) -> list[str]:
+    """Return what an attention has besides a causal mask over whole rows, in words.
 
     Args:
         query: [s_q, b, n, d].
@@ -37,55 +78,71 @@ def problem(
         mask: which keys a query sees.
         sinks, dropout: of the call.
     """
-    options = {
-        "a window": mask.window,
-        "documents": mask.document_ids,
-        "sinks": sinks,
-        "attention dropout": dropout,
-    }
-    reason = unsupported(
-        query.device,
-        query.dtype,
-        query.shape[-1],
-        options=[name for name, value in options.items() if value is not None],
-    )
-    if reason:
-        return reason
     queries, keys = query.shape[0], key.shape[0]
-    together = mask.query_start is None or mask.query_start == mask.key_start
-    if mask.causal and not (queries == keys and together):
-        return f"{queries} queries stand among {keys} keys"
-    return "" if query.numel() and key.numel() else "there are no queries or no keys"
+    shift = mask.shift(queries, keys)
+    aligned = queries == keys and shift == 0
+    by_ids = mask.query_document_ids is not None or mask.cu_seqlens is None or not aligned
+    documents = mask.document_ids is not None or mask.query_document_ids is not None
+    # How many keys are missing between the last one and the last query.
+    ahead = shift + queries - keys
+    unseen = (mask.causal and shift < 0) or (mask.window is not None and mask.window <= ahead)
+    has = {
+        "rows without keys": not query.numel() or not key.numel() or unseen,
+        "sinks": sinks is not None,
+        "attention dropout": dropout is not None,
+        "documents known by ids alone": documents and by_ids,
+        "a window": mask.window is not None,
+        "documents": documents and not by_ids,
+        "queries among more keys": mask.causal and not aligned,
+    }
+    return [name for name, holds in has.items() if holds]
 
 
-def unsupported(
-    device: torch.device, dtype: torch.dtype, features: int, *, options: Sequence[str]
+def kernel_of(query: torch.Tensor, key: torch.Tensor, mask: Mask, **options: object) -> str | None:
+    """Return the kernel that an attention takes, or None; arguments as of `options_of`."""
+    named = options_of(query, key, mask, **options)
+    return kernel_name(refusals(query.device, query.dtype, query.shape[-1], options=named))
+
+
+def _common_refusal(
+    device: torch.device, dtype: torch.dtype, features: int, options: Sequence[str]
 ) -> str:
-    """Return why the fused kernels cannot run attention of whole rows, "" if they can.
-
-    Args:
-        device: of the tensors.
-        dtype: of query, key and value.
-        features: d.
-        options: what the attention has besides a causal mask, by its name in a sentence.
-    """
+    """Return why neither kernel applies, or ""."""
     if device.type != "cuda":
         return f"the tensors are on {device.type}"
     if dtype not in (torch.bfloat16, torch.float16):
-        return f"they have no {str(dtype).removeprefix('torch.')}"
-    if options:
-        return f"they have no {options[0].removeprefix('a ')}"
-    if features % 8 or features > FLASH_FEATURES:
-        return f"heads of {features} are no multiple of 8 up to {FLASH_FEATURES}"
-    if torch.are_deterministic_algorithms_enabled():
-        return "their backward is not deterministic"
+        return f"they take no {str(dtype).removeprefix('torch.')}"
+    for option in _TAKEN_BY_NONE:
+        if option in options:
+            return f"they take no {option}"
+    if features > FLASH_FEATURES:
+        return f"heads of {features} are over {FLASH_FEATURES}"
     return "" if _capability(device) >= FLASH_CAPABILITY else "the GPU is older than Ampere"
 
 
-def kernel_name(device: torch.device, features: int) -> str:
-    """Return which of the fused kernels attention of these heads takes."""
-    cudnn = features <= CUDNN_FEATURES and _has_cudnn(device)
-    return "cuDNN" if cudnn else "FlashAttention-2"
+def _cudnn_refusal(device: torch.device, features: int, options: Sequence[str]) -> str:
+    """Return why cuDNN's kernels do not apply where one of the two does, or ""."""
+    for option in _TAKEN_BY_FLASH:
+        if option in options:
+            return f"it takes no {option.removeprefix('a ')}"
+    if features > CUDNN_FEATURES:
+        return f"heads of {features} are over {CUDNN_FEATURES}"
+    if torch.are_deterministic_algorithms_enabled():
+        return "its backward is not deterministic"
+    if _capability(device) < CUDNN_CAPABILITY:
+        return "the GPU is older than Hopper"
+    return "" if _has_cudnn() else "torch has no cuDNN here"
+
+
+def _flash_refusal(device: torch.device, features: int) -> str:
+    """Return why FlashAttention-2 does not apply where one of the two does, or ""."""
+    if torch.is_deterministic_algorithms_warn_only_enabled():
+        return "its backward is not deterministic under warn_only"
+    major, minor = _capability(device)
+    # These GPUs have 99 KB of shared memory; the backward of these heads needs more.
+    if (major == 12 or (major == 8 and minor in (6, 9))) and 192 < features <= 224:
+        return f"its backward takes no heads of {features} on compute capability {major}.{minor}"
+    return ""
 
 
 def attention_forward(
@@ -95,19 +152,33 @@ def attention_forward(
     sinks: None,
     scale: float,
     mask: Mask,
+    dtype: torch.dtype | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Compute (out [s_q, b, n, d], lse fp32 [b, n, s_q]); see `ops.attention.attention`."""
-    heads_first = [_heads_first(x) for x in (query, key, value)]  # [b, n or g, s, d]
-    if _takes_cudnn(query):
+    """Compute (out [s_q, b, n, d], lse fp32 [b, n, s_q]); see `ops.attention.attention`.
+
+    `dtype` is that of `out`, rounded to query's before; None is that of `query`.
+    """
+    features, kernel = query.shape[-1], kernel_of(query, key, mask)
+    query, key, value = (_padded(x) for x in (query, key, value))
+    if kernel == CUDNN:
+        heads_first = [x.permute(1, 2, 0, 3) for x in (query, key, value)]  # [b, n or g, s, d]
         out, lse, *_ = torch.ops.aten._scaled_dot_product_cudnn_attention(
             *heads_first, None, True, 0.0, mask.causal, False, scale=scale
         )
+        out = out.permute(2, 0, 1, 3)
         lse = lse.reshape(lse.shape[:3])  # cuDNN has [b, n, s_q, 1]
     else:
-        out, lse, *_ = torch.ops.aten._scaled_dot_product_flash_attention(
-            *heads_first, 0.0, mask.causal, False, scale=scale
+        band = _Band.of(mask, query.shape[0], key.shape[0])
+        bounds, longest = _lengths(mask, query.shape[0], band.keys)
+        keys, values = (x.narrow(0, 0, band.keys) for x in (key, value))
+        rows = [_rows(x, mask) for x in (query, keys, values)]
+        out, lse, *_ = torch.ops.aten._flash_attention_forward(
+            *rows, *bounds, *longest, 0.0, band.is_causal, False, scale=scale, **band.window
         )
-    return _sequence_first(out).contiguous(), lse.contiguous()
+        out = _sequence_first(out, query)
+        if mask.cu_seqlens is not None:  # [n, b s_q]
+            lse = lse.unflatten(1, (query.shape[1], -1)).transpose(0, 1)
+    return out.narrow(-1, 0, features).to(dtype or query.dtype).contiguous(), lse.contiguous()
 
 
 def attention_backward(
@@ -136,43 +207,102 @@ def attention_backward(
     Returns:
         (dq, dk, dv), shaped and typed like query, key and value.
     """
-    tensors = [_heads_first(x) for x in (grad_out.contiguous(), query, key, value, out)]
-    # Without dropout the kernels read neither seed nor offset.
-    unread = torch.empty((), dtype=torch.int64, device=query.device)
-    sizes = (query.shape[0], key.shape[0])
-    if _takes_cudnn(query):
+    features, kernel = query.shape[-1], kernel_of(query, key, mask)
+    tensors = (grad_out.contiguous(), query, key, value, out)
+    grad_out, query, key, value, out = (_padded(x) for x in tensors)
+    queries, keys = query.shape[0], key.shape[0]
+    if kernel == CUDNN:
+        tensors = [x.permute(1, 2, 0, 3) for x in (grad_out, query, key, value, out)]
+        # Without dropout neither seed nor offset is read.
+        unread = torch.empty((), dtype=torch.int64, device=query.device)
         grads = torch.ops.aten._scaled_dot_product_cudnn_attention_backward(
-            *tensors, lse.unsqueeze(-1), unread, unread, None, None, None, *sizes, 0.0, mask.causal,
-            scale=scale,
+            *tensors, lse.unsqueeze(-1).contiguous(), unread, unread, None, None, None, queries,
+            keys, 0.0, mask.causal, scale=scale,
         )  # fmt: skip
-    else:
-        grads = torch.ops.aten._scaled_dot_product_flash_attention_backward(
-            *tensors, lse, None, None, *sizes, 0.0, mask.causal, unread, unread, scale=scale
-        )
-    return tuple(_sequence_first(grad) for grad in grads)
+        return tuple(grad.permute(2, 0, 1, 3).narrow(-1, 0, features) for grad in grads)
+    band = _Band.of(mask, queries, keys)
+    bounds, longest = _lengths(mask, queries, band.keys)
+    spans = (queries, queries, band.keys, band.keys, queries)
+    tensors = [
+        _rows(x.narrow(0, 0, count), mask)
+        for x, count in zip((grad_out, query, key, value, out), spans, strict=True)
+    ]
+    if mask.cu_seqlens is not None:
+        lse = lse.transpose(0, 1).flatten(1)  # [n, b s_q]
+    unread = torch.empty(2, dtype=torch.uint64, device=query.device)
+    d_query, *d_pair = torch.ops.aten._flash_attention_backward(
+        *tensors, lse.contiguous(), *bounds, *longest, 0.0, band.is_causal, unread, unread,
+        scale=scale, **band.window,
+    )  # fmt: skip
+    grads = [_sequence_first(d_query, query)]
+    for grad in d_pair:
+        grad = _sequence_first(grad, key)  # [visible keys, b, g, d]
+        grads.append(F.pad(grad, (0, 0) * 3 + (0, keys - band.keys)) if band.keys < keys else grad)
+    return tuple(grad.narrow(-1, 0, features) for grad in grads)
 
 
-def _takes_cudnn(query: torch.Tensor) -> bool:
-    """Say whether cuDNN's kernels are taken, the same in forward and backward."""
-    return kernel_name(query.device, query.shape[-1]) == "cuDNN"
+class _Band:
+    """The diagonal band of keys that queries see, as FlashAttention-2 takes it.
+
+    It counts places from the last query and the last key: query i of s_q sees keys
+    j - (s_k - s_q) in [i - left, i + right].
+
+    Args:
+        keys: how many keys, from the first one on, any query sees.
+        left, right: of the band; None has no bound.
+    """
+
+    def __init__(self, keys: int, left: int | None, right: int | None) -> None:
+        self.keys = keys
+        self.is_causal = right == 0
+        self.window = {"window_size_left": left, "window_size_right": right}
+
+    @staticmethod
+    def of(mask: Mask, queries: int, keys: int) -> _Band:
+        """Return the band of a mask; keys after the last query are left out if it is causal."""
+        end = mask.shift(queries, keys) + queries  # the place after the last query
+        if mask.causal:
+            keys = min(keys, end)
+        ahead = end - keys
+        left = None if mask.window is None else mask.window - 1 - ahead
+        return _Band(keys, left, ahead if mask.causal else None)
+
+
+def _lengths(
+    mask: Mask, queries: int, keys: int
+) -> tuple[tuple[torch.Tensor | None, ...], tuple[int, int]]:
+    """Return cu_seqlens and the longest sequence, of queries and of keys."""
+    if mask.cu_seqlens is None:
+        return (None, None), (queries, keys)
+    longest = queries if mask.max_seqlen is None else mask.max_seqlen
+    return (mask.cu_seqlens, mask.cu_seqlens), (longest, longest)
+
+
+def _rows(x: torch.Tensor, mask: Mask) -> torch.Tensor:
+    """Turn [s, b, n, d] into [b, s, n, d], a view, or with cu_seqlens into [b s, n, d]."""
+    rows = x.transpose(0, 1)
+    return rows if mask.cu_seqlens is None else rows.flatten(0, 1)
+
+
+def _sequence_first(x: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
+    """Undo `_rows` of a tensor with the batch of `like` [s, b, n, d]."""
+    rows = x if x.ndim == 4 else x.unflatten(0, (like.shape[1], -1))
+    return rows.transpose(0, 1)
+
+
+def _padded(x: torch.Tensor) -> torch.Tensor:
+    """Return x [..., d] with the features of a head one after the other, a multiple of 8."""
+    missing = -x.shape[-1] % FEATURES_MULTIPLE
+    if missing:
+        return F.pad(x, (0, missing))
+    return x if x.stride(-1) == 1 else x.contiguous()
 
 
 @functools.cache
-def _has_cudnn(device: torch.device) -> bool:
-    return torch.backends.cudnn.is_available() and _capability(device) >= CUDNN_CAPABILITY
+def _has_cudnn() -> bool:
+    return torch.backends.cudnn.is_available()
 
 
 @functools.cache
 def _capability(device: torch.device) -> tuple[int, int]:
     return torch.cuda.get_device_capability(device)
-
-
-def _heads_first(x: torch.Tensor) -> torch.Tensor:
-    """View [s, b, n, d] as [b, n, s, d], with the features of a head one after the other."""
-    x = x if x.stride(-1) == 1 else x.contiguous()
-    return x.permute(1, 2, 0, 3)
-
-
-def _sequence_first(x: torch.Tensor) -> torch.Tensor:
-    """View [b, n, s, d] as [s, b, n, d]."""
-    return x.permute(2, 0, 1, 3)

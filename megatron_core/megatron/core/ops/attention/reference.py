@@ -33,6 +33,10 @@ class Mask:
             queries do.
         query_start: place of the first query; None where the queries are the last of the keys.
         key_start: place of the first key.
+        cu_seqlens: int32 [documents + 1], where the documents of `document_ids` begin in whole rows
+            that lie one after the other; None where only their ids are known. Fused kernels skip
+            other documents by it.
+        max_seqlen: a bound on the tokens of a document; None is the length of a row.
     """
 
     causal: bool = True
@@ -41,6 +45,8 @@ class Mask:
     query_document_ids: torch.Tensor | None = None
     query_start: int | None = None
     key_start: int = 0
+    cu_seqlens: torch.Tensor | None = None
+    max_seqlen: int | None = None
 
     def shift(self, queries: int, keys: int) -> int:
         """Return how many places the first query stands behind the first key."""

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Trials of the kernels that go over tokens once: norms, rotations, gates, losses, permutations."""
+"""Trials of the kernels that go over tokens once: norms, rotations, gates, losses, permutations;
+and of the products of experts."""
 
 from __future__ import annotations
 
@@ -9,6 +10,7 @@ import torch
 
 from megatron.core.ops.dropout import dropout
 from megatron.core.ops.gated_rms_norm import gated_rms_norm
+from megatron.core.ops.grouped_mm import RowRuns, grouped_mm, grouped_wgrad_
 from megatron.core.ops.layernorm import layer_norm
 from megatron.core.ops.linear_cross_entropy import chunk_gradient_, chunk_statistics
 from megatron.core.ops.permutation import Permutation, sum_rows, take_rows
@@ -97,6 +99,42 @@ def total(make: Make, tokens: int, *, copies: int, features: int) -> Problem:
     )
 
 
+def runs_of(make: Make, tokens: int, experts: int) -> RowRuns:
+    """Divide rows unevenly among experts."""
+    owner = make(tokens).mul(experts / 3).abs().long().clamp(max=experts - 1)
+    counts = torch.zeros(experts, dtype=torch.int64, device=owner.device)
+    return RowRuns.of(counts.index_add_(0, owner, torch.ones_like(owner)))
+
+
+def expert_product(make: Make, tokens: int, *, experts: int, features: int, width: int) -> Problem:
+    """Rows by the matrices of their experts."""
+    call = partial(grouped_mm, runs=runs_of(make, tokens, experts), transposed=True)
+    inputs = make(tokens, features), make(experts, width, features)
+    return Problem(function=call, inputs=inputs, differentiable=False)
+
+
+def expert_gradients(
+    make: Make, tokens: int, *, experts: int, features: int, width: int
+) -> Problem:
+    """Weight gradients of experts, added to a buffer."""
+    runs = runs_of(make, tokens, experts)
+
+    def add(grad, x, total, *, implementation):
+        options = {"overwrite": False, "implementation": implementation}
+        grouped_wgrad_(total, grad, x, runs, **options)
+        return total
+
+    inputs = make(tokens, width), make(tokens, features), make(experts, width, features)
+    return Problem(function=add, inputs=inputs, wide=(2,), differentiable=False)
+
+
+PRODUCTS = {
+    "shapes": (
+        {"experts": 8, "features": 2048, "width": 2816},
+        {"experts": 64, "features": 2048, "width": 1408},
+    ),
+    "tiny": {"experts": 3, "features": 40, "width": 24},
+}
 EXPERTS = {
     "shapes": ({"copies": 8, "features": 2048}, {"copies": 10, "features": 2048}),
     "tiny": {"copies": 2, "features": 40},
@@ -148,6 +186,8 @@ TRIALS = (
         {"vocabulary": 40},
         tokens=(64, 511, 4096),
     ),
+    Trial({"grouped_mm": FORWARD}, expert_product, **PRODUCTS),
+    Trial({"grouped_wgrad": FORWARD}, expert_gradients, **PRODUCTS),
     Trial({"take_rows": FORWARD}, take, **EXPERTS),
     Trial({"sum_rows": FORWARD, "sum_rows_backward": BACKWARD}, total, **EXPERTS),
 )

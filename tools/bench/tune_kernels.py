@@ -45,6 +45,8 @@ UNREHEARSED = (
     "recurrence_gradients",
     "recurrence_gradients_dual",
     "prologue_backward",
+    "grouped_mm",
+    "grouped_wgrad",
 )
 Race = Callable[[Mapping[str, Callable[[], object]]], Mapping[str, list[float]]]
 

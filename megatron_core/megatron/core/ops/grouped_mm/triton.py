@@ -1,0 +1,206 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Grouped products in Triton: programs find their run by the ends on the device.
+
+The grid is what the host knows. `grouped_mm` has a program for every tile of rows that there could
+be: r / ROWS and one more for each run, as every run may end inside of a tile; those past the last
+run's do nothing. Weight gradients have a program for each tile of each matrix, which goes over the
+rows of its run.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+from megatron.core.ops.launches import Launches
+
+# Of bf16, where torch's kernel does not fit. ROWS, COLUMNS: of a program's result; INNER: of the
+# sum, at a time.
+PRODUCT = Launches(
+    "grouped_mm",
+    {"ROWS": 64, "COLUMNS": 128, "INNER": 64, "num_warps": 4, "num_stages": 4},
+    others=(
+        {"ROWS": 128, "COLUMNS": 128, "INNER": 64, "num_warps": 8, "num_stages": 3},
+        {"ROWS": 128, "COLUMNS": 256, "INNER": 64, "num_warps": 8, "num_stages": 3},
+    ),
+)
+# ROWS and COLUMNS of a weight's matrix; INNER: rows of the run.
+WGRAD = Launches(
+    "grouped_wgrad",
+    {"ROWS": 128, "COLUMNS": 128, "INNER": 64, "num_warps": 8, "num_stages": 4},
+    others=(
+        {"ROWS": 128, "COLUMNS": 128, "INNER": 128, "num_warps": 8, "num_stages": 3},
+        {"ROWS": 128, "COLUMNS": 256, "INNER": 64, "num_warps": 8, "num_stages": 3},
+        {"ROWS": 256, "COLUMNS": 128, "INNER": 64, "num_warps": 8, "num_stages": 3},
+    ),
+)
+# fp32 products are no tensor core's: sums and operands of a thread must fit its registers.
+PRODUCT_FP32 = Launches(
+    "grouped_mm_fp32",
+    {"ROWS": 64, "COLUMNS": 64, "INNER": 16, "num_warps": 4, "num_stages": 2},
+)
+WGRAD_FP32 = Launches("grouped_wgrad_fp32", PRODUCT_FP32.default)
+
+
+@triton.jit
+def grouped_mm_kernel(
+    x_ptr,
+    matrices_ptr,
+    ends_ptr,
+    out_ptr,
+    runs,
+    inner,
+    columns,
+    row_tiles,
+    TRANSPOSED: tl.constexpr,
+    RUNS: tl.constexpr,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    INNER: tl.constexpr,
+):
+    """Multiply one tile of rows of a run by one tile of its matrix's columns.
+
+    RUNS is the power of two from `runs` up.
+    """
+    tile = tl.program_id(0) % row_tiles
+    run = tl.arange(0, RUNS)
+    ends = tl.load(ends_ptr + run, mask=run < runs, other=0)
+    starts = tl.load(ends_ptr + run - 1, mask=(run > 0) & (run < runs), other=0)
+    tiles = tl.where(run < runs, (ends - starts + ROWS - 1) // ROWS, 0)
+    mine = tl.sum((tl.cumsum(tiles, 0) <= tile).to(tl.int32))
+    if mine >= runs:
+        return
+    end = tl.sum(tl.where(run == mine, ends, 0))
+    start = tl.sum(tl.where(run == mine, starts, 0))
+    start += (tile - tl.sum(tl.where(run < mine, tiles, 0))) * ROWS
+    rows = (start + tl.arange(0, ROWS)).to(tl.int64)
+    present = rows < end
+    column = tl.program_id(0) // row_tiles * COLUMNS + tl.arange(0, COLUMNS)
+    inside = column < columns
+    matrix_ptr = matrices_ptr + mine.to(tl.int64) * inner * columns
+    total = tl.zeros((ROWS, COLUMNS), tl.float32)
+    for first in range(0, inner, INNER):
+        k = first + tl.arange(0, INNER)
+        real = k < inner
+        left = tl.load(
+            x_ptr + rows[:, None] * inner + k[None, :],
+            mask=present[:, None] & real[None, :],
+            other=0.0,
+        )
+        if TRANSPOSED:  # a matrix is [columns, inner]
+            offsets = column[None, :].to(tl.int64) * inner + k[:, None]
+        else:
+            offsets = k[:, None].to(tl.int64) * columns + column[None, :]
+        right = tl.load(matrix_ptr + offsets, mask=real[:, None] & inside[None, :], other=0.0)
+        total = tl.dot(left, right, total, input_precision="ieee")
+    out = out_ptr + rows[:, None] * columns + column[None, :]
+    tl.store(out, total.to(out_ptr.dtype.element_ty), mask=present[:, None] & inside[None, :])
+
+
+@triton.jit
+def grouped_wgrad_kernel(
+    grad_ptr,
+    x_ptr,
+    ends_ptr,
+    total_ptr,
+    outputs,
+    features,
+    row_tiles,
+    column_tiles,
+    overwrite,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    INNER: tl.constexpr,
+):
+    """Sum one tile of a run's gᵀ x, and write it or add it to what is there."""
+    tiles = row_tiles * column_tiles
+    run, tile = tl.program_id(0) // tiles, tl.program_id(0) % tiles
+    start = tl.load(ends_ptr + run - 1, mask=run > 0, other=0)
+    end = tl.load(ends_ptr + run)
+    if (end == start) & (overwrite == 0):
+        return
+    row = tile // column_tiles * ROWS + tl.arange(0, ROWS)
+    column = tile % column_tiles * COLUMNS + tl.arange(0, COLUMNS)
+    in_rows, in_columns = row < outputs, column < features
+    total = tl.zeros((ROWS, COLUMNS), tl.float32)
+    for first in range(start, end, INNER):
+        i = (first + tl.arange(0, INNER)).to(tl.int64)
+        present = i < end
+        left = tl.load(
+            grad_ptr + i[None, :] * outputs + row[:, None],
+            mask=in_rows[:, None] & present[None, :],
+            other=0.0,
+        )
+        right = tl.load(
+            x_ptr + i[:, None] * features + column[None, :],
+            mask=present[:, None] & in_columns[None, :],
+            other=0.0,
+        )
+        total = tl.dot(left, right, total, input_precision="ieee")
+    offsets = (run.to(tl.int64) * outputs + row[:, None]) * features + column[None, :]
+    inside = in_rows[:, None] & in_columns[None, :]
+    before = tl.load(total_ptr + offsets, mask=inside & (overwrite == 0), other=0.0)
+    total += before.to(tl.float32)
+    tl.store(total_ptr + offsets, total.to(total_ptr.dtype.element_ty), mask=inside)
+
+
+def _key(x: torch.Tensor, width: int) -> str:
+    """Name what decides how the kernels are best started."""
+    sizes = f"h{triton.next_power_of_2(x.shape[1])} o{triton.next_power_of_2(width)}"
+    return f"{sizes} {str(x.dtype).removeprefix('torch.')}"
+
+
+def grouped_mm(
+    x: torch.Tensor, matrices: torch.Tensor, ends: torch.Tensor, *, transposed: bool
+) -> torch.Tensor:
+    """See `grouped_mm` of the package."""
+    x, matrices, (rows, inner) = x.contiguous(), matrices.contiguous(), x.shape
+    runs, columns = len(ends), matrices.shape[1 if transposed else 2]
+    out = torch.empty(rows, columns, dtype=x.dtype, device=x.device)
+    if out.numel():
+        launches = PRODUCT_FP32 if x.dtype is torch.float32 else PRODUCT
+        launch = launches.pick(x, _key(x, columns))
+        row_tiles = triton.cdiv(rows, launch["ROWS"]) + runs
+        grouped_mm_kernel[(row_tiles * triton.cdiv(columns, launch["COLUMNS"]),)](
+            x,
+            matrices,
+            ends,
+            out,
+            runs,
+            inner,
+            columns,
+            row_tiles,
+            TRANSPOSED=transposed,
+            RUNS=triton.next_power_of_2(runs),
+            **launch,
+        )
+    return out
+
+
+def grouped_wgrad_(
+    total: torch.Tensor,
+    grad: torch.Tensor,
+    x: torch.Tensor,
+    ends: torch.Tensor,
+    *,
+    overwrite: bool,
+) -> None:
+    """See `grouped_wgrad_` of the package."""
+    runs, outputs, features = total.shape
+    launches = WGRAD_FP32 if x.dtype is torch.float32 else WGRAD
+    launch = launches.pick(x, _key(x, outputs))
+    row_tiles = triton.cdiv(outputs, launch["ROWS"])
+    column_tiles = triton.cdiv(features, launch["COLUMNS"])
+    grouped_wgrad_kernel[(runs * row_tiles * column_tiles,)](
+        grad.contiguous(),
+        x.contiguous(),
+        ends,
+        total,
+        outputs,
+        features,
+        row_tiles,
+        column_tiles,
+        int(overwrite),
+        **launch,
+    )

@@ -1,0 +1,50 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The grouped products of experts: bf16, and fp32 without tensor cores."""
+
+from __future__ import annotations
+
+from megatron.core.ops.grouped_mm import triton as grouped
+from tests.unit_tests.core.ops.aot.description import Description
+
+SHAPE = {"TRANSPOSED": True, "RUNS": 64}
+
+
+def in_fp32(kernel: object) -> dict[str, str]:
+    """Return the types of a kernel's pointers in fp32."""
+    return {name: "*fp32" for name in kernel.arg_names if name.endswith("_ptr")}
+
+
+PRODUCT, WGRAD = grouped.grouped_mm_kernel, grouped.grouped_wgrad_kernel
+ENDS = {"ends_ptr": "*i32"}
+
+KERNELS = (
+    Description(
+        kernel=PRODUCT,
+        launch=SHAPE | grouped.PRODUCT.default,
+        types=ENDS,
+        divisible=("inner", "columns"),
+    ),
+    Description(
+        kernel=PRODUCT,
+        launch=SHAPE | grouped.PRODUCT_FP32.default,
+        types=in_fp32(PRODUCT) | ENDS,
+        divisible=("inner", "columns"),
+        label="fp32",
+        quick=(),
+    ),
+    Description(
+        kernel=WGRAD,
+        launch=grouped.WGRAD.default,
+        types=ENDS | {"total_ptr": "*fp32"},
+        divisible=("outputs", "features"),
+        quick=(90, 100),
+    ),
+    Description(
+        kernel=WGRAD,
+        launch=grouped.WGRAD_FP32.default,
+        types=in_fp32(WGRAD) | ENDS,
+        divisible=("outputs", "features"),
+        label="fp32",
+        quick=(),
+    ),
+)

@@ -1,0 +1,81 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The grouped products of experts in Triton's interpreter, against fp64 products row by row."""
+
+import pytest
+import torch
+
+from megatron.core.ops.grouped_mm import RowRuns, grouped_mm, grouped_wgrad_
+from megatron.core.ops.grouped_mm import triton as kernels
+from megatron.core.ops.launches import Launches
+from tests.support.closeness import assert_close_by_metric
+from tests.support.nan_memory import nan_memory
+from tests.unit_tests.core.ops.formulas import maker
+
+#: Rows of each run: of less than a tile, of whole tiles and of a part, of none, in either order.
+COUNTS = ((3, 0, 37, 16, 0), (0, 0, 48, 0, 1), (0, 0, 0), (21,))
+#: The interpreter has no products of bf16.
+BOUNDS = {torch.float32: 1e-6, torch.float16: 2.0**-11}
+DTYPES = pytest.mark.parametrize("dtype", BOUNDS, ids=str)
+M, N = 35, 22
+
+
+@pytest.fixture(autouse=True)
+def small_tiles(monkeypatch):
+    """Let runs have several tiles, of several steps of a sum."""
+    tile = {"ROWS": 16, "COLUMNS": 16, "INNER": 16, "num_warps": 1, "num_stages": 1}
+    for name in ("PRODUCT", "PRODUCT_FP32", "WGRAD", "WGRAD_FP32"):
+        monkeypatch.setattr(kernels, name, Launches(name, tile))
+
+
+def operands(counts, dtype, trailing):
+    """Return x [r, M], g [r, N], matrices [runs, M, N] and runs; rows after the last are NaN."""
+    make, total = maker(), sum(counts)
+    x, grad = (make(total + trailing, width).to(dtype) for width in (M, N))
+    x[total:], grad[total:] = torch.nan, torch.nan
+    runs = RowRuns.of(torch.tensor(counts), trailing=trailing > 0)
+    return x, grad, make(len(counts), M, N).to(dtype), runs
+
+
+@DTYPES
+@pytest.mark.parametrize("trailing", [0, 19])
+@pytest.mark.parametrize("transposed", [False, True])
+def test_rows_by_the_matrix_of_their_run(dtype, trailing, transposed):
+    for counts in COUNTS:
+        x, _, matrices, runs = operands(counts, dtype, trailing)
+        owner = torch.arange(len(counts)).repeat_interleave(torch.tensor(counts))
+        true = torch.einsum("rm,rmn->rn", x[: len(owner)].double(), matrices[owner].double())
+        given = matrices.transpose(1, 2).contiguous() if transposed else matrices
+        with nan_memory():
+            out = grouped_mm(x, given, runs, transposed=transposed, implementation="triton")
+        assert (out.shape, out.dtype) == ((len(x), N), dtype)
+        if len(owner):
+            assert_close_by_metric("output", out[: len(owner)], true, bound=BOUNDS[dtype])
+
+
+@DTYPES
+@pytest.mark.parametrize("trailing", [0, 19])
+def test_weight_gradients_are_written_and_then_added(dtype, trailing):
+    for counts in COUNTS:
+        x, grad, _, runs = operands(counts, dtype, trailing)
+        parts = zip(
+            *(t[: sum(counts)].double().split(list(counts)) for t in (grad, x)), strict=True
+        )
+        true = torch.stack([g.t() @ rows for g, rows in parts])
+        total = torch.full((len(counts), N, M), torch.nan)
+        for overwrite, times in ((True, 1), (False, 2), (False, 3)):
+            grouped_wgrad_(total, grad, x, runs, overwrite=overwrite, implementation="triton")
+            if not any(counts):
+                assert not total.any()
+                continue
+            # the sums of fp16 products are not rounded to fp16
+            assert_close_by_metric("weight gradient", total, times * true, bound=1e-6)
+            assert not total[[count == 0 for count in counts]].any()
+
+
+def test_weight_gradients_are_rounded_once_to_the_dtype_of_a_narrow_buffer():
+    x, grad, _, runs = operands(COUNTS[0], torch.float16, 0)
+    wide = torch.empty(len(COUNTS[0]), N, M)
+    narrow = wide.half()
+    for total in (wide, narrow):
+        grouped_wgrad_(total, grad, x, runs, overwrite=True, implementation="triton")
+    assert torch.equal(narrow, wide.half())

@@ -490,10 +490,10 @@ def graph_recorder(loaded: CheckpointModel, options: Inference) -> Callable[[], 
         return CpuGraph if ranks == 1 and not loaded.shares_experts else None
     make = functools.partial(CudaRecorder, loaded.device, "--inference-cuda-graphs")
     make()  # raises without a GPU
-    if loaded.model.config.moe is not None and loaded.model.store.dtype is torch.float32:
+    if loaded.model.config.moe is not None and loaded.model.store.row_tiles:
         raise ValueError(
-            "--inference-cuda-graphs with experts in fp32: the host reads how many tokens each "
-            "has; use a bf16 checkpoint or leave it out"
+            "--inference-cuda-graphs with experts and --batch-invariant: the host reads how many "
+            "tokens each expert has; drop one of the two"
         )
     return make
 

@@ -23,6 +23,7 @@ from tests.functional_tests.small_run import (
 )
 from tests.support.ranks import start_ranks
 from tests.unit_tests.training.graphed_runs import (
+    EXPERTS,
     HYBRID,
     MODEL,
     REPLAYED,
@@ -62,8 +63,18 @@ def one_order(monkeypatch):
         (WITHOUT_DROPOUT, "full", False),
         (HYBRID, None, False),
         (HYBRID, "full", False),
+        (EXPERTS, None, False),
+        (EXPERTS, "full", False),
     ],
-    ids=["dropout", "documents", "recomputed", "hybrid", "recomputed hybrid"],
+    ids=[
+        "dropout",
+        "documents",
+        "recomputed",
+        "hybrid",
+        "recomputed hybrid",
+        "experts",
+        "recomputed experts",
+    ],
 )
 def test_replays_are_eager_steps_bit_by_bit(
     device, one_order, dtype, model, granularity, documents

@@ -11,9 +11,13 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves
 
 from megatron.core.cpu_graph import CpuGraph, reads_on_host
+
+#: Methods that hand a tensor's values to the host without an operation.
+READS = (torch.Tensor.tolist, torch.Tensor.numpy)
 
 
 class OpTape(CpuGraph):
@@ -30,6 +34,20 @@ class OpTape(CpuGraph):
         self.replays = 0
         self._sends: list[Any] = []
         self._fresh: list[torch.Tensor] = []
+        self._reads = _Reads(self)
+
+    def __enter__(self) -> OpTape:
+        self._reads.__enter__()
+        return super().__enter__()
+
+    def __exit__(self, *error: Any) -> None:
+        super().__exit__(*error)
+        self._reads.__exit__(*error)
+
+    def read(self, name: str) -> None:
+        """Note that the host reads values."""
+        if not self._paused:
+            self.syncs.append(name)
 
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
         named = kwargs or {}
@@ -72,6 +90,19 @@ class OpTape(CpuGraph):
             self._sends.append(work)
         else:
             work.wait()
+
+
+class _Reads(TorchFunctionMode):
+    """Tell a tape what the host reads without an operation."""
+
+    def __init__(self, tape: OpTape) -> None:
+        super().__init__()
+        self._tape = tape
+
+    def __torch_function__(self, function, types, args=(), kwargs=None):
+        if function in READS:
+            self._tape.read(function.__name__)
+        return function(*args, **(kwargs or {}))
 
 
 def _storage(tensor: torch.Tensor) -> int:

@@ -441,10 +441,12 @@ def _switches(config: Config) -> Iterator[str]:
             "experts have no biases: add --disable-bias-linear (attention keeps its own with "
             "--add-qkv-bias and --add-attention-output-bias, other MLPs with --add-mlp-bias)"
         )
-    if graphs != "none":
+    ep = config.parallel.expert_model_parallel_size
+    etp = config.parallel.expert_tensor_parallel_size or config.parallel.tensor_model_parallel_size
+    if graphs != "none" and ep * etp > 1:
         yield (
-            f"--num-experts with --cuda-graph-impl {graphs}: the host reads how many tokens each "
-            "expert has, which is not recorded: drop the latter"
+            f"experts on {ep * etp} ranks with --cuda-graph-impl {graphs}: the host reads how many "
+            "tokens each rank gets, which is not recorded: drop the latter"
         )
     kind, coefficient = chosen.moe_router_load_balancing_type, chosen.moe_aux_loss_coeff
     if kind == "none" and coefficient:

@@ -14,6 +14,7 @@ from megatron.core.device import Recorder
 from megatron.core.distributed import DataParallel, DataParallelConfig
 from megatron.core.distributed.capture import StepRecording
 from megatron.core.models.gpt import GPTConfig, GPTModel
+from megatron.core.moe import MoEConfig, RouterConfig
 from megatron.core.optimizer import Optimizer, OptimizerConfig
 from megatron.core.optimizer.loss_scaler import DynamicLossScaler, DynamicLossScalerConfig
 from megatron.core.process_groups import ProcessGroupCollection
@@ -52,6 +53,20 @@ HYBRID = replace(
         num_key_heads=2, num_value_heads=4, key_channels=6, value_channels=5
     ),
     mamba=Mamba2Config(num_heads=4, head_channels=5, num_groups=2, state_channels=6),
+)
+#: Experts in every second layer, with a shared one and auxiliary losses.
+EXPERTS = replace(
+    WITHOUT_DROPOUT,
+    num_layers=2,
+    ffn_pattern="-E",
+    moe=MoEConfig(
+        num_experts=5,
+        ffn_hidden_size=12,
+        router=RouterConfig(
+            expert_bias=True, balance="aux_loss", aux_loss_coeff=0.1, z_loss_coeff=0.01
+        ),
+        shared_ffn_hidden_size=8,
+    ),
 )
 #: Steps before the recording; the last of them is skipped for its loss, so it syncs no weights.
 WARMUP, STEPS = 3, 9

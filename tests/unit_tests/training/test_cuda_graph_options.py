@@ -11,6 +11,7 @@ from megatron.training import session
 from megatron.training.config.check import check
 from megatron.training.core_configs import data_parallel_config, early_gather
 from tests.functional_tests.small_run import flags, losses, run_here, write_tokens
+from tests.support.device_products import products_of_a_gpu
 from tests.support.inputs import one_thread
 from tests.support.op_tape import OpTape, TapeRecorder
 from tests.unit_tests.training.small_config import small_config
@@ -109,6 +110,19 @@ def test_a_recorded_run_is_the_plain_one_and_goes_on_from_its_checkpoint(prefix,
         found = losses(tmp_path / "saved" / "metrics.jsonl", kind)
         assert found == losses(tmp_path / "plain" / "metrics.jsonl", kind)
         assert len(found) > 1
+
+
+def test_a_recorded_run_with_experts_is_the_plain_one(prefix, tmp_path):
+    experts = "--num-experts 4 --moe-router-topk 2 --moe-aux-loss-coeff 0.1 --disable-bias-linear"
+    short = f"{experts} --train-iters 5 --eval-interval 0 --cuda-graph-warmup-steps 1"
+    with products_of_a_gpu():
+        for name, graph in (("plain", ""), ("graph", GRAPH)):
+            given = short if graph else short.rsplit(" --cuda", 1)[0]
+            words = f"{given} {graph} --metrics-file {tmp_path / name}"
+            code, made = run_recorded(flags(prefix, words))
+            assert code == 0
+    assert [recorder.tape.replays for recorder in made] == [4]
+    assert losses(tmp_path / "plain") == losses(tmp_path / "graph")
 
 
 def test_a_step_without_a_finite_loss_is_replayed_once_more(prefix, tmp_path):

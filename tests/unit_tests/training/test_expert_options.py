@@ -295,10 +295,9 @@ def test_yarn_grows_what_rotates_and_the_softmax_scale():
             "has no effect without --moe-router-enable-expert-bias: add that",
         ),
         (
-            f"{EXPERTS} --cuda-graph-impl full_iteration",
-            1,
-            "--num-experts with --cuda-graph-impl full_iteration: the host reads how many tokens "
-            "each expert has, which is not recorded: drop the latter",
+            f"{EXPERTS} --cuda-graph-impl full_iteration --expert-model-parallel-size 2",
+            2,
+            "experts on 2 ranks with --cuda-graph-impl full_iteration: the host reads how many",
         ),
         (
             "--kv-lora-rank 8 --mscale 2",

@@ -15,19 +15,23 @@ from megatron.core.device import CudaRecorder
 from megatron.core.distributed import DataParallelConfig
 from megatron.core.distributed.capture import StepRecording
 from megatron.core.models.gpt import Ahead, shifted
+from megatron.core.moe.router import routers_of
 from megatron.core.process_groups import ProcessGroupCollection, RankGrid
 from megatron.training.cuda_graphs import PATIENCE, StepInputs
 from megatron.training.failures.replay import Replayer, Reruns
 from megatron.training.step import Microbatch, TrainStep
 from tests.support.capture_rules import CaptureError, CaptureRules
+from tests.support.device_products import products_of_a_gpu
 from tests.support.inputs import one_thread
 from tests.support.op_tape import OpTape, TapeRecorder
 from tests.support.ranks import run_ranks
 from tests.support.simulated_links import simulated
 from tests.unit_tests.training.graphed_runs import (
     EVALUATED,
+    EXPERTS,
     HYBRID,
     REPLAYED,
+    SHORTER,
     STEPS,
     WARMUP,
     WITHOUT_DROPOUT,
@@ -81,6 +85,30 @@ def test_a_hybrid_of_whole_rows_is_replayed_to_the_bits_of_eager_steps():
         found = both(ProcessGroupCollection.single(), DataParallelConfig(), model=HYBRID)
     assert_equal_runs(*found)
     assert whole_rows(torch.device("cpu")).maps_made == 1, "tables were made for other rows too"
+
+
+@pytest.mark.parametrize(
+    ("granularity", "factor"), [(None, None), ("full", None), ("selective", 0.7)]
+)
+@pytest.mark.covers("numbers of eager steps", runs="replays")
+def test_experts_are_replayed_with_other_routes(granularity, factor):
+    model = dataclasses.replace(
+        EXPERTS, moe=dataclasses.replace(EXPERTS.moe, capacity_factor=factor)
+    )
+    with one_thread(), products_of_a_gpu():
+        found = both(
+            ProcessGroupCollection.single(),
+            DataParallelConfig(),
+            model=model,
+            granularity=granularity,
+        )
+    assert_equal_runs(*found)
+    read = 1 + 2 * len(("tokens", "labels"))
+    assert found[2].forward_backward.recorder.tape.syncs == ["aten._local_scalar_dense"] * 2 * read
+    (router,) = routers_of(found[2].model)
+    microbatches = sum(1 if i in SHORTER else 2 for i in range(STEPS))
+    recorded = 2  # a tape computes what it records
+    assert router.counted[:5].sum() == 2 * 12 * 2 * (microbatches + recorded)
 
 
 def cases(rank: int, world: int, grid: dict, configs: list[dict]) -> None:

@@ -18,6 +18,7 @@ from megatron.core.inference.engine import Completion, Engine, generate
 from megatron.core.models.gpt import GPTModel
 from megatron.core.models.inference_optimized import InferenceOptimizedModel
 from megatron.core.process_groups import ProcessGroupCollection, RankGrid
+from tests.support.device_products import products_of_a_gpu
 from tests.support.inputs import one_thread
 from tests.support.op_tape import OpTape, TapeRecorder
 from tests.support.ranks import run_ranks
@@ -38,6 +39,12 @@ def on_one_thread():
         yield
 
 
+@pytest.fixture
+def experts_of_a_gpu():
+    with products_of_a_gpu():
+        yield
+
+
 def said(engine: Engine, count: int = 5) -> list[tuple[list[int], list[float]]]:
     found: list[list[Completion]] = generate(engine, requests(DRAWN)[:count])
     return [(c.tokens, c.logprobs) for outputs in found for c in outputs]
@@ -51,8 +58,11 @@ def said(engine: Engine, count: int = 5) -> list[tuple[list[int], list[float]]]:
         ("latent", False, True),
         ("hybrid", False, False),
         ("hybrid", True, False),
+        ("experts", False, False),
+        ("experts", True, True),
     ],
 )
+@pytest.mark.usefixtures("experts_of_a_gpu")
 def test_replays_have_the_bits_of_eager_steps(family: str, optimized: bool, drafts: bool) -> None:
     model = model_of(family)
     runs = InferenceOptimizedModel(model) if optimized else model

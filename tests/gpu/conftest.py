@@ -13,6 +13,11 @@ import torch
 from megatron.core.device import choose_device
 from tests.support.gpu_agreement import REHEARSES
 
+if REHEARSES:
+    from tests.support.tensor_core_rounding import round_like_a_gpu
+
+    round_like_a_gpu()
+
 #: Exit code of a process whose device refuses all further work.
 DEVICE_LOST = 70
 

@@ -17,7 +17,7 @@ from megatron.core.weight_gather import RowRuns, WeightHandle, WeightStore, grou
 from megatron.core.weight_sharding import WeightSharding
 from tests.support import gpu_agreement
 from tests.support.closeness import assert_close_by_metric
-from tests.support.gpu_agreement import BOUND, sized
+from tests.support.gpu_agreement import BOUND, REHEARSES, sized
 from tests.support.nan_memory import nan_memory
 
 pytestmark = pytest.mark.gpu
@@ -110,9 +110,9 @@ def test_grouped_linear(device, dtype, width, features, monkeypatch):
         assert_close_by_metric("output", out, torch.cat(ys), bound=BOUND[dtype])
         assert_close_by_metric("input gradient", x.grad, torch.cat(dxs), bound=BOUND[dtype])
         total += torch.stack(dws)
-    # the sums of bf16 products reach the slot unrounded
-    assert_close_by_metric("weight gradient", handle.slot, total, bound=2e-5)
-    aligned = dtype is torch.bfloat16 and features % 8 == 0
+    # On a GPU the sums of bf16 products reach the slot unrounded.
+    assert_close_by_metric("weight gradient", handle.slot, total, bound=sized(2e-5, BOUND[dtype]))
+    aligned = dtype is torch.bfloat16 and features % 8 == 0 and not REHEARSES
     torchs = aligned and torch.cuda.get_device_capability(device)[0] in (9, 10)
     assert len(kernels) == (4 if torchs else 0)
 
@@ -125,6 +125,7 @@ def no_host_reads():
     torch.cuda.set_sync_debug_mode("default")
 
 
+@pytest.mark.machine
 @DTYPES
 @pytest.mark.parametrize("width", [256, 250])
 @pytest.mark.parametrize("dropping", [False, True])

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Triton kernels held to their references in fp64, on a GPU or, in a rehearsal, on a CPU.
 
-A rehearsal (`python -m tools.gpu --rehearse`) runs the same tests in Triton's interpreter: fp32
-only, where the interpreter is right, and sizes that take it no minutes. So no line of a GPU test is
-run for the first time on a machine that somebody pays for.
+A rehearsal (`python -m tools.gpu --rehearse`) runs the same tests in Triton's interpreter, which
+rounds as `tensor_core_rounding` says, with the same bounds and sizes that take it no minutes. So no
+line of a GPU test is run for the first time on a machine that somebody pays for.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ Size = TypeVar("Size")
 
 #: Whether Triton interprets in this process.
 REHEARSES = os.environ.get("TRITON_INTERPRET") == "1"
-DTYPES = (torch.float32,) if REHEARSES else (torch.float32, torch.bfloat16)
+DTYPES = (torch.float32, torch.bfloat16)
 #: PROOF's metric; bf16 rounds results and the inputs of the last products.
 BOUND: Mapping[torch.dtype, float] = MappingProxyType({torch.float32: 2e-5, torch.bfloat16: 2**-6})
 

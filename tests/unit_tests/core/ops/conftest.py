@@ -15,6 +15,11 @@ from typing import Any
 
 import pytest
 
+if os.environ.get("TRITON_INTERPRET") == "1":
+    from tests.support.tensor_core_rounding import round_like_a_gpu
+
+    round_like_a_gpu()
+
 AT_ONCE = 2
 
 #: Tests that hold ranks to seconds go first. On Linux a thread has a priority of its own, and the

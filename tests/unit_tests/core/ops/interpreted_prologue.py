@@ -17,7 +17,8 @@ from megatron.core.ops.launches import Launches
 from megatron.core.ops.recurrence_prologue import PrologueWeights, UnitParts, recurrence_prologue
 from megatron.core.ops.recurrence_prologue import triton as kernels
 from megatron.core.ops.sequences import Places, Sequences
-from tests.support.closeness import relative_error
+from tests.support import gpu_agreement
+from tests.support.closeness import assert_close_by_metric, relative_error
 from tests.support.nan_memory import nan_memory
 
 #: Of fp32, the metric of all tests.
@@ -106,7 +107,11 @@ def places_of(case: Case, sequences: Sequences) -> Places | None:
 def run(case: Case, given: dict[str, torch.Tensor], kind: torch.dtype, implementation: str):
     """Return the outputs and all gradients by name."""
     sequences = Sequences(case.bounds)
-    leaves = {name: x.to(kind).requires_grad_() for name, x in given.items()}
+    wide = torch.promote_types(kind, torch.float32)
+    kinds = {"rates": wide, "step_bias": wide}
+    leaves = {
+        name: x.detach().to(kinds.get(name, kind)).requires_grad_() for name, x in given.items()
+    }
     weights = PrologueWeights(
         leaves["weight"], leaves.get("bias"), leaves["rates"], leaves["step_bias"]
     )
@@ -121,7 +126,9 @@ def run(case: Case, given: dict[str, torch.Tensor], kind: torch.dtype, implement
         implementation=implementation,
     )
     random = torch.Generator().manual_seed(9)
-    pulls = [torch.randn(y.shape, generator=random, dtype=torch.float64).to(kind) for y in inputs]
+    pulls = [
+        torch.randn(y.shape, generator=random, dtype=torch.float64).to(y.dtype) for y in inputs
+    ]
     torch.autograd.backward(inputs, pulls)
     found = {"last": last, **inputs._asdict()}
     return found | {f"d_{name}": leaf.grad for name, leaf in leaves.items()}
@@ -138,6 +145,17 @@ def test_prologue(name):
     assert max(errors.values()) <= BOUND, errors
     spared = found["d_source"][..., case.parts.width :]
     assert not spared.any()
+
+
+@pytest.mark.parametrize("name", ["delta with padding and rows before", "three taps"])
+def test_prologue_in_bf16(name):
+    case = CASES[name]
+    given = tensors(case)
+    rounded = {x: y if x in ("rates", "step_bias") else y.bfloat16() for x, y in given.items()}
+    found = run(case, rounded, torch.bfloat16, "triton")
+    wanted = run(case, rounded, torch.float64, "reference")
+    for what, true in wanted.items():
+        assert_close_by_metric(what, found[what], true, bound=gpu_agreement.BOUND[torch.bfloat16])
 
 
 @pytest.mark.parametrize("parts", [WHOLE, NARROW], ids=["delta", "state space"])

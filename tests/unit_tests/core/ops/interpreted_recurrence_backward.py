@@ -18,6 +18,7 @@ from megatron.core.ops.recurrence import RecurrenceInputs, recur
 from megatron.core.ops.sequences import Sequences
 from megatron.core.ops.state_space_dual import StateSpaceDual
 from tests.support.closeness import relative_error
+from tests.support.gpu_agreement import BOUND
 from tests.support.inputs import generator
 from tests.support.nan_memory import nan_memory
 
@@ -138,11 +139,14 @@ def test_gates_at_their_ends(corrects):
     assert error <= 1e-4, error
 
 
+@pytest.mark.parametrize(
+    ("dtype", "bound"), [(torch.float16, 4e-3), (torch.bfloat16, BOUND[torch.bfloat16])], ids=str
+)
 @pytest.mark.parametrize("corrects", [True, False], ids=["delta", "ssd"])
-def test_chunks_of_64_in_half_precision(corrects):
+def test_chunks_of_64_in_half_precision(corrects, dtype, bound):
     bounds = (0, 70)
     case = made(bounds, corrects=corrects, shared=1, groups=1)
-    compare(bounds, case, corrects=corrects, chunk=64, dtype=torch.float16, bound=4e-3)
+    compare(bounds, case, corrects=corrects, chunk=64, dtype=dtype, bound=bound)
 
 
 @pytest.mark.parametrize("corrects", [True, False], ids=["delta", "ssd"])

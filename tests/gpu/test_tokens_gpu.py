@@ -11,7 +11,7 @@ import torch
 from megatron.core.ops.linear_cross_entropy import chunk_gradient_, chunk_statistics
 from megatron.core.ops.permutation import Permutation, sum_rows, take_rows
 from megatron.core.ops.rmsnorm import rms_norm
-from megatron.core.ops.rope import apply_rope, rotary_table
+from megatron.core.ops.rope import Rotation, apply_rope, rotary_table, split_heads
 from megatron.core.ops.swiglu import gated
 from tests.support.closeness import assert_close_by_metric
 from tests.support.gpu_agreement import BOUND, DTYPES, agree, made, sized
@@ -65,6 +65,22 @@ def test_rope_of_a_part_of_heads_in_a_projection(device, dtype, interleaved, hea
     agree(lambda x, **options: rotate(x[:, :, 1:-2], **options), (x,), dtype)
     x = x.to(dtype)[:, :, 1:-2]
     assert_launches(lambda: rotate(x, implementation="triton"), {"rope_kernel": 1})
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("gates", [0, QUERIES])
+def test_heads_of_a_projection_share_one_gradient(device, dtype, gates):
+    sizes = [QUERIES, KEYS, KEYS] + [gates] * bool(gates)
+    table = rotary_table(torch.arange(SEQUENCE, device=device), dim=FEATURES)
+    split = partial(split_heads, sizes=sizes, rotation=Rotation(*table))
+    x = made(device, SEQUENCE, BATCH, sum(sizes), FEATURES)
+    agree(split, (x,), dtype)
+    x = x.to(dtype).requires_grad_()
+    pulls = [torch.ones_like(part) for part in split(x.detach())]
+    assert_launches(
+        lambda: torch.autograd.grad(split(x, implementation="triton"), x, pulls),
+        {"rope_kernel": 1, "join_heads_kernel": 1},
+    )
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)

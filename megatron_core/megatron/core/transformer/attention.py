@@ -31,7 +31,14 @@ from megatron.core.context_parallel.attention import Attend, context_attention
 from megatron.core.context_parallel.layout import ContextParallel, PagedRows, context_problems
 from megatron.core.initialize import InitSpec
 from megatron.core.ops.dropout import AttentionDropout, dropout_key
-from megatron.core.ops.rope import RopeScaling, apply_rope, inverse_frequencies, tabulate
+from megatron.core.ops.rope import (
+    RopeScaling,
+    Rotation,
+    apply_rope,
+    inverse_frequencies,
+    split_heads,
+    tabulate,
+)
 from megatron.core.transformer.norm import Norm, NormConfig
 from megatron.core.weight_gather.handle import WeightHandle
 from megatron.core.weight_sharding import Cut, WeightSharding
@@ -204,6 +211,11 @@ class RopeTable:
     cos: torch.Tensor
     sin: torch.Tensor
     interleaved: bool
+
+    @property
+    def rotation(self) -> Rotation:
+        """The table, as `split_heads` takes it."""
+        return Rotation(self.cos, self.sin, self.interleaved)
 
     def rotate(self, x: torch.Tensor) -> torch.Tensor:
         """Return heads [s, b, n, d] rotated by the positions of their tokens."""
@@ -412,20 +424,15 @@ class SelfAttention(nn.Module):
         mixed = self.qkv(hidden)  # [s, b, (n + 2g)·d/tp], with gates (2n + 2g)·d/tp
         heads, d = self.heads, self.config.kv_channels
         mixed = mixed.view(*mixed.shape[:2], -1, d)  # [s, b, (n + 2g)/tp, d]
-        # Splits and not slices: their backward is one concatenation, not a sum of padded gradients.
-        sizes = [heads + self.kv_heads, self.kv_heads]
+        sizes = [heads, self.kv_heads, self.kv_heads]
         if self.config.output_gate:
             sizes.append(heads)
-        both, value, *gates = mixed.split(sizes, dim=2)
+        rotation = None if rope is None or self.query_norm is not None else rope.rotation
+        query, key, value, *gates = split_heads(mixed, sizes, rotation)
         if self.query_norm is not None:
-            query, key = both.split([heads, self.kv_heads], dim=2)
             query, key = self.query_norm(query), self.key_norm(key)  # [s, b, n/tp or g/tp, d]
             if rope is not None:
                 query, key = rope.rotate(query), rope.rotate(key)
-        else:
-            if rope is not None:
-                both = rope.rotate(both)
-            query, key = both.split([heads, self.kv_heads], dim=2)
         # fp32, so that their gradient arrives unrounded.
         sinks = None if self.sinks is None else self.sinks.use(torch.float32)  # [n/tp]
         if cache is None:

@@ -296,6 +296,7 @@ class Attention(torch.autograd.Function):
         ctx.save_for_backward(query, key, value, sinks, out, lse)
         ctx.backward_of, ctx.options = backward_of, options
         ctx.mark_non_differentiable(lse)
+        ctx.set_materialize_grads(False)  # no zeros for lse
         return out, lse
 
     @staticmethod

@@ -1,18 +1,45 @@
 # SPDX-License-Identifier: Apache-2.0
 """Rotary position embedding: frequencies once a model, a table of cosines and sines once a step, a
 rotation of queries and keys per layer: the op, and its definition in plain torch, four half passes
-over memory on a CPU."""
+over memory on a CPU.
+
+`split_heads` takes query, key and value out of their fused projection, rotated, and writes the
+gradients of all of them into that of the projection, in one pass.
+"""
 
 from __future__ import annotations
 
 import dataclasses
 import math
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
 
 import torch
 
 from megatron.core.ops.dispatch import accumulation_dtype, choose
 
-__all__ = ["RopeScaling", "apply_rope", "inverse_frequencies", "rotary_table", "tabulate"]
+__all__ = [
+    "RopeScaling",
+    "Rotation",
+    "apply_rope",
+    "inverse_frequencies",
+    "rotary_table",
+    "split_heads",
+    "tabulate",
+]
+
+
+class Rotation(NamedTuple):
+    """How heads rotate.
+
+    Args:
+        cos, sin: fp32 [s, r/2] or [s, b, r/2], from `rotary_table`.
+        interleaved: pair neighbouring features instead of halves.
+    """
+
+    cos: torch.Tensor
+    sin: torch.Tensor
+    interleaved: bool = False
 
 
 def apply_rope(
@@ -51,6 +78,49 @@ def apply_rope(
     if torch.is_grad_enabled():
         return Rope.apply(x, cos, sin, interleaved, turn)
     return turn(x, cos, sin, interleaved)
+
+
+def split_heads(
+    projection: torch.Tensor,
+    sizes: Sequence[int],
+    rotation: Rotation | None,
+    *,
+    implementation: str | None = None,
+) -> tuple[torch.Tensor, ...]:
+    """Split the heads of a fused projection into query, key, value and, if there is one, gate.
+
+    Query and key are rotated as `apply_rope` does; without a rotation all parts are views. Backward
+    writes the gradients of all parts, those of query and key rotated back, into one tensor.
+
+    Args:
+        projection: [s, b, m, d].
+        sizes: heads of each part, m in all.
+        rotation: of queries and keys; None leaves them.
+        implementation: "reference", "triton" or None (by device).
+
+    Returns:
+        A tensor [s, b, size, d] for each of `sizes`, in the projection's dtype.
+
+    Raises:
+        ValueError: sizes or a table that do not fit.
+    """
+    fits = projection.ndim == 4 and len(sizes) in (3, 4) and sum(sizes) == projection.shape[2]
+    if not fits or min(sizes) < 1:
+        raise ValueError(
+            f"split_heads: {list(sizes)} heads of a projection {tuple(projection.shape)}: give "
+            "those of query, key, value and gate of [s, b, m, d]"
+        )
+    if rotation is not None:
+        _check(projection, rotation.cos, rotation.sin)
+    pair = _rotate, _join_heads
+    by_device = implementation or not projection.is_cpu
+    if by_device and choose(implementation, projection, "split_heads") == "triton":
+        from megatron.core.ops.rope import triton as kernels
+
+        pair = kernels.rotate, kernels.join_heads
+    if torch.is_grad_enabled():
+        return SplitHeads.apply(projection, tuple(sizes), rotation, *pair)
+    return _split_heads(projection, sizes, rotation, pair[0])
 
 
 def _check(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> None:
@@ -239,6 +309,64 @@ class Rope(torch.autograd.Function):
         return ctx.rotate(grad, cos, sin, ctx.interleaved, sign=-1), None, None, None, None
 
 
+class SplitHeads(torch.autograd.Function):
+    """projection -> (query, key, value, gate), query and key rotated; see `split_heads`.
+
+    Forward: as above. dgrad: the gradients of all parts in one tensor, those of query and key
+    rotated by the negative angle. No weights. Saves the table. `rotate` and `join` are those of
+    this module or of `triton`.
+    """
+
+    @staticmethod
+    def forward(ctx, projection, sizes, rotation, rotate, join):
+        ctx.save_for_backward(*(() if rotation is None else rotation[:2]))
+        ctx.interleaved = rotation is not None and rotation.interleaved
+        ctx.sizes, ctx.join = sizes, join
+        return _split_heads(projection, sizes, rotation, rotate)
+
+    @staticmethod
+    def backward(ctx, *grads):
+        table = ctx.saved_tensors or (None, None)
+        shape = list(grads[0].shape)
+        shape[2] = sum(ctx.sizes)
+        joint = torch.empty(shape, dtype=grads[0].dtype, device=grads[0].device)
+        if joint.numel():
+            ctx.join(grads, joint, *table, ctx.interleaved)
+        return joint, None, None, None, None
+
+
+def _split_heads(
+    projection: torch.Tensor,
+    sizes: Sequence[int],
+    rotation: Rotation | None,
+    rotate: Callable[..., torch.Tensor],
+) -> tuple[torch.Tensor, ...]:
+    """Return the parts of a projection [s, b, m, d], see `split_heads`."""
+    if rotation is None:
+        return projection.split(tuple(sizes), dim=2)
+    rotated = sizes[0] + sizes[1]
+    both = rotate(projection[:, :, :rotated], *rotation)
+    rest = projection[:, :, rotated:].split(tuple(sizes[2:]), dim=2)
+    return *both.split(tuple(sizes[:2]), dim=2), *rest
+
+
+def _join_heads(
+    grads: Sequence[torch.Tensor],
+    joint: torch.Tensor,
+    cos: torch.Tensor | None,
+    sin: torch.Tensor | None,
+    interleaved: bool,
+) -> None:
+    """Write gradients [s, b, n, d] of the parts of a projection side by side into that of the
+    projection, the first two rotated back."""
+    parts = joint.split([grad.shape[2] for grad in grads], dim=2)
+    for index, (grad, part) in enumerate(zip(grads, parts, strict=True)):
+        if cos is not None and sin is not None and index < 2:
+            _rotate(grad, cos, sin, interleaved, sign=-1, out=part)
+        else:
+            part.copy_(grad)
+
+
 def _rotate(
     x: torch.Tensor,
     cos: torch.Tensor,
@@ -246,11 +374,16 @@ def _rotate(
     interleaved: bool,
     *,
     sign: int = 1,
+    out: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Rotate x [s, b, n, d] by `sign` times the table's angles [s, (b,) r/2]; see `apply_rope`."""
+    """Rotate x [s, b, n, d] by `sign` times the table's angles [s, (b,) r/2]; see `apply_rope`.
+
+    The result is written to `out`, if that is given.
+    """
     wide = accumulation_dtype(x.dtype)
-    values = x.to(wide)
-    out = torch.empty(x.shape, dtype=wide, device=x.device)
+    values, target = x.to(wide), out
+    if out is None or out.dtype != wide:
+        out = torch.empty(x.shape, dtype=wide, device=x.device)
     # [s, (b,) r/2] -> [s, b or 1, 1, r/2]
     shape = (*cos.shape[:-1], 1, cos.shape[-1]) if cos.ndim == 3 else (-1, 1, 1, cos.shape[-1])
     cos = cos.to(wide).view(shape)
@@ -269,4 +402,6 @@ def _rotate(
     out_second.addcmul_(first, sin, value=sign)
     if not whole:
         out[..., rotated:] = values[..., rotated:]
-    return out.to(x.dtype)
+    if target is None:
+        return out.to(x.dtype)
+    return out if target is out else target.copy_(out)

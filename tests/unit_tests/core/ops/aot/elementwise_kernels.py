@@ -82,6 +82,24 @@ KERNELS = (
             ("interleaved", 32, 128, True, ()),
         )
     ),
+    *(
+        Description(
+            kernel=rope.join_heads_kernel,
+            launch={
+                "ROTATES": rotates,
+                "PER_SAMPLE": False,
+                "INTERLEAVED": False,
+                "FEATURES": 128,
+                **rope.head_tile(rope.ROTATE.default, heads, 128, 64 if rotates else 0),
+                "num_warps": rope.ROTATE.default["num_warps"],
+            },
+            types={"cos_ptr": "*fp32", "sin_ptr": "*fp32"},
+            divisible=("row", "features", "pairs"),
+            label=label,
+            quick=(),
+        )
+        for label, heads, rotates in (("16 heads", 16, True), ("64 heads, copied", 64, False))
+    ),
     Description(
         kernel=swiglu.gated_forward_kernel,
         launch={"GELU": False, **swiglu.FORWARD.default},

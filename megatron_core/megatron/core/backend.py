@@ -32,7 +32,8 @@ from megatron.core.tensor_parallel import (
 )
 from megatron.core.weight_gather import RowRuns, WeightHandle, WeightStore, grouped_linear
 
-#: Maps x and its weight (and bias) to norm(x), or with a residual to (norm(x + residual), the sum).
+#: Maps x and the handles of its weight (and bias) to norm(x), or with a residual to (norm(x +
+#: residual), the sum).
 NormFunction = Callable[..., torch.Tensor | tuple[torch.Tensor, torch.Tensor]]
 
 #: Maps query [s, b, n, d], key and value [s, b, g, d], a `SequenceLayout` and `sinks` [n] to causal
@@ -54,11 +55,20 @@ class StepState(Protocol):
 
 
 def _local_rms_norm(**settings: float | bool) -> NormFunction:
-    return partial(rmsnorm.normalise, **settings)
+    return partial(_local_norm, partial(rmsnorm.normalise, **settings))
 
 
 def _local_layer_norm(**settings: float | bool) -> NormFunction:
-    return partial(layer_norm, **settings)
+    return partial(_local_norm, partial(layer_norm, **settings))
+
+
+def _local_norm(
+    function: NormFunction,
+    x: torch.Tensor,
+    *handles: WeightHandle,
+    residual: torch.Tensor | None = None,
+) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
+    return function(x, *(handle.stored() for handle in handles), residual=residual)
 
 
 def _local_grouped_linear(handle: WeightHandle, runs: int, store: WeightStore) -> GroupedLinear:
@@ -72,8 +82,8 @@ class Backend:
     Args:
         name: as `--transformer-impl` spells it.
         column_linear, row_linear: constructors with the signatures of tensor_parallel's layers.
-        rms_norm, layer_norm: constructors, from `eps` and `zero_centered`, of a layer's function
-            with the other arguments of the ops of these names.
+        rms_norm, layer_norm: constructors, from `eps` and `zero_centered`, of a layer's
+            `NormFunction`.
         attention: function with the signature of `ops.attention.attention`.
         attention_layer: constructor, from `scale` and `window`, of a layer's attention over whole
             rows without dropout; None leaves it to `attention`, as all other attention is.

@@ -777,19 +777,20 @@ class TENorm:
         self._module: nn.Module | None = None
 
     def __call__(
-        self, x: torch.Tensor, *parameters: torch.Tensor, residual: torch.Tensor | None = None
+        self, x: torch.Tensor, *handles: WeightHandle, residual: torch.Tensor | None = None
     ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
         """Return norm(x), or (norm(x + residual), x + residual), from x [..., h].
 
         Args:
-            parameters: the weight [h], and LayerNorm's bias [h].
+            handles: of the weight [h], and of LayerNorm's bias [h].
         """
         stream = x if residual is None else x + residual
         if self._module is None:
             width = x.shape[-1]
             self._module = self._kind(width, dtype=x.dtype, device="meta", **self._settings)
-        for name, parameter in zip(("weight", "bias"), parameters, strict=False):
-            # TE computes in the weight's dtype, and reads the weight again in backward.
-            self._module._parameters[name] = parameter.to(x.dtype)
+        for name, handle in zip(("weight", "bias"), handles, strict=False):
+            # TE computes in the weight's dtype, and reads the weight again in backward. Of an fp32
+            # copy the gradient arrives unrounded.
+            self._module._parameters[name] = handle.use(torch.float32).to(x.dtype)
         normed = self._module(stream)
         return normed if residual is None else (normed, stream)

@@ -4,7 +4,8 @@
 import functools
 import importlib.util
 import time
-from typing import Any
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import torch
 
@@ -103,6 +104,20 @@ def uses_tensor_memory(x: torch.Tensor) -> bool:
     if x.device.type != "cuda" or x.dtype == torch.float32:
         return False
     return torch.cuda.get_device_capability(x.device)[0] > 9
+
+
+class StoredWeight(NamedTuple):
+    """A small weight as an op reads it where it is stored, and where its gradient goes.
+
+    Args:
+        value: the weight in the dtype that it is stored in.
+        anchor: the leaf that makes the op's result require a gradient; the op returns None for it.
+        put: takes the gradient, or addends of it [n, ...], in the dtype that it is summed in.
+    """
+
+    value: torch.Tensor
+    anchor: torch.Tensor
+    put: Callable[[torch.Tensor], None]
 
 
 class ForwardOnly:

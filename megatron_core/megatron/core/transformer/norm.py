@@ -73,7 +73,6 @@ class Norm(nn.Module):
         self, x: torch.Tensor, residual: torch.Tensor | None = None
     ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
         """Return norm(x), or (norm(x + residual), x + residual); both in x's dtype."""
-        weight = self.weight.use(torch.float32)  # its gradient then arrives unrounded
         if self.bias is None:
-            return self._normalise(x, weight, residual=residual)
-        return self._normalise(x, weight, self.bias.use(torch.float32), residual=residual)
+            return self._normalise(x, self.weight, residual=residual)
+        return self._normalise(x, self.weight, self.bias, residual=residual)

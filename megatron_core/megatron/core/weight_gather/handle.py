@@ -30,7 +30,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Protocol
 
 import torch
@@ -38,7 +38,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from megatron.core.ops import few_rows
-from megatron.core.ops.dispatch import add_product_, matmul_dtype
+from megatron.core.ops.dispatch import StoredWeight, add_product_, matmul_dtype
 from megatron.core.ops.packed_product import PackedMatrix, least_rows
 from megatron.core.ops.row_tiles import tiled_product
 from megatron.core.ops.weight_copy import WeightCopy
@@ -359,6 +359,12 @@ class WeightHandle:
             return self.get().to(dtype or self.dtype, copy=True)
         return self.whole if dtype in (None, self.whole.dtype) else self.whole.to(dtype)
 
+    def stored(self) -> StoredWeight:
+        """Return a small weight for an op that reads it in the dtype that it is stored in: without
+        a copy, where one rank has the whole weight. Its gradient arrives unrounded."""
+        value = self.get().clone() if self.whole is None else self.whole
+        return StoredWeight(value, self.anchor, self.summed_gradient)
+
     # --- gradients --------------------------------------------------------------------------------
 
     @property
@@ -404,6 +410,11 @@ class WeightHandle:
         """Put a gradient that is already computed, of the local shape, now or through the queue."""
         grad = grad.detach()
         self._put(lambda: self._run_add(grad))
+
+    def summed_gradient(self, addends: torch.Tensor) -> None:
+        """Put the sum of addends [n, ...] of a gradient, or one of the local shape, now or through
+        the queue."""
+        self.written_gradient(partial(_write_sum, addends.detach()))
 
     def made_gradient(self, make: Callable[[], torch.Tensor]) -> None:
         """Put a gradient of the local shape that `make` computes, now or through the queue."""
@@ -518,6 +529,16 @@ class WeightHandle:
                 rows = rows * valid.reshape(-1, 1)
             slot.index_add_(0, ids.reshape(-1), rows)
         self._done()
+
+
+def _write_sum(addends: torch.Tensor, slot: torch.Tensor, *, overwrite: bool) -> None:
+    """Write the sum of addends [n, ...] to the slot, or add it."""
+    if addends.ndim == slot.ndim:
+        slot.copy_(addends) if overwrite else slot.add_(addends)
+    elif overwrite:
+        torch.sum(addends, 0, dtype=slot.dtype, out=slot)
+    else:
+        slot.add_(addends.sum(0))
 
 
 class _Linear(torch.autograd.Function):

@@ -8,14 +8,14 @@ from collections.abc import Sequence
 
 import torch
 
-from megatron.core.ops.dispatch import accumulation_dtype, choose
-from megatron.core.ops.rmsnorm import Normalise, check_norm
+from megatron.core.ops.dispatch import StoredWeight, accumulation_dtype, choose
+from megatron.core.ops.rmsnorm import check_norm, run_norm
 
 
 def layer_norm(
     x: torch.Tensor,
-    weight: torch.Tensor,
-    bias: torch.Tensor | None,
+    weight: torch.Tensor | StoredWeight,
+    bias: torch.Tensor | StoredWeight | None,
     *,
     eps: float,
     residual: torch.Tensor | None = None,
@@ -42,11 +42,12 @@ def layer_norm(
     Raises:
         ValueError: shapes, dtypes or `eps` that do not fit.
     """
-    check_norm("layer_norm", x, weight, residual, eps=eps)
-    if bias is not None and (bias.shape != weight.shape or bias.dtype != weight.dtype):
+    scale, shift = (w.value if isinstance(w, StoredWeight) else w for w in (weight, bias))
+    check_norm("layer_norm", x, scale, residual, eps=eps)
+    if shift is not None and (shift.shape != scale.shape or shift.dtype != scale.dtype):
         raise ValueError(
-            f"layer_norm: bias {tuple(bias.shape)} {bias.dtype} must match"
-            f" weight {tuple(weight.shape)} {weight.dtype}"
+            f"layer_norm: bias {tuple(shift.shape)} {shift.dtype} must match"
+            f" weight {tuple(scale.shape)} {scale.dtype}"
         )
     if (implementation or not x.is_cpu) and choose(implementation, x, "layer_norm") == "triton":
         from megatron.core.ops.layernorm import triton as kernels
@@ -54,11 +55,7 @@ def layer_norm(
         pair = kernels.layer_norm_forward, kernels.layer_norm_backward
     else:
         pair = _layer_norm_forward, _layer_norm_backward
-    if torch.is_grad_enabled():
-        y, total = Normalise.apply(pair, x, residual, eps, zero_centered, weight, bias)
-    else:
-        y, total, *_ = pair[0](x, residual, eps, zero_centered, weight, bias)
-    return y if residual is None else (y, total)
+    return run_norm(pair, x, weight, bias, residual=residual, eps=eps, zero_centered=zero_centered)
 
 
 # --- reference: plain torch

@@ -160,8 +160,8 @@ def layer_norm_backward(
     zero_centered: bool,
     wanted: Sequence[bool],
 ) -> tuple[torch.Tensor, ...]:
-    """Return the gradients of x + residual, of the weight and of the bias; see
-    `reference.layer_norm_backward`."""
+    """Return the gradient of x + residual and addends [programs, h] of those of weight and bias;
+    see `reference.layer_norm_backward`."""
     total, weight, statistics = saved
     features, rows = total.shape[-1], statistics.shape[0]
     launch = BACKWARD.pick(total, launch_key(total))
@@ -183,4 +183,4 @@ def layer_norm_backward(
         HAS_GRAD_TOTAL=grad_total is not None,
         **tile,
     )
-    return grad, *partial.sum(0)
+    return grad, *partial.unbind(1)

@@ -4,11 +4,11 @@ definition in plain torch, with few passes over memory on a CPU."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 
-from megatron.core.ops.dispatch import accumulation_dtype, choose
+from megatron.core.ops.dispatch import StoredWeight, accumulation_dtype, choose
 
 
 def rms_norm(
@@ -52,7 +52,7 @@ def rms_norm(
 
 def normalise(
     x: torch.Tensor,
-    weight: torch.Tensor,
+    weight: torch.Tensor | StoredWeight,
     *,
     eps: float,
     residual: torch.Tensor | None = None,
@@ -66,42 +66,64 @@ def normalise(
         pair = kernels.rms_norm_forward, kernels.rms_norm_backward
     else:
         pair = _rms_norm_forward, _rms_norm_backward
+    return run_norm(pair, x, weight, residual=residual, eps=eps, zero_centered=zero_centered)
+
+
+def run_norm(
+    pair: tuple[Callable, Callable],
+    x: torch.Tensor,
+    *weights: torch.Tensor | StoredWeight | None,
+    residual: torch.Tensor | None,
+    eps: float,
+    zero_centered: bool,
+) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
+    """Return norm(x), or (norm(x + residual), x + residual), by the functions of an implementation:
+    forward and backward."""
+    stored = [weight if isinstance(weight, StoredWeight) else None for weight in weights]
     if torch.is_grad_enabled():
-        y, total = Normalise.apply(pair, x, residual, eps, zero_centered, weight)
+        leaves = [w.anchor if isinstance(w, StoredWeight) else w for w in weights]
+        y, total = Normalise.apply(pair, x, residual, eps, zero_centered, stored, *leaves)
     else:
-        y, total, *_ = pair[0](x, residual, eps, zero_centered, weight)
+        values = [w.value if isinstance(w, StoredWeight) else w for w in weights]
+        y, total, *_ = pair[0](x, residual, eps, zero_centered, *values)
     return y if residual is None else (y, total)
 
 
 class Normalise(torch.autograd.Function):
     """y = norm(t), t = x + residual, by the two functions of an implementation.
 
-    Forward and backward: those two. The gradient of t is given to x and residual alike. Saves t and
-    whatever else forward returns after it.
+    Forward and backward: those two. The gradient of t is given to x and residual alike. Backward
+    may return addends [n, h] of a weight's gradient [h]. Saves t and whatever else forward returns
+    after it.
     """
 
     @staticmethod
-    def forward(ctx, pair, x, residual, eps, zero_centered, *weights):
+    def forward(ctx, pair, x, residual, eps, zero_centered, stored, *weights):
         forward, ctx.differentiate = pair
-        y, total, *kept = forward(x, residual, eps, zero_centered, *weights)
+        values = [w if s is None else s.value for s, w in zip(stored, weights, strict=True)]
+        y, total, *kept = forward(x, residual, eps, zero_centered, *values)
         ctx.save_for_backward(total, *kept)
-        ctx.zero_centered, ctx.weight_dtype = zero_centered, weights[0].dtype
+        ctx.zero_centered, ctx.stored, ctx.weight_dtype = zero_centered, stored, weights[0].dtype
         ctx.set_materialize_grads(False)
         return y, None if residual is None else total
 
     @staticmethod
     def backward(ctx, grad_y, grad_total):
-        _, _, needs_residual, _, _, *wanted = ctx.needs_input_grad
+        _, _, needs_residual, _, _, _, *wanted = ctx.needs_input_grad
         grad, grads = grad_total, [None] * len(wanted)
         if grad_y is not None:
-            grad, *grads = ctx.differentiate(
+            grad, *sums = ctx.differentiate(
                 grad_y, grad_total, ctx.saved_tensors, ctx.zero_centered, wanted
             )
-        grads = [
-            found.to(ctx.weight_dtype) if found is not None and want else None
-            for found, want in zip(grads, wanted, strict=True)
-        ]
-        return None, grad, grad if needs_residual else None, None, None, *grads
+            for i, (addends, stored) in enumerate(zip(sums, ctx.stored, strict=False)):
+                if addends is None or not wanted[i]:
+                    continue
+                if stored is not None:
+                    stored.put(addends)
+                else:
+                    whole = addends.sum(0) if addends.ndim > 1 else addends
+                    grads[i] = whole.to(ctx.weight_dtype)
+        return None, grad, grad if needs_residual else None, None, None, None, *grads
 
 
 def check_norm(

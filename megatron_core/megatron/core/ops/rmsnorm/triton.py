@@ -206,7 +206,8 @@ def rms_norm_backward(
     zero_centered: bool,
     wanted: Sequence[bool],
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the gradients of x + residual and of the weight; see `reference.rms_norm_backward`."""
+    """Return the gradient of x + residual and addends [programs, h] of the weight's; see
+    `reference.rms_norm_backward`."""
     total, weight, rstd = saved
     features = total.shape[-1]
     grad = torch.empty(total.shape, dtype=total.dtype, device=total.device)
@@ -234,4 +235,4 @@ def rms_norm_backward(
         HAS_GRAD_TOTAL=grad_total is not None,
         **tile,
     )
-    return grad, partial.sum(0)
+    return grad, partial

@@ -319,7 +319,7 @@ class Optimizer:
             ValueError: the data-parallel engine has not completed them.
         """
         self._check_gradients()
-        return math.sqrt(self._total(_square))
+        return math.sqrt(self._total(_squares))
 
     def count_zeros(self) -> int:
         """Return the number of gradient elements that are exactly zero, each counted once.
@@ -328,12 +328,12 @@ class Optimizer:
             ValueError: the data-parallel engine has not completed them.
         """
         self._check_gradients()
-        return round(self._total(lambda flat: (flat == 0).sum().double()))
+        return round(self._total(_zeros))
 
     @torch.no_grad()
     def params_norm(self) -> float:
         """Return the L2 norm of the fp32 weights that are trained, each counted once."""
-        return math.sqrt(self._total(_square, of_weights=True))
+        return math.sqrt(self._total(_squares, of_weights=True))
 
     def _check_gradients(self) -> None:
         """See that every engine has completed its gradients. Raises ValueError."""
@@ -341,18 +341,29 @@ class Optimizer:
             owner.check_gradients()
 
     def _total(
-        self, measure: Callable[[torch.Tensor], torch.Tensor], *, of_weights: bool = False
+        self,
+        measure: Callable[[Sequence[torch.Tensor]], torch.Tensor],
+        *,
+        of_weights: bool = False,
     ) -> float:
-        """Sum a measure of the counted pieces over the ranks that hold different ones."""
+        """Sum a measure of the counted pieces over the ranks that hold different ones.
+
+        Args:
+            measure: maps flat tensors on one device to fp64 scalar, the sum of their measures.
+        """
+        pieces: dict[tuple[str, int, torch.device], list[torch.Tensor]] = {}
+        for state in self.ranges:
+            owned = state.owned
+            flat = state.master if of_weights else owned.gradients
+            alike = pieces.setdefault((owned.norm_group, owned.replicas, flat.device), [])
+            alike += [flat[start:stop] for start, stop in owned.counted]
         by_group = {
             name: torch.zeros((), dtype=torch.float64, device=self.device)
             for name in self._norm_groups
         }
-        for state in self.ranges:
-            owned = state.owned
-            flat = state.master if of_weights else owned.gradients
-            for start, stop in owned.counted:
-                by_group[owned.norm_group] += measure(flat[start:stop]) / owned.replicas
+        for (name, replicas, _), flats in pieces.items():
+            if flats:
+                by_group[name] += measure(flats) / replicas
         return sum(float(all_reduce(t, self.groups[g])) for g, t in by_group.items())
 
     def _apply(self, numbers: StepNumbers) -> None:
@@ -380,6 +391,14 @@ def _norm_groups(
     return [name for name, any_stage in zip(NORM_GROUPS, used.tolist(), strict=True) if any_stage]
 
 
-def _square(flat: torch.Tensor) -> torch.Tensor:
-    """Return the sum of squares of a flat tensor, summed in fp32."""
-    return torch.linalg.vector_norm(flat, dtype=torch.float32).double() ** 2
+def _squares(flats: Sequence[torch.Tensor]) -> torch.Tensor:
+    """Return the sum of squares of flat tensors, summed in fp32 within each of them."""
+    norms = torch.empty(len(flats), dtype=torch.float32, device=flats[0].device)
+    for flat, norm in zip(flats, norms.unbind(), strict=True):
+        torch.linalg.vector_norm(flat, dtype=torch.float32, out=norm)
+    return norms.double().square_().sum()
+
+
+def _zeros(flats: Sequence[torch.Tensor]) -> torch.Tensor:
+    """Return the number of elements that are exactly zero."""
+    return torch.stack([(flat == 0).sum() for flat in flats]).sum().double()

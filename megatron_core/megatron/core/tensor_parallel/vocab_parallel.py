@@ -17,6 +17,7 @@ kept for it, in the dtype of the products.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from types import MappingProxyType
 from typing import Literal
 
@@ -116,7 +117,8 @@ def _chunk_gradient_(
 
 
 class _CrossEntropy(torch.autograd.Function):
-    """forward loss, and both gradients if wanted; backward scales them. Saves d_hidden and dW.
+    """forward loss, and both gradients if wanted; backward scales them in place, so it runs once.
+    Saves d_hidden and dW.
 
     dgrad is computed in forward and thus reads what forward reads, with 1-D scale blocks as well.
 
@@ -177,14 +179,26 @@ class _CrossEntropy(torch.autograd.Function):
         # On a CPU reading the factor costs nothing, and it is 1 in training: no pass over the
         # gradients.
         scaled = grad.device.type != "cpu" or float(grad) != 1.0
-        if d_hidden is not None and scaled:
-            d_hidden = d_hidden * grad
+        scale = grad.detach() if scaled else None
+        if d_hidden is not None and scale is not None:
+            d_hidden.mul_(scale)
         if d_weight is not None:
-            ctx.handle.add_gradient(d_weight * grad if scaled else d_weight)
+            ctx.handle.written_gradient(partial(_write_scaled, d_weight.detach(), scale))
         if kept:
-            scale = grad.detach() if scaled else None
             ctx.handle.made_gradient(_product(ctx.handle.shape, kept[0].detach(), kept[1:], scale))
         return d_hidden, None, None, None, None, None, None, None
+
+
+def _write_scaled(
+    d_weight: torch.Tensor, scale: torch.Tensor | None, slot: torch.Tensor, *, overwrite: bool
+) -> None:
+    """Write d_weight · scale to the slot, or add it; a scale of None is 1."""
+    if scale is None:
+        slot.copy_(d_weight) if overwrite else slot.add_(d_weight)
+    elif overwrite:
+        torch.mul(d_weight, scale, out=slot)
+    else:  # scaled in place, and rounded as a split backward rounds it
+        slot.add_(d_weight.mul_(scale))
 
 
 def _product(

@@ -225,7 +225,8 @@ class LinearCrossEntropy(torch.autograd.Function):
     """loss = sum over tokens of weight * (lse(hidden W^T) - logit of the target).
 
     Forward: as above, and at once, while a chunk of logits is there, dgrad: dlogits W, and wgrad:
-    dlogits^T hidden. Saves those two gradients; backward multiplies them by the incoming one.
+    dlogits^T hidden. Saves those two gradients; backward multiplies them by the incoming one in
+    place, so it runs once.
     """
 
     @staticmethod
@@ -266,8 +267,9 @@ class LinearCrossEntropy(torch.autograd.Function):
         grad_hidden, grad_weight = ctx.saved_tensors
         # Reading the value costs a synchronisation on a GPU, and saves two passes on a CPU.
         if grad_loss.device.type != "cpu" or grad_loss.item() != 1:
-            grad_hidden = None if grad_hidden is None else grad_hidden * grad_loss
-            grad_weight = None if grad_weight is None else grad_weight * grad_loss
+            for grad in (grad_hidden, grad_weight):
+                if grad is not None:
+                    grad.mul_(grad_loss)
         if grad_hidden is not None:
             grad_hidden = grad_hidden.to(ctx.hidden_dtype)
         if grad_weight is not None:

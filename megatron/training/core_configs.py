@@ -74,6 +74,7 @@ def backend(config: Config) -> Backend:
         context_engine=config.parallel.cp_comm_type,
         linear_mode=config.parallel.linear_cp_mode,
         dispatcher=config.parallel.moe_token_dispatcher_type,
+        expert_rank_capacity_factor=config.parallel.moe_expert_rank_capacity_factor,
         overlap_shared_expert=config.parallel.moe_shared_expert_overlap,
         gtp_opt_in_modules=config.parallel.gtp_opt_in_modules or (),
     )

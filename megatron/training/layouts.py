@@ -151,7 +151,13 @@ def packed_cuts(run: Run, place: RunGroups, model: GPTConfig) -> PackedCuts | No
         window=window(model),
         multiple=parallel.tensor_model_parallel_size if parallel.sequence_parallel else 1,
         by_heads=engine == ALL_TO_ALL,
-        agree=agreement(place.groups, model, parallel.moe_token_dispatcher_type, place.device),
+        agree=agreement(
+            place.groups,
+            model,
+            parallel.moe_token_dispatcher_type,
+            place.device,
+            equal=parallel.moe_expert_rank_capacity_factor is not None,
+        ),
     )
 
 
@@ -171,7 +177,12 @@ def costs_of(model: GPTConfig, tp: int) -> Costs:
 
 
 def agreement(
-    groups: ProcessGroupCollection, model: GPTConfig, dispatcher: str, device: torch.device
+    groups: ProcessGroupCollection,
+    model: GPTConfig,
+    dispatcher: str,
+    device: torch.device,
+    *,
+    equal: bool = False,
 ) -> Agree | None:
     """Return how ranks agree that have other documents and gather each other's tokens, of which
     all must then have as many; None where experts gather none of such ranks.
@@ -179,12 +190,14 @@ def agreement(
     Args:
         dispatcher: that is asked for, "auto" too.
         device: where the group reduces.
+        equal: ranks exchange blocks of one size, whatever the dispatcher.
     """
     group, grid = groups["etp_ep"], groups.grid
     places = (grid.coordinates(rank) for rank in group.ranks)
     if model.moe is None or len({(at["gtp"], at["dp"]) for at in places}) == 1:
         return None
-    if choose_dispatcher(dispatcher, topk=model.moe.router.topk, ep=grid.ep) != "allgather":
+    chosen = choose_dispatcher(dispatcher, topk=model.moe.router.topk, ep=grid.ep)
+    if chosen != "allgather" and not equal:
         return None
 
     def agree(numbers: Sequence[float]) -> Sequence[float]:

@@ -38,7 +38,7 @@ from megatron.core.models.gpt import (
     shifted,
     take_mean_losses,
 )
-from megatron.core.moe import MoEConfig
+from megatron.core.moe import CapacityCheck, MoEConfig, capacities_of
 from megatron.core.moe.router import Balance, RouterLoad, routers_of
 from megatron.core.optimizer import Optimizer
 from megatron.core.optimizer.config import check_patterns
@@ -236,7 +236,17 @@ def _train_step(
         forward_backward=_step_runner(run, place, model, engine, reruns=reruns),
         per_token_loss=run.config.training.calculate_per_token_loss,
         reruns=reruns,
+        capacities=_capacities(run.config, model, place),
     )
+
+
+def _capacities(config: Config, model: GPTModel, place: RunGroups) -> CapacityCheck | None:
+    """Return what finds tokens without room; None where ranks of experts take all."""
+    if config.parallel.moe_expert_rank_capacity_factor is None:
+        return None
+    found = [(layer_name(router), capacity) for router, capacity in capacities_of(model)]
+    names = [layer_name(router) for router in model.config.router_names]
+    return CapacityCheck(found, names, world=place.groups["world"], device=place.device)
 
 
 def _reruns(config: Config, model: GPTModel) -> Reruns:

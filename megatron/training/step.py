@@ -32,6 +32,7 @@ from megatron.core.comm import all_reduce
 from megatron.core.context_parallel import SequenceLayout
 from megatron.core.distributed import DataParallel
 from megatron.core.models.gpt import Ahead, GPTModel
+from megatron.core.moe import CapacityCheck
 from megatron.core.optimizer import Optimizer
 from megatron.core.pipeline_parallel import (
     Action,
@@ -219,6 +220,7 @@ class TrainStep:
             None.
         per_token_loss: weigh every token of the step equally instead of every microbatch.
         reruns: when a step is computed again; nothing of it but its gradients has changed by then.
+        capacities: of ranks of experts, which must have room for all tokens; None where they do.
     """
 
     def __init__(
@@ -231,7 +233,9 @@ class TrainStep:
         forward_backward: StepRunner | None = None,
         per_token_loss: bool = False,
         reruns: Reruns | None = None,
+        capacities: CapacityCheck | None = None,
     ) -> None:
+        self.capacities = capacities
         self.forward_backward = forward_backward or ForwardBackward(model, engine)
         self.model, self.engine, self.optimizer = model, engine, optimizer
         self.groups, self.per_token_loss = groups, per_token_loss
@@ -262,7 +266,8 @@ class TrainStep:
             loss_limit: skip the step if its loss is above this; equal on all ranks.
 
         Raises:
-            ValueError: no microbatch.
+            ValueError: no microbatch; or tokens without room on the ranks of their experts, on
+                every rank, before anything has changed.
         """
         if not microbatches:
             raise ValueError("a step needs at least one microbatch")
@@ -294,16 +299,23 @@ class TrainStep:
         """Run forward and backward, make gradients whole, sum loss and votes, and judge them."""
         scaler = self.optimizer.scaler
         factors = self.loss_factors(microbatches) * scaler.scale
+        if self.capacities is not None:
+            self.capacities.begin()
         total = self.forward_backward(microbatches, factors)
         # Every rank takes part, although ranks with the same tokens have the same loss: a decision
         # that some ranks come to and others do not would leave them in different collectives.
         # NaN and Inf times 0 are NaN, so they reach all ranks from every one.
         own = total * float(self.groups.coordinates["tp"] == 0)
-        numbers = torch.cat([own.view(1), own.new_tensor(list(votes))])
-        loss, *sums = all_reduce(numbers, self.groups["world"]).tolist()
+        numbers = [own.view(1), own.new_tensor(list(votes))]
+        if self.capacities is not None:
+            numbers.append(self.capacities.count())
+        loss, *sums = all_reduce(torch.cat(numbers), self.groups["world"]).tolist()
+        without_room = 0.0 if self.capacities is None else sums.pop()
         found = Computed(loss / scaler.scale, tuple(sums), total)
-        if not math.isfinite(loss):
+        if not math.isfinite(loss):  # NaN may be routed anywhere
             return replace(found, kind="nan")
+        if without_room and self.capacities is not None:
+            self.capacities.fail()
         if found.loss > limit:
             return replace(found, kind="spike")
         norm = self.optimizer.grad_norm()

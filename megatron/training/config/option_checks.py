@@ -443,10 +443,16 @@ def _switches(config: Config) -> Iterator[str]:
         )
     ep = config.parallel.expert_model_parallel_size
     etp = config.parallel.expert_tensor_parallel_size or config.parallel.tensor_model_parallel_size
-    if graphs != "none" and ep * etp > 1:
+    factor = config.parallel.moe_expert_rank_capacity_factor
+    if graphs != "none" and ep * etp > 1 and factor is None:
         yield (
             f"experts on {ep * etp} ranks with --cuda-graph-impl {graphs}: the host reads how many "
-            "tokens each rank gets, which is not recorded: drop the latter"
+            "tokens each rank gets, which is not recorded: add --moe-expert-rank-capacity-factor"
+        )
+    if factor is not None and ep * etp == 1:
+        yield (
+            f"--moe-expert-rank-capacity-factor {factor:g} has no effect: every rank has all "
+            "experts: drop it or give --expert-model-parallel-size"
         )
     kind, coefficient = chosen.moe_router_load_balancing_type, chosen.moe_aux_loss_coeff
     if kind == "none" and coefficient:

@@ -374,6 +374,10 @@ class ParallelConfig:
     moe_token_dispatcher_type: Literal["auto", "allgather", "alltoall"] = "auto"
     """How tokens come to the ranks of their experts: allgather brings all tokens to all ranks,
     alltoall to each what it needs; auto takes what moves fewer bytes."""
+    moe_expert_rank_capacity_factor: float | None = None
+    """In training a rank of experts takes this times its even share of tokens, and a step in which
+    one gets more is an error before weights change; the host then reads no counts, and steps can be
+    recorded. None takes all."""
     moe_shared_expert_overlap: bool = True
     """Compute the shared expert while tokens are on their way."""
     distributed_timeout_minutes: float = 10.0
@@ -391,6 +395,7 @@ class ParallelConfig:
     def __post_init__(self) -> None:
         positive(self, "tensor_model_parallel_size", "context_parallel_size")
         positive(self, "expert_model_parallel_size", "expert_tensor_parallel_size")
+        positive(self, "moe_expert_rank_capacity_factor")
         positive(
             self, "tensor_parallel_num_weight_shards", "expert_tensor_parallel_num_weight_shards"
         )

@@ -377,7 +377,11 @@ def _dispatcher(run: Run, model: GPTConfig) -> str:
     }
     shown = ", ".join(f"{kind} {rows[kind]:,}" for kind in sorted(rows, key=rows.__getitem__))
     why = "least rows" if wanted == "auto" else "asked for; rows"
-    return f"tokens by {chosen}: {why} of a rank, there and back: {shown}"
+    line = f"tokens by {chosen}: {why} of a rank, there and back: {shown}"
+    factor = parallel.moe_expert_rank_capacity_factor
+    if factor is None:
+        return line
+    return f"{line}; in training a rank takes {factor:g} x the even share of {etp * share * topk:,}"
 
 
 def parameters(model: GPTConfig) -> tuple[int, int]:

@@ -96,6 +96,8 @@ class Backend:
         linear_mode: how recurrences over those ranks meet: "headwise", "segments" or "auto".
         dispatcher: how tokens come to the ranks of their experts: "allgather", "alltoall", or
             "auto", which is what moves fewer bytes.
+        expert_rank_capacity_factor: in training a rank of experts takes this times its even share
+            of tokens, so that the host knows all sizes, see `moe.capacity`; None takes all.
         overlap_shared_expert: compute the shared expert while tokens are under way.
         gtp_opt_in_modules: whose matrices generalized tensor parallelism may shard although every
             tensor parallel rank has them whole: "mla_down_proj" (the down projections of latent
@@ -120,6 +122,7 @@ class Backend:
     context_engine: str = AUTO
     linear_mode: str = AUTO
     dispatcher: str = AUTO
+    expert_rank_capacity_factor: float | None = None
     overlap_shared_expert: bool = True
     gtp_opt_in_modules: tuple[str, ...] = ()
     cpu_dtype: torch.dtype | None = None

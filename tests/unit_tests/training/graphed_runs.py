@@ -60,8 +60,8 @@ EXPERTS = replace(
     num_layers=2,
     ffn_pattern="-E",
     moe=MoEConfig(
-        num_experts=5,
-        ffn_hidden_size=12,
+        num_experts=6,
+        ffn_hidden_size=16,
         router=RouterConfig(
             expert_bias=True, balance="aux_loss", aux_loss_coeff=0.1, z_loss_coeff=0.01
         ),

@@ -297,7 +297,13 @@ def test_yarn_grows_what_rotates_and_the_softmax_scale():
         (
             f"{EXPERTS} --cuda-graph-impl full_iteration --expert-model-parallel-size 2",
             2,
-            "experts on 2 ranks with --cuda-graph-impl full_iteration: the host reads how many",
+            "experts on 2 ranks with --cuda-graph-impl full_iteration: the host reads how many "
+            "tokens each rank gets, which is not recorded: add --moe-expert-rank-capacity-factor",
+        ),
+        (
+            f"{EXPERTS} --moe-expert-rank-capacity-factor 1.5",
+            1,
+            "--moe-expert-rank-capacity-factor 1.5 has no effect: every rank has all experts",
         ),
         (
             "--kv-lora-rank 8 --mscale 2",

@@ -108,7 +108,7 @@ def test_experts_are_replayed_with_other_routes(granularity, factor):
     (router,) = routers_of(found[2].model)
     microbatches = sum(1 if i in SHORTER else 2 for i in range(STEPS))
     recorded = 2  # a tape computes what it records
-    assert router.counted[:5].sum() == 2 * 12 * 2 * (microbatches + recorded)
+    assert router.counted[:6].sum() == 2 * 12 * 2 * (microbatches + recorded)
 
 
 def cases(rank: int, world: int, grid: dict, configs: list[dict]) -> None:

@@ -1,8 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
 """Mixture of experts: a router, the dispatch of tokens to their experts, the experts."""
 
+from megatron.core.moe.capacity import CapacityCheck
 from megatron.core.moe.config import MoEConfig, RouterConfig
-from megatron.core.moe.layer import MoE
+from megatron.core.moe.layer import MoE, capacities_of
 from megatron.core.moe.router import Balance, RouterLoad, routers_of
 
-__all__ = ["Balance", "MoE", "MoEConfig", "RouterConfig", "RouterLoad", "routers_of"]
+__all__ = [
+    "Balance",
+    "CapacityCheck",
+    "MoE",
+    "MoEConfig",
+    "RouterConfig",
+    "RouterLoad",
+    "capacities_of",
+    "routers_of",
+]

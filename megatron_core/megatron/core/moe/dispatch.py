@@ -19,7 +19,10 @@ the others. Of places there are ep times as many as it needs, copied and not mul
 steps, those that compute prompts, wait for the counts.
 
 In training a single rank does not wait either where its experts drop tokens or leave out padding:
-all t · k places are copied, those that no expert takes last, and these are not multiplied.
+all t · k places are copied, those that no expert takes last, and these are not multiplied. Nor do
+several ranks that have a capacity (`RankCapacity`): by all-to-all every rank sends blocks of one
+size to all, by all-gather it copies as many rows as it has room for; what is not filled is copied
+and not multiplied.
 """
 
 from __future__ import annotations
@@ -32,6 +35,7 @@ import torch.nn.functional as F
 
 from megatron.core.comm import all_gather, gather_from_group
 from megatron.core.comm.conjugates import arrive, depart, direct, exchange, gather, scatter
+from megatron.core.moe.capacity import RankCapacity
 from megatron.core.moe.config import DISPATCHERS
 from megatron.core.moe.router import Routing
 from megatron.core.ops.permutation import Permutation, sum_rows, take_rows
@@ -117,6 +121,7 @@ def dispatch(
     dispatcher: str,
     meanwhile: Callable[[], None] | None = None,
     padding: Padding | None = None,
+    capacity: RankCapacity | None = None,
 ) -> torch.Tensor:
     """Return each row's weighted sum of what its experts make of it, [t, h].
 
@@ -127,6 +132,7 @@ def dispatch(
         meanwhile: called while rows are under way to their experts.
         padding: of a step of generation; None has as many rows on every rank, and may wait for the
             device.
+        capacity: of ranks in training, which then wait for nothing; None is without.
     """
     meanwhile = meanwhile or _nothing
     if ranks.group.size == 1:
@@ -136,7 +142,9 @@ def dispatch(
         return _by_all_gather(rows, routing, experts, ranks, meanwhile, padding)
     uneven = padding is not None and padding.uneven
     if dispatcher == "allgather" and not uneven:
-        return _by_all_gather(rows, routing, experts, ranks, meanwhile)
+        return _by_all_gather(rows, routing, experts, ranks, meanwhile, capacity=capacity)
+    if capacity is not None:
+        return _by_equal_blocks(rows, routing, experts, ranks, meanwhile, capacity)
     return _by_all_to_all(rows, routing, experts, ranks, meanwhile)
 
 
@@ -203,6 +211,12 @@ class _Sorted:
         found = _Sorted.of(wanted, num_experts, complete=True)
         return replace(found, trailing=routing.kept is not None)
 
+    def within(self, count: int) -> _Sorted:
+        """Return the first places, so many at most; others may follow them."""
+        ends = self.counts.cumsum(0).clamp(max=count)
+        counts = ends.diff(prepend=ends.new_zeros(1))
+        return _Sorted(self.places[:count], counts, trailing=True)
+
     def computed(self, rows: torch.Tensor, experts: Experts) -> torch.Tensor:
         """Return what experts make of rows [r, h] in this order, 0 of those of no expert here."""
         runs = RowRuns.of(self.counts, trailing=self.trailing)
@@ -232,6 +246,8 @@ def _by_all_gather(
     ranks: ExpertRanks,
     meanwhile: Callable[[], None],
     padding: Padding | None = None,
+    *,
+    capacity: RankCapacity | None = None,
 ) -> torch.Tensor:
     group, count = ranks.group, len(rows)
     if padding is not None and padding.rows > count:
@@ -244,7 +260,14 @@ def _by_all_gather(
     wanted = all_gather(wanted, group)  # [n t, k]
     weights = gather_from_group(routing.weights, group, partial_gradient=True)  # [n t, k]
     complete = routing.kept is None and not (padding is not None and padding.uneven)
-    found = _Sorted.here(wanted, ranks, complete=complete, waits=padding is None)
+    some = ranks.num_local < ranks.num_experts  # else places of no expert are few, and may stay
+    waits = padding is None and capacity is None and some
+    found = _Sorted.here(wanted, ranks, complete=complete, waits=waits)
+    if capacity is not None:
+        share = wanted.numel() * ranks.num_local / ranks.num_experts
+        room = capacity.rows(share, len(wanted) * min(wanted.shape[1], ranks.num_local))
+        capacity.record(found.counts.sum(0, keepdim=True), room, share)
+        found = found.within(room)
     permutation = Permutation.of(found.places, *wanted.shape)
     meanwhile()
     everyone = arrive(under_way, flight)  # [n t, h]
@@ -307,10 +330,52 @@ def _by_all_to_all(
     meanwhile()
     results = experts(take_rows(arrive(under_way, there), by_expert), runs)
     returned = direct(sum_rows(results, by_expert), back)
-    weights = routing.weights
-    if etp > 1:
-        weights = weights.repeat_interleave(etp, dim=1)  # [t, k etp]
-    return sum_rows(returned, leaving, weights=weights)
+    return sum_rows(returned, leaving, weights=_for_parts(routing.weights, etp))
+
+
+def _by_equal_blocks(
+    rows: torch.Tensor,
+    routing: Routing,
+    experts: Experts,
+    ranks: ExpertRanks,
+    meanwhile: Callable[[], None],
+    capacity: RankCapacity,
+) -> torch.Tensor:
+    group, etp, local = ranks.group, ranks.etp, ranks.num_local
+    tokens, topk = routing.experts.shape
+    parts = group.size // etp
+    found = _Sorted.everywhere(routing, ranks.num_experts)
+    counts = all_gather(found.counts.unsqueeze(0), group)  # [n, E]
+    share = tokens * topk / parts
+    room = capacity.rows(share, tokens * min(topk, local))
+    wanted = found.counts.view(parts, local).sum(1)  # [ep]
+    capacity.record(wanted, room, share)
+    slot = torch.arange(room, device=rows.device)
+    index = (wanted.cumsum(0) - wanted).unsqueeze(1) + slot  # [ep, room]
+    places = found.places[index.clamp(max=len(found.places) - 1)].unsqueeze(1)
+    places = places * etp + torch.arange(etp, device=rows.device).unsqueeze(1)  # [ep, etp, room]
+    present = (slot < wanted.unsqueeze(1)).unsqueeze(1).expand_as(places)
+    leaving = Permutation.with_padding(
+        places.flatten(), present.flatten(), tokens=tokens, copies=topk * etp
+    )
+    sizes = [room] * group.size
+    there, back = exchange(group, sizes, sizes), exchange(group, sizes, sizes)
+    under_way = depart(take_rows(rows, leaving), there)
+    # Of each block, rows of this rank's experts in order, and then padding.
+    ends = counts[:, ranks.first : ranks.first + local].cumsum(1)  # [n, E/ep]
+    whose = torch.searchsorted(ends, slot.expand(len(ends), room).contiguous(), right=True)
+    here = replace(_Sorted.of(whose, local, complete=True), trailing=True)
+    by_expert = Permutation.of(here.places, whose.numel(), 1)
+    meanwhile()
+    arrived = arrive(under_way, there)  # [n room, h]
+    results = here.computed(take_rows(arrived, by_expert), experts)
+    returned = direct(sum_rows(results, by_expert), back)
+    return sum_rows(returned, leaving, weights=_for_parts(routing.weights, etp))
+
+
+def _for_parts(weights: torch.Tensor, etp: int) -> torch.Tensor:
+    """Return weights [t, k] of what each part of an expert returns, [t, k etp]."""
+    return weights.repeat_interleave(etp, dim=1) if etp > 1 else weights
 
 
 def _regrouped(counts: torch.Tensor) -> tuple[Permutation, RowRuns]:

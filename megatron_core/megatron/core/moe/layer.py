@@ -23,6 +23,7 @@ from torch import nn
 
 from megatron.core.backend import LayerBuild
 from megatron.core.context_parallel import SequenceLayout
+from megatron.core.moe.capacity import RankCapacity
 from megatron.core.moe.config import MoEConfig
 from megatron.core.moe.dispatch import ExpertRanks, Padding, choose_dispatcher, dispatch
 from megatron.core.moe.router import Router, Routing, Share
@@ -97,6 +98,8 @@ class MoE(nn.Module):
     Attributes:
         dispatcher: what brings tokens to their experts.
         overlaps: whether the shared expert is computed meanwhile.
+        capacity: of this rank for the tokens of a microbatch of training (one with samples); None
+            takes all, as evaluation and generation do.
     """
 
     def __init__(self, name: str, *, config: MoEConfig, build: LayerBuild) -> None:
@@ -112,6 +115,10 @@ class MoE(nn.Module):
             build.backend.dispatcher, topk=config.router.topk, ep=grid.ep
         )
         self.overlaps = build.backend.overlap_shared_expert
+        self.capacity: RankCapacity | None = None
+        factor = build.backend.expert_rank_capacity_factor
+        if factor is not None and self.ranks.group.size > 1:
+            self.capacity = RankCapacity(factor, build.store.device)
         # A padded dispatch and an exact one add in different orders.
         self._exact = build.store.row_tiles
         self._no_rows = torch.empty(
@@ -164,6 +171,7 @@ class MoE(nn.Module):
             dispatcher=self.dispatcher,
             meanwhile=meanwhile if self.overlaps else None,
             padding=self._padding(share.count, layout),
+            capacity=None if layout.sample_ids is None else self.capacity,
         )  # [t, h]
         if not self.overlaps:
             meanwhile()
@@ -202,6 +210,12 @@ class MoE(nn.Module):
         """Return how rows are padded where ranks have different numbers of them."""
         rows = -(-most_tokens // self.region.group.size)
         return Padding(rows=rows, uneven=True, exact=self._exact)
+
+
+def capacities_of(model: nn.Module) -> list[tuple[str, RankCapacity]]:
+    """Return the capacities of a model's layers, each with the name of the layer's router."""
+    layers = (module for module in model.modules() if isinstance(module, MoE))
+    return [(m.router.name, m.capacity) for m in layers if m.capacity is not None]
 
 
 class SharedExpert(nn.Module):

@@ -122,7 +122,7 @@ CORE = "megatron.core"
 READERS = {
     f"{CORE}.inference.sampling": (EVERY, "the chosen tokens and what is said of them"),
     f"{CORE}.ops.paged_attention.reference": (EVERY, "on a CPU in place of a kernel"),
-    f"{CORE}.weight_gather.grouped": ({"experts"}, "on a CPU in place of a grouped product"),
+    f"{CORE}.ops.grouped_mm": ({"experts"}, "on a CPU in place of a grouped product"),
 }
 #: Modules that may make tensors in a step, the families in which they do, and why.
 MAKERS = {
@@ -130,7 +130,7 @@ MAKERS = {
     f"{CORE}.ops.paged_attention.reference": (EVERY, "on a CPU in place of a kernel"),
     f"{CORE}.moe.dispatch": ({"experts"}, "counts of experts, which begin at zero"),
     f"{CORE}.ops.permutation": ({"experts"}, "the order of rows, inverted"),
-    f"{CORE}.weight_gather.grouped": ({"experts"}, "the result of several products"),
+    f"{CORE}.ops.grouped_mm": ({"experts"}, "the result of several products"),
     f"{CORE}.ops.swiglu": ({"experts"}, "the result of an activation"),
     f"{CORE}.ops.rope": ({"latent"}, "the result of a rotation"),
     f"{CORE}.ops.causal_conv1d": ({"hybrid"}, "on a CPU in place of a kernel"),

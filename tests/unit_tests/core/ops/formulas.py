@@ -6,7 +6,7 @@ import math
 import torch
 
 from megatron.core.ops.dropout import AttentionDropout
-from megatron.core.ops.permutation import Permutation
+from megatron.core.ops.permutation import Permutation, sum_rows, take_rows
 from tests.support.closeness import assert_close_by_metric
 
 # bf16 keeps 8 bits: each rounding moves a value by at most 2^-9 of itself. The bound allows the
@@ -221,3 +221,36 @@ def naive_sum_rows(y, slots, weights=None):
         ]
         sums.append(torch.stack([torch.zeros_like(y[0]), *rows]).sum(0))
     return torch.stack(sums)
+
+
+def compare_with_padding(make, implementation):
+    """Compare copies and sums with rows of padding, as many rows as places, more and fewer."""
+    tokens, copies, features = 5, 2, 37
+    order = torch.tensor([7, 2, 9, 0, 4, 3])  # places that have a row
+    for rows in (8, tokens * copies, 13):
+        places = torch.full((rows,), 6)  # of padding, which is no place of a row
+        where = torch.tensor([1, 0, 3, 4, 6, 7])
+        places[where] = order
+        present = torch.zeros(rows, dtype=torch.bool)
+        present[where] = True
+        permutation = Permutation.with_padding(places, present, tokens=tokens, copies=copies)
+        options = {"implementation": implementation}
+        x, pull = make(tokens, features), make(rows, features)
+        leaf = x.float().requires_grad_()
+        out = take_rows(leaf, permutation, **options)
+        out.backward(pull.float())
+        assert_close(out[where], x[order // copies], torch.float32, "copies")
+        grad = torch.zeros_like(x).index_add_(0, order // copies, pull[where])
+        assert_close(leaf.grad, grad, torch.float32, "gradient of tokens")
+        weights, back = make(tokens, copies), make(tokens, features)
+        y, w = (t.float().requires_grad_() for t in (pull, weights))
+        sums = sum_rows(y, permutation, weights=w, **options)
+        sums.backward(back.float())
+        factors = weights.flatten()[order].unsqueeze(1)
+        wanted = torch.zeros_like(x).index_add_(0, order // copies, factors * pull[where])
+        assert_close(sums, wanted, torch.float32, "sums")
+        d_rows = factors * back[order // copies]
+        assert_close(y.grad[where], d_rows, torch.float32, "gradient of rows")
+        d_weights = torch.zeros_like(weights).flatten()
+        d_weights[order] = (back[order // copies] * pull[where]).sum(1)
+        assert_close(w.grad.flatten(), d_weights, torch.float32, "gradient of weights")

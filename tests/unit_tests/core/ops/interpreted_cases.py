@@ -39,6 +39,7 @@ from tests.unit_tests.core.ops.formulas import (
     PERMUTATIONS,
     assert_close,
     compare,
+    compare_with_padding,
     make_attention,
     make_permutation,
     maker,
@@ -390,6 +391,10 @@ def test_permutations(make, case, features, monkeypatch):
             [make(rows, features), *weights],
             FP32,
         )
+
+
+def test_permutations_with_rows_of_padding(make):
+    compare_with_padding(make, "triton")
 
 
 @pytest.mark.parametrize("tokens", [0, 3])

@@ -12,6 +12,7 @@ from tests.support.nan_memory import nan_memory
 from tests.unit_tests.core.ops.formulas import (
     PERMUTATIONS,
     compare,
+    compare_with_padding,
     make_permutation,
     maker,
     naive_sum_rows,
@@ -154,3 +155,7 @@ def test_bad_arguments_are_named(name):
     call, message = BAD[name]
     with pytest.raises(ValueError, match=message):
         call()
+
+
+def test_rows_of_padding(make):
+    compare_with_padding(make, "reference")

@@ -5,7 +5,8 @@
     sum_rows    out[t] = sum_j w[t, j] · y[slots[t, j]]      [r, h] -> [t, h]
 
 They are each other's backward. `places` and `slots` say the same thing from either side: place
-t · k + j has its copy in row slots[t, j], or none if that is -1.
+t · k + j has its copy in row slots[t, j], or none if that is -1. With padding there are rows that
+no slot names: their copies, and their gradients, are of any token.
 
 In plain torch, which a CPU uses, sums are `embedding_bag`s: rows are gathered, weighted and added
 in one pass, in fp32, where an index, a product and a sum would each write [r, h] to memory.
@@ -14,6 +15,7 @@ in one pass, in fp32, where an index, a product and a sum would each write [r, h
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 import torch.nn.functional as F
@@ -30,13 +32,15 @@ class Permutation:
     Args:
         places: int64 [r], each row's place t · k + j; no place has two rows.
         slots: int64 [t, k], each place's row, or -1.
+        padded: some rows may be padding, with any place.
 
     Raises:
-        ValueError: other dtypes or shapes, or more rows than places.
+        ValueError: other dtypes or shapes, or more rows than places without padding.
     """
 
     places: torch.Tensor
     slots: torch.Tensor
+    padded: bool = False
 
     def __post_init__(self) -> None:
         places, slots = self.places, self.slots
@@ -44,7 +48,8 @@ class Permutation:
             raise ValueError(
                 f"Permutation: places {places.dtype} and slots {slots.dtype} must be int64"
             )
-        if places.ndim != 1 or slots.ndim != 2 or len(places) > slots.numel():
+        too_many = len(places) > slots.numel() and not self.padded
+        if places.ndim != 1 or slots.ndim != 2 or too_many:
             raise ValueError(
                 f"Permutation: places {tuple(places.shape)} must be [r] and slots"
                 f" {tuple(slots.shape)} [t, k], with no more rows than places"
@@ -56,6 +61,18 @@ class Permutation:
         slots = places.new_full((tokens * copies,), -1)
         slots[places] = torch.arange(len(places), device=places.device)
         return Permutation(places, slots.view(tokens, copies))
+
+    @staticmethod
+    def with_padding(
+        places: torch.Tensor, present: torch.Tensor, *, tokens: int, copies: int
+    ) -> Permutation:
+        """Return the permutation with places int64 [r], of which those that are not present, bool
+        [r], are padding."""
+        spare = tokens * copies  # a slot that padding may write to
+        slots = places.new_full((spare + 1,), -1)
+        rows = torch.arange(len(places), device=places.device)
+        slots[places.where(present, spare)] = rows
+        return Permutation(places, slots[:-1].view(tokens, copies), padded=True)
 
 
 def take_rows(
@@ -79,7 +96,8 @@ def take_rows(
         from megatron.core.ops.permutation import triton as kernels
 
         return apply_function(Take, x, places, slots, kernels.take, kernels.total)
-    return apply_function(Take, x, places, slots, take, total)
+    back = partial(total, missing=True) if permutation.padded else total
+    return apply_function(Take, x, places, slots, take, back)
 
 
 def sum_rows(
@@ -115,7 +133,7 @@ def sum_rows(
         from megatron.core.ops.permutation import triton as kernels
 
         return apply_function(kernels.Total, y, weights, places, slots)
-    return apply_function(Total, y, weights, places, slots)
+    return apply_function(Total, y, weights, places, slots, permutation.padded)
 
 
 # --- reference: plain torch
@@ -126,17 +144,24 @@ def take(x: torch.Tensor, places: torch.Tensor, copies: int) -> torch.Tensor:
     return x.index_select(0, places if copies == 1 else places // copies)
 
 
-def total(y: torch.Tensor, slots: torch.Tensor, weights: torch.Tensor | None) -> torch.Tensor:
+def total(
+    y: torch.Tensor,
+    slots: torch.Tensor,
+    weights: torch.Tensor | None,
+    *,
+    missing: bool = False,
+) -> torch.Tensor:
     """Return [t, h]: row t is the sum over j of weights[t, j] · y[slots[t, j]], fp32 inside.
 
     Args:
         y: [r, h].
         slots: int64 [t, k]; -1 adds nothing.
         weights: fp32 [t, k]; None is 1.
+        missing: slots may be -1 although there are as many rows as slots, or more.
     """
     if len(y) == 0 or slots.numel() == 0:
         return y.new_zeros(len(slots), y.shape[1])
-    if len(y) < slots.numel():  # some places have no row
+    if missing or len(y) < slots.numel():  # some places have no row
         there = (slots >= 0).to(accumulation_dtype(y.dtype))
         weights = there if weights is None else weights * there
         slots = slots.clamp(min=0)
@@ -206,16 +231,16 @@ class Total(torch.autograd.Function):
     weights' dw[t, j] = dout[t] · y[slots[t, j]]. Saves y where there are weights."""
 
     @staticmethod
-    def forward(ctx, y, weights, places, slots):
+    def forward(ctx, y, weights, places, slots, padded):
         y = y.contiguous()
         ctx.save_for_backward(None if weights is None else y, weights, places, slots)
-        return total(y, slots, weights)
+        return total(y, slots, weights, missing=padded)
 
     @staticmethod
     def backward(ctx, grad):
         y, weights, places, slots = ctx.saved_tensors
         if weights is None:
-            return take(grad, places, slots.shape[1]), None, None, None
+            return take(grad, places, slots.shape[1]), None, None, None, None
         grad = grad.contiguous()
         d_y = _take_weighted(grad, weights.reshape(-1), places, slots.shape[1])
-        return d_y, dots(grad, y, slots), None, None
+        return d_y, dots(grad, y, slots), None, None, None

@@ -227,7 +227,7 @@ def add_product_(
             torch.mm(left, right, out=total)
         else:
             total.addmm_(left, right)
-    elif left.device.type == "cuda":
+    elif left.device.type != "cpu":
         if overwrite:
             torch.mm(left, right, out_dtype=total.dtype, out=total)
         else:

@@ -48,6 +48,7 @@ from megatron.core.inference.stages import PipelineGroups
 from megatron.core.models.gpt import GPTConfig, GPTModel
 from megatron.core.models.inference_optimized import InferenceOptimizedModel, matrices
 from megatron.core.models.layer_pattern import StageSplit
+from megatron.core.ops.compiler import explain as explain_compiler
 from megatron.core.ops.packed_product import is_available
 from megatron.core.ops.row_tiles import TILE_ROWS, check_tiles
 from megatron.core.ops.tiled_attention import KEY_TILE
@@ -248,6 +249,9 @@ def load_checkpoint_model(
             _check_draft(loaded, draft, name)
             if loaded.model.groups["pp"].rank == 0:  # the other stages are told its drafts
                 loaded = dataclasses.replace(loaded, draft=draft)
+        compilers = explain_compiler(device)
+        if compilers is not None and launch.rank == 0:
+            print(f"kernels: {compilers}", file=sys.stderr)
         yield loaded
 
 

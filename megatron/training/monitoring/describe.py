@@ -30,6 +30,7 @@ from megatron.core.models.gpt import GPTConfig, logical_weights
 from megatron.core.models.layer_pattern import EXPERTS
 from megatron.core.moe.dispatch import choose_dispatcher, dispatched_rows
 from megatron.core.ops.attention import explain as explain_attention
+from megatron.core.ops.compiler import explain as explain_compiler
 from megatron.core.optimizer import Optimizer
 from megatron.core.pipeline_parallel.schedule import make_schedule
 from megatron.core.pipeline_parallel.simulate import Times, simulate
@@ -302,6 +303,12 @@ def attention_line(config: Config, model: GPTConfig, device: torch.device) -> st
     return f"attention: {kernel}"
 
 
+def kernels_line(device: torch.device) -> str | None:
+    """Return which Triton and ptxas compile the kernels, with their known faults; None on a CPU."""
+    compilers = explain_compiler(device)
+    return None if compilers is None else f"kernels: {compilers}"
+
+
 def dropout_line(config: Config, device: torch.device) -> str | None:
     """Return which dropout is on, what it costs and how to turn it off; None where all is off."""
     rates = {
@@ -523,6 +530,7 @@ def start_lines(session: Session, *, consumed_samples: int) -> list[str]:
         layers_line(run.config),
         delayed_scaling_line(run.config),
         attention_line(run.config, session.model.config, session.place.device),
+        kernels_line(session.place.device),
         dropout_line(run.config, session.place.device),
         loss_weight_line(run),
         None if session.cpu_matmul is None else session.cpu_matmul.line(),

@@ -2,7 +2,10 @@
 """Choosing between an op's implementations, the dtype a device multiplies in, and wider sums."""
 
 import functools
+import importlib.metadata
 import importlib.util
+import re
+import subprocess
 import time
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -22,6 +25,33 @@ _NARROW = frozenset({torch.bfloat16, torch.float16})
 def triton_is_installed() -> bool:
     """Say whether Triton can be imported, without importing it."""
     return importlib.util.find_spec("triton") is not None
+
+
+def triton_version() -> str | None:
+    """Return the release of Triton, or None where it is not installed."""
+    return importlib.metadata.version("triton") if triton_is_installed() else None
+
+
+def ptxas_version(major: int) -> str | None:
+    """Return the version of the assembler that Triton calls, or None where there is none.
+
+    It is the program of TRITON_PTXAS_PATH (on Blackwell TRITON_PTXAS_BLACKWELL_PATH) where that is
+    set, else one in Triton's package.
+
+    Args:
+        major: of the compute capability.
+    """
+    if not triton_is_installed():
+        return None
+    import triton
+
+    tools = triton.knobs.nvidia
+    try:
+        path = (tools.ptxas_blackwell if major > 9 else tools.ptxas).path
+    except RuntimeError:  # not found
+        return None
+    text = subprocess.run([path, "--version"], capture_output=True, text=True, check=True).stdout
+    return re.search(r"V(\d[\d.]*)", text)[1]
 
 
 def choose(

@@ -1,0 +1,42 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A run on a GPU says which compilers make its kernels and which of their faults are known."""
+
+import pytest
+import torch
+
+from megatron.core.ops import compiler
+from megatron.training.monitoring.describe import kernels_line
+
+
+@pytest.mark.parametrize(
+    ("major", "triton", "ptxas", "installs"),
+    [
+        (9, "3.3.1", "13.3.73", []),
+        (9, "3.4.0", "13.3.73", ["triton==3.7.1"]),
+        (9, "3.6.0", "12.8.93", ["triton==3.7.1", "nvidia-cuda-nvcc"]),
+        (9, "3.7.1", "13.1.80", ["nvidia-cuda-nvcc"]),
+        (9, "3.7.1", "13.3.33", []),
+        (9, "3.8.0+git1", None, []),
+        (10, "3.6.0", "12.9.86", []),
+        (8, "3.6.0", "12.8.93", []),
+    ],
+)
+def test_known_faults_of_compilers_name_what_to_install(major, triton, ptxas, installs):
+    faults = compiler.compiler_faults(major, triton, ptxas)
+    assert len(faults) == len(installs)
+    for fault, requirement in zip(faults, installs, strict=True):
+        assert requirement in fault
+        assert triton in fault or ptxas in fault
+
+
+def test_the_start_of_a_run_on_hopper_names_its_compilers(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (9, 0))
+    monkeypatch.setattr(compiler, "triton_version", lambda: "3.6.0")
+    monkeypatch.setattr(compiler, "ptxas_version", lambda major: {9: "12.8.93"}[major])
+    line = kernels_line(torch.device("cuda", 0))
+    for word in ("Triton 3.6.0", "ptxas 12.8.93", "triton==3.7.1", "TRITON_PTXAS_PATH"):
+        assert word in line
+    monkeypatch.setattr(compiler, "triton_version", lambda: "3.7.1")
+    monkeypatch.setattr(compiler, "ptxas_version", lambda major: "13.3.73")
+    assert kernels_line(torch.device("cuda", 0)) == "kernels: Triton 3.7.1, ptxas 13.3.73"
+    assert kernels_line(torch.device("cpu")) is None

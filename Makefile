@@ -8,6 +8,7 @@
 #   TEST_JOBS=0                  processes that share the tests; else three for two cores, 8 at most
 #   BENCH_FLAGS="--quick train"  which benchmarks, see tools/bench/README.md
 #   GPU_FLAGS="--stages tests decode" part of the suite   GPU_FLAGS=--rehearse   tiny, on a CPU
+#   GPU_COMPILE_FLAGS="--part 1/3" a part; --only attention: some kernels
 #   SOAK_FLAGS="--kills 20 --seed 7"   how many kills, and which
 
 PYTHON ?=
@@ -19,6 +20,7 @@ PYTEST_FLAGS ?= -q
 TEST_JOBS ?= $(shell expr $$(getconf _NPROCESSORS_ONLN) '*' 3 / 2)
 PRETRAIN_FLAGS ?=
 BENCH_FLAGS ?=
+GPU_COMPILE_FLAGS ?=
 SOAK_FLAGS ?=
 
 # Seconds after which a test of the night hangs; those of every change have 120 (pyproject.toml).
@@ -33,7 +35,7 @@ SOURCES := megatron_core megatron tests tools experimental
 export PYTHONDONTWRITEBYTECODE :=
 
 .DEFAULT_GOAL := help
-.PHONY: help venv pretrain lint dead format test test-all te-newest status parity gpu bench soak coverage
+.PHONY: help venv pretrain lint dead format test test-all te-newest status parity gpu gpu-compile bench soak coverage
 
 help: ## list the targets
 	@echo "Targets (each sets itself up on a fresh machine with Python 3.11 or 3.12):"
@@ -101,6 +103,9 @@ parity: $(STAMP) te-wheels ## every parallel layout against the single process, 
 
 gpu: ## in 9 minutes, by the machine's own Python: GPU tests, kernels, decode, training; no GPU: says so
 	@$(or $(PYTHON),python3) -m tools.gpu $(GPU_FLAGS)
+
+gpu-compile: $(STAMP) ## compile every kernel for GPUs without one, by each Triton and ptxas; check its code
+	@$(PY) -m tools.gpu_compile $(GPU_COMPILE_FLAGS)
 
 bench: $(STAMP) ## every benchmark, in one table
 	@$(PY) -m tools.bench $(BENCH_FLAGS)

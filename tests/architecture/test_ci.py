@@ -117,7 +117,7 @@ def test_only_newer_commits_cancel_a_run() -> None:
 def test_every_night_runs_these_jobs() -> None:
     nightly = workflow("nightly.yml")
     tested = {"test-all", "parity", "coverage", "torch-2-10"}
-    assert set(nightly["jobs"]) == tested | {"status", "soak", "te-newest"}
+    assert set(nightly["jobs"]) == tested | {"status", "soak", "te-newest", "gpu-compile"}
     assert "schedule" in nightly["on"]
     for name in tested:
         (command,) = [s["run"] for s in nightly["jobs"][name]["steps"] if "run" in s]
@@ -135,6 +135,16 @@ def test_every_night_tries_the_newest_transformer_engine() -> None:
     )
     assert "tests.support.te_wheel --newest" in recipe[1]
     assert "tests.support.complete" in recipe[1], "tests that are left out would pass"
+
+
+def test_every_night_compiles_all_parts_for_gpus() -> None:
+    job = workflow("nightly.yml")["jobs"]["gpu-compile"]
+    parts = job["strategy"]["matrix"]["part"]
+    (command,) = [s["run"] for s in job["steps"] if "run" in s]
+    assert (
+        f'make gpu-compile GPU_COMPILE_FLAGS="--part ${{{{ matrix.part }}}}/{len(parts)}' in command
+    )
+    assert parts == list(range(1, len(parts) + 1))
 
 
 def test_every_night_runs_every_folder_of_tests() -> None:

@@ -2,6 +2,9 @@
 """A pytest plugin that compiles every launch of a Triton kernel for a GPU, and launches none.
 
     TRITON_CACHE_DIR=/tmp/cache python -m pytest -p tests.support.compile_only FILES
+    RECORD_LAUNCHES=launches.jsonl python -m pytest -p tests.support.compile_only FILES
+
+The second form compiles nothing: it writes each launch as `tools.gpu_compile.launch` describes it.
 
 The interpreter takes what the compiler refuses: an argument of 1, which becomes a constant, a type
 that changes in a loop, a mask of another shape. Here the very calls of a test are compiled, with
@@ -12,19 +15,25 @@ No GPU is needed. The first lines of each failure are listed at the end.
 from __future__ import annotations
 
 import importlib
+import json
 import os
 import pkgutil
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, replace
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import triton
+from torch._subclasses.fake_tensor import FakeTensor
 from triton.backends.compiler import GPUTarget
-from triton.runtime.jit import JITFunction
+from triton.runtime.jit import JITFunction, MockTensor
 
 import megatron.core.ops
+from megatron.core.ops import recurrence_by_device
 from tests.support import closeness
+from tools.gpu_compile.launch import TEST, Launch, write
 
 CAPABILITY = int(os.environ.get("COMPILE_FOR", "90"))
 
@@ -70,20 +79,77 @@ class Compiled:
             self.kernels.setdefault(name, set()).add(found.hash)
 
 
+class Recorded(Compiled):
+    """The launches of this process, none of which is compiled.
+
+    Args:
+        path: file that they are written to.
+
+    Attributes:
+        launches: by their JSON.
+        name, source: of the launches that follow.
+    """
+
+    def __init__(self, path: Path) -> None:
+        super().__init__()
+        self.path, self.launches, self.name, self.source = path, {}, "", TEST
+        triton.knobs.runtime.jit_cache_hook = self._record
+
+    def run(self, kernel: JITFunction, *args: Any, grid: Any, warmup: bool, **options: Any) -> None:
+        """Record a call."""
+        args = [_stand_in(x) for x in args]
+        options = {name: _stand_in(x) for name, x in options.items()}
+        _RUN(kernel, *args, grid=grid, warmup=True, **options)
+
+    def _record(self, *, fn: Any, compile: dict, **_: Any) -> bool:
+        """Note a specialization; returns True, which tells Triton not to compile it."""
+        options = json.loads(compile["specialization_data"])["options"]
+        (attributes,) = compile["configs"]
+        launch = Launch.of_call(
+            fn.jit_function, compile["signature"], compile["constants"], attributes, options
+        )
+        launch = replace(launch, name=self.name and f"{launch.kernel} {self.name}")
+        launch = replace(launch, source=self.source)
+        key = json.dumps(asdict(launch), sort_keys=True)
+        self.launches.setdefault(key, launch)
+        self.kernels.setdefault(launch.kernel, set()).add(key)
+        return True
+
+    def write(self) -> None:
+        """Write the launches."""
+        write(self.path, self.launches.values())
+
+
+def _stand_in(value: Any) -> Any:
+    """Return what Triton can specialize for a tensor without memory."""
+    return MockTensor(value.dtype, value.shape) if isinstance(value, FakeTensor) else value
+
+
 _RUN = JITFunction.run
 
 
-@pytest.hookimpl(tryfirst=True)
-def pytest_load_initial_conftests(early_config: pytest.Config) -> None:
-    """Import every kernel as a compiler's, then let tests believe that they are interpreted."""
+def replace_launches(run: Callable[..., None]) -> None:
+    """Call `run` for every launch. Kernels are imported as a compiler's, then tests are let
+    believe that they are interpreted."""
     for module in pkgutil.walk_packages(megatron.core.ops.__path__, "megatron.core.ops."):
         if module.name.endswith(("triton", "kernels")):
             importlib.import_module(module.name)
     os.environ["TRITON_INTERPRET"] = "1"
+    if CAPABILITY >= 100:
+        chunked = importlib.import_module("megatron.core.ops.chunked_recurrence.triton")
+        for module in (chunked, recurrence_by_device):
+            module.uses_tensor_memory = lambda x: x.dtype != torch.float32
     triton.runtime.driver.set_active(FakeDriver())
-    compiled = Compiled()
+    JITFunction.run = lambda kernel, *args, **options: run(kernel, *args, **options)
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_load_initial_conftests(early_config: pytest.Config) -> None:
+    """Take over the launches; results are not compared."""
+    path = os.environ.get("RECORD_LAUNCHES")
+    compiled = Recorded(Path(path)) if path else Compiled()
     early_config.stash[_COMPILED] = compiled
-    JITFunction.run = lambda kernel, *args, **options: compiled.run(kernel, *args, **options)
+    replace_launches(compiled.run)
 
     # Before tests import them: nothing disagrees, so that a test goes on to its last call.
     closeness.relative_error = lambda *_, **__: 0.0
@@ -109,6 +175,8 @@ def pytest_runtest_call(item: pytest.Item) -> Iterator[None]:
 def pytest_sessionfinish(session: pytest.Session) -> None:
     """Fail where something did not compile, or nothing did."""
     compiled = session.config.stash[_COMPILED]
+    if isinstance(compiled, Recorded):
+        compiled.write()
     if compiled.problems or not compiled.kernels:
         session.exitstatus = pytest.ExitCode.TESTS_FAILED
 
@@ -119,6 +187,7 @@ def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> Non
     for (name, problem), test in sorted(compiled.problems.items()):
         terminalreporter.write_line(f"not compiled: {name}: {problem} ({test})")
     variants = sum(map(len, compiled.kernels.values()))
+    verb = "recorded" if isinstance(compiled, Recorded) else "compiled"
     terminalreporter.write_line(
-        f"compiled {variants} variants of {len(compiled.kernels)} kernels for sm_{CAPABILITY}"
+        f"{verb} {variants} variants of {len(compiled.kernels)} kernels for sm_{CAPABILITY}"
     )

@@ -24,6 +24,7 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from tests.unit_tests.core.ops.aot.description import Description
+from tools.gpu_compile.compiler import code_faults
 
 PARTS = Path(__file__).with_name("aot")
 
@@ -68,9 +69,8 @@ def compile_for(description: Description, architecture: int) -> Any:
     )
 
 
-def needs(description: Description, architecture: int) -> dict[str, int]:
-    """Compile one kernel and return its registers, stack bytes and shared bytes."""
-    compiled = compile_for(description, architecture)
+def needs(compiled: Any) -> dict[str, int]:
+    """Return the registers, stack bytes and shared bytes of a compiled kernel."""
     registers, stack = resources(compiled.asm["cubin"])
     return {
         "registers": registers,
@@ -80,7 +80,8 @@ def needs(description: Description, architecture: int) -> dict[str, int]:
 
 
 def main() -> None:
-    """Print {"triton": version, "described": all names, "kernels": {kernel/sm_NN: its needs}}."""
+    """Print {"triton": version, "described": all names, "kernels": {kernel/sm_NN: its needs},
+    "faults": {kernel/sm_NN: what `tools.gpu_compile.compiler` finds in its code}}."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument(
         "--all", action="store_true", help="for every architecture of each, not the quick"
@@ -89,14 +90,17 @@ def main() -> None:
     parser.add_argument("--list", action="store_true", help="compile nothing")
     options = parser.parse_args()
     described = descriptions(options.only)
-    found = {
-        f"{each.name}/sm_{architecture}": needs(each, architecture)
-        for each in described
-        for architecture in (each.architectures if options.all else each.quick)
-        if not options.list
-    }
+    found, faults = {}, {}
+    for each in described if not options.list else ():
+        for architecture in each.architectures if options.all else each.quick:
+            compiled, name = compile_for(each, architecture), f"{each.name}/sm_{architecture}"
+            found[name] = needs(compiled)
+            texts = (compiled.asm[kind] for kind in ("ttgir", "ptx"))
+            warps = each.options["num_warps"]
+            faults[name] = code_faults(*texts, architecture=architecture, warps=warps)
     names = [f"{each.name}/sm_{n}" for each in described for n in each.architectures]
     result = {"triton": triton.__version__, "described": names, "kernels": found}
+    result["faults"] = faults
     json.dump(result, sys.stdout, indent=1)
 
 

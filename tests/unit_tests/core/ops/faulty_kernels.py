@@ -1,0 +1,82 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Kernels whose code shows one fault each. Prints {kernel: faults} as JSON; needs no GPU.
+
+Run by `test_code_faults.py` without TRITON_INTERPRET, which compilation does not survive.
+"""
+
+import json
+import sys
+
+import triton
+import triton.language as tl
+
+from tools.gpu_compile.compiler import code_faults, texts_of
+from tools.gpu_compile.launch import Launch
+
+
+@triton.jit
+def load_tile(ptr, rows: tl.constexpr, columns: tl.constexpr):
+    """Load a matrix."""
+    return tl.load(ptr + tl.arange(0, rows)[:, None] * columns + tl.arange(0, columns)[None, :])
+
+
+@triton.jit
+def store_tile(ptr, tile, rows: tl.constexpr, columns: tl.constexpr):
+    """Store a matrix."""
+    tl.store(ptr + tl.arange(0, rows)[:, None] * columns + tl.arange(0, columns)[None, :], tile)
+
+
+@triton.jit
+def chained_kernel(a_ptr, b_ptr, c_ptr, SIZE: tl.constexpr, TRANSPOSES: tl.constexpr):
+    """Multiply a product, or its transpose."""
+    a, b = load_tile(a_ptr, SIZE, SIZE), load_tile(b_ptr, SIZE, SIZE)
+    product = tl.dot(a, b).to(a.dtype)
+    if TRANSPOSES:
+        product = tl.trans(product)
+    store_tile(c_ptr, tl.dot(product, b), SIZE, SIZE)
+
+
+@triton.jit
+def summed_kernel(a_ptr, b_ptr, c_ptr, steps, SIZE: tl.constexpr):
+    """Add two products a step to one accumulator."""
+    total = tl.zeros((SIZE, SIZE), tl.float32)
+    for step in range(steps):
+        a = load_tile(a_ptr + step * SIZE * SIZE, SIZE, SIZE)
+        b = load_tile(b_ptr + step * SIZE * SIZE, SIZE, SIZE)
+        total = tl.dot(a, b, total)
+        total = tl.dot(b, a, total)
+    store_tile(c_ptr, total, SIZE, SIZE)
+
+
+TYPES = {"a_ptr": "*bf16", "b_ptr": "*bf16", "c_ptr": "*fp32", "steps": "i32"}
+#: name: kernel, constants, warps, architecture
+CASES = {
+    "no fault": (chained_kernel, {"SIZE": 64, "TRANSPOSES": False}, 4, 90),
+    "duplicated tile": (chained_kernel, {"SIZE": 64, "TRANSPOSES": False}, 8, 90),
+    "transposed accumulator": (chained_kernel, {"SIZE": 64, "TRANSPOSES": True}, 4, 90),
+    "mma.sync of 64 rows": (chained_kernel, {"SIZE": 64, "TRANSPOSES": False}, 2, 90),
+    "accumulator read early": (summed_kernel, {"SIZE": 128}, 4, 100),
+}
+
+
+def faults(kernel, constants: dict, warps: int, architecture: int) -> dict[str, int]:
+    """Compile one kernel and return its faults."""
+    names = kernel.arg_names
+    launch = Launch(
+        module=kernel.fn.__module__,
+        kernel=kernel.fn.__name__,
+        signature=[(name, TYPES.get(name, "constexpr")) for name in names],
+        constants=[([names.index(name)], value) for name, value in constants.items()],
+        attributes=[
+            ([index], [["tt.divisibility", 16]])
+            for index, name in enumerate(names)
+            if name.endswith("_ptr")
+        ],
+        options={"num_warps": warps},
+    )
+    texts = texts_of(launch, architecture)
+    return code_faults(texts["ttgir"], texts["ptx"], architecture=architecture, warps=warps)
+
+
+if __name__ == "__main__":
+    json.dump({name: faults(*case) for name, case in CASES.items()}, sys.stdout)

@@ -9,6 +9,7 @@
 #   BENCH_FLAGS="--quick train"  which benchmarks, see tools/bench/README.md
 #   GPU_FLAGS="--stages tests decode" part of the suite   GPU_FLAGS=--rehearse   tiny, on a CPU
 #   GPU_COMPILE_FLAGS="--part 1/3" a part; --only attention: some kernels
+#   NULL_FLAGS="--only steps"    parts of the run over the null CUDA device, see tools/nullcuda
 #   SOAK_FLAGS="--kills 20 --seed 7"   how many kills, and which
 
 PYTHON ?=
@@ -21,6 +22,7 @@ TEST_JOBS ?= $(shell expr $$(getconf _NPROCESSORS_ONLN) '*' 3 / 2)
 PRETRAIN_FLAGS ?=
 BENCH_FLAGS ?=
 GPU_COMPILE_FLAGS ?=
+NULL_FLAGS ?=
 SOAK_FLAGS ?=
 
 # Seconds after which a test of the night hangs; those of every change have 120 (pyproject.toml).
@@ -36,6 +38,7 @@ export PYTHONDONTWRITEBYTECODE :=
 
 .DEFAULT_GOAL := help
 .PHONY: help venv pretrain lint dead format test test-all te-newest status parity gpu gpu-compile bench soak coverage
+.PHONY: gpu-null gpu-cache
 
 help: ## list the targets
 	@echo "Targets (each sets itself up on a fresh machine with Python 3.11 or 3.12):"
@@ -106,6 +109,14 @@ gpu: ## in 9 minutes, by the machine's own Python: GPU tests, kernels, decode, t
 
 gpu-compile: $(STAMP) ## compile every kernel for GPUs without one, by each Triton and ptxas; check its code
 	@$(PY) -m tools.gpu_compile $(GPU_COMPILE_FLAGS)
+
+# Both make an environment of their own, with torch's CUDA wheel, in build/nullcuda.
+gpu-null: ## GPU tests, benches and measured steps on a CUDA device that computes nothing; no GPU needed
+	@NULLCUDA_PYTHON='$(PYTHON)' $(or $(PYTHON),python3) -m tools.nullcuda $(NULL_FLAGS)
+
+gpu-cache: ## Triton kernels compiled for sm_90, in build/nullcuda/triton-cache.tar.xz; no GPU needed
+	@NULLCUDA_PYTHON='$(PYTHON)' $(or $(PYTHON),python3) -m tools.nullcuda \
+		--cache build/nullcuda/triton-cache.tar.xz $(NULL_FLAGS)
 
 bench: $(STAMP) ## every benchmark, in one table
 	@$(PY) -m tools.bench $(BENCH_FLAGS)

@@ -1,0 +1,272 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The null CUDA device, as far as it needs no CUDA wheel: its record, the peaks of memory in it in
+closed form, the cache of compiled kernels, and what is wrong on a machine; see tools/nullcuda."""
+
+from __future__ import annotations
+
+import copy
+import json
+import subprocess
+import sys
+import tarfile
+from pathlib import Path
+
+import pytest
+from triton import knobs
+from triton.runtime.cache import FileCacheManager
+
+from tools.bench.gpu_hybrid import DELTA, PATTERN
+from tools.bench.gpu_train import LLAMA_1_3B
+from tools.gpu import ROOT
+from tools.nullcuda import environment, libraries, record, triton_cache
+from tools.nullcuda.__main__ import PARTS, command_line, memory_size
+
+STEP = "training, llama 1.3 B, microbatch 2"
+
+
+@pytest.fixture(scope="module")
+def steps():
+    return record.read()
+
+
+def changed(steps, name, **counts):
+    found = copy.deepcopy(steps)
+    found[name] |= counts
+    return found
+
+
+def test_the_record_has_no_problem_with_itself(steps):
+    assert record.problems(steps, steps) == []
+    names = {name.split(",")[0] for name in steps}
+    assert names == {"training", "decode"}
+    for word in ("llama", "hybrid", "experts", "moe", "greedy", "sampled", "graphs", "async"):
+        assert any(word in name for name in steps), word
+    graphs = [counts for name, counts in steps.items() if "graphs" in name]
+    assert all(counts["graph_launches"] == 1 for counts in graphs)
+
+
+@pytest.mark.parametrize(
+    ("counts", "word"),
+    [
+        ({"torch_launches": 1e6}, "torch_launches"),
+        ({"triton_launches": 1e6}, "triton_launches"),
+        ({"peak_bytes": 45e9}, "peak_bytes"),
+        ({"refused": 1}, "refused"),
+        ({"outside_capture": 2}, "outside_capture"),
+        ({"unsupported": 1}, "unsupported"),
+        ({"waits": 3}, "waits"),
+    ],
+)
+def test_whatever_grows_is_a_problem(steps, counts, word):
+    found = record.problems(changed(steps, STEP, **counts), steps)
+    assert found
+    assert all(STEP in line and word in line for line in found)
+
+
+def test_a_record_cannot_raise_what_is_promised(steps):
+    """Decoding waits once a step, training twice, and nothing is refused, whatever was recorded."""
+    decode = next(name for name in steps if name.startswith("decode"))
+    for name, counts in ((STEP, {"waits": 3}), (decode, {"waits": 2}), (decode, {"refused": 1})):
+        measured = changed(steps, name, **counts)
+        assert len(record.problems(measured, measured)) == 1
+
+
+def test_steps_that_are_not_on_both_sides(steps):
+    others = {name: counts for name, counts in steps.items() if name != STEP}
+    assert [STEP in line for line in record.problems(others, steps)] == [True]
+    assert [STEP in line for line in record.problems(steps, others)] == [True]
+    assert record.problems(others, steps, complete=False) == []
+
+
+def test_the_hosts_time_is_not_judged_and_less_is_said(steps):
+    assert record.problems(changed(steps, STEP, host_cpu_ms=1e9), steps) == []
+    less = changed(steps, STEP, torch_launches=1.0)
+    assert record.problems(less, steps) == []
+    (line,) = record.improvements(less, steps)
+    assert STEP in line
+    assert "torch_launches" in line
+
+
+#: Bytes of a weight: bf16, an fp32 gradient, an fp32 master and two moments of Adam.
+WEIGHT_BYTES = 2 + 4 + 4 + 4 + 4
+SHAPE = LLAMA_1_3B
+CHUNK_BYTES = 256 << 20
+
+
+def attention_values() -> int:
+    """Values that an attention block saves for a token: the residual stream and its norm; q|k|v, q
+    and k after their rotation, the output."""
+    width = SHAPE.hidden // SHAPE.heads
+    heads = SHAPE.heads * width
+    groups = SHAPE.kv_heads * width
+    return 2 * SHAPE.hidden + (heads + 2 * groups) + (heads + groups) + heads
+
+
+def mlp_values(ffn: int) -> int:
+    """The residual stream and its norm; gate and up, their product."""
+    return 2 * SHAPE.hidden + 3 * ffn
+
+
+def delta_net_values() -> int:
+    """The residual stream and its norm; the projection q|k|v|z|b|a; q, k and v after the
+    convolution; the output, before and after its norm; the inverse of a chunk of 64 tokens."""
+    keys = DELTA.num_key_heads * DELTA.key_channels
+    values = DELTA.num_value_heads * DELTA.value_channels
+    projected = 2 * keys + 2 * values + 2 * DELTA.num_value_heads
+    inverse = 64 * DELTA.num_value_heads
+    return 2 * SHAPE.hidden + projected + (2 * keys + values) + 2 * values + inverse
+
+
+def expert_values(experts: int, ffn: int) -> int:
+    """The residual stream and its norm; for each of a token's experts its row, gate and up, their
+    product, the expert's row of output."""
+    return 2 * SHAPE.hidden + experts * (SHAPE.hidden + 3 * ffn + SHAPE.hidden)
+
+
+def head_bytes(tokens: int) -> int:
+    """The norm's input and output, the gradient of the output; the fp32 gradient of the head; and
+    while the loss is computed a chunk of fp32 logits with their bf16 gradient, twice."""
+    chunk = CHUNK_BYTES // (4 * SHAPE.vocabulary) // 64 * 64 * SHAPE.vocabulary
+    return 4 * 2 * tokens * SHAPE.hidden + 4 * SHAPE.vocabulary * SHAPE.hidden + (4 + 2 + 2) * chunk
+
+
+PERIODS = SHAPE.layers // PATTERN.count("-")
+ACTIVATIONS = {
+    STEP: SHAPE.layers * (attention_values() + mlp_values(SHAPE.ffn)),
+    "training, hybrid 1.3 B, microbatch 2": PERIODS
+    * (
+        PATTERN.count("G") * delta_net_values()
+        + PATTERN.count("*") * attention_values()
+        + PATTERN.count("-") * mlp_values(SHAPE.ffn)
+    ),
+    "training, 4 layers of 64 experts, microbatch 2": 4
+    * (attention_values() + expert_values(experts=8, ffn=1024)),
+}
+
+
+@pytest.mark.parametrize("name", ACTIVATIONS)
+def test_peaks_of_memory_in_closed_form(steps, name):
+    counts = steps[name]
+    state = WEIGHT_BYTES * counts["weights"]
+    activations = 2 * counts["tokens"] * ACTIVATIONS[name] + head_bytes(counts["tokens"])
+    assert counts["peak_bytes"] == pytest.approx(state + activations, rel=0.05)
+    assert counts["peak_bytes"] - state == pytest.approx(activations, rel=0.05)
+
+
+def test_every_training_step_on_record_has_a_closed_form(steps):
+    assert {name for name in steps if name.startswith("training")} == ACTIVATIONS.keys()
+
+
+KEY = "ab" * 32
+
+
+def written_cache(folder, monkeypatch):
+    """Return a cache with a kernel, as Triton writes it."""
+    monkeypatch.setattr(knobs.cache, "dir", str(folder))
+    manager = FileCacheManager(KEY)
+    group = {
+        name: manager.put(data, name, binary=isinstance(data, bytes))
+        for name, data in {
+            "add_kernel.cubin": b"\x7fELF" + bytes(100),
+            "add_kernel.json": json.dumps({"name": "add_kernel"}),
+            "add_kernel.source": "the kernel",
+            "add_kernel.ttgir": "an intermediate",
+        }.items()
+    }
+    manager.put_group("add_kernel.json", group)
+    return group
+
+
+def test_a_cache_is_found_after_a_move(tmp_path, monkeypatch):
+    group = written_cache(tmp_path / "here", monkeypatch)
+    archive = tmp_path / "out/cache.tar.xz"
+    size = triton_cache.pack(tmp_path / "here", archive)
+    assert size == archive.stat().st_size
+    assert triton_cache.pack(tmp_path / "here", tmp_path / "again.tar.xz") == size
+    assert (tmp_path / "again.tar.xz").read_bytes() == archive.read_bytes()
+    (tmp_path / "here").rename(tmp_path / "gone")
+    assert triton_cache.unpack(archive, tmp_path / "there") == 1
+    monkeypatch.setattr(knobs.cache, "dir", str(tmp_path / "there"))
+    found = FileCacheManager(KEY).get_group("add_kernel.json")
+    assert found is not None
+    assert set(found) == {"add_kernel.cubin", "add_kernel.json"}
+    for name, path in found.items():
+        assert path.startswith(str(tmp_path / "there"))
+        moved = (tmp_path / "gone").joinpath(*group[name].split("/")[-2:])
+        assert moved.read_bytes() == Path(path).read_bytes()
+
+
+def test_what_is_no_cache_is_refused(tmp_path):
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(ValueError, match="empty"):
+        triton_cache.pack(tmp_path / "empty", tmp_path / "x.tar.xz")
+    with pytest.raises(ValueError, match=r"absent\.tar\.xz"):
+        triton_cache.unpack(tmp_path / "absent.tar.xz", tmp_path / "out")
+    (tmp_path / "text.tar.xz").write_text("no archive")
+    with pytest.raises(ValueError, match=r"text\.tar\.xz"):
+        triton_cache.unpack(tmp_path / "text.tar.xz", tmp_path / "out")
+    (tmp_path / "file").write_text("x")
+    for name in ("../escaped", "a/b/c", "..", "key/.."):
+        with tarfile.open(tmp_path / "hostile.tar.xz", "w:xz") as tar:
+            tar.add(tmp_path / "file", name)
+        with pytest.raises(ValueError, match=r"hostile\.tar\.xz"):
+            triton_cache.unpack(tmp_path / "hostile.tar.xz", tmp_path / "out/deep")
+    assert not list(tmp_path.rglob("escaped"))
+
+
+def test_sizes_of_memory():
+    assert memory_size("80GiB") == 80 << 30
+    assert memory_size("141GB") == 141 * 10**9
+    parser = command_line()
+    assert parser.parse_args([]).only == list(PARTS)
+    for words in (["--memory", "80"], ["--memory", "0GiB"], ["--only", "everything"]):
+        with pytest.raises(SystemExit) as ended:
+            parser.parse_args(words)
+        assert ended.value.code == 2
+
+
+def test_a_machine_that_cannot_have_it(tmp_path):
+    environment.check_machine(system="Linux", machine="x86_64", programs=["sh"])
+    for system, machine in (("Darwin", "arm64"), ("Linux", "aarch64"), ("Windows", "AMD64")):
+        with pytest.raises(environment.SetupError, match=f"{system} on {machine}"):
+            environment.check_machine(system=system, machine=machine)
+    with pytest.raises(environment.SetupError, match="no-such-compiler"):
+        environment.check_machine(system="Linux", machine="x86_64", programs=["no-such-compiler"])
+    environment.check_disk(tmp_path, free_bytes=20 << 30)
+    with pytest.raises(environment.SetupError, match=r"2\.1 GB free"):
+        environment.check_disk(tmp_path / "not/yet/there", free_bytes=2 << 30)
+
+
+def test_one_line_says_what_is_missing(tmp_path):
+    """Also where nothing is on the PATH: no traceback."""
+    done = subprocess.run(
+        [sys.executable, "-S", "-m", "tools.nullcuda", "--only", "steps"],
+        cwd=ROOT,
+        env={"PATH": str(tmp_path)},
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 1
+    (line,) = done.stderr.splitlines()
+    assert "gcc" in line
+
+
+def test_a_call_of_cuda_that_is_not_defined_says_so():
+    listing = (
+        "                 U cudaMalloc@libcudart.so.13\n"
+        "                 U cudaGraphAddNode@libcudart.so.13\n"
+        "                 U cublasZgemm_v2@libcublas.so.13\n"
+        "                 U malloc@GLIBC_2.2.5\n"
+    )
+    calls = libraries.calls_of(listing)
+    assert calls == {
+        "cudaMalloc": "libcudart.so.13",
+        "cudaGraphAddNode": "libcudart.so.13",
+        "cublasZgemm_v2": "libcublas.so.13",
+    }
+    code = libraries.undefined_calls(calls, ["cudaMalloc"])
+    assert 'not_supported("cudaGraphAddNode")' in code
+    assert 'product_of("cublasZgemm_v2", handle)' in code
+    assert "cudaMalloc" not in code
+    script = libraries.version_script(calls)
+    assert "libcudart.so.13 { global: cudaGraphAddNode; cudaMalloc; };" in script

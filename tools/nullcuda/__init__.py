@@ -1,0 +1,41 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A CUDA device that computes nothing, under torch's real CUDA wheel: `make gpu-null`.
+
+Most of what goes wrong on the first day on a GPU is not arithmetic: an exception in a branch that
+no CPU takes, a host wait in the middle of a step, a call that CUDA refuses while a graph is
+captured, a peak of memory that nobody had computed. All of it happens in Python, in torch's
+dispatcher, in its caching allocator, in streams and graphs, and none of that needs a GPU. So a
+thousand lines of C stand in for the libraries below torch:
+
+    libcudart   memory is address space that nobody touches, up to the device's size; streams and
+                events know what captures need, and refuse what CUDA refuses
+    cuBLAS(Lt)  each product is one launch
+    cuDNN       each graph of operations, such as attention, is one launch
+    libcuda     Triton's kernels are loaded and launched
+    NVRTC       kernels that torch compiles itself are launched, not compiled
+
+torch, its CUDA build of 3 GB, is the real one, and so are autograd, the caching allocator, streams,
+events, `CUDAGraph`, pinned memory and Triton's launches. What the device shows: exceptions, memory
+peaks, launches, waits of the host, calls refused in captures, the host's time. What it cannot show:
+values (kernels do nothing: what they would have written reads as zero, and no test compares it),
+speed, NCCL, CUPTI.
+
+    make gpu-null                                   everything (10 minutes on two cores)
+    make gpu-null NULL_FLAGS="--only steps"         measured steps against record.json
+    make gpu-null NULL_FLAGS="--only steps --record"    writes record.json anew
+    make gpu-null NULL_FLAGS="--memory 141GiB"      another size of the device
+    make gpu-cache                                  Triton's compiled kernels, for a real machine
+
+    environment.py  the Python environment in build/nullcuda: torch's CUDA wheel, pinned
+    libraries.py    builds stand_in/*.c into one library, for the symbols that this torch asks for
+    site/           what each process over the device loads first: Triton's driver
+    device.py       counters, and the calls behind them, in such a process
+    plugin.py       lets tests/gpu run without comparing values
+    values.py       what the host reads where it could not go on without a value
+    benches.py      lets a bench of tools/bench run without comparing values
+    steps.py        measured steps: training, hybrid, experts, decode; `--trace`: who launches what
+    record.py       those steps against record.json
+    triton_cache.py packs compiled kernels, unpacks them at another path
+
+Only Linux on x86-64 has the wheels. A C compiler and `nm` are needed, and 9 GB of disk.
+"""

@@ -1,0 +1,225 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Run measured steps, tests/gpu and the GPU benches over a CUDA device that computes nothing.
+
+python -m tools.nullcuda                            everything
+python -m tools.nullcuda --only steps tests         some parts
+python -m tools.nullcuda --only steps --record      put the measured steps on record
+python -m tools.nullcuda --cache FILE               compile as well; pack what Triton compiled
+
+See the docstring of tools/nullcuda/__init__.py. Needs Linux on x86-64 and a C compiler; the first
+run downloads torch's CUDA wheel.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import re
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Mapping
+from pathlib import Path
+
+from tools.nullcuda import record, triton_cache
+from tools.nullcuda.environment import (
+    FOLDER,
+    ROOT,
+    SetupError,
+    build_environment,
+    check_machine,
+    device_environment,
+    site_packages,
+)
+from tools.nullcuda.libraries import build_library
+
+BENCHES = {
+    "training": "gpu_train",
+    "kernels": "gpu_kernels",
+    "decode": "gpu_decode",
+    "hybrid": "gpu_hybrid",
+    "engine": "gpu_engine",
+}
+PARTS = ("steps", "tests", *BENCHES)
+UNITS = {"GB": 10**9, "GiB": 1 << 30}
+#: Seconds after which a part hangs.
+PART_SECONDS = 1800
+#: Steps by which a moved cache is tried.
+TRIED_STEPS = ("training, llama", "training, hybrid", "1.3 B, sampled")
+MAX_CACHE_BYTES = 15 << 20
+
+
+def memory_size(text: str) -> int:
+    """Return the bytes of a size such as 80GiB; for argparse."""
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)(GB|GiB)", text)
+    if match is None or not float(match[1]):
+        raise argparse.ArgumentTypeError(f"{text!r} is no size of memory: write 80GiB or 141GB")
+    return int(float(match[1]) * UNITS[match[2]])
+
+
+def command_line() -> argparse.ArgumentParser:
+    """Return the options there are."""
+    parser = argparse.ArgumentParser(
+        prog="tools.nullcuda",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("--only", nargs="+", choices=PARTS, default=list(PARTS), metavar="PART")
+    parser.add_argument("--memory", type=memory_size, default=80 << 30, help="of the device: 80GiB")
+    parser.add_argument("--steps", nargs="+", default=None, help="parts of names of steps")
+    parser.add_argument("--record", action="store_true", help="write record.json")
+    parser.add_argument("--cache", type=Path, default=None, help="archive of compiled kernels")
+    parser.add_argument("--jobs", type=int, default=2, help="processes of the tests")
+    return parser
+
+
+class NullDevice:
+    """Runs programs over the null device.
+
+    Args:
+        python: of the environment with torch's CUDA wheel.
+        environment: of the programs.
+    """
+
+    def __init__(self, python: Path, environment: Mapping[str, str]) -> None:
+        self.python, self.environment = python, environment
+
+    def run(self, *words: str, more: Mapping[str, str] | None = None) -> int:
+        """Run the Python with some words; return its exit code.
+
+        Args:
+            words: of the command line.
+            more: of the environment.
+        """
+        command = [str(self.python), *words]
+        try:
+            done = subprocess.run(
+                command,
+                cwd=ROOT,
+                env={**self.environment, **(more or {})},
+                timeout=PART_SECONDS,
+            )
+        except subprocess.TimeoutExpired:
+            print(f"gpu-null: not finished after {PART_SECONDS} s: {' '.join(words)}")
+            return 1
+        return done.returncode
+
+    def tests(self, jobs: int) -> list[str]:
+        """Run tests/gpu; return what is wrong."""
+        words = ["-m", "pytest", "-c", "tests/gpu/pytest.ini", "--rootdir", "."]
+        words += ["-p", "no:cacheprovider", "-p", "tools.nullcuda.plugin", "-m", "gpu", "-q"]
+        words += ["--tb=short", "--durations=3", "-p", "timeout", "--timeout", "300"]
+        if jobs > 1:
+            words += ["-p", "xdist", "-n", str(jobs), "--dist", "worksteal"]
+        code = self.run(*words, "tests/gpu")
+        return [f"tests/gpu: pytest ended with exit code {code}"] if code else []
+
+    def bench(self, name: str) -> list[str]:
+        """Run a bench; return what is wrong."""
+        code = self.run("-m", "tools.nullcuda.benches", BENCHES[name], "--seconds", "900")
+        return [f"{name}: exit code {code}: see above"] if code else []
+
+    def steps(
+        self, only: list[str] | None, *, more: Mapping[str, str] | None = None
+    ) -> tuple[dict, list[str]]:
+        """Measure steps; return them, and which did not run."""
+        with tempfile.TemporaryDirectory() as folder:
+            output = Path(folder) / "steps.json"
+            words = ["-m", "tools.nullcuda.steps", "--output", str(output)]
+            words += ["--only", *only] if only else []
+            code = self.run(*words, more=more)
+            if not output.exists():
+                return {}, [f"steps: exit code {code}, nothing was measured: see above"]
+            found = json.loads(output.read_text(encoding="utf-8"))
+        return found, [f"{name}: {problem}" for name, problem in found["problems"].items()]
+
+
+def judge(found: dict, options: argparse.Namespace) -> list[str]:
+    """Compare measured steps with the record, or write it; return what is wrong."""
+    recorded = record.read() if record.RECORD.exists() else {}
+    measured = found["steps"]
+    if options.record:
+        record.write({**recorded, **measured}, versions=found["versions"])
+        print(f"gpu-null: {len(measured)} steps written to {record.RECORD.relative_to(ROOT)}")
+        recorded = {**recorded, **measured}
+    for line in record.improvements(measured, recorded):
+        print(f"gpu-null: less than on record: {line}")
+    return record.problems(measured, recorded, complete=options.steps is None)
+
+
+def pack_cache(device: NullDevice, folder: Path, archive: Path) -> list[str]:
+    """Pack what was compiled, then let it be found at another path; return what is wrong."""
+    size = triton_cache.pack(folder, archive)
+    print(f"gpu-null: {size / 1e6:.1f} MB of compiled kernels in {archive}")
+    problems = []
+    if size > MAX_CACHE_BYTES:
+        problems.append(f"{archive}: {size / 1e6:.1f} MB, at most {MAX_CACHE_BYTES / 1e6:.1f}")
+    with tempfile.TemporaryDirectory() as moved:
+        triton_cache.unpack(archive, Path(moved) / "triton")
+        log = Path(moved) / "compiled.txt"
+        more = {"TRITON_CACHE_DIR": f"{moved}/triton", "NULLCUDA_COMPILE_LOG": str(log)}
+        _, failures = device.steps(list(TRIED_STEPS), more=more)
+        lines = log.read_text().splitlines() if log.exists() else []
+    compiled = [line for line in lines if line.startswith("compiled ")]
+    print(f"gpu-null: after a move {len(lines)} kernels, {len(compiled)} compiled again")
+    problems += failures + [f"after a move: {line}" for line in compiled]
+    return problems if lines else [*problems, "after a move: no kernel was asked for"]
+
+
+def run(options: argparse.Namespace) -> list[str]:
+    """Build what is missing and run the parts; return what is wrong.
+
+    Raises:
+        SetupError: the null device cannot be built here.
+    """
+    check_machine()
+    python = build_environment()
+    library = build_library(site_packages(python), FOLDER)
+    cache = FOLDER / "triton"
+    environment = device_environment(
+        library,
+        memory_bytes=options.memory,
+        compiles=options.cache is not None,
+        cache=cache,
+    )
+    device = NullDevice(python, environment)
+    problems: list[str] = []
+    for part in (part for part in PARTS if part in options.only):
+        start = time.monotonic()
+        print(f"gpu-null: {part}", flush=True)
+        if part == "tests":
+            wrong = device.tests(options.jobs)
+        elif part in BENCHES:
+            wrong = device.bench(part)
+        else:
+            found, wrong = device.steps(options.steps)
+            if found and not options.cache:
+                wrong += judge(found, options)
+        problems += wrong
+        seconds = time.monotonic() - start
+        print(f"gpu-null: {part}: {len(wrong)} problems in {seconds:.0f} s", flush=True)
+    if options.cache is not None:
+        problems += pack_cache(device, cache, options.cache)
+    return problems
+
+
+def main() -> int:
+    """Run what was asked for and return the exit code."""
+    parser = command_line()
+    options = parser.parse_args()
+    if options.record and "steps" not in options.only:
+        parser.error("--record: the steps are on record: add steps to --only")
+    try:
+        problems = run(options)
+    except SetupError as error:
+        print(f"gpu-null: error: {error}", file=sys.stderr)
+        return 1
+    for problem in problems:
+        print(f"gpu-null: {problem}")
+    print(f"gpu-null: {len(problems)} problems")
+    return 1 if problems else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

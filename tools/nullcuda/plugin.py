@@ -1,0 +1,146 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A pytest plugin that runs tests/gpu over the null device, where no value means anything.
+
+A test fails by whatever it raises, but not by what it finds wrong with values: after an `assert`
+that does not hold the test goes on, so that its last line runs too, and comparisons of
+tests/support return at once. Launches are those that the device has seen, by name.
+"""
+
+from __future__ import annotations
+
+import ast
+import contextlib
+import importlib
+import importlib.util
+import sys
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from importlib.machinery import ModuleSpec, SourceFileLoader
+from pathlib import Path
+from types import CodeType, ModuleType
+from typing import Any
+
+import pytest
+import torch
+
+from tools.nullcuda.device import calls, counters
+from tools.nullcuda.values import plausible_tokens
+
+#: Modules whose assertions are about values; those of tests/support say what a comparison says.
+JUDGES = ("tests.gpu.", "tests.unit_tests.", "tests.functional_tests.")
+
+
+class _Unjudged(ast.NodeTransformer):
+    """Wraps each `assert` so that it cannot end a test."""
+
+    def visit_Assert(self, node: ast.Assert) -> ast.Try:
+        handler = ast.ExceptHandler(
+            type=ast.Name("AssertionError", ast.Load()), name=None, body=[ast.Pass()]
+        )
+        wrapped = ast.Try(body=[node], handlers=[handler], orelse=[], finalbody=[])
+        return ast.fix_missing_locations(ast.copy_location(wrapped, node))
+
+
+class _Loader(SourceFileLoader):
+    def source_to_code(self, data: Any, path: Any, **options: Any) -> CodeType:  # type: ignore[override]
+        """Return the code of a test module without its judgement."""
+        return compile(_Unjudged().visit(ast.parse(data)), path, "exec", dont_inherit=True)
+
+    def get_code(self, fullname: str) -> CodeType:
+        """Compile from the source: compiled files have the judgement."""
+        return self.source_to_code(self.get_data(self.path), self.path)
+
+
+class _Finder:
+    """Finds tests for the null device before pytest rewrites their assertions."""
+
+    def find_spec(
+        self, name: str, path: Sequence[str] | None = None, target: ModuleType | None = None
+    ) -> ModuleSpec | None:
+        """Return the spec of a test module."""
+        if not name.startswith(JUDGES):
+            return None
+        for folder in path or ():
+            file = Path(folder) / f"{name.rpartition('.')[2]}.py"
+            if file.is_file():
+                loader = _Loader(name, str(file))
+                return importlib.util.spec_from_file_location(name, file, loader=loader)
+        return None
+
+
+def _launched(function: Callable[[], object]) -> Any:
+    """Return what a call launches, as `tests.support.launch_kernels.launched` does."""
+    launch_kernels = importlib.import_module("tests.support.launch_kernels")
+    function()
+    with calls() as seen:
+        function()
+    kernels: Counter[str] = Counter()
+    others: Counter[str] = Counter()
+    for (counter, name, _), count in seen.items():
+        if counter == "triton_launches":
+            kernels[name] += count
+        elif counter in ("torch_launches", "fills") or counter.startswith("copies"):
+            others[name] += count
+    return launch_kernels.Launched(kernels, others)
+
+
+def _agrees(*values: object, **options: object) -> float:
+    """Compare nothing: the error is 0."""
+    return 0.0
+
+
+@contextlib.contextmanager
+def _may_raise_assertion_error() -> Iterator[None]:
+    with contextlib.suppress(AssertionError):
+        yield
+
+
+def _raises(expected: Any, *arguments: Any, **options: Any) -> Any:
+    """Be `pytest.raises`, but for comparisons, which raise nothing here."""
+    if expected is AssertionError and not arguments:
+        return _may_raise_assertion_error()
+    return _RAISES(expected, *arguments, **options)
+
+
+_RAISES = pytest.raises
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Replace what compares, before tests import it."""
+    closeness = importlib.import_module("tests.support.closeness")
+    for name in ("relative_error", "assert_close_by_metric", "assert_all_close"):
+        setattr(closeness, name, _agrees)
+    torch.testing.assert_close = _agrees
+    torch.distributed.init_process_group = _no_nccl
+    pytest.raises = _raises  # type: ignore[assignment]
+    importlib.import_module("tests.support.launch_kernels").launched = _launched
+    sys.meta_path.insert(0, _Finder())  # type: ignore[arg-type]
+
+
+def _no_nccl(backend: str | None = None, *arguments: Any, **options: Any) -> Any:
+    """Skip a test that needs NCCL, which looks for the GPU by itself."""
+    if backend == "nccl":
+        pytest.skip("NCCL finds no GPU here")
+    return _INIT_PROCESS_GROUP(backend, *arguments, **options)
+
+
+_INIT_PROCESS_GROUP = torch.distributed.init_process_group
+
+
+@pytest.fixture(autouse=True)
+def _tokens_that_were_drawn() -> Any:
+    with plausible_tokens():
+        yield
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_call(item: pytest.Item) -> Any:
+    """Fail a test in which CUDA refused a call, or the device did not know one."""
+    before = counters()
+    result = yield
+    after = counters()
+    refuses = item.get_closest_marker("refused") is not None
+    for fault in ("unsupported",) if refuses else ("refused", "unsupported"):
+        if after[fault] > before[fault]:
+            raise RuntimeError(f"{after[fault] - before[fault]} calls {fault}: see stderr")
+    return result

@@ -1,0 +1,78 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Measured steps against those on record: nothing may grow.
+
+`record.json` has for each step its launches, copies, fills, waits of the host and peak of memory,
+as `make gpu-null NULL_FLAGS="--only steps --record"` writes it. The host's milliseconds are there
+to be read: they depend on the machine.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+RECORD = Path(__file__).with_name("record.json")
+Steps = Mapping[str, Mapping[str, Any]]
+
+#: Each must be zero, whatever is on record.
+FAULTS = ("refused", "outside_capture", "unsupported")
+#: Read, not checked.
+UNCHECKED = ("host_cpu_ms", "weights", "tokens")
+#: A peak may grow by this share: an allocator's rounding.
+PEAK_SHARE = 0.005
+#: The most waits of the host in a step, by how its name begins, whatever is on record: the loss and
+#: the gradient norm, the chosen tokens.
+MOST_WAITS = {"training, llama": 2, "training, hybrid": 2, "decode": 1}
+
+
+def read(path: Path = RECORD) -> dict[str, dict[str, Any]]:
+    """Return the steps on record."""
+    return json.loads(path.read_text(encoding="utf-8"))["steps"]
+
+
+def write(steps: Steps, *, versions: Mapping[str, str], path: Path = RECORD) -> None:
+    """Put measured steps on record."""
+    found = {"versions": dict(versions), "steps": {name: dict(steps[name]) for name in steps}}
+    path.write_text(json.dumps(found, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
+
+
+def problems(measured: Steps, recorded: Steps, *, complete: bool = True) -> list[str]:
+    """Return what is wrong with measured steps, a line each.
+
+    Args:
+        measured, recorded: by name of the step.
+        complete: every step was to be measured.
+    """
+    found = [f"{name}: not on record: add --record" for name in measured.keys() - recorded.keys()]
+    if complete:
+        found += [f"{name}: not measured" for name in recorded.keys() - measured.keys()]
+    for name, counts in measured.items():
+        found += [
+            f"{name}: {fault}: {counts[fault]}, must be 0" for fault in FAULTS if counts[fault]
+        ]
+        found += [
+            f"{name}: waits: {counts['waits']:g} a step, at most {most}"
+            for kind, most in MOST_WAITS.items()
+            if name.startswith(kind) and counts["waits"] > most
+        ]
+        for key, bound in recorded.get(name, {}).items():
+            if key in UNCHECKED or key in FAULTS:
+                continue
+            allowed = bound * (1 + PEAK_SHARE) if key == "peak_bytes" else bound
+            if counts[key] > allowed:
+                found.append(f"{name}: {key}: {counts[key]:,} a step, {bound:,} on record")
+    return sorted(found)
+
+
+def improvements(measured: Steps, recorded: Steps) -> list[str]:
+    """Return what has become less than on record, a line each."""
+    return [
+        f"{name}: {key}: {counts[key]:,} a step, {recorded[name][key]:,} on record"
+        for name, counts in measured.items()
+        for key in counts
+        if key not in UNCHECKED
+        and key in recorded.get(name, {})
+        and counts[key] < recorded[name][key] * (1 - PEAK_SHARE)
+    ]

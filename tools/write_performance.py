@@ -50,10 +50,12 @@ python -m tools.write_performance
 
 What is known without a GPU: kernels agree with their references in Triton's interpreter, forward
 and all gradients, in fp32 and, with bf16 and TF32 rounded as tensor cores do, within the bounds of
-the GPU tests; they compile ahead of time for sm_90 and sm_100, with registers, stack
-and shared memory on record, and `make gpu-compile` looks at their code ([kernels.md](kernels.md));
-and `python -m tools.gpu --rehearse` runs the suite, tiny, on a CPU, all but the tests of the device
-itself.
+the GPU tests; they compile ahead of time for sm_90 and sm_100, with registers, stack and shared
+memory on record, and `make gpu-compile` looks at their code ([kernels.md](kernels.md));
+`python -m tools.gpu --rehearse` runs the suite, tiny, on a CPU, all but the tests of the device
+itself; and `make gpu-null` runs it on torch's CUDA build over a device that computes nothing, with
+launches, host waits and peaks of memory on record
+([observability.md](observability.md#without-a-gpu)).
 """
 CPU = """
 ## Decoding on a CPU

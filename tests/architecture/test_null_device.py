@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import copy
 import json
+import os
 import subprocess
 import sys
 import tarfile
@@ -194,6 +195,47 @@ def test_a_cache_is_found_after_a_move(tmp_path, monkeypatch):
         assert path.startswith(str(tmp_path / "there"))
         moved = (tmp_path / "gone").joinpath(*group[name].split("/")[-2:])
         assert moved.read_bytes() == Path(path).read_bytes()
+
+
+COMPILE = """
+import sys, triton, triton.language as tl
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+
+@triton.jit
+def scale_kernel(x, factor, BLOCK: tl.constexpr):
+    places = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    tl.store(x + places, tl.load(x + places) * factor)
+
+compiled = []
+triton.knobs.compilation.listener = lambda cache_hit, **_: compiled.append(not cache_hit)
+for block in (64, 128):
+    signature = {"x": "*fp32", "factor": "fp32", "BLOCK": "constexpr"}
+    source = ASTSource(scale_kernel, signature, constexprs={"BLOCK": block})
+    triton.compile(source, target=GPUTarget("cuda", 90, 32))
+print(sum(compiled), len(compiled))
+"""
+
+
+@pytest.mark.slow(seconds=15)
+def test_nothing_is_compiled_after_a_move(tmp_path):
+    """Counted by Triton itself, after the first folder is gone."""
+    program = tmp_path / "program.py"
+    program.write_text(COMPILE)
+
+    def compilations(cache):
+        variables = {"TRITON_CACHE_DIR": str(cache), "TRITON_STORE_BINARY_ONLY": "1"}
+        variables = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"} | variables
+        command = [sys.executable, str(program)]
+        done = subprocess.run(command, env=variables, capture_output=True, text=True, check=True)
+        return tuple(map(int, done.stdout.split()))
+
+    assert compilations(tmp_path / "here") == (2, 2)
+    assert compilations(tmp_path / "here") == (0, 2)
+    triton_cache.pack(tmp_path / "here", tmp_path / "cache.tar.xz")
+    (tmp_path / "here").rename(tmp_path / "gone")
+    triton_cache.unpack(tmp_path / "cache.tar.xz", tmp_path / "there")
+    assert compilations(tmp_path / "there") == (0, 2)
 
 
 def test_what_is_no_cache_is_refused(tmp_path):

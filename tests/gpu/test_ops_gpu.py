@@ -249,14 +249,44 @@ def test_attention_with_sinks(device, dtype, window):
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("features", sized([192, 256, 272], [136]))
-def test_attention_of_wide_heads(device, dtype, features):
+@pytest.mark.parametrize("window", [None, WINDOW])
+@pytest.mark.parametrize("features", sized([64, 96, 192, 256, 272], [136]))
+def test_attention_of_other_heads(device, dtype, window, features):
     """Latent attention has heads of 192, some models of 256; 272 take tiles of 512."""
     agree(
-        lambda q, k, v, **o: attention(q, k, v, window=WINDOW, **o)[0],
-        [made(device, sized(1024, 37), BATCH, n, features) for n in (HEADS, GROUPS, GROUPS)],
+        lambda q, k, v, **o: attention(q, k, v, window=window, **o)[0],
+        [made(device, sized(1000, 37), BATCH, n, features) for n in (HEADS, GROUPS, GROUPS)],
         dtype,
     )
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("lengths", sized([(2049, 2049), (1000, 1777), (1, 700)], [(70, 70)]))
+def test_attention_of_documents_in_any_order(device, dtype, lengths):
+    """Tiles of other documents are passed over, whatever the order of the documents."""
+    queries, keys = lengths
+    ids = torch.randint(-2, 2, (keys, BATCH), generator=torch.Generator().manual_seed(keys))
+    ids = ids.repeat_interleave(97, 0)[:keys].to(device)
+    agree(
+        lambda q, k, v, **o: attention(q, k, v, document_ids=ids, **o)[0],
+        [
+            made(device, length, BATCH, heads, FEATURES)
+            for length, heads in ((queries, HEADS), (keys, GROUPS), (keys, GROUPS))
+        ],
+        dtype,
+    )
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_attention_of_more_rows_than_a_grid_is_high(device, dtype):
+    """65,535 programs at most in any dimension of a grid but the first."""
+    rows = sized(70_000, 5)
+    agree(attention_output, [made(device, 3, rows, 1, 16 + i) for i in range(3)], dtype)
+
+
+def attention_output(q, k, v, **options):
+    """Return the output of attention of heads of 16."""
+    return attention(*(x[..., :16] for x in (q, k, v)), **options)[0]
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)

@@ -5,11 +5,15 @@ Run by `test_triton.py` in a process of its own: TRITON_INTERPRET must be set be
 import of Triton.
 """
 
+import dataclasses
+import math
+import random
+
 import pytest
 import torch
 import torch.nn.functional as F
 
-from megatron.core.ops.attention import attention
+from megatron.core.ops.attention import attention, tile_kernels
 from megatron.core.ops.attention import reference as attention_reference
 from megatron.core.ops.attention import triton as attention_triton
 from megatron.core.ops.attention.reference import Mask
@@ -32,7 +36,7 @@ from megatron.core.ops.rope import Rotation, apply_rope, rotary_table, split_hea
 from megatron.core.ops.rope import triton as rope_triton
 from megatron.core.ops.swiglu import gated
 from megatron.core.ops.swiglu import triton as swiglu_triton
-from tests.support.closeness import relative_error
+from tests.support.closeness import assert_close_by_metric, relative_error
 from tests.support.nan_memory import nan_memory
 from tests.unit_tests.core.ops.formulas import (
     ATTENTION_CASES,
@@ -239,7 +243,13 @@ def test_dropout_drops_what_the_reference_drops(make, offset, monkeypatch):
         assert torch.equal(mine, theirs)
 
 
-UNCOVERED = ("dropout", "dropout by place", "long", "long ahead")  # not drawn; too long here
+UNCOVERED = (
+    "dropout",
+    "dropout by place",
+    "long",
+    "long ahead",
+    "tiles amid",
+)  # not drawn; too long
 
 
 @pytest.mark.parametrize(
@@ -270,10 +280,10 @@ def test_attention(make, name, dtype):
     assert_close(seen[0], seen[1], dtype, "lse")
 
 
-@pytest.mark.parametrize(("features", "rows"), [(136, 32), (272, 16)])
-def test_attention_of_wide_heads(make, features, rows):
-    tile = attention_triton.tile_shape(features)
-    assert tile["BLOCK"] == rows
+@pytest.mark.parametrize("features", [136, 272])
+def test_attention_of_wide_heads(make, features):
+    tile = attention_triton.tile_shape(attention_triton.FORWARD, features, FP32, Mask())
+    rows = tile["BLOCK_Q"]
     assert tile["FEATURES"] >= features
     # More than two tiles of queries and of keys, the last of each in part, with a window amid.
     inputs = [make(rows * n + 5, 1, heads, features) for n, heads in ((2, 4), (3, 2), (3, 2))]
@@ -283,6 +293,218 @@ def test_attention_of_wide_heads(make, features, rows):
         inputs,
         FP32,
     )
+
+
+def document_ids(kind, length, seed=0):
+    """Return ids int [length, 2]: ascending, or in any order."""
+    generator = torch.Generator().manual_seed(length + seed)
+    if kind == "any order":
+        return torch.randint(-2, 2, (length, 2), generator=generator)
+    starts = torch.randint(1, 60, (3, 2), generator=generator)
+    starts[0] = torch.tensor([20, 38])  # tiles before that are of one document
+    return (torch.arange(length)[:, None, None] >= starts).sum(1)
+
+
+@dataclasses.dataclass
+class Visibility:
+    """Which of the keys queries see, and the tiles that it is walked over in."""
+
+    queries: int
+    keys: int
+    shift: int
+    causal: bool = True
+    window: int | None = None
+    documents: str | None = None
+    tile: tuple[int, int] = (16, 16)
+
+    @property
+    def mask(self):
+        of_queries = of_keys = None
+        if self.documents is not None:
+            of_keys = document_ids(self.documents, self.keys)
+            of_queries = document_ids(self.documents, self.queries, 1)
+            if 0 <= self.shift <= self.keys - self.queries:
+                of_queries = of_keys[self.shift :][: self.queries]
+        return Mask(
+            causal=self.causal,
+            window=self.window,
+            document_ids=of_keys,
+            query_document_ids=of_queries,
+            query_start=self.shift + 3,
+            key_start=3,
+        )
+
+    def pairs(self, mask, sample):
+        """Return bool [s_q, s_k]."""
+        pairs = (0, self.queries), (0, self.keys)
+        hidden = mask.hidden(
+            *pairs, shift=self.shift, documents=mask.query_document_ids, device=torch.device("cpu")
+        )
+        seen = torch.ones(1, 1, self.queries, self.keys, dtype=torch.bool)
+        seen = seen if hidden is None else ~hidden
+        return seen.expand(2, -1, -1, -1)[sample, 0]
+
+
+VISIBILITIES = {
+    "causal": Visibility(37, 53, 16),
+    "window": Visibility(37, 60, 23, window=34),
+    "documents": Visibility(52, 52, 0, documents="ascending", tile=(16, 32)),
+    "documents in any order": Visibility(37, 53, 9, documents="any order", tile=(32, 16)),
+    "all ahead": Visibility(37, 33, 20, causal=False, window=34, documents="ascending"),
+}
+drawn = random.Random(5)
+MORE_VISIBILITIES = {
+    f"drawn {number}": Visibility(
+        drawn.randint(1, 70),
+        drawn.randint(1, 70),
+        drawn.randint(-40, 60),
+        causal=drawn.random() < 0.6,
+        window=drawn.choice([None, 1, 7, 40, 60]),
+        documents=drawn.choice([None, "ascending", "any order"]),
+        tile=drawn.choice([(16, 16), (32, 16), (16, 32)]),
+    )
+    for number in range(24)
+}
+DRAWN = [
+    *VISIBILITIES.items(),
+    *(pytest.param(*item, marks=pytest.mark.slow) for item in MORE_VISIBILITIES.items()),
+]
+
+
+@pytest.mark.parametrize(("name", "case"), DRAWN)
+def test_tiles_hold_all_visible_pairs(name, case):
+    """No visible pair is left out, no pair of a full tile is hidden; tight where ids ascend."""
+    mask = case.mask
+    zeros = (torch.zeros(n, 2, dtype=torch.int32) for n in (case.queries, case.keys))
+    documents = (mask.query_document_ids, mask.document_ids) if case.documents else tuple(zeros)
+    documents = [x.int().contiguous() for x in documents]
+    for of_keys in (False, True):
+        lengths, blocks = (case.queries, case.keys), case.tile
+        if of_keys:
+            lengths, blocks, documents = lengths[::-1], blocks[::-1], documents[::-1]
+        count = -(-lengths[0] // blocks[0])
+        bounds = torch.empty(2 * count, 4, dtype=torch.int32)
+        tile_kernels.document_bounds_kernel[(2 * count,)](
+            *documents,
+            bounds,
+            case.shift,
+            case.queries,
+            case.keys,
+            2,
+            case.window or 0,
+            OF_KEYS=of_keys,
+            CAUSAL=case.causal,
+            HAS_WINDOW=case.window is not None,
+            BLOCK_Q=case.tile[0],
+            BLOCK_K=case.tile[1],
+            TILES=2,
+        )
+        for program, (low, full_low, full_high, high) in enumerate(bounds.tolist()):
+            pairs = case.pairs(mask, program // count)
+            first = program % count * blocks[0]
+            rows = (pairs.t() if of_keys else pairs)[first : first + blocks[0]]
+            assert low <= full_low <= full_high <= high
+            hidden = torch.cat([rows[:, :low], rows[:, high:]], 1)
+            assert not hidden.any()
+            assert rows[:, full_low:full_high].all()
+            if name in ("causal", "window", "documents") and len(rows) == blocks[0]:
+                starts = range(0, lengths[1], blocks[1])
+                seen = [x for x in starts if rows[:, x : x + blocks[1]].any()]
+                full = [x for x in starts if x + blocks[1] <= lengths[1]]
+                full = [x for x in full if rows[:, x : x + blocks[1]].all()]
+                assert seen == [*range(low, high, blocks[1])]
+                assert full == [*range(full_low, full_high, blocks[1])]
+
+
+@pytest.mark.parametrize(("name", "case"), DRAWN)
+def test_attention_tile_by_tile(make, name, case, monkeypatch):
+    """Full and masked tiles, in fp32 and in 16 bits, dk and dv together and one by one."""
+    number = [*VISIBILITIES, *MORE_VISIBILITIES].index(name)
+    dtype = (FP32, torch.float16)[number % 2]  # the interpreter has no bf16
+    monkeypatch.setattr(attention_triton, "MOST_KEY_SUMS", 0 if number % 3 else 1 << 20)
+    queries, keys = case.tile
+    walked = {"FORWARD": (queries, keys), "QUERY_GRADIENT": (queries, keys)}
+    for table, (held, steps) in (walked | {"KEY_GRADIENT": (keys, queries)}).items():
+        tiles = {dtype.itemsize: {64: (held, steps, steps)}}
+        monkeypatch.setattr(attention_triton, table, tiles)
+    heads, groups = ((2, 1), (2, 2), (3, 1))[number % 3]
+    features = (6, 16)[number // 2 % 2]
+    scale = (0.3, -0.2, 0.0)[number % 3]
+    query, grad = (make(case.queries, 2, heads, features).to(dtype) for _ in range(2))
+    key, value = (make(case.keys, 2, groups, features).to(dtype) for _ in range(2))
+    sinks = make(heads).float() if number % 2 else None
+    mask = case.mask
+    out, lse = attention_triton.attention_forward(query, key, value, sinks, scale, mask, dtype=FP32)
+    wide = [x.double() for x in (query, key, value)]
+    expected, expected_lse = attention_reference.attention_forward(
+        *wide, None if sinks is None else sinks.double(), scale, mask
+    )
+    found = attention_triton.attention_backward(
+        grad, query, key, value, expected.to(dtype), expected_lse.float(), scale=scale, mask=mask
+    )
+    true = attention_reference.attention_backward(
+        grad.double(), *wide, expected, expected_lse, scale=scale, mask=mask
+    )
+    empty, expected_empty = lse == -math.inf, expected_lse == -math.inf
+    assert torch.equal(empty, expected_empty)
+    lse, expected_lse = (x.masked_fill(empty, 0) for x in (lse, expected_lse))
+    names = ("out", "lse", "dq", "dk", "dv")
+    results = (out, lse, *found), (expected, expected_lse, *true)
+    for what, x, y in zip(names, *results, strict=True):
+        # Gradients that are zero, of a scale of zero or a window of one, are rounding alone.
+        whole = torch.cat([y.flatten(), y.new_tensor([0.3])])
+        bound = 2e-5 if dtype == FP32 else 2**-8
+        assert_close_by_metric(what, x, y, bound=bound, whole=whole)
+
+
+def test_attention_of_rows_far_apart(tmp_path):
+    """Offsets inside a tile beyond 2^31, of a file that takes no room where nothing is written."""
+    rows, stride = 5, 600_000_000
+    memory = torch.from_file(str(tmp_path / "x"), shared=True, size=rows * stride, dtype=FP32)
+    near = [torch.randn(rows, 1, 1, 16) for _ in range(3)]
+    far = [
+        memory[16 * i :].as_strided((rows, 1, 1, 16), (stride, 16, 16, 1)).copy_(x)
+        for i, x in enumerate(near)
+    ]
+    found = [attention_triton.attention_forward(*x, None, 0.3, Mask())[0] for x in (near, far)]
+    assert torch.equal(*found)
+    grads = [
+        attention_triton.attention_backward(
+            near[0], *x, found[0], torch.zeros(1, 1, rows), scale=0.3, mask=Mask()
+        )
+        for x in (near, far)
+    ]
+    for x, y in zip(*grads, strict=True):
+        assert torch.equal(x, y)
+
+
+class Grids:
+    """Stands in for a kernel; notes the grids of its launches."""
+
+    def __init__(self):
+        self.grids = []
+
+    def __getitem__(self, grid):
+        self.grids.append(grid)
+        return lambda *arguments, **constants: None
+
+
+def test_attention_of_more_heads_than_a_grid_has_rows(monkeypatch):
+    """Only the first dimension of a grid may exceed 65,535."""
+    heads = 70_000
+    names = ("document_bounds", "attention_forward", "query_gradient", "key_gradient", "row_dots")
+    kernels = {f"{name}_kernel": Grids() for name in names}
+    for name, kernel in kernels.items():
+        monkeypatch.setattr(attention_triton, name, kernel)
+    query, key = torch.zeros(2, heads, 1, 1), torch.zeros(2, heads, 1, 1)
+    mask = Mask(document_ids=torch.zeros(2, heads, dtype=torch.int32))
+    out, lse = attention_triton.attention_forward(query, key, key, None, 1.0, mask)
+    attention_triton.attention_backward(out, query, key, key, out, lse, scale=1.0, mask=mask)
+    for name, kernel in kernels.items():
+        assert kernel.grids, name
+        for grid in kernel.grids:
+            assert math.prod(grid) >= heads // 32
+            assert all(size <= 65_535 for size in grid[1:])
 
 
 def test_queries_that_see_no_key(make):

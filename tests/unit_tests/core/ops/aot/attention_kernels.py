@@ -1,52 +1,112 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The kernels of attention, with all masks on, for heads of 128 and 256 features."""
+"""The kernels of attention: causal, and with all masks on; 16 bits and fp32."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
 from megatron.core.ops.attention import triton
-from megatron.core.ops.attention.triton import BACKWARD_WARPS, FORWARD_WARPS, tile_shape
+from megatron.core.ops.attention.reference import Mask
 from tests.unit_tests.core.ops.aot.description import Description
 
-MASKS = {"CAUSAL": True, "HAS_WINDOW": True, "HAS_DOCUMENTS": True, "num_stages": 2}
 TYPES = {
     "lse_ptr": "*fp32",
     "delta_ptr": "*fp32",
     "documents_ptr": "*i32",
     "query_documents_ptr": "*i32",
+    "bounds_ptr": "*i32",
     "scale": "fp32",
 }
+FORWARD, QUERY, KEY = (
+    (triton.attention_forward_kernel, triton.FORWARD),
+    (triton.query_gradient_kernel, triton.QUERY_GRADIENT),
+    (triton.key_gradient_kernel, triton.KEY_GRADIENT),
+)
 
 
-def described(kernel: object, features: int, quick: tuple[int, ...], **launch: int) -> Description:
-    """Describe one kernel for heads of so many features."""
+def described(
+    kind: tuple[Any, Mapping],
+    features: int,
+    *,
+    label: str = "",
+    masked: bool = False,
+    dtype: torch.dtype = torch.bfloat16,
+    quick: tuple[int, ...] = (),
+    **launch: bool,
+) -> Description:
+    """Describe one kernel for heads of so many features, causal or with all masks."""
+    kernel, shapes = kind
+    documents = torch.zeros(1, 1) if masked else None
+    mask = Mask(window=1 if masked else None, document_ids=documents)
     types = {name: kind for name, kind in TYPES.items() if name in kernel.arg_names}
+    if dtype == torch.float32:
+        types |= {n: "*fp32" for n in kernel.arg_names if n.endswith("_ptr") and n not in types}
     return Description(
         kernel=kernel,
-        launch=MASKS | tile_shape(features) | launch,
+        launch={
+            "CAUSAL": True,
+            "HAS_WINDOW": masked,
+            "HAS_DOCUMENTS": masked,
+            "WIDE": False,
+            **triton.tile_shape(shapes, features, dtype, mask),
+            **launch,
+        },
         types=types,
-        divisible=("queries", "keys", "features"),
-        label=str(features),
+        divisible=("queries", "keys"),
+        label=" ".join(filter(None, (label, str(features)))),
         quick=quick,
     )
 
 
-KERNELS = tuple(
-    described(kernel, features, quick, **launch)
-    for kernel, launch, quicks in (
-        (
-            triton.attention_forward_kernel,
-            {"HAS_SINKS": True, "num_warps": FORWARD_WARPS},
-            ((100,), ()),
-        ),
-        (triton.query_gradient_kernel, {"num_warps": BACKWARD_WARPS}, ((90,), ())),
-        (triton.key_gradient_kernel, {"num_warps": BACKWARD_WARPS}, ((90, 100), ())),
-    )
-    for features, quick in zip((128, 256), quicks, strict=True)
-) + (
+SINKS = {"HAS_SINKS": True}
+BOTH, OF_KEYS, OF_VALUES = (
+    {"OF_KEYS": keys, "OF_VALUES": values}
+    for keys, values in ((True, True), (True, False), (False, True))
+)
+FP32 = {"label": "fp32", "masked": True, "dtype": torch.float32}
+MASKED = {"label": "masked", "masked": True}
+
+KERNELS = (
+    described(FORWARD, 64, **SINKS),
+    described(FORWARD, 128, **SINKS, quick=(90,)),
+    described(FORWARD, 256, **SINKS),
+    described(FORWARD, 128, **SINKS, **MASKED),
+    described(FORWARD, 256, **SINKS, **MASKED),
+    described(FORWARD, 128, **SINKS, **FP32, quick=(90,)),
+    described(FORWARD, 256, **SINKS, **FP32),
+    described(QUERY, 64),
+    described(QUERY, 128, quick=(100,)),
+    described(QUERY, 256),
+    described(QUERY, 128, **MASKED),
+    described(QUERY, 128, **FP32),
+    described(KEY, 64, **BOTH),
+    described(KEY, 128, **BOTH, quick=(90,)),
+    described(KEY, 128, **BOTH, **MASKED),
+    described(KEY, 256, **OF_KEYS, label="keys"),
+    described(KEY, 256, **OF_VALUES, label="values"),
+    described(KEY, 128, **BOTH, **FP32),
+    described(KEY, 256, **BOTH, **FP32),
+    Description(
+        kernel=triton.document_bounds_kernel,
+        launch={
+            "OF_KEYS": True,
+            "CAUSAL": True,
+            "HAS_WINDOW": True,
+            "BLOCK_Q": 64,
+            "BLOCK_K": 128,
+            "TILES": triton.TILES_AT_ONCE,
+        },
+        types={name: "*i32" for name in ("documents_ptr", "other_documents_ptr", "bounds_ptr")},
+        divisible=("queries", "keys"),
+        quick=(),
+    ),
     Description(
         kernel=triton.row_dots_kernel,
         launch={"FEATURES": 128, **triton.ROW_DOTS.default},
-        types={"dots_ptr": "*fp32"},
+        types={"lse_ptr": "*fp32", "dots_ptr": "*fp32", "log2_ptr": "*fp32"},
         divisible=("queries", "features"),
         quick=(),
     ),

@@ -21,7 +21,7 @@ FILES = {
     "interpreted_gated_norm.py": (24, 0),
     "interpreted_mixers.py": (4, 0),
     "interpreted_nvls.py": (35, 2),
-    "interpreted_paged_attention.py": (26, 0),
+    "interpreted_paged_attention.py": (27, 0),
     "interpreted_prologue.py": (15, 0),
     "interpreted_recurrence.py": (31, 8),
     "interpreted_recurrence_backward.py": (19, 2),

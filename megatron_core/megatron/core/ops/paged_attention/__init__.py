@@ -56,7 +56,7 @@ def paged_attention(
         key_cache: [blocks, block_size, g, d], g dividing n, block_size a power of two from 16 on.
         value_cache: [blocks, block_size, g, d].
         batch: which tokens and which pages belong to each row.
-        scale: factor on the logits; None is 1 / sqrt(d).
+        scale: positive factor on the logits; None is 1 / sqrt(d).
         window: a token at place q sees only places k with q - k < window.
         sinks: [n], logits that take probability and carry no value; part of the log-sum-exp.
         implementation: "reference", "triton" or None (by device).
@@ -71,6 +71,7 @@ def paged_attention(
     _check_caches("paged_attention", query, key_cache, value_cache)
     _check_batch(query, key_cache, batch, window=window, sinks=sinks)
     scale = 1 / math.sqrt(query.shape[-1]) if scale is None else scale
+    _check_scale("paged_attention", scale)
     function = reference.paged_attention
     if choose(implementation, query, "paged_attention") == "triton":
         from megatron.core.ops.paged_attention import triton as kernels
@@ -97,7 +98,7 @@ def paged_latent_attention(
         query: [t, n, c], the new tokens of all rows one after the other.
         latent_cache: [blocks, block_size, c].
         batch: which tokens and which pages belong to each row.
-        scale: factor on the logits.
+        scale: positive factor on the logits.
         value_features: features of a latent that are values.
         implementation: "reference", "triton" or None (by device).
 
@@ -114,6 +115,7 @@ def paged_latent_attention(
             f"{tuple(latent_cache.shape)} {latent_cache.dtype} must be [t, n, c] and [blocks, "
             "block_size, c] of one dtype, with contiguous features"
         )
+    _check_scale("paged_latent_attention", scale)
     caches = latent_cache.unsqueeze(2)  # one head
     _check_batch(query, caches, batch)
     _check_gradients("paged_latent_attention", query, latent_cache)
@@ -350,6 +352,12 @@ def _check_caches(
     if not x.device == key_cache.device == value_cache.device:
         raise ValueError(f"{op}: {x.device} tokens need caches there, not on {key_cache.device}")
     _check_gradients(op, x, key_cache, value_cache)
+
+
+def _check_scale(op: str, scale: float) -> None:
+    """Raise ValueError unless the largest product is the largest logit, as kernels take it."""
+    if not scale > 0:
+        raise ValueError(f"{op}: scale={scale} must be positive")
 
 
 def _shapes(x: torch.Tensor, key_cache: torch.Tensor, value_cache: torch.Tensor) -> str:

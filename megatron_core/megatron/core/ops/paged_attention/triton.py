@@ -20,8 +20,10 @@ of 256 tokens add 8 r d bytes to 4 d 256, which is 6 % at r = 8.
 Attention to latents, the absorbed form of multi-head latent attention, has a kernel of its own:
 keys are latents followed by rotated features, for all heads, and values are the latents. A
 program reads a tile of latents once and multiplies it twice, by the queries of its heads and by
-their weights. It takes one new token: rows of a decode step have one, and those of a prompt run one
-after another without waiting for the host.
+their weights. Both products have latents as rows and heads as columns: tensor cores of Hopper take
+64 rows, which a tile of latents has and one token of few heads has not, but any 8 columns. A
+program takes one new token: rows of a decode step have one, and those of a prompt run one after
+another without waiting for the host.
 """
 
 from __future__ import annotations
@@ -107,9 +109,10 @@ def attend_to_tile(
 ):
     """Take the keys at places start .. start + BLOCK - 1 of a row into a running softmax.
 
-    Only places in [low, high) are read. Without MASKED every query sees the whole tile. `page` is
-    what `pages_of` said of it; the pages of the next tile are returned first: looked up a tile
-    ahead, they do not keep the compiler from loading keys several tiles ahead.
+    Only places in [low, high) are read. Without MASKED every query sees the whole tile. `scale` is
+    positive, and of exponents of 2. `page` is what `pages_of` said of the tile; the pages of the
+    next tile are returned first: looked up a tile ahead, they do not keep the compiler from loading
+    keys several tiles ahead.
     """
     feature = tl.arange(0, FEATURES)
     columns = start + tl.arange(0, BLOCK)
@@ -128,17 +131,18 @@ def attend_to_tile(
         across = across & inside[None, :]
         along = along & inside[:, None]
     kt = tl.load(k_rows[None, :] + feature[:, None], mask=across, other=0.0)
-    logits = tl.dot(q, kt, input_precision="ieee") * scale
+    products = tl.dot(q, kt, input_precision="ieee")
     if MASKED:
         seen = (columns[None, :] <= places[:, None]) & inside[None, :]
         if HAS_WINDOW:
             seen = seen & (places[:, None] - columns[None, :] < window)
-        logits = tl.where(seen, logits, float("-inf"))
-    larger = tl.maximum(maximum, tl.max(logits, 1))
+        products = tl.where(seen, products, float("-inf"))
+    larger = tl.maximum(maximum, tl.max(products, 1) * scale)
     offset = larger
     if MASKED:  # a row that saw no key so far has -inf: shift by 0, so that no inf - inf arises
         offset = tl.where(larger == float("-inf"), 0.0, larger)
-    weights = tl.exp2(logits - offset[:, None])
+    # Scaled here and not before: one fused multiply-add an element.
+    weights = tl.exp2(products * scale - offset[:, None])
     decay = tl.exp2(maximum - offset)
     v = tl.load(v_rows[:, None] + feature[None, :], mask=along, other=0.0)
     result = result * decay[:, None]
@@ -298,7 +302,7 @@ def paged_attention_kernel(
         dense += split.to(tl.int64) * tokens * heads
         mask &= (empty == 0)[:, None]
     tl.store(lse_ptr + dense, lse, mask=valid)
-    result = (result / total[:, None]).to(out_ptr.dtype.element_ty)
+    result = (result * (1.0 / total)[:, None]).to(out_ptr.dtype.element_ty)
     tl.store(out_ptr + dense[:, None] * features + feature[None, :], result, mask=mask)
 
 
@@ -436,7 +440,8 @@ def _share_of_waves(programs: int, resident: int) -> float:
 
 
 # Tiles of few rows wait for memory: they want many loads in flight. Tiles of many rows multiply.
-# ROWS and BLOCK are of heads of 128 features in 16 bits; wider ones have fewer.
+# BLOCK is of heads of 128 features in 16 bits; wider ones have fewer keys, so that a warpgroup has
+# registers for the 64 rows of any width up to 256 that tensor cores of Hopper multiply at once.
 DECODE = Launches(
     "paged_attention_decode",
     {"ROWS": 64, "BLOCK": 64, WARPS: 4, STAGES: 3},
@@ -473,6 +478,8 @@ USUAL_FEATURES = 128
 #: Warps that a processor needs: two decoding programs have 128 KiB on their way, a prefilling one
 #: takes most registers.
 WARPS_A_PROCESSOR = 8
+#: Major compute capability of the GPUs whose warpgroups multiply 64 rows at once.
+HOPPER = 9
 #: Processors to fill where none are (the interpreter): those of an H100 or H200.
 PROCESSORS = 132
 
@@ -612,11 +619,14 @@ def tile_shape(query: torch.Tensor, *, ratio: int, max_query: int) -> dict[str, 
     wanted = max(SMALLEST_TILE, triton.next_power_of_2(max_query * ratio))
     launches = DECODE if wanted <= DECODE.default["ROWS"] else PREFILL
     launch = launches.pick(query, f"{width} {query.dtype}")
-    # Products of fp32 run without tensor cores, from registers: a quarter of the elements.
-    width_to_hold = width if query.element_size() == 2 else 4 * width
-    most = min(launch["ROWS"], launch["ROWS"] * USUAL_FEATURES // width_to_hold)
+    most, keys = launch["ROWS"], launch["BLOCK"] * USUAL_FEATURES // width
+    if query.element_size() > 2:
+        # Products of fp32 run without tensor cores, from registers: a quarter of the elements.
+        most, keys = min(most, most * USUAL_FEATURES // (4 * width)), keys // 4
+    elif architecture(query.device) < HOPPER:  # with less shared memory
+        most = min(most, most * USUAL_FEATURES // width)
     launch["ROWS"] = max(SMALLEST_TILE, min(wanted, most))
-    keys = min(LARGEST_TILE, launch["BLOCK"] * USUAL_FEATURES // width_to_hold)
+    keys = min(LARGEST_TILE, keys)
     launch["BLOCK"] = max(SMALLEST_TILE, keys)
     heads = min(ratio, launch["ROWS"])
     queries = 1 if max_query == 1 else launch["ROWS"] // heads
@@ -635,6 +645,12 @@ def tile_count(tokens: int, rows: int, queries: int) -> int:
 def padded(features: int) -> int:
     """Return the features of a tile of heads of so many."""
     return max(SMALLEST_TILE, triton.next_power_of_2(features))
+
+
+@functools.cache
+def architecture(device: torch.device) -> int:
+    """Return the major compute capability of a GPU; Hopper's where there is none."""
+    return torch.cuda.get_device_capability(device)[0] if device.type == "cuda" else HOPPER
 
 
 @functools.cache
@@ -674,6 +690,7 @@ def paged_latent_attention_kernel(
     c_stride_b,
     c_stride_s,
     SPLIT: tl.constexpr,
+    IS_WHOLE: tl.constexpr,
     RANK: tl.constexpr,
     ROTATED: tl.constexpr,
     PAGE: tl.constexpr,
@@ -683,7 +700,8 @@ def paged_latent_attention_kernel(
     """Attend ROWS heads of one new token to a piece of its row's context.
 
     With SPLIT, out and lse are fp32 of pieces, [splits, t, n, r] and [splits, t, n]; the out of an
-    empty piece is not written. No piece is shorter than `shortest` tiles of latents.
+    empty piece is not written. No piece is shorter than `shortest` tiles of latents. IS_WHOLE:
+    latents fill tiles of RANK and ROTATED features.
     """
     token = tokens - 1 - tl.program_id(0) % tokens  # late tokens see most: they go first
     split = tl.program_id(0) // tokens % splits
@@ -699,6 +717,7 @@ def paged_latent_attention_kernel(
     along = (feature < rank)[None, :]
     along_turned = (turned < rotated)[None, :]
     wide = token.to(tl.int64)
+    exponent = scale * LOG2_E
     q_rows = q_ptr + wide * q_stride_t + head.to(tl.int64) * q_stride_n
     q = tl.load(q_rows[:, None] + feature[None, :], mask=valid[:, None] & along, other=0.0)
     q_turned = tl.load(
@@ -710,7 +729,7 @@ def paged_latent_attention_kernel(
     table_row = table_ptr + row.to(tl.int64) * table_stride
     maximum = tl.full([ROWS], float("-inf"), dtype=tl.float32)
     total = tl.zeros([ROWS], dtype=tl.float32)
-    result = tl.zeros([ROWS, RANK], dtype=tl.float32)
+    result = tl.zeros([RANK, ROWS], dtype=tl.float32)
     for place in range(start, stop, BLOCK):
         page = pages_of(table_row, place, 0, high, PAGE, BLOCK)
         if PAGE < BLOCK:  # one number a place
@@ -720,44 +739,54 @@ def paged_latent_attention_kernel(
         inside = columns < high
         slots = (columns % PAGE).to(tl.int64)
         c_rows = c_ptr + (page.to(tl.int64) * c_stride_b + slots * c_stride_s)
-        c = tl.load(c_rows[:, None] + feature[None, :], mask=inside[:, None] & along, other=0.0)
-        c_turned = tl.load(
-            c_rows[:, None] + rank + turned[None, :],
-            mask=inside[:, None] & along_turned,
-            other=0.0,
-        )
-        logits = tl.dot(q, tl.trans(c), input_precision="ieee")
-        logits += tl.dot(q_turned, tl.trans(c_turned), input_precision="ieee")
-        logits = tl.where(inside[None, :], logits * (scale * LOG2_E), float("-inf"))
-        larger = tl.maximum(maximum, tl.max(logits, 1))  # finite: the first place is inside
-        weights = tl.exp2(logits - larger[:, None])
+        mask = inside[:, None]
+        mask_turned = mask
+        if not IS_WHOLE:
+            mask, mask_turned = mask & along, mask & along_turned
+        c = tl.load(c_rows[:, None] + feature[None, :], mask=mask, other=0.0)
+        c_turned = tl.load(c_rows[:, None] + rank + turned[None, :], mask=mask_turned, other=0.0)
+        products = tl.dot(c, tl.trans(q), input_precision="ieee")  # [BLOCK, ROWS]
+        products = tl.dot(c_turned, tl.trans(q_turned), products, input_precision="ieee")
+        products = tl.where(inside[:, None], products, float("-inf"))
+        # Finite: the first place is inside.
+        larger = tl.maximum(maximum, tl.max(products, 0) * exponent)
+        weights = tl.exp2(products * exponent - larger[None, :])
         decay = tl.exp2(maximum - larger)
-        result = result * decay[:, None]
-        result += tl.dot(weights.to(c.dtype), c, input_precision="ieee")
-        total = total * decay + tl.sum(weights, 1)
+        result = result * decay[None, :]
+        result = tl.dot(tl.trans(c), weights.to(c.dtype), result, input_precision="ieee")
+        total = total * decay + tl.sum(weights, 0)
         maximum = larger
     empty = total == 0.0  # padding, or a piece past the context: output 0, lse -inf
     total = tl.where(empty, 1.0, total)
     lse = tl.where(empty, float("-inf"), maximum * LN_2 + tl.log(total))
     dense = wide * heads + head
-    mask = valid[:, None] & along
+    mask = valid
     if SPLIT:
         dense += split.to(tl.int64) * tokens * heads
-        mask &= (empty == 0)[:, None]
+        mask &= empty == 0
     tl.store(lse_ptr + dense, lse, mask=valid)
-    result = (result / total[:, None]).to(out_ptr.dtype.element_ty)
+    mask = mask[:, None]
+    if not IS_WHOLE:
+        mask = mask & along
+    result = tl.trans(result * (1.0 / total)[None, :]).to(out_ptr.dtype.element_ty)
     tl.store(out_ptr + dense[:, None] * rank + feature[None, :], result, mask=mask)
 
 
+# ROWS and BLOCK are of 512 values in 16 bits, of which 32 heads fill a warpgroup's registers on
+# Hopper. Older GPUs have less shared memory, and newer ones accumulate in tensor memory.
+LATENT_SMALL = Launches(
+    "paged_latent_attention_small", {"ROWS": 16, "BLOCK": 32, WARPS: 4, STAGES: 2}
+)
 LATENT = Launches(
     "paged_latent_attention",
-    {"ROWS": 16, "BLOCK": 32, WARPS: 4, STAGES: 2},
+    {"ROWS": 32, "BLOCK": 64, WARPS: 4, STAGES: 2},
     others=(
-        {"ROWS": 16, "BLOCK": 16, WARPS: 4, STAGES: 3},
-        {"ROWS": 16, "BLOCK": 64, WARPS: 8, STAGES: 2},
-        {"ROWS": 32, "BLOCK": 32, WARPS: 8, STAGES: 2},
+        {"ROWS": 16, "BLOCK": 64, WARPS: 4, STAGES: 2},
+        {"ROWS": 32, "BLOCK": 128, WARPS: 8, STAGES: 1},
+        {"ROWS": 16, "BLOCK": 64, WARPS: 4, STAGES: 1},
     ),
 )
+USUAL_VALUES = 512
 
 
 def paged_latent_attention(
@@ -775,10 +804,13 @@ def paged_latent_attention(
     lse = torch.empty(shape[:2], dtype=torch.float32, device=query.device)
     if not out.numel():
         return out
-    width = padded(value_features)
-    launch = LATENT.pick(query, f"{width} {query.dtype}")
+    rotated = features - value_features
+    launch = latent_tile(query, value_features)
     programs = tokens * triton.cdiv(heads, launch["ROWS"])
-    splits = pieces(programs, batch.max_context, resident(query.device, launch[WARPS]))
+    # Latents on their way to a program of the large tile leave shared memory for no second one.
+    alone = launch["ROWS"] * launch["BLOCK"] > SMALLEST_TILE * LATENT_SMALL.default["BLOCK"]
+    warps = WARPS_A_PROCESSOR if alone else launch[WARPS]
+    splits = pieces(programs, batch.max_context, resident(query.device, warps))
     found, found_lse = _buffers(splits, out, lse)
     paged_latent_attention_kernel[(programs * splits,)](
         query,
@@ -795,16 +827,37 @@ def paged_latent_attention(
         triton.cdiv(SHORTEST_PIECE, launch["BLOCK"]),
         heads,
         value_features,
-        features - value_features,
+        rotated,
         batch.block_table.stride(0),
         *query.stride()[:2],
         *latent_cache.stride()[:2],
         SPLIT=splits > 1,
-        RANK=width,
-        ROTATED=padded(features - value_features),
+        IS_WHOLE=launch["RANK"] == value_features and launch["ROTATED"] == rotated,
         PAGE=latent_cache.shape[1],
         **launch,
     )
     if splits > 1:
         _merge(found, found_lse, out, lse)
     return out
+
+
+def latent_tile(query: torch.Tensor, value_features: int) -> dict[str, int]:
+    """Choose a tile: so many heads of a token, and so many latents at once.
+
+    Args:
+        query: [t, n, c].
+        value_features: features of a latent that are values.
+
+    Returns:
+        RANK, ROTATED, ROWS, BLOCK, num_warps and num_stages.
+    """
+    _, heads, features = query.shape
+    width = padded(value_features)
+    launches = LATENT if architecture(query.device) == HOPPER else LATENT_SMALL
+    launch = launches.pick(query, f"{width} {query.dtype}")
+    rows, block = launch["ROWS"], launch["BLOCK"]
+    # What a tile wider than usual has more of, or products of fp32, which run without tensor cores.
+    excess = max(1, width // USUAL_VALUES) * (1 if query.element_size() == 2 else 4)
+    launch["ROWS"] = max(SMALLEST_TILE, min(rows // excess, triton.next_power_of_2(heads)))
+    launch["BLOCK"] = max(SMALLEST_TILE, block // excess)
+    return {"RANK": width, "ROTATED": padded(features - value_features), **launch}

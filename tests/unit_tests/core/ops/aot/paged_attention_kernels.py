@@ -1,13 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """The kernels of paged attention, for heads of 128 and 256 features, eight in a group, and for
-latents of DeepSeek-V3's 512 and 64 features."""
+latents of DeepSeek-V3's 512 and 64 features, with 128 heads."""
 
 from __future__ import annotations
 
 import torch
 
 from megatron.core.ops.paged_attention import triton
-from megatron.core.ops.paged_attention.triton import LATENT, MERGE, WRITE, tile_shape
+from megatron.core.ops.paged_attention.triton import MERGE, WRITE, latent_tile, tile_shape
 from tests.unit_tests.core.ops.aot.description import Description
 
 RATIO = 8
@@ -15,11 +15,22 @@ NUMBERS = {"table_ptr": "*i32", "bounds_ptr": "*i32", "contexts_ptr": "*i32", "s
 PIECES = {"out_ptr": "*fp32", "lse_ptr": "*fp32"}
 
 
+def operands(names: tuple[str, ...], dtype: torch.dtype) -> dict[str, str]:
+    """Return the types of pointers to queries, keys and values that are not bf16."""
+    return dict.fromkeys(names, "*fp32") if dtype == torch.float32 else {}
+
+
 def attention(
-    label: str, features: int, max_query: int, page: int, quick: tuple[int, ...], window: bool
+    label: str,
+    features: int,
+    max_query: int,
+    page: int,
+    quick: tuple[int, ...],
+    window: bool,
+    dtype: torch.dtype = torch.bfloat16,
 ) -> Description:
     """Describe attention of tiles of so many queries; decoding ones cut contexts into pieces."""
-    query = torch.empty((1, RATIO, features), dtype=torch.bfloat16, device="meta")
+    query = torch.empty((1, RATIO, features), dtype=dtype, device="meta")
     split = max_query == 1
     return Description(
         kernel=triton.paged_attention_kernel,
@@ -31,28 +42,40 @@ def attention(
             "PAGE": page,
             **tile_shape(query, ratio=RATIO, max_query=max_query),
         },
-        types=NUMBERS | (PIECES if split else {"lse_ptr": "*fp32"}),
+        types=NUMBERS
+        | operands(("q_ptr", "k_ptr", "v_ptr", "sinks_ptr", "out_ptr"), dtype)
+        | (PIECES if split else {"lse_ptr": "*fp32"}),
         divisible=("features",),
         label=f"{label} {features}",
         quick=quick,
     )
 
 
-def latent(label: str, page: int, quick: tuple[int, ...]) -> Description:
+def latent(
+    label: str,
+    page: int,
+    quick: tuple[int, ...],
+    *,
+    dtype: torch.dtype = torch.bfloat16,
+    architectures: tuple[int, ...] = (90,),
+) -> Description:
     """Describe attention of one token to latents, its context cut into pieces."""
+    query = torch.empty((1, 128, 512 + 64), dtype=dtype, device="meta")
+    small = {} if architectures == (90,) else triton.LATENT_SMALL.default
     return Description(
         kernel=triton.paged_latent_attention_kernel,
         launch={
             "SPLIT": True,
-            "RANK": 512,
-            "ROTATED": 64,
+            "IS_WHOLE": True,
             "PAGE": page,
-            **LATENT.default,
+            **latent_tile(query, 512),
+            **small,
         },
-        types=NUMBERS | PIECES,
+        types=NUMBERS | operands(("q_ptr", "c_ptr"), dtype) | PIECES,
         divisible=("rank", "rotated"),
         label=label,
         quick=quick,
+        architectures=architectures,
     )
 
 
@@ -62,9 +85,15 @@ KERNELS = (
     attention("decode", 256, 1, 256, (), False),
     attention("prefill", 128, 4096, 256, (90, 100), False),
     attention("prefill of small pages", 128, 4096, 16, (), True),
+    attention("prefill", 64, 4096, 256, (), False),
     attention("prefill", 256, 4096, 256, (), False),
+    attention("prefill of few", 256, 8, 256, (), False),
+    *(attention("fp32 prefill", d, 4096, 256, (), False, torch.float32) for d in (64, 128, 256)),
+    attention("fp32 decode", 128, 1, 256, (), False, torch.float32),
     latent("latents", 64, (90,)),
     latent("latents in small pages", 16, ()),
+    latent("latents in small tiles", 64, (), architectures=(100,)),
+    latent("fp32 latents", 64, (), dtype=torch.float32),
     Description(
         kernel=triton.merge_pieces_kernel,
         launch={"FEATURES": 128, **MERGE.default},

@@ -41,12 +41,12 @@ DEADLINE = 530
 #: fast they are. The seconds are shares of what is left when a stage begins; most of them go into
 #: compilation, and for kernels into the configurations that peers try out.
 STAGES = {
-    "training": 110,
-    "tests": 165,
-    "kernels": 105,
-    "engine": 50,
+    "training": 120,
+    "tests": 150,
+    "kernels": 110,
+    "engine": 60,
     "decode": 35,
-    "hybrid": 65,
+    "hybrid": 55,
 }
 #: A rehearsal is bound by the interpreter: how many times longer it may take.
 PATIENCE = 4

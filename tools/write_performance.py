@@ -79,14 +79,32 @@ PROMISES: tuple[tuple[str, str], ...] = (
         "the same, forward + backward",
         "1.6 x flash-linear-attention in the same run; stretch: 3.4 ms",
     ),
+    ("the same, 4 x 8,192 packed tokens, forward", "stretch: 0.43 ms"),
+    (
+        "state-space dual, 128 heads of 64, state 128, 32,768 tokens, forward",
+        "22.7 million tokens/s",
+    ),
     ("decode of recurrent layers and of paged attention", DECODE_PROMISE),
+    (
+        "decode of an 8 B Llama by CUDA graphs, 1 and 64 rows",
+        "0.75 and 0.60 of the data sheet's bandwidth over weights, keys and values",
+    ),
     (
         "causal attention of whole rows, forward and backward",
         "the faster of cuDNN's and FlashAttention-2's kernels in the same run",
     ),
+    (
+        "experts, forward, 32,768 tokens of 2,048: 128 of 768, top 8, and 512 of 512, top 10",
+        "torch's grouped_mm in the same run; 242 and 181 TFLOP/s",
+    ),
+    (
+        "linear cross entropy, 8,192 x 2,048 x 131,072, forward + backward",
+        "0.9 of 691 TFLOP/s, as published of backward",
+    ),
     ("top-p sampling, 64 rows of 131,072 logits", "0.3 ms"),
     ("RMSNorm, SwiGLU, rope, forward and backward", "85 % of the bandwidth of copies"),
     ("training step of Llama 1.3 B", "transformers' tokens/s; 45 % of the data sheet's peak"),
+    ("the same on one row of 32,768 tokens", "45 % of the data sheet's peak"),
     ("training step of a 1.3 B hybrid", "1.2 x the step with the reference ops"),
 )
 

@@ -15,8 +15,9 @@ from pathlib import Path
 import pytest
 import torch
 
+from megatron.core.process_groups import ProcessGroupCollection
 from tools import gpu
-from tools.bench import gpu_results, gpu_train, gpu_workers, rehearsal
+from tools.bench import gpu_engine, gpu_results, gpu_train, gpu_workers, rehearsal
 from tools.bench.gpu_bench import Bench
 from tools.bench.gpu_train import LLAMA_1_3B
 from tools.bench.turns import Variant
@@ -40,6 +41,24 @@ def test_a_step_fits_beside_the_idle_worker(card):
         assert peak + IDLE_GB < total
     if size < 4:
         assert TRANSFORMERS[2 * size] + IDLE_GB > total, "a larger one would fit"
+
+
+def test_a_long_row_is_recomputed_where_it_does_not_fit():
+    """Without, it peaked at 85.5 GB on a device that computes nothing."""
+    for card, granularity in (("H100", "selective"), ("H200", None)):
+        assert gpu_train.recompute_for(CARDS[card] * 1e9).granularity == granularity
+
+
+def test_bytes_of_a_decode_step_are_weights_and_caches():
+    """Of the embedding a token reads one row."""
+    shape, tokens = gpu_engine.TINY, 12
+    config = gpu_engine.config_of("gpt", shape, tiny=True)
+    model = gpu_engine.GPTModel(config, ProcessGroupCollection.single(), seed=1)
+    context = gpu_engine.SHORTEST_PROMPT + 1 + (tokens + gpu_engine.WARMUP_STEPS) / 2
+    head = shape.hidden // shape.heads
+    cache = 3 * context * shape.layers * 2 * shape.kv_heads * head
+    weights = shape.parameters - shape.vocabulary * shape.hidden
+    assert gpu_engine.step_bytes(model, torch.bfloat16, 3, tokens) == 2 * (weights + cache)
 
 
 def test_a_microbatch_that_does_not_fit_is_halved():

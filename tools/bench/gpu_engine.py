@@ -1,12 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """The inference engine on a GPU: eager steps and CUDA graphs, synchronous and asynchronous.
 
-python -m tools.bench.gpu_engine                 the 1.3 B Llama shape; a small GPT, hybrid and MoE
+python -m tools.bench.gpu_engine                 Llama of 8 B and 1.3 B; a small GPT, hybrid, MoE
 python -m tools.bench.gpu_engine --rehearse      tiny models, on a CPU, in Triton's interpreter
 
 Greedy requests have the same tokens by all ways of stepping, else that is a problem of the bench (a
-tie of bf16 logits may be the reason). A step reads all weights once: that is its roofline. Prompts
-are computed in the first steps, which do not count.
+tie of bf16 logits may be the reason). A step reads all weights but the embedding's, and the keys
+and values of its rows, once: that is its roofline. Prompts are computed in the first steps, which
+do not count.
 """
 
 from __future__ import annotations
@@ -14,10 +15,13 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import itertools
+import math
 import statistics
 import sys
 import time
 from dataclasses import dataclass
+
+import torch
 
 from megatron.core.device import CudaRecorder
 from megatron.core.inference import Engine, EngineConfig, Request
@@ -42,9 +46,26 @@ DELTA = GatedDeltaNetConfig(num_key_heads=4, num_value_heads=8, key_channels=64,
 TINY_DELTA = GatedDeltaNetConfig(
     num_key_heads=1, num_value_heads=2, key_channels=16, value_channels=16
 )
+#: Llama 3's 8.03 B weights.
+LLAMA_8B = Shape(
+    layers=32,
+    hidden=4096,
+    ffn=14336,
+    heads=32,
+    kv_heads=8,
+    vocabulary=128256,
+    batch=1,
+    sequence=4096,
+)
+#: Requests at once, and the share of the memory's bandwidth on the data sheet that is promised.
+PROMISED_ROWS = ((1, 0.75), (64, 0.60))
+#: Bytes a second on the data sheet, by words of the device's name.
+DATA_SHEET = (("H200", 4.8e12), ("H100 PCIe", 2.0e12), ("H100 NVL", 3.9e12), ("H100", 3.35e12))
 #: Steps in which prompts are computed and graphs recorded.
 WARMUP_STEPS = 8
 ROUNDS = 3
+#: Tokens of the first request's prompt; each has one more than the one before.
+SHORTEST_PROMPT = 20
 
 GREEDY = SamplingParams(temperature=0)
 SAMPLED = SamplingParams(temperature=0.8, top_p=0.9, top_k=40, min_p=0.01, repetition_penalty=1.1)
@@ -115,7 +136,8 @@ def generate(
         features=features,
     )
     for row in range(rows):
-        prompt = tuple(5 + (7 * row + i) % (config.vocab_size - 5) for i in range(20 + row))
+        length = SHORTEST_PROMPT + row
+        prompt = tuple(5 + (7 * row + i) % (config.vocab_size - 5) for i in range(length))
         engine.add(Request(prompt=prompt, max_new_tokens=tokens, sampling=sampling))
     outputs: dict[int, list[int]] = {}
     seconds: list[float] = []
@@ -129,8 +151,43 @@ def generate(
     return statistics.median(seconds[WARMUP_STEPS:]), [outputs[key] for key in sorted(outputs)]
 
 
-def engine_steps(bench: Bench, kind: str, shape: Shape, *, rows: int) -> None:
-    """Race the ways in which an engine steps."""
+def step_bytes(model: GPTModel, dtype: torch.dtype, rows: int, tokens: int) -> float:
+    """Return the bytes that a decode step must read, on average over a generation.
+
+    Args:
+        model: whose weights are all read, but the embedding's, of which a token reads one row.
+        dtype: of weights, keys and values.
+        rows: requests.
+        tokens: generated for each.
+    """
+    config = model.config
+    weights = sum(parameter.numel() for parameter in model.parameters())
+    weights -= config.vocab_size * config.hidden_size
+    context = SHORTEST_PROMPT + (rows - 1) / 2 + (tokens + WARMUP_STEPS) / 2
+    heads = CacheShapes.of(model.modules(), dtype).attention
+    kept = 2 * sum(math.prod(shape) for shape in heads)  # keys and values of a token
+    return dtype.itemsize * (weights + rows * context * kept)
+
+
+def bandwidth_on_data_sheet() -> float | None:
+    """Return the bytes a second of this GPU's memory, or None of an unknown one."""
+    name = torch.cuda.get_device_name() if torch.cuda.is_available() else ""
+    return next((rate for words, rate in DATA_SHEET if words in name), None)
+
+
+def engine_steps(
+    bench: Bench, kind: str, shape: Shape, *, rows: int, promised: float | None = None
+) -> None:
+    """Race the ways in which an engine steps.
+
+    Args:
+        bench: where to.
+        kind: of the model, see `config_of`.
+        shape: of the model.
+        rows: requests at once.
+        promised: share of the data sheet's bandwidth; only graphs and greedy tokens are measured
+            where one is.
+    """
     model = GPTModel(
         config_of(kind, shape, tiny=bench.rehearse),
         ProcessGroupCollection.single(),
@@ -141,8 +198,11 @@ def engine_steps(bench: Bench, kind: str, shape: Shape, *, rows: int) -> None:
     weights = sum(parameter.numel() for parameter in model.parameters())
     recorded = (True, False) if bench.watch.on_gpu else (False,)
     ways = [Way(a, g) for g, a in itertools.product(recorded, (False, True))]
+    samplings = {"greedy": GREEDY, "sampled": SAMPLED}
+    if promised is not None:
+        ways, samplings = [Way(a, recorded[0]) for a in (True, False)], {"greedy": GREEDY}
     tokens = bench.sized(64, 12)
-    for name, sampling in (("greedy", GREEDY), ("sampled", SAMPLED)):
+    for name, sampling in samplings.items():
         seconds: dict[Way, list[float]] = {way: [] for way in ways}
         texts: dict[Way, list[list[int]]] = {}
         for turn in range(bench.sized(ROUNDS, 1)):
@@ -154,10 +214,12 @@ def engine_steps(bench: Bench, kind: str, shape: Shape, *, rows: int) -> None:
             bench.problems[f"{kind}, {rows} rows"] = difference
         best, *others = ways
         own = seconds[best]
-        bound = weights * bench.dtype.itemsize / bench.rates["copy_bytes_per_second"]
+        moved, step = step_bytes(model, bench.dtype, rows, tokens), statistics.median(own)
+        bound = moved / bench.rates["copy_bytes_per_second"]
+        what = f"{kind} of {weights:,} weights, {rows} rows, {name}: a step, {best}"
         bench.add(
-            f"{kind} of {weights:,} weights, {rows} rows, {name}: a step, {best}",
-            1e3 * statistics.median(own),
+            what,
+            1e3 * step,
             unit="ms",
             peers={
                 str(way): Peer(
@@ -167,8 +229,16 @@ def engine_steps(bench: Bench, kind: str, shape: Shape, *, rows: int) -> None:
                 for way in others
             },
             bound=1e3 * bound,
-            share=bound / statistics.median(own),
+            share=bound / step,
         )
+        peak = bandwidth_on_data_sheet()
+        if promised is not None and peak is not None:
+            bench.add(
+                f"{what}: of {peak / 1e12:.3g} TB/s on the data sheet",
+                moved / step / peak,
+                unit="MBU",
+                targets=[f"MBU >= {promised}"],
+            )
 
 
 def first_difference(texts: dict[Way, list[list[int]]]) -> str | None:
@@ -194,22 +264,25 @@ def main() -> int:
     )
     if no_device(options, "gpu_engine"):
         return 0
-    sizes = [
-        (kind, TINY if options.rehearse else SMALL, 3 if options.rehearse else 8)
+    sizes: list[tuple[str, Shape, int, float | None]] = [
+        (kind, TINY if options.rehearse else SMALL, 3 if options.rehearse else 8, None)
         for kind in ("gpt", "hybrid", "moe")
     ]
-    if not options.rehearse:
-        sizes += [("gpt", LLAMA_1_3B, rows) for rows in (1, 16)]
+    if options.rehearse:
+        sizes += [("gpt", TINY, *PROMISED_ROWS[0])]
+    else:
+        sizes += [("gpt", LLAMA_8B, *promised) for promised in PROMISED_ROWS]
+        sizes += [("gpt", LLAMA_1_3B, rows, None) for rows in (1, 16)]
     if options.quick:
         sizes = sizes[:1]
     cases = [
         (
             f"{kind}, {shape.layers} layers of {shape.hidden}, {rows} rows",
-            lambda bench, kind=kind, shape=shape, rows=rows: engine_steps(
-                bench, kind, shape, rows=rows
+            lambda bench, kind=kind, shape=shape, rows=rows, promised=promised: engine_steps(
+                bench, kind, shape, rows=rows, promised=promised
             ),
         )
-        for kind, shape, rows in sizes
+        for kind, shape, rows, promised in sizes
     ]
     return Bench("engine", options).run(cases)
 

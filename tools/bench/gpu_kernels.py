@@ -10,7 +10,7 @@ from __future__ import annotations
 import argparse
 import sys
 
-from tools.bench import gpu_pointwise, gpu_recurrences
+from tools.bench import gpu_experts, gpu_pointwise, gpu_recurrences
 from tools.bench.gpu_bench import Bench, no_device, options_of
 
 CASES = (
@@ -28,6 +28,7 @@ CASES = (
     ("attention", gpu_pointwise.causal_attention),
     ("attention, packed", gpu_pointwise.packed_attention),
     ("cross entropy", gpu_pointwise.cross_entropy),
+    ("experts", gpu_experts.products),
     ("permutation", gpu_pointwise.permutation),
 )
 QUICK = ("norm",)

@@ -29,7 +29,8 @@ class GpuRow(TypedDict):
     Args:
         bench: which bench.
         what: the op with its sizes.
-        unit: of the figures: "ms", "us", "tokens/s", "MFU" or "GB".
+        unit: of the figures: "ms", "us", "tokens/s", "GB", or the share of what the data sheet
+            says, "MFU" of FLOP/s and "MBU" of bytes/s.
         ours: our figure; None if it could not be measured.
         peers: others' figures of the same turns, by name.
         bound: the figure that the device's measured rates allow, or None.

@@ -7,6 +7,8 @@ python -m tools.bench.gpu_train --sizes 2 4 8 16      each variant tries these m
 python -m tools.bench.gpu_train --all                 bf16 weights and torch.compile as peers too
 python -m tools.bench.gpu_train --rehearse            a few steps of a tiny shape, anywhere
 
+Ours also trains on one row of 32,768 tokens, which transformers is not asked for; with less memory
+than that takes it computes norms and MLP activations again in backward.
 Weights are bf16 with fp32 masters. TFLOP/s count the model's operations
 (`megatron.training.monitoring.flops`), not those of the machine. Needs torch, triton, numpy,
 safetensors and transformers, and no network.
@@ -21,15 +23,21 @@ import sys
 
 import torch
 
+from megatron.core.transformer.recompute import Recompute
 from tools.bench import ours, peers
 from tools.bench.gpu_bench import Bench, no_device, options_of
-from tools.bench.gpu_workers import add_options, add_rows, race, work
+from tools.bench.gpu_workers import add_options, add_rows, device_bytes, race, work
 from tools.bench.shapes import Shape
-from tools.bench.turns import Step
+from tools.bench.turns import Step, Variant, take_turns
 
 OURS = "ours"
 PEER = "transformers autocast"
 FURTHER = ("transformers bf16", "transformers compiled")
+#: Ours on one long row.
+LONG = "ours, one row"
+LONG_TOKENS, TINY_LONG_TOKENS = 32768, 256
+#: What one row of 32,768 tokens takes without recompute, at 1.3 B weights.
+LONG_BYTES = 90e9
 
 #: 1.34 B weights.
 LLAMA_1_3B = Shape(
@@ -49,9 +57,17 @@ TINY = Shape(
 
 def build(variant: str, shape: Shape, device: torch.device) -> Step:
     """Build one training step of a variant: forward, backward, clip, AdamW, loss to the host."""
+    if variant == LONG:
+        total = math.inf if device.type == "cpu" else device_bytes()
+        return ours.training_step(shape, bf16=True, device=device, recompute=recompute_for(total))
     if variant == OURS:
         return ours.training_step(shape, bf16=True, device=device)
     return peers.transformers_step(shape, variant.removeprefix("transformers "), device=device)
+
+
+def recompute_for(memory_bytes: float) -> Recompute:
+    """Return what a step on one row of 32,768 tokens computes again on a device of this memory."""
+    return Recompute(granularity=None if memory_bytes > LONG_BYTES else "selective")
 
 
 def flops_per_token(shape: Shape) -> float:
@@ -64,6 +80,14 @@ def flops_per_token(shape: Shape) -> float:
     return whole / shape.sequence
 
 
+def loss_problem(variant: Variant, shape: Shape) -> str | None:
+    """Return what is wrong with the loss of a variant's first timed step, or None."""
+    expected, loss = math.log(shape.vocabulary), variant.values[0]
+    if 0.2 * expected < loss < 1.1 * expected:
+        return None
+    return f"loss {loss}, expected below {expected:.2f}"
+
+
 def llama(bench: Bench, options: argparse.Namespace, shape: Shape) -> None:
     """Race the shape.
 
@@ -72,12 +96,11 @@ def llama(bench: Bench, options: argparse.Namespace, shape: Shape) -> None:
     """
     variants = (OURS, PEER, *(FURTHER if options.all else ()))
     races = race(bench, options, "tools.bench.gpu_train", variants, weights=shape.parameters)
-    expected = math.log(shape.vocabulary)
     for pair in races:
         for name, variant in list(pair.items()):
-            if 0.2 * expected < variant.values[0] < 1.1 * expected:
+            problem = loss_problem(variant, shape)
+            if problem is None:
                 continue
-            problem = f"loss {variant.values[0]}, expected below {expected:.2f}"
             if name == OURS:
                 raise ValueError(f"{name} has {problem}")
             bench.problems[name] = problem
@@ -90,6 +113,33 @@ def llama(bench: Bench, options: argparse.Namespace, shape: Shape) -> None:
         sequence=shape.sequence,
         flops_per_token=flops_per_token(shape),
         targets=[f"{PEER} >= 1.0"],
+        least_share=0.45,
+    )
+
+
+def long_row(bench: Bench, shape: Shape) -> None:
+    """Time our step on one long row, alone on the device.
+
+    Raises:
+        ValueError: it could not run.
+    """
+    shape = dataclasses.replace(shape, batch=1, sequence=bench.sized(LONG_TOKENS, TINY_LONG_TOKENS))
+    command = ["-m", "tools.bench.gpu_train", "--worker", LONG, "--sizes", "1"]
+    command += ["--rehearse"] if bench.rehearse else []
+    rounds = bench.sized(3, 1)
+    measured = take_turns({LONG: command}, rounds=rounds, steps=1, warmup=1, untimed=1)
+    if LONG not in measured:
+        raise ValueError(f"{LONG} of {shape.sequence:,} tokens did not run; its error is above")
+    problem = loss_problem(measured[LONG], shape)
+    if problem is not None:
+        raise ValueError(f"{LONG} has {problem}")
+    add_rows(
+        bench,
+        f"Llama of {shape.parameters:,} weights, one row of {shape.sequence:,} tokens",
+        [measured],
+        sequence=shape.sequence,
+        flops_per_token=flops_per_token(shape),
+        targets=[],
         least_share=0.45,
     )
 
@@ -107,6 +157,9 @@ def main() -> int:
     shape = TINY if options.rehearse else LLAMA_1_3B
     if options.rehearse:
         options.sizes = [1, 2]
+    if options.worker == LONG:
+        tokens = TINY_LONG_TOKENS if options.rehearse else LONG_TOKENS
+        shape, options.sizes = dataclasses.replace(shape, sequence=tokens), [1]
     if options.worker:
         work(
             options,
@@ -114,8 +167,11 @@ def main() -> int:
             sequence=shape.sequence,
         )
         return 0
-    cases = [] if options.quick else [("Llama", lambda bench: llama(bench, options, shape))]
-    return Bench("training", options).run(cases)
+    cases = [
+        ("Llama", lambda bench: llama(bench, options, shape)),
+        ("Llama, one long row", lambda bench: long_row(bench, shape)),
+    ]
+    return Bench("training", options).run([] if options.quick else cases)
 
 
 if __name__ == "__main__":

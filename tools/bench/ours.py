@@ -12,6 +12,7 @@ from megatron.core.models.gpt import GPTConfig, GPTModel
 from megatron.core.optimizer import Optimizer, OptimizerConfig
 from megatron.core.process_groups import ProcessGroupCollection
 from megatron.core.transformer import AttentionConfig, MLPConfig, NormConfig, RopeConfig
+from megatron.core.transformer.recompute import Recompute
 from tools.bench import shapes
 from tools.bench.peers import tokens_of
 from tools.bench.shapes import Shape
@@ -36,15 +37,24 @@ def config_of(shape: Shape) -> GPTConfig:
     )
 
 
-def training_step(shape: Shape, *, bf16: bool, device: torch.device | None = None) -> Step:
+def training_step(
+    shape: Shape,
+    *,
+    bf16: bool,
+    device: torch.device | None = None,
+    recompute: Recompute | None = None,
+) -> Step:
     """Build a step: forward, backward into flat fp32 gradients, clip, AdamW.
 
     Args:
         shape: model and batch.
         bf16: bf16 weights and activations with fp32 masters, else fp32.
         device: where; None is the CPU.
+        recompute: what is computed again in backward; None is nothing.
     """
-    step, _, _ = training_parts(shape, bf16=bf16, device=device)
+    step, model, _ = training_parts(shape, bf16=bf16, device=device)
+    if recompute is not None:
+        model.set_recompute(recompute)
     return step
 
 

@@ -280,11 +280,12 @@ def loss_weight_line(run: Run) -> str | None:
 
 def attention_line(config: Config, model: GPTConfig, device: torch.device) -> str | None:
     """Return which kernel of a GPU attention takes and why; None on a CPU, without attention, and
-    where another line says it: with context parallelism or TransformerEngine's layers."""
+    with TransformerEngine's layers. Context parallel ranks attend block by block of one document
+    each, and let sinks take their probability afterwards."""
     parallel, attention = config.parallel, model.attention
-    elsewhere = parallel.transformer_impl != "local" or parallel.context_parallel_size > 1
-    if device.type != "cuda" or not has_attention(config) or elsewhere:
+    if device.type != "cuda" or not has_attention(config) or parallel.transformer_impl != "local":
         return None
+    by_blocks = parallel.context_parallel_size > 1
     if parallel.attention_backend != "auto":
         return f"attention: {parallel.attention_backend} (--attention-backend)"
     latent = isinstance(attention, LatentAttentionConfig)
@@ -293,14 +294,14 @@ def attention_line(config: Config, model: GPTConfig, device: torch.device) -> st
     recorded = config.execution.cuda_graph_impl != "none"
     options = {
         "a window": not latent and attention.window is not None,
-        "documents": packed and not recorded,
-        "documents known by ids alone": packed and recorded,
-        "sinks": not latent and attention.sinks,
+        "documents": packed and not recorded and not by_blocks,
+        "documents known by ids alone": packed and recorded and not by_blocks,
+        "sinks": not latent and attention.sinks and not by_blocks,
         "attention dropout": attention.dropout > 0,
     }
     named = [name for name, holds in options.items() if holds]
     kernel = explain_attention(device, weight_dtype(config), features, options=named)
-    return f"attention: {kernel}"
+    return f"attention{' of each block' if by_blocks else ''}: {kernel}"
 
 
 def kernels_line(device: torch.device) -> str | None:

@@ -54,6 +54,11 @@ def test_a_run_says_which_dropout_is_on_and_its_cost(words, device, names, leave
             "ids alone",
         ),
         ("--bf16 --attention-backend triton", "triton", "--attention-backend"),
+        (
+            "--bf16 --kv-channels 64 --reset-attention-mask --context-parallel-size 2",
+            "block: torch's fused kernels (cuDNN)",
+            "",
+        ),
     ],
 )
 def test_a_run_on_a_gpu_names_its_attention_kernel(monkeypatch, words, kernel, reason):

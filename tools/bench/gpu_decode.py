@@ -21,7 +21,7 @@ from dataclasses import dataclass
 import torch
 import torch.nn.functional as F
 
-from megatron.core.ops.paged_attention import PagedBatch, paged_attention
+from megatron.core.ops.paged_attention import PagedBatch, paged_attention, paged_latent_attention
 from megatron.core.ops.recurrence_decode import recurrence_decode
 from megatron.core.ops.recurrence_decode.reference import DecodeMemory, OutputNorm
 from megatron.core.ops.recurrence_prologue import PrologueWeights, UnitParts
@@ -181,6 +181,49 @@ def paged(bench: Bench) -> None:
     )
 
 
+def latent(bench: Bench, rows: int) -> None:
+    """Time attention of one new token a row to latents in pages, as DeepSeek-V3 has them, against
+    the two products of the formula on latents without pages."""
+    context, size, heads = bench.sized((4096, 64, 128), (40, 16, 4))
+    rank, rotated = bench.sized((512, 64), (16, 8))
+    blocks = -(-context // size)
+    cache = bench.drawn(rows * blocks, size, rank + rotated)
+    query = bench.drawn(rows, heads, rank + rotated)
+    table = torch.randperm(rows * blocks, device=bench.device).view(rows, blocks)
+    batch = PagedBatch(
+        block_table=table.int(),
+        query_bounds=torch.arange(rows + 1, device=bench.device).int(),
+        context_lengths=torch.full((rows,), context, device=bench.device).int(),
+        max_query=1,
+        max_context=context,
+    )
+    dense = cache[table].flatten(1, 2)[:, :context].contiguous()  # [rows, context, c]
+    scale = (rank + rotated) ** -0.5
+
+    def ours() -> torch.Tensor:
+        return paged_latent_attention(
+            query,
+            cache,
+            batch=batch,
+            scale=scale,
+            value_features=rank,
+            implementation="triton",
+        )
+
+    def theirs() -> torch.Tensor:
+        weights = (scale * (query @ dense.mT)).softmax(-1)  # [rows, heads, context]
+        return weights @ dense[..., :rank]
+
+    require_same("latent attention, ours and torch", ours(), theirs(), BF16_BOUND)
+    bench.race(
+        f"paged latent decode, {rows} rows of {context} tokens, {heads} heads",
+        {OURS: captured(bench, ours), "torch without pages": captured(bench, theirs)},
+        flops=2.0 * rows * context * heads * (2 * rank + rotated),
+        moved_bytes=rows * context * (rank + rotated) * bench.dtype.itemsize,
+        unit="us",
+    )
+
+
 @dataclass(frozen=True)
 class TopP:
     """Filters of the requests that the sampling bench stands for."""
@@ -230,6 +273,13 @@ CASES = (
     ("32 rows", lambda bench: recurrent(bench, bench.sized(32, 2))),
     ("1 row", lambda bench: recurrent(bench, 1)),
     ("paged attention", paged),
+    *(
+        (
+            f"latent attention, {rows} rows",
+            lambda bench, rows=rows: latent(bench, bench.sized(rows, 2)),
+        )
+        for rows in (1, 64)
+    ),
     *(
         (f"sampling, {rows} rows", lambda bench, rows=rows: sampling(bench, bench.sized(rows, 2)))
         for rows in (16, SAMPLING_ROWS, 256)

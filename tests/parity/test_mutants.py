@@ -386,6 +386,7 @@ MOVERS = (
     "moe.dispatch",
     "moe.layer",
     "moe.router",
+    "ops.grouped_mm",
     "ops.permutation",
     "weight_gather.grouped",
     "weight_sharding",

@@ -330,7 +330,8 @@ def _by_all_to_all(
     meanwhile()
     results = experts(take_rows(arrive(under_way, there), by_expert), runs)
     returned = direct(sum_rows(results, by_expert), back)
-    return sum_rows(returned, leaving, weights=_for_parts(routing.weights, etp))
+    weights = _for_parts(routing.weights, etp)  # [t, k etp]
+    return sum_rows(returned, leaving, weights=weights)
 
 
 def _by_equal_blocks(

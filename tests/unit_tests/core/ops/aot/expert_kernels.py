@@ -23,6 +23,7 @@ KERNELS = (
         launch=SHAPE | grouped.PRODUCT.default,
         types=ENDS,
         divisible=("inner", "columns"),
+        quick=(),
     ),
     Description(
         kernel=PRODUCT,
@@ -37,7 +38,6 @@ KERNELS = (
         launch=grouped.WGRAD.default,
         types=ENDS | {"total_ptr": "*fp32"},
         divisible=("outputs", "features"),
-        quick=(90, 100),
     ),
     Description(
         kernel=WGRAD,

@@ -56,8 +56,8 @@ KERNELS = (
             types=SLOTS | {"d_weights_ptr": "*fp32"},
             divisible=("features",),
             label=str(copies),
-            quick=quick,
+            quick=(),
         )
-        for copies, quick in ((8, (90,)), (10, ()))
+        for copies in (8, 10)
     ),
 )

@@ -4,8 +4,8 @@
 The even share of a rank is what it gets where tokens are routed evenly: with t tokens a rank, k
 experts of each and ep parts of the experts, t · k / ep rows from each rank. A rank takes the factor
 times that, so that the host knows all sizes. What has no room is left out, which only the device
-knows. So every step ends with one number more in the sum of its losses, how many tokens had no room
-anywhere. If that is not 0, the step is an error on every rank before a weight changes.
+knows. So every step ends with one number more in the sum of its losses, how many rows had no room.
+If that is not 0, the step is an error on every rank before a weight changes.
 """
 
 from __future__ import annotations
@@ -18,6 +18,9 @@ import torch
 from megatron.core.comm import all_reduce
 from megatron.core.process_groups import Group
 
+#: Less than any number of rows.
+_NO_MICROBATCH = -(1 << 62)
+
 
 class RankCapacity:
     """What a rank takes of one layer's tokens, and what it would have needed.
@@ -26,13 +29,16 @@ class RankCapacity:
         factor: times the even share.
 
     Attributes:
-        overflow: fp64 [2], the most places of tokens that had no room in one microbatch, and the
-            factor with which every microbatch had fitted; since `reset`.
+        excess: int64 scalar, the most rows of a block in one microbatch since `reset`, less those
+            that the block has.
+        taken, share: rows of a block, and the even share; of microbatches of several shapes the
+            smallest.
     """
 
     def __init__(self, factor: float, device: torch.device | str = "cpu") -> None:
         self.factor = factor
-        self.overflow = torch.zeros(2, dtype=torch.float64, device=device)
+        self.excess = torch.full((), _NO_MICROBATCH, dtype=torch.int64, device=device)
+        self.taken, self.share = math.inf, math.inf
 
     def rows(self, share: float, most: int) -> int:
         """Return how many rows are taken.
@@ -52,14 +58,16 @@ class RankCapacity:
             taken: rows that each block has.
             share: the even one, in rows.
         """
-        missing = (rows - taken).clamp(min=0).sum()
-        needed = rows.max() / max(share, 1e-9)
-        found = torch.stack([missing.double(), needed.double()])
-        torch.maximum(self.overflow, found, out=self.overflow)
+        self.taken, self.share = min(taken, self.taken), min(share, self.share)
+        torch.maximum(self.excess, rows.amax() - taken, out=self.excess)
 
     def reset(self) -> None:
         """Forget what there was."""
-        self.overflow.zero_()
+        self.excess.fill_(_NO_MICROBATCH)
+
+    def needed(self) -> float:
+        """Return the factor with which every microbatch had fitted; waits for the device."""
+        return (self.taken + int(self.excess)) / self.share
 
 
 class CapacityCheck:
@@ -89,9 +97,11 @@ class CapacityCheck:
             capacity.reset()
 
     def count(self) -> torch.Tensor:
-        """Return the places without room of this rank's layers, fp64 [1]."""
-        counts = [capacity.overflow[:1] for _, capacity in self._layers]
-        return torch.stack(counts).sum(0) if counts else torch.zeros(1, device=self.device).double()
+        """Return how many rows have no room in blocks of this rank's layers, fp64 [1]."""
+        if not self._layers:
+            return torch.zeros(1, dtype=torch.float64, device=self.device)
+        excess = torch.stack([capacity.excess for _, capacity in self._layers])
+        return excess.clamp(min=0).sum(0, keepdim=True).double()
 
     def fail(self) -> None:
         """Say where there was no room; every rank calls it.
@@ -101,16 +111,15 @@ class CapacityCheck:
         """
         table = torch.zeros(len(self.names), 3, dtype=torch.float64, device=self.device)
         for index, capacity in self._layers:
-            table[index, :2] = capacity.overflow
-            table[index, 2] = capacity.factor
+            numbers = max(0, int(capacity.excess)), capacity.needed(), capacity.factor
+            table[index] = table.new_tensor(numbers)
         rows = all_reduce(table, self.world, op="max").tolist()
-        full = [(needed, missing, i) for i, (missing, needed, _) in enumerate(rows) if missing]
-        needed, missing, worst = max(full)
-        more = f" (and in {len(full) - 1} other layers)" if len(full) > 1 else ""
+        full = [(needed, excess, i) for i, (excess, needed, _) in enumerate(rows) if excess]
+        needed, excess, worst = max(full)
+        more = f" (and {len(full) - 1} more layers)" if len(full) > 1 else ""
         raise ValueError(
-            f"{self.names[worst]}{more}: {missing:,.0f} tokens of a microbatch had no room on the "
-            f"ranks of their experts, which take --moe-expert-rank-capacity-factor "
-            f"{rows[worst][2]:g} x the even share, and {needed:.2f} x were routed to one; no "
-            f"weight has changed: resume with {math.ceil(needed * 10 + 1) / 10:g} or more, or "
-            "without it"
+            f"{self.names[worst]}{more}: {excess:,.0f} tokens of a microbatch had no room on a "
+            f"rank of experts, which takes --moe-expert-rank-capacity-factor {rows[worst][2]:g} x "
+            f"its even share, and {needed:.2f} x were routed to it; no weight has changed: resume "
+            f"with {math.ceil(needed * 10 + 1) / 10:g} or more, or without it"
         )

@@ -266,7 +266,7 @@ def _by_all_gather(
     if capacity is not None:
         share = wanted.numel() * ranks.num_local / ranks.num_experts
         room = capacity.rows(share, len(wanted) * min(wanted.shape[1], ranks.num_local))
-        capacity.record(found.counts.sum(0, keepdim=True), room, share)
+        capacity.record(found.counts.sum(), room, share)
         found = found.within(room)
     permutation = Permutation.of(found.places, *wanted.shape)
     meanwhile()

@@ -233,6 +233,9 @@ EFFECTS: dict[str, Effect] = {
     ),
     "expert-tensor-parallel-num-weight-shards": Effect("plan", "", "2", _MOE, world=2),
     "moe-token-dispatcher-type": Effect("plan", "auto", "alltoall", _MOE),
+    "moe-expert-rank-capacity-factor": Effect(
+        "plan", "", "2", f"{_MOE} --expert-model-parallel-size 2", world=2
+    ),
     "moe-shared-expert-overlap": Effect("plan", base=_SHARED),
     "distributed-timeout-minutes": Effect("plan", "10", "20"),
     "transformer-impl": Effect("refusal", "local", "transformer_engine"),

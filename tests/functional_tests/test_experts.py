@@ -9,10 +9,18 @@ from unittest import mock
 
 import pytest
 
+from megatron.cli.errors import ExitCode
 from megatron.core.dist_checkpointing import read_manifest
 from megatron.training import plot
 from megatron.training.monitoring.metrics import EXPERT_LOAD, read_metrics
-from tests.functional_tests.small_run import digests, flags, losses, run_on, write_tokens
+from tests.functional_tests.small_run import (
+    digests,
+    flags,
+    losses,
+    run_on,
+    running,
+    write_tokens,
+)
 from tests.functional_tests.torchrun_job import torchrun
 
 EP, ETP = "--expert-model-parallel-size", "--expert-tensor-parallel-size"
@@ -129,3 +137,22 @@ def check_plot(folder):
         for expert in range(8):
             assert f"<title>layer {layer}, expert {expert}: " in text
     assert picture.stat().st_size > 10_000
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+def test_a_run_without_room_ends_on_every_rank_and_goes_on_with_more(tmp_path):
+    prefix, saved = write_tokens(tmp_path / "tokens"), tmp_path / "saved"
+    common = f"--num-experts 8 {EP} 2 --eval-interval 0 --device cpu"
+    factor, save = "--moe-expert-rank-capacity-factor", f"--save {saved} --load {saved}"
+    run_on(2, flags(prefix, f"{common} --save {tmp_path / 'plain'}"))
+    run_on(2, flags(prefix, f"{common} {save} {factor} 2 --exit-interval 4"))
+    with running(2, flags(prefix, f"{common} {save} {factor} 1.01")) as ranks:
+        outcomes = ranks.outcomes(timeout=100.0)
+        text = "".join(ranks.log(rank) for rank in range(2))
+    assert [outcome.exit_code for outcome in outcomes] == [ExitCode.USER_ERROR] * 2, text
+    assert f"{factor} 1.01 x its even share" in text
+    assert "no weight has changed" in text
+    run_on(2, flags(prefix, f"{common} {save} {factor} 2"))
+    expected, found = (losses(f / "metrics.jsonl") for f in (tmp_path / "plain", saved))
+    assert found == pytest.approx(expected, rel=1e-5)

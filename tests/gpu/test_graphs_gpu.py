@@ -41,6 +41,7 @@ pytestmark = [pytest.mark.gpu, pytest.mark.machine]
 two_gpus = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
 
 GRAPH = "--cuda-graph-impl full_iteration"
+ROOM = "--moe-expert-rank-capacity-factor 2"
 SHORT = "--eval-interval 4 --train-iters 10 --device cuda --bf16 --deterministic-mode"
 CUT = "--data-parallel-sharding-strategy optim_grads_params --overlap-param-gather"
 
@@ -142,6 +143,17 @@ def test_two_ranks_record_their_collectives(tmp_path, more):
     for name, graph in (("plain", ""), ("graph", GRAPH)):
         words = f"{SHORT} {more} {graph} --metrics-file {tmp_path / name}"
         run_on(2, flags(prefix, words))
+    assert losses(tmp_path / "plain") == losses(tmp_path / "graph")
+
+
+@two_gpus
+@pytest.mark.parametrize("dispatcher", ["alltoall", "allgather"])
+def test_two_ranks_record_experts_within_a_capacity(tmp_path, dispatcher):
+    prefix = write_tokens(tmp_path / "tokens")
+    experts = f"--num-experts 4 --expert-model-parallel-size 2 --moe-aux-loss-coeff 0.01 {ROOM}"
+    for name, graph in (("plain", ""), ("graph", GRAPH)):
+        more = f"--moe-token-dispatcher-type {dispatcher} --metrics-file {tmp_path / name}"
+        run_on(2, flags(prefix, f"{SHORT} {experts} {more} {graph}"))
     assert losses(tmp_path / "plain") == losses(tmp_path / "graph")
 
 

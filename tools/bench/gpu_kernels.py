@@ -30,6 +30,7 @@ CASES = (
     ("cross entropy", gpu_pointwise.cross_entropy),
     ("experts", gpu_experts.products),
     ("permutation", gpu_pointwise.permutation),
+    ("experts", gpu_pointwise.expert_products),
 )
 QUICK = ("norm",)
 

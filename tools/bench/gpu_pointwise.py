@@ -15,6 +15,8 @@ import torch.nn.functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from megatron.core.ops.attention import attention
+from megatron.core.ops.dispatch import add_product_
+from megatron.core.ops.grouped_mm import RowRuns, grouped_mm, grouped_wgrad_
 from megatron.core.ops.linear_cross_entropy import linear_cross_entropy
 from megatron.core.ops.permutation import Permutation, sum_rows, take_rows
 from megatron.core.ops.rmsnorm import rms_norm
@@ -138,6 +140,39 @@ def permutation(bench: Bench) -> None:
     bench.race(f"rows to experts, {what}", calls, moved_bytes=moved)
     calls = {OURS: lambda: sum_rows(rows, there, weights=weights, implementation="triton")}
     bench.race(f"weighted sums back, {what}", calls, moved_bytes=moved)
+
+
+def expert_products(bench: Bench) -> None:
+    """Race the grouped products of experts with uneven loads: forward, and weight gradients added
+    to a buffer in fp32, which torch's product rounds to bf16 first."""
+    rows, experts, features, width = bench.sized((131072, 64, 2048, 1408), (29, 3, 40, 24))
+    weights = torch.rand(experts, generator=torch.Generator().manual_seed(3)) + 0.2
+    counts = (weights / weights.sum() * rows).long()
+    counts[-1] += rows - counts.sum()
+    runs = RowRuns.of(counts.to(bench.device))
+    x, grad = bench.drawn(rows, features), bench.drawn(rows, width)
+    matrices = bench.drawn(experts, width, features)
+    total = torch.zeros(experts, width, features, device=bench.device)
+    flops = 2.0 * rows * features * width
+    what = f"{experts} experts of {width} x {features}, {rows:,} rows"
+
+    def product(implementation: str | None) -> torch.Tensor:
+        return grouped_mm(x, matrices, runs, transposed=True, implementation=implementation)
+
+    def by_torch() -> None:
+        total.add_(F.grouped_mm(grad.t(), x, offs=runs.ends))
+
+    def by_loop() -> None:
+        parts = (t.split(counts.tolist()) for t in (grad, x))
+        for matrix, g, part in zip(total, *parts, strict=True):
+            add_product_(matrix, g.t(), part)
+
+    require_same(f"{what}, ours and our kernel", product(None), product("triton"), BF16_BOUND)
+    calls = {OURS: partial(product, None), "Triton kernel": partial(product, "triton")}
+    bench.race(f"{what}, forward", calls, flops=flops)
+    add = partial(grouped_wgrad_, total, grad, x, runs, overwrite=False, implementation="triton")
+    calls = {OURS: add, "torch grouped_mm, added": by_torch, "a loop of products": by_loop}
+    bench.race(f"{what}, weight gradients", calls, flops=flops)
 
 
 def cross_entropy(bench: Bench) -> None:

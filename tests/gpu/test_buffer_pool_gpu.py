@@ -14,19 +14,19 @@ from megatron.core.weight_gather.gatherer import BufferPool
 def test_the_next_holders_stream_waits_for_the_last_one(device):
     pool = BufferPool(device)
     compute, gather = torch.cuda.Stream(), torch.cuda.Stream()
-    lease = pool.lease(1 << 24, torch.float32, stream=gather)
-    out = torch.empty_like(lease)
     with torch.cuda.stream(gather):
+        lease = pool.lease(1 << 24, torch.float32)
         lease.fill_(1.0)
+    out = torch.empty_like(lease)
     compute.wait_stream(gather)
     with torch.cuda.stream(compute):
         torch.cuda._sleep(200_000_000)
         out.copy_(lease)
         pool.release(lease)
-    again = pool.lease(1 << 24, torch.float32, stream=gather)
-    assert again.data_ptr() == lease.data_ptr()
     with torch.cuda.stream(gather):
+        again = pool.lease(1 << 24, torch.float32)
         again.fill_(2.0)
+    assert again.data_ptr() == lease.data_ptr()
     torch.cuda.synchronize()
     equal = bool((out == 1.0).all())
     assert equal

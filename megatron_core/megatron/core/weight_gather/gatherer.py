@@ -50,7 +50,7 @@ from megatron.core.comm.collectives import (
     all_reduce,
     poison_,
 )
-from megatron.core.device import Event, Stream, current_stream, new_event, new_stream, on_stream
+from megatron.core.device import Event, current_stream, new_event, new_stream, on_stream
 from megatron.core.process_groups import Group
 from megatron.core.weight_gather.bucket import Bucket, BucketBlock
 from megatron.core.weight_gather.plan import GatherPlan, Trace, bytes_of_neighbours, compile_plan
@@ -93,28 +93,18 @@ class BufferPool:
         leased = [buffer for _, buffer in self._leased.values()]
         return sum(b.data.numel() * b.data.element_size() for b in kept + leased)
 
-    def lease(
-        self, numel: int, dtype: torch.dtype, *, stream: Stream | None = None
-    ) -> torch.Tensor:
-        """Return a flat tensor [numel] with no defined content, until `release`.
-
-        Args:
-            stream: where it is written first: this stream waits for the last holder's work. The
-                current stream if None.
-        """
-        here = current_stream(self.device)
-        stream = here if stream is None else stream
+    def lease(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
+        """Return a flat tensor [numel] with no defined content, until `release`; call it where the
+        current stream writes it first, which waits for the last holder's work."""
         free = self._free.get((size_class(numel), dtype))
         if free:
             buffer = free.pop()
-            stream.wait_event(buffer.released)
+            current_stream(self.device).wait_event(buffer.released)
         else:
             data = torch.empty(size_class(numel), dtype=dtype, device=self.device)
             buffer = _Buffer(data, new_event(self.device))
-            stream.wait_stream(here)  # fresh memory is in order on the stream that allocated it
         if self.poison:
-            with on_stream(stream):
-                poison_(buffer.data)
+            poison_(buffer.data)
         tensor = buffer.data[:numel]
         self._leased[id(tensor)] = (tensor, buffer)
         self.live_bytes += tensor.numel() * tensor.element_size()
@@ -545,11 +535,11 @@ class Gatherer:
             self._complete_shards(bucket)
             whole, shard, encoded = block.data, block.shard, None
             if self.leases:
-                whole = self.pool.lease(*block.lease, stream=self.stream)
+                whole = self.pool.lease(*block.lease)
             if block.wire is not None:
                 shard = self._encode(block)
                 size = len(shard) * bucket.group.size
-                encoded = self.pool.lease(size, torch.uint8, stream=self.stream)
+                encoded = self.pool.lease(size, torch.uint8)
             into = whole if encoded is None else encoded
             pending = all_gather_async(shard, bucket.groups.gather, out=into)
         self._gathered[block.index] = _Gathered(whole, pending, encoded)

@@ -130,7 +130,7 @@ BUGS = {
     "a prefetch goes into the buffer in use": bug(
         GATHERER,
         "Gatherer._issue",
-        "whole = self.pool.lease(*block.lease, stream=self.stream)",
+        "whole = self.pool.lease(*block.lease)",
         "whole = next((g.whole for g in self._gathered.values() "
         "if len(g.whole) == block.layout.numel), None); "
         "whole = self.pool.lease(*block.lease) if whole is None else whole",

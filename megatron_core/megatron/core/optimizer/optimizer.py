@@ -74,10 +74,12 @@ class HostUpdates:
         self._sends = [new_event(device) for _ in range(SLOTS)]
 
     def begin(self) -> None:
-        """Start to copy the first gradients; to be called when all gradients are final."""
+        """Start to copy the first gradients; to be called when all gradients are final.
+
+        Nothing that is put on the device between this and `run` may use the weights.
+        """
         if not self.states:
             return
-        self._up.synchronize()  # the last step's weights have left the masters
         self._down.wait_stream(current_stream(self.device))
         self._fetch(0)
 
@@ -112,9 +114,9 @@ class HostUpdates:
             if index >= SLOTS:
                 self._sends[index % SLOTS].synchronize()
             source = self._staged(self._leaving, index, target).copy_(state.master)
+        # The host has waited for this state's gradients, which left after all that was put on the
+        # device before `begin`: readers of the old weights, and the last step's copies.
         with on_stream(self._up):
-            # after everything that was put on the device before, readers of the old weights too
-            self._up.wait_stream(current_stream(self.device))
             target.copy_(source, non_blocking=True)
             self._sends[index % SLOTS].record(self._up)
         self.bytes_to_device += target.numel() * target.element_size()

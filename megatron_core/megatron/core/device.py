@@ -78,7 +78,7 @@ class WorkQueue:
 
     def __init__(self, device: torch.device, *, in_thread: bool) -> None:
         self._device, self._pool = device, None
-        if in_thread and device.type == "cpu":
+        if in_thread and not runs_ahead(device):
             self._pool = ThreadPoolExecutor(1, "work-queue")
 
     def submit(self, function: Callable[[], _Result]) -> Work[_Result]:
@@ -200,6 +200,11 @@ def choose_device(name: Literal["auto", "cpu", "cuda"], local_rank: int = 0) -> 
     device = torch.device("cuda", local_rank)
     torch.cuda.set_device(device)
     return device
+
+
+def runs_ahead(device: torch.device) -> bool:
+    """Return whether the host goes on before the device has done what was put on a stream."""
+    return device.type == "cuda"
 
 
 def new_stream(device: torch.device, *, priority: int = 0) -> Stream:

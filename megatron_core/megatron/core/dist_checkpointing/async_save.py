@@ -49,6 +49,7 @@ from megatron.core.device import (
     new_stream,
     on_stream,
     pin_in_place,
+    runs_ahead,
     unpin_in_place,
 )
 from megatron.core.dist_checkpointing.coordinator import Coordinator
@@ -110,7 +111,7 @@ class Staging:
 
     @property
     def _on_gpu(self) -> bool:
-        return self._device.type == "cuda"
+        return runs_ahead(self._device)
 
     def touch(self) -> None:
         """Have the kernel find all pages, so that the first copy is as fast as the others."""
@@ -162,7 +163,7 @@ class Staging:
         small: list[memoryview] = []
         for chunk, planned in zip(plan.held, plan.chunks, strict=True):
             source, size = chunk.tensor.detach(), planned.end - planned.begin
-            on_host = source.device.type == "cpu"
+            on_host = not runs_ahead(source.device)
             if on_host and source.is_contiguous() and size < LARGE_BYTES:
                 small.append(as_bytes(source))
                 continue

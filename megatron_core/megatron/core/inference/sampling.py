@@ -25,7 +25,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from megatron.core.device import to_host
+from megatron.core.device import runs_ahead, to_host
 from megatron.core.initialize import stream_key
 from megatron.core.ops.sampling import ScoreChange, change_scores_, choose_tokens
 from megatron.core.ops.sampling.reference import replace_rows, select_rows
@@ -187,7 +187,7 @@ class Sampled:
 
     def on_host(self) -> Sampled:
         """Return it on the host, there once the device has done what it was told so far."""
-        if self.tokens.is_cpu:
+        if not runs_ahead(self.tokens.device):
             return self
         return Sampled(
             tokens=to_host(self.tokens),

@@ -29,6 +29,7 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from megatron.core.comm.collectives import Pending
 from megatron.core.comm.point_to_point import Message, exchange_async
+from megatron.core.device import runs_ahead
 from megatron.core.pipeline_parallel.schedule import AHEAD, SENDS, TRANSFERS, Action, Kind, Schedule
 from megatron.core.process_groups import Group
 from megatron.core.weight_gather import BACKWARD, FORWARD, WgradQueue, segment_name
@@ -293,7 +294,7 @@ class Executor:
     def _forget_sent(self, leaving: deque[Pending], pending: Pending) -> None:
         """Keep a send's tensor until it has left, and those of earlier ones no longer than that."""
         leaving.append(pending)
-        if pending.output.is_cuda:
+        if runs_ahead(pending.output.device):
             # Waiting would make the computation wait as well; a GPU knows what is done. A process
             # runs ahead of its GPU, though, by as much as a whole step: without a bound it would
             # keep all that the step sends.

@@ -158,7 +158,7 @@ class Sent:
 class OnDevice:
     """What a GPU's tensor says of itself."""
 
-    is_cuda = True
+    device = torch.device("cuda")
 
 
 @pytest.mark.parametrize("device", ["cpu", "cuda"])

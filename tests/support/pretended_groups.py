@@ -3,6 +3,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from unittest import mock
+
 from megatron.core.process_groups import GROUP_AXES, Group, ProcessGroupCollection, RankGrid
 
 
@@ -14,3 +17,28 @@ def pretended_groups(grid: RankGrid, rank: int) -> ProcessGroupCollection:
         handle = object() if len(members) > 1 else None
         groups[name] = Group(name, members, members.index(rank), handle)  # type: ignore[arg-type]
     return ProcessGroupCollection(grid, rank, groups)
+
+
+class IdleCommunicator:
+    """A communicator that moves nothing."""
+
+    def start(self, *tensors: object) -> None:
+        """Start nothing."""
+
+    allreduce = _allgather_base = _reduce_scatter_base = alltoall_base = start
+
+
+def groups_over(
+    communicator: Callable[[list[int]], object], grid: RankGrid, rank: int = 0
+) -> ProcessGroupCollection:
+    """Return the groups of one rank, over communicators of the test's making.
+
+    Args:
+        communicator: returns what stands for the process group of some ranks; groups share one as
+            they do in a run.
+    """
+    with (
+        mock.patch("torch.distributed.new_group", lambda ranks, **options: communicator(ranks)),
+        mock.patch("torch.distributed.get_world_size", return_value=grid.world_size),
+    ):
+        return ProcessGroupCollection.create(grid, rank=rank)

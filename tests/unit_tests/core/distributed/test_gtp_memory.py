@@ -22,8 +22,8 @@ from megatron.core.transformer import AttentionConfig, MLPConfig
 from megatron.core.weight_gather import WeightStore, compile_plan
 from tests.support.inputs import microbatch
 from tests.support.live_memory import OTHERS, live_bytes, live_storages
+from tests.support.pretended_groups import IdleCommunicator, groups_over
 from tests.support.ranks import run_ranks
-from tests.unit_tests.core.distributed.test_stream_order import groups_of
 
 META, BF16 = torch.device("meta"), torch.bfloat16
 BYTES = ElementBytes(weight=2, gradient=4, optimizer=12)
@@ -31,6 +31,11 @@ TOLERANCE = 0.03
 #: Layers, hidden size, of the MLP, heads of queries and of keys; 128256 tokens.
 LLAMA = {"8B": (32, 4096, 14336, 32, 8), "70B": (80, 8192, 28672, 64, 8)}
 VOCABULARY = 128256
+
+
+def groups_of(grid: RankGrid) -> ProcessGroupCollection:
+    """Return the groups of rank 0 without other ranks."""
+    return groups_over(lambda ranks: IdleCommunicator(), grid)
 
 
 def llama(name: str, groups: ProcessGroupCollection, *, layers: int, **settings: object):

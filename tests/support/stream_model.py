@@ -70,8 +70,8 @@ METADATA = {aten.resize_, aten.set_, aten.detach_, aten.as_strided_, aten.t_, at
 EMPTY = {aten.empty, aten.empty_strided, aten.empty_like, aten.new_empty, aten.new_empty_strided}
 #: Seldom enough to let one stream run far ahead of another.
 CHANGE = 1 / 200
-#: Part of the package that moves tensors for others: a wait in there is its caller's.
-_TRANSPORT = ("collectives.py", "point_to_point.py", "stream_model.py", "contextlib.py")
+#: Modules that move tensors for others: a collective that is waited for in there is their caller's.
+_TRANSPORT = ("collectives.py", "point_to_point.py", "stream_model.py")
 
 
 class _Node:
@@ -286,7 +286,8 @@ class StreamModel(TorchDispatchMode):
     def waits_here(self, kind: str) -> bool:
         """Note the site of a wait; return whether it is to wait."""
         frame = sys._getframe(2)
-        while frame.f_code.co_filename.endswith(_TRANSPORT) and frame.f_back is not None:
+        passed = _TRANSPORT if kind == "wait" else _TRANSPORT[-1:]
+        while frame.f_code.co_filename.endswith(passed) and frame.f_back is not None:
             frame = frame.f_back
         name = Path(frame.f_code.co_filename).name
         site = f"{name}:{frame.f_lineno} {frame.f_code.co_qualname}: {kind}"

@@ -49,23 +49,33 @@ class FolderSeconds:
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    """Add the option of docs/status.md."""
+    """Add the options of docs/status.md and of ranks on GPUs."""
     parser.addoption(
         "--status-out",
         metavar="FILE",
         default=None,
         help="write what the tests that passed have covered, for tools/write_status.py",
     )
+    parser.addoption(
+        "--device",
+        choices=("cpu", "cuda"),
+        default="cpu",
+        help="of the ranks that tests start; cuda runs those marked gpus, a GPU for every rank",
+    )
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Record what is covered if `--status-out` is given, and the seconds of each folder in the
-    process that reports, not in xdist's workers."""
+    """Record what is covered if `--status-out` is given, choose the tests of `--device`, and count
+    the seconds of each folder in the process that reports, not in xdist's workers."""
     is_worker = "PYTEST_XDIST_WORKER" in os.environ
     if (out := config.getoption("--status-out")) is not None:
         from tests.support.status_record import StatusRecord  # imports what is trained
 
         record = StatusRecord(None if is_worker else Path(out).absolute())
         config.pluginmanager.register(record, "status-record")
+    if config.getoption("--device") == "cuda":
+        from tests.support.gpu_tests import GpuTests  # imports torch
+
+        config.pluginmanager.register(GpuTests(), "gpu-tests")
     if not is_worker:
         config.pluginmanager.register(FolderSeconds(), "folder-seconds")

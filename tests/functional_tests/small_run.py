@@ -24,7 +24,7 @@ from megatron.training import pretrain_gpt
 from megatron.training.monitoring.metrics import read_metrics
 from megatron.training.pretrain_hybrid import PRETRAIN_HYBRID
 from tests.support.arguments import last_wins
-from tests.support.ranks import Outcome, RankSet, start_ranks
+from tests.support.ranks import DEVICES, Outcome, RankSet, start_ranks
 
 VOCABULARY = 61
 
@@ -61,6 +61,8 @@ def flags(prefix: Path, more: str = "", *, without: Collection[str] = ()) -> lis
     """
     words, left_out = [], False
     given = [*FLAGS.split(), "--data-path", str(prefix), *more.split()]
+    if DEVICES[-1] == "cuda":
+        given = ["--device", "cuda", *given]
     if "--load-hf" not in given:
         positions = "rope" if program_of(given) is pretrain_gpt.PRETRAIN_GPT else "none"
         given = ["--position-embedding-type", positions, *given]

@@ -38,6 +38,7 @@ EXPERTS = (
     ],
 )
 @pytest.mark.covers("saved asynchronously", runs="async")
+@pytest.mark.gpus(2)
 def test_every_state_is_caught_between_two_updates(tmp_path, more):
     """A save at every step: each is copied while the next step computes."""
     prefix = write_tokens(tmp_path / "tokens")

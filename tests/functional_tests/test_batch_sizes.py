@@ -41,6 +41,7 @@ def sizes_of(metrics: Path, *, first: int = 0) -> list[int]:
     return found
 
 
+@pytest.mark.gpus(2)
 def test_a_resumed_run_has_the_batches_of_the_uninterrupted(tmp_path):
     """On two ranks; stopped within a size and resumed on one rank of twice the microbatches."""
     prefix = write_tokens(tmp_path / "tokens")
@@ -67,6 +68,7 @@ def test_a_resumed_run_has_the_batches_of_the_uninterrupted(tmp_path):
         assert loss == pytest.approx(expected[iteration], rel=1e-5)
 
 
+@pytest.mark.gpus(1)
 def test_a_ramp_grows_to_the_global_batch(tmp_path):
     prefix, metrics = write_tokens(tmp_path / "tokens"), tmp_path / "metrics.jsonl"
     more = "--rampup-batch-size 2 2 18 --train-iters 6 --eval-interval 0"
@@ -74,6 +76,7 @@ def test_a_ramp_grows_to_the_global_batch(tmp_path):
     assert sizes_of(metrics) == [2, 2, 2, 4, 4, 6]  # to 8 in thirds of 18 samples
 
 
+@pytest.mark.gpus(1)
 def test_a_schedule_is_runs_of_one_size_after_each_other(tmp_path):
     """Each stage is a run of its own, whose batch has one size; the bits are the same."""
     prefix = write_tokens(tmp_path / "tokens")

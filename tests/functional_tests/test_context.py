@@ -67,6 +67,7 @@ def prefix(tmp_path_factory) -> Path:
     ],
 )
 @pytest.mark.covers("numbers of one process", runs="ranks")
+@pytest.mark.gpus("world")
 def test_ranks_that_share_samples_have_the_losses_of_one(
     prefix, tmp_path, capsys, alike, world, more, line
 ):
@@ -87,6 +88,7 @@ def test_ranks_that_share_samples_have_the_losses_of_one(
 
 
 @pytest.mark.covers("resumed on another layout", runs="loads")
+@pytest.mark.gpus(2)
 def test_a_run_goes_on_with_its_documents_cut_in_another_way(prefix, tmp_path):
     one, save = tmp_path / "one.jsonl", tmp_path / "save"
     common = SHORT.replace("--eval-interval 3", "--eval-interval 2")

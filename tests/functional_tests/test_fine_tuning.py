@@ -56,6 +56,7 @@ def talks(tmp_path):
 @pytest.mark.parametrize("world", [2, pytest.param(4, marks=pytest.mark.slow)])
 @pytest.mark.covers("fine-tuning on chats")
 @pytest.mark.covers("resumed to the same bits", runs="loads")
+@pytest.mark.gpus("world")
 def test_layouts_learn_the_same_and_go_on_where_they_stopped(talks, tmp_path, capsys, world):
     """Tensor parallel over two ranks; the slow one has two lanes of them."""
     common = f"--sft {COMMON} --save-interval 4"
@@ -93,6 +94,7 @@ def test_documented_fine_tuning_weighs_every_token_alike():
     assert found == set(PAGES)
 
 
+@pytest.mark.gpus(1)
 def test_microbatches_weigh_alike_or_tokens_do(talks, tmp_path, capsys):
     """With the flag the loss does not depend on how samples fall into microbatches; without it
     a run says that it does."""

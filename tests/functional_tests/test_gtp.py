@@ -52,6 +52,7 @@ def train(prefix, save, world, more):
 @pytest.mark.timeout(200)
 @pytest.mark.covers("numbers of one process", runs="ranks")
 @pytest.mark.covers("resumed on another layout", runs="loads")
+@pytest.mark.gpus(4)
 def test_a_run_goes_on_with_and_without_weight_shards(tmp_path):
     prefix = write_tokens(tmp_path / "tokens")
     expected = train(prefix, tmp_path / "whole", 1, COMMON)

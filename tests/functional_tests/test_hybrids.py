@@ -114,6 +114,7 @@ def test_four_ranks_begin_and_one_goes_on_with_the_losses_of_one(prefix, alone, 
     assert_those_of_one(save / "metrics.jsonl", alone)
 
 
+@pytest.mark.gpus(2)
 def test_one_begins_and_two_that_share_samples_go_on_with_its_losses(prefix, alone, tmp_path):
     metrics = tmp_path / "metrics.jsonl"
     more = f"{SHORT} {MODEL} {CP} --load {alone / 'iter_0000002'} --metrics-file {metrics}"
@@ -148,6 +149,7 @@ def write_rows(prefix: Path, order: list[int]) -> Path:
 
 
 @pytest.mark.parametrize("pattern", ["G-", "M-"])
+@pytest.mark.gpus(1)
 def test_a_document_changes_nothing_in_those_behind_it(tmp_path, pattern):
     """Whatever stands before a document in its row, losses and updates are the same; there is no
     attention, so states and convolutions alone could carry something over."""
@@ -226,6 +228,7 @@ def test_what_cannot_be_is_told_before_anything_is_read(capsys, name):
         (2, "--data-parallel-sharding-strategy optim_grads_params --overlap-param-gather"),
     ],
 )  # fmt: skip
+@pytest.mark.gpus("world")
 def test_every_layout_has_the_losses_of_one(prefix, alone, tmp_path, world, more):
     metrics = tmp_path / "metrics.jsonl"
     trained(world, flags(prefix, f"{SHORT} {MODEL} {more} --metrics-file {metrics}"))

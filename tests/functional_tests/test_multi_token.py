@@ -35,6 +35,7 @@ def depth_losses(metrics: Path, depth: int) -> dict[int, float]:
 
 @pytest.mark.covers("numbers of one process", runs="ranks")
 @pytest.mark.covers("resumed on another layout", runs="loads")
+@pytest.mark.gpus(4)
 def test_a_run_goes_on_over_ranks_that_share_tokens_and_layers(prefix, tmp_path):
     whole, parts = tmp_path / "whole.jsonl", tmp_path / "parts"
     run_on(1, flags(prefix, f"{COMMON} --metrics-file {whole}"))

@@ -30,6 +30,7 @@ def dtypes(checkpoint: Path) -> dict[str, str]:
 
 @pytest.mark.timeout(120)
 @pytest.mark.covers("resumed on another layout", runs="loads")
+@pytest.mark.gpus(2)
 def test_narrow_moments_go_on_on_another_layout_and_in_another_dtype(tmp_path, capfd):
     prefix = write_tokens(tmp_path / "tokens")
     original = tmp_path / "original"
@@ -80,6 +81,7 @@ def kinds(checkpoint: Path) -> dict[str, set[str]]:
 
 @pytest.mark.timeout(120)
 @pytest.mark.covers("resumed on another layout", runs="loads")
+@pytest.mark.gpus(2)
 def test_muon_goes_on_on_another_layout_and_not_with_another_optimizer(tmp_path, capfd):
     prefix = write_tokens(tmp_path / "tokens")
     original, muon = tmp_path / "original", f"{COMMON} --optimizer muon --muon-scale-mode rms"
@@ -108,6 +110,7 @@ def test_muon_goes_on_on_another_layout_and_not_with_another_optimizer(tmp_path,
 
 
 @pytest.mark.parametrize("qkv", ["", "--no-muon-split-qkv"], ids=["each", "together"])
+@pytest.mark.gpus(1)
 def test_a_resumed_muon_keeps_its_matrices(tmp_path, capfd, qkv):
     """Runs saved before --muon-split-matrices split every tensor off, or with --no-muon-split-qkv
     none; a new run has the matrices of Megatron-LM, of which q, k and v are split alone."""
@@ -134,6 +137,7 @@ def test_a_resumed_muon_keeps_its_matrices(tmp_path, capfd, qkv):
 
 @pytest.mark.timeout(120)
 @pytest.mark.covers("resumed on another layout", runs="loads")
+@pytest.mark.gpus(2)
 def test_state_in_host_memory_is_saved_like_any_other(tmp_path):
     prefix = write_tokens(tmp_path / "tokens")
     original, metrics = tmp_path / "original", tmp_path / "m"

@@ -92,6 +92,7 @@ def plant_witness(rank: int) -> None:
     ids=["1f1b", "interleaved", "zb-h1", "interleaved-cut"],
 )
 @pytest.mark.covers("numbers of one process", runs="ranks")
+@pytest.mark.gpus("world")
 def test_every_schedule_has_the_numbers_of_one_process(prefix, tmp_path, alone, ran, world, more):
     metrics = tmp_path / "metrics.jsonl"
     argv = flags(prefix, f"{SHORT} {PP} {more} --metrics-file {metrics}")
@@ -137,6 +138,7 @@ def test_the_log_says_how_the_stages_work_and_wait(prefix, tmp_path):
 
 @pytest.mark.covers("stopped with a save", runs="ranks saves")
 @pytest.mark.covers("resumed on another layout", runs="loads")
+@pytest.mark.gpus(2)
 def test_a_stopped_pipeline_goes_on_in_one_process(prefix, tmp_path):
     cut, whole = tmp_path / "cut", tmp_path / "whole"
     with running(2, flags(prefix, f"{LONG} {PP} --save {cut}")) as ranks:

@@ -16,6 +16,7 @@ from tests.functional_tests.small_run import flags, losses, run_here, write_toke
 FULL = "--recompute-granularity full"
 
 
+@pytest.mark.gpus(1)
 def test_a_run_recomputes_and_learns_the_same(tmp_path: Path):
     data = write_tokens(tmp_path / "data")
 

@@ -57,6 +57,7 @@ def held_process(rank: int, world: int, port: int, argv: list[str]) -> None:
 @pytest.mark.timeout(300)
 @pytest.mark.covers("numbers of one process", runs="ranks")
 @pytest.mark.covers("resumed on another layout", runs="loads")
+@pytest.mark.gpus(4)
 def test_row_14_every_strategy_and_layout_goes_on_within_a_millionth(tmp_path):
     prefix = write_tokens(tmp_path / "tokens")
     whole, parts = tmp_path / "whole.jsonl", tmp_path / "parts"

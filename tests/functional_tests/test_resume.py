@@ -83,6 +83,7 @@ def test_killed_and_resumed_equals_uninterrupted(tmp_path):
     ],
 )
 @pytest.mark.covers("resumed to the same bits", runs="loads")
+@pytest.mark.gpus(1)
 def test_every_state_goes_through_a_checkpoint(tmp_path, more):
     """Save in the middle of a log window and of everything that has a state; one process."""
     prefix = write_tokens(tmp_path / "tokens")

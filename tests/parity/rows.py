@@ -7,8 +7,10 @@ A new axis or a new feature adds a factor here, and is then tested together with
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
+
+import pytest
 
 from megatron.core.weight_sharding import STRATEGIES
 from tests.support.covering_array import Constraint, Row, covering_array
@@ -197,6 +199,24 @@ def _worlds(low: int, high: int) -> Constraint:
 def world_of(row: Row) -> int:
     """Return the number of ranks of a row."""
     return math.prod(row[axis] for axis in ("tp", "gtp", "dp", "pp", "cp"))
+
+
+def params(rows: Iterable[Row]) -> list[Any]:
+    """Return rows as the cases of a test, each with the GPUs that it needs."""
+    return [pytest.param(r, id=label(r), marks=pytest.mark.gpus(world_of(r))) for r in rows]
+
+
+def rows_of_one_rank() -> list[Row]:
+    """Return rows of a single rank, whose device is what is compared."""
+    one = {"tp": 1, "dp": 1}
+    return [
+        row_with(**one, accumulation=3, tied=True, groups=2, qk_norm=True, bias="all"),
+        row_with(**one, norm="LayerNorm", gated=False, recompute="selective", window=5),
+        row_with(**one, mixer="delta", groups=1),
+        row_with(**one, mixer="mamba", mamba_groups=1, documents="packed"),
+        row_with(**one, experts="softmax", egtp=1, recompute="full"),
+        row_with(**one, attention="latent", groups=8, predictions=1),
+    ]
 
 
 def shards_over_gtp(row: Row) -> bool:

@@ -74,7 +74,7 @@ def _begun_apart(batch: Microbatch, vocabulary: int) -> Microbatch:
     return replace(batch, tokens=tokens, labels=labels)
 
 
-def with_bounds(batch: Microbatch) -> Microbatch:
+def with_bounds(batch: Microbatch, device: torch.device) -> Microbatch:
     """Return whole rows with a layout that says where their documents begin: a recurrence needs
     to know that, ids are for masks."""
     if batch.document_ids is None:
@@ -87,6 +87,7 @@ def with_bounds(batch: Microbatch) -> Microbatch:
         document_ids=batch.document_ids,
         sample_ids=batch.sample_ids,
         masks_by_ids=True,
+        device=device,
     )
     columns = batch.tokens, batch.labels, batch.loss_mask
     return Part(*columns, batch.sample_ids, layout=layout, ahead=batch.ahead)
@@ -104,8 +105,12 @@ def cut_of(row: Row) -> SequenceCut:
     )
 
 
-def part_of(row: Row, batch: Microbatch, rank: int) -> Microbatch:
-    """Return a rank's part of a microbatch; the microbatch itself where nothing is to be cut."""
+def part_of(row: Row, batch: Microbatch, rank: int, device: torch.device) -> Microbatch:
+    """Return a rank's part of a microbatch; the microbatch itself where nothing is to be cut.
+
+    Args:
+        device: of its layout; the rest is on the host.
+    """
     if row["cp"] == 1 and row["documents"] == "whole":
         return batch
     layout = SequenceLayout.make(
@@ -115,6 +120,7 @@ def part_of(row: Row, batch: Microbatch, rank: int) -> Microbatch:
         positions=batch.positions,
         document_ids=batch.document_ids,
         sample_ids=batch.sample_ids,
+        device=device,
     )
     columns = (layout.local(x) for x in (batch.tokens, batch.labels, batch.loss_mask))
     ahead = batch.ahead

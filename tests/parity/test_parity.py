@@ -17,10 +17,12 @@ from tests.parity.rows import (
     LEARNED_POSITIONS,
     MAMBA_ALONE,
     label,
+    params,
     row_with,
     rows_for_every_change,
     rows_for_every_night,
     rows_of_formats,
+    rows_of_one_rank,
     world_of,
 )
 from tests.parity.traffic import assert_traffic
@@ -48,13 +50,19 @@ def _check(row, *, timeout=60.0):
     return runs
 
 
-@pytest.mark.parametrize("row", rows_for_every_change(), ids=label)
+@pytest.mark.parametrize("row", params(rows_for_every_change()))
 @pytest.mark.covers("numbers of one process", runs="ranks")
 def test_a_layout_trains_as_the_single_process(row):
     _check(row)
 
 
-@pytest.mark.parametrize("row", rows_of_formats(), ids=label)
+@pytest.mark.gpu
+@pytest.mark.parametrize("row", params(rows_of_one_rank()))
+def test_one_rank_trains_on_its_device_as_on_a_cpu(row):
+    _check(row)
+
+
+@pytest.mark.parametrize("row", params(rows_of_formats()))
 def test_weights_in_a_wire_format_train_as_the_encoded_ones_do(row):
     _check(row)
 
@@ -133,7 +141,10 @@ OPTIMIZER_ROWS = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("name", OPTIMIZER_ROWS)
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(n, marks=pytest.mark.gpus(world_of(r))) for n, r in OPTIMIZER_ROWS.items()],
+)
 @pytest.mark.covers("numbers of one process", runs="ranks")
 def test_other_optimizers_move_weights_as_in_the_single_process(name):
     row = OPTIMIZER_ROWS[name]
@@ -157,7 +168,10 @@ def pytest_generate_tests(metafunc):
         slow = [pytest.mark.slow(seconds=_seconds_of(row)) for row in rows]
         metafunc.parametrize(
             "triples",
-            [pytest.param(row, id=label(row), marks=s) for row, s in zip(rows, slow, strict=True)],
+            [
+                pytest.param(*case.values, id=case.id, marks=[*case.marks, mark])
+                for case, mark in zip(params(rows), slow, strict=True)
+            ],
         )
 
 

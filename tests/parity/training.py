@@ -52,6 +52,7 @@ from tests.support.covering_array import Row
 from tests.support.inputs import Microbatch, microbatch, one_thread
 from tests.support.mutants import Mutation, apply
 from tests.support.nan_memory import nan_memory
+from tests.support.ranks import rank_device
 from tests.support.simulated_links import Late, simulated
 
 LAYERS, HIDDEN, HEADS, HEAD_DIM, FFN = 2, 36, 8, 6, 52
@@ -222,10 +223,10 @@ def train_row(
         storage=config.storage(bucket_bytes=BUCKET_BYTES[row["bucket"]]),
         split=stage_split(row, pattern_of(row, LAYERS)) if groups["pp"].size > 1 else None,
         backend=backend,
+        device=rank_device(),
     )
     model.set_recompute(RECOMPUTE[row["recompute"]])
-    frozen = row.get("frozen", ())
-    model.store.freeze(*(name for name in model.store.handles if name.endswith(frozen)))
+    model.store.freeze(*(n for n in model.store.handles if n.endswith(row.get("frozen", ()))))
     engine = DataParallel(model.store, groups, config=config)
     optimizer = Optimizer(
         engine.owned(),
@@ -248,7 +249,7 @@ def train_row(
         link = stack.enter_context(simulated(groups, Late())) if row["link"] == "late" else None
         for step in range(steps_of(row)):
             data = [batch for lane in lanes for batch in lane_data(row, lane, step)]
-            data = [_local(row, groups, batch) for batch in data]
+            data = [_local(row, groups, batch).to(rank_device()) for batch in data]
             if backend.step_state is not None:
                 backend.step_state.begin()
             run.steps.append(_trained(row, model, engine, optimizer, data))
@@ -299,9 +300,9 @@ def _balance(model: GPTModel, groups: ProcessGroupCollection) -> Balance | None:
 def _local(row: Row, groups: ProcessGroupCollection, batch: Microbatch) -> Microbatch:
     """Return a rank's part of a microbatch; a single process has all of it."""
     if groups["world"].size > 1:
-        return part_of(row, batch, groups["cp"].rank)
+        return part_of(row, batch, groups["cp"].rank, rank_device())
     finds_documents = row["mixer"] is not None or "te" in row
-    return with_bounds(batch) if finds_documents else batch
+    return with_bounds(batch, rank_device()) if finds_documents else batch
 
 
 def _trained(

@@ -13,9 +13,10 @@ from tests.parity.pieces import assembled
 from tests.parity.sequences import in_rows
 from tests.parity.traffic import assert_traffic
 from tests.parity.training import SEED, Run, Step, single_run, steps_of
-from tests.support.closeness import BOUND, assert_all_close
+from tests.support.closeness import DEVICE_BOUND, assert_all_close
 from tests.support.covering_array import Row
 from tests.support.inputs import perturbed
+from tests.support.ranks import DEVICES
 
 #: A constant added to all keys moves all scores of a query alike but for their rotation, and the
 #: softmax takes that away: what is left of the gradient is a thousandth of its terms. One added to
@@ -136,7 +137,7 @@ def _bound(row: Row, number: int = 0) -> float:
     """
     linear = row.get("optimizer", "sgd") == "sgd"
     later = 5 if row["attention"] == "latent" and number == 2 else 1
-    return BOUND * (1 if linear else 10) * (2 if row["cp"] > 1 else 1) * later
+    return DEVICE_BOUND[DEVICES[-1]] * (1 if linear else 10) * (2 if row["cp"] > 1 else 1) * later
 
 
 def _assert_step_agrees(row: Row, runs: Sequence[Run], ref: Reference, number: int) -> float:

@@ -19,11 +19,15 @@ from __future__ import annotations
 
 import math
 from collections.abc import Collection, Mapping, Sequence
+from types import MappingProxyType
 
 import torch
 
 #: Largest error that counts as parity in fp32.
 BOUND = 1e-5
+#: The same by the device of the ranks: a GPU's sums, in another order and fused, are compared with
+#: those of a single process on a CPU.
+DEVICE_BOUND: Mapping[str, float] = MappingProxyType({"cpu": BOUND, "cuda": 2 * BOUND})
 #: Below so many rounding steps of its terms a reference is noise.
 NOISE = 64
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 
 import torch
@@ -50,9 +50,23 @@ class Microbatch:
         """The layout for evaluation."""
         return self.layout.with_samples(None)
 
+    def to(self, device: torch.device) -> Microbatch:
+        """Return it on a device."""
+        if device.type == "cpu":
+            return self
+        ahead = self.ahead
+        if ahead is not None:
+            ahead = Ahead(**_on(device, vars(ahead)))
+        return replace(self, ahead=ahead, **_on(device, vars(self)))
+
     def further(self, factor: torch.Tensor) -> dict[str, Ahead]:
         """Return what is predicted beside the labels, token losses weighted by a factor."""
         return {} if self.ahead is None else {"ahead": self.ahead.scaled(factor)}
+
+
+def _on(device: torch.device, fields: Mapping[str, object]) -> dict[str, torch.Tensor]:
+    """Return those of the fields that are tensors, on a device."""
+    return {n: v.to(device) for n, v in fields.items() if isinstance(v, torch.Tensor)}
 
 
 def generator(*key: int) -> torch.Generator:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Gloo ranks for tests, forked from a server that has imported torch already.
+"""Ranks for tests, forked from a server that has imported torch already.
 
 A fresh interpreter needs seconds to import torch; a fork of a server that has done so needs
 milliseconds. So every test gets fresh ranks, tests that kill a rank included, and nothing leaks
@@ -13,6 +13,9 @@ from one test to the next.
 
 `start_ranks` is the same with the processes in the test's hands: `kill`, `wait_for_line`,
 `outcomes`.
+
+With pytest's `--device cuda` each rank has a GPU of its own and the group is of NCCL: a rank puts
+its tensors on `rank_device()`, and what it returns arrives on the host.
 """
 
 from __future__ import annotations
@@ -20,6 +23,7 @@ from __future__ import annotations
 import contextlib
 import datetime
 import faulthandler
+import io
 import multiprocessing
 import os
 import pickle
@@ -36,7 +40,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, TypeAlias
 
 import torch
 import torch.distributed as dist
@@ -65,6 +69,13 @@ PRELOAD = (
     "tests.functional_tests.small_run",
     "tests.parity.training",
 )
+
+Device: TypeAlias = Literal["cpu", "cuda"]
+
+#: Where ranks compute unless a test says so: what `--device` of pytest chose.
+DEVICES: list[Device] = ["cpu"]
+#: The device of the rank that this process is; the test's own process is none.
+_OWN: list[torch.device] = [torch.device("cpu")]
 
 #: Names the folder of the logs to the ranks.
 FOLDER = "RANKS_FOLDER"
@@ -104,12 +115,59 @@ class _Job:
     env: Mapping[str, str]
     timeout_seconds: float
     init: bool
+    device: Device
 
 
 def _witness() -> dict[str, str]:
     """Return the variable by which ranks join the witness of this process, if there is one; the
     server that they are forked from keeps the environment of its start."""
     return {k: v for k, v in os.environ.items() if k == witness.VARIABLE}
+
+
+def rank_device() -> torch.device:
+    """Return where this rank computes; in the test's own process that is the CPU."""
+    return _OWN[-1]
+
+
+def gpu_count() -> int:
+    """Return how many GPUs torch sees."""
+    return torch.cuda.device_count() if torch.cuda.is_available() else 0
+
+
+def _join(job: _Job) -> None:
+    """Take this rank's device, and form the default group over the backend of such devices."""
+    on_gpu = job.device == "cuda"
+    if on_gpu:
+        _OWN.append(torch.device("cuda", job.rank))
+        torch.cuda.set_device(rank_device())
+    dist.init_process_group(
+        "nccl" if on_gpu else "gloo",
+        store=dist.FileStore(str(Path(job.folder, "store")), job.world),
+        rank=job.rank,
+        world_size=job.world,
+        timeout=datetime.timedelta(seconds=job.timeout_seconds),
+        device_id=rank_device() if on_gpu else None,
+    )
+
+
+class _HostPickler(pickle.Pickler):
+    """Writes a GPU's tensors as the host's.
+
+    Plain pickle copies tensors; multiprocessing's own pickler would share their memory with a
+    process that is about to end.
+    """
+
+    def reducer_override(self, value: Any) -> Any:
+        """Return how a tensor of a GPU is written."""
+        if isinstance(value, torch.Tensor) and not value.is_cpu:
+            return value.detach().cpu().__reduce_ex__(2)
+        return NotImplemented
+
+
+def _pickled(value: Any) -> bytes:
+    file = io.BytesIO()
+    _HostPickler(file).dump(value)
+    return file.getvalue()
 
 
 def _log_path(folder: str, rank: int) -> Path:
@@ -150,16 +208,8 @@ def _rank_main(job: _Job, conn: Connection) -> None:
         witness.install()
     try:
         if job.init:
-            dist.init_process_group(
-                "gloo",
-                store=dist.FileStore(str(Path(job.folder, "store")), job.world),
-                rank=job.rank,
-                world_size=job.world,
-                timeout=datetime.timedelta(seconds=job.timeout_seconds),
-            )
-        # Plain pickle copies tensors; multiprocessing's own pickler would share their memory with
-        # a process that is about to end.
-        message = pickle.dumps((True, job.fn(job.rank, job.world, *job.args)))
+            _join(job)
+        message = _pickled((True, job.fn(job.rank, job.world, *job.args)))
     except BaseException:
         message = pickle.dumps((False, traceback.format_exc()))
     conn.send_bytes(message)
@@ -315,6 +365,7 @@ def start_ranks(
     env: Mapping[str, str] | None = None,
     collective_timeout: float = 60.0,
     init: bool = True,
+    device: Device | None = None,
 ) -> Iterator[RankSet]:
     """Start `fn(rank, world, *args)` on fresh ranks and yield them; they are ended on exit.
 
@@ -324,8 +375,18 @@ def start_ranks(
         args: pickled to every rank.
         env: environment variables of the ranks.
         collective_timeout: seconds that a collective waits for a peer before it raises.
-        init: whether to form the default gloo group.
+        init: whether to form the default group.
+        device: of the ranks, one GPU each; what `--device` says if None.
+
+    Raises:
+        ValueError: more ranks than GPUs.
     """
+    device = device or DEVICES[-1]
+    if device == "cuda" and world_size > gpu_count():
+        raise ValueError(
+            f"{world_size} ranks need {world_size} GPUs, and torch sees {gpu_count()}: mark the "
+            f"test gpus({world_size})"
+        )
     folder = tempfile.mkdtemp(prefix="ranks-")
     jobs = [
         _Job(
@@ -337,6 +398,7 @@ def start_ranks(
             env={**_witness(), **(env or {})},
             timeout_seconds=collective_timeout,
             init=init,
+            device=device,
         )
         for rank in range(world_size)
     ]
@@ -357,7 +419,7 @@ def run_ranks(
     timeout: float = 60.0,
     env: Mapping[str, str] | None = None,
 ) -> list[Any]:
-    """Run `fn(rank, world, *args)` on fresh gloo ranks and return the value of each.
+    """Run `fn(rank, world, *args)` on fresh ranks and return the value of each.
 
     Each rank has one thread, and warnings are errors in it. Raises RankFailure with the traceback
     of the rank that failed first, or with the stacks of all ranks if there is no end after

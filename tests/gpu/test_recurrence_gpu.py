@@ -173,7 +173,7 @@ def test_decays_that_are_no_numbers_give_none(device, dtype, kind):
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("kind", OPS)
-def test_two_kernels_forward_and_three_or_four_backward(device, dtype, kind):
+def test_kernels_of_forward_and_backward(device, dtype, kind):
     sequences = Sequences(BOUNDS, device=device)
     tensors = inputs_of(device, kind, "odd")
     leaves = [x.to(dtype if i not in WIDE else x.dtype) for i, x in enumerate(tensors)]
@@ -186,6 +186,7 @@ def test_two_kernels_forward_and_three_or_four_backward(device, dtype, kind):
     first = "solve_kernel" if kind == "delta" else "decay_sums_kernel"
     assert_launches(forward, {first: 1, "sweep_kernel": 1})
     launched = {"reverse_sweep_kernel": 1, "recurrence_gradients_kernel": 1}
+    launched |= {"seen_kernel": 1} if kind == "delta" else {}
     make = delta_recurrence if kind == "delta" else state_space_recurrence
     prepared = make(implementation="triton").prepare(RecurrenceInputs(*leaves[:5]), sequences)
     if kernels.heads_together(prepared) < SIZES[kind]["odd"][1]:  # of a group

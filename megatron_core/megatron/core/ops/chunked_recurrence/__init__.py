@@ -30,8 +30,9 @@ Backward, with dS the gradient of the state behind a chunk and dO that of the ou
     dK = left (change dSᵀ) + Zᵀ Q - (beta N)ᵀ K - beta f
     dV = beta x                          dbeta = x · V - f · K
 
-It sweeps again for the states before the chunks, then backwards for dS and x; then one kernel,
-parallel over chunks and groups, makes the gradients. Nothing but the inputs, T ∘ D and the sums is
-kept between forward and backward. A state is an affine function of the one before, so that a sweep
+It sweeps again for the states before the chunks, and of the delta rule makes scale (Q Kᵀ) ∘ D
+again, of all chunks at once. Then it sweeps backwards for dS and x; then one kernel, parallel over
+chunks and groups, makes the gradients. Nothing but the inputs, T ∘ D and the sums is kept between
+forward and backward. A state is an affine function of the one before, so that a sweep
 from the identity without values is the M of `ops.recurrence`.
 """

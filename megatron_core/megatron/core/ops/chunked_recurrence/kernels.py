@@ -134,6 +134,48 @@ def seen_by_queries(query, key, large, small, rows, scale):
 
 
 @triton.jit(do_not_specialize=["chunks"])
+def seen_kernel(
+    query_ptr,
+    key_ptr,
+    sums_ptr,
+    seen_ptr,
+    first_ptr,
+    end_ptr,
+    scale,
+    chunks,
+    heads: tl.constexpr,
+    shared: tl.constexpr,
+    keys: tl.constexpr,
+    query_stride_t: tl.constexpr,
+    query_stride_h: tl.constexpr,
+    key_stride_t: tl.constexpr,
+    key_stride_h: tl.constexpr,
+    CHUNK: tl.constexpr,
+    KEYS: tl.constexpr,
+):
+    """Store scale (Q Kᵀ) ∘ D of one chunk and head, off the path from chunk to chunk."""
+    chunk = (tl.program_id(0) // heads).to(tl.int64)
+    head = (tl.program_id(0) % heads).to(tl.int64)
+    group = head // shared
+    rows = tl.arange(0, CHUNK)
+    feature = tl.arange(0, KEYS)
+    start = tl.load(first_ptr + chunk)
+    inside = rows < (tl.load(end_ptr + chunk) - start).to(tl.int32)
+    tile = inside[:, None] & within(feature, keys, KEYS)[None, :]
+    query_ptr += start * query_stride_t + group * query_stride_h
+    key_ptr += start * key_stride_t + group * key_stride_h
+    query = tl.load(
+        query_ptr + rows[:, None] * query_stride_t + feature[None, :], mask=tile, other=0.0
+    )
+    key = tl.load(key_ptr + rows[:, None] * key_stride_t + feature[None, :], mask=tile, other=0.0)
+    number = chunk * heads + head
+    large = tl.load(sums_ptr + number * CHUNK + rows)
+    small = tl.load(sums_ptr + (chunks.to(tl.int64) * heads + number) * CHUNK + rows)
+    square = number * CHUNK * CHUNK + rows[:, None] * CHUNK + rows[None, :]
+    tl.store(seen_ptr + square, seen_by_queries(query, key, large, small, rows, scale))
+
+
+@triton.jit(do_not_specialize=["chunks"])
 def sweep_kernel(
     query_ptr,
     key_ptr,
@@ -319,6 +361,7 @@ def reverse_sweep_kernel(
     grad_ptr,
     grad_stride_t: tl.constexpr,
     grad_stride_h: tl.constexpr,
+    seen_ptr,
     grad_last_ptr,
     ends_ptr,
     x_ptr,
@@ -326,6 +369,7 @@ def reverse_sweep_kernel(
     CORRECTS: tl.constexpr,
     CHUNK: tl.constexpr,
     KEYS: tl.constexpr,
+    HAS_SEEN: tl.constexpr,
     HAS_GRAD_LAST: tl.constexpr,
     STORES: tl.constexpr,
     BLOCK_V: tl.constexpr,
@@ -334,7 +378,7 @@ def reverse_sweep_kernel(
     """Carry the gradient of BLOCK_V columns of one head's state from behind a sequence before it.
 
     Per chunk it stores the gradient dS of the state behind it, and x [t, H, V], that of what the
-    tokens write (delta rule: before their strength).
+    tokens write (delta rule: before their strength). HAS_SEEN: as in the forward sweep.
     """
     blocks = tl.cdiv(values, BLOCK_V)
     block = tl.program_id(0) % blocks
@@ -392,13 +436,6 @@ def reverse_sweep_kernel(
         last, last_rest = tl.load(sums_place + CHUNK - 1), tl.load(rest_place + CHUNK - 1)
         growth = tl.exp(large + rest)
         left = tl.exp((last - large) + (last_rest - rest))
-        falls_t = decays_between(
-            large[None, :],
-            large[:, None],
-            rest[None, :],
-            rest[:, None],
-            rows[None, :] >= rows[:, None],
-        )
         if STORES:
             tl.store(
                 ends_ptr + number * keys * values + state_place,
@@ -407,12 +444,22 @@ def reverse_sweep_kernel(
             )
         # Now, so that no factor of it is kept in registers until it is read.
         pulled = (grad * (growth * scale)[:, None]).to(key.dtype)
-        seen_t = tl.dot(key, tl.trans(query), input_precision=PRECISION) * falls_t * scale
+        transposed = number * CHUNK * CHUNK + rows[None, :] * CHUNK + rows[:, None]
+        if HAS_SEEN:
+            seen_t = tl.load(seen_ptr + transposed)
+        else:
+            falls_t = decays_between(
+                large[None, :],
+                large[:, None],
+                rest[None, :],
+                rest[:, None],
+                rows[None, :] >= rows[:, None],
+            )
+            seen_t = tl.dot(key, tl.trans(query), input_precision=PRECISION) * falls_t * scale
         x = tl.dot(key, total.to(key.dtype), input_precision=PRECISION) * left[:, None]
         x = tl.dot(seen_t.to(key.dtype), grad, acc=x, input_precision=PRECISION)
         if CORRECTS:
-            solved_place = solved_ptr + number * CHUNK * CHUNK + rows[None, :] * CHUNK
-            solved_t = tl.load(solved_place + rows[:, None])
+            solved_t = tl.load(solved_ptr + transposed)
             x = tl.dot(solved_t, x.to(key.dtype), input_precision=PRECISION)
         if STORES:
             tl.store(x_ptr + x_tile, x.to(x_ptr.dtype.element_ty), mask=along)
@@ -468,10 +515,10 @@ def factors(strength_ptr, is_key_row, scale, mask):
 
 @triton.jit
 def changes(
-    value, state, key, growth, strength, solved_t, CORRECTS: tl.constexpr, PRECISION: tl.constexpr
+    value_t, state, key, growth, strength, solved_t, CORRECTS: tl.constexpr, PRECISION: tl.constexpr
 ):
     """Return what tokens change the state by, transposed [V, C]; `solved_t` is (T ∘ D)ᵀ."""
-    found = tl.trans(value).to(tl.float32)
+    found = value_t.to(tl.float32)
     if CORRECTS:
         returned = tl.dot(tl.trans(state), tl.trans(key), input_precision=PRECISION)
         found -= returned * growth[None, :]
@@ -518,13 +565,17 @@ def store_pair(
     first_ptr,
     end_ptr,
     unit,
+    earlier,
     units: tl.constexpr,
     keys: tl.constexpr,
     CORRECTS: tl.constexpr,
     CHUNK: tl.constexpr,
     KEYS: tl.constexpr,
 ):
-    """Store the gradients of query and key [C, K] from grad_reads [2C, K], grad_writes [K, C]."""
+    """Store the gradients of query and key [C, K] from grad_reads [2C, K], grad_writes [K, C].
+
+    With a correction they are added to those of `earlier` heads, which this program has stored.
+    """
     token = tl.load(first_ptr) + tl.arange(0, CHUNK)
     feature = tl.arange(0, KEYS)
     mask = (token < tl.load(end_ptr))[:, None] & within(feature, keys, KEYS)[None, :]
@@ -536,6 +587,11 @@ def store_pair(
         grad_key += summed_halves(read, KEYS, CORRECTS, CHUNK)
         grad_reads = tl.where(is_key_row, 0.0, grad_reads)
     grad_query = summed_halves(grad_reads, KEYS, CORRECTS, CHUNK)
+    if CORRECTS:
+        tl.debug_barrier()  # other threads may have stored what is added to
+        stored = mask & (earlier > 0)
+        grad_query += tl.load(grad_query_ptr + place, mask=stored, other=0.0).to(tl.float32)
+        grad_key += tl.load(grad_key_ptr + place, mask=stored, other=0.0).to(tl.float32)
     store_as(grad_query_ptr + place, grad_query, mask)
     store_as(grad_key_ptr + place, grad_key, mask)
 
@@ -619,6 +675,9 @@ def recurrence_gradients_kernel(
     grad_writes = tl.zeros([KEYS, CHUNK], dtype=tl.float32)  # of keys that write, transposed
     for index in tl.range(0, HEADS, disable_licm=True):
         head = unit * HEADS + index
+        if CORRECTS:  # kept from head to head they would not fit into registers
+            grad_reads = tl.zeros([ROWS, KEYS], dtype=tl.float32)
+            grad_writes = tl.zeros([KEYS, CHUNK], dtype=tl.float32)
         number = chunk * heads + head
         # Asked again for each head: masks and places that are kept would fill registers.
         first, end = tl.load(first_ptr + chunk), tl.load(end_ptr + chunk)
@@ -639,7 +698,7 @@ def recurrence_gradients_kernel(
         small_place = large_place + chunks.to(tl.int64) * heads * CHUNK
         growth = tl.exp(tl.load(large_place + row) + tl.load(small_place + row))
         gate_place = strength_ptr + head * strength_stride_h
-        both_growth = tl.exp(tl.load(large_place + both) + tl.load(small_place + both))
+        both_gate = gate_place + both_token * strength_stride_t
         solved_t = key
         if CORRECTS:
             solved_place = solved_ptr + number * CHUNK * CHUNK + row[None, :] * CHUNK
@@ -648,12 +707,10 @@ def recurrence_gradients_kernel(
         along = tl.zeros([ROWS], dtype=tl.float32)
         along_end = tl.zeros([CHUNK], dtype=tl.float32)
         grad_strength = tl.zeros([CHUNK], dtype=tl.float32)
-        kept = 0.0
-        whole = 0.0
+        kept, whole = 0.0, 0.0
         for block in tl.range(0, VALUES, BLOCK_V, disable_licm=True):
             column = block + tl.arange(0, BLOCK_V)
             is_value = within(column, values, BLOCK_V)
-            tile = alive[:, None] & is_value[None, :]
             in_state = is_key[:, None] & is_value[None, :]
             state_place = number * keys * values + feature[:, None] * values + column[None, :]
             state = tl.load(starts_ptr + state_place, mask=in_state, other=0.0)
@@ -663,28 +720,28 @@ def recurrence_gradients_kernel(
             x_place = x_ptr + (both_token * heads + head) * values
             both_tile = both_alive[:, None] & is_value[None, :]
             pulls = rows_of_both(grad_place, x_place, is_key_row, column, both_tile)
-            dense = (token[:, None] * heads + head) * values + column[None, :]
-            x = tl.load(x_ptr + dense, mask=tile, other=0.0).to(tl.float32)
+            # Transposed where they lie: a product must not wait for accumulators that are.
+            tile_t = is_value[:, None] & alive[None, :]
+            dense_t = column[:, None] + (token[None, :] * heads + head) * values
+            x_t = tl.load(x_ptr + dense_t, mask=tile_t, other=0.0).to(tl.float32)
             strength = tl.load(gate_place + token * strength_stride_t, alive, 0.0).to(tl.float32)
-            value_place = value_ptr + head * value_stride_h + token[:, None] * value_stride_t
-            value = tl.load(value_place + column[None, :], mask=tile, other=0.0)
-            grad_strength += tl.sum(x * value.to(tl.float32), 1)
-            store_as(grad_value_ptr + dense, x * strength[:, None], tile)
-            change_t = changes(
-                *(value, state, key, growth, strength, solved_t, CORRECTS, PRECISION)
-            )
+            value_place = value_ptr + head * value_stride_h + token[None, :] * value_stride_t
+            value_t = tl.load(value_place + column[:, None], mask=tile_t, other=0.0)
+            grad_strength += tl.sum(x_t * value_t.to(tl.float32), 0)
+            store_as(grad_value_ptr + dense_t, x_t * strength[None, :], tile_t)
+            change_t = changes(value_t, state, key, growth, strength, solved_t, CORRECTS, PRECISION)
             inner = tl.dot(pulls, change_t, acc=inner, input_precision=PRECISION)
-            pair = rows_of_both(query_place, key_place, is_key_row, feature, is_in_pair)
-            part = tl.dot(pulls, tl.trans(state), input_precision=PRECISION) * both_growth[:, None]
-            along += tl.sum(part * pair.to(tl.float32), 1)
-            both_gate = gate_place + both_token * strength_stride_t
-            factor = factors(both_gate, is_key_row, scale, both_alive)
-            grad_reads += part * factor[:, None]
             left, whole = left_behind(large_place, small_place, CHUNK)
             key_t = tl.trans(tl.load(key_tile, mask=is_in_key, other=0.0)).to(tl.float32)
             part_t = tl.dot(grad_state, change_t, input_precision=PRECISION) * left[None, :]
             along_end += tl.sum(part_t * key_t, 0)
             grad_writes += part_t
+            pair = rows_of_both(query_place, key_place, is_key_row, feature, is_in_pair)
+            part = tl.dot(pulls, tl.trans(state), input_precision=PRECISION)
+            part *= tl.exp(tl.load(large_place + both) + tl.load(small_place + both))[:, None]
+            along += tl.sum(part * pair.to(tl.float32), 1)
+            factor = factors(both_gate, is_key_row, scale, both_alive)
+            grad_reads += part * factor[:, None]
         # Again, since it was not kept in registers. Then Z, N.
         pair = rows_of_both(query_place, key_place, is_key_row, feature, is_in_pair)
         inner *= faded(large_place, small_place, both, is_key_row, first.to(tl.int32), CHUNK)
@@ -692,7 +749,6 @@ def recurrence_gradients_kernel(
         if CORRECTS:
             lower = tl.where(is_key_row, along + tl.sum(pairs, 1), 0.0)
             grad_strength -= tl.reshape(summed_halves(lower[:, None], 1, CORRECTS, CHUNK), [CHUNK])
-        both_gate = gate_place + both_token * strength_stride_t
         factor = factors(both_gate, is_key_row, scale, both_alive)
         reads = summed_halves((along * factor)[:, None], 1, CORRECTS, CHUNK)
         pairs = summed_halves(pairs * factor[:, None], CHUNK, CORRECTS, CHUNK)
@@ -700,15 +756,21 @@ def recurrence_gradients_kernel(
         grad_reads = tl.dot(inner, key, acc=grad_reads, input_precision=PRECISION)
         grad_writes = tl.dot(tl.trans(pair), inner, acc=grad_writes, input_precision=PRECISION)
         grad_decay = decay_gradient(pairs, along_end, tl.reshape(reads, [CHUNK]), order)
-        grad_decay += whole * kept
         # Of a decay that nothing outlives every term is 0: each has its exponential in it.
-        store_as(grad_decay_ptr + token * heads + head, grad_decay, alive)
+        store_as(grad_decay_ptr + token * heads + head, grad_decay + whole * kept, alive)
         store_as(grad_strength_ptr + token * heads + head, grad_strength, alive)
-    store_pair(
-        *(grad_query_ptr, grad_key_ptr, grad_reads, grad_writes),
-        *(first_ptr + chunk, end_ptr + chunk, unit, units, keys),
-        *(CORRECTS, CHUNK, KEYS),
-    )
+        if CORRECTS:
+            store_pair(
+                *(grad_query_ptr, grad_key_ptr, grad_reads, grad_writes),
+                *(first_ptr + chunk, end_ptr + chunk, unit, index, units, keys),
+                *(CORRECTS, CHUNK, KEYS),
+            )
+    if not CORRECTS:
+        store_pair(
+            *(grad_query_ptr, grad_key_ptr, grad_reads, grad_writes),
+            *(first_ptr + chunk, end_ptr + chunk, unit, 0, units, keys),
+            *(CORRECTS, CHUNK, KEYS),
+        )
 
 
 @triton.jit

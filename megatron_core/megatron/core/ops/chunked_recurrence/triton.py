@@ -15,6 +15,7 @@ from megatron.core.ops.chunked_recurrence.kernels import (
     Tiles,
     recurrence_gradients_kernel,
     reverse_sweep_kernel,
+    seen_kernel,
     sum_units_kernel,
     sweep_kernel,
 )
@@ -60,12 +61,14 @@ REVERSE = Launches(
 )
 REVERSE_TALL = Launches("recurrence_reverse_tall", {"BLOCK_V": 16, "num_warps": 8, "num_stages": 2})
 REVERSE_WIDE = Launches("recurrence_reverse_fp32", {"BLOCK_V": 16, "num_warps": 8, "num_stages": 1})
-# HEADS of a program at most: one needs fewer registers, but then heads are summed up in memory.
-# Of the delta rule two spill registers.
+SEEN = Launches("recurrence_seen", {"num_warps": 4, "num_stages": 1})
+# HEADS of a group that one program works on, at most; what those of several programs add up to is
+# summed up in memory. Of SSD the sums stay in registers from head to head. Of the delta rule, whose
+# products fill these, they are added to what the program stored, which its L2 cache still has.
 GRADIENTS = Launches(
     "recurrence_gradients",
-    {"HEADS": 1, "BLOCK_V": 128, "num_warps": 8, "num_stages": 1},
-    others=({"HEADS": 2, "BLOCK_V": 128, "num_warps": 8, "num_stages": 1},),
+    {"HEADS": 8, "BLOCK_V": 128, "num_warps": 8, "num_stages": 1},
+    others=({"HEADS": 1, "BLOCK_V": 128, "num_warps": 8, "num_stages": 1},),
 )
 GRADIENTS_DUAL = Launches(
     "recurrence_gradients_dual",
@@ -79,6 +82,10 @@ GRADIENTS_DUAL = Launches(
 # Of more than 128 features of keys, and of fp32: what fits in shared memory.
 GRADIENTS_TALL = Launches(
     "recurrence_gradients_tall", {"BLOCK_V": 64, "num_warps": 8, "num_stages": 1}
+)
+# With all values in one block both warp groups would make the same products.
+GRADIENTS_DUAL_TALL = Launches(
+    "recurrence_gradients_dual_tall", {"BLOCK_V": 32, "num_warps": 8, "num_stages": 1}
 )
 GRADIENTS_WIDE = Launches(
     "recurrence_gradients_fp32", {"BLOCK_V": 16, "num_warps": 8, "num_stages": 1}
@@ -222,6 +229,7 @@ class TritonRecurrence:
     def state_gradient(self, prepared: PreparedOnDevice, grad: torch.Tensor) -> torch.Tensor:
         """See `Recurrence`."""
         initial = prepared.states()
+        self._see(prepared)
         reverse_sweep(prepared, dense(grad), grad_initial=initial)
         return initial
 
@@ -234,9 +242,16 @@ class TritonRecurrence:
         x = torch.empty(value.shape, dtype=value.dtype, device=value.device)
         initial = prepared.states()
         sweep(prepared, initial=prepared.initial, starts=starts)
+        self._see(prepared)
         grad_last = None if grad_last is None else grad_last.float().contiguous()
         reverse_sweep(prepared, grad, grad_last=grad_last, ends=ends, x=x, grad_initial=initial)
+        prepared.seen = None
         return gradients(prepared, grad, starts=starts, ends=ends, x=x), initial
+
+    def _see(self, prepared: PreparedOnDevice) -> None:
+        """Make what queries see again for the reverse sweep; SSD makes it on the way."""
+        if self.corrects and prepared.seen is None:
+            prepared.seen = seen_by_queries(prepared)
 
 
 def sweep(
@@ -303,17 +318,37 @@ def reverse_sweep(
     narrow = REVERSE if prepared.keys <= 128 else REVERSE_TALL
     launch = launch_of(narrow, REVERSE_WIDE, prepared, prepared.values)
     units = prepared.tiles.sequence_count * prepared.heads
-    unused = prepared.sums
+    seen, unused = prepared.seen, prepared.sums
     reverse_sweep_kernel[(units * triton.cdiv(prepared.values, launch["BLOCK_V"]),)](
         *prepared.arguments(),
         *(grad, *grad.stride()[:2]),
-        *(unused if y is None else y for y in (grad_last, ends, x, grad_initial)),
+        *(unused if y is None else y for y in (seen, grad_last, ends, x, grad_initial)),
         **prepared.constants(),
+        HAS_SEEN=seen is not None,
         HAS_GRAD_LAST=grad_last is not None,
         STORES=ends is not None,
         PRECISION="tf32x3" if grad.dtype == torch.float32 else "ieee",
         **launch,
     )
+
+
+def seen_by_queries(prepared: PreparedOnDevice) -> torch.Tensor:
+    """Return scale (Q Kᵀ) ∘ D [n, H, C, C] in value's dtype, of all chunks at once."""
+    query, key, value = prepared.inputs[:3]
+    tiles, heads = prepared.tiles, prepared.heads
+    seen = value.new_empty((tiles.count, heads, tiles.size, tiles.size))
+    if tiles.count:
+        features = padded(prepared.keys)
+        seen_kernel[(tiles.count * heads,)](
+            *(query, key, prepared.sums, seen, tiles.first, tiles.end, prepared.scale),
+            *(tiles.count, heads, heads // key.shape[1], prepared.keys),
+            *query.stride()[:2],
+            *key.stride()[:2],
+            CHUNK=tiles.size,
+            KEYS=features,
+            **SEEN.pick(value, f"{str(value.dtype)[6:]} C{tiles.size} K{features}"),
+        )
+    return seen
 
 
 def gradients(
@@ -358,8 +393,10 @@ def gradients(
 
 def gradients_launch(prepared: PreparedOnDevice) -> dict[str, int]:
     """Return how to start the gradients kernel."""
-    narrow = GRADIENTS if prepared.corrects else GRADIENTS_DUAL
-    narrow = narrow if prepared.keys <= 128 else GRADIENTS_TALL
+    sizes = (GRADIENTS, GRADIENTS_TALL)
+    if not prepared.corrects:
+        sizes = (GRADIENTS_DUAL, GRADIENTS_DUAL_TALL)
+    narrow = sizes[prepared.keys > 128]
     return launch_of(narrow, GRADIENTS_WIDE, prepared, prepared.values)
 
 

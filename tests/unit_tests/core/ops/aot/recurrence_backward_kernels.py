@@ -7,6 +7,7 @@ from megatron.core.ops.chunked_recurrence import triton as recurrence
 from megatron.core.ops.chunked_recurrence.kernels import (
     recurrence_gradients_kernel,
     reverse_sweep_kernel,
+    seen_kernel,
     sum_units_kernel,
 )
 from tests.unit_tests.core.ops.aot.description import Description
@@ -35,7 +36,7 @@ def launched(sizes: dict[str, int]) -> dict[str, object]:
 
 def reversed_sweep(label: str, sizes: dict[str, int], **options: tuple[int, ...]) -> Description:
     """Describe the sweep that stores what gradients need."""
-    flags = {"HAS_GRAD_LAST": True, "STORES": True}
+    flags = {"HAS_SEEN": sizes is DELTA, "HAS_GRAD_LAST": True, "STORES": True}
     narrow = recurrence.REVERSE if sizes["keys"] <= 128 else recurrence.REVERSE_TALL
     launch = launched(sizes) | flags | narrow.default
     return Description(
@@ -48,7 +49,7 @@ def gradients(
 ) -> Description:
     """Describe the gradients by programs of so many heads, of which Blackwell takes one."""
     narrow = recurrence.GRADIENTS if sizes is DELTA else recurrence.GRADIENTS_DUAL
-    narrow = narrow if sizes["keys"] <= 128 else recurrence.GRADIENTS_TALL
+    narrow = narrow if sizes["keys"] <= 128 else recurrence.GRADIENTS_DUAL_TALL
     launch = launched(sizes) | {
         **narrow.default,
         "VALUES": sizes["values"],
@@ -71,11 +72,20 @@ KERNELS = (
     reversed_sweep("delta", DELTA, quick=(90,)),
     reversed_sweep("ssd", DUAL, quick=()),
     reversed_sweep("ssd 256", TALL, quick=(), **HOPPER),
-    gradients("delta", DELTA, 1, quick=(90,)),
-    gradients("delta two heads", DELTA, 2, quick=(), **HOPPER),
+    gradients("delta", DELTA, 1, quick=()),
+    gradients("delta two heads", DELTA, 2, quick=(90,), **HOPPER),
     gradients("ssd", DUAL, 1, quick=()),
     gradients("ssd 16 heads", DUAL, 16, quick=(), **HOPPER),
     gradients("ssd 256", TALL, 24, quick=(), **HOPPER),
+    Description(
+        kernel=seen_kernel,
+        launch={
+            **{x: size for x, size in launched(DELTA).items() if x in seen_kernel.arg_names},
+            **recurrence.SEEN.default,
+        },
+        types={name: kind for name, kind in TYPES.items() if name in seen_kernel.arg_names},
+        quick=(),
+    ),
     Description(
         kernel=sum_units_kernel,
         launch={"UNITS": 2, "BLOCK": 128, "num_warps": 1},

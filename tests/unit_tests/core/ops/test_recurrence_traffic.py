@@ -1,0 +1,95 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Bytes that the kernels of recurrences move, from the tensors of their launches on meta tensors.
+
+Each tensor that a kernel reads or writes counts once: programs that read the same find it in the
+L2 cache.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections import Counter
+
+import pytest
+import torch
+
+pytest.importorskip("triton")
+
+from megatron.core.ops.chunked_recurrence import triton as kernels
+from megatron.core.ops.gated_delta_rule import triton as delta
+from megatron.core.ops.recurrence import RecurrenceInputs
+from megatron.core.ops.sequences import Sequences
+
+#: Qwen3-Next: one sequence, 16 heads of keys and 32 of values, 128 features.
+TOKENS, GROUPS, HEADS, FEATURES, CHUNK = 32768, 16, 32, 128, 64
+#: Bytes of bf16: of queries or keys, of values, of the states of all chunks, of [C, C] squares.
+KEYS, VALUES = (2 * TOKENS * heads * FEATURES for heads in (GROUPS, HEADS))
+STATES = 2 * TOKENS // CHUNK * HEADS * FEATURES**2
+SQUARES = 2 * TOKENS * HEADS * CHUNK
+
+
+class CountedKernel:
+    """Adds up the bytes of the tensors that a kernel is launched with, and launches nothing."""
+
+    def __init__(self, kernel, moved: Counter[str]) -> None:
+        self.name = kernel.fn.__name__
+        self.parameters = list(inspect.signature(kernel.fn).parameters)
+        self.moved = moved
+
+    def __getitem__(self, grid):
+        return self.launch
+
+    def launch(self, *arguments, **constants):
+        named = dict(zip(self.parameters, arguments, strict=False)) | constants
+        if not named.get("HAS_OUT", True):
+            del named["query_ptr"]
+        if self.name == "reverse_sweep_kernel":
+            del named["value_ptr"]  # all kernels have the same first parameters
+        tensors = {id(x): x for x in named.values() if isinstance(x, torch.Tensor)}
+        self.moved[self.name] += sum(
+            x.nbytes for x in tensors.values() if x.dtype == torch.bfloat16
+        )
+
+
+@pytest.fixture
+def moved(monkeypatch) -> Counter[str]:
+    """Return bytes of bf16 by kernel; gates, sums and tables of tiles are fp32 and int64."""
+    counter: Counter[str] = Counter()
+    for module in (kernels, delta):
+        for name in dir(module):
+            if name.endswith("_kernel"):
+                kernel = CountedKernel(getattr(module, name), counter)
+                monkeypatch.setattr(module, name, kernel)
+    return counter
+
+
+def meta(*shape: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
+    """Return a tensor without memory."""
+    return torch.empty(shape, dtype=dtype, device="meta")
+
+
+def test_bytes_of_the_delta_rule(moved):
+    recurrence = kernels.TritonRecurrence(True, None, CHUNK)
+    gates = (meta(TOKENS, HEADS, dtype=torch.float32) for _ in range(2))
+    inputs = RecurrenceInputs(
+        meta(TOKENS, GROUPS, FEATURES),
+        meta(TOKENS, GROUPS, FEATURES),
+        meta(TOKENS, HEADS, FEATURES),
+        *gates,
+    )
+    prepared = recurrence.prepare(inputs, Sequences((0, TOKENS), device=torch.device("meta")))
+    recurrence.sweep(prepared, None)
+    assert moved == {
+        "solve_kernel": 2 * KEYS + 2 * SQUARES,
+        "sweep_kernel": 2 * KEYS + 2 * VALUES + 2 * SQUARES,
+    }
+    moved.clear()
+    recurrence.backward(prepared, meta(TOKENS, HEADS, FEATURES), None)
+    assert moved == {
+        "sweep_kernel": KEYS + VALUES + SQUARES + STATES,
+        "seen_kernel": 2 * KEYS + SQUARES,
+        "reverse_sweep_kernel": 2 * KEYS + 2 * VALUES + 2 * SQUARES + STATES,
+        # The gradients of queries and keys are written once, by programs of all heads of a group.
+        "recurrence_gradients_kernel": 4 * KEYS + 4 * VALUES + SQUARES + 2 * STATES,
+    }
+    assert moved.total() <= 6.2e9

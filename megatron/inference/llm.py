@@ -27,7 +27,7 @@ import torch
 
 from megatron.cli.launch import Launch
 from megatron.core.cpu_graph import CpuGraph
-from megatron.core.device import CudaRecorder, Recorder
+from megatron.core.device import CudaRecorder, GraphMemory, Recorder
 from megatron.core.inference.cache import CacheShapes
 from megatron.core.inference.engine import (
     Completion,
@@ -488,7 +488,9 @@ def graph_recorder(loaded: CheckpointModel, options: Inference) -> Callable[[], 
             return None
         ranks = loaded.pipeline.stages.size * loaded.model.region.group.size
         return CpuGraph if ranks == 1 and not loaded.shares_experts else None
-    make = functools.partial(CudaRecorder, loaded.device, "--inference-cuda-graphs")
+    make = functools.partial(
+        CudaRecorder, loaded.device, "--inference-cuda-graphs", memory=GraphMemory()
+    )
     make()  # raises without a GPU
     if loaded.model.config.moe is not None and loaded.model.store.row_tiles:
         raise ValueError(

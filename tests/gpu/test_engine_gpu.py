@@ -6,13 +6,14 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+from functools import partial
 
 import pytest
 import torch
 import torch.distributed as dist
 
 from megatron.core.comm.symmetric_memory import Arena, TorchMemory
-from megatron.core.device import CudaRecorder
+from megatron.core.device import CudaRecorder, GraphMemory
 from megatron.core.inference import CacheShapes, Engine, EngineConfig, Request, SamplingParams
 from megatron.core.inference import generate as generate_all
 from megatron.core.inference.engine import Completion, EngineFeatures
@@ -95,14 +96,14 @@ def build(name: str, device: torch.device, dtype: torch.dtype) -> GPTModel:
 
 def engine_for(model: GPTModel, *, asynchronous: bool = False, graphs: bool = False) -> Engine:
     device = model.store.device
-    recorder = (lambda: CudaRecorder(device, "the engine's graphs")) if graphs else None
+    recorder = partial(CudaRecorder, device, "the engine's graphs", memory=GraphMemory())
     return Engine(
         model,
         EngineConfig(max_rows=8, num_blocks=64, asynchronous=asynchronous),
         shapes=CacheShapes.of(model.modules(), model.store.dtype),
         vocab_size=model.config.vocab_size,
         device=device,
-        features=EngineFeatures(make_recorder=recorder),
+        features=EngineFeatures(make_recorder=recorder if graphs else None),
     )
 
 

@@ -20,10 +20,11 @@ import statistics
 import sys
 import time
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 
-from megatron.core.device import CudaRecorder
+from megatron.core.device import CudaRecorder, GraphMemory
 from megatron.core.inference import Engine, EngineConfig, Request
 from megatron.core.inference.cache import CacheShapes
 from megatron.core.inference.engine import EngineFeatures
@@ -123,9 +124,8 @@ def generate(
         (median seconds of a decode step, the tokens of each request).
     """
     config = model.config
-    features = EngineFeatures(
-        make_recorder=(lambda: CudaRecorder(bench.device, "gpu_engine")) if way.graphs else None
-    )
+    recorder = partial(CudaRecorder, bench.device, "gpu_engine", memory=GraphMemory())
+    features = EngineFeatures(make_recorder=recorder if way.graphs else None)
     engine = Engine(
         model,
         EngineConfig(max_rows=rows, num_blocks=64 * rows, asynchronous=way.asynchronous),

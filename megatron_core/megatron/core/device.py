@@ -11,6 +11,7 @@ import contextlib
 import resource
 import sys
 import time
+import weakref
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
@@ -127,9 +128,28 @@ class Recorder(Protocol):
         """Carry out what was recorded, after what was put on the current stream."""
 
 
+class GraphMemory:
+    """Memory that several CUDA graphs share: what one allocates while it runs, the next overwrites.
+
+    So no two of them run at a time, and what is read after a replay is read before another one, or
+    lies elsewhere. A pool of torch ends with the last graph in it: graphs that are captured later
+    get a new one.
+    """
+
+    def __init__(self) -> None:
+        self._pool: tuple[int, int] | None = None
+        self._recorders: weakref.WeakSet[CudaRecorder] = weakref.WeakSet()
+
+    def pool_for(self, recorder: CudaRecorder) -> tuple[int, int]:
+        """Return the pool that a recorder captures in."""
+        if self._pool is None or not self._recorders:
+            self._pool = torch.cuda.graph_pool_handle()
+        self._recorders.add(recorder)
+        return self._pool
+
+
 class CudaRecorder:
-    """Capture GPU work once as a CUDA graph and launch it again in one call; on a stream and with
-    memory of its own.
+    """Capture GPU work once as a CUDA graph and launch it again in one call, on its own stream.
 
     Threads that read data or watch NCCL go on calling the driver, so only this thread is held to
     what a recording allows. A graph that has failed to record cannot be used again.
@@ -137,25 +157,31 @@ class CudaRecorder:
     Args:
         device: a GPU.
         option: that asks for graphs.
+        memory: what it shares with other graphs; None is memory of its own.
 
     Raises:
         ValueError: the device is no GPU.
     """
 
-    def __init__(self, device: torch.device, option: str) -> None:
+    def __init__(
+        self, device: torch.device, option: str, *, memory: GraphMemory | None = None
+    ) -> None:
         if device.type != "cuda":
             raise ValueError(
                 f"{option} needs a GPU, and this run computes on the {device.type}: leave it out"
             )
         self._graph = torch.cuda.CUDAGraph()
-        self._pool = torch.cuda.graph_pool_handle()
+        self._memory = memory or GraphMemory()
         self._stream = torch.cuda.Stream(device)
 
     def capture(self, run: Callable[[], None]) -> None:
         """Record what `run` puts on the device, without carrying it out."""
         failures: list[BaseException] = []
         context = torch.cuda.graph(
-            self._graph, pool=self._pool, stream=self._stream, capture_error_mode="thread_local"
+            self._graph,
+            pool=self._memory.pool_for(self),
+            stream=self._stream,
+            capture_error_mode="thread_local",
         )
         try:
             with context:

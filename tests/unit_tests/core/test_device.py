@@ -1,8 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """The device layer: the choice and its errors, no-ops on a CPU, memory figures that move."""
 
+import contextlib
 import subprocess
 import sys
+import weakref
 
 import pytest
 import torch
@@ -78,3 +80,45 @@ def test_peak_memory_is_this_process_alone():
     before, after = map(int, done.stdout.split())
     assert here > ballast.nbytes
     assert 56 << 20 < after - before < 128 << 20
+
+
+class Pools:
+    """What torch does about pools of CUDA graphs: one that has lost its last graph is dead."""
+
+    def __init__(self, monkeypatch):
+        self.graphs_in, self.captured = {}, []
+        monkeypatch.setattr(torch.cuda, "graph_pool_handle", self.handle)
+        monkeypatch.setattr(torch.cuda, "CUDAGraph", type("Graph", (), {}))
+        monkeypatch.setattr(torch.cuda, "Stream", lambda device: None)
+        monkeypatch.setattr(torch.cuda, "graph", self.graph)
+
+    def handle(self):
+        return (0, len(self.graphs_in) + 1)
+
+    @contextlib.contextmanager
+    def graph(self, graph, *, pool, stream, capture_error_mode):
+        assert pool not in self.graphs_in or self.graphs_in[pool], "the pool is dead"
+        self.graphs_in.setdefault(pool, weakref.WeakSet()).add(graph)
+        self.captured.append(pool)
+        yield
+
+
+def test_graphs_share_a_pool_until_the_last_of_them_is_gone(monkeypatch):
+    pools, memory = Pools(monkeypatch), devices.GraphMemory()
+    gpu = torch.device("cuda", 0)
+
+    def captured(memory):
+        recorder = devices.CudaRecorder(gpu, "graphs", memory=memory)
+        recorder.capture(lambda: None)
+        return recorder
+
+    graphs = [captured(memory) for _ in range(3)]
+    assert len(set(pools.captured)) == 1
+    del graphs[0]
+    graphs.append(captured(memory))
+    assert len(set(pools.captured)) == 1
+    graphs.clear()
+    graphs = [captured(memory) for _ in range(2)]
+    assert len(set(pools.captured)) == 2
+    graphs.append(captured(None))
+    assert len(set(pools.captured)) == 3

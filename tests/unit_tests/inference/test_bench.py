@@ -44,7 +44,9 @@ def test_what_was_generated_is_counted(root: Path, tmp_path: Path, rate: str | N
     path = tmp_path / "bench.json"
     words = [*SMALL, "--shared-prefix-tokens", "33", "--repeats", "2", "--output-json", str(path)]
     more = ("--request-rate", rate) if rate else ("--async-scheduling", "--inference-cuda-graphs")
-    with mock.patch.object(llm, "CudaRecorder", side_effect=lambda *_: TapeRecorder(OpTape())):
+    with mock.patch.object(
+        llm, "CudaRecorder", side_effect=lambda *_, **__: TapeRecorder(OpTape())
+    ):
         code, out, err = run(root, *words, *more)
     assert code == 0, err
     found = json.loads(path.read_text(encoding="utf-8"))
@@ -74,7 +76,7 @@ def test_what_was_generated_is_counted(root: Path, tmp_path: Path, rate: str | N
 def test_generate_reports_what_graphs_did(root: Path) -> None:
     made: list[TapeRecorder] = []
 
-    def recorder(*_: object) -> TapeRecorder:
+    def recorder(*_: object, **__: object) -> TapeRecorder:
         made.append(TapeRecorder(OpTape()))
         return made[-1]
 

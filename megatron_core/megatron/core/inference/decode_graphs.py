@@ -2,8 +2,9 @@
 """DecodeGraphs: steps that choose a token after each of theirs, recorded once and launched again.
 
 A graph runs over buffers that stay: the numbers of a plan are copied to them in one piece, the
-graph is launched, and the logits are where they always are. What a step chooses by, random numbers
-and parameters, stays outside, and so changes freely.
+graph is launched, and the logits are where they always are: in one buffer that all graphs write,
+each its first rows. What a step chooses by, random numbers and parameters, stays outside, and so
+changes freely.
 
 | | CUDA graphs | `CpuGraph`, a list of operations |
 |---|---|---|
@@ -39,7 +40,7 @@ from megatron.core.inference.scheduler import BatchPlan, SharedStep
 from megatron.core.ops.paged_attention import PagedBatch
 
 #: Tokens of the largest step that a CPU records. The Python of larger ones is little next to what
-#: they compute, and each graph keeps its results.
+#: they compute, and each graph keeps what its operations compute.
 CPU_TOKENS = 16
 
 #: The longest context of a CPU's first graphs; it doubles where a step has a longer one.
@@ -98,9 +99,10 @@ class DecodeGraphs:
     """Run decode steps as graphs.
 
     Args:
-        forward: inputs to hidden states [b, 1, h] and logits fp32 [b, V].
+        forward: inputs, and where to write the logits, fp32 [b, V], to hidden states [b, 1, h].
         make_recorder: returns a new recorder, one for each graph.
         cache: that the forward pass reads and writes.
+        vocab_size: V.
         max_rows: rows of the largest graph.
         row_multiple: rows of each are a multiple of this.
         max_context: tokens of the longest row.
@@ -113,10 +115,11 @@ class DecodeGraphs:
 
     def __init__(
         self,
-        forward: Callable[[DecodeInputs], tuple[Tensor, Tensor]],
+        forward: Callable[[DecodeInputs, Tensor], Tensor],
         make_recorder: Callable[[], Recorder],
         *,
         cache: PagedCache,
+        vocab_size: int,
         max_rows: int,
         row_multiple: int,
         max_context: int,
@@ -134,6 +137,9 @@ class DecodeGraphs:
             max_rows = min(max_rows, CPU_TOKENS)
             self._max_context = min(max_context, CPU_CONTEXT)
         self.buckets = buckets_of(max_rows, row_multiple, every=self._piecewise)
+        self._logits = torch.empty(
+            (self.buckets[-1], vocab_size), dtype=torch.float32, device=self._device
+        )
         self.stats = GraphStats("CPU" if self._piecewise else "CUDA")
 
     def takes(self, plan: BatchPlan) -> bool:
@@ -232,6 +238,7 @@ class DecodeGraphs:
         blocks = -(-self._max_context // self._cache.block_size)
         graph = _Graph(recorder, size, blocks, self._device)
         tokens, positions, slots, states, contexts, table = graph.inputs
+        logits = self._logits[:size]
         bounds = torch.arange(size + 1, dtype=torch.int32, device=self._device)
         piecewise = recorder if isinstance(recorder, CpuGraph) else None
 
@@ -255,7 +262,8 @@ class DecodeGraphs:
                 most_tokens=size if self._shares_experts else None,
                 graph=recording,
             )
-            return self._forward(DecodeInputs(tokens=tokens, positions=positions, paged=paged))
+            inputs = DecodeInputs(tokens=tokens, positions=positions, paged=paged)
+            return self._forward(inputs, logits), logits
 
         graph.fill()
         if not (self._piecewise and self._graphs):

@@ -93,15 +93,15 @@ class Head(Protocol):
 
     def gathered(self, hidden: Tensor) -> Tensor:
         """Bring what the model returned of this rank's tokens to those of all, [s, b, h]."""
-        ...
 
     def project(self, hidden: Tensor) -> Tensor:
         """Map hidden states [s, b, h] to this rank's logits [s, b, V/tp]."""
-        ...
 
     def whole(self, logits: Tensor) -> Tensor:
         """Gather them to fp32 [s, b, V], the same on every rank, without padding columns."""
-        ...
+
+    def write_logits(self, hidden: Tensor, out: Tensor) -> Tensor:
+        """Write what `whole` makes of `project` to `out` [s, b, V], and return it."""
 
 
 class LanguageModel(Protocol):
@@ -449,6 +449,7 @@ class Engine:
             self._decoded,
             make_recorder,
             cache=self.cache,
+            vocab_size=self.vocab_size,
             max_rows=min(rows, most),  # of more experts the host reads how many each rank has
             row_multiple=self.config.token_multiple,
             max_context=min(longest, self.max_length or longest),
@@ -818,13 +819,15 @@ class Engine:
         """Return tokens int64 [t] of a plan, those of steps before that are known by now too."""
         return tokens.where(tokens >= 0, self._newest[(-1 - tokens).clamp_(min=0)])
 
-    def _decoded(self, inputs: DecodeInputs) -> tuple[Tensor, Tensor]:
-        """Return the hidden states [b, 1, h] and logits fp32 [b, V] of a step that is recorded."""
+    def _decoded(self, inputs: DecodeInputs, logits: Tensor) -> Tensor:
+        """Return the hidden states [b, 1, h] of a step that is recorded; write its logits, fp32 [b,
+        V]."""
         tokens = inputs.tokens.long()
         tokens = self._known(tokens) if self.config.asynchronous else tokens
         layout = SequenceLayout(inputs.positions.long(), paged=inputs.paged)
         hidden = self._hidden(tokens, layout)
-        return hidden, self.logits(hidden)
+        self.model.head.write_logits(hidden, logits[:, None])
+        return hidden
 
     def _propose(self, asked: Sequence[tuple[Row, int]]) -> list[Sequence[int]]:
         """Return drafts for rows, each with the number that it may have."""

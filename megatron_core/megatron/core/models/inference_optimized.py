@@ -448,9 +448,20 @@ class WholeHead:
 
     def whole(self, logits: Tensor) -> Tensor:
         """Return the logits of all ranks, fp32 [s, b, V]."""
+        return self._joined(logits).float()
+
+    def write_logits(self, hidden: Tensor, out: Tensor) -> Tensor:
+        """Write the logits of all ranks to `out`, fp32 [s, b, V], and return it."""
+        if self.head.projects_whole(hidden):
+            self.head.weight.linear(hidden.flatten(0, 1), out=out.flatten(0, 1))
+            return out
+        return out.copy_(self._joined(self.project(hidden)))
+
+    def _joined(self, logits: Tensor) -> Tensor:
+        """Return the logits of all ranks [s, b, V] in the dtype that they are in."""
         if not self.head.region.scatters:
-            return self.head.whole(logits)
-        return self.head.joined(self.comm.all_gather(logits.unsqueeze(0)))
+            return self.head.joined(logits)
+        return self.head.join(self.comm.all_gather(logits.unsqueeze(0)))
 
 
 def normalise(

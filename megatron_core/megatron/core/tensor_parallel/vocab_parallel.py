@@ -418,12 +418,29 @@ class VocabParallelHead(nn.Module):
         """Gather local logits [s, b, V/tp] to fp32 [s, b, V] on every rank, without padding
         columns. Where gradients are on, every rank computes the same from them: each takes the
         gradient of its own columns."""
+        return self.joined(logits).float()
+
+    def joined(self, logits: torch.Tensor) -> torch.Tensor:
+        """Return [s, b, V] from local logits [s, b, V/tp], in their dtype."""
         parts = logits.unsqueeze(0)
         if self.region.group.size > 1:
             parts = gather_from_group(parts, self.region.group)
-        return self.joined(parts)
+        return self.join(parts)
 
-    def joined(self, parts: torch.Tensor) -> torch.Tensor:
-        """Return fp32 [s, b, V] from the logits of all ranks [tp, s, b, V/tp]."""
+    def join(self, parts: torch.Tensor) -> torch.Tensor:
+        """Return [s, b, V] from the logits of all ranks [tp, s, b, V/tp]."""
         logits = parts[0] if len(parts) == 1 else parts.permute(1, 2, 0, 3).flatten(2)
-        return logits[..., : self.vocab_size].float()
+        return logits[..., : self.vocab_size]
+
+    def write_logits(self, hidden: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
+        """Write what `whole` makes of `project` to `out`, fp32 [s, b, V], and return it; where
+        gradients are off."""
+        if self.projects_whole(hidden):
+            return self.weight.linear(hidden, out=out)
+        return out.copy_(self.joined(self.project(hidden)))
+
+    def projects_whole(self, hidden: torch.Tensor) -> bool:
+        """Whether the local logits of hidden states are what `whole` makes of them: those of one
+        rank, in fp32, without padding columns."""
+        whole = self.region.group.size == 1 and self.weight.shape[0] == self.vocab_size
+        return whole and hidden.dtype is torch.float32

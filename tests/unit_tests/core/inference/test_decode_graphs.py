@@ -9,6 +9,7 @@ from unittest import mock
 
 import pytest
 import torch
+from torch.utils._pytree import tree_leaves
 
 from megatron.core.cpu_graph import CpuGraph
 from megatron.core.inference import decode_graphs
@@ -85,6 +86,26 @@ def test_replays_have_the_bits_of_eager_steps(family: str, optimized: bool, draf
     assert engine.graphs.replayed > engine.stats.steps - 4  # all but those of prompts
     assert not [r.tape.syncs for r in made if optimized and r.tape.syncs]
     assert len(made) == engine.graphs.captured >= 2
+
+
+@pytest.mark.parametrize("recorder", [StrictTape, CpuGraph])
+def test_graphs_share_one_buffer_of_logits(recorder: type) -> None:
+    model = model_of("gqa")
+    engine = engine_of(model, make_recorder=recorder)
+    engine.model = InferenceOptimizedModel(model)
+    said(engine)
+    graphs = engine._graphs
+    assert graphs is not None
+    results = [graph.found for graph in graphs._graphs.values()]
+    assert len(results) >= 2
+    assert len({logits.untyped_storage().data_ptr() for _, logits in results}) == 1
+    most, vocabulary = graphs.buckets[-1], results[0][1].shape[1]
+    assert results[0][1].untyped_storage().nbytes() == 4 * most * vocabulary
+    if recorder is CpuGraph:  # which keeps what its operations compute
+        calls = [graph.recorder._calls for graph in graphs._graphs.values()]
+        kept = [x for x in tree_leaves(calls) if isinstance(x, torch.Tensor)]
+        kept = [x for x in kept if x.shape[-1:] == (vocabulary,) and x.dtype is torch.float32]
+        assert len({x.untyped_storage().data_ptr() for x in kept}) == 1
 
 
 #: Family of the ranks' model, whether its forward pass is the optimized one, and whether it is

@@ -269,7 +269,7 @@ _ROWS: tuple[tuple[str, str, str], ...] = (
      "adlr-autoresume adlr-autoresume-interval result-rejected-tracker-filename "
      "enable-ft-package calc-ft-timeouts run-workload-inspector-server inprocess-restart "
      "inprocess-max-iterations"),
-    ("", _JOB, "train-sync-interval use-nccl-ub"),
+    ("", _JOB, "train-sync-interval"),
 )  # fmt: skip
 
 #: Results depend on these, and nothing here does the same: (nearest flag or "", what they do,

@@ -149,6 +149,7 @@ def data_parallel_config(config: Config) -> DataParallelConfig:
         gtp_reduce_scatter_per=chosen.gtp_reduce_scatter_per,
         gather_format=chosen.weight_gather_format,
         gather_scale_blocks=chosen.weight_gather_scale_blocks,
+        use_nccl_ub=chosen.use_nccl_ub,
         debug=chosen.check_weight_gather,
     )
 

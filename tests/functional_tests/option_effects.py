@@ -226,6 +226,7 @@ EFFECTS: dict[str, Effect] = {
         "plan", base=f"{_OPTIM} --bf16 --grad-reduce-in-bf16"
     ),
     "check-weight-gather": Effect("plan", base=_CUT),
+    "use-nccl-ub": Effect("plan", base=_CUT),
     "ddp-bucket-size": Effect("plan", "1000", "2000"),
     "expert-model-parallel-size": Effect("plan", "1", "2", _MOE, world=4),
     "expert-tensor-parallel-size": Effect(

@@ -155,6 +155,10 @@ class DataParallelConfig:
     """With --weight-gather-format mxfp8 or nvfp4, the blocks that share a scale: 2d is squares, so
     that forward and backward compute with the same values; 1d is runs of 32 (16) elements along the
     dimension that a product sums over, rows in forward and columns in backward."""
+    use_nccl_ub: bool = False
+    """With optim_grads, optim_grads_params or weights sharded over gtp, on GPUs: lease the buffers
+    that weights are gathered to and gradients reduced in from memory that NCCL has registered, so
+    that its kernels copy less and take fewer multiprocessors."""
     check_weight_gather: bool = False
     """Search for faults of gathering: fill buffers that nobody holds with NaN, and compare what
     the ranks gather."""
@@ -210,6 +214,11 @@ def data_parallel_problems(
                     f"{flag} has no effect with --data-parallel-sharding-strategy no_shard, where "
                     "no weight is gathered: drop it or choose optim"
                 )
+    if config.use_nccl_ub and strategy in ("no_shard", "optim") and not over_gtp:
+        yield (
+            f"--use-nccl-ub has no effect with --data-parallel-sharding-strategy {strategy}, which "
+            "leases no buffers: drop it or choose optim_grads or optim_grads_params"
+        )
     if config.param_gather_granularity != "unit" and strategy != "optim_grads_params":
         yield (
             f"--param-gather-granularity {config.param_gather_granularity} has no effect with "

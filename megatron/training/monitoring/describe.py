@@ -12,13 +12,15 @@ from __future__ import annotations
 
 import importlib.metadata
 import math
-from collections.abc import Callable, Iterable, Sequence
+import os
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from itertools import islice
 
 import torch
 
 from megatron.core.comm import all_reduce
+from megatron.core.comm.nccl_memory import communicator_bytes
 from megatron.core.context_parallel.comm_type import explain
 from megatron.core.context_parallel.cut import AttentionWork
 from megatron.core.context_parallel.layout import documents_of
@@ -34,6 +36,7 @@ from megatron.core.ops.compiler import explain as explain_compiler
 from megatron.core.optimizer import Optimizer
 from megatron.core.pipeline_parallel.schedule import make_schedule
 from megatron.core.pipeline_parallel.simulate import Times, simulate
+from megatron.core.process_groups import ProcessGroupCollection
 from megatron.core.ssm.choice import explain as explain_linear
 from megatron.core.ssm.choice import linear_shape
 from megatron.core.transformer import LatentAttentionConfig
@@ -163,6 +166,25 @@ def data_parallel_line(engine: DataParallel, optimizer: Optimizer) -> str:
     return line
 
 
+def communicators_line(
+    groups: ProcessGroupCollection, device: torch.device, environment: Mapping[str, str]
+) -> str | None:
+    """Return how many communicators this rank has and about what they take of its GPU's memory,
+    beside what torch allocates; None where it has none, or they are gloo's.
+
+    Args:
+        environment: NCCL's variables, see `communicator_bytes`.
+    """
+    count = groups.num_communicators
+    if not count or device.type != "cuda":
+        return None
+    taken = count * communicator_bytes(environment)
+    return (
+        f"communicators: {count} of NCCL, about {_size(taken)} of device memory once all are used, "
+        "which torch does not count"
+    )
+
+
 def weight_shards_line(engine: DataParallel) -> str | None:
     """Return what generalized tensor parallelism shards, over which ranks, and what each gathers;
     None where it shards nothing. With several stages, of this rank's."""
@@ -240,6 +262,7 @@ def _idle_flags(config: DataParallelConfig) -> list[str]:
         f"--param-gather-prefetch-bytes {config.prefetch_bytes}": config.prefetch_bytes > 0,
         f"--param-gather-granularity {config.granularity}": config.granularity != "unit",
         "--reduce-scatter-with-fp32-accumulation": config.fp32_accumulation,
+        "--use-nccl-ub": config.use_nccl_ub,
         "--check-weight-gather": config.debug,
     }
     return [flag for flag, given in flags.items() if given]
@@ -527,6 +550,7 @@ def start_lines(session: Session, *, consumed_samples: int) -> list[str]:
         batch_sizes_line(run),
         batch_line(run),
         data_parallel_line(session.step.engine, session.optimizer),
+        communicators_line(session.place.groups, session.place.device, os.environ),
         weight_shards_line(session.step.engine),
         layers_line(run.config),
         delayed_scaling_line(run.config),

@@ -387,6 +387,12 @@ class ProcessGroupCollection:
         return self.groups[name]
 
     @property
+    def num_communicators(self) -> int:
+        """Communicators of this rank's groups, and torch's default group beside them."""
+        handles = {id(group.handle) for group in self.groups.values() if group.handle is not None}
+        return len(handles) + 1 if handles else 0
+
+    @property
     def coordinates(self) -> dict[str, int]:
         """Coordinates of this rank on every axis."""
         return self.grid.coordinates(self.rank)

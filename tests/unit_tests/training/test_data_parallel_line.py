@@ -15,10 +15,14 @@ from megatron.core.models.gpt import GPTConfig, GPTModel
 from megatron.core.models.layer_pattern import StageSplit
 from megatron.core.moe import MoEConfig
 from megatron.core.optimizer import Optimizer, OptimizerConfig
-from megatron.core.process_groups import ProcessGroupCollection, RankGrid
+from megatron.core.process_groups import Group, ProcessGroupCollection, RankGrid
 from megatron.core.transformer import AttentionConfig, MLPConfig
 from megatron.core.weight_sharding import STRATEGIES, placement
-from megatron.training.monitoring.describe import GatheredBytes, data_parallel_line
+from megatron.training.monitoring.describe import (
+    GatheredBytes,
+    communicators_line,
+    data_parallel_line,
+)
 from megatron.training.progress_state import Progress
 from tests.support.ranks import run_ranks
 
@@ -228,3 +232,16 @@ def test_the_line_tells_host_memory_from_the_device_s():
     assert sizes[0.0] == pytest.approx([12 * count], abs=6e3)
     assert sizes[0.25] == pytest.approx([9 * count, 3 * count], abs=6e3)
     assert sizes[1.0] == pytest.approx([0, 12 * count], abs=6e3)
+
+
+def test_communicators_of_nccl_are_counted_with_their_memory():
+    handles = [object(), object()]
+    made = {name: Group(name, (0, 1), 0, handles[i % 2]) for i, name in enumerate("abc")}
+    groups = ProcessGroupCollection(RankGrid(world_size=2), 0, made)
+    line = communicators_line(groups, torch.device("cuda", 0), {"NCCL_MAX_NCHANNELS": "8"})
+    taken = 3 * 8 * 2 * ((4 << 20) + 5312 * 1024)
+    assert line is not None
+    assert "3 of NCCL" in line
+    assert f"{taken / 1e6:,.2f} MB" in line
+    assert communicators_line(groups, torch.device("cpu"), {}) is None
+    assert communicators_line(ProcessGroupCollection.single(), torch.device("cuda", 0), {}) is None

@@ -154,3 +154,14 @@ def test_a_distributed_optimizer_goes_with_every_strategy_that_cuts_its_state():
     chosen = resolve(small_config(f"--use-distributed-optimizer {CUT}"), 2).config.data_parallel
     assert (chosen.strategy, chosen.use_distributed_optimizer) == ("optim_grads_params", True)
     assert not resolve(small_config(), 2).config.data_parallel.use_distributed_optimizer
+
+
+def test_registered_buffers_need_buffers_that_are_leased():
+    problems = check(small_config(f"--use-nccl-ub {STRATEGY} optim"), 4)
+    assert len(problems) == 1
+    assert "--use-nccl-ub" in problems[0]
+    assert "optim_grads" in problems[0]
+    for fine in (f"{STRATEGY} optim_grads", f"{STRATEGY} optim_grads_params"):
+        config = small_config(f"--use-nccl-ub {fine}")
+        assert check(config, 4) == []
+        assert data_parallel_config(resolve(config, 4).config).use_nccl_ub

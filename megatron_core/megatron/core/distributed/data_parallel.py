@@ -60,6 +60,7 @@ from megatron.core.comm.collectives import (
     reduce_scatter_async,
     reduce_scatter_wide_async,
 )
+from megatron.core.comm.nccl_memory import RegisteredMemory
 from megatron.core.device import Stream, current_stream, new_stream, on_stream
 from megatron.core.process_groups import ProcessGroupCollection
 from megatron.core.weight_gather import (
@@ -117,6 +118,8 @@ class DataParallelConfig:
             "fp8", "mxfp8" or "nvfp4".
         gather_scale_blocks: "2d" blocks of mxfp8's or nvfp4's scales, which are squares, or "1d",
             of which forward and backward gather different ones.
+        use_nccl_ub: lease the buffers that weights are gathered to and gradients reduced in from
+            memory that NCCL has registered, see `comm.nccl_memory`.
         debug: fill unused buffers with NaN, and compare between the ranks what was gathered.
 
     Raises:
@@ -135,6 +138,7 @@ class DataParallelConfig:
     gtp_reduce_scatter_per: ReduceScatterPer = "microbatch"
     gather_format: GatherFormat = "bf16"
     gather_scale_blocks: ScaleBlocks = "2d"
+    use_nccl_ub: bool = False
     debug: bool = False
 
     def __post_init__(self) -> None:
@@ -641,6 +645,7 @@ def _gatherers(store: WeightStore, config: DataParallelConfig) -> list[Gatherer]
                 prefetch=config.overlap_param_gather or any(bucket.gtp for bucket in own),
                 ahead=config.prefetch_bytes,
                 poison=config.debug,
+                registers=config.use_nccl_ub,
             )
             found.append(gatherer)
     return found
@@ -702,7 +707,11 @@ class DataParallel:
                 f"{config.outer}): materialize the store with the engine's config.storage()"
             )
         self.launched_in_backward = self.outer_in_backward = 0
-        self.pool = BufferPool(store.device, poison=config.debug)
+        memory = None
+        if config.use_nccl_ub:
+            reducing = [g for b in store.buckets for g in (b.group, b.outer)]
+            memory = RegisteredMemory(reducing, store.device)
+        self.pool = BufferPool(store.device, poison=config.debug, memory=memory)
         self.gatherers = _gatherers(store, config)
         self._parts = sorted({bucket.part for bucket in store.buckets}, reverse=True)
         stream = new_stream(store.device)

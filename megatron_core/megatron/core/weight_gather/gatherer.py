@@ -50,6 +50,7 @@ from megatron.core.comm.collectives import (
     all_reduce,
     poison_,
 )
+from megatron.core.comm.nccl_memory import RegisteredMemory
 from megatron.core.device import Event, current_stream, new_event, new_stream, on_stream
 from megatron.core.process_groups import Group
 from megatron.core.weight_gather.bucket import Bucket, BucketBlock
@@ -75,11 +76,18 @@ class BufferPool:
     Args:
         device: where they are.
         poison: fill buffers with NaN (integers: their largest value) at lease and at release.
+        memory: where they are allocated; None is torch's allocator.
     """
 
-    def __init__(self, device: torch.device | str, *, poison: bool = False) -> None:
+    def __init__(
+        self,
+        device: torch.device | str,
+        *,
+        poison: bool = False,
+        memory: RegisteredMemory | None = None,
+    ) -> None:
         self.device = torch.device(device)
-        self.poison = poison
+        self.poison, self._memory = poison, memory
         self.live_bytes = 0
         self.peak_bytes = 0
         self._free: dict[tuple[int, torch.dtype], list[_Buffer]] = {}
@@ -101,7 +109,7 @@ class BufferPool:
             buffer = free.pop()
             current_stream(self.device).wait_event(buffer.released)
         else:
-            data = torch.empty(size_class(numel), dtype=dtype, device=self.device)
+            data = self._allocated(size_class(numel), dtype)
             buffer = _Buffer(data, new_event(self.device))
         if self.poison:
             poison_(buffer.data)
@@ -110,6 +118,11 @@ class BufferPool:
         self.live_bytes += tensor.numel() * tensor.element_size()
         self.peak_bytes = max(self.peak_bytes, self.live_bytes)
         return tensor
+
+    def _allocated(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
+        if self._memory is None:
+            return torch.empty(numel, dtype=dtype, device=self.device)
+        return self._memory.empty(numel, dtype)
 
     def release(self, tensor: torch.Tensor) -> None:
         """Give a lease back; call it where the current stream waits for the last reader.
@@ -248,6 +261,7 @@ class Gatherer:
         prefetch: gather ahead of need; False gathers when a block is needed.
         ahead: bytes gathered ahead beyond the next block.
         poison: fill unused buffers with NaN.
+        registers: gather to buffers that NCCL has registered, see `RegisteredMemory`.
 
     Attributes:
         blocks: by their number in plans and traces, each plane of them.
@@ -258,14 +272,23 @@ class Gatherer:
     """
 
     def __init__(
-        self, buckets: Sequence[Bucket], *, prefetch: bool, ahead: int = 0, poison: bool = False
+        self,
+        buckets: Sequence[Bucket],
+        *,
+        prefetch: bool,
+        ahead: int = 0,
+        poison: bool = False,
+        registers: bool = False,
     ) -> None:
         self.buckets = {bucket.index: bucket for bucket in buckets}
         blocks = [block for bucket in buckets for block in bucket.blocks]
         self.blocks = [plane for block in blocks for plane in block.planes]
         self.prefetch, self.ahead = prefetch, ahead
         device = buckets[0].data.device
-        self.pool = BufferPool(device, poison=poison)
+        memory = None
+        if registers:
+            memory = RegisteredMemory((bucket.groups.gather for bucket in buckets), device)
+        self.pool = BufferPool(device, poison=poison, memory=memory)
         self.stream = new_stream(device)
         self.counts = GatherCounts()
         self.leases = any(bucket.sharded for bucket in buckets)

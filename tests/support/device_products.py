@@ -28,12 +28,23 @@ def _wgrad_(
         total.add_(product)
 
 
+def _choice(*_: object, **__: object) -> str:
+    return "triton"
+
+
+def _is_taken(*_: object) -> bool:
+    return True
+
+
 @contextmanager
 def products_of_a_gpu() -> Iterator[None]:
-    """Let experts take the path of a GPU; widths must be of whole 16 bytes."""
+    """Let experts take the path of a GPU; widths must be of whole 16 bytes.
+
+    No mock takes a call: it would hold the tensors.
+    """
     with (
-        mock.patch.object(grouped_mm, "choose", return_value="triton"),
-        mock.patch.object(grouped_mm, "_torch_takes", return_value=True),
+        mock.patch.object(grouped_mm, "choose", _choice),
+        mock.patch.object(grouped_mm, "_torch_takes", _is_taken),
         mock.patch.object(kernels, "grouped_wgrad_", _wgrad_),
     ):
         yield

@@ -217,16 +217,17 @@ class _Sorted:
         counts = ends.diff(prepend=ends.new_zeros(1))
         return _Sorted(self.places[:count], counts, trailing=True)
 
-    def computed(self, rows: torch.Tensor, experts: Experts) -> torch.Tensor:
-        """Return what experts make of rows [r, h] in this order, 0 of those of no expert here."""
-        runs = RowRuns.of(self.counts, trailing=self.trailing)
+    @property
+    def runs(self) -> RowRuns:
+        """The runs of rows in this order, one an expert."""
+        return RowRuns.of(self.counts, trailing=self.trailing)
+
+    def permutation(self, tokens: int, copies: int) -> Permutation:
+        """Return the permutation of tokens with so many copies each, to rows in this order."""
         if not self.trailing:
-            return experts(rows, runs)
-        after = torch.arange(len(rows), device=rows.device) >= runs.ends[-1]
-        after = after.unsqueeze(1)
-        if rows.requires_grad:  # the gradient of these rows may be anything too
-            rows = rows.masked_fill(after, 0.0)
-        return experts(rows, runs).masked_fill(after, 0.0)
+            return Permutation.of(self.places, tokens, copies)
+        present = torch.arange(len(self.places), device=self.places.device) < self.counts.sum()
+        return Permutation.with_padding(self.places, present, tokens=tokens, copies=copies)
 
 
 def _at_home(
@@ -234,8 +235,8 @@ def _at_home(
 ) -> torch.Tensor:
     tokens, topk = routing.experts.shape
     found = _Sorted.everywhere(routing, ranks.num_experts)
-    permutation = Permutation.of(found.places, tokens, topk)
-    results = found.computed(take_rows(rows, permutation), experts)
+    permutation = found.permutation(tokens, topk)
+    results = experts(take_rows(rows, permutation), found.runs)
     return sum_rows(results, permutation, weights=routing.weights)
 
 
@@ -268,10 +269,10 @@ def _by_all_gather(
         room = capacity.rows(share, len(wanted) * min(wanted.shape[1], ranks.num_local))
         capacity.record(found.counts.sum(), room, share)
         found = found.within(room)
-    permutation = Permutation.of(found.places, *wanted.shape)
+    permutation = found.permutation(*wanted.shape)
     meanwhile()
     everyone = arrive(under_way, flight)  # [n t, h]
-    results = found.computed(take_rows(everyone, permutation), experts)  # [r, h] partial(etp)
+    results = experts(take_rows(everyone, permutation), found.runs)  # [r, h] partial(etp)
     return direct(sum_rows(results, permutation, weights=weights), scatter(group))[:count]
 
 
@@ -298,8 +299,8 @@ def partial_sums(
     """
     waits = len(everyone) > MOST_PADDED * ranks.group.size
     found = _Sorted.here(routing.experts, ranks, complete=True, waits=waits)
-    permutation = Permutation.of(found.places, *routing.experts.shape)
-    results = found.computed(take_rows(everyone, permutation), experts)
+    permutation = found.permutation(*routing.experts.shape)
+    results = experts(take_rows(everyone, permutation), found.runs)
     return sum_rows(results, permutation, weights=routing.weights)
 
 
@@ -366,10 +367,10 @@ def _by_equal_blocks(
     ends = counts[:, ranks.first : ranks.first + local].cumsum(1)  # [n, E/ep]
     whose = torch.searchsorted(ends, slot.expand(len(ends), room).contiguous(), right=True)
     here = replace(_Sorted.of(whose, local, complete=True), trailing=True)
-    by_expert = Permutation.of(here.places, whose.numel(), 1)
+    by_expert = here.permutation(whose.numel(), 1)
     meanwhile()
     arrived = arrive(under_way, there)  # [n room, h]
-    results = here.computed(take_rows(arrived, by_expert), experts)
+    results = experts(take_rows(arrived, by_expert), here.runs)
     returned = direct(sum_rows(results, by_expert), back)
     return sum_rows(returned, leaving, weights=_for_parts(routing.weights, etp))
 

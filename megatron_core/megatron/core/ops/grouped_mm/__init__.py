@@ -22,7 +22,7 @@ In plain torch, which a CPU uses, they are loops over the runs, whose counts the
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cache, cached_property
 from itertools import pairwise
 
 import torch
@@ -158,11 +158,18 @@ def _by_run(
     return out.to(x.dtype)
 
 
+@cache
+def _has_grouped_kernel(index: int) -> bool:
+    """Return whether torch has a grouped kernel for a CUDA device; asking CUDA takes microseconds
+    at every product."""
+    return torch.cuda.get_device_capability(index)[0] in _GROUPED_KERNELS
+
+
 def _torch_takes(x: torch.Tensor, matrices: torch.Tensor) -> bool:
     """Return whether torch has a grouped kernel for these on a GPU."""
     if x.dtype is not torch.bfloat16 or not len(x):
         return False
-    if torch.cuda.get_device_capability(x.device)[0] not in _GROUPED_KERNELS:
+    if not _has_grouped_kernel(x.device.index):
         return False
     sizes = (*matrices.shape[1:], x.shape[1])
     whole = not any(size * x.itemsize % 16 for size in sizes)

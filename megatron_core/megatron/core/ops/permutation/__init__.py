@@ -161,11 +161,13 @@ def total(
     """
     if len(y) == 0 or slots.numel() == 0:
         return y.new_zeros(len(slots), y.shape[1])
-    if missing or len(y) < slots.numel():  # some places have no row
-        there = (slots >= 0).to(accumulation_dtype(y.dtype))
-        weights = there if weights is None else weights * there
-        slots = slots.clamp(min=0)
-    return _bags(y, slots, weights)
+    if not missing and len(y) >= slots.numel():
+        return _bags(y, slots, weights)
+    there = slots >= 0  # some places have no row
+    weights = there.to(y.dtype) if weights is None else weights * there
+    sums = _bags(y, slots.clamp(min=0), weights)
+    # With no row at all the first one is padding, which may be NaN.
+    return sums.masked_fill_(~there.any(1, keepdim=True), 0.0) if missing else sums
 
 
 def _take_weighted(

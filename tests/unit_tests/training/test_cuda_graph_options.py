@@ -112,6 +112,7 @@ def test_a_recorded_run_is_the_plain_one_and_goes_on_from_its_checkpoint(prefix,
         assert len(found) > 1
 
 
+@pytest.mark.slow
 def test_a_recorded_run_with_experts_is_the_plain_one(prefix, tmp_path):
     experts = "--num-experts 4 --moe-router-topk 2 --moe-aux-loss-coeff 0.1 --disable-bias-linear"
     short = f"{experts} --train-iters 5 --eval-interval 0 --cuda-graph-warmup-steps 1"

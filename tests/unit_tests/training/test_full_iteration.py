@@ -87,9 +87,7 @@ def test_a_hybrid_of_whole_rows_is_replayed_to_the_bits_of_eager_steps():
     assert whole_rows(torch.device("cpu")).maps_made == 1, "tables were made for other rows too"
 
 
-@pytest.mark.parametrize(
-    ("granularity", "factor"), [(None, None), ("full", None), ("selective", 0.7)]
-)
+@pytest.mark.parametrize(("granularity", "factor"), [(None, None), ("full", 0.7)])
 @pytest.mark.covers("numbers of eager steps", runs="replays")
 def test_experts_are_replayed_with_other_routes(granularity, factor):
     model = dataclasses.replace(

@@ -62,7 +62,11 @@ def replayed(rank: int, world: int, grid: dict[str, int], dispatcher: str) -> li
 
 @pytest.mark.parametrize(
     ("grid", "dispatcher"),
-    [({"ep": 2}, "alltoall"), ({"ep": 2}, "allgather"), ({"etp": 2, "tp": 2}, "alltoall")],
+    [
+        ({"ep": 2}, "alltoall"),
+        ({"ep": 2}, "allgather"),
+        pytest.param({"etp": 2, "tp": 2}, "alltoall", marks=pytest.mark.slow),
+    ],
 )
 @pytest.mark.covers("numbers of eager steps", runs="replays")
 def test_steps_with_a_capacity_are_replayed_to_the_bits_of_eager_ones(grid, dispatcher):

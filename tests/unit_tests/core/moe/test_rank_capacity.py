@@ -73,7 +73,7 @@ def on_grid(
     [
         ({"ep": 2}, 2, False),
         ({"etp": 2, "ep": 2}, 4, False),
-        ({"tp": 2, "etp": 2, "ep": 2}, 4, True),
+        pytest.param({"tp": 2, "etp": 2, "ep": 2}, 4, True, marks=pytest.mark.slow),
     ],
 )
 def test_ranks_with_room_equal_one_process(degrees: dict, world: int, scattered: bool):

@@ -1,16 +1,20 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Kernels whose code shows one fault each. Prints {kernel: faults} as JSON; needs no GPU.
+"""Kernels whose code shows one fault each.
 
+Prints {"faults": {kernel: faults}, "outcomes": [...]} as JSON; outcomes are those of a launch with
+an empty cache, of the same with a full one, and of a wrong launch. No GPU is needed.
 Run by `test_code_faults.py` without TRITON_INTERPRET, which compilation does not survive.
 """
 
 import json
 import sys
+import tempfile
+from pathlib import Path
 
 import triton
 import triton.language as tl
 
-from tools.gpu_compile.compiler import code_faults, texts_of
+from tools.gpu_compile import compiler
 from tools.gpu_compile.launch import Launch
 
 
@@ -59,10 +63,10 @@ CASES = {
 }
 
 
-def faults(kernel, constants: dict, warps: int, architecture: int) -> dict[str, int]:
-    """Compile one kernel and return its faults."""
+def launch_of(kernel, constants: dict, warps: int) -> Launch:
+    """Return the launch of one kernel."""
     names = kernel.arg_names
-    launch = Launch(
+    return Launch(
         module=kernel.fn.__module__,
         kernel=kernel.fn.__name__,
         signature=[(name, TYPES.get(name, "constexpr")) for name in names],
@@ -74,9 +78,30 @@ def faults(kernel, constants: dict, warps: int, architecture: int) -> dict[str, 
         ],
         options={"num_warps": warps},
     )
-    texts = texts_of(launch, architecture)
-    return code_faults(texts["ttgir"], texts["ptx"], architecture=architecture, warps=warps)
+
+
+def faults(kernel, constants: dict, warps: int, architecture: int) -> dict[str, int]:
+    """Compile one kernel and return its faults."""
+    texts = compiler.texts_of(launch_of(kernel, constants, warps), architecture)
+    return compiler.code_faults(
+        texts["ttgir"], texts["ptx"], architecture=architecture, warps=warps
+    )
+
+
+def outcomes(folder: Path) -> list[compiler.Outcome]:
+    """Compile a right launch twice, with one cache, and a wrong one."""
+    ptxas = Path(triton.__file__).parent / "backends/nvidia/bin/ptxas"
+    kernel, constants, warps, architecture = CASES["no fault"]
+    launch = launch_of(kernel, constants, warps)
+    results = []
+    for assembler in (ptxas, Path("/no/ptxas")):  # nothing is assembled the second time
+        once = compiler.Compiler(compiler.Cache(folder), {"12.8": assembler})
+        results.append(once.outcome(launch, architecture))
+    wrong = launch_of(kernel, constants | {"SIZE": 63}, warps)
+    return [*results, once.outcome(wrong, architecture)]
 
 
 if __name__ == "__main__":
-    json.dump({name: faults(*case) for name, case in CASES.items()}, sys.stdout)
+    found = {name: faults(*case) for name, case in CASES.items()}
+    with tempfile.TemporaryDirectory() as temporary:
+        json.dump({"faults": found, "outcomes": outcomes(Path(temporary))}, sys.stdout)

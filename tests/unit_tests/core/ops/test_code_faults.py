@@ -48,7 +48,7 @@ SASS = """
 
 
 @pytest.fixture(scope="module")
-def planted() -> dict[str, dict[str, int]]:
+def planted() -> dict:
     environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
     run = subprocess.run(
         [sys.executable, str(Path(__file__).with_name("faulty_kernels.py"))],
@@ -63,11 +63,23 @@ def planted() -> dict[str, dict[str, int]]:
 
 
 def test_a_compiled_kernel_shows_its_fault_and_no_other(planted):
-    assert planted.pop("no fault") == {}
-    assert len(planted) == 4
-    for name, faults in planted.items():
+    faults_by_kernel = dict(planted["faults"])
+    assert faults_by_kernel.pop("no fault") == {}
+    assert len(faults_by_kernel) == 4
+    for name, faults in faults_by_kernel.items():
         assert name in faults
         assert faults.keys() <= {name, "mma.sync of 64 rows"}, (name, faults)
+
+
+def test_a_launch_is_compiled_and_assembled_once(planted):
+    first, second, wrong = planted["outcomes"]
+    assert first.pop("seconds") > second.pop("seconds")
+    assert first == second
+    assert first["instructions"]["wgmma"] > 0
+    registers, stack = first["needs"]["12.8"]
+    assert registers > 16
+    assert (stack, first["faults"]) == (0, {})
+    assert set(wrong) == {"error", "seconds"}
 
 
 def unordered(*, offset=4096, pending=0, barrier=""):

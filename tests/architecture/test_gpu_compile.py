@@ -91,6 +91,7 @@ def test_the_record_only_shrinks():
         faults.updated(more, KNOWN, whole=False)
     for name in ("k", "k 128", "k 128/sm_90"):
         assert faults.updated(more, KNOWN, whole=False, raising=[name]) == KNOWN | more
+    assert faults.updated(more, KNOWN, whole=False, raising=None) == KNOWN | more
     fewer = {"k 128/sm_90": {"mma.sync": 3}, "k bf16 launches/sm_90": {}}
     new, gone = faults.differences(fewer, KNOWN, whole=False)
     assert (new, len(gone)) == ([], 1), "a part has not all launches of an entry"

@@ -4,7 +4,8 @@
 python -m tools.gpu_compile                      everything, with each Triton and each ptxas
 python -m tools.gpu_compile --part 1/4           a fourth of it
 python -m tools.gpu_compile --only attention     launches whose name has that in it
-python -m tools.gpu_compile --record             shrink the record; --raise NAME lets one grow
+python -m tools.gpu_compile --record             shrink the record; --raise NAME lets one grow,
+                                                 --raise-all what was never compiled before
 
 Compiled are the kernels that tests/unit_tests/core/ops/aot describes, every candidate of every
 `Launches`, and each launch that tests/gpu and the benches make, in fp32 and bf16. Each is compiled
@@ -251,6 +252,7 @@ def command_line() -> argparse.ArgumentParser:
     parser.add_argument("--output", type=Path, default=FOLDER / "report", help="folder")
     parser.add_argument("--record", action="store_true", help="bring record.json up to date")
     parser.add_argument("--raise", dest="raising", action="append", default=[], metavar="NAME")
+    parser.add_argument("--raise-all", action="store_true", help="let every entry grow")
     return parser
 
 
@@ -283,7 +285,8 @@ def main() -> int:
         known = record.get(triton, {})
         if options.record:
             try:
-                known = faults.updated(found, known, whole=whole, raising=options.raising)
+                raising = None if options.raise_all else options.raising
+                known = faults.updated(found, known, whole=whole, raising=raising)
             except ValueError as error:
                 print(f"gpu-compile: error: {error}", file=sys.stderr)
                 return 1

@@ -142,6 +142,15 @@ def test_a_launch_survives_its_file(tmp_path):
     assert (found.name, found.dtype, dict(found.options)) == ("k 128", "bf16", {"num_warps": 4})
 
 
+def test_a_launch_knows_the_candidate_that_it_was_started_with():
+    signature = [("x_ptr", "*bf16"), ("BLOCK", "constexpr")]
+    each = a_launch(signature=signature, constants=[([1], 64)])
+    assert each.started_with({"BLOCK": 64, "num_warps": 4})
+    assert not each.started_with({"BLOCK": 32, "num_warps": 4})
+    assert not each.started_with({"BLOCK": 64, "num_warps": 8})
+    assert not each.started_with({"ROWS": 64})
+
+
 def answers(code=0, stdout=""):
     def run(command, **_):
         version = stdout if command[-1] == "--version" else toolchains.pinned_triton()

@@ -33,7 +33,7 @@ from triton.runtime.jit import JITFunction, MockTensor
 import megatron.core.ops
 from megatron.core.ops import recurrence_by_device
 from tests.support import closeness
-from tools.gpu_compile.launch import TEST, Launch, write
+from tools.gpu_compile.launch import CANDIDATE, TEST, Launch, write
 
 CAPABILITY = int(os.environ.get("COMPILE_FOR", "90"))
 
@@ -87,12 +87,13 @@ class Recorded(Compiled):
 
     Attributes:
         launches: by their JSON.
-        name, source: of the launches that follow.
+        source: of the launches that follow.
+        candidate: of a `Launches`, while it is tried; launches of other kernels are not its own.
     """
 
     def __init__(self, path: Path) -> None:
         super().__init__()
-        self.path, self.launches, self.name, self.source = path, {}, "", TEST
+        self.path, self.launches, self.source, self.candidate = path, {}, TEST, {}
         triton.knobs.runtime.jit_cache_hook = self._record
 
     def run(self, kernel: JITFunction, *args: Any, grid: Any, warmup: bool, **options: Any) -> None:
@@ -108,8 +109,12 @@ class Recorded(Compiled):
         launch = Launch.of_call(
             fn.jit_function, compile["signature"], compile["constants"], attributes, options
         )
-        launch = replace(launch, name=self.name and f"{launch.kernel} {self.name}")
-        launch = replace(launch, source=self.source)
+        if self.candidate and launch.started_with(self.candidate):
+            words = (f"{k}={v}" for k, v in self.candidate.items())
+            name = f"{launch.kernel} {' '.join(words)}"
+            launch = replace(launch, name=name, source=CANDIDATE)
+        else:
+            launch = replace(launch, source=self.source)
         key = json.dumps(asdict(launch), sort_keys=True)
         self.launches.setdefault(key, launch)
         self.kernels.setdefault(launch.kernel, set()).add(key)

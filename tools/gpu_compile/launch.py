@@ -65,6 +65,13 @@ class Launch:
         """Import the kernel."""
         return getattr(importlib.import_module(self.module), self.kernel)
 
+    def started_with(self, values: Mapping[str, Any]) -> bool:
+        """Tell whether the launch has these constants and options."""
+        names = [name for name, _ in self.signature]
+        own = {names[path[0]]: value for path, value in self.constants if len(path) == 1}
+        own |= self.options
+        return all(own.get(name) == value for name, value in values.items())
+
     def source_hash(self) -> str:
         """Return the hash of the kernel's source, of all that it calls, and of the launch."""
         code = {k: v for k, v in asdict(self).items() if k not in ("name", "source")}

@@ -4,8 +4,10 @@
     python -m tools.gpu_compile.record_benches launches.jsonl
 
 Candidates are launched as `tools.bench.tune_kernels` tries them, at the sizes of real models but
-with few tokens, on which no launch depends. The cases of `tools.bench.gpu_kernels` run at their own
-sizes on tensors without memory. What fails is printed, and the exit code is 1.
+with few tokens, on which no launch depends. A launch with all constants and options of the
+candidate is named after it; the launches of other kernels are a bench's. The cases of
+`tools.bench.gpu_kernels` run at their own sizes on tensors without memory. What fails is printed,
+and the exit code is 1.
 """
 
 from __future__ import annotations
@@ -24,7 +26,7 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from tests.support.compile_only import Recorded, replace_launches
-from tools.gpu_compile.launch import BENCH, CANDIDATE
+from tools.gpu_compile.launch import BENCH
 
 if TYPE_CHECKING:
     from megatron.core.ops.launches import Launches
@@ -45,15 +47,13 @@ def trials(recorded: Recorded) -> Iterator[str]:
             for shape in trial.shapes:
                 for candidate in launches.candidates:
                     default = candidate == launches.default
-                    recorded.source = BENCH if default else CANDIDATE
-                    words = (f"{k}={v}" for k, v in candidate.items())
-                    recorded.name = "" if default else f"{name} {' '.join(words)}"
+                    recorded.candidate = {} if default else candidate
                     for dtype in (torch.float32, torch.bfloat16)[0 if default else 1 :]:
                         what = f"{name} {shape} {candidate}"
                         yield from _problems(
                             what, partial(_launch, trial, shape, launches, candidate, dtype)
                         )
-    recorded.name, recorded.source = "", BENCH
+    recorded.candidate = {}
 
 
 def _launch(

@@ -94,7 +94,7 @@ def _compile(site_packages: Path, folder: Path) -> None:
     callers = [torch_folder / name for name in CALLERS if (torch_folder / name).exists()]
     calls = calls_of(_run("nm", "-D", "--undefined-only", *map(str, callers)))
     headers = [site_packages / path for path in HEADERS]
-    flags = ["-O2", "-g", "-fPIC", "-fvisibility=hidden", *(f"-I{path}" for path in headers)]
+    flags = ["-O2", "-fPIC", "-fvisibility=hidden", *(f"-I{path}" for path in headers)]
     compiled: dict[str, str] = {}
     for source in SOURCES.glob("*.c"):
         compiled[source.stem] = str(folder / source.with_suffix(".o").name)

@@ -4,8 +4,6 @@
 #include <stdlib.h>
 #include <string.h>
 
-#define EXPORT __attribute__((visibility("default")))
-
 struct handle { void *stream; int math_mode, pointer_mode; };
 
 int product(const char *name, void *stream) {

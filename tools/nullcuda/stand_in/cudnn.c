@@ -6,8 +6,6 @@
 #include <stdlib.h>
 #include <string.h>
 
-#define EXPORT __attribute__((visibility("default")))
-
 struct handle { void *stream; };
 
 EXPORT cudnnStatus_t cudnnCreate(cudnnHandle_t *made) {

@@ -7,8 +7,6 @@
 #include <string.h>
 
 #undef cuModuleUnload
-#define EXPORT __attribute__((visibility("default")))
-
 EXPORT int cudaDeviceGetAttribute(int *value, int attribute, int device);
 
 struct function { char name[160]; };
@@ -95,8 +93,9 @@ EXPORT CUresult cuPointerGetAttribute(void *data, CUpointer_attribute attribute,
 EXPORT CUresult cuLaunchKernelEx(const CUlaunchConfig *config, CUfunction function,
                                  void **parameters, void **more) {
     const char *name = ((struct function *)function)->name;
-    return (CUresult)launch(COUNT_triton_launches, name, &config->gridDimX, &config->blockDimX,
-                            config->hStream);
+    unsigned grid[] = {config->gridDimX, config->gridDimY, config->gridDimZ};
+    unsigned block[] = {config->blockDimX, config->blockDimY, config->blockDimZ};
+    return (CUresult)launch(COUNT_triton_launches, name, grid, block, config->hStream);
 }
 EXPORT CUresult cuLaunchKernel(CUfunction function, unsigned grid_x, unsigned grid_y,
                                unsigned grid_z, unsigned block_x, unsigned block_y,

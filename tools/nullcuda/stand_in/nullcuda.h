@@ -3,6 +3,8 @@
 #pragma once
 #include <stddef.h>
 
+#define EXPORT __attribute__((visibility("default")))
+
 // Results of the CUDA runtime that the null device returns.
 enum {
     OK = 0,
@@ -54,6 +56,11 @@ enum counter {
 
 void count(enum counter counter);
 
+// Counts, and tells the hook what it was.
+extern void (*nullcuda_hook)(const char *counter, const char *name);
+extern long nullcuda_counters[NUM_COUNTERS];
+void report(enum counter counter, const char *name);
+
 // Notes an error as the thread's last one and returns it.
 int fail(int error);
 
@@ -64,8 +71,16 @@ int submit(enum counter counter, const char *name, void *stream);
 int launch(enum counter counter, const char *name, const unsigned grid[3],
            const unsigned block[3], void *stream);
 
-// Something that waits; `unsafe` calls are refused while this thread records.
+// The host waits for a stream, or with NULL for a device or an event.
 int host_wait(const char *call, void *stream);
+
+// Whether this thread may not make a call while it, or another, records; counts it as refused then.
+int unsafe(const char *call);
+int refuse(const char *call, int error);
+int is_captured(void *stream);
+
+// A kernel has run: what was copied to devices before may be overwritten.
+void forget_copies(void);
 
 // 0 for memory of the host that is not pinned, 1 for pinned memory, 2 for the device's.
 enum { PAGEABLE = 0, PINNED = 1, ON_DEVICE = 2 };

@@ -5,8 +5,6 @@
 #include <stdlib.h>
 #include <string.h>
 
-#define EXPORT __attribute__((visibility("default")))
-
 struct _nvrtcProgram { char name[160]; };
 
 EXPORT nvrtcResult nvrtcVersion(int *major, int *minor) {

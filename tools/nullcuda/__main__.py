@@ -44,7 +44,7 @@ BENCHES = {
 PARTS = ("steps", "tests", *BENCHES)
 UNITS = {"GB": 10**9, "GiB": 1 << 30}
 #: Seconds after which a part hangs.
-PART_SECONDS = 1800
+PART_SECONDS = 3600
 #: Steps by which a moved cache is tried.
 TRIED_STEPS = ("training, llama", "training, hybrid", "1.3 B, sampled")
 MAX_CACHE_BYTES = 15 << 20
@@ -109,7 +109,7 @@ class NullDevice:
         """Run tests/gpu; return what is wrong."""
         words = ["-m", "pytest", "-c", "tests/gpu/pytest.ini", "--rootdir", "."]
         words += ["-p", "no:cacheprovider", "-p", "tools.nullcuda.plugin", "-m", "gpu", "-q"]
-        words += ["--tb=short", "--durations=3", "-p", "timeout", "--timeout", "300"]
+        words += ["--tb=short", "--durations=3", "-p", "timeout", "--timeout", "900"]
         if jobs > 1:
             words += ["-p", "xdist", "-n", str(jobs), "--dist", "worksteal"]
         code = self.run(*words, "tests/gpu")

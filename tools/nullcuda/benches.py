@@ -4,16 +4,19 @@
 python -m tools.nullcuda.benches gpu_train --part FILE
 
 A race is void where two calls compute different things or where a loss is not plausible: here both
-compute nothing. Rows are of no use; that there are rows, and no problems, is.
+compute nothing. What counts is that every call ran without a problem; figures are not printed,
+because none of them is a speed of anything, but peaks of memory are.
 """
 
 from __future__ import annotations
 
 import importlib
 import sys
+from collections.abc import Sequence
 from typing import Any
 
 from tools.bench import gpu_bench, gpu_workers
+from tools.bench.gpu_rows import GpuRow
 from tools.nullcuda.values import plausible_tokens
 
 #: Of a model that has begun to learn, as gpu_train expects one.
@@ -32,10 +35,22 @@ def plausible_losses(*arguments: Any, **options: Any) -> Any:
 _RACE = gpu_workers.race
 
 
+def names_of(rows: Sequence[GpuRow]) -> str:
+    """Return what was raced, without figures: none of them is a speed. Memory is real."""
+    lines = []
+    for row in rows:
+        peers = {name: peer["figure"] for name, peer in row["peers"].items()}
+        figures = {"ours": row["ours"], **peers} if row["unit"] == "GB" else {}
+        shown = [f"{name} {figure:.1f} GB" for name, figure in figures.items()]
+        lines.append(f"{row['what']}: {', '.join(shown) or f'ran, beside {len(peers)} peers'}")
+    return "\n".join(lines)
+
+
 def main() -> int:
     """Run the bench that is named first, with the other words as its command line."""
     name, *words = sys.argv[1:]
     gpu_bench.require_same = lambda *_, **__: None
+    gpu_bench.gpu_table = names_of
     gpu_workers.race = plausible_losses
     bench = importlib.import_module(f"tools.bench.{name}")
     sys.argv = [name, *words]

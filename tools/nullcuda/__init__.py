@@ -23,6 +23,7 @@ speed, NCCL, CUPTI.
     make gpu-null                                   everything (10 minutes on two cores)
     make gpu-null NULL_FLAGS="--only steps"         measured steps against record.json
     make gpu-null NULL_FLAGS="--only steps --record"    writes record.json anew
+    make gpu-null NULL_FLAGS="--only steps --trace 30"  who launches what
     make gpu-null NULL_FLAGS="--memory 141GiB"      another size of the device
     make gpu-cache                                  Triton's compiled kernels, for a real machine
 
@@ -33,7 +34,7 @@ speed, NCCL, CUPTI.
     plugin.py       lets tests/gpu run without comparing values
     values.py       what the host reads where it could not go on without a value
     benches.py      lets a bench of tools/bench run without comparing values
-    steps.py        measured steps: training, hybrid, experts, decode; `--trace`: who launches what
+    steps.py        measured steps: training, hybrid, experts, decode
     record.py       those steps against record.json
     triton_cache.py packs compiled kernels, unpacks them at another path
 

@@ -68,6 +68,7 @@ def command_line() -> argparse.ArgumentParser:
     parser.add_argument("--only", nargs="+", choices=PARTS, default=list(PARTS), metavar="PART")
     parser.add_argument("--memory", type=memory_size, default=80 << 30, help="of the device: 80GiB")
     parser.add_argument("--steps", nargs="+", default=None, help="parts of names of steps")
+    parser.add_argument("--trace", type=int, default=0, help="lines of calls that a step makes")
     parser.add_argument("--record", action="store_true", help="write record.json")
     parser.add_argument("--cache", type=Path, default=None, help="archive of compiled kernels")
     parser.add_argument("--jobs", type=int, default=2, help="processes of the tests")
@@ -121,12 +122,23 @@ class NullDevice:
         return [f"{name}: exit code {code}: see above"] if code else []
 
     def steps(
-        self, only: list[str] | None, *, more: Mapping[str, str] | None = None
+        self,
+        only: list[str] | None,
+        *,
+        trace: int = 0,
+        more: Mapping[str, str] | None = None,
     ) -> tuple[dict, list[str]]:
-        """Measure steps; return them, and which did not run."""
+        """Measure steps; return them, and which did not run.
+
+        Args:
+            only: parts of the names of those that are measured.
+            trace: how many lines of calls are printed for each.
+            more: of the environment.
+        """
         with tempfile.TemporaryDirectory() as folder:
             output = Path(folder) / "steps.json"
             words = ["-m", "tools.nullcuda.steps", "--output", str(output)]
+            words += ["--trace", str(trace)]
             words += ["--only", *only] if only else []
             code = self.run(*words, more=more)
             if not output.exists():
@@ -193,7 +205,7 @@ def run(options: argparse.Namespace) -> list[str]:
         elif part in BENCHES:
             wrong = device.bench(part)
         else:
-            found, wrong = device.steps(options.steps)
+            found, wrong = device.steps(options.steps, trace=options.trace)
             if found and not options.cache:
                 wrong += judge(found, options)
         problems += wrong
@@ -210,6 +222,8 @@ def main() -> int:
     options = parser.parse_args()
     if options.record and "steps" not in options.only:
         parser.error("--record: the steps are on record: add steps to --only")
+    if options.cache and "steps" not in options.only:
+        parser.error("--cache: steps try the cache after a move: add steps to --only")
     try:
         problems = run(options)
     except SetupError as error:

@@ -6,7 +6,7 @@ python -m tools.nullcuda.steps --output FILE [--only NAME ...]
 Each step is run until nothing in it is done for the first time, then measured over a few more:
 launches, copies, waits of the host, and the host's milliseconds. Calls that CUDA refuses are
 counted from the beginning, captures included. `--trace 30` also prints which kernels and Python
-lines most of the calls of each case come from, those before the measured steps included.
+lines most of the calls of each step come from.
 """
 
 from __future__ import annotations
@@ -55,31 +55,30 @@ COUNTS = (
     "fills",
     "waits",
 )
-WARMUP, STEPS = 3, 4
-ROWS, NEW_TOKENS, DECODE_WARMUP = 8, 40, 10
+#: (steps before, measured steps)
+TRAINING_STEPS, DECODE_STEPS = (3, 4), (10, 16)
+ROWS, NEW_TOKENS = 8, 40
 EXPERTS = MoEConfig(num_experts=64, ffn_hidden_size=1024, router=RouterConfig(topk=8))
 EXPERT_LAYERS = 4
 
 
-def training(config: GPTConfig | None, *, batch: int, layers: int = LLAMA_1_3B.layers) -> dict:
+def training(
+    config: GPTConfig | None, *, batch: int, layers: int = LLAMA_1_3B.layers, trace: int = 0
+) -> dict:
     """Measure a training step of the 1.3 B shape: forward, backward, clip, AdamW, loss to the host.
 
     Args:
         config: of another model of that shape.
         batch: rows of a microbatch.
         layers: of the model.
+        trace: see `traced`.
     """
     shape = dataclasses.replace(LLAMA_1_3B, batch=batch, layers=layers)
     step, model, _ = ours.training_parts(
         shape, bf16=True, device=torch.device("cuda"), config=config
     )
     weights = sum(parameter.numel() for parameter in model.parameters())
-    for _ in range(WARMUP):
-        step()
-    begin, cpu = counters(), time.process_time()
-    for _ in range(STEPS):
-        step()
-    found = per_step(begin, cpu, STEPS)
+    found = measured(step, *TRAINING_STEPS, trace=trace)
     return found | {
         "weights": weights,
         "tokens": batch * shape.sequence,
@@ -87,7 +86,9 @@ def training(config: GPTConfig | None, *, batch: int, layers: int = LLAMA_1_3B.l
     }
 
 
-def decoding(build: Callable[[], GPTModel], way: Way, sampling: SamplingParams) -> dict:
+def decoding(
+    build: Callable[[], GPTModel], way: Way, sampling: SamplingParams, *, trace: int = 0
+) -> dict:
     """Measure decode steps of an engine, after those that compute prompts and record graphs."""
     model = build()
     device = model.store.device
@@ -107,26 +108,33 @@ def decoding(build: Callable[[], GPTModel], way: Way, sampling: SamplingParams) 
         engine.add(
             Request(prompt=tuple(range(5, 40 + row)), max_new_tokens=NEW_TOKENS, sampling=sampling)
         )
-    steps, begin, cpu = 0, counters(), 0.0
-    while engine.unfinished and steps < DECODE_WARMUP + 16:
-        if steps == DECODE_WARMUP:
-            begin, cpu = counters(), time.process_time()
-        with plausible_tokens():
-            engine.step()
-        steps += 1
-    return per_step(begin, cpu, steps - DECODE_WARMUP)
+    with plausible_tokens():
+        return measured(engine.step, *DECODE_STEPS, trace=trace)
 
 
-def per_step(begin: dict, cpu: float, steps: int) -> dict:
-    """Return what a step does, on average, since a reading of counters and of the clock."""
-    found = since(begin)
+def measured(step: Callable[[], object], before: int, steps: int, *, trace: int) -> dict:
+    """Return what a step does, on average.
+
+    Args:
+        step: run as often as `before` and `steps` say together.
+        before: steps that do not count.
+        steps: that do.
+        trace: see `traced`.
+    """
+    for _ in range(before):
+        step()
+    begin, cpu = counters(), time.process_time()
+    with traced(trace, steps):
+        for _ in range(steps):
+            step()
     milliseconds = 1e3 * (time.process_time() - cpu) / steps
+    found = since(begin)
     return {name: round(found[name] / steps, 2) for name in COUNTS} | {
         "host_cpu_ms": round(milliseconds, 2)
     }
 
 
-def cases() -> dict[str, Callable[[], dict]]:
+def cases() -> dict[str, Callable[..., dict]]:
     """Return the measured steps by name."""
     hybrid = gpu_hybrid.config_of(LLAMA_1_3B, gpu_hybrid.DELTA, gpu_hybrid.PATTERN)
     experts = dataclasses.replace(
@@ -134,7 +142,7 @@ def cases() -> dict[str, Callable[[], dict]]:
         ffn_pattern="E" * EXPERT_LAYERS,
         moe=EXPERTS,
     )
-    found: dict[str, Callable[[], dict]] = {
+    found: dict[str, Callable[..., dict]] = {
         "training, llama 1.3 B, microbatch 2": partial(training, None, batch=2),
         "training, hybrid 1.3 B, microbatch 2": partial(training, hybrid, batch=2),
         f"training, {EXPERT_LAYERS} layers of {EXPERTS.num_experts} experts, microbatch 2": partial(
@@ -167,15 +175,20 @@ def described(counts: dict) -> str:
 
 
 @contextlib.contextmanager
-def traced(lines: int) -> Iterator[None]:
-    """Print the most frequent calls of a block with the lines that they come from, if any."""
+def traced(lines: int, steps: int) -> Iterator[None]:
+    """Print the most frequent calls of a step, with the Python lines that they come from.
+
+    Args:
+        lines: to print; 0 traces nothing.
+        steps: of the block.
+    """
     if not lines:
         yield
         return
     with calls() as seen:
         yield
     for (counter, name, line), count in seen.most_common(lines):
-        print(f"{count:8,} {counter:18} {name[-80:]:80} {line}")
+        print(f"{count / steps:8.1f} {counter:16} {name[-70:]:70} {line}")
 
 
 def main() -> int:
@@ -185,7 +198,7 @@ def main() -> int:
     parser.add_argument("--only", nargs="+", default=None, help="parts of names")
     parser.add_argument("--trace", type=int, default=0, help="lines that calls come from")
     options = parser.parse_args()
-    measured: dict[str, dict] = {}
+    found_steps: dict[str, dict] = {}
     problems: dict[str, str] = {}
     for name, case in cases().items():
         if options.only and not any(part in name for part in options.only):
@@ -193,20 +206,19 @@ def main() -> int:
         begin = counters()
         torch.cuda.reset_peak_memory_stats()
         try:
-            with traced(options.trace):
-                found = case()
+            found = case(trace=options.trace)
         except Exception as error:
             traceback.print_exc()
             lines = str(error).strip().splitlines() or [""]
             problems[name] = f"{type(error).__name__}: {lines[0]}"
         else:
             faults = since(begin)
-            measured[name] = found | {fault: faults[fault] for fault in FAULTS}
-            print(f"gpu-null: {name}: {described(measured[name])}", flush=True)
+            found_steps[name] = found | {fault: faults[fault] for fault in FAULTS}
+            print(f"gpu-null: {name}: {described(found_steps[name])}", flush=True)
         gc.collect()
         torch.cuda.empty_cache()
     versions = {"torch": torch.__version__, "triton": triton.__version__}
-    found = {"versions": versions, "steps": measured, "problems": problems}
+    found = {"versions": versions, "steps": found_steps, "problems": problems}
     options.output.write_text(json.dumps(found), encoding="utf-8")
     return 1 if problems else 0
 

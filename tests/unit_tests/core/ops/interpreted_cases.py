@@ -280,11 +280,11 @@ def test_attention(make, name, dtype):
     assert_close(seen[0], seen[1], dtype, "lse")
 
 
-@pytest.mark.parametrize("features", [136, 272])
-def test_attention_of_wide_heads(make, features):
+@pytest.mark.parametrize(("features", "parts"), [(136, (128, 16)), (272, (256, 16))])
+def test_attention_of_wide_heads(make, features, parts):
     tile = attention_triton.tile_shape(attention_triton.FORWARD, features, FP32, Mask())
     rows = tile["BLOCK_Q"]
-    assert tile["FEATURES"] >= features
+    assert (tile["FEATURES"], tile["REST"]) == parts
     # More than two tiles of queries and of keys, the last of each in part, with a window amid.
     inputs = [make(rows * n + 5, 1, heads, features) for n, heads in ((2, 4), (3, 2), (3, 2))]
     compare(
@@ -293,6 +293,24 @@ def test_attention_of_wide_heads(make, features):
         inputs,
         FP32,
     )
+
+
+def test_parts_of_heads():
+    parts = {
+        x: attention_triton.head_parts(x) for x in (1, 16, 17, 80, 96, 112, 128, 160, 192, 256)
+    }
+    assert parts == {
+        1: (16, 0),
+        16: (16, 0),
+        17: (32, 0),
+        80: (64, 16),
+        96: (64, 32),
+        112: (128, 0),
+        128: (128, 0),
+        160: (128, 32),
+        192: (128, 64),
+        256: (256, 0),
+    }
 
 
 def document_ids(kind, length, seed=0):
@@ -428,7 +446,7 @@ def test_attention_tile_by_tile(make, name, case, monkeypatch):
         tiles = {dtype.itemsize: {64: (held, steps, steps)}}
         monkeypatch.setattr(attention_triton, table, tiles)
     heads, groups = ((2, 1), (2, 2), (3, 1))[number % 3]
-    features = (6, 16)[number // 2 % 2]
+    features = (6, 40)[number // 2 % 2]  # 40 in parts of 32 and 16
     scale = (0.3, -0.2, 0.0)[number % 3]
     query, grad = (make(case.queries, 2, heads, features).to(dtype) for _ in range(2))
     key, value = (make(case.keys, 2, groups, features).to(dtype) for _ in range(2))

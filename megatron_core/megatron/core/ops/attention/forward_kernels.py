@@ -9,10 +9,15 @@ import triton.language as tl
 from megatron.core.ops.attention.tile_kernels import (
     LOG2_E,
     LOG_2,
+    add_product,
     key_bounds,
     load_rows,
+    products,
+    scaled,
+    store_rows,
     stored_bounds,
     visible_pairs,
+    zero_sums,
 )
 
 
@@ -36,6 +41,7 @@ def add_keys(
     batch,
     features: tl.constexpr,
     FEATURES: tl.constexpr,
+    REST: tl.constexpr,
     BLOCK_K: tl.constexpr,
     CAUSAL: tl.constexpr,
     HAS_WINDOW: tl.constexpr,
@@ -49,13 +55,13 @@ def add_keys(
 
     Args:
         maximum, total: [BLOCK_Q], the largest logit, and the sum of exp2(logit - maximum).
-        result: [BLOCK_Q, FEATURES], the sum of exp2(logit - maximum) v.
+        result: [BLOCK_Q, FEATURES] and [BLOCK_Q, REST], the sum of exp2(logit - maximum) v.
         documents_ptr: the keys' documents of this sample.
         factor: scale log2(e), not negative.
         MASKED: whether some of the pairs may not be visible.
     """
-    k = load_rows(k_base, start, keys, k_stride_s, features, FEATURES, BLOCK_K, WIDE, MASKED)
-    logits = tl.dot(q, tl.trans(k), input_precision="ieee")
+    k = load_rows(k_base, start, keys, k_stride_s, features, FEATURES, REST, BLOCK_K, WIDE, MASKED)
+    logits = products(q, k, REST)
     if MASKED:
         columns = start + tl.arange(0, BLOCK_K)
         key_documents = 0
@@ -84,9 +90,8 @@ def add_keys(
         weights = tl.exp2(logits * factor - offset[:, None])
     decay = tl.exp2(maximum - offset)
     total = total * decay + tl.sum(weights, 1)
-    v = load_rows(v_base, start, keys, v_stride_s, features, FEATURES, BLOCK_K, WIDE, MASKED)
-    result = result * decay[:, None]
-    result = tl.dot(weights.to(v.dtype), v, result, input_precision="ieee")
+    v = load_rows(v_base, start, keys, v_stride_s, features, FEATURES, REST, BLOCK_K, WIDE, MASKED)
+    result = add_product(scaled(result, decay[:, None], REST), weights, v, REST)
     return larger, total, result
 
 
@@ -125,6 +130,7 @@ def attention_forward_kernel(
     HAS_DOCUMENTS: tl.constexpr,
     features: tl.constexpr,
     FEATURES: tl.constexpr,
+    REST: tl.constexpr,
     BLOCK_Q: tl.constexpr,
     BLOCK_K: tl.constexpr,
     WIDE: tl.constexpr,
@@ -145,7 +151,7 @@ def attention_forward_kernel(
     q_base = q_ptr + sample * q_stride_b + head * q_stride_n
     k_base = k_ptr + sample * k_stride_b + group * k_stride_g
     v_base = v_ptr + sample * v_stride_b + group * v_stride_g
-    q = load_rows(q_base, first, queries, q_stride_s, features, FEATURES, BLOCK_Q, WIDE, True)
+    q = load_rows(q_base, first, queries, q_stride_s, features, FEATURES, REST, BLOCK_Q, WIDE, True)
     query_documents = 0
     key_documents_ptr = documents_ptr + sample
     if HAS_DOCUMENTS:
@@ -162,7 +168,7 @@ def attention_forward_kernel(
         maximum = tl.zeros([BLOCK_Q], dtype=tl.float32)
         maximum += tl.load(sinks_ptr + head).to(tl.float32) * LOG2_E
         total += 1.0
-    result = tl.zeros([BLOCK_Q, FEATURES], dtype=tl.float32)
+    result = zero_sums(BLOCK_Q, FEATURES, REST, True)
     factor = scale * LOG2_E
     for start in range(full_low, full_high, BLOCK_K):
         maximum, total, result = add_keys(
@@ -184,6 +190,7 @@ def attention_forward_kernel(
             batch,
             features,
             FEATURES,
+            REST,
             BLOCK_K,
             CAUSAL,
             HAS_WINDOW,
@@ -213,6 +220,7 @@ def attention_forward_kernel(
             batch,
             features,
             FEATURES,
+            REST,
             BLOCK_K,
             CAUSAL,
             HAS_WINDOW,
@@ -224,11 +232,6 @@ def attention_forward_kernel(
     total = tl.where(empty, 1.0, total)
     lse = tl.where(empty, float("-inf"), (maximum + tl.log2(total)) * LOG_2)
     tl.store(lse_ptr + (sample * heads + head) * queries + rows, lse, mask=row_mask)
-    feature = tl.arange(0, FEATURES)
-    places = out_ptr + (sample * heads + head) * features
-    places = places + rows.to(tl.int64)[:, None] * out_stride_s + feature[None, :]
-    tl.store(
-        places,
-        (result / total[:, None]).to(out_ptr.dtype.element_ty),
-        mask=row_mask[:, None] & (feature < features)[None, :],
-    )
+    out_base = out_ptr + (sample * heads + head) * features
+    result = scaled(result, 1 / total[:, None], REST)
+    store_rows(out_base, rows, queries, out_stride_s, result, features, FEATURES, REST)

@@ -12,11 +12,16 @@ import triton.language as tl
 
 from megatron.core.ops.attention.tile_kernels import (
     LOG2_E,
+    add_product,
     key_bounds,
     load_rows,
+    products,
     query_bounds,
+    scaled,
+    store_rows,
     stored_bounds,
     visible_pairs,
+    zero_sums,
 )
 
 
@@ -53,6 +58,7 @@ def add_query_gradient(
     batch,
     features: tl.constexpr,
     FEATURES: tl.constexpr,
+    REST: tl.constexpr,
     BLOCK_K: tl.constexpr,
     CAUSAL: tl.constexpr,
     HAS_WINDOW: tl.constexpr,
@@ -68,10 +74,10 @@ def add_query_gradient(
         factor: scale log2(e).
         MASKED: whether some of the pairs may not be visible.
     """
-    k = load_rows(k_base, start, keys, k_stride_s, features, FEATURES, BLOCK_K, WIDE, MASKED)
-    v = load_rows(v_base, start, keys, v_stride_s, features, FEATURES, BLOCK_K, WIDE, MASKED)
-    logits = tl.dot(q, tl.trans(k), input_precision="ieee")
-    grad_weights = tl.dot(grad_out, tl.trans(v), input_precision="ieee")
+    k = load_rows(k_base, start, keys, k_stride_s, features, FEATURES, REST, BLOCK_K, WIDE, MASKED)
+    v = load_rows(v_base, start, keys, v_stride_s, features, FEATURES, REST, BLOCK_K, WIDE, MASKED)
+    logits = products(q, k, REST)
+    grad_weights = products(grad_out, v, REST)
     weights = tl.exp2(logits * factor - lse[:, None])
     if MASKED:
         columns = start + tl.arange(0, BLOCK_K)
@@ -92,7 +98,7 @@ def add_query_gradient(
         )
         weights = tl.where(seen, weights, 0.0)
     grad_logits = weights * (grad_weights - delta[:, None])
-    return tl.dot(grad_logits.to(k.dtype), k, grad, input_precision="ieee")
+    return add_product(grad, grad_logits, k, REST)
 
 
 @triton.jit(do_not_specialize=["shift"])
@@ -130,6 +136,7 @@ def query_gradient_kernel(
     HAS_DOCUMENTS: tl.constexpr,
     features: tl.constexpr,
     FEATURES: tl.constexpr,
+    REST: tl.constexpr,
     BLOCK_Q: tl.constexpr,
     BLOCK_K: tl.constexpr,
     WIDE: tl.constexpr,
@@ -150,9 +157,18 @@ def query_gradient_kernel(
     k_base = k_ptr + sample * k_stride_b + group * k_stride_g
     v_base = v_ptr + sample * v_stride_b + group * v_stride_g
     grad_out_base = grad_out_ptr + (sample * heads + head) * features
-    q = load_rows(q_base, first, queries, q_stride_s, features, FEATURES, BLOCK_Q, WIDE, True)
+    q = load_rows(q_base, first, queries, q_stride_s, features, FEATURES, REST, BLOCK_Q, WIDE, True)
     grad_out = load_rows(
-        grad_out_base, first, queries, grad_out_stride_s, features, FEATURES, BLOCK_Q, WIDE, True
+        grad_out_base,
+        first,
+        queries,
+        grad_out_stride_s,
+        features,
+        FEATURES,
+        REST,
+        BLOCK_Q,
+        WIDE,
+        True,
     )
     statistics = (sample * heads + head) * queries
     lse, delta = load_statistics(lse_ptr + statistics, delta_ptr + statistics, rows, queries, True)
@@ -166,7 +182,7 @@ def query_gradient_kernel(
         low, full_low, full_high, high = key_bounds(
             first, shift, keys, window, CAUSAL, HAS_WINDOW, BLOCK_Q, BLOCK_K
         )
-    grad = tl.zeros([BLOCK_Q, FEATURES], dtype=tl.float32)
+    grad = zero_sums(BLOCK_Q, FEATURES, REST, True)
     factor = scale * LOG2_E
     for start in range(full_low, full_high, BLOCK_K):
         grad = add_query_gradient(
@@ -189,6 +205,7 @@ def query_gradient_kernel(
             batch,
             features,
             FEATURES,
+            REST,
             BLOCK_K,
             CAUSAL,
             HAS_WINDOW,
@@ -219,6 +236,7 @@ def query_gradient_kernel(
             batch,
             features,
             FEATURES,
+            REST,
             BLOCK_K,
             CAUSAL,
             HAS_WINDOW,
@@ -226,14 +244,9 @@ def query_gradient_kernel(
             WIDE,
             True,
         )
-    feature = tl.arange(0, FEATURES)
-    places = grad_q_ptr + (sample * heads + head) * features
-    places = places + rows.to(tl.int64)[:, None] * grad_out_stride_s + feature[None, :]
-    tl.store(
-        places,
-        (grad * scale).to(grad_q_ptr.dtype.element_ty),
-        mask=row_mask[:, None] & (feature < features)[None, :],
-    )
+    base = grad_q_ptr + (sample * heads + head) * features
+    grad = scaled(grad, scale, REST)
+    store_rows(base, rows, queries, grad_out_stride_s, grad, features, FEATURES, REST)
 
 
 @triton.jit
@@ -262,6 +275,7 @@ def add_key_gradients(
     OF_VALUES: tl.constexpr,
     features: tl.constexpr,
     FEATURES: tl.constexpr,
+    REST: tl.constexpr,
     BLOCK_Q: tl.constexpr,
     CAUSAL: tl.constexpr,
     HAS_WINDOW: tl.constexpr,
@@ -279,12 +293,23 @@ def add_key_gradients(
         MASKED: whether some of the pairs may not be visible.
     """
     rows = start + tl.arange(0, BLOCK_Q)
-    q = load_rows(q_base, start, queries, q_stride_s, features, FEATURES, BLOCK_Q, WIDE, MASKED)
+    q = load_rows(
+        q_base, start, queries, q_stride_s, features, FEATURES, REST, BLOCK_Q, WIDE, MASKED
+    )
     grad_out = load_rows(
-        grad_out_base, start, queries, grad_out_stride_s, features, FEATURES, BLOCK_Q, WIDE, MASKED
+        grad_out_base,
+        start,
+        queries,
+        grad_out_stride_s,
+        features,
+        FEATURES,
+        REST,
+        BLOCK_Q,
+        WIDE,
+        MASKED,
     )
     lse, delta = load_statistics(lse_ptr, delta_ptr, rows, queries, MASKED)
-    logits = tl.dot(k, tl.trans(q), input_precision="ieee")
+    logits = products(k, q, REST)
     weights = tl.exp2(logits * factor - lse[None, :])
     if MASKED:
         query_documents = 0
@@ -304,11 +329,11 @@ def add_key_gradients(
         )
         weights = tl.where(seen & (rows < queries)[None, :], weights, 0.0)
     if OF_VALUES:
-        grad_v = tl.dot(weights.to(grad_out.dtype), grad_out, grad_v, input_precision="ieee")
+        grad_v = add_product(grad_v, weights, grad_out, REST)
     if OF_KEYS:
-        grad_weights = tl.dot(v, tl.trans(grad_out), input_precision="ieee")
+        grad_weights = products(v, grad_out, REST)
         grad_logits = weights * (grad_weights - delta[None, :])
-        grad_k = tl.dot(grad_logits.to(q.dtype), q, grad_k, input_precision="ieee")
+        grad_k = add_product(grad_k, grad_logits, q, REST)
     return grad_k, grad_v
 
 
@@ -350,6 +375,7 @@ def key_gradient_kernel(
     HAS_DOCUMENTS: tl.constexpr,
     features: tl.constexpr,
     FEATURES: tl.constexpr,
+    REST: tl.constexpr,
     BLOCK_Q: tl.constexpr,
     BLOCK_K: tl.constexpr,
     WIDE: tl.constexpr,
@@ -366,16 +392,15 @@ def key_gradient_kernel(
     first = tile * BLOCK_K
     columns = first + tl.arange(0, BLOCK_K)
     k_base = k_ptr + sample * k_stride_b + group * k_stride_g
-    k = load_rows(k_base, first, keys, k_stride_s, features, FEATURES, BLOCK_K, WIDE, True)
-    v = 0
-    grad_k = 0
-    grad_v = 0
+    k = load_rows(k_base, first, keys, k_stride_s, features, FEATURES, REST, BLOCK_K, WIDE, True)
+    v = k
     if OF_KEYS:
         v_base = v_ptr + sample * v_stride_b + group * v_stride_g
-        v = load_rows(v_base, first, keys, v_stride_s, features, FEATURES, BLOCK_K, WIDE, True)
-        grad_k = tl.zeros([BLOCK_K, FEATURES], dtype=tl.float32)
-    if OF_VALUES:
-        grad_v = tl.zeros([BLOCK_K, FEATURES], dtype=tl.float32)
+        v = load_rows(
+            v_base, first, keys, v_stride_s, features, FEATURES, REST, BLOCK_K, WIDE, True
+        )
+    grad_k = zero_sums(BLOCK_K, FEATURES, REST, OF_KEYS)
+    grad_v = zero_sums(BLOCK_K, FEATURES, REST, OF_VALUES)
     key_documents = 0
     if HAS_DOCUMENTS:
         place = documents_ptr + columns.to(tl.int64) * batch + sample
@@ -417,6 +442,7 @@ def key_gradient_kernel(
                 OF_VALUES,
                 features,
                 FEATURES,
+                REST,
                 BLOCK_Q,
                 CAUSAL,
                 HAS_WINDOW,
@@ -452,6 +478,7 @@ def key_gradient_kernel(
                 OF_VALUES,
                 features,
                 FEATURES,
+                REST,
                 BLOCK_Q,
                 CAUSAL,
                 HAS_WINDOW,
@@ -459,12 +486,10 @@ def key_gradient_kernel(
                 WIDE,
                 True,
             )
-    feature = tl.arange(0, FEATURES)
-    mask = (columns < keys)[:, None] & (feature < features)[None, :]
-    places = (columns.to(tl.int64)[:, None] * batch + sample) * groups + group
-    places = places * features + feature[None, :]
+    base = (sample * groups + group) * features
+    stride = tl.cast(batch, tl.int64) * groups * features
     if OF_KEYS:
-        grad_k = (grad_k * scale).to(grad_k_ptr.dtype.element_ty)
-        tl.store(grad_k_ptr + places, grad_k, mask=mask)
+        grad_k = scaled(grad_k, scale, REST)
+        store_rows(grad_k_ptr + base, columns, keys, stride, grad_k, features, FEATURES, REST)
     if OF_VALUES:
-        tl.store(grad_v_ptr + places, grad_v.to(grad_v_ptr.dtype.element_ty), mask=mask)
+        store_rows(grad_v_ptr + base, columns, keys, stride, grad_v, features, FEATURES, REST)

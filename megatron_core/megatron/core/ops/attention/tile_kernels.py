@@ -19,27 +19,21 @@ LEAST, MOST = tl.constexpr(-(1 << 31)), tl.constexpr((1 << 31) - 1)
 
 
 @triton.jit
-def load_rows(
+def load_columns(
     base,
     first,
     limit,
     stride,
     features: tl.constexpr,
-    FEATURES: tl.constexpr,
+    BEGIN: tl.constexpr,
+    COLUMNS: tl.constexpr,
     BLOCK: tl.constexpr,
     WIDE: tl.constexpr,
     MASKED: tl.constexpr,
 ):
-    """Load [BLOCK, FEATURES] of a matrix with dense rows, from row `first` on; 0 beyond `features`.
-
-    Args:
-        stride: between rows.
-        WIDE: whether offsets inside the tile take 64 bits. They stay in registers all along a loop
-            over `first`, so 32 bits keep the key gradient from spilling.
-        MASKED: whether rows from `limit` on are 0; they must not be reached elsewhere.
-    """
+    """Load COLUMNS columns from BEGIN on; see `load_rows`."""
     row = tl.arange(0, BLOCK)
-    feature = tl.arange(0, FEATURES)
+    feature = BEGIN + tl.arange(0, COLUMNS)
     if WIDE:
         offsets = row.to(tl.int64)[:, None] * stride
     else:
@@ -48,11 +42,101 @@ def load_rows(
     if MASKED:
         inside = (first + row < limit)[:, None] & (feature < features)[None, :]
         x = tl.load(places, mask=inside, other=0.0)
-    elif features < FEATURES:
+    elif features < BEGIN + COLUMNS:
         x = tl.load(places, mask=(feature < features)[None, :], other=0.0)
     else:
         x = tl.load(places)
     return x
+
+
+@triton.jit
+def load_rows(
+    base,
+    first,
+    limit,
+    stride,
+    features: tl.constexpr,
+    FEATURES: tl.constexpr,
+    REST: tl.constexpr,
+    BLOCK: tl.constexpr,
+    WIDE: tl.constexpr,
+    MASKED: tl.constexpr,
+):
+    """Load BLOCK rows of a matrix with dense rows, from row `first` on; 0 beyond `features`.
+
+    Args:
+        stride: between rows.
+        FEATURES, REST: columns of the result's two parts, powers of two; REST may be 0.
+        WIDE: whether offsets inside the tile take 64 bits. They stay in registers all along a loop
+            over `first`, so 32 bits keep the key gradient from spilling.
+        MASKED: whether rows from `limit` on are 0; they must not be reached elsewhere.
+
+    Returns:
+        [BLOCK, FEATURES] and [BLOCK, REST], the first one twice without a rest.
+    """
+    x = load_columns(base, first, limit, stride, features, 0, FEATURES, BLOCK, WIDE, MASKED)
+    rest = x
+    if REST > 0:
+        rest = load_columns(
+            base, first, limit, stride, features, FEATURES, REST, BLOCK, WIDE, MASKED
+        )
+    return x, rest
+
+
+@triton.jit
+def store_rows(
+    base, rows, limit, stride, x, features: tl.constexpr, FEATURES: tl.constexpr, REST: tl.constexpr
+):
+    """Store the two parts of rows as `load_rows` returns them."""
+    places = base + rows.to(tl.int64)[:, None] * stride
+    inside = (rows < limit)[:, None]
+    feature = tl.arange(0, FEATURES)[None, :]
+    y = x[0].to(base.dtype.element_ty)
+    tl.store(places + feature, y, mask=inside & (feature < features))
+    if REST > 0:
+        feature = FEATURES + tl.arange(0, REST)[None, :]
+        y = x[1].to(base.dtype.element_ty)
+        tl.store(places + feature, y, mask=inside & (feature < features))
+
+
+@triton.jit
+def zero_sums(
+    BLOCK: tl.constexpr, FEATURES: tl.constexpr, REST: tl.constexpr, SUMMED: tl.constexpr
+):
+    """Return fp32 zeros [BLOCK, FEATURES] and [BLOCK, REST]; a number instead of what has none."""
+    x = tl.zeros([BLOCK, FEATURES] if SUMMED else [1], dtype=tl.float32)
+    rest = tl.zeros([BLOCK, REST] if SUMMED and REST > 0 else [1], dtype=tl.float32)
+    return x, rest
+
+
+@triton.jit
+def scaled(sums, factor, REST: tl.constexpr):
+    """Return the parts of sums times a factor that broadcasts."""
+    x = sums[0] * factor
+    rest = sums[1]
+    if REST > 0:
+        rest = rest * factor
+    return x, rest
+
+
+@triton.jit
+def products(x, y, REST: tl.constexpr):
+    """Return x y^T, fp32, of rows in parts."""
+    z = tl.dot(x[0], tl.trans(y[0]), input_precision="ieee")
+    if REST > 0:
+        z = tl.dot(x[1], tl.trans(y[1]), z, input_precision="ieee")
+    return z
+
+
+@triton.jit
+def add_product(sums, x, y, REST: tl.constexpr):
+    """Return sums + x y of rows y in parts; x is rounded to their type."""
+    x = x.to(y[0].dtype)
+    z = tl.dot(x, y[0], sums[0], input_precision="ieee")
+    rest = sums[1]
+    if REST > 0:
+        rest = tl.dot(x, y[1], rest, input_precision="ieee")
+    return z, rest
 
 
 @triton.jit

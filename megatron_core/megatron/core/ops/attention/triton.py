@@ -20,7 +20,7 @@ from megatron.core.ops.launches import Launches
 TILES_AT_ONCE = 16
 
 #: Rows of the tile that a program holds, rows of the tiles that it walks over, and these where a
-#: window or documents hide pairs, which takes registers; by bytes of a number and padded features
+#: window or documents hide pairs, which takes registers; by bytes of a number and largest features
 #: of a head. In 16 bits a held tile has 64 rows for each of two warpgroups, so that no product is
 #: computed twice, and what it sums fits their registers. fp32 is multiplied without tensor cores,
 #: by threads that hold whole rows of both operands: only small tiles fit.
@@ -28,35 +28,48 @@ Tiles = Mapping[int, Mapping[int, tuple[int, int, int]]]
 FORWARD: Tiles = MappingProxyType(
     {
         2: {64: (128, 128, 64), 128: (128, 128, 64), 256: (128, 64, 64), 512: (16, 16, 16)},
-        4: {64: (32, 32, 32), 128: (32, 16, 16), 256: (16, 16, 16), 512: (16, 16, 16)},
+        4: {64: (32, 32, 32), 128: (32, 16, 16), 512: (16, 16, 16)},
     }
 )
 QUERY_GRADIENT: Tiles = MappingProxyType(
     {
         2: {64: (128, 128, 64), 128: (128, 64, 64), 256: (128, 32, 32), 512: (16, 16, 16)},
-        4: {64: (32, 32, 32), 128: (32, 16, 16), 256: (16, 16, 16), 512: (16, 16, 16)},
+        4: {64: (32, 32, 32), 128: (32, 16, 16), 512: (16, 16, 16)},
     }
 )
 KEY_GRADIENT: Tiles = MappingProxyType(
     {
-        2: {64: (128, 64, 32), 128: (128, 64, 32), 256: (128, 32, 32), 512: (16, 16, 16)},
-        4: {64: (32, 32, 32), 128: (32, 32, 32), 256: (16, 16, 16), 512: (16, 16, 16)},
+        2: {128: (128, 64, 32), 256: (128, 32, 32), 512: (16, 16, 16)},
+        4: {128: (32, 32, 32), 512: (16, 16, 16)},
     }
 )
 #: Largest tile of which the sums of dk and dv fit the registers together.
 MOST_KEY_SUMS = 128 * 128
 
 
+def head_parts(features: int) -> tuple[int, int]:
+    """Return powers of two that add up to the features of a head or more; the second may be 0.
+
+    The sizes of a tile are powers of two: heads of 192 are multiplied in parts of 128 and 64.
+    """
+    part = max(16, 1 << (features.bit_length() - 1))
+    rest = max(16, triton.next_power_of_2(features - part)) if features > part else 0
+    return (part, rest) if rest < part else (2 * part, 0)
+
+
 def tile_shape(tiles: Tiles, features: int, dtype: torch.dtype, mask: Mask) -> dict[str, int]:
     """Return the constants of a launch that depend on the sizes of a head and on the mask."""
-    padded = max(16, triton.next_power_of_2(features))
-    held, walked, masked = tiles[min(dtype.itemsize, 4)][min(max(padded, 64), 512)]
+    part, rest = head_parts(features)
+    sizes = tiles[min(dtype.itemsize, 4)]
+    size = min((x for x in sizes if x >= part + rest), default=max(sizes))
+    held, walked, masked = sizes[size]
     if mask.window is not None or mask.document_ids is not None:
         walked = masked
     queries, keys = (walked, held) if tiles is KEY_GRADIENT else (held, walked)
     return {
         "features": features,
-        "FEATURES": padded,
+        "FEATURES": part,
+        "REST": rest,
         "BLOCK_Q": queries,
         "BLOCK_K": keys,
         "num_warps": 8,
@@ -66,7 +79,7 @@ def tile_shape(tiles: Tiles, features: int, dtype: torch.dtype, mask: Mask) -> d
 
 def key_gradient_parts(tile: Mapping[str, int]) -> list[dict[str, bool]]:
     """Return of which gradients each launch of the key gradient is: dk and dv, or one by one."""
-    if tile["BLOCK_K"] * tile["FEATURES"] <= MOST_KEY_SUMS:
+    if tile["BLOCK_K"] * (tile["FEATURES"] + tile["REST"]) <= MOST_KEY_SUMS:
         return [{"OF_KEYS": True, "OF_VALUES": True}]
     return [{"OF_KEYS": keys, "OF_VALUES": not keys} for keys in (True, False)]
 

@@ -32,11 +32,13 @@ class CountedKernel:
     """Adds up the bytes of the tensors that a kernel is launched with, and launches nothing."""
 
     def __init__(self, kernel, moved: Counter[str]) -> None:
+        self.programs = 0
         self.name = kernel.fn.__name__
         self.parameters = list(inspect.signature(kernel.fn).parameters)
         self.moved = moved
 
     def __getitem__(self, grid):
+        self.programs += grid[0]
         return self.launch
 
     def launch(self, *arguments, **constants):
@@ -68,16 +70,17 @@ def meta(*shape: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
     return torch.empty(shape, dtype=dtype, device="meta")
 
 
+def prepared_by(recurrence: kernels.TritonRecurrence, bounds: tuple[int, ...]):
+    """Return what the recurrence prepares for sequences of Qwen3-Next's heads."""
+    key, value = meta(TOKENS, GROUPS, FEATURES), meta(TOKENS, HEADS, FEATURES)
+    gates = (meta(TOKENS, HEADS, dtype=torch.float32) for _ in range(2))
+    inputs = RecurrenceInputs(torch.empty_like(key), key, value, *gates)
+    return recurrence.prepare(inputs, Sequences(bounds, device=torch.device("meta")))
+
+
 def test_bytes_of_the_delta_rule(moved):
     recurrence = kernels.TritonRecurrence(True, None, CHUNK)
-    gates = (meta(TOKENS, HEADS, dtype=torch.float32) for _ in range(2))
-    inputs = RecurrenceInputs(
-        meta(TOKENS, GROUPS, FEATURES),
-        meta(TOKENS, GROUPS, FEATURES),
-        meta(TOKENS, HEADS, FEATURES),
-        *gates,
-    )
-    prepared = recurrence.prepare(inputs, Sequences((0, TOKENS), device=torch.device("meta")))
+    prepared = prepared_by(recurrence, (0, TOKENS))
     recurrence.sweep(prepared, None)
     assert moved == {
         "solve_kernel": 2 * KEYS + 2 * SQUARES,
@@ -93,3 +96,15 @@ def test_bytes_of_the_delta_rule(moved):
         "recurrence_gradients_kernel": 4 * KEYS + 4 * VALUES + SQUARES + 2 * STATES,
     }
     assert moved.total() <= 6.2e9
+
+
+@pytest.mark.parametrize("sequences", [1, 4])
+def test_sequences_of_a_pack_are_swept_side_by_side(moved, sequences):
+    """A program takes 32 columns of values of one head of one sequence."""
+    recurrence = kernels.TritonRecurrence(True, None, CHUNK)
+    bounds = tuple(range(0, TOKENS + 1, TOKENS // sequences))
+    prepared = prepared_by(recurrence, bounds)
+    recurrence.sweep(prepared, None)
+    assert kernels.sweep_kernel.programs == sequences * HEADS * FEATURES // 32
+    recurrence.backward(prepared, meta(TOKENS, HEADS, FEATURES), None)
+    assert kernels.reverse_sweep_kernel.programs == sequences * HEADS * FEATURES // 32

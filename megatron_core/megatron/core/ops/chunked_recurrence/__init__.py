@@ -17,8 +17,8 @@ No factor of a decay is above 1: a decay is only ever a difference of sums that 
 are made in fp64 and kept in two parts of fp32 (see `ops.decay`), whose differences are exact where
 they matter. Forward is two kernels: one, parallel over chunks and heads, makes T ∘ D, the sums, and
 for the second scale (Q Kᵀ) ∘ D, which would else be on the way from chunk to chunk (SSD, without T,
-leaves it there); the second sweeps the states through the chunks, in fp32, parallel over sequences,
-heads and columns of values.
+leaves it there unless keys are tall or wide); the second sweeps the states through the chunks, in
+fp32, parallel over sequences, heads and columns of values.
 
 Backward, with dS the gradient of the state behind a chunk and dO that of the output:
 
@@ -30,8 +30,8 @@ Backward, with dS the gradient of the state behind a chunk and dO that of the ou
     dK = left (change dSᵀ) + Zᵀ Q - (beta N)ᵀ K - beta f
     dV = beta x                          dbeta = x · V - f · K
 
-It sweeps again for the states before the chunks, and of the delta rule makes scale (Q Kᵀ) ∘ D
-again, of all chunks at once. Then it sweeps backwards for dS and x; then one kernel, parallel over
+It sweeps again for the states before the chunks, and makes scale (Q Kᵀ) ∘ D again, of all chunks at
+once, where forward did. Then it sweeps backwards for dS and x; then one kernel, parallel over
 chunks and groups, makes the gradients. Nothing but the inputs, T ∘ D and the sums is kept between
 forward and backward. A state is an affine function of the one before, so that a sweep
 from the identity without values is the M of `ops.recurrence`.

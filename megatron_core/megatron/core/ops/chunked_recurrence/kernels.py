@@ -120,7 +120,7 @@ def chunks_of(sequence, first_ptr, end_ptr, begin_ptr):
 
 
 @triton.jit
-def seen_by_queries(query, key, large, small, rows, scale):
+def seen_by_queries(query, key, large, small, rows, scale, PRECISION: tl.constexpr):
     """Return scale (Q Kᵀ) ∘ D [C, C] in the dtype of keys."""
     falls = decays_between(
         large[:, None],
@@ -129,7 +129,7 @@ def seen_by_queries(query, key, large, small, rows, scale):
         small[None, :],
         rows[:, None] >= rows[None, :],
     )
-    seen = tl.dot(query, tl.trans(key), input_precision="ieee") * falls
+    seen = tl.dot(query, tl.trans(key), input_precision=PRECISION) * falls
     return (seen * scale).to(key.dtype)
 
 
@@ -152,6 +152,7 @@ def seen_kernel(
     key_stride_h: tl.constexpr,
     CHUNK: tl.constexpr,
     KEYS: tl.constexpr,
+    PRECISION: tl.constexpr,
 ):
     """Store scale (Q Kᵀ) ∘ D of one chunk and head, off the path from chunk to chunk."""
     chunk = (tl.program_id(0) // heads).to(tl.int64)
@@ -172,7 +173,8 @@ def seen_kernel(
     large = tl.load(sums_ptr + number * CHUNK + rows)
     small = tl.load(sums_ptr + (chunks.to(tl.int64) * heads + number) * CHUNK + rows)
     square = number * CHUNK * CHUNK + rows[:, None] * CHUNK + rows[None, :]
-    tl.store(seen_ptr + square, seen_by_queries(query, key, large, small, rows, scale))
+    seen = seen_by_queries(query, key, large, small, rows, scale, PRECISION)
+    tl.store(seen_ptr + square, seen)
 
 
 @triton.jit(do_not_specialize=["chunks"])
@@ -217,6 +219,7 @@ def sweep_kernel(
     HAS_LAST: tl.constexpr,
     HAS_TOTAL: tl.constexpr,
     BLOCK_V: tl.constexpr,
+    PRECISION: tl.constexpr,
 ):
     """Sweep BLOCK_V columns of the state of one head through the chunks of one sequence.
 
@@ -283,14 +286,6 @@ def sweep_kernel(
         growth = tl.exp(large + small)
         left = tl.exp((last_large - large) + (last_small - small))
         whole = tl.exp(last_large + last_small)
-        if HAS_OUT:
-            query = tl.load(
-                query_ptr + query_tile, mask=inside[:, None] & has_feature[None, :], other=0.0
-            )
-            if HAS_SEEN:
-                seen = tl.load(seen_ptr + number * CHUNK * CHUNK + square_tile)
-            else:
-                seen = seen_by_queries(query, key, large, small, rows, scale)
         narrow = state.to(key.dtype)
         if HAS_STARTS:
             tl.store(starts_ptr + number * state_size + state_place, narrow, mask=state_mask)
@@ -300,20 +295,27 @@ def sweep_kernel(
             ).to(tl.float32)
         if CORRECTS:
             solved = tl.load(solved_ptr + number * CHUNK * CHUNK + square_tile)
-            reads = tl.dot(key, narrow, input_precision="ieee") * growth[:, None]
+            reads = tl.dot(key, narrow, input_precision=PRECISION) * growth[:, None]
             if HAS_VALUE:
                 wanted = (value - reads) * gate[:, None]
             else:
                 wanted = -reads * gate[:, None]
-            change = tl.dot(solved, wanted.to(key.dtype), input_precision="ieee")
+            change = tl.dot(solved, wanted.to(key.dtype), input_precision=PRECISION)
         else:
             change = value * gate[:, None]
         moved = (change * left[:, None]).to(key.dtype)
         change = change.to(key.dtype)
-        state = tl.dot(tl.trans(key), moved, acc=state * whole, input_precision="ieee")
+        state = tl.dot(tl.trans(key), moved, acc=state * whole, input_precision=PRECISION)
         if HAS_OUT:
-            out = tl.dot(query, narrow, input_precision="ieee") * (growth * scale)[:, None]
-            out = tl.dot(seen, change, acc=out, input_precision="ieee")
+            query = tl.load(
+                query_ptr + query_tile, mask=inside[:, None] & has_feature[None, :], other=0.0
+            )
+            if HAS_SEEN:
+                seen = tl.load(seen_ptr + number * CHUNK * CHUNK + square_tile)
+            else:
+                seen = seen_by_queries(query, key, large, small, rows, scale, PRECISION)
+            out = tl.dot(query, narrow, input_precision=PRECISION) * (growth * scale)[:, None]
+            out = tl.dot(seen, change, acc=out, input_precision=PRECISION)
             tl.store(
                 out_ptr + out_tile,
                 out.to(out_ptr.dtype.element_ty),

@@ -36,18 +36,19 @@ SWEEP = Launches(
         {"BLOCK_V": 16, "num_warps": 4, "num_stages": 3},
     ),
 )
-# Of SSD, whose sweep also makes what queries see.
+# Of SSD, whose sweep also makes what queries see. Its products have 64 rows, which fill one warp
+# group: two would both make most of them.
 SWEEP_DUAL = Launches(
     "recurrence_sweep_dual",
-    {"BLOCK_V": 64, "num_warps": 8, "num_stages": 3},
+    {"BLOCK_V": 64, "num_warps": 4, "num_stages": 3},
     others=(
+        {"BLOCK_V": 64, "num_warps": 8, "num_stages": 3},
         {"BLOCK_V": 32, "num_warps": 4, "num_stages": 3},
         {"BLOCK_V": 32, "num_warps": 4, "num_stages": 2},
-        {"BLOCK_V": 64, "num_warps": 4, "num_stages": 3},
     ),
 )
-# Of more than 128 features of keys, and of fp32, which no tensor core multiplies in full.
-SWEEP_TALL = Launches("recurrence_sweep_tall", {"BLOCK_V": 32, "num_warps": 8, "num_stages": 2})
+# Of more than 128 features of keys, and of fp32, of which each product is three.
+SWEEP_TALL = Launches("recurrence_sweep_tall", {"BLOCK_V": 16, "num_warps": 4, "num_stages": 2})
 SWEEP_WIDE = Launches("recurrence_sweep_fp32", {"BLOCK_V": 16, "num_warps": 8, "num_stages": 1})
 
 REVERSE = Launches(
@@ -59,7 +60,7 @@ REVERSE = Launches(
         {"BLOCK_V": 64, "num_warps": 8, "num_stages": 2},
     ),
 )
-REVERSE_TALL = Launches("recurrence_reverse_tall", {"BLOCK_V": 16, "num_warps": 8, "num_stages": 2})
+REVERSE_TALL = Launches("recurrence_reverse_tall", {"BLOCK_V": 16, "num_warps": 4, "num_stages": 2})
 REVERSE_WIDE = Launches("recurrence_reverse_fp32", {"BLOCK_V": 16, "num_warps": 8, "num_stages": 1})
 SEEN = Launches("recurrence_seen", {"num_warps": 4, "num_stages": 1})
 # HEADS of a group that one program works on, at most; what those of several programs add up to is
@@ -92,6 +93,8 @@ GRADIENTS_WIDE = Launches(
 )
 
 
+# Tokens of a chunk in fp32, at most: operands of more, split for tensor cores, fill registers.
+WIDE_CHUNK = 32
 # Programs of the gradients kernel that keep a GPU busy: 132 to 148 processors, one or two each.
 PROGRAMS = 512
 
@@ -106,7 +109,7 @@ class PreparedOnDevice:
         scale: of queries.
         sums: fp32 [2, n, H, C], decays summed up within a chunk: rounded, and what that took off.
         solved: T ∘ D [n, H, C, C] in value's dtype; None where nothing is corrected.
-        seen: scale (Q Kᵀ) ∘ D, likewise, until the sweep has read it; None where that makes it.
+        seen: scale (Q Kᵀ) ∘ D, likewise, until a sweep has read it; None where sweeps make it.
         initial: the first states [N, H, K, V] of the sweep, fp32; None is zeros.
     """
 
@@ -122,6 +125,15 @@ class PreparedOnDevice:
     def corrects(self) -> bool:
         """Whether tokens are corrected by what the state holds already."""
         return self.solved is not None
+
+    @property
+    def sees_ahead(self) -> bool:
+        """Whether scale (Q Kᵀ) ∘ D is made before a sweep, in more memory.
+
+        The sweeps of the delta rule are long enough without it; with tall keys, or of fp32, they
+        would have no registers for it.
+        """
+        return self.corrects or self.keys > 128 or self.inputs.value.dtype == torch.float32
 
     @property
     def heads(self) -> int:
@@ -170,6 +182,7 @@ class PreparedOnDevice:
             "CORRECTS": self.corrects,
             "CHUNK": self.tiles.size,
             "KEYS": padded(self.keys),
+            "PRECISION": product_precision(self.inputs.value),
         }
 
 
@@ -180,7 +193,7 @@ class TritonRecurrence:
     Args:
         corrects: whether a token is corrected by what the state holds: the delta rule.
         scale: of queries; None is K^-0.5.
-        chunk_size: tokens C of a chunk, 16, 32 or 64.
+        chunk_size: tokens C of a chunk, 16, 32 or 64; of fp32 at most 32 are used.
     """
 
     corrects: bool
@@ -190,7 +203,10 @@ class TritonRecurrence:
     def prepare(self, inputs: RecurrenceInputs, sequences: Sequences) -> PreparedOnDevice:
         """See `Recurrence`."""
         inputs = RecurrenceInputs(*map(dense, inputs[:3]), *inputs[3:])
-        tiles = Tiles.of(sequences, self.chunk_size)
+        size = self.chunk_size
+        if inputs.value.dtype == torch.float32:
+            size = min(size, WIDE_CHUNK)
+        tiles = Tiles.of(sequences, size)
         scale = inputs.key.shape[-1] ** -0.5 if self.scale is None else self.scale
         if self.corrects:
             from megatron.core.ops.gated_delta_rule.triton import solve
@@ -199,7 +215,9 @@ class TritonRecurrence:
             return PreparedOnDevice(inputs, tiles, scale, sums, solved, seen)
         from megatron.core.ops.state_space_dual.triton import sum_decays
 
-        return PreparedOnDevice(inputs, tiles, scale, sum_decays(inputs.decay, tiles))
+        prepared = PreparedOnDevice(inputs, tiles, scale, sum_decays(inputs.decay, tiles))
+        see(prepared)
+        return prepared
 
     def sweep(
         self, prepared: PreparedOnDevice, initial: torch.Tensor | None
@@ -229,7 +247,7 @@ class TritonRecurrence:
     def state_gradient(self, prepared: PreparedOnDevice, grad: torch.Tensor) -> torch.Tensor:
         """See `Recurrence`."""
         initial = prepared.states()
-        self._see(prepared)
+        see(prepared)
         reverse_sweep(prepared, dense(grad), grad_initial=initial)
         return initial
 
@@ -242,16 +260,11 @@ class TritonRecurrence:
         x = torch.empty(value.shape, dtype=value.dtype, device=value.device)
         initial = prepared.states()
         sweep(prepared, initial=prepared.initial, starts=starts)
-        self._see(prepared)
+        see(prepared)
         grad_last = None if grad_last is None else grad_last.float().contiguous()
         reverse_sweep(prepared, grad, grad_last=grad_last, ends=ends, x=x, grad_initial=initial)
         prepared.seen = None
         return gradients(prepared, grad, starts=starts, ends=ends, x=x), initial
-
-    def _see(self, prepared: PreparedOnDevice) -> None:
-        """Make what queries see again for the reverse sweep; SSD makes it on the way."""
-        if self.corrects and prepared.seen is None:
-            prepared.seen = seen_by_queries(prepared)
 
 
 def sweep(
@@ -327,28 +340,29 @@ def reverse_sweep(
         HAS_SEEN=seen is not None,
         HAS_GRAD_LAST=grad_last is not None,
         STORES=ends is not None,
-        PRECISION="tf32x3" if grad.dtype == torch.float32 else "ieee",
         **launch,
     )
 
 
-def seen_by_queries(prepared: PreparedOnDevice) -> torch.Tensor:
-    """Return scale (Q Kᵀ) ∘ D [n, H, C, C] in value's dtype, of all chunks at once."""
+def see(prepared: PreparedOnDevice) -> None:
+    """Make scale (Q Kᵀ) ∘ D of all chunks at once where sweeps do not, unless it is there."""
     query, key, value = prepared.inputs[:3]
     tiles, heads = prepared.tiles, prepared.heads
-    seen = value.new_empty((tiles.count, heads, tiles.size, tiles.size))
+    if prepared.seen is not None or not prepared.sees_ahead:
+        return
+    prepared.seen = value.new_empty((tiles.count, heads, tiles.size, tiles.size))
     if tiles.count:
         features = padded(prepared.keys)
         seen_kernel[(tiles.count * heads,)](
-            *(query, key, prepared.sums, seen, tiles.first, tiles.end, prepared.scale),
+            *(query, key, prepared.sums, prepared.seen, tiles.first, tiles.end, prepared.scale),
             *(tiles.count, heads, heads // key.shape[1], prepared.keys),
             *query.stride()[:2],
             *key.stride()[:2],
             CHUNK=tiles.size,
             KEYS=features,
+            PRECISION=product_precision(value),
             **SEEN.pick(value, f"{str(value.dtype)[6:]} C{tiles.size} K{features}"),
         )
-    return seen
 
 
 def gradients(
@@ -376,7 +390,6 @@ def gradients(
         torch.empty(y.shape, dtype=y.dtype, device=y.device) for y in inputs[2:]
     )
     pair = inputs.key.new_empty((2, tokens, units, keys))  # of query and key
-    # Of fp32 three products on tensor cores: without, this takes minutes to compile.
     recurrence_gradients_kernel[(tiles.count * units,)](
         *prepared.arguments(),
         *(grad, *grad.stride()[:2]),
@@ -384,7 +397,6 @@ def gradients(
         **prepared.constants(),
         VALUES=padded(prepared.values),
         ROWS=tiles.size * (2 if prepared.corrects else 1),
-        PRECISION="tf32x3" if value.dtype == torch.float32 else "ieee",
         **launch,
     )
     pair = pair if units == groups else sum_units(pair, groups)
@@ -443,6 +455,14 @@ def launch_of(
     key = f"{str(value.dtype)[6:]} C{prepared.tiles.size} K{padded(prepared.keys)}"
     launch = kind.pick(value, f"{key} V{padded(columns)}")
     return launch | {"BLOCK_V": min(launch["BLOCK_V"], padded(columns))}
+
+
+def product_precision(value: torch.Tensor) -> str:
+    """Return how kernels multiply: fp32 by three products on tensor cores, 16 bits by one.
+
+    Without tensor cores products of fp32 fill the registers many times over.
+    """
+    return "tf32x3" if value.dtype == torch.float32 else "ieee"
 
 
 def dense(x: torch.Tensor) -> torch.Tensor:

@@ -132,11 +132,11 @@ def solve_kernel(
         large[:, None], large[None, :], rest[:, None], rest[None, :], down >= across
     )
     square = number * CHUNK * CHUNK + down * CHUNK + across
-    seen = tl.dot(query, tl.trans(key), input_precision="ieee") * scale * falls
+    seen = tl.dot(query, tl.trans(key), input_precision=PRECISION) * scale * falls
     tl.store(seen_ptr + square, seen.to(seen_ptr.dtype.element_ty))
     # Decays of a path from token to token multiply to that between them: D, put on what is
     # inverted, is on the inverse.
-    lower = tl.dot(key, tl.trans(key), input_precision="ieee") * falls * strength[:, None]
+    lower = tl.dot(key, tl.trans(key), input_precision=PRECISION) * falls * strength[:, None]
     solved = unit_lower_inverse(tl.where(down > across, lower, 0.0), CHUNK, PRECISION)
     tl.store(solved_ptr + square, solved.to(solved_ptr.dtype.element_ty))
 
@@ -169,7 +169,7 @@ def solve(
             *(LOWEST_DECAY, scale, tiles.count, heads, heads // groups, keys, *strides),
             CHUNK=tiles.size,
             KEYS=features,
-            PRECISION="ieee" if is_wide else "tf32",
+            PRECISION="tf32x3" if is_wide else "tf32",
             **SOLVE.pick(value, f"{str(value.dtype)[6:]} C{tiles.size} K{features}"),
         )
     return sums, solved, seen

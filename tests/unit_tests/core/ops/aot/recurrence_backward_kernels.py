@@ -36,7 +36,7 @@ def launched(sizes: dict[str, int]) -> dict[str, object]:
 
 def reversed_sweep(label: str, sizes: dict[str, int], **options: tuple[int, ...]) -> Description:
     """Describe the sweep that stores what gradients need."""
-    flags = {"HAS_SEEN": sizes is DELTA, "HAS_GRAD_LAST": True, "STORES": True}
+    flags = {"HAS_SEEN": sizes is not DUAL, "HAS_GRAD_LAST": True, "STORES": True}
     narrow = recurrence.REVERSE if sizes["keys"] <= 128 else recurrence.REVERSE_TALL
     launch = launched(sizes) | flags | narrow.default
     return Description(

@@ -38,6 +38,9 @@ SWEPT = SUMMED | {
 }
 
 
+POINTERS = tuple(name for name in sweep_kernel.arg_names if name.endswith("_ptr"))
+
+
 def strides(sizes: dict[str, int]) -> dict[str, int]:
     """Return the strides of inputs without gaps."""
     heads, groups = sizes["heads"], sizes["heads"] // sizes["shared"]
@@ -52,24 +55,27 @@ def strides(sizes: dict[str, int]) -> dict[str, int]:
 
 
 def swept(label: str, quick: tuple[int, ...], sizes: dict[str, int], **flags: bool) -> Description:
-    """Describe one use of the sweep."""
+    """Describe one use of the sweep in bf16, or `wide` in fp32."""
     names = ("SEEN", "VALUE", "INITIAL", "OUT", "STARTS", "LAST", "TOTAL")
     narrow = recurrence.SWEEP if sizes is DELTA else recurrence.SWEEP_DUAL
     narrow = narrow if sizes["keys"] <= 128 else recurrence.SWEEP_TALL
+    wide = flags.get("wide", False)
+    narrow = recurrence.SWEEP_WIDE if wide else narrow
     launch = {
         **sizes,
         **strides(sizes),
         **{f"HAS_{name}": flags.get(name.lower(), False) for name in names},
         "CORRECTS": sizes is DELTA,
-        "CHUNK": 64,
+        "CHUNK": recurrence.WIDE_CHUNK if wide else 64,
         "KEYS": sizes["keys"],
+        "PRECISION": "tf32x3" if wide else "ieee",
         **narrow.default,
     }
     architectures = ARCHITECTURES if sizes["keys"] <= 128 else (90,)
     return Description(
         kernel=sweep_kernel,
         launch=launch,
-        types=SWEPT,
+        types=(dict.fromkeys(POINTERS, "*fp32") if wide else {}) | SWEPT,
         label=label,
         quick=quick,
         architectures=architectures,
@@ -82,10 +88,12 @@ SOLVED = {
 
 KERNELS = (
     swept("delta", (90, 100), DELTA, seen=True, value=True, initial=True, out=True, last=True),
+    swept("delta fp32", (), DELTA, wide=True, seen=True, value=True, out=True, last=True),
+    swept("ssd fp32", (), DUAL, wide=True, seen=True, value=True, out=True, last=True),
     swept("delta starts", (), DELTA, value=True, initial=True, starts=True),
     swept("delta M", (), DELTA, last=True),
     swept("ssd", (90,), DUAL, value=True, initial=True, out=True, last=True),
-    swept("ssd 256", (), TALL, value=True, initial=True, out=True, last=True),
+    swept("ssd 256", (), TALL, seen=True, value=True, initial=True, out=True, last=True),
     swept("ssd summary", (), DUAL, value=True, last=True, total=True),
     Description(
         kernel=solve_kernel,

@@ -19,6 +19,7 @@ from megatron.core.context_parallel.all_to_all import Placed
 from megatron.core.initialize import InitSpec
 from megatron.core.ops.gated_delta_rule import delta_recurrence
 from megatron.core.ops.gated_rms_norm import NORM_FIRST, gated_rms_norm
+from megatron.core.ops.joint_gradient import ProjectionSlice, slice_of
 from megatron.core.ops.recurrence_decode.reference import OutputNorm
 from megatron.core.ops.recurrence_prologue import UnitParts
 from megatron.core.ssm.choice import linear_shape
@@ -100,11 +101,13 @@ class GatedDeltaNet(RecurrentMixer):
         self.norm_weight = build.store.declare(normed, ones)
         self.output = build.row_linear(f"{name}.output", values)
 
-    def gated(self, out: Placed, gate: torch.Tensor) -> torch.Tensor:
+    def gated(self, out: Placed, gate: torch.Tensor | ProjectionSlice) -> torch.Tensor:
         """Return [s, b, H V], see `RecurrentMixer.gated`."""
+        gate, gradient = slice_of(gate)
+        heads = out.split_parts(gate).unflatten(-1, (self.parts.heads, -1))
         normed = gated_rms_norm(
             out.rows,
-            out.split_parts(gate).unflatten(-1, (self.parts.heads, -1)),
+            ProjectionSlice(heads, gradient),
             self.norm_weight.use(torch.float32),
             eps=self.epsilon,
             order=NORM_FIRST,

@@ -24,6 +24,7 @@ from megatron.core.context_parallel.all_to_all import Placed
 from megatron.core.initialize import InitSpec
 from megatron.core.ops.dispatch import accumulation_dtype
 from megatron.core.ops.gated_rms_norm import GATE_FIRST, gated_rms_norm
+from megatron.core.ops.joint_gradient import ProjectionSlice, slice_of
 from megatron.core.ops.recurrence import RecurrenceInputs
 from megatron.core.ops.recurrence_decode.reference import OutputNorm
 from megatron.core.ops.recurrence_prologue import UnitParts
@@ -100,8 +101,9 @@ class Mamba2(RecurrentMixer):
         self.norm_weight = build.store.declare(normed, ones)
         self.output = build.row_linear(f"{name}.output", inner, bias=config.bias)
 
-    def gated(self, out: Placed, gate: torch.Tensor) -> torch.Tensor:
+    def gated(self, out: Placed, gate: torch.Tensor | ProjectionSlice) -> torch.Tensor:
         """Return [s, b, H P], see `RecurrentMixer.gated`."""
+        gate, gradient = slice_of(gate)
         size = self._group_size
         if size is None or out.parts > 1 or gate.shape[-1] % size:
             joined = gate.flatten(2).flatten(0, 1)
@@ -109,7 +111,7 @@ class Mamba2(RecurrentMixer):
         else:
             normed = gated_rms_norm(
                 out.rows.flatten(2),
-                out.split_parts(gate),
+                ProjectionSlice(out.split_parts(gate), gradient),
                 self.norm_weight.use(torch.float32).view(self.units, -1),
                 eps=self.epsilon,
                 order=GATE_FIRST,

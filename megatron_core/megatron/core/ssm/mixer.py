@@ -39,6 +39,7 @@ from megatron.core.context_parallel.all_to_all import Placed, gather_heads, scat
 from megatron.core.context_parallel.layout import PagedRows
 from megatron.core.initialize import InitSpec
 from megatron.core.ops.dispatch import accumulation_dtype
+from megatron.core.ops.joint_gradient import ProjectionSlice, slice_of, split_projection
 from megatron.core.ops.recurrence import Recurrence, RecurrenceInputs
 from megatron.core.ops.recurrence_decode import counts_programs, recurrence_decode
 from megatron.core.ops.recurrence_decode.reference import DecodeMemory, OutputNorm
@@ -230,18 +231,21 @@ class RecurrentMixer(nn.Module, ABC):
         """Return [s, b, h] from hidden [s, b, h] ([s/tp, b, h] both under sequence parallelism)."""
         units = self.input(hidden).unflatten(-1, (self.units, -1))  # [s, b, u, w + r V]
         gates = self.parts.heads * self.parts.value_channels
-        travels, gate = units.split([units.shape[-1] - gates, gates], dim=-1)
+        travels, gate = split_projection(units, [units.shape[-1] - gates, gates])
         if cache is not None:
-            return self.output(self.generated(travels, gate, layout.rows_with_past, cache))
+            rows = layout.rows_with_past
+            return self.output(self.generated(travels.value, gate.value, rows, cache))
         if self.step_by_step:
-            return self.output(self._whole_rows_stepped(travels, gate, layout))
+            return self.output(self._whole_rows_stepped(travels.value, gate.value, layout))
         return self.output(self.gated(self.over_tokens(travels, layout), gate))
 
     # --- over the tokens --------------------------------------------------------------------------
 
-    def over_tokens(self, units: torch.Tensor, layout: SequenceLayout) -> Placed:
+    def over_tokens(
+        self, columns: torch.Tensor | ProjectionSlice, layout: SequenceLayout
+    ) -> Placed:
         """Return what comes out of the recurrence, of u units of r heads, from [s, b, u, w]."""
-        group = self.context.group
+        group, (units, gradient) = self.context.group, slice_of(columns)
         if group.size > 1 and self._mode(units, layout) == SEGMENTS:
             return self._in_segments(units, layout)
         part = Part(group.rank, group.size)
@@ -249,7 +253,10 @@ class RecurrentMixer(nn.Module, ABC):
         units = units if copies == 1 else self.spread(units, copies)
         source, places = scatter_heads(units, layout, group)  # [rows, u/cp, w]
         sequences = layout.whole_rows(units.shape[1]).sequences
-        inputs, _ = self._read(source, part, sequences=sequences, places=places)
+        if group.size > 1 or copies > 1:
+            gradient = None  # the source is no view of the projection
+        own = ProjectionSlice(source, gradient)
+        inputs, _ = self._read(own, part, sequences=sequences, places=places)
         out, _ = self.recur(self.recurrence, inputs, sequences)
         out = self.added(out, inputs, part).unflatten(1, (source.shape[1], -1))
         return gather_heads(out, layout, group)  # from [t, u/cp, r, V]
@@ -271,7 +278,7 @@ class RecurrentMixer(nn.Module, ABC):
 
     def _read(
         self,
-        source: torch.Tensor,
+        source: torch.Tensor | ProjectionSlice,
         part: Part,
         *,
         sequences: Sequences,
@@ -282,7 +289,7 @@ class RecurrentMixer(nn.Module, ABC):
         """Return what the recurrence reads of a share of the units, see `recurrence_prologue`."""
         return recurrence_prologue(
             source,
-            self.weights(part, source.dtype),
+            self.weights(part, slice_of(source).value.dtype),
             parts=self.parts.with_heads(self.parts.heads // self._copies(part)),
             sequences=sequences,
             places=places,
@@ -338,7 +345,7 @@ class RecurrentMixer(nn.Module, ABC):
         return (found[0] if len(found) == 1 else torch.cat(found)).unsqueeze(1)
 
     @abstractmethod
-    def gated(self, out: Placed, gate: torch.Tensor) -> torch.Tensor:
+    def gated(self, out: Placed, gate: torch.Tensor | ProjectionSlice) -> torch.Tensor:
         """Return what is projected out [s, b, H V] of what came out of the recurrence, behind norm
         and gate [s, b, u, r V]."""
 

@@ -19,7 +19,12 @@ from megatron.core.context_parallel import SequenceCut, SequenceLayout
 from megatron.core.context_parallel.layout import ContextParallel
 from megatron.core.distributed import DataParallel, DataParallelConfig
 from megatron.core.initialize import InitSpec
-from megatron.core.ops import gated_rms_norm, recurrence_by_device, recurrence_prologue
+from megatron.core.ops import (
+    gated_rms_norm,
+    joint_gradient,
+    recurrence_by_device,
+    recurrence_prologue,
+)
 from megatron.core.ops.launches import Launches
 from megatron.core.ops.recurrence_prologue import triton as kernels
 from megatron.core.process_groups import ProcessGroupCollection
@@ -110,7 +115,13 @@ def test_a_layer_of_kernels_is_the_layer_of_plain_torch(kind, name, monkeypatch)
             return "triton"
 
         monkeypatch.setattr(module, "choose", triton)
+    in_place: list[bool] = []
+    same = joint_gradient._is_same_memory
+    monkeypatch.setattr(
+        joint_gradient, "_is_same_memory", lambda x, y: in_place.append(same(x, y)) or in_place[-1]
+    )
     with nan_memory():
         found = worked(kind, layout, rows)
     assert chosen == dict.fromkeys(OPS, 1)
+    assert in_place == [True, True]  # neither slice of the projection's gradient is copied
     assert_all_close(found, wanted)

@@ -12,6 +12,7 @@ from collections.abc import Iterator
 import torch
 
 from megatron.core.ops.dispatch import accumulation_dtype, apply_function, choose
+from megatron.core.ops.joint_gradient import ProjectionSlice, slice_of
 
 #: Whether the norm or the gate comes first.
 NORM_FIRST, GATE_FIRST = "norm_first", "gate_first"
@@ -19,7 +20,7 @@ NORM_FIRST, GATE_FIRST = "norm_first", "gate_first"
 
 def gated_rms_norm(
     x: torch.Tensor,
-    gate: torch.Tensor,
+    gate: torch.Tensor | ProjectionSlice,
     weight: torch.Tensor,
     *,
     eps: float,
@@ -40,7 +41,8 @@ def gated_rms_norm(
 
     Args:
         x: [..., n], or [t, ..., n] with places; slices are read in place.
-        gate: [..., n], or [rows, ..., n] with places.
+        gate: [..., n], or [rows, ..., n] with places; of a slice of a projection the gradient is
+            written to that of the projection, if it says where that is.
         weight: [n], or [u, n] for x and gate [..., u, n].
         eps: added to the mean square.
         order: "norm_first" or "gate_first".
@@ -56,6 +58,7 @@ def gated_rms_norm(
         ValueError: shapes, dtypes or options that do not fit.
     """
     op = "gated_rms_norm"
+    gate, gradient = slice_of(gate)
     _check_shapes(op, x, gate, weight, places=places)
     if not x.is_floating_point() or not gate.is_floating_point():
         raise ValueError(f"{op}: x is {x.dtype}, gate {gate.dtype}; give floating-point tensors")
@@ -70,9 +73,8 @@ def gated_rms_norm(
     if choose(implementation, x, op) == "triton":
         from megatron.core.ops.gated_rms_norm import triton as kernels
 
-        return apply_function(
-            kernels.GatedRmsNorm, x, gate, weight, eps, order == GATE_FIRST, size, places
-        )
+        call = kernels.NormCall(eps, order == GATE_FIRST, size, gradient)
+        return apply_function(kernels.GatedRmsNorm, x, gate, weight, places, call)
     options = {"eps": eps, "gate_first": order == GATE_FIRST, "size": size}
     return _in_torch(x, gate, weight, places=places, **options)
 

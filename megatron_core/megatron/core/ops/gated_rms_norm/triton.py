@@ -17,8 +17,9 @@ import torch
 import triton
 import triton.language as tl
 
+from megatron.core.ops.joint_gradient import GradientSlice
 from megatron.core.ops.launches import Launches
-from megatron.core.ops.rows import RowSteps, row_tile
+from megatron.core.ops.rows import Rows, RowSteps, row_tile
 
 
 @triton.jit
@@ -146,6 +147,7 @@ def gated_norm_backward_kernel(
     GATE_STEP: tl.constexpr,
     GATE_FIRST: tl.constexpr,
     HAS_PLACES: tl.constexpr,
+    JOINT: tl.constexpr,
     AHEAD: tl.constexpr,
     ROWS: tl.constexpr,
     FEATURES: tl.constexpr,
@@ -187,6 +189,8 @@ def gated_norm_backward_kernel(
             d_x = rstd * (pull - normal * mean[:, None])
             d_gate = grad * normal * weight[None, :] * slope
         target = d_gate_ptr + place
+        if JOINT:  # a slice as the gate is one
+            target = d_gate_ptr + start[:, None] + columns[None, :]
         tl.store(target, d_gate.to(d_gate_ptr.dtype.element_ty), mask=live[:, None] & inside)
         target = d_x_ptr + x_row.to(tl.int64)[:, None] * features + columns[None, :]
         tl.store(target, d_x.to(d_x_ptr.dtype.element_ty), mask=seen)
@@ -195,12 +199,43 @@ def gated_norm_backward_kernel(
     tl.store(target, total, mask=columns < features)
 
 
+@dataclass(frozen=True)
+class NormCall:
+    """What the autograd function is told beside tensors.
+
+    Args:
+        eps, gate_first: of the op.
+        size: features that are normalised together.
+        gradient: where that of the gate goes; None is a tensor of its own.
+    """
+
+    eps: float
+    gate_first: bool
+    size: int
+    gradient: GradientSlice | None
+
+    def joint_rows(self, gate: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor] | None:
+        """Return memory of the gate's gradient in that of its projection, and the base of its rows,
+        which begin where the gate's do; None where it has no such memory."""
+        found = None if self.gradient is None else self.gradient.for_strides_of(gate)
+        if found is None:
+            return None
+        groups, gates = (x.unflatten(-1, (-1, self.size)) for x in (found, gate))
+        if Rows.of(groups).tensor is not groups:
+            return None
+        steps, wanted = RowSteps.of(groups), RowSteps.of(gates)
+        if (steps.places, steps.step) != (wanted.places, wanted.step):
+            return None
+        return found, steps.base
+
+
 class GatedRmsNorm(torch.autograd.Function):
     """Forward, dgrad and wgrad as in `reference.GatedRmsNorm`, with the way to x in the loads.
     Saves x, gate, w, the places and one number a group."""
 
     @staticmethod
-    def forward(ctx, x, gate, weight, eps, gate_first, size, places):
+    def forward(ctx, x, gate, weight, places, call: NormCall):
+        size = call.size
         rows = _Rows.of(x, gate, weight, places, size)
         y = torch.empty(gate.shape, dtype=x.dtype, device=x.device)
         shape = (*gate.shape[:-1], gate.shape[-1] // size)
@@ -213,45 +248,52 @@ class GatedRmsNorm(torch.autograd.Function):
                 rstd,
                 rows.count,
                 *rows.sizes,
-                eps,
+                call.eps,
                 **rows.constants,
-                GATE_FIRST=gate_first,
+                GATE_FIRST=call.gate_first,
                 **launch,
             )
         ctx.save_for_backward(x, gate, weight, rstd, places)
-        ctx.gate_first, ctx.size = gate_first, size
+        ctx.call = call
         return y
 
     @staticmethod
     def backward(ctx, grad):
         x, gate, weight, rstd, places = ctx.saved_tensors
-        rows = _Rows.of(x, gate, weight, places, ctx.size)
-        d_x, d_gate = (torch.empty(z.shape, dtype=z.dtype, device=z.device) for z in (x, gate))
+        call: NormCall = ctx.call
+        rows = _Rows.of(x, gate, weight, places, call.size)
+        d_x = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+        joint = None if rows is None else call.joint_rows(gate)
+        if joint is None:
+            d_gate = base = torch.empty(gate.shape, dtype=gate.dtype, device=gate.device)
+        else:
+            d_gate, base = joint
         if rows is None:
-            return d_x, d_gate, torch.zeros_like(weight), None, None, None, None
-        launch = row_tile(BACKWARD, x, ctx.size)
+            return d_x, d_gate, torch.zeros_like(weight), None, None
+        launch = row_tile(BACKWARD, x, call.size)
         programs = min(
             triton.cdiv(rows.count, launch["ROWS"]), triton.cdiv(BACKWARD_PROGRAMS, rows.weights)
         )
         partial = torch.empty(
-            (programs, rows.weights, ctx.size), dtype=torch.float32, device=x.device
+            (programs, rows.weights, call.size), dtype=torch.float32, device=x.device
         )
         gated_norm_backward_kernel[(programs * rows.weights,)](
             *rows.tensors,
             rstd,
             grad.contiguous(),
             d_x,
-            d_gate,
+            base,
             partial,
             rows.count,
             programs,
             *rows.sizes,
             **rows.constants,
-            GATE_FIRST=ctx.gate_first,
+            GATE_FIRST=call.gate_first,
+            JOINT=joint is not None,
             **launch,
         )
         d_weight = partial.sum(0).view(weight.shape).to(weight.dtype)
-        return d_x, d_gate, d_weight, None, None, None, None
+        return d_x, d_gate, d_weight, None, None
 
 
 @dataclass(frozen=True)

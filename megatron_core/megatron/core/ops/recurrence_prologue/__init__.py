@@ -20,6 +20,7 @@ from __future__ import annotations
 import torch
 
 from megatron.core.ops.dispatch import choose
+from megatron.core.ops.joint_gradient import ProjectionSlice, slice_of
 from megatron.core.ops.recurrence import RecurrenceInputs
 from megatron.core.ops.recurrence_prologue import reference
 from megatron.core.ops.recurrence_prologue.reference import (
@@ -36,7 +37,7 @@ MOST_TAPS, MOST_KEYS = 4, 1024
 
 
 def recurrence_prologue(
-    source: torch.Tensor,
+    source: torch.Tensor | ProjectionSlice,
     weights: PrologueWeights,
     *,
     parts: UnitParts,
@@ -51,7 +52,8 @@ def recurrence_prologue(
     Inside all is in fp32; fp64 stays fp64. Backward saves the arguments alone.
 
     Args:
-        source: [n, u, w], rows of tokens; may be a slice of the last dimension.
+        source: [n, u, w], rows of tokens; may be a slice of the last dimension, whose gradient is
+            then written to that of the projection, if it says where that is.
         weights: of the convolution and of the gates.
         parts: what the w columns are.
         sequences: where those of the t packed tokens begin and end.
@@ -71,6 +73,8 @@ def recurrence_prologue(
         ValueError: shapes that do not fit, or a forced implementation that cannot take them.
     """
     op = "recurrence_prologue"
+    columns = slice_of(source)
+    source = columns.value
     require_sequences(op, sequences)
     check_features(op, source, weights, parts)
     if places is None:
@@ -91,7 +95,7 @@ def recurrence_prologue(
     if _chosen(implementation, source, width, parts) == "triton":
         from megatron.core.ops.recurrence_prologue import triton
 
-        return triton.prologue(source, weights, keeps_last=keeps_last, **call)
+        return triton.prologue(columns, weights, keeps_last=keeps_last, **call)
     inputs, last = reference.prologue(source, weights, **call)
     return inputs, last.detach() if keeps_last else None
 

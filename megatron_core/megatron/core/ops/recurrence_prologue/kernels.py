@@ -472,6 +472,16 @@ def differentiate_token(
     return pulls, sums
 
 
+@triton.jit
+def unit_columns(pointer, unit, units, strides, COLUMNS: tl.constexpr, JOINT: tl.constexpr):
+    """Return where a unit's columns of the source's gradient begin and how far rows are apart: as
+    in the source, in the joint gradient of a projection; else without gaps."""
+    if JOINT:
+        return pointer + unit * strides[0], strides[1]
+    else:
+        return pointer + unit * COLUMNS, units.to(tl.int64) * COLUMNS
+
+
 @triton.jit(do_not_specialize=["tokens", "units", "shares"])
 def prologue_backward_kernel(
     source_ptr,
@@ -515,6 +525,7 @@ def prologue_backward_kernel(
     HAS_STRENGTHS: tl.constexpr,
     NORMALISED: tl.constexpr,
     ALIGN: tl.constexpr,
+    JOINT: tl.constexpr,
     SECTIONS: tl.constexpr,
     BLOCK: tl.constexpr,
     LANES: tl.constexpr,
@@ -531,10 +542,10 @@ def prologue_backward_kernel(
     share = program // SECTIONS // units
     CHANNELS: tl.constexpr = 2 * KEYS + VALUES
     COLUMNS: tl.constexpr = CHANNELS + (2 * HEADS if HAS_STRENGTHS else HEADS)
-    source_ptr += unit * (unit_stride * ALIGN)
     stride = row_stride * ALIGN
-    d_source_ptr += unit * COLUMNS
-    d_stride = units.to(tl.int64) * COLUMNS
+    own = (unit_stride * ALIGN, stride)
+    d_source_ptr, d_stride = unit_columns(d_source_ptr, unit, units, own, COLUMNS, JOINT)
+    source_ptr += unit * (unit_stride * ALIGN)
     if section == SECTIONS - 1:
         differentiate_gates(
             source_ptr,

@@ -15,6 +15,7 @@ import triton
 
 from megatron.core.ops.causal_conv1d import Borders
 from megatron.core.ops.dispatch import apply_function
+from megatron.core.ops.joint_gradient import GradientSlice, ProjectionSlice
 from megatron.core.ops.launches import Launches
 from megatron.core.ops.recurrence import RecurrenceInputs
 from megatron.core.ops.recurrence_prologue.kernels import (
@@ -85,7 +86,7 @@ BACKWARD = Launches(
 
 
 def prologue(
-    source: torch.Tensor,
+    source: ProjectionSlice,
     weights: PrologueWeights,
     *,
     parts: UnitParts,
@@ -95,19 +96,22 @@ def prologue(
     keeps_last: bool,
 ) -> tuple[RecurrenceInputs, torch.Tensor | None]:
     """Return (inputs, last) of packed tokens, as `recurrence_prologue` does."""
-    call = _PrologueCall(parts, sequences, places, weights.weight.shape[-1])
-    inputs = RecurrenceInputs(*apply_function(_Prologue, call, source, initial, *weights))
-    return inputs, call.last_rows(source.detach(), initial) if keeps_last else None
+    rows, gradient = source
+    call = _PrologueCall(parts, sequences, places, weights.weight.shape[-1], gradient)
+    inputs = RecurrenceInputs(*apply_function(_Prologue, call, rows, initial, *weights))
+    return inputs, call.last_rows(rows.detach(), initial) if keeps_last else None
 
 
 @dataclass(frozen=True)
 class _PrologueCall:
-    """What the autograd function is told beside tensors; `width` is W."""
+    """What the autograd function is told beside tensors; `width` is W, `gradient` where that of the
+    source goes."""
 
     parts: UnitParts
     sequences: Sequences
     places: Places | None
     width: int
+    gradient: GradientSlice | None
 
     def maps(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Return [t] of each token: its row, its number in its sequence, and that one's."""
@@ -252,7 +256,10 @@ class _Prologue(torch.autograd.Function):
         source, initial, *weights = ctx.saved_tensors
         taps, bias, rates, step_bias = weights
         units, tokens, parts = source.shape[1], call.sequences.tokens, call.parts
-        d_source = torch.empty(source.shape, dtype=source.dtype, device=source.device)
+        d_source = None if call.gradient is None else call.gradient.for_strides_of(source)
+        joint = d_source is not None
+        if d_source is None:
+            d_source = torch.empty(source.shape, dtype=source.dtype, device=source.device)
         if call.places is not None:
             call.places.zero_padding(d_source)
         d_initial = None if initial is None else torch.zeros_like(initial)
@@ -284,6 +291,7 @@ class _Prologue(torch.autograd.Function):
                 EPSILON,
                 *parts.limits,
                 **constants,
+                JOINT=joint,
                 **launch,
             )
         return None, d_source, d_initial, *_summed(convolution, gates, weights)

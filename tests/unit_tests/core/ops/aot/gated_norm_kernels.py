@@ -29,7 +29,7 @@ def gated_norms(features: int, *, gate_first: bool, quick: tuple[int, ...]):
         ),
         Description(
             kernel=gated.gated_norm_backward_kernel,
-            launch=constants | rows_of(gated.BACKWARD, features),
+            launch=constants | {"JOINT": True} | rows_of(gated.BACKWARD, features),
             types=types | {"partial_ptr": "*fp32"},
             divisible=("features",),
             label=str(features),

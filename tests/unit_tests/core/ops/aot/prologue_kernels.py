@@ -46,7 +46,7 @@ def described(constants: dict, label: str, quick: tuple[int, ...]) -> tuple[Desc
         ),
         Description(
             kernel=prologue_backward_kernel,
-            launch=constants | BACKWARD,
+            launch=constants | {"JOINT": True} | BACKWARD,
             types=MAPS | NUMBERS | GRADIENTS,
             divisible=("row_stride",),
             label=label,

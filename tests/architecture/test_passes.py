@@ -6,8 +6,12 @@ import dataclasses
 import pytest
 import torch
 
-from tools.bench.gpu_train import LLAMA_1_3B
+from megatron.core.ssm import GatedDeltaNetConfig
+from tools.bench import gpu_hybrid
 from tools.bench.passes import LaunchTape, count
+from tools.bench.shapes import Shape
+
+DELTA = GatedDeltaNetConfig(num_key_heads=2, num_value_heads=4, key_channels=64, value_channels=64)
 
 
 def traffic_of(function, *shapes, dtype=torch.float32):
@@ -40,10 +44,66 @@ def test_bytes_of_operations(function, shapes, expected):
     assert traffic_of(function, *shapes) == expected
 
 
-def test_bytes_of_a_layer_are_those_of_its_tensors():
-    one, two = (count(dataclasses.replace(LLAMA_1_3B, layers=n)).backward for n in (1, 2))
-    found = sum(x.traffic for x in two) - sum(x.traffic for x in one)
-    assert found > 0
-    added = len(two) - len(one)
-    # 4 products with 3 passes each, 2 norms, rotation, gate, attention: both ways each.
-    assert added >= 12 + 4 + 2 + 2 + 2
+SHAPE = Shape(
+    layers=1, hidden=256, ffn=704, heads=4, kv_heads=2, vocabulary=512, batch=2, sequence=128
+)
+
+
+def grown(counts):
+    """Return what one period of layers more launches, by name: (launches, bytes)."""
+    found = {}
+    for count_, sign in zip(counts, (-1, 1), strict=True):
+        for launch in count_.backward:
+            number, traffic = found.get(launch.name, (0, 0))
+            found[launch.name] = number + sign, traffic + sign * launch.traffic
+    return {name: pair for name, pair in found.items() if pair[0]}
+
+
+def test_a_llama_layer_passes_over_each_tensor_once():
+    """No copy, cast or concatenation: what is launched is in the closed form below."""
+    found = grown([count(dataclasses.replace(SHAPE, layers=n)) for n in (1, 2)])
+    tokens, head = SHAPE.tokens, SHAPE.hidden // SHAPE.heads
+    row = 2 * tokens  # bytes of one feature of all tokens in bf16
+    hidden, ffn = row * SHAPE.hidden, row * SHAPE.ffn
+    query, key = row * head * SHAPE.heads, row * head * SHAPE.kv_heads
+    table = 2 * 4 * SHAPE.sequence * head // 2
+    weight, statistics = 2 * SHAPE.hidden, 4 * tokens
+    expected = {
+        "rms_norm_forward_kernel": (2, 2 * (4 * hidden + weight + statistics)),
+        "rope_kernel": (1, 2 * (query + key) + table),
+        "join_heads_kernel": (1, 2 * (query + 2 * key) + table),
+        "gated_forward_kernel": (1, 3 * ffn),
+        "gated_backward_kernel": (1, 5 * ffn),
+        "_scaled_dot_product_cudnn_attention": (1, 0),
+        "_scaled_dot_product_cudnn_attention_backward": (1, 0),
+        "mm": (12, 0),
+    }
+    assert {name: found.pop(name) for name in expected} == expected
+    # The weight gradients of norms: addends of their programs, summed into the slot.
+    assert found.keys() == {"rms_norm_backward_kernel", "sum"}
+    addends = sum(traffic for _, traffic in found.values())
+    rest = addends - 2 * (4 * hidden + weight + statistics)
+    assert 0 < rest <= 2 * (2 * tokens + 1) * 4 * SHAPE.hidden
+
+
+def test_a_hybrid_period_concatenates_no_gradients():
+    config = gpu_hybrid.config_of(SHAPE, DELTA, "G-")
+    found = grown(
+        [
+            count(
+                dataclasses.replace(SHAPE, layers=n),
+                dataclasses.replace(config, num_layers=2 * n, pattern="G-" * n),
+            )
+            for n in (1, 2)
+        ]
+    )
+    assert not found.keys() & {"cat", "stack", "zeros", "add", "mul"}
+    row, heads = 2 * SHAPE.tokens, DELTA.num_value_heads
+    values = row * heads * DELTA.value_channels
+    sources = row * DELTA.num_key_heads * 2 * DELTA.key_channels + values + 2 * row * heads
+    # Rows, gradients of what was made of them (two of heads in fp32), gradients of rows; and small
+    # ones: weights, maps of tokens, addends of weights.
+    assert found["prologue_backward_kernel"][0] == 1
+    assert 3 * sources < found["prologue_backward_kernel"][1] < 4 * sources
+    assert found["gated_norm_backward_kernel"][0] == 1
+    assert 5 * values < found["gated_norm_backward_kernel"][1] < 6 * values

@@ -11,7 +11,7 @@ import torch
 from megatron.core.ops.linear_cross_entropy import chunk_gradient_, chunk_statistics
 from megatron.core.ops.permutation import Permutation, sum_rows, take_rows
 from megatron.core.ops.rmsnorm import rms_norm
-from megatron.core.ops.rope import Rotation, apply_rope, rotary_table, split_heads
+from megatron.core.ops.rope import HeadRotation, apply_rope, rotary_table, split_heads
 from megatron.core.ops.swiglu import gated
 from tests.support.closeness import assert_close_by_metric
 from tests.support.gpu_agreement import BOUND, DTYPES, agree, made, sized
@@ -72,7 +72,7 @@ def test_rope_of_a_part_of_heads_in_a_projection(device, dtype, interleaved, hea
 def test_heads_of_a_projection_share_one_gradient(device, dtype, gates):
     sizes = [QUERIES, KEYS, KEYS] + [gates] * bool(gates)
     table = rotary_table(torch.arange(SEQUENCE, device=device), dim=FEATURES)
-    split = partial(split_heads, sizes=sizes, rotation=Rotation(*table))
+    split = partial(split_heads, sizes=sizes, rotation=HeadRotation(*table))
     x = made(device, SEQUENCE, BATCH, sum(sizes), FEATURES)
     agree(split, (x,), dtype)
     x = x.to(dtype).requires_grad_()

@@ -32,8 +32,8 @@ from megatron.core.context_parallel.layout import ContextParallel, PagedRows, co
 from megatron.core.initialize import InitSpec
 from megatron.core.ops.dropout import AttentionDropout, dropout_key
 from megatron.core.ops.rope import (
+    HeadRotation,
     RopeScaling,
-    Rotation,
     apply_rope,
     inverse_frequencies,
     split_heads,
@@ -213,9 +213,9 @@ class RopeTable:
     interleaved: bool
 
     @property
-    def rotation(self) -> Rotation:
+    def rotation(self) -> HeadRotation:
         """The table, as `split_heads` takes it."""
-        return Rotation(self.cos, self.sin, self.interleaved)
+        return HeadRotation(self.cos, self.sin, self.interleaved)
 
     def rotate(self, x: torch.Tensor) -> torch.Tensor:
         """Return heads [s, b, n, d] rotated by the positions of their tokens."""

@@ -32,7 +32,7 @@ from megatron.core.ops.permutation import Permutation, sum_rows, take_rows
 from megatron.core.ops.permutation import triton as permutation_triton
 from megatron.core.ops.rmsnorm import rms_norm
 from megatron.core.ops.rmsnorm import triton as rmsnorm_triton
-from megatron.core.ops.rope import Rotation, apply_rope, rotary_table, split_heads
+from megatron.core.ops.rope import HeadRotation, apply_rope, rotary_table, split_heads
 from megatron.core.ops.rope import triton as rope_triton
 from megatron.core.ops.swiglu import gated
 from megatron.core.ops.swiglu import triton as swiglu_triton
@@ -184,7 +184,7 @@ def test_heads_of_a_projection(make, interleaved, features, rotated, gates, monk
     x = make(7, 2, 4 + 2 + 2 + gates, features)
     positions = torch.stack([torch.arange(7) + 3, torch.arange(7) * 2], -1)
     sizes = [4, 2, 2] + [4] * bool(gates)
-    rotation = Rotation(*rotary_table(positions, dim=rotated), interleaved) if rotated else None
+    rotation = HeadRotation(*rotary_table(positions, dim=rotated), interleaved) if rotated else None
     frequencies = 10000.0 ** (-torch.arange(0, rotated, 2) / max(rotated, 1))
     angles = (positions[..., None].double() * frequencies)[:, :, None]
 

@@ -17,7 +17,7 @@ from megatron.core.ops.linear_cross_entropy import (
     linear_cross_entropy,
 )
 from megatron.core.ops.rmsnorm import rms_norm
-from megatron.core.ops.rope import Rotation, apply_rope, rotary_table, split_heads
+from megatron.core.ops.rope import HeadRotation, apply_rope, rotary_table, split_heads
 from megatron.core.ops.swiglu import activate, gated
 from tests.support.closeness import assert_close_by_metric
 from tests.unit_tests.core.ops.formulas import (
@@ -170,7 +170,7 @@ def test_heads_of_a_projection(make, dtype, interleaved, features, rotated, gate
     x = make(7, 2, 4 + 2 + 2 + gates, features)
     positions = torch.stack([torch.arange(7) + 3, torch.arange(7) * 2], -1)
     sizes = [4, 2, 2] + [4] * bool(gates)
-    rotation = Rotation(*rotary_table(positions, dim=rotated), interleaved) if rotated else None
+    rotation = HeadRotation(*rotary_table(positions, dim=rotated), interleaved) if rotated else None
     frequencies = 10000.0 ** (-torch.arange(0, rotated, 2) / max(rotated, 1))
     angles = (positions[..., None].double() * frequencies)[:, :, None]
 

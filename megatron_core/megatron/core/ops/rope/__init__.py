@@ -19,8 +19,8 @@ import torch
 from megatron.core.ops.dispatch import accumulation_dtype, choose
 
 __all__ = [
+    "HeadRotation",
     "RopeScaling",
-    "Rotation",
     "apply_rope",
     "inverse_frequencies",
     "rotary_table",
@@ -29,7 +29,7 @@ __all__ = [
 ]
 
 
-class Rotation(NamedTuple):
+class HeadRotation(NamedTuple):
     """How heads rotate.
 
     Args:
@@ -83,7 +83,7 @@ def apply_rope(
 def split_heads(
     projection: torch.Tensor,
     sizes: Sequence[int],
-    rotation: Rotation | None,
+    rotation: HeadRotation | None,
     *,
     implementation: str | None = None,
 ) -> tuple[torch.Tensor, ...]:
@@ -338,7 +338,7 @@ class SplitHeads(torch.autograd.Function):
 def _split_heads(
     projection: torch.Tensor,
     sizes: Sequence[int],
-    rotation: Rotation | None,
+    rotation: HeadRotation | None,
     rotate: Callable[..., torch.Tensor],
 ) -> tuple[torch.Tensor, ...]:
     """Return the parts of a projection [s, b, m, d], see `split_heads`."""

@@ -74,21 +74,17 @@ class LaunchTape(TorchDispatchMode):
 
     Attributes:
         launches: in order.
-        host_reads: operations that gave the host a value.
     """
 
     def __init__(self) -> None:
         super().__init__()
         self.launches: list[Launch] = []
-        self.host_reads = 0
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         kwargs, name = kwargs or {}, func.overloadpacket.__name__
-        if name == "_local_scalar_dense":
-            self.host_reads += 1
+        if name == "_local_scalar_dense" and args[0].is_meta:
             return 1.0
         if name == "_to_copy" and str(kwargs.get("device")) == "cpu" and args[0].is_meta:
-            self.host_reads += 1
             return torch.ones(args[0].shape, dtype=kwargs.get("dtype") or args[0].dtype)
         results = func(*args, **kwargs)
         views = any(r.alias_info and not r.alias_info.is_write for r in func._schema.returns)
@@ -196,12 +192,10 @@ class Counts:
     Args:
         backward: forward and backward, in order.
         update: the rest of the step.
-        host_reads: of a step.
     """
 
     backward: tuple[Launch, ...]
     update: tuple[Launch, ...]
-    host_reads: int
 
     def launches(self, *, triton: bool) -> int:
         """Return how many launches of a step are Triton's, or torch's."""
@@ -220,11 +214,11 @@ def count(shape: Shape, config: GPTConfig | None = None) -> Counts:
             before_update=lambda: before.append(len(tape.launches)),
         )
         step()
-        start, reads = len(tape.launches), tape.host_reads
+        start = len(tape.launches)
         step()
     launches = tuple(tape.launches[start:])
     split = before[-1] - start
-    return Counts(launches[:split], launches[split:], tape.host_reads - reads)
+    return Counts(launches[:split], launches[split:])
 
 
 def llama(layers: int, batch: int) -> Counts:
@@ -281,7 +275,7 @@ def main() -> int:
         print(
             f"{name}: {traffic / 1e6:,.0f} MB a layer, forward and backward; a step of 24 layers: "
             f"{step.launches(triton=False)} launches of torch, {step.launches(triton=True)} of "
-            f"Triton, {step.host_reads} host reads"
+            "Triton"
         )
         if options.each:
             for operation, found in by_name.most_common():

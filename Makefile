@@ -10,6 +10,7 @@
 #   GPU_FLAGS="--stages tests decode" part of the suite   GPU_FLAGS=--rehearse   tiny, on a CPU
 #   GPU_COMPILE_FLAGS="--part 1/3" a part; --only attention: some kernels
 #   NULL_FLAGS="--only steps"    parts of the run over the null CUDA device, see tools/nullcuda
+#   GPUS=2                       GPUs without which make functional-gpu fails, else 1
 #   SOAK_FLAGS="--kills 20 --seed 7"   how many kills, and which
 
 PYTHON ?=
@@ -24,6 +25,7 @@ BENCH_FLAGS ?=
 GPU_COMPILE_FLAGS ?=
 NULL_FLAGS ?=
 SOAK_FLAGS ?=
+GPUS ?= 1
 
 # Seconds after which a test of the night hangs; those of every change have 120 (pyproject.toml).
 NIGHT_TIMEOUT := 600
@@ -37,13 +39,13 @@ SOURCES := megatron_core megatron tests tools experimental
 export PYTHONDONTWRITEBYTECODE :=
 
 .DEFAULT_GOAL := help
-.PHONY: help venv pretrain lint dead format test test-all te-newest status parity gpu gpu-compile bench soak coverage
-.PHONY: gpu-null gpu-cache
+.PHONY: help venv pretrain lint dead format test test-all te-newest status parity gpu functional-gpu bench soak coverage
+.PHONY: gpu-compile gpu-null gpu-cache
 
 help: ## list the targets
 	@echo "Targets (each sets itself up on a fresh machine with Python 3.11 or 3.12):"
 	@sed -n 's/^\([a-z-]*\):.*## /\1\t/p' Makefile | while IFS="$$(printf '\t')" read -r name what; \
-		do printf '  make %-10s %s\n' "$$name" "$$what"; done
+		do printf '  make %-14s %s\n' "$$name" "$$what"; done
 
 $(STAMP): constraints.txt pyproject.toml megatron_core/pyproject.toml tools/make_venv.sh
 	@PYTHON='$(PYTHON)' TORCH_VERSION='$(TORCH_VERSION)' TORCH_INDEX='$(TORCH_INDEX)' \
@@ -117,6 +119,11 @@ gpu-null: ## GPU tests, benches and measured steps on a CUDA device that compute
 gpu-cache: ## Triton kernels compiled for sm_90, in build/nullcuda/triton-cache.tar.xz; no GPU needed
 	@NULLCUDA_PYTHON='$(PYTHON)' $(or $(PYTHON),python3) -m tools.nullcuda \
 		--cache build/nullcuda/triton-cache.tar.xz $(NULL_FLAGS)
+
+functional-gpu: ## tests of whole runs and parity by the machine's own Python, a GPU a rank; GPUS=2 needs two
+	@echo "functional-gpu: pytest --device cuda, tests marked gpus"
+	@$(or $(PYTHON),python3) -m pytest tests/functional_tests tests/parity --device cuda --gpus $(GPUS) \
+		--timeout $(NIGHT_TIMEOUT) $(PYTEST_FLAGS) -m "not slow"
 
 bench: $(STAMP) ## every benchmark, in one table
 	@$(PY) -m tools.bench $(BENCH_FLAGS)

@@ -62,6 +62,9 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         default="cpu",
         help="of the ranks that tests start; cuda runs those marked gpus, a GPU for every rank",
     )
+    parser.addoption(
+        "--gpus", metavar="N", type=int, default=1, help="GPUs without which --device cuda fails"
+    )
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -76,6 +79,6 @@ def pytest_configure(config: pytest.Config) -> None:
     if config.getoption("--device") == "cuda":
         from tests.support.gpu_tests import GpuTests  # imports torch
 
-        config.pluginmanager.register(GpuTests(), "gpu-tests")
+        config.pluginmanager.register(GpuTests(config.getoption("--gpus")), "gpu-tests")
     if not is_worker:
         config.pluginmanager.register(FolderSeconds(), "folder-seconds")

@@ -19,7 +19,7 @@ from tools import gpu
 ROOT = Path(__file__).resolve().parents[2]
 WORKFLOWS = ROOT / ".github/workflows"
 JOBS = {"lint", "unit-cpu", "dist-cpu", "functional-cpu", "wheel", "gpu"}
-GPU_JOBS = {"unit-gpu", "functional-gpu"}
+GPU_JOBS = {"unit-gpu", "functional-gpu", "bench-gpu"}
 
 
 def workflow(name: str) -> dict:
@@ -65,7 +65,7 @@ def test_gpu_jobs_wait_for_the_queue_or_a_label() -> None:
 
 
 def test_gpu_jobs_fail_where_no_gpu_runs_them(tmp_path: Path) -> None:
-    """Each runs the suite by the Python that `make venv` fills, and that suite needs a GPU.
+    """Each runs its tests by the Python that `make venv` fills, and these need a GPU.
 
     The command of each job is run here with a torch that sees no GPU, and with no torch.
     """
@@ -87,7 +87,22 @@ def test_gpu_jobs_fail_where_no_gpu_runs_them(tmp_path: Path) -> None:
                 text=True, timeout=60,
             )  # fmt: skip
             assert done.returncode != 0, (name, python, done.stdout)
-            assert "GPU" in done.stderr, (name, python, done.stderr)
+            missing = "pytest" if "functional" in suite and python != sys.executable else "GPU"
+            assert missing in done.stderr, (name, python, done.stderr)
+
+
+def test_every_night_runs_ranks_on_two_gpus() -> None:
+    """On a machine with that label; a session that sees fewer fails, instead of skipping them."""
+    job = workflow("nightly.yml")["jobs"]["two-gpus"]
+    assert job["runs-on"] == ["self-hosted", "linux", "two-gpus"]
+    assert job["env"] == {"TORCH_INDEX": ""}, "the torch of the other jobs is built for CPUs"
+    (setup, suite) = [step["run"] for step in job["steps"] if "run" in step]
+    assert setup == "make venv"
+    assert suite == "make functional-gpu GPUS=2 PYTHON=.venv/bin/python"
+    dry = subprocess.run(
+        ["make", "-n", *suite.split()[1:]], cwd=ROOT, capture_output=True, text=True, timeout=60
+    )
+    assert "--device cuda --gpus 2" in dry.stdout
 
 
 def group_of(parsed: dict, number: int, label: str | None, event: str = "pull_request") -> str:
@@ -117,8 +132,9 @@ def test_only_newer_commits_cancel_a_run() -> None:
 def test_every_night_runs_these_jobs() -> None:
     nightly = workflow("nightly.yml")
     tested = {"test-all", "parity", "coverage", "torch-2-10"}
-    without_gpus = {"gpu-compile", "gpu-null"}
-    assert set(nightly["jobs"]) == tested | without_gpus | {"status", "soak", "te-newest"}
+    without_gpus, with_gpus = {"gpu-compile", "gpu-null"}, {"two-gpus"}
+    others = {"status", "soak", "te-newest"}
+    assert set(nightly["jobs"]) == tested | without_gpus | with_gpus | others
     assert "schedule" in nightly["on"]
     for name in tested:
         (command,) = [s["run"] for s in nightly["jobs"][name]["steps"] if "run" in s]

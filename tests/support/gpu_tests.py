@@ -2,7 +2,8 @@
 """pytest --device cuda: tests that carry the mark gpus run with a GPU for every rank, over NCCL.
 
 `gpus(2)` says how many GPUs a test needs, `gpus("world")` which of its parameters says it. Tests
-without the mark are deselected, those that need more GPUs than there are skipped.
+without the mark are deselected, those that need more GPUs than there are skipped. `--gpus 2` ends
+the session where there are fewer, which would skip what it is for.
 """
 
 from __future__ import annotations
@@ -15,14 +16,19 @@ from tests.support import ranks
 class GpuTests:
     """Choose the tests of a session on GPUs.
 
+    Args:
+        least: how many GPUs the session is for.
+
     Raises:
-        pytest.UsageError: torch sees no GPU.
+        pytest.UsageError: torch sees fewer.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, least: int = 1) -> None:
         self.count = ranks.gpu_count()
         if not self.count:
             raise pytest.UsageError("--device cuda: torch sees no GPU")
+        if self.count < least:
+            raise pytest.UsageError(f"--gpus {least}: torch sees {self.count} of them")
         ranks.DEVICES.append("cuda")
 
     def pytest_unconfigure(self) -> None:

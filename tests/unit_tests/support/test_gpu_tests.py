@@ -73,12 +73,16 @@ def test_runs_of_the_entry_points_take_gpus_too(two_gpus: GpuTests) -> None:
     assert words[words.index("--device") + 1] == "cuda"
 
 
-def test_a_session_on_gpus_without_any_is_refused() -> None:
+@pytest.mark.parametrize(
+    ("count", "least", "line"),
+    [(0, 1, "--device cuda: torch sees no GPU"), (1, 2, "--gpus 2: torch sees 1 of them")],
+)
+def test_a_session_with_too_few_gpus_is_refused(count: int, least: int, line: str) -> None:
     with (
-        mock.patch.object(ranks, "gpu_count", return_value=0),
-        pytest.raises(pytest.UsageError, match=r"^--device cuda: torch sees no GPU$"),
+        mock.patch.object(ranks, "gpu_count", return_value=count),
+        pytest.raises(pytest.UsageError, match=f"^{line}$"),
     ):
-        GpuTests()
+        GpuTests(least)
     assert ranks.DEVICES == ["cpu"]
 
 

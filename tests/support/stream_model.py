@@ -10,8 +10,9 @@ program whose waits suffice computes the same bits in every interleaving.
   one runs only what somebody waits for.
 - Memory belongs to the stream that allocated it, as in torch's caching allocator: once nobody
   holds a tensor, later work of that stream may have its memory at once, and does: it writes
-  poison there. Nothing else delays it but `record_use`. New memory is what an earlier tensor of
-  that stream had, so poison is written there as well, in the order of that stream.
+  poison there, which `check_freed` looks for at the end. Nothing else delays it but `record_use`.
+  New memory is what an earlier tensor of that stream had, so poison is written there as well, in
+  the order of that stream.
 - A collective runs on a stream of its communicator, which waits for the current one when it starts.
   Its output is poison from its beginning to its end. The peers send what this rank sends, so one
   process plays a rank of many; what a message brings depends on its number alone.
@@ -68,6 +69,8 @@ READS = {
 #: Ops that change what a tensor is, not what its memory holds.
 METADATA = {aten.resize_, aten.set_, aten.detach_, aten.as_strided_, aten.t_, aten.transpose_}
 EMPTY = {aten.empty, aten.empty_strided, aten.empty_like, aten.new_empty, aten.new_empty_strided}
+#: What memory holds that is free: NaN of every dtype, and numbers that are no index.
+FREED = 0xFF
 #: Seldom enough to let one stream run far ahead of another.
 CHANGE = 1 / 200
 #: Modules that move tensors for others: a collective that is waited for in there is their caller's.
@@ -195,6 +198,7 @@ class StreamModel(TorchDispatchMode):
         self._messages = 0
         self._streams: list[LateStream] = []
         self._blocks: dict[int, _Block] = {}
+        self._freed: list[_Block] = []
         self._shapes: dict[Any, Any] = {}
         self._running = False
         # Another thread may wait while this one goes on; collecting garbage frees tensors anywhere.
@@ -326,6 +330,12 @@ class StreamModel(TorchDispatchMode):
         while busy := [s.last for s in self._streams if s.queue]:
             self.run_until(busy[0] if self.random is None else self.random.choice(busy))
 
+    def check_freed(self) -> None:
+        """Run everything, then raise RuntimeError if memory was written after it was free."""
+        self.run_all()
+        if not all(bool((block.bytes == FREED).all()) for block in self._freed):
+            raise RuntimeError("memory was written after a later tensor could have had it")
+
     def _append(
         self, stream: LateStream, run: Callable[[], object] | None, waits: Sequence[_Node | None]
     ) -> _Node:
@@ -407,7 +417,8 @@ class StreamModel(TorchDispatchMode):
             if block.users:  # the allocator asks, and no stream waits
                 waits.append(reuse.last)
                 reuse = self.new_stream()
-            self._append(reuse, partial(block.raw.fill_, 0xFF), waits)
+            self._append(reuse, partial(block.raw.fill_, FREED), waits)
+            self._freed.append(block)
 
     def _host_like(self, tensor: Tensor) -> Tensor:
         size = tensor.numel() * tensor.element_size()

@@ -70,13 +70,17 @@ def engine_steps(
         if step == 1:
             with engine.evaluation():
                 results.append(model.loss(*tokens(0, 5)).detach())
-            engine.pool.trim()
-            for gatherer in engine.gatherers:
-                gatherer.pool.trim()
+        if step == 2:
+            with engine.evaluation():
+                pass  # what was started early is not needed
+        if step:
+            for pool in (engine.pool, *(gatherer.pool for gatherer in engine.gatherers)):
+                pool.trim()
     engine.complete_weights()
     with engine.evaluation():
         results += [handle.get().clone() for handle in model.store.handles.values()]
     assert all(gatherer.counts.prefetched for gatherer in engine.gatherers)
+    device.check_freed()
     return results
 
 
@@ -203,10 +207,10 @@ def wide_sum(device: StreamModel) -> list[Tensor]:
     group = device.groups(FLAT)["dp"]
     stream, results = device.new_stream(), []
     for i in range(4):
-        x = torch.arange(8, dtype=BF16) + i
+        x, out = torch.arange(8, dtype=BF16) + i, torch.empty(4)
         stream.wait_stream(device.current)
         with device.on_stream(stream):
-            pending = reduce_scatter_wide_async(x, group)
+            pending = reduce_scatter_wide_async(x, group, out=out)
             free = pending.work.parts.clone()  # type: ignore[union-attr]
         results.append(pending.wait().clone())
         del pending

@@ -26,7 +26,9 @@ PEAK_SHARE = 0.005
 #: gradient norm and the loss, decoding for the chosen tokens.
 BARS = (
     (("training", "llama"), "waits", 2),
+    (("training", "llama"), "torch_launches", 700),
     (("training", "hybrid"), "waits", 2),
+    (("training", "experts"), "waits", 3),
     (("decode",), "waits", 1),
     (("decode", "graphs"), "torch_launches", 12),
     (("decode", "graphs"), "triton_launches", 4),

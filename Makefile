@@ -39,8 +39,7 @@ SOURCES := megatron_core megatron tests tools experimental
 export PYTHONDONTWRITEBYTECODE :=
 
 .DEFAULT_GOAL := help
-.PHONY: help venv pretrain lint dead format test test-all te-newest status parity gpu functional-gpu bench soak coverage
-.PHONY: gpu-compile gpu-null gpu-cache
+.PHONY: help venv pretrain lint dead format test test-all te-newest status parity gpu functional-gpu gpu-compile gpu-null gpu-cache bench soak coverage
 
 help: ## list the targets
 	@echo "Targets (each sets itself up on a fresh machine with Python 3.11 or 3.12):"

@@ -72,10 +72,11 @@ def test_the_gpu_tests_are_found_without_other_libraries(tmp_path):
 
 
 def test_every_gpu_test_is_where_make_gpu_looks():
-    marked = [p for p in (ROOT / "tests").rglob("*.py") if "mark.gpu" in p.read_text()]
+    marked = [p for p in (ROOT / "tests").rglob("*.py") if re.search(r"mark\.gpu\b", p.read_text())]
     others = {p for p in marked if p.parent != ROOT / gpu.TESTS}
-    only_quoted = {Path(__file__), ROOT / "tests/unit_tests/support/test_complete.py"}
-    assert others == only_quoted
+    quoted = {ROOT / "tests/unit_tests/support/test_complete.py"}
+    ranks_on_gpus = {ROOT / "tests/parity/test_parity.py"}  # make functional-gpu
+    assert others == quoted | ranks_on_gpus
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")

@@ -154,7 +154,7 @@ def counted_as_on_gpu() -> Iterator[LaunchTape]:
     ) -> str:
         return implementation or ("triton" if has_triton else "reference")
 
-    unsupported, size = fused.unsupported, linear_cross_entropy.tokens_per_chunk
+    refusals, size = fused.refusals, linear_cross_entropy.tokens_per_chunk
     chosen = dispatch.choose
     tape = LaunchTape()
     modules = [m for m in list(sys.modules.values()) if isinstance(m, ModuleType)]
@@ -168,9 +168,9 @@ def counted_as_on_gpu() -> Iterator[LaunchTape]:
                 patched = mock.patch.object(module, "tokens_per_chunk", lambda v, _: size(v, _GPU))
                 stack.enter_context(patched)
         for name, value in (
-            ("unsupported", lambda _, *rest, **options: unsupported(_GPU, *rest, **options)),
+            ("refusals", lambda _, *rest, **options: refusals(_GPU, *rest, **options)),
             ("_capability", lambda _: (9, 0)),
-            ("_has_cudnn", lambda _: True),
+            ("_has_cudnn", lambda: True),
         ):
             stack.enter_context(mock.patch.object(fused, name, value))
         stack.enter_context(

@@ -40,12 +40,16 @@ class Held:
 class Kept:
     """Everything that autograd and queues hold of activations and their gradients.
 
+    Args:
+        weights: of the model, which autograd holds views of.
+
     Attributes:
         by_action: bytes before each action.
         queued: the most that queues held.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, weights: list[torch.Tensor]) -> None:
+        self.weights = {weight.untyped_storage().data_ptr() for weight in weights}
         self.saved: weakref.WeakSet[Held] = weakref.WeakSet()
         self.queues: weakref.WeakSet[WgradQueue] = weakref.WeakSet()
         self.by_action: list[int] = []
@@ -53,7 +57,8 @@ class Kept:
 
     def hold(self, tensor: torch.Tensor) -> Held:
         held = Held(tensor)
-        self.saved.add(held)
+        if tensor.untyped_storage().data_ptr() not in self.weights:
+            self.saved.add(held)
         return held
 
     def look(self, action: object) -> None:
@@ -103,7 +108,7 @@ def kept(
     if again:
         model.set_recompute(Recompute(granularity="full", method="uniform", num_layers=1))
     engine = DataParallel(model.store, groups, config=config)
-    found = Kept()
+    found = Kept(model.store.tensors())
     run = PipelineForwardBackward(
         model,
         engine,

@@ -465,11 +465,13 @@ def reverse_sweep_kernel(
             x = tl.dot(solved_t, x.to(key.dtype), input_precision=PRECISION)
         if STORES:
             tl.store(x_ptr + x_tile, x.to(x_ptr.dtype.element_ty), mask=along)
-        total = total * tl.exp(last + last_rest)
-        total = tl.dot(tl.trans(query), pulled, acc=total, input_precision=PRECISION)
+        # A sum of its own: Triton up to 3.7.1 reads `total` too early on Blackwell if two products
+        # of a step are added to it (Triton issue 10821).
+        change = tl.dot(tl.trans(query), pulled, input_precision=PRECISION)
         if CORRECTS:
             returned = (x * -(growth * gate)[:, None]).to(key.dtype)
-            total = tl.dot(tl.trans(key), returned, acc=total, input_precision=PRECISION)
+            change = tl.dot(tl.trans(key), returned, acc=change, input_precision=PRECISION)
+        total = total * tl.exp(last + last_rest) + change
         query_ptr -= CHUNK * query_stride_t
         key_ptr -= CHUNK * key_stride_t
         grad_ptr -= CHUNK * grad_stride_t

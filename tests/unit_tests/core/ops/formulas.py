@@ -7,6 +7,7 @@ import torch
 
 from megatron.core.ops.dropout import AttentionDropout
 from megatron.core.ops.permutation import Permutation, sum_rows, take_rows
+from megatron.core.ops.rope import HeadRotation, rotary_table, split_heads
 from tests.support.closeness import assert_close_by_metric
 
 # bf16 keeps 8 bits: each rounding moves a value by at most 2^-9 of itself. The bound allows the
@@ -260,3 +261,23 @@ def compare_with_padding(make, implementation):
         d_weights = torch.zeros_like(weights).flatten()
         d_weights[order] = (back[order // copies] * pull[where]).sum(1)
         assert_close(w.grad.flatten(), d_weights, torch.float32, "gradient of weights")
+
+
+def head_splits(rotated, interleaved, gates, implementation=None):
+    """Return `split_heads` and its formula for a projection [7, 2, 8 + gates, d]."""
+    positions = torch.stack([torch.arange(7) + 3, torch.arange(7) * 2], -1)
+    sizes = [4, 2, 2] + [4] * bool(gates)
+    rotation = HeadRotation(*rotary_table(positions, dim=rotated), interleaved) if rotated else None
+    frequencies = 10000.0 ** (-torch.arange(0, rotated, 2) / max(rotated, 1))
+    angles = (positions[..., None].double() * frequencies)[:, :, None]
+
+    def naive(x):
+        query, key, *rest = x.split(sizes, dim=2)
+        if rotated:
+            query, key = (naive_rope(heads, angles, interleaved) for heads in (query, key))
+        return query, key, *rest
+
+    def split(x):
+        return tuple(split_heads(x, sizes, rotation, implementation=implementation))
+
+    return split, naive

@@ -32,7 +32,7 @@ from megatron.core.ops.permutation import Permutation, sum_rows, take_rows
 from megatron.core.ops.permutation import triton as permutation_triton
 from megatron.core.ops.rmsnorm import rms_norm
 from megatron.core.ops.rmsnorm import triton as rmsnorm_triton
-from megatron.core.ops.rope import HeadRotation, apply_rope, rotary_table, split_heads
+from megatron.core.ops.rope import apply_rope, rotary_table
 from megatron.core.ops.rope import triton as rope_triton
 from megatron.core.ops.swiglu import gated
 from megatron.core.ops.swiglu import triton as swiglu_triton
@@ -44,6 +44,7 @@ from tests.unit_tests.core.ops.formulas import (
     assert_close,
     compare,
     compare_with_padding,
+    head_splits,
     make_attention,
     make_permutation,
     maker,
@@ -182,26 +183,8 @@ def test_heads_of_a_projection(make, interleaved, features, rotated, gates, monk
     launch = {**rope_triton.ROTATE.default, "TILE": 128}
     monkeypatch.setattr(rope_triton, "ROTATE", Launches("few", launch))
     x = make(7, 2, 4 + 2 + 2 + gates, features)
-    positions = torch.stack([torch.arange(7) + 3, torch.arange(7) * 2], -1)
-    sizes = [4, 2, 2] + [4] * bool(gates)
-    rotation = HeadRotation(*rotary_table(positions, dim=rotated), interleaved) if rotated else None
-    frequencies = 10000.0 ** (-torch.arange(0, rotated, 2) / max(rotated, 1))
-    angles = (positions[..., None].double() * frequencies)[:, :, None]
-
-    def naive(x):
-        query, key, *rest = x.split(sizes, dim=2)
-        if rotated:
-            query, key = (
-                naive_rope(query, angles, interleaved),
-                naive_rope(key, angles, interleaved),
-            )
-        return query, key, *rest
-
-    def parts(x):
-        query, key, value, *gate = split_heads(x, sizes, rotation, implementation="triton")
-        return query, key, value, *gate
-
-    compare(parts, naive, (x,), FP32)
+    split, naive = head_splits(rotated, interleaved, gates, implementation="triton")
+    compare(split, naive, (x,), FP32)
 
 
 @pytest.mark.parametrize("activation", ["silu", "gelu"])

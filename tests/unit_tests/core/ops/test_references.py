@@ -17,13 +17,14 @@ from megatron.core.ops.linear_cross_entropy import (
     linear_cross_entropy,
 )
 from megatron.core.ops.rmsnorm import rms_norm
-from megatron.core.ops.rope import HeadRotation, apply_rope, rotary_table, split_heads
+from megatron.core.ops.rope import apply_rope, rotary_table
 from megatron.core.ops.swiglu import activate, gated
 from tests.support.closeness import assert_close_by_metric
 from tests.unit_tests.core.ops.formulas import (
     ATTENTION_CASES,
     assert_close,
     compare,
+    head_splits,
     make_attention,
     maker,
     naive_attention,
@@ -168,26 +169,8 @@ def test_rope(make, dtype, interleaved, features, rotated, per_sample):
 )
 def test_heads_of_a_projection(make, dtype, interleaved, features, rotated, gates):
     x = make(7, 2, 4 + 2 + 2 + gates, features)
-    positions = torch.stack([torch.arange(7) + 3, torch.arange(7) * 2], -1)
-    sizes = [4, 2, 2] + [4] * bool(gates)
-    rotation = HeadRotation(*rotary_table(positions, dim=rotated), interleaved) if rotated else None
-    frequencies = 10000.0 ** (-torch.arange(0, rotated, 2) / max(rotated, 1))
-    angles = (positions[..., None].double() * frequencies)[:, :, None]
-
-    def naive(x):
-        query, key, *rest = x.split(sizes, dim=2)
-        if rotated:
-            query, key = (
-                naive_rope(query, angles, interleaved),
-                naive_rope(key, angles, interleaved),
-            )
-        return query, key, *rest
-
-    def parts(x):
-        query, key, value, *gate = split_heads(x, sizes, rotation)
-        return query, key, value, *gate
-
-    compare(parts, naive, (x,), torch.float32 if dtype == torch.float64 else dtype)
+    split, naive = head_splits(rotated, interleaved, gates)
+    compare(split, naive, (x,), torch.float32 if dtype == torch.float64 else dtype)
 
 
 @DTYPES

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The mapping tables: one per architecture, from Hugging Face's weight names to this project's.
+"""One mapping table per architecture, from Hugging Face's weight names to ours.
 
-In Hugging Face's gated delta net the rows of two products are ordered by key head, a key head's
-query and key before the values and gates of its value heads; a convolution has all queries, then
-all keys, then all values. In its Mamba-2 every part is one run of rows.
+Hugging Face's gated delta net orders the rows of its two input projections by key head: the query
+and the key of a key head come before the values and gates of its value heads. Its convolution
+contains all queries, then all keys, then all values. In its Mamba-2, each sub-weight is contiguous.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ from megatron.hf.entries import (
     AnyEntry,
     Architecture,
     Entry,
-    Rows,
-    Stacked,
+    ExpertTensors,
+    FusedWeight,
     attention_entries,
     experts,
     fused_experts,
@@ -37,16 +37,16 @@ from megatron.hf.entries import (
 )
 
 
-def _parts(inside: str, *parts: tuple[str, str]) -> tuple[tuple[str, str], ...]:
-    """Return the weights of a fused one: (name, letter of its rows) of each."""
-    return tuple((f"{{block}}.{inside}.{name}.weight", letter) for name, letter in parts)
+def _fused_weights(inside: str, *weights: tuple[str, str]) -> tuple[tuple[str, str], ...]:
+    """Return (name, letter of the number of rows) of each of our weights in a fused tensor."""
+    return tuple((f"{{block}}.{inside}.{name}.weight", letter) for name, letter in weights)
 
 
 _GATED_ATTENTION: tuple[AnyEntry, ...] = (
     MIXER_NORM,
-    Rows(
+    FusedWeight(
         f"{LAYER}.self_attn.q_proj.weight",
-        _parts("attention", ("query", "d"), ("gate", "d")),
+        _fused_weights("attention", ("query", "d"), ("gate", "d")),
         groups="a",
         inner="h",
         biased="attention_bias",
@@ -56,26 +56,26 @@ _GATED_ATTENTION: tuple[AnyEntry, ...] = (
 )
 _DELTA_NET: tuple[AnyEntry, ...] = (
     MIXER_NORM,
-    Rows(
+    FusedWeight(
         f"{LAYER}.linear_attn.in_proj_qkvz.weight",
-        _parts("delta_net", ("query", "c"), ("key", "c"), ("value", "R"), ("gate", "R")),
+        _fused_weights("delta_net", ("query", "c"), ("key", "c"), ("value", "R"), ("gate", "R")),
         groups="K",
         inner="h",
     ),
-    Rows(
+    FusedWeight(
         f"{LAYER}.linear_attn.in_proj_ba.weight",
-        _parts("delta_net", ("beta", "x"), ("alpha", "x")),
+        _fused_weights("delta_net", ("beta", "x"), ("alpha", "x")),
         groups="K",
         inner="h",
     ),
-    Rows(
+    FusedWeight(
         f"{LAYER}.linear_attn.conv1d.weight",
-        _parts("delta_net.conv", ("query", "Q"), ("key", "Q"), ("value", "O")),
+        _fused_weights("delta_net.conv", ("query", "Q"), ("key", "Q"), ("value", "O")),
         groups="1",
         inner="1w",
     ),
-    Entry(f"{LAYER}.linear_attn.A_log", "{block}.delta_net.A_log", "U", kept=True),
-    Entry(f"{LAYER}.linear_attn.dt_bias", "{block}.delta_net.dt_bias", "U", kept=True),
+    Entry(f"{LAYER}.linear_attn.A_log", "{block}.delta_net.A_log", "U", keep_dtype=True),
+    Entry(f"{LAYER}.linear_attn.dt_bias", "{block}.delta_net.dt_bias", "U", keep_dtype=True),
     Entry(f"{LAYER}.linear_attn.norm.weight", "{block}.delta_net.output_norm.weight", "u"),
     Entry(f"{LAYER}.linear_attn.out_proj.weight", "{block}.delta_net.output.weight", "hO"),
 )
@@ -115,7 +115,7 @@ QWEN3_NEXT = Architecture(
             "full_attention_interval": 4,
         }
     ),
-    left_out="mtp.",
+    skipped_prefix="mtp.",
 )
 
 # --- Mamba-2 and Nemotron-H -----------------------------------------------------------------------
@@ -130,23 +130,23 @@ _ENDS = (
 )
 _MAMBA: tuple[AnyEntry, ...] = (
     _NORM,
-    Rows(
+    FusedWeight(
         f"{_MIXER}.in_proj.weight",
-        _parts("mamba", ("gate", "I"), ("x", "I"), ("B", "G"), ("C", "G"), ("dt", "N")),
+        _fused_weights("mamba", ("gate", "I"), ("x", "I"), ("B", "G"), ("C", "G"), ("dt", "N")),
         groups="1",
         inner="h",
         biased="use_bias",
     ),
-    Rows(
+    FusedWeight(
         f"{_MIXER}.conv1d.weight",
-        _parts("mamba.conv", ("x", "I"), ("B", "G"), ("C", "G")),
+        _fused_weights("mamba.conv", ("x", "I"), ("B", "G"), ("C", "G")),
         groups="1",
         inner="1w",
         biased="use_conv_bias",
     ),
-    Entry(f"{_MIXER}.A_log", "{block}.mamba.A_log", "N", kept=True),
-    Entry(f"{_MIXER}.dt_bias", "{block}.mamba.dt_bias", "N", kept=True),
-    Entry(f"{_MIXER}.D", "{block}.mamba.D", "N", kept=True),
+    Entry(f"{_MIXER}.A_log", "{block}.mamba.A_log", "N", keep_dtype=True),
+    Entry(f"{_MIXER}.dt_bias", "{block}.mamba.dt_bias", "N", keep_dtype=True),
+    Entry(f"{_MIXER}.D", "{block}.mamba.D", "N", keep_dtype=True),
     Entry(f"{_MIXER}.norm.weight", "{block}.mamba.output_norm.weight", "I"),
     Entry(f"{_MIXER}.out_proj.weight", "{block}.mamba.output.weight", "hI", "use_bias"),
 )
@@ -175,18 +175,21 @@ _ROUTED = (
     *shared_expert(f"{_MIXER}.shared_experts", PROJECTIONS[1:]),
 )
 _PLAIN_EXPERTS = (
-    Stacked(f"{_MIXER}.{EXPERT}.up_proj.weight", "{block}.moe.experts.up.weight", "eh"),
-    Stacked(f"{_MIXER}.{EXPERT}.down_proj.weight", "{block}.moe.experts.down.weight", "he"),
+    ExpertTensors(f"{_MIXER}.{EXPERT}.up_proj.weight", "{block}.moe.experts.up.weight", "eh"),
+    ExpertTensors(f"{_MIXER}.{EXPERT}.down_proj.weight", "{block}.moe.experts.down.weight", "he"),
 )
 _FUSED_PLAIN_EXPERTS = tuple(
-    Rows(
-        f"{_MIXER}.experts.{theirs}",
-        ((f"{{block}}.moe.experts.{ours}.weight", rows),),
+    FusedWeight(
+        f"{_MIXER}.experts.{hf_name}",
+        ((f"{{block}}.moe.experts.{mcore_name}.weight", rows),),
         groups="E",
         inner=inner,
         stacked=True,
     )
-    for theirs, ours, rows, inner in (("up_proj", "up", "e", "h"), ("down_proj", "down", "h", "e"))
+    for hf_name, mcore_name, rows, inner in (
+        ("up_proj", "up", "e", "h"),
+        ("down_proj", "down", "h", "e"),
+    )
 )
 NEMOTRON_H = Architecture(
     model_type="nemotron_h",
@@ -225,7 +228,7 @@ NEMOTRON_H = Architecture(
         }
     ),
     other_prefix=("backbone.", "model."),
-    left_out="mtp.",
+    skipped_prefix="mtp.",
 )
 
 
@@ -235,12 +238,12 @@ _LATENT: tuple[AnyEntry, ...] = (
     MIXER_NORM,
     *(
         Entry(
-            f"{LAYER}.self_attn.{theirs}.weight",
-            f"{{block}}.attention.{ours}.weight",
+            f"{LAYER}.self_attn.{hf_name}.weight",
+            f"{{block}}.attention.{mcore_name}.weight",
             shape,
             when=when,
         )
-        for theirs, ours, shape, when in (
+        for hf_name, mcore_name, shape, when in (
             ("q_proj", "query", "nh", "direct_query"),
             ("q_a_proj", "query_down", "qh", "low_rank_query"),
             ("q_a_layernorm", "query_norm", "q", "low_rank_query"),
@@ -249,13 +252,13 @@ _LATENT: tuple[AnyEntry, ...] = (
             ("o_proj", "output", "ho", None),
         )
     ),
-    Rows(
+    FusedWeight(
         f"{LAYER}.self_attn.kv_a_proj_with_mqa.weight",
         (("{block}.attention.kv_down.weight", "k"), ("{block}.attention.key_rope.weight", "r")),
         groups="1",
         inner="h",
     ),
-    Rows(
+    FusedWeight(
         f"{LAYER}.self_attn.kv_b_proj.weight",
         (("{block}.attention.key_up.weight", "p"), ("{block}.attention.value_up.weight", "v")),
         groups="a",
@@ -264,14 +267,14 @@ _LATENT: tuple[AnyEntry, ...] = (
 )
 _MORE_EXPERTS = (EXPERT_BIAS, *shared_expert(f"{LAYER}.mlp.shared_experts"))
 
-#: Copies of the embedding and the head, which is one weight of all layers here.
-FURTHER_COPIES = (
+#: An MTP layer's copies of the embedding and of the head, which MTP layers share here.
+MTP_COPIES = (
     (f"{LAYER}.embed_tokens.weight", EMBEDDING),
     (f"{LAYER}.shared_head.head.weight", HEAD),
 )
-_FURTHER = tuple(
-    Entry(f"{LAYER}.{theirs}.weight", f"mtp.{{depth}}.{ours}.weight", shape)
-    for theirs, ours, shape in (
+_MTP_ENTRIES = tuple(
+    Entry(f"{LAYER}.{hf_name}.weight", f"mtp.{{depth}}.{mcore_name}.weight", shape)
+    for hf_name, mcore_name, shape in (
         ("enorm", "embedding_norm", "h"),
         ("hnorm", "hidden_norm", "h"),
         ("eh_proj", "projection", "hH"),
@@ -376,7 +379,7 @@ DEEPSEEK_V3 = Architecture(
     },
     fused={EXPERTS: fused_experts(*_MORE_EXPERTS)},
     ends=ENDS,
-    further=_FURTHER,
+    mtp_entries=_MTP_ENTRIES,
     fields=frozenset(
         {
             "n_routed_experts",
@@ -390,7 +393,7 @@ DEEPSEEK_V3 = Architecture(
         }
     ),
 )
-#: DeepSeek-V3 by another name, which transformers does not have.
+#: DeepSeek-V3 under another model_type, which transformers does not know.
 KIMI_K2 = dataclasses.replace(DEEPSEEK_V3, model_type="kimi_k2")
 ARCHITECTURES: Mapping[str, Architecture] = MappingProxyType(
     {

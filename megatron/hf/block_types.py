@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which blocks a model of config.json has: read as symbols of layer patterns, and written."""
+"""Translate the layer types of config.json to symbols of layer patterns and back."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from megatron.hf.fields import Fields
 
 LINEAR, FULL, SLIDING = "linear_attention", "full_attention", "sliding_attention"
 
-#: What layers of Nemotron-H are called, by versions of transformers, and what is written.
+#: Names of Nemotron-H's layer types in all versions of transformers. The last name is written.
 _BLOCK_TYPES: Mapping[str, str] = MappingProxyType(
     {
         "mamba": MAMBA,
@@ -44,9 +44,9 @@ _BLOCK_TYPES: Mapping[str, str] = MappingProxyType(
 _MIXER_TYPES: Mapping[str, str] = MappingProxyType({LINEAR: DELTA_NET, FULL: ATTENTION})
 _PATTERN = "hybrid_override_pattern"
 
-#: Layers, heads or experts of all layers together, that no model has as many of. A part of a tensor
-#: takes some 1 KB of memory while a folder is read.
-MAX_LAYERS, MAX_PARTS = 10_000, 1 << 18
+#: Upper bounds on layers, and on heads or experts of all layers together. Each slice of a tensor
+#: takes about 1 KB of memory while a folder is read.
+MAX_LAYERS, MAX_HEADS_OR_EXPERTS = 10_000, 1 << 18
 _COUNTS = (
     "num_attention_heads",
     "num_experts",
@@ -57,7 +57,7 @@ _COUNTS = (
 
 
 def blocks_fields(blocks: str) -> dict[str, Any]:
-    """Return the fields of `GPTConfig` that specify which blocks a model has."""
+    """Return the fields of `GPTConfig` that specify a model's blocks."""
     ffn = ffn_of(blocks)
     if ffn is not None:
         return {"num_layers": len(ffn), "ffn_pattern": ffn}
@@ -68,7 +68,7 @@ def read_blocks(kind: Architecture, fields: Fields) -> str:
     """Return the symbol of each block.
 
     Raises:
-        ValueError: a value that is not supported, or more layers than can be; it names the field.
+        ValueError: a value is not supported or too large; the message names the field.
     """
     if kind is NEMOTRON_H:
         blocks = _nemotron(fields)
@@ -82,41 +82,43 @@ def read_blocks(kind: Architecture, fields: Fields) -> str:
     mixers = (LATENT if LATENT in kind.blocks else ATTENTION) * layers
     if kind is QWEN3_NEXT:
         mixers = _mixers(fields, layers)
-    return "".join(mixer + follows for mixer, follows in zip(mixers, ffn, strict=True))
+    return "".join(mixer + ffn_symbol for mixer, ffn_symbol in zip(mixers, ffn, strict=True))
 
 
 def mixer_types(config: GPTConfig, _: GPTConfig) -> list[str]:
-    """Return what layers of Qwen3-Next are called; a symbol that it has not stays."""
+    """Return Qwen3-Next's names of the mixers. A symbol without a name is returned unchanged."""
     names = {symbol: name for name, symbol in _MIXER_TYPES.items()}
     return [names.get(symbol, symbol) for symbol in config.blocks[::2]]
 
 
 def dense_layers(config: GPTConfig, _: GPTConfig) -> list[int]:
-    """Return the numbers of layers with an MLP."""
+    """Return the indices of layers with an MLP."""
     return [layer for layer, ffn in enumerate(config.blocks[1::2]) if ffn == DENSE]
 
 
 def first_experts(config: GPTConfig, _: GPTConfig) -> int:
-    """Return how many layers come before the first with experts."""
-    first = config.ffn_pattern.find(EXPERTS)
-    return config.num_layers if first < 0 else first
+    """Return the number of layers before the first layer with experts."""
+    first_layer = config.ffn_pattern.find(EXPERTS)
+    return config.num_layers if first_layer < 0 else first_layer
 
 
 def _check_size(fields: Fields, layers: int, name: str) -> None:
-    """Refuse more layers, which the field `name` gives, or more of their parts than can be."""
+    """Refuse too many layers, given by the field `name`, or too many heads or experts in all."""
     if layers > MAX_LAYERS:
         fields.refuse(name, f"more than {MAX_LAYERS}")
-    for counted in _COUNTS:
-        if fields.find(counted) is not None and fields.count(counted) * layers > MAX_PARTS:
-            fields.refuse(counted, f"with {layers} layers that is more than {MAX_PARTS} in all")
+    for count in _COUNTS:
+        if fields.find(count) is not None and fields.count(count) * layers > MAX_HEADS_OR_EXPERTS:
+            fields.refuse(
+                count, f"with {layers} layers that is more than {MAX_HEADS_OR_EXPERTS} in all"
+            )
 
 
 def _ffn(kind: Architecture, fields: Fields, layers: int) -> str:
-    """Return what follows each layer's mixer."""
+    """Return the symbol of each layer's MLP or experts."""
     if kind is MIXTRAL:
         return EXPERTS * layers
     if LATENT in kind.blocks:
-        dense = min(layers, fields.count("first_k_dense_replace", least=0))
+        dense = min(layers, fields.count("first_k_dense_replace", minimum=0))
         return DENSE * dense + EXPERTS * (layers - dense)
     if kind not in (QWEN2_MOE, QWEN3_MOE, QWEN3_NEXT):
         return DENSE * layers
@@ -130,7 +132,7 @@ def _ffn(kind: Architecture, fields: Fields, layers: int) -> str:
 
 
 def _mixers(fields: Fields, layers: int) -> str:
-    """Return each layer's mixer in Qwen3-Next."""
+    """Return the symbol of each layer's mixer in Qwen3-Next."""
     if fields.find("layer_types") is not None:
         return _symbols(fields, "layer_types", _MIXER_TYPES, layers)
     interval = fields.count("full_attention_interval")
@@ -138,23 +140,23 @@ def _mixers(fields: Fields, layers: int) -> str:
 
 
 def _nemotron(fields: Fields) -> str:
-    """Return the layers of Nemotron-H, written in any of three ways that may not differ."""
-    found: dict[str, str] = {}
+    """Return the layers of Nemotron-H, from any of three fields, which must agree."""
+    patterns: dict[str, str] = {}
     for name in ("layers_block_type", "layer_types"):
         if fields.find(name) is not None:
-            found[name] = _symbols(fields, name, _BLOCK_TYPES)
+            patterns[name] = _symbols(fields, name, _BLOCK_TYPES)
     pattern = fields.find(_PATTERN)
     if pattern is not None:
-        known = set(_BLOCK_TYPES.values())
-        if not isinstance(pattern, str) or not pattern or set(pattern) - known:
-            fields.refuse(_PATTERN, f"supported are the symbols {', '.join(sorted(known))}")
-        found[_PATTERN] = pattern
-    if not found:
-        fields.refuse(_PATTERN, "it says which layers there are: give it, or layers_block_type")
-    name, blocks = next(iter(found.items()))
-    for other, symbols in found.items():
+        symbols_known = set(_BLOCK_TYPES.values())
+        if not isinstance(pattern, str) or not pattern or set(pattern) - symbols_known:
+            fields.refuse(_PATTERN, f"supported are the symbols {', '.join(sorted(symbols_known))}")
+        patterns[_PATTERN] = pattern
+    if not patterns:
+        fields.refuse(_PATTERN, "it specifies the layers: give it, or layers_block_type")
+    name, blocks = next(iter(patterns.items()))
+    for field, symbols in patterns.items():
         if symbols != blocks:
-            fields.refuse(other, f"{name} says {blocks}")
+            fields.refuse(field, f"{name} says {blocks}")
     if fields.find("num_hidden_layers") not in (None, len(blocks)):
         fields.refuse("num_hidden_layers", f"{name} has {len(blocks)} layers")
     return blocks
@@ -163,7 +165,7 @@ def _nemotron(fields: Fields) -> str:
 def _symbols(
     fields: Fields, name: str, symbols: Mapping[str, str], num_layers: int | None = None
 ) -> str:
-    """Return the symbols of a list of types of layers. Raises ValueError."""
+    """Return the symbols of a list of layer types. Raises ValueError."""
     types = fields.find(name)
     if not isinstance(types, list) or not types or set(map(str, types)) - symbols.keys():
         fields.refuse(name, f"supported are {', '.join(symbols)}")

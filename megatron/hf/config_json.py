@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""config.json to the configuration of a GPT and back: every field that decides the function.
+"""Translate config.json to `GPTConfig` and back, with every field that affects the function.
 
-What is read is known or an error. What is written is read back, and only then believed.
+A field that could change the function and is not supported is an error. A config.json that is
+written is read again and compared with the model before it is returned.
 """
 
 from __future__ import annotations
@@ -43,7 +44,7 @@ from megatron.hf.entries import Architecture
 from megatron.hf.fields import Fields
 from megatron.hf.folder import CONFIG, HuggingFaceFolder
 from megatron.hf.quantized import quantization_of
-from megatron.hf.tensor_map import holds_further
+from megatron.hf.tensor_map import has_mtp_layers
 
 DTYPES: Mapping[str, torch.dtype] = MappingProxyType(
     {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -52,13 +53,13 @@ DTYPES: Mapping[str, torch.dtype] = MappingProxyType(
 
 @dataclass(frozen=True, kw_only=True)
 class HuggingFaceModel:
-    """What config.json says about a model.
+    """A model that config.json specifies.
 
     Args:
-        kind: its architecture.
-        config: our configuration of it, without dropout.
-        max_length: longest sequence it is meant for, in tokens.
-        dtype: of its weights, if it specifies it.
+        kind: the architecture.
+        config: the model's configuration, without dropout.
+        max_length: maximum sequence length in tokens.
+        dtype: dtype of the weights; None if not specified.
     """
 
     kind: Architecture
@@ -68,38 +69,38 @@ class HuggingFaceModel:
 
 
 def read_folder(folder: HuggingFaceFolder) -> HuggingFaceModel:
-    """Translate a folder's config.json, as far as its files hold what that speaks of.
+    """Translate a folder's config.json, with MTP layers only if the files contain them.
 
     Raises:
-        ValueError: an architecture or a value that is not supported; it names the field.
+        ValueError: an architecture or a value is not supported; the message names the field.
     """
     where = str(folder.path / CONFIG)
     plain = read_model(folder.config, where=where)
-    if not holds_further(folder.files, plain.config):
+    if not has_mtp_layers(folder.files, plain.config):
         return plain
-    return read_model(folder.config, where=where, further=True)
+    return read_model(folder.config, where=where, with_mtp=True)
 
 
-def read_model(raw: Mapping[str, Any], *, where: str, further: bool = False) -> HuggingFaceModel:
+def read_model(raw: Mapping[str, Any], *, where: str, with_mtp: bool = False) -> HuggingFaceModel:
     """Translate config.json.
 
     Args:
-        raw: its fields.
+        raw: the fields of config.json.
         where: its path, for errors.
-        further: whether the files hold the layers of further prediction that it speaks of;
+        with_mtp: whether the files contain the MTP layers that config.json specifies.
             transformers writes the field but not the layers.
 
     Raises:
-        ValueError: an architecture or a value that is not supported; it names the field.
+        ValueError: an architecture or a value is not supported; the message names the field.
     """
     kind = _kind(Fields(raw, where))
     _check_neutral(Fields(raw, where, defaults=kind.defaults), kind)
-    fields = ModelFields(raw, where, kind=kind, further=further)
+    fields = ModelFields(raw, where, kind=kind, with_mtp=with_mtp)
     try:
         config = build(TABLES[kind.model_type], fields)
     except ValueError as error:
-        told = str(error)  # what the core's configs refuse is of no file
-        raise ValueError(told if told.startswith(where) else f"{where}: {told}") from None
+        message = str(error)  # errors of the core's configs do not name the file
+        raise ValueError(message if message.startswith(where) else f"{where}: {message}") from None
     if problems := config.problems():
         raise ValueError(f"{where}: {'; '.join(problems)}")
     return HuggingFaceModel(
@@ -122,7 +123,7 @@ def _kind(fields: Fields) -> Architecture:
 
 
 def _check_neutral(fields: Fields, kind: Architecture) -> None:
-    """Refuse what would change the function and is not supported."""
+    """Refuse fields that would change the function and are not supported."""
     raw = fields.raw
     if kind is NEMOTRON_H:
         fields.must_be("mlp_hidden_act", "relu2")
@@ -134,24 +135,24 @@ def _check_neutral(fields: Fields, kind: Architecture) -> None:
     if "attention_bias" not in kind.fields and fields.flag("attention_bias", False):
         fields.refuse("attention_bias", f"with {kind.class_name} it is not supported")
     for name, value in raw.items():
-        # Mixtures of experts that other models have, and scales.
+        # Fields of other mixtures of experts, and scales.
         foreign = name not in kind.fields and _FOREIGN.search(name)
         if foreign and value not in (None, False, 0, 1, [], {}):
             fields.refuse(name, "this changes the model and is not supported")
     layer_types = raw.get("layer_types")
     windows = "sliding_window" in kind.fields
     if layer_types is not None and not kind.is_hybrid:
-        known = {FULL, SLIDING} if windows else {FULL}
-        if not isinstance(layer_types, list) or set(map(str, layer_types)) - known:
+        supported_types = {FULL, SLIDING} if windows else {FULL}
+        if not isinstance(layer_types, list) or set(map(str, layer_types)) - supported_types:
             fields.refuse("layer_types", f"supported is {FULL!r} in every layer")
         if len(layer_types) != raw.get("num_hidden_layers"):
             fields.refuse("layer_types", "one is needed for each of num_hidden_layers")
-    # Mixtral has a window without a switch, and no types of layers.
+    # Mixtral has a window without a switch, and no layer types.
     always = kind is MIXTRAL
     windowed = always or (layer_types is None and fields.flag("use_sliding_window", True))
     if raw.get("sliding_window") is not None and windowed and not windows:
         fields.refuse("sliding_window", "a window is not supported")
-    # Without a size it is that of the class, and Qwen3-MoE reads no types of layers.
+    # An absent window has the default size of its class; Qwen3-MoE ignores layer types.
     untyped = layer_types is None or kind is QWEN3_MOE
     sized = "sliding_window" not in raw or raw["sliding_window"] is not None
     if not windows and untyped and sized and fields.flag("use_sliding_window", False):
@@ -168,11 +169,11 @@ def _dtype(fields: Fields) -> torch.dtype | None:
     return DTYPES[value]
 
 
-#: Returns the flags of training that describe a model, by name.
+#: Returns the training flags that describe a model, by name.
 FlagsOf = Callable[[GPTConfig], Mapping[str, Any]]
 
-#: Fields of somebody's config.json that have no effect on the function and may be kept.
-_KEPT = (
+#: Fields of the original config.json that do not affect the function and are copied.
+_CARRIED_FIELDS = (
     "bos_token_id",
     "eos_token_id",
     "pad_token_id",
@@ -183,16 +184,17 @@ _KEPT = (
 
 
 def architecture_of(config: GPTConfig, base: Mapping[str, Any] | None = None) -> Architecture:
-    """Return the architecture that a model could be exported as.
+    """Return the architecture to export a model as.
 
     Args:
         config: the model.
-        base: config.json that the model came from: its architecture, if that still is the model.
+        base: config.json that the model was imported from; its architecture is preferred if it
+            still describes the model.
     """
     named = None if base is None else base.get("model_type")
     if isinstance(named, str) and named in ARCHITECTURES:
         kind = ARCHITECTURES[named]
-        if _says(_described(kind, config), config):
+        if _describes(_described(kind, config), config):
             return kind
     attention, kinds = config.attention, set(config.blocks)
     if kinds == {MAMBA} and _expands(config):
@@ -211,7 +213,7 @@ def architecture_of(config: GPTConfig, base: Mapping[str, Any] | None = None) ->
 
 
 def _dense_architecture(config: GPTConfig, attention: AttentionConfig) -> Architecture:
-    """Return the architecture of Llama's form that has a model's biases and window."""
+    """Return the Llama-like architecture with a model's biases and window."""
     biased_mlp = config.mlp is not None and config.mlp.bias
     if attention.qkv_bias == attention.output_bias:
         return LLAMA if attention.window is None else MISTRAL
@@ -219,23 +221,23 @@ def _dense_architecture(config: GPTConfig, attention: AttentionConfig) -> Archit
 
 
 def _described(kind: Architecture, config: GPTConfig) -> dict[str, Any]:
-    """Return the fields of config.json that describe a model as an architecture."""
+    """Return the fields of config.json that describe a model as a given architecture."""
     return {"model_type": kind.model_type, **_nested(describe(TABLES[kind.model_type], config))}
 
 
 def _expands(config: GPTConfig) -> bool:
-    """Return whether the mixer's inner features are a multiple of hidden_size, as in Mamba-2."""
+    """Return whether the mixer's inner size is a multiple of hidden_size, as in Mamba-2."""
     return config.mamba is not None and config.mamba.inner_channels % config.hidden_size == 0
 
 
 def _is_gated(config: GPTConfig) -> bool:
-    """Return whether its MLPs or experts multiply two projections."""
+    """Return whether the model's MLPs or experts are gated linear units."""
     return any(shape.gated for shape in (config.mlp, config.moe) if shape is not None)
 
 
 def function_of(config: GPTConfig) -> GPTConfig:
-    """Return what decides a model's function at inference, each in one way only: without dropout,
-    initial values, and how experts are balanced in training."""
+    """Return a canonical config of a model's function at inference: without dropout,
+    initialization and load balancing."""
     rope, kinds = config.rope, set(config.blocks + config.depth_blocks)
     if rope is not None and rope.scaling is not None and rope.scaling.kind == "yarn":
         magnitude = float(f"{rope.scaling.magnitude:.8g}")
@@ -259,7 +261,7 @@ def function_of(config: GPTConfig) -> GPTConfig:
 
 
 def _attention_of(config: GPTConfig) -> AttentionConfig | LatentAttentionConfig | None:
-    """Return what decides the function of attention at inference."""
+    """Return a canonical config of attention at inference."""
     if config.attention is None:
         return None
     attention = dataclasses.replace(config.attention, dropout=0.0)
@@ -273,13 +275,13 @@ def _attention_of(config: GPTConfig) -> AttentionConfig | LatentAttentionConfig 
 
 
 def _mamba_of(config: GPTConfig) -> Mamba2Config | None:
-    """Return a Mamba-2 with its groups of norms specified."""
+    """Return the config of Mamba-2 with an explicit number of norm groups."""
     mamba = config.mamba
     return None if mamba is None else dataclasses.replace(mamba, norm_groups=mamba.normed_groups)
 
 
 def _experts_of(config: GPTConfig) -> MoEConfig | None:
-    """Return what decides the function of a mixture of experts at inference."""
+    """Return a canonical config of a mixture of experts at inference."""
     moe = config.moe
     if moe is None:
         return None
@@ -303,7 +305,7 @@ def _experts_of(config: GPTConfig) -> MoEConfig | None:
 
 
 def check_exportable(config: GPTConfig, *, flags_of: FlagsOf | None = None) -> None:
-    """Raise ValueError, naming the fields, if no architecture of the tables is this model.
+    """Raise ValueError, naming the fields, if no supported architecture can express a model.
 
     Args:
         config: the model.
@@ -325,58 +327,61 @@ def write_config(
 
     Args:
         config: the model.
-        max_length: longest sequence it is meant for, in tokens.
-        dtype: of the weights.
-        end_tokens: ids that end a text, if `base` does not say.
-        base: config.json that the model came from; kept as it is where it still holds.
-        flags_of: returns the flags of training that describe a model; the error then names those
-            to change.
+        max_length: maximum sequence length in tokens.
+        dtype: dtype of the weights.
+        end_tokens: `eos_token_id`, if `base` does not specify it.
+        base: config.json that the model was imported from; returned unchanged, except for the
+            dtype, if it still describes the model.
+        flags_of: returns the training flags that describe a model; errors then list the flags to
+            change.
 
     Raises:
-        ValueError: no architecture of the tables computes what this model does; names the fields.
+        ValueError: no supported architecture computes this model; the message names the fields.
     """
-    name = next(name for name, known in DTYPES.items() if known == dtype)
-    if base is not None and _says(base, config):
+    name = next(name for name, torch_dtype in DTYPES.items() if torch_dtype == dtype)
+    if base is not None and _describes(base, config):
         key = "torch_dtype" if "dtype" not in base and "torch_dtype" in base else "dtype"
-        kept = {field: value for field, value in base.items() if field != "quantization_config"}
-        return {**kept, key: name}
+        base_fields = {
+            field: value for field, value in base.items() if field != "quantization_config"
+        }
+        return {**base_fields, key: name}
     kind = architecture_of(config, base)
     fields: dict[str, Any] = {
         "architectures": [kind.class_name],
         "max_position_embeddings": max_length,
         "torch_dtype": name,
         "bos_token_id": None,
-        "eos_token_id": _one_or_all(end_tokens),
+        "eos_token_id": _scalar_or_list(end_tokens),
         **_described(kind, config),
     }
-    fields.update({key: base[key] for key in _KEPT if base is not None and key in base})
+    fields.update({key: base[key] for key in _CARRIED_FIELDS if base is not None and key in base})
     if max_length is None:
         del fields["max_position_embeddings"]
     try:
-        theirs = read_model(fields, where="config.json", further=config.mtp_num_layers > 0)
-        found, fix = differences(theirs.config, config), ""
+        reread = read_model(fields, where="config.json", with_mtp=config.mtp_num_layers > 0)
+        problems, fix = differences(reread.config, config), ""
         if flags_of is not None:
-            fix = _flags_of_other(theirs, config, flags_of)
+            fix = _flags_of_other(reread, config, flags_of)
     except ValueError as error:
-        found, fix = [str(error)], ""
-    if found:
+        problems, fix = [str(error)], ""
+    if problems:
         raise ValueError(
-            f"the model cannot be exported as {kind.class_name}: {'; '.join(found)}{fix}"
+            f"the model cannot be exported as {kind.class_name}: {'; '.join(problems)}{fix}"
         )
     return fields
 
 
-def _flags_of_other(theirs: HuggingFaceModel, config: GPTConfig, flags_of: FlagsOf) -> str:
-    """Return which flags of training make the model that an architecture is, for an error."""
-    wanted, ours = (flags_of(function_of(model)) for model in (theirs.config, config))
+def _flags_of_other(reread: HuggingFaceModel, config: GPTConfig, flags_of: FlagsOf) -> str:
+    """Return, for an error, the training flags that give the model that was read back."""
+    hf_flags, mcore_flags = (flags_of(function_of(model)) for model in (reread.config, config))
     flags = []
-    for name in dict.fromkeys([*wanted, *ours]):
+    for name in dict.fromkeys([*hf_flags, *mcore_flags]):
         if name == "max-position-embeddings":  # is left out with --position-embedding-type
             continue
-        value = wanted.get(name)
-        if value == ours.get(name):
+        value = hf_flags.get(name)
+        if value == mcore_flags.get(name):
             continue
-        if name not in wanted or value in (None, False):
+        if name not in hf_flags or value in (None, False):
             flags.append(f"no --{name}")
         else:
             flags.append(f"--{name}" if value is True else f"--{name} {value}")
@@ -384,20 +389,20 @@ def _flags_of_other(theirs: HuggingFaceModel, config: GPTConfig, flags_of: Flags
 
 
 def _nested(fields: Mapping[str, Any]) -> dict[str, Any]:
-    """Return fields with those of objects, which have a dot in their names, inside these."""
-    found: dict[str, Any] = {}
+    """Return fields with dotted names as nested objects."""
+    nested: dict[str, Any] = {}
     for name, value in fields.items():
         outer, _, inner = name.rpartition(".")
-        found[outer or name] = {**(found.get(outer) or {}), inner: value} if outer else value
-    return found
+        nested[outer or name] = {**(nested.get(outer) or {}), inner: value} if outer else value
+    return nested
 
 
-def _one_or_all(tokens: Sequence[int]) -> int | list[int] | None:
+def _scalar_or_list(tokens: Sequence[int]) -> int | list[int] | None:
     return None if not tokens else tokens[0] if len(tokens) == 1 else list(tokens)
 
 
-def _says(base: Mapping[str, Any], config: GPTConfig) -> bool:
-    """Tell whether a config.json describes just this model."""
+def _describes(base: Mapping[str, Any], config: GPTConfig) -> bool:
+    """Return whether a config.json describes exactly this model."""
     try:
         return not differences(_read_back(base, config), config)
     except ValueError:
@@ -405,13 +410,16 @@ def _says(base: Mapping[str, Any], config: GPTConfig) -> bool:
 
 
 def _read_back(fields: Mapping[str, Any], config: GPTConfig) -> GPTConfig:
-    """Return what a config.json says beside files with as many layers as a model has."""
-    return read_model(fields, where="config.json", further=config.mtp_num_layers > 0).config
+    """Return the config that a config.json specifies, with MTP layers if `config` has them."""
+    return read_model(fields, where="config.json", with_mtp=config.mtp_num_layers > 0).config
 
 
-def differences(theirs: GPTConfig, ours: GPTConfig) -> list[str]:
-    """Return one text per field in which two models compute different things."""
-    before, after = flatten(function_of(theirs).to_json()), flatten(function_of(ours).to_json())
+def differences(hf_config: GPTConfig, mcore_config: GPTConfig) -> list[str]:
+    """Return one message per field in which the functions of two models differ."""
+    before, after = (
+        flatten(function_of(hf_config).to_json()),
+        flatten(function_of(mcore_config).to_json()),
+    )
     return [
         f"{name} is {after.get(name)!r}, there {before.get(name)!r}"
         for name in sorted(before.keys() | after.keys())

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""config.json of each architecture: one table of its fields and those of `GPTConfig`, both ways.
+"""One table per architecture between the fields of config.json and of `GPTConfig`, both ways.
 
-A row is (field, place in `GPTConfig`, how it is read, how it is written); a dot in a field's name
-stands for an object inside. A field whose row has no place is checked or written alone. What an
-architecture cannot be is written all the same: it shows when what was written is read back.
+A row is (field of config.json, field of `GPTConfig`, reader, writer). A dot in a name stands for a
+nested object. A row without a field of `GPTConfig` is only checked or only written. Values that an
+architecture does not support are written as well; the error appears when the result is read back.
 """
 
 from __future__ import annotations
@@ -51,23 +51,22 @@ from megatron.hf.block_types import (
 from megatron.hf.entries import Architecture
 from megatron.hf.fields import Fields
 
-#: Layers of further prediction that no model has as many of.
-MAX_FURTHER = 64
+#: Upper bound on the number of MTP layers.
+MAX_MTP_LAYERS = 64
 
-#: Of the norms of low-rank vectors in transformers, whatever rms_norm_eps says.
+#: Epsilon of the norms of low-rank vectors in transformers, which ignores rms_norm_eps there.
 LOW_RANK_EPSILON = 1e-6
 
-#: Of a head's features in Qwen3-Next that rotate, where config.json does not say.
-ROTARY_SHARE = 0.25
+#: Default fraction of a head's channels with RoPE in Qwen3-Next.
+ROTARY_FRACTION = 0.25
 
-#: Attention without its fields in transformers: a window where there is one, and the first layer
-#: that has it in Qwen2 and Qwen3.
+#: Defaults in transformers: the window size, and the first layer with a window in Qwen2 and Qwen3.
 WINDOW, FIRST_WINDOW = 4096, 28
 
-#: Groups of experts count by the sum of so many best scores in DeepSeek-V3 and Nemotron-H.
+#: DeepSeek-V3 and Nemotron-H rank a group of experts by the sum of this many best scores.
 GROUP_CANDIDATES = 2
 
-#: Stands for a dt without a floor where transformers takes a logarithm of it for initial values.
+#: Written instead of a lower bound of 0 on dt, because transformers takes its logarithm.
 _NO_FLOOR = 1e-30
 
 
@@ -76,26 +75,26 @@ class ModelFields(Fields):
 
     Args:
         kind: the architecture.
-        further: whether the layers of further prediction are there that it speaks of.
+        with_mtp: whether the files contain the MTP layers that config.json specifies.
     """
 
     def __init__(
-        self, raw: Mapping[str, Any], where: str, *, kind: Architecture, further: bool
+        self, raw: Mapping[str, Any], where: str, *, kind: Architecture, with_mtp: bool
     ) -> None:
         super().__init__(raw, where, defaults=kind.defaults)
-        self.kind, self.further = kind, further and bool(kind.further)
+        self.kind, self.has_mtp = kind, with_mtp and bool(kind.mtp_entries)
         self.max_length = self.count("max_position_embeddings", 0) or None
         self.blocks = read_blocks(kind, self)
 
     @property
     def scaling(self) -> Fields:
-        """The object that says how rotary frequencies are scaled, which may be empty."""
+        """The object with the RoPE scaling; it may be empty."""
         chosen = self.inner("rope_scaling") or self.inner("rope_parameters")
         return chosen or Fields({}, self.where, prefix="rope_parameters.")
 
     @property
     def scaling_kind(self) -> str:
-        """How rotary frequencies are scaled. Raises ValueError."""
+        """The type of RoPE scaling. Raises ValueError."""
         chosen = self.scaling
         name = "rope_type" if "rope_type" in chosen.raw else "type"
         kind = chosen.raw.get(name, "default")
@@ -104,7 +103,7 @@ class ModelFields(Fields):
         return str(kind)
 
 
-# --- How fields are read, and how they are written ------------------------------------------------
+# --- Readers and writers of fields ----------------------------------------------------------------
 
 
 def _count(fields: ModelFields, name: str) -> int:
@@ -135,19 +134,19 @@ def _of_blocks(fields: ModelFields, name: str) -> Any:
     return blocks_fields(fields.blocks).get(name, "")
 
 
-def _depths(fields: ModelFields, name: str) -> int:
-    """Return the layers of further prediction."""
-    if not fields.further:
+def _mtp_num_layers(fields: ModelFields, name: str) -> int:
+    """Return the number of MTP layers."""
+    if not fields.has_mtp:
         return 0
     name = "num_mtp_layers" if "num_mtp_layers" in fields.raw else name
-    depth = fields.count(name, 0, least=0)
-    if depth > MAX_FURTHER:
-        fields.refuse(name, f"more than {MAX_FURTHER}")
+    depth = fields.count(name, 0, minimum=0)
+    if depth > MAX_MTP_LAYERS:
+        fields.refuse(name, f"more than {MAX_MTP_LAYERS}")
     return depth
 
 
 def _is_null(fields: ModelFields, name: str) -> bool:
-    """Return whether a field is there without a value, which is not the default of its class."""
+    """Return whether a field is null, which differs from an absent field with a default."""
     return name in fields.raw and fields.raw[name] is None
 
 
@@ -157,21 +156,21 @@ def _groups(fields: ModelFields, name: str) -> int:
 
 
 def _head_dim(fields: ModelFields, name: str) -> int:
-    """Return the features of a head, by default its share of the hidden size."""
+    """Return the channels of a head, by default hidden_size / num_attention_heads."""
     old = "attention_head_dim"
     if fields.kind is NEMOTRON_H and fields.find(old) is not None:
         if fields.raw.get(name) not in (None, fields.count(old)):
             fields.refuse(old, "head_dim is the same field")
         return fields.count(old)
     heads, hidden = fields.count("num_attention_heads"), fields.count("hidden_size")
-    found = 0 if _is_null(fields, name) else fields.count(name, 0)
-    if not found and hidden % heads:
+    head_dim = 0 if _is_null(fields, name) else fields.count(name, 0)
+    if not head_dim and hidden % heads:
         fields.refuse(name, "give it, as heads do not divide hidden_size")
-    return found or hidden // heads
+    return head_dim or hidden // heads
 
 
 def _window(fields: ModelFields, name: str) -> int | None:
-    """Return the window of every layer of Mistral; None is none."""
+    """Return the window of Mistral's layers, None without one."""
     size = None if _is_null(fields, name) else fields.count(name, WINDOW)
     types = fields.raw.get("layer_types") or []
     if any((kind == SLIDING) != (size is not None) for kind in types):
@@ -180,12 +179,12 @@ def _window(fields: ModelFields, name: str) -> int | None:
 
 
 def _switched_window(fields: ModelFields, name: str) -> int | None:
-    """Return the window of every layer of Qwen2 and Qwen3; None is none."""
+    """Return the window of Qwen2's and Qwen3's layers, None without one."""
     used = fields.flag("use_sliding_window", False) and not _is_null(fields, name)
     size = fields.count(name, WINDOW) if used else None
     layers, types = fields.count("num_hidden_layers"), fields.raw.get("layer_types")
-    first = fields.count("max_window_layers", FIRST_WINDOW, least=0)
-    sliding = max(0, layers - first) if size else 0
+    first_windowed_layer = fields.count("max_window_layers", FIRST_WINDOW, minimum=0)
+    sliding = max(0, layers - first_windowed_layer) if size else 0
     if types is not None:
         sliding = types.count(SLIDING)
     decides = "max_window_layers" if types is None else "layer_types"
@@ -200,26 +199,28 @@ def _base(fields: ModelFields, name: str) -> float:
     return fields.scaling.number(name, fields.number(name, 10000.0))
 
 
-def _share(default: float | None) -> Callable[[ModelFields, str], float]:
-    """Return what reads the share of a head's features that rotate; None if it is always 1."""
+def _rotary_fraction(default: float | None) -> Callable[[ModelFields, str], float]:
+    """Return a reader of the fraction of channels with RoPE. With default None it must be 1."""
 
     def read(fields: ModelFields, name: str) -> float:
-        said = [part for part in (fields.scaling, fields) if part.raw.get(name) is not None]
-        for part in said:
-            if default is None and part.raw[name] != 1:
-                part.refuse(name, "supported is 1")
-        if default is None or not said:
+        sources = [
+            source for source in (fields.scaling, fields) if source.raw.get(name) is not None
+        ]
+        for source in sources:
+            if default is None and source.raw[name] != 1:
+                source.refuse(name, "supported is 1")
+        if default is None or not sources:
             return default or 1.0
-        share = said[0].number(name)
+        share = sources[0].number(name)
         if share > 1.0:
-            said[0].refuse(name, "expected at most 1")
+            sources[0].refuse(name, "expected at most 1")
         return share
 
     return read
 
 
 def _scaled(default: float | None = None) -> Callable[[ModelFields, str], float]:
-    """Return what reads a number of how frequencies are scaled."""
+    """Return a reader of a number in the RoPE scaling."""
     return lambda fields, name: fields.scaling.number(name.rpartition(".")[2], default)
 
 
@@ -249,7 +250,7 @@ def _yarn_attention(fields: ModelFields, name: str) -> float | None:
 
 
 def _scale_factor(fields: ModelFields, name: str) -> float:
-    """Return the factor of the softmax scale: the square of yarn's magnitude for all features."""
+    """Return the factor of the softmax scale: the square of YaRN's mscale_all_dim magnitude."""
     chosen, kind = fields.scaling, fields.scaling_kind
     if kind == "default" or not chosen.raw.get("mscale_all_dim"):
         return 1.0
@@ -277,7 +278,7 @@ def _low_rank_epsilon(fields: ModelFields, name: str) -> float | None:
 
 
 def _limited(fields: ModelFields, name: str) -> int | None:
-    """Return a number of groups of experts where not all of them are of every token."""
+    """Return a field of group-limited routing, None if every token may use all groups."""
     limits = fields.count("n_group") != fields.count("topk_group")
     return fields.count(name) if limits else None
 
@@ -297,11 +298,11 @@ def _expand(fields: ModelFields, name: str) -> None:
         fields.refuse(name, "times hidden_size it must be num_heads times head_dim")
 
 
-def _limits(fields: ModelFields, name: str) -> tuple[float, float]:
-    """Return the bounds of dt; infinity is written in two ways.
+def _dt_limits(fields: ModelFields, name: str) -> tuple[float, float]:
+    """Return the bounds of dt; infinity has two spellings.
 
-    Nemotron-H's own code bounds dt by them; transformers up to 5.23 keeps it above `time_step_min`
-    instead, which its weights have not been trained with.
+    Nemotron-H's own code clamps dt to these bounds. transformers up to 5.23 applies `time_step_min`
+    as a lower bound instead, which differs from how the weights were trained.
     """
     value = fields.find(name)
     if value is None:
@@ -310,29 +311,29 @@ def _limits(fields: ModelFields, name: str) -> tuple[float, float]:
     ends = [math.inf if end == {"__float__": "Infinity"} else end for end in ends]
     if len(ends) != 2 or any(type(end) not in (int, float) for end in ends):
         fields.refuse(name, "expected the least and the most dt")
-    least, most = map(float, ends)
-    if not 0.0 <= least < most:
+    minimum, maximum = map(float, ends)
+    if not 0.0 <= minimum < maximum:
         fields.refuse(name, "expected 0 <= least < most")
-    return least, most
+    return minimum, maximum
 
 
-def _written_limits(limits: tuple[float, float], _: GPTConfig) -> Any:
-    least, most = limits
+def _write_dt_limits(limits: tuple[float, float], _: GPTConfig) -> Any:
+    minimum, maximum = limits
     if limits == (0.0, math.inf):
         return LEFT_OUT
-    return [least, {"__float__": "Infinity"} if most == math.inf else most]
+    return [minimum, {"__float__": "Infinity"} if maximum == math.inf else maximum]
 
 
-# --- The parts and the rows -----------------------------------------------------------------------
+# --- Sub-configs and rows -------------------------------------------------------------------------
 
 
 def _has(*symbols: str) -> Callable[[ModelFields], bool]:
-    """Return what tells whether a model has one of these blocks."""
+    """Return a predicate: whether a model has one of these blocks."""
     return lambda fields: any(symbol in fields.blocks for symbol in symbols)
 
 
 def _has_mlp(fields: ModelFields) -> bool:
-    """A GPT with experts in all layers has the shape of MLPs all the same."""
+    """Return whether to build an MLP config: a GPT has one even with experts in all layers."""
     return DENSE in fields.blocks or not fields.kind.is_hybrid
 
 
@@ -345,7 +346,7 @@ def _scales(kind: str) -> Part:
     )
 
 
-_PARTS = {
+_SUBCONFIGS = {
     "": Part("", "models.gpt:GPTConfig"),
     "norm": Part("norm", "transformer:NormConfig"),
     "mlp": Part("mlp", "transformer:MLPConfig", _has_mlp),
@@ -416,7 +417,10 @@ _ROPE = (
     Row("rope_scaling.beta_slow", "yarn.beta_slow", _scaled(1.0)),
     Row("rope_scaling.attention_factor", "yarn.attention_factor", _yarn_attention, unless(None)),
 )
-_WHOLE_ROPE = (*_ROPE, Row("partial_rotary_factor", "rope.percent", _share(None), _unwritten))
+_WHOLE_ROPE = (
+    *_ROPE,
+    Row("partial_rotary_factor", "rope.percent", _rotary_fraction(None), _unwritten),
+)
 _LAYERS = (
     *_MODEL,
     Row("num_hidden_layers", "", _unread, lambda config, _: config.num_layers),
@@ -458,7 +462,7 @@ _BLOCKS = (
     Row("conv_kernel", "mamba.conv_width", _count),
     Row("use_conv_bias", "mamba.conv_bias", _flag(True)),
     Row("use_bias", "mamba.bias", _flag(False)),
-    Row("time_step_limit", "mamba.dt_limit", _limits, _written_limits),
+    Row("time_step_limit", "mamba.dt_limit", _dt_limits, _write_dt_limits),
 )
 
 #: The rows of each architecture, by its model_type.
@@ -558,7 +562,7 @@ _ROWS = {
         Row("rope_scaling.mscale_all_dim", "latent.scale_factor", _scale_factor, _scale_weight),
         Row("", "latent.norm_epsilon", _low_rank_epsilon),
         Row("first_k_dense_replace", "", _unread, first_experts),
-        Row("num_nextn_predict_layers", "mtp_num_layers", _depths),
+        Row("num_nextn_predict_layers", "mtp_num_layers", _mtp_num_layers),
         *_SIGMOID_EXPERTS,
         Row(
             "n_shared_experts",
@@ -579,7 +583,7 @@ _ROWS = {
         *_QWEN3_EXPERTS,
         Row("", "norm.zero_centered", constant(True)),
         Row("", "attention.output_gate", constant(True)),
-        Row("partial_rotary_factor", "rope.percent", _share(ROTARY_SHARE)),
+        Row("partial_rotary_factor", "rope.percent", _rotary_fraction(ROTARY_FRACTION)),
         *_GATED_SHARED_EXPERT,
         Row("num_hidden_layers", "", _unread, lambda config, _: len(config.blocks) // 2),
         Row("layer_types", "", _unread, mixer_types),
@@ -606,15 +610,15 @@ _ROWS = {
         Row("mlp_hidden_act", "moe.", _unread, constant("relu2")),
         Row("mlp_bias", "mlp.bias", _flag(False)),
         Row("mlp_bias", "moe.", _no_bias, _unwritten),
-        *(Row("", f"{part}.gated", constant(False)) for part in ("mlp", "moe")),
-        *(Row("", f"{part}.activation", constant("squared_relu")) for part in ("mlp", "moe")),
+        *(Row("", f"{block}.gated", constant(False)) for block in ("mlp", "moe")),
+        *(Row("", f"{block}.activation", constant("squared_relu")) for block in ("mlp", "moe")),
         Row("n_shared_experts", "moe.", _must_be(1), constant(1)),
         Row("moe_shared_expert_intermediate_size", "moe.shared_ffn_hidden_size", _count),
         Row("mamba_num_heads", "mamba.num_heads", _count),
         Row("mamba_head_dim", "mamba.head_channels", _count),
         Row("ssm_state_size", "mamba.state_channels", _count),
         Row("mamba_hidden_act", "mamba.", _must_be("silu", "swish"), constant("silu")),
-        # See `_limits`.
+        # See `_dt_limits`.
         Row("time_step_min", "mamba.", _unread, lambda m, _: m.dt_limit[0] or _NO_FLOOR),
     ),
 }
@@ -622,5 +626,5 @@ _ROWS = {
 _ROWS[KIMI_K2.model_type] = _ROWS[DEEPSEEK_V3.model_type]
 
 TABLES: Mapping[str, Table] = MappingProxyType(
-    {model_type: Table(_PARTS, rows) for model_type, rows in _ROWS.items()}
+    {model_type: Table(_SUBCONFIGS, rows) for model_type, rows in _ROWS.items()}
 )

@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Hugging Face folders to checkpoints and back: `python -m megatron.hf.convert import|export ...`.
+"""Convert Hugging Face folders to checkpoints and back.
 
     python -m megatron.hf.convert import --hf Qwen3-0.6B --save runs/qwen
     python -m megatron.hf.convert export --load runs/tuned --save Qwen3-0.6B-tuned --verify
 
-One process, which streams: memory does not grow with the model, except for `--verify`, which
-compares the logits of `transformers` and ours.
+One process streams the weights, so that memory does not grow with the model. Only `--verify`, which
+compares our logits with those of `transformers`, loads both models.
 """
 
 from __future__ import annotations
@@ -25,49 +25,45 @@ from megatron.cli.standard_streams import run_command
 if TYPE_CHECKING:
     import torch
 
-#: Largest difference between two logits in fp32, in units of the largest one.
+#: Largest allowed difference between two fp32 logits, relative to the largest logit.
 TOLERANCE = 1e-4
 
 
 @dataclass(frozen=True)
 class LogitDifference:
-    """How far logits are from those of `transformers`.
+    """Difference between our logits and those of `transformers`.
 
     Args:
-        most: the largest difference.
-        largest: the largest logit there, without its sign.
+        max_difference: largest absolute difference.
+        max_logit: largest absolute logit of `transformers`.
     """
 
-    most: float
-    largest: float
+    max_difference: float
+    max_logit: float
 
     def __str__(self) -> str:
-        return f"{self.most:.3g}, the largest is {self.largest:.3g}"
+        return f"{self.max_difference:.3g}, the largest is {self.max_logit:.3g}"
 
 
-#: Tokens that are compared: two rows, as many positions as may show a scaled rotary embedding.
+#: Batch size and sequence length that are compared: long enough to show a wrong RoPE scaling.
 ROWS, MAX_TOKENS = 2, 64
 
 
 def compare_logits(
     checkpoint: Path, folder: Path, *, dtype: torch.dtype | None = None
 ) -> LogitDifference:
-    """Return how far the logits of a checkpoint and of a folder differ, both in fp32.
+    """Compare the fp32 logits of a checkpoint and of a Hugging Face folder.
 
     Both models are in memory at once.
 
     Args:
-        checkpoint, folder: what to compare.
-        dtype: what the weights were converted to on the way: both are rounded to it first.
+        checkpoint, folder: paths of the two models.
+        dtype: dtype that the conversion used; the weights of both models are rounded to it first.
 
     Raises:
         ValueError: transformers is not installed, or the difference is above `TOLERANCE` of
             the largest logit.
     """
-    try:
-        import transformers
-    except ImportError:
-        raise ValueError("--verify needs transformers: pip install transformers") from None
     import torch
 
     from megatron.core.dist_checkpointing import (
@@ -79,9 +75,8 @@ def compare_logits(
     from megatron.core.models.gpt import GPTConfig, GPTModel
     from megatron.core.process_groups import ProcessGroupCollection
     from megatron.core.weight_gather import Storage
-    from megatron.hf.architectures import DEEPSEEK_V3, KIMI_K2, NEMOTRON_H
-    from megatron.hf.folder import CONFIG, read_object
 
+    hf_model = _load_with_transformers(folder)
     config = GPTConfig.from_json(read_extra(checkpoint)["model"])
     model = GPTModel(config, ProcessGroupCollection.single(), storage=Storage(initialize=False))
     try:
@@ -89,38 +84,54 @@ def compare_logits(
         load_checkpoint(checkpoint, chunks, convert_dtype=True)
     except CheckpointError as error:
         raise ValueError(str(error)) from error
-    fields = read_object(folder / CONFIG, follow_links=True)
-    if fields.get("model_type") == KIMI_K2.model_type:  # which transformers has by one name only
-        renamed = {**fields, "model_type": DEEPSEEK_V3.model_type}
-        described = transformers.DeepseekV3Config.from_dict(renamed)
-    else:
-        described = transformers.AutoConfig.from_pretrained(str(folder), local_files_only=True)
-    if described.model_type == NEMOTRON_H.model_type:
-        # Up to 5.23 this is taken for the floor of dt, which is the limit's least.
-        described.time_step_min = described.time_step_limit[0]
-    theirs = transformers.AutoModelForCausalLM.from_pretrained(
-        str(folder),
-        config=described,
-        dtype=torch.float32,
-        local_files_only=True,
-        use_safetensors=True,
-        experts_implementation="eager",  # the others want sizes that divide
-    ).eval()
     generator = torch.Generator().manual_seed(1)
     tokens = torch.randint(config.vocab_size, (ROWS, MAX_TOKENS), generator=generator)
     with torch.no_grad():
-        ours = [chunk.tensor for chunk in chunks if chunk.name not in model.store.states]
-        for weight in (*ours, *theirs.parameters()):
+        weights = [chunk.tensor for chunk in chunks if chunk.name not in model.store.states]
+        for weight in (*weights, *hf_model.parameters()):
             weight.copy_(weight.to(dtype or weight.dtype))
-        expected = theirs(tokens, use_cache=False).logits  # [b, s, v]
-        found = model.full_logits(tokens).transpose(0, 1)  # [b, s, v]
-    difference = LogitDifference(float((found - expected).abs().max()), float(expected.abs().max()))
-    if not difference.most <= TOLERANCE * difference.largest:
+        expected = hf_model(tokens, use_cache=False).logits  # [b, s, v]
+        logits = model.full_logits(tokens).transpose(0, 1)  # [b, s, v]
+    difference = LogitDifference(
+        float((logits - expected).abs().max()), float(expected.abs().max())
+    )
+    if not difference.max_difference <= TOLERANCE * difference.max_logit:
         raise ValueError(
             f"the logits of {checkpoint} and of {folder} in transformers differ by up to "
             f"{difference}: allowed is {TOLERANCE:g} of that: do not use one for the other"
         )
     return difference
+
+
+def _load_with_transformers(folder: Path) -> torch.nn.Module:
+    """Return the model of a folder in fp32, built by transformers. Raises ValueError."""
+    try:
+        import transformers
+    except ImportError:
+        raise ValueError("--verify needs transformers: pip install transformers") from None
+    import torch
+
+    from megatron.hf.architectures import DEEPSEEK_V3, KIMI_K2, NEMOTRON_H
+    from megatron.hf.folder import CONFIG, read_object
+
+    fields = read_object(folder / CONFIG, follow_links=True)
+    if fields.get("model_type") == KIMI_K2.model_type:
+        # transformers knows this class as deepseek_v3 only.
+        renamed = {**fields, "model_type": DEEPSEEK_V3.model_type}
+        hf_config = transformers.DeepseekV3Config.from_dict(renamed)
+    else:
+        hf_config = transformers.AutoConfig.from_pretrained(str(folder), local_files_only=True)
+    if hf_config.model_type == NEMOTRON_H.model_type:
+        # Up to 5.23, transformers clamps dt to this value instead of the lower time_step_limit.
+        hf_config.time_step_min = hf_config.time_step_limit[0]
+    return transformers.AutoModelForCausalLM.from_pretrained(
+        str(folder),
+        config=hf_config,
+        dtype=torch.float32,
+        local_files_only=True,
+        use_safetensors=True,
+        experts_implementation="eager",  # other implementations require divisible sizes
+    ).eval()
 
 
 PROG = "python -m megatron.hf.convert"
@@ -131,7 +142,7 @@ _UNITS = {"": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9}
 
 @dataclass(frozen=True, kw_only=True)
 class ImportConfig:
-    """Hugging Face folder to checkpoint."""
+    """Options of `import`: Hugging Face folder to checkpoint."""
 
     hf: str
     """Folder with config.json and safetensors of a model of a known architecture."""
@@ -144,25 +155,24 @@ class ImportConfig:
     follow_links: bool = False
     """Follow links that lead out of the folder."""
     ignore_auto_map: bool = False
-    """Take a model that brings its own code as if it had none; that code is never run."""
+    """Import a model with auto_map; its own code is never run."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class ExportConfig:
-    """Checkpoint to Hugging Face folder."""
+    """Options of `export`: checkpoint to Hugging Face folder."""
 
     load: str
-    """Folder of checkpoints (its latest is taken) or one iter_ folder; any training layout."""
+    """Folder of checkpoints (the latest is exported) or an iter_ folder; any training layout."""
     save: str
-    """Folder to make."""
+    """Folder to create."""
     like: str | None = None
-    """Folder whose config.json and tokenizer files are carried; None = where the model came
-    from."""
+    """Folder whose config.json and tokenizer files are copied; None = the folder that the model
+    was imported from."""
     dtype: DtypeName | None = None
     """Convert the weights; None = keep their dtype."""
     max_shard_size: str = "5GB"
-    """Size at which a new file begins: a number of bytes, or with KB, MB or GB (powers of
-    1000)."""
+    """Maximum size of a weight file: bytes, or a number with KB, MB or GB (powers of 1000)."""
     verify: bool = False
     """Compare logits with transformers afterwards; takes both models' memory."""
 
@@ -172,15 +182,15 @@ class ExportConfig:
 
 def shard_bytes(text: str) -> int:
     """Return a size in bytes. Raises ValueError."""
-    found = re.fullmatch(r"(\d{1,15}) ?([KMG]B)?", text.strip().upper())
-    size = int(found[1]) * _UNITS[found[2] or ""] if found else 0
+    match = re.fullmatch(r"(\d{1,15}) ?([KMG]B)?", text.strip().upper())
+    size = int(match[1]) * _UNITS[match[2] or ""] if match else 0
     if size < 1:
         raise ValueError(f"--max-shard-size is {text!r}: give a size like 5GB")
     return size
 
 
 def import_model(config: ImportConfig) -> None:
-    """Write a checkpoint of a folder. Raises ValueError."""
+    """Convert a folder into a checkpoint. Raises ValueError."""
     from megatron.hf.config_json import DTYPES, read_folder
     from megatron.hf.folder import open_folder
     from megatron.hf.read_weights import reading_lines
@@ -205,7 +215,7 @@ def import_model(config: ImportConfig) -> None:
 
 
 def export_model(config: ExportConfig) -> None:
-    """Write a folder of a checkpoint. Raises ValueError."""
+    """Convert a checkpoint into a folder. Raises ValueError."""
     from megatron.core.dist_checkpointing import Solo
     from megatron.hf.config_json import DTYPES
     from megatron.training.checkpoints.hf_export import Exported, export_folder
@@ -222,10 +232,10 @@ def export_model(config: ExportConfig) -> None:
             max_shard_bytes=shard_bytes(config.max_shard_size),
         )
 
-    found = load_newest(config.load, export, Solo())
-    if found is None:
+    loaded = load_newest(config.load, export, Solo())
+    if loaded is None:
         raise ValueError(f"--load {config.load}: there is no checkpoint: name another folder")
-    checkpoint, exported = found
+    checkpoint, exported = loaded
     files = f"{len(exported.files)} file{'s' * (len(exported.files) > 1)}"
     print(f"exported {checkpoint} to {exported.folder} ({files} of weights)", flush=True)
     if exported.note is not None:
@@ -245,12 +255,16 @@ def _verify(checkpoint: Path, folder: Path, dtype: torch.dtype | None, *, writte
 
 
 def run(argv: Sequence[str]) -> None:
-    """Carry out one of the two commands. Raises ValueError."""
-    command, rest = (argv[0], argv[1:]) if argv else ("", ())
+    """Run `import` or `export`. Raises ValueError."""
+    command, arguments = (argv[0], argv[1:]) if argv else ("", ())
     if command == "import":
-        import_model(_parse(ImportConfig, rest, "import", "Hugging Face folder to checkpoint."))
+        import_model(
+            _parse(ImportConfig, arguments, "import", "Hugging Face folder to checkpoint.")
+        )
     elif command == "export":
-        export_model(_parse(ExportConfig, rest, "export", "Checkpoint to Hugging Face folder."))
+        export_model(
+            _parse(ExportConfig, arguments, "export", "Checkpoint to Hugging Face folder.")
+        )
     elif command in ("-h", "--help"):
         raise HelpRequested(
             f"usage: {PROG} import --hf FOLDER --save DIR [options]\n"

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the mapping tables consist of, and the entries that several architectures share.
+"""The entries of mapping tables, and those that several architectures share.
 
-Queries, keys, values, gate and up are logical weights of their own here, so most entries are two
-names and a shape. Experts are slices of one weight here and tensors of their own in Hugging Face;
-some tensors of latent attention and of recurrent mixers are several weights here. All are mapped in
-both directions.
+Query, key, value, gate and up projections are separate logical weights here, so most entries are
+two names and a shape. The experts of a layer are one weight here and one tensor each in Hugging
+Face; some tensors of latent attention and of recurrent mixers are several weights here. Every entry
+is used in both directions.
 """
 
 from __future__ import annotations
@@ -17,72 +17,74 @@ from megatron.core.models.layer_pattern import RECURRENT
 
 
 class Entry(NamedTuple):
-    """A weight, and perhaps its bias.
+    """A weight, and its bias if it has one.
 
-    Names have `{layer}`, their number of the layer, or `{block}`, the name of our block, or
-    `{depth}`, of further prediction. `shape` has one letter a dimension, see
-    `tensor_map.sizes_of`. `biased` names the field of config.json that gives it a bias, `when` what
-    else a model must have, see `tensor_map.features_of`. What is `fp32` is so on both sides; what
-    is `kept` stays in the dtype it has. Neither follows the dtype that weights are converted to.
+    Names contain the placeholder `{layer}` (Hugging Face's layer index), `{block}` (name of our
+    block) or `{depth}` (index of the MTP layer). `shape` has one letter per dimension, see
+    `tensor_map.sizes_of`. `biased` is the field of config.json that gives the weight a bias, `when`
+    a feature that the model must have, see `tensor_map.features_of`. A tensor with `fp32` is stored
+    in fp32 on both sides; with `keep_dtype` it keeps its dtype. Neither is converted to the dtype
+    of the weights.
     """
 
-    theirs: str
-    ours: str
+    hf_name: str
+    mcore_name: str
     shape: str
     biased: str | None = None
     when: str | None = None
     fp32: bool = False
-    kept: bool = False
+    keep_dtype: bool = False
 
 
-class Stacked(NamedTuple):
-    """A tensor of each expert, `{expert}`, that is a slice of one weight [experts, *shape]."""
+class ExpertTensors(NamedTuple):
+    """One Hugging Face tensor per expert, `{expert}`: slices of our weight [experts, *shape]."""
 
-    theirs: str
-    ours: str
+    hf_name: str
+    mcore_name: str
     shape: str
 
 
-class Rows(NamedTuple):
-    """A tensor whose rows are several of our weights', again and again.
+class FusedWeight(NamedTuple):
+    """A Hugging Face tensor that interleaves the rows of several of our weights.
 
-    For each index of `groups` it has as many rows of each of `ours`, a name and a letter; `inner`
-    has a letter for each further dimension. If `stacked`, the index is the first dimension of all,
-    else it is part of the rows. `biased` as in `Entry`: the bias has the same rows.
+    For each of `groups` it contains the rows of each of `mcore_names`, pairs of a name and the
+    letter of its number of rows. `inner` has one letter per trailing dimension. If `stacked`, the
+    group is the leading dimension of the tensor and of our weights, otherwise groups follow one
+    another along the rows. `biased` is as in `Entry`: the bias has the same rows.
     """
 
-    theirs: str
-    ours: tuple[tuple[str, str], ...]
+    hf_name: str
+    mcore_names: tuple[tuple[str, str], ...]
     groups: str
     inner: str
     stacked: bool = False
     biased: str | None = None
 
 
-AnyEntry = Entry | Stacked | Rows
+AnyEntry = Entry | ExpertTensors | FusedWeight
 
-#: Entries of a kind of block, its norm included, by the symbol of layer patterns.
+#: Entries of each kind of block, its norm included, by its symbol in layer patterns.
 Blocks = Mapping[str, tuple[AnyEntry, ...]]
 
 
 @dataclass(frozen=True, kw_only=True)
 class Architecture:
-    """One kind of model of `transformers`.
+    """A model class of `transformers`.
 
     Args:
-        model_type, class_name: as config.json has them.
-        blocks: what it is made of, as the hub's files have it.
-        fused: of those whose experts are one tensor a layer in files of models as they are in
-            memory, the entries there.
+        model_type, class_name: `model_type` and `architectures` in config.json.
+        blocks: entries of each kind of block, as published on the hub.
+        fused: entries of blocks whose experts are fused into one tensor per layer in files that
+            `save_pretrained` writes without converting them back.
         ends: embedding, final norm and head.
-        blocks_per_layer: two where a Hugging Face layer is a mixer and what follows it.
+        blocks_per_layer: 2 if a Hugging Face layer is a mixer followed by an MLP or experts.
         has_query_key_norms: whether queries and keys are normalised per head.
-        further: entries of a layer of further prediction in addition to its blocks.
-        fields: of config.json that it has and most have not.
-        defaults: of fields that are absent.
-        other_prefix: what names start by in files of models as they are in memory, in place of
-            what the hub's start by: (the hub's, the other).
-        left_out: what names of tensors start by that have no place here and are passed over.
+        mtp_entries: entries of an MTP layer in addition to its blocks.
+        fields: fields of config.json that this class reads and most others do not.
+        defaults: values of absent fields.
+        other_prefix: (prefix on the hub, prefix in files that `save_pretrained` writes without
+            converting names back).
+        skipped_prefix: prefix of tensors that the model does not use.
     """
 
     model_type: str
@@ -92,19 +94,19 @@ class Architecture:
     ends: tuple[Entry, Entry, Entry]
     blocks_per_layer: int = 2
     has_query_key_norms: bool = False
-    further: tuple[AnyEntry, ...] = ()
+    mtp_entries: tuple[AnyEntry, ...] = ()
     fields: frozenset[str] = frozenset()
     defaults: Mapping[str, Any] = field(default_factory=dict)
     other_prefix: tuple[str, str] | None = None
-    left_out: str | None = None
+    skipped_prefix: str | None = None
 
     @property
     def is_hybrid(self) -> bool:
-        """Whether it may have recurrent mixers."""
+        """Whether models of this class may have recurrent mixers."""
         return any(symbol in self.blocks for symbol in RECURRENT)
 
 
-#: Names of a layer and of an expert.
+#: Prefixes of a layer's and of an expert's tensors.
 LAYER, EXPERT = "model.layers.{layer}", "experts.{{expert}}"
 
 EMBEDDING = Entry("model.embed_tokens.weight", "embedding.weight", "Vh")
@@ -112,7 +114,7 @@ FINAL_NORM = Entry("model.norm.weight", "decoder.final_norm.weight", "h")
 HEAD = Entry("lm_head.weight", "head.weight", "Vh")
 ENDS = (EMBEDDING, FINAL_NORM, HEAD)
 
-#: The norms of a layer's first and second block, and what follows the second without experts.
+#: Norms of a layer's mixer and of its MLP or experts, and the entries of an MLP.
 MIXER_NORM = Entry(f"{LAYER}.input_layernorm.weight", "{block}.norm.weight", "h")
 FFN_NORM = Entry(f"{LAYER}.post_attention_layernorm.weight", "{block}.norm.weight", "h")
 MLP = (
@@ -131,19 +133,19 @@ _EXPERTS = "{block}.moe.experts"
 def attention_entries(
     inside: str, *, names: tuple[str, ...] = ("q_proj", "k_proj", "v_proj", "o_proj")
 ) -> tuple[Entry, ...]:
-    """Return the entries of attention: as many of query, key, value and output as have a name."""
+    """Return the entries of attention. Fewer than four names are the last of q, k, v, o."""
     biases = ("attention_bias",) * 3 + ("attention_out_bias",)
-    ours = (("query", "nh"), ("key", "gh"), ("value", "gh"), ("output", "hn"))
+    mcore_shapes = (("query", "nh"), ("key", "gh"), ("value", "gh"), ("output", "hn"))
     return tuple(
-        Entry(f"{inside}.{theirs}.weight", f"{{block}}.attention.{name}.weight", shape, biased)
-        for theirs, (name, shape), biased in zip(
-            names, ours[-len(names) :], biases[-len(names) :], strict=True
+        Entry(f"{inside}.{hf_name}.weight", f"{{block}}.attention.{name}.weight", shape, biased)
+        for hf_name, (name, shape), biased in zip(
+            names, mcore_shapes[-len(names) :], biases[-len(names) :], strict=True
         )
     )
 
 
 def gated_shared_expert(inside: str) -> tuple[Entry, ...]:
-    """Return the entries of an expert of all tokens whose output a sigmoid gate multiplies."""
+    """Return the entries of a shared expert whose output is multiplied by a sigmoid gate."""
     return (
         *shared_expert(inside),
         Entry(f"{inside}_gate.weight", "{block}.moe.shared_gate.weight", "1h"),
@@ -157,56 +159,58 @@ QUERY_KEY_NORMS = (
 
 
 def shared_expert(inside: str, names: tuple[str, ...] = PROJECTIONS) -> tuple[Entry, ...]:
-    """Return the entries of an expert of all tokens: of gate, up and down, or the last two."""
-    ours = (("gate", "sh"), ("up", "sh"), ("down", "hs"))
+    """Return the entries of a shared expert: gate, up and down, or the last two."""
+    mcore_shapes = (("gate", "sh"), ("up", "sh"), ("down", "hs"))
     return tuple(
-        Entry(f"{inside}.{theirs}.weight", f"{{block}}.moe.shared.{name}.weight", shape)
-        for theirs, (name, shape) in zip(names, ours[-len(names) :], strict=True)
+        Entry(f"{inside}.{hf_name}.weight", f"{{block}}.moe.shared.{name}.weight", shape)
+        for hf_name, (name, shape) in zip(names, mcore_shapes[-len(names) :], strict=True)
     )
 
 
-def experts(place: str, names: tuple[str, str, str], *more: AnyEntry) -> tuple[AnyEntry, ...]:
-    """Return the entries of a mixture of experts of one tensor each.
+def experts(
+    module: str, names: tuple[str, str, str], *further_entries: AnyEntry
+) -> tuple[AnyEntry, ...]:
+    """Return the entries of a mixture of experts with one tensor per expert and projection.
 
     Args:
-        place: inside a layer.
-        names: of gate, up and down.
-        more: entries in addition to router and experts.
+        module: name of the module in a layer.
+        names: names of the gate, up and down projections.
+        further_entries: entries in addition to router and experts.
     """
-    gate, up, down = (f"{LAYER}.{place}.{EXPERT}.{name}.weight" for name in names)
+    gate, up, down = (f"{LAYER}.{module}.{EXPERT}.{name}.weight" for name in names)
     return (
         FFN_NORM,
-        Entry(f"{LAYER}.{place}.gate.weight", "{block}.moe.router.weight", "Eh"),
-        Stacked(gate, f"{_EXPERTS}.gate.weight", "eh"),
-        Stacked(up, f"{_EXPERTS}.up.weight", "eh"),
-        Stacked(down, f"{_EXPERTS}.down.weight", "he"),
-        *more,
+        Entry(f"{LAYER}.{module}.gate.weight", "{block}.moe.router.weight", "Eh"),
+        ExpertTensors(gate, f"{_EXPERTS}.gate.weight", "eh"),
+        ExpertTensors(up, f"{_EXPERTS}.up.weight", "eh"),
+        ExpertTensors(down, f"{_EXPERTS}.down.weight", "he"),
+        *further_entries,
     )
 
 
-def fused_experts(*more: AnyEntry) -> tuple[AnyEntry, ...]:
-    """Return the entries of a mixture of experts of two tensors in all, as in memory.
+def fused_experts(*further_entries: AnyEntry) -> tuple[AnyEntry, ...]:
+    """Return the entries of a mixture of experts that is fused into two tensors per layer.
 
     Args:
-        more: entries in addition to router and experts.
+        further_entries: entries in addition to router and experts.
     """
     inside = f"{LAYER}.mlp"
     return (
         FFN_NORM,
         Entry(f"{inside}.gate.weight", "{block}.moe.router.weight", "Eh"),
-        Rows(
+        FusedWeight(
             f"{inside}.experts.gate_up_proj",
             ((f"{_EXPERTS}.gate.weight", "e"), (f"{_EXPERTS}.up.weight", "e")),
             groups="E",
             inner="h",
             stacked=True,
         ),
-        Rows(
+        FusedWeight(
             f"{inside}.experts.down_proj",
             ((f"{_EXPERTS}.down.weight", "h"),),
             groups="E",
             inner="e",
             stacked=True,
         ),
-        *more,
+        *further_entries,
     )

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Fields of config.json one by one: an error names the field, its value and what is possible."""
+"""Typed access to the fields of config.json; errors name the field, its value and valid values."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ from typing import Any, NoReturn
 
 
 class Fields:
-    """Fields of a JSON object; null is absent.
+    """The fields of a JSON object. A field that is null counts as absent.
 
     Args:
         raw: the object.
-        where: its path, for errors.
-        prefix: of the names in errors.
-        defaults: of fields that are absent.
+        where: path of the file, for errors.
+        prefix: prefix of field names in errors.
+        defaults: values of absent fields.
     """
 
     def __init__(
@@ -30,31 +30,31 @@ class Fields:
         self._defaults = defaults or {}
 
     def refuse(self, name: str, why: str) -> NoReturn:
-        """Raise ValueError for a field."""
-        shown = repr(self.raw[name])[:100] if name in self.raw else "absent"
-        raise ValueError(f"{self.where}: {self._prefix}{name} is {shown}: {why}")
+        """Raise ValueError for the value of a field."""
+        value_text = repr(self.raw[name])[:100] if name in self.raw else "absent"
+        raise ValueError(f"{self.where}: {self._prefix}{name} is {value_text}: {why}")
 
     def find(self, name: str) -> Any:
-        """Return a field, or what stands for it where it is absent, which may be None."""
+        """Return the value of a field, or its default, or None."""
         value = self.raw.get(name)
         return self._defaults.get(name) if value is None else value
 
-    def count(self, name: str, default: int | None = None, *, least: int = 1) -> int:
-        """Return a whole number from `least` on. Raises ValueError."""
+    def count(self, name: str, default: int | None = None, *, minimum: int = 1) -> int:
+        """Return an integer of at least `minimum`. Raises ValueError."""
         value = self.find(name)
         if value is None and default is not None:
             return default
-        if type(value) is not int or not least <= value < 1 << 31:
-            kind = "a positive integer" if least else "an integer that is not negative"
+        if type(value) is not int or not minimum <= value < 1 << 31:
+            kind = "a positive integer" if minimum else "an integer that is not negative"
             self.refuse(name, f"expected {kind}")
         return value
 
     def count_of(self, *names: str) -> int:
-        """Return a positive number that has several names. Raises ValueError if they differ."""
-        given = [name for name in names if self.find(name) is not None]
-        values = [self.count(name) for name in given or names[:1]]
+        """Return a positive integer that has several names. Raises ValueError if they differ."""
+        present = [name for name in names if self.find(name) is not None]
+        values = [self.count(name) for name in present or names[:1]]
         if len(set(values)) > 1:
-            self.refuse(given[1], f"{given[0]} is {values[0]}, which is the same field")
+            self.refuse(present[1], f"{present[0]} is {values[0]}, which is the same field")
         return values[0]
 
     def number(self, name: str, default: float | None = None) -> float:
@@ -76,7 +76,7 @@ class Fields:
         return value
 
     def inner(self, name: str) -> Fields | None:
-        """Return the fields of an object in a field, None if it is empty. Raises ValueError."""
+        """Return the fields of a nested object, None if absent or empty. Raises ValueError."""
         value = self.raw.get(name)
         if not value:
             return None
@@ -85,7 +85,7 @@ class Fields:
         return Fields(value, self.where, prefix=f"{self._prefix}{name}.")
 
     def must_be(self, name: str, *values: Any) -> None:
-        """Raise ValueError if a field is there and has none of these values."""
+        """Raise ValueError if a field is present with a value other than these."""
         value = self.raw.get(name)
         if value is not None and value not in values:
             self.refuse(name, f"supported is {' or '.join(map(repr, values))}")

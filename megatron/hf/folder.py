@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A folder as `save_pretrained` leaves it: config.json, safetensors, tokenizer files; not trusted.
+"""An untrusted folder written by `save_pretrained`: config.json, safetensors and tokenizer files.
 
-Read are names in the folder itself: no path, no link out of it, no pickle, and no code whatever
-config.json asks for. Links are allowed where the hub's cache makes them: `snapshots/REVISION/name`
-to `blobs/DIGEST` of the same model.
+Only files directly in the folder are read: no paths, no links that leave the folder, no pickles. No
+code is run, whatever config.json requests. Links are followed where the hub's cache creates them,
+from `snapshots/REVISION/name` to `blobs/DIGEST` of the same model.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ import torch
 from megatron.core.boxes import Box
 from megatron.core.untrusted_files import link_target, read_json
 from megatron.hf.quantized import Quantization, QuantizedTensor, quantization_of
-from megatron.hf.safetensors_file import FoundTensor, SafetensorsFile
+from megatron.hf.safetensors_file import SafetensorsFile, TensorInfo
 
 CONFIG, GENERATION_CONFIG = "config.json", "generation_config.json"
 INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
 
-#: What is carried from folder to folder in addition to weights and config.json.
+#: Files that an export copies from the original folder, besides weights and config.json.
 CARRIED = (
     GENERATION_CONFIG,
     "tokenizer.json",
@@ -44,13 +44,13 @@ _PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt")
 
 @dataclass(frozen=True, kw_only=True)
 class HuggingFaceFolder:
-    """A folder that has been looked at; no weight has been read.
+    """A folder whose config.json and index have been read, but no weights.
 
     Args:
-        path: where it is.
-        config: config.json.
-        files: for every tensor, the file that holds it.
-        follow_links: whether links out of the folder are followed.
+        path: path of the folder.
+        config: fields of config.json.
+        files: file name of each tensor.
+        follow_links: whether links that leave the folder are followed.
     """
 
     path: Path
@@ -59,23 +59,23 @@ class HuggingFaceFolder:
     follow_links: bool = False
 
     def file(self, name: str) -> Path | None:
-        """Return a file of the folder, None if it is not there. Raises ValueError for one
+        """Return the path of a file in the folder, None if absent. Raises ValueError if it lies
         outside."""
         return inside(self.path, name, follow_links=self.follow_links)
 
     @property
     def tokenizer(self) -> Path | None:
-        """Return its tokenizer.json, else its SentencePiece tokenizer.model, else the vocab.json
-        that has a merges.txt beside it, if there is one."""
-        found = self.file("tokenizer.json") or self.file("tokenizer.model")
-        return found or (self.file("merges.txt") and self.file("vocab.json"))
+        """The first of tokenizer.json, tokenizer.model (SentencePiece) and vocab.json with
+        merges.txt that exists; None without any."""
+        path = self.file("tokenizer.json") or self.file("tokenizer.model")
+        return path or (self.file("merges.txt") and self.file("vocab.json"))
 
     @contextlib.contextmanager
     def open_tensors(self) -> Iterator[OpenTensors]:
-        """Open all files of weights and check their headers.
+        """Open all weight files and check their headers.
 
         Raises:
-            ValueError: a file is damaged, or lacks a tensor that the index lists in it.
+            ValueError: a file is corrupt, or lacks a tensor that the index assigns to it.
         """
         with contextlib.ExitStack() as stack:
             opened = {}
@@ -98,16 +98,16 @@ class HuggingFaceFolder:
 
 
 class OpenTensors:
-    """The tensors of a folder, by name, with the open files that hold them.
+    """The tensors of a folder and the open files that contain them.
 
-    Quantized weights are what they are once dequantized, in place of their values and scales.
+    A quantized weight appears as one dequantized tensor, in place of its values and scales.
 
     Args:
-        files: by the tensor's name.
-        quantization: how some are quantized; None if none are.
+        files: the open file of each tensor, by the tensor's name.
+        quantization: the folder's quantization; None without one.
 
     Raises:
-        ValueError: quantized tensors and scales do not fit together; names the first of them.
+        ValueError: quantized values and scales do not match; the message names the first tensor.
     """
 
     def __init__(
@@ -120,11 +120,11 @@ class OpenTensors:
             return
         self._quantized, problems = quantization.find(self._tensors)
         if problems:
-            more = f"; and {len(problems) - 1} more" if len(problems) > 1 else ""
-            raise ValueError(f"{problems[0]}{more}")
+            others_text = f"; and {len(problems) - 1} more" if len(problems) > 1 else ""
+            raise ValueError(f"{problems[0]}{others_text}")
         for name, tensor in self._quantized.items():
             del self._tensors[tensor.values], self._tensors[tensor.scales]
-            self._tensors[name] = tensor.seen
+            self._tensors[name] = tensor.dequantized
 
     def __contains__(self, name: str) -> bool:
         return name in self._tensors
@@ -135,12 +135,12 @@ class OpenTensors:
     def __iter__(self) -> Iterator[str]:
         return iter(self._tensors)
 
-    def find(self, name: str) -> FoundTensor:
-        """Return what the header states about a tensor, of a quantized one once dequantized."""
+    def find(self, name: str) -> TensorInfo:
+        """Return a tensor's TensorInfo; for a quantized weight, the dequantized one."""
         return self._tensors[name]
 
     def read_box(self, name: str, box: Box, target: torch.Tensor) -> None:
-        """Read the elements of a box of a tensor, and no others, into `target` [*box.sizes].
+        """Read only the elements of a box of a tensor into `target` [*box.sizes].
 
         Raises:
             ValueError: a file cannot be read, or a quantized weight is not finite.
@@ -154,30 +154,30 @@ class OpenTensors:
 
     @property
     def bytes_read(self) -> int:
-        """Return how many bytes have been read so far, headers included."""
+        """Bytes read so far, headers included."""
         return sum({file.path: file.bytes_read for file in self._files.values()}.values())
 
 
 def end_tokens(path: Path) -> tuple[int, ...]:
-    """Return the ids that end a text, as generation_config.json or else config.json has them.
+    """Return `eos_token_id` of generation_config.json, or else of config.json, as a tuple.
 
     Raises:
-        ValueError: eos_token_id is no id and no list of ids.
+        ValueError: eos_token_id is neither an id nor a list of ids.
     """
     for name in (GENERATION_CONFIG, CONFIG):
         file = inside(path, name)
-        found = read_object(file).get("eos_token_id") if file is not None else None
-        if found is None:
+        eos_token_id = read_object(file).get("eos_token_id") if file is not None else None
+        if eos_token_id is None:
             continue
-        ids = found if isinstance(found, list) else [found]
+        ids = eos_token_id if isinstance(eos_token_id, list) else [eos_token_id]
         if not all(type(number) is int and number >= 0 for number in ids):
-            raise ValueError(f"{file}: eos_token_id is {found!r}: expected token ids")
+            raise ValueError(f"{file}: eos_token_id is {eos_token_id!r}: expected token ids")
         return tuple(ids)
     return ()
 
 
 def is_folder(path: str | Path) -> bool:
-    """Tell whether a path looks like such a folder and not like one of our checkpoints."""
+    """Return whether a path is a Hugging Face folder rather than one of our checkpoints."""
     path = Path(path)
     return (path / CONFIG).is_file() and not any(path.glob("iter_*"))
 
@@ -185,15 +185,15 @@ def is_folder(path: str | Path) -> bool:
 def open_folder(
     path: str | Path, *, follow_links: bool = False, ignore_auto_map: bool = False
 ) -> HuggingFaceFolder:
-    """Look at a folder: read config.json and find out which file holds which tensor.
+    """Read a folder's config.json and the index of its tensors.
 
     Args:
         path: the folder.
-        follow_links: follow links that lead out of it.
-        ignore_auto_map: take a model that brings its own code as if it had none.
+        follow_links: follow links that leave the folder.
+        ignore_auto_map: accept a model with `auto_map`; its code is not run.
 
     Raises:
-        ValueError: it is no such folder, or asks for something that is not done for strangers.
+        ValueError: this is not a Hugging Face folder, or it requests something unsafe.
     """
     path = Path(path)
     if path.is_file():
@@ -223,10 +223,10 @@ def open_folder(
 
 
 def inside(folder: Path, name: str, *, follow_links: bool = False) -> Path | None:
-    """Return the file of a plain name in a folder, None if it is not there.
+    """Return the path of a file directly in a folder, None if absent.
 
     Raises:
-        ValueError: the name is a path, or the file is a link that leads out of the folder.
+        ValueError: the name is a path, or the file is a link that leaves the folder.
     """
     if not name or name in (".", "..") or "/" in name or "\\" in name or "\0" in name:
         raise ValueError(f"{folder} names the file {name!r}: only files in the folder are read")
@@ -248,16 +248,16 @@ def inside(folder: Path, name: str, *, follow_links: bool = False) -> Path | Non
 def read_object(path: Path, *, follow_links: bool = False) -> dict[str, Any]:
     """Return the object in a JSON file. Raises ValueError."""
     try:
-        found = read_json(path, follow_links=follow_links)
+        fields = read_json(path, follow_links=follow_links)
     except OSError as error:
         raise ValueError(f"cannot read {path}: {error.strerror}") from None
-    if not isinstance(found, dict):
+    if not isinstance(fields, dict):
         raise ValueError(f"{path} holds no JSON object")
-    return found
+    return fields
 
 
 def _weight_map(path: Path, follow_links: bool) -> dict[str, str]:
-    """Return the file of every tensor: as the index specifies, or all tensors of the only file."""
+    """Return the file of each tensor: from the index, or the single file for all tensors."""
     index = inside(path, INDEX, follow_links=follow_links)
     if index is not None:
         weight_map = read_object(index, follow_links=follow_links).get("weight_map")
@@ -273,9 +273,9 @@ def _weight_map(path: Path, follow_links: bool) -> dict[str, str]:
     if SINGLE in names:
         names = [SINGLE]
     if len(names) == 1:
-        found = inside(path, names[0], follow_links=follow_links)
-        assert found is not None
-        with SafetensorsFile(found, follow_links=follow_links) as file:
+        only_file = inside(path, names[0], follow_links=follow_links)
+        assert only_file is not None
+        with SafetensorsFile(only_file, follow_links=follow_links) as file:
             return dict.fromkeys(file.tensors, names[0])
     if names:
         raise ValueError(f"{path} holds {len(names)} safetensors files but no {INDEX}")

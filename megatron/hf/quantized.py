@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Quantized weights of a Hugging Face folder, dequantized slice by slice while they are read.
+"""Dequantize the quantized weights of a Hugging Face folder slice by slice while they are read.
 
-A `Quantization` says which tensors of the files are the values and the scales of one weight, and
-computes any box of that weight in fp32; what is above sees plain tensors. A rank reads the elements
-that it stores and the scales of the blocks that these lie in. Tensors that are not quantized, such
-as those of the modules in `modules_to_not_convert`, are as they are.
+A `Quantization` finds the tensors that hold the values and the scales of a weight, and computes any
+box of the weight in fp32; its callers see plain tensors. A rank reads only its shard's elements and
+the scales of the blocks that contain them. Tensors that are not quantized, such as the modules
+in `modules_to_not_convert`, are read as they are.
 """
 
 from __future__ import annotations
@@ -18,17 +18,17 @@ import torch
 
 from megatron.core.boxes import Box, row_boxes
 from megatron.hf.fields import Fields
-from megatron.hf.safetensors_file import FoundTensor, SafetensorsFile
+from megatron.hf.safetensors_file import SafetensorsFile, TensorInfo
 
 _FP8 = "F8_E4M3"
 
-#: Elements of MXFP4 that share a scale, and the bytes that they take.
+#: Elements of MXFP4 that share a scale, and their size in bytes.
 GROUP, GROUP_BYTES = 32, 16
 
-#: What a code of E2M1 stands for; the other eight are these with a minus sign.
+#: Values of the non-negative E2M1 codes; the other eight codes are their negatives.
 _E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 
-#: Exponent of an E8M0 scale of zero.
+#: Exponent bias of E8M0: a code c stands for 2^(c - 127).
 _E8M0_BIAS = 127
 
 
@@ -36,20 +36,20 @@ class QuantizedTensor(NamedTuple):
     """A weight that is stored as two tensors.
 
     Args:
-        values, scales: their names.
-        seen: the weight's dtype and shape once it is dequantized.
+        values, scales: names of the two tensors.
+        dequantized: dtype and shape of the dequantized weight.
     """
 
     values: str
     scales: str
-    seen: FoundTensor
+    dequantized: TensorInfo
 
 
 class Quantization(ABC):
-    """How some weights of a folder are quantized.
+    """A quantization format of a folder's weights.
 
     Attributes:
-        scales: what the names of tensors of scales end with.
+        scales: suffix of the names of scale tensors.
     """
 
     scales: ClassVar[str]
@@ -61,20 +61,20 @@ class Quantization(ABC):
 
     @abstractmethod
     def find(
-        self, tensors: Mapping[str, FoundTensor]
+        self, tensors: Mapping[str, TensorInfo]
     ) -> tuple[dict[str, QuantizedTensor], list[str]]:
-        """Return the quantized weights among the tensors of the files, and what is wrong.
+        """Return the quantized weights among the tensors of the files, and a list of problems.
 
         Returns:
-            The weights by the names that they have once dequantized; problems by tensor: values
-            without scales, scales without values, shapes and dtypes that do not fit.
+            The weights by their names after dequantization, and one message per invalid tensor:
+            values without scales, scales without values, wrong shapes and dtypes.
         """
 
     @abstractmethod
     def dequantize(
         self, tensor: QuantizedTensor, box: Box, files: Mapping[str, SafetensorsFile]
     ) -> torch.Tensor:
-        """Return the elements of a box of a weight [*box.sizes] in fp32."""
+        """Return a box of a weight [*box.sizes] in fp32."""
 
     def read_box(
         self,
@@ -84,13 +84,13 @@ class Quantization(ABC):
         *,
         files: Mapping[str, SafetensorsFile],
     ) -> None:
-        """Read the elements of a box of a weight, dequantized, into `target`.
+        """Read a box of a weight, dequantized, into `target`.
 
         Args:
             tensor: the weight.
-            box: which elements.
-            target: [*box.sizes], converted to its dtype.
-            files: of all tensors, by name.
+            box: the elements to read.
+            target: [*box.sizes]; values are converted to its dtype.
+            files: the file of each tensor, by the tensor's name.
 
         Raises:
             ValueError: a scale is not positive and finite, a value is not finite, or a file cannot
@@ -99,8 +99,8 @@ class Quantization(ABC):
         for band in row_boxes(box.sizes, torch.float32.itemsize):
             if not band.numel:
                 continue
-            first = tuple(a + b for a, b in zip(box.offsets, band.offsets, strict=True))
-            values = self.dequantize(tensor, Box(first, band.sizes), files)
+            offsets = tuple(a + b for a, b in zip(box.offsets, band.offsets, strict=True))
+            values = self.dequantize(tensor, Box(offsets, band.sizes), files)
             if not bool(values.isfinite().all()):
                 raise ValueError(
                     f"{files[tensor.values].path}: {tensor.values} times {tensor.scales} is not "
@@ -109,7 +109,7 @@ class Quantization(ABC):
             target[band.slices].copy_(values)
 
     def line(self, names: Iterable[str]) -> str:
-        """Return a line about a folder with tensors of these names."""
+        """Return a line for the log about a folder with tensors of these names."""
         count = sum(name.endswith(self.scales) for name in names)
         return (
             f"dequantized {count} {self.form}; they are trained, saved and exported in the dtype "
@@ -119,15 +119,15 @@ class Quantization(ABC):
 
 @dataclass(frozen=True)
 class BlockFP8(Quantization):
-    """FP8 matrices with a factor for each block, as DeepSeek-V3 and Kimi-K2 are published.
+    """FP8 matrices with one scale per block, the format of DeepSeek-V3 and Kimi-K2.
 
-    A matrix W [o, i] is E4M3, and `W_scale_inv` [ceil(o / b0), ceil(i / b1)] holds a factor for
-    each block of b0 x b1 elements (DeepSeek-AI 2024, arXiv 2412.19437, section 3.3):
+    A matrix W [o, i] is stored in E4M3, and `*_scale_inv` [ceil(o / b0), ceil(i / b1)] contains one
+    scale per block of b0 x b1 elements (DeepSeek-AI 2024, arXiv 2412.19437, section 3.3):
 
-        w[r, c] = W[r, c] · W_scale_inv[r // b0, c // b1]
+        w[r, c] = W[r, c] · scale_inv[r // b0, c // b1]
 
     Args:
-        block: rows and columns of a block.
+        block: number of rows and of columns of a block.
     """
 
     block: tuple[int, int]
@@ -135,7 +135,7 @@ class BlockFP8(Quantization):
 
     @classmethod
     def of(cls, fields: Fields) -> BlockFP8:
-        """Return what a quantization_config of "fp8" means. Raises ValueError: names a field."""
+        """Parse a quantization_config of "fp8". Raises ValueError, naming the field."""
         fields.must_be("fmt", "e4m3")
         fields.must_be("scale_fmt", "ue8m0", "float")
         block = fields.raw.get("weight_block_size")
@@ -155,10 +155,10 @@ class BlockFP8(Quantization):
         return f"FP8 matrices with a scale for each block of {self.block[0]} x {self.block[1]}"
 
     def find(
-        self, tensors: Mapping[str, FoundTensor]
+        self, tensors: Mapping[str, TensorInfo]
     ) -> tuple[dict[str, QuantizedTensor], list[str]]:
-        """Return FP8 matrices and what is wrong with their scales."""
-        found: dict[str, QuantizedTensor] = {}
+        """Return the FP8 matrices and a list of problems with their scales."""
+        weights: dict[str, QuantizedTensor] = {}
         problems = []
         for name, tensor in tensors.items():
             base = name.removesuffix(self.scales)
@@ -171,17 +171,19 @@ class BlockFP8(Quantization):
                 problems.append(f"{name} is FP8 and {name}{self.scales} is missing")
                 continue
             problems += self._misfits(name, tensor, scales)
-            found[name] = QuantizedTensor(name, name + self.scales, _seen(tensor, tensor.shape))
-        return found, problems
+            weights[name] = QuantizedTensor(
+                name, name + self.scales, _dequantized_info(tensor, tensor.shape)
+            )
+        return weights, problems
 
-    def _misfits(self, name: str, tensor: FoundTensor, scales: FoundTensor) -> list[str]:
-        wanted = tuple(-(-n // b) for n, b in zip(tensor.shape, self.block, strict=False))
+    def _misfits(self, name: str, tensor: TensorInfo, scales: TensorInfo) -> list[str]:
+        expected_shape = tuple(-(-n // b) for n, b in zip(tensor.shape, self.block, strict=False))
         if len(tensor.shape) != 2:
             return [f"{name} is {list(tensor.shape)}: blocks of two dimensions are of a matrix"]
-        if scales.shape != wanted:
+        if scales.shape != expected_shape:
             return [
                 f"{name}{self.scales} is {list(scales.shape)}, blocks of {list(self.block)} make "
-                f"it {list(wanted)}"
+                f"it {list(expected_shape)}"
             ]
         if scales.dtype not in ("F32", "BF16"):
             return [f"{name}{self.scales} has dtype {scales.dtype}: supported are F32, BF16"]
@@ -190,7 +192,7 @@ class BlockFP8(Quantization):
     def dequantize(
         self, tensor: QuantizedTensor, box: Box, files: Mapping[str, SafetensorsFile]
     ) -> torch.Tensor:
-        """Return a box of a matrix in fp32. Raises ValueError for a factor that is none."""
+        """Return a box of a matrix in fp32. Raises ValueError for a scale that is not positive."""
         low = tuple(at // b for at, b in zip(box.offsets, self.block, strict=True))
         high = tuple(
             -(-(at + n) // b) for at, n, b in zip(box.offsets, box.sizes, self.block, strict=True)
@@ -212,13 +214,13 @@ class BlockFP8(Quantization):
 
 @dataclass(frozen=True)
 class MXFP4(Quantization):
-    """Tensors in MXFP4, as gpt-oss has its experts (OCP Microscaling Formats v1.0, section 5).
+    """MXFP4 tensors, the format of gpt-oss's experts (OCP Microscaling Formats v1.0, section 5).
 
-    A tensor W [..., r, c] is `W_blocks` [..., r, c / 32, 16] and `W_scales` [..., r, c / 32] of
-    bytes. A byte holds two elements in E2M1, the first in its lower half, and a scale is a power of
-    two in E8M0, for 32 elements:
+    A tensor W [..., r, c] is stored as bytes: `*_blocks` [..., r, c / 32, 16] and `*_scales`
+    [..., r, c / 32]. A byte of blocks contains two E2M1 elements, the first in its lower half. A
+    scale is a power of two in E8M0, shared by 32 elements:
 
-        w[..., 32 g + k] = E2M1[code k of W_blocks[..., g, :]] · 2^(W_scales[..., g] - 127)
+        w[..., 32 g + k] = E2M1[code k of blocks[..., g, :]] · 2^(scales[..., g] - 127)
     """
 
     values: ClassVar[str] = "_blocks"
@@ -226,8 +228,8 @@ class MXFP4(Quantization):
 
     @classmethod
     def of(cls, fields: Fields) -> MXFP4:
-        """Return what a quantization_config of "mxfp4" means. Raises ValueError: names a field."""
-        _check_known(fields, "dequantize")  # `dequantize`: what transformers makes of them
+        """Parse a quantization_config of "mxfp4". Raises ValueError, naming the field."""
+        _check_known(fields, "dequantize")  # `dequantize` only tells transformers what to do
         return cls()
 
     @property
@@ -236,10 +238,10 @@ class MXFP4(Quantization):
         return f"MXFP4 tensors with a scale for each {GROUP} elements of a row"
 
     def find(
-        self, tensors: Mapping[str, FoundTensor]
+        self, tensors: Mapping[str, TensorInfo]
     ) -> tuple[dict[str, QuantizedTensor], list[str]]:
-        """Return MXFP4 tensors and what is wrong with their scales."""
-        found: dict[str, QuantizedTensor] = {}
+        """Return the MXFP4 tensors and a list of problems with their scales."""
+        weights: dict[str, QuantizedTensor] = {}
         problems = []
         for name, tensor in tensors.items():
             base = name.removesuffix(self.scales)
@@ -256,69 +258,73 @@ class MXFP4(Quantization):
                 problems.append(f"{base} and {name} are the same weight: leave one of them out")
             problems += self._misfits(base, tensor, scales)
             shape = (*tensor.shape[:-2], GROUP * tensor.shape[-2]) if tensor.shape[1:] else ()
-            found[base] = QuantizedTensor(name, base + self.scales, _seen(tensor, shape))
-        return found, problems
+            weights[base] = QuantizedTensor(
+                name, base + self.scales, _dequantized_info(tensor, shape)
+            )
+        return weights, problems
 
-    def _misfits(self, base: str, tensor: FoundTensor, scales: FoundTensor) -> list[str]:
+    def _misfits(self, base: str, tensor: TensorInfo, scales: TensorInfo) -> list[str]:
         if len(tensor.shape) < 2 or tensor.shape[-1] != GROUP_BYTES:
             return [
                 f"{base}{self.values} is {list(tensor.shape)}: the last size must be "
                 f"{GROUP_BYTES} bytes of {GROUP} elements"
             ]
-        found = [
+        problems = [
             f"{base}{suffix} has dtype {side.dtype}: supported is U8"
             for suffix, side in ((self.values, tensor), (self.scales, scales))
             if side.dtype != "U8"
         ]
         if scales.shape != tensor.shape[:-1]:
-            found.append(
+            problems.append(
                 f"{base}{self.scales} is {list(scales.shape)}, {base}{self.values} makes it "
                 f"{list(tensor.shape[:-1])}"
             )
-        return found
+        return problems
 
     def dequantize(
         self, tensor: QuantizedTensor, box: Box, files: Mapping[str, SafetensorsFile]
     ) -> torch.Tensor:
-        """Return a box of a tensor in fp32, from the groups of 32 that it lies in."""
+        """Return a box of a tensor in fp32, from the groups of 32 elements that contain it."""
         begin, size = box.offsets[-1], box.sizes[-1]
-        first, last = begin // GROUP, -(-(begin + size) // GROUP)
-        groups = Box((*box.offsets[:-1], first), (*box.sizes[:-1], last - first))
+        first_group, end_group = begin // GROUP, -(-(begin + size) // GROUP)
+        groups = Box((*box.offsets[:-1], first_group), (*box.sizes[:-1], end_group - first_group))
         stored = torch.empty((*groups.sizes, GROUP_BYTES), dtype=torch.uint8)
         pairs = Box((*groups.offsets, 0), tuple(stored.shape))
         files[tensor.values].read_box(tensor.values, pairs, stored)
         scales = torch.empty(groups.sizes, dtype=torch.uint8)
         files[tensor.scales].read_box(tensor.scales, groups, scales)
         codes = torch.tensor((*_E2M1, *(-value for value in _E2M1)))  # [16]
-        every = torch.arange(256)
-        # Both elements of a byte at once: eight bytes are moved as one integer.
-        table = torch.stack((codes[every & 15], codes[every >> 4]), dim=-1).view(torch.int64)
+        byte_values = torch.arange(256)
+        # One lookup per byte: its two fp32 elements are gathered as one 64-bit integer.
+        table = torch.stack((codes[byte_values & 15], codes[byte_values >> 4]), dim=-1).view(
+            torch.int64
+        )
         values = table.view(-1).index_select(0, stored.view(-1).int()).view(torch.float32)
         values = values.view(*groups.sizes, GROUP)
         values = torch.ldexp(values, scales.int()[..., None] - _E8M0_BIAS).flatten(-2)
-        return values.narrow(-1, begin - GROUP * first, size)
+        return values.narrow(-1, begin - GROUP * first_group, size)
 
 
 _METHODS = {"fp8": BlockFP8.of, "mxfp4": MXFP4.of}
 
 
 def quantization_of(config: Mapping[str, Any], *, where: str) -> Quantization | None:
-    """Return how the weights of a config.json are quantized; None if they are not.
+    """Return the quantization of a config.json; None without a quantization_config.
 
     Args:
-        config: its fields.
+        config: the fields of config.json.
         where: its path, for errors.
 
     Raises:
-        ValueError: in a way that is not supported; names the field.
+        ValueError: the quantization is not supported; the message names the field.
     """
-    found = config.get("quantization_config")
-    if found is None:
+    quantization_config = config.get("quantization_config")
+    if quantization_config is None:
         return None
-    if not isinstance(found, dict):
+    if not isinstance(quantization_config, dict):
         Fields(config, where).refuse("quantization_config", "expected an object")
-    fields = Fields(found, where, prefix="quantization_config.")
-    method = found.get("quant_method")
+    fields = Fields(quantization_config, where, prefix="quantization_config.")
+    method = quantization_config.get("quant_method")
     if not isinstance(method, str) or method not in _METHODS:
         fields.refuse(
             "quant_method",
@@ -329,7 +335,7 @@ def quantization_of(config: Mapping[str, Any], *, where: str) -> Quantization | 
 
 
 def _check_known(fields: Fields, *names: str) -> None:
-    """Refuse fields that may mean something for the weights, and lists of modules that are none."""
+    """Refuse unknown fields, which could change the weights, and malformed lists of modules."""
     modules = ("modules_to_not_convert", "ignored_layers")
     for name in modules:
         listed = fields.raw.get(name) or []
@@ -337,9 +343,9 @@ def _check_known(fields: Fields, *names: str) -> None:
             fields.refuse(name, "expected names of modules")
     for name in fields.raw:
         if name not in ("quant_method", *modules, *names):
-            fields.refuse(name, "what it means for the weights is not known")
+            fields.refuse(name, "it is unknown and could change the weights")
 
 
-def _seen(stored: FoundTensor, shape: tuple[int, ...]) -> FoundTensor:
-    """Return what a tensor is once dequantized, where its values are in the file."""
+def _dequantized_info(stored: TensorInfo, shape: tuple[int, ...]) -> TensorInfo:
+    """Return the TensorInfo of a dequantized tensor; the byte range stays that of its values."""
     return stored._replace(dtype="BF16", shape=shape)

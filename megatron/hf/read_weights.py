@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Weights of a Hugging Face folder into a model on any layout: every rank reads its own slices."""
+"""Load a Hugging Face folder into a model on any layout; each rank reads only its shards."""
 
 from __future__ import annotations
 
@@ -17,35 +17,35 @@ from megatron.hf.folder import CONFIG, HuggingFaceFolder, OpenTensors
 from megatron.hf.quantized import quantization_of
 from megatron.hf.tensor_map import TensorMap, tensor_map
 
-#: Problems named in one error; the rest is counted.
+#: Problems listed in one error; further ones are counted.
 MAX_PROBLEMS = 8
 
-#: Missing tensors up to which they are looked for by name.
+#: With more missing tensors than this, only their number is reported.
 MAX_MISSING = 1000
 
 _FLOATS = ("F32", "BF16", "F16", "F64")
 _LAYER = re.compile(r"model\.layers\.\d+\.")
-#: Written by old versions of transformers; follows from config.json.
+#: Buffers that old versions of transformers wrote; config.json determines them.
 _DERIVED = re.compile(r"model\.layers\.\d+\.self_attn\.rotary_emb\.inv_freq")
 
 
 def check_tensors(
     folder: HuggingFaceFolder, opened: OpenTensors, model: HuggingFaceModel
 ) -> TensorMap:
-    """Compare the tensors of a folder with those that its config.json needs, and map the latter.
+    """Check the tensors of a folder against its config.json and return their map.
 
     Raises:
-        ValueError: one is missing, has another shape, is no floating-point tensor, or has no place
-            in the model; names the first of them.
+        ValueError: a tensor is missing, has the wrong shape, is not floating-point, or does not
+            belong to the model. The message lists the first of them.
     """
     if model.config.num_layers > len(opened):
         raise ValueError(
             f"{folder.path} does not hold the weights of its config.json: that has "
             f"{model.config.num_layers} layers, the files {len(opened)} tensors"
         )
-    most = len(opened) + MAX_MISSING
+    max_tensors = len(opened) + MAX_MISSING
     try:
-        mapped = tensor_map(model.kind, model.config, names=opened, max_tensors=most)
+        mapped = tensor_map(model.kind, model.config, names=opened, max_tensors=max_tensors)
     except ValueError as error:
         raise ValueError(
             f"{folder.path} does not hold the weights of its config.json: {error}; the files hold "
@@ -54,29 +54,29 @@ def check_tensors(
     problems = _problems(mapped, opened, model)
     named = list(islice(problems, MAX_PROBLEMS))
     if named:
-        more = sum(1 for _ in problems)
+        num_others = sum(1 for _ in problems)
         raise ValueError(
             f"{folder.path} does not hold the weights of its config.json: "
-            f"{'; '.join(named)}{f'; and {more} more' if more else ''}"
+            f"{'; '.join(named)}{f'; and {num_others} more' if num_others else ''}"
         )
     return mapped
 
 
 def _problems(mapped: TensorMap, opened: OpenTensors, model: HuggingFaceModel) -> Iterator[str]:
-    """Yield what is wrong with the tensors of a folder."""
-    for name, tensor in mapped.theirs.items():
+    """Yield one message per invalid tensor of a folder."""
+    for name, tensor in mapped.hf_tensors.items():
         if name not in opened:
             if name not in mapped.copies:
                 yield f"{name} is missing"
             continue
-        found = opened.find(name)
-        if found.shape != tensor.shape:
-            yield f"{name} is {list(found.shape)}, config.json makes it {list(tensor.shape)}"
-        if found.dtype not in _FLOATS:
-            yield f"{name} has dtype {found.dtype}: supported are {', '.join(_FLOATS)}"
+        info = opened.find(name)
+        if info.shape != tensor.shape:
+            yield f"{name} is {list(info.shape)}, config.json makes it {list(tensor.shape)}"
+        if info.dtype not in _FLOATS:
+            yield f"{name} has dtype {info.dtype}: supported are {', '.join(_FLOATS)}"
     for name in opened:
-        left_out = _DERIVED.fullmatch(name) or _is_left_out(name, model)
-        if name not in mapped.theirs and not left_out:
+        skipped_prefix = _DERIVED.fullmatch(name) or _is_left_out(name, model)
+        if name not in mapped.hf_tensors and not skipped_prefix:
             yield f"{name} has no place in the model"
 
 
@@ -87,22 +87,22 @@ def check_copies(
     *,
     chunks: Sequence[TensorChunk],
 ) -> None:
-    """Compare tensors that repeat another one with it, as far as chunks hold that.
+    """Check that tensors which duplicate another one are equal to it, within the chunks' boxes.
 
     Raises:
-        ValueError: one differs.
+        ValueError: a copy differs.
     """
-    for name, ours in mapped.copies.items():
-        source = mapped.ours[ours].parts[0]
-        boxes = [chunk.box for chunk in chunks if chunk.name == ours and name in opened]
+    for name, mcore_name in mapped.copies.items():
+        source = mapped.mcore_tensors[mcore_name].slices[0]
+        boxes = [chunk.box for chunk in chunks if chunk.name == mcore_name and name in opened]
         for common in filter(None, map(source.common, boxes)):
             for band in row_boxes(common.sizes, torch.float32.itemsize):
                 offsets = tuple(a + b for a, b in zip(common.offsets, band.offsets, strict=True))
-                both = [torch.empty(band.sizes), torch.empty(band.sizes)]
-                for piece, of in zip(both, (name, source.theirs), strict=True):
-                    opened.read_box(of, Box(offsets, band.sizes), piece)
-                if not torch.equal(*both):
-                    raise ValueError(_differing(folder, name, source.theirs))
+                values = [torch.empty(band.sizes), torch.empty(band.sizes)]
+                for target, tensor_name in zip(values, (name, source.hf_name), strict=True):
+                    opened.read_box(tensor_name, Box(offsets, band.sizes), target)
+                if not torch.equal(*values):
+                    raise ValueError(_differing(folder, name, source.hf_name))
 
 
 def _differing(folder: HuggingFaceFolder, name: str, source: str) -> str:
@@ -115,25 +115,25 @@ def _differing(folder: HuggingFaceFolder, name: str, source: str) -> str:
 
 
 def reading_lines(folder: HuggingFaceFolder, model: HuggingFaceModel) -> list[str]:
-    """Return lines about the tensors of a folder that are passed over, and about quantized ones."""
-    found = []
+    """Return lines for the log about skipped and about quantized tensors of a folder."""
+    lines = []
     if count := sum(_is_left_out(name, model) for name in folder.files):
-        found.append(
-            f"left out {count} tensors under {model.kind.left_out}, layers of further prediction "
-            f"that {model.kind.class_name} has no part for"
+        lines.append(
+            f"skipped {count} tensors under {model.kind.skipped_prefix}: MTP layers, which "
+            f"{model.kind.class_name} does not have"
         )
     quantization = quantization_of(folder.config, where=CONFIG)
     if quantization is not None:
-        found.append(quantization.line(folder.files))
-    return found
+        lines.append(quantization.line(folder.files))
+    return lines
 
 
 def _is_left_out(name: str, model: HuggingFaceModel) -> bool:
-    return model.kind.left_out is not None and name.startswith(model.kind.left_out)
+    return model.kind.skipped_prefix is not None and name.startswith(model.kind.skipped_prefix)
 
 
 class _Read(NamedTuple):
-    """A box of a Hugging Face tensor, and the view of a local tensor that it is copied to."""
+    """A box of a Hugging Face tensor and the view of a local tensor to copy it into."""
 
     name: str
     box: Box
@@ -141,15 +141,15 @@ class _Read(NamedTuple):
 
 
 def _reads(mapped: TensorMap, chunk: TensorChunk) -> Iterator[_Read]:
-    """Yield what makes up a chunk."""
-    for part in mapped.ours[chunk.name].parts:
-        common = part.common(chunk.box)
+    """Yield the reads that fill a chunk."""
+    for tensor_slice in mapped.mcore_tensors[chunk.name].slices:
+        common = tensor_slice.common(chunk.box)
         if common is None:
             continue
-        place = part.in_ours(common).seen_from(chunk.box.offsets)
-        box = part.in_theirs(common)
-        target = chunk.tensor.detach()[place.slices]
-        yield _Read(part.theirs, box, target.view(box.sizes))
+        target_box = tensor_slice.mcore_box(common).seen_from(chunk.box.offsets)
+        box = tensor_slice.hf_box(common)
+        target = chunk.tensor.detach()[target_box.slices]
+        yield _Read(tensor_slice.hf_name, box, target.view(box.sizes))
 
 
 def read_weights(
@@ -159,18 +159,18 @@ def read_weights(
     *,
     coordinator: Coordinator,
 ) -> int:
-    """Fill a model's weights from a folder. Every rank calls this with the chunks it holds.
+    """Load a model's weights from a folder. Collective: every rank passes its own chunks.
 
     Args:
-        folder: where from.
-        model: what its config.json specifies.
-        chunks: boxes of logical weights, under our names; converted to the dtype of each.
+        folder: the folder.
+        model: the model that its config.json specifies.
+        chunks: boxes of logical weights, by our names. Values are converted to each chunk's dtype.
 
     Returns:
-        How many bytes this rank has read.
+        The number of bytes that this rank has read.
 
     Raises:
-        ValueError: on every rank alike: the folder is damaged, or holds another model.
+        ValueError: on every rank: the folder is corrupt or contains another model.
     """
     counts: list[int] = []
 

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One safetensors file from outside: its header checked before use, slices of tensors read.
+"""Read slices of tensors from an untrusted safetensors file whose header is validated first.
 
-Nothing is taken from the file but numbers. The header must describe the file exactly - every byte
-of data in one tensor, none in two - and is bounded, so a malicious one costs neither memory nor a
-read outside the file. Positioned reads, not a mapping: a file that shrinks under a mapping kills
-the process.
+The header must describe the file exactly: every byte of data belongs to one tensor. Its size is
+bounded, so that a malicious header can neither exhaust memory nor cause a read outside the file.
+Reads are positioned (`preadv`) rather than memory-mapped, because a file that is truncated while it
+is mapped kills the process with SIGBUS.
 """
 
 from __future__ import annotations
@@ -25,17 +25,17 @@ from megatron.core.dist_checkpointing.shard_format import LENGTH_BYTES, decode_l
 from megatron.core.dist_checkpointing.shards import DTYPES, as_bytes
 from megatron.core.untrusted_files import MAX_JSON_DEPTH, check_depth, regular_fd
 
-#: Some 60,000 tensors.
+#: Upper bound on the header, enough for about 60,000 tensors.
 MAX_HEADER_BYTES = 8 << 20
 
-#: More dimensions than any weight has.
+#: Upper bound on the number of dimensions of a tensor.
 MAX_DIMENSIONS = 8
 
 _ENTRY_KEYS = frozenset({"dtype", "shape", "data_offsets"})
 
 
-class FoundTensor(NamedTuple):
-    """A tensor of a file: dtype by the format's name, shape, and its bytes [begin, end)."""
+class TensorInfo(NamedTuple):
+    """A tensor of a file: the format's name of its dtype, its shape, its bytes [begin, end)."""
 
     dtype: str
     shape: tuple[int, ...]
@@ -44,16 +44,18 @@ class FoundTensor(NamedTuple):
 
 
 class SafetensorsFile:
-    """An open file whose header has been found sound; counts the bytes it reads.
+    """An open safetensors file with a valid header.
 
     Args:
         path: the file.
-        follow_links: follow a link wherever it leads.
+        follow_links: follow a symbolic link to any target.
 
-    Attribute `tensors` describes its contents.
+    Attributes:
+        tensors: the tensors of the file, by name.
+        bytes_read: bytes read so far, the header included.
 
     Raises:
-        ValueError: it cannot be read, or its header is not what the format allows.
+        ValueError: the file cannot be read, or its header is invalid.
     """
 
     def __init__(self, path: Path, *, follow_links: bool = False) -> None:
@@ -66,7 +68,7 @@ class SafetensorsFile:
             raise ValueError(f"cannot read {path}: {error.strerror}") from None
         try:
             size = os.fstat(self._fd).st_size
-            self.tensors: Mapping[str, FoundTensor] = self._header(size)
+            self.tensors: Mapping[str, TensorInfo] = self._header(size)
         except BaseException:
             os.close(self._fd)
             raise
@@ -87,7 +89,7 @@ class SafetensorsFile:
         os.close(self._fd)
 
     def read_bytes(self, target: memoryview, offset: int, *, name: str) -> None:
-        """Fill `target` from a position of the file. Raises ValueError if it ends before."""
+        """Fill `target` from a byte offset. Raises ValueError if the file ends before."""
         position = 0
         while position < len(target):
             try:
@@ -95,29 +97,29 @@ class SafetensorsFile:
             except OSError as error:
                 raise ValueError(f"cannot read {name} from {self.path}: {error.strerror}") from None
             if not got:
-                self._refuse(f"it ends inside {name}: it was cut short")
+                self._refuse(f"it ends inside {name}: it was truncated")
             position += got
         self.bytes_read += len(target)
 
     def read_box(self, name: str, box: Box, target: torch.Tensor) -> None:
-        """Read the elements of `box` of a tensor, and no others, into `target`.
+        """Read only the elements of a box of a tensor into `target`.
 
         Args:
-            name: of the tensor.
-            box: which elements.
-            target: [*box.sizes], any strides, device and dtype; values are converted to the latter.
+            name: name of the tensor.
+            box: the elements to read.
+            target: [*box.sizes] of any strides and device; values are converted to its dtype.
 
         Raises:
-            ValueError: the file has become shorter or cannot be read.
+            ValueError: the file was truncated or cannot be read.
         """
         if not box.numel:
             return
-        found = self.tensors[name]
+        info = self.tensors[name]
         plain = target.is_contiguous() and target.device.type == "cpu"
-        if plain and target.dtype == DTYPES[found.dtype]:
+        if plain and target.dtype == DTYPES[info.dtype]:
             self._read_runs(name, box, as_bytes(target))
             return
-        dtype = DTYPES[found.dtype]
+        dtype = DTYPES[info.dtype]
         for band in row_boxes(box.sizes, dtype.itemsize):
             offsets = tuple(a + b for a, b in zip(box.offsets, band.offsets, strict=True))
             scratch = self._take(dtype.itemsize * band.numel)
@@ -125,22 +127,22 @@ class SafetensorsFile:
             target[band.slices].copy_(scratch.view(dtype).view(band.sizes))
 
     def _read_runs(self, name: str, box: Box, target: memoryview) -> None:
-        """Read a box chunk by chunk, each a run of the file, into memory in row-major order."""
-        found = self.tensors[name]
-        itemsize = DTYPES[found.dtype].itemsize
-        strides = [itemsize] * len(found.shape)
+        """Read a box into row-major memory, one contiguous run of the file at a time."""
+        info = self.tensors[name]
+        itemsize = DTYPES[info.dtype].itemsize
+        strides = [itemsize] * len(info.shape)
         for dim in range(len(strides) - 2, -1, -1):
-            strides[dim] = strides[dim + 1] * found.shape[dim + 1]
-        # From dimension `cut` on the box is one run of bytes.
-        cut = len(found.shape)
-        while cut > 0 and box.sizes[cut:] == found.shape[cut:]:
+            strides[dim] = strides[dim + 1] * info.shape[dim + 1]
+        # From dimension `cut` on, the box is contiguous in the file.
+        cut = len(info.shape)
+        while cut > 0 and box.sizes[cut:] == info.shape[cut:]:
             cut -= 1
         run_bytes = itemsize * math.prod(box.sizes[cut:])
-        start = found.begin + sum(o * s for o, s in zip(box.offsets, strides, strict=True))
-        for number, position in enumerate(range(0, len(target), run_bytes)):
-            offset, left = start, number
+        start = info.begin + sum(o * s for o, s in zip(box.offsets, strides, strict=True))
+        for run, position in enumerate(range(0, len(target), run_bytes)):
+            offset, remainder = start, run
             for dim in range(cut - 1, -1, -1):
-                left, index = divmod(left, box.sizes[dim])
+                remainder, index = divmod(remainder, box.sizes[dim])
                 offset += index * strides[dim]
             self.read_bytes(target[position : position + run_bytes], offset, name=name)
 
@@ -149,13 +151,13 @@ class SafetensorsFile:
             self._scratch = torch.empty(size, dtype=torch.uint8)
         return self._scratch[:size]
 
-    def _header(self, file_bytes: int) -> dict[str, FoundTensor]:
+    def _header(self, file_bytes: int) -> dict[str, TensorInfo]:
         """Read and check the header. Raises ValueError."""
         if file_bytes < LENGTH_BYTES:
             self._refuse(f"it has {file_bytes} bytes, less than a header's length takes")
-        first = bytearray(LENGTH_BYTES)
-        self.read_bytes(memoryview(first), 0, name="the header")
-        start = decode_length(bytes(first))
+        length_bytes = bytearray(LENGTH_BYTES)
+        self.read_bytes(memoryview(length_bytes), 0, name="the header")
+        start = decode_length(bytes(length_bytes))
         if start > file_bytes:
             self._refuse(
                 f"it announces a header of {start - LENGTH_BYTES} bytes but has {file_bytes}: it "
@@ -169,8 +171,8 @@ class SafetensorsFile:
         text = bytearray(start - LENGTH_BYTES)
         self.read_bytes(memoryview(text), LENGTH_BYTES, name="the header")
         try:
-            # Entries become tuples as they are parsed: as objects of JSON they would take twenty
-            # times their text.
+            # Entries become tuples while they are parsed. As dicts they would take twenty times the
+            # memory of their text.
             table = json.loads(text.decode("utf-8"), object_pairs_hook=_entry_or_object)
             check_depth(table, max_depth=MAX_JSON_DEPTH)
         except (ValueError, RecursionError) as error:
@@ -178,19 +180,19 @@ class SafetensorsFile:
         if not isinstance(table, dict):
             self._refuse("its header is no JSON object")
         table.pop("__metadata__", None)
-        found = {name: self._entry(name, entry, start) for name, entry in table.items()}
-        self._check_cover(found, start, file_bytes)
-        return found
+        tensors = {name: self._entry(name, entry, start) for name, entry in table.items()}
+        self._check_cover(tensors, start, file_bytes)
+        return tensors
 
-    def _entry(self, name: str, entry: Any, start: int) -> FoundTensor:
+    def _entry(self, name: str, entry: Any, start: int) -> TensorInfo:
         if not isinstance(entry, _Entry):
             self._refuse(f"{_short(name)} must have dtype, shape and data_offsets, nothing else")
         dtype, shape, offsets = entry
         if dtype not in DTYPES:
             self._refuse(f"{_short(name)} has the unknown dtype {_short(dtype)}")
-        if not _counts(shape) or len(shape) > MAX_DIMENSIONS:
+        if not _are_sizes(shape) or len(shape) > MAX_DIMENSIONS:
             self._refuse(f"{_short(name)} has the impossible shape {_short(shape)}")
-        if not _counts(offsets) or len(offsets) != 2 or offsets[0] > offsets[1]:
+        if not _are_sizes(offsets) or len(offsets) != 2 or offsets[0] > offsets[1]:
             self._refuse(f"{_short(name)} has the impossible data_offsets {_short(offsets)}")
         size = tensor_bytes(dtype, shape)
         if offsets[1] - offsets[0] != size:
@@ -198,16 +200,16 @@ class SafetensorsFile:
                 f"{_short(name)} of {dtype} {_short(shape)} takes {_short(size)} bytes, its "
                 f"data_offsets {_short(offsets)} say otherwise"
             )
-        return FoundTensor(dtype, shape, start + offsets[0], start + offsets[1])
+        return TensorInfo(dtype, shape, start + offsets[0], start + offsets[1])
 
-    def _check_cover(self, found: Mapping[str, FoundTensor], start: int, end: int) -> None:
-        """See that the tensors lie one after the other, up to the end of the file."""
-        position, before = start, "the header"
-        for name, tensor in sorted(found.items(), key=lambda item: item[1][2:]):
+    def _check_cover(self, tensors: Mapping[str, TensorInfo], start: int, end: int) -> None:
+        """Check that the tensors are adjacent and end where the file ends."""
+        position, previous = start, "the header"
+        for name, tensor in sorted(tensors.items(), key=lambda item: item[1][2:]):
             if tensor.begin != position:
                 verb = "overlaps" if tensor.begin < position else "leaves a gap after"
-                self._refuse(f"{_short(name)} {verb} {_short(before)}")
-            position, before = tensor.end, name
+                self._refuse(f"{_short(name)} {verb} {_short(previous)}")
+            position, previous = tensor.end, name
         if position != end:
             self._refuse(
                 f"its tensors end at byte {_short(position)}, the file at {end}: it was cut short "
@@ -215,11 +217,11 @@ class SafetensorsFile:
             )
 
     def _refuse(self, why: str) -> NoReturn:
-        raise ValueError(f"{self.path} is not a sound safetensors file: {why}")
+        raise ValueError(f"{self.path} is not a valid safetensors file: {why}")
 
 
 class _Entry(NamedTuple):
-    """What a header states about a tensor; a list as a tuple, other values as they are."""
+    """A header's entry for a tensor, not yet validated. Lists are converted to tuples."""
 
     dtype: str
     shape: Any
@@ -227,26 +229,26 @@ class _Entry(NamedTuple):
 
 
 def _entry_or_object(pairs: Sequence[tuple[str, Any]]) -> _Entry | dict[str, Any]:
-    """Make an entry or an object of JSON. Raises ValueError for a name that comes twice."""
-    found = dict(pairs)
-    if len(found) != len(pairs):
+    """Return a JSON object, as an `_Entry` if it has its keys. Refuse duplicate names."""
+    entry = dict(pairs)
+    if len(entry) != len(pairs):
         raise ValueError("a name comes twice")
-    if found.keys() == _ENTRY_KEYS and isinstance(found["dtype"], str):
-        shape, offsets = found["shape"], found["data_offsets"]
+    if entry.keys() == _ENTRY_KEYS and isinstance(entry["dtype"], str):
+        shape, offsets = entry["shape"], entry["data_offsets"]
         return _Entry(
-            sys.intern(found["dtype"]),
+            sys.intern(entry["dtype"]),
             tuple(shape) if isinstance(shape, list) else shape,
             tuple(offsets) if isinstance(offsets, list) else offsets,
         )
-    return found
+    return entry
 
 
-def _counts(values: Any) -> bool:
+def _are_sizes(values: Any) -> bool:
     return isinstance(values, tuple) and all(type(n) is int and 0 <= n < 1 << 63 for n in values)
 
 
 def _short(value: Any) -> str:
-    """Return a value of a file for an error, bounded."""
+    """Return a value of the file as bounded text for an error."""
     value = list(value) if isinstance(value, tuple) else value
     text = value if isinstance(value, str) and value.isprintable() else repr(value)
     return text if len(text) <= 80 else f"{text[:77]}..."

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A mapping table and a configuration to every tensor of the model, by both names, part by part.
+"""Map every tensor of a model between Hugging Face's names and ours, slice by slice.
 
-A Hugging Face tensor may be a slice of a tensor here (an expert), or contain several (keys and
-values of latent attention). Both are divided into parts: boxes of whole rows, contiguous on both
-sides, that together cover each tensor once.
+A Hugging Face tensor may be a slice of one of our weights (an expert), or contain several of our
+weights (keys and values of latent attention). Both are divided into slices: boxes of whole rows,
+contiguous on both sides, that together cover each tensor once.
 """
 
 from __future__ import annotations
@@ -16,55 +16,54 @@ from megatron.core.boxes import Box, intersect
 from megatron.core.models.gpt import GPTConfig
 from megatron.core.ssm.config import GatedDeltaNetConfig, Mamba2Config
 from megatron.core.transformer import LatentAttentionConfig
-from megatron.hf.architectures import FURTHER_COPIES
+from megatron.hf.architectures import MTP_COPIES
 from megatron.hf.entries import (
     EMBEDDING,
     AnyEntry,
     Architecture,
     Blocks,
     Entry,
-    Rows,
-    Stacked,
+    ExpertTensors,
+    FusedWeight,
 )
 
-#: Parts of all tensors of a model: DeepSeek-V3 has 45,000.
-MAX_PARTS = 1 << 19
+#: Upper bound on the slices of all tensors of a model. DeepSeek-V3 has 45,000.
+MAX_SLICES = 1 << 19
 
 
-class Part(NamedTuple):
-    """The same elements in a Hugging Face tensor and in one of this project.
+class TensorSlice(NamedTuple):
+    """The same elements in a Hugging Face tensor and in one of our weights.
 
-    `sizes` are those of the box in the last dimensions of both tensors; before them it has one
-    index in either, such as that of an expert.
+    `sizes` is the shape of the slice in the trailing dimensions of both tensors. In each leading
+    dimension, such as the expert dimension, the slice has one index.
     """
 
-    theirs: str
-    their_offsets: tuple[int, ...]
-    ours: str
-    our_offsets: tuple[int, ...]
+    hf_name: str
+    hf_offsets: tuple[int, ...]
+    mcore_name: str
+    mcore_offsets: tuple[int, ...]
     sizes: tuple[int, ...]
 
     @property
     def whole(self) -> Box:
-        """All of this part, counted from its first element."""
+        """The whole slice as a box whose origin is its first element."""
         return Box((0,) * len(self.sizes), self.sizes)
 
-    def in_theirs(self, box: Box) -> Box:
-        """Return a box counted from this part's first element as one of the Hugging Face tensor."""
-        return _placed(box, self.their_offsets)
+    def hf_box(self, box: Box) -> Box:
+        """Translate a box relative to this slice into one of the Hugging Face tensor."""
+        return _placed(box, self.hf_offsets)
 
-    def in_ours(self, box: Box) -> Box:
-        """Return a box counted from this part's first element as one of this project's tensor."""
-        return _placed(box, self.our_offsets)
+    def mcore_box(self, box: Box) -> Box:
+        """Translate a box relative to this slice into one of our weight."""
+        return _placed(box, self.mcore_offsets)
 
-    def common(self, ours: Box) -> Box | None:
-        """Return this part's share of a box of this project's tensor, from its first element."""
-        whole = self.in_ours(self.whole)
-        found = intersect(whole, ours)
-        if found is None:
+    def common(self, mcore_box: Box) -> Box | None:
+        """Return the overlap with a box of our weight, relative to this slice; None if empty."""
+        overlap = intersect(self.mcore_box(self.whole), mcore_box)
+        if overlap is None:
             return None
-        dims = len(self.our_offsets) - len(self.sizes)
-        seen = found.seen_from(self.our_offsets)
+        dims = len(self.mcore_offsets) - len(self.sizes)
+        seen = overlap.seen_from(self.mcore_offsets)
         return Box(seen.offsets[dims:], seen.sizes[dims:])
 
 
@@ -76,84 +75,89 @@ def _placed(box: Box, offsets: tuple[int, ...]) -> Box:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class MappedTensor:
-    """A tensor of one side and the parts that cover it, in the order of its elements.
+    """A tensor of either side and the slices that cover it, in the order of its elements.
 
     Args:
-        name, shape: of it.
-        fp32: it is no weight and is in fp32, whatever weights are converted to.
-        kept: it stays in the dtype it has, whatever weights are converted to.
-        parts: that cover it.
+        name, shape: name and shape of the tensor.
+        fp32: the tensor is a buffer that is always stored in fp32.
+        keep_dtype: the tensor keeps its dtype when weights are converted to another one.
+        slices: slices that cover the tensor.
     """
 
     name: str
     shape: tuple[int, ...]
     fp32: bool = False
-    kept: bool = False
-    parts: list[Part] = field(default_factory=list)
+    keep_dtype: bool = False
+    slices: list[TensorSlice] = field(default_factory=list)
 
 
 class TensorMap:
-    """All tensors of a model by both names.
+    """All tensors of a model, by Hugging Face's names and by ours.
 
     Args:
-        max_tensors: Hugging Face tensors at most, copies not counted; None: any number.
+        max_tensors: largest number of Hugging Face tensors, copies not counted; None: no limit.
 
     Attributes:
-        theirs, ours: Hugging Face's and this project's tensors, by name. Parts are in the order of
-            elements in both.
-        copies: Hugging Face tensors that repeat one of this project and that files may omit: name
-            and this project's name.
+        hf_tensors, mcore_tensors: Hugging Face's tensors and our weights, by name. Slices are in
+            the order of elements in both.
+        copies: Hugging Face tensors that duplicate one of our weights and that files may omit, by
+            name, with the name of our weight.
     """
 
     def __init__(self, max_tensors: int | None = None) -> None:
-        self._max_tensors, self._num_parts = max_tensors, 0
-        self.theirs: dict[str, MappedTensor] = {}
-        self.ours: dict[str, MappedTensor] = {}
+        self._max_tensors, self._num_slices = max_tensors, 0
+        self.hf_tensors: dict[str, MappedTensor] = {}
+        self.mcore_tensors: dict[str, MappedTensor] = {}
         self.copies: dict[str, str] = {}
 
     def declare(
         self,
-        theirs: tuple[str, tuple[int, ...]],
-        ours: tuple[str, tuple[int, ...]],
+        hf_tensor: tuple[str, tuple[int, ...]],
+        mcore_tensor: tuple[str, tuple[int, ...]],
         *,
         fp32: bool,
-        kept: bool = False,
+        keep_dtype: bool = False,
     ) -> None:
-        """Say name and shape of a tensor on both sides; any number of times.
+        """Declare a tensor on both sides as (name, shape). Repeated declarations are allowed.
 
         Raises:
             ValueError: there are more tensors than `max_tensors`.
         """
-        count = len(self.theirs) - len(self.copies)
+        count = len(self.hf_tensors) - len(self.copies)
         full = self._max_tensors is not None and count >= self._max_tensors
-        if full and theirs[0] not in self.theirs:
+        if full and hf_tensor[0] not in self.hf_tensors:
             raise ValueError(f"that has more than {count} tensors")
-        for side, (name, shape) in ((self.theirs, theirs), (self.ours, ours)):
+        for side, (name, shape) in (
+            (self.hf_tensors, hf_tensor),
+            (self.mcore_tensors, mcore_tensor),
+        ):
             if name not in side:
-                side[name] = MappedTensor(name=name, shape=shape, fp32=fp32, kept=kept)
+                side[name] = MappedTensor(name=name, shape=shape, fp32=fp32, keep_dtype=keep_dtype)
 
-    def add(self, part: Part) -> None:
-        """Add the next part of two tensors that have been declared.
+    def add(self, tensor_slice: TensorSlice) -> None:
+        """Append a slice to the two declared tensors that it connects.
 
         Raises:
-            ValueError: there are more parts than any model has.
+            ValueError: there are more than `MAX_SLICES` slices.
         """
-        self._num_parts += 1
-        if self._num_parts > MAX_PARTS:
+        self._num_slices += 1
+        if self._num_slices > MAX_SLICES:
             raise ValueError(
-                f"that divides its tensors into more than {MAX_PARTS} parts, such as experts or "
+                f"that divides its tensors into more than {MAX_SLICES} slices, such as experts or "
                 "groups of attention heads"
             )
-        self.theirs[part.theirs].parts.append(part)
-        self.ours[part.ours].parts.append(part)
+        self.hf_tensors[tensor_slice.hf_name].slices.append(tensor_slice)
+        self.mcore_tensors[tensor_slice.mcore_name].slices.append(tensor_slice)
 
-    def add_copy(self, theirs: str, ours: str) -> None:
-        """Add a Hugging Face tensor that repeats one of this project, whose parts are all there."""
-        source = self.ours[ours]
-        self.copies[theirs] = ours
+    def add_copy(self, hf_name: str, mcore_name: str) -> None:
+        """Add a Hugging Face tensor that duplicates one of our declared weights."""
+        source = self.mcore_tensors[mcore_name]
+        self.copies[hf_name] = mcore_name
         zeros = (0,) * len(source.shape)
-        self.theirs[theirs] = MappedTensor(
-            name=theirs, shape=source.shape, parts=[Part(theirs, zeros, ours, zeros, source.shape)]
+        self.hf_tensors[hf_name] = MappedTensor(
+            name=hf_name,
+            shape=source.shape,
+            slices=[TensorSlice(hf_name, zeros, mcore_name, zeros, source.shape)],
         )
 
 
@@ -164,74 +168,76 @@ def tensor_map(
     names: Iterable[str] = (),
     max_tensors: int | None = None,
 ) -> TensorMap:
-    """Return every tensor of a model, its layers in order.
+    """Return the map of every tensor of a model, in the order of its layers.
 
     Args:
-        kind: the table.
+        kind: the architecture's mapping table.
         config: the model.
-        names: of the tensors in their files, which show which of their naming schemes is used; none
-            for the hub's.
-        max_tensors: how many there may be: a configuration from outside may describe any number.
+        names: names of the tensors in the files. They show which naming scheme the files use;
+            without names, the hub's scheme.
+        max_tensors: largest number of tensors: an untrusted config.json may describe any number.
 
     Raises:
-        ValueError: there are more tensors, or more parts of tensors than any model has.
+        ValueError: there are more tensors than `max_tensors` or more slices than `MAX_SLICES`.
     """
     names = tuple(names)
     prefix = _other_prefix(kind, names)
-    found = _Mapping(sizes_of(config), features_of(config), prefix, TensorMap(max_tensors))
-    found.add_all(kind.ends[:2] if config.tied else kind.ends, {})
+    mapping = _Mapping(sizes_of(config), features_of(config), prefix, TensorMap(max_tensors))
+    mapping.add_all(kind.ends[:2] if config.tied else kind.ends, {})
     head = kind.ends[2]
-    if config.tied and isinstance(head, Entry) and head.theirs in names:  # as some tools write it
-        found.map.add_copy(head.theirs, EMBEDDING.ours)
-    blocks = {**kind.blocks, **(kind.fused if holds_fused(names) else {})}
+    if config.tied and isinstance(head, Entry) and head.hf_name in names:  # as some tools write it
+        mapping.map.add_copy(head.hf_name, EMBEDDING.mcore_name)
+    blocks = {**kind.blocks, **(kind.fused if has_fused_experts(names) else {})}
     for block, symbol in enumerate(config.blocks):
         layer = block // kind.blocks_per_layer
         words = {"layer": str(layer), "block": f"decoder.blocks.{block}"}
-        found.add_all(_entries(kind, blocks, symbol), words)
-    for depth in range(config.mtp_num_layers if kind.further else 0):
+        mapping.add_all(_entries(kind, blocks, symbol), words)
+    for depth in range(config.mtp_num_layers if kind.mtp_entries else 0):
         words = {"layer": str(config.num_layers + depth), "depth": str(depth)}
         for block, symbol in enumerate(config.depth_blocks):
             inside = {"block": f"mtp.{depth}.decoder.blocks.{block}"}
-            found.add_all(_entries(kind, blocks, symbol), words | inside)
-        found.add_all(kind.further, words)
-        for theirs, source in FURTHER_COPIES:
-            ours = EMBEDDING if config.tied else source
-            found.map.add_copy(theirs.format(**words), ours.ours)
-    return found.map
+            mapping.add_all(_entries(kind, blocks, symbol), words | inside)
+        mapping.add_all(kind.mtp_entries, words)
+        for hf_name, source in MTP_COPIES:
+            entry = EMBEDDING if config.tied else source
+            mapping.map.add_copy(hf_name.format(**words), entry.mcore_name)
+    return mapping.map
 
 
-def holds_further(names: Iterable[str], config: GPTConfig) -> bool:
-    """Tell whether files with tensors of these names hold layers of further prediction."""
+def has_mtp_layers(names: Iterable[str], config: GPTConfig) -> bool:
+    """Return whether files with tensors of these names contain MTP layers."""
     prefix = f"model.layers.{config.num_layers}."
     return any(name.startswith(prefix) for name in names)
 
 
-def holds_fused(names: Iterable[str]) -> bool:
-    """Tell whether files with tensors of these names have all experts of a layer in one."""
+def has_fused_experts(names: Iterable[str]) -> bool:
+    """Return whether files with tensors of these names fuse a layer's experts into one tensor."""
     return any(name.endswith(".experts.down_proj") for name in names)
 
 
 def _other_prefix(kind: Architecture, names: Iterable[str]) -> tuple[str, str] | None:
-    """Return what names start by and what they do so instead in files with these, if they do."""
+    """Return (hub prefix, prefix in these files) if the files use the other naming scheme."""
     if kind.other_prefix is None:
         return None
-    _, other = kind.other_prefix
-    return kind.other_prefix if any(name.startswith(other) for name in names) else None
+    _, in_memory_prefix = kind.other_prefix
+    return kind.other_prefix if any(name.startswith(in_memory_prefix) for name in names) else None
 
 
 def _entries(kind: Architecture, blocks: Blocks, symbol: str) -> tuple[AnyEntry, ...]:
-    assert symbol in blocks, f"a model with {symbol!r} is of an architecture that has it"
+    assert symbol in blocks, f"{kind.class_name} has no block {symbol!r}"
     return blocks[symbol]
 
 
 def sizes_of(config: GPTConfig) -> Mapping[str, int]:
     """Return the size that each letter of the tables stands for.
 
-    V vocabulary, h hidden, H twice that; a heads, n features of all queries, g of all keys, d of a
-    head, o of what all heads put out; f inner features of an MLP, e of an expert, s of the shared
-    expert, E experts. Latent attention: q and k features of the low-rank vectors of queries, and of
-    keys and values, r rotating features, p features of a head's key that do not rotate, v of its
-    value. Recurrent mixers: see `_delta_net_sizes` and `_mamba_sizes`.
+    Model: V vocabulary size, h hidden size, H 2h.
+    Attention: a query heads, d channels per head, n = a·d, g = key heads · d, o channels of the
+    output of all heads.
+    MLP: f FFN hidden size, e FFN hidden size of an expert, s of the shared expert, E experts.
+    Latent attention: q and k ranks of the query and key-value projections, r RoPE channels, p
+    channels of a key without RoPE, v channels of a value.
+    Recurrent mixers: see `_delta_net_sizes` and `_mamba_sizes`.
     """
     attention, moe = config.attention, config.moe
     sizes = {"1": 1, "V": config.vocab_size, "h": config.hidden_size, "H": 2 * config.hidden_size}
@@ -258,40 +264,46 @@ def sizes_of(config: GPTConfig) -> Mapping[str, int]:
 
 
 def _delta_net_sizes(delta_net: GatedDeltaNetConfig) -> Mapping[str, int]:
-    """Return K key heads of c features, Q in all; U value heads of u features, O in all; x value
-    heads of a key head, R of their features; w tokens of the convolution."""
+    """Return K key heads, c channels of each, Q = K·c; U value heads, u channels of each, O = U·u;
+    x = U / K value heads per key head, R = x·u; w width of the convolution."""
     keys, values = delta_net.num_key_heads, delta_net.num_value_heads
-    each, wide = values // keys, delta_net.value_channels
-    found = {"K": keys, "c": delta_net.key_channels, "Q": keys * delta_net.key_channels}
-    found |= {"U": values, "u": wide, "O": values * wide, "x": each, "R": each * wide}
-    return found | {"w": delta_net.conv_width}
+    values_per_key, value_channels = values // keys, delta_net.value_channels
+    sizes = {"K": keys, "c": delta_net.key_channels, "Q": keys * delta_net.key_channels}
+    sizes |= {
+        "U": values,
+        "u": value_channels,
+        "O": values * value_channels,
+        "x": values_per_key,
+        "R": values_per_key * value_channels,
+    }
+    return sizes | {"w": delta_net.conv_width}
 
 
 def _mamba_sizes(mamba: Mamba2Config) -> Mapping[str, int]:
-    """Return N heads, I features of all of them, G of what all groups write and read by, w tokens
+    """Return N heads, I inner channels, G = groups · state size (channels of B and of C), w width
     of the convolution."""
     groups = mamba.num_groups * mamba.state_channels
     return {"N": mamba.num_heads, "I": mamba.inner_channels, "G": groups, "w": mamba.conv_width}
 
 
 def features_of(config: GPTConfig) -> frozenset[str]:
-    """Return what a model has, of what `biased` and `when` of the tables name."""
+    """Return the features of a model that `biased` and `when` of the tables refer to."""
     attention, mamba = config.attention, config.mamba
     if isinstance(attention, LatentAttentionConfig):
         direct = attention.q_lora_rank is None
         return frozenset({"direct_query" if direct else "low_rank_query"})
-    found = {
+    features = {
         "attention_bias": attention is not None and attention.qkv_bias,
         "attention_out_bias": attention is not None and attention.output_bias,
         "mlp_bias": config.mlp is not None and config.mlp.bias,
         "use_bias": mamba is not None and mamba.bias,
         "use_conv_bias": mamba is not None and mamba.conv_bias,
     }
-    return frozenset(name for name, has in found.items() if has)
+    return frozenset(name for name, has in features.items() if has)
 
 
 class _Mapping:
-    """A map that entries are added to."""
+    """Adds the entries of mapping tables to a `TensorMap`."""
 
     def __init__(
         self,
@@ -304,45 +316,52 @@ class _Mapping:
         self._sizes, self._features, self._prefix = sizes, features, prefix
 
     def add_all(self, entries: Iterable[AnyEntry], words: Mapping[str, str]) -> None:
-        """Add entries whose names have these words."""
+        """Add entries; `words` fills the placeholders in their names."""
         for entry in entries:
-            if isinstance(entry, Stacked):
+            if isinstance(entry, ExpertTensors):
                 self._add_experts(entry, words)
-            elif isinstance(entry, Rows):
+            elif isinstance(entry, FusedWeight):
                 self._add_rows(entry, words)
             elif entry.when is None or entry.when in self._features:
                 self._add_plain(entry, words)
 
     def _add_plain(self, entry: Entry, words: Mapping[str, str]) -> None:
-        theirs, ours = self._theirs(entry.theirs, words), entry.ours.format(**words)
+        hf_name, mcore_name = self._hf_name(entry.hf_name, words), entry.mcore_name.format(**words)
         shape = self._shape(entry.shape)
-        stays = {"fp32": entry.fp32, "kept": entry.kept}
-        self._add(Part(theirs, _zeros(shape), ours, _zeros(shape), shape), shape, shape, **stays)
+        dtype_rules = {"fp32": entry.fp32, "keep_dtype": entry.keep_dtype}
+        self._add(
+            TensorSlice(hf_name, _zeros(shape), mcore_name, _zeros(shape), shape),
+            shape,
+            shape,
+            **dtype_rules,
+        )
         if entry.biased in self._features:
-            bias = (_bias(theirs), (0,), _bias(ours), (0,), shape[:1])
-            self._add(Part(*bias), shape[:1], shape[:1])
+            bias = (_bias(hf_name), (0,), _bias(mcore_name), (0,), shape[:1])
+            self._add(TensorSlice(*bias), shape[:1], shape[:1])
 
-    def _add_experts(self, entry: Stacked, words: Mapping[str, str]) -> None:
-        ours = entry.ours.format(**words)
-        pattern = self._theirs(entry.theirs, words)
+    def _add_experts(self, entry: ExpertTensors, words: Mapping[str, str]) -> None:
+        mcore_name = entry.mcore_name.format(**words)
+        pattern = self._hf_name(entry.hf_name, words)
         shape, count = self._shape(entry.shape), self._sizes["E"]
         for expert in range(count):
-            theirs = pattern.format(expert=expert)
-            part = Part(theirs, _zeros(shape), ours, (expert, *_zeros(shape)), shape)
-            self._add(part, shape, (count, *shape))
+            hf_name = pattern.format(expert=expert)
+            tensor_slice = TensorSlice(
+                hf_name, _zeros(shape), mcore_name, (expert, *_zeros(shape)), shape
+            )
+            self._add(tensor_slice, shape, (count, *shape))
 
-    def _add_rows(self, entry: Rows, words: Mapping[str, str]) -> None:
-        theirs = self._theirs(entry.theirs, words)
-        runs = [(name.format(**words), self._sizes[letter]) for name, letter in entry.ours]
+    def _add_rows(self, entry: FusedWeight, words: Mapping[str, str]) -> None:
+        hf_name = self._hf_name(entry.hf_name, words)
+        runs = [(name.format(**words), self._sizes[letter]) for name, letter in entry.mcore_names]
         groups = self._sizes[entry.groups]
-        self._add_runs(theirs, runs, groups, self._shape(entry.inner), stacked=entry.stacked)
+        self._add_runs(hf_name, runs, groups, self._shape(entry.inner), stacked=entry.stacked)
         if entry.biased in self._features:
             biases = [(_bias(name), rows) for name, rows in runs]
-            self._add_runs(_bias(theirs), biases, groups, (), stacked=False)
+            self._add_runs(_bias(hf_name), biases, groups, (), stacked=False)
 
     def _add_runs(
         self,
-        theirs: str,
+        hf_name: str,
         runs: Sequence[tuple[str, int]],
         groups: int,
         inner: tuple[int, ...],
@@ -355,26 +374,37 @@ class _Mapping:
             return (groups, rows, *inner) if stacked else (groups * rows, *inner)
 
         def offsets(group: int, rows: int, row: int) -> tuple[int, ...]:
-            first = (group, row) if stacked else (group * rows + row,)
-            return (*first, *_zeros(inner))
+            leading = (group, row) if stacked else (group * rows + row,)
+            return (*leading, *_zeros(inner))
 
         for group in range(groups):
             row = 0
-            for ours, rows in runs:
-                place = offsets(group, whole, row)
-                part = Part(theirs, place, ours, offsets(group, rows, 0), (rows, *inner))
-                self._add(part, shape(whole), shape(rows))
+            for mcore_name, rows in runs:
+                hf_offsets = offsets(group, whole, row)
+                tensor_slice = TensorSlice(
+                    hf_name, hf_offsets, mcore_name, offsets(group, rows, 0), (rows, *inner)
+                )
+                self._add(tensor_slice, shape(whole), shape(rows))
                 row += rows
 
     def _add(
-        self, part: Part, theirs: tuple[int, ...], ours: tuple[int, ...], **stays: bool
+        self,
+        tensor_slice: TensorSlice,
+        hf_shape: tuple[int, ...],
+        mcore_shape: tuple[int, ...],
+        **dtype_rules: bool,
     ) -> None:
-        fp32, kept = stays.get("fp32", False), stays.get("kept", False)
-        self.map.declare((part.theirs, theirs), (part.ours, ours), fp32=fp32, kept=kept)
-        self.map.add(part)
+        fp32, keep_dtype = dtype_rules.get("fp32", False), dtype_rules.get("keep_dtype", False)
+        self.map.declare(
+            (tensor_slice.hf_name, hf_shape),
+            (tensor_slice.mcore_name, mcore_shape),
+            fp32=fp32,
+            keep_dtype=keep_dtype,
+        )
+        self.map.add(tensor_slice)
 
-    def _theirs(self, name: str, words: Mapping[str, str]) -> str:
-        """Return a Hugging Face name as the files have it."""
+    def _hf_name(self, name: str, words: Mapping[str, str]) -> str:
+        """Return a Hugging Face name with the prefix that the files use."""
         if self._prefix is not None and name.startswith(self._prefix[0]):
             name = self._prefix[1] + name.removeprefix(self._prefix[0])
         return name.format(**words)

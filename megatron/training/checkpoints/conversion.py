@@ -44,7 +44,7 @@ from megatron.core.transformer import AttentionConfig
 from megatron.core.untrusted_files import open_to_write, read_regular
 from megatron.core.weight_gather import Storage
 from megatron.hf.config_json import architecture_of
-from megatron.hf.tensor_map import MappedTensor, Part, TensorMap, tensor_map
+from megatron.hf.tensor_map import MappedTensor, TensorMap, TensorSlice, tensor_map
 from megatron.training.checkpoint_io import FORMAT
 from megatron.training.checkpoints.dcp_folder import DcpFolder, StoredTensor
 from megatron.training.checkpoints.inspection import (
@@ -173,14 +173,14 @@ class _Map:
             found = self._tensors.get(theirs)
             rows = found.shape[0] if found is not None and found.shape else 0
             padded = (max(rows, shape[0]), shape[1])
-            self._add(Part(theirs, (0, 0), ours, (0, 0), shape), padded, shape)
+            self._add(TensorSlice(theirs, (0, 0), ours, (0, 0), shape), padded, shape)
         if config.max_position_embeddings is not None:
             table = (config.max_position_embeddings, config.hidden_size)
-            self._add(Part(_POSITIONS, (0, 0), _POSITIONS, (0, 0), table), table, table)
+            self._add(TensorSlice(_POSITIONS, (0, 0), _POSITIONS, (0, 0), table), table, table)
         for kind in self._norm_kinds():
             size = (config.hidden_size,)
             ours = f"decoder.final_norm.{kind}"
-            self._add(Part(f"{_FINAL[:-6]}{kind}", (0,), ours, (0,), size), size, size)
+            self._add(TensorSlice(f"{_FINAL[:-6]}{kind}", (0,), ours, (0,), size), size, size)
 
     def add_attention(self, layer: int) -> None:
         """Add the first block of a layer."""
@@ -255,7 +255,9 @@ class _Map:
         taken = dict.fromkeys(totals, 0)
         rest = (0,) * len(inner)
         for ours, count in runs:
-            part = Part(name, (*first, rows, *rest), ours, (taken[ours], *rest), (count, *inner))
+            part = TensorSlice(
+                name, (*first, rows, *rest), ours, (taken[ours], *rest), (count, *inner)
+            )
             self._add(part, whole, (totals[ours], *inner))
             rows, taken[ours] = rows + count, taken[ours] + count
 
@@ -266,8 +268,8 @@ class _Map:
             return own, (), ()
         return f"{_LAYERS}.{name}", (layer,), (self._config.num_layers,)
 
-    def _add(self, part: Part, theirs: tuple[int, ...], ours: tuple[int, ...]) -> None:
-        self.map.declare((part.theirs, theirs), (part.ours, ours), fp32=False)
+    def _add(self, part: TensorSlice, theirs: tuple[int, ...], ours: tuple[int, ...]) -> None:
+        self.map.declare((part.hf_name, theirs), (part.mcore_name, ours), fp32=False)
         self.map.add(part)
 
     def _norm_kinds(self) -> Iterator[str]:
@@ -351,20 +353,20 @@ def of_folder(folder: DcpFolder, name: str) -> WholeTensor:
 
 def of_parts(folder: DcpFolder, mapped: MappedTensor) -> WholeTensor:
     """Return a tensor of this project that consists of parts of a foreign folder's tensors."""
-    dtypes = {folder.tensors[part.theirs].dtype for part in mapped.parts}
+    dtypes = {folder.tensors[part.hf_name].dtype for part in mapped.slices}
     dtype = "F32" if mapped.fp32 or len(dtypes) > 1 else dtypes.pop()
 
     def pieces() -> Iterator[memoryview]:
-        for part in mapped.parts:
+        for part in mapped.slices:
             yield from _bands(part.sizes, dtype, partial(_read_part, folder, part))
 
     return WholeTensor(mapped.name, dtype, mapped.shape, pieces)
 
 
-def _read_part(folder: DcpFolder, part: Part, box: Box, piece: torch.Tensor) -> None:
+def _read_part(folder: DcpFolder, part: TensorSlice, box: Box, piece: torch.Tensor) -> None:
     """Read a box that counts from the first element of a part."""
-    inner = part.in_theirs(box)
-    folder.read_box(part.theirs, inner, piece.view(inner.sizes))
+    inner = part.hf_box(box)
+    folder.read_box(part.hf_name, inner, piece.view(inner.sizes))
 
 
 def as_chunk(tensor: WholeTensor) -> TensorChunk:
@@ -485,7 +487,7 @@ def _to_native(chosen: ConvertToNativeConfig) -> None:
         upstream = conversion.from_ == "torch_dist"
         mapped = _upstream(folder, model) if upstream else _by_name(folder, model.config)
         left = _check(folder, mapped, tied=model.config.tied)
-        tensors = [of_parts(folder, tensor) for tensor in mapped.ours.values()]
+        tensors = [of_parts(folder, tensor) for tensor in mapped.mcore_tensors.values()]
         try:
             made = save_checkpoint(
                 root,
@@ -579,7 +581,7 @@ def _own_names(config: GPTConfig) -> TensorMap:
     for name, shape, fp32 in shapes:
         zeros = (0,) * len(shape)
         made.declare((name, shape), (name, shape), fp32=fp32)
-        made.add(Part(name, zeros, name, zeros, shape))
+        made.add(TensorSlice(name, zeros, name, zeros, shape))
     return made
 
 
@@ -587,14 +589,14 @@ def _prefixed(mapped: TensorMap, prefix: str) -> TensorMap:
     """Return a map in which all Hugging Face names have a prefix."""
 
     def moved(tensor: MappedTensor, name: str) -> MappedTensor:
-        parts = [part._replace(theirs=f"{prefix}{part.theirs}") for part in tensor.parts]
-        return MappedTensor(name=name, shape=tensor.shape, fp32=tensor.fp32, parts=parts)
+        parts = [part._replace(hf_name=f"{prefix}{part.hf_name}") for part in tensor.slices]
+        return MappedTensor(name=name, shape=tensor.shape, fp32=tensor.fp32, slices=parts)
 
     made = TensorMap()
-    for name, tensor in mapped.theirs.items():
-        made.theirs[f"{prefix}{name}"] = moved(tensor, f"{prefix}{name}")
-    for name, tensor in mapped.ours.items():
-        made.ours[name] = moved(tensor, name)
+    for name, tensor in mapped.hf_tensors.items():
+        made.hf_tensors[f"{prefix}{name}"] = moved(tensor, f"{prefix}{name}")
+    for name, tensor in mapped.mcore_tensors.items():
+        made.mcore_tensors[name] = moved(tensor, name)
     made.copies.update({f"{prefix}{name}": ours for name, ours in mapped.copies.items()})
     return made
 
@@ -606,7 +608,7 @@ def _check(folder: DcpFolder, mapped: TensorMap, *, tied: bool) -> set[str]:
         ValueError: one is missing, is no float or has another shape, or has no place in the model.
     """
     problems = []
-    for name, tensor in mapped.theirs.items():
+    for name, tensor in mapped.hf_tensors.items():
         if name not in folder.tensors:
             if name not in mapped.copies:
                 problems.append(f"{name} is missing")
@@ -618,7 +620,7 @@ def _check(folder: DcpFolder, mapped: TensorMap, *, tied: bool) -> set[str]:
             )
         elif found.dtype not in _FLOATS:
             problems.append(f"{name} has dtype {found.dtype}: supported are {', '.join(_FLOATS)}")
-    left = folder.tensors.keys() - mapped.theirs.keys()
+    left = folder.tensors.keys() - mapped.hf_tensors.keys()
     problems += [
         f"{name} has no place in the model of the flags"
         for name in sorted(left)
@@ -649,9 +651,9 @@ def _extra(model: DescribedModel, tensors: list[WholeTensor]) -> Mapping[str, ob
 
 def _say_padding(mapped: TensorMap) -> None:
     """Report which foreign rows have been taken for padding: the folder does not specify it."""
-    for name, tensor in mapped.theirs.items():
-        rows = sum(part.sizes[0] for part in tensor.parts)
-        if len(tensor.shape) == 2 and len(tensor.parts) == 1 and rows < tensor.shape[0]:
+    for name, tensor in mapped.hf_tensors.items():
+        rows = sum(part.sizes[0] for part in tensor.slices)
+        if len(tensor.shape) == 2 and len(tensor.slices) == 1 and rows < tensor.shape[0]:
             print(f"took the last {tensor.shape[0] - rows} rows of {name} for padding", flush=True)
 
 

@@ -150,19 +150,19 @@ def carried_folder(checkpoint: Path, extra: Mapping[str, Any], like: str | None)
 def _plan(reader: CheckpointReader, mapped: TensorMap, dtype: torch.dtype | None) -> list[_Planned]:
     """List the tensors to write, wide dtypes first so that each is aligned. Raises ValueError."""
     planned = []
-    for tensor in mapped.theirs.values():
+    for tensor in mapped.hf_tensors.values():
         found, shapes = set(), {}
-        for name in {part.ours for part in tensor.parts}:
+        for name in {part.mcore_name for part in tensor.slices}:
             stored = reader.manifest.tensors.get(name)
             if stored is None:
                 raise CheckpointError(f"it lacks {name}")
-            shapes[name] = mapped.ours[name].shape
+            shapes[name] = mapped.mcore_tensors[name].shape
             if stored.shape != shapes[name]:
                 raise CheckpointError(
                     f"{name} is {list(stored.shape)}, its model makes it {list(shapes[name])}"
                 )
             found.add(DTYPES[stored.dtype])
-        chosen = None if tensor.kept else dtype
+        chosen = None if tensor.keep_dtype else dtype
         wanted = torch.float32 if tensor.fp32 else chosen or reduce(torch.promote_types, found)
         planned.append(_Planned(tensor=tensor, dtype=wanted, ours=shapes))
     planned.sort(key=lambda p: -p.dtype.itemsize)
@@ -288,12 +288,12 @@ def _groups(shard: Sequence[_Planned]) -> Iterator[list[TensorChunk]]:
     group: list[TensorChunk] = []
     filled = 0
     for p in shard:
-        for part in p.tensor.parts:
+        for part in p.tensor.slices:
             for band in row_boxes(part.sizes, p.dtype.itemsize):
-                box = part.in_ours(band)
+                box = part.mcore_box(band)
                 chunk = TensorChunk(
-                    name=part.ours,
-                    shape=p.ours[part.ours],
+                    name=part.mcore_name,
+                    shape=p.ours[part.mcore_name],
                     offsets=box.offsets,
                     tensor=torch.empty(box.sizes, dtype=p.dtype),
                     replica_ranks=(0,),

@@ -65,14 +65,18 @@ def import_folder(
         raise ValueError(f"--save {save} holds {found[0].name} already: name another folder")
     with folder.open_tensors() as opened:
         mapped = check_tensors(folder, opened, model)
-        chunks = [_chunk(opened, tensor, dtype) for tensor in mapped.ours.values()]
+        chunks = [_chunk(opened, tensor, dtype) for tensor in mapped.mcore_tensors.values()]
         check_copies(folder, opened, mapped, chunks=chunks)
         carried = {name: folder.file(name) for name in (CONFIG, *CARRIED)}
         tokenizer = _tokenizer(folder, root / CARRIED_FOLDER, model.config.vocab_size)
         extra = _extra(
             model,
             tokenizer,
-            {chunk.tensor.dtype for chunk in chunks if not _stays(mapped.ours[chunk.name])},
+            {
+                chunk.tensor.dtype
+                for chunk in chunks
+                if not _stays(mapped.mcore_tensors[chunk.name])
+            },
         )
         try:
             _carry(carried, root / CARRIED_FOLDER, follow_links=folder.follow_links)
@@ -92,8 +96,8 @@ def _carry(files: Mapping[str, Path | None], target: Path, *, follow_links: bool
 
 def _chunk(opened: OpenTensors, tensor: MappedTensor, dtype: torch.dtype | None) -> TensorChunk:
     """Describe a tensor that is read when its turn to be written comes."""
-    found = {DTYPES[opened.find(part.theirs).dtype] for part in tensor.parts}
-    chosen = None if tensor.kept else dtype
+    found = {DTYPES[opened.find(part.hf_name).dtype] for part in tensor.slices}
+    chosen = None if tensor.keep_dtype else dtype
     wanted = torch.float32 if tensor.fp32 else chosen or reduce(torch.promote_types, found)
     return TensorChunk(
         name=tensor.name,
@@ -107,16 +111,16 @@ def _chunk(opened: OpenTensors, tensor: MappedTensor, dtype: torch.dtype | None)
 
 def _stays(tensor: MappedTensor) -> bool:
     """Tell whether a tensor does not follow the dtype of the weights."""
-    return tensor.fp32 or tensor.kept
+    return tensor.fp32 or tensor.keep_dtype
 
 
 def _pieces(opened: OpenTensors, tensor: MappedTensor, dtype: torch.dtype) -> Iterator[memoryview]:
     """Yield a tensor's bytes in bands of rows that take `ROW_BOX_BYTES` at most."""
-    for part in tensor.parts:
+    for part in tensor.slices:
         for band in row_boxes(part.sizes, dtype.itemsize):
-            box = part.in_theirs(band)
+            box = part.hf_box(band)
             piece = torch.empty(box.sizes, dtype=dtype)
-            opened.read_box(part.theirs, box, piece)
+            opened.read_box(part.hf_name, box, piece)
             yield as_bytes(piece)
 
 

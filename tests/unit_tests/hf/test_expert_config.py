@@ -239,13 +239,13 @@ def test_norms_of_low_rank_vectors_have_their_own_epsilon() -> None:
 def test_further_prediction_counts_if_files_hold_it() -> None:
     fields = {**DEEPSEEK, "num_nextn_predict_layers": 2}
     assert read_model(fields, where="x").config.mtp_num_layers == 0
-    model = read_model(fields, where="x", further=True).config
+    model = read_model(fields, where="x", with_mtp=True).config
     assert model.mtp_num_layers == 2
     kept = write_config(model, max_length=9, dtype=torch.float32, end_tokens=(), base=fields)
     assert kept == {**fields, "dtype": "float32"}
     many = {**fields, "num_nextn_predict_layers": 65}
     with pytest.raises(ValueError, match="num_nextn_predict_layers is 65: more than 64"):
-        read_model(many, where="x", further=True)
+        read_model(many, where="x", with_mtp=True)
     fewer = replace(model, mtp_num_layers=1)
     kept = write_config(fewer, max_length=9, dtype=torch.float32, end_tokens=(), base=fields)
     assert kept["num_nextn_predict_layers"] == 1
@@ -412,7 +412,7 @@ def plain_models(draw: st.DrawFn) -> GPTConfig:
 def test_what_is_written_is_read_back(config: GPTConfig) -> None:
     fields = write_config(config, max_length=99, dtype=torch.float16, end_tokens=(1, 2))
     text = json.loads(json.dumps(fields))
-    found = read_model(text, where="x", further=config.mtp_num_layers > 0)
+    found = read_model(text, where="x", with_mtp=config.mtp_num_layers > 0)
     assert found.config == config
     again = write_config(
         config, max_length=None, dtype=torch.float16, end_tokens=(), base={**fields, "note": 1}

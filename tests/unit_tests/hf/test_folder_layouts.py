@@ -111,7 +111,7 @@ def random_folder(path: Path, case: str = "llama-3to1", **shape: Any) -> Path:
     described = read_model(read_object(path / "config.json"), where="x")
     shards: dict[str, dict[str, torch.Tensor]] = {}
     weight_map = {}
-    wanted = tensor_map(described.kind, described.config).theirs.values()
+    wanted = tensor_map(described.kind, described.config).hf_tensors.values()
     for number, tensor in enumerate(wanted):
         name = f"part-{number // 9:03d}.safetensors"
         shards.setdefault(name, {})[tensor.name] = torch.randn(tensor.shape)

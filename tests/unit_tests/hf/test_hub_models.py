@@ -170,12 +170,14 @@ PUBLISHED: list[tuple[dict[str, Any], int]] = [
 
 @pytest.mark.parametrize(("fields", "parameters"), PUBLISHED)
 def test_models_of_the_hub_have_their_parameters(fields: dict[str, Any], parameters: int) -> None:
-    model = read_model(fields, where="x", further=True)
+    model = read_model(fields, where="x", with_mtp=True)
     found = tensor_map(model.kind, model.config)
-    theirs = sum(math.prod(tensor.shape) for tensor in found.theirs.values())
-    copies = sum(math.prod(found.theirs[name].shape) for name in found.copies)
+    theirs = sum(math.prod(tensor.shape) for tensor in found.hf_tensors.values())
+    copies = sum(math.prod(found.hf_tensors[name].shape) for name in found.copies)
     assert theirs == parameters
-    assert theirs - copies == sum(math.prod(tensor.shape) for tensor in found.ours.values())
-    for side in (found.theirs, found.ours):
+    assert theirs - copies == sum(
+        math.prod(tensor.shape) for tensor in found.mcore_tensors.values()
+    )
+    for side in (found.hf_tensors, found.mcore_tensors):
         for tensor in side.values():
-            assert sum(math.prod(p.sizes) for p in tensor.parts) == math.prod(tensor.shape)
+            assert sum(math.prod(p.sizes) for p in tensor.slices) == math.prod(tensor.shape)

@@ -19,7 +19,7 @@ from megatron.core.dist_checkpointing import TensorChunk
 from megatron.core.process_groups import RankGrid
 from megatron.hf.config_json import HuggingFaceModel, read_folder
 from megatron.hf.folder import open_folder
-from megatron.hf.safetensors_file import FoundTensor, SafetensorsFile
+from megatron.hf.safetensors_file import SafetensorsFile, TensorInfo
 from megatron.hf.tensor_map import tensor_map
 from tests.support.closeness import assert_close_by_metric
 from tests.support.hf_converter import convert, held, imported, read_by_a_rank, tensors
@@ -39,7 +39,7 @@ def touched(box: Box, sizes: Sequence[int]) -> int:
     )
 
 
-def stored_bytes(found: dict[str, FoundTensor], name: str, box: Box) -> int:
+def stored_bytes(found: dict[str, TensorInfo], name: str, box: Box) -> int:
     """Return what the elements of a box and the scales of their blocks take in a file."""
     if f"{name}_scale_inv" in found:
         return box.numel + 4 * touched(box, BLOCK)
@@ -58,9 +58,9 @@ def needed_bytes(path: Path, model: HuggingFaceModel, chunks: Sequence[TensorChu
     mapped = tensor_map(model.kind, model.config, names=names)
     total = min(tensor.begin for tensor in found.values())
     for chunk in chunks:
-        for part in mapped.ours[chunk.name].parts:
+        for part in mapped.mcore_tensors[chunk.name].slices:
             if (common := part.common(chunk.box)) is not None:
-                total += stored_bytes(found, part.theirs, part.in_theirs(common))
+                total += stored_bytes(found, part.hf_name, part.hf_box(common))
     return total
 
 

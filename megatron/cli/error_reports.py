@@ -91,7 +91,7 @@ class ErrorReports:
     """
 
     def __init__(self, environment: Mapping[str, str]) -> None:
-        self._rank, self._local_rank = _place(environment)
+        self._rank, self._local_rank = _rank_of_process(environment)
         self._speaking = threading.Lock()
         self._joining = False
         self.claims: Claims | None = None
@@ -152,12 +152,12 @@ class ErrorReports:
         return self._joining or self._local_rank == 0
 
 
-def _place(environment: Mapping[str, str]) -> tuple[int, int]:
+def _rank_of_process(environment: Mapping[str, str]) -> tuple[int, int]:
     """Return (rank, local rank); (0, 0) where they cannot be read, which is what is printed."""
     try:
         return int(environment["RANK"]), int(environment["LOCAL_RANK"])
     except KeyError:
-        other = other_launcher(environment)
-        return (0, 0) if other is None else (other.rank, other.rank)
+        launcher = other_launcher(environment)
+        return (0, 0) if launcher is None else (launcher.rank, launcher.rank)
     except ValueError:
         return 0, 0

@@ -88,9 +88,9 @@ class PeerLost(RunStopped):
         told: whether that rank has said itself what happened, so that nothing need be printed.
     """
 
-    def __init__(self, text: str, *, told: bool = False) -> None:
+    def __init__(self, text: str, *, is_reported: bool = False) -> None:
         super().__init__(ExitCode.PEER_LOST, text)
-        self.told = told
+        self.is_reported = is_reported
 
 
 class OutputLost(RunStopped):
@@ -162,7 +162,7 @@ def run_entry_point(
             say(one_line(lost))
         return lost.code
     except PeerLost as lost:
-        if not lost.told:
+        if not lost.is_reported:
             say(one_line(lost))
         return lost.code
     except RunStopped as stop:

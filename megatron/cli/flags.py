@@ -66,26 +66,32 @@ autoload -U +X bashcompinit && bashcompinit
 """
 
 
-def completion_script(known: Sequence[Option], prog: str, shell: str) -> str:
+def completion_script(program_options: Sequence[Option], prog: str, shell: str) -> str:
     """Return the script that completes a program's flags and the values it can list.
 
     Args:
-        known: the options.
+        program_options: the options.
         prog: how the program is called, `python -m MODULE` or `python -m MODULE COMMAND`.
         shell: bash or zsh.
     """
     words = prog.split()
     module = " ".join(words[words.index("-m") + 1 :] if "-m" in words else words[-1:])
-    spellings = [f"--{o.name}" for o in known] + [f"--no-{o.name}" for o in known if o.kind is bool]
-    cases = [f"    --{o.name}) echo '{' '.join(o.choices)}' ;;" for o in known if o.choices]
+    spellings = [f"--{o.name}" for o in program_options] + [
+        f"--no-{o.name}" for o in program_options if o.kind is bool
+    ]
+    cases = [
+        f"    --{o.name}) echo '{' '.join(o.choices)}' ;;" for o in program_options if o.choices
+    ]
     # Behind any other flag with a value the shell offers files.
-    others = "|".join(f"--{o.name}" for o in known if not o.choices and o.kind is not bool)
+    flags_with_values = "|".join(
+        f"--{o.name}" for o in program_options if not o.choices and o.kind is not bool
+    )
     function = "\n".join(
         [
             f"_complete_{module.replace('.', '_').replace(' ', '_')}() {{",
             '  case "$1" in',
             *cases,
-            *([f"    {others}) ;;"] if others else []),
+            *([f"    {flags_with_values}) ;;"] if flags_with_values else []),
             f"    *) echo '{' '.join(['--help', *spellings])}' ;;",
             "  esac",
             "}",
@@ -139,8 +145,8 @@ def value_text(option: Option) -> str:
     """Return what may follow a flag, `{adam,sgd}` or `INT ...`; nothing for a switch."""
     if option.kind is bool:
         return ""
-    one = "{" + ",".join(option.choices) + "}" if option.choices else option.kind.__name__.upper()
-    return f"{one} ..." if option.many else one
+    value = "{" + ",".join(option.choices) + "}" if option.choices else option.kind.__name__.upper()
+    return f"{value} ..." if option.many else value
 
 
 def default_text(option: Option) -> str:
@@ -247,26 +253,37 @@ def parse_command_line(
 
     if {"-h", "--help"} & set(argv):
         raise HelpRequested(help_text(schema, about=Invocation, prog=prog, description=description))
-    known, about = options(schema), options(Invocation)
+    program_options, invocation_options = options(schema), options(Invocation)
     notes: list[str] = []
     accepted = accepted or AcceptedFlags()
     harmless = [flag.option for flag in accepted.no_effect]
     translated = accepted.translated
-    given = read_flags(argv, [*known, *about, *translated], harmless=harmless, say=notes.append)
-    invocation = build(Invocation, {o.name: given.pop(o.name) for o in about if o.name in given})
+    values = read_flags(
+        argv,
+        [*program_options, *invocation_options, *translated],
+        harmless=harmless,
+        say=notes.append,
+    )
+    invocation = build(
+        Invocation, {o.name: values.pop(o.name) for o in invocation_options if o.name in values}
+    )
     if invocation.print_completion is not None:
-        raise HelpRequested(completion_script([*about, *known], prog, invocation.print_completion))
+        raise HelpRequested(
+            completion_script(
+                [*invocation_options, *program_options], prog, invocation.print_completion
+            )
+        )
     file: dict[str, Any] = {}
     if invocation.config is not None:
-        file = read_options(invocation.config, [*known, *harmless, *translated])
-        for name in given:
-            if name in file and file[name] != given[name]:
+        file = read_options(invocation.config, [*program_options, *harmless, *translated])
+        for name in values:
+            if name in file and file[name] != values[name]:
                 notes.append(f"--{name} wins over {name} in {invocation.config}")
-    notes += _accept(accepted, given, file, strict=invocation.strict_flags)
-    given = {**file, **given}
+    notes += _accept(accepted, values, file, strict=invocation.strict_flags)
+    values = {**file, **values}
     if defaults is not None:
-        given = {**defaults(given), **given}
-    line = CommandLine(build(schema, given, replaced=replaced), invocation, tuple(notes))
+        values = {**defaults(values), **values}
+    line = CommandLine(build(schema, values, replaced=replaced), invocation, tuple(notes))
     if print_now:
         for note in notes:
             print(f"{prog.rpartition('.')[2]}: {note}", file=sys.stderr)
@@ -301,29 +318,33 @@ class _Word:
 
     name: str
     inline: str | None
-    rest: tuple[str, ...]
+    following_words: tuple[str, ...]
 
     def __str__(self) -> str:
         inline = [] if self.inline is None else [self.inline]
-        return " ".join([f"--{self.name}", *inline, *self.rest])
+        return " ".join([f"--{self.name}", *inline, *self.following_words])
 
 
 def _words(argv: Sequence[str]) -> Iterator[_Word]:
     """Split arguments into flags with what follows them. Raises ValueError for what precedes."""
-    rest = list(argv)
-    while rest:
-        word = rest.pop(0)
+    following_words = list(argv)
+    while following_words:
+        word = following_words.pop(0)
         if not word.startswith("--") or word == "--":
             raise ValueError(f"unexpected argument {word!r}: options start with --")
-        end = next((i for i, w in enumerate(rest) if w.startswith("--")), len(rest))
+        end = next(
+            (i for i, w in enumerate(following_words) if w.startswith("--")), len(following_words)
+        )
         name, equals, inline = word[2:].partition("=")
-        yield _Word(name.replace("_", "-"), inline if equals else None, tuple(rest[:end]))
-        rest = rest[end:]
+        yield _Word(
+            name.replace("_", "-"), inline if equals else None, tuple(following_words[:end])
+        )
+        following_words = following_words[end:]
 
 
 def read_flags(
     argv: Sequence[str],
-    known: Sequence[Option],
+    known_options: Sequence[Option],
     *,
     harmless: Sequence[Option] = (),
     say: Callable[[str], None] = lambda text: None,
@@ -336,7 +357,7 @@ def read_flags(
 
     Args:
         argv: the arguments.
-        known: the options.
+        known_options: the options.
         harmless: flags without effect, which are read too.
         say: is told which of two values wins.
 
@@ -345,7 +366,7 @@ def read_flags(
             line.
     """
     strict = "--strict-flags" in {word.replace("_", "-") for word in argv}
-    spellings = _spellings(known)
+    spellings = _spellings(known_options)
     suggested = _Suggestions([*spellings], [] if strict else [option.name for option in harmless])
     spellings.update(_spellings(harmless))
     values: dict[str, Any] = {}
@@ -371,11 +392,11 @@ def read_flags(
     return values
 
 
-def _spellings(known: Sequence[Option]) -> dict[str, Option]:
+def _spellings(known_options: Sequence[Option]) -> dict[str, Option]:
     """Return the options by every name that a flag of theirs may have."""
-    found = {option.name: option for option in known}
-    switches = [option for option in known if option.kind is bool and not option.one_way]
-    return {**found, **{negative(option.name): option for option in switches}}
+    by_name = {option.name: option for option in known_options}
+    switches = [option for option in known_options if option.kind is bool and not option.one_way]
+    return {**by_name, **{negative(option.name): option for option in switches}}
 
 
 @dataclass(frozen=True)
@@ -408,26 +429,28 @@ def _read(
         raise ValueError(_unknown(word, spellings, suggested))
     if not text:
         return option, _value(option, word)
-    if word.inline is not None or word.rest:
+    if word.inline is not None or word.following_words:
         raise ValueError(f"--{word.name} takes no value: it stands for --{name} {text}")
     return option, option.parse([text], f"--{word.name}")
 
 
 def _unknown(word: _Word, spellings: Mapping[str, Option], suggested: _Suggestions) -> str:
     """Return what to say of a flag that is no option, with an answer if Megatron has it."""
-    known = answer(word.name)
-    if known is not None and (known.nearest is None or known.nearest in spellings):
-        return known.text(f"--{word.name}")
+    megatron_answer = answer(word.name)
+    if megatron_answer is not None and (
+        megatron_answer.nearest is None or megatron_answer.nearest in spellings
+    ):
+        return megatron_answer.text(f"--{word.name}")
     return f"unknown flag --{word.name}{suggested.text(word.name)}"
 
 
 def _value(option: Option, word: _Word) -> Any:
     """Return the value that a flag gives its option. Raises ValueError."""
-    name, texts = word.name, list(word.rest)
+    name, texts = word.name, list(word.following_words)
     if option.kind is bool:
         if word.inline is not None or texts:
-            other = "" if option.one_way else f" or --{negative(name)}"
-            raise ValueError(f"--{name} takes no value: write --{name}{other}")
+            negative_form = "" if option.one_way else f" or --{negative(name)}"
+            raise ValueError(f"--{name} takes no value: write --{name}{negative_form}")
         return name == option.name
     if word.inline is not None:
         texts.insert(0, word.inline)
@@ -482,11 +505,11 @@ class NoEffectFlag:
             name=self.name, section=None, field=self.name, kind=kind or str, choices=choices
         )
 
-    def problem(self, value: Any, given: Mapping[str, Any], *, strict: bool) -> str | None:
+    def problem(self, value: Any, values: Mapping[str, Any], *, strict: bool) -> str | None:
         """Return what is wrong with the flag among the options that are given, if anything is."""
         if value is False:
             return f"{self.name} is false: leave it out: {self.reason}"
-        if (conflict := self.conflict(given)) is not None:
+        if (conflict := self.conflict(values)) is not None:
             return conflict
         if strict:
             return (
@@ -539,12 +562,12 @@ def _accept(
         problems += [] if problem is None else [problem]
         for values in (flags, file):
             values.pop(flag.name, None)
-    parts = []
+    flags_by_kind = []
     for kind in KINDS:
         names = [f"--{flag.name}" for flag in uses if flag.kind == kind]
         if names:
-            parts.append(f"{' '.join(names)} ({kind})")
-    lines += [f"no effect here: {', '.join(parts)}"] if parts else []
+            flags_by_kind.append(f"{' '.join(names)} ({kind})")
+    lines += [f"no effect here: {', '.join(flags_by_kind)}"] if flags_by_kind else []
     for flag in uses:
         if flag.note:
             value = f" {given[flag.name]}" if flag.values else ""

@@ -1,9 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What torchrun tells a process through its environment, and the key-value stores all ranks
-share.
+"""Read torchrun's environment variables and connect to the key-value stores of the run.
 
-The launcher's store outlives every rank, and rank 0's store outlives the launcher: what all ranks
-agree on is written to both.
+The launcher's store outlives every rank, and rank 0's store outlives the launcher. Values that
+ranks agree on are written to both.
 """
 
 from __future__ import annotations
@@ -23,25 +22,25 @@ from megatron.cli.other_launchers import other_launcher
 if TYPE_CHECKING:
     import torch.distributed as dist
 
-#: How long a launcher's store may be out of reach, in seconds: it is there before its processes.
+#: Seconds to wait for the launcher's store, which exists before its processes start.
 LAUNCHER_SECONDS = 10.0
 
-#: How long a store that listens may take to answer, in seconds.
+#: Seconds to wait for an answer of a listening store.
 ANSWER_SECONDS = 30.0
 
-#: How long a name may take until it has an address, in seconds: a cluster may be about to give it.
+#: Seconds to wait for a host name to resolve: a cluster may still be publishing it.
 RESOLVE_SECONDS = 30.0
 
 
 class StoreLink:
-    """A connection to the launcher's store that only tells whether that is still there."""
+    """A connection to the launcher's store that only detects whether the store is lost."""
 
     def __init__(self) -> None:
         self.connection: socket.socket | None = None
         self._lost = False
 
     def is_lost(self) -> bool:
-        """Return whether the store is gone; asks nobody, so that it may be called at any time."""
+        """Return whether the store is lost. Sends nothing, so it may be called at any time."""
         if not self._lost and self.connection is not None:
             try:
                 self._lost = self.connection.recv(1) == b""
@@ -52,7 +51,7 @@ class StoreLink:
         return self._lost
 
     def close(self) -> None:
-        """Close the connection; what was known stays known."""
+        """Close the connection. `is_lost` keeps its last answer."""
         connection, self.connection = self.connection, None
         if connection is not None:
             connection.close()
@@ -60,17 +59,17 @@ class StoreLink:
 
 @dataclass(frozen=True, kw_only=True)
 class Launch:
-    """This process among those of the run.
+    """Rank, world size and store of this process.
 
     Args:
-        rank, world_size: over all machines.
-        local_rank: position on this machine.
-        address, port: of the store's server; None for a single process.
-        launcher_serves: whether the launcher runs that server, else rank 0 does.
-        attempt: how often the launcher has restarted the processes; see `agree_on_start`.
-        own: (address, port) of the store that rank 0 serves beside that of the launcher, if it
-            does.
-        link: tells whether the launcher's store is gone.
+        rank, world_size: global rank and number of processes.
+        local_rank: rank on this machine.
+        address, port: address of the store's server; None for a single process.
+        launcher_serves: whether the launcher runs the store's server; otherwise rank 0 does.
+        attempt: number of restarts by the launcher, see `agree_on_start`.
+        rank0_store: (address, port) of rank 0's store, in addition to the launcher's store; None
+            without one.
+        link: detects the loss of the launcher's store.
     """
 
     rank: int = 0
@@ -80,22 +79,22 @@ class Launch:
     port: int | None = None
     launcher_serves: bool = False
     attempt: int = 0
-    own: tuple[str, int] | None = None
+    rank0_store: tuple[str, int] | None = None
     link: StoreLink = field(default_factory=StoreLink, compare=False)
 
     @staticmethod
     def from_environment(environment: Mapping[str, str]) -> Launch:
-        """Read torchrun's variables; without them this is a single process.
+        """Read torchrun's variables; without them, the run is a single process.
 
         Raises:
-            ValueError: some of them are set and others are missing, no numbers, or out of range;
-                or there are none, and another launcher has started several processes.
+            ValueError: some variables are missing, not numbers or out of range; or none is set and
+                another launcher has started several processes.
         """
-        # An address alone does not make several processes: it is often set for a whole machine.
+        # MASTER_ADDR alone does not mean several processes: it is often set for a whole machine.
         telling = [n for n in ("WORLD_SIZE", "RANK", "LOCAL_RANK") if n in environment]
         if not telling:
-            if (other := other_launcher(environment)) is not None:
-                raise ValueError(other.refusal)
+            if (launcher := other_launcher(environment)) is not None:
+                raise ValueError(launcher.refusal)
             return Launch()
         needed = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
         missing = [name for name in needed if name not in environment]
@@ -105,7 +104,7 @@ class Launch:
                 "or unset what is"
             )
         numbers = {name: _number(environment, name) for name in needed if name != "MASTER_ADDR"}
-        _see_places(numbers)
+        _check_ranks(numbers)
         attempt = 0
         if "TORCHELASTIC_RESTART_COUNT" in environment:
             attempt = _number(environment, "TORCHELASTIC_RESTART_COUNT")
@@ -120,24 +119,24 @@ class Launch:
         )
 
     def open_store(
-        self, *, timeout_seconds: float, first: bool = False, of_job: bool = False
+        self, *, timeout_seconds: float, is_first_client: bool = False, of_job: bool = False
     ) -> dist.Store:
-        """Connect a client to the run's store; its keys are this attempt's own.
+        """Connect a client to the run's store, with keys that only this attempt uses.
 
-        Every thread needs a client of its own.
+        Every thread needs a separate client.
 
         Args:
-            timeout_seconds, first: see `connect`.
+            timeout_seconds, is_first_client: see `connect`.
             of_job: share keys with the launcher's other attempts.
         """
-        store = self.connect(timeout_seconds=timeout_seconds, first=first)
+        store = self.connect(timeout_seconds=timeout_seconds, is_first_client=is_first_client)
         if of_job:
             return self.job_keys(store)
-        if self.own is None:
+        if self.rank0_store is None:
             return self.own_keys(store)
         import torch.distributed as dist
 
-        address, port = self.own
+        address, port = self.rank0_store
 
         def mirror() -> dist.Store:
             limit = timedelta(seconds=timeout_seconds)
@@ -149,23 +148,24 @@ class Launch:
 
         return RunStore(self.own_keys(store), mirror, lost=self.link.is_lost)
 
-    def connect(self, *, timeout_seconds: float, first: bool = False) -> dist.Store:
-        """Connect a client to the store, whose keys are everybody's.
+    def connect(self, *, timeout_seconds: float, is_first_client: bool = False) -> dist.Store:
+        """Connect a client to the store, without a prefix for its keys.
 
         Args:
-            timeout_seconds: how long to wait for the server, and for a key by default.
-            first: whether this is the process's first client; it starts the server where the
-                launcher does not serve.
+            timeout_seconds: timeout for the server, and the default timeout for a key.
+            is_first_client: whether this is the process's first client. Without a launcher's store,
+                rank 0's first client starts the server.
 
         Raises:
-            ValueError, RunStopped: see `reach`; the port is taken, or by no store.
+            ValueError: the port is in use, or its listener is not a store; see also `reach`.
+            RunStopped: see `reach`.
         """
         import torch.distributed as dist
 
         if self.address is None or self.port is None:
             return dist.HashStore()
         limit = timedelta(seconds=timeout_seconds)
-        if first and self.rank == 0 and not self.launcher_serves:
+        if is_first_client and self.rank == 0 and not self.launcher_serves:
             self._resolve(timeout_seconds)
             try:
                 return dist.TCPStore(
@@ -184,10 +184,10 @@ class Launch:
                 address, port, is_master=False, timeout=limit, wait_for_workers=False
             )
 
-        return self._answered(client, min(ANSWER_SECONDS, 5.0 * timeout_seconds))
+        return self._client_with_timeout(client, min(ANSWER_SECONDS, 5.0 * timeout_seconds))
 
     def _resolve(self, timeout_seconds: float) -> None:
-        """Raise ValueError if the name of rank 0's machine has no address."""
+        """Raise ValueError if the name of rank 0's machine does not resolve."""
         begun = time.monotonic()
         while True:
             try:
@@ -204,35 +204,35 @@ class Launch:
             "address of rank 0's machine"
         )
 
-    def _answered(self, make: Callable[[], dist.Store], seconds: float) -> dist.Store:
-        """Make a client of what listens. A client waits for ever for the answer of a program that
-        is no store. Raises ValueError."""
-        made: list[dist.Store] = []
-        failed: list[Exception] = []
+    def _client_with_timeout(self, make: Callable[[], dist.Store], seconds: float) -> dist.Store:
+        """Create a client on a thread, because a client waits forever for a listener that is not a
+        store. Raises ValueError."""
+        stores: list[dist.Store] = []
+        errors: list[Exception] = []
 
         def work() -> None:
             try:
-                made.append(make())
+                stores.append(make())
             except Exception as error:
-                failed.append(error)
+                errors.append(error)
 
         thread = threading.Thread(target=work, name="store-client", daemon=True)
         thread.start()
         thread.join(seconds)
-        if made:
-            return made[0]
-        why = _cause(failed[0]) if failed else f"no answer within {seconds:g} seconds"
+        if stores:
+            return stores[0]
+        why = _cause(errors[0]) if errors else f"no answer within {seconds:g} seconds"
         raise ValueError(
             f"what listens at MASTER_PORT {self.port} of MASTER_ADDR {self.address} is no store of "
             f"a run ({why}): give all ranks address and port of rank 0's machine"
         )
 
     def reach(self, *, timeout_seconds: float) -> socket.socket:
-        """Wait until somebody listens where the store is, and return a connection.
+        """Wait until the store's port is open, and return a connection.
 
         Raises:
-            ValueError: the address has no such name.
-            RunStopped: nobody listens.
+            ValueError: the host name does not resolve.
+            RunStopped: the port is closed.
         """
         begun = time.monotonic()
         seconds = (
@@ -249,12 +249,12 @@ class Launch:
                     raise self._no_address(error) from None
             except OSError as error:
                 if late > seconds:
-                    raise self._nobody(seconds, error) from None
+                    raise self._no_listener(seconds, error) from None
             time.sleep(0.1)
 
-    def _nobody(self, seconds: float, error: OSError) -> RunStopped:
-        place = f"MASTER_PORT {self.port} of MASTER_ADDR {self.address}"
-        why = f"nobody listens at {place} after {seconds:g} seconds ({error.strerror or error})"
+    def _no_listener(self, seconds: float, error: OSError) -> RunStopped:
+        endpoint = f"MASTER_PORT {self.port} of MASTER_ADDR {self.address}"
+        why = f"nobody listens at {endpoint} after {seconds:g} seconds ({error.strerror or error})"
         if self.launcher_serves:
             return RunStopped(ExitCode.LAUNCHER_LOST, f"{why}: the launcher is gone")
         return RunStopped(
@@ -262,15 +262,19 @@ class Launch:
         )
 
     def serve_store(self, *, timeout_seconds: float) -> tuple[tuple[str, int], dist.TCPStore]:
-        """Serve a store beside the launcher's, which outlives it: rank 0 does.
+        """Start rank 0's store, which outlives the launcher's store.
 
-        Returns address and port by which the other ranks reach it, and the store.
+        Returns:
+            The address and port for the other ranks, and the store.
         """
         import torch.distributed as dist
 
         assert self.address is not None
         with contextlib.closing(self.reach(timeout_seconds=timeout_seconds)) as connection:
-            here, there = connection.getsockname()[0], connection.getpeername()[0]
+            local_address, launcher_address = (
+                connection.getsockname()[0],
+                connection.getpeername()[0],
+            )
         store = dist.TCPStore(
             "localhost",
             0,
@@ -278,24 +282,27 @@ class Launch:
             timeout=timedelta(seconds=timeout_seconds),
             wait_for_workers=False,
         )
-        # On the launcher's machine the name by which all have found that serves best.
-        return (self.address if here == there else here, store.port), store
+        # On the launcher's machine, all ranks are known to resolve its name.
+        return (
+            self.address if local_address == launcher_address else local_address,
+            store.port,
+        ), store
 
     def own_keys(self, store: dist.Store) -> dist.Store:
-        """Return a client's view of this attempt's own keys."""
+        """Return a view of a client with keys that only this attempt uses."""
         import torch.distributed as dist
 
         return dist.PrefixStore(f"megatron/attempt_{self.attempt}", store)
 
     def job_keys(self, store: dist.Store) -> dist.Store:
-        """Return a client's view of the keys that all attempts of the launcher share."""
+        """Return a view of a client with keys that all attempts of the launcher share."""
         import torch.distributed as dist
 
         return dist.PrefixStore("megatron/job", store)
 
 
 def _cause(error: Exception) -> str:
-    """Return what torch says of an error, without its frames."""
+    """Return the message of a torch error without its C++ frames."""
     return one_line(error).partition(" Exception raised from")[0][:200]
 
 
@@ -309,8 +316,8 @@ def _number(environment: Mapping[str, str], name: str) -> int:
         ) from None
 
 
-def _see_places(numbers: Mapping[str, int]) -> None:
-    """See that a process can be where its variables say. Raises ValueError."""
+def _check_ranks(numbers: Mapping[str, int]) -> None:
+    """Check world size, ranks and port. Raises ValueError."""
     world = numbers["WORLD_SIZE"]
     if world < 1:
         raise ValueError(f"WORLD_SIZE is {world}: it counts the processes, at least 1")

@@ -444,7 +444,7 @@ def answered() -> dict[str, Answer]:
     """Return every flag that has an answer of its own, in the order of the tables."""
     names = [name for _, _, row in (*_ROWS, *_UNSUPPORTED) for name in row.split()]
     answers = {name: answer(name) for name in names}
-    return {name: known for name, known in answers.items() if known is not None}
+    return {name: flag_answer for name, flag_answer in answers.items() if flag_answer is not None}
 
 
 def answered_prefixes() -> dict[str, Answer]:

@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Whether all ranks of a run were started alike, found out before any process group exists.
+"""Check that all ranks were started with the same options, versions and data.
 
-With one launch script on every machine it is easy to give one rank another option, another
-installation or another copy of the data. Ranks that differ in shapes or in the number of steps
-crash in a collective; ranks that differ in a learning rate or a seed go on, and train another model
-than either was asked for. So the ranks compare digests over the store that they share, and if the
-digests differ, one line names what differs, with the values and the ranks.
+Ranks may be started with different options, installations or copies of the data. A difference in
+shapes or in the number of steps crashes a collective. A difference in a learning rate or a seed
+goes unnoticed and trains the wrong model. Before any process group exists, ranks therefore compare
+digests over the store. If the digests differ, one line names each difference with its values and
+ranks.
 """
 
 from __future__ import annotations
@@ -23,23 +23,23 @@ from megatron.cli.schema import flatten
 if TYPE_CHECKING:
     from megatron.core.dist_checkpointing import Coordinator
 
-#: Differences that the line names; it counts the others.
-MOST_NAMED = 6
+#: Differences named in the error; further ones are counted.
+MAX_NAMED_DIFFERENCES = 6
 
-#: Groups of ranks that started alike whose values are compared.
-_MOST_GROUPS = 8
+#: Groups of ranks with equal digests whose values are compared.
+_MAX_GROUPS = 8
 
 _PACKAGES = ("torch", "megatron-core", "megatron-lm")
 
 
 @dataclass(frozen=True, kw_only=True)
 class StartFacts:
-    """What a rank was started with. All ranks of a run must have the same `values`.
+    """Options, versions and data of a rank. All ranks of a run must have the same `values`.
 
     Args:
-        values: by name, as shown to the user.
-        before_resolving: options that were not derived yet, by the names they have in `values`. A
-            derived option that differs is not named if another option explains the difference.
+        values: values by name, as shown to the user.
+        before_resolving: options before derived values are filled in, by their names in `values`.
+            A derived option that differs is not reported if another option explains it.
     """
 
     values: Mapping[str, str]
@@ -47,7 +47,7 @@ class StartFacts:
 
     @property
     def digest(self) -> str:
-        """Equal for equal values."""
+        """SHA-256 of `values`."""
         return hashlib.sha256(json.dumps(self.values, sort_keys=True).encode()).hexdigest()
 
 
@@ -55,7 +55,7 @@ def option_values(config: object, *, leave_out: Mapping[str, str]) -> dict[str, 
     """Return the options of a schema's object by flag, as text.
 
     Args:
-        leave_out: options that may differ between ranks, by name without dashes.
+        leave_out: options that may differ between ranks, without leading dashes.
     """
     return {
         f"--{name}": _text(value)
@@ -65,23 +65,22 @@ def option_values(config: object, *, leave_out: Mapping[str, str]) -> dict[str, 
 
 
 def versions() -> dict[str, str]:
-    """Return the versions of torch and of this software."""
-    found = {}
+    """Return the versions of torch and of this project's packages."""
+    package_versions = {}
     for package in _PACKAGES:
         try:
-            found[f"the version of {package}"] = version(package)
+            package_versions[f"the version of {package}"] = version(package)
         except PackageNotFoundError:
-            found[f"the version of {package}"] = "unknown"
-    return found
+            package_versions[f"the version of {package}"] = "unknown"
+    return package_versions
 
 
 def check_same_start(coordinator: Coordinator, facts: StartFacts) -> None:
-    """Compare what all ranks were started with; all of them call this.
+    """Compare the `StartFacts` of all ranks. Collective.
 
     Raises:
-        ValueError: on every rank, if something differs; the line names it, the values and the
-            ranks.
-        PeerLost: a rank has not come, or the store is gone.
+        ValueError: on every rank, if values differ; the message names values and ranks.
+        PeerLost: a rank does not answer, or the store is lost.
     """
     from megatron.core.dist_checkpointing import CheckpointError  # imports torch
 
@@ -90,20 +89,20 @@ def check_same_start(coordinator: Coordinator, facts: StartFacts) -> None:
         groups = coordinator.agree("digests", lambda: facts.digest, _alike)
         if len(groups) < 2:
             return
-        groups = groups[:_MOST_GROUPS]
-        asked = any(ranks[0] == coordinator.rank for ranks in groups)
+        groups = groups[:_MAX_GROUPS]
+        sends_facts = any(ranks[0] == coordinator.rank for ranks in groups)
         text = coordinator.agree(
             "differences",
-            lambda: asdict(facts) if asked else None,
+            lambda: asdict(facts) if sends_facts else None,
             lambda messages: _difference(groups, messages),
         )
-    except CheckpointError as error:  # of the agreement itself
+    except CheckpointError as error:  # the exchange itself failed
         raise PeerLost(f"error: {error}") from None
     raise ValueError(text)
 
 
 def _alike(digests: Sequence[str]) -> list[list[int]]:
-    """Return the ranks of each digest, those of rank 0 first."""
+    """Return the groups of ranks with equal digests, rank 0's group first."""
     ranks: dict[str, list[int]] = {}
     for rank, digest in enumerate(digests):
         ranks.setdefault(digest, []).append(rank)
@@ -111,37 +110,37 @@ def _alike(digests: Sequence[str]) -> list[list[int]]:
 
 
 def _difference(groups: Sequence[Sequence[int]], messages: Sequence[Any]) -> str:
-    """Return the line that names what differs between groups of ranks."""
+    """Return the error that names the differences between groups of ranks."""
     facts = [messages[ranks[0]] for ranks in groups]
-    differing = list(_differing([one["values"] for one in facts]))
-    before = [one["before_resolving"] for one in facts]
+    differing = list(_differing([group_facts["values"] for group_facts in facts]))
+    before = [group_facts["before_resolving"] for group_facts in facts]
     explaining = set(_differing(before))
-    asked = [name for name in differing if name in explaining or name not in before[0]]
-    names = asked or differing
-    shown = []
-    for name in names[:MOST_NAMED]:
+    underived = [name for name in differing if name in explaining or name not in before[0]]
+    names = underived or differing
+    lines = []
+    for name in names[:MAX_NAMED_DIFFERENCES]:
         ranks_of: dict[str, list[int]] = {}
-        for ranks, one in zip(groups, facts, strict=True):
-            ranks_of.setdefault(one["values"].get(name, "none"), []).extend(ranks)
+        for ranks, group_facts in zip(groups, facts, strict=True):
+            ranks_of.setdefault(group_facts["values"].get(name, "none"), []).extend(ranks)
         values = (f"{value} on {_named(sorted(ranks))}" for value, ranks in ranks_of.items())
-        shown.append(f"{name} is {' and '.join(values)}")
-    if len(names) > MOST_NAMED:
-        shown.append(f"{len(names) - MOST_NAMED} more differences")
+        lines.append(f"{name} is {' and '.join(values)}")
+    if len(names) > MAX_NAMED_DIFFERENCES:
+        lines.append(f"{len(names) - MAX_NAMED_DIFFERENCES} more differences")
     return (
-        f"the ranks were not started alike: {'; '.join(shown)}: start all ranks with the same "
+        f"the ranks were not started alike: {'; '.join(lines)}: start all ranks with the same "
         "options, versions and data"
     )
 
 
 def _differing(values: Sequence[Mapping[str, str]]) -> Iterator[str]:
     """Yield the names whose values differ."""
-    for name in dict.fromkeys(name for one in values for name in one):
-        if len({one.get(name) for one in values}) > 1:
+    for name in dict.fromkeys(name for group_values in values for name in group_values):
+        if len({group_values.get(name) for group_values in values}) > 1:
             yield name
 
 
 def _named(ranks: Sequence[int]) -> str:
-    """Return ranks as text, neighbours as a range."""
+    """Return ranks as text, consecutive ranks as a range."""
     ranges: list[list[int]] = []
     for rank in ranks:
         if ranges and rank == ranges[-1][1] + 1:
@@ -149,8 +148,8 @@ def _named(ranks: Sequence[int]) -> str:
         else:
             ranges.append([rank, rank])
     texts = [
-        f"{first}" if first == last else f"{first}{'-' if last > first + 1 else ', '}{last}"
-        for first, last in ranges
+        f"{start}" if start == end else f"{start}{'-' if end > start + 1 else ', '}{end}"
+        for start, end in ranges
     ]
     return f"rank{'s' * (len(ranks) > 1)} {', '.join(texts)}"
 

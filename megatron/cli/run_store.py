@@ -1,11 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One client of two key-value stores: the launcher's, which outlives every rank, and rank 0's,
-which outlives the launcher.
+"""A client of two key-value stores: the launcher's, which outlives every rank, and rank 0's, which
+outlives the launcher.
 
-Everything is written to both and read from the launcher's; once that is gone, from the other one.
-A thread writes to the other one: rank 0 may be stopped, and then nobody may wait for its answer.
+Values are written to both stores and read from the launcher's store; if its server is lost, from
+rank 0's store. A thread writes to rank 0's store, because rank 0 may be stopped (SIGSTOP) and the
+other ranks must not wait for its answer.
 
-Apart from `launch`, which a command line is read with, because it imports torch.
+This module is separate from `launch` because it imports torch, which reading a command line must
+not.
 """
 
 from __future__ import annotations
@@ -21,21 +23,21 @@ import torch.distributed as dist
 
 T = TypeVar("T")
 
-#: How long the writes that are under way to the second store may take when the first is gone.
+#: Seconds to wait for pending writes to the second store when the first one is lost.
 DRAIN_SECONDS = 10.0
 
 
 class RunStore(dist.Store):
-    """What ranks write for each other, readable as long as one of the servers lives.
+    """A store that can be read as long as one of its two servers lives.
 
-    It is no parent for torch's `PrefixStore`, which cannot delete keys of a store made in Python.
+    Do not wrap it in torch's `PrefixStore`, which cannot delete keys of a store written in Python.
 
     Args:
-        store: a client of the one to read from first.
-        mirror: connects a client to the other one; called on the thread that writes to it, as
-            connecting may take seconds where names are slow to resolve.
-        lost: tells whether the first one's server is gone: a client that finds out by itself
-            prints a page.
+        store: client of the store to read from first.
+        mirror: connects a client to the second store. It runs on the thread that writes to this
+            store, because connecting may take seconds where name resolution is slow.
+        lost: returns whether the first store's server is lost. A client that discovers this itself
+            prints a page of warnings.
     """
 
     def __init__(
@@ -51,15 +53,15 @@ class RunStore(dist.Store):
         threading.Thread(target=self._work, args=(mirror,), name="run-store", daemon=True).start()
 
     def _current(self) -> dist.Store:
-        """Return the store to use: the second one once the first one's server is gone."""
+        """Return the store to use: the second one once the first one's server is lost."""
         store = self._store
         if not self._failed_over and self._lost():
             self._fail_over(store)
         return self._store
 
     def _fail_over(self, failed: dist.Store) -> bool:
-        """Use the second store, after the writes that are under way to it; another thread may have
-        come first. Return whether there is one."""
+        """Switch to the second store after its pending writes, unless another thread already has.
+        Return whether the second store exists."""
         with self._failing_over:
             if self._store is not failed:
                 return True
@@ -73,7 +75,7 @@ class RunStore(dist.Store):
             return True
 
     def _do(self, act: Callable[[dist.Store], T]) -> T:
-        """Do something with the first store whose server lives. Raises what the last one does."""
+        """Call `act` with the first store whose server lives. Raises the last store's error."""
         store = self._current()
         try:
             return act(store)
@@ -83,14 +85,14 @@ class RunStore(dist.Store):
             return act(self._store)
 
     def _write(self, act: Callable[[dist.Store], object]) -> None:
-        """Also write to the second store, while there are two."""
+        """Queue a write to the second store, as long as both stores are in use."""
         if not self._failed_over:
             self._writes.put(act)
 
     def _work(self, connect: Callable[[], dist.Store]) -> None:
         try:
             self._mirror = mirror = connect()
-        except Exception:  # rank 0 is gone, and the run with it
+        except Exception:  # rank 0 is lost, so the run ends
             return
         finally:
             self._connected.set()
@@ -98,14 +100,14 @@ class RunStore(dist.Store):
             act = self._writes.get()
             try:
                 act(mirror)
-            except Exception:  # its server is gone: rank 0 is, and the run with it
+            except Exception:  # its server, rank 0, is lost, so the run ends
                 return
             finally:
                 self._writes.task_done()
 
     def set(self, key: str, value: str) -> None:  # type: ignore[override]
         """Write a value."""
-        # First to the queue: a thread that fails over meanwhile then waits for it.
+        # Queue the mirrored write first, so that a concurrent fail-over waits for it.
         self._write(lambda store: store.set(key, value))
         self._do(lambda store: store.set(key, value))
 
@@ -114,22 +116,22 @@ class RunStore(dist.Store):
         return self._do(lambda store: store.get(key))
 
     def check(self, keys: list[str]) -> bool:
-        """Return whether all keys are there."""
+        """Return whether all keys exist."""
         return self._do(lambda store: store.check(keys))
 
     def wait(self, keys: list[str], timeout: timedelta | None = None) -> None:  # type: ignore[override]
-        """Wait until all keys are there. Raises DistStoreError when the time is over."""
+        """Wait until all keys exist. Raises DistStoreError after the timeout."""
         limit = () if timeout is None else (timeout,)
         self._do(lambda store: store.wait(keys, *limit))
 
     def add(self, key: str, amount: int) -> int:
-        """Add to a counter and return what it is then."""
-        found = self._do(lambda store: store.add(key, amount))
+        """Add to a counter and return its new value."""
+        total = self._do(lambda store: store.add(key, amount))
         self._write(lambda store: store.add(key, amount))
-        return found
+        return total
 
     def delete_key(self, key: str) -> bool:
-        """Remove a key; return whether it was there."""
-        found = self._do(lambda store: store.delete_key(key))
+        """Delete a key and return whether it existed."""
+        existed = self._do(lambda store: store.delete_key(key))
         self._write(lambda store: store.delete_key(key))
-        return found
+        return existed

@@ -1,10 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Reading a schema of dataclasses: which options it has, and a text turned into the value of one.
+"""Options described by a schema of dataclasses, and the parsing of their values.
 
-A schema is a dataclass whose fields are options, or sections (dataclasses of options). The
-command line and YAML files both go through `Option.parse`, so a value means the same in either;
-Megatron's names of values stand for ours.
-Nothing here needs a library.
+A schema is a dataclass whose fields are options or sections (dataclasses of options). The command
+line and YAML files are both parsed by `Option.parse`, so that a value means the same in either.
+Megatron's names of values are accepted as well. This module depends on the standard library only.
 """
 
 from __future__ import annotations
@@ -32,15 +31,15 @@ class Option:
     """One option of a schema.
 
     Args:
-        name: flag spelling without dashes in front, `num-layers`.
-        section: field of the root that holds the option; None if the root itself does.
+        name: the flag without leading dashes, `num-layers`.
+        section: field of the schema that contains the option; None for the schema itself.
         field: name of the dataclass field, `num_layers`.
-        kind: bool, int, float or str; the type of one value.
-        choices: allowed values; empty = any.
-        optional: whether `none` (null in YAML) is a value.
+        kind: type of one value: bool, int, float or str.
+        choices: allowed values; empty for any value.
+        optional: whether `none` (null in YAML) is allowed.
         many: whether the value is a tuple.
-        required: whether there is no default.
-        default: the default, where there is one.
+        required: whether the option has no default.
+        default: the default value.
         one_way: whether a switch has no negative form.
     """
 
@@ -56,11 +55,11 @@ class Option:
     one_way: bool = False
 
     def parse(self, texts: list[str], where: str) -> Any:
-        """Turn the texts of this option's value into the value.
+        """Parse the value of this option.
 
         Args:
-            texts: one text, or any number of them for `many`.
-            where: what to name in an error, `--num-layers` or `run.yaml:3: num-layers`.
+            texts: the text of each value; exactly one unless `many`.
+            where: prefix of errors, `--num-layers` or `run.yaml:3: num-layers`.
 
         Raises:
             ValueError: wrong number of values, wrong type or not one of the choices.
@@ -70,20 +69,20 @@ class Option:
                 raise ValueError(f"{where} needs at least one value")
             if self.optional and len(texts) == 1 and texts[0].lower() in _NONE:
                 return None
-            return tuple(self._one(text, where) for text in texts)
+            return tuple(self._parse_value(text, where) for text in texts)
         if len(texts) != 1:
             raise ValueError(f"{where} takes one value, not {len(texts)}")
-        return self._one(texts[0], where)
+        return self._parse_value(texts[0], where)
 
-    def _one(self, text: str, where: str) -> Any:
+    def _parse_value(self, text: str, where: str) -> Any:
         if self.optional and text not in self.choices and text.lower() in _NONE:
             return None
         if self.choices:
-            ours = our_value(self.name, text)
-            if ours not in self.choices:
+            choice = our_value(self.name, text)
+            if choice not in self.choices:
                 mend = f"use one of {', '.join(self.choices)}{value_reason(self.name, text)}"
                 raise ValueError(f"{where} is {text!r}: {mend}")
-            return ours
+            return choice
         if self.kind is bool:
             if text.lower() not in ("true", "false"):
                 raise ValueError(f"{where} is {text!r}: use true or false")
@@ -99,18 +98,18 @@ class Option:
         return value
 
     def from_json(self, value: Any, where: str) -> Any:
-        """Return the value that was saved as JSON. Raises ValueError for one of another type."""
+        """Return the option's value from JSON. Raises ValueError for a wrong type."""
         if value is None and self.optional:
             return None
         items = value if isinstance(value, list) else [value]
         texts = [item if isinstance(item, str) else json.dumps(item) for item in items]
         if self.kind is str and not self.choices and texts:
-            found = [self.literal(text, where) for text in texts]
-            return tuple(found) if self.many else found[0]
+            literals = [self.literal(text, where) for text in texts]
+            return tuple(literals) if self.many else literals[0]
         return self.parse(texts, where)
 
     def literal(self, text: str, where: str) -> str:
-        """Return a text as it is. Raises ValueError if it holds a password: options are shown."""
+        """Return a text unchanged. Refuse a password, because options are logged and saved."""
         if _PASSWORD.search(text):
             raise ValueError(
                 f"{where} holds a user and a password, and options are shown and saved: give them "
@@ -125,31 +124,31 @@ _NOUN: Mapping[type, str] = types.MappingProxyType({int: "an integer", float: "a
 
 
 def options(schema: type) -> list[Option]:
-    """List the options of a schema in the order of its fields."""
-    found: list[Option] = []
+    """Return the options of a schema in the order of its fields."""
+    schema_options: list[Option] = []
     hints = typing.get_type_hints(schema)
     for field in dataclasses.fields(schema):
         if dataclasses.is_dataclass(hints[field.name]):
-            found.extend(_section_options(hints[field.name], field.name))
-    found.extend(_section_options(schema, None))
-    names = [option.name for option in found]
+            schema_options.extend(_section_options(hints[field.name], field.name))
+    schema_options.extend(_section_options(schema, None))
+    names = [option.name for option in schema_options]
     assert len(set(names)) == len(names), f"two options share a name: {sorted(names)}"
-    return found
+    return schema_options
 
 
 def _spelled(field: str) -> str:
-    """Return the flag of a field; `from_` is named so only because `from` is a word of Python."""
+    """Return the flag of a field. A trailing `_` avoids a Python keyword, as in `from_`."""
     return field.removesuffix("_").replace("_", "-")
 
 
 def _section_options(section: type, name: str | None) -> list[Option]:
     hints = typing.get_type_hints(section)
-    found = []
+    section_options = []
     for field in dataclasses.fields(section):
         if dataclasses.is_dataclass(hints[field.name]):
             continue
         required = field.default is dataclasses.MISSING
-        found.append(
+        section_options.append(
             Option(
                 name=_spelled(field.name),
                 section=name,
@@ -159,11 +158,11 @@ def _section_options(section: type, name: str | None) -> list[Option]:
                 **_shape(hints[field.name]),
             )
         )
-    return found
+    return section_options
 
 
 def _shape(hint: Any) -> dict[str, Any]:
-    """Describe an annotation: kind, choices, optional, many."""
+    """Return the fields of `Option` that an annotation determines."""
     shape: dict[str, Any] = {}
     if typing.get_origin(hint) in (typing.Union, types.UnionType):
         (hint,) = [a for a in typing.get_args(hint) if a is not type(None)]
@@ -179,12 +178,12 @@ def _shape(hint: Any) -> dict[str, Any]:
 
 def option_docs(schema: type) -> dict[str, str]:
     """Return the docstring below each field of a schema, by option name."""
-    found = _field_docs(schema)
+    docs = _field_docs(schema)
     hints = typing.get_type_hints(schema)
     for field in dataclasses.fields(schema):
         if dataclasses.is_dataclass(hints[field.name]):
-            found.update(_field_docs(hints[field.name]))
-    return {_spelled(name): doc for name, doc in found.items()}
+            docs.update(_field_docs(hints[field.name]))
+    return {_spelled(name): doc for name, doc in docs.items()}
 
 
 def section_titles(schema: type) -> dict[str, str]:
@@ -200,7 +199,7 @@ def section_titles(schema: type) -> dict[str, str]:
 def _field_docs(section: type) -> dict[str, str]:
     """Return the docstring written below each field of a dataclass, by field name."""
     body = ast.parse(inspect.getsource(inspect.getmodule(section))).body  # type: ignore[arg-type]
-    found: dict[str, str] = {}
+    docs: dict[str, str] = {}
     for node in body:
         if isinstance(node, ast.ClassDef) and node.name == section.__name__:
             for field, doc in zip(node.body, node.body[1:], strict=False):
@@ -210,63 +209,66 @@ def _field_docs(section: type) -> dict[str, str]:
                     and isinstance(doc, ast.Expr)
                     and isinstance(doc.value, ast.Constant)
                 ):
-                    found[field.target.id] = inspect.cleandoc(str(doc.value.value))
-    return found
+                    docs[field.target.id] = inspect.cleandoc(str(doc.value.value))
+    return docs
 
 
 def build(
     schema: type[T], values: Mapping[str, Any], *, replaced: Mapping[str, str] | None = None
 ) -> T:
-    """Make a schema's object from values by option name; what is absent takes its default.
+    """Build a schema's object from option values; absent options take their defaults.
 
     Args:
         schema: dataclass of options or of sections of options.
-        values: by option name.
-        replaced: of required options those that follow from another one, which is to be given.
+        values: values by option name.
+        replaced: required options that are derived from another option, with its name. The error
+            for a missing option names the latter.
 
     Raises:
-        ValueError: every required option that is absent, or what a section's own check finds, all
-            of them in one message.
+        ValueError: required options are missing, or sections refuse their values; one message
+            lists all problems.
     """
-    known = options(schema)
-    required = [o.name for o in known if o.required]
+    schema_options = options(schema)
+    required = [o.name for o in schema_options if o.required]
     if any(name not in values for name in required):
-        wanted = [(replaced or {}).get(name, name) for name in required]
-        missing = [f"--{name}" for name in wanted if values.get(name) is None]
+        names_to_give = [(replaced or {}).get(name, name) for name in required]
+        missing = [f"--{name}" for name in names_to_give if values.get(name) is None]
         raise ValueError(
             f"missing {', '.join(missing)}: give {'it' if len(missing) == 1 else 'them'}"
         )
     hints = typing.get_type_hints(schema)
-    given: dict[str, Any] = {}
+    arguments: dict[str, Any] = {}
     problems: list[str] = []
     for field in dataclasses.fields(schema):
         if dataclasses.is_dataclass(hints[field.name]):
             inner = {
                 o.field: values[o.name]
-                for o in known
+                for o in schema_options
                 if o.section == field.name and o.name in values
             }
             try:
-                given[field.name] = hints[field.name](**inner)
+                arguments[field.name] = hints[field.name](**inner)
             except ValueError as error:
                 problems.append(str(error))
     if problems:
         raise ValueError("; ".join(problems))
-    given.update({o.field: values[o.name] for o in known if o.section is None and o.name in values})
-    return schema(**given)
+    arguments.update(
+        {o.field: values[o.name] for o in schema_options if o.section is None and o.name in values}
+    )
+    return schema(**arguments)
 
 
 def flatten(config: object) -> dict[str, Any]:
-    """Return the values of a schema's object by option name, in the order of its fields."""
-    found = {}
+    """Return the option values of a schema's object by name, in the order of its fields."""
+    values = {}
     for option in options(type(config)):
         holder = config if option.section is None else vars(config)[option.section]
-        found[option.name] = vars(holder)[option.field]
-    return found
+        values[option.name] = vars(holder)[option.field]
+    return values
 
 
 def suggest(
-    name: str, known: Iterable[str], *, prefix: str = "", harmless: Iterable[str] = ()
+    name: str, option_names: Iterable[str], *, prefix: str = "", harmless: Iterable[str] = ()
 ) -> str:
     """Return `: did you mean X?` for the names that an unknown one may misspell, or nothing.
 
@@ -274,14 +276,14 @@ def suggest(
 
     Args:
         name: the unknown one.
-        known: names of options.
-        prefix: what to show before a name.
+        option_names: names of options.
+        prefix: prefix of each suggested name.
         harmless: names that change nothing, of which the nearest is suggested.
     """
-    near = [option for option in known if _is_misspelling(name, option)]
+    near = [option for option in option_names if _is_misspelling(name, option)]
     near = near or difflib.get_close_matches(name, list(harmless), n=1, cutoff=0.8)
-    shown = " or ".join(f"{prefix}{option}" for option in near)
-    return f": did you mean {shown}?" if near else ""
+    suggestions = " or ".join(f"{prefix}{option}" for option in near)
+    return f": did you mean {suggestions}?" if near else ""
 
 
 #: Letters of the shortest word that may have a typo: shorter ones, such as q, kv and qk, differ by
@@ -309,6 +311,6 @@ def _is_one_typo(a: str, b: str) -> bool:
     start = next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), None)
     if start is None:
         return len(a) != len(b)
-    rest, other = a[start:], b[start:]
-    swapped = rest[1::-1] + rest[2:] if len(rest) > 1 else rest
-    return other in (rest[1:], swapped) or rest == other[1:] or rest[1:] == other[1:]
+    a_tail, b_tail = a[start:], b[start:]
+    swapped = a_tail[1::-1] + a_tail[2:] if len(a_tail) > 1 else a_tail
+    return b_tail in (a_tail[1:], swapped) or a_tail == b_tail[1:] or a_tail[1:] == b_tail[1:]

@@ -129,12 +129,12 @@ def guard_streams(broken_stdout: Broken, broken_stderr: Broken) -> None:
 
 def errors_of_streams() -> dict[str, OSError]:
     """Return why streams have broken, by name: those that have."""
-    found = {}
+    errors = {}
     for name in ("stdout", "stderr"):
         raw = getattr(getattr(getattr(sys, name), "buffer", None), "raw", None)
         if isinstance(raw, GuardedFile) and raw.error is not None:
-            found[name] = raw.error
-    return found
+            errors[name] = raw.error
+    return errors
 
 
 def go_on_without_streams(prog: str) -> None:
@@ -146,10 +146,10 @@ def go_on_without_streams(prog: str) -> None:
 
     def broken(name: str, error: OSError) -> None:
         # Not by the other stream: it may be the one that waits for this write.
-        other = 1 if name == "stderr" else 2
+        other_fd = 1 if name == "stderr" else 2
         text = f"{prog}: {name} cannot be written ({error.strerror}): going on without it\n"
         with contextlib.suppress(OSError):
-            os.write(other, text.encode())
+            os.write(other_fd, text.encode())
 
     guard_streams(broken, broken)
 

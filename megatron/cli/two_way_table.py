@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Two-way tables: rows between names outside (flags, fields of config.json) and `GPTConfig`.
+"""Two-way tables between external names (flags, fields of config.json) and fields of `GPTConfig`.
 
-`build` reads a table one way, from a source of values to the core's config; `describe` reads it the
-other way. Which dataclasses of the core a model has is said by a `Part` of each.
+`build` converts external values to the core's config, `describe` converts the config back. A
+`ConfigSection` describes each dataclass of the core and when a model has it.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ from dataclasses import dataclass, field
 from functools import reduce
 from typing import Any
 
-#: Returned by `Row.back` where nothing is to be said, as the value is what stands for silence.
-LEFT_OUT = object()
+#: Returned by `Row.back` to omit a name, because its absence means the same value.
+OMITTED = object()
 
 
 def _value(source: Any, name: str) -> Any:
@@ -33,12 +33,12 @@ class Row:
     """One field of a model.
 
     Args:
-        name: what it is called outside; empty where it is not said there but follows from others.
-        path: the part of `GPTConfig` and the field there, `router.topk`; `attention.`, without a
-            field, for a name that says something of the whole part, or is only checked.
-        to: takes the source and the name; returns the field. As it is, by default.
-        back: takes the field (without one, the part) and the whole `GPTConfig`; returns the value
-            of the name. As it is, by default.
+        name: the external name; empty if the field has none and is derived from other values.
+        path: section and field, `router.topk`; `attention.`, without a field, for a name that
+            describes the whole section or is only checked.
+        to: maps (source, external name) to the value of the field. Default: the source's value.
+        back: maps (value of the field, or the section without a field; the whole `GPTConfig`)
+            to the external value. Default: the field's value.
     """
 
     name: str
@@ -50,7 +50,7 @@ class Row:
 def at(
     path: str, *, to: Callable[[Any, str], Any] = _value, back: Callable[[Any, Any], Any] = _same
 ) -> Row:
-    """Return the row of an option that is annotated with it, which gives it its name.
+    """Return a row to annotate an option with; the row takes the option's name.
 
     qk_layernorm: Annotated[bool, at("attention.qk_norm")] = False
     """
@@ -58,7 +58,7 @@ def at(
 
 
 def annotated_rows(schema: type) -> tuple[Row, ...]:
-    """Return the rows that the options of a schema's sections are annotated with, in their order.
+    """Return the rows that annotate the options of a schema's sections, in the options' order.
 
     Args:
         schema: a dataclass whose fields are dataclasses of options.
@@ -74,16 +74,16 @@ def annotated_rows(schema: type) -> tuple[Row, ...]:
 
 
 @dataclass(frozen=True)
-class Part:
-    """One dataclass of the core.
+class ConfigSection:
+    """A dataclass of the core's config.
 
     Args:
-        at: where it stands in `GPTConfig`, `moe.router`; empty is `GPTConfig` itself. Several parts
-            of one place exclude each other.
-        kind: the class as `module:name` inside `megatron.core`; it is imported when it is needed,
-            as options that are wrong must not wait for torch.
-        when: tells from a source whether the model has it.
-        fixed: fields that have one value in this part.
+        at: path in `GPTConfig`, such as `moe.router`; empty for `GPTConfig` itself. Sections
+            with the same path are alternatives.
+        kind: the class as `module:name` inside `megatron.core`. It is imported when needed, so that
+            invalid options are reported without importing torch.
+        when: predicate on the source: whether the model has this section.
+        fixed: fields with a constant value.
     """
 
     at: str
@@ -92,57 +92,61 @@ class Part:
     fixed: Mapping[str, Any] = field(default_factory=dict)
 
     def is_in(self, holder: Any) -> bool:
-        """Return whether an object at this place is this part."""
+        """Return whether an object at this path matches this section."""
         same = type(holder).__name__ == self.kind.partition(":")[2]
         return same and all(getattr(holder, name) == value for name, value in self.fixed.items())
 
 
 @dataclass(frozen=True)
 class Table:
-    """Rows and the parts that they are in, by the names that paths start by."""
+    """Rows and sections, the latter by the first component of the rows' paths."""
 
-    parts: Mapping[str, Part]
+    sections: Mapping[str, ConfigSection]
     rows: tuple[Row, ...]
 
 
 def build(table: Table, source: Any, *, at: str = "") -> Any:
-    """Return the core's config of the part at a place; None where the model has none.
+    """Build the core's config at a path from a source; None if the model does not have it.
 
     Raises:
-        ValueError: a value that is not supported.
+        ValueError: a value is not supported.
     """
-    there = ((name, part) for name, part in table.parts.items() if part.at == at)
-    name, part = next(((name, part) for name, part in there if part.when(source)), ("", None))
-    if part is None:
+    candidates = ((name, section) for name, section in table.sections.items() if section.at == at)
+    name, section = next(
+        ((name, section) for name, section in candidates if section.when(source)), ("", None)
+    )
+    if section is None:
         return None
-    fields = dict(part.fixed)
+    fields = dict(section.fixed)
     for row in table.rows:
         prefix, _, target = row.path.rpartition(".")
         if prefix == name and target:
             fields[target] = row.to(source, row.name)
         elif prefix == name and row.to is not _value:
             row.to(source, row.name)  # only checks
-    for inner in dict.fromkeys(other.at for other in table.parts.values() if other.at):
+    for inner in dict.fromkeys(
+        candidate.at for candidate in table.sections.values() if candidate.at
+    ):
         parent, _, target = inner.rpartition(".")
         if parent == at:
             fields[target] = build(table, source, at=inner)
-    module, _, name = part.kind.partition(":")
+    module, _, name = section.kind.partition(":")
     return getattr(importlib.import_module(f"megatron.core.{module}"), name)(**fields)
 
 
 def describe(table: Table, config: Any) -> dict[str, Any]:
-    """Return the values of a `GPTConfig` by the names of a table, without those left out."""
-    found: dict[str, Any] = {}
+    """Return the external values of a `GPTConfig` by name, without omitted ones."""
+    values: dict[str, Any] = {}
     for row in table.rows:
         prefix, _, target = row.path.rpartition(".")
-        part = table.parts[prefix]
-        names = part.at.split(".") if part.at else []
+        section = table.sections[prefix]
+        names = section.at.split(".") if section.at else []
         holder = reduce(lambda outer, name: outer and getattr(outer, name), names, config)
-        if row.name and part.is_in(holder):
+        if row.name and section.is_in(holder):
             value = row.back(getattr(holder, target) if target else holder, config)
-            if value is not LEFT_OUT:
-                found[row.name] = value
-    return found
+            if value is not OMITTED:
+                values[row.name] = value
+    return values
 
 
 def negated(source: Any, name: str) -> bool:
@@ -156,22 +160,22 @@ def opposite(value: bool, config: Any) -> bool:
 
 
 def constant(value: Any) -> Callable[..., Any]:
-    """Return what gives one value, as `Row.to` and as `Row.back`."""
+    """Return a function with a constant value, for `Row.to` and `Row.back`."""
     return lambda *_: value
 
 
 def unless(default: Any) -> Callable[[Any, Any], Any]:
-    """Return what leaves a name out at this value, as `Row.back`."""
-    return lambda value, config: LEFT_OUT if value == default else value
+    """Return a `Row.back` that omits the name if the value is the default."""
+    return lambda value, config: OMITTED if value == default else value
 
 
 def yarn_magnitude(factor: float, weight: float) -> float:
-    """Return what yarn multiplies by: 0.1 weight ln(factor) + 1 (Peng et al. 2023, section 3.4)."""
+    """Return YaRN's magnitude 0.1 weight ln(factor) + 1 (Peng et al. 2023, section 3.4)."""
     return 0.1 * weight * math.log(max(factor, 1.0)) + 1.0
 
 
 def yarn_weight(square: float, factor: float) -> float:
-    """Return the weight whose magnitude has this square; 0 where none has, or nothing is scaled."""
+    """Invert `yarn_magnitude(factor, weight) ** 2`; 0 without a solution or without scaling."""
     if square <= 1.0 or factor <= 1.0:
         return 0.0
     return round((math.sqrt(square) - 1.0) / (0.1 * math.log(factor)), 9)

@@ -1,13 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""YAML files of options: strict reading with file and line, and writing that reads back the same.
+"""Read and write option values as YAML. Errors name file and line.
 
-A file is one flat mapping from option name to value. The text of a value is parsed by the
-option's own type, so `1e-4` is a number although PyYAML alone reads it as a string. Unknown keys,
-duplicate keys, nested mappings, anchors and tags are errors. Only the parser's node tree is used:
-nothing in a file can construct an object, and what it costs to read is bounded.
+A file is one flat mapping from option name to value. Values are parsed by the type of their option,
+so `1e-4` is a number although PyYAML reads it as a string. Unknown keys, duplicate keys, nested
+mappings, anchors and tags are errors. Only the parser's node tree is used, so that a file cannot
+construct objects, and time and memory are bounded.
 
-`${NAME}` in a value is replaced by that environment variable, before the value is parsed; `$${` is
-`${` itself. Options are shown and saved, so a variable that holds a secret is refused.
+`${NAME}` in a value is replaced by the environment variable before the value is parsed; `$${`
+stands for `${`. Variables with secrets are refused, because options are logged and saved.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ from megatron.cli.megatron_names import ALIASES, answer
 from megatron.cli.schema import Option, suggest
 from megatron.core.untrusted_files import read_named
 
-# A file of every option with its comments has some 10 kB.
-_MOST_BYTES = 256 * 1024
+# A file with every option and its comments takes about 10 kB.
+_MAX_BYTES = 256 * 1024
 _VARIABLE = re.compile(r"\$\$\{|\$\{([^{}]*)\}")
 _SECRET = re.compile(
     r"(^|_)(KEY|TOKEN|SECRET|PASSWORD|PASSWD|PASSPHRASE|CREDENTIALS?)(_|$)", re.IGNORECASE
@@ -33,7 +33,7 @@ _SECRET = re.compile(
 
 def read_options(
     path: str | Path,
-    known: Sequence[Option],
+    known_options: Sequence[Option],
     *,
     environment: Mapping[str, str] = os.environ,
 ) -> dict[str, Any]:
@@ -41,25 +41,26 @@ def read_options(
 
     Args:
         path: the file.
-        known: options a key may name; `_` and `-` are alike in a key.
-        environment: variables that `${NAME}` may name.
+        known_options: options that keys may name; `_` and `-` are equivalent in a key.
+        environment: environment variables for `${NAME}`.
 
-    Returns values by option name.
+    Returns:
+        Values by option name.
 
     Raises:
-        ValueError: the file cannot be read, or its first fault with `file:line`.
+        ValueError: the file cannot be read; otherwise its first error with `file:line`.
     """
-    by_name = {option.name: option for option in known}
+    by_name = {option.name: option for option in known_options}
     values: dict[str, Any] = {}
     lines: dict[str, int] = {}
     for key_node, value_node in _pairs(path):
-        place = f"{path}:{key_node.start_mark.line + 1}"
+        location = f"{path}:{key_node.start_mark.line + 1}"
         spelled = str(key_node.value).replace("_", "-")
         key, text = (spelled, "") if spelled in by_name else ALIASES.get(spelled, (spelled, ""))
         if key not in by_name:
-            raise ValueError(_unknown(place, key_node.value, key, by_name))
+            raise ValueError(_unknown(location, key_node.value, key, by_name))
         if key in values:
-            raise ValueError(f"{place}: {key} is already set on line {lines[key]}: keep one")
+            raise ValueError(f"{location}: {key} is already set on line {lines[key]}: keep one")
         where = f"{path}:{value_node.start_mark.line + 1}: {spelled}"
         if text:
             if str(value_node.value).lower() != "true":
@@ -72,13 +73,13 @@ def read_options(
 
 
 def _pairs(path: str | Path) -> list[tuple[Any, Any]]:
-    """Return the nodes of a file's keys and values. Raises ValueError."""
+    """Return the (key, value) nodes of a file. Raises ValueError."""
     try:
         import yaml
     except ImportError:
         raise ValueError("--config needs PyYAML: pip install pyyaml, or give flags") from None
     try:
-        text = read_named(path, _MOST_BYTES)
+        text = read_named(path, _MAX_BYTES)
     except OSError as error:
         raise ValueError(f"--config {path} cannot be read: {error}") from None
     try:
@@ -99,33 +100,39 @@ def _pairs(path: str | Path) -> list[tuple[Any, Any]]:
 
 
 def _check_events(path: str | Path, events: Any) -> None:
-    """Refuse anchors and depth before a tree is built: it could be huge, or too deep to walk."""
+    """Refuse anchors and deep nesting before a tree is built, which they could make huge."""
     import yaml
 
     depth = 0
     for event in events:
-        place = f"{path}:{event.start_mark.line + 1}"
+        location = f"{path}:{event.start_mark.line + 1}"
         if getattr(event, "anchor", None) is not None:
-            raise ValueError(f"{place}: anchors and aliases are not allowed: write the value out")
+            raise ValueError(
+                f"{location}: anchors and aliases are not allowed: write the value out"
+            )
         depth += isinstance(event, yaml.CollectionStartEvent)
         depth -= isinstance(event, yaml.CollectionEndEvent)
-        if depth > 3:  # a nested list or mapping is named with its option later
-            raise ValueError(f"{place}: lists and mappings are nested too deeply: one flat mapping")
+        if depth > 3:  # shallow nesting is reported later, with its option
+            raise ValueError(
+                f"{location}: lists and mappings are nested too deeply: one flat mapping"
+            )
 
 
-def _unknown(place: str, spelled: str, key: str, by_name: Mapping[str, Option]) -> str:
-    """Return what to say of a key that is no option, with an answer if Megatron has it."""
-    known = answer(key)
-    if known is not None and (known.nearest is None or known.nearest in by_name):
-        return f"{place}: {known.text(key)}"
-    return f"{place}: unknown key {spelled!r}{suggest(key, by_name)}"
+def _unknown(location: str, spelled: str, key: str, by_name: Mapping[str, Option]) -> str:
+    """Return the error for an unknown key, with advice if Megatron has the option."""
+    megatron_answer = answer(key)
+    if megatron_answer is not None and (
+        megatron_answer.nearest is None or megatron_answer.nearest in by_name
+    ):
+        return f"{location}: {megatron_answer.text(key)}"
+    return f"{location}: unknown key {spelled!r}{suggest(key, by_name)}"
 
 
 def _expand(text: str, where: str, environment: Mapping[str, str]) -> str:
     """Replace `${NAME}` by environment variables. Raises ValueError."""
 
-    def replacement(found: re.Match[str]) -> str:
-        name = found.group(1)
+    def replacement(match: re.Match[str]) -> str:
+        name = match.group(1)
         if name is None:
             return "${"
         if _SECRET.search(name):
@@ -148,7 +155,7 @@ def _first_line(error: Exception) -> str:
 
 
 def _value(option: Option, node: Any, where: str, environment: Mapping[str, str]) -> Any:
-    """Turn a value node into the option's value; `where` names file, line and key."""
+    """Parse a value node; `where` names file, line and key in errors."""
     import yaml
 
     nodes = node.value if isinstance(node, yaml.SequenceNode) else [node]
@@ -176,20 +183,20 @@ def _value(option: Option, node: Any, where: str, environment: Mapping[str, str]
 
 def write_options(
     values: Mapping[str, Any],
-    known: Sequence[Option],
+    known_options: Sequence[Option],
     *,
     notes: Mapping[str, str] | None = None,
 ) -> str:
-    """Return the YAML text of option values; `read_options` reads it back.
+    """Return option values as YAML that `read_options` reads.
 
     Args:
         values: values by option name.
-        known: the options, in the order to write.
-        notes: further comment lines for the top, `name: text`.
+        known_options: the options, in the order to write.
+        notes: comment lines at the top of the file, `name: text`.
     """
     lines = [f"# {name}: {note}" for name, note in (notes or {}).items()]
     section: str | None = None
-    for option in known:
+    for option in known_options:
         if option.section is not None and option.section != section:
             section = option.section
             lines.append(f"# {section.replace('_', ' ')}")
@@ -200,11 +207,11 @@ def write_options(
 def _text(value: Any) -> str:
     if isinstance(value, tuple):
         return "[" + ", ".join(_text(item) for item in value) + "]"
-    # JSON is YAML: null, true, numbers and double-quoted strings mean the same in both, save for
-    # characters that YAML wants escaped, and what would be taken for a variable.
+    # null, true, numbers and double-quoted strings of JSON mean the same in YAML, except for
+    # characters that YAML requires to be escaped, and for `${`, which would name a variable.
     text = json.dumps(value, ensure_ascii=False).replace("${", "$${")
     return re.sub(r"[\x7f-\xa0\u2028\u2029\ufeff\ufffe\uffff]", _escape, text)
 
 
-def _escape(found: re.Match[str]) -> str:
-    return f"\\u{ord(found.group()):04x}"
+def _escape(match: re.Match[str]) -> str:
+    return f"\\u{ord(match.group()):04x}"

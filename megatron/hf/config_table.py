@@ -14,9 +14,9 @@ from types import MappingProxyType
 from typing import Any
 
 from megatron.cli.two_way_table import (
-    LEFT_OUT,
-    Part,
+    OMITTED,
     Row,
+    ConfigSection,
     Table,
     constant,
     unless,
@@ -127,7 +127,7 @@ def _must_be(*values: Any) -> Callable[[ModelFields, str], None]:
 
 
 _unread = constant(None)
-_unwritten = constant(LEFT_OUT)
+_unwritten = constant(OMITTED)
 
 
 def _of_blocks(fields: ModelFields, name: str) -> Any:
@@ -262,8 +262,8 @@ def _scale_factor(fields: ModelFields, name: str) -> float:
 def _scale_weight(scale_factor: float, config: GPTConfig) -> Any:
     scaling = None if config.rope is None else config.rope.scaling
     if scaling is None or scaling.kind != "yarn":
-        return LEFT_OUT
-    return yarn_weight(scale_factor, scaling.factor) or LEFT_OUT
+        return OMITTED
+    return yarn_weight(scale_factor, scaling.factor) or OMITTED
 
 
 def _rank(fields: ModelFields, name: str) -> int | None:
@@ -320,11 +320,11 @@ def _dt_limits(fields: ModelFields, name: str) -> tuple[float, float]:
 def _write_dt_limits(limits: tuple[float, float], _: GPTConfig) -> Any:
     minimum, maximum = limits
     if limits == (0.0, math.inf):
-        return LEFT_OUT
+        return OMITTED
     return [minimum, {"__float__": "Infinity"} if maximum == math.inf else maximum]
 
 
-# --- Sub-configs and rows -------------------------------------------------------------------------
+# --- Sections and rows -------------------------------------------------------------------------
 
 
 def _has(*symbols: str) -> Callable[[ModelFields], bool]:
@@ -337,8 +337,8 @@ def _has_mlp(fields: ModelFields) -> bool:
     return DENSE in fields.blocks or not fields.kind.is_hybrid
 
 
-def _scales(kind: str) -> Part:
-    return Part(
+def _scales(kind: str) -> ConfigSection:
+    return ConfigSection(
         "rope.scaling",
         "ops.rope:RopeScaling",
         lambda fields: fields.scaling_kind == kind,
@@ -346,15 +346,15 @@ def _scales(kind: str) -> Part:
     )
 
 
-_SUBCONFIGS = {
-    "": Part("", "models.gpt:GPTConfig"),
-    "norm": Part("norm", "transformer:NormConfig"),
-    "mlp": Part("mlp", "transformer:MLPConfig", _has_mlp),
-    "attention": Part("attention", "transformer:AttentionConfig", _has(ATTENTION)),
-    "latent": Part("attention", "transformer:LatentAttentionConfig", _has(LATENT)),
-    "moe": Part("moe", "moe:MoEConfig", _has(EXPERTS)),
-    "router": Part("moe.router", "moe:RouterConfig"),
-    "rope": Part(
+_SECTIONS = {
+    "": ConfigSection("", "models.gpt:GPTConfig"),
+    "norm": ConfigSection("norm", "transformer:NormConfig"),
+    "mlp": ConfigSection("mlp", "transformer:MLPConfig", _has_mlp),
+    "attention": ConfigSection("attention", "transformer:AttentionConfig", _has(ATTENTION)),
+    "latent": ConfigSection("attention", "transformer:LatentAttentionConfig", _has(LATENT)),
+    "moe": ConfigSection("moe", "moe:MoEConfig", _has(EXPERTS)),
+    "router": ConfigSection("moe.router", "moe:RouterConfig"),
+    "rope": ConfigSection(
         "rope",
         "transformer:RopeConfig",
         lambda fields: fields.kind.blocks_per_layer == 2 and _has(ATTENTION, LATENT)(fields),
@@ -362,8 +362,8 @@ _SUBCONFIGS = {
     "linear": _scales("linear"),
     "llama3": _scales("llama3"),
     "yarn": _scales("yarn"),
-    "delta_net": Part("delta_net", "ssm.config:GatedDeltaNetConfig", _has(DELTA_NET)),
-    "mamba": Part("mamba", "ssm.config:Mamba2Config", _has(MAMBA)),
+    "delta_net": ConfigSection("delta_net", "ssm.config:GatedDeltaNetConfig", _has(DELTA_NET)),
+    "mamba": ConfigSection("mamba", "ssm.config:Mamba2Config", _has(MAMBA)),
 }
 _MODEL = (
     Row("hidden_size", "hidden_size", _count),
@@ -391,13 +391,13 @@ _SWITCHED_WINDOW = (
         "use_sliding_window",
         "attention.",
         _unread,
-        lambda attention, _: True if attention.window else LEFT_OUT,
+        lambda attention, _: True if attention.window else OMITTED,
     ),
     Row(
         "max_window_layers",
         "attention.",
         _unread,
-        lambda attention, _: 0 if attention.window else LEFT_OUT,
+        lambda attention, _: 0 if attention.window else OMITTED,
     ),
 )
 _ROPE = (
@@ -626,5 +626,5 @@ _ROWS = {
 _ROWS[KIMI_K2.model_type] = _ROWS[DEEPSEEK_V3.model_type]
 
 TABLES: Mapping[str, Table] = MappingProxyType(
-    {model_type: Table(_SUBCONFIGS, rows) for model_type, rows in _ROWS.items()}
+    {model_type: Table(_SECTIONS, rows) for model_type, rows in _ROWS.items()}
 )

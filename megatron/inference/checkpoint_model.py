@@ -616,7 +616,7 @@ def _joined(
     if launch.world_size > 1:
         if reports is not None:
             reports.join()
-        store = launch.open_store(timeout_seconds=seconds, first=True)
+        store = launch.open_store(timeout_seconds=seconds, is_first_client=True)
         if reports is not None:
             client = launch.open_store(timeout_seconds=seconds)
             reports.share(client, world_size=launch.world_size)

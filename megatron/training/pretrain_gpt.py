@@ -146,13 +146,13 @@ def start_watch(
 
     seconds = run.config.parallel.distributed_timeout_minutes * 60.0
     save, files = run.config.checkpoint.save, None
-    store = launch.connect(timeout_seconds=seconds, first=True)
+    store = launch.connect(timeout_seconds=seconds, is_first_client=True)
     address, beside = None, None
     if launch.launcher_serves:
         launcher.watch_store(launch.reach(timeout_seconds=seconds))
         if launch.rank == 0:
             address, beside = launch.serve_store(timeout_seconds=seconds)
-    launch = agree_on_start(launch, store, timeout_seconds=seconds, own=address)
+    launch = agree_on_start(launch, store, timeout_seconds=seconds, rank0_store=address)
     if save is not None:
         files = HangFiles(
             save,

@@ -105,7 +105,7 @@ class CollectiveCheck:
             except dist.DistStoreError:
                 if gone := self._watch.diagnose(0.0):
                     raise PeerLost(
-                        f"{gone.text}; the others wait in {mine}", told=gone.told
+                        f"{gone.text}; the others wait in {mine}", is_reported=gone.is_reported
                     ) from None
             found = self._elsewhere(keys, record)
             stuck = any(waits for _, waits in found.values())
@@ -317,7 +317,9 @@ def _see_alive(watch: PeerWatch, rank: int) -> None:
     """Raise PeerLost if a rank is gone that this one waits for to agree on something."""
     if found := watch.look_at(rank):
         text = f"{found.text}; the others wait for it to agree on a save or a load"
-        raise PeerLost(f"{text}; this run cannot go on{watch.pointer}", told=found.told)
+        raise PeerLost(
+            f"{text}; this run cannot go on{watch.pointer}", is_reported=found.is_reported
+        )
 
 
 @contextlib.contextmanager
@@ -335,17 +337,17 @@ def blaming_peers(watch: PeerWatch | None) -> Iterator[None]:
     try:
         yield
     except PeerLost as lost:
-        watch.leave_evidence(str(lost), lost, told=lost.told)
+        watch.leave_evidence(str(lost), lost, is_reported=lost.is_reported)
         raise
     except RuntimeError as error:
         found = _diagnose(watch) if is_communication_error(error) else None
         if found is None:
             watch.report_failure(error)
             raise
-        watch.leave_evidence(found.text, error, told=found.told)
+        watch.leave_evidence(found.text, error, is_reported=found.is_reported)
         where = f"the others wait in {watch.collectives.name} of iteration {watch.iteration}"
         text = f"{found.text}; {where}; this run cannot go on{watch.pointer}"
-        raise PeerLost(text, told=found.told) from error
+        raise PeerLost(text, is_reported=found.is_reported) from error
     except BaseException as error:
         watch.report_failure(error)
         raise

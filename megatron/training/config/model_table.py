@@ -15,9 +15,9 @@ from typing import TYPE_CHECKING, Any
 
 from megatron.cli.schema import options
 from megatron.cli.two_way_table import (
-    LEFT_OUT,
-    Part,
+    OMITTED,
     Row,
+    ConfigSection,
     Table,
     annotated_rows,
     build,
@@ -139,7 +139,7 @@ def _activation(flags: Flags, name: str) -> str:
 
 
 def _squared_relu(activation: str, config: GPTConfig) -> Any:
-    return True if activation == "squared_relu" else LEFT_OUT
+    return True if activation == "squared_relu" else OMITTED
 
 
 def _pattern(flags: Flags, name: str) -> str:
@@ -161,17 +161,17 @@ def _has_own_depths(config: GPTConfig) -> bool:
 
 def _written_pattern(pattern: str, config: GPTConfig) -> Any:
     if not (pattern or _has_own_depths(config)):
-        return LEFT_OUT
+        return OMITTED
     return config.blocks + (FURTHER + config.depth_blocks) * config.mtp_num_layers
 
 
 def _depths(count: int, config: GPTConfig) -> Any:
-    return LEFT_OUT if config.pattern or not count else count
+    return OMITTED if config.pattern or not count else count
 
 
 def _frequency(ffn_pattern: str, config: GPTConfig) -> Any:
     if config.moe is None or not ffn_pattern or _has_own_depths(config):  # the pattern says it
-        return LEFT_OUT
+        return OMITTED
     return ",".join("01"[ffn == EXPERTS] for ffn in ffn_pattern)
 
 
@@ -180,11 +180,11 @@ def _has_sinks(flags: Flags, name: str) -> bool:
 
 
 def _softmax(sinks: bool, config: GPTConfig) -> Any:
-    return "learnable" if sinks else LEFT_OUT
+    return "learnable" if sinks else OMITTED
 
 
-def _scaling(kind: str, when: Callable[[Flags], bool]) -> Part:
-    return Part("rope.scaling", "ops.rope:RopeScaling", when, {"kind": kind})
+def _scaling(kind: str, when: Callable[[Flags], bool]) -> ConfigSection:
+    return ConfigSection("rope.scaling", "ops.rope:RopeScaling", when, {"kind": kind})
 
 
 def _position(config: GPTConfig, _: GPTConfig) -> str:
@@ -213,7 +213,7 @@ def _scale_factor(flags: Flags, name: str) -> float:
 
 def _scale_weight(scale_factor: float, config: GPTConfig) -> Any:
     if _position(config, config) != "yarn":
-        return LEFT_OUT
+        return OMITTED
     return yarn_weight(scale_factor, config.rope.scaling.factor)  # type: ignore[union-attr]
 
 
@@ -246,7 +246,7 @@ def _limits(flags: Flags, name: str) -> tuple[float, float]:
 
 def _written_limits(limits: tuple[float, float], config: GPTConfig) -> Any:
     if limits == (0.0, math.inf):
-        return LEFT_OUT
+        return OMITTED
     return limits[:1] if limits[1] == math.inf else limits
 
 
@@ -268,33 +268,33 @@ def _balance(flags: Flags, name: str) -> str:
 
 
 def _written_balance(balance: str, config: GPTConfig) -> Any:
-    return LEFT_OUT if balance in ("none", "aux_loss") else balance
+    return OMITTED if balance in ("none", "aux_loss") else balance
 
 
 # --- The table ------------------------------------------------------------------------------------
 
 _PARTS = {
-    "": Part("", "models.gpt:GPTConfig"),
-    "norm": Part("norm", "transformer:NormConfig"),
-    "mlp": Part(
+    "": ConfigSection("", "models.gpt:GPTConfig"),
+    "norm": ConfigSection("norm", "transformer:NormConfig"),
+    "mlp": ConfigSection(
         "mlp", "transformer:MLPConfig", lambda f: not is_hybrid(f.config) or has(f.config, DENSE)
     ),
-    "latent": Part("attention", "transformer:LatentAttentionConfig", _is_latent),
-    "attention": Part(
+    "latent": ConfigSection("attention", "transformer:LatentAttentionConfig", _is_latent),
+    "attention": ConfigSection(
         "attention", "transformer:AttentionConfig", lambda f: has_attention(f.config)
     ),
-    "rope": Part(
+    "rope": ConfigSection(
         "rope", "transformer:RopeConfig", lambda f: f["position-embedding-type"] in ("rope", "yarn")
     ),
     "linear": _scaling("linear", lambda f: f["rotary-seq-len-interpolation-factor"] is not None),
     "llama3": _scaling("llama3", lambda f: f["use-rope-scaling"]),
     "yarn": _scaling("yarn", lambda f: f["position-embedding-type"] == "yarn"),
-    "moe": Part("moe", "moe:MoEConfig", lambda f: f["num-experts"] is not None),
-    "router": Part("moe.router", "moe:RouterConfig"),
-    "delta_net": Part(
+    "moe": ConfigSection("moe", "moe:MoEConfig", lambda f: f["num-experts"] is not None),
+    "router": ConfigSection("moe.router", "moe:RouterConfig"),
+    "delta_net": ConfigSection(
         "delta_net", "ssm.config:GatedDeltaNetConfig", lambda f: has(f.config, DELTA_NET)
     ),
-    "mamba": Part("mamba", "ssm.config:Mamba2Config", lambda f: has(f.config, MAMBA)),
+    "mamba": ConfigSection("mamba", "ssm.config:Mamba2Config", lambda f: has(f.config, MAMBA)),
 }
 
 MODEL = Table(

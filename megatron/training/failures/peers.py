@@ -348,11 +348,11 @@ class Diagnosis:
 
     Args:
         text: one line that names them.
-        told: whether they have reported it themselves.
+        is_reported: whether they have reported it themselves.
     """
 
     text: str
-    told: bool = False
+    is_reported: bool = False
 
 
 @dataclass(frozen=True)
@@ -449,7 +449,7 @@ class PeerWatch:
     def _look_around(self, peers: Peers, guard: Guard) -> None:
         """See who is to blame for a main thread that has come to nothing new for long."""
         if found := self._diagnose(peers, GUARD_SECONDS):
-            self._leave_evidence(peers, found.text, None, told=found.told)
+            self._leave_evidence(peers, found.text, None, is_reported=found.is_reported)
             guard.lose(found)
         elif found := self._behind(peers):  # it may come yet
             self._leave_evidence(peers, found.text, None, ends=False)
@@ -503,7 +503,7 @@ class PeerWatch:
         return "" if self._files is None else f"; see {self._files.report}"
 
     def leave_evidence(
-        self, reason: str, error: BaseException | None = None, *, told: bool = False
+        self, reason: str, error: BaseException | None = None, *, is_reported: bool = False
     ) -> None:
         """Leave what this rank knows in files, and have every rank that still beats do so too; the
         first of them also writes the report of all ranks.
@@ -511,9 +511,9 @@ class PeerWatch:
         Args:
             reason: what is wrong, in one line.
             error: what has brought the calling thread here.
-            told: the rank at fault has reported itself what is wrong: no report is needed.
+            is_reported: the rank at fault has reported itself what is wrong: no report is needed.
         """
-        self._leave_evidence(self._peers, reason, error, told=told)
+        self._leave_evidence(self._peers, reason, error, is_reported=is_reported)
 
     def _leave_evidence(
         self,
@@ -521,15 +521,15 @@ class PeerWatch:
         reason: str,
         error: BaseException | None,
         *,
-        told: bool = False,
+        is_reported: bool = False,
         ends: bool = True,
     ) -> None:
         with contextlib.suppress(Exception):
             if ends:  # so that the others do not blame this one
                 peers.store.set(f"gave_up/{self._rank}", reason)
         if self._leave_once(reason, error):
-            self._share_evidence(peers, reason, report=not told)
-        if ends and told:  # the launcher ends that rank as soon as this one has ended
+            self._share_evidence(peers, reason, report=not is_reported)
+        if ends and is_reported:  # the launcher ends that rank as soon as this one has ended
             Claims(peers.store).wait_until_printed()
 
     def _share_evidence(self, peers: Peers, reason: str, *, report: bool) -> None:
@@ -580,9 +580,9 @@ class PeerWatch:
             since = time.monotonic()
             while True:
                 if failures := peers.failures():
-                    return Diagnosis("; ".join(failures), told=True)
+                    return Diagnosis("; ".join(failures), is_reported=True)
                 if text := peers.given_up():  # it has ended, but it is not to blame
-                    return Diagnosis(text, told=True)
+                    return Diagnosis(text, is_reported=True)
                 found = peers.gone_here()
                 if not found and time.monotonic() - since > 3.0 * self._beat_seconds:
                     found = peers.silent(before)
@@ -601,9 +601,9 @@ class PeerWatch:
         """Return what is wrong with one rank; None if nothing is known to be."""
         peers = self._peers
         if failure := peers.get(f"failure/{rank}"):
-            return Diagnosis(f"rank {rank} failed: {failure}", told=True)
+            return Diagnosis(f"rank {rank} failed: {failure}", is_reported=True)
         if text := peers.get(f"gave_up/{rank}"):
-            return Diagnosis(text, told=True)
+            return Diagnosis(text, is_reported=True)
         state = peers.state_here(rank)
         return Diagnosis(state) if state is not None and state.endswith(" is dead") else None
 

@@ -79,7 +79,7 @@ def agree_on_start(
     store: dist.Store,
     *,
     timeout_seconds: float,
-    own: tuple[str, int] | None = None,
+    rank0_store: tuple[str, int] | None = None,
 ) -> Launch:
     """Return the launch with a number of this start that all its ranks share, counted from 0, and
     with the address of rank 0's store.
@@ -91,14 +91,14 @@ def agree_on_start(
     Args:
         store: a client whose keys are everybody's.
         timeout_seconds: how long to wait for the others.
-        own: where rank 0 serves a store next to the launcher's; known to rank 0 alone.
+        rank0_store: where rank 0 serves a store next to the launcher's; known to rank 0 alone.
 
     Raises:
         PeerLost: a rank has not come within that time.
     """
     keys = dist.PrefixStore("megatron/starts", store)
     if launch.rank:
-        return _told(launch, keys, timeout_seconds)
+        return _receive_attempt(launch, keys, timeout_seconds)
     number = keys.add("count", 1) - 1 if launch.launcher_serves else launch.attempt
     names: dict[int, str] = {}
     waiting = set(range(1, launch.world_size))
@@ -111,15 +111,15 @@ def agree_on_start(
                 name = keys.get(f"name/{rank}").decode()
                 if names.get(rank) != name:
                     names[rank] = name
-                    keys.set(f"number/{name}", json.dumps({"number": number, "own": own}))
+                    keys.set(f"number/{name}", json.dumps({"number": number, "own": rank0_store}))
         if waiting and time.monotonic() > deadline:
             text = _missing(sorted(waiting), launch.world_size, timeout_seconds)
             raise PeerLost(text)
         time.sleep(0.002 if waiting else 0.0)
-    return replace(launch, attempt=number, own=own)
+    return replace(launch, attempt=number, rank0_store=rank0_store)
 
 
-def _told(launch: Launch, keys: dist.Store, timeout_seconds: float) -> Launch:
+def _receive_attempt(launch: Launch, keys: dist.Store, timeout_seconds: float) -> Launch:
     """Return what rank 0 tells another rank."""
     name = uuid.uuid4().hex
     keys.set(f"name/{launch.rank}", name)
@@ -130,10 +130,14 @@ def _told(launch: Launch, keys: dist.Store, timeout_seconds: float) -> Launch:
         raise PeerLost(
             f"{text} {launch.rank}: see its log, and its WORLD_SIZE ({launch.world_size} here)"
         ) from None
-    told = json.loads(keys.get(f"number/{name}"))
-    keys.set(f"knows/{told['number']}/{launch.rank}", "1")
-    own = told["own"]
-    return replace(launch, attempt=told["number"], own=None if own is None else tuple(own))
+    message = json.loads(keys.get(f"number/{name}"))
+    keys.set(f"knows/{message['number']}/{launch.rank}", "1")
+    rank0_store = message["own"]
+    return replace(
+        launch,
+        attempt=message["number"],
+        rank0_store=None if rank0_store is None else tuple(rank0_store),
+    )
 
 
 def _missing(ranks: Sequence[int], world_size: int, seconds: float) -> str:

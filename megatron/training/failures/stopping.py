@@ -327,7 +327,7 @@ class StopRequests:
     def _give_up(self, found: Diagnosis) -> None:
         """End the process because another rank is gone."""
         if self.watch is not None:
-            self.watch.leave_evidence(found.text, told=found.told)
+            self.watch.leave_evidence(found.text, is_reported=found.is_reported)
         self._tell(found)
         self._leave_at_once()
 
@@ -338,7 +338,7 @@ class StopRequests:
 
     def _tell(self, found: Diagnosis) -> None:
         """Say which rank is gone, unless it has done so itself."""
-        if not found.told:
+        if not found.is_reported:
             pointer = "" if self.watch is None else self.watch.pointer
             self._say(f"{found.text}; this run cannot go on{pointer}")
 

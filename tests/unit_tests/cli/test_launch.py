@@ -145,7 +145,7 @@ def _free_port() -> int:
 def test_a_port_that_nobody_listens_on_is_named(serves, code):
     port = _free_port()
     with pytest.raises(RunStopped, match=f"MASTER_PORT {port} of MASTER_ADDR 127.0.0.1") as caught:
-        _rank(1, port, serves=serves).connect(timeout_seconds=0.05, first=True)
+        _rank(1, port, serves=serves).connect(timeout_seconds=0.05, is_first_client=True)
     assert caught.value.code == code
 
 
@@ -154,12 +154,12 @@ def test_a_port_in_use_is_named():
         socket.create_server(("", 0)) as other,
         pytest.raises(ValueError, match=f"MASTER_PORT {other.getsockname()[1]} "),
     ):
-        _rank(0, other.getsockname()[1]).connect(timeout_seconds=1.0, first=True)
+        _rank(0, other.getsockname()[1]).connect(timeout_seconds=1.0, is_first_client=True)
 
 
 def test_an_address_without_a_name_is_named():
     with pytest.raises(ValueError, match=r"MASTER_ADDR no-such-host\.invalid"):
-        _rank(1, 29500, "no-such-host.invalid").connect(timeout_seconds=0.05, first=True)
+        _rank(1, 29500, "no-such-host.invalid").connect(timeout_seconds=0.05, is_first_client=True)
 
 
 def test_a_port_of_another_program_is_named():
@@ -168,7 +168,7 @@ def test_a_port_of_another_program_is_named():
         socket.create_server(("127.0.0.1", 0)) as other,
         pytest.raises(ValueError, match=f"MASTER_PORT {other.getsockname()[1]} "),
     ):
-        _rank(1, other.getsockname()[1]).connect(timeout_seconds=0.2, first=True)
+        _rank(1, other.getsockname()[1]).connect(timeout_seconds=0.2, is_first_client=True)
 
 
 def test_what_ranks_write_outlives_the_launchers_store():
@@ -176,7 +176,7 @@ def test_what_ranks_write_outlives_the_launchers_store():
     launch = _rank(0, server.port, serves=True)
     (address, port), beside = launch.serve_store(timeout_seconds=10.0)
     clients = [
-        replace(launch, rank=rank, own=(address, port)).open_store(timeout_seconds=10.0)
+        replace(launch, rank=rank, rank0_store=(address, port)).open_store(timeout_seconds=10.0)
         for rank in range(2)
     ]
     clients[0].set("a", "b")
@@ -197,7 +197,7 @@ def test_what_ranks_write_outlives_the_launchers_store():
 
 
 def test_a_single_process_has_a_store_of_its_own():
-    store = Launch().open_store(timeout_seconds=1.0, first=True)
+    store = Launch().open_store(timeout_seconds=1.0, is_first_client=True)
     store.set("a", "b")
     assert store.get("a") == b"b"
 

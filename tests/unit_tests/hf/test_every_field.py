@@ -42,7 +42,7 @@ _OF_ANY = "of the library's programs, not of the model"
 _TOKENS = "ids of the tokenizer"
 _TRAINING = "dropout and losses of training, which are options of a run"
 _LIBRARY = "how transformers computes, not what"
-LEFT_OUT: Mapping[str, str] = {
+OMITTED: Mapping[str, str] = {
     **dict.fromkeys(
         (
             "transformers_version",
@@ -178,7 +178,7 @@ def test_there_is_a_case_of_every_family():
 def test_every_field_is_read_refused_or_left_out_for_a_reason(case):
     model = make_model(case)
     fields = {**model.config.to_dict(), "architectures": [type(model).__name__]}
-    expected = {**LEFT_OUT, **LEFT_OUT_OF.get(fields["model_type"], {})}
+    expected = {**OMITTED, **LEFT_OUT_OF.get(fields["model_type"], {})}
     found = left_out_of(fields)
     assert found <= expected.keys(), f"{sorted(found - expected.keys())}: read, refuse or list them"
     assert LEFT_OUT_OF.get(fields["model_type"], {}).keys() <= found
@@ -212,7 +212,7 @@ def test_what_is_left_out_changes_nothing_in_transformers(case):
     tokens = torch.arange(12)[None] * 5 % 37
     with torch.no_grad():
         whole = model(tokens).logits
-    reasons = {**LEFT_OUT, **LEFT_OUT_OF.get(fields["model_type"], {})}
+    reasons = {**OMITTED, **LEFT_OUT_OF.get(fields["model_type"], {})}
     tried = set()
     for name in sorted(reasons.keys() & fields.keys()):
         if reasons[name] in _NOT_ASKED:

@@ -244,14 +244,14 @@ WITHOUT_ROW = {
 }
 
 
-@pytest.mark.parametrize("name", MODEL.parts)
+@pytest.mark.parametrize("name", MODEL.sections)
 def test_every_field_of_the_core_has_a_row(name: str) -> None:
     """A field without one keeps its default, whatever the options are."""
-    part = MODEL.parts[name]
+    part = MODEL.sections[name]
     module, _, kind = part.kind.partition(":")
     known = getattr(importlib.import_module(f"megatron.core.{module}"), kind)
     places = [row.path.rpartition(".") for row in MODEL.rows]
     found = {target for prefix, _, target in places if prefix == name} | part.fixed.keys()
-    places = [other.at.rpartition(".") for other in MODEL.parts.values()]
+    places = [other.at.rpartition(".") for other in MODEL.sections.values()]
     found |= {target for prefix, _, target in places if prefix == part.at}
     assert {f.name for f in dataclasses.fields(known)} - found == WITHOUT_ROW.get(name, set())

@@ -89,7 +89,7 @@ def test_the_text_of_a_failure_is_quoted_first(server):
         for rank in range(2)
     ]
     watches[1].report_failure(ValueError("no such\n file"))
-    assert watches[0].diagnose(1.0) == Diagnosis("rank 1 failed: no such file", told=True)
+    assert watches[0].diagnose(1.0) == Diagnosis("rank 1 failed: no such file", is_reported=True)
     for watch in watches:
         watch.close()
 
@@ -239,7 +239,7 @@ def test_a_rank_that_has_given_up_is_not_to_blame(server):
     gone = subprocess.Popen(["true"])
     gone.wait()
     server.set("peer/1", json.dumps(asdict(Identity(socket.gethostname(), gone.pid))))
-    assert watches[0].diagnose(0.5) == Diagnosis("rank 7 is stopped", told=True)
+    assert watches[0].diagnose(0.5) == Diagnosis("rank 7 is stopped", is_reported=True)
     for watch in watches:
         watch.close()
 
@@ -248,7 +248,7 @@ def test_what_a_rank_has_told_itself_needs_no_report(server):
     kept = []
     watches = keeping(server, 2, kept)
     watches[0].claims.note_printed("no such file")
-    watches[1].leave_evidence("rank 0 failed: no such file", told=True)
+    watches[1].leave_evidence("rank 0 failed: no such file", is_reported=True)
     until(lambda: len(kept) == 2)
     assert sorted(kept) == [(r, "rank 0 failed: no such file") for r in range(2)]
     for watch in watches:
@@ -260,7 +260,7 @@ def test_a_rank_ends_after_the_rank_at_fault_has_printed(server):
     watches = keeping(server, 2, [])
     text = "rank 0 failed: no such file"
     survivor = threading.Thread(
-        target=lambda: watches[1].leave_evidence(text, told=True), daemon=True
+        target=lambda: watches[1].leave_evidence(text, is_reported=True), daemon=True
     )
     survivor.start()
     survivor.join(timeout=0.3)

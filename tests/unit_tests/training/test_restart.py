@@ -115,7 +115,9 @@ def test_all_ranks_get_the_address_of_rank_0s_store():
         launch = Launch(rank=rank, world_size=2, address="127.0.0.1", port=server.port)
         store = launch.connect(timeout_seconds=20.0)
         own = None if rank else ("host", 7)
-        found[rank] = agree_on_start(launch, store, timeout_seconds=20.0, own=own).own
+        found[rank] = agree_on_start(
+            launch, store, timeout_seconds=20.0, rank0_store=own
+        ).rank0_store
 
     threads = [threading.Thread(target=start, args=(rank,)) for rank in (1, 0)]
     for thread in threads:

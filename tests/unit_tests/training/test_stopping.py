@@ -27,7 +27,7 @@ class Watch:
     def diagnose(self, limit_seconds: float) -> Diagnosis | None:
         return self.found
 
-    def leave_evidence(self, reason: str, *, told: bool) -> None:
+    def leave_evidence(self, reason: str, *, is_reported: bool) -> None:
         self.stacks = reason
 
 
@@ -94,7 +94,7 @@ def test_without_orderly_stopping_sigterm_ends_at_once():
 @pytest.mark.parametrize("told", [False, True])
 def test_a_job_that_has_failed_is_not_saved(told):
     process = Process()
-    process.watch.found = Diagnosis("rank 3 is dead", told=told)
+    process.watch.found = Diagnosis("rank 3 is dead", is_reported=told)
     assert process.ends(TERM) == ExitCode.TERMINATED
     assert process.said == ([] if told else ["rank 3 is dead; this run cannot go on"])
     assert process.watch.stacks == "rank 3 is dead"

@@ -317,8 +317,9 @@ def _by_all_to_all(
     # One row of numbers a rank: how many of its places want each expert.
     counts = all_gather(found.counts.unsqueeze(0), group)  # [n, E]
     own = counts[:, ranks.first : ranks.first + ranks.num_local]  # [n, E/ep]
-    receive = own.sum(1).tolist()
-    blocks = found.counts.view(-1, ranks.num_local).sum(1).tolist()
+    sizes = torch.cat([own.sum(1), found.counts.view(-1, ranks.num_local).sum(1)])
+    sizes = sizes.tolist()  # the layer's one wait for the device: c10d takes sizes from the host
+    receive, blocks = sizes[: group.size], sizes[group.size :]
     places = found.places[: sum(blocks)]
     if etp > 1:  # a row for each part of its expert
         parts = places.split(blocks)
@@ -327,7 +328,7 @@ def _by_all_to_all(
     send = [block for block in blocks for _ in range(etp)]
     there, back = exchange(group, send, receive), exchange(group, receive, send)
     under_way = depart(take_rows(rows, leaving), there)
-    by_expert, runs = _regrouped(own)
+    by_expert, runs = _regrouped(own, sum(receive))
     meanwhile()
     results = experts(take_rows(arrive(under_way, there), by_expert), runs)
     returned = direct(sum_rows(results, by_expert), back)
@@ -380,16 +381,17 @@ def _for_parts(weights: torch.Tensor, etp: int) -> torch.Tensor:
     return weights.repeat_interleave(etp, dim=1) if etp > 1 else weights
 
 
-def _regrouped(counts: torch.Tensor) -> tuple[Permutation, RowRuns]:
+def _regrouped(counts: torch.Tensor, rows: int) -> tuple[Permutation, RowRuns]:
     """Return how rows that came by rank and expert are brought together by expert.
 
     Args:
         counts: int64 [n, E/ep], rows from each rank for each local expert.
+        rows: the sum of the counts; without it `repeat_interleave` waits for the device.
     """
     ranks, experts = counts.shape
     sizes = counts.sum(0)
     whose = torch.arange(experts, device=counts.device).repeat(ranks)
-    whose = whose.repeat_interleave(counts.flatten())  # [r]
+    whose = whose.repeat_interleave(counts.flatten(), output_size=rows)  # [r]
     places = whose.argsort(stable=True)
     return Permutation.of(places, len(places), 1), RowRuns.of(sizes)
 

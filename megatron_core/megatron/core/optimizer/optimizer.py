@@ -366,7 +366,9 @@ class Optimizer:
         for (name, replicas, _), flats in pieces.items():
             if flats:
                 by_group[name] += measure(flats) / replicas
-        return sum(float(all_reduce(t, self.groups[g])) for g, t in by_group.items())
+        sums = [all_reduce(t, self.groups[g]) for g, t in by_group.items()]
+        # The host reads all sums at once: each read waits for the device.
+        return sum(torch.stack(sums).tolist()) if len(sums) > 1 else sum(map(float, sums))
 
     def _apply(self, numbers: StepNumbers) -> None:
         """Update every range; the device works on its own ranges while the host does the others."""

@@ -1,0 +1,67 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Host reads of experts on several ranks: one a layer without a capacity, none with one."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from megatron.core.context_parallel import SequenceLayout
+from megatron.core.moe import MoEConfig, RouterConfig
+from megatron.core.process_groups import ProcessGroupCollection, RankGrid
+from tests.support.device_products import products_of_a_gpu
+from tests.support.host_reads import HostReads
+from tests.support.inputs import generator
+from tests.support.ranks import run_ranks
+from tests.unit_tests.core.moe.single_layer import Layer
+
+S, B, H = 6, 2, 16
+CONFIG = MoEConfig(num_experts=8, ffn_hidden_size=8, router=RouterConfig(topk=2))
+#: What a layer reads: the sizes of its all-to-all, or how many rows its experts have.
+READ = {"alltoall": ["tolist"], "allgather": ["aten._local_scalar_dense"]}
+
+
+def reads_of(
+    rank: int, world: int, degrees: dict[str, int], config: MoEConfig = CONFIG
+) -> dict[tuple[str, bool], tuple[list[str], list[str]]]:
+    """Return what forward and backward of a layer read, by dispatcher and whether it has a capacity
+    in training."""
+    groups = ProcessGroupCollection.create(RankGrid(world_size=world, **degrees), rank=rank)
+    hidden = torch.randn(S, B, H, generator=generator(rank))
+    plain = SequenceLayout.of_rows(S)
+    found = {}
+    for dispatcher in READ:
+        for factor in (None, 2.0):
+            layer = Layer(
+                config,
+                groups,
+                hidden_size=H,
+                dispatcher=dispatcher,
+                expert_rank_capacity_factor=factor,
+            )
+            layout = plain if factor is None else plain.with_samples(torch.arange(B))
+            x = hidden.clone().requires_grad_(True)
+            layer.engine.begin_step()
+            with products_of_a_gpu():
+                with HostReads() as forward:
+                    out = layer.moe(x, layout)
+                with HostReads() as backward:
+                    out.square().sum().backward()
+            assert x.grad is not None
+            assert x.grad.abs().sum() > 0.0
+            found[dispatcher, factor is not None] = forward.names, backward.names
+    return found
+
+
+@pytest.mark.parametrize("degrees", [{"ep": 2}, {"ep": 2, "etp": 2, "tp": 2}], ids=str)
+def test_a_layer_reads_sizes_once_and_with_a_capacity_never(degrees):
+    world = 4 if "etp" in degrees else 2
+    for found in run_ranks(reads_of, world, degrees):
+        for (dispatcher, has_capacity), (forward, backward) in found.items():
+            assert forward == ([] if has_capacity else READ[dispatcher])
+            assert backward == []
+
+
+def test_a_single_rank_reads_nothing():
+    for found in run_ranks(reads_of, 1, {}):
+        assert set(map(str, found.values())) == {"([], [])"}

@@ -222,7 +222,7 @@ class WeightQuantization:
         return te.Float8Quantizer(scale, amax, dtype)
 
     def padded(
-        self, rows: torch.Tensor, counts: Sequence[int]
+        self, rows: torch.Tensor, runs: RowRuns
     ) -> tuple[torch.Tensor, list[int], torch.Tensor | None]:
         """Fill runs of rows [r, h] up with zeros to the multiple that products need.
 
@@ -232,15 +232,16 @@ class WeightQuantization:
         """
         # The rows are summed over in the weight gradient, as a size of a weight is.
         multiple = self.config.weight_multiple
-        longer = [-(-count // multiple) * multiple for count in counts]
-        if longer == list(counts):
+        longer = [-(-count // multiple) * multiple for count in runs.counts]
+        if longer == list(runs.counts):
             return rows, longer, None
-        places, start = [], 0
-        for count, length in zip(counts, longer, strict=True):
-            places.append(torch.arange(start, start + count))
-            start += length
-        index = torch.cat(places).to(rows.device)
-        return rows.new_zeros(start, rows.shape[-1]).index_copy(0, index, rows), longer, index
+        # Made on the device: a copy of pageable memory from the host waits for it.
+        ends = runs.ends.long()
+        missing = -ends.diff(prepend=ends.new_zeros(1)) % multiple
+        row = torch.arange(len(rows), device=rows.device)
+        run = torch.searchsorted(ends, row, right=True)
+        index = row + (missing.cumsum(0) - missing)[run]
+        return rows.new_zeros(sum(longer), rows.shape[-1]).index_copy(0, index, rows), longer, index
 
 
 def _float8_tensor(part: EncodedWeight, *, columns: bool, **options: Any) -> torch.Tensor:
@@ -425,14 +426,22 @@ class TEGroupedLinear:
         )
 
     def __call__(self, rows: torch.Tensor, runs: RowRuns) -> torch.Tensor:
-        """Return [r, o] from rows [r, h]."""
+        """Return [r, o] from rows [r, h].
+
+        TE takes the counts of rows from the host. `runs` reads them once for all products of the
+        layer's experts, the only wait for the device here.
+        """
         trailing = len(rows) - sum(runs.counts)  # TE multiplies every row it is given
         if trailing:
-            multiplied = self(rows[:-trailing], RowRuns(runs.ends))
+            multiplied = self._product(rows[:-trailing], runs)
             return functional.pad(multiplied, (0, 0, 0, trailing))
+        return self._product(rows, runs)
+
+    def _product(self, rows: torch.Tensor, runs: RowRuns) -> torch.Tensor:
+        """Return [r, o] from the rows [r, h] of all runs, without trailing ones."""
         if self._quantization is None:
             return self._layer(rows, list(runs.counts))
-        rows, counts, places = self._quantization.padded(rows, runs.counts)
+        rows, counts, places = self._quantization.padded(rows, runs)
         y = self._layer(rows, counts)
         return y if places is None else y.index_select(0, places)
 

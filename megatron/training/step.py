@@ -349,11 +349,24 @@ class TrainStep:
         source = iter(microbatches)
         while window := list(islice(source, at_a_time)):
             # Where the batches are: a process group of GPUs reduces no tensor on the CPU.
-            found = self.forward_backward.evaluate(window)
+            found = self._evaluated(window)
             sums = sums.to(found.device) + found
         total = all_reduce(all_reduce(sums, self.groups["lanes"]), self.groups["pp"])
         loss, tokens = total.tolist()
         return loss / max(tokens, 1.0)
+
+    def _evaluated(self, window: Sequence[Microbatch]) -> torch.Tensor:
+        """Return the sums of these microbatches' token losses and masks, fp64 [2].
+
+        Ranks of experts take as many tokens as in training, so that the host reads no counts. If
+        some have no room, the microbatches are computed again with all.
+        """
+        if self.capacities is not None:
+            with self.capacities.evaluation():
+                found = self.forward_backward.evaluate(window)
+            if self.capacities.has_room():
+                return found
+        return self.forward_backward.evaluate(window)
 
 
 class PipelineForwardBackward:

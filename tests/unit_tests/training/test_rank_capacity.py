@@ -5,6 +5,7 @@ tokens without room, an error on every rank before anything has changed."""
 from __future__ import annotations
 
 import dataclasses
+from collections import Counter
 from typing import Any
 
 import pytest
@@ -13,10 +14,12 @@ import torch
 from megatron.core.backend import LOCAL, Backend
 from megatron.core.comm import all_reduce
 from megatron.core.distributed import DataParallelConfig
+from megatron.core.models.gpt import GPTConfig
 from megatron.core.moe import CapacityCheck, capacities_of, routers_of
 from megatron.core.process_groups import ProcessGroupCollection, RankGrid
 from megatron.training.step import TrainStep
 from tests.support.device_products import products_of_a_gpu
+from tests.support.host_reads import HostReads
 from tests.support.inputs import one_thread
 from tests.support.ranks import run_ranks
 from tests.unit_tests.training.graphed_runs import (
@@ -35,12 +38,13 @@ def backend_of(dispatcher: str, factor: float | None) -> Backend:
     return dataclasses.replace(LOCAL, dispatcher=dispatcher, expert_rank_capacity_factor=factor)
 
 
-def watched_step(groups: ProcessGroupCollection, **options: Any) -> TrainStep:
+def watched_step(
+    groups: ProcessGroupCollection, *, model: GPTConfig = EXPERTS, **options: Any
+) -> TrainStep:
     """Return a step that finds tokens without room."""
-    step = step_of(groups, DataParallelConfig(), model=EXPERTS, **options)
+    step = step_of(groups, DataParallelConfig(), model=model, **options)
     names = step.model.config.router_names
-    found = capacities_of(step.model)
-    step.capacities = CapacityCheck(found, names, world=groups["world"])
+    step.capacities = CapacityCheck(capacities_of(step.model), names, world=groups["world"])
     return step
 
 
@@ -125,3 +129,34 @@ def test_tokens_without_room_are_an_error_on_every_rank_and_change_nothing():
         assert "--moe-expert-rank-capacity-factor 1.5 x" in text
         assert "2.00 x were routed to it" in text
         assert "resume with 2.1 or more" in text
+
+
+def evaluated(rank: int, world: int) -> list[tuple[Counter[str], Counter[str]]]:
+    """Compare evaluations with and without a capacity; return what the host reads with one more
+    often, and without."""
+    groups = ProcessGroupCollection.create(RankGrid(world_size=world, ep=2), rank=rank)
+    model = dataclasses.replace(EXPERTS, ffn_pattern="EE")
+    batches, found = data(rank, 0), []
+    for dispatcher in DISPATCHERS:
+        losses, reads = {}, {}
+        for factor in (None, 2.0, 0.8):
+            step = watched_step(groups, model=model, backend=backend_of(dispatcher, factor))
+            capacities = [capacity for _, capacity in capacities_of(step.model)]
+            sizes = [(capacity.taken, capacity.share) for capacity in capacities]
+            with one_thread(), products_of_a_gpu(), HostReads() as host:
+                losses[factor] = step.evaluate(batches)
+            reads[factor] = Counter(host.names)
+            assert sizes == [(capacity.taken, capacity.share) for capacity in capacities]
+            assert not any(capacity.in_evaluation for capacity in capacities)
+            assert factor != 0.8 or max(int(capacity.excess) for capacity in capacities) > 0
+        assert losses[2.0] == pytest.approx(losses[None], rel=1e-6)
+        assert losses[0.8] == losses[None], "a token without room is left out"
+        found.append((reads[2.0] - reads[None], reads[None] - reads[2.0]))
+    return found
+
+
+def test_evaluation_waits_for_no_counts_and_leaves_no_token_out():
+    """Two layers and two microbatches."""
+    for allgather, alltoall in run_ranks(evaluated, 2):
+        assert allgather == ({}, {"aten._local_scalar_dense": 2 * 2})
+        assert alltoall == ({}, {"tolist": 2 * 2})

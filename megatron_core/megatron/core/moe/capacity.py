@@ -5,13 +5,15 @@ The even share of a rank is what it gets where tokens are routed evenly: with t 
 experts of each and ep parts of the experts, t · k / ep rows from each rank. A rank takes the factor
 times that, so that the host knows all sizes. What has no room is left out, which only the device
 knows. So every step ends with one number more in the sum of its losses, how many rows had no room.
-If that is not 0, the step is an error on every rank before a weight changes.
+If that is not 0, the step is an error on every rank before a weight changes. An evaluation is
+computed again, without a capacity.
 """
 
 from __future__ import annotations
 
+import contextlib
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
 import torch
 
@@ -33,12 +35,14 @@ class RankCapacity:
             that the block has.
         taken, share: rows of a block, and the even share; of microbatches of several shapes the
             smallest.
+        in_evaluation: limit microbatches without samples too; see `CapacityCheck.evaluation`.
     """
 
     def __init__(self, factor: float, device: torch.device | str = "cpu") -> None:
         self.factor = factor
         self.excess = torch.full((), _NO_MICROBATCH, dtype=torch.int64, device=device)
         self.taken, self.share = math.inf, math.inf
+        self.in_evaluation = False
 
     def rows(self, share: float, most: int) -> int:
         """Return how many rows are taken.
@@ -95,6 +99,26 @@ class CapacityCheck:
         """Begin a step."""
         for _, capacity in self._layers:
             capacity.reset()
+
+    @contextlib.contextmanager
+    def evaluation(self) -> Iterator[None]:
+        """Begin an evaluation that is within the capacities too. Who evaluates looks whether all
+        tokens had room, and else evaluates without: no token may be left out of a loss."""
+        sizes = [(capacity.taken, capacity.share) for _, capacity in self._layers]
+        self.begin()
+        for _, capacity in self._layers:
+            capacity.in_evaluation = True
+        try:
+            yield
+        finally:
+            for (_, capacity), (taken, share) in zip(self._layers, sizes, strict=True):
+                capacity.in_evaluation = False
+                # Of training alone: a replayed step does not set them again.
+                capacity.taken, capacity.share = taken, share
+
+    def has_room(self) -> bool:
+        """Whether all rows since `begin` had room, on all ranks; waits for the device."""
+        return not float(all_reduce(self.count(), self.world))
 
     def count(self) -> torch.Tensor:
         """Return how many rows have no room in blocks of this rank's layers, fp64 [1]."""

@@ -98,8 +98,8 @@ class MoE(nn.Module):
     Attributes:
         dispatcher: what brings tokens to their experts.
         overlaps: whether the shared expert is computed meanwhile.
-        capacity: of this rank for the tokens of a microbatch of training (one with samples); None
-            takes all, as evaluation and generation do.
+        capacity: of this rank for the tokens of a microbatch of training (one with samples), and of
+            an evaluation that asks for it; None takes all, as generation does.
     """
 
     def __init__(self, name: str, *, config: MoEConfig, build: LayerBuild) -> None:
@@ -171,7 +171,7 @@ class MoE(nn.Module):
             dispatcher=self.dispatcher,
             meanwhile=meanwhile if self.overlaps else None,
             padding=self._padding(share.count, layout),
-            capacity=None if layout.sample_ids is None else self.capacity,
+            capacity=self._capacity_for(layout),
         )  # [t, h]
         if not self.overlaps:
             meanwhile()
@@ -197,6 +197,13 @@ class MoE(nn.Module):
             dispatcher=self.dispatcher,
             padding=self._padding_to(most_tokens),
         )
+
+    def _capacity_for(self, layout: SequenceLayout) -> RankCapacity | None:
+        """Return what limits the tokens of a microbatch, if anything."""
+        limits = layout.sample_ids is not None or (
+            self.capacity is not None and self.capacity.in_evaluation
+        )
+        return self.capacity if limits else None
 
     def _padding(self, rows: int, layout: SequenceLayout) -> Padding | None:
         """Return how the rows of a step are padded; None outside of generation."""

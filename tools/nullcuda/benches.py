@@ -15,7 +15,7 @@ import sys
 from collections.abc import Sequence
 from typing import Any
 
-from tools.bench import gpu_bench, gpu_workers
+from tools.bench import gpu_bench, gpu_workers, turns
 from tools.bench.gpu_rows import GpuRow
 from tools.nullcuda.values import plausible_tokens
 
@@ -24,15 +24,14 @@ LOSS = 8.0
 
 
 def plausible_losses(*arguments: Any, **options: Any) -> Any:
-    """Race as `gpu_workers.race` does, and let every loss be one of a model that learns."""
-    races = _RACE(*arguments, **options)
-    for race in races:
-        for variant in race.values():
-            variant.values = [LOSS for _ in variant.values]
-    return races
+    """Run steps as `turns.take_turns` does, and let every loss be one of a model that learns."""
+    race = _TAKE_TURNS(*arguments, **options)
+    for variant in race.values():
+        variant.values = [LOSS for _ in variant.values]
+    return race
 
 
-_RACE = gpu_workers.race
+_TAKE_TURNS = turns.take_turns
 
 
 def names_of(rows: Sequence[GpuRow]) -> str:
@@ -51,7 +50,7 @@ def main() -> int:
     name, *words = sys.argv[1:]
     gpu_bench.require_same = lambda *_, **__: None
     gpu_bench.gpu_table = names_of
-    gpu_workers.race = plausible_losses
+    turns.take_turns = gpu_workers.take_turns = plausible_losses
     bench = importlib.import_module(f"tools.bench.{name}")
     sys.argv = [name, *words]
     with plausible_tokens():

@@ -28,7 +28,7 @@ from pathlib import Path
 import torch
 import triton
 
-from megatron.core.device import CudaRecorder
+from megatron.core.device import CudaRecorder, GraphMemory
 from megatron.core.inference import CacheShapes, Engine, EngineConfig, Request
 from megatron.core.inference.engine import EngineFeatures
 from megatron.core.inference.sampling import SamplingParams
@@ -93,7 +93,9 @@ def decoding(
     model = build()
     device = model.store.device
     features = EngineFeatures(
-        make_recorder=(lambda: CudaRecorder(device, "steps")) if way.graphs else None
+        make_recorder=partial(CudaRecorder, device, "steps", memory=GraphMemory())
+        if way.graphs
+        else None
     )
     engine = Engine(
         model,

@@ -86,10 +86,10 @@ class Pools:
     """What torch does about pools of CUDA graphs: one that has lost its last graph is dead."""
 
     def __init__(self, monkeypatch):
-        self.graphs_in, self.captured = {}, []
+        self.graphs_in, self.captured, self.streams = {}, [], []
         monkeypatch.setattr(torch.cuda, "graph_pool_handle", self.handle)
         monkeypatch.setattr(torch.cuda, "CUDAGraph", type("Graph", (), {}))
-        monkeypatch.setattr(torch.cuda, "Stream", lambda device: None)
+        monkeypatch.setattr(torch.cuda, "Stream", lambda device: object())
         monkeypatch.setattr(torch.cuda, "graph", self.graph)
 
     def handle(self):
@@ -100,6 +100,7 @@ class Pools:
         assert pool not in self.graphs_in or self.graphs_in[pool], "the pool is dead"
         self.graphs_in.setdefault(pool, weakref.WeakSet()).add(graph)
         self.captured.append(pool)
+        self.streams.append(stream)
         yield
 
 
@@ -122,3 +123,6 @@ def test_graphs_share_a_pool_until_the_last_of_them_is_gone(monkeypatch):
     assert len(set(pools.captured)) == 2
     graphs.append(captured(None))
     assert len(set(pools.captured)) == 3
+    # torch has a workspace of cuBLAS for each stream.
+    assert len(set(pools.streams)) == 2
+    assert pools.streams[-1] is not pools.streams[0]

@@ -93,8 +93,10 @@ GRADIENTS_WIDE = Launches(
 )
 
 
-# Tokens of a chunk in fp32, at most: operands of more, split for tensor cores, fill registers.
-WIDE_CHUNK = 32
+# Maximum tokens of a chunk in fp32. Each operand of a product is split in three for the tensor
+# cores, and those of longer chunks spill: the gradients of the delta rule, which read keys as well,
+# take 632 bytes of stack with 32 tokens and 184 with 16.
+FP32_CHUNK, FP32_CHUNK_DELTA_RULE = 32, 16
 # Programs of the gradients kernel that keep a GPU busy: 132 to 148 processors, one or two each.
 PROGRAMS = 512
 
@@ -193,7 +195,7 @@ class TritonRecurrence:
     Args:
         corrects: whether a token is corrected by what the state holds: the delta rule.
         scale: of queries; None is K^-0.5.
-        chunk_size: tokens C of a chunk, 16, 32 or 64; of fp32 at most 32 are used.
+        chunk_size: tokens C of a chunk, 16, 32 or 64; in fp32 at most `fp32_chunk`.
     """
 
     corrects: bool
@@ -205,7 +207,7 @@ class TritonRecurrence:
         inputs = RecurrenceInputs(*map(dense, inputs[:3]), *inputs[3:])
         size = self.chunk_size
         if inputs.value.dtype == torch.float32:
-            size = min(size, WIDE_CHUNK)
+            size = min(size, fp32_chunk(corrects=self.corrects, keys=inputs.key.shape[-1]))
         tiles = Tiles.of(sequences, size)
         scale = inputs.key.shape[-1] ** -0.5 if self.scale is None else self.scale
         if self.corrects:
@@ -455,6 +457,11 @@ def launch_of(
     key = f"{str(value.dtype)[6:]} C{prepared.tiles.size} K{padded(prepared.keys)}"
     launch = kind.pick(value, f"{key} V{padded(columns)}")
     return launch | {"BLOCK_V": min(launch["BLOCK_V"], padded(columns))}
+
+
+def fp32_chunk(*, corrects: bool, keys: int) -> int:
+    """Return the maximum tokens of a chunk in fp32."""
+    return FP32_CHUNK_DELTA_RULE if corrects or keys > 128 else FP32_CHUNK
 
 
 def product_precision(value: torch.Tensor) -> str:

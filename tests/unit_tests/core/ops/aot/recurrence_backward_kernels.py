@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+from triton.runtime.jit import JITFunction
+
 from megatron.core.ops.chunked_recurrence import triton as recurrence
 from megatron.core.ops.chunked_recurrence.kernels import (
     recurrence_gradients_kernel,
@@ -11,7 +13,14 @@ from megatron.core.ops.chunked_recurrence.kernels import (
     sum_units_kernel,
 )
 from tests.unit_tests.core.ops.aot.description import Description
-from tests.unit_tests.core.ops.aot.recurrence_kernels import DELTA, DUAL, SUMMED, TALL, strides
+from tests.unit_tests.core.ops.aot.recurrence_kernels import (
+    DELTA,
+    DUAL,
+    SUMMED,
+    TALL,
+    fp32_chunk,
+    strides,
+)
 
 TYPES = SUMMED | {"begin_ptr": "*i64", "scale": "fp32"}
 REVERSED = TYPES | {"grad_last_ptr": "*fp32", "grad_initial_ptr": "*fp32"}
@@ -66,12 +75,36 @@ def gradients(
     )
 
 
+def in_fp32(kernel: JITFunction, sizes: dict[str, int], types: dict[str, str]) -> Description:
+    """Describe the reverse sweep, or the gradients of one head, in fp32."""
+    chunk = fp32_chunk(sizes)
+    is_sweep = kernel is reverse_sweep_kernel
+    pointers = (name for name in kernel.arg_names if name.endswith("_ptr"))
+    return Description(
+        kernel=kernel,
+        launch=launched(sizes)
+        | {"CHUNK": chunk, "PRECISION": "tf32x3"}
+        | (
+            {"HAS_SEEN": True, "HAS_GRAD_LAST": True, "STORES": True}
+            | recurrence.REVERSE_WIDE.default
+            if is_sweep
+            else {"VALUES": sizes["values"], "ROWS": chunk * (2 if sizes is DELTA else 1)}
+            | {"HEADS": 1, **recurrence.GRADIENTS_WIDE.default}
+        ),
+        types=dict.fromkeys(pointers, "*fp32") | types,
+        label=f"{'delta' if sizes is DELTA else 'ssd'} fp32",
+        quick=(),
+    )
+
+
 HOPPER = {"architectures": (90,)}
 
 KERNELS = (
     reversed_sweep("delta", DELTA, quick=(90,)),
     reversed_sweep("ssd", DUAL, quick=()),
     reversed_sweep("ssd 256", TALL, quick=(), **HOPPER),
+    *(in_fp32(reverse_sweep_kernel, sizes, REVERSED) for sizes in (DELTA, DUAL)),
+    *(in_fp32(recurrence_gradients_kernel, sizes, DIFFERENTIATED) for sizes in (DELTA, DUAL)),
     gradients("delta", DELTA, 1, quick=()),
     gradients("delta two heads", DELTA, 2, quick=(90,), **HOPPER),
     gradients("ssd", DUAL, 1, quick=()),

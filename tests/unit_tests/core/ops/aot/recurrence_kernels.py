@@ -54,6 +54,11 @@ def strides(sizes: dict[str, int]) -> dict[str, int]:
     return found
 
 
+def fp32_chunk(sizes: dict[str, int]) -> int:
+    """Return the tokens of a chunk in fp32."""
+    return recurrence.fp32_chunk(corrects=sizes is DELTA, keys=sizes["keys"])
+
+
 def swept(label: str, quick: tuple[int, ...], sizes: dict[str, int], **flags: bool) -> Description:
     """Describe one use of the sweep in bf16, or `wide` in fp32."""
     names = ("SEEN", "VALUE", "INITIAL", "OUT", "STARTS", "LAST", "TOTAL")
@@ -66,7 +71,7 @@ def swept(label: str, quick: tuple[int, ...], sizes: dict[str, int], **flags: bo
         **strides(sizes),
         **{f"HAS_{name}": flags.get(name.lower(), False) for name in names},
         "CORRECTS": sizes is DELTA,
-        "CHUNK": recurrence.WIDE_CHUNK if wide else 64,
+        "CHUNK": fp32_chunk(sizes) if wide else 64,
         "KEYS": sizes["keys"],
         "PRECISION": "tf32x3" if wide else "ieee",
         **narrow.default,

@@ -15,8 +15,8 @@ from typing import Any
 
 from megatron.cli.two_way_table import (
     OMITTED,
-    Row,
     ConfigSection,
+    Row,
     Table,
     constant,
     unless,

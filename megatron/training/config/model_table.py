@@ -16,8 +16,8 @@ from typing import TYPE_CHECKING, Any
 from megatron.cli.schema import options
 from megatron.cli.two_way_table import (
     OMITTED,
-    Row,
     ConfigSection,
+    Row,
     Table,
     annotated_rows,
     build,

@@ -34,6 +34,7 @@ from megatron.core.optimizer.muon import Muon
 from megatron.core.optimizer.range_state import (
     RangeState,
     range_states,
+    slices,
     update_all,
     update_range,
 )
@@ -358,7 +359,7 @@ class Optimizer:
             owned = state.owned
             flat = state.master if of_weights else owned.gradients
             alike = pieces.setdefault((owned.norm_group, owned.replicas, flat.device), [])
-            alike += [flat[start:stop] for start, stop in owned.counted]
+            alike += slices(flat, owned.counted)
         by_group = {
             name: torch.zeros((), dtype=torch.float64, device=self.device)
             for name in self._norm_groups
@@ -397,10 +398,8 @@ def _norm_groups(
 
 def _squares(flats: Sequence[torch.Tensor]) -> torch.Tensor:
     """Return the sum of squares of flat tensors, summed in fp32 within each of them."""
-    norms = torch.empty(len(flats), dtype=torch.float32, device=flats[0].device)
-    for flat, norm in zip(flats, norms.unbind(), strict=True):
-        torch.linalg.vector_norm(flat, dtype=torch.float32, out=norm)
-    return norms.double().square_().sum()
+    norms = torch._foreach_norm(flats, 2, dtype=torch.float32)  # one launch for many tensors
+    return torch.stack(norms).double().square_().sum()
 
 
 def _zeros(flats: Sequence[torch.Tensor]) -> torch.Tensor:

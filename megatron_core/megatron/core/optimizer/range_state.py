@@ -276,9 +276,19 @@ def update_range(
                 torch._foreach_copy_(kept, opened[name])
 
 
+def slices(flat: torch.Tensor, ranges: Sequence[tuple[int, int]]) -> Sequence[torch.Tensor]:
+    """Return views of a flat tensor [k], of ascending ranges, in one call: for many small ranges,
+    indexing takes longer on the host than the operation on their elements is launched in."""
+    sizes, position = [], 0
+    for start, stop in ranges:
+        sizes += [start - position, stop - start]
+        position = stop
+    return flat.split_with_sizes([*sizes, flat.numel() - position])[1::2]
+
+
 def _pieces(flat: torch.Tensor, alike: UpdateRanges) -> list[torch.Tensor]:
-    """Return the pieces of a flat tensor [k] that are updated alike."""
-    return [flat[start:stop] for start, stop in alike.ranges]
+    """Return the slices of a flat tensor [k] that share an update."""
+    return list(slices(flat, alike.ranges))
 
 
 def _adam(

@@ -162,7 +162,7 @@ def attention_forward(
     query, key, value = (_padded(x) for x in (query, key, value))
     if kernel == CUDNN:
         heads_first = [x.permute(1, 2, 0, 3) for x in (query, key, value)]  # [b, n or g, s, d]
-        out, lse, *_ = torch.ops.aten._scaled_dot_product_cudnn_attention(
+        out, lse, *_ = torch.ops.aten._scaled_dot_product_cudnn_attention.default(
             *heads_first, None, True, 0.0, mask.causal, False, scale=scale
         )
         out = out.permute(2, 0, 1, 3)
@@ -172,7 +172,7 @@ def attention_forward(
         bounds, longest = _lengths(mask, query.shape[0], band.keys)
         keys, values = (x.narrow(0, 0, band.keys) for x in (key, value))
         rows = [_rows(x, mask) for x in (query, keys, values)]
-        out, lse, *_ = torch.ops.aten._flash_attention_forward(
+        out, lse, *_ = torch.ops.aten._flash_attention_forward.default(
             *rows, *bounds, *longest, 0.0, band.is_causal, False, scale=scale, **band.window
         )
         out = _sequence_first(out, query)
@@ -215,7 +215,7 @@ def attention_backward(
         tensors = [x.permute(1, 2, 0, 3) for x in (grad_out, query, key, value, out)]
         # Without dropout neither seed nor offset is read.
         unread = torch.empty((), dtype=torch.int64, device=query.device)
-        grads = torch.ops.aten._scaled_dot_product_cudnn_attention_backward(
+        grads = torch.ops.aten._scaled_dot_product_cudnn_attention_backward.default(
             *tensors, lse.unsqueeze(-1).contiguous(), unread, unread, None, None, None, queries,
             keys, 0.0, mask.causal, scale=scale,
         )  # fmt: skip
@@ -230,7 +230,7 @@ def attention_backward(
     if mask.cu_seqlens is not None:
         lse = lse.transpose(0, 1).flatten(1)  # [n, b s_q]
     unread = torch.empty(2, dtype=torch.uint64, device=query.device)
-    d_query, *d_pair = torch.ops.aten._flash_attention_backward(
+    d_query, *d_pair = torch.ops.aten._flash_attention_backward.default(
         *tensors, lse.contiguous(), *bounds, *longest, 0.0, band.is_causal, unread, unread,
         scale=scale, **band.window,
     )  # fmt: skip

@@ -14,7 +14,7 @@ from megatron.core.ops.attention.forward_kernels import attention_forward_kernel
 from megatron.core.ops.attention.gradient_kernels import key_gradient_kernel, query_gradient_kernel
 from megatron.core.ops.attention.reference import Mask
 from megatron.core.ops.attention.tile_kernels import LOG2_E, document_bounds_kernel
-from megatron.core.ops.launches import Launches
+from megatron.core.ops.launches import Launches, cdiv, next_power_of_2
 
 #: Tiles whose documents are compared at once.
 TILES_AT_ONCE = 16
@@ -53,7 +53,7 @@ def head_parts(features: int) -> tuple[int, int]:
     The sizes of a tile are powers of two: heads of 192 are multiplied in parts of 128 and 64.
     """
     part = max(16, 1 << (features.bit_length() - 1))
-    rest = max(16, triton.next_power_of_2(features - part)) if features > part else 0
+    rest = max(16, next_power_of_2(features - part)) if features > part else 0
     return (part, rest) if rest < part else (2 * part, 0)
 
 
@@ -128,9 +128,9 @@ def row_dots(
     """
     queries, batch, heads, features = out.shape
     dots, log2 = torch.empty_like(lse), torch.empty_like(lse)
-    constants = {"FEATURES": max(16, triton.next_power_of_2(features)), **ROW_DOTS.pick(out)}
+    constants = {"FEATURES": max(16, next_power_of_2(features)), **ROW_DOTS.pick(out)}
     if dots.numel():
-        row_dots_kernel[(triton.cdiv(dots.numel(), constants["ROWS"]),)](
+        row_dots_kernel[(cdiv(dots.numel(), constants["ROWS"]),)](
             grad_out, out.contiguous(), lse, dots, log2, queries, batch, heads, features,
             **constants,
         )  # fmt: skip
@@ -159,7 +159,7 @@ def attention_forward(
     if out.numel():
         documents = _documents(query, key, mask)
         arguments, constants = _arguments(query, key, value, scale, mask, documents, tile)
-        attention_forward_kernel[(triton.cdiv(queries, tile["BLOCK_Q"]) * batch * heads,)](
+        attention_forward_kernel[(cdiv(queries, tile["BLOCK_Q"]) * batch * heads,)](
             query,
             key,
             value,
@@ -212,7 +212,7 @@ def attention_backward(
     if grad_query.numel():
         tile = tile_shape(QUERY_GRADIENT, features, query.dtype, mask)
         arguments, constants = _arguments(query, key, value, scale, mask, documents, tile)
-        query_gradient_kernel[(triton.cdiv(queries, tile["BLOCK_Q"]) * batch * heads,)](
+        query_gradient_kernel[(cdiv(queries, tile["BLOCK_Q"]) * batch * heads,)](
             *inputs, grad_query, *arguments, **constants
         )
     if grad_key.numel():
@@ -221,7 +221,7 @@ def attention_backward(
             query, key, value, scale, mask, documents, tile, of_keys=True
         )
         for parts in key_gradient_parts(tile):
-            key_gradient_kernel[(triton.cdiv(keys, tile["BLOCK_K"]) * batch * groups,)](
+            key_gradient_kernel[(cdiv(keys, tile["BLOCK_K"]) * batch * groups,)](
                 *inputs,
                 grad_key,
                 grad_value,
@@ -272,7 +272,7 @@ def _arguments(
     bounds = query  # not read without documents
     if documents is not None:
         length, block = (keys, "BLOCK_K") if of_keys else (queries, "BLOCK_Q")
-        programs = batch * triton.cdiv(length, tile[block])
+        programs = batch * cdiv(length, tile[block])
         bounds = torch.empty((programs, 4), dtype=torch.int32, device=query.device)
         document_bounds_kernel[(programs,)](
             *(reversed(documents) if of_keys else documents),

@@ -9,7 +9,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
-import triton
 
 from megatron.core.ops.chunked_recurrence.kernels import (
     Tiles,
@@ -20,7 +19,7 @@ from megatron.core.ops.chunked_recurrence.kernels import (
     sweep_kernel,
 )
 from megatron.core.ops.dispatch import uses_tensor_memory
-from megatron.core.ops.launches import Launches
+from megatron.core.ops.launches import Launches, cdiv, next_power_of_2
 from megatron.core.ops.recurrence import RecurrenceInputs
 from megatron.core.ops.sequences import Sequences
 
@@ -296,7 +295,7 @@ def sweep(
     launch = launch_of(narrow, SWEEP_WIDE, prepared, columns)
     units = prepared.tiles.sequence_count * prepared.heads
     seen, unused = prepared.seen, prepared.sums
-    sweep_kernel[(units * triton.cdiv(columns, launch["BLOCK_V"]),)](
+    sweep_kernel[(units * cdiv(columns, launch["BLOCK_V"]),)](
         *prepared.arguments(columns),
         *(unused if x is None else x for x in (seen, initial, out, starts, last, total)),
         **prepared.constants(),
@@ -334,7 +333,7 @@ def reverse_sweep(
     launch = launch_of(narrow, REVERSE_WIDE, prepared, prepared.values)
     units = prepared.tiles.sequence_count * prepared.heads
     seen, unused = prepared.seen, prepared.sums
-    reverse_sweep_kernel[(units * triton.cdiv(prepared.values, launch["BLOCK_V"]),)](
+    reverse_sweep_kernel[(units * cdiv(prepared.values, launch["BLOCK_V"]),)](
         *prepared.arguments(),
         *(grad, *grad.stride()[:2]),
         *(unused if y is None else y for y in (seen, grad_last, ends, x, grad_initial)),
@@ -435,7 +434,7 @@ def sum_units(parts: torch.Tensor, groups: int) -> torch.Tensor:
     found = parts.new_empty((2, tokens, groups, keys))
     sum_units_kernel[(2 * tokens * groups,)](
         *(parts, found, keys, units // groups),
-        UNITS=triton.next_power_of_2(units // groups),
+        UNITS=next_power_of_2(units // groups),
         BLOCK=padded(keys),
         num_warps=1,
     )
@@ -479,4 +478,4 @@ def dense(x: torch.Tensor) -> torch.Tensor:
 
 def padded(features: int) -> int:
     """Return the columns of a tile that holds so many features."""
-    return max(16, triton.next_power_of_2(features))
+    return max(16, next_power_of_2(features))

@@ -17,7 +17,7 @@ from megatron.core.ops.dropout.reference import (
     row_hashes,
     signed,
 )
-from megatron.core.ops.launches import Launches
+from megatron.core.ops.launches import Launches, cdiv
 
 # BLOCK: columns of a program, 16 a thread, of which four share a hash.
 DROP = Launches(
@@ -89,7 +89,7 @@ def dropout_values(
     groups = torch.arange(first, last, dtype=torch.int64, device=x.device)
     rows = row_hashes(key, sample_ids, position_ids[:, None]).contiguous()  # [s, b]
     launch = DROP.pick(x, str(x.dtype).removeprefix("torch."))
-    blocks = triton.cdiv(len(groups) * COLUMNS_PER_HASH, launch["BLOCK"])
+    blocks = cdiv(len(groups) * COLUMNS_PER_HASH, launch["BLOCK"])
     dropout_kernel[(rows.numel() * blocks,)](
         x,
         rows,

@@ -8,7 +8,7 @@ import triton
 import triton.language as tl
 
 from megatron.core.ops.chunked_recurrence.kernels import Tiles, decays_between, within
-from megatron.core.ops.launches import Launches
+from megatron.core.ops.launches import Launches, next_power_of_2
 from megatron.core.ops.recurrence import LOWEST_DECAY, RecurrenceInputs
 
 SOLVE = Launches(
@@ -161,7 +161,7 @@ def solve(
     sums = value.new_empty((2, *shape), dtype=torch.float32)
     solved, seen = (value.new_empty((*shape, tiles.size)) for _ in range(2))
     if tiles.count:
-        features = max(16, triton.next_power_of_2(keys))
+        features = max(16, next_power_of_2(keys))
         is_wide = value.dtype == torch.float32
         strides = (stride for x in (query, key, decay, strength) for stride in x.stride()[:2])
         solve_kernel[(tiles.count * heads,)](

@@ -18,7 +18,7 @@ import triton
 import triton.language as tl
 
 from megatron.core.ops.joint_gradient import GradientSlice
-from megatron.core.ops.launches import Launches
+from megatron.core.ops.launches import Launches, cdiv
 from megatron.core.ops.rows import Rows, RowSteps, row_tile
 
 
@@ -242,7 +242,7 @@ class GatedRmsNorm(torch.autograd.Function):
         rstd = torch.empty(shape, dtype=torch.float32, device=x.device)
         if rows is not None:
             launch = row_tile(FORWARD, x, size)
-            gated_norm_forward_kernel[(triton.cdiv(rows.count, launch["ROWS"]) * rows.weights,)](
+            gated_norm_forward_kernel[(cdiv(rows.count, launch["ROWS"]) * rows.weights,)](
                 *rows.tensors,
                 y,
                 rstd,
@@ -271,9 +271,7 @@ class GatedRmsNorm(torch.autograd.Function):
         if rows is None:
             return d_x, d_gate, torch.zeros_like(weight), None, None
         launch = row_tile(BACKWARD, x, call.size)
-        programs = min(
-            triton.cdiv(rows.count, launch["ROWS"]), triton.cdiv(BACKWARD_PROGRAMS, rows.weights)
-        )
+        programs = min(cdiv(rows.count, launch["ROWS"]), cdiv(BACKWARD_PROGRAMS, rows.weights))
         partial = torch.empty(
             (programs, rows.weights, call.size), dtype=torch.float32, device=x.device
         )

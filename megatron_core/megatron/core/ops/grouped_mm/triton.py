@@ -13,7 +13,7 @@ import torch
 import triton
 import triton.language as tl
 
-from megatron.core.ops.launches import Launches
+from megatron.core.ops.launches import Launches, cdiv, next_power_of_2
 
 # Of bf16, where torch's kernel does not fit. ROWS, COLUMNS: of a program's result; INNER: of the
 # sum, at a time.
@@ -147,7 +147,7 @@ def grouped_wgrad_kernel(
 
 def _key(x: torch.Tensor, width: int) -> str:
     """Name what decides how the kernels are best started."""
-    sizes = f"h{triton.next_power_of_2(x.shape[1])} o{triton.next_power_of_2(width)}"
+    sizes = f"h{next_power_of_2(x.shape[1])} o{next_power_of_2(width)}"
     return f"{sizes} {str(x.dtype).removeprefix('torch.')}"
 
 
@@ -161,8 +161,8 @@ def grouped_mm(
     if out.numel():
         launches = PRODUCT_FP32 if x.dtype is torch.float32 else PRODUCT
         launch = launches.pick(x, _key(x, columns))
-        row_tiles = triton.cdiv(rows, launch["ROWS"]) + runs
-        grouped_mm_kernel[(row_tiles * triton.cdiv(columns, launch["COLUMNS"]),)](
+        row_tiles = cdiv(rows, launch["ROWS"]) + runs
+        grouped_mm_kernel[(row_tiles * cdiv(columns, launch["COLUMNS"]),)](
             x,
             matrices,
             ends,
@@ -172,7 +172,7 @@ def grouped_mm(
             columns,
             row_tiles,
             TRANSPOSED=transposed,
-            RUNS=triton.next_power_of_2(runs),
+            RUNS=next_power_of_2(runs),
             **launch,
         )
     return out
@@ -190,8 +190,8 @@ def grouped_wgrad_(
     runs, outputs, features = total.shape
     launches = WGRAD_FP32 if x.dtype is torch.float32 else WGRAD
     launch = launches.pick(x, _key(x, outputs))
-    row_tiles = triton.cdiv(outputs, launch["ROWS"])
-    column_tiles = triton.cdiv(features, launch["COLUMNS"])
+    row_tiles = cdiv(outputs, launch["ROWS"])
+    column_tiles = cdiv(features, launch["COLUMNS"])
     grouped_wgrad_kernel[(runs * row_tiles * column_tiles,)](
         grad.contiguous(),
         x.contiguous(),

@@ -9,7 +9,7 @@ import torch
 import triton
 import triton.language as tl
 
-from megatron.core.ops.launches import Launches
+from megatron.core.ops.launches import Launches, cdiv
 from megatron.core.ops.rmsnorm.triton import launch_key, programs_for, row_tile
 
 FORWARD = Launches(
@@ -134,7 +134,7 @@ def layer_norm_forward(
     statistics = torch.empty((rows, 2), dtype=torch.float32, device=x.device)
     if rows:
         tile = row_tile(FORWARD.pick(x, launch_key(x)), features)
-        layer_norm_forward_kernel[(triton.cdiv(rows, tile["ROWS"]),)](
+        layer_norm_forward_kernel[(cdiv(rows, tile["ROWS"]),)](
             x,
             x if residual is None else residual.contiguous(),
             weight,

@@ -7,7 +7,7 @@ import torch
 import triton
 import triton.language as tl
 
-from megatron.core.ops.launches import Launches
+from megatron.core.ops.launches import Launches, cdiv
 
 # BLOCK: columns that a program holds at a time, RUN of them side by side in one thread.
 STATISTICS = Launches(
@@ -137,7 +137,7 @@ def chunk_gradient_(
     rows, columns = logits.shape
     if logits.numel():
         launch = GRADIENT.pick(logits, str(logits.dtype).removeprefix("torch."))
-        blocks = triton.cdiv(columns, launch["BLOCK"])
+        blocks = cdiv(columns, launch["BLOCK"])
         chunk_gradient_kernel[(rows * blocks,)](
             logits,
             targets.contiguous(),

@@ -34,7 +34,7 @@ import torch
 import triton
 import triton.language as tl
 
-from megatron.core.ops.launches import STAGES, WARPS, Launches
+from megatron.core.ops.launches import STAGES, WARPS, Launches, cdiv, next_power_of_2
 from megatron.core.ops.paged_attention.reference import PagedBatch
 
 LN_2 = tl.constexpr(0.6931471805599453)
@@ -503,7 +503,7 @@ def paged_attention(
         return out, lse
     tile = tile_shape(query, ratio=heads // groups, max_query=batch.max_query)
     tiles = tile_count(tokens, batch.rows, tile["QUERIES"])
-    programs = tiles * groups * triton.cdiv(heads // groups, tile["HEADS"])
+    programs = tiles * groups * cdiv(heads // groups, tile["HEADS"])
     seen = min(batch.max_context, window + tile["QUERIES"] if window else batch.max_context)
     splits = pieces(programs, seen, resident(query.device, tile[WARPS]))
     found, found_lse = _buffers(splits, out, lse)
@@ -522,7 +522,7 @@ def paged_attention(
         batch.rows,
         tiles,
         splits,
-        triton.cdiv(SHORTEST_PIECE, tile["BLOCK"]),
+        cdiv(SHORTEST_PIECE, tile["BLOCK"]),
         heads,
         features,
         window or 0,
@@ -616,7 +616,7 @@ def tile_shape(query: torch.Tensor, *, ratio: int, max_query: int) -> dict[str, 
         HEADS, QUERIES, FEATURES, ROWS, BLOCK, num_warps and num_stages.
     """
     width = padded(query.shape[-1])
-    wanted = max(SMALLEST_TILE, triton.next_power_of_2(max_query * ratio))
+    wanted = max(SMALLEST_TILE, next_power_of_2(max_query * ratio))
     launches = DECODE if wanted <= DECODE.default["ROWS"] else PREFILL
     launch = launches.pick(query, f"{width} {query.dtype}")
     most, keys = launch["ROWS"], launch["BLOCK"] * USUAL_FEATURES // width
@@ -644,7 +644,7 @@ def tile_count(tokens: int, rows: int, queries: int) -> int:
 
 def padded(features: int) -> int:
     """Return the features of a tile of heads of so many."""
-    return max(SMALLEST_TILE, triton.next_power_of_2(features))
+    return max(SMALLEST_TILE, next_power_of_2(features))
 
 
 @functools.cache
@@ -806,7 +806,7 @@ def paged_latent_attention(
         return out
     rotated = features - value_features
     launch = latent_tile(query, value_features)
-    programs = tokens * triton.cdiv(heads, launch["ROWS"])
+    programs = tokens * cdiv(heads, launch["ROWS"])
     # Latents on their way to a program of the large tile leave shared memory for no second one.
     alone = launch["ROWS"] * launch["BLOCK"] > SMALLEST_TILE * LATENT_SMALL.default["BLOCK"]
     warps = WARPS_A_PROCESSOR if alone else launch[WARPS]
@@ -824,7 +824,7 @@ def paged_latent_attention(
         tokens,
         batch.rows,
         splits,
-        triton.cdiv(SHORTEST_PIECE, launch["BLOCK"]),
+        cdiv(SHORTEST_PIECE, launch["BLOCK"]),
         heads,
         value_features,
         rotated,
@@ -858,6 +858,6 @@ def latent_tile(query: torch.Tensor, value_features: int) -> dict[str, int]:
     rows, block = launch["ROWS"], launch["BLOCK"]
     # What a tile wider than usual has more of, or products of fp32, which run without tensor cores.
     excess = max(1, width // USUAL_VALUES) * (1 if query.element_size() == 2 else 4)
-    launch["ROWS"] = max(SMALLEST_TILE, min(rows // excess, triton.next_power_of_2(heads)))
+    launch["ROWS"] = max(SMALLEST_TILE, min(rows // excess, next_power_of_2(heads)))
     launch["BLOCK"] = max(SMALLEST_TILE, block // excess)
     return {"RANK": width, "ROTATED": padded(features - value_features), **launch}

@@ -9,7 +9,7 @@ import torch
 import triton
 import triton.language as tl
 
-from megatron.core.ops.launches import Launches
+from megatron.core.ops.launches import Launches, cdiv, next_power_of_2
 
 # BLOCK: elements of a row that a program copies, 16 a thread.
 TAKE = Launches(
@@ -116,15 +116,15 @@ def tile_shape(launch: Mapping[str, int], features: int, copies: int) -> dict[st
         features: of a row.
         copies: rows of a token.
     """
-    rows = triton.next_power_of_2(copies)
+    rows = next_power_of_2(copies)
     columns = max(256 * launch["num_warps"], launch["TILE"] // rows)
-    columns = min(columns, triton.next_power_of_2(features))
+    columns = min(columns, next_power_of_2(features))
     return {"COPIES": rows, "BLOCK": columns, "num_warps": launch["num_warps"]}
 
 
 def launch_key(rows: torch.Tensor, copies: int) -> str:
     """Name what decides how the kernels are best started."""
-    sizes = f"k{triton.next_power_of_2(copies)} h{triton.next_power_of_2(rows.shape[1])}"
+    sizes = f"k{next_power_of_2(copies)} h{next_power_of_2(rows.shape[1])}"
     return f"{sizes} {str(rows.dtype).removeprefix('torch.')}"
 
 
@@ -134,9 +134,9 @@ def take(x: torch.Tensor, places: torch.Tensor, copies: int) -> torch.Tensor:
     y = torch.empty(len(places), features, dtype=x.dtype, device=x.device)
     if y.numel():
         launch = TAKE.pick(x, launch_key(x, 1))
-        block = min(launch["BLOCK"], triton.next_power_of_2(features))
+        block = min(launch["BLOCK"], next_power_of_2(features))
         warps = max(1, launch["num_warps"] * block // launch["BLOCK"])
-        blocks = triton.cdiv(features, block)
+        blocks = cdiv(features, block)
         take_rows_kernel[(len(places) * blocks,)](
             x, places.contiguous(), y, features, copies, blocks, BLOCK=block, num_warps=warps
         )
@@ -149,7 +149,7 @@ def total(y: torch.Tensor, slots: torch.Tensor, weights: torch.Tensor | None) ->
     out = torch.empty(tokens, features, dtype=y.dtype, device=y.device)
     if out.numel():
         tile = tile_shape(SUM.pick(y, launch_key(y, copies)), features, copies)
-        blocks = triton.cdiv(features, tile["BLOCK"])
+        blocks = cdiv(features, tile["BLOCK"])
         sum_rows_kernel[(tokens * blocks,)](
             y,
             out if weights is None else weights.contiguous(),

@@ -20,7 +20,7 @@ import triton
 import triton.language as tl
 
 from megatron.core.ops.gated_rms_norm import GATE_FIRST
-from megatron.core.ops.launches import Launches
+from megatron.core.ops.launches import Launches, next_power_of_2
 from megatron.core.ops.recurrence_decode.reference import normed
 from megatron.core.ops.recurrence_prologue import PrologueWeights, UnitParts
 from megatron.core.ops.recurrence_prologue.kernels import limited, softplus
@@ -365,7 +365,7 @@ def decode(
 
 def launch_of(parts: UnitParts, memory: DecodeMemory) -> dict[str, int]:
     """Return how to start the kernel: HEADS divides those of a unit."""
-    sides = (triton.next_power_of_2(n) for n in (parts.key_channels, parts.value_channels))
+    sides = (next_power_of_2(n) for n in (parts.key_channels, parts.value_channels))
     dtype = str(memory.state.dtype)[6:]
     launch = DECODE.pick(memory.state, "{} K{} V{} r{}".format(dtype, *sides, parts.heads))
     heads = parts.heads if memory.arrived is None else math.gcd(parts.heads, launch["HEADS"])
@@ -392,10 +392,10 @@ def constants_of(parts: UnitParts, width: int) -> dict[str, int | bool]:
         "CORRECTS": corrects,
         "NORMALISES": parts.normalised,
         "W": width,
-        "TAPS": triton.next_power_of_2(max(1, width - 1)),
+        "TAPS": next_power_of_2(max(1, width - 1)),
         "RATIO": parts.heads,
         "KEYS": parts.key_channels,
         "VALUES": parts.value_channels,
-        "BLOCK_K": triton.next_power_of_2(parts.key_channels),
-        "BLOCK_V": triton.next_power_of_2(parts.value_channels),
+        "BLOCK_K": next_power_of_2(parts.key_channels),
+        "BLOCK_V": next_power_of_2(parts.value_channels),
     }

@@ -11,12 +11,11 @@ from dataclasses import dataclass
 
 import numpy as np
 import torch
-import triton
 
 from megatron.core.ops.causal_conv1d import Borders
 from megatron.core.ops.dispatch import apply_function
 from megatron.core.ops.joint_gradient import GradientSlice, ProjectionSlice
-from megatron.core.ops.launches import Launches
+from megatron.core.ops.launches import Launches, cdiv, next_power_of_2
 from megatron.core.ops.recurrence import RecurrenceInputs
 from megatron.core.ops.recurrence_prologue.kernels import (
     prologue_backward_kernel,
@@ -161,7 +160,7 @@ def constants_of(
     has_initial: bool = False,
 ) -> dict:
     """Return the compile-time constants that both kernels have."""
-    heads, has_strengths = triton.next_power_of_2(parts.heads), parts.strengths is not None
+    heads, has_strengths = next_power_of_2(parts.heads), parts.strengths is not None
     return {
         "QUERY": parts.query,
         "KEY": parts.key,
@@ -187,12 +186,12 @@ def constants_of(
 
 def block_of(parts: UnitParts) -> int:
     """Return the columns of a tile."""
-    return triton.next_power_of_2(parts.key_channels)
+    return next_power_of_2(parts.key_channels)
 
 
 def sections_of(parts: UnitParts) -> int:
     """Return the sections of a unit: query, key, some columns of values each, gates."""
-    return 3 + triton.cdiv(parts.heads * parts.value_channels, block_of(parts))
+    return 3 + cdiv(parts.heads * parts.value_channels, block_of(parts))
 
 
 def alignment(source: torch.Tensor) -> int:
@@ -227,7 +226,7 @@ class _Prologue(torch.autograd.Function):
             constants = call.constants(
                 source, has_bias=bias is not None, has_initial=initial is not None
             )
-            grid = (triton.cdiv(tokens, launch["BLOCK_T"]) * units * sections_of(parts),)
+            grid = (cdiv(tokens, launch["BLOCK_T"]) * units * sections_of(parts),)
             constants["GATE_T"] = min(constants["GATE_T"], launch["BLOCK_T"])
             prologue_forward_kernel[grid](
                 source,
@@ -266,7 +265,7 @@ class _Prologue(torch.autograd.Function):
         launch = BACKWARD.pick(source, call.key(source))
         most = max(1, BACKWARD_PROGRAMS // max(1, units * sections_of(parts)))
         stretch = launch["LANES"] * launch["STEPS"]
-        shares = min(most, triton.cdiv(tokens, stretch)) if units else 0
+        shares = min(most, cdiv(tokens, stretch)) if units else 0
         kind = {"dtype": torch.float32, "device": source.device}
         convolution = torch.empty((shares, units, call.width + 1, parts.convolved), **kind)
         gates = torch.empty((shares, 2, units * parts.heads), **kind)

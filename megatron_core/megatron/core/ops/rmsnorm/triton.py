@@ -12,7 +12,7 @@ import torch
 import triton
 import triton.language as tl
 
-from megatron.core.ops.launches import Launches
+from megatron.core.ops.launches import Launches, cdiv, next_power_of_2
 from megatron.core.ops.rows import Rows
 
 # TILE: elements that a program holds of every tensor at a time. At 16 a thread, each is two loads
@@ -137,7 +137,7 @@ def row_tile(launch: Mapping[str, int], features: int) -> dict[str, int]:
         launch: TILE elements and `num_warps`, which a row wider than the tile gets more of.
         features: of a row.
     """
-    block = triton.next_power_of_2(features)
+    block = next_power_of_2(features)
     rows = max(1, launch["TILE"] // block)
     warps = min(32, launch["num_warps"] * max(1, block // launch["TILE"]))
     return {"ROWS": rows, "BLOCK": block, "num_warps": warps}
@@ -154,12 +154,12 @@ def programs_for(launch: Mapping[str, int], rows: int, tile: Mapping[str, int]) 
         tile: from `row_tile`.
     """
     most = launch["PROGRAMS"] * (2 if tile["BLOCK"] <= 1024 else 1)
-    return max(1, min(most, triton.cdiv(rows, tile["ROWS"])))
+    return max(1, min(most, cdiv(rows, tile["ROWS"])))
 
 
 def launch_key(x: torch.Tensor) -> str:
     """Name what decides how the kernels of a norm are best started."""
-    return f"h{triton.next_power_of_2(x.shape[-1])} {str(x.dtype).removeprefix('torch.')}"
+    return f"h{next_power_of_2(x.shape[-1])} {str(x.dtype).removeprefix('torch.')}"
 
 
 def rms_norm_forward(
@@ -179,7 +179,7 @@ def rms_norm_forward(
         tile = row_tile(FORWARD.pick(x, launch_key(x)), x.shape[-1])
         rstd = torch.empty(rows.count, dtype=torch.float32, device=x.device)
         total = rows.tensor if residual is None else total
-        rms_norm_forward_kernel[(triton.cdiv(rows.count, tile["ROWS"]),)](
+        rms_norm_forward_kernel[(cdiv(rows.count, tile["ROWS"]),)](
             rows.tensor,
             x if residual is None else residual.contiguous(),
             weight,

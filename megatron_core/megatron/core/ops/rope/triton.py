@@ -10,7 +10,7 @@ import torch
 import triton
 import triton.language as tl
 
-from megatron.core.ops.launches import Launches
+from megatron.core.ops.launches import Launches, cdiv, next_power_of_2
 
 # TILE: elements that a program holds, a few tokens' where there are few heads.
 ROTATE = Launches(
@@ -250,7 +250,7 @@ def rotate(
     launch = ROTATE.pick(x, launch_key(x, pairs))
     tile = head_tile(launch, heads, features, pairs)
     tokens = sequence * batch
-    rope_kernel[(triton.cdiv(tokens, tile["TOKENS"]),)](
+    rope_kernel[(cdiv(tokens, tile["TOKENS"]),)](
         x,
         cos.contiguous(),
         sin.contiguous(),
@@ -294,7 +294,7 @@ def join_heads(
     launch = ROTATE.pick(joint, launch_key(grads[0], pairs))
     tile = head_tile(launch, max(heads, groups), features, pairs)
     parts = (*grads, grads[0])[:4]
-    join_heads_kernel[(triton.cdiv(sequence * batch, tile["TOKENS"]), len(grads))](
+    join_heads_kernel[(cdiv(sequence * batch, tile["TOKENS"]), len(grads))](
         *parts,
         *(joint if table is None else table.contiguous() for table in (cos, sin)),
         joint,
@@ -309,7 +309,7 @@ def join_heads(
         ROTATES=cos is not None,
         PER_SAMPLE=cos is not None and cos.ndim == 3,
         INTERLEAVED=interleaved,
-        FEATURES=triton.next_power_of_2(features),
+        FEATURES=next_power_of_2(features),
         **tile,
         num_warps=launch["num_warps"],
     )
@@ -326,9 +326,9 @@ def head_tile(launch: Mapping[str, int], heads: int, features: int, pairs: int) 
     """
     rest = features - 2 * pairs
     shape = {
-        "HEADS": triton.next_power_of_2(heads),
-        "PAIRS": triton.next_power_of_2(max(pairs, 1)),
-        "REST": triton.next_power_of_2(rest) if rest else 0,
+        "HEADS": next_power_of_2(heads),
+        "PAIRS": next_power_of_2(max(pairs, 1)),
+        "REST": next_power_of_2(rest) if rest else 0,
     }
     token = shape["HEADS"] * (2 * shape["PAIRS"] + shape["REST"])
     return {"TOKENS": 1 << (max(1, launch["TILE"] // token).bit_length() - 1), **shape}
@@ -336,6 +336,6 @@ def head_tile(launch: Mapping[str, int], heads: int, features: int, pairs: int) 
 
 def launch_key(x: torch.Tensor, pairs: int) -> str:
     """Name what decides how the kernel is best started."""
-    heads, features = (triton.next_power_of_2(size) for size in x.shape[2:])
+    heads, features = (next_power_of_2(size) for size in x.shape[2:])
     dtype = str(x.dtype).removeprefix("torch.")
-    return f"n{heads} d{features} r{triton.next_power_of_2(pairs)} {dtype}"
+    return f"n{heads} d{features} r{next_power_of_2(pairs)} {dtype}"

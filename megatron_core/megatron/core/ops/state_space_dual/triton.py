@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 
 from megatron.core.ops.chunked_recurrence.kernels import Tiles
-from megatron.core.ops.launches import Launches
+from megatron.core.ops.launches import Launches, cdiv
 from megatron.core.ops.recurrence import LOWEST_DECAY
 from megatron.core.ops.rows import row_tile
 
@@ -168,7 +168,7 @@ def sum_decays(decay: torch.Tensor, tiles: Tiles) -> torch.Tensor:
     heads = decay.shape[1]
     sums = decay.new_empty((2, tiles.count, heads, tiles.size), dtype=torch.float32)
     launch = SUMS.pick(decay, f"C{tiles.size}")
-    grid = (tiles.count * triton.cdiv(heads, launch["BLOCK_H"]),)
+    grid = (tiles.count * cdiv(heads, launch["BLOCK_H"]),)
     if sums.numel():
         decay_sums_kernel[grid](
             decay,
@@ -197,7 +197,7 @@ class AddSkip(torch.autograd.Function):
         ctx.save_for_backward(x, skip)
         y = torch.empty(out.shape, dtype=out.dtype, device=out.device)
         launch = row_tile(SKIP, x, x.shape[2])
-        blocks = triton.cdiv(x.shape[0], launch["ROWS"])
+        blocks = cdiv(x.shape[0], launch["ROWS"])
         if y.numel():
             add_skip_kernel[(blocks * x.shape[1],)](*skipped(dense(out), x, skip, y), **launch)
         return y
@@ -207,7 +207,7 @@ class AddSkip(torch.autograd.Function):
         x, skip = ctx.saved_tensors
         grad_x = torch.empty(x.shape, dtype=x.dtype, device=x.device)
         launch = row_tile(SKIP_BACKWARD, x, x.shape[2])
-        blocks = triton.cdiv(x.shape[0], launch["ROWS"]) if x.numel() else 0
+        blocks = cdiv(x.shape[0], launch["ROWS"]) if x.numel() else 0
         partial = torch.empty((blocks, x.shape[1]), dtype=torch.float32, device=x.device)
         if blocks:
             add_skip_backward_kernel[(partial.numel(),)](

@@ -9,7 +9,7 @@ import torch
 import triton
 import triton.language as tl
 
-from megatron.core.ops.launches import Launches
+from megatron.core.ops.launches import Launches, cdiv, next_power_of_2
 
 # 16 elements a thread of every tensor: two loads of 16 bytes each under way.
 FORWARD = Launches(
@@ -75,13 +75,13 @@ def gated_backward_kernel(
 
 def row_blocks(launch: Mapping[str, int], width: int) -> dict[str, int]:
     """Return the block and warps of rows of `width`: narrow ones have smaller ones, fewer warps."""
-    block = min(launch["BLOCK"], triton.next_power_of_2(width))
+    block = min(launch["BLOCK"], next_power_of_2(width))
     return {"BLOCK": block, "num_warps": max(1, launch["num_warps"] * block // launch["BLOCK"])}
 
 
 def launch_key(y: torch.Tensor) -> str:
     """Name what decides how the kernels are best started."""
-    return f"f{triton.next_power_of_2(y.shape[-1])} {str(y.dtype).removeprefix('torch.')}"
+    return f"f{next_power_of_2(y.shape[-1])} {str(y.dtype).removeprefix('torch.')}"
 
 
 def gated_forward(gate_up: torch.Tensor, activation: str) -> torch.Tensor:
@@ -90,7 +90,7 @@ def gated_forward(gate_up: torch.Tensor, activation: str) -> torch.Tensor:
     y = torch.empty((*gate_up.shape[:-1], width), dtype=gate_up.dtype, device=gate_up.device)
     if y.numel():
         tile = row_blocks(FORWARD.pick(y, launch_key(y)), width)
-        blocks = triton.cdiv(width, tile["BLOCK"])
+        blocks = cdiv(width, tile["BLOCK"])
         gated_forward_kernel[(y.numel() // width * blocks,)](
             gate_up.contiguous(), y, width, blocks, GELU=activation == "gelu", **tile
         )
@@ -104,7 +104,7 @@ def gated_backward(grad: torch.Tensor, gate_up: torch.Tensor, activation: str) -
     width = grad.shape[-1]
     if grad.numel():
         tile = row_blocks(BACKWARD.pick(grad, launch_key(grad)), width)
-        blocks = triton.cdiv(width, tile["BLOCK"])
+        blocks = cdiv(width, tile["BLOCK"])
         gated_backward_kernel[(grad.numel() // width * blocks,)](
             gate_up, grad.contiguous(), result, width, blocks, GELU=activation == "gelu", **tile
         )

@@ -16,11 +16,15 @@ import pytest
 from triton import knobs
 from triton.runtime.cache import FileCacheManager
 
+from megatron.core.inference import EngineConfig
+from tools.bench.gpu_engine import DELTA as SMALL_DELTA
+from tools.bench.gpu_engine import SMALL
 from tools.bench.gpu_hybrid import DELTA, PATTERN
 from tools.bench.gpu_train import LLAMA_1_3B
 from tools.gpu import ROOT
 from tools.nullcuda import environment, libraries, record, triton_cache
 from tools.nullcuda.__main__ import PARTS, command_line, memory_size
+from tools.nullcuda.steps import BLOCKS, CAPACITY, LATENT, MAX_ROWS, ROWS, SMALL_LATENT
 
 STEP = "training, llama 1.3 B, microbatch 2"
 
@@ -40,7 +44,17 @@ def test_the_record_has_no_problem_with_itself(steps):
     assert record.problems(steps, steps) == []
     names = {name.split(",")[0] for name in steps}
     assert names == {"training", "decode"}
-    for word in ("llama", "hybrid", "experts", "moe", "greedy", "sampled", "graphs", "async"):
+    for word in (
+        "llama",
+        "hybrid",
+        "latent",
+        "experts",
+        "moe",
+        "greedy",
+        "sampled",
+        "graphs",
+        "async",
+    ):
         assert any(word in name for name in steps), word
     graphs = [counts for name, counts in steps.items() if "graphs" in name]
     assert all(counts["graph_launches"] == 1 for counts in graphs)
@@ -103,6 +117,19 @@ def attention_values() -> int:
     return 2 * SHAPE.hidden + (heads + 2 * groups) + (heads + groups) + heads
 
 
+def latent_values() -> int:
+    """The residual stream and its norm; the low-rank vectors and their norms; q, k and v, all as
+    wide as q and k; the output as wide, and its values alone."""
+    low_rank = 2 * LATENT.q_lora_rank + 2 * LATENT.kv_lora_rank + LATENT.rope_channels
+    wide = LATENT.num_attention_heads * LATENT.query_channels
+    return (
+        2 * SHAPE.hidden
+        + low_rank
+        + 4 * wide
+        + LATENT.num_attention_heads * (LATENT.value_channels)
+    )
+
+
 def mlp_values(ffn: int) -> int:
     """The residual stream and its norm; gate and up, their product."""
     return 2 * SHAPE.hidden + 3 * ffn
@@ -118,10 +145,10 @@ def delta_net_values() -> int:
     return 2 * SHAPE.hidden + projected + (2 * keys + values) + 2 * values + inverse
 
 
-def expert_values(experts: int, ffn: int) -> int:
-    """The residual stream and its norm; for each of a token's experts its row, gate and up, their
-    product, the expert's row of output."""
-    return 2 * SHAPE.hidden + experts * (SHAPE.hidden + 3 * ffn + SHAPE.hidden)
+def expert_values(rows: float, ffn: int) -> float:
+    """The residual stream and its norm; for each row that experts have of a token, the row, gate
+    and up, their product, the row of output."""
+    return 2 * SHAPE.hidden + rows * (SHAPE.hidden + 3 * ffn + SHAPE.hidden)
 
 
 def head_bytes(tokens: int) -> int:
@@ -140,8 +167,16 @@ ACTIVATIONS = {
         + PATTERN.count("*") * attention_values()
         + PATTERN.count("-") * mlp_values(SHAPE.ffn)
     ),
+    "training, latent attention, microbatch 2": SHAPE.layers
+    * (latent_values() + mlp_values(SHAPE.ffn)),
     "training, 4 layers of 64 experts, microbatch 2": 4
-    * (attention_values() + expert_values(experts=8, ffn=1024)),
+    * (attention_values() + expert_values(rows=8, ffn=1024)),
+}
+#: A rank of several has room for more rows than it sends, with either dispatcher.
+ACTIVATIONS |= {
+    f"training, experts on 4 ranks, {dispatcher}, capacity {CAPACITY}, microbatch 2": 4
+    * (attention_values() + expert_values(rows=8 * CAPACITY, ffn=1024))
+    for dispatcher in ("alltoall", "allgather")
 }
 
 
@@ -154,8 +189,62 @@ def test_peaks_of_memory_in_closed_form(steps, name):
     assert counts["peak_bytes"] - state == pytest.approx(activations, rel=0.05)
 
 
-def test_every_training_step_on_record_has_a_closed_form(steps):
-    assert {name for name in steps if name.startswith("training")} == ACTIVATIONS.keys()
+#: Bytes of the workspace that cuBLAS has on each stream, by CUBLAS_WORKSPACE_CONFIG.
+WORKSPACE_BYTES = 8 * 4096 << 10
+
+
+def page_values(kind: str) -> int:
+    """Values that the layers of a model keep of a token: keys and values, or latents."""
+    if kind == "latent":
+        return SMALL.layers * (SMALL_LATENT.kv_lora_rank + SMALL_LATENT.rope_channels)
+    shape = SHAPE if kind == "1.3 B" else SMALL
+    layers = 1 if kind == "hybrid" else shape.layers
+    return layers * 2 * shape.kv_heads * (shape.hidden // shape.heads)
+
+
+def state_bytes(kind: str) -> int:
+    """Bytes of a hybrid's states: of every slot those of three layers."""
+    if kind != "hybrid":
+        return 0
+    channels = 2 * SMALL_DELTA.num_key_heads * SMALL_DELTA.key_channels
+    channels += SMALL_DELTA.num_value_heads * SMALL_DELTA.value_channels
+    slots = 3 * MAX_ROWS + 1 + 1  # of rows, of snapshots of theirs, of one that begins, of nobody
+    return slots * 3 * (layer_state_bytes() + 2 * 3 * channels)
+
+
+def layer_state_bytes() -> int:
+    """Bytes of a row's matrices in a gated delta net, fp32."""
+    return 4 * SMALL_DELTA.num_value_heads * SMALL_DELTA.key_channels * SMALL_DELTA.value_channels
+
+
+def decode_bytes(name: str) -> int:
+    """Bytes that an engine has besides the weights: pages and states; a workspace; with graphs
+    another one and a buffer of logits; without, when a hybrid computes prompts, the states of all
+    rows before, within and after a layer."""
+    kind, graphs = name.split(", ")[1], "graphs" in name
+    pages = 2 * BLOCKS * EngineConfig().block_size * page_values(kind)
+    shape = SHAPE if kind == "1.3 B" else SMALL
+    more = 3 * ROWS * layer_state_bytes() if kind == "hybrid" else 0
+    if graphs:
+        more = WORKSPACE_BYTES + 4 * MAX_ROWS * shape.vocabulary
+    return pages + state_bytes(kind) + WORKSPACE_BYTES + more
+
+
+def test_peaks_of_decoding_in_closed_form(steps):
+    """With 8 rows nothing else counts: a step's own tensors are below 3 %."""
+    names = [name for name in steps if name.startswith("decode")]
+    assert {name.split(", ")[1] for name in names} == {"gpt", "hybrid", "moe", "latent", "1.3 B"}
+    for name in names:
+        peak, weights = steps[name]["peak_bytes"], 2 * steps[name]["weights"]
+        assert peak == pytest.approx(weights + decode_bytes(name), rel=0.05), name
+        assert peak - weights == pytest.approx(decode_bytes(name), rel=0.05), name
+
+
+def test_every_step_on_record_has_a_closed_form(steps):
+    named = {name for name in steps if "peak_bytes" in steps[name]}
+    assert {name for name in named if name.startswith("training")} == ACTIVATIONS.keys()
+    # Without a capacity the null device has no sizes, only waits.
+    assert {name.split(", ")[3] for name in steps.keys() - named} == {"no capacity"}
 
 
 KEY = "ab" * 32

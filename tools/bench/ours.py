@@ -7,6 +7,8 @@ from collections.abc import Callable
 
 import torch
 
+from megatron.core.backend import LOCAL, Backend
+from megatron.core.context_parallel import SequenceLayout
 from megatron.core.distributed import DataParallel
 from megatron.core.models.gpt import GPTConfig, GPTModel
 from megatron.core.optimizer import Optimizer, OptimizerConfig
@@ -65,18 +67,27 @@ def training_parts(
     device: torch.device | None = None,
     config: GPTConfig | None = None,
     before_update: Callable[[], None] = lambda: None,
+    groups: ProcessGroupCollection | None = None,
+    backend: Backend = LOCAL,
 ) -> tuple[Step, GPTModel, Optimizer]:
     """Build a step, see `training_step`, with what it trains and updates.
 
     Args:
         config: of another model with the shape's vocabulary; None is that of the shape.
         before_update: called in every step before a weight changes.
+        groups: of this rank; None is a single process.
+        backend: parts of the model.
     """
-    groups = ProcessGroupCollection.single()
+    groups = groups or ProcessGroupCollection.single()
     dtype = torch.bfloat16 if bf16 else torch.float32
     device = device or torch.device("cpu")
     model = GPTModel(
-        config or config_of(shape), groups, seed=shapes.SEED, dtype=dtype, device=device
+        config or config_of(shape),
+        groups,
+        seed=shapes.SEED,
+        dtype=dtype,
+        device=device,
+        backend=backend,
     )
     if config is None and model.store.num_parameters != shape.parameters:
         raise ValueError(
@@ -93,10 +104,12 @@ def training_parts(
     tokens = tokens_of(shape).to(device)
     inputs, labels = tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()
     weights = torch.full(labels.shape, 1.0 / labels.numel(), device=device)
+    layout = SequenceLayout.of_rows(shape.sequence, device=device)
+    layout = layout.with_samples(torch.arange(shape.batch, device=device))
 
     def step() -> float:
         engine.begin_step()
-        loss, _ = model.loss(inputs, labels, weights)
+        loss, _ = model.loss(inputs, labels, weights, layout=layout)
         engine.backward(loss, last=True)
         engine.finish()
         before_update()

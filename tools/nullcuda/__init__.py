@@ -34,7 +34,7 @@ speed, NCCL, CUPTI.
     plugin.py       lets tests/gpu run without comparing values
     values.py       what the host reads where it could not go on without a value
     benches.py      lets a bench of tools/bench run without comparing values
-    steps.py        measured steps: training, hybrid, experts, decode
+    steps.py        measured steps: training and decode of each kind of layer, ranks of experts
     record.py       those steps against record.json
     triton_cache.py packs compiled kernels, unpacks them at another path
 

@@ -28,7 +28,11 @@ BARS = (
     (("training", "llama"), "waits", 2),
     (("training", "llama"), "torch_launches", 700),
     (("training", "hybrid"), "waits", 2),
-    (("training", "experts"), "waits", 3),
+    (("training", "latent"), "waits", 2),
+    (("training", "of 64 experts"), "waits", 2),
+    (("training", "experts on 4 ranks", " capacity 1.25"), "waits", 2),
+    # One for each of four layers in addition.
+    (("training", "experts on 4 ranks", "no capacity"), "waits", 6),
     (("decode",), "waits", 1),
     (("decode", "graphs"), "torch_launches", 12),
     (("decode", "graphs"), "triton_launches", 4),

@@ -4,9 +4,13 @@
 python -m tools.nullcuda.steps --output FILE [--only NAME ...]
 
 Each step is run until nothing in it is done for the first time, then measured over a few more:
-launches, copies, waits of the host, and the host's milliseconds. Calls that CUDA refuses are
-counted from the beginning, captures included. `--trace 30` also prints which kernels and Python
-lines most of the calls of each step come from.
+launches, copies, waits of the host, the peak of memory, and the host's milliseconds. Calls that
+CUDA refuses are counted from the beginning, captures included. `--trace 30` also prints which
+kernels and Python lines most of the calls of each step come from.
+
+Steps of one rank of several run over torch's fake process group: collectives are called and move
+nothing. Where the host would read from another rank how many rows come, it reads 0, so that only
+its waits mean anything.
 """
 
 from __future__ import annotations
@@ -24,17 +28,21 @@ import traceback
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
 import triton
+from torch.testing._internal.distributed.fake_pg import FakeStore
 
+from megatron.core.backend import LOCAL
 from megatron.core.device import CudaRecorder, GraphMemory
 from megatron.core.inference import CacheShapes, Engine, EngineConfig, Request
 from megatron.core.inference.engine import EngineFeatures
 from megatron.core.inference.sampling import SamplingParams
 from megatron.core.models.gpt import GPTConfig, GPTModel
 from megatron.core.moe import MoEConfig, RouterConfig
-from megatron.core.process_groups import ProcessGroupCollection
+from megatron.core.process_groups import ProcessGroupCollection, RankGrid
+from megatron.core.transformer import LatentAttentionConfig
 from tools.bench import gpu_engine, gpu_hybrid, ours, shapes
 from tools.bench.gpu_engine import GREEDY, SAMPLED, SMALL, Way
 from tools.bench.gpu_train import LLAMA_1_3B
@@ -58,12 +66,38 @@ COUNTS = (
 #: (steps before, measured steps)
 TRAINING_STEPS, DECODE_STEPS = (3, 4), (10, 16)
 ROWS, NEW_TOKENS = 8, 40
+#: Of an engine.
+MAX_ROWS, BLOCKS = 2 * ROWS, 256
 EXPERTS = MoEConfig(num_experts=64, ffn_hidden_size=1024, router=RouterConfig(topk=8))
-EXPERT_LAYERS = 4
+EXPERT_LAYERS, EXPERT_RANKS = 4, 4
+#: Of ranks of experts, times the even share.
+CAPACITY = 1.25
+#: As DeepSeek-V2 and V3 have it, with the heads of the 1.3 B shape; and of the small shape.
+LATENT = LatentAttentionConfig(
+    num_attention_heads=LLAMA_1_3B.heads,
+    q_lora_rank=1536,
+    kv_lora_rank=512,
+    nope_channels=128,
+    rope_channels=64,
+    value_channels=128,
+)
+SMALL_LATENT = LatentAttentionConfig(
+    num_attention_heads=SMALL.heads,
+    q_lora_rank=None,
+    kv_lora_rank=128,
+    nope_channels=64,
+    rope_channels=32,
+    value_channels=64,
+)
 
 
 def training(
-    config: GPTConfig | None, *, batch: int, layers: int = LLAMA_1_3B.layers, trace: int = 0
+    config: GPTConfig | None,
+    *,
+    batch: int,
+    layers: int = LLAMA_1_3B.layers,
+    trace: int = 0,
+    **options: Any,
 ) -> dict:
     """Measure a training step of the 1.3 B shape: forward, backward, clip, AdamW, loss to the host.
 
@@ -72,10 +106,11 @@ def training(
         batch: rows of a microbatch.
         layers: of the model.
         trace: see `traced`.
+        options: groups and backend, see `ours.training_parts`.
     """
     shape = dataclasses.replace(LLAMA_1_3B, batch=batch, layers=layers)
     step, model, _ = ours.training_parts(
-        shape, bf16=True, device=torch.device("cuda"), config=config
+        shape, bf16=True, device=torch.device("cuda"), config=config, **options
     )
     weights = sum(parameter.numel() for parameter in model.parameters())
     found = measured(step, *TRAINING_STEPS, trace=trace)
@@ -86,12 +121,47 @@ def training(
     }
 
 
+def expert_parallel(
+    config: GPTConfig, dispatcher: str, capacity: float | None, *, batch: int, trace: int = 0
+) -> dict:
+    """Measure a training step of one of the ranks that share experts.
+
+    Without a capacity only what it waits for: all sizes are 0.
+    """
+    backend = dataclasses.replace(
+        LOCAL, dispatcher=dispatcher, expert_rank_capacity_factor=capacity
+    )
+    with one_of(EXPERT_RANKS) as groups:
+        found = training(
+            config, batch=batch, layers=EXPERT_LAYERS, trace=trace, groups=groups, backend=backend
+        )
+    return found if capacity is not None else {"waits": found["waits"]}
+
+
+@contextlib.contextmanager
+def one_of(ranks: int) -> Iterator[ProcessGroupCollection]:
+    """Be the first of so many ranks of experts, the others of which do not exist."""
+    store = FakeStore()
+    torch.distributed.init_process_group("fake", rank=0, world_size=ranks, store=store)
+    try:
+        yield ProcessGroupCollection.create(RankGrid(world_size=ranks, ep=ranks), rank=0)
+    finally:
+        torch.distributed.destroy_process_group()
+
+
 def decoding(
     build: Callable[[], GPTModel], way: Way, sampling: SamplingParams, *, trace: int = 0
 ) -> dict:
-    """Measure decode steps of an engine, after those that compute prompts and record graphs."""
+    """Measure decode steps of an engine, after those that compute prompts and record graphs.
+
+    The peak of memory is of all these steps; what models of other cases hold is left out.
+    """
     model = build()
     device = model.store.device
+    parameters = list(model.parameters())
+    model_bytes = sum(parameter.numel() * parameter.element_size() for parameter in parameters)
+    others = torch.cuda.memory_allocated() - model_bytes
+    torch.cuda.reset_peak_memory_stats()
     features = EngineFeatures(
         make_recorder=partial(CudaRecorder, device, "steps", memory=GraphMemory())
         if way.graphs
@@ -99,7 +169,7 @@ def decoding(
     )
     engine = Engine(
         model,
-        EngineConfig(max_rows=2 * ROWS, num_blocks=256, asynchronous=way.asynchronous),
+        EngineConfig(max_rows=MAX_ROWS, num_blocks=BLOCKS, asynchronous=way.asynchronous),
         shapes=CacheShapes.of(model.modules(), model.store.dtype),
         max_length=1024,
         vocab_size=model.config.vocab_size,
@@ -111,7 +181,11 @@ def decoding(
             Request(prompt=tuple(range(5, 40 + row)), max_new_tokens=NEW_TOKENS, sampling=sampling)
         )
     with plausible_tokens():
-        return measured(engine.step, *DECODE_STEPS, trace=trace)
+        found = measured(engine.step, *DECODE_STEPS, trace=trace)
+    return found | {
+        "weights": sum(parameter.numel() for parameter in parameters),
+        "peak_bytes": torch.cuda.max_memory_allocated() - others,
+    }
 
 
 def measured(step: Callable[[], object], before: int, steps: int, *, trace: int) -> dict:
@@ -144,15 +218,22 @@ def cases() -> dict[str, Callable[..., dict]]:
         ffn_pattern="E" * EXPERT_LAYERS,
         moe=EXPERTS,
     )
+    latent = dataclasses.replace(ours.config_of(LLAMA_1_3B), attention=LATENT)
     found: dict[str, Callable[..., dict]] = {
         "training, llama 1.3 B, microbatch 2": partial(training, None, batch=2),
         "training, hybrid 1.3 B, microbatch 2": partial(training, hybrid, batch=2),
+        "training, latent attention, microbatch 2": partial(training, latent, batch=2),
         f"training, {EXPERT_LAYERS} layers of {EXPERTS.num_experts} experts, microbatch 2": partial(
             training, experts, batch=2, layers=EXPERT_LAYERS
         ),
     }
+    for dispatcher, capacity in itertools.product(("alltoall", "allgather"), (None, CAPACITY)):
+        limit = "no capacity" if capacity is None else f"capacity {capacity}"
+        name = f"training, experts on {EXPERT_RANKS} ranks, {dispatcher}, {limit}, microbatch 2"
+        found[name] = partial(expert_parallel, experts, dispatcher, capacity, batch=2)
     ways = [Way(a, g) for g, a in itertools.product((False, True), (False, True))]
-    for kind, shape in (("gpt", SMALL), ("hybrid", SMALL), ("moe", SMALL), ("1.3 B", LLAMA_1_3B)):
+    kinds = {"gpt": SMALL, "hybrid": SMALL, "moe": SMALL, "latent": SMALL, "1.3 B": LLAMA_1_3B}
+    for kind, shape in kinds.items():
         model = functools.cache(partial(model_of, kind, shape))
         for way in ways[-1:] if shape is LLAMA_1_3B else ways:
             for name, sampling in (("greedy", GREEDY), ("sampled", SAMPLED)):
@@ -161,9 +242,12 @@ def cases() -> dict[str, Callable[..., dict]]:
 
 
 def model_of(kind: str, shape: Shape) -> GPTModel:
-    """Return a model of a kind, see `gpu_engine.config_of`, in bf16 on the device."""
+    """Return a model of a kind, "latent" or see `gpu_engine.config_of`, in bf16 on the device."""
+    config = gpu_engine.config_of(kind, shape, tiny=False)
+    if kind == "latent":
+        config = dataclasses.replace(config, attention=SMALL_LATENT)
     return GPTModel(
-        gpu_engine.config_of(kind, shape, tiny=False),
+        config,
         ProcessGroupCollection.single(),
         seed=shapes.SEED,
         dtype=torch.bfloat16,
@@ -206,6 +290,8 @@ def main() -> int:
         if options.only and not any(part in name for part in options.only):
             continue
         begin = counters()
+        # Else a case would have the workspaces of the cases before it.
+        torch._C._cuda_clearCublasWorkspaces()
         torch.cuda.reset_peak_memory_stats()
         try:
             found = case(trace=options.trace)

@@ -45,8 +45,6 @@ PARTS = ("steps", "tests", *BENCHES)
 UNITS = {"GB": 10**9, "GiB": 1 << 30}
 #: Seconds after which a part hangs.
 PART_SECONDS = 3600
-#: Steps by which a moved cache is tried.
-TRIED_STEPS = ("training, llama", "training, hybrid", "1.3 B, sampled")
 MAX_CACHE_BYTES = 15 << 20
 
 
@@ -86,21 +84,11 @@ class NullDevice:
     def __init__(self, python: Path, environment: Mapping[str, str]) -> None:
         self.python, self.environment = python, environment
 
-    def run(self, *words: str, more: Mapping[str, str] | None = None) -> int:
-        """Run the Python with some words; return its exit code.
-
-        Args:
-            words: of the command line.
-            more: of the environment.
-        """
+    def run(self, *words: str) -> int:
+        """Run the Python with some words; return its exit code."""
         command = [str(self.python), *words]
         try:
-            done = subprocess.run(
-                command,
-                cwd=ROOT,
-                env={**self.environment, **(more or {})},
-                timeout=PART_SECONDS,
-            )
+            done = subprocess.run(command, cwd=ROOT, env=self.environment, timeout=PART_SECONDS)
         except subprocess.TimeoutExpired:
             print(f"gpu-null: not finished after {PART_SECONDS} s: {' '.join(words)}")
             return 1
@@ -121,26 +109,19 @@ class NullDevice:
         code = self.run("-m", "tools.nullcuda.benches", BENCHES[name], "--seconds", "900")
         return [f"{name}: exit code {code}: see above"] if code else []
 
-    def steps(
-        self,
-        only: list[str] | None,
-        *,
-        trace: int = 0,
-        more: Mapping[str, str] | None = None,
-    ) -> tuple[dict, list[str]]:
+    def steps(self, only: list[str] | None, *, trace: int = 0) -> tuple[dict, list[str]]:
         """Measure steps; return them, and which did not run.
 
         Args:
             only: parts of the names of those that are measured.
             trace: how many lines of calls are printed for each.
-            more: of the environment.
         """
         with tempfile.TemporaryDirectory() as folder:
             output = Path(folder) / "steps.json"
             words = ["-m", "tools.nullcuda.steps", "--output", str(output)]
             words += ["--trace", str(trace)]
             words += ["--only", *only] if only else []
-            code = self.run(*words, more=more)
+            code = self.run(*words)
             if not output.exists():
                 return {}, [f"steps: exit code {code}, nothing was measured: see above"]
             found = json.loads(output.read_text(encoding="utf-8"))
@@ -160,23 +141,49 @@ def judge(found: dict, options: argparse.Namespace) -> list[str]:
     return record.problems(measured, recorded, complete=options.steps is None)
 
 
-def pack_cache(device: NullDevice, folder: Path, archive: Path) -> list[str]:
-    """Pack what was compiled, then let it be found at another path; return what is wrong."""
+def pack_cache(
+    device: NullDevice, folder: Path, archive: Path, options: argparse.Namespace
+) -> list[str]:
+    """Pack what was compiled, then run the parts again with the archive at another path; return
+    what is wrong."""
     size = triton_cache.pack(folder, archive)
     print(f"gpu-null: {size / 1e6:.1f} MB of compiled kernels in {archive}")
     problems = []
     if size > MAX_CACHE_BYTES:
         problems.append(f"{archive}: {size / 1e6:.1f} MB, at most {MAX_CACHE_BYTES / 1e6:.1f}")
     with tempfile.TemporaryDirectory() as moved:
-        triton_cache.unpack(archive, Path(moved) / "triton")
+        kernels = triton_cache.unpack(archive, Path(moved) / "triton")
         log = Path(moved) / "compiled.txt"
         more = {"TRITON_CACHE_DIR": f"{moved}/triton", "NULLCUDA_COMPILE_LOG": str(log)}
-        _, failures = device.steps(list(TRIED_STEPS), more=more)
+        run_parts(NullDevice(device.python, {**device.environment, **more}), options)
         lines = log.read_text().splitlines() if log.exists() else []
     compiled = [line for line in lines if line.startswith("compiled ")]
-    print(f"gpu-null: after a move {len(lines)} kernels, {len(compiled)} compiled again")
-    problems += failures + [f"after a move: {line}" for line in compiled]
+    print(
+        f"gpu-null: after a move {kernels} kernels were asked for {len(lines)} times, "
+        f"{len(compiled)} of them compiled again"
+    )
+    problems += [f"after a move: {line}" for line in compiled]
     return problems if lines else [*problems, "after a move: no kernel was asked for"]
+
+
+def run_parts(device: NullDevice, options: argparse.Namespace) -> list[str]:
+    """Run the parts that were asked for; return what is wrong."""
+    problems: list[str] = []
+    for part in (part for part in PARTS if part in options.only):
+        start = time.monotonic()
+        print(f"gpu-null: {part}", flush=True)
+        if part == "tests":
+            wrong = device.tests(options.jobs)
+        elif part in BENCHES:
+            wrong = device.bench(part)
+        else:
+            found, wrong = device.steps(options.steps, trace=options.trace)
+            if found and not options.cache:
+                wrong += judge(found, options)
+        problems += wrong
+        seconds = time.monotonic() - start
+        print(f"gpu-null: {part}: {len(wrong)} problems in {seconds:.0f} s", flush=True)
+    return problems
 
 
 def run(options: argparse.Namespace) -> list[str]:
@@ -196,23 +203,9 @@ def run(options: argparse.Namespace) -> list[str]:
         cache=cache,
     )
     device = NullDevice(python, environment)
-    problems: list[str] = []
-    for part in (part for part in PARTS if part in options.only):
-        start = time.monotonic()
-        print(f"gpu-null: {part}", flush=True)
-        if part == "tests":
-            wrong = device.tests(options.jobs)
-        elif part in BENCHES:
-            wrong = device.bench(part)
-        else:
-            found, wrong = device.steps(options.steps, trace=options.trace)
-            if found and not options.cache:
-                wrong += judge(found, options)
-        problems += wrong
-        seconds = time.monotonic() - start
-        print(f"gpu-null: {part}: {len(wrong)} problems in {seconds:.0f} s", flush=True)
+    problems = run_parts(device, options)
     if options.cache is not None:
-        problems += pack_cache(device, cache, options.cache)
+        problems += pack_cache(device, cache, options.cache, options)
     return problems
 
 
@@ -222,8 +215,6 @@ def main() -> int:
     options = parser.parse_args()
     if options.record and "steps" not in options.only:
         parser.error("--record: the steps are on record: add steps to --only")
-    if options.cache and "steps" not in options.only:
-        parser.error("--cache: steps try the cache after a move: add steps to --only")
     try:
         problems = run(options)
     except SetupError as error:

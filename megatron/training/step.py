@@ -345,12 +345,11 @@ class TrainStep:
         Args:
             at_a_time: microbatches that go through the stages of a pipeline together.
         """
-        sums = torch.zeros(2, dtype=torch.float64)
+        # Where the batches are: a process group of GPUs reduces no tensor on the CPU.
+        sums = torch.zeros(2, dtype=torch.float64, device=self.engine.store.device)
         source = iter(microbatches)
         while window := list(islice(source, at_a_time)):
-            # Where the batches are: a process group of GPUs reduces no tensor on the CPU.
-            found = self._evaluated(window)
-            sums = sums.to(found.device) + found
+            sums = sums + self._evaluated(window)
         total = all_reduce(all_reduce(sums, self.groups["lanes"]), self.groups["pp"])
         loss, tokens = total.tolist()
         return loss / max(tokens, 1.0)

@@ -33,6 +33,9 @@ BARS = (
     (("training", "experts on 4 ranks", " capacity 1.25"), "waits", 2),
     # One for each of four layers in addition.
     (("training", "experts on 4 ranks", "no capacity"), "waits", 6),
+    # For the sums; with a capacity for whether all tokens had room, without one for each layer.
+    (("evaluation", " capacity 1.25"), "waits", 2),
+    (("evaluation", "no capacity"), "waits", 5),
     (("decode",), "waits", 1),
     (("decode", "graphs"), "torch_launches", 12),
     (("decode", "graphs"), "triton_launches", 4),
@@ -67,7 +70,7 @@ def problems(measured: Steps, recorded: Steps, *, complete: bool = True) -> list
         found += [
             f"{name}: {key}: {counts[key]:g} a step, at most {most}"
             for words, key, most in BARS
-            if all(word in name for word in words) and counts[key] > most
+            if all(word in name for word in words) and counts.get(key, 0) > most
         ]
         for key, bound in recorded.get(name, {}).items():
             if key in UNCHECKED or key in FAULTS:

@@ -35,14 +35,19 @@ import triton
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from megatron.core.backend import LOCAL
+from megatron.core.context_parallel import SequenceLayout
 from megatron.core.device import CudaRecorder, GraphMemory
+from megatron.core.distributed import DataParallel
 from megatron.core.inference import CacheShapes, Engine, EngineConfig, Request
 from megatron.core.inference.engine import EngineFeatures
 from megatron.core.inference.sampling import SamplingParams
 from megatron.core.models.gpt import GPTConfig, GPTModel
-from megatron.core.moe import MoEConfig, RouterConfig
+from megatron.core.moe import CapacityCheck, MoEConfig, RouterConfig, capacities_of
+from megatron.core.optimizer import Optimizer, OptimizerConfig
 from megatron.core.process_groups import ProcessGroupCollection, RankGrid
 from megatron.core.transformer import LatentAttentionConfig
+from megatron.training.cuda_graphs import FullIterationGraph
+from megatron.training.step import ForwardBackward, Microbatch, TrainStep
 from tools.bench import gpu_engine, gpu_hybrid, ours, shapes
 from tools.bench.gpu_engine import GREEDY, SAMPLED, SMALL, Way
 from tools.bench.gpu_train import LLAMA_1_3B
@@ -138,6 +143,48 @@ def expert_parallel(
     return found if capacity is not None else {"waits": found["waits"]}
 
 
+def expert_parallel_run(
+    config: GPTConfig, dispatcher: str, capacity: float | None, *, evaluates: bool, trace: int = 0
+) -> dict:
+    """Measure what the training loop does on one of the ranks that share experts: a step that is
+    recorded as a CUDA graph, or an evaluation of one microbatch."""
+    device = torch.device("cuda")
+    backend = dataclasses.replace(
+        LOCAL, dispatcher=dispatcher, expert_rank_capacity_factor=capacity
+    )
+    with one_of(EXPERT_RANKS) as groups:
+        model = GPTModel(
+            config, groups, seed=shapes.SEED, dtype=torch.bfloat16, device=device, backend=backend
+        )
+        engine = DataParallel(model.store, groups)
+        optimizer = Optimizer(engine.owned(), groups, config=OptimizerConfig(clip_grad=1.0))
+        recorder = CudaRecorder(device, "steps")
+        run = FullIterationGraph(ForwardBackward(model, engine), recorder=recorder, warmup_steps=2)
+        names = model.config.router_names
+        check = CapacityCheck(capacities_of(model), names, world=groups["world"], device=device)
+        step = TrainStep(
+            model,
+            engine,
+            optimizer=optimizer,
+            groups=groups,
+            forward_backward=run,
+            capacities=None if capacity is None else check,
+        )
+        rows = torch.zeros((2, LLAMA_1_3B.sequence), dtype=torch.int64, device=device)
+        layout = SequenceLayout.of_rows(LLAMA_1_3B.sequence, device=device)
+        layout = layout.with_samples(torch.arange(len(rows), device=device))
+        batches = [Microbatch(rows, rows, torch.ones_like(rows, dtype=torch.float32), layout)]
+        if evaluates:
+            found = measured(partial(step.evaluate, batches), *TRAINING_STEPS, trace=trace)
+            return {"waits": found["waits"]}
+        found = measured(
+            partial(step, batches, lr=1e-4, weight_decay=0.0), *TRAINING_STEPS, trace=trace
+        )
+        if run.replays < TRAINING_STEPS[1]:
+            raise RuntimeError(f"{run.replays} of {TRAINING_STEPS[1]} steps were replayed")
+        return found
+
+
 @contextlib.contextmanager
 def one_of(ranks: int) -> Iterator[ProcessGroupCollection]:
     """Be the first of so many ranks of experts, the others of which do not exist."""
@@ -231,6 +278,10 @@ def cases() -> dict[str, Callable[..., dict]]:
         limit = "no capacity" if capacity is None else f"capacity {capacity}"
         name = f"training, experts on {EXPERT_RANKS} ranks, {dispatcher}, {limit}, microbatch 2"
         found[name] = partial(expert_parallel, experts, dispatcher, capacity, batch=2)
+        run = partial(expert_parallel_run, experts, dispatcher, capacity)
+        found[name.replace("training", "evaluation")] = partial(run, evaluates=True)
+        if capacity is not None:
+            found[f"{name}, graph"] = partial(run, evaluates=False)
     ways = [Way(a, g) for g, a in itertools.product((False, True), (False, True))]
     kinds = {"gpt": SMALL, "hybrid": SMALL, "moe": SMALL, "latent": SMALL, "1.3 B": LLAMA_1_3B}
     for kind, shape in kinds.items():

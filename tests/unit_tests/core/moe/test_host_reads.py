@@ -17,12 +17,31 @@ from tests.unit_tests.core.moe.single_layer import Layer
 
 S, B, H = 6, 2, 16
 CONFIG = MoEConfig(num_experts=8, ffn_hidden_size=8, router=RouterConfig(topk=2))
+#: What else a layer may have.
+FEATURES = MoEConfig(
+    num_experts=8,
+    ffn_hidden_size=8,
+    router=RouterConfig(
+        topk=2,
+        score_function="sigmoid",
+        num_groups=4,
+        group_topk=2,
+        expert_bias=True,
+        balance="aux_loss",
+        aux_loss_coeff=0.1,
+        z_loss_coeff=0.1,
+        jitter=0.1,
+    ),
+    capacity_factor=1.2,
+    shared_ffn_hidden_size=8,
+    shared_gate=True,
+)
 #: What a layer reads: the sizes of its all-to-all, or how many rows its experts have.
 READ = {"alltoall": ["tolist"], "allgather": ["aten._local_scalar_dense"]}
 
 
 def reads_of(
-    rank: int, world: int, degrees: dict[str, int], config: MoEConfig = CONFIG
+    rank: int, world: int, degrees: dict[str, int], config: MoEConfig
 ) -> dict[tuple[str, bool], tuple[list[str], list[str]]]:
     """Return what forward and backward of a layer read, by dispatcher and whether it has a capacity
     in training."""
@@ -44,7 +63,7 @@ def reads_of(
             layer.engine.begin_step()
             with products_of_a_gpu():
                 with HostReads() as forward:
-                    out = layer.moe(x, layout)
+                    out = layer.moe(x, layout, aux_factor=torch.ones(()))
                 with HostReads() as backward:
                     out.square().sum().backward()
             assert x.grad is not None
@@ -53,15 +72,19 @@ def reads_of(
     return found
 
 
-@pytest.mark.parametrize("degrees", [{"ep": 2}, {"ep": 2, "etp": 2, "tp": 2}], ids=str)
-def test_a_layer_reads_sizes_once_and_with_a_capacity_never(degrees):
+@pytest.mark.parametrize(
+    ("degrees", "config"),
+    [({"ep": 2}, CONFIG), ({"ep": 2}, FEATURES), ({"ep": 2, "etp": 2, "tp": 2}, CONFIG)],
+    ids=["ep", "ep, features", "etp"],
+)
+def test_a_layer_reads_sizes_once_and_with_a_capacity_never(degrees, config):
     world = 4 if "etp" in degrees else 2
-    for found in run_ranks(reads_of, world, degrees):
+    for found in run_ranks(reads_of, world, degrees, config):
         for (dispatcher, has_capacity), (forward, backward) in found.items():
             assert forward == ([] if has_capacity else READ[dispatcher])
             assert backward == []
 
 
 def test_a_single_rank_reads_nothing():
-    for found in run_ranks(reads_of, 1, {}):
+    for found in run_ranks(reads_of, 1, {}, FEATURES):
         assert set(map(str, found.values())) == {"([], [])"}

@@ -99,7 +99,8 @@ class Measured:
             for package, count in counts.items():
                 values[package][figure] = count
         for package, code in self.totals["code"].items():
-            values[package]["comments"] = int(1000 * self.totals["comments"][package] / code) / 10
+            tenths = 1000 * self.totals["comments"][package] // max(code, 1)
+            values[package]["comments"] = tenths / 10
         return values
 
 
@@ -197,6 +198,7 @@ def write_bounds(path: Path, bounds: Bounds) -> None:
     lines += ["# Bounds of `python -m tools.language`, which --record lowers; absent means zero."]
     for package, figures in bounds.items():
         lines += ["", f'["{package}"]', *(f"{name} = {bound}" for name, bound in figures.items())]
+    path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text("\n".join(lines) + "\n", encoding="utf-8")
 
 

@@ -26,13 +26,13 @@ PRONOUNS = re.compile(
     r"\b(that of|those of|what of|of what|by what|in what|those that|that which|what is|what it"
     r"|what they|what a|of which|than that|as that|what was|such a one|of these|of them|likewise)\b"
 )
-#: A back-quoted name, dotted name or path; calls (`f(x)`) are read as their function.
+#: A back-quoted name, dotted name or path, of at least two characters; one may end in ().
 REFERENCE = re.compile(r"(?<!`)`([A-Za-z_][\w.]*[\w/]|[\w.-]+/[\w./-]*[\w/])(?:\(\))?`(?!`)")
 DOCUMENTED = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
 
 
 def words_of(name: str) -> list[str]:
-    """Return the words of a name in small letters: `numHeads` and `num_heads` have two."""
+    """Return the words of a name in small letters: numHeads and num_heads have two."""
     return [w for w in re.sub(r"(?<=[a-z0-9])([A-Z])", r"_\1", name).lower().split("_") if w]
 
 
@@ -97,7 +97,7 @@ def used_names(node: ast.AST) -> Iterator[str]:
             yield from [asname] if asname else []
         case ast.keyword(arg=str(name)):
             yield name
-        case ast.Constant(value=str(text)) if len(text) < 200 and "\n" not in text:
+        case ast.Constant(value=str(text)) if not re.search(r"\s", text):
             yield from re.findall(r"\w+", text)
 
 
@@ -156,7 +156,9 @@ def read_facts(path: str, text: str, words: Mapping[str, Mapping[str, str]]) -> 
         for line, comment in written:
             references_ += references(comment, line)
         if hazardous:
-            facts["comments"], facts["code"] = len(written) - 1, code_lines(text, tree)
+            # Without the licence line.
+            facts["comments"] = max(len(written) - 1, 0)
+            facts["code"] = code_lines(text, tree)
     classes = [(n.name, n.lineno) for n in tree.body if isinstance(n, ast.ClassDef)]
     facts |= {"classes": classes, "imports": imports, "references": references_}
     return facts | {"used": sorted(used), "variables": sorted(variables)}

@@ -82,7 +82,8 @@ class References:
             if "variables" in facts
         }
         imports = (base for facts in files.values() for _, base, _ in facts.get("imports", ()))
-        self.libraries = {base.partition(".")[0] for base in imports}
+        tops = {base.partition(".")[0] for base in imports}
+        self.libraries = tops - {_dotted(path).partition(".")[0] for path in files}
         self.modules: dict[str, list[str]] = defaultdict(list)  # last part of the name -> paths
         self.classes: dict[str, list[str]] = defaultdict(list)
         self.paths = [f"/{path}" for path in _paths(root)]
@@ -97,11 +98,14 @@ class References:
     def problem(self, target: str, path: str) -> str | None:
         """Return why a reference in the file at `path` leads nowhere, or None."""
         parts = target.replace("/", ".").split(".")
-        if target in self.words or self.placeholders.intersection([target, *parts]):
+        if target.startswith(self.written) or target in self.words:
+            return None
+        if self.placeholders.intersection([target, *parts]):
             return None
         if "/" in target:
-            is_written = target.startswith(self.written)
-            return None if is_written or self._is_path(target) else "no such file or folder"
+            return None if self._is_path(target) else "no such file or folder"
+        if len(parts) > 1 and parts[0] in self.libraries:
+            return None
         unknown = [part for part in parts if part not in self.words]
         if unknown:
             return f"nothing defines {unknown[0]}"
@@ -114,7 +118,7 @@ class References:
                 return self._missing(parts[end:], paths, path)
         if parts[0] in self.classes:
             return self._missing(parts[1:], self.classes[parts[0]], path)
-        if variables is None or len(parts) == 1 or parts[0] in variables | self.libraries:
+        if variables is None or len(parts) == 1 or parts[0] in variables:
             return None
         return f"no module, class or variable of this file is {parts[0]}"
 

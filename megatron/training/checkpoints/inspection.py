@@ -164,7 +164,7 @@ def inspect_folder(config: InspectConfig) -> int:
 
 
 def kind_of_tensor(name: str) -> str:
-    """Return what a tensor is by its name: `weights`, optimizer state as `optimizer.exp_avg`, or
+    """Return what a tensor is by its name: `weights`, optimizer state as `optimizer.KIND`, or
     the state of `experiment.NAME`."""
     kind, slash, _ = name.partition("/")
     return kind if slash else "weights"

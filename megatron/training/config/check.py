@@ -211,7 +211,7 @@ def _heads(config: Config) -> Iterator[str]:
     model, tp = config.model, config.parallel.tensor_model_parallel_size
     heads, groups = model.num_attention_heads, model.num_query_groups
     if not layer_pattern.has_attention(config):
-        return  # `missing_blocks` names what is given
+        return  # `missing_block_problems` names attention's options
     if heads is None:
         yield "missing --num-attention-heads: give it"
         return

@@ -148,7 +148,7 @@ def _given(config: Config, fields: dict[str, tuple[str, ...]]) -> Iterator[str]:
 def _dependents(config: Config) -> Iterator[tuple[object, str, bool, str]]:
     """Yield (section, beginning of its fields' names, whether the switch is on, the switch)."""
     failures, checkpoint, profiling = config.failures, config.checkpoint, config.profiling
-    if has_attention(config):  # else `missing_blocks` says more
+    if has_attention(config):  # else `missing_block_problems` reports them
         yield from _of_attention(config)
     yield from _of_experts(config)
     yield from _of_recurrent(config)

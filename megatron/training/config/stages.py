@@ -117,7 +117,7 @@ def _layer_kinds(config: Config) -> str | None:
     """Return what follows attention in each layer of a GPT, which the layer pattern says if it says
     as many; None for a hybrid.
 
-    Where it has experts and the model none, or not in these layers, `experts.problems` says so.
+    Where it has experts and the model none, or not in these layers, `expert_problems` says so.
     """
     pattern, layers = layer_pattern.written(config), config.model.num_layers
     kinds = DENSE * layers if pattern is None else ffn_of(pattern.blocks)

@@ -2,7 +2,7 @@
 """Which rank caused a failed collective: dead, stopped, silent, or failed with a message.
 
 Every rank writes its identity and its heartbeats (where it is, and that it is alive) to the
-launcher's store; the store is read only when something has gone wrong (`peer_states`). A rank of
+launcher's store; the store is read only when something has gone wrong (`Peers.states`). A rank of
 the same machine is also looked up in the process table, which shows its state at once. The report
 of a run that hangs lists where every rank is, and which one is missing where.
 """

@@ -17,7 +17,7 @@ import torch.distributed as dist
 from megatron.core.comm.collectives import Pending, Transfer, Underway, observe, poison_
 from megatron.core.process_groups import Group
 
-_TAG = 1  # `comm.direct` has 0
+_TAG = 1  # `collectives` sends under tag 0
 
 
 @dataclass(frozen=True, eq=False, slots=True)

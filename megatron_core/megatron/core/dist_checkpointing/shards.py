@@ -12,7 +12,7 @@ of updates, is a tensor [] called `optimizer.NAME`. After loading, call `Optimiz
 optimizer over the weights.
 
 Planning is pure: no files, no messages. A rank lays out its own shard from its own chunks; rank 0
-checks the layouts of all ranks together (`shard_records`).
+checks the layouts of all ranks together (`manifest.check_plans`).
 
 A shard is written as a stream of small chunks, digested as they pass, synced at the end, without a
 second copy of the tensors: a contiguous CPU tensor is written from its own memory, any other goes

@@ -50,7 +50,7 @@ class GPTConfig:
         mtp_num_layers: depth D of multi-token prediction (DeepSeek-AI 2024, section 2.2): so many
             more layers predict the tokens after the next.
         mtp_loss_factor: of the mean of their D losses in the training loss.
-        pattern: the blocks of a hybrid, one symbol each (`models.pattern`); empty is a GPT.
+        pattern: the blocks of a hybrid, one symbol each (`layer_pattern.Pattern`); empty is a GPT.
         delta_net, mamba: shapes of the gated delta nets and of Mamba-2; None where no block is one.
         mtp_pattern: the blocks of each depth of multi-token prediction; empty is a layer like a
             GPT's last.

@@ -141,7 +141,7 @@ def _factor(name: str, factors: Sequence[tuple[str, float]], default: float) -> 
 OptimizerKind: TypeAlias = Literal["adam", "sgd", "muon"]
 KINDS: tuple[OptimizerKind, ...] = get_args(OptimizerKind)
 STATE_DTYPES = (torch.float32, torch.bfloat16)
-#: Factors of an orthogonal update of [rows, cols]; `newton_schulz.update_scale` has the formulas.
+#: Factors of an orthogonal update of [rows, cols]; `muon.update_scale` has the formulas.
 ScaleMode: TypeAlias = Literal["spectral", "shape_scaling", "unit_rms_norm", "rms"]
 SCALE_MODES: tuple[ScaleMode, ...] = get_args(ScaleMode)
 #: Patterns of names of matrices that AdamW updates whatever Muon does: each of their rows is a

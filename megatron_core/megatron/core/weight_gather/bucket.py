@@ -329,7 +329,7 @@ class Bucket:
         unit: the unit that its weights belong to; None if to none.
         part: the model chunk that its weights belong to.
         placement: which axes shard which role; none if its data-parallel group is this rank.
-        group: the ranks that share it; each owns one of `group.size` ranges of every block.
+        group: the ranks that share it; each owns one of `Group.size` ranges of every block.
         outer: the ranks that hold the same ranges, under hybrid sharding and generalized tensor
             parallelism; one rank otherwise.
         alone: nobody else has it: it is stored whole, and neither gathered nor reduced.

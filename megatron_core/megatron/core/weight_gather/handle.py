@@ -162,7 +162,7 @@ class WeightHandle:
         cpu_dtype: what a CPU multiplies it in, see `ops.dispatch.matmul_dtype`.
         row_tiles: multiply rows by it so that their bits do not depend on how many there are: by
             `ops.packed_product` where that holds, else in tiles, see `ops.row_tiles`.
-        copy: what `linear` multiplies by outside of autograd instead, see `copies.copy_weights`.
+        copy: what `linear` multiplies by outside of autograd instead, see `weight_copy.WeightCopy`.
         multiplies: the wire format that it is multiplied in, where it is gathered in that: then it
             is not decoded, and asked for by `get_encoded`.
     """

@@ -14,11 +14,11 @@ is the inverse of I + tril(beta (K Kᵀ) ∘ D, -1), and T alone is never needed
     S_next = exp(a_C) S + Kᵀ (left change)
 
 No factor of a decay is above 1: a decay is only ever a difference of sums that is at most 0. Sums
-are made in fp64 and kept in two parts of fp32 (see `ops.decay`), whose differences are exact where
-they matter. Forward is two kernels: one, parallel over chunks and heads, makes T ∘ D, the sums, and
-for the second scale (Q Kᵀ) ∘ D, which would else be on the way from chunk to chunk (SSD, without T,
-leaves it there unless keys are tall or wide); the second sweeps the states through the chunks, in
-fp32, parallel over sequences, heads and columns of values.
+are made in fp64 and kept in two parts of fp32 (see `ops.recurrence`), whose differences are exact
+where they matter. Forward is two kernels: one, parallel over chunks and heads, makes T ∘ D, the
+sums, and for the second scale (Q Kᵀ) ∘ D, which would else be on the way from chunk to chunk (SSD,
+without T, leaves it there unless keys are tall or wide); the second sweeps the states through the
+chunks, in fp32, parallel over sequences, heads and columns of values.
 
 Backward, with dS the gradient of the state behind a chunk and dO that of the output:
 

@@ -230,7 +230,7 @@ class NormCall:
 
 
 class GatedRmsNorm(torch.autograd.Function):
-    """Forward, dgrad and wgrad as in `reference.GatedRmsNorm`, with the way to x in the loads.
+    """Forward, dgrad and wgrad as in `gated_rms_norm.GatedRmsNorm`, with the way to x in the loads.
     Saves x, gate, w, the places and one number a group."""
 
     @staticmethod

@@ -161,7 +161,7 @@ def layer_norm_backward(
     wanted: Sequence[bool],
 ) -> tuple[torch.Tensor, ...]:
     """Return the gradient of x + residual and addends [programs, h] of those of weight and bias;
-    see `reference.layer_norm_backward`."""
+    see `layernorm._layer_norm_backward`."""
     total, weight, statistics = saved
     features, rows = total.shape[-1], statistics.shape[0]
     launch = BACKWARD.pick(total, launch_key(total))

@@ -129,7 +129,7 @@ def launch_key(rows: torch.Tensor, copies: int) -> str:
 
 
 def take(x: torch.Tensor, places: torch.Tensor, copies: int) -> torch.Tensor:
-    """See `reference.take`."""
+    """See `permutation.take`."""
     x, features = x.contiguous(), x.shape[1]
     y = torch.empty(len(places), features, dtype=x.dtype, device=x.device)
     if y.numel():
@@ -144,7 +144,7 @@ def take(x: torch.Tensor, places: torch.Tensor, copies: int) -> torch.Tensor:
 
 
 def total(y: torch.Tensor, slots: torch.Tensor, weights: torch.Tensor | None) -> torch.Tensor:
-    """See `reference.total`."""
+    """See `permutation.total`."""
     y, features, (tokens, copies) = y.contiguous(), y.shape[1], slots.shape
     out = torch.empty(tokens, features, dtype=y.dtype, device=y.device)
     if out.numel():
@@ -165,7 +165,7 @@ def total(y: torch.Tensor, slots: torch.Tensor, weights: torch.Tensor | None) ->
 
 
 class Total(torch.autograd.Function):
-    """forward, dgrad and the weights' gradient as in `reference.Total`, both of those in one
+    """forward, dgrad and the weights' gradient as in `permutation.Total`, both of those in one
     kernel. Saves y where there are weights."""
 
     @staticmethod

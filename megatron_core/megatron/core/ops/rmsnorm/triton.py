@@ -207,7 +207,7 @@ def rms_norm_backward(
     wanted: Sequence[bool],
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the gradient of x + residual and addends [programs, h] of the weight's; see
-    `reference.rms_norm_backward`."""
+    `rmsnorm._rms_norm_backward`."""
     total, weight, rstd = saved
     features = total.shape[-1]
     grad = torch.empty(total.shape, dtype=total.dtype, device=total.device)

@@ -12,7 +12,7 @@ from tools.language.pages import sentences
 from tools.language.source_facts import references
 
 CORE = "megatron_core/megatron/core/comm/planted.py"
-OTHER = "megatron/training/config/planted_too.py"
+APP = "megatron/training/config/planted_too.py"
 OP = "megatron_core/megatron/core/ops/swiglu/triton.py"
 TEST = "tests/parity/test_planted.py"
 LONG_SENTENCE = " ".join(["word"] * 36) + "."
@@ -25,7 +25,7 @@ def plant(root: Path, path: str, text: str) -> None:
 
 
 def run(root: Path, capsys: pytest.CaptureFixture[str], *options: str) -> tuple[int, str]:
-    """Return the exit status of the tool over `root` and what it prints."""
+    """Return the exit status of the tool over `root` and its output."""
     status = language.main(["--root", str(root), *options])
     return status, capsys.readouterr().out
 
@@ -53,12 +53,12 @@ OCCURRENCES = [
     ("dangling", CORE, '"""See `no_such_name`."""\n', f"{CORE}:1: no_such_name"),
     ("dangling", CORE, "x = 1  # as in `no.such.module`\n", f"{CORE}:1: no.such.module"),
     ("dangling", CORE, '"""See\n`planted.absent`."""\nabsent = 0\n', None),
-    ("dangling", OTHER, '"""See `planted_too.f`."""\n\ndef g(f): ...\n', None),
+    ("dangling", APP, '"""See `planted_too.f`."""\n\ndef g(f): ...\n', None),
     (
         "dangling",
-        OTHER,
+        APP,
         '"""See `planted_too.f`, `gone`."""\n',
-        f"{OTHER}:1: gone: nothing defines gone",
+        f"{APP}:1: gone: nothing defines gone",
     ),
     ("dangling", OP, '"""See `reference.g`."""\ng = 0\n', f"{OP}:1: reference.g: "),
     ("dangling", "docs/page.md", "See `docs/absent.md`.\n", "docs/page.md:1: docs/absent.md"),
@@ -103,42 +103,42 @@ def test_classes_and_modules_of_one_name(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     plant(tmp_path, CORE, "class Box: ...\n")
-    plant(tmp_path, OTHER, "class Box: ...\n")
+    plant(tmp_path, APP, "class Box: ...\n")
     plant(tmp_path, "tests/parity/boxes.py", "class Box: ...\n")
     for name in ("reference", "triton"):
         plant(tmp_path, f"megatron_core/megatron/core/ops/rope/{name}.py", "class Rope: ...\n")
     output = run(tmp_path, capsys, "--list", "classes_twice")[1]
     assert [line.split(": ")[:2] for line in output.splitlines()] == [
         [f"{CORE}:1", "Box"],
-        [f"{OTHER}:1", "Box"],
+        [f"{APP}:1", "Box"],
     ]
     plant(tmp_path, "megatron/training/planted.py", "")
     text = "from megatron.core.comm import planted\nfrom megatron.training.planted import f\n"
-    plant(tmp_path, OTHER, text + "from megatron.core.ops.rope import reference\n")
+    plant(tmp_path, APP, text + "from megatron.core.ops.rope import reference\n")
     output = run(tmp_path, capsys, "--list", "side_by_side")[1]
-    assert output.startswith(f"{OTHER}:2: megatron.training.planted: megatron.core.comm.planted")
+    assert output.startswith(f"{APP}:2: megatron.training.planted: megatron.core.comm.planted")
     assert len(output.splitlines()) == 1
 
 
 def test_bounds_only_become_tighter(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    plant(tmp_path, OTHER, "found = given = 1\n")
+    plant(tmp_path, APP, "found = given = 1\n")
     assert run(tmp_path, capsys, "--record")[0] == 0
     bounds = (tmp_path / language.BOUNDS).read_text(encoding="utf-8")
     assert '["training/config"]' in bounds
     assert "never = 2" in bounds
 
-    plant(tmp_path, OTHER, "blocks = given = 1\n")
+    plant(tmp_path, APP, "blocks = given = 1\n")
     status, output = run(tmp_path, capsys)
     assert status == 1
     assert "never 1 is below 2" in output
     assert run(tmp_path, capsys, "--record")[0] == 0
 
-    plant(tmp_path, OTHER, "found = given = 1\n")
+    plant(tmp_path, APP, "found = given = 1\n")
     for options in ((), ("--record",)):
         status, output = run(tmp_path, capsys, *options)
         assert status == 1
         assert "training/config: never 2, bound 1" in output
-        assert f"{OTHER}:1: found" in output
+        assert f"{APP}:1: found" in output
 
 
 def test_comment_lines_have_a_lower_bound(
@@ -160,8 +160,8 @@ def test_comment_lines_have_a_lower_bound(
 
 def test_a_list_of_one_package(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     plant(tmp_path, CORE, "found = 1\n")
-    plant(tmp_path, OTHER, "found = 1\n")
-    for package, paths in (("core/comm", [CORE]), ("core", [CORE]), ("training", [OTHER])):
+    plant(tmp_path, APP, "found = 1\n")
+    for package, paths in (("core/comm", [CORE]), ("core", [CORE]), ("training", [APP])):
         output = run(tmp_path, capsys, "--list", "never", "--package", package)[1]
         assert [line.split(":")[0] for line in output.splitlines()] == paths
 

@@ -38,7 +38,7 @@ from tools.language import pages, source_facts, tree_facts
 from tools.language.source_facts import Facts
 
 TREES = ("megatron_core/megatron", "megatron", "experimental", "tests", "tools")
-HERE = Path(__file__).resolve().parent
+TOOL = Path(__file__).resolve().parent
 BOUNDS, CACHE = "tools/language/bounds.toml", "build/language.json"
 FIGURES = {
     "never": "bound",
@@ -57,7 +57,7 @@ FIGURES = {
 }
 #: How far comments may rise over their bound, which is rounded down to a tenth.
 COMMENT_SLACK = 0.5
-SHOWN = 20
+LISTED = 20
 Bounds = dict[str, dict[str, float]]
 
 
@@ -80,8 +80,8 @@ def package_of(path: str) -> str:
     if not path.endswith(".py"):
         return path
     core = "megatron_core/megatron/"
-    parts = path.removeprefix(core).removeprefix("megatron/").split("/")[:-1]
-    return "/".join(parts[: 3 if parts[:2] == ["tests", "unit_tests"] else 2])
+    folders = path.removeprefix(core).removeprefix("megatron/").split("/")[:-1]
+    return "/".join(folders[: 3 if folders[:2] == ["tests", "unit_tests"] else 2])
 
 
 @dataclass
@@ -106,8 +106,8 @@ class Measured:
 
 def read_files(root: Path) -> dict[str, Facts]:
     """Return path -> facts of every file; those of unchanged files come from the cache."""
-    tool = b"".join(p.read_bytes() for p in sorted(HERE.glob("*.*")) if p.name != "bounds.toml")
-    words = tomllib.loads((HERE / "words.toml").read_text(encoding="utf-8"))
+    tool = b"".join(p.read_bytes() for p in sorted(TOOL.glob("*.*")) if p.name != "bounds.toml")
+    words = tomllib.loads((TOOL / "words.toml").read_text(encoding="utf-8"))
     cache = root / CACHE
     earlier = json.loads(cache.read_text(encoding="utf-8")) if cache.is_file() else {}
     files, keys = {}, {}
@@ -139,24 +139,31 @@ def measure(root: Path) -> Measured:
     files = read_files(root)
     occurrences: dict[str, list[Occurrence]] = {figure: [] for figure in FIGURES}
     totals: dict[str, Counter[str]] = defaultdict(Counter)
-    external = tomllib.loads((HERE / "external.toml").read_text(encoding="utf-8"))
+    external = tomllib.loads((TOOL / "external.toml").read_text(encoding="utf-8"))
     tree = [
         *tree_facts.repeated_classes(files),
         *tree_facts.modules_side_by_side(files),
         *tree_facts.dangling(root, files, external),
     ]
     for path, facts in files.items():
-        tree += [(figure, path, *rest) for figure, *rest in facts["entries"]]
+        tree += [(figure, path, *details) for figure, *details in facts["entries"]]
         for kind, total in facts.items():
             if isinstance(total, int):
                 totals[kind][package_of(path)] += total
-    for figure, path, *rest in tree:
-        occurrences[figure].append(Occurrence(package_of(path), path, *rest))
-    return Measured({figure: sorted(found) for figure, found in occurrences.items()}, totals)
+    for figure, path, *details in tree:
+        occurrences[figure].append(Occurrence(package_of(path), path, *details))
+    return Measured({figure: sorted(matches) for figure, matches in occurrences.items()}, totals)
 
 
-def compare(measured: Measured, bounds: Mapping[str, Mapping[str, float]]) -> list[str]:
-    """Return the lines of every figure above its bound, and of every bound that can be lowered."""
+def compare(root: Path, measured: Measured, bounds: Mapping[str, Mapping[str, float]]) -> list[str]:
+    """Return the lines of every figure above its bound, and of every bound that can be lowered.
+
+    Occurrences in the files that changed last come first.
+    """
+
+    def age(occurrence: Occurrence) -> float:
+        return -(root / occurrence.path).stat().st_mtime
+
     lines = []
     values = measured.values()
     for package in sorted(values.keys() | bounds.keys()):
@@ -170,9 +177,9 @@ def compare(measured: Measured, bounds: Mapping[str, Mapping[str, float]]) -> li
                     lines.append(f"{package}: comments {value} over {bound}: run with --record")
             elif value > bound:
                 lines.append(f"{package}: {figure} {value}, bound {bound}; one of")
-                places = [o for o in measured.occurrences[figure] if o.package == package]
-                lines += [f"  {occurrence}" for occurrence in places[:SHOWN]]
-                if len(places) > SHOWN:
+                matches = [o for o in measured.occurrences[figure] if o.package == package]
+                lines += [f"  {occurrence}" for occurrence in sorted(matches, key=age)[:LISTED]]
+                if len(matches) > LISTED:
                     lines.append(f"  ... all: --list {figure} --package {package}")
             elif value < bound:
                 lines.append(f"{package}: {figure} {value} is below {bound}: run with --record")
@@ -219,8 +226,7 @@ def print_table(measured: Measured, bounds: Bounds) -> None:
     tops = ("core", "cli", "hf", "inference", "training")
     wheels = {package for package in everything if package.split("/")[0] in tops}
     for figure in FIGURES:
-        if figure not in ("long", "very_long", "test_names", "test_rows"):
-            row("core, apps", figure, wheels)
+        row("core, apps", figure, wheels)
         row("elsewhere", figure, everything - wheels)
     for package, figures in sorted(measured.values().items()):
         if "comments" in figures:
@@ -232,7 +238,7 @@ def main(argv: list[str] | None = None) -> int:
     """Run from the command line; return the exit status."""
     parser = argparse.ArgumentParser(prog="python -m tools.language", description=__doc__)
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
-    parser.add_argument("--root", type=Path, default=HERE.parents[1], help="of the repository")
+    parser.add_argument("--root", type=Path, default=TOOL.parents[1], help="of the repository")
     parser.add_argument("--list", choices=FIGURES, help="print each occurrence of a figure")
     parser.add_argument("--package", help="of --list: core/comm, or core for all of core")
     parser.add_argument("--record", action="store_true", help="lower the bounds")
@@ -251,7 +257,7 @@ def main(argv: list[str] | None = None) -> int:
         write_bounds(path, bounds)
     if not options.quiet:
         print_table(measured, bounds)
-    lines = compare(measured, bounds)
+    lines = compare(options.root, measured, bounds)
     print("\n".join([*lines, "language: over the bounds" if lines else "language: fine"]))
     return 1 if lines else 0
 

@@ -24,18 +24,18 @@ Entry = tuple[str, str, int, str, str]  # figure, path, line, text, term
 
 def repeated_classes(files: Mapping[str, Facts]) -> Iterator[Entry]:
     """Yield the classes of core and apps whose name another class there has."""
-    places: dict[str, list[tuple[str, int]]] = defaultdict(list)
+    definitions: dict[str, list[tuple[str, int]]] = defaultdict(list)
     for path, facts in files.items():
         for name, line in facts.get("classes", ()) if path.startswith(WHEELS) else ():
-            places[name].append((path, line))
-    for name, definitions in places.items():
-        paths = [PurePosixPath(path) for path, _ in definitions]
-        one_op = len({path.parent for path in paths}) == 1
-        if len(paths) < 2 or (one_op and {path.name for path in paths} in IMPLEMENTATIONS):
+            definitions[name].append((path, line))
+    for name, locations in definitions.items():
+        paths = [PurePosixPath(path) for path, _ in locations]
+        same_op = len({path.parent for path in paths}) == 1
+        if len(paths) < 2 or (same_op and {path.name for path in paths} in IMPLEMENTATIONS):
             continue
-        for path, line in definitions:
-            others = ", ".join(other for other, _ in definitions if other != path)
-            yield "classes_twice", path, line, name, f"also in {others}: rename one"
+        for path, line in locations:
+            siblings = ", ".join(candidate for candidate, _ in locations if candidate != path)
+            yield "classes_twice", path, line, name, f"also in {siblings}: rename one"
 
 
 def modules_side_by_side(files: Mapping[str, Facts]) -> Iterator[Entry]:
@@ -48,11 +48,13 @@ def modules_side_by_side(files: Mapping[str, Facts]) -> Iterator[Entry]:
             stem = module.rpartition(".")[2]
             if module not in modules or stem in ROLES or module.count(".") < 2:
                 continue
-            other = seen.setdefault(stem, module)
-            related = f"{other}.".startswith(f"{module}.") or f"{module}.".startswith(f"{other}.")
+            earlier = seen.setdefault(stem, module)
+            related = f"{earlier}.".startswith(f"{module}.") or f"{module}.".startswith(
+                f"{earlier}."
+            )
             if not related:
                 seen[stem] = module
-                yield "side_by_side", path, line, module, f"{other} is imported here: rename one"
+                yield "side_by_side", path, line, module, f"{earlier} is imported here: rename one"
 
 
 def _dotted(path: str) -> str:
@@ -84,7 +86,7 @@ class References:
         imports = (base for facts in files.values() for _, base, _ in facts.get("imports", ()))
         tops = {base.partition(".")[0] for base in imports}
         self.libraries = tops - {_dotted(path).partition(".")[0] for path in files}
-        self.modules: dict[str, list[str]] = defaultdict(list)  # last part of the name -> paths
+        self.modules: dict[str, list[str]] = defaultdict(list)  # last segment of the name -> paths
         self.classes: dict[str, list[str]] = defaultdict(list)
         self.paths = [f"/{path}" for path in _paths(root)]
         for path, facts in files.items():
@@ -97,55 +99,59 @@ class References:
 
     def problem(self, target: str, path: str) -> str | None:
         """Return why a reference in the file at `path` leads nowhere, or None."""
-        parts = target.replace("/", ".").split(".")
+        segments = target.replace("/", ".").split(".")
         if target.startswith(self.written) or target in self.words:
             return None
-        if self.placeholders.intersection([target, *parts]):
+        if self.placeholders.intersection([target, *segments]):
             return None
         if "/" in target:
             return None if self._is_path(target) else "no such file or folder"
-        if len(parts) > 1 and parts[0] in self.libraries:
+        if len(segments) > 1 and segments[0] in self.libraries:
             return None
-        unknown = [part for part in parts if part not in self.words]
+        unknown = [segment for segment in segments if segment not in self.words]
         if unknown:
             return f"nothing defines {unknown[0]}"
-        if parts[-1] in FILE_ENDINGS:
+        if segments[-1] in FILE_ENDINGS:
             return None
         variables = self.variables.get(path)
-        for end in range(len(parts), 0, -1):
-            paths = self._modules_of(parts[:end], path)
-            if paths and not (variables and end == 1 and parts[0] in variables):
-                return self._missing(parts[end:], paths, path)
-        if parts[0] in self.classes:
-            return self._missing(parts[1:], self.classes[parts[0]], path)
-        if variables is None or len(parts) == 1 or parts[0] in variables:
+        for end in range(len(segments), 0, -1):
+            paths = self._modules_of(segments[:end], path)
+            if paths and not (variables and end == 1 and segments[0] in variables):
+                return self._missing(segments[end:], paths, path)
+        if segments[0] in self.classes:
+            return self._missing(segments[1:], self.classes[segments[0]], path)
+        if variables is None or len(segments) == 1 or segments[0] in variables:
             return None
-        return f"no module, class or variable of this file is {parts[0]}"
+        return f"no module, class or variable of this file is {segments[0]}"
 
     def _is_path(self, target: str) -> bool:
         ending = "/" + target.lstrip("./")
         endings = (ending, ending.rstrip("/") + "/", ending + ".py")
         return any(path.endswith(endings) for path in self.paths)
 
-    def _modules_of(self, parts: list[str], path: str) -> list[str]:
+    def _modules_of(self, segments: list[str], path: str) -> list[str]:
         """Return the files of modules with a dotted name; a role is that of the op at `path`."""
-        dotted, folder = "." + ".".join(parts), path.rpartition("/")[0]
+        dotted, folder = "." + ".".join(segments), path.rpartition("/")[0]
         return [
-            other
-            for other in self.modules.get(parts[-1], ())
-            if f".{_dotted(other)}".endswith(dotted)
-            and not (parts[0] in ROLES and other.rpartition("/")[0] != folder)
-            and (other.startswith(WHEELS) or not path.startswith(WHEELS))
+            candidate
+            for candidate in self.modules.get(segments[-1], ())
+            if f".{_dotted(candidate)}".endswith(dotted)
+            and not (segments[0] in ROLES and candidate.rpartition("/")[0] != folder)
+            and (candidate.startswith(WHEELS) or not path.startswith(WHEELS))
         ]
 
-    def _missing(self, parts: list[str], paths: list[str], path: str) -> str | None:
-        """Return that no module at `paths` has `parts[0]`, siblings first."""
+    def _missing(self, segments: list[str], paths: list[str], path: str) -> str | None:
+        """Return that no module at `paths` has `segments[0]`, siblings first."""
         folder = path.rpartition("/")[0]
-        siblings = [other for other in paths if other.rpartition("/")[0] == folder]
+        siblings = [candidate for candidate in paths if candidate.rpartition("/")[0] == folder]
         candidates = siblings or paths
-        if not parts or not paths or any(parts[0] in self.used[other] for other in candidates):
+        if (
+            not segments
+            or not paths
+            or any(segments[0] in self.used[candidate] for candidate in candidates)
+        ):
             return None
-        return f"{candidates[0]} has no {parts[0]}"
+        return f"{candidates[0]} has no {segments[0]}"
 
 
 def _paths(root: Path) -> Iterator[str]:

@@ -11,9 +11,9 @@ The last is written without the interpreter, by a timer that is reset at every h
 
 The log of collectives gives for each whether this rank has entered and left it, so it shows where a
 rank hangs and what came before. The log is one of the `observers` of a `ProcessGroupCollection`; it
-costs a few microseconds a collective. torch's own record of collectives (the flight recorder) also knows, on a GPU, which have
-really begun and ended there. It exists if the environment enables it before process groups are
-created, and is read as JSON.
+costs a few microseconds a collective. torch's own record of collectives (the flight recorder) also
+knows, on a GPU, which have really begun and ended there. It exists if the environment enables it
+before process groups are created, and is read as JSON.
 """
 
 from __future__ import annotations

@@ -36,8 +36,8 @@ def all_to_all_cp2hp(x: torch.Tensor, group: Group) -> torch.Tensor:
     Returns:
         [cp · s/cp, b, n/cp, w], the tokens of rank 0, then of rank 1, ...
     """
-    parts = x.unflatten(2, (group.size, -1)).permute(2, 0, 1, 3, 4)  # [cp, s/cp, b, n/cp, w]
-    return all_to_all(parts.contiguous().flatten(0, 1), group)
+    head_shards = x.unflatten(2, (group.size, -1)).permute(2, 0, 1, 3, 4)  # [cp, s/cp, b, n/cp, w]
+    return all_to_all(head_shards.contiguous().flatten(0, 1), group)
 
 
 def all_to_all_hp2cp(x: torch.Tensor, group: Group) -> torch.Tensor:
@@ -50,8 +50,8 @@ def all_to_all_hp2cp(x: torch.Tensor, group: Group) -> torch.Tensor:
     Returns:
         [s/cp, b, cp, n/cp, w], a view; the heads of rank 0, then of rank 1, ...
     """
-    found = all_to_all(x, group).unflatten(0, (group.size, -1))  # [cp, s/cp, b, n/cp, w]
-    return found.permute(1, 2, 0, 3, 4)
+    received = all_to_all(x, group).unflatten(0, (group.size, -1))  # [cp, s/cp, b, n/cp, w]
+    return received.permute(1, 2, 0, 3, 4)
 
 
 @dataclass(frozen=True, eq=False)
@@ -108,8 +108,8 @@ def scatter_heads(
             f"{x.shape[2]} heads do not divide over {group.size} context parallel ranks: use "
             "linear-cp-mode segments"
         )
-    found = x.flatten(0, 1) if group.size == 1 else apply_function(_ScatterHeads, x, group)
-    return found, rows.places
+    gathered = x.flatten(0, 1) if group.size == 1 else apply_function(_ScatterHeads, x, group)
+    return gathered, rows.places
 
 
 def gather_heads(y: torch.Tensor, layout: SequenceLayout, group: Group) -> Placed:

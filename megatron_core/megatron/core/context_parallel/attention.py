@@ -156,8 +156,10 @@ class AllGatherAttention(torch.autograd.Function):
         d_sinks = None if sinks is None else sink_gradient(grad, out, lse, sinks)
         if attend.group.size == 1:
             return d_query, *d_pair, d_sinks, None
-        both = attend.layout.to_ranks(torch.cat(d_pair, dim=2))  # [cp · s/cp, b, 2g, d]
-        d_key, d_value = reduce_scatter(both, attend.group).chunk(2, dim=2)  # [s/cp, b, g, d]
+        d_key_value = attend.layout.to_ranks(torch.cat(d_pair, dim=2))  # [cp · s/cp, b, 2g, d]
+        d_key, d_value = reduce_scatter(d_key_value, attend.group).chunk(
+            2, dim=2
+        )  # [s/cp, b, g, d]
         return d_query, d_key.contiguous(), d_value.contiguous(), d_sinks, None
 
 
@@ -173,8 +175,8 @@ def _gathered(
     rank's own as stored."""
     if attend.group.size == 1:
         return key, value
-    both = all_gather(torch.cat([key, value], dim=2), attend.group)  # [cp · s/cp, b, 2g, d]
-    keys, values = attend.layout.to_rows(both).chunk(2, dim=2)
+    key_value = all_gather(torch.cat([key, value], dim=2), attend.group)  # [cp · s/cp, b, 2g, d]
+    keys, values = attend.layout.to_rows(key_value).chunk(2, dim=2)
     return keys, values
 
 
@@ -189,7 +191,7 @@ class AllToAllAttention(torch.autograd.Function):
         q, k, v = _to_heads([query, *copies], attend)  # [s, b, n/cp or g', d]
         attend = replace(attend, dropout=_own_heads(attend, q.shape[2]))
         blocks = attend.layout.row_blocks(attend.window)
-        own_sinks = None if sinks is None else _own(sinks, attend)
+        own_sinks = None if sinks is None else _local_sinks(sinks, attend)
         out, lse = attend.forward(q, k, v, blocks)
         out, lse = blockwise.finish(out, lse, own_sinks, dtype=query.dtype)
         ctx.attend, ctx.groups = attend, groups
@@ -206,7 +208,9 @@ class AllToAllAttention(torch.autograd.Function):
         d_sinks = None
         if sinks is not None:
             d_sinks = torch.zeros_like(sinks)
-            _own(d_sinks, attend).copy_(sink_gradient(whole, out, lse, _own(sinks, attend)))
+            _local_sinks(d_sinks, attend).copy_(
+                sink_gradient(whole, out, lse, _local_sinks(sinks, attend))
+            )
         d_query, *copies = _to_sequence(list(grads), attend)
         d_key, d_value = (_collected(x, ctx.groups) for x in copies)
         return d_query, d_key, d_value, d_sinks, None
@@ -215,25 +219,25 @@ class AllToAllAttention(torch.autograd.Function):
 def _to_heads(tensors: list[torch.Tensor], attend: Attend) -> list[torch.Tensor]:
     """Turn [s/cp, b, cp · x, d] into [s, b, x, d] in the order of places, in one exchange."""
     # [s/cp, b, cp, x, d] each, joined to [s/cp, b, cp, x..., d]
-    parts = [t.unflatten(2, (attend.group.size, -1)) for t in tensors]
-    joined = torch.cat(parts, dim=3).flatten(2, 3)
+    head_shards = [t.unflatten(2, (attend.group.size, -1)) for t in tensors]
+    joined = torch.cat(head_shards, dim=3).flatten(2, 3)
     rows = attend.layout.to_rows(all_to_all_cp2hp(joined, attend.group))  # [s, b, x..., d]
-    sizes = [p.shape[3] for p in parts]
-    return [part.contiguous() for part in rows.split(sizes, dim=2)]
+    sizes = [p.shape[3] for p in head_shards]
+    return [tensor.contiguous() for tensor in rows.split(sizes, dim=2)]
 
 
 def _to_sequence(tensors: list[torch.Tensor], attend: Attend) -> list[torch.Tensor]:
     """Turn [s, b, x, d] in the order of places into [s/cp, b, cp · x, d], in one exchange."""
     joined = attend.layout.to_ranks(torch.cat(tensors, dim=2))  # [cp · s/cp, b, x..., d]
-    found = all_to_all_hp2cp(joined, attend.group)  # [s/cp, b, cp, x..., d]
+    received = all_to_all_hp2cp(joined, attend.group)  # [s/cp, b, cp, x..., d]
     sizes = [t.shape[2] for t in tensors]
-    return [part.flatten(2, 3).contiguous() for part in found.split(sizes, dim=3)]
+    return [tensor.flatten(2, 3).contiguous() for tensor in received.split(sizes, dim=3)]
 
 
 def _spread(x: torch.Tensor, cp: int) -> torch.Tensor:
     """Repeat heads [s/cp, b, g, d] so that each of cp ranks gets as many: [s/cp, b, cp · g', d]."""
-    wanted = cp * sent_groups(x.shape[2], cp)
-    copies = wanted // x.shape[2]
+    num_sent_heads = cp * sent_groups(x.shape[2], cp)
+    copies = num_sent_heads // x.shape[2]
     return x if copies == 1 else x.repeat_interleave(copies, dim=2)
 
 
@@ -243,7 +247,7 @@ def _collected(x: torch.Tensor, groups: int) -> torch.Tensor:
     return x if copies == 1 else x.unflatten(2, (groups, copies)).sum(3)
 
 
-def _own(sinks: torch.Tensor, attend: Attend) -> torch.Tensor:
+def _local_sinks(sinks: torch.Tensor, attend: Attend) -> torch.Tensor:
     """Return this rank's share of the heads' sinks [n], a view."""
     return sinks.chunk(attend.group.size)[attend.group.rank]
 
@@ -252,8 +256,8 @@ def _own_heads(attend: Attend, heads: int):
     """Return the dropout of this rank's heads."""
     if attend.dropout is None:
         return None
-    first = attend.dropout.head_offset + attend.group.rank * heads
-    return replace(attend.dropout, head_offset=first)
+    first_head = attend.dropout.head_offset + attend.group.rank * heads
+    return replace(attend.dropout, head_offset=first_head)
 
 
 class RingAttention(torch.autograd.Function):
@@ -287,9 +291,9 @@ class RingAttention(torch.autograd.Function):
         attend: Attend = ctx.attend
         group = attend.group
         pair = torch.stack([key, value])
-        wide = accumulation_dtype(query.dtype)
-        d_query = torch.zeros(query.shape, dtype=wide, device=query.device)
-        sums = torch.zeros(pair.shape, dtype=wide, device=pair.device)
+        sum_dtype = accumulation_dtype(query.dtype)
+        d_query = torch.zeros(query.shape, dtype=sum_dtype, device=query.device)
+        sums = torch.zeros(pair.shape, dtype=sum_dtype, device=pair.device)
         homeward: _Onward | None = None
         for step in range(group.size):
             onward = _Onward.start(pair, group) if step < group.size - 1 else None
@@ -367,10 +371,12 @@ def context_attention(
     layout, group = attend.layout, attend.group
     cut = layout.cut
     if cut is None or cut.size != group.size or layout.rank != group.rank:
-        told = "is not cut" if cut is None else f"is cut for rank {layout.rank} of {cut.size}"
+        layout_text = (
+            "is not cut" if cut is None else f"is cut for rank {layout.rank} of {cut.size}"
+        )
         raise ValueError(
-            f"the layout {told}, group {group.name} is rank {group.rank} of {group.size}: make "
-            "it for this group"
+            f"the layout {layout_text}, group {group.name} is rank {group.rank} of {group.size}: "
+            "make it for this group"
         )
     if query.shape[0] != cut.local_length:
         raise ValueError(f"{query.shape[0]} queries, the layout has {cut.local_length} here")

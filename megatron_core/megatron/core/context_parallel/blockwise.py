@@ -95,13 +95,13 @@ class Blocks(tuple[AttentionBlock, ...]):
             rows: b.
             length: s, of the queries or the keys.
         """
-        asked = (side, rows, length)
-        if asked not in self._visits:
+        key = (side, rows, length)
+        if key not in self._visits:
             is_query = side == "query"
-            places = [(x.row0, x.row1, *((x.q0, x.q1) if is_query else (x.k0, x.k1))) for x in self]
-            self._visits[asked] = _visits(places, rows, length)
+            ranges = [(x.row0, x.row1, *((x.q0, x.q1) if is_query else (x.k0, x.k1))) for x in self]
+            self._visits[key] = _visits(ranges, rows, length)
             self.visits_made += 1
-        return self._visits[asked]
+        return self._visits[key]
 
 
 def attention_blocks(
@@ -133,27 +133,27 @@ def attention_blocks(
     _check(rows, documents, window, joined)
     queries, keys = _merged(queries), _merged(keys)
     end = max((run.end for run in (*queries, *keys)), default=0)
-    found: list[AttentionBlock] = []
-    first = 0
+    blocks: list[AttentionBlock] = []
+    row0 = 0
     for bounds, same in groupby(_borders(rows, documents, end)):
-        last = first + len(list(same))
+        row1 = row0 + len(list(same))
         pairs = _pairs(_split(queries, bounds), _split(keys, bounds))
         for query, key in pairs:
             shapes = _visible(query, key) if causal else [(query, key, False)]
             for q, k, is_square in shapes:
                 q, k = (q, k) if window is None or is_square else _reached(q, k, window)
                 if min(q.length, k.length) > 0:
-                    found.append(_block((first, last), q, k, is_square))
-        first = last
+                    blocks.append(_block((row0, row1), q, k, is_square))
+        row0 = row1
     if rows > 1:
-        found = _join(found, "row0", "row1")
+        blocks = _join(blocks, "row0", "row1")
     if joined:
-        found = _join(_join(found, "k0", "k1"), "q0", "q1")
-    return Blocks(sorted(found))
+        blocks = _join(_join(blocks, "k0", "k1"), "q0", "q1")
+    return Blocks(sorted(blocks))
 
 
 @dataclass(frozen=True)
-class _Part:
+class _TokenRange:
     """Tokens of one document that follow each other on their rank and in their row."""
 
     start: int
@@ -164,71 +164,75 @@ class _Part:
     def end(self) -> int:
         return self.place + self.length
 
-    def between(self, first: int, end: int) -> _Part:
+    def between(self, start: int, end: int) -> _TokenRange:
         """Return the tokens of it at places [first, end); its length is not positive if none."""
-        first, end = max(first, self.place), min(end, self.end)
-        return _Part(self.start + first - self.place, end - first, first)
+        start, end = max(start, self.place), min(end, self.end)
+        return _TokenRange(self.start + start - self.place, end - start, start)
 
 
 def _merged(runs: Sequence[Run]) -> list[Run]:
     """Return the runs with those in one that follow each other: documents decide, not sequences."""
-    found: list[Run] = []
+    merged: list[Run] = []
     for run in runs:
-        last = found[-1] if found else None
-        if last is not None and (last.stop, last.end) == (run.start, run.place):
-            found[-1] = replace(last, length=last.length + run.length)
+        previous = merged[-1] if merged else None
+        if previous is not None and (previous.stop, previous.end) == (run.start, run.place):
+            merged[-1] = replace(previous, length=previous.length + run.length)
         else:
-            found.append(run)
-    return found
+            merged.append(run)
+    return merged
 
 
-def _split(runs: Sequence[Run], bounds: Sequence[int]) -> dict[int, list[_Part]]:
+def _split(runs: Sequence[Run], bounds: Sequence[int]) -> dict[int, list[_TokenRange]]:
     """Return the parts of the runs in each document, by its number."""
-    found: dict[int, list[_Part]] = {}
+    ranges: dict[int, list[_TokenRange]] = {}
     for run in runs:
-        whole = _Part(run.start, run.length, run.place)
-        first = bisect_right(bounds, run.place) - 1
-        for number in range(first, bisect_left(bounds, run.end)):
-            part = whole.between(bounds[number], bounds[number + 1])
-            found.setdefault(number, []).append(part)
-    return found
+        run_range = _TokenRange(run.start, run.length, run.place)
+        document = bisect_right(bounds, run.place) - 1
+        for number in range(document, bisect_left(bounds, run.end)):
+            token_range = run_range.between(bounds[number], bounds[number + 1])
+            ranges.setdefault(number, []).append(token_range)
+    return ranges
 
 
 def _pairs(
-    queries: dict[int, list[_Part]], keys: dict[int, list[_Part]]
-) -> Iterator[tuple[_Part, _Part]]:
+    queries: dict[int, list[_TokenRange]], keys: dict[int, list[_TokenRange]]
+) -> Iterator[tuple[_TokenRange, _TokenRange]]:
     """Yield every pair of parts of one document."""
-    for number, parts in queries.items():
-        for query in parts:
+    for number, query_ranges in queries.items():
+        for query in query_ranges:
             for key in keys.get(number, ()):
                 yield query, key
 
 
-def _visible(query: _Part, key: _Part) -> Iterator[tuple[_Part, _Part, bool]]:
+def _visible(
+    query: _TokenRange, key: _TokenRange
+) -> Iterator[tuple[_TokenRange, _TokenRange, bool]]:
     """Yield a causal square where queries and keys are the same tokens, and the rectangles left.
 
     With queries that begin before the keys, or keys that end after the queries, those see nothing.
     """
-    first, end = max(query.place, key.place), min(query.end, key.end)
-    if first >= end:  # no token in common: all of the keys are before the queries, or none
+    start, end = max(query.place, key.place), min(query.end, key.end)
+    if start >= end:  # no token in common: all of the keys are before the queries, or none
         if key.end <= query.place:
             yield query, key, False
         return
-    if end - first == 1:  # one token in common: the keys after it are left out, the rest is whole
-        yield query.between(first, query.end), key.between(key.place, end), False
+    if end - start == 1:  # one token in common: the keys after it are left out, the rest is whole
+        yield query.between(start, query.end), key.between(key.place, end), False
         return
-    yield query.between(first, end), key.between(first, end), True
-    yield query.between(first, query.end), key.between(key.place, first), False
-    yield query.between(end, query.end), key.between(first, end), False
+    yield query.between(start, end), key.between(start, end), True
+    yield query.between(start, query.end), key.between(key.place, start), False
+    yield query.between(end, query.end), key.between(start, end), False
 
 
-def _reached(query: _Part, key: _Part, window: int) -> tuple[_Part, _Part]:
+def _reached(query: _TokenRange, key: _TokenRange, window: int) -> tuple[_TokenRange, _TokenRange]:
     """Leave out the queries that are too far after all keys, and the keys none of them reaches."""
     query = query.between(query.place, key.end - 1 + window)
     return query, key.between(query.place - window + 1, key.end)
 
 
-def _block(rows: tuple[int, int], query: _Part, key: _Part, causal: bool) -> AttentionBlock:
+def _block(
+    rows: tuple[int, int], query: _TokenRange, key: _TokenRange, causal: bool
+) -> AttentionBlock:
     return AttentionBlock(
         *rows,
         query.start,
@@ -247,20 +251,20 @@ def _join(blocks: list[AttentionBlock], low: str, high: str) -> list[AttentionBl
     Squares only grow over rows: no two share queries or keys. Places are not compared along the
     range that grows.
     """
-    loose = {"k0": "k_place", "q0": "q_place"}.get(low)
-    names = [n for n in AttentionBlock.__dataclass_fields__ if n not in (low, high, loose)]
-    found: dict[tuple, AttentionBlock] = {}
-    done: list[AttentionBlock] = []
+    ignored = {"k0": "k_place", "q0": "q_place"}.get(low)
+    names = [n for n in AttentionBlock.__dataclass_fields__ if n not in (low, high, ignored)]
+    growing: dict[tuple, AttentionBlock] = {}
+    finished: list[AttentionBlock] = []
     for block in sorted(blocks, key=lambda b: vars(b)[low]):
-        rest = tuple(vars(block)[name] for name in names)
-        last = found.get(rest)
-        if last is not None and vars(last)[high] == vars(block)[low]:
-            found[rest] = replace(last, **{high: vars(block)[high]})
+        key = tuple(vars(block)[name] for name in names)
+        previous = growing.get(key)
+        if previous is not None and vars(previous)[high] == vars(block)[low]:
+            growing[key] = replace(previous, **{high: vars(block)[high]})
         else:
-            if last is not None:
-                done.append(last)
-            found[rest] = block
-    return done + list(found.values())
+            if previous is not None:
+                finished.append(previous)
+            growing[key] = block
+    return finished + list(growing.values())
 
 
 def _borders(
@@ -269,29 +273,29 @@ def _borders(
     """Return where each row's documents begin and end, empty ones left out."""
     if documents is None:
         return [(0, end)] * rows
-    found = []
+    row_bounds = []
     for row, bounds in enumerate(documents):
-        borders = tuple(int(x) for x in bounds)
-        falls = any(b < a for a, b in pairwise(borders))
-        if not borders or borders[0] != 0 or falls or borders[-1] < end:
+        document_bounds = tuple(int(x) for x in bounds)
+        decreases = any(b < a for a, b in pairwise(document_bounds))
+        if not document_bounds or document_bounds[0] != 0 or decreases or document_bounds[-1] < end:
             raise ValueError(
-                f"documents of row {row} are {list(borders)}: they must rise from 0 to the row's "
-                f"end, at least {end}"
+                f"documents of row {row} are {list(document_bounds)}: they must rise from 0 to the "
+                f"row's end, at least {end}"
             )
-        found.append(tuple(dict.fromkeys(borders)))
-    return found
+        row_bounds.append(tuple(dict.fromkeys(document_bounds)))
+    return row_bounds
 
 
-def _visits(places: Sequence[tuple[int, int, int, int]], rows: int, length: int) -> Visits:
+def _visits(ranges: Sequence[tuple[int, int, int, int]], rows: int, length: int) -> Visits:
     """Return the visits of blocks at (row0, row1, first, last) of a tensor [length, rows, ...]."""
     seen = np.zeros((rows, length), dtype=bool)
     is_first, covered = [], 0
-    for row0, row1, first, last in places:
-        part = seen[row0:row1, first:last]
-        is_first.append(not part.any())
-        covered += part.size if is_first[-1] else 0
-        part[:] = True
-    return Visits(tuple(places), tuple(is_first), covered == seen.size)
+    for row0, row1, start, stop in ranges:
+        region = seen[row0:row1, start:stop]
+        is_first.append(not region.any())
+        covered += region.size if is_first[-1] else 0
+        region[:] = True
+    return Visits(tuple(ranges), tuple(is_first), covered == seen.size)
 
 
 def _check(
@@ -370,7 +374,7 @@ def forward(
     Returns:
         (out [s_q, b, n, d], lse [b, n, s_q]), both fp32 (fp64 for fp64): see `finish`.
     """
-    wide = accumulation_dtype(query.dtype)
+    sum_dtype = accumulation_dtype(query.dtype)
     # Converted once here, not in every block.
     query, key, value = (x.to(matmul_dtype(x, cpu_dtype)) for x in (query, key, value))
     rule = _Rule(scale, window, dropout, cpu_dtype)
@@ -378,22 +382,22 @@ def forward(
         return _block_forward(query, key, value, blocks[0], rule)
     if into is None:
         _, is_first, is_full = Blocks.of(blocks).visits("query", query.shape[1], query.shape[0])
-        out = torch.empty(query.shape, dtype=wide, device=query.device)
-        lse = torch.empty((*query.shape[1:3], query.shape[0]), dtype=wide, device=query.device)
+        out = torch.empty(query.shape, dtype=sum_dtype, device=query.device)
+        lse = torch.empty((*query.shape[1:3], query.shape[0]), dtype=sum_dtype, device=query.device)
         if not is_full:
             out.zero_()
             lse.fill_(-math.inf)
     else:
         is_first, (out, lse) = (False,) * len(blocks), into
-    for block, first in zip(blocks, is_first, strict=True):
-        part, part_lse = _block_forward(query, key, value, block, rule)
+    for block, is_first_visit in zip(blocks, is_first, strict=True):
+        block_out, block_lse = _block_forward(query, key, value, block, rule)
         rows, queries = slice(block.row0, block.row1), slice(block.q0, block.q1)
         whole, whole_lse = out[queries, rows], lse[rows, :, queries]
-        if first:
-            whole.copy_(part)
-            whole_lse.copy_(part_lse)
+        if is_first_visit:
+            whole.copy_(block_out)
+            whole_lse.copy_(block_lse)
         else:
-            merge(whole, whole_lse, part, part_lse)
+            merge(whole, whole_lse, block_out, block_lse)
     return out, lse
 
 
@@ -444,11 +448,11 @@ def backward(
         make = torch.empty if visits[-1].covers else torch.zeros
         sums.append(make(x.shape, dtype=accumulation_dtype(x.dtype), device=x.device))
     for index, block in enumerate(blocks):
-        parts = _block_backward(fast, lse, block, rule)
-        for total, part, visit in zip(sums, parts, visits, strict=True):
-            row0, row1, first, last = visit.places[index]
-            target = total[first:last, row0:row1]
-            target.copy_(part) if visit.is_first[index] else target.add_(part)
+        block_grads = _block_backward(fast, lse, block, rule)
+        for total, block_grad, visit in zip(sums, block_grads, visits, strict=True):
+            row0, row1, start, stop = visit.places[index]
+            target = total[start:stop, row0:row1]
+            target.copy_(block_grad) if visit.is_first[index] else target.add_(block_grad)
     return tuple(x.to(kind) for x in sums)
 
 
@@ -498,18 +502,18 @@ def _block_forward(
     """Return (out, lse) of one block, fp32 or fp64."""
     dropout = rule.dropout
     rows, keys = slice(block.row0, block.row1), slice(block.k0, block.k1)
-    parts = (query[block.q0 : block.q1, rows], key[keys, rows], value[keys, rows])
-    mask, wide = _mask(block, rule), accumulation_dtype(query.dtype)
-    compute, _ = functions_of(*parts[:2], mask, dropout=dropout)
+    tensors = (query[block.q0 : block.q1, rows], key[keys, rows], value[keys, rows])
+    mask, sum_dtype = _mask(block, rule), accumulation_dtype(query.dtype)
+    compute, _ = functions_of(*tensors[:2], mask, dropout=dropout)
     if compute is not reference.attention_forward:
-        return compute(*parts, None, rule.scale, mask, dtype=wide)
+        return compute(*tensors, None, rule.scale, mask, dtype=sum_dtype)
     return reference.attention_forward(
-        *parts,
+        *tensors,
         None,
         rule.scale,
         mask,
         _of_block(dropout, block),
-        dtype=wide,
+        dtype=sum_dtype,
         cpu_dtype=rule.cpu_dtype,
     )
 
@@ -525,14 +529,14 @@ def _block_backward(
     rows = slice(block.row0, block.row1)
     queries, keys = slice(block.q0, block.q1), slice(block.k0, block.k1)
     spans = (queries, queries, keys, keys, queries)
-    parts = [x[span, rows] for x, span in zip(tensors, spans, strict=True)]
-    parts.append(lse[rows, :, queries])
+    block_tensors = [x[span, rows] for x, span in zip(tensors, spans, strict=True)]
+    block_tensors.append(lse[rows, :, queries])
     mask = _mask(block, rule)
-    _, differentiate = functions_of(*parts[1:3], mask, dropout=dropout)
+    _, differentiate = functions_of(*block_tensors[1:3], mask, dropout=dropout)
     if differentiate is not reference.attention_backward:
-        return differentiate(*parts, scale=rule.scale, mask=mask)
+        return differentiate(*block_tensors, scale=rule.scale, mask=mask)
     return reference.attention_backward(
-        *parts,
+        *block_tensors,
         scale=rule.scale,
         mask=mask,
         dropout=_of_block(dropout, block),
@@ -546,15 +550,17 @@ def _mask(block: AttentionBlock, rule: _Rule) -> Mask:
     Dropout counts in places of a sample, which has all documents of a block, and so all its tokens.
     """
     window, dropout = rule.window, rule.dropout
-    first = _sample(dropout, block) * (dropout.sample_length or 0) if dropout is not None else 0
+    sample_start = (
+        _sample(dropout, block) * (dropout.sample_length or 0) if dropout is not None else 0
+    )
     if window is not None:
         farthest = block.q_place + block.q1 - block.q0 - 1 - block.k_place
         window = window if farthest >= window else None
     return Mask(
         causal=block.causal,
         window=window,
-        query_start=block.q_place - first,
-        key_start=block.k_place - first,
+        query_start=block.q_place - sample_start,
+        key_start=block.k_place - sample_start,
     )
 
 

@@ -107,8 +107,8 @@ def choose(engine: str, shape: AttentionShape, cp: int) -> CommTypeChoice:
     fitting = [e for e in ENGINES if e != ALL_TO_ALL or reason is None]
     moved = {e: moved_bytes(e, shape, cp) for e in fitting}
     best = min(fitting, key=lambda e: moved[e])
-    shown = ", ".join(f"{e} {moved[e] / 1e6:,.2f} MB" for e in sorted(fitting, key=moved.get))
-    why = f"least of what leaves a rank per layer: {shown}"
+    volumes = ", ".join(f"{e} {moved[e] / 1e6:,.2f} MB" for e in sorted(fitting, key=moved.get))
+    why = f"least of what leaves a rank per layer: {volumes}"
     if best == ALL_GATHER:
         pair = 2 * shape.groups * shape.head_bytes / 1e6
         why += (

@@ -187,14 +187,14 @@ class SequenceCut:
 
     def _check_division(self) -> None:
         """Raise ValueError unless every padded sequence makes equal chunks."""
-        parts = self._parts
-        for number, (_, (first, end)) in enumerate(_pairs(self.bounds, self.padded)):
-            length = end - first
-            if length % parts:
+        chunks = self._num_chunks
+        for number, (_, (start, end)) in enumerate(_pairs(self.bounds, self.padded)):
+            length = end - start
+            if length % chunks:
                 named = "2 x context-parallel-size" if self._folds else "context-parallel-size"
                 raise ValueError(
-                    f"sequence {number} has {length} tokens, which do not divide by {parts} "
-                    f"({named}, {self.order} order): pad it to {-(-length // parts) * parts}"
+                    f"sequence {number} has {length} tokens, which do not divide by {chunks} "
+                    f"({named}, {self.order} order): pad it to {-(-length // chunks) * chunks}"
                 )
 
     @property
@@ -203,7 +203,7 @@ class SequenceCut:
         return self.order == ZIGZAG and self.size > 1
 
     @property
-    def _parts(self) -> int:
+    def _num_chunks(self) -> int:
         return 2 * self.size if self._folds else self.size
 
     @property
@@ -226,12 +226,14 @@ class SequenceCut:
             raise ValueError(f"rank {rank} of {self.size} context-parallel ranks")
         chunks = (rank, 2 * self.size - 1 - rank) if self._folds else (rank,)
         found: list[Run] = []
-        for number, ((place, end), (first, last)) in enumerate(_pairs(self.bounds, self.padded)):
-            chunk = (last - first) // self._parts
-            start = first // self.size
-            for part in chunks:
-                begin = place + part * chunk
-                length = min(chunk, end - begin)
+        for number, ((bound_start, bound_end), (padded_start, padded_end)) in enumerate(
+            _pairs(self.bounds, self.padded)
+        ):
+            chunk = (padded_end - padded_start) // self._num_chunks
+            start = padded_start // self.size
+            for chunk_index in chunks:
+                begin = bound_start + chunk_index * chunk
+                length = min(chunk, bound_end - begin)
                 if length > 0:
                     _append(found, Run(start, length, begin, number))
                 start += chunk
@@ -249,12 +251,12 @@ class SequenceCut:
 
         `gathered[inverse]` brings what was gathered from all ranks into the order of the row.
         """
-        found = [PADDING] * self.length
+        index = [PADDING] * self.length
         for rank in range(self.size):
             offset = rank * self.local_length
             for run in self.runs(rank):
-                found[run.place : run.end] = range(offset + run.start, offset + run.stop)
-        return found
+                index[run.place : run.end] = range(offset + run.start, offset + run.stop)
+        return index
 
     def halo(self, width: int) -> Halo:
         """Return who lends the `width` tokens before each run, of the run's own sequence.
@@ -284,14 +286,16 @@ class SequenceCut:
         return Halo(width, tuple(pieces))
 
 
-def _append(found: list[Run], run: Run) -> None:
+def _append(runs: list[Run], run: Run) -> None:
     """Add a run, or let the last one go on where this one begins."""
-    if found and found[-1].stop == run.start and found[-1].end == run.place:
-        last = found[-1]
-        if last.sequence == run.sequence:
-            found[-1] = Run(last.start, last.length + run.length, last.place, last.sequence)
+    if runs and runs[-1].stop == run.start and runs[-1].end == run.place:
+        previous = runs[-1]
+        if previous.sequence == run.sequence:
+            runs[-1] = Run(
+                previous.start, previous.length + run.length, previous.place, previous.sequence
+            )
             return
-    found.append(run)
+    runs.append(run)
 
 
 def _pairs(
@@ -315,10 +319,10 @@ def _check_cumulative(name: str, values: Sequence[int]) -> None:
         raise ValueError(f"{name} {list(values)}: give 0 and the end of each sequence")
     if values[0] != 0:
         raise ValueError(f"{name} starts at {values[0]}: it starts at 0")
-    for number, (first, end) in enumerate(pairwise(values)):
-        if end < first:
+    for number, (start, end) in enumerate(pairwise(values)):
+        if end < start:
             raise ValueError(
-                f"{name} falls from {first} to {end} at sequence {number}: lengths are not negative"
+                f"{name} falls from {start} to {end} at sequence {number}: lengths are not negative"
             )
 
 
@@ -366,18 +370,18 @@ class AttentionWork:
 
     def cost(self, costs: Costs) -> float:
         """Return what the slowest rank costs."""
-        own = zip(self.pairs, self.pieces, strict=True)
-        slowest = max(costs.pair * pairs + costs.piece * pieces for pairs, pieces in own)
+        work = zip(self.pairs, self.pieces, strict=True)
+        slowest = max(costs.pair * pairs + costs.piece * pieces for pairs, pieces in work)
         return costs.token * self.tokens + slowest
 
 
 def joined_documents(documents: Documents) -> tuple[int, ...]:
     """Return where documents begin and end in one row of all rows, one after another."""
-    found, first = {0: None}, 0  # ordered, empty documents left out
+    bounds, row_start = {0: None}, 0  # ordered, empty documents left out
     for borders in documents:
-        found |= dict.fromkeys(first + end for end in borders)
-        first += borders[-1]
-    return tuple(found)
+        bounds |= dict.fromkeys(row_start + end for end in borders)
+        row_start += borders[-1]
+    return tuple(bounds)
 
 
 def cut_documents(
@@ -392,7 +396,7 @@ def cut_documents(
         at_least: tokens of the row, padding included.
     """
     bounds, unit = joined_documents(documents), 2 * size
-    lengths = (-(-(end - first) // unit) * unit for first, end in pairwise(bounds))
+    lengths = (-(-(end - start) // unit) * unit for start, end in pairwise(bounds))
     padded = [0]
     for length in lengths:
         padded.append(padded[-1] + length)
@@ -423,8 +427,8 @@ def work_of(
     pairs, pieces = [0] * cut.size, [0] * cut.size
     for borders in documents:
         seen = _seen_before(borders, window)
-        for rank, own in enumerate(runs):
-            for run in own:
+        for rank, rank_runs in enumerate(runs):
+            for run in rank_runs:
                 pairs[rank] += int(seen[run.end] - seen[run.place])
                 inner = bisect_left(borders, run.end) - bisect_right(borders, run.place)
                 pieces[rank] += inner + 1

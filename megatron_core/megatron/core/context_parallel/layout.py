@@ -50,9 +50,9 @@ def columns_of(cut: SequenceCut, rank: int) -> torch.Tensor:
     index, place = _indices_and_places(
         [(run.start, run.length, run.place) for run in cut.runs(rank)]
     )
-    found = np.full(cut.local_length, PADDING, dtype=np.int64)
-    found[index] = place
-    return torch.from_numpy(found)
+    columns = np.full(cut.local_length, PADDING, dtype=np.int64)
+    columns[index] = place
+    return torch.from_numpy(columns)
 
 
 def inverse_of(cut: SequenceCut) -> torch.Tensor | None:
@@ -68,9 +68,9 @@ def inverse_of(cut: SequenceCut) -> torch.Tensor | None:
     if not cut.is_padded and all(start == place for start, _, place in runs):
         return None
     index, place = _indices_and_places(runs)
-    found = np.empty_like(index)
-    found[place] = index
-    return torch.from_numpy(found)
+    inverse = np.empty_like(index)
+    inverse[place] = index
+    return torch.from_numpy(inverse)
 
 
 def take_columns(x: torch.Tensor, columns: torch.Tensor, fill: float) -> torch.Tensor:
@@ -87,9 +87,9 @@ def take_columns(x: torch.Tensor, columns: torch.Tensor, fill: float) -> torch.T
     empty = columns.numpy() == PADDING
     if not empty.any():
         return x.index_select(1, columns)
-    found = x.index_select(1, columns.clamp(min=0))
-    found[:, torch.from_numpy(empty)] = fill
-    return found
+    local_columns = x.index_select(1, columns.clamp(min=0))
+    local_columns[:, torch.from_numpy(empty)] = fill
+    return local_columns
 
 
 def documents_of(ids: np.ndarray) -> tuple[tuple[int, ...], ...]:
@@ -101,18 +101,18 @@ def documents_of(ids: np.ndarray) -> tuple[tuple[int, ...], ...]:
     Raises:
         ValueError: ids that fall.
     """
-    found = []
+    documents = []
     for row, numbers in enumerate(ids):
         borders = np.flatnonzero(numbers[1:] != numbers[:-1]) + 1
-        first = numbers[np.concatenate(([0], borders))].tolist()  # the id of each document
-        for at, (before, after) in zip(borders.tolist(), pairwise(first), strict=True):
+        document_ids = numbers[np.concatenate(([0], borders))].tolist()  # the id of each document
+        for at, (before, after) in zip(borders.tolist(), pairwise(document_ids), strict=True):
             if after < before:
                 raise ValueError(
                     f"document_ids of row {row} fall from {before} to {after} at column {at}: "
                     "number documents along the row"
                 )
-        found.append((0, *borders.tolist(), len(numbers)))
-    return tuple(found)
+        documents.append((0, *borders.tolist(), len(numbers)))
+    return tuple(documents)
 
 
 def ids_of(bounds: Sequence[int], rows: int) -> torch.Tensor:
@@ -144,15 +144,15 @@ class _Plans:
 
     made: int = 0
     maps: dict[tuple, object] = field(default_factory=dict)
-    _found: dict[tuple, Blocks] = field(default_factory=dict)
+    _blocks: dict[tuple, Blocks] = field(default_factory=dict)
     _choices: dict[tuple, str] = field(default_factory=dict)
 
     def get(self, key: tuple, make: Callable[[], Blocks]) -> Blocks:
         """Return what was made for `key`; make it the first time."""
-        if key not in self._found:
-            self._found[key] = make()
+        if key not in self._blocks:
+            self._blocks[key] = make()
             self.made += 1
-        return self._found[key]
+        return self._blocks[key]
 
     def map(self, key: tuple, make: Callable[[], _Map]) -> _Map:
         """Return the map that was made for `key`; make it the first time."""
@@ -168,7 +168,7 @@ class _Plans:
 
     @property
     def visits_made(self) -> int:
-        return sum(blocks.visits_made for blocks in self._found.values())
+        return sum(blocks.visits_made for blocks in self._blocks.values())
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -304,8 +304,8 @@ class SequenceLayout:
             ValueError: no such rank, tensors that do not fit or are not on the host, ids that fall,
                 or a document in two sequences that are split separately.
         """
-        given = {"positions": positions, "document_ids": document_ids}
-        for name, tensor in given.items():
+        inputs = {"positions": positions, "document_ids": document_ids}
+        for name, tensor in inputs.items():
             _check(name, tensor, (rows, cut.length))
         _check("sample_ids", sample_ids, (rows,))
         documents = None
@@ -397,9 +397,9 @@ class SequenceLayout:
         return self._with(**tensors)
 
     def _with(self, **changes: object) -> SequenceLayout:
-        found = replace(self, **changes)
-        object.__setattr__(found, "_plans", self._plans)
-        return found
+        layout = replace(self, **changes)
+        object.__setattr__(layout, "_plans", self._plans)
+        return layout
 
     @property
     def rows_with_past(self) -> PagedRows:
@@ -567,16 +567,16 @@ class SequenceLayout:
         if self.inverse is None:
             return rows
         shape = (cut.padded[-1], *rows.shape[1:])
-        found = rows.new_zeros(shape) if cut.is_padded else rows.new_empty(shape)
-        return found.index_copy_(0, self.inverse, rows)
+        gathered = rows.new_zeros(shape) if cut.is_padded else rows.new_empty(shape)
+        return gathered.index_copy_(0, self.inverse, rows)
 
     def _known_cut(self) -> SequenceCut:
         if self.cut is not None:
             return self.cut
-        told = "this layout has no cut"
+        problem = "this layout has no cut"
         if self.document_ids is not None:
-            told += ", and of its documents only ids: blocks need where they begin (cu_seqlens)"
-        raise ValueError(f"{told}; make it by SequenceLayout.make, on the host")
+            problem += ", and of its documents only ids: blocks need where they begin (cu_seqlens)"
+        raise ValueError(f"{problem}; make it by SequenceLayout.make, on the host")
 
     def _plan(
         self,
@@ -599,9 +599,9 @@ class SequenceLayout:
         )
 
     @staticmethod
-    def _check_length(x: torch.Tensor, wanted: int) -> None:
-        if x.shape[0] != wanted:
-            raise ValueError(f"{x.shape[0]} tokens in {tuple(x.shape)}, the layout has {wanted}")
+    def _check_length(x: torch.Tensor, length: int) -> None:
+        if x.shape[0] != length:
+            raise ValueError(f"{x.shape[0]} tokens in {tuple(x.shape)}, the layout has {length}")
 
 
 def _whole(cut: SequenceCut) -> tuple[Run, ...]:
@@ -701,9 +701,9 @@ class PackedTokens:
         return x.unflatten(0, (self.length, self.batch))
 
     @staticmethod
-    def _check(what: str, x: torch.Tensor, wanted: tuple[int, ...]) -> None:
-        if tuple(x.shape[: len(wanted)]) != wanted:
-            raise ValueError(f"{what}: {tuple(x.shape)} must begin with {wanted}")
+    def _check(what: str, x: torch.Tensor, expected: tuple[int, ...]) -> None:
+        if tuple(x.shape[: len(expected)]) != expected:
+            raise ValueError(f"{what}: {tuple(x.shape)} must begin with {expected}")
 
 
 def whole_rows(layout: SequenceLayout, batch: int) -> PackedTokens:
@@ -901,8 +901,8 @@ class OwnPieces(PackedTokens):
         send = []
         for piece in sent:
             run = bisect_right(starts, piece.start) - 1
-            first = piece.row * before[-1] + before[run] + piece.start - starts[run]
-            send.append((first, piece.length))
+            start = piece.row * before[-1] + before[run] + piece.start - starts[run]
+            send.append((start, piece.length))
         places = [
             (self._firsts[piece.row, piece.run] * width + piece.first, piece.length)
             for piece in got
@@ -948,14 +948,14 @@ class _Ends:
             for rank in range(cut.size)
             for number, run in enumerate(cut.runs(rank))
         ]
-        self._owned = sorted(owned, key=lambda one: one[0].place)
+        self._owned = sorted(owned, key=lambda run_owner: run_owner[0].place)
         self.exports: list[list[tuple[int, int]]] = [[] for _ in range(cut.size)]  # (row, run)
         self.entries: list[list[tuple[int, int]]] = [[] for _ in range(cut.size)]
 
     def chains(self, row: int, borders: Sequence[int]) -> Iterator[Chain]:
         """Yield the chains of a row, whose documents have these borders."""
         links: list[Link] = []
-        for (run, number, source), (behind, other, target) in pairwise(self._owned):
+        for (run, number, source), (behind, next_number, target) in pairwise(self._owned):
             following = borders[bisect_right(borders, run.place)]  # the border after its first
             if links and following <= run.end:
                 yield tuple(links)
@@ -965,7 +965,7 @@ class _Ends:
             exports, entries = self.exports[source], self.entries[target]
             links.append(Link(source, len(exports), target, len(entries)))
             exports.append((row, number))
-            entries.append((row, other))
+            entries.append((row, next_number))
         if links:
             yield tuple(links)
 
@@ -973,7 +973,7 @@ class _Ends:
 def _lengths(run: Run, borders: Sequence[int]) -> list[int]:
     """Return the lengths of the pieces that documents make of a run."""
     inner = borders[bisect_right(borders, run.place) : bisect_left(borders, run.end)]
-    return [end - first for first, end in pairwise((run.place, *inner, run.end)) if end > first]
+    return [end - start for start, end in pairwise((run.place, *inner, run.end)) if end > start]
 
 
 def _lent(
@@ -1001,11 +1001,11 @@ def _lent(
                 )
 
 
-def _numbers_of(parts: Sequence[tuple[int, int]]) -> np.ndarray:
+def _numbers_of(ranges: Sequence[tuple[int, int]]) -> np.ndarray:
     """Return the numbers of parts (first, length), one after another."""
-    if not parts:
+    if not ranges:
         return np.zeros(0, dtype=np.int64)
-    return np.concatenate([np.arange(first, first + length) for first, length in parts])
+    return np.concatenate([np.arange(start, start + length) for start, length in ranges])
 
 
 @dataclass(frozen=True, kw_only=True)

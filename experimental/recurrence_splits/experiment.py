@@ -46,6 +46,7 @@ class SplitRecurrence:
         sequences: Sequences,
         *,
         initial: torch.Tensor | None = None,
+        keep_states: bool = False,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Return (out [t, H, V], last states [N, H, K, V])."""
         chosen = self._options
@@ -56,6 +57,7 @@ class SplitRecurrence:
             sequences,
             splits=chosen.splits,
             initial=initial,
+            keep_states=keep_states,
             chunk=chosen.chunk,
         )
 

@@ -124,6 +124,7 @@ def recur_split(
     *,
     splits: int,
     initial: torch.Tensor | None = None,
+    keep_states: bool = False,
     chunk: int = SPLIT_CHUNK,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Run a recurrence over every sequence by itself, each in segments side by side.
@@ -134,6 +135,7 @@ def recur_split(
         sequences: where they begin and end.
         splits: segments of a sequence; of a short one fewer, each of at least a chunk.
         initial: [N, H, K, V], the first states; None is zeros.
+        keep_states: as for `recur`.
         chunk: tokens that are not cut; a multiple of the recurrence's chunks wastes none.
 
     Returns:
@@ -147,8 +149,9 @@ def recur_split(
         raise ValueError(f"recur_split: splits {splits}: use 1 or more")
     split = sequences.made(("split", splits, chunk), lambda: Split(sequences, splits, chunk=chunk))
     if not split.cuts:
-        return recur(recurrence, inputs, sequences, initial=initial)
-    return _Splits.apply(recurrence, split, initial, *inputs)
+        return recur(recurrence, inputs, sequences, initial=initial, keep_states=keep_states)
+    keep_states = keep_states and torch.is_grad_enabled()
+    return _Splits.apply(recurrence, split, keep_states, initial, *inputs)
 
 
 class _Splits(torch.autograd.Function):
@@ -157,12 +160,13 @@ class _Splits(torch.autograd.Function):
     of segments."""
 
     @staticmethod
-    def forward(ctx, recurrence: Recurrence, split: Split, first, *inputs):
+    def forward(ctx, recurrence: Recurrence, split: Split, keep_states: bool, first, *inputs):
         ctx.recurrence, ctx.split, ctx.has_first = recurrence, split, first is not None
         ctx.set_materialize_grads(False)
         prepared = recurrence.prepare(RecurrenceInputs(*inputs), split.segments)
         states, steps = recurrence.summary(prepared)
-        out, last = recurrence.sweep(prepared, split.first_states(states, steps, first))
+        first = split.first_states(states, steps, first)
+        out, last = recurrence.sweep(prepared, first, keep_states=keep_states)
         ctx.shell, tensors = split_tensors(prepared)
         ctx.save_for_backward(steps, *tensors)
         return out, split.lasts(last)
@@ -176,4 +180,4 @@ class _Splits(torch.autograd.Function):
         first = recurrence.state_gradient(prepared, grad)
         last = split.last_gradients(first, steps, last)
         grads, first = recurrence.backward(prepared, grad, last)
-        return None, None, split.firsts(first) if ctx.has_first else None, *grads
+        return None, None, None, split.firsts(first) if ctx.has_first else None, *grads

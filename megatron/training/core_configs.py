@@ -73,6 +73,7 @@ def backend(config: Config) -> Backend:
         LOCAL if config.parallel.transformer_impl == "local" else _transformer_engine(config),
         context_engine=config.parallel.cp_comm_type,
         linear_mode=config.parallel.linear_cp_mode,
+        keep_recurrent_states=config.execution.keep_recurrent_states,
         dispatcher=config.parallel.moe_token_dispatcher_type,
         expert_rank_capacity_factor=config.parallel.moe_expert_rank_capacity_factor,
         overlap_shared_expert=config.parallel.moe_shared_expert_overlap,

@@ -160,6 +160,7 @@ EFFECTS: dict[str, Effect] = {
     "linear-cp-mode": Effect(
         "plan", "auto", "segments", f"{_DELTA} --context-parallel-size 2", world=2
     ),
+    "keep-recurrent-states": Effect("plan", base=_DELTA),
     "mamba-num-heads": Effect("plan", "", "6", _MAMBA),
     "mamba-head-dim": Effect("plan", "12", "24", _MAMBA),
     "mamba-state-dim": Effect("plan", "16", "32", _MAMBA),

@@ -238,6 +238,7 @@ def _of_recurrent(config: Config) -> Iterator[tuple[object, str, bool, str]]:
     for start in ("mamba_", "add_mamba_"):
         yield hybrid, start, mamba, f"M in {flag}"
     yield parallel, "linear_cp_", some, f"G or M in {flag}"
+    yield config.execution, "keep_recurrent_", some, f"G or M in {flag}"
     if some:
         yield parallel, "linear_cp_", cuts, "--context-parallel-size above 1"
 

@@ -324,6 +324,10 @@ class ExecutionConfig:
     recompute_num_layers: int | None = None
     """Layers of --recompute-method, in each chunk of layers of a pipeline stage by itself; an
     attention or recurrent block and what follows it are a layer."""
+    keep_recurrent_states: bool = False
+    """On a GPU, keep the states between chunks of recurrent blocks (G, M) from forward to backward
+    instead of computing them again: one sweep over the sequence less, for the bytes that the log
+    states. A CPU always keeps them."""
     cuda_graph_impl: Literal["none", "full_iteration"] = "none"
     """full_iteration records forward and backward of all microbatches of a step as one CUDA graph
     and replays it; nothing is gathered between steps then (as with

@@ -33,6 +33,7 @@ from megatron.core.models.layer_pattern import EXPERTS
 from megatron.core.moe.dispatch import choose_dispatcher, dispatched_rows
 from megatron.core.ops.attention import explain as explain_attention
 from megatron.core.ops.compiler import explain as explain_compiler
+from megatron.core.ops.recurrence import CHUNK_SIZE
 from megatron.core.optimizer import Optimizer
 from megatron.core.pipeline_parallel.schedule import make_schedule
 from megatron.core.pipeline_parallel.simulate import Times, simulate
@@ -498,6 +499,24 @@ def linear_lines(run: Run) -> list[str]:
     return found
 
 
+def recurrent_states_line(run: Run, device: torch.device) -> str | None:
+    """Return how many bytes --keep-recurrent-states keeps; None without it."""
+    if not run.config.execution.keep_recurrent_states:
+        return None
+    if device.type == "cpu":
+        return "recurrent states: a CPU always keeps them, with or without --keep-recurrent-states"
+    parallel, training = run.config.parallel, run.config.training
+    tp, cp = parallel.tensor_model_parallel_size, parallel.context_parallel_size
+    tokens = training.micro_batch_size * training.seq_length // cp
+    texts = []
+    for name, config in recurrent_shapes(run.config).items():
+        shape = linear_shape(config, tp)
+        elements = shape.heads * shape.key_channels * shape.value_channels
+        chunk_bytes = elements * weight_dtype(run.config).itemsize
+        texts.append(f"{name} {-(-tokens // CHUNK_SIZE) * chunk_bytes / 2**20:,.1f} MiB a layer")
+    return f"recurrent states kept for backward, for each microbatch: {', '.join(texts)}"
+
+
 def cut_line(cuts: PackedCuts, batches: Iterable[GPTBatch]) -> str | None:
     """Return how evenly either split of packed rows divides attention, and which is chosen; None
     without any.
@@ -545,6 +564,7 @@ def start_lines(session: Session, *, consumed_samples: int) -> list[str]:
         pipeline_line(run),
         context_line(run),
         *linear_lines(run),
+        recurrent_states_line(run, session.place.device),
         expert_line(run, session.model.config),
         capacity_line(run, session.model.config),
         batch_sizes_line(run),

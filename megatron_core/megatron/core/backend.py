@@ -91,6 +91,8 @@ class Backend:
             the function that multiplies rows in runs by its matrices, see
             `weight_gather.grouped_linear`.
         recurrence: function with the signature of `ops.recurrence.recur`.
+        keep_recurrent_states: keep the states between chunks of a recurrence from forward to
+            backward instead of computing them again.
         context_engine: how attention over ranks that share the tokens of a row brings queries and
             keys together: "p2p", "all_gather", "a2a" or "auto".
         linear_mode: how recurrences over those ranks meet: "headwise", "segments" or "auto".
@@ -119,6 +121,7 @@ class Backend:
     attention_layer: Callable[..., AttentionLayer] | None = None
     grouped_linear: Callable[..., GroupedLinear] = _local_grouped_linear
     recurrence: Callable[..., tuple[torch.Tensor, torch.Tensor]] = recur
+    keep_recurrent_states: bool = False
     context_engine: str = AUTO
     linear_mode: str = AUTO
     dispatcher: str = AUTO

@@ -17,8 +17,6 @@ CHUNK_SIZES = (16, 32, 64)
 MOST_KEYS = 256
 #: On Blackwell in 16 bits, where the gradients' accumulators must fit in tensor memory.
 MOST_KEYS_IN_TENSOR_MEMORY = 128
-#: In fp32 larger chunks do not fit in registers; results do not depend on them.
-CHUNK_SIZE_FP32 = 16
 
 
 @dataclass(frozen=True)
@@ -53,8 +51,7 @@ class ByDevice:
             return self.reference.prepare(inputs, sequences)
         problem = self._unfit(inputs)
         if problem is None:
-            size = CHUNK_SIZE_FP32 if inputs.value.dtype == torch.float32 else self.chunk_size
-            return self._kernels(size).prepare(inputs, sequences)
+            return self._kernels().prepare(inputs, sequences)
         if self.implementation is not None:
             raise ValueError(
                 f"{self.op}: the Triton kernels take {problem}; use implementation='reference'"
@@ -62,10 +59,10 @@ class ByDevice:
         return self.reference.prepare(inputs, sequences)
 
     def sweep(
-        self, prepared: Any, initial: torch.Tensor | None
+        self, prepared: Any, initial: torch.Tensor | None, *, keep_states: bool = False
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """See `Recurrence`."""
-        return self._that_made(prepared).sweep(prepared, initial)
+        return self._that_made(prepared).sweep(prepared, initial, keep_states=keep_states)
 
     def summary(self, prepared: Any) -> tuple[torch.Tensor, torch.Tensor]:
         """See `Recurrence`."""
@@ -84,11 +81,10 @@ class ByDevice:
     def _that_made(self, prepared: Any) -> Recurrence:
         return self.reference if isinstance(prepared, self.kept) else self._kernels()
 
-    def _kernels(self, chunk_size: int | None = None) -> Recurrence:
-        """Return the kernels; only to prepare they are told of chunks."""
+    def _kernels(self) -> Recurrence:
         from megatron.core.ops.chunked_recurrence.triton import TritonRecurrence
 
-        return TritonRecurrence(self.corrects, self.scale, chunk_size or self.chunk_size)
+        return TritonRecurrence(self.corrects, self.scale, self.chunk_size)
 
     def _unfit(self, inputs: RecurrenceInputs) -> str | None:
         """Return what the kernels take and these inputs are not; None where they fit."""

@@ -159,6 +159,7 @@ class RecurrentMixer(nn.Module, ABC):
         self.conv_bias = self.skip = None
         self.recurrence, self.context = recurrence, build.context
         self.recur = build.backend.recurrence
+        self.keep_states = build.backend.keep_recurrent_states
         self.step_by_step = build.backend.batch_invariant
         self._store, self._tp = build.store, build.region.group
 
@@ -257,7 +258,7 @@ class RecurrentMixer(nn.Module, ABC):
             gradient = None  # the source is no view of the projection
         own = ProjectionSlice(source, gradient)
         inputs, _ = self._read(own, part, sequences=sequences, places=places)
-        out, _ = self.recur(self.recurrence, inputs, sequences)
+        out, _ = self.recur(self.recurrence, inputs, sequences, keep_states=self.keep_states)
         out = self.added(out, inputs, part).unflatten(1, (source.shape[1], -1))
         return gather_heads(out, layout, group)  # from [t, u/cp, r, V]
 
@@ -313,7 +314,9 @@ class RecurrentMixer(nn.Module, ABC):
         inputs, _ = self._read(
             source, part, sequences=pieces.sequences, places=places, initial=before
         )
-        out = recur_in_segments(self.recurrence, inputs, pieces, group)
+        out = recur_in_segments(
+            self.recurrence, inputs, pieces, group, keep_states=self.keep_states
+        )
         out = self.added(out, inputs, part).unflatten(1, (self.units, -1))
         return Placed(out, places)
 

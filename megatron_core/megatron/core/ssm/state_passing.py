@@ -232,6 +232,7 @@ class _SegmentCall:
     recurrence: Recurrence
     sequences: Sequences
     links: Links | None = None
+    keep_states: bool = False
 
 
 def recur_in_segments(
@@ -239,6 +240,8 @@ def recur_in_segments(
     inputs: RecurrenceInputs,
     pieces: OwnPieces,
     group: Group,
+    *,
+    keep_states: bool = False,
 ) -> torch.Tensor:
     """Run a recurrence over documents of which each rank has pieces.
 
@@ -250,6 +253,7 @@ def recur_in_segments(
         inputs: of own tokens, packed as `pieces` do.
         pieces: own ones, of the layout of all ranks.
         group: cp.
+        keep_states: keep the states before chunks for backward, see `Recurrence.sweep`.
 
     Returns:
         out [t, H, V] in value's dtype.
@@ -263,7 +267,12 @@ def recur_in_segments(
     links = None
     if pieces.crossed:
         links = sequences.made("links", lambda: Links.of(pieces, group))
-    call = _SegmentCall(recurrence=recurrence, sequences=sequences, links=links)
+    call = _SegmentCall(
+        recurrence=recurrence,
+        sequences=sequences,
+        links=links,
+        keep_states=keep_states and torch.is_grad_enabled(),
+    )
     return apply_function(_Segments, call, *inputs)
 
 
@@ -297,7 +306,7 @@ class _Segments(torch.autograd.Function):
             first = _first_states(call, kept)
         out, ctx.shell, tensors = torch.zeros_like(kept.inputs.value), kept.inputs, ()
         if kept.prepared is not None:
-            out, _ = call.recurrence.sweep(kept.prepared, first)
+            out, _ = call.recurrence.sweep(kept.prepared, first, keep_states=call.keep_states)
             ctx.shell, tensors = split_tensors(kept.prepared)
         ctx.save_for_backward(kept.between, *tensors)
         return out

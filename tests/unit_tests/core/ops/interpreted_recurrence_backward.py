@@ -5,6 +5,8 @@ Run by `test_triton.py` in a process of its own: TRITON_INTERPRET must be set be
 import of Triton.
 """
 
+from functools import partial
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -168,6 +170,37 @@ def test_recomputation_saves_nothing_and_finds_the_same(corrects):
     wanted = gradients(mine, bounds, case, torch.float32)
     for name in NAMES:
         assert torch.equal(got[name], wanted[name]), name
+
+
+@pytest.mark.parametrize("corrects", [True, False], ids=["delta", "ssd"])
+def test_kept_states_give_the_same_gradients(corrects, monkeypatch):
+    bounds = (0, 5, 5, 39)
+    case = made(bounds, corrects=corrects, shared=2, groups=1)
+    triton_recurrence, _ = pair(corrects, 16)
+    sweeps = []
+    run_sweep = kernels.sweep
+
+    def counted(prepared, **tensors):
+        sweeps.append({name for name, tensor in tensors.items() if tensor is not None})
+        run_sweep(prepared, **tensors)
+
+    monkeypatch.setattr(kernels, "sweep", counted)
+    expected = gradients(triton_recurrence, bounds, case, torch.float32)
+    assert [("out" in stored, "starts" in stored) for stored in sweeps] == [
+        (True, False),
+        (False, True),
+    ]
+    sweeps.clear()
+    keeping = partial(recur, keep_states=True)
+    actual = gradients(triton_recurrence, bounds, case, torch.float32, run=keeping)
+    assert [("out" in stored, "starts" in stored) for stored in sweeps] == [(True, True)]
+    for name in NAMES:
+        assert torch.equal(actual[name], expected[name]), name
+    with torch.no_grad():
+        sweeps.clear()
+        inputs = RecurrenceInputs(*(tensor.float() for tensor in case[0]))
+        keeping(triton_recurrence, inputs, Sequences(bounds))
+    assert "starts" not in sweeps[0], "states are kept although nothing is differentiated"
 
 
 @pytest.mark.parametrize("corrects", [True, False], ids=["delta", "ssd"])

@@ -98,6 +98,17 @@ def test_bytes_of_the_delta_rule(moved):
     assert moved.total() <= 6.2e9
 
 
+def test_kept_states_save_a_sweep(moved):
+    recurrence = kernels.TritonRecurrence(True, None, CHUNK)
+    prepared = prepared_by(recurrence, (0, TOKENS))
+    recurrence.sweep(prepared, None, keep_states=True)
+    assert moved["sweep_kernel"] == 2 * KEYS + 2 * VALUES + 2 * SQUARES + STATES
+    moved.clear()
+    recurrence.backward(prepared, meta(TOKENS, HEADS, FEATURES), None)
+    assert "sweep_kernel" not in moved
+    assert prepared.starts.nbytes == STATES == 2 * TOKENS // CHUNK * HEADS * FEATURES**2
+
+
 @pytest.mark.parametrize("sequences", [1, 4])
 def test_sequences_of_a_pack_are_swept_side_by_side(moved, sequences):
     """A program takes 32 columns of values of one head of one sequence."""

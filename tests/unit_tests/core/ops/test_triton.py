@@ -24,7 +24,7 @@ FILES = {
     "interpreted_paged_attention.py": (27, 0),
     "interpreted_prologue.py": (15, 0),
     "interpreted_recurrence.py": (31, 8),
-    "interpreted_recurrence_backward.py": (19, 2),
+    "interpreted_recurrence_backward.py": (21, 2),
     "interpreted_rounding.py": (5, 0),
     "interpreted_sampling.py": (23, 0),
 }

@@ -112,6 +112,8 @@ class PreparedOnDevice:
         solved: T ∘ D [n, H, C, C] in value's dtype; None where nothing is corrected.
         seen: scale (Q Kᵀ) ∘ D, likewise, until a sweep has read it; None where sweeps make it.
         initial: the first states [N, H, K, V] of the sweep, fp32; None is zeros.
+        starts: the states before chunks [n, H, K, V] in value's dtype, from a sweep that keeps
+            them; None where backward computes them again.
     """
 
     inputs: RecurrenceInputs
@@ -121,6 +123,7 @@ class PreparedOnDevice:
     solved: torch.Tensor | None = None
     seen: torch.Tensor | None = None
     initial: torch.Tensor | None = None
+    starts: torch.Tensor | None = None
 
     @property
     def corrects(self) -> bool:
@@ -221,14 +224,20 @@ class TritonRecurrence:
         return prepared
 
     def sweep(
-        self, prepared: PreparedOnDevice, initial: torch.Tensor | None
+        self,
+        prepared: PreparedOnDevice,
+        initial: torch.Tensor | None,
+        *,
+        keep_states: bool = False,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """See `Recurrence`."""
         prepared.initial = None if initial is None else initial.float().contiguous()
         value = prepared.inputs.value
         out = torch.empty(value.shape, dtype=value.dtype, device=value.device)
         last = prepared.states()
-        sweep(prepared, initial=prepared.initial, out=out, last=last)
+        if keep_states:
+            prepared.starts = prepared.states(value.dtype, prepared.tiles.count)
+        sweep(prepared, initial=prepared.initial, out=out, starts=prepared.starts, last=last)
         prepared.seen = None
         return out, last
 
@@ -257,10 +266,12 @@ class TritonRecurrence:
     ) -> tuple[RecurrenceInputs, torch.Tensor]:
         """See `Recurrence`."""
         grad, value = dense(grad), prepared.inputs.value
-        starts, ends = (prepared.states(value.dtype, prepared.tiles.count) for _ in range(2))
+        starts, ends = prepared.starts, prepared.states(value.dtype, prepared.tiles.count)
         x = torch.empty(value.shape, dtype=value.dtype, device=value.device)
         initial = prepared.states()
-        sweep(prepared, initial=prepared.initial, starts=starts)
+        if starts is None:
+            starts = torch.empty_like(ends)
+            sweep(prepared, initial=prepared.initial, starts=starts)
         see(prepared)
         grad_last = None if grad_last is None else grad_last.float().contiguous()
         reverse_sweep(prepared, grad, grad_last=grad_last, ends=ends, x=x, grad_initial=initial)

@@ -39,6 +39,7 @@ import torch
 
 from megatron.core.ops.dispatch import accumulation_dtype
 from megatron.core.ops.recurrence import (
+    CHUNK_SIZE,
     Recurrence,
     RecurrenceInputs,
     Sweep,
@@ -59,7 +60,7 @@ __all__ = ["delta_recurrence", "gated_delta_rule", "gated_delta_step"]
 
 
 def delta_recurrence(
-    scale: float | None = None, chunk_size: int = 64, *, implementation: str | None = None
+    scale: float | None = None, chunk_size: int = CHUNK_SIZE, *, implementation: str | None = None
 ) -> Recurrence:
     """Return the gated delta rule as the local operations of a recurrence.
 
@@ -476,16 +477,21 @@ class DeltaRecurrence:
     """
 
     scale: float | None = None
-    chunk_size: int = 64
+    chunk_size: int = CHUNK_SIZE
 
     def prepare(self, inputs: RecurrenceInputs, sequences: Sequences) -> PreparedDeltaRule:
         """See `Recurrence`; everything waits for the sweep, to go through a cache once."""
         return PreparedDeltaRule(inputs, sequences)
 
     def sweep(
-        self, prepared: PreparedDeltaRule, initial: torch.Tensor | None
+        self,
+        prepared: PreparedDeltaRule,
+        initial: torch.Tensor | None,
+        *,
+        keep_states: bool = False,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """See `Recurrence`."""
+        del keep_states  # they are always kept
         work = _Work(self, prepared)
         value = work.grids.value
         states = Sweep(work.chunks, work.states_or_zeros(initial))

@@ -39,6 +39,7 @@ import torch
 
 from megatron.core.ops.dispatch import accumulation_dtype, apply_function, choose
 from megatron.core.ops.recurrence import (
+    CHUNK_SIZE,
     Recurrence,
     RecurrenceInputs,
     Sweep,
@@ -56,10 +57,6 @@ from megatron.core.ops.recurrence_by_device import ByDevice
 from megatron.core.ops.sequences import Chunks, Sequences, require_sequences
 
 __all__ = ["add_skip", "state_space_dual", "state_space_recurrence", "state_space_step"]
-
-# Of 32, 64, 128 and 256 tokens, the quickest on a CPU with 64 channels a head, whether a state has
-# 64 or 128 rows.
-CHUNK_SIZE = 64
 
 
 def state_space_recurrence(
@@ -631,9 +628,14 @@ class StateSpaceDual:
         return PreparedStateSpace(inputs, chunks, sums, strength)
 
     def sweep(
-        self, prepared: PreparedStateSpace, initial: torch.Tensor | None
+        self,
+        prepared: PreparedStateSpace,
+        initial: torch.Tensor | None,
+        *,
+        keep_states: bool = False,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """See `Recurrence`."""
+        del keep_states  # they are always kept
         chunks, gain = prepared.chunks, prepared.gain
         states = Sweep(chunks, prepared.states_or_zeros(initial))
         given = prepared.read()

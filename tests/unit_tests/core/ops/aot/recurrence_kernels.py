@@ -96,6 +96,8 @@ KERNELS = (
     swept("delta fp32", (), DELTA, wide=True, seen=True, value=True, out=True, last=True),
     swept("ssd fp32", (), DUAL, wide=True, seen=True, value=True, out=True, last=True),
     swept("delta starts", (), DELTA, value=True, initial=True, starts=True),
+    swept("delta out starts", (), DELTA, seen=True, value=True, out=True, starts=True, last=True),
+    swept("ssd out starts", (), DUAL, value=True, out=True, starts=True, last=True),
     swept("delta M", (), DELTA, last=True),
     swept("ssd", (90,), DUAL, value=True, initial=True, out=True, last=True),
     swept("ssd 256", (), TALL, seen=True, value=True, initial=True, out=True, last=True),

@@ -20,7 +20,7 @@ peaks, launches, waits of the host, calls refused in captures, the host's time. 
 values (kernels do nothing: what they would have written reads as zero, and no test compares it),
 speed, NCCL (torch's fake process group takes its place in a group of one), CUPTI.
 
-    make gpu-null                                   everything (10 minutes on two cores)
+    make gpu-null                                   everything (4 minutes on two cores)
     make gpu-null NULL_FLAGS="--only steps"         measured steps against record.json
     make gpu-null NULL_FLAGS="--only steps --record"    writes record.json anew
     make gpu-null NULL_FLAGS="--only steps --trace 30"  who launches what

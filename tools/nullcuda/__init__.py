@@ -18,7 +18,7 @@ torch, its CUDA build of 3 GB, is the real one, and so are autograd, the caching
 events, `CUDAGraph`, pinned memory and Triton's launches. What the device shows: exceptions, memory
 peaks, launches, waits of the host, calls refused in captures, the host's time. What it cannot show:
 values (kernels do nothing: what they would have written reads as zero, and no test compares it),
-speed, NCCL (torch's fake process group takes its place in a group of one), CUPTI.
+speed, NCCL (torch's fake process group is in its place and moves nothing), CUPTI.
 
     make gpu-null                                   everything (4 minutes on two cores)
     make gpu-null NULL_FLAGS="--only steps"         measured steps against record.json

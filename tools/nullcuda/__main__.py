@@ -84,11 +84,17 @@ class NullDevice:
     def __init__(self, python: Path, environment: Mapping[str, str]) -> None:
         self.python, self.environment = python, environment
 
-    def run(self, *words: str) -> int:
-        """Run the Python with some words; return its exit code."""
+    def run(self, *words: str, devices: int = 1) -> int:
+        """Run the Python with some words; return its exit code.
+
+        Args:
+            words: of the command line.
+            devices: that it sees.
+        """
         command = [str(self.python), *words]
+        environment = {**self.environment, "NULLCUDA_DEVICES": str(devices)}
         try:
-            done = subprocess.run(command, cwd=ROOT, env=self.environment, timeout=PART_SECONDS)
+            done = subprocess.run(command, cwd=ROOT, env=environment, timeout=PART_SECONDS)
         except subprocess.TimeoutExpired:
             print(f"gpu-null: not finished after {PART_SECONDS} s: {' '.join(words)}")
             return 1
@@ -101,7 +107,7 @@ class NullDevice:
         words += ["--tb=short", "--durations=3", "-p", "timeout", "--timeout", "900"]
         if jobs > 1:
             words += ["-p", "xdist", "-n", str(jobs), "--dist", "worksteal"]
-        code = self.run(*words, "tests/gpu")
+        code = self.run(*words, "tests/gpu", devices=2)
         return [f"tests/gpu: pytest ended with exit code {code}"] if code else []
 
     def bench(self, name: str) -> list[str]:

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """A pytest plugin that runs tests/gpu over the null device, where no value means anything.
 
-A test fails by whatever it raises, but not by what it finds wrong with values: after an `assert`
-that does not hold the test goes on, so that its last line runs too, and comparisons of
-tests/support return at once. Launches are those that the device has seen, by name.
+A test fails by whatever it raises and by how runs end, but not by what it finds wrong with values:
+after an `assert` that does not hold the test goes on, so that its last line runs too, and
+comparisons of tests/support return at once. Launches are those that the device has seen, by name.
 """
 
 from __future__ import annotations
@@ -22,7 +22,6 @@ from typing import Any
 
 import pytest
 import torch
-from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from tools.nullcuda.device import calls, counters
 from tools.nullcuda.values import plausible_tokens
@@ -30,11 +29,18 @@ from tools.nullcuda.values import plausible_tokens
 #: Modules whose assertions are about values; those of tests/support say what a comparison says.
 JUDGES = ("tests.gpu.", "tests.unit_tests.", "tests.functional_tests.")
 
+#: What assertions that hold on any device speak of.
+ENDS = {"code", "exit_code", "run_here"}
+
 
 class _Unjudged(ast.NodeTransformer):
-    """Wraps each `assert` so that it cannot end a test."""
+    """Wraps each `assert` so that it cannot end a test, unless it says how a run has ended."""
 
-    def visit_Assert(self, node: ast.Assert) -> ast.Try:
+    def visit_Assert(self, node: ast.Assert) -> ast.Assert | ast.Try:
+        names = {n.id for n in ast.walk(node.test) if isinstance(n, ast.Name)}
+        names |= {n.attr for n in ast.walk(node.test) if isinstance(n, ast.Attribute)}
+        if names & ENDS:
+            return node
         handler = ast.ExceptHandler(
             type=ast.Name("AssertionError", ast.Load()), name=None, body=[ast.Pass()]
         )
@@ -112,20 +118,16 @@ def pytest_configure(config: pytest.Config) -> None:
     for name in ("relative_error", "assert_close_by_metric", "assert_all_close"):
         setattr(closeness, name, _agrees)
     torch.testing.assert_close = _agrees
-    torch.distributed.init_process_group = _without_nccl
+    torch.distributed.init_process_group = _without_peers
     pytest.raises = _raises  # type: ignore[assignment]
     importlib.import_module("tests.support.launch_kernels").launched = _launched
     sys.meta_path.insert(0, _Finder())  # type: ignore[arg-type]
 
 
-def _without_nccl(backend: str | None = None, *arguments: Any, **options: Any) -> Any:
-    """Be `init_process_group`, with collectives that move nothing in place of NCCL's, which looks
-    for the GPU by itself; skip a test of symmetric memory, which the driver maps."""
-    if backend == "nccl":
-        if "device_id" in options:
-            pytest.skip("no memory of peers here")
-        ranks = {name: options[name] for name in ("rank", "world_size")}
-        return _INIT_PROCESS_GROUP("fake", store=FakeStore(), **ranks)
+def _without_peers(backend: str | None = None, *arguments: Any, **options: Any) -> Any:
+    """Be `init_process_group`; skip a test of symmetric memory, which the driver maps."""
+    if backend == "nccl" and options.get("world_size") == 1 and "device_id" in options:
+        pytest.skip("no memory of peers here")
     return _INIT_PROCESS_GROUP(backend, *arguments, **options)
 
 

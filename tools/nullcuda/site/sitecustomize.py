@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Python imports this first in each process over the null device, by its PYTHONPATH.
 
-Triton's kernels are launched without being compiled, unless NULLCUDA_COMPILES is set: then Triton
-compiles and loads them as on a GPU, and writes what it compiles to NULLCUDA_COMPILE_LOG.
+Process groups of NCCL are torch's fake ones. Triton's kernels are launched without being compiled,
+unless NULLCUDA_COMPILES is set: then Triton compiles and loads them as on a GPU, and writes what it
+compiles to NULLCUDA_COMPILE_LOG.
 """
 
 from __future__ import annotations
@@ -117,6 +118,24 @@ def log_compilations(compiler: ModuleType) -> None:
     triton.knobs.compilation.listener = listener
 
 
+def move_nothing(distributed: ModuleType) -> None:
+    """Let process groups of NCCL, which looks for the GPU by itself, be torch's fake ones: their
+    collectives return at once, and leave outputs as they are."""
+    original = distributed.init_process_group
+
+    def init_process_group(backend: str | None = None, *arguments: Any, **options: Any) -> Any:
+        if backend == "nccl":
+            import torch.testing._internal.distributed.fake_pg  # noqa: F401  registers "fake"
+
+            backend = "fake"
+            options.pop("device_id", None)
+        return original(backend, *arguments, **options)
+
+    distributed.init_process_group = init_process_group
+
+
+if "NULLCUDA_LIBRARY" in os.environ:
+    sys.meta_path.insert(0, AfterImport("torch.distributed.distributed_c10d", move_nothing))
 if "NULLCUDA_LIBRARY" in os.environ and not os.environ.get("TRITON_INTERPRET"):
     if not os.environ.get("NULLCUDA_COMPILES"):
         sys.meta_path.insert(0, AfterImport("triton.runtime.jit", launch_uncompiled))

@@ -1,13 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """`LLM`: a checkpoint or a Hugging Face folder that continues texts, from Python.
 
-    from megatron.inference.llm import LLM, TextParams
-
-    with LLM.open("runs/quickstart/checkpoints") as llm:
-        for result in llm.generate(["The list type", "A"], TextParams(max_new_tokens=20)):
-            print(result.text)
-        for piece in llm.stream(["Once upon a time"]):
-            print(piece.text, end="", flush=True)
+    >>> from megatron.inference.llm import LLM, TextParams
+    >>> with LLM.open("runs/quickstart/checkpoints") as llm:
+    ...     params = TextParams(max_new_tokens=20)
+    ...     texts = [output.text for output in llm.generate(["The list type", "A"], params)]
+    ...     text = "".join(delta.text for delta in llm.stream(["Once upon a time"], params))
 
 It joins a tokenizer and the engine of `megatron.core.inference`: texts become requests, new tokens
 become pieces of text, and a stop string ends its output in the step that completes it.

@@ -6,10 +6,13 @@ tensors. What was allocated while recording is written again, what was there bef
 then, and numbers that Python passed are what they were. A small operation on a CPU takes no longer
 than the Python around it.
 
-    graph = CpuGraph()
-    graph.capture(step)  # runs it once
-    inputs.copy_(others)
-    graph.replay()
+    >>> inputs, outputs = torch.ones(3), torch.empty(3)
+    >>> graph = CpuGraph()
+    >>> graph.capture(lambda: torch.mul(inputs, 2, out=outputs))  # runs the function once
+    >>> _ = inputs.copy_(torch.arange(3))
+    >>> graph.replay()
+    >>> outputs
+    tensor([0., 2., 4.])
 
 Operations are recorded below autograd (`__torch_dispatch__`), as these calls:
 

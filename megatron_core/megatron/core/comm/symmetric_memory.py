@@ -1,15 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
 """Low-latency collectives of sequence parallel inference, over symmetric memory where it exists.
 
-    comm = SequenceParallelComm.create(group, TorchMemory(device), max_bytes=..., mode="auto")
-    print(comm.explain())
-    comm.begin_step()
-    own = comm.reduce_scatter(addends)    # [n * tp, ...] -> the sum of this rank's [n, ...]
-    whole = comm.all_gather(normed)       # [n, ...] of every rank -> [n * tp, ...]
-    if comm.fuses(addends):               # reduce-scatter, add, RMSNorm and all-gather in one
-        whole = comm.reduce_norm_gather(addends, stream, norm)
-    whole = comm.all_gather_v(x, rows)        # the first rows[r] of rank r's [n, h], then zeros
-    own = comm.reduce_scatter_v(whole, rows)  # back: the sum of this rank's rows, then zeros
+    >>> comm = SequenceParallelComm.create(group, TorchMemory(device), max_bytes=1 << 20)
+    >>> comm.explain()
+    'torch.distributed (one rank)'
+    >>> comm.begin_step()
+    >>> shard = comm.reduce_scatter(addends)  # [n * tp, h] -> the sum of this rank's [n, h]
+    >>> full = comm.all_gather(shard)  # [n, h] of every rank -> [n * tp, h]
+    >>> if comm.fuses(addends):  # reduce-scatter, add, RMSNorm and all-gather in one kernel
+    ...     full = comm.reduce_norm_gather(addends, stream, norm)
+    >>> full = comm.all_gather_v(x, rows)  # the first rows[r] of rank r's [n, h], then zeros
+    >>> shard = comm.reduce_scatter_v(full, rows)  # back: the sum of this rank's rows, then zeros
 
 Three ways, the first that all ranks can take:
 

@@ -3,8 +3,9 @@
 
 A rank saves chunks of logical tensors, views of memory, of the model and of its optimizer:
 
-    save_checkpoint(root, step, weight_chunks(model.store), {}, coordinator=Solo())
-    load_checkpoint(latest_checkpoint(root), weight_chunks(other.store))
+    >>> chunks = weight_chunks(model.store)
+    >>> folder = save_checkpoint(root, 100, chunks, {}, coordinator=Solo())
+    >>> loaded = load_checkpoint(latest_checkpoint(root), chunks)
 
 Tensors have logical names, a weight its own and optimizer state `optimizer.KIND/WEIGHT`, so any
 layout loads what another has saved. Optimizer state that belongs to no weight, such as the number

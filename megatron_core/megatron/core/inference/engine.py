@@ -6,11 +6,15 @@ run. A step is planned by the scheduler on the host, its numbers go to the devic
 model computes the new tokens of all rows packed, [t, 1, h], and one token is chosen for each row
 that has caught up:
 
-    engine = Engine(model, EngineConfig(max_rows=16), shapes=CacheShapes.of(model.modules(), dtype))
-    engine.add(Request(prompt=(5, 6, 7), max_new_tokens=20))
-    while engine.unfinished:
-        for output in engine.step():
-            ...
+    >>> shapes = CacheShapes.of(model.modules(), torch.float32)
+    >>> config = EngineConfig(num_blocks=64, max_rows=16)
+    >>> engine = Engine(model, config, shapes=shapes, vocab_size=model.config.vocab_size)
+    >>> engine.add(Request(prompt=(5, 6, 7), max_new_tokens=20))
+    0
+    >>> while engine.unfinished:
+    ...     completions = engine.step()
+    >>> len(completions[0].tokens)
+    20
 
 What a request yields is a function of its own prompt, parameters, seed and identity, up to the
 rounding of matrix products of another batch size: neither its neighbours nor chunks, preemption,

@@ -1,11 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """Data-parallel replicas of the engine: which one serves a request, and what all of them find.
 
-    replicas = Replicas(engine, groups.host_group("dp"))
-    replicas.add(Request(prompt=(5, 6, 7), max_new_tokens=20))
-    while replicas.unfinished:
-        for output in replicas.step():
-            ...
+    >>> replicas = Replicas(engine, groups.host_group("dp"))
+    >>> replicas.add(Request(prompt=(5, 6, 7), max_new_tokens=20))
+    0
+    >>> while replicas.unfinished:
+    ...     completions = replicas.step()
+    >>> len(completions[0].tokens)
+    20
 
 Every rank of every replica is told the same requests between the same steps. `RequestRouter`
 assigns each to a replica, alike on all ranks, and that one's engine serves it. After each step the

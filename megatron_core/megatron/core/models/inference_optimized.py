@@ -1,7 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """The forward pass of generation, as few operations as it takes, over the weights of a GPTModel.
 
-    engine = Engine(InferenceOptimizedModel(model), ...)
+    >>> shapes = CacheShapes.of(model.modules(), torch.float32)
+    >>> fast = InferenceOptimizedModel(model)
+    >>> engine = Engine(fast, EngineConfig(num_blocks=8), shapes=shapes, vocab_size=VOCABULARY)
 
 It has no weights and no modules of its own: it reads those of the model, so what training or an
 update writes shows in the next step. It runs forward only, outside of autograd. Activations are

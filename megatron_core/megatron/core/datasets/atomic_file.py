@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Files that appear whole or not at all.
+"""Write files atomically.
 
 A file is written under a temporary name next to its target, flushed to the disk, and renamed. A
 rename within one folder is atomic on POSIX, so a reader sees the old file, the new file or none,

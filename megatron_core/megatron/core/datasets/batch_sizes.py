@@ -1,13 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which samples a step takes, and which microbatch of which data-parallel rank has each of them.
+"""Global batch sizes, and the assignment of samples to microbatches and data-parallel ranks.
 
-`BatchSizes` is the global batch size as a step function of the samples consumed:
+`BatchSizes` is the global batch size as a step function of the number of consumed samples:
 
     g(n) = g_i for t_i ≤ n < t_{i+1},  t_0 = 0
 
-A step that begins at sample n has g(n) samples, also where it goes beyond the next threshold. So
-the sizes of all steps follow from the samples consumed alone, and a run that resumes from these
-goes on as it would have.
+A step that begins at sample n has g(n) samples, even if it extends beyond the next threshold. The
+sizes of all steps therefore depend on the number of consumed samples alone, and a resumed run
+continues with the same steps.
 
 `Division` divides the g samples of a step into blocks of b in their order; the last block has the
 rest, if there is one. With as many `lanes` as there are data-parallel ranks, block i is microbatch
@@ -29,7 +29,7 @@ from itertools import pairwise
 
 @dataclass(frozen=True)
 class BatchSizes:
-    """The size of every step of a run.
+    """The global batch size of every step of a run.
 
     Args:
         stages: (t_i, g_i), thresholds in samples, ascending.
@@ -50,8 +50,8 @@ class BatchSizes:
                     f"batch sizes change at sample {before} and then at {after}: thresholds must "
                     "ascend"
                 )
-        if (least := min(size for _, size in self.stages)) < 1:
-            raise ValueError(f"a batch size of {least}: impossible, use 1 or more")
+        if (smallest := min(size for _, size in self.stages)) < 1:
+            raise ValueError(f"a batch size of {smallest}: impossible, use 1 or more")
 
     @staticmethod
     def constant(size: int) -> BatchSizes:
@@ -63,45 +63,47 @@ class BatchSizes:
         """Return equal increments from `start` to `size`, evenly over the first `samples` samples.
 
         Raises:
-            ValueError: `size` is no whole number of increments above `start`.
+            ValueError: `size` - `start` is not a multiple of `increment`.
         """
         if increment < 1 or size < start or (size - start) % increment:
             raise ValueError(f"{size} is not {start} and a number of increments of {increment}")
         count = (size - start) // increment
-        # Where increments are closer together than samples, the last of them counts.
-        found = {-(-i * samples // max(count, 1)): start + i * increment for i in range(count + 1)}
-        return BatchSizes(tuple(found.items()))
+        # If several increments fall on one sample, the last one counts.
+        size_by_threshold = {
+            -(-i * samples // max(count, 1)): start + i * increment for i in range(count + 1)
+        }
+        return BatchSizes(tuple(size_by_threshold.items()))
 
     @property
     def sizes(self) -> tuple[int, ...]:
-        """The sizes in the order in which they come."""
+        """The batch sizes in order."""
         return tuple(size for _, size in self.stages)
 
     def at(self, consumed_samples: int) -> int:
-        """Return the size of the step that begins after so many samples."""
+        """Return the size of the step that begins after `consumed_samples`."""
         return self.stages[bisect_right(self.stages, consumed_samples, key=lambda s: s[0]) - 1][1]
 
     def samples(self, steps: int, *, begin: int = 0) -> int:
-        """Return the samples consumed after some steps.
+        """Return the number of samples consumed after some steps.
 
         Args:
-            steps: how many.
-            begin: samples consumed before them.
+            steps: number of steps.
+            begin: samples consumed before these steps.
         """
-        consumed, left = begin, steps
+        consumed, remaining_steps = begin, steps
         for (_, size), (threshold, _) in pairwise(self.stages):
-            taken = min(left, max(0, -(-(threshold - consumed) // size)))
-            consumed, left = consumed + taken * size, left - taken
-        return consumed + left * self.stages[-1][1]
+            stage_steps = min(remaining_steps, max(0, -(-(threshold - consumed) // size)))
+            consumed, remaining_steps = consumed + stage_steps * size, remaining_steps - stage_steps
+        return consumed + remaining_steps * self.stages[-1][1]
 
     def steps(self, samples: int) -> int:
-        """Return how many whole steps a run's first samples are."""
+        """Return the number of complete steps in a run's first `samples` samples."""
         consumed = steps = 0
         for (_, size), (threshold, _) in pairwise(self.stages):
-            wanted = max(0, -(-(threshold - consumed) // size))
-            taken = min((samples - consumed) // size, wanted)
-            consumed, steps = consumed + taken * size, steps + taken
-            if taken < wanted:
+            stage_steps = max(0, -(-(threshold - consumed) // size))
+            steps_taken = min((samples - consumed) // size, stage_steps)
+            consumed, steps = consumed + steps_taken * size, steps + steps_taken
+            if steps_taken < stage_steps:
                 return steps
         return steps + (samples - consumed) // self.stages[-1][1]
 
@@ -165,9 +167,9 @@ class Division:
                 f"microbatch {number} of lane {lane}: impossible, a step has {self.rounds} on "
                 f"{self.lanes} lanes"
             )
-        first = (number * self.lanes + lane) * self.micro_batch_size
-        last = min(first + self.micro_batch_size, self.samples)
-        return range(min(first, last), last)
+        start = (number * self.lanes + lane) * self.micro_batch_size
+        stop = min(start + self.micro_batch_size, self.samples)
+        return range(min(start, stop), stop)
 
     def largest(self, number: int) -> int:
         """Return the samples of the largest of all ranks' microbatches of this number."""

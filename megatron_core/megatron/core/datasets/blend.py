@@ -1,8 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Blended data sets: data paths, weights and split shares, as a command line gives them.
-
-Samples are drawn from the data sets in the proportions of the weights.
-"""
+"""Blended datasets: `--data-path`, `--split`, and sampling in proportion to weights."""
 
 from __future__ import annotations
 
@@ -24,25 +21,25 @@ _STEPS_AT_ONCE = 1 << 16
 
 
 def _greedy(weights: Sequence[float], limits: Sequence[float]) -> Iterator[tuple[int, int]]:
-    """Yield (data set, sample number in it) for ever, or until every limit is reached.
+    """Yield (dataset, its sample number) until every limit is reached; without limits, forever.
 
-    A plain loop: each choice depends on all before it, and rounding decides the ties.
+    A plain loop, because each choice depends on all earlier ones and rounding decides ties.
     """
     drawn = [0] * len(weights)
-    live = [(i, weight) for i, weight in enumerate(weights) if limits[i] > 0]
+    unfinished = [(i, weight) for i, weight in enumerate(weights) if limits[i] > 0]
     step = 0
-    while live:
+    while unfinished:
         scale = step or 1
-        largest, chosen = -np.inf, 0
-        for i, weight in live:
-            behind = weight * scale - drawn[i]
-            if behind > largest:  # strictly: ties go to the lowest number
-                largest, chosen = behind, i
+        largest_deficit, chosen = -np.inf, 0
+        for i, weight in unfinished:
+            deficit = weight * scale - drawn[i]
+            if deficit > largest_deficit:  # strictly: ties go to the lowest number
+                largest_deficit, chosen = deficit, i
         yield chosen, drawn[chosen]
         drawn[chosen] += 1
         step += 1
         if drawn[chosen] >= limits[chosen]:
-            live = [(i, weight) for i, weight in live if i != chosen]
+            unfinished = [(i, weight) for i, weight in unfinished if i != chosen]
 
 
 def _collect(draws: Iterator[tuple[int, int]], size: int) -> dict[str, np.ndarray]:
@@ -57,10 +54,10 @@ def _collect(draws: Iterator[tuple[int, int]], size: int) -> dict[str, np.ndarra
 
 
 def blend_by_weight(weights: Sequence[float], size: int) -> dict[str, np.ndarray]:
-    """Choose a data set for every step so that each prefix keeps the proportions.
+    """Choose a dataset for every step so that each prefix keeps the proportions.
 
-    At step n the data set furthest behind is drawn: argmax_i(w_i * max(n, 1) - drawn_i), ties to
-    the lowest i. No data set is ever ahead of its share by a whole sample.
+    Step n draws from the dataset with the largest deficit: argmax_i(w_i * max(n, 1) - drawn_i),
+    ties to the lowest i. No dataset ever exceeds its share by a whole sample.
 
     Args:
         weights: one per data set, summing to 1.
@@ -73,7 +70,7 @@ def blend_by_weight(weights: Sequence[float], size: int) -> dict[str, np.ndarray
 
 
 def blend_everything(sizes: Sequence[int]) -> dict[str, np.ndarray]:
-    """Draw every sample of every data set once, in proportion to their sizes.
+    """Draw every sample of every dataset once, in proportion to their sizes.
 
     Args:
         sizes: samples of each data set.
@@ -106,16 +103,16 @@ def check_weights(weights: Sequence[float]) -> list[float]:
 
 
 class BlendedDataset:
-    """Several data sets of one kind read as one.
+    """Several datasets of one kind, sampled as one.
 
     Args:
-        datasets: parts, of one sequence length; at most 32767.
-        weights: proportions; None draws every sample of every part once.
-        num_samples: steps; must be None without weights.
-        name: of the split, for cache files and messages.
+        datasets: datasets with the same sequence length, at most 32767.
+        weights: proportions; None draws every sample of every dataset once.
+        num_samples: number of samples; None without weights.
+        name: name of the split, for cache files and messages.
 
     Raises:
-        ValueError: the weights are impossible, or a part holds too few samples for its share.
+        ValueError: the weights are invalid, or a dataset has too few samples for its share.
     """
 
     def __init__(
@@ -145,31 +142,31 @@ class BlendedDataset:
         self.dataset_index = arrays["dataset_index"]
         self.dataset_sample_index = arrays["dataset_sample_index"]
         drawn = np.bincount(self.dataset_index, minlength=len(self.datasets)).tolist()
-        for part, count in zip(self.datasets, drawn, strict=True):
-            if count > len(part):
+        for dataset, count in zip(self.datasets, drawn, strict=True):
+            if count > len(dataset):
                 raise ValueError(
-                    f"the {name} blend draws {count} samples of {part.source.prefix}, which gives "
-                    f"{len(part)}; build it with more samples"
+                    f"the {name} blend draws {count} samples of {dataset.source.prefix}, which "
+                    f"gives {len(dataset)}; build it with more samples"
                 )
 
     @property
     def description(self) -> dict[str, object]:
-        """Everything the order and content of the samples depend on, as JSON values."""
+        """JSON values that determine the order and content of the samples."""
         return {
             "class": "BlendedDataset",
-            "parts": [part.description for part in self.datasets],
+            "parts": [dataset.description for dataset in self.datasets],
             "weights": self._weights,
             "num_samples": self._num_samples,
         }
 
     @property
     def fingerprint(self) -> str:
-        """Name of the sequence of samples: equal fingerprints, equal training data."""
+        """Digest of `description`: equal fingerprints mean equal training data."""
         return digest_of(self.description)
 
     def _build(self) -> dict[str, np.ndarray]:
         if self._weights is None:
-            return blend_everything([len(part) for part in self.datasets])
+            return blend_everything([len(dataset) for dataset in self.datasets])
         return blend_by_weight(self._weights, self._num_samples)
 
     def __len__(self) -> int:
@@ -177,13 +174,13 @@ class BlendedDataset:
         return len(self.dataset_index)
 
     def extended(self, num_samples: int) -> BlendedDataset:
-        """Return a blend that begins with all samples of this one, its parts extended as needed.
+        """Return a longer blend whose first samples are all samples of this one.
 
         Args:
-            num_samples: steps in all.
+            num_samples: total number of samples.
 
         Raises:
-            ValueError: the blend has no weights to go on with.
+            ValueError: the blend has no weights.
         """
         if num_samples <= len(self):
             return self
@@ -192,13 +189,13 @@ class BlendedDataset:
                 f"the {self.name} blend draws each of its {len(self)} samples once: build it with "
                 "weights to have more"
             )
-        # No part is ahead of its share by a whole sample, see `blend_by_weight`.
-        parts = [
-            part.extended(math.ceil(weight * num_samples) + 1)
-            for part, weight in zip(self.datasets, self._weights, strict=True)
+        # No dataset exceeds its share by a whole sample, see `blend_by_weight`.
+        datasets = [
+            dataset.extended(math.ceil(weight * num_samples) + 1)
+            for dataset, weight in zip(self.datasets, self._weights, strict=True)
         ]
         return BlendedDataset(
-            parts, weights=self._given_weights, num_samples=num_samples, name=self.name
+            datasets, weights=self._given_weights, num_samples=num_samples, name=self.name
         )
 
     def batch(self, indices: Sequence[int] | np.ndarray) -> np.ndarray:
@@ -216,7 +213,7 @@ class BlendedDataset:
         return self.read(indices).tokens
 
     def read(self, indices: Sequence[int] | np.ndarray) -> SampleRows:
-        """Read several samples with all that training needs of them.
+        """Read several samples with loss mask, positions and document ids.
 
         Args:
             indices: sample numbers, 0 <= index < len(self), [b].
@@ -231,25 +228,27 @@ class BlendedDataset:
                 f"samples {indices.min()} to {indices.max()} of the {self.name} blend, which has "
                 f"{len(self)}"
             )
-        parts, samples = self.dataset_index[indices], self.dataset_sample_index[indices]
-        pieces = []
-        for part in np.unique(parts).tolist():
-            places = np.flatnonzero(parts == part)
-            pieces.append((places, self.datasets[part].read(samples[places])))
-        return SampleRows.merge(len(indices), pieces)
+        dataset_numbers, samples = self.dataset_index[indices], self.dataset_sample_index[indices]
+        rows_by_dataset = []
+        for dataset_number in np.unique(dataset_numbers).tolist():
+            row_indices = np.flatnonzero(dataset_numbers == dataset_number)
+            rows_by_dataset.append(
+                (row_indices, self.datasets[dataset_number].read(samples[row_indices]))
+            )
+        return SampleRows.merge(len(indices), rows_by_dataset)
 
 
-# Spare samples of each part of a blend: rounding must not leave one short.
+# Surplus of samples of each dataset in a blend, because rounding may require one more.
 BLEND_SURPLUS = 1.005
 
 
 @dataclass(frozen=True)
 class DataPath:
-    """Data sets and their proportions.
+    """Datasets and their proportions.
 
     Args:
         prefixes: paths without `.bin` or `.idx`.
-        weights: proportions, as given; None means by size.
+        weights: proportions, not normalized; None means by size.
     """
 
     prefixes: tuple[str, ...]
@@ -257,16 +256,16 @@ class DataPath:
 
 
 def parse_data_path(words: Sequence[str]) -> DataPath:
-    """Understand `--data-path`: `PREFIX...` or `WEIGHT PREFIX WEIGHT PREFIX ...`.
+    """Parse `--data-path`: `PREFIX...` or `WEIGHT PREFIX WEIGHT PREFIX ...`.
 
     Args:
-        words: as on the command line.
+        words: the words of the command line.
 
     Returns:
         Prefixes and weights.
 
     Raises:
-        ValueError: there are no words, or weights stand before only some of the prefixes.
+        ValueError: there are no words, or only some of the prefixes have weights.
     """
     numbers = [_number(word) for word in words]
     if not words:
@@ -290,18 +289,18 @@ def _number(word: str) -> float | None:
 
 
 def parse_split(text: str) -> tuple[float, float, float]:
-    """Understand `--split`: shares of training, validation and test, such as "99,1,0".
+    """Parse `--split`: shares of training, validation and test, such as "99,1,0".
 
     Args:
-        text: one to three numbers of any sum, separated by commas; missing ones are 0.
+        text: one to three numbers of any sum, separated by commas; absent ones are 0.
 
     Returns:
-        Three shares summing to 1.
+        Three shares that sum to 1.
 
     Raises:
-        ValueError: the text is not that.
+        ValueError: the text does not have this form.
     """
-    shares = [_number(part) for part in text.split(",")]
+    shares = [_number(word) for word in text.split(",")]
     valid = len(shares) <= 3 and all(
         share is not None and math.isfinite(share) and share >= 0 for share in shares
     )
@@ -316,27 +315,27 @@ def parse_split(text: str) -> tuple[float, float, float]:
 
 
 def split_ranges(num_sequences: int, shares: Sequence[float]) -> list[range]:
-    """Cut the sequences of a data set, in file order, by shares.
+    """Split the sequences of a dataset, in file order, by shares.
 
     Args:
-        num_sequences: S.
-        shares: summing to 1.
+        num_sequences: number of sequences S.
+        shares: shares that sum to 1.
 
     Returns:
         A range of sequence numbers for each share; together they are [0, S).
     """
-    borders = [round(border * num_sequences) for border in np.cumsum([0.0, *shares]).tolist()]
-    borders[-1] = num_sequences
-    return [range(start, stop) for start, stop in pairwise(borders)]
+    bounds = [round(fraction * num_sequences) for fraction in np.cumsum([0.0, *shares]).tolist()]
+    bounds[-1] = num_sequences
+    return [range(start, stop) for start, stop in pairwise(bounds)]
 
 
 def has_split(sources: Sequence[IndexedDataset], shares: Sequence[float], which: int) -> bool:
-    """Say whether a share holds a sequence of every data set.
+    """Return whether a split contains a sequence of every dataset.
 
     Args:
-        sources: the data sets of a path.
-        shares: of each data set, see `parse_split`.
-        which: the share.
+        sources: the datasets of a data path.
+        shares: shares of the splits, see `parse_split`.
+        which: index of the split.
     """
     return all(len(split_ranges(len(source), shares)[which]) for source in sources)
 
@@ -354,22 +353,22 @@ def build_split(
 ) -> GPTDataset | ChatDataset | BlendedDataset:
     """Build one split of a data path.
 
-    Data sets without weights are drawn in proportion to the samples of one pass over each. As in
-    megatron-core, each is passed over once if that yields enough samples; it ends there, this goes
-    on with further passes.
+    Datasets without weights are sampled in proportion to the number of samples in one pass over
+    each. If one pass yields enough samples, there is only one, as in megatron-core; otherwise
+    further passes follow, where megatron-core ends.
 
     Args:
-        path: data sets and proportions.
-        config: what all samples have in common.
-        name: of the split.
-        shares: of each data set, see `parse_split`.
-        which: the share to take.
-        num_samples: samples needed; None means one pass over everything, without weights.
-        dataset_type: what samples are made of.
-        sources: the data sets of `path`, if they are open already.
+        path: datasets and proportions.
+        config: configuration shared by all samples.
+        name: name of the split.
+        shares: shares of the splits, see `parse_split`.
+        which: index of the split to build.
+        num_samples: number of samples; None means one pass over all datasets, without weights.
+        dataset_type: class of the datasets.
+        sources: the open datasets of `path`, if the caller has them.
 
     Returns:
-        The data set; a blend if there are several prefixes.
+        The dataset; a blend for several prefixes.
 
     Raises:
         ValueError: weights without a number of samples, a share without sequences, or one of the
@@ -391,12 +390,12 @@ def build_split(
 
     weights = path.weights
     if weights is None:
-        once = parts([None] * len(sources))
+        one_pass = parts([None] * len(sources))
         if num_samples is None:
-            return BlendedDataset(once, name=name)
-        weights = [float(len(part)) for part in once]
+            return BlendedDataset(one_pass, name=name)
+        weights = [float(len(dataset)) for dataset in one_pass]
         if num_samples <= sum(weights):
-            return BlendedDataset(once, weights=weights, num_samples=num_samples, name=name)
+            return BlendedDataset(one_pass, weights=weights, num_samples=num_samples, name=name)
     if num_samples is None:
         raise ValueError(f"the {name} blend has weights; say how many samples are needed")
     weights = check_weights(weights)

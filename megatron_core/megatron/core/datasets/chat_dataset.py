@@ -60,14 +60,14 @@ def _best_fit(lengths: list[int], capacity: int) -> list[list[int]]:
     """Return the places in `lengths` that make up each row."""
     rows: list[list[int]] = []
     room: list[tuple[int, int]] = []  # (free tokens, row) of the open rows, sorted
-    for place, length in enumerate(lengths):
+    for index, length in enumerate(lengths):
         at = bisect_left(room, (length, -1))
         if at < len(room):
             free, row = room.pop(at)
         else:
             free, row = capacity, len(rows)
             rows.append([])
-        rows[row].append(place)
+        rows[row].append(index)
         if free > length:
             insort(room, (free - length, row))
             if len(room) > OPEN_ROWS:
@@ -162,13 +162,13 @@ class ChatDataset:
     def statistics(self) -> ChatStatistics:
         """Return what became of the conversations."""
         truncated, left_out, tokens = self._counts.tolist()
-        places = len(self) * (self.config.sequence_length + 1)
+        num_positions = len(self) * (self.config.sequence_length + 1)
         return ChatStatistics(
             conversations=len(self._sequences),
             truncated=truncated,
             left_out=left_out,
             rows=len(self),
-            filled=tokens / places,
+            filled=tokens / num_positions,
         )
 
     def _build(self) -> dict[str, np.ndarray]:
@@ -176,22 +176,22 @@ class ChatDataset:
         lengths = self.source.lengths[self._sequences.start : self._sequences.stop]
         lengths = lengths.astype(np.int64)
         learnt = self._learnt(lengths, capacity)
-        kept = np.flatnonzero(learnt)
-        if not len(kept):
+        usable = np.flatnonzero(learnt)
+        if not len(usable):
             raise ValueError(
                 f"{self.source.prefix}, {self.name} split: nothing is to be learnt from its "
                 f"{len(lengths)} conversations: no assistant token among the first {capacity}; "
                 "raise --seq-length or give other data"
             )
-        shortened = np.minimum(lengths[kept], capacity)
+        shortened = np.minimum(lengths[usable], capacity)
         members, starts = [], [np.zeros(1, np.int64)]
         rows = epoch = 0
         while rows == 0 or (self._requested is not None and rows < self._requested):
             packed, ends = pack_epoch(shortened, capacity, seed=seed, epoch=epoch)
-            members.append(kept[packed] + self._sequences.start)
-            starts.append(ends[1:] + epoch * len(kept))
+            members.append(usable[packed] + self._sequences.start)
+            starts.append(ends[1:] + epoch * len(usable))
             rows, epoch = rows + len(ends) - 1, epoch + 1
-        counts = [int((lengths > capacity).sum()), len(lengths) - len(kept)]
+        counts = [int((lengths > capacity).sum()), len(lengths) - len(usable)]
         return {
             "members": np.concatenate(members),
             "row_starts": np.concatenate(starts),
@@ -200,11 +200,13 @@ class ChatDataset:
 
     def _learnt(self, lengths: np.ndarray, capacity: int) -> np.ndarray:
         """Count the tokens learnt of each conversation: no row has the first as a label."""
-        found = np.zeros(len(lengths), dtype=np.int64)
+        counts = np.zeros(len(lengths), dtype=np.int64)
         for i, length in enumerate(lengths.tolist()):
             begin = self._begin(self.mask, self._sequences.start + i)
-            found[i] = np.count_nonzero(self.mask.tokens[begin + 1 : begin + min(length, capacity)])
-        return found
+            counts[i] = np.count_nonzero(
+                self.mask.tokens[begin + 1 : begin + min(length, capacity)]
+            )
+        return counts
 
     def extended(self, num_samples: int) -> ChatDataset:
         """Return a data set that begins with all rows of this one and goes on in further passes.
@@ -279,11 +281,11 @@ class ChatDataset:
         limit = self.config.vocab_size
         if limit is None or not len(tokens) or tokens.view(np.uint64).max() < limit:
             return
-        place = int(np.argmax((tokens < 0) | (tokens >= limit)))
+        position = int(np.argmax((tokens < 0) | (tokens >= limit)))
         raise ValueError(
-            f"{self.source.prefix}: token id {tokens[place]} at position {place} of conversation "
-            f"{sequence} is not below the vocabulary size {limit}; use the tokenizer the data was "
-            "written with"
+            f"{self.source.prefix}: token id {tokens[position]} at position {position} of "
+            f"conversation {sequence} is not below the vocabulary size {limit}; use the tokenizer "
+            "the data was written with"
         )
 
 

@@ -142,13 +142,15 @@ def build_sample_index(
     dtype = np.int32 if largest <= np.iinfo(np.int32).max - 1 else np.int64
     index = np.empty((plan.num_samples + 1, 2), dtype=dtype)
     token = row = 0
-    for first in range(0, len(sizes), _POSITIONS_AT_ONCE):
-        ends = token + np.cumsum(sizes[first : first + _POSITIONS_AT_ONCE], dtype=np.int64)
-        starts = ends - sizes[first : first + _POSITIONS_AT_ONCE]
+    for block_start in range(0, len(sizes), _POSITIONS_AT_ONCE):
+        ends = token + np.cumsum(
+            sizes[block_start : block_start + _POSITIONS_AT_ONCE], dtype=np.int64
+        )
+        starts = ends - sizes[block_start : block_start + _POSITIONS_AT_ONCE]
         counts = np.diff(-(-ends // sequence_length), prepend=row)
         stop = row + int(counts.sum())
         positions = np.repeat(np.arange(len(ends), dtype=dtype), counts)
-        index[row:stop, 0] = positions + first
+        index[row:stop, 0] = positions + block_start
         index[row:stop, 1] = np.arange(row, stop) * sequence_length - starts[positions]
         token, row = int(ends[-1]), stop
     index[0] = 0  # the line starts at its first document even if that one is empty
@@ -341,9 +343,9 @@ class GPTDataset:
         if missing <= 0:
             return self
         plan = self._plan(1)
-        longer, done = copy.copy(self), self._appended_passes
-        longer._appended_passes = done - (-missing // plan.num_samples)
-        passes = range(done + 1, longer._appended_passes + 1)
+        longer, passes_before = copy.copy(self), self._appended_passes
+        longer._appended_passes = passes_before - (-missing // plan.num_samples)
+        passes = range(passes_before + 1, longer._appended_passes + 1)
         arrays = IndexCache(self.config.cache_dir).load_or_build(
             f"GPTDataset-{self.name}",
             longer.description,
@@ -359,7 +361,7 @@ class GPTDataset:
         """Return the arrays with those of some passes behind them. The last row of a pass's sample
         index is where its last sample ends: no sample begins there."""
         documents, rows = len(self.document_index), len(self.sample_index)
-        parts = [(self.document_index, self.sample_index, self.shuffle_index)]
+        arrays_by_pass = [(self.document_index, self.sample_index, self.shuffle_index)]
         sequences = np.arange(self._sequences.start, self._sequences.stop)
         for number in passes:
             random = np.random.RandomState([self.config.seed, number])
@@ -372,16 +374,20 @@ class GPTDataset:
             ).astype(np.int64)
             sample_index[:, 0] += documents
             shuffle_index = build_shuffle_index(plan, random).astype(np.int64) + rows
-            parts.append((document_index, sample_index, shuffle_index))
+            arrays_by_pass.append((document_index, sample_index, shuffle_index))
             documents, rows = documents + len(document_index), rows + len(sample_index)
         document_index, sample_index, shuffle_index = (
-            np.concatenate(arrays) for arrays in zip(*parts, strict=True)
+            np.concatenate(arrays) for arrays in zip(*arrays_by_pass, strict=True)
         )
-        small = max(documents, rows) < np.iinfo(np.int32).max
+        fits_int32 = max(documents, rows) < np.iinfo(np.int32).max
         return {
             "document_index": document_index,
-            "sample_index": sample_index.astype(self.sample_index.dtype if small else np.int64),
-            "shuffle_index": shuffle_index.astype(self.shuffle_index.dtype if small else np.int64),
+            "sample_index": sample_index.astype(
+                self.sample_index.dtype if fits_int32 else np.int64
+            ),
+            "shuffle_index": shuffle_index.astype(
+                self.shuffle_index.dtype if fits_int32 else np.int64
+            ),
         }
 
     def _plan(self, num_samples: int | None) -> EpochPlan:
@@ -430,7 +436,7 @@ class GPTDataset:
         tokens = self.source.tokens
         for row, index in zip(rows, indices.tolist(), strict=True):
             filled = 0
-            for start, count in self._pieces(index):
+            for start, count in self._token_ranges(index):
                 row[filled : filled + count] = tokens[start : start + count]
                 filled += count
         # As unsigned numbers negative ids are huge: one maximum checks both ends.
@@ -439,7 +445,7 @@ class GPTDataset:
             self._refuse(rows, indices)
         return rows
 
-    def _pieces(self, index: int) -> list[tuple[int, int]]:
+    def _token_ranges(self, index: int) -> list[tuple[int, int]]:
         """List what a sample is made of: (first token in the file, number of tokens).
 
         Plain integers on purpose: a sample has a handful of pieces, and numpy's cost per call
@@ -450,26 +456,28 @@ class GPTDataset:
         last_position, last_offset = self.sample_index[number + 1].tolist()
         byte_offset, itemsize = self.source.byte_offsets.item, self.source.dtype.itemsize
         length, document = self.source.lengths.item, self.document_index.item
-        pieces = []
+        token_ranges = []
         while position < last_position:
             sequence = document(position)
-            pieces.append((byte_offset(sequence) // itemsize + offset, length(sequence) - offset))
+            token_ranges.append(
+                (byte_offset(sequence) // itemsize + offset, length(sequence) - offset)
+            )
             position, offset = position + 1, 0
         start = byte_offset(document(position)) // itemsize + offset
-        pieces.append((start, last_offset + 1 - offset))
-        return pieces
+        token_ranges.append((start, last_offset + 1 - offset))
+        return token_ranges
 
     def _refuse(self, rows: np.ndarray, indices: np.ndarray) -> None:
         limit = self.config.vocab_size
         row, column = np.argwhere((rows < 0) | (rows >= limit))[0].tolist()
-        places = np.concatenate(  # [s + 1] where in the file each token of the row stands
-            [np.arange(start, start + n) for start, n in self._pieces(int(indices[row]))]
+        file_positions = np.concatenate(  # [s + 1] where in the file each token of the row stands
+            [np.arange(start, start + n) for start, n in self._token_ranges(int(indices[row]))]
         )
-        document, sequence, place = self.source.locate(int(places[column]))
+        document, sequence, position = self.source.locate(int(file_positions[column]))
         raise ValueError(
-            f"{self.source.prefix}: token id {rows[row, column]} at position {place} of document "
-            f"{document} (sequence {sequence}) is not below the vocabulary size {limit}; use the "
-            "tokenizer the data was written with"
+            f"{self.source.prefix}: token id {rows[row, column]} at position {position} of "
+            f"document {document} (sequence {sequence}) is not below the vocabulary size {limit}; "
+            "use the tokenizer the data was written with"
         )
 
     def loss_mask(self, rows: np.ndarray) -> np.ndarray:
@@ -586,12 +594,12 @@ class MockDataset:
         assert config.vocab_size is not None
         random = np.random.RandomState([config.seed, self._split, index & 0xFFFFFFFF, index >> 32])
         row = np.empty(length, dtype=np.int64)
-        at = 0
-        while at < length:
-            count = min(int(random.randint(length // 4 + 1, length + 1)), length - at)
+        filled = 0
+        while filled < length:
+            count = min(int(random.randint(length // 4 + 1, length + 1)), length - filled)
             start, step = random.randint(config.vocab_size), random.randint(1, _LARGEST_STEP + 1)
-            row[at : at + count] = (start + step * np.arange(count)) % config.vocab_size
-            at += count
+            row[filled : filled + count] = (start + step * np.arange(count)) % config.vocab_size
+            filled += count
             if config.eod_token is not None:
-                row[at - 1] = config.eod_token
+                row[filled - 1] = config.eod_token
         return row

@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Index arrays kept on the node's own disk: found by content, written atomically, never trusted.
+"""A cache of index arrays on a node's disk: content-addressed, written atomically, validated.
 
-The files of one entry share the name `<digest>-<kind>`, where the digest is that of a JSON
-description of everything the arrays depend on. The arrays are a pure function of it, so any number
-of writers would write the same bytes; a lock only saves the work and the memory of the others, who
-wait for the first one of their node and map what it wrote. The kernel gives the lock back when its
-holder dies, so it cannot go stale. Each node may have a folder of its own.
+The files of an entry share the name `<digest>-<kind>`. The digest is computed from a JSON
+description of everything that determines the arrays, so that all writers write the same bytes. A
+lock only saves time and memory: the other processes of a node wait for the first writer and map its
+files. The kernel releases the lock when its holder dies, so it cannot go stale. Nodes may use
+separate folders.
 """
 
 import contextlib
@@ -29,12 +29,12 @@ logger = logging.getLogger(__name__)
 # numpy parses the name of a dtype as Python where it is not simple: SyntaxError.
 _DAMAGED = (OSError, EOFError, ValueError, KeyError, TypeError, SyntaxError)
 
-# Raise it when the same description comes to mean other arrays.
+# Increase when the same description denotes different arrays.
 FORMAT = 1
 
 
 def describe(description: Mapping[str, object]) -> str:
-    """Write a description as the text that names and validates an entry.
+    """Return a description as the text that names and validates an entry.
 
     Args:
         description: JSON values that determine the arrays completely.
@@ -72,43 +72,43 @@ class IndexCache:
         *,
         names: Collection[str],
     ) -> dict[str, np.ndarray]:
-        """Return the arrays of an entry, from the disk if they are there and whole.
+        """Return the arrays of an entry, from the disk if a valid entry exists.
 
-        Processes that ask at the same time build it once. A damaged entry, and a folder that cannot
-        be written, cost a log line and nothing else.
+        Concurrent callers build an entry once. A corrupt entry or an unwritable folder is logged
+        and otherwise harmless.
 
         Args:
-            kind: what a person looks for in the folder, for instance "GPTDataset-train".
+            kind: readable part of the file names, for instance "GPTDataset-train".
             description: JSON values that determine the arrays completely.
-            build: makes the arrays by name; must be deterministic.
-            names: of the arrays.
+            build: returns the arrays by name; must be deterministic.
+            names: names of the arrays.
 
         Returns:
-            The arrays by name; mapped read-only where there is a file of them.
+            The arrays by name, memory-mapped read-only if they are on the disk.
         """
         if self.folder is None:
             return build()
         text = describe(description)
         stem = f"{digest_of(description)}-{kind}"
         try:
-            found = self._load(stem, text, names)
+            cached = self._load(stem, text, names)
         except _DAMAGED:
-            found = None  # another process may be repairing it: reported below
-        if found is not None:
-            return found
+            cached = None  # another process may be repairing it: reported below
+        if cached is not None:
+            return cached
         with self._alone(stem):
             try:
-                found = self._load(stem, text, names)
+                cached = self._load(stem, text, names)
             except _DAMAGED as error:
                 logger.warning(
                     "index cache %s/%s is damaged (%s): rebuilding", self.folder, stem, error
                 )
-            if found is not None:
-                return found
+            if cached is not None:
+                return cached
             arrays = build()
             try:
                 self._store(stem, text, arrays)
-                # The files and not the arrays: one copy in the page cache serves the whole node.
+                # Map the files instead of returning the arrays: all processes share the page cache.
                 return self._load(stem, text, names) or arrays
             except _DAMAGED as error:
                 logger.warning(
@@ -118,13 +118,13 @@ class IndexCache:
 
     @contextlib.contextmanager
     def _alone(self, stem: str) -> Iterator[None]:
-        """Hold the lock of an entry; a folder that cannot have one is used without."""
+        """Hold the lock of an entry, if the folder supports locks."""
         assert self.folder is not None
-        with contextlib.ExitStack() as held:
+        with contextlib.ExitStack() as stack:
             with contextlib.suppress(OSError):
                 self.folder.mkdir(parents=True, exist_ok=True)
                 fd = open_lock(self.folder / f"{stem}.lock")
-                held.callback(os.close, fd)
+                stack.callback(os.close, fd)
                 fcntl.flock(fd, fcntl.LOCK_EX)
             yield
 
@@ -137,16 +137,16 @@ class IndexCache:
             raise ValueError("it has another description")
         arrays = {}
         for name in names:
-            wanted = manifest["arrays"][name]
+            entry = manifest["arrays"][name]
             path = self.folder / f"{stem}-{name}.npy"
-            dtype, shape = np.dtype(wanted["dtype"]), tuple(wanted["shape"])
+            dtype, shape = np.dtype(entry["dtype"]), tuple(entry["shape"])
             header = _header(dtype, shape)
             with open_regular(path) as stream:
                 if stream.read(len(header)) != header:
                     raise ValueError(f"{name} has another header")
                 array = np.memmap(stream, dtype, mode="r", offset=len(header), shape=shape)
             array = array.view(np.ndarray)
-            if _checksum(array) != wanted["crc32"]:
+            if _checksum(array) != entry["crc32"]:
                 raise ValueError(f"{name} does not match its checksum")
             arrays[name] = array
         return arrays
@@ -163,17 +163,17 @@ class IndexCache:
             with atomic_write(self.folder / f"{stem}-{name}.npy") as stream:
                 stream.write(_header(array.dtype, array.shape))
                 stream.write(_bytes(array))
-        # Last: an entry without it does not exist.
+        # Written last: an entry without a manifest does not exist.
         with atomic_write(self.folder / f"{stem}.json") as stream:
             manifest = {"description": text, "arrays": listed}
             stream.write(json.dumps(manifest, indent=1).encode())
 
 
 def _header(dtype: np.dtype, shape: tuple[int, ...]) -> bytes:
-    """Return how a .npy file of such an array begins.
+    """Return the header of an array's .npy file.
 
-    It is compared and never parsed: numpy parses a header as Python, which two threads of CPython
-    3.11 cannot always do at the same time (gh-106905).
+    Headers are compared and never parsed: numpy parses them as Python, which is not thread-safe in
+    CPython 3.11 (gh-106905).
 
     Raises:
         ValueError: an array of objects.

@@ -82,8 +82,8 @@ def token_type_for(vocab_size: int) -> np.dtype:
     return np.dtype("<u2") if vocab_size < 65500 else np.dtype("<i4")
 
 
-def _bad(path: Path, offset: int, found: str, expected: str, fix: str) -> ValueError:
-    return ValueError(f"{path}: at byte {offset}: {found}; expected {expected}. {fix}")
+def _bad(path: Path, offset: int, actual: str, expected: str, fix: str) -> ValueError:
+    return ValueError(f"{path}: at byte {offset}: {actual}; expected {expected}. {fix}")
 
 
 _REWRITE = "Write the data set again (python -m megatron.training.preprocess_data) or copy it anew."
@@ -169,13 +169,13 @@ class IndexedDataset:
             offsets = self.byte_offsets[start : start + _CHECKED_AT_ONCE].astype(np.int64)
             # Back to back: each sequence starts where the one before it ends.
             ends = np.cumsum(lengths) * itemsize + previous_end
-            wanted = ends - lengths * itemsize
-            if not np.array_equal(offsets, wanted):
-                row = int(np.argmax(offsets != wanted))
+            expected_offsets = ends - lengths * itemsize
+            if not np.array_equal(offsets, expected_offsets):
+                row = int(np.argmax(offsets != expected_offsets))
                 raise _bad(
                     self._idx, offsets_at + 8 * (start + row),
                     f"sequence {start + row} starts at byte {offsets[row]} of the .bin",
-                    f"{wanted[row]}, where the sequence before it ends", _REWRITE,
+                    f"{expected_offsets[row]}, where the sequence before it ends", _REWRITE,
                 )  # fmt: skip
             previous_end = int(ends[-1])
         if described != self._bin_bytes:
@@ -210,9 +210,9 @@ class IndexedDataset:
             )  # fmt: skip
         for start in range(0, len(documents) - 1, _CHECKED_AT_ONCE):
             block = documents[start : start + _CHECKED_AT_ONCE + 1]
-            falls = block[1:] < block[:-1]  # a difference could wrap around in int64
-            if falls.any():
-                row = start + int(np.argmax(falls)) + 1
+            decreases = block[1:] < block[:-1]  # a difference could wrap around in int64
+            if decreases.any():
+                row = start + int(np.argmax(decreases)) + 1
                 raise _bad(
                     self._idx, documents_at + 8 * row,
                     f"document {row} starts at sequence {documents[row]}, before the one ahead "
@@ -267,14 +267,14 @@ class IndexedDataset:
         if not 0 <= index < len(self.lengths):
             raise IndexError(f"sequence {index} of {self.prefix}: it holds {len(self.lengths)}")
         available = int(self.lengths[index])
-        wanted = available - offset if length is None else length
-        if offset < 0 or wanted < 0 or offset + wanted > available:
+        count = available - offset if length is None else length
+        if offset < 0 or count < 0 or offset + count > available:
             raise IndexError(
-                f"tokens [{offset}, {offset + wanted}) of sequence {index} of {self.prefix}: "
+                f"tokens [{offset}, {offset + count}) of sequence {index} of {self.prefix}: "
                 f"it has {available}"
             )
         start = int(self.byte_offsets[index]) // self.dtype.itemsize + offset
-        return self.tokens[start : start + wanted]
+        return self.tokens[start : start + count]
 
     def locate(self, position: int) -> tuple[int, int, int]:
         """Say where a token of the `.bin` belongs; used to name it in an error.
@@ -339,9 +339,11 @@ class IndexedDatasetWriter:
         written: Written | None = None,
     ) -> None:
         self._dtype = np.dtype(dtype).newbyteorder("<")
-        codes = [code for code, known in TOKEN_TYPES.items() if known == self._dtype]
+        codes = [
+            code for code, dtype_of_code in TOKEN_TYPES.items() if dtype_of_code == self._dtype
+        ]
         if not codes:
-            names = ", ".join(str(known) for known in TOKEN_TYPES.values())
+            names = ", ".join(str(dtype_of_code) for dtype_of_code in TOKEN_TYPES.values())
             raise ValueError(
                 f"token type {np.dtype(dtype)} cannot be stored; choose one of {names}"
             )
@@ -349,14 +351,14 @@ class IndexedDatasetWriter:
         self._prefix = prefix
         self._draft = secrets.token_hex(6) if draft is None else draft
         paths = _draft_paths(prefix, self._draft)
-        kept = written or Written()
-        self.num_sequences = kept.sequences
-        self.num_documents = kept.documents
-        self.num_tokens = kept.tokens
+        progress = written or Written()
+        self.num_sequences = progress.sequences
+        self.num_documents = progress.documents
+        self.num_tokens = progress.tokens
         # The lengths and documents wait in files of their own: an index has them in one piece each.
-        self._stream = _open_draft(paths.tokens, written, kept.tokens * self._dtype.itemsize)
-        self._lengths = _open_draft(paths.lengths, written, kept.sequences * 4)
-        self._documents = _open_draft(paths.documents, written, kept.documents * 8)
+        self._stream = _open_draft(paths.tokens, written, progress.tokens * self._dtype.itemsize)
+        self._lengths = _open_draft(paths.lengths, written, progress.sequences * 4)
+        self._documents = _open_draft(paths.documents, written, progress.documents * 8)
         self._paths = paths
 
     @property
@@ -545,8 +547,8 @@ def _open_draft(path: Path, written: Written | None, size: int) -> BinaryIO:
     """Open an unfinished file for more, truncated to what counts; a new one without `written`."""
     if written is None:
         return open_to_write(path, "w")
-    found = path.stat().st_size if path.exists() else -1
-    if found < size:
+    file_bytes = path.stat().st_size if path.exists() else -1
+    if file_bytes < size:
         raise ValueError(f"{path} is gone or shorter than the {size} bytes that were written")
     stream = open_to_write(path, "r+")
     stream.truncate(size)

@@ -1,14 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which sample goes to which data-parallel rank at which step: a function of the samples consumed.
+"""Microbatches of each data-parallel rank, as a function of the number of consumed samples.
 
-All ranks together consume the samples 0, 1, 2, ... of one order, a step the next g of them, as
-`BatchSizes` says. `Division` assigns these to data-parallel ranks and microbatches. So a step
-consumes the same samples, in the same blocks, for every number of ranks, and a run resumes exactly
-from the number of samples consumed, on any layout.
+All ranks together consume samples 0, 1, 2, ... of one order. A step consumes the next g samples,
+where g is given by `BatchSizes`, and `Division` assigns them to ranks and microbatches. A step
+therefore consumes the same samples, in the same blocks, for any number of ranks, and a run resumes
+exactly from the number of consumed samples on any layout.
 
-A microbatch depends only on the number of samples consumed before it, so threads may read any of
-them ahead; they are returned in order. An error is raised where its microbatch would have been
-returned.
+A microbatch depends only on the number of samples consumed before it. Threads may read microbatches
+ahead; they are returned in order, and an error is raised when its microbatch is due.
 """
 
 from __future__ import annotations
@@ -31,18 +30,18 @@ class SampleOrder(Protocol):
 
     @property
     def end(self) -> int | None:
-        """How many samples can be consumed; None means without end."""
+        """Number of samples in the order; None if it is infinite."""
 
     def indices(self, start: int, stop: int) -> np.ndarray:
-        """Return the data set's sample numbers of the samples [start, stop) consumed."""
+        """Return the dataset's sample numbers at positions [start, stop) of the order."""
 
 
 @dataclass(frozen=True)
 class SingleOrder:
-    """Every sample once, as the data set has shuffled them.
+    """Every sample once, in the order of the dataset.
 
     Args:
-        num_samples: of the data set.
+        num_samples: number of samples of the dataset.
     """
 
     num_samples: int
@@ -58,14 +57,14 @@ class SingleOrder:
 
 
 class CyclicOrder:
-    """Epoch after epoch without end, each in a permutation of its own.
+    """Infinitely many epochs, each with its own permutation.
 
-    A batch may lie on the border of two epochs: dropping the rest of an epoch instead would make
-    the order depend on the batch size.
+    A batch may span two epochs: dropping the remainder of an epoch would make the order depend on
+    the batch size.
 
     Args:
-        num_samples: of the data set.
-        seed: the permutation of epoch e is drawn from (seed, e).
+        num_samples: number of samples of the dataset.
+        seed: epoch e is shuffled with the seed (seed, e).
     """
 
     def __init__(self, num_samples: int, seed: int) -> None:
@@ -87,16 +86,18 @@ class CyclicOrder:
 
     def indices(self, start: int, stop: int) -> np.ndarray:
         """Return sample numbers, int64 [stop - start]."""
-        parts = [np.empty(0, dtype=np.int64)]
+        epochs = [np.empty(0, dtype=np.int64)]
         for epoch in range(start // self._num_samples, -(-stop // self._num_samples)):
-            first = epoch * self._num_samples
-            parts.append(self._permutation(epoch)[max(start - first, 0) : stop - first])
-        return np.concatenate(parts)
+            epoch_start = epoch * self._num_samples
+            epochs.append(
+                self._permutation(epoch)[max(start - epoch_start, 0) : stop - epoch_start]
+            )
+        return np.concatenate(epochs)
 
 
 @runtime_checkable
 class TokenSource(Protocol):
-    """What GPTBatches reads: GPTDataset, BlendedDataset, ChatDataset and MockDataset are four."""
+    """A dataset that `GPTBatches` can read, such as `GPTDataset` or a user's own class."""
 
     def __len__(self) -> int:
         """Return the number of samples."""
@@ -214,7 +215,10 @@ class GPTBatches(Iterator[GPTBatch]):
         self._lane = lanes_rank
         if consumed_samples < 0:
             raise ValueError(f"{consumed_samples} samples consumed: impossible")
-        self._begin, self._taken = consumed_samples, 0  # of this step; its microbatches so far
+        self._begin, self._microbatches_done = (
+            consumed_samples,
+            0,
+        )  # of this step; its microbatches so far
         self.places()  # checks the data-parallel rank
         if self._order.end is not None and consumed_samples > self._order.end:
             raise ValueError(
@@ -231,7 +235,7 @@ class GPTBatches(Iterator[GPTBatch]):
     def _microbatch(self, ahead: int) -> tuple[Division, int, int]:
         """Return the step of the microbatch that comes after `ahead` more, where that begins, and
         the microbatch's number in it."""
-        begin, number = self._begin, self._taken + ahead
+        begin, number = self._begin, self._microbatches_done + ahead
         while number >= (division := self._divisions[self._sizes.at(begin)]).rounds:
             begin, number = begin + division.samples, number - division.rounds
         return division, begin, number
@@ -253,37 +257,37 @@ class GPTBatches(Iterator[GPTBatch]):
         end = self._order.end
         return end is None or begin + division.consumed(number + 1) <= end
 
-    def read(self, places: SampleRange) -> GPTBatch:
+    def read(self, sample_range: SampleRange) -> GPTBatch:
         """Read the microbatch at some places; any thread may.
 
         Raises:
             ValueError: the data set returns something other than such rows.
         """
-        samples = places.samples
+        samples = sample_range.samples
         filler = not samples
         if filler:  # of the last sample's rows: what they hold, the step computes anyway
             samples = range(samples.start - 1, samples.stop)
         numbers = self._order.indices(samples.start, samples.stop)
         ids = torch.arange(samples.start, samples.stop)
         if filler:
-            numbers, ids = numbers.repeat(places.rows), ids.repeat(places.rows)
-        found = self._dataset.read(numbers)
-        _check_rows(self._dataset, found, len(numbers))
+            numbers, ids = numbers.repeat(sample_range.rows), ids.repeat(sample_range.rows)
+        sample_rows = self._dataset.read(numbers)
+        _check_rows(self._dataset, sample_rows, len(numbers))
         rows = {
             field: None if values is None else torch.from_numpy(values)
-            for field, values in vars(found).items()
+            for field, values in vars(sample_rows).items()
         }
         loss_mask, padding = rows["loss_mask"], rows["padding"]
         if filler:
             rows["loss_mask"] = torch.zeros_like(loss_mask)
             rows["padding"] = torch.ones_like(loss_mask, dtype=torch.bool)
-        elif padding is None and places.marks_padding:
+        elif padding is None and sample_range.marks_padding:
             rows["padding"] = torch.zeros_like(loss_mask, dtype=torch.bool)
         return GPTBatch(**rows, sample_ids=ids, filler=filler)
 
     def skip(self) -> None:
         """Go on to the next microbatch."""
-        _, self._begin, self._taken = self._microbatch(1)
+        _, self._begin, self._microbatches_done = self._microbatch(1)
 
     def __next__(self) -> GPTBatch:
         """Return the next microbatch.
@@ -387,8 +391,8 @@ class PrefetchedBatches(Iterator[GPTBatch]):
             StopIteration: as `GPTBatches` does.
         """
         while len(self._reading) < self._ahead and self._batches.has(len(self._reading)):
-            places = self._batches.places(len(self._reading))
-            self._reading.append(self._pool.submit(self._batches.read, places))
+            sample_range = self._batches.places(len(self._reading))
+            self._reading.append(self._pool.submit(self._batches.read, sample_range))
         if not self._reading:
             raise StopIteration
         batch = self._reading.popleft().result()

@@ -1,6 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Rows of samples as the host reads them: tokens, where the loss counts, what documents there are
-in a row, and which of its positions are padding."""
+"""Rows of samples on the host: tokens, loss mask, positions, document ids and padding."""
 
 from __future__ import annotations
 
@@ -12,17 +11,17 @@ import numpy as np
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class SampleRows:
-    """Several samples of one length.
+    """Several samples of the same length.
 
     Args:
         tokens: int64 [b, s + 1], inputs and labels in one.
-        loss_mask: float32 [b, s], 1 where the loss counts.
+        loss_mask: float32 [b, s], 1 for labels that count in the loss.
         positions: int64 [b, s], each input's position in its document; None is 0 .. s - 1.
-        document_ids: int32 [b, s], 0, 1, ... along a row: inputs see only their own document. None
-            is one document a row.
-        padding: bool [b, s], True for inputs that hold no data, as after the last conversation of
-            a packed row. They are not in the loss and no other input sees them; routers of experts
-            neither dispatch nor count them. None is no padding.
+        document_ids: int32 [b, s], 0, 1, ... along a row: inputs attend only to their own document.
+            None means one document per row.
+        padding: bool [b, s], True for padding tokens, such as those after the last conversation of
+            a packed row. They are excluded from the loss, no other token attends to them, and
+            routers neither dispatch nor count them. None means no padding.
     """
 
     tokens: np.ndarray
@@ -32,23 +31,23 @@ class SampleRows:
     padding: np.ndarray | None = None
 
     @staticmethod
-    def merge(size: int, parts: Sequence[tuple[np.ndarray, SampleRows]]) -> SampleRows:
-        """Put rows from several sources into one order.
+    def merge(size: int, rows_by_source: Sequence[tuple[np.ndarray, SampleRows]]) -> SampleRows:
+        """Interleave rows from several sources.
 
         Args:
-            size: b.
-            parts: (the rows' places, the rows), together every place once; all with the same
-                fields.
+            size: number of rows b.
+            rows_by_source: (row indices, rows) of each source. Together the indices cover [0, b)
+                once; all sources have the same fields.
         """
         merged = {}
         for field in fields(SampleRows):
-            values = [(places, vars(rows)[field.name]) for places, rows in parts]
-            first = values[0][1]
-            if first is None:
+            values = [(row_indices, vars(rows)[field.name]) for row_indices, rows in rows_by_source]
+            first_values = values[0][1]
+            if first_values is None:
                 continue
-            merged[field.name] = np.empty((size, *first.shape[1:]), dtype=first.dtype)
-            for places, value in values:
-                merged[field.name][places] = value
+            merged[field.name] = np.empty((size, *first_values.shape[1:]), dtype=first_values.dtype)
+            for row_indices, value in values:
+                merged[field.name][row_indices] = value
         return SampleRows(**merged)
 
 
@@ -62,9 +61,9 @@ def documents_between(tokens: np.ndarray, end: int) -> np.ndarray:
     Returns:
         int32 [b, s], 0, 1, ... along each row.
     """
-    found = np.zeros(tokens.shape, dtype=np.int32)
-    np.cumsum(tokens[:, :-1] == end, axis=1, out=found[:, 1:])
-    return found
+    document_ids = np.zeros(tokens.shape, dtype=np.int32)
+    np.cumsum(tokens[:, :-1] == end, axis=1, out=document_ids[:, 1:])
+    return document_ids
 
 
 def positions_within(document_ids: np.ndarray) -> np.ndarray:
@@ -76,27 +75,27 @@ def positions_within(document_ids: np.ndarray) -> np.ndarray:
     Returns:
         int64 [b, s].
     """
-    places = np.arange(document_ids.shape[1], dtype=np.int64)
+    columns = np.arange(document_ids.shape[1], dtype=np.int64)
     starts = np.zeros(document_ids.shape, dtype=np.int64)
     new = document_ids[:, 1:] != document_ids[:, :-1]
-    starts[:, 1:] = np.where(new, places[1:], 0)
-    return places - np.maximum.accumulate(starts, axis=1)
+    starts[:, 1:] = np.where(new, columns[1:], 0)
+    return columns - np.maximum.accumulate(starts, axis=1)
 
 
 def cumulative_lengths(document_ids: np.ndarray) -> np.ndarray:
-    """Say where the documents of each row start: what kernels for packed sequences take.
+    """Return `cu_seqlens` of each row, as kernels for packed sequences take them.
 
     Args:
         document_ids: int [b, s], 0, 1, ... along each row.
 
     Returns:
-        int32 [b, d + 1] with d the most documents of a row: 0, the ends of the documents, and s
-        again for each document that a row has fewer.
+        int32 [b, d + 1], where d is the largest number of documents in a row: 0 and the ends of
+        the documents; shorter rows are padded with s.
     """
     length = document_ids.shape[1]
-    most = int(document_ids.max(initial=0)) + 1
-    found = np.full((len(document_ids), most + 1), length, dtype=np.int32)
-    found[:, 0] = 0
+    max_documents = int(document_ids.max(initial=0)) + 1
+    cu_seqlens = np.full((len(document_ids), max_documents + 1), length, dtype=np.int32)
+    cu_seqlens[:, 0] = 0
     rows, ends = np.nonzero(document_ids[:, 1:] != document_ids[:, :-1])
-    found[rows, document_ids[rows, ends] + 1] = ends + 1
-    return found
+    cu_seqlens[rows, document_ids[rows, ends] + 1] = ends + 1
+    return cu_seqlens

@@ -87,17 +87,17 @@ def boxes_of_range(sizes: tuple[int, ...], begin: int, end: int) -> list[Box]:
     if begin == 0 and end == math.prod(sizes):
         return [Box((0,) * len(sizes), tuple(sizes))]
     inner = math.prod(sizes[1:])
-    first, last = begin // inner, end // inner
-    if first == last:
-        return _in_row(first, sizes, begin - first * inner, end - first * inner)
+    first_row, last_row = begin // inner, end // inner
+    if first_row == last_row:
+        return _in_row(first_row, sizes, begin - first_row * inner, end - first_row * inner)
     boxes = []
     if begin % inner:
-        boxes += _in_row(first, sizes, begin % inner, inner)
-        first += 1
-    if last > first:
+        boxes += _in_row(first_row, sizes, begin % inner, inner)
+        first_row += 1
+    if last_row > first_row:
         zeros = (0,) * (len(sizes) - 1)
-        boxes.append(Box((first, *zeros), (last - first, *sizes[1:])))
-    return boxes + _in_row(last, sizes, 0, end % inner)
+        boxes.append(Box((first_row, *zeros), (last_row - first_row, *sizes[1:])))
+    return boxes + _in_row(last_row, sizes, 0, end % inner)
 
 
 def _in_row(row: int, sizes: tuple[int, ...], begin: int, end: int) -> list[Box]:
@@ -123,9 +123,9 @@ def row_boxes(
                 yield Box((index, *box.offsets), (1, *box.sizes))
         return
     rows = max(1, piece_bytes // max(1, slice_bytes))
-    rest = (0,) * (len(shape) - 1)
-    for first in range(0, shape[0], rows):
-        yield Box((first, *rest), (min(rows, shape[0] - first), *shape[1:]))
+    inner_offsets = (0,) * (len(shape) - 1)
+    for first_row in range(0, shape[0], rows):
+        yield Box((first_row, *inner_offsets), (min(rows, shape[0] - first_row), *shape[1:]))
 
 
 class BoxIndex:
@@ -156,10 +156,12 @@ class BoxIndex:
         near: Sequence[int] = range(len(self._boxes))
         if self._dim is not None:
             begin = box.offsets[self._dim]
-            first = bisect_right(self._reaches, begin)
-            near = self._order[first : bisect_left(self._begins, begin + box.sizes[self._dim])]
-        found = ((i, intersect(self._boxes[i], box)) for i in near)
-        return [(i, common) for i, common in found if common is not None]
+            first_index = bisect_right(self._reaches, begin)
+            near = self._order[
+                first_index : bisect_left(self._begins, begin + box.sizes[self._dim])
+            ]
+        overlaps = ((i, intersect(self._boxes[i], box)) for i in near)
+        return [(i, common) for i, common in overlaps if common is not None]
 
 
 def tiles(boxes: Sequence[Box], shape: tuple[int, ...]) -> bool:
@@ -242,9 +244,9 @@ def first_overlap(boxes: Sequence[Box]) -> tuple[int, int] | None:
 def _cut_apart(boxes: Sequence[Box], group: list[int]) -> list[list[int]]:
     """Split `group` along the first dimension in which borders run through all of it."""
     for dim in range(len(boxes[group[0]].sizes)):
-        parts = list(_runs(boxes, group, dim))
-        if len(parts) > 1:
-            return parts
+        groups = list(_runs(boxes, group, dim))
+        if len(groups) > 1:
+            return groups
     return [group]
 
 

@@ -217,21 +217,21 @@ class CpuGraph(TorchDispatchMode):
         if function._schema.is_mutable:
             self._calls.append((_IN_PLACE.get(name, _OUT.get(name, function)), args, named))
             return
-        made = [t for t in tree_leaves(results) if isinstance(t, Tensor)]
+        outputs = [t for t in tree_leaves(results) if isinstance(t, Tensor)]
         if name == "aten::lift_fresh":  # numbers of Python
-            self._calls.append((Tensor.copy_, (made[0], made[0].clone()), {}))
+            self._calls.append((Tensor.copy_, (outputs[0], outputs[0].clone()), {}))
             return
-        given = {_memory(t) for t in tree_leaves([args, named]) if isinstance(t, Tensor)}
-        if name in _EMPTY or all(_memory(t) in given for t in made):
+        input_memory = {_memory(t) for t in tree_leaves([args, named]) if isinstance(t, Tensor)}
+        if name in _EMPTY or all(_memory(t) in input_memory for t in outputs):
             return
         if name in _COPIES:
-            self._calls.append((Tensor.copy_, (made[0], args[0]), {}))
+            self._calls.append((Tensor.copy_, (outputs[0], args[0]), {}))
         elif name in _OUT:
             self._calls.append((_OUT[name], args, {**named, "out": results}))
         elif isinstance(results, Tensor):
             self._calls.append((_copy_result, (results, function, args, named), {}))
         else:
-            self._calls.append((_copy_results, (made, function, args, named), {}))
+            self._calls.append((_copy_results, (outputs, function, args, named), {}))
 
 
 def reads_on_host(function: torch._ops.OpOverload, args: Sequence[Any]) -> bool:
@@ -255,8 +255,8 @@ def _copy_results(
     named: Mapping[str, Any],
 ) -> None:
     """Do the same with several results."""
-    found = (t for t in tree_leaves(function(*args, **named)) if isinstance(t, Tensor))
-    for result, value in zip(results, found, strict=True):
+    tensors = (t for t in tree_leaves(function(*args, **named)) if isinstance(t, Tensor))
+    for result, value in zip(results, tensors, strict=True):
         if result.numel():
             result.copy_(value)
 

@@ -113,9 +113,9 @@ class Work(Generic[_Result]):
 
     def result(self) -> _Result:
         """Wait for the device, then return what the function has returned, or raise its error."""
-        found = self._future.result()
+        value = self._future.result()
         self._event.synchronize()
-        return found
+        return value
 
 
 class Recorder(Protocol):
@@ -285,8 +285,8 @@ def to_host(tensor: Tensor) -> Tensor:
     a tensor of the host itself is returned."""
     if tensor.device.type == "cpu":
         return tensor
-    found = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
-    return found.copy_(tensor, non_blocking=True)
+    host_tensor = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
+    return host_tensor.copy_(tensor, non_blocking=True)
 
 
 class HostCopy:
@@ -331,9 +331,9 @@ def give_back_memory(device: torch.device) -> None:
 def pin_in_place(tensor: Tensor) -> None:
     """Pin a CPU tensor's memory where it lies, so that GPUs copy to it while the host goes on."""
     size = tensor.numel() * tensor.itemsize
-    found = torch.cuda.cudart().cudaHostRegister(tensor.data_ptr(), size, 0)
-    if int(found) != 0:
-        raise RuntimeError(f"CUDA refuses to pin {size} bytes of memory (error {int(found)})")
+    error = torch.cuda.cudart().cudaHostRegister(tensor.data_ptr(), size, 0)
+    if int(error) != 0:
+        raise RuntimeError(f"CUDA refuses to pin {size} bytes of memory (error {int(error)})")
 
 
 def unpin_in_place(tensor: Tensor) -> None:
@@ -374,5 +374,5 @@ def cpu_vendor(info: Path = Path("/proc/cpuinfo")) -> str:
     """Return the vendor of the CPU as Linux names it, such as AuthenticAMD; "" elsewhere."""
     if not info.exists():
         return ""
-    _, _, rest = info.read_text(encoding="utf-8").partition("vendor_id")
-    return rest.split("\n")[0].partition(":")[2].strip()
+    _, _, text_after = info.read_text(encoding="utf-8").partition("vendor_id")
+    return text_after.split("\n")[0].partition(":")[2].strip()

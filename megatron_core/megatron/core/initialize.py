@@ -187,13 +187,13 @@ def _states(
     outer = itertools.product(*(range(size) for size in sizes[:dim]), range(0, sizes[dim], rows))
     for start in outer:
         count = min(rows, sizes[dim] - start[-1])
-        first = sum((o + i) * s for o, i, s in zip(offsets, start, strides, strict=False))
-        first += sum(o * s for o, s in zip(offsets[dim + 1 :], strides[dim + 1 :], strict=True))
-        begin = _signed(key + (first + 1) * _GAMMA)
-        here = state[: count * inner.numel()].view(count, -1)
-        torch.add((row_steps[:count] + begin).unsqueeze(1), inner, out=here)
-        _mix_(here, scratch[: here.numel()].view_as(here))
-        yield out[start[:-1]].narrow(0, start[-1], count), here
+        offset = sum((o + i) * s for o, i, s in zip(offsets, start, strides, strict=False))
+        offset += sum(o * s for o, s in zip(offsets[dim + 1 :], strides[dim + 1 :], strict=True))
+        begin = _signed(key + (offset + 1) * _GAMMA)
+        block = state[: count * inner.numel()].view(count, -1)
+        torch.add((row_steps[:count] + begin).unsqueeze(1), inner, out=block)
+        _mix_(block, scratch[: block.numel()].view_as(block))
+        yield out[start[:-1]].narrow(0, start[-1], count), block
 
 
 def _steps(sizes: Sequence[int], strides: Sequence[int], device: torch.device) -> Tensor:
@@ -260,8 +260,8 @@ def _log(state: Tensor, spec: InitSpec) -> Tensor:
 def _step(state: Tensor, spec: InitSpec) -> Tensor:
     """Turn mixed states into fp64 values whose softplus is log-uniform."""
     ends = InitSpec.uniform(math.log(spec.low), math.log(spec.high))
-    wanted = _uniform(state, ends).double().exp_()
-    return wanted.neg().expm1().neg_().log_().add_(wanted)  # log(e^w - 1) = w + log(1 - e^-w)
+    target = _uniform(state, ends).double().exp_()
+    return target.neg().expm1().neg_().log_().add_(target)  # log(e^w - 1) = w + log(1 - e^-w)
 
 
 _DRAWS = MappingProxyType({"normal": _normal, "uniform": _uniform, "log": _log, "step": _step})
@@ -282,8 +282,8 @@ def _quantile_table(device: torch.device) -> Tensor:
     # A value spread evenly over [a, b] has second moment (a^2 + ab + b^2) / 3. The two end cells
     # [last, end] must bring the mean over all cells to 1.
     inner = float((low * low + low * high + high * high).sum()) / 3.0
-    last = float(knots[-1])
-    missing = 1.5 * (cells - inner) - last * last
-    end = knots.new_tensor([(math.sqrt(last * last + 4.0 * missing) - last) / 2.0])
+    last_knot = float(knots[-1])
+    missing = 1.5 * (cells - inner) - last_knot * last_knot
+    end = knots.new_tensor([(math.sqrt(last_knot * last_knot + 4.0 * missing) - last_knot) / 2.0])
     units = torch.cat([-end, knots, end]).mul(2.0**_UNIT_BITS).round().to(torch.int64)
     return (units[:-1] * (1 << 32) + (units[1:] - units[:-1])).to(device)

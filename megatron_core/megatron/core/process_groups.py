@@ -136,28 +136,28 @@ class RankGrid:
         """List everything that makes this layout impossible, with its fix; empty if it is fine."""
         named = ("tp", "gtp", "cp", "pp", "etp", "ep", "egtp", "instances")
         degrees = {name: getattr(self, name) for name in named}
-        found = [
+        problems = [
             f"{axis} size is {size}: use a positive integer"
             for axis, size in {"world": self.world_size, **degrees}.items()
             if size is not None and size < 1
         ]
-        if found:
-            return found
+        if problems:
+            return problems
         for product in (("tp", "gtp", "cp", "pp"), ("etp", "ep", "egtp", "pp")):
             total = math.prod(degrees[a] or 1 for a in product)
             if self.world_size % total:
-                shown = " x ".join(f"{a}={degrees[a]}" for a in product)
-                found.append(
-                    f"{shown} = {total} ranks do not divide the world of {self.world_size}: "
+                degrees_text = " x ".join(f"{a}={degrees[a]}" for a in product)
+                problems.append(
+                    f"{degrees_text} = {total} ranks do not divide the world of {self.world_size}: "
                     f"start a multiple of {total} processes or lower a degree"
                 )
-        for axis, size in () if found else (("dp", self.dp), ("edp", self.edp)):
+        for axis, size in () if problems else (("dp", self.dp), ("edp", self.edp)):
             if size % self.instances:
-                found.append(
+                problems.append(
                     f"{self.instances} optimizer instances do not divide {axis}={size}: "
                     f"use a divisor of {size}"
                 )
-        return found
+        return problems
 
     @cached_property
     def dp(self) -> int:
@@ -215,14 +215,14 @@ class RankGrid:
         """
         if not 0 <= rank < self.world_size:
             raise ValueError(f"rank {rank} is outside the world of {self.world_size}")
-        found = {}
+        coordinates = {}
         for order in (DENSE_AXES, EXPERT_AXES):
-            rest = rank
+            remainder = rank
             for axis in order:
-                rest, found[axis] = divmod(rest, self.sizes[axis])
+                remainder, coordinates[axis] = divmod(remainder, self.sizes[axis])
         for joined, (inner, outer) in JOINED_AXES.items():
-            found[joined] = found[inner] + found[outer] * self.sizes[inner]
-        return found
+            coordinates[joined] = coordinates[inner] + coordinates[outer] * self.sizes[inner]
+        return coordinates
 
     def rank_of(self, **coordinates: int) -> int:
         """Return the global rank at coordinates of one factorisation; absent axes are 0."""
@@ -231,9 +231,9 @@ class RankGrid:
             if not 0 <= index < (size := self.size(axis)):
                 raise ValueError(f"{axis} coordinate {index} is outside 0..{size - 1}")
             inner, outer = JOINED_AXES.get(axis, (axis, None))
-            rest, at[inner] = divmod(index, self.sizes[inner])
+            remainder, at[inner] = divmod(index, self.sizes[inner])
             if outer is not None:
-                at[outer] = rest
+                at[outer] = remainder
         rank, stride = 0, 1
         for axis in self._order(tuple(at)):
             index = at.get(axis, 0)
@@ -250,7 +250,7 @@ class RankGrid:
         order = self._order(axes)
         inner = self._offsets(order, axes)
         outer = self._offsets(order, [axis for axis in order if axis not in axes])
-        return [[first + offset for offset in inner] for first in outer]
+        return [[outer_offset + offset for offset in inner] for outer_offset in outer]
 
     @property
     def replica_names(self) -> tuple[str, ...]:
@@ -281,8 +281,8 @@ class RankGrid:
         """Return the ranks of the group over `axes` that holds `rank`."""
         at, axes = self.coordinates(rank), self._split(axes)
         order = self._order(axes)
-        first = self.rank_of(**{axis: at[axis] for axis in order if axis not in axes})
-        return [first + offset for offset in self._offsets(order, axes)]
+        base_rank = self.rank_of(**{axis: at[axis] for axis in order if axis not in axes})
+        return [base_rank + offset for offset in self._offsets(order, axes)]
 
     def _offsets(self, order: tuple[str, ...], axes: Container[str]) -> list[int]:
         """List the rank differences that `axes` of a factorisation span, its first axis fastest."""
@@ -407,13 +407,13 @@ class ProcessGroupCollection:
         Raises:
             ValueError: an unknown name.
         """
-        timeout, found = datetime.timedelta(seconds=timeout_seconds), Group.single("hosts")
+        timeout, group = datetime.timedelta(seconds=timeout_seconds), Group.single("hosts")
         for ranks in self.grid.named_ranks(name):
             if len(ranks) > 1:
                 handle = dist.new_group(list(ranks), timeout=timeout, backend="gloo")
                 if self.rank in ranks:
-                    found = Group("hosts", tuple(ranks), ranks.index(self.rank), handle)
-        return found
+                    group = Group("hosts", tuple(ranks), ranks.index(self.rank), handle)
+        return group
 
     @staticmethod
     def single() -> ProcessGroupCollection:
@@ -451,7 +451,7 @@ class ProcessGroupCollection:
             )
         observers: list[Callable[[object], Any]] = []
         links: list[Callable[[Any], Any]] = []
-        made: dict[tuple[str, tuple[int, ...]], dist.ProcessGroup] = {}
+        handles: dict[tuple[str, tuple[int, ...]], dist.ProcessGroup] = {}
         groups: dict[str, Group] = {}
         timeout = datetime.timedelta(seconds=timeout_seconds)
         for name in (*GROUP_NAMES, *grid.replica_names) if names is None else names:
@@ -459,12 +459,12 @@ class ProcessGroupCollection:
                 ranks = tuple(sorted(members)) if name == "world" else tuple(members)
                 traffic = TRAFFIC.get(name, "activations")
                 key = (traffic, ranks)
-                if len(ranks) > 1 and key not in made:
-                    made[key] = dist.new_group(
+                if len(ranks) > 1 and key not in handles:
+                    handles[key] = dist.new_group(
                         list(ranks), timeout=timeout, **_backend_options(traffic)
                     )
                 if rank in ranks:
                     groups[name] = Group(
-                        name, ranks, ranks.index(rank), made.get(key), observers, links
+                        name, ranks, ranks.index(rank), handles.get(key), observers, links
                     )
         return ProcessGroupCollection(grid, rank, MappingProxyType(groups), observers, links)

@@ -101,11 +101,11 @@ def regular_fd(path: Path | str, *, follow_links: bool = False) -> int:
 def regular_size(path: Path | str) -> int:
     """Return the size of a regular file without opening it; see `open_regular`."""
     path = _checked_name(path)
-    found = os.lstat(path)
-    if stat.S_ISLNK(found.st_mode):
-        found = os.lstat(_target(path))
-    _check_kind(found, path)
-    return found.st_size
+    status = os.lstat(path)
+    if stat.S_ISLNK(status.st_mode):
+        status = os.lstat(_target(path))
+    _check_kind(status, path)
+    return status.st_size
 
 
 def read_regular(path: Path | str, limit: int, *, follow_links: bool = False) -> bytes:
@@ -141,9 +141,9 @@ def read_named(path: Path | str, limit: int) -> str:
     path = _checked_name(path)
     fd = os.open(path, _READ)  # of a pipe that nobody writes to, the end is read at once
     with os.fdopen(fd, "rb") as file:
-        found = os.fstat(fd)
-        if not stat.S_ISFIFO(found.st_mode):
-            _check_kind(found, path)
+        status = os.fstat(fd)
+        if not stat.S_ISFIFO(status.st_mode):
+            _check_kind(status, path)
         os.set_blocking(fd, True)
         content = file.read(limit + 1)
     if len(content) > limit:
@@ -178,11 +178,11 @@ def parse_json(text: bytes | str, *, max_depth: int = MAX_JSON_DEPTH) -> Any:
     """
     _check_values(text)
     try:
-        found = json.loads(text)
+        value = json.loads(text)
     except RecursionError:
         raise ValueError(f"it is nested deeper than {max_depth}") from None
-    check_depth(found, max_depth=max_depth)
-    return found
+    check_depth(value, max_depth=max_depth)
+    return value
 
 
 # Python's bytes for what each character of JSON begins or separates: a list, an object, a name with
@@ -201,9 +201,9 @@ def _check_values(text: bytes | str) -> None:
         raise ValueError(f"its {len(text)} characters hold more values than are read")
 
 
-def check_depth(found: Any, *, max_depth: int) -> None:
+def check_depth(value: Any, *, max_depth: int) -> None:
     """Raise ValueError if dicts and lists are nested deeper than `max_depth`."""
-    level = [found]
+    level = [value]
     for _ in range(max_depth):
         level = [
             inner
@@ -230,9 +230,9 @@ def _checked_name(path: Path | str) -> Path:
     return Path(path)
 
 
-def _check_kind(found: os.stat_result, path: Path) -> None:
-    if not stat.S_ISREG(found.st_mode):
-        kind = next((name for is_kind, name in _KINDS if is_kind(found.st_mode)), "something else")
+def _check_kind(status: os.stat_result, path: Path) -> None:
+    if not stat.S_ISREG(status.st_mode):
+        kind = next((name for is_kind, name in _KINDS if is_kind(status.st_mode)), "something else")
         raise UnsafeFileError(path, f"it is {kind}, not a regular file")
 
 
@@ -369,22 +369,22 @@ def _folder_of(path: Path, root: Path | str | None, *, make: bool = False) -> It
     """Open the folder of a file as `open_to_write` says."""
     if root is None:
         fd = os.open(path.parent, _FOLDER)
-        parts: tuple[str, ...] = ()
+        names: tuple[str, ...] = ()
     else:
         fd = os.open(root, _FOLDER)
-        parts = path.parent.relative_to(root).parts
+        names = path.parent.relative_to(root).parts
     try:
-        for i, part in enumerate(parts):
+        for i, name in enumerate(names):
             if make:
                 with contextlib.suppress(FileExistsError):
-                    os.mkdir(part, dir_fd=fd)
+                    os.mkdir(name, dir_fd=fd)
             try:
-                inner = os.open(part, _FOLDER | os.O_NOFOLLOW, dir_fd=fd)
+                inner = os.open(name, _FOLDER | os.O_NOFOLLOW, dir_fd=fd)
             except OSError as error:
                 if error.errno not in (errno.ELOOP, errno.EMLINK, errno.ENOTDIR):
                     raise
-                where = Path(cast(str, root), *parts[: i + 1])
-                raise UnsafeFileError(where, f"{part} is a link or a file: remove it") from None
+                where = Path(cast(str, root), *names[: i + 1])
+                raise UnsafeFileError(where, f"{name} is a link or a file: remove it") from None
             os.close(fd)
             fd = inner
         yield fd
@@ -406,11 +406,11 @@ def _open_unlinked(path: Path, flags: int, folder: int, *, several_names: bool =
         error.filename = os.fspath(path)
         raise
     try:
-        found = os.fstat(fd)
-        _check_kind(found, path)
-        if found.st_nlink > 1 and not several_names:
+        status = os.fstat(fd)
+        _check_kind(status, path)
+        if status.st_nlink > 1 and not several_names:
             raise UnsafeFileError(
-                path, f"{path.name} has {found.st_nlink} names (hard links): copy or remove it"
+                path, f"{path.name} has {status.st_nlink} names (hard links): copy or remove it"
             )
     except BaseException:
         os.close(fd)

@@ -202,9 +202,9 @@ class WeightSharding:
         if not self.expert:
             return axes
         # The expert grid has no cp: its ranks are among those of edp_inner.
-        own = {"gtp": "egtp", "dp_outer": "edp_outer"}
-        wanted = {own.get(axis, "edp_inner") for axis in axes}
-        return tuple(axis for axis in EXPERT_LANES if axis in wanted)
+        expert_axes = {"gtp": "egtp", "dp_outer": "edp_outer"}
+        group_names = {expert_axes.get(axis, "edp_inner") for axis in axes}
+        return tuple(axis for axis in EXPERT_LANES if axis in group_names)
 
     def placement(self, grid: RankGrid, strategy: Placement) -> Placement:
         """Return what shards this weight's roles on a grid: nothing on a single data-parallel rank,
@@ -267,51 +267,55 @@ class LocalBox:
 
 def check(sharding: WeightSharding, grid: RankGrid) -> list[str]:
     """List what is wrong with a description on this grid; empty if nothing is."""
-    found = []
+    problems = []
     for segment in sharding.segments:
-        found += _cut_problems(sharding, segment, grid)
-        first = sharding.segments[0]
-        if segment.shape[1:] != first.shape[1:] or _inner_cuts(segment) != _inner_cuts(first):
-            found.append(f"{segment.name}: shape {segment.shape} does not stack in {sharding.name}")
+        problems += _cut_problems(sharding, segment, grid)
+        first_segment = sharding.segments[0]
+        if segment.shape[1:] != first_segment.shape[1:] or _inner_cuts(segment) != _inner_cuts(
+            first_segment
+        ):
+            problems.append(
+                f"{segment.name}: shape {segment.shape} does not stack in {sharding.name}"
+            )
     for axis, kind in sharding.gradient.items():
         if kind not in ("identical", "partial"):
-            found.append(f"{sharding.name}: gradient on {axis} is {kind!r}")
-    if sharding.interleave > 1 and not found:
+            problems.append(f"{sharding.name}: gradient on {axis} is {kind!r}")
+    if sharding.interleave > 1 and not problems:
         for segment in sharding.segments:
-            rows, pieces = _local_rows(segment, grid), _row_pieces(segment, grid)
-            split = sharding.interleave % pieces and pieces % sharding.interleave
-            uneven = rows * pieces != segment.shape[0] or rows % _units(sharding, grid)
+            rows, num_pieces = _local_rows(segment, grid), _row_pieces(segment, grid)
+            split = sharding.interleave % num_pieces and num_pieces % sharding.interleave
+            uneven = rows * num_pieces != segment.shape[0] or rows % _units(sharding, grid)
             if split or uneven:
-                found.append(
-                    f"{segment.name}: {segment.shape[0]} rows in {pieces} pieces do not interleave "
-                    f"by {sharding.interleave} units evenly"
+                problems.append(
+                    f"{segment.name}: {segment.shape[0]} rows in {num_pieces} pieces do not "
+                    f"interleave by {sharding.interleave} units evenly"
                 )
-    return found
+    return problems
 
 
 def _cut_problems(sharding: WeightSharding, segment: Segment, grid: RankGrid) -> list[str]:
-    found = []
+    problems = []
     for cut in segment.cuts:
         if cut.axis not in sharding.axes:
-            found.append(f"{segment.name}: axis {cut.axis!r} is not one of {sharding.axes}")
+            problems.append(f"{segment.name}: axis {cut.axis!r} is not one of {sharding.axes}")
             continue
-        size, parts = grid.size(cut.axis), cut.pieces(grid)
+        size, num_shards = grid.size(cut.axis), cut.pieces(grid)
         if not 0 <= cut.dim < len(segment.shape):
-            found.append(f"{segment.name}: no dimension {cut.dim} in shape {segment.shape}")
-        elif parts < 1 or size % parts:
-            found.append(
-                f"{segment.name}: {parts} pieces do not divide the {size} ranks of {cut.axis}"
+            problems.append(f"{segment.name}: no dimension {cut.dim} in shape {segment.shape}")
+        elif num_shards < 1 or size % num_shards:
+            problems.append(
+                f"{segment.name}: {num_shards} pieces do not divide the {size} ranks of {cut.axis}"
             )
-        elif cut.dim and segment.shape[cut.dim] % parts:
-            found.append(
+        elif cut.dim and segment.shape[cut.dim] % num_shards:
+            problems.append(
                 f"{segment.name}: dimension {cut.dim} of {segment.shape[cut.dim]} does not "
-                f"divide by {cut.axis}={parts}"
+                f"divide by {cut.axis}={num_shards}"
             )
     axes = [cut.axis for cut in segment.cuts]
     for axis in sorted(set(axes)):
         if axes.count(axis) > 1:
-            found.append(f"{segment.name}: cut {axes.count(axis)} times over {axis}")
-    return found
+            problems.append(f"{segment.name}: cut {axes.count(axis)} times over {axis}")
+    return problems
 
 
 def _inner_cuts(segment: Segment) -> list[Cut]:
@@ -321,9 +325,9 @@ def _inner_cuts(segment: Segment) -> list[Cut]:
 def local_shape(sharding: WeightSharding, grid: RankGrid) -> tuple[int, ...]:
     """Return the shape of the local tensor, the same on every rank (padding included)."""
     rows = sum(_local_rows(s, grid) for s in sharding.segments)
-    first = sharding.segments[0]
-    inner = list(first.shape[1:])
-    for cut in first.cuts:
+    first_segment = sharding.segments[0]
+    inner = list(first_segment.shape[1:])
+    for cut in first_segment.cuts:
         if cut.dim:
             inner[cut.dim - 1] //= cut.pieces(grid)
     return (rows, *inner)
@@ -340,15 +344,15 @@ def local_boxes(sharding: WeightSharding, grid: RankGrid, at: Coordinates) -> li
     for unit in range(units):
         for segment in sharding.segments:
             rows = _local_rows(segment, grid) // units
-            first, inner_offsets, inner_sizes = _origin(segment, grid, at)
-            first += unit * rows
-            kept = min(rows, segment.shape[0] - first)
-            if kept > 0:
+            first_row, inner_offsets, inner_sizes = _origin(segment, grid, at)
+            first_row += unit * rows
+            num_rows = min(rows, segment.shape[0] - first_row)
+            if num_rows > 0:
                 boxes.append(
                     LocalBox(
                         name=segment.name,
                         shape=segment.shape,
-                        box=Box((first, *inner_offsets), (kept, *inner_sizes)),
+                        box=Box((first_row, *inner_offsets), (num_rows, *inner_sizes)),
                         start=row * width,
                         counted=_replica_index(sharding, segment, grid, at) == 0,
                     )
@@ -363,24 +367,24 @@ def range_boxes(boxes: Sequence[LocalBox], start: int, stop: int) -> list[LocalB
     `start` of the results is relative to the range's own start. For how many boxes a range of one
     is, see `boxes_of_range`.
     """
-    found = []
-    for held in boxes:
-        low, high = max(start, held.start), min(stop, held.stop)
+    boxes_in_range = []
+    for box in boxes:
+        low, high = max(start, box.start), min(stop, box.stop)
         at = low - start
-        for part in boxes_of_range(held.box.sizes, low - held.start, high - held.start):
-            found.append(replace(held, box=part.within(held.box.offsets), start=at))
-            at += part.numel
-    return found
+        for sub_box in boxes_of_range(box.box.sizes, low - box.start, high - box.start):
+            boxes_in_range.append(replace(box, box=sub_box.within(box.box.offsets), start=at))
+            at += sub_box.numel
+    return boxes_in_range
 
 
-def shard_range(numel: int, parts: int, index: int, *, quantum: int = 1) -> tuple[int, int]:
-    """Return the element range [start, stop) of shard `index` of `parts` equal ones.
+def shard_range(numel: int, num_shards: int, index: int, *, quantum: int = 1) -> tuple[int, int]:
+    """Return the element range [start, stop) of shard `index` of `num_shards` equal ones.
 
     Each is a multiple of `quantum`. The last ones may reach past `numel`: that is padding, and the
     caller allocates parts × shard elements.
     """
-    part = -(-numel // (parts * quantum)) * quantum
-    return index * part, (index + 1) * part
+    shard_numel = -(-numel // (num_shards * quantum)) * quantum
+    return index * shard_numel, (index + 1) * shard_numel
 
 
 def replica_ranks(
@@ -406,15 +410,15 @@ def replica_ranks(
     choices = []
     for axis in sharding.axes:
         size = grid.size(axis)
-        parts = segment.pieces(axis, grid)
+        num_shards = segment.pieces(axis, grid)
         if axis == "pp":
             choices.append(tuple(sorted(set(sharding.stages))) or (at[axis],))
-        elif axis in cut_lanes or parts == size:
+        elif axis in cut_lanes or num_shards == size:
             choices.append((at[axis],))
         else:
-            replicas = size // parts
-            first = at[axis] // replicas * replicas
-            choices.append(tuple(range(first, first + replicas)))
+            replicas = size // num_shards
+            first_index = at[axis] // replicas * replicas
+            choices.append(tuple(range(first_index, first_index + replicas)))
     points = itertools.product(*choices)
     return tuple(sorted(grid.rank_of(**dict(zip(sharding.axes, p, strict=True))) for p in points))
 
@@ -540,13 +544,13 @@ def gradient_plan(sharding: WeightSharding, grid: RankGrid) -> GradientPlan:
             continue
         whole, size = [], grid.size(axis)
         for segment in sharding.segments:
-            parts = segment.pieces(axis, grid)
-            if parts == 1 and not any(c.axis == axis for c in segment.cuts):
+            num_shards = segment.pieces(axis, grid)
+            if num_shards == 1 and not any(c.axis == axis for c in segment.cuts):
                 whole.append(segment.name)
-            elif parts < size:
+            elif num_shards < size:
                 # Replicas of a shard feed different consumers (other query heads): addends of one
                 # gradient.
-                steps.append(GradientStep(f"{axis}/{size // parts}", (segment.name,)))
+                steps.append(GradientStep(f"{axis}/{size // num_shards}", (segment.name,)))
         if whole and axis not in sharding.gradient:
             raise ValueError(
                 f"{sharding.name}: nothing cuts it over {axis}={size} and its gradient there "
@@ -565,11 +569,11 @@ def gradient_plan(sharding: WeightSharding, grid: RankGrid) -> GradientPlan:
     reached = Fraction(math.prod(grid.size(a) for a in sharding.lane_axes))
     if sharding.expert:  # dispatch brings the tokens of etp·ep ranks, etp·ep/tp data-parallel ones
         reached *= Fraction(grid.size("etp") * grid.ep, grid.tp)
-    every = math.prod(grid.size(a) for a in DENSE_LANES)
-    if reached != every:
+    num_ranks = math.prod(grid.size(a) for a in DENSE_LANES)
+    if reached != num_ranks:
         raise ValueError(
-            f"{sharding.name}: its gradient would hold {reached} of {every} data lanes; the expert "
-            "grid does not cover the dense one"
+            f"{sharding.name}: its gradient would be summed over {reached} of {num_ranks} "
+            "data-parallel ranks; the expert grid does not cover the dense one"
         )
     return GradientPlan(lanes, tuple(_merge(steps)), reached)
 

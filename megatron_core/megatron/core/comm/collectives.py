@@ -128,12 +128,12 @@ LEAST_BYTES, MOST_RANKS = 1 << 20, 16
 _TAG = 0
 
 
-def goes_directly(wide: torch.Tensor, group: Group) -> bool:
-    """Whether a collective whose wide side is `wide` is better exchanged directly."""
+def goes_directly(full_tensor: torch.Tensor, group: Group) -> bool:
+    """Whether a collective whose wide side is `full_tensor` is better exchanged directly."""
     return (
-        wide.device.type == "cpu"
+        full_tensor.device.type == "cpu"
         and group.size <= MOST_RANKS
-        and wide.numel() * wide.element_size() >= LEAST_BYTES
+        and full_tensor.numel() * full_tensor.element_size() >= LEAST_BYTES
     )
 
 
@@ -177,8 +177,11 @@ class Scatter:
         handle: dist.ProcessGroup, group: Group, *, parts: Sequence[torch.Tensor], out: torch.Tensor
     ) -> Scatter:
         """Send every rank its part of this rank's tensor, and receive addends of `out`."""
-        own = parts[group.rank]
-        addends = [own if r == group.rank else torch.empty_like(own) for r in range(group.size)]
+        local_shard = parts[group.rank]
+        addends = [
+            local_shard if r == group.rank else torch.empty_like(local_shard)
+            for r in range(group.size)
+        ]
         works = []
         for step in range(1, group.size):
             after, before = (group.rank + step) % group.size, (group.rank - step) % group.size
@@ -191,18 +194,18 @@ class Scatter:
         for work in self.works:
             work.wait()
         # `out` may be this rank's addend: nothing is written there before that one is added.
-        total, last = self.addends[0], len(self.addends) - 1
-        for rank in range(1, last + 1):
+        total, last_index = self.addends[0], len(self.addends) - 1
+        for rank in range(1, last_index + 1):
             target = self.out if rank >= self.rank else self.addends[0]
             total = torch.add(total, self.addends[rank], out=target)
 
 
-def _send(handle: dist.ProcessGroup, part: torch.Tensor, rank: int) -> list[dist.Work]:
-    return [handle.send([part], rank, _TAG)] if part.numel() else []
+def _send(handle: dist.ProcessGroup, shard: torch.Tensor, rank: int) -> list[dist.Work]:
+    return [handle.send([shard], rank, _TAG)] if shard.numel() else []
 
 
-def _receive(handle: dist.ProcessGroup, part: torch.Tensor, rank: int) -> list[dist.Work]:
-    return [handle.recv([part], rank, _TAG)] if part.numel() else []
+def _receive(handle: dist.ProcessGroup, shard: torch.Tensor, rank: int) -> list[dist.Work]:
+    return [handle.recv([shard], rank, _TAG)] if shard.numel() else []
 
 
 _OPERATIONS = MappingProxyType({"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX})
@@ -298,11 +301,11 @@ def all_gather_async(x: torch.Tensor, group: Group, *, out: torch.Tensor | None 
     def start() -> Underway:
         if not goes_directly(out, group):
             return _gather_method(handle)(out, x)
-        parts = list(out.view(group.size, -1).unbind(0))
-        own = parts[group.rank]
-        if own.data_ptr() != x.data_ptr():
-            own.copy_(x.view(-1))
-        return Gather.start(handle, group, parts=parts)
+        shards = list(out.view(group.size, -1).unbind(0))
+        local_shard = shards[group.rank]
+        if local_shard.data_ptr() != x.data_ptr():
+            local_shard.copy_(x.view(-1))
+        return Gather.start(handle, group, parts=shards)
 
     transfer = Transfer("all_gather", group, x, out, start, keeps_source=True)
     return _launch(transfer, out)
@@ -336,8 +339,8 @@ def reduce_scatter_async(
     def start() -> Underway:
         if not goes_directly(x, group):
             return _scatter_method(handle)(out, x)
-        parts = list(x.view(group.size, -1).unbind(0))
-        return Scatter.start(handle, group, parts=parts, out=out.view(-1))
+        shards = list(x.view(group.size, -1).unbind(0))
+        return Scatter.start(handle, group, parts=shards, out=out.view(-1))
 
     return _launch(Transfer("reduce_scatter", group, x, out, start), x, how="sum")
 
@@ -445,14 +448,14 @@ class _Sum:
 
     def wait(self) -> None:
         self.work.wait()
-        parts = self.parts.view(-1, *self.out.shape)  # [size, n, ...]
-        if parts.is_cuda:  # each part is read once, and the sum written once
-            torch.sum(parts, dim=0, dtype=self.out.dtype, out=self.out)
+        addends = self.parts.view(-1, *self.out.shape)  # [size, n, ...]
+        if addends.is_cuda:  # each part is read once, and the sum written once
+            torch.sum(addends, dim=0, dtype=self.out.dtype, out=self.out)
         else:  # a CPU would convert all parts first: 4 to 13 times the time
-            first, *others = parts
-            self.out.copy_(first)
-            for part in others:
-                self.out.add_(part)
+            total, *remaining = addends
+            self.out.copy_(total)
+            for addend in remaining:
+                self.out.add_(addend)
         record_use(self.parts, current_stream(self.parts.device))
 
 
@@ -487,14 +490,14 @@ def _splits(
     return list(send), list(receive)
 
 
-def _launch(transfer: Transfer, wide: torch.Tensor, *, how: str = "") -> Pending:
-    """Start a transfer whose wide side is `wide`, after calling its observers."""
-    waits = observe(transfer.kind, transfer.group, wide, how=how)
+def _launch(transfer: Transfer, full_tensor: torch.Tensor, *, how: str = "") -> Pending:
+    """Start a transfer whose wide side is `full_tensor`, after calling its observers."""
+    waits = observe(transfer.kind, transfer.group, full_tensor, how=how)
     return Pending(transfer.output, transfer.launch(), transfer.source, waits)
 
 
 def observe(
-    kind: str, group: Group, wide: torch.Tensor, *, how: str = ""
+    kind: str, group: Group, full_tensor: torch.Tensor, *, how: str = ""
 ) -> tuple[AbstractContextManager[object], ...]:
     """Tell every observer of a transfer that is about to start, and return what they want entered
     while its caller waits for it."""
@@ -504,10 +507,10 @@ def observe(
         kind,
         group.name,
         group.size,
-        wide.numel() * wide.element_size(),
+        full_tensor.numel() * full_tensor.element_size(),
         group.ranks,
-        tuple(wide.shape),
-        str(wide.dtype).removeprefix("torch."),
+        tuple(full_tensor.shape),
+        str(full_tensor.dtype).removeprefix("torch."),
         how,
     )
     return tuple(w for observer in group.observers if (w := observer(record)) is not None)

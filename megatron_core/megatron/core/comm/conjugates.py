@@ -86,10 +86,10 @@ class Flight:
 
 def exchange(group: Group, send_counts: Sequence[int], receive_counts: Sequence[int]) -> Flight:
     """Return the exchange of so many rows with every rank of a group."""
-    there = {"send_counts": send_counts, "receive_counts": receive_counts}
+    forward_counts = {"send_counts": send_counts, "receive_counts": receive_counts}
     back = {"send_counts": receive_counts, "receive_counts": send_counts}
     return Flight(
-        partial(all_to_all_async, group=group, **there),
+        partial(all_to_all_async, group=group, **forward_counts),
         partial(all_to_all_async, group=group, **back),
     )
 

@@ -351,7 +351,7 @@ class SequenceParallelComm:
 
     def __init__(self, group: Group, arena: Arena | None, reason: str) -> None:
         self.group, self._arena, self._reason = group, arena, reason
-        self._told = False  # that a transfer is over the arena's size
+        self._logged_overflow = False  # that a transfer is over the arena's size
 
     @property
     def way(self) -> Way:
@@ -388,20 +388,20 @@ class SequenceParallelComm:
             ValueError: "require", and multimem cannot be taken; on all ranks, with the reason.
         """
         if group.size == 1 or mode == "off":
-            found = SequenceParallelComm(
+            comm = SequenceParallelComm(
                 group, None, "one rank" if group.size == 1 else "--nvls off"
             )
         else:
             arena, reason = _find(group, memory, max_bytes, tries)
             if arena is not None:
                 arena.limit_tries(limit)
-            found = SequenceParallelComm(group, arena, reason)
-        if mode == "require" and found.way != "multimem":
+            comm = SequenceParallelComm(group, arena, reason)
+        if mode == "require" and comm.way != "multimem":
             raise ValueError(
-                f"--nvls require: the collectives would go through {found.explain()}: use --nvls "
+                f"--nvls require: the collectives would go through {comm.explain()}: use --nvls "
                 "auto, or a machine whose GPUs of a tensor parallel group share an NVSwitch"
             )
-        return found
+        return comm
 
     def explain(self) -> str:
         """Return the way and why not a better one, in one line."""
@@ -488,21 +488,21 @@ class SequenceParallelComm:
     def _cuts(self, shape: tuple[int, ...], dtype: torch.dtype) -> bool:
         """Whether the arena takes x [n * size, ...] and cuts it between rows."""
         assert self._arena is not None
-        wide = math.prod(shape) * dtype.itemsize
-        return shape[0] % self.group.size == 0 and self._takes(dtype, wide)
+        full_bytes = math.prod(shape) * dtype.itemsize
+        return shape[0] % self.group.size == 0 and self._takes(dtype, full_bytes)
 
     def _takes(self, dtype: torch.dtype, wide_bytes: int) -> bool:
         """See `Arena.takes`; say once that a transfer is over its size."""
         assert self._arena is not None
-        most = self._arena.nbytes
-        if wide_bytes > most and not self._told:
-            self._told = True
+        arena_bytes = self._arena.nbytes
+        if wide_bytes > arena_bytes and not self._logged_overflow:
+            self._logged_overflow = True
             if self.group.rank == 0:
                 logger.warning(
                     "sequence parallel collectives: a transfer of %d bytes is over the %d of the "
                     "symmetric memory: such ones go through torch.distributed",
                     wide_bytes,
-                    most,
+                    arena_bytes,
                 )
         return self._arena.takes(dtype, wide_bytes)
 

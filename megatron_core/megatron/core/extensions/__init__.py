@@ -93,7 +93,7 @@ def transformer_engine_problem() -> str | None:
         release = importlib.metadata.version("transformer-engine")
     except importlib.metadata.PackageNotFoundError:
         return f"TransformerEngine is not installed: {install} (>= {needed})"
-    numbers = tuple(int(part) for part in re.findall(r"\d+", release)[:2])
+    numbers = tuple(int(number) for number in re.findall(r"\d+", release)[:2])
     if numbers < OLDEST_TRANSFORMER_ENGINE:
         return f"TransformerEngine {release} has no distributed weights: {install} (>= {needed})"
     try:

@@ -55,9 +55,9 @@ class DelayedScaling:
 
     def scales_of(self, name: str, *, store: WeightStore) -> DelayedScales:
         """Declare the scales of a weight's products."""
-        made = DelayedScales(name, self.config.amax_history_len, store=store)
-        self.scales.append(made)
-        return made
+        scales = DelayedScales(name, self.config.amax_history_len, store=store)
+        self.scales.append(scales)
+        return scales
 
     def begin(self) -> None:
         """Begin a step: forget what an evaluation, or an unsound computation, has left."""

@@ -69,7 +69,7 @@ def backend(base: Backend, config: QuantizationConfig | None = None) -> Backend:
         config: in what layers of a decoder multiply, and which; None is the dtype of the weights.
     """
     plain = _linear_parts(None)
-    made = replace(
+    te_backend = replace(
         base,
         name="transformer_engine",
         rms_norm=partial(TENorm, te.RMSNorm),
@@ -78,11 +78,11 @@ def backend(base: Backend, config: QuantizationConfig | None = None) -> Backend:
         **plain,
     )
     if config is None:
-        return made
+        return te_backend
     quantization = Quantization(config)
     parts = _linear_parts(quantization)
     return replace(
-        made,
+        te_backend,
         layer_parts=lambda layer, count: parts if config.covers(layer, count) else plain,
         step_state=quantization.scaling,
     )
@@ -117,7 +117,7 @@ class Quantization:
 
     def __init__(self, config: QuantizationConfig) -> None:
         self.config, self.scaling = config, DelayedScaling(config)
-        made = recipes.Format.HYBRID if config.hybrid else recipes.Format.E4M3
+        fp8_format = recipes.Format.HYBRID if config.hybrid else recipes.Format.E4M3
         #: TE's own history is of no use: one step is the least it takes.
         self.recipe: recipes.Recipe = {
             "delayed": partial(recipes.DelayedScaling, amax_history_len=1),
@@ -125,7 +125,7 @@ class Quantization:
             "blockwise": recipes.Float8BlockScaling,
             "mxfp8": recipes.MXFP8BlockScaling,
             "nvfp4": recipes.NVFP4BlockScaling,
-        }[config.recipe](fp8_format=made)
+        }[config.recipe](fp8_format=fp8_format)
 
     def of_weight(self, handle: WeightHandle, store: WeightStore) -> WeightQuantization:
         """Return how products by a weight [..., o, h] are quantized.
@@ -195,8 +195,8 @@ class WeightQuantization:
         """
         make = {"tensorwise": _float8_tensor, "mxfp8": _mxfp8_tensor, "nvfp4": _nvfp4_tensor}
         if backward not in self._gathered_quantizers:
-            made = self._gathered_quantizer(encoded, columns=backward)
-            self._gathered_quantizers[backward] = made
+            quantizer = self._gathered_quantizer(encoded, columns=backward)
+            self._gathered_quantizers[backward] = quantizer
         options["quantizer"] = self._gathered_quantizers[backward]
         rows, blocks = len(encoded.codes) // count, len(encoded.scales) // count
         pairs = zip(encoded.codes.split(rows), encoded.scales.split(blocks), strict=True)
@@ -307,8 +307,8 @@ def _nvfp4_tensor(
 def _read(columns: bool, **fields: torch.Tensor | None) -> dict[str, torch.Tensor | None]:
     """Return the fields of a tensor that has rows or columns, and None for those of the other."""
     has, lacks = ("columnwise", "rowwise") if columns else ("rowwise", "columnwise")
-    found: dict[str, torch.Tensor | None] = {f"{lacks}_{name}": None for name in fields}
-    return found | {f"{has}_{name}": field for name, field in fields.items()}
+    fields_by_name: dict[str, torch.Tensor | None] = {f"{lacks}_{name}": None for name in fields}
+    return fields_by_name | {f"{has}_{name}": field for name, field in fields.items()}
 
 
 def _padded(scales: torch.Tensor, shape: Sequence[int]) -> torch.Tensor:

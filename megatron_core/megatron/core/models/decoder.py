@@ -111,14 +111,14 @@ def missing_shapes(
         DELTA_NET: "give the shape of gated delta nets",
         MAMBA: "give the shape of Mamba-2",
     }
-    found = [
+    problems = [
         f"layer pattern {symbols!r} has {symbol!r}: {mends[symbol]}"
         for symbol, shape in shapes.items()
         if symbol in symbols and shape is None
     ]
     if EXPERTS in symbols and moe is None:
-        found.append("layers with experts need num-experts, and num-experts such layers")
-    return found
+        problems.append("layers with experts need num-experts, and num-experts such layers")
+    return problems
 
 
 class HiddenDropout(nn.Module):
@@ -143,14 +143,14 @@ class HiddenDropout(nn.Module):
         if layout.sample_ids is None:
             return x
         # Not the positions: those of a row's documents repeat, and would drop the same features.
-        places, numbers = layout.sample_places, layout.sample_numbers
+        positions, numbers = layout.sample_places, layout.sample_numbers
         samples = layout.sample_ids
         if numbers is not None:
             samples = samples.index_select(0, numbers).unsqueeze(1)  # [s, 1]
         if self.region.scatters:
-            places = own_rows(places, self.region.group)  # [s/tp]
+            positions = own_rows(positions, self.region.group)  # [s/tp]
             samples = samples if numbers is None else own_rows(samples, self.region.group)
-        return dropout(x, rate=self.rate, key=self.key, sample_ids=samples, position_ids=places)
+        return dropout(x, rate=self.rate, key=self.key, sample_ids=samples, position_ids=positions)
 
 
 class DecoderBlock(nn.Module):
@@ -172,8 +172,8 @@ class DecoderBlock(nn.Module):
     ) -> None:
         super().__init__()
         self.name, self.norm, self.mixer, self.drop = name, norm, mixer, drop
-        first = _first_product(mixer)
-        self._norm_in_mixer = first is not None and first.take_norm(norm)
+        first_product = _first_product(mixer)
+        self._norm_in_mixer = first_product is not None and first_product.take_norm(norm)
         self.handles, self.recomputes = tuple(handles), False
 
     def forward(
@@ -243,16 +243,18 @@ class Decoder(nn.Module):
         self.end_attention = first_attention
         layers = layer_blocks(symbols)
         self._all_layers = len(layers)
-        for layer, (first, last) in enumerate(layers):
-            inside = range(max(first, start), min(last, stop))
+        for layer, (first_block, last_block) in enumerate(layers):
+            inside = range(max(first_block, start), min(last_block, stop))
             if not inside:
                 continue
             self.layers.append((inside.start - start, inside.stop - start))
-            own = dataclasses.replace(build, backend=build.backend.of_layer(layer, len(layers)))
+            layer_build = dataclasses.replace(
+                build, backend=build.backend.of_layer(layer, len(layers))
+            )
             with build.store.unit(f"{name}.layers.{layer}"):
                 for i in inside:
                     prefix = f"{name}.blocks.{i}"
-                    self.blocks.append(self._block(symbols[i], prefix=prefix, build=own))
+                    self.blocks.append(self._block(symbols[i], prefix=prefix, build=layer_build))
         self.final_norm: Norm | None = None
         if normed:
             self.final_norm = Norm(
@@ -310,8 +312,8 @@ class Decoder(nn.Module):
         if layers and recompute.num_layers is not None:
             recompute = dataclasses.replace(recompute, num_layers=min(recompute.num_layers, layers))
         self.runs = [
-            (self.layers[first][0], self.layers[last - 1][1], again)
-            for first, last, again in (recompute.runs(layers) if layers else ())
+            (self.layers[first_layer][0], self.layers[end_layer - 1][1], recomputes)
+            for first_layer, end_layer, recomputes in (recompute.runs(layers) if layers else ())
         ]
         selective = recompute.granularity == "selective"
         for block in self.blocks:
@@ -340,10 +342,10 @@ class Decoder(nn.Module):
         """
         context = {"layout": layout, "rope": rope, "cache": cache, "aux_factor": aux_factor}
         delta, stream = hidden, None
-        for first, last, again in self.runs:
-            blocks = list(self.blocks)[first:last]
+        for first_block, end_block, recomputes in self.runs:
+            blocks = list(self.blocks)[first_block:end_block]
             run = partial(_through, blocks, **context)
-            if again and cache is None and torch.is_grad_enabled():
+            if recomputes and cache is None and torch.is_grad_enabled():
                 anchors = [handle.anchor for block in blocks for handle in block.handles]
                 delta, stream = recomputed(run, delta, stream, anchors=anchors)
             else:

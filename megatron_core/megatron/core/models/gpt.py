@@ -202,9 +202,9 @@ class GPTModel(StoreModule):
         shape = (config.vocab_size, config.hidden_size)
         # Of one stage, a weight used at both ends is one with two uses; of more, both have it.
         shared = config.tied or config.mtp_num_layers > 0
-        both = (0, stages - 1) if shared and stages > 1 else ()
+        end_stages = (0, stages - 1) if shared and stages > 1 else ()
         rows = vocabulary_sharding(
-            "embedding.weight", *shape, row_multiple=vocab_multiple, stages=both
+            "embedding.weight", *shape, row_multiple=vocab_multiple, stages=end_stages
         )
         ends = {"store": build.store, "region": build.region, "init": build.init}
         if self.holds_embedding and chunk == 0:
@@ -216,17 +216,17 @@ class GPTModel(StoreModule):
             self.embedding_dropout = HiddenDropout.of(
                 "embedding", config.hidden_dropout, build=build
             )
-        last = self._is_last(chunk)
+        is_last_chunk = self._is_last(chunk)
         self.decoders.append(
             Decoder(
                 "decoder",
                 config.decoder,
                 build=build,
                 blocks=self.split.blocks(self.groups["pp"].rank, chunk),
-                normed=last,
+                normed=is_last_chunk,
             )
         )
-        if last:
+        if is_last_chunk:
             top = vocabulary_sharding("head.weight", *shape, row_multiple=vocab_multiple)
             top = rows if config.tied else top
             self._head = VocabParallelHead(top, **ends)
@@ -251,12 +251,12 @@ class GPTModel(StoreModule):
     @functools.cached_property
     def embedding(self) -> VocabParallelEmbedding:
         """The embedding. Raises ValueError if it is on another pipeline stage."""
-        return self._held(self._embedding, "embedding")
+        return self._module_of_chunk(self._embedding, "embedding")
 
     @functools.cached_property
     def head(self) -> VocabParallelHead:
         """The head. Raises ValueError if it is on another pipeline stage."""
-        return self._held(self._head, "head")
+        return self._module_of_chunk(self._head, "head")
 
     @property
     def num_parameters(self) -> int:
@@ -274,9 +274,9 @@ class GPTModel(StoreModule):
         Raises:
             ValueError: more layers than the whole model has.
         """
-        for part in (*self.decoders, self.multi_token):
-            if part is not None:
-                part.set_recompute(recompute)
+        for module in (*self.decoders, self.multi_token):
+            if module is not None:
+                module.set_recompute(recompute)
 
     def join_experts(self, most_tokens: int) -> None:
         """Take part in a step of generation of data-parallel ranks that share experts with this
@@ -298,14 +298,14 @@ class GPTModel(StoreModule):
             tokens: int64 [b, s]; with context parallelism this rank's, s is s/cp then.
         """
         batch, length = tokens.shape
-        parts = self.region.group.size if self.region.scatters else 1
-        return length // parts, batch, self.config.hidden_size
+        num_shards = self.region.group.size if self.region.scatters else 1
+        return length // num_shards, batch, self.config.hidden_size
 
-    def _held(self, part: Any, name: str) -> Any:
-        if part is None:
+    def _module_of_chunk(self, module: Any, name: str) -> Any:
+        if module is None:
             at = self.groups["pp"]
             raise ValueError(f"the {name} is not on pipeline stage {at.rank} of {at.size}")
-        return part
+        return module
 
     def _is_last(self, chunk: int) -> bool:
         """Return whether the head is in a chunk of this rank."""
@@ -346,10 +346,12 @@ class GPTModel(StoreModule):
             raise ValueError(f"chunk {chunk} of the {self.num_chunks} on this rank")
         layout = self._layout_of(tokens, layout)
         if (self.holds_embedding and chunk == 0) != (hidden_states is None):
-            wanted = "starts with the embedding: it takes no hidden states"
+            requirement = "starts with the embedding: it takes no hidden states"
             if hidden_states is None:
-                wanted = "needs those of the chunk before: give `hidden_states`"
-            raise ValueError(f"chunk {chunk} of pipeline stage {self.groups['pp'].rank} {wanted}")
+                requirement = "needs those of the chunk before: give `hidden_states`"
+            raise ValueError(
+                f"chunk {chunk} of pipeline stage {self.groups['pp'].rank} {requirement}"
+            )
         if hidden_states is None:
             assert self._embedding is not None
             hidden_states = self._embedding(tokens.t())  # [s, b, h]
@@ -468,7 +470,7 @@ class GPTModel(StoreModule):
             tokens: int64 [1, t], at position t token t + k + 1.
             layout, cache: as of the model's own step.
         """
-        depths = self._held(self.multi_token, "multi-token prediction").depths
+        depths = self._module_of_chunk(self.multi_token, "multi-token prediction").depths
         if self.region.scatters:
             hidden_states = hidden_states.chunk(self.region.group.size)[self.region.group.rank]
         hidden_states = depths[depth](
@@ -561,7 +563,7 @@ def logical_weights(config: GPTConfig) -> dict[str, tuple[int, ...]]:
         storage=Storage(initialize=False),
     )
     shardings = (handle.sharding for handle in model.store.handles.values())
-    return {part.name: part.shape for sharding in shardings for part in sharding.segments}
+    return {segment.name: segment.shape for sharding in shardings for segment in sharding.segments}
 
 
 @dataclass(frozen=True, eq=False)
@@ -607,7 +609,7 @@ def shifted(
         padding: bool [b, s]; None is no padding.
     """
     shape = (depths, *tokens.shape)
-    found = Ahead(
+    targets = Ahead(
         tokens.new_zeros(shape),
         labels.new_zeros(shape),
         loss_mask.new_zeros(shape),
@@ -615,16 +617,16 @@ def shifted(
     )
     for k in range(min(depths, tokens.shape[1] - 1)):
         near, far = slice(None, -k - 1), slice(k + 1, None)
-        found.tokens[k, :, near] = tokens[:, far]
-        found.labels[k, :, near] = labels[:, far]
-        found.weights[k, :, near] = loss_mask[:, far]
+        targets.tokens[k, :, near] = tokens[:, far]
+        targets.labels[k, :, near] = labels[:, far]
+        targets.weights[k, :, near] = loss_mask[:, far]
         if document_ids is not None:
-            found.weights[k, :, near] *= document_ids[:, near] == document_ids[:, far]
-        if padding is not None and found.padding is not None:
-            found.padding[k, :, near] = padding[:, near] | padding[:, far]
+            targets.weights[k, :, near] *= document_ids[:, near] == document_ids[:, far]
+        if padding is not None and targets.padding is not None:
+            targets.padding[k, :, near] = padding[:, near] | padding[:, far]
             if document_ids is not None:
-                found.padding[k, :, near] |= document_ids[:, near] != document_ids[:, far]
-    return found
+                targets.padding[k, :, near] |= document_ids[:, near] != document_ids[:, far]
+    return targets
 
 
 class MultiTokenPrediction(nn.Module):
@@ -673,11 +675,11 @@ class MultiTokenPrediction(nn.Module):
     def set_recompute(self, recompute: Recompute) -> None:
         """Choose what is computed again in backward; each depth's layers count by themselves."""
         for depth in self.depths:
-            own = recompute
+            layer_recompute = recompute
             if recompute.num_layers is not None:
                 least = min(recompute.num_layers, len(depth.decoder.layers))
-                own = dataclasses.replace(recompute, num_layers=least)
-            depth.decoder.set_recompute(own)
+                layer_recompute = dataclasses.replace(recompute, num_layers=least)
+            depth.decoder.set_recompute(layer_recompute)
 
     def forward(
         self,
@@ -698,13 +700,14 @@ class MultiTokenPrediction(nn.Module):
         Raises:
             ValueError: `ahead` is of another number of depths, or of other tokens.
         """
-        wanted = (len(self.depths), *ahead.tokens.shape[1:2], layout.positions.shape[0])
+        expected_shape = (len(self.depths), *ahead.tokens.shape[1:2], layout.positions.shape[0])
         tensors = [x for x in vars(ahead).values() if x is not None]
-        if any(tuple(x.shape) != wanted for x in tensors):
+        if any(tuple(x.shape) != expected_shape for x in tensors):
             shapes = ", ".join(str(tuple(x.shape)) for x in tensors)
             raise ValueError(
-                f"what {wanted[0]} depths predict of {wanted[2]} tokens a row has the shapes "
-                f"{shapes}: make it by shifted(..., depths={wanted[0]}) and cut it as the tokens"
+                f"the targets of {expected_shape[0]} MTP depths for {expected_shape[2]} tokens per "
+                f"row have the shapes {shapes}: make them by shifted(..., "
+                f"depths={expected_shape[0]}) and shard them as the tokens"
             )
         losses = []
         for k, depth in enumerate(self.depths):
@@ -779,8 +782,8 @@ class PredictionDepth(nn.Module):
         if self.drop is not None:
             ahead = self.drop(ahead, layout)
         normed = self.embedding_norm(ahead), self.hidden_norm(hidden_states)
-        both = torch.cat(normed, -1)  # [s, b, 2h]
-        mixed = self.projection.linear(both)  # [s, b, h]
+        states_and_embeddings = torch.cat(normed, -1)  # [s, b, 2h]
+        mixed = self.projection.linear(states_and_embeddings)  # [s, b, h]
         return self.decoder(mixed, layout, rope=rope, cache=cache, aux_factor=aux_factor)
 
 
@@ -807,11 +810,11 @@ def take_mean_losses(model: GPTModel) -> tuple[float, ...]:
 
     It weighs tokens as the training loss does. Every rank of the world calls this.
     """
-    own = model.multi_token
+    multi_token = model.multi_token
     shape = (model.config.mtp_num_layers, 2)
     sums = torch.zeros(shape, dtype=torch.float64, device=model.store.device)
-    if own is not None:
-        sums.copy_(own.sums)
-        own.sums.zero_()
+    if multi_token is not None:
+        sums.copy_(multi_token.sums)
+        multi_token.sums.zero_()
     losses, weights = all_reduce(sums, model.groups["world"]).t()
     return tuple((losses / weights).tolist())

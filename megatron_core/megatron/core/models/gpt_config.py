@@ -99,47 +99,47 @@ class GPTConfig:
             etp, ep: ranks that share each expert's weights, and the experts.
             linear_mode: how recurrences meet the tokens of other ranks.
         """
-        found = []
+        problems = []
         for name, size in (
             ("num_layers", self.num_layers),
             ("hidden_size", self.hidden_size),
             ("vocab_size", self.vocab_size),
         ):
             if size < 1:
-                found.append(f"{name} is {size}: use a positive integer")
+                problems.append(f"{name} is {size}: use a positive integer")
         if self.vocab_size < tp:
-            found.append(
+            problems.append(
                 f"vocab_size {self.vocab_size} is less than tensor-model-parallel-size {tp}"
             )
         if not 0.0 <= self.hidden_dropout < 1.0:
-            found.append(f"hidden-dropout {self.hidden_dropout} must be in [0, 1)")
-        found += self._pattern_problems()
+            problems.append(f"hidden-dropout {self.hidden_dropout} must be in [0, 1)")
+        problems += self._pattern_problems()
         if self.attention is not None:
-            found += self.attention.problems(tp, cp=cp, engine=engine)
+            problems += self.attention.problems(tp, cp=cp, engine=engine)
         if self.mlp is not None:
-            found += self.mlp.problems(tp)
+            problems += self.mlp.problems(tp)
         for recurrent in (self.delta_net, self.mamba):
             if recurrent is not None:
-                found += recurrent.problems(tp, cp=cp, mode=linear_mode)
-        return found + self._position_problems() + self._expert_problems(tp, etp, ep)
+                problems += recurrent.problems(tp, cp=cp, mode=linear_mode)
+        return problems + self._position_problems() + self._expert_problems(tp, etp, ep)
 
     def _position_problems(self) -> list[str]:
         positions = self.max_position_embeddings
         if positions is None:
             return self._rope_problems()
-        found = []
+        problems = []
         if positions < 1:
-            found.append(f"max_position_embeddings is {positions}: use a positive integer")
+            problems.append(f"max_position_embeddings is {positions}: use a positive integer")
         if self.rope is not None:
-            found.append("learned positions and rotary ones exclude each other: leave one out")
+            problems.append("learned positions and rotary ones exclude each other: leave one out")
         if isinstance(self.attention, LatentAttentionConfig):
-            found.append("latent attention has rotary positions: leave learned ones out")
+            problems.append("latent attention has rotary positions: leave learned ones out")
         if self.mtp_num_layers > 0:
-            found.append(
+            problems.append(
                 "multi-token prediction reads tokens by their embedding alone: use rotary "
                 "positions or none"
             )
-        return found
+        return problems
 
     def _rope_problems(self) -> list[str]:
         if self.rope is None:
@@ -154,11 +154,11 @@ class GPTConfig:
 
     def _pattern_problems(self) -> list[str]:
         """List what is wrong with which blocks there are, and with their shapes missing."""
-        found = []
+        problems = []
         if self.pattern:
-            found += symbol_problems(self.pattern)
+            problems += symbol_problems(self.pattern)
             if self.num_layers != len(self.pattern) or self.ffn_pattern:
-                found.append(
+                problems.append(
                     f"pattern {self.pattern!r} has {len(self.pattern)} blocks: num_layers is so "
                     f"many, not {self.num_layers}, and ffn_pattern empty"
                 )
@@ -166,40 +166,40 @@ class GPTConfig:
             DENSE,
             EXPERTS,
         }:
-            found.append(
+            problems.append(
                 f"ffn_pattern {self.ffn_pattern!r} must have one of '-' and 'E' for each of the "
                 f"{self.num_layers} layers"
             )
         if self.mtp_num_layers < 0 or self.mtp_loss_factor < 0:
-            found.append(
+            problems.append(
                 f"mtp-num-layers {self.mtp_num_layers} and mtp-loss-scaling-factor "
                 f"{self.mtp_loss_factor} must not be negative"
             )
         if self.mtp_pattern:
-            found += symbol_problems(self.mtp_pattern)
+            problems += symbol_problems(self.mtp_pattern)
         if self.pattern and bool(self.mtp_pattern) != (self.mtp_num_layers > 0):
-            found.append(
+            problems.append(
                 f"{self.mtp_num_layers} depths of multi-token prediction of the blocks "
                 f"{self.mtp_pattern!r}: write the blocks of each depth behind a '/' of the pattern"
             )
-        return found + self._missing_shapes()
+        return problems + self._missing_shapes()
 
     def _missing_shapes(self) -> list[str]:
         blocks = self.blocks + self.depth_blocks
         return missing_shapes(blocks, attention=self.attention, **self._shapes)
 
     def _expert_problems(self, tp: int, etp: int, ep: int) -> list[str]:
-        found = []
+        problems = []
         if self.moe is None:
             if ep > 1 or etp not in (1, tp):
-                found.append(
+                problems.append(
                     f"expert-model-parallel-size {ep} and expert-tensor-parallel-size {etp} "
                     "without experts: give num-experts"
                 )
-            return found
+            return problems
         if EXPERTS not in self.blocks + self.depth_blocks:
-            found.append("layers with experts need num-experts, and num-experts such layers")
-        return found + self.moe.problems(tp=tp, etp=etp, ep=ep)
+            problems.append("layers with experts need num-experts, and num-experts such layers")
+        return problems + self.moe.problems(tp=tp, etp=etp, ep=ep)
 
     @property
     def blocks(self) -> str:
@@ -244,11 +244,13 @@ class GPTConfig:
     @property
     def router_names(self) -> tuple[str, ...]:
         """The names of all routers, in the order of the model."""
-        parts = {"decoder": self.blocks}
-        parts |= {f"mtp.{k}.decoder": self.depth_blocks for k in range(self.mtp_num_layers)}
+        blocks_by_decoder = {"decoder": self.blocks}
+        blocks_by_decoder |= {
+            f"mtp.{k}.decoder": self.depth_blocks for k in range(self.mtp_num_layers)
+        }
         return tuple(
-            f"{part}.blocks.{block}.moe.router"
-            for part, symbols in parts.items()
+            f"{decoder}.blocks.{block}.moe.router"
+            for decoder, symbols in blocks_by_decoder.items()
             for block, symbol in enumerate(symbols)
             if symbol == EXPERTS
         )
@@ -269,11 +271,11 @@ class GPTConfig:
 
     def to_json(self) -> dict[str, Any]:
         """Return the config as plain JSON values."""
-        found = dataclasses.asdict(self)
-        if found["mamba"] is not None:  # JSON has no infinity
-            limits = found["mamba"]["dt_limit"]
-            found["mamba"]["dt_limit"] = [x if math.isfinite(x) else None for x in limits]
-        return found
+        fields = dataclasses.asdict(self)
+        if fields["mamba"] is not None:  # JSON has no infinity
+            limits = fields["mamba"]["dt_limit"]
+            fields["mamba"]["dt_limit"] = [x if math.isfinite(x) else None for x in limits]
+        return fields
 
     @staticmethod
     def from_json(data: Mapping[str, Any]) -> GPTConfig:
@@ -298,12 +300,12 @@ class GPTConfig:
                 if rope["scaling"] is not None:
                     rope["scaling"] = RopeScaling(**rope["scaling"])
                 fields["rope"] = RopeConfig(**rope)
-            found = GPTConfig(**fields)
-            if missing := found._missing_shapes():
+            config = GPTConfig(**fields)
+            if missing := config._missing_shapes():
                 raise TypeError("; ".join(missing))
         except (KeyError, TypeError) as error:
             raise ValueError(f"not the configuration of a GPT of this version: {error}") from error
-        return found
+        return config
 
 
 def _mamba(data: Mapping[str, Any]) -> Mamba2Config:

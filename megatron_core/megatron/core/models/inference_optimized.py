@@ -94,8 +94,8 @@ class Buffers:
 
     def of(self, name: str, tokens: int, features: int) -> Tensor:
         """Return [tokens, features], contiguous, with anything in it."""
-        found = self._beginnings.get((name, tokens, features))
-        return found if found is not None else self._made(name, tokens, features)
+        view = self._beginnings.get((name, tokens, features))
+        return view if view is not None else self._made(name, tokens, features)
 
     def _made(self, name: str, tokens: int, features: int) -> Tensor:
         if tokens > BUFFERED_TOKENS:
@@ -172,8 +172,8 @@ class Rotation:
         """Rotate heads in place; scratch is written."""
         x = heads.whole
         if self.interleaved or x.dtype != self.cos.dtype:
-            wide = x.to(accumulation_dtype(x.dtype))
-            x.copy_((wide * self.cos).add_(self._swapped(wide * self.sin)))
+            x_fp32 = x.to(accumulation_dtype(x.dtype))
+            x.copy_((x_fp32 * self.cos).add_(self._swapped(x_fp32 * self.sin)))
         else:
             torch.mul(x, self.sin, out=scratch.whole)
             x.mul_(self.cos)
@@ -429,9 +429,9 @@ def matrices(model: GPTModel) -> list[WeightHandle]:
     on this pipeline stage."""
     linear = (ColumnParallelLinear, RowParallelLinear, ReplicatedLinear)
     absorbed = {m.kv_up for m in model.modules() if isinstance(m, LatentAttention)}
-    found = [m for m in model.modules() if isinstance(m, linear) and m not in absorbed]
+    linears = [m for m in model.modules() if isinstance(m, linear) and m not in absorbed]
     head = [model.head.weight] if model.holds_head else []
-    return [*(module.weight for module in found), *head]
+    return [*(module.weight for module in linears), *head]
 
 
 class WholeHead:
@@ -554,8 +554,8 @@ class OptimizedAttention:
         mixer, heads = self.mixer, self._heads(x, step.rotation)
         self._weight.linear(x, self._bias, out=heads.flat)
         if self._norms is not None:
-            for norm, part in zip(self._norms, (heads.query, heads.key), strict=True):
-                part.copy_(norm(part))
+            for norm, heads_view in zip(self._norms, (heads.query, heads.key), strict=True):
+                heads_view.copy_(norm(heads_view))
         if step.rotation is not None:
             step.rotation.rotate_(heads.turned, heads.scratch)
         sinks = None if mixer.sinks is None else mixer.sinks.use(torch.float32)
@@ -576,14 +576,14 @@ class OptimizedAttention:
         n, g, d = self.mixer.heads, self.mixer.kv_heads, self.mixer.config.kv_channels
         tokens = x.shape[0]
         flat = self._buffers.of("heads", tokens, self._weight.shape[0])
-        found = self._views.get(tokens)
-        if found is not None and found.flat is flat:
-            return found
+        views = self._views.get(tokens)
+        if views is not None and views.flat is flat:
+            return views
         heads, turned = flat.view(tokens, -1, d), 0
         if rotation is not None:
             turned = rotation.cos.shape[-1]
         scratch = self._buffers.of("turned", tokens, (n + g) * turned).view(tokens, n + g, turned)
-        found = Heads(
+        views = Heads(
             flat,
             query=heads[:, :n],
             key=heads[:, n : n + g],
@@ -593,8 +593,8 @@ class OptimizedAttention:
             gate=heads[:, n + 2 * g :],
         )
         if tokens <= BUFFERED_TOKENS:
-            self._views[tokens] = found
-        return found
+            self._views[tokens] = views
+        return views
 
 
 class OptimizedMLP:
@@ -612,12 +612,12 @@ class OptimizedMLP:
         self._weight.linear(x, self._bias, out=inner)  # [t, 2f/tp] or [t, f/tp]
         if not self.mixer.config.gated or inner.device.type != "cpu":
             return self.mixer.activate(inner)
-        found = self._halves.get(tokens)
-        if found is None or found[0] is not inner:
-            found = (inner, *inner.chunk(2, -1))
+        halves = self._halves.get(tokens)
+        if halves is None or halves[0] is not inner:
+            halves = (inner, *inner.chunk(2, -1))
             if tokens <= BUFFERED_TOKENS:
-                self._halves[tokens] = found
-        return gate_(found[1], found[2], activation=self.mixer.config.activation)
+                self._halves[tokens] = halves
+        return gate_(halves[1], halves[2], activation=self.mixer.config.activation)
 
 
 class OptimizedExperts:
@@ -653,10 +653,10 @@ class OptimizedExperts:
         if shared is None:
             return sums
         assert mixer.shared is not None
-        part = shared.output.weight.linear(shared(everyone, step))
+        shared_out = shared.output.weight.linear(shared(everyone, step))
         if mixer.shared.gate is not None:
-            part = part * mixer.shared.gate.linear(everyone).sigmoid()
-        return sums + part
+            shared_out = shared_out * mixer.shared.gate.linear(everyone).sigmoid()
+        return sums + shared_out
 
 
 class Block(NamedTuple):

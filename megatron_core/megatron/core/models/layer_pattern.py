@@ -65,9 +65,9 @@ class Pattern:
     @staticmethod
     def of(text: str) -> Pattern:
         """Take a written pattern apart; a `/` with nothing after it means nothing."""
-        main, *parts = text.split(FURTHER)
-        parts = [part for part in parts if part]
-        return Pattern(main, parts[0] if parts else "", len(parts))
+        main, *further = text.split(FURTHER)
+        further = [pattern for pattern in further if pattern]
+        return Pattern(main, further[0] if further else "", len(further))
 
     @property
     def blocks(self) -> str:
@@ -96,17 +96,17 @@ def symbol_problems(pattern: str) -> list[str]:
     symbols, what = symbols_of(pattern), f"layer pattern {pattern!r}"
     if not symbols:
         return [f"{what} must be one or more of {_KNOWN}, with '|' where a pipeline stage ends"]
-    found = []
+    problems = []
     known = ATTENTIONS + RECURRENT + FEED_FORWARD + CUT
     for place, symbol in enumerate(pattern, start=1):
         if symbol not in known:
             reason = "is unknown"
             if symbol == "D":
                 reason = "would be sparse attention, which is not built here"
-            found.append(f"{what}: {symbol!r} at {place} {reason}: use {_KNOWN}")
+            problems.append(f"{what}: {symbol!r} at {place} {reason}: use {_KNOWN}")
     if ATTENTION in symbols and LATENT in symbols:
-        found.append(f"{what} has both '*' and '+': all attention is latent or none: keep one")
-    return found
+        problems.append(f"{what} has both '*' and '+': all attention is latent or none: keep one")
+    return problems
 
 
 def written_problems(text: str) -> list[str]:

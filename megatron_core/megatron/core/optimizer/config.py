@@ -64,13 +64,13 @@ class StepNumbers:
 
 def factor_problems(factors: NameFactors, *, what: str) -> list[str]:
     """List the factors that are negative or not finite, and patterns given twice."""
-    found = [
+    problems = [
         f"{what} {pattern}={factor}: use a finite factor of at least 0"
         for pattern, factor in factors
         if not 0.0 <= factor < math.inf
     ]
     patterns = [pattern for pattern, _ in factors]
-    return found + [
+    return problems + [
         f"{what} {pattern} is given twice: keep one"
         for pattern in sorted({p for p in patterns if patterns.count(p) > 1})
     ]
@@ -113,25 +113,28 @@ def update_ranges(
         vocabulary left out.
     """
     if not (lr or weight_decay or decoupled):
-        both = UpdateRanges(owned.decayed, 1.0, 1.0), UpdateRanges(owned.undecayed, 1.0, 0.0)
-        return [one for one in both if one.ranges]
-    found: dict[tuple[float, float, bool], list[tuple[int, int]]] = {}
-    for held in owned.boxes:
-        start, stop = held.start, held.stop
+        update_kinds = (
+            UpdateRanges(owned.decayed, 1.0, 1.0),
+            UpdateRanges(owned.undecayed, 1.0, 0.0),
+        )
+        return [kind for kind in update_kinds if kind.ranges]
+    ranges_by_factors: dict[tuple[float, float, bool], list[tuple[int, int]]] = {}
+    for box in owned.boxes:
+        start, stop = box.start, box.stop
         default = 1.0 if any(a <= start < b for a, b in owned.decayed) else 0.0
-        factor = _factor(held.name, lr, math.nan)
-        own_rate = math.isnan(factor) and held.name in decoupled
+        factor = _factor(box.name, lr, math.nan)
+        own_rate = math.isnan(factor) and box.name in decoupled
         key = (
             1.0 if math.isnan(factor) else factor,
-            _factor(held.name, weight_decay, default),
+            _factor(box.name, weight_decay, default),
             own_rate,
         )
-        ranges = found.setdefault(key, [])
+        ranges = ranges_by_factors.setdefault(key, [])
         if ranges and ranges[-1][1] == start:
             ranges[-1] = (ranges[-1][0], stop)
         else:
             ranges.append((start, stop))
-    return [UpdateRanges(tuple(ranges), *key) for key, ranges in sorted(found.items())]
+    return [UpdateRanges(tuple(ranges), *key) for key, ranges in sorted(ranges_by_factors.items())]
 
 
 def _factor(name: str, factors: Sequence[tuple[str, float]], default: float) -> float:
@@ -191,30 +194,30 @@ class MuonConfig:
     round_bytes: int = 2**28
 
     def __post_init__(self) -> None:
-        found = []
+        problems = []
         if not 0.0 <= self.momentum < 1.0:
-            found.append(f"muon momentum is {self.momentum}: use 0 <= value < 1")
+            problems.append(f"muon momentum is {self.momentum}: use 0 <= value < 1")
         if self.num_ns_steps < 1:
-            found.append(f"muon takes {self.num_ns_steps} Newton-Schulz steps: use at least 1")
+            problems.append(f"muon takes {self.num_ns_steps} Newton-Schulz steps: use at least 1")
         if self.scale_mode not in SCALE_MODES:
-            found.append(
+            problems.append(
                 f"muon scale mode {self.scale_mode!r}: use one of {', '.join(SCALE_MODES)}"
             )
         if self.split_matrices not in SPLIT_MATRICES:
-            found.append(
+            problems.append(
                 f"muon split matrices {self.split_matrices!r}: use one of "
                 f"{', '.join(SPLIT_MATRICES)}"
             )
         elif self.split_matrices == "all" and not self.split_qkv:
-            found.append("muon split matrices 'all' splits q, k and v: use split_qkv=True")
+            problems.append("muon split matrices 'all' splits q, k and v: use split_qkv=True")
         if not 0.0 < self.extra_scale_factor < float("inf"):
-            found.append(
+            problems.append(
                 f"muon extra scale factor is {self.extra_scale_factor}: use a positive number"
             )
         if self.round_bytes < 1:
-            found.append(f"muon rounds of {self.round_bytes} bytes: use a positive number")
-        if found:
-            raise ValueError("; ".join(found))
+            problems.append(f"muon rounds of {self.round_bytes} bytes: use a positive number")
+        if problems:
+            raise ValueError("; ".join(problems))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -260,40 +263,42 @@ class OptimizerConfig:
     offload_fraction: float = 0.0
 
     def __post_init__(self) -> None:
-        found = []
+        problems = []
         if self.kind not in KINDS:
-            found.append(f"optimizer {self.kind!r}: use one of {', '.join(KINDS)}")
+            problems.append(f"optimizer {self.kind!r}: use one of {', '.join(KINDS)}")
         for name in ("adam_beta1", "adam_beta2", "sgd_momentum"):
             if not 0.0 <= getattr(self, name) < 1.0:
-                found.append(f"{name} is {getattr(self, name)}: use 0 <= value < 1")
+                problems.append(f"{name} is {getattr(self, name)}: use 0 <= value < 1")
         if not self.adam_eps > 0.0:
-            found.append(f"adam_eps is {self.adam_eps}: use a positive number")
+            problems.append(f"adam_eps is {self.adam_eps}: use a positive number")
         if not self.clip_grad >= 0.0:
-            found.append(f"clip_grad is {self.clip_grad}: use 0 (no clipping) or a positive norm")
+            problems.append(
+                f"clip_grad is {self.clip_grad}: use 0 (no clipping) or a positive norm"
+            )
         if not 0.0 <= self.offload_fraction <= 1.0:
-            found.append(f"offload_fraction is {self.offload_fraction}: use 0 to 1")
+            problems.append(f"offload_fraction is {self.offload_fraction}: use 0 to 1")
         elif self.offload_fraction and self.kind == "muon":
-            found.append(
+            problems.append(
                 "muon keeps its momentum where it multiplies matrices: "
                 "offload the state of adam or sgd, or none"
             )
-        found += self._state_problems()
-        found += factor_problems(self.lr_factors, what="learning rate of")
-        found += factor_problems(self.decay_factors, what="weight decay of")
-        if found:
-            raise ValueError("; ".join(found))
+        problems += self._state_problems()
+        problems += factor_problems(self.lr_factors, what="learning rate of")
+        problems += factor_problems(self.decay_factors, what="weight decay of")
+        if problems:
+            raise ValueError("; ".join(problems))
 
     def _state_problems(self) -> list[str]:
-        found = []
+        problems = []
         for moment, beta in (("exp_avg", "adam_beta1"), ("exp_avg_sq", "adam_beta2")):
             dtype, decay = getattr(self, f"{moment}_dtype"), getattr(self, beta)
             if dtype not in STATE_DTYPES:
-                found.append(f"{moment}_dtype is {dtype}: use torch.float32 or torch.bfloat16")
+                problems.append(f"{moment}_dtype is {dtype}: use torch.float32 or torch.bfloat16")
             elif dtype is not torch.float32 and self.kind == "sgd":
-                found.append(f"{moment}_dtype is {dtype}: optimizer {self.kind} has no {moment}")
+                problems.append(f"{moment}_dtype is {dtype}: optimizer {self.kind} has no {moment}")
             elif dtype is torch.bfloat16 and 1.0 - decay < LEAST_BF16_MOVE:
-                found.append(
+                problems.append(
                     f"{moment} in bf16 with {beta} {decay}: rounding loses its moves: use {beta} "
                     f"up to {1.0 - LEAST_BF16_MOVE:.4g}, or fp32"
                 )
-        return found
+        return problems

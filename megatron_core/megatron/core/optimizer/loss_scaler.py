@@ -98,23 +98,23 @@ class DynamicLossScalerConfig:
     hysteresis: int = 2
 
     def __post_init__(self) -> None:
-        found = []
+        problems = []
         if not 0.0 < self.min_scale <= self.initial_scale < math.inf:
-            found.append(
+            problems.append(
                 f"loss scale starts at {self.initial_scale} with minimum {self.min_scale}: "
                 f"use 0 < minimum <= start"
             )
         if not self.growth_factor > 1.0:
-            found.append(f"growth factor is {self.growth_factor}: use more than 1")
+            problems.append(f"growth factor is {self.growth_factor}: use more than 1")
         if not 0.0 < self.backoff_factor < 1.0:
-            found.append(f"backoff factor is {self.backoff_factor}: use one between 0 and 1")
+            problems.append(f"backoff factor is {self.backoff_factor}: use one between 0 and 1")
         if self.growth_interval < 1 or self.hysteresis < 1:
-            found.append(
+            problems.append(
                 f"growth interval is {self.growth_interval}, hysteresis {self.hysteresis}: "
                 f"use at least 1"
             )
-        if found:
-            raise ValueError("; ".join(found))
+        if problems:
+            raise ValueError("; ".join(problems))
 
 
 class DynamicLossScaler:
@@ -179,10 +179,10 @@ class DynamicLossScaler:
         self._overflows_left.fill_(int(state["overflows_left"]))
 
 
-def _check_keys(state: Mapping[str, float], wanted: set[str]) -> None:
+def _check_keys(state: Mapping[str, float], expected_keys: set[str]) -> None:
     """Raise ValueError if a saved state was written by the other kind of scaler."""
-    if set(state) != wanted:
+    if set(state) != expected_keys:
         raise ValueError(
-            f"the saved loss scaler holds {sorted(state)}, this one {sorted(wanted)}: "
+            f"the saved loss scaler holds {sorted(state)}, this one {sorted(expected_keys)}: "
             f"resume with the loss scaling that the run was started with"
         )

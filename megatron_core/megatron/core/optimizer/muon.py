@@ -72,7 +72,7 @@ class Matrix:
 
 
 @dataclass(frozen=True, order=True)
-class Piece:
+class MatrixShard:
     """A box of a matrix in the memory of one rank.
 
     Args:
@@ -92,7 +92,7 @@ class Piece:
 class MomentumTransfer:
     """A shard on its way between its holder (`piece.rank`) and the owner of its matrix."""
 
-    piece: Piece
+    piece: MatrixShard
     owner: int
 
 
@@ -128,25 +128,25 @@ class Round:
     give_back: Exchange
 
 
-def matrices_of(pieces: Sequence[Piece]) -> list[Matrix]:
+def matrices_of(shards: Sequence[MatrixShard]) -> list[Matrix]:
     """List the matrices of all ranks' shards, ascending.
 
     Raises:
         ValueError: the different shards of a matrix do not add up to it.
     """
-    found: dict[Matrix, int] = {}
-    for (matrix, _), same in _boxes(pieces):
-        found[matrix] = found.get(matrix, 0) + same[0].box.numel
-    for matrix, held in found.items():
-        if held != matrix.numel:
+    matrix_sizes: dict[Matrix, int] = {}
+    for (matrix, _), same in _boxes(shards):
+        matrix_sizes[matrix] = matrix_sizes.get(matrix, 0) + same[0].box.numel
+    for matrix, num_elements in matrix_sizes.items():
+        if num_elements != matrix.numel:
             raise ValueError(
-                f"ranks hold {held} elements of a matrix of {matrix.rows} x {matrix.cols}: muon "
-                "needs each element of a trained matrix on some rank, and replicas cut alike"
+                f"ranks hold {num_elements} elements of a matrix of {matrix.rows} x {matrix.cols}: "
+                "muon needs each element of a trained matrix on some rank, and replicas cut alike"
             )
-    return sorted(found)
+    return sorted(matrix_sizes)
 
 
-def assign_owners(pieces: Sequence[Piece], stages: Sequence[int]) -> dict[Matrix, int]:
+def assign_owners(shards: Sequence[MatrixShard], stages: Sequence[int]) -> dict[Matrix, int]:
     """Give every matrix to a rank, so that all of a pipeline stage have about the same work.
 
     The costliest first, each to the rank with the least work so far of the stages that hold it, so
@@ -154,27 +154,27 @@ def assign_owners(pieces: Sequence[Piece], stages: Sequence[int]) -> dict[Matrix
     first.
 
     Args:
-        pieces: of all ranks.
+        shards: of all ranks.
         stages: the stage of every rank.
     """
-    held: dict[Matrix, dict[int, int]] = {}
-    for piece in pieces:
-        ranks = held.setdefault(piece.matrix, {})
-        ranks[piece.rank] = ranks.get(piece.rank, 0) + piece.box.numel
+    elements_by_rank: dict[Matrix, dict[int, int]] = {}
+    for shard in shards:
+        ranks = elements_by_rank.setdefault(shard.matrix, {})
+        ranks[shard.rank] = ranks.get(shard.rank, 0) + shard.box.numel
     work, owners = [0] * len(stages), {}
-    for matrix in sorted(held, key=lambda m: (-m.cost, m)):
-        near = {stages[rank] for rank in held[matrix]}
+    for matrix in sorted(elements_by_rank, key=lambda m: (-m.cost, m)):
+        near = {stages[rank] for rank in elements_by_rank[matrix]}
         able = [rank for rank, stage in enumerate(stages) if stage in near]
         least = min(work[rank] for rank in able)
         idle = [rank for rank in able if work[rank] == least]
-        owner = max(idle, key=lambda rank: (held[matrix].get(rank, 0), -rank))
+        owner = max(idle, key=lambda rank: (elements_by_rank[matrix].get(rank, 0), -rank))
         owners[matrix] = owner
         work[owner] += matrix.cost
     return owners
 
 
 def plan_rounds(
-    pieces: Sequence[Piece],
+    shards: Sequence[MatrixShard],
     owners: Mapping[Matrix, int],
     *,
     rank: int,
@@ -184,39 +184,39 @@ def plan_rounds(
     """Plan the rounds as `rank` sees them.
 
     Args:
-        pieces: of all ranks.
+        shards: of all ranks.
         limit: elements that the buffers of a round may have on any rank, with its own matrices;
             a matrix that alone needs more makes a round of its own.
     """
     gathers: dict[Matrix, list[MomentumTransfer]] = {matrix: [] for matrix in owners}
     returns: dict[Matrix, list[MomentumTransfer]] = {matrix: [] for matrix in owners}
-    for number, ((matrix, _), same) in enumerate(_boxes(pieces)):
+    for number, ((matrix, _), same) in enumerate(_boxes(shards)):
         owner = owners[matrix]
-        own = [piece for piece in same if piece.rank == owner]
+        owner_shards = [shard for shard in same if shard.rank == owner]
         # holders of the same shard take turns
-        source = own[0] if own else same[number % len(same)]
+        source = owner_shards[0] if owner_shards else same[number % len(same)]
         gathers[matrix].append(MomentumTransfer(source, owner))
-        returns[matrix] += [MomentumTransfer(piece, owner) for piece in same]
+        returns[matrix] += [MomentumTransfer(shard, owner) for shard in same]
     rounds = []
     for group in _batches(owners, gathers, returns, world=world, limit=limit):
-        there = [transfer for matrix in group for transfer in gathers[matrix]]
+        transfers = [transfer for matrix in group for transfer in gathers[matrix]]
         back = [transfer for matrix in group for transfer in returns[matrix]]
         rounds.append(
             Round(
                 own=tuple(matrix for matrix in group if owners[matrix] == rank),
-                gather=_exchange(there, rank=rank, world=world, to_owner=True),
+                gather=_exchange(transfers, rank=rank, world=world, to_owner=True),
                 give_back=_exchange(back, rank=rank, world=world, to_owner=False),
             )
         )
     return rounds
 
 
-def _boxes(pieces: Sequence[Piece]):
+def _boxes(shards: Sequence[MatrixShard]):
     """Return ((matrix, box), the shards that are this box) in ascending order."""
     return [
         (key, list(same))
         for key, same in itertools.groupby(
-            sorted(pieces), key=lambda piece: (piece.matrix, piece.box)
+            sorted(shards), key=lambda shard: (shard.matrix, shard.box)
         )
     ]
 
@@ -251,11 +251,14 @@ def _batches(
 
 
 def _needs(
-    matrix: Matrix, owner: int, there: Sequence[MomentumTransfer], back: Sequence[MomentumTransfer]
+    matrix: Matrix,
+    owner: int,
+    gathers: Sequence[MomentumTransfer],
+    returns: Sequence[MomentumTransfer],
 ) -> dict[int, int]:
     """Return the elements of the buffers that a matrix needs, by rank."""
     needs = {owner: matrix.numel}
-    for transfer in (*there, *back):
+    for transfer in (*gathers, *returns):
         for rank in (transfer.piece.rank, transfer.owner):
             needs[rank] = needs.get(rank, 0) + transfer.piece.box.numel
     return needs
@@ -383,21 +386,21 @@ class Muon:
         self.device = device
         self.dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
         joined = _joined_rows(weights or (), config)
-        self._held = [
+        self._local_boxes = [
             (state, matrix)
             for state in states
-            for held in state.owned.boxes
-            for matrix in matrix_boxes(held)
+            for box in state.owned.boxes
+            for matrix in matrix_boxes(box)
         ]
-        self._updates = [_updates(state, held) for state, held in self._held]
-        pieces = self._all_pieces([_described(held, joined) for _, held in self._held])
-        if not matrices_of(pieces):
+        self._updates = [_updates(state, box) for state, box in self._local_boxes]
+        shards = self._all_shards([_described(box, joined) for _, box in self._local_boxes])
+        if not matrices_of(shards):
             raise ValueError("optimizer muon has no matrix to update: use adam")
-        owners = assign_owners(pieces, stages or [0] * group.size)
+        owners = assign_owners(shards, stages or [0] * group.size)
         self.rounds = plan_rounds(
-            pieces, owners, rank=group.rank, world=group.size, limit=config.round_bytes // 4
+            shards, owners, rank=group.rank, world=group.size, limit=config.round_bytes // 4
         )
-        self.owned_matrices = sum(len(one.own) for one in self.rounds)
+        self.owned_matrices = sum(len(muon_round.own) for muon_round in self.rounds)
 
     def update(self, numbers: StepNumbers) -> None:
         """Update momentum and masters in place. Collective, unless no matrix is sharded."""
@@ -408,36 +411,36 @@ class Muon:
                     gradients = state.owned.gradients[start:stop]
                     momentum.mul_(self.config.momentum).add_(gradients, alpha=1 / numbers.divisor)
         following = self._gather(self.rounds[0], numbers) if self.rounds else None
-        for i, one in enumerate(self.rounds):
+        for i, muon_round in enumerate(self.rounds):
             assert following is not None
             arrived = following.wait()
             if i + 1 < len(self.rounds):
                 following = self._gather(self.rounds[i + 1], numbers)
             updates = {
                 matrix: self._orthogonal(matrix, whole)
-                for matrix, whole in self._assembled(one, arrived).items()
+                for matrix, whole in self._assembled(muon_round, arrived).items()
             }
-            self._apply(one.give_back, self._give_back(one, updates).wait(), numbers)
+            self._apply(muon_round.give_back, self._give_back(muon_round, updates).wait(), numbers)
 
-    def _gather(self, one: Round, numbers: StepNumbers) -> Pending:
+    def _gather(self, muon_round: Round, numbers: StepNumbers) -> Pending:
         """Start to send the shards of U to the owners of their matrices."""
-        sent = self._buffer(one.gather.send_counts)
-        for transfer, part in _parts(one.gather.sends, sent):
-            state, held = self._held[transfer.piece.index]
-            momentum, gradients = held.of(state.moments["momentum"]), state.owned.gradients
+        sent = self._buffer(muon_round.gather.send_counts)
+        for transfer, view in _transfer_views(muon_round.gather.sends, sent):
+            state, box = self._local_boxes[transfer.piece.index]
+            momentum, gradients = box.of(state.moments["momentum"]), state.owned.gradients
             if self.config.nesterov:
-                torch.mul(momentum, self.config.momentum, out=part)
-                part.add_(held.of(gradients), alpha=1 / numbers.divisor)
+                torch.mul(momentum, self.config.momentum, out=view)
+                view.add_(box.of(gradients), alpha=1 / numbers.divisor)
             else:
-                part.copy_(momentum)
-        return self._exchanged(one.gather, sent)
+                view.copy_(momentum)
+        return self._exchanged(muon_round.gather, sent)
 
-    def _assembled(self, one: Round, arrived: torch.Tensor) -> dict[Matrix, torch.Tensor]:
+    def _assembled(self, muon_round: Round, arrived: torch.Tensor) -> dict[Matrix, torch.Tensor]:
         """Return this rank's matrices [rows, cols] of a round."""
-        found = {m: arrived.new_empty(m.rows, m.cols) for m in one.own}
-        for transfer, part in _parts(one.gather.receives, arrived):
-            found[transfer.piece.matrix][transfer.piece.box.slices].copy_(part)
-        return found
+        matrices = {m: arrived.new_empty(m.rows, m.cols) for m in muon_round.own}
+        for transfer, view in _transfer_views(muon_round.gather.receives, arrived):
+            matrices[transfer.piece.matrix][transfer.piece.box.slices].copy_(view)
+        return matrices
 
     def _orthogonal(self, matrix: Matrix, whole: torch.Tensor) -> torch.Tensor:
         """Return the scaled update of a matrix, fp32 [rows, cols]."""
@@ -445,21 +448,21 @@ class Muon:
         scale = update_scale(self.config.scale_mode, matrix.rows, matrix.cols)
         return update.float().mul_(scale * self.config.extra_scale_factor)
 
-    def _give_back(self, one: Round, updates: dict[Matrix, torch.Tensor]) -> Pending:
+    def _give_back(self, muon_round: Round, updates: dict[Matrix, torch.Tensor]) -> Pending:
         """Start to send the shards of the updates to all who hold them."""
-        sent = self._buffer(one.give_back.send_counts)
-        for transfer, part in _parts(one.give_back.sends, sent):
-            part.copy_(updates[transfer.piece.matrix][transfer.piece.box.slices])
-        return self._exchanged(one.give_back, sent)
+        sent = self._buffer(muon_round.give_back.send_counts)
+        for transfer, view in _transfer_views(muon_round.give_back.sends, sent):
+            view.copy_(updates[transfer.piece.matrix][transfer.piece.box.slices])
+        return self._exchanged(muon_round.give_back, sent)
 
     def _apply(self, exchange: Exchange, arrived: torch.Tensor, numbers: StepNumbers) -> None:
         """Decay this rank's shards and move them by their updates."""
-        for transfer, part in _parts(exchange.receives, arrived):
-            state, held = self._held[transfer.piece.index]
+        for transfer, view in _transfer_views(exchange.receives, arrived):
+            state, box = self._local_boxes[transfer.piece.index]
             alike = self._updates[transfer.piece.index]
             lr = alike.lr(numbers)
-            master = held.of(state.master)
-            master.mul_(1.0 - lr * numbers.weight_decay * alike.decay_factor).add_(part, alpha=-lr)
+            master = box.of(state.master)
+            master.mul_(1.0 - lr * numbers.weight_decay * alike.decay_factor).add_(view, alpha=-lr)
 
     def _buffer(self, counts: Sequence[int]) -> torch.Tensor:
         return torch.empty(sum(counts), dtype=torch.float32, device=self.device)
@@ -474,27 +477,27 @@ class Muon:
             receive_counts=exchange.receive_counts,
         )
 
-    def _all_pieces(self, own: Sequence[tuple[int, ...]]) -> list[Piece]:
+    def _all_shards(self, local_rows: Sequence[tuple[int, ...]]) -> list[MatrixShard]:
         """Return the shards of all ranks, the same list on each."""
         if self.group.size == 1:
-            return [_piece(row, 0, index) for index, row in enumerate(own)]
-        count = torch.tensor([len(own)], device=self.device)
-        most = int(all_reduce(count, self.group, op="max"))
-        table = torch.full((1, most, _COLUMNS), -1, dtype=torch.int64, device=self.device)
-        if own:
-            table[0, : len(own)] = torch.tensor(own, device=self.device)
+            return [_matrix_shard(row, 0, index) for index, row in enumerate(local_rows)]
+        count = torch.tensor([len(local_rows)], device=self.device)
+        max_rows = int(all_reduce(count, self.group, op="max"))
+        table = torch.full((1, max_rows, _COLUMNS), -1, dtype=torch.int64, device=self.device)
+        if local_rows:
+            table[0, : len(local_rows)] = torch.tensor(local_rows, device=self.device)
         return [
-            _piece(row, rank, index)
+            _matrix_shard(row, rank, index)
             for rank, rows in enumerate(all_gather(table, self.group).tolist())
             for index, row in enumerate(rows)
             if row[1] >= 0
         ]
 
 
-def _parts(transfers: Sequence[MomentumTransfer], flat: torch.Tensor):
+def _transfer_views(transfers: Sequence[MomentumTransfer], flat: torch.Tensor):
     """Return every transfer with its part of a buffer, a view [rows, cols]."""
-    pieces = flat.split([t.piece.box.numel for t in transfers]) if transfers else ()
-    return [(t, part.view(t.piece.box.sizes)) for t, part in zip(transfers, pieces, strict=True)]
+    views = flat.split([t.piece.box.numel for t in transfers]) if transfers else ()
+    return [(t, view.view(t.piece.box.sizes)) for t, view in zip(transfers, views, strict=True)]
 
 
 #: Fused weights of query, key and value, by name.
@@ -525,17 +528,17 @@ def _joined_rows(weights: Collection[WeightSharding], config: MuonConfig) -> dic
 
     The order of rows does not matter: P G with a permutation P has the update P NS(G).
     """
-    found = {}
+    joined = {}
     for sharding in weights:
         segments = _joined_segments(sharding, config)
-        rows, first = sum(segment.shape[-2] for segment in segments), 0
+        rows, first_row = sum(segment.shape[-2] for segment in segments), 0
         for segment in segments:
             experts = range(segment.shape[0]) if len(segment.shape) == 3 else None
             for suffix in [""] if experts is None else [f"[{e}]" for e in experts]:
-                matrix = _JoinedRows(f"{sharding.name}{suffix}", first, rows)
-                found[f"{segment.name}{suffix}"] = matrix
-            first += segment.shape[-2]
-    return found
+                matrix = _JoinedRows(f"{sharding.name}{suffix}", first_row, rows)
+                joined[f"{segment.name}{suffix}"] = matrix
+            first_row += segment.shape[-2]
+    return joined
 
 
 def _joined_segments(sharding: WeightSharding, config: MuonConfig) -> list[Segment]:
@@ -554,23 +557,25 @@ def _joined_segments(sharding: WeightSharding, config: MuonConfig) -> list[Segme
     return segments
 
 
-def _described(held: LocalBox, joined: Mapping[str, _JoinedRows]) -> tuple[int, ...]:
+def _described(box: LocalBox, joined: Mapping[str, _JoinedRows]) -> tuple[int, ...]:
     """Return a box as the numbers that ranks send each other."""
-    place = joined.get(held.name, _JoinedRows(held.name, 0, held.shape[0]))
-    (row, col), sizes = held.box
-    digest = hashlib.blake2b(place.matrix.encode(), digest_size=8).digest()
+    joined_rows = joined.get(box.name, _JoinedRows(box.name, 0, box.shape[0]))
+    (row, col), sizes = box.box
+    digest = hashlib.blake2b(joined_rows.matrix.encode(), digest_size=8).digest()
     key = int.from_bytes(digest, "big", signed=True)
-    return (key, place.rows, held.shape[1], place.first + row, col, *sizes)
+    return (key, joined_rows.rows, box.shape[1], joined_rows.first + row, col, *sizes)
 
 
-def _piece(row: Sequence[int], rank: int, index: int) -> Piece:
+def _matrix_shard(row: Sequence[int], rank: int, index: int) -> MatrixShard:
     key, rows, cols, *box = row
-    return Piece(Matrix(key, rows, cols), Box((box[0], box[1]), (box[2], box[3])), rank, index)
+    return MatrixShard(
+        Matrix(key, rows, cols), Box((box[0], box[1]), (box[2], box[3])), rank, index
+    )
 
 
-def _updates(state: RangeState, held: LocalBox) -> UpdateRanges:
+def _updates(state: RangeState, box: LocalBox) -> UpdateRanges:
     """Return how a box is updated."""
     for alike in state.updates:
-        if any(start <= held.start < stop for start, stop in alike.ranges):
+        if any(start <= box.start < stop for start, stop in alike.ranges):
             return alike
-    raise AssertionError(f"{held.name} is in no range that is updated")
+    raise AssertionError(f"{box.name} is in no range that is updated")

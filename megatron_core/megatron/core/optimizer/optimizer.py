@@ -67,9 +67,9 @@ class HostUpdates:
             {dtype: self._staging(largest, dtype) for dtype in dtypes} for _ in range(SLOTS)
         ]
         # fp32 weights leave from the master itself
-        narrow = {s.owned.weights.dtype for s in self.states if s.saves_master}
+        master_dtypes = {s.owned.weights.dtype for s in self.states if s.saves_master}
         self._leaving = [
-            {dtype: self._staging(largest, dtype) for dtype in narrow} for _ in range(SLOTS)
+            {dtype: self._staging(largest, dtype) for dtype in master_dtypes} for _ in range(SLOTS)
         ]
         self._fetches = [new_event(device) for _ in range(SLOTS)]
         self._sends = [new_event(device) for _ in range(SLOTS)]
@@ -180,7 +180,7 @@ class Optimizer:
         weights: Collection[WeightSharding] | None = None,
     ) -> None:
         self.config = config or OptimizerConfig()
-        names = {held.name for one in owned for held in one.boxes}
+        names = {box.name for owned_range in owned for box in owned_range.boxes}
         if weights is not None:
             names = {segment.name for sharding in weights for segment in sharding.segments}
         check_patterns(self.config.lr_factors, names, what="learning rate groups")
@@ -190,10 +190,16 @@ class Optimizer:
             check_patterns(patterns, names, what="matrices that AdamW updates")
         self.groups = groups
         self.scaler: LossScaler = scaler or ConstantLossScaler()
-        self.ranges = [state for one in owned for state in range_states(one, self.config)]
+        self.ranges = [
+            state for owned_range in owned for state in range_states(owned_range, self.config)
+        ]
         self._steps = torch.zeros((), dtype=torch.int64, device="cpu")
         # one engine, as a rule
-        self._owners = list(dict.fromkeys(one.owner for one in owned if one.owner is not None))
+        self._owners = list(
+            dict.fromkeys(
+                owned_range.owner for owned_range in owned if owned_range.owner is not None
+            )
+        )
         self.device = device = owned[0].weights.device if owned else torch.device("cpu")
         self._norm_groups = _norm_groups(owned, groups, device)
         self.host = HostUpdates([s for s in self.ranges if s.on_host], device)
@@ -264,8 +270,8 @@ class Optimizer:
         clip = self.config.clip_grad
         divisor = scale * max(1.0, (norm + 1e-6) / clip) if clip > 0.0 else scale
         self.steps += 1
-        own = lr if decoupled_lr is None else decoupled_lr
-        self._apply(StepNumbers(lr, weight_decay, divisor, self.steps, own))
+        decoupled = lr if decoupled_lr is None else decoupled_lr
+        self._apply(StepNumbers(lr, weight_decay, divisor, self.steps, decoupled))
         for owner in self._owners:
             owner.weights_updated()
         return OptimizerStepResult(True, norm, zeros)
@@ -354,17 +360,17 @@ class Optimizer:
         Args:
             measure: maps flat tensors on one device to fp64 scalar, the sum of their measures.
         """
-        pieces: dict[tuple[str, int, torch.device], list[torch.Tensor]] = {}
+        counted_slices: dict[tuple[str, int, torch.device], list[torch.Tensor]] = {}
         for state in self.ranges:
             owned = state.owned
             flat = state.master if of_weights else owned.gradients
-            alike = pieces.setdefault((owned.norm_group, owned.replicas, flat.device), [])
+            alike = counted_slices.setdefault((owned.norm_group, owned.replicas, flat.device), [])
             alike += slices(flat, owned.counted)
         by_group = {
             name: torch.zeros((), dtype=torch.float64, device=self.device)
             for name in self._norm_groups
         }
-        for (name, replicas, _), flats in pieces.items():
+        for (name, replicas, _), flats in counted_slices.items():
             if flats:
                 by_group[name] += measure(flats) / replicas
         sums = [all_reduce(t, self.groups[g]) for g, t in by_group.items()]
@@ -374,8 +380,8 @@ class Optimizer:
     def _apply(self, numbers: StepNumbers) -> None:
         """Update every range; the device works on its own ranges while the host does the others."""
         self.host.begin()
-        here = [s for s in self.ranges if not s.on_host and s.kind != "muon"]
-        update_all(here, numbers, config=self.config)
+        device_states = [s for s in self.ranges if not s.on_host and s.kind != "muon"]
+        update_all(device_states, numbers, config=self.config)
         if self.muon is not None:
             self.muon.update(numbers)
         for state in self.ranges:
@@ -390,8 +396,8 @@ def _norm_groups(
     owned: Sequence[OwnedRange], groups: ProcessGroupCollection, device: torch.device
 ) -> list[str]:
     """Return the groups that any stage sums norms over: all stages have to call each of them."""
-    own = {one.norm_group for one in owned}
-    used = torch.tensor([float(name in own) for name in NORM_GROUPS], device=device)
+    local_groups = {owned_range.norm_group for owned_range in owned}
+    used = torch.tensor([float(name in local_groups) for name in NORM_GROUPS], device=device)
     used = all_reduce(used, groups["pp"], op="max")
     return [name for name, any_stage in zip(NORM_GROUPS, used.tolist(), strict=True) if any_stage]
 

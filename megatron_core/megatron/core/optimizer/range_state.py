@@ -63,23 +63,23 @@ class RangeState:
         )
         self.master = owned.weights
         if on_host:
-            self.master = self._kept(torch.float32).copy_(owned.weights)
+            self.master = self._stored_dtype_copy(torch.float32).copy_(owned.weights)
         elif self.writes_back:
             self.master = owned.weights.float()
         self.moments: dict[str, torch.Tensor] = {}
         if kind == "adam":
             self.moments = {
-                "exp_avg": self._kept(config.exp_avg_dtype),
-                "exp_avg_sq": self._kept(config.exp_avg_sq_dtype),
+                "exp_avg": self._stored_dtype_copy(config.exp_avg_dtype),
+                "exp_avg_sq": self._stored_dtype_copy(config.exp_avg_sq_dtype),
             }
         elif kind == "muon" or config.sgd_momentum:
-            self.moments = {"momentum": self._kept(torch.float32)}
+            self.moments = {"momentum": self._stored_dtype_copy(torch.float32)}
 
     def named_tensors(self) -> dict[str, torch.Tensor]:
         """Return the flat tensors that a checkpoint must hold, the master included only if the
         weights are not the same."""
-        own = {"master": self.master} if self.saves_master else {}
-        return {**own, **self.moments}
+        master = {"master": self.master} if self.saves_master else {}
+        return {**master, **self.moments}
 
     def reload_master(self) -> None:
         """Take the masters from the weights (after loading weights without optimizer state)."""
@@ -104,10 +104,10 @@ class RangeState:
 
     def state_bytes(self) -> int:
         """Return the bytes of the moments and, where it is a copy, of the master."""
-        own = [self.master] if self.writes_back else []
-        return sum(t.numel() * t.element_size() for t in (*own, *self.moments.values()))
+        tensors = [self.master] if self.writes_back else []
+        return sum(t.numel() * t.element_size() for t in (*tensors, *self.moments.values()))
 
-    def _kept(self, dtype: torch.dtype) -> torch.Tensor:
+    def _stored_dtype_copy(self, dtype: torch.dtype) -> torch.Tensor:
         """Return zeros [k] in this state's memory."""
         device = self.owned.weights.device
         if not self.on_host:
@@ -119,8 +119,8 @@ def range_states(owned: OwnedRange, config: OptimizerConfig) -> list[RangeState]
     """Divide an owned range so that each part has one rule and one memory, in order."""
     if config.kind == "muon":
         cuts, kinds = _by_kind(owned, config.muon.adam_names)
-        parts = split_range(owned, cuts)
-        return [RangeState(p, config, kind=kind) for p, kind in zip(parts, kinds, strict=True)]
+        ranges = split_range(owned, cuts)
+        return [RangeState(p, config, kind=kind) for p, kind in zip(ranges, kinds, strict=True)]
     numel = len(owned.weights)
     cut = min(numel, round(config.offload_fraction * numel / CUT_QUANTUM) * CUT_QUANTUM)
     if cut == 0:
@@ -145,20 +145,20 @@ def is_matrix(tensor: LocalBox | Segment, adam_names: Sequence[str]) -> bool:
     return not any(fnmatchcase(tensor.name, p) for p in (*TOKEN_MATRICES, *adam_names))
 
 
-def matrix_boxes(held: LocalBox) -> list[LocalBox]:
+def matrix_boxes(box: LocalBox) -> list[LocalBox]:
     """Return a box of a matrix as it is, and one of experts' matrices [e, rows, cols] matrix by
     matrix: a box of [rows, cols] each, under the expert's own name."""
-    if len(held.shape) == 2:
-        return [held]
-    (first, *offsets), (count, *sizes) = held.box
+    if len(box.shape) == 2:
+        return [box]
+    (first_row, *offsets), (count, *sizes) = box.box
     matrix = Box(tuple(offsets), tuple(sizes))
     return [
         replace(
-            held,
-            name=f"{held.name}[{first + i}]",
-            shape=held.shape[1:],
+            box,
+            name=f"{box.name}[{first_row + i}]",
+            shape=box.shape[1:],
             box=matrix,
-            start=held.start + i * matrix.numel,
+            start=box.start + i * matrix.numel,
         )
         for i in range(count)
     ]
@@ -174,13 +174,13 @@ def split_range(owned: OwnedRange, cuts: Sequence[int]) -> list[OwnedRange]:
         One range more than there are splits, as views of the same tensors.
     """
     edges = [0, *cuts, len(owned.weights)]
-    return [_part(owned, *edge) for edge in itertools.pairwise(edges)]
+    return [_sub_range(owned, *edge) for edge in itertools.pairwise(edges)]
 
 
-def _part(owned: OwnedRange, low: int, high: int) -> OwnedRange:
+def _sub_range(owned: OwnedRange, low: int, high: int) -> OwnedRange:
     def inside(ranges: Sequence[tuple[int, int]]) -> tuple[tuple[int, int], ...]:
-        both = ((max(start, low) - low, min(stop, high) - low) for start, stop in ranges)
-        return tuple((start, stop) for start, stop in both if start < stop)
+        clipped = ((max(start, low) - low, min(stop, high) - low) for start, stop in ranges)
+        return tuple((start, stop) for start, stop in clipped if start < stop)
 
     return replace(
         owned,
@@ -197,10 +197,10 @@ def _by_kind(owned: OwnedRange, adam_names: Sequence[str]) -> tuple[list[int], l
     """Return where the rule changes in a range, and the rules in order."""
     cuts: list[int] = []
     kinds: list[str] = []
-    for held in sorted(owned.boxes, key=lambda held: held.start):
-        kind = "muon" if is_matrix(held, adam_names) else "adam"
+    for box in sorted(owned.boxes, key=lambda box: box.start):
+        kind = "muon" if is_matrix(box, adam_names) else "adam"
         if kinds and kind != kinds[-1]:
-            cuts.append(held.start)
+            cuts.append(box.start)
         if not kinds or kind != kinds[-1]:
             kinds.append(kind)
     return cuts, kinds or ["adam"]
@@ -223,14 +223,14 @@ def update_all(
             continue
         for alike in state.updates:
             key = alike.lr(numbers), alike.decay_factor
-            found = together.setdefault(key, ([], [], [], []))
-            for pieces, flat in zip(found, flats, strict=True):
-                pieces += _pieces(flat, alike)
-    for (lr, decay), (masters, gradients, first, second) in together.items():
+            slice_lists = together.setdefault(key, ([], [], [], []))
+            for slice_list, flat in zip(slice_lists, flats, strict=True):
+                slice_list += _update_slices(flat, alike)
+    for (lr, decay), (masters, gradients, first_moments, second_moments) in together.items():
         _adam(
             masters,
             gradients,
-            {"exp_avg": first, "exp_avg_sq": second},
+            {"exp_avg": first_moments, "exp_avg_sq": second_moments},
             numbers=numbers,
             lr=lr,
             decay=numbers.weight_decay * decay,
@@ -247,22 +247,32 @@ def update_range(
         gradients: [k] on the state's device, fp32 or bf16; fp32 ones may be overwritten.
     """
     for alike in state.updates:
-        masters = _pieces(state.master, alike)
+        masters = _update_slices(state.master, alike)
         # the same tensors where they are fp32
-        wide = [one.float() for one in _pieces(gradients, alike)]
-        moments = {name: _pieces(flat, alike) for name, flat in state.moments.items()}
-        opened = {name: [one.float() for one in kept] for name, kept in moments.items()}
+        gradients_fp32 = [tensor.float() for tensor in _update_slices(gradients, alike)]
+        moments = {name: _update_slices(flat, alike) for name, flat in state.moments.items()}
+        moments_fp32 = {
+            name: [tensor.float() for tensor in stored] for name, stored in moments.items()
+        }
         lr = alike.lr(numbers)
         decay = numbers.weight_decay * alike.decay_factor
         if state.kind == "adam":
-            _adam(masters, wide, opened, numbers=numbers, lr=lr, decay=decay, config=config)
+            _adam(
+                masters,
+                gradients_fp32,
+                moments_fp32,
+                numbers=numbers,
+                lr=lr,
+                decay=decay,
+                config=config,
+            )
         else:
             if numbers.divisor != 1.0:
-                torch._foreach_div_(wide, numbers.divisor)
+                torch._foreach_div_(gradients_fp32, numbers.divisor)
             sgd(
                 masters,
-                wide,
-                opened.get("momentum", [None] * len(masters)),
+                gradients_fp32,
+                moments_fp32.get("momentum", [None] * len(masters)),
                 foreach=True,
                 weight_decay=decay,
                 momentum=config.sgd_momentum,
@@ -271,9 +281,9 @@ def update_range(
                 nesterov=False,
                 maximize=False,
             )
-        for name, kept in moments.items():
+        for name, stored in moments.items():
             if state.moments[name].dtype != torch.float32:
-                torch._foreach_copy_(kept, opened[name])
+                torch._foreach_copy_(stored, moments_fp32[name])
 
 
 def slices(flat: torch.Tensor, ranges: Sequence[tuple[int, int]]) -> Sequence[torch.Tensor]:
@@ -286,7 +296,7 @@ def slices(flat: torch.Tensor, ranges: Sequence[tuple[int, int]]) -> Sequence[to
     return flat.split_with_sizes([*sizes, flat.numel() - position])[1::2]
 
 
-def _pieces(flat: torch.Tensor, alike: UpdateRanges) -> list[torch.Tensor]:
+def _update_slices(flat: torch.Tensor, alike: UpdateRanges) -> list[torch.Tensor]:
     """Return the slices of a flat tensor [k] that share an update."""
     return list(slices(flat, alike.ranges))
 

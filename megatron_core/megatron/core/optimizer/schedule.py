@@ -72,37 +72,37 @@ class LearningRateSchedule:
 
     def problems(self) -> list[str]:
         """List everything that is wrong with these settings, each with its fix."""
-        found = []
+        problems = []
         if not 0.0 <= self.min_lr <= self.max_lr < math.inf:
-            found.append(
+            problems.append(
                 f"learning rates min {self.min_lr}, max {self.max_lr}: use 0 <= min <= max"
             )
         if not 0.0 <= self.init_lr <= self.max_lr:
-            found.append(
+            problems.append(
                 f"warm-up starts at {self.init_lr}: use a rate from 0 to max {self.max_lr}"
             )
         if self.style not in DECAY_STYLES:
-            found.append(f"unknown decay style {self.style!r}: one of {', '.join(DECAY_STYLES)}")
+            problems.append(f"unknown decay style {self.style!r}: one of {', '.join(DECAY_STYLES)}")
         if self.wsd_decay_style not in ANNEAL_STYLES:
-            found.append(
+            problems.append(
                 f"unknown wsd decay style {self.wsd_decay_style!r}: "
                 f"one of {', '.join(ANNEAL_STYLES)}"
             )
         if not 0 <= self.warmup_samples < self.decay_samples:
-            found.append(
+            problems.append(
                 f"warm-up of {self.warmup_samples} samples, decay of {self.decay_samples}: "
                 f"use 0 <= warm-up < decay"
             )
         elif self.style == "wsd":
             stable = self.decay_samples - self.warmup_samples
             if self.wsd_decay_samples is None:
-                found.append("style wsd needs wsd_decay_samples, the length of its final decay")
+                problems.append("style wsd needs wsd_decay_samples, the length of its final decay")
             elif not 0 < self.wsd_decay_samples <= stable:
-                found.append(
+                problems.append(
                     f"wsd decays over {self.wsd_decay_samples} samples: use 1 to {stable}, "
                     f"the samples after warm-up"
                 )
-        return found
+        return problems
 
     def lr(self, consumed_samples: int) -> float:
         """Return the learning rate of the update that follows `consumed_samples` samples."""

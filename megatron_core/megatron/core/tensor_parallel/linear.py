@@ -91,7 +91,8 @@ class ReplicatedLinear(nn.Module):
     ) -> None:
         super().__init__()
         segments = tuple(
-            Segment(name=f"{part}.weight", shape=(size, input_size)) for part, size in outputs
+            Segment(name=f"{output_name}.weight", shape=(size, input_size))
+            for output_name, size in outputs
         )
         self.weight = store.declare(
             WeightSharding(
@@ -137,11 +138,11 @@ class ColumnParallelLinear(nn.Module):
         def segments(kind: str, *inner: int) -> tuple[Segment, ...]:
             return tuple(
                 Segment(
-                    name=f"{part}.{kind}",
+                    name=f"{output_name}.{kind}",
                     shape=(size, *inner),
                     cuts=(Cut(axis="tp", dim=0, parts=pieces),),
                 )
-                for part, size, pieces in outputs
+                for output_name, size, pieces in outputs
             )
 
         def sharding(kind: str, *inner: int, **more: bool) -> WeightSharding:

@@ -130,10 +130,10 @@ class _CrossEntropy(torch.autograd.Function):
     def forward(ctx, hidden, anchor, handle, targets, token_weights, group, vocab_size, training):
         weight = handle.get()
         rows = weight.shape[0]
-        first = group.rank * rows
+        first_token_id = group.rank * rows
         columns = {
-            "vocab_start": first,
-            "valid_columns": max(0, min(rows, vocab_size - first)),
+            "vocab_start": first_token_id,
+            "valid_columns": max(0, min(rows, vocab_size - first_token_id)),
         }
         want_hidden = training and ctx.needs_input_grad[0]
         want_weight = training and ctx.needs_input_grad[1]
@@ -164,18 +164,18 @@ class _CrossEntropy(torch.autograd.Function):
                 product = logits.matmul(matrix)
                 d_hidden[part] = product if factor is None else product.mul_(factor)
             if d_weight is not None:
-                _add_chunk_(d_weight, chunk, logits, factor, first=start == 0)
+                _add_chunk_(d_weight, chunk, logits, factor, is_first_chunk=start == 0)
             if splits:
                 later += [logits, factor]
         ctx.handle = handle
-        kept = (hidden, *later) if splits else ()
-        ctx.save_for_backward(d_hidden, d_weight, *kept)
+        saved = (hidden, *later) if splits else ()
+        ctx.save_for_backward(d_hidden, d_weight, *saved)
         ctx.mark_non_differentiable(nll)
         return torch.dot(nll, token_weights), nll
 
     @staticmethod
     def backward(ctx, grad, _):
-        d_hidden, d_weight, *kept = ctx.saved_tensors
+        d_hidden, d_weight, *saved = ctx.saved_tensors
         # On a CPU reading the factor costs nothing, and it is 1 in training: no pass over the
         # gradients.
         scaled = grad.device.type != "cpu" or float(grad) != 1.0
@@ -184,8 +184,10 @@ class _CrossEntropy(torch.autograd.Function):
             d_hidden.mul_(scale)
         if d_weight is not None:
             ctx.handle.written_gradient(partial(_write_scaled, d_weight.detach(), scale))
-        if kept:
-            ctx.handle.made_gradient(_product(ctx.handle.shape, kept[0].detach(), kept[1:], scale))
+        if saved:
+            ctx.handle.made_gradient(
+                _product(ctx.handle.shape, saved[0].detach(), saved[1:], scale)
+            )
         return d_hidden, None, None, None, None, None, None, None
 
 
@@ -222,7 +224,7 @@ def _product(
         for logits, factor in zip(later[::2], later[1::2], strict=True):
             assert logits is not None
             chunk = hidden[start : start + len(logits)].to(logits.dtype)  # [t, h]
-            _add_chunk_(d_weight, chunk, logits, factor, first=start == 0)
+            _add_chunk_(d_weight, chunk, logits, factor, is_first_chunk=start == 0)
             start += len(logits)
         return d_weight if scale is None else d_weight * scale
 
@@ -235,7 +237,7 @@ def _add_chunk_(
     logits: torch.Tensor,
     factor: torch.Tensor | None,
     *,
-    first: bool,
+    is_first_chunk: bool,
 ) -> None:
     """Add a chunk's dlogitsᵀ hidden to the weight gradient [V/tp, h]; the first one overwrites.
 
@@ -245,7 +247,7 @@ def _add_chunk_(
         factor: [t, 1], which dlogits must be multiplied by; None is 1.
     """
     rows = chunk if factor is None else (chunk * factor).to(chunk.dtype)
-    add_product_(d_weight, logits.t(), rows, overwrite=first)
+    add_product_(d_weight, logits.t(), rows, overwrite=is_first_chunk)
 
 
 def vocabulary_sharding(
@@ -422,14 +424,18 @@ class VocabParallelHead(nn.Module):
 
     def joined(self, logits: torch.Tensor) -> torch.Tensor:
         """Return [s, b, V] from local logits [s, b, V/tp], in their dtype."""
-        parts = logits.unsqueeze(0)
+        logits_by_rank = logits.unsqueeze(0)
         if self.region.group.size > 1:
-            parts = gather_from_group(parts, self.region.group)
-        return self.join(parts)
+            logits_by_rank = gather_from_group(logits_by_rank, self.region.group)
+        return self.join(logits_by_rank)
 
-    def join(self, parts: torch.Tensor) -> torch.Tensor:
+    def join(self, logits_by_rank: torch.Tensor) -> torch.Tensor:
         """Return [s, b, V] from the logits of all ranks [tp, s, b, V/tp]."""
-        logits = parts[0] if len(parts) == 1 else parts.permute(1, 2, 0, 3).flatten(2)
+        logits = (
+            logits_by_rank[0]
+            if len(logits_by_rank) == 1
+            else logits_by_rank.permute(1, 2, 0, 3).flatten(2)
+        )
         return logits[..., : self.vocab_size]
 
     def write_logits(self, hidden: torch.Tensor, out: torch.Tensor) -> torch.Tensor:

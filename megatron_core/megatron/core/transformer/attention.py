@@ -289,27 +289,31 @@ class AttentionConfig:
             tp, cp: ranks that share heads, and tokens of a row.
             engine: of context parallelism.
         """
-        found = []
+        problems = []
         n, g = self.num_attention_heads, self.num_query_groups
         if min(n, g, self.kv_channels) < 1:
             return [f"attention heads {n}, query groups {g}, channels {self.kv_channels}: use >= 1"]
         if n % g:
-            found.append(f"num-query-groups {g} must divide num-attention-heads {n}")
+            problems.append(f"num-query-groups {g} must divide num-attention-heads {n}")
         if n % tp:
-            found.append(f"num-attention-heads {n} must divide by tensor-model-parallel-size {tp}")
+            problems.append(
+                f"num-attention-heads {n} must divide by tensor-model-parallel-size {tp}"
+            )
         if g % tp and tp % g:
-            found.append(
+            problems.append(
                 f"num-query-groups {g} must divide tensor-model-parallel-size {tp} "
                 "or be a multiple of it"
             )
         if not 0.0 <= self.dropout < 1.0:
-            found.append(f"attention-dropout {self.dropout} must be in [0, 1)")
+            problems.append(f"attention-dropout {self.dropout} must be in [0, 1)")
         if self.window is not None and self.window < 1:
-            found.append(f"attention window {self.window}: use at least 1, or None for no window")
-        if not found:
+            problems.append(
+                f"attention window {self.window}: use at least 1, or None for no window"
+            )
+        if not problems:
             heads, groups = n // tp, max(1, g // tp)
-            found += context_problems(engine, heads=heads, groups=groups, cp=cp)
-        return found
+            problems += context_problems(engine, heads=heads, groups=groups, cp=cp)
+        return problems
 
 
 class KeyValueCache(Protocol):
@@ -382,7 +386,10 @@ class SelfAttention(nn.Module):
             cuts["gate"] = (n, None)
         self.qkv = build.column_linear(
             f"{name}.qkv",
-            [(f"{name}.{part}", count * d, pieces) for part, (count, pieces) in cuts.items()],
+            [
+                (f"{name}.{projection}", count * d, pieces)
+                for projection, (count, pieces) in cuts.items()
+            ],
             bias=config.qkv_bias,
         )
         self.output = build.row_linear(f"{name}.output", n * d, bias=config.output_bias)

@@ -78,7 +78,7 @@ class LatentAttentionConfig:
             tp, cp: ranks that share heads, and tokens of a row.
             engine: of context parallelism.
         """
-        found = []
+        problems = []
         sizes = (
             self.num_attention_heads,
             1 if self.q_lora_rank is None else self.q_lora_rank,
@@ -88,22 +88,22 @@ class LatentAttentionConfig:
             self.value_channels,
         )
         if min(sizes) < 1:
-            found.append(f"latent attention of {sizes} heads and features: use >= 1")
+            problems.append(f"latent attention of {sizes} heads and features: use >= 1")
         elif self.num_attention_heads % tp:
-            found.append(
+            problems.append(
                 f"num-attention-heads {self.num_attention_heads} must divide by "
                 f"tensor-model-parallel-size {tp}"
             )
         if not 0.0 <= self.dropout < 1.0:
-            found.append(f"attention-dropout {self.dropout} must be in [0, 1)")
+            problems.append(f"attention-dropout {self.dropout} must be in [0, 1)")
         if not self.scale_factor > 0.0:
-            found.append(f"softmax scale factor {self.scale_factor} must be positive")
+            problems.append(f"softmax scale factor {self.scale_factor} must be positive")
         if self.norm_epsilon is not None and not self.norm_epsilon > 0.0:
-            found.append(f"norm epsilon is {self.norm_epsilon}: use a positive number")
-        if not found:  # every query head has a key head
+            problems.append(f"norm epsilon is {self.norm_epsilon}: use a positive number")
+        if not problems:  # every query head has a key head
             heads = self.num_attention_heads // tp
-            found += context_problems(engine, heads=heads, groups=heads, cp=cp)
-        return found
+            problems += context_problems(engine, heads=heads, groups=heads, cp=cp)
+        return problems
 
 
 class LatentAttention(nn.Module):
@@ -204,11 +204,11 @@ class LatentAttention(nn.Module):
         if cache is not None:
             if self.region.scatters:
                 latent = gather_from_group(latent, self.region.group)  # [s, b, kv_lora]
-            kept = torch.cat([latent, key_rope[:, :, 0]], dim=-1)  # [t, 1, kv_lora + rope]
-            return self.output(self._absorbed(nope, rotated, kept, layout=layout, cache=cache))
+            cached = torch.cat([latent, key_rope[:, :, 0]], dim=-1)  # [t, 1, kv_lora + rope]
+            return self.output(self._absorbed(nope, rotated, cached, layout=layout, cache=cache))
         if self.core.backend.batch_invariant:  # what generation computes
-            kept = torch.cat([latent, key_rope[:, :, 0]], dim=-1)  # [s, b, kv_lora + rope]
-            return self.output(self._absorbed(nope, rotated, kept, layout=layout))
+            cached = torch.cat([latent, key_rope[:, :, 0]], dim=-1)  # [s, b, kv_lora + rope]
+            return self.output(self._absorbed(nope, rotated, cached, layout=layout))
         query = self._joined(nope, rotated)  # [s, b, n/tp, d], d the width
         sizes = [self.heads * config.nope_channels, self.heads * config.value_channels]
         nope, value = self.kv_up(latent).split(sizes, dim=-1)  # [s, b, n/tp · nope or v]
@@ -248,16 +248,16 @@ class LatentAttention(nn.Module):
             rotated: [s, b, n/tp, rope], or of one head for all.
         """
         heads = (*nope.shape[:3], -1)
-        parts = [nope, rotated.expand(heads)]
+        channels = [nope, rotated.expand(heads)]
         if zeros := self.width - self.config.query_channels:
-            parts.append(nope.new_zeros(1).expand(*heads[:3], zeros))
-        return torch.cat(parts, dim=-1)
+            channels.append(nope.new_zeros(1).expand(*heads[:3], zeros))
+        return torch.cat(channels, dim=-1)
 
     def _absorbed(
         self,
         nope: torch.Tensor,
         rotated: torch.Tensor,
-        kept: torch.Tensor,
+        cached: torch.Tensor,
         *,
         layout: SequenceLayout,
         cache: KeyValueCache | None = None,
@@ -268,7 +268,7 @@ class LatentAttention(nn.Module):
         Args:
             nope: [s, b, n/tp, nope], of queries; b is 1 with a cache.
             rotated: [s, b, n/tp, rope], of queries.
-            kept: [s, b, kv_lora + rope], what the cache is to keep of these tokens.
+            cached: [s, b, kv_lora + rope], what the cache is to keep of these tokens.
             cache: None attends to these tokens alone.
         """
         rank, rows = self.config.kv_lora_rank, self.heads * self.config.nope_channels
@@ -277,13 +277,13 @@ class LatentAttention(nn.Module):
         inner = self._by_head(nope.flatten(0, 1), key_up).view(*nope.shape[:3], rank)
         query = torch.cat([inner, rotated], dim=-1)  # [s, b, n/tp, kv_lora + rope]
         if cache is None:
-            one = kept.unsqueeze(2)  # one head
-            out = self.core(query, one, one, layout).flatten(0, 1)[..., :rank]
+            key_value = cached.unsqueeze(2)  # one head
+            out = self.core(query, key_value, key_value, layout).flatten(0, 1)[..., :rank]
         else:
             out = cache.attend_latent(
                 self.layer,
                 query[:, 0],
-                kept[:, 0],
+                cached[:, 0],
                 layout.rows_with_past,
                 self.core,
                 value_features=rank,

@@ -36,16 +36,16 @@ class MLPConfig:
 
     def problems(self, tp: int) -> list[str]:
         """List what cannot be on `tp` ranks."""
-        found = []
-        known = GATES if self.gated else ACTIVATIONS
-        if self.activation not in known:
-            found.append(f"activation {self.activation!r}: use one of {', '.join(known)}")
+        problems = []
+        activations = GATES if self.gated else ACTIVATIONS
+        if self.activation not in activations:
+            problems.append(f"activation {self.activation!r}: use one of {', '.join(activations)}")
         if self.ffn_hidden_size < 1 or self.ffn_hidden_size % tp:
-            found.append(
+            problems.append(
                 f"ffn-hidden-size {self.ffn_hidden_size} must be a positive multiple of "
                 f"tensor-model-parallel-size {tp}"
             )
-        return found
+        return problems
 
 
 class MLP(nn.Module):
@@ -64,9 +64,11 @@ class MLP(nn.Module):
         self.config, self.recomputes = config, False
         self._activate = build.backend.elementwise(gated if config.gated else activate)
         f = config.ffn_hidden_size
-        parts = ["gate", "up"] if config.gated else ["up"]
+        projections = ["gate", "up"] if config.gated else ["up"]
         self.input = build.column_linear(
-            f"{name}.input", [(f"{name}.{part}", f, None) for part in parts], bias=config.bias
+            f"{name}.input",
+            [(f"{name}.{projection}", f, None) for projection in projections],
+            bias=config.bias,
         )
         self.down = build.row_linear(f"{name}.down", f, bias=config.bias)
 

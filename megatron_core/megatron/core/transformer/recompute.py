@@ -76,7 +76,7 @@ class Recompute:
             )
         if self.method == "uniform":
             starts = range(0, num_layers, size)
-            return [(first, min(first + size, num_layers), True) for first in starts]
+            return [(start, min(start + size, num_layers), True) for start in starts]
         single = [(layer, layer + 1, True) for layer in range(size)]
         return single + ([(size, num_layers, False)] if size < num_layers else [])
 

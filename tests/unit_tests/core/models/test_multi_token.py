@@ -165,7 +165,7 @@ def test_a_forward_without_them_is_the_main_model_alone():
         assert torch.equal(model.loss(*rows)[1], plain.loss(*rows)[1])
         with pytest.raises(ValueError, match="without multi-token prediction: leave it out"):
             plain.loss(*rows, ahead=batch.ahead)
-        with pytest.raises(ValueError, match=r"2 depths predict of 12 tokens .* \(1, 2, 12\)"):
+        with pytest.raises(ValueError, match=r"2 MTP depths for 12 tokens .* \(1, 2, 12\)"):
             model.loss(*rows, ahead=rows_of(0, 0, depths=1, packed=False).ahead)
     more = model.num_parameters - plain.num_parameters
     own = {n: s for n, s in logical_weights(CONFIG).items() if n.startswith("mtp.")}

@@ -10,18 +10,24 @@ import pytest
 import torch
 
 from megatron.core.boxes import Box
-from megatron.core.optimizer.muon import Matrix, Piece, assign_owners, matrices_of, plan_rounds
+from megatron.core.optimizer.muon import (
+    Matrix,
+    MatrixShard,
+    assign_owners,
+    matrices_of,
+    plan_rounds,
+)
 
 UNLIMITED = 10**9
 
 
-def drawn_pieces(source: random.Random, world: int, count: int) -> list[Piece]:
+def drawn_pieces(source: random.Random, world: int, count: int) -> list[MatrixShard]:
     """Return matrices cut into boxes at random, each box on one or several ranks."""
     pieces, held = [], [0] * world
 
     def hold(matrix: Matrix, offsets: tuple[int, int], sizes: tuple[int, int]) -> None:
         for rank in source.sample(range(world), source.choice([1, 1, min(2, world), world])):
-            pieces.append(Piece(matrix, Box(offsets, sizes), rank, held[rank]))
+            pieces.append(MatrixShard(matrix, Box(offsets, sizes), rank, held[rank]))
             held[rank] += 1
 
     for key in range(count):
@@ -40,13 +46,13 @@ def exchanged(parts: dict[tuple[int, int], list[torch.Tensor]], rank: int, world
     return torch.cat(flat) if flat else torch.zeros(0)
 
 
-def carried_out(pieces: list[Piece], world: int, limit: int) -> dict[int, list[list[Matrix]]]:
+def carried_out(pieces: list[MatrixShard], world: int, limit: int) -> dict[int, list[list[Matrix]]]:
     """Run every rank's rounds on numbered elements, checking that all comes to where it belongs."""
     owners = assign_owners(pieces, [0] * world)
     matrices = matrices_of(pieces)
     whole = {m: torch.arange(m.numel).view(m.rows, m.cols) + 1000 * m.key for m in matrices}
 
-    def content(piece: Piece) -> torch.Tensor:
+    def content(piece: MatrixShard) -> torch.Tensor:
         (row, col), (rows, cols) = piece.box
         return whole[piece.matrix][row : row + rows, col : col + cols]
 
@@ -140,7 +146,8 @@ def test_work_is_shared_out_evenly_and_holders_are_preferred():
         assert max(work) - min(work) <= costliest
     equal = [Matrix(key, 4, 6) for key in range(4)]
     pieces = [
-        Piece(m, Box((0, 0), (4, 6)), rank, 0) for m, rank in zip(equal, (3, 1, 2, 0), strict=True)
+        MatrixShard(matrix, Box((0, 0), (4, 6)), rank, 0)
+        for matrix, rank in zip(equal, (3, 1, 2, 0), strict=True)
     ]
     assert [assign_owners(pieces, [0] * 4)[m] for m in equal] == [3, 1, 2, 0]
     plan = plan_rounds(pieces, assign_owners(pieces, [0] * 4), rank=0, world=4, limit=UNLIMITED)
@@ -152,23 +159,23 @@ def test_a_matrix_stays_on_the_stages_that_hold_it():
     stages = [0, 0, 1, 1, 2, 2]
     matrices = [Matrix(key, 4 + key % 3, 6) for key in range(24)]
     pieces = [
-        Piece(m, Box((0, 0), (m.rows, m.cols)), (0, 1, 2, 3)[m.key % 4], m.key // 4)
+        MatrixShard(m, Box((0, 0), (m.rows, m.cols)), (0, 1, 2, 3)[m.key % 4], m.key // 4)
         for m in matrices
     ]
     owners = assign_owners(pieces, stages)
     assert all(stages[owners[p.matrix]] == stages[p.rank] for p in pieces)
     assert set(owners.values()) == {0, 1, 2, 3}
     both = Matrix(99, 30, 30)
-    shared = [Piece(both, Box((0, 0), (30, 30)), rank, 9) for rank in (0, 3)]
+    shared = [MatrixShard(both, Box((0, 0), (30, 30)), rank, 9) for rank in (0, 3)]
     assert assign_owners(shared, stages)[both] == 0
-    alone = Piece(Matrix(7, 9, 9), Box((0, 0), (9, 9)), 4, 0)
+    alone = MatrixShard(Matrix(7, 9, 9), Box((0, 0), (9, 9)), 4, 0)
     assert assign_owners([*pieces, alone], stages)[alone.matrix] == 4
 
 
 def test_a_matrix_that_is_not_whole_is_refused():
     matrix = Matrix(1, 4, 6)
-    half = Piece(matrix, Box((0, 0), (2, 6)), 0, 0)
+    half = MatrixShard(matrix, Box((0, 0), (2, 6)), 0, 0)
     with pytest.raises(ValueError, match="ranks hold 12 elements of a matrix of 4 x 6"):
         matrices_of([half])
     with pytest.raises(ValueError, match="ranks hold 30 elements"):
-        matrices_of([half, Piece(matrix, Box((1, 0), (3, 6)), 1, 0)])
+        matrices_of([half, MatrixShard(matrix, Box((1, 0), (3, 6)), 1, 0)])

@@ -79,7 +79,10 @@ def walk(run: Callable[[], object]) -> list[tuple[str, str, str]]:
 
     def profile(frame: FrameType, event: str, _: object) -> None:
         code = frame.f_code
-        if event != "call" or code.co_name[0] == "<" or str(CORE) not in code.co_filename:
+        # A package's __getattr__ hands a name on; the walk starts where that name leads.
+        if event != "call" or code.co_name == "__getattr__" or code.co_name[0] == "<":
+            return
+        if str(CORE) not in code.co_filename:
             return
         file = file_of(frame)
         if file not in found:

@@ -85,25 +85,23 @@ def batch_sizes_line(run: Run) -> str | None:
 
 
 def batch_line(run: Run) -> str | None:
-    """Return how many fillers each data-parallel rank computes in a step, and the share of time
-    that they and a smaller last microbatch waste; None where the batch is divided evenly."""
+    """Return the padding microbatches of each data-parallel rank in a step, and the share of time
+    that padding and a smaller last microbatch waste; None if the batch divides evenly."""
     made = run.final_division
     if made.is_even:
         return None
-    which = "none has a filler"
-    lanes_compute = (
-        "1 lane that computes" if made.lanes == 1 else f"{made.lanes} lanes that compute"
-    )
+    padding = "no padding microbatch"
+    ranks = f"{made.lanes} data-parallel rank{'s' if made.lanes > 1 else ''}"
     if made.fillers:
         first = made.lanes - made.fillers
-        lanes = f"lane {first}" if made.fillers == 1 else f"each of lanes {first}-{made.lanes - 1}"
-        which = f"{lanes} has 1 filler a step"
+        padded = f"rank {first}" if made.fillers == 1 else f"ranks {first}-{made.lanes - 1}"
+        padding = f"1 padding microbatch on {padded}"
     rest = made.samples % made.micro_batch_size
     last = f", the last one of {rest}" if rest else ""
     return (
         f"uneven batch: {made.blocks} microbatches of {made.micro_batch_size}{last}, on "
-        f"{lanes_compute} {made.rounds} each: {which}; "
-        f"{100.0 * made.wasted:.1f} % of the lanes' time is wasted"
+        f"{ranks}, {made.rounds} each, {padding}; "
+        f"{100.0 * made.wasted:.1f} % of their time is wasted"
     )
 
 

@@ -59,8 +59,8 @@ PARTS = (
         3,
         UNEVEN,
         4,
-        "uneven batch: 4 microbatches of 2, on 3 lanes that compute 2 each: each of lanes 1-2 has "
-        "1 filler a step; 33.3 % of the lanes' time is wasted",
+        "uneven batch: 4 microbatches of 2, on 3 data-parallel ranks, 2 each, 1 padding "
+        "microbatch on ranks 1-2; 33.3 % of their time is wasted",
     ),
     (4, f"{UNEVEN} {PAIRS}", 6, "global batch 8 = 2 x 2 x 2 microbatches"),
 )

@@ -67,26 +67,26 @@ def test_stages_have_as_many_microbatches_as_lanes_have_rounds():
         (
             1024,
             3,
-            "uneven batch: 512 microbatches of 2, on 3 lanes that compute 171 each: lane 2 has 1 "
-            "filler a step; 0.2 % of the lanes' time is wasted",
+            "uneven batch: 512 microbatches of 2, on 3 data-parallel ranks, 171 each, 1 padding "
+            "microbatch on rank 2; 0.2 % of their time is wasted",
         ),
         (
             8,
             3,
-            "uneven batch: 4 microbatches of 2, on 3 lanes that compute 2 each: each of lanes 1-2 "
-            "has 1 filler a step; 33.3 % of the lanes' time is wasted",
+            "uneven batch: 4 microbatches of 2, on 3 data-parallel ranks, 2 each, 1 padding "
+            "microbatch on ranks 1-2; 33.3 % of their time is wasted",
         ),
         (
             11,
             3,
-            "uneven batch: 6 microbatches of 2, the last one of 1, on 3 lanes that compute 2 each: "
-            "none has a filler; 8.3 % of the lanes' time is wasted",
+            "uneven batch: 6 microbatches of 2, the last one of 1, on 3 data-parallel ranks, "
+            "2 each, no padding microbatch; 8.3 % of their time is wasted",
         ),
         (
             7,
             1,
-            "uneven batch: 4 microbatches of 2, the last one of 1, on 1 lane that computes 4 each: "
-            "none has a filler; 0.0 % of the lanes' time is wasted",
+            "uneven batch: 4 microbatches of 2, the last one of 1, on 1 data-parallel rank, "
+            "4 each, no padding microbatch; 0.0 % of their time is wasted",
         ),
     ],
 )

@@ -80,7 +80,7 @@ def test_a_run_over_four_ranks_of_experts_goes_on_over_two_by_two(whole, tmp_pat
 @pytest.mark.covers("numbers of one process", runs="ranks")
 @pytest.mark.covers("resumed on another layout", runs="loads")
 @pytest.mark.gpus(4)
-def test_row_14_experts_go_on_in_any_layout(whole, tmp_path):
+def test_experts_go_on_in_any_layout(whole, tmp_path):
     prefix, parts = whole.with_name("tokens"), tmp_path / "parts"
     first = f"{COMMON} {EP} 4 --save {parts} --exit-interval 5"
     job = torchrun(flags(prefix, first), "--standalone", processes=4)

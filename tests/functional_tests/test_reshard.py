@@ -58,7 +58,7 @@ def held_process(rank: int, world: int, port: int, argv: list[str]) -> None:
 @pytest.mark.covers("numbers of one process", runs="ranks")
 @pytest.mark.covers("resumed on another layout", runs="loads")
 @pytest.mark.gpus(4)
-def test_row_14_every_strategy_and_layout_goes_on_within_a_millionth(tmp_path):
+def test_every_strategy_and_layout_goes_on_within_a_millionth(tmp_path):
     prefix = write_tokens(tmp_path / "tokens")
     whole, parts = tmp_path / "whole.jsonl", tmp_path / "parts"
     plain = COMMON.replace("--save-interval 1", BUCKETS)

@@ -63,7 +63,7 @@ def plant_hold(rank: int) -> None:
 
 @pytest.mark.covers("saved asynchronously", runs="async")
 @pytest.mark.covers("killed and resumed to the same bits", runs="loads ranks")
-def test_row_3_a_trainer_killed_in_a_background_save_loses_that_save_alone(prefix, tmp_path, whole):
+def test_a_trainer_killed_in_a_background_save_loses_that_save_alone(prefix, tmp_path, whole):
     save = tmp_path / "cut"
     argv = flags(prefix, f"{EIGHT} --async-save --save {save} --load {save}")
     with running_with(plant_hold, argv) as ranks:
@@ -92,7 +92,7 @@ def plant_kill(rank: int) -> None:
 
 
 @pytest.mark.covers("saved asynchronously", runs="async")
-def test_row_4_a_writer_that_is_killed_costs_a_checkpoint_and_no_step(prefix, tmp_path, whole):
+def test_a_writer_that_is_killed_costs_a_checkpoint_and_no_step(prefix, tmp_path, whole):
     save = tmp_path / "save"
     found, logs = run_with(plant_kill, flags(prefix, f"{EIGHT} --async-save --save {save}"))
     assert [o.exit_code for o in found] == [0, 0], logs
@@ -112,7 +112,7 @@ def test_row_4_a_writer_that_is_killed_costs_a_checkpoint_and_no_step(prefix, tm
 
 
 @pytest.mark.slow
-def test_row_4_a_writer_that_hangs_is_ended_and_training_goes_on(prefix, tmp_path, whole):
+def test_a_writer_that_hangs_is_ended_and_training_goes_on(prefix, tmp_path, whole):
     save = tmp_path / "save"
     more = f"{EIGHT} --async-save --save {save} --distributed-timeout-minutes 0.3"
     found, logs = run_with(plant_hold, flags(prefix, more))
@@ -136,7 +136,7 @@ def plant_small_disk(rank: int) -> None:
 
 
 @pytest.mark.parametrize("policy", ["continue", "stop"])
-def test_row_10_no_space_in_the_background_goes_on_or_stops_as_asked(prefix, tmp_path, policy):
+def test_no_space_in_the_background_goes_on_or_stops_as_asked(prefix, tmp_path, policy):
     more = f"{EIGHT} --train-iters 7 --async-save --save {tmp_path} --on-failed-save {policy}"
     found, logs = run_with(plant_small_disk, flags(prefix, more))
     text = "".join(logs)

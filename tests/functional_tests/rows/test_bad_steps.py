@@ -74,9 +74,7 @@ SIX = "--train-iters 6 --eval-interval 0"
     ],
 )
 @pytest.mark.covers("bad step computed again")
-def test_row_28_a_loss_that_is_nan_once_is_computed_again_and_nothing_is_lost(
-    prefix, tmp_path, layout
-):
+def test_a_loss_that_is_nan_once_is_computed_again_and_nothing_is_lost(prefix, tmp_path, layout):
     glitched, whole = tmp_path / "glitched", tmp_path / "whole"
     argv = flags(prefix, f"{SIX} {layout} --global-batch-size 4 --save {glitched}")
     plant = plant_nan_once_tp if "tensor" in layout else plant_nan_once_dp
@@ -96,7 +94,7 @@ def test_row_28_a_loss_that_is_nan_once_is_computed_again_and_nothing_is_lost(
 
 
 @pytest.mark.covers("bad step computed again")
-def test_row_28_a_loss_that_is_nan_every_time_is_skipped_by_all_ranks(prefix, tmp_path):
+def test_a_loss_that_is_nan_every_time_is_skipped_by_all_ranks(prefix, tmp_path):
     save = tmp_path / "save"
     argv = flags(prefix, f"{SIX} --save {save} --use-distributed-optimizer")
     found, logs = run_with(plant_nan_data, argv)
@@ -114,7 +112,7 @@ def test_row_28_a_loss_that_is_nan_every_time_is_skipped_by_all_ranks(prefix, tm
 
 
 @pytest.mark.covers("bad step computed again")
-def test_row_28_exit_16_asks_for_other_machines_and_17_blames_the_data(
+def test_exit_16_asks_for_other_machines_and_17_blames_the_data(
     prefix, tmp_path, monkeypatch, capsys
 ):
     here, save = socket.gethostname(), tmp_path / "save"
@@ -168,7 +166,7 @@ ONE = "--global-batch-size 4 --train-iters 8 --eval-interval 0 --save-interval 1
 
 
 @pytest.mark.covers("bad step computed again")
-def test_row_29_an_inf_gradient_is_skipped_and_counted(prefix, tmp_path, monkeypatch, capsys):
+def test_an_inf_gradient_is_skipped_and_counted(prefix, tmp_path, monkeypatch, capsys):
     from megatron.core.optimizer import Optimizer
 
     whole, count = Optimizer.grad_norm, [0]
@@ -191,7 +189,7 @@ def test_row_29_an_inf_gradient_is_skipped_and_counted(prefix, tmp_path, monkeyp
 SPIKES = "--loss-spike-factor 3 --loss-spike-window 4"
 
 
-def test_row_29_a_spike_is_skipped_also_behind_a_resume(prefix, tmp_path, monkeypatch, capsys):
+def test_a_spike_is_skipped_also_behind_a_resume(prefix, tmp_path, monkeypatch, capsys):
     whole, cut = tmp_path / "whole", tmp_path / "cut"
     _scaled_losses(monkeypatch, {4: 10.0, 7: 10.0})
     assert run_here(flags(prefix, f"{ONE} {SPIKES} --save {whole}")) == 0
@@ -213,7 +211,7 @@ def test_row_29_a_spike_is_skipped_also_behind_a_resume(prefix, tmp_path, monkey
     assert digests(cut / "iter_0000008") == digests(whole / "iter_0000008")
 
 
-def test_row_29_bad_steps_in_a_row_roll_back_and_go_on_with_later_data(
+def test_bad_steps_in_a_row_roll_back_and_go_on_with_later_data(
     prefix, tmp_path, monkeypatch, capsys
 ):
     """Step 4 is a bad update that is applied; 5 and 6 show it; the weights of 3 come back."""
@@ -244,7 +242,7 @@ def test_row_29_bad_steps_in_a_row_roll_back_and_go_on_with_later_data(
     assert last["update_samples"] == third_progress["update_samples"] + 2 * 4
 
 
-def test_row_29_without_a_checkpoint_there_is_no_rollback(prefix, tmp_path, monkeypatch, capsys):
+def test_without_a_checkpoint_there_is_no_rollback(prefix, tmp_path, monkeypatch, capsys):
     _scaled_losses(monkeypatch, {5: 10.0, 6: 10.0})
     more = f"{SPIKES} --rollback-after-bad-steps 2 --save {tmp_path} --save-interval 7"
     assert run_here(flags(prefix, f"{ONE} {more}")) == ExitCode.BAD_STEPS

@@ -89,7 +89,7 @@ def go_on(argv: list[str], world: int = 2) -> tuple[list[int | None], str]:
 
 
 @pytest.mark.covers("killed and resumed to the same bits", runs="loads ranks")
-def test_row_7_all_ranks_fall_back_where_one_meets_a_flipped_bit(prefix, whole, cut):
+def test_all_ranks_fall_back_where_one_meets_a_flipped_bit(prefix, whole, cut):
     """Rank 1's shard is damaged, and late: rank 0 has loaded all by then, rank 1 almost all."""
     newest = cut / "iter_0000004"
     name = flip_bit(newest, SHARDS[1], part=0.9)
@@ -136,7 +136,7 @@ def import_weights(source: Path, root: Path) -> None:
     save_checkpoint(root, 0, chunks, extra, coordinator=Solo())
 
 
-def test_row_7_moments_of_a_failed_load_are_forgotten(prefix, whole, cut, tmp_path):
+def test_moments_of_a_failed_load_are_forgotten(prefix, whole, cut, tmp_path):
     """The older checkpoint has weights only: what the failed load has filled is not used."""
     flip_bit(cut / "iter_0000004", SHARDS[1], part=0.99)
     shutil.rmtree(cut / "iter_0000002")
@@ -158,7 +158,7 @@ def test_row_7_moments_of_a_failed_load_are_forgotten(prefix, whole, cut, tmp_pa
     ],
     ids=["upcycle", "export"],
 )
-def test_row_7_other_programs_fall_back_and_leave_nothing_half_done(
+def test_other_programs_fall_back_and_leave_nothing_half_done(
     whole, cut, tmp_path, capsys, command, words
 ):
     flip_bit(cut / "iter_0000004", SHARDS[1], part=0.2)
@@ -176,7 +176,7 @@ def test_row_7_other_programs_fall_back_and_leave_nothing_half_done(
 
 
 @pytest.mark.parametrize("tracker", ["2", pytest.param("garbage", marks=pytest.mark.slow)])
-def test_rows_5_and_6_the_newest_checkpoint_counts_and_a_line_says_so(prefix, cut, capsys, tracker):
+def test_the_newest_checkpoint_counts_and_a_line_says_so(prefix, cut, capsys, tracker):
     (cut / TRACKER).write_text(tracker)
     argv = flags(prefix, f"{PLAIN} --load {cut}")
     assert run_here(argv) == 0
@@ -222,7 +222,7 @@ def plant_full_disk(rank: int) -> None:
 
 
 @pytest.mark.parametrize("policy", ["continue", pytest.param("stop", marks=pytest.mark.slow)])
-def test_row_10_a_full_disk_costs_a_save_or_ends_the_run(prefix, whole, tmp_path, policy):
+def test_a_full_disk_costs_a_save_or_ends_the_run(prefix, whole, tmp_path, policy):
     save = tmp_path / "save"
     argv = flags(prefix, f"{FOUR} {TENSOR} --save {save} --on-failed-save {policy}")
     found, logs = run_with(plant_full_disk, argv)
@@ -257,7 +257,7 @@ def plant_vanishing(save: Path, rank: int) -> None:
     session.SessionSteps.take_step = step
 
 
-def test_row_11_a_save_folder_that_vanishes_is_told_and_not_made_anew(prefix, tmp_path):
+def test_a_save_folder_that_vanishes_is_told_and_not_made_anew(prefix, tmp_path):
     save, away = tmp_path / "save", tmp_path / "away"
     more = f"{FOUR} --train-iters 5 --save {save} --metrics-file {tmp_path / 'metrics.jsonl'}"
     found, logs = run_with(partial(plant_vanishing, save), flags(prefix, more))
@@ -279,9 +279,7 @@ def held_process(rank: int, world: int, port: int, argv: list[str]) -> None:
     rank_process(rank, world, port, argv)
 
 
-def test_row_12_a_second_run_is_refused_and_may_start_once_the_first_is_dead(
-    prefix, tmp_path, capsys
-):
+def test_a_second_run_is_refused_and_may_start_once_the_first_is_dead(prefix, tmp_path, capsys):
     save = tmp_path / "save"
     argv = flags(prefix, f"{FOUR} --save {save} --load {save}")
     with running(1, argv, process=held_process) as ranks:
@@ -311,7 +309,7 @@ def hold_open(rank: int, world: int, folder: str, gate: str) -> int:
 
 
 @pytest.mark.covers("retention", runs="loads")
-def test_row_13_retention_leaves_what_another_process_reads(prefix, cut, tmp_path, capsys):
+def test_retention_leaves_what_another_process_reads(prefix, cut, tmp_path, capsys):
     keep = "--save-keep-last 1 --save-retain-interval 5 --save-interval 1 --train-iters 7"
     argv = flags(prefix, f"{FOUR} {keep} --save {cut} --load {cut}")
     gate = tmp_path / "gate"
@@ -327,7 +325,7 @@ def test_row_13_retention_leaves_what_another_process_reads(prefix, cut, tmp_pat
     assert not list(cut.glob("*.tmp-*"))
 
 
-def test_row_15_a_checkpoint_of_another_shape_is_refused_field_by_field(prefix, cut, capsys):
+def test_a_checkpoint_of_another_shape_is_refused_field_by_field(prefix, cut, capsys):
     more = "--hidden-size 32 --num-layers 3 --vocab-size 67 --seq-length 32 --qk-layernorm"
     assert run_here(flags(prefix, f"{PLAIN} {more} --load {cut}")) == ExitCode.USER_ERROR
     text = capsys.readouterr().err

@@ -47,7 +47,7 @@ def overwrite(path: Path, offset: int, content: bytes) -> None:
     path.write_bytes(whole)
 
 
-def test_row_21_truncated_files_wrong_magic_and_version(prefix, capsys):
+def test_truncated_files_wrong_magic_and_version(prefix, capsys):
     idx, tokens = prefix.with_suffix(".idx"), prefix.with_suffix(".bin")
     index, content = idx.read_bytes(), tokens.read_bytes()
     for damaged, text in [
@@ -65,7 +65,7 @@ def test_row_21_truncated_files_wrong_magic_and_version(prefix, capsys):
     refused(capsys, prefix, str(tokens), "no such file")
 
 
-def test_row_22_an_index_that_points_past_the_tokens_or_counts_wrongly(prefix, capsys):
+def test_an_index_that_points_past_the_tokens_or_counts_wrongly(prefix, capsys):
     idx = prefix.with_suffix(".idx")
     whole = idx.read_bytes()
     sequences = len(IndexedDataset(prefix))
@@ -84,7 +84,7 @@ def test_row_22_an_index_that_points_past_the_tokens_or_counts_wrongly(prefix, c
         idx.write_bytes(whole)
 
 
-def test_row_23_a_token_outside_the_vocabulary_names_its_document(prefix, capsys):
+def test_a_token_outside_the_vocabulary_names_its_document(prefix, capsys):
     data = IndexedDataset(prefix)
     wrong = int(data.byte_offsets[17]) + 2 * data.dtype.itemsize
     overwrite(prefix.with_suffix(".bin"), wrong, (60_000).to_bytes(2, "little"))
@@ -141,7 +141,7 @@ def work_and_die(rank: int, world: int, folder: str, end: int | None) -> list[in
     return [calls, *reaching]
 
 
-def test_row_24_preprocess_killed_at_20_points_resumes_to_the_same_bytes(tmp_path):
+def test_preprocess_killed_at_20_points_resumes_to_the_same_bytes(tmp_path):
     """Kill at random calls, at those that reach the disk and right after the last of these."""
     points = 20
     (tmp_path / "corpus").mkdir()
@@ -175,7 +175,7 @@ def test_row_24_preprocess_killed_at_20_points_resumes_to_the_same_bytes(tmp_pat
     assert taken_up >= points // 2, "most kills come after a commit: there was much to take up"
 
 
-def test_row_24_resume_refuses_other_inputs_and_options(tmp_path):
+def test_resume_refuses_other_inputs_and_options(tmp_path):
     (tmp_path / "corpus").mkdir()
     write_corpus(tmp_path / "corpus" / "a.jsonl", lines=200)
     folder = tmp_path / "out"
@@ -215,7 +215,7 @@ def command(*arguments: object) -> subprocess.CompletedProcess[str]:
     return subprocess.run([*line, *map(str, arguments)], capture_output=True, text=True, timeout=60)
 
 
-def test_row_25_bad_lines_are_counted_or_stop_a_strict_run(tmp_path):
+def test_bad_lines_are_counted_or_stop_a_strict_run(tmp_path):
     path = tmp_path / "a.jsonl"
     path.write_bytes(b"".join(line for line, _ in LINES))
     done = command("--input", path, "--output-prefix", tmp_path / "x")
@@ -231,7 +231,7 @@ def test_row_25_bad_lines_are_counted_or_stop_a_strict_run(tmp_path):
     assert not list(tmp_path.glob("y*"))
 
 
-def test_row_25_a_line_of_100_mb_is_counted_and_never_held(tmp_path):
+def test_a_line_of_100_mb_is_counted_and_never_held(tmp_path):
     path = tmp_path / "a.jsonl"
     with open(path, "wb") as stream:
         stream.write(b'{"text": "before"}\n{"text": "')

@@ -52,7 +52,7 @@ def run_of(argv: list[str], world: int = 1) -> Run:
     return resolve(parse_command_line(Config, argv, prog="p", description="d").config, world)
 
 
-def test_row_16_other_data_is_refused_by_name_unless_asked_for(prefix, tmp_path, capsys):
+def test_other_data_is_refused_by_name_unless_asked_for(prefix, tmp_path, capsys):
     other = write_tokens(tmp_path / "other", seed=6)
     path = f"--data-path 1 {prefix} 3 {other}"
     common = f"{PLAIN} --train-iters 3 --load {tmp_path}/run"
@@ -80,9 +80,7 @@ def test_row_16_other_data_is_refused_by_name_unless_asked_for(prefix, tmp_path,
 
 @pytest.mark.parametrize("dataloader", ["single", "cyclic"])
 @pytest.mark.covers("resumed to the same bits", runs="loads")
-def test_row_17_a_resumed_run_goes_on_with_the_next_sample(
-    prefix, tmp_path, monkeypatch, dataloader
-):
+def test_a_resumed_run_goes_on_with_the_next_sample(prefix, tmp_path, monkeypatch, dataloader):
     """In the middle of an epoch, where the next begins within a batch, and at the last sample."""
     seen: list[list[list[int]]] = []
 
@@ -111,7 +109,7 @@ def test_row_17_a_resumed_run_goes_on_with_the_next_sample(
 
 
 @pytest.mark.covers("resumed to the same bits", runs="loads")
-def test_row_17_another_length_keeps_the_order(prefix, tmp_path, monkeypatch, capsys):
+def test_another_length_keeps_the_order(prefix, tmp_path, monkeypatch, capsys):
     """A run of 12 steps of 8 samples, resumed at 4 for 24 steps, and that one at 9; with steps of
     another size, on two ranks, and from a checkpoint of before lengths were saved."""
     seen: list[list[int]] = []
@@ -152,7 +150,7 @@ def test_row_17_another_length_keeps_the_order(prefix, tmp_path, monkeypatch, ca
     assert rows("shorter", f"--train-iters 6 {start}") == whole[4 * 8 : 6 * 8]
 
 
-def test_row_18_data_draw_from_no_random_stream(prefix, tmp_path):
+def test_data_draw_from_no_random_stream(prefix, tmp_path):
     """Order is a function of seed and number, so making loaders moves no generator."""
 
     def states() -> tuple[bytes, str, str]:
@@ -179,7 +177,7 @@ def test_row_18_data_draw_from_no_random_stream(prefix, tmp_path):
     assert states() == before
 
 
-def test_row_19_the_first_log_line_after_a_resume_counts_nothing_twice(prefix, tmp_path):
+def test_the_first_log_line_after_a_resume_counts_nothing_twice(prefix, tmp_path):
     """Stopped within a window of four steps; the split for tests is evaluated once, at the end."""
     common = "--train-iters 8 --log-interval 4 --eval-interval 8 --eval-iters 1 --split 80,10,10"
     assert run_here(flags(prefix, f"{common} --save {tmp_path}/whole")) == 0
@@ -193,7 +191,7 @@ def test_row_19_the_first_log_line_after_a_resume_counts_nothing_twice(prefix, t
     assert [e["iteration"] for e in whole if e["kind"] == "test"] == [8]
 
 
-def test_row_20_workers_and_lanes_do_not_change_the_order(prefix, tmp_path, capsys):
+def test_workers_and_lanes_do_not_change_the_order(prefix, tmp_path, capsys):
     """Six ways of reading give one order; two lanes that read ahead give the losses of one."""
     found = {}
     for size in (1, 2, 4):
@@ -256,7 +254,7 @@ def _build(rank: int, world: int, folder: str, victim: int | None) -> int:
 
 
 @pytest.mark.parametrize("victim", [None, 2])
-def test_row_26_processes_of_a_node_build_an_index_once(tmp_path, victim):
+def test_processes_of_a_node_build_an_index_once(tmp_path, victim):
     """Also when the one that builds is killed: its lock is free at once, nobody reads a part."""
     with start_ranks(_build, 4, str(tmp_path), victim, init=False) as ranks:
         outcomes = ranks.outcomes(timeout=30)
@@ -271,7 +269,7 @@ def test_row_26_processes_of_a_node_build_an_index_once(tmp_path, victim):
     assert [o.value for o in alive] == [sum(range(10000))] * len(alive)
 
 
-def test_row_26_a_run_mends_a_damaged_cache_or_does_without(prefix, tmp_path, capsys):
+def test_a_run_mends_a_damaged_cache_or_does_without(prefix, tmp_path, capsys):
     cache = tmp_path / "cache"
     found = []
     for number, damage in enumerate(("none", "none", "half", "stale", "read-only")):
@@ -299,7 +297,7 @@ def _node(rank: int, world: int, port: int, argvs: list[list[str]]) -> None:
     rank_process(rank, world, port, argvs[rank])
 
 
-def test_row_27_nodes_that_share_no_disk_build_an_index_each(prefix, tmp_path):
+def test_nodes_that_share_no_disk_build_an_index_each(prefix, tmp_path):
     """Two ranks, each with files and a cache folder of its own."""
     argvs = []
     for node in range(2):

@@ -69,7 +69,7 @@ PARTS = (
 @pytest.mark.timeout(300)
 @pytest.mark.covers("numbers of one process", runs="ranks")
 @pytest.mark.covers("resumed on another layout", runs="loads")
-def test_row_40_a_run_of_four_goes_on_as_three_and_as_two_pairs(prefix, tmp_path):
+def test_a_run_of_four_goes_on_as_three_and_as_two_pairs(prefix, tmp_path):
     """With dropout, Adam, clipping, and validation on each number of processes."""
     whole, parts = tmp_path / "whole.jsonl", tmp_path / "parts"
     assert run_here(flags(prefix, f"{COMMON} --metrics-file {whole}")) == 0
@@ -145,7 +145,7 @@ def _start(
 
 
 @pytest.mark.timeout(300)
-def test_row_40_a_launcher_that_loses_a_machine_goes_on_by_itself(prefix, tmp_path):
+def test_a_launcher_that_loses_a_machine_goes_on_by_itself(prefix, tmp_path):
     """Without --load, although the launchers of machines count restarts differently."""
     whole, save = tmp_path / "whole.jsonl", tmp_path / "save"
     plain = "--train-iters 4 --eval-interval 0"
@@ -163,7 +163,7 @@ def test_row_40_a_launcher_that_loses_a_machine_goes_on_by_itself(prefix, tmp_pa
     _assert_same(save / "metrics.jsonl", whole)
 
 
-def test_row_40_another_batch_that_nobody_asked_for_is_refused(prefix, tmp_path, capsys):
+def test_another_batch_that_nobody_asked_for_is_refused(prefix, tmp_path, capsys):
     """Without --global-batch-size it would follow the number of processes."""
     save = tmp_path / "save"
     once = "--train-iters 3 --eval-interval 0"
@@ -185,7 +185,7 @@ def test_row_40_another_batch_that_nobody_asked_for_is_refused(prefix, tmp_path,
 
 @pytest.mark.slow
 @pytest.mark.timeout(400)
-def test_row_40_three_jobs_of_the_launcher_four_then_three_then_four(prefix, tmp_path):
+def test_three_jobs_of_the_launcher_four_then_three_then_four(prefix, tmp_path):
     whole, save = tmp_path / "whole.jsonl", tmp_path / "save"
     common = "--train-iters 9 --eval-interval 3"
     assert run_here(flags(prefix, f"{common} --metrics-file {whole}")) == 0

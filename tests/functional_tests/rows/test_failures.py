@@ -37,7 +37,7 @@ def prefix(tmp_path):
     [(signal.SIGSTOP, 0.1, "is stopped"), (signal.SIGKILL, 10.0, "is dead")],
 )
 @pytest.mark.covers("dead or stuck rank named", runs="ranks")
-def test_row_33_the_others_name_rank_step_and_collective_and_leave_their_stacks(
+def test_the_others_name_rank_step_and_collective_and_leave_their_stacks(
     prefix, tmp_path, number, minutes, state
 ):
     save = tmp_path / "save"
@@ -79,7 +79,7 @@ def plant_error(rank: int) -> None:
         on_microbatch(6, fail)
 
 
-def test_row_34_the_first_traceback_is_shown_once_and_the_others_end_soon(prefix):
+def test_the_first_traceback_is_shown_once_and_the_others_end_soon(prefix):
     found, logs = run_with(plant_error, flags(prefix, LONG))
     assert [o.exit_code for o in found] == [ExitCode.PEER_LOST, ExitCode.CRASH], logs
     text = "".join(logs)
@@ -140,7 +140,7 @@ def plant_other_shape(rank: int) -> None:
         ),
     ],
 )
-def test_row_35_ranks_in_different_collectives_are_told_with_both(prefix, plant, ops):
+def test_ranks_in_different_collectives_are_told_with_both(prefix, plant, ops):
     start = time.monotonic()
     found, logs = run_with(plant, flags(prefix, f"{LONG} --check-collectives"))
     assert {o.exit_code for o in found} <= {ExitCode.COLLECTIVES_DIFFER, ExitCode.PEER_LOST}, logs
@@ -152,7 +152,7 @@ def test_row_35_ranks_in_different_collectives_are_told_with_both(prefix, plant,
     assert time.monotonic() - start < 30.0, "the timeout of collectives is ten minutes"
 
 
-def test_row_35_a_run_whose_ranks_agree_passes_the_check(prefix):
+def test_a_run_whose_ranks_agree_passes_the_check(prefix):
     layout = "--tensor-model-parallel-size 2 --train-iters 3 --eval-interval 2 --log-straggler"
     run_on(2, flags(prefix, f"{layout} --check-collectives"))
 
@@ -170,7 +170,7 @@ def plant_slow_rank(rank: int) -> None:
 
 @pytest.mark.covers("slow rank named", runs="ranks")
 @pytest.mark.covers("slow rank named")
-def test_row_36_a_slow_rank_is_named(prefix, tmp_path):
+def test_a_slow_rank_is_named(prefix, tmp_path):
     more = "--tensor-model-parallel-size 2 --train-iters 6 --eval-interval 0 --log-interval 3"
     metrics = tmp_path / "metrics.jsonl"
     more += f" --metrics-file {metrics} --log-straggler --straggler-factor 2"

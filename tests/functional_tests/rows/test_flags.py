@@ -48,7 +48,7 @@ def refused(capsys, argv: list[str], environment: dict[str, str] | None = None) 
         ("use-mcore-models: false", "use-mcore-models is false: leave it out: there is one"),
     ],
 )
-def test_row_43_a_bad_key_or_value_in_a_file_is_named_with_its_line(
+def test_a_bad_key_or_value_in_a_file_is_named_with_its_line(
     prefix, tmp_path, capsys, text, message
 ):
     (tmp_path / "run.yaml").write_text(text)
@@ -67,19 +67,19 @@ def test_row_43_a_bad_key_or_value_in_a_file_is_named_with_its_line(
         (["--ckpt-format", "tar"], "--ckpt-format is 'tar': use one of torch_dist, torch"),
     ],
 )
-def test_row_43_a_bad_flag_gets_its_mend(prefix, capsys, more, message):
+def test_a_bad_flag_gets_its_mend(prefix, capsys, more, message):
     assert message in refused(capsys, [*flags(prefix), *more])
 
 
 @pytest.mark.parametrize("given", ["WORLD_SIZE", "RANK", "LOCAL_RANK"])
-def test_row_43_a_launcher_s_variables_that_are_half_set(prefix, capsys, given):
+def test_a_launcher_s_variables_that_are_half_set(prefix, capsys, given):
     others = {"MASTER_ADDR": "127.0.0.1", given: "1"}
     err = refused(capsys, flags(prefix), others)
     assert f"{given} is set but " in err
     assert "MASTER_PORT not: start the run with torchrun" in err
 
 
-def test_row_44_an_impossible_layout_names_every_violation_before_any_group(prefix, capsys):
+def test_an_impossible_layout_names_every_violation_before_any_group(prefix, capsys):
     more = (
         "--tensor-model-parallel-size 3 --sequence-parallel --seq-length 25 --global-batch-size 7"
     )
@@ -93,7 +93,7 @@ def test_row_44_an_impossible_layout_names_every_violation_before_any_group(pref
         assert text in err
 
 
-def test_row_44_an_impossible_pipeline_names_every_violation_before_any_group(prefix, capsys):
+def test_an_impossible_pipeline_names_every_violation_before_any_group(prefix, capsys):
     more = (
         "--pipeline-model-parallel-size 2 --pipeline-model-parallel-layout tE|tt(L|x "
         "--global-batch-size 7 --tensor-model-parallel-size 3"
@@ -158,7 +158,7 @@ def answers():
 
 @pytest.mark.parametrize("what", ["--help", "--print-config"])
 @pytest.mark.parametrize("module", ENTRY_POINTS)
-def test_row_45_every_entry_point_explains_itself_at_once(answers, module, what):
+def test_every_entry_point_explains_itself_at_once(answers, module, what):
     seconds, done = answers[module, what]
     assert done.returncode == 0, done.stderr[-2000:]
     assert len(done.stdout.splitlines()) >= 3
@@ -202,7 +202,7 @@ BOMB = "\n".join(["a0: &a0 [x, x]"] + [f"a{i}: &a{i} [*a{i - 1}, *a{i - 1}]" for
     ],
     ids=lambda value: value[:24] if "\n" not in value else None,
 )
-def test_row_49_yaml_that_attacks_is_refused_at_once(prefix, tmp_path, capsys, text, message):
+def test_yaml_that_attacks_is_refused_at_once(prefix, tmp_path, capsys, text, message):
     canary = tmp_path / "canary"
     file = tmp_path / "run.yaml"
     file.write_text(text.replace("CANARY", str(canary)))
@@ -223,7 +223,7 @@ SECRETS = {
 PARTS = ("wandb-5e8f1c", "hf_9a77e2", "mlflow-41b6d0", "uri-c05d3a", "aws-8d20f7", "sk-77aa31")
 
 
-def test_row_64_secrets_of_the_environment_are_in_nothing_that_a_run_writes(
+def test_secrets_of_the_environment_are_in_nothing_that_a_run_writes(
     prefix, tmp_path, capfd, monkeypatch
 ):
     for name, value in SECRETS.items():

@@ -65,7 +65,7 @@ def would_run(pickle: bytes) -> bool:
     return there
 
 
-def test_row_46_a_metadata_file_that_runs_a_command_is_refused_by_name(folder, capsys):
+def test_a_metadata_file_that_runs_a_command_is_refused_by_name(folder, capsys):
     path = folder / ".metadata"
     good = path.read_bytes()
     # Alone, and before a whole and sound one, which would load as if nothing had been.
@@ -79,7 +79,7 @@ def test_row_46_a_metadata_file_that_runs_a_command_is_refused_by_name(folder, c
         assert would_run(evil), "the pickle does nothing: this test shows nothing"
 
 
-def test_row_46_a_tensor_that_runs_a_command_is_refused_by_name(folder, capsys):
+def test_a_tensor_that_runs_a_command_is_refused_by_name(folder, capsys):
     path = folder / "__0_0.distcp"
     data = path.read_bytes()
     begin = data.index(b"ctorch._utils\n_rebuild_tensor_v2") - 2
@@ -94,7 +94,7 @@ def test_row_46_a_tensor_that_runs_a_command_is_refused_by_name(folder, capsys):
     assert would_run(path.read_bytes()[begin:]), "the pickle does nothing"
 
 
-def test_row_46_a_foreign_folder_is_read_on_request_only(folder, capsys):
+def test_a_foreign_folder_is_read_on_request_only(folder, capsys):
     (folder / ".metadata").write_bytes(b"\x80\x04" + EVIL + b".")
     capsys.readouterr()
     for words in (
@@ -184,7 +184,7 @@ def name_another_order(folder: Path) -> None:
         (turn, "its data.pkl does not match its checksum; if torch wrote none, give --no-"),
     ],
 )
-def test_row_46_what_a_folder_claims_is_checked(
+def test_what_a_folder_claims_is_checked(
     folder: Path, capsys: Any, spoil: Callable[[Path], None], text: str
 ) -> None:
     spoil(folder)
@@ -204,7 +204,7 @@ def test_row_46_what_a_folder_claims_is_checked(
         (name_another_order, "its bytes are not in little-endian order"),
     ],
 )
-def test_row_46_what_a_tensor_claims_is_checked_without_checksums_too(
+def test_what_a_tensor_claims_is_checked_without_checksums_too(
     folder: Path, capsys: Any, spoil: Callable[[Path], None], text: str
 ) -> None:
     spoil(folder)
@@ -215,7 +215,7 @@ def test_row_46_what_a_tensor_claims_is_checked_without_checksums_too(
 
 @pytest.mark.parametrize("spoiled", [2, 3, 4])
 @pytest.mark.parametrize("value", [5, None, "ab", Name("torch.float32"), ((),) * 2])
-def test_row_46_a_description_of_odd_values_is_refused(spoiled: int, value: Any) -> None:
+def test_a_description_of_odd_values_is_refused(spoiled: int, value: Any) -> None:
     """Storage, offset, shape and strides; 4 is the key of the storage."""
     key = value if spoiled == 4 else "0"
     storage = Persistent(("storage", Name("torch.FloatStorage"), key, "cpu", 24))
@@ -228,7 +228,7 @@ def test_row_46_a_description_of_odd_values_is_refused(spoiled: int, value: Any)
         _described(made, members, "x")
 
 
-def test_row_46_no_bytes_do_more_than_raise_an_error(folder):
+def test_no_bytes_do_more_than_raise_an_error(folder):
     """Of hundreds of damaged folders each is read, or refused with a line."""
     chance = random.Random(7)
     metadata, tensors = (folder / name for name in (".metadata", "__0_0.distcp"))
@@ -280,7 +280,7 @@ def test_row_46_no_bytes_do_more_than_raise_an_error(folder):
         (b"\x80\x04\x82\x01.", "the instruction EXT1"),
     ],
 )
-def test_row_46_odd_pickles_take_neither_memory_nor_effect(pickle, text):
+def test_odd_pickles_take_neither_memory_nor_effect(pickle, text):
     if text is None:
         read_pickle(pickle, frozenset(), "it")
         return

@@ -55,7 +55,7 @@ def read_all(bases: Path, scratch: Path, cases: list[tuple[str, int]]) -> None:
     assert len(refused) > len(kinds) // 2 or not kinds
 
 
-def test_row_50_hostile_files_end_with_one_line(bases: Path, tmp_path: Path) -> None:
+def test_hostile_files_end_with_one_line(bases: Path, tmp_path: Path) -> None:
     cases = [(name, n) for n in range(-(-QUICK // len(KINDS))) for name in KINDS]
     read_all(bases, tmp_path, cases[:QUICK])
 
@@ -72,9 +72,7 @@ def test_every_reader_reads_the_sound_files(bases: Path, tmp_path: Path) -> None
 @pytest.mark.slow
 @pytest.mark.timeout(1200)
 @pytest.mark.parametrize("name", KINDS)
-def test_row_50_many_hostile_files_end_with_one_line(
-    name: str, bases: Path, tmp_path: Path
-) -> None:
+def test_many_hostile_files_end_with_one_line(name: str, bases: Path, tmp_path: Path) -> None:
     first, each = QUICK // len(KINDS) + 1, -(-MANY // len(KINDS))
     read_all(bases, tmp_path, [(name, n) for n in range(first, first + each)])
 

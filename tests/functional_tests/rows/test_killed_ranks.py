@@ -71,7 +71,7 @@ def go_on(argv: list[str], save: Path, whole: Path) -> str:
     "step",
     [step if step == 2 else pytest.param(step, marks=pytest.mark.slow) for step in range(1, 7)],
 )
-def test_row_1_a_rank_killed_in_any_step_costs_what_was_not_saved(prefix, tmp_path, whole, step):
+def test_a_rank_killed_in_any_step_costs_what_was_not_saved(prefix, tmp_path, whole, step):
     save = tmp_path / "cut"
     argv = flags(prefix, f"{SIX} --save {save} --load {save}")
     found, logs = run_with(partial(plant_kill, step), argv)
@@ -150,9 +150,7 @@ def moments() -> list[object]:
 
 @pytest.mark.covers("killed and resumed to the same bits", runs="loads ranks")
 @pytest.mark.parametrize("moment", moments())
-def test_row_2_a_kill_at_any_moment_of_a_save_loses_that_save_alone(
-    prefix, tmp_path, whole, moment
-):
+def test_a_kill_at_any_moment_of_a_save_loses_that_save_alone(prefix, tmp_path, whole, moment):
     save = tmp_path / "cut"
     argv = flags(prefix, f"{SIX} --save {save} --load {save}")
     with running_with(partial(plant_kill_in_save, moment), argv) as ranks:

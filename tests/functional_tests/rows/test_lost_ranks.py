@@ -113,7 +113,7 @@ def lose(tmp_path, kind: str, more: str = ""):
 
 
 @pytest.mark.covers("dead or stuck rank named")
-def test_row_33_a_rank_that_holds_the_interpreter_is_named_and_its_stacks_are_written(tmp_path):
+def test_a_rank_that_holds_the_interpreter_is_named_and_its_stacks_are_written(tmp_path):
     code, logs, save = lose(tmp_path, "held interpreter", SOON)
     assert code is None, "it stands where it stood"
     text = logs[0] + logs[2]
@@ -152,7 +152,7 @@ def test_row_33_a_rank_that_holds_the_interpreter_is_named_and_its_stacks_are_wr
         ("SIGTERM", ExitCode.TERMINATED, None),
     ],
 )
-def test_row_33_every_way_to_lose_a_rank_ends_the_others(tmp_path, kind, code, told):
+def test_every_way_to_lose_a_rank_ends_the_others(tmp_path, kind, code, told):
     more = SOON if kind == "SIGSTOP" else "--no-exit-signal-handler"
     found, logs, save = lose(tmp_path, kind, more)
     assert found == code, logs
@@ -185,7 +185,7 @@ def plant_in_save(rank: int) -> None:
 
 @pytest.mark.covers("dead or stuck rank named")
 @pytest.mark.slow
-def test_row_33_a_death_while_the_others_wait_for_its_part_of_a_save_is_seen_at_once(tmp_path):
+def test_a_death_while_the_others_wait_for_its_part_of_a_save_is_seen_at_once(tmp_path):
     """Ranks agree through the store then, not in a collective that fails."""
     folder = tmp_path / "save"
     more = f"{LONG} --save {folder} --save-interval 2"

@@ -35,9 +35,7 @@ def seconds(metrics: Path) -> float:
 
 
 @pytest.mark.parametrize("fault", ["unreachable", "no answer", "disk full"])
-def test_row_42_trackers_that_fail_leave_training_alone(
-    healthy, tmp_path, monkeypatch, capsys, fault
-):
+def test_trackers_that_fail_leave_training_alone(healthy, tmp_path, monkeypatch, capsys, fault):
     """W&B, MLflow and TensorBoard that refuse, never answer, or find the disk full."""
     prefix, expected = healthy
     gate = threading.Event()
@@ -77,7 +75,7 @@ def test_row_42_trackers_that_fail_leave_training_alone(
     assert seconds(metrics) < 4 * seconds(expected) + 0.05
 
 
-def test_row_42_a_full_disk_stops_the_metrics_file_only(healthy, tmp_path, monkeypatch, capsys):
+def test_a_full_disk_stops_the_metrics_file_only(healthy, tmp_path, monkeypatch, capsys):
     """The one writer on the training thread fails too: one line, and the run ends well."""
     prefix, expected = healthy
     written = JsonLines.write

@@ -108,7 +108,7 @@ def logged(argv: list[str], world: int = 2) -> str:
     ],
 )  # fmt: skip
 @pytest.mark.covers("bad step computed again")
-def test_row_30_a_bit_that_flips_once_in_an_activation_is_found_and_costs_nothing(
+def test_a_bit_that_flips_once_in_an_activation_is_found_and_costs_nothing(
     prefix, clean, tmp_path, layout, named
 ):
     flipped = tmp_path / "flipped"
@@ -133,7 +133,7 @@ def test_row_30_a_bit_that_flips_once_in_an_activation_is_found_and_costs_nothin
 
 
 @pytest.mark.slow
-def test_row_30_without_comparisons_the_same_bit_changes_the_run_silently(prefix, tmp_path):
+def test_without_comparisons_the_same_bit_changes_the_run_silently(prefix, tmp_path):
     """So the flip above does reach the weights."""
     ran = []
     for words in (None, "activation@3:0"):
@@ -146,7 +146,7 @@ def test_row_30_without_comparisons_the_same_bit_changes_the_run_silently(prefix
 
 
 @pytest.mark.slow
-def test_row_30_comparing_every_few_steps_finds_what_is_in_them(prefix, tmp_path, capsys):
+def test_comparing_every_few_steps_finds_what_is_in_them(prefix, tmp_path, capsys):
     base = f"--train-iters 8 --eval-interval 0 {TWICE} --rerun-interval 4"
     for iteration, differed in ((3, 0), (4, 1)):
         with planted(f"activation@{iteration}:0"):
@@ -192,7 +192,7 @@ def plant_spike_once(rank: int) -> None:
     ],
 )
 @pytest.mark.covers("bad step computed again")
-def test_row_29_an_inf_gradient_or_a_spike_that_comes_once_is_computed_again(
+def test_an_inf_gradient_or_a_spike_that_comes_once_is_computed_again(
     prefix, clean, tmp_path, plant, iteration, kind, layout
 ):
     glitched = tmp_path / "glitched"
@@ -259,7 +259,7 @@ def on_machine(monkeypatch, host: str, argv: list[str], broken=None) -> int:
     ],
 )
 @pytest.mark.covers("bad step computed again")
-def test_row_31_a_machine_that_is_always_wrong_is_found_and_left_out_from_then_on(
+def test_a_machine_that_is_always_wrong_is_found_and_left_out_from_then_on(
     prefix, clean, tmp_path, monkeypatch, capsys, kind, broken
 ):
     save, base = tmp_path / "save", f"--global-batch-size 4 {SIX}"
@@ -294,7 +294,7 @@ def test_row_31_a_machine_that_is_always_wrong_is_found_and_left_out_from_then_o
 
 
 @pytest.mark.slow
-def test_row_31_every_rank_ends_if_one_is_on_a_listed_machine(prefix, tmp_path):
+def test_every_rank_ends_if_one_is_on_a_listed_machine(prefix, tmp_path):
     (tmp_path / "faulty_hosts.json").write_text(json.dumps({"hosts": [{"host": HOST, "rank": 7}]}))
     with running(2, flags(prefix, f"{SIX} --save {tmp_path}")) as ranks:
         found = ranks.outcomes(timeout=100)

@@ -69,7 +69,7 @@ def found_flip(argv, *, world, victim=1, name=NORM, step):
 
 
 @pytest.mark.covers("replica digests")
-def test_row_32_of_three_replicas_the_one_that_differs_is_named_within_n_steps(prefix, tmp_path):
+def test_of_three_replicas_the_one_that_differs_is_named_within_n_steps(prefix, tmp_path):
     save = tmp_path / "save"
     more = f"{SHORT} --global-batch-size 6 --save {save} --save-interval 2 {EVERY} 2"
     line = found_flip(flags(prefix, more), world=3, victim=2, step=3)
@@ -94,7 +94,7 @@ def test_row_32_of_three_replicas_the_one_that_differs_is_named_within_n_steps(p
 
 
 @pytest.mark.covers("replica digests")
-def test_row_32_of_two_replicas_both_are_named(prefix):
+def test_of_two_replicas_both_are_named(prefix):
     more = f"{SHORT} --overlap-param-gather {ZERO} optim {EVERY} 3"
     line = found_flip(flags(prefix, more), world=2, victim=0, step=3)
     both = f"rank 0 on {HOST} against rank 1 on {HOST} differ in {NORM}: one of them is wrong"
@@ -116,7 +116,7 @@ def test_row_32_of_two_replicas_both_are_named(prefix):
     ],
 )
 @pytest.mark.covers("replica digests")
-def test_row_32_every_kind_of_replica_is_compared(prefix, world, more, victim, name):
+def test_every_kind_of_replica_is_compared(prefix, world, more, victim, name):
     argv = flags(prefix, f"{SHORT} {EVERY} 1 {more}")
     if "pipeline" in more:
         argv.remove("--untie-embeddings-and-output-weights")
@@ -138,5 +138,5 @@ def test_row_32_every_kind_of_replica_is_compared(prefix, world, more, victim, n
     ],
 )
 @pytest.mark.covers("replica digests")
-def test_row_32_sound_replicas_stay_alike(prefix, world, more):
+def test_sound_replicas_stay_alike(prefix, world, more):
     run_on(world, flags(prefix, f"{SHORT} {EVERY} 1 {more}"))

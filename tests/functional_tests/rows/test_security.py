@@ -57,7 +57,7 @@ def malicious_pickle(canary: Path) -> bytes:
     return f"cos\nsystem\n(S'touch {canary}'\ntR.".encode()
 
 
-def test_row_46_malicious_pickles_are_never_loaded(tmp_path: Path) -> None:
+def test_malicious_pickles_are_never_loaded(tmp_path: Path) -> None:
     canary = tmp_path / "canary"
     pickle = malicious_pickle(canary)
     data = write_tokens(tmp_path / "data")
@@ -155,7 +155,7 @@ HOSTILE = {
 
 
 @pytest.mark.parametrize("case", HOSTILE)
-def test_row_47_hostile_folders_are_refused(case: str, good: Path, tmp_path: Path) -> None:
+def test_hostile_folders_are_refused(case: str, good: Path, tmp_path: Path) -> None:
     change, text = HOSTILE[case]
     folder = tmp_path / "hostile"
     shutil.copytree(good, folder)
@@ -172,7 +172,7 @@ def test_row_47_hostile_folders_are_refused(case: str, good: Path, tmp_path: Pat
         assert not (folder / "canary").exists()
 
 
-def test_row_47_no_link_is_carried_into_an_exported_folder(good: Path, tmp_path: Path) -> None:
+def test_no_link_is_carried_into_an_exported_folder(good: Path, tmp_path: Path) -> None:
     with contextlib.redirect_stdout(io.StringIO()):
         words = ["import", "--hf", str(good), "--save", str(tmp_path / "imported")]
         assert convert.main(words, {}) == 0
@@ -185,7 +185,7 @@ def test_row_47_no_link_is_carried_into_an_exported_folder(good: Path, tmp_path:
     assert not (tmp_path / "out").exists()
 
 
-def test_row_47_links_of_the_hubs_cache_are_followed(good: Path, tmp_path: Path) -> None:
+def test_links_of_the_hubs_cache_are_followed(good: Path, tmp_path: Path) -> None:
     snapshot = tmp_path / "models--a--b" / "snapshots" / "1234"
     blobs = tmp_path / "models--a--b" / "blobs"
     snapshot.mkdir(parents=True)
@@ -198,7 +198,7 @@ def test_row_47_links_of_the_hubs_cache_are_followed(good: Path, tmp_path: Path)
         assert convert.main(words, {}) == 0
 
 
-def test_row_48_a_folder_of_another_model_is_refused(good: Path, tmp_path: Path) -> None:
+def test_a_folder_of_another_model_is_refused(good: Path, tmp_path: Path) -> None:
     def changed(name: str, **changes: Any) -> str:
         folder = tmp_path / name
         shutil.copytree(good, folder)
@@ -222,7 +222,7 @@ def test_row_48_a_folder_of_another_model_is_refused(good: Path, tmp_path: Path)
     assert "absent.safetensors does not exist" in changed("no", index={"weight_map": weight_map})
 
 
-def test_row_49_archives_are_not_opened(good: Path, tmp_path: Path) -> None:
+def test_archives_are_not_opened(good: Path, tmp_path: Path) -> None:
     tar, packed = tmp_path / "model.tar", tmp_path / "model.zip"
     evil = tmp_path / "evil.txt"
     evil.write_text("x")

@@ -45,7 +45,7 @@ def _stopped_at(text: str) -> int:
 
 @pytest.mark.covers("stopped with a save", runs="saves")
 @pytest.mark.covers("resumed to the same bits", runs="loads")
-def test_row_37_sigterm_to_one_rank_stops_all_with_a_save_that_goes_on_exactly(prefix, tmp_path):
+def test_sigterm_to_one_rank_stops_all_with_a_save_that_goes_on_exactly(prefix, tmp_path):
     layout = "--tensor-model-parallel-size 2"
     cut, whole = tmp_path / "cut", tmp_path / "whole"
     with running(2, flags(prefix, f"{LONG} {layout} --save {cut}")) as ranks:
@@ -91,7 +91,7 @@ def _sleeping(prefix: Path, tmp_path: Path, more: str):
     return server, start_ranks(_slow_rank, 2, server.port, argv, init=False)
 
 
-def test_row_37_a_second_sigterm_ends_at_once(prefix, tmp_path):
+def test_a_second_sigterm_ends_at_once(prefix, tmp_path):
     server, started = _sleeping(prefix, tmp_path, "")
     with started as ranks:
         ranks.wait_for_line(0, "sleeping", timeout=60)
@@ -110,7 +110,7 @@ def test_row_37_a_second_sigterm_ends_at_once(prefix, tmp_path):
     del server
 
 
-def test_row_37_a_step_longer_than_the_grace_is_not_waited_for(prefix, tmp_path):
+def test_a_step_longer_than_the_grace_is_not_waited_for(prefix, tmp_path):
     server, started = _sleeping(prefix, tmp_path, "--exit-grace-seconds 1")
     with started as ranks:
         ranks.wait_for_line(0, "sleeping", timeout=60)
@@ -123,7 +123,7 @@ def test_row_37_a_step_longer_than_the_grace_is_not_waited_for(prefix, tmp_path)
 
 
 @pytest.mark.parametrize("more", ["--no-exit-signal-handler --save {save}", ""])
-def test_row_37_without_orderly_stopping_the_first_signal_ends_at_once(prefix, tmp_path, more):
+def test_without_orderly_stopping_the_first_signal_ends_at_once(prefix, tmp_path, more):
     argv = flags(prefix, f"{LONG} {more.format(save=tmp_path / 'save')}")
     with running(1, argv) as ranks:
         ranks.wait_for_line(0, "iteration        2/", timeout=60)
@@ -163,7 +163,7 @@ def test_other_signals_save_and_stop_or_end_at_once(prefix, tmp_path, number, mo
 
 @pytest.mark.parametrize("saves", [True, False])
 @pytest.mark.covers("stopped with a save")
-def test_row_38_ctrl_c_in_a_single_process(prefix, tmp_path, saves):
+def test_ctrl_c_in_a_single_process(prefix, tmp_path, saves):
     save = f"--save {tmp_path / 'save'}" if saves else ""
     with running(1, flags(prefix, f"{LONG} {save}")) as ranks:
         ranks.wait_for_line(0, "iteration        2/", timeout=60)
@@ -192,9 +192,7 @@ def _workers(job: subprocess.Popen) -> list[int]:
     "number", [signal.SIGTERM, pytest.param(signal.SIGINT, marks=pytest.mark.slow(seconds=15))]
 )
 @pytest.mark.covers("stopped with a save", runs="saves")
-def test_row_37_38_a_signal_to_the_launcher_saves_and_leaves_nothing_behind(
-    prefix, tmp_path, number
-):
+def test_a_signal_to_the_launcher_saves_and_leaves_nothing_behind(prefix, tmp_path, number):
     import socket
 
     with socket.socket() as probe:
@@ -225,7 +223,7 @@ def test_row_37_38_a_signal_to_the_launcher_saves_and_leaves_nothing_behind(
 
 
 @pytest.mark.covers("elastic restart", runs="loads ranks")
-def test_row_39_a_restart_by_the_launcher_goes_on_from_what_it_saved(prefix, tmp_path):
+def test_a_restart_by_the_launcher_goes_on_from_what_it_saved(prefix, tmp_path):
     """Without --load."""
     more = "--train-iters 5 --eval-interval 0 --save-interval 1 --use-distributed-optimizer"
     whole, cut = tmp_path / "whole", tmp_path / "cut"
@@ -251,7 +249,7 @@ def test_row_39_a_restart_by_the_launcher_goes_on_from_what_it_saved(prefix, tmp
 
 
 @pytest.mark.slow(seconds=10)
-def test_row_34_the_launcher_fails_with_its_ranks(prefix):
+def test_the_launcher_fails_with_its_ranks(prefix):
     job = torchrun(
         flags(prefix, "--train-iters 5 --eval-interval 0"),
         "--standalone",
@@ -265,7 +263,7 @@ def test_row_34_the_launcher_fails_with_its_ranks(prefix):
 
 
 @pytest.mark.covers("stopped with a save", runs="saves")
-def test_row_41_the_limit_of_time_is_kept_with_a_save(prefix, tmp_path):
+def test_the_limit_of_time_is_kept_with_a_save(prefix, tmp_path):
     save = tmp_path / "save"
     begun = time.monotonic()
     code = run_here(flags(prefix, f"{LONG} --save {save} --exit-duration-in-mins 0.1"))
@@ -295,7 +293,7 @@ def _other_clocks(rank: int, world: int, port: int, argv: list[str]) -> None:
 
 
 @pytest.mark.covers("stopped with a save", runs="saves")
-def test_row_41_ranks_agree_although_their_clocks_do_not(prefix, tmp_path):
+def test_ranks_agree_although_their_clocks_do_not(prefix, tmp_path):
     import torch.distributed as dist
 
     server = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)

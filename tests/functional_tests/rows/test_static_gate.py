@@ -76,7 +76,7 @@ def plant(root: Path, path: str, text: str) -> Path:
 
 
 @pytest.mark.parametrize(("path", "text"), PLANTS)
-def test_row_65_the_static_gate_sees_a_planted_breach(path: str, text: str, tmp_path: Path) -> None:
+def test_the_static_gate_sees_a_planted_breach(path: str, text: str, tmp_path: Path) -> None:
     plant(tmp_path, path, HEAD + text)
     assert [breach.rule for breach in check(tmp_path)] == ["unsafe"]
     listed = f'[[exception]]\nrule = "unsafe"\nwhere = "{path}"\nreason = "this is a test"\n'
@@ -87,7 +87,7 @@ def test_row_65_the_static_gate_sees_a_planted_breach(path: str, text: str, tmp_
 
 
 @pytest.mark.parametrize("text", PLAIN_FILES)
-def test_row_65_installed_code_opens_no_plain_file(text: str, tmp_path: Path) -> None:
+def test_installed_code_opens_no_plain_file(text: str, tmp_path: Path) -> None:
     for path in (APP, "megatron_core/megatron/core/planted.py"):
         plant(tmp_path, path, HEAD + text)
         assert {breach.rule for breach in check(tmp_path)} == {"plain-file"}
@@ -96,14 +96,14 @@ def test_row_65_installed_code_opens_no_plain_file(text: str, tmp_path: Path) ->
     assert check(tmp_path) == []
 
 
-def test_row_65_folders_and_one_module_may(tmp_path: Path) -> None:
+def test_folders_and_one_module_may(tmp_path: Path) -> None:
     for number, text in enumerate(NO_PLAIN_FILES):
         plant(tmp_path, f"megatron/training/safe_{number}.py", HEAD + text)
     plant(tmp_path, "megatron_core/megatron/core/untrusted_files.py", HEAD + PLAIN_FILES[0])
     assert check(tmp_path) == []
 
 
-def test_row_65_what_is_safe_passes_and_the_list_is_the_only_one(tmp_path: Path) -> None:
+def test_what_is_safe_passes_and_the_list_is_the_only_one(tmp_path: Path) -> None:
     for number, text in enumerate(SAFE):
         plant(tmp_path, f"tools/safe_{number}.py", HEAD + text)
     assert check(tmp_path) == []

@@ -71,7 +71,7 @@ def linked(tmp_path: Path) -> tuple[Path, Path]:
     return run, outside
 
 
-def test_row_47_nothing_is_written_through_links(linked: tuple[Path, Path]) -> None:
+def test_nothing_is_written_through_links(linked: tuple[Path, Path]) -> None:
     run, outside = linked
     with pytest.raises(CheckpointError, match=r"\.writer\.lock is a link"):
         SaveFolderClaim(run)
@@ -100,7 +100,7 @@ def test_row_47_nothing_is_written_through_links(linked: tuple[Path, Path]) -> N
     assert os.listdir(outside / "folder") == []
 
 
-def test_row_47_preprocessing_writes_through_no_link(linked: tuple[Path, Path]) -> None:
+def test_preprocessing_writes_through_no_link(linked: tuple[Path, Path]) -> None:
     def preprocess(words: list[str], environment: Any) -> int:
         return run_entry_point(lambda: preprocess_data._main(words), prog="preprocess_data")
 
@@ -266,7 +266,7 @@ def verified(folder: Path, capsys: Any) -> tuple[int, str]:
 
 
 @pytest.mark.parametrize("case", [*DAMAGES, *INCOMPLETE])
-def test_row_46_a_run_falls_back_past_what_a_stranger_left(
+def test_a_run_falls_back_past_what_a_stranger_left(
     case: str, run: tuple[Path, list[str]], tmp_path: Path, capsys: Any
 ) -> None:
     root = tmp_path / "save"
@@ -304,7 +304,7 @@ def test_row_46_a_run_falls_back_past_what_a_stranger_left(
         "window is a list",
     ],
 )
-def test_row_46_a_resumed_run_falls_back_past_a_state_that_is_none(
+def test_a_resumed_run_falls_back_past_a_state_that_is_none(
     change: Callable[[Path], None], run: tuple[Path, list[str]], tmp_path: Path, capsys: Any
 ) -> None:
     root = tmp_path / "save"
@@ -318,7 +318,7 @@ def test_row_46_a_resumed_run_falls_back_past_a_state_that_is_none(
 
 
 @pytest.mark.parametrize("tracker", [os.mkfifo, Path.mkdir, lambda p: p.symlink_to("/dev/zero")])
-def test_row_6_a_tracker_that_is_no_file_is_a_line(
+def test_a_tracker_that_is_no_file_is_a_line(
     tracker: Callable[[Path], object], run: tuple[Path, list[str]], tmp_path: Path, capsys: Any
 ) -> None:
     root = tmp_path / "save"
@@ -330,7 +330,7 @@ def test_row_6_a_tracker_that_is_no_file_is_a_line(
     assert "a run would load: iter_0000002" in out
 
 
-def test_row_48_options_of_a_checkpoint_are_of_its_own_model(
+def test_options_of_a_checkpoint_are_of_its_own_model(
     run: tuple[Path, list[str]], tmp_path: Path
 ) -> None:
     changes = {"num-layers": 10**15, "hidden-size": 1 << 12, "vocab-size": HUGE}
@@ -375,7 +375,7 @@ def refused_by_runs(folder: Path, tmp_path: Path) -> None:
         ("head_dim", 1 << 20),
     ],
 )
-def test_row_48_config_json_is_compared_with_the_file_first(
+def test_config_json_is_compared_with_the_file_first(
     field: str, value: int, good: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for module in (checkpoint_model, session):
@@ -391,7 +391,7 @@ FILES = ["config.json", "tokenizer.json", "tokenizer_config.json", "model.safete
 
 
 @pytest.mark.parametrize("name", FILES)
-def test_row_47_pipes_and_endless_files_of_a_folder(name: str, good: Path, tmp_path: Path) -> None:
+def test_pipes_and_endless_files_of_a_folder(name: str, good: Path, tmp_path: Path) -> None:
     def large(path: Path) -> None:
         path.touch()
         os.truncate(path, 20 << 20 if name == "tokenizer_config.json" else 200 << 30)

@@ -111,7 +111,7 @@ class Loading:
 
 
 @pytest.mark.parametrize("damage", DAMAGES)
-def test_rows_7_to_9_a_damaged_newest_checkpoint_is_passed_over_loudly(root, damage):
+def test_a_damaged_newest_checkpoint_is_passed_over_loudly(root, damage):
     plant, text = DAMAGES[damage]
     newest = root / "iter_0000003"
     plant(newest)
@@ -143,7 +143,7 @@ def test_what_a_failed_load_has_filled_is_loaded_again(root):
         Loading().run(root)
 
 
-def test_row_8_a_foreign_file_is_named_and_ignored(root):
+def test_a_foreign_file_is_named_and_ignored(root):
     newest = root / "iter_0000003"
     shutil.copy(newest / SHARD, newest / "shard-00001.safetensors")
     for load in (root, newest):
@@ -156,7 +156,7 @@ def test_row_8_a_foreign_file_is_named_and_ignored(root):
 
 
 @pytest.mark.parametrize("tracker", ["", "garbage", "77", None])
-def test_row_6_only_damaged_checkpoints_are_an_error_whatever_the_tracker_says(root, tracker):
+def test_only_damaged_checkpoints_are_an_error_whatever_the_tracker_says(root, tracker):
     for folder in list_checkpoints(root):
         (folder / "manifest.json").unlink()
     path = root / "latest_checkpointed_iteration.txt"
@@ -174,7 +174,7 @@ def test_another_error_is_not_answered_with_an_older_checkpoint(root):
     assert load_newest(str(root / "nowhere"), use, Solo()) is None
 
 
-def test_row_13_what_is_being_loaded_is_not_removed(root):
+def test_what_is_being_loaded_is_not_removed(root):
     """Retention runs between what is found and what is read, and again at every step."""
 
     def use(folder: Path) -> str:
@@ -195,7 +195,7 @@ def test_row_13_what_is_being_loaded_is_not_removed(root):
     assert removed == [root / "iter_0000003"], "it is not held for ever"
 
 
-def test_row_13_what_went_before_it_was_held_is_looked_for_again(root, monkeypatch):
+def test_what_went_before_it_was_held_is_looked_for_again(root, monkeypatch):
     find = newest_checkpoint.latest_checkpoint
     removed = threading.Event()
 

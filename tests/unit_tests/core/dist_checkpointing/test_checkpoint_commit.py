@@ -133,7 +133,7 @@ def test_a_step_is_never_saved_over(tmp_path):
         (None, "does not exist"),
     ],
 )
-def test_row_6_the_newest_checkpoint_counts_and_one_line_says_what_the_tracker_lacks(
+def test_the_newest_checkpoint_counts_and_one_line_says_what_the_tracker_lacks(
     tmp_path, tracker, reason
 ):
     save(tmp_path, 1)
@@ -148,7 +148,7 @@ def test_row_6_the_newest_checkpoint_counts_and_one_line_says_what_the_tracker_l
     assert reason in lines[0]
 
 
-def test_row_5_a_kill_between_rename_and_tracker_loses_nothing(tmp_path, monkeypatch):
+def test_a_kill_between_rename_and_tracker_loses_nothing(tmp_path, monkeypatch):
     """Where a kill would be, an error passes through, so that the tracker stays as it was."""
     save(tmp_path, 1)
 

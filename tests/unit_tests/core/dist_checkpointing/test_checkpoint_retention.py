@@ -56,7 +56,7 @@ def left(root: Path) -> list[int]:
         ({"keep_last": 99}, list(range(0, 50, 5))),
     ],
 )
-def test_row_13_the_newest_and_the_multiples_of_the_interval_stay(tmp_path, options, expected):
+def test_the_newest_and_the_multiples_of_the_interval_stay(tmp_path, options, expected):
     folders = save(tmp_path, *range(0, 50, 5))
     removed = prune_checkpoints(tmp_path, **options)
     assert left(tmp_path) == expected
@@ -65,7 +65,7 @@ def test_row_13_the_newest_and_the_multiples_of_the_interval_stay(tmp_path, opti
     assert prune_checkpoints(tmp_path, **options) == []
 
 
-def test_row_13_the_tracked_and_the_damaged_stay_and_do_not_count(tmp_path):
+def test_the_tracked_and_the_damaged_stay_and_do_not_count(tmp_path):
     folders = save(tmp_path, *range(1, 8))
     (tmp_path / TRACKER).write_text("2")
     os.truncate(folders[6] / "shard-00000.safetensors", 3)  # the newest; not one to resume from
@@ -100,7 +100,7 @@ def read_slowly(rank: int, world: int, folder: str, how: str) -> list[float]:
 
 
 @pytest.mark.parametrize("how", ["load", "reader"])
-def test_row_13_what_another_process_reads_stays_until_it_has_read(tmp_path, how):
+def test_what_another_process_reads_stays_until_it_has_read(tmp_path, how):
     folders = save(tmp_path, 1, 2, 3)
     lines: list[str] = []
     with start_ranks(read_slowly, 1, str(folders[0]), how, init=False) as ranks:

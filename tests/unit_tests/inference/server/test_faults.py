@@ -64,7 +64,7 @@ def refused(response: httpx.Response, status: int = 400) -> dict[str, Any]:
     ],
     ids=lambda body: body[:24].decode(errors="replace"),
 )
-def test_row_50_bodies_that_are_no_requests(server: Served, body: bytes) -> None:
+def test_bodies_that_are_no_requests(server: Served, body: bytes) -> None:
     refused(server.http.post("/v1/completions", content=body))
 
 
@@ -77,13 +77,13 @@ def test_row_50_bodies_that_are_no_requests(server: Served, body: bytes) -> None
         (b'{"prompt": "a", "\\ud800": 1, "\\ud800": 1}', "?"),
     ],
 )
-def test_row_50_a_key_that_is_there_twice_is_named(server: Served, body: bytes, key: str) -> None:
+def test_a_key_that_is_there_twice_is_named(server: Served, body: bytes, key: str) -> None:
     error = refused(server.http.post("/v1/completions", content=body))
     assert "twice" in error["message"]
     assert error["param"] == key
 
 
-def test_row_50_a_field_that_is_not_there_is_named(server: Served) -> None:
+def test_a_field_that_is_not_there_is_named(server: Served) -> None:
     for fields in ({"suffix": "x"}, {"best_of": 2}, {"stream_options": {"more": True}}):
         error = refused(server.post("/v1/completions", **TEXT, **fields))
         assert error["param"] == next(iter(fields))
@@ -92,7 +92,7 @@ def test_row_50_a_field_that_is_not_there_is_named(server: Served) -> None:
     assert error["param"] == "messages"
 
 
-def test_row_51_bodies_and_headers_that_are_too_long(server: Served) -> None:
+def test_bodies_and_headers_that_are_too_long(server: Served) -> None:
     long = json.dumps({"prompt": "a" * 100_000}).encode()
     refused(server.http.post("/v1/completions", content=long), 413)
     halves = iter([long[:60_000], long[60_000:]])  # in chunks, without a length
@@ -100,7 +100,7 @@ def test_row_51_bodies_and_headers_that_are_too_long(server: Served) -> None:
     refused(server.http.get("/v1/models", headers={"x-more": "a" * MAX_HEADER_BYTES}), 431)
 
 
-def test_row_51_requests_that_never_end() -> None:
+def test_requests_that_never_end() -> None:
     with served(body_seconds=0.2) as server:
         for begun in (
             b"GET /health HT",
@@ -157,13 +157,13 @@ def test_row_51_requests_that_never_end() -> None:
         ("prompt", ["a"] * 65),
     ],
 )
-def test_row_52_values_out_of_bounds(server: Served, name: str, value: object) -> None:
+def test_values_out_of_bounds(server: Served, name: str, value: object) -> None:
     error = refused(server.post("/v1/completions", **{"prompt": "a", name: value}))
     assert error["param"] == name
     assert name in error["message"]
 
 
-def test_row_52_what_is_wrong_inside_an_alternative_is_named(server: Served) -> None:
+def test_what_is_wrong_inside_an_alternative_is_named(server: Served) -> None:
     parts = [{"type": "image_url", "image_url": "x"}]
     messages = [{"role": "user", "content": parts}]
     error = refused(server.post("/v1/chat/completions", messages=messages))
@@ -171,7 +171,7 @@ def test_row_52_what_is_wrong_inside_an_alternative_is_named(server: Served) -> 
     assert "messages.0.content.0.type" in error["message"]
 
 
-def test_row_52_nan_is_no_number(server: Served) -> None:
+def test_nan_is_no_number(server: Served) -> None:
     body = b'{"prompt": "a", "temperature": NaN}'
     refused(server.http.post("/v1/completions", content=body))
 
@@ -187,7 +187,7 @@ def test_row_52_nan_is_no_number(server: Served) -> None:
         ({"prompt": "a", "logit_bias": {"999": 1}}, "999", "logit_bias"),
     ],
 )
-def test_row_53_tokens_that_the_model_lacks(
+def test_tokens_that_the_model_lacks(
     server: Served, fields: dict[str, Any], told: str, param: str
 ) -> None:
     steps = server.engine.stats.steps
@@ -197,7 +197,7 @@ def test_row_53_tokens_that_the_model_lacks(
     assert server.engine.stats.steps == steps
 
 
-def test_row_54_templates_that_grow_or_refuse() -> None:
+def test_templates_that_grow_or_refuse() -> None:
     doubles = "{% set n = namespace(x=[1]) %}{% for i in range(50) %}{% set n.x = n.x + n.x %}"
     for source in (
         doubles + "{% endfor %}",
@@ -211,7 +211,7 @@ def test_row_54_templates_that_grow_or_refuse() -> None:
         assert "template" in refused(server.post("/v1/chat/completions", **CHAT))["message"]
 
 
-def test_row_55_more_requests_than_the_queue_takes() -> None:
+def test_more_requests_than_the_queue_takes() -> None:
     with served(max_outputs=8) as server, concurrent.futures.ThreadPoolExecutor(40) as pool:
         server.model.gate.clear()
         asked = [pool.submit(server.post, "/v1/completions", **TEXT) for _ in range(40)]
@@ -228,7 +228,7 @@ def test_row_55_more_requests_than_the_queue_takes() -> None:
 
 
 @pytest.mark.parametrize("stream", [True, False])
-def test_row_56_a_client_that_leaves(stream: bool) -> None:
+def test_a_client_that_leaves(stream: bool) -> None:
     with served() as server:
         steps = server.engine.stats
         body = json.dumps(
@@ -250,7 +250,7 @@ def test_row_56_a_client_that_leaves(stream: bool) -> None:
         assert server.engine.scheduler.pool.references == 0
 
 
-def test_row_57_a_client_that_does_not_read() -> None:
+def test_a_client_that_does_not_read() -> None:
     with served(max_unsent=300) as server:
         asked = {
             "prompt": "a",
@@ -271,7 +271,7 @@ def test_row_57_a_client_that_does_not_read() -> None:
                 pass
 
 
-def test_row_58_every_route_wants_the_key() -> None:
+def test_every_route_wants_the_key() -> None:
     with served(key="secret-key") as server:
         paths = [(method, path) for method, path, *_ in APP_ROUTES]
         for given in (None, "", "Bearer", "Bearer wrong", "secret-key", "Basic a"):
@@ -288,7 +288,7 @@ def test_row_58_every_route_wants_the_key() -> None:
             assert server.http.get("/v1/models", headers=right).status_code == 200
 
 
-def test_row_59_others_are_let_in_with_a_key_only(tmp_path: Any) -> None:
+def test_others_are_let_in_with_a_key_only(tmp_path: Any) -> None:
     assert read_key(Service()) is None
     for host in ("0.0.0.0", "::", "10.1.2.3", "example.org"):
         with pytest.raises(ValueError, match="--api-key-file"):
@@ -311,7 +311,7 @@ class NotFiniteAfterZ(NextByte):
         return found
 
 
-def test_row_60_one_request_fails_and_others_go_on() -> None:
+def test_one_request_fails_and_others_go_on() -> None:
     with served(NotFiniteAfterZ()) as server, concurrent.futures.ThreadPoolExecutor(2) as pool:
         good = pool.submit(server.post, "/v1/completions", prompt="a", max_tokens=20, temperature=0)
         bad = pool.submit(server.post, "/v1/completions", prompt="x", max_tokens=20, temperature=0)
@@ -325,7 +325,7 @@ def test_row_60_one_request_fails_and_others_go_on() -> None:
 
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
-def test_row_60_an_engine_that_dies_is_told_to_all() -> None:
+def test_an_engine_that_dies_is_told_to_all() -> None:
     class Dies(NextByte):
         def __call__(self, tokens: torch.Tensor, **context: object) -> torch.Tensor:
             found = super().__call__(tokens, **context)
@@ -347,7 +347,7 @@ def test_row_60_an_engine_that_dies_is_told_to_all() -> None:
             assert refused(response, 503)["message"].startswith("the engine has stopped")
 
 
-def test_row_61_running_answers_end_and_new_ones_are_refused() -> None:
+def test_running_answers_end_and_new_ones_are_refused() -> None:
     with served() as server, concurrent.futures.ThreadPoolExecutor(1) as pool:
         server.model.gate.clear()
         running = pool.submit(server.post, "/v1/completions", stream=True, **TEXT)
@@ -363,7 +363,7 @@ def test_row_61_running_answers_end_and_new_ones_are_refused() -> None:
         assert running.result().text.endswith("data: [DONE]\n\n")
 
 
-def test_row_62_a_cache_that_is_full_changes_no_text() -> None:
+def test_a_cache_that_is_full_changes_no_text() -> None:
     asked = [{"prompt": chr(97 + i) * 20, "max_tokens": 40, "temperature": 0} for i in range(6)]
     texts = []
     for blocks in (4096, 5):
@@ -384,7 +384,7 @@ def test_row_62_a_cache_that_is_full_changes_no_text() -> None:
     assert refused(chat)["param"] == "max_completion_tokens"
 
 
-def test_row_63_a_seed_says_the_same_alone_and_among_others() -> None:
+def test_a_seed_says_the_same_alone_and_among_others() -> None:
     asked = {"prompt": "a", "max_tokens": 20, "temperature": 2.0, "seed": 7}
     with served() as server, concurrent.futures.ThreadPoolExecutor(8) as pool:
         alone = server.post("/v1/completions", **asked).json()["choices"][0]["text"]
@@ -396,7 +396,7 @@ def test_row_63_a_seed_says_the_same_alone_and_among_others() -> None:
         assert server.engine.stats.steps < 8 * 20
 
 
-def test_row_64_the_key_is_in_no_log(caplog: pytest.LogCaptureFixture) -> None:
+def test_the_key_is_in_no_log(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.DEBUG)
     with served(key="secret-key") as server:
         for path in ("/v1/models", "/nowhere", "/metrics"):

@@ -318,7 +318,7 @@ class SameVectors:
 
 
 @pytest.mark.parametrize("count", [500, pytest.param(10_000, marks=pytest.mark.slow(seconds=45))])
-def test_row_50_random_malformed_requests(caplog: pytest.LogCaptureFixture, count: int) -> None:
+def test_random_malformed_requests(caplog: pytest.LogCaptureFixture, count: int) -> None:
     caplog.set_level(logging.WARNING)
     with served(
         embedder=SameVectors(),

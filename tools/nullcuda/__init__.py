@@ -20,7 +20,7 @@ peaks, launches, waits of the host, calls refused in captures, the host's time. 
 values (kernels do nothing: what they would have written reads as zero, and no test compares it),
 speed, NCCL (torch's fake process group is in its place and moves nothing), CUPTI.
 
-    make gpu-null                                   everything (4 minutes on two cores)
+    make gpu-null                                   everything (5 minutes on two cores)
     make gpu-null NULL_FLAGS="--only steps"         measured steps against record.json
     make gpu-null NULL_FLAGS="--only steps --record"    writes record.json anew
     make gpu-null NULL_FLAGS="--only steps --trace 30"  who launches what
@@ -31,7 +31,7 @@ speed, NCCL (torch's fake process group is in its place and moves nothing), CUPT
     libraries.py    builds stand_in/*.c into one library, for the symbols that this torch asks for
     site/           what each process over the device loads first: Triton's driver
     device.py       counters, and the calls behind them, in such a process
-    plugin.py       lets tests/gpu run without comparing values
+    plugin.py       lets tests/gpu, and whole runs on four devices, run without comparing values
     values.py       what the host reads where it could not go on without a value
     benches.py      lets a bench of tools/bench run without comparing values
     steps.py        measured steps: training and decode of each kind of layer, ranks of experts

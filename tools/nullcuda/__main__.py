@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Run measured steps, tests/gpu and the GPU benches over a CUDA device that computes nothing.
+"""Run measured steps, tests of GPUs and GPU benches over a CUDA device that computes nothing.
 
 python -m tools.nullcuda                            everything
 python -m tools.nullcuda --only steps tests         some parts
@@ -41,7 +41,9 @@ BENCHES = {
     "hybrid": "gpu_hybrid",
     "engine": "gpu_engine",
 }
-PARTS = ("steps", "tests", *BENCHES)
+PARTS = ("steps", "tests", "runs", *BENCHES)
+#: Tests of whole runs on GPUs have this mark.
+RUNS, RUNS_MARK = ROOT / "tests/functional_tests", "pytest.mark.gpus"
 UNITS = {"GB": 10**9, "GiB": 1 << 30}
 #: Seconds after which a part hangs.
 PART_SECONDS = 3600
@@ -102,13 +104,26 @@ class NullDevice:
 
     def tests(self, jobs: int) -> list[str]:
         """Run tests/gpu; return what is wrong."""
-        words = ["-m", "pytest", "-c", "tests/gpu/pytest.ini", "--rootdir", "."]
-        words += ["-p", "no:cacheprovider", "-p", "tools.nullcuda.plugin", "-m", "gpu", "-q"]
-        words += ["--tb=short", "--durations=3", "-p", "timeout", "--timeout", "900"]
+        return self.pytest("tests/gpu", "-c", "tests/gpu/pytest.ini", "-m", "gpu", jobs=jobs)
+
+    def runs(self, jobs: int) -> list[str]:
+        """Run what four GPUs run of tests/functional_tests; return what is wrong."""
+        files = [
+            str(path.relative_to(ROOT))
+            for path in sorted(RUNS.glob("**/test_*.py"))
+            if RUNS_MARK in path.read_text(encoding="utf-8")
+        ]
+        words = ["-c", "pyproject.toml", "-m", "not slow", "--device", "cuda", "--gpus", "4"]
+        return self.pytest(*files, *words, jobs=jobs)
+
+    def pytest(self, *words: str, jobs: int) -> list[str]:
+        """Run tests on four devices; return what is wrong."""
+        options = ["--rootdir", ".", "-p", "no:cacheprovider", "-p", "tools.nullcuda.plugin", "-q"]
+        options += ["--tb=short", "--durations=3", "-p", "timeout", "--timeout", "900"]
         if jobs > 1:
-            words += ["-p", "xdist", "-n", str(jobs), "--dist", "worksteal"]
-        code = self.run(*words, "tests/gpu", devices=2)
-        return [f"tests/gpu: pytest ended with exit code {code}"] if code else []
+            options += ["-p", "xdist", "-n", str(jobs), "--dist", "worksteal"]
+        code = self.run("-m", "pytest", *words, *options, devices=4)
+        return [f"pytest {words[0]}: exit code {code}"] if code else []
 
     def bench(self, name: str) -> list[str]:
         """Run a bench; return what is wrong."""
@@ -176,10 +191,14 @@ def run_parts(device: NullDevice, options: argparse.Namespace) -> list[str]:
     """Run the parts that were asked for; return what is wrong."""
     problems: list[str] = []
     for part in (part for part in PARTS if part in options.only):
+        if part == "runs" and options.cache:
+            continue  # no machine needs the kernels of their tiny models
         start = time.monotonic()
         print(f"gpu-null: {part}", flush=True)
         if part == "tests":
             wrong = device.tests(options.jobs)
+        elif part == "runs":
+            wrong = device.runs(options.jobs)
         elif part in BENCHES:
             wrong = device.bench(part)
         else:

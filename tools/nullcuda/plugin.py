@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A pytest plugin that runs tests/gpu over the null device, where no value means anything.
+"""A pytest plugin that runs tests of GPUs over the null device, where no value means anything.
 
 A test fails by whatever it raises and by how runs end, but not by what it finds wrong with values:
 after an `assert` that does not hold the test goes on, so that its last line runs too, and
@@ -29,6 +29,10 @@ from tools.nullcuda.values import plausible_tokens
 #: Modules whose assertions are about values; those of tests/support say what a comparison says.
 JUDGES = ("tests.gpu.", "tests.unit_tests.", "tests.functional_tests.")
 
+#: Parts of names of whole runs that go on by what other ranks have sent: Muon by the sizes of their
+#: matrices, a run that is stopped by their votes; and one that draws with matplotlib.
+NOT_HERE = ("muon", "test_a_stopped_pipeline", "test_a_run_over_four_ranks_of_experts")
+RUNS = "tests/functional_tests/"
 #: What assertions that hold on any device speak of.
 ENDS = {"code", "exit_code", "run_here"}
 
@@ -138,6 +142,17 @@ _INIT_PROCESS_GROUP = torch.distributed.init_process_group
 def _tokens_that_were_drawn() -> Any:
     with plausible_tokens():
         yield
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Leave out runs that cannot be here."""
+    left_out = [
+        item
+        for item in items
+        if item.nodeid.startswith(RUNS) and any(part in item.nodeid for part in NOT_HERE)
+    ]
+    config.hook.pytest_deselected(items=left_out)
+    items[:] = [item for item in items if item not in left_out]
 
 
 @pytest.hookimpl(wrapper=True)

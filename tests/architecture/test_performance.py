@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import os
 import re
 import sys
@@ -17,7 +18,7 @@ import pytest
 import torch
 
 from tools import write_performance
-from tools.bench import gpu_decode
+from tools.bench import gpu_decode, gpu_timing
 from tools.bench.gpu_bench import Bench, require_same
 from tools.bench.gpu_results import joined, rows_of, text_of
 from tools.bench.gpu_rows import GpuRow, Peer, gpu_table, open_targets, verdict
@@ -159,15 +160,31 @@ def test_stages_of_one_day_join_one_file(tmp_path):
     assert "| tests | 1 | 1 | none |" in text_of(found)
 
 
-def test_a_case_that_fails_does_not_stop_the_next(tmp_path, capsys):
+class _Clock:
+    """A clock that goes on by a second with each look, and further where a call says so."""
+
+    def __init__(self) -> None:
+        self.seconds = 0.0
+
+    def perf_counter(self) -> float:
+        self.seconds += 1.0
+        return self.seconds
+
+
+def test_a_case_that_fails_does_not_stop_the_next(tmp_path, capsys, monkeypatch):
+    """Every call takes a second of a clock of the test, so that rates and figures are known."""
+    clock = _Clock()
+    monkeypatch.setattr(gpu_timing, "time", clock)
     options = argparse.Namespace(
-        rehearse=True, quick=False, part=str(tmp_path / "part.json"), seconds=60.0
+        rehearse=True, quick=False, part=str(tmp_path / "part.json"), seconds=math.inf
     )
     bench = Bench("some", options)
 
+    def other():
+        clock.seconds += 2.0
+
     def good(bench):
-        x = torch.ones(4)
-        calls = {"ours": lambda: x + x, "other": lambda: x * 2}
+        calls = {"ours": lambda: None, "other": other}
         bench.race("sum", calls, moved_bytes=32.0, flops=1.0, each=2, targets=["other >= 1"])
 
     def bad(bench):
@@ -183,10 +200,14 @@ def test_a_case_that_fails_does_not_stop_the_next(tmp_path, capsys):
         "bad": "ValueError: two: error 0.091 > 0.05: the race is void",
         "late": "not started: no time left",
     }
+    copied, multiplied = 2 * 4 * 2**12, 2 * 32**3  # bytes and operations in a second
+    assert left["rates"] == {"copy_bytes_per_second": copied, "bf16_flops": multiplied}
     (found,) = left["rows"]
-    assert found["ours"] > found["bound"] == pytest.approx(found["ours"] * found["share"])
-    assert found["peers"]["other"]["ratio"] > 0
-    assert left["rates"]["copy_bytes_per_second"] > 0
+    share = 32 / copied  # more than 1 / multiplied
+    assert found["ours"] == 1000 / 2
+    assert found["share"] == pytest.approx(share)
+    assert found["bound"] == pytest.approx(share * 1000 / 2)
+    assert found["peers"]["other"] == {"figure": 3000 / 2, "ratio": 3.0}
     assert capsys.readouterr().out.endswith("1 rows, 2 problems\n")
 
 

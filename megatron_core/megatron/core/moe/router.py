@@ -314,7 +314,7 @@ class Share:
     @property
     def _first(self) -> int:
         """The number of the first row."""
-        return self._region.group.rank * self.count if self._region.group.size > 1 else 0
+        return self._region.group.rank * self.count
 
     def _real(self) -> torch.Tensor | None:
         padding = self._layout.padding  # [s, b], of all tp ranks

@@ -21,6 +21,7 @@ from tests.support.closeness import assert_all_close, assert_close_by_metric
 from tests.support.inputs import generator, one_thread
 from tests.support.nan_memory import nan_memory
 from tests.support.one_batch import generate
+from tests.support.pretended_groups import pretended_groups
 from tests.support.ranks import run_ranks
 from tests.unit_tests.core.moe.single_layer import Layer, merged
 
@@ -70,6 +71,27 @@ def one_by_one(rank: int, world: int) -> None:
 
 def test_every_row_is_one_ranks():
     run_ranks(one_by_one, 2)
+
+
+@pytest.mark.parametrize(("s", "b"), [(5, 2), (2, 2), (7, 1), (6, 3)])
+@pytest.mark.parametrize("sequence_parallel", [False, True])
+def test_three_ranks_number_the_rows_of_a_microbatch(s: int, b: int, sequence_parallel: bool):
+    if sequence_parallel and s % 3:
+        s += 3 - s % 3
+    layout = SequenceLayout.of_rows(s, sample_ids=IDS[:b])
+    expected = [(n // b, n % b, int(IDS[n % b])) for n in range(s * b)]
+    rows = []
+    for rank in range(3):
+        groups = pretended_groups(RankGrid(world_size=3, tp=3), rank)
+        region = TensorParallelRegion(groups["tp"], sequence_parallel=sequence_parallel)
+        hidden = torch.zeros(s // 3 if sequence_parallel else s, b, H)
+        share = Share(hidden, layout, region=region)
+        numbers = (x.tolist() for x in (share.places, share.sequences, share.samples))
+        found = list(zip(*numbers, strict=True))
+        assert len(found) == share.count == -(-s * b // 3)
+        real = share.real.tolist() if share.real is not None else [True] * share.count
+        rows += [row for row, is_real in zip(found, real, strict=True) if is_real]
+    assert rows == expected
 
 
 def padded(rank: int, world: int) -> None:

@@ -8,6 +8,7 @@ from fractions import Fraction
 import pytest
 
 from megatron.core.distributed.formulas import (
+    BlockSize,
     BucketSize,
     ElementBytes,
     Traffic,
@@ -124,7 +125,7 @@ def test_gradients_that_are_cut_are_reduced_in_every_microbatch():
 
 
 def test_hybrid_sharding_sums_shards_over_the_outer_lanes_once():
-    buckets = [BucketSize(numel=8, inner=2, outer=3)]
+    buckets = [BucketSize(numel=8, inner=2, outer=2)]
 
     def found(strategy: str, outer: str = "no_shard") -> list[Traffic]:
         placed = placement(strategy, outer)
@@ -141,6 +142,51 @@ def test_hybrid_sharding_sums_shards_over_the_outer_lanes_once():
         Traffic("reduce_scatter", "inner_lanes", 2, 64),
         Traffic("reduce_scatter", "outer_lanes", 1, 16),
     ]
+
+
+def test_weights_over_gtp_travel_in_their_groups_and_formats():
+    """Two ranks hold each weight over gtp, three replicas its shards; bf16, four microbatches."""
+    dense = BucketSize(numel=6, inner=6)
+    encoded = BlockSize(numel=64, encoded=(40, 48), amax=True)
+    frozen = BlockSize(numel=32, encoded=(20,), amax=True, trainable=False)
+    over_gtp = BucketSize(numel=96, inner=2, outer=3, gtp=True, blocks=(encoded, frozen))
+    expert = BucketSize(numel=16, inner=2, outer=3, gtp=True, expert=True)
+    idle = BucketSize(numel=8, inner=2, outer=3, gtp=True, expert=True, trainable=False)
+
+    def found(strategy: str, **of: object) -> dict[tuple[str, str], tuple[int, int]]:
+        traffic = collectives_per_step(
+            [dense, over_gtp, expert, idle],
+            placement(strategy),
+            of=ElementBytes(weight=2, gradient=2, optimizer=12, **of),
+            microbatches=4,
+        )
+        return {(x.kind, x.group): (x.count, x.bytes) for x in traffic}
+
+    gathered = {
+        ("all_gather", "gtp_gather"): (2, 40 + 48),
+        ("all_gather", "egtp_gather"): (1, 2 * 16),
+        ("all_reduce", "gtp_gather"): (1, 4),  # the magnitude of the weight that is trained
+    }
+    updated = {
+        ("all_gather", "dp_cp"): (1, 2 * 96 // 2),
+        ("all_gather", "edp"): (1, 2 * 16 // 2),
+        ("all_gather", "lanes"): (1, 2 * 6),
+    }
+    reduced = {
+        ("reduce_scatter", "gtp"): (4, 4 * 2 * 64),
+        ("reduce_scatter", "egtp"): (4, 4 * 2 * 16),
+    }
+    shards = {"dp_cp": 4 * 96 // 2, "edp": 4 * 16 // 2}  # fp32
+    summed = {("all_reduce", group): (1, size) for group, size in shards.items()}
+    scattered = {("reduce_scatter", group): (1, size) for group, size in shards.items()}
+    whole = {("all_reduce", "lanes"): (1, 2 * 6)}
+    assert found("no_shard") == gathered | reduced | summed | whole
+    of_lanes = {("reduce_scatter", "lanes"): (1, 2 * 6)}
+    assert found("optim") == gathered | updated | reduced | scattered | of_lanes
+    each = {key: (4, 4 * size) for key, (_, size) in (scattered | of_lanes).items()}
+    assert found("optim_grads") == gathered | updated | reduced | each
+    once = {key: (1, size // 4) for key, (_, size) in reduced.items()}
+    assert found("optim", gtp_once=True) == gathered | updated | once | scattered | of_lanes
 
 
 def test_a_single_lane_sends_nothing():

@@ -11,8 +11,8 @@ import torch
 from megatron.core.initialize import InitSpec
 from megatron.core.process_groups import ProcessGroupCollection, RankGrid
 from megatron.core.weight_gather import Bucket, Storage, WeightStore, owned_range
-from megatron.core.weight_gather.bucket import QUANTUM, BufferLayout
-from megatron.core.weight_sharding import WeightSharding
+from megatron.core.weight_gather.bucket import QUANTUM, BucketGroups, BufferLayout
+from megatron.core.weight_sharding import STRATEGIES, WeightSharding, placement
 from tests.support.pretended_groups import pretended_groups
 
 NORMAL = InitSpec.normal(1.0)
@@ -137,3 +137,86 @@ def test_shards_are_views_of_their_bucket():
             found = held[name]
             inside = bucket.data[found.at : found.at + found.stop - found.start]
             assert torch.equal(store.handles[name].anchor.detach().view(-1), inside)
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_a_bucket_holds_weights_of_its_own_placement_alone(strategy: str):
+    """Matrices over gtp and vectors are declared in turns; buckets have room for all of them."""
+    grid = RankGrid(world_size=6, gtp=2)
+    store = WeightStore(pretended_groups(grid, 0))
+    for index in range(3):
+        store.declare(WeightSharding.of(f"matrix {index}", (4, 3), gtp=True), NORMAL)
+        store.declare(WeightSharding.of(f"vector {index}", (5,), weight_decay=False), NORMAL)
+    storage = Storage(strategy=strategy)
+    store.materialize(storage)
+    matrices, vectors = ([f"{kind} {i}" for i in (2, 1, 0)] for kind in ("matrix", "vector"))
+    found = {tuple(h.name for h in b.handles): b for b in store.buckets}
+    if strategy == "optim_grads_params":  # gtp ranks are among those that share all weights
+        ((names, bucket),) = found.items()
+        assert sorted(names) == sorted(matrices + vectors)
+        assert not bucket.gtp
+        assert bucket.placement == storage.placement
+        return
+    assert set(found) == {tuple(matrices), tuple(vectors)}
+    over_gtp, whole = found[tuple(matrices)], found[tuple(vectors)]
+    assert whole.placement == storage.placement
+    assert (whole.gtp, whole.sharded, whole.group.size, whole.outer.size) == (False, False, 6, 1)
+    assert (over_gtp.gtp, over_gtp.sharded) == (True, True)
+    assert (over_gtp.group.size, over_gtp.outer.size) == (2, 3)
+    assert over_gtp.outer_shards == (strategy != "no_shard")
+
+
+@pytest.mark.parametrize(
+    ("granularity", "expected"),
+    [
+        ("unit", [("b", ["b.2", "b.1", "b.bias"]), (None, ["root"]), ("a", ["a.1", "a.bias"])]),
+        (
+            "weight",
+            [
+                ("b", ["b.2"]),
+                ("b", ["b.1", "b.bias"]),
+                (None, ["root"]),
+                ("a", ["a.1", "a.bias"]),
+            ],
+        ),
+    ],
+)
+def test_sharded_weights_are_gathered_by_unit_or_by_weight(granularity: str, expected: list):
+    store = WeightStore(pretended_groups(RankGrid(world_size=2), 0))
+
+    def declare(*names: str) -> None:
+        for name in names:
+            shape = (4, 3) if name[-1].isdigit() else (5,)
+            sharding = WeightSharding.of(name, shape, weight_decay=len(shape) > 1)
+            store.declare(sharding, NORMAL)
+
+    with store.unit("a"):
+        declare("a.1", "a.bias")
+    declare("root")
+    with store.unit("b"):
+        declare("b.1", "b.bias", "b.2")
+    store.materialize(Storage(strategy="optim_grads_params", granularity=granularity))
+    assert [(b.unit, [h.name for h in b.handles]) for b in store.buckets] == expected
+
+
+@pytest.mark.parametrize("expert", [False, True])
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_hybrid_sharding_shares_over_inner_ranks(strategy: str, expert: bool):
+    """Two instances of two ranks; what nothing shards, all four ranks share."""
+    grid = RankGrid(world_size=4, instances=2)
+    shared, outer = [], []
+    for rank in range(4):
+        placed = placement(strategy)
+        lanes = "expert_lanes" if expert else "lanes"
+        groups = BucketGroups.of(pretended_groups(grid, rank), lanes, placed)
+        shared.append(groups.shared.ranks)
+        outer.append(groups.outer.ranks)
+        assert groups.gather.ranks == groups.shared.ranks
+        assert (groups.gather.name != groups.shared.name) == (strategy == "optim_grads_params")
+        assert groups.shared.name.startswith("expert") == expert
+    if strategy == "no_shard":
+        assert shared == [(0, 1, 2, 3)] * 4
+        assert outer == [(0,), (1,), (2,), (3,)]
+    else:
+        assert shared == [(0, 1)] * 2 + [(2, 3)] * 2
+        assert outer == [(0, 2), (1, 3)] * 2

@@ -17,7 +17,13 @@ from megatron.core.distributed.formulas import (
     collectives_per_step,
 )
 from megatron.core.process_groups import RankGrid
-from megatron.core.weight_sharding import STRATEGIES, WeightSharding, memory_bytes, placement
+from megatron.core.weight_sharding import (
+    STRATEGIES,
+    Placement,
+    WeightSharding,
+    memory_bytes,
+    placement,
+)
 
 #: Adam: two fp32 moments, and a master where weights are not fp32.
 FP32 = ElementBytes()
@@ -194,3 +200,13 @@ def test_a_single_lane_sends_nothing():
     for strategy in STRATEGIES:
         placed = placement(strategy)
         assert not collectives_per_step(buckets, placed, of=FP32, microbatches=2, gathers=(2,))
+        assert buckets[0].placed(placed) == Placement(), "whole, whatever the strategy"
+
+
+def test_gathers_are_of_every_plane():
+    buckets = [BucketSize(numel=8, inner=2)] * 2
+    for gathers in ((1,), (1, 1, 1)):
+        with pytest.raises(ValueError, match="argument 2"):
+            collectives_per_step(
+                buckets, placement("optim"), of=FP32, microbatches=1, gathers=gathers
+            )

@@ -115,14 +115,18 @@ def test_replicas_own_every_element_of_a_bucket_once_or_all(strategy: str):
     assert all((count == times).all() for count in counts.values())
 
 
-def test_a_bucket_over_gtp_closes_by_the_bytes_of_its_shards():
-    groups = pretended_groups(RankGrid(world_size=4, gtp=4), 0)
-    for bucket_bytes, wanted in ((4 * 32 * 32 // 4, [1] * 4), (4 * 32 * 32 // 2, [2, 2])):
-        store = WeightStore(groups)
-        for index in range(4):
-            store.declare(WeightSharding.of(str(index), (32, 32), gtp=True), NORMAL)
-        store.materialize(Storage(bucket_bytes=bucket_bytes))
-        assert [len(bucket.blocks) for bucket in store.buckets] == wanted
+@pytest.mark.parametrize(
+    ("bucket_bytes", "expected"),
+    [(1024, [1] * 5), (1025, [2, 2, 1]), (2048, [2, 2, 1]), (4 * 1024, [4, 1]), (5 * 1024, [5])],
+)
+@pytest.mark.parametrize("gtp", [False, True])
+def test_a_bucket_closes_by_the_bytes_of_its_gradients(gtp: bool, bucket_bytes: int, expected):
+    """Five weights of 1024 bytes of fp32 gradients, of a quarter of the weight over gtp."""
+    store = WeightStore(pretended_groups(RankGrid(world_size=4, gtp=4 if gtp else 1), 0))
+    for index in range(5):
+        store.declare(WeightSharding.of(str(index), (32 if gtp else 8, 32), gtp=gtp), NORMAL)
+    store.materialize(Storage(bucket_bytes=bucket_bytes))
+    assert [len(bucket.handles) for bucket in store.buckets] == expected
 
 
 def test_shards_are_views_of_their_bucket():

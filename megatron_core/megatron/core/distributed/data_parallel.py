@@ -229,7 +229,7 @@ class GradientBlock(ABC):
         self._pending: Pending | None = None
         self._parts: torch.Tensor | None = None
         self._into: torch.Tensor | None = None
-        self._first = False
+        self._first: bool  # of the sum under way, as `_into`
         for handle in self.trainable:
             handle.gradients = self
 

@@ -300,10 +300,9 @@ class Share:
 
     @property
     def places(self) -> torch.Tensor:
-        """Each row's place in its sequence, int64 [t]; -1 is padding of the sequence."""
-        places = self._layout.sample_places  # [s] or [s, b]
-        if places.ndim == 2:
-            return places.flatten()[self._numbers.clamp(max=places.numel() - 1)]
+        """Each row's place in its sequence, int64 [t]; -1 is padding of the sequence. Only of a
+        layout of whole rows, as in training."""
+        places = self._layout.sample_places  # [s]
         return places[(self._numbers // self.batch).clamp(max=len(places) - 1)]
 
     @property

@@ -300,9 +300,9 @@ class Share:
 
     @property
     def places(self) -> torch.Tensor:
-        """Each row's place in its sequence, int64 [t]; -1 is padding of the sequence. Only of a
-        layout of whole rows, as in training."""
+        """Position of each row in its sequence, int64 [t]; -1 for padding of the sequence."""
         places = self._layout.sample_places  # [s]
+        assert places.ndim == 1, "layouts with sample ids have one place per column"
         return places[(self._numbers // self.batch).clamp(max=len(places) - 1)]
 
     @property

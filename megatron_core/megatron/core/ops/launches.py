@@ -21,23 +21,20 @@ from typing import Any
 
 import torch
 
+#: What a launch holds besides a kernel's own compile-time constants.
+WARPS, STAGES = "num_warps", "num_stages"
 
+
+# `triton.cdiv` and `triton.next_power_of_2` also serve kernels and therefore take 2 µs on the host;
+# a training step calls them hundreds of times.
 def cdiv(size: int, block: int) -> int:
-    """Return the number of blocks that cover a size.
-
-    `triton.cdiv` and `triton.next_power_of_2` take 2 µs on the host, as they wrap their arguments
-    for use in kernels; a training step calls them hundreds of times.
-    """
+    """Return the number of blocks that cover a size."""
     return -(-size // block)
 
 
 def next_power_of_2(size: int) -> int:
-    """Return the smallest power of two that is not below a positive size."""
-    return 1 << (size - 1).bit_length()
-
-
-#: What a launch holds besides a kernel's own compile-time constants.
-WARPS, STAGES = "num_warps", "num_stages"
+    """Return the smallest power of two that is not below `size`; 0 for 0."""
+    return 1 << (size - 1).bit_length() if size else 0
 
 
 @dataclass(frozen=True)

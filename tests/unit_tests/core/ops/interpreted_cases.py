@@ -159,7 +159,7 @@ def test_rope(make, interleaved, features, rotated, per_sample, monkeypatch):
     # Four tokens a program, and fourteen of them.
     launch = {**rope_triton.ROTATE.default, "TILE": 256 if features == 10 else 128}
     monkeypatch.setattr(rope_triton, "ROTATE", Launches("few", launch))
-    tile = rope_triton.head_tile(launch, 3, features, rotated // 2)
+    tile = rope_triton.head_tile(launch["TILE"], 3, features, rotated // 2)
     assert tile["TOKENS"] == 4
     positions = torch.arange(7) + 3
     if per_sample:

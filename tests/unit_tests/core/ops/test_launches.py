@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from megatron.core.ops import launches
-from megatron.core.ops.launches import Launches
+from megatron.core.ops.launches import Launches, cdiv, next_power_of_2
 
 SWEEP = Launches("sweep", {"BLOCK": 64, "num_warps": 4}, others=({"BLOCK": 32, "num_warps": 8},))
 
@@ -63,3 +63,12 @@ def test_the_table_holds_entries_by_device():
         for entry in entries.values():
             assert {"launch", "versions"} <= entry.keys()
     assert launches.measured_launches("a device that nobody has") == {}
+
+
+def test_rounding_on_the_host_equals_tritons() -> None:
+    """`cdiv` and `next_power_of_2` take no time of `triton`'s, and give its numbers."""
+    triton = pytest.importorskip("triton")
+    numbers = [*range(70), 127, 128, 129, (1 << 31) - 1, 1 << 31, (1 << 31) + 1]
+    assert [next_power_of_2(n) for n in numbers] == [triton.next_power_of_2(n) for n in numbers]
+    for y in (1, 2, 3, 16, 128):
+        assert [cdiv(n, y) for n in numbers] == [triton.cdiv(n, y) for n in numbers]

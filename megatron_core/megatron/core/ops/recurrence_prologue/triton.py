@@ -314,7 +314,9 @@ def _summed(convolution, gates, weights):
     taps, bias, rates, step_bias = weights
     width = taps.shape[0]
     found, rest = convolution.sum(0), gates.sum(0)
-    d_weight = found[:, :width].transpose(1, 2)  # [u, c, W]
+    # Converted and laid out at once; what needs no conversion is laid out after it.
+    kind = {"dtype": taps.dtype, "memory_format": torch.contiguous_format}
+    d_weight = found[:, :width].transpose(1, 2).to(**kind).contiguous()  # [u, c, W]
     d_bias = None if bias is None else found[:, width].to(bias.dtype)
     d_rates, d_step_bias = rest[0].to(rates.dtype), rest[1].to(step_bias.dtype)
-    return d_weight.to(taps.dtype).contiguous(), d_bias, d_rates, d_step_bias
+    return d_weight, d_bias, d_rates, d_step_bias

@@ -173,11 +173,10 @@ def rms_norm_forward(
     weight = weight.contiguous()
     y = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     total = x if residual is None else torch.empty_like(y)
-    rstd = torch.empty(0, dtype=torch.float32, device=x.device)
+    rstd = torch.empty(x.shape[:-1].numel(), dtype=torch.float32, device=x.device)
     if y.numel():
         rows = Rows.of(x)
         tile = row_tile(FORWARD.pick(x, launch_key(x)), x.shape[-1])
-        rstd = torch.empty(rows.count, dtype=torch.float32, device=x.device)
         total = rows.tensor if residual is None else total
         rms_norm_forward_kernel[(cdiv(rows.count, tile["ROWS"]),)](
             rows.tensor,

@@ -4,6 +4,7 @@ gradients of a projection's heads joined in the same pass."""
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Mapping, Sequence
 
 import torch
@@ -248,7 +249,7 @@ def rotate(
         return out
     pairs = cos.shape[-1]
     launch = ROTATE.pick(x, launch_key(x, pairs))
-    tile = head_tile(launch, heads, features, pairs)
+    tile = head_tile(launch["TILE"], heads, features, pairs)
     tokens = sequence * batch
     rope_kernel[(cdiv(tokens, tile["TOKENS"]),)](
         x,
@@ -292,7 +293,7 @@ def join_heads(
     heads, groups = grads[0].shape[2], grads[1].shape[2]
     pairs = 0 if cos is None else cos.shape[-1]
     launch = ROTATE.pick(joint, launch_key(grads[0], pairs))
-    tile = head_tile(launch, max(heads, groups), features, pairs)
+    tile = head_tile(launch["TILE"], max(heads, groups), features, pairs)
     parts = (*grads, grads[0])[:4]
     join_heads_kernel[(cdiv(sequence * batch, tile["TOKENS"]), len(grads))](
         *parts,
@@ -315,11 +316,12 @@ def join_heads(
     )
 
 
-def head_tile(launch: Mapping[str, int], heads: int, features: int, pairs: int) -> dict[str, int]:
+@functools.cache
+def head_tile(elements: int, heads: int, features: int, pairs: int) -> Mapping[str, int]:
     """Return the tokens, heads, pairs and further features of a tile, powers of two.
 
     Args:
-        launch: TILE elements.
+        elements: of the tile.
         heads: of a token.
         features: of a head.
         pairs: of features that are rotated.
@@ -331,7 +333,7 @@ def head_tile(launch: Mapping[str, int], heads: int, features: int, pairs: int) 
         "REST": next_power_of_2(rest) if rest else 0,
     }
     token = shape["HEADS"] * (2 * shape["PAIRS"] + shape["REST"])
-    return {"TOKENS": 1 << (max(1, launch["TILE"] // token).bit_length() - 1), **shape}
+    return {"TOKENS": 1 << (max(1, elements // token).bit_length() - 1), **shape}
 
 
 def launch_key(x: torch.Tensor, pairs: int) -> str:

@@ -68,7 +68,9 @@ KERNELS = (
             launch={
                 "PER_SAMPLE": False,
                 "INTERLEAVED": interleaved,
-                **rope.head_tile(rope.ROTATE.default, heads, features, 64 if heads > 2 else 32),
+                **rope.head_tile(
+                    rope.ROTATE.default["TILE"], heads, features, 64 if heads > 2 else 32
+                ),
                 "num_warps": rope.ROTATE.default["num_warps"],
             },
             types={"cos_ptr": "*fp32", "sin_ptr": "*fp32", "sign": "fp32"},
@@ -90,7 +92,7 @@ KERNELS = (
                 "PER_SAMPLE": False,
                 "INTERLEAVED": False,
                 "FEATURES": 128,
-                **rope.head_tile(rope.ROTATE.default, heads, 128, 64 if rotates else 0),
+                **rope.head_tile(rope.ROTATE.default["TILE"], heads, 128, 64 if rotates else 0),
                 "num_warps": rope.ROTATE.default["num_warps"],
             },
             types={"cos_ptr": "*fp32", "sin_ptr": "*fp32"},

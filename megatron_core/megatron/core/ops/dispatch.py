@@ -133,7 +133,13 @@ def uses_tensor_memory(x: torch.Tensor) -> bool:
     """Say whether products of x accumulate in tensor memory: from Blackwell on, in 16 bits."""
     if x.device.type != "cuda" or x.dtype == torch.float32:
         return False
-    return torch.cuda.get_device_capability(x.device)[0] > 9
+    return device_capability(x.device) >= (10, 0)
+
+
+@functools.cache
+def device_capability(device: torch.device) -> tuple[int, int]:
+    """Return the compute capability of a GPU; asking CUDA takes microseconds at every launch."""
+    return torch.cuda.get_device_capability(device)
 
 
 class StoredWeight(NamedTuple):
@@ -173,8 +179,21 @@ def apply_function(function: type[torch.autograd.Function], *args: Any) -> Any:
         args: as for `function.apply`.
     """
     if torch.is_grad_enabled():
-        return function.apply(*args)
+        return record_function(function, *args)
     return function.forward(ForwardOnly(), *args)
+
+
+def record_function(function: type[torch.autograd.Function], *args: Any) -> Any:
+    """Run an autograd Function as its `apply` does, outside of `torch.func`.
+
+    `torch.autograd.Function.apply` looks for transforms of `torch.func` in every argument first,
+    which takes the host as long again as what it calls. Layers run under none: the weights of their
+    linear ops are outside of autograd.
+
+    Args:
+        function, args: as for `function.apply`.
+    """
+    return super(torch.autograd.Function, function).apply(*args)
 
 
 @functools.cache

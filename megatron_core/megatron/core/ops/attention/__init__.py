@@ -10,7 +10,7 @@ import torch
 
 from megatron.core.ops.attention import fused, reference
 from megatron.core.ops.attention.reference import Mask
-from megatron.core.ops.dispatch import choose
+from megatron.core.ops.dispatch import choose, record_function
 from megatron.core.ops.dropout import AttentionDropout
 
 __all__ = ["Mask", "attention", "explain", "functions_of"]
@@ -95,7 +95,9 @@ def attention(
     if forward is reference.attention_forward:
         options |= {"dropout": dropout, "cpu_dtype": cpu_dtype}
     if torch.is_grad_enabled():
-        return reference.Attention.apply(query, key, value, sinks, forward, backward, options)
+        return record_function(
+            reference.Attention, query, key, value, sinks, forward, backward, options
+        )
     return forward(query, key, value, sinks, **options)
 
 
@@ -166,13 +168,22 @@ def _told(reasons: Mapping[str, str]) -> str:
     return "; ".join(f"{name}: {reason}" for name, reason in reasons.items())
 
 
+def _shapes(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> str:
+    """Return the shapes of an attention's operands for a message."""
+    return f"query {tuple(query.shape)}, key {tuple(key.shape)}, value {tuple(value.shape)}"
+
+
 def _check(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: Mask) -> None:
     """Raise ValueError unless query, key and value fit together."""
-    shapes = f"query {tuple(query.shape)}, key {tuple(key.shape)}, value {tuple(value.shape)}"
     if query.ndim != 4 or key.ndim != 4 or key.shape != value.shape:
-        raise ValueError(f"attention: {shapes} must be [s_q, b, n, d] and twice [s_k, b, g, d]")
+        raise ValueError(
+            f"attention: {_shapes(query, key, value)} must be [s_q, b, n, d] and twice [s_k, b, g, "
+            "d]"
+        )
     if query.shape[1] != key.shape[1] or query.shape[3] != key.shape[3]:
-        raise ValueError(f"attention: {shapes} must agree in batch and head dimension")
+        raise ValueError(
+            f"attention: {_shapes(query, key, value)} must agree in batch and head dimension"
+        )
     if key.shape[2] == 0 or query.shape[2] % key.shape[2]:
         raise ValueError(
             f"attention: {query.shape[2]} query heads must be a multiple of the {key.shape[2]}"

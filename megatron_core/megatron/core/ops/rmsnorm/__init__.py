@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-from megatron.core.ops.dispatch import StoredWeight, accumulation_dtype, choose
+from megatron.core.ops.dispatch import StoredWeight, accumulation_dtype, choose, record_function
 
 
 def rms_norm(
@@ -82,7 +82,9 @@ def run_norm(
     stored = [weight if isinstance(weight, StoredWeight) else None for weight in weights]
     if torch.is_grad_enabled():
         leaves = [w.anchor if isinstance(w, StoredWeight) else w for w in weights]
-        y, total = Normalise.apply(pair, x, residual, eps, zero_centered, stored, *leaves)
+        y, total = record_function(
+            Normalise, pair, x, residual, eps, zero_centered, stored, *leaves
+        )
     else:
         values = [w.value if isinstance(w, StoredWeight) else w for w in weights]
         y, total, *_ = pair[0](x, residual, eps, zero_centered, *values)

@@ -16,7 +16,7 @@ from typing import NamedTuple
 
 import torch
 
-from megatron.core.ops.dispatch import accumulation_dtype, choose
+from megatron.core.ops.dispatch import accumulation_dtype, choose, record_function
 
 __all__ = [
     "HeadRotation",
@@ -76,7 +76,7 @@ def apply_rope(
 
         turn = kernels.rotate
     if torch.is_grad_enabled():
-        return Rope.apply(x, cos, sin, interleaved, turn)
+        return record_function(Rope, x, cos, sin, interleaved, turn)
     return turn(x, cos, sin, interleaved)
 
 
@@ -119,7 +119,7 @@ def split_heads(
 
         pair = kernels.rotate, kernels.join_heads
     if torch.is_grad_enabled():
-        return SplitHeads.apply(projection, tuple(sizes), rotation, *pair)
+        return record_function(SplitHeads, projection, tuple(sizes), rotation, *pair)
     return _split_heads(projection, sizes, rotation, pair[0])
 
 

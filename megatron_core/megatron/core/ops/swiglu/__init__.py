@@ -7,7 +7,7 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F
 
-from megatron.core.ops.dispatch import apply_function, choose
+from megatron.core.ops.dispatch import apply_function, choose, record_function
 
 GATES = ("silu", "gelu")
 ACTIVATIONS = ("gelu", "gelu_tanh", "relu", "squared_relu", "silu")
@@ -58,7 +58,7 @@ def gated(
 
         forward, backward = kernels.gated_forward, kernels.gated_backward
     if torch.is_grad_enabled():
-        return Gated.apply(gate_up, activation, forward, backward)
+        return record_function(Gated, gate_up, activation, forward, backward)
     return forward(gate_up, activation)
 
 

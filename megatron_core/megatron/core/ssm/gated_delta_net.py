@@ -108,7 +108,7 @@ class GatedDeltaNet(RecurrentMixer):
         normed = gated_rms_norm(
             out.rows,
             ProjectionSlice(heads, gradient),
-            self.norm_weight.use(torch.float32),
+            self.norm_weight.read_only(torch.float32),
             eps=self.epsilon,
             order=NORM_FIRST,
             places=out.order,
@@ -124,5 +124,5 @@ class GatedDeltaNet(RecurrentMixer):
 
     def convolution(self, part: Part) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Return weight [u, c, W] and no bias, for a share of the units."""
-        weight = self.conv.use().view(self.units, -1, self.config.conv_width)
+        weight = self.conv.read_only().view(self.units, -1, self.config.conv_width)
         return part.of(weight), None

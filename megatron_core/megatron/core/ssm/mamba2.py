@@ -112,7 +112,7 @@ class Mamba2(RecurrentMixer):
             normed = gated_rms_norm(
                 out.rows.flatten(2),
                 ProjectionSlice(out.split_parts(gate), gradient),
-                self.norm_weight.use(torch.float32).view(self.units, -1),
+                self.norm_weight.read_only(torch.float32).view(self.units, -1),
                 eps=self.epsilon,
                 order=GATE_FIRST,
                 group_size=size,
@@ -139,7 +139,7 @@ class Mamba2(RecurrentMixer):
 
     def _normed(self, out: torch.Tensor, gate: torch.Tensor) -> torch.Tensor:
         """Return RMSNorm(out · SiLU(gate)) [..., d] of out and gate [..., d]."""
-        weight = self.norm_weight.use(torch.float32)
+        weight = self.norm_weight.read_only(torch.float32)
         if (size := self._group_size) is not None:
             return gated_rms_norm(
                 out, gate, weight, eps=self.epsilon, order=GATE_FIRST, group_size=size
@@ -157,8 +157,8 @@ class Mamba2(RecurrentMixer):
 
     def convolution(self, part: Part) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Return weight [u, c, W] and bias [u, c], for a share of the units."""
-        weight = self.conv.use().view(self.units, -1, self.config.conv_width)
-        bias = None if self.conv_bias is None else self.conv_bias.use().view(self.units, -1)
+        weight = self.conv.read_only().view(self.units, -1, self.config.conv_width)
+        bias = None if self.conv_bias is None else self.conv_bias.read_only().view(self.units, -1)
         if self.units % part.count:
             copies = part.count // self.units
             weight = self.spread(weight.movedim(-1, 0), copies).movedim(0, -1)
@@ -167,7 +167,7 @@ class Mamba2(RecurrentMixer):
 
     def added(self, out: torch.Tensor, inputs: RecurrenceInputs, part: Part) -> torch.Tensor:
         """Return y [t, H, P] = out + D x."""
-        return add_skip(out, inputs.value, part.of(self.skip.use(torch.float32)))
+        return add_skip(out, inputs.value, part.of(self.skip.read_only(torch.float32)))
 
     def spread(self, units: torch.Tensor, copies: int) -> torch.Tensor:
         """Return units [..., u, w] sharded further, [..., u · copies, w'], with copies of B and C.

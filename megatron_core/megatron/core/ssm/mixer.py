@@ -180,7 +180,7 @@ class RecurrentMixer(nn.Module, ABC):
     def weights(self, part: Part, dtype: torch.dtype) -> PrologueWeights:
         """Return those of a share of the units before the recurrence, for features of `dtype`."""
         wide = accumulation_dtype(dtype)
-        per_head = (part.of(handle.use(wide)) for handle in (self.rates, self.bias))
+        per_head = (part.of(handle.read_only(wide)) for handle in (self.rates, self.bias))
         return PrologueWeights(*self.convolution(part), *per_head)
 
     # --- weights ----------------------------------------------------------------------------------

@@ -38,7 +38,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from megatron.core.ops import few_rows
-from megatron.core.ops.dispatch import StoredWeight, add_product_, matmul_dtype
+from megatron.core.ops.dispatch import StoredWeight, add_product_, matmul_dtype, record_function
 from megatron.core.ops.packed_product import PackedMatrix, least_rows
 from megatron.core.ops.row_tiles import tiled_product
 from megatron.core.ops.weight_copy import WeightCopy
@@ -342,7 +342,7 @@ class WeightHandle:
         ids only."""
         if not torch.is_grad_enabled():
             return _embedding_rows(self.get(), ids, valid)
-        return _Embedding.apply(ids, valid, self.param, self)
+        return record_function(_Embedding, ids, valid, self.param, self)
 
     def use(self, dtype: torch.dtype | None = None) -> torch.Tensor:
         """Return a small weight (norm, bias, router) as a private copy that any op may save.
@@ -354,10 +354,17 @@ class WeightHandle:
             dtype: of the copy; None is the weight's own. In fp32 its gradient arrives unrounded.
         """
         if torch.is_grad_enabled():
-            return _Use.apply(self.param, self, dtype)
+            return record_function(_Use, self.param, self, dtype, True)
         if self.whole is None:
             return self.get().to(dtype or self.dtype, copy=True)
         return self.whole if dtype in (None, self.whole.dtype) else self.whole.to(dtype)
+
+    def read_only(self, dtype: torch.dtype | None = None) -> torch.Tensor:
+        """Return a small weight as `use` does, for ops that do not write to it: without a copy,
+        where one rank has the whole weight in that dtype."""
+        if torch.is_grad_enabled():
+            return record_function(_Use, self.param, self, dtype, False)
+        return self.use(dtype)
 
     def stored(self) -> StoredWeight:
         """Return a small weight for an op that reads it in the dtype that it is stored in: without
@@ -611,14 +618,19 @@ class _Embedding(torch.autograd.Function):
 
 
 class _Use(torch.autograd.Function):
-    """forward a copy of W; wgrad is the gradient of the copy. Saves nothing."""
+    """forward a copy of W, or its memory where that stays; wgrad is the gradient of what forward
+    returned. Saves nothing."""
 
     @staticmethod
-    def forward(ctx, anchor, handle, dtype):
+    def forward(ctx, anchor, handle, dtype, copies):
         ctx.handle = handle
-        return handle.get().to(dtype or handle.dtype, copy=True)
+        dtype = dtype or handle.dtype
+        if copies or handle.whole is None:
+            return handle.get().to(dtype, copy=True)
+        # A tensor of its own: autograd gives what forward returns a history, a weight has none.
+        return handle.whole.detach().to(dtype)
 
     @staticmethod
     def backward(ctx, grad):
         ctx.handle.add_gradient(grad)
-        return None, None, None
+        return None, None, None, None

@@ -218,6 +218,19 @@ def test_slots_do_not_alias_the_gradients_that_were_put():
     assert torch.equal(handle.get(), before), "use() must give a private copy"
 
 
+def test_read_only_weight_is_no_copy_and_takes_a_gradient():
+    handle, given = built().handles["scale"], values(6)
+    weight = handle.read_only()
+    assert weight.data_ptr() == handle.whole.data_ptr()
+    assert handle.whole.grad_fn is None, "a weight that is stored has no history"
+    weight.backward(given)
+    assert torch.equal(handle.slot, given)
+    wide = handle.read_only(torch.float64)
+    assert torch.equal(wide.detach(), handle.get().double())
+    with torch.no_grad():
+        assert handle.read_only() is handle.whole
+
+
 @pytest.mark.parametrize("frozen", ["table", "weight", "bias", "scale"])
 def test_frozen_weights_pass_gradients_on_and_get_none(frozen: str):
     store, reference = built(), built()

@@ -22,7 +22,7 @@ from contextlib import contextmanager
 
 import torch
 
-from megatron.core.device import Stream, current_stream
+from megatron.core.device import NullStream, Stream, current_stream
 from megatron.core.distributed.data_parallel import DataParallel
 
 
@@ -69,8 +69,9 @@ class StepRecording:
 
     @property
     def _streams(self) -> list[Stream]:
-        found = [gatherer.stream for gatherer in self.engine.gatherers]
-        return found + [bucket.stream for bucket in self.engine.buckets[:1]]
+        streams = [gatherer.stream for gatherer in self.engine.gatherers]
+        streams += [bucket.stream for bucket in self.engine.buckets[:1]]
+        return [stream for stream in streams if not isinstance(stream, NullStream)]
 
     def prepare(self) -> None:
         """Bring the engine to its state after every applied update, with nothing under way.

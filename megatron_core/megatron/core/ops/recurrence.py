@@ -20,6 +20,7 @@ first: that is exact where the difference is small, and where it is not, nothing
 from __future__ import annotations
 
 import copy
+import functools
 from bisect import bisect_right
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, fields
@@ -169,6 +170,12 @@ class _Recur(torch.autograd.Function):
         return None, grad_initial if ctx.has_initial else None, *grads
 
 
+@functools.cache
+def _names_of_fields(kind: type) -> tuple[str, ...]:
+    """Return the names of a dataclass's fields."""
+    return tuple(part.name for part in fields(kind))
+
+
 def split_tensors(prepared: Any) -> tuple[Any, tuple[torch.Tensor, ...]]:
     """Take the tensors out of what `Recurrence.prepare` made, for `save_for_backward`.
 
@@ -179,7 +186,7 @@ def split_tensors(prepared: Any) -> tuple[Any, tuple[torch.Tensor, ...]]:
         (a copy without tensors, the tensors).
     """
     shell, tensors = copy.copy(prepared), []
-    for name in (part.name for part in fields(prepared)):
+    for name in _names_of_fields(type(prepared)):
         value = getattr(prepared, name)
         if isinstance(value, torch.Tensor):
             setattr(shell, name, _Taken(len(tensors), 1))
@@ -193,7 +200,7 @@ def split_tensors(prepared: Any) -> tuple[Any, tuple[torch.Tensor, ...]]:
 def filled(shell: Any, tensors: Sequence[torch.Tensor]) -> Any:
     """Put tensors back to where `split_tensors` took them from; the shell may be filled again."""
     prepared = copy.copy(shell)
-    for name in (part.name for part in fields(prepared)):
+    for name in _names_of_fields(type(prepared)):
         value = getattr(shell, name)
         if isinstance(value, _Taken):
             taken = tensors[value.first : value.first + value.count]

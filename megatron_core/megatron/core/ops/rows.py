@@ -125,9 +125,7 @@ class RowSteps:
         before = x.data_ptr() % _BYTES // x.element_size()
         if before > x.storage_offset():
             before = 0
-        step = _ELEMENTS
-        while any(number % step for number in (before, *strides)):
-            step //= 2
+        step = math.gcd(_ELEMENTS, before, *strides)
         if before:
             x = x.as_strided(x.shape, x.stride(), x.storage_offset() - before)
         outer, inner = (stride // step for stride in strides)

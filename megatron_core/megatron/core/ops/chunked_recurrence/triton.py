@@ -435,8 +435,8 @@ def heads_together(prepared: PreparedOnDevice) -> int:
         return 1
     programs = prepared.tiles.count * prepared.heads
     most = min(shared, gradients_launch(prepared).get("HEADS", shared))
-    fits = [n for n in range(1, most + 1) if shared % n == 0 and programs // n >= PROGRAMS]
-    return max(fits, default=1)
+    fits = (n for n in range(most, 1, -1) if shared % n == 0 and programs // n >= PROGRAMS)
+    return next(fits, 1)
 
 
 def sum_units(parts: torch.Tensor, groups: int) -> torch.Tensor:

@@ -108,7 +108,7 @@ class GatedDeltaNet(RecurrentMixer):
         normed = gated_rms_norm(
             out.rows,
             ProjectionSlice(heads, gradient),
-            self.norm_weight.read_only(torch.float32),
+            self.norm_weight.stored(),
             eps=self.epsilon,
             order=NORM_FIRST,
             places=out.order,

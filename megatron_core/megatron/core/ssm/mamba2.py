@@ -109,10 +109,11 @@ class Mamba2(RecurrentMixer):
             joined = gate.flatten(2).flatten(0, 1)
             normed = self._normed(out.joined().flatten(1), joined)
         else:
+            weight = self.norm_weight.stored()
             normed = gated_rms_norm(
                 out.rows.flatten(2),
                 ProjectionSlice(out.split_parts(gate), gradient),
-                self.norm_weight.read_only(torch.float32).view(self.units, -1),
+                weight._replace(value=weight.value.view(self.units, -1)),
                 eps=self.epsilon,
                 order=GATE_FIRST,
                 group_size=size,

@@ -9,6 +9,7 @@ from __future__ import annotations
 import pytest
 import torch
 
+from megatron.core.ops.dispatch import StoredWeight
 from megatron.core.ops.gated_rms_norm import GATE_FIRST, NORM_FIRST, gated_rms_norm
 from megatron.core.ops.gated_rms_norm import triton as kernels
 from megatron.core.ops.launches import Launches
@@ -136,3 +137,28 @@ def test_programs_hold_whole_rows():
         tile = {"ROWS": rows, "FEATURES": padded, "num_warps": warps, "num_stages": 1}
         assert row_tile(launches, x, features) == tile
     assert row_tile(launches, x, 1 << 16)["num_warps"] == 16
+
+
+@ORDERS
+@pytest.mark.parametrize("implementation", ["triton", "reference"])
+def test_stored_weight_takes_its_gradient_unrounded(order, implementation):
+    """The addends put for a bf16 weight sum up to the gradient of the same weight in fp32."""
+    x, gate, weight = made(5, 2, 4, 6), made(5, 2, 4, 6), made(6).bfloat16()
+    anchor = torch.zeros((), requires_grad=True)
+    addends: list[torch.Tensor] = []
+    wide = weight.float().requires_grad_()
+    function = normed(order=order, group_size=3)
+    y = function(
+        x, gate, StoredWeight(weight, anchor, addends.append), implementation=implementation
+    )
+    expected = function(x, gate, wide, implementation=implementation)
+    assert torch.equal(y, expected)
+    expected.square().sum().backward()
+    y.square().sum().backward()
+    (found,) = addends
+    assert anchor.grad is None
+    assert found.dtype == torch.float32
+    assert torch.equal(found.reshape(-1, 6).sum(0), wide.grad)
+    frozen = StoredWeight(weight, anchor.detach(), addends.append)
+    function(x.requires_grad_(), gate, frozen, implementation=implementation).sum().backward()
+    assert len(addends) == 1, "a frozen weight takes none"

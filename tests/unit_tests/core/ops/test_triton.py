@@ -18,7 +18,7 @@ FILES = {
     "interpreted_cases.py": (75, 48),
     "interpreted_decode.py": (23, 0),
     "interpreted_experts.py": (7, 0),
-    "interpreted_gated_norm.py": (24, 0),
+    "interpreted_gated_norm.py": (28, 0),
     "interpreted_mixers.py": (4, 0),
     "interpreted_nvls.py": (35, 2),
     "interpreted_paged_attention.py": (27, 0),

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 
 import torch
 
-from megatron.core.ops.dispatch import accumulation_dtype, apply_function, choose
+from megatron.core.ops.dispatch import StoredWeight, accumulation_dtype, apply_function, choose
 from megatron.core.ops.joint_gradient import ProjectionSlice, slice_of
 
 #: Whether the norm or the gate comes first.
@@ -21,7 +21,7 @@ NORM_FIRST, GATE_FIRST = "norm_first", "gate_first"
 def gated_rms_norm(
     x: torch.Tensor,
     gate: torch.Tensor | ProjectionSlice,
-    weight: torch.Tensor,
+    weight: torch.Tensor | StoredWeight,
     *,
     eps: float,
     order: str = NORM_FIRST,
@@ -43,7 +43,7 @@ def gated_rms_norm(
         x: [..., n], or [t, ..., n] with places; slices are read in place.
         gate: [..., n], or [rows, ..., n] with places; of a slice of a projection the gradient is
             written to that of the projection, if it says where that is.
-        weight: [n], or [u, n] for x and gate [..., u, n].
+        weight: [n], or [u, n] for x and gate [..., u, n]; the gradient of a stored one is put flat.
         eps: added to the mean square.
         order: "norm_first" or "gate_first".
         group_size: features that are normalised together; None is n.
@@ -59,7 +59,9 @@ def gated_rms_norm(
     """
     op = "gated_rms_norm"
     gate, gradient = slice_of(gate)
-    _check_shapes(op, x, gate, weight, places=places)
+    stored = weight if isinstance(weight, StoredWeight) else None
+    value, leaf = (weight, weight) if stored is None else stored[:2]
+    _check_shapes(op, x, gate, value, places=places)
     if not x.is_floating_point() or not gate.is_floating_point():
         raise ValueError(f"{op}: x is {x.dtype}, gate {gate.dtype}; give floating-point tensors")
     if eps < 0:
@@ -73,8 +75,8 @@ def gated_rms_norm(
     if choose(implementation, x, op) == "triton":
         from megatron.core.ops.gated_rms_norm import triton as kernels
 
-        call = kernels.NormCall(eps, order == GATE_FIRST, size, gradient)
-        return apply_function(kernels.GatedRmsNorm, x, gate, weight, places, call)
+        call = kernels.NormCall(eps, order == GATE_FIRST, size, gradient, stored)
+        return apply_function(kernels.GatedRmsNorm, x, gate, leaf, places, call)
     options = {"eps": eps, "gate_first": order == GATE_FIRST, "size": size}
     return _in_torch(x, gate, weight, places=places, **options)
 
@@ -120,7 +122,7 @@ ELEMENTS_IN_CACHE = 1 << 20
 def _in_torch(
     x: torch.Tensor,
     gate: torch.Tensor,
-    weight: torch.Tensor,
+    weight: torch.Tensor | StoredWeight,
     *,
     eps: float,
     gate_first: bool,
@@ -129,17 +131,18 @@ def _in_torch(
 ) -> torch.Tensor:
     """Normalise and gate; see `gated_rms_norm`."""
     shape = gate.shape
-    if weight.ndim == 2:
-        x, gate, weight = x.flatten(-2), gate.flatten(-2), weight.flatten()
+    stored = weight if isinstance(weight, StoredWeight) else None
+    if (weight if stored is None else stored.value).ndim == 2:
+        x, gate = x.flatten(-2), gate.flatten(-2)
+    leaf = weight.flatten() if stored is None else stored.anchor
+    last = leaf, eps, gate_first, size, stored
     if places is None:
-        return apply_function(GatedRmsNorm, x, gate, weight, eps, gate_first, size).view(shape)
+        return apply_function(GatedRmsNorm, x, gate, *last).view(shape)
     rows = apply_function(TakePlaces, x, places)
     if len(x) == len(places):  # each is named: there is no padding
-        return apply_function(GatedRmsNorm, rows, gate, weight, eps, gate_first, size).view(shape)
+        return apply_function(GatedRmsNorm, rows, gate, *last).view(shape)
     padding = (places < 0).view(-1, *[1] * (gate.ndim - 1))
-    y = apply_function(
-        GatedRmsNorm, rows, gate.masked_fill(padding, 0), weight, eps, gate_first, size
-    )
+    y = apply_function(GatedRmsNorm, rows, gate.masked_fill(padding, 0), *last)
     return y.masked_fill(padding, 0).view(shape)
 
 
@@ -177,8 +180,9 @@ class GatedRmsNorm(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx, x, gate, weight, eps, gate_first, size):
+    def forward(ctx, x, gate, weight, eps, gate_first, size, stored):
         dtype = accumulation_dtype(x.dtype)
+        weight = weight if stored is None else stored.value.flatten()
         scale = weight.to(dtype)
         y = torch.empty(x.shape, dtype=x.dtype, device=x.device)
         rstd = torch.empty((*x.shape[:-1], x.shape[-1] // size), dtype=dtype, device=x.device)
@@ -193,7 +197,7 @@ class GatedRmsNorm(torch.autograd.Function):
                 opened.mul_(values)
             torch.mul(_groups(opened.mul_(scale), size), factor[..., None], out=_groups(out, size))
         ctx.save_for_backward(x, gate, weight, rstd)
-        ctx.gate_first, ctx.size = gate_first, size
+        ctx.gate_first, ctx.size, ctx.stored = gate_first, size, stored
         return y
 
     @staticmethod
@@ -205,7 +209,11 @@ class GatedRmsNorm(torch.autograd.Function):
         differentiate = _differentiate_gate_first if ctx.gate_first else _differentiate_norm_first
         for scratch, *block in _blocks(5, scale.dtype, x, gate, grad, rstd, *grads):
             differentiate(*block, scratch=scratch, weights=(scale, grad_scale))
-        return *grads, grad_scale.to(weight.dtype), None, None, None
+        if ctx.stored is None:
+            return *grads, grad_scale.to(weight.dtype), None, None, None, None
+        if ctx.needs_input_grad[2]:
+            ctx.stored.put(grad_scale)
+        return *grads, None, None, None, None, None
 
 
 def _blocks(buffers: int, dtype: torch.dtype, *tensors: torch.Tensor) -> Iterator[tuple]:

@@ -17,6 +17,7 @@ import torch
 import triton
 import triton.language as tl
 
+from megatron.core.ops.dispatch import StoredWeight
 from megatron.core.ops.joint_gradient import GradientSlice
 from megatron.core.ops.launches import Launches, cdiv
 from megatron.core.ops.rows import Rows, RowSteps, row_tile
@@ -207,12 +208,14 @@ class NormCall:
         eps, gate_first: of the op.
         size: features that are normalised together.
         gradient: where that of the gate goes; None is a tensor of its own.
+        stored: the weight, where the op reads it as it is stored.
     """
 
     eps: float
     gate_first: bool
     size: int
     gradient: GradientSlice | None
+    stored: StoredWeight | None
 
     def joint_rows(self, gate: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor] | None:
         """Return memory of the gate's gradient in that of its projection, and the base of its rows,
@@ -235,7 +238,7 @@ class GatedRmsNorm(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, x, gate, weight, places, call: NormCall):
-        size = call.size
+        size, weight = call.size, weight if call.stored is None else call.stored.value
         rows = _Rows.of(x, gate, weight, places, size)
         y = torch.empty(gate.shape, dtype=x.dtype, device=x.device)
         shape = (*gate.shape[:-1], gate.shape[-1] // size)
@@ -269,7 +272,13 @@ class GatedRmsNorm(torch.autograd.Function):
         else:
             d_gate, base = joint
         if rows is None:
-            return d_x, d_gate, torch.zeros_like(weight), None, None
+            return (
+                d_x,
+                d_gate,
+                _weight_gradient(ctx, weight, torch.zeros_like(weight).view(1, -1)),
+                None,
+                None,
+            )
         launch = row_tile(BACKWARD, x, call.size)
         programs = min(cdiv(rows.count, launch["ROWS"]), cdiv(BACKWARD_PROGRAMS, rows.weights))
         partial = torch.empty(
@@ -290,8 +299,17 @@ class GatedRmsNorm(torch.autograd.Function):
             JOINT=joint is not None,
             **launch,
         )
-        d_weight = partial.sum(0).view(weight.shape).to(weight.dtype)
-        return d_x, d_gate, d_weight, None, None
+        return d_x, d_gate, _weight_gradient(ctx, weight, partial.flatten(1)), None, None
+
+
+def _weight_gradient(ctx, weight: torch.Tensor, addends: torch.Tensor) -> torch.Tensor | None:
+    """Return the weight's gradient from its addends [programs, n]; None where it was put."""
+    stored = ctx.call.stored
+    if stored is None:
+        return addends.sum(0).view(weight.shape).to(weight.dtype)
+    if ctx.needs_input_grad[2]:
+        stored.put(addends)
+    return None
 
 
 @dataclass(frozen=True)

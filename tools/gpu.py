@@ -22,6 +22,7 @@ import argparse
 import datetime
 import importlib.util
 import os
+import subprocess
 import sys
 import tempfile
 import time
@@ -80,6 +81,28 @@ def environment(*, rehearse: bool = False) -> dict[str, str]:
     return found
 
 
+def compilers_line(variables: Mapping[str, str]) -> str | None:
+    """Return which Triton and ptxas compile the kernels, with their known faults; None on a CPU.
+
+    Another process asks: a CUDA context of this one would take memory from every stage.
+
+    Args:
+        variables: the environment of the stages, whose TRITON_PTXAS_PATH counts.
+    """
+    code = (
+        "import torch; from megatron.core.ops import compiler;"
+        " device = torch.device('cuda' if torch.cuda.is_available() else 'cpu');"
+        " print(compiler.explain(device) or '')"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code], env=variables, capture_output=True, text=True, check=False
+    )
+    if done.returncode:
+        error = (done.stderr.strip().splitlines() or [f"exit code {done.returncode}"])[-1]
+        return f"the compilers of the kernels are unknown: {error}"
+    return f"kernels: {done.stdout.strip()}" if done.stdout.strip() else None
+
+
 def test_command(*words: str) -> list[str]:
     """Return the command that runs tests: by settings of their own, which need no plugin."""
     settings = ["-c", f"{TESTS}/pytest.ini", "--rootdir", ".", "-p", "no:cacheprovider"]
@@ -134,12 +157,14 @@ def stage_of(name: str, options: argparse.Namespace, parts: Path, seconds: float
 
 
 def run(options: argparse.Namespace, parts: Path) -> tuple[dict[str, str | None], list[Outcome]]:
-    """Say which peers there are, then run the stages one after another.
+    """Say what compiles the kernels and which peers there are, then run the stages in order.
 
     Returns:
         (why each peer cannot be imported, None where it can; how the stages ended).
     """
     deadline = time.monotonic() + options.seconds * (PATIENCE if options.rehearse else 1)
+    if (compilers := compilers_line(environment(rehearse=options.rehearse))) is not None:
+        print(f"gpu: {compilers}", flush=True)
     peers = refusals(options.stages, environment(rehearse=options.rehearse))
     for peer, refusal in peers.items():
         print(f"gpu: {said_of(peer, refusal)}", flush=True)

@@ -249,6 +249,25 @@ def test_the_assembler_is_part_of_the_machine(tmp_path, monkeypatch):
     assert gpu_results.machine()["ptxas"] == "13.1.80"
 
 
+@pytest.mark.slow
+def test_the_start_names_the_compilers_and_their_faults(tmp_path):
+    """A torch that reports a Hopper, a Triton and a ptxas that are wrong there."""
+    (tmp_path / "sitecustomize.py").write_text(
+        "import torch\n"
+        "torch.cuda.is_available = lambda: True\n"
+        "torch.cuda.get_device_capability = lambda device=None: (9, 0)\n"
+        "from megatron.core.ops import compiler\n"
+        "compiler.triton_version = lambda: '3.6.0'\n"
+        "compiler.ptxas_version = lambda major: '12.8.93'\n"
+    )
+    variables = gpu.environment()
+    variables["PYTHONPATH"] = os.pathsep.join([str(tmp_path), variables["PYTHONPATH"]])
+    line = gpu.compilers_line(variables)
+    assert line.startswith("kernels: Triton 3.6.0, ptxas 12.8.93; ")
+    assert "triton==3.7.1" in line
+    assert "nvidia-cuda-nvcc==" in line
+
+
 @pytest.mark.parametrize(
     ("triton", "numpy", "works"),
     [("3.7.1", "2.5.2", True), ("3.6.0", "2.3.5", True), ("3.6.0", "2.4.0", False)],

@@ -54,6 +54,19 @@ def held(found: dict) -> None:
     assert not said + new, "\n".join(said + new)
 
 
+@pytest.mark.parametrize(
+    "record", sorted(RECORD.parent.glob(f"{RECORD.stem}*.json")), ids=lambda path: path.stem
+)
+def test_fp32_recurrences_spill_at_most_256_bytes(record):
+    kernels = json.loads(record.read_text("utf-8"))["kernels"]
+    stacks = {
+        f"{kernel} {kind}": kernels[f"{kernel} {kind} fp32/sm_90"]["stack_bytes"]
+        for kernel in ("sweep_kernel", "reverse_sweep_kernel", "recurrence_gradients_kernel")
+        for kind in ("delta", "ssd")
+    }
+    assert {name: stack for name, stack in stacks.items() if stack > 256} == {}
+
+
 @pytest.mark.beside("aot", compiled)
 def test_aot_kernels_compile_within_their_budget(beside):
     """The heaviest kernels; the nightly test compiles all of them for all architectures."""

@@ -69,11 +69,11 @@ def _problems(mapped: TensorMap, opened: OpenTensors, model: HuggingFaceModel) -
             if name not in mapped.copies:
                 yield f"{name} is missing"
             continue
-        info = opened.find(name)
-        if info.shape != tensor.shape:
-            yield f"{name} is {list(info.shape)}, config.json makes it {list(tensor.shape)}"
-        if info.dtype not in _FLOATS:
-            yield f"{name} has dtype {info.dtype}: supported are {', '.join(_FLOATS)}"
+        tensor_info = opened.find(name)
+        if tensor_info.shape != tensor.shape:
+            yield f"{name} is {list(tensor_info.shape)}, config.json makes it {list(tensor.shape)}"
+        if tensor_info.dtype not in _FLOATS:
+            yield f"{name} has dtype {tensor_info.dtype}: supported are {', '.join(_FLOATS)}"
     for name in opened:
         skipped_prefix = _DERIVED.fullmatch(name) or _is_left_out(name, model)
         if name not in mapped.hf_tensors and not skipped_prefix:

@@ -114,12 +114,12 @@ class SafetensorsFile:
         """
         if not box.numel:
             return
-        info = self.tensors[name]
+        tensor_info = self.tensors[name]
         plain = target.is_contiguous() and target.device.type == "cpu"
-        if plain and target.dtype == DTYPES[info.dtype]:
+        if plain and target.dtype == DTYPES[tensor_info.dtype]:
             self._read_runs(name, box, as_bytes(target))
             return
-        dtype = DTYPES[info.dtype]
+        dtype = DTYPES[tensor_info.dtype]
         for band in row_boxes(box.sizes, dtype.itemsize):
             offsets = tuple(a + b for a, b in zip(box.offsets, band.offsets, strict=True))
             scratch = self._take(dtype.itemsize * band.numel)
@@ -128,17 +128,17 @@ class SafetensorsFile:
 
     def _read_runs(self, name: str, box: Box, target: memoryview) -> None:
         """Read a box into row-major memory, one contiguous run of the file at a time."""
-        info = self.tensors[name]
-        itemsize = DTYPES[info.dtype].itemsize
-        strides = [itemsize] * len(info.shape)
+        tensor_info = self.tensors[name]
+        itemsize = DTYPES[tensor_info.dtype].itemsize
+        strides = [itemsize] * len(tensor_info.shape)
         for dim in range(len(strides) - 2, -1, -1):
-            strides[dim] = strides[dim + 1] * info.shape[dim + 1]
+            strides[dim] = strides[dim + 1] * tensor_info.shape[dim + 1]
         # From dimension `cut` on, the box is contiguous in the file.
-        cut = len(info.shape)
-        while cut > 0 and box.sizes[cut:] == info.shape[cut:]:
+        cut = len(tensor_info.shape)
+        while cut > 0 and box.sizes[cut:] == tensor_info.shape[cut:]:
             cut -= 1
         run_bytes = itemsize * math.prod(box.sizes[cut:])
-        start = info.begin + sum(o * s for o, s in zip(box.offsets, strides, strict=True))
+        start = tensor_info.begin + sum(o * s for o, s in zip(box.offsets, strides, strict=True))
         for run, position in enumerate(range(0, len(target), run_bytes)):
             offset, remainder = start, run
             for dim in range(cut - 1, -1, -1):

@@ -145,16 +145,16 @@ class NullDevice:
             code = self.run(*words)
             if not output.exists():
                 return {}, [f"steps: exit code {code}, nothing was measured: see above"]
-            found = json.loads(output.read_text(encoding="utf-8"))
-        return found, [f"{name}: {problem}" for name, problem in found["problems"].items()]
+            report = json.loads(output.read_text(encoding="utf-8"))
+        return report, [f"{name}: {problem}" for name, problem in report["problems"].items()]
 
 
-def judge(found: dict, options: argparse.Namespace) -> list[str]:
+def judge(report: dict, options: argparse.Namespace) -> list[str]:
     """Compare measured steps with the record, or write it; return what is wrong."""
     recorded = record.read() if record.RECORD.exists() else {}
-    measured = found["steps"]
+    measured = report["steps"]
     if options.record:
-        record.write({**recorded, **measured}, versions=found["versions"])
+        record.write({**recorded, **measured}, versions=report["versions"])
         print(f"gpu-null: {len(measured)} steps written to {record.RECORD.relative_to(ROOT)}")
         recorded = {**recorded, **measured}
     for line in record.improvements(measured, recorded):
@@ -202,9 +202,9 @@ def run_parts(device: NullDevice, options: argparse.Namespace) -> list[str]:
         elif part in BENCHES:
             wrong = device.bench(part)
         else:
-            found, wrong = device.steps(options.steps, trace=options.trace)
-            if found and not options.cache:
-                wrong += judge(found, options)
+            report, wrong = device.steps(options.steps, trace=options.trace)
+            if report and not options.cache:
+                wrong += judge(report, options)
         problems += wrong
         seconds = time.monotonic() - start
         print(f"gpu-null: {part}: {len(wrong)} problems in {seconds:.0f} s", flush=True)

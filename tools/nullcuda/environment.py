@@ -87,8 +87,8 @@ def build_environment(folder: Path = FOLDER) -> Path:
     """
     venv = folder / "venv"
     python, stamp = venv / "bin/python", folder / "installed.txt"
-    wanted = REQUIREMENTS.read_text(encoding="utf-8")
-    if python.exists() and stamp.exists() and stamp.read_text(encoding="utf-8") == wanted:
+    version = REQUIREMENTS.read_text(encoding="utf-8")
+    if python.exists() and stamp.exists() and stamp.read_text(encoding="utf-8") == version:
         return python
     check_disk(folder)
     folder.mkdir(parents=True, exist_ok=True)
@@ -102,7 +102,7 @@ def build_environment(folder: Path = FOLDER) -> Path:
             f"pip could not install {REQUIREMENTS.relative_to(ROOT)} (see above): "
             f"is {INDEX} reachable, and is there room in {folder}?"
         )
-    stamp.write_text(wanted, encoding="utf-8")
+    stamp.write_text(version, encoding="utf-8")
     return python
 
 

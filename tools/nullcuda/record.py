@@ -49,8 +49,8 @@ def read(path: Path = RECORD) -> dict[str, dict[str, Any]]:
 
 def write(steps: Steps, *, versions: Mapping[str, str], path: Path = RECORD) -> None:
     """Put measured steps on record."""
-    found = {"versions": dict(versions), "steps": {name: dict(steps[name]) for name in steps}}
-    path.write_text(json.dumps(found, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
+    content = {"versions": dict(versions), "steps": {name: dict(steps[name]) for name in steps}}
+    path.write_text(json.dumps(content, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
 
 
 def problems(measured: Steps, recorded: Steps, *, complete: bool = True) -> list[str]:
@@ -60,25 +60,25 @@ def problems(measured: Steps, recorded: Steps, *, complete: bool = True) -> list
         measured, recorded: by name of the step.
         complete: every step was to be measured.
     """
-    found = [f"{name}: not on record: add --record" for name in measured.keys() - recorded.keys()]
+    lines = [f"{name}: not on record: add --record" for name in measured.keys() - recorded.keys()]
     if complete:
-        found += [f"{name}: not measured" for name in recorded.keys() - measured.keys()]
+        lines += [f"{name}: not measured" for name in recorded.keys() - measured.keys()]
     for name, counts in measured.items():
-        found += [
+        lines += [
             f"{name}: {fault}: {counts[fault]}, must be 0" for fault in FAULTS if counts[fault]
         ]
-        found += [
-            f"{name}: {key}: {counts[key]:g} a step, at most {most}"
-            for words, key, most in BARS
-            if all(word in name for word in words) and counts.get(key, 0) > most
+        lines += [
+            f"{name}: {key}: {counts[key]:g} a step, at most {limit}"
+            for words, key, limit in BARS
+            if all(word in name for word in words) and counts.get(key, 0) > limit
         ]
         for key, bound in recorded.get(name, {}).items():
             if key in UNCHECKED or key in FAULTS:
                 continue
             allowed = bound * (1 + PEAK_SHARE) if key == "peak_bytes" else bound
             if counts[key] > allowed:
-                found.append(f"{name}: {key}: {counts[key]:,} a step, {bound:,} on record")
-    return sorted(found)
+                lines.append(f"{name}: {key}: {counts[key]:,} a step, {bound:,} on record")
+    return sorted(lines)
 
 
 def improvements(measured: Steps, recorded: Steps) -> list[str]:

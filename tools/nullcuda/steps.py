@@ -118,8 +118,8 @@ def training(
         shape, bf16=True, device=torch.device("cuda"), config=config, **options
     )
     weights = sum(parameter.numel() for parameter in model.parameters())
-    found = measured(step, *TRAINING_STEPS, trace=trace)
-    return found | {
+    counts = measured(step, *TRAINING_STEPS, trace=trace)
+    return counts | {
         "weights": weights,
         "tokens": batch * shape.sequence,
         "peak_bytes": torch.cuda.max_memory_allocated(),
@@ -137,10 +137,10 @@ def expert_parallel(
         LOCAL, dispatcher=dispatcher, expert_rank_capacity_factor=capacity
     )
     with one_of(EXPERT_RANKS) as groups:
-        found = training(
+        counts = training(
             config, batch=batch, layers=EXPERT_LAYERS, trace=trace, groups=groups, backend=backend
         )
-    return found if capacity is not None else {"waits": found["waits"]}
+    return counts if capacity is not None else {"waits": counts["waits"]}
 
 
 def expert_parallel_run(
@@ -175,14 +175,14 @@ def expert_parallel_run(
         layout = layout.with_samples(torch.arange(len(rows), device=device))
         batches = [Microbatch(rows, rows, torch.ones_like(rows, dtype=torch.float32), layout)]
         if evaluates:
-            found = measured(partial(step.evaluate, batches), *TRAINING_STEPS, trace=trace)
-            return {"waits": found["waits"]}
-        found = measured(
+            counts = measured(partial(step.evaluate, batches), *TRAINING_STEPS, trace=trace)
+            return {"waits": counts["waits"]}
+        counts = measured(
             partial(step, batches, lr=1e-4, weight_decay=0.0), *TRAINING_STEPS, trace=trace
         )
         if run.replays < TRAINING_STEPS[1]:
             raise RuntimeError(f"{run.replays} of {TRAINING_STEPS[1]} steps were replayed")
-        return found
+        return counts
 
 
 @contextlib.contextmanager
@@ -228,8 +228,8 @@ def decoding(
             Request(prompt=tuple(range(5, 40 + row)), max_new_tokens=NEW_TOKENS, sampling=sampling)
         )
     with plausible_tokens():
-        found = measured(engine.step, *DECODE_STEPS, trace=trace)
-    return found | {
+        counts = measured(engine.step, *DECODE_STEPS, trace=trace)
+    return counts | {
         "weights": sum(parameter.numel() for parameter in parameters),
         "peak_bytes": torch.cuda.max_memory_allocated() - others,
     }
@@ -251,8 +251,8 @@ def measured(step: Callable[[], object], before: int, steps: int, *, trace: int)
         for _ in range(steps):
             step()
     milliseconds = 1e3 * (time.process_time() - cpu) / steps
-    found = since(begin)
-    return {name: round(found[name] / steps, 2) for name in COUNTS} | {
+    counts = since(begin)
+    return {name: round(counts[name] / steps, 2) for name in COUNTS} | {
         "host_cpu_ms": round(milliseconds, 2)
     }
 
@@ -266,7 +266,7 @@ def cases() -> dict[str, Callable[..., dict]]:
         moe=EXPERTS,
     )
     latent = dataclasses.replace(ours.config_of(LLAMA_1_3B), attention=LATENT)
-    found: dict[str, Callable[..., dict]] = {
+    cases_by_name: dict[str, Callable[..., dict]] = {
         "training, llama 1.3 B, microbatch 2": partial(training, None, batch=2),
         "training, hybrid 1.3 B, microbatch 2": partial(training, hybrid, batch=2),
         "training, latent attention, microbatch 2": partial(training, latent, batch=2),
@@ -277,19 +277,21 @@ def cases() -> dict[str, Callable[..., dict]]:
     for dispatcher, capacity in itertools.product(("alltoall", "allgather"), (None, CAPACITY)):
         limit = "no capacity" if capacity is None else f"capacity {capacity}"
         name = f"training, experts on {EXPERT_RANKS} ranks, {dispatcher}, {limit}, microbatch 2"
-        found[name] = partial(expert_parallel, experts, dispatcher, capacity, batch=2)
+        cases_by_name[name] = partial(expert_parallel, experts, dispatcher, capacity, batch=2)
         run = partial(expert_parallel_run, experts, dispatcher, capacity)
-        found[name.replace("training", "evaluation")] = partial(run, evaluates=True)
+        cases_by_name[name.replace("training", "evaluation")] = partial(run, evaluates=True)
         if capacity is not None:
-            found[f"{name}, graph"] = partial(run, evaluates=False)
+            cases_by_name[f"{name}, graph"] = partial(run, evaluates=False)
     ways = [Way(a, g) for g, a in itertools.product((False, True), (False, True))]
     kinds = {"gpt": SMALL, "hybrid": SMALL, "moe": SMALL, "latent": SMALL, "1.3 B": LLAMA_1_3B}
     for kind, shape in kinds.items():
         model = functools.cache(partial(model_of, kind, shape))
         for way in ways[-1:] if shape is LLAMA_1_3B else ways:
             for name, sampling in (("greedy", GREEDY), ("sampled", SAMPLED)):
-                found[f"decode, {kind}, {name}, {way}"] = partial(decoding, model, way, sampling)
-    return found
+                cases_by_name[f"decode, {kind}, {name}, {way}"] = partial(
+                    decoding, model, way, sampling
+                )
+    return cases_by_name
 
 
 def model_of(kind: str, shape: Shape) -> GPTModel:
@@ -335,7 +337,7 @@ def main() -> int:
     parser.add_argument("--only", nargs="+", default=None, help="parts of names")
     parser.add_argument("--trace", type=int, default=0, help="lines that calls come from")
     options = parser.parse_args()
-    found_steps: dict[str, dict] = {}
+    measured_steps: dict[str, dict] = {}
     problems: dict[str, str] = {}
     for name, case in cases().items():
         if options.only and not any(part in name for part in options.only):
@@ -345,20 +347,20 @@ def main() -> int:
         torch._C._cuda_clearCublasWorkspaces()
         torch.cuda.reset_peak_memory_stats()
         try:
-            found = case(trace=options.trace)
+            report = case(trace=options.trace)
         except Exception as error:
             traceback.print_exc()
             lines = str(error).strip().splitlines() or [""]
             problems[name] = f"{type(error).__name__}: {lines[0]}"
         else:
             faults = since(begin)
-            found_steps[name] = found | {fault: faults[fault] for fault in FAULTS}
-            print(f"gpu-null: {name}: {described(found_steps[name])}", flush=True)
+            measured_steps[name] = report | {fault: faults[fault] for fault in FAULTS}
+            print(f"gpu-null: {name}: {described(measured_steps[name])}", flush=True)
         gc.collect()
         torch.cuda.empty_cache()
     versions = {"torch": torch.__version__, "triton": triton.__version__}
-    found = {"versions": versions, "steps": found_steps, "problems": problems}
-    options.output.write_text(json.dumps(found), encoding="utf-8")
+    report = {"versions": versions, "steps": measured_steps, "problems": problems}
+    options.output.write_text(json.dumps(report), encoding="utf-8")
     return 1 if problems else 0
 
 

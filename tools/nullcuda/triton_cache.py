@@ -33,8 +33,8 @@ def packed_files(folder: Path) -> Iterator[tuple[str, bytes]]:
         data = path.read_bytes()
         if path.name.startswith(GROUP):
             children = json.loads(data)["child_paths"]
-            kept = {name: name for name in children if Path(name).suffix in SUFFIXES}
-            data = json.dumps({"child_paths": kept}, sort_keys=True).encode()
+            kernels_kept = {name: name for name in children if Path(name).suffix in SUFFIXES}
+            data = json.dumps({"child_paths": kernels_kept}, sort_keys=True).encode()
         yield f"{path.parent.name}/{path.name}", data
 
 

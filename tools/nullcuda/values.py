@@ -18,12 +18,12 @@ def plausible_tokens() -> Iterator[None]:
     on_host = Sampled.on_host
 
     def read(sampled: Sampled) -> Sampled:
-        found = on_host(sampled)
+        sampled_values = on_host(sampled)
         if not sampled.tokens.is_cpu:
-            found.tokens.fill_(TOKEN)
-            found.finite.fill_(True)
-            found.logprobs.fill_(-1.0)
-        return found
+            sampled_values.tokens.fill_(TOKEN)
+            sampled_values.finite.fill_(True)
+            sampled_values.logprobs.fill_(-1.0)
+        return sampled_values
 
     Sampled.on_host = read  # type: ignore[method-assign]
     try:

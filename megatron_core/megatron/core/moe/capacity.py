@@ -44,26 +44,26 @@ class RankCapacity:
         self.taken, self.share = math.inf, math.inf
         self.in_evaluation = False
 
-    def rows(self, share: float, most: int) -> int:
+    def rows(self, share: float, max_rows: int) -> int:
         """Return how many rows are taken.
 
         Args:
             share: the even one, in rows.
-            most: rows that there can be.
+            max_rows: rows that there can be.
         """
-        return min(math.ceil(self.factor * share), most)
+        return min(math.ceil(self.factor * share), max_rows)
 
     @torch.no_grad()
-    def record(self, rows: torch.Tensor, taken: int, share: float) -> None:
+    def record(self, rows: torch.Tensor, num_taken: int, share: float) -> None:
         """Remember what does not fit; nothing waits for the device.
 
         Args:
             rows: int64 [blocks], that are to be taken in each block.
-            taken: rows that each block has.
+            num_taken: rows that each block has.
             share: the even one, in rows.
         """
-        self.taken, self.share = min(taken, self.taken), min(share, self.share)
-        torch.maximum(self.excess, rows.amax() - taken, out=self.excess)
+        self.taken, self.share = min(num_taken, self.taken), min(share, self.share)
+        torch.maximum(self.excess, rows.amax() - num_taken, out=self.excess)
 
     def reset(self) -> None:
         """Forget what there was."""
@@ -111,10 +111,10 @@ class CapacityCheck:
         try:
             yield
         finally:
-            for (_, capacity), (taken, share) in zip(self._layers, sizes, strict=True):
+            for (_, capacity), (num_taken, share) in zip(self._layers, sizes, strict=True):
                 capacity.in_evaluation = False
                 # Of training alone: a replayed step does not set them again.
-                capacity.taken, capacity.share = taken, share
+                capacity.taken, capacity.share = num_taken, share
 
     def has_room(self) -> bool:
         """Whether all rows since `begin` had room, on all ranks; waits for the device."""
@@ -140,10 +140,10 @@ class CapacityCheck:
         rows = all_reduce(table, self.world, op="max").tolist()
         full = [(needed, excess, i) for i, (excess, needed, _) in enumerate(rows) if excess]
         needed, excess, worst = max(full)
-        more = f" (and {len(full) - 1} more layers)" if len(full) > 1 else ""
+        others_text = f" (and {len(full) - 1} more layers)" if len(full) > 1 else ""
         raise ValueError(
-            f"{self.names[worst]}{more}: {excess:,.0f} tokens of a microbatch had no room on a "
-            f"rank of experts, which takes --moe-expert-rank-capacity-factor {rows[worst][2]:g} x "
-            f"its even share, and {needed:.2f} x were routed to it; no weight has changed: resume "
-            f"with {math.ceil(needed * 10 + 1) / 10:g} or more, or without it"
+            f"{self.names[worst]}{others_text}: {excess:,.0f} tokens of a microbatch had no room "
+            "on a rank of experts, which takes --moe-expert-rank-capacity-factor "
+            f"{rows[worst][2]:g} x its even share, and {needed:.2f} x were routed to it; no weight "
+            f"has changed: resume with {math.ceil(needed * 10 + 1) / 10:g} or more, or without it"
         )

@@ -61,20 +61,22 @@ class RouterConfig:
 
     def problems(self, num_experts: int) -> list[str]:
         """List what cannot be with so many experts."""
-        found = []
+        problems = []
         if not 1 <= self.topk <= num_experts:
-            found.append(f"moe-router-topk {self.topk} must be in 1 … {num_experts}, the experts")
-        for name, value, known in (
+            problems.append(
+                f"moe-router-topk {self.topk} must be in 1 … {num_experts}, the experts"
+            )
+        for name, value, choices in (
             ("moe-router-score-function", self.score_function, SCORES),
             ("moe-router-load-balancing-type", self.balance, BALANCES),
         ):
-            if value not in known:
-                found.append(f"{name} {value!r}: use one of {', '.join(known)}")
+            if value not in choices:
+                problems.append(f"{name} {value!r}: use one of {', '.join(choices)}")
         if min(self.aux_loss_coeff, self.z_loss_coeff, self.bias_update_rate) < 0:
-            found.append("coefficients of auxiliary losses and rates must not be negative")
+            problems.append("coefficients of auxiliary losses and rates must not be negative")
         if not 0.0 <= self.jitter < 1.0:
-            found.append(f"moe-input-jitter-eps {self.jitter} must be in [0, 1)")
-        return found + self._group_problems(num_experts)
+            problems.append(f"moe-input-jitter-eps {self.jitter} must be in [0, 1)")
+        return problems + self._group_problems(num_experts)
 
     def _group_problems(self, num_experts: int) -> list[str]:
         groups, best = self.num_groups, self.group_topk
@@ -84,14 +86,14 @@ class RouterConfig:
             return []
         if groups < 1 or num_experts % groups:
             return [f"moe-router-num-groups {groups} must divide the {num_experts} experts"]
-        each = num_experts // groups
-        if not 1 <= best <= groups or best * each < self.topk:
+        group_size = num_experts // groups
+        if not 1 <= best <= groups or best * group_size < self.topk:
             return [
-                f"moe-router-group-topk {best} of {groups} groups of {each} experts must hold the "
-                f"{self.topk} experts of a token"
+                f"moe-router-group-topk {best} of {groups} groups of {group_size} experts must "
+                f"hold the {self.topk} experts of a token"
             ]
-        if not 1 <= self.group_candidates <= each:
-            return [f"{self.group_candidates} candidates of a group of {each} experts"]
+        if not 1 <= self.group_candidates <= group_size:
+            return [f"{self.group_candidates} candidates of a group of {group_size} experts"]
         return []
 
 
@@ -131,31 +133,31 @@ class MoEConfig:
             tp: ranks that share the weights of the shared expert.
             etp, ep: ranks that share each expert's weights, and ranks that share the experts.
         """
-        found = []
+        problems = []
         if self.num_experts < 1 or self.num_experts % ep:
-            found.append(
+            problems.append(
                 f"num-experts {self.num_experts} must be a positive multiple of "
                 f"expert-model-parallel-size {ep}"
             )
         if self.ffn_hidden_size < 1 or self.ffn_hidden_size % etp:
-            found.append(
+            problems.append(
                 f"moe-ffn-hidden-size {self.ffn_hidden_size} must be a positive multiple of "
                 f"expert-tensor-parallel-size {etp}"
             )
-        known = GATES if self.gated else ACTIVATIONS
-        if self.activation not in known:
-            found.append(f"activation {self.activation!r}: use one of {', '.join(known)}")
+        activations = GATES if self.gated else ACTIVATIONS
+        if self.activation not in activations:
+            problems.append(f"activation {self.activation!r}: use one of {', '.join(activations)}")
         if self.capacity_factor is not None and not self.capacity_factor > 0:
-            found.append(f"moe-expert-capacity-factor {self.capacity_factor} must be positive")
+            problems.append(f"moe-expert-capacity-factor {self.capacity_factor} must be positive")
         if self.drop_policy not in DROP_POLICIES:
-            found.append(
+            problems.append(
                 f"moe-token-drop-policy {self.drop_policy!r}: use {' or '.join(DROP_POLICIES)}"
             )
         if self.shared is not None:
-            found += [f"shared expert: {problem}" for problem in self.shared.problems(tp)]
+            problems += [f"shared expert: {problem}" for problem in self.shared.problems(tp)]
         elif self.shared_gate:
-            found.append("a gate of the shared expert without one: give its size")
-        return found + self.router.problems(self.num_experts)
+            problems.append("a gate of the shared expert without one: give its size")
+        return problems + self.router.problems(self.num_experts)
 
     @property
     def shared(self) -> MLPConfig | None:

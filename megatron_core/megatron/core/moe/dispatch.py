@@ -49,16 +49,16 @@ MOST_PADDED = 256
 Experts = Callable[[torch.Tensor, RowRuns], torch.Tensor]
 
 
-def choose_dispatcher(wanted: str, *, topk: int, ep: int) -> str:
+def choose_dispatcher(requested: str, *, topk: int, ep: int) -> str:
     """Return "allgather" or "alltoall"; for "auto" what moves fewer rows.
 
     Raises:
         ValueError: there is no such dispatcher.
     """
-    if wanted not in DISPATCHERS:
-        raise ValueError(f"moe-token-dispatcher-type {wanted!r}: use {', '.join(DISPATCHERS)}")
-    if wanted != "auto":
-        return wanted
+    if requested not in DISPATCHERS:
+        raise ValueError(f"moe-token-dispatcher-type {requested!r}: use {', '.join(DISPATCHERS)}")
+    if requested != "auto":
+        return requested
     return "allgather" if ep < topk else "alltoall"
 
 
@@ -167,49 +167,49 @@ class _Sorted:
     trailing: bool = False
 
     @staticmethod
-    def of(wanted: torch.Tensor, count: int, *, complete: bool = False) -> _Sorted:
+    def of(experts: torch.Tensor, count: int, *, complete: bool = False) -> _Sorted:
         """Sort the places [t, k] of experts 0 … count - 1; `count` is none of them.
 
         Args:
             complete: no place is of none, or those stay, after all others; else the host waits to
                 know how many are.
         """
-        wanted = wanted.flatten()
-        counts = torch.zeros(count + 1, dtype=torch.int64, device=wanted.device)
-        counts.index_add_(0, wanted, torch.ones_like(wanted))
-        order = wanted.argsort(stable=True)
+        experts = experts.flatten()
+        counts = torch.zeros(count + 1, dtype=torch.int64, device=experts.device)
+        counts.index_add_(0, experts, torch.ones_like(experts))
+        order = experts.argsort(stable=True)
         if not complete:
             order = order[: len(order) - int(counts[-1])]
         return _Sorted(order, counts[:-1])
 
     @staticmethod
-    def here(wanted: torch.Tensor, ranks: ExpertRanks, *, complete: bool, waits: bool) -> _Sorted:
+    def here(experts: torch.Tensor, ranks: ExpertRanks, *, complete: bool, waits: bool) -> _Sorted:
         """Sort the places of the experts of this rank.
 
         Args:
-            wanted: int64 [t, k], of all E experts; -1 is none.
+            experts: int64 [t, k], of all E experts; -1 is none.
             complete: every place is of some expert.
             waits: leave out the places of other ranks' experts, for which the host waits; else they
                 stay, after those of this rank's.
         """
         complete = complete and ranks.num_local == ranks.num_experts
-        own = wanted - ranks.first
-        elsewhere = (own < 0) | (own >= ranks.num_local)
-        found = _Sorted.of(
-            own.masked_fill(elsewhere, ranks.num_local),
+        local_experts = experts - ranks.first
+        elsewhere = (local_experts < 0) | (local_experts >= ranks.num_local)
+        order = _Sorted.of(
+            local_experts.masked_fill(elsewhere, ranks.num_local),
             ranks.num_local,
             complete=complete or not waits,
         )
-        return replace(found, trailing=not (complete or waits))
+        return replace(order, trailing=not (complete or waits))
 
     @staticmethod
     def everywhere(routing: Routing, num_experts: int) -> _Sorted:
         """Sort the places of all experts, those that no expert takes last."""
-        wanted = routing.experts
+        experts = routing.experts
         if routing.kept is not None:
-            wanted = wanted.masked_fill(~routing.kept, num_experts)
-        found = _Sorted.of(wanted, num_experts, complete=True)
-        return replace(found, trailing=routing.kept is not None)
+            experts = experts.masked_fill(~routing.kept, num_experts)
+        order = _Sorted.of(experts, num_experts, complete=True)
+        return replace(order, trailing=routing.kept is not None)
 
     def within(self, count: int) -> _Sorted:
         """Return the first places, so many at most; others may follow them."""
@@ -234,9 +234,9 @@ def _at_home(
     rows: torch.Tensor, routing: Routing, experts: Experts, ranks: ExpertRanks
 ) -> torch.Tensor:
     tokens, topk = routing.experts.shape
-    found = _Sorted.everywhere(routing, ranks.num_experts)
-    permutation = found.permutation(tokens, topk)
-    results = experts(take_rows(rows, permutation), found.runs)
+    order = _Sorted.everywhere(routing, ranks.num_experts)
+    permutation = order.permutation(tokens, topk)
+    results = experts(take_rows(rows, permutation), order.runs)
     return sum_rows(results, permutation, weights=routing.weights)
 
 
@@ -255,24 +255,25 @@ def _by_all_gather(
         rows, routing = _padded(rows, routing, padding.rows)
     flight = gather(group)
     under_way = depart(rows, flight)
-    wanted = routing.experts
+    expert_ids = routing.experts
     if routing.kept is not None:
-        wanted = wanted.masked_fill(~routing.kept, -1)
-    wanted = all_gather(wanted, group)  # [n t, k]
+        expert_ids = expert_ids.masked_fill(~routing.kept, -1)
+    expert_ids = all_gather(expert_ids, group)  # [n t, k]
     weights = gather_from_group(routing.weights, group, partial_gradient=True)  # [n t, k]
     complete = routing.kept is None and not (padding is not None and padding.uneven)
-    some = ranks.num_local < ranks.num_experts  # else places of no expert are few, and may stay
-    waits = padding is None and capacity is None and some
-    found = _Sorted.here(wanted, ranks, complete=complete, waits=waits)
+    # If all experts are local, few rows are assigned to no expert, and they may stay.
+    has_remote_experts = ranks.num_local < ranks.num_experts
+    waits = padding is None and capacity is None and has_remote_experts
+    order = _Sorted.here(expert_ids, ranks, complete=complete, waits=waits)
     if capacity is not None:
-        share = wanted.numel() * ranks.num_local / ranks.num_experts
-        room = capacity.rows(share, len(wanted) * min(wanted.shape[1], ranks.num_local))
-        capacity.record(found.counts.sum(), room, share)
-        found = found.within(room)
-    permutation = found.permutation(*wanted.shape)
+        share = expert_ids.numel() * ranks.num_local / ranks.num_experts
+        room = capacity.rows(share, len(expert_ids) * min(expert_ids.shape[1], ranks.num_local))
+        capacity.record(order.counts.sum(), room, share)
+        order = order.within(room)
+    permutation = order.permutation(*expert_ids.shape)
     meanwhile()
     everyone = arrive(under_way, flight)  # [n t, h]
-    results = experts(take_rows(everyone, permutation), found.runs)  # [r, h] partial(etp)
+    results = experts(take_rows(everyone, permutation), order.runs)  # [r, h] partial(etp)
     return direct(sum_rows(results, permutation, weights=weights), scatter(group))[:count]
 
 
@@ -298,9 +299,9 @@ def partial_sums(
         [t, h] partial(etp, ep).
     """
     waits = len(everyone) > MOST_PADDED * ranks.group.size
-    found = _Sorted.here(routing.experts, ranks, complete=True, waits=waits)
-    permutation = found.permutation(*routing.experts.shape)
-    results = experts(take_rows(everyone, permutation), found.runs)
+    order = _Sorted.here(routing.experts, ranks, complete=True, waits=waits)
+    permutation = order.permutation(*routing.experts.shape)
+    results = experts(take_rows(everyone, permutation), order.runs)
     return sum_rows(results, permutation, weights=routing.weights)
 
 
@@ -313,27 +314,30 @@ def _by_all_to_all(
 ) -> torch.Tensor:
     group, etp = ranks.group, ranks.etp
     tokens, topk = routing.experts.shape
-    found = _Sorted.everywhere(routing, ranks.num_experts)
+    order = _Sorted.everywhere(routing, ranks.num_experts)
     # One row of numbers a rank: how many of its places want each expert.
-    counts = all_gather(found.counts.unsqueeze(0), group)  # [n, E]
-    own = counts[:, ranks.first : ranks.first + ranks.num_local]  # [n, E/ep]
-    sizes = torch.cat([own.sum(1), found.counts.view(-1, ranks.num_local).sum(1)])
+    counts = all_gather(order.counts.unsqueeze(0), group)  # [n, E]
+    local_counts = counts[:, ranks.first : ranks.first + ranks.num_local]  # [n, E/ep]
+    sizes = torch.cat([local_counts.sum(1), order.counts.view(-1, ranks.num_local).sum(1)])
     sizes = sizes.tolist()  # the layer's one wait for the device: c10d takes sizes from the host
     receive, blocks = sizes[: group.size], sizes[group.size :]
-    places = found.places[: sum(blocks)]
+    positions = order.places[: sum(blocks)]
     if etp > 1:  # a row for each part of its expert
-        parts = places.split(blocks)
-        places = torch.cat([part * etp + i for part in parts for i in range(etp)])
-    leaving = Permutation.of(places, tokens, topk * etp)
+        block_positions = positions.split(blocks)
+        positions = torch.cat([part * etp + i for part in block_positions for i in range(etp)])
+    leaving = Permutation.of(positions, tokens, topk * etp)
     send = [block for block in blocks for _ in range(etp)]
-    there, back = exchange(group, send, receive), exchange(group, receive, send)
-    under_way = depart(take_rows(rows, leaving), there)
-    by_expert, runs = _regrouped(own, sum(receive))
+    forward_exchange, backward_exchange = (
+        exchange(group, send, receive),
+        exchange(group, receive, send),
+    )
+    under_way = depart(take_rows(rows, leaving), forward_exchange)
+    by_expert, runs = _regrouped(local_counts, sum(receive))
     meanwhile()
-    results = experts(take_rows(arrive(under_way, there), by_expert), runs)
-    returned = direct(sum_rows(results, by_expert), back)
+    results = experts(take_rows(arrive(under_way, forward_exchange), by_expert), runs)
+    combined = direct(sum_rows(results, by_expert), backward_exchange)
     weights = _for_parts(routing.weights, etp)  # [t, k etp]
-    return sum_rows(returned, leaving, weights=weights)
+    return sum_rows(combined, leaving, weights=weights)
 
 
 def _by_equal_blocks(
@@ -346,34 +350,39 @@ def _by_equal_blocks(
 ) -> torch.Tensor:
     group, etp, local = ranks.group, ranks.etp, ranks.num_local
     tokens, topk = routing.experts.shape
-    parts = group.size // etp
-    found = _Sorted.everywhere(routing, ranks.num_experts)
-    counts = all_gather(found.counts.unsqueeze(0), group)  # [n, E]
-    share = tokens * topk / parts
+    num_blocks = group.size // etp
+    order = _Sorted.everywhere(routing, ranks.num_experts)
+    counts = all_gather(order.counts.unsqueeze(0), group)  # [n, E]
+    share = tokens * topk / num_blocks
     room = capacity.rows(share, tokens * min(topk, local))
-    wanted = found.counts.view(parts, local).sum(1)  # [ep]
-    capacity.record(wanted, room, share)
+    block_rows = order.counts.view(num_blocks, local).sum(1)  # [ep]
+    capacity.record(block_rows, room, share)
     slot = torch.arange(room, device=rows.device)
-    index = (wanted.cumsum(0) - wanted).unsqueeze(1) + slot  # [ep, room]
-    places = found.places[index.clamp(max=len(found.places) - 1)].unsqueeze(1)
-    places = places * etp + torch.arange(etp, device=rows.device).unsqueeze(1)  # [ep, etp, room]
-    present = (slot < wanted.unsqueeze(1)).unsqueeze(1).expand_as(places)
+    index = (block_rows.cumsum(0) - block_rows).unsqueeze(1) + slot  # [ep, room]
+    positions = order.places[index.clamp(max=len(order.places) - 1)].unsqueeze(1)
+    positions = positions * etp + torch.arange(etp, device=rows.device).unsqueeze(
+        1
+    )  # [ep, etp, room]
+    present = (slot < block_rows.unsqueeze(1)).unsqueeze(1).expand_as(positions)
     leaving = Permutation.with_padding(
-        places.flatten(), present.flatten(), tokens=tokens, copies=topk * etp
+        positions.flatten(), present.flatten(), tokens=tokens, copies=topk * etp
     )
     sizes = [room] * group.size
-    there, back = exchange(group, sizes, sizes), exchange(group, sizes, sizes)
-    under_way = depart(take_rows(rows, leaving), there)
+    forward_exchange, backward_exchange = (
+        exchange(group, sizes, sizes),
+        exchange(group, sizes, sizes),
+    )
+    under_way = depart(take_rows(rows, leaving), forward_exchange)
     # Of each block, rows of this rank's experts in order, and then padding.
     ends = counts[:, ranks.first : ranks.first + local].cumsum(1)  # [n, E/ep]
     whose = torch.searchsorted(ends, slot.expand(len(ends), room).contiguous(), right=True)
-    here = replace(_Sorted.of(whose, local, complete=True), trailing=True)
-    by_expert = here.permutation(whose.numel(), 1)
+    local_order = replace(_Sorted.of(whose, local, complete=True), trailing=True)
+    by_expert = local_order.permutation(whose.numel(), 1)
     meanwhile()
-    arrived = arrive(under_way, there)  # [n room, h]
-    results = experts(take_rows(arrived, by_expert), here.runs)
-    returned = direct(sum_rows(results, by_expert), back)
-    return sum_rows(returned, leaving, weights=_for_parts(routing.weights, etp))
+    arrived = arrive(under_way, forward_exchange)  # [n room, h]
+    results = experts(take_rows(arrived, by_expert), local_order.runs)
+    combined = direct(sum_rows(results, by_expert), backward_exchange)
+    return sum_rows(combined, leaving, weights=_for_parts(routing.weights, etp))
 
 
 def _for_parts(weights: torch.Tensor, etp: int) -> torch.Tensor:
@@ -392,8 +401,8 @@ def _regrouped(counts: torch.Tensor, rows: int) -> tuple[Permutation, RowRuns]:
     sizes = counts.sum(0)
     whose = torch.arange(experts, device=counts.device).repeat(ranks)
     whose = whose.repeat_interleave(counts.flatten(), output_size=rows)  # [r]
-    places = whose.argsort(stable=True)
-    return Permutation.of(places, len(places), 1), RowRuns.of(sizes)
+    positions = whose.argsort(stable=True)
+    return Permutation.of(positions, len(positions), 1), RowRuns.of(sizes)
 
 
 __all__ = [

@@ -47,10 +47,11 @@ class ExpertMLPs(nn.Module):
         self._function = build.backend.elementwise(gated if config.gated else activate)
         count, f, h = config.num_experts, config.ffn_hidden_size, build.hidden_size
         by_expert = Cut(axis="ep", dim=0)
-        parts = ["gate", "up"] if config.gated else ["up"]
+        projections = ["gate", "up"] if config.gated else ["up"]
         inner = (by_expert, Cut(axis="etp", dim=1))
         segments = tuple(
-            Segment(name=f"{name}.{part}.weight", shape=(count, f, h), cuts=inner) for part in parts
+            Segment(name=f"{name}.{projection}.weight", shape=(count, f, h), cuts=inner)
+            for projection in projections
         )
         self.input = build.store.declare(
             WeightSharding(

@@ -98,17 +98,19 @@ def within_capacity(
     order = torch.arange(experts.numel(), device=experts.device)
     if policy == "probs":
         order = weights.flatten().argsort(descending=True, stable=True)
-    wanted = experts.flatten()
+    assignments = experts.flatten()
     if real is not None:  # after all others
-        wanted = wanted.where(real.repeat_interleave(experts.shape[1]), experts.numel())
-    order = order[wanted[order].argsort(stable=True)]  # by expert
-    sorted_experts = wanted[order]
-    first = torch.searchsorted(sorted_experts, sorted_experts)  # where each one's expert begins
-    ranks = torch.arange(len(order), device=order.device) - first
-    kept = torch.empty_like(ranks, dtype=torch.bool)
-    kept[order] = ranks < capacity
-    kept = kept.view(experts.shape)
-    return kept if real is None else kept & real.unsqueeze(1)
+        assignments = assignments.where(real.repeat_interleave(experts.shape[1]), experts.numel())
+    order = order[assignments[order].argsort(stable=True)]  # by expert
+    sorted_experts = assignments[order]
+    expert_starts = torch.searchsorted(
+        sorted_experts, sorted_experts
+    )  # where each one's expert begins
+    ranks = torch.arange(len(order), device=order.device) - expert_starts
+    is_kept = torch.empty_like(ranks, dtype=torch.bool)
+    is_kept[order] = ranks < capacity
+    is_kept = is_kept.view(experts.shape)
+    return is_kept if real is None else is_kept & real.unsqueeze(1)
 
 
 def expert_capacity(
@@ -136,14 +138,14 @@ def jitter_key(seed: int, name: str) -> int:
 
 
 def jittered(
-    rows: torch.Tensor, sample_ids: torch.Tensor, places: torch.Tensor, *, rate: float, key: int
+    rows: torch.Tensor, sample_ids: torch.Tensor, positions: torch.Tensor, *, rate: float, key: int
 ) -> torch.Tensor:
     """Return rows [t, h] times uniform numbers in [1 - rate, 1 + rate).
 
     Args:
         sample_ids, places: int64 [t], each row's sample and its place there.
     """
-    line = hash_index(key, hash_index(key, sample_ids) ^ places)  # [t]
+    line = hash_index(key, hash_index(key, sample_ids) ^ positions)  # [t]
     columns = hash_index(key + 1, torch.arange(rows.shape[1], device=rows.device))  # [h]
     bits = mix_rows_and_columns(line.unsqueeze(1), columns) & ((1 << _BITS) - 1)
     uniform = bits.float() * 2.0**-_BITS  # [t, h] in [0, 1)
@@ -165,12 +167,12 @@ def tokens_of_experts(
         sets: int64 [t], the number of each token's set; None is one set.
         real: bool [t]; padding does not count. None is all True.
     """
-    places = experts if sets is None else experts + num_experts * sets.unsqueeze(1)
+    bins = experts if sets is None else experts + num_experts * sets.unsqueeze(1)
     ones = torch.ones(experts.numel(), device=experts.device)
     if real is not None:
         ones = real.float().repeat_interleave(experts.shape[1])
     counts = torch.zeros(num_sets * num_experts, device=experts.device)
-    return counts.index_add_(0, places.flatten(), ones).view(num_sets, num_experts)
+    return counts.index_add_(0, bins.flatten(), ones).view(num_sets, num_experts)
 
 
 def balance_loss(
@@ -249,9 +251,9 @@ class Share:
         self.has_padding = layout.padding is not None
         self._divides = region.group.size > 1 and not region.scatters
         present = hidden.shape[0] * hidden.shape[1]
-        parts = region.group.size if self._divides else 1
-        self._missing = -present % parts
-        self.count = (present + self._missing) // parts  # t
+        num_shards = region.group.size if self._divides else 1
+        self._missing = -present % num_shards
+        self.count = (present + self._missing) // num_shards  # t
         self._device = hidden.device
         self.real = self._real()
 
@@ -301,9 +303,9 @@ class Share:
     @property
     def places(self) -> torch.Tensor:
         """Position of each row in its sequence, int64 [t]; -1 for padding of the sequence."""
-        places = self._layout.sample_places  # [s]
-        assert places.ndim == 1, "layouts with sample ids have one place per column"
-        return places[(self._numbers // self.batch).clamp(max=len(places) - 1)]
+        positions = self._layout.sample_places  # [s]
+        assert positions.ndim == 1, "layouts with sample ids have one place per column"
+        return positions[(self._numbers // self.batch).clamp(max=len(positions) - 1)]
 
     @property
     def _numbers(self) -> torch.Tensor:
@@ -435,16 +437,16 @@ class Router(nn.Module):
         by_sequence = config.balance == "seq_aux_loss"
         sets = share.sequences if by_sequence else None
         number = share.num_sequences if by_sequence else 1
-        own = tokens_of_experts(
+        local_tokens = tokens_of_experts(
             experts, self.num_experts, sets=sets, num_sets=number, real=share.real
         )
         if share.real is not None:
             shares = shares * share.real.unsqueeze(1)
-        balance = z = own.new_zeros(())
-        weights, tokens = routing.weights, own.sum() / config.topk
+        balance = z = local_tokens.new_zeros(())
+        weights, tokens = routing.weights, local_tokens.sum() / config.topk
         balances = config.balance != "none" and config.aux_loss_coeff > 0.0
         if aux_factor is not None and (balances or config.z_loss_coeff > 0.0):
-            counts = all_reduce(own, self.group)  # [sets, E]
+            counts = all_reduce(local_tokens, self.group)  # [sets, E]
             tokens = counts.sum() / config.topk
             if balances:
                 balance = balance_loss(shares, counts, topk=config.topk, sets=sets)
@@ -452,13 +454,13 @@ class Router(nn.Module):
             if config.z_loss_coeff > 0.0:
                 z = z_loss(logits, tokens, real=share.real)
                 weights = carry(weights, z, aux_factor * config.z_loss_coeff)
-        self._count(own.sum(0), routing, shares, (balance, z, tokens))
+        self._count(local_tokens.sum(0), routing, shares, (balance, z, tokens))
         return Routing(experts, weights, routing.kept)
 
     @torch.no_grad()
     def _count(
         self,
-        wanted: torch.Tensor,
+        assigned: torch.Tensor,
         routing: Routing,
         shares: torch.Tensor,
         losses: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
@@ -470,12 +472,14 @@ class Router(nn.Module):
             losses: the balance loss, the z loss, and the tokens that they are of.
         """
         balance, z, tokens = losses
-        places = wanted.sum()
-        taken = places if routing.kept is None else routing.kept.sum().float()
+        num_assigned = assigned.sum()
+        num_kept = num_assigned if routing.kept is None else routing.kept.sum().float()
         entropy = torch.special.entr(shares).sum()
-        part = (tokens > 0).float() / self.group.size
-        measures = torch.stack([places, places - taken, entropy, balance, z, part])
-        self.counted += torch.cat([wanted, measures])
+        active_share = (tokens > 0).float() / self.group.size
+        measures = torch.stack(
+            [num_assigned, num_assigned - num_kept, entropy, balance, z, active_share]
+        )
+        self.counted += torch.cat([assigned, measures])
 
 
 class _Logits(torch.autograd.Function):
@@ -576,8 +580,8 @@ class Balance:
             applied: whether the step changed weights; otherwise biases stay as well.
         """
         counted = [router.counted.clone() for router in self.routers]
-        for router, total, found in zip(self.routers, self._totals, counted, strict=True):
-            total += found
+        for router, total, counts in zip(self.routers, self._totals, counted, strict=True):
+            total += counts
             router.counted.zero_()
         if not (self.config.router.expert_bias and applied):
             return
@@ -599,8 +603,8 @@ class Balance:
         """Return [routers of the model, E + measures] of all ranks."""
         shape = len(self.names), self.config.num_experts + len(MEASURES)
         whole = torch.zeros(shape, dtype=torch.float64, device=self.device)
-        for row, found in zip(self._rows, counted, strict=True):
-            whole[row] = found
+        for row, counts in zip(self._rows, counted, strict=True):
+            whole[row] = counts
         return all_reduce(whole, self.world)
 
     def _load(self, name: str, row: list[float]) -> RouterLoad:
@@ -608,12 +612,15 @@ class Balance:
             row[: -len(MEASURES)],
             dict(zip(MEASURES, row[-len(MEASURES) :], strict=True)),
         )
-        places, microbatches = max(1.0, measures["places"]), max(1.0, measures["microbatches"])
+        num_assigned, microbatches = (
+            max(1.0, measures["places"]),
+            max(1.0, measures["microbatches"]),
+        )
         return RouterLoad(
             name=name,
             tokens=tuple(round(count) for count in tokens),
-            dropped=measures["dropped"] / places,
-            entropy=measures["entropy"] / places * self.config.router.topk,
+            dropped=measures["dropped"] / num_assigned,
+            entropy=measures["entropy"] / num_assigned * self.config.router.topk,
             balance_loss=measures["balance_loss"] / microbatches,
             z_loss=measures["z_loss"] / microbatches,
         )

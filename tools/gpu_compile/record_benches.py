@@ -32,8 +32,9 @@ if TYPE_CHECKING:
     from megatron.core.ops.launches import Launches
     from tools.bench.trials import Trial
 
-#: Cases that read a value on the host. Trials launch the kernels of these.
-READ_VALUES = ("cross entropy",)
+#: Cases that read values on the host, which tensors without memory lack. The trials and tests/gpu
+#: launch their kernels.
+READ_VALUES = ("cross entropy", "attention, packed", "experts")
 
 
 def trials(recorded: Recorded) -> Iterator[str]:

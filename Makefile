@@ -1,13 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
-# One command per job. Every target makes .venv with pinned versions first, once, by itself.
+# One command per job. A target makes .venv with pinned versions first, once, by itself; only gpu and
+# functional-gpu run the machine's own Python, or PYTHON, and install nothing, and gpu-null and
+# gpu-cache make build/nullcuda.
 #
-#   PYTHON=python3.12            the interpreter to build .venv from (else 3.11 or 3.12 is looked for)
+#   PYTHON=python3.12            the interpreter to build .venv from (else 3.11 or 3.12 is looked for),
+#                                or that runs gpu and functional-gpu (else python3)
 #   TORCH_VERSION=2.10.0         another torch than the pinned one
 #   TORCH_INDEX=URL              where to look for torch besides the registry, e.g. for its CPU builds
 #   TESTS="tests/unit_tests"     what make test runs        PYTEST_FLAGS="-x -k rope"   how
 #   TEST_JOBS=0                  processes that share the tests; else three for two cores, 8 at most
 #   BENCH_FLAGS="--quick train"  which benchmarks, see tools/bench/README.md
 #   GPU_FLAGS="--stages tests decode" part of the suite   GPU_FLAGS=--rehearse   tiny, on a CPU
+#   GPU_FLAGS="--require-gpu --output results"   fail without a GPU; another folder of results
 #   GPU_COMPILE_FLAGS="--part 1/3" a part; --only attention: some kernels
 #   NULL_FLAGS="--only steps"    parts of the run over the null CUDA device, see tools/nullcuda
 #   GPUS=2                       GPUs without which make functional-gpu fails, else 1
@@ -42,9 +46,12 @@ export PYTHONDONTWRITEBYTECODE :=
 .PHONY: help venv pretrain lint dead format test test-all te-newest status parity gpu functional-gpu gpu-compile gpu-null gpu-cache bench soak coverage
 
 help: ## list the targets
-	@echo "Targets (each sets itself up on a fresh machine with Python 3.11 or 3.12):"
+	@echo "Targets (all but gpu and functional-gpu, which install nothing, set themselves up on a fresh"
+	@echo "machine with Python 3.11 or 3.12):"
 	@sed -n 's/^\([a-z-]*\):.*## /\1\t/p' Makefile | while IFS="$$(printf '\t')" read -r name what; \
 		do printf '  make %-14s %s\n' "$$name" "$$what"; done
+	@echo "Variables, as in make gpu GPU_FLAGS=\"--require-gpu --output results\":"
+	@sed -n 's/^#   /  /p' Makefile
 
 $(STAMP): constraints.txt pyproject.toml megatron_core/pyproject.toml tools/make_venv.sh
 	@PYTHON='$(PYTHON)' TORCH_VERSION='$(TORCH_VERSION)' TORCH_INDEX='$(TORCH_INDEX)' \

@@ -18,7 +18,7 @@ import pytest
 import torch
 
 from tools import write_performance
-from tools.bench import gpu_decode, gpu_timing
+from tools.bench import gpu_decode, gpu_timing, gpu_train
 from tools.bench.gpu_bench import Bench, require_same
 from tools.bench.gpu_results import joined, rows_of, text_of
 from tools.bench.gpu_rows import GpuRow, Peer, gpu_table, open_targets, verdict
@@ -77,6 +77,25 @@ def test_the_page_and_the_bench_promise_the_same_of_decoding():
     assert [rows[n]["targets"] for n in (1, 31, 32)] == [[], [], ["share >= 0.8"]]
     assert promised.endswith(rows[1]["note"].split("; ")[1])
     assert "target" not in rows[32]["note"]
+
+
+def test_the_page_and_the_bench_promise_the_same_of_training():
+    page = dict(write_performance.PROMISES)
+    step = page["training step of Llama 1.3 B, rows of 4,096 tokens"]
+    assert step.endswith("50 % of the data sheet's peak")
+    row = page["the same on one row of 32,768 tokens"]
+    assert row.startswith("45 % of the data sheet's peak")
+    bench, measured = Mock(), {gpu_train.OURS: Mock(), gpu_train.LONG: Mock()}
+    bench.sized.side_effect = lambda full, small: full
+    with (
+        patch.object(gpu_train, "race", return_value=[measured]),
+        patch.object(gpu_train, "take_turns", return_value=measured),
+        patch.object(gpu_train, "loss_problem", return_value=None),
+        patch.object(gpu_train, "add_rows") as rows,
+    ):
+        gpu_train.llama(bench, argparse.Namespace(all=False), gpu_train.LLAMA_1_3B)
+        gpu_train.long_row(bench, gpu_train.LLAMA_1_3B)
+    assert [call.kwargs["least_share"] for call in rows.call_args_list] == [0.5, 0.45]
 
 
 def test_made_up_results_are_rendered(tmp_path):

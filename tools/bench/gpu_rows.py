@@ -10,6 +10,9 @@ MET, MISSED, OPEN = "met", "missed", "open"
 #: Decoding is promised this share of the bandwidth of copies, from so many rows on.
 DECODE_SHARE, DECODE_ROWS = 0.8, 32
 NO_DECODE_TARGET = "without a target, because one row has too few bytes to fill the device"
+#: A training step is promised these shares of the data sheet's peak, in rows of 4,096 tokens and in
+#: one row of 32,768.
+TRAINING_MFU, LONG_TRAINING_MFU = 0.5, 0.45
 DECODE_PROMISE = (
     f"{DECODE_SHARE:.0%} of the bandwidth of copies from {DECODE_ROWS} rows on; 1 row is reported"
     f" {NO_DECODE_TARGET}"

@@ -26,6 +26,7 @@ import torch
 from megatron.core.transformer.recompute import Recompute
 from tools.bench import ours, peers
 from tools.bench.gpu_bench import Bench, no_device, options_of
+from tools.bench.gpu_rows import LONG_TRAINING_MFU, TRAINING_MFU
 from tools.bench.gpu_workers import add_options, add_rows, device_bytes, race, work
 from tools.bench.shapes import Shape
 from tools.bench.turns import Step, Variant, take_turns
@@ -113,7 +114,7 @@ def llama(bench: Bench, options: argparse.Namespace, shape: Shape) -> None:
         sequence=shape.sequence,
         flops_per_token=flops_per_token(shape),
         targets=[f"{PEER} >= 1.0"],
-        least_share=0.45,
+        least_share=TRAINING_MFU,
     )
 
 
@@ -140,7 +141,7 @@ def long_row(bench: Bench, shape: Shape) -> None:
         sequence=shape.sequence,
         flops_per_token=flops_per_token(shape),
         targets=[],
-        least_share=0.45,
+        least_share=LONG_TRAINING_MFU,
     )
 
 

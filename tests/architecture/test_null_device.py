@@ -402,3 +402,17 @@ def test_a_call_of_cuda_that_is_not_defined_says_so():
     assert "cudaMalloc" not in code
     script = libraries.version_script(calls)
     assert "libcudart.so.13 { global: cudaGraphAddNode; cudaMalloc; };" in script
+
+
+def test_kernels_are_assembled_by_the_chosen_ptxas(monkeypatch, tmp_path):
+    """Its version is in the key of each kernel in Triton's cache."""
+    monkeypatch.setenv("TRITON_PTXAS_PATH", "/opt/ptxas")
+    monkeypatch.setenv("TRITON_INTERPRET", "1")
+    library = tmp_path / "libcuda.so"
+    options = {"memory_bytes": 1 << 30, "cache": tmp_path}
+    compiling = environment.device_environment(library, compiles=True, **options)
+    assert compiling["TRITON_PTXAS_PATH"] == "/opt/ptxas"
+    assert "TRITON_INTERPRET" not in compiling
+    monkeypatch.delenv("TRITON_PTXAS_PATH")
+    compiling = environment.device_environment(library, compiles=True, **options)
+    assert "TRITON_PTXAS_PATH" not in compiling

@@ -143,6 +143,9 @@ def device_environment(
     }
     if compiles:
         environment["NULLCUDA_COMPILES"] = "1"
+        # Triton finds no kernel again that another ptxas assembled.
+        if "TRITON_PTXAS_PATH" in os.environ:
+            environment["TRITON_PTXAS_PATH"] = os.environ["TRITON_PTXAS_PATH"]
         environment["TRITON_STORE_BINARY_ONLY"] = "1"
         environment["TRITON_CACHE_DIR"] = str(cache or FOLDER / "triton")
     return environment

@@ -134,11 +134,11 @@ def refusal(name: str, call: Callable[[], torch.Tensor], ours: torch.Tensor) -> 
     return ""
 
 
-def delta(bench: Bench, shape: Heads, name: str, *, most_ms: tuple[float, ...] = ()) -> None:
+def delta(bench: Bench, shape: Heads, name: str, *, max_ms: tuple[float, ...] = ()) -> None:
     """Race the delta rule, forward, then forward and backward.
 
     Args:
-        most_ms: the best milliseconds ever published, forward, then of both, as far as they are
+        max_ms: the best milliseconds ever published, forward, then of both, as far as they are
             known.
     """
     inputs = drawn_inputs(bench, shape)
@@ -158,7 +158,7 @@ def delta(bench: Bench, shape: Heads, name: str, *, most_ms: tuple[float, ...] =
     del outs
     flops, moved = shape.delta_flops(), shape.ideal_bytes(bench)
     promised = [f"{FLA} >= 1.6"]
-    further = [[f"ms <= {ms}"] for ms in most_ms] + [[], []]
+    further = [[f"ms <= {ms}"] for ms in max_ms] + [[], []]
     calls = {}
     for key, function in functions.items():
         plain = [x.detach() for x in inputs]
@@ -328,7 +328,7 @@ def qwen(bench: Bench) -> None:
     """Race the delta rule of Qwen3-Next over one long sequence."""
     shape = bench.sized(Heads(16, 32, 128, 128, (0, 32768)), Heads(2, 4, 8, 6, (0, 70)))
     # FlashQLA's figures on an H200: 0.877 ms forward, 2.515 ms backward.
-    delta(bench, shape, _named(shape), most_ms=(0.88, 3.4))
+    delta(bench, shape, _named(shape), max_ms=(0.88, 3.4))
 
 
 def qwen_short(bench: Bench) -> None:
@@ -342,7 +342,7 @@ def qwen_packed(bench: Bench) -> None:
     bounds = bench.sized((0, 8192, 16384, 24576, 32768), (0, 9, 9, 20, 33))
     shape = bench.sized(Heads(16, 32, 128, 128, bounds), Heads(1, 2, 8, 6, bounds))
     # FlashInfer's figure on an H200: 0.425 ms forward.
-    delta(bench, shape, _named(shape), most_ms=(0.43,))
+    delta(bench, shape, _named(shape), max_ms=(0.43,))
 
 
 def _named(shape: Heads) -> str:

@@ -40,8 +40,7 @@ kernel computes twice or keeps for itself counts against it. The **share** is ho
 NOTHING = f"""## Not measured yet
 
 No GPU has run this: there are no numbers. What remains to be run, on a machine with an NVIDIA GPU
-(targets were set for one H200) and Python 3.11 or 3.12 with torch, triton, numpy, safetensors,
-pytest and transformers:
+(targets were set for one H200), as [below](#first-hour-on-a-gpu):
 
 ```
 {COMMAND}
@@ -56,6 +55,76 @@ memory on record, and `make gpu-compile` looks at their code ([kernels.md](kerne
 itself; and `make gpu-null` runs it on torch's CUDA build over a device that computes nothing, with
 launches, host waits and peaks of memory on record
 ([observability.md](observability.md#without-a-gpu)).
+"""
+GPU_COMMANDS = """
+## First hour on a GPU
+
+What tells most comes first. `make gpu` runs the machine's own `python3` (another one:
+`PYTHON=python3.12`), 3.11 or 3.12, and installs nothing. That Python needs
+
+- for `make gpu`: torch, triton, numpy, safetensors, pytest and transformers. With pytest-xdist the
+  tests share ten processes, without it each file has one; pytest-timeout limits each test;
+- for training: torch, triton, numpy and safetensors, and what a run uses, such as a tokenizer;
+- for `make functional-gpu`: the packages of `make venv` (`PYTHON=.venv/bin/python`). With
+  pytest-timeout alone `PYTEST_FLAGS="-q --continue-on-collection-errors"` leaves out the files that
+  need others.
+
+1. Beforehand, on Linux without a GPU and with 9 GB of disk: compile the kernels, and carry the
+   checkout and the archive to the machine. `build` is ignored by git, so a clone has no archive.
+
+   ```
+   make gpu-cache                # build/nullcuda/triton-cache.tar.xz, 10 MB; minutes
+   ```
+
+   It serves on Hopper (sm_90) with the Triton of `tools/nullcuda/requirements.txt`, this checkout
+   and the ptxas that it was made with; otherwise kernels are compiled again, which costs time only.
+
+2. On the machine, at once: everything, in 9 minutes. Without a GPU the command fails.
+
+   ```
+   python3 -m tools.nullcuda.triton_cache unpack triton-cache.tar.xz /tmp/triton
+   export TRITON_CACHE_DIR=/tmp/triton
+   make gpu GPU_FLAGS="--require-gpu --output results"
+   ```
+
+   Where a command has a shorter limit, stages run apart, in this order; their results join one file
+   a day. The second line runs the GPU tests alone, and so do the next two, with options of pytest.
+
+   ```
+   make gpu GPU_FLAGS="--require-gpu --output results --stages training --seconds 200"
+   make gpu GPU_FLAGS="--require-gpu --output results --stages tests --seconds 300"
+   export PYTHONPATH=.:megatron_core
+   python3 -m pytest -c tests/gpu/pytest.ini --rootdir . -m gpu tests/gpu -x
+   make gpu GPU_FLAGS="--require-gpu --output results --stages kernels engine decode hybrid"
+   ```
+
+3. Whatever they say, commit them, failures included:
+
+   ```
+   cp results/*.json bench_results/
+   python -m tools.write_performance
+   git add bench_results docs/performance.md && git commit
+   ```
+
+Which compilers are known to be wrong on Hopper is in [kernels.md](kernels.md). Where nothing can be
+installed, carry another ptxas (140 MB), another Triton (0.7 GB) or both as folders, filled on a
+machine with the same Python and a network:
+
+```
+python3 -m pip install --no-deps --target ptxas nvidia-cuda-nvcc==13.3.73
+python3 -m pip install --no-deps --target triton-3.7.1 triton==3.7.1
+```
+
+and name them on the GPU's machine. ptxas must be set for `make gpu-cache` as well, or the cache is
+not used. Under another Triton than torch's own, peers by torch.compile may fail.
+
+```
+export TRITON_PTXAS_PATH=$PWD/ptxas/nvidia/cu13/bin/ptxas
+PYTHONPATH=$PWD/triton-3.7.1 make gpu GPU_FLAGS="--require-gpu --output results-3.7.1"
+```
+
+After an error of CUDA nothing later in that process counts: run that test file alone, with
+`CUDA_LAUNCH_BLOCKING=1` and, where it is installed, under `compute-sanitizer`.
 """
 CPU = """
 ## Decoding on a CPU
@@ -131,7 +200,7 @@ def read_cpu(folder: Path) -> str:
 
 def page(results: Sequence[Mapping], on_cpus: str = "") -> str:
     """Return docs/performance.md."""
-    return _gpu_page(results) + (CPU + on_cpus if on_cpus else "")
+    return _gpu_page(results) + GPU_COMMANDS + (CPU + on_cpus if on_cpus else "")
 
 
 def _gpu_page(results: Sequence[Mapping]) -> str:

@@ -14,6 +14,7 @@ import pytest
 import torch
 
 from megatron.core.context_parallel import SequenceCut, SequenceLayout, blockwise
+from megatron.core.ops import attention as ops_attention
 from megatron.core.ops.attention import Mask, attention, explain, fused
 from megatron.core.process_groups import Group
 from megatron.core.transformer.attention import CoreAttention
@@ -317,6 +318,20 @@ def test_explain_names_the_kernel_and_why_no_faster_one(hopper, monkeypatch):
     assert "FlashAttention-2;" in told(256)
     monkeypatch.setattr(fused, "_capability", lambda device: (7, 5))
     assert "older than Ampere" in told(128)
+
+
+def test_explain_names_no_triton_kernel_where_none_runs(hopper, monkeypatch):
+    line = explain(CUDA, torch.float64, 128)
+    assert line.startswith("plain torch (")
+    assert "no float64" in line
+    assert explain(CUDA, torch.float32, 128).startswith("Megatron's Triton kernel (")
+    monkeypatch.setattr(ops_attention, "triton_is_installed", lambda: False)
+    assert explain(CUDA, torch.float32, 128).startswith("plain torch (")
+
+
+def test_explain_refuses_options_that_it_does_not_know(hopper):
+    with pytest.raises(ValueError, match=r"\['a windw'\] are unknown; use .*'a window'"):
+        explain(CUDA, torch.bfloat16, 128, options=["a window", "a windw"])
 
 
 def test_deterministic_runs_take_deterministic_kernels(hopper):

@@ -10,7 +10,7 @@ import torch
 
 from megatron.core.ops.attention import fused, reference
 from megatron.core.ops.attention.reference import Mask
-from megatron.core.ops.dispatch import choose, record_function
+from megatron.core.ops.dispatch import choose, record_function, triton_is_installed
 from megatron.core.ops.dropout import AttentionDropout
 
 __all__ = ["Mask", "attention", "explain", "functions_of"]
@@ -148,14 +148,24 @@ def explain(
         dtype: of query, key and value.
         features: d.
         options: what the attention has besides a causal mask: "a window", "documents", "documents
-            known by ids alone", "queries among more keys", "sinks", "attention dropout".
+            known by ids alone", "queries among more keys", "rows without keys", "sinks",
+            "attention dropout".
+
+    Raises:
+        ValueError: an option of another name.
     """
+    if unknown := [option for option in options if option not in fused.OPTIONS]:
+        raise ValueError(
+            f"attention: options {unknown} are unknown; use some of {list(fused.OPTIONS)}"
+        )
     reasons = fused.refusals(device, dtype, features, options=options)
     kernel = fused.kernel_name(reasons)
     if kernel is None and device.type == "cpu":
         return "plain torch"
     if kernel is None:
-        own = "plain torch" if "attention dropout" in options else "Megatron's Triton kernel"
+        has_kernel = "attention dropout" not in options and dtype != torch.float64
+        has_kernel = has_kernel and triton_is_installed()
+        own = "Megatron's Triton kernel" if has_kernel else "plain torch"
         return f"{own} (not torch's fused kernels: {_told(reasons)})"
     passed = next(f"; not {name}: {why}" if why else "" for name, why in reasons.items())
     return f"torch's fused kernels ({kernel}{passed})"

@@ -35,6 +35,7 @@ FEATURES_MULTIPLE = 8
 #: What attention has besides a causal mask that neither kernel takes, or cuDNN's does not.
 _TAKEN_BY_NONE = ("sinks", "attention dropout", "documents known by ids alone", "rows without keys")
 _TAKEN_BY_FLASH = ("a window", "documents", "queries among more keys")
+OPTIONS = (*_TAKEN_BY_FLASH, *_TAKEN_BY_NONE)
 
 
 def refusals(

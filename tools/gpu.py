@@ -69,6 +69,19 @@ def missing_gpu() -> str | None:
     return None
 
 
+def ptxas_problem(ptxas: str) -> str | None:
+    """Return what is wrong with a TRITON_PTXAS_PATH, or None.
+
+    Triton takes its own assembler instead of a file that is no ptxas, in silence, and every launch
+    fails where the file cannot be executed.
+    """
+    from tools.bench.gpu_results import program_version
+
+    if program_version(ptxas) is not None:
+        return None
+    return f"TRITON_PTXAS_PATH={ptxas} is no ptxas that runs here: correct it or unset it"
+
+
 def environment(*, rehearse: bool = False) -> dict[str, str]:
     """Return the environment in which this checkout's packages are found."""
     places = [str(ROOT), str(ROOT / "megatron_core"), os.environ.get("PYTHONPATH", "")]
@@ -240,6 +253,10 @@ def main() -> int:
             return 1
         print(f"gpu: {reason}: nothing to run here")
         return 0
+    ptxas = os.environ.get("TRITON_PTXAS_PATH")
+    if ptxas and not options.rehearse and (problem := ptxas_problem(ptxas)) is not None:
+        print(f"gpu: error: {problem}", file=sys.stderr)
+        return 1
     with tempfile.TemporaryDirectory() as parts:
         peers, outcomes = run(options, Path(parts))
         output = options.output or (REHEARSED if options.rehearse else RESULTS)

@@ -247,6 +247,20 @@ def test_the_assembler_is_part_of_the_machine(tmp_path, monkeypatch):
     fake.chmod(0o755)
     monkeypatch.setenv("TRITON_PTXAS_PATH", str(fake))
     assert gpu_results.machine()["ptxas"] == "13.1.80"
+    fake.write_text("no program")
+    assert re.fullmatch(r"12\.\d+\.\d+", gpu_results.machine()["ptxas"]), "Triton's own"
+
+
+@pytest.mark.parametrize("path", ["/bin/true", "/no/such/file", __file__])
+def test_the_suite_refuses_a_file_that_is_no_ptxas(monkeypatch, capsys, path):
+    """Each launch would fail, or Triton would take its own in silence."""
+    monkeypatch.setenv("TRITON_PTXAS_PATH", path)
+    monkeypatch.setattr(gpu, "missing_gpu", lambda: None)
+    monkeypatch.setattr(gpu, "run", lambda *_: pytest.fail("the suite was started"))
+    monkeypatch.setattr(sys, "argv", ["gpu", "--stages", "tests"])
+    assert gpu.main() == 1
+    (line,) = capsys.readouterr().err.splitlines()
+    assert f"TRITON_PTXAS_PATH={path}" in line
 
 
 @pytest.mark.slow

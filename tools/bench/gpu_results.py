@@ -66,12 +66,18 @@ def ptxas_version() -> str:
     It is `TRITON_PTXAS_PATH` where that is set, else the one in Triton's package: its bugs are not
     those of Triton's release.
     """
-    path = os.environ.get("TRITON_PTXAS_PATH")
     spec = importlib.util.find_spec("triton")
-    if not path and spec is not None and spec.origin is not None:
-        path = str(Path(spec.origin).parent / "backends/nvidia/bin/ptxas")
-    version = re.search(r"V([\d.]+)", _output([path, "--version"])) if path else None
-    return version[1] if version else "absent"
+    paths = [os.environ.get("TRITON_PTXAS_PATH")]
+    if spec is not None and spec.origin is not None:
+        paths.append(str(Path(spec.origin).parent / "backends/nvidia/bin/ptxas"))
+    versions = (program_version(path) for path in paths if path)
+    return next((version for version in versions if version), "absent")
+
+
+def program_version(ptxas: str) -> str | None:
+    """Return the version of a ptxas, or None where the file is none: Triton then takes its own."""
+    version = re.search(r"release .*V([\d.]+)", _output([ptxas, "--version"]))
+    return version[1] if version else None
 
 
 def _output(command: list[str]) -> str:

@@ -217,7 +217,8 @@ def data_parallel_problems(
     if config.use_nccl_ub and strategy in ("no_shard", "optim") and not over_gtp:
         yield (
             f"--use-nccl-ub has no effect with --data-parallel-sharding-strategy {strategy}, which "
-            "leases no buffers: drop it or choose optim_grads or optim_grads_params"
+            "leases no buffers: drop it, choose optim_grads or optim_grads_params, or add "
+            "--tensor-parallel-num-weight-shards"
         )
     if config.param_gather_granularity != "unit" and strategy != "optim_grads_params":
         yield (

@@ -50,6 +50,9 @@ def ptxas_version(major: int) -> str | None:
         path = (tools.ptxas_blackwell if major > 9 else tools.ptxas).path
     except RuntimeError:  # not found
         return None
+    except OSError as error:  # neither Triton nor its launches get past such a file
+        name = "TRITON_PTXAS_BLACKWELL_PATH" if major > 9 else "TRITON_PTXAS_PATH"
+        raise ValueError(f"{name} is no program that runs here: {error}: unset it") from error
     text = subprocess.run([path, "--version"], capture_output=True, text=True, check=True).stdout
     return re.search(r"V(\d[\d.]*)", text)[1]
 

@@ -4,7 +4,7 @@
 import pytest
 import torch
 
-from megatron.core.ops import compiler
+from megatron.core.ops import compiler, dispatch
 from megatron.training.monitoring.describe import kernels_line
 
 
@@ -40,3 +40,13 @@ def test_the_start_of_a_run_on_hopper_names_its_compilers(monkeypatch):
     monkeypatch.setattr(compiler, "ptxas_version", lambda major: "13.3.73")
     assert kernels_line(torch.device("cuda", 0)) == "kernels: Triton 3.7.1, ptxas 13.3.73"
     assert kernels_line(torch.device("cpu")) is None
+
+
+def test_a_ptxas_that_cannot_run_is_one_line(monkeypatch, tmp_path):
+    file = tmp_path / "ptxas"
+    file.write_text("no program")
+    monkeypatch.setenv("TRITON_PTXAS_PATH", str(file))
+    with pytest.raises(ValueError, match=rf"TRITON_PTXAS_PATH is no program.*{file}.*unset it"):
+        dispatch.ptxas_version(9)
+    monkeypatch.delenv("TRITON_PTXAS_PATH")
+    assert dispatch.ptxas_version(9) is not None

@@ -218,13 +218,27 @@ def report(
 def command_line() -> argparse.ArgumentParser:
     """Return the options there are."""
     parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+        prog="python -m tools.gpu",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("--stages", nargs="+", choices=list(STAGES), default=list(STAGES))
-    parser.add_argument("--seconds", type=float, default=DEADLINE, help="deadline of all stages")
+    parser.add_argument(
+        "--stages",
+        nargs="+",
+        choices=list(STAGES),
+        default=list(STAGES),
+        metavar="STAGE",
+        help=f"which to run, in this order: {' '.join(STAGES)}",
+    )
+    parser.add_argument(
+        "--seconds",
+        type=float,
+        default=DEADLINE,
+        help=f"deadline of all stages together; {DEADLINE} by default",
+    )
     parser.add_argument("--rehearse", action="store_true", help="tiny, on a CPU, interpreted")
     parser.add_argument("--quick", action="store_true", help="of a rehearsal the quickest part")
-    parser.add_argument("--output", default=None, help="folder for the results")
+    parser.add_argument("--output", default=None, help=f"folder for the results; else {RESULTS}")
     parser.add_argument(
         "--require-gpu", action="store_true", help="exit with 1 where there is no GPU (for CI)"
     )

@@ -243,15 +243,29 @@ def command_line() -> argparse.ArgumentParser:
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("--part", type=part_of, default=(1, 1), metavar="I/N")
-    parser.add_argument("--only", default="", help="part of a launch's name")
     parser.add_argument(
-        "--sources", nargs="+", choices=launch.SOURCES, default=list(launch.SOURCES)
+        "--part", type=part_of, default=(1, 1), metavar="I/N", help="compile the I-th of N shares"
+    )
+    parser.add_argument("--only", default="", help="launches whose name contains this")
+    parser.add_argument(
+        "--sources",
+        nargs="+",
+        choices=launch.SOURCES,
+        default=list(launch.SOURCES),
+        metavar="SOURCE",
+        help=f"where launches come from: {' '.join(launch.SOURCES)}",
     )
     parser.add_argument("--jobs", type=int, default=os.cpu_count(), help="processes")
     parser.add_argument("--output", type=Path, default=FOLDER / "report", help="folder")
     parser.add_argument("--record", action="store_true", help="bring record.json up to date")
-    parser.add_argument("--raise", dest="raising", action="append", default=[], metavar="NAME")
+    parser.add_argument(
+        "--raise",
+        dest="raising",
+        action="append",
+        default=[],
+        metavar="NAME",
+        help="with --record: let the entries of this kernel grow",
+    )
     parser.add_argument("--raise-all", action="store_true", help="let every entry grow")
     return parser
 

@@ -61,16 +61,32 @@ def memory_size(text: str) -> int:
 def command_line() -> argparse.ArgumentParser:
     """Return the options there are."""
     parser = argparse.ArgumentParser(
-        prog="tools.nullcuda",
+        prog="python -m tools.nullcuda",
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("--only", nargs="+", choices=PARTS, default=list(PARTS), metavar="PART")
-    parser.add_argument("--memory", type=memory_size, default=80 << 30, help="of the device: 80GiB")
-    parser.add_argument("--steps", nargs="+", default=None, help="parts of names of steps")
+    parser.add_argument(
+        "--only",
+        nargs="+",
+        choices=PARTS,
+        default=list(PARTS),
+        metavar="PART",
+        help=f"which to run: {' '.join(PARTS)}",
+    )
+    parser.add_argument(
+        "--memory",
+        type=memory_size,
+        default=80 << 30,
+        help="of the device, as 141GiB; 80GiB by default",
+    )
+    parser.add_argument(
+        "--steps", nargs="+", default=None, help="steps whose names contain one of these"
+    )
     parser.add_argument("--trace", type=int, default=0, help="lines of calls that a step makes")
     parser.add_argument("--record", action="store_true", help="write record.json")
-    parser.add_argument("--cache", type=Path, default=None, help="archive of compiled kernels")
+    parser.add_argument(
+        "--cache", type=Path, default=None, help="compile kernels and pack them into this archive"
+    )
     parser.add_argument("--jobs", type=int, default=2, help="processes of the tests")
     return parser
 

@@ -192,3 +192,12 @@ def test_a_part_is_i_of_n(part, capsys):
         lane.command_line().parse_args(["--part", part])
     assert part in capsys.readouterr().err
     assert lane.command_line().parse_args(["--part", "2/3"]).part == (2, 3)
+
+
+@pytest.mark.parametrize("words", [["--raise", "a kernel"], ["--raise-all"]])
+def test_options_of_the_record_need_record(monkeypatch, capsys, words):
+    """Without it everything was compiled, and nothing was raised."""
+    monkeypatch.setattr(sys, "argv", ["gpu_compile", *words])
+    with pytest.raises(SystemExit):
+        lane.main()
+    assert "add --record" in capsys.readouterr().err

@@ -272,7 +272,10 @@ def command_line() -> argparse.ArgumentParser:
 
 def main() -> int:
     """Compile, compare with the record and return the exit code."""
-    options = command_line().parse_args()
+    parser = command_line()
+    options = parser.parse_args()
+    if (options.raising or options.raise_all) and not options.record:
+        parser.error("--raise and --raise-all change the record: add --record")
     start = time.monotonic()
     try:
         tools = toolchains.installed(FOLDER)

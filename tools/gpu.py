@@ -70,7 +70,7 @@ def missing_gpu() -> str | None:
 
 
 def ptxas_problem(ptxas: str) -> str | None:
-    """Return what is wrong with a TRITON_PTXAS_PATH, or None.
+    """Return why Triton cannot use this TRITON_PTXAS_PATH, or None.
 
     Triton takes its own assembler instead of a file that is no ptxas, in silence, and every launch
     fails where the file cannot be executed.

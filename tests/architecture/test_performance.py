@@ -86,7 +86,7 @@ def test_the_page_and_the_bench_promise_the_same_of_training():
     row = page["the same on one row of 32,768 tokens"]
     assert row.startswith("45 % of the data sheet's peak")
     bench, measured = Mock(), {gpu_train.OURS: Mock(), gpu_train.LONG: Mock()}
-    bench.sized.side_effect = lambda full, small: full
+    bench.sized.side_effect = lambda full, rehearsed: full
     with (
         patch.object(gpu_train, "race", return_value=[measured]),
         patch.object(gpu_train, "take_turns", return_value=measured),

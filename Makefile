@@ -50,7 +50,7 @@ help: ## list the targets
 	@echo "machine with Python 3.11 or 3.12):"
 	@sed -n 's/^\([a-z-]*\):.*## /\1\t/p' Makefile | while IFS="$$(printf '\t')" read -r name what; \
 		do printf '  make %-14s %s\n' "$$name" "$$what"; done
-	@echo "Variables, as in make gpu GPU_FLAGS=\"--require-gpu --output results\":"
+	@echo 'Variables, as in make gpu GPU_FLAGS="--require-gpu --output results":'
 	@sed -n 's/^#   /  /p' Makefile
 
 $(STAMP): constraints.txt pyproject.toml megatron_core/pyproject.toml tools/make_venv.sh

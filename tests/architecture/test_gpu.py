@@ -141,7 +141,12 @@ def test_peers_that_cannot_be_imported_are_named_with_the_reason(tmp_path):
 def test_what_is_documented_of_make_gpu_is_understood():
     texts = [
         (ROOT / name).read_text()
-        for name in ("Makefile", ".github/workflows/gpu.yml", "bench_results/README.md")
+        for name in (
+            "Makefile",
+            ".github/workflows/gpu.yml",
+            "bench_results/README.md",
+            "docs/performance.md",
+        )
     ]
     found = re.findall(r'GPU_FLAGS=(?:"([^"]+)"|(\S+))', "\n".join(texts))
     assert len(found) >= 6

@@ -108,7 +108,8 @@ class StandIns:
             "_flash_attention_forward",
             "_flash_attention_backward",
         ):
-            monkeypatch.setattr(torch.ops.aten, name, getattr(self, name))
+            packet = SimpleNamespace(default=getattr(self, name))
+            monkeypatch.setattr(torch.ops.aten, name, packet)
 
     def _scaled_dot_product_cudnn_attention(
         self, q, k, v, bias, compute_lse, dropout, causal, debug, *, scale

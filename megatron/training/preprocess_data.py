@@ -224,7 +224,7 @@ def _descriptions(encoder: Encoder, output: Output) -> list[dict[str, Any] | Non
         )
 
     return [
-        describe(written, str(stream.dtype)) if stream.described else None
+        describe(written, str(stream.dtype)) if stream.has_description else None
         for written, stream in zip(output.written, encoder.streams, strict=True)
     ]
 

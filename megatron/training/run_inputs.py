@@ -84,7 +84,7 @@ class RunInputs:
                 values[f"the weights of the {name} data"] = weights
             for number, source in enumerate(sources, 1):
                 # A shared path has the same files in every split.
-                data = "data" if split.which is not None else f"{name} data"
+                data = "data" if split.split_index is not None else f"{name} data"
                 values[f"the digest of {data} file {number}"] = source.fingerprint[:16]
                 if sft:
                     values[f"the digest of {data} file {number}'s mask"] = _mask_digest(source)

@@ -618,7 +618,7 @@ class SessionSteps:
         if (data.validation if split == "validation" else data.test) is None:
             return None
         lanes = place.groups["samples"]
-        fresh = validation_batches(data, run, lanes=lanes, split=split)
+        fresh = validation_batches(data, run, dp_group=lanes, split=split)
         at_a_time = run.evaluation.rounds  # as a step of a pipeline has
         count = run.config.evaluation.eval_iters * at_a_time
         microbatches = (
@@ -636,7 +636,7 @@ def open_steps(session: Session, *, consumed_samples: int) -> Iterator[SessionSt
         training_batches(
             session.data,
             run,
-            lanes=session.place.groups["samples"],
+            dp_group=session.place.groups["samples"],
             consumed_samples=consumed_samples,
         ),
         run,

@@ -80,7 +80,7 @@ def _main(argv: Sequence[str]) -> None:
     bars = sys.stderr.isatty()
     try:
         Path(config.output).parent.mkdir(parents=True, exist_ok=True)
-        with show_progress(size, sys.stdout, doing="reading", done="read") as report:
+        with show_progress(size, sys.stdout, label="reading", line_prefix="read") as report:
             learnt = list(_first(chain([first], texts), config.train_bytes, report))
         print(
             f"learning up to {config.vocab_size:,} ids from {len(learnt):,} documents", flush=True

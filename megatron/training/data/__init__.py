@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a run reads: tokenizers, documents, conversations, data sets."""
+"""Input of a run: documents, conversations, vocabulary and data sets."""

@@ -1,16 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A conversation as token ids and a loss mask: the assistant's turns, ends included.
+"""Encode a conversation as token ids and a loss mask over the assistant's turns.
 
-The ids are those of the whole rendered text, as `transformers` gives them: special tokens such as
-BOS are the template's to write, none are added. The characters of the assistant are either marked
-by the template (`{% generation %}`) or found by rendering the conversation up to the turn with the
-generation prompt, and with the turn: the text added counts in the loss, exactly what a model is
-asked for at inference.
+The whole rendered text is tokenized at once, as `transformers` does. The template writes special
+tokens such as BOS; the tokenizer adds none. The template either marks the assistant's text
+(`{% generation %}`), or the conversation is rendered twice per turn: up to the turn with the
+generation prompt, and including the turn. The text between the two ends is in the loss. It is
+exactly the text that the model generates at inference, end-of-turn token included.
 
 Chat templates come from a tokenizer's folder, a file or a built-in name. A template is Jinja text
-as in Hugging Face tokenizers, with the same settings, so that its rendering is that of
-`transformers`. It gets no clock: a text must not depend on the day. It is rendered in a sandboxed
-process of its own, with limits on memory and time: see `template_process.py`.
+as in Hugging Face tokenizers, and the Jinja settings are the same, so the text equals the text of
+`transformers`. Templates cannot read the clock: a training text must not depend on the date. They
+are rendered in a separate sandboxed process with limits on memory and time: see
+`template_process.py`.
 """
 
 from __future__ import annotations
@@ -46,15 +47,15 @@ from megatron.training.data.template_process import (
 __all__ = ["ChatTemplate", "MalformedConversation", "encode_conversations", "read_chat_template"]
 
 
-#: Stands in a rendering for the end-of-document token of a tokenizer that has no text for it.
+#: Placeholder in the rendered text for an end-of-document token that has no text.
 END_MARK = "\ue0f0"
 
-_LARGEST_TEMPLATE_BYTES = 1 << 20
-# Conversations are sent to the process in pieces of this size.
+_MAX_TEMPLATE_BYTES = 1 << 20
+# Conversations are sent to the template process in batches of about this size.
 _BATCH_BYTES = 1 << 18
-_START_SECONDS = 60.0
-# What Python may need to be started; nothing else of the environment is a template's business.
-_ENVIRONMENT = ("LD_LIBRARY_PATH", "PATH", "PYTHONHOME")
+_START_TIMEOUT_SECONDS = 60.0
+# Only what Python needs to start: a template must not read other environment variables.
+_ENVIRONMENT_VARIABLES = ("LD_LIBRARY_PATH", "PATH", "PYTHONHOME")
 _SPECIAL_TOKENS = ("bos_token", "eos_token", "pad_token", "unk_token")
 
 CHATML = (
@@ -76,28 +77,28 @@ BUILT_IN: Mapping[str, str] = MappingProxyType({"chatml": CHATML, "llama3": LLAM
 
 
 class TemplateRefusal(Exception):
-    """The template cannot render a conversation; the text is its reason."""
+    """The template cannot render a conversation; the message is the reason."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class TemplateLimits:
-    """What a template may use, to be compiled and for each conversation."""
+    """Limits for compiling a template and for rendering one conversation."""
 
     cpu_seconds: float = 4.0
-    """CPU time."""
+    """CPU time, in seconds."""
     seconds: float = 10.0
-    """Time on the clock."""
+    """Wall-clock time, in seconds."""
     memory_bytes: int = 768 << 20
-    """Address space, beyond that of the process with jinja2 loaded."""
+    """Address space in bytes, on top of the process with jinja2 loaded."""
 
 
 @dataclass(frozen=True)
 class Prefix:
-    """The first turns of a conversation, rendered on their own.
+    """The first turns of a conversation, rendered separately.
 
     Args:
-        turns: how many.
-        prompt: whether with what opens an answer.
+        turns: number of turns.
+        prompt: whether to append the generation prompt.
     """
 
     turns: int
@@ -110,8 +111,8 @@ class Rendering:
 
     Args:
         text: with `GENERATION_MARKS` if the template sets them.
-        lengths: of each prefix that was asked for, in characters; None where the text does not
-            begin with it.
+        lengths: length of each requested prefix, in characters; None if the text does not start
+            with the prefix.
     """
 
     text: str
@@ -119,16 +120,16 @@ class Rendering:
 
 
 class ChatTemplate:
-    """A template, and the process that renders it, which starts when it is first needed.
+    """A chat template and the process that renders it, started on first use.
 
-    That process has nothing but jinja2 loaded, and limits: a template that loops, or asks for more
-    memory than there is, ends with an error here. A forked process starts one of its own.
+    The process loads only jinja2 and has resource limits: a template that loops or exhausts memory
+    raises an error here. A forked process starts its own template process.
 
     Args:
         source: Jinja text.
-        special_tokens: texts by name, such as `eos_token`; `END_MARK` where there is none.
-        name: for messages.
-        limits: what it may use.
+        special_tokens: texts by name, such as `eos_token`; `END_MARK` for a missing end token.
+        name: name in error messages.
+        limits: CPU time, wall-clock time and memory.
     """
 
     def __init__(
@@ -152,14 +153,14 @@ class ChatTemplate:
 
     @property
     def fingerprint(self) -> str:
-        """Return a digest that is equal for templates that render alike."""
+        """Return a digest of the source and the special tokens."""
         text = json.dumps([self.source, self.special_tokens], sort_keys=True)
         return hashlib.sha256(text.encode()).hexdigest()
 
     @property
     def pid(self) -> int | None:
-        """The process that renders, None if there is none."""
-        with self._own():
+        """Process id of the template process; None if it is not running."""
+        with self._process_lock():
             process = self._process
             return process.pid if process is not None and process.is_running else None
 
@@ -167,14 +168,14 @@ class ChatTemplate:
         """Compile the template.
 
         Raises:
-            ValueError: jinja2 is missing, or the text is no template.
+            ValueError: jinja2 is not installed, or the text is not a Jinja template.
         """
-        with self._own():
-            self._started()
+        with self._process_lock():
+            self._ensure_started()
 
     def close(self) -> None:
-        """End the process that renders; it starts anew when it is needed."""
-        with self._own():
+        """Stop the template process; the next rendering starts a new one."""
+        with self._process_lock():
             if self._process is not None:
                 self._process.close()
                 self._process = None
@@ -191,21 +192,23 @@ class ChatTemplate:
 
         Args:
             messages: role and content of each turn.
-            add_generation_prompt: end with what opens an answer.
-            tools: that the model may call, in the shape of OpenAI.
-            variables: more that the template knows, by name.
+            add_generation_prompt: append the generation prompt.
+            tools: tools that the model may call, in OpenAI's schema.
+            variables: further template variables, by name.
 
         Raises:
             TemplateRefusal: the template cannot render these messages.
             ValueError: the text is no template, or it takes too long, or too much memory.
         """
-        more = {"tools": tools, "variables": variables}
-        given = {name: value for name, value in more.items() if value}
-        order = _order(messages, (), prompt=add_generation_prompt, **given)
-        found = order if isinstance(order, TemplateRefusal) else self._rendered([order])[0]
-        if isinstance(found, TemplateRefusal):
-            raise found
-        return found.text
+        optional_inputs = {"tools": tools, "variables": variables}
+        template_inputs = {name: value for name, value in optional_inputs.items() if value}
+        request = _encode_request(messages, (), prompt=add_generation_prompt, **template_inputs)
+        rendering = (
+            request if isinstance(request, TemplateRefusal) else self._render_batch([request])[0]
+        )
+        if isinstance(rendering, TemplateRefusal):
+            raise rendering
+        return rendering.text
 
     def render_all(
         self,
@@ -216,157 +219,159 @@ class ChatTemplate:
 
         Args:
             conversations: role and content of each turn, for each conversation.
-            prefixes: of each conversation.
+            prefixes: prefixes to measure, for each conversation.
 
         Raises:
             ValueError: the text is no template, or it takes too long, or too much memory.
         """
-        orders = map(_order, conversations, prefixes)
-        found: list[Rendering | TemplateRefusal] = []
+        requests = map(_encode_request, conversations, prefixes)
+        renderings: list[Rendering | TemplateRefusal] = []
         batch: list[bytes] = []
         size = 0
-        for order in orders:
-            refused = isinstance(order, TemplateRefusal)
-            if batch and (refused or size >= _BATCH_BYTES):
-                found += self._rendered(batch)
+        for request in requests:
+            is_refusal = isinstance(request, TemplateRefusal)
+            if batch and (is_refusal or size >= _BATCH_BYTES):
+                renderings += self._render_batch(batch)
                 batch, size = [], 0
-            if isinstance(order, TemplateRefusal):
-                found.append(order)
+            if isinstance(request, TemplateRefusal):
+                renderings.append(request)
             else:
-                batch.append(order)
-                size += len(order)
-        return found + self._rendered(batch)
+                batch.append(request)
+                size += len(request)
+        return renderings + self._render_batch(batch)
 
-    def _own(self) -> threading.Lock:
-        """Return the lock of this process: one that was forked lets go of what its parent uses."""
+    def _process_lock(self) -> threading.Lock:
+        """Return the lock of this process; after a fork, forget the parent's template process."""
         if self._owner != os.getpid():
             self._owner, self._lock, self._process = os.getpid(), threading.Lock(), None
         return self._lock
 
-    def _rendered(self, orders: Sequence[bytes]) -> list[Rendering | TemplateRefusal]:
-        with self._own():
-            if not orders:
+    def _render_batch(self, requests: Sequence[bytes]) -> list[Rendering | TemplateRefusal]:
+        with self._process_lock():
+            if not requests:
                 return []
-            process = self._started()
+            process = self._ensure_started()
             try:
-                process.send([LENGTH.pack(len(orders)), *map(_framed, orders)])
-                return [self._judge(process.receive(self._limits.seconds)) for _ in orders]
-            except BaseException:  # answers may be on their way
+                process.send([LENGTH.pack(len(requests)), *map(_frame, requests)])
+                return [self._parse_answer(process.receive(self._limits.seconds)) for _ in requests]
+            except BaseException:  # unread answers may be left in the socket
                 process.close()
                 raise
 
-    def _started(self) -> _TemplateProcess:
-        """Return the process, with the template compiled."""
+    def _ensure_started(self) -> _TemplateProcess:
+        """Return the running process with the compiled template, starting it if necessary."""
         if self._process is not None and self._process.is_running:
             return self._process
         if self._process is not None:
             self._process.close()
         process = self._process = _TemplateProcess(self.name)
-        order = {
+        request = {
             "source": self.source,
             "special_tokens": self.special_tokens,
             "cpu_seconds": self._limits.cpu_seconds,
             "memory_bytes": self._limits.memory_bytes,
         }
         try:
-            process.receive(_START_SECONDS)
-            process.send([_framed(_encoded_order(order))])
+            process.receive(_START_TIMEOUT_SECONDS)
+            process.send([_frame(_encode_json(request))])
             answer = process.receive(self._limits.seconds)
             if answer.get("fault") == "error":
                 raise ValueError(f"{self.name} is no Jinja template: {answer['text']}")
-            self._judge({"text": "", "prefixes": [], **answer})
+            self._parse_answer({"text": "", "prefixes": [], **answer})
         except BaseException:
             process.close()
             raise
         return process
 
-    def _judge(self, answer: Mapping[str, Any]) -> Rendering | TemplateRefusal:
+    def _parse_answer(self, answer: Mapping[str, Any]) -> Rendering | TemplateRefusal:
         fault = answer.get("fault")
         if fault is None:
             return Rendering(answer["text"], tuple(answer["prefixes"]))
         if fault == "error":
             return TemplateRefusal(answer["text"])
-        most = f"{self._limits.memory_bytes >> 20} MiB of memory"
+        limit = f"{self._limits.memory_bytes >> 20} MiB of memory"
         if fault == "time":
-            most = f"{self._limits.cpu_seconds:g} s of CPU time"
+            limit = f"{self._limits.cpu_seconds:g} s of CPU time"
         where = f" ({answer['text']})" if answer["text"] else ""
         raise ValueError(
-            f"{self.name} takes more than {most} for one conversation{where}: give another with "
+            f"{self.name} takes more than {limit} for one conversation{where}: give another with "
             "--chat-template"
         )
 
 
 class _TemplateProcess:
-    """A process of `template_process.py`, and the socket to it.
+    """A process that runs `template_process.py`, and the socket to it.
 
     Args:
-        name: of the template, for messages.
+        name: name of the template in error messages.
 
     Raises:
-        ValueError: jinja2 is missing, or there can be no process.
+        ValueError: jinja2 is not installed, or the process cannot be started.
     """
 
     def __init__(self, name: str) -> None:
         self._name = name
-        call = [sys.executable, "-I", "-S", template_process.__file__, *_library_folders()]
-        self._end, theirs = socket.socketpair()
+        command = [sys.executable, "-I", "-S", template_process.__file__, *_library_folders()]
+        self._socket, child_socket = socket.socketpair()
         try:
-            with theirs:
+            with child_socket:
                 self._process = subprocess.Popen(
-                    call,
-                    stdin=theirs,
+                    command,
+                    stdin=child_socket,
                     stdout=subprocess.DEVNULL,
                     stderr=subprocess.DEVNULL,
-                    env={k: os.environ[k] for k in _ENVIRONMENT if k in os.environ},
+                    env={k: os.environ[k] for k in _ENVIRONMENT_VARIABLES if k in os.environ},
                 )
         except OSError as error:
-            self._end.close()
+            self._socket.close()
             raise ValueError(f"cannot start a process for {name}: {error.strerror}") from None
-        self.close = weakref.finalize(self, _end_process, os.getpid(), self._end, self._process)
-        """End the process, whatever it is doing."""
+        self.close = weakref.finalize(self, _end_process, os.getpid(), self._socket, self._process)
+        """Kill the process."""
 
     @property
     def pid(self) -> int:
-        """Of the process."""
+        """Process id."""
         return self._process.pid
 
     @property
     def is_running(self) -> bool:
-        """Say whether orders can be sent."""
+        """Whether the process can receive requests."""
         return self.close.alive and self._process.poll() is None
 
     def send(self, frames: Sequence[bytes]) -> None:
-        """Send frames. Raises ValueError if the process is gone."""
+        """Send frames. Raises ValueError if the process has ended."""
         try:
-            self._end.settimeout(_START_SECONDS)
-            self._end.sendall(b"".join(frames))
+            self._socket.settimeout(_START_TIMEOUT_SECONDS)
+            self._socket.sendall(b"".join(frames))
         except OSError:
-            raise self._lost(_START_SECONDS) from None
+            raise self._process_error(_START_TIMEOUT_SECONDS) from None
 
     def receive(self, seconds: float) -> Mapping[str, Any]:
-        """Return the next answer. Raises ValueError if there is none in time."""
+        """Return the next answer. Raises ValueError if none arrives in time."""
         deadline = time.monotonic() + seconds
         try:
-            (length,) = LENGTH.unpack(self._exactly(LENGTH.size, deadline))
+            (length,) = LENGTH.unpack(self._read_exactly(LENGTH.size, deadline))
             if length > MAX_FRAME_BYTES:
                 raise OSError
-            found = json.loads(self._exactly(length, deadline).decode("utf-8", "surrogatepass"))
-        except OSError:  # a timeout is one too
-            raise self._lost(seconds) from None
-        return found
+            answer = json.loads(
+                self._read_exactly(length, deadline).decode("utf-8", "surrogatepass")
+            )
+        except OSError:  # TimeoutError is an OSError
+            raise self._process_error(seconds) from None
+        return answer
 
-    def _exactly(self, count: int, deadline: float) -> bytes:
+    def _read_exactly(self, count: int, deadline: float) -> bytes:
         data = bytearray()
         while len(data) < count:
-            self._end.settimeout(max(deadline - time.monotonic(), 0.001))
-            found = self._end.recv(min(count - len(data), 1 << 20))
-            if not found:
+            self._socket.settimeout(max(deadline - time.monotonic(), 0.001))
+            chunk = self._socket.recv(min(count - len(data), 1 << 20))
+            if not chunk:
                 raise ConnectionResetError
-            data += found
+            data += chunk
         return bytes(data)
 
-    def _lost(self, seconds: float) -> ValueError:
-        """Say how the process ended, and see that it has."""
+    def _process_error(self, seconds: float) -> ValueError:
+        """Kill the process and return an error that says how it ended."""
         try:
             code: int | None = self._process.wait(0.2)
         except subprocess.TimeoutExpired:
@@ -383,17 +388,19 @@ class _TemplateProcess:
         return ValueError(f"{self._name} {why}: give another with --chat-template")
 
 
-def _end_process(owner: int, end: socket.socket, process: subprocess.Popen[bytes]) -> None:
-    end.close()
+def _end_process(
+    owner: int, parent_socket: socket.socket, process: subprocess.Popen[bytes]
+) -> None:
+    parent_socket.close()
     if owner == os.getpid():
         process.kill()
         process.wait()
     else:
-        process.poll()  # not a child of this one: leaves nothing to wait for
+        process.poll()  # a fork's parent owns the process: only the parent can wait for it
 
 
 def _library_folders() -> list[str]:
-    """Return where jinja2 and what it needs are installed."""
+    """Return the folders that contain jinja2 and its dependency markupsafe."""
     folders = []
     for library in ("jinja2", "markupsafe"):
         spec = importlib.util.find_spec(library)
@@ -403,32 +410,32 @@ def _library_folders() -> list[str]:
     return list(dict.fromkeys(folders))
 
 
-def _order(
+def _encode_request(
     messages: Sequence[Mapping[str, Any]],
     prefixes: Sequence[Prefix],
     *,
     prompt: bool = False,
-    **more: Any,
+    **template_inputs: Any,
 ) -> bytes | TemplateRefusal:
-    """Return what is sent for a conversation."""
+    """Return the JSON request for one conversation, or a refusal if it is too large."""
     pairs = [(p.turns, p.prompt) for p in prefixes]
     try:
-        order = _encoded_order(
-            {"messages": list(messages), "prompt": prompt, "prefixes": pairs, **more}
+        request = _encode_json(
+            {"messages": list(messages), "prompt": prompt, "prefixes": pairs, **template_inputs}
         )
     except RecursionError:
         return TemplateRefusal("the conversation is nested too deep")
-    if len(order) > MAX_FRAME_BYTES:
+    if len(request) > MAX_FRAME_BYTES:
         return TemplateRefusal(f"the conversation has more than {MAX_FRAME_BYTES} bytes")
-    return order
+    return request
 
 
-def _encoded_order(order: Mapping[str, Any]) -> bytes:
-    return json.dumps(order, ensure_ascii=False).encode("utf-8", "surrogatepass")
+def _encode_json(request: Mapping[str, Any]) -> bytes:
+    return json.dumps(request, ensure_ascii=False).encode("utf-8", "surrogatepass")
 
 
-def _framed(order: bytes) -> bytes:
-    return LENGTH.pack(len(order)) + order
+def _frame(request: bytes) -> bytes:
+    return LENGTH.pack(len(request)) + request
 
 
 def read_chat_template(
@@ -438,21 +445,21 @@ def read_chat_template(
 
     Args:
         name_or_file: a built-in name (chatml, llama3, plain) or a file of Jinja text; None takes
-            that of the tokenizer's folder.
+            the template in the tokenizer's folder.
         tokenizer_model: a tokenizer's file or folder; `tokenizer_config.json` and
-            `chat_template.jinja` beside it say which template and special tokens it has.
+            `chat_template.jinja` in the folder define its template and special tokens.
 
     Raises:
-        ValueError: there is no such template, or it is none.
+        ValueError: there is no such template, or the file is not a template.
     """
     folder = None
     if tokenizer_model is not None:
         folder = Path(tokenizer_model)
         folder = folder if folder.is_dir() else folder.parent
-    described = _described(folder)
-    tokens = _special_tokens(described)
+    tokenizer_config = _read_tokenizer_config(folder)
+    tokens = _special_tokens(tokenizer_config)
     if name_or_file is None:
-        source = _of_folder(folder, described)
+        source = _folder_template(folder, tokenizer_config)
         if source is None:
             raise ValueError(
                 f"{tokenizer_model or 'the tokenizer'} has no chat template: give --chat-template "
@@ -468,16 +475,18 @@ def read_chat_template(
             f"--chat-template {name_or_file}: no such file; give a file or one of "
             f"{', '.join(BUILT_IN)}"
         )
-    return _checked(ChatTemplate(_read(path, named=True), tokens, name=f"the chat template {path}"))
+    return _checked(
+        ChatTemplate(_read(path, follow_links=True), tokens, name=f"the chat template {path}")
+    )
 
 
 def has_chat_template(tokenizer_model: str | Path | None) -> bool:
-    """Say whether a tokenizer's file or folder comes with a chat template."""
+    """Return whether a tokenizer's folder contains a chat template."""
     if tokenizer_model is None:
         return False
     folder = Path(tokenizer_model)
     folder = folder if folder.is_dir() else folder.parent
-    return _of_folder(folder, _described(folder)) is not None
+    return _folder_template(folder, _read_tokenizer_config(folder)) is not None
 
 
 def _checked(template: ChatTemplate) -> ChatTemplate:
@@ -485,44 +494,44 @@ def _checked(template: ChatTemplate) -> ChatTemplate:
     return template
 
 
-def _read(path: Path, *, named: bool = False) -> str:
+def _read(path: Path, *, follow_links: bool = False) -> str:
     try:
-        return read_text(path, _LARGEST_TEMPLATE_BYTES, follow_links=named)
+        return read_text(path, _MAX_TEMPLATE_BYTES, follow_links=follow_links)
     except OSError as error:
         raise ValueError(f"{path} is no chat template: {error.strerror}") from None
 
 
-def _described(folder: Path | None) -> Mapping[str, Any]:
-    """Return the contents of `tokenizer_config.json`; nothing if there is none."""
+def _read_tokenizer_config(folder: Path | None) -> Mapping[str, Any]:
+    """Return the contents of `tokenizer_config.json`; empty if there is no such file."""
     path = folder / "tokenizer_config.json" if folder is not None else None
     if path is None or not path.is_file():
         return {}
     try:
-        found = read_json(path)
+        tokenizer_config = read_json(path)
     except OSError as error:
         raise ValueError(f"{path} is damaged: {error.strerror}") from None
-    if not isinstance(found, dict):
+    if not isinstance(tokenizer_config, dict):
         raise ValueError(f"{path} is damaged: it is no JSON object")
-    return found
+    return tokenizer_config
 
 
-def _special_tokens(described: Mapping[str, Any]) -> dict[str, str]:
-    found = {}
+def _special_tokens(tokenizer_config: Mapping[str, Any]) -> dict[str, str]:
+    tokens = {}
     for name in _SPECIAL_TOKENS:
-        value = described.get(name)
+        value = tokenizer_config.get(name)
         value = value.get("content") if isinstance(value, dict) else value
         if isinstance(value, str):
-            found[name] = value
-    return found
+            tokens[name] = value
+    return tokens
 
 
-def _of_folder(folder: Path | None, described: Mapping[str, Any]) -> str | None:
+def _folder_template(folder: Path | None, tokenizer_config: Mapping[str, Any]) -> str | None:
     if folder is not None and (folder / "chat_template.jinja").is_file():
         return _read(folder / "chat_template.jinja")
-    source = described.get("chat_template")
-    if isinstance(source, list):  # several, by name
-        named = {t.get("name"): t.get("template") for t in source if isinstance(t, dict)}
-        source = named.get("default")
+    source = tokenizer_config.get("chat_template")
+    if isinstance(source, list):  # several templates, by name
+        templates = {t.get("name"): t.get("template") for t in source if isinstance(t, dict)}
+        source = templates.get("default")
     return source if isinstance(source, str) else None
 
 
@@ -533,7 +542,7 @@ _MARKS = (END_MARK, *GENERATION_MARKS)
 
 
 class MalformedConversation(ValueError):
-    """A conversation that cannot be learnt from; `reason` is a short text to count by."""
+    """A conversation that cannot be trained on; `reason` is a short text used as a counter key."""
 
     def __init__(self, reason: str, detail: str = "") -> None:
         super().__init__(f"{reason}: {detail}" if detail else reason)
@@ -542,66 +551,68 @@ class MalformedConversation(ValueError):
 
 @runtime_checkable
 class OffsetTokenizer(Protocol):
-    """A tokenizer that knows which characters each of its tokens covers."""
+    """A tokenizer that returns the character span of each token."""
 
     def tokenize_with_offsets(self, text: str) -> tuple[list[int], list[tuple[int, int]]]:
-        """Return ids and their (first, last + 1) characters."""
+        """Return token ids and the (start, stop) characters of each."""
 
 
 def encode_conversations(
     conversations: Sequence[object], tokenizer: Tokenizer, template: ChatTemplate
 ) -> list[tuple[list[int], list[int]] | MalformedConversation]:
-    """Turn conversations into token ids and loss masks, or into what is wrong with each.
+    """Encode conversations as token ids and loss masks.
 
     Args:
-        conversations: each a list of objects with `role` and `content`, both texts.
-        tokenizer: of the model.
-        template: how the turns are written.
+        conversations: each a list of objects with `role` and `content`, both strings.
+        tokenizer: tokenizer of the model.
+        template: chat template.
 
     Returns:
-        (ids, mask) of each, or why it cannot be learnt from; mask is 1 on the assistant's text,
-        the token that ends it included.
+        For each conversation (ids, mask), or the error. The mask is 1 on the assistant's text,
+        including the token that ends the turn.
 
     Raises:
-        ValueError: the template is not prefix-stable; no conversation of that kind can be masked.
+        ValueError: the template is not prefix-stable, so the assistant's text cannot be located.
     """
-    found: list[Any] = []
+    encoded: list[Any] = []
     for messages in conversations:
         try:
-            found.append(check_conversation(messages))
+            encoded.append(check_conversation(messages))
         except MalformedConversation as error:
-            found.append(error)
-    whole = [i for i, turns in enumerate(found) if not isinstance(turns, MalformedConversation)]
-    prefixes = [_answers(found[i], template) for i in whole]
-    renderings = template.render_all([found[i] for i in whole], prefixes)
-    for i, rendering in zip(whole, renderings, strict=True):
+            encoded.append(error)
+    valid = [i for i, turns in enumerate(encoded) if not isinstance(turns, MalformedConversation)]
+    prefixes = [_answer_prefixes(encoded[i], template) for i in valid]
+    renderings = template.render_all([encoded[i] for i in valid], prefixes)
+    for i, rendering in zip(valid, renderings, strict=True):
         if isinstance(rendering, TemplateRefusal):
-            found[i] = MalformedConversation("the template refuses it", str(rendering))
+            encoded[i] = MalformedConversation("the template refuses it", str(rendering))
             continue
-        text, spans = spoken(found[i], rendering, template)
-        ids, mask = _encoded(text, spans, tokenizer, template)
-        found[i] = (ids, mask)
+        text, spans = spoken(encoded[i], rendering, template)
+        ids, mask = _encode(text, spans, tokenizer, template)
+        encoded[i] = (ids, mask)
         if not any(mask):
-            found[i] = MalformedConversation(
+            encoded[i] = MalformedConversation(
                 "nothing to learn", "the assistant's turns have no tokens"
             )
-    return found
+    return encoded
 
 
-def _encoded(
+def _encode(
     text: str, spans: Sequence[tuple[int, int]], tokenizer: Tokenizer, template: ChatTemplate
 ) -> tuple[list[int], list[int]]:
     ids: list[int] = []
     mask: list[int] = []
     start = 0
-    pieces = text.split(END_MARK)
-    for i, piece in enumerate(pieces):
-        stop = start + len(piece)
-        inside = [(max(a, start) - start, min(b, stop) - start) for a, b in spans]
-        found, learnt = _tokens(piece, [(a, b) for a, b in inside if a < b], tokenizer)
-        ids += found
-        mask += learnt
-        if i + 1 < len(pieces):
+    segments = text.split(END_MARK)
+    for i, segment in enumerate(segments):
+        stop = start + len(segment)
+        segment_spans = [(max(a, start) - start, min(b, stop) - start) for a, b in spans]
+        segment_ids, segment_mask = _tokenize_spans(
+            segment, [(a, b) for a, b in segment_spans if a < b], tokenizer
+        )
+        ids += segment_ids
+        mask += segment_mask
+        if i + 1 < len(segments):
             if tokenizer.eod is None:
                 raise ValueError(
                     f"{template.name} ends turns with the end-of-document token, which the "
@@ -617,8 +628,8 @@ def check_conversation(messages: object) -> list[Mapping[str, Any]]:
     """Return the turns of a conversation.
 
     Raises:
-        MalformedConversation: it is not a list of turns with known roles and texts, the assistant
-            never speaks, or speaks first.
+        MalformedConversation: it is not a list of turns with a supported role and a text, it has no
+            assistant turn, or it starts with one.
     """
     if not isinstance(messages, list) or not messages:
         raise MalformedConversation("no list of messages")
@@ -640,36 +651,38 @@ def check_conversation(messages: object) -> list[Mapping[str, Any]]:
     return messages
 
 
-def _answers(turns: Sequence[Mapping[str, Any]], template: ChatTemplate) -> list[Prefix]:
-    """Return what must be rendered to find the assistant's turns: before and after each."""
+def _answer_prefixes(turns: Sequence[Mapping[str, Any]], template: ChatTemplate) -> list[Prefix]:
+    """Return the prefixes that end right before and right after each assistant turn."""
     if template.marks_generation:
         return []
-    said = [i for i, turn in enumerate(turns) if turn["role"] == ASSISTANT]
-    return [p for i in said for p in (Prefix(i, prompt=True), Prefix(i + 1, prompt=False))]
+    answers = [i for i, turn in enumerate(turns) if turn["role"] == ASSISTANT]
+    return [p for i in answers for p in (Prefix(i, prompt=True), Prefix(i + 1, prompt=False))]
 
 
 def spoken(
     messages: Sequence[Mapping[str, Any]], rendering: Rendering, template: ChatTemplate
 ) -> tuple[str, list[tuple[int, int]]]:
-    """Find the assistant's text in a rendered conversation.
+    """Locate the assistant's text in a rendered conversation.
 
     Args:
-        messages: of the conversation.
-        rendering: of it, with the prefixes before and after each of the assistant's turns.
-        template: that rendered it.
+        messages: the turns.
+        rendering: the rendered text, with the prefixes before and after each assistant turn.
+        template: the chat template.
 
     Returns:
-        (text, spans): spans are (first, last + 1) characters, in order.
+        (text, spans): spans are (start, stop) characters, in order.
 
     Raises:
         ValueError: the template renders the same turns differently in a longer conversation.
     """
     text = rendering.text
     if template.marks_generation:
-        return _marked(text)
-    said = [i for i, turn in enumerate(messages) if turn["role"] == ASSISTANT]
+        return _remove_marks(text)
+    answers = [i for i, turn in enumerate(messages) if turn["role"] == ASSISTANT]
     spans = []
-    for i, before, after in zip(said, rendering.lengths[::2], rendering.lengths[1::2], strict=True):
+    for i, before, after in zip(
+        answers, rendering.lengths[::2], rendering.lengths[1::2], strict=True
+    ):
         if before is None or after is None or after < before:
             raise ValueError(
                 f"{template.name} writes the turns up to message {i} differently when more "
@@ -680,46 +693,49 @@ def spoken(
     return text, [(a, b) for a, b in spans if a < b]
 
 
-def _end(after: str, start: int, content: str) -> int:
-    """Leave out white space after the mark that ends a turn: a model stops at the mark."""
-    said = after[start:].rstrip()
-    if said.endswith(content.rstrip()):  # there is no mark: the white space ends the turn
-        return len(after)
-    return start + len(said)
+def _end(text: str, start: int, content: str) -> int:
+    """Return where an answer ends: without white space after the end-of-turn marker.
+
+    Generation stops at the marker, so the model never produces the white space.
+    """
+    answers = text[start:].rstrip()
+    if answers.endswith(content.rstrip()):  # no end-of-turn marker: the white space ends the turn
+        return len(text)
+    return start + len(answers)
 
 
-def _marked(text: str) -> tuple[str, list[tuple[int, int]]]:
-    """Take the marks of `{% generation %}` out of a text; return it and where they stood."""
+def _remove_marks(text: str) -> tuple[str, list[tuple[int, int]]]:
+    """Remove the `{% generation %}` marks; return the text and the marked spans."""
     opening, closing = GENERATION_MARKS
-    first, *parts = text.split(opening)
-    plain, spans = first, []
-    for part in parts:
-        said, _, rest = part.partition(closing)
-        spans.append((len(plain), len(plain) + len(said)))
-        plain += said + rest
+    unmarked, *marked_segments = text.split(opening)
+    plain, spans = unmarked, []
+    for marked_segment in marked_segments:
+        answers, _, following = marked_segment.partition(closing)
+        spans.append((len(plain), len(plain) + len(answers)))
+        plain += answers + following
     return plain, spans
 
 
-def _tokens(
+def _tokenize_spans(
     text: str, spans: Sequence[tuple[int, int]], tokenizer: Tokenizer
 ) -> tuple[list[int], list[int]]:
-    """Return ids of a text and 1 for each that covers a character of a span."""
+    """Return token ids and a mask: 1 for each token that overlaps a span."""
     if not text:
         return [], []
     if isinstance(tokenizer, OffsetTokenizer):
         ids, offsets = tokenizer.tokenize_with_offsets(text)
-        return ids, [int(any(a < last and first < b for a, b in spans)) for first, last in offsets]
+        return ids, [int(any(a < stop and start < b for a, b in spans)) for start, stop in offsets]
     encode = partial(tokenizer.tokenize, add_special_tokens=False)
     ids = encode(text)
     mask = [0] * len(ids)
-    for first, last in spans:
-        begin = _common(ids, encode(text[:first]))
-        end = _common(ids, encode(text[:last]))
+    for start, stop in spans:
+        begin = _common_prefix_length(ids, encode(text[:start]))
+        end = _common_prefix_length(ids, encode(text[:stop]))
         mask[begin:end] = [1] * (end - begin)
     return ids, mask
 
 
-def _common(ids: Sequence[int], others: Sequence[int]) -> int:
-    """Count how many ids two lists have in common from the start."""
-    same = (i for i, (a, b) in enumerate(zip(ids, others, strict=False)) if a != b)
-    return next(same, min(len(ids), len(others)))
+def _common_prefix_length(ids: Sequence[int], other_ids: Sequence[int]) -> int:
+    """Return the length of the common prefix of two lists."""
+    mismatches = (i for i, (a, b) in enumerate(zip(ids, other_ids, strict=False)) if a != b)
+    return next(mismatches, min(len(ids), len(other_ids)))

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which token files a run reads for training, validation and test, from its options."""
+"""Resolve the data options to token files for training, validation and test."""
 
 from __future__ import annotations
 
@@ -23,81 +23,91 @@ class SplitPath:
 
     Args:
         path: prefixes and weights.
-        which: the share of them that belongs to the split; None takes them whole.
+        split_index: index of the split in --split; None if the files belong to this split alone.
     """
 
     path: DataPath
-    which: int | None = None
+    split_index: int | None = None
 
 
 def read_paths(config: DataConfig) -> dict[str, SplitPath]:
-    """Return the token files of the splits `train`, `valid` and `test`, as far as there are any.
+    """Return the token files of each split (`train`, `valid`, `test`) that has any.
 
     Raises:
-        ValueError: a file of paths cannot be read, or does not hold paths.
+        ValueError: a file of paths cannot be read, or does not contain paths.
     """
     if config.mock_data:
         return {}
-    words: dict[str, tuple[str, ...] | None]
+    split_arguments: dict[str, tuple[str, ...] | None]
     if config.data_path is not None or config.data_args_path is not None:
         shared = config.data_path
         if shared is None:
             assert config.data_args_path is not None
-            shared = tuple(shlex.split(_text(config.data_args_path, "--data-args-path")))
-        path = _parsed(shared, "--data-args-path" if config.data_path is None else "--data-path")
-        return {name: SplitPath(path=path, which=i) for i, name in enumerate(_SPLITS)}
+            shared = tuple(shlex.split(_read_file(config.data_args_path, "--data-args-path")))
+        path = _parse(shared, "--data-args-path" if config.data_path is None else "--data-path")
+        return {name: SplitPath(path=path, split_index=i) for i, name in enumerate(_SPLITS)}
     if config.per_split_data_args_path is not None:
-        words = _per_split(config.per_split_data_args_path)
+        split_arguments = _read_split_arguments(config.per_split_data_args_path)
     else:
-        words = {name: vars(config)[f"{name}_data_path"] for name in _SPLITS}
+        split_arguments = {name: vars(config)[f"{name}_data_path"] for name in _SPLITS}
     return {
-        name: SplitPath(path=_parsed(given, f"the data path of {name}"))
-        for name, given in words.items()
-        if given is not None
+        name: SplitPath(path=_parse(arguments, f"the data path of {name}"))
+        for name, arguments in split_arguments.items()
+        if arguments is not None
     }
 
 
 def prefixes(config: DataConfig) -> tuple[str, ...]:
-    """Return the prefixes of all token files of a run, each once."""
-    found = [prefix for split in read_paths(config).values() for prefix in split.path.prefixes]
-    return tuple(dict.fromkeys(found))
+    """Return the prefixes of all token files of a run, without duplicates."""
+    all_prefixes = [
+        prefix for split in read_paths(config).values() for prefix in split.path.prefixes
+    ]
+    return tuple(dict.fromkeys(all_prefixes))
 
 
-def _parsed(words: tuple[str, ...], where: str) -> DataPath:
+def _parse(arguments: tuple[str, ...], source: str) -> DataPath:
     try:
-        return parse_data_path(words)
+        return parse_data_path(arguments)
     except ValueError as error:
-        raise ValueError(f"{where}: {error}") from None
+        raise ValueError(f"{source}: {error}") from None
 
 
-def _text(path: str, flag: str) -> str:
+def _read_file(path: str, flag: str) -> str:
     try:
         return read_named(path, MAX_JSON_BYTES)
     except OSError as error:
         raise ValueError(f"{flag} {path} cannot be read: {error}") from None
 
 
-def _per_split(path: str) -> dict[str, tuple[str, ...] | None]:
+def _read_split_arguments(path: str) -> dict[str, tuple[str, ...] | None]:
     flag = "--per-split-data-args-path"
     try:
-        found: Any = parse_json(_text(path, flag))
+        split_arguments: Any = parse_json(_read_file(path, flag))
     except json.JSONDecodeError as error:
         raise ValueError(f"{flag} {path}:{error.lineno}: no JSON: {error.msg}") from None
-    if not isinstance(found, dict) or set(found) - set(_SPLITS) or not found.get("train"):
+    if (
+        not isinstance(split_arguments, dict)
+        or set(split_arguments) - set(_SPLITS)
+        or not split_arguments.get("train")
+    ):
         raise ValueError(
             f'{flag} {path} must hold {{"train": [...], "valid": [...], "test": [...]}}; the last '
             "two may be left out"
         )
-    for name, words in found.items():
-        if words is not None and not (
-            isinstance(words, list) and all(isinstance(w, str | int | float) for w in words)
+    for name, arguments in split_arguments.items():
+        if arguments is not None and not (
+            isinstance(arguments, list)
+            and all(isinstance(argument, str | int | float) for argument in arguments)
         ):
             raise ValueError(f"{flag} {path}: {name} must be a list of weights and prefixes")
-    return {name: tuple(map(str, found[name])) if found.get(name) else None for name in _SPLITS}
+    return {
+        name: tuple(map(str, split_arguments[name])) if split_arguments.get(name) else None
+        for name in _SPLITS
+    }
 
 
 def problems(config: DataConfig) -> Iterator[str]:
-    """List what is wrong between the options of data; reads no file."""
+    """Yield the problems in the data options, without reading files."""
     sources = {
         "--data-path": config.data_path is not None,
         "--data-args-path": config.data_args_path is not None,
@@ -105,19 +115,19 @@ def problems(config: DataConfig) -> Iterator[str]:
         "--per-split-data-args-path": config.per_split_data_args_path is not None,
         "--mock-data": config.mock_data,
     }
-    given = [name for name, is_given in sources.items() if is_given]
-    if len(given) > 1:
-        yield f"{' and '.join(given)} exclude each other: keep one"
-    if not given:
+    selected = [name for name, is_set in sources.items() if is_set]
+    if len(selected) > 1:
+        yield f"{' and '.join(selected)} exclude each other: keep one"
+    if not selected:
         yield "no data: give --data-path, --train-data-path or --mock-data"
     for name in ("valid", "test"):
         if vars(config)[f"{name}_data_path"] is not None and config.train_data_path is None:
             yield f"--{name}-data-path goes with --train-data-path: give that too"
     for name in ("data", "train", "valid", "test"):
-        words = vars(config)[f"{name}_path" if name == "data" else f"{name}_data_path"]
-        if words is not None:
-            yield from _word_problems(
-                f"--{name}-path" if name == "data" else f"--{name}-data-path", words, config.sft
+        arguments = vars(config)[f"{name}_path" if name == "data" else f"{name}_data_path"]
+        if arguments is not None:
+            yield from _argument_problems(
+                f"--{name}-path" if name == "data" else f"--{name}-data-path", arguments, config.sft
             )
     try:
         parse_split(config.split)
@@ -134,18 +144,18 @@ def problems(config: DataConfig) -> Iterator[str]:
                 yield f"--{flag} has no effect with --sft, which keeps conversations apart: drop it"
 
 
-def _word_problems(flag: str, words: tuple[str, ...], chat: bool) -> Iterator[str]:
-    for word in words:
-        ending = next((e for e in _TEXT_ENDINGS if word.endswith(e)), None)
+def _argument_problems(flag: str, arguments: tuple[str, ...], chat: bool) -> Iterator[str]:
+    for argument in arguments:
+        ending = next((suffix for suffix in _TEXT_ENDINGS if argument.endswith(suffix)), None)
         if ending is not None:
-            prefix = word.removesuffix(ending)
+            prefix = argument.removesuffix(ending)
             yield (
-                f"{flag} {word} is text, not token files: run python -m "
-                f"megatron.training.preprocess_data{' --chat' if chat else ''} --input {word} "
+                f"{flag} {argument} is text, not token files: run python -m "
+                f"megatron.training.preprocess_data{' --chat' if chat else ''} --input {argument} "
                 f"--output-prefix {prefix} --tokenizer-model ... once and give {flag} {prefix}"
             )
             return
     try:
-        parse_data_path(words)
+        parse_data_path(arguments)
     except ValueError as error:
         yield f"{flag}{str(error).removeprefix('data path')}"

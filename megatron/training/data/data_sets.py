@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The data sets of a run, a rank's microbatches, and what identifies data in a checkpoint."""
+"""Data sets of a run, a rank's microbatches, and the data identity stored in checkpoints."""
 
 from __future__ import annotations
 
@@ -36,11 +36,11 @@ class DataSets:
 
     Args:
         train: samples to train on.
-        validation: samples to validate on, the same at every validation; None without validation.
+        validation: samples of every validation; None without validation.
         test: samples for one evaluation at the end of the run; None if there are none.
-        identity: what the order of the samples depends on, save for its length, as JSON.
-        order_lengths: samples of each split that its order is made for, see `Progress`.
-        notes: lines that describe what became of the data.
+        identity: inputs that determine the sample order, except its length, as JSON.
+        order_lengths: number of samples that each split's order was built for, see `Progress`.
+        notes: log lines about the data.
     """
 
     train: TokenSource
@@ -51,33 +51,33 @@ class DataSets:
     notes: tuple[str, ...] = ()
 
 
-class Extensible(TokenSource, Protocol):
-    """A data set that can have more samples behind those it has: all that a run reads are."""
+class ExtensibleSource(TokenSource, Protocol):
+    """A data set that can be extended with further samples; every data set of a run can."""
 
     def extended(self, num_samples: int) -> TokenSource:
-        """Return a data set that begins with the same samples and has at least so many."""
+        """Return a data set with the same first samples and at least `num_samples` in total."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class SampleCounts:
-    """How many samples of a split there are to be.
+    """Number of samples of a split.
 
     Args:
-        ordered: that its order is made for.
-        needed: that the run takes of it; 0 leaves it out.
-        cyclic: samples beyond those ordered are the same ones once more.
+        ordered: samples that the order is built for.
+        needed: samples that the run consumes; 0 leaves the split out.
+        cyclic: after `ordered` samples the same samples repeat.
     """
 
     ordered: int
     needed: int
     cyclic: bool
 
-    def extend(self, data: Extensible) -> TokenSource:
-        """Return a data set that is ordered so, with as many samples as are needed."""
+    def extend(self, data: ExtensibleSource) -> TokenSource:
+        """Return the data set, extended to `needed` samples unless it is cyclic."""
         return data if self.cyclic else data.extended(self.needed)
 
 
-#: The token files of each split, and what they are of it; empty for --mock-data.
+#: Path and open token files of each split; empty for --mock-data.
 TokenFiles = Mapping[str, tuple[SplitPath, Sequence[IndexedDataset]]]
 
 
@@ -87,17 +87,17 @@ def open_token_files(config: DataConfig) -> TokenFiles:
     Raises:
         ValueError: a file is missing or damaged.
     """
-    opened: dict[str, IndexedDataset] = {}
-    found = {}
+    datasets: dict[str, IndexedDataset] = {}
+    token_files = {}
     try:
         for name, split in read_paths(config).items():
             for prefix in split.path.prefixes:
-                if prefix not in opened:
-                    opened[prefix] = IndexedDataset(prefix)
-            found[name] = (split, [opened[prefix] for prefix in split.path.prefixes])
+                if prefix not in datasets:
+                    datasets[prefix] = IndexedDataset(prefix)
+            token_files[name] = (split, [datasets[prefix] for prefix in split.path.prefixes])
     except FileNotFoundError as error:
         raise ValueError(str(error)) from None
-    return found
+    return token_files
 
 
 def build_data_sets(
@@ -111,70 +111,77 @@ def build_data_sets(
     """Build the sample indices of a run.
 
     Args:
-        token_files: of the run; None opens them.
-        order_lengths: of a run that goes on, samples that the order of each split was made for
-            when it began, see `Progress`. The order is kept, and extended if more are needed.
-        train_samples: that the run will have consumed at its end, where that is more than the steps
-            of a run from the start.
+        token_files: open token files of the run; None opens them.
+        order_lengths: for a resumed run, the number of samples that each split's order was built
+            for originally, see `Progress`. The order is preserved, and extended if necessary.
+        train_samples: samples consumed by the end of the run, if a resumed run consumes more than a
+            run from scratch.
 
     Raises:
-        ValueError: a file is missing or damaged, or too short for a split; one line.
+        ValueError: a file is missing or damaged, or too short for a split.
     """
     config = run.config.data
-    common = _dataset_config(run, vocabulary)
+    dataset_config = _dataset_config(run, vocabulary)
     counts = _sample_counts(run, order_lengths or {}, train_samples)
     if config.mock_data:
-        made = {
-            name: count.extend(MockDataset(common, num_samples=count.ordered, split=i, name=name))
+        mock_datasets = {
+            name: count.extend(
+                MockDataset(dataset_config, num_samples=count.ordered, split=i, name=name)
+            )
             for i, (name, count) in enumerate(counts.items())
             if count.needed
         }
         identity = {"files": [], "vocab_size": vocabulary.size, "kind": "mock"}
-        return _data_sets(made, run, identity, counts=counts)
+        return _collect(mock_datasets, run, identity, counts=counts)
     if not (config.sft or config.allow_chat_as_text):
         _refuse_chats(prefixes(config))
     token_files = open_token_files(config) if token_files is None else token_files
     paths = {name: split for name, (split, _) in token_files.items()}
     sources = {name: opened for name, (_, opened) in token_files.items()}
-    found: dict[str, TokenSource] = {}
+    datasets: dict[str, TokenSource] = {}
     notes: list[str] = []
     for name, split in paths.items():
         if name == "test" and not _has_test(split, sources[name], run):
             if counts[name].needed and parse_split(config.split)[2]:
                 notes.append(f"no test at the end: --split {config.split} leaves no document to it")
         elif counts[name].needed:
-            found[name] = _split(
-                run, split, common, name=name, count=counts[name], sources=sources[name]
+            datasets[name] = _build_split(
+                run,
+                split,
+                dataset_config,
+                name=name,
+                sample_count=counts[name],
+                sources=sources[name],
             )
     if counts["valid"].needed and "valid" not in paths:
         notes.append("no validation: there is no --valid-data-path")
-    notes += _chat_notes(found)
+    notes += _chat_notes(datasets)
     path = paths["train"].path
     identity = {
         "files": [source.fingerprint for source in sources["train"]],
         "weights": None if path.weights is None else list(path.weights),
-        "split": config.split if paths["train"].which is not None else None,
+        "split": config.split if paths["train"].split_index is not None else None,
         "paths": [str(Path(prefix).resolve()) for prefix in path.prefixes],
     }
     if path.weights is None and len(path.prefixes) > 1 and config.dataloader_type != "cyclic":
         identity["blend"] = "by samples"  # earlier versions drew by tokens
     if config.sft:
         identity["kind"] = "sft"
-    return _data_sets(found, run, identity, counts=counts, notes=notes)
+    return _collect(datasets, run, identity, counts=counts, notes=notes)
 
 
 def _sample_counts(
     run: Run, order_lengths: Mapping[str, int], train_samples: int
 ) -> dict[str, SampleCounts]:
-    """Return how many samples of each split a run needs, see `build_data_sets`."""
+    """Return the number of samples of each split, see `build_data_sets`."""
     evaluation = run.config.evaluation
-    evaluated = evaluation.eval_iters * run.evaluation.samples if evaluation.eval_interval else 0
-    asked = dict(zip(_NAMES, (run.train_samples, evaluated, evaluated), strict=True))
-    needed = {**asked, "train": max(run.train_samples, train_samples)}
+    eval_samples = evaluation.eval_iters * run.evaluation.samples if evaluation.eval_interval else 0
+    planned = dict(zip(_NAMES, (run.train_samples, eval_samples, eval_samples), strict=True))
+    needed = {**planned, "train": max(run.train_samples, train_samples)}
     cyclic = run.config.data.dataloader_type == "cyclic"
     return {
         name: SampleCounts(
-            ordered=order_lengths.get(name) or asked[name],
+            ordered=order_lengths.get(name) or planned[name],
             needed=needed[name],
             cyclic=cyclic and name == "train",
         )
@@ -183,8 +190,11 @@ def _sample_counts(
 
 
 def _refuse_chats(names: Sequence[str]) -> None:
-    """Raise ValueError if token files hold conversations: read as text, the user's turns would be
-    learnt as well, and conversations would follow each other without an end."""
+    """Raise ValueError if token files contain conversations.
+
+    Read as plain text, the user's turns would be in the loss, and nothing would separate
+    conversations.
+    """
     if chats := [name for name in names if holds_chats(name)]:
         raise ValueError(
             f"{', '.join(chats)} has conversations, which without --sft are read as one text and "
@@ -193,7 +203,7 @@ def _refuse_chats(names: Sequence[str]) -> None:
 
 
 def _dataset_config(run: Run, vocabulary: Vocabulary) -> GPTDatasetConfig:
-    """Return what all samples of a run have in common. Raises ValueError."""
+    """Return the options that all data sets of a run share. Raises ValueError."""
     config, training = run.config.data, run.config.training
     for name in ("eod_mask_loss", "reset_position_ids", "reset_attention_mask"):
         if vars(config)[name] and vocabulary.eod is None:
@@ -214,38 +224,38 @@ def _dataset_config(run: Run, vocabulary: Vocabulary) -> GPTDatasetConfig:
 
 
 def _has_test(split: SplitPath, sources: Sequence[IndexedDataset], run: Run) -> bool:
-    """Say whether a test split has documents: the default --split asks for one of any data."""
+    """Return whether the test split has documents: the default --split may leave it none."""
     shares = parse_split(run.config.data.split)
-    return split.which is None or has_split(sources, shares, split.which)
+    return split.split_index is None or has_split(sources, shares, split.split_index)
 
 
-def _split(
+def _build_split(
     run: Run,
     split: SplitPath,
-    common: GPTDatasetConfig,
+    dataset_config: GPTDatasetConfig,
     *,
     name: str,
-    count: SampleCounts,
+    sample_count: SampleCounts,
     sources: Sequence[IndexedDataset],
 ) -> TokenSource:
     config = run.config.data
-    # cyclic permutes one pass itself; a weighted blend has no "one pass": it is truncated.
-    one_pass = count.cyclic and split.path.weights is None
+    # CyclicOrder permutes a single pass. A weighted blend has no single pass: it is truncated.
+    one_pass = sample_count.cyclic and split.path.weights is None
     data = build_split(
         split.path,
-        common,
+        dataset_config,
         name=name,
-        shares=(1.0,) if split.which is None else parse_split(config.split),
-        which=split.which or 0,
-        num_samples=None if one_pass else count.ordered,
+        shares=(1.0,) if split.split_index is None else parse_split(config.split),
+        which=split.split_index or 0,
+        num_samples=None if one_pass else sample_count.ordered,
         dataset_type=ChatDataset if config.sft else GPTDataset,
         sources=sources,
     )
-    return count.extend(data)
+    return sample_count.extend(data)
 
 
-def _data_sets(
-    found: Mapping[str, TokenSource],
+def _collect(
+    datasets: Mapping[str, TokenSource],
     run: Run,
     identity: Mapping[str, Any],
     *,
@@ -253,16 +263,16 @@ def _data_sets(
     notes: Sequence[str] = (),
 ) -> DataSets:
     training, train = run.config.training, counts["train"]
-    kept = []
+    order_notes = []
     if train.ordered != run.train_samples:
-        kept.append(
+        order_notes.append(
             f"samples keep the order for {train.ordered:,} that the run began with; "
             "--reorder-samples makes one for the present length"
         )
     return DataSets(
-        train=found["train"],
-        validation=found.get("valid"),
-        test=found.get("test"),
+        train=datasets["train"],
+        validation=datasets.get("valid"),
+        test=datasets.get("test"),
         identity={
             **identity,
             "sequence_length": training.seq_length,
@@ -270,35 +280,35 @@ def _data_sets(
             "dataloader_type": run.config.data.dataloader_type,
         },
         order_lengths={name: count.ordered for name, count in counts.items()},
-        notes=(*notes, *kept),
+        notes=(*notes, *order_notes),
     )
 
 
-def _chat_notes(found: Mapping[str, TokenSource]) -> list[str]:
-    """Log for each part of the training data what became of its conversations."""
-    train = found.get("train")
-    parts = train.datasets if isinstance(train, BlendedDataset) else [train]
+def _chat_notes(datasets: Mapping[str, TokenSource]) -> list[str]:
+    """Return a line on packing and truncation for each training data set of conversations."""
+    train = datasets.get("train")
+    train_datasets = train.datasets if isinstance(train, BlendedDataset) else [train]
     notes = []
-    for part in parts:
-        if isinstance(part, ChatDataset):
-            counted = part.statistics
+    for dataset in train_datasets:
+        if isinstance(dataset, ChatDataset):
+            statistics = dataset.statistics
             notes.append(
-                f"{part.source.prefix}: {counted.conversations:,} conversations packed into "
-                f"{counted.rows:,} samples, {counted.filled:.1%} of them filled; one pass cuts "
-                f"{counted.truncated:,} to --seq-length + 1 tokens and leaves out "
-                f"{counted.left_out:,} with nothing to learn"
+                f"{dataset.source.prefix}: {statistics.conversations:,} conversations packed into "
+                f"{statistics.rows:,} samples, {statistics.filled:.1%} of them filled; one pass "
+                f"cuts {statistics.truncated:,} to --seq-length + 1 tokens and leaves out "
+                f"{statistics.left_out:,} with nothing to learn"
             )
     return notes
 
 
 def training_batches(
-    data: DataSets, run: Run, *, lanes: Group, consumed_samples: int
+    data: DataSets, run: Run, *, dp_group: Group, consumed_samples: int
 ) -> GPTBatches:
-    """Return this data-parallel rank's microbatches from a position on.
+    """Return this data-parallel rank's microbatches after `consumed_samples`.
 
     Args:
-        lanes: the ranks that see different samples.
-        consumed_samples: samples used before, by all data-parallel ranks together.
+        dp_group: the ranks that see different samples.
+        consumed_samples: samples consumed so far by all data-parallel ranks.
     """
     order: SampleOrder
     if run.config.data.dataloader_type == "cyclic":
@@ -308,8 +318,8 @@ def training_batches(
     return GPTBatches(
         data.train,
         micro_batch_size=run.config.training.micro_batch_size,
-        lanes_rank=lanes.rank,
-        lanes_size=lanes.size,
+        lanes_rank=dp_group.rank,
+        lanes_size=dp_group.size,
         consumed_samples=consumed_samples,
         order=order,
         batch_sizes=run.batch_sizes,
@@ -317,47 +327,53 @@ def training_batches(
 
 
 def read_ahead(batches: GPTBatches, run: Run) -> GPTBatches | PrefetchedBatches:
-    """Let `--num-workers` threads read microbatches ahead; the caller closes those."""
+    """Prefetch microbatches in `--num-workers` threads; the caller closes the iterator."""
     workers = run.config.data.num_workers
     return PrefetchedBatches(batches, workers=workers) if workers else batches
 
 
 def validation_batches(
-    data: DataSets, run: Run, *, lanes: Group, split: Literal["validation", "test"] = "validation"
+    data: DataSets,
+    run: Run,
+    *,
+    dp_group: Group,
+    split: Literal["validation", "test"] = "validation",
 ) -> GPTBatches:
-    """Return this rank's microbatches of one validation, each of which sees the same samples."""
+    """Return this rank's microbatches of one validation; every validation uses the same samples."""
     source = data.validation if split == "validation" else data.test
     assert source is not None
     return GPTBatches(
         source,
         micro_batch_size=run.evaluation.micro_batch_size,
-        lanes_rank=lanes.rank,
-        lanes_size=lanes.size,
+        lanes_rank=dp_group.rank,
+        lanes_size=dp_group.size,
         batch_sizes=BatchSizes.constant(run.evaluation.samples),
     )
 
 
-def compare_identity(saved: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
-    """List how the data of a checkpoint differs from a run's; empty if samples go on in order."""
+def compare_identity(saved: Mapping[str, Any], current: Mapping[str, Any]) -> list[str]:
+    """List how the data of a checkpoint differs from the run's; empty if the order can continue."""
     differences = []
-    for name in dict.fromkeys([*saved, *now]):
-        before, after = saved.get(name), now.get(name)
-        if name == "paths" or before == after:
+    for name in dict.fromkeys([*saved, *current]):
+        saved_value, current_value = saved.get(name), current.get(name)
+        if name == "paths" or saved_value == current_value:
             continue
-        if name == "files" and len(before or ()) == len(after or ()):
-            paths = now.get("paths", ())
-            for i, (old, new, path) in enumerate(zip(before, after, paths, strict=True), 1):
-                if old != new:
+        if name == "files" and len(saved_value or ()) == len(current_value or ()):
+            paths = current.get("paths", ())
+            for i, (saved_fingerprint, fingerprint, path) in enumerate(
+                zip(saved_value, current_value, paths, strict=True), 1
+            ):
+                if saved_fingerprint != fingerprint:
                     differences.append(f"data file {i}, {path}, has other content")
         elif name == "files":
             differences.append(
-                f"{len(before or ())} data files in the checkpoint ({_listed(saved)}), "
-                f"{len(after)} now ({_listed(now)})"
+                f"{len(saved_value or ())} data files in the checkpoint ({_list_paths(saved)}), "
+                f"{len(current_value)} now ({_list_paths(current)})"
             )
         else:
-            differences.append(f"{name}: {before} in the checkpoint, {after} now")
+            differences.append(f"{name}: {saved_value} in the checkpoint, {current_value} now")
     return differences
 
 
-def _listed(identity: Mapping[str, Any]) -> str:
+def _list_paths(identity: Mapping[str, Any]) -> str:
     return ", ".join(identity.get("paths", ())) or "unnamed"

@@ -1,16 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
-"""From input files to documents: the files, their blocks of records, the documents in them.
+"""Read documents from input files: list the files, read blocks of records, parse the documents.
 
-An `--input` may be files, folders and patterns; the order of the files never varies. Input files
-are read in blocks: about a MiB of whole records, and the position after them. Workers encode blocks
-and a journal counts them. How files are divided changes neither the documents nor their order.
+`--input` takes files, folders and patterns; the order of the files is deterministic. Files are read
+in blocks of about 1 MiB of whole records, each with the position after it. Workers encode blocks
+and a journal records them. The block size changes neither the documents nor their order.
 
-A record is a line of a JSONL file, a row of a Parquet table (read a few rows at a time) or a whole
-`.txt` file. It holds one value under each key that is asked for; a `.txt` file's only value is its
-text. A record that cannot be a document is counted, never lost. Memory is bounded by the block and
-by the longest document allowed: a longer one is skipped as it is read.
+A record is a line of a JSONL file, a row of a Parquet table or a whole `.txt` file. It has one
+value per requested key; the only value of a `.txt` file is its text. Records that are not documents
+are counted by reason. Memory is bounded by the block size and the longest document allowed: a
+longer document is skipped while it is read.
 
-This is the one module that imports the library `pyarrow`.
+This is the only module that imports `pyarrow`.
 """
 
 from __future__ import annotations
@@ -28,11 +28,16 @@ from typing import IO, Any
 
 from megatron.core.untrusted_files import open_regular, read_regular
 
-#: Endings of files that a folder stands for.
-_LINES = (".jsonl", ".ndjson", ".json")
-_KNOWN = (*_LINES, *(ending + ".gz" for ending in _LINES), ".txt", ".parquet")
-# Endings that are surely not lines of JSON, and what to do about a file that has one.
-_REFUSED = {
+# Files with these endings are read from an input folder.
+_JSONL_ENDINGS = (".jsonl", ".ndjson", ".json")
+_SUPPORTED_ENDINGS = (
+    *_JSONL_ENDINGS,
+    *(ending + ".gz" for ending in _JSONL_ENDINGS),
+    ".txt",
+    ".parquet",
+)
+# Endings of files that are not JSON lines, and how to convert such a file.
+_UNSUPPORTED_ENDINGS = {
     ".zst": "unpack it first (zstd -d)",
     ".xz": "unpack it first (xz -d)",
     ".bz2": "unpack it first (bunzip2)",
@@ -48,7 +53,7 @@ class Kind(Enum):
     LINES = "lines"
     """A JSON object per line."""
     GZIP_LINES = "gzip lines"
-    """The same, compressed."""
+    """A JSON object per line, compressed with gzip."""
     TEXT = "text"
     """The whole file is one document."""
     ROWS = "rows"
@@ -60,10 +65,10 @@ class InputFile:
     """One input file.
 
     Args:
-        path: as it was named or found.
-        kind: how documents are stored in it.
-        size: of the file, in bytes.
-        modified_ns: time of its last change; with the size it tells whether it is still the same.
+        path: path as named by the user or found in a folder.
+        kind: how documents are stored in the file.
+        size: size of the file, in bytes.
+        modified_ns: modification time in ns; together with the size it detects a changed file.
     """
 
     path: str
@@ -77,8 +82,8 @@ class Inputs:
     """All input files.
 
     Args:
-        files: in the order in which they are read.
-        left_out: files of folders whose endings say that they are no input.
+        files: files in reading order.
+        left_out: files of input folders that are skipped because of their endings.
     """
 
     files: tuple[InputFile, ...]
@@ -86,21 +91,21 @@ class Inputs:
 
     @property
     def total_bytes(self) -> int:
-        """Return the size of all files."""
+        """Return the size of all files, in bytes."""
         return sum(file.size for file in self.files)
 
     def describe_left_out(self) -> str:
-        """Return one line on the files that were left out; empty if none was."""
+        """Return one line on the skipped files; empty if there are none."""
         if not self.left_out:
             return ""
         return (
             f"left out {len(self.left_out)} files of other kinds (first: {self.left_out[0]}); "
-            f"read are {' '.join(_KNOWN)}"
+            f"read are {' '.join(_SUPPORTED_ENDINGS)}"
         )
 
 
 def kind_of(path: str | Path) -> Kind:
-    """Return how a file stores documents, by its ending; an unknown ending means lines of JSON."""
+    """Return how a file stores documents, by its ending; any other ending means JSON lines."""
     name = Path(path).name.lower()
     if name.endswith(".txt"):
         return Kind.TEXT
@@ -110,39 +115,40 @@ def kind_of(path: str | Path) -> Kind:
 
 
 def find_inputs(names: Sequence[str | Path]) -> Inputs:
-    """Find the files that some names stand for.
+    """Expand `--input` names to files.
 
     Args:
-        names: a file; a folder, which stands for the files of known endings in it and below; or a
-            pattern of `*`, `?`, `[...]` and `**`. Each name's files come in sorted order, one
-            name's after the other's.
+        names: files, folders (all files below with supported endings) and patterns of `*`, `?`,
+            `[...]` and `**`. The files of each name are sorted; names keep their order.
 
     Raises:
-        ValueError: a name stands for nothing, a file is named twice, or it is of a kind that
-            cannot be read; names all that are.
+        ValueError: a name matches nothing, a file is named twice, or files have an unsupported
+            format; the message lists all of them.
     """
-    found: list[str] = []
+    paths: list[str] = []
     left_out: list[str] = []
     missing: list[str] = []
     for name in map(str, names):
-        here = list(_expand(name, left_out))
-        found += here
-        if not here:
+        matches = list(_expand(name, left_out))
+        paths += matches
+        if not matches:
             missing.append(name)
     if missing:
         raise ValueError(f"no such input file: {', '.join(missing)}")
-    twice = sorted({name for name in found if found.count(name) > 1}) if _repeats(found) else []
-    if twice:
-        raise ValueError(f"named twice as --input: {', '.join(twice)}")
-    refused = [
-        f"{name}: {_REFUSED[Path(name).suffix.lower()]}"
-        for name in found
-        if Path(name).suffix.lower() in _REFUSED
+    duplicates = (
+        sorted({name for name in paths if paths.count(name) > 1}) if _has_duplicates(paths) else []
+    )
+    if duplicates:
+        raise ValueError(f"named twice as --input: {', '.join(duplicates)}")
+    unsupported = [
+        f"{name}: {_UNSUPPORTED_ENDINGS[Path(name).suffix.lower()]}"
+        for name in paths
+        if Path(name).suffix.lower() in _UNSUPPORTED_ENDINGS
     ]
-    if refused:
-        raise ValueError(f"cannot read {'; '.join(refused)}")
+    if unsupported:
+        raise ValueError(f"cannot read {'; '.join(unsupported)}")
     files = []
-    for name in found:
+    for name in paths:
         status = Path(name).stat()
         files.append(
             InputFile(
@@ -155,21 +161,21 @@ def find_inputs(names: Sequence[str | Path]) -> Inputs:
     return Inputs(files=tuple(files), left_out=tuple(left_out))
 
 
-def _repeats(found: Sequence[str]) -> bool:
-    return len(set(found)) < len(found)
+def _has_duplicates(paths: Sequence[str]) -> bool:
+    return len(set(paths)) < len(paths)
 
 
 def _expand(name: str, left_out: list[str]) -> Iterator[str]:
-    """Yield the files a name stands for; files of a folder that are no input go to `left_out`."""
+    """Yield the files that a name matches; append a folder's unsupported files to `left_out`."""
     path = Path(name)
     if path.is_file():
         yield name
     elif path.is_dir():
         for file in sorted(path.rglob("*")):
-            hidden = any(part.startswith(".") for part in file.relative_to(path).parts)
+            hidden = any(component.startswith(".") for component in file.relative_to(path).parts)
             if hidden or not file.is_file():
                 continue
-            if file.name.lower().endswith(_KNOWN):
+            if file.name.lower().endswith(_SUPPORTED_ENDINGS):
                 yield str(file)
             else:
                 left_out.append(str(file))
@@ -179,41 +185,43 @@ def _expand(name: str, left_out: list[str]) -> Iterator[str]:
         )
 
 
-# Rows decoded at a time at most: with more, the call's own cost gets no smaller.
-_ROWS_AT_ONCE = 1024
+# Upper bound for rows per batch: larger batches do not reduce the overhead per row.
+_MAX_ROWS_PER_BATCH = 1024
 _BUFFER_BYTES = 1 << 20
 
 
 @dataclass(frozen=True, kw_only=True)
-class Rows:
-    """Some rows.
+class RowSlice:
+    """Consecutive rows of a table.
 
     Args:
-        first: number of the first one, from 0.
-        end: number of the one after the last.
-        columns: values by name, in the order of the rows; texts are UTF-8 bytes, perhaps bad ones.
-        size: in memory, in bytes.
-        share: of the file's rows that are read by then.
+        start: index of the first row, from 0.
+        end: index after the last row.
+        columns: values by column name; texts are bytes that may be invalid UTF-8.
+        num_bytes: size in memory.
+        file_fraction: fraction of the file's rows before `end`.
     """
 
-    first: int
+    start: int
     end: int
     columns: Mapping[str, Sequence[Any]]
-    size: int
-    share: float
+    num_bytes: int
+    file_fraction: float
 
 
-def read_rows(path: str, columns: Sequence[str], *, first: int, block_bytes: int) -> Iterator[Rows]:
-    """Read columns from a row on; memory holds the pages at hand, not the file.
+def read_rows(
+    path: str, columns: Sequence[str], *, start_row: int, block_bytes: int
+) -> Iterator[RowSlice]:
+    """Read columns of a Parquet file from a row on, page by page.
 
     Args:
-        path: of the file.
-        columns: names of the columns wanted.
-        first: number of the first row wanted, from 0.
-        block_bytes: about how much to yield at once.
+        path: path of the file.
+        columns: names of the columns to read.
+        start_row: index of the first row to read, from 0.
+        block_bytes: approximate size of each slice, in bytes.
 
     Raises:
-        ValueError: pyarrow is not installed, the file is no Parquet file, or lacks a column.
+        ValueError: pyarrow is not installed, the file is not Parquet, or it lacks a column.
     """
     try:
         import pyarrow
@@ -221,7 +229,7 @@ def read_rows(path: str, columns: Sequence[str], *, first: int, block_bytes: int
     except ImportError:
         raise ValueError(f"{path}: reading Parquet needs pyarrow: pip install pyarrow") from None
     try:
-        # Pages are read as they come, not all of a row group at once.
+        # pre_buffer=False reads page by page; the default would read a whole row group at once.
         with pyarrow.parquet.ParquetFile(
             path, buffer_size=_BUFFER_BYTES, pre_buffer=False
         ) as table:
@@ -232,64 +240,66 @@ def read_rows(path: str, columns: Sequence[str], *, first: int, block_bytes: int
                     f"{path} has no column {', '.join(missing)}: it has {', '.join(names)}; name "
                     "one as the key"
                 )
-            yield from _batches(table, columns, first, block_bytes=block_bytes)
+            yield from _read_row_slices(table, columns, start_row, block_bytes=block_bytes)
     except pyarrow.ArrowException as error:
         raise ValueError(f"cannot read {path} as Parquet: {error}") from None
 
 
-def _batches(table: Any, columns: Sequence[str], first: int, *, block_bytes: int) -> Iterator[Rows]:
+def _read_row_slices(
+    table: Any, columns: Sequence[str], start_row: int, *, block_bytes: int
+) -> Iterator[RowSlice]:
     total = table.metadata.num_rows
-    group, begin = 0, 0  # skip whole row groups without reading them
+    group, next_row = 0, 0  # skip whole row groups without reading them
     while group < table.num_row_groups:
-        count = table.metadata.row_group(group).num_rows
-        if begin + count > first:
+        num_rows = table.metadata.row_group(group).num_rows
+        if next_row + num_rows > start_row:
             break
-        group, begin = group + 1, begin + count
+        group, next_row = group + 1, next_row + num_rows
     groups = list(range(group, table.num_row_groups))
     if not groups:
         return
-    at_once = _rows_at_once(table, columns, block_bytes)
+    rows_per_batch = _rows_per_batch(table, columns, block_bytes)
     batches = table.iter_batches(
-        at_once, row_groups=groups, columns=list(columns), use_threads=False
+        rows_per_batch, row_groups=groups, columns=list(columns), use_threads=False
     )
     for batch in batches:
-        skipped = min(max(first - begin, 0), batch.num_rows)
-        begin += batch.num_rows
-        batch = batch.slice(skipped)
+        num_skipped = min(max(start_row - next_row, 0), batch.num_rows)
+        next_row += batch.num_rows
+        batch = batch.slice(num_skipped)
         if batch.num_rows == 0:
             continue
-        # A batch of long documents is split further; nbytes counts the slice only.
-        pieces = max(1, round(batch.nbytes / block_bytes))
-        step = -(-batch.num_rows // pieces)
-        start = begin - batch.num_rows
-        for at in range(0, batch.num_rows, step):
-            piece = batch.slice(at, step)
-            yield Rows(
-                first=start + at,
-                end=start + at + piece.num_rows,
-                columns={name: _values(piece.column(name)) for name in columns},
-                size=piece.nbytes,
-                share=(start + at + piece.num_rows) / total,
+        # Split batches of long documents further. nbytes counts only the slice.
+        num_slices = max(1, round(batch.nbytes / block_bytes))
+        step = -(-batch.num_rows // num_slices)
+        start = next_row - batch.num_rows
+        for offset in range(0, batch.num_rows, step):
+            row_slice = batch.slice(offset, step)
+            yield RowSlice(
+                start=start + offset,
+                end=start + offset + row_slice.num_rows,
+                columns={name: _column_values(row_slice.column(name)) for name in columns},
+                num_bytes=row_slice.nbytes,
+                file_fraction=(start + offset + row_slice.num_rows) / total,
             )
 
 
-def _rows_at_once(table: Any, columns: Sequence[str], block_bytes: int) -> int:
-    """Return how many rows make about a block where they are longest."""
-    longest = 1.0
+def _rows_per_batch(table: Any, columns: Sequence[str], block_bytes: int) -> int:
+    """Return the rows per block in the row group with the longest rows."""
+    max_row_bytes = 1.0
     for number in range(table.num_row_groups):
         group = table.metadata.row_group(number)
-        parts = [group.column(index) for index in range(group.num_columns)]
+        column_chunks = [group.column(column_index) for column_index in range(group.num_columns)]
         size = sum(
-            part.total_uncompressed_size
-            for part in parts
-            if part.path_in_schema.split(".")[0] in columns
+            column_chunk.total_uncompressed_size
+            for column_chunk in column_chunks
+            if column_chunk.path_in_schema.split(".")[0] in columns
         )
-        longest = max(longest, size / max(group.num_rows, 1))
-    return max(1, min(_ROWS_AT_ONCE, int(block_bytes / longest)))
+        max_row_bytes = max(max_row_bytes, size / max(group.num_rows, 1))
+    return max(1, min(_MAX_ROWS_PER_BATCH, int(block_bytes / max_row_bytes)))
 
 
-def _values(column: Any) -> list[Any]:
-    """Return a column's values; texts as bytes, since a file can call anything a text."""
+def _column_values(column: Any) -> list[Any]:
+    """Return a column's values; texts as bytes, because a file may contain invalid UTF-8."""
     import pyarrow
 
     if pyarrow.types.is_string(column.type):
@@ -300,21 +310,21 @@ def _values(column: Any) -> list[Any]:
 
 
 BLOCK_BYTES = 1 << 20
-#: Longest document by default. For each of its bytes the library `tokenizers` takes about 120 until
-#: it is encoded: 2 GB for this one.
+#: Default longest document. While it encodes, the library `tokenizers` needs about 120 bytes of
+#: memory per byte of text: 2 GB for a document of this length.
 MAX_DOCUMENT_BYTES = 16 << 20
-#: Longest padding between members of a gzip file, and longest name in a member's header: `gzip`
-#: reads both byte by byte, which takes minutes for a sparse file.
+#: Longest padding between members of a gzip file, and longest name in a member header: `gzip` reads
+#: both byte by byte, which takes minutes on a sparse file.
 MAX_GZIP_PADDING = 1 << 16
 
 
 @dataclass(frozen=True, kw_only=True)
 class Position:
-    """A place between two records.
+    """A position between two records.
 
     Args:
-        file: number of the input file.
-        offset: in it, after decompression: bytes of lines and text, rows of a table.
+        file: index of the input file.
+        offset: offset in the decompressed file: in bytes, or in rows of a table.
         record: number of the next line or row, from 1.
     """
 
@@ -324,41 +334,41 @@ class Position:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Part:
-    """Records of one file.
+class RecordChunk:
+    """Consecutive records of one file.
 
     Args:
-        path: of the file.
-        kind: of the file; None for one record that is too long and was skipped.
-        first: number of the first record, from 1.
-        content: whole lines, or the text; columns by name, for rows.
+        path: path of the file.
+        kind: kind of the file; None for a skipped record that is too long.
+        first_record: number of the first record, from 1.
+        content: whole lines or the text as bytes; columns by name for a table.
     """
 
     path: str
     kind: Kind | None
-    first: int
+    first_record: int
     content: bytes | Mapping[str, Sequence[Any]] = b""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Block:
-    """Some records, in order.
+    """Consecutive records of the input: the unit of work of one encoding process.
 
     Args:
-        parts: of one file or of several small ones.
-        size: of the records, in bytes.
-        end: where to go on.
-        read_bytes: how much of all input files, as stored on the disk, is read by then.
+        chunks: records of one file or of several small files.
+        size: size of the records, in bytes.
+        end: position after the block.
+        read_bytes: bytes of the input files read up to `end`, as stored on disk.
     """
 
-    parts: tuple[Part, ...]
+    chunks: tuple[RecordChunk, ...]
     size: int
     end: Position
     read_bytes: int
 
 
-# A part with its size in bytes, the position after it, and the file's bytes read by then.
-_Step = tuple[Part | None, int, Position, int]
+# A chunk, its size in bytes, the position after it, and the file's bytes read so far.
+_ReadStep = tuple[RecordChunk | None, int, Position, int]
 
 
 def read_blocks(
@@ -372,53 +382,53 @@ def read_blocks(
     """Read files from a position on.
 
     Args:
-        files: in order.
-        columns: to read of tables.
-        start: a block's `end`.
-        max_document_bytes: a longer line or text is skipped; its part has no kind.
-        block_bytes: least size of a block, save for the last.
+        files: input files in order.
+        columns: table columns to read.
+        start: the `end` of a block, or the beginning.
+        max_document_bytes: a longer line or text is skipped; its chunk has no kind.
+        block_bytes: minimum size of each block except the last one.
 
     Yields:
-        Blocks that together hold every record after the position once.
+        Blocks that together contain every record after `start` exactly once.
 
     Raises:
-        ValueError: a file cannot be read; names the file.
+        ValueError: a file cannot be read; the message names the file.
     """
-    parts: list[Part] = []
-    size, before, end, read_bytes = 0, sum(f.size for f in files[: start.file]), start, 0
-    for number in range(start.file, len(files)):
-        file = files[number]
-        begin = start if number == start.file else Position(file=number)
-        for part, part_size, end, file_bytes in _read(
-            file, begin, (max_document_bytes, block_bytes), columns=columns
+    chunks: list[RecordChunk] = []
+    size, previous_bytes, end, read_bytes = 0, sum(f.size for f in files[: start.file]), start, 0
+    for index in range(start.file, len(files)):
+        file = files[index]
+        file_start = start if index == start.file else Position(file=index)
+        for chunk, chunk_bytes, end, file_bytes in _read(
+            file, file_start, (max_document_bytes, block_bytes), columns=columns
         ):
-            size += part_size
-            read_bytes = before + file_bytes
-            if part is not None:
-                parts.append(part)
+            size += chunk_bytes
+            read_bytes = previous_bytes + file_bytes
+            if chunk is not None:
+                chunks.append(chunk)
             if size >= block_bytes:
-                yield Block(parts=tuple(parts), size=size, end=end, read_bytes=read_bytes)
-                parts, size = [], 0
-        before += file.size
-        end = Position(file=number + 1)
-    if parts:
-        yield Block(parts=tuple(parts), size=size, end=end, read_bytes=before)
+                yield Block(chunks=tuple(chunks), size=size, end=end, read_bytes=read_bytes)
+                chunks, size = [], 0
+        previous_bytes += file.size
+        end = Position(file=index + 1)
+    if chunks:
+        yield Block(chunks=tuple(chunks), size=size, end=end, read_bytes=previous_bytes)
 
 
 def _read(
-    file: InputFile, begin: Position, limits: tuple[int, int], *, columns: Sequence[str]
-) -> Iterator[_Step]:
-    """Read one file; `limits` are the longest document and the size to split at, in bytes."""
+    file: InputFile, file_start: Position, limits: tuple[int, int], *, columns: Sequence[str]
+) -> Iterator[_ReadStep]:
+    """Read one file; `limits` are max_document_bytes and block_bytes."""
     try:
         if file.kind is Kind.TEXT:
-            yield _text(file, begin, limits[0])
+            yield _read_text_file(file, file_start, limits[0])
         elif file.kind is Kind.ROWS:
-            yield from _rows(file, begin, limits[1], columns=columns)
+            yield from _read_row_chunks(file, file_start, limits[1], columns=columns)
         else:
             with open_regular(file.path, follow_links=True) as raw:
-                packed = file.kind is Kind.GZIP_LINES
-                stream = gzip.GzipFile(fileobj=_BoundedPadding(raw)) if packed else raw
-                yield from _lines(file, begin, limits, stream=stream, raw=raw)
+                is_compressed = file.kind is Kind.GZIP_LINES
+                stream = gzip.GzipFile(fileobj=_BoundedPadding(raw)) if is_compressed else raw
+                yield from _read_line_chunks(file, file_start, limits, stream=stream, raw=raw)
     except (gzip.BadGzipFile, EOFError, zlib.error) as error:
         raise ValueError(f"{file.path} is damaged: {error}; copy or pack it anew") from None
     except OSError as error:
@@ -426,7 +436,7 @@ def _read(
 
 
 class _BoundedPadding:
-    """A file for `gzip.GzipFile` that refuses more than `MAX_GZIP_PADDING` reads of one byte."""
+    """A file for `gzip.GzipFile` that raises after `MAX_GZIP_PADDING` single-byte reads."""
 
     def __init__(self, raw: IO[bytes]) -> None:
         self.seek = raw.seek
@@ -439,90 +449,96 @@ class _BoundedPadding:
         return self._raw.read(size)
 
 
-def _text(file: InputFile, begin: Position, longest: int) -> _Step:
-    after = Position(file=begin.file + 1)
-    if file.size > longest:
-        return Part(path=file.path, kind=None, first=1), 0, after, file.size
-    content = read_regular(file.path, longest, follow_links=True)
-    part = Part(path=file.path, kind=Kind.TEXT, first=1, content=content)
-    return part, len(content), after, file.size
+def _read_text_file(file: InputFile, begin: Position, max_bytes: int) -> _ReadStep:
+    end = Position(file=begin.file + 1)
+    if file.size > max_bytes:
+        return RecordChunk(path=file.path, kind=None, first_record=1), 0, end, file.size
+    content = read_regular(file.path, max_bytes, follow_links=True)
+    chunk = RecordChunk(path=file.path, kind=Kind.TEXT, first_record=1, content=content)
+    return chunk, len(content), end, file.size
 
 
-def _rows(
+def _read_row_chunks(
     file: InputFile, begin: Position, block_bytes: int, *, columns: Sequence[str]
-) -> Iterator[_Step]:
+) -> Iterator[_ReadStep]:
 
-    for rows in read_rows(file.path, columns, first=begin.offset, block_bytes=block_bytes):
-        part = Part(path=file.path, kind=Kind.ROWS, first=rows.first + 1, content=rows.columns)
-        after = Position(file=begin.file, offset=rows.end, record=rows.end + 1)
-        yield part, rows.size, after, int(file.size * rows.share)
+    for rows in read_rows(file.path, columns, start_row=begin.offset, block_bytes=block_bytes):
+        chunk = RecordChunk(
+            path=file.path, kind=Kind.ROWS, first_record=rows.start + 1, content=rows.columns
+        )
+        end = Position(file=begin.file, offset=rows.end, record=rows.end + 1)
+        yield chunk, rows.num_bytes, end, int(file.size * rows.file_fraction)
 
 
-def _lines(
+def _read_line_chunks(
     file: InputFile,
     begin: Position,
     limits: tuple[int, int],
     *,
     stream: IO[bytes],
     raw: IO[bytes],
-) -> Iterator[_Step]:
-    longest, block_bytes = limits
+) -> Iterator[_ReadStep]:
+    max_bytes, block_bytes = limits
     stream.seek(begin.offset)
-    offset, record, held, skipping = begin.offset, begin.record, b"", False
+    offset, record, incomplete, skipping = begin.offset, begin.record, b"", False
 
-    def step(part: Part | None, size: int) -> _Step:
-        return part, size, Position(file=begin.file, offset=offset, record=record), raw.tell()
+    def read_step(lines: RecordChunk | None, size: int) -> _ReadStep:
+        return lines, size, Position(file=begin.file, offset=offset, record=record), raw.tell()
 
     while chunk := stream.read(block_bytes):
-        cut = chunk.rfind(b"\n") + 1
-        if skipping:  # inside a line that is too long already
-            head = chunk.find(b"\n") + 1
-            offset += head or len(chunk)
-            if not head:
+        lines_end = chunk.rfind(b"\n") + 1
+        if skipping:  # inside a line that exceeds max_bytes
+            skipped_end = chunk.find(b"\n") + 1
+            offset += skipped_end or len(chunk)
+            if not skipped_end:
                 continue
             skipping = False
-            part = Part(path=file.path, kind=None, first=record)
+            lines = RecordChunk(path=file.path, kind=None, first_record=record)
             record += 1
-            yield step(part, 0)
-            chunk, cut = chunk[head:], cut - head
-        if cut:
-            content = held + chunk[:cut]
-            held = chunk[cut:]
-            part = Part(path=file.path, kind=Kind.LINES, first=record, content=content)
+            yield read_step(lines, 0)
+            chunk, lines_end = chunk[skipped_end:], lines_end - skipped_end
+        if lines_end:
+            content = incomplete + chunk[:lines_end]
+            incomplete = chunk[lines_end:]
+            lines = RecordChunk(
+                path=file.path, kind=Kind.LINES, first_record=record, content=content
+            )
             offset += len(content)
             record += content.count(b"\n")
-            yield step(part, len(content))
+            yield read_step(lines, len(content))
         else:
-            held += chunk
-        if len(held) > longest:
-            offset += len(held)
-            held, skipping = b"", True
+            incomplete += chunk
+        if len(incomplete) > max_bytes:
+            offset += len(incomplete)
+            incomplete, skipping = b"", True
     if skipping:
-        yield step(Part(path=file.path, kind=None, first=record), 0)
-    elif held:
-        part = Part(path=file.path, kind=Kind.LINES, first=record, content=held)
-        offset += len(held)
+        yield read_step(RecordChunk(path=file.path, kind=None, first_record=record), 0)
+    elif incomplete:
+        lines = RecordChunk(
+            path=file.path, kind=Kind.LINES, first_record=record, content=incomplete
+        )
+        offset += len(incomplete)
         record += 1
-        yield step(part, len(held))
+        yield read_step(lines, len(incomplete))
 
 
 _BYTE_ORDER_MARK = b"\xef\xbb\xbf"
 
 
 class Rejected(ValueError):
-    """A record that holds no document; the text is the reason."""
+    """A record that is not a document; the message is the reason."""
 
 
 @dataclass
 class Tally:
-    """What was read so far.
+    """Counts of accepted and rejected records.
 
     Args:
-        documents: accepted.
-        read_bytes: of the input files as stored on the disk, rejected records included.
-        rejected: records that hold no document, by reason.
-        examples: the first place of each reason, `file:line`, and its detail.
-        strict: whether a record that holds no document is an error.
+        documents: accepted documents.
+        read_bytes: bytes read of the input files as stored on disk, rejected records included.
+        rejected: number of rejected records by reason.
+        examples: location (`file:line`) and detail of the first rejected record by reason.
+        strict: whether a rejected record is an error.
     """
 
     documents: int = 0
@@ -531,40 +547,40 @@ class Tally:
     examples: dict[str, str] = field(default_factory=dict)
     strict: bool = False
 
-    def reject(self, reason: str, place: str, *, detail: str = "") -> None:
-        """Count a record that holds no document; the first of each reason is kept with its detail.
+    def reject(self, reason: str, location: str, *, detail: str = "") -> None:
+        """Count a rejected record and remember the first example of each reason.
 
         Raises:
-            ValueError: the tally is strict; names the place and the reason.
+            ValueError: the tally is strict; the message has location and reason.
         """
         if self.strict:
             raise ValueError(
-                f"{place}: {reason}{detail and f': {detail}'}; mend it, or leave --strict out to "
+                f"{location}: {reason}{detail and f': {detail}'}; fix it, or leave --strict out to "
                 "count and skip such records"
             )
         self.rejected[reason] += 1
-        self.examples.setdefault(reason, f"{place}{detail and f': {detail}'}")
+        self.examples.setdefault(reason, f"{location}{detail and f': {detail}'}")
 
-    def take_back(self, reason: str, place: str, *, detail: str = "") -> None:
-        """Count a record as rejected that had been accepted. Raises as `reject` does."""
+    def reject_accepted(self, reason: str, location: str, *, detail: str = "") -> None:
+        """Reject a record that was already counted as accepted. Raises as `reject` does."""
         self.documents -= 1
-        self.reject(reason, place, detail=detail)
+        self.reject(reason, location, detail=detail)
 
     def add(self, other: Tally) -> None:
-        """Count what another tally has, as read after this one's; `read_bytes` is the larger."""
+        """Add the counts of a later block; `read_bytes` becomes the larger value."""
         self.documents += other.documents
         self.read_bytes = max(self.read_bytes, other.read_bytes)
         self.rejected.update(other.rejected)
-        for reason, place in other.examples.items():
-            self.examples.setdefault(reason, place)
+        for reason, location in other.examples.items():
+            self.examples.setdefault(reason, location)
 
     def describe_rejected(self) -> str:
-        """Return one line on what was rejected; empty if nothing was."""
-        parts = [
+        """Return one line on rejected records; empty if there are none."""
+        reasons = [
             f"{count} {reason} (first: {self.examples[reason]})"
             for reason, count in self.rejected.most_common()
         ]
-        return f"rejected {self.rejected.total()} lines: {', '.join(parts)}" if parts else ""
+        return f"rejected {self.rejected.total()} lines: {', '.join(reasons)}" if reasons else ""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -572,12 +588,12 @@ class Record:
     """The values of one record.
 
     Args:
-        values: one per key.
-        place: `file:line`.
+        values: one value per key.
+        location: `file:line`.
     """
 
     values: tuple[Any, ...]
-    place: str
+    location: str
 
 
 def read_records(
@@ -591,36 +607,36 @@ def read_records(
     """Read the records of a block.
 
     Args:
-        block: of input files.
-        tally: counts as the records are taken.
-        keys: under which a record holds its values.
+        block: block of input records.
+        tally: updated as the records are consumed.
+        keys: keys of a record's values.
         max_document_bytes: longest record, in bytes.
-        texts: whether each value must be a text that is not empty.
+        texts: whether each value must be a non-empty text.
 
     Yields:
-        Records whose values can be used. Those of a `.txt` file have one value, whatever the keys.
+        Valid records. The record of a `.txt` file always has one value.
     """
     too_long = f"over --max-document-bytes {max_document_bytes}"
-    for part in block.parts:
-        if part.kind is None:
-            tally.reject(too_long, f"{part.path}:{part.first}")
+    for chunk in block.chunks:
+        if chunk.kind is None:
+            tally.reject(too_long, f"{chunk.path}:{chunk.first_record}")
             continue
-        for number, content in enumerate(_contents(part, keys), start=part.first):
+        for number, content in enumerate(_chunk_records(chunk, keys), start=chunk.first_record):
             try:
-                if _size(content) > max_document_bytes:
+                if _content_bytes(content) > max_document_bytes:
                     raise Rejected(too_long)
-                values = _parse(content, part.kind, keys)
+                values = _parse_record(content, chunk.kind, keys)
                 if values is None:
                     continue
                 if texts:
                     values = tuple(
-                        _usable(value, key) for value, key in zip(values, keys, strict=False)
+                        _decode_text(value, key) for value, key in zip(values, keys, strict=False)
                     )
             except Rejected as reason:
-                tally.reject(str(reason), f"{part.path}:{number}")
+                tally.reject(str(reason), f"{chunk.path}:{number}")
                 continue
             tally.documents += 1
-            yield Record(values=values, place=f"{part.path}:{number}")
+            yield Record(values=values, location=f"{chunk.path}:{number}")
     tally.read_bytes = block.read_bytes
 
 
@@ -631,11 +647,11 @@ def read_documents(
 
     Args:
         files: files, folders and patterns, as `find_inputs` takes them.
-        tally: counts as the documents are taken.
-        key: where a JSON object or a row holds its document.
+        tally: updated as the documents are consumed.
+        key: key or column of the document.
 
     Yields:
-        Texts that are not empty and can be encoded in UTF-8.
+        Non-empty texts that can be encoded in UTF-8.
 
     Raises:
         ValueError: a file is missing or cannot be read.
@@ -645,24 +661,24 @@ def read_documents(
             yield record.values[0]
 
 
-def _contents(part: Part, keys: Sequence[str]) -> Iterator[Any]:
-    """Yield the records of a part: lines, a text, or tuples of a row's values."""
-    if part.kind is Kind.ROWS:
-        assert not isinstance(part.content, bytes)
-        return zip(*(part.content[key] for key in keys), strict=True)
-    assert isinstance(part.content, bytes)
-    # Not splitlines(): that also splits at a carriage return.
-    return iter(part.content.split(b"\n") if part.kind is Kind.LINES else [part.content])
+def _chunk_records(chunk: RecordChunk, keys: Sequence[str]) -> Iterator[Any]:
+    """Return the records of a chunk: lines, a text, or a tuple of values per row."""
+    if chunk.kind is Kind.ROWS:
+        assert not isinstance(chunk.content, bytes)
+        return zip(*(chunk.content[key] for key in keys), strict=True)
+    assert isinstance(chunk.content, bytes)
+    # splitlines() would also split at a carriage return.
+    return iter(chunk.content.split(b"\n") if chunk.kind is Kind.LINES else [chunk.content])
 
 
-def _size(content: bytes | tuple[Any, ...]) -> int:
+def _content_bytes(content: bytes | tuple[Any, ...]) -> int:
     if isinstance(content, bytes):
         return len(content)
     return sum(len(v) for v in content if isinstance(v, str | bytes))
 
 
-def _parse(content: Any, kind: Kind, keys: Sequence[str]) -> tuple[Any, ...] | None:
-    """Return a record's values, None for a blank line."""
+def _parse_record(content: Any, kind: Kind, keys: Sequence[str]) -> tuple[Any, ...] | None:
+    """Return a record's values; None for a blank line."""
     if kind is Kind.ROWS:
         return content
     if kind is Kind.TEXT:
@@ -684,8 +700,8 @@ def _parse(content: Any, kind: Kind, keys: Sequence[str]) -> tuple[Any, ...] | N
     return tuple(record[key] for key in keys)
 
 
-def _usable(value: Any, key: str) -> str:
-    """Return a text that is not empty and can be encoded."""
+def _decode_text(value: Any, key: str) -> str:
+    """Return the value as a non-empty text that can be encoded in UTF-8."""
     if isinstance(value, bytes):
         try:
             value = value.removeprefix(_BYTE_ORDER_MARK).decode()
@@ -697,6 +713,6 @@ def _usable(value: Any, key: str) -> str:
         raise Rejected("empty")
     try:
         value.isascii() or value.encode()
-    except UnicodeEncodeError:  # JSON can write half of a surrogate pair
+    except UnicodeEncodeError:  # JSON escapes can contain half of a surrogate pair
         raise Rejected("with half a surrogate pair") from None
     return value

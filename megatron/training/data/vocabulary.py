@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The vocabulary of a run: from its tokenizer, or from what is written next to its token files."""
+"""Vocabulary of a run, from its tokenizer or from the description of its token files."""
 
 from __future__ import annotations
 
@@ -20,19 +20,20 @@ from megatron.core.datasets.chat_dataset import mask_prefix
 from megatron.core.untrusted_files import read_json
 from megatron.training.config import TokenizerConfig
 
-#: More ids than any tokenizer has: a file that says so would have a model made of that size.
+#: Larger than any tokenizer's vocabulary. The model is allocated at this size, so a corrupt
+#: description must not ask for more.
 MAX_VOCABULARY = 1 << 24
 
 
 @dataclass(frozen=True, kw_only=True)
 class Vocabulary:
-    """What training needs to know of a tokenizer.
+    """Properties of the tokenizer that training uses.
 
     Args:
         size: number of token ids, without padding.
         eod: id of the end-of-document token, if there is one.
-        tokenizer: how to make the tokenizer again, as JSON: type, model (path), vocab_size,
-            fingerprint, eod, special_tokens; what a checkpoint keeps.
+        tokenizer: description that rebuilds the tokenizer, stored in checkpoints as JSON: type,
+            model (path), vocab_size, fingerprint, eod, special_tokens.
     """
 
     size: int
@@ -41,66 +42,73 @@ class Vocabulary:
 
 
 def read_vocabulary(config: TokenizerConfig, prefixes: Sequence[str]) -> Vocabulary:
-    """Find the vocabulary of a run and compare it with the token files'.
+    """Return the vocabulary of a run after checking that the token files match it.
 
     Args:
-        config: tokenizer options; without any, the token files' own description counts.
-        prefixes: of the token files; `PREFIX.json`, where it exists, says which tokenizer wrote
-            them.
+        config: tokenizer options; without any, the token files' description is used.
+        prefixes: prefixes of the token files; `PREFIX.json`, if it exists, describes the tokenizer
+            that wrote them.
 
     Raises:
-        ValueError: nothing specifies how large the vocabulary is, or the files were written with
-            another tokenizer.
+        ValueError: the vocabulary size is unknown, or the files were written with another
+            tokenizer.
     """
-    written = {prefix: describe_files(prefix) for prefix in prefixes}
-    found = _from_options(config) or _from_files(config, written)
-    if found.size > MAX_VOCABULARY and config.vocab_size is None:
+    descriptions = {prefix: describe_files(prefix) for prefix in prefixes}
+    vocabulary = _from_options(config) or _from_files(config, descriptions)
+    if vocabulary.size > MAX_VOCABULARY and config.vocab_size is None:
         raise ValueError(
-            f"the tokenizer has ids up to {found.size - 1}: if that is meant, give --vocab-size "
-            f"{found.size}"
+            f"the tokenizer has ids up to {vocabulary.size - 1}: if that is meant, give "
+            f"--vocab-size {vocabulary.size}"
         )
-    for prefix, description in written.items():
-        theirs, ours = description.get("fingerprint"), found.tokenizer.get("fingerprint")
-        if theirs and ours and theirs != ours:
+    for prefix, description in descriptions.items():
+        file_fingerprint, run_fingerprint = (
+            description.get("fingerprint"),
+            vocabulary.tokenizer.get("fingerprint"),
+        )
+        if file_fingerprint and run_fingerprint and file_fingerprint != run_fingerprint:
             raise ValueError(
                 f"{prefix} was written with another tokenizer than this run's: give "
                 "--tokenizer-model the file it was written with, or write it again"
             )
-        if ours and theirs and description.get("eod") != found.eod:
+        if run_fingerprint and file_fingerprint and description.get("eod") != vocabulary.eod:
             raise ValueError(
                 f"{prefix} ends documents with token {description.get('eod')}, this run's "
-                f"tokenizer with {found.eod}: give both the same tokenizer_config.json"
+                f"tokenizer with {vocabulary.eod}: give both the same tokenizer_config.json"
             )
-        if ours and theirs:
-            _check_special_tokens(prefix, description, found)
-    return found
+        if run_fingerprint and file_fingerprint:
+            _check_special_tokens(prefix, description, vocabulary)
+    return vocabulary
 
 
-def _check_special_tokens(prefix: str, description: Mapping[str, Any], found: Vocabulary) -> None:
-    """Raise ValueError if files were not encoded as prompts of the model will be."""
-    if description["special_tokens"] is None:  # conversations: the template writes them
+def _check_special_tokens(
+    prefix: str, description: Mapping[str, Any], vocabulary: Vocabulary
+) -> None:
+    """Raise ValueError if the files and the run's tokenizer add different special tokens."""
+    if (
+        description["special_tokens"] is None
+    ):  # conversations: the chat template adds special tokens
         return
-    theirs = SpecialTokens.from_json(description["special_tokens"])
-    ours = SpecialTokens.from_json(found.tokenizer["special_tokens"])
-    if theirs == ours:
+    file_tokens = SpecialTokens.from_json(description["special_tokens"])
+    run_tokens = SpecialTokens.from_json(vocabulary.tokenizer["special_tokens"])
+    if file_tokens == run_tokens:
         return
-    fix = "" if theirs else "give --tokenizer-hf-no-include-special-tokens, or "
-    if theirs and not ours:
+    fix = "" if file_tokens else "give --tokenizer-hf-no-include-special-tokens, or "
+    if file_tokens and not run_tokens:
         fix = "leave --tokenizer-hf-no-include-special-tokens out, or "
     raise ValueError(
-        f"{prefix} was written with {theirs}, this run's tokenizer adds {ours}: {fix}write the "
-        "files again"
+        f"{prefix} was written with {file_tokens}, this run's tokenizer adds {run_tokens}: "
+        f"{fix}write the files again"
     )
 
 
 def describe_files(prefix: str) -> dict[str, Any]:
-    """Return what `PREFIX.json` states about the tokenizer; nothing if there is no such file.
+    """Return the tokenizer's description in `PREFIX.json`; empty if there is no such file.
 
-    Its `special_tokens` are None for conversations, which have those of their template. Files of
-    before there was a record were written without any.
+    `special_tokens` is None for conversations, whose template adds special tokens. Files without a
+    record of special tokens were written without any.
 
     Args:
-        prefix: of a pair of token files.
+        prefix: prefix of a pair of token files.
 
     Raises:
         ValueError: the file is damaged.
@@ -109,20 +117,20 @@ def describe_files(prefix: str) -> dict[str, Any]:
     if not os.path.exists(path):
         return {}
     try:
-        found = read_json(path, follow_links=True)
-        special = SpecialTokens.from_json(found["tokenizer"].get("special_tokens"))
-        chat = found.get("kind") == "chat"
-        _check(dict(found["tokenizer"]))
-        return {**found["tokenizer"], "special_tokens": None if chat else special.to_json()}
+        vocabulary = read_json(path, follow_links=True)
+        special = SpecialTokens.from_json(vocabulary["tokenizer"].get("special_tokens"))
+        chat = vocabulary.get("kind") == "chat"
+        _check_description(dict(vocabulary["tokenizer"]))
+        return {**vocabulary["tokenizer"], "special_tokens": None if chat else special.to_json()}
     except (OSError, ValueError, KeyError, TypeError, AttributeError):
         raise ValueError(f"{path} is damaged: remove it, or write the token files again") from None
 
 
 def holds_chats(prefix: str) -> bool:
-    """Tell whether token files hold conversations: by `PREFIX.json`, or without that by a mask.
+    """Return whether token files contain conversations: by `PREFIX.json`, else by a mask file.
 
     Args:
-        prefix: of a pair of token files.
+        prefix: prefix of a pair of token files.
 
     Raises:
         ValueError: `PREFIX.json` is damaged.
@@ -136,8 +144,8 @@ def holds_chats(prefix: str) -> bool:
         raise ValueError(f"{path} is damaged: remove it, or write the token files again") from None
 
 
-def _check(description: Mapping[str, Any]) -> None:
-    """Raise TypeError or ValueError for a description with values that none has."""
+def _check_description(description: Mapping[str, Any]) -> None:
+    """Raise TypeError or ValueError for a description with invalid values."""
     size, eod = description.get("vocab_size", 1), description.get("eod")
     if type(size) is not int or not 0 < size <= MAX_VOCABULARY:
         raise TypeError("vocab_size")
@@ -190,37 +198,39 @@ def _from_options(config: TokenizerConfig) -> Vocabulary | None:
     )
 
 
-def _from_files(config: TokenizerConfig, written: Mapping[str, Mapping[str, Any]]) -> Vocabulary:
-    known = [d for d in written.values() if "vocab_size" in d]
-    size = config.vocab_size or max((d["vocab_size"] for d in known), default=None)
+def _from_files(
+    config: TokenizerConfig, descriptions: Mapping[str, Mapping[str, Any]]
+) -> Vocabulary:
+    described = [d for d in descriptions.values() if "vocab_size" in d]
+    size = config.vocab_size or max((d["vocab_size"] for d in described), default=None)
     if size is None:
         raise ValueError(
-            f"the vocabulary of {', '.join(written) or 'mock data'} is unknown: give "
+            f"the vocabulary of {', '.join(descriptions) or 'mock data'} is unknown: give "
             "--tokenizer-model, or --vocab-size"
         )
-    largest = max((d["vocab_size"] for d in known), default=0)
+    largest = max((d["vocab_size"] for d in described), default=0)
     if size < largest:
         raise ValueError(
             f"--vocab-size {size} is less than the {largest} of the token files: raise it"
         )
-    first = known[0] if known else {}
-    kind, model = first.get("type"), first.get("model")
+    reference = described[0] if described else {}
+    kind, model = reference.get("type"), reference.get("model")
     if kind in ("hf", "sentencepiece", "tiktoken") and model is None:
-        kind = None  # written before the files said which one
-    special = first.get("special_tokens")
+        kind = None  # written before descriptions named the model
+    special_tokens = reference.get("special_tokens")
     if config.tokenizer_hf_no_include_special_tokens:
-        special = SpecialTokens().to_json()
+        special_tokens = SpecialTokens().to_json()
     return Vocabulary(
         size=size,
-        eod=first.get("eod"),
+        eod=reference.get("eod"),
         tokenizer={
             "type": kind,
             "model": model,
-            # The null tokenizer counts the end of a document apart.
-            "vocab_size": first["vocab_size"] - 1 if kind == "null" else size,
-            "fingerprint": first.get("fingerprint"),
-            "eod": first.get("eod"),
-            "special_tokens": special,
-            **({"tiktoken": first["tiktoken"]} if "tiktoken" in first else {}),
+            # --vocab-size of the null tokenizer excludes the end-of-document token.
+            "vocab_size": reference["vocab_size"] - 1 if kind == "null" else size,
+            "fingerprint": reference.get("fingerprint"),
+            "eod": reference.get("eod"),
+            "special_tokens": special_tokens,
+            **({"tiktoken": reference["tiktoken"]} if "tiktoken" in reference else {}),
         },
     )

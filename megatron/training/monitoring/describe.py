@@ -670,7 +670,7 @@ def _rows_line(session: Session, consumed_samples: int) -> str | None:
     cuts = packed_cuts(run, session.place, session.model.config)
     if cuts is None:
         return None
-    batches = training_batches(session.data, run, lanes=lanes, consumed_samples=consumed_samples)
+    batches = training_batches(session.data, run, dp_group=lanes, consumed_samples=consumed_samples)
     return cut_line(cuts, islice(batches, MICROBATCHES_SHOWN))
 
 

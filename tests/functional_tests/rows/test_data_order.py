@@ -170,7 +170,7 @@ def test_data_draw_from_no_random_stream(prefix, tmp_path):
         run = run_of(argv)
         data = build_data_sets(run, Vocabulary(size=VOCABULARY, eod=None, tokenizer={}))
         lanes = SimpleNamespace(rank=0, size=1)
-        batches = read_ahead(training_batches(data, run, lanes=lanes, consumed_samples=6), run)
+        batches = read_ahead(training_batches(data, run, dp_group=lanes, consumed_samples=6), run)
         for _ in range(5):
             next(batches)
         batches.close()
@@ -203,7 +203,10 @@ def test_workers_and_lanes_do_not_change_the_order(prefix, tmp_path, capsys):
             lanes = [
                 read_ahead(
                     training_batches(
-                        data, run, lanes=SimpleNamespace(rank=rank, size=size), consumed_samples=8
+                        data,
+                        run,
+                        dp_group=SimpleNamespace(rank=rank, size=size),
+                        consumed_samples=8,
                     ),
                     run,
                 )

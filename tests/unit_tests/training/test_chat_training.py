@@ -80,7 +80,7 @@ def _train_packed(
     run = _run(prefix, world)
     data = build_data_sets(run, VOCABULARY)
     lanes = step.groups["lanes"]
-    batches = training_batches(data, run, lanes=lanes, consumed_samples=0)
+    batches = training_batches(data, run, dp_group=lanes, consumed_samples=0)
     cpu = torch.device("cpu")
     microbatches = take(batches, run.num_microbatches, cpu, layouts=Layouts(step.groups["cp"], cpu))
     before = step.evaluate(microbatches)
@@ -167,8 +167,8 @@ def test_order_goes_on_where_it_stopped(talks):
     run = _run(talks[0], flags="--train-iters 9")
     data = build_data_sets(run, VOCABULARY)
     single = ProcessGroupCollection.single()["lanes"]
-    whole = training_batches(data, run, lanes=single, consumed_samples=0)
-    rest = training_batches(data, run, lanes=single, consumed_samples=20)
+    whole = training_batches(data, run, dp_group=single, consumed_samples=0)
+    rest = training_batches(data, run, dp_group=single, consumed_samples=20)
     tokens = [next(whole).tokens.tolist() for _ in range(20)]
     assert [next(rest).tokens.tolist() for _ in range(10)] == tokens[10:20]
     assert len({str(rows) for rows in tokens}) == 20

@@ -21,7 +21,8 @@ def test_one_path_is_cut_into_three():
     config = DataConfig(data_path=("1", "a", "3", "b"))
     path = DataPath(("a", "b"), (1.0, 3.0))
     assert read_paths(config) == {
-        name: SplitPath(path=path, which=i) for i, name in enumerate(("train", "valid", "test"))
+        name: SplitPath(path=path, split_index=i)
+        for i, name in enumerate(("train", "valid", "test"))
     }
     assert prefixes(config) == ("a", "b")
 

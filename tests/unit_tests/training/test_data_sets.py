@@ -54,8 +54,8 @@ def test_training_goes_on_where_it_stopped(prefix):
     run = _run(prefix)
     data = build_data_sets(run, VOCABULARY)
     lanes = Group.single("lanes")
-    whole = _tokens(training_batches(data, run, lanes=lanes, consumed_samples=0), 8)
-    rest = _tokens(training_batches(data, run, lanes=lanes, consumed_samples=12), 4)
+    whole = _tokens(training_batches(data, run, dp_group=lanes, consumed_samples=0), 8)
+    rest = _tokens(training_batches(data, run, dp_group=lanes, consumed_samples=12), 4)
     assert rest == whole[4:]
     assert len(data.train) >= run.train_samples
 
@@ -64,9 +64,9 @@ def test_every_validation_sees_the_same_samples_and_none_of_training(prefix):
     run = _run(prefix)
     data = build_data_sets(run, VOCABULARY)
     lanes = Group.single("lanes")
-    first, second = (_tokens(validation_batches(data, run, lanes=lanes), 4) for _ in range(2))
+    first, second = (_tokens(validation_batches(data, run, dp_group=lanes), 4) for _ in range(2))
     assert first == second
-    trained = _tokens(training_batches(data, run, lanes=lanes, consumed_samples=0), 20)
+    trained = _tokens(training_batches(data, run, dp_group=lanes, consumed_samples=0), 20)
     highest = max(max(max(row) for row in batch) for batch in trained)
     assert highest < 16 + 50 <= max(max(max(row) for row in batch) for batch in first) + 1
 
@@ -80,7 +80,7 @@ def test_cyclic_permutes_every_epoch(prefix):
     run = _run(prefix, "--dataloader-type cyclic --train-iters 40")
     data = build_data_sets(run, VOCABULARY)
     size = len(data.train)
-    batches = training_batches(data, run, lanes=Group.single("lanes"), consumed_samples=0)
+    batches = training_batches(data, run, dp_group=Group.single("lanes"), consumed_samples=0)
     rows = [tuple(row) for batch in _tokens(batches, -(-2 * size // 3)) for row in batch]
     assert sorted(rows[:size]) == sorted(rows[size : 2 * size])
     assert rows[:size] != rows[size : 2 * size]
@@ -120,7 +120,7 @@ def test_another_length_keeps_the_order(prefix, tmp_path, flags, begun):
         run = resolve(config, 1)
         data = build_data_sets(run, VOCABULARY, **kept)
         lanes = Group.single("lanes")
-        batches = training_batches(data, run, lanes=lanes, consumed_samples=0)
+        batches = training_batches(data, run, dp_group=lanes, consumed_samples=0)
         samples = max(run.train_samples, kept.get("train_samples", 0))
         micro = run.config.training.micro_batch_size
         rows = [row for batch in _tokens(batches, samples // micro) for row in batch]
@@ -149,7 +149,7 @@ def test_end_of_document_tokens_can_be_left_out_of_the_loss(prefix):
     plain, masked = _run(prefix), _run(prefix, "--eod-mask-loss")
     for run, expected in ((plain, 0), (masked, 1)):
         data = build_data_sets(run, VOCABULARY)
-        batches = training_batches(data, run, lanes=Group.single("lanes"), consumed_samples=0)
+        batches = training_batches(data, run, dp_group=Group.single("lanes"), consumed_samples=0)
         batch = next(batches)
         zeros = int((batch.loss_mask == 0).sum())
         starts = int((batch.input_ids == 0).sum())
@@ -245,11 +245,11 @@ def test_each_split_may_have_files_of_its_own(prefix, tmp_path):
     lanes = Group.single("lanes")
     seen = {}
     for split in ("validation", "test"):
-        batch = next(validation_batches(data, run, lanes=lanes, split=split))
+        batch = next(validation_batches(data, run, dp_group=lanes, split=split))
         seen[split] = (int(batch.tokens.min()), int(batch.tokens.max()))
     assert 100 <= seen["validation"][0] <= seen["validation"][1] < 190
     assert 200 <= seen["test"][0] <= seen["test"][1] < 290
-    whole = _tokens(training_batches(data, run, lanes=lanes, consumed_samples=0), 20)
+    whole = _tokens(training_batches(data, run, dp_group=lanes, consumed_samples=0), 20)
     assert max(max(max(row) for row in batch) for batch in whole) == 19 + 49
     run = _run_without_data_path(f"--train-data-path {prefix} --global-batch-size 6")
     found = build_data_sets(run, VOCABULARY)
@@ -270,7 +270,7 @@ def test_a_test_split_is_built_where_there_is_one(prefix):
 def test_positions_and_documents_start_anew_if_asked(prefix):
     run = _run(prefix, "--reset-position-ids --reset-attention-mask")
     data = build_data_sets(run, VOCABULARY)
-    batch = next(training_batches(data, run, lanes=Group.single("lanes"), consumed_samples=0))
+    batch = next(training_batches(data, run, dp_group=Group.single("lanes"), consumed_samples=0))
     ends = batch.input_ids[:, :-1] == 0
     assert ends.any()
     starts = batch.positions[:, 1:] == 0
@@ -288,7 +288,7 @@ def test_mock_data_are_the_same_for_any_length_of_the_run():
     ]
     sets = [build_data_sets(run, VOCABULARY) for run in runs]
     short, long = (
-        _tokens(training_batches(d, r, lanes=Group.single("lanes"), consumed_samples=0), 8)
+        _tokens(training_batches(d, r, dp_group=Group.single("lanes"), consumed_samples=0), 8)
         for d, r in zip(sets, runs, strict=True)
     )
     assert short == long
@@ -323,7 +323,7 @@ def test_reading_ahead_is_optional(prefix):
     run, plain = _run(prefix, "--num-workers 3"), _run(prefix, "--num-workers 0")
     data = build_data_sets(run, VOCABULARY)
     made = [
-        read_ahead(training_batches(data, r, lanes=Group.single("lanes"), consumed_samples=0), r)
+        read_ahead(training_batches(data, r, dp_group=Group.single("lanes"), consumed_samples=0), r)
         for r in (run, plain)
     ]
     assert [type(b) for b in made] == [PrefetchedBatches, GPTBatches]

@@ -69,7 +69,7 @@ def test_the_number_of_workers_changes_nothing(tmp_path, corpus):
 
 
 def test_what_happens_in_a_worker_is_told_here(tmp_path, corpus):
-    with pytest.raises(ValueError, match=rf"{corpus}:1: not JSON; mend it"):
+    with pytest.raises(ValueError, match=rf"{corpus}:1: not JSON; fix it"):
         preprocess(config_for(tmp_path, corpus, workers=2, strict=True), block_bytes=3000)
     assert list((tmp_path / "out").iterdir()) == []
 
@@ -346,7 +346,7 @@ def test_a_line_cut_short_does_not_count(tmp_path):
 
 
 def test_a_single_block_needs_no_workers(tmp_path, corpus, monkeypatch):
-    monkeypatch.setattr("megatron.training.data.preprocessing.encoder._started", None)
+    monkeypatch.setattr("megatron.training.data.preprocessing.encoder._start_workers", None)
     preprocess(config_for(tmp_path, corpus, workers=8))
 
 

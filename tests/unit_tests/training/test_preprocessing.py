@@ -84,11 +84,11 @@ def test_reading_goes_on_from_the_end_of_any_block(folder, block_bytes):
         return [r.values[0] for b in blocks for r in read_records(b, Tally(), keys=["text"])]
 
     def places(blocks):
-        return [r.place for b in blocks for r in read_records(b, Tally(), keys=["text"])]
+        return [r.location for b in blocks for r in read_records(b, Tally(), keys=["text"])]
 
     whole = list(read_blocks(files, columns=["text"], block_bytes=block_bytes))
     assert texts(whole) == TEXTS
-    assert [place.rpartition(":")[2] for place in places(whole)[18:37]] == [
+    assert [location.rpartition(":")[2] for location in places(whole)[18:37]] == [
         "19", "20", *map(str, range(1, 16)), "1", "2",
     ]  # fmt: skip
     read = [block.read_bytes for block in whole]
@@ -112,7 +112,7 @@ def test_long_lines_are_passed_over_wherever_they_lie(tmp_path):
 
         def records(blocks, tally, longest=longest):
             return [
-                (r.values[0], r.place)
+                (r.values[0], r.location)
                 for block in blocks
                 for r in read_records(block, tally, keys=["text"], max_document_bytes=longest)
             ]
@@ -130,7 +130,7 @@ def test_long_lines_are_passed_over_wherever_they_lie(tmp_path):
         for number, block in enumerate(blocks):
             rest = read_blocks(files, columns=["text"], start=block.end, **options)
             assert records(rest, Tally()) == records(blocks[number + 1 :], Tally())
-        held = max(len(part.content) for block in blocks for part in block.parts)
+        held = max(len(part.content) for block in blocks for part in block.chunks)
         assert held <= longest + 2 * max(block_bytes, 1) + 3
 
 
@@ -158,7 +158,7 @@ def test_long_rows_come_a_few_at_a_time(tmp_path):
     write_table(tmp_path / "a.parquet", {"text": ["x" * 1000] * 300})
     files = find_inputs([tmp_path / "a.parquet"]).files
     blocks = list(read_blocks(files, columns=["text"], block_bytes=10_000))
-    assert sum(len(part.content["text"]) for block in blocks for part in block.parts) == 300
+    assert sum(len(part.content["text"]) for block in blocks for part in block.chunks) == 300
     assert max(block.size for block in blocks) < 15_000
 
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How far the work is: a bar on a terminal, a line every few seconds elsewhere."""
+"""Progress display: a bar on a terminal, a line every few seconds otherwise."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ _SECONDS_BETWEEN_LINES = 5.0
 
 
 class Report(Protocol):
-    """Called after every block with the progress."""
+    """A callable that is called with the progress after every block."""
 
     def __call__(self, *, read_bytes: int, documents: int, tokens: int | None = None) -> None:
-        """Show it, or not."""
+        """Report the progress."""
 
 
 def silent(*, read_bytes: int, documents: int, tokens: int | None = None) -> None:
@@ -24,20 +24,21 @@ def silent(*, read_bytes: int, documents: int, tokens: int | None = None) -> Non
 
 @contextmanager
 def show_progress(
-    total: int, out: TextIO, *, doing: str = "encoding", done: str = "encoded"
+    total: int, out: TextIO, *, label: str = "encoding", line_prefix: str = "encoded"
 ) -> Iterator[Report]:
-    """Show progress: bytes, documents, tokens if there are any, speed and the time that is left.
+    """Show progress: bytes, documents, tokens if known, speed and remaining time.
 
     Args:
-        total: bytes to work through.
-        out: where to show it.
-        doing, done: what happens to them.
+        total: number of bytes to process.
+        out: stream to write to.
+        label: label of the bar.
+        line_prefix: first word of each line.
 
     Yields:
-        What `preprocess` reports to.
+        The callable that receives progress reports.
     """
     if not out.isatty():
-        yield _Lines(total, out, done)
+        yield _Lines(total, out, line_prefix)
         return
     from rich.console import Console
     from rich.progress import (
@@ -50,7 +51,7 @@ def show_progress(
     )
 
     columns = [
-        TextColumn(doing),
+        TextColumn(label),
         BarColumn(),
         DownloadColumn(),
         TransferSpeedColumn(),
@@ -69,24 +70,24 @@ def show_progress(
 class _Lines:
     """Prints a line every few seconds."""
 
-    def __init__(self, total: int, out: TextIO, done: str) -> None:
+    def __init__(self, total: int, out: TextIO, line_prefix: str) -> None:
         self._total = total
-        self._done = done
+        self._line_prefix = line_prefix
         self._out = out
-        self._begin = self._said = time.monotonic()
-        self._before: int | None = None
+        self._start_time = self._last_line_time = time.monotonic()
+        self._resumed_bytes: int | None = None
 
     def __call__(self, *, read_bytes: int, documents: int, tokens: int | None = None) -> None:
         now = time.monotonic()
-        if self._before is None:  # what an earlier run had read does not count as this one's speed
-            self._before = read_bytes
-        if now - self._said < _SECONDS_BETWEEN_LINES:
+        if self._resumed_bytes is None:  # bytes read before a resume do not count for the speed
+            self._resumed_bytes = read_bytes
+        if now - self._last_line_time < _SECONDS_BETWEEN_LINES:
             return
-        self._said = now
-        speed = (read_bytes - self._before) / (now - self._begin)
+        self._last_line_time = now
+        speed = (read_bytes - self._resumed_bytes) / (now - self._start_time)
         left = f", {_duration((self._total - read_bytes) / speed)} left" if speed > 0 else ""
         print(
-            f"{self._done} {read_bytes / 1e6:.1f} of {self._total / 1e6:.1f} MB "
+            f"{self._line_prefix} {read_bytes / 1e6:.1f} of {self._total / 1e6:.1f} MB "
             f"({read_bytes / max(self._total, 1):.0%}), {_counts(documents, tokens)}, "
             f"{speed / 1e6:.1f} MB/s{left}",
             file=self._out,
@@ -99,6 +100,6 @@ def _counts(documents: int, tokens: int | None) -> str:
 
 
 def _duration(seconds: float) -> str:
-    minutes, rest = divmod(round(seconds), 60)
+    minutes, remainder = divmod(round(seconds), 60)
     hours, minutes = divmod(minutes, 60)
-    return f"{hours}:{minutes:02}:{rest:02}"
+    return f"{hours}:{minutes:02}:{remainder:02}"

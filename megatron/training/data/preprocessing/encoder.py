@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Blocks of input files to tokens, in several processes.
+"""Encode blocks of input files to tokens in several processes.
 
-Every worker encodes one block at a time into the tokens of its documents; results are returned in
-order. Each worker has a pipe of its own and takes blocks in turn, two at a time at most: one that
-it encodes and one that waits. Processes, not threads: reading JSON and turning tokens into arrays
-is Python's own work, and a tokenizer with one thread of its own is faster than with shared ones.
+Each worker encodes one block at a time; results are returned in order. Workers are assigned blocks
+round robin over separate pipes, at most two at a time: one in work and one waiting. Workers are
+processes, not threads, because parsing JSON and building arrays hold the GIL, and because a
+tokenizer with one thread per process is faster than one that shares threads.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from megatron.training.data.chat import ChatTemplate
 
 _REFUSED = "refused by the tokenizer"
-# Tokens back to back [t], and the length of each document [n].
+# Concatenated tokens [t] and the length of each document [n].
 _Flat = tuple[np.ndarray, np.ndarray]
 
 
@@ -44,26 +44,26 @@ class Stream:
     """One of the data sets that are written together, document by document.
 
     Args:
-        suffix: after the output prefix.
+        suffix: suffix to the output prefix.
         dtype: token type.
-        described: whether a `<prefix>.json` says what wrote it; a mask has none.
+        has_description: whether a `<prefix>.json` describes the tokenizer; a mask has none.
     """
 
     suffix: str
     dtype: np.dtype
-    described: bool = True
+    has_description: bool = True
 
 
 @dataclass(frozen=True, kw_only=True)
 class Encoded:
-    """The documents of one block.
+    """The encoded documents of one block.
 
     Args:
-        tokens: of each stream, documents back to back, [t] in the stream's type.
-        lengths: of each stream, tokens of each document, [n].
-        tally: what was read and rejected.
-        size: of the block, in bytes.
-        end: where to go on.
+        tokens: for each stream the concatenated documents, [t] in the stream's type.
+        lengths: for each stream the number of tokens of each document, [n].
+        tally: counts of accepted and rejected records.
+        size: size of the block, in bytes.
+        end: position after the block.
     """
 
     tokens: tuple[np.ndarray, ...]
@@ -78,12 +78,12 @@ class Encoder:
 
     Args:
         config: options.
-        tokenizer: to use; None makes the one of the options.
-        fingerprint: that the tokenizer made must have.
+        tokenizer: tokenizer to use; None builds it from the options.
+        fingerprint: expected fingerprint of the tokenizer; None skips the check.
 
     Raises:
-        ValueError: the tokenizer cannot be made, has no end-of-document token to append, or is
-            another one by now.
+        ValueError: the tokenizer cannot be built, has no end-of-document token to append, or has
+            another fingerprint.
     """
 
     def __init__(
@@ -111,7 +111,7 @@ class Encoder:
             self.template = _template(config)
             self.streams = (
                 Stream(suffix="", dtype=dtype),
-                Stream(suffix=".mask", dtype=np.dtype("u1"), described=False),
+                Stream(suffix=".mask", dtype=np.dtype("u1"), has_description=False),
             )
         else:
             keys = config.keys
@@ -122,7 +122,7 @@ class Encoder:
         """Encode the documents of a block.
 
         Raises:
-            ValueError: a record holds no document, and the options are strict.
+            ValueError: a record is rejected, and the options are strict.
         """
         tally = Tally(strict=self.config.strict)
         records = list(
@@ -135,7 +135,9 @@ class Encoder:
             )
         )
         encoded = (
-            self._conversations(records, tally) if self.template else self._texts(records, tally)
+            self._encode_conversations(records, tally)
+            if self.template
+            else self._encode_texts(records, tally)
         )
         return Encoded(
             tokens=tuple(tokens for tokens, _ in encoded),
@@ -145,9 +147,9 @@ class Encoder:
             end=block.end,
         )
 
-    def _texts(self, records: Sequence[Record], tally: Tally) -> list[_Flat]:
-        if self.config.kind == "null":  # the one that takes no other text than numbers
-            records = [record for record in records if self._takes(record, tally)]
+    def _encode_texts(self, records: Sequence[Record], tally: Tally) -> list[_Flat]:
+        if self.config.kind == "null":  # the null tokenizer accepts only numbers
+            records = [record for record in records if self._accepts(record, tally)]
         ending = self.tokenizer.eod if self.config.append_eod else None
         return [
             encode_flat(
@@ -159,29 +161,29 @@ class Encoder:
             for index, stream in enumerate(self.streams)
         ]
 
-    def _conversations(self, records: Sequence[Record], tally: Tally) -> list[_Flat]:
+    def _encode_conversations(self, records: Sequence[Record], tally: Tally) -> list[_Flat]:
         from megatron.training.data.chat import MalformedConversation, encode_conversations
 
         assert self.template is not None
         encoded: tuple[list[list[int]], list[list[int]]] = ([], [])
-        talks = [record.values[0] for record in records]
-        found = encode_conversations(talks, self.tokenizer, self.template)
-        for record, both in zip(records, found, strict=True):
-            if isinstance(both, MalformedConversation):
-                tally.take_back(both.reason, record.place, detail=both.detail)
+        conversations = [record.values[0] for record in records]
+        outcomes = encode_conversations(conversations, self.tokenizer, self.template)
+        for record, outcome in zip(records, outcomes, strict=True):
+            if isinstance(outcome, MalformedConversation):
+                tally.reject_accepted(outcome.reason, record.location, detail=outcome.detail)
                 continue
-            for numbers, learnt in zip(encoded, both, strict=True):
-                numbers.append(learnt)
+            for sequences, sequence in zip(encoded, outcome, strict=True):
+                sequences.append(sequence)
         return [
-            _flatten(numbers, stream.dtype)
-            for numbers, stream in zip(encoded, self.streams, strict=True)
+            _flatten(sequences, stream.dtype)
+            for sequences, stream in zip(encoded, self.streams, strict=True)
         ]
 
-    def _takes(self, record: Record, tally: Tally) -> bool:
+    def _accepts(self, record: Record, tally: Tally) -> bool:
         try:
             self.tokenizer.encode_batch(record.values)
         except ValueError:
-            tally.take_back(_REFUSED, record.place)
+            tally.reject_accepted(_REFUSED, record.location)
             return False
         return True
 
@@ -189,13 +191,13 @@ class Encoder:
 def encode_flat(
     tokenizer: Tokenizer, texts: Sequence[str], *, dtype: np.dtype, ending: int | None
 ) -> _Flat:
-    """Encode texts to tokens back to back.
+    """Encode texts to one array of concatenated tokens.
 
     Args:
-        tokenizer: encodes.
+        tokenizer: the tokenizer.
         texts: n documents.
-        dtype: of the tokens.
-        ending: a token to put after each text that does not end with it; None for none.
+        dtype: token type.
+        ending: token to append to each text that does not end with it; None for no token.
 
     Returns:
         Tokens [t] and the length of each document [n].
@@ -208,10 +210,10 @@ def encode_flat(
         flat, lengths = _flatten(tokenizer.encode_batch(texts), dtype)
     if ending is not None:
         ends = np.cumsum(lengths)
-        missing = lengths == 0
-        missing[~missing] = flat[ends[~missing] - 1] != ending
-        flat = np.insert(flat, ends[missing], ending)
-        lengths = lengths + missing
+        needs_ending = lengths == 0
+        needs_ending[~needs_ending] = flat[ends[~needs_ending] - 1] != ending
+        flat = np.insert(flat, ends[needs_ending], ending)
+        lengths = lengths + needs_ending
     return flat, lengths
 
 
@@ -226,7 +228,7 @@ def _template(config: PreprocessConfig) -> ChatTemplate:
     return read_chat_template(config.chat_template, tokenizer_model=config.tokenizer_model)
 
 
-_BLOCKS_EACH = 2
+_MAX_BLOCKS_PER_WORKER = 2
 
 
 class WorkerLost(ValueError):
@@ -235,7 +237,7 @@ class WorkerLost(ValueError):
 
 @dataclass(frozen=True)
 class _Fault:
-    """Why a worker could not encode a block; `expected` if it is the user's to fix."""
+    """Why a worker could not encode a block; `expected` if the user can fix it."""
 
     text: str
     expected: bool
@@ -247,25 +249,25 @@ class _Worker:
     connection: Connection
 
     def send(self, block: Block) -> None:
-        """Hand over a block."""
+        """Send a block to the worker."""
         try:
             self.connection.send(block)
         except OSError:
-            raise self._lost() from None
+            raise self._lost_error() from None
 
     def receive(self) -> Encoded:
-        """Wait for the next block that is done."""
+        """Wait for the next encoded block."""
         try:
-            found = self.connection.recv()
+            answer = self.connection.recv()
         except (EOFError, OSError):
-            raise self._lost() from None
-        if not isinstance(found, _Fault):
-            return found
-        if found.expected:
-            raise ValueError(found.text)
-        raise RuntimeError(f"an encoding process failed:\n{found.text}")
+            raise self._lost_error() from None
+        if not isinstance(answer, _Fault):
+            return answer
+        if answer.expected:
+            raise ValueError(answer.text)
+        raise RuntimeError(f"an encoding process failed:\n{answer.text}")
 
-    def _lost(self) -> WorkerLost:
+    def _lost_error(self) -> WorkerLost:
         self.process.join()
         return WorkerLost(
             f"an encoding process died (exit code {self.process.exitcode}), perhaps for want of "
@@ -279,84 +281,84 @@ def encode_in_order(
     """Encode blocks.
 
     Args:
-        blocks: in order.
-        encoder: how; workers make their own from its options.
-        workers: processes; with one, or for a single block, the work is done in this process.
+        blocks: blocks in order.
+        encoder: encoder of this process; each worker builds its own from the same options.
+        workers: number of processes; with one, or for a single block, this process encodes.
 
     Yields:
-        The blocks' documents, in order.
+        The encoded blocks, in order.
 
     Raises:
         ValueError: a block cannot be read or encoded.
         WorkerLost: a worker died.
     """
-    first = list(islice(blocks, 2))
-    everything = chain(first, blocks)
-    if workers == 1 or len(first) < 2:
-        yield from map(encoder.encode, everything)
+    first_blocks = list(islice(blocks, 2))
+    all_blocks = chain(first_blocks, blocks)
+    if workers == 1 or len(first_blocks) < 2:
+        yield from map(encoder.encode, all_blocks)
         return
-    with _started(encoder, workers) as team:
-        busy: deque[_Worker] = deque()
-        for number, block in enumerate(everything):
-            if len(busy) == _BLOCKS_EACH * workers:
-                yield busy.popleft().receive()
-            worker = team[number % workers]
+    with _start_workers(encoder, workers) as pool:
+        pending: deque[_Worker] = deque()
+        for number, block in enumerate(all_blocks):
+            if len(pending) == _MAX_BLOCKS_PER_WORKER * workers:
+                yield pending.popleft().receive()
+            worker = pool[number % workers]
             worker.send(block)
-            busy.append(worker)
-        while busy:
-            yield busy.popleft().receive()
+            pending.append(worker)
+        while pending:
+            yield pending.popleft().receive()
 
 
 @contextmanager
-def _started(encoder: Encoder, workers: int) -> Iterator[list[_Worker]]:
-    """Start workers and end them."""
+def _start_workers(encoder: Encoder, workers: int) -> Iterator[list[_Worker]]:
+    """Start worker processes and terminate them on exit."""
     context = multiprocessing.get_context("spawn")
-    team: list[_Worker] = []
+    pool: list[_Worker] = []
     try:
         for _ in range(workers):
-            ours, theirs = context.Pipe()
+            parent_end, worker_end = context.Pipe()
             process = context.Process(
-                target=_work,
-                args=(theirs, encoder.config, encoder.tokenizer.fingerprint),
+                target=_run_worker,
+                args=(worker_end, encoder.config, encoder.tokenizer.fingerprint),
                 daemon=True,
             )
             process.start()
-            theirs.close()
-            team.append(_Worker(process, ours))
-        yield team
+            worker_end.close()
+            pool.append(_Worker(process, parent_end))
+        yield pool
     finally:
-        for worker in team:
+        for worker in pool:
             worker.connection.close()
             worker.process.terminate()
-        for worker in team:
+        for worker in pool:
             worker.process.join()
 
 
-def _work(connection: Connection, config: object, fingerprint: str) -> None:
-    """Encode what comes until nothing more can come."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the process that started us
-    # Read by the tokenizer library when it starts its threads: the workers are the parallelism.
+def _run_worker(connection: Connection, config: object, fingerprint: str) -> None:
+    """Encode blocks until the parent closes the pipe."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent handles Ctrl-C
+    # One tokenizer thread per worker. The library reads this when it starts its threads.
     os.environ["RAYON_NUM_THREADS"] = "1"
     waiting: queue.SimpleQueue[Block] = queue.SimpleQueue()
-    threading.Thread(target=_receive, args=(connection, waiting), daemon=True).start()
+    threading.Thread(target=_receive_blocks, args=(connection, waiting), daemon=True).start()
     encoder: Encoder | None = None
     while True:
         block = waiting.get()
         try:
             if encoder is None:
                 encoder = Encoder(config, fingerprint=fingerprint)  # type: ignore[arg-type]
-            found: Encoded | _Fault = encoder.encode(block)
+            answer: Encoded | _Fault = encoder.encode(block)
         except ValueError as error:
-            found = _Fault(str(error), expected=True)
+            answer = _Fault(str(error), expected=True)
         except Exception:
-            found = _Fault(traceback.format_exc(), expected=False)
-        connection.send(found)
+            answer = _Fault(traceback.format_exc(), expected=False)
+        connection.send(answer)
 
 
-def _receive(connection: Connection, waiting: queue.SimpleQueue[Block]) -> None:
-    """Take blocks off the pipe, so that neither side ever waits for the other to read.
+def _receive_blocks(connection: Connection, waiting: queue.SimpleQueue[Block]) -> None:
+    """Move blocks from the pipe to a queue, so that neither side blocks on a full pipe.
 
-    When the other side is gone, killed perhaps, so is this process.
+    The process exits when the parent closes the pipe or is killed.
     """
     try:
         while True:

@@ -21,10 +21,10 @@ class TiktokenFlags:
     """Options of --tokenizer-type tiktoken."""
 
     tiktoken_pattern: TiktokenPattern | None = None
-    """Where --tokenizer-type tiktoken cuts texts before it merges; derived: v2 for Megatron's JSON,
-    llama3, which is GPT-4's too, for ranks by line."""
+    """Pre-tokenizer pattern of --tokenizer-type tiktoken; derived: v2 for Megatron's JSON, llama3
+    (the same as GPT-4's) for ranks by line."""
     tiktoken_num_special_tokens: int | None = None
-    """Ids that --tokenizer-type tiktoken keeps for special tokens, in front of the ranks of
+    """Ids that --tokenizer-type tiktoken reserves for special tokens, before the ranks of
     Megatron's JSON, after ranks by line; derived: 1000, or as many as are named."""
     tiktoken_special_tokens: tuple[str, ...] | None = None
     """Names of the first of these ids; derived: unk, s, /s, mask, pad, cls and sep in <> for
@@ -36,7 +36,7 @@ class TiktokenFlags:
 
     @property
     def options(self) -> TiktokenOptions:
-        """Return them as the tokenizer takes them. Raises ValueError."""
+        """Return the tokenizer's options. Raises ValueError."""
         return TiktokenOptions(
             pattern=self.tiktoken_pattern,
             num_special_tokens=self.tiktoken_num_special_tokens,
@@ -52,7 +52,7 @@ class PreprocessConfig:
     """Files, folders or patterns: lines of JSON (.jsonl, .jsonl.gz), Parquet tables, and .txt
     files of one document each."""
     output_prefix: str
-    """Path of the data set to write, without .bin or .idx; what --data-path is given."""
+    """Path of the data set to write, without .bin or .idx; the value for --data-path."""
     tokenizer_type: TokenizerType | None = None
     """Kind of tokenizer: a Hugging Face tokenizer.json, a SentencePiece .model, a vocabulary of
     tiktoken, UTF-8 bytes, or numbers as they are; derived from --tokenizer-model."""
@@ -60,7 +60,7 @@ class PreprocessConfig:
     """Path of a tokenizer.json, of a folder that holds one, of a vocab.json, of a SentencePiece
     .model, or of a vocabulary of tiktoken: Megatron's JSON, or ranks by line."""
     merge_file: str | None = None
-    """Merges of a vocab.json, which must be beside it: gpt2-merges.txt beside gpt2-vocab.json."""
+    """Merges of a vocab.json in the same folder: gpt2-merges.txt beside gpt2-vocab.json."""
     tokenizer_hf_no_include_special_tokens: bool = False
     """Encode texts without the special tokens that the tokenizer adds around them, such as BOS."""
     tiktoken: TiktokenFlags = TiktokenFlags()
@@ -71,27 +71,27 @@ class PreprocessConfig:
     append_eod: bool = False
     """End every document with the tokenizer's end-of-document token, unless it does so already."""
     chat: bool = False
-    """Documents are conversations; besides the tokens, write PREFIX.mask.bin and .idx with 1 on
-    what the assistant says: what --sft is trained on."""
+    """Documents are conversations; in addition to the tokens, write PREFIX.mask.bin and .idx with 1
+    on the assistant's tokens, as --sft needs."""
     chat_template: str | None = None
     """Template of --chat: a file, or one of chatml, llama3, plain; derived: the tokenizer's own."""
     chat_key: str = "messages"
     """Key or column that holds the conversation, a list of objects with role and content."""
     workers: int | None = None
-    """Processes that encode; none means one per core, and one for the byte tokenizer, which is as
-    fast as files are read."""
+    """Number of encoding processes; derived: one per core, but one for the byte tokenizer, which is
+    as fast as reading the files."""
     max_document_bytes: int = MAX_DOCUMENT_BYTES
-    """Longest line, text or row to take; bounds memory. Longer ones are rejected and counted."""
+    """Longest line, text or row to accept; bounds memory. Longer records are rejected."""
     strict: bool = False
-    """Stop at the first record that holds no document, instead of counting and skipping it."""
+    """Stop at the first rejected record, instead of counting and skipping it."""
     resume: bool = False
-    """Go on where a run with the same options was killed; does nothing if one has finished, and
-    starts anew if there was none."""
+    """Continue a killed run with the same options; does nothing if the run has finished, and starts
+    from scratch if there was none."""
     overwrite: bool = False
     """Replace a data set that exists under --output-prefix; without this it is an error."""
     shuffle_seed: int | None = None
-    """Write the documents in a random order, which this seed fixes: --split takes validation and
-    test from the end. Derived: the order of the input. Needs twice the disk."""
+    """Shuffle the documents with this seed, since --split takes validation and test from the end;
+    derived: the order of the input. Needs twice the disk space."""
 
     def __post_init__(self) -> None:
         """Check the options that can be checked without files."""
@@ -108,9 +108,9 @@ class PreprocessConfig:
         if self.vocab_size is not None and kind not in ("null", "tiktoken"):
             problems.append("--vocab-size is for --tokenizer-type null or tiktoken")
         if kind != "tiktoken":
-            given = (name for name, value in vars(self.tiktoken).items() if value is not None)
+            flags_set = (name for name, value in vars(self.tiktoken).items() if value is not None)
             problems += [
-                f"--{name.replace('_', '-')} is for --tokenizer-type tiktoken" for name in given
+                f"--{name.replace('_', '-')} is for --tokenizer-type tiktoken" for name in flags_set
             ]
         if self.chat and self.append_eod:
             problems.append("--append-eod is not for --chat: the template ends a conversation")
@@ -145,5 +145,5 @@ def _cores() -> int:
     """Return the number of cores that this process may use."""
     try:
         return len(os.sched_getaffinity(0))
-    except AttributeError:  # not on every system
+    except AttributeError:  # not available on every system
         return os.cpu_count() or 1

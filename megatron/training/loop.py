@@ -202,7 +202,7 @@ class TrainingLoop:
         """Show and record one log line, with what hooks add to it."""
         parts = [part for hooks in self._hooks for part in hooks.log_parts()]
         shows = self._run.config.logging.log_throughput
-        line = format_step(record, datetime.datetime.now(), throughput=shows, more=parts)
+        line = format_step(record, datetime.datetime.now(), throughput=shows, sections=parts)
         self._display.log(line, record)
         values = asdict(record)
         iteration = values.pop("iteration")
@@ -223,7 +223,7 @@ class TrainingLoop:
         values = {"lm_loss": loss}
         for hooks in self._hooks:
             for name, other in hooks.on_evaluate(iteration, self._loss_again).items():
-                self._display.log(format_validation(iteration, other, on=name))
+                self._display.log(format_validation(iteration, other, split=name))
                 values[f"{name}_lm_loss"] = other
         self._stop.note("validation", time.perf_counter() - start)
         self._metrics.write("validation", iteration, values)
@@ -240,7 +240,7 @@ class TrainingLoop:
         loss = self._steps.loss_on("test")
         if loss is None:
             return
-        self._display.log(format_validation(progress.iteration, loss, on="test set"))
+        self._display.log(format_validation(progress.iteration, loss, split="test set"))
         self._metrics.write("test", progress.iteration, {"lm_loss": loss})
 
 

@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The lines that a run logs at its start, one for each kind of parallelism.
+"""The lines that a run logs at its start, one for each feature in use.
 
-They describe context parallelism (how attention and recurrences get the tokens of other ranks, how
-packed rows are split, and why), a global batch that does not divide evenly over ranks and its cost,
-what data parallelism shards and what remains on each rank, dropout (on by Megatron's defaults) and
-its cost, the experts (where they are, how tokens are dispatched, what a token uses), and the
-pipeline (stages, schedule, idle time). What the first step corrects has a line of its own.
+They describe the pipeline (stages, schedule, bubble), context parallelism (how attention and
+recurrences get the tokens of other ranks, how packed rows are split, and why), the experts
+(placement, dispatcher, active parameters), an uneven global batch and its cost, the data-parallel
+strategy with bytes per rank, and dropout (on by Megatron's defaults) and its cost. A separate line
+follows if the first step needs more memory for gathered weights than estimated.
 """
 
 from __future__ import annotations
@@ -63,58 +63,65 @@ from megatron.training.session import Session
 
 
 def batch_words(run: Run) -> str:
-    """Return how a step's samples are divided, for a line about all kinds of parallelism."""
-    made = run.final_division
-    if made.is_even:
+    """Return how a step's samples are divided into microbatches, for the run line."""
+    division = run.final_division
+    if division.is_even:
         return (
-            f"global batch {made.samples} = {made.lanes} x {made.micro_batch_size} x "
-            f"{made.rounds} microbatches"
+            f"global batch {division.samples} = {division.lanes} x {division.micro_batch_size} x "
+            f"{division.rounds} microbatches"
         )
-    return f"global batch {made.samples} in {made.blocks} microbatches of {made.micro_batch_size}"
+    return (
+        f"global batch {division.samples} in {division.blocks} microbatches of "
+        f"{division.micro_batch_size}"
+    )
 
 
 def batch_sizes_line(run: Run) -> str | None:
-    """Return where the global batch changes its size; None where it has one."""
+    """Return the sizes of a global batch that ramps up; None if the size is constant."""
     stages = run.batch_sizes.stages
     if len(stages) == 1:
         return None
-    shown = [f"{size} from sample {threshold:,} on" for threshold, size in stages]
-    if len(shown) > 8:
-        shown = [*shown[:3], f"... {len(shown) - 4} more", shown[-1]]
-    return f"global batch by samples: {', '.join(shown)}"
+    sizes = [f"{size} from sample {threshold:,} on" for threshold, size in stages]
+    if len(sizes) > 8:
+        sizes = [*sizes[:3], f"... {len(sizes) - 4} more", sizes[-1]]
+    return f"global batch by samples: {', '.join(sizes)}"
 
 
 def batch_line(run: Run) -> str | None:
     """Return the padding microbatches of each data-parallel rank in a step, and the share of time
     that padding and a smaller last microbatch waste; None if the batch divides evenly."""
-    made = run.final_division
-    if made.is_even:
+    division = run.final_division
+    if division.is_even:
         return None
     padding = "no padding microbatch"
-    ranks = f"{made.lanes} data-parallel rank{'s' if made.lanes > 1 else ''}"
-    if made.fillers:
-        first = made.lanes - made.fillers
-        padded = f"rank {first}" if made.fillers == 1 else f"ranks {first}-{made.lanes - 1}"
+    ranks = f"{division.lanes} data-parallel rank{'s' if division.lanes > 1 else ''}"
+    if division.fillers:
+        first_rank = division.lanes - division.fillers
+        padded = (
+            f"rank {first_rank}"
+            if division.fillers == 1
+            else f"ranks {first_rank}-{division.lanes - 1}"
+        )
         padding = f"1 padding microbatch on {padded}"
-    rest = made.samples % made.micro_batch_size
-    last = f", the last one of {rest}" if rest else ""
+    last_size = division.samples % division.micro_batch_size
+    last_text = f", the last one of {last_size}" if last_size else ""
     return (
-        f"uneven batch: {made.blocks} microbatches of {made.micro_batch_size}{last}, on "
-        f"{ranks}, {made.rounds} each, {padding}; "
-        f"{100.0 * made.wasted:.1f} % of their time is wasted"
+        f"uneven batch: {division.blocks} microbatches of {division.micro_batch_size}"
+        f"{last_text}, on {ranks}, {division.rounds} each, {padding}; "
+        f"{100.0 * division.wasted:.1f} % of their time is wasted"
     )
 
 
 def data_parallel_line(engine: DataParallel, optimizer: Optimizer) -> str:
-    """Return the strategy in effect, its buckets, and the bytes of one rank by role.
+    """Return the data-parallel strategy in effect, its buckets, and the bytes per rank.
 
-    With several pipeline stages, each number is the largest of all of them; every rank calls this.
-    Bytes of weights and gradients are the formula's; those of gathered weights are the budget in
-    force; those of optimizer state are counted, in device and host memory, since weights may have
-    states of different kinds.
+    With several pipeline stages, each number is the maximum over the stages; every rank calls this.
+    Bytes of weights and gradients come from the formula; bytes of gathered weights are the budget
+    in force; bytes of optimizer state are measured, in device and host memory, because weights can
+    have different kinds of state.
 
     Raises:
-        ValueError: another strategy is in effect than the one that was asked for.
+        ValueError: the strategy in effect differs from the requested one.
     """
     config = engine.config
     if engine.groups["lanes"].size == engine.groups["expert_lanes"].size == 1:
@@ -130,46 +137,46 @@ def data_parallel_line(engine: DataParallel, optimizer: Optimizer) -> str:
     else:
         scope = f"{config.strategy} over {_scope(engine)}"
     buckets = [BucketSize.of(bucket) for bucket in engine.store.buckets]
-    of = ElementBytes(
+    element_bytes = ElementBytes(
         weight=engine.store.dtype.itemsize,
         gradient=config.grad_dtype.itemsize,
         optimizer=0,
         wide_sum=config.fp32_accumulation and engine.sharded,
         gtp_once=config.gtp_reduce_scatter_per == "step",
     )
-    rank = bytes_per_rank(
+    rank_bytes = bytes_per_rank(
         buckets,
         engine.placement,
-        of=of,
+        of=element_bytes,
         overlap=config.overlap_grad_reduce,
     )
-    most = of.weight * max((bucket.numel for bucket in buckets), default=0)
+    largest_gather = element_bytes.weight * max((bucket.numel for bucket in buckets), default=0)
     states = [optimizer.state_bytes(on_host=host) for host in (False, True)]
-    count, largest, weights, gradients, state, on_host, gathered, reducing = _most_of_stages(
+    count, largest, weights, gradients, state, on_host, gathered, reducing = _max_over_stages(
         engine,
-        [len(buckets), most, rank.weights, rank.gradients, *states]
-        + [engine.gathered_bytes, rank.reducing],
+        [len(buckets), largest_gather, rank_bytes.weights, rank_bytes.gradients, *states]
+        + [engine.gathered_bytes, rank_bytes.reducing],
     )
     stages = engine.groups["pp"].size
     line = (
-        f"data parallel: {scope}; {count} bucket{'s' * (count != 1)} of up to {_size(largest)}; "
-        f"per rank {'at most ' if stages > 1 else ''}{_size(weights)} of weights, "
-        f"{_size(gradients)} of gradients, {_size(state)} of optimizer state"
+        f"data parallel: {scope}; {count} bucket{'s' * (count != 1)} of up to "
+        f"{_megabytes(largest)}; per rank {'at most ' if stages > 1 else ''}{_megabytes(weights)} "
+        f"of weights, {_megabytes(gradients)} of gradients, {_megabytes(state)} of optimizer state"
     )
     if on_host:
-        line += f" on the device and {_size(on_host)} in host memory"
+        line += f" on the device and {_megabytes(on_host)} in host memory"
     if gathered:
-        line += f", at most {_size(gathered)} of gathered weights"
+        line += f", at most {_megabytes(gathered)} of gathered weights"
     if reducing:
-        line += f", at most {_size(reducing)} of gradients that are being reduced"
+        line += f", at most {_megabytes(reducing)} of gradients that are being reduced"
     return line
 
 
 def communicators_line(
     groups: ProcessGroupCollection, device: torch.device, environment: Mapping[str, str]
 ) -> str | None:
-    """Return how many communicators this rank has and about what they take of its GPU's memory,
-    beside what torch allocates; None where it has none, or they are gloo's.
+    """Return the number of NCCL communicators of this rank and their approximate device memory,
+    which torch's allocator does not count; None without NCCL communicators.
 
     Args:
         environment: NCCL's variables, see `communicator_bytes`.
@@ -177,16 +184,16 @@ def communicators_line(
     count = groups.num_communicators
     if not count or device.type != "cuda":
         return None
-    taken = count * communicator_bytes(environment)
+    num_bytes = count * communicator_bytes(environment)
     return (
-        f"communicators: {count} of NCCL, about {_size(taken)} of device memory once all are used, "
-        "which torch does not count"
+        f"communicators: {count} of NCCL, about {_megabytes(num_bytes)} of device memory once "
+        "all are used, which torch does not count"
     )
 
 
 def weight_shards_line(engine: DataParallel) -> str | None:
-    """Return what generalized tensor parallelism shards, over which ranks, and what each gathers;
-    None where it shards nothing. With several stages, of this rank's."""
+    """Return which weights of this rank's stage generalized tensor parallelism shards, over which
+    ranks, and how they are gathered; None if it shards nothing."""
     grid = engine.groups.grid
     if grid.gtp * grid.egtp == 1:
         return None
@@ -195,65 +202,67 @@ def weight_shards_line(engine: DataParallel) -> str | None:
             f"weight shards: gtp {grid.gtp} and egtp {grid.egtp} are among the data parallel ranks "
             f"over which {engine.config.strategy} shards all weights: they change nothing"
         )
-    found = []
+    descriptions = []
     for expert, axis, size in ((False, "gtp", grid.gtp), (True, "egtp", grid.egtp)):
-        over = [
+        sharded_blocks = [
             block
             for bucket in engine.store.buckets
             if bucket.gtp and bucket.expert == expert
             for block in bucket.blocks
         ]
-        if over:
-            whole = sum(block.whole_bytes for block in over)
-            noun = "matrix" if len(over) == 1 else "matrices"
+        if sharded_blocks:
+            total_bytes = sum(block.whole_bytes for block in sharded_blocks)
+            noun = "matrix" if len(sharded_blocks) == 1 else "matrices"
             kind = f"{noun} of experts" if expert else noun
-            found.append(
-                f"{len(over)} {kind} over {axis} {size}: {_size(whole // size)} of {_size(whole)} "
-                "on this rank"
+            descriptions.append(
+                f"{len(sharded_blocks)} {kind} over {axis} {size}: "
+                f"{_megabytes(total_bytes // size)} of {_megabytes(total_bytes)} on this rank"
             )
-    if not found:  # a pipeline stage without matrices
+    if not descriptions:  # a pipeline stage without matrices
         return None
-    form = engine.config.gather_format
-    if form == "bf16":
-        form = str(engine.store.dtype).removeprefix("torch.")
+    gather_format = engine.config.gather_format
+    if gather_format == "bf16":
+        gather_format = str(engine.store.dtype).removeprefix("torch.")
     elif engine.config.gather_scale_blocks == "1d":
-        form += " with 1-D scale blocks, a plane for forward and one for backward,"
-    per = engine.config.gtp_reduce_scatter_per
+        gather_format += " with 1-D scale blocks, a plane for forward and one for backward,"
+    interval = engine.config.gtp_reduce_scatter_per
     return (
-        f"weight shards: {'; '.join(found)}; gathered in {form} before each use, gradients "
-        f"reduce-scattered once a {per}"
+        f"weight shards: {'; '.join(descriptions)}; gathered in {gather_format} before each use, "
+        f"gradients reduce-scattered once a {interval}"
     )
 
 
 class GatheredBytes(TrainingHooks):
-    """Say so where the order in which a step uses its weights needs more gathered bytes than were
-    said before: of this rank's pipeline stage.
+    """Log when the order of use in a step needs more gathered bytes than logged before, for this
+    rank's pipeline stage.
 
     Args:
-        say: writes a line of the log.
+        log: writes a line to the log.
     """
 
-    def __init__(self, engine: DataParallel, say: Callable[[str], None]) -> None:
-        self._engine, self._say, self._said = engine, say, engine.gathered_bytes
+    def __init__(self, engine: DataParallel, log: Callable[[str], None]) -> None:
+        self._engine, self._log, self._reported_bytes = engine, log, engine.gathered_bytes
 
     def on_step_end(self, progress: Progress, outcome: StepOutcome) -> None:
-        """Compare."""
-        if self._engine.gathered_bytes > self._said:
-            self._said = self._engine.gathered_bytes
-            self._say(
-                f"weight shards: in their order of use at most {_size(self._said)} of gathered "
-                "weights"
+        """Compare the gathered bytes with the logged ones."""
+        if self._engine.gathered_bytes > self._reported_bytes:
+            self._reported_bytes = self._engine.gathered_bytes
+            self._log(
+                f"weight shards: in their order of use at most "
+                f"{_megabytes(self._reported_bytes)} of gathered weights"
             )
 
 
-def _most_of_stages(engine: DataParallel, numbers: Sequence[int]) -> list[int]:
-    """Return for each number the largest of all pipeline stages."""
-    own = torch.tensor(numbers, dtype=torch.int64, device=engine.store.device)
-    return [int(number) for number in all_reduce(own, engine.groups["pp"], op="max").tolist()]
+def _max_over_stages(engine: DataParallel, values: Sequence[int]) -> list[int]:
+    """Return the maximum of each value over the pipeline stages."""
+    stage_values = torch.tensor(values, dtype=torch.int64, device=engine.store.device)
+    return [
+        int(value) for value in all_reduce(stage_values, engine.groups["pp"], op="max").tolist()
+    ]
 
 
 def _idle_flags(config: DataParallelConfig) -> list[str]:
-    """Return the flags that specify how data-parallel ranks share, of those that are set."""
+    """Return the data-parallel flags in use, which have no effect on one rank."""
     flags = {
         f"--data-parallel-sharding-strategy {config.strategy}": config.strategy != "no_shard",
         "--overlap-grad-reduce": config.overlap_grad_reduce,
@@ -264,32 +273,34 @@ def _idle_flags(config: DataParallelConfig) -> list[str]:
         "--use-nccl-ub": config.use_nccl_ub,
         "--check-weight-gather": config.debug,
     }
-    return [flag for flag, given in flags.items() if given]
+    return [flag for flag, is_set in flags.items() if is_set]
 
 
 def _scope(engine: DataParallel) -> str:
-    """Return over how many data-parallel ranks the strategy shards; experts may have others."""
+    """Return the number of data-parallel ranks of dense weights and of experts."""
     groups, instances = engine.groups, engine.groups.grid.instances
-    lanes, experts = (groups[name].size // instances for name in ("lanes", "expert_lanes"))
-    text = f"{lanes} rank{'s' if lanes > 1 else ''}"
-    if experts != lanes:
-        text += f" of dense weights and {experts} of experts"
+    dense_ranks, expert_ranks = (
+        groups[name].size // instances for name in ("lanes", "expert_lanes")
+    )
+    text = f"{dense_ranks} rank{'s' if dense_ranks > 1 else ''}"
+    if expert_ranks != dense_ranks:
+        text += f" of dense weights and {expert_ranks} of experts"
     if instances == 1:
         return text
-    text = f"the {text} in each" if experts != lanes else f"the {text} of each"
+    text = f"the {text} in each" if expert_ranks != dense_ranks else f"the {text} of each"
     text += f" of {instances} instances"
     if engine.config.outer == "optim":
         text += ", optimizer state over all of them"
     return text
 
 
-def _size(count: int) -> str:
+def _megabytes(count: int) -> str:
     return f"{count / 1e6:,.2f} MB"
 
 
 def loss_weight_line(run: Run) -> str | None:
-    """Return how microbatches of conversations weigh in the loss, and the flag that weighs tokens
-    alike; None where they do, or where no conversations are trained on."""
+    """Return how microbatches of conversations are weighted in the loss, and the flag that weights
+    all tokens equally; None if tokens are weighted equally, or without --sft."""
     training, blocks = run.config.training, run.final_division.blocks
     if not run.config.data.sft or training.calculate_per_token_loss or blocks == 1:
         return None
@@ -301,62 +312,66 @@ def loss_weight_line(run: Run) -> str | None:
 
 
 def attention_line(config: Config, model: GPTConfig, device: torch.device) -> str | None:
-    """Return which kernel of a GPU attention takes and why; None on a CPU, without attention, and
-    with TransformerEngine's layers. Context parallel ranks attend block by block of one document
-    each, and let sinks take their probability afterwards."""
+    """Return which GPU kernel attention uses and why; None on a CPU, without attention, and with
+    TransformerEngine's layers. Context-parallel ranks compute attention block by block, each block
+    within one document, and apply sinks afterwards."""
     parallel, attention = config.parallel, model.attention
     if device.type != "cuda" or not has_attention(config) or parallel.transformer_impl != "local":
         return None
-    by_blocks = parallel.context_parallel_size > 1
+    blockwise = parallel.context_parallel_size > 1
     if parallel.attention_backend != "auto":
         return f"attention: {parallel.attention_backend} (--attention-backend)"
     latent = isinstance(attention, LatentAttentionConfig)
     features = attention.query_channels if latent else attention.kv_channels
     packed = config.data.sft or config.data.reset_attention_mask
-    recorded = config.execution.cuda_graph_impl != "none"
+    uses_graphs = config.execution.cuda_graph_impl != "none"
     options = {
         "a window": not latent and attention.window is not None,
-        "documents": packed and not recorded and not by_blocks,
-        "documents known by ids alone": packed and recorded and not by_blocks,
-        "sinks": not latent and attention.sinks and not by_blocks,
+        "documents": packed and not uses_graphs and not blockwise,
+        "documents known by ids alone": packed and uses_graphs and not blockwise,
+        "sinks": not latent and attention.sinks and not blockwise,
         "attention dropout": attention.dropout > 0,
     }
-    named = [name for name, holds in options.items() if holds]
-    kernel = explain_attention(device, weight_dtype(config), features, options=named)
-    return f"attention{' of each block' if by_blocks else ''}: {kernel}"
+    used_options = [name for name, is_used in options.items() if is_used]
+    kernel = explain_attention(device, weight_dtype(config), features, options=used_options)
+    return f"attention{' of each block' if blockwise else ''}: {kernel}"
 
 
 def kernels_line(device: torch.device) -> str | None:
-    """Return which Triton and ptxas compile the kernels, with their known faults; None on a CPU."""
+    """Return the Triton and ptxas versions with their known bugs; None on a CPU."""
     compilers = explain_compiler(device)
     return None if compilers is None else f"kernels: {compilers}"
 
 
 def dropout_line(config: Config, device: torch.device) -> str | None:
-    """Return which dropout is on, what it costs and how to turn it off; None where all is off."""
+    """Return which dropout is on, its cost and how to turn it off; None if all is off."""
     rates = {
         "attention": config.attention.attention_dropout if has_attention(config) else 0.0,
         "hidden": config.model.hidden_dropout,
     }
-    on = {name: rate for name, rate in rates.items() if rate}
-    if not on:
+    active = {name: rate for name, rate in rates.items() if rate}
+    if not active:
         return None
     costs = ["a mask for every value in forward and backward"]
-    if "attention" in on and device.type == "cuda" and config.parallel.attention_backend == "auto":
+    if (
+        "attention" in active
+        and device.type == "cuda"
+        and config.parallel.attention_backend == "auto"
+    ):
         length, cp = config.training.seq_length, config.parallel.context_parallel_size
         costs.append(
             "attention in plain torch instead of its kernel, which has no dropout, with scores of "
             f"{length // cp:,} x {length:,} for each head"
         )
     return (
-        f"dropout: {', '.join(f'{name} {rate:g}' for name, rate in on.items())} (Megatron's "
+        f"dropout: {', '.join(f'{name} {rate:g}' for name, rate in active.items())} (Megatron's "
         f"default is 0.1); costs {'; '.join(costs)}; most models are pretrained without: "
-        f"{' '.join(f'--{name}-dropout 0' for name in on)}"
+        f"{' '.join(f'--{name}-dropout 0' for name in active)}"
     )
 
 
 def expert_line(run: Run, model: GPTConfig) -> str | None:
-    """Return what is so of a run's experts and why; None where there are none."""
+    """Return the experts' placement, router and dispatcher; None without experts."""
     moe = model.moe
     if moe is None:
         return None
@@ -375,7 +390,7 @@ def expert_line(run: Run, model: GPTConfig) -> str | None:
 
 
 def capacity_line(run: Run, model: GPTConfig) -> str | None:
-    """Return what results depend on where experts have a capacity; None where they have none."""
+    """Return which options change the results under an expert capacity; None without one."""
     moe, parallel = model.moe, run.config.parallel
     if moe is None or moe.capacity_factor is None:
         return None
@@ -390,32 +405,35 @@ def capacity_line(run: Run, model: GPTConfig) -> str | None:
 
 
 def _dispatcher(run: Run, model: GPTConfig) -> str:
-    """Say how tokens come to their experts, and what that moves."""
+    """Return the token dispatcher and the number of rows it moves."""
     grid, moe, parallel = rank_grid(run), model.moe, run.config.parallel
     etp = grid.size("etp")
     if etp * grid.ep == 1:
         return "all experts are on every rank, no token travels"
     assert moe is not None
-    wanted, topk = parallel.moe_token_dispatcher_type, moe.router.topk
-    chosen = choose_dispatcher(wanted, topk=topk, ep=grid.ep)
+    requested, topk = parallel.moe_token_dispatcher_type, moe.router.topk
+    dispatcher = choose_dispatcher(requested, topk=topk, ep=grid.ep)
     ranks = parallel.tensor_model_parallel_size * parallel.context_parallel_size
     tokens = run.config.training.micro_batch_size * run.config.training.seq_length
-    share = math.ceil(tokens / ranks)
+    local_tokens = math.ceil(tokens / ranks)
     rows = {
-        kind: dispatched_rows(kind, tokens=share, topk=topk, etp=etp, ep=grid.ep)
+        kind: dispatched_rows(kind, tokens=local_tokens, topk=topk, etp=etp, ep=grid.ep)
         for kind in ("alltoall", "allgather")
     }
-    shown = ", ".join(f"{kind} {rows[kind]:,}" for kind in sorted(rows, key=rows.__getitem__))
-    why = "least rows" if wanted == "auto" else "asked for; rows"
-    line = f"tokens by {chosen}: {why} of a rank, there and back: {shown}"
+    row_counts = ", ".join(f"{kind} {rows[kind]:,}" for kind in sorted(rows, key=rows.__getitem__))
+    reason = "least rows" if requested == "auto" else "asked for; rows"
+    line = f"tokens by {dispatcher}: {reason} of a rank, there and back: {row_counts}"
     factor = parallel.moe_expert_rank_capacity_factor
     if factor is None:
         return line
-    return f"{line}; in training a rank takes {factor:g} x the even share of {etp * share * topk:,}"
+    return (
+        f"{line}; in training a rank takes {factor:g} x the even share of "
+        f"{etp * local_tokens * topk:,}"
+    )
 
 
 def parameters(model: GPTConfig) -> tuple[int, int]:
-    """Return the parameters of a model, and those that a token uses: of its own experts alone."""
+    """Return the number of parameters, and of active parameters per token."""
     total = active = 0.0
     share = 0.0 if model.moe is None else model.moe.router.topk / model.moe.num_experts
     for name, shape in logical_weights(model).items():
@@ -426,48 +444,50 @@ def parameters(model: GPTConfig) -> tuple[int, int]:
 
 
 def pipeline_words(config: Config) -> str:
-    """Return the pipeline for a line about all kinds of parallelism; nothing for one stage."""
+    """Return the pipeline layout for the run line; empty for one stage."""
     if (stages := split(config)) is None:
         return ""
-    order = pipeline_order(config)["schedule"]
-    return f"pipeline parallel {stages.stages} ({order}), {stages.describe()}, "
+    schedule = pipeline_order(config)["schedule"]
+    return f"pipeline parallel {stages.stages} ({schedule}), {stages.describe()}, "
 
 
 def pipeline_line(run: Run) -> str | None:
-    """Return how the stages work and the share of time that they wait; None where there is one.
+    """Return the pipeline schedule and its bubble; None for one stage.
 
-    The share is that of a simulation in which each block takes as long forward as for its input's
-    and for its weights' gradients; transfers and the model's ends take no time there.
+    The bubble is simulated: forward, input gradient and weight gradient of a layer take the same
+    time; transfers, embedding and output layer take none.
     """
     if (stages := split(run.config)) is None:
         return None
-    order = pipeline_order(run.config)
-    made = make_schedule(
-        order["schedule"],
+    schedule_options = pipeline_order(run.config)
+    schedule = make_schedule(
+        schedule_options["schedule"],
         stages=stages.stages,
         microbatches=run.num_microbatches,
         chunks=stages.chunks,
-        group_size=order["group_size"],
-        weight_delay=order["weight_delay"],
+        group_size=schedule_options["group_size"],
+        weight_delay=schedule_options["weight_delay"],
     )
-    blocks = tuple(float(last - first) for first, last in stages.ranges)
-    found = simulate(made, Times(forward=blocks, input_gradient=blocks, weight_gradient=blocks))
-    bubble = 100.0 * found.bubble_fraction
+    blocks = tuple(float(end - begin) for begin, end in stages.ranges)
+    simulation = simulate(
+        schedule, Times(forward=blocks, input_gradient=blocks, weight_gradient=blocks)
+    )
+    bubble = 100.0 * simulation.bubble_fraction
     return (
-        f"pipeline: {made.name}, {made.stages} stages of {stages.describe()}, {made.microbatches} "
-        f"microbatches, bubble {bubble:.1f} % if a layer's input and weight gradients take as long "
-        "as its forward"
+        f"pipeline: {schedule.name}, {schedule.stages} stages of {stages.describe()}, "
+        f"{schedule.microbatches} microbatches, bubble {bubble:.1f} % if a layer's input and "
+        "weight gradients take as long as its forward"
     )
 
 
 def context_words(config: Config) -> str:
-    """Return context parallelism for a line about all kinds; nothing for one rank."""
+    """Return the context-parallel size for the run line; empty for one rank."""
     cp = config.parallel.context_parallel_size
     return f"context parallel {cp}, " if cp > 1 else ""
 
 
 def context_line(run: Run) -> str | None:
-    """Return how attention meets the tokens of other ranks and why; None where there are none."""
+    """Return the context-parallel communication of attention and why; None without any."""
     parallel, training = run.config.parallel, run.config.training
     cp, shape = parallel.context_parallel_size, attention_shape(run)
     if cp == 1 or shape is None:
@@ -479,8 +499,8 @@ def context_line(run: Run) -> str | None:
 
 
 def linear_lines(run: Run) -> list[str]:
-    """Return how each kind of recurrent block meets the tokens of other ranks and why; none where
-    there are no others."""
+    """Return the context-parallel mode of each kind of recurrent block and why; empty without
+    context parallelism."""
     parallel, training = run.config.parallel, run.config.training
     tp, cp = parallel.tensor_model_parallel_size, parallel.context_parallel_size
     if cp == 1:
@@ -490,15 +510,15 @@ def linear_lines(run: Run) -> list[str]:
         "rows": training.micro_batch_size,
         "element_bytes": weight_dtype(run.config).itemsize,
     }
-    found = []
+    lines = []
     for name, config in recurrent_shapes(run.config).items():
         shape = replace(linear_shape(config, tp), **tokens)
-        found.append(f"{name}: {explain_linear(parallel.linear_cp_mode, shape, cp)}")
-    return found
+        lines.append(f"{name}: {explain_linear(parallel.linear_cp_mode, shape, cp)}")
+    return lines
 
 
 def recurrent_states_line(run: Run, device: torch.device) -> str | None:
-    """Return how many bytes --keep-recurrent-states keeps; None without it."""
+    """Return the size of the states stored by --keep-recurrent-states; None without it."""
     if not run.config.execution.keep_recurrent_states:
         return None
     if device.type == "cpu":
@@ -516,45 +536,45 @@ def recurrent_states_line(run: Run, device: torch.device) -> str | None:
 
 
 def cut_line(cuts: PackedCuts, batches: Iterable[GPTBatch]) -> str | None:
-    """Return how evenly either split of packed rows divides attention, and which is chosen; None
-    without any.
+    """Return the load balance of attention for both ways to split packed rows, and the selected
+    one; None without packed rows.
 
     Args:
-        batches: some of the run's, the first ones.
+        batches: the first batches of the run.
     """
-    given = (batch.document_ids for batch in batches)
-    found = [cuts.choice(documents_of(ids.numpy())) for ids in given if ids is not None]
-    if not found:
+    document_ids = (batch.document_ids for batch in batches)
+    choices = [cuts.choice(documents_of(ids.numpy())) for ids in document_ids if ids is not None]
+    if not choices:
         return None
-    apart, number = [choice.apart for choice in found], len(found)
-    padding = sum(work.padding for work in apart)
-    tokens = sum(work.tokens for work in apart) * cuts.size - padding
-    count = sum(choice.cut is not None for choice in found)
-    which = f"{count} of them are cut by documents"
-    if count in (0, number):
-        which = "documents" if count else "row"
+    by_documents, num_batches = [choice.apart for choice in choices], len(choices)
+    padding = sum(work.padding for work in by_documents)
+    tokens = sum(work.tokens for work in by_documents) * cuts.size - padding
+    num_cut = sum(choice.cut is not None for choice in choices)
+    selected = f"{num_cut} of them are cut by documents"
+    if num_cut in (0, num_batches):
+        selected = "documents" if num_cut else "row"
     reason = "auto" if cuts.kind == "auto" else "by --context-parallel-cut"
     return (
-        f"context parallel cut: in the first {number} microbatches the slowest rank has "
-        f"{_imbalance([choice.row for choice in found]):.2f} x the mean attention pairs by row, "
-        f"{_imbalance(apart):.2f} x by documents, with {padding / tokens:.1%} padding; "
-        f"{reason}: {which}"
+        f"context parallel cut: in the first {num_batches} microbatches the slowest rank has "
+        f"{_pairs_imbalance([choice.row for choice in choices]):.2f} x the mean attention pairs by "
+        f"row, {_pairs_imbalance(by_documents):.2f} x by documents, with "
+        f"{padding / tokens:.1%} padding; {reason}: {selected}"
     )
 
 
-def _imbalance(works: list[AttentionWork]) -> float:
-    """Return the pairs of the slowest rank of each microbatch over the mean; 1 is even."""
-    mean = sum(sum(work.pairs) / len(work.pairs) for work in works)
-    return sum(max(work.pairs) for work in works) / max(mean, 1.0)
+def _pairs_imbalance(work_per_batch: list[AttentionWork]) -> float:
+    """Return the attention pairs of the slowest rank over the mean; 1 is perfectly balanced."""
+    mean = sum(sum(work.pairs) / len(work.pairs) for work in work_per_batch)
+    return sum(max(work.pairs) for work in work_per_batch) / max(mean, 1.0)
 
 
 def start_lines(session: Session, *, consumed_samples: int) -> list[str]:
-    """Return the lines that a run begins its log with: what it is, what it has chosen and why.
+    """Return the first lines of the log: layout, chosen implementations and why.
 
     Every rank calls this.
 
     Args:
-        consumed_samples: its position in the data.
+        consumed_samples: position in the data.
     """
     run = session.run
     lines = (
@@ -587,59 +607,63 @@ def start_lines(session: Session, *, consumed_samples: int) -> list[str]:
 
 
 def layers_line(config: Config) -> str | None:
-    """Return whose layers the model has; None where they are this package's own."""
+    """Return which layers come from TransformerEngine; None if all are local."""
     if config.parallel.transformer_impl == "local":
         return None
     release = importlib.metadata.version("transformer-engine")
-    found, layers = quantization(config), num_layers(config)
-    within = "the dtype of the weights"
-    if found is not None:
-        covered = sum(found.covers(layer, layers) for layer in range(layers))
-        bits = "FP4" if found.recipe == "nvfp4" else "FP8"
-        within = f"{bits} ({found.recipe}) in {covered} of {layers} layers"
-        within += _gathered_weights(found.recipe, config.data_parallel.weight_gather_format)
+    recipe_config, layers = quantization(config), num_layers(config)
+    precision = "the dtype of the weights"
+    if recipe_config is not None:
+        covered = sum(recipe_config.covers(layer, layers) for layer in range(layers))
+        number_format = "FP4" if recipe_config.recipe == "nvfp4" else "FP8"
+        precision = f"{number_format} ({recipe_config.recipe}) in {covered} of {layers} layers"
+        precision += _gathered_weights(
+            recipe_config.recipe, config.data_parallel.weight_gather_format
+        )
     reasons = {
         "context parallelism": config.parallel.context_parallel_size > 1,
         "--attention-backend": config.parallel.attention_backend != "auto",
         "dropout of attention weights": config.attention.attention_dropout > 0,
     }
-    reason = " and ".join(name for name, holds in reasons.items() if holds)
-    parts, local = "linear, grouped linear, norms and attention", ""
+    reason = " and ".join(name for name, applies in reasons.items() if applies)
+    te_layers, local_layers = "linear, grouped linear, norms and attention", ""
     if reason:
-        parts, local = "linear, grouped linear and norms", f"attention (for {reason}), "
+        te_layers, local_layers = "linear, grouped linear and norms", f"attention (for {reason}), "
     return (
-        f"layers: {parts} of TransformerEngine {release}; linear layers multiply in {within}; "
-        f"{local}embedding, output layer, router and recurrences are local"
+        f"layers: {te_layers} of TransformerEngine {release}; linear layers multiply in "
+        f"{precision}; {local_layers}embedding, output layer, router and recurrences are local"
     )
 
 
 def delayed_scaling_line(config: Config) -> str | None:
-    """Return when scales of earlier steps change, which is not when TransformerEngine's do; None
-    without them."""
-    found = quantization(config)
-    if found is None or found.recipe != "delayed":
+    """Return when delayed scales are updated, which differs from TransformerEngine; None without
+    delayed scaling."""
+    recipe_config = quantization(config)
+    if recipe_config is None or recipe_config.recipe != "delayed":
         return None
-    steps = "step" if found.amax_history_len == 1 else f"{found.amax_history_len} steps"
+    steps = (
+        "step" if recipe_config.amax_history_len == 1 else f"{recipe_config.amax_history_len} steps"
+    )
     return (
         "delayed scaling: scales change once a step, by the largest magnitudes of the last "
         f"{steps} over tp and data parallel ranks; TransformerEngine's own change once a microbatch"
     )
 
 
-def _gathered_weights(recipe: str, form: str) -> str:
-    """Return what becomes of weights over gtp that a recipe multiplies, after the recipe."""
-    if form == "bf16":
+def _gathered_weights(recipe: str, gather_format: str) -> str:
+    """Return how a recipe uses weights gathered over gtp, as a suffix to its name."""
+    if gather_format == "bf16":
         return ""
-    if GATHERED.get(recipe) == form:
-        return f", by weights as they are gathered in {form}"
+    if GATHERED.get(recipe) == gather_format:
+        return f", by weights as they are gathered in {gather_format}"
     return (
-        f", by weights that are quantized twice: gathered in {form}, taken back, and quantized by "
-        f"{recipe}"
+        f", by weights that are quantized twice: gathered in {gather_format}, taken back, and "
+        f"quantized by {recipe}"
     )
 
 
 def _export_line(session: Session) -> str | None:
-    """Return whether the model can be exported to Hugging Face, if that was asked."""
+    """Return whether the model can be exported to Hugging Face; None without the check."""
     if not session.run.config.checkpoint.hf_export_check:
         return None
     from megatron.hf.config_json import architecture_of, check_exportable
@@ -654,28 +678,30 @@ def _export_line(session: Session) -> str | None:
 
 
 def _experiment_line(config: Config) -> str | None:
-    """Return the experiments of a run with their options; None without any."""
+    """Return the enabled experiments with their options; None without any."""
     chosen = config.experiments
     words = [" ".join((name, *chosen.words_of(name))) for name in chosen.experiment or ()]
     return f"experiments: {', '.join(words)}" if words else None
 
 
-#: Microbatches whose documents are looked at before the first step.
-MICROBATCHES_SHOWN = 16
+#: Microbatches whose documents are inspected before the first step.
+NUM_INSPECTED_MICROBATCHES = 16
 
 
 def _rows_line(session: Session, consumed_samples: int) -> str | None:
-    """Return how packed rows are cut over ranks and why, see `cut_line`; None if they are not."""
-    run, lanes = session.run, session.place.groups["samples"]
+    """Return how packed rows are split over ranks, see `cut_line`; None if they are not split."""
+    run, dp_group = session.run, session.place.groups["samples"]
     cuts = packed_cuts(run, session.place, session.model.config)
     if cuts is None:
         return None
-    batches = training_batches(session.data, run, dp_group=lanes, consumed_samples=consumed_samples)
-    return cut_line(cuts, islice(batches, MICROBATCHES_SHOWN))
+    batches = training_batches(
+        session.data, run, dp_group=dp_group, consumed_samples=consumed_samples
+    )
+    return cut_line(cuts, islice(batches, NUM_INSPECTED_MICROBATCHES))
 
 
 def _run_line(session: Session) -> str:
-    """Return one line on model, layout and data."""
+    """Return the run line: model, layout and data."""
     run, config = session.run, session.run.config
     return (
         f"{session.model.num_parameters:,} parameters in "

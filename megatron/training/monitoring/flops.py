@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Floating point operations of a training step, and the peak of known devices.
+"""Floating point operations of a training step, and the peak throughput of known devices.
 
-Operations of the model, not of the machine: forward + backward = 3 x forward, a matrix product
-counts 2 per multiply-add, recomputation and elementwise work count nothing.
+These are model FLOPs, not hardware FLOPs: forward + backward = 3 x forward, a multiply-add counts
+2; recomputation and elementwise operations are not counted.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ from megatron.core.transformer import AttentionConfig, LatentAttentionConfig, ML
 
 Lengths = TypeVar("Lengths", int, np.ndarray)
 
-#: Dense bf16 peak in FLOP/s by a part of the device's name, the most telling first (vendors' data
-#: sheets).
+#: Dense bf16 peak in FLOP/s by substring of the device name, more specific names first (vendors'
+#: data sheets).
 PEAK_FLOPS: Mapping[str, float] = MappingProxyType(
     {
         "GB200": 2500e12,
@@ -41,28 +41,28 @@ PEAK_FLOPS: Mapping[str, float] = MappingProxyType(
 
 
 def training_flops(model: GPTConfig, *, vocab_size: int, seq_length: int, samples: int) -> float:
-    """Return the operations of forward and backward over `samples` sequences.
+    """Return the FLOPs of forward and backward over `samples` sequences.
 
-    Per token 6 for each weight that it is multiplied by: those of attention, of the MLP, or of the
-    router, k experts and the shared expert, and of the head; per sequence what attention's two
-    products see. A recurrence counts as one over tokens, whatever is computed in chunks: each time
-    that a state is decayed, read or added to is 2 for each of its elements, forward. Each depth of
-    multi-token prediction has its own blocks, a projection of 2 h to h and the head once more.
+    Each token counts 6 per weight that multiplies it: attention, MLP (or router, top-k experts and
+    shared expert) and output layer. Each sequence adds the two matrix products of attention. A
+    recurrence is counted in its sequential form, also where kernels work in chunks: in forward,
+    each decay, read and update counts 2 per state element. Each MTP layer adds its blocks, a
+    projection from 2 h to h and the output layer.
 
     Args:
-        vocab_size: vocabulary with padding.
+        vocab_size: padded vocabulary size.
         seq_length: tokens per sample.
         samples: number of sequences.
     """
-    seen = int(visible_square(seq_length, window(model)))
+    squares = int(visible_square(seq_length, window(model)))
     tokens = samples * seq_length
     return float(6 * tokens * product_weights(model, vocab_size)) + (
-        flops_per_square(model) * seen * samples
+        flops_per_square(model) * squares * samples
     )
 
 
 def product_weights(model: GPTConfig, vocab_size: int) -> int:
-    """Return how many weights a token is multiplied by, those of its own experts alone."""
+    """Return the number of weights that multiply a token, counting only its active experts."""
     depths, size = model.mtp_num_layers, model.hidden_size
     kinds = all_blocks(model)
     layers = 0
@@ -80,12 +80,12 @@ def product_weights(model: GPTConfig, vocab_size: int) -> int:
 
 
 def all_blocks(model: GPTConfig) -> str:
-    """Return the symbols of all blocks, those of every depth of multi-token prediction too."""
+    """Return the layer symbols of all blocks, including those of every MTP layer."""
     return model.blocks + model.depth_blocks * model.mtp_num_layers
 
 
 def attention_blocks(model: GPTConfig) -> int:
-    """Return how many of them are attention."""
+    """Return the number of attention blocks."""
     return sum(symbol in ATTENTIONS for symbol in all_blocks(model))
 
 
@@ -103,8 +103,8 @@ def _attention_weights(size: int, shape: AttentionConfig | LatentAttentionConfig
 
 
 def _delta_net_weights(size: int, shape: GatedDeltaNetConfig) -> int:
-    """Return the weights of a gated delta net, and what its states come to as weights: each is
-    decayed, read by the key, added to, and read by the query."""
+    """Return the weights of a gated delta net plus its state operations in units of weights: decay,
+    read by the key, update, and read by the query."""
     keys = shape.num_key_heads * shape.key_channels
     values = shape.num_value_heads * shape.value_channels
     projections = size * (2 * keys + 2 * values + 2 * shape.num_value_heads) + values * size
@@ -112,8 +112,8 @@ def _delta_net_weights(size: int, shape: GatedDeltaNetConfig) -> int:
 
 
 def _mamba_weights(size: int, shape: Mamba2Config) -> int:
-    """Return the weights of a Mamba-2 block, and what its states come to as weights: each is
-    decayed, added to and read."""
+    """Return the weights of a Mamba-2 block plus its state operations in units of weights: decay,
+    update and read."""
     inner, shared = shape.inner_channels, 2 * shape.num_groups * shape.state_channels
     projections = size * (2 * inner + shared + shape.num_heads) + inner * size
     return projections + shape.conv_width * (inner + shared) + 3 * shape.state_channels * inner
@@ -131,11 +131,11 @@ def _expert_weights(size: int, moe: MoEConfig) -> int:
 
 
 def flops_per_square(model: GPTConfig) -> float:
-    """Return the operations of attention, forward and backward, for a document of one token.
+    """Return the FLOPs of attention, forward and backward, for a document of one token.
 
-    Those of a document of n tokens are n^2 times as many: with documents masked from each other
-    the squares of their lengths take the place of that of the sequence. Three times the 2 n^2 / 2
-    of each of two products, queries with keys and probabilities with values.
+    A document of n tokens needs n^2 times as many. With a document mask, the sum of squared
+    document lengths replaces the squared sequence length. The factor 3 is forward plus backward;
+    each of the two matrix products (QK^T and PV) costs 2 n^2 / 2 per channel.
     """
     shape = model.attention
     if shape is None:
@@ -148,24 +148,25 @@ def flops_per_square(model: GPTConfig) -> float:
 
 
 def window(model: GPTConfig) -> int | None:
-    """Return how many tokens a token attends to; None is all before it."""
+    """Return the attention window in tokens; None without a window."""
     return model.attention.window if isinstance(model.attention, AttentionConfig) else None
 
 
 def visible_square(length: Lengths, window: int | None) -> Lengths:
-    """Return n^2 for documents of n tokens, or what takes its place with a window of w: 2 w n -
-    w^2, since twice the area of a causal band is that of the square less the part out of sight."""
+    """Return n^2 for documents of n tokens, or 2 w n - w^2 with a window of w tokens.
+
+    Both are twice the number of visible query-key pairs of a causal mask."""
     if window is None:
         return length * length
-    seen = np.minimum(length, window)
-    return seen * (2 * length - seen)
+    visible = np.minimum(length, window)
+    return visible * (2 * length - visible)
 
 
 def peak_flops(device_name: str | None) -> float | None:
-    """Return the dense bf16 peak of a device in FLOP/s, or None where it is not known (any CPU)."""
+    """Return the dense bf16 peak of a device in FLOP/s; None for unknown devices and CPUs."""
     if device_name is None:
         return None
-    for part, peak in PEAK_FLOPS.items():
-        if part in device_name:
+    for name, peak in PEAK_FLOPS.items():
+        if name in device_name:
             return peak
     return None

@@ -1,15 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Where a run's numbers go: JSON lines, TensorBoard, trackers; a failing writer stops no run.
+"""Metrics writers: JSON lines, TensorBoard and experiment trackers. A failing writer stops no run.
 
 `metrics.jsonl` has one object per line, `{"kind": "train", "iteration": 100, "lm_loss": 3.2,
-...}`, `kind` being `train`, `validation` or `test`. Only there a value may be a table, rows of
-numbers by name, as the load of experts is. When a run resumes at iteration n, lines after n are
-removed first, so that no iteration is there twice.
+...}`, where `kind` is `train`, `validation` or `test`. Only metrics.jsonl has tables: rows of
+numbers by name, such as the load of experts. When a run resumes at iteration n, lines after n are
+removed first, so that every iteration is recorded once.
 
-A writer has its own thread, so that a server or disk that does not answer delays no step. Events
-wait in a bounded queue. When it is full, new events are dropped, with one line; at the end the run
-waits a bounded time for the rest. A tracking server gets the run's description, and an id under
-which a resumed run continues.
+Every other writer runs in its own thread, so that a server or disk that does not answer delays no
+step. Events wait in a bounded queue. When the queue is full, new events are dropped and one warning
+is printed; at its end the run waits a bounded time for the queue to drain. Trackers get the run's
+options, and an id by which a resumed run continues.
 """
 
 from __future__ import annotations
@@ -29,84 +29,84 @@ from typing import Any, Protocol
 
 from megatron.core.untrusted_files import parse_json, read_text, replace_file, write_to
 
-#: Events that may wait for a writer.
+#: Maximum number of queued events per writer.
 CAPACITY = 1000
-#: How long the end of a run waits for its writers, all of them together.
+#: Total time that the end of a run waits for all its writers, in seconds.
 CLOSE_SECONDS = 20.0
 
 
 class MetricsWriter(Protocol):
-    """Takes the numbers of one event."""
+    """Writes the numbers of events."""
 
     def write(self, kind: str, iteration: int, values: Mapping[str, float]) -> None:
         """Record values by name."""
 
     def close(self) -> None:
-        """Write out what is pending."""
+        """Flush pending events."""
 
 
 class Background:
-    """Passes events on to a writer that may block or fail; itself it does neither.
+    """Runs a writer in a thread, so that a writer that blocks or fails does not affect the run.
 
     Args:
-        name: of the writer, for messages.
-        make: connects and returns the writer; called on the thread.
-        warn: prints one line; called from either thread.
-        capacity: events that may wait.
-        close_seconds: the longest that `close` takes, from `stop` on.
+        name: name of the writer in messages.
+        open_writer: connects and returns the writer; called on the thread.
+        warn: prints one line; called from both threads.
+        capacity: maximum number of queued events.
+        close_seconds: longest time from `stop` to the return of `close`.
 
     Attributes:
-        dropped: events that found the queue full.
+        dropped: number of events dropped because the queue was full.
     """
 
     def __init__(
         self,
         name: str,
-        make: Callable[[], MetricsWriter],
+        open_writer: Callable[[], MetricsWriter],
         *,
         warn: Callable[[str], None],
         capacity: int = CAPACITY,
         close_seconds: float = CLOSE_SECONDS,
     ) -> None:
-        self._name, self._make, self._warn = name, make, warn
+        self._name, self._open_writer, self._warn = name, open_writer, warn
         self._close_seconds = close_seconds
-        self._waiting: queue.Queue[tuple[str, int, Mapping[str, float]] | None]
-        self._waiting = queue.Queue(capacity)
+        self._queue: queue.Queue[tuple[str, int, Mapping[str, float]] | None]
+        self._queue = queue.Queue(capacity)
         self._failed = threading.Event()
         self._deadline: float | None = None
         self.dropped = 0
-        # A daemon: a server that never answers must not hold the interpreter's end either.
-        self._thread = threading.Thread(target=self._work, name=f"metrics: {name}", daemon=True)
+        # A daemon thread: a server that never answers must not block interpreter shutdown.
+        self._thread = threading.Thread(target=self._run, name=f"metrics: {name}", daemon=True)
         self._thread.start()
 
     def write(self, kind: str, iteration: int, values: Mapping[str, float]) -> None:
-        """Hand over one event, or drop it."""
+        """Queue one event, or drop it if the queue is full."""
         if self._failed.is_set():
             return
         try:
-            self._waiting.put_nowait((kind, iteration, values))
+            self._queue.put_nowait((kind, iteration, values))
         except queue.Full:
             self.dropped += 1
             if self.dropped == 1:
                 self._warn(
-                    f"metrics: {self._name} does not keep up: {self._waiting.maxsize} events wait, "
+                    f"metrics: {self._name} does not keep up: {self._queue.maxsize} events wait, "
                     "further ones are dropped; training goes on"
                 )
 
     def stop(self) -> None:
-        """Let the thread end after the events that wait; returns at once."""
+        """Ask the thread to end after the queued events; returns immediately."""
         if self._deadline is not None:
             return
         self._deadline = time.monotonic() + self._close_seconds
         while True:
             try:
-                self._waiting.put_nowait(None)
+                self._queue.put_nowait(None)
                 return
             except queue.Full:
                 self._drop_one()
 
     def close(self) -> None:
-        """Wait for the thread to end, but not for ever."""
+        """Wait for the thread to end, at most until the deadline."""
         self.stop()
         assert self._deadline is not None
         self._thread.join(max(0.0, self._deadline - time.monotonic()))
@@ -118,24 +118,24 @@ class Background:
 
     def _drop_one(self) -> None:
         try:
-            self._waiting.get_nowait()
+            self._queue.get_nowait()
             self.dropped += 1
-        except queue.Empty:  # the thread was quicker
+        except queue.Empty:  # the thread emptied the queue first
             pass
 
-    def _work(self) -> None:
+    def _run(self) -> None:
         try:
-            writer = self._make()
-            while (event := self._waiting.get()) is not None:
+            writer = self._open_writer()
+            while (event := self._queue.get()) is not None:
                 writer.write(*event)
             writer.close()
         except BaseException as error:  # SystemExit too: some libraries raise it
             self._failed.set()
-            self._warn(off(self._name, error))
+            self._warn(failure_line(self._name, error))
 
 
-def off(name: str, error: BaseException) -> str:
-    """Return the line about a writer that failed."""
+def failure_line(name: str, error: BaseException) -> str:
+    """Return the warning about a failed writer."""
     text = " ".join(str(error).split())
     return f"metrics: {name} is off: {type(error).__name__}: {text}; training goes on"
 
@@ -148,12 +148,12 @@ _USER_IN_ADDRESS = re.compile(r"(?<=://)[^/\s@]+@")
 
 @dataclass(frozen=True, kw_only=True)
 class TrackedRun:
-    """A run as a tracking server sees it.
+    """The description of a run for experiment trackers.
 
     Args:
         options: the run's resolved options, by flag name.
-        folder: where ids are kept, next to metrics.jsonl; None keeps none.
-        resume_iteration: iteration the run goes on from; 0 is a new run.
+        folder: folder of metrics.jsonl, where tracker ids are stored; None stores none.
+        resume_iteration: iteration the run resumes from; 0 is a new run.
     """
 
     options: Mapping[str, Any]
@@ -161,14 +161,14 @@ class TrackedRun:
     resume_iteration: int
 
     def known_id(self, tracker: str) -> str | None:
-        """Return the id that a tracker gave the run which this one goes on with, if any."""
+        """Return the tracker's id of the run that this run resumes; None if there is none."""
         path = self._path(tracker)
         if self.resume_iteration == 0 or path is None or not path.is_file():
             return None
         return read_text(path, 4096).strip() or None
 
     def remember(self, tracker: str, run_id: str) -> None:
-        """Keep the id for when the run is resumed."""
+        """Store the tracker's id for a resumed run."""
         path = self._path(tracker)
         if path is not None:
             path.parent.mkdir(parents=True, exist_ok=True)
@@ -179,22 +179,22 @@ class TrackedRun:
 
 
 def redacted(text: str, environment: Mapping[str, str]) -> str:
-    """Return a text without the secrets that the environment holds or an address carries."""
+    """Return the text with secrets of the environment and user names in URLs masked."""
     for name, value in environment.items():
         if _SECRET_NAME.search(name) and len(value) >= 6:
             text = text.replace(value, "***")
     return _USER_IN_ADDRESS.sub("***@", text)
 
 
-def without_secrets(say: Callable[[str], None]) -> Callable[[str], None]:
-    """Return `say` for texts of foreign libraries, which may quote keys."""
-    return lambda text: say(redacted(text, os.environ))
+def without_secrets(log: Callable[[str], None]) -> Callable[[str], None]:
+    """Wrap `log` to mask secrets: messages of external libraries may quote keys."""
+    return lambda text: log(redacted(text, os.environ))
 
 
-#: Under this name is the load of every expert, by layer, as a multiple of the layer's mean.
+#: Name of the table with the load of every expert by layer, as a multiple of the layer's mean.
 EXPERT_LOAD = "expert_load"
 
-#: Of a metrics file that is read.
+#: Largest metrics file that is read.
 MAX_METRICS_BYTES = 1 << 30
 
 #: Rows of numbers, by name.
@@ -205,30 +205,30 @@ class JsonLines:
     """Appends to metrics.jsonl, one flushed line per event.
 
     Args:
-        path: of the file; what it holds of a run that goes on is kept.
-        resume_iteration: after which lines are removed; 0 removes all.
-        again: kinds of events of that iteration that the run is about to write once more.
+        path: path of the file; earlier lines of a resumed run are preserved.
+        resume_iteration: later lines are removed; 0 removes all.
+        rewritten_kinds: kinds of events at `resume_iteration` that the resumed run writes again.
     """
 
     def __init__(
-        self, path: str | Path, *, resume_iteration: int, again: Collection[str] = ()
+        self, path: str | Path, *, resume_iteration: int, rewritten_kinds: Collection[str] = ()
     ) -> None:
         path = Path(path)
         path.parent.mkdir(parents=True, exist_ok=True)
-        kept = [
+        retained_lines = [
             line
-            for line in _lines(path)
+            for line in _read_events(path)
             if line["iteration"] < resume_iteration
-            or (line["iteration"] == resume_iteration and line.get("kind") not in again)
+            or (line["iteration"] == resume_iteration and line.get("kind") not in rewritten_kinds)
         ]
         if resume_iteration == 0:
-            kept = []
-        text = "".join(json.dumps(line) + "\n" for line in kept)
+            retained_lines = []
+        text = "".join(json.dumps(line) + "\n" for line in retained_lines)
         replace_file(path, text)
         self._file = write_to(path, "a")
 
     def write(self, kind: str, iteration: int, values: Mapping[str, float | Table]) -> None:
-        """Append one line; NaN and Inf become strings, which JSON can hold."""
+        """Append one line; NaN and Inf become strings, because JSON has no such numbers."""
         clean = {
             name: _json_number(value) if isinstance(value, float) else _json_table(value)
             for name, value in values.items()
@@ -250,11 +250,11 @@ def _json_table(table: Table) -> dict[str, list[float | str]]:
     return {name: [_json_number(value) for value in row] for name, row in table.items()}
 
 
-def _lines(path: Path, *, follow_links: bool = False) -> list[dict[str, Any]]:
-    """Read the whole lines of a metrics file; a line cut short by a crash is dropped."""
+def _read_events(path: Path, *, follow_links: bool = False) -> list[dict[str, Any]]:
+    """Read the events of a metrics file; a line truncated by a crash is dropped."""
     if not path.exists():
         return []
-    found = []
+    events = []
     text = read_text(path, MAX_METRICS_BYTES, follow_links=follow_links)
     for line in text.splitlines():
         try:
@@ -262,13 +262,13 @@ def _lines(path: Path, *, follow_links: bool = False) -> list[dict[str, Any]]:
         except ValueError:
             continue
         if isinstance(value, dict) and isinstance(value.get("iteration"), int):
-            found.append(value)
-    return found
+            events.append(value)
+    return events
 
 
 def read_metrics(path: str | Path) -> list[dict[str, Any]]:
     """Return the events of a metrics.jsonl in order, NaN and Inf as floats again."""
-    events = _lines(Path(path), follow_links=True)
+    events = _read_events(Path(path), follow_links=True)
     for event in events:
         for name, value in event.items():
             if value in ("nan", "inf", "-inf"):
@@ -277,10 +277,10 @@ def read_metrics(path: str | Path) -> list[dict[str, Any]]:
 
 
 def tensorboard_writer(folder: str | Path, *, resume_iteration: int) -> Callable[[], MetricsWriter]:
-    """Import the library and return what opens the folder.
+    """Import the library and return a function that opens the folder.
 
     Raises:
-        ImportError: it is not installed.
+        ImportError: TensorBoard is not installed.
     """
     from torch.utils.tensorboard import SummaryWriter
 
@@ -304,15 +304,15 @@ class TensorBoard:
             self._writer.add_scalar(f"{kind}/{name}", value, iteration)
 
     def close(self) -> None:
-        """Write out pending events."""
+        """Flush pending events."""
         self._writer.close()
 
 
 class Metrics:
-    """Passes numbers to every writer that works; a writer that fails is dropped with one line.
+    """Passes numbers to all writers; a failing writer is dropped with one warning.
 
     Args:
-        makers: how to make each writer, by name.
+        makers: functions that open each writer, by name.
         warn: prints one line.
     """
 
@@ -326,27 +326,29 @@ class Metrics:
 
     @property
     def active(self) -> tuple[str, ...]:
-        """Names of the writers that work."""
+        """Names of the writers that have not failed."""
         return tuple(self._writers)
 
     def write(self, kind: str, iteration: int, values: Mapping[str, float | Table | None]) -> None:
-        """Record what is not None; tables go to the metrics file alone."""
-        known: dict[str, float] = {}
+        """Write the values that are not None; tables go to the metrics file only."""
+        scalars: dict[str, float] = {}
         tables: dict[str, Table] = {}
         for name, value in values.items():
             if isinstance(value, Mapping):
                 tables[name] = value
             elif value is not None:
-                known[name] = float(value)
+                scalars[name] = float(value)
         for name, writer in list(self._writers.items()):
-            more = tables if isinstance(writer, JsonLines) else {}
+            extra = tables if isinstance(writer, JsonLines) else {}
             self._guard(
                 name,
-                lambda writer=writer, more=more: writer.write(kind, iteration, {**known, **more}),
+                lambda writer=writer, extra=extra: writer.write(
+                    kind, iteration, {**scalars, **extra}
+                ),
             )
 
     def close(self) -> None:
-        """Close every writer; those on threads of their own share one time limit."""
+        """Close every writer; background writers share one time limit."""
         for writer in self._writers.values():
             if isinstance(writer, Background):
                 writer.stop()
@@ -355,7 +357,7 @@ class Metrics:
         self._writers.clear()
 
     def _guard(self, name: str, action: Callable[[], object]) -> None:
-        """Do something with a writer; no failure may reach the run, so all are caught."""
+        """Call a writer's action and catch every exception, so that no failure reaches the run."""
         try:
             action()
         except Exception as error:
@@ -363,7 +365,7 @@ class Metrics:
             if dropped is not None:
                 with contextlib.suppress(Exception):
                     dropped.close()
-            self._warn(off(name, error))
+            self._warn(failure_line(name, error))
 
 
 def open_metrics(
@@ -372,30 +374,34 @@ def open_metrics(
     tensorboard_dir: str | None,
     resume_iteration: int,
     warn: Callable[[str], None],
-    again: Collection[str] = (),
+    rewritten_kinds: Collection[str] = (),
     trackers: Mapping[str, Callable[[], Callable[[], MetricsWriter]]] | None = None,
 ) -> Metrics:
-    """Open the writers that the options name. All but the metrics file get a thread of their own.
+    """Open the writers of the options. All except the metrics file run in their own thread.
 
     Args:
         metrics_file: path of metrics.jsonl, or None.
         tensorboard_dir: folder for TensorBoard, or None.
-        resume_iteration: iteration the run goes on from; 0 starts the files anew.
-        again: see `JsonLines`.
+        resume_iteration: iteration the run resumes from; 0 starts new files.
+        rewritten_kinds: see `JsonLines`.
         warn: prints one line about a writer that fails.
-        trackers: by name, what imports a library here and returns what connects on the thread.
+        trackers: by name, a function that imports the library on this thread and returns the
+            function
+            that connects on the writer's thread.
     """
-    prepare = dict(trackers or {})
+    importers = dict(trackers or {})
     if tensorboard_dir is not None:
-        prepare["TensorBoard"] = lambda: tensorboard_writer(
+        importers["TensorBoard"] = lambda: tensorboard_writer(
             tensorboard_dir, resume_iteration=resume_iteration
         )
     makers: dict[str, Callable[[], MetricsWriter]] = {}
     if metrics_file is not None:
         makers["metrics file"] = lambda: JsonLines(
-            metrics_file, resume_iteration=resume_iteration, again=again
+            metrics_file, resume_iteration=resume_iteration, rewritten_kinds=rewritten_kinds
         )
-    for name, ready in prepare.items():
-        # Imported here, not on the thread: two threads that import at once can trip each other.
-        makers[name] = lambda name=name, ready=ready: Background(name, ready(), warn=warn)
+    for name, import_tracker in importers.items():
+        # Import on this thread: concurrent imports in several threads can deadlock.
+        makers[name] = lambda name=name, import_tracker=import_tracker: Background(
+            name, import_tracker(), warn=warn
+        )
     return Metrics(makers, warn)

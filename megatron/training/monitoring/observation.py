@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What watches a run while it trains: display, metrics writers, profiler, garbage collection.
+"""Observe a training run: display, metrics writers, profiler and scheduled garbage collection.
 
-Metrics writers are opened from the run's options. Profiles of iterations are Chrome traces by
-torch, a window for Nsight, and memory snapshots. Python's cyclic garbage collector runs on a
-schedule, so that all ranks pause in the same iterations; otherwise it runs at a different moment on
-each rank, and all others wait for that rank at the next collective.
+Profiles are Chrome traces by torch, a capture range for Nsight, and memory snapshots. Python's
+cyclic garbage collector can run on a schedule, so that all ranks pause in the same iterations.
+Otherwise it runs at a different time on each rank, and all other ranks wait for that rank at the
+next collective.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ from megatron.training.session import Session
 
 
 def new_metrics_file(now: datetime.datetime) -> str:
-    """Return where a run that names no folder records: a folder of its own under runs/."""
+    """Return the default metrics file: in a new folder under runs/."""
     return str(Path("runs", f"{now:%Y-%m-%dT%H-%M-%S}-{os.getpid()}", "metrics.jsonl"))
 
 
@@ -52,17 +52,17 @@ def run_metrics(
     resume_iteration: int,
     warn: Callable[[str], None],
     now: datetime.datetime,
-    again: Collection[str] = (),
+    rewritten_kinds: Collection[str] = (),
 ) -> tuple[Metrics, str]:
-    """Open every writer that a run's options ask for; the metrics file always.
+    """Open the metrics file and every other writer that the options enable.
 
     Args:
-        config: of the run, resolved.
-        options: all its options by flag name, for the trackers.
-        resume_iteration: iteration the run goes on from.
-        warn: prints one line; secrets are taken out of what it is given.
-        now: names the folder of a run that has none.
-        again: kinds of events of that iteration that the run is about to write once more.
+        config: resolved logging options.
+        options: all options by flag name, for the trackers.
+        resume_iteration: iteration the run resumes from.
+        warn: prints one line; secrets are masked first.
+        now: time for the name of the default folder.
+        rewritten_kinds: kinds of events at `resume_iteration` that the resumed run writes again.
 
     Returns:
         The writers, and the path of the metrics file.
@@ -81,26 +81,26 @@ def run_metrics(
         tensorboard_dir=config.tensorboard_dir,
         resume_iteration=resume_iteration,
         warn=without_secrets(warn),
-        again=again,
+        rewritten_kinds=rewritten_kinds,
         trackers=trackers,
     )
     return metrics, path
 
 
-#: Allocations that the memory history keeps.
+#: Maximum number of allocations in the memory history.
 HISTORY_ENTRIES = 100_000
 
 
 class Profiler:
-    """Profiles the iterations that the options name; used through `profiling`.
+    """Profiles the iterations that the options select; used through `profiling`.
 
     Args:
-        config: resolved.
-        rank: of this process, for file names.
-        device: where it computes.
-        say: shows one line.
-        settle: waits for the communication under way. torch's profiler must be started and stopped
-            without any: on gloo it crashes.
+        config: resolved profiling options.
+        rank: rank of this process, for file names.
+        device: compute device.
+        log: prints one line.
+        wait_for_communication: waits for pending collectives. On gloo, torch's profiler crashes if
+            it starts or stops while a collective is pending.
     """
 
     def __init__(
@@ -109,23 +109,23 @@ class Profiler:
         rank: int,
         *,
         device: torch.device,
-        say: Callable[[str], None],
-        settle: Callable[[], None],
+        log: Callable[[str], None],
+        wait_for_communication: Callable[[], None],
     ) -> None:
-        self._config, self._rank, self._device, self._say = config, rank, device, say
-        self._settle = settle
+        self._config, self._rank, self._device, self._log = config, rank, device, log
+        self._wait_for_communication = wait_for_communication
         self._running: Any = None
 
     def on_iteration(self, iteration: int) -> None:
-        """Start or stop, if the iteration that begins (from 1) is the first in or after the
-        window."""
-        done = iteration - 1
-        inside = self._config.profile_step_start <= done < self._config.profile_step_end
+        """Start or stop the profile at the window's edges; called before iteration `iteration`,
+        counted from 1."""
+        completed = iteration - 1
+        inside = self._config.profile_step_start <= completed < self._config.profile_step_end
         if inside and self._running is None:
-            self._settle()
+            self._wait_for_communication()
             self._start()
         elif not inside and self._running is not None:
-            self._settle()
+            self._wait_for_communication()
             self.stop()
 
     def _start(self) -> None:
@@ -140,45 +140,53 @@ class Profiler:
         self._running.start()
 
     def stop(self) -> None:
-        """End the profile and write it, if one runs."""
-        running, self._running = self._running, None
-        if running is None:
+        """Stop a running profile and write it."""
+        profile, self._running = self._running, None
+        if profile is None:
             return
-        running.stop()
+        profile.stop()
         if not self._config.use_pytorch_profiler:
             return
-        first, last = self._config.profile_step_start + 1, self._config.profile_step_end
-        path = self._folder() / f"trace_rank{self._rank}_iterations{first}-{last}.json"
-        _write(path, lambda draft: running.export_chrome_trace(str(draft)), "profile", self._say)
+        first_iteration, last_iteration = (
+            self._config.profile_step_start + 1,
+            self._config.profile_step_end,
+        )
+        path = (
+            self._folder()
+            / f"trace_rank{self._rank}_iterations{first_iteration}-{last_iteration}.json"
+        )
+        _write(path, lambda draft: profile.export_chrome_trace(str(draft)), "profile", self._log)
 
     def _folder(self) -> Path:
         assert self._config.profile_dir is not None, "the run must be resolved"
         return Path(self._config.profile_dir)
 
     def write_memory(self) -> None:
-        """Write the memory history so far."""
-        plain = Path(self._config.memory_snapshot_path or self._folder() / "memory_snapshot.pickle")
-        path = plain.with_name(f"{plain.stem}_rank{self._rank}{plain.suffix}")
+        """Write the memory history."""
+        base_path = Path(
+            self._config.memory_snapshot_path or self._folder() / "memory_snapshot.pickle"
+        )
+        path = base_path.with_name(f"{base_path.stem}_rank{self._rank}{base_path.suffix}")
         _write(
-            path, lambda draft: torch.cuda.memory._dump_snapshot(str(draft)), "memory", self._say
+            path, lambda draft: torch.cuda.memory._dump_snapshot(str(draft)), "memory", self._log
         )
 
 
 def _write(
-    path: Path, write: Callable[[Path], object], what: str, say: Callable[[str], None]
+    path: Path, write: Callable[[Path], object], label: str, log: Callable[[str], None]
 ) -> None:
-    """Write a file; a full disk costs the file, not the run."""
+    """Write a file; log an error instead of raising, so that a full disk does not stop the run."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         with replacing(path) as draft:
             write(draft)
-        say(f"{what} in {path}")
+        log(f"{label} in {path}")
     except (OSError, RuntimeError) as error:
-        say(f"{what}: cannot write {path}: {' '.join(str(error).split())}; training goes on")
+        log(f"{label}: cannot write {path}: {' '.join(str(error).split())}; training goes on")
 
 
 def check_device(config: ProfilingConfig, device: torch.device) -> None:
-    """Raise ValueError for what a device cannot do."""
+    """Raise ValueError for options that the device does not support."""
     if device.type == "cuda":
         return
     if config.profile and not config.use_pytorch_profiler:
@@ -199,27 +207,29 @@ def profiling(
     *,
     rank: int,
     device: torch.device,
-    say: Callable[[str], None],
-    settle: Callable[[], None] = lambda: None,
+    log: Callable[[str], None],
+    wait_for_communication: Callable[[], None] = lambda: None,
 ) -> Iterator[Callable[[int], None]]:
-    """Profile a run; yields a function to call with the iteration that begins.
+    """Profile a run; yields a function to call before each iteration.
 
     Args:
-        settle: waits for the communication under way.
+        wait_for_communication: waits for pending collectives.
 
     Raises:
-        ValueError: the device has no such profile.
+        ValueError: the device does not support the options.
     """
     check_device(config, device)
     if rank not in config.profile_ranks or not (config.profile or config.record_memory_history):
         yield lambda iteration: None
         return
-    profiler = Profiler(config, rank, device=device, say=say, settle=settle)
+    profiler = Profiler(
+        config, rank, device=device, log=log, wait_for_communication=wait_for_communication
+    )
     if config.record_memory_history:
         torch.cuda.memory._record_memory_history(max_entries=HISTORY_ENTRIES)
     try:
         yield profiler.on_iteration if config.profile else lambda iteration: None
-        settle()
+        wait_for_communication()
     finally:
         profiler.stop()
         if config.record_memory_history:
@@ -227,22 +237,22 @@ def profiling(
             torch.cuda.memory._record_memory_history(enabled=None)
 
 
-def _leave(iteration: int) -> None:
-    """Leave the collector to itself."""
+def _no_collection(iteration: int) -> None:
+    """Do nothing: the automatic collector stays on."""
 
 
 @contextlib.contextmanager
 def scheduled_collection(scheduled: bool, interval: int) -> Iterator[Callable[[int], None]]:
-    """Turn the automatic collector off for a run, and collect at its iterations instead.
+    """Disable the automatic garbage collector and collect every `interval` iterations instead.
 
     Args:
-        scheduled: whether to do so at all.
+        scheduled: False leaves the automatic collector on.
         interval: iterations between collections; 0 = none.
 
-    Yields a function to call with the iteration that begins.
+    Yields a function to call before each iteration.
     """
     if not scheduled:
-        yield _leave
+        yield _no_collection
         return
 
     def begin(iteration: int) -> None:
@@ -261,12 +271,12 @@ def scheduled_collection(scheduled: bool, interval: int) -> Iterator[Callable[[i
 
 @dataclass(frozen=True, kw_only=True)
 class Observation:
-    """Where a run shows and records what it does.
+    """Display and metrics of a run.
 
     Args:
-        display: lines and the progress bar; silent on all ranks but the last.
-        metrics: the writers of numbers; none on those ranks.
-        hooks: what is done about them in every iteration, and at the end.
+        display: lines and the progress bar; silent on all ranks except the last.
+        metrics: metrics writers; empty on all ranks except the last.
+        hooks: training hooks that profile, collect garbage and write final metrics.
     """
 
     display: Display
@@ -278,45 +288,45 @@ class ObservationHooks(TrainingHooks):
     """Profiles, collects garbage and records the end of a run.
 
     Args:
-        session: whose.
-        watching: each is called with the iteration that begins.
-        display, metrics: where the run shows and records.
+        session: the training session.
+        callbacks: each is called with the iteration number before the iteration.
+        display, metrics: outputs of the run.
     """
 
     def __init__(
         self,
         session: Session,
-        watching: Sequence[Callable[[int], None]],
+        callbacks: Sequence[Callable[[int], None]],
         *,
         display: Display,
         metrics: Metrics,
     ) -> None:
-        self._session, self._watching = session, watching
+        self._session, self._callbacks = session, callbacks
         self._display, self._metrics = display, metrics
-        self._broken: set[str] = set()
+        self._reported_streams: set[str] = set()
 
     def on_step_begin(self, iteration: int) -> None:
-        """Let those who watch, and the other ranks, know where this one is."""
-        for watch in self._watching:
-            watch(iteration)
-        # Where stdout and stderr are one pipe, nobody can be told in words.
+        """Call the callbacks, record broken output streams, and publish this rank's iteration."""
+        for callback in self._callbacks:
+            callback(iteration)
+        # If stdout and stderr are the same broken pipe, metrics are the only way to report it.
         for name, error in errors_of_streams().items():
-            if name not in self._broken:
-                self._broken.add(name)
+            if name not in self._reported_streams:
+                self._reported_streams.add(name)
                 values = {f"{name}_errno": float(error.errno or 0)}
                 self._metrics.write("output", iteration, values)
         if self._session.place.watch is not None:
             self._session.place.watch.iteration = iteration
 
     def on_train_end(self, progress: Progress) -> None:
-        """Record how much memory the run took, and what comparing its steps found."""
-        place = self._session.place
+        """Record the peak memory and the statistics of recomputed steps."""
+        context = self._session.place
         peak = torch.tensor(
-            peak_memory_bytes(place.device), dtype=torch.float64, device=place.device
+            peak_memory_bytes(context.device), dtype=torch.float64, device=context.device
         )
-        most = all_reduce(peak, place.groups["world"], op="max")
+        max_peak = all_reduce(peak, context.groups["world"], op="max")
         numbers, line = self._session.step.replayer.stats()
-        values = {"peak_memory_bytes": float(most), **numbers}
+        values = {"peak_memory_bytes": float(max_peak), **numbers}
         self._metrics.write("end", progress.iteration, values)
         if line is not None:
             self._display.log(line)
@@ -324,16 +334,19 @@ class ObservationHooks(TrainingHooks):
 
 @contextlib.contextmanager
 def observing(session: Session, progress: Progress) -> Iterator[Observation]:
-    """Open what watches a run that goes on from `progress`, and close it at the end.
+    """Open display, metrics and profiler of a run that starts at `progress`; close them on exit.
 
     Raises:
-        ValueError: an option that cannot take effect here.
+        ValueError: the device does not support a profiling option.
     """
-    config, place = session.run.config, session.place
-    # The last rank shows and records, as readers of Megatron's logs expect.
-    shows = place.groups.rank == session.run.world_size - 1
+    config, context = session.run.config, session.place
+    # The last rank prints and records, as in Megatron: the last pipeline stage has the loss.
+    is_log_rank = context.groups.rank == session.run.world_size - 1
     display = open_display(
-        config.logging.progress, shows=shows, total=session.run.train_iters, done=progress.iteration
+        config.logging.progress,
+        enabled=is_log_rank,
+        total=session.run.train_iters,
+        completed=progress.iteration,
     )
     training = config.training
     collection = scheduled_collection(training.manual_gc, training.manual_gc_interval)
@@ -341,24 +354,24 @@ def observing(session: Session, progress: Progress) -> Iterator[Observation]:
     def warn(text: str) -> None:
         print(text, file=sys.stderr, flush=True)
 
-    profile = profiling(
+    profiler_context = profiling(
         config.profiling,
-        rank=place.groups.rank,
-        device=place.device,
-        # Profiling ranks need not be the one that shows.
-        say=display.log if shows else warn,
-        settle=session.step.engine.wait,
+        rank=context.groups.rank,
+        device=context.device,
+        # A profiled rank may not be the rank that logs.
+        log=display.log if is_log_rank else warn,
+        wait_for_communication=session.step.engine.wait,
     )
     with contextlib.ExitStack() as stack:
-        profiled = stack.enter_context(profile)
+        profile = stack.enter_context(profiler_context)
         metrics, path = Metrics({}, warn), None
-        if shows:
+        if is_log_rank:
             metrics, path = run_metrics(
                 config.logging,
                 options=session.facts.config,
                 resume_iteration=progress.iteration,
-                # one that is pending may have been made by a start that did not come to a save
-                again=("validation",) if progress.validation_pending else (),
+                # an earlier start may have run the pending validation and crashed before its save
+                rewritten_kinds=("validation",) if progress.validation_pending else (),
                 warn=warn,
                 now=datetime.datetime.now(),
             )
@@ -368,5 +381,5 @@ def observing(session: Session, progress: Progress) -> Iterator[Observation]:
         if config.logging.metrics_file is None:
             display.log(f"metrics in {path}")
 
-        hooks = ObservationHooks(session, (collect, profiled), display=display, metrics=metrics)
+        hooks = ObservationHooks(session, (collect, profile), display=display, metrics=metrics)
         yield Observation(display=display, metrics=metrics, hooks=hooks)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What happened since the last log line, gathered step by step into one record."""
+"""Accumulate the steps since the last log line into one record."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from megatron.training.progress_state import Progress
 
 
 class StepOutcome(Protocol):
-    """What one training step did, equal on every rank: `step.StepReport`."""
+    """Result of one training step, equal on every rank: `step.StepReport`."""
 
     @property
     def loss(self) -> float:
@@ -30,7 +30,7 @@ class StepOutcome(Protocol):
 
     @property
     def applied(self) -> bool:
-        """Whether the weights changed; False if a number was not finite."""
+        """Whether the weights were updated; False if a number was not finite."""
 
     @property
     def grad_norm(self) -> float:
@@ -42,11 +42,11 @@ class StepOutcome(Protocol):
 
     @property
     def votes(self) -> tuple[float, ...]:
-        """Sums over all ranks of what each of them gave."""
+        """Control flags (`StopRequests.votes`), summed over all ranks."""
 
     @property
     def doubt(self) -> Doubt | None:
-        """What was wrong with the step when it was first computed."""
+        """Anomaly of the step's first computation; None if it was sound."""
 
     @property
     def spiked(self) -> bool:
@@ -55,15 +55,15 @@ class StepOutcome(Protocol):
 
 @dataclass(frozen=True, kw_only=True)
 class Speedometer:
-    """Turns the seconds of a step into tokens and operations per second.
+    """Sizes that convert step time to tokens and FLOPs per second.
 
     Args:
-        tokens_per_sample: its length.
-        flops_per_sample: over all ranks, a sample being one document.
-        squares_per_sample: its squared length in that, less what a window hides.
-        flops_per_square: of attention, for each of them.
+        tokens_per_sample: sequence length.
+        flops_per_sample: model FLOPs of a sample that is one document.
+        squares_per_sample: `visible_square` of the sequence length.
+        flops_per_square: attention FLOPs per unit of `visible_square`.
         world_size: number of ranks.
-        peak_flops: of one device, where it is known.
+        peak_flops: peak FLOP/s of one device; None if unknown.
     """
 
     tokens_per_sample: int
@@ -93,24 +93,24 @@ class Speedometer:
         )
 
     def flops(self, *, samples: int, squares: int) -> float:
-        """Return the operations of some samples.
+        """Return the model FLOPs of some samples.
 
         Args:
-            samples: how many.
-            squares: sum of squared document lengths in all of them, less what a window hides; 0 if
-                each sample is one document.
+            samples: number of samples.
+            squares: sum of `visible_square` over all documents of the samples; 0 if each sample is
+                one document.
         """
-        fewer = self.squares_per_sample * samples - squares if squares else 0
-        return self.flops_per_sample * samples - fewer * self.flops_per_square
+        masked_squares = self.squares_per_sample * samples - squares if squares else 0
+        return self.flops_per_sample * samples - masked_squares * self.flops_per_square
 
 
 class StepWindow:
     """Sums over the steps since the last record.
 
     Args:
-        run: of which batch size and length go into the record.
-        speed: how time becomes speed.
-        memory: returns the bytes in use and the most so far; None records none.
+        run: the run.
+        speed: converts step time to throughput.
+        memory: returns current and peak memory in bytes; None records neither.
     """
 
     def __init__(
@@ -124,15 +124,15 @@ class StepWindow:
         self._clear()
 
     def _clear(self) -> None:
-        self._timed = self._samples = self._last_samples = 0
+        self._num_steps = self._samples = self._last_step_samples = 0
         self._seconds = 0.0
         self._squares = 0
         self._sums: dict[str, float] = {"skipped": 0, "nan": 0, "good": 0, "loss": 0.0}
 
     def add(self, outcome: StepOutcome, seconds: float, *, samples: int) -> None:
-        """Take note of one step, its samples and the time it took."""
-        self._timed += 1
-        self._samples, self._last_samples = self._samples + samples, samples
+        """Add one step with its number of samples and its seconds."""
+        self._num_steps += 1
+        self._samples, self._last_step_samples = self._samples + samples, samples
         self._seconds += seconds
         self._sums["skipped"] += not outcome.applied
         self._sums["nan"] += not math.isfinite(outcome.loss)
@@ -141,7 +141,7 @@ class StepWindow:
             self._sums["loss"] += outcome.loss
 
     def add_squares(self, squares: int) -> None:
-        """Take note of the squared document lengths of one step, over all ranks."""
+        """Add the squared document lengths of one step, summed over all ranks."""
         self._squares += squares
 
     def to_json(self) -> dict[str, float]:
@@ -149,51 +149,53 @@ class StepWindow:
         return dict(self._sums)
 
     def restore(self, saved: Mapping[str, float]) -> None:
-        """Go on from saved sums; the times of steps of another process do not count.
+        """Restore saved sums; times measured by another process are not restored.
 
         Raises:
-            KeyError, TypeError: a sum is missing or no number.
+            KeyError, TypeError: a sum is missing or is not a number.
         """
-        found = {name: saved[name] for name in self._sums}
-        if odd := [name for name, value in found.items() if type(value) not in (int, float)]:
-            raise TypeError(f"{odd[0]} is {found[odd[0]]!r}")
-        self._sums.update(found)
+        sums = {name: saved[name] for name in self._sums}
+        if invalid_names := [
+            name for name, value in sums.items() if type(value) not in (int, float)
+        ]:
+            raise TypeError(f"{invalid_names[0]} is {sums[invalid_names[0]]!r}")
+        self._sums.update(sums)
 
     def record(
         self,
         progress: Progress,
-        last: StepOutcome,
+        last_outcome: StepOutcome,
         *,
         learning_rate: float,
         loss_scale: float,
         params_norm: float | None,
     ) -> StepRecord:
         """Return the record of the steps so far and start the next window."""
-        seconds = self._seconds / self._timed
+        seconds = self._seconds / self._num_steps
         sums = self._sums
-        done = self._speed.flops(samples=self._samples, squares=self._squares)
-        flops = done / self._seconds / self._speed.world_size
+        flops_total = self._speed.flops(samples=self._samples, squares=self._squares)
+        flops = flops_total / self._seconds / self._speed.world_size
         peak = self._speed.peak_flops
-        used = self._memory() if self._memory else (None, None)
-        found = StepRecord(
+        memory = self._memory() if self._memory else (None, None)
+        record = StepRecord(
             iteration=progress.iteration,
             train_iters=self._run.train_iters,
             consumed_samples=progress.consumed_samples,
-            global_batch_size=self._last_samples,
+            global_batch_size=self._last_step_samples,
             seconds_per_iteration=seconds,
             tokens_per_second=self._speed.tokens_per_sample * self._samples / self._seconds,
             learning_rate=learning_rate,
             lm_loss=sums["loss"] / sums["good"] if sums["good"] else None,
             loss_scale=loss_scale,
-            grad_norm=last.grad_norm,
+            grad_norm=last_outcome.grad_norm,
             num_skipped=int(sums["skipped"]),
             num_nan=int(sums["nan"]),
             tflops=flops / 1e12,
             mfu=flops / peak if peak else None,
-            num_zeros=last.num_zeros,
+            num_zeros=last_outcome.num_zeros,
             params_norm=params_norm,
-            memory_bytes=used[0],
-            peak_memory_bytes=used[1],
+            memory_bytes=memory[0],
+            peak_memory_bytes=memory[1],
         )
         self._clear()
-        return found
+        return record

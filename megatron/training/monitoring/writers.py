@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Metrics to Weights & Biases and to MLflow; the one module that imports them, when asked for.
+"""Metrics writers for Weights & Biases and MLflow; the only module that imports them.
 
-Keys and passwords come from the libraries' own places (WANDB_API_KEY, ~/.netrc,
+API keys and passwords come from the libraries' own configuration (WANDB_API_KEY, ~/.netrc,
 MLFLOW_TRACKING_USERNAME and so on) and are never options here.
 """
 
@@ -19,10 +19,10 @@ WANDB = "wandb"
 
 
 def wandb_writer(config: LoggingConfig, tracked: TrackedRun) -> Callable[[], MetricsWriter]:
-    """Import the library and return what connects to the server.
+    """Import the library and return a function that connects to the server.
 
     Raises:
-        ImportError: it is not installed.
+        ImportError: the library is not installed.
     """
     try:
         import wandb
@@ -32,19 +32,19 @@ def wandb_writer(config: LoggingConfig, tracked: TrackedRun) -> Callable[[], Met
 
 
 class WandB:
-    """One run of the server; curves over `iteration`, so that a resumed run may go back a little.
+    """A run of Weights & Biases; the x axis is `iteration`, so that a resumed run can rewind.
 
     Args:
         library: the module wandb.
         config: project, entity, names.
-        tracked: what to report of the run.
+        tracked: options and tracker ids of the run.
     """
 
     def __init__(self, library: Any, config: LoggingConfig, tracked: TrackedRun) -> None:
-        known = tracked.known_id(WANDB)
+        run_id = tracked.known_id(WANDB)
         if config.wandb_save_dir is not None:
             Path(config.wandb_save_dir).mkdir(parents=True, exist_ok=True)
-        # The console stays the run's. Without a key the library would ask the terminal for one.
+        # Do not capture the console. Without an API key the library would prompt on the terminal.
         settings = library.Settings(console="off", login_timeout=1)
         self._run = library.init(
             project=config.wandb_project,
@@ -52,8 +52,8 @@ class WandB:
             name=config.wandb_exp_name,
             dir=config.wandb_save_dir,
             config=dict(tracked.options),
-            id=known,
-            resume="allow" if known else None,
+            id=run_id,
+            resume="allow" if run_id else None,
             settings=settings,
         )
         tracked.remember(WANDB, self._run.id)
@@ -62,24 +62,24 @@ class WandB:
 
     def write(self, kind: str, iteration: int, values: Mapping[str, float]) -> None:
         """Log one point of every curve."""
-        named = {f"{kind}/{name}": value for name, value in values.items()}
-        self._run.log({"iteration": iteration, **named})
+        prefixed = {f"{kind}/{name}": value for name, value in values.items()}
+        self._run.log({"iteration": iteration, **prefixed})
 
     def close(self) -> None:
-        """Send what is left and report that the run has ended."""
+        """Send pending data and mark the run as finished."""
         self._run.finish()
 
 
 MLFLOW = "mlflow"
-#: What the server takes in one call, and of one value.
+#: The server's limits: parameters per call, characters per value.
 PARAMS_PER_CALL, PARAM_CHARACTERS = 100, 500
 
 
 def mlflow_writer(config: LoggingConfig, tracked: TrackedRun) -> Callable[[], MetricsWriter]:
-    """Import the library and return what connects to the server.
+    """Import the library and return a function that connects to the server.
 
     Raises:
-        ImportError: it is not installed.
+        ImportError: the library is not installed.
     """
     try:
         import mlflow
@@ -90,21 +90,21 @@ def mlflow_writer(config: LoggingConfig, tracked: TrackedRun) -> Callable[[], Me
 
 
 class MLflow:
-    """One run of the server, through a client of its own: no state of the library is touched.
+    """A run of MLflow, through its own client: the library's global state is not used.
 
     Args:
         library: the module mlflow.
         config: address and names.
-        tracked: what to report of the run.
+        tracked: options and tracker ids of the run.
     """
 
     def __init__(self, library: Any, config: LoggingConfig, tracked: TrackedRun) -> None:
         self._entities = library.entities
         self._client = library.MlflowClient(tracking_uri=config.mlflow_tracking_uri)
-        known = tracked.known_id(MLFLOW)
-        if known is not None:
-            self._client.update_run(known, status="RUNNING")
-            self._run_id = known
+        run_id = tracked.known_id(MLFLOW)
+        if run_id is not None:
+            self._client.update_run(run_id, status="RUNNING")
+            self._run_id = run_id
             return
         experiment = self._client.get_experiment_by_name(config.mlflow_experiment)
         if experiment is None:
@@ -118,20 +118,20 @@ class MLflow:
             self._entities.Param(name, str(value)[:PARAM_CHARACTERS])
             for name, value in tracked.options.items()
         ]
-        for some in _slices(params, PARAMS_PER_CALL):
-            self._client.log_batch(self._run_id, params=some)
+        for batch in _slices(params, PARAMS_PER_CALL):
+            self._client.log_batch(self._run_id, params=batch)
 
     def write(self, kind: str, iteration: int, values: Mapping[str, float]) -> None:
         """Log one point of every curve, in one call."""
-        now = int(time.time() * 1000)  # milliseconds
+        timestamp_ms = int(time.time() * 1000)  # milliseconds
         points = [
-            self._entities.Metric(f"{kind}/{name}", value, now, iteration)
+            self._entities.Metric(f"{kind}/{name}", value, timestamp_ms, iteration)
             for name, value in values.items()
         ]
         self._client.log_batch(self._run_id, metrics=points)
 
     def close(self) -> None:
-        """Say that the run has ended."""
+        """Mark the run as finished."""
         self._client.set_terminated(self._run_id)
 
 

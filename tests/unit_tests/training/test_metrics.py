@@ -46,7 +46,7 @@ def test_a_validation_that_is_made_again_is_there_once(tmp_path):
     for kind, iteration in (("train", 1), ("validation", 1), ("train", 2), ("validation", 2)):
         first.write(kind, iteration, {})
     first.close()
-    JsonLines(path, resume_iteration=2, again=("validation",)).close()
+    JsonLines(path, resume_iteration=2, rewritten_kinds=("validation",)).close()
     kept = [(e["kind"], e["iteration"]) for e in read_metrics(path)]
     assert kept == [("train", 1), ("validation", 1), ("train", 2)]
     JsonLines(path, resume_iteration=1).close()

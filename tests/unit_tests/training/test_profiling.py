@@ -21,7 +21,7 @@ def config(flags, **more):
 
 def run(options, *, rank=0, iterations=range(1, 7)):
     said = []
-    with profiling(options, rank=rank, device=CPU, say=said.append) as on_iteration:
+    with profiling(options, rank=rank, device=CPU, log=said.append) as on_iteration:
         for iteration in iterations:
             on_iteration(iteration)
             with torch.profiler.record_function(f"iteration {iteration}"):

@@ -15,15 +15,23 @@ class Terminal(io.StringIO):
 
 
 def test_choice():
-    assert isinstance(open_display("auto", shows=False, total=9, done=0, out=Terminal()), Silent)
-    assert isinstance(open_display("auto", shows=True, total=9, done=0, out=io.StringIO()), Plain)
-    assert isinstance(open_display("auto", shows=True, total=9, done=0, out=Terminal()), Live)
-    assert isinstance(open_display("plain", shows=True, total=9, done=0, out=Terminal()), Plain)
+    assert isinstance(
+        open_display("auto", enabled=False, total=9, completed=0, out=Terminal()), Silent
+    )
+    assert isinstance(
+        open_display("auto", enabled=True, total=9, completed=0, out=io.StringIO()), Plain
+    )
+    assert isinstance(
+        open_display("auto", enabled=True, total=9, completed=0, out=Terminal()), Live
+    )
+    assert isinstance(
+        open_display("plain", enabled=True, total=9, completed=0, out=Terminal()), Plain
+    )
 
 
 def test_plain_shows_lines_only():
     out = io.StringIO()
-    with open_display("plain", shows=True, total=9, done=0, out=out) as display:
+    with open_display("plain", enabled=True, total=9, completed=0, out=out) as display:
         display.step(1, 2.0)
         display.log("a line", RECORD)
     assert out.getvalue() == "a line\n"
@@ -31,7 +39,7 @@ def test_plain_shows_lines_only():
 
 def test_live_shows_loss_speed_and_lines():
     out = Terminal()
-    with open_display("live", shows=True, total=3400, done=4, out=out) as display:
+    with open_display("live", enabled=True, total=3400, completed=4, out=out) as display:
         display.step(11, 8.5)
         display.log("a [line] of text")
         display.log("log line", RECORD)

@@ -105,9 +105,9 @@ def doubt_text(
 
 def where_text(hosts: Mapping[int, str]) -> str:
     """Name ranks with their machines."""
-    shown = ", ".join(f"rank {rank} on {host}" for rank, host in list(hosts.items())[:8])
-    shown += f" and {len(hosts) - 8} more" if len(hosts) > 8 else ""
-    return f"of {shown}"
+    text = ", ".join(f"rank {rank} on {host}" for rank, host in list(hosts.items())[:8])
+    text += f" and {len(hosts) - 8} more" if len(hosts) > 8 else ""
+    return f"of {text}"
 
 
 #: In the save folder.
@@ -161,8 +161,8 @@ class FaultLog:
 
     def add(self, fault: FaultRecord) -> None:
         """Keep one; a full disk ends no run."""
-        first = float(min(fault.hosts, default=-1))
-        event = {fault.kind: 1.0, fault.verdict: 1.0, "first_rank": first, **fault.numbers}
+        first_rank = float(min(fault.hosts, default=-1))
+        event = {fault.kind: 1.0, fault.verdict: 1.0, "first_rank": first_rank, **fault.numbers}
         self._record("fault", fault.iteration, event)
         if self._path is None:
             return
@@ -176,7 +176,7 @@ class FaultLog:
 def _line(fault: FaultRecord) -> str:
     now = datetime.datetime.now(datetime.UTC)
     values = [value if math.isfinite(value) else str(value) for value in fault.values]
-    found: dict[str, object] = {
+    entry: dict[str, object] = {
         "time": now.isoformat(timespec="seconds"),
         "iteration": fault.iteration,
         "kind": fault.kind,
@@ -186,8 +186,8 @@ def _line(fault: FaultRecord) -> str:
         "bits": [value.hex() for value in fault.values],
     }
     if fault.tensors:
-        found["tensors"] = list(fault.tensors)
-    return json.dumps(found)
+        entry["tensors"] = list(fault.tensors)
+    return json.dumps(entry)
 
 
 #: In the save folder.
@@ -202,8 +202,8 @@ def read_faulty(save: str) -> list[dict[str, Any]]:
     """
     path = Path(save, FAULTY_HOSTS)
     try:
-        found = read_json(path)["hosts"]
-        return [{**entry, "host": str(entry["host"])} for entry in found]
+        entries = read_json(path)["hosts"]
+        return [{**entry, "host": str(entry["host"])} for entry in entries]
     except FileNotFoundError:
         return []
     except (OSError, ValueError, KeyError, TypeError) as error:
@@ -213,8 +213,8 @@ def read_faulty(save: str) -> list[dict[str, Any]]:
 def add_faulty(save: str, entries: Collection[dict[str, Any]]) -> None:
     """Note machines, all or none of them."""
     path = Path(save, FAULTY_HOSTS)
-    both = {"hosts": [*read_faulty(save), *entries]}
-    replace_file(path, json.dumps(both, indent=1))
+    document = {"hosts": [*read_faulty(save), *entries]}
+    replace_file(path, json.dumps(document, indent=1))
 
 
 def refuse_faulty_hosts(save: str | None, coordinator: Coordinator) -> None:
@@ -229,12 +229,12 @@ def refuse_faulty_hosts(save: str | None, coordinator: Coordinator) -> None:
 
     def decide(hosts: list[Any]) -> dict[str, str]:
         try:
-            noted = {entry["host"]: entry for entry in read_faulty(save)}
+            faulty = {entry["host"]: entry for entry in read_faulty(save)}
         except ValueError as error:
             return {"damaged": str(error)}
         for rank, host in enumerate(hosts):
-            if host in noted:
-                entry = noted[host]
+            if host in faulty:
+                entry = faulty[host]
                 return {
                     "refused": f"rank {rank} is on {host}, which gave a wrong iteration "
                     f"{entry.get('iteration')} ({entry.get('kind')}): start on other machines, or "
@@ -243,11 +243,11 @@ def refuse_faulty_hosts(save: str | None, coordinator: Coordinator) -> None:
         return {}
 
     coordinator.begin("looking for faulty machines")
-    found = coordinator.agree("machines", socket.gethostname, decide)
-    if "damaged" in found:
-        raise ValueError(found["damaged"])
-    if "refused" in found:
-        raise RunStopped(ExitCode.RESTART_ELSEWHERE, found["refused"])
+    decision = coordinator.agree("machines", socket.gethostname, decide)
+    if "damaged" in decision:
+        raise ValueError(decision["damaged"])
+    if "refused" in decision:
+        raise RunStopped(ExitCode.RESTART_ELSEWHERE, decision["refused"])
 
 
 #: In the save folder.
@@ -413,14 +413,14 @@ class SuspectStep:
         """Have later starts keep off machines."""
         if self._coordinator.rank != 0:
             return
-        found = {
+        entry = {
             "iteration": noted.iteration,
             "kind": noted.kind,
             "values": [value.hex() for value in noted.values],
             "sound": loss.hex(),
             "sound_on": sorted(set(self._hosts)),
         }
-        add_faulty(self._save, [{"host": h, "rank": r, **found} for r, h in hosts.items()])
+        add_faulty(self._save, [{"host": h, "rank": r, **entry} for r, h in hosts.items()])
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -462,8 +462,8 @@ class Faults(TrainingHooks):
             self.acquit(iteration, outcome.loss)
             return
         hosts = {rank: self.host_of(rank) for rank in doubt.ranks}
-        wants = self.config.failures.on_reproduced_fault == "restart"
-        judge = self.judge if wants and doubt.verdict == "reproduced" else None
+        restarts = self.config.failures.on_reproduced_fault == "restart"
+        judge = self.judge if restarts and doubt.verdict == "reproduced" else None
         where, stops = where_text(hosts), judge is not None
         self.say(doubt_text(iteration, doubt, where, limit=loss_limit, stops=stops))
         numbers = {}

@@ -36,7 +36,7 @@ from megatron.core.comm import CollectiveRecord
 from megatron.core.untrusted_files import make_folder, replace_file, write_to
 
 #: How many collectives are kept.
-KEPT = 64
+MAX_ENTRIES = 64
 
 #: How often a file is opened in a folder that other ranks may remove.
 _ATTEMPTS = 100
@@ -79,7 +79,7 @@ class Entry:
 
     def to_json(self, now: float) -> dict[str, object]:
         """Return it as plain data, times as seconds before `now`."""
-        found: dict[str, object] = {
+        fields: dict[str, object] = {
             "kind": self.record.kind,
             "how": self.record.how,
             "group": self.record.group,
@@ -93,8 +93,8 @@ class Entry:
             "started_seconds_ago": round(now - self.at, 6),
         }
         if self.waited:
-            found["waited_seconds"] = round((self.ended or now) - self.waited, 6)
-        return found
+            fields["waited_seconds"] = round((self.ended or now) - self.waited, 6)
+        return fields
 
 
 class CollectiveLog:
@@ -106,7 +106,7 @@ class CollectiveLog:
 
     def __init__(self, iteration: Callable[[], int] = lambda: 0) -> None:
         self._iteration = iteration
-        self._entries: deque[Entry] = deque(maxlen=KEPT)
+        self._entries: deque[Entry] = deque(maxlen=MAX_ENTRIES)
         self.count = 0
         """Collectives so far."""
         self.in_group: dict[str, int] = {}
@@ -134,8 +134,8 @@ class CollectiveLog:
 
         What fails after a failure, while the step is cleared away, does so because of that.
         """
-        found = [entry for entry in self.entries() if entry.state in ("waiting", "failed")]
-        return found[0] if found else None
+        stuck_entries = [entry for entry in self.entries() if entry.state in ("waiting", "failed")]
+        return stuck_entries[0] if stuck_entries else None
 
     def entries(self) -> list[Entry]:
         """Return what is kept, the oldest first; other threads may call this."""
@@ -182,8 +182,8 @@ def read_record(bindings: Any) -> bytes | None:
     for name in ("_dump_fr_trace_json", "_dump_nccl_trace_json"):
         dump: Callable[[], bytes | str] | None = getattr(bindings, name, None)
         if dump is not None:
-            found = dump()
-            return found.encode() if isinstance(found, str) else bytes(found)
+            record = dump()
+            return record.encode() if isinstance(record, str) else bytes(record)
     return None
 
 
@@ -267,21 +267,21 @@ class HangFiles:
         write_stacks(self._stacks, reason, root=self._save, error=error)
         with contextlib.suppress(Exception):
             now = time.monotonic()
-            told = {
+            report = {
                 "rank": self._rank,
                 "reason": reason,
                 "collectives": log.count,
                 "last": [entry.to_json(now) for entry in log.entries()],
             }
-            told_text = json.dumps(told, indent=1) + "\n"
-            replace_file(self._sibling("collectives.json"), told_text, root=self._save)
+            report_text = json.dumps(report, indent=1) + "\n"
+            replace_file(self._sibling("collectives.json"), report_text, root=self._save)
         # Last, as it asks the device.
         with contextlib.suppress(Exception):
             if is_kept(self._environment):
                 import torch
 
-                if (found := read_record(torch._C._distributed_c10d)) is not None:
-                    replace_file(self._sibling("torch.json"), found, root=self._save)
+                if (torch_record := read_record(torch._C._distributed_c10d)) is not None:
+                    replace_file(self._sibling("torch.json"), torch_record, root=self._save)
 
     def write_report(self, text: str) -> None:
         """Leave the report of all ranks."""

@@ -24,7 +24,7 @@ LOOK_SECONDS = 0.5
 SAME_SECONDS = 0.5
 
 #: What tells the processes of one launcher from others.
-_OWN = ("TORCHELASTIC_RUN_ID", "MASTER_PORT", "RANK")
+_LAUNCHER_VARIABLES = ("TORCHELASTIC_RUN_ID", "MASTER_PORT", "RANK")
 
 
 def launcher_of(
@@ -41,9 +41,13 @@ def launcher_of(
     """
     if "TORCHELASTIC_RUN_ID" not in environment:
         return None
-    own = {f"{name}={environment[name]}".encode() for name in _OWN if name in environment}
+    variables = {
+        f"{name}={environment[name]}".encode()
+        for name in _LAUNCHER_VARIABLES
+        if name in environment
+    }
     try:
-        while pid > 1 and own <= set((proc / str(pid) / "environ").read_bytes().split(b"\0")):
+        while pid > 1 and variables <= set((proc / str(pid) / "environ").read_bytes().split(b"\0")):
             pid = int((proc / str(pid) / "stat").read_text().rpartition(")")[2].split()[1])
     except (OSError, ValueError):  # of another user, or no such file: the parent it is
         pass
@@ -108,11 +112,11 @@ class LauncherWatch:
     def _watch(self) -> None:
         alive, link = True, self._launch.link
         while alive or link.connection is not None:
-            waits = select.poll()
-            for end in (self._process if alive else None, link.connection):
-                if end is not None:
-                    waits.register(end, select.POLLIN)
-            waits.poll(1000.0 * LOOK_SECONDS)
+            poller = select.poll()
+            for descriptor in (self._process if alive else None, link.connection):
+                if descriptor is not None:
+                    poller.register(descriptor, select.POLLIN)
+            poller.poll(1000.0 * LOOK_SECONDS)
             if self._closed.is_set():
                 return
             lost = link.connection is not None and link.is_lost()
@@ -123,8 +127,8 @@ class LauncherWatch:
                 self._lose(self._named)
             if lost:
                 link.close()
-                place = f"{self._launch.address}:{self._launch.port}"
-                self._lose(f"the launcher that serves the store at {place} is gone")
+                address = f"{self._launch.address}:{self._launch.port}"
+                self._lose(f"the launcher that serves the store at {address} is gone")
 
     def _process_is_gone(self, within_seconds: float) -> bool:
         assert self._pid is not None

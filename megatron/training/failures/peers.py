@@ -197,8 +197,8 @@ class Peers:
 
     def gone_here(self) -> list[str]:
         """Name ranks of this machine whose process has ended or is stopped."""
-        found = (self.state_here(rank) for rank in self.others())
-        return [text for text in found if text is not None]
+        descriptions = (self.state_here(rank) for rank in self.others())
+        return [text for text in descriptions if text is not None]
 
     def silent(self, before: dict[int, str | None]) -> list[str]:
         """Name ranks whose beat has not moved."""
@@ -230,8 +230,8 @@ class Peers:
             state = "has left"
         elif peer is None:
             state = "never came"
-        elif peer.host == self._host and (found := process_state(peer.pid)) != "running":
-            state = found
+        elif peer.host == self._host and (process := process_state(peer.pid)) != "running":
+            state = process
         else:
             quiet = age is None or age > 3.0 * self._beat_seconds
             state = "silent" if quiet else "running"
@@ -301,7 +301,7 @@ def _where(wait: Wait | None, last: str, count: int) -> str:
 
 def _missing(states: Sequence[RankState]) -> list[str]:
     """Say who waits in which collective, and who of its group has not come to it."""
-    told = {state.rank: state for state in states}
+    states_by_rank = {state.rank: state for state in states}
     waits = {
         state.rank: state.beat.wait
         for state in states
@@ -312,14 +312,16 @@ def _missing(states: Sequence[RankState]) -> list[str]:
     ]
     collectives = {(w.group, w.number, w.ranks): w for w in waits.values() if w.number and w.ranks}
     for (group, number, ranks), wait in collectives.items():
-        here = [
+        present = [
             r for r in ranks if r in waits and (waits[r].group, waits[r].number) == (group, number)
         ]
-        absent = [r for r in ranks if r not in here and _come(told.get(r), group) < number]
+        absent = [
+            r for r in ranks if r not in present and _come(states_by_rank.get(r), group) < number
+        ]
         if absent:
-            verb = "waits" if len(here) == 1 else "wait"
+            verb = "waits" if len(present) == 1 else "wait"
             lines.append(
-                f"{_ranks(here).capitalize()} {verb} in {wait.text}, number {number} of that "
+                f"{_ranks(present).capitalize()} {verb} in {wait.text}, number {number} of that "
                 f"group, and {_ranks(absent)} had not come to it at the last beat."
             )
     return lines
@@ -331,8 +333,8 @@ def _come(state: RankState | None, group: str) -> int:
 
 
 def _ranks(ranks: Sequence[int]) -> str:
-    shown = ", ".join(map(str, ranks[:16])) + (", …" if len(ranks) > 16 else "")
-    return f"rank{'s' * (len(ranks) > 1)} {shown}"
+    text = ", ".join(map(str, ranks[:16])) + (", …" if len(ranks) > 16 else "")
+    return f"rank{'s' * (len(ranks) > 1)} {text}"
 
 
 #: How long the thread that beats looks for the rank to blame, in seconds.
@@ -394,19 +396,19 @@ class PeerWatch:
     ) -> None:
         self._rank, self._beat_seconds, self._files = rank, beat_seconds, files
         self._servers, self._serves = servers, serves
-        me = Identity(socket.gethostname(), os.getpid())
-        mine, beating = (
+        identity = Identity(socket.gethostname(), os.getpid())
+        main_peers, thread_peers = (
             Peers(
                 open_store(),
                 rank=rank,
                 world_size=world_size,
-                host=me.host,
+                host=identity.host,
                 beat_seconds=beat_seconds,
             )
             for _ in range(2)
         )
-        self._peers = mine
-        self.claims = Claims(mine.store)
+        self._peers = main_peers
+        self.claims = Claims(main_peers.store)
         """Which rank prints what."""
         self._left, self._stop = threading.Event(), threading.Event()
         self._leaving = threading.Lock()
@@ -417,9 +419,9 @@ class PeerWatch:
         """The collectives that it has come to; carried by the beat too."""
         self._alike: frozenset[int] = frozenset(range(world_size))
         self._pipeline: tuple[int, ...] = ()
-        mine.store.set(f"peer/{rank}", json.dumps(asdict(me)))
+        main_peers.store.set(f"peer/{rank}", json.dumps(asdict(identity)))
         self._thread = threading.Thread(
-            target=self._beat, args=(beating,), name="peer-watch", daemon=True
+            target=self._beat, args=(thread_peers,), name="peer-watch", daemon=True
         )
         self._thread.start()
 
@@ -448,11 +450,11 @@ class PeerWatch:
 
     def _look_around(self, peers: Peers, guard: Guard) -> None:
         """See who is to blame for a main thread that has come to nothing new for long."""
-        if found := self._diagnose(peers, GUARD_SECONDS):
-            self._leave_evidence(peers, found.text, None, is_reported=found.is_reported)
-            guard.lose(found)
-        elif found := self._behind(peers):  # it may come yet
-            self._leave_evidence(peers, found.text, None, ends=False)
+        if diagnosis := self._diagnose(peers, GUARD_SECONDS):
+            self._leave_evidence(peers, diagnosis.text, None, is_reported=diagnosis.is_reported)
+            guard.lose(diagnosis)
+        elif diagnosis := self._behind(peers):  # it may come yet
+            self._leave_evidence(peers, diagnosis.text, None, ends=False)
 
     def join_pipeline(self, pipeline: Sequence[int], alike: Sequence[int]) -> None:
         """Take note that stages come to different collectives.
@@ -536,8 +538,8 @@ class PeerWatch:
         with contextlib.suppress(Exception):
             peers.store.set("stacks", reason)
             if self._files is not None and report and peers.store.add("hang_report", 1) == 1:
-                own = Beat.now(0, self.iteration, self.collectives, final=True)
-                states = peers.states(own)
+                heartbeat = Beat.now(0, self.iteration, self.collectives, final=True)
+                states = peers.states(heartbeat)
                 files = self._files.files
                 self._files.write_report(
                     hang_report(reason, states, writer=self._rank, files=files)
@@ -546,11 +548,11 @@ class PeerWatch:
     def _leave_once(self, reason: str, error: BaseException | None) -> bool:
         """Write this rank's files, the first time; return whether that was now."""
         with self._leaving:
-            first = not self._left.is_set()
+            is_first = not self._left.is_set()
             self._left.set()
-            if first and self._files is not None:
+            if is_first and self._files is not None:
                 self._files.write(reason, error, self.collectives)
-        return first
+        return is_first
 
     def report_failure(self, error: BaseException) -> None:
         """Leave the text of this rank's error for the others to quote; never fails itself."""
@@ -583,11 +585,11 @@ class PeerWatch:
                     return Diagnosis("; ".join(failures), is_reported=True)
                 if text := peers.given_up():  # it has ended, but it is not to blame
                     return Diagnosis(text, is_reported=True)
-                found = peers.gone_here()
-                if not found and time.monotonic() - since > 3.0 * self._beat_seconds:
-                    found = peers.silent(before)
-                if found:
-                    return Diagnosis("; ".join(found))
+                problems = peers.gone_here()
+                if not problems and time.monotonic() - since > 3.0 * self._beat_seconds:
+                    problems = peers.silent(before)
+                if problems:
+                    return Diagnosis("; ".join(problems))
                 if time.monotonic() > deadline:
                     return None
                 time.sleep(0.05)
@@ -618,7 +620,7 @@ class PeerWatch:
         return self._behind(self._peers)
 
     def _behind(self, peers: Peers) -> Diagnosis | None:
-        mine = (self.iteration, self.collectives.count)
+        position = (self.iteration, self.collectives.count)
         try:
             states = {rank: Beat.of(text) for rank, text in peers.beats().items() if text}
         except Exception:  # a store that is gone tells nothing
@@ -628,9 +630,9 @@ class PeerWatch:
             f"{beat.collectives} ({beat.last})"
             for rank, beat in states.items()
             if (
-                (beat.iteration, beat.collectives) < mine
+                (beat.iteration, beat.collectives) < position
                 if rank in self._alike
-                else beat.iteration < mine[0]
+                else beat.iteration < position[0]
             )
         ]
         if late:

@@ -42,18 +42,18 @@ class Bits:
     def show(self, flat: torch.Tensor) -> None:
         """Look at one more flat tensor."""
         per_word = 8 // flat.element_size()
-        whole = flat.numel() // per_word * per_word
+        num_paired = flat.numel() // per_word * per_word
         # As 64-bit words no wider copy is made; the last ones have nothing to pair with.
-        words = flat[:whole].view(torch.int64)
-        rest = flat[whole:].view({4: torch.int32, 2: torch.int16}[flat.element_size()])
-        self.sum += words.sum() + rest.sum()
+        words = flat[:num_paired].view(torch.int64)
+        tail = flat[num_paired:].view({4: torch.int32, 2: torch.int16}[flat.element_size()])
+        self.sum += words.sum() + tail.sum()
         # Not the largest element: NaN or Inf shows as well, in an eighth of the time on a CPU.
         self.norm += torch.linalg.vector_norm(flat, dtype=torch.float32)
 
     def numbers(self) -> list[torch.Tensor]:
         """Return what `Digest.of` reads, as fp64 scalars, which hold half a sum exactly."""
-        parts = (self.sum >> 32, self.sum & 0xFFFFFFFF, self.norm)
-        return [part.double() for part in parts]
+        scalars = (self.sum >> 32, self.sum & 0xFFFFFFFF, self.norm)
+        return [scalar.double() for scalar in scalars]
 
 
 class StageBits:
@@ -69,7 +69,7 @@ class StageBits:
 
     def begin(self) -> None:
         """Forget what was shown."""
-        for bits in (bits for both in self._chunks for bits in both):
+        for bits in (bits for pair in self._chunks for bits in pair):
             bits.begin()
 
     def show(self, chunk: int, received: torch.Tensor | None, sent: torch.Tensor) -> None:
@@ -81,7 +81,7 @@ class StageBits:
 
     def numbers(self) -> list[torch.Tensor]:
         """Return those of every chunk, received and sent."""
-        return [x for both in self._chunks for bits in both for x in bits.numbers()]
+        return [x for pair in self._chunks for bits in pair for x in bits.numbers()]
 
 
 @dataclass(frozen=True)
@@ -141,14 +141,14 @@ def differing(
     Args:
         pipelines: see `narrowed`.
     """
-    both = list(enumerate(zip(one, other, strict=True)))
-    found = [rank for rank, (a, b) in both if not _same(a.loss, b.loss)]
-    found = found or [rank for rank, (a, b) in both if a.gradients.bits != b.gradients.bits]
+    pairs = list(enumerate(zip(one, other, strict=True)))
+    ranks = [rank for rank, (a, b) in pairs if not _same(a.loss, b.loss)]
+    ranks = ranks or [rank for rank, (a, b) in pairs if a.gradients.bits != b.gradients.bits]
 
     def changed(rank: int, chunk: int, end: int) -> bool:
         return one[rank].chunks[chunk][end].bits != other[rank].chunks[chunk][end].bits
 
-    return narrowed(found, pipelines, one, changed)
+    return narrowed(ranks, pipelines, one, changed)
 
 
 def showing(
@@ -192,18 +192,20 @@ def narrowed(
     """
     if not pipelines:
         return tuple(ranks)
-    found: set[int] = set()
+    suspects: set[int] = set()
     for stages in (stages for stages in pipelines if {*stages} & {*ranks}):
         # The parts of the model in the order in which activations go through them.
-        parts = [(r, chunk) for chunk in range(len(rows[stages[0]].chunks)) for r in stages]
-        first = next((i for i, part in enumerate(parts) if wrong(*part, 1)), None)
-        if first is None:
-            found |= {*stages}
+        stage_chunks = [(r, chunk) for chunk in range(len(rows[stages[0]].chunks)) for r in stages]
+        first_wrong = next(
+            (i for i, stage_chunk in enumerate(stage_chunks) if wrong(*stage_chunk, 1)), None
+        )
+        if first_wrong is None:
+            suspects |= {*stages}
             continue
-        rank, chunk = parts[first]
+        rank, chunk = stage_chunks[first_wrong]
         # What arrives otherwise than it was sent went wrong on the way.
-        found |= {rank, parts[first - 1][0]} if wrong(rank, chunk, 0) else {rank}
-    return tuple(sorted(found))
+        suspects |= {rank, stage_chunks[first_wrong - 1][0]} if wrong(rank, chunk, 0) else {rank}
+    return tuple(sorted(suspects))
 
 
 Kind = Literal["nan", "spike", "inf_norm", "determinism"]
@@ -315,7 +317,9 @@ class Replayer:
             share: of the loss above which a rank's part is large.
         """
         mode = self.reruns.mode
-        kept = [counter.clone() for counter in self.reruns.counters] if mode != "disabled" else []
+        saved_counters = (
+            [counter.clone() for counter in self.reruns.counters] if mode != "disabled" else []
+        )
         self._steps += 1
         compares = mode == "report_determinism_stats" and self._steps % self.reruns.interval == 0
         tries, seen = [self._computed(compute)], []
@@ -325,16 +329,16 @@ class Replayer:
         if mode == "disabled":
             return tries[0], self._doubt(tries, seen, share)
 
-        def again() -> None:
-            for counter, before in zip(self.reruns.counters, kept, strict=True):
+        def recompute() -> None:
+            for counter, before in zip(self.reruns.counters, saved_counters, strict=True):
                 counter.copy_(before)
             self.reruns.forget()
             tries.append(self._computed(compute))
             seen.append(self._evidence(tries[-1]))
 
-        again()
+        recompute()
         if compares and differing(*seen):
-            again()
+            recompute()
         if compares:
             self.compared += 1
             self.differed += len(tries) > 2
@@ -356,8 +360,8 @@ class Replayer:
 
     def _evidence(self, found: Computed) -> list[Evidence]:
         """Return what every rank of the world has of the last computation."""
-        more = [] if self.reruns.stage is None else self.reruns.stage.numbers()
-        numbers = torch.stack([found.own, *self.bits.numbers(), *more])
+        stage_numbers = [] if self.reruns.stage is None else self.reruns.stage.numbers()
+        numbers = torch.stack([found.own, *self.bits.numbers(), *stage_numbers])
         return [Evidence.of(row) for row in all_gather(numbers[None], self._world).tolist()]
 
     def _doubt(self, tries: Sequence[Computed], seen: Sequence[Rows], share: float) -> Doubt | None:
@@ -385,14 +389,14 @@ def doubt_of(
         return Doubt(last.kind, "unchecked", showing(seen[0], share, pipelines=pipelines), values)
     agrees = not differing(seen[-2], seen[-1])
     if last.kind is not None:
-        first = next(i for i, one in enumerate(tries) if one.kind is not None)
-        ranks = showing(seen[first], share, pipelines=pipelines)
+        first_suspicious = next(i for i, one in enumerate(tries) if one.kind is not None)
+        ranks = showing(seen[first_suspicious], share, pipelines=pipelines)
         return Doubt(kinds[0], "reproduced", ranks, values, same=agrees)
     if not kinds and len(tries) == 2:
         return None  # compared, and equal
-    odd = next((i for i, one in enumerate(seen[:-1]) if differing(one, seen[-1])), 0)
-    ranks = differing(seen[odd], seen[-1], pipelines=pipelines) or showing(
-        seen[odd], share, pipelines=pipelines
+    outlier = next((i for i, one in enumerate(seen[:-1]) if differing(one, seen[-1])), 0)
+    ranks = differing(seen[outlier], seen[-1], pipelines=pipelines) or showing(
+        seen[outlier], share, pipelines=pipelines
     )
     settled = len(tries) == 2 or any(not differing(one, seen[-1]) for one in seen[:-1])
     verdict: Verdict = "transient" if settled else "undecided"

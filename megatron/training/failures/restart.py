@@ -142,8 +142,8 @@ def _receive_attempt(launch: Launch, keys: dist.Store, timeout_seconds: float) -
 
 def _missing(ranks: Sequence[int], world_size: int, seconds: float) -> str:
     """Name ranks that have not come."""
-    shown = ", ".join(map(str, ranks[:16])) + (", ..." if len(ranks) > 16 else "")
-    have = f"rank{'s' if len(ranks) > 1 else ''} {shown} of {world_size} ha"
+    rank_list = ", ".join(map(str, ranks[:16])) + (", ..." if len(ranks) > 16 else "")
+    have = f"rank{'s' if len(ranks) > 1 else ''} {rank_list} of {world_size} ha"
     have += "ve" if len(ranks) > 1 else "s"
     return (
         f"{have} not started within {seconds:g} seconds: see why in their logs, and that WORLD_SIZE"

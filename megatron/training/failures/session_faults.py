@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a session does about faults: who ends it, what a bad step leads to, where it rolls back.
+"""Fault handling of a training session: stragglers, bad steps, rollback and replica checks.
 
 Straggler detection (`--log-straggler`): a step takes equally long on every rank, since each waits
 for the slowest in its collectives. So the measure is the time of a step without that spent waiting,
@@ -56,8 +56,8 @@ from megatron.training.progress_state import Progress
 from megatron.training.saves import Saves
 from megatron.training.session import Session, load_session
 
-#: Elements of a chunk: they and their weights take 24 bytes each while they are summed.
-PIECE = 1 << 22
+#: Elements that are summed at once; each takes 24 bytes with its weights.
+CHUNK_ELEMENTS = 1 << 22
 
 #: Odd, from the golden ratio and from SplitMix64, as int64.
 _JOIN = 0x9E3779B97F4A7C15 - (1 << 64)
@@ -67,7 +67,7 @@ _INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 def numbers_of(tensors: Sequence[torch.Tensor]) -> list[int]:
-    """Return a number of 64 bits, signed, for the bits of each tensor.
+    """Return a signed 64-bit checksum for each tensor.
 
     Tensors on a GPU are summed there, and all sums come to the host in one copy.
     """
@@ -78,10 +78,12 @@ def numbers_of(tensors: Sequence[torch.Tensor]) -> list[int]:
             if tensor.device not in weights:
                 weights[tensor.device] = sum_weights(tensor.device)
             sums[i] = weighted_sums(tensor, weights[tensor.device])
-    both = dict(zip(sums, torch.stack([*sums.values()]).tolist(), strict=True)) if sums else {}
+    sums_on_host = (
+        dict(zip(sums, torch.stack([*sums.values()]).tolist(), strict=True)) if sums else {}
+    )
     return [
-        number(b"".join(value.to_bytes(8, "little", signed=True) for value in both[i]))
-        if i in both
+        number(b"".join(value.to_bytes(8, "little", signed=True) for value in sums_on_host[i]))
+        if i in sums_on_host
         else number(bits(tensor))
         for i, tensor in enumerate(tensors)
     ]
@@ -100,18 +102,18 @@ def bits(tensor: torch.Tensor) -> memoryview:
 
 def sum_weights(device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the odd factors of a chunk's elements, int64 [chunk] twice."""
-    odd = 2 * torch.arange(PIECE, dtype=torch.int64, device=device) + 1
-    mixed = odd * _MIX
-    return odd, (mixed ^ (mixed >> 29)) * _JOIN | 1
+    odd_factors = 2 * torch.arange(CHUNK_ELEMENTS, dtype=torch.int64, device=device) + 1
+    mixed = odd_factors * _MIX
+    return odd_factors, (mixed ^ (mixed >> 29)) * _JOIN | 1
 
 
 def weighted_sums(tensor: torch.Tensor, weights: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
     """Return both sums of a tensor's bits, int64 [2], on its device."""
     elements = tensor.detach().reshape(-1).view(_INTEGERS[tensor.element_size()])
     total = torch.zeros(2, dtype=torch.int64, device=tensor.device)
-    for piece in elements.split(PIECE):
-        wide = piece.to(torch.int64)
-        sums = [(wide * weight[: piece.numel()]).sum() for weight in weights]
+    for chunk in elements.split(CHUNK_ELEMENTS):
+        integers = chunk.to(torch.int64)
+        sums = [(integers * weight[: chunk.numel()]).sum() for weight in weights]
         total = total * _JOIN + torch.stack(sums)
     return total
 
@@ -122,7 +124,7 @@ NAMED = 4
 
 @dataclass(frozen=True, eq=False)
 class ReplicaSet:
-    """The tensors that the same ranks hold.
+    """Tensors that are replicated on the same ranks.
 
     Args:
         ranks: ascending.
@@ -160,17 +162,17 @@ def replica_sets(chunks: Sequence[TensorChunk]) -> list[ReplicaSet]:
 
     shared = [chunk for chunk in chunks if len(chunk.replica_ranks) > 1]
     shared.sort(key=lambda c: (c.replica_ranks, c.name, c.box.offsets, c.box.sizes))
-    found, start = [], 0
+    sets, start = [], 0
     for members, group in groupby(shared, key=ranks):
-        held = tuple(group)
-        found.append(ReplicaSet(members, held, start))
-        start += len(held)
-    return found
+        replicated = tuple(group)
+        sets.append(ReplicaSet(members, replicated, start))
+        start += len(replicated)
+    return sets
 
 
 @dataclass(frozen=True)
 class Difference:
-    """Tensors in which ranks do not hold the same.
+    """Tensors whose replicas differ between ranks.
 
     Args:
         parties: ranks that agree with one another, the largest party first.
@@ -183,8 +185,8 @@ class Difference:
     @property
     def is_clear(self) -> bool:
         """Return whether most ranks agree, so that the others are to blame."""
-        first, *others = self.parties
-        return len(first) > sum(map(len, others))
+        majority, *minorities = self.parties
+        return len(majority) > sum(map(len, minorities))
 
     @property
     def blamed(self) -> tuple[int, ...]:
@@ -199,9 +201,9 @@ class Difference:
             verb = "differs" if len(self.blamed) == 1 else "differ"
             wrong = _party(self.blamed, host_of)
             return f"{wrong} {verb} from {_party(self.parties[0])} in {tensors}"
-        shown = " against ".join(_party(party, host_of) for party in self.parties[:NAMED])
+        text = " against ".join(_party(party, host_of) for party in self.parties[:NAMED])
         more = f" and {len(self.parties) - NAMED} more" if len(self.parties) > NAMED else ""
-        return f"{shown}{more} differ in {tensors}: one of them is wrong"
+        return f"{text}{more} differ in {tensors}: one of them is wrong"
 
 
 def _some(words: Sequence[str]) -> str:
@@ -219,22 +221,22 @@ def _party(ranks: Sequence[int], host_of: Callable[[int], str] | None = None) ->
 def differences(
     sets: Sequence[ReplicaSet], numbers: Mapping[int, Sequence[int]], starts: Mapping[int, int]
 ) -> list[Difference]:
-    """Return what is not alike in sets of this rank.
+    """Return the differences between the replicas of this rank's sets.
 
     Args:
         numbers: of the tensors of each rank, in its order.
         starts: where the set begins there; of one set only.
     """
-    found: dict[tuple[tuple[int, ...], ...], list[str]] = {}
-    for held in sets:
-        for i, chunk in enumerate(held):
+    names_by_parties: dict[tuple[tuple[int, ...], ...], list[str]] = {}
+    for replicas in sets:
+        for i, chunk in enumerate(replicas):
             parties: dict[int, list[int]] = {}
-            for rank in held.ranks:
+            for rank in replicas.ranks:
                 parties.setdefault(numbers[rank][starts[rank] + i], []).append(rank)
             if len(parties) > 1:
                 order = sorted(parties.values(), key=lambda ranks: (-len(ranks), ranks))
-                found.setdefault(tuple(map(tuple, order)), []).append(_named(chunk))
-    return [Difference(parties, tuple(names)) for parties, names in found.items()]
+                names_by_parties.setdefault(tuple(map(tuple, order)), []).append(_named(chunk))
+    return [Difference(parties, tuple(names)) for parties, names in names_by_parties.items()]
 
 
 def _named(chunk: TensorChunk) -> str:
@@ -279,25 +281,25 @@ class ReplicaCheck:
         sets = replica_sets(chunks())
         coordinator.begin("looking for replicas")
         try:
-            agreed = coordinator.agree("replicas", lambda: _held(sets), _agree)
+            agreed = coordinator.agree("replicas", lambda: _describe_replicas(sets), _agree)
         except CheckpointError as error:
             raise ValueError(str(error)) from error
         self._most_sets, self._most_chunks = agreed["sets"], agreed["chunks"]
         self._bytes: dict[str, int] = agreed["bytes"]
 
     def line(self, interval: int) -> str:
-        """Say what is compared, for the log."""
-        every = "every step" if interval == 1 else f"every {interval} steps"
+        """Return the log line about what is compared."""
+        interval_text = "every step" if interval == 1 else f"every {interval} steps"
         if not self._most_sets:
             return "replica check: no rank holds what another one holds, so nothing is compared"
-        shown = " and ".join(f"{n:,} bytes of {kind}" for kind, n in self._bytes.items() if n)
+        sizes = " and ".join(f"{n:,} bytes of {kind}" for kind, n in self._bytes.items() if n)
         return (
-            f"replica check: {every}; up to {self._most_chunks:,} tensors of a rank, {shown}, "
-            "have replicas and are compared"
+            f"replica check: {interval_text}; up to {self._most_chunks:,} tensors of a rank, "
+            f"{sizes}, have replicas and are compared"
         )
 
     def __call__(self, iteration: int) -> None:
-        """Compare what ranks hold after a step.
+        """Compare the replicas after a step.
 
         Raises:
             RunStopped: it differs.
@@ -306,27 +308,31 @@ class ReplicaCheck:
             return
         self._complete()
         sets = replica_sets(self._chunks())
-        numbers = numbers_of([chunk.tensor for held in sets for chunk in held])
+        numbers = numbers_of([chunk.tensor for replicas in sets for chunk in replicas])
         self.compared += 1
-        rows = self._gather([x for held in sets for x in _row(held, numbers)], self._most_sets * 3)
+        rows = self._gather(
+            [x for replicas in sets for x in _row(replicas, numbers)], self._most_sets * 3
+        )
         # By set: the ranks' numbers, and where it begins in their lists.
-        found: dict[int, dict[int, tuple[int, int]]] = {}
+        values_by_set: dict[int, dict[int, tuple[int, int]]] = {}
         for rank, row in enumerate(rows):
             for at in range(0, len(row), 3):
                 key, value, start = row[at : at + 3]
                 if start >= 0:
-                    found.setdefault(key, {})[rank] = (value, start)
+                    values_by_set.setdefault(key, {})[rank] = (value, start)
         unlike = {
-            key for key, ranks in found.items() if len({value for value, _ in ranks.values()}) > 1
+            key
+            for key, ranks in values_by_set.items()
+            if len({value for value, _ in ranks.values()}) > 1
         }
         if unlike:
-            raise self._stopped(iteration, sets, numbers, unlike=unlike, found=found)
+            raise self._stopped(iteration, sets, numbers, unlike=unlike, found=values_by_set)
 
     def _gather(self, numbers: Sequence[int], width: int) -> list[list[int]]:
         """Return the numbers of every rank, padded to the same width."""
         padded = [*numbers, *[-1] * (width - len(numbers))]
-        own = torch.tensor([padded], dtype=torch.int64, device=self._device)
-        rows: list[list[int]] = all_gather(own, self._world).tolist()
+        local_numbers = torch.tensor([padded], dtype=torch.int64, device=self._device)
+        rows: list[list[int]] = all_gather(local_numbers, self._world).tolist()
         return rows
 
     def _stopped(
@@ -372,7 +378,7 @@ def _row(held: ReplicaSet, numbers: Sequence[int]) -> tuple[int, int, int]:
     return held.key, number(repr(own).encode()), held.start
 
 
-def _held(sets: Sequence[ReplicaSet]) -> dict[str, object]:
+def _describe_replicas(sets: Sequence[ReplicaSet]) -> dict[str, object]:
     """Return what a rank holds together with others, as JSON."""
     sizes = {"weights": 0, "optimizer state": 0}
     for chunk in (chunk for held in sets for chunk in held):
@@ -386,7 +392,7 @@ def _held(sets: Sequence[ReplicaSet]) -> dict[str, object]:
 
 
 def _agree(ranks: Sequence[dict]) -> dict[str, object]:
-    """See that the ranks of each set hold the same things, and return the largest numbers.
+    """Check that the ranks of each set list the same tensors; return the largest counts.
 
     Raises:
         ValueError: they do not, or not all have the package that makes digests.
@@ -396,17 +402,23 @@ def _agree(ranks: Sequence[dict]) -> dict[str, object]:
             "some machines have the package xxhash and some lack it, so that digests of replicas "
             "cannot be compared: install it on all of them"
         )
-    held: dict[int, dict[int, tuple[int, ...]]] = {}
-    for rank, told in enumerate(ranks):
-        for key, *facts in told["sets"]:
-            held.setdefault(key, {})[rank] = tuple(facts)
-    for found in held.values():
-        if {len(found)} != {size for size, *_ in found.values()} or len(set(found.values())) > 1:
-            raise RuntimeError(f"ranks {sorted(found)} should hold the same tensors and do not")
+    layouts: dict[int, dict[int, tuple[int, ...]]] = {}
+    for rank, report in enumerate(ranks):
+        for key, *facts in report["sets"]:
+            layouts.setdefault(key, {})[rank] = tuple(facts)
+    for layout_by_rank in layouts.values():
+        if {len(layout_by_rank)} != {size for size, *_ in layout_by_rank.values()} or len(
+            set(layout_by_rank.values())
+        ) > 1:
+            raise RuntimeError(
+                f"ranks {sorted(layout_by_rank)} should hold the same tensors and do not"
+            )
     return {
-        "sets": max(len(told["sets"]) for told in ranks),
-        "chunks": max(sum(count for *_, count in told["sets"]) for told in ranks),
-        "bytes": {kind: max(told["bytes"][kind] for told in ranks) for kind in ranks[0]["bytes"]},
+        "sets": max(len(report["sets"]) for report in ranks),
+        "chunks": max(sum(count for *_, count in report["sets"]) for report in ranks),
+        "bytes": {
+            kind: max(report["bytes"][kind] for report in ranks) for kind in ranks[0]["bytes"]
+        },
     }
 
 
@@ -463,7 +475,7 @@ class WaitClock:
         self._in_step, self._step_begun = True, self._moment()
 
     def end_step(self) -> None:
-        """Note that it has been carried out."""
+        """Note that a step has ended."""
         self._in_step = False
         self._steps.append((self._step_begun, self._moment()))
 
@@ -504,19 +516,19 @@ def straggler_text(
     *,
     alike: Sequence[Sequence[int]] | None = None,
 ) -> str | None:
-    """Name the ranks that `slow_ranks` returns; None if there are none."""
+    """Return a line about the slow ranks; None if there are none."""
     medians = slow_ranks(seconds, factor, alike=alike)
     if not medians:
         return None
     slow = list(medians)
-    of = "of its stage " if alike is not None and len(alike) > 1 else ""
-    shown = ", ".join(
+    stage_text = "of its stage " if alike is not None and len(alike) > 1 else ""
+    descriptions = ", ".join(
         f"rank {rank} on {host_of(rank)} computes {seconds[rank] / medians[rank]:.1f} times as "
-        f"long as the median {of}({1000.0 * seconds[rank]:.1f} ms a step, median "
+        f"long as the median {stage_text}({1000.0 * seconds[rank]:.1f} ms a step, median "
         f"{1000.0 * medians[rank]:.1f} ms)"
         for rank in slow[:4]
     )
-    return f"straggler: {shown}" + (f", and {len(slow) - 4} more" if len(slow) > 4 else "")
+    return f"straggler: {descriptions}" + (f", and {len(slow) - 4} more" if len(slow) > 4 else "")
 
 
 class StragglerReport(TrainingHooks):
@@ -560,10 +572,10 @@ class StragglerReport(TrainingHooks):
 
     def on_log(self) -> None:
         """Compare the ranks' times since the last call; every rank calls it."""
-        own = torch.tensor(
+        local_seconds = torch.tensor(
             [self._clock.compute_seconds()], dtype=torch.float64, device=self._device
         )
-        seconds = all_gather(own, self._world).tolist()
+        seconds = all_gather(local_seconds, self._world).tolist()
         if text := straggler_text(seconds, self._factor, self._host_of, alike=self._alike):
             self._say(text)
             medians = slow_ranks(seconds, self._factor, alike=self._alike)
@@ -572,7 +584,7 @@ class StragglerReport(TrainingHooks):
 
 
 def arm_stop(session: Session) -> None:
-    """Let signals and the limit of time end the run in order from here on."""
+    """From here on, let signals and the time limit stop the run with a save."""
     failures, save = session.run.config.failures, session.run.config.checkpoint.save
     minutes = failures.exit_duration_in_mins
     # Without a checkpoint there is nothing to be gained by going on for a step.
@@ -590,14 +602,14 @@ def session_faults(
     metrics: Metrics,
     saves: Saves | None,
 ) -> Faults:
-    """Return what a session does about bad steps.
+    """Return the hooks that handle bad steps.
 
     Args:
         say: shows one line.
         metrics: where events are kept.
         saves: writes checkpoints; None without --save.
     """
-    config, place = session.run.config, session.place
+    config, context = session.run.config, session.place
     folder, log = config.checkpoint.save, fault_log(session, say=say, metrics=metrics)
 
     def record(noted: Suspect, verdict: str, hosts: Mapping[int, str], *, loss: float) -> None:
@@ -606,7 +618,7 @@ def session_faults(
 
     suspect = None
     if folder is not None:
-        suspect = SuspectStep(folder, place.coordinator, say=say, record=record)
+        suspect = SuspectStep(folder, context.coordinator, say=say, record=record)
     return Faults(
         config=config,
         say=say,
@@ -634,13 +646,13 @@ def failure_hooks(
         metrics: where events are kept.
         saves: writes checkpoints; None without --save.
     """
-    found = [
+    candidates = [
         straggler_report(session, say=say, metrics=metrics),
         session_faults(session, say=say, metrics=metrics, saves=saves),
         saves,
         replica_hooks(session, say=say, metrics=metrics),
     ]
-    return [hooks for hooks in found if hooks is not None]
+    return [hooks for hooks in candidates if hooks is not None]
 
 
 def fault_log(session: Session, *, say: Callable[[str], None], metrics: Metrics) -> FaultLog:
@@ -658,17 +670,17 @@ def host_names(session: Session) -> Callable[[int], str]:
 def straggler_report(
     session: Session, *, say: Callable[[str], None], metrics: Metrics
 ) -> StragglerReport | None:
-    """Return what names slow ranks; None if the options do not ask for it.
+    """Return the straggler detector; None if the options do not enable it.
 
     Args:
         say: shows one line.
         metrics: where slow ranks are kept.
     """
-    failures, place = session.run.config.failures, session.place
+    failures, context = session.run.config.failures, session.place
     if not failures.log_straggler or session.run.world_size == 1:
         return None
-    clock = WaitClock(place.device)
-    place.groups.observers.append(clock)
+    clock = WaitClock(context.device)
+    context.groups.observers.append(clock)
 
     def record(iteration: int, slow: dict[str, list[float]]) -> None:
         count = float(len(slow))
@@ -677,13 +689,13 @@ def straggler_report(
 
     return StragglerReport(
         clock,
-        place.groups["world"],
-        device=place.device,
+        context.groups["world"],
+        device=context.device,
         factor=failures.straggler_factor,
         host_of=host_names(session),
         say=say,
         record=record,
-        alike=_alike(place.groups.grid),
+        alike=_alike(context.groups.grid),
     )
 
 
@@ -698,26 +710,26 @@ def roll_back(session: Session, saves: Saves | None) -> Progress | None:
 
     Returns the checkpoint's progress, None if there is none. The log window stays as it is.
     """
-    place, folder = session.place, session.run.config.checkpoint.save
+    context, folder = session.place, session.run.config.checkpoint.save
     if saves is not None:
         saves.wait()
     if folder is None:
         return None
 
     def load(checkpoint: Path) -> Progress | None:
-        # What is under way would write over what is loaded.
+        # A pending weight all-gather would overwrite the loaded weights.
         session.step.engine.complete_weights()
         return load_session(session, checkpoint)
 
     window = session.window.to_json()
-    found = load_newest(
-        folder, load, place.coordinator, fall_back=session.run.config.checkpoint.load_fallback
+    loaded = load_newest(
+        folder, load, context.coordinator, fall_back=session.run.config.checkpoint.load_fallback
     )
-    if found is None:
+    if loaded is None:
         return None
     session.step.engine.start_param_sync()
     session.window.restore(window)
-    return found[1] or Progress()
+    return loaded[1] or Progress()
 
 
 class ReplicaHooks(TrainingHooks):
@@ -740,7 +752,7 @@ class ReplicaHooks(TrainingHooks):
 def replica_hooks(
     session: Session, *, say: Callable[[str], None], metrics: Metrics
 ) -> ReplicaHooks | None:
-    """Return what compares replicas, and log it; None if the options do not ask for it.
+    """Return the replica check, and log it; None if the options do not enable it.
 
     Args:
         say: shows one line.
@@ -749,7 +761,7 @@ def replica_hooks(
     interval = session.run.config.failures.check_weight_hash_across_dp_replicas_interval
     if interval is None:
         return None
-    place = session.place
+    context = session.place
 
     log, host_of = fault_log(session, say=say, metrics=metrics), host_names(session)
 
@@ -770,9 +782,9 @@ def replica_hooks(
         lambda: (
             weight_chunks(session.model.store) + optimizer_chunks(session.optimizer, scalars=False)
         ),
-        place.groups["world"],
-        device=place.device,
-        coordinator=place.coordinator,
+        context.groups["world"],
+        device=context.device,
+        coordinator=context.coordinator,
         host_of=host_of,
         complete=session.step.engine.complete_weights,
         record=record,

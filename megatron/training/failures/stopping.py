@@ -64,17 +64,17 @@ class Listener:
     def __init__(self, react: React, on_main: Callable[[], None]) -> None:
         self._on_main = on_main
         self._before: dict[int, signal._HANDLER] = {}
-        self._ours, self._theirs = socket.socketpair()
-        for end in (self._ours, self._theirs):
+        self._receiver, self._sender = socket.socketpair()
+        for end in (self._receiver, self._sender):
             end.setblocking(False)
         self._thread = threading.Thread(
-            target=_listen, args=(self._ours, react), name="signals", daemon=True
+            target=_listen, args=(self._receiver, react), name="signals", daemon=True
         )
         for number in ALWAYS:
             # Who starts a program with nohup wants it to outlive the terminal.
             if number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN:
                 self.listen_to(number)
-        self._old = signal.set_wakeup_fd(self._theirs.fileno(), warn_on_full_buffer=False)
+        self._old = signal.set_wakeup_fd(self._sender.fileno(), warn_on_full_buffer=False)
         self._thread.start()
 
     def listen_to(self, number: signal.Signals) -> None:
@@ -87,16 +87,16 @@ class Listener:
     def tell(self, number: int) -> None:
         """Have the thread react to something that is no signal; any thread calls this."""
         with contextlib.suppress(OSError):  # it has been closed
-            self._theirs.send(bytes([number]))
+            self._sender.send(bytes([number]))
 
     def close(self) -> None:
         """Leave signals as they were."""
         signal.set_wakeup_fd(self._old)
         for number, handler in self._before.items():
             signal.signal(number, handler)
-        self._theirs.close()
+        self._sender.close()
         self._thread.join(timeout=5.0)
-        self._ours.close()
+        self._receiver.close()
 
 
 @contextlib.contextmanager
@@ -115,17 +115,17 @@ def signals_to_thread(react: React, on_main: Callable[[], None]) -> Iterator[Lis
         listener.close()
 
 
-def _listen(ours: socket.socket, react: React) -> None:
+def _listen(receiver: socket.socket, react: React) -> None:
     """Pass every signal on until the other end is closed."""
     limit: float | None = None
     number = int(signal.SIGTERM)
     try:
         while True:
-            ready, _, _ = select.select([ours], [], [], limit)
+            ready, _, _ = select.select([receiver], [], [], limit)
             if not ready:
                 limit = react(None)
                 continue
-            numbers = ours.recv(64)
+            numbers = receiver.recv(64)
             if not numbers:
                 return
             for number in numbers:
@@ -267,8 +267,8 @@ class StopRequests:
             return LOOK_SECONDS  # a signal asks for what is under way
         self._number = number
         self._deadline = self._first + (self._grace or 0.0)
-        if found := self._diagnose():
-            return self._give_up(found)
+        if diagnosis := self._diagnose():
+            return self._give_up(diagnosis)
         if number == LAUNCHER_GONE:
             return self._outlive()
         name = signal.Signals(number).name
@@ -311,8 +311,8 @@ class StopRequests:
         if self._interrupts_main:
             self._say("interrupted")
             return self._leave_at_once()
-        if found := self._diagnose():
-            return self._give_up(found)
+        if diagnosis := self._diagnose():
+            return self._give_up(diagnosis)
         if self._now() < self._deadline:
             return LOOK_SECONDS
         self._say(

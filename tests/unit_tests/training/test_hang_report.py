@@ -14,7 +14,7 @@ import pytest
 from megatron.core.comm import CollectiveRecord
 from megatron.training.failures import hang_files
 from megatron.training.failures.hang_files import (
-    KEPT,
+    MAX_ENTRIES,
     CollectiveLog,
     HangFiles,
     ask_for_record,
@@ -35,7 +35,7 @@ def test_the_log_keeps_the_last_collectives_and_what_became_of_them():
     iteration = [0]
     log = CollectiveLog(lambda: iteration[0])
     assert (log.name, log.stuck(), log.entries()) == ("no collective yet", None, [])
-    for number in range(KEPT + 5):
+    for number in range(MAX_ENTRIES + 5):
         iteration[0] = number // 10
         with log(record(shape=(number,))):
             pass
@@ -44,14 +44,16 @@ def test_the_log_keeps_the_last_collectives_and_what_became_of_them():
     stuck.__enter__()
     with pytest.raises(ValueError, match="gone"), log(record()):
         raise ValueError("gone")
-    assert log.count == KEPT + 8
-    assert log.in_group == {"tp": KEPT + 6, "world": 1}, "sends are no collectives of a group"
+    assert log.count == MAX_ENTRIES + 8
+    assert log.in_group == {"tp": MAX_ENTRIES + 6, "world": 1}, (
+        "sends are no collectives of a group"
+    )
     entries = [entry.to_json(time.monotonic()) for entry in log.entries()]
-    assert len(entries) == KEPT
+    assert len(entries) == MAX_ENTRIES
     assert [e["state"] for e in entries[-4:]] == ["returned", "started", "waiting", "failed"]
     assert entries[0]["shape"] == [8]
     assert entries[0]["iteration"] == 0
-    assert entries[-5]["number_in_group"] == KEPT + 4
+    assert entries[-5]["number_in_group"] == MAX_ENTRIES + 4
     assert "waited_seconds" not in entries[-3], "nobody waited for it"
     assert log.stuck() is stuck
 

@@ -21,7 +21,7 @@ from megatron.training.failures.session_faults import (
 @pytest.fixture
 def small_pieces(monkeypatch):
     """Have sums go over several pieces."""
-    monkeypatch.setattr(session_faults, "PIECE", 16)
+    monkeypatch.setattr(session_faults, "CHUNK_ELEMENTS", 16)
     return sum_weights(torch.device("cpu"))
 
 

@@ -72,7 +72,7 @@ def remember_loss(config: Config, recent_losses: list[float], loss: float) -> No
 def doubt_text(
     iteration: int, doubt: Doubt, where: str, *, limit: float, stops: bool = False
 ) -> str:
-    """Say what was wrong with a step and what came of it.
+    """Describe an anomaly of a step and how it was handled.
 
     Args:
         where: the ranks and their machines, in words.
@@ -160,7 +160,7 @@ class FaultLog:
         self._record("fault", iteration, numbers)
 
     def add(self, fault: FaultRecord) -> None:
-        """Keep one; a full disk ends no run."""
+        """Record a fault; a full disk does not stop the run."""
         first_rank = float(min(fault.hosts, default=-1))
         event = {fault.kind: 1.0, fault.verdict: 1.0, "first_rank": first_rank, **fault.numbers}
         self._record("fault", fault.iteration, event)
@@ -207,18 +207,18 @@ def read_faulty(save: str) -> list[dict[str, Any]]:
     except FileNotFoundError:
         return []
     except (OSError, ValueError, KeyError, TypeError) as error:
-        raise ValueError(f"{path} cannot be read ({error}): mend or remove it") from error
+        raise ValueError(f"{path} cannot be read ({error}): fix or remove it") from error
 
 
 def add_faulty(save: str, entries: Collection[dict[str, Any]]) -> None:
-    """Note machines, all or none of them."""
+    """Add machines to the list, atomically."""
     path = Path(save, FAULTY_HOSTS)
     document = {"hosts": [*read_faulty(save), *entries]}
     replace_file(path, json.dumps(document, indent=1))
 
 
 def refuse_faulty_hosts(save: str | None, coordinator: Coordinator) -> None:
-    """See that no rank runs on a machine that is noted; every rank calls this.
+    """Check that no rank runs on a listed machine; every rank calls this.
 
     Raises:
         RunStopped: one does: restart elsewhere.
@@ -262,7 +262,7 @@ WORDS = {
 
 @dataclass(frozen=True)
 class Suspect:
-    """What is noted about a step.
+    """A record of a suspect step.
 
     Args:
         iteration: the step, counted from 1.
@@ -304,7 +304,7 @@ def read_suspect(save: str) -> Suspect | None:
 
 
 def write_suspect(save: str, suspect: Suspect) -> None:
-    """Note a step, whole or not at all."""
+    """Write the record of a suspect step, atomically."""
     replace_file(Path(save, SUSPECT_STEP), json.dumps(suspect.to_json()))
 
 
@@ -410,7 +410,7 @@ class SuspectStep:
             forget_suspect(self._save)
 
     def _list(self, noted: Suspect, hosts: Mapping[int, str], loss: float) -> None:
-        """Have later starts keep off machines."""
+        """List machines that later starts must not use."""
         if self._coordinator.rank != 0:
             return
         entry = {
@@ -449,7 +449,7 @@ class Faults(TrainingHooks):
     roll_back: Callable[[], Progress | None] = lambda: None
 
     def on_step_computed(self, progress: Progress, outcome: StepOutcome, loss_limit: float) -> None:
-        """Look at a step before it is counted.
+        """Check a step before it is counted.
 
         Args:
             loss_limit: above which the step was skipped.
@@ -484,7 +484,7 @@ class Faults(TrainingHooks):
         raise judge(Suspect(iteration, named, doubt.kind, doubt.values))
 
     def on_step_end(self, progress: Progress, outcome: StepOutcome) -> None:
-        """Look at the number of bad steps in a row.
+        """Check the number of consecutive bad steps.
 
         Raises:
             RunStopped: it is too high.

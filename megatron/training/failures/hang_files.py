@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a rank leaves in the save folder when a run hangs.
+"""Diagnostic files that a rank writes to the save folder when a run hangs.
 
     SAVE/hang_report_attempt_A.txt                where every rank is, by the first that knows
     SAVE/stacks/attempt_A_rank_R.txt              stacks of all threads
@@ -35,7 +35,7 @@ from typing import IO, Any
 from megatron.core.comm import CollectiveRecord
 from megatron.core.untrusted_files import make_folder, replace_file, write_to
 
-#: How many collectives are kept.
+#: Maximum number of logged collectives.
 MAX_ENTRIES = 64
 
 #: How often a file is opened in a folder that other ranks may remove.
@@ -46,7 +46,7 @@ BETWEEN_TWO = ("send", "receive")
 
 
 class Entry:
-    """One collective, and the context in which its caller waits for it.
+    """A logged collective, and the context manager in which its caller waits for it.
 
     Args:
         number: among the collectives of its group, from 1; 0 for what is between two ranks.
@@ -98,7 +98,7 @@ class Entry:
 
 
 class CollectiveLog:
-    """An observer of process groups that keeps the last records and counts.
+    """An observer of process groups that logs the last collectives and counts all.
 
     Args:
         iteration: returns the iteration that the rank is in.
@@ -126,7 +126,7 @@ class CollectiveLog:
 
     @property
     def name(self) -> str:
-        """Say which one was last."""
+        """Describe the last collective."""
         return describe(self._entries[-1].record) if self._entries else "no collective yet"
 
     def stuck(self) -> Entry | None:
@@ -138,7 +138,7 @@ class CollectiveLog:
         return stuck_entries[0] if stuck_entries else None
 
     def entries(self) -> list[Entry]:
-        """Return what is kept, the oldest first; other threads may call this."""
+        """Return the logged collectives, oldest first; other threads may call this."""
         while True:
             try:
                 return list(self._entries)
@@ -158,12 +158,12 @@ def describe(record: CollectiveRecord) -> str:
 #: How many collectives torch keeps; the second name is that of older versions.
 SIZE_NAMES = ("TORCH_FR_BUFFER_SIZE", "TORCH_NCCL_TRACE_BUFFER_SIZE")
 
-#: What is asked for where the user has specified nothing.
+#: Default number of collectives that torch records.
 SIZE = 2000
 
 
 def ask_for_record(environment: MutableMapping[str, str]) -> None:
-    """Have torch keep its record, unless the environment specifies how much to keep."""
+    """Enable torch's flight recorder, unless the environment sets its size."""
     if not any(name in environment for name in SIZE_NAMES):
         environment[SIZE_NAMES[0]] = str(SIZE)
 
@@ -211,7 +211,7 @@ def write_stacks(
                 print("".join(traceback.format_exception(error)), file=file)
             file.flush()
             faulthandler.dump_traceback(file=file, all_threads=True)
-    except Exception:  # the run is ending already, for a reason that matters more
+    except Exception:  # the run is already ending: the original error matters more
         return
 
 
@@ -256,7 +256,7 @@ class HangFiles:
         self._timer = threading.Lock()
 
     def write(self, reason: str, error: BaseException | None, log: CollectiveLog) -> None:
-        """Leave stacks and collectives.
+        """Write stacks and collectives.
 
         Args:
             reason: why, in one line.
@@ -284,13 +284,13 @@ class HangFiles:
                     replace_file(self._sibling("torch.json"), torch_record, root=self._save)
 
     def write_report(self, text: str) -> None:
-        """Leave the report of all ranks."""
+        """Write the report of all ranks."""
         with contextlib.suppress(OSError):
             make_folder(self._save, root=self._save)
             replace_file(self.report, text)
 
     def beat(self) -> None:
-        """Set the timer anew that writes the stacks if no further beat comes in time."""
+        """Reset the timer that writes the stacks if no heartbeat follows in time."""
         with contextlib.suppress(Exception), self._timer:
             if self._closed:
                 return

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Seeing that the launcher is gone: the process that has started this one, or the store it serves.
+"""Detect the end of the launcher: the process that started this one, or the store it serves.
 
 torchrun ends its processes when it is asked to end, but not when it is killed. They would go on for
 ever, and nobody would start them again. A process that no launcher has started has none to lose: a
@@ -17,13 +17,13 @@ from pathlib import Path
 
 from megatron.cli.launch import Launch
 
-#: Time between looks where nothing wakes the thread, in seconds.
+#: Polling interval if no event wakes the thread, in seconds.
 LOOK_SECONDS = 0.5
 
 #: How long to wait for the end of a process whose store is gone, in seconds.
 SAME_SECONDS = 0.5
 
-#: What tells the processes of one launcher from others.
+#: Environment variables that identify the processes of one launcher.
 _LAUNCHER_VARIABLES = ("TORCHELASTIC_RUN_ID", "MASTER_PORT", "RANK")
 
 
@@ -55,7 +55,7 @@ def launcher_of(
 
 
 class LauncherWatch:
-    """Waits on a thread for the end of the launcher.
+    """Waits for the end of the launcher on a thread.
 
     Args:
         launch: of this process.
@@ -85,7 +85,7 @@ class LauncherWatch:
         return f"the launcher (process {self._pid} on {socket.gethostname()}) is gone"
 
     def watch_store(self, connection: socket.socket) -> None:
-        """Also wait for the end of the store that the launcher serves.
+        """Also wait for the end of the launcher's store.
 
         Args:
             connection: to its server, on which nothing is ever sent.
@@ -100,7 +100,7 @@ class LauncherWatch:
         self._launch.link.connection = connection
 
     def close(self) -> None:
-        """Stop looking."""
+        """Stop the thread."""
         self._closed.set()
         if self._thread is not None:
             self._thread.join(timeout=5.0)
@@ -154,7 +154,7 @@ def process_state(pid: int) -> str:
 
 
 def _state_by_signal(pid: int) -> str:
-    """Return the state of a process where there is no /proc."""
+    """Return the state of a process on a system without /proc."""
     try:
         os.kill(pid, 0)
     except ProcessLookupError:

@@ -58,7 +58,7 @@ class Wait:
 
 @dataclass(frozen=True, kw_only=True)
 class Beat:
-    """What a rank reports of itself at one time.
+    """A heartbeat: the progress that a rank reports.
 
     Args:
         count: of beats.
@@ -102,14 +102,14 @@ class Beat:
         )
 
     def to_text(self) -> str:
-        """Return it as it stands in the store."""
+        """Return the heartbeat as stored text."""
         wait = None if self.wait is None else list(vars(self.wait).values())
         head = [self.count, self.iteration, self.collectives, self.last]
         return json.dumps([*head, self.at, self.in_group, wait])
 
     @staticmethod
     def of(text: str) -> Beat:
-        """Read it again; what is missing at the end stays unknown."""
+        """Parse a stored heartbeat; missing trailing values are unknown."""
         values = [*json.loads(text), *[None] * 7][:7]
         count, iteration, collectives, last, at, in_group, wait = values
         return Beat(
@@ -125,7 +125,7 @@ class Beat:
 
 @dataclass(frozen=True, kw_only=True)
 class RankState:
-    """What is known of one rank.
+    """State of one rank.
 
     Args:
         state: of its process, or what it has reported of its end.
@@ -159,7 +159,7 @@ class Peers:
         self._host, self._beat_seconds = host, beat_seconds
 
     def get(self, key: str) -> str | None:
-        """Return what is under a key; None if nothing is."""
+        """Return the value of a key; None if the key does not exist."""
         return self.store.get(key).decode() if self.store.check([key]) else None
 
     def others(self) -> list[int]:
@@ -201,7 +201,7 @@ class Peers:
         return [text for text in descriptions if text is not None]
 
     def silent(self, before: dict[int, str | None]) -> list[str]:
-        """Name ranks whose beat has not moved."""
+        """Name the ranks without a new heartbeat since `before`."""
         return [
             f"rank {rank} is silent since iteration {Beat.of(now).iteration}"
             for rank, now in self.beats().items()
@@ -209,7 +209,7 @@ class Peers:
         ]
 
     def states(self, own: Beat) -> list[RankState]:
-        """Return what is known of every rank.
+        """Return the state of every rank.
 
         Args:
             own: what this one would report now.
@@ -346,7 +346,7 @@ OUTLAST_SECONDS = 5.0
 
 @dataclass(frozen=True)
 class Diagnosis:
-    """What is wrong with the other ranks.
+    """Why other ranks have failed.
 
     Args:
         text: one line that names them.
@@ -371,7 +371,7 @@ class Guard:
 
 
 class PeerWatch:
-    """Tells the other ranks that this one lives, and finds out which of them does not.
+    """Sends heartbeats to the other ranks, and detects ranks that have failed.
 
     Args:
         open_store: makes a client of the run's store; called once here and once for the thread
@@ -457,7 +457,7 @@ class PeerWatch:
             self._leave_evidence(peers, diagnosis.text, None, ends=False)
 
     def join_pipeline(self, pipeline: Sequence[int], alike: Sequence[int]) -> None:
-        """Take note that stages come to different collectives.
+        """Register the pipeline, whose stages run different collectives.
 
         Args:
             pipeline: the ranks of this one's pipeline.
@@ -476,7 +476,7 @@ class PeerWatch:
         self._guard = Guard(seconds, lose)
 
     def close(self) -> None:
-        """Leave in good order: stop beating, and be missed by nobody."""
+        """Stop the heartbeats and mark this rank as finished."""
         self._stop.set()
         with contextlib.suppress(Exception):  # the others' store may have ended before this rank
             self._peers.store.set(f"left/{self._rank}", "1")
@@ -501,7 +501,7 @@ class PeerWatch:
 
     @property
     def pointer(self) -> str:
-        """Return what a line about a lost rank ends with: where there is more."""
+        """Return a reference to the hang report, to end a line about a lost rank."""
         return "" if self._files is None else f"; see {self._files.report}"
 
     def leave_evidence(

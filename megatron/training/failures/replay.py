@@ -24,7 +24,7 @@ from megatron.core.process_groups import Group
 
 
 class Bits:
-    """Sums the bits of what it is shown, and its norms; it reads no number back.
+    """Checksum of bits, and sum of norms, of tensors; without device synchronization.
 
     Any single flipped bit changes the sum, as it is taken modulo 2⁶⁴ over integers.
     """
@@ -34,13 +34,13 @@ class Bits:
         self.norm = torch.zeros((), dtype=torch.float32, device=device)
 
     def begin(self) -> None:
-        """Forget what was shown."""
+        """Reset the checksum."""
         self.sum.zero_()
         self.norm.zero_()
 
     @torch.no_grad()
     def show(self, flat: torch.Tensor) -> None:
-        """Look at one more flat tensor."""
+        """Add a flat tensor to the checksum."""
         per_word = 8 // flat.element_size()
         num_paired = flat.numel() // per_word * per_word
         # As 64-bit words no wider copy is made; the last ones have nothing to pair with.
@@ -68,7 +68,7 @@ class StageBits:
         self._chunks = [(Bits(device), Bits(device)) for _ in range(chunks)]
 
     def begin(self) -> None:
-        """Forget what was shown."""
+        """Reset the checksum."""
         for bits in (bits for pair in self._chunks for bits in pair):
             bits.begin()
 
@@ -86,7 +86,7 @@ class StageBits:
 
 @dataclass(frozen=True)
 class Digest:
-    """What became of some tensors: the sum of their bits, and of their norms."""
+    """Checksum of the bits and sum of the norms of some tensors."""
 
     bits: int = 0
     norm: float = 0.0
@@ -104,7 +104,7 @@ class Digest:
 
 @dataclass(frozen=True)
 class Evidence:
-    """What one rank has of one computation.
+    """Evidence of one rank on one computation of a step.
 
     Args:
         loss: its part.
@@ -214,7 +214,7 @@ Verdict = Literal["transient", "reproduced", "unchecked", "undecided"]
 
 @dataclass(frozen=True)
 class Reruns:
-    """When a step is computed again.
+    """When a step is recomputed.
 
     Args:
         mode: never; if it is suspicious; or then and every few steps anyway.
@@ -258,7 +258,7 @@ class Computed:
 
 @dataclass(frozen=True)
 class Doubt:
-    """What was wrong with a step, equal on every rank.
+    """An anomaly of a step, equal on every rank.
 
     Args:
         kind: what first made it suspicious.
@@ -278,7 +278,7 @@ class Doubt:
 
 
 class Replayer:
-    """Computes steps, some of them again.
+    """Computes steps, and recomputes suspicious ones.
 
     Args:
         reruns: when.
@@ -359,7 +359,7 @@ class Replayer:
         return compute()
 
     def _evidence(self, found: Computed) -> list[Evidence]:
-        """Return what every rank of the world has of the last computation."""
+        """Gather the evidence of every rank on the last computation."""
         stage_numbers = [] if self.reruns.stage is None else self.reruns.stage.numbers()
         numbers = torch.stack([found.own, *self.bits.numbers(), *stage_numbers])
         return [Evidence.of(row) for row in all_gather(numbers[None], self._world).tolist()]

@@ -40,10 +40,10 @@ ENDING = {
     signal.SIGUSR2: ExitCode.USER_SIGNAL_2,
 }
 
-#: Those of them that are listened to without being asked for.
+#: Signals that are handled by default.
 ALWAYS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 
-#: In the place of a signal's number: the launcher is gone.
+#: Used instead of a signal number: the launcher has ended.
 LAUNCHER_GONE = 0
 
 #: Told a signal's number, or None when the time is up that it asked for; returns that time in
@@ -52,7 +52,7 @@ React = Callable[[int | None], float | None]
 
 
 class Listener:
-    """Hears signals on a thread.
+    """Receives signals on a thread.
 
     Args:
         react: called on the thread. If it raises, the process ends with the signal's code: a
@@ -78,10 +78,10 @@ class Listener:
         self._thread.start()
 
     def listen_to(self, number: signal.Signals) -> None:
-        """Hear one more signal. The main thread calls this."""
+        """Handle one more signal. The main thread calls this."""
         if number not in self._before:
             self._before[number] = signal.signal(number, lambda *_: self._on_main())
-        # System calls of libraries that know nothing of signals go on.
+        # Restart interrupted system calls, because libraries may not handle EINTR.
         signal.siginterrupt(number, False)
 
     def tell(self, number: int) -> None:
@@ -90,7 +90,7 @@ class Listener:
             self._sender.send(bytes([number]))
 
     def close(self) -> None:
-        """Leave signals as they were."""
+        """Restore the previous signal handlers."""
         signal.set_wakeup_fd(self._old)
         for number, handler in self._before.items():
             signal.signal(number, handler)
@@ -116,7 +116,7 @@ def signals_to_thread(react: React, on_main: Callable[[], None]) -> Iterator[Lis
 
 
 def _listen(receiver: socket.socket, react: React) -> None:
-    """Pass every signal on until the other end is closed."""
+    """Pass every signal to `react` until the sender is closed."""
     limit: float | None = None
     number = int(signal.SIGTERM)
     try:
@@ -161,7 +161,7 @@ UNTIMED_SAVE = 0.05
 
 
 class StopRequests:
-    """Who wants the run to stop, and what a process does about a signal.
+    """Collects requests to stop the run and handles signals.
 
     Signals arrive on a thread (`react`), everything else is called by the main thread.
 
@@ -198,7 +198,7 @@ class StopRequests:
     # --- what the loop reports and asks -----------------------------------------------------------
 
     def arm(self, *, grace_seconds: float | None, limit_seconds: float | None) -> None:
-        """From here on the run can stop in order.
+        """From here on the run can stop with a save.
 
         Args:
             grace_seconds: how long that may take after a signal; None ends it at once instead.
@@ -207,12 +207,12 @@ class StopRequests:
         self._grace, self._limit = grace_seconds, limit_seconds
 
     def note(self, kind: Literal["step", "save", "validation"], seconds: float) -> None:
-        """Remember how long a thing takes: its longest time, which fades."""
+        """Record a duration; the maximum decays by 10 % per call."""
         self._longest[kind] = max(seconds, 0.9 * self._longest.get(kind, 0.0))
 
     def votes(self) -> tuple[float, float, float]:
-        """Return this rank's share of what all ranks sum: (a signal has come, the time is up, the
-        launcher is gone)."""
+        """Return this rank's control flags, which are summed over all ranks: (signal received, time
+        limit reached, launcher ended)."""
         asks = self._number is not None and self._grace is not None  # else it ends at once
         gone = asks and self._number == LAUNCHER_GONE
         return float(asks), float(self._time_is_up()), float(gone)
@@ -284,7 +284,7 @@ class StopRequests:
         return self._leave_at_once()
 
     def lose_launcher(self, text: str) -> None:
-        """Take note that the launcher is gone; any thread calls this.
+        """Record that the launcher has ended; any thread may call this.
 
         Args:
             text: what is gone.
@@ -307,7 +307,7 @@ class StopRequests:
             raise KeyboardInterrupt
 
     def _look(self) -> float | None:
-        """See whether stopping can still succeed."""
+        """End the process if stopping with a save can no longer succeed."""
         if self._interrupts_main:
             self._say("interrupted")
             return self._leave_at_once()

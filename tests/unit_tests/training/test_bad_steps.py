@@ -190,7 +190,7 @@ def test_a_damaged_list_of_machines_is_an_error_and_more_are_added(tmp_path):
     add_faulty(str(tmp_path), [{"host": "b"}])
     assert [entry["host"] for entry in read_faulty(str(tmp_path))] == ["a", "b"]
     (tmp_path / "faulty_hosts.json").write_text("{")
-    with pytest.raises(ValueError, match=r"faulty_hosts\.json cannot be read .* mend or remove it"):
+    with pytest.raises(ValueError, match=r"faulty_hosts\.json cannot be read .* fix or remove it"):
         refuse_faulty_hosts(str(tmp_path), Solo())
 
 

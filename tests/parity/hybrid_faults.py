@@ -71,8 +71,8 @@ HYBRID_FAULTS: Mapping[str, Fault] = {
     "ranks that hold the same group keep their own gradients": (
         "weight_sharding",
         "gradient_plan",
-        "elif parts < size:",
-        "elif parts > size:",
+        "elif num_shards < size:",
+        "elif num_shards > size:",
         {"mixer": "mamba", "mamba_groups": 1},
     ),
     "copies of a group meet heads in another order": (

@@ -50,8 +50,8 @@ FAULTS = {
     "kv heads held by several ranks keep their own gradients": (
         "weight_sharding",
         "gradient_plan",
-        "elif parts < size:",
-        "elif parts > size:",
+        "elif num_shards < size:",
+        "elif num_shards > size:",
         {"groups": 1},
     ),
     "norm weights see a part of the sequence, and nobody sums them": (
@@ -134,7 +134,7 @@ FAULTS = {
     "padding of the vocabulary takes part in the softmax": (
         "tensor_parallel.vocab_parallel",
         "_CrossEntropy.forward",
-        "min(rows, vocab_size - first)",
+        "min(rows, vocab_size - first_token_id)",
         "rows",
         {},
     ),

@@ -1,22 +1,22 @@
 # SPDX-License-Identifier: Apache-2.0
 """Measure the inference engine: `python -m megatron.inference.bench --load DIR ...`.
 
-Random requests of exact lengths run on a loaded model. All at once (closed loop), or as they arrive
-at random times of a rate (open loop, a Poisson process). Repeats have the same requests and an
-empty prefix cache, after some that are not counted.
+Random requests of exact lengths run on a loaded model. They arrive all at once (closed loop), or at
+the random times of a Poisson process (open loop). After warm-up, every repeat runs the same
+requests with an empty prefix cache.
 
 | figure | meaning |
 |---|---|
-| tokens/s | generated tokens by the time from the first arrival to the last token |
+| tokens/s | generated tokens divided by the seconds from the first arrival to the last token |
 | TTFT | time to first token, from a request's arrival |
 | ITL | inter-token latency: the time between two tokens of a request |
 | host | time of a step outside the model and sampling: planning and bookkeeping |
-| hidden | share of steps whose plan was ready before the step before had ended |
-| wasted | tokens of outputs that had ended when they were chosen |
-| drafts | of speculative decoding: proposed, accepted, and new tokens of a row by its steps |
-| replica | of each data-parallel replica: requests, and prompt tokens in its prefix cache |
-| idle | share of the time that each pipeline stage has waited for others (its bubbles) |
-| W | how many times more rows static batches of the same requests would compute |
+| hidden | share of steps that were planned before the previous step had ended |
+| wasted | tokens that were sampled for outputs which had already ended |
+| drafts | speculative decoding: tokens proposed, accepted, and generated per forward pass |
+| replica | per data-parallel replica: requests, and prompt tokens found in the prefix cache |
+| idle | share of its time that each pipeline stage waits for other stages (bubbles) |
+| W | rows that static batching of the same requests computes, divided by the rows needed |
 """
 
 from __future__ import annotations
@@ -53,40 +53,40 @@ PROG = "python -m megatron.inference.bench"
 
 @dataclass
 class Repeat:
-    """What one repeat took, in seconds.
+    """Measurements of one repeat; times in seconds.
 
     Args:
-        seconds: from the first arrival to the last token.
-        first: from the arrival of each request to its first token.
-        between: between neighbouring tokens of a request.
-        host: of each step outside the model and sampling.
-        computed: tokens of each step.
-        idle: of the whole, waiting for other pipeline stages.
-        most_rows, most_blocks: at once.
+        seconds: time from the first arrival to the last token.
+        ttft: time to first token of each request, from its arrival.
+        itl: inter-token latencies of all requests.
+        host_seconds: time of each step outside the model and sampling.
+        computed: number of tokens of each step.
+        idle_seconds: time that this rank waits for other pipeline stages.
+        max_rows, max_blocks: most rows and cache blocks in use at once.
     """
 
     seconds: float = 0.0
-    first: list[float] = field(default_factory=list)
-    between: list[float] = field(default_factory=list)
-    host: list[float] = field(default_factory=list)
+    ttft: list[float] = field(default_factory=list)
+    itl: list[float] = field(default_factory=list)
+    host_seconds: list[float] = field(default_factory=list)
     computed: list[int] = field(default_factory=list)
-    idle: float = 0.0
-    most_rows: int = 0
-    most_blocks: int = 0
+    idle_seconds: float = 0.0
+    max_rows: int = 0
+    max_blocks: int = 0
 
 
 def make_requests(load: Load, vocab_size: int) -> list[Request]:
-    """Return the requests, each without a stop token."""
+    """Return random requests without stop tokens."""
     from megatron.core.inference import Request, SamplingParams
 
-    source = random.Random(load.seed)
+    rng = random.Random(load.seed)
     low, high = math.log(load.min_output_tokens), math.log(load.max_output_tokens)
-    shared = source.choices(range(vocab_size), k=load.shared_prefix_tokens)
+    shared = rng.choices(range(vocab_size), k=load.shared_prefix_tokens)
     unique = load.input_tokens - len(shared)
     return [
         Request(
-            prompt=(*shared, *source.choices(range(vocab_size), k=unique)),
-            max_new_tokens=round(math.exp(source.uniform(low, high))),
+            prompt=(*shared, *rng.choices(range(vocab_size), k=unique)),
+            max_new_tokens=round(math.exp(rng.uniform(low, high))),
             sampling=SamplingParams(temperature=0),
             sequence=number,
         )
@@ -94,25 +94,25 @@ def make_requests(load: Load, vocab_size: int) -> list[Request]:
     ]
 
 
-def arrivals(load: Load) -> list[float]:
-    """Return when each request arrives, in seconds from the first."""
+def arrival_times(load: Load) -> list[float]:
+    """Return the arrival time of each request, in seconds after the first arrival."""
     if load.request_rate is None:
         return [0.0] * load.num_requests
-    source, now, found = random.Random(load.seed + 1), 0.0, []
+    rng, now, times = random.Random(load.seed + 1), 0.0, []
     for _ in range(load.num_requests):
-        found.append(now)
-        now += source.expovariate(load.request_rate)
-    return found
+        times.append(now)
+        now += rng.expovariate(load.request_rate)
+    return times
 
 
-def static_waste(lengths: Sequence[int], rows: int) -> float:
-    """Return W: rows that static batches of `rows` compute, by those that are wanted."""
-    batches = [lengths[n : n + rows] for n in range(0, len(lengths), rows)]
+def static_waste(lengths: Sequence[int], batch_size: int) -> float:
+    """Return W: rows that static batches of `batch_size` compute, divided by the rows needed."""
+    batches = [lengths[n : n + batch_size] for n in range(0, len(lengths), batch_size)]
     return sum(len(batch) * max(batch) for batch in batches) / sum(lengths)
 
 
 def time_of_rank_0(now: float, group: Group, device: torch.device) -> float:
-    """Return the time of rank 0 on every rank of the group."""
+    """Return the clock of rank 0 on every rank of the group."""
     import torch
 
     from megatron.core.comm import all_reduce
@@ -128,89 +128,97 @@ def measure(
     *,
     group: Group | None = None,
 ) -> Repeat:
-    """Run the requests, each added when it arrives, and return what that took.
+    """Run the requests, each added at its arrival time, and return the measurements.
 
     Args:
         replicas: the engines of all ranks.
-        requests, times: what arrives when, in seconds.
-        group: of the ranks that have to add a request before the same step: they take the time of
-            its rank 0. None where all requests are there at the start, or for one process.
+        requests: the requests.
+        times: arrival time of each request, in seconds.
+        group: ranks that have to add a request before the same step; they share the clock of its
+            rank 0. None for one process, or if all requests arrive at the start.
     """
-    engine, found = replicas.engine, Repeat()
+    engine, repeat = replicas.engine, Repeat()
     scheduler = engine.scheduler
-    waiting = list(zip(times, requests, strict=True))
+    pending = list(zip(times, requests, strict=True))
     arrived: dict[int, float] = {}
-    newest: dict[int, tuple[int, float]] = {}  # tokens of each, and when they were there
-    idle = engine.link.idle_seconds
+    progress: dict[int, tuple[int, float]] = {}  # request id -> tokens, time of the newest
+    idle_seconds = engine.link.idle_seconds
     begin = time.perf_counter()
-    while waiting or replicas.unfinished:
+    while pending or replicas.unfinished:
         now = time.perf_counter() - begin
         if group is not None:
             now = time_of_rank_0(now, group, engine.device)
-        while waiting and waiting[0][0] <= now:
-            at, request = waiting.pop(0)
-            arrived[replicas.add(request)] = at
+        while pending and pending[0][0] <= now:
+            arrival, request = pending.pop(0)
+            arrived[replicas.add(request)] = arrival
         if not replicas.unfinished:
-            time.sleep(max(0.0, waiting[0][0] - now))
+            time.sleep(max(0.0, pending[0][0] - now))
             continue
-        computed, inside = engine.stats.computed, engine.model_seconds
+        computed, model_seconds = engine.stats.computed, engine.model_seconds
         start = time.perf_counter()
         completions = replicas.step()
         end = time.perf_counter()
-        found.host.append(end - start - (engine.model_seconds - inside))
-        found.computed.append(engine.stats.computed - computed)
+        repeat.host_seconds.append(end - start - (engine.model_seconds - model_seconds))
+        repeat.computed.append(engine.stats.computed - computed)
         blocks = scheduler.pool.num_blocks - scheduler.pool.available
-        found.most_blocks = max(found.most_blocks, blocks)
-        found.most_rows = max(found.most_rows, len(scheduler.running))
+        repeat.max_blocks = max(repeat.max_blocks, blocks)
+        repeat.max_rows = max(repeat.max_rows, len(scheduler.running))
         for completion in completions:
-            identity, count = completion.request_id, len(completion.tokens)
-            if identity in newest:
-                known, before = newest[identity]
+            request_id, count = completion.request_id, len(completion.tokens)
+            if request_id in progress:
+                previous_count, previous_time = progress[request_id]
                 # The tokens of one step share its time.
-                found.between += [(end - begin - before) / (count - known)] * (count - known)
+                new_tokens = count - previous_count
+                repeat.itl += [(end - begin - previous_time) / new_tokens] * new_tokens
             else:
-                found.first.append(end - begin - arrived[identity])
-            newest[identity] = count, end - begin
-    found.seconds, found.idle = time.perf_counter() - begin, engine.link.idle_seconds - idle
-    return found
+                repeat.ttft.append(end - begin - arrived[request_id])
+            progress[request_id] = count, end - begin
+    repeat.seconds, repeat.idle_seconds = (
+        time.perf_counter() - begin,
+        engine.link.idle_seconds - idle_seconds,
+    )
+    return repeat
 
 
-def percentile(values: Sequence[float], share: float) -> float:
-    """Return the least value that at least `share` of all are at most (nearest rank)."""
+def percentile(values: Sequence[float], fraction: float) -> float:
+    """Return the smallest value that is >= `fraction` of all values (nearest rank)."""
     ordered = sorted(values)
-    return ordered[max(0, math.ceil(share * len(ordered)) - 1)] if ordered else 0.0
+    return ordered[max(0, math.ceil(fraction * len(ordered)) - 1)] if ordered else 0.0
 
 
 def summary(
     repeats: Sequence[Repeat], replicas: Replicas, lengths: Sequence[int], *, rows: int
 ) -> dict[str, Any]:
-    """Return the figures of all repeats: those of times over all of them, in milliseconds; of
-    several replicas those of the first, and counts over all."""
+    """Return the figures of all repeats.
+
+    Latencies are in milliseconds and pooled over the repeats. With several replicas, times are
+    measured on the first replica and counts are summed over all.
+    """
     rates = [sum(lengths) / repeat.seconds for repeat in repeats]
-    first = [t for repeat in repeats for t in repeat.first]
-    between = [t for repeat in repeats for t in repeat.between]
-    host = [t for repeat in repeats for t in repeat.host]
+    ttft = [t for repeat in repeats for t in repeat.ttft]
+    itl = [t for repeat in repeats for t in repeat.itl]
+    host_seconds = [t for repeat in repeats for t in repeat.host_seconds]
     computed = [n for repeat in repeats for n in repeat.computed]
-    engine, every = replicas.engine, replicas.stats()
-    stats = sum(every[1:], every[0])
+    engine, replica_stats = replicas.engine, replicas.stats()
+    stats = sum(replica_stats[1:], replica_stats[0])
     return {
         "requests": len(lengths),
         "output_tokens": sum(lengths),
         "tokens_per_second": statistics.median(rates),
         "tokens_per_second_least": min(rates),
         "tokens_per_second_most": max(rates),
-        "ttft_mean_ms": 1e3 * statistics.mean(first),
-        "ttft_p50_ms": 1e3 * percentile(first, 0.5),
-        "ttft_p99_ms": 1e3 * percentile(first, 0.99),
-        "itl_p50_ms": 1e3 * percentile(between, 0.5),
-        "itl_p99_ms": 1e3 * percentile(between, 0.99),
-        "host_us_per_step": 1e6 * statistics.median(host),
+        "ttft_mean_ms": 1e3 * statistics.mean(ttft),
+        "ttft_p50_ms": 1e3 * percentile(ttft, 0.5),
+        "ttft_p99_ms": 1e3 * percentile(ttft, 0.99),
+        "itl_p50_ms": 1e3 * percentile(itl, 0.5),
+        "itl_p99_ms": 1e3 * percentile(itl, 0.99),
+        "host_us_per_step": 1e6 * statistics.median(host_seconds),
         "computed_tokens_per_step": statistics.mean(computed),
         "steps": len(computed) // len(repeats),
         "cache_bytes": engine.cache.num_bytes,
-        "most_rows": max(repeat.most_rows for repeat in repeats),
+        "most_rows": max(repeat.max_rows for repeat in repeats),
         "most_cached_tokens": engine.config.block_size
-        * max(repeat.most_blocks for repeat in repeats),
+        * max(repeat.max_blocks for repeat in repeats),
         "prefix_queried": stats.queried,
         "prefix_hit": stats.hit,
         "preempted": stats.preempted,
@@ -221,24 +229,23 @@ def summary(
         "drafts_accepted": stats.accepted,
         "tokens_per_forward": stats.tokens_per_forward,
         "static_batching_waste": static_waste(lengths, rows),
-        **replica_figures(replicas, every),
+        **replica_figures(replicas, replica_stats),
         **graph_figures(engine),
     }
 
 
 def replica_figures(replicas: Replicas, stats: Sequence[CacheStats]) -> dict[str, Any]:
-    """Return what each replica was sent and found in its prefix cache, in all repeats; nothing of a
-    single one."""
+    """Return requests and prefix-cache hits of each replica in all repeats; empty for one."""
     if replicas.router is None:
         return {}
     return {
         "replica_requests": ", ".join(f"{count:,}" for count in replicas.router.requests),
-        "replica_prefix_hits": ", ".join(f"{one.hit:,}" for one in stats),
+        "replica_prefix_hits": ", ".join(f"{replica.hit:,}" for replica in stats),
     }
 
 
 def graph_figures(engine: Engine) -> dict[str, Any]:
-    """Return what graphs did; steps of all repeats, those that are not counted too."""
+    """Return the statistics of the graph recorder over all repeats, warm-up included."""
     graphs = engine.graphs
     if graphs is None:
         return {"graphs": "none"}
@@ -254,20 +261,20 @@ def graph_figures(engine: Engine) -> dict[str, Any]:
 
 
 def table(figures: Mapping[str, Any]) -> str:
-    """Return the figures, one on a line."""
-    shown = {
+    """Return the figures as text, one per line."""
+    formatted = {
         k: v if isinstance(v, str) else f"{v:,.2f}" if isinstance(v, float) else f"{v:,}"
         for k, v in figures.items()
     }
-    return "\n".join(f"{name:26} {value:>14}" for name, value in shown.items())
+    return "\n".join(f"{name:26} {value:>14}" for name, value in formatted.items())
 
 
 def run(config: BenchConfig, launch: Launch, reports: ErrorReports) -> None:
     """Load the model, measure, and have rank 0 print the table.
 
     Args:
-        config: what to measure.
-        launch: which rank this is.
+        config: options of the measurement.
+        launch: rank and world size of this process.
         reports: agrees with the other ranks on errors.
 
     Raises:
@@ -276,7 +283,7 @@ def run(config: BenchConfig, launch: Launch, reports: ErrorReports) -> None:
     from megatron.inference.checkpoint_model import load_checkpoint_model
     from megatron.inference.llm import LLM
 
-    load, rows = config.requests, config.inference.inference_max_requests
+    load, max_requests = config.requests, config.inference.inference_max_requests
     with load_checkpoint_model(
         config.source,
         launch,
@@ -284,25 +291,25 @@ def run(config: BenchConfig, launch: Launch, reports: ErrorReports) -> None:
         facts=start_facts(config),
         reports=reports,
     ) as loaded:
-        requests, times = make_requests(load, loaded.vocab_size), arrivals(load)
+        requests, times = make_requests(load, loaded.vocab_size), arrival_times(load)
         lengths = [request.max_new_tokens for request in requests]
-        longest = load.input_tokens + max(lengths)
-        blocks = rows * -(-longest // config.inference.inference_block_size)
+        max_length = load.input_tokens + max(lengths)
+        blocks = max_requests * -(-max_length // config.inference.inference_block_size)
         replicas = LLM(loaded, config.inference, num_blocks=blocks).replicas
         engine = replicas.engine
         shares_clock = launch.world_size > 1 and load.request_rate is not None
         group = loaded.model.groups["world"] if shares_clock else None
         repeats = []
         for number in range(load.warmup + load.repeats):
-            found = measure(replicas, requests, times, group=group)
+            timings = measure(replicas, requests, times, group=group)
             replicas.forget_cached()
             if number >= load.warmup:
-                repeats.append(found)
-        figures = summary(repeats, replicas, lengths, rows=rows)
+                repeats.append(timings)
+        figures = summary(repeats, replicas, lengths, rows=max_requests)
         if engine.link.count > 1:
-            share = statistics.median(repeat.idle / repeat.seconds for repeat in repeats)
-            idle = engine.link.of_stages(share)
-            figures["stage_idle_share"] = ", ".join(f"{share:.2f}" for share in idle)
+            share = statistics.median(repeat.idle_seconds / repeat.seconds for repeat in repeats)
+            stage_idle_shares = engine.link.of_stages(share)
+            figures["stage_idle_share"] = ", ".join(f"{share:.2f}" for share in stage_idle_shares)
     if launch.rank == 0:
         print(table(figures))
         if load.output_json is not None:
@@ -319,7 +326,7 @@ def main(argv: Sequence[str], environment: Mapping[str, str]) -> int:
 
     Args:
         argv: arguments without the program's name.
-        environment: of this process, where torchrun gives its rank.
+        environment: environment variables, in which torchrun passes the rank.
     """
     reports = ErrorReports(environment)
 

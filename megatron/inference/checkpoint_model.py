@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A model and its tokenizer out of a checkpoint or a Hugging Face folder, on any layout."""
+"""Load a model and its tokenizer from a checkpoint or a Hugging Face folder, in any layout."""
 
 from __future__ import annotations
 
@@ -65,34 +65,33 @@ from megatron.training.cpu_matmul import CpuMatmul
 from megatron.training.newest_checkpoint import load_newest, read_together
 from megatron.training.stored_model import stored_model
 
-# Of the begin and the end of a file of weights, which its digest covers.
-_PART_BYTES = 64 << 10
+# Bytes at the start and at the end of a weight file that its digest covers.
+_SAMPLE_BYTES = 64 << 10
 
 
 @dataclass(frozen=True, kw_only=True)
 class CheckpointModel:
-    """What generation needs of a checkpoint or a Hugging Face folder.
+    """A model that is loaded for generation, with its tokenizer.
 
     Args:
-        model: this rank's part of it.
-        tokenizer: the one it was trained with, or the one that was asked for.
-        max_length: longest sequence it is meant for, in tokens; None if it does not specify it.
-        vocab_size: token ids are below it.
-        device: where it is.
-        folder: the `iter_` or Hugging Face folder it came from.
-        stop_tokens: ids that end a text.
-        chat_folder: where a chat template may be: the tokenizer's folder; None if it has none.
-        token_multiple: what the tokens of a step have to be a multiple of.
-        optimized: generate by `InferenceOptimizedModel`.
+        model: this rank's shard of the model.
+        tokenizer: the tokenizer of training, or the one of `--tokenizer-model`.
+        max_length: longest sequence in tokens; None if the checkpoint does not specify it.
+        vocab_size: size of the vocabulary; every token id is below it.
+        device: device of the weights.
+        folder: the `iter_` or Hugging Face folder that was loaded.
+        stop_tokens: ids of the tokens that end a text.
+        chat_folder: the tokenizer's folder, which may hold a chat template; None without a folder.
+        token_multiple: the number of tokens of a step is padded to a multiple of this.
+        optimized: run `InferenceOptimizedModel` instead of the layers that train.
         nvls, nvls_tries, weights_dtype: as in `ModelSource`.
-        speculation: how drafts are made. The model has its depths of multi-token prediction only if
-            they make them.
-        draft: the model that makes them, all of it on the first pipeline stage; None on the others
-            and if no other model makes any.
-        tokenizer_choice: arguments of `choose_tokenizer`, with which another process makes the same
-            tokenizer.
-        coordinator: by which the ranks that hold the model agree.
-        timeout_seconds: that a rank waits for another one.
+        speculation: options of speculative decoding. The MTP layers are loaded only for method mtp.
+        draft: the draft model, which is whole on the first pipeline stage; None on other stages and
+            without a draft model.
+        tokenizer_choice: arguments of `choose_tokenizer` that build the same tokenizer in another
+            process.
+        coordinator: reaches agreement between all ranks.
+        timeout_seconds: how long a rank waits for another rank.
     """
 
     model: GPTModel
@@ -115,10 +114,10 @@ class CheckpointModel:
     timeout_seconds: float = 600.0
 
     def generator(self, max_step_tokens: int) -> LanguageModel:
-        """Return what the engine runs; all ranks call it.
+        """Return the model that the engine runs; all ranks call it.
 
         Args:
-            max_step_tokens: tokens of a step at most.
+            max_step_tokens: most tokens of a step.
 
         Raises:
             ValueError: `--nvls require` where NVLink SHARP cannot be had, or `--weights-dtype`
@@ -139,7 +138,7 @@ class CheckpointModel:
         return generator
 
     def _check_tiles(self) -> None:
-        """Say what --batch-invariant covers. Raises ValueError where products do not allow it."""
+        """Log which matmuls --batch-invariant covers. Raises ValueError if a tile is not exact."""
         handles = matrices(self.model)
         packed = [handle for handle in handles if handle.least_rows is not None]
         tiled = [handle for handle in handles if handle not in packed]
@@ -154,10 +153,10 @@ class CheckpointModel:
                 file=sys.stderr,
             )
             if tiled:
-                why = "sums rows by how many there are" if is_available() else "is not there"
+                reason = "sums rows by how many there are" if is_available() else "is not there"
                 shapes = ", ".join(str(list(s)) for s in sorted({h.shape for h in tiled}))
                 print(
-                    f"batch-invariant: tiles of {shapes}, as this torch's packed product {why}",
+                    f"batch-invariant: tiles of {shapes}, as this torch's packed product {reason}",
                     file=sys.stderr,
                 )
 
@@ -167,11 +166,11 @@ class CheckpointModel:
         if not region.scatters:
             return None
         tokens = -(-max_step_tokens // self.token_multiple) * self.token_multiple
-        element = torch.empty((), dtype=self.model.store.dtype).element_size()
+        element_size = torch.empty((), dtype=self.model.store.dtype).element_size()
         comm = SequenceParallelComm.create(
             region.group,
             TorchMemory(self.device),
-            max_bytes=tokens * self.model.config.hidden_size * element,
+            max_bytes=tokens * self.model.config.hidden_size * element_size,
             mode=self.nvls,
             limit=self.nvls_tries or 0,
         )
@@ -187,29 +186,31 @@ class CheckpointModel:
 
     @property
     def cache_shapes(self) -> CacheShapes:
-        """What this rank keeps of tokens while generating."""
+        """Shapes of this rank's KV cache and recurrent states."""
         return CacheShapes.of(self.model.modules(), self.model.store.dtype)
 
     @property
     def data_parallel(self) -> Group:
-        """The ranks that have the same part of the model, each in a replica of its own."""
+        """The data-parallel group: one rank of each replica, with the same shard of the model."""
         return self.model.groups["dp"]
 
     @property
     def shares_experts(self) -> bool:
-        """Whether ranks of several replicas share experts: those of the group "etp_ep"."""
+        """Whether the experts are sharded over several replicas (the group "etp_ep")."""
         groups = self.model.groups
-        inside = set(groups["etp_ep"].ranks) <= set(groups["tp"].ranks)
-        return self.model.config.moe is not None and not inside
+        within_replica = set(groups["etp_ep"].ranks) <= set(groups["tp"].ranks)
+        return self.model.config.moe is not None and not within_replica
 
     def host_group(self, name: str = "world") -> Group:
-        """Make a group for what the hosts of these ranks exchange; all ranks call this. See
-        `ProcessGroupCollection.host_group`."""
+        """Create a group for messages between hosts; all ranks call this.
+
+        See `ProcessGroupCollection.host_group`.
+        """
         return self.model.groups.host_group(name, timeout_seconds=self.timeout_seconds)
 
     @property
     def pipeline(self) -> PipelineGroups:
-        """The stages that generate together with this one."""
+        """The pipeline groups of this rank."""
         return PipelineGroups.of(self.model.groups)
 
 
@@ -222,32 +223,32 @@ def load_checkpoint_model(
     facts: StartFacts | None = None,
     reports: ErrorReports | None = None,
 ) -> Iterator[CheckpointModel]:
-    """Build the model that a checkpoint or a Hugging Face folder describes and load its weights,
-    spread over the processes.
+    """Build the model of a checkpoint or a Hugging Face folder and load its weights, sharded over
+    the processes.
 
     Args:
-        source: where it is.
-        launch: this process.
-        speculation: how drafts are made; None makes none.
-        facts: what all ranks must have in common besides the model; None for `source` alone.
-        reports: agrees with the other ranks on errors, as soon as there is a store.
+        source: path and layout of the model.
+        launch: rank and world size of this process.
+        speculation: options of speculative decoding; None for no drafts.
+        facts: values that must be equal on all ranks, besides the model; None for `source` alone.
+        reports: agrees with the other ranks on errors, once the store exists.
 
     Raises:
-        ValueError: no checkpoint or a damaged one, no tokenizer, an impossible layout, no model
-            that makes the drafts, or ranks that were not started alike.
+        ValueError: the checkpoint is missing or corrupt, there is no tokenizer, the layout is
+            impossible, the model cannot draft, or the ranks were started with different options.
     """
     speculation, facts = speculation or Speculation(), facts or start_facts(source)
     device = choose_device(source.device, launch.local_rank)
-    further = speculation.speculative_method == "mtp"
-    with _joined(source, launch, device, further=further, reports=reports) as place:
-        check_same_start(place.coordinator, facts)
-        loaded = dataclasses.replace(_from_source(source, place), speculation=speculation)
+    keep_mtp = speculation.speculative_method == "mtp"
+    with _join_ranks(source, launch, device, keep_mtp=keep_mtp, reports=reports) as context:
+        check_same_start(context.coordinator, facts)
+        loaded = dataclasses.replace(_from_source(source, context), speculation=speculation)
         if speculation.speculative_draft_model is not None:
-            name = speculation.speculative_draft_model
-            smaller = dataclasses.replace(place.source_of_one_stage, load=name)
-            draft = _from_source(smaller, place.of_one_stage())
-            _check_draft(loaded, draft, name)
-            if loaded.model.groups["pp"].rank == 0:  # the other stages are told its drafts
+            draft_name = speculation.speculative_draft_model
+            draft_source = dataclasses.replace(context.single_stage_source, load=draft_name)
+            draft = _from_source(draft_source, context.single_stage_context())
+            _check_draft(loaded, draft, draft_name)
+            if loaded.model.groups["pp"].rank == 0:  # it sends the drafts to the other stages
                 loaded = dataclasses.replace(loaded, draft=draft)
         compilers = explain_compiler(device)
         if compilers is not None and launch.rank == 0:
@@ -255,13 +256,13 @@ def load_checkpoint_model(
         yield loaded
 
 
-def _from_source(source: ModelSource, place: _Place) -> CheckpointModel:
-    return (_from_folder if is_folder(source.load) else _from_checkpoint)(source, place)
+def _from_source(source: ModelSource, context: _RankContext) -> CheckpointModel:
+    return (_from_folder if is_folder(source.load) else _from_checkpoint)(source, context)
 
 
 def _check_draft(loaded: CheckpointModel, draft: CheckpointModel, name: str) -> None:
-    """Raise ValueError unless both models mean the same by a token id, and the draft model's ranks
-    need no others."""
+    """Raise ValueError unless both models have the same vocabulary, and each replica can run the
+    draft model alone."""
     if draft.shares_experts:
         raise ValueError(
             f"--speculative-draft-model {name} has experts over several data-parallel replicas, "
@@ -280,19 +281,19 @@ def _check_draft(loaded: CheckpointModel, draft: CheckpointModel, name: str) -> 
         )
 
 
-class _Place:
-    """This process among those that generate together.
+class _RankContext:
+    """The rank grid, the process groups and the device of this rank.
 
     Args:
-        source: how they are arranged.
-        launch: which of them this is.
-        device: of this one.
-        store: what all of them reach; None for a single process.
-        further: keep the depths of multi-token prediction.
+        source: parallel sizes of the model.
+        launch: rank and world size of this process.
+        device: device of this rank.
+        store: store of the launcher; None for a single process.
+        further: keep the layers of multi-token prediction (MTP).
 
     Attributes:
-        coordinator: by which they agree.
-        seconds: that one waits for another.
+        coordinator: reaches agreement between all ranks.
+        timeout_seconds: how long a rank waits for another rank.
     """
 
     def __init__(
@@ -302,26 +303,26 @@ class _Place:
         device: torch.device,
         store: dist.Store | None,
         *,
-        further: bool,
+        keep_mtp: bool,
     ) -> None:
         self.grid = rank_grid(source, launch.world_size)
         self.device, self._source, self._launch, self._store = device, source, launch, store
-        self._further = further
-        self.seconds = source.distributed_timeout_minutes * 60
+        self._keep_mtp = keep_mtp
+        self.timeout_seconds = source.distributed_timeout_minutes * 60
         self._groups: ProcessGroupCollection | None = None
         self.coordinator: Coordinator = Solo()
         if store is not None:
             self.coordinator = StoreCoordinator(
-                store, launch.rank, launch.world_size, timeout_seconds=self.seconds
+                store, launch.rank, launch.world_size, timeout_seconds=self.timeout_seconds
             )
 
     def build(self, config: GPTConfig, dtype: torch.dtype) -> GPTModel:
-        """Return this rank's part of a model, without values.
+        """Return this rank's shard of a model, with uninitialized weights.
 
         Raises:
-            ValueError: the model cannot be on these ranks; no process group is made then.
+            ValueError: the model does not fit these ranks; no process group is created then.
         """
-        config = generating(config, further=self._further)
+        config = inference_model_config(config, keep_mtp=self._keep_mtp)
         split = stage_split(config, self._source)
         grid = self.grid
         problems = config.problems(tp=grid.tp, etp=grid.size("etp"), ep=grid.ep)
@@ -329,7 +330,7 @@ class _Place:
             raise ValueError("; ".join(problems))
         return GPTModel(
             config,
-            self._joined_groups(),
+            self._process_groups(),
             sequence_parallel=self._source.sequence_parallel,
             dtype=dtype,
             device=self.device,
@@ -339,24 +340,24 @@ class _Place:
         )
 
     @property
-    def source_of_one_stage(self) -> ModelSource:
-        """How the processes are arranged without pipeline stages."""
+    def single_stage_source(self) -> ModelSource:
+        """The model source without pipeline stages."""
         return dataclasses.replace(
             self._source, pipeline_model_parallel_size=1, pipeline_model_parallel_layout=None
         )
 
-    def of_one_stage(self) -> _Place:
-        """Return this process among the same ones without pipeline stages: the ranks of each stage
-        hold all of a model."""
+    def single_stage_context(self) -> _RankContext:
+        """Return the context of this rank in a grid without pipeline stages, in which the ranks of
+        each stage hold a whole model."""
         if self.grid.pp == 1:
             return self
-        place = copy.copy(self)
-        place._source, place._groups = self.source_of_one_stage, None
-        place.grid = rank_grid(place._source, self._launch.world_size)
-        return place
+        context = copy.copy(self)
+        context._source, context._groups = self.single_stage_source, None
+        context.grid = rank_grid(context._source, self._launch.world_size)
+        return context
 
-    def _joined_groups(self) -> ProcessGroupCollection:
-        """Return the groups of the processes, made the first time."""
+    def _process_groups(self) -> ProcessGroupCollection:
+        """Return the process groups, which the first call creates."""
         if self._groups is None and self._store is None:
             self._groups = ProcessGroupCollection.single()
         elif self._groups is None:
@@ -366,43 +367,45 @@ class _Place:
                     store=dist.PrefixStore("groups", self._store),
                     rank=self._launch.rank,
                     world_size=self._launch.world_size,
-                    timeout=timedelta(seconds=self.seconds),
-                    # NCCL then connects communicators as they are made, and fails there.
+                    timeout=timedelta(seconds=self.timeout_seconds),
+                    # With a device NCCL connects eagerly, so that a bad link fails here.
                     device_id=self.device if self.device.type == "cuda" else None,
                 )
             self._groups = ProcessGroupCollection.create(
                 self.grid,
                 rank=self._launch.rank,
-                timeout_seconds=self.seconds,
+                timeout_seconds=self.timeout_seconds,
                 names=GROUP_NAMES,
             )
         return self._groups
 
     def compare_files(self, folder: Path, tokenizer: Tokenizer) -> None:
-        """Compare a model's files with those of the other ranks, which may be other copies.
+        """Check that all ranks read the same files; each host may have its own copy.
 
         Raises:
-            ValueError: they differ.
+            ValueError: the files differ.
         """
         if self._store is not None:
-            files = {"the digest of the model's files": _digest_of(folder)}
+            files = {"the digest of the model's files": _folder_digest(folder)}
             tokens = {"the tokenizer's digest": tokenizer.fingerprint[:16]}
             check_same_start(self.coordinator, StartFacts(values={**files, **tokens}))
 
     def leave(self) -> None:
-        """Leave the other processes, once all of them are done."""
+        """Wait for all ranks and destroy the process groups."""
         if dist.is_initialized():
             dist.barrier()
             dist.destroy_process_group()
 
 
-def _digest_of(folder: Path) -> str:
-    """Return a digest of a checkpoint's manifest, which has the digests of its tensors; of a
-    Hugging Face folder, of its config.json and of the size, begin and end of each file of weights.
+def _folder_digest(folder: Path) -> str:
+    """Return a digest of the folder of a model.
+
+    It covers the manifest of a checkpoint, which holds the digests of all tensors. For a Hugging
+    Face folder it covers config.json and the size, start and end of each weight file.
     """
     digest = hashlib.sha256()
-    described = [folder / name for name in (MANIFEST_NAME, "config.json")]
-    for path in filter(Path.is_file, described):
+    metadata_files = [folder / name for name in (MANIFEST_NAME, "config.json")]
+    for path in filter(Path.is_file, metadata_files):
         with open_regular(path, follow_links=True) as file:
             while block := file.read(1 << 22):
                 digest.update(block)
@@ -410,18 +413,17 @@ def _digest_of(folder: Path) -> str:
         with open_regular(path, follow_links=True) as file:
             size = file.seek(0, os.SEEK_END)
             digest.update(f"{path.name} {size}".encode())
-            for begin in (0, max(0, size - _PART_BYTES)):
-                file.seek(begin)
-                digest.update(file.read(_PART_BYTES))
+            for offset in (0, max(0, size - _SAMPLE_BYTES)):
+                file.seek(offset)
+                digest.update(file.read(_SAMPLE_BYTES))
     return digest.hexdigest()[:16]
 
 
 def rank_grid(source: ModelSource, world_size: int) -> RankGrid:
-    """Return how so many processes are arranged: as data-parallel replicas of the tensor and
-    pipeline parallel ranks.
+    """Return the rank grid: data-parallel replicas of the tensor- and pipeline-parallel ranks.
 
     Raises:
-        ValueError: they are no multiple of what the sizes multiply to.
+        ValueError: the world size is not a multiple of the product of the parallel sizes.
     """
     tp, pp = source.tensor_model_parallel_size, source.pipeline_model_parallel_size
     etp, ep = source.expert_tensor_parallel_size or tp, source.expert_model_parallel_size
@@ -429,15 +431,15 @@ def rank_grid(source: ModelSource, world_size: int) -> RankGrid:
         {"tensor": tp, "pipeline": pp},
         {"expert-tensor": etp, "expert": ep, "pipeline": pp},
     ):
-        total = math.prod(sizes.values())
-        if world_size % total:
+        model_ranks = math.prod(sizes.values())
+        if world_size % model_ranks:
             flags = (
                 f"--{name}{'' if name == 'expert-tensor' else '-model'}-parallel-size {size}"
                 for name, size in sizes.items()
             )
             raise ValueError(
-                f"{' x '.join(flags)} does not fit {world_size} process(es): start {total} or a "
-                "multiple with torchrun --nproc-per-node, or choose other sizes"
+                f"{' x '.join(flags)} does not fit {world_size} process(es): start {model_ranks} "
+                "or a multiple with torchrun --nproc-per-node, or choose other sizes"
             )
     return RankGrid(world_size=world_size, tp=tp, pp=pp, etp=etp, ep=ep)
 
@@ -446,7 +448,7 @@ def stage_split(config: GPTConfig, source: ModelSource) -> StageSplit:
     """Return the blocks of every pipeline stage.
 
     Raises:
-        ValueError: fewer layers than stages, or a layout that is none of this model.
+        ValueError: there are fewer layers than stages, or the layout does not fit this model.
     """
     stages, layout = source.pipeline_model_parallel_size, source.pipeline_model_parallel_layout
     if layout is None:
@@ -466,126 +468,130 @@ def stage_split(config: GPTConfig, source: ModelSource) -> StageSplit:
 
 
 def _token_multiple(source: ModelSource) -> int:
-    """Return what ranks that share the tokens of a step need these to be a multiple of."""
+    """Return the multiple of tokens of a step that sequence parallelism needs."""
     return source.tensor_model_parallel_size if source.sequence_parallel else 1
 
 
-def _backend(dtype: torch.dtype, place: _Place, source: ModelSource) -> Backend:
-    """Return the parts of a model whose ranks multiply alike."""
+def _backend(dtype: torch.dtype, context: _RankContext, source: ModelSource) -> Backend:
+    """Return the backend; all ranks choose the same dtype of matmuls."""
     if source.batch_invariant:
-        if place.device.type != "cpu":
+        if context.device.type != "cpu":
             raise ValueError(
-                f"--batch-invariant is for a CPU, not {place.device}: give --device cpu, or drop it"
+                f"--batch-invariant is for a CPU, not {context.device}: give --device cpu, or "
+                "drop it"
             )
         return with_batch_invariance(LOCAL)
-    chosen = CpuMatmul.choose(
-        "auto", weights=dtype, device=place.device, coordinator=place.coordinator
+    matmul = CpuMatmul.choose(
+        "auto", weights=dtype, device=context.device, coordinator=context.coordinator
     )
-    return with_cpu_dtype(LOCAL, None if chosen is None else chosen.dtype)
+    return with_cpu_dtype(LOCAL, None if matmul is None else matmul.dtype)
 
 
-def _from_folder(source: ModelSource, place: _Place) -> CheckpointModel:
+def _from_folder(source: ModelSource, context: _RankContext) -> CheckpointModel:
     """Read this rank's slices of a Hugging Face folder."""
-    folder, described = open_model(source.load, flag="--load")
+    folder, hf_model = open_model(source.load, flag="--load")
     if source.tokenizer_model is None and folder.tokenizer is None:
         raise ValueError(
             f"--load {source.load} holds no tokenizer: give --tokenizer-model PATH of one"
         )
-    chosen = str(source.tokenizer_model or folder.tokenizer)
-    choice = {
-        "recorded": {"type": guess_type(chosen), "model": chosen},
+    tokenizer_path = str(source.tokenizer_model or folder.tokenizer)
+    tokenizer_choice = {
+        "recorded": {"type": guess_type(tokenizer_path), "model": tokenizer_path},
         "model": None,
         "add_special_tokens": not source.tokenizer_hf_no_include_special_tokens,
     }
-    tokenizer = choose_tokenizer(**choice)
-    place.compare_files(folder.path, tokenizer)
-    dtype = described.dtype or torch.float32
-    model = place.build(described.config, dtype)
-    read_weights(folder, described, weight_chunks(model.store), coordinator=place.coordinator)
-    ends = set(end_tokens(folder.path))
-    if not ends and tokenizer.eod is not None:
-        ends = {tokenizer.eod}
+    tokenizer = choose_tokenizer(**tokenizer_choice)
+    context.compare_files(folder.path, tokenizer)
+    dtype = hf_model.dtype or torch.float32
+    model = context.build(hf_model.config, dtype)
+    read_weights(folder, hf_model, weight_chunks(model.store), coordinator=context.coordinator)
+    stop_tokens = set(end_tokens(folder.path))
+    if not stop_tokens and tokenizer.eod is not None:
+        stop_tokens = {tokenizer.eod}
     return CheckpointModel(
         model=model,
         tokenizer=tokenizer,
-        max_length=described.max_length,
-        vocab_size=described.config.vocab_size,
-        device=place.device,
+        max_length=hf_model.max_length,
+        vocab_size=hf_model.config.vocab_size,
+        device=context.device,
         folder=folder.path,
-        stop_tokens=frozenset(ends),
+        stop_tokens=frozenset(stop_tokens),
         chat_folder=folder.path if source.tokenizer_model is None else source.tokenizer_model,
         token_multiple=_token_multiple(source),
         optimized=source.transformer_impl == "inference_optimized",
         nvls=source.nvls,
         nvls_tries=source.nvls_tries,
         weights_dtype=source.weights_dtype,
-        tokenizer_choice=choice,
-        coordinator=place.coordinator,
-        timeout_seconds=place.seconds,
+        tokenizer_choice=tokenizer_choice,
+        coordinator=context.coordinator,
+        timeout_seconds=context.timeout_seconds,
     )
 
 
-def _from_checkpoint(source: ModelSource, place: _Place) -> CheckpointModel:
-    """Load this rank's part of a checkpoint of any layout, if need be of an older one."""
-    found = load_newest(source.load, lambda folder: _load(folder, source, place), place.coordinator)
-    if found is None:
+def _from_checkpoint(source: ModelSource, context: _RankContext) -> CheckpointModel:
+    """Load this rank's shard of the newest intact checkpoint, which may have any layout."""
+    newest = load_newest(
+        source.load, lambda folder: _load(folder, source, context), context.coordinator
+    )
+    if newest is None:
         raise ValueError(
             f"--load {source.load}: there is no checkpoint: name the folder that --save wrote "
             "to, one iter_ folder in it, or a Hugging Face folder"
         )
-    return found[1]
+    return newest[1]
 
 
-def _load(folder: Path, source: ModelSource, place: _Place) -> CheckpointModel:
-    """Load this rank's part of one checkpoint."""
-    manifest = read_together(folder, place.coordinator)
+def _load(folder: Path, source: ModelSource, context: _RankContext) -> CheckpointModel:
+    """Load this rank's shard of one checkpoint."""
+    manifest = read_together(folder, context.coordinator)
     config, extra = stored_model(folder, manifest), manifest.extra
     options, recorded = extra["config"], extra.get("tokenizer", {})
-    if extra.get("weights_only") is True:  # nothing was trained without special tokens here
+    if extra.get("weights_only") is True:  # weights alone do not record special tokens
         recorded = {"special_tokens": None, **recorded}
-    left_out = source.tokenizer_hf_no_include_special_tokens
-    choice = {
+    without_special_tokens = source.tokenizer_hf_no_include_special_tokens
+    tokenizer_choice = {
         "recorded": recorded,
         "model": source.tokenizer_model,
-        "add_special_tokens": None if left_out is None else not left_out,
+        "add_special_tokens": None
+        if without_special_tokens is None
+        else not without_special_tokens,
     }
-    tokenizer = choose_tokenizer(**choice)
-    place.compare_files(folder, tokenizer)
-    model = place.build(config, weight_dtype(options))
+    tokenizer = choose_tokenizer(**tokenizer_choice)
+    context.compare_files(folder, tokenizer)
+    model = context.build(config, weight_dtype(options))
     chunks = weight_chunks(model.store)
-    load_checkpoint(folder, chunks, coordinator=place.coordinator, convert_dtype=True)
-    origin = carried_folder(folder, extra, None)
-    ends = set(end_tokens(origin)) if origin is not None else set()
+    load_checkpoint(folder, chunks, coordinator=context.coordinator, convert_dtype=True)
+    hf_folder = carried_folder(folder, extra, None)
+    stop_tokens = set(end_tokens(hf_folder)) if hf_folder is not None else set()
     if tokenizer.eod is not None:
-        ends.add(tokenizer.eod)
+        stop_tokens.add(tokenizer.eod)
     return CheckpointModel(
         model=model,
         tokenizer=tokenizer,
         max_length=options.get("max-position-embeddings") or options.get("seq-length"),
         vocab_size=config.vocab_size,
-        device=place.device,
+        device=context.device,
         folder=folder,
-        stop_tokens=frozenset(ends),
-        chat_folder=source.tokenizer_model or origin or recorded.get("model"),
+        stop_tokens=frozenset(stop_tokens),
+        chat_folder=source.tokenizer_model or hf_folder or recorded.get("model"),
         token_multiple=_token_multiple(source),
         optimized=source.transformer_impl == "inference_optimized",
         nvls=source.nvls,
         nvls_tries=source.nvls_tries,
         weights_dtype=source.weights_dtype,
-        tokenizer_choice=choice,
-        coordinator=place.coordinator,
-        timeout_seconds=place.seconds,
+        tokenizer_choice=tokenizer_choice,
+        coordinator=context.coordinator,
+        timeout_seconds=context.timeout_seconds,
     )
 
 
-def generating(config: GPTConfig, *, further: bool = False) -> GPTConfig:
-    """Return the model without what only training has: expert capacity, and further predictions
-    unless drafts are made by them.
+def inference_model_config(config: GPTConfig, *, keep_mtp: bool = False) -> GPTConfig:
+    """Return the model config without expert capacity, and without MTP layers unless they draft.
 
-    A capacity is of the tokens of a microbatch; here those are a batch's, so that what a prompt
-    yields would depend on its neighbours, on their padding and on the ranks.
+    Expert capacity counts the tokens of a microbatch. In generation these are the tokens of a
+    batch, so the output of a prompt would depend on the other prompts, on padding and on the ranks.
     """
-    if not further:
+    if not keep_mtp:
         config = config.without_further_prediction()
     elif not config.mtp_num_layers:
         raise ValueError(
@@ -597,21 +603,21 @@ def generating(config: GPTConfig, *, further: bool = False) -> GPTConfig:
 
 
 @contextlib.contextmanager
-def _joined(
+def _join_ranks(
     source: ModelSource,
     launch: Launch,
     device: torch.device,
     *,
-    further: bool,
+    keep_mtp: bool,
     reports: ErrorReports | None,
-) -> Iterator[_Place]:
-    """Meet the other processes of the run, if there are any, and leave them at the end.
+) -> Iterator[_RankContext]:
+    """Join the other ranks for the time of the block.
 
     Raises:
-        PeerLost: a collective failed, as one of them is gone or silent.
+        PeerLost: a collective failed because another rank ended or hangs.
     """
     seconds = source.distributed_timeout_minutes * 60
-    rank_grid(source, launch.world_size)  # raises before anybody is waited for
+    rank_grid(source, launch.world_size)  # raises before this rank waits for others
     store = None
     if launch.world_size > 1:
         if reports is not None:
@@ -620,9 +626,9 @@ def _joined(
         if reports is not None:
             client = launch.open_store(timeout_seconds=seconds)
             reports.share(client, world_size=launch.world_size)
-    place = _Place(source, launch, device, store, further=further)
+    context = _RankContext(source, launch, device, store, keep_mtp=keep_mtp)
     try:
-        yield place
+        yield context
     except RuntimeError as error:
         if not is_communication_error(error):
             raise
@@ -632,11 +638,11 @@ def _joined(
         ) from error
     # Not in a `finally`: after an error on one rank the others may be gone, and the launcher ends
     # all of them.
-    place.leave()
+    context.leave()
 
 
 def weight_dtype(options: Mapping[str, Any]) -> torch.dtype:
-    """Return the dtype that a run with these options, by flag name, computes in."""
+    """Return the compute dtype of a run with these options, by flag name."""
     if options.get("bf16"):
         return torch.bfloat16
     return torch.float16 if options.get("fp16") else torch.float32
@@ -651,11 +657,11 @@ def choose_tokenizer(
         recorded: type, model (path), vocab_size, fingerprint and special_tokens, as training saves
             them.
         model: path of a tokenizer.json, its folder, a SentencePiece .model or a vocabulary of
-            tiktoken to use instead; None for the recorded one. One line warns if it is another.
-        add_special_tokens: whether it adds special tokens to a text; None does as recorded.
+            tiktoken to use instead; None for the recorded one. A different file logs a warning.
+        add_special_tokens: whether to add special tokens to a text; None for the recorded value.
 
     Raises:
-        ValueError: none is recorded, or its file is gone or has changed.
+        ValueError: no tokenizer is recorded, or its file is missing or has changed.
     """
     if model is None and recorded.get("type") is None:
         raise ValueError(
@@ -679,13 +685,15 @@ def choose_tokenizer(
         )
 
     special = _recorded_special_tokens(recorded)
-    adds = special is None or bool(special)
-    tokenizer = build(add_special_tokens=adds if add_special_tokens is None else add_special_tokens)
+    with_special_tokens = special is None or bool(special)
+    tokenizer = build(
+        add_special_tokens=with_special_tokens if add_special_tokens is None else add_special_tokens
+    )
     fingerprint = recorded.get("fingerprint")
-    same = fingerprint == tokenizer.fingerprint
-    if same and add_special_tokens is None and special is not None:
-        same = special == tokenizer.special_tokens
-    if same or fingerprint is None:
+    matches = fingerprint == tokenizer.fingerprint
+    if matches and add_special_tokens is None and special is not None:
+        matches = special == tokenizer.special_tokens
+    if matches or fingerprint is None:
         return tokenizer
     if model is None:
         raise ValueError(
@@ -700,9 +708,9 @@ def choose_tokenizer(
 
 
 def _recorded_special_tokens(recorded: Mapping[str, Any]) -> SpecialTokens | None:
-    """Return what was added to the texts that a model was trained on; None if it is not said.
+    """Return the special tokens that training added to its texts; None if not recorded.
 
-    A checkpoint of before there was a record was trained on texts without any.
+    Checkpoints older than this record were trained without special tokens.
     """
     if recorded.get("fingerprint") is None or recorded.get("special_tokens", {}) is None:
         return None

@@ -213,7 +213,7 @@ class Sampling:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Output:
+class GenerateOutput:
     """Where results go besides the terminal."""
 
     output_json: str | None = None
@@ -277,11 +277,11 @@ def _check_source(source: ModelSource) -> None:
             "give it as well, or drop both"
         )
     tries = source.nvls_tries
-    for option, given in (
+    for option, is_set in (
         (f"--nvls {source.nvls}", source.nvls != "auto"),
         (f"--nvls-tries {tries}", tries is not None),
     ):
-        if given and not (source.sequence_parallel and optimized):
+        if is_set and not (source.sequence_parallel and optimized):
             raise ValueError(
                 f"{option} is for the collectives of --sequence-parallel in "
                 "--transformer-impl inference_optimized: give both, or drop it"
@@ -396,7 +396,7 @@ class GenerateConfig:
     prompts: Prompts
     sampling: Sampling
     inference: Inference
-    output: Output
+    output: GenerateOutput
     speculation: Speculation
 
     def __post_init__(self) -> None:
@@ -415,11 +415,11 @@ class GenerateConfig:
         if self.prompts.chat_template is not None and not chat:
             raise ValueError("--chat-template is for a conversation: give --chat as well")
         if output.output_json is None and output.output_jsonl is None:
-            for name, asked in (
+            for name, is_set in (
                 ("logprobs", output.logprobs),
                 ("prompt-logprobs", output.prompt_logprobs),
             ):
-                if asked:
+                if is_set:
                     raise ValueError(
                         f"--{name} is written to files only: give --output-json or --output-jsonl"
                     )
@@ -584,7 +584,7 @@ class ServeConfig:
             raise ValueError("--admin-key-file is for administration: give --admin-port as well")
 
 
-def take_prompts(argv: Sequence[str]) -> tuple[tuple[str, ...], list[str]]:
+def split_prompts(argv: Sequence[str]) -> tuple[tuple[str, ...], list[str]]:
     """Split arguments into the texts of every `--prompt` and the rest.
 
     Apart from other flags because it may be repeated and its text may be anything, leading dashes
@@ -594,20 +594,20 @@ def take_prompts(argv: Sequence[str]) -> tuple[tuple[str, ...], list[str]]:
         ValueError: `--prompt` is last and has no text.
     """
     prompts: list[str] = []
-    rest: list[str] = []
-    words = iter(argv)
-    for word in words:
+    arguments: list[str] = []
+    remaining = iter(argv)
+    for word in remaining:
         name, equals, inline = word.partition("=")
         if name != "--prompt":
-            rest.append(word)
+            arguments.append(word)
         elif equals:
             prompts.append(inline)
         else:
-            text = next(words, None)
+            text = next(remaining, None)
             if text is None:
                 raise ValueError("--prompt needs a text: --prompt 'Once upon a time'")
             prompts.append(text)
-    return tuple(prompts), rest
+    return tuple(prompts), arguments
 
 
 def parse_arguments(argv: Sequence[str], *, prog: str) -> GenerateConfig:
@@ -617,10 +617,10 @@ def parse_arguments(argv: Sequence[str], *, prog: str) -> GenerateConfig:
         HelpRequested: `--help` or `--print-config`.
         ValueError: a flag that is unknown, missing or has a bad value; one line.
     """
-    texts, rest = take_prompts(argv)
+    texts, arguments = split_prompts(argv)
     line = parse_command_line(
         GenerateConfig,
-        rest,
+        arguments,
         prog=prog,
         description="Continue prompts with a trained model.",
         print_now=False,
@@ -632,8 +632,8 @@ def parse_arguments(argv: Sequence[str], *, prog: str) -> GenerateConfig:
         )
     if line.invocation.print_config:
         values = flatten(config)
-        given = [o for o in options(GenerateConfig) if values[o.name] != ()]
-        raise HelpRequested(write_options(values, given))
+        set_options = [o for o in options(GenerateConfig) if values[o.name] != ()]
+        raise HelpRequested(write_options(values, set_options))
     return config
 
 

@@ -9,9 +9,9 @@ One process loads a checkpoint of any layout; `torchrun --nproc-per-node N` with
 `--tensor-model-parallel-size N` shards it, and without, N replicas share the prompts. All write the
 same text.
 
-Generated text is shown as it comes, without splitting a character and with prompts in order. Files
-can hold what was generated for all prompts: one JSON list, or JSON lines as outputs end. `--chat`
-reads turns from the terminal and answers them; what was computed for earlier turns is reused.
+Generated text is printed as it arrives, in the order of the prompts and never within a character.
+The outputs of all prompts can be written to files: one JSON list, or JSON lines as outputs finish.
+`--chat` reads turns from the terminal and answers them; the prefix cache holds the earlier turns.
 """
 
 from __future__ import annotations
@@ -37,13 +37,13 @@ if TYPE_CHECKING:
     from megatron.core.inference.router import Replicas
     from megatron.core.inference.scheduler import CacheStats
     from megatron.inference.checkpoint_model import CheckpointModel
-    from megatron.inference.llm import LLM, Piece, Result, TextParams
+    from megatron.inference.llm import LLM, Result, TextDelta, TextParams
 
 PROG = "python -m megatron.inference.generate"
 
 
 def write_json(path: str | Path, results: Sequence[Result]) -> None:
-    """Write a JSON list, one object and one line per result; the file appears whole or not at all.
+    """Write a JSON list, one object and one line per result, and replace the file atomically.
 
     Raises:
         ValueError: the file cannot be written.
@@ -57,7 +57,7 @@ def write_json(path: str | Path, results: Sequence[Result]) -> None:
 
 
 def check_json_path(path: str | Path, flag: str = "--output-json") -> None:
-    """Make the folder of a file to be written, so that a bad path is known before the work.
+    """Create the folder of an output file, so that a bad path is reported before the model loads.
 
     Raises:
         ValueError: the folder cannot be made or written to, or `path` is a folder.
@@ -75,11 +75,11 @@ def check_json_path(path: str | Path, flag: str = "--output-json") -> None:
         raise ValueError(f"{flag} {path}: no permission to write in {path.parent}")
 
 
-class Display:
-    """Print prompts and their continuations in order, each as soon as its turn has come.
+class OrderedPrinter:
+    """Print prompts and their continuations in the order of the prompts.
 
-    The first unfinished output is printed token by token; the others follow with what they have by
-    then.
+    The first unfinished output is printed token by token. Text of later outputs is buffered until
+    all outputs before them have finished.
 
     Args:
         texts: the prompts.
@@ -87,92 +87,95 @@ class Display:
         out: where to print.
     """
 
-    def __init__(self, texts: Sequence[str], outputs: int, out: TextIO) -> None:
-        self._texts, self._count, self._out = texts, outputs, out
+    def __init__(self, texts: Sequence[str], num_outputs: int, out: TextIO) -> None:
+        self._texts, self._num_outputs, self._out = texts, num_outputs, out
         self._current = 0
-        self._begun = False
-        self._held: dict[int, str] = {}
-        self._ended: set[int] = set()
+        self._header_printed = False
+        self._unprinted: dict[int, str] = {}
+        self._finished: set[int] = set()
 
-    def update(self, piece: Piece) -> None:
-        """Take what a step added to an output and print what can be printed."""
-        place = piece.prompt * self._count + piece.index
-        self._held[place] = self._held.get(place, "") + piece.text
-        if piece.result is not None:
-            self._ended.add(place)
-        while self._current in self._held:
-            if not self._begun:
-                self._begin()
-            print(self._held.pop(self._current), end="", file=self._out, flush=True)
-            if self._current not in self._ended:
+    def update(self, delta: TextDelta) -> None:
+        """Buffer the new text of an output, and print the buffers whose turn it is."""
+        output = delta.prompt * self._num_outputs + delta.index
+        self._unprinted[output] = self._unprinted.get(output, "") + delta.text
+        if delta.result is not None:
+            self._finished.add(output)
+        while self._current in self._unprinted:
+            if not self._header_printed:
+                self._print_header()
+            print(self._unprinted.pop(self._current), end="", file=self._out, flush=True)
+            if self._current not in self._finished:
                 return
             print(file=self._out, flush=True)
             self._current += 1
-            self._begun = False
+            self._header_printed = False
 
-    def _begin(self) -> None:
-        self._begun = True
-        prompt, index = divmod(self._current, self._count)
+    def _print_header(self) -> None:
+        self._header_printed = True
+        prompt, index = divmod(self._current, self._num_outputs)
         title = f"prompt {prompt + 1} of {len(self._texts)}"
-        if self._count > 1:
-            title += f", output {index + 1} of {self._count}"
-        if len(self._texts) * self._count > 1:
+        if self._num_outputs > 1:
+            title += f", output {index + 1} of {self._num_outputs}"
+        if len(self._texts) * self._num_outputs > 1:
             print(f"--- {title}", file=self._out)
         print(self._texts[prompt], end="", file=self._out)
 
 
 def text_params(config: GenerateConfig) -> TextParams:
-    """Return what the options ask for. Raises ValueError for a value out of range."""
+    """Return the sampling options as `TextParams`. Raises ValueError for a value out of range."""
     from megatron.core.inference.sampling import SamplingParams
     from megatron.inference.llm import TextParams
 
-    chosen = config.sampling
+    sampling = config.sampling
     return TextParams(
-        max_new_tokens=chosen.max_new_tokens,
+        max_new_tokens=sampling.max_new_tokens,
         sampling=SamplingParams(
-            temperature=chosen.temperature,
-            top_k=chosen.top_k,
-            top_p=chosen.top_p,
-            min_p=chosen.min_p,
-            repetition_penalty=chosen.repetition_penalty,
-            presence_penalty=chosen.presence_penalty,
-            frequency_penalty=chosen.frequency_penalty,
-            seed=chosen.seed,
+            temperature=sampling.temperature,
+            top_k=sampling.top_k,
+            top_p=sampling.top_p,
+            min_p=sampling.min_p,
+            repetition_penalty=sampling.repetition_penalty,
+            presence_penalty=sampling.presence_penalty,
+            frequency_penalty=sampling.frequency_penalty,
+            seed=sampling.seed,
             logprobs=config.output.logprobs or None,
         ),
-        stop=chosen.stop or (),
+        stop=sampling.stop or (),
         num_outputs=config.prompts.num_outputs,
         prompt_logprobs=config.output.prompt_logprobs,
     )
 
 
-def blocks_of(lengths: Sequence[int], rows: int, block_size: int) -> int:
-    """Return the blocks that any `rows` texts of so many tokens take at once."""
-    return sum(sorted((-(-n // block_size) for n in lengths), reverse=True)[:rows])
+def max_blocks(lengths: Sequence[int], max_requests: int, block_size: int) -> int:
+    """Return the most cache blocks that `max_requests` sequences of these lengths use at once."""
+    return sum(sorted((-(-n // block_size) for n in lengths), reverse=True)[:max_requests])
 
 
 def open_llm(loaded: CheckpointModel, config: GenerateConfig, texts: Sequence[str]) -> LLM:
-    """Return the model with an engine that fits the prompts, or conversations.
+    """Return the model with an engine whose cache fits the prompts, or a conversation.
 
     Raises:
         ValueError: a prompt that the model cannot take, or too little memory.
     """
     from megatron.inference.llm import LLM, text_requests
 
-    blocks = None
+    num_blocks = None
     if config.inference.inference_memory_gb is None and not config.prompts.chat:
         requests = text_requests(loaded, texts, text_params(config))
         lengths = [len(r.prompt) + r.max_new_tokens for r in requests for _ in range(r.n)]
-        rows, size = config.inference.inference_max_requests, config.inference.inference_block_size
-        blocks = blocks_of(lengths, rows, size)
-    return LLM(loaded, config.inference, num_blocks=blocks)
+        max_requests, block_size = (
+            config.inference.inference_max_requests,
+            config.inference.inference_block_size,
+        )
+        num_blocks = max_blocks(lengths, max_requests, block_size)
+    return LLM(loaded, config.inference, num_blocks=num_blocks)
 
 
-class JsonLines:
-    """Results as JSON lines, each written as soon as it is there.
+class ResultWriter:
+    """Write results as JSON lines, each as soon as its output has finished.
 
     Args:
-        path: of the file; None writes nothing.
+        path: path of the file; None writes nothing.
     """
 
     def __init__(self, path: str | None) -> None:
@@ -208,7 +211,9 @@ def check_finite(result: Result, prompt: int) -> None:
         )
 
 
-def continue_prompts(llm: LLM, texts: Sequence[str], config: GenerateConfig, *, leads: bool) -> int:
+def continue_prompts(
+    llm: LLM, texts: Sequence[str], config: GenerateConfig, *, is_rank_0: bool
+) -> int:
     """Continue all prompts; rank 0 prints and writes. Return how many tokens were generated.
 
     Raises:
@@ -216,32 +221,34 @@ def continue_prompts(llm: LLM, texts: Sequence[str], config: GenerateConfig, *, 
             cannot be written.
     """
     params = text_params(config)
-    display = Display(texts, params.num_outputs, sys.stdout) if leads else None
-    found: dict[tuple[int, int], Result] = {}
-    with contextlib.closing(JsonLines(config.output.output_jsonl if leads else None)) as lines:
-        for piece in llm.stream(texts, params):
-            if piece.result is not None:
-                check_finite(piece.result, piece.prompt)
-                found[piece.prompt, piece.index] = piece.result
-                lines.write(piece.result)
+    display = OrderedPrinter(texts, params.num_outputs, sys.stdout) if is_rank_0 else None
+    results: dict[tuple[int, int], Result] = {}
+    with contextlib.closing(
+        ResultWriter(config.output.output_jsonl if is_rank_0 else None)
+    ) as lines:
+        for delta in llm.stream(texts, params):
+            if delta.result is not None:
+                check_finite(delta.result, delta.prompt)
+                results[delta.prompt, delta.index] = delta.result
+                lines.write(delta.result)
             if display is not None:
-                display.update(piece)
-    if leads and config.output.output_json is not None:
-        write_json(config.output.output_json, [found[key] for key in sorted(found)])
-    return sum(len(result.ids) for result in found.values())
+                display.update(delta)
+    if is_rank_0 and config.output.output_json is not None:
+        write_json(config.output.output_json, [results[key] for key in sorted(results)])
+    return sum(len(result.ids) for result in results.values())
 
 
 def converse(llm: LLM, turns: Iterator[str], config: GenerateConfig, *, out: TextIO | None) -> int:
     """Answer turn after turn of one conversation; return how many tokens were generated.
 
     Args:
-        llm: model and engine; what it computed for earlier turns is reused.
-        turns: what the user says.
-        config: how to sample, and which template.
-        out: where to print answers; None prints nothing.
+        llm: model and engine; its prefix cache holds the earlier turns.
+        turns: texts of the user.
+        config: sampling options and chat template.
+        out: stream for the answers; None prints nothing.
 
     Raises:
-        ValueError: no template, a conversation that it refuses or that is too long.
+        ValueError: there is no template, the template rejects the conversation, or it is too long.
     """
     from megatron.training.data.chat import TemplateRefusal, read_chat_template
 
@@ -249,10 +256,10 @@ def converse(llm: LLM, turns: Iterator[str], config: GenerateConfig, *, out: Tex
     template = read_chat_template(config.prompts.chat_template, tokenizer_model=loaded.chat_folder)
     params = text_params(config)
     messages: list[dict[str, Any]] = []
-    generated = 0
+    num_tokens = 0
     with (
         contextlib.closing(template),
-        contextlib.closing(JsonLines(config.output.output_jsonl if out else None)) as lines,
+        contextlib.closing(ResultWriter(config.output.output_jsonl if out else None)) as lines,
     ):
         for turn in turns:
             messages.append({"role": "user", "content": turn})
@@ -261,30 +268,32 @@ def converse(llm: LLM, turns: Iterator[str], config: GenerateConfig, *, out: Tex
             except TemplateRefusal as error:
                 raise ValueError(f"the chat template refuses the conversation: {error}") from None
             answer = ""
-            pieces = llm.stream([text], params, first_sequence=len(messages))
-            for piece in pieces:
-                answer += piece.text
+            deltas = llm.stream([text], params, first_sequence=len(messages))
+            for delta in deltas:
+                answer += delta.text
                 if out is not None:
-                    print(piece.text, end="", file=out, flush=True)
-                if piece.result is not None:
-                    check_finite(piece.result, len(messages) // 2)
-                    generated += len(piece.result.ids)
-                    lines.write(piece.result)
+                    print(delta.text, end="", file=out, flush=True)
+                if delta.result is not None:
+                    check_finite(delta.result, len(messages) // 2)
+                    num_tokens += len(delta.result.ids)
+                    lines.write(delta.result)
             if out is not None:
                 print(file=out, flush=True)
             messages.append({"role": "assistant", "content": answer})
-    return generated
+    return num_tokens
 
 
-def read_turns(first: Sequence[str], source: TextIO, prompt: TextIO | None) -> Iterator[str]:
-    """Yield the turns that were given, then lines of `source` to its end; blank ones are skipped.
+def read_turns(
+    initial_turns: Sequence[str], source: TextIO, prompt: TextIO | None
+) -> Iterator[str]:
+    """Yield the initial turns, then the lines of `source`; blank lines are skipped.
 
     Args:
-        first: turns from the command line, echoed.
-        source: where further ones are typed.
-        prompt: where to print a mark before each; None prints none.
+        initial_turns: turns from the command line, echoed to `prompt`.
+        source: stream of further turns.
+        prompt: stream for a `> ` before each turn; None prints none.
     """
-    for turn in first:
+    for turn in initial_turns:
         if prompt is not None:
             print(f"> {turn}", file=prompt, flush=True)
         yield turn
@@ -301,38 +310,38 @@ def read_turns(first: Sequence[str], source: TextIO, prompt: TextIO | None) -> I
 
 
 def describe(stats: CacheStats) -> str:
-    """Return what the engine did in a few words, as for the last line of a run."""
-    parts = [f"{stats.steps:,} steps", f"{stats.computed:,} tokens computed"]
+    """Return the statistics of an engine as one line."""
+    figures = [f"{stats.steps:,} steps", f"{stats.computed:,} tokens computed"]
     if stats.queried:
-        parts.append(f"prefix cache {stats.hit:,} of {stats.queried:,} prompt tokens")
+        figures.append(f"prefix cache {stats.hit:,} of {stats.queried:,} prompt tokens")
     if stats.drafted:
-        parts.append(
+        figures.append(
             f"accepted {stats.accepted:,} of {stats.drafted:,} drafts, "
             f"{stats.tokens_per_forward:.2f} tokens a forward"
         )
     if stats.preempted:
-        parts.append(f"{stats.preempted:,} preempted for want of memory")
+        figures.append(f"{stats.preempted:,} preempted for want of memory")
     if stats.wasted:
-        parts.append(f"{stats.wasted:,} tokens wasted on ended texts")
-    return ", ".join(parts)
+        figures.append(f"{stats.wasted:,} tokens wasted on ended texts")
+    return ", ".join(figures)
 
 
-def totals(replicas: Replicas) -> str:
-    """Return what the engines of all replicas did in a few words."""
-    first, *others = replicas.stats()
-    found = describe(sum(others, first))
+def describe_replicas(replicas: Replicas) -> str:
+    """Return the statistics of all replicas as one line."""
+    stats = replicas.stats()
+    summary = describe(sum(stats[1:], stats[0]))
     if replicas.router is not None:
         sent = " + ".join(f"{count:,}" for count in replicas.router.requests)
-        found += f", {sent} requests by replica"
-    return found
+        summary += f", {sent} requests by replica"
+    return summary
 
 
 def run(config: GenerateConfig, launch: Launch, reports: ErrorReports) -> None:
-    """Load the model, continue the prompts; rank 0 prints and writes what came out.
+    """Load the model and continue the prompts; rank 0 prints and writes the outputs.
 
     Args:
-        config: what to continue, and how.
-        launch: which rank this is.
+        config: options of the run.
+        launch: rank and world size of this process.
         reports: agrees with the other ranks on errors.
 
     Raises:
@@ -344,15 +353,15 @@ def run(config: GenerateConfig, launch: Launch, reports: ErrorReports) -> None:
             f"--chat reads the terminal of one process, and {launch.world_size} were started: "
             "start it without torchrun"
         )
-    leads = launch.rank == 0
-    if leads and config.output.output_json is not None:
+    is_rank_0 = launch.rank == 0
+    if is_rank_0 and config.output.output_json is not None:
         check_json_path(config.output.output_json)
-    text_params(config)  # bad values are known before the model is loaded
+    text_params(config)  # reports bad values before the model is loaded
     from megatron.inference.checkpoint_model import load_checkpoint_model
 
     source = config.source
     if config.prompts.chat and source.tokenizer_hf_no_include_special_tokens is None:
-        # A rendered template holds its special tokens itself.
+        # The chat template writes the special tokens; the tokenizer must not add them again.
         source = dataclasses.replace(source, tokenizer_hf_no_include_special_tokens=True)
     with load_checkpoint_model(
         source,
@@ -364,21 +373,21 @@ def run(config: GenerateConfig, launch: Launch, reports: ErrorReports) -> None:
         llm = open_llm(loaded, config, texts)
         start = time.perf_counter()
         if config.prompts.chat:
-            shown = sys.stdout if sys.stdin.isatty() else None
-            turns = read_turns(texts, sys.stdin, shown)
+            echo = sys.stdout if sys.stdin.isatty() else None
+            turns = read_turns(texts, sys.stdin, echo)
             tokens = converse(llm, turns, config, out=sys.stdout)
         else:
-            tokens = continue_prompts(llm, texts, config, leads=leads)
+            tokens = continue_prompts(llm, texts, config, is_rank_0=is_rank_0)
         seconds = time.perf_counter() - start
-        done = totals(llm.replicas)
-    if leads:
-        what = "a conversation" if config.prompts.chat else f"{len(texts)} prompt(s)"
+        summary = describe_replicas(llm.replicas)
+    if is_rank_0:
+        subject = "a conversation" if config.prompts.chat else f"{len(texts)} prompt(s)"
         print(
-            f"generated {tokens:,} tokens from {what} in {seconds:.1f} s "
+            f"generated {tokens:,} tokens from {subject} in {seconds:.1f} s "
             f"({tokens / seconds:,.0f} tokens/s) with {loaded.folder}",
             file=sys.stderr,
         )
-        print(done, file=sys.stderr)
+        print(summary, file=sys.stderr)
         if llm.engine.graphs is not None:
             print(llm.engine.graphs, file=sys.stderr)
 
@@ -388,7 +397,7 @@ def main(argv: Sequence[str], environment: Mapping[str, str]) -> int:
 
     Args:
         argv: arguments without the program's name.
-        environment: of this process, where torchrun gives its rank.
+        environment: environment variables, in which torchrun passes the rank.
     """
     reports = ErrorReports(environment)
     return run_entry_point(

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`LLM`: a checkpoint or a Hugging Face folder that continues texts, from Python.
+"""`LLM`: generate text from a checkpoint or a Hugging Face folder, from Python.
 
     >>> from megatron.inference.llm import LLM, TextParams
     >>> with LLM.open("runs/quickstart/checkpoints") as llm:
@@ -8,7 +8,7 @@
     ...     text = "".join(delta.text for delta in llm.stream(["Once upon a time"], params))
 
 It joins a tokenizer and the engine of `megatron.core.inference`: texts become requests, new tokens
-become pieces of text, and a stop string ends its output in the step that completes it.
+become deltas of text, and a stop string ends an output in the step that completes it.
 """
 
 from __future__ import annotations
@@ -52,23 +52,23 @@ from megatron.inference.config import Inference, ModelSource, Speculation
 if TYPE_CHECKING:
     from megatron.inference.checkpoint_model import CheckpointModel
 
-#: Drafts of a text in a step, where neither an option nor the model says how many.
-USUAL_DRAFTS = 4
+#: Draft tokens per step, if neither an option nor the model specifies a number.
+DEFAULT_NUM_DRAFTS = 4
 
-#: Tokens of a text that memory is planned for where neither the model nor the texts say more.
-USUAL_LENGTH = 4096
+#: Length in tokens for which the cache is sized, unless the model is shorter.
+DEFAULT_MAX_LENGTH = 4096
 
 
 @dataclass(frozen=True, kw_only=True)
 class TextParams:
-    """What to make of a text.
+    """Parameters of the generation from texts.
 
     Args:
-        max_new_tokens: tokens to generate at most.
-        sampling: how tokens are chosen.
-        stop: texts that end an output, which does not hold them.
-        stop_tokens: ids that end it; None is what the model's tokenizer says.
-        num_outputs: outputs of each text.
+        max_new_tokens: most tokens to generate for an output.
+        sampling: parameters of sampling.
+        stop: strings that end an output; they are not part of it.
+        stop_tokens: ids of the tokens that end an output; None for the stop tokens of the model.
+        num_outputs: number of outputs per prompt.
         prompt_logprobs: report the log-probabilities of the prompt's tokens.
     """
 
@@ -82,21 +82,21 @@ class TextParams:
 
 @dataclass(frozen=True, kw_only=True)
 class Result:
-    """One text and one of its continuations.
+    """A prompt and one of its outputs.
 
     Args:
-        prompt: the text that was given.
-        prompt_ids: the tokens it became.
-        index: of the outputs of this prompt, from 0.
-        text: the continuation, without an end-of-document token or a stop string.
-        ids: the generated tokens, those of what ended it included.
-        logprobs: the model's own log-probability of each of `ids` (natural logarithm, before
-            temperature and filters).
+        prompt: text of the prompt.
+        prompt_ids: token ids of the prompt.
+        index: index of this output among the outputs of the prompt, from 0.
+        text: generated text, without an end-of-document token or a stop string.
+        ids: generated token ids, including the tokens of a stop string.
+        logprobs: log-probability of each of `ids` (natural logarithm, before temperature and
+            filters).
         finish_reason: "stop" at the end of the document or at a stop string, "length" at the token
             limit, "abort", "error" where logits are not finite.
-        top_logprobs: of each of `ids` the most probable tokens, (id, log-probability); None if they
-            were not asked for.
-        prompt_logprobs: of each of `prompt_ids` but the first; None if they were not asked for.
+        top_logprobs: the most probable tokens (id, log-probability) at each of `ids`; None if not
+            requested.
+        prompt_logprobs: log-probabilities of `prompt_ids[1:]`; None if not requested.
     """
 
     prompt: str
@@ -110,21 +110,21 @@ class Result:
     prompt_logprobs: tuple[float, ...] | None = None
 
     def to_json(self) -> dict[str, Any]:
-        """Return the fields, without those that were not asked for."""
+        """Return the fields as a dict; fields that were not requested are left out."""
         optional = ("top_logprobs", "prompt_logprobs")
         fields = dataclasses.asdict(self)
         return {k: v for k, v in fields.items() if v is not None or k not in optional}
 
 
 @dataclass(frozen=True, kw_only=True)
-class Piece:
-    """What a step adds to one output.
+class TextDelta:
+    """The text that one step adds to one output.
 
     Args:
-        prompt: number of the text among those that were given.
-        index: of the outputs of this text.
-        text: new text; a piece never ends within a character, nor within what may be a stop string.
-        result: the whole, once the output has ended.
+        prompt: index of the prompt.
+        index: index of this output among the outputs of the prompt.
+        text: new text; it never ends within a character or within the start of a stop string.
+        result: the complete output, in the last delta; else None.
     """
 
     prompt: int
@@ -134,34 +134,34 @@ class Piece:
 
 
 @dataclass
-class _Text:
-    """An output on its way to text."""
+class _PendingOutput:
+    """An unfinished output and the state of its detokenization."""
 
     prompt: str
-    number: int
+    prompt_index: int
     request: Request
     stream: TextStream
-    asks_tops: bool
+    with_top_logprobs: bool
     text: str = ""
-    pushed: int = 0
+    num_detokenized: int = 0
 
 
 class LLM:
-    """A loaded model that continues texts.
+    """A loaded model with an inference engine.
 
-    Under torchrun all processes make it, and call its methods alike.
+    Under torchrun all ranks create it and call its methods in the same order.
 
     Args:
         loaded: model and tokenizer.
-        options: how the engine is sized.
-        num_blocks: of the cache, instead of `options.inference_memory_gb`.
+        options: sizes and options of the engine.
+        num_blocks: number of cache blocks, instead of `options.inference_memory_gb`.
 
     Attributes:
-        engine: of this rank.
-        replicas: the engines of all data-parallel ranks, by which texts are continued.
+        engine: the engine of this rank.
+        replicas: the engines of all data-parallel ranks.
 
     Raises:
-        ValueError: options that the model or its ranks do not allow.
+        ValueError: the model or its ranks do not support an option.
     """
 
     def __init__(
@@ -172,28 +172,30 @@ class LLM:
         num_blocks: int | None = None,
     ) -> None:
         options = options or Inference()
-        rows, size, memory = (
+        max_requests, block_size, memory_gb = (
             options.inference_max_requests,
             options.inference_block_size,
             options.inference_memory_gb,
         )
-        if memory is None and num_blocks is None:
-            num_blocks = rows * -(-min(loaded.max_length or USUAL_LENGTH, USUAL_LENGTH) // size)
+        if memory_gb is None and num_blocks is None:
+            num_blocks = max_requests * -(
+                -min(loaded.max_length or DEFAULT_MAX_LENGTH, DEFAULT_MAX_LENGTH) // block_size
+            )
         config = EngineConfig(
-            max_rows=rows,
+            max_rows=max_requests,
             max_step_tokens=options.inference_max_tokens,
-            block_size=size,
-            num_blocks=None if memory is not None else num_blocks,
-            memory_bytes=None if memory is None else int(memory * 1e9),
+            block_size=block_size,
+            num_blocks=None if memory_gb is not None else num_blocks,
+            memory_bytes=None if memory_gb is None else int(memory_gb * 1e9),
             prefix_caching=not options.no_prefix_caching,
             token_multiple=loaded.token_multiple,
             asynchronous=options.async_scheduling,
         )
         self.loaded = loaded
-        checked = loaded.model.groups["tp"] if options.check_plans else None
+        plan_group = loaded.model.groups["tp"] if options.check_plans else None
         recorder = graph_recorder(loaded, options)
         self.engine = speculating_engine(
-            loaded, config, check_plans=checked, make_recorder=recorder
+            loaded, config, check_plans=plan_group, make_recorder=recorder
         )
         self.replicas = Replicas(self.engine, loaded.host_group("dp"))
 
@@ -210,127 +212,134 @@ class LLM:
 
         Args:
             load: a folder of checkpoints, one `iter_` folder, or a Hugging Face folder.
-            inference: how the engine is sized.
-            speculation: how drafts are made; None makes none.
+            inference: sizes and options of the engine.
+            speculation: options of speculative decoding; None for no drafts.
             source: fields of `ModelSource`, such as tensor_model_parallel_size.
         """
         from megatron.inference.checkpoint_model import load_checkpoint_model
 
         launch = Launch.from_environment(os.environ)
-        origin = ModelSource(load=load, **source)
-        with load_checkpoint_model(origin, launch, speculation=speculation) as loaded:
+        model_source = ModelSource(load=load, **source)
+        with load_checkpoint_model(model_source, launch, speculation=speculation) as loaded:
             yield LLM(loaded, inference)
 
     def stream(
         self, texts: Sequence[str], params: TextParams | None = None, *, first_sequence: int = 0
-    ) -> Iterator[Piece]:
-        """Continue texts; yield every output's new text as it comes.
+    ) -> Iterator[TextDelta]:
+        """Continue texts; yield the new text of every output as soon as it is generated.
 
-        Closing the iterator ends what is unfinished.
+        Closing the iterator aborts unfinished outputs.
 
         Args:
-            texts: to continue.
-            params: how; None is the defaults.
-            first_sequence: identity of the first output in random draws.
+            texts: prompts.
+            params: parameters of the generation; None for the defaults.
+            first_sequence: number of the first output in the random draws; output i has this + i.
 
         Raises:
-            ValueError: a text that the model cannot take; nothing is generated then.
+            ValueError: a prompt is invalid for the model; nothing is generated then.
         """
         params = params or TextParams()
-        n = params.num_outputs
+        num_outputs = params.num_outputs
         requests = text_requests(self.loaded, texts, params, first_sequence=first_sequence)
         stops = params.stop
-        waiting: dict[tuple[int, int], _Text] = {}
-        asks = bool(params.sampling.logprobs)
+        unfinished: dict[tuple[int, int], _PendingOutput] = {}
+        with_top_logprobs = bool(params.sampling.logprobs)
         try:
-            for number, (text, request) in enumerate(zip(texts, requests, strict=True)):
-                identity = self.replicas.add(request)
-                for index in range(n):
+            for prompt_index, (text, request) in enumerate(zip(texts, requests, strict=True)):
+                request_id = self.replicas.add(request)
+                for index in range(num_outputs):
                     stream = TextStream(
                         self.loaded.tokenizer.detokenize, context=request.prompt, stop=stops
                     )
-                    waiting[identity, index] = _Text(text, number, request, stream, asks)
-            while waiting:
+                    unfinished[request_id, index] = _PendingOutput(
+                        text, prompt_index, request, stream, with_top_logprobs
+                    )
+            while unfinished:
                 for completion in self.replicas.step():
                     key = completion.request_id, completion.index
-                    if key in waiting:
-                        piece = self._piece(waiting[key], completion)
-                        if piece.result is not None:
-                            del waiting[key]
-                        yield piece
+                    if key in unfinished:
+                        delta = self._text_delta(unfinished[key], completion)
+                        if delta.result is not None:
+                            del unfinished[key]
+                        yield delta
         finally:
-            for identity in {identity for identity, _ in waiting}:
-                self.replicas.abort(identity)
+            for request_id in {request_id for request_id, _ in unfinished}:
+                self.replicas.abort(request_id)
 
     def generate(
         self, texts: Sequence[str], params: TextParams | None = None, *, first_sequence: int = 0
     ) -> list[Result]:
-        """Continue texts; return the outputs of each, in their order. Arguments as for `stream`."""
-        pieces = self.stream(texts, params, first_sequence=first_sequence)
-        ended = [(p.prompt, p.index, p.result) for p in pieces if p.result is not None]
-        return [result for _, _, result in sorted(ended, key=lambda one: one[:2])]
+        """Continue texts; return all outputs in the order of the prompts. Arguments as `stream`."""
+        deltas = self.stream(texts, params, first_sequence=first_sequence)
+        results = [
+            (delta.prompt, delta.index, delta.result)
+            for delta in deltas
+            if delta.result is not None
+        ]
+        return [result for _, _, result in sorted(results, key=lambda entry: entry[:2])]
 
     def sleep(self, level: int = 1) -> None:
-        """Give memory of the device back until `wake`, that of a draft model too; texts in progress
-        go on then.
+        """Release device memory until `wake`, also of a draft model; requests in progress continue
+        after `wake`.
 
         Args:
-            level: 1 gives back the cache; 2 the weights too, which the host's memory keeps.
+            level: 1 releases the cache; 2 also moves the weights to host memory.
 
         Raises:
-            ValueError: another level, weights that are in the host's memory already, or it sleeps.
+            ValueError: the level is invalid, the weights are on the host already, or the engine
+                sleeps.
         """
         self.replicas.sleep(weights_of_level(self.loaded, level))
 
     def wake(self) -> None:
-        """Go on after `sleep`. Raises ValueError if it does not sleep."""
+        """Continue after `sleep`. Raises ValueError if the engine does not sleep."""
         self.engine.wake()
 
-    def _piece(self, known: _Text, completion: Completion) -> Piece:
-        """Return the text that new tokens of an output add, and the result if it has ended."""
-        ends = completion.finish_reason
-        # The token that ends a document is no text.
-        count = len(completion.tokens) - (ends == "stop")
-        added = ""
-        for token in completion.tokens[known.pushed : count]:
-            added += known.stream.push([token])
-            known.pushed += 1
-            if known.stream.stopped is not None:
-                completion.cut(known.pushed)  # the step may have chosen more
+    def _text_delta(self, output: _PendingOutput, completion: Completion) -> TextDelta:
+        """Return the text of an output's new tokens, with the result if the output has ended."""
+        finish_reason = completion.finish_reason
+        # The token that ends a document has no text.
+        num_text_tokens = len(completion.tokens) - (finish_reason == "stop")
+        new_text = ""
+        for token in completion.tokens[output.num_detokenized : num_text_tokens]:
+            new_text += output.stream.push([token])
+            output.num_detokenized += 1
+            if output.stream.stopped is not None:
+                completion.cut(output.num_detokenized)  # the step may have chosen more
                 break
-        added += known.stream.push([], finished=bool(ends))
-        known.text += added
-        if known.stream.stopped is not None and not ends:
+        new_text += output.stream.push([], finished=bool(finish_reason))
+        output.text += new_text
+        if output.stream.stopped is not None and not finish_reason:
             self.replicas.finish(completion.request_id, completion.index)
-        return Piece(
-            prompt=known.number,
+        return TextDelta(
+            prompt=output.prompt_index,
             index=completion.index,
-            text=added,
-            result=self._result(known, completion) if completion.finish_reason else None,
+            text=new_text,
+            result=self._result(output, completion) if completion.finish_reason else None,
         )
 
-    def _result(self, known: _Text, completion: Completion) -> Result:
-        tops = tuple(tuple(found) for found in completion.top_logprobs)
-        prompt = completion.prompt_logprobs
-        stopped = known.stream.stopped is not None
+    def _result(self, output: _PendingOutput, completion: Completion) -> Result:
+        top_logprobs = tuple(tuple(logprobs) for logprobs in completion.top_logprobs)
+        prompt_logprobs = completion.prompt_logprobs
+        stopped = output.stream.stopped is not None
         return Result(
-            prompt=known.prompt,
-            prompt_ids=known.request.prompt,
+            prompt=output.prompt,
+            prompt_ids=output.request.prompt,
             index=completion.index,
-            text=known.text,
+            text=output.text,
             ids=tuple(completion.tokens),
             logprobs=tuple(completion.logprobs),
             finish_reason="stop" if stopped else completion.finish_reason,
-            top_logprobs=tops if known.asks_tops else None,
-            prompt_logprobs=None if prompt is None else tuple(prompt),
+            top_logprobs=top_logprobs if output.with_top_logprobs else None,
+            prompt_logprobs=None if prompt_logprobs is None else tuple(prompt_logprobs),
         )
 
 
 def weights_of_level(loaded: CheckpointModel, level: int) -> list[torch.Tensor]:
-    """Return the weights whose memory a model's engine gives back at a level of sleep.
+    """Return the weights that leave device memory at a level of sleep.
 
     Raises:
-        ValueError: another level than 1 and 2, or 2 with weights in the host's memory.
+        ValueError: the level is neither 1 nor 2, or it is 2 and the weights are on the host.
     """
     if level not in (1, 2):
         raise ValueError(f"sleep level {level}: use 1 (the cache) or 2 (weights too)")
@@ -346,18 +355,19 @@ def speculating_engine(
     check_plans: Group | None = None,
     make_recorder: Callable[[], Recorder] | None = None,
 ) -> Engine:
-    """Return an engine for a model, with drafts as its `speculation` says.
+    """Return an engine for a model, with the speculative decoding of its `speculation`.
 
     Args:
         loaded: the model.
-        config: of the engine; memory in bytes is for both models' caches.
-        check_plans, make_recorder: as of `Engine`.
+        config: config of the engine; `memory_bytes` is for the caches of both models.
+        check_plans, make_recorder: as for `Engine`.
 
     Raises:
-        ValueError: more drafts than the model predicts, a step or the cache holds.
+        ValueError: there are more drafts than the model predicts, or than a step or the cache
+            can hold.
     """
     speculation = loaded.speculation
-    method, count = speculation.speculative_method, speculation.num_speculative_tokens
+    method, num_drafts = speculation.speculative_method, speculation.num_speculative_tokens
     generator = loaded.generator(config.max_step_tokens)
     options = {"check_plans": check_plans, "make_recorder": make_recorder}
     if method is None:
@@ -369,73 +379,84 @@ def speculating_engine(
         )
     if method == "mtp":
         assert isinstance(generator, MultiTokenModel)
-        depths = loaded.model.config.mtp_num_layers
-        count = count or depths
-        if count > depths:
+        mtp_layers = loaded.model.config.mtp_num_layers
+        num_drafts = num_drafts or mtp_layers
+        if num_drafts > mtp_layers:
             raise ValueError(
-                f"--num-speculative-tokens is {count}: the model predicts {depths} more tokens "
-                f"(--mtp-num-layers of training): use at most {depths}"
+                f"--num-speculative-tokens is {num_drafts}: the model predicts {mtp_layers} more "
+                f"tokens (--mtp-num-layers of training): use at most {mtp_layers}"
             )
-        proposer: Proposer = MultiTokenHeads(generator, depths=count)
+        proposer: Proposer = MultiTokenHeads(generator, depths=num_drafts)
     elif method == "ngram":
         proposer = NGramLookup()
     else:
         proposer = DraftModel(None, tuple)
-        config = dataclasses.replace(config, num_speculative_tokens=count or USUAL_DRAFTS)
+        config = dataclasses.replace(
+            config, num_speculative_tokens=num_drafts or DEFAULT_NUM_DRAFTS
+        )
         if (draft := loaded.draft) is not None:  # on the first pipeline stage
-            config, smaller = shared_memory(config, loaded.cache_shapes, draft.cache_shapes)
-            recorder = make_recorder if make_recorder is CpuGraph and draft.optimized else None
+            config, draft_config = split_cache_memory(
+                config, loaded.cache_shapes, draft.cache_shapes
+            )
+            make_draft_recorder = (
+                make_recorder if make_recorder is CpuGraph and draft.optimized else None
+            )
             engine = _engine(
                 draft,
-                draft.generator(smaller.max_step_tokens),
-                smaller,
-                make_recorder=recorder,
+                draft.generator(draft_config.max_step_tokens),
+                draft_config,
+                make_recorder=make_draft_recorder,
             )
             proposer = DraftModel(engine, draft.model.store.tensors)
-    config = dataclasses.replace(config, num_speculative_tokens=count or USUAL_DRAFTS)
+    config = dataclasses.replace(config, num_speculative_tokens=num_drafts or DEFAULT_NUM_DRAFTS)
     return _engine(loaded, generator, config, proposer=proposer, **options)
 
 
-def shared_memory(
+def split_cache_memory(
     config: EngineConfig, shapes: CacheShapes, draft_shapes: CacheShapes
 ) -> tuple[EngineConfig, EngineConfig]:
-    """Return the sizes of a model's engine and of the engine of its draft model.
+    """Split the cache memory between a model and its draft model; return both engine configs.
 
-    Blocks are as many in both. Memory in bytes holds the states of the rows of both models first;
-    the rest is shared in proportion to the bytes that a token takes. A model whose tokens take none
-    gets a quarter of the rest for snapshots of states, if it has states.
+    Both caches have the same number of blocks. The recurrent states of all rows are allocated
+    first. The remaining bytes are split in proportion to the bytes per token. A model with states
+    but without a KV cache gets a quarter of the remaining bytes for snapshots of its states.
 
     Args:
-        config: of the model's engine; its memory is for both.
-        shapes, draft_shapes: what the model and its draft model keep on this rank.
+        config: config of the model's engine; its memory is for both models.
+        shapes: shapes of the model's cache on this rank.
+        draft_shapes: shapes of the draft model's cache on this rank.
 
     Raises:
-        ValueError: the memory does not hold the states of the rows and one block of each.
+        ValueError: the memory does not hold the states and one block of each model.
     """
-    draft = dataclasses.replace(config, num_speculative_tokens=0)
-    memory = config.memory_bytes
-    if memory is None:
-        return config, draft
-    states = config.row_state_bytes(shapes), draft.row_state_bytes(draft_shapes)
+    draft_config = dataclasses.replace(config, num_speculative_tokens=0)
+    memory_bytes = config.memory_bytes
+    if memory_bytes is None:
+        return config, draft_config
+    state_bytes = config.row_state_bytes(shapes), draft_config.row_state_bytes(draft_shapes)
     token_bytes = shapes.token_bytes, draft_shapes.token_bytes
-    blocks = config.least_blocks * config.block_size * sum(token_bytes)
-    rest = memory - sum(states)
-    if rest < blocks:
+    block_bytes = config.least_blocks * config.block_size * sum(token_bytes)
+    free_bytes = memory_bytes - sum(state_bytes)
+    if free_bytes < block_bytes:
         raise ValueError(
-            f"{memory:,} bytes of memory do not hold the states of {config.max_rows} rows and "
-            f"{config.least_pages} of the model and of its draft model: give at least "
-            f"{sum(states) + blocks:,}"
+            f"{memory_bytes:,} bytes of memory do not hold the states of {config.max_rows} rows "
+            f"and {config.least_pages} of the model and of its draft model: give at least "
+            f"{sum(state_bytes) + block_bytes:,}"
         )
-    snapshots = [0, 0]
-    for place, (of_rows, of_token) in enumerate(zip(states, token_bytes, strict=True)):
-        if of_rows and not of_token:
-            snapshots[place] = min(rest // 4, rest - blocks) // (1 if blocks else 2)
-    rest -= sum(snapshots)
-    part = rest * token_bytes[1] // max(1, sum(token_bytes))
-    of_draft = states[1] + snapshots[1] + part
+    snapshot_bytes = [0, 0]
+    for index, (model_state_bytes, model_token_bytes) in enumerate(
+        zip(state_bytes, token_bytes, strict=True)
+    ):
+        if model_state_bytes and not model_token_bytes:
+            snapshot_bytes[index] = min(free_bytes // 4, free_bytes - block_bytes) // (
+                1 if block_bytes else 2
+            )
+    free_bytes -= sum(snapshot_bytes)
+    draft_token_memory = free_bytes * token_bytes[1] // max(1, sum(token_bytes))
+    draft_memory = state_bytes[1] + snapshot_bytes[1] + draft_token_memory
     return (
-        dataclasses.replace(config, memory_bytes=memory - of_draft),
-        dataclasses.replace(draft, memory_bytes=of_draft),
+        dataclasses.replace(config, memory_bytes=memory_bytes - draft_memory),
+        dataclasses.replace(draft_config, memory_bytes=draft_memory),
     )
 
 
@@ -466,13 +487,13 @@ def _engine(
 
 
 def graph_recorder(loaded: CheckpointModel, options: Inference) -> Callable[[], Recorder] | None:
-    """Return what makes recorders of decode steps; None if they run eagerly.
+    """Return the factory of recorders of decode steps; None if the steps run eagerly.
 
-    On a CPU steps of an optimized forward pass are recorded unless that is turned off: of a model
-    on one rank, as collectives cannot be.
+    On a CPU, decode steps of the optimized forward pass are recorded by default if the model is on
+    one rank: collectives cannot be recorded.
 
     Raises:
-        ValueError: CUDA graphs without a GPU, or eager steps asked for where they are so anyhow.
+        ValueError: CUDA graphs without a GPU, or --enforce-eager where steps are eager anyway.
     """
     if not options.inference_cuda_graphs:
         on_cpu = torch.device(loaded.device).type == "cpu"
@@ -495,25 +516,25 @@ def graph_recorder(loaded: CheckpointModel, options: Inference) -> Callable[[], 
 def text_request(
     loaded: CheckpointModel, text: str, params: TextParams, *, sequence: int = 0
 ) -> Request:
-    """Turn a text into a request.
+    """Return the engine request for a text.
 
-    An empty text becomes the end-of-document token, which stands before every document in training.
+    An empty text becomes the end-of-document token, which precedes every document in training.
 
     Args:
-        loaded: whose tokenizer.
-        text: to continue.
-        params: how.
-        sequence: identity of its first output in every random draw.
+        loaded: the model, whose tokenizer encodes the text.
+        text: prompt.
+        params: parameters of the generation.
+        sequence: number of the first output in the random draws.
     """
-    ids = loaded.tokenizer.tokenize(text)
-    if not ids and loaded.tokenizer.eod is not None:
-        ids = [loaded.tokenizer.eod]
-    ends = loaded.stop_tokens if params.stop_tokens is None else params.stop_tokens
+    prompt = loaded.tokenizer.tokenize(text)
+    if not prompt and loaded.tokenizer.eod is not None:
+        prompt = [loaded.tokenizer.eod]
+    stop_tokens = loaded.stop_tokens if params.stop_tokens is None else params.stop_tokens
     return Request(
-        prompt=tuple(ids),
+        prompt=tuple(prompt),
         max_new_tokens=params.max_new_tokens,
         sampling=params.sampling,
-        stop_tokens=ends,
+        stop_tokens=stop_tokens,
         sequence=sequence,
         n=params.num_outputs,
         prompt_logprobs=params.prompt_logprobs,
@@ -523,20 +544,20 @@ def text_request(
 def text_requests(
     loaded: CheckpointModel, texts: Iterable[str], params: TextParams, *, first_sequence: int = 0
 ) -> list[Request]:
-    """Turn texts into requests and check all of them before anything is generated.
+    """Return the engine requests for texts, all checked before anything is generated.
 
     Raises:
-        ValueError: a text that the model cannot take.
+        ValueError: a prompt is invalid for the model.
     """
     texts = list(texts)
-    found = []
-    for number, text in enumerate(texts):
-        sequence = first_sequence + number * params.num_outputs
+    requests = []
+    for index, text in enumerate(texts):
+        sequence = first_sequence + index * params.num_outputs
         request = text_request(loaded, text, params, sequence=sequence)
         limits = {"max_length": loaded.max_length, "vocab_size": loaded.vocab_size}
         try:
             check_request(request, **limits)
         except ValueError as error:
-            raise ValueError(f"prompt {number + 1} of {len(texts)}: {error}") from None
-        found.append(request)
-    return found
+            raise ValueError(f"prompt {index + 1} of {len(texts)}: {error}") from None
+        requests.append(request)
+    return requests

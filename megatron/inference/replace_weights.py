@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Weights of a checkpoint, or of a training run, into a model that is loaded: all, or none.
+"""Replace the weights of a loaded model from a checkpoint or a training run: all or none.
 
-What a checkpoint replaces is kept in the host's memory, and put back after any error. What comes
-from a training run is in the host's memory before any of it is put in.
+Before a checkpoint is read, the old weights are copied to host memory and restored after any error.
+Weights of a training run are received in host memory before any weight of the model changes.
 """
 
 from __future__ import annotations
@@ -26,23 +26,23 @@ from megatron.core.dist_checkpointing.manifest import compare_architecture
 from megatron.core.models.gpt import GPTConfig
 from megatron.hf.folder import is_folder
 from megatron.hf.read_weights import read_weights
-from megatron.inference.checkpoint_model import CheckpointModel, generating
+from megatron.inference.checkpoint_model import CheckpointModel, inference_model_config
 from megatron.training.checkpoints.hf_options import open_model
 from megatron.training.newest_checkpoint import load_newest, read_together
 from megatron.training.stored_model import stored_model
 
-# In the names of fields that say nothing about what a model computes once it is trained.
+# Words in the names of config fields that only training uses; they may differ between the models.
 _TRAINING_ONLY = ("dropout", "init_std", "loss")
 
 
 @contextlib.contextmanager
-def all_or_none(tensors: Sequence[Tensor]) -> Iterator[None]:
-    """Put back what tensors held if the block fails."""
-    kept = [tensor.detach().to("cpu", copy=True) for tensor in tensors]
+def restore_on_error(tensors: Sequence[Tensor]) -> Iterator[None]:
+    """Restore the values of tensors if the block fails."""
+    saved = [tensor.detach().to("cpu", copy=True) for tensor in tensors]
     try:
         yield
     except BaseException:
-        for tensor, values in zip(tensors, kept, strict=True):
+        for tensor, values in zip(tensors, saved, strict=True):
             tensor.detach().copy_(values)
         raise
 
@@ -51,18 +51,18 @@ def replace_weights(loaded: CheckpointModel, load: str) -> Path:
     """Read the weights of a checkpoint or a Hugging Face folder; all ranks call it.
 
     Args:
-        loaded: the model; after an error it has the weights of before.
-        load: what `--load` may be. No older checkpoint is taken for a damaged one.
+        loaded: the model; after an error it has its old weights.
+        load: a path as for `--load`. An older checkpoint does not replace a corrupt one.
 
     Returns:
-        The folder that they came from.
+        The folder that was read.
 
     Raises:
-        ValueError: there are none, they are damaged, or of another model; one line, on every rank.
+        ValueError: the weights are missing, corrupt, or of another model; one line, on every rank.
     """
     try:
-        with all_or_none(loaded.model.store.tensors()):
-            return _from_folder(loaded, load) if is_folder(load) else _from_run(loaded, load)
+        with restore_on_error(loaded.model.store.tensors()):
+            return _from_folder(loaded, load) if is_folder(load) else _from_checkpoint(loaded, load)
     except CheckpointError as error:
         raise ValueError(f"load: {error}") from None
     except OSError as error:
@@ -75,14 +75,14 @@ def receive_weights(
     """Receive weights from the ranks of a training run; all ranks call it, in any thread.
 
     Args:
-        loaded: the model, which keeps the weights that it has.
+        loaded: the model; its weights do not change.
         address, senders, timeout_seconds: as in `TransferGroup`.
 
     Returns:
-        The weights in the host's memory, for `take_weights`, and the bytes received.
+        The weights in host memory, for `copy_received_weights`, and the bytes received.
 
     Raises:
-        ValueError: they do not come, are lost, or are of another model; one line, on every rank.
+        ValueError: the transfer fails or is for another model; one line, on every rank.
     """
     group = TransferGroup(
         address=address,
@@ -99,41 +99,41 @@ def receive_weights(
 
 
 @torch.no_grad()
-def take_weights(loaded: CheckpointModel, received: Sequence[TensorChunk]) -> None:
-    """Copy weights from `receive_weights` into the model."""
-    for held, new in zip(weight_chunks(loaded.model.store), received, strict=True):
-        held.tensor.copy_(new.tensor)
+def copy_received_weights(loaded: CheckpointModel, received: Sequence[TensorChunk]) -> None:
+    """Copy the weights of `receive_weights` into the model."""
+    for target, source in zip(weight_chunks(loaded.model.store), received, strict=True):
+        target.tensor.copy_(source.tensor)
 
 
 def _from_folder(loaded: CheckpointModel, load: str) -> Path:
-    folder, described = open_model(load, flag="load")
-    _check_model(loaded, described.config, load)
+    folder, hf_model = open_model(load, flag="load")
+    _check_model(loaded, hf_model.config, load)
     chunks = weight_chunks(loaded.model.store)
-    read_weights(folder, described, chunks, coordinator=loaded.coordinator)
+    read_weights(folder, hf_model, chunks, coordinator=loaded.coordinator)
     return folder.path
 
 
-def _from_run(loaded: CheckpointModel, load: str) -> Path:
-    def use(folder: Path) -> None:
+def _from_checkpoint(loaded: CheckpointModel, load: str) -> Path:
+    def load_folder(folder: Path) -> None:
         config = stored_model(folder, read_together(folder, loaded.coordinator))
         _check_model(loaded, config, load)
         chunks = weight_chunks(loaded.model.store)
         load_checkpoint(folder, chunks, coordinator=loaded.coordinator, convert_dtype=True)
 
-    found = load_newest(load, use, loaded.coordinator, flag="load", fall_back=False)
-    if found is None:
+    newest = load_newest(load, load_folder, loaded.coordinator, flag="load", fall_back=False)
+    if newest is None:
         raise ValueError(f"load {load}: there is no checkpoint")
-    return found[0]
+    return newest[0]
 
 
 def _check_model(loaded: CheckpointModel, config: GPTConfig, load: str) -> None:
     """Raise ValueError for weights of another model."""
-    mine = loaded.model.config
-    theirs = generating(config, further=bool(mine.mtp_num_layers))
-    different = [
+    model_config = loaded.model.config
+    new_config = inference_model_config(config, keep_mtp=bool(model_config.mtp_num_layers))
+    differences = [
         line
-        for line in compare_architecture(theirs.to_json(), mine.to_json())
+        for line in compare_architecture(new_config.to_json(), model_config.to_json())
         if not any(word in line.split(":")[0] for word in _TRAINING_ONLY)
     ]
-    if different:
-        raise ValueError(f"load {load} is of another model: {'; '.join(different)}")
+    if differences:
+        raise ValueError(f"load {load} is of another model: {'; '.join(differences)}")

@@ -1,14 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-r"""Serve a trained model over HTTP, by OpenAI's routes: `python -m megatron.inference.serve ...`.
+r"""Serve a trained model over HTTP with OpenAI's routes: `python -m megatron.inference.serve ...`.
 
     python -m megatron.inference.serve --load runs/quickstart/checkpoints --chat-template chatml
     curl -s localhost:8000/v1/completions -d '{"prompt": "The list type", "max_tokens": 20}'
 
-This process runs the engine; the HTTP routes run in another one that it starts, see
-`megatron.inference.server`. Under torchrun a replica of the model is as many ranks as
-`--tensor-model-parallel-size` and `--pipeline-model-parallel-size` multiply to, and all ranks hold
-data-parallel replicas; rank 0 is the one that clients reach. SIGTERM and Ctrl-C admit nothing more,
-let running answers end, and exit with 0; a second signal ends at once.
+This process runs the engine and starts a second process for the HTTP routes, see
+`megatron.inference.server`. Under torchrun a replica of the model has tensor-parallel size times
+pipeline-parallel size ranks, and the world holds data-parallel replicas; clients connect to rank 0.
+After SIGTERM or Ctrl-C the server admits no requests, finishes the running ones and exits with 0; a
+second signal ends it at once.
 
 It needs the extra `serve`: pip install 'megatron-lm[serve]'.
 """
@@ -43,42 +43,42 @@ if TYPE_CHECKING:
 
 PROG = "python -m megatron.inference.serve"
 
-_NEEDED = ("fastapi", "uvicorn", "prometheus_client", "llguidance", "jinja2")
+_REQUIRED_MODULES = ("fastapi", "uvicorn", "prometheus_client", "llguidance", "jinja2")
 _HTTP_PROCESS = "megatron.inference.server.http_process"
 _MAX_KEY_BYTES = 4096
-# For the HTTP process to end after the link to it was closed.
-_END_SECONDS = 60.0
+# How long the HTTP process may take to exit after its link is closed.
+_EXIT_SECONDS = 60.0
 
 
 def check_extra() -> None:
     """Raise ValueError if the extra `serve` is not installed."""
-    missing = [name for name in _NEEDED if importlib.util.find_spec(name) is None]
+    missing = [name for name in _REQUIRED_MODULES if importlib.util.find_spec(name) is None]
     if missing:
         raise ValueError(f"the server needs {', '.join(missing)}: pip install 'megatron-lm[serve]'")
 
 
 def read_keys(service: Service) -> tuple[str | None, str | None]:
-    """Return the API key, None where everybody may ask, and that of administration.
+    """Return the API key (None without authentication) and the admin key (None without admin port).
 
     Raises:
-        ValueError: a file holds none, or there is none and others could reach the server.
+        ValueError: a file holds no key, or a server that other machines reach has no key.
     """
     key = read_key(service)
     if service.admin_port is None:
         return key, None
     if service.admin_key_file is None:
         raise ValueError(f"--admin-port {service.admin_port} needs an --admin-key-file")
-    admin_key = _key_in("--admin-key-file", service.admin_key_file)
+    admin_key = _read_key_file("--admin-key-file", service.admin_key_file)
     if admin_key == key:
         raise ValueError("--admin-key-file and --api-key-file hold the same key: use two")
     return key, admin_key
 
 
 def read_key(service: Service) -> str | None:
-    """Return the API key, None where everybody may ask.
+    """Return the API key; None without authentication.
 
     Raises:
-        ValueError: the file holds none, or there is none and others could reach the server.
+        ValueError: the file holds no key, or a server that other machines reach has no key.
     """
     path = service.api_key_file
     if path is None:
@@ -88,10 +88,10 @@ def read_key(service: Service) -> str | None:
                 "on 127.0.0.1"
             )
         return None
-    return _key_in("--api-key-file", path)
+    return _read_key_file("--api-key-file", path)
 
 
-def _key_in(flag: str, path: str) -> str:
+def _read_key_file(flag: str, path: str) -> str:
     """Return the key in a file. Raises ValueError, which names the flag."""
     try:
         key = read_named(path, _MAX_KEY_BYTES).strip()
@@ -110,14 +110,14 @@ def _is_loopback(host: str) -> bool:
 
 
 def listen(host: str, port: int, *, flags: str = "") -> socket.socket:
-    """Return a socket that listens.
+    """Return a listening socket.
 
     Args:
-        host, port: where.
-        flags: what the options that say so begin with.
+        host, port: address to bind.
+        flags: prefix of the flags in error messages, such as "admin-".
 
     Raises:
-        ValueError: there can be none.
+        ValueError: the address cannot be bound.
     """
     try:
         family = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0][0]
@@ -130,18 +130,20 @@ def listen(host: str, port: int, *, flags: str = "") -> socket.socket:
 
 @contextlib.contextmanager
 def http_process(listeners: Sequence[socket.socket]) -> Iterator[tuple[socket.socket, int]]:
-    """Start the HTTP process; yield the link to it, whose end ends it, and its process id.
+    """Start the HTTP process; yield the link to it and its process id.
+
+    The process exits when the link closes.
 
     Args:
-        listeners: where clients come, and perhaps where administration does.
+        listeners: listening sockets of the API and, optionally, of administration.
     """
-    link, other_end = socket.socketpair()
-    numbers = [other_end.fileno(), *(listener.fileno() for listener in listeners)]
+    link, child_end = socket.socketpair()
+    descriptors = [child_end.fileno(), *(listener.fileno() for listener in listeners)]
     with link:
-        with other_end:
+        with child_end:
             process = subprocess.Popen(
-                [sys.executable, "-m", _HTTP_PROCESS, *map(str, numbers)],
-                pass_fds=numbers,
+                [sys.executable, "-m", _HTTP_PROCESS, *map(str, descriptors)],
+                pass_fds=descriptors,
                 stdin=subprocess.DEVNULL,
             )
         try:
@@ -149,7 +151,7 @@ def http_process(listeners: Sequence[socket.socket]) -> Iterator[tuple[socket.so
         finally:
             link.close()
             try:
-                process.wait(_END_SECONDS)
+                process.wait(_EXIT_SECONDS)
             except subprocess.TimeoutExpired:
                 process.kill()
                 process.wait()
@@ -158,7 +160,7 @@ def http_process(listeners: Sequence[socket.socket]) -> Iterator[tuple[socket.so
 
 
 def pooling_of(loaded: CheckpointModel) -> Pooling | str:
-    """Return how the model embeds texts, or why it embeds none."""
+    """Return the pooling of the model's embeddings, or why the model has none."""
     from megatron.inference.server.embedder import NoPooling, read_pooling
 
     try:
@@ -167,10 +169,10 @@ def pooling_of(loaded: CheckpointModel) -> Pooling | str:
         return str(error)
 
 
-def embedder_of(
+def make_embedder(
     loaded: CheckpointModel, config: ServeConfig, replicas: Replicas
 ) -> Embedder | None:
-    """Return what embeds texts by a model; None if the model embeds none."""
+    """Return the embedder of the model; None if the model has no pooling."""
     from megatron.inference.server.embedder import Embedder
 
     pooling = pooling_of(loaded)
@@ -187,12 +189,12 @@ def embedder_of(
 
 
 def check_template(service: Service, source: str, name: str) -> None:
-    """Raise ValueError for options that do nothing, as the chat template reads no such variable.
+    """Raise ValueError for options that set a variable which the chat template does not read.
 
     Args:
-        service: the options.
-        source: the template's Jinja text.
-        name: of the template, as errors say it.
+        service: options of the server.
+        source: Jinja source of the template.
+        name: name of the template in error messages.
     """
     unread = [f"--chat-template-kwargs {n}" for n in service.chat_template_kwargs or ()]
     unread = [option for option in unread if option.split()[-1] not in source]
@@ -205,13 +207,13 @@ def check_template(service: Service, source: str, name: str) -> None:
         )
 
 
-def settings_of(
+def http_settings(
     loaded: CheckpointModel, config: ServeConfig, keys: Sequence[str | None]
 ) -> dict[str, Any]:
-    """Return what the HTTP process is told first.
+    """Return the settings, which are the first message to the HTTP process.
 
     Raises:
-        ValueError: `--chat-template` is none, or does not read what other options are for.
+        ValueError: `--chat-template` is invalid, or does not read a variable of another option.
     """
     from megatron.training.data.chat import has_chat_template, read_chat_template
 
@@ -220,13 +222,13 @@ def settings_of(
     if service.chat_template is not None or has_chat_template(loaded.chat_folder):
         with contextlib.closing(
             read_chat_template(service.chat_template, tokenizer_model=loaded.chat_folder)
-        ) as found:
+        ) as chat_template:
             template = {
-                "source": found.source,
-                "special_tokens": found.special_tokens,
-                "name": found.name,
+                "source": chat_template.source,
+                "special_tokens": chat_template.special_tokens,
+                "name": chat_template.name,
             }
-            check_template(service, found.source, found.name)
+            check_template(service, chat_template.source, chat_template.name)
     return {
         "kind": "settings",
         "key": keys[0],
@@ -260,7 +262,7 @@ def settings_of(
 
 
 def explain(loaded: CheckpointModel) -> dict[str, Any]:
-    """Return facts about a model for `/health`, which needs no key: no path and no name."""
+    """Return facts about a model for `/health`, which needs no key: no paths and no names."""
     groups = loaded.model.groups
     return {
         "dtype": str(loaded.model.store.dtype).removeprefix("torch."),
@@ -278,14 +280,14 @@ def explain(loaded: CheckpointModel) -> dict[str, Any]:
 def run(
     config: ServeConfig, launch: Launch, reports: ErrorReports, stack: contextlib.ExitStack
 ) -> None:
-    """Load the model and serve it until a signal says to end.
+    """Load the model and serve it until a signal ends the server.
 
     Args:
-        config: what to serve.
-        launch: which rank this is.
+        config: options of the server.
+        launch: rank and world size of this process.
         reports: agrees with the other ranks on errors.
-        stack: takes what has to be closed: it waits for the end of the HTTP process, which may take
-            seconds.
+        stack: collects the sockets and the HTTP process. Closing it waits for the exit of the HTTP
+            process, which may take seconds.
 
     Raises:
         ValueError: anything the user can fix.
@@ -293,17 +295,17 @@ def run(
     check_extra()
     service = config.service
     keys = read_keys(service)
-    link, where = None, []
+    link, addresses = None, []
     if launch.rank == 0:
         listeners = [stack.enter_context(listen(service.host, service.port))]
         if service.admin_port is not None:
-            found = listen(service.admin_host, service.admin_port, flags="admin-")
-            listeners.append(stack.enter_context(found))
-        where = [listener.getsockname()[:2] for listener in listeners]
+            admin_listener = listen(service.admin_host, service.admin_port, flags="admin-")
+            listeners.append(stack.enter_context(admin_listener))
+        addresses = [listener.getsockname()[:2] for listener in listeners]
         link, _ = stack.enter_context(http_process(listeners))
         for listener in listeners:
-            listener.close()  # the other process has it
-    serve(config, launch, link, keys=keys, where=where, reports=reports)
+            listener.close()  # the HTTP process has inherited it
+    serve(config, launch, link, keys=keys, addresses=addresses, reports=reports)
 
 
 def serve(
@@ -312,21 +314,21 @@ def serve(
     link: socket.socket | None,
     *,
     keys: Sequence[str | None],
-    where: Sequence[tuple[str, int]],
+    addresses: Sequence[tuple[str, int]],
     reports: ErrorReports | None = None,
 ) -> None:
     """Run the engine of this rank for the HTTP process.
 
     Args:
-        config: what to serve.
-        launch: which rank this is.
-        link: to the HTTP process; None on ranks that follow.
-        keys: that clients must give, and administration.
-        where: addresses and ports that rank 0 listens on for both.
+        config: options of the server.
+        launch: rank and world size of this process.
+        link: socket to the HTTP process; None on all ranks but 0.
+        keys: API key and admin key.
+        addresses: host and port of the API and of administration, on rank 0.
         reports: agrees with the other ranks on errors.
     """
     from megatron.inference.checkpoint_model import load_checkpoint_model
-    from megatron.inference.generate import totals
+    from megatron.inference.generate import describe_replicas
     from megatron.inference.llm import LLM
     from megatron.inference.server.engine_control import EngineControl
     from megatron.inference.server.engine_loop import EngineLoop
@@ -341,7 +343,7 @@ def serve(
         reports=reports,
     ) as loaded:
         if link is not None:
-            link.sendall(frame(settings_of(loaded, config, keys)))
+            link.sendall(frame(http_settings(loaded, config, keys)))
         replicas = LLM(loaded, config.inference).replicas
         grammars = grammars_of(loaded.tokenizer, sorted(loaded.stop_tokens), loaded.vocab_size)
         loop = EngineLoop(
@@ -349,24 +351,30 @@ def serve(
             link,
             loaded.host_group(),
             grammars=grammars,
-            embedder=embedder_of(loaded, config, replicas),
+            embedder=make_embedder(loaded, config, replicas),
             explained=explain(loaded),
             control=EngineControl(replicas, loaded),
         )
 
-        def end(number: int, stack: object) -> None:
+        def end(signal_number: int, stack: object) -> None:
             loop.drain()
-            signal.signal(number, signal.SIG_DFL)
+            signal.signal(signal_number, signal.SIG_DFL)
 
-        for number in (signal.SIGTERM, signal.SIGINT):
-            # Rank 0 tells the others when to end.
-            signal.signal(number, end if link is not None else signal.SIG_IGN)
-        for what, (host, port) in zip((str(loaded.folder), "administration"), where, strict=False):
-            shown = f"[{host}]" if ":" in host else host
-            print(f"serving {what} at http://{shown}:{port}", file=sys.stderr, flush=True)
+        for signal_number in (signal.SIGTERM, signal.SIGINT):
+            # Only rank 0 handles the signal; it sends the end to the other ranks.
+            signal.signal(signal_number, end if link is not None else signal.SIG_IGN)
+        for service_name, (host, port) in zip(
+            (str(loaded.folder), "administration"), addresses, strict=False
+        ):
+            bracketed_host = f"[{host}]" if ":" in host else host
+            print(
+                f"serving {service_name} at http://{bracketed_host}:{port}",
+                file=sys.stderr,
+                flush=True,
+            )
         loop.run()
         if link is not None:
-            print(f"served {totals(replicas)}", file=sys.stderr, flush=True)
+            print(f"served {describe_replicas(replicas)}", file=sys.stderr, flush=True)
 
 
 def main(argv: Sequence[str], environment: Mapping[str, str]) -> int:
@@ -374,7 +382,7 @@ def main(argv: Sequence[str], environment: Mapping[str, str]) -> int:
 
     Args:
         argv: arguments without the program's name.
-        environment: of this process, where torchrun gives its rank.
+        environment: environment variables, in which torchrun passes the rank.
     """
     reports = ErrorReports(environment)
 
@@ -388,7 +396,7 @@ def main(argv: Sequence[str], environment: Mapping[str, str]) -> int:
         stack.close()
 
     code = run_entry_point(served, prog=PROG, report=reports.report)
-    # After an error the HTTP process ends once the error is printed: that may take seconds.
+    # Close after the error is printed: the exit of the HTTP process may take seconds.
     with contextlib.suppress(RunStopped):
         stack.close()
     return code

@@ -76,7 +76,7 @@ class EngineControl:
         Raises:
             ValueError: `refused`, or the engine has been put to sleep; nothing has changed.
         """
-        from megatron.inference.replace_weights import take_weights
+        from megatron.inference.replace_weights import copy_received_weights
 
         assert self._receiving is not None
         work, self._receiving = self._receiving, None
@@ -85,7 +85,7 @@ class EngineControl:
         self._check_replaceable()
         received, nbytes = work.result()
         with self._replacing():
-            take_weights(self._model(), received)
+            copy_received_weights(self._model(), received)
         return {**self._state(), "received_bytes": nbytes}
 
     def apply(self, order: Mapping[str, Any]) -> tuple[dict[str, Any], list[Completion]]:

@@ -100,7 +100,7 @@ class AnthropicMessage(Body):
                 else:
                     found.append(Turn(role="user", text=block.text))
             elif isinstance(block, ToolResultBlock):
-                text = ("Error: " if block.is_error else "") + _joined(block.content)
+                text = ("Error: " if block.is_error else "") + _joined_text(block.content)
                 found.append(Turn(role="tool", text=text, call_id=block.tool_use_id))
             else:
                 raise ApiError(400, f"messages: {block.type} is of the assistant", param="messages")
@@ -191,7 +191,7 @@ class CountBody(Body):
                 whether the template can be told to begin it or not.
             max_tokens: of the answer, if one is asked for.
         """
-        turns = [] if self.system is None else [Turn(role="system", text=_joined(self.system))]
+        turns = [] if self.system is None else [Turn(role="system", text=_joined_text(self.system))]
         turns += [turn for message in self.messages for turn in message.turns()]
         if turns[-1].role == "assistant":
             raise ApiError(
@@ -257,7 +257,7 @@ class MessagesBody(CountBody):
         )
 
 
-def _joined(content: str | Sequence[TextPart]) -> str:
+def _joined_text(content: str | Sequence[TextPart]) -> str:
     return content if isinstance(content, str) else "".join(part.text for part in content)
 
 

@@ -252,17 +252,17 @@ def _tool(tool: ResponseTool) -> Tool:
     )
 
 
-def _joined(content: str | Sequence[ContentPart] | None) -> str:
+def _joined_text(content: str | Sequence[ContentPart] | None) -> str:
     return content if isinstance(content, str) else "".join(part.text for part in content or ())
 
 
 def _turn(item: MessageItem | ReasoningItem | CallItem | CallOutputItem) -> Turn:
     if isinstance(item, MessageItem):
-        return Turn(role=item.role, text=_joined(item.content))
+        return Turn(role=item.role, text=_joined_text(item.content))
     if isinstance(item, ReasoningItem):
-        return Turn(role="assistant", text="", reasoning=_joined(item.content))
+        return Turn(role="assistant", text="", reasoning=_joined_text(item.content))
     if isinstance(item, CallOutputItem):
-        return Turn(role="tool", text=_joined(item.output), call_id=item.call_id)
+        return Turn(role="tool", text=_joined_text(item.output), call_id=item.call_id)
     call = ToolCall(id=item.call_id, name=item.name, arguments=item.arguments)
     return Turn(role="assistant", text="", calls=[call])
 

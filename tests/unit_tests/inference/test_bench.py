@@ -14,7 +14,7 @@ import pytest
 
 from megatron.core.inference.requests import Request
 from megatron.inference import generate, llm
-from megatron.inference.bench import arrivals, main, make_requests, static_waste
+from megatron.inference.bench import arrival_times, main, make_requests, static_waste
 from megatron.inference.config import Load
 from tests.support.launchers import serve_store
 from tests.support.op_tape import OpTape, TapeRecorder
@@ -158,11 +158,11 @@ def requests_of_small() -> list[Request]:
 
 
 def test_arrivals_are_those_of_the_rate() -> None:
-    times = arrivals(Load(num_requests=4000, request_rate=50.0))
+    times = arrival_times(Load(num_requests=4000, request_rate=50.0))
     assert times == sorted(times)
     assert times[0] == 0.0
     assert times[-1] == pytest.approx(4000 / 50, rel=0.1)
-    assert arrivals(Load(num_requests=3)) == [0.0] * 3
+    assert arrival_times(Load(num_requests=3)) == [0.0] * 3
 
 
 def test_static_batches_compute_rows_to_the_longest_end() -> None:

@@ -9,7 +9,7 @@ from megatron.inference.config import (
     Prompts,
     parse_arguments,
     read_prompts,
-    take_prompts,
+    split_prompts,
 )
 
 
@@ -24,7 +24,7 @@ def test_prompts_repeat_and_may_be_any_text() -> None:
     )
     assert config.prompts.prompt == ("Hello, wörld", "--dashes", "a=b", "")
     assert config.sampling.top_k == 3
-    assert take_prompts(["--prompt-file", "f", "--promptly"]) == (
+    assert split_prompts(["--prompt-file", "f", "--promptly"]) == (
         (),
         ["--prompt-file", "f", "--promptly"],
     )

@@ -3,20 +3,20 @@
 
 import io
 
-from megatron.inference.generate import Display
-from megatron.inference.llm import Piece, Result
+from megatron.inference.generate import OrderedPrinter
+from megatron.inference.llm import Result, TextDelta
 
 
-def piece(prompt: int, text: str, *, index: int = 0, ends: bool = False) -> Piece:
+def piece(prompt: int, text: str, *, index: int = 0, ends: bool = False) -> TextDelta:
     result = Result(
         prompt="", prompt_ids=(1,), text=text, ids=(), logprobs=(), finish_reason="length"
     )
-    return Piece(prompt=prompt, index=index, text=text, result=result if ends else None)
+    return TextDelta(prompt=prompt, index=index, text=text, result=result if ends else None)
 
 
 def test_prompts_are_shown_in_order_and_the_first_one_live() -> None:
     out = io.StringIO()
-    display = Display(["A:", "B:", "C:"], 1, out)
+    display = OrderedPrinter(["A:", "B:", "C:"], 1, out)
     display.update(piece(0, "x"))
     display.update(piece(1, "1"))
     assert out.getvalue() == "--- prompt 1 of 3\nA:x"
@@ -31,7 +31,7 @@ def test_prompts_are_shown_in_order_and_the_first_one_live() -> None:
 
 def test_several_outputs_of_a_prompt_follow_each_other() -> None:
     out = io.StringIO()
-    display = Display(["A:"], 2, out)
+    display = OrderedPrinter(["A:"], 2, out)
     display.update(piece(0, "second", index=1, ends=True))
     assert out.getvalue() == ""
     display.update(piece(0, "first", ends=True))
@@ -42,5 +42,5 @@ def test_several_outputs_of_a_prompt_follow_each_other() -> None:
 
 def test_a_single_prompt_needs_no_heading() -> None:
     out = io.StringIO()
-    Display(["A "], 1, out).update(piece(0, "b", ends=True))
+    OrderedPrinter(["A "], 1, out).update(piece(0, "b", ends=True))
     assert out.getvalue() == "A b\n"

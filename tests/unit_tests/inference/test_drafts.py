@@ -20,7 +20,7 @@ from megatron.core.models.gpt import GPTModel
 from megatron.core.process_groups import ProcessGroupCollection
 from megatron.inference import bench, generate
 from megatron.inference.config import Inference, Speculation
-from megatron.inference.llm import LLM, TextParams, shared_memory
+from megatron.inference.llm import LLM, TextParams, split_cache_memory
 from megatron.inference.server.engine_control import EngineControl
 from tests.support.launchers import serve_store
 from tests.support.ranks import start_ranks
@@ -149,24 +149,26 @@ def test_both_models_have_the_states_of_their_rows_and_blocks(model, draft, cach
     least = least_bytes(shapes, config)
     least += least_bytes(smaller, dataclasses.replace(config, num_speculative_tokens=0))
     with pytest.raises(ValueError, match=f"give at least {least:,}$"):
-        shared_memory(dataclasses.replace(config, memory_bytes=least - 1), shapes, smaller)
+        split_cache_memory(dataclasses.replace(config, memory_bytes=least - 1), shapes, smaller)
     for memory in (least, least + 1, least + 5000, 10 * least, 1_000_000):
         given = dataclasses.replace(config, memory_bytes=memory)
         used = 0
-        for own, of in zip(shared_memory(given, shapes, smaller), (shapes, smaller), strict=True):
+        for own, of in zip(
+            split_cache_memory(given, shapes, smaller), (shapes, smaller), strict=True
+        ):
             blocks, slots = own.sizes(of)
             assert blocks >= 1
             states = 4 * 150 * (slots + 1) if of.states else 0
             used += states + blocks * own.block_size * of.token_bytes
         assert used <= memory
     if caching and model == "recurrent":
-        own, _ = shared_memory(given, shapes, smaller)
+        own, _ = split_cache_memory(given, shapes, smaller)
         assert own.sizes(shapes)[1] > 2 * config.max_rows + 1, "snapshots of states"
 
 
 def test_memory_is_shared_by_the_bytes_of_a_token():
     config = EngineConfig(memory_bytes=5_000_000)
-    of_model, of_draft = shared_memory(config, SHAPES["larger"], SHAPES["attention"])
+    of_model, of_draft = split_cache_memory(config, SHAPES["larger"], SHAPES["attention"])
     assert (of_model.memory_bytes, of_draft.memory_bytes) == (4_000_000, 1_000_000)
     assert of_model.sizes(SHAPES["larger"]) == of_draft.sizes(SHAPES["attention"])
 

@@ -164,7 +164,7 @@ def test_options_of_answers_reach_the_http_process(tmp_path: Path) -> None:
         stop_tokens=(),
         data_parallel=SimpleNamespace(size=3),
     )
-    told = serve.settings_of(loaded, line.config, [None, None])
+    told = serve.http_settings(loaded, line.config, [None, None])
     assert told["client"]["max_outputs"] == 3 * 16 + 64
     assert told["formats"] == {"tools": "hermes", "reasoning": "qwen3"}
     assert "modules.json" in told["no_embeddings"]

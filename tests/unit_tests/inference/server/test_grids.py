@@ -186,7 +186,7 @@ def served_on_a_rank(
     launch = Launch.from_environment({**launcher, "RANK": str(rank), "LOCAL_RANK": str(rank)})
     keys = (None, None)
     if rank:
-        serve.serve(line.config, launch, None, keys=keys, where=())
+        serve.serve(line.config, launch, None, keys=keys, addresses=())
         return None
     link, other_end = socket.socketpair()
     found: list[Any] = []
@@ -198,7 +198,7 @@ def served_on_a_rank(
     with link:
         thread = threading.Thread(target=talk)
         thread.start()
-        serve.serve(line.config, launch, link, keys=keys, where=())
+        serve.serve(line.config, launch, link, keys=keys, addresses=())
         thread.join()
     return found[0]
 

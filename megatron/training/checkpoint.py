@@ -37,7 +37,7 @@ PROG = "python -m megatron.training.checkpoint"
 
 
 class Command(NamedTuple):
-    """A command: its options, those of them that come first without a name, and the work.
+    """A command: its options, its positional options, and the function that runs it.
 
     `work` is a function of the parsed options that returns the exit code.
     """

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a CPU multiplies bf16 and fp16 matrices in: chosen once for all ranks of a run."""
+"""The dtype in which a CPU multiplies bf16 and fp16 matrices, chosen once for all ranks."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ FLAG = "--cpu-matmul-dtype"
 
 @dataclass(frozen=True, kw_only=True)
 class CpuMatmul:
-    """What a run multiplies in.
+    """The dtype of a run's products on a CPU.
 
     Args:
         dtype: of the products: that of the weights, or fp32.

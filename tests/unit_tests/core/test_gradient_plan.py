@@ -113,7 +113,9 @@ def test_an_expert_gradient_that_misses_or_doubles_lanes_is_refused():
         (ForgetsExperts(world_size=16, tp=4, cp=2, etp=1, ep=8), 8),  # a factor of ep · etp / tp
         (ForgetsExperts(world_size=16, tp=4, cp=2, etp=1, ep=2), 2),
     ):
-        with pytest.raises(ValueError, match=f"would be summed over {reached} of 4 data-parallel ranks"):
+        with pytest.raises(
+            ValueError, match=f"would be summed over {reached} of 4 data-parallel ranks"
+        ):
             gradient_plan(expert, grid)
 
 

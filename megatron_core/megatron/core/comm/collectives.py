@@ -194,6 +194,7 @@ class Scatter:
         for work in self.works:
             work.wait()
         # `out` may be this rank's addend: nothing is written there before that one is added.
+        # Addends are summed in the order of ranks, so that all ranks round alike.
         total, last_index = self.addends[0], len(self.addends) - 1
         for rank in range(1, last_index + 1):
             target = self.out if rank >= self.rank else self.addends[0]

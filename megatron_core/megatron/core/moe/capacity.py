@@ -33,15 +33,15 @@ class RankCapacity:
     Attributes:
         excess: int64 scalar, the most rows of a block in one microbatch since `reset`, less those
             that the block has.
-        taken, share: rows of a block, and the even share; of microbatches of several shapes the
-            smallest.
+        num_taken, share: rows of a block and the even share; the smallest ones if microbatches
+            have several shapes.
         in_evaluation: limit microbatches without samples too; see `CapacityCheck.evaluation`.
     """
 
     def __init__(self, factor: float, device: torch.device | str = "cpu") -> None:
         self.factor = factor
         self.excess = torch.full((), _NO_MICROBATCH, dtype=torch.int64, device=device)
-        self.taken, self.share = math.inf, math.inf
+        self.num_taken, self.share = math.inf, math.inf
         self.in_evaluation = False
 
     def rows(self, share: float, max_rows: int) -> int:
@@ -62,7 +62,7 @@ class RankCapacity:
             num_taken: rows that each block has.
             share: the even one, in rows.
         """
-        self.taken, self.share = min(num_taken, self.taken), min(share, self.share)
+        self.num_taken, self.share = min(num_taken, self.num_taken), min(share, self.share)
         torch.maximum(self.excess, rows.amax() - num_taken, out=self.excess)
 
     def reset(self) -> None:
@@ -71,7 +71,7 @@ class RankCapacity:
 
     def needed(self) -> float:
         """Return the factor with which every microbatch had fitted; waits for the device."""
-        return (self.taken + int(self.excess)) / self.share
+        return (self.num_taken + int(self.excess)) / self.share
 
 
 class CapacityCheck:
@@ -104,7 +104,7 @@ class CapacityCheck:
     def evaluation(self) -> Iterator[None]:
         """Begin an evaluation that is within the capacities too. Who evaluates looks whether all
         tokens had room, and else evaluates without: no token may be left out of a loss."""
-        sizes = [(capacity.taken, capacity.share) for _, capacity in self._layers]
+        sizes = [(capacity.num_taken, capacity.share) for _, capacity in self._layers]
         self.begin()
         for _, capacity in self._layers:
             capacity.in_evaluation = True
@@ -114,7 +114,7 @@ class CapacityCheck:
             for (_, capacity), (num_taken, share) in zip(self._layers, sizes, strict=True):
                 capacity.in_evaluation = False
                 # Of training alone: a replayed step does not set them again.
-                capacity.taken, capacity.share = num_taken, share
+                capacity.num_taken, capacity.share = num_taken, share
 
     def has_room(self) -> bool:
         """Whether all rows since `begin` had room, on all ranks; waits for the device."""

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Copies of matrices in fewer bytes, for the products of generation on a CPU.
 
-One token a step reads every weight once, so its speed is that of memory. A copy in bf16 has half
+One token a step reads every weight once, so memory bandwidth bounds it. A copy in bf16 has half
 the bytes of fp32, in int8 a quarter. Activations keep their dtype (weight-only quantisation); the
 stored weights stay as they are and remain what updates write to.
 

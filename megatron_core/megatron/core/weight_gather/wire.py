@@ -511,7 +511,7 @@ class NVFP4(WireFormat):
 def wire_formats(
     name: str, *, scale_blocks: str = "2d", dtype: torch.dtype = torch.bfloat16
 ) -> tuple[WireFormat, ...]:
-    """Return the format in which a weight is gathered, or those of its two planes.
+    """Return the format in which a weight is gathered, or the formats of its two planes.
 
     With square blocks ("2d") forward and backward read one plane. With 1-D blocks ("1d") forward
     reads a plane whose blocks lie along its rows, backward one whose blocks lie along its columns:

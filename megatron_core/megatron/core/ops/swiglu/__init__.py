@@ -137,7 +137,7 @@ def gated_forward(gate_up: torch.Tensor, activation: str) -> torch.Tensor:
 
 
 def gated_backward(grad: torch.Tensor, gate_up: torch.Tensor, activation: str) -> torch.Tensor:
-    """Return the gradient of gate_up [..., 2f] from that of the result [..., f]."""
+    """Return the gradient of gate_up [..., 2f] from the gradient of the result [..., f]."""
     gate, up = gate_up.chunk(2, dim=-1)
     result = torch.empty_like(gate_up)
     grad_gate, grad_up = result.chunk(2, dim=-1)

@@ -98,7 +98,7 @@ def gated_forward(gate_up: torch.Tensor, activation: str) -> torch.Tensor:
 
 
 def gated_backward(grad: torch.Tensor, gate_up: torch.Tensor, activation: str) -> torch.Tensor:
-    """Return the gradient of gate_up [..., 2f] from that of the result [..., f]."""
+    """Return the gradient of gate_up [..., 2f] from the gradient of the result [..., f]."""
     gate_up = gate_up.contiguous()
     result = torch.empty_like(gate_up)
     width = grad.shape[-1]

@@ -281,6 +281,7 @@ class StreamModel(TorchDispatchMode):
                     if vars(module).get(name) is real:
                         stack.enter_context(mock.patch.object(module, name, function))
             stack.enter_context(self._host_reads())
+            stack.enter_context(self._numpy_memory())
             stack.enter_context(self)
             yield self
             self.run_all()
@@ -558,6 +559,16 @@ class StreamModel(TorchDispatchMode):
 
         patches = {"tolist": waiting("tolist"), "numpy": waiting("numpy"), "cpu": to_cpu, "to": to}
         return mock.patch.multiple(Tensor, **patches)
+
+    def _numpy_memory(self) -> contextlib.AbstractContextManager[object]:
+        """Leave `torch.from_numpy` in the host's memory: it calls `lift_fresh` as `torch.tensor`
+        does, and a copy to the device would hide what reads that memory late."""
+        from_numpy = torch.from_numpy
+
+        def on_host(array: np.ndarray) -> Tensor:
+            return self._quietly(lambda: from_numpy(array))
+
+        return mock.patch.object(torch, "from_numpy", on_host)
 
 
 class Communicator:

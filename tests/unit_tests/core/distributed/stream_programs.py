@@ -80,7 +80,6 @@ def engine_steps(
     with engine.evaluation():
         results += [handle.get().clone() for handle in model.store.handles.values()]
     assert all(gatherer.counts.prefetched for gatherer in engine.gatherers)
-    device.check_freed()
     return results
 
 
@@ -263,8 +262,13 @@ PROGRAMS: Mapping[str, Program] = MappingProxyType(
 def run(
     program: Program, seed: int | None, *, without: str | None = None
 ) -> tuple[list[Tensor], StreamModel]:
-    """Run a program in one interleaving; return its results on the host, and the device."""
+    """Run a program in one interleaving; return its results on the host, and the device.
+
+    Raises:
+        RuntimeError: memory was written after it was free.
+    """
     device = StreamModel(seed, without=without)
     with device.enforced():
         results = [result.cpu() for result in program(device)]
+        device.check_freed()
     return results, device

@@ -546,7 +546,9 @@ def _load(folder: Path, source: ModelSource, context: _RankContext) -> Checkpoin
     manifest = read_together(folder, context.coordinator)
     config, extra = stored_model(folder, manifest), manifest.extra
     options, recorded = extra["config"], extra.get("tokenizer", {})
-    if extra.get("weights_only") is True:  # weights alone do not record special tokens
+    if (
+        extra.get("weights_only") is True
+    ):  # converted weights: trained elsewhere with special tokens
         recorded = {"special_tokens": None, **recorded}
     without_special_tokens = source.tokenizer_hf_no_include_special_tokens
     tokenizer_choice = {

@@ -89,7 +89,7 @@ class Result:
         prompt_ids: token ids of the prompt.
         index: index of this output among the outputs of the prompt, from 0.
         text: generated text, without an end-of-document token or a stop string.
-        ids: generated token ids, including the tokens of a stop string.
+        ids: generated token ids, including the tokens that ended the output.
         logprobs: log-probability of each of `ids` (natural logarithm, before temperature and
             filters).
         finish_reason: "stop" at the end of the document or at a stop string, "length" at the token

@@ -261,7 +261,7 @@ def http_settings(
     }
 
 
-def explain(loaded: CheckpointModel) -> dict[str, Any]:
+def model_facts(loaded: CheckpointModel) -> dict[str, Any]:
     """Return facts about a model for `/health`, which needs no key: no paths and no names."""
     groups = loaded.model.groups
     return {
@@ -352,7 +352,7 @@ def serve(
             loaded.host_group(),
             grammars=grammars,
             embedder=make_embedder(loaded, config, replicas),
-            explained=explain(loaded),
+            model_facts=model_facts(loaded),
             control=EngineControl(replicas, loaded),
         )
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Routes of administration, on an address and with a key of their own: pause, sleep, weights."""
+"""Administration routes, on a separate address with a separate key: pause, sleep, weights."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from pydantic import Field
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
-from megatron.inference.server.engine_client import EngineLost, OrderRefused
+from megatron.inference.server.engine_client import ControlError, EngineLost
 from megatron.inference.server.fields import Body
 from megatron.inference.server.guard import ApiError
 from megatron.inference.server.request_handling import Server, engine_lost
@@ -22,7 +22,7 @@ MAX_SENDERS = 1 << 16
 
 
 class PauseBody(Body):
-    """What becomes of outputs that run: they go on from their cache, are computed again from their
+    """How running outputs are handled: they continue from their cache, are recomputed from their
     tokens, or end with `finish_reason` "abort"."""
 
     mode: Literal["keep", "recompute", "abort"] = "keep"
@@ -33,14 +33,13 @@ class NothingBody(Body):
 
 
 class SleepBody(Body):
-    """What memory is given back: 1 the cache's, 2 that of the weights as well, which the host's
-    memory keeps."""
+    """Which device memory is released: 1 the cache, 2 also the weights, which move to the host."""
 
     level: Literal[1, 2] = 1
 
 
 class WeightsBody(Body):
-    """Where new weights of the same model are: what `--load` may be, or the address at which the
+    """Source of new weights of the same model: a path as for `--load`, or the address at which the
     ranks of a training run send them."""
 
     load: Annotated[str, Field(min_length=1, max_length=MAX_PATH)] | None = None
@@ -56,20 +55,20 @@ class ProfileBody(Body):
 
 
 async def _order(server: Server, request: Request, action: str, body: type[Body]) -> Response:
-    """Have the engine do something; answer with the state that it is in then."""
-    given = await server.read(request, body) if await request.body() else body()
-    if isinstance(given, WeightsBody) and (given.load is None) == (given.address is None):
+    """Execute an administration command; answer with the new state of the engine."""
+    options = await server.read(request, body) if await request.body() else body()
+    if isinstance(options, WeightsBody) and (options.load is None) == (options.address is None):
         raise ApiError(400, "give load or address, one of them", param="load")
     try:
-        return JSONResponse(await server.client.order(action, **vars(given)))
-    except OrderRefused as error:
+        return JSONResponse(await server.client.control(action, **vars(options)))
+    except ControlError as error:
         raise ApiError(409, str(error)) from None
     except EngineLost:
         raise engine_lost() from None
 
 
 async def pause(server: Server, request: Request) -> Response:
-    """Answer `POST /pause`: compute nothing until `/resume`; requests wait meanwhile."""
+    """Answer `POST /pause`: run no steps until `/resume`; requests wait in the queue."""
     return await _order(server, request, "pause", PauseBody)
 
 
@@ -79,7 +78,7 @@ async def resume(server: Server, request: Request) -> Response:
 
 
 async def sleep(server: Server, request: Request) -> Response:
-    """Answer `POST /sleep`: give memory back until `/wake`; requests are refused meanwhile."""
+    """Answer `POST /sleep`: release device memory until `/wake`; new requests are refused."""
     return await _order(server, request, "sleep", SleepBody)
 
 
@@ -89,12 +88,12 @@ async def wake(server: Server, request: Request) -> Response:
 
 
 async def weights(server: Server, request: Request) -> Response:
-    """Answer `POST /weights`: replace the weights between two steps, or leave the old ones."""
+    """Answer `POST /weights`: replace the weights between steps; an error keeps the old ones."""
     return await _order(server, request, "weights", WeightsBody)
 
 
 async def profile(server: Server, request: Request) -> Response:
-    """Answer `POST /profile`: which operations the next steps spend their time on."""
+    """Answer `POST /profile`: profile the operations of the next steps."""
     return await _order(server, request, "profile", ProfileBody)
 
 

@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How families of models write tool calls and reasoning: one table, which the parser of answers
-reads them by and the grammar of enforced calls writes them by."""
+"""The formats in which model families write tool calls and reasoning.
+
+The parser of answers and the grammar of enforced calls both use this table.
+"""
 
 from __future__ import annotations
 
@@ -17,24 +19,26 @@ class ToolFormat:
     """A section of tool calls: `begin call (separator call)* end`, where a call is
     `head NAME name_end middle ARGUMENTS tail`.
 
-    All but names are sequences of texts. The grammar writes them as they are; the parser takes any
-    white space around each. Of a call that is an object the parser takes the members in any order.
+    All fields except names are sequences of literals. The grammar writes the literals verbatim; the
+    parser accepts white space around each. If a call is an object, the parser accepts its members
+    in any order.
 
     Args:
-        begin: the first of them is looked for in an answer.
-        bare: a section may also open an answer without `begin`.
-        head_begins: a section may also begin with `head`, anywhere in an answer: models lose the
-            mark before it.
-        head: before a tool's name.
-        name_end: after it.
-        middle: before its arguments; of alternatives the first is written.
+        begin: literals that start a section; the parser searches the answer for the first.
+        bare: whether an answer may start with a section without `begin`.
+        head_begins: whether a section may start with `head` anywhere in an answer, as models
+            sometimes omit the mark before it.
+        head: literals before the name of the tool.
+        name_end: literal after the name.
+        middle: literals before the arguments; of alternatives the grammar writes the first.
         layout: "object" is a call that is a JSON object with the name and the arguments, "json" has
             arguments that are a JSON object, "xml" has `<parameter=KEY>` VALUE `</parameter>` for
             each.
-        tail: after the arguments.
-        separator: between calls of a section; None where a section has one call.
-        end: of a section.
-        text_arguments: the chat template takes arguments of former calls as texts, not as objects.
+        tail: literals after the arguments.
+        separator: literal between the calls of a section; None if a section has one call.
+        end: literals that end a section.
+        text_arguments: whether the chat template takes the arguments of earlier calls as JSON text,
+            not as objects.
     """
 
     begin: Sequence[str]
@@ -52,7 +56,8 @@ class ToolFormat:
 
 @dataclass(frozen=True)
 class ReasoningFormat:
-    """What reasoning stands between. A prompt that ends with `begin` has begun it."""
+    """Start and end mark of reasoning. After a prompt that ends with `begin`, the answer starts
+    inside reasoning."""
 
     begin: str
     end: str
@@ -61,7 +66,7 @@ class ReasoningFormat:
 _OBJECT_HEAD = ("{", '"name"', ": ", '"')
 _ARGUMENTS = (", ", ('"arguments"', '"parameters"'), ": ")
 
-#: By the names of `--tool-call-parser`.
+#: Formats by the values of `--tool-call-parser`.
 TOOL_FORMATS: Mapping[str, ToolFormat] = MappingProxyType(
     {
         "hermes": ToolFormat(
@@ -116,7 +121,7 @@ TOOL_FORMATS: Mapping[str, ToolFormat] = MappingProxyType(
 
 _THINK = ReasoningFormat("<think>", "</think>")
 
-#: By the names of `--reasoning-parser`.
+#: Formats by the values of `--reasoning-parser`.
 REASONING_FORMATS: Mapping[str, ReasoningFormat] = MappingProxyType(
     {
         "qwen3": _THINK,
@@ -129,13 +134,13 @@ REASONING_FORMATS: Mapping[str, ReasoningFormat] = MappingProxyType(
 
 @dataclass(frozen=True, kw_only=True)
 class AnswerFormats:
-    """How the served model writes its answers.
+    """The answer formats of the served model.
 
     Args:
-        tools: None where it calls no tools.
-        reasoning: None where it has none.
-        marks: texts of the special tokens among the marks of both, by id: decoding drops these
-            tokens otherwise.
+        tools: format of tool calls; None without tool calls.
+        reasoning: format of reasoning; None without reasoning.
+        marks: texts of the marks that are special tokens, by token id; the tokenizer would drop
+            them in decoding.
     """
 
     tools: ToolFormat | None = None
@@ -144,48 +149,54 @@ class AnswerFormats:
 
 
 def formats_of(tools: str | None, reasoning: str | None, tokenizer: Tokenizer) -> AnswerFormats:
-    """Return the formats of these names, None for no such format."""
-    calls = None if tools is None else TOOL_FORMATS[tools]
-    thinks = None if reasoning is None else REASONING_FORMATS[reasoning]
-    texts = [thinks.begin, thinks.end] if thinks else []
-    if calls is not None:
-        texts += [*calls.begin, *calls.head, calls.name_end, *calls.tail, *calls.end]
+    """Return the formats of these names; a name of None means no such format."""
+    tool_format = None if tools is None else TOOL_FORMATS[tools]
+    reasoning_format = None if reasoning is None else REASONING_FORMATS[reasoning]
+    texts = [reasoning_format.begin, reasoning_format.end] if reasoning_format else []
+    if tool_format is not None:
+        texts += [
+            *tool_format.begin,
+            *tool_format.head,
+            tool_format.name_end,
+            *tool_format.tail,
+            *tool_format.end,
+        ]
     marks = {}
     for text in {t.strip() for t in texts if t.strip()}:
         ids = tokenizer.tokenize(text, add_special_tokens=False)
         if len(ids) == 1 and not tokenizer.detokenize(ids):
             marks[ids[0]] = text
-    return AnswerFormats(tools=calls, reasoning=thinks, marks=marks)
+    return AnswerFormats(tools=tool_format, reasoning=reasoning_format, marks=marks)
 
 
 def reasoning_limit(
     formats: AnswerFormats, tokenizer: Tokenizer, budget: int, *, in_reasoning: bool
 ) -> dict[str, Any]:
-    """Return what closes reasoning after so many tokens: arguments of `ReasoningLimit`.
+    """Return the arguments of `ReasoningLimit` that end reasoning after `budget` tokens.
 
     Args:
-        formats: of the model's answers, which have reasoning.
-        tokenizer: of the model.
-        budget: tokens of reasoning, without the marks that it stands between.
-        in_reasoning: the prompt has begun it.
+        formats: answer formats of the model, with reasoning.
+        tokenizer: tokenizer of the model.
+        budget: most tokens of reasoning, without its marks.
+        in_reasoning: whether the prompt ends inside reasoning.
     """
-    thinks = formats.reasoning
-    assert thinks is not None
-    begin = "" if in_reasoning else thinks.begin
+    reasoning_format = formats.reasoning
+    assert reasoning_format is not None
+    begin = "" if in_reasoning else reasoning_format.begin
     return {
         "begin": begin,
-        "end": thinks.end,
-        "end_tokens": tokenizer.tokenize(thinks.end, add_special_tokens=False),
+        "end": reasoning_format.end,
+        "end_tokens": tokenizer.tokenize(reasoning_format.end, add_special_tokens=False),
         "after": budget + len(tokenizer.tokenize(begin, add_special_tokens=False) if begin else ()),
     }
 
 
 def decode_with_marks(tokenizer: Tokenizer, marks: Mapping[int, str], ids: Sequence[int]) -> str:
-    """Return the text of some ids, in which special tokens that are marks are kept."""
-    parts: list[str] = []
+    """Return the text of token ids, including special tokens that are marks."""
+    texts: list[str] = []
     start = 0
-    for place, number in enumerate(ids):
-        if number in marks:
-            parts += [tokenizer.detokenize(ids[start:place]), marks[number]]
-            start = place + 1
-    return "".join([*parts, tokenizer.detokenize(ids[start:])])
+    for index, token in enumerate(ids):
+        if token in marks:
+            texts += [tokenizer.detokenize(ids[start:index]), marks[token]]
+            start = index + 1
+    return "".join([*texts, tokenizer.detokenize(ids[start:])])

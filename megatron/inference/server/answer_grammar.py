@@ -1,6 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The grammar of answers that are enforced: of tool calls, which parse and follow their schemas,
-and of JSON after reasoning."""
+"""Grammars of enforced answers: tool calls that follow their schemas, and JSON after reasoning."""
 
 from __future__ import annotations
 
@@ -14,17 +13,17 @@ from megatron.inference.server.conversation import Conversation, Tool
 from megatron.inference.server.parameter_values import value_types
 from megatron.inference.server.structured import WHITE_SPACE, BadGrammar, lark_grammar
 
-# Of an object's schema, what XML parameters can be held to. Notes are of no consequence.
+# Keywords of schemas that the grammar of XML parameters can enforce. Annotations are ignored.
 _NOTES = {"title", "description", "$schema", "$comment", "examples", "default", "deprecated"}
 _XML_OBJECT = {"type", "properties", "required", "additionalProperties", "$defs", "definitions"}
 _XML_STRING = {"type", "enum", "const", "minLength", "maxLength"}
 _SPACE = r"/[ \n\t]{1,8}/"
-# What ends a string, or may, as the parser reads them.
+# Texts that end, or may end, a string parameter in the parser.
 _XML_ENDS = r"</parameter>|<parameter=|(</function>|</tool_call>|<tool_call>)\s*<"
 
 
 def enforced(conversation: Conversation) -> bool:
-    """Say whether the calls of an answer have to follow a grammar."""
+    """Return whether the calls of an answer have to follow a grammar."""
     tools = conversation.callable_tools
     return bool(tools) and (conversation.choice == "required" or any(tool.strict for tool in tools))
 
@@ -35,12 +34,12 @@ def tool_grammar(
     """Return the grammar of the answers to a conversation.
 
     Args:
-        conversation: with tools that may be called, or have to be.
-        formats: of the model's answers.
-        in_reasoning: the prompt has begun reasoning.
+        conversation: conversation with callable tools.
+        formats: answer formats of the model.
+        in_reasoning: whether the prompt ends inside reasoning.
 
     Raises:
-        BadGrammar: a schema of parameters has what the format cannot be held to.
+        BadGrammar: the format cannot enforce a keyword of a parameter schema.
     """
     return lark_grammar(_Rules(formats).text(conversation, in_reasoning=in_reasoning))
 
@@ -48,17 +47,17 @@ def tool_grammar(
 def json_after_reasoning(
     schema: Mapping[str, Any], formats: AnswerFormats, *, in_reasoning: bool = False
 ) -> str:
-    """Return the grammar of reasoning, if there is any, and JSON that a schema describes.
+    """Return the grammar of optional reasoning followed by JSON of a schema.
 
     Args:
-        schema: of the JSON.
+        schema: schema of the JSON.
         formats, in_reasoning: see `tool_grammar`.
     """
     return lark_grammar(_Rules(formats).json_text(schema, in_reasoning=in_reasoning))
 
 
 class _Rules:
-    """Rules in Lark's syntax, as llguidance reads it."""
+    """Builder of rules in the Lark syntax of llguidance."""
 
     def __init__(self, formats: AnswerFormats) -> None:
         self._formats = formats
@@ -66,41 +65,47 @@ class _Rules:
         self._lines: list[str] = []
 
     def json_text(self, schema: Mapping[str, Any], *, in_reasoning: bool) -> str:
-        """Return the rules of JSON."""
+        """Return the rules of answers in JSON."""
         answer = self._json("answer", schema)
         self._rule("start", f"{self._reasoning(in_reasoning)} {answer}")
         return "\n".join(self._lines)
 
     def text(self, conversation: Conversation, *, in_reasoning: bool) -> str:
         """Return the rules of answers with calls."""
-        found, has_to = self._formats.tools, conversation.choice == "required"
-        assert found is not None
+        tool_format, required = self._formats.tools, conversation.choice == "required"
+        assert tool_format is not None
         tools = enumerate(conversation.callable_tools)
-        calls = [self._call(number, tool, found) for number, tool in tools]
+        calls = [self._call(number, tool, tool_format) for number, tool in tools]
         self._rule("call", " | ".join(calls))
-        several = conversation.parallel and conversation.only is None
-        more = ""
-        if several and found.separator is not None:
-            more = f" ({self._literals([found.separator])} call)*"
-        tail = f"call{more} {self._literals(found.end)}"
-        section = f"{self._literals(found.begin)} {tail}"
-        again = f' ("\\n" {section})*' if several and found.separator is None else ""
-        if has_to:
-            answer = f"{tail if found.bare else section}{again}"
-        elif found.bare:
-            thinks = self._formats.reasoning
-            unless = "" if thinks is None else f" & {_without(re.escape(thinks.begin))}"
-            self._lines.append(rf"PLAIN: /[^{{ \n\t](?s:.)*/{unless}")
+        many_calls = conversation.parallel and conversation.forced_tool is None
+        repeated_calls = ""
+        if many_calls and tool_format.separator is not None:
+            repeated_calls = f" ({self._literals([tool_format.separator])} call)*"
+        tail = f"call{repeated_calls} {self._literals(tool_format.end)}"
+        section = f"{self._literals(tool_format.begin)} {tail}"
+        repeated_sections = (
+            f' ("\\n" {section})*' if many_calls and tool_format.separator is None else ""
+        )
+        if required:
+            answer = f"{tail if tool_format.bare else section}{repeated_sections}"
+        elif tool_format.bare:
+            reasoning_format = self._formats.reasoning
+            exclusion = (
+                ""
+                if reasoning_format is None
+                else f" & {_without(re.escape(reasoning_format.begin))}"
+            )
+            self._lines.append(rf"PLAIN: /[^{{ \n\t](?s:.)*/{exclusion}")
             answer = f"({tail} | PLAIN)?"
         else:
-            mark = found.begin[0].strip()
-            inner = self._literals([_space_after(found.begin[0]), *found.begin[1:]])
-            head = re.escape(found.head[0]) if found.head_begins else ""
+            mark = tool_format.begin[0].strip()
+            inner = self._literals([_space_after(tool_format.begin[0]), *tool_format.begin[1:]])
+            head = re.escape(tool_format.head[0]) if tool_format.head_begins else ""
             marks = [re.escape(mark), *([head] if head else [])]
             self._lines.append(f"PLAIN: {_without('|'.join(marks))}")
-            times = "*" if several else "?"
-            before = self._until("before", mark, without=head)
-            answer = f"({before} {inner} {tail}){times} PLAIN?"
+            quantifier = "*" if many_calls else "?"
+            prefix = self._until("before", mark, without=head)
+            answer = f"({prefix} {inner} {tail}){quantifier} PLAIN?"
         self._rule("start", f"{self._reasoning(in_reasoning)} {answer}")
         return "\n".join(self._lines)
 
@@ -108,84 +113,90 @@ class _Rules:
         self._lines.append(f"{name}: {body}")
         return name
 
-    def _literals(self, pieces: Sequence[str | tuple[str, ...]]) -> str:
-        """Return texts as they are written; special tokens by their ids."""
-        texts = [piece if isinstance(piece, str) else piece[0] for piece in pieces]
+    def _literals(self, literals: Sequence[str | tuple[str, ...]]) -> str:
+        """Return literals as a rule body; special tokens are written as ids."""
+        texts = [literal if isinstance(literal, str) else literal[0] for literal in literals]
         if not self._ids:
             return _quoted("".join(texts))
         marks = "|".join(map(re.escape, self._ids))
-        parts = re.split(f"({marks})", "".join(texts))
+        segments = re.split(f"({marks})", "".join(texts))
         return " ".join(
-            f"<[{self._ids[part]}]>" if part in self._ids else _quoted(part)
-            for part in parts
-            if part
+            f"<[{self._ids[segment]}]>" if segment in self._ids else _quoted(segment)
+            for segment in segments
+            if segment
         )
 
     def _until(self, name: str, mark: str, *, without: str = "") -> str:
-        """Return what matches any text up to a mark, and the mark; the text has no match of a
-        pattern, if there is one."""
-        unless = f" & {_without(without)}" if without else ""
+        """Return a rule body that matches text up to a mark, and the mark. The text contains no
+        match of the pattern `without`, if there is one."""
+        exclusion = f" & {_without(without)}" if without else ""
         if mark in self._ids:
-            self._lines.append(f"{name.upper()}: /(?s:.)+/{unless}")
+            self._lines.append(f"{name.upper()}: /(?s:.)+/{exclusion}")
             return f"{name.upper()}? {self._literals([mark])}"
-        self._lines.append(f"{name}[lazy]: /(?s:.*){_slashed(re.escape(mark))}/{unless}")
+        self._lines.append(f"{name}[lazy]: /(?s:.*){_slashed(re.escape(mark))}/{exclusion}")
         return name
 
-    def _reasoning(self, begun: bool) -> str:
-        thinks = self._formats.reasoning
-        if thinks is None:
+    def _reasoning(self, in_reasoning: bool) -> str:
+        reasoning_format = self._formats.reasoning
+        if reasoning_format is None:
             return ""
         self._lines.append(f"SPACE: {_SPACE}")
-        thought = f"{self._until('thought', thinks.end)} SPACE?"
-        return thought if begun else f"({self._literals([thinks.begin])} {thought})?"
+        thought = f"{self._until('thought', reasoning_format.end)} SPACE?"
+        return (
+            thought if in_reasoning else f"({self._literals([reasoning_format.begin])} {thought})?"
+        )
 
-    def _call(self, number: int, tool: Tool, found: ToolFormat) -> str:
-        """Return the name of the rule of a tool's calls."""
-        head = self._literals([*found.head, tool.name, found.name_end, *found.middle])
+    def _call(self, index: int, tool: Tool, tool_format: ToolFormat) -> str:
+        """Add the rule of a tool's calls; return its name."""
+        head = self._literals(
+            [*tool_format.head, tool.name, tool_format.name_end, *tool_format.middle]
+        )
         schema = {**tool.parameters, "type": "object"}
         if tool.parameters.get("type", "object") != "object":
             raise BadGrammar(f"the parameters of {tool.name} are no object")
-        if found.layout != "xml":
-            arguments = self._json(f"arguments{number}", schema)
+        if tool_format.layout != "xml":
+            arguments = self._json(f"arguments{index}", schema)
         else:
-            arguments = self._xml(f"arguments{number}", tool.name, schema)
-        return self._rule(f"call{number}", f"{head} {arguments} {self._literals(found.tail)}")
+            arguments = self._xml(f"arguments{index}", tool.name, schema)
+        return self._rule(f"call{index}", f"{head} {arguments} {self._literals(tool_format.tail)}")
 
     def _json(self, name: str, schema: Mapping[str, Any]) -> str:
         shape = {**schema, "x-guidance": {"whitespace_pattern": WHITE_SPACE}}
         return self._rule(name, f"%json {json.dumps(shape)}")
 
     def _xml(self, name: str, tool: str, schema: Mapping[str, Any]) -> str:
-        """Return what matches an object's parameters, in the order of its schema."""
-        _refuse_others(schema, _XML_OBJECT, f"the parameters of {tool}")
+        """Add the rule of XML parameters, in the order of their schema; return its name."""
+        _check_keywords(schema, _XML_OBJECT, f"the parameters of {tool}")
         properties = dict(schema.get("properties", {}))
-        needed = schema.get("required", [])
-        for key in needed:
+        required = schema.get("required", [])
+        for key in required:
             properties.setdefault(key, {})
-        parts = []
-        for number, (key, shape) in enumerate(properties.items()):
+        parameters = []
+        for index, (key, shape) in enumerate(properties.items()):
             if re.search(r"[<>\n]", key):
                 raise BadGrammar(f"the parameter {key!r:.100} of {tool} cannot be written in XML")
-            value = self._xml_value(f"{name}_{number}", f"{key} of {tool}", shape, schema)
-            part = f"({_quoted(f'<parameter={key}>' + chr(10))} {value})"
-            parts.append(part if key in needed else f"{part}?")
-        return self._rule(name, " ".join(['"\\n"', *parts]))
+            value = self._xml_value(f"{name}_{index}", f"{key} of {tool}", shape, schema)
+            parameter = f"({_quoted(f'<parameter={key}>' + chr(10))} {value})"
+            parameters.append(parameter if key in required else f"{parameter}?")
+        return self._rule(name, " ".join(['"\\n"', *parameters]))
 
-    def _xml_value(self, name: str, what: str, shape: Any, whole: Mapping[str, Any]) -> str:
+    def _xml_value(
+        self, name: str, subject: str, shape: Any, root_schema: Mapping[str, Any]
+    ) -> str:
         end = "\n</parameter>\n"
         if value_types(shape) != {"string"}:
-            defined = {k: whole[k] for k in ("$defs", "definitions") if k in whole}
+            defined = {k: root_schema[k] for k in ("$defs", "definitions") if k in root_schema}
             shape = {**shape, **defined} if isinstance(shape, Mapping) else shape
             return f"{self._json(name, _as_object(shape))} {_quoted(end)}"
-        _refuse_others(shape, _XML_STRING, what)
+        _check_keywords(shape, _XML_STRING, subject)
         values = shape.get("enum", [shape["const"]] if "const" in shape else None)
         if values is not None:
             if any(re.search(_XML_ENDS, value) for value in values):
-                raise BadGrammar(f"{what}: a value holds a mark of this model's format")
+                raise BadGrammar(f"{subject}: a value holds a mark of this model's format")
             texts = " | ".join(_quoted(value + end) for value in values)
             return self._rule(name, texts)
-        least, most = shape.get("minLength", 0), shape.get("maxLength", "")
-        text = f"/(?s:.){{{least},{most}}}/ & {_without(_XML_ENDS)}"
+        min_length, max_length = shape.get("minLength", 0), shape.get("maxLength", "")
+        text = f"/(?s:.){{{min_length},{max_length}}}/ & {_without(_XML_ENDS)}"
         terminal = name.upper()
         self._lines.append(f"{terminal}: ({text}) {_quoted(end)}")
         return terminal
@@ -197,9 +208,9 @@ def _as_object(schema: Any) -> Mapping[str, Any]:
     return schema if isinstance(schema, Mapping) else {}
 
 
-def _space_after(piece: str) -> str:
-    """Return the white space that a text ends with."""
-    return piece[len(piece.rstrip()) :]
+def _space_after(text: str) -> str:
+    """Return the trailing white space of a text."""
+    return text[len(text.rstrip()) :]
 
 
 def _quoted(text: str) -> str:
@@ -207,17 +218,22 @@ def _quoted(text: str) -> str:
 
 
 def _slashed(pattern: str) -> str:
-    """Return a pattern as it stands between slashes."""
+    """Return a pattern escaped for use between slashes."""
     return pattern.replace("/", r"\/")
 
 
 def _without(pattern: str) -> str:
-    """Return what matches any text without a match of a pattern. `~` alone is of bytes."""
+    """Return a rule body that matches text without a match of a pattern.
+
+    `~` alone complements over bytes, so the intersection restricts it to valid text.
+    """
     return f"(/(?s:.*)/ & ~/(?s:.*)({_slashed(pattern)})(?s:.*)/)"
 
 
-def _refuse_others(schema: Mapping[str, Any], known: set[str], what: str) -> None:
-    """Raise BadGrammar for a keyword of a schema that XML parameters are not held to."""
+def _check_keywords(schema: Mapping[str, Any], supported: set[str], subject: str) -> None:
+    """Raise BadGrammar for a keyword of a schema that the XML grammar cannot enforce."""
     for keyword in schema:
-        if keyword not in known and keyword not in _NOTES:
-            raise BadGrammar(f"{what}: {keyword!r:.100} cannot be enforced in this model's format")
+        if keyword not in supported and keyword not in _NOTES:
+            raise BadGrammar(
+                f"{subject}: {keyword!r:.100} cannot be enforced in this model's format"
+            )

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The text of an answer, as it comes, as parts: text, reasoning, tool calls and their arguments."""
+"""Streaming parser of answers: splits them into text, reasoning, tool calls and arguments."""
 
 from __future__ import annotations
 
@@ -20,25 +20,25 @@ from megatron.inference.server.parameter_values import (
 )
 
 _PARAMETER, _PARAMETER_END = "<parameter=", "</parameter>"
-# Longest name of a tool or of a parameter, and most white space within the head of a call: what is
-# read again as text when it turns out to be no call is bounded by them.
-_LONGEST_NAME = 256
-_MOST_SPACE = 64
+# Limits on the name of a tool or parameter and on white space within the head of a call. They bound
+# the characters that are parsed again as text if the head turns out to be no call.
+_MAX_NAME_CHARS = 256
+_MAX_WHITESPACE = 64
 
-# Members of a call that is an object, and characters of JSON outside of its strings.
+# Keys of a call that is a JSON object, and the characters of JSON outside of strings.
 _ARGUMENTS = ("arguments", "parameters")
 _CALL_MEMBERS = ("name", *_ARGUMENTS, "type", "id")
 _JSON_CHARS = frozenset("[]{},: \t\n\r+-.0123456789eEtrufalsn")
 
 
 @dataclass(frozen=True)
-class Part:
-    """A piece of an answer.
+class AnswerPart:
+    """A part of an answer.
 
     Args:
-        kind: "call" begins a tool call, "arguments" adds to those of the last call begun, "end"
-            ends it.
-        text: of the piece; of "call" the tool's name.
+        kind: "call" starts a tool call, "arguments" appends to the arguments of the current call,
+            "end" ends the call.
+        text: the text; for "call" the name of the tool.
     """
 
     kind: Literal["text", "reasoning", "call", "arguments", "end"]
@@ -46,10 +46,10 @@ class Part:
 
 
 class _Item(Enum):
-    """What an item of a section of tool calls is."""
+    """Result of parsing an item of a section of tool calls."""
 
-    CALL = auto()  # of a tool of the request; its parts were added
-    OTHER = auto()  # written as a call is, of no tool of the request or without arguments
+    CALL = auto()  # a call of a tool of the request; its parts were added
+    UNKNOWN = auto()  # the syntax of a call, but an unknown tool or no arguments
     NONE = auto()  # no item
 
 
@@ -59,16 +59,17 @@ _Items = Generator[None, str, _Item]
 
 
 class AnswerParser:
-    """Turn the text of an answer into parts.
+    """Split the text of an answer into parts.
 
-    The parts add up to the same whichever way the text is split among calls: a machine reads
-    character after character. White space next to a mark belongs to no part. A call names a tool
-    of the request; what looks like one and is none is text.
+    The result does not depend on how the text is split over `push` calls: a state machine reads
+    one character at a time. White space next to a mark is dropped. A call must name a tool of the
+    request; other text with the syntax of a call stays text.
 
     Args:
-        formats: of the model.
-        tools: schemas of the parameters of each tool by its name; without tools no call is read.
-        in_reasoning: the prompt has begun reasoning.
+        formats: answer formats of the model.
+        tools: JSON schema of the parameters of each tool, by name; without tools no calls are
+            parsed.
+        in_reasoning: whether the prompt ends inside reasoning.
     """
 
     def __init__(
@@ -82,71 +83,71 @@ class AnswerParser:
         self._format = formats.tools if tools else None
         self._reasoning = formats.reasoning
         self.has_calls = False
-        """A tool was called."""
-        self._parts: list[Part] = []
-        self._char = ""  # the next one; "" at the end
-        self._again: deque[str] = deque()  # read, and to be read again
-        self._read: list[str] = []  # since the head of a call began
-        self._ended = self._cut_off = False
+        """Whether a tool was called."""
+        self._new_parts: list[AnswerPart] = []
+        self._char = ""  # the current character; "" at the end
+        self._pushback: deque[str] = deque()  # characters to parse again
+        self._consumed: list[str] = []  # characters since the head of a call
+        self._finished = self._cut_off = False
         self._space, self._after_mark = "", in_reasoning
         self._machine = self._answer()
         next(self._machine)
 
-    def push(self, text: str, *, finished: bool = False, cut_off: bool = False) -> list[Part]:
-        """Return the parts that a text adds.
+    def push(self, text: str, *, finished: bool = False, cut_off: bool = False) -> list[AnswerPart]:
+        """Return the parts of new text.
 
         Args:
-            text: that follows.
-            finished: no more will follow.
-            cut_off: the model has not ended it itself: arguments that are not whole stay open.
+            text: text that follows the earlier calls' text.
+            finished: whether the answer has ended.
+            cut_off: whether the answer ended at a limit; incomplete arguments then stay open.
         """
         if self._format is None and self._reasoning is None:
-            return [Part("text", text)] if text else []
+            return [AnswerPart("text", text)] if text else []
         for char in text:
             self._machine.send(char)
         if finished:
-            self._ended, self._cut_off = True, cut_off
+            self._finished, self._cut_off = True, cut_off
             for _ in self._machine:
                 pass
-        found, self._parts = self._parts, []
-        return found
+        new_parts, self._new_parts = self._new_parts, []
+        return new_parts
 
     def _advance(self) -> _Step:
-        self._read.append(self._char)
-        if self._again:
-            self._char = self._again.popleft()
-        elif self._ended:
+        self._consumed.append(self._char)
+        if self._pushback:
+            self._char = self._pushback.popleft()
+        elif self._finished:
             self._char = ""
         else:
             self._char = (yield) or ""
 
     def _unread(self, text: Sequence[str]) -> None:
-        """Have characters read again, and what follows them."""
+        """Push characters back, before the current character."""
         if text:
-            rest = [self._char] if self._char else []
-            self._again.extendleft(reversed([*text, *rest]))
-            self._char = self._again.popleft()
-            del self._read[len(self._read) - len(text) :]
+            current_char = [self._char] if self._char else []
+            self._pushback.extendleft(reversed([*text, *current_char]))
+            self._char = self._pushback.popleft()
+            del self._consumed[len(self._consumed) - len(text) :]
 
-    def _no_mark(self, place: int) -> None:
-        """Have what was read since a place read again, as it is no mark. Half of one that follows
-        parts of a call, at the end of an answer that was cut off, is dropped."""
-        if self._cut_off and place == 0:
-            self._again.clear()
+    def _rewind(self, start: int) -> None:
+        """Push the characters since `start` back, as they are no mark. At the end of an answer that
+        was cut off, an incomplete mark after parts of a call is dropped."""
+        if self._cut_off and start == 0:
+            self._pushback.clear()
             self._char = ""
-            self._read.clear()
+            self._consumed.clear()
         else:
-            self._unread(self._read[place:])
+            self._unread(self._consumed[start:])
 
     def _add(self, kind: Any, text: str = "") -> None:
-        last = self._parts[-1] if self._parts else None
-        if last is not None and last.kind == kind and kind != "call":
-            self._parts[-1] = Part(kind, last.text + text)
+        previous = self._new_parts[-1] if self._new_parts else None
+        if previous is not None and previous.kind == kind and kind != "call":
+            self._new_parts[-1] = AnswerPart(kind, previous.text + text)
         else:
-            self._parts.append(Part(kind, text))
+            self._new_parts.append(AnswerPart(kind, text))
 
-    def _say(self, kind: str) -> _Step:
-        """Add the next character; white space waits for what follows it."""
+    def _emit_char(self, kind: str) -> _Step:
+        """Emit the current character; white space is buffered until the next character."""
         if self._char.isspace():
             self._space += self._char
         else:
@@ -155,7 +156,7 @@ class AnswerParser:
         yield from self._advance()
 
     def _mark(self) -> None:
-        """Note that a mark was read."""
+        """Record that a mark was parsed."""
         self._space, self._after_mark = "", True
 
     def _answer(self) -> _Step:
@@ -167,82 +168,82 @@ class AnswerParser:
             if (yield from self._match(self._reasoning.begin)):
                 yield from self._reason()
             else:
-                self._unread(self._read[:])
+                self._unread(self._consumed[:])
         if self._format is not None and self._format.bare:
             yield from self._blank()
             if not (yield from self._section(marked=False)):
-                self._unread(self._read[:])
-        begins = [] if self._reasoning is None else [self._reasoning.begin]
+                self._unread(self._consumed[:])
+        marks = [] if self._reasoning is None else [self._reasoning.begin]
         if self._format is not None:
-            begins.append(self._format.begin[0].strip())
-            begins += [self._format.head[0]] if self._format.head_begins else []
-        firsts = {begin[0] for begin in begins}
+            marks.append(self._format.begin[0].strip())
+            marks += [self._format.head[0]] if self._format.head_begins else []
+        first_chars = {mark[0] for mark in marks}
         while self._char:
-            if self._char in firsts and (yield from self._marked()):
+            if self._char in first_chars and (yield from self._marked()):
                 continue
-            yield from self._say("text")
-            self._read.clear()
+            yield from self._emit_char("text")
+            self._consumed.clear()
         if not self._after_mark and self._space:
             self._add("text", self._space)
 
     def _marked(self) -> _Reads:
-        """Read what a mark begins; say whether there was any, else nothing was read."""
+        """Parse a marked section; return whether there was one, else consume nothing."""
         if self._reasoning is not None and (yield from self._match(self._reasoning.begin)):
             yield from self._reason()
             return True
         if self._format is None:
             return False
-        if (yield from self._pieces(self._format.begin)) and (yield from self._section()):
+        if (yield from self._match_all(self._format.begin)) and (yield from self._section()):
             return True
-        self._unread(self._read[:])
+        self._unread(self._consumed[:])
         if self._format.head_begins and (yield from self._section()):
             return True
-        self._unread(self._read[:])
+        self._unread(self._consumed[:])
         return False
 
     def _reason(self) -> _Step:
-        """Read reasoning and the mark that ends it."""
+        """Parse reasoning and its end mark."""
         assert self._reasoning is not None
         self._mark()
         while self._char:
-            first = self._char == self._reasoning.end[0]
-            if first and (yield from self._match(self._reasoning.end)):
+            may_end = self._char == self._reasoning.end[0]
+            if may_end and (yield from self._match(self._reasoning.end)):
                 break
-            yield from self._say("reasoning")
-            self._read.clear()
+            yield from self._emit_char("reasoning")
+            self._consumed.clear()
         self._mark()
-        self._read.clear()
+        self._consumed.clear()
 
     def _match(self, text: str) -> _Reads:
-        """Read a text; say whether it was there, else nothing was read."""
-        for place, char in enumerate(text):
+        """Match a text; return whether it matched, else consume nothing."""
+        for index, char in enumerate(text):
             if self._char != char:
-                self._unread(text[:place])
+                self._unread(text[:index])
                 return False
             yield from self._advance()
         return True
 
     def _blank(self) -> _Step:
-        """Read white space."""
-        for _ in range(_MOST_SPACE):
+        """Skip white space."""
+        for _ in range(_MAX_WHITESPACE):
             if not self._char.isspace():
                 break
             yield from self._advance()
 
-    def _pieces(self, pieces: Sequence[str | tuple[str, ...]]) -> _Reads:
-        """Read some texts with white space around them; say whether all were there."""
-        for piece in pieces:
+    def _match_all(self, patterns: Sequence[str | tuple[str, ...]]) -> _Reads:
+        """Match texts with white space around them; return whether all matched."""
+        for pattern in patterns:
             yield from self._blank()
-            texts = [piece] if isinstance(piece, str) else piece
-            if not (yield from self._any([text.strip() for text in texts])):
+            texts = [pattern] if isinstance(pattern, str) else pattern
+            if not (yield from self._match_any([text.strip() for text in texts])):
                 return False
         yield from self._blank()
         return True
 
     def _until(self, end: str) -> Generator[None, str, str | None]:
-        """Read a name up to what ends it; None if it has no end."""
+        """Parse a name up to `end`; None if `end` is missing."""
         name = ""
-        while self._char and len(name) <= _LONGEST_NAME:
+        while self._char and len(name) <= _MAX_NAME_CHARS:
             if self._char == end[0] and (yield from self._match(end)):
                 return name.strip()
             name += self._char
@@ -250,53 +251,53 @@ class AnswerParser:
         return None
 
     def _section(self, *, marked: bool = True) -> _Reads:
-        """Read calls and the end of their section; say whether there was one at all.
+        """Parse the calls of a section and its end mark; return whether there was a call.
 
-        What is written as a call and is none is left out if there are calls beside it; a section
-        of nothing else is text.
+        In a section with calls, text with the syntax of a call but an unknown tool is dropped. A
+        section without calls is text.
 
         Args:
-            marked: the section's begin was read: any object in it may be a call.
+            marked: whether the start mark was parsed; any object in the section may be a call then.
         """
         assert self._format is not None
-        called, left_out = False, False
+        has_call, dropped_call = False, False
         while True:
             item = yield from self._call(marked=marked)
             if item is _Item.NONE:
                 break
-            called |= item is _Item.CALL
-            left_out |= item is _Item.OTHER
-            if called:
-                self._read.clear()
+            has_call |= item is _Item.CALL
+            dropped_call |= item is _Item.UNKNOWN
+            if has_call:
+                self._consumed.clear()
                 self._mark()
-            place = len(self._read)
-            if self._format.end and (yield from self._pieces(self._format.end)):
+            start = len(self._consumed)
+            if self._format.end and (yield from self._match_all(self._format.end)):
                 break
-            self._no_mark(place)
+            self._rewind(start)
             if self._format.separator is None:
                 break
-            if not (yield from self._pieces([self._format.separator])):
-                self._unread(self._read[place:])
+            if not (yield from self._match_all([self._format.separator])):
+                self._unread(self._consumed[start:])
                 break
-        if not called:
+        if not has_call:
             return False
         if item is _Item.NONE:
-            self._unread(self._read[:])  # from the separator on
-        if left_out:
+            self._unread(self._consumed[:])  # from the separator on
+        if dropped_call:
             request = REQUEST_ID.get()
             LOG.warning("request %s: dropped a tool call that names none of its tools", request)
-        self._read.clear()
+        self._consumed.clear()
         return True
 
     def _call(self, *, marked: bool) -> _Items:
-        """Read a call and add its parts."""
+        """Parse a call and add its parts."""
         assert self._format is not None
         if self._format.layout == "object":
             return (yield from self._object_call(any_member=marked))
-        if not (yield from self._pieces(self._format.head)):
+        if not (yield from self._match_all(self._format.head)):
             return _Item.NONE
         name = yield from self._until(self._format.name_end)
-        if name is None or not (yield from self._pieces(self._format.middle)):
+        if name is None or not (yield from self._match_all(self._format.middle)):
             return _Item.NONE
         if self._format.layout == "json":
             return (yield from self._json_call(name))
@@ -309,23 +310,23 @@ class AnswerParser:
         return _Item.CALL
 
     def _json_call(self, name: str) -> _Items:
-        """Read the arguments of a call, which are JSON, and its tail."""
+        """Parse the JSON arguments of a call and its tail."""
         if name in self._tools and self._char == "{":
-            yield from self._arguments_of(name)
+            yield from self._stream_arguments(name)
             yield from self._tail()
             return _Item.CALL
         text = yield from self._json_text()
         if text is None:
             return _Item.NONE
         yield from self._tail()
-        return self._whole_call(name, text)
+        return self._add_call(name, text)
 
     def _object_call(self, *, any_member: bool) -> _Items:
-        """Read a call that is an object; arguments that follow the name come piece by piece.
+        """Parse a call that is an object; arguments after the name are streamed.
 
         Args:
-            any_member: it may have others than those of calls. Without, an answer in JSON is soon
-                seen to be no call.
+            any_member: accept keys that calls do not have. Without it, other JSON is rejected at
+                its first key.
         """
         yield from self._blank()
         if not (yield from self._match("{")):
@@ -342,8 +343,8 @@ class AnswerParser:
                     return _Item.NONE
             elif key in _ARGUMENTS and arguments is None:
                 if name in self._tools and self._char == "{":
-                    yield from self._arguments_of(name)
-                    yield from self._more_members()
+                    yield from self._stream_arguments(name)
+                    yield from self._trailing_members()
                     return _Item.CALL
                 arguments = yield from self._json_text()
                 if arguments is None:
@@ -356,10 +357,10 @@ class AnswerParser:
             yield from self._blank()
         if not (yield from self._match("}")):
             return _Item.NONE
-        return self._whole_call(name, arguments)
+        return self._add_call(name, arguments)
 
-    def _more_members(self) -> _Step:
-        """Read the members of a call that follow its arguments, and the bracket that ends it."""
+    def _trailing_members(self) -> _Step:
+        """Parse the members after the arguments of a call, and the closing bracket."""
         while True:
             yield from self._blank()
             if (yield from self._match("}")):
@@ -369,7 +370,7 @@ class AnswerParser:
             yield from self._blank()
             if (yield from self._key()) is None or (yield from self._json_text()) is None:
                 break
-        self._no_mark(0)
+        self._rewind(0)
 
     def _begin_call(self, name: str) -> None:
         self._add("call", name)
@@ -377,27 +378,27 @@ class AnswerParser:
 
     def _end_call(self) -> None:
         self._add("end")
-        self._read.clear()
+        self._consumed.clear()
 
-    def _whole_call(self, name: str | None, arguments: str | None) -> _Item:
-        """Add the parts of a call that was read as a whole, if it is one."""
+    def _add_call(self, name: str | None, arguments: str | None) -> _Item:
+        """Add the parts of a complete call, if it names a tool and has arguments."""
         json_object = None if arguments is None else arguments_json(arguments)
         if name is None or name not in self._tools or json_object is None:
-            return _Item.OTHER
+            return _Item.UNKNOWN
         self._begin_call(name)
         self._add("arguments", json_object)
         self._end_call()
         return _Item.CALL
 
     def _tail(self) -> _Step:
-        """Read what follows the arguments of a call, if it is there."""
+        """Parse the tail of a call, if present."""
         assert self._format is not None
-        place = len(self._read)
-        if not (yield from self._pieces(self._format.tail)):
-            self._no_mark(place)
+        start = len(self._consumed)
+        if not (yield from self._match_all(self._format.tail)):
+            self._rewind(start)
 
-    def _arguments_of(self, name: str) -> _Step:
-        """Read a call's arguments, a JSON object, up to the bracket that ends it."""
+    def _stream_arguments(self, name: str) -> _Step:
+        """Parse and emit the arguments of a call, a JSON object."""
         self._begin_call(name)
         depth, quoted, escaped = 0, False, False
         while self._char:
@@ -411,13 +412,13 @@ class AnswerParser:
             else:
                 depth += (char in "{[") - (char in "}]")
             yield from self._advance()
-            self._read.clear()
+            self._consumed.clear()
             if depth == 0:
                 break
         self._end_call()
 
     def _key(self) -> Generator[None, str, str | None]:
-        """Read a member's name and the colon after it; None if it is none."""
+        """Parse a key and its colon; None on a mismatch."""
         key = yield from self._string()
         yield from self._blank()
         if key is None or not (yield from self._match(":")):
@@ -426,32 +427,32 @@ class AnswerParser:
         return key
 
     def _string(self) -> Generator[None, str, str | None]:
-        """Read a JSON string that is a name; None if it is none."""
-        text = (yield from self._quoted(_LONGEST_NAME)) if self._char == '"' else None
+        """Parse a JSON string of at most `_MAX_NAME_CHARS`; None on a mismatch."""
+        text = (yield from self._quoted(_MAX_NAME_CHARS)) if self._char == '"' else None
         try:
             return None if text is None else json.loads(text, strict=False)
         except ValueError:
             return None
 
-    def _quoted(self, longest: float = math.inf) -> Generator[None, str, str | None]:
-        """Read a JSON string; return it with its quotes, None if it has no end."""
-        place, escaped = len(self._read), False
+    def _quoted(self, max_chars: float = math.inf) -> Generator[None, str, str | None]:
+        """Parse a JSON string; return it with its quotes, None if it is incomplete."""
+        start, escaped = len(self._consumed), False
         yield from self._advance()
-        while self._char and len(self._read) - place <= longest:
-            ends = self._char == '"' and not escaped
+        while self._char and len(self._consumed) - start <= max_chars:
+            closes = self._char == '"' and not escaped
             escaped = self._char == "\\" and not escaped
             yield from self._advance()
-            if ends:
-                return "".join(self._read[place:])
+            if closes:
+                return "".join(self._consumed[start:])
         return None
 
     def _json_text(self) -> Generator[None, str, str | None]:
-        """Read a JSON value; return its text, None where a character is of no JSON.
+        """Parse a JSON value; return its text, None at a character that cannot be JSON.
 
-        Brackets match, and only strings hold other characters than JSON has outside of them: of
-        values that begin at different places of a text at most two go on for long.
+        It checks that brackets match and that characters outside of strings are those of JSON. So
+        at most two wrong starts in a text can run on for long, which bounds the cost.
         """
-        place, brackets = len(self._read), list[str]()
+        start, brackets = len(self._consumed), list[str]()
         while self._char:
             char = self._char
             if char == '"':
@@ -465,29 +466,29 @@ class AnswerParser:
                 elif char in "]}" and (not brackets or brackets.pop() != char):
                     return None
                 yield from self._advance()
-            whole = char in '"]}' or self._char in ",]}" or self._char.isspace()
-            if whole and not brackets:
-                return "".join(self._read[place:])
+            may_be_complete = char in '"]}' or self._char in ",]}" or self._char.isspace()
+            if may_be_complete and not brackets:
+                return "".join(self._consumed[start:])
         return None
 
     def _xml(self, properties: Mapping[str, Any]) -> _Step:
-        """Read parameters as a JSON object."""
+        """Parse XML parameters and emit them as a JSON object."""
         self._add("arguments", "{")
         expected = set(properties) if properties else None
-        between = ""
+        separator = ""
         while True:
-            self._read.clear()
+            self._consumed.clear()
             yield from self._blank()
             if (yield from self._match(_PARAMETER_END)):
-                continue  # one too many
+                continue  # a surplus end mark
             if not (yield from self._match(_PARAMETER)):
                 break
             key = yield from self._until(">")
             if key is None:
-                self._unread(self._read[:] if self._char else "")
+                self._unread(self._consumed[:] if self._char else "")
                 break
-            self._add("arguments", f"{between}{json.dumps(key, ensure_ascii=False)}: ")
-            between = ", "
+            self._add("arguments", f"{separator}{json.dumps(key, ensure_ascii=False)}: ")
+            separator = ", "
             if expected is not None:
                 expected.discard(key)
             types = value_types(properties.get(key))
@@ -496,26 +497,26 @@ class AnswerParser:
             else:
                 yield from self._other_value(types, expected)
         if self._cut_off:
-            self._no_mark(0)
+            self._rewind(0)
         else:
             self._add("arguments", "}")
 
     def _text_value(self, expected: Collection[str] | None) -> _Step:
-        """Read a parameter that is a string, piece by piece."""
+        """Parse a string parameter and emit it character by character."""
         self._add("arguments", '"')
         if self._char == "\n":
             yield from self._advance()
-        held = ""  # a line's end, which may be the one before the mark
+        newline = ""  # held back: the newline before the end mark is not part of the value
         while self._char:
-            self._read.clear()
+            self._consumed.clear()
             if self._char == "<" and (yield from self._ends_value(expected)):
                 break
             if not self._char:
                 return
-            if held:
+            if newline:
                 self._add("arguments", r"\n")
-            held = "\n" if self._char == "\n" else ""
-            if not held:
+            newline = "\n" if self._char == "\n" else ""
+            if not newline:
                 self._add("arguments", json.dumps(self._char, ensure_ascii=False)[1:-1])
             yield from self._advance()
         else:
@@ -524,10 +525,10 @@ class AnswerParser:
         self._add("arguments", '"')
 
     def _other_value(self, types: set[str] | None, expected: Collection[str] | None) -> _Step:
-        """Read a parameter whose type shows only when it is whole."""
+        """Parse a parameter whose type is known only at its end."""
         chars: list[str] = []
         while self._char:
-            self._read.clear()
+            self._consumed.clear()
             if self._char == "<" and (yield from self._ends_value(expected)):
                 break
             chars.append(self._char)
@@ -539,11 +540,13 @@ class AnswerParser:
         self._add("arguments", parameter_json(text, types))
 
     def _ends_value(self, expected: Collection[str] | None) -> _Reads:
-        """Say whether a mark ends the value of a parameter. Its own mark is read, others are not:
-        the next parameter, or what ends the call, where the model has lost the mark.
+        """Return whether the value of a parameter ends here.
+
+        Only the end mark of the parameter is consumed. Models sometimes omit it; then the next
+        parameter or the end of the call ends the value.
 
         Args:
-            expected: parameters that the call has not had; None where the schema has none.
+            expected: parameters of the schema that the call has not set; None without a schema.
         """
         if (yield from self._match(_PARAMETER_END)):
             return True
@@ -553,21 +556,21 @@ class AnswerParser:
             ends = key is not None and (expected is None or key in expected)
         else:
             ends = yield from self._call_ends()
-        self._no_mark(0)
+        self._rewind(0)
         return ends
 
     def _call_ends(self) -> _Reads:
-        """Say whether a mark ends a call: another one follows, or nothing. Else it is a value's."""
+        """Return whether a mark ends the call: another mark or the end of the answer follows it."""
         assert self._format is not None
-        pieces = (*self._format.tail, *self._format.end, *self._format.begin)
-        marks = [piece.strip() for piece in pieces]
-        if not (yield from self._any(marks)):
+        texts = (*self._format.tail, *self._format.end, *self._format.begin)
+        marks = [text.strip() for text in texts]
+        if not (yield from self._match_any(marks)):
             return False
         yield from self._blank()
-        return not self._char or (yield from self._any([*marks, self._format.head[0]]))
+        return not self._char or (yield from self._match_any([*marks, self._format.head[0]]))
 
-    def _any(self, texts: Sequence[str]) -> _Reads:
-        """Read one of some texts; say whether there was one, else nothing was read."""
+    def _match_any(self, texts: Sequence[str]) -> _Reads:
+        """Match one of the texts; return whether one matched, else consume nothing."""
         for text in texts:
             if (yield from self._match(text)):
                 return True

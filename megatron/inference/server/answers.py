@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The answer to a conversation, whichever route it came by."""
+"""Answers to conversations, shared by the chat, messages and responses routes."""
 
 from __future__ import annotations
 
@@ -25,25 +25,25 @@ from megatron.inference.server.log_lines import LOG
 from megatron.inference.server.request_handling import (
     GrammarMaker,
     Server,
-    checked,
+    checked_deltas,
     grammar_makers,
-    too_slow,
+    timeout_error,
 )
 
 
 class AnswerView(Protocol):
-    """What a route of named events makes of one answer."""
+    """The format of an answer in a route with named events."""
 
     def events(self, delta: Delta) -> list[dict[str, Any]]:
-        """Return the events that show a delta; the last one of an answer ends it."""
+        """Return the events of a delta."""
         ...
 
     def whole(self, deltas: Sequence[Delta]) -> dict[str, Any]:
-        """Return the answer from all of its deltas."""
+        """Return the complete answer from all of its deltas."""
         ...
 
     def error(self, error: ApiError) -> dict[str, Any]:
-        """Return the event of an error that ends a stream."""
+        """Return the event of an error, which ends the stream."""
         ...
 
 
@@ -57,62 +57,62 @@ async def begin_answer(
     thinking_budget: int | None = None,
     names: Mapping[str, str],
 ) -> Generation:
-    """Ask the engine to answer a conversation; the deltas have parts.
+    """Send the request for an answer to the engine; its deltas have `answer_parts`.
 
     Args:
-        server: that answers.
-        conversation: so far.
-        body: how tokens are chosen, what ends and what shapes the answer.
-        max_new_tokens: of the answer; None is what the model has room for.
-        logprobs: alternatives of each token to report.
-        thinking_budget: tokens of reasoning at most; None for any number.
-        names: what the route calls `prompt`, `max_new_tokens` and, where it has another name for
-            it, `response_format`.
+        server: the server.
+        conversation: the conversation to answer.
+        body: sampling, stop and grammar fields of the request.
+        max_new_tokens: most tokens of the answer; None for the remaining length of the model.
+        logprobs: number of alternatives to report per token.
+        thinking_budget: most tokens of reasoning; None for no limit.
+        names: the route's names of `prompt`, `max_new_tokens` and, if it differs,
+            `response_format`.
 
     Raises:
-        ApiError: the model cannot answer it, or not now.
+        ApiError: the model cannot answer the conversation, or is unavailable.
     """
     if thinking_budget is not None:
         _check_budget(server)
     prompt = await server.conversations.prompt(conversation)
-    shapes = [(names.get(name, name), make) for name, make in grammar_makers(body)]
-    longest = server.card.max_length
-    if max_new_tokens is None and longest is None:
+    makers = [(names.get(name, name), make) for name, make in grammar_makers(body)]
+    max_length = server.card.max_length
+    if max_new_tokens is None and max_length is None:
         raise ApiError(
             400,
             f"the model has no longest text: give {names['max_new_tokens']}",
             param=names["max_new_tokens"],
         )
-    if max_new_tokens is None and len(prompt.tokens) >= (longest or 0):
+    if max_new_tokens is None and len(prompt.tokens) >= (max_length or 0):
         raise ApiError(
             400,
-            f"the conversation has {len(prompt.tokens)} tokens, the model takes {longest}",
+            f"the conversation has {len(prompt.tokens)} tokens, the model takes {max_length}",
             param=names["prompt"],
             code="context_length_exceeded",
         )
-    wanted = body.wanted(
+    generation_request = body.generation_request(
         [prompt.tokens],
-        ends=server.card.stop_tokens,
+        default_stop_tokens=server.card.stop_tokens,
         max_new_tokens=max_new_tokens,
         sampling=body.sampling(seed=secrets.randbits(63), logprobs=logprobs),
         names=names,
-        grammar=await server.grammar(body, _makers(server, conversation, body, prompt, shapes)),
+        grammar=await server.grammar(body, _makers(server, conversation, body, prompt, makers)),
     )
     if thinking_budget is not None:
         limit = reasoning_limit(
             server.formats, server.tokenizer, thinking_budget, in_reasoning=prompt.in_reasoning
         )
-        wanted = dataclasses.replace(wanted, reasoning_limit=limit)
+        generation_request = dataclasses.replace(generation_request, reasoning_limit=limit)
     tools = {tool.name: tool.parameters for tool in conversation.callable_tools}
     parsers = [
         AnswerParser(server.formats, tools, in_reasoning=prompt.in_reasoning)
-        for _ in range(wanted.n)
+        for _ in range(generation_request.n)
     ]
-    return server.generate(wanted, parsers)
+    return server.generate(generation_request, parsers)
 
 
 def _check_budget(server: Server) -> None:
-    """Raise ApiError where reasoning cannot be closed."""
+    """Raise ApiError if the server cannot limit reasoning."""
     if server.formats.reasoning is None:
         raise ApiError(
             400,
@@ -133,33 +133,33 @@ def _makers(
     conversation: Conversation,
     body: GenerationBody,
     prompt: Prompt,
-    found: list[GrammarMaker],
+    body_makers: list[GrammarMaker],
 ) -> list[GrammarMaker]:
-    """Return what makes the grammar of an answer, from those that its body asks for. Raises
-    ApiError for more than one."""
-    begun = prompt.in_reasoning
-    if found and conversation.callable_tools:
-        name = found[0][0]
+    """Return the grammar makers of an answer, from those of its body and its tools. Raises ApiError
+    if they conflict."""
+    in_reasoning = prompt.in_reasoning
+    if body_makers and conversation.callable_tools:
+        name = body_makers[0][0]
         raise ApiError(
             400, f"{name} does not go with tools: drop one, or say tool_choice: none", param=name
         )
     if enforced(conversation):
-        make = partial(tool_grammar, conversation, server.formats, in_reasoning=begun)
+        make = partial(tool_grammar, conversation, server.formats, in_reasoning=in_reasoning)
         return [("tools", make)]
     schema = body.json_schema
-    if server.formats.reasoning is None or not found:
-        return found
+    if server.formats.reasoning is None or not body_makers:
+        return body_makers
     if schema is not None:
-        make = partial(json_after_reasoning, schema, server.formats, in_reasoning=begun)
-        return [(name, make) for name, _ in found]
-    if begun:
+        make = partial(json_after_reasoning, schema, server.formats, in_reasoning=in_reasoning)
+        return [(name, make) for name, _ in body_makers]
+    if in_reasoning:
         raise ApiError(
             400,
             "structured_outputs: only JSON can follow reasoning, which the chat template begins: "
             "use json, or have the template begin none by chat_template_kwargs",
             param="structured_outputs",
         )
-    return found
+    return body_makers
 
 
 async def respond_with_events(
@@ -171,17 +171,17 @@ async def respond_with_events(
     stream: bool,
     ended: Callable[[], object] = lambda: None,
 ) -> Response:
-    """Return an answer, whole or as a stream of named events, which calls `ended` at its end."""
+    """Return a complete answer, or a stream of named events, which calls `ended` at its end."""
     if stream:
         events = _events(server, request.state.request_id, generation, view, ended)
         return EventStream(events, generation.stalled)
 
     async def collected() -> list[Delta]:
-        return [delta async for delta in checked(generation)]
+        return [delta async for delta in checked_deltas(generation)]
 
-    deltas = await server.waited(request, collected())
+    deltas = await server.run_until_disconnect(request, collected())
     if deltas is None:
-        return Response(status_code=499)  # nobody reads it
+        return Response(status_code=499)  # the client has disconnected
     return JSONResponse(view.whole(deltas))
 
 
@@ -192,14 +192,14 @@ async def _events(
     view: AnswerView,
     ended: Callable[[], object],
 ) -> AsyncGenerator[dict[str, Any], None]:
-    """Yield the events of a stream."""
+    """Yield the events of a streamed answer."""
     try:
         async with asyncio.timeout(server.limits.request_seconds):
-            async for delta in checked(generation):
+            async for delta in checked_deltas(generation):
                 for event in view.events(delta):
                     yield event
     except TimeoutError:
-        yield view.error(too_slow(server.limits))
+        yield view.error(timeout_error(server.limits))
     except ReaderStalled:
         LOG.warning("request %s: its reader stalled, and was dropped", request_id)
     except ApiError as error:

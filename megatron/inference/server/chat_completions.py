@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""OpenAI's chat route: a conversation's answer as choices."""
+"""OpenAI's chat route `/v1/chat/completions`."""
 
 from __future__ import annotations
 
@@ -45,31 +45,31 @@ async def chat(server: Server, request: Request) -> Response:
 
 
 def _conversation(body: ChatBody) -> Conversation:
-    """Return the conversation of a request. Raises ApiError for a choice of no tool."""
-    tools = [one.function.tool() for one in body.tools or ()]
-    choice, only = body.tool_choice or "auto", None
+    """Return the conversation of a request. Raises ApiError for invalid tools."""
+    tools = [tool.function.tool() for tool in body.tools or ()]
+    choice, forced_tool = body.tool_choice or "auto", None
     if isinstance(choice, NamedChoice):
-        choice, only = "required", choice.function.name
-    check_tools(tools, only=only, required=choice == "required")
+        choice, forced_tool = "required", choice.function.name
+    check_tools(tools, forced_tool=forced_tool, required=choice == "required")
     if not tools and body.parallel_tool_calls is not None:
         raise ApiError(400, "parallel_tool_calls needs tools", param="parallel_tool_calls")
     return Conversation(
         turns=[message.turn() for message in body.messages],
         tools=tools,
         choice=choice,
-        only=only,
+        forced_tool=forced_tool,
         parallel=body.parallel_tool_calls is not False,
         variables=body.chat_template_kwargs or {},
     )
 
 
-def check_tools(tools: Sequence[Tool], *, only: str | None, required: bool) -> None:
-    """Raise ApiError for tools of one name, or a choice of one that is not there."""
+def check_tools(tools: Sequence[Tool], *, forced_tool: str | None, required: bool) -> None:
+    """Raise ApiError for two tools of the same name, or a choice of a tool that is not listed."""
     names = [tool.name for tool in tools]
-    twice = next((name for name in names if names.count(name) > 1), None)
-    if twice is not None:
-        raise ApiError(400, f"tools: there are two of the name {twice}", param="tools")
-    if only is not None and only not in names:
-        raise ApiError(400, f"tool_choice: there is no tool {only}", param="tool_choice")
+    duplicate = next((name for name in names if names.count(name) > 1), None)
+    if duplicate is not None:
+        raise ApiError(400, f"tools: there are two of the name {duplicate}", param="tools")
+    if forced_tool is not None and forced_tool not in names:
+        raise ApiError(400, f"tool_choice: there is no tool {forced_tool}", param="tool_choice")
     if required and not names:
         raise ApiError(400, "tool_choice needs tools", param="tool_choice")

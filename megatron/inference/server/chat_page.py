@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The chat page: one file, which the browser lets load and run nothing but itself."""
+"""The chat page: one file, whose content security policy allows only its own style and script."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from starlette.responses import HTMLResponse, Response
 
 
 def content_policy(page: str) -> str:
-    """Return the content security policy of a page: its own style and script, by their digests,
-    and requests to its own server."""
+    """Return the content security policy of a page: its own style and script, by digest, and
+    requests to its own server."""
 
     def digests(tag: str) -> str:
-        parts = re.findall(f"<{tag}>(.*?)</{tag}>", page, re.DOTALL)
-        hashes = [base64.b64encode(hashlib.sha256(p.encode()).digest()).decode() for p in parts]
-        return " ".join(f"'sha256-{found}'" for found in hashes)
+        contents = re.findall(f"<{tag}>(.*?)</{tag}>", page, re.DOTALL)
+        hashes = [base64.b64encode(hashlib.sha256(p.encode()).digest()).decode() for p in contents]
+        return " ".join(f"'sha256-{digest}'" for digest in hashes)
 
     rules = {
         "default-src": "'none'",

@@ -1,6 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A conversation, whichever route it came by, and the prompt that the model's template makes of
-it."""
+"""Conversations, shared by all chat routes, and their prompts by the model's chat template."""
 
 from __future__ import annotations
 
@@ -22,10 +21,10 @@ class Tool:
     """A function that the model may call.
 
     Args:
-        name: of it.
-        description: for the model.
-        parameters: JSON Schema of an object.
-        strict: calls follow the schema.
+        name: name of the function.
+        description: description for the model.
+        parameters: JSON schema of the arguments, an object.
+        strict: whether calls have to follow the schema.
     """
 
     name: str
@@ -43,7 +42,7 @@ NO_PARAMETERS: Mapping[str, Any] = {
 
 @dataclass(frozen=True, kw_only=True)
 class ToolCall:
-    """A call of a former turn; `arguments` is the JSON text of an object."""
+    """A tool call of an earlier turn; `arguments` is the JSON text of an object."""
 
     id: str
     name: str
@@ -55,11 +54,11 @@ class Turn:
     """A turn of a conversation.
 
     Args:
-        role: as templates know it: system, developer, user, assistant or tool.
-        text: what is said, or what a tool has returned.
-        calls: of tools, by the assistant.
-        reasoning: of the assistant.
-        call_id: of the call that a tool answers.
+        role: role for chat templates: system, developer, user, assistant or tool.
+        text: text of the turn, or the result of a tool.
+        calls: tool calls of the assistant.
+        reasoning: reasoning of the assistant; None without reasoning.
+        call_id: id of the call whose result a tool turn holds.
     """
 
     role: str
@@ -71,39 +70,39 @@ class Turn:
 
 @dataclass(frozen=True, kw_only=True)
 class Conversation:
-    """Turns, and what the answer to them may be.
+    """The turns of a conversation, and constraints on the answer.
 
     Args:
-        turns: so far.
-        tools: that may be called.
-        choice: whether they may, or have to.
-        only: the one tool that has to be called.
-        parallel: an answer may have several calls.
-        variables: of the template.
+        turns: turns so far.
+        tools: tools that the model may call.
+        choice: whether the answer may, must or must not call tools.
+        forced_tool: name of the tool that the answer has to call; None for any tool.
+        parallel: whether an answer may have several calls.
+        variables: variables of the chat template.
     """
 
     turns: Sequence[Turn]
     tools: Sequence[Tool] = ()
     choice: Literal["auto", "none", "required"] = "auto"
-    only: str | None = None
+    forced_tool: str | None = None
     parallel: bool = True
     variables: Mapping[str, Any] = field(default_factory=dict)
 
     @property
     def callable_tools(self) -> Sequence[Tool]:
-        """Those that the answer may call."""
+        """The tools that the answer may call."""
         if self.choice == "none":
             return ()
-        return [tool for tool in self.tools if self.only in (None, tool.name)]
+        return [tool for tool in self.tools if self.forced_tool in (None, tool.name)]
 
 
 @dataclass(frozen=True, kw_only=True)
 class Prompt:
-    """What a model continues.
+    """The prompt of a conversation.
 
     Args:
-        tokens: of it.
-        in_reasoning: it ends with what begins reasoning.
+        tokens: token ids.
+        in_reasoning: whether the prompt ends with the start mark of reasoning.
     """
 
     tokens: Sequence[int]
@@ -111,13 +110,13 @@ class Prompt:
 
 
 class Conversations:
-    """Render conversations by the server's own template; none ever comes from a request.
+    """Render conversations with the server's chat template. Requests cannot set the template.
 
     Args:
-        template: None where the model has none.
-        tokenizer: of the model.
-        formats: of the model's answers.
-        variables: of the template that requests may set.
+        template: chat template; None if the model has no template.
+        tokenizer: tokenizer of the model.
+        formats: answer formats of the model.
+        variables: names of template variables that requests may set.
     """
 
     def __init__(
@@ -132,10 +131,10 @@ class Conversations:
         self._formats, self.variables = formats, frozenset(variables)
 
     async def prompt(self, conversation: Conversation) -> Prompt:
-        """Return the prompt of a conversation, with what opens an answer.
+        """Return the prompt of a conversation, including the start of the answer's turn.
 
         Raises:
-            ApiError: there is no template, or it cannot render this conversation.
+            ApiError: there is no template, or the template cannot render this conversation.
         """
         if self._template is None:
             raise ApiError(
@@ -144,14 +143,14 @@ class Conversations:
                 "/v1/completions",
             )
         self._check(conversation, self._template.source)
-        # Without a choice to call them the model is not told of them.
-        told = [] if conversation.choice == "none" else conversation.tools
+        # With tool_choice "none" the prompt does not list the tools.
+        callable_tools = [] if conversation.choice == "none" else conversation.tools
         messages = [self._message(turn) for turn in conversation.turns]
-        tools = [_described(tool) for tool in told]
+        tools = [_tool_json(tool) for tool in callable_tools]
         _check_marks(messages, "messages")
         _check_marks([tools, conversation.variables], "tools")
         try:
-            # Its own process renders it, with limits of its own.
+            # A separate process renders the template, with limits on time and memory.
             text = await asyncio.to_thread(
                 self._template.render,
                 messages,
@@ -160,7 +159,7 @@ class Conversations:
                 variables=conversation.variables,
             )
         except TemplateRefusal as error:
-            # What the template's author says of messages; no text of an exception of ours.
+            # The message of the template's author, not the text of an internal exception.
             raise ApiError(
                 400, f"the chat template refuses the messages: {error}", param="messages"
             ) from None
@@ -169,12 +168,14 @@ class Conversations:
                 400, "the chat template takes too long for these messages", param="messages"
             ) from None
         tokens = await asyncio.to_thread(self._tokens, text)
-        thinks = self._formats.reasoning
-        begun = thinks is not None and text.rstrip().endswith(thinks.begin)
-        return Prompt(tokens=tokens, in_reasoning=begun)
+        reasoning_format = self._formats.reasoning
+        in_reasoning = reasoning_format is not None and text.rstrip().endswith(
+            reasoning_format.begin
+        )
+        return Prompt(tokens=tokens, in_reasoning=in_reasoning)
 
     def _check(self, conversation: Conversation, source: str) -> None:
-        """Raise ApiError for what the model's template or formats know nothing of."""
+        """Raise ApiError for features that the template or the answer formats do not support."""
         for name in conversation.variables:
             if name not in self.variables:
                 raise ApiError(
@@ -202,15 +203,15 @@ class Conversations:
             )
 
     def _message(self, turn: Turn) -> dict[str, Any]:
-        """Return a turn as templates know it."""
-        found: dict[str, Any] = {"role": turn.role, "content": turn.text}
+        """Return the message of a turn for chat templates."""
+        message: dict[str, Any] = {"role": turn.role, "content": turn.text}
         if turn.reasoning is not None:
-            found["reasoning_content"] = turn.reasoning
+            message["reasoning_content"] = turn.reasoning
         if turn.call_id is not None:
-            found["tool_call_id"] = turn.call_id
+            message["tool_call_id"] = turn.call_id
         if turn.calls:
-            found["tool_calls"] = [self._call(call) for call in turn.calls]
-        return found
+            message["tool_calls"] = [self._call(call) for call in turn.calls]
+        return message
 
     def _call(self, call: ToolCall) -> dict[str, Any]:
         try:
@@ -224,36 +225,36 @@ class Conversations:
         return {"id": call.id, "type": "function", "function": function}
 
     def _tokens(self, text: str) -> list[int]:
-        """Return the tokens of a rendered text, which holds its special tokens itself."""
+        """Return the token ids of a rendered text, which already contains its special tokens."""
         for mark in GENERATION_MARKS:
             text = text.replace(mark, "")
-        found: list[int] = []
-        for number, part in enumerate(text.split(END_MARK)):
-            if number and self._tokenizer.eod is not None:
-                found.append(self._tokenizer.eod)
-            found += self._tokenizer.tokenize(part, add_special_tokens=False) if part else []
-        return found
+        tokens: list[int] = []
+        for index, segment in enumerate(text.split(END_MARK)):
+            if index and self._tokenizer.eod is not None:
+                tokens.append(self._tokenizer.eod)
+            tokens += self._tokenizer.tokenize(segment, add_special_tokens=False) if segment else []
+        return tokens
 
 
-def _described(tool: Tool) -> dict[str, Any]:
-    """Return a tool as templates know it, in the shape of OpenAI."""
+def _tool_json(tool: Tool) -> dict[str, Any]:
+    """Return a tool for chat templates, in the format of OpenAI."""
     function: dict[str, Any] = {"name": tool.name, "parameters": tool.parameters}
     if tool.description is not None:
         function["description"] = tool.description
     return {"type": "function", "function": function}
 
 
-def _check_marks(found: Any, param: str) -> None:
-    """Raise ApiError for a text with a character that is reserved."""
-    places = found if isinstance(found, list) else [found]
-    for number, place in enumerate(places):
+def _check_marks(value: Any, param: str) -> None:
+    """Raise ApiError for text with a reserved character."""
+    entries = value if isinstance(value, list) else [value]
+    for index, entry in enumerate(entries):
         try:
-            text = json.dumps(place, ensure_ascii=False)
+            text = json.dumps(entry, ensure_ascii=False)
         except RecursionError:
-            raise ApiError(400, f"{param}.{number}: nested too deep", param=param) from None
+            raise ApiError(400, f"{param}.{index}: nested too deep", param=param) from None
         if any(mark in text for mark in (END_MARK, *GENERATION_MARKS)):
             raise ApiError(
                 400,
-                f"{param}.{number}: U+E0F0 to U+E0F2 are reserved: leave them out",
+                f"{param}.{index}: U+E0F0 to U+E0F2 are reserved: leave them out",
                 param=param,
             )

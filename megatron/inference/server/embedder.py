@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Embeddings of texts: the final hidden states of a model, pooled as its folder says."""
+"""Embeddings of texts: the final hidden states of a model, pooled by its sentence-transformers
+configuration."""
 
 from __future__ import annotations
 
@@ -18,11 +19,11 @@ from megatron.core.untrusted_files import read_json
 
 @dataclass(frozen=True, kw_only=True)
 class Pooling:
-    """How the hidden states of a text become one vector.
+    """How the hidden states of a text are pooled into one vector.
 
     Args:
-        tokens: the mean of all, or the last one.
-        normalize: to a length of 1.
+        tokens: pool by the mean over all tokens, or take the last token.
+        normalize: whether to normalize the vector to length 1.
     """
 
     tokens: Literal["mean", "last"]
@@ -30,21 +31,20 @@ class Pooling:
 
 
 class NoPooling(Exception):
-    """A folder does not say how its model embeds texts, or says what is not done here; the text
-    is one line for the user."""
+    """A folder has no supported pooling configuration; the text is one line for the user."""
 
 
 def read_pooling(folder: Path) -> Pooling:
-    """Read what sentence-transformers writes to a folder: `modules.json`, and the configuration of
-    its module of pooling.
+    """Read the files of sentence-transformers in a folder: `modules.json` and the configuration of
+    its Pooling module.
 
     Raises:
-        NoPooling: there is none, or it is of another kind.
+        NoPooling: the files are missing, or the kind of pooling is not supported.
     """
     modules = _read(folder / "modules.json")
-    if not isinstance(modules, list) or not all(isinstance(one, dict) for one in modules):
+    if not isinstance(modules, list) or not all(isinstance(module, dict) for module in modules):
         raise NoPooling("modules.json of the model's folder is no list of modules")
-    kinds = [str(one.get("type", "")).rsplit(".", 1)[-1] for one in modules]
+    kinds = [str(module.get("type", "")).rsplit(".", 1)[-1] for module in modules]
     if kinds not in (["Transformer", "Pooling"], ["Transformer", "Pooling", "Normalize"]):
         raise NoPooling(f"modules.json of the model's folder has {', '.join(kinds)[:100]}")
     path = modules[1].get("path")
@@ -53,20 +53,22 @@ def read_pooling(folder: Path) -> Pooling:
     config = _read(folder / path / "config.json")
     if not isinstance(config, dict):
         raise NoPooling("the configuration of Pooling is no object")
-    named = config.get("pooling_mode", [])
-    given = {named} if isinstance(named, str) else set(map(str, named))
-    given |= {key for key, value in config.items() if value is True and "_mode_" in key}
-    known: dict[str, Literal["mean", "last"]] = {
+    configured_modes = config.get("pooling_mode", [])
+    modes = (
+        {configured_modes} if isinstance(configured_modes, str) else set(map(str, configured_modes))
+    )
+    modes |= {key for key, value in config.items() if value is True and "_mode_" in key}
+    pooling_of_mode: dict[str, Literal["mean", "last"]] = {
         "mean": "mean",
         "pooling_mode_mean_tokens": "mean",
         "lasttoken": "last",
         "pooling_mode_lasttoken": "last",
     }
-    if len(given) != 1 or not given <= known.keys():
+    if len(modes) != 1 or not modes <= pooling_of_mode.keys():
         raise NoPooling(
-            f"the model's folder pools by {', '.join(sorted(given))[:100] or 'nothing'}"
+            f"the model's folder pools by {', '.join(sorted(modes))[:100] or 'nothing'}"
         )
-    return Pooling(tokens=known[given.pop()], normalize=kinds[-1] == "Normalize")
+    return Pooling(tokens=pooling_of_mode[modes.pop()], normalize=kinds[-1] == "Normalize")
 
 
 def _read(path: Path) -> Any:
@@ -77,15 +79,15 @@ def _read(path: Path) -> Any:
 
 
 class Embedder:
-    """Embed texts by one forward pass of all of their tokens.
+    """Embed a batch of texts in one forward pass. All ranks call it in the same order.
 
     Args:
-        model: all of it, or a rank's part; all ranks call alike.
-        pooling: of its hidden states.
-        device: of the model.
-        max_tokens: of a forward pass, padding included.
-        token_multiple: what a row's tokens are padded to a multiple of.
-        link: to the other pipeline stages; None for a single one.
+        model: the model, or this rank's shard.
+        pooling: pooling of the hidden states.
+        device: device of the model.
+        max_tokens: most tokens of a forward pass, including padding.
+        token_multiple: rows are padded to a multiple of this number of tokens.
+        link: link to the other pipeline stages; None for a single stage.
     """
 
     def __init__(
@@ -104,7 +106,7 @@ class Embedder:
         self.max_tokens, self._multiple = max_tokens, token_multiple
 
     def batch(self, lengths: Sequence[int]) -> int:
-        """Return how many of the first texts one forward pass takes, at least one."""
+        """Return how many of the first texts fit one forward pass, at least one."""
         count = 1
         while count < len(lengths) and max(lengths[: count + 1]) * (count + 1) <= self.max_tokens:
             count += 1
@@ -112,38 +114,41 @@ class Embedder:
 
     @torch.no_grad()
     def __call__(self, texts: Sequence[Sequence[int]]) -> list[list[float]]:
-        """Return the vector of each text, given as its tokens.
+        """Return the vector of each text.
 
-        A row is padded at its end, where no token of the text attends to.
+        Rows are padded at the end; with causal attention no token of the text attends to padding.
+
+        Args:
+            texts: token ids of each text.
         """
         lengths = [len(text) for text in texts]
-        longest = -(-max(lengths) // self._multiple) * self._multiple
-        rows = [[*text, *[0] * (longest - len(text))] for text in texts]
+        padded_length = -(-max(lengths) // self._multiple) * self._multiple
+        rows = [[*text, *[0] * (padded_length - len(text))] for text in texts]
         tokens = torch.tensor(rows, device=self._device)  # [b, s]
-        layout = SequenceLayout.of_rows(longest, device=self._device)
-        before, link = {}, self._link
+        layout = SequenceLayout.of_rows(padded_length, device=self._device)
+        stage_inputs, link = {}, self._link
         if not link.is_first:
-            before["hidden_states"] = link.receive_hidden(self._model.boundary_shape(tokens))
-        hidden = self._model(tokens, layout=layout, **before)  # [s, b, h], or [s/tp, b, h]
+            stage_inputs["hidden_states"] = link.receive_hidden(self._model.boundary_shape(tokens))
+        hidden = self._model(tokens, layout=layout, **stage_inputs)  # [s, b, h], or [s/tp, b, h]
         if link.is_last:
-            found = self._pooled(hidden, lengths)
-            sends = link.send_results(found.flatten()) if link.count > 1 else ()
+            vectors = self._pooled(hidden, lengths)
+            sends = link.send_results(vectors.flatten()) if link.count > 1 else ()
         else:
             count = len(texts) * self._model.config.hidden_size
             results, sends = link.expect_results(count), link.send_hidden(hidden)
-            found = link.wait(results).view(len(texts), -1)
+            vectors = link.wait(results).view(len(texts), -1)
         for pending in sends:
             link.wait(pending)
-        return found.tolist()
+        return vectors.tolist()
 
     def _pooled(self, hidden: torch.Tensor, lengths: Sequence[int]) -> torch.Tensor:
-        """Return the vector of each row of final hidden states, fp64 [b, h]."""
+        """Return the pooled vector of each row of final hidden states, fp64 [b, h]."""
         hidden = self._model.head.gathered(hidden).float()  # [s, b, h]
-        found = []
+        vectors = []
         for row, length in enumerate(lengths):
             states = hidden[:length, row]  # [length, h]
             vector = states.mean(0) if self._pooling.tokens == "mean" else states[-1]
             if self._pooling.normalize:
                 vector = torch.nn.functional.normalize(vector, dim=0)
-            found.append(vector)
-        return torch.stack(found).double()
+            vectors.append(vector)
+        return torch.stack(vectors).double()

@@ -37,61 +37,61 @@ async def embeddings(server: Server, request: Request) -> Response:
     for tokens in texts:
         _check(server, tokens)
     with admission():
-        asks = [{"prompt": tokens, "max_new_tokens": 1, "embed": True} for tokens in texts]
-        ids, outputs = server.client.ask(asks)
-    count = sum(map(len, texts))
-    server.metrics.note_prompts(count)
-    found = await server.waited(request, _collected(outputs))
-    if found is None:
-        return Response(status_code=499)  # nobody reads it
+        requests = [{"prompt": tokens, "max_new_tokens": 1, "embed": True} for tokens in texts]
+        ids, outputs = server.client.add_requests(requests)
+    num_tokens = sum(map(len, texts))
+    server.metrics.note_prompts(num_tokens)
+    vectors = await server.run_until_disconnect(request, _collected(outputs))
+    if vectors is None:
+        return Response(status_code=499)  # the client has disconnected
     data = [
         {
             "object": "embedding",
-            "index": place,
-            "embedding": _encoded(found[number], body.encoding_format),
+            "index": index,
+            "embedding": _encoded(vectors[output_id], body.encoding_format),
         }
-        for place, number in enumerate(ids)
+        for index, output_id in enumerate(ids)
     ]
-    usage = {"prompt_tokens": count, "total_tokens": count}
+    usage = {"prompt_tokens": num_tokens, "total_tokens": num_tokens}
     return JSONResponse({"object": "list", "data": data, "model": server.card.name, "usage": usage})
 
 
 def _check(server: Server, tokens: Sequence[int]) -> None:
-    """Raise ApiError for a text that the model does not take."""
-    longest, size = server.card.max_length, server.card.vocab_size
-    wrong = [token for token in tokens if token >= size]
+    """Raise ApiError for a text that is invalid for the model."""
+    max_length, size = server.card.max_length, server.card.vocab_size
+    invalid = [token for token in tokens if token >= size]
     if not tokens:
         raise ApiError(400, "input: a text without tokens", param="input")
-    if wrong:
+    if invalid:
         raise ApiError(
-            400, f"token id {wrong[0]} is outside the vocabulary of {size}", param="input"
+            400, f"token id {invalid[0]} is outside the vocabulary of {size}", param="input"
         )
-    if longest is not None and len(tokens) > longest:
+    if max_length is not None and len(tokens) > max_length:
         raise ApiError(
             400,
-            f"a text of {len(tokens)} tokens: the model takes {longest}",
+            f"a text of {len(tokens)} tokens: the model takes {max_length}",
             param="input",
             code="context_length_exceeded",
         )
 
 
 async def _collected(outputs: Outputs) -> dict[int, Sequence[float]]:
-    """Return vectors by the ids of what was asked. Raises ApiError if there are none."""
-    found: dict[int, Sequence[float]] = {}
+    """Return the vectors by request id. Raises ApiError if the engine rejects a text."""
+    vectors: dict[int, Sequence[float]] = {}
     try:
-        async for news in outputs.news():
-            if news.refused:
-                raise ApiError(400, news.refused, param="input")
-            found[news.id] = news.embedding
+        async for delta in outputs.deltas():
+            if delta.refused:
+                raise ApiError(400, delta.refused, param="input")
+            vectors[delta.id] = delta.embedding
     except EngineLost:
         raise engine_lost() from None
     finally:
         outputs.close()
-    return found
+    return vectors
 
 
 def _encoded(vector: Sequence[float], form: str | None) -> Any:
-    """Return a vector as it is sent; base64 is of little-endian fp32."""
+    """Return a vector as JSON numbers, or as base64 of little-endian fp32."""
     if form != "base64":
         return list(vector)
     numbers = array.array("f", vector)

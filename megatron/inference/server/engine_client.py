@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The HTTP process's end of the link to the engine: outputs asked for, and their news as they come.
+"""Client of the engine process in the HTTP process: sends requests and receives output deltas.
 
-It bounds what is asked for at a time, and what an output may hold that its reader has not taken.
+It bounds the number of outputs in flight and the tokens that a slow reader leaves unread.
 """
 
 from __future__ import annotations
@@ -11,105 +11,105 @@ import time
 from collections.abc import AsyncIterator, Mapping, Sequence
 from typing import Any
 
-from megatron.inference.server.protocol import Ask, FrameReader, News, frame
+from megatron.inference.server.protocol import EngineRequest, FrameReader, OutputDelta, frame
 
 _READ_BYTES = 1 << 20
-# Turns of the event loop between an order and its frame: requests that have arrived by then are
-# asked for with it, so that the first step of an idle engine has all of them. From its first byte
-# to its order a request takes about ten turns. A turn with nothing else to do takes some 2 us.
+# Iterations of the event loop between a message and its frame. Requests that arrive meanwhile go
+# into the same frame, so that the first step of an idle engine batches all of them. A request takes
+# about ten iterations from its first byte to its message. An idle iteration takes about 2 us.
 _TURNS = 16
 
 
 class QueueFull(Exception):
-    """As many outputs are asked for as may be."""
+    """The number of outputs in flight has reached its limit."""
 
 
 class Draining(Exception):
-    """The server is ending and takes nothing more."""
+    """The server is shutting down and admits no requests."""
 
 
 class EngineLost(Exception):
-    """The engine process is gone."""
+    """The engine process has exited."""
 
 
 class Cancelled(Exception):
-    """The request was cancelled by another one."""
+    """Another request cancelled this request."""
 
 
 class ReaderStalled(Exception):
-    """The client does not read, and what is unsent has reached its bound."""
+    """The client does not read, and its unread tokens have reached the limit."""
 
 
-class OrderRefused(Exception):
-    """The engine cannot do what administration asks; the text is one line for the user."""
+class ControlError(Exception):
+    """The engine rejects an administration command; the text is one line for the user."""
 
 
 class Outputs:
-    """News of the outputs of one HTTP request, in the order in which they come.
+    """A queue of the deltas of one HTTP request's outputs, in order of arrival.
 
     Args:
-        client: that they come from.
-        ids: of the outputs.
-        max_unsent: tokens that may wait to be taken.
+        client: client that receives the deltas.
+        ids: ids of the outputs.
+        max_unsent: most unread tokens in the queue.
     """
 
     def __init__(self, client: EngineClient, ids: Sequence[int], max_unsent: int) -> None:
         self._client, self._max_unsent = client, max_unsent
-        self._queue: asyncio.Queue[News | Exception] = asyncio.Queue()
+        self._queue: asyncio.Queue[OutputDelta | Exception] = asyncio.Queue()
         self._open, self._unsent = set(ids), 0
         self.stalled = asyncio.Event()
         """Set when `max_unsent` is reached; the outputs have been aborted then."""
 
-    def put(self, news: News) -> None:
-        """Take news of one output in."""
-        self._unsent += len(news.tokens)
-        if news.finish_reason or news.refused:
-            self._open.discard(news.id)
+    def put(self, delta: OutputDelta) -> None:
+        """Queue a delta of one output."""
+        self._unsent += len(delta.tokens)
+        if delta.finish_reason or delta.refused:
+            self._open.discard(delta.id)
         elif self._unsent > self._max_unsent:
             self.close()
             self.stalled.set()
             self._queue.put_nowait(ReaderStalled())
             return
-        self._queue.put_nowait(news)
+        self._queue.put_nowait(delta)
 
     def fail(self, error: Exception) -> None:
         """End all outputs with an error."""
         self._open.clear()
         self._queue.put_nowait(error)
 
-    def finish(self, ask_id: int) -> None:
-        """End one output: its end was seen in its text."""
-        if ask_id in self._open:
-            self._open.discard(ask_id)
-            self._client.abort([ask_id])
+    def finish(self, request_id: int) -> None:
+        """Abort one output whose text contains a stop string."""
+        if request_id in self._open:
+            self._open.discard(request_id)
+            self._client.abort([request_id])
 
     def close(self) -> None:
-        """Abort what has not ended."""
+        """Abort unfinished outputs."""
         self._client.abort(list(self._open))
         self._open.clear()
 
-    async def news(self) -> AsyncIterator[News]:
-        """Yield news until all outputs have ended.
+    async def deltas(self) -> AsyncIterator[OutputDelta]:
+        """Yield deltas until all outputs have finished.
 
         Raises:
-            EngineLost: they never will.
-            ReaderStalled: too much was not taken.
+            EngineLost: the engine process has exited.
+            ReaderStalled: the unread tokens exceed `max_unsent`.
         """
         while self._open or not self._queue.empty():
-            found = await self._queue.get()
-            if isinstance(found, Exception):
-                raise found
-            self._unsent -= len(found.tokens)
-            yield found
+            delta = await self._queue.get()
+            if isinstance(delta, Exception):
+                raise delta
+            self._unsent -= len(delta.tokens)
+            yield delta
 
 
 class EngineClient:
-    """Ask an engine for outputs.
+    """Send requests to the engine process and dispatch its messages.
 
     Args:
-        reader, writer: of the link.
-        max_outputs: that may run and wait at a time.
-        max_unsent: tokens of a request that may wait for its reader.
+        reader, writer: streams of the link to the engine process.
+        max_outputs: most outputs in flight, running and waiting.
+        max_unsent: most unread tokens of a request.
     """
 
     def __init__(
@@ -123,77 +123,77 @@ class EngineClient:
         self._reader, self._writer = reader, writer
         self.max_outputs, self._max_unsent = max_outputs, max_unsent
         self._outputs: dict[int, Outputs] = {}
-        self._frames: list[bytes] = []  # orders on their way to `writer`
+        self._frames: list[bytes] = []  # messages that are not written yet
         self._next_id = 0
-        self._orders: dict[int, asyncio.Future[dict[str, Any]]] = {}
-        self._heard = time.monotonic()
+        self._control_futures: dict[int, asyncio.Future[dict[str, Any]]] = {}
+        self._last_message_time = time.monotonic()
         self.lost = asyncio.Event()
-        """Set when the engine process is gone."""
+        """Set when the engine process has exited."""
         self.draining = asyncio.Event()
-        """Set when nothing more is admitted."""
+        """Set when no more requests are admitted."""
         self.stats: Mapping[str, float] = {}
-        """What the engine said last about itself."""
+        """Statistics of the last step."""
         self.facts: Mapping[str, Any] = {}
-        """What the engine is; empty until it is there."""
+        """Constant facts about the engine; empty until it runs."""
 
     @property
     def active(self) -> int:
-        """Outputs that were asked for and have not ended."""
+        """Number of unfinished outputs."""
         return len(self._outputs)
 
     @property
     def silent_seconds(self) -> float:
-        """How long the engine has said nothing."""
-        return time.monotonic() - self._heard
+        """Seconds since the last message of the engine."""
+        return time.monotonic() - self._last_message_time
 
-    def ask(self, wanted: Sequence[Mapping[str, Any]]) -> tuple[list[int], Outputs]:
-        """Ask for the outputs of one HTTP request; return their ids and where news come.
+    def add_requests(self, requests: Sequence[Mapping[str, Any]]) -> tuple[list[int], Outputs]:
+        """Send the requests of one HTTP request; return their ids and the queue of their deltas.
 
         Args:
-            wanted: fields of an `Ask` each, but the id.
+            requests: fields of an `EngineRequest` each, without the id.
 
         Raises:
-            QueueFull: there is no room for all of them.
-            Draining, EngineLost: there will be none.
+            QueueFull: the outputs would exceed `max_outputs`.
+            Draining: the server is shutting down.
+            EngineLost: the engine process has exited.
         """
         if self.lost.is_set():
             raise EngineLost
         if self.draining.is_set():
             raise Draining
-        if self.active + len(wanted) > self.max_outputs:
+        if self.active + len(requests) > self.max_outputs:
             raise QueueFull
-        ids = list(range(self._next_id, self._next_id + len(wanted)))
-        self._next_id += len(wanted)
+        ids = list(range(self._next_id, self._next_id + len(requests)))
+        self._next_id += len(requests)
         outputs = Outputs(self, ids, self._max_unsent)
-        for number, fields in zip(ids, wanted, strict=True):
-            self._send(Ask(id=number, **fields).to_json(), turns=_TURNS)
-            self._outputs[number] = outputs
+        for request_id, fields in zip(ids, requests, strict=True):
+            self._send(EngineRequest(id=request_id, **fields).to_json(), turns=_TURNS)
+            self._outputs[request_id] = outputs
         return ids, outputs
 
-    async def order(self, action: str, **fields: Any) -> dict[str, Any]:
-        """Have the engine do something between two steps (see `EngineControl`); return what it
-        tells.
+    async def control(self, action: str, **fields: Any) -> dict[str, Any]:
+        """Run an administration command between two steps (see `EngineControl`); return the reply.
 
         Raises:
-            OrderRefused: it cannot, and nothing has changed.
-            EngineLost: it is gone.
+            ControlError: the engine rejects the command; its state has not changed.
+            EngineLost: the engine process has exited.
         """
         if self.lost.is_set():
             raise EngineLost
-        number, self._next_id = self._next_id, self._next_id + 1
-        self._orders[number] = asyncio.get_running_loop().create_future()
-        self._send({"kind": "control", "id": number, "action": action, **fields})
-        return await self._orders[number]
+        message_id, self._next_id = self._next_id, self._next_id + 1
+        self._control_futures[message_id] = asyncio.get_running_loop().create_future()
+        self._send({"kind": "control", "id": message_id, "action": action, **fields})
+        return await self._control_futures[message_id]
 
     def abort(self, ids: Sequence[int]) -> None:
-        """Have the engine end outputs; those that have ended are left alone."""
-        for number in ids:
-            if self._outputs.pop(number, None) is not None:
-                self._send({"kind": "abort", "id": number})
+        """Abort outputs; finished outputs are ignored."""
+        for request_id in ids:
+            if self._outputs.pop(request_id, None) is not None:
+                self._send({"kind": "abort", "id": request_id})
 
-    def _send(self, order: Mapping[str, Any], *, turns: int = 0) -> None:
-        """Send an order, with those of the next turns of the event loop."""
-        self._frames.append(frame(order))
+    def _send(self, message: Mapping[str, Any], *, turns: int = 0) -> None:
+        """Send a message after some iterations of the event loop, batched with later messages."""
+        self._frames.append(frame(message))
         if not turns or len(self._frames) == 1:
             self._flush_after(turns)
 
@@ -206,35 +206,35 @@ class EngineClient:
             self._writer.write(b"".join(frames))
 
     async def listen(self) -> None:
-        """Pass on what the engine says until it is gone."""
+        """Dispatch the engine's messages until the engine process exits."""
         frames = FrameReader()
         while data := await self._read():
             for message in frames.feed(data):
-                self._heard = time.monotonic()
+                self._last_message_time = time.monotonic()
                 if message["kind"] == "drain":
                     self.draining.set()
                 elif message["kind"] == "facts":
                     self.facts = message["facts"]
                 elif message["kind"] == "done":
-                    self._take_answer(message)
+                    self._resolve_control(message)
                 else:
-                    self._take_step(message)
+                    self._deliver_step(message)
         self.lost.set()
         for outputs in set(self._outputs.values()):
             outputs.fail(EngineLost())
         self._outputs.clear()
-        for answer in self._orders.values():
-            if not answer.done():
-                answer.set_exception(EngineLost())
+        for future in self._control_futures.values():
+            if not future.done():
+                future.set_exception(EngineLost())
 
-    def _take_answer(self, message: Mapping[str, Any]) -> None:
-        answer = self._orders.pop(message["id"])
-        if answer.done():  # nobody waits for it any more
+    def _resolve_control(self, message: Mapping[str, Any]) -> None:
+        future = self._control_futures.pop(message["id"])
+        if future.done():  # the caller has been cancelled
             return
         if message["refused"]:
-            answer.set_exception(OrderRefused(message["refused"]))
+            future.set_exception(ControlError(message["refused"]))
         else:
-            answer.set_result(message["told"])
+            future.set_result(message["told"])
 
     async def _read(self) -> bytes:
         try:
@@ -242,13 +242,13 @@ class EngineClient:
         except ConnectionError:
             return b""
 
-    def _take_step(self, message: Mapping[str, Any]) -> None:
+    def _deliver_step(self, message: Mapping[str, Any]) -> None:
         self.stats = message["stats"]
         for fields in message["news"]:
-            news = News(**fields)
-            outputs = self._outputs.get(news.id)
-            if outputs is None:  # aborted since
+            delta = OutputDelta(**fields)
+            outputs = self._outputs.get(delta.id)
+            if outputs is None:  # aborted meanwhile
                 continue
-            if news.finish_reason or news.refused:
-                del self._outputs[news.id]
-            outputs.put(news)
+            if delta.finish_reason or delta.refused:
+                del self._outputs[delta.id]
+            outputs.put(delta)

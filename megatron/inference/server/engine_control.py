@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What administration has an engine do between two steps; every rank does the same."""
+"""Administration commands that an engine executes between two steps, the same on every rank."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from megatron.core.boxes import TensorChunk
     from megatron.inference.checkpoint_model import CheckpointModel
 
-#: Rows of a profile.
+#: Most operations in a profile.
 _PROFILE_ROWS = 40
 
 
@@ -26,8 +26,8 @@ class EngineControl:
     """Administration of the engine of one rank.
 
     Args:
-        replicas: as this rank knows them.
-        loaded: its model; None where weights cannot be replaced.
+        replicas: the engines of all data-parallel ranks.
+        loaded: the model; None if its weights cannot be replaced.
     """
 
     def __init__(self, replicas: Replicas, loaded: CheckpointModel | None = None) -> None:
@@ -37,12 +37,12 @@ class EngineControl:
 
     @property
     def receiving(self) -> bool:
-        """Whether weights are on their way from a training run."""
+        """Whether a transfer of weights from a training run is in progress."""
         return self._receiving is not None
 
     @property
     def received(self) -> str | None:
-        """Why weights did not come to this rank, "" if they are there; None before that."""
+        """Error of the transfer of weights to this rank; "" after success, None in progress."""
         if self._receiving is None or not self._receiving.done():
             return None
         error = self._receiving.exception()
@@ -50,11 +50,11 @@ class EngineControl:
             raise error
         return "" if error is None else str(error)
 
-    def receive(self, order: Mapping[str, Any]) -> None:
-        """Start to receive weights from a training run, while steps go on with the old ones.
+    def receive(self, message: Mapping[str, Any]) -> None:
+        """Start to receive weights from a training run; steps continue with the old weights.
 
         Raises:
-            ValueError: the engine is asleep, or others are on their way.
+            ValueError: the engine is asleep, or another transfer is in progress.
         """
         from megatron.inference.replace_weights import receive_weights
 
@@ -62,55 +62,55 @@ class EngineControl:
         self._receiving = self._receiver.submit(
             receive_weights,
             self._model(),
-            order["address"],
-            senders=order["senders"],
-            timeout_seconds=order["timeout_seconds"],
+            message["address"],
+            senders=message["senders"],
+            timeout_seconds=message["timeout_seconds"],
         )
 
-    def take_received(self, refused: str) -> dict[str, Any]:
-        """Put received weights in; return what there is to tell. All ranks call it before one step.
+    def install_received(self, error: str) -> dict[str, Any]:
+        """Install received weights and return the reply. All ranks call it before the same step.
 
         Args:
-            refused: why they did not come to some rank; "" if all have them.
+            error: error of the transfer on some rank; "" after success on all ranks.
 
         Raises:
-            ValueError: `refused`, or the engine has been put to sleep; nothing has changed.
+            ValueError: the transfer failed, or the engine is asleep; the weights have not changed.
         """
         from megatron.inference.replace_weights import copy_received_weights
 
         assert self._receiving is not None
         work, self._receiving = self._receiving, None
-        if refused:
-            raise ValueError(refused)
+        if error:
+            raise ValueError(error)
         self._check_replaceable()
         received, nbytes = work.result()
         with self._replacing():
             copy_received_weights(self._model(), received)
         return {**self._state(), "received_bytes": nbytes}
 
-    def apply(self, order: Mapping[str, Any]) -> tuple[dict[str, Any], list[Completion]]:
-        """Do what an order says; return what there is to tell, and outputs that have news.
+    def apply(self, message: Mapping[str, Any]) -> tuple[dict[str, Any], list[Completion]]:
+        """Execute a command; return the reply, and outputs with new tokens.
 
         Raises:
-            ValueError: it cannot be done, and nothing has changed; one line.
+            ValueError: the command is invalid now, and nothing has changed; one line.
         """
-        action, news = order["action"], list[Completion]()
-        more: dict[str, Any] = {}
+        action, completions = message["action"], list[Completion]()
+        extra_fields: dict[str, Any] = {}
         if action == "pause":
-            self._replicas.pause(keep_cache=order["mode"] != "recompute")
+            self._replicas.pause(keep_cache=message["mode"] != "recompute")
         elif action == "resume":
             self._engine.resume()
         elif action == "sleep":
-            level = order["level"]
+            level = message["level"]
             self._replicas.sleep(weights_of_level(self._model(), level) if level > 1 else ())
         elif action == "wake":
             self._engine.wake()
         elif action == "weights":
-            more = self._replace(order)
+            extra_fields = self._replace(message)
         else:
-            assert action == "profile", order
-            more, news = self._profile(order["steps"])
-        return {**self._state(), **more}, news
+            assert action == "profile", message
+            extra_fields, completions = self._profile(message["steps"])
+        return {**self._state(), **extra_fields}, completions
 
     def _state(self) -> dict[str, Any]:
         engine = self._engine
@@ -121,13 +121,13 @@ class EngineControl:
             raise ValueError("the weights of this engine are not its own")
         return self._loaded
 
-    def _replace(self, order: Mapping[str, Any]) -> dict[str, Any]:
-        """Put the weights of a folder in; what steps compute is of one epoch or the other."""
+    def _replace(self, message: Mapping[str, Any]) -> dict[str, Any]:
+        """Load the weights of a folder. No step mixes old and new weights."""
         from megatron.inference.replace_weights import replace_weights
 
         self._check_replaceable()
         with self._replacing():
-            return {"loaded": str(replace_weights(self._model(), order["load"]))}
+            return {"loaded": str(replace_weights(self._model(), message["load"]))}
 
     def _check_replaceable(self) -> None:
         """Raise ValueError where weights cannot be replaced now."""
@@ -138,7 +138,7 @@ class EngineControl:
 
     @contextlib.contextmanager
     def _replacing(self) -> Iterator[None]:
-        """Compute nothing in the block, which replaces the weights unless it fails."""
+        """Pause the engine during the block, which replaces the weights."""
         paused = self._engine.paused
         self._engine.pause()
         try:
@@ -149,7 +149,7 @@ class EngineControl:
                 self._engine.resume()
 
     def _profile(self, steps: int) -> tuple[dict[str, Any], list[Completion]]:
-        """Take some steps under torch's profiler. Raises ValueError if it would see none."""
+        """Run steps under torch's profiler. Raises ValueError if it would record nothing."""
         if not self._replicas.unfinished or self._engine.paused:
             raise ValueError("no request runs: send some, and profile while they are answered")
         if self._engine.config.asynchronous and self._engine.device.type == "cpu":
@@ -160,13 +160,13 @@ class EngineControl:
         activities = [torch.profiler.ProfilerActivity.CPU]
         if self._engine.device.type == "cuda":
             activities.append(torch.profiler.ProfilerActivity.CUDA)
-        found: dict[int, Completion] = {}
-        taken = 0
+        completions: dict[int, Completion] = {}
+        num_steps = 0
         with torch.profiler.profile(activities=activities) as profiler:
-            while taken < steps and self._replicas.unfinished and not self._engine.paused:
-                found |= {c.request_id: c for c in self._replicas.step()}
-                taken += 1
-            self._engine.drain()  # what a step has started must not outlive the profiler
+            while num_steps < steps and self._replicas.unfinished and not self._engine.paused:
+                completions |= {c.request_id: c for c in self._replicas.step()}
+                num_steps += 1
+            self._engine.drain()  # work of a step in flight must end inside the profiler
         rows = sorted(
             profiler.key_averages(),
             key=lambda row: -max(row.self_cpu_time_total, row.self_device_time_total),
@@ -180,4 +180,4 @@ class EngineControl:
             }
             for row in rows[:_PROFILE_ROWS]
         ]
-        return {"steps": taken, "operations": operations}, list(found.values())
+        return {"steps": num_steps, "operations": operations}, list(completions.values())

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The loop of the engine process: orders from the HTTP process in, a step, what it found out.
+"""The loop of the engine process: receive messages from the HTTP process, run a step, send deltas.
 
-Of several ranks the first alone is told orders, and shares them with the others before each step,
-so that all replicas are told the same requests and all ranks of one plan the same steps.
+Only rank 0 receives messages. It broadcasts them before each step, so that all replicas get the
+same requests and all ranks of a replica schedule the same steps.
 """
 
 from __future__ import annotations
@@ -22,37 +22,37 @@ from megatron.core.inference.sampling import SamplingParams
 from megatron.core.inference.scheduler import CacheStats
 from megatron.core.process_groups import Group
 from megatron.inference.server.engine_control import EngineControl
-from megatron.inference.server.protocol import Ask, FrameReader, News, frame
+from megatron.inference.server.protocol import EngineRequest, FrameReader, OutputDelta, frame
 
 if TYPE_CHECKING:
     from megatron.inference.server.embedder import Embedder
     from megatron.inference.server.structured import Grammars, ReasoningLimit, TokenMask
 
-#: Between two heartbeats of an engine that has nothing to do.
+#: Seconds between two heartbeats of an idle engine.
 IDLE_SECONDS = 0.5
 
 _READ_BYTES = 1 << 20
-# Between two looks for orders while there is nothing to do but to compile a grammar.
+# Seconds between two polls for messages while the only work is the compilation of a grammar.
 _COMPILE_SECONDS = 0.01
 
-# The same while weights are on their way.
+# Seconds between two polls for messages while an idle engine receives weights.
 _RECEIVE_SECONDS = 0.05
 
-Order = Mapping[str, Any]
+EngineMessage = Mapping[str, Any]
 
 
 class EngineLoop:
     """Run the replicas of an engine for the HTTP process.
 
     Args:
-        replicas: as this rank knows them.
-        link: to the HTTP process; None on ranks that follow.
-        hosts: all ranks, the first of which has the link. Its collectives take tensors of the CPU,
-            and go on while a step does (see `ProcessGroupCollection.host_group`).
-        grammars: of structured output; None where the model can have none.
-        embedder: None where the model embeds no texts.
-        explained: facts about the model, for `/health`.
-        control: does what administration asks for.
+        replicas: the engines of all data-parallel ranks.
+        link: socket to the HTTP process; None on all ranks but 0.
+        hosts: group of all ranks for CPU tensors; its collectives may overlap with a step (see
+            `ProcessGroupCollection.host_group`).
+        grammars: grammars of structured output; None if the tokenizer does not support them.
+        embedder: embedder of texts; None if the model has no pooling.
+        model_facts: facts about the model, for `/health`.
+        control: executes administration commands.
     """
 
     def __init__(
@@ -63,31 +63,31 @@ class EngineLoop:
         *,
         grammars: Grammars | None,
         embedder: Embedder | None = None,
-        explained: Mapping[str, Any] | None = None,
+        model_facts: Mapping[str, Any] | None = None,
         control: EngineControl | None = None,
     ) -> None:
-        self._explained, self._control = explained or {}, control or EngineControl(replicas)
+        self._model_facts, self._control = model_facts or {}, control or EngineControl(replicas)
         self._replicas, self._engine = replicas, replicas.engine
         self._link, self._hosts = link, hosts
         self._grammars, self._embedder = grammars, embedder
-        self._to_embed: dict[int, Ask] = {}  # by its id
+        self._embedding_requests: dict[int, EngineRequest] = {}  # by request id
         self._compiler = ThreadPoolExecutor(1)
-        self._compiling: dict[int, tuple[Order, Future[object]]] = {}  # by the id of the ask
+        self._compiling: dict[int, tuple[EngineMessage, Future[object]]] = {}  # by request id
         self._reader = FrameReader()
-        self._asks: dict[int, Ask] = {}  # by the engine's id
-        self._engine_ids: dict[int, int] = {}  # by the id of the ask
-        self._reported: dict[int, int] = {}  # tokens, by the engine's id
-        self._weights_order = -1  # that is answered once weights have come
-        # Tokens of prompts that were looked up in the prefix cache, and found there.
+        self._requests: dict[int, EngineRequest] = {}  # by engine id
+        self._engine_ids: dict[int, int] = {}  # by request id
+        self._reported: dict[int, int] = {}  # tokens sent, by engine id
+        self._weights_message_id = -1  # replied to once the weights are installed
+        # Prompt tokens that were looked up in the prefix cache, and the hits among them.
         self._prefix_queried = self._prefix_hit = 0
-        self._news_outside: list[News] = []  # of no step: refusals, aborts, and profiles
-        # Not a flag alone: the loop may be waiting for orders.
+        self._extra_deltas: list[OutputDelta] = []  # outside of steps: errors, aborts, and profiles
+        # A socket and not a flag, as it has to interrupt the `select` of an idle loop.
         self._wake, self._woken = socket.socketpair()
 
     def drain(self) -> None:
-        """Have the HTTP process admit nothing more; the loop ends when all have their answers.
+        """Stop admitting requests; the loop ends after the last answer.
 
-        A signal handler or another thread may call it.
+        Safe to call from a signal handler or another thread.
         """
         self._wake.send(b"d")
 
@@ -99,47 +99,51 @@ class EngineLoop:
 
     def _serve(self) -> None:
         while True:
-            for order in self._shared(self._received()):
-                if order["kind"] == "add":
-                    self._add(Ask.from_json(order))
-                elif order["kind"] == "abort":
-                    self._abort(order["id"])
-                elif order["kind"] == "control":
-                    self._administer(order)
-                elif order["kind"] == "received":
-                    self._take_weights(order["refused"])
+            for message in self._broadcast(self._receive()):
+                if message["kind"] == "add":
+                    self._add(EngineRequest.from_json(message))
+                elif message["kind"] == "abort":
+                    self._abort(message["id"])
+                elif message["kind"] == "control":
+                    self._administer(message)
+                elif message["kind"] == "received":
+                    self._install_weights(message["refused"])
                 else:
-                    assert order["kind"] == "end", order
+                    assert message["kind"] == "end", message
                     return
-            news = self._known(self._replicas.step())  # a pause may have ended all that were asked
-            self._report(self._news_outside + news + self._embedded())
-            self._news_outside = []
+            deltas = self._deltas(
+                self._replicas.step()
+            )  # a pause may have ended all that were asked
+            self._report(self._extra_deltas + deltas + self._embed())
+            self._extra_deltas = []
 
-    def _shared(self, orders: Sequence[Order]) -> list[Order]:
-        """Return the orders of the first rank; all ranks call it, the others with none.
+    def _broadcast(self, messages: Sequence[EngineMessage]) -> list[EngineMessage]:
+        """Return the messages of rank 0; all ranks call it.
 
-        Once no rank receives weights any more, there is one order more: to put them in, or why some
-        rank has none.
+        Once all ranks have finished receiving weights, it inserts a message "received": to install
+        the weights, or with the error of a rank.
         """
-        message = [list(orders), self._control.received]
-        found = all_gather_json(message, self._hosts)
-        received = [one for _, one in found if one is not None]
-        if len(received) == len(found):
-            found[0][0].insert(0, {"kind": "received", "refused": next(filter(None, received), "")})
-        return found[0][0]
+        own_state = [list(messages), self._control.received]
+        gathered = all_gather_json(own_state, self._hosts)
+        errors = [error for _, error in gathered if error is not None]
+        if len(errors) == len(gathered):
+            gathered[0][0].insert(
+                0, {"kind": "received", "refused": next(filter(None, errors), "")}
+            )
+        return gathered[0][0]
 
-    def _received(self) -> list[Order]:
-        """Return what the HTTP process has sent; wait a little for it if there is nothing to do."""
+    def _receive(self) -> list[EngineMessage]:
+        """Return the messages of the HTTP process; an idle engine waits a moment for them."""
         if self._link is None:
             return []
-        busy = (self._asks or self._to_embed) and not self._engine.paused
+        busy = (self._requests or self._embedding_requests) and not self._engine.paused
         wait = 0.0 if busy else IDLE_SECONDS
         if wait and self._compiling:
             futures.wait([work for _, work in self._compiling.values()], _COMPILE_SECONDS)
             wait = 0.0
         if wait and self._control.receiving:
             wait = _RECEIVE_SECONDS
-        found: list[Order] = []
+        messages: list[EngineMessage] = []
         while ready := select.select([self._link, self._woken], [], [], wait)[0]:
             wait = 0.0
             if self._woken in ready:
@@ -152,170 +156,181 @@ class EngineLoop:
             except ConnectionResetError:
                 data = b""
             if not data:
-                return [*found, {"kind": "end"}]
-            found += self._reader.feed(data)
-        return self._compiled(found)
+                return [*messages, {"kind": "end"}]
+            messages += self._reader.feed(data)
+        return self._compile_grammars(messages)
 
-    def _compiled(self, orders: Sequence[Order]) -> list[Order]:
-        """Return orders without those whose grammar is being compiled, and with those for which
-        that is done: the engine's steps do not wait for it."""
-        found = []
-        for order in orders:
-            if order["kind"] == "add" and order["grammar"] is not None:
+    def _compile_grammars(self, messages: Sequence[EngineMessage]) -> list[EngineMessage]:
+        """Hold back requests whose grammar is being compiled; return the other messages and the
+        requests whose grammar is ready. Steps do not wait for a compilation."""
+        ready = []
+        for message in messages:
+            if message["kind"] == "add" and message["grammar"] is not None:
                 assert self._grammars is not None
-                work = self._compiler.submit(self._grammars.compile, order["grammar"])
-                self._compiling[order["id"]] = (order, work)
-            elif order["kind"] != "abort" or self._compiling.pop(order["id"], None) is None:
-                found.append(order)
-        done = [number for number, (_, work) in self._compiling.items() if work.done()]
-        return found + [self._compiling.pop(number)[0] for number in done]
+                work = self._compiler.submit(self._grammars.compile, message["grammar"])
+                self._compiling[message["id"]] = (message, work)
+            elif message["kind"] != "abort" or self._compiling.pop(message["id"], None) is None:
+                ready.append(message)
+        compiled = [request_id for request_id, (_, work) in self._compiling.items() if work.done()]
+        return ready + [self._compiling.pop(request_id)[0] for request_id in compiled]
 
-    def _add(self, ask: Ask) -> None:
-        if ask.embed:
+    def _add(self, request: EngineRequest) -> None:
+        if request.embed:
             assert self._embedder is not None
-            most = self._embedder.max_tokens
-            if len(ask.prompt) <= most:
-                self._to_embed[ask.id] = ask
+            max_tokens = self._embedder.max_tokens
+            if len(request.prompt) <= max_tokens:
+                self._embedding_requests[request.id] = request
             else:
-                told = f"a text of {len(ask.prompt)} tokens: --inference-max-tokens {most} embeds"
-                self._news_outside.append(News(id=ask.id, refused=f"{told} no longer ones"))
+                error = (
+                    f"a text of {len(request.prompt)} tokens: --inference-max-tokens {max_tokens} "
+                    "embeds no longer ones"
+                )
+                self._extra_deltas.append(OutputDelta(id=request.id, refused=error))
             return
         try:
             mask: TokenMask | ReasoningLimit | None = None
-            if ask.grammar is not None:
+            if request.grammar is not None:
                 assert self._grammars is not None
-                mask = self._grammars.mask(ask.grammar)
-            if ask.reasoning_limit is not None:
+                mask = self._grammars.mask(request.grammar)
+            if request.reasoning_limit is not None:
                 assert self._grammars is not None
-                mask = self._grammars.reasoning_limit(mask, **ask.reasoning_limit)
-            number = self._replicas.add(
+                mask = self._grammars.reasoning_limit(mask, **request.reasoning_limit)
+            engine_id = self._replicas.add(
                 Request(
-                    prompt=tuple(ask.prompt),
-                    max_new_tokens=ask.max_new_tokens,
-                    sampling=SamplingParams(**ask.sampling),
-                    stop_tokens=frozenset(ask.stop_tokens),
-                    sequence=ask.sequence,
-                    prompt_logprobs=ask.prompt_logprobs,
+                    prompt=tuple(request.prompt),
+                    max_new_tokens=request.max_new_tokens,
+                    sampling=SamplingParams(**request.sampling),
+                    stop_tokens=frozenset(request.stop_tokens),
+                    sequence=request.sequence,
+                    prompt_logprobs=request.prompt_logprobs,
                     mask=mask,
                     forced=None if mask is None else mask.forced,
-                    priority=ask.priority,
+                    priority=request.priority,
                 )
             )
         except ValueError as error:  # one line for the user: the cache is too small for it
             field = error.field if isinstance(error, RequestError) else ""
-            self._news_outside.append(News(id=ask.id, refused=str(error), refused_field=field))
+            self._extra_deltas.append(
+                OutputDelta(id=request.id, refused=str(error), refused_field=field)
+            )
             return
-        self._asks[number], self._reported[number] = ask, 0
-        self._engine_ids[ask.id] = number
+        self._requests[engine_id], self._reported[engine_id] = request, 0
+        self._engine_ids[request.id] = engine_id
 
-    def _abort(self, ask_id: int) -> None:
-        """End an output that nobody waits for any more; one that has ended does nothing."""
-        self._to_embed.pop(ask_id, None)
-        number = self._engine_ids.get(ask_id)
-        if number is not None:
-            self._replicas.abort(number)
-            self._forget(number)
+    def _abort(self, request_id: int) -> None:
+        """Abort an output; a finished output is ignored."""
+        self._embedding_requests.pop(request_id, None)
+        engine_id = self._engine_ids.get(request_id)
+        if engine_id is not None:
+            self._replicas.abort(engine_id)
+            self._forget(engine_id)
 
-    def _administer(self, order: Order) -> None:
-        """Do what administration asks for, and answer it."""
+    def _administer(self, message: EngineMessage) -> None:
+        """Execute an administration command and reply."""
         try:
-            if order["action"] == "weights" and order["load"] is None:
-                self._control.receive(order)
-                self._weights_order = order["id"]
+            if message["action"] == "weights" and message["load"] is None:
+                self._control.receive(message)
+                self._weights_message_id = message["id"]
                 return
-            if order["action"] == "pause" and order["mode"] == "abort":
-                for number in list(self._asks):
-                    self._news_outside += self._known(self._replicas.abort(number))
-            told, completions = self._control.apply(order)
+            if message["action"] == "pause" and message["mode"] == "abort":
+                for engine_id in list(self._requests):
+                    self._extra_deltas += self._deltas(self._replicas.abort(engine_id))
+            state, completions = self._control.apply(message)
         except ValueError as error:  # one line for the user
-            self._tell(order["id"], refused=str(error))
+            self._reply(message["id"], error=str(error))
             return
-        self._news_outside += self._known(completions)
-        self._tell(order["id"], told)
+        self._extra_deltas += self._deltas(completions)
+        self._reply(message["id"], state)
 
-    def _take_weights(self, refused: str) -> None:
-        """Put weights in that all ranks have received, and answer the order."""
+    def _install_weights(self, failure: str) -> None:
+        """Install the weights that all ranks have received, and reply to the command."""
         try:
-            told = self._control.take_received(refused)
+            state = self._control.install_received(failure)
         except ValueError as error:
-            self._tell(self._weights_order, refused=str(error))
+            self._reply(self._weights_message_id, error=str(error))
             return
-        self._tell(self._weights_order, told)
+        self._reply(self._weights_message_id, state)
 
-    def _tell(self, order: int, told: Mapping[str, Any] | None = None, refused: str = "") -> None:
-        """Answer an order."""
-        self._report([])  # what is told holds in the metrics from here on
-        self._send({"kind": "done", "id": order, "told": told or {}, "refused": refused})
+    def _reply(
+        self, message_id: int, state: Mapping[str, Any] | None = None, error: str = ""
+    ) -> None:
+        """Reply to an administration command."""
+        self._report([])  # the metrics must show the new state before the reply
+        self._send({"kind": "done", "id": message_id, "told": state or {}, "refused": error})
 
-    def _known(self, completions: Sequence[Completion]) -> list[News]:
-        """Return the news of outputs that somebody waits for."""
-        return [self._news(c) for c in completions if c.request_id in self._asks]
+    def _deltas(self, completions: Sequence[Completion]) -> list[OutputDelta]:
+        """Return the deltas of outputs that have not been aborted."""
+        return [self._delta(c) for c in completions if c.request_id in self._requests]
 
-    def _embedded(self) -> list[News]:
-        """Embed the texts that came first, as many as one forward pass takes: between two of them
-        the engine has a step."""
-        if not self._to_embed or self._engine.paused or self._engine.asleep:
+    def _embed(self) -> list[OutputDelta]:
+        """Embed the oldest texts that fit one forward pass; a step runs between two passes."""
+        if not self._embedding_requests or self._engine.paused or self._engine.asleep:
             return []
         assert self._embedder is not None
-        asks = list(self._to_embed.values())
-        asks = asks[: self._embedder.batch([len(ask.prompt) for ask in asks])]
+        requests = list(self._embedding_requests.values())
+        requests = requests[: self._embedder.batch([len(request.prompt) for request in requests])]
         if self._engine.config.asynchronous:
-            self._engine.drain()  # its collectives and those of the forward pass are in one order
-        vectors = self._embedder([ask.prompt for ask in asks])
-        for ask in asks:
-            del self._to_embed[ask.id]
+            # Collectives of a step in flight must precede those of the forward pass.
+            self._engine.drain()
+        vectors = self._embedder([request.prompt for request in requests])
+        for request in requests:
+            del self._embedding_requests[request.id]
         return [
-            News(id=ask.id, finish_reason="stop", embedding=vector)
-            for ask, vector in zip(asks, vectors, strict=True)
+            OutputDelta(id=request.id, finish_reason="stop", embedding=vector)
+            for request, vector in zip(requests, vectors, strict=True)
         ]
 
-    def _forget(self, number: int) -> None:
-        del self._engine_ids[self._asks.pop(number).id], self._reported[number]
+    def _forget(self, engine_id: int) -> None:
+        del self._engine_ids[self._requests.pop(engine_id).id], self._reported[engine_id]
 
-    def _news(self, completion: Completion) -> News:
-        """Return what an output has that was not reported yet."""
-        number = completion.request_id
-        start, ask = self._reported[number], self._asks[number]
-        first = {}
+    def _delta(self, completion: Completion) -> OutputDelta:
+        """Return the tokens of an output that were not sent yet."""
+        engine_id = completion.request_id
+        start, request = self._reported[engine_id], self._requests[engine_id]
+        prompt_fields = {}
         if not start:
-            self._count_lookup(ask, completion)
-            first = {
+            self._count_lookup(request, completion)
+            prompt_fields = {
                 "cached_tokens": completion.cached_tokens,
                 "prompt_logprobs": completion.prompt_logprobs,
                 "prompt_top_logprobs": completion.prompt_top_logprobs,
             }
-        self._reported[number] = len(completion.tokens)
+        self._reported[engine_id] = len(completion.tokens)
         if completion.finish_reason:
-            self._forget(number)
-        return News(
-            id=ask.id,
+            self._forget(engine_id)
+        return OutputDelta(
+            id=request.id,
             tokens=completion.tokens[start:],
             logprobs=completion.logprobs[start:],
             top_logprobs=completion.top_logprobs[start:],
             epochs=completion.epochs[start:],
             finish_reason=completion.finish_reason,
-            **first,
+            **prompt_fields,
         )
 
-    def _count_lookup(self, ask: Ask, completion: Completion) -> None:
-        """Count what the prefix cache had of a prompt, once for all its outputs."""
-        looks_up = self._engine.config.prefix_caching and not ask.prompt_logprobs
-        if looks_up and ask.counts_prompt:
-            self._prefix_queried += len(ask.prompt)
+    def _count_lookup(self, request: EngineRequest, completion: Completion) -> None:
+        """Count prefix-cache hits of a prompt, once for all of its outputs."""
+        looks_up = self._engine.config.prefix_caching and not request.prompt_logprobs
+        if looks_up and request.counts_prompt:
+            self._prefix_queried += len(request.prompt)
             self._prefix_hit += completion.cached_tokens
 
-    def _report(self, news: Sequence[News]) -> None:
-        """Tell the HTTP process what a step found; without news it is a heartbeat."""
-        self._send({"kind": "step", "news": [n.to_json() for n in news], "stats": self._stats()})
+    def _report(self, deltas: Sequence[OutputDelta]) -> None:
+        """Send the deltas of a step; without deltas the message is a heartbeat."""
+        self._send(
+            {"kind": "step", "news": [delta.to_json() for delta in deltas], "stats": self._stats()}
+        )
 
     def _send(self, message: Mapping[str, Any]) -> None:
-        """Tell the HTTP process something; ranks that follow do not."""
+        """Send a message to the HTTP process, on rank 0."""
         if self._link is not None:
             with contextlib.suppress(BrokenPipeError, ConnectionResetError):
-                self._link.sendall(frame(message))  # if it fails the next read finds the end
+                self._link.sendall(
+                    frame(message)
+                )  # after an error the next read sees the closed link
 
     def _stats(self) -> dict[str, float]:
-        """Return what all replicas do together."""
+        """Return the statistics of all replicas."""
         loads = self._replicas.loads()
         stats = sum((load.stats for load in loads), CacheStats())
         return {
@@ -335,10 +350,10 @@ class EngineLoop:
         }
 
     def _facts(self) -> dict[str, Any]:
-        """Return what the engine is, which does not change."""
+        """Return the constant facts about the engine."""
         engine, config = self._engine, self._engine.config
         return {
-            **self._explained,
+            **self._model_facts,
             "device": str(engine.device),
             "cache_blocks": engine.scheduler.pool.num_blocks,
             "block_tokens": config.block_size,

@@ -9,7 +9,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, ConfigDict, Field
 
 from megatron.inference.server.conversation import NO_PARAMETERS, Tool, ToolCall, Turn
-from megatron.inference.server.generation import Wanted
+from megatron.inference.server.generation import GenerationRequest
 from megatron.inference.server.guard import ApiError
 
 #: Of one prompt, and of all prompts of a request.
@@ -161,43 +161,46 @@ class GenerationBody(Body):
         """
         names = ("temperature", "top_p", "min_p", "repetition_penalty")
         names += ("presence_penalty", "frequency_penalty", "seed")
-        given = {name: getattr(self, name) for name in names}
-        found = {name: value for name, value in given.items() if value is not None}
+        values = {name: getattr(self, name) for name in names}
+        fields = {name: value for name, value in values.items() if value is not None}
         if self.top_k is not None:
-            found["top_k"] = max(self.top_k, 0)  # -1 keeps all, as 0 does
+            fields["top_k"] = max(self.top_k, 0)  # -1 keeps all, as 0 does
         if self.logit_bias:
-            found["logit_bias"] = [(int(t), bias) for t, bias in self.logit_bias.items()]
-        return {"seed": seed, "logprobs": logprobs, **found}
+            fields["logit_bias"] = [(int(t), bias) for t, bias in self.logit_bias.items()]
+        return {"seed": seed, "logprobs": logprobs, **fields}
 
-    def wanted(
+    def generation_request(
         self,
         prompts: Sequence[Sequence[int]],
         *,
-        ends: Sequence[int],
+        default_stop_tokens: Sequence[int],
         max_new_tokens: int | None,
         sampling: dict[str, Any],
         names: Mapping[str, str],
         prompt_logprobs: bool = False,
         grammar: str | None = None,
-    ) -> Wanted:
+    ) -> GenerationRequest:
         """Return what is asked for.
 
         Args:
             prompts: token ids of each.
-            ends: tokens that end a text, unless `ignore_eos`.
+            default_stop_tokens: tokens that end a text, unless `ignore_eos`.
             max_new_tokens: see `Wanted`.
             sampling: of `sampling`.
             names, prompt_logprobs, grammar: see `Wanted`.
         """
         stop = [self.stop] if isinstance(self.stop, str) else self.stop or []
-        tokens = {*(self.stop_token_ids or ()), *(() if self.ignore_eos else ends)}
-        return Wanted(
+        stop_tokens = {
+            *(self.stop_token_ids or ()),
+            *(() if self.ignore_eos else default_stop_tokens),
+        }
+        return GenerationRequest(
             prompts=prompts,
             n=self.n or 1,
             max_new_tokens=max_new_tokens,
             sampling=sampling,
             stop=stop,
-            stop_tokens=sorted(tokens),
+            stop_tokens=sorted(stop_tokens),
             prompt_logprobs=prompt_logprobs,
             grammar=grammar,
             priority=self.priority or 0,
@@ -254,20 +257,20 @@ class Message(Body):
         """Its parts in one."""
         if isinstance(self.content, str):
             return self.content
-        return "".join(part.text for part in self.content or ())
+        return "".join(text_part.text for text_part in self.content or ())
 
     def turn(self) -> Turn:
         """Return it as a turn of a conversation. Raises ApiError for one that is none."""
         answers = self.tool_calls is not None or self.reasoning_content is not None
-        said = None
+        problem = None
         if answers and self.role != "assistant":
-            said = "tool_calls and reasoning_content are of the assistant"
+            problem = "tool_calls and reasoning_content are of the assistant"
         elif self.content is None and not answers:
-            said = "a message without content"
+            problem = "a message without content"
         elif (self.role == "tool") != (self.tool_call_id is not None):
-            said = "a message of role tool, and no other, has a tool_call_id"
-        if said is not None:
-            raise ApiError(400, f"messages: {said}", param="messages")
+            problem = "a message of role tool, and no other, has a tool_call_id"
+        if problem is not None:
+            raise ApiError(400, f"messages: {problem}", param="messages")
         calls = [
             ToolCall(id=call.id, name=call.function.name, arguments=call.function.arguments)
             for call in self.tool_calls or ()

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One stream of deltas of text for each HTTP request: what all routes are views of."""
+"""The stream of text deltas of one HTTP request, which every route formats in its own way."""
 
 from __future__ import annotations
 
@@ -9,21 +9,21 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from megatron.core.inference.text_stream import TextStream
-from megatron.inference.server.answer_parser import AnswerParser, Part
+from megatron.inference.server.answer_parser import AnswerParser, AnswerPart
 from megatron.inference.server.engine_client import Cancelled, EngineClient
 from megatron.inference.server.metrics import ServerMetrics
-from megatron.inference.server.protocol import News
+from megatron.inference.server.protocol import OutputDelta
 
-#: Stands in JSON, which has no infinity, for a log-probability of minus infinity.
-LEAST_LOGPROB = -9999.0
+#: Smallest log-probability in JSON, which has no minus infinity.
+MIN_LOGPROB = -9999.0
 
 
 class Refused(Exception):
     """The engine cannot serve a request.
 
     Args:
-        message: for the user.
-        field: of the request that it is about; None if it is about none.
+        message: message for the user.
+        field: field of the request that caused the error; None for no single field.
     """
 
     def __init__(self, message: str, field: str | None) -> None:
@@ -32,19 +32,19 @@ class Refused(Exception):
 
 
 class NotFinite(Exception):
-    """The model's logits are not finite, or nothing may follow."""
+    """The logits of the model are not finite, or a grammar allows no token."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class ModelCard:
-    """What the HTTP process knows of the model.
+    """Facts about the model in the HTTP process.
 
     Args:
-        name: that clients call it by.
-        vocab_size: token ids are below it.
-        max_length: longest sequence; None means no limit.
-        stop_tokens: ids that end a text.
-        created: when it was loaded, in seconds since 1970.
+        name: name of the model for clients.
+        vocab_size: size of the vocabulary; every token id is below it.
+        max_length: longest sequence in tokens; None for no limit.
+        stop_tokens: ids of the tokens that end a text.
+        created: time of loading, in seconds since 1970.
     """
 
     name: str
@@ -55,21 +55,21 @@ class ModelCard:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Wanted:
-    """What a request asks for, whichever route it came by.
+class GenerationRequest:
+    """A request for outputs, independent of the route.
 
     Args:
-        prompts: token ids of each.
-        n: outputs of each.
-        max_new_tokens: of each output at most; None is what the model has room for.
+        prompts: token ids of each prompt.
+        n: number of outputs per prompt.
+        max_new_tokens: most tokens of each output; None for the remaining length of the model.
         sampling: fields of `SamplingParams`.
-        stop: texts that end an output.
-        stop_tokens: ids that end it.
-        prompt_logprobs: report those of the prompts.
-        grammar: that outputs follow, see `structured`; None for any text.
-        priority: requests with a lower number come first.
-        reasoning_limit: see `Ask`.
-        names: what the route calls fields of the engine's `Request`, where it is another name.
+        stop: strings that end an output.
+        stop_tokens: ids of the tokens that end an output.
+        prompt_logprobs: report the log-probabilities of the prompts' tokens.
+        grammar: grammar of the outputs, see `structured`; None for any text.
+        priority: requests with a lower value are scheduled first.
+        reasoning_limit: see `EngineRequest`.
+        names: the route's names of fields of the engine's `Request`, where they differ.
     """
 
     prompts: Sequence[Sequence[int]]
@@ -85,13 +85,13 @@ class Wanted:
     names: Mapping[str, str] = field(default_factory=dict)
 
     def name(self, engine_field: str) -> str | None:
-        """Return the route's name of a field of the engine's `Request`; None for no field."""
+        """Return the route's name for a field of the engine's `Request`; None for no field."""
         return self.names.get(engine_field, engine_field) or None
 
 
 @dataclass(frozen=True, kw_only=True)
 class TokenScore:
-    """A token, its log-probability, and the most probable tokens in its place."""
+    """A token, its log-probability, and the most probable tokens at its position."""
 
     id: int
     logprob: float | None
@@ -100,22 +100,22 @@ class TokenScore:
 
 @dataclass(frozen=True, kw_only=True)
 class Delta:
-    """What a step adds to one output.
+    """The text and tokens that one step adds to one output.
 
     Args:
-        index: of the output; those of the first prompt come first.
-        text: never ends within a character or within what may be a stop string.
-        scores: of the new tokens, whether their text is there yet or not.
-        prompt_scores: in the first delta of an output, if asked for.
-        epochs: of the new tokens, how often the weights had been replaced.
-        finish_reason: "stop", "length", "abort", "tool_calls" or "" while it goes on.
-        stop: the stop string that ended it.
-        parts: that the text of an answer is of; none where it is not read as one.
+        index: index of the output; the outputs of the first prompt come first.
+        text: new text; it never ends within a character or within the start of a stop string.
+        answer_parts: the new text as parts of a chat answer; empty for completions.
+        scores: scores of the new tokens, even if their text is not complete yet.
+        prompt_scores: scores of the prompt, in the first delta of an output, if requested.
+        epochs: weight epoch of each new token: how often the weights had been replaced.
+        finish_reason: "stop", "length", "abort" or "tool_calls"; "" for an unfinished output.
+        stop: the stop string that ended the output.
     """
 
     index: int
     text: str
-    parts: Sequence[Part] = ()
+    answer_parts: Sequence[AnswerPart] = ()
     scores: Sequence[TokenScore] = ()
     prompt_scores: Sequence[TokenScore] | None = None
     epochs: Sequence[int] = ()
@@ -132,7 +132,7 @@ class Usage:
     cached_tokens: int = 0
 
     def to_json(self) -> dict[str, Any]:
-        """Return them as OpenAI does."""
+        """Return the counts in the format of OpenAI."""
         return {
             "prompt_tokens": self.prompt_tokens,
             "completion_tokens": self.completion_tokens,
@@ -142,33 +142,33 @@ class Usage:
 
 
 def _scores(
-    tokens: Sequence[int], logprobs: Sequence[float], tops: Sequence[Sequence[Any]]
+    tokens: Sequence[int], logprobs: Sequence[float], top_logprobs: Sequence[Sequence[Any]]
 ) -> list[TokenScore]:
-    """Return scores of tokens; a log-probability that JSON cannot hold is `LEAST_LOGPROB`."""
-    filled = tops or [()] * len(tokens)
+    """Return the scores of tokens; log-probabilities are clamped to `MIN_LOGPROB`."""
+    alternatives = top_logprobs or [()] * len(tokens)
     return [
         TokenScore(
             id=token,
-            logprob=max(logprob, LEAST_LOGPROB),
-            top=[(other, max(value, LEAST_LOGPROB)) for other, value in top],
+            logprob=max(logprob, MIN_LOGPROB),
+            top=[(alternative, max(value, MIN_LOGPROB)) for alternative, value in top],
         )
-        for token, logprob, top in zip(tokens, logprobs, filled, strict=True)
+        for token, logprob, top in zip(tokens, logprobs, alternatives, strict=True)
     ]
 
 
 class Generation:
-    """The outputs of one request, on their way to text.
+    """The outputs of one request, detokenized as they are generated.
 
     Args:
-        client: to the engine.
-        decode: from token ids to text.
-        metrics: counts tokens and times.
-        card: of the model.
-        wanted: what was asked for.
-        parsers: of each output that is an answer in a conversation.
+        client: client of the engine.
+        decode: converts token ids to text.
+        metrics: counters of tokens and latencies.
+        card: facts about the model.
+        request: the request.
+        parsers: parser of each output of a chat route; empty for completions.
 
     Raises:
-        QueueFull, Draining, EngineLost: see `EngineClient.ask`.
+        QueueFull, Draining, EngineLost: see `EngineClient.add_requests`.
     """
 
     def __init__(
@@ -177,126 +177,129 @@ class Generation:
         decode: Callable[[Sequence[int]], str],
         metrics: ServerMetrics,
         card: ModelCard,
-        wanted: Wanted,
+        request: GenerationRequest,
         *,
         parsers: Sequence[AnswerParser] = (),
     ) -> None:
-        self._wanted, self._metrics, self._parsers = wanted, metrics, parsers
-        self._begin = time.perf_counter()
-        asks = []
-        for number, prompt in enumerate(wanted.prompts):
-            for index in range(wanted.n):
-                new = wanted.max_new_tokens
-                if new is None:
+        self._request, self._metrics, self._parsers = request, metrics, parsers
+        self._start_time = time.perf_counter()
+        engine_requests = []
+        for prompt_index, prompt in enumerate(request.prompts):
+            for index in range(request.n):
+                max_new_tokens = request.max_new_tokens
+                if max_new_tokens is None:
                     assert card.max_length is not None
-                    new = card.max_length - len(prompt)
-                asks.append(
+                    max_new_tokens = card.max_length - len(prompt)
+                engine_requests.append(
                     {
                         "prompt": prompt,
-                        "max_new_tokens": new,
-                        "sampling": wanted.sampling,
-                        "stop_tokens": wanted.stop_tokens,
-                        "sequence": number * wanted.n + index,
-                        "prompt_logprobs": wanted.prompt_logprobs,
-                        "grammar": wanted.grammar,
-                        "priority": wanted.priority,
-                        "reasoning_limit": wanted.reasoning_limit,
+                        "max_new_tokens": max_new_tokens,
+                        "sampling": request.sampling,
+                        "stop_tokens": request.stop_tokens,
+                        "sequence": prompt_index * request.n + index,
+                        "prompt_logprobs": request.prompt_logprobs,
+                        "grammar": request.grammar,
+                        "priority": request.priority,
+                        "reasoning_limit": request.reasoning_limit,
                         "counts_prompt": index == 0,
                     }
                 )
-        ids, self._outputs = client.ask(asks)
-        self._places = {number: place for place, number in enumerate(ids)}
+        ids, self._outputs = client.add_requests(engine_requests)
+        self._output_index = {request_id: index for index, request_id in enumerate(ids)}
         self._streams = [
-            TextStream(decode, context=ask["prompt"], stop=wanted.stop) for ask in asks
+            TextStream(decode, context=engine_request["prompt"], stop=request.stop)
+            for engine_request in engine_requests
         ]
-        self._newest: dict[int, float] = {}  # when the newest token of an output came
-        self._ended: set[int] = set()
-        self.usage = Usage(prompt_tokens=sum(map(len, wanted.prompts)))
+        self._last_token_time: dict[int, float] = {}  # by output index, in seconds
+        self._finished: set[int] = set()
+        self.usage = Usage(prompt_tokens=sum(map(len, request.prompts)))
         metrics.note_prompts(self.usage.prompt_tokens)
         self.stalled = self._outputs.stalled
 
     def close(self) -> None:
-        """Abort what has not ended."""
+        """Abort unfinished outputs."""
         self._outputs.close()
 
     def cancel(self) -> None:
-        """Abort what has not ended, and have `deltas` raise Cancelled."""
+        """Abort unfinished outputs, and make `deltas` raise Cancelled."""
         self._outputs.close()
         self._outputs.fail(Cancelled())
 
     async def deltas(self) -> AsyncIterator[Delta]:
-        """Yield what is added to outputs until all have ended.
+        """Yield deltas until all outputs have finished.
 
         Raises:
-            Refused: the engine cannot serve it.
-            NotFinite: the model cannot go on.
-            Cancelled: by `cancel`.
-            EngineLost, ReaderStalled: see `Outputs.news`.
+            Refused: the engine cannot serve the request.
+            NotFinite: the logits are not finite, or a grammar allows no token.
+            Cancelled: `cancel` was called.
+            EngineLost, ReaderStalled: see `Outputs.deltas`.
         """
         try:
-            async for news in self._outputs.news():
-                if self._places[news.id] in self._ended:
-                    continue  # it came before the engine knew of a stop string
-                if news.refused:
-                    raise Refused(news.refused, self._wanted.name(news.refused_field))
-                if news.finish_reason == "error":
+            async for engine_delta in self._outputs.deltas():
+                if self._output_index[engine_delta.id] in self._finished:
+                    continue  # sent before the engine received the abort at a stop string
+                if engine_delta.refused:
+                    raise Refused(
+                        engine_delta.refused, self._request.name(engine_delta.refused_field)
+                    )
+                if engine_delta.finish_reason == "error":
                     raise NotFinite
-                yield self._delta(news)
+                yield self._delta(engine_delta)
         finally:
             self.close()
 
-    def _delta(self, news: News) -> Delta:
-        place = self._places[news.id]
-        stream, reason = self._streams[place], news.finish_reason
-        # The token that ends a document is no text.
-        count = len(news.tokens) - (reason == "stop")
-        text = stream.push(news.tokens[:count], finished=bool(reason))
+    def _delta(self, engine_delta: OutputDelta) -> Delta:
+        index = self._output_index[engine_delta.id]
+        stream, reason = self._streams[index], engine_delta.finish_reason
+        # The token that ends a document has no text.
+        num_text_tokens = len(engine_delta.tokens) - (reason == "stop")
+        text = stream.push(engine_delta.tokens[:num_text_tokens], finished=bool(reason))
         if stream.stopped is not None:
             reason = "stop"
-            self._outputs.finish(news.id)
+            self._outputs.finish(engine_delta.id)
         prompt_scores = None
-        if place not in self._newest:
-            prompt_scores = self._prompt_scores(place, news)
-            if place % self._wanted.n == 0:
-                self.usage.cached_tokens += news.cached_tokens
-        self.usage.completion_tokens += len(news.tokens)
-        self._measure(place, len(news.tokens), reason)
-        parts: Sequence[Part] = ()
+        if index not in self._last_token_time:
+            prompt_scores = self._prompt_scores(index, engine_delta)
+            if index % self._request.n == 0:
+                self.usage.cached_tokens += engine_delta.cached_tokens
+        self.usage.completion_tokens += len(engine_delta.tokens)
+        self._measure(index, len(engine_delta.tokens), reason)
+        answer_parts: Sequence[AnswerPart] = ()
         if self._parsers:
-            parser = self._parsers[place]
+            parser = self._parsers[index]
             cut_off = reason != "stop" or stream.stopped is not None
-            parts = parser.push(text, finished=bool(reason), cut_off=cut_off)
+            answer_parts = parser.push(text, finished=bool(reason), cut_off=cut_off)
             if reason == "stop" and parser.has_calls:
                 reason = "tool_calls"
         return Delta(
-            index=place,
+            index=index,
             text=text,
-            parts=parts,
-            scores=_scores(news.tokens, news.logprobs, news.top_logprobs),
+            answer_parts=answer_parts,
+            scores=_scores(engine_delta.tokens, engine_delta.logprobs, engine_delta.top_logprobs),
             prompt_scores=prompt_scores,
-            epochs=news.epochs,
+            epochs=engine_delta.epochs,
             finish_reason=reason,
             stop=stream.stopped,
         )
 
-    def _prompt_scores(self, place: int, news: News) -> Sequence[TokenScore] | None:
-        if news.prompt_logprobs is None:
+    def _prompt_scores(self, index: int, engine_delta: OutputDelta) -> Sequence[TokenScore] | None:
+        if engine_delta.prompt_logprobs is None:
             return None
-        prompt = self._wanted.prompts[place // self._wanted.n]
-        tops = news.prompt_top_logprobs or ()
+        prompt = self._request.prompts[index // self._request.n]
+        top_logprobs = engine_delta.prompt_top_logprobs or ()
         return [
             TokenScore(id=prompt[0], logprob=None),
-            *_scores(prompt[1:], news.prompt_logprobs, tops),
+            *_scores(prompt[1:], engine_delta.prompt_logprobs, top_logprobs),
         ]
 
-    def _measure(self, place: int, tokens: int, reason: str) -> None:
+    def _measure(self, index: int, tokens: int, reason: str) -> None:
         now = time.perf_counter()
         self._metrics.note_tokens(tokens)
-        if place in self._newest:
-            self._metrics.inter_token.observe(now - self._newest[place])
+        if index in self._last_token_time:
+            self._metrics.inter_token.observe(now - self._last_token_time[index])
         else:
-            self._metrics.time_to_first_token.observe(now - self._begin)
-        self._newest[place] = now
+            self._metrics.time_to_first_token.observe(now - self._start_time)
+        self._last_token_time[index] = now
         if reason:
-            self._ended.add(place)
-            self._metrics.note_end(reason, now - self._begin)
+            self._finished.add(index)
+            self._metrics.note_end(reason, now - self._start_time)

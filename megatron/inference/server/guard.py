@@ -74,8 +74,8 @@ class ApiError(Exception):
         kinds = {401: "authentication_error", 404: "not_found_error", 429: "rate_limit_error"}
         if path.startswith(ANTHROPIC_ROUTES):
             kinds |= {413: "request_too_large", 503: "overloaded_error", 504: "timeout_error"}
-            usual = "api_error" if self.status >= 500 else "invalid_request_error"
-            error = {"type": kinds.get(self.status, usual), "message": self.message}
+            default_kind = "api_error" if self.status >= 500 else "invalid_request_error"
+            error = {"type": kinds.get(self.status, default_kind), "message": self.message}
             return {"type": "error", "error": error, "request_id": request_id}
         kind = "server_error" if self.status >= 500 else "invalid_request_error"
         return {
@@ -103,7 +103,7 @@ def internal_error() -> ApiError:
     return ApiError(500, "internal error: the server's log says more, under this request id")
 
 
-class Guard:
+class RequestGuard:
     """The outermost layer of the application.
 
     Args:
@@ -133,8 +133,8 @@ class Guard:
             nonlocal status
             if message["type"] == "http.response.start":
                 status = message["status"]
-                named = (b"x-request-id", request_id.encode())
-                message["headers"] = [*message.get("headers", ()), named]
+                id_header = (b"x-request-id", request_id.encode())
+                message["headers"] = [*message.get("headers", ()), id_header]
                 self._note_answer(status)
             await send(message)
 
@@ -155,8 +155,8 @@ class Guard:
         if sum(len(name) + len(value) for name, value in headers) > MAX_HEADER_BYTES:
             raise ApiError(431, f"the header has more than {MAX_HEADER_BYTES} bytes")
         if self._key is not None and scope["path"] not in OPEN_ROUTES:
-            given = [value for name, value in headers if name == b"authorization"]
-            keys = [value[7:] for value in given if value[:7].lower() == b"bearer "]
+            authorizations = [value for name, value in headers if name == b"authorization"]
+            keys = [value[7:] for value in authorizations if value[:7].lower() == b"bearer "]
             keys += [value for name, value in headers if name == b"x-api-key"]
             if not any(hmac.compare_digest(key.strip(), self._key) for key in keys):
                 raise ApiError(
@@ -178,10 +178,10 @@ class _BoundedBody:
 
     def __init__(self, receive: Receive, limits: Limits) -> None:
         self._receive, self._limits = receive, limits
-        self._bytes, self._whole = 0, False
+        self._bytes, self._complete = 0, False
 
     async def __call__(self) -> Message:
-        if self._whole:  # waits for the client to go away
+        if self._complete:  # waits for the client to go away
             return await self._receive()
         try:
             message = await asyncio.wait_for(self._receive(), self._limits.body_seconds)
@@ -189,7 +189,7 @@ class _BoundedBody:
             raise ApiError(408, "the body did not arrive in time") from None
         if message["type"] == "http.request":
             self._bytes += len(message.get("body", b""))
-            self._whole = not message.get("more_body", False)
+            self._complete = not message.get("more_body", False)
         if self._bytes > self._limits.max_body_bytes:
             raise _too_long(self._limits)
         return message
@@ -301,15 +301,17 @@ def check_keys(data: bytes) -> None:
     """Raise ApiError for JSON with an object that has a key twice; what is no JSON passes."""
 
     def unique(pairs: Sequence[tuple[str, Any]]) -> dict[str, Any]:
-        found = dict(pairs)
-        if len(found) < len(pairs):
+        json_object = dict(pairs)
+        if len(json_object) < len(pairs):
             seen: set[str] = set()
             for key, _ in pairs:
                 if key in seen:
-                    shown = key[:100].encode(errors="replace").decode()
-                    raise ApiError(400, f"the key {shown!r} is there twice", param=shown)
+                    printable_key = key[:100].encode(errors="replace").decode()
+                    raise ApiError(
+                        400, f"the key {printable_key!r} is there twice", param=printable_key
+                    )
                 seen.add(key)
-        return found
+        return json_object
 
     with contextlib.suppress(ValueError, RecursionError):
         json.loads(data, object_pairs_hook=unique)
@@ -321,19 +323,23 @@ def validation_error(problems: Sequence[Mapping[str, Any]]) -> ApiError:
     Of a field that may have one of several types, the alternative that went furthest is explained.
     """
     field = problems[0]["loc"][:1]
-    first = max(
+    deepest = max(
         (problem for problem in problems if problem["loc"][:1] == field),
         key=lambda problem: (len(problem["loc"]), problem["type"] != "string_type"),
     )
     # Not the alternatives of a field that may have one of several types.
-    place = [str(part) for part in first["loc"] if re.fullmatch(r"\d+|[a-z_]+", str(part))]
-    name = place[0] if place else None
-    where = ".".join(place)
-    kind = first["type"]
+    path = [
+        str(component)
+        for component in deepest["loc"]
+        if re.fullmatch(r"\d+|[a-z_]+", str(component))
+    ]
+    name = path[0] if path else None
+    dotted_path = ".".join(path)
+    kind = deepest["type"]
     if kind == "extra_forbidden":
-        message = f"{where}: this server has no such field: leave it out"
+        message = f"{dotted_path}: this server has no such field: leave it out"
     elif kind == "json_invalid":
         message, name = "the body is no valid JSON", None
     else:
-        message = f"{where}: {first['msg']}" if where else str(first["msg"])
+        message = f"{dotted_path}: {deepest['msg']}" if dotted_path else str(deepest["msg"])
     return ApiError(400, message, param=name)

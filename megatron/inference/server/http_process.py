@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """The HTTP process: `python -m megatron.inference.server.http_process LINK LISTENER [ADMIN]`.
 
-`megatron.inference.serve` starts it with open sockets, by their descriptors: the link to the
-engine, the one that listens, and perhaps another one that does for administration. The first frame
-on the link are its settings; they hold the keys, which no command line or environment ever does. It
-ends with the engine process.
+`megatron.inference.serve` starts it with the file descriptors of open sockets: the link to the
+engine, the listening socket, and optionally a listening socket for administration. The first frame
+on the link holds the settings, including the keys, which never appear in a command line or in the
+environment. The process exits with the engine process.
 """
 
 from __future__ import annotations
@@ -53,23 +53,23 @@ APP_ROUTES: Sequence[Route] = (
     ("POST", "/v1/messages/count_tokens", count_tokens, CountBody),
 )
 
-# Between two looks at whether the last answer is out.
-_LOOK_SECONDS = 0.05
-# For answers to leave once nothing runs any more.
-_LAST_SECONDS = 5
+# Seconds between two checks whether the last answer has been sent.
+_POLL_SECONDS = 0.05
+# Seconds for the last answers to be sent after the last request has ended.
+_FLUSH_SECONDS = 5
 
 
 class _HttpServer(uvicorn.Server):
-    """Leaves signals alone: the engine process says when to end."""
+    """A uvicorn server without signal handlers: the engine process ends it."""
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
-        """Capture none."""
+        """Install no signal handlers."""
         yield
 
 
 def build(settings: Mapping[str, Any], client: EngineClient) -> Server:
-    """Return what answers requests, as the settings say."""
+    """Return the server of these settings."""
     tokenizer = choose_tokenizer(**settings["tokenizer"])
     template, card = settings["template"], settings["card"]
     formats = formats_of(**settings["formats"], tokenizer=tokenizer)
@@ -92,7 +92,7 @@ def build(settings: Mapping[str, Any], client: EngineClient) -> Server:
 
 
 def _http_server(server: Server, app: ASGIApp) -> _HttpServer:
-    """Return what speaks HTTP for an application."""
+    """Return the HTTP server of an application."""
     return _HttpServer(
         uvicorn.Config(
             app,
@@ -103,7 +103,7 @@ def _http_server(server: Server, app: ASGIApp) -> _HttpServer:
             access_log=False,
             server_header=False,
             h11_max_incomplete_event_size=4 * MAX_HEADER_BYTES,
-            timeout_graceful_shutdown=_LAST_SECONDS,
+            timeout_graceful_shutdown=_FLUSH_SECONDS,
         )
     )
 
@@ -115,13 +115,13 @@ async def serve(
     *,
     admin: socket.socket | None = None,
 ) -> None:
-    """Serve until the engine process is gone, or says to drain and all have their answers.
+    """Serve until the engine process exits, or until all requests are answered after a drain.
 
     Args:
-        link: to the engine.
-        listener: where clients come.
-        settings: of the server.
-        admin: where administration comes; None for none.
+        link: socket to the engine process.
+        listener: listening socket of the API.
+        settings: settings of the server.
+        admin: listening socket of administration; None without administration.
     """
     reader, writer = await asyncio.open_connection(sock=link)
     client = EngineClient(reader, writer, **settings["client"])
@@ -133,15 +133,15 @@ async def serve(
         app = create_app(server, settings["admin_key"], routes=ADMIN_ROUTES)
         servers.append((_http_server(server, app), admin))
     listening = asyncio.ensure_future(client.listen())
-    serving = asyncio.gather(*(http.serve(sockets=[where]) for http, where in servers))
+    serving = asyncio.gather(*(http_server.serve(sockets=[sock]) for http_server, sock in servers))
     ending = [asyncio.ensure_future(event.wait()) for event in (client.lost, client.draining)]
     await asyncio.wait([serving, listening, *ending], return_when=asyncio.FIRST_COMPLETED)
     with contextlib.suppress(TimeoutError):
         async with asyncio.timeout(settings["drain_seconds"]):
             while client.active and not client.lost.is_set():
-                await asyncio.sleep(_LOOK_SECONDS)
-    for http, _ in servers:
-        http.should_exit = True
+                await asyncio.sleep(_POLL_SECONDS)
+    for http_server, _ in servers:
+        http_server.should_exit = True
     await serving
     for task in (listening, *ending):
         task.cancel()
@@ -149,8 +149,8 @@ async def serve(
 
 
 def first_message(link: socket.socket) -> dict[str, Any] | None:
-    """Return the settings; None if the engine process ended before it sent any."""
-    # Not a byte of what follows: that is for the event loop to read.
+    """Return the settings; None if the engine process exited before it sent them."""
+    # Read exactly one frame: the event loop reads the following bytes.
     head = link.recv(LENGTH.size, socket.MSG_WAITALL)
     if len(head) < LENGTH.size:
         return None
@@ -161,7 +161,7 @@ def main() -> None:
     """Read the settings and serve."""
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)
-    go_on_without_streams("serve")  # a log that cannot grow ends no answer, and no drain
+    go_on_without_streams("serve")  # a full log disk must not fail an answer or a drain
     link, listener, *admin = (socket.socket(fileno=int(number)) for number in sys.argv[1:])
     settings = first_message(link)
     if settings is not None:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Log lines of the HTTP process, as text or as JSON, with the id of the request they are about."""
+"""Log lines of the HTTP process, as text or JSON, with the request id."""
 
 from __future__ import annotations
 
@@ -11,20 +11,20 @@ from typing import Literal
 
 LogFormat = Literal["text", "json"]
 
-#: Of the request that is answered, for all that is logged meanwhile; "" outside of one.
+#: Id of the request in progress, for its log lines; "" outside of a request.
 REQUEST_ID: ContextVar[str] = ContextVar("request_id", default="")
 
 LOG = logging.getLogger("megatron.inference.server")
 
 
-class JsonLines(logging.Formatter):
-    """One JSON object a line: time, level, logger, message, request_id; of an answer also method,
-    path, status and seconds; of an exception its traceback."""
+class JsonFormatter(logging.Formatter):
+    """One JSON object per line: time, level, logger, message, request_id; for an answer also
+    method, path, status and seconds; for an exception its traceback."""
 
     def format(self, record: logging.LogRecord) -> str:
         """Return a record as JSON."""
         time = datetime.datetime.fromtimestamp(record.created, datetime.UTC)
-        found = {
+        fields = {
             "time": time.isoformat(timespec="milliseconds"),
             "level": record.levelname,
             "logger": record.name,
@@ -33,12 +33,12 @@ class JsonLines(logging.Formatter):
             **record.__dict__.get("answer", {}),
         }
         if record.exc_info:
-            found["exception"] = self.formatException(record.exc_info)
-        return json.dumps({name: value for name, value in found.items() if value is not None})
+            fields["exception"] = self.formatException(record.exc_info)
+        return json.dumps({name: value for name, value in fields.items() if value is not None})
 
 
 def log_answer(method: str, path: str, *, status: int, seconds: float) -> None:
-    """Log an answered request; the key is in none of these."""
+    """Log an answered request. No argument contains the API key."""
     answer = {"method": method, "path": path, "status": status, "seconds": round(seconds, 6)}
     LOG.info(
         "request %s: %s %r answered %d in %.3f s",
@@ -52,10 +52,10 @@ def log_answer(method: str, path: str, *, status: int, seconds: float) -> None:
 
 
 def set_up(form: LogFormat, *, answers: bool) -> None:
-    """Have everything logged to stderr in this format, with or without a line of each answer."""
+    """Configure logging to stderr in this format, with or without a line per answer."""
     handler = logging.StreamHandler()
     handler.setFormatter(
-        JsonLines()
+        JsonFormatter()
         if form == "json"
         else logging.Formatter("%(asctime)s %(name)s %(levelname)s %(message)s")
     )

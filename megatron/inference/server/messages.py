@@ -13,7 +13,7 @@ from pydantic import Field
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
-from megatron.inference.server.answer_parser import Part
+from megatron.inference.server.answer_parser import AnswerPart
 from megatron.inference.server.answers import begin_answer, respond_with_events
 from megatron.inference.server.chat_completions import check_tools
 from megatron.inference.server.conversation import Conversation, Tool, ToolCall, Turn
@@ -92,19 +92,19 @@ class AnthropicMessage(Body):
             return [Turn(role=self.role, text=self.content)]
         if self.role == "assistant":
             return [self._answer(self.content)]
-        found = []
+        turns = []
         for block in self.content:
             if isinstance(block, TextPart):
-                if found and found[-1].role == "user":
-                    found[-1] = Turn(role="user", text=found[-1].text + block.text)
+                if turns and turns[-1].role == "user":
+                    turns[-1] = Turn(role="user", text=turns[-1].text + block.text)
                 else:
-                    found.append(Turn(role="user", text=block.text))
+                    turns.append(Turn(role="user", text=block.text))
             elif isinstance(block, ToolResultBlock):
                 text = ("Error: " if block.is_error else "") + _joined_text(block.content)
-                found.append(Turn(role="tool", text=text, call_id=block.tool_use_id))
+                turns.append(Turn(role="tool", text=text, call_id=block.tool_use_id))
             else:
                 raise ApiError(400, f"messages: {block.type} is of the assistant", param="messages")
-        return found
+        return turns
 
     def _answer(self, blocks: Sequence[Any]) -> Turn:
         thoughts, texts, calls = [], [], []
@@ -183,11 +183,14 @@ class CountBody(Body):
     tool_choice: ToolUse | None = None
     thinking: Thinking | None = None
 
-    def conversation(self, known: Collection[str], max_tokens: int | None = None) -> Conversation:
+    def conversation(
+        self, template_variables: Collection[str], max_tokens: int | None = None
+    ) -> Conversation:
         """Return the conversation. Raises ApiError where it is none.
 
         Args:
-            known: variables of the template that requests may set. A budget closes reasoning
+            template_variables: variables of the template that requests may set. A budget closes
+                reasoning
                 whether the template can be told to begin it or not.
             max_tokens: of the answer, if one is asked for.
         """
@@ -212,17 +215,17 @@ class CountBody(Body):
         choices: dict[str, Literal["auto", "none", "required"]]
         choices = {"auto": "auto", "none": "none", "any": "required", "tool": "required"}
         choice = choices[use.type]
-        check_tools(tools, only=use.name, required=choice == "required")
+        check_tools(tools, forced_tool=use.name, required=choice == "required")
         variables = {}
         if self.thinking is not None:
             self.thinking.check(max_tokens)
-            if self.thinking.type != "enabled" or THINKING_VARIABLE in known:
+            if self.thinking.type != "enabled" or THINKING_VARIABLE in template_variables:
                 variables[THINKING_VARIABLE] = self.thinking.type != "disabled"
         return Conversation(
             turns=turns,
             tools=tools,
             choice=choice,
-            only=use.name,
+            forced_tool=use.name,
             parallel=not use.disable_parallel_tool_use,
             variables=variables,
         )
@@ -258,7 +261,7 @@ class MessagesBody(CountBody):
 
 
 def _joined_text(content: str | Sequence[TextPart]) -> str:
-    return content if isinstance(content, str) else "".join(part.text for part in content)
+    return content if isinstance(content, str) else "".join(text_part.text for text_part in content)
 
 
 class MessageView:
@@ -281,7 +284,7 @@ class MessageView:
             "stop_reason": None,
             "stop_sequence": None,
         }
-        self._begun = False
+        self._started = False
         self._index, self._kind = -1, ""  # of the newest block; no kind once it has ended
 
     def whole(self, deltas: Sequence[Delta]) -> dict[str, Any]:
@@ -294,8 +297,10 @@ class MessageView:
                 blocks[-1] |= {"input": ""} if blocks[-1]["type"] == "tool_use" else {}
             elif event["type"] == "content_block_delta":
                 (text,) = (v for k, v in event["delta"].items() if k != "type")
-                last = blocks[-1]
-                last["input" if last["type"] == "tool_use" else last["type"]] += text
+                open_block = blocks[-1]
+                open_block["input" if open_block["type"] == "tool_use" else open_block["type"]] += (
+                    text
+                )
             elif event["type"] == "message_delta":
                 ending = event["delta"]
         for block in blocks:
@@ -305,42 +310,42 @@ class MessageView:
 
     def events(self, delta: Delta) -> list[dict[str, Any]]:
         """Return the events that show a delta."""
-        found: list[dict[str, Any]] = []
-        if not self._begun:
-            self._begun = True
+        events: list[dict[str, Any]] = []
+        if not self._started:
+            self._started = True
             usage = {**self._count(), "output_tokens": 0}
-            found.append({"type": "message_start", "message": {**self._message, "usage": usage}})
-        for part in delta.parts:
-            found += self._shown(part)
+            events.append({"type": "message_start", "message": {**self._message, "usage": usage}})
+        for answer_part in delta.answer_parts:
+            events += self._part_events(answer_part)
         if delta.finish_reason:
-            found += self._end()
+            events += self._end()
             reasons = {"tool_calls": "tool_use", "length": "max_tokens"}
             reason = reasons.get(delta.finish_reason, "end_turn")
             ending = {
                 "stop_reason": reason if delta.stop is None else "stop_sequence",
                 "stop_sequence": delta.stop,
             }
-            found.append({"type": "message_delta", "delta": ending, "usage": self._count()})
-            found.append({"type": "message_stop"})
-        return found
+            events.append({"type": "message_delta", "delta": ending, "usage": self._count()})
+            events.append({"type": "message_stop"})
+        return events
 
     def error(self, error: ApiError) -> dict[str, Any]:
         """Return the event of an error that ends a stream."""
         return error.to_json(self._request_id, ANTHROPIC_ROUTES)
 
-    def _shown(self, part: Part) -> list[dict[str, Any]]:
-        if part.kind == "end":
+    def _part_events(self, answer_part: AnswerPart) -> list[dict[str, Any]]:
+        if answer_part.kind == "end":
             return self._end()
-        if part.kind == "call":
-            call = {"id": f"toolu_{secrets.token_hex(12)}", "name": part.text, "input": {}}
+        if answer_part.kind == "call":
+            call = {"id": f"toolu_{secrets.token_hex(12)}", "name": answer_part.text, "input": {}}
             return [*self._end(), self._start("tool_use", **call)]
-        if part.kind == "arguments":
-            return [self._delta("input_json_delta", partial_json=part.text)]
+        if answer_part.kind == "arguments":
+            return [self._delta("input_json_delta", partial_json=answer_part.text)]
         kind, empty = ("thinking", {"thinking": "", "signature": ""})
-        if part.kind == "text":
+        if answer_part.kind == "text":
             kind, empty = ("text", {"text": ""})
-        begun = [] if self._kind == kind else [*self._end(), self._start(kind, **empty)]
-        return [*begun, self._delta(f"{kind}_delta", **{kind: part.text})]
+        opening = [] if self._kind == kind else [*self._end(), self._start(kind, **empty)]
+        return [*opening, self._delta(f"{kind}_delta", **{kind: answer_part.text})]
 
     def _start(self, kind: str, **fields: Any) -> dict[str, Any]:
         self._index, self._kind = self._index + 1, kind
@@ -353,8 +358,8 @@ class MessageView:
 
     def _end(self) -> list[dict[str, Any]]:
         """Return the event that ends the newest block, if it has not ended."""
-        ended, self._kind = self._kind, ""
-        return [{"type": "content_block_stop", "index": self._index}] if ended else []
+        open_kind, self._kind = self._kind, ""
+        return [{"type": "content_block_stop", "index": self._index}] if open_kind else []
 
     def _count(self) -> dict[str, int]:
         """Return tokens; those found in the prefix cache are counted apart from the others."""
@@ -369,10 +374,10 @@ class MessageView:
 def _object(text: str) -> dict[str, Any]:
     """Return the arguments of a call; those that are no object, under the name `unparsed`."""
     try:
-        found = json.loads(text)
+        parsed = json.loads(text)
     except (ValueError, RecursionError):
-        found = None
-    return found if isinstance(found, dict) else {"unparsed": text}
+        parsed = None
+    return parsed if isinstance(parsed, dict) else {"unparsed": text}
 
 
 async def messages(server: Server, request: Request) -> Response:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Prometheus metrics of the server, by the names of the field under the prefix `megatron:`."""
+"""Prometheus metrics of the server: names as in vLLM, under the prefix `megatron:`."""
 
 from __future__ import annotations
 
@@ -31,25 +31,25 @@ _COUNTERS = {
 
 
 class _EngineStats:
-    """What the engine says about itself, read when it is asked for."""
+    """Collector of the engine's statistics, read at each scrape."""
 
     def __init__(self, stats: Callable[[], Mapping[str, float]]) -> None:
         self._stats = stats
 
     def collect(self) -> Iterator[Metric]:
         """Yield the engine's metrics."""
-        found = self._stats()
+        stats = self._stats()
         for key, (name, text) in _GAUGES.items():
-            yield GaugeMetricFamily(f"megatron:{name}", text, value=found.get(key, 0))
+            yield GaugeMetricFamily(f"megatron:{name}", text, value=stats.get(key, 0))
         for key, (name, text) in _COUNTERS.items():
-            yield CounterMetricFamily(f"megatron:{name}", text, value=found.get(key, 0))
+            yield CounterMetricFamily(f"megatron:{name}", text, value=stats.get(key, 0))
 
 
 class ServerMetrics:
     """Counters and histograms of one server.
 
     Args:
-        stats: returns what the engine said last.
+        stats: returns the last statistics of the engine.
     """
 
     def __init__(self, stats: Callable[[], Mapping[str, float]]) -> None:
@@ -92,7 +92,7 @@ class ServerMetrics:
         self._tokens.inc(count)
 
     def note_end(self, reason: str, seconds: float) -> None:
-        """Count an output that has ended."""
+        """Count a finished output and its latency."""
         self._ends.labels(reason).inc()
         self._whole.observe(seconds)
 
@@ -101,5 +101,5 @@ class ServerMetrics:
         self._answers.labels(str(status)).inc()
 
     def text(self) -> bytes:
-        """Return all of them in Prometheus' text format."""
+        """Return all metrics in the text format of Prometheus."""
         return generate_latest(self._registry)

@@ -1,6 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Values of tool parameters: the JSON types that a schema allows, and the JSON of what models
-write."""
+"""Values of tool parameters: the JSON types of a schema, and conversion of model output to JSON."""
 
 from __future__ import annotations
 
@@ -11,7 +10,7 @@ from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Any
 
-# Schemas that were made from signatures of Python have its names of types.
+# Schemas derived from Python signatures use the names of Python types.
 _JSON_TYPES: Mapping[str, str] = MappingProxyType(
     {
         "str": "string",
@@ -44,7 +43,7 @@ _NAMED_ESCAPES: Mapping[str, str] = MappingProxyType(
 
 
 def value_types(schema: Any) -> set[str] | None:
-    """Return the JSON types that a schema allows; None where it does not say."""
+    """Return the JSON types that a schema allows; None if it does not specify types."""
     if not isinstance(schema, Mapping):
         return None
     types = schema.get("type")
@@ -63,31 +62,32 @@ def value_types(schema: Any) -> set[str] | None:
 
 
 def parameter_json(text: str, types: set[str] | None) -> str:
-    """Return a parameter's text as JSON: the value that it writes, as JSON or as a literal of
-    Python, if the value's type is allowed, else a string.
+    """Return the JSON of a parameter's text.
 
-    Null is a value of every parameter that is no string: models write it for one they leave out.
+    The text is parsed as JSON or as a Python literal. If the type of its value is not allowed, the
+    text becomes a JSON string. Null is allowed for every parameter that is not a string, as models
+    write it for omitted parameters.
 
     Args:
-        text: what the model has written.
-        types: that the schema allows; None for any.
+        text: text of the model.
+        types: JSON types that the schema allows; None for any type.
     """
     written = text.strip()
     for candidate in (written, _python_as_json(written)):
         if candidate is not None and _allows(types, _json_type(candidate)):
             return candidate
     if types is not None and "string" not in types:
-        other = _other_spelling(written.lower(), types)
-        if other is not None:
-            return other
+        respelled = _respelled(written.lower(), types)
+        if respelled is not None:
+            return respelled
     return json.dumps(text, ensure_ascii=False)
 
 
 def arguments_json(text: str) -> str | None:
-    """Return a call's arguments as the JSON of an object; None for no arguments.
+    """Return the arguments of a call as the JSON text of an object; None if they are invalid.
 
     Args:
-        text: JSON: an object, a string that holds the JSON of an object or nothing, or null.
+        text: JSON text: an object, a string with the JSON of an object, an empty string, or null.
     """
     try:
         value = json.loads(text)
@@ -113,7 +113,7 @@ def _no_number(name: str) -> None:
 
 
 def _json_type(text: str) -> str | None:
-    """Return the type of the value that a text is the JSON of; None for no JSON."""
+    """Return the JSON type of a text; None if the text is not JSON."""
     try:
         return _type(json.loads(text, parse_constant=_no_number))
     except (ValueError, RecursionError):
@@ -126,8 +126,8 @@ def _allows(types: set[str] | None, kind: str | None) -> bool:
     return (kind == "integer" and "number" in types) or (kind == "null" and "string" not in types)
 
 
-def _other_spelling(text: str, types: set[str]) -> str | None:
-    """Return the JSON of a word or a number in lower case that JSON spells differently."""
+def _respelled(text: str, types: set[str]) -> str | None:
+    """Return the JSON of a lower-case word or number that JSON spells differently; None if none."""
     if text in ("null", "none"):
         return "null"
     if text in ("true", "false") and "boolean" in types:
@@ -143,42 +143,42 @@ def _other_spelling(text: str, types: set[str]) -> str | None:
 
 
 def _python_as_json(text: str) -> str | None:
-    """Return the JSON of a literal of Python: True, False, None, a list, a tuple or a dict; None
-    where the text is none. It is not evaluated; whether the JSON is whole is for the caller."""
+    """Return the JSON of a Python literal: True, False, None, a list, a tuple or a dict; None for
+    other text. The text is not evaluated, and the caller has to check that the JSON is valid."""
     if not text or text[0] not in "TFN[{(":
         return None
-    parts: list[str] = []
-    place = 0
-    while place < len(text):
-        token = _PYTHON_TOKEN.match(text, place)
+    json_tokens: list[str] = []
+    position = 0
+    while position < len(text):
+        token = _PYTHON_TOKEN.match(text, position)
         if token is None:
             return None
-        place = token.end()
+        position = token.end()
         if token["string"]:
-            parts.append(_python_string(token["string"][1:-1]))
+            json_tokens.append(_python_string(token["string"][1:-1]))
         elif token["word"]:
             if token["word"] not in _PYTHON_WORDS:
                 return None
-            parts.append(_PYTHON_WORDS[token["word"]])
+            json_tokens.append(_PYTHON_WORDS[token["word"]])
         elif token["number"]:
-            parts.append(token["number"])
+            json_tokens.append(token["number"])
         else:
-            _add_mark(parts, token["mark"])
-    return "".join(parts)
+            _add_mark(json_tokens, token["mark"])
+    return "".join(json_tokens)
 
 
-def _add_mark(parts: list[str], mark: str) -> None:
-    """Add a bracket, a comma or a colon to JSON: a comma before a bracket that closes goes, and
-    a key is a string."""
-    if mark in "])}" and parts and parts[-1] == ", ":
-        parts.pop()
-    if mark == ":" and parts and parts[-1][0] not in '"]}':
-        parts[-1] = f'"{parts[-1]}"'
-    parts.append({"(": "[", ")": "]", ",": ", ", ":": ": "}.get(mark, mark))
+def _add_mark(json_tokens: list[str], mark: str) -> None:
+    """Append a bracket, a comma or a colon to JSON tokens. A comma before a closing bracket is
+    dropped, and a key before a colon is quoted."""
+    if mark in "])}" and json_tokens and json_tokens[-1] == ", ":
+        json_tokens.pop()
+    if mark == ":" and json_tokens and json_tokens[-1][0] not in '"]}':
+        json_tokens[-1] = f'"{json_tokens[-1]}"'
+    json_tokens.append({"(": "[", ")": "]", ",": ", ", ":": ": "}.get(mark, mark))
 
 
 def _python_string(text: str) -> str:
-    """Return the JSON of what stands between the quotes of a string literal."""
+    """Return the JSON of the content of a string literal."""
 
     def as_json(escape: re.Match[str]) -> str:
         two, four, eight, octal, char, raw = escape.groups()

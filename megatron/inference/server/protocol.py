@@ -1,17 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the HTTP process and the engine process tell each other over a Unix socket.
+"""The protocol between the HTTP process and the engine process, over a Unix socket.
 
-A frame is its length in four bytes and JSON; nothing is pickled. Each is an object with a `kind`:
+A frame is a length of four bytes and a JSON object; nothing is pickled. The field `kind` of the
+object is the type of the message:
 
-    to the engine    settings of nothing: "add" (an `Ask`), "abort" {"id"},
-                     "control" {"id", "action", its fields} (see `EngineControl`)
-    to HTTP          "settings" first (see `http_process`), "facts" {"facts"} once the engine is
-                     there, then "step" {"news": [`News`], "stats"},
-                     "done" {"id", "told", "refused"} (the answer to "control"),
-                     "drain" (admit nothing more, and end when all have their answers)
+    to the engine    "add" (an `EngineRequest`), "abort" {"id"},
+                     "control" {"id", "action", fields of the action} (see `EngineControl`)
+    to HTTP          "settings" first (see `http_process`), "facts" {"facts"} once the engine
+                     runs, then "step" {"news": [`OutputDelta`], "stats"},
+                     "done" {"id", "told", "refused"} (the reply to "control"),
+                     "drain" (admit no requests, and exit when all have their answers)
 
-The engine knows tokens only. Texts, stop strings and the shapes of answers are the HTTP process's,
-so their cost does not delay a step.
+The engine handles token ids only. The HTTP process handles texts, stop strings and the formats of
+answers, so that their cost does not delay a step.
 """
 
 from __future__ import annotations
@@ -24,28 +25,28 @@ from dataclasses import dataclass, field
 from typing import Any
 
 LENGTH = struct.Struct("<I")
-#: The longest frame: a prompt of a million tokens, or their log-probabilities.
+#: Largest frame in bytes: a prompt of a million tokens with log-probabilities fits.
 MAX_FRAME_BYTES = 256 << 20
 
 
 @dataclass(frozen=True, kw_only=True)
-class Ask:
-    """One output to generate.
+class EngineRequest:
+    """A request for one output, sent to the engine.
 
     Args:
-        id: chosen by the HTTP process, never used twice.
+        id: unique id, assigned by the HTTP process.
         prompt: token ids.
-        max_new_tokens: tokens to generate at most.
+        max_new_tokens: most tokens to generate.
         sampling: fields of `SamplingParams`.
-        stop_tokens: ids that end the output.
-        sequence: identity in random draws.
+        stop_tokens: ids of the tokens that end the output.
+        sequence: number of the output in the random draws.
         prompt_logprobs: report log-probabilities of the prompt's tokens.
-        grammar: that the output follows, see `structured`; None for any text.
+        grammar: grammar of the output, see `structured`; None for any text.
         priority: as in `Request`.
         reasoning_limit: arguments of `structured.ReasoningLimit`; None for no limit.
-        embed: generate nothing, but embed the prompt.
-        counts_prompt: count the prompt's tokens in the metrics of the prefix cache: True for one of
-            the outputs of a prompt.
+        embed: embed the prompt and generate nothing.
+        counts_prompt: count the prompt's tokens in the metrics of the prefix cache; True for one
+            output per prompt.
     """
 
     id: int
@@ -62,32 +63,33 @@ class Ask:
     counts_prompt: bool = True
 
     def to_json(self) -> dict[str, Any]:
-        """Return the order of kind "add"."""
+        """Return the message of kind "add"."""
         return {"kind": "add", **vars(self)}
 
     @classmethod
-    def from_json(cls, order: Mapping[str, Any]) -> Ask:
-        """Return what `to_json` was made of."""
-        return cls(**{name: order[name] for name in order if name != "kind"})
+    def from_json(cls, message: Mapping[str, Any]) -> EngineRequest:
+        """Return the request of a message of kind "add"."""
+        return cls(**{name: message[name] for name in message if name != "kind"})
 
 
 @dataclass(frozen=True, kw_only=True)
-class News:
-    """What a step added to one output.
+class OutputDelta:
+    """The tokens that one step adds to one output.
 
     Args:
-        id: of the `Ask`.
-        tokens: new ones.
-        logprobs: of each.
-        top_logprobs: of each the most probable tokens, [id, log-probability]; empty if not asked.
-        epochs: of each, as in `Completion`.
-        finish_reason: as in `Completion`; "" while it goes on.
-        refused: why the engine cannot serve it at all; it has ended then.
-        refused_field: of `Request`, that it is refused for; "" if for none.
-        cached_tokens: of the prompt, found in the prefix cache; in the first news.
-        prompt_logprobs, prompt_top_logprobs: of each token of the prompt but the first; in the
-            first news, None if not asked.
-        embedding: of the prompt; empty if not asked.
+        id: id of the `EngineRequest`.
+        tokens: ids of the new tokens.
+        logprobs: log-probability of each new token.
+        top_logprobs: most probable tokens [id, log-probability] at each new token; empty if not
+            requested.
+        epochs: weight epoch of each new token, as in `Completion`.
+        finish_reason: as in `Completion`; "" for an unfinished output.
+        refused: error message if the engine rejects the request, which ends the output; else "".
+        refused_field: field of `Request` that the error is about; "" for no single field.
+        cached_tokens: prompt tokens found in the prefix cache; in the first delta.
+        prompt_logprobs, prompt_top_logprobs: log-probabilities of the prompt from its second token
+            on; in the first delta, None if not requested.
+        embedding: embedding of the prompt; empty if not requested.
     """
 
     id: int
@@ -104,16 +106,16 @@ class News:
     embedding: Sequence[float] = ()
 
     def to_json(self) -> dict[str, Any]:
-        """Return the fields that say something."""
+        """Return the fields that differ from their defaults."""
         defaults = {f.name: f.default for f in dataclasses.fields(self)}
         return {k: v for k, v in vars(self).items() if v != defaults[k]}
 
 
 def frame(message: Mapping[str, Any]) -> bytes:
-    """Return a message as it is sent.
+    """Return the frame of a message.
 
     Raises:
-        ValueError: it is longer than a frame may be.
+        ValueError: the message exceeds `MAX_FRAME_BYTES`.
     """
     data = json.dumps(message, separators=(",", ":"), ensure_ascii=False).encode()
     if len(data) > MAX_FRAME_BYTES:
@@ -122,19 +124,19 @@ def frame(message: Mapping[str, Any]) -> bytes:
 
 
 class FrameReader:
-    """Put messages together from bytes as they come."""
+    """Parse messages from a stream of bytes."""
 
     def __init__(self) -> None:
         self._data = bytearray()
 
     def feed(self, data: bytes) -> list[dict[str, Any]]:
-        """Return the messages that are complete with these bytes.
+        """Add bytes; return the messages that are now complete.
 
         Raises:
-            ValueError: what came is no frame.
+            ValueError: a frame exceeds `MAX_FRAME_BYTES`.
         """
         self._data += data
-        found = []
+        messages = []
         while len(self._data) >= LENGTH.size:
             (length,) = LENGTH.unpack_from(self._data)
             if length > MAX_FRAME_BYTES:
@@ -142,6 +144,6 @@ class FrameReader:
             end = LENGTH.size + length
             if len(self._data) < end:
                 break
-            found.append(json.loads(self._data[LENGTH.size : end]))
+            messages.append(json.loads(self._data[LENGTH.size : end]))
             del self._data[:end]
-        return found
+        return messages

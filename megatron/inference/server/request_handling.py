@@ -24,7 +24,7 @@ from pydantic import ValidationError
 from starlette.responses import JSONResponse, Response
 
 from megatron.cli.tokenizers import Tokenizer
-from megatron.core.inference.engine import Request as EngineRequest
+from megatron.core.inference.engine import Request as CoreRequest
 from megatron.core.inference.requests import RequestError, check_request
 from megatron.core.inference.sampling import SamplingParams
 from megatron.inference.server.answer_formats import AnswerFormats, decode_with_marks
@@ -49,10 +49,10 @@ from megatron.inference.server.fields import (
 from megatron.inference.server.generation import (
     Delta,
     Generation,
+    GenerationRequest,
     ModelCard,
     NotFinite,
     Refused,
-    Wanted,
 )
 from megatron.inference.server.guard import (
     ApiError,
@@ -80,7 +80,7 @@ GRAMMAR_SECONDS = 5.0
 #: Characters whose tokens are found at once, in about a millisecond: a thread takes as long.
 SHORT_TEXTS = 4096
 
-DONE = "[DONE]"
+STREAM_END = "[DONE]"
 
 #: The field that asks for a grammar, and what makes it.
 GrammarMaker = tuple[str, Callable[[], str]]
@@ -118,8 +118,8 @@ class Server:
         Raises:
             ApiError: there is more than one, or it cannot be used.
         """
-        found = grammar_makers(body) if makers is None else makers
-        if not found:
+        candidates = grammar_makers(body) if makers is None else makers
+        if not candidates:
             if body.structured_outputs is not None:
                 raise ApiError(
                     400,
@@ -127,8 +127,8 @@ class Server:
                     param="structured_outputs",
                 )
             return None
-        name, make = found[0]
-        if len(found) > 1:
+        name, make = candidates[0]
+        if len(candidates) > 1:
             raise ApiError(
                 400,
                 "one of response_format and structured_outputs, and one of its kinds",
@@ -144,58 +144,66 @@ class Server:
             )
         grammars = self.grammars
 
-        def checked() -> str:
+        def compile_grammar() -> str:
             grammar = make()
             grammars.compile(grammar)
             return grammar
 
         try:
             # A thread that takes too long ends by llguidance's own limits.
-            return await asyncio.wait_for(asyncio.to_thread(checked), GRAMMAR_SECONDS)
+            return await asyncio.wait_for(asyncio.to_thread(compile_grammar), GRAMMAR_SECONDS)
         except TimeoutError:
             raise ApiError(400, f"{name} takes too long to compile", param=name) from None
         except ValueError as error:
             raise ApiError(400, f"{name} cannot be used: {error}", param=name) from None
 
-    def generate(self, wanted: Wanted, parsers: Sequence[AnswerParser] = ()) -> Generation:
+    def generate(
+        self, request: GenerationRequest, parsers: Sequence[AnswerParser] = ()
+    ) -> Generation:
         """Ask the engine for what is wanted.
 
         Args:
-            wanted: by a request.
+            request: by a request.
             parsers: see `Generation`.
 
         Raises:
             ApiError: the model cannot serve it, or not now.
         """
         self.check_awake()
-        outputs = len(wanted.prompts) * wanted.n
-        most = min(MAX_REQUEST_OUTPUTS, self.client.max_outputs)
-        if outputs > most:
-            raise ApiError(400, f"{outputs} outputs of one request: {most} are the most", param="n")
-        for prompt in wanted.prompts:
-            self._check(prompt, wanted)
+        num_outputs = len(request.prompts) * request.n
+        max_outputs = min(MAX_REQUEST_OUTPUTS, self.client.max_outputs)
+        if num_outputs > max_outputs:
+            raise ApiError(
+                400, f"{num_outputs} outputs of one request: {max_outputs} are the most", param="n"
+            )
+        for prompt in request.prompts:
+            self._check(prompt, request)
         with admission():
             decode = self.tokenizer.detokenize
             if parsers and self.formats.marks:
                 decode = partial(decode_with_marks, self.tokenizer, self.formats.marks)
-            return Generation(self.client, decode, self.metrics, self.card, wanted, parsers=parsers)
+            return Generation(
+                self.client, decode, self.metrics, self.card, request, parsers=parsers
+            )
 
-    def _check(self, prompt: Sequence[int], wanted: Wanted) -> None:
+    def _check(self, prompt: Sequence[int], generation_request: GenerationRequest) -> None:
         try:
-            request = EngineRequest(
+            request = CoreRequest(
                 prompt=tuple(prompt),
-                max_new_tokens=wanted.max_new_tokens or 1,
-                sampling=SamplingParams(**wanted.sampling),
+                max_new_tokens=generation_request.max_new_tokens or 1,
+                sampling=SamplingParams(**generation_request.sampling),
             )
             check_request(request, max_length=self.card.max_length, vocab_size=self.card.vocab_size)
         except RequestError as error:
-            longest = self.card.max_length
-            long = longest is not None and len(prompt) + request.max_new_tokens > longest
+            max_length = self.card.max_length
+            is_too_long = (
+                max_length is not None and len(prompt) + request.max_new_tokens > max_length
+            )
             raise ApiError(
                 400,
                 str(error),
-                param=wanted.name(error.field),
-                code="context_length_exceeded" if long else None,
+                param=generation_request.name(error.field),
+                code="context_length_exceeded" if is_too_long else None,
             ) from None
         except ValueError as error:  # one line for the user
             raise ApiError(400, str(error)) from None
@@ -226,49 +234,51 @@ class Server:
                 error.errors(include_url=False, include_context=False, include_input=False)
             ) from None
 
-    async def waited(self, request: Request, work: Coroutine[Any, Any, T]) -> T | None:
+    async def run_until_disconnect(
+        self, request: Request, work: Coroutine[Any, Any, T]
+    ) -> T | None:
         """Return what some work comes to; None if the client has gone away before.
 
         Raises:
             ApiError: it took too long, or failed.
         """
-        doing = asyncio.ensure_future(work)
-        leaving = asyncio.ensure_future(disconnected(request.receive))
+        task = asyncio.ensure_future(work)
+        disconnect = asyncio.ensure_future(disconnected(request.receive))
         try:
             await asyncio.wait(
-                [doing, leaving],
+                [task, disconnect],
                 timeout=self.limits.request_seconds,
                 return_when=asyncio.FIRST_COMPLETED,
             )
-            if doing.done():
-                return doing.result()
-            if leaving.done():
+            if task.done():
+                return task.result()
+            if disconnect.done():
                 return None
-            raise too_slow(self.limits)
+            raise timeout_error(self.limits)
         finally:
-            doing.cancel()
-            leaving.cancel()
-            await asyncio.gather(doing, leaving, return_exceptions=True)
+            task.cancel()
+            disconnect.cancel()
+            await asyncio.gather(task, disconnect, return_exceptions=True)
 
 
 def grammar_makers(body: GenerationBody) -> list[GrammarMaker]:
     """Return what makes each grammar that a body asks for."""
-    found: list[GrammarMaker] = []
-    wanted, shape = body.structured_outputs, body.response_format
+    all_makers: list[GrammarMaker] = []
+    structured, shape = body.structured_outputs, body.response_format
     if isinstance(shape, JsonFormat):
-        found.append(("response_format", partial(json_grammar, {"type": "object"})))
+        all_makers.append(("response_format", partial(json_grammar, {"type": "object"})))
     elif isinstance(shape, JsonSchemaFormat):
-        found.append(("response_format", partial(json_grammar, shape.json_schema.json_schema)))
-    if wanted is not None:
+        all_makers.append(("response_format", partial(json_grammar, shape.json_schema.json_schema)))
+    if structured is not None:
         makers = (
-            (wanted.json_schema, json_grammar),
-            (wanted.regex, regex_grammar),
-            (wanted.choice, choice_grammar),
-            (wanted.grammar, lark_grammar),
+            (structured.json_schema, json_grammar),
+            (structured.regex, regex_grammar),
+            (structured.choice, choice_grammar),
+            (structured.grammar, lark_grammar),
         )
-        given = [partial(make, value) for value, make in makers if value is not None]
-        found += [("structured_outputs", make) for make in given]
-    return found
+        structured_makers = [partial(make, value) for value, make in makers if value is not None]
+        all_makers += [("structured_outputs", make) for make in structured_makers]
+    return all_makers
 
 
 @contextlib.contextmanager
@@ -286,7 +296,7 @@ def admission() -> Iterator[None]:
         raise engine_lost() from None
 
 
-def too_slow(limits: Limits) -> ApiError:
+def timeout_error(limits: Limits) -> ApiError:
     """Return the answer to a request that takes too long."""
     return ApiError(504, f"no answer within {limits.request_seconds:g} s: ask for fewer tokens")
 
@@ -296,7 +306,7 @@ def engine_lost() -> ApiError:
     return ApiError(503, "the engine has stopped: the server is ending", retry_seconds=10)
 
 
-async def checked(generation: Generation) -> AsyncIterator[Delta]:
+async def checked_deltas(generation: Generation) -> AsyncIterator[Delta]:
     """Yield the deltas of a request; what ends it early is an ApiError."""
     try:
         async for delta in generation.deltas():
@@ -316,13 +326,13 @@ async def checked(generation: Generation) -> AsyncIterator[Delta]:
 async def answer(server: Server, request: Request, generation: Generation, view: View) -> Response:
     """Return a whole answer."""
 
-    async def collected() -> list[dict[str, Any]]:
-        found: list[list[Delta]] = [[] for _ in range(view.outputs)]
-        async for delta in checked(generation):
-            found[delta.index].append(delta)
-        return [view.choice(deltas) for deltas in found]
+    async def collect() -> list[dict[str, Any]]:
+        output_deltas: list[list[Delta]] = [[] for _ in range(view.outputs)]
+        async for delta in checked_deltas(generation):
+            output_deltas[delta.index].append(delta)
+        return [view.choice(deltas) for deltas in output_deltas]
 
-    choices = await server.waited(request, collected())
+    choices = await server.run_until_disconnect(request, collect())
     if choices is None:
         return Response(status_code=499)  # nobody reads it
     return JSONResponse({**view.head(), "choices": choices, "usage": generation.usage.to_json()})
@@ -333,20 +343,20 @@ async def events(
 ) -> AsyncGenerator[str, None]:
     """Yield the data of the events of a stream."""
 
-    def chunk(choices: Sequence[dict[str, Any]], **more: Any) -> str:
-        usage = {"usage": None, **more} if include_usage else {}
+    def chunk(choices: Sequence[dict[str, Any]], **fields: Any) -> str:
+        usage = {"usage": None, **fields} if include_usage else {}
         return json.dumps({**view.head(chunk=True), "choices": choices, **usage})
 
     try:
         async with asyncio.timeout(server.limits.request_seconds):
-            async for delta in checked(generation):
+            async for delta in checked_deltas(generation):
                 for choice in view.chunk_choices(delta):
                     yield chunk([choice])
         if include_usage:
             yield chunk([], usage=generation.usage.to_json())
-        yield DONE
+        yield STREAM_END
     except TimeoutError:
-        yield json.dumps(too_slow(server.limits).to_json(request_id))
+        yield json.dumps(timeout_error(server.limits).to_json(request_id))
     except ReaderStalled:
         LOG.warning("request %s: its reader stalled, and was dropped", request_id)
     except ApiError as error:
@@ -369,9 +379,9 @@ async def respond(
     return EventStream(stream, generation.stalled)
 
 
-async def text_tokens(server: Server, given: Prompts) -> list[list[int]]:
+async def text_tokens(server: Server, prompts: Prompts) -> list[list[int]]:
     """Return the tokens of each text, which may be tokens already."""
-    texts = given if isinstance(given, list) and not isinstance(given[0], int) else [given]
+    texts = prompts if isinstance(prompts, list) and not isinstance(prompts[0], int) else [prompts]
 
     def tokens(text: Any) -> list[int]:
         return server.tokenizer.tokenize(text) if isinstance(text, str) else list(text)

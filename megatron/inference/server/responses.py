@@ -13,7 +13,7 @@ from pydantic import Discriminator, Field, Tag
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
-from megatron.inference.server.answer_parser import Part
+from megatron.inference.server.answer_parser import AnswerPart
 from megatron.inference.server.answers import begin_answer, respond_with_events
 from megatron.inference.server.chat_completions import check_tools
 from megatron.inference.server.conversation import (
@@ -57,7 +57,7 @@ class ContentPart(Body):
     logprobs: Annotated[list[Any], Field(max_length=0)] | None = None
 
 
-_Parts = Annotated[list[ContentPart], Field(max_length=MAX_MESSAGES)]
+_ContentParts = Annotated[list[ContentPart], Field(max_length=MAX_MESSAGES)]
 
 
 class OldItem(Body):
@@ -72,7 +72,7 @@ class MessageItem(OldItem):
 
     type: Literal["message"] = "message"
     role: Literal["system", "developer", "user", "assistant"]
-    content: _Text | _Parts
+    content: _Text | _ContentParts
 
 
 class ReasoningItem(OldItem):
@@ -80,7 +80,7 @@ class ReasoningItem(OldItem):
 
     type: Literal["reasoning"]
     summary: Annotated[list[Any], Field(max_length=0)] | None = None
-    content: _Parts | None = None
+    content: _ContentParts | None = None
     encrypted_content: None = None
 
 
@@ -98,7 +98,7 @@ class CallOutputItem(OldItem):
 
     type: Literal["function_call_output"]
     call_id: CallId
-    output: _Text | _Parts
+    output: _Text | _ContentParts
 
 
 def _kind(item: Any) -> str | None:
@@ -186,37 +186,37 @@ class ResponseBody(Body):
     def conversation(self) -> Conversation:
         """Return the conversation. Raises ApiError where it is none."""
         tools = [_tool(tool) for tool in self.tools or ()]
-        choice, only = self.tool_choice or "auto", None
+        choice, forced_tool = self.tool_choice or "auto", None
         if isinstance(choice, ForcedFunction):
-            choice, only = "required", choice.name
-        check_tools(tools, only=only, required=choice == "required")
+            choice, forced_tool = "required", choice.name
+        check_tools(tools, forced_tool=forced_tool, required=choice == "required")
         return Conversation(
             turns=self._turns(),
             tools=tools,
             choice=choice,
-            only=only,
+            forced_tool=forced_tool,
             parallel=self.parallel_tool_calls is not False,
             variables=self.chat_template_kwargs or {},
         )
 
     def _turns(self) -> list[Turn]:
         """Return the turns: what the assistant has output in a row is one."""
-        found = [Turn(role="system", text=self.instructions)] if self.instructions else []
+        turns = [Turn(role="system", text=self.instructions)] if self.instructions else []
         if isinstance(self.input, str):
-            return [*found, Turn(role="user", text=self.input)]
+            return [*turns, Turn(role="user", text=self.input)]
         for item in self.input:
             turn = _turn(item)
-            last = found[-1] if found else None
-            if last is not None and last.role == turn.role == "assistant":
-                found[-1] = Turn(
+            previous = turns[-1] if turns else None
+            if previous is not None and previous.role == turn.role == "assistant":
+                turns[-1] = Turn(
                     role="assistant",
-                    text=last.text + turn.text,
-                    calls=[*last.calls, *turn.calls],
-                    reasoning=(last.reasoning or "") + (turn.reasoning or "") or None,
+                    text=previous.text + turn.text,
+                    calls=[*previous.calls, *turn.calls],
+                    reasoning=(previous.reasoning or "") + (turn.reasoning or "") or None,
                 )
             else:
-                found.append(turn)
-        return found
+                turns.append(turn)
+        return turns
 
     def generation(self) -> GenerationBody:
         """Return how tokens are chosen."""
@@ -225,9 +225,9 @@ class ResponseBody(Body):
             shape = schema_format(shape.json_schema)
         return GenerationBody(temperature=self.temperature, top_p=self.top_p, response_format=shape)
 
-    def told(self) -> dict[str, Any]:
+    def request_fields(self) -> dict[str, Any]:
         """Return what a response tells of its request."""
-        given = self.model_dump(by_alias=True, exclude_none=True)
+        request_json = self.model_dump(by_alias=True, exclude_none=True)
         return {
             "instructions": self.instructions,
             "max_output_tokens": self.max_output_tokens,
@@ -236,9 +236,9 @@ class ResponseBody(Body):
             "previous_response_id": None,
             "store": False,
             "temperature": self.temperature if self.temperature is not None else 1.0,
-            "text": given.get("text") or {"format": {"type": "text"}},
-            "tool_choice": given.get("tool_choice", "auto"),
-            "tools": given.get("tools", []),
+            "text": request_json.get("text") or {"format": {"type": "text"}},
+            "tool_choice": request_json.get("tool_choice", "auto"),
+            "tools": request_json.get("tools", []),
             "top_p": self.top_p if self.top_p is not None else 1.0,
         }
 
@@ -253,7 +253,11 @@ def _tool(tool: ResponseTool) -> Tool:
 
 
 def _joined_text(content: str | Sequence[ContentPart] | None) -> str:
-    return content if isinstance(content, str) else "".join(part.text for part in content or ())
+    return (
+        content
+        if isinstance(content, str)
+        else "".join(content_part.text for content_part in content or ())
+    )
 
 
 def _turn(item: MessageItem | ReasoningItem | CallItem | CallOutputItem) -> Turn:
@@ -276,7 +280,7 @@ class ResponseView:
         told: of the request.
     """
 
-    def __init__(self, model: str, generation: Generation, told: dict[str, Any]) -> None:
+    def __init__(self, model: str, generation: Generation, request_fields: dict[str, Any]) -> None:
         self._usage = generation.usage
         self.id = f"resp_{secrets.token_hex(12)}"
         self._output: list[dict[str, Any]] = []
@@ -288,11 +292,11 @@ class ResponseView:
             "error": None,
             "incomplete_details": None,
             "model": model,
-            **told,
+            **request_fields,
         }
         self._number = 0
         self._kind = ""  # of the newest item; none once it has ended
-        self._reasoning_tokens, self._reasons = 0, False
+        self._reasoning_tokens, self._in_reasoning = 0, False
 
     def response(self, status: str | None = None, **fields: Any) -> dict[str, Any]:
         """Return the response as it is, with another status if there is one."""
@@ -309,8 +313,8 @@ class ResponseView:
             "output_tokens_details": {"reasoning_tokens": self._reasoning_tokens},
             "total_tokens": used + written,
         }
-        done = self._fields["status"] != "in_progress"
-        return {**self._fields, "output": self._output[:], "usage": usage if done else None}
+        has_ended = self._fields["status"] != "in_progress"
+        return {**self._fields, "output": self._output[:], "usage": usage if has_ended else None}
 
     def whole(self, deltas: Sequence[Delta]) -> dict[str, Any]:
         """Return the response from all of its deltas."""
@@ -320,31 +324,31 @@ class ResponseView:
 
     def events(self, delta: Delta) -> list[dict[str, Any]]:
         """Return the events that show a delta."""
-        found: list[dict[str, Any]] = []
+        events: list[dict[str, Any]] = []
         if not self._number:
             for name in ("created", "in_progress"):
-                found.append(self._event(f"response.{name}", response=self.response()))
-        for part in delta.parts:
-            found += self._shown(part)
-            self._reasons = part.kind == "reasoning"
-        self._reasoning_tokens += len(delta.scores) if self._reasons else 0
+                events.append(self._event(f"response.{name}", response=self.response()))
+        for answer_part in delta.answer_parts:
+            events += self._part_events(answer_part)
+            self._in_reasoning = answer_part.kind == "reasoning"
+        self._reasoning_tokens += len(delta.scores) if self._in_reasoning else 0
         if delta.finish_reason == "length":
-            found += self._end("incomplete")
+            events += self._end("incomplete")
             details = {"reason": "max_output_tokens"}
             response = self.response("incomplete", incomplete_details=details)
-            found.append(self._event("response.incomplete", response=response))
+            events.append(self._event("response.incomplete", response=response))
         elif delta.finish_reason:
-            found += self._end()
-            found.append(self._event("response.completed", response=self.response("completed")))
-        return found
+            events += self._end()
+            events.append(self._event("response.completed", response=self.response("completed")))
+        return events
 
     def error(self, error: ApiError) -> dict[str, Any]:
         """Return the event of an error that ends a stream."""
         if self._fields["status"] == "cancelled":
             return self._event("response.incomplete", response=self.response())
         kind = "server_error" if error.status >= 500 else "invalid_prompt"
-        said = {"code": kind, "message": error.message}
-        return self._event("response.failed", response=self.response("failed", error=said))
+        error_fields = {"code": kind, "message": error.message}
+        return self._event("response.failed", response=self.response("failed", error=error_fields))
 
     def _event(self, kind: str, **fields: Any) -> dict[str, Any]:
         self._number += 1
@@ -352,38 +356,44 @@ class ResponseView:
 
     def _item_event(self, kind: str, **fields: Any) -> dict[str, Any]:
         """Return an event about the newest item."""
-        place = {"item_id": self._output[-1]["id"], "output_index": len(self._output) - 1}
-        return self._event(f"response.{kind}", **place, **fields)
+        position = {"item_id": self._output[-1]["id"], "output_index": len(self._output) - 1}
+        return self._event(f"response.{kind}", **position, **fields)
 
-    def _shown(self, part: Part) -> list[dict[str, Any]]:
-        if part.kind == "end":
+    def _part_events(self, answer_part: AnswerPart) -> list[dict[str, Any]]:
+        if answer_part.kind == "end":
             return self._end()
-        if part.kind == "call":
-            call = {"call_id": f"call_{secrets.token_hex(12)}", "name": part.text, "arguments": ""}
+        if answer_part.kind == "call":
+            call = {
+                "call_id": f"call_{secrets.token_hex(12)}",
+                "name": answer_part.text,
+                "arguments": "",
+            }
             return [*self._end(), self._start("function_call", "fc", **call)]
         item: dict[str, Any]
-        if part.kind == "arguments":
-            self._output[-1]["arguments"] += part.text
-            return [self._item_event("function_call_arguments.delta", delta=part.text)]
-        found: list[dict[str, Any]] = []
+        if answer_part.kind == "arguments":
+            self._output[-1]["arguments"] += answer_part.text
+            return [self._item_event("function_call_arguments.delta", delta=answer_part.text)]
+        events: list[dict[str, Any]] = []
         kind, text, name = "message", "output_text", "output_text"
-        if part.kind == "reasoning":
+        if answer_part.kind == "reasoning":
             kind, text, name = "reasoning", "reasoning_text", "reasoning_text"
         if self._kind != kind:
-            found += self._end()
+            events += self._end()
             item = {"role": "assistant"} if kind == "message" else {"summary": []}
-            found.append(
+            events.append(
                 self._start(kind, "msg" if kind == "message" else "rs", **item, content=[])
             )
             content: dict[str, Any] = {"type": text, "text": ""}
             content |= {"annotations": [], "logprobs": []} if kind == "message" else {}
             self._output[-1]["content"].append(content)
             added = {**content}
-            found.append(self._item_event("content_part.added", content_index=0, part=added))
-        self._output[-1]["content"][0]["text"] += part.text
-        more = {"logprobs": []} if kind == "message" else {}
-        delta = self._item_event(f"{name}.delta", content_index=0, delta=part.text, **more)
-        return [*found, delta]
+            events.append(self._item_event("content_part.added", content_index=0, part=added))
+        self._output[-1]["content"][0]["text"] += answer_part.text
+        extra_fields = {"logprobs": []} if kind == "message" else {}
+        delta = self._item_event(
+            f"{name}.delta", content_index=0, delta=answer_part.text, **extra_fields
+        )
+        return [*events, delta]
 
     def _start(self, kind: str, prefix: str, **fields: Any) -> dict[str, Any]:
         """Begin an item; return its event."""
@@ -402,19 +412,23 @@ class ResponseView:
             return []
         item = self._output[-1]
         item["status"] = status
-        found = []
+        events = []
         if kind == "function_call":
-            done = {"name": item["name"], "arguments": item["arguments"]}
-            found.append(self._item_event("function_call_arguments.done", **done))
+            call_fields = {"name": item["name"], "arguments": item["arguments"]}
+            events.append(self._item_event("function_call_arguments.done", **call_fields))
         else:
-            (part,) = item["content"]
-            text = {"content_index": 0, "text": part["text"]}
+            (content_part,) = item["content"]
+            text = {"content_index": 0, "text": content_part["text"]}
             text |= {"logprobs": []} if kind == "message" else {}
-            found.append(self._item_event(f"{part['type']}.done", **text))
-            found.append(self._item_event("content_part.done", content_index=0, part={**part}))
-        place = len(self._output) - 1
-        done_event = self._event("response.output_item.done", output_index=place, item={**item})
-        return [*found, done_event]
+            events.append(self._item_event(f"{content_part['type']}.done", **text))
+            events.append(
+                self._item_event("content_part.done", content_index=0, part={**content_part})
+            )
+        output_index = len(self._output) - 1
+        done_event = self._event(
+            "response.output_item.done", output_index=output_index, item={**item}
+        )
+        return [*events, done_event]
 
 
 async def create_response(server: Server, request: Request) -> Response:
@@ -440,7 +454,7 @@ async def create_response(server: Server, request: Request) -> Response:
             "response_format": "text",
         },
     )
-    view = ResponseView(server.card.name, generation, body.told())
+    view = ResponseView(server.card.name, generation, body.request_fields())
 
     def cancel() -> dict[str, Any]:
         generation.cancel()

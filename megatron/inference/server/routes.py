@@ -33,7 +33,7 @@ from megatron.inference.server.generation import (
 )
 from megatron.inference.server.guard import (
     ApiError,
-    Guard,
+    RequestGuard,
     internal_error,
 )
 from megatron.inference.server.log_lines import LOG
@@ -60,12 +60,12 @@ async def completions(server: Server, request: Request) -> Response:
     server.check_model(body.model)
     check_stream_options(body)
     eod = server.tokenizer.eod
-    begun = [] if eod is None else [eod]  # an empty text starts a document, as in training
-    prompts = [tokens or begun for tokens in await text_tokens(server, body.prompt)]
+    empty_prompt = [] if eod is None else [eod]  # an empty text starts a document, as in training
+    prompts = [tokens or empty_prompt for tokens in await text_tokens(server, body.prompt)]
     echo = bool(body.echo)
-    wanted = body.wanted(
+    generation_request = body.generation_request(
         prompts,
-        ends=server.card.stop_tokens,
+        default_stop_tokens=server.card.stop_tokens,
         max_new_tokens=body.max_tokens or COMPLETION_TOKENS,
         sampling=body.sampling(seed=secrets.randbits(63), logprobs=body.logprobs),
         names={"max_new_tokens": "max_tokens"},
@@ -76,11 +76,11 @@ async def completions(server: Server, request: Request) -> Response:
         server.card.name,
         server.tokenizer,
         prompts=prompts,
-        n=wanted.n,
+        n=generation_request.n,
         logprobs=body.logprobs is not None,
         echo=echo,
     )
-    generation = server.generate(wanted)
+    generation = server.generate(generation_request)
     return await respond(server, request, body, generation, view)
 
 
@@ -106,11 +106,11 @@ async def detokenize(server: Server, request: Request) -> Response:
     """Answer `POST /detokenize`."""
     body = await server.read(request, DetokenizeBody)
     server.check_model(body.model)
-    wrong = [token for token in body.tokens if token >= server.card.vocab_size]
-    if wrong:
+    invalid = [token for token in body.tokens if token >= server.card.vocab_size]
+    if invalid:
         raise ApiError(
             400,
-            f"token id {wrong[0]} is outside the vocabulary of {server.card.vocab_size}",
+            f"token id {invalid[0]} is outside the vocabulary of {server.card.vocab_size}",
             param="tokens",
         )
     text = await asyncio.to_thread(server.tokenizer.detokenize, body.tokens)
@@ -145,7 +145,7 @@ async def health(server: Server, request: Request) -> Response:
     live = not client.lost.is_set() and client.silent_seconds < SILENT_SECONDS
     asleep = bool(client.stats.get("asleep"))
     ready = live and bool(client.facts) and not asleep and not client.draining.is_set()
-    found = {
+    status = {
         "live": live,
         "ready": ready,
         "heartbeat_seconds": round(client.silent_seconds, 3),
@@ -155,7 +155,7 @@ async def health(server: Server, request: Request) -> Response:
         "weight_epoch": client.stats.get("epoch", 0),
         "engine": client.facts,
     }
-    return JSONResponse(found, 200 if ready else 503)
+    return JSONResponse(status, 200 if ready else 503)
 
 
 async def metrics(server: Server, request: Request) -> Response:
@@ -208,8 +208,8 @@ def create_app(server: Server, key: str | None, *, routes: Sequence[Route]) -> A
 
         schema: dict[str, Any] = {}
         if names := re.findall(r"{(\w+)", path):
-            where = {"in": "path", "required": True, "schema": {"type": "string"}}
-            schema["parameters"] = [{"name": name, **where} for name in names]
+            parameter = {"in": "path", "required": True, "schema": {"type": "string"}}
+            schema["parameters"] = [{"name": name, **parameter} for name in names]
         if body is not None:
             content = {"application/json": {"schema": schemas[body, "validation"]}}
             schema["requestBody"] = {"required": True, "content": content}
@@ -230,9 +230,11 @@ def create_app(server: Server, key: str | None, *, routes: Sequence[Route]) -> A
 
     async def no_route(request: Request, error: Exception) -> Response:
         assert isinstance(error, HTTPException)
-        said = {404: "there is no such route", 405: "this route takes another method"}
-        found = ApiError(error.status_code, said.get(error.status_code, "the request is not valid"))
-        return found.response(request.state.request_id, request.url.path)
+        messages = {404: "there is no such route", 405: "this route takes another method"}
+        api_error = ApiError(
+            error.status_code, messages.get(error.status_code, "the request is not valid")
+        )
+        return api_error.response(request.state.request_id, request.url.path)
 
     app.add_exception_handler(HTTPException, no_route)
-    return Guard(app, server.limits, key, server.metrics.note_answer)
+    return RequestGuard(app, server.limits, key, server.metrics.note_answer)

@@ -23,11 +23,11 @@ from torch import Tensor
 from megatron.cli.tokenizers import ByteTable, HuggingFaceTokenizer, Tokenizer
 
 #: Grammars that are kept, the most recently used.
-KEPT_GRAMMARS = 64
+MAX_CACHED_GRAMMARS = 64
 
 #: White space between the parts of JSON: enough to indent, not to go on forever.
 WHITE_SPACE = r"[ \n\t]{0,16}"
-_LONGEST_REASON = 300
+_MAX_REASON_CHARS = 300
 
 
 class BadGrammar(ValueError):
@@ -71,33 +71,35 @@ class _Table:
         assert isinstance(tokenizer, ByteTable)
         self._tokenizer, self.eos_token_id = tokenizer, end
         table = tokenizer.token_bytes()
-        self.special_token_ids = [number for number, known in enumerate(table) if known is None]
+        self.special_token_ids = [
+            token for token, token_bytes in enumerate(table) if token_bytes is None
+        ]
         self.tokens = [
-            f"<special {number}>".encode() if known is None else known
-            for number, known in enumerate(table)
+            f"<special {token}>".encode() if token_bytes is None else token_bytes
+            for token, token_bytes in enumerate(table)
         ]
         self._ids: dict[bytes, int] = {}
-        for number, known in enumerate(table):
-            if known:
-                self._ids.setdefault(known, number)
+        for token, token_bytes in enumerate(table):
+            if token_bytes:
+                self._ids.setdefault(token_bytes, token)
         self._longest = max(map(len, self._ids), default=0)
 
     def __call__(self, text: bytes) -> list[int]:
         """Return the ids of a part of a text: the tokenizer's, or where it adds something to it,
         as SentencePiece does, the longest token at each place."""
         with contextlib.suppress(UnicodeDecodeError):
-            found = self._tokenizer.tokenize(text.decode(), add_special_tokens=False)
-            if b"".join(self.tokens[number] for number in found) == text:
-                return found
+            tokens = self._tokenizer.tokenize(text.decode(), add_special_tokens=False)
+            if b"".join(self.tokens[token] for token in tokens) == text:
+                return tokens
         ids: list[int] = []
-        place = 0
-        while place < len(text):
-            ends = range(min(place + self._longest, len(text)), place, -1)
-            end = next((end for end in ends if text[place:end] in self._ids), None)
+        position = 0
+        while position < len(text):
+            ends = range(min(position + self._longest, len(text)), position, -1)
+            end = next((end for end in ends if text[position:end] in self._ids), None)
             if end is None:  # no token writes the rest
                 break
-            ids.append(self._ids[text[place:end]])
-            place = end
+            ids.append(self._ids[text[position:end]])
+            position = end
         return ids
 
 
@@ -117,15 +119,15 @@ class Grammars:
     def __init__(self, tokenizer: Tokenizer, stop_tokens: Sequence[int], vocab_size: int) -> None:
         if not stop_tokens:
             raise BadGrammar("structured output needs a token that ends a text: the model has none")
-        described: Any
+        tokenizer_source: Any
         if isinstance(tokenizer, HuggingFaceTokenizer):
-            described = tokenizer.to_json()
+            tokenizer_source = tokenizer.to_json()
         elif isinstance(tokenizer, ByteTable):
-            described = llguidance.TokenizerWrapper(_Table(tokenizer, stop_tokens[0]))
+            tokenizer_source = llguidance.TokenizerWrapper(_Table(tokenizer, stop_tokens[0]))
         else:
             raise BadGrammar("structured output needs a tokenizer of texts")
         self._tokenizer = llguidance.LLTokenizer(
-            described, n_vocab=vocab_size, eos_token=list(stop_tokens)
+            tokenizer_source, n_vocab=vocab_size, eos_token=list(stop_tokens)
         )
         self._vocab_size = vocab_size
         self._limits = llguidance.LLParserLimits(verbose_errors=False)
@@ -142,16 +144,16 @@ class Grammars:
             if grammar in self._compiled:
                 self._compiled.move_to_end(grammar)
                 return self._compiled[grammar]
-        found = llguidance.LLMatcher(self._tokenizer, grammar, log_level=0, limits=self._limits)
-        if found.is_error():
-            reason = " ".join(found.get_error().split("\n<state>")[0].split())
+        matcher = llguidance.LLMatcher(self._tokenizer, grammar, log_level=0, limits=self._limits)
+        if matcher.is_error():
+            reason = " ".join(matcher.get_error().split("\n<state>")[0].split())
             printable = "".join(c if c.isprintable() else " " for c in reason)
-            raise BadGrammar(printable[:_LONGEST_REASON])
+            raise BadGrammar(printable[:_MAX_REASON_CHARS])
         with self._lock:
-            self._compiled[grammar] = found
-            if len(self._compiled) > KEPT_GRAMMARS:
+            self._compiled[grammar] = matcher
+            if len(self._compiled) > MAX_CACHED_GRAMMARS:
                 self._compiled.popitem(last=False)
-        return found
+        return matcher
 
     def mask(self, grammar: str) -> TokenMask:
         """Return the mask of one output that follows a grammar. Raises BadGrammar."""
@@ -203,12 +205,12 @@ class TokenMask:
 
     def _follow(self, tokens: Sequence[int]) -> None:
         """Bring the matcher to where some tokens lead from the start."""
-        known = len(self._consumed)
-        if self._consumed != list(tokens[:known]):
+        num_consumed = len(self._consumed)
+        if self._consumed != list(tokens[:num_consumed]):
             pairs = enumerate(zip(self._consumed, tokens, strict=False))
-            same = next((n for n, (a, b) in pairs if a != b), min(known, len(tokens)))
-            self._matcher.rollback(known - same)
-            del self._consumed[same:]
+            num_common = next((n for n, (a, b) in pairs if a != b), min(num_consumed, len(tokens)))
+            self._matcher.rollback(num_consumed - num_common)
+            del self._consumed[num_common:]
         new = list(tokens[len(self._consumed) :])
         self._matcher.consume_tokens(new)
         self._consumed += new
@@ -250,9 +252,9 @@ class ReasoningLimit:
         closing = self._closing(tokens)
         if not closing:
             return None if self._mask is None else self._mask(tokens)
-        only = torch.zeros(self._vocab_size, dtype=torch.bool)
-        only[closing[0]] = True
-        return only
+        allowed = torch.zeros(self._vocab_size, dtype=torch.bool)
+        allowed[closing[0]] = True
+        return allowed
 
     def forced(self, tokens: Sequence[int]) -> list[int]:
         """Return what has to follow: see `TokenMask`."""

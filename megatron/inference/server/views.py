@@ -12,7 +12,7 @@ from typing import Any, Protocol
 
 from megatron.cli.tokenizers import Tokenizer
 from megatron.core.inference.text_stream import REPLACEMENT, TextStream
-from megatron.inference.server.answer_parser import Part
+from megatron.inference.server.answer_parser import AnswerPart
 from megatron.inference.server.generation import Delta, TokenScore
 
 # Texts of tokens that a view of completions keeps.
@@ -92,37 +92,37 @@ class _TextOffsets:
     def add(self, token: int) -> tuple[int, str]:
         """Return the offset of the next token, and the text that is whole with it."""
         raw = self._tokenizer.bytes_of(token) or b""
-        continues = bool(self._partial and raw) and _is_one(self._partial + raw[:1])
+        continues = bool(self._partial and raw) and _is_single_char(self._partial + raw[:1])
         if self._partial and raw and not continues:
             self._end_partial()
         offset = self._count
         decoder = codecs.getincrementaldecoder("utf-8")("replace")
         text = decoder.decode(self._partial + raw)
         self._count += len(text)
-        piece = self._stream.push([token])
-        self._returned += len(piece)
+        new_text = self._stream.push([token])
+        self._returned += len(new_text)
         if raw:
             self._partial = decoder.getstate()[0]
             tokens = self._partial_tokens if continues and not text else []
             self._partial_tokens = [*tokens, token] if self._partial else []
             open_end = bool(self._partial) or text.endswith(REPLACEMENT)
-            returns_all = bool(piece) and not piece.endswith(REPLACEMENT)
+            returns_all = bool(new_text) and not new_text.endswith(REPLACEMENT)
             self._unsettled = open_end or (self._unsettled and not returns_all)
         if not self._unsettled:
             self._count = self._returned
-            if text and piece.endswith(text):  # exact, whatever stands before it
+            if text and new_text.endswith(text):  # exact, whatever stands before it
                 offset = self._returned - len(text)
-        return offset, piece
+        return offset, new_text
 
     def _end_partial(self) -> None:
         """Count the bytes of a character that does not continue."""
-        first = self._tokenizer.bytes_of(self._partial_tokens[0]) or b""
+        first_bytes = self._tokenizer.bytes_of(self._partial_tokens[0]) or b""
         text = self._tokenizer.detokenize(self._partial_tokens)
-        self._count += len(text) if len(first) == 1 else 1
+        self._count += len(text) if len(first_bytes) == 1 else 1
         self._partial, self._partial_tokens = b"", []
 
 
-def _is_one(partial: bytes) -> bool:
+def _is_single_char(partial: bytes) -> bool:
     """Return whether bytes are one character, or the beginning of one."""
     return len(partial.decode(errors="replace")) == 1
 
@@ -153,7 +153,7 @@ class CompletionView:
         self._prompts, self._logprobs = prompts, logprobs
         self._prefixes = [tokenizer.detokenize(prompt) if echo else "" for prompt in prompts]
         self._id, self._created = f"cmpl-{secrets.token_hex(12)}", int(time.time())
-        self._begun: set[int] = set()
+        self._started: set[int] = set()
         self._offsets: dict[int, _TextOffsets] = {}
         # Alternatives of one place are those of others, too.
         text_of = partial(token_text, tokenizer, mark="bytes:")
@@ -170,23 +170,25 @@ class CompletionView:
 
     def choice(self, deltas: Sequence[Delta]) -> dict[str, Any]:
         """Return a whole output from all of its deltas."""
-        parts = [one for delta in deltas for one in self.chunk_choices(delta)]
-        found = {**parts[-1], "text": "".join(part["text"] for part in parts)}
-        found["weight_epochs"] = [epoch for part in parts for epoch in part["weight_epochs"]]
+        choices = [choice for delta in deltas for choice in self.chunk_choices(delta)]
+        merged = {**choices[-1], "text": "".join(choice["text"] for choice in choices)}
+        merged["weight_epochs"] = [epoch for choice in choices for epoch in choice["weight_epochs"]]
         if self._logprobs:
-            names = found["logprobs"]
-            found["logprobs"] = {k: [v for p in parts for v in p["logprobs"][k]] for k in names}
-        return found
+            names = merged["logprobs"]
+            merged["logprobs"] = {
+                k: [v for choice in choices for v in choice["logprobs"][k]] for k in names
+            }
+        return merged
 
     def chunk_choices(self, delta: Delta) -> list[dict[str, Any]]:
         """Return the choice that shows a delta."""
         text = delta.text
-        place = delta.index * len(self._prompts) // self.outputs
-        if delta.index not in self._begun:
-            self._begun.add(delta.index)
-            text = self._prefixes[place] + text
+        prompt_index = delta.index * len(self._prompts) // self.outputs
+        if delta.index not in self._started:
+            self._started.add(delta.index)
+            text = self._prefixes[prompt_index] + text
             if self._logprobs:
-                prompt, start = self._prompts[place], len(self._prefixes[place])
+                prompt, start = self._prompts[prompt_index], len(self._prefixes[prompt_index])
                 offsets = _TextOffsets(self._tokenizer, prompt, start=start)
                 self._offsets[delta.index] = offsets
         logprobs = None
@@ -194,8 +196,8 @@ class CompletionView:
             logprobs = self._scores(delta.scores, self._offsets[delta.index])
         if logprobs is not None and delta.prompt_scores is not None:
             offsets = _TextOffsets(self._tokenizer, (), start=0)
-            of_prompt = self._scores(delta.prompt_scores, offsets)
-            logprobs = {name: of_prompt[name] + logprobs[name] for name in logprobs}
+            prompt_columns = self._scores(delta.prompt_scores, offsets)
+            logprobs = {name: prompt_columns[name] + logprobs[name] for name in logprobs}
         choice = {"index": delta.index, "text": text, "logprobs": logprobs, **_ending(delta)}
         return [{**choice, "weight_epochs": list(delta.epochs)}]
 
@@ -208,10 +210,10 @@ class CompletionView:
             "text_offset": [],
         }
         for score in scores:
-            offset, piece = offsets.add(score.id)
+            offset, decoded = offsets.add(score.id)
             text = self._text(score.id)
             # Decoding drops the blank that begins a text.
-            text = piece if piece and text == f" {piece}" else text
+            text = decoded if decoded and text == f" {decoded}" else text
             columns["tokens"].append(text)
             columns["top_logprobs"].append(self._top(score, text))
             columns["text_offset"].append(offset)
@@ -249,7 +251,7 @@ class ChatView:
         self.outputs, self._model, self._tokenizer = outputs, model, tokenizer
         self._logprobs = logprobs
         self._id, self._created = f"chatcmpl-{secrets.token_hex(12)}", int(time.time())
-        self._begun: set[int] = set()
+        self._started: set[int] = set()
         self._epochs: dict[int, list[int]] = {}
         self._calls = [-1] * outputs  # the last one begun
 
@@ -267,13 +269,13 @@ class ChatView:
         index = deltas[-1].index
         texts = {"text": "", "reasoning": ""}
         calls: list[dict[str, Any]] = []
-        for part in (part for delta in deltas for part in delta.parts):
-            if part.kind == "call":
-                calls.append(self._call(part.text))
-            elif part.kind == "arguments":
-                calls[-1]["function"]["arguments"] += part.text
-            elif part.kind in texts:
-                texts[part.kind] += part.text
+        for answer_part in (answer_part for delta in deltas for answer_part in delta.answer_parts):
+            if answer_part.kind == "call":
+                calls.append(self._call(answer_part.text))
+            elif answer_part.kind == "arguments":
+                calls[-1]["function"]["arguments"] += answer_part.text
+            elif answer_part.kind in texts:
+                texts[answer_part.kind] += answer_part.text
         scores = [score for delta in deltas for score in delta.scores]
         message = {
             "role": "assistant",
@@ -295,39 +297,43 @@ class ChatView:
     def chunk_choices(self, delta: Delta) -> list[dict[str, Any]]:
         """Return the choices that show a delta: the first one of an output says whose turn it is,
         the last one only why it ended."""
-        found = []
-        if delta.index not in self._begun:
-            self._begun.add(delta.index)
-            found.append(self._chunk(delta.index, {"role": "assistant", "content": ""}))
+        choices = []
+        if delta.index not in self._started:
+            self._started.add(delta.index)
+            choices.append(self._chunk(delta.index, {"role": "assistant", "content": ""}))
         # Of tokens without a text yet they come with the next chunk.
         epochs = [*self._epochs.pop(delta.index, ()), *delta.epochs]
-        shown = [fields for part in delta.parts if (fields := self._fields(delta.index, part))]
-        if not shown and self._logprobs and delta.scores:
-            shown.append({"content": ""})
-        for fields in shown:
-            found.append(self._chunk(delta.index, fields))
-        if shown:  # the tokens of a step are told of once
-            told = {"logprobs": self._scores(delta.scores), "weight_epochs": epochs}
-            found[-len(shown)] |= told
+        chunk_fields = [
+            fields
+            for answer_part in delta.answer_parts
+            if (fields := self._fields(delta.index, answer_part))
+        ]
+        if not chunk_fields and self._logprobs and delta.scores:
+            chunk_fields.append({"content": ""})
+        for fields in chunk_fields:
+            choices.append(self._chunk(delta.index, fields))
+        if chunk_fields:  # the tokens of a step are told of once
+            token_fields = {"logprobs": self._scores(delta.scores), "weight_epochs": epochs}
+            choices[-len(chunk_fields)] |= token_fields
             epochs = []
         if delta.finish_reason:
             ending = {**_ending(delta), "weight_epochs": epochs}
-            found.append(self._chunk(delta.index, {}, **ending))
+            choices.append(self._chunk(delta.index, {}, **ending))
         else:
             self._epochs[delta.index] = epochs
-        return found
+        return choices
 
-    def _fields(self, index: int, part: Part) -> dict[str, Any] | None:
+    def _fields(self, index: int, answer_part: AnswerPart) -> dict[str, Any] | None:
         """Return how a chunk shows a part."""
-        if part.kind == "text":
-            return {"content": part.text}
-        if part.kind == "reasoning":
-            return {"reasoning_content": part.text}
-        if part.kind == "call":
+        if answer_part.kind == "text":
+            return {"content": answer_part.text}
+        if answer_part.kind == "reasoning":
+            return {"reasoning_content": answer_part.text}
+        if answer_part.kind == "call":
             self._calls[index] += 1
-            return {"tool_calls": [{"index": self._calls[index], **self._call(part.text)}]}
-        if part.kind == "arguments":
-            call = {"index": self._calls[index], "function": {"arguments": part.text}}
+            return {"tool_calls": [{"index": self._calls[index], **self._call(answer_part.text)}]}
+        if answer_part.kind == "arguments":
+            call = {"index": self._calls[index], "function": {"arguments": answer_part.text}}
             return {"tool_calls": [call]}
         return None
 
@@ -336,20 +342,23 @@ class ChatView:
         function = {"name": name, "arguments": ""}
         return {"id": f"call_{secrets.token_hex(12)}", "type": "function", "function": function}
 
-    def _chunk(self, index: int, delta: dict[str, Any], **more: Any) -> dict[str, Any]:
-        return {"index": index, "delta": delta, "logprobs": None, "finish_reason": None, **more}
+    def _chunk(self, index: int, delta: dict[str, Any], **fields: Any) -> dict[str, Any]:
+        return {"index": index, "delta": delta, "logprobs": None, "finish_reason": None, **fields}
 
     def _scores(self, scores: Sequence[TokenScore]) -> dict[str, Any] | None:
         if not self._logprobs:
             return None
 
-        def one(token: int, logprob: float | None) -> dict[str, Any]:
+        def token_score(token: int, logprob: float | None) -> dict[str, Any]:
             text, in_bytes = (show(self._tokenizer, token) for show in (token_text, token_bytes))
             return {"token": text, "logprob": logprob, "bytes": in_bytes}
 
         return {
             "content": [
-                {**one(score.id, score.logprob), "top_logprobs": [one(*top) for top in score.top]}
+                {
+                    **token_score(score.id, score.logprob),
+                    "top_logprobs": [token_score(*top) for top in score.top],
+                }
                 for score in scores
             ],
             "refusal": None,

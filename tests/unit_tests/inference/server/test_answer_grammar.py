@@ -20,7 +20,7 @@ from megatron.inference.server.answer_grammar import (
     json_after_reasoning,
     tool_grammar,
 )
-from megatron.inference.server.answer_parser import AnswerParser, Part
+from megatron.inference.server.answer_parser import AnswerParser, AnswerPart
 from megatron.inference.server.conversation import Conversation, Tool
 from megatron.inference.server.structured import BadGrammar, Grammars
 from tests.support.http_server import END
@@ -70,7 +70,7 @@ def drawn(grammars: Grammars, grammar: str, begin: str = "", seed: int = 0) -> s
     raise AssertionError(f"never ends: {bytes(tokens[:200])!r}")
 
 
-def calls(parts: list[Part]) -> list[tuple[str, Any]]:
+def calls(parts: list[AnswerPart]) -> list[tuple[str, Any]]:
     """Return names and arguments of the calls of an answer, checked by hand."""
     found: list[list[str]] = []
     for part in parts:
@@ -97,7 +97,7 @@ def test_required_calls_follow_their_schemas(grammars: Grammars, name: str) -> N
     formats = AnswerFormats(tools=TOOL_FORMATS[name])
     seen: set[str] = set()
     counts = set()
-    for more in ({}, {"only": "now"}, {"parallel": False}):
+    for more in ({}, {"forced_tool": "now"}, {"parallel": False}):
         asked = Conversation(turns=[], tools=[BOOK, NOW], choice="required", **more)
         grammar = tool_grammar(asked, formats)
         for seed in range(4 if more else 10):
@@ -106,7 +106,7 @@ def test_required_calls_follow_their_schemas(grammars: Grammars, name: str) -> N
             assert {part.kind for part in parts} <= {"call", "arguments", "end"}
             named = calls(parts)
             assert len(named) == 1 if more else named
-            assert not asked.only or named[0][0] == "now"
+            assert not asked.forced_tool or named[0][0] == "now"
             seen |= {name for name, _ in named}
             counts.add(len(named))
     assert seen == {"book", "now"}
@@ -126,12 +126,12 @@ def test_strict_calls_come_after_text_and_reasoning(
     begin = ("" if begun else "<think>") + f"Hm</think>\n{opens}"
     parser = AnswerParser(formats, {"book": BOOK.parameters}, in_reasoning=begun)
     parts = parser.push(drawn(grammars, grammar, begin), finished=True)
-    assert parts[0] == Part("reasoning", "Hm")
-    assert parts[1] == (Part("call", "book") if bare else Part("text", "So"))
+    assert parts[0] == AnswerPart("reasoning", "Hm")
+    assert parts[1] == (AnswerPart("call", "book") if bare else AnswerPart("text", "So"))
     assert calls(parts)
     plain = AnswerParser(formats, {"book": BOOK.parameters}, in_reasoning=begun)
     text = drawn(grammars, grammar, begin.removesuffix(opens) + "No.")
-    assert plain.push(text, finished=True)[0] == Part("reasoning", "Hm")
+    assert plain.push(text, finished=True)[0] == AnswerPart("reasoning", "Hm")
 
 
 def test_special_tokens_are_written_by_their_ids() -> None:
@@ -151,9 +151,11 @@ def test_json_may_follow_reasoning(grammars: Grammars) -> None:
     schema = BOOK.parameters
     grammar = json_after_reasoning(schema, formats, in_reasoning=True)
     text = drawn(grammars, grammar, "Hm {</think>\n\n")
-    assert calls([Part("call", "book"), Part("arguments", text.split("</think>")[1])])
+    assert calls([AnswerPart("call", "book"), AnswerPart("arguments", text.split("</think>")[1])])
     grammar = json_after_reasoning(schema, formats)
-    assert calls([Part("call", "book"), Part("arguments", drawn(grammars, grammar, "{"))])
+    assert calls(
+        [AnswerPart("call", "book"), AnswerPart("arguments", drawn(grammars, grammar, "{"))]
+    )
 
 
 def test_what_is_enforced() -> None:

@@ -23,7 +23,7 @@ from megatron.inference.server.answer_formats import (
     decode_with_marks,
     formats_of,
 )
-from megatron.inference.server.answer_parser import AnswerParser, Part
+from megatron.inference.server.answer_parser import AnswerParser, AnswerPart
 
 TOOLS = {
     "weather": {
@@ -54,14 +54,14 @@ WRITTEN = {
     "]</TOOLCALL>",
 }
 READ = [
-    Part("reasoning", "Hm é"),
-    Part("text", "Wait…"),
-    Part("call", "weather"),
-    Part("arguments", ARGUMENTS),
-    Part("end"),
-    Part("call", "now"),
-    Part("arguments", "{}"),
-    Part("end"),
+    AnswerPart("reasoning", "Hm é"),
+    AnswerPart("text", "Wait…"),
+    AnswerPart("call", "weather"),
+    AnswerPart("arguments", ARGUMENTS),
+    AnswerPart("end"),
+    AnswerPart("call", "now"),
+    AnswerPart("arguments", "{}"),
+    AnswerPart("end"),
 ]
 NO_CALLS = (
     "a <tool_call> b\n",
@@ -89,21 +89,21 @@ NO_CALLS = (
 
 def read(
     name: str, pieces: Iterable[str], *, in_reasoning: bool = False, tools: Any = TOOLS
-) -> list[Part]:
+) -> list[AnswerPart]:
     """Return the parts of a text that comes in pieces, adjacent ones of a kind as one."""
     formats = AnswerFormats(tools=TOOL_FORMATS[name], reasoning=REASONING_FORMATS["qwen3"])
     parser = AnswerParser(formats, tools, in_reasoning=in_reasoning)
     parts = [part for piece in pieces for part in parser.push(piece)]
     parts += parser.push("", finished=True)
     assert parser.has_calls == any(part.kind == "call" for part in parts)
-    found: list[Part] = []
+    found: list[AnswerPart] = []
     for part in parts:
         if (
             found
             and found[-1].kind == part.kind
             and part.kind in ("text", "reasoning", "arguments")
         ):
-            found[-1] = Part(part.kind, found[-1].text + part.text)
+            found[-1] = AnswerPart(part.kind, found[-1].text + part.text)
         else:
             found.append(part)
     return found
@@ -242,7 +242,11 @@ def test_arguments_are_the_values_that_were_written(name: str) -> None:
             splits.append([text[a:b] for a, b in itertools.pairwise([0, *places, len(text)])])
         for pieces in splits:
             content, call, arguments_part, end = read(name, pieces, tools=schema(types))
-            assert (content, call, end) == (Part("text", "So."), Part("call", "take"), Part("end"))
+            assert (content, call, end) == (
+                AnswerPart("text", "So."),
+                AnswerPart("call", "take"),
+                AnswerPart("end"),
+            )
             parsed = json.loads(arguments_part.text)
             assert parsed == arguments, pieces
             assert type(parsed["value"]) is type(value), pieces
@@ -295,7 +299,11 @@ def test_calls_outlive_lost_marks(lost: str, types: str | None) -> None:
         "<tool_call>\n<function=take>\n<parameter=first>\n1\n</parameter>\n<parameter=value>\n"
         "Bern\n</parameter>\n</function>\n</tool_call>\n"
     )
-    calls = [Part("call", "take"), Part("arguments", '{"first": 1, "value": "Bern"}'), Part("end")]
+    calls = [
+        AnswerPart("call", "take"),
+        AnswerPart("arguments", '{"first": 1, "value": "Bern"}'),
+        AnswerPart("end"),
+    ]
     for whole in (text.replace(lost, ""), text + text.replace(lost, "") + text):
         count = whole.count("<function=")
         assert read("qwen3_coder", [whole], tools=schema(types)) == calls * count
@@ -304,7 +312,11 @@ def test_calls_outlive_lost_marks(lost: str, types: str | None) -> None:
 
 def test_the_next_parameter_ends_one_without_its_mark() -> None:
     text = "<function=weather><parameter=city>\nUlm\n<parameter=days>\n3\n</parameter>"
-    parts = [Part("call", "weather"), Part("arguments", '{"city": "Ulm", "days": 3}'), Part("end")]
+    parts = [
+        AnswerPart("call", "weather"),
+        AnswerPart("arguments", '{"city": "Ulm", "days": 3}'),
+        AnswerPart("end"),
+    ]
     for split in ([text], text):
         assert read("qwen3_coder", split) == parts
     # A mark of no other parameter is a part of the value.
@@ -364,7 +376,7 @@ def test_calls_beside_an_unknown_name_are_read(name: str, places: Sequence[int])
     text = f"Hm.{begin}{separator.join(written)}{end}"
     for pieces in ([text], text):
         content, *calls = read(name, pieces)
-        assert content == Part("text", "Hm.")
+        assert content == AnswerPart("text", "Hm.")
         assert [part.kind for part in calls] == ["call", "arguments", "end"] * (3 - len(places))
         assert {part.text for part in calls if part.kind == "call"} == {"now"}
 
@@ -391,15 +403,17 @@ def test_no_arguments_are_an_empty_object(name: str, written: str) -> None:
 def test_members_after_the_arguments_are_no_text() -> None:
     call = '{"name": "now", "arguments": {}, "id": "c", "more": [1, {"a": "}"}]}'
     parts = read("hermes", f"<tool_call>{call}</tool_call>Yes")
-    assert parts[2:] == [Part("end"), Part("text", "Yes")]
+    assert parts[2:] == [AnswerPart("end"), AnswerPart("text", "Yes")]
 
 
 def test_an_answer_in_json_is_shown_as_it_comes() -> None:
     """Where a call may open an answer, an object is soon seen to be none."""
     parser = AnswerParser(AnswerFormats(tools=TOOL_FORMATS["llama3_json"]), TOOLS)
-    assert parser.push('{"result": [') == [Part("text", '{"result": [')]
+    assert parser.push('{"result": [') == [AnswerPart("text", '{"result": [')]
     parser = AnswerParser(AnswerFormats(tools=TOOL_FORMATS["llama3_json"]), TOOLS)
-    assert parser.push('{"name": "Ann", "age": 3') == [Part("text", '{"name": "Ann", "age": 3')]
+    assert parser.push('{"name": "Ann", "age": 3') == [
+        AnswerPart("text", '{"name": "Ann", "age": 3')
+    ]
 
 
 @pytest.mark.parametrize(
@@ -434,19 +448,21 @@ def test_arguments_come_before_their_call_has_ended() -> None:
     formats = AnswerFormats(tools=TOOL_FORMATS["hermes"])
     parser = AnswerParser(formats, TOOLS)
     shown = parser.push('<tool_call>{"name": "now", "arguments": {"a": "lon')
-    assert shown == [Part("call", "now"), Part("arguments", '{"a": "lon')]
+    assert shown == [AnswerPart("call", "now"), AnswerPart("arguments", '{"a": "lon')]
     parser = AnswerParser(AnswerFormats(tools=TOOL_FORMATS["qwen3_coder"]), TOOLS)
     shown = parser.push("<tool_call><function=weather><parameter=city>\nlon")
-    assert shown == [Part("call", "weather"), Part("arguments", '{"city": "lon')]
+    assert shown == [AnswerPart("call", "weather"), AnswerPart("arguments", '{"city": "lon')]
 
 
 def test_reasoning_that_the_prompt_has_begun() -> None:
     for text in ("\nfirst\n</think>\n\nthen", "first</think>then"):
         assert read("hermes", text, in_reasoning=True) == [
-            Part("reasoning", "first"),
-            Part("text", "then"),
+            AnswerPart("reasoning", "first"),
+            AnswerPart("text", "then"),
         ]
-    assert read("hermes", "never ends \n", in_reasoning=True) == [Part("reasoning", "never ends")]
+    assert read("hermes", "never ends \n", in_reasoning=True) == [
+        AnswerPart("reasoning", "never ends")
+    ]
 
 
 @pytest.mark.parametrize(
@@ -474,7 +490,7 @@ def test_xml_parameters_have_their_schemas_types(written: str, means: object) ->
 
 def test_without_tools_and_reasoning_text_is_left_alone() -> None:
     parser = AnswerParser(AnswerFormats(tools=TOOL_FORMATS["hermes"]), {})
-    assert parser.push(" <tool_call> \n") == [Part("text", " <tool_call> \n")]
+    assert parser.push(" <tool_call> \n") == [AnswerPart("text", " <tool_call> \n")]
 
 
 def test_marks_that_are_special_tokens_are_kept() -> None:

@@ -45,7 +45,7 @@ async def sent_together(delays: list[int]) -> list[list[int]]:
         async def ask(turns: int) -> None:
             for _ in range(turns):
                 await asyncio.sleep(0)
-            client.ask([{"prompt": [5], "max_new_tokens": 2}])
+            client.add_requests([{"prompt": [5], "max_new_tokens": 2}])
 
         await asyncio.gather(*map(ask, delays))
         client.abort([0])

@@ -28,7 +28,7 @@ from megatron.inference import serve
 from megatron.inference.checkpoint_model import load_checkpoint_model
 from megatron.inference.config import Inference, ModelSource, ServeConfig
 from megatron.inference.llm import LLM
-from megatron.inference.server.protocol import Ask, FrameReader, News, frame
+from megatron.inference.server.protocol import EngineRequest, FrameReader, OutputDelta, frame
 from tests.support.hf_folders import write_pooling
 from tests.support.launchers import serve_store
 from tests.support.ranks import start_ranks
@@ -42,13 +42,13 @@ LONG, TOO_LONG = 40, 90
 WORDS = ["--device", "cpu", "--inference-max-requests", "3", "--inference-memory-gb", "0.0005"]
 
 
-def asks(first: int = 0, new: int = 24) -> list[Ask]:
+def asks(first: int = 0, new: int = 24) -> list[EngineRequest]:
     """Return eight asks: of two prefixes, drawn and not, the last with all that may be reported."""
     found = []
     for n in range(8):
         prefix = [3 + n % 2] * LONG
         found.append(
-            Ask(
+            EngineRequest(
                 id=first + n,
                 prompt=[*prefix, *range(7, 8 + n)],
                 max_new_tokens=new - n,
@@ -74,7 +74,7 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
     return found
 
 
-def request_of(ask: Ask) -> Request:
+def request_of(ask: EngineRequest) -> Request:
     return Request(
         prompt=tuple(ask.prompt),
         max_new_tokens=ask.max_new_tokens,
@@ -111,7 +111,7 @@ class Talk:
     def __init__(self, link: socket.socket) -> None:
         self._link, self._reader = link, FrameReader()
         self.outputs: dict[int, Completion] = {}
-        self.ended: dict[int, News] = {}
+        self.ended: dict[int, OutputDelta] = {}
         self.cached: dict[int, int] = {}
         self.stats: list[Mapping[str, Any]] = []
         self.quiet = 0  # steps without news, since the last one with some
@@ -122,7 +122,7 @@ class Talk:
     def send(self, *messages: Mapping[str, Any]) -> None:
         self._link.sendall(b"".join(map(frame, messages)))
 
-    def ask(self, wanted: Sequence[Ask]) -> None:
+    def ask(self, wanted: Sequence[EngineRequest]) -> None:
         self.outputs |= {a.id: Completion.begin(request_of(a), a.id, 0) for a in wanted}
         self.send(*(a.to_json() for a in wanted))
 
@@ -143,9 +143,9 @@ class Talk:
             self.stats.append(message["stats"])
             self.quiet = 0 if message["news"] else self.quiet + 1
             for fields in message["news"]:
-                self._add(News(**fields))
+                self._add(OutputDelta(**fields))
 
-    def _add(self, news: News) -> None:
+    def _add(self, news: OutputDelta) -> None:
         found = self.outputs[news.id]
         self.cached.setdefault(news.id, news.cached_tokens)
         for name in ("tokens", "logprobs", "epochs", "top_logprobs"):
@@ -156,7 +156,7 @@ class Talk:
         if news.finish_reason or news.refused:
             self.ended[news.id] = news
 
-    def ends(self, wanted: Sequence[Ask]) -> list[Completion]:
+    def ends(self, wanted: Sequence[EngineRequest]) -> list[Completion]:
         """Return outputs once all of them have ended."""
         self.hear(lambda: all(a.id in self.ended for a in wanted))
         return [self.outputs[a.id] for a in wanted]
@@ -168,7 +168,7 @@ class Talk:
         self.hear(lambda: number in self._done)
         return self._done[number]
 
-    def begun(self, wanted: Sequence[Ask], count: int) -> None:
+    def begun(self, wanted: Sequence[EngineRequest], count: int) -> None:
         """Ask, and wait until some output has so many tokens, and none has ended."""
         self.ask(wanted)
         self.hear(lambda: any(len(self.outputs[a.id].tokens) >= count for a in wanted))
@@ -230,12 +230,12 @@ def assert_as_one(found: Sequence[Completion], wanted: Sequence[Completion]) -> 
 
 def answer_and_leave(talk: Talk) -> Any:
     """Have all answered, one aborted, one refused and a text embedded."""
-    left, long = Ask(id=90, prompt=[9] * 20, max_new_tokens=60), [5] * TOO_LONG
-    talk.ask([*asks(), left, Ask(id=91, prompt=long, max_new_tokens=9)])
+    left, long = EngineRequest(id=90, prompt=[9] * 20, max_new_tokens=60), [5] * TOO_LONG
+    talk.ask([*asks(), left, EngineRequest(id=91, prompt=long, max_new_tokens=9)])
     talk.hear(lambda: 91 in talk.ended and talk.outputs[0].tokens)
     talk.send({"kind": "abort", "id": left.id})
     for number in range(92, 102):  # between steps that run
-        talk.ask([Ask(id=number, prompt=[5, 6, 7], max_new_tokens=0, embed=True)])
+        talk.ask([EngineRequest(id=number, prompt=[5, 6, 7], max_new_tokens=0, embed=True)])
         talk.hear(lambda: number in talk.ended)  # noqa: B023
     assert not all(ask.id in talk.ended for ask in asks())
     found = talk.ends(asks())
@@ -323,7 +323,7 @@ def paused_and_asleep(talk: Talk) -> list[list[Completion]]:
     else:
         assert profiled["told"]["steps"] == 2
     assert talk.order("sleep", level=1)["told"]["asleep"]
-    refused = Ask(id=300, prompt=[5] * LONG, max_new_tokens=5)
+    refused = EngineRequest(id=300, prompt=[5] * LONG, max_new_tokens=5)
     talk.ask([refused])
     talk.hear(lambda: 300 in talk.ended)
     assert "asleep" in talk.ended[300].refused
@@ -360,7 +360,7 @@ def test_pauses_and_sleep_of_ranks_change_no_token(
 
 def with_other_weights(talk: Talk, order: Mapping[str, Any]) -> tuple[Any, ...]:
     """Replace weights while all run; return the answer, what ran, and what comes after."""
-    known = Ask(id=50, prompt=[9] * LONG, max_new_tokens=1)
+    known = EngineRequest(id=50, prompt=[9] * LONG, max_new_tokens=1)
     for again in (known, replace(known, id=51)):
         talk.ask([again])
         talk.ends([again])
@@ -407,12 +407,12 @@ def test_all_ranks_take_other_weights(
 
 def ask_until_it_is_gone(talk: Talk) -> None:
     """Ask for one output after another until the engine process has ended."""
-    long = Ask(id=0, prompt=[5, 6], max_new_tokens=TOO_LONG - 2)
+    long = EngineRequest(id=0, prompt=[5, 6], max_new_tokens=TOO_LONG - 2)
     talk.begun([long], 2)
     print("begun", flush=True)
     with contextlib.suppress(AssertionError, ConnectionError):
         while True:
-            talk.ask([Ask(id=len(talk.outputs), prompt=[5, 6], max_new_tokens=40)])
+            talk.ask([EngineRequest(id=len(talk.outputs), prompt=[5, 6], max_new_tokens=40)])
             talk.hear(lambda: len(talk.outputs) - 1 in talk.ended)
 
 

@@ -16,7 +16,7 @@ import pytest
 
 from megatron.core.inference.engine import EngineConfig, EngineFeatures
 from megatron.core.inference.speculation import NGramLookup
-from megatron.inference.server.log_lines import LOG, JsonLines
+from megatron.inference.server.log_lines import LOG, JsonFormatter
 from tests.support.http_server import Served, served, until
 
 ROOT = Path(__file__).resolve().parents[4]
@@ -92,7 +92,7 @@ def test_requests_wait_by_their_priority(server: Served) -> None:
 def test_json_lines_hold_the_requests_id(server: Served) -> None:
     out = io.StringIO()
     handler = logging.StreamHandler(out)
-    handler.setFormatter(JsonLines())
+    handler.setFormatter(JsonFormatter())
     LOG.addHandler(handler)
     LOG.setLevel(logging.INFO)
     try:

@@ -221,7 +221,7 @@ def test_a_grammar_is_compiled_off_the_engines_loop(
 
 
 def test_grammars_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(structured, "KEPT_GRAMMARS", 2)
+    monkeypatch.setattr(structured, "MAX_CACHED_GRAMMARS", 2)
     grammars = Grammars(ByteTokenizer(), [END], END + 1)
     first = grammars.compile(structured.regex_grammar("a"))
     grammars.compile(structured.regex_grammar("b"))

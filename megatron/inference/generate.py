@@ -147,7 +147,7 @@ def text_params(config: GenerateConfig) -> TextParams:
 
 
 def max_blocks(lengths: Sequence[int], max_requests: int, block_size: int) -> int:
-    """Return the most cache blocks that `max_requests` sequences of these lengths use at once."""
+    """Return the most cache blocks that `max_requests` sequences with `lengths` use at once."""
     return sum(sorted((-(-n // block_size) for n in lengths), reverse=True)[:max_requests])
 
 

@@ -149,7 +149,7 @@ class AnswerFormats:
 
 
 def formats_of(tools: str | None, reasoning: str | None, tokenizer: Tokenizer) -> AnswerFormats:
-    """Return the formats of these names; a name of None means no such format."""
+    """Return the formats with the names `tools` and `reasoning`; None means no such format."""
     tool_format = None if tools is None else TOOL_FORMATS[tools]
     reasoning_format = None if reasoning is None else REASONING_FORMATS[reasoning]
     texts = [reasoning_format.begin, reasoning_format.end] if reasoning_format else []

@@ -135,8 +135,8 @@ def _makers(
     prompt: Prompt,
     body_makers: list[GrammarMaker],
 ) -> list[GrammarMaker]:
-    """Return the grammar makers of an answer, from those of its body and its tools. Raises ApiError
-    if they conflict."""
+    """Return the grammar makers of an answer, from its body and its tools. Raises ApiError if the
+    body and the tools conflict."""
     in_reasoning = prompt.in_reasoning
     if body_makers and conversation.callable_tools:
         name = body_makers[0][0]

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The fields of requests and their bounds. A field that is not here is refused by its name."""
+"""The fields of requests and their bounds. Unknown fields are rejected by name."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from megatron.inference.server.conversation import NO_PARAMETERS, Tool, ToolCall
 from megatron.inference.server.generation import GenerationRequest
 from megatron.inference.server.guard import ApiError
 
-#: Of one prompt, and of all prompts of a request.
+#: Most outputs of one prompt, and of all prompts of a request.
 MAX_OUTPUTS, MAX_REQUEST_OUTPUTS = 16, 64
 MAX_STOP_STRINGS, MAX_STOP_LENGTH = 16, 256
 MAX_STOP_TOKENS = 64
@@ -20,14 +20,14 @@ MAX_PROMPTS = 64
 MAX_BIASES = 1024
 MAX_LOGPROBS = 20
 MAX_MESSAGES = 4096
-#: Of a prompt or a message, in characters; the body's limit is usually lower.
+#: Most characters of a prompt or a message; the limit of the body is usually lower.
 MAX_TEXT = 8 << 20
 MAX_TOKENS = 1 << 24
-#: Of a grammar or a regular expression, in characters.
+#: Most characters of a grammar or a regular expression.
 MAX_GRAMMAR = 64 << 10
 MAX_CHOICES = 1024
 MAX_TOOLS = 128
-#: Tool calls of one message.
+#: Most tool calls of one message.
 MAX_CALLS = 128
 
 _Token = Annotated[int, Field(ge=0, lt=1 << 31)]
@@ -49,19 +49,19 @@ TemplateVariables = Annotated[
 
 
 class Body(BaseModel):
-    """An object with known fields of exact types."""
+    """A JSON object with strictly typed fields; unknown fields are errors."""
 
     model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
 
 
 class StreamOptions(Body):
-    """What a stream tells besides the text."""
+    """Options of a streamed answer."""
 
     include_usage: bool = False
 
 
 class SchemaFormat(Body):
-    """A JSON Schema with a name. It is always followed, as `strict` has it."""
+    """A named JSON schema, which is always enforced, as with `strict`."""
 
     name: Annotated[str, Field(max_length=256)]
     description: Annotated[str, Field(max_length=MAX_TEXT)] | None = None
@@ -82,19 +82,19 @@ class JsonFormat(Body):
 
 
 class JsonSchemaFormat(Body):
-    """JSON that a schema describes."""
+    """JSON that follows a schema."""
 
     type: Literal["json_schema"]
     json_schema: SchemaFormat
 
 
 def schema_format(schema: dict[str, Any]) -> JsonSchemaFormat:
-    """Return the format of JSON that a schema describes, as routes without names for it say it."""
+    """Return the format of JSON that follows a schema without a name."""
     return JsonSchemaFormat(type="json_schema", json_schema=SchemaFormat(name="", schema=schema))
 
 
 class StructuredOutputs(Body):
-    """What an output has to be: one of these."""
+    """The constraint on an output: exactly one field is set."""
 
     json_schema: Annotated[dict[str, Any] | None, Field(alias="json")] = None
     regex: Annotated[str, Field(min_length=1, max_length=MAX_GRAMMAR)] | None = None
@@ -109,7 +109,7 @@ class StructuredOutputs(Body):
 
 
 class GenerationBody(Body):
-    """What all routes that generate take."""
+    """The common fields of all routes that generate."""
 
     model: str | None = None
     max_tokens: Annotated[int, Field(ge=1, le=MAX_TOKENS)] | None = None
@@ -145,7 +145,7 @@ class GenerationBody(Body):
 
     @property
     def json_schema(self) -> Mapping[str, Any] | None:
-        """The schema that outputs have to follow, None if they need be no JSON."""
+        """The JSON schema of outputs; None if they need not be JSON."""
         if isinstance(self.response_format, JsonSchemaFormat):
             return self.response_format.json_schema.json_schema
         if isinstance(self.response_format, JsonFormat):
@@ -153,11 +153,11 @@ class GenerationBody(Body):
         return None if self.structured_outputs is None else self.structured_outputs.json_schema
 
     def sampling(self, *, seed: int, logprobs: int | None) -> dict[str, Any]:
-        """Return the fields of `SamplingParams` that were given.
+        """Return the fields of `SamplingParams` that the request sets.
 
         Args:
-            seed: where none was given.
-            logprobs: alternatives of each token to report.
+            seed: seed if the request sets none.
+            logprobs: number of alternatives to report per token.
         """
         names = ("temperature", "top_p", "min_p", "repetition_penalty")
         names += ("presence_penalty", "frequency_penalty", "seed")
@@ -180,14 +180,14 @@ class GenerationBody(Body):
         prompt_logprobs: bool = False,
         grammar: str | None = None,
     ) -> GenerationRequest:
-        """Return what is asked for.
+        """Return the request for outputs.
 
         Args:
-            prompts: token ids of each.
-            default_stop_tokens: tokens that end a text, unless `ignore_eos`.
-            max_new_tokens: see `Wanted`.
-            sampling: of `sampling`.
-            names, prompt_logprobs, grammar: see `Wanted`.
+            prompts: token ids of each prompt.
+            default_stop_tokens: stop tokens of the model, ignored with `ignore_eos`.
+            max_new_tokens: see `GenerationRequest`.
+            sampling: return value of `sampling`.
+            names, prompt_logprobs, grammar: see `GenerationRequest`.
         """
         stop = [self.stop] if isinstance(self.stop, str) else self.stop or []
         stop_tokens = {
@@ -224,14 +224,14 @@ class TextPart(Body):
 
 
 class CalledFunction(Body):
-    """What a tool call of a former turn called."""
+    """The function of a tool call of an earlier turn."""
 
     name: ToolName
     arguments: _Text
 
 
 class MessageCall(Body):
-    """A tool call of a former turn."""
+    """A tool call of an earlier turn."""
 
     id: CallId
     type: Literal["function"]
@@ -254,13 +254,13 @@ class Message(Body):
 
     @property
     def text(self) -> str:
-        """Its parts in one."""
+        """The joined text of all parts."""
         if isinstance(self.content, str):
             return self.content
         return "".join(text_part.text for text_part in self.content or ())
 
     def turn(self) -> Turn:
-        """Return it as a turn of a conversation. Raises ApiError for one that is none."""
+        """Return the turn of a conversation. Raises ApiError for an invalid message."""
         answers = self.tool_calls is not None or self.reasoning_content is not None
         problem = None
         if answers and self.role != "assistant":
@@ -293,7 +293,7 @@ class Function(Body):
     strict: bool | None = None
 
     def tool(self) -> Tool:
-        """Return it as a tool of a conversation."""
+        """Return the tool of a conversation."""
         return Tool(
             name=self.name,
             description=self.description,
@@ -303,14 +303,14 @@ class Function(Body):
 
 
 class FunctionTool(Body):
-    """A tool: functions are the only ones."""
+    """A tool, which has to be a function."""
 
     type: Literal["function"]
     function: Function
 
 
 class FunctionName(Body):
-    """A function by its name."""
+    """The name of a function."""
 
     name: ToolName
 
@@ -336,7 +336,7 @@ class ChatBody(GenerationBody):
 
 
 class TokenizeBody(Body):
-    """`POST /tokenize`: a text, or a conversation as the chat route would render it."""
+    """`POST /tokenize`: a text, or a conversation that the chat template renders."""
 
     model: str | None = None
     prompt: _Text | None = None

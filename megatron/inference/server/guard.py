@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What stands before every route: request ids, the key, bounds on what comes in, errors in the
-shape of OpenAI. An error says what the server itself has to say, never the text of an exception."""
+"""The outer layer of all routes: request ids, the API key, limits on requests, and errors.
+
+Errors have the format of OpenAI. Their messages never contain the text of an internal exception.
+"""
 
 from __future__ import annotations
 
@@ -22,22 +24,22 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 from megatron.inference.server.log_lines import REQUEST_ID, log_answer
 
 MAX_HEADER_BYTES = 16 << 10
-#: Routes whose errors have the shape of Anthropic's, and what their paths begin with.
+#: Path prefix of the routes whose errors have the format of Anthropic.
 ANTHROPIC_ROUTES = "/v1/messages"
-#: Routes that need no key.
+#: Routes without authentication.
 OPEN_ROUTES = frozenset({"/", "/health"})
-#: Routes that are asked for all the time, and leave no line in the log.
+#: Routes that are polled and therefore not logged.
 POLLED_ROUTES = frozenset({"/health", "/metrics"})
 
 
 @dataclass(frozen=True, kw_only=True)
 class Limits:
-    """What clients may ask of the server.
+    """Limits on requests.
 
     Args:
-        max_body_bytes: of a request.
-        body_seconds: for a request's header, and then for its body, to arrive.
-        request_seconds: for an answer, waiting for the engine included.
+        max_body_bytes: largest body of a request.
+        body_seconds: time for a request's header, and then for its body, to arrive.
+        request_seconds: time for an answer, including its time in the queue.
     """
 
     max_body_bytes: int
@@ -46,14 +48,14 @@ class Limits:
 
 
 class ApiError(Exception):
-    """An answer that is no success.
+    """An error answer.
 
     Args:
-        status: of HTTP.
-        message: for the user; one line.
-        param: the field that it is about.
-        code: for programs.
-        retry_seconds: when to try again.
+        status: HTTP status.
+        message: message for the user; one line.
+        param: field of the request that caused the error; None for no single field.
+        code: machine-readable code.
+        retry_seconds: seconds until the client may retry.
     """
 
     def __init__(
@@ -70,7 +72,7 @@ class ApiError(Exception):
         self.retry_seconds = retry_seconds
 
     def to_json(self, request_id: str, path: str = "") -> dict[str, Any]:
-        """Return the body of the answer, in the shape of the route at a path."""
+        """Return the body of the answer, in the format of the route at `path`."""
         kinds = {401: "authentication_error", 404: "not_found_error", 429: "rate_limit_error"}
         if path.startswith(ANTHROPIC_ROUTES):
             kinds |= {413: "request_too_large", 503: "overloaded_error", 504: "timeout_error"}
@@ -89,7 +91,7 @@ class ApiError(Exception):
         }
 
     def response(self, request_id: str, path: str = "") -> Response:
-        """Return the answer, in the shape of the route at a path."""
+        """Return the answer, in the format of the route at `path`."""
         headers = {}
         if self.retry_seconds is not None:
             headers["retry-after"] = str(self.retry_seconds)
@@ -99,7 +101,7 @@ class ApiError(Exception):
 
 
 def internal_error() -> ApiError:
-    """Return what is said of a fault of this software; the log has its traceback."""
+    """Return the answer to a request that raised an exception; the log has its traceback."""
     return ApiError(500, "internal error: the server's log says more, under this request id")
 
 
@@ -107,10 +109,10 @@ class RequestGuard:
     """The outermost layer of the application.
 
     Args:
-        app: the routes.
-        limits: on what comes in.
-        key: that clients must give; None lets everybody in.
-        note_answer: told the status of every answer.
+        app: application with the routes.
+        limits: limits on requests.
+        key: API key; None without authentication.
+        note_answer: called with the status of every answer.
     """
 
     def __init__(
@@ -127,7 +129,10 @@ class RequestGuard:
         request_id = f"req-{secrets.token_hex(12)}"
         scope.setdefault("state", {})["request_id"] = request_id
         REQUEST_ID.set(request_id)
-        begin, status = time.perf_counter(), 499  # the client has gone before it had an answer
+        begin, status = (
+            time.perf_counter(),
+            499,
+        )  # the status if the client disconnects before its answer
 
         async def send_with_id(message: Message) -> None:
             nonlocal status
@@ -150,7 +155,7 @@ class RequestGuard:
             log_answer(scope["method"], scope["path"], status=status, seconds=seconds)
 
     def _check(self, scope: Scope) -> None:
-        """Refuse a request by its header. Raises ApiError."""
+        """Check the header of a request: size, API key and length of the body. Raises ApiError."""
         headers = scope["headers"]
         if sum(len(name) + len(value) for name, value in headers) > MAX_HEADER_BYTES:
             raise ApiError(431, f"the header has more than {MAX_HEADER_BYTES} bytes")
@@ -174,14 +179,14 @@ def _too_long(limits: Limits) -> ApiError:
 
 
 class _BoundedBody:
-    """Receive a body of so many bytes in so much time; raise ApiError for more."""
+    """Receive a body within the limits on size and time; raise ApiError beyond them."""
 
     def __init__(self, receive: Receive, limits: Limits) -> None:
         self._receive, self._limits = receive, limits
         self._bytes, self._complete = 0, False
 
     async def __call__(self) -> Message:
-        if self._complete:  # waits for the client to go away
+        if self._complete:  # after the body: waits for the disconnect
             return await self._receive()
         try:
             message = await asyncio.wait_for(self._receive(), self._limits.body_seconds)
@@ -196,17 +201,17 @@ class _BoundedBody:
 
 
 async def disconnected(receive: Receive) -> None:
-    """Return when the client has gone away."""
+    """Return when the client has disconnected."""
     while (await receive())["type"] != "http.disconnect":
         pass
 
 
 class EventStream(Response):
-    """Server-sent events, up to their end, the client's leave, or a stalled reader.
+    """Server-sent events, until they end, the client disconnects, or its reading stalls.
 
     Args:
-        events: the data of each event, one line; or an object whose `type` names the event.
-        stalled: set when the client has left too much unread: the connection is closed.
+        events: data of each event, one line; or an object whose `type` names the event.
+        stalled: set when the client has too many unread tokens; the connection is then closed.
     """
 
     media_type = "text/event-stream"
@@ -246,7 +251,7 @@ class EventStream(Response):
 
 
 class TimedProtocol(H11Protocol):
-    """HTTP/1.1 that ends a connection whose next request's header does not arrive in time.
+    """HTTP/1.1 with a time limit for the header of each request.
 
     `header_seconds` is set by `timed_protocol`.
     """
@@ -255,12 +260,12 @@ class TimedProtocol(H11Protocol):
     _waiting: asyncio.TimerHandle | None = None
 
     def connection_made(self, transport: Any) -> None:
-        """Begin to wait for the first header."""
+        """Start the timer of the first header."""
         super().connection_made(transport)
         self._wait()
 
     def data_received(self, data: bytes) -> None:
-        """Wait on while a header is not complete."""
+        """Keep the timer running until the header is complete."""
         super().data_received(data)
         if self.cycle is not None and not self.cycle.response_complete:
             self._stop_waiting()
@@ -268,18 +273,18 @@ class TimedProtocol(H11Protocol):
             self._wait()
 
     def send_400_response(self, msg: str) -> None:
-        """Answer what is no HTTP, and take no other answer to a request whose body it was."""
+        """Answer invalid HTTP, and drop the answer of a request whose body was invalid."""
         super().send_400_response(msg)
         if self.cycle is not None:
             self.cycle.disconnected = True
 
     def on_response_complete(self) -> None:
-        """Leave an idle connection to uvicorn, until something comes."""
+        """Stop the timer; uvicorn closes idle connections."""
         self._stop_waiting()
         super().on_response_complete()
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """Wait no more."""
+        """Stop the timer."""
         self._stop_waiting()
         super().connection_lost(exc)
 
@@ -293,12 +298,12 @@ class TimedProtocol(H11Protocol):
 
 
 def timed_protocol(seconds: float) -> type[TimedProtocol]:
-    """Return the protocol with a time for headers to arrive."""
+    """Return the protocol class with this time limit for headers."""
     return type("TimedProtocol", (TimedProtocol,), {"header_seconds": seconds})
 
 
 def check_keys(data: bytes) -> None:
-    """Raise ApiError for JSON with an object that has a key twice; what is no JSON passes."""
+    """Raise ApiError for JSON with a duplicate key in an object. Invalid JSON passes."""
 
     def unique(pairs: Sequence[tuple[str, Any]]) -> dict[str, Any]:
         json_object = dict(pairs)
@@ -318,16 +323,16 @@ def check_keys(data: bytes) -> None:
 
 
 def validation_error(problems: Sequence[Mapping[str, Any]]) -> ApiError:
-    """Return the answer to a body with wrong fields: the first of them is named.
+    """Return the answer to a body with invalid fields; it names the first invalid field.
 
-    Of a field that may have one of several types, the alternative that went furthest is explained.
+    For a field of a union type it explains the alternative that matched deepest.
     """
     field = problems[0]["loc"][:1]
     deepest = max(
         (problem for problem in problems if problem["loc"][:1] == field),
         key=lambda problem: (len(problem["loc"]), problem["type"] != "string_type"),
     )
-    # Not the alternatives of a field that may have one of several types.
+    # Drop the names of union members, which pydantic inserts into `loc`.
     path = [
         str(component)
         for component in deepest["loc"]

@@ -69,7 +69,7 @@ class _HttpServer(uvicorn.Server):
 
 
 def build(settings: Mapping[str, Any], client: EngineClient) -> Server:
-    """Return the server of these settings."""
+    """Return the server with the given settings."""
     tokenizer = choose_tokenizer(**settings["tokenizer"])
     template, card = settings["template"], settings["card"]
     formats = formats_of(**settings["formats"], tokenizer=tokenizer)

@@ -44,7 +44,7 @@ _Texts = Annotated[list[TextPart], Field(min_length=1, max_length=MAX_MESSAGES)]
 
 
 class ThinkingBlock(Body):
-    """Reasoning of a former answer; the signature is ours, which is empty."""
+    """Reasoning of an earlier answer; this server's signature is always empty."""
 
     type: Literal["thinking"]
     thinking: _Text
@@ -52,7 +52,7 @@ class ThinkingBlock(Body):
 
 
 class ToolUseBlock(Body):
-    """A tool call of a former answer."""
+    """A tool call of an earlier answer."""
 
     type: Literal["tool_use"]
     id: CallId
@@ -61,7 +61,7 @@ class ToolUseBlock(Body):
 
 
 class ToolResultBlock(Body):
-    """What a tool has returned; that of an error is shown to the model as one."""
+    """The result of a tool; with `is_error` the model sees it as an error."""
 
     type: Literal["tool_result"]
     tool_use_id: CallId
@@ -87,7 +87,7 @@ class AnthropicMessage(Body):
     )
 
     def turns(self) -> list[Turn]:
-        """Return it as turns of a conversation: results of tools are turns of their own."""
+        """Return the turns of a conversation; each tool result is a separate turn."""
         if isinstance(self.content, str):
             return [Turn(role=self.role, text=self.content)]
         if self.role == "assistant":
@@ -133,7 +133,7 @@ class AnthropicTool(Body):
 
 
 class ToolUse(Body):
-    """Whether tools may be called, or have to be."""
+    """Whether the answer may or must call tools."""
 
     type: Literal["auto", "any", "none", "tool"]
     name: ToolName | None = None
@@ -141,14 +141,14 @@ class ToolUse(Body):
 
 
 class Thinking(Body):
-    """Whether the template has the model reason, and with `enabled` for how many tokens."""
+    """Whether the model reasons, and with `enabled` the most tokens of reasoning."""
 
     type: Literal["adaptive", "disabled", "enabled"]
     budget_tokens: Annotated[int, Field(ge=1, le=MAX_TOKENS)] | None = None
 
     def check(self, max_tokens: int | None) -> None:
-        """Raise ApiError for a budget where there is none, or that leaves nothing of so many tokens
-        for the answer."""
+        """Raise ApiError for a budget without `enabled`, or one that leaves no tokens for the
+        answer."""
         if (self.type == "enabled") != (self.budget_tokens is not None):
             raise ApiError(400, "thinking: budget_tokens goes with type enabled", param="thinking")
         if max_tokens is not None and (self.budget_tokens or 0) >= max_tokens:
@@ -161,14 +161,14 @@ class Thinking(Body):
 
 
 class OutputFormat(Body):
-    """JSON that a schema describes."""
+    """JSON that follows a schema."""
 
     type: Literal["json_schema"]
     json_schema: Annotated[dict[str, Any], Field(alias="schema")]
 
 
 class OutputConfig(Body):
-    """What the answer has to be."""
+    """Constraints on the answer."""
 
     format: OutputFormat | None = None
 
@@ -186,7 +186,7 @@ class CountBody(Body):
     def conversation(
         self, template_variables: Collection[str], max_tokens: int | None = None
     ) -> Conversation:
-        """Return the conversation. Raises ApiError where it is none.
+        """Return the conversation. Raises ApiError if it is invalid.
 
         Args:
             template_variables: variables of the template that requests may set. A budget closes
@@ -265,12 +265,12 @@ def _joined_text(content: str | Sequence[TextPart]) -> str:
 
 
 class MessageView:
-    """An answer as blocks of content.
+    """An answer as content blocks.
 
     Args:
-        model: its name.
-        usage: of the request, as it grows.
-        request_id: of the request.
+        model: name of the model.
+        usage: token counts of the request, which grow with each delta.
+        request_id: id of the request.
     """
 
     def __init__(self, model: str, usage: Usage, request_id: str) -> None:
@@ -285,10 +285,10 @@ class MessageView:
             "stop_sequence": None,
         }
         self._started = False
-        self._index, self._kind = -1, ""  # of the newest block; no kind once it has ended
+        self._index, self._kind = -1, ""  # of the newest block; "" once the block has ended
 
     def whole(self, deltas: Sequence[Delta]) -> dict[str, Any]:
-        """Return the message from all of its deltas."""
+        """Return the complete message from all of its deltas."""
         blocks: list[dict[str, Any]] = []
         ending: dict[str, Any] = {}
         for event in (event for delta in deltas for event in self.events(delta)):
@@ -309,7 +309,7 @@ class MessageView:
         return {**self._message, "content": blocks, **ending, "usage": self._count()}
 
     def events(self, delta: Delta) -> list[dict[str, Any]]:
-        """Return the events that show a delta."""
+        """Return the events of a delta."""
         events: list[dict[str, Any]] = []
         if not self._started:
             self._started = True
@@ -330,7 +330,7 @@ class MessageView:
         return events
 
     def error(self, error: ApiError) -> dict[str, Any]:
-        """Return the event of an error that ends a stream."""
+        """Return the event of an error, which ends the stream."""
         return error.to_json(self._request_id, ANTHROPIC_ROUTES)
 
     def _part_events(self, answer_part: AnswerPart) -> list[dict[str, Any]]:
@@ -362,7 +362,7 @@ class MessageView:
         return [{"type": "content_block_stop", "index": self._index}] if open_kind else []
 
     def _count(self) -> dict[str, int]:
-        """Return tokens; those found in the prefix cache are counted apart from the others."""
+        """Return token counts; `input_tokens` excludes tokens found in the prefix cache."""
         return {
             "input_tokens": self._usage.prompt_tokens - self._usage.cached_tokens,
             "cache_creation_input_tokens": 0,
@@ -372,7 +372,7 @@ class MessageView:
 
 
 def _object(text: str) -> dict[str, Any]:
-    """Return the arguments of a call; those that are no object, under the name `unparsed`."""
+    """Return the arguments of a call; other text than a JSON object is under `unparsed`."""
     try:
         parsed = json.loads(text)
     except (ValueError, RecursionError):

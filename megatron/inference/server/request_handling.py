@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What all routes stand on: how a request is read, checked and admitted, and how it is answered,
-whole or as a stream."""
+"""Request handling of all routes: read, validate and admit a request, then answer it, complete or
+streamed."""
 
 from __future__ import annotations
 
@@ -74,15 +74,16 @@ from megatron.inference.server.structured import (
 )
 from megatron.inference.server.views import View
 
-#: For a grammar to be checked.
+#: Time limit for checking a grammar.
 GRAMMAR_SECONDS = 5.0
 
-#: Characters whose tokens are found at once, in about a millisecond: a thread takes as long.
+#: Texts up to this many characters are tokenized on the event loop, in about a millisecond: a
+#: switch to a thread takes as long.
 SHORT_TEXTS = 4096
 
 STREAM_END = "[DONE]"
 
-#: The field that asks for a grammar, and what makes it.
+#: The field that requests a grammar, and the function that returns the grammar.
 GrammarMaker = tuple[str, Callable[[], str]]
 
 B = TypeVar("B", bound=Body)
@@ -91,16 +92,16 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, kw_only=True)
 class Server:
-    """What the routes stand on."""
+    """State that all routes share."""
 
     client: EngineClient
     tokenizer: Tokenizer
     conversations: Conversations
     formats: AnswerFormats
     no_embeddings: str | None = None
-    """Why the model embeds no texts; None if it does."""
+    """Why the model has no embeddings; None if it has them."""
     running: dict[str, Callable[[], dict[str, Any]]] = field(default_factory=dict)
-    """What cancels a response that is not finished and returns it, by its id."""
+    """By response id: a function that cancels the running response and returns it."""
     card: ModelCard
     limits: Limits
     metrics: ServerMetrics
@@ -109,14 +110,14 @@ class Server:
     async def grammar(
         self, body: GenerationBody, makers: Sequence[GrammarMaker] | None = None
     ) -> str | None:
-        """Return the grammar that outputs have to follow, checked; None for any text.
+        """Return the grammar of the outputs, which is known to compile; None for any text.
 
         Args:
-            body: of the request.
-            makers: of the grammars that are asked for; derived: of its fields.
+            body: body of the request.
+            makers: makers of the requested grammars; None for the makers of `body`.
 
         Raises:
-            ApiError: there is more than one, or it cannot be used.
+            ApiError: more than one grammar is requested, or the grammar is invalid.
         """
         candidates = grammar_makers(body) if makers is None else makers
         if not candidates:
@@ -150,7 +151,7 @@ class Server:
             return grammar
 
         try:
-            # A thread that takes too long ends by llguidance's own limits.
+            # After a timeout the thread still ends, by the limits of llguidance.
             return await asyncio.wait_for(asyncio.to_thread(compile_grammar), GRAMMAR_SECONDS)
         except TimeoutError:
             raise ApiError(400, f"{name} takes too long to compile", param=name) from None
@@ -160,14 +161,14 @@ class Server:
     def generate(
         self, request: GenerationRequest, parsers: Sequence[AnswerParser] = ()
     ) -> Generation:
-        """Ask the engine for what is wanted.
+        """Send a request to the engine.
 
         Args:
-            request: by a request.
+            request: the request.
             parsers: see `Generation`.
 
         Raises:
-            ApiError: the model cannot serve it, or not now.
+            ApiError: the request is invalid, or the engine is unavailable.
         """
         self.check_awake()
         num_outputs = len(request.prompts) * request.n
@@ -214,7 +215,7 @@ class Server:
             raise ApiError(503, "the engine is asleep", code="asleep", retry_seconds=10)
 
     def check_model(self, name: str | None) -> None:
-        """Raise ApiError for a model that is not served here."""
+        """Raise ApiError for a model that this server does not serve."""
         if name is not None and name != self.card.name:
             raise ApiError(
                 404,
@@ -224,7 +225,7 @@ class Server:
             )
 
     async def read(self, request: Request, body: type[B]) -> B:
-        """Return the body of a request, checked. Raises ApiError for one with wrong fields."""
+        """Return the validated body of a request. Raises ApiError for invalid fields."""
         data = await request.body()
         check_keys(data)
         try:
@@ -237,10 +238,10 @@ class Server:
     async def run_until_disconnect(
         self, request: Request, work: Coroutine[Any, Any, T]
     ) -> T | None:
-        """Return what some work comes to; None if the client has gone away before.
+        """Return the result of a coroutine; None if the client disconnects before it ends.
 
         Raises:
-            ApiError: it took too long, or failed.
+            ApiError: the coroutine failed or exceeded the time limit.
         """
         task = asyncio.ensure_future(work)
         disconnect = asyncio.ensure_future(disconnected(request.receive))
@@ -262,7 +263,7 @@ class Server:
 
 
 def grammar_makers(body: GenerationBody) -> list[GrammarMaker]:
-    """Return what makes each grammar that a body asks for."""
+    """Return the maker of each grammar that a body requests."""
     all_makers: list[GrammarMaker] = []
     structured, shape = body.structured_outputs, body.response_format
     if isinstance(shape, JsonFormat):
@@ -283,7 +284,7 @@ def grammar_makers(body: GenerationBody) -> list[GrammarMaker]:
 
 @contextlib.contextmanager
 def admission() -> Iterator[None]:
-    """Say by an ApiError why the engine is not asked now."""
+    """Turn the engine client's admission errors into ApiErrors."""
     try:
         yield
     except QueueFull:
@@ -297,17 +298,17 @@ def admission() -> Iterator[None]:
 
 
 def timeout_error(limits: Limits) -> ApiError:
-    """Return the answer to a request that takes too long."""
+    """Return the answer to a request that exceeds the time limit."""
     return ApiError(504, f"no answer within {limits.request_seconds:g} s: ask for fewer tokens")
 
 
 def engine_lost() -> ApiError:
-    """Return the answer where the engine is gone."""
+    """Return the answer after the engine process has exited."""
     return ApiError(503, "the engine has stopped: the server is ending", retry_seconds=10)
 
 
 async def checked_deltas(generation: Generation) -> AsyncIterator[Delta]:
-    """Yield the deltas of a request; what ends it early is an ApiError."""
+    """Yield the deltas of a request; errors of the engine are raised as ApiErrors."""
     try:
         async for delta in generation.deltas():
             yield delta
@@ -324,7 +325,7 @@ async def checked_deltas(generation: Generation) -> AsyncIterator[Delta]:
 
 
 async def answer(server: Server, request: Request, generation: Generation, view: View) -> Response:
-    """Return a whole answer."""
+    """Return a complete answer."""
 
     async def collect() -> list[dict[str, Any]]:
         output_deltas: list[list[Delta]] = [[] for _ in range(view.outputs)]
@@ -334,14 +335,14 @@ async def answer(server: Server, request: Request, generation: Generation, view:
 
     choices = await server.run_until_disconnect(request, collect())
     if choices is None:
-        return Response(status_code=499)  # nobody reads it
+        return Response(status_code=499)  # the client has disconnected
     return JSONResponse({**view.head(), "choices": choices, "usage": generation.usage.to_json()})
 
 
 async def events(
     server: Server, request_id: str, generation: Generation, view: View, *, include_usage: bool
 ) -> AsyncGenerator[str, None]:
-    """Yield the data of the events of a stream."""
+    """Yield the data of the events of a streamed answer."""
 
     def chunk(choices: Sequence[dict[str, Any]], **fields: Any) -> str:
         usage = {"usage": None, **fields} if include_usage else {}
@@ -371,7 +372,7 @@ async def events(
 async def respond(
     server: Server, request: Request, body: GenerationBody, generation: Generation, view: View
 ) -> Response:
-    """Return the answer to a request, whole or as a stream."""
+    """Return the answer to a request, complete or streamed."""
     if not body.stream:
         return await answer(server, request, generation, view)
     usage = body.stream_options is not None and body.stream_options.include_usage
@@ -380,7 +381,7 @@ async def respond(
 
 
 async def text_tokens(server: Server, prompts: Prompts) -> list[list[int]]:
-    """Return the tokens of each text, which may be tokens already."""
+    """Return the token ids of each prompt; prompts may be texts or token ids."""
     texts = prompts if isinstance(prompts, list) and not isinstance(prompts[0], int) else [prompts]
 
     def tokens(text: Any) -> list[int]:
@@ -388,11 +389,11 @@ async def text_tokens(server: Server, prompts: Prompts) -> list[list[int]]:
 
     if sum(len(text) for text in texts if isinstance(text, str)) <= SHORT_TEXTS:
         return [tokens(text) for text in texts]
-    # Off the loop: a long text takes a while.
+    # In a thread: a long text would block the event loop.
     return await asyncio.to_thread(lambda: [tokens(text) for text in texts])
 
 
 def check_stream_options(body: GenerationBody) -> None:
-    """Raise ApiError for options of a stream where there is none."""
+    """Raise ApiError for stream options without `stream`."""
     if body.stream_options is not None and not body.stream:
         raise ApiError(400, "stream_options needs stream: true", param="stream_options")

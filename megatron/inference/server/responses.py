@@ -1,6 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""OpenAI's `/v1/responses`: a conversation's answer as items of output. Nothing is stored: a
-request has the whole conversation, and a response can be cancelled while it runs."""
+"""OpenAI's `/v1/responses`: answers as output items.
+
+The server stores nothing: every request holds the whole conversation. A response can be cancelled
+while it runs.
+"""
 
 from __future__ import annotations
 
@@ -49,7 +52,7 @@ _Status = Literal["in_progress", "completed", "incomplete"]
 
 
 class ContentPart(Body):
-    """A part of a message, also of a former answer."""
+    """A part of a message or of an earlier answer."""
 
     type: Literal["input_text", "output_text", "reasoning_text"]
     text: _Text
@@ -61,7 +64,7 @@ _ContentParts = Annotated[list[ContentPart], Field(max_length=MAX_MESSAGES)]
 
 
 class OldItem(Body):
-    """What all items have that were output before."""
+    """Common fields of items of earlier outputs."""
 
     id: _Id | None = None
     status: _Status | None = None
@@ -76,7 +79,7 @@ class MessageItem(OldItem):
 
 
 class ReasoningItem(OldItem):
-    """Reasoning of a former answer."""
+    """Reasoning of an earlier answer."""
 
     type: Literal["reasoning"]
     summary: Annotated[list[Any], Field(max_length=0)] | None = None
@@ -85,7 +88,7 @@ class ReasoningItem(OldItem):
 
 
 class CallItem(OldItem):
-    """A tool call of a former answer."""
+    """A tool call of an earlier answer."""
 
     type: Literal["function_call"]
     call_id: CallId
@@ -94,7 +97,7 @@ class CallItem(OldItem):
 
 
 class CallOutputItem(OldItem):
-    """What a tool has returned."""
+    """The result of a tool."""
 
     type: Literal["function_call_output"]
     call_id: CallId
@@ -102,7 +105,7 @@ class CallOutputItem(OldItem):
 
 
 def _kind(item: Any) -> str | None:
-    """Return the type of an item; one without is a message."""
+    """Return the type of an item; the default is a message."""
     if isinstance(item, dict):
         return item.get("type", "message")
     return getattr(item, "type", None)
@@ -130,7 +133,7 @@ class ForcedFunction(FunctionName):
 
 
 class NamedSchema(Body):
-    """JSON that a schema describes. It is always followed, as `strict` has it."""
+    """JSON that follows a schema, which is always enforced, as with `strict`."""
 
     type: Literal["json_schema"]
     name: _Id
@@ -140,7 +143,7 @@ class NamedSchema(Body):
 
 
 class TextConfig(Body):
-    """What the text has to be."""
+    """Constraints on the text."""
 
     format: Annotated[TextFormat | JsonFormat | NamedSchema, Field(discriminator="type")] | None = (
         None
@@ -184,7 +187,7 @@ class ResponseBody(Body):
     ) = None
 
     def conversation(self) -> Conversation:
-        """Return the conversation. Raises ApiError where it is none."""
+        """Return the conversation. Raises ApiError if it is invalid."""
         tools = [_tool(tool) for tool in self.tools or ()]
         choice, forced_tool = self.tool_choice or "auto", None
         if isinstance(choice, ForcedFunction):
@@ -200,7 +203,7 @@ class ResponseBody(Body):
         )
 
     def _turns(self) -> list[Turn]:
-        """Return the turns: what the assistant has output in a row is one."""
+        """Return the turns; consecutive items of the assistant are merged into one turn."""
         turns = [Turn(role="system", text=self.instructions)] if self.instructions else []
         if isinstance(self.input, str):
             return [*turns, Turn(role="user", text=self.input)]
@@ -219,14 +222,14 @@ class ResponseBody(Body):
         return turns
 
     def generation(self) -> GenerationBody:
-        """Return how tokens are chosen."""
+        """Return the sampling fields and the format."""
         shape: Any = None if self.text is None else self.text.format
         if isinstance(shape, NamedSchema):
             shape = schema_format(shape.json_schema)
         return GenerationBody(temperature=self.temperature, top_p=self.top_p, response_format=shape)
 
     def request_fields(self) -> dict[str, Any]:
-        """Return what a response tells of its request."""
+        """Return the fields of the request that a response repeats."""
         request_json = self.model_dump(by_alias=True, exclude_none=True)
         return {
             "instructions": self.instructions,
@@ -272,12 +275,12 @@ def _turn(item: MessageItem | ReasoningItem | CallItem | CallOutputItem) -> Turn
 
 
 class ResponseView:
-    """An answer as items of output.
+    """An answer as output items.
 
     Args:
-        model: its name.
-        generation: that it shows.
-        told: of the request.
+        model: name of the model.
+        generation: outputs of the request.
+        request_fields: fields of the request that the response repeats.
     """
 
     def __init__(self, model: str, generation: Generation, request_fields: dict[str, Any]) -> None:
@@ -295,11 +298,11 @@ class ResponseView:
             **request_fields,
         }
         self._number = 0
-        self._kind = ""  # of the newest item; none once it has ended
+        self._kind = ""  # of the newest item; "" once the item has ended
         self._reasoning_tokens, self._in_reasoning = 0, False
 
     def response(self, status: str | None = None, **fields: Any) -> dict[str, Any]:
-        """Return the response as it is, with another status if there is one."""
+        """Return the response so far, after an optional change of its status."""
         if status is not None:
             self._fields |= {"status": status, **fields}
         used, written = self._usage.prompt_tokens, self._usage.completion_tokens
@@ -317,13 +320,13 @@ class ResponseView:
         return {**self._fields, "output": self._output[:], "usage": usage if has_ended else None}
 
     def whole(self, deltas: Sequence[Delta]) -> dict[str, Any]:
-        """Return the response from all of its deltas."""
+        """Return the complete response from all of its deltas."""
         for delta in deltas:
             self.events(delta)
         return self.response()
 
     def events(self, delta: Delta) -> list[dict[str, Any]]:
-        """Return the events that show a delta."""
+        """Return the events of a delta."""
         events: list[dict[str, Any]] = []
         if not self._number:
             for name in ("created", "in_progress"):
@@ -343,7 +346,7 @@ class ResponseView:
         return events
 
     def error(self, error: ApiError) -> dict[str, Any]:
-        """Return the event of an error that ends a stream."""
+        """Return the event of an error, which ends the stream."""
         if self._fields["status"] == "cancelled":
             return self._event("response.incomplete", response=self.response())
         kind = "server_error" if error.status >= 500 else "invalid_prompt"
@@ -396,7 +399,7 @@ class ResponseView:
         return [*events, delta]
 
     def _start(self, kind: str, prefix: str, **fields: Any) -> dict[str, Any]:
-        """Begin an item; return its event."""
+        """Start an item; return its event."""
         self._kind = kind
         item = {"id": f"{prefix}_{secrets.token_hex(12)}", "type": kind, "status": "in_progress"}
         self._output.append({**item, **fields})
@@ -406,7 +409,7 @@ class ResponseView:
         )
 
     def _end(self, status: _Status = "completed") -> list[dict[str, Any]]:
-        """End the newest item, if it has not ended; return the events."""
+        """End the newest item, if it is open; return the events."""
         kind, self._kind = self._kind, ""
         if not kind:
             return []
@@ -460,7 +463,7 @@ async def create_response(server: Server, request: Request) -> Response:
         generation.cancel()
         return view.response("cancelled")
 
-    if body.stream:  # else nobody knows its id yet
+    if body.stream:  # without a stream the client does not know the id in time
         server.running[view.id] = cancel
     return await respond_with_events(
         server,
@@ -473,7 +476,7 @@ async def create_response(server: Server, request: Request) -> Response:
 
 
 async def cancel_response(server: Server, request: Request) -> Response:
-    """Answer `POST /v1/responses/{response_id}/cancel`: it ends, and its stream says so."""
+    """Answer `POST /v1/responses/{response_id}/cancel`: end a response and its stream."""
     name = request.path_params["response_id"]
     cancel = server.running.get(name)
     if cancel is None:

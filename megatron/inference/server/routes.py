@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The routes of completions, models, tokens and operations, and the application of all routes."""
+"""Routes of completions, models, tokens and operations, and the application with all routes."""
 
 from __future__ import annotations
 
@@ -45,12 +45,12 @@ from megatron.inference.server.request_handling import (
 )
 from megatron.inference.server.views import CompletionView
 
-#: An engine that says nothing for so long is not well; its heart beats twice a second.
+#: An engine without a message for this long is unhealthy; heartbeats come twice a second.
 SILENT_SECONDS = 60.0
-#: Tokens of a completion for which the request sets no limit, as OpenAI's route has it.
+#: Default `max_tokens` of a completion, as in OpenAI's route.
 COMPLETION_TOKENS = 16
 
-#: How the OpenAPI document refers to a schema: as in a file, `#` is the whole document.
+#: Template of schema references in the OpenAPI document.
 SCHEMA_REFERENCE = "#/components/schemas/{model}"
 
 
@@ -60,7 +60,9 @@ async def completions(server: Server, request: Request) -> Response:
     server.check_model(body.model)
     check_stream_options(body)
     eod = server.tokenizer.eod
-    empty_prompt = [] if eod is None else [eod]  # an empty text starts a document, as in training
+    empty_prompt = (
+        [] if eod is None else [eod]
+    )  # an empty text becomes the end-of-document token, as in training
     prompts = [tokens or empty_prompt for tokens in await text_tokens(server, body.prompt)]
     echo = bool(body.echo)
     generation_request = body.generation_request(
@@ -165,7 +167,7 @@ async def metrics(server: Server, request: Request) -> Response:
 
 Handler = Callable[[Server, Request], Awaitable[Response]]
 
-#: Method, path, what answers, and the body that it takes.
+#: Method, path, handler, and body class.
 Route = tuple[str, str, Handler, type[Body] | None]
 ROUTES: Sequence[Route] = (
     ("POST", "/v1/completions", completions, CompletionBody),
@@ -183,11 +185,11 @@ def create_app(server: Server, key: str | None, *, routes: Sequence[Route]) -> A
     """Return the application.
 
     Args:
-        server: what answers.
-        key: that clients must give; None lets everybody in.
-        routes: what it answers.
+        server: state of the server.
+        key: API key; None without authentication.
+        routes: routes of the application.
     """
-    # No pages of documentation: theirs load scripts from elsewhere.
+    # No documentation pages: FastAPI's load scripts from other hosts.
     app = FastAPI(title="megatron.inference", docs_url=None, redoc_url=None)
     bodies: list[tuple[type[Body], JsonSchemaMode]]
     bodies = [(body, "validation") for *_, body in routes if body is not None]
@@ -201,7 +203,7 @@ def create_app(server: Server, key: str | None, *, routes: Sequence[Route]) -> A
             except ApiError as error:
                 return error.response(request_id, path)
             except ClientDisconnect:
-                return Response(status_code=499)  # its body is not whole, and nobody reads this
+                return Response(status_code=499)  # the client has disconnected within its body
             except Exception:
                 LOG.exception("request %s failed", request_id)
                 return internal_error().response(request_id, path)
@@ -225,7 +227,7 @@ def create_app(server: Server, key: str | None, *, routes: Sequence[Route]) -> A
 
     for route in routes:
         add(*route)
-    # FastAPI keeps the document that it returns.
+    # FastAPI caches the document, so this change is permanent.
     app.openapi()["components"] = {"schemas": definitions.get("$defs", {})}
 
     async def no_route(request: Request, error: Exception) -> Response:

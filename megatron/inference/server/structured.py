@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Structured output: which tokens a JSON Schema, a regular expression, a list of choices or a Lark
-grammar allows next, by the library llguidance. This is the one module that imports it.
+"""Structured output: masks of the next tokens for JSON schemas, regular expressions, lists of
+choices and Lark grammars. Only this module imports the library llguidance.
 
-The HTTP process checks a grammar, under a time limit, before the engine hears of it. The engine
-process compiles it on another thread than the engine's, and masks tokens as they are chosen.
+The HTTP process checks a grammar, under a time limit, before it sends the grammar to the engine.
+The engine process compiles it in a separate thread and masks the logits before sampling.
 """
 
 from __future__ import annotations
@@ -22,47 +22,47 @@ from torch import Tensor
 
 from megatron.cli.tokenizers import ByteTable, HuggingFaceTokenizer, Tokenizer
 
-#: Grammars that are kept, the most recently used.
+#: Size of the cache of compiled grammars (least recently used are evicted).
 MAX_CACHED_GRAMMARS = 64
 
-#: White space between the parts of JSON: enough to indent, not to go on forever.
+#: White space between JSON tokens: enough to indent, but bounded.
 WHITE_SPACE = r"[ \n\t]{0,16}"
 _MAX_REASON_CHARS = 300
 
 
 class BadGrammar(ValueError):
-    """A grammar that cannot be used; the text is one line for the user."""
+    """An invalid grammar; the text is one line for the user."""
 
 
 def json_grammar(schema: Mapping[str, Any]) -> str:
-    """Return the grammar of JSON that a schema describes."""
+    """Return the grammar of JSON that follows a schema."""
     return llguidance.LLMatcher.grammar_from_json_schema(
         dict(schema), overrides={"whitespace_pattern": WHITE_SPACE}
     )
 
 
 def regex_grammar(pattern: str) -> str:
-    """Return the grammar of texts that match as a whole."""
+    """Return the grammar of texts that fully match a regular expression."""
     return llguidance.LLMatcher.grammar_from_regex(pattern)
 
 
 def choice_grammar(choices: Sequence[str]) -> str:
-    """Return the grammar of a few texts."""
+    """Return the grammar of a list of alternatives."""
     alternatives = " | ".join(json.dumps(choice) for choice in choices)
     return llguidance.LLMatcher.grammar_from_lark(f"start: {alternatives}")
 
 
 def lark_grammar(text: str) -> str:
-    """Return a grammar in Lark's syntax, as llguidance reads it."""
+    """Return the grammar of a text in the Lark syntax of llguidance."""
     return llguidance.LLMatcher.grammar_from_lark(text)
 
 
 class _Table:
-    """A tokenizer that says the bytes of its tokens, as llguidance asks for it.
+    """The interface of llguidance to a tokenizer with a table of token bytes.
 
     Args:
-        tokenizer: of the model.
-        end: id of a token that ends a text.
+        tokenizer: tokenizer of the model.
+        end: id of a stop token.
     """
 
     bos_token_id = None
@@ -85,8 +85,11 @@ class _Table:
         self._longest = max(map(len, self._ids), default=0)
 
     def __call__(self, text: bytes) -> list[int]:
-        """Return the ids of a part of a text: the tokenizer's, or where it adds something to it,
-        as SentencePiece does, the longest token at each place."""
+        """Return the token ids of a part of a text.
+
+        Tokenizers such as SentencePiece may add characters to the text. Then the text is tokenized
+        greedily, with the longest token at each position.
+        """
         with contextlib.suppress(UnicodeDecodeError):
             tokens = self._tokenizer.tokenize(text.decode(), add_special_tokens=False)
             if b"".join(self.tokens[token] for token in tokens) == text:
@@ -96,7 +99,7 @@ class _Table:
         while position < len(text):
             ends = range(min(position + self._longest, len(text)), position, -1)
             end = next((end for end in ends if text[position:end] in self._ids), None)
-            if end is None:  # no token writes the rest
+            if end is None:  # no token matches here
                 break
             ids.append(self._ids[text[position:end]])
             position = end
@@ -104,16 +107,15 @@ class _Table:
 
 
 class Grammars:
-    """Compiled grammars over the tokens of one model.
+    """A cache of compiled grammars over the tokens of one model.
 
     Args:
-        tokenizer: of the model.
-        stop_tokens: ids that end a text; a grammar allows them where a text may end.
-        vocab_size: of the model, at least the tokenizer's.
+        tokenizer: tokenizer of the model.
+        stop_tokens: ids of stop tokens, which a grammar allows where a text may end.
+        vocab_size: vocabulary size of the model, not below the size of the tokenizer.
 
     Raises:
-        BadGrammar: there is no way to the bytes of this tokenizer's tokens, or no token ends a
-            text.
+        BadGrammar: the tokenizer has no table of token bytes, or there is no stop token.
     """
 
     def __init__(self, tokenizer: Tokenizer, stop_tokens: Sequence[int], vocab_size: int) -> None:
@@ -132,13 +134,13 @@ class Grammars:
         self._vocab_size = vocab_size
         self._limits = llguidance.LLParserLimits(verbose_errors=False)
         self._compiled: OrderedDict[str, llguidance.LLMatcher] = OrderedDict()
-        self._lock = threading.Lock()  # of the cache; nobody waits for it while a grammar compiles
+        self._lock = threading.Lock()  # guards the cache; not held while a grammar compiles
 
     def compile(self, grammar: str) -> llguidance.LLMatcher:
-        """Return what matches a grammar, at its start; not to be advanced.
+        """Return the cached matcher of a grammar in its start state; copy it before advancing.
 
         Raises:
-            BadGrammar: it is none, or too large.
+            BadGrammar: the grammar is invalid or too large.
         """
         with self._lock:
             if grammar in self._compiled:
@@ -156,18 +158,18 @@ class Grammars:
         return matcher
 
     def mask(self, grammar: str) -> TokenMask:
-        """Return the mask of one output that follows a grammar. Raises BadGrammar."""
+        """Return a new mask of one output with this grammar. Raises BadGrammar."""
         return TokenMask(self.compile(grammar).deep_copy(), self._vocab_size)
 
     def reasoning_limit(self, mask: TokenMask | None, **limit: Any) -> ReasoningLimit:
-        """Return what closes the reasoning of one output; arguments as of `ReasoningLimit`."""
+        """Return the reasoning limit of one output; arguments as for `ReasoningLimit`."""
         return ReasoningLimit(mask, self._tokenizer.decode_bytes, self._vocab_size, **limit)
 
 
 def grammars_of(
     tokenizer: Tokenizer, stop_tokens: Sequence[int], vocab_size: int
 ) -> Grammars | None:
-    """Return the grammars of a model; None where it can have none."""
+    """Return the grammars of a model; None if its tokenizer does not support them."""
     try:
         return Grammars(tokenizer, stop_tokens, vocab_size)
     except BadGrammar:
@@ -175,13 +177,13 @@ def grammars_of(
 
 
 class TokenMask:
-    """Which tokens may follow, a function of those so far: `Request.mask` of one output.
+    """The mask of the next token as a function of the tokens so far: `Request.mask` of one output.
 
-    It keeps the state after the tokens of the last call, as most calls add one to these.
+    It caches the matcher state of the last call, as most calls append one token.
 
     Args:
-        matcher: at the start of its grammar.
-        vocab_size: of the model.
+        matcher: matcher in its start state.
+        vocab_size: vocabulary size of the model.
     """
 
     def __init__(self, matcher: llguidance.LLMatcher, vocab_size: int) -> None:
@@ -189,13 +191,15 @@ class TokenMask:
         self._consumed: list[int] = []
 
     def forced(self, tokens: Sequence[int]) -> list[int]:
-        """Return the tokens of the text that has to follow, as the tokenizer writes it; the mask
-        may allow others of the same text."""
+        """Return the tokens of the text that the grammar forces next.
+
+        It is the canonical tokenization of the text; the mask may also allow others.
+        """
         self._follow(tokens)
         return [] if self._matcher.is_error() else self._matcher.compute_ff_tokens()
 
     def __call__(self, tokens: Sequence[int]) -> Tensor:
-        """Return bool [V]; no token at all where those so far are not of the grammar."""
+        """Return the mask, bool [V]; all False if `tokens` violate the grammar."""
         self._follow(tokens)
         if self._matcher.is_error():
             return torch.zeros(self._vocab_size, dtype=torch.bool)
@@ -204,7 +208,7 @@ class TokenMask:
         return torch.from_numpy(bits.view(np.bool_))
 
     def _follow(self, tokens: Sequence[int]) -> None:
-        """Bring the matcher to where some tokens lead from the start."""
+        """Advance or roll back the matcher to the state after `tokens`."""
         num_consumed = len(self._consumed)
         if self._consumed != list(tokens[:num_consumed]):
             pairs = enumerate(zip(self._consumed, tokens, strict=False))
@@ -217,17 +221,17 @@ class TokenMask:
 
 
 class ReasoningLimit:
-    """A mask that closes reasoning at its limit, and else is another one.
+    """A mask that forces the end of reasoning at its limit, and otherwise applies another mask.
 
     Args:
-        mask: the other one; None allows all.
-        decode: tokens to bytes, special tokens to those of their texts.
-        vocab_size: of the model.
-        begin: what the answer has to begin with to be reasoning; "" where the prompt has begun it.
-        end: what closes it.
-        end_tokens: ids of `end`.
-        after: tokens of the answer that `end` follows at the latest, or up to three more where
-            these end within a character.
+        mask: mask of the answer; None allows all tokens.
+        decode: converts token ids to bytes, including the texts of special tokens.
+        vocab_size: vocabulary size of the model.
+        begin: start mark of reasoning; "" if the prompt ends inside reasoning.
+        end: end mark of reasoning.
+        end_tokens: token ids of `end`.
+        after: number of tokens after which `end` is forced; up to three more if they end within a
+            character.
     """
 
     def __init__(
@@ -244,11 +248,11 @@ class ReasoningLimit:
         self._mask, self._decode, self._vocab_size = mask, decode, vocab_size
         self._begin, self._end, self._after = begin.encode(), end.encode(), after
         self._end_tokens = list(end_tokens)
-        self._head: list[int] = []  # what was decoded last
+        self._head: list[int] = []  # tokens of the cached `_text`
         self._text = b""
 
     def __call__(self, tokens: Sequence[int]) -> Tensor | None:
-        """Return bool [V], or None for all."""
+        """Return the mask, bool [V]; None allows all tokens."""
         closing = self._closing(tokens)
         if not closing:
             return None if self._mask is None else self._mask(tokens)
@@ -257,19 +261,18 @@ class ReasoningLimit:
         return allowed
 
     def forced(self, tokens: Sequence[int]) -> list[int]:
-        """Return what has to follow: see `TokenMask`."""
+        """Return the forced tokens, see `TokenMask.forced`."""
         closing = self._closing(tokens)
         return closing if closing or self._mask is None else self._mask.forced(tokens)
 
     def _closing(self, tokens: Sequence[int]) -> list[int]:
-        """Return the tokens that close the reasoning now; none before its limit or if it has
-        ended."""
+        """Return the tokens that end the reasoning; empty before its limit or after its end."""
         beyond = len(tokens) - self._after
         if beyond < 0:
             return []
-        # Three bytes of a character and the end are the most that may be beyond the limit.
+        # At most three tokens of a split character and the end mark can be beyond the limit.
         head = list(tokens[: self._after + 3 + len(self._end_tokens)])
-        if head != self._head:  # behind the end it stays as it is
+        if head != self._head:  # constant after the end of the reasoning
             self._head, self._text = head, self._decode(head)
         text = self._text
         if self._end in text or not text.lstrip().startswith(self._begin):
@@ -283,7 +286,7 @@ class ReasoningLimit:
 def _within_character(text: bytes) -> bool:
     """Return whether bytes of UTF-8 end within a character."""
     for back, byte in enumerate(reversed(text[-3:]), 1):
-        if byte >= 0xC0:  # its first byte, which says how many there are
+        if byte >= 0xC0:  # the first byte of a character encodes its length
             return back < 2 + (byte >= 0xE0) + (byte >= 0xF0)
         if byte < 0x80:
             return False

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How OpenAI's routes show the deltas of a generation: choices, chunks and log-probabilities."""
+"""Formats of OpenAI's completion and chat routes: choices, chunks and log-probabilities."""
 
 from __future__ import annotations
 
@@ -15,26 +15,26 @@ from megatron.core.inference.text_stream import REPLACEMENT, TextStream
 from megatron.inference.server.answer_parser import AnswerPart
 from megatron.inference.server.generation import Delta, TokenScore
 
-# Texts of tokens that a view of completions keeps.
+# Size of the cache of token texts of a completion view.
 _CACHED_TEXTS = 4096
 
 
 class View(Protocol):
-    """What a route makes of deltas."""
+    """The format of a route's answers."""
 
     outputs: int
-    """Outputs of the request."""
+    """Number of outputs of the request."""
 
     def head(self, *, chunk: bool = False) -> dict[str, Any]:
-        """Return what stands before the choices of an answer, or of a chunk."""
+        """Return the fields of an answer, or of a chunk, besides its choices."""
         ...
 
     def choice(self, deltas: Sequence[Delta]) -> dict[str, Any]:
-        """Return a whole output from all of its deltas."""
+        """Return the choice of a complete output from all of its deltas."""
         ...
 
     def chunk_choices(self, delta: Delta) -> list[dict[str, Any]]:
-        """Return the choices that show a delta, each for a chunk of its own."""
+        """Return the choices of a delta, each of which becomes a chunk."""
         ...
 
 
@@ -47,9 +47,9 @@ def token_text(tokenizer: Tokenizer, token: int, *, mark: str = "") -> str:
     """Return the text of one token within a text.
 
     Args:
-        tokenizer: of the model.
-        token: an id; one without a text is shown by its name, or as `token_id:ID`.
-        mark: stands before the bytes of a token that is no whole character, `\\xe6` each.
+        tokenizer: tokenizer of the model.
+        token: token id; a token without text is shown by its name, or as `token_id:ID`.
+        mark: prefix of a token with incomplete characters, whose bytes are shown as `\\xe6`.
     """
     raw = tokenizer.bytes_of(token)
     if raw is None:
@@ -61,8 +61,7 @@ def token_text(tokenizer: Tokenizer, token: int, *, mark: str = "") -> str:
 
 
 def token_bytes(tokenizer: Tokenizer, token: int) -> list[int] | None:
-    """Return what a token adds to the bytes of a text: nothing if it is special; None if that is
-    not known."""
+    """Return the UTF-8 bytes of a token: empty for a special token, None if unknown."""
     raw = tokenizer.bytes_of(token)
     if raw is None:
         text = tokenizer.detokenize([token])
@@ -71,26 +70,26 @@ def token_bytes(tokenizer: Tokenizer, token: int) -> list[int] | None:
 
 
 class _TextOffsets:
-    """Count the characters of a text before each of its tokens.
+    """Compute the character offset of each token in a text.
 
-    A token that continues a character has the offset of that character. Bytes that are no
-    character count as decoding shows them, by one replacement for all or for each.
+    A token that continues a character has the offset of that character. Invalid bytes count as in
+    the decoded text: one replacement character for each, or one for all, as the tokenizer decodes.
 
     Args:
-        tokenizer: of the model.
-        context: tokens before the first one.
-        start: characters before the first one.
+        tokenizer: tokenizer of the model.
+        context: tokens before the first token.
+        start: number of characters before the first token.
     """
 
     def __init__(self, tokenizer: Tokenizer, context: Sequence[int], *, start: int) -> None:
         self._tokenizer, self._stream = tokenizer, TextStream(tokenizer.detokenize, context)
-        self._returned = start  # characters that the stream has returned, and those before it
-        self._count = start  # characters that are whole, and replacements that will stay
-        self._partial, self._partial_tokens = b"", list[int]()  # of a character that may continue
-        self._unsettled = False  # the stream may hold the last characters back
+        self._returned = start  # characters up to the end of the stream's text
+        self._count = start  # complete characters and final replacements
+        self._partial, self._partial_tokens = b"", list[int]()  # of an incomplete character
+        self._unsettled = False  # whether the stream holds back characters
 
     def add(self, token: int) -> tuple[int, str]:
-        """Return the offset of the next token, and the text that is whole with it."""
+        """Return the offset of the next token, and the text that it completes."""
         raw = self._tokenizer.bytes_of(token) or b""
         continues = bool(self._partial and raw) and _is_single_char(self._partial + raw[:1])
         if self._partial and raw and not continues:
@@ -110,12 +109,12 @@ class _TextOffsets:
             self._unsettled = open_end or (self._unsettled and not returns_all)
         if not self._unsettled:
             self._count = self._returned
-            if text and new_text.endswith(text):  # exact, whatever stands before it
+            if text and new_text.endswith(text):  # exact, whatever precedes the token
                 offset = self._returned - len(text)
         return offset, new_text
 
     def _end_partial(self) -> None:
-        """Count the bytes of a character that does not continue."""
+        """Count the bytes of a character that stays incomplete."""
         first_bytes = self._tokenizer.bytes_of(self._partial_tokens[0]) or b""
         text = self._tokenizer.detokenize(self._partial_tokens)
         self._count += len(text) if len(first_bytes) == 1 else 1
@@ -123,7 +122,7 @@ class _TextOffsets:
 
 
 def _is_single_char(partial: bytes) -> bool:
-    """Return whether bytes are one character, or the beginning of one."""
+    """Return whether bytes are one character, or the start of one."""
     return len(partial.decode(errors="replace")) == 1
 
 
@@ -131,12 +130,12 @@ class CompletionView:
     """`/v1/completions`.
 
     Args:
-        model: its name.
-        tokenizer: of the model.
-        prompts: token ids of each.
-        n: outputs of each prompt.
-        logprobs: whether they were asked for.
-        echo: outputs begin with the texts of their prompts.
+        model: name of the model.
+        tokenizer: tokenizer of the model.
+        prompts: token ids of each prompt.
+        n: number of outputs per prompt.
+        logprobs: whether to report log-probabilities.
+        echo: whether outputs start with the text of their prompt.
     """
 
     def __init__(
@@ -155,12 +154,12 @@ class CompletionView:
         self._id, self._created = f"cmpl-{secrets.token_hex(12)}", int(time.time())
         self._started: set[int] = set()
         self._offsets: dict[int, _TextOffsets] = {}
-        # Alternatives of one place are those of others, too.
+        # Cached: the same alternatives occur at many positions.
         text_of = partial(token_text, tokenizer, mark="bytes:")
         self._text: Callable[[int], str] = lru_cache(maxsize=_CACHED_TEXTS)(text_of)
 
     def head(self, *, chunk: bool = False) -> dict[str, Any]:
-        """Return what stands before the choices; chunks have the same."""
+        """Return the fields besides the choices; chunks have the same fields."""
         return {
             "id": self._id,
             "object": "text_completion",
@@ -181,7 +180,7 @@ class CompletionView:
         return merged
 
     def chunk_choices(self, delta: Delta) -> list[dict[str, Any]]:
-        """Return the choice that shows a delta."""
+        """Return the choice of a delta."""
         text = delta.text
         prompt_index = delta.index * len(self._prompts) // self.outputs
         if delta.index not in self._started:
@@ -202,7 +201,7 @@ class CompletionView:
         return [{**choice, "weight_epochs": list(delta.epochs)}]
 
     def _scores(self, scores: Sequence[TokenScore], offsets: _TextOffsets) -> dict[str, list[Any]]:
-        """Return log-probabilities by columns."""
+        """Return log-probabilities as columns."""
         columns: dict[str, list[Any]] = {
             "tokens": [],
             "token_logprobs": [score.logprob for score in scores],
@@ -212,7 +211,7 @@ class CompletionView:
         for score in scores:
             offset, decoded = offsets.add(score.id)
             text = self._text(score.id)
-            # Decoding drops the blank that begins a text.
+            # Decoding drops a blank at the start of a text.
             text = decoded if decoded and text == f" {decoded}" else text
             columns["tokens"].append(text)
             columns["top_logprobs"].append(self._top(score, text))
@@ -220,11 +219,11 @@ class CompletionView:
         return columns
 
     def _top(self, score: TokenScore, text: str) -> dict[str, float] | None:
-        """Return alternatives by their texts; one whose text is another's too, by its id.
+        """Return alternatives by text; alternatives with a duplicate text by id.
 
         Args:
-            score: of a token.
-            text: of the token.
+            score: score of the token.
+            text: text of the token.
         """
         if score.logprob is None:
             return None
@@ -241,10 +240,10 @@ class ChatView:
     """`/v1/chat/completions`.
 
     Args:
-        model: its name.
-        tokenizer: of the model.
-        outputs: of the request.
-        logprobs: whether they were asked for.
+        model: name of the model.
+        tokenizer: tokenizer of the model.
+        outputs: number of outputs of the request.
+        logprobs: whether to report log-probabilities.
     """
 
     def __init__(self, model: str, tokenizer: Tokenizer, *, outputs: int, logprobs: bool) -> None:
@@ -253,7 +252,7 @@ class ChatView:
         self._id, self._created = f"chatcmpl-{secrets.token_hex(12)}", int(time.time())
         self._started: set[int] = set()
         self._epochs: dict[int, list[int]] = {}
-        self._calls = [-1] * outputs  # the last one begun
+        self._calls = [-1] * outputs  # index of the newest call
 
     def head(self, *, chunk: bool = False) -> dict[str, Any]:
         """Return what stands before the choices of an answer, or of a chunk."""
@@ -295,13 +294,13 @@ class ChatView:
         }
 
     def chunk_choices(self, delta: Delta) -> list[dict[str, Any]]:
-        """Return the choices that show a delta: the first one of an output says whose turn it is,
-        the last one only why it ended."""
+        """Return the choices of a delta. The first choice of an output has the role, the last has
+        only the finish reason."""
         choices = []
         if delta.index not in self._started:
             self._started.add(delta.index)
             choices.append(self._chunk(delta.index, {"role": "assistant", "content": ""}))
-        # Of tokens without a text yet they come with the next chunk.
+        # The epochs of tokens without text yet are sent with the next chunk.
         epochs = [*self._epochs.pop(delta.index, ()), *delta.epochs]
         chunk_fields = [
             fields
@@ -312,7 +311,7 @@ class ChatView:
             chunk_fields.append({"content": ""})
         for fields in chunk_fields:
             choices.append(self._chunk(delta.index, fields))
-        if chunk_fields:  # the tokens of a step are told of once
+        if chunk_fields:  # only one chunk of a step reports its tokens
             token_fields = {"logprobs": self._scores(delta.scores), "weight_epochs": epochs}
             choices[-len(chunk_fields)] |= token_fields
             epochs = []
@@ -324,7 +323,7 @@ class ChatView:
         return choices
 
     def _fields(self, index: int, answer_part: AnswerPart) -> dict[str, Any] | None:
-        """Return how a chunk shows a part."""
+        """Return the chunk's fields for a part; None for no chunk."""
         if answer_part.kind == "text":
             return {"content": answer_part.text}
         if answer_part.kind == "reasoning":
@@ -338,7 +337,7 @@ class ChatView:
         return None
 
     def _call(self, name: str) -> dict[str, Any]:
-        """Return a call that begins."""
+        """Return a new tool call without arguments."""
         function = {"name": name, "arguments": ""}
         return {"id": f"call_{secrets.token_hex(12)}", "type": "function", "function": function}
 

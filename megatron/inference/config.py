@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The options of text generation, one field of a frozen dataclass each, and how `--prompt` is read.
+"""The options of text generation, as fields of frozen dataclasses, and parsing of `--prompt`.
 
-The flags and their help are made from these classes by `megatron.cli.flags`.
+`megatron.cli.flags` derives the flags and their help from these classes.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ from megatron.cli.schema import flatten, options
 from megatron.cli.yaml_file import write_options
 from megatron.core.untrusted_files import read_named
 
-#: Of a file of prompts.
+#: Largest prompt file, in bytes.
 MAX_PROMPT_BYTES = 64 << 20
-#: Variables of a chat template that are the conversation itself.
+#: Variables of a chat template that hold the conversation; requests cannot set them.
 TEMPLATE_ARGUMENTS = frozenset({"messages", "tools", "documents", "add_generation_prompt"})
 
 
@@ -29,7 +29,7 @@ _CONTENT = "files whose content is compared, which may have other names on other
 _RANK_0_LISTENS = "rank 0 alone listens"
 _RANK_0_WRITES = "rank 0 alone writes"
 
-#: Options that may differ between ranks, and why; all others must be the same.
+#: Options that may differ between ranks, and why; all other options must be equal.
 MAY_DIFFER: Mapping[str, str] = {
     "tokenizer-model": _CONTENT,
     "prompt": _CONTENT,
@@ -46,11 +46,11 @@ MAY_DIFFER: Mapping[str, str] = {
 
 
 def start_facts(config: object, *, prompts: Sequence[str] = ()) -> StartFacts:
-    """Return what all ranks of a program must have in common, save for the model's files.
+    """Return the values that must be equal on all ranks, except digests of the model's files.
 
     Args:
-        config: the program's options.
-        prompts: texts to continue.
+        config: options of the program.
+        prompts: prompts of the run.
     """
     digest = hashlib.sha256(json.dumps(list(prompts)).encode()).hexdigest()
     values = option_values(config, leave_out=MAY_DIFFER)
@@ -61,140 +61,138 @@ def start_facts(config: object, *, prompts: Sequence[str] = ()) -> StartFacts:
 
 @dataclass(frozen=True, kw_only=True)
 class ModelSource:
-    """Where the model comes from and how it is spread."""
+    """Path of the model and its layout over ranks."""
 
     load: str
-    """What to sample from: a folder of checkpoints (its latest is taken), one iter_ folder, or a
-    Hugging Face folder; any training layout."""
+    """Model to load: a folder of checkpoints (the latest is loaded), one iter_ folder, or a Hugging
+    Face folder; any training layout."""
     tokenizer_model: str | None = None
     """Path of a tokenizer.json, of its folder, of a SentencePiece .model, or, for a model that was
-    trained with one, of a vocabulary of tiktoken; derived: what the checkpoint was trained with."""
+    trained with one, of a vocabulary of tiktoken; derived: the tokenizer of training."""
     tokenizer_hf_no_include_special_tokens: bool | None = None
     """Encode prompts without the special tokens that the tokenizer adds around a text, such as BOS;
-    derived: as the texts were that the model was trained on; those of a Hugging Face folder as in
-    transformers."""
+    derived: as in training; for a Hugging Face folder as in transformers."""
     tensor_model_parallel_size: int = 1
-    """Ranks that share each weight matrix; start as many processes with torchrun as this and the
-    pipeline stages multiply to. A multiple of them holds as many data-parallel replicas of the
-    model, each with an engine of its own, which share the requests; a server has one."""
+    """Ranks over which each weight matrix is sharded. Start this number times the pipeline stages
+    of processes with torchrun; a multiple starts data-parallel replicas, each with its own engine,
+    which share the requests."""
     pipeline_model_parallel_size: int = 1
-    """Pipeline stages: ranks that each have a part of the layers and of the cache; a server has
-    one."""
+    """Pipeline stages: ranks that each hold a contiguous part of the layers and their cache."""
     pipeline_model_parallel_layout: str | None = None
-    """What each stage has, in the model's order: E the embedding, t a layer, L the head, | between
-    stages, as in Ettt|ttL; derived: as many layers each, one more in the first ones if need be."""
+    """Layers of each stage, in the order of the model: E is the embedding, t a layer, L the head, |
+    separates stages, as in Ettt|ttL; derived: equal stages, with the extra layers in the first."""
     expert_model_parallel_size: int = 1
-    """Ranks that share the experts of a layer, each with some of them: of one replica, with
-    --expert-tensor-parallel-size below the tensor parallel size, or of several, which then step
-    together."""
+    """Ranks over which the experts of a layer are distributed: ranks of one replica, with
+    --expert-tensor-parallel-size below the tensor parallel size, or of several replicas, which then
+    run their steps together."""
     expert_tensor_parallel_size: int | None = None
-    """Ranks that share the weight matrices of each expert; derived: the tensor parallel size."""
+    """Ranks over which each expert's weight matrices are sharded; derived: the tensor parallel
+    size."""
     sequence_parallel: bool = False
-    """Also cut the tokens of a step over these ranks outside of matrix products. A step whose
-    tokens do not divide is padded."""
+    """Shard activations along the tokens of a step over the tensor-parallel ranks (sequence
+    parallelism). Steps are padded to a multiple of the ranks."""
     transformer_impl: Literal["local", "inference_optimized"] = "local"
-    """What computes the model: the layers that train, or a forward pass of fewer operations over
-    the same weights."""
+    """Implementation of the model: the layers of training, or a forward pass with fused operations
+    over the same weights."""
     nvls: Literal["auto", "require", "off"] = "auto"
-    """What moves the tokens of --sequence-parallel in --transformer-impl inference_optimized: auto
-    uses NVLink SHARP multicast, else loads and stores over NVLink, else torch.distributed, what all
-    ranks can; require stops where multicast cannot be had; off uses torch.distributed."""
+    """Collectives of --sequence-parallel in --transformer-impl inference_optimized: auto uses
+    NVLink SHARP multicast, else loads and stores over NVLink, else torch.distributed, whichever all
+    ranks support; require stops if multicast is not available; off uses torch.distributed."""
     nvls_tries: int | None = None
-    """How often a collective over NVLink looks for a peer before the run stops and names it; for
-    debugging, as the host then waits for the device at each step, and a GPU that gives a peer up
-    traps; derived: waits for ever."""
+    """How often a collective over NVLink polls for a peer before the run stops and names the peer;
+    for debugging, as the host then waits for the device at each step, and a GPU that gives up
+    traps; derived: no limit."""
     weights_dtype: Literal["bf16", "int8"] | None = None
-    """Multiply by copies of the matrices in fewer bytes, made at load, on a CPU under
-    --transformer-impl inference_optimized: bf16, or int8 with a scale for each row; derived: no
+    """Run matmuls with low-bit copies of the weights, made at load, on a CPU under
+    --transformer-impl inference_optimized: bf16, or int8 with a scale per row; derived: no
     copies."""
     batch_invariant: bool = False
-    """On a CPU, compute each text to the same bits whatever else is computed with it: neighbours,
-    chunks of prompts, the prefix cache and preemption change neither tokens nor
-    log-probabilities."""
+    """On a CPU, make the results of a text bitwise independent of the batch: other texts, chunked
+    prefill, the prefix cache and preemption change neither tokens nor log-probabilities."""
     distributed_timeout_minutes: float = 10.0
     """How long a collective may wait for a peer before the run stops, in minutes."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
-    """Where to run; auto takes a GPU when there is one, cuda insists on it."""
+    """Device; auto uses a GPU if there is one, cuda requires one."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Prompts:
-    """What to continue."""
+    """The prompts."""
 
     prompt: tuple[str, ...] = ()
     """Text to continue; repeat the flag for several. An empty text starts a new document."""
     prompt_file: str | None = None
     """UTF-8 file with one prompt per line, after those of --prompt; blank lines are skipped."""
     chat: bool = False
-    """Talk with the model in the terminal, a line a turn, until the end of the input. Texts that
-    are given by --prompt or --prompt-file are the first turns."""
+    """Chat with the model in the terminal, one line per turn, until the end of the input. Texts of
+    --prompt or --prompt-file are the first turns."""
     chat_template: str | None = None
-    """How a conversation becomes a text: a file of Jinja text, or chatml, llama3 or plain; derived:
-    the template of the tokenizer's folder."""
+    """Chat template: a Jinja file, or chatml, llama3 or plain; derived: the template of the
+    tokenizer's folder."""
     num_outputs: int = 1
-    """Continuations of each prompt, each of other random draws."""
+    """Outputs per prompt, each with different random draws."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Inference:
-    """How the inference engine is sized. None of it changes what a prompt yields, to rounding."""
+    """Sizes and options of the inference engine. They change outputs only by rounding."""
 
     inference_max_requests: int = 16
-    """Texts that are generated at a time; as one ends, the next begins."""
+    """Most texts in a batch; when one ends, the next waiting text starts."""
     inference_max_tokens: int = 2048
-    """Tokens that are computed in a step: longer prompts take several, which bounds the memory of
-    their activations."""
+    """Most tokens of a step. Longer prompts are prefilled in chunks, which bounds the memory of
+    activations."""
     inference_block_size: int = 16
-    """Tokens of a block of the cache, a power of two from 16 on."""
+    """Tokens per block of the cache, a power of two of at least 16."""
     inference_memory_gb: float | None = None
-    """Memory of the cache on each rank, keys, values and states together; where it does not hold
-    all texts, the newest wait; derived: what --inference-max-requests of the texts need."""
+    """Memory of the cache on each rank, for keys, values and states; if it is full, the newest
+    texts wait; derived: the need of --inference-max-requests texts."""
     no_prefix_caching: bool = False
-    """Compute prompts that begin alike each by itself, instead of reusing what one has computed."""
+    """Do not reuse the cache of a prompt for other prompts with the same prefix."""
     async_scheduling: bool = False
-    """Plan a step while the one before it runs. The end of a text by a stop token or a stop string
-    is seen a step late; the token computed in between is dropped and counted as wasted. Texts with
-    penalties wait for each of their tokens, those with drafts for the step that verifies them."""
+    """Schedule a step while the previous step runs. A stop token or stop string is detected one
+    step late; the extra token is dropped and counted as wasted. Texts with penalties wait for each
+    of their tokens, and texts with drafts for the step that verifies the drafts."""
     inference_cuda_graphs: bool = False
-    """Launch steps in which every text has one new token, or that and drafts, as CUDA graphs, one
-    for each power of two of tokens that --inference-max-requests texts have; needs a GPU."""
+    """Run decode steps, with or without drafts, as CUDA graphs: one graph per power of two of
+    tokens, up to the tokens of --inference-max-requests texts; needs a GPU."""
     enforce_eager: bool = False
-    """Run every step through Python. Without it a CPU records the operations of steps in which
-    every text has one new token, or that and drafts, up to 16 tokens in all, and runs them again:
-    with --transformer-impl inference_optimized, of a model on one rank."""
+    """Run every step eagerly. By default a CPU records and replays the operations of decode steps
+    of up to 16 tokens, with or without drafts, for a model on one rank under --transformer-impl
+    inference_optimized."""
     check_plans: bool = False
-    """Compare what the tensor parallel ranks have planned before each step, and stop where they
-    differ; for debugging, as it makes the host wait for the device."""
+    """Compare the schedules of the tensor-parallel ranks before each step, and stop if they differ;
+    for debugging, as it makes the host wait for the device."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Speculation:
-    """Speculative decoding: propose tokens (drafts) and verify several in one step of the model. It
-    changes no token, to rounding, and makes some more or none at each step."""
+    """Speculative decoding: propose draft tokens and verify several in one step of the model. It
+    changes outputs only by rounding."""
 
     speculative_method: Literal["ngram", "draft", "mtp"] | None = None
-    """Where drafts come from: ngram looks up in the text itself what followed its newest tokens
-    before; draft generates with a smaller model; mtp uses the model's own layers of multi-token
-    prediction, --mtp-num-layers of training; derived: no drafts."""
+    """Source of draft tokens: ngram matches the newest tokens earlier in the text and proposes
+    their continuation; draft generates with a smaller model; mtp uses the model's layers of
+    multi-token prediction, --mtp-num-layers of training; derived: no drafts."""
     num_speculative_tokens: int | None = None
-    """Drafts of a text in a step at most; fewer where few are accepted; derived: 4, with mtp the
-    number of its layers."""
+    """Most draft tokens per text and step; fewer while few are accepted; derived: 4, with mtp the
+    number of MTP layers."""
     speculative_draft_model: str | None = None
-    """The smaller model of --speculative-method draft, as in --load: of the same tokenizer. It has
-    a cache of its own, as long as the model's. It is spread over the same tensor-parallel ranks; of
-    pipeline stages the first has all of it."""
+    """The smaller model of --speculative-method draft, as for --load, with the same tokenizer. It
+    has its own cache with the same number of blocks. It is sharded over the same tensor-parallel
+    ranks; with pipeline stages, the first stage holds all of it."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Sampling:
-    """How tokens are chosen: penalties, then temperature, top-k, top-p and min-p together."""
+    """Sampling: penalties, then temperature, then top-k, top-p and min-p together."""
 
     max_new_tokens: int = 64
-    """Tokens to generate for each prompt, unless the document ends before."""
+    """Most tokens to generate per output; the end of the document ends it earlier."""
     stop: tuple[str, ...] | None = None
-    """Texts that end a continuation, which does not hold them; they may begin and end anywhere."""
+    """Strings that end an output and are not part of it; they need not align with tokens."""
     temperature: float = 1.0
-    """Divides the logits; 0 = always the most probable token."""
+    """Divides the logits; 0 = greedy sampling."""
     top_k: int = 0
     """Keep only the k most probable tokens; 0 = all."""
     top_p: float = 1.0
@@ -202,34 +200,34 @@ class Sampling:
     min_p: float = 0.0
     """Keep tokens at least this many times as probable as the most probable one; 0 = all."""
     repetition_penalty: float = 1.0
-    """Divides positive and multiplies negative logits of tokens in the prompt or the continuation;
-    1 = none."""
+    """Divides positive and multiplies negative logits of tokens in the prompt or the output; 1 =
+    none."""
     presence_penalty: float = 0.0
-    """Subtracted from the logits of tokens in the continuation; -2 to 2."""
+    """Subtracted from the logits of tokens in the output; -2 to 2."""
     frequency_penalty: float = 0.0
-    """Subtracted from the logits of tokens in the continuation, once for each time; -2 to 2."""
+    """Subtracted from the logits of tokens in the output, once per occurrence; -2 to 2."""
     seed: int = 1234
-    """Seed of the choices; the same seed repeats them, whatever the layout or batch size."""
+    """Seed of sampling; the same seed repeats the draws in any layout and batch size."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class GenerateOutput:
-    """Where results go besides the terminal."""
+    """Output files."""
 
     output_json: str | None = None
-    """File for a JSON list with one object per continuation, in the order of the prompts: prompt,
+    """File for a JSON list with one object per output, in the order of the prompts: prompt,
     prompt_ids, index, text, ids, logprobs (of ids, natural logarithm, before temperature and
     filters), finish_reason; with the options below also top_logprobs and prompt_logprobs."""
     output_jsonl: str | None = None
-    """File for the same objects as JSON lines, each as soon as it has ended."""
+    """File for the same objects as JSON lines, each as soon as its output has finished."""
     logprobs: int = 0
-    """Most probable tokens to report with each generated one, at most 20."""
+    """Number of most probable tokens to report per generated token, at most 20."""
     prompt_logprobs: bool = False
-    """Report the log-probability of each token of a prompt but the first."""
+    """Report the log-probability of each prompt token after the first."""
 
 
 def _check_batch_invariant(source: ModelSource) -> None:
-    """Raise ValueError for what --batch-invariant does not hold with."""
+    """Raise ValueError for options that --batch-invariant does not support."""
     if source.transformer_impl != "local":
         raise ValueError(
             f"--batch-invariant needs --transformer-impl local, not {source.transformer_impl}, "
@@ -245,7 +243,7 @@ def _check_batch_invariant(source: ModelSource) -> None:
 
 
 def _check_source(source: ModelSource) -> None:
-    """Raise ValueError for sizes below 1, or a layout in which an option would do nothing."""
+    """Raise ValueError for sizes below 1, or for an option without effect in this layout."""
     for name in (
         "tensor_model_parallel_size",
         "pipeline_model_parallel_size",
@@ -294,7 +292,7 @@ def _check_source(source: ModelSource) -> None:
 
 
 def _check_ranks(source: ModelSource, inference: Inference) -> None:
-    """Raise ValueError for an option about ranks where there is one."""
+    """Raise ValueError for an option of parallelism that does not fit the layout."""
     if inference.check_plans and source.tensor_model_parallel_size < 2:
         raise ValueError(
             "--check-plans compares ranks: give --tensor-model-parallel-size above 1, or drop it"
@@ -313,7 +311,7 @@ def _check_ranks(source: ModelSource, inference: Inference) -> None:
 
 
 def _check_graphs(source: ModelSource, inference: Inference) -> None:
-    """Raise ValueError for --enforce-eager where steps are eager already, or may not be."""
+    """Raise ValueError for --enforce-eager if steps are eager anyway, or with CUDA graphs."""
     if not inference.enforce_eager:
         return
     if inference.inference_cuda_graphs:
@@ -340,7 +338,7 @@ def _check_graphs(source: ModelSource, inference: Inference) -> None:
 
 
 def _check_speculation(speculation: Speculation, source: ModelSource, inference: Inference) -> None:
-    """Raise ValueError for options of speculative decoding that do not go together."""
+    """Raise ValueError for incompatible options of speculative decoding."""
     method, count = speculation.speculative_method, speculation.num_speculative_tokens
     if method is None and (count is not None or speculation.speculative_draft_model is not None):
         name = "num-speculative-tokens" if count is not None else "speculative-draft-model"
@@ -366,7 +364,7 @@ def _check_speculation(speculation: Speculation, source: ModelSource, inference:
 
 
 def _check_inference(inference: Inference) -> None:
-    """Raise ValueError for sizes that no engine can have."""
+    """Raise ValueError for invalid sizes of the engine."""
     for name, value in (
         ("inference-max-requests", inference.inference_max_requests),
         ("inference-max-tokens", inference.inference_max_tokens),
@@ -380,7 +378,7 @@ def _check_inference(inference: Inference) -> None:
 
 
 def _check(source: ModelSource, inference: Inference, speculation: Speculation) -> None:
-    """Raise ValueError for what no program can run with."""
+    """Raise ValueError for options that are invalid in every program."""
     _check_source(source)
     _check_ranks(source, inference)
     _check_graphs(source, inference)
@@ -427,27 +425,27 @@ class GenerateConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class Load:
-    """What requests the engine is measured with: random tokens, of exact lengths."""
+    """The requests of the measurement: random tokens of exact lengths."""
 
     num_requests: int = 64
-    """Requests of a repeat."""
+    """Requests per repeat."""
     input_tokens: int = 32
-    """Tokens of each prompt, shared ones included."""
+    """Tokens of each prompt, including the shared prefix."""
     shared_prefix_tokens: int = 0
-    """Tokens that all prompts begin with, which the prefix cache computes once."""
+    """Tokens of a prefix that all prompts share; with the prefix cache it is computed once."""
     min_output_tokens: int = 8
-    """Fewest tokens that a request generates; the numbers are spread evenly by their logarithm."""
+    """Fewest tokens that a request generates; lengths are log-uniform."""
     max_output_tokens: int = 128
     """Most tokens that a request generates."""
     request_rate: float | None = None
-    """Requests that arrive in a second, at random times (open loop); derived: all are there at the
-    start, and as many run as --inference-max-requests says (closed loop)."""
+    """Mean arrivals per second of a Poisson process (open loop); derived: all requests arrive at
+    the start, and --inference-max-requests of them run at a time (closed loop)."""
     warmup: int = 1
-    """Repeats that are not counted."""
+    """Warm-up repeats, which are not measured."""
     repeats: int = 3
-    """Repeats that are."""
+    """Measured repeats."""
     seed: int = 1234
-    """Seed of tokens, lengths and arrivals; a repeat has the requests of the one before."""
+    """Seed of tokens, lengths and arrivals; all repeats have the same requests."""
     output_json: str | None = None
     """File for all figures as JSON."""
 
@@ -501,52 +499,52 @@ class BenchConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class Service:
-    """What is served, to whom, and how much of it."""
+    """Addresses, keys, formats and limits of the server."""
 
     host: str = "127.0.0.1"
-    """Address to listen on; one that other machines reach needs --api-key-file."""
+    """Address to listen on; an address that other machines reach needs --api-key-file."""
     port: int = 8000
-    """Port to listen on; 0 takes a free one, and a line says which."""
+    """Port to listen on; 0 selects a free port and logs it."""
     api_key_file: str | None = None
-    """File with the key that clients must send on every route but / and /health."""
+    """File with the API key, which every route except / and /health requires."""
     served_model_name: str | None = None
-    """What clients call the model; derived: the name of --load's folder."""
+    """Name of the model for clients; derived: the name of the folder of --load."""
     chat_template: str | None = None
-    """How a conversation becomes a text: a file of Jinja text, or chatml, llama3 or plain; derived:
-    the template of the tokenizer's folder, without which there are no chat routes."""
+    """Chat template: a Jinja file, or chatml, llama3 or plain; derived: the template of the
+    tokenizer's folder. Without a template there are no chat routes."""
     tool_call_parser: (
         Literal["hermes", "qwen3_coder", "llama3_json", "deepseek_v3", "nemotron"] | None
     ) = None
-    """How the model writes tool calls: hermes is JSON in <tool_call>, also of Qwen2.5 and Qwen3;
-    qwen3_coder is XML, also of Nemotron 3; derived: requests with tools are refused."""
+    """Format of tool calls: hermes is JSON in <tool_call>, also for Qwen2.5 and Qwen3; qwen3_coder
+    is XML, also for Nemotron 3; derived: requests with tools are refused."""
     reasoning_parser: Literal["qwen3", "deepseek_r1", "nemotron", "mistral"] | None = None
-    """What the model writes reasoning between: [THINK] of mistral, <think> of the others; derived:
-    reasoning is text like any other."""
+    """Marks around reasoning: [THINK] for mistral, <think> for the other values; derived: reasoning
+    is part of the text."""
     chat_template_kwargs: tuple[str, ...] | None = None
     """Variables of the chat template that requests may set, such as enable_thinking."""
     max_queue: int = 64
-    """Outputs that may wait besides those that --inference-max-requests lets run; more are refused
-    with 429."""
+    """Most outputs in the queue, in addition to --inference-max-requests running outputs; requests
+    beyond are refused with 429."""
     max_body_mb: float = 8.0
-    """The largest request body, in units of 1e6 bytes."""
+    """Largest request body, in units of 1e6 bytes."""
     max_unsent_tokens: int = 4096
-    """Tokens that may wait for a client which reads slowly; its stream is dropped beyond."""
+    """Most unread tokens of a slow client; beyond, its stream is dropped."""
     body_timeout_seconds: float = 30.0
-    """How long a request's header, and then its body, may take to arrive."""
+    """Time for a request's header, and then for its body, to arrive."""
     request_timeout_seconds: float = 600.0
-    """How long an answer may take, its time in the queue included."""
+    """Time for an answer, including its time in the queue."""
     drain_timeout_seconds: float = 30.0
-    """How long running answers may take after SIGTERM before they are given up."""
+    """Time for running answers to finish after SIGTERM before they are aborted."""
     admin_port: int | None = None
-    """Port for administration: pause, sleep, replace weights, profile; 0 takes a free one. Derived:
-    there is none."""
+    """Port for administration: pause, sleep, replace weights, profile; 0 selects a free port;
+    derived: no administration."""
     admin_host: str = "127.0.0.1"
     """Address to listen on for administration."""
     admin_key_file: str | None = None
-    """File with the key of administration, which --admin-port needs."""
+    """File with the admin key, which --admin-port requires."""
     log_format: Literal["text", "json"] = "text"
-    """Lines of the HTTP process on stderr, one for each answer: text, or a JSON object with the
-    request's id."""
+    """Format of the HTTP process's log on stderr, one line per answer: text, or a JSON object with
+    the request id."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -585,10 +583,9 @@ class ServeConfig:
 
 
 def split_prompts(argv: Sequence[str]) -> tuple[tuple[str, ...], list[str]]:
-    """Split arguments into the texts of every `--prompt` and the rest.
+    """Split arguments into the texts of every `--prompt` and all other arguments.
 
-    Apart from other flags because it may be repeated and its text may be anything, leading dashes
-    included.
+    `--prompt` is parsed separately because it can be repeated and its text may start with dashes.
 
     Raises:
         ValueError: `--prompt` is last and has no text.
@@ -615,7 +612,7 @@ def parse_arguments(argv: Sequence[str], *, prog: str) -> GenerateConfig:
 
     Raises:
         HelpRequested: `--help` or `--print-config`.
-        ValueError: a flag that is unknown, missing or has a bad value; one line.
+        ValueError: a flag is unknown or missing, or its value is invalid; one line.
     """
     texts, arguments = split_prompts(argv)
     line = parse_command_line(
@@ -626,7 +623,7 @@ def parse_arguments(argv: Sequence[str], *, prog: str) -> GenerateConfig:
         print_now=False,
     )
     config = line.config
-    if texts:  # else those of a --config file stay
+    if texts:  # without --prompt, the prompts of a --config file apply
         config = dataclasses.replace(
             config, prompts=dataclasses.replace(config.prompts, prompt=texts)
         )
@@ -638,7 +635,7 @@ def parse_arguments(argv: Sequence[str], *, prog: str) -> GenerateConfig:
 
 
 def read_prompts(prompts: Prompts) -> list[str]:
-    """Return the texts to continue: those of `--prompt`, then those of `--prompt-file`.
+    """Return the prompts: the texts of `--prompt`, then the lines of `--prompt-file`.
 
     Raises:
         ValueError: the file cannot be read, or there is no prompt at all.

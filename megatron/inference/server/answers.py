@@ -38,7 +38,7 @@ class AnswerView(Protocol):
         """Return the events of a delta."""
         ...
 
-    def whole(self, deltas: Sequence[Delta]) -> dict[str, Any]:
+    def complete(self, deltas: Sequence[Delta]) -> dict[str, Any]:
         """Return the complete answer from all of its deltas."""
         ...
 
@@ -182,7 +182,7 @@ async def respond_with_events(
     deltas = await server.run_until_disconnect(request, collected())
     if deltas is None:
         return Response(status_code=499)  # the client has disconnected
-    return JSONResponse(view.whole(deltas))
+    return JSONResponse(view.complete(deltas))
 
 
 async def _events(

@@ -111,9 +111,8 @@ class EngineLoop:
                 else:
                     assert message["kind"] == "end", message
                     return
-            deltas = self._deltas(
-                self._replicas.step()
-            )  # a pause may have ended all that were asked
+            # A pause may have aborted every request of the step.
+            deltas = self._deltas(self._replicas.step())
             self._report(self._extra_deltas + deltas + self._embed())
             self._extra_deltas = []
 
@@ -325,9 +324,8 @@ class EngineLoop:
         """Send a message to the HTTP process, on rank 0."""
         if self._link is not None:
             with contextlib.suppress(BrokenPipeError, ConnectionResetError):
-                self._link.sendall(
-                    frame(message)
-                )  # after an error the next read sees the closed link
+                # After an error the next read sees the closed link.
+                self._link.sendall(frame(message))
 
     def _stats(self) -> dict[str, float]:
         """Return the statistics of all replicas."""

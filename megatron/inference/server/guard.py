@@ -129,10 +129,8 @@ class RequestGuard:
         request_id = f"req-{secrets.token_hex(12)}"
         scope.setdefault("state", {})["request_id"] = request_id
         REQUEST_ID.set(request_id)
-        begin, status = (
-            time.perf_counter(),
-            499,
-        )  # the status if the client disconnects before its answer
+        # The status if the client disconnects before its answer.
+        begin, status = time.perf_counter(), 499
 
         async def send_with_id(message: Message) -> None:
             nonlocal status

@@ -189,10 +189,9 @@ class CountBody(Body):
         """Return the conversation. Raises ApiError if it is invalid.
 
         Args:
-            template_variables: variables of the template that requests may set. A budget closes
-                reasoning
-                whether the template can be told to begin it or not.
-            max_tokens: of the answer, if one is asked for.
+            template_variables: template variables that requests may set. A thinking budget does
+                not need `THINKING_VARIABLE` among them.
+            max_tokens: most tokens of the answer; None without an answer.
         """
         turns = [] if self.system is None else [Turn(role="system", text=_joined_text(self.system))]
         turns += [turn for message in self.messages for turn in message.turns()]
@@ -249,7 +248,7 @@ class MessagesBody(CountBody):
     stream: bool | None = None
 
     def generation(self) -> GenerationBody:
-        """Return how tokens are chosen."""
+        """Return the sampling fields and the format."""
         shape = None if self.output_config is None else self.output_config.format
         return GenerationBody(
             response_format=None if shape is None else schema_format(shape.json_schema),
@@ -287,7 +286,7 @@ class MessageView:
         self._started = False
         self._index, self._kind = -1, ""  # of the newest block; "" once the block has ended
 
-    def whole(self, deltas: Sequence[Delta]) -> dict[str, Any]:
+    def complete(self, deltas: Sequence[Delta]) -> dict[str, Any]:
         """Return the complete message from all of its deltas."""
         blocks: list[dict[str, Any]] = []
         ending: dict[str, Any] = {}

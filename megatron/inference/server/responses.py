@@ -319,7 +319,7 @@ class ResponseView:
         has_ended = self._fields["status"] != "in_progress"
         return {**self._fields, "output": self._output[:], "usage": usage if has_ended else None}
 
-    def whole(self, deltas: Sequence[Delta]) -> dict[str, Any]:
+    def complete(self, deltas: Sequence[Delta]) -> dict[str, Any]:
         """Return the complete response from all of its deltas."""
         for delta in deltas:
             self.events(delta)

@@ -60,9 +60,8 @@ async def completions(server: Server, request: Request) -> Response:
     server.check_model(body.model)
     check_stream_options(body)
     eod = server.tokenizer.eod
-    empty_prompt = (
-        [] if eod is None else [eod]
-    )  # an empty text becomes the end-of-document token, as in training
+    # An empty text becomes the end-of-document token, as in training.
+    empty_prompt = [] if eod is None else [eod]
     prompts = [tokens or empty_prompt for tokens in await text_tokens(server, body.prompt)]
     echo = bool(body.echo)
     generation_request = body.generation_request(

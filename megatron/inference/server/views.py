@@ -168,7 +168,7 @@ class CompletionView:
         }
 
     def choice(self, deltas: Sequence[Delta]) -> dict[str, Any]:
-        """Return a whole output from all of its deltas."""
+        """Return the choice of a complete output from all of its deltas."""
         choices = [choice for delta in deltas for choice in self.chunk_choices(delta)]
         merged = {**choices[-1], "text": "".join(choice["text"] for choice in choices)}
         merged["weight_epochs"] = [epoch for choice in choices for epoch in choice["weight_epochs"]]
@@ -255,7 +255,7 @@ class ChatView:
         self._calls = [-1] * outputs  # index of the newest call
 
     def head(self, *, chunk: bool = False) -> dict[str, Any]:
-        """Return what stands before the choices of an answer, or of a chunk."""
+        """Return the fields of an answer, or of a chunk, besides its choices."""
         return {
             "id": self._id,
             "object": "chat.completion.chunk" if chunk else "chat.completion",
@@ -264,7 +264,7 @@ class ChatView:
         }
 
     def choice(self, deltas: Sequence[Delta]) -> dict[str, Any]:
-        """Return a whole output from all of its deltas."""
+        """Return the choice of a complete output from all of its deltas."""
         index = deltas[-1].index
         texts = {"text": "", "reasoning": ""}
         calls: list[dict[str, Any]] = []

@@ -28,7 +28,7 @@ from megatron.training.config.output_options import (
     ProfilingConfig,
 )
 from megatron.training.config.parallel_options import (
-    DataParallelConfig,
+    DataParallelOptions,
     ExecutionConfig,
     ParallelConfig,
     PipelineConfig,
@@ -37,8 +37,8 @@ from megatron.training.config.training_options import (
     DataConfig,
     EvaluationConfig,
     LossScaleConfig,
-    MuonConfig,
-    OptimizerConfig,
+    MuonOptions,
+    OptimizerOptions,
     QuantizationOptions,
     ScheduleConfig,
     TrainingConfig,
@@ -49,7 +49,7 @@ __all__ = [
     "CheckpointConfig",
     "Config",
     "DataConfig",
-    "DataParallelConfig",
+    "DataParallelOptions",
     "EvaluationConfig",
     "ExecutionConfig",
     "ExperimentConfig",
@@ -59,8 +59,8 @@ __all__ = [
     "LoggingConfig",
     "LossScaleConfig",
     "ModelConfig",
-    "MuonConfig",
-    "OptimizerConfig",
+    "MuonOptions",
+    "OptimizerOptions",
     "ParallelConfig",
     "PipelineConfig",
     "PositionConfig",
@@ -84,13 +84,13 @@ class Config:
     tokenizer: TokenizerConfig
     parallel: ParallelConfig
     pipeline: PipelineConfig
-    data_parallel: DataParallelConfig
+    data_parallel: DataParallelOptions
     execution: ExecutionConfig
     quantization: QuantizationOptions
     training: TrainingConfig
     evaluation: EvaluationConfig
-    optimizer: OptimizerConfig
-    muon: MuonConfig
+    optimizer: OptimizerOptions
+    muon: MuonOptions
     loss_scale: LossScaleConfig
     schedule: ScheduleConfig
     data: DataConfig

@@ -62,25 +62,25 @@ def check(config: Config, world_size: int) -> list[str]:
 def _layout(config: Config, world_size: int) -> Iterator[str]:
     parallel = config.parallel
     tp, cp = parallel.tensor_model_parallel_size, parallel.context_parallel_size
-    pp, each = config.pipeline.pipeline_model_parallel_size, config.model_parallel_size
+    pp, ranks_per_replica = config.pipeline.pipeline_model_parallel_size, config.model_parallel_size
     sizes = {
         "--tensor-model-parallel-size": tp,
         "--context-parallel-size": cp,
         "--pipeline-model-parallel-size": pp,
     }
     above = [f"{flag} {size}" for flag, size in sizes.items() if size > 1]
-    if world_size % each:
-        shown = " x ".join(above) + (f" = {each}" if len(above) > 1 else "")
+    if world_size % ranks_per_replica:
+        product = " x ".join(above) + (f" = {ranks_per_replica}" if len(above) > 1 else "")
         yield (
-            f"{shown} does not divide the world of {world_size} processes: start a multiple of "
-            f"{each} processes or lower it"
+            f"{product} does not divide the world of {world_size} processes: start a multiple of "
+            f"{ranks_per_replica} processes or lower it"
         )
     yield from _weight_shards(config, world_size)
     yield from _expert_blocks(config)
     if config.parallel.sequence_parallel and tp > 1 and config.training.seq_length % (tp * cp):
-        shown = " x ".join(flag for flag in above if "pipeline" not in flag)
+        product = " x ".join(flag for flag in above if "pipeline" not in flag)
         yield (
-            f"--seq-length {config.training.seq_length} is not a multiple of {shown}, which "
+            f"--seq-length {config.training.seq_length} is not a multiple of {product}, which "
             "--sequence-parallel needs: change one"
         )
 
@@ -151,42 +151,43 @@ def _batch(config: Config, world_size: int) -> Iterator[str]:
     training = config.training
     if world_size % config.model_parallel_size:
         return
-    lanes = world_size // config.model_parallel_size
-    flag, sizes = "--global-batch-size", training.batch_sizes(lanes).sizes
+    dp_size = world_size // config.model_parallel_size
+    flag, sizes = "--global-batch-size", training.batch_sizes(dp_size).sizes
     if training.step_batch_size_schedule is not None:
         flag = "--step-batch-size-schedule"
     elif training.rampup_batch_size is not None:
         flag = "--rampup-batch-size"
     micro, micro_flag = training.micro_batch_size, "--micro-batch-size"
     for size in dict.fromkeys(sizes):
-        yield from _division(config, lanes, batch=(flag, size), micro=(micro_flag, micro))
+        yield from _division(config, dp_size, batch=(flag, size), micro=(micro_flag, micro))
     evaluation = config.evaluation
-    size, own = evaluation.eval_global_batch_size, evaluation.eval_micro_batch_size
-    if (size, own) != (None, None):
+    size, eval_micro_batch = evaluation.eval_global_batch_size, evaluation.eval_micro_batch_size
+    if (size, eval_micro_batch) != (None, None):
         flag = flag if size is None else "--eval-global-batch-size"
-        micro_flag = micro_flag if own is None else "--eval-micro-batch-size"
-        batch, of_micro = (flag, size or sizes[-1]), (micro_flag, own or micro)
-        if (batch[1], of_micro[1]) != (sizes[-1], micro):
-            yield from _division(config, lanes, batch=batch, micro=of_micro)
+        micro_flag = micro_flag if eval_micro_batch is None else "--eval-micro-batch-size"
+        batch, micro_with_flag = (flag, size or sizes[-1]), (micro_flag, eval_micro_batch or micro)
+        if (batch[1], micro_with_flag[1]) != (sizes[-1], micro):
+            yield from _division(config, dp_size, batch=batch, micro=micro_with_flag)
 
 
 def _division(
-    config: Config, lanes: int, *, batch: tuple[str, int], micro: tuple[str, int]
+    config: Config, dp_size: int, *, batch: tuple[str, int], micro: tuple[str, int]
 ) -> Iterator[str]:
     """Name what is wrong with batches of a size in microbatches of a size, each with its flag."""
     (flag, size), (micro_flag, rows) = batch, micro
-    division = Division(samples=size, micro_batch_size=rows, lanes=lanes)
+    division = Division(samples=size, micro_batch_size=rows, lanes=dp_size)
     uneven = config.training.allow_uneven_batch
     if not (division.is_even or uneven):
-        near = max(1, round(size / (rows * lanes))) * rows * lanes
+        near = max(1, round(size / (rows * dp_size))) * rows * dp_size
         yield (
-            f"{flag} {size} is not a multiple of {micro_flag} {rows} x data parallel size {lanes} "
-            f"= {rows * lanes}: use {near}, for example, or --allow-uneven-batch"
+            f"{flag} {size} is not a multiple of {micro_flag} {rows} x data parallel size "
+            f"{dp_size} "
+            f"= {rows * dp_size}: use {near}, for example, or --allow-uneven-batch"
         )
-    if uneven and division.blocks < lanes:
+    if uneven and division.blocks < dp_size:
         yield (
             f"{flag} {size} is {division.blocks} microbatches of {rows}, fewer than "
-            f"data parallel size {lanes}: start fewer processes, or lower {micro_flag}"
+            f"data parallel size {dp_size}: start fewer processes, or lower {micro_flag}"
         )
     if uneven and size % rows and config.experts.num_experts is not None:
         yield (
@@ -308,12 +309,12 @@ def _kernels(config: Config) -> Iterator[str]:
 
 def _recompute(config: Config) -> Iterator[str]:
     chosen, layers = config.execution, layer_pattern.num_layers(config)
-    given = {
+    recompute_options = {
         "--recompute-method": chosen.recompute_method,
         "--recompute-num-layers": chosen.recompute_num_layers,
     }
     full = chosen.recompute_granularity == "full"
-    for flag, value in given.items():
+    for flag, value in recompute_options.items():
         if full and value is None:
             yield f"--recompute-granularity full needs {flag}: give it"
         if not full and value is not None:
@@ -332,8 +333,8 @@ def _length(config: Config, world_size: int) -> Iterator[str]:
             f"--seq-length {training.seq_length} is above --max-position-embeddings {limit}: "
             "raise the latter"
         )
-    lanes = max(1, world_size // config.model_parallel_size)
-    batch = training.batch_sizes(lanes).at(0)
+    dp_size = max(1, world_size // config.model_parallel_size)
+    batch = training.batch_sizes(dp_size).at(0)
     if training.train_samples is not None and training.train_samples < batch:
         yield (
             f"--train-samples {training.train_samples} is less than one --global-batch-size "
@@ -363,7 +364,7 @@ def _schedule(config: Config) -> Iterator[str]:
                 name.rsplit("_", 1)[0].replace("_", "-") + f"-{unit}",
             )
             yield f"--{flag} does not go with --train-{unit}: use --{instead}"
-    given = [
+    warmup_flags = [
         f"--{flag}"
         for flag, value in {
             "lr-warmup-iters": schedule.lr_warmup_iters,
@@ -372,8 +373,8 @@ def _schedule(config: Config) -> Iterator[str]:
         }.items()
         if value
     ]
-    if len(given) > 1:
-        yield f"{' and '.join(given)} exclude each other: keep one"
+    if len(warmup_flags) > 1:
+        yield f"{' and '.join(warmup_flags)} exclude each other: keep one"
     decay = (
         (schedule.lr_decay_samples or training.train_samples)
         if by_samples
@@ -421,8 +422,8 @@ def _vocabulary(config: Config) -> Iterator[str]:
 def _tiktoken_flags(config: Config) -> list[str]:
     """Return the flags of tiktoken that are given."""
     names = ("tiktoken_pattern", "tiktoken_num_special_tokens", "tiktoken_special_tokens")
-    given = vars(config.tokenizer)
-    return [f"--{name.replace('_', '-')}" for name in names if given[name] is not None]
+    values = vars(config.tokenizer)
+    return [f"--{name.replace('_', '-')}" for name in names if values[name] is not None]
 
 
 def without_effect(config: Config, resolved: Config) -> list[str]:
@@ -432,12 +433,12 @@ def without_effect(config: Config, resolved: Config) -> list[str]:
         config: as given.
         resolved: the same config with what is derived.
     """
-    found = list(option_checks.ineffective(config))
+    ineffective_flags = list(option_checks.ineffective(config))
     kind, unused = resolved.tokenizer.tokenizer_type, _tiktoken_flags(config)
     if unused and kind != "tiktoken":
         tokenizer = "no tokenizer is given" if kind is None else f"--tokenizer-type is {kind}"
-        found.append((" ".join(unused), f"{tokenizer}, not tiktoken"))
-    return [f"no effect here: {flag} ({reason})" for flag, reason in found]
+        ineffective_flags.append((" ".join(unused), f"{tokenizer}, not tiktoken"))
+    return [f"no effect here: {flag} ({reason})" for flag, reason in ineffective_flags]
 
 
 def _weight_decay(config: Config) -> Iterator[str]:

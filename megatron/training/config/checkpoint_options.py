@@ -62,7 +62,7 @@ _SCHEDULE = {
 }
 
 
-def checkpoint_defaults(given: Mapping[str, Any]) -> dict[str, Any]:
+def checkpoint_defaults(user_values: Mapping[str, Any]) -> dict[str, Any]:
     """Return the values that `--use-checkpoint-args` adds to those given, by option name.
 
     Without a checkpoint there are none, as long as the required options are given.
@@ -71,16 +71,20 @@ def checkpoint_defaults(given: Mapping[str, Any]) -> dict[str, Any]:
         ValueError: the checkpoint is damaged or holds no options, or there is none and a required
             option is not given.
     """
-    if not given.get("use-checkpoint-args"):
+    if not user_values.get("use-checkpoint-args"):
         return {}
-    wanted = [option for option in options(Config) if _is_wanted(option, given)]
-    roots = [given[name] for name in ("load", "pretrained-checkpoint") if given.get(name)]
-    if not wanted or not roots:
+    options_to_read = [
+        option for option in options(Config) if _is_read_from_checkpoint(option, user_values)
+    ]
+    roots = [
+        user_values[name] for name in ("load", "pretrained-checkpoint") if user_values.get(name)
+    ]
+    if not options_to_read or not roots:
         return {}
     saved_run = saved_options(roots)
     if saved_run is None:
-        by_pattern = {"num-layers"} if given.get("hybrid-layer-pattern") else set()
-        missing = [o.name for o in wanted if o.required and o.name not in by_pattern]
+        by_pattern = {"num-layers"} if user_values.get("hybrid-layer-pattern") else set()
+        missing = [o.name for o in options_to_read if o.required and o.name not in by_pattern]
         if missing:
             raise ValueError(
                 f"--use-checkpoint-args: no checkpoint in {' or '.join(roots)}, and no "
@@ -88,29 +92,31 @@ def checkpoint_defaults(given: Mapping[str, Any]) -> dict[str, Any]:
             )
         return {}
     folder, saved, manifest = saved_run
-    found = {
+    stored_values = {
         option.name: option.from_json(saved[option.name], f"{folder}: {option.name}")
-        for option in wanted
+        for option in options_to_read
         if option.name in saved
     }
-    taken = {option.name for option in wanted if option.section in _SHAPES} | _WEIGHTS
+    shape_options = {
+        option.name for option in options_to_read if option.section in _SHAPES
+    } | _WEIGHTS
     try:
-        check_counts(folder, {n: saved[n] for n in taken & found.keys()}, manifest)
+        check_counts(folder, {n: saved[n] for n in shape_options & stored_values.keys()}, manifest)
     except CheckpointError as error:
         raise ValueError(f"--use-checkpoint-args: {error}") from error
-    if (pattern := found.get("hybrid-layer-pattern")) is not None:
-        found["hybrid-layer-pattern"] = symbols_of(pattern)  # its cuts are a layout's
-    return found
+    if (pattern := stored_values.get("hybrid-layer-pattern")) is not None:
+        stored_values["hybrid-layer-pattern"] = symbols_of(pattern)  # its cuts are a layout's
+    return stored_values
 
 
-def _is_wanted(option: Option, given: Mapping[str, Any]) -> bool:
+def _is_read_from_checkpoint(option: Option, user_values: Mapping[str, Any]) -> bool:
     """Tell whether an option is taken from the checkpoint."""
-    if option.name in given:
+    if option.name in user_values:
         return False
     if option.name in _LENGTHS:
-        return not _LENGTHS & set(given)
+        return not _LENGTHS & set(user_values)
     if option.section == "data":  # as a whole: a part of it means other samples
-        return not _DATA & set(given) and option.name not in _OF_ONE_START
+        return not _DATA & set(user_values) and option.name not in _OF_ONE_START
     return option.section in _SECTIONS or option.name in _WEIGHTS or option.required
 
 
@@ -118,7 +124,7 @@ def _is_wanted(option: Option, given: Mapping[str, Any]) -> bool:
 _BATCH_SIZES = ("global-batch-size", "step-batch-size-schedule", "rampup-batch-size")
 
 
-def _shown(value: Any) -> str:
+def _value_text(value: Any) -> str:
     return " ".join(map(str, value)) if isinstance(value, tuple) else str(value)
 
 
@@ -139,10 +145,10 @@ def with_checkpoint_schedule(config: Config, world_size: int) -> tuple[Config, t
     goes_on = chosen.goes_on_in_schedule and not chosen.finetune
     if not (chosen.use_checkpoint_opt_param_scheduler and chosen.load and goes_on):
         return config, ()
-    found = _newest([chosen.load], flag)
-    if found is None:
+    checkpoint = _newest([chosen.load], flag)
+    if checkpoint is None:
         return config, ()
-    folder, manifest = found
+    folder, manifest = checkpoint
     saved = manifest.extra.get("config")
     names = [name for section in _SCHEDULE.values() for name in section]
     if not isinstance(saved, dict) or not saved.keys() >= {*names, "global-batch-size"}:
@@ -157,21 +163,23 @@ def with_checkpoint_schedule(config: Config, world_size: int) -> tuple[Config, t
             if was == value:
                 continue
             raise ValueError(
-                f"{flag}: {folder} counts its schedule in steps of --{name} {_shown(was)}, this "
-                f"run's have {_shown(value)}: give the former, or leave the flag out and give the "
+                f"{flag}: {folder} counts its schedule in steps of --{name} "
+                f"{_value_text(was)}, this "
+                f"run's have {_value_text(value)}: give the former, or leave the flag out and "
+                "give the "
                 "schedule"
             )
     lines: list[str] = []
     sections: dict[str, Any] = {}
-    known = {option.name: option for option in options(Config)}
-    given = flatten(config)
+    option_by_name = {option.name: option for option in options(Config)}
+    run_values = flatten(config)
     for section, members in _SCHEDULE.items():
         values = {}
         for name in members:
-            value = known[name].from_json(saved[name], f"{folder}: {name}")
-            values[known[name].field] = value
-            if given[name] not in (value, None):
-                lines.append(f"--{name} is {value} as in {folder}, not {given[name]}")
+            value = option_by_name[name].from_json(saved[name], f"{folder}: {name}")
+            values[option_by_name[name].field] = value
+            if run_values[name] not in (value, None):
+                lines.append(f"--{name} is {value} as in {folder}, not {run_values[name]}")
         sections[section] = replace(vars(config)[section], **values)
     return replace(config, **sections), tuple(lines)
 
@@ -194,15 +202,15 @@ def with_checkpoint_matrices(config: Config) -> tuple[Config, tuple[str, ...]]:
     if config.optimizer.optimizer != "muon" or chosen.load is None or chosen.finetune:
         return config, ()
     try:
-        found = _newest([chosen.load], flag)
+        checkpoint = _newest([chosen.load], flag)
     except ValueError:  # of what cannot be read, the loading of it says more
         return config, ()
-    if found is None or found[1].extra.get("weights_only") is True:
+    if checkpoint is None or checkpoint[1].extra.get("weights_only") is True:
         return config, ()
-    saved = found[1].extra.get("config")
+    saved = checkpoint[1].extra.get("config")
     if not isinstance(saved, dict) or saved.get("optimizer") != "muon":
         return config, ()
-    folder, now = found[0], config.muon.muon_split_matrices
+    folder, now = checkpoint[0], config.muon.muon_split_matrices
     before_the_option = "all" if config.muon.muon_split_qkv else "whole"
     option = next(option for option in options(Config) if option.name == flag.removeprefix("--"))
     stored = saved.get(option.name, before_the_option)
@@ -219,9 +227,9 @@ def _newest(roots: list[str], flag: str) -> tuple[Path, Manifest] | None:
     """Return the first checkpoint that a root holds, and its manifest; None = there is none."""
     try:
         for root in map(Path, roots):
-            one = root.name.startswith("iter_") and root.is_dir()
+            is_checkpoint = root.name.startswith("iter_") and root.is_dir()
             # Which one is used, and why, is said again when it is loaded.
-            folder = root if one else latest_checkpoint(root, say=lambda text: None)
+            folder = root if is_checkpoint else latest_checkpoint(root, say=lambda text: None)
             if folder is not None:
                 return folder, read_manifest(folder)
     except CheckpointError as error:
@@ -229,11 +237,11 @@ def _newest(roots: list[str], flag: str) -> tuple[Path, Manifest] | None:
     return None
 
 
-def stored_options(given: Mapping[str, Any]) -> tuple[Path, Mapping[str, Any]] | None:
+def stored_options(user_values: Mapping[str, Any]) -> tuple[Path, Mapping[str, Any]] | None:
     """Return the checkpoint that a run starts from and its options by name.
 
     Args:
-        given: values by option name.
+        user_values: values by option name.
 
     Returns None without a checkpoint, or for one without options.
 
@@ -241,10 +249,10 @@ def stored_options(given: Mapping[str, Any]) -> tuple[Path, Mapping[str, Any]] |
         ValueError: the checkpoint is damaged.
     """
     for name in ("load", "pretrained-checkpoint"):
-        found = _newest([given[name]], f"--{name}") if given.get(name) else None
-        if found is not None:
-            saved = found[1].extra.get("config")
-            return (found[0], saved) if isinstance(saved, dict) else None
+        checkpoint = _newest([user_values[name]], f"--{name}") if user_values.get(name) else None
+        if checkpoint is not None:
+            saved = checkpoint[1].extra.get("config")
+            return (checkpoint[0], saved) if isinstance(saved, dict) else None
     return None
 
 
@@ -255,10 +263,10 @@ def saved_options(roots: list[str]) -> tuple[Path, Mapping[str, Any], Manifest] 
     Raises:
         ValueError: the checkpoint is damaged, or holds no options.
     """
-    found = _newest(roots, "--use-checkpoint-args")
-    if found is None:
+    checkpoint = _newest(roots, "--use-checkpoint-args")
+    if checkpoint is None:
         return None
-    folder, manifest = found
+    folder, manifest = checkpoint
     saved = manifest.extra.get("config")
     if not isinstance(saved, dict):
         raise ValueError(f"--use-checkpoint-args: {folder} holds no options: give them as flags")

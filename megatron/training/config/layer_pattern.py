@@ -38,10 +38,10 @@ def mamba_heads(config: Config) -> int:
 FLAG = "--hybrid-layer-pattern"
 
 
-def pattern_defaults(given: Mapping[str, Any]) -> dict[str, Any]:
+def pattern_defaults(user_values: Mapping[str, Any]) -> dict[str, Any]:
     """Return the values that a layer pattern adds to those given, by option name."""
-    text = given.get("hybrid-layer-pattern")
-    if text is None or given.get("num-layers") is not None:
+    text = user_values.get("hybrid-layer-pattern")
+    if text is None or user_values.get("num-layers") is not None:
         return {}
     blocks = Pattern.of(text).blocks
     ffn = ffn_of(blocks)
@@ -125,9 +125,9 @@ def problems(config: Config) -> Iterator[str]:
     text, model = config.hybrid.hybrid_layer_pattern, config.model
     if text is None:
         return
-    found = [f"{FLAG}: {problem}" for problem in written_problems(text)]
-    yield from found
-    if found:
+    syntax_problems = [f"{FLAG}: {problem}" for problem in written_problems(text)]
+    yield from syntax_problems
+    if syntax_problems:
         return
     pattern, kinds = Pattern.of(text), set(text)
     latent = config.attention.multi_latent_attention
@@ -142,15 +142,16 @@ def problems(config: Config) -> Iterator[str]:
                 f"{len(pattern.blocks)} blocks, differ: drop the first"
             )
         yield from _of_hybrid(config, pattern)
-    given, length = config.training.mtp_num_layers, config.training.seq_length
+    mtp_num_layers, length = config.training.mtp_num_layers, config.training.seq_length
     if pattern.depths >= length:
         yield (
             f"{FLAG} {text} has {pattern.depths} parts behind '/': samples of {length} tokens have "
             "none so far ahead: use fewer"
         )
-    if pattern.depths and given not in (None, pattern.depths):
+    if pattern.depths and mtp_num_layers not in (None, pattern.depths):
         yield (
-            f"--mtp-num-layers {given} and {FLAG} {text}, which has {pattern.depths} parts behind "
+            f"--mtp-num-layers {mtp_num_layers} and {FLAG} {text}, which has {pattern.depths} "
+            "parts behind "
             "'/', differ: drop the first"
         )
 
@@ -185,20 +186,20 @@ def expert_layers(config: Config) -> str:
     Raises:
         ValueError: a text that says nothing of the kind, or the two of them differ.
     """
-    layers, given = config.model.num_layers, config.experts.moe_layer_freq
+    layers, frequency = config.model.num_layers, config.experts.moe_layer_freq
     if is_hybrid(config):
         return ""
     if config.experts.num_experts is None:
         return DENSE * layers
     pattern = written(config)
-    found = None if given is None else read_frequency(given, layers)
+    layers_of_frequency = None if frequency is None else read_frequency(frequency, layers)
     if pattern is None:
-        return found or EXPERTS * layers
+        return layers_of_frequency or EXPERTS * layers
     of_pattern = ffn_of(pattern.blocks)
     assert of_pattern is not None, "it is no hybrid"
-    if found is not None and found != of_pattern:
+    if layers_of_frequency is not None and layers_of_frequency != of_pattern:
         raise ValueError(
-            f"--moe-layer-freq {given} and {FLAG} {pattern.main} differ in which layers have "
+            f"--moe-layer-freq {frequency} and {FLAG} {pattern.main} differ in which layers have "
             "experts: drop the first"
         )
     return of_pattern
@@ -220,18 +221,19 @@ def read_frequency(text: str, num_layers: int) -> str:
     if re.fullmatch("[01](,[01])+", words):
         words = f"[{words}]"
     try:
-        found = _List(words).read()
+        layer_flags = _LayerListParser(words).read()
     except (ValueError, IndexError, RecursionError):
         raise ValueError(
             f"--moe-layer-freq {text} is neither a number above 0 nor a list of 0 and 1: write as "
             "in 2, 0,1,1 or [0]*1+[1]*3"
         ) from None
-    if len(found) != num_layers:
+    if len(layer_flags) != num_layers:
         raise ValueError(
-            f"--moe-layer-freq {text} is of {len(found)} layers, --num-layers is {num_layers}: "
+            f"--moe-layer-freq {text} is of {len(layer_flags)} layers, --num-layers is "
+            f"{num_layers}: "
             "write a 0 or 1 for each"
         )
-    return found.replace("0", DENSE).replace("1", EXPERTS)
+    return layer_flags.replace("0", DENSE).replace("1", EXPERTS)
 
 
 def write_frequency(layers: str) -> str:
@@ -243,7 +245,7 @@ def write_frequency(layers: str) -> str:
     return "+".join(f"[{int(symbol == EXPERTS)}]*{count}" for symbol, count in runs)
 
 
-class _List:
+class _LayerListParser:
     """Reads the list of zeros and ones that an expression of Python's makes."""
 
     def __init__(self, words: str) -> None:
@@ -252,10 +254,10 @@ class _List:
 
     def read(self) -> str:
         """Return its zeros and ones. Raises ValueError or IndexError for any other text."""
-        found = self._sum()
+        layer_flags = self._sum()
         if self._at < len(self._tokens):
             raise ValueError("something is left over")
-        return found
+        return layer_flags
 
     def _next(self) -> str:
         self._at += 1
@@ -268,27 +270,27 @@ class _List:
         return comes
 
     def _sum(self) -> str:
-        found = self._product()
+        layer_flags = self._product()
         while self._comes("+"):
-            found += self._product()
-        return found
+            layer_flags += self._product()
+        return layer_flags
 
     def _product(self) -> str:
-        found = self._part()
+        layer_flags = self._factor()
         while self._comes("*"):
             times = int(self._next())
-            if len(found) * times > _MOST_LAYERS:
+            if len(layer_flags) * times > _MOST_LAYERS:
                 raise ValueError("more than a model has")
-            found *= times
-        return found
+            layer_flags *= times
+        return layer_flags
 
-    def _part(self) -> str:
+    def _factor(self) -> str:
         token = self._next()
         if token == "(":
-            found = self._sum()
+            layer_flags = self._sum()
             if not self._comes(")"):
                 raise ValueError("an open parenthesis")
-            return found
+            return layer_flags
         if not token.startswith("["):
             raise ValueError("no list")
         return token.strip("[]").replace(",", "")

@@ -135,8 +135,8 @@ _ROWS: tuple[tuple[Kind, str, str, str], ...] = (
 def _without(flag: str, switch: str) -> Callable[[Mapping[str, Any]], str | None]:
     """Return the conflict of a flag that has an effect with a switch."""
 
-    def conflict(given: Mapping[str, Any]) -> str | None:
-        return f"--{flag} contradicts --{switch}: keep one" if given.get(switch) else None
+    def conflict(user_values: Mapping[str, Any]) -> str | None:
+        return f"--{flag} contradicts --{switch}: keep one" if user_values.get(switch) else None
 
     return conflict
 
@@ -145,22 +145,22 @@ def _sums_in_bf16(flag: str) -> Callable[[Mapping[str, Any]], str | None]:
     """Return the conflict of a flag that asks for sums of gradients in fp32, by the switches of
     the network."""
 
-    def conflict(given: Mapping[str, Any]) -> str | None:
-        wide = "reduce-scatter-with-fp32-accumulation"
-        if given.get("grad-reduce-in-bf16") and not given.get(wide):
+    def conflict(user_values: Mapping[str, Any]) -> str | None:
+        fp32_flag = "reduce-scatter-with-fp32-accumulation"
+        if user_values.get("grad-reduce-in-bf16") and not user_values.get(fp32_flag):
             return (
                 f"--{flag} sums gradients in fp32, and --grad-reduce-in-bf16 in bf16: use "
-                f"--{wide} for sums in fp32"
+                f"--{fp32_flag} for sums in fp32"
             )
         return None
 
     return conflict
 
 
-def _learned_positions(given: Mapping[str, Any]) -> str | None:
+def _learned_positions(user_values: Mapping[str, Any]) -> str | None:
     """Return what is wrong with --no-position-embedding, which only stands beside rotations."""
-    from_elsewhere = given.get("use-checkpoint-args") or given.get("load-hf")
-    kind = given.get("position-embedding-type")
+    from_elsewhere = user_values.get("use-checkpoint-args") or user_values.get("load-hf")
+    kind = user_values.get("position-embedding-type")
     if kind == "learned_absolute" or (kind is None and not from_elsewhere):
         return (
             "--no-position-embedding leaves learned positions out, which Megatron-LM takes only "

@@ -52,10 +52,12 @@ class Flags:
         given: values that stand for those of the config.
     """
 
-    def __init__(self, config: Config, **given: Any) -> None:
+    def __init__(self, config: Config, **overrides: Any) -> None:
         self.config = config
         sections = [vars(section) for section in vars(config).values()]
-        self._values = {name: value for found in sections for name, value in found.items()} | given
+        self._values = {
+            name: value for fields in sections for name, value in fields.items()
+        } | overrides
 
     def __getitem__(self, name: str) -> Any:
         return self._values[name.replace("-", "_")]
@@ -82,15 +84,19 @@ def part_config(config: Config, path: str) -> Any:
 def recurrent_shapes(config: Config) -> dict[str, GatedDeltaNetConfig | Mamba2Config]:
     """Return the shapes of the recurrent blocks that there are, by what they are called."""
     names = {"delta_net": "gated delta net", "mamba": "Mamba-2"}
-    found = {name: part_config(config, path) for path, name in names.items()}
-    return {name: shape for name, shape in found.items() if shape is not None}
+    shapes = {name: part_config(config, path) for path, name in names.items()}
+    return {name: shape for name, shape in shapes.items() if shape is not None}
 
 
 def model_options(config: GPTConfig) -> dict[str, Any]:
     """Return the options that describe a model, by name, in the order of the command line;
     `gpt_config` makes it of them again."""
-    found = describe(MODEL, config)
-    return {option.name: found[option.name] for option in options(Config) if option.name in found}
+    described = describe(MODEL, config)
+    return {
+        option.name: described[option.name]
+        for option in options(Config)
+        if option.name in described
+    }
 
 
 def options_problem(config: GPTConfig) -> str | None:
@@ -223,8 +229,8 @@ def _attention_factor(flags: Flags, name: str) -> float | None:
     With latent attention the softmax scale has a part of the growth already.
     """
     if flags[name] is not None or not flags["multi-latent-attention"]:
-        given: float | None = flags[name]
-        return given
+        factor: float | None = flags[name]
+        return factor
     grown, all_grown = (
         yarn_magnitude(flags["yarn-rotary-scaling-factor"], flags[weight])
         for weight in ("mscale", "mscale-all-dim")
@@ -240,8 +246,8 @@ def _written_factor(factor: float | None, config: GPTConfig) -> float | None:
 
 
 def _limits(flags: Flags, name: str) -> tuple[float, float]:
-    least, *most = flags[name] or (0.0,)
-    return least, most[0] if most else math.inf
+    lower_bound, *upper_bounds = flags[name] or (0.0,)
+    return lower_bound, upper_bounds[0] if upper_bounds else math.inf
 
 
 def _written_limits(limits: tuple[float, float], config: GPTConfig) -> Any:
@@ -273,7 +279,7 @@ def _written_balance(balance: str, config: GPTConfig) -> Any:
 
 # --- The table ------------------------------------------------------------------------------------
 
-_PARTS = {
+_SECTIONS_OF_TABLE = {
     "": ConfigSection("", "models.gpt:GPTConfig"),
     "norm": ConfigSection("norm", "transformer:NormConfig"),
     "mlp": ConfigSection(
@@ -298,7 +304,7 @@ _PARTS = {
 }
 
 MODEL = Table(
-    _PARTS,
+    _SECTIONS_OF_TABLE,
     (
         *annotated_rows(Config),
         Row("vocab-size", "vocab_size"),

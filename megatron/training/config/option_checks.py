@@ -43,7 +43,7 @@ def cuda_graph_problems(config: Config) -> Iterator[str]:
     if config.training.device == "cpu":
         yield f"{flag} needs a GPU: drop it or --device cpu"
     size = config.pipeline.pipeline_model_parallel_size
-    for other, on, reason in (
+    for conflicting, on, reason in (
         (
             f"--pipeline-model-parallel-size {size}",
             size > 1,
@@ -86,7 +86,7 @@ def cuda_graph_problems(config: Config) -> Iterator[str]:
         ),
     ):
         if on:
-            yield f"{other} {reason}: drop it or {flag}"
+            yield f"{conflicting} {reason}: drop it or {flag}"
     steps, iterations = chosen.cuda_graph_warmup_steps, config.training.train_iters
     if iterations is not None and steps >= iterations:
         yield (
@@ -125,11 +125,11 @@ def missing_block_problems(config: Config) -> Iterator[str]:
         return
     for symbols, noun, fields in _BLOCKS:
         if not any(has(config, symbol) for symbol in symbols):
-            for flag in _given(config, fields):
+            for flag in _set_flags(config, fields):
                 yield f"{flag} has no effect: {FLAG} {pattern.main} has no {noun}: drop it"
 
 
-def _given(config: Config, fields: dict[str, tuple[str, ...]]) -> Iterator[str]:
+def _set_flags(config: Config, fields: dict[str, tuple[str, ...]]) -> Iterator[str]:
     """Return, as they are written, options of these fields that ask for something."""
     for section, names in fields.items():
         holder: Any = vars(config)[section]
@@ -155,16 +155,16 @@ def _dependents(config: Config) -> Iterator[tuple[object, str, bool, str]]:
     graphs = config.execution.cuda_graph_impl != "none"
     yield config.execution, "cuda_graph_warmup_", graphs, "--cuda-graph-impl full_iteration"
     quantized, outer = config.quantization, config.quantization.first_last_layers_bf16
-    asked = quantized.flag is not None
+    is_quantized = quantized.flag is not None
     yield quantized, "fp8_recipe", quantized.fp8_format is not None, "--fp8-format"
-    yield quantized, "first_last_", asked, "--fp8-format or --fp4-format"
+    yield quantized, "first_last_", is_quantized, "--fp8-format or --fp4-format"
     for start in ("num_layers_at_start_", "num_layers_at_end_"):
         yield quantized, start, outer, "--first-last-layers-bf16"
     delayed = quantized.fp8_format is not None and quantized.fp8_recipe == "delayed"
     for start in ("fp8_margin", "fp8_amax_"):
         yield quantized, start, delayed, "--fp8-format and --fp8-recipe delayed"
-    narrow = config.training.bf16 or config.training.fp16
-    yield config.execution, "cpu_matmul_", narrow, "--bf16 or --fp16"
+    is_16_bit = config.training.bf16 or config.training.fp16
+    yield config.execution, "cpu_matmul_", is_16_bit, "--bf16 or --fp16"
     spikes = failures.loss_spike_factor is not None
     yield failures, "loss_spike_window", spikes, "--loss-spike-factor"
     stats = failures.rerun_mode == "report_determinism_stats"
@@ -181,8 +181,8 @@ def _dependents(config: Config) -> Iterator[tuple[object, str, bool, str]]:
     loads = checkpoint.load is not None
     for start in ("allow_data_change", "reorder_samples"):
         yield config.data, start, loads, "--load"
-    some = loads or checkpoint.pretrained_checkpoint is not None
-    yield checkpoint, "finetune", some, "--load or --pretrained-checkpoint"
+    starts_from_weights = loads or checkpoint.pretrained_checkpoint is not None
+    yield checkpoint, "finetune", starts_from_weights, "--load or --pretrained-checkpoint"
     goes_on = loads and not checkpoint.finetune
     yield checkpoint, "schedule_on_load", goes_on, "--load, or with --finetune"
     yield profiling, "profile_step_", profiling.profile, "--profile"
@@ -201,8 +201,8 @@ def _of_attention(config: Config) -> Iterator[tuple[object, str, bool, str]]:
     latent = config.attention.multi_latent_attention
     for start in ("q_", "kv_", "qk_head_", "qk_pos_", "v_"):
         yield config.attention, start, latent, "--multi-latent-attention"
-    both = "--multi-latent-attention with --position-embedding-type yarn"
-    yield config.attention, "mscale", latent and yarn, both
+    latent_yarn_flags = "--multi-latent-attention with --position-embedding-type yarn"
+    yield config.attention, "mscale", latent and yarn, latent_yarn_flags
     cuts = config.parallel.context_parallel_size > 1
     yield config.parallel, "cp_comm_type", cuts, "--context-parallel-size above 1"
     packed = config.data.sft or config.data.reset_attention_mask
@@ -232,15 +232,15 @@ def _of_experts(config: Config) -> Iterator[tuple[object, str, bool, str]]:
 def _of_recurrent(config: Config) -> Iterator[tuple[object, str, bool, str]]:
     """Yield what `_dependents` does for the options of recurrent blocks."""
     hybrid, parallel, flag = config.hybrid, config.parallel, "--hybrid-layer-pattern"
-    some, cuts = is_recurrent(config), parallel.context_parallel_size > 1
+    has_recurrent, has_cp = is_recurrent(config), parallel.context_parallel_size > 1
     delta_nets, mamba = (symbol in (hybrid.hybrid_layer_pattern or "") for symbol in "GM")
     yield hybrid, "linear_", delta_nets, f"G in {flag}"
     for start in ("mamba_", "add_mamba_"):
         yield hybrid, start, mamba, f"M in {flag}"
-    yield parallel, "linear_cp_", some, f"G or M in {flag}"
-    yield config.execution, "keep_recurrent_", some, f"G or M in {flag}"
-    if some:
-        yield parallel, "linear_cp_", cuts, "--context-parallel-size above 1"
+    yield parallel, "linear_cp_", has_recurrent, f"G or M in {flag}"
+    yield config.execution, "keep_recurrent_", has_recurrent, f"G or M in {flag}"
+    if has_recurrent:
+        yield parallel, "linear_cp_", has_cp, "--context-parallel-size above 1"
 
 
 def without_switch(config: Config) -> Iterator[str]:
@@ -332,9 +332,9 @@ def attention_problems(config: Config) -> Iterator[str]:
             "it has no sinks",
         ),
     }
-    for other, (given, reason) in refused.items():
-        if given:
-            yield f"{other} does not go with {flag}: {reason}: drop one"
+    for conflicting, (is_set, reason) in refused.items():
+        if is_set:
+            yield f"{conflicting} does not go with {flag}: {reason}: drop one"
     if not model.disable_bias_linear:
         yield f"{flag} has no biases: add --disable-bias-linear (MLPs: --add-mlp-bias)"
     if not config.position.is_rotary:
@@ -368,8 +368,10 @@ def expert_problems(config: Config, world_size: int) -> Iterator[str]:
     moe = part_config(config, "moe")
     source = config.checkpoint
     # A run that starts from weights takes their router as it is.
-    given = source.load_hf or source.pretrained_checkpoint or source.use_checkpoint_args
-    if moe.router.topk == 1 and moe.router.normalize and not given:
+    has_trained_router = (
+        source.load_hf or source.pretrained_checkpoint or source.use_checkpoint_args
+    )
+    if moe.router.topk == 1 and moe.router.normalize and not has_trained_router:
         yield (
             "--moe-router-topk 1 with normalised scores gives the weight 1 whatever the router "
             "says, which then learns nothing: give --moe-router-pre-softmax"
@@ -403,13 +405,13 @@ def _layout(config: Config, world_size: int) -> Iterator[str]:
     ep = parallel.expert_model_parallel_size
     etp = parallel.expert_tensor_parallel_size or parallel.tensor_model_parallel_size
     total = etp * ep * pp
-    shown = (
+    product = (
         f"--expert-tensor-parallel-size {etp} x --expert-model-parallel-size {ep} x "
         f"--pipeline-model-parallel-size {pp} = {total}"
     )
     if world_size % total:
         yield (
-            f"{shown} does not divide the world of {world_size} processes: start a multiple of "
+            f"{product} does not divide the world of {world_size} processes: start a multiple of "
             f"{total} processes or lower it"
         )
         return
@@ -430,7 +432,7 @@ def _layout(config: Config, world_size: int) -> Iterator[str]:
     if edp % instances:
         yield (
             f"--num-distributed-optimizer-instances {instances} does not divide the expert data "
-            f"parallel size {world_size} / ({shown}) = {edp}: use a divisor of {edp}"
+            f"parallel size {world_size} / ({product}) = {edp}: use a divisor of {edp}"
         )
 
 
@@ -506,8 +508,8 @@ def context_problems(config: Config) -> Iterator[str]:
             "has: leave it at auto"
         )
     latent = config.attention.multi_latent_attention  # names its heads itself
-    some = config.model.num_attention_heads is not None
-    if parallel.cp_comm_type == "a2a" and some and not latent:
+    has_heads = config.model.num_attention_heads is not None
+    if parallel.cp_comm_type == "a2a" and has_heads and not latent:
         yield from _heads(config)
 
 
@@ -536,9 +538,11 @@ def _heads(config: Config) -> Iterator[str]:
     heads = config.model.num_attention_heads
     assert heads is not None
     groups = config.model.num_query_groups or heads
-    shown = f" on each of {tp} tensor parallel ranks" if tp > 1 else ""
-    mend = f"--context-parallel-size {cp}: use --cp-comm-type p2p"
+    per_rank = f" on each of {tp} tensor parallel ranks" if tp > 1 else ""
+    fix = f"--context-parallel-size {cp}: use --cp-comm-type p2p"
     if heads % tp == 0 and heads // tp % cp:
-        yield f"--cp-comm-type a2a: {heads // tp} heads{shown} do not divide over {mend}"
-    elif (each := max(1, groups // tp)) % cp and cp % each:
-        yield f"--cp-comm-type a2a: {each} query groups{shown} do not divide over {mend}"
+        yield f"--cp-comm-type a2a: {heads // tp} heads{per_rank} do not divide over {fix}"
+    elif (groups_per_rank := max(1, groups // tp)) % cp and cp % groups_per_rank:
+        yield (
+            f"--cp-comm-type a2a: {groups_per_rank} query groups{per_rank} do not divide over {fix}"
+        )

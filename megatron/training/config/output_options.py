@@ -286,10 +286,10 @@ class ExperimentConfig:
         require(
             len(set(names)) == len(names), f"--experiment {' '.join(names)}: name each only once"
         )
-        known = {word for name in names for word in self.words_of(name)}
+        experiment_words = {word for name in names for word in self.words_of(name)}
         for word in self.experiment_option or ():
             require(
-                word in known and "=" in word,
+                word in experiment_words and "=" in word,
                 f"--experiment-option {word}: use NAME.KEY=VALUE with a NAME of --experiment",
             )
         keys = [word.partition("=")[0] for word in self.experiment_option or ()]

@@ -63,14 +63,14 @@ class PipelineConfig:
             ),
         )
 
-    def given(self, *names: str) -> list[str]:
+    def non_default_flags(self, *names: str) -> list[str]:
         """Return those of the named options that have another value than their default, as flags
         with their values."""
         defaults = {field.name: field.default for field in dataclasses.fields(self)}
-        found = {name: vars(self)[name] for name in names}
+        values = {name: vars(self)[name] for name in names}
         return [
             f"--{name.replace('_', '-')}" + ("" if value is True else f" {value}")
-            for name, value in found.items()
+            for name, value in values.items()
             if value != defaults[name]
         ]
 
@@ -90,18 +90,18 @@ def problems(config: PipelineConfig, cut_pattern: str | None) -> Iterator[str]:
     Args:
         cut_pattern: the layer pattern if it says where stages begin, else None.
     """
-    shown = [] if cut_pattern is None else [f"--hybrid-layer-pattern {cut_pattern}"]
+    pattern_flags = [] if cut_pattern is None else [f"--hybrid-layer-pattern {cut_pattern}"]
     if config.pipeline_model_parallel_size == 1:
-        idle = config.given(*(field.name for field in dataclasses.fields(config)))
-        for flag in idle + shown:
+        idle = config.non_default_flags(*(field.name for field in dataclasses.fields(config)))
+        for flag in idle + pattern_flags:
             yield f"{flag} has no effect without --pipeline-model-parallel-size above 1: raise that"
         return
-    ways = config.given("pipeline_model_parallel_layout") + shown
+    ways = config.non_default_flags("pipeline_model_parallel_layout") + pattern_flags
     if len(ways) > 1:
         yield f"{' and '.join(ways)} exclude each other: keep one"
-    for flag in config.given(*_VIRTUAL, *_UNEVEN) if ways else ():
+    for flag in config.non_default_flags(*_VIRTUAL, *_UNEVEN) if ways else ():
         yield f"{flag} has no effect with {ways[0]}, which says where each layer is: drop one"
-    if len(virtual := config.given(*_VIRTUAL)) > 1:
+    if len(virtual := config.non_default_flags(*_VIRTUAL)) > 1:
         yield f"{' and '.join(virtual)} exclude each other: keep one"
 
 
@@ -112,7 +112,7 @@ ShardingStrategy: TypeAlias = Literal["no_shard", "optim", "optim_grads", "optim
 
 
 @dataclass(frozen=True, kw_only=True)
-class DataParallelConfig:
+class DataParallelOptions:
     """Data parallelism."""
 
     use_distributed_optimizer: bool = False
@@ -187,7 +187,7 @@ class DataParallelConfig:
 
 
 def data_parallel_problems(
-    config: DataParallelConfig,
+    config: DataParallelOptions,
     *,
     data_parallel_size: int,
     bf16: bool,
@@ -247,7 +247,7 @@ def data_parallel_problems(
             )
 
 
-def _gtp_reduce_scatter(config: DataParallelConfig, over_gtp: bool) -> Iterator[str]:
+def _gtp_reduce_scatter(config: DataParallelOptions, over_gtp: bool) -> Iterator[str]:
     """Name why gradients of weights over gtp cannot be reduced once a step."""
     flag, strategy = f"--gtp-reduce-scatter-per {config.gtp_reduce_scatter_per}", config.strategy
     if config.gtp_reduce_scatter_per == "microbatch":
@@ -261,7 +261,7 @@ def _gtp_reduce_scatter(config: DataParallelConfig, over_gtp: bool) -> Iterator[
         yield f"{flag} has no effect without --tensor-parallel-num-weight-shards: drop it"
 
 
-def _gather_format(config: DataParallelConfig, over_gtp: bool) -> Iterator[str]:
+def _gather_format(config: DataParallelOptions, over_gtp: bool) -> Iterator[str]:
     """Name why weights cannot be gathered in another format."""
     flag = f"--weight-gather-format {config.weight_gather_format}"
     has_blocks = config.weight_gather_format in ("mxfp8", "nvfp4")
@@ -281,7 +281,7 @@ def _gather_format(config: DataParallelConfig, over_gtp: bool) -> Iterator[str]:
         )
 
 
-def _instances(config: DataParallelConfig, size: int, context_size: int) -> Iterator[str]:
+def _instances(config: DataParallelOptions, size: int, context_size: int) -> Iterator[str]:
     """Name what is wrong with hybrid sharding on `size` data parallel ranks, each of so many
     context parallel ones, over which an instance cuts as well."""
     instances, strategy = config.num_distributed_optimizer_instances, config.strategy
@@ -289,8 +289,8 @@ def _instances(config: DataParallelConfig, size: int, context_size: int) -> Iter
     if instances > 1:
         if size % instances:
             fitting = [str(n) for n in range(2, size) if size % n == 0]
-            mend = f"use {' or '.join(fitting)}, or drop it" if fitting else "drop it"
-            yield f"{flag} does not divide the data parallel size of {size}: {mend}"
+            fix = f"use {' or '.join(fitting)}, or drop it" if fitting else "drop it"
+            yield f"{flag} does not divide the data parallel size of {size}: {fix}"
         elif size == instances and context_size == 1:
             yield (
                 f"{flag} leaves each instance one of the {size} data parallel ranks, so that "

@@ -33,8 +33,8 @@ def quantization(config: Config) -> QuantizationConfig | None:
 
 def problems(config: Config) -> Iterator[str]:
     """Name what does not go together with products in FP8 or FP4, each with its fix."""
-    chosen, found = config.quantization, quantization(config)
-    if found is None:
+    chosen, recipe_config = config.quantization, quantization(config)
+    if recipe_config is None:
         return
     if chosen.fp8_format is not None and chosen.fp4_format is not None:
         yield f"--fp8-format {chosen.fp8_format} and --fp4-format {chosen.fp4_format}: drop one"
@@ -43,28 +43,32 @@ def problems(config: Config) -> Iterator[str]:
     elif transformer_engine_problem() is None:
         from megatron.core.extensions import transformer_engine  # on demand: it is an extra
 
-        reason = transformer_engine.quantization_problem(found)
+        reason = transformer_engine.quantization_problem(recipe_config)
         if reason is not None:
-            yield f"{chosen.flag}: this GPU has no {found.recipe} ({reason}): take another recipe"
+            yield (
+                f"{chosen.flag}: this GPU has no {recipe_config.recipe} ({reason}): take another "
+                "recipe"
+            )
     layers = layer_pattern.num_layers(config)
-    kept = found.num_layers_at_start + found.num_layers_at_end
-    if kept >= layers:
+    num_bf16_layers = recipe_config.num_layers_at_start + recipe_config.num_layers_at_end
+    if num_bf16_layers >= layers:
         yield (
-            f"--first-last-layers-bf16 keeps {kept} layers of {layers} in bf16: lower "
+            f"--first-last-layers-bf16 keeps {num_bf16_layers} layers of {layers} in bf16: lower "
             f"--num-layers-at-start-in-bf16 or --num-layers-at-end-in-bf16, or drop {chosen.flag}"
         )
-    yield from _sizes(config, found)
+    yield from _sizes(config, recipe_config)
 
 
-def _sizes(config: Config, found: QuantizationConfig) -> Iterator[str]:
+def _sizes(config: Config, recipe_config: QuantizationConfig) -> Iterator[str]:
     """Name sizes of a rank that are no multiples of what a recipe needs."""
-    multiple, rows = found.weight_multiple, found.row_multiple
+    multiple, rows = recipe_config.weight_multiple, recipe_config.row_multiple
     flag, training, parallel = config.quantization.flag, config.training, config.parallel
     tp = parallel.tensor_model_parallel_size
     for size, name in _weight_sizes(config, tp):
         if size % multiple:
             yield (
-                f"{flag} ({found.recipe}) needs weights of multiples of {multiple}, and a rank has "
+                f"{flag} ({recipe_config.recipe}) needs weights of multiples of {multiple}, "
+                "and a rank has "
                 f"{size} of {name}: change it"
             )
     shares = parallel.context_parallel_size * (tp if parallel.sequence_parallel else 1)
@@ -75,7 +79,7 @@ def _sizes(config: Config, found: QuantizationConfig) -> Iterator[str]:
     ):
         if batch is not None and length * batch % rows:
             yield (
-                f"{flag} ({found.recipe}) needs multiples of {rows} tokens, and a rank has "
+                f"{flag} ({recipe_config.recipe}) needs multiples of {rows} tokens, and a rank has "
                 f"{length} of --seq-length x {batch} of {name}: change one"
             )
 
@@ -92,8 +96,11 @@ def _weight_sizes(config: Config, tp: int) -> Iterator[tuple[int, str]]:
         channels = model.kv_channels or model.hidden_size // heads
         groups = model.num_query_groups or heads
         yield heads // tp * channels, "--num-attention-heads x --kv-channels"
-        both = heads // tp + 2 * max(1, groups // tp)
-        yield both * channels, "(--num-attention-heads + 2 x --num-query-groups) x --kv-channels"
+        qkv_heads = heads // tp + 2 * max(1, groups // tp)
+        yield (
+            qkv_heads * channels,
+            "(--num-attention-heads + 2 x --num-query-groups) x --kv-channels",
+        )
     if LATENT in kinds and heads is not None:
         yield from _latent_sizes(config, heads // tp)
     yield from _recurrent_sizes(config, kinds, tp)
@@ -111,8 +118,8 @@ def _latent_sizes(config: Config, heads: int) -> Iterator[tuple[int, str]]:
     chosen = config.attention
     query = chosen.qk_head_dim + chosen.qk_pos_emb_head_dim
     yield heads * query, "--num-attention-heads x (--qk-head-dim + --qk-pos-emb-head-dim)"
-    both = chosen.qk_head_dim + chosen.v_head_dim
-    yield heads * both, "--num-attention-heads x (--qk-head-dim + --v-head-dim)"
+    head_features = chosen.qk_head_dim + chosen.v_head_dim
+    yield heads * head_features, "--num-attention-heads x (--qk-head-dim + --v-head-dim)"
     yield heads * chosen.v_head_dim, "--num-attention-heads x --v-head-dim"
     yield chosen.kv_lora_rank, "--kv-lora-rank"
     if chosen.q_lora_rank is not None:

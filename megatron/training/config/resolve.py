@@ -16,14 +16,14 @@ from megatron.core.datasets.batch_sizes import BatchSizes, Division
 from megatron.core.models.layer_pattern import MAMBA
 from megatron.training.config import (
     Config,
-    DataParallelConfig,
+    DataParallelOptions,
     EvaluationConfig,
     ExpertConfig,
     HybridConfig,
     LoggingConfig,
     ModelConfig,
-    MuonConfig,
-    OptimizerConfig,
+    MuonOptions,
+    OptimizerOptions,
     ParallelConfig,
     ProfilingConfig,
     ScheduleConfig,
@@ -220,7 +220,7 @@ def padded_vocab_size(config: Config, vocab_size: int) -> int:
     return -(-vocab_size // multiple) * multiple
 
 
-def _data_parallel(chosen: DataParallelConfig, dp: int) -> DataParallelConfig:
+def _data_parallel(chosen: DataParallelOptions, dp: int) -> DataParallelOptions:
     bucket = chosen.ddp_bucket_size
     if bucket is None and chosen.strategy != "optim_grads_params":
         bucket = max(40_000_000, 1_000_000 * dp)
@@ -241,7 +241,7 @@ def _evaluation(chosen: EvaluationConfig, training: TrainingConfig) -> Evaluatio
     )
 
 
-def _optimizer(optimizer: OptimizerConfig) -> OptimizerConfig:
+def _optimizer(optimizer: OptimizerOptions) -> OptimizerOptions:
     start, end = optimizer.start_weight_decay, optimizer.end_weight_decay
     return replace(
         optimizer,
@@ -250,7 +250,7 @@ def _optimizer(optimizer: OptimizerConfig) -> OptimizerConfig:
     )
 
 
-def _muon(config: Config) -> MuonConfig:
+def _muon(config: Config) -> MuonOptions:
     if config.optimizer.optimizer != "muon":
         return config.muon
     return replace(config.muon, muon_split_matrices=config.muon.muon_split_matrices or "megatron")

@@ -36,8 +36,10 @@ def stage_split(config: Config) -> StageSplit:
         return StageSplit.from_pattern(cut, stages, ffn_pattern=_layer_kinds(config))
     chunks = _even_chunks(config)
     assert chunks is not None, "check() asks for chunks of the same size"
-    each = _blocks_of_layer(config)
-    return StageSplit.even(layers, stages, chunks=chunks, layer_blocks=each, **_exceptions(config))
+    num_blocks = _blocks_of_layer(config)
+    return StageSplit.even(
+        layers, stages, chunks=chunks, layer_blocks=num_blocks, **_exceptions(config)
+    )
 
 
 def schedule_name(config: Config) -> str:
@@ -48,18 +50,18 @@ def schedule_name(config: Config) -> str:
 def problems(config: Config, world_size: int) -> Iterator[str]:
     """Name what is wrong with the stages on `world_size` processes, each with its fix."""
     chosen = config.pipeline
-    found = [*parallel_options.problems(chosen, _cut_pattern(config)), *_pattern(config)]
+    stage_problems = [*parallel_options.problems(chosen, _cut_pattern(config)), *_pattern(config)]
     stages, cut = chosen.pipeline_model_parallel_size, _cut_pattern(config)
     if stages > 1 and _is_broken(config) and cut is not None:
-        found += part_problems(f"{FLAG} {cut}", cut, stages)
+        stage_problems += part_problems(f"{FLAG} {cut}", cut, stages)
     elif stages > 1 and not _is_broken(config):
-        found += _layers(config)
+        stage_problems += _layers(config)
         chunks = _chunks(config)
         if chunks is not None:
-            found += _order(config, world_size, chunks=chunks)
-        if not found:
-            found += _recompute(config)
-    yield from found
+            stage_problems += _order(config, world_size, chunks=chunks)
+        if not stage_problems:
+            stage_problems += _recompute(config)
+    yield from stage_problems
 
 
 def _cut_pattern(config: Config) -> str | None:
@@ -84,18 +86,18 @@ def _chunks(config: Config) -> int | None:
     chosen = config.pipeline
     written = chosen.pipeline_model_parallel_layout or _cut_pattern(config)
     if written is None:
-        both = (
+        virtual_options = (
             chosen.num_layers_per_virtual_pipeline_stage,
             chosen.num_virtual_stages_per_pipeline_rank,
         )
-        return None if None not in both else _even_chunks(config)
+        return None if None not in virtual_options else _even_chunks(config)
     stages, layers = chosen.pipeline_model_parallel_size, config.model.num_layers
     if chosen.pipeline_model_parallel_layout is not None:
         if layout_problems(written, stages, num_layers=layers):
             return None
         return StageSplit.from_layout(written, stages, num_layers=layers).chunks
-    parts = written.count("|") + 1
-    return None if parts % stages else parts // stages
+    num_virtual_stages = written.count("|") + 1
+    return None if num_virtual_stages % stages else num_virtual_stages // stages
 
 
 def _pattern(config: Config) -> Iterator[str]:
@@ -133,29 +135,31 @@ def _layers(config: Config) -> Iterator[str]:
     if chosen.pipeline_model_parallel_layout is not None:
         flag = "--pipeline-model-parallel-layout"
         layout = chosen.pipeline_model_parallel_layout
-        found = layout_problems(layout, stages, num_layers=layers)
+        layer_problems = layout_problems(layout, stages, num_layers=layers)
         if is_hybrid(config):
-            found = [f"a layout is of a GPT's layers: cut {FLAG} by '|' instead"]
+            layer_problems = [f"a layout is of a GPT's layers: cut {FLAG} by '|' instead"]
     elif (cut := _cut_pattern(config)) is not None:
         flag = FLAG
-        found = pattern_problems(cut, stages, ffn_pattern=_layer_kinds(config))
+        layer_problems = pattern_problems(cut, stages, ffn_pattern=_layer_kinds(config))
     else:
         flag = f"--pipeline-model-parallel-size {stages}"
         chunks = _even_chunks(config)
         # Chunks that do not come out are an error of their own, unless the stages are not even.
-        each = _blocks_of_layer(config)
-        found = even_problems(
-            layers, stages, chunks=chunks or 1, layer_blocks=each, **_exceptions(config)
+        num_blocks = _blocks_of_layer(config)
+        layer_problems = even_problems(
+            layers, stages, chunks=chunks or 1, layer_blocks=num_blocks, **_exceptions(config)
         )
-        if chunks is None and not found:
+        if chunks is None and not layer_problems:
             flag = (
                 "--num-layers-per-virtual-pipeline-stage "
                 f"{chosen.num_layers_per_virtual_pipeline_stage}"
             )
             shared, ranks = _shared_layers(config)
-            noun = "layers" if each > 1 else "blocks"
-            found = [f"a stage has {shared // max(1, ranks)} {noun}: use a divisor of that"]
-    yield from (f"{flag}: {problem}" for problem in found)
+            noun = "layers" if num_blocks > 1 else "blocks"
+            layer_problems = [
+                f"a stage has {shared // max(1, ranks)} {noun}: use a divisor of that"
+            ]
+    yield from (f"{flag}: {problem}" for problem in layer_problems)
 
 
 def _recompute(config: Config) -> Iterator[str]:
@@ -165,10 +169,11 @@ def _recompute(config: Config) -> Iterator[str]:
     written = layer_pattern.written(config)
     pattern = (ATTENTION + DENSE) * layers if written is None else written.blocks
     ranges = stage_split(config).ranges
-    most = max(len(layer_blocks(pattern[first:last])) for first, last in ranges)
-    if full and count is not None and most < count <= layers:
+    max_layers = max(len(layer_blocks(pattern[begin:end])) for begin, end in ranges)
+    if full and count is not None and max_layers < count <= layers:
         yield (
-            f"--recompute-num-layers {count} is above the {most} layers of the largest pipeline "
+            f"--recompute-num-layers {count} is above the {max_layers} layers of the largest "
+            "pipeline "
             "stage: lower it"
         )
 
@@ -178,27 +183,27 @@ def _order(config: Config, world_size: int, *, chunks: int) -> Iterator[str]:
     chosen, name = config.pipeline, _schedule_name(config, chunks)
     group = chosen.microbatch_group_size_per_virtual_pipeline_stage
     group_flag = "--microbatch-group-size-per-virtual-pipeline-stage"
-    found = False
+    has_problem = False
     if name != "interleaved" and chunks > 1:
-        found = True
+        has_problem = True
         yield (
             f"--pipeline-schedule {name} has one virtual stage per rank, not {chunks}: take "
             "interleaved, or one virtual stage"
         )
     if name == "interleaved" and chunks == 1:
-        found = True
-        each = chosen.num_layers_per_virtual_pipeline_stage
-        mend = "give --num-virtual-stages-per-pipeline-rank"
-        if each is not None:
-            mend = f"lower --num-layers-per-virtual-pipeline-stage {each}"
+        has_problem = True
+        layers_per_stage = chosen.num_layers_per_virtual_pipeline_stage
+        fix = "give --num-virtual-stages-per-pipeline-rank"
+        if layers_per_stage is not None:
+            fix = f"lower --num-layers-per-virtual-pipeline-stage {layers_per_stage}"
         yield (
-            f"--pipeline-schedule interleaved needs several virtual stages per rank: {mend}, or "
+            f"--pipeline-schedule interleaved needs several virtual stages per rank: {fix}, or "
             "take 1f1b"
         )
     if name != "interleaved" and group is not None:
-        found = True
+        has_problem = True
         yield f"{group_flag} {group} has no effect with --pipeline-schedule {name}: drop it"
-    for microbatches in () if found else _microbatches(config, world_size):
+    for microbatches in () if has_problem else _microbatches(config, world_size):
         for problem in schedule.problems(
             name,
             stages=chosen.pipeline_model_parallel_size,
@@ -213,12 +218,12 @@ def _microbatches(config: Config, world_size: int) -> tuple[int, ...]:
     """Return the microbatches of a step, of each size that it has in the run; without those that
     do not divide and must."""
     training = config.training
-    lanes, rest = divmod(world_size, config.model_parallel_size)
-    if rest:
+    dp_size, remainder = divmod(world_size, config.model_parallel_size)
+    if remainder:
         return ()
     divisions = [
-        Division(samples=size, micro_batch_size=training.micro_batch_size, lanes=lanes)
-        for size in training.batch_sizes(lanes).sizes
+        Division(samples=size, micro_batch_size=training.micro_batch_size, lanes=dp_size)
+        for size in training.batch_sizes(dp_size).sizes
     ]
     uneven = training.allow_uneven_batch
     return tuple(dict.fromkeys(d.rounds for d in divisions if d.is_even or uneven))
@@ -229,12 +234,12 @@ def _even_chunks(config: Config) -> int | None:
     chosen = config.pipeline
     if chosen.num_virtual_stages_per_pipeline_rank is not None:
         return chosen.num_virtual_stages_per_pipeline_rank
-    each = chosen.num_layers_per_virtual_pipeline_stage
-    if each is None:
+    layers_per_stage = chosen.num_layers_per_virtual_pipeline_stage
+    if layers_per_stage is None:
         return 1
     layers, ranks = _shared_layers(config)
-    whole = ranks > 0 and layers > 0 and layers % (ranks * each) == 0
-    return layers // (ranks * each) if whole else None
+    whole = ranks > 0 and layers > 0 and layers % (ranks * layers_per_stage) == 0
+    return layers // (ranks * layers_per_stage) if whole else None
 
 
 def _shared_layers(config: Config) -> tuple[int, int]:
@@ -243,9 +248,12 @@ def _shared_layers(config: Config) -> tuple[int, int]:
     layers = config.model.num_layers + chosen.account_for_embedding_in_pipeline_split
     layers += chosen.account_for_loss_in_pipeline_split
     ranks = chosen.pipeline_model_parallel_size
-    for own in (chosen.decoder_first_pipeline_num_layers, chosen.decoder_last_pipeline_num_layers):
-        if own is not None:
-            layers, ranks = layers - own, ranks - 1
+    for explicit_layers in (
+        chosen.decoder_first_pipeline_num_layers,
+        chosen.decoder_last_pipeline_num_layers,
+    ):
+        if explicit_layers is not None:
+            layers, ranks = layers - explicit_layers, ranks - 1
     return layers, ranks
 
 

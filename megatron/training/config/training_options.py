@@ -76,7 +76,7 @@ _LEAST_BF16_MOVE = 2.0**-7
 
 
 @dataclass(frozen=True, kw_only=True)
-class OptimizerConfig:
+class OptimizerOptions:
     """Optimizer."""
 
     optimizer: Literal["adam", "sgd", "muon"] = "adam"
@@ -185,14 +185,16 @@ class ScheduleConfig:
     """Samples of the last phase of WSD."""
 
     def _check_decoupled(self) -> None:
-        most, least = self.decoupled_lr, self.decoupled_min_lr
-        if most is None:
+        max_lr, min_lr = self.decoupled_lr, self.decoupled_min_lr
+        if max_lr is None:
             return
-        name, least = ("--min-lr", self.min_lr) if least is None else ("--decoupled-min-lr", least)
-        require(least <= most, f"{name} {least} is above --decoupled-lr {most}: lower {name}")
+        name, min_lr = (
+            ("--min-lr", self.min_lr) if min_lr is None else ("--decoupled-min-lr", min_lr)
+        )
+        require(min_lr <= max_lr, f"{name} {min_lr} is above --decoupled-lr {max_lr}: lower {name}")
         require(
-            self.lr_warmup_init <= most,
-            f"--lr-warmup-init {self.lr_warmup_init} is above --decoupled-lr {most}: lower it",
+            self.lr_warmup_init <= max_lr,
+            f"--lr-warmup-init {self.lr_warmup_init} is above --decoupled-lr {max_lr}: lower it",
         )
 
     def __post_init__(self) -> None:
@@ -218,7 +220,7 @@ class ScheduleConfig:
         )
 
 
-def optimizer_problems(config: OptimizerConfig) -> Iterator[str]:
+def optimizer_problems(config: OptimizerOptions) -> Iterator[str]:
     """Name what does not go together in an optimizer, each with its fix."""
     yield from _state("--exp-avg-dtype", config.exp_avg_dtype, "--adam-beta1", config)
     yield from _state("--exp-avg-sq-dtype", config.exp_avg_sq_dtype, "--adam-beta2", config)
@@ -229,7 +231,7 @@ def optimizer_problems(config: OptimizerConfig) -> Iterator[str]:
         )
 
 
-def _state(flag: str, dtype: str, beta_flag: str, config: OptimizerConfig) -> Iterator[str]:
+def _state(flag: str, dtype: str, beta_flag: str, config: OptimizerOptions) -> Iterator[str]:
     """Name what is wrong with a moment that is kept in `dtype`."""
     if dtype == "fp32":
         return
@@ -244,7 +246,7 @@ def _state(flag: str, dtype: str, beta_flag: str, config: OptimizerConfig) -> It
 
 
 @dataclass(frozen=True, kw_only=True)
-class MuonConfig:
+class MuonOptions:
     """Muon."""
 
     muon_momentum: float = 0.9
@@ -378,11 +380,11 @@ class TrainingConfig:
             ),
         )
 
-    def batch_sizes(self, lanes: int) -> BatchSizes:
+    def batch_sizes(self, dp_size: int) -> BatchSizes:
         """Return the global batch size of every step.
 
         Args:
-            lanes: data-parallel ranks, which a run without a global batch size takes it from.
+            dp_size: data-parallel ranks, which a run without a global batch size takes it from.
 
         Raises:
             ValueError: options that say no such sizes; one line.
@@ -390,19 +392,19 @@ class TrainingConfig:
         size, flag = self.global_batch_size, "--step-batch-size-schedule"
         if self.step_batch_size_schedule is None:
             if self.rampup_batch_size is None:
-                return BatchSizes.constant(max(size or self.micro_batch_size * lanes, 1))
+                return BatchSizes.constant(max(size or self.micro_batch_size * dp_size, 1))
             return self._ramp(self.rampup_batch_size)
         require(
             self.rampup_batch_size is None,
             f"{flag} and --rampup-batch-size exclude each other: keep one",
         )
-        found = _steps(flag, self.step_batch_size_schedule, max(self.seq_length, 1))
+        scheduled_sizes = _steps(flag, self.step_batch_size_schedule, max(self.seq_length, 1))
         require(
-            size in (None, found.sizes[-1]),
+            size in (None, scheduled_sizes.sizes[-1]),
             f"--global-batch-size {size} and {flag} exclude each other, as that ends with "
-            f"{found.sizes[-1]}: drop one",
+            f"{scheduled_sizes.sizes[-1]}: drop one",
         )
-        return found
+        return scheduled_sizes
 
     def _ramp(self, words: tuple[int, ...]) -> BatchSizes:
         size, flag = self.global_batch_size, "--rampup-batch-size"

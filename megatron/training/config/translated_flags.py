@@ -93,15 +93,16 @@ def _set(flags: Values, file: Values, options: Mapping[str, Any], *, origin: str
     Raises:
         ValueError: an option is given and has another value.
     """
-    given = {**file, **flags}
-    shown = " ".join(f"--{name} {value}" for name, value in options.items())
+    user_values = {**file, **flags}
+    options_text = " ".join(f"--{name} {value}" for name, value in options.items())
     for name, value in options.items():
-        if name in given and given[name] != value:
+        if name in user_values and user_values[name] != value:
             raise ValueError(
-                f"{origin} stands for {shown} and contradicts --{name} {given[name]}: keep one"
+                f"{origin} stands for {options_text} and contradicts --{name} "
+                f"{user_values[name]}: keep one"
             )
     flags.update(options)
-    return f"{origin} is read as {shown}"
+    return f"{origin} is read as {options_text}"
 
 
 def _recompute(flags: Values, file: Values) -> list[str]:
@@ -155,31 +156,31 @@ def _multi_token_prediction(flags: Values, file: Values) -> list[str]:
 def _latent_attention(flags: Values, file: Values) -> list[str]:
     """Translate what Megatron-LM's flags of multi-latent attention mean (see the module)."""
     values = _take(flags, file, "rope-type", "rotary-scaling-factor")
-    given = {**file, **flags}
-    from_elsewhere = bool(given.get("use-checkpoint-args") or given.get("load-hf"))
-    if not given.get("multi-latent-attention") and not from_elsewhere:
-        return _without_latents(values, given)
+    user_values = {**file, **flags}
+    from_elsewhere = bool(user_values.get("use-checkpoint-args") or user_values.get("load-hf"))
+    if not user_values.get("multi-latent-attention") and not from_elsewhere:
+        return _without_latents(values, user_values)
     # A file or a folder that asks for latent attention says in options of this program how it is.
     by_flag = "multi-latent-attention" in flags and not file.get("multi-latent-attention")
-    by_flag = by_flag and given.get("load-hf") is None
+    by_flag = by_flag and user_values.get("load-hf") is None
     if by_flag and "rope-type" not in values:
-        stored = _as_stored(flags, given, values.get("rotary-scaling-factor"))
+        stored = _as_stored(flags, user_values, values.get("rotary-scaling-factor"))
         if stored is not None:
             return stored
-    if by_flag and not given.get("qk-layernorm"):
+    if by_flag and not user_values.get("qk-layernorm"):
         raise ValueError(
             "--multi-latent-attention without --qk-layernorm: Megatron-LM leaves latents without "
             "norms then, and latents are always normalised here: add --qk-layernorm"
         )
-    position = given.get("position-embedding-type")
+    position = user_values.get("position-embedding-type")
     if not (by_flag or values) or not (position in ("rope", "yarn") or from_elsewhere):
         return []  # the check of options names what does not go with latent attention
-    return _rotation(flags, given, values, derived=from_elsewhere and not by_flag)
+    return _rotation(flags, user_values, values, derived=from_elsewhere and not by_flag)
 
 
-def _without_latents(values: Mapping[str, Any], given: Mapping[str, Any]) -> list[str]:
+def _without_latents(values: Mapping[str, Any], user_values: Mapping[str, Any]) -> list[str]:
     """Say what the flags of latent attention do without it: nothing in Megatron-LM either."""
-    kind, position = values.get("rope-type"), given.get("position-embedding-type")
+    kind, position = values.get("rope-type"), user_values.get("position-embedding-type")
     if "rotary-scaling-factor" in values:
         raise ValueError(
             "--rotary-scaling-factor has no effect without --multi-latent-attention: drop it, or "
@@ -195,7 +196,9 @@ def _without_latents(values: Mapping[str, Any], given: Mapping[str, Any]) -> lis
     return [f"no effect here: --rope-type {kind} (--position-embedding-type says so)"]
 
 
-def _as_stored(flags: Values, given: Mapping[str, Any], factor: float | None) -> list[str] | None:
+def _as_stored(
+    flags: Values, user_values: Mapping[str, Any], factor: float | None
+) -> list[str] | None:
     """Take the rotation of the checkpoint that the run goes on from.
 
     Args:
@@ -204,7 +207,7 @@ def _as_stored(flags: Values, given: Mapping[str, Any], factor: float | None) ->
     Returns a line that says so; None without a checkpoint of latent attention, or if it has another
     factor.
     """
-    stored = stored_options(given)
+    stored = stored_options(user_values)
     if stored is None or not stored[1].get("multi-latent-attention"):
         return None
     folder, options = stored
@@ -218,23 +221,23 @@ def _as_stored(flags: Values, given: Mapping[str, Any], factor: float | None) ->
 
 
 def _rotation(
-    flags: Values, given: Mapping[str, Any], values: Mapping[str, Any], *, derived: bool
+    flags: Values, user_values: Mapping[str, Any], values: Mapping[str, Any], *, derived: bool
 ) -> list[str]:
     """Set how multi-latent attention rotates, and return lines that say so.
 
     Args:
         flags: values of the command line; edited.
-        given: all values that are given.
+        user_values: all values that are given.
         values: those of the flags of latent attention.
         derived: whether a checkpoint or a folder says what is not given.
     """
-    position = given.get("position-embedding-type")
+    position = user_values.get("position-embedding-type")
     by_file = position is not None and "position-embedding-type" not in flags
     kind = values.get("rope-type") or (position if by_file else "yarn")
     if position == "yarn" and kind == "rope":
         raise ValueError("--rope-type rope contradicts --position-embedding-type yarn: keep one")
     if kind == "rope":
-        if given.get("use-rope-scaling"):
+        if user_values.get("use-rope-scaling"):
             raise ValueError(
                 "--use-rope-scaling has no effect with --multi-latent-attention in Megatron-LM: "
                 "drop it, or give --rope-type yarn"
@@ -243,17 +246,18 @@ def _rotation(
         ignored = "rotary-scaling-factor" in values
         return ["no effect here: --rotary-scaling-factor (--rope-type is rope)"] if ignored else []
     default = None if derived else LATENT_YARN_FACTOR
-    factor = values.get("rotary-scaling-factor", given.get(SCALING_FACTOR, default))
-    if given.get(SCALING_FACTOR, factor) != factor:
+    factor = values.get("rotary-scaling-factor", user_values.get(SCALING_FACTOR, default))
+    if user_values.get(SCALING_FACTOR, factor) != factor:
         raise ValueError(
             f"--rotary-scaling-factor {factor} contradicts --{SCALING_FACTOR} "
-            f"{given[SCALING_FACTOR]}: keep one"
+            f"{user_values[SCALING_FACTOR]}: keep one"
         )
     options = {"position-embedding-type": "yarn"} | ({SCALING_FACTOR: factor} if factor else {})
     flags.update(options)
-    shown = " ".join(f"--{name} {value}" for name, value in options.items())
+    options_text = " ".join(f"--{name} {value}" for name, value in options.items())
     lines = [
-        f"--multi-latent-attention is read with {shown}, as in Megatron-LM (--rope-type rope "
+        f"--multi-latent-attention is read with {options_text}, as in Megatron-LM "
+        "(--rope-type rope "
         "chooses rotations without scaling)"
     ]
     if flags.pop("use-rope-scaling", False):

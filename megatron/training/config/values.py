@@ -15,13 +15,13 @@ def require(condition: bool, message: str) -> None:
 
 def require_all(*checks: Callable[[], object]) -> None:
     """Carry out every check and raise ValueError with what all of them say."""
-    found = []
+    messages = []
     for check in checks:
         try:
             check()
         except ValueError as error:
-            found.append(str(error))
-    require(not found, "; ".join(found))
+            messages.append(str(error))
+    require(not messages, "; ".join(messages))
 
 
 def name_factors(flag: str, words: tuple[str, ...] | None) -> tuple[tuple[str, float], ...]:
@@ -30,7 +30,7 @@ def name_factors(flag: str, words: tuple[str, ...] | None) -> tuple[tuple[str, f
     Raises:
         ValueError: a word is no such pair, or names a pattern again.
     """
-    found: dict[str, float] = {}
+    factors: dict[str, float] = {}
     for word in words or ():
         pattern, _, text = word.rpartition("=")
         try:
@@ -41,28 +41,32 @@ def name_factors(flag: str, words: tuple[str, ...] | None) -> tuple[tuple[str, f
             pattern != "" and 0.0 <= factor < math.inf,
             f"{flag} {word}: give PATTERN=FACTOR, a pattern of weight names and a number from 0 up",
         )
-        require(pattern not in found, f"{flag} has {pattern} twice: keep one")
-        found[pattern] = factor
-    return tuple(found.items())
+        require(pattern not in factors, f"{flag} has {pattern} twice: keep one")
+        factors[pattern] = factor
+    return tuple(factors.items())
 
 
 def positive(section: object, *names: str) -> None:
     """Raise ValueError for every named field that is set and not above zero."""
-    _each(section, names, lambda value: value > 0, "it must be above 0")
+    _check_fields(section, names, lambda value: value > 0, "it must be above 0")
 
 
 def not_negative(section: object, *names: str) -> None:
     """Raise ValueError for every named field that is set and below zero."""
-    _each(section, names, lambda value: value >= 0, "it must not be negative")
+    _check_fields(section, names, lambda value: value >= 0, "it must not be negative")
 
 
 def fraction(section: object, *names: str) -> None:
     """Raise ValueError for every named field outside [0, 1)."""
-    _each(section, names, lambda value: 0.0 <= value < 1.0, "it must lie in [0, 1)")
+    _check_fields(section, names, lambda value: 0.0 <= value < 1.0, "it must lie in [0, 1)")
 
 
-def _each(section: object, names: Sequence[str], holds: Callable[[float], bool], must: str) -> None:
+def _check_fields(
+    section: object, names: Sequence[str], holds: Callable[[float], bool], must: str
+) -> None:
     """Raise ValueError for every named field that is set and for which `holds` is not true."""
-    given = {name.replace("_", "-"): vars(section)[name] for name in names}
-    wrong = [f"--{f} is {v}: {must}" for f, v in given.items() if v is not None and not holds(v)]
+    value_by_flag = {name.replace("_", "-"): vars(section)[name] for name in names}
+    wrong = [
+        f"--{f} is {v}: {must}" for f, v in value_by_flag.items() if v is not None and not holds(v)
+    ]
     require(not wrong, "; ".join(wrong))

@@ -40,7 +40,7 @@ MAX_ELEMENTS = 1 << 18
 
 #: Parts of `extra` that may differ between equal checkpoints: how it was run, and sums of a log
 #: line that is being gathered.
-_BESIDE = ("config", "window")
+_NOT_COMPARED = ("config", "window")
 _BITS: Mapping[int, torch.dtype] = MappingProxyType(
     {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 )
@@ -58,7 +58,7 @@ class Verdict(enum.Enum):
 
 
 @dataclass(kw_only=True, slots=True)
-class Difference:
+class TensorDifference:
     """How a tensor differs, gathered box by box.
 
     Args:
@@ -138,9 +138,9 @@ def compare_folders(config: CompareConfig) -> int:
     limit = None if config.all else MAX_LINES
     with CheckpointReader(folders[0]) as first, CheckpointReader(folders[1]) as second:
         manifests = (first.manifest, second.manifest)
-        counted, beside = _fields(*manifests)
+        counted, uncounted = _fields(*manifests)
         _print("fields that differ", counted, limit)
-        _print("options and log sums that differ, which does not count", beside, limit)
+        _print("options and log sums that differ, which does not count", uncounted, limit)
         names = [set(manifest.tensors) for manifest in manifests]
         alone = [sorted(names[0] - names[1]), sorted(names[1] - names[0])]
         for folder, lone in zip(folders, alone, strict=True):
@@ -166,7 +166,9 @@ def compare_folders(config: CompareConfig) -> int:
 
 
 def judge(
-    differences: Mapping[str, Difference], manifests: tuple[Manifest, Manifest], tolerance: float
+    differences: Mapping[str, TensorDifference],
+    manifests: tuple[Manifest, Manifest],
+    tolerance: float,
 ) -> dict[str, Verdict]:
     """Return how each pair of tensors compares.
 
@@ -191,13 +193,13 @@ def judge(
     return verdicts
 
 
-def _zero_gradients(differences: Mapping[str, Difference], tolerance: float) -> set[str]:
+def _zero_gradients(differences: Mapping[str, TensorDifference], tolerance: float) -> set[str]:
     """Return the weights whose gradients were never more than rounding, in both checkpoints.
 
     Gradients are measured by the moments that the optimizer keeps. A moment of exactly zero is of a
     weight that was not trained, whose differences count.
     """
-    small: dict[str, bool] = {}
+    is_zero: dict[str, bool] = {}
     for kind, power in _MOMENTS.items():
         prefix = f"optimizer.{kind}/"
         gradients = {
@@ -208,10 +210,11 @@ def _zero_gradients(differences: Mapping[str, Difference], tolerance: float) -> 
         largest = [max(sizes) for sizes in zip(*gradients.values(), strict=True)]
         for weight, sizes in gradients.items():
             is_small = all(
-                0 < size <= tolerance * most for size, most in zip(sizes, largest, strict=True)
+                0 < size <= tolerance * max_size
+                for size, max_size in zip(sizes, largest, strict=True)
             )
-            small[weight] = small.get(weight, True) and is_small
-    return {weight for weight, is_small in small.items() if is_small}
+            is_zero[weight] = is_zero.get(weight, True) and is_small
+    return {weight for weight, is_small in is_zero.items() if is_small}
 
 
 def _lr_steps(manifest: Manifest) -> float:
@@ -234,25 +237,25 @@ def _print(title: str, lines: list[str], limit: int | None) -> None:
 def _fields(first: Manifest, second: Manifest) -> tuple[list[str], list[str]]:
     """Return a line per field that differs: those that count, and those that do not."""
     sides = [flatten({"iteration": m.iteration, **m.extra}) for m in (first, second)]
-    counted, beside = [], []
+    counted, uncounted = [], []
     for name in sorted(sides[0].keys() | sides[1].keys()):
         if name in sides[0] and name in sides[1] and sides[0][name] == sides[1][name]:
             continue
-        line = f"{name}: {_shown(sides[0], name)} and {_shown(sides[1], name)}"
-        (beside if name.partition(".")[0] in _BESIDE else counted).append(line)
-    return counted, beside
+        line = f"{name}: {_field_text(sides[0], name)} and {_field_text(sides[1], name)}"
+        (uncounted if name.partition(".")[0] in _NOT_COMPARED else counted).append(line)
+    return counted, uncounted
 
 
-def _shown(fields: Mapping[str, Any], name: str) -> str:
+def _field_text(fields: Mapping[str, Any], name: str) -> str:
     return repr(fields[name]) if name in fields else "absent"
 
 
-def _compare(first: CheckpointReader, second: CheckpointReader, name: str) -> Difference:
+def _compare(first: CheckpointReader, second: CheckpointReader, name: str) -> TensorDifference:
     """Compare a tensor, box by box."""
     a, b = first.manifest.tensors[name], second.manifest.tensors[name]
     if a.shape != b.shape:
-        return Difference(note=f"{list(a.shape)} and {list(b.shape)}", comparable=False)
-    difference = Difference(note="" if a.dtype == b.dtype else f"{a.dtype} and {b.dtype}")
+        return TensorDifference(note=f"{list(a.shape)} and {list(b.shape)}", comparable=False)
+    difference = TensorDifference(note="" if a.dtype == b.dtype else f"{a.dtype} and {b.dtype}")
     wider = max((a.dtype, b.dtype), key=lambda dtype: ITEM_BYTES[dtype])
     for box in read_rows(a.shape, wider):
         _add_box(difference, first, second, name=name, box=box)
@@ -260,7 +263,7 @@ def _compare(first: CheckpointReader, second: CheckpointReader, name: str) -> Di
 
 
 def _add_box(
-    difference: Difference,
+    difference: TensorDifference,
     first: CheckpointReader,
     second: CheckpointReader,
     *,
@@ -268,6 +271,6 @@ def _add_box(
     box: Box,
 ) -> None:
     """Take in a box of both tensors; what has been read is gone before the next is."""
-    pieces = [read_box(reader, name, box).flatten() for reader in (first, second)]
-    for a, b in zip(*(piece.split(MAX_ELEMENTS) for piece in pieces), strict=True):
+    values_of_sides = [read_box(reader, name, box).flatten() for reader in (first, second)]
+    for a, b in zip(*(values.split(MAX_ELEMENTS) for values in values_of_sides), strict=True):
         difference.add(a, b)

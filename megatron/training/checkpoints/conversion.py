@@ -46,7 +46,7 @@ from megatron.core.weight_gather import Storage
 from megatron.hf.config_json import architecture_of
 from megatron.hf.tensor_map import MappedTensor, TensorMap, TensorSlice, tensor_map
 from megatron.training.checkpoint_io import FORMAT
-from megatron.training.checkpoints.dcp_folder import DcpFolder, StoredTensor
+from megatron.training.checkpoints.dcp_folder import DcpFolder, DcpTensor
 from megatron.training.checkpoints.inspection import (
     existing_folder,
     kind_of_tensor,
@@ -70,7 +70,7 @@ _HEAD = "output_layer.weight"
 _POSITIONS = "embedding.position_embeddings.weight"  # there and here
 _FINAL = "decoder.final_layernorm.weight"
 
-Tensors = Mapping[str, StoredTensor]
+Tensors = Mapping[str, DcpTensor]
 
 
 def upstream_map(tensors: Tensors, config: GPTConfig) -> TensorMap:
@@ -83,11 +83,11 @@ def upstream_map(tensors: Tensors, config: GPTConfig) -> TensorMap:
     Raises:
         ValueError: what such folders are not read for.
     """
-    found = [name for name in tensors if _EXPERTS.search(name)]
-    if found or config.moe is not None or config.mtp_num_layers:
+    expert_names = [name for name in tensors if _EXPERTS.search(name)]
+    if expert_names or config.moe is not None or config.mtp_num_layers:
         raise ValueError(
             "mixtures of experts and layers of further prediction are not read from torch_dist "
-            f"folders{f' ({found[0]})' if found else ''}: convert dense models"
+            f"folders{f' ({expert_names[0]})' if expert_names else ''}: convert dense models"
         )
     attention = config.attention
     if config.pattern:
@@ -100,17 +100,17 @@ def upstream_map(tensors: Tensors, config: GPTConfig) -> TensorMap:
             "latent attention, sinks and gates of attention are not read from torch_dist folders: "
             "convert models with plain attention"
         )
-    made = _Map(tensors, config, attention)
-    made.add_ends()
+    upstream = _Map(tensors, config, attention)
+    upstream.add_ends()
     for layer in range(config.num_layers):
-        made.add_attention(layer)
-        made.add_mlp(layer)
-    return made.map
+        upstream.add_attention(layer)
+        upstream.add_mlp(layer)
+    return upstream.map
 
 
 def shape_of_folder(tensors: Tensors) -> dict[str, object]:
     """Return what the tensors alone specify of the model, by flag, as far as they do."""
-    layers = {int(found[1]) for n in tensors if (found := re.match(r"decoder\.layers\.(\d+)\.", n))}
+    layers = {int(match[1]) for n in tensors if (match := re.match(r"decoder\.layers\.(\d+)\.", n))}
     shapes = {re.sub(r"\.layers\.\d+\.", ".layers.", n): t.shape for n, t in tensors.items()}
     stacked = [t.shape[0] for n, t in tensors.items() if re.match(r"decoder\.layers\.[a-z]", n)]
     facts: dict[str, object] = {
@@ -169,26 +169,26 @@ class _Map:
         ends = [(_EMBEDDING, "embedding.weight")]
         if not config.tied:
             ends.append((_HEAD, "head.weight"))
-        for theirs, ours in ends:
-            found = self._tensors.get(theirs)
-            rows = found.shape[0] if found is not None and found.shape else 0
+        for upstream, mcore in ends:
+            stored = self._tensors.get(upstream)
+            rows = stored.shape[0] if stored is not None and stored.shape else 0
             padded = (max(rows, shape[0]), shape[1])
-            self._add(TensorSlice(theirs, (0, 0), ours, (0, 0), shape), padded, shape)
+            self._add(TensorSlice(upstream, (0, 0), mcore, (0, 0), shape), padded, shape)
         if config.max_position_embeddings is not None:
             table = (config.max_position_embeddings, config.hidden_size)
             self._add(TensorSlice(_POSITIONS, (0, 0), _POSITIONS, (0, 0), table), table, table)
         for kind in self._norm_kinds():
             size = (config.hidden_size,)
-            ours = f"decoder.final_norm.{kind}"
-            self._add(TensorSlice(f"{_FINAL[:-6]}{kind}", (0,), ours, (0,), size), size, size)
+            mcore = f"decoder.final_norm.{kind}"
+            self._add(TensorSlice(f"{_FINAL[:-6]}{kind}", (0,), mcore, (0,), size), size, size)
 
     def add_attention(self, layer: int) -> None:
         """Add the first block of a layer."""
         config, attention = self._config, self._attention
         hidden, channels = config.hidden_size, attention.kv_channels
-        ours = f"decoder.blocks.{2 * layer}"
-        inside = f"{ours}.attention"
-        self._add_norm(layer, "self_attention.linear_qkv.layer_norm_", "input_layernorm.", ours)
+        block = f"decoder.blocks.{2 * layer}"
+        inside = f"{block}.attention"
+        self._add_norm(layer, "self_attention.linear_qkv.layer_norm_", "input_layernorm.", block)
         for kind in self._kinds(attention.qkv_bias):
             inner = (hidden,) if kind == "weight" else ()
             self._add_rows(
@@ -203,24 +203,24 @@ class _Map:
                 layer, "self_attention.linear_proj.bias", f"{inside}.output.bias", (hidden,)
             )
         for kind in self._norm_kinds() if attention.qk_norm else ():
-            for theirs, name in (("q_layernorm", "query_norm"), ("k_layernorm", "key_norm")):
-                place = f"self_attention.{theirs}.{kind}"
-                self._whole(layer, place, f"{inside}.{name}.{kind}", (channels,))
+            for suffix, name in (("q_layernorm", "query_norm"), ("k_layernorm", "key_norm")):
+                norm_name = f"self_attention.{suffix}.{kind}"
+                self._whole(layer, norm_name, f"{inside}.{name}.{kind}", (channels,))
 
     def add_mlp(self, layer: int) -> None:
         """Add the second block of a layer."""
         mlp, hidden = self._config.mlp, self._config.hidden_size
-        ours = f"decoder.blocks.{2 * layer + 1}"
-        self._add_norm(layer, "mlp.linear_fc1.layer_norm_", "pre_mlp_layernorm.", ours)
+        block = f"decoder.blocks.{2 * layer + 1}"
+        self._add_norm(layer, "mlp.linear_fc1.layer_norm_", "pre_mlp_layernorm.", block)
         for kind in self._kinds(mlp.bias):
             inner = (hidden,) if kind == "weight" else ()
             names = ("gate", "up") if mlp.gated else ("up",)
-            runs = [(f"{ours}.mlp.{name}.{kind}", mlp.ffn_hidden_size) for name in names]
+            runs = [(f"{block}.mlp.{name}.{kind}", mlp.ffn_hidden_size) for name in names]
             self._add_rows(layer, f"mlp.linear_fc1.{kind}", runs, inner)
         shape = (hidden, mlp.ffn_hidden_size)
-        self._whole(layer, "mlp.linear_fc2.weight", f"{ours}.mlp.down.weight", shape)
+        self._whole(layer, "mlp.linear_fc2.weight", f"{block}.mlp.down.weight", shape)
         if mlp.bias:
-            self._whole(layer, "mlp.linear_fc2.bias", f"{ours}.mlp.down.bias", (hidden,))
+            self._whole(layer, "mlp.linear_fc2.bias", f"{block}.mlp.down.bias", (hidden,))
 
     def _runs(self, inside: str, kind: str) -> list[tuple[str, int]]:
         """Return the runs of rows of queries, keys and values, of one group after another."""
@@ -233,44 +233,52 @@ class _Map:
             for name, count in of_a_group
         ]
 
-    def _add_norm(self, layer: int, fused: str, plain: str, ours: str) -> None:
+    def _add_norm(self, layer: int, fused: str, plain: str, block: str) -> None:
         """Add a norm, which is named after the linear layer after it where both are one."""
         for kind in self._norm_kinds():
-            named = self._place(layer, f"{fused}{kind}")[0] in self._tensors
-            theirs = f"{fused}{kind}" if named else f"{plain}{kind}"
-            self._whole(layer, theirs, f"{ours}.norm.{kind}", (self._config.hidden_size,))
+            named = self._upstream_name(layer, f"{fused}{kind}")[0] in self._tensors
+            upstream = f"{fused}{kind}" if named else f"{plain}{kind}"
+            self._whole(layer, upstream, f"{block}.norm.{kind}", (self._config.hidden_size,))
 
-    def _whole(self, layer: int, theirs: str, ours: str, shape: tuple[int, ...]) -> None:
-        self._add_rows(layer, theirs, [(ours, shape[0])], shape[1:])
+    def _whole(self, layer: int, upstream: str, mcore: str, shape: tuple[int, ...]) -> None:
+        self._add_rows(layer, upstream, [(mcore, shape[0])], shape[1:])
 
     def _add_rows(
-        self, layer: int, theirs: str, runs: list[tuple[str, int]], inner: tuple[int, ...]
+        self, layer: int, upstream: str, runs: list[tuple[str, int]], inner: tuple[int, ...]
     ) -> None:
         """Add a tensor whose rows are runs of rows of this project's tensors, in this order."""
-        name, first, layers = self._place(layer, theirs)
-        rows, totals = 0, dict.fromkeys((ours for ours, _ in runs), 0)
-        for ours, count in runs:
-            totals[ours] += count
+        name, layer_index, layers = self._upstream_name(layer, upstream)
+        rows, totals = 0, dict.fromkeys((mcore for mcore, _ in runs), 0)
+        for mcore, count in runs:
+            totals[mcore] += count
         whole = (*layers, sum(totals.values()), *inner)
-        taken = dict.fromkeys(totals, 0)
-        rest = (0,) * len(inner)
-        for ours, count in runs:
-            part = TensorSlice(
-                name, (*first, rows, *rest), ours, (taken[ours], *rest), (count, *inner)
+        next_row = dict.fromkeys(totals, 0)
+        zeros = (0,) * len(inner)
+        for mcore, count in runs:
+            tensor_slice = TensorSlice(
+                name,
+                (*layer_index, rows, *zeros),
+                mcore,
+                (next_row[mcore], *zeros),
+                (count, *inner),
             )
-            self._add(part, whole, (totals[ours], *inner))
-            rows, taken[ours] = rows + count, taken[ours] + count
+            self._add(tensor_slice, whole, (totals[mcore], *inner))
+            rows, next_row[mcore] = rows + count, next_row[mcore] + count
 
-    def _place(self, layer: int, name: str) -> tuple[str, tuple[int, ...], tuple[int, ...]]:
+    def _upstream_name(self, layer: int, name: str) -> tuple[str, tuple[int, ...], tuple[int, ...]]:
         """Return the name of a layer's tensor there, and index and size of its axis of layers."""
-        own = f"{_LAYERS}.{layer}.{name}"
-        if own in self._tensors:
-            return own, (), ()
+        layer_name = f"{_LAYERS}.{layer}.{name}"
+        if layer_name in self._tensors:
+            return layer_name, (), ()
         return f"{_LAYERS}.{name}", (layer,), (self._config.num_layers,)
 
-    def _add(self, part: TensorSlice, theirs: tuple[int, ...], ours: tuple[int, ...]) -> None:
-        self.map.declare((part.hf_name, theirs), (part.mcore_name, ours), fp32=False)
-        self.map.add(part)
+    def _add(
+        self, tensor_slice: TensorSlice, hf_shape: tuple[int, ...], mcore_shape: tuple[int, ...]
+    ) -> None:
+        self.map.declare(
+            (tensor_slice.hf_name, hf_shape), (tensor_slice.mcore_name, mcore_shape), fp32=False
+        )
+        self.map.add(tensor_slice)
 
     def _norm_kinds(self) -> Iterator[str]:
         yield from self._kinds(self._config.norm.kind == "LayerNorm")
@@ -295,8 +303,8 @@ class DescribedModel(NamedTuple):
 
 def described_model(chosen: ConvertToNativeConfig) -> DescribedModel:
     """Return the model of some flags, as pretraining would build it. Raises ValueError."""
-    wanted = [option for option in options(Config) if option.section in _SECTIONS]
-    given = flatten(chosen)
+    model_options = [option for option in options(Config) if option.section in _SECTIONS]
+    values = flatten(chosen)
     length = chosen.model.max_position_embeddings or 1
     learned = chosen.position.position_embedding_type == "learned_absolute"
     if learned and chosen.model.max_position_embeddings is None:
@@ -304,7 +312,7 @@ def described_model(chosen: ConvertToNativeConfig) -> DescribedModel:
             "missing --max-position-embeddings: --position-embedding-type learned_absolute has a "
             "vector for each; give it, or another type, such as rope"
         )
-    described = {option.name: given[option.name] for option in wanted}
+    described = {option.name: values[option.name] for option in model_options}
     config = build(Config, {**described, **_ANY_RUN, "seq-length": length})
     if problems := check(config, 1):
         raise ValueError("; ".join(problems))
@@ -312,19 +320,21 @@ def described_model(chosen: ConvertToNativeConfig) -> DescribedModel:
         raise ValueError("missing --vocab-size: give it without padding, or give --tokenizer-model")
     resolved = resolve(config, 1).config
     vocabulary = read_vocabulary(resolved.tokenizer, ())
-    found = flatten(resolved)
-    kept = {option.name: found[option.name] for option in wanted}
+    resolved_values = flatten(resolved)
+    stored_values = {option.name: resolved_values[option.name] for option in model_options}
     if chosen.model.max_position_embeddings is None:
-        del kept["max-position-embeddings"]  # derived from a length that nobody gave
-    kept["vocab-size"] = vocabulary.size
-    return DescribedModel(gpt_config(resolved, vocabulary.size), kept, vocabulary.tokenizer)
+        del stored_values["max-position-embeddings"]  # derived from a length that nobody gave
+    stored_values["vocab-size"] = vocabulary.size
+    return DescribedModel(
+        gpt_config(resolved, vocabulary.size), stored_values, vocabulary.tokenizer
+    )
 
 
 #: Fills a tensor with a box of another.
 ReadBox = Callable[[Box, torch.Tensor], None]
 
 
-class WholeTensor(NamedTuple):
+class StreamedTensor(NamedTuple):
     """A tensor: dtype by the safetensors format's name, and what yields its bytes in order."""
 
     name: str
@@ -333,7 +343,7 @@ class WholeTensor(NamedTuple):
     pieces: Callable[[], Iterator[memoryview]]
 
 
-def of_checkpoint(reader: CheckpointReader, name: str) -> WholeTensor:
+def of_checkpoint(reader: CheckpointReader, name: str) -> StreamedTensor:
     """Return a tensor of one of our checkpoints."""
     stored = reader.manifest.tensors[name]
 
@@ -341,35 +351,37 @@ def of_checkpoint(reader: CheckpointReader, name: str) -> WholeTensor:
         for box in read_rows(stored.shape, stored.dtype):
             yield as_bytes(read_box(reader, name, box))
 
-    return WholeTensor(name, stored.dtype, stored.shape, pieces)
+    return StreamedTensor(name, stored.dtype, stored.shape, pieces)
 
 
-def of_folder(folder: DcpFolder, name: str) -> WholeTensor:
+def of_folder(folder: DcpFolder, name: str) -> StreamedTensor:
     """Return a tensor of a foreign folder under its own name. Raises ValueError."""
     stored = folder.find(name)
     pieces = partial(_bands, stored.shape, stored.dtype, partial(folder.read_box, name))
-    return WholeTensor(name, stored.dtype, stored.shape, pieces)
+    return StreamedTensor(name, stored.dtype, stored.shape, pieces)
 
 
-def of_parts(folder: DcpFolder, mapped: MappedTensor) -> WholeTensor:
+def of_slices(folder: DcpFolder, mapped: MappedTensor) -> StreamedTensor:
     """Return a tensor of this project that consists of parts of a foreign folder's tensors."""
-    dtypes = {folder.tensors[part.hf_name].dtype for part in mapped.slices}
+    dtypes = {folder.tensors[tensor_slice.hf_name].dtype for tensor_slice in mapped.slices}
     dtype = "F32" if mapped.fp32 or len(dtypes) > 1 else dtypes.pop()
 
     def pieces() -> Iterator[memoryview]:
-        for part in mapped.slices:
-            yield from _bands(part.sizes, dtype, partial(_read_part, folder, part))
+        for tensor_slice in mapped.slices:
+            yield from _bands(tensor_slice.sizes, dtype, partial(_read_slice, folder, tensor_slice))
 
-    return WholeTensor(mapped.name, dtype, mapped.shape, pieces)
+    return StreamedTensor(mapped.name, dtype, mapped.shape, pieces)
 
 
-def _read_part(folder: DcpFolder, part: TensorSlice, box: Box, piece: torch.Tensor) -> None:
+def _read_slice(
+    folder: DcpFolder, tensor_slice: TensorSlice, box: Box, target: torch.Tensor
+) -> None:
     """Read a box that counts from the first element of a part."""
-    inner = part.hf_box(box)
-    folder.read_box(part.hf_name, inner, piece.view(inner.sizes))
+    inner = tensor_slice.hf_box(box)
+    folder.read_box(tensor_slice.hf_name, inner, target.view(inner.sizes))
 
 
-def as_chunk(tensor: WholeTensor) -> TensorChunk:
+def as_chunk(tensor: StreamedTensor) -> TensorChunk:
     """Return a tensor for a checkpoint that one process writes."""
     return TensorChunk(
         name=tensor.name,
@@ -381,7 +393,7 @@ def as_chunk(tensor: WholeTensor) -> TensorChunk:
     )
 
 
-def write_file(target: Path, tensors: Sequence[WholeTensor]) -> int:
+def write_file(target: Path, tensors: Sequence[StreamedTensor]) -> int:
     """Write a new safetensors file, there whole or not at all, and return its size.
 
     Raises:
@@ -396,8 +408,8 @@ def write_file(target: Path, tensors: Sequence[WholeTensor]) -> int:
             output = Output(file.fileno())
             output.write(memoryview(header))
             for tensor in ordered:
-                for piece in tensor.pieces():
-                    output.write(piece)
+                for block in tensor.pieces():
+                    output.write(block)
             os.fsync(file.fileno())
         os.rename(temporary, target)
         sync_folder(target.parent)
@@ -411,9 +423,9 @@ def _bands(shape: tuple[int, ...], dtype: str, read: ReadBox) -> Iterator[memory
     if not math.prod(shape):
         return
     for box in row_boxes(shape, ITEM_BYTES[dtype]):
-        piece = torch.empty(box.sizes, dtype=DTYPES[dtype])
-        read(box, piece)
-        yield as_bytes(piece)
+        block = torch.empty(box.sizes, dtype=DTYPES[dtype])
+        read(box, block)
+        yield as_bytes(block)
 
 
 #: Problems, or names that are left out, in one line; the rest is counted.
@@ -445,25 +457,27 @@ def _to_file(chosen: ConvertConfig) -> None:
         raise ValueError(f"{target} is there already: name another file, or remove it")
     if not target.parent.is_dir():
         raise ValueError(f"{target.parent}: there is no such folder: make it")
-    others: tuple[str, ...] = ()
+    non_tensors: tuple[str, ...] = ()
     if chosen.from_ == "native":
         source = one_checkpoint(chosen.source)
         with CheckpointReader(source) as reader:
             names = list(reader.manifest.tensors)
-            kept = _without_optimizer(names, chosen.with_optimizer)
-            kept = [name for name in kept if not kind_of_tensor(name).startswith("experiment.")]
-            size = _write(target, [of_checkpoint(reader, name) for name in kept])
+            exported = _without_optimizer(names, chosen.with_optimizer)
+            exported = [
+                name for name in exported if not kind_of_tensor(name).startswith("experiment.")
+            ]
+            size = _write(target, [of_checkpoint(reader, name) for name in exported])
     else:
         source = foreign_folder(chosen.source, chosen.from_)
         with DcpFolder(source, checksums=chosen.checksums) as folder:
-            names, others = list(folder.tensors), folder.others
-            kept = _without_optimizer(names, chosen.with_optimizer)
-            size = _write(target, [of_folder(folder, name) for name in kept])
-    print(f"converted {source} to {target}: {len(kept)} tensors, {size_text(size)}", flush=True)
-    _say_left_out(set(names) - set(kept), others)
+            names, non_tensors = list(folder.tensors), folder.others
+            exported = _without_optimizer(names, chosen.with_optimizer)
+            size = _write(target, [of_folder(folder, name) for name in exported])
+    print(f"converted {source} to {target}: {len(exported)} tensors, {size_text(size)}", flush=True)
+    _say_left_out(set(names) - set(exported), non_tensors)
 
 
-def _write(target: Path, tensors: list[WholeTensor]) -> int:
+def _write(target: Path, tensors: list[StreamedTensor]) -> int:
     if not tensors:
         raise ValueError("the source holds no tensor: name another checkpoint")
     try:
@@ -481,15 +495,15 @@ def _to_native(chosen: ConvertToNativeConfig) -> None:
     model = described_model(chosen)
     source, root = foreign_folder(conversion.source, conversion.from_), Path(conversion.target)
     # Not even others: a run would go on from the new one instead of its own last.
-    if found := list_checkpoints(root):
-        raise ValueError(f"{root} holds {found[0].name} already: name another folder")
+    if checkpoints := list_checkpoints(root):
+        raise ValueError(f"{root} holds {checkpoints[0].name} already: name another folder")
     with DcpFolder(source, checksums=conversion.checksums) as folder:
         upstream = conversion.from_ == "torch_dist"
         mapped = _upstream(folder, model) if upstream else _by_name(folder, model.config)
         left = _check(folder, mapped, tied=model.config.tied)
-        tensors = [of_parts(folder, tensor) for tensor in mapped.mcore_tensors.values()]
+        tensors = [of_slices(folder, tensor) for tensor in mapped.mcore_tensors.values()]
         try:
-            made = save_checkpoint(
+            checkpoint = save_checkpoint(
                 root,
                 0,
                 [as_chunk(tensor) for tensor in tensors],
@@ -498,10 +512,10 @@ def _to_native(chosen: ConvertToNativeConfig) -> None:
             )
         except CheckpointError as error:
             raise ValueError(str(error)) from error
-        others = folder.others
-    print(f"converted {source} to {made}: {len(tensors)} weights", flush=True)
+        non_tensors = folder.others
+    print(f"converted {source} to {checkpoint}: {len(tensors)} weights", flush=True)
     _say_padding(mapped)
-    _say_left_out(left, others)
+    _say_left_out(left, non_tensors)
 
 
 def foreign_folder(text: str, kind: str) -> Path:
@@ -529,14 +543,14 @@ def foreign_folder(text: str, kind: str) -> Path:
 def _upstream(folder: DcpFolder, model: DescribedModel) -> TensorMap:
     """Return the map of a torch_dist folder. Raises ValueError where the flags are of another."""
     mapped = upstream_map(folder.tensors, model.config)
-    theirs, ours = shape_of_folder(folder.tensors), shape_of_model(model.config)
-    odd = [
-        f"{name} is {theirs[name]} there, {ours[name]} by the flags"
-        for name in ours
-        if name in theirs and theirs[name] != ours[name]
+    stored_shape, model_shape = shape_of_folder(folder.tensors), shape_of_model(model.config)
+    differences = [
+        f"{name} is {stored_shape[name]} there, {model_shape[name]} by the flags"
+        for name in model_shape
+        if name in stored_shape and stored_shape[name] != model_shape[name]
     ]
-    if odd:
-        raise ValueError(f"{folder.path} is of another model: {'; '.join(odd)}")
+    if differences:
+        raise ValueError(f"{folder.path} is of another model: {'; '.join(differences)}")
     return mapped
 
 
@@ -548,18 +562,20 @@ def _by_name(folder: DcpFolder, config: GPTConfig) -> TensorMap:
     Raises:
         ValueError: they are neither.
     """
-    own = _own_names(config)
-    for first, mapped in (
-        ("embedding.weight", lambda: own),
+    mcore_map = _own_names(config)
+    for embedding, mapped in (
+        ("embedding.weight", lambda: mcore_map),
         (
             "model.embed_tokens.weight",
             lambda: tensor_map(architecture_of(config), config, names=folder.tensors),
         ),
     ):
-        found = [name for name in folder.tensors if name == first or name.endswith(f".{first}")]
-        found = [name for name in found if not _OPTIMIZER.search(name)]
-        if found:
-            return _prefixed(mapped(), min(found, key=len).removesuffix(first))
+        names = [
+            name for name in folder.tensors if name == embedding or name.endswith(f".{embedding}")
+        ]
+        names = [name for name in names if not _OPTIMIZER.search(name)]
+        if names:
+            return _prefixed(mapped(), min(names, key=len).removesuffix(embedding))
     raise ValueError(
         f"{folder.path} has neither embedding.weight nor model.embed_tokens.weight: only our names "
         "and those of transformers are known, use --to single-file"
@@ -568,7 +584,7 @@ def _by_name(folder: DcpFolder, config: GPTConfig) -> TensorMap:
 
 def _own_names(config: GPTConfig) -> TensorMap:
     """Return the map of a folder with our own names."""
-    made = TensorMap()
+    mcore_map = TensorMap()
     model = GPTModel(
         config,
         ProcessGroupCollection.single(),
@@ -580,25 +596,28 @@ def _own_names(config: GPTConfig) -> TensorMap:
     shapes += [(name, tuple(state.shape), True) for name, state in model.store.states.items()]
     for name, shape, fp32 in shapes:
         zeros = (0,) * len(shape)
-        made.declare((name, shape), (name, shape), fp32=fp32)
-        made.add(TensorSlice(name, zeros, name, zeros, shape))
-    return made
+        mcore_map.declare((name, shape), (name, shape), fp32=fp32)
+        mcore_map.add(TensorSlice(name, zeros, name, zeros, shape))
+    return mcore_map
 
 
 def _prefixed(mapped: TensorMap, prefix: str) -> TensorMap:
     """Return a map in which all Hugging Face names have a prefix."""
 
     def moved(tensor: MappedTensor, name: str) -> MappedTensor:
-        parts = [part._replace(hf_name=f"{prefix}{part.hf_name}") for part in tensor.slices]
-        return MappedTensor(name=name, shape=tensor.shape, fp32=tensor.fp32, slices=parts)
+        slices = [
+            tensor_slice._replace(hf_name=f"{prefix}{tensor_slice.hf_name}")
+            for tensor_slice in tensor.slices
+        ]
+        return MappedTensor(name=name, shape=tensor.shape, fp32=tensor.fp32, slices=slices)
 
-    made = TensorMap()
+    prefixed_map = TensorMap()
     for name, tensor in mapped.hf_tensors.items():
-        made.hf_tensors[f"{prefix}{name}"] = moved(tensor, f"{prefix}{name}")
+        prefixed_map.hf_tensors[f"{prefix}{name}"] = moved(tensor, f"{prefix}{name}")
     for name, tensor in mapped.mcore_tensors.items():
-        made.mcore_tensors[name] = moved(tensor, name)
-    made.copies.update({f"{prefix}{name}": ours for name, ours in mapped.copies.items()})
-    return made
+        prefixed_map.mcore_tensors[name] = moved(tensor, name)
+    prefixed_map.copies.update({f"{prefix}{name}": mcore for name, mcore in mapped.copies.items()})
+    return prefixed_map
 
 
 def _check(folder: DcpFolder, mapped: TensorMap, *, tied: bool) -> set[str]:
@@ -613,13 +632,13 @@ def _check(folder: DcpFolder, mapped: TensorMap, *, tied: bool) -> set[str]:
             if name not in mapped.copies:
                 problems.append(f"{name} is missing")
             continue
-        found = folder.find(name)
-        if found.shape != tensor.shape:
+        stored = folder.find(name)
+        if stored.shape != tensor.shape:
             problems.append(
-                f"{name} is {list(found.shape)}, the flags make it {list(tensor.shape)}"
+                f"{name} is {list(stored.shape)}, the flags make it {list(tensor.shape)}"
             )
-        elif found.dtype not in _FLOATS:
-            problems.append(f"{name} has dtype {found.dtype}: supported are {', '.join(_FLOATS)}")
+        elif stored.dtype not in _FLOATS:
+            problems.append(f"{name} has dtype {stored.dtype}: supported are {', '.join(_FLOATS)}")
     left = folder.tensors.keys() - mapped.hf_tensors.keys()
     problems += [
         f"{name} has no place in the model of the flags"
@@ -629,15 +648,15 @@ def _check(folder: DcpFolder, mapped: TensorMap, *, tied: bool) -> set[str]:
         and not (tied and name.endswith("lm_head.weight"))
     ]
     if problems:
-        more = len(problems) - MAX_NAMED
+        num_unlisted = len(problems) - MAX_NAMED
         raise ValueError(
             f"{folder.path} is of another model: {'; '.join(problems[:MAX_NAMED])}"
-            f"{f'; and {more} more' if more > 0 else ''}"
+            f"{f'; and {num_unlisted} more' if num_unlisted > 0 else ''}"
         )
     return left
 
 
-def _extra(model: DescribedModel, tensors: list[WholeTensor]) -> Mapping[str, object]:
+def _extra(model: DescribedModel, tensors: list[StreamedTensor]) -> Mapping[str, object]:
     """Return what the checkpoint states about itself: as training does, but for its progress."""
     dtypes = {tensor.dtype for tensor in tensors}
     return {
@@ -652,16 +671,18 @@ def _extra(model: DescribedModel, tensors: list[WholeTensor]) -> Mapping[str, ob
 def _say_padding(mapped: TensorMap) -> None:
     """Report which foreign rows have been taken for padding: the folder does not specify it."""
     for name, tensor in mapped.hf_tensors.items():
-        rows = sum(part.sizes[0] for part in tensor.slices)
+        rows = sum(tensor_slice.sizes[0] for tensor_slice in tensor.slices)
         if len(tensor.shape) == 2 and len(tensor.slices) == 1 and rows < tensor.shape[0]:
             print(f"took the last {tensor.shape[0] - rows} rows of {name} for padding", flush=True)
 
 
-def _say_left_out(tensors: set[str], others: tuple[str, ...]) -> None:
+def _say_left_out(tensors: set[str], non_tensors: tuple[str, ...]) -> None:
     for what, names in (
         ("tensors, of an optimizer or derived", sorted(tensors)),
-        ("items that are no tensors and were not read", sorted(others)),
+        ("items that are no tensors and were not read", sorted(non_tensors)),
     ):
         if names:
-            more = f" and {len(names) - MAX_NAMED} more" if len(names) > MAX_NAMED else ""
-            print(f"left out {len(names)} {what}: {', '.join(names[:MAX_NAMED])}{more}", flush=True)
+            suffix = f" and {len(names) - MAX_NAMED} more" if len(names) > MAX_NAMED else ""
+            print(
+                f"left out {len(names)} {what}: {', '.join(names[:MAX_NAMED])}{suffix}", flush=True
+            )

@@ -31,10 +31,10 @@ from megatron.core.dist_checkpointing.shards import DTYPES, Scratch, as_bytes
 from megatron.core.untrusted_files import read_regular, regular_fd
 from megatron.training.checkpoints.plain_pickle import (
     Finish,
-    Made,
     Name,
     Pairs,
     Persistent,
+    PickledObject,
     read_pickle,
 )
 from megatron.training.newest_checkpoint import METADATA_NAME
@@ -93,7 +93,7 @@ class StoredBytes(NamedTuple):
     length: int
 
 
-class StoredTensor(NamedTuple):
+class DcpTensor(NamedTuple):
     """A tensor: dtype by the safetensors format's name (or torch's, if that has none), shape, and
     the boxes that it was saved in."""
 
@@ -106,7 +106,7 @@ class Metadata(NamedTuple):
     """The tensors of a folder by name, the names of what is no tensor, and the bytes that all
     chunks of tensors take in each file."""
 
-    tensors: dict[str, StoredTensor]
+    tensors: dict[str, DcpTensor]
     others: tuple[str, ...]
     lengths: dict[str, int]
 
@@ -124,47 +124,47 @@ def read_metadata(folder: Path) -> Metadata:
         raise ValueError(f"cannot read {path}: {error.strerror}") from None
     try:
         return _metadata(read_pickle(data, METADATA_GLOBALS, str(path), finish=_FINISH))
-    except _Odd as odd:
-        raise ValueError(f"{path} is refused: {odd}") from None
+    except _MetadataError as error:
+        raise ValueError(f"{path} is refused: {error}") from None
 
 
 def _metadata(root: Any) -> Metadata:
-    """Return what the pickle in `.metadata` describes. Raises _Odd."""
+    """Return what the pickle in `.metadata` describes. Raises _MetadataError."""
     fields = _fields(root, f"{_METADATA}.Metadata", "state_dict_metadata", "storage_data")
     items, stored = fields
     if not isinstance(items, Pairs) or not isinstance(stored, Pairs):
-        raise _Odd("its tensors and their places are no dicts")
+        raise _MetadataError("its tensors and their places are no dicts")
     del root, fields
-    places: dict[str, list[tuple[tuple[int, ...], _Place]]] = {}
+    locations: dict[str, list[tuple[tuple[int, ...], _ChunkLocation]]] = {}
     lengths: dict[str, int] = {}
-    for index, place in stored.items():
-        if not isinstance(index, _Index) or not isinstance(place, _Place):
-            raise _Odd("a place in a file is not described as torch does")
+    for index, location in stored.items():
+        if not isinstance(index, _Index) or not isinstance(location, _ChunkLocation):
+            raise _MetadataError("a place in a file is not described as torch does")
         if index.offsets is not None:  # else of what is no tensor
-            _check_place(index.name, place)
-            places.setdefault(index.name, []).append((index.offsets, place))
-            lengths[place.file] = lengths.get(place.file, 0) + place.length
+            _check_location(index.name, location)
+            locations.setdefault(index.name, []).append((index.offsets, location))
+            lengths[location.file] = lengths.get(location.file, 0) + location.length
     stored.flat.clear()
-    tensors: dict[str, StoredTensor] = {}
-    others = []
+    tensors: dict[str, DcpTensor] = {}
+    non_tensors = []
     for key, item in items.items():
         name = _text(key)
         if isinstance(item, _Described):
-            tensors[name] = _tensor(name, item, places.pop(name, []))
+            tensors[name] = _tensor(name, item, locations.pop(name, []))
         elif _is_a(item, f"{_METADATA}.BytesStorageMetadata"):
-            others.append(name)
+            non_tensors.append(name)
         else:
-            raise _Odd(f"{name} is not described as torch does")
-    return Metadata(tensors, tuple(others), lengths)
+            raise _MetadataError(f"{name} is not described as torch does")
+    return Metadata(tensors, tuple(non_tensors), lengths)
 
 
-def check_cover(name: str, tensor: StoredTensor, where: str) -> None:
+def check_cover(name: str, tensor: DcpTensor, where: str) -> None:
     """Raise ValueError unless the boxes of a tensor cover it exactly once."""
     if not tiles([chunk.box for chunk in tensor.chunks], tensor.shape):
         raise ValueError(f"{where} does not hold every element of {name} exactly once")
 
 
-class _Odd(Exception):
+class _MetadataError(Exception):
     """What is wrong, for a line that names the file."""
 
 
@@ -175,7 +175,7 @@ class _Index(NamedTuple):
     offsets: tuple[int, ...] | None
 
 
-class _Place(NamedTuple):
+class _ChunkLocation(NamedTuple):
     """Where a chunk lies; `transformed`: compressed or the like."""
 
     file: str
@@ -192,47 +192,47 @@ class _Described(NamedTuple):
     boxes: list[Box]
 
 
-def _index(made: Made) -> _Index:
-    name, offsets = _fields(made, made.name, "fqn", optional="offset")
+def _index(pickled: PickledObject) -> _Index:
+    name, offsets = _fields(pickled, pickled.name, "fqn", optional="offset")
     return _Index(_text(name), None if offsets is None else _sizes(offsets))
 
 
-def _place(made: Made) -> _Place:
+def _location(pickled: PickledObject) -> _ChunkLocation:
     fields = ("relative_path", "offset", "length")
     file, begin, length, transforms = _fields(
-        made, made.name, *fields, optional="transform_descriptors"
+        pickled, pickled.name, *fields, optional="transform_descriptors"
     )
-    return _Place(_text(file), _count(begin), _count(length), bool(transforms))
+    return _ChunkLocation(_text(file), _count(begin), _count(length), bool(transforms))
 
 
-def _check_place(name: str, place: _Place) -> None:
-    if Path(place.file).name != place.file or place.file in ("", ".", "..", METADATA_NAME):
-        raise _Odd(f"{name} lies in {place.file!r}, which is no plain name of a file")
-    if place.transformed:
-        raise _Odd(f"{name} is compressed or otherwise transformed, which is not read")
+def _check_location(name: str, location: _ChunkLocation) -> None:
+    if Path(location.file).name != location.file or location.file in ("", ".", "..", METADATA_NAME):
+        raise _MetadataError(f"{name} lies in {location.file!r}, which is no plain name of a file")
+    if location.transformed:
+        raise _MetadataError(f"{name} is compressed or otherwise transformed, which is not read")
 
 
-def _box(made: Made) -> Box:
-    offsets, sizes = _fields(made, made.name, "offsets", "sizes")
+def _box(pickled: PickledObject) -> Box:
+    offsets, sizes = _fields(pickled, pickled.name, "offsets", "sizes")
     return Box(_sizes(offsets), _sizes(sizes))
 
 
-def _dtype(made: Made) -> Name:
+def _dtype(pickled: PickledObject) -> Name:
     """Return the first property of a tensor."""
-    state = made.state
+    state = pickled.state
     if not isinstance(state, tuple) or not state or not isinstance(state[0], Name):
-        raise _Odd("the properties of a tensor do not begin with a dtype")
+        raise _MetadataError("the properties of a tensor do not begin with a dtype")
     if not state[0].text.startswith("torch."):
-        raise _Odd(f"a tensor has the dtype {state[0].text}")
+        raise _MetadataError(f"a tensor has the dtype {state[0].text}")
     return state[0]
 
 
-def _described_tensor(made: Made) -> _Described:
-    dtype, shape, boxes = _fields(made, made.name, "properties", "size", "chunks")
+def _described_tensor(pickled: PickledObject) -> _Described:
+    dtype, shape, boxes = _fields(pickled, pickled.name, "properties", "size", "chunks")
     if not isinstance(dtype, Name) or not isinstance(boxes, list):
-        raise _Odd("the properties or chunks of a tensor are not described as torch does")
+        raise _MetadataError("the properties or chunks of a tensor are not described as torch does")
     if not all(isinstance(box, Box) for box in boxes):
-        raise _Odd("a chunk of a tensor is not described as torch does")
+        raise _MetadataError("a chunk of a tensor is not described as torch does")
     return _Described(dtype, _sizes(shape), boxes)
 
 
@@ -242,56 +242,56 @@ _FINISH: Mapping[str, Finish] = MappingProxyType(
         f"{_METADATA}.ChunkStorageMetadata": _box,
         f"{_METADATA}.MetadataIndex": _index,
         f"{_METADATA}.TensorStorageMetadata": _described_tensor,
-        _STORED: _place,
+        _STORED: _location,
         **dict.fromkeys(_PROPERTIES, _dtype),
     }
 )
 
 
 def _tensor(
-    name: str, item: _Described, places: list[tuple[tuple[int, ...], _Place]]
-) -> StoredTensor:
+    name: str, item: _Described, locations: list[tuple[tuple[int, ...], _ChunkLocation]]
+) -> DcpTensor:
     shape, chunks = item.shape, []
-    places.sort()  # rather than hashed: whoever writes a folder can make numbers collide
+    locations.sort()  # rather than hashed: whoever writes a folder can make numbers collide
     for box in item.boxes:
         if not len(shape) == len(box.offsets) == len(box.sizes) or any(
             o + n > whole for o, n, whole in zip(*box, shape, strict=True)
         ):
-            raise _Odd(f"{name} has a box {box} outside its shape {list(shape)}")
-        at = bisect_left(places, (box.offsets,))
-        if at == len(places) or places[at][0] != box.offsets:
-            raise _Odd(f"it does not say where {name}{box} lies")
-        place = places[at][1]
-        chunks.append(StoredBytes(box, place.file, place.begin, place.length))
+            raise _MetadataError(f"{name} has a box {box} outside its shape {list(shape)}")
+        index = bisect_left(locations, (box.offsets,))
+        if index == len(locations) or locations[index][0] != box.offsets:
+            raise _MetadataError(f"it does not say where {name}{box} lies")
+        location = locations[index][1]
+        chunks.append(StoredBytes(box, location.file, location.begin, location.length))
     dtype = _METADATA_DTYPES.get(item.dtype.text, item.dtype.text)
-    return StoredTensor(dtype, shape, tuple(chunks))
+    return DcpTensor(dtype, shape, tuple(chunks))
 
 
 def _is_a(value: Any, name: str) -> bool:
-    return isinstance(value, Made) and value.name == name
+    return isinstance(value, PickledObject) and value.name == name
 
 
 def _fields(value: Any, name: str, *fields: str, optional: str | None = None) -> list[Any]:
     """Return fields of what is a dataclass there, and last the optional one, None if missing."""
     if not _is_a(value, name) or not isinstance(value.state, Pairs):
-        raise _Odd(f"it holds no {name}, or one without fields")
-    found = {key: inner for key, inner in value.state.items() if isinstance(key, str)}
+        raise _MetadataError(f"it holds no {name}, or one without fields")
+    state = {key: inner for key, inner in value.state.items() if isinstance(key, str)}
     for field in fields:
-        if field not in found:
-            raise _Odd(f"a {name} has no {field}")
-    values = [found[field] for field in fields]
-    return values if optional is None else [*values, found.get(optional)]
+        if field not in state:
+            raise _MetadataError(f"a {name} has no {field}")
+    values = [state[field] for field in fields]
+    return values if optional is None else [*values, state.get(optional)]
 
 
 def _text(value: Any) -> str:
     if not isinstance(value, str) or not value.isprintable():
-        raise _Odd("a name is no printable text")
+        raise _MetadataError("a name is no printable text")
     return value
 
 
 def _count(value: Any) -> int:
     if type(value) is not int or not 0 <= value < 1 << 63:
-        raise _Odd("a number of bytes or elements is none, or not below 2^63")
+        raise _MetadataError("a number of bytes or elements is none, or not below 2^63")
     return value
 
 
@@ -300,9 +300,9 @@ def _sizes(value: Any) -> tuple[int, ...]:
     if _is_a(value, "torch.Size") and len(value.args) == 1:
         (value,) = value.args
     if type(value) is not tuple:
-        raise _Odd("a shape is no torch.Size")
+        raise _MetadataError("a shape is no torch.Size")
     if len(value) > MAX_DIMENSIONS:
-        raise _Odd(f"a shape has {len(value)} dimensions, more than {MAX_DIMENSIONS}")
+        raise _MetadataError(f"a shape has {len(value)} dimensions, more than {MAX_DIMENSIONS}")
     return tuple(_count(item) for item in value)
 
 
@@ -387,17 +387,19 @@ def find_tensor(read: Read, length: int, where: str, *, checksums: bool) -> Save
     inside = {name.partition("/")[2]: member for name, member in members.items()}
     if len(inside) != len(members) or "data.pkl" not in inside:
         _refuse(where, "it is no tensor that torch.save wrote")
-    found = {name: b"" for name in ("byteorder", "data.pkl") if name in inside}
-    for name in found:
+    members_bytes = {name: b"" for name in ("byteorder", "data.pkl") if name in inside}
+    for name in members_bytes:
         member = inside[name]
         if member.size > MAX_DESCRIPTION_BYTES:
             _refuse(where, f"its {name} has {member.size} bytes, more than a tensor's")
-        found[name] = read(member.begin, member.size)
-    if found.get("byteorder", b"little") != b"little":
+        members_bytes[name] = read(member.begin, member.size)
+    if members_bytes.get("byteorder", b"little") != b"little":
         _refuse(where, "its bytes are not in little-endian order")
-    tensor = _described(read_pickle(found["data.pkl"], TENSOR_GLOBALS, where), inside, where)
+    tensor = _described(
+        read_pickle(members_bytes["data.pkl"], TENSOR_GLOBALS, where), inside, where
+    )
     # Last: of a description that asks for a program to be run, that is to be reported.
-    for name, data in found.items():
+    for name, data in members_bytes.items():
         if checksums and zlib.crc32(data) != inside[name].crc32:
             raise ValueError(
                 f"{where} is damaged: its {name} does not match its checksum; if torch wrote "
@@ -408,26 +410,26 @@ def find_tensor(read: Read, length: int, where: str, *, checksums: bool) -> Save
 
 def _described(value: Any, members: Mapping[str, _Member], where: str) -> SavedTensor:
     """Return the tensor that the pickle of an archive describes."""
-    if not isinstance(value, Made) or value.name not in (_REBUILD_V2, _REBUILD_V3):
+    if not isinstance(value, PickledObject) or value.name not in (_REBUILD_V2, _REBUILD_V3):
         _refuse(where, "it holds something else than a tensor")
     third = value.name == _REBUILD_V3
     try:
         storage, offset, shape, strides = value.args[:4]
         mark, kind, key, _, count = storage.value
         dtype = _TENSOR_DTYPES[value.args[6].text] if third else _STORAGES[kind.text]
-        known = isinstance(storage, Persistent) and isinstance(kind, Name) and mark == "storage"
+        is_valid = isinstance(storage, Persistent) and isinstance(kind, Name) and mark == "storage"
         member = members["data/" + key]
         numbers = (offset, count, *shape, *strides)
         # Before any product: numbers of thousands of digits take time.
-        known = known and all(type(n) is int and 0 <= n < 1 << 63 for n in numbers)
-        known = known and len(shape) == len(strides) <= MAX_DIMENSIONS
+        is_valid = is_valid and all(type(n) is int and 0 <= n < 1 << 63 for n in numbers)
+        is_valid = is_valid and len(shape) == len(strides) <= MAX_DIMENSIONS
     except (AttributeError, IndexError, KeyError, TypeError, ValueError):
         _refuse(where, "its description is not that of a tensor")
-    if not known:
+    if not is_valid:
         _refuse(where, "its description is not that of a tensor")
     itemsize = DTYPES[dtype].itemsize
-    last = sum((size - 1) * stride for size, stride in zip(shape, strides, strict=True))
-    needed = (offset + last + 1) * itemsize if math.prod(shape) else 0
+    last_element = sum((size - 1) * stride for size, stride in zip(shape, strides, strict=True))
+    needed = (offset + last_element + 1) * itemsize if math.prod(shape) else 0
     stored = count if third else count * itemsize
     if stored != member.size or needed > member.size:
         _refuse(where, f"a tensor of {dtype} {list(shape)} does not lie in {member.size} bytes")
@@ -448,7 +450,7 @@ def _members(read: Read, length: int, where: str) -> dict[str, _Member]:
         if count > MAX_MEMBERS or size > MAX_DIRECTORY_BYTES or offset + size > length:
             raise ValueError
         directory = read(offset, size)
-        found: dict[str, _Member] = {}
+        members: dict[str, _Member] = {}
         position = 0
         for _ in range(count):
             name, member, position = _entry(directory, position)
@@ -459,12 +461,12 @@ def _members(read: Read, length: int, where: str) -> dict[str, _Member]:
             begin = member.begin + 30 + sum(struct.unpack_from("<HH", header, 26))
             if begin + member.size > length:
                 raise ValueError
-            found[name] = member._replace(begin=begin)
+            members[name] = member._replace(begin=begin)
     except (struct.error, UnicodeDecodeError, ValueError) as error:
         if str(error).startswith("cannot read"):
             raise
         _refuse(where, "it is no sound archive of torch.save")
-    return found
+    return members
 
 
 def _directory(read: Read, length: int) -> tuple[int, int, int]:
@@ -478,8 +480,8 @@ def _directory(read: Read, length: int) -> tuple[int, int, int]:
     locator = read(length - 42, 20)
     if locator[:4] != _LOCATOR:
         raise ValueError
-    (place,) = struct.unpack_from("<Q", locator, 8)
-    record = read(place, 56)
+    (position,) = struct.unpack_from("<Q", locator, 8)
+    record = read(position, 56)
     if record[:4] != _END64:
         raise ValueError
     count, size, offset = struct.unpack_from("<QQQ", record, 32)
@@ -498,18 +500,18 @@ def _entry(directory: bytes, position: int) -> tuple[str, _Member, int]:
     extra_at = name_at + name_bytes
     name = directory[name_at:extra_at].decode()
     sizes = [size, packed, offset]
-    wide = _wide(directory[extra_at : extra_at + extra_bytes])
+    zip64 = _zip64_sizes(directory[extra_at : extra_at + extra_bytes])
     for i, value in enumerate(sizes):
         if value == 0xFFFFFFFF:
-            (sizes[i],) = struct.unpack_from("<Q", wide)
-            wide = wide[8:]
+            (sizes[i],) = struct.unpack_from("<Q", zip64)
+            zip64 = zip64[8:]
     if method != 0 or sizes[0] != sizes[1]:  # packed: it could unpack to anything
         raise ValueError
     end = extra_at + extra_bytes + comment_bytes
     return name, _Member(sizes[2], sizes[0], crc32), end
 
 
-def _wide(extra: bytes) -> bytes:
+def _zip64_sizes(extra: bytes) -> bytes:
     """Return the 64-bit numbers of an entry's extra fields."""
     position = 0
     while position + 4 <= len(extra):
@@ -565,7 +567,9 @@ class DcpFolder:
         self._fds: dict[str, tuple[int, int]] = {}
         self._sizes: dict[str, int] = {}
         self._reads = 0
-        self._found: dict[tuple[str, int], SavedTensor] = {}  # by name and number of the chunk
+        self._open_tensors: dict[
+            tuple[str, int], SavedTensor
+        ] = {}  # by name and number of the chunk
         self._indices: dict[str, BoxIndex] = {}
         self._scratch = Scratch()
 
@@ -581,7 +585,7 @@ class DcpFolder:
         for fd, _ in self._fds.values():
             os.close(fd)
 
-    def find(self, name: str) -> StoredTensor:
+    def find(self, name: str) -> DcpTensor:
         """Return a tensor that can be read whole. Raises ValueError."""
         tensor = self.tensors[name]
         if tensor.dtype not in DTYPES:
@@ -606,74 +610,78 @@ class DcpFolder:
         self._count_reads(len(tensor.chunks) // CHUNKS_PER_READ)
         for number, common in self._indices[name].overlaps(box):
             stored = tensor.chunks[number]
-            found = self._open(name, tensor, number)
+            saved = self._open(name, tensor, number)
             inner = common.seen_from(stored.box.offsets)
-            part = target[common.seen_from(box.offsets).slices]
-            self._read_elements(name, stored, found, inner, part)
+            target_view = target[common.seen_from(box.offsets).slices]
+            self._read_elements(name, stored, saved, inner, target_view)
 
     def _read_elements(
-        self, name: str, stored: StoredBytes, found: SavedTensor, box: Box, target: torch.Tensor
+        self, name: str, stored: StoredBytes, saved: SavedTensor, box: Box, target: torch.Tensor
     ) -> None:
         """Read a box of a chunk in spans of the file of a bounded size.
 
         Where elements of the box are far apart in the file, each run of them is read on its own.
         """
-        itemsize = DTYPES[found.dtype].itemsize
-        reach = [(n - 1) * stride for n, stride in zip(box.sizes, found.strides, strict=True)]
+        itemsize = DTYPES[saved.dtype].itemsize
+        reach = [(n - 1) * stride for n, stride in zip(box.sizes, saved.strides, strict=True)]
         if (1 + sum(reach)) * itemsize <= MAX_SPAN_BYTES:
-            first = sum(o * stride for o, stride in zip(box.offsets, found.strides, strict=True))
+            first_element = sum(
+                o * stride for o, stride in zip(box.offsets, saved.strides, strict=True)
+            )
             raw = self._scratch.take((1 + sum(reach)) * itemsize)
-            begin = stored.begin + found.begin + first * itemsize
+            begin = stored.begin + saved.begin + first_element * itemsize
             self._read(stored.file, begin, as_bytes(raw), name=name)
-            source = raw.view(DTYPES[found.dtype]).as_strided(box.sizes, found.strides)
+            source = raw.view(DTYPES[saved.dtype]).as_strided(box.sizes, saved.strides)
             target.copy_(source)
             return
         dim = max(range(len(reach)), key=lambda d: reach[d])
-        stride_bytes = found.strides[dim] * itemsize
-        others = (1 + sum(reach) - reach[dim]) * itemsize
+        stride_bytes = saved.strides[dim] * itemsize
+        inner_bytes = (1 + sum(reach) - reach[dim]) * itemsize
         together = 1
         if stride_bytes < APART_BYTES:
-            together = max(1, (MAX_SPAN_BYTES - others) // stride_bytes)
+            together = max(1, (MAX_SPAN_BYTES - inner_bytes) // stride_bytes)
         for begin in range(0, box.sizes[dim], together):
             count = min(together, box.sizes[dim] - begin)
             offsets, sizes = list(box.offsets), list(box.sizes)
             offsets[dim], sizes[dim] = offsets[dim] + begin, count
             inner = Box(tuple(offsets), tuple(sizes))
-            part = target.narrow(dim, begin, count)
-            self._read_elements(name, stored, found, inner, part)
+            target_view = target.narrow(dim, begin, count)
+            self._read_elements(name, stored, saved, inner, target_view)
 
-    def _open(self, name: str, tensor: StoredTensor, number: int) -> SavedTensor:
+    def _open(self, name: str, tensor: DcpTensor, number: int) -> SavedTensor:
         """Return where the elements of a chunk are, which is checked once."""
-        if (name, number) in self._found:
-            return self._found[name, number]
+        if (name, number) in self._open_tensors:
+            return self._open_tensors[name, number]
         stored = tensor.chunks[number]
         where = f"{self.path / stored.file}: {name}{stored.box}"
 
         def read(position: int, count: int) -> bytes:
             if position < 0 or position + count > stored.length:
                 raise ValueError("outside the archive")
-            if small:
+            if is_small:
                 return whole[position : position + count]
             return self._read_bytes(stored.file, stored.begin + position, count, name=name)
 
-        small = stored.length <= SMALL_ARCHIVE_BYTES
+        is_small = stored.length <= SMALL_ARCHIVE_BYTES
         whole = (
-            self._read_bytes(stored.file, stored.begin, stored.length, name=name) if small else b""
+            self._read_bytes(stored.file, stored.begin, stored.length, name=name)
+            if is_small
+            else b""
         )
-        found = find_tensor(read, stored.length, where, checksums=self._checksums)
-        strides = _strides(found, stored.box.sizes)
-        if found.dtype != tensor.dtype or strides is None:
+        saved = find_tensor(read, stored.length, where, checksums=self._checksums)
+        strides = _strides(saved, stored.box.sizes)
+        if saved.dtype != tensor.dtype or strides is None:
             raise ValueError(
-                f"{where} is refused: it holds {found.dtype} {list(found.shape)}, .metadata says "
+                f"{where} is refused: it holds {saved.dtype} {list(saved.shape)}, .metadata says "
                 f"{tensor.dtype} {list(stored.box.sizes)}"
             )
         if self._checksums:
-            self._check(stored, found, name=name, where=where)
-        found = found._replace(shape=stored.box.sizes, strides=strides)
-        self._found[name, number] = found
-        return found
+            self._check(stored, saved, name=name, where=where)
+        saved = saved._replace(shape=stored.box.sizes, strides=strides)
+        self._open_tensors[name, number] = saved
+        return saved
 
-    def _check_size(self, name: str, tensor: StoredTensor, stored: StoredBytes) -> None:
+    def _check_size(self, name: str, tensor: DcpTensor, stored: StoredBytes) -> None:
         """See that there can be as many elements as are claimed, before memory is taken for them.
 
         Raises:
@@ -688,16 +696,17 @@ class DcpFolder:
                 "was cut short"
             )
 
-    def _check(self, stored: StoredBytes, found: SavedTensor, *, name: str, where: str) -> None:
-        checksum, (first, last) = 0, found.member
+    def _check(self, stored: StoredBytes, saved: SavedTensor, *, name: str, where: str) -> None:
+        checksum, (member_begin, member_end) = 0, saved.member
         buffer = memoryview(bytearray(PIECE_BYTES))
-        for begin in range(first, last, PIECE_BYTES):
-            piece = buffer[: min(PIECE_BYTES, last - begin)]
-            self._read(stored.file, stored.begin + begin, piece, name=name)
-            checksum = zlib.crc32(piece, checksum)
-        if checksum != found.crc32:
+        for begin in range(member_begin, member_end, PIECE_BYTES):
+            block = buffer[: min(PIECE_BYTES, member_end - begin)]
+            self._read(stored.file, stored.begin + begin, block, name=name)
+            checksum = zlib.crc32(block, checksum)
+        if checksum != saved.crc32:
             raise ValueError(
-                f"{where} is damaged: bytes [{stored.begin + first}, {stored.begin + last}) do not "
+                f"{where} is damaged: bytes [{stored.begin + member_begin}, "
+                f"{stored.begin + member_end}) do not "
                 "match their checksum; if torch wrote none, give --no-checksums"
             )
 
@@ -732,9 +741,9 @@ class DcpFolder:
             )
 
     def _read_bytes(self, file: str, offset: int, count: int, *, name: str) -> bytes:
-        piece = bytearray(count)
-        self._read(file, offset, memoryview(piece), name=name)
-        return bytes(piece)
+        block = bytearray(count)
+        self._read(file, offset, memoryview(block), name=name)
+        return bytes(block)
 
     def _read(self, file: str, offset: int, target: memoryview, *, name: str) -> None:
         position = 0
@@ -753,13 +762,13 @@ class DcpFolder:
         self.bytes_read += len(target)
 
 
-def _strides(found: SavedTensor, sizes: tuple[int, ...]) -> tuple[int, ...] | None:
+def _strides(saved: SavedTensor, sizes: tuple[int, ...]) -> tuple[int, ...] | None:
     """Return the strides of a tensor seen with these sizes, which may have other dimensions of
     size 1; None if it cannot be."""
-    kept = [
-        (size, stride) for size, stride in zip(found.shape, found.strides, strict=True) if size != 1
+    dimensions = [
+        (size, stride) for size, stride in zip(saved.shape, saved.strides, strict=True) if size != 1
     ]
-    if [size for size, _ in kept] != [size for size in sizes if size != 1]:
+    if [size for size, _ in dimensions] != [size for size in sizes if size != 1]:
         return None
-    rest = iter(kept)
-    return tuple(0 if size == 1 else next(rest)[1] for size in sizes)
+    remaining = iter(dimensions)
+    return tuple(0 if size == 1 else next(remaining)[1] for size in sizes)

@@ -68,7 +68,7 @@ class _Planned:
 
     tensor: MappedTensor
     dtype: torch.dtype
-    ours: Mapping[str, tuple[int, ...]]
+    mcore_shapes: Mapping[str, tuple[int, ...]]
 
     @property
     def num_bytes(self) -> int:
@@ -139,20 +139,20 @@ def carried_folder(checkpoint: Path, extra: Mapping[str, Any], like: str | None)
             raise ValueError(f"--like {like} holds no {CONFIG}: name a Hugging Face folder")
         return Path(like)
     options, tokenizer = extra.get("config"), extra.get("tokenizer")
-    places = [checkpoint.parent / CARRIED_FOLDER]
+    folders = [checkpoint.parent / CARRIED_FOLDER]
     if isinstance(options, dict) and isinstance(options.get("load-hf"), str):
-        places.append(Path(options["load-hf"]))
+        folders.append(Path(options["load-hf"]))
     if isinstance(tokenizer, dict) and isinstance(tokenizer.get("model"), str):
-        places.append(Path(tokenizer["model"]).parent)
-    return next((place for place in places if (place / CONFIG).is_file()), None)
+        folders.append(Path(tokenizer["model"]).parent)
+    return next((folder for folder in folders if (folder / CONFIG).is_file()), None)
 
 
 def _plan(reader: CheckpointReader, mapped: TensorMap, dtype: torch.dtype | None) -> list[_Planned]:
     """List the tensors to write, wide dtypes first so that each is aligned. Raises ValueError."""
     planned = []
     for tensor in mapped.hf_tensors.values():
-        found, shapes = set(), {}
-        for name in {part.mcore_name for part in tensor.slices}:
+        stored_dtypes, shapes = set(), {}
+        for name in {tensor_slice.mcore_name for tensor_slice in tensor.slices}:
             stored = reader.manifest.tensors.get(name)
             if stored is None:
                 raise CheckpointError(f"it lacks {name}")
@@ -161,10 +161,12 @@ def _plan(reader: CheckpointReader, mapped: TensorMap, dtype: torch.dtype | None
                 raise CheckpointError(
                     f"{name} is {list(stored.shape)}, its model makes it {list(shapes[name])}"
                 )
-            found.add(DTYPES[stored.dtype])
+            stored_dtypes.add(DTYPES[stored.dtype])
         chosen = None if tensor.keep_dtype else dtype
-        wanted = torch.float32 if tensor.fp32 else chosen or reduce(torch.promote_types, found)
-        planned.append(_Planned(tensor=tensor, dtype=wanted, ours=shapes))
+        target_dtype = (
+            torch.float32 if tensor.fp32 else chosen or reduce(torch.promote_types, stored_dtypes)
+        )
+        planned.append(_Planned(tensor=tensor, dtype=target_dtype, mcore_shapes=shapes))
     planned.sort(key=lambda p: -p.dtype.itemsize)
     return planned
 
@@ -224,10 +226,10 @@ def _common_dtype(planned: Sequence[_Planned]) -> torch.dtype:
     sizes: dict[torch.dtype, int] = {}
     for p in planned:
         sizes[p.dtype] = sizes.get(p.dtype, 0) + math.prod(p.tensor.shape)
-    most = max(sizes, key=lambda dtype: sizes[dtype])
-    if most not in MODEL_DTYPES.values():
-        raise ValueError(f"weights of {most} cannot be exported: choose with --dtype")
-    return most
+    common = max(sizes, key=lambda dtype: sizes[dtype])
+    if common not in MODEL_DTYPES.values():
+        raise ValueError(f"weights of {common} cannot be exported: choose with --dtype")
+    return common
 
 
 def _dequantized_note(
@@ -288,12 +290,12 @@ def _groups(shard: Sequence[_Planned]) -> Iterator[list[TensorChunk]]:
     group: list[TensorChunk] = []
     filled = 0
     for p in shard:
-        for part in p.tensor.slices:
-            for band in row_boxes(part.sizes, p.dtype.itemsize):
-                box = part.mcore_box(band)
+        for tensor_slice in p.tensor.slices:
+            for band in row_boxes(tensor_slice.sizes, p.dtype.itemsize):
+                box = tensor_slice.mcore_box(band)
                 chunk = TensorChunk(
-                    name=part.mcore_name,
-                    shape=p.ours[part.mcore_name],
+                    name=tensor_slice.mcore_name,
+                    shape=p.mcore_shapes[tensor_slice.mcore_name],
                     offsets=box.offsets,
                     tensor=torch.empty(box.sizes, dtype=p.dtype),
                     replica_ranks=(0,),

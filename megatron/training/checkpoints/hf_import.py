@@ -61,8 +61,8 @@ def import_folder(
     """
     root = Path(save)
     # Not even others: a run would go on from the new one instead of its own last.
-    if found := list_checkpoints(root):
-        raise ValueError(f"--save {save} holds {found[0].name} already: name another folder")
+    if checkpoints := list_checkpoints(root):
+        raise ValueError(f"--save {save} holds {checkpoints[0].name} already: name another folder")
     with folder.open_tensors() as opened:
         mapped = check_tensors(folder, opened, model)
         chunks = [_chunk(opened, tensor, dtype) for tensor in mapped.mcore_tensors.values()]
@@ -96,16 +96,20 @@ def _carry(files: Mapping[str, Path | None], target: Path, *, follow_links: bool
 
 def _chunk(opened: OpenTensors, tensor: MappedTensor, dtype: torch.dtype | None) -> TensorChunk:
     """Describe a tensor that is read when its turn to be written comes."""
-    found = {DTYPES[opened.find(part.hf_name).dtype] for part in tensor.slices}
+    stored_dtypes = {
+        DTYPES[opened.find(tensor_slice.hf_name).dtype] for tensor_slice in tensor.slices
+    }
     chosen = None if tensor.keep_dtype else dtype
-    wanted = torch.float32 if tensor.fp32 else chosen or reduce(torch.promote_types, found)
+    target_dtype = (
+        torch.float32 if tensor.fp32 else chosen or reduce(torch.promote_types, stored_dtypes)
+    )
     return TensorChunk(
         name=tensor.name,
         shape=tensor.shape,
         offsets=(0,) * len(tensor.shape),
-        tensor=torch.empty(tensor.shape, dtype=wanted, device="meta"),
+        tensor=torch.empty(tensor.shape, dtype=target_dtype, device="meta"),
         replica_ranks=(0,),
-        pieces=partial(_pieces, opened, tensor, wanted),
+        pieces=partial(_row_blocks, opened, tensor, target_dtype),
     )
 
 
@@ -114,19 +118,21 @@ def _stays(tensor: MappedTensor) -> bool:
     return tensor.fp32 or tensor.keep_dtype
 
 
-def _pieces(opened: OpenTensors, tensor: MappedTensor, dtype: torch.dtype) -> Iterator[memoryview]:
+def _row_blocks(
+    opened: OpenTensors, tensor: MappedTensor, dtype: torch.dtype
+) -> Iterator[memoryview]:
     """Yield a tensor's bytes in bands of rows that take `ROW_BOX_BYTES` at most."""
-    for part in tensor.slices:
-        for band in row_boxes(part.sizes, dtype.itemsize):
-            box = part.hf_box(band)
-            piece = torch.empty(box.sizes, dtype=dtype)
-            opened.read_box(part.hf_name, box, piece)
-            yield as_bytes(piece)
+    for tensor_slice in tensor.slices:
+        for band in row_boxes(tensor_slice.sizes, dtype.itemsize):
+            box = tensor_slice.hf_box(band)
+            block = torch.empty(box.sizes, dtype=dtype)
+            opened.read_box(tensor_slice.hf_name, box, block)
+            yield as_bytes(block)
 
 
 def _tokenizer(folder: HuggingFaceFolder, target: Path, vocab_size: int) -> dict[str, Any]:
     """Return how to make the folder's tokenizer again from its copy in `target`."""
-    found = {
+    tokenizer = {
         "type": None,
         "model": None,
         "vocab_size": vocab_size,
@@ -136,10 +142,10 @@ def _tokenizer(folder: HuggingFaceFolder, target: Path, vocab_size: int) -> dict
     }
     path = folder.tokenizer
     if path is None:
-        return found
+        return tokenizer
     built = build_tokenizer(guess_type(path), model=path)
     return {
-        **found,
+        **tokenizer,
         "type": guess_type(path),
         "model": str(target.absolute() / path.name),
         "fingerprint": built.fingerprint,

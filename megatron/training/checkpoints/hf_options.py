@@ -26,37 +26,37 @@ FREE = frozenset(
 )
 
 
-def folder_defaults(given: Mapping[str, Any]) -> dict[str, Any]:
+def folder_defaults(user_values: Mapping[str, Any]) -> dict[str, Any]:
     """Return the values that `--load-hf` adds to those given, by option name.
 
     Raises:
         ValueError: the folder cannot be used, no options describe its model, or a given option
             makes another model than it holds; names all of these.
     """
-    path = given.get("load-hf")
+    path = user_values.get("load-hf")
     if path is None:
         return {}
     folder, model = open_model(path, flag="--load-hf")
     if problem := options_problem(model.config):
         raise ValueError(f"--load-hf {path}: {problem}")
-    found = {**folder_options(model), **tokenizer_options(folder)}
+    folder_values = {**folder_options(model), **tokenizer_options(folder)}
     conflicts = [
-        f"--{name} is {given[name]!r}, there {value!r}"
-        for name, value in found.items()
-        if name in given and not _same(name, given[name], value) and name not in FREE
+        f"--{name} is {user_values[name]!r}, there {value!r}"
+        for name, value in folder_values.items()
+        if name in user_values and not _same(name, user_values[name], value) and name not in FREE
     ]
     if conflicts:
         raise ValueError(
             f"--load-hf {path} holds another model: {'; '.join(conflicts)}: leave these out"
         )
-    return {name: value for name, value in found.items() if name not in given}
+    return {name: value for name, value in folder_values.items() if name not in user_values}
 
 
-def _same(name: str, given: Any, value: Any) -> bool:
+def _same(name: str, user_value: Any, value: Any) -> bool:
     """Tell whether an option that is given says what a folder does."""
-    if name == "hybrid-layer-pattern" and isinstance(given, str):
-        return symbols_of(given) == value  # where it is cut into stages is the run's to choose
-    return list(given) == list(value) if isinstance(value, tuple) else given == value
+    if name == "hybrid-layer-pattern" and isinstance(user_value, str):
+        return symbols_of(user_value) == value  # where it is cut into stages is the run's to choose
+    return list(user_value) == list(value) if isinstance(value, tuple) else user_value == value
 
 
 def open_model(path: str, *, flag: str) -> tuple[HuggingFaceFolder, HuggingFaceModel]:

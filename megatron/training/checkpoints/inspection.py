@@ -94,10 +94,10 @@ def one_checkpoint(text: str) -> Path:
     path = existing_folder(text)
     if is_checkpoint(path):
         return path
-    found = latest_checkpoint(path, say=lambda line: print(line, file=sys.stderr, flush=True))
-    if found is None:
+    checkpoint = latest_checkpoint(path, say=lambda line: print(line, file=sys.stderr, flush=True))
+    if checkpoint is None:
         raise ValueError(f"{path} holds no checkpoint: name another folder")
-    return found
+    return checkpoint
 
 
 def problem_of(error: CheckpointError) -> str:
@@ -133,10 +133,10 @@ def read_rows(shape: tuple[int, ...], dtype: str) -> Iterator[Box]:
 def read_box(reader: CheckpointReader, name: str, box: Box) -> torch.Tensor:
     """Return a box of a tensor. Raises CheckpointError."""
     stored = reader.manifest.tensors[name]
-    piece = torch.empty(box.sizes, dtype=DTYPES[stored.dtype])
+    values = torch.empty(box.sizes, dtype=DTYPES[stored.dtype])
     where = {"shape": stored.shape, "offsets": box.offsets, "replica_ranks": (0,)}
-    reader.read([TensorChunk(name=name, tensor=piece, **where)])
-    return piece
+    reader.read([TensorChunk(name=name, tensor=values, **where)])
+    return values
 
 
 #: Parts of `extra` in the order they are shown; others follow.
@@ -172,19 +172,19 @@ def kind_of_tensor(name: str) -> str:
 
 def totals(manifest: Manifest) -> dict[str, dict[str, int]]:
     """Return tensors, elements and bytes of each kind."""
-    found: dict[str, dict[str, int]] = {}
+    totals_by_kind: dict[str, dict[str, int]] = {}
     for name, tensor in sorted(manifest.tensors.items()):
         kind = kind_of_tensor(name)
-        row = found.setdefault(kind, {"tensors": 0, "elements": 0, "bytes": 0})
+        row = totals_by_kind.setdefault(kind, {"tensors": 0, "elements": 0, "bytes": 0})
         row["tensors"] += 1
         row["elements"] += tensor_bytes("U8", tensor.shape)
         row["bytes"] += tensor_bytes(tensor.dtype, tensor.shape)
-    return dict(sorted(found.items(), key=lambda item: (item[0] != "weights", item[0])))
+    return dict(sorted(totals_by_kind.items(), key=lambda item: (item[0] != "weights", item[0])))
 
 
 def _sections(manifest: Manifest) -> Iterator[tuple[str, Any]]:
-    rest = sorted(manifest.extra.keys() - set(_SECTIONS))
-    for name in (*_SECTIONS, *rest):
+    extra_sections = sorted(manifest.extra.keys() - set(_SECTIONS))
+    for name in (*_SECTIONS, *extra_sections):
         if name in manifest.extra:
             yield name, manifest.extra[name]
 
@@ -369,16 +369,16 @@ def folder_bytes(folder: Path) -> int:
 
 
 def _row(listed: Listed) -> tuple[str, ...]:
-    known = listed.world_size is not None
+    is_complete = listed.world_size is not None
     when = "-"
     if listed.saved is not None:
         when = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(listed.saved))
     return (
         str(listed.iteration),
         size_text(listed.num_bytes),
-        str(listed.world_size) if known else "-",
+        str(listed.world_size) if is_complete else "-",
         when,
-        str(VERSION) if known else "-",
+        str(VERSION) if is_complete else "-",
         listed.problem or "whole",
     )
 
@@ -404,18 +404,18 @@ def _chosen(root: Path, verify: Callable[[Path], VerifyReport]) -> Iterator[str]
         yield f"tracker: {text[:40]}" if text.isdigit() else f"tracker: {text[:40]!r}"
     except OSError:
         yield f"tracker: none ({TRACKER_NAME})"
-    said: list[str] = []
+    messages: list[str] = []
     foreign = foreign_line(root)
     try:
-        found = latest_checkpoint(root, verify=verify, say=said.append)
+        checkpoint = latest_checkpoint(root, verify=verify, say=messages.append)
     except CheckpointError as error:
         yield f"a run would load: none, and stop: {foreign or ' '.join(str(error).split())}"
         return
-    if found is None and foreign:
+    if checkpoint is None and foreign:
         yield f"a run would load: none, and stop: {foreign}"
         return
-    yield f"a run would load: {'none, and start anew' if found is None else found.name}"
-    yield from (f"  {line}" for line in said)
+    yield f"a run would load: {'none, and start anew' if checkpoint is None else checkpoint.name}"
+    yield from (f"  {line}" for line in messages)
 
 
 def _remains(root: Path) -> Iterator[str]:
@@ -439,8 +439,8 @@ def _owner(root: Path) -> str:
     except OSError:
         return "in use by: nobody"
     try:
-        asked = struct.pack(_FLOCK, fcntl.F_WRLCK, os.SEEK_SET, 0, 0, 0)
-        kind, *_, process = struct.unpack(_FLOCK, fcntl.fcntl(fd, fcntl.F_GETLK, asked))
+        request = struct.pack(_FLOCK, fcntl.F_WRLCK, os.SEEK_SET, 0, 0, 0)
+        kind, *_, process = struct.unpack(_FLOCK, fcntl.fcntl(fd, fcntl.F_GETLK, request))
         if kind == fcntl.F_UNLCK:
             return "in use by: nobody"
         text = os.pread(fd, 200, 0).decode(errors="replace").strip()
@@ -485,7 +485,7 @@ def _verify(folder: Path) -> bool:
         with reading(folder):
             manifest = read_manifest(folder)
             report = verify_contents(folder, manifest, digests=True)
-            odd = check_stored(folder, manifest)
+            problem = check_stored(folder, manifest)
     except RemovedCheckpointError:
         raise
     except CheckpointError as error:
@@ -496,8 +496,8 @@ def _verify(folder: Path) -> bool:
         f"in {len(manifest.files)} files verified",
         flush=True,
     )
-    if odd:
-        print(f"warning: {odd}", file=sys.stderr, flush=True)
+    if problem:
+        print(f"warning: {problem}", file=sys.stderr, flush=True)
     for name in report.unexpected_files:
         print(f"warning: {folder / name} is no part of the checkpoint", file=sys.stderr, flush=True)
     return True

@@ -36,7 +36,7 @@ class Persistent(NamedTuple):
 
 
 @dataclass(eq=False, slots=True)
-class Made:
+class PickledObject:
     """What calling `name` with `args` would have made, and the state that it would have got."""
 
     name: str
@@ -57,7 +57,7 @@ class Pairs:
 
 
 #: Turns an object that is complete into what the caller needs of it.
-Finish = Callable[[Made], Any]
+Finish = Callable[[PickledObject], Any]
 
 #: A few hundred thousand chunks of tensors; carrying them out takes under ten seconds.
 MAX_INSTRUCTIONS = 3 << 23
@@ -73,7 +73,8 @@ def read_pickle(
     *,
     finish: Mapping[str, Finish] = MappingProxyType({}),
 ) -> Any:
-    """Return the value that a pickle describes, with `Made` and `Name` for what is no plain value.
+    """Return the value that a pickle describes, with `PickledObject` and `Name` for any value that
+    is not plain.
 
     Args:
         data: the pickle.
@@ -186,8 +187,8 @@ class _Machine:
                         self._refuse(f"it is damaged (it leaves {len(stack)} values)")
                     return stack[0]
                 else:
-                    known = pickletools.code2op.get(chr(code))
-                    name = f"the instruction {known.name}" if known else f"the byte {code:#04x}"
+                    opcode = pickletools.code2op.get(chr(code))
+                    name = f"the instruction {opcode.name}" if opcode else f"the byte {code:#04x}"
                     self._refuse(f"it holds {name}, which plain values do not need")
             used = _resident_bytes() - self._memory
             if used > _BASE_OBJECT_BYTES + _OBJECT_BYTES_PER_BYTE * len(data):
@@ -215,11 +216,11 @@ class _Machine:
         return position + 8
 
     def _bytes(self, position: int, size: int) -> int:
-        first = position + size
-        end = first + int.from_bytes(self._data[position:first], "little")
+        begin = position + size
+        end = begin + int.from_bytes(self._data[position:begin], "little")
         if end > len(self._data):
             raise IndexError
-        self._stack.append(self._data[first:end])
+        self._stack.append(self._data[begin:end])
         return end
 
     def _text(self, position: int, size: int) -> int:
@@ -253,27 +254,27 @@ class _Machine:
     def _update(self, values: list[Any]) -> None:
         target = self._stack[-1]
         # Some dicts are made by calling their class.
-        if isinstance(target, Made) and target.name == "collections.OrderedDict":
+        if isinstance(target, PickledObject) and target.name == "collections.OrderedDict":
             return
         if not isinstance(target, Pairs) or len(values) % 2:
             raise TypeError
         target.flat.extend(map(self._finished, values))
 
     def _finished(self, value: Any) -> Any:
-        if isinstance(value, Made) and value.name in self._finish:
+        if isinstance(value, PickledObject) and value.name in self._finish:
             return self._finish[value.name](value)
         return value
 
     def _memoize(self, position: int, size: int) -> int:
-        place = int.from_bytes(self._data[position : position + size], "little")
-        if place < len(self._recalled) and self._recalled[place]:
-            self._memo[place] = self._stack[-1]
+        index = int.from_bytes(self._data[position : position + size], "little")
+        if index < len(self._recalled) and self._recalled[index]:
+            self._memo[index] = self._stack[-1]
         self._memoized += 1
         return position + size
 
     def _recall(self, position: int) -> int:
-        place = int.from_bytes(self._data[position : position + 4], "little")
-        self._stack.append(self._memo[place])
+        index = int.from_bytes(self._data[position : position + 4], "little")
+        self._stack.append(self._memo[index])
         return position + 4
 
     def _name(self, module: Any, name: Any) -> None:
@@ -281,19 +282,19 @@ class _Machine:
             raise TypeError
         text = f"{module}.{name}"
         if text not in self._allowed:
-            shown = text if len(text) <= 100 and text.isprintable() else f"{text[:100]!r}..."
-            self._refuse(f"it asks for {shown}, which no tensor needs; nothing was run")
+            printable = text if len(text) <= 100 and text.isprintable() else f"{text[:100]!r}..."
+            self._refuse(f"it asks for {printable}, which no tensor needs; nothing was run")
         self._stack.append(Name(text))
 
     def _make(self) -> None:
         args, called = self._stack.pop(), self._stack.pop()
         if not isinstance(called, Name) or not isinstance(args, tuple):
             raise TypeError
-        self._stack.append(Made(called.text, args))
+        self._stack.append(PickledObject(called.text, args))
 
     def _build(self) -> None:
         state, target = self._stack.pop(), self._stack[-1]
-        if not isinstance(target, Made):
+        if not isinstance(target, PickledObject):
             raise TypeError
         target.state = state
 
@@ -314,16 +315,16 @@ def _recalled(data: bytes) -> bytes:
     its place is flagged; an object in another place is released as soon as it has been used.
     """
     codes = np.frombuffer(data, np.uint8)
-    found = np.zeros(max(len(data), 255) + 1, bool)
-    for first in range(0, len(data), 1 << 20):
-        block = codes[first : first + (1 << 20)]
-        after = np.flatnonzero(block == ord("h")) + first + 1  # BINGET
-        found[codes[after[after < len(data)]]] = True
-        after = np.flatnonzero(block == ord("j")) + first + 1  # LONG_BINGET
+    is_recalled = np.zeros(max(len(data), 255) + 1, bool)
+    for begin in range(0, len(data), 1 << 20):
+        block = codes[begin : begin + (1 << 20)]
+        after = np.flatnonzero(block == ord("h")) + begin + 1  # BINGET
+        is_recalled[codes[after[after < len(data)]]] = True
+        after = np.flatnonzero(block == ord("j")) + begin + 1  # LONG_BINGET
         after = after[after + 4 <= len(data)]
-        places = sum(codes[after + i].astype(np.int64) << 8 * i for i in range(4))
-        found[places[places < len(found)]] = True
-    return found.tobytes()
+        indices = sum(codes[after + i].astype(np.int64) << 8 * i for i in range(4))
+        is_recalled[indices[indices < len(is_recalled)]] = True
+    return is_recalled.tobytes()
 
 
 def _resident_bytes() -> int:

@@ -22,7 +22,7 @@ from megatron.training.checkpoints.dcp_folder import (
     _Member,
     read_metadata,
 )
-from megatron.training.checkpoints.plain_pickle import Made, Name, Persistent, read_pickle
+from megatron.training.checkpoints.plain_pickle import Name, Persistent, PickledObject, read_pickle
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 EVIL = b"cposix\nsystem\n(S'touch canary'\ntR"
@@ -223,7 +223,7 @@ def test_a_description_of_odd_values_is_refused(spoiled: int, value: Any) -> Non
     members = {"data/0": _Member(begin=64, size=96, crc32=0)}
     if spoiled != 4:
         described[spoiled] = value
-    made = Made("torch._utils._rebuild_tensor_v2", tuple(described))
+    made = PickledObject("torch._utils._rebuild_tensor_v2", tuple(described))
     with pytest.raises(ValueError, match=r"x is refused: its description is not that of a tensor"):
         _described(made, members, "x")
 

@@ -43,7 +43,7 @@ class Command(NamedTuple):
     """
 
     schema: type
-    places: tuple[str, ...]
+    operands: tuple[str, ...]
     work: Callable[[Any], int]
 
 
@@ -90,18 +90,18 @@ COMMANDS: Mapping[str, Command] = MappingProxyType(
 
 def run(argv: Sequence[str]) -> int:
     """Carry out a command and return the exit code. Raises ValueError."""
-    name, rest = (argv[0], list(argv[1:])) if argv else ("", [])
+    name, words = (argv[0], list(argv[1:])) if argv else ("", [])
     if name in ("-h", "--help"):
         raise HelpRequested(_overview())
     if name not in COMMANDS:
         raise ValueError(f"{name or 'nothing'!r} is no command: use {', '.join(COMMANDS)}")
     command = COMMANDS[name]
     if name == "convert":
-        command = command._replace(schema=_schema_of_convert(rest))
+        command = command._replace(schema=_schema_of_convert(words))
     line = parse_command_line(
         command.schema,
-        _named(name, command, rest),
-        prog=" ".join([PROG, name, *(place.upper() for place in command.places)]),
+        _named(name, command, words),
+        prog=" ".join([PROG, name, *(operand.upper() for operand in command.operands)]),
         description=str(command.schema.__doc__),
     )
     from megatron.core.dist_checkpointing.errors import CheckpointError, DamagedCheckpointError
@@ -136,22 +136,22 @@ def _named(name: str, command: Command, words: Sequence[str]) -> list[str]:
 
     `--tensors` without a pattern means all.
     """
-    rest = list(words)
-    count = next((i for i, word in enumerate(rest) if word.startswith("-")), len(rest))
-    if count > len(command.places):
-        wanted = " ".join(place.upper() for place in command.places)
+    remaining = list(words)
+    count = next((i for i, word in enumerate(remaining) if word.startswith("-")), len(remaining))
+    if count > len(command.operands):
+        operands = " ".join(operand.upper() for operand in command.operands)
         raise ValueError(
-            f"unexpected argument {rest[len(command.places)]!r}: {name} takes {wanted}"
+            f"unexpected argument {remaining[len(command.operands)]!r}: {name} takes {operands}"
         )
-    found = []
-    for place, word in zip(command.places, rest[:count], strict=False):
-        found += [f"--{place}", word]
-    for i, word in enumerate(rest[count:], start=count):
-        found.append(word)
-        last = i + 1 == len(rest) or rest[i + 1].startswith("--")
-        if word == "--tensors" and command.schema is InspectConfig and last:
-            found.append("*")
-    return found
+    flags = []
+    for operand, word in zip(command.operands, remaining[:count], strict=False):
+        flags += [f"--{operand}", word]
+    for i, word in enumerate(remaining[count:], start=count):
+        flags.append(word)
+        has_no_value = i + 1 == len(remaining) or remaining[i + 1].startswith("--")
+        if word == "--tensors" and command.schema is InspectConfig and has_no_value:
+            flags.append("*")
+    return flags
 
 
 def _value_of(flag: str, words: Sequence[str]) -> str | None:
@@ -167,8 +167,8 @@ def _value_of(flag: str, words: Sequence[str]) -> str | None:
 def _overview() -> str:
     lines = []
     for name, command in COMMANDS.items():
-        places = " ".join(place.upper() for place in command.places)
-        lines.append(f"  {name} {places}  {command.schema.__doc__}")
+        operands = " ".join(operand.upper() for operand in command.operands)
+        lines.append(f"  {name} {operands}  {command.schema.__doc__}")
     body = "\n".join(lines)
     return (
         f"usage: {PROG} COMMAND ... [options]\n\n{body}\n\n"

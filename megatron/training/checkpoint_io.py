@@ -187,8 +187,8 @@ def load_run(
     optimizer.after_load(with_state=with_optimizer)
     if not with_progress:
         return None
-    if (said := another_dtype(extra.get("cpu_matmul"), facts.cpu_matmul)) is not None:
-        coordinator.say(f"{folder}: {said}")
+    if (dtype_change := another_dtype(extra.get("cpu_matmul"), facts.cpu_matmul)) is not None:
+        coordinator.say(f"{folder}: {dtype_change}")
     return progress
 
 
@@ -282,10 +282,10 @@ def _check_parts(folder: Path, extra: Mapping[str, Any]) -> None:
         raise ValueError(
             f"{folder} is no training checkpoint: it lacks {', '.join(sorted(needed - set(extra)))}"
         )
-    odd = sorted(name for name in needed - {"format"} if not isinstance(extra[name], dict))
-    if odd:
+    not_objects = sorted(name for name in needed - {"format"} if not isinstance(extra[name], dict))
+    if not_objects:
         raise DamagedCheckpointError(
-            f"{folder} cannot be used: {', '.join(odd)} should be JSON objects"
+            f"{folder} cannot be used: {', '.join(not_objects)} should be JSON objects"
         )
     if extra["format"] != FORMAT:
         raise ValueError(f"{folder} has format {extra['format']}, this program reads {FORMAT}")
@@ -362,29 +362,30 @@ def _check_state(
         return sorted({chunk.name for chunk in state} - manifest.tensors.keys())
 
     coordinator.begin(f"comparing optimizer state with {folder.name}")
-    found = coordinator.agree(
-        "state", absent, lambda names: sorted({n for one in names for n in one})
+    missing = coordinator.agree(
+        "state", absent, lambda names: sorted({n for names_of_rank in names for n in names_of_rank})
     )
-    if found:
-        more = f" and {len(found) - 1} tensors more" if len(found) > 1 else ""
+    if missing:
+        suffix = f" and {len(missing) - 1} tensors more" if len(missing) > 1 else ""
         kinds = {name.partition("/")[0] for name in manifest.tensors}
-        partly = any(name.partition("/")[0] in kinds for name in found)
+        partly = any(name.partition("/")[0] in kinds for name in missing)
         if partly and manifest.extra["optimizer"].get("kind") == "adam":
-            raise DamagedCheckpointError(f"{folder} lacks optimizer state: {found[0]}{more}")
+            raise DamagedCheckpointError(f"{folder} lacks optimizer state: {missing[0]}{suffix}")
         raise ValueError(
-            f"{folder} lacks optimizer state of this run: {found[0]}{more}: give the flags it was "
+            f"{folder} lacks optimizer state of this run: {missing[0]}{suffix}: give the "
+            "flags it was "
             "saved with, or leave its optimizer state with --no-load-optim"
         )
 
 
 def _other_state_dtypes(extra: Mapping[str, Any], facts: RunFacts) -> list[str]:
     """List the moments that are kept in another dtype now than in the checkpoint."""
-    found = []
+    changes = []
     for name in ("exp-avg-dtype", "exp-avg-sq-dtype"):
         saved, now = extra["config"].get(name, "fp32"), facts.config[name]
         if saved != now:
-            found.append(f"--{name} was {saved}, is {now}")
-    return found
+            changes.append(f"--{name} was {saved}, is {now}")
+    return changes
 
 
 def _check_data(
@@ -393,10 +394,11 @@ def _check_data(
     """Compare the data of a checkpoint with this run's. Raises ValueError."""
     if not (differences := compare_identity(saved, facts.data)):
         return
-    said = f"{folder} was trained on other data: {'; '.join(differences)}"
+    message = f"{folder} was trained on other data: {'; '.join(differences)}"
     if not facts.other_data_is_fine:
         raise ValueError(
-            f"{said}: give the same data options, go on with the new data by --allow-data-change, "
+            f"{message}: give the same data options, go on with the new data by "
+            "--allow-data-change, "
             "or start at its first sample with --finetune"
         )
-    coordinator.say(f"{said}: going on with it as --allow-data-change asks")
+    coordinator.say(f"{message}: going on with it as --allow-data-change asks")

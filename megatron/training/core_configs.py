@@ -123,9 +123,9 @@ def early_gather(config: Config) -> tuple[bool, str | None]:
     """Return whether the first gathers of a step start at the end of the optimizer step, and where
     that was not to be had though it was asked for, a line that says why."""
     chosen = config.data_parallel
-    wanted = chosen.fsdp_all_gather_in_start_param_sync
-    if config.execution.cuda_graph_impl == "none" or not wanted:
-        return wanted, None
+    is_requested = chosen.fsdp_all_gather_in_start_param_sync
+    if config.execution.cuda_graph_impl == "none" or not is_requested:
+        return is_requested, None
     if not chosen.overlap_param_gather:
         return False, None
     return False, (

@@ -22,17 +22,17 @@ class CpuMatmul:
         dtype: of the products: that of the weights, or fp32.
         weights: the dtype of the weights.
         speedup: of bf16 over fp32, as measured on the first rank; None for other weights.
-        asked: whether the user chose.
+        is_user_choice: whether the user chose.
     """
 
     dtype: torch.dtype
     weights: torch.dtype
     speedup: float | None
-    asked: bool
+    is_user_choice: bool
 
     @staticmethod
     def choose(
-        asked: Literal["auto", "weights", "fp32"],
+        mode: Literal["auto", "weights", "fp32"],
         *,
         weights: torch.dtype,
         device: torch.device,
@@ -46,25 +46,27 @@ class CpuMatmul:
             ValueError: the user chose for a GPU.
         """
         if device.type != "cpu":
-            if asked != "auto":
-                raise ValueError(f"{FLAG} {asked} has no effect on a GPU: drop it")
+            if mode != "auto":
+                raise ValueError(f"{FLAG} {mode} has no effect on a GPU: drop it")
             return None
         if weights not in (torch.bfloat16, torch.float16):
             return None
-        first = coordinator.rank == 0
+        is_rank_0 = coordinator.rank == 0
 
         def measure() -> tuple[bool, float | None]:
-            if not first:
+            if not is_rank_0:
                 return False, None
             speedup = cpu_bf16_speedup() if weights == torch.bfloat16 else None
             return measured_matmul_dtype(weights) == weights, speedup
 
         coordinator.begin("choosing the dtype of products")
-        narrow, speedup = coordinator.agree("cpu matmul", measure, lambda answers: answers[0])
-        if asked != "auto":
-            narrow = asked == "weights"
-        dtype = weights if narrow else torch.float32
-        return CpuMatmul(dtype=dtype, weights=weights, speedup=speedup, asked=asked != "auto")
+        uses_16_bit, speedup = coordinator.agree("cpu matmul", measure, lambda answers: answers[0])
+        if mode != "auto":
+            uses_16_bit = mode == "weights"
+        dtype = weights if uses_16_bit else torch.float32
+        return CpuMatmul(
+            dtype=dtype, weights=weights, speedup=speedup, is_user_choice=mode != "auto"
+        )
 
     @property
     def name(self) -> str:
@@ -75,7 +77,7 @@ class CpuMatmul:
         """Return the choice and its reason for a run's log."""
         weights = str(self.weights).removeprefix("torch.")
         text = f"{weights} matrices are multiplied in {self.name} on this CPU"
-        reasons = [f"as {FLAG} says"] if self.asked else []
+        reasons = [f"as {FLAG} says"] if self.is_user_choice else []
         if self.speedup is not None:
             reasons.append(f"where bf16 runs at {self.speedup:.1f} x the speed of fp32")
         return ", ".join([text, *reasons])

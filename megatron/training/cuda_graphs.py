@@ -44,10 +44,10 @@ class StepInputs:
     def take(self, microbatches: Sequence[Microbatch], factors: torch.Tensor) -> None:
         """Copy a step's inputs here."""
         self.factors.copy_(factors)
-        for mine, batch in zip(self.microbatches, microbatches, strict=True):
-            given = _inputs(batch)
-            for name, kept in _inputs(mine).items():
-                kept.copy_(given[name])
+        for static_batch, batch in zip(self.microbatches, microbatches, strict=True):
+            batch_inputs = _inputs(batch)
+            for name, static_input in _inputs(static_batch).items():
+                static_input.copy_(batch_inputs[name])
 
 
 class FullIterationGraph:
@@ -151,19 +151,21 @@ def _tensors(of: object) -> dict[str, torch.Tensor]:
 
 def _inputs(batch: Microbatch) -> dict[str, torch.Tensor]:
     """Return the inputs of a microbatch, those in its layout too, by name."""
-    found = _tensors(batch)
+    tensors = _tensors(batch)
     if batch.ahead is not None:
-        found |= {f"ahead.{name}": x for name, x in _tensors(batch.ahead).items()}
+        tensors |= {f"ahead.{name}": x for name, x in _tensors(batch.ahead).items()}
     inside = _tensors(batch.layout)
-    return found | {f"layout.{name}": inside[name] for name in _OF_LAYOUT if name in inside}
+    return tensors | {f"layout.{name}": inside[name] for name in _OF_LAYOUT if name in inside}
 
 
 def _copied(batch: Microbatch) -> Microbatch:
     """Return a microbatch of copies of its inputs."""
 
     def copies(of: object) -> dict[str, torch.Tensor]:
-        kept = {n: x for n, x in _tensors(of).items() if of is not batch.layout or n in _OF_LAYOUT}
-        return {n: x.clone(memory_format=torch.contiguous_format) for n, x in kept.items()}
+        tensors = {
+            n: x for n, x in _tensors(of).items() if of is not batch.layout or n in _OF_LAYOUT
+        }
+        return {n: x.clone(memory_format=torch.contiguous_format) for n, x in tensors.items()}
 
     ahead = batch.ahead
     layout = batch.layout.with_tensors(**copies(batch.layout))

@@ -56,8 +56,8 @@ def check_experiments(config: ExperimentConfig, root: Path = ROOT) -> list[str]:
                 f"this installation in {root} has none: start from a checkout, or drop it"
             )
         elif not (folder / name / "experiment.py").is_file():
-            there = sorted(file.parent.name for file in folder.glob("*/experiment.py"))
-            problems.append(f"--experiment {name}: use one of {', '.join(there)}")
+            available = sorted(file.parent.name for file in folder.glob("*/experiment.py"))
+            problems.append(f"--experiment {name}: use one of {', '.join(available)}")
     return problems
 
 
@@ -70,12 +70,12 @@ def load_experiments(run: Run, root: Path = ROOT) -> list[Experiment]:
     chosen = run.config.experiments
     if problems := check_experiments(chosen, root):
         raise ValueError("; ".join(problems))
-    found = []
+    experiments = []
     for name in chosen.experiment or ():
         module = _module(name, root)
-        given = [word.partition(".")[2] for word in chosen.words_of(name)]
-        found.append(module.experiment(run, _options(name, module, given)))
-    return found
+        option_words = [word.partition(".")[2] for word in chosen.words_of(name)]
+        experiments.append(module.experiment(run, _options(name, module, option_words)))
+    return experiments
 
 
 def _module(name: str, root: Path) -> ModuleType:
@@ -94,15 +94,19 @@ def _module(name: str, root: Path) -> ModuleType:
     return module
 
 
-def _options(name: str, module: ModuleType, given: list[str]) -> object:
+def _options(name: str, module: ModuleType, option_words: list[str]) -> object:
     """Return the options of an experiment: its defaults and those given, as `key=value`."""
     schema = vars(module).get("Options")
-    known = {} if schema is None else {option.field: option for option in schema_options(schema)}
+    option_by_field = (
+        {} if schema is None else {option.field: option for option in schema_options(schema)}
+    )
     values = {}
-    for word in given:
+    for word in option_words:
         key, _, text = word.partition("=")
         where = f"--experiment-option {name}.{key}"
-        if key not in known:
-            raise ValueError(f"{where}: use one of {', '.join(known) or 'none, it has no options'}")
-        values[key] = known[key].parse([text], where)
+        if key not in option_by_field:
+            raise ValueError(
+                f"{where}: use one of {', '.join(option_by_field) or 'none, it has no options'}"
+            )
+        values[key] = option_by_field[key].parse([text], where)
     return None if schema is None else schema(**values)

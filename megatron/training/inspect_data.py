@@ -34,7 +34,7 @@ _SCANNED_AT_ONCE = 1 << 22
 
 
 @dataclass(frozen=True, kw_only=True)
-class InspectConfig:
+class InspectDataConfig:
     """Options of inspect_data."""
 
     data_path: tuple[str, ...]
@@ -52,7 +52,7 @@ class InspectConfig:
     """Number of ids, for --tokenizer-type null."""
 
 
-def describe(prefix: str, config: InspectConfig) -> Iterator[str]:
+def describe(prefix: str, config: InspectDataConfig) -> Iterator[str]:
     """Describe one pair of files.
 
     Args:
@@ -94,8 +94,8 @@ def describe(prefix: str, config: InspectConfig) -> Iterator[str]:
 def _special_tokens(written: dict[str, Any]) -> str:
     if written["special_tokens"] is None:
         return ", special tokens of the template"
-    found = SpecialTokens.from_json(written["special_tokens"])
-    return f", {found}" if found else ""
+    special_tokens = SpecialTokens.from_json(written["special_tokens"])
+    return f", {special_tokens}" if special_tokens else ""
 
 
 def _largest(data: IndexedDataset) -> int:
@@ -104,26 +104,26 @@ def _largest(data: IndexedDataset) -> int:
 
 
 def _document(
-    data: IndexedDataset, config: InspectConfig, tokenizer: Tokenizer | None
+    data: IndexedDataset, config: InspectDataConfig, tokenizer: Tokenizer | None
 ) -> Iterator[str]:
     number = config.document
     if not 0 <= number < data.num_documents:
         raise ValueError(
             f"--document {number}: {data.prefix} has the documents 0 to {data.num_documents - 1}"
         )
-    first, end = int(data.documents[number]), int(data.documents[number + 1])
-    ids = [int(token) for index in range(first, end) for token in data.get(index)]
-    shown = ids[: config.max_tokens]
-    cut = f", the first {len(shown):,} of them" if len(shown) < len(ids) else ""
+    begin, end = int(data.documents[number]), int(data.documents[number + 1])
+    ids = [int(token) for index in range(begin, end) for token in data.get(index)]
+    displayed_ids = ids[: config.max_tokens]
+    cut = f", the first {len(displayed_ids):,} of them" if len(displayed_ids) < len(ids) else ""
     yield f"  document {number}, {len(ids):,} tokens{cut}:"
-    yield f"    {' '.join(map(str, shown))}"
+    yield f"    {' '.join(map(str, displayed_ids))}"
     if tokenizer is None:
         yield "    (give --tokenizer-type and --tokenizer-model to see its text)"
     else:
-        yield f"    {json.dumps(tokenizer.detokenize(shown), ensure_ascii=False)}"
+        yield f"    {json.dumps(tokenizer.detokenize(displayed_ids), ensure_ascii=False)}"
 
 
-def _tokenizer(written: dict[str, Any], config: InspectConfig) -> Tokenizer | None:
+def _tokenizer(written: dict[str, Any], config: InspectDataConfig) -> Tokenizer | None:
     """Return the tokenizer that was asked for, or that wrote the files, if it is still there."""
     tiktoken = TiktokenOptions.from_json(written.get("tiktoken"))
     if config.tokenizer_type or config.tokenizer_model:
@@ -144,7 +144,7 @@ def _main(argv: Sequence[str]) -> None:
     if words and not words[0].startswith("-"):
         words.insert(0, "--data-path")
     command = parse_command_line(
-        InspectConfig, words, prog=PROG, description="Show what token files hold."
+        InspectDataConfig, words, prog=PROG, description="Show what token files hold."
     )
     for prefix in command.config.data_path:
         for line in describe(prefix, command.config):

@@ -114,8 +114,8 @@ class PackedCuts:
         """Return what this rank alone would choose, and between what."""
         apart = cut_documents(documents, self.size, multiple=self._multiple)
         works = self._works(documents, apart)
-        row, other = self._costs(*works)
-        return Choice(*works, apart if other < row else None)
+        row, apart_cost = self._costs(*works)
+        return Choice(*works, apart if apart_cost < row else None)
 
     def _works(
         self, documents: Documents, apart: SequenceCut
@@ -134,7 +134,7 @@ class PackedCuts:
         )
 
 
-def packed_cuts(run: Run, place: RunGroups, model: GPTConfig) -> PackedCuts | None:
+def packed_cuts(run: Run, context: RunGroups, model: GPTConfig) -> PackedCuts | None:
     """Return what chooses the splits of a run's rows; None where rows are not split over ranks,
     hold one document each, or have no pairs to divide."""
     parallel, data = run.config.parallel, run.config.data
@@ -152,10 +152,10 @@ def packed_cuts(run: Run, place: RunGroups, model: GPTConfig) -> PackedCuts | No
         multiple=parallel.tensor_model_parallel_size if parallel.sequence_parallel else 1,
         by_heads=engine == ALL_TO_ALL,
         agree=agreement(
-            place.groups,
+            context.groups,
             model,
             parallel.moe_token_dispatcher_type,
-            place.device,
+            context.device,
             equal=parallel.moe_expert_rank_capacity_factor is not None,
         ),
     )
@@ -193,16 +193,16 @@ def agreement(
         equal: ranks exchange blocks of one size, whatever the dispatcher.
     """
     group, grid = groups["etp_ep"], groups.grid
-    places = (grid.coordinates(rank) for rank in group.ranks)
-    if model.moe is None or len({(at["gtp"], at["dp"]) for at in places}) == 1:
+    coordinates = (grid.coordinates(rank) for rank in group.ranks)
+    if model.moe is None or len({(at["gtp"], at["dp"]) for at in coordinates}) == 1:
         return None
     chosen = choose_dispatcher(dispatcher, topk=model.moe.router.topk, ep=grid.ep)
     if chosen != "allgather" and not equal:
         return None
 
     def agree(numbers: Sequence[float]) -> Sequence[float]:
-        own = torch.tensor(numbers, dtype=torch.float64, device=device)
-        return all_reduce(own, group, op="max").tolist()
+        local_numbers = torch.tensor(numbers, dtype=torch.float64, device=device)
+        return all_reduce(local_numbers, group, op="max").tolist()
 
     return agree
 
@@ -244,15 +244,15 @@ class Layouts:
         """
         dense = batch.positions is None and batch.document_ids is None
         shape = batch.loss_mask.shape
-        found = self._dense.get(shape) if dense else None
-        if found is None:
-            found = self._of_rows(batch)
+        layout = self._dense.get(shape) if dense else None
+        if layout is None:
+            layout = self._of_rows(batch)
         if dense:
-            self._dense[shape] = found
+            self._dense[shape] = layout
         if batch.padding is None:
-            return found
-        padding = found.local(batch.padding, fill=True).t().contiguous()  # [s/cp, b]
-        return found.with_padding(self._moved(padding))
+            return layout
+        padding = layout.local(batch.padding, fill=True).t().contiguous()  # [s/cp, b]
+        return layout.with_padding(self._moved(padding))
 
     def _moved(self, tensor: torch.Tensor) -> torch.Tensor:
         return pin(tensor, self._device).to(self._device, non_blocking=True)
@@ -261,8 +261,8 @@ class Layouts:
         masks = self._context.size == 1 and not self._part_by_part(batch)
         if not masks or self._bounds:
             return self._make(batch, masks_by_ids=masks)
-        given = {"positions": batch.positions, "document_ids": batch.document_ids}
-        moved = {name: None if x is None else self._moved(x) for name, x in given.items()}
+        row_tensors = {"positions": batch.positions, "document_ids": batch.document_ids}
+        moved = {name: None if x is None else self._moved(x) for name, x in row_tensors.items()}
         return SequenceLayout.of_rows(batch.loss_mask.shape[1], device=self._device, **moved)
 
     def _make(self, batch: GPTBatch, *, masks_by_ids: bool = False) -> SequenceLayout:
@@ -318,16 +318,16 @@ def needs_bounds(config: Config, device: torch.device) -> bool:
     return is_recurrent(config) or parallel.transformer_impl != "local" or fused
 
 
-def layouts_of(run: Run, place: RunGroups, model: GPTConfig) -> Layouts:
+def layouts_of(run: Run, context: RunGroups, model: GPTConfig) -> Layouts:
     """Return what makes the layouts of a run."""
     parallel = run.config.parallel
     # On a GPU one call masks documents of any length, and a kernel asked for by name is one call.
-    masks = place.device.type != "cpu" or parallel.attention_backend != "auto"
+    masks = context.device.type != "cpu" or parallel.attention_backend != "auto"
     heads = (run.config.model.num_attention_heads or 0) // parallel.tensor_model_parallel_size
     return Layouts(
-        place.groups["cp"],
-        place.device,
+        context.groups["cp"],
+        context.device,
         block_heads=None if masks or not heads else heads,
-        bounds=needs_bounds(run.config, place.device),
-        cuts=packed_cuts(run, place, model),
+        bounds=needs_bounds(run.config, context.device),
+        cuts=packed_cuts(run, context, model),
     )

@@ -109,35 +109,38 @@ class TrainingLoop:
     def _iterate(self, progress: Progress) -> None:
         training, checkpoint = self._run.config.training, self._run.config.checkpoint
         evaluates = self._run.config.evaluation
-        first = saved = progress.iteration
+        first_iteration = saved = progress.iteration
         left_over = bool(progress.validation_pending)
         if progress.iteration == 0 or left_over:
             self._validate(progress)
         while progress.iteration < self._run.train_iters:
             outcome = self._one_iteration(progress)
-            done = progress.iteration
+            iteration = progress.iteration
             # The same on every rank, as the votes of all of them are in it.
             early = self._stop.reason(outcome.votes)
-            asked = _is_multiple(done, training.exit_interval)
-            stopping = bool(early) or asked or done == self._run.train_iters
+            exits_by_interval = _is_multiple(iteration, training.exit_interval)
+            stopping = bool(early) or exits_by_interval or iteration == self._run.train_iters
             # Stopping at exit-interval leaves the last validation to the run's real end; stopping
             # early leaves one that is due to the next start.
-            if _is_multiple(done, evaluates.eval_interval) or done == self._run.train_iters:
+            if (
+                _is_multiple(iteration, evaluates.eval_interval)
+                or iteration == self._run.train_iters
+            ):
                 if early:
                     progress.validation_pending = 1
                 else:
                     self._validate(progress)
-            if self._saves and (stopping or _is_multiple(done, checkpoint.save_interval)):
+            if self._saves and (stopping or _is_multiple(iteration, checkpoint.save_interval)):
                 (self._saves.finish if stopping else self._saves.begin)(progress)
-                saved = done
-            if stopping and (early or done != self._run.train_iters):
+                saved = iteration
+            if stopping and (early or iteration != self._run.train_iters):
                 reason = early or "--exit-interval asks"
-                self._display.log(f"stopped at iteration {done} as {reason}")
+                self._display.log(f"stopped at iteration {iteration} as {reason}")
                 self._stop.stopped(outcome.votes)
                 return
         if self._saves and saved != progress.iteration:
             self._saves.finish(progress)
-        if progress.iteration != first or left_over:
+        if progress.iteration != first_iteration or left_over:
             self._evaluate_at_end(progress)
 
     def _one_iteration(self, progress: Progress) -> StepOutcome:
@@ -200,14 +203,14 @@ class TrainingLoop:
 
     def _log(self, record: StepRecord) -> None:
         """Show and record one log line, with what hooks add to it."""
-        parts = [part for hooks in self._hooks for part in hooks.log_parts()]
+        log_parts = [log_part for hooks in self._hooks for log_part in hooks.log_parts()]
         shows = self._run.config.logging.log_throughput
-        line = format_step(record, datetime.datetime.now(), throughput=shows, sections=parts)
+        line = format_step(record, datetime.datetime.now(), throughput=shows, sections=log_parts)
         self._display.log(line, record)
         values = asdict(record)
         iteration = values.pop("iteration")
-        for part in parts:
-            values.update(**part.numbers, **part.tables)
+        for log_part in log_parts:
+            values.update(**log_part.numbers, **log_part.tables)
         self._metrics.write("train", iteration, values)
         for hooks in self._hooks:
             hooks.on_log()
@@ -222,9 +225,9 @@ class TrainingLoop:
         self._display.log(format_validation(iteration, loss))
         values = {"lm_loss": loss}
         for hooks in self._hooks:
-            for name, other in hooks.on_evaluate(iteration, self._loss_again).items():
-                self._display.log(format_validation(iteration, other, split=name))
-                values[f"{name}_lm_loss"] = other
+            for name, hook_loss in hooks.on_evaluate(iteration, self._loss_again).items():
+                self._display.log(format_validation(iteration, hook_loss, split=name))
+                values[f"{name}_lm_loss"] = hook_loss
         self._stop.note("validation", time.perf_counter() - start)
         self._metrics.write("validation", iteration, values)
 

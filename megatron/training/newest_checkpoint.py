@@ -47,10 +47,10 @@ def foreign_line(path: Path) -> str:
         path: a checkpoint, or a folder of checkpoints. One of this project among them, even a
             corrupt one, makes it a folder of this project.
     """
-    found = list_checkpoints(path) if path.is_dir() else []
-    if any(os.path.lexists(folder / MANIFEST_NAME) for folder in (path, *found)):
+    checkpoints = list_checkpoints(path) if path.is_dir() else []
+    if any(os.path.lexists(folder / MANIFEST_NAME) for folder in (path, *checkpoints)):
         return ""
-    for folder in (path, *found, path / "release"):
+    for folder in (path, *checkpoints, path / "release"):
         if kind := foreign_kind(folder):
             return (
                 f"{folder} is a foreign checkpoint: make one of ours of it with python -m "
@@ -75,8 +75,8 @@ def _backend(path: Path) -> str:
         fields = read_json(path, MAX_UPSTREAM_BYTES)
     except OSError:
         return ""
-    found = fields.get("sharded_backend") if isinstance(fields, dict) else None
-    return found if isinstance(found, str) else ""
+    backend = fields.get("sharded_backend") if isinstance(fields, dict) else None
+    return backend if isinstance(backend, str) else ""
 
 
 T = TypeVar("T")
@@ -111,8 +111,8 @@ def load_newest(
     """
     search = _Search(load, coordinator, flag=flag, fall_back=fall_back)
     while True:
-        with contextlib.ExitStack() as held:
-            folder = search.find(held)
+        with contextlib.ExitStack() as read_locks:
+            folder = search.find(read_locks)
             if folder is None:
                 return None
             try:
@@ -128,20 +128,23 @@ class _Search:
 
     def __init__(self, load: str, coordinator: Coordinator, *, flag: str, fall_back: bool) -> None:
         self._path, self._coordinator, self._flag = Path(load), coordinator, flag
-        self._one = self._path.name.startswith("iter_")
-        self._fall_back = fall_back and not self._one
+        self._is_single_checkpoint = self._path.name.startswith("iter_")
+        self._fall_back = fall_back and not self._is_single_checkpoint
         self._passed_over: list[Path] = []
         self._damages: list[str] = []
 
-    def find(self, held: contextlib.ExitStack) -> Path | None:
-        """Return the next checkpoint to try, held by rank 0 as being read until `held` closes.
+    def find(self, read_locks: contextlib.ExitStack) -> Path | None:
+        """Return the next checkpoint to try, which rank 0 locks for reading until `read_locks`
+        closes.
 
         Raises:
             ValueError: there is none left.
         """
         self._coordinator.begin(f"looking for a checkpoint in {self._path}")
         try:
-            name = self._coordinator.agree("find", lambda: self._find(held), lambda all: all[0])
+            name = self._coordinator.agree(
+                "find", lambda: self._find(read_locks), lambda all: all[0]
+            )
         except CheckpointError as error:
             raise ValueError("; ".join([str(error), *self._damages])) from error
         if self._damages:
@@ -156,16 +159,16 @@ class _Search:
         self._passed_over.append(folder)
         self._damages.append(str(error))
 
-    def _find(self, held: contextlib.ExitStack) -> str | None:
+    def _find(self, read_locks: contextlib.ExitStack) -> str | None:
         if self._coordinator.rank:
             return None
-        if self._one:
+        if self._is_single_checkpoint:
             if not self._path.is_dir():
                 raise CheckpointError(f"{self._flag} {self._path}: there is no such checkpoint")
             self._refuse_foreign()
-            held.enter_context(reading(self._path))
-            if found := unexpected_files(self._path, read_manifest(self._path)):
-                self._coordinator.say(unexpected_line(self._path, found))
+            read_locks.enter_context(reading(self._path))
+            if extra_files := unexpected_files(self._path, read_manifest(self._path)):
+                self._coordinator.say(unexpected_line(self._path, extra_files))
             return str(self._path)
         for attempt in range(ATTEMPTS):
             try:
@@ -182,7 +185,7 @@ class _Search:
                 self._refuse_foreign()
                 return None
             try:
-                held.enter_context(reading(newest))
+                read_locks.enter_context(reading(newest))
             except DamagedCheckpointError:  # a run that saves here has removed it meanwhile
                 if attempt == ATTEMPTS - 1:
                     raise
@@ -202,14 +205,14 @@ def read_together(folder: Path, coordinator: Coordinator) -> Manifest:
     Raises:
         CheckpointError: a rank cannot read it.
     """
-    found = []
+    manifests = []
 
     def read() -> None:
-        found.append(read_manifest(folder))
+        manifests.append(read_manifest(folder))
 
     coordinator.begin(f"reading {folder.name}")
     coordinator.agree("manifest", read, lambda answers: None)
-    return found[0]
+    return manifests[0]
 
 
 def clear_the_way(
@@ -248,8 +251,8 @@ def clear_the_way(
 
 
 def _is_later(folder: Path, iteration: int) -> bool:
-    found = iteration_of(folder)
-    return found is not None and found > iteration
+    folder_iteration = iteration_of(folder)
+    return folder_iteration is not None and folder_iteration > iteration
 
 
 def _refusal(save: str, iteration: int, later: Sequence[Path]) -> str:

@@ -86,13 +86,13 @@ class RecordedRun:
     loads_at: int = 0
 
 
-def metrics_file(given: str) -> Path:
+def metrics_file(path_or_folder: str) -> Path:
     """Return the metrics.jsonl that a path means: itself, or one in a run's folder.
 
     Raises:
         ValueError: there is none.
     """
-    path = Path(given)
+    path = Path(path_or_folder)
     if path.is_dir():
         inside = (path / "metrics.jsonl", path / "checkpoints" / "metrics.jsonl")
         path = next((p for p in inside if p.is_file()), inside[0])
@@ -101,13 +101,13 @@ def metrics_file(given: str) -> Path:
     return path
 
 
-def read_run(given: str, name: str) -> RecordedRun:
+def read_run(path_or_folder: str, name: str) -> RecordedRun:
     """Read the curves of a run.
 
     Raises:
         ValueError: no such file, or it holds no losses.
     """
-    path = metrics_file(given)
+    path = metrics_file(path_or_folder)
     points: dict[str, dict[int, float]] = {}
     loads, loads_at = {}, 0
     try:
@@ -121,8 +121,8 @@ def read_run(given: str, name: str) -> RecordedRun:
             kind, _, key = quantity.key.partition("/")
             value: Any = event.get(key)
             if event.get("kind") == kind and _is_number(value):
-                found = points.setdefault(quantity.key, {})
-                found[event["iteration"]] = value * quantity.factor
+                points_of_key = points.setdefault(quantity.key, {})
+                points_of_key[event["iteration"]] = value * quantity.factor
     if not {"train/lm_loss", "validation/lm_loss"} & points.keys():
         raise ValueError(f"{path} holds no losses: name the metrics.jsonl of a run that trained")
     curves = {key: Curve(tuple(p), tuple(p.values())) for key, p in points.items()}
@@ -146,23 +146,25 @@ def _is_table(value: object) -> bool:
 
 def short_names(paths: Sequence[str]) -> list[str]:
     """Return the shortest ends of paths that tell them apart."""
-    parts = [[p for p in Path(path).parts if p != "metrics.jsonl"] or [path] for path in paths]
-    for length in range(1, max(map(len, parts)) + 1):
-        names = ["/".join(p[-length:]) for p in parts]
+    path_segments = [
+        [p for p in Path(path).parts if p != "metrics.jsonl"] or [path] for path in paths
+    ]
+    for length in range(1, max(map(len, path_segments)) + 1):
+        names = ["/".join(p[-length:]) for p in path_segments]
         if len(set(names)) == len(names):
             return names
-    return [f"{i + 1}: {'/'.join(p)}" for i, p in enumerate(parts)]
+    return [f"{i + 1}: {'/'.join(p)}" for i, p in enumerate(path_segments)]
 
 
 def smooth(values: Sequence[float], weight: float) -> list[float]:
     """Return the exponential mean of values, corrected for its start: weight of the past in
     [0, 1)."""
-    mean, total, found = 0.0, 0.0, []
+    mean, total, smoothed = 0.0, 0.0, []
     for value in values:
         mean = weight * mean + (1.0 - weight) * value
         total = weight * total + (1.0 - weight)
-        found.append(mean / total)
-    return found
+        smoothed.append(mean / total)
+    return smoothed
 
 
 def comparison(runs: Sequence[RecordedRun]) -> list[list[str]]:
@@ -170,64 +172,64 @@ def comparison(runs: Sequence[RecordedRun]) -> list[list[str]]:
     first."""
     table = [["last value", *(run.name for run in runs)]]
     for quantity in QUANTITIES:
-        lasts = [_last(run, quantity.key) for run in runs]
-        if all(last is None for last in lasts):
+        values = [_last_value(run, quantity.key) for run in runs]
+        if all(value is None for value in values):
             continue
         unit = f" ({quantity.unit})" if quantity.unit else ""
         row = [f"{quantity.title}{unit}"]
-        for place, last in enumerate(lasts):
-            row.append(_cell(last, lasts[0] if place else None))
+        for column, value in enumerate(values):
+            row.append(_cell(value, values[0] if column else None))
         table.append(row)
     lasts_at = [max(c.steps[-1] for c in run.curves.values()) for run in runs]
     table.append(["iteration", *map(str, lasts_at)])
     return table
 
 
-def _last(run: RecordedRun, key: str) -> float | None:
+def _last_value(run: RecordedRun, key: str) -> float | None:
     return run.curves[key].values[-1] if key in run.curves else None
 
 
-def _cell(value: float | None, first: float | None) -> str:
+def _cell(value: float | None, baseline: float | None) -> str:
     if value is None:
         return "—"
     text = f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.4g}"
-    if first is None or first == 0:
+    if baseline is None or baseline == 0:
         return text
-    return f"{text} ({(value - first) / abs(first):+.2%})"
+    return f"{text} ({(value - baseline) / abs(baseline):+.2%})"
 
 
 #: Rows of a picture: the load of each expert as a multiple of its layer's mean, by layer.
 Loads = Mapping[str, Sequence[float]]
 
-_LESS, _MORE = (59, 118, 201), (194, 69, 95)
+_LOW_LOAD, _HIGH_LOAD = (59, 118, 201), (194, 69, 95)
 _LEFT, _TOP, _ROW, _WIDTH = 64, 20, 16, 900
 
 
 def color(load: float) -> str:
     """Return the colour of a load, 1 being even."""
     far = min(1.0, abs(load - 1.0))
-    end = _MORE if load > 1.0 else _LESS
+    end = _HIGH_LOAD if load > 1.0 else _LOW_LOAD
     return "#" + "".join(f"{round(255 + (channel - 255) * far):02x}" for channel in end)
 
 
 def load_svg(loads: Loads) -> str:
     """Return an SVG with a cell for each expert, whose title names it."""
-    most = max(map(len, loads.values()))
-    cell = (_WIDTH - _LEFT) / most
+    num_experts = max(map(len, loads.values()))
+    cell = (_WIDTH - _LEFT) / num_experts
     height = _TOP + _ROW * len(loads)
-    parts = [f'<svg viewBox="0 0 {_WIDTH} {height}" role="img" data-chart="expert-load">']
-    for expert in range(0, most, max(1, most // 16)):
+    elements = [f'<svg viewBox="0 0 {_WIDTH} {height}" role="img" data-chart="expert-load">']
+    for expert in range(0, num_experts, max(1, num_experts // 16)):
         x = _LEFT + (expert + 0.5) * cell
-        parts.append(f'<text x="{x:.1f}" y="12" text-anchor="middle">{expert}</text>')
+        elements.append(f'<text x="{x:.1f}" y="12" text-anchor="middle">{expert}</text>')
     for row, (name, values) in enumerate(loads.items()):
         y, label = _TOP + row * _ROW, html.escape(name)
-        parts.append(f'<text x="{_LEFT - 6}" y="{y + 12}" text-anchor="end">{label}</text>')
-        parts += [
+        elements.append(f'<text x="{_LEFT - 6}" y="{y + 12}" text-anchor="end">{label}</text>')
+        elements += [
             f'<rect x="{_LEFT + expert * cell:.1f}" y="{y}" width="{cell:.2f}" height="{_ROW - 1}" '
             f'fill="{color(load)}"><title>{label}, expert {expert}: {load:.2f}</title></rect>'
             for expert, load in enumerate(values)
         ]
-    return "".join([*parts, "</svg>"])
+    return "".join([*elements, "</svg>"])
 
 
 def draw_loads(axes: Any, loads: Loads) -> Any:
@@ -511,9 +513,9 @@ def _table(rows: list[list[str]]) -> str:
     head, *body = rows
     cells = "".join(f"<th>{html.escape(cell)}</th>" for cell in head)
     lines = [f"<tr>{cells}</tr>"]
-    for first, *rest in body:
-        values = "".join(f"<td>{html.escape(cell)}</td>" for cell in rest)
-        lines.append(f"<tr><th>{html.escape(first)}</th>{values}</tr>")
+    for header, *values_of_row in body:
+        values = "".join(f"<td>{html.escape(cell)}</td>" for cell in values_of_row)
+        lines.append(f"<tr><th>{html.escape(header)}</th>{values}</tr>")
     return "\n".join(lines)
 
 
@@ -592,8 +594,8 @@ def draw(
     size = (7.0, 4.2) if only_loss else (12.0, 3.4 * rows)
     figure = Figure(figsize=size, layout="constrained")
     figure.suptitle(title)
-    for place, (_, label, keys, logarithmic) in enumerate(panels):
-        axes = figure.add_subplot(rows, 1 if only_loss else 2, place + 1)
+    for index, (_, label, keys, logarithmic) in enumerate(panels):
+        axes = figure.add_subplot(rows, 1 if only_loss else 2, index + 1)
         for number, run in enumerate(runs):
             _draw_run(axes, run, keys, color=f"C{number}", smoothing=smoothing)
         axes.set_xlabel("iteration")
@@ -601,10 +603,10 @@ def draw(
         axes.grid(alpha=0.3)
         if logarithmic:
             axes.set_yscale("log")
-        if place == 0 or len(runs) > 1:
+        if index == 0 or len(runs) > 1:
             axes.legend()
-    for place, run in enumerate(loaded, start=len(panels) + 1):
-        axes = figure.add_subplot(rows, 2, place)
+    for index, run in enumerate(loaded, start=len(panels) + 1):
+        axes = figure.add_subplot(rows, 2, index)
         axes.set_title(f"load of experts, {run.name}, iteration {run.loads_at}", fontsize=10)
         figure.colorbar(draw_loads(axes, run.loads), ax=axes, label="of their layer's mean")
     path = Path(output)
@@ -656,7 +658,10 @@ def main() -> None:
     )
     options = line.config
     names = options.names or short_names(options.metrics)
-    runs = [read_run(given, name) for given, name in zip(options.metrics, names, strict=True)]
+    runs = [
+        read_run(path_or_folder, name)
+        for path_or_folder, name in zip(options.metrics, names, strict=True)
+    ]
     print(format_table(comparison(runs)))
     if options.html is not None:
         path = Path(options.html)

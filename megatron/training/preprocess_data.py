@@ -148,8 +148,8 @@ def preprocess(
             )
             workers = config.num_workers if tokenizer is None else 1
             with closing(encode_in_order(blocks, encoder, workers=workers)) as encoded:
-                for part in encoded:
-                    output.add(part)
+                for encoded_documents in encoded:
+                    output.add(encoded_documents)
                     report(
                         read_bytes=output.tally.read_bytes,
                         documents=output.tally.documents,
@@ -161,12 +161,14 @@ def preprocess(
                     f"{output.tally.describe_rejected() or 'empty'}"
                 )
             output.finish(_descriptions(encoder, output))
-        found = output.publish()
+        published = output.publish()
     except BaseException as error:
         output.stop(keep=isinstance(error, WorkerLost) or not isinstance(error, ValueError))
         raise
     prefixes = [f"{prefix}{stream.suffix}" for stream in encoder.streams]
-    return {p: PreprocessResult(**d) for p, d in zip(prefixes, found, strict=True) if d is not None}
+    return {
+        p: PreprocessResult(**d) for p, d in zip(prefixes, published, strict=True) if d is not None
+    }
 
 
 def _refuse_plain_text(inputs: Inputs, config: PreprocessConfig) -> None:
@@ -270,13 +272,13 @@ def _main(argv: Sequence[str]) -> None:
 
             results = preprocess(config, inputs=inputs, report=report)
     except OSError as error:
-        mend = (
+        fix = (
             "what was done is kept: make room and go on with --resume"
             if journal_path(config.output_prefix).exists()
             else "nothing was written: give --output-prefix a folder with room that you may write"
         )
         raise ValueError(
-            f"{error.filename or config.output_prefix}: {error.strerror}; {mend}"
+            f"{error.filename or config.output_prefix}: {error.strerror}; {fix}"
         ) from None
     except KeyboardInterrupt:
         if journal_path(config.output_prefix).exists():

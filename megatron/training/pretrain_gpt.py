@@ -115,17 +115,17 @@ def read_run(argv: Sequence[str], launch: Launch, *, program: Program = PRETRAIN
     return run
 
 
-def _defaults(given: Mapping[str, Any]) -> dict[str, Any]:
+def _defaults(user_values: Mapping[str, Any]) -> dict[str, Any]:
     """Return the values that a Hugging Face folder, a checkpoint or a layer pattern adds to those
     given."""
-    found: dict[str, Any] = {}
-    if given.get("load-hf") is not None:
+    defaults: dict[str, Any] = {}
+    if user_values.get("load-hf") is not None:
         from megatron.training.checkpoints.hf_options import folder_defaults
 
-        found = folder_defaults(given)
-    found = {**checkpoint_defaults({**given, **found}), **found}
+        defaults = folder_defaults(user_values)
+    defaults = {**checkpoint_defaults({**user_values, **defaults}), **defaults}
     # A pattern that is given determines the number of layers, whatever other options specify.
-    return {**found, **pattern_defaults(given)}
+    return {**defaults, **pattern_defaults(user_values)}
 
 
 def start_watch(
@@ -147,11 +147,11 @@ def start_watch(
     seconds = run.config.parallel.distributed_timeout_minutes * 60.0
     save, files = run.config.checkpoint.save, None
     store = launch.connect(timeout_seconds=seconds, is_first_client=True)
-    address, beside = None, None
+    address, second_server = None, None
     if launch.launcher_serves:
         launcher.watch_store(launch.reach(timeout_seconds=seconds))
         if launch.rank == 0:
-            address, beside = launch.serve_store(timeout_seconds=seconds)
+            address, second_server = launch.serve_store(timeout_seconds=seconds)
     launch = agree_on_start(launch, store, timeout_seconds=seconds, rank0_store=address)
     if save is not None:
         files = HangFiles(
@@ -166,8 +166,8 @@ def start_watch(
         rank=launch.rank,
         world_size=launch.world_size,
         files=files,
-        servers=(store, beside),
-        serves=lambda: not launch.rank and (beside is None or launch.link.is_lost()),
+        servers=(store, second_server),
+        serves=lambda: not launch.rank and (second_server is None or launch.link.is_lost()),
     )
 
 
@@ -187,8 +187,8 @@ def train(run: Run, launch: Launch, *, watch: PeerWatch | None, stop: StopReques
     with blaming_peers(watch):
         inputs = read_inputs(run)
         facts = inputs.start_facts(run)
-        with join_run(run, launch, facts, watch=watch, stop=stop) as place:
-            pretrain(going_on(run) if place.restarts.going_on else run, place, inputs)
+        with join_run(run, launch, facts, watch=watch, stop=stop) as context:
+            pretrain(going_on(run) if context.restarts.going_on else run, context, inputs)
 
 
 def main(

@@ -23,22 +23,22 @@ from megatron.training.saves import Saves, claimed_folder, saving
 from megatron.training.session import Session, build_session, open_steps, restore
 
 
-def pretrain(run: Run, place: RunGroups, inputs: RunInputs) -> None:
+def pretrain(run: Run, context: RunGroups, inputs: RunInputs) -> None:
     """Carry out a run.
 
     Args:
         run: its options.
-        place: this process among the others.
+        context: this process among the others.
         inputs: what it has read already.
 
     Raises:
         ValueError: an option, a data file or a checkpoint that the user can fix.
         RunStopped: it had to stop; the text says why.
     """
-    with claimed_folder(run.config.checkpoint.save, place.coordinator):
-        refuse_faulty_hosts(run.config.checkpoint.save, place.coordinator)
+    with claimed_folder(run.config.checkpoint.save, context.coordinator):
+        refuse_faulty_hosts(run.config.checkpoint.save, context.coordinator)
         data = build_data_sets(run, inputs.vocabulary, token_files=inputs.token_files)
-        session = build_session(run, place, inputs.vocabulary, data)
+        session = build_session(run, context, inputs.vocabulary, data)
         progress, start = restore(session)
         session = keep_order(session, progress, inputs)
         run_loop(session, progress, start)
@@ -74,7 +74,7 @@ def run_loop(session: Session, progress: Progress, start: str) -> None:
     Args:
         start: the line that says where that is.
     """
-    place = session.place
+    context = session.place
     with (
         open_steps(session, consumed_samples=progress.consumed_samples) as steps,
         observing(session, progress) as watching,
@@ -83,16 +83,16 @@ def run_loop(session: Session, progress: Progress, start: str) -> None:
         display, metrics = watching.display, watching.metrics
         for line in (*start_lines(session, consumed_samples=progress.consumed_samples), start):
             display.log(line)
-        if place.attempt:
-            display.log(f"restart {place.attempt} by the launcher")
-            metrics.write("start", progress.iteration, {"restarts": place.attempt})
+        if context.attempt:
+            display.log(f"restart {context.attempt} by the launcher")
+            metrics.write("start", progress.iteration, {"restarts": context.attempt})
         arm_stop(session)
         loop = TrainingLoop(
             session.run,
             steps,
             hooks=hooks_of(session, watching, saves),
             saves=saves,
-            stop=place.stop,
+            stop=context.stop,
             display=display,
             metrics=metrics,
         )

@@ -78,12 +78,12 @@ def _topics() -> list[str]:
 
 def _sources(folder: Path) -> Iterator[str | None]:
     """Yield each source file's text in the order of their names, None for one that is no text."""
-    found = [
+    paths = [
         path.relative_to(folder)
         for path in folder.rglob("*.py")
         if not _FOREIGN & set(path.relative_to(folder).parts)
     ]
-    for path in sorted(found, key=lambda path: path.parts):
+    for path in sorted(paths, key=lambda path: path.parts):
         if path == _TOPICS_SOURCE:
             continue
         try:
@@ -251,9 +251,9 @@ def say(text: str) -> None:
     print(text, flush=True)
 
 
-def stage(number: int, title: str, *, done: bool, work: Callable[[], str]) -> None:
+def stage(number: int, title: str, *, is_done: bool, work: Callable[[], str]) -> None:
     """Do one stage, or say that its result is there already."""
-    if done:
+    if is_done:
         say(f"[{number}/5] {title}: done before")
         return
     say(f"[{number}/5] {title} ...")
@@ -294,7 +294,7 @@ def train(options: QuickstartOptions, folder: Folder) -> str:
     arguments = ["--standalone", "--nproc-per-node", str(options.nproc)]
     arguments += ["-m", "megatron.training.pretrain_gpt", "--config", str(folder.config)]
     threads = max(1, (os.cpu_count() or 1) // options.nproc)
-    run_module("torch.distributed.run", arguments, more={"OMP_NUM_THREADS": str(threads)})
+    run_module("torch.distributed.run", arguments, environment={"OMP_NUM_THREADS": str(threads)})
     return f"checkpoint {last_checkpoint(folder)}"
 
 
@@ -312,30 +312,32 @@ def generate(options: QuickstartOptions, folder: Folder) -> str:
 
 
 def run_module(
-    module: str, arguments: Sequence[str], *, more: Mapping[str, str] | None = None
+    module: str, arguments: Sequence[str], *, environment: Mapping[str, str] | None = None
 ) -> None:
     """Run `python -m module` with its output on this terminal.
 
     Raises:
         RunStopped: it failed; its own output gives the reason.
     """
-    shown = "torchrun" if module == "torch.distributed.run" else f"python -m {module}"
-    say(f"      $ {shown} {shlex.join(arguments)}")
-    done = subprocess.run(
-        [sys.executable, "-m", module, *arguments], env={**os.environ, **(more or {})}, check=False
+    program = "torchrun" if module == "torch.distributed.run" else f"python -m {module}"
+    say(f"      $ {program} {shlex.join(arguments)}")
+    process = subprocess.run(
+        [sys.executable, "-m", module, *arguments],
+        env={**os.environ, **(environment or {})},
+        check=False,
     )
-    if done.returncode:
-        code = done.returncode if done.returncode > 0 else ExitCode.CRASH
+    if process.returncode:
+        code = process.returncode if process.returncode > 0 else ExitCode.CRASH
         raise RunStopped(
             ExitCode(code) if code in set(ExitCode) else ExitCode.CRASH,
-            f"{shown} ended with {done.returncode}; its output above says why",
+            f"{program} ended with {process.returncode}; its output above says why",
         )
 
 
 def last_checkpoint(folder: Folder) -> Path | None:
     """Return the newest checkpoint's folder."""
-    found = sorted(path for path in folder.checkpoints.glob("iter_*") if path.suffix == "")
-    return found[-1] if found else None
+    checkpoints = sorted(path for path in folder.checkpoints.glob("iter_*") if path.suffix == "")
+    return checkpoints[-1] if checkpoints else None
 
 
 def check_config(text: str, folder: Folder) -> None:
@@ -391,9 +393,12 @@ def show_continuations(folder: Folder) -> None:
 
 def show_summary(folder: Folder, summary: Mapping[str, Any]) -> None:
     """Print the numbers of the run."""
-    first, last = summary["first_validation_loss"], summary["last_validation_loss"]
+    first_loss, last_loss = summary["first_validation_loss"], summary["last_validation_loss"]
     say("\nSummary")
-    say(f"  validation loss  {first:.4f} -> {last:.4f} ({last / first:.0%} of the first)")
+    say(
+        f"  validation loss  {first_loss:.4f} -> {last_loss:.4f} "
+        f"({last_loss / first_loss:.0%} of the first)"
+    )
     say(f"  speed            {summary['tokens_per_second']:,.0f} tokens/s")
     say(f"  peak memory      {summary['peak_memory_bytes'] / 1e6:,.0f} MB per rank")
     say(f"  checkpoint       {summary['checkpoint']}")
@@ -408,19 +413,19 @@ def run(options: QuickstartOptions) -> None:
     folder = Folder(Path(options.output_dir))
     folder.root.mkdir(parents=True, exist_ok=True)
     check_config(config_text(training_options(options, folder)), folder)
-    stage(1, "gather text", done=folder.corpus.exists(), work=lambda: make_corpus(folder))
+    stage(1, "gather text", is_done=folder.corpus.exists(), work=lambda: make_corpus(folder))
     stage(
         2,
         "train the tokenizer",
-        done=folder.tokenizer.exists(),
+        is_done=folder.tokenizer.exists(),
         work=lambda: make_tokenizer(folder),
     )
     encoded = Path(f"{folder.tokens}.idx").exists()
-    stage(3, "encode the text", done=encoded, work=lambda: make_tokens(folder))
+    stage(3, "encode the text", is_done=encoded, work=lambda: make_tokens(folder))
     final = folder.checkpoints / f"iter_{options.train_iters:07d}"
-    stage(4, "train the model", done=final.exists(), work=lambda: train(options, folder))
+    stage(4, "train the model", is_done=final.exists(), work=lambda: train(options, folder))
     continued = folder.continuations.exists()
-    stage(5, "continue prompts", done=continued, work=lambda: generate(options, folder))
+    stage(5, "continue prompts", is_done=continued, work=lambda: generate(options, folder))
     from megatron.training.plot import plot_loss
 
     plot_loss(

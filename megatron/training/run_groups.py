@@ -82,20 +82,20 @@ class CollectiveCheck:
         group = f"{record.group}/{'-'.join(map(str, record.ranks))}"
         number = self._counts.get(group, 0) + 1
         self._counts[group] = number
-        mine = f"{describe(record)} in iteration {self._watch.iteration}"
-        self._store.set(_key(group, number, self._rank), mine)
-        self._store.set(_key("at", self._rank), json.dumps([group, number, mine]))
+        local_text = f"{describe(record)} in iteration {self._watch.iteration}"
+        self._store.set(_key(group, number, self._rank), local_text)
+        self._store.set(_key("at", self._rank), json.dumps([group, number, local_text]))
         keys = [_key(group, number, rank) for rank in record.ranks]
-        self._wait(keys, record, mine)
-        found = [self._store.get(key).decode() for key in keys]
+        self._wait(keys, record, local_text)
+        texts = [self._store.get(key).decode() for key in keys]
         # All have come here, so all have read what was written about the one before.
         if number > 1:
             self._store.delete_key(_key(group, number - 1, self._rank))
         self.compared += 1
-        if len(set(found)) > 1:
-            raise RunStopped(ExitCode.COLLECTIVES_DIFFER, _difference(record, number, found))
+        if len(set(texts)) > 1:
+            raise RunStopped(ExitCode.COLLECTIVES_DIFFER, _difference(record, number, texts))
 
-    def _wait(self, keys: list[str], record: CollectiveRecord, mine: str) -> None:
+    def _wait(self, keys: list[str], record: CollectiveRecord, local_text: str) -> None:
         """Wait until every rank of the group has come."""
         deadline = self._now() + self._timeout_seconds
         while True:
@@ -105,23 +105,27 @@ class CollectiveCheck:
             except dist.DistStoreError:
                 if gone := self._watch.diagnose(0.0):
                     raise PeerLost(
-                        f"{gone.text}; the others wait in {mine}", is_reported=gone.is_reported
+                        f"{gone.text}; the others wait in {local_text}",
+                        is_reported=gone.is_reported,
                     ) from None
-            found = self._elsewhere(keys, record)
-            stuck = any(waits for _, waits in found.values())
-            if found and (stuck or self._now() > deadline):
-                where = {self._rank: mine, **{rank: text for rank, (text, _) in found.items()}}
-                shown = "; ".join(f"rank {rank}: {where[rank]}" for rank in sorted(where))
+            other_ranks = self._elsewhere(keys, record)
+            stuck = any(waits for _, waits in other_ranks.values())
+            if other_ranks and (stuck or self._now() > deadline):
+                where = {
+                    self._rank: local_text,
+                    **{rank: text for rank, (text, _) in other_ranks.items()},
+                }
+                ranks_text = "; ".join(f"rank {rank}: {where[rank]}" for rank in sorted(where))
                 end = "these wait for each other" if stuck else "the time for it is over"
                 raise RunStopped(
                     ExitCode.COLLECTIVES_DIFFER,
-                    f"ranks came to different collectives and {end}: {shown}",
+                    f"ranks came to different collectives and {end}: {ranks_text}",
                 ) from None
 
     def _elsewhere(self, keys: list[str], record: CollectiveRecord) -> dict[int, tuple[str, bool]]:
         """Return what the ranks that have not come did last, and whether each waits for this rank
         there: then neither can ever go on."""
-        found = {}
+        other_ranks = {}
         for rank, key in zip(record.ranks, keys, strict=True):
             if self._store.check([key]):
                 continue
@@ -130,25 +134,25 @@ class CollectiveCheck:
                 group, number, text = json.loads(self._store.get(_key("at", rank)))
                 members = group.rpartition("/")[2].split("-")
                 waits = str(self._rank) in members and self._counts.get(group, 0) < number
-            found[rank] = (text, waits)
-        return found
+            other_ranks[rank] = (text, waits)
+        return other_ranks
 
 
-def _difference(record: CollectiveRecord, number: int, found: list[str]) -> str:
+def _difference(record: CollectiveRecord, number: int, texts: list[str]) -> str:
     """Name what ranks are about to do, ranks of the same mind together."""
     ranks: dict[str, list[int]] = {}
-    for rank, text in zip(record.ranks, found, strict=True):
+    for rank, text in zip(record.ranks, texts, strict=True):
         ranks.setdefault(text, []).append(rank)
-    shown = [
+    rank_texts = [
         f"rank{'s' * (len(who) > 1)} {', '.join(map(str, who))}: {text}"
         for text, who in sorted(ranks.items(), key=lambda item: item[1])
     ]
-    return f"ranks differ in collective {number} over {record.group}: {'; '.join(shown)}"
+    return f"ranks differ in collective {number} over {record.group}: {'; '.join(rank_texts)}"
 
 
-def _key(*parts: object) -> str:
+def _key(*segments: object) -> str:
     """Return the name of a value in the store."""
-    return "/".join(map(str, ("collectives", *parts)))
+    return "/".join(map(str, ("collectives", *segments)))
 
 
 #: How long ranks wait for one another at least in a save in the background, in seconds.
@@ -315,10 +319,10 @@ def _meet(launch: Launch, device: torch.device, seconds: float) -> None:
 
 def _see_alive(watch: PeerWatch, rank: int) -> None:
     """Raise PeerLost if a rank is gone that this one waits for to agree on something."""
-    if found := watch.look_at(rank):
-        text = f"{found.text}; the others wait for it to agree on a save or a load"
+    if failure := watch.look_at(rank):
+        text = f"{failure.text}; the others wait for it to agree on a save or a load"
         raise PeerLost(
-            f"{text}; this run cannot go on{watch.pointer}", is_reported=found.is_reported
+            f"{text}; this run cannot go on{watch.pointer}", is_reported=failure.is_reported
         )
 
 
@@ -340,14 +344,14 @@ def blaming_peers(watch: PeerWatch | None) -> Iterator[None]:
         watch.leave_evidence(str(lost), lost, is_reported=lost.is_reported)
         raise
     except RuntimeError as error:
-        found = _diagnose(watch) if is_communication_error(error) else None
-        if found is None:
+        failure = _diagnose(watch) if is_communication_error(error) else None
+        if failure is None:
             watch.report_failure(error)
             raise
-        watch.leave_evidence(found.text, error, is_reported=found.is_reported)
+        watch.leave_evidence(failure.text, error, is_reported=failure.is_reported)
         where = f"the others wait in {watch.collectives.name} of iteration {watch.iteration}"
-        text = f"{found.text}; {where}; this run cannot go on{watch.pointer}"
-        raise PeerLost(text, is_reported=found.is_reported) from error
+        text = f"{failure.text}; {where}; this run cannot go on{watch.pointer}"
+        raise PeerLost(text, is_reported=failure.is_reported) from error
     except BaseException as error:
         watch.report_failure(error)
         raise

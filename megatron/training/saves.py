@@ -105,7 +105,7 @@ class Saves(TrainingHooks):
         """
         self.wait()
         self.poll(progress)
-        self._write(progress, last=True)
+        self._write(progress, is_last=True)
 
     def on_step_end(self, progress: Progress, outcome: StepOutcome) -> None:
         """Log what has become of saves in the background."""
@@ -131,9 +131,9 @@ class Saves(TrainingHooks):
             if report.written:
                 self._say(f"saved {report.folder} in the background within {report.seconds:.1f} s")
 
-    def _write(self, progress: Progress, *, last: bool = False) -> None:
+    def _write(self, progress: Progress, *, is_last: bool = False) -> None:
         """Save at once."""
-        place = self._session.place
+        context = self._session.place
         self._session.step.engine.complete_weights()
         start = time.perf_counter()
         try:
@@ -144,20 +144,20 @@ class Saves(TrainingHooks):
                 progress.iteration,
                 held_chunks(self._session),
                 self._extra(progress),
-                coordinator=place.coordinator,
+                coordinator=context.coordinator,
                 existing="skip",
             )
         except CheckpointError as error:
-            if last:
+            if is_last:
                 raise RunStopped(ExitCode.SAVE_FAILED, f"saving failed: {error}") from error
             self._failed(progress, progress.iteration, str(error))
             return
-        place.stop.note("save", time.perf_counter() - start)
-        place.restarts.saved()
+        context.stop.note("save", time.perf_counter() - start)
+        context.restarts.saved()
         if not was_there:
             self._say(f"saved {folder}")
-        if place.coordinator.rank == 0 and (keep := kept(self._session)) is not None:
-            prune_checkpoints(self._root, say=place.coordinator.say, **keep)
+        if context.coordinator.rank == 0 and (keep := retention(self._session)) is not None:
+            prune_checkpoints(self._root, say=context.coordinator.say, **keep)
 
     def _see_claim(self) -> None:
         """See that the folder is still the one that the run claimed. Raises CheckpointError on all
@@ -211,7 +211,7 @@ def held_chunks(session: Session) -> list[TensorChunk]:
     return chunks + hook_chunks(session)
 
 
-def kept(session: Session) -> dict[str, int | None] | None:
+def retention(session: Session) -> dict[str, int | None] | None:
     """Return what retention keeps, None if everything."""
     chosen = session.run.config.checkpoint
     if chosen.save_keep_last is None and chosen.save_retain_interval is None:
@@ -247,12 +247,12 @@ def claimed_folder(save: str | None, coordinator: Coordinator) -> Iterator[None]
     try:
         yield
     except ValueError:
-        for held in claims:
-            held.abandon()
+        for save_claim in claims:
+            save_claim.abandon()
         raise
     finally:
-        for held in claims:
-            held.close()
+        for save_claim in claims:
+            save_claim.close()
 
 
 @contextlib.contextmanager
@@ -260,7 +260,7 @@ def saving(
     session: Session, *, say: Callable[[str], None], metrics: Metrics
 ) -> Iterator[Saves | None]:
     """Open what saves the session; None without --save. At a good end nothing is left under way."""
-    chosen, place = session.run.config.checkpoint, session.place
+    chosen, context = session.run.config.checkpoint, session.place
     if chosen.save is None:
         yield None
         return
@@ -273,16 +273,16 @@ def saving(
     if not chosen.async_save:
         yield saves(None)
         return
-    assert place.background is not None
+    assert context.background is not None
     minutes = session.run.config.parallel.distributed_timeout_minutes
     saver = AsyncSaver(
         Path(chosen.save),
         held_chunks(session),
-        coordinator=place.background,
-        keep=kept(session),
+        coordinator=context.background,
+        keep=retention(session),
         claimed=True,
         timeout_seconds=min(SILENT_SECONDS, 30.0 * minutes),
-        on_commit=place.restarts.saved,
+        on_commit=context.restarts.saved,
     )
     say(
         f"saves in the background: {saver.staging.bytes / 2**20:,.1f} MiB of host memory on this "

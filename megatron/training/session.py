@@ -118,23 +118,23 @@ class Session:
     hooks: tuple[TrainingHooks, ...]
 
 
-def build_session(run: Run, place: RunGroups, vocabulary: Vocabulary, data: DataSets) -> Session:
+def build_session(run: Run, context: RunGroups, vocabulary: Vocabulary, data: DataSets) -> Session:
     """Build model, engine and optimizer on this rank's part of the grid."""
     config = run.config
     shape, experiments = gpt_config(config, vocabulary.size), load_experiments(run)
     if config.checkpoint.use_checkpoint_args:
-        _check_options_of(config, shape, say=place.coordinator.say)
+        _check_options_of(config, shape, say=context.coordinator.say)
     bucket = config.data_parallel.ddp_bucket_size
     buckets = {} if bucket is None else {"bucket_bytes": 4 * bucket}
     data_parallel = data_parallel_config(config)
-    matmul = _cpu_matmul(config, place)
+    matmul = _cpu_matmul(config, context)
     model = GPTModel(
         shape,
-        place.groups,
+        context.groups,
         sequence_parallel=config.parallel.sequence_parallel,
         seed=config.training.seed,
         dtype=weight_dtype(config),
-        device=place.device,
+        device=context.device,
         vocab_multiple=config.tokenizer.make_vocab_size_divisible_by,
         storage=data_parallel.storage(**buckets),
         backend=_backend(config, experiments, matmul),
@@ -142,20 +142,20 @@ def build_session(run: Run, place: RunGroups, vocabulary: Vocabulary, data: Data
     )
     model.set_recompute(recompute(config))
     _find_patterns(config, logical_weights(shape))
-    engine = DataParallel(model.store, place.groups, config=data_parallel)
+    engine = DataParallel(model.store, context.groups, config=data_parallel)
     optimizer = Optimizer(
         engine.owned(),
-        place.groups,
+        context.groups,
         config=optimizer_config(config),
         scaler=loss_scaler(config),
         weights=[handle.sharding for handle in model.store.handles.values()],
     )
-    gpu = torch.cuda.get_device_name(place.device) if place.device.type == "cuda" else None
-    padded, balance = padded_vocab_size(config, vocabulary.size), _balance(model, place)
-    step = _train_step(run, place, model, engine=engine, optimizer=optimizer)
+    gpu = torch.cuda.get_device_name(context.device) if context.device.type == "cuda" else None
+    padded, balance = padded_vocab_size(config, vocabulary.size), _balance(model, context)
+    step = _train_step(run, context, model, engine=engine, optimizer=optimizer)
     return Session(
         run=run,
-        place=place,
+        place=context,
         vocabulary=vocabulary,
         data=data,
         model=model,
@@ -165,7 +165,7 @@ def build_session(run: Run, place: RunGroups, vocabulary: Vocabulary, data: Data
         window=StepWindow(
             run,
             Speedometer.of(run, padded_vocab_size=padded, peak_flops=peak_flops(gpu)),
-            memory=lambda: (memory_bytes(place.device), peak_memory_bytes(place.device)),
+            memory=lambda: (memory_bytes(context.device), peak_memory_bytes(context.device)),
         ),
         facts=RunFacts(
             model=shape.to_json(),
@@ -192,13 +192,13 @@ def _backend(
     return chosen
 
 
-def _cpu_matmul(config: Config, place: RunGroups) -> CpuMatmul | None:
+def _cpu_matmul(config: Config, context: RunGroups) -> CpuMatmul | None:
     """Return what a CPU multiplies in, the same on all ranks; None where that is no choice."""
     return CpuMatmul.choose(
         config.execution.cpu_matmul_dtype,
         weights=weight_dtype(config),
-        device=place.device,
-        coordinator=place.coordinator,
+        device=context.device,
+        coordinator=context.coordinator,
     )
 
 
@@ -207,11 +207,11 @@ def _check_options_of(config: Config, shape: GPTConfig, *, say: Callable[[str], 
     is taken for it. Raises ValueError."""
     chosen = config.checkpoint
     roots = [root for root in (chosen.load, chosen.pretrained_checkpoint) if root]
-    found = saved_options(roots)
-    if found is None:
+    checkpoint = saved_options(roots)
+    if checkpoint is None:
         say(f"--use-checkpoint-args: no checkpoint in {' or '.join(roots)}: options are as given")
         return
-    folder, _, manifest = found
+    folder, _, manifest = checkpoint
     try:
         stored = stored_model(folder, manifest)
     except CheckpointError as error:
@@ -219,12 +219,14 @@ def _check_options_of(config: Config, shape: GPTConfig, *, say: Callable[[str], 
     if problem := options_problem(stored):
         raise ValueError(f"--use-checkpoint-args: {folder}: {problem}")
     shapes = (function_of(model).to_json() for model in (stored, shape))
-    if odd := compare_architecture(*shapes):
-        raise ValueError(f"--use-checkpoint-args: {folder} is of another model: {'; '.join(odd)}")
+    if differences := compare_architecture(*shapes):
+        raise ValueError(
+            f"--use-checkpoint-args: {folder} is of another model: {'; '.join(differences)}"
+        )
 
 
 def _train_step(
-    run: Run, place: RunGroups, model: GPTModel, *, engine: DataParallel, optimizer: Optimizer
+    run: Run, context: RunGroups, model: GPTModel, *, engine: DataParallel, optimizer: Optimizer
 ) -> TrainStep:
     """Return what carries out steps."""
     reruns = _reruns(run.config, model)
@@ -232,21 +234,23 @@ def _train_step(
         model,
         engine,
         optimizer=optimizer,
-        groups=place.groups,
-        forward_backward=_step_runner(run, place, model, engine, reruns=reruns),
+        groups=context.groups,
+        forward_backward=_step_runner(run, context, model, engine, reruns=reruns),
         per_token_loss=run.config.training.calculate_per_token_loss,
         reruns=reruns,
-        capacities=_capacities(run.config, model, place),
+        capacities=_capacities(run.config, model, context),
     )
 
 
-def _capacities(config: Config, model: GPTModel, place: RunGroups) -> CapacityCheck | None:
+def _capacities(config: Config, model: GPTModel, context: RunGroups) -> CapacityCheck | None:
     """Return what finds tokens without room; None where ranks of experts take all."""
     if config.parallel.moe_expert_rank_capacity_factor is None:
         return None
-    found = [(layer_name(router), capacity) for router, capacity in capacities_of(model)]
+    layer_capacities = [(layer_name(router), capacity) for router, capacity in capacities_of(model)]
     names = [layer_name(router) for router in model.config.router_names]
-    return CapacityCheck(found, names, world=place.groups["world"], device=place.device)
+    return CapacityCheck(
+        layer_capacities, names, world=context.groups["world"], device=context.device
+    )
 
 
 def _reruns(config: Config, model: GPTModel) -> Reruns:
@@ -257,12 +261,12 @@ def _reruns(config: Config, model: GPTModel) -> Reruns:
     mode, stage = config.failures.rerun_mode, None
     if mode != "disabled" and model.groups["pp"].size > 1:
         stage = StageBits(model.store.device, model.num_chunks)
-    made = Reruns(mode, config.failures.rerun_interval, counters, stage)
+    reruns = Reruns(mode, config.failures.rerun_interval, counters, stage)
     state = model.step_state
-    return made if state is None else replace(made, forget=state.begin)
+    return reruns if state is None else replace(reruns, forget=state.begin)
 
 
-def _balance(model: GPTModel, place: RunGroups) -> Balance | None:
+def _balance(model: GPTModel, context: RunGroups) -> Balance | None:
     """Return what sums the loads of experts; None where there are none."""
     if model.config.moe is None:
         return None
@@ -270,8 +274,8 @@ def _balance(model: GPTModel, place: RunGroups) -> Balance | None:
         routers_of(model),
         model.config.router_names,
         config=model.config.moe,
-        world=place.groups["world"],
-        device=place.device,
+        world=context.groups["world"],
+        device=context.device,
     )
 
 
@@ -300,22 +304,22 @@ def _saved_options(config: Config) -> dict[str, object]:
 
 
 def _step_runner(
-    run: Run, place: RunGroups, model: GPTModel, engine: DataParallel, *, reruns: Reruns
+    run: Run, context: RunGroups, model: GPTModel, engine: DataParallel, *, reruns: Reruns
 ) -> StepRunner:
     """Return what carries out the first part of a step."""
-    if place.groups["pp"].size > 1:
+    if context.groups["pp"].size > 1:
         order = pipeline_order(run.config)
         return PipelineForwardBackward(
-            model, engine, groups=place.groups, shown=reruns.stage, **order
+            model, engine, groups=context.groups, shown=reruns.stage, **order
         )
     eager, chosen = ForwardBackward(model, engine), run.config.execution
     if chosen.cuda_graph_impl == "none":
         return eager
     return FullIterationGraph(
         eager,
-        recorder=CudaRecorder(place.device, "--cuda-graph-impl full_iteration"),
+        recorder=CudaRecorder(context.device, "--cuda-graph-impl full_iteration"),
         warmup_steps=chosen.cuda_graph_warmup_steps,
-        say=place.coordinator.say,
+        say=context.coordinator.say,
     )
 
 
@@ -327,37 +331,37 @@ def restore(session: Session) -> tuple[Progress, str]:
     Raises:
         ValueError: the checkpoint cannot be used.
     """
-    chosen, place = session.run.config.checkpoint, session.place
+    chosen, context = session.run.config.checkpoint, session.place
     if chosen.load is not None and is_folder(chosen.load):
         raise ValueError(f"--load {chosen.load} is a Hugging Face folder: give it to --load-hf")
     # Weights that a run starts from are no optimizer's.
     sources = [("--load", chosen.load, chosen.finetune)]
     sources.append(("--pretrained-checkpoint", chosen.pretrained_checkpoint, True))
-    for flag, source, first in sources:
+    for flag, source, is_start in sources:
         if source is None:
             continue
-        found = load_newest(
+        loaded = load_newest(
             source,
-            lambda folder, first=first: load_session(
+            lambda folder, is_start=is_start: load_session(
                 session,
                 folder,
-                with_optimizer=chosen.load_optim and not first,
-                with_progress=not first,
+                with_optimizer=chosen.load_optim and not is_start,
+                with_progress=not is_start,
             ),
-            place.coordinator,
+            context.coordinator,
             flag=flag,
             fall_back=chosen.load_fallback,
         )
-        if found is not None:
-            newest = flag == "--load" and not first and _is_saved_in(source, chosen.save)
-            return _clear(session, *found, from_the_newest=newest)
+        if loaded is not None:
+            newest = flag == "--load" and not is_start and _is_saved_in(source, chosen.save)
+            return _clear(session, *loaded, from_the_newest=newest)
         if flag == "--pretrained-checkpoint":
             raise ValueError(f"{flag} {source}: there is no checkpoint: name another")
     if chosen.save is not None:
-        clear_the_way(chosen.save, 0, from_the_newest=False, coordinator=place.coordinator)
+        clear_the_way(chosen.save, 0, from_the_newest=False, coordinator=context.coordinator)
     if chosen.load_hf is not None:
-        odd = _read_folder(chosen.load_hf, session)
-        also = "" if odd is None else f" ({odd})"
+        dtype_note = _read_folder(chosen.load_hf, session)
+        also = "" if dtype_note is None else f" ({dtype_note})"
         return Progress(), f"read the weights of {chosen.load_hf}{also}; starting at iteration 0"
     why = "" if chosen.load is None else f": no checkpoint in {chosen.load}"
     return Progress(), f"starting at iteration 0{why}"
@@ -388,18 +392,18 @@ def load_session(
     chunks = [(chunk.name.partition("/")[0], chunk) for chunk in hook_chunks(session)]
 
     def union(names: list[list[str]]) -> list[str]:
-        return sorted({name for found in names for name in found})
+        return sorted({name for stored_chunks in names for name in stored_chunks})
 
     # A rank may hold nothing of a state, and loads with the others all the same.
     coordinator.begin(f"experiments in {folder.name}")
-    own = sorted({name for name, _ in chunks})
-    wanted = set(coordinator.agree("experiments", lambda: own, union))
-    if wanted & stored:
-        found = [chunk for name, chunk in chunks if name in stored]
-        load_checkpoint(folder, found, coordinator=coordinator)
-    for name in sorted(stored ^ wanted):
+    local_names = sorted({name for name, _ in chunks})
+    experiment_names = set(coordinator.agree("experiments", lambda: local_names, union))
+    if experiment_names & stored:
+        stored_chunks = [chunk for name, chunk in chunks if name in stored]
+        load_checkpoint(folder, stored_chunks, coordinator=coordinator)
+    for name in sorted(stored ^ experiment_names):
         flag = f"--{name.replace('.', ' ')}"
-        if name in wanted:
+        if name in experiment_names:
             coordinator.say(f"{folder} has no state of {flag}: it starts with these weights")
         else:
             coordinator.say(f"{folder} was trained with {flag}: going on without")
@@ -408,8 +412,8 @@ def load_session(
 
 def _experiments_in(tensors: Collection[str]) -> set[str]:
     """Return the `experiment.NAME` whose state is among the tensors of a checkpoint."""
-    first = {name.partition("/")[0] for name in tensors if "/" in name}
-    return {name for name in first if name.startswith("experiment.")}
+    prefixes = {name.partition("/")[0] for name in tensors if "/" in name}
+    return {name for name in prefixes if name.startswith("experiment.")}
 
 
 def hook_chunks(session: Session) -> list[TensorChunk]:
@@ -462,8 +466,8 @@ def _read_folder(path: str, session: Session) -> str | None:
         ValueError: the folder is damaged or holds another model.
     """
     folder, model = open_model(path, flag="--load-hf")
-    if found := differences(model.config, session.model.config):
-        raise ValueError(f"--load-hf {path} holds another model: {'; '.join(found)}")
+    if model_differences := differences(model.config, session.model.config):
+        raise ValueError(f"--load-hf {path} holds another model: {'; '.join(model_differences)}")
     chunks = weight_chunks(session.model.store)
     read_weights(folder, model, chunks, coordinator=session.place.coordinator)
     session.optimizer.after_load(with_state=False)
@@ -493,7 +497,7 @@ def microbatch(
     layout = layouts.of(batch)
     ahead = None
     if depths:
-        found = shifted(
+        targets = shifted(
             batch.input_ids,
             batch.labels,
             batch.loss_mask,
@@ -503,7 +507,7 @@ def microbatch(
         )
         local = {
             name: moved(torch.stack([layout.local(x, fill=name == "padding") for x in rows]))
-            for name, rows in vars(found).items()  # [D, b, s] each
+            for name, rows in vars(targets).items()  # [D, b, s] each
             if rows is not None
         }
         ahead = Ahead(**local)
@@ -535,11 +539,11 @@ def take(
     Args:
         step_samples: of a step on all lanes, where it is not divided evenly.
     """
-    found = []
+    microbatches = []
     for batch in islice(batches, count):
         share = None if step_samples is None else batch.num_samples / step_samples
-        found.append(microbatch(batch, device, layouts=layouts, depths=depths, share=share))
-    return found
+        microbatches.append(microbatch(batch, device, layouts=layouts, depths=depths, share=share))
+    return microbatches
 
 
 class SessionSteps:
@@ -588,14 +592,16 @@ class SessionSteps:
             depths=self._depths,
             step_samples=None if division.is_even else samples,
         )
-        own, state = self.decoupled_lr, self._session.model.step_state
+        decoupled_schedule, state = self.decoupled_lr, self._session.model.step_state
         if state is not None:
             state.begin()
         report = self._session.step(
             microbatches,
             lr=self.lr.lr(update_samples),
             weight_decay=self.weight_decay.weight_decay(update_samples),
-            decoupled_lr=None if own is None else own.lr(update_samples),
+            decoupled_lr=None
+            if decoupled_schedule is None
+            else decoupled_schedule.lr(update_samples),
             votes=self._session.place.stop.votes(),
             loss_limit=loss_limit,
         )
@@ -614,15 +620,16 @@ class SessionSteps:
     def loss_on(self, split: Literal["validation", "test"]) -> float | None:
         """Return the mean loss per token over the samples of a split, the same every time; None
         without any."""
-        run, place, data = self._session.run, self._session.place, self._session.data
+        run, context, data = self._session.run, self._session.place, self._session.data
         if (data.validation if split == "validation" else data.test) is None:
             return None
-        lanes = place.groups["samples"]
-        fresh = validation_batches(data, run, dp_group=lanes, split=split)
+        dp_group = context.groups["samples"]
+        fresh = validation_batches(data, run, dp_group=dp_group, split=split)
         at_a_time = run.evaluation.rounds  # as a step of a pipeline has
         count = run.config.evaluation.eval_iters * at_a_time
         microbatches = (
-            microbatch(batch, place.device, layouts=self._layouts) for batch in islice(fresh, count)
+            microbatch(batch, context.device, layouts=self._layouts)
+            for batch in islice(fresh, count)
         )
         return self._session.step.evaluate(microbatches, at_a_time=at_a_time)
 
@@ -661,12 +668,12 @@ class ModelLog(TrainingHooks):
 
     def log_parts(self) -> list[LogPart]:
         """Return the losses of depths and the loads of experts; every rank calls this."""
-        found = []
+        log_parts = []
         if self._model.config.mtp_num_layers:
-            found.append(mtp_losses(self._model))
+            log_parts.append(mtp_losses(self._model))
         if self._balance is not None:
-            found.append(load_balance(self._balance.report(), self._balance.config))
-        return found
+            log_parts.append(load_balance(self._balance.report(), self._balance.config))
+        return log_parts
 
 
 def mtp_losses(model: GPTModel) -> LogPart:

@@ -197,8 +197,8 @@ def auxiliary_factors(
     if not model.has_auxiliary_losses:
         return [{} for _ in microbatches]
     counts = torch.stack([batch.loss_mask.sum(dtype=torch.float32) for batch in microbatches])
-    found = all_reduce(counts, cp) * factors
-    return [{"aux_factor": factor} for factor in found]
+    global_factors = all_reduce(counts, cp) * factors
+    return [{"aux_factor": factor} for factor in global_factors]
 
 
 class StepRunner(Protocol):
@@ -272,18 +272,22 @@ class TrainStep:
         if not microbatches:
             raise ValueError("a step needs at least one microbatch")
         scale = self.optimizer.scaler.scale
-        found, doubt = self.replayer.run(
+        computed, anomaly = self.replayer.run(
             lambda: self._compute(microbatches, votes, loss_limit),
             share=loss_limit * scale / self.groups["lanes"].size,
         )
-        report = StepReport(found.loss, False, math.nan, scale, votes=found.votes, doubt=doubt)
-        if found.kind == "nan":
+        report = StepReport(
+            computed.loss, False, math.nan, scale, votes=computed.votes, doubt=anomaly
+        )
+        if computed.kind == "nan":
             self.optimizer.scaler.update(True)
             return report
-        if found.kind == "spike":
+        if computed.kind == "spike":
             return replace(report, spiked=True)
         self.before_update()
-        result = self.optimizer.step(lr, weight_decay, norm=found.norm, decoupled_lr=decoupled_lr)
+        result = self.optimizer.step(
+            lr, weight_decay, norm=computed.norm, decoupled_lr=decoupled_lr
+        )
         if result.applied:
             self.engine.start_param_sync()
         return replace(
@@ -305,23 +309,23 @@ class TrainStep:
         # Every rank takes part, although ranks with the same tokens have the same loss: a decision
         # that some ranks come to and others do not would leave them in different collectives.
         # NaN and Inf times 0 are NaN, so they reach all ranks from every one.
-        own = total * float(self.groups.coordinates["tp"] == 0)
-        numbers = [own.view(1), own.new_tensor(list(votes))]
+        local_total = total * float(self.groups.coordinates["tp"] == 0)
+        numbers = [local_total.view(1), local_total.new_tensor(list(votes))]
         if self.capacities is not None:
             numbers.append(self.capacities.count())
         loss, *sums = all_reduce(torch.cat(numbers), self.groups["world"]).tolist()
         without_room = 0.0 if self.capacities is None else sums.pop()
-        found = Computed(loss / scaler.scale, tuple(sums), total)
+        computed = Computed(loss / scaler.scale, tuple(sums), total)
         if not math.isfinite(loss):  # NaN may be routed anywhere
-            return replace(found, kind="nan")
+            return replace(computed, kind="nan")
         if without_room and self.capacities is not None:
             self.capacities.fail()
-        if found.loss > limit:
-            return replace(found, kind="spike")
+        if computed.loss > limit:
+            return replace(computed, kind="spike")
         norm = self.optimizer.grad_norm()
         # An overflow of fp16 while the scale can still be lowered is part of finding the scale.
         suspicious = not (math.isfinite(norm) or scaler.seeks)
-        return replace(found, kind="inf_norm" if suspicious else None, norm=norm)
+        return replace(computed, kind="inf_norm" if suspicious else None, norm=norm)
 
     def loss_factors(self, microbatches: Sequence[Microbatch]) -> torch.Tensor:
         """Return the factor of each microbatch's token losses in the step's loss, fp32
@@ -332,10 +336,12 @@ class TrainStep:
             return (1.0 / everything.clamp(min=1.0)).expand(len(microbatches))
         counts = all_reduce(counts, self.groups["cp"])
         factor = loss_factor(self.groups.grid, len(microbatches))
-        given = [m.share for m in microbatches]
-        if all(share is None for share in given):
+        microbatch_shares = [m.share for m in microbatches]
+        if all(share is None for share in microbatch_shares):
             return factor / counts.clamp(min=1.0)
-        shares = counts.new_tensor([factor if share is None else share for share in given])
+        shares = counts.new_tensor(
+            [factor if share is None else share for share in microbatch_shares]
+        )
         return shares * counts.clamp(min=1.0).reciprocal()  # with the rounding of the line above
 
     def evaluate(self, microbatches: Iterable[Microbatch], *, at_a_time: int = 1) -> float:
@@ -362,9 +368,9 @@ class TrainStep:
         """
         if self.capacities is not None:
             with self.capacities.evaluation():
-                found = self.forward_backward.evaluate(window)
+                losses = self.forward_backward.evaluate(window)
             if self.capacities.has_room():
-                return found
+                return losses
         return self.forward_backward.evaluate(window)
 
 
@@ -399,12 +405,12 @@ class PipelineForwardBackward:
         self.backward_group = groups["pp_backward"]
         self.name, self.group_size, self.observe = schedule, group_size, observe
         self.weight_delay, self.shown = weight_delay, shown
-        self._made = lru_cache(maxsize=8)(self._make)
+        self._cached_step = lru_cache(maxsize=8)(self._make)
         model.store.splits = schedule == "zb-h1"
 
     def schedule(self, microbatches: int, *, backward: bool = True) -> Schedule:
         """Return the lists of all stages for a step of so many microbatches."""
-        return self._made(microbatches, backward)
+        return self._cached_step(microbatches, backward)
 
     def __call__(self, microbatches: Sequence[Microbatch], factors: torch.Tensor) -> torch.Tensor:
         """Return the sum of what the microbatches add to the step's loss on this rank, an fp64
@@ -418,10 +424,10 @@ class PipelineForwardBackward:
         auxiliary = auxiliary_factors(self.model, microbatches, factors, cp=cp)
 
         def run(chunk: int, index: int, hidden_states: torch.Tensor | None) -> torch.Tensor:
-            made = compute(chunk, index, hidden_states)
+            output = compute(chunk, index, hidden_states)
             if self.shown is not None:
-                self.shown.show(chunk, hidden_states, made)
-            return made
+                self.shown.show(chunk, hidden_states, output)
+            return output
 
         def compute(chunk: int, index: int, hidden_states: torch.Tensor | None) -> torch.Tensor:
             batch = microbatches[index]
@@ -464,11 +470,11 @@ class PipelineForwardBackward:
 
         def run(chunk: int, index: int, hidden_states: torch.Tensor | None) -> torch.Tensor:
             batch = microbatches[index]
-            given = {"layout": batch.without_dropout, "hidden_states": hidden_states}
+            forward_inputs = {"layout": batch.without_dropout, "hidden_states": hidden_states}
             if not self._is_last(chunk):
-                return self.model(batch.tokens, chunk=chunk, **given)
+                return self.model(batch.tokens, chunk=chunk, **forward_inputs)
             loss, _ = self.model.loss(
-                batch.tokens, batch.labels, batch.loss_mask, chunk=chunk, **given
+                batch.tokens, batch.labels, batch.loss_mask, chunk=chunk, **forward_inputs
             )
             sums.add_(torch.stack([loss, batch.loss_mask.sum()]))
             return loss

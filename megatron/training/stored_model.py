@@ -33,9 +33,9 @@ _FREE = (
     "max-position-embeddings",
 )
 #: Counts that need not be a tensor's dimension are at most this.
-_SMALL = 4096
+_MAX_COUNT_SIZE = 4096
 #: Problems named in one error; the rest is counted.
-_SHOWN = 4
+_MAX_LISTED = 4
 
 #: What every weight has under Adam.
 _MOMENTS = ("exp_avg", "exp_avg_sq")
@@ -55,7 +55,7 @@ def check_counts(folder: Path, described: Mapping[str, Any], manifest: Manifest)
     shapes = [tensor.shape for tensor in manifest.tensors.values()]
     largest = max((size for shape in shapes for size in shape), default=0)
     layers = min(max(len(shapes), 1), _MAX_LAYERS)
-    sizes = max(largest, len(shapes), _SMALL)
+    sizes = max(largest, len(shapes), _MAX_COUNT_SIZE)
     for name, value in _counts(described):
         limit = layers if name in _LAYERS else sizes
         if abs(value) > limit:
@@ -67,17 +67,17 @@ def check_counts(folder: Path, described: Mapping[str, Any], manifest: Manifest)
 
 def _counts(fields: Mapping[str, Any]) -> list[tuple[str, int]]:
     """Return the whole numbers of nested fields, and the lengths of texts and lists, by name."""
-    found: list[tuple[str, int]] = []
+    counts: list[tuple[str, int]] = []
     for name, value in fields.items():
         if name in _FREE:
             continue
         if isinstance(value, Mapping):
-            found += _counts(value)
+            counts += _counts(value)
         elif isinstance(value, str | list):
-            found.append((name, len(value)))
+            counts.append((name, len(value)))
         elif type(value) is int:
-            found.append((name, value))
-    return found
+            counts.append((name, value))
+    return counts
 
 
 def described_config(folder: Path, manifest: Manifest) -> GPTConfig:
@@ -137,10 +137,10 @@ def _check_shapes(folder: Path, manifest: Manifest, config: GPTConfig) -> list[s
         elif stored.shape != shape:
             problems.append(f"{name} is {list(stored.shape)}, its model makes it {list(shape)}")
     if problems:
-        more = len(problems) - _SHOWN
+        num_unlisted = len(problems) - _MAX_LISTED
         raise DamagedCheckpointError(
-            f"{folder} does not hold the weights of its model: {'; '.join(problems[:_SHOWN])}"
-            f"{f'; and {more} more' if more > 0 else ''}"
+            f"{folder} does not hold the weights of its model: {'; '.join(problems[:_MAX_LISTED])}"
+            f"{f'; and {num_unlisted} more' if num_unlisted > 0 else ''}"
         )
     return list(weights)
 
@@ -158,7 +158,11 @@ def _shapes(config: GPTConfig) -> tuple[dict[str, tuple[int, ...]], dict[str, tu
         storage=Storage(initialize=False),
     )
     shardings = (handle.sharding for handle in model.store.handles.values())
-    weights = {part.name: tuple(part.shape) for sharding in shardings for part in sharding.segments}
+    weights = {
+        segment.name: tuple(segment.shape)
+        for sharding in shardings
+        for segment in sharding.segments
+    }
     return weights, {name: tuple(tensor.shape) for name, tensor in model.store.states.items()}
 
 

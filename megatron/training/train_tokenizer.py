@@ -42,7 +42,7 @@ class TrainTokenizerConfig:
     """Replace --output if it exists; without this it is an error."""
 
 
-def _first(texts: Iterable[str], size: int, report: Report) -> Iterator[str]:
+def _until_size(texts: Iterable[str], size: int, report: Report) -> Iterator[str]:
     """Yield texts until they have `size` bytes."""
     read = documents = 0
     for text in texts:
@@ -71,8 +71,8 @@ def _main(argv: Sequence[str]) -> None:
         print(inputs.describe_left_out(), flush=True)
     tally, begin = Tally(), time.monotonic()
     texts = read_documents([f.path for f in inputs.files], tally, key=config.json_key)
-    first = next(texts, None)
-    if first is None:
+    first_text = next(texts, None)
+    if first_text is None:
         raise ValueError(
             f"no document in {', '.join(config.input)}; {tally.describe_rejected() or 'empty'}"
         )
@@ -81,7 +81,7 @@ def _main(argv: Sequence[str]) -> None:
     try:
         Path(config.output).parent.mkdir(parents=True, exist_ok=True)
         with show_progress(size, sys.stdout, label="reading", line_prefix="read") as report:
-            learnt = list(_first(chain([first], texts), config.train_bytes, report))
+            learnt = list(_until_size(chain([first_text], texts), config.train_bytes, report))
         print(
             f"learning up to {config.vocab_size:,} ids from {len(learnt):,} documents", flush=True
         )

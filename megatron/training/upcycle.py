@@ -94,10 +94,10 @@ def with_experts(dense: GPTConfig, config: UpcycleConfig) -> GPTConfig:
         gated=dense.mlp.gated,
         activation=dense.mlp.activation,
     )
-    found = replace(dense, moe=moe, ffn_pattern=pattern)
-    if problems := found.problems():
+    experts_config = replace(dense, moe=moe, ffn_pattern=pattern)
+    if problems := experts_config.problems():
         raise ValueError("; ".join(problems))
-    return found
+    return experts_config
 
 
 def upcycle(config: UpcycleConfig) -> Path:
@@ -117,8 +117,10 @@ def upcycle(config: UpcycleConfig) -> Path:
     from megatron.training.stored_model import stored_model
 
     # Not even others: a run would go on from the new one instead of its own last.
-    if found := list_checkpoints(config.save):
-        raise ValueError(f"--save {config.save} holds {found[0].name} already: name another folder")
+    if checkpoints := list_checkpoints(config.save):
+        raise ValueError(
+            f"--save {config.save} holds {checkpoints[0].name} already: name another folder"
+        )
 
     def convert(source: Path) -> Path:
         with CheckpointReader(source) as reader:
@@ -132,12 +134,12 @@ def upcycle(config: UpcycleConfig) -> Path:
             return save_checkpoint(Path(config.save), 0, chunks, described, coordinator=Solo())
 
     try:
-        made = load_newest(config.load, convert, Solo())
+        converted = load_newest(config.load, convert, Solo())
     except OSError as error:
         raise ValueError(f"--save {config.save}: {error}") from error
-    if made is None:
+    if converted is None:
         raise ValueError(f"--load {config.load}: there is no checkpoint: name another folder")
-    return made[1]
+    return converted[1]
 
 
 def _extra(dense: Mapping[str, Any], model: GPTConfig, config: UpcycleConfig) -> dict[str, Any]:
@@ -180,18 +182,18 @@ def _chunk(
         raise CheckpointError(f"it lacks {source}")
     dtype = DTYPES[stored.dtype]
     if name.endswith(_ROUTER):
-        pieces = partial(_initial, name, shape, dtype=dtype, std=model.init_std, seed=seed)
+        read_blocks = partial(_initial, name, shape, dtype=dtype, std=model.init_std, seed=seed)
     elif _EXPERTS in name:
-        pieces = partial(_copies, reader, source, shape[1:], dtype=dtype, times=shape[0])
+        read_blocks = partial(_copies, reader, source, shape[1:], dtype=dtype, times=shape[0])
     else:
-        pieces = partial(_copies, reader, source, shape, dtype=dtype, times=1)
+        read_blocks = partial(_copies, reader, source, shape, dtype=dtype, times=1)
     return TensorChunk(
         name=name,
         shape=shape,
         offsets=(0,) * len(shape),
         tensor=torch.empty(shape, dtype=dtype, device="meta"),
         replica_ranks=(0,),
-        pieces=pieces,
+        pieces=read_blocks,
     )
 
 
@@ -207,10 +209,10 @@ def _copies(
 
     for _ in range(times):
         for box in row_boxes(shape, dtype.itemsize, piece_bytes=reader.manifest.block_bytes):
-            piece = torch.empty(box.sizes, dtype=dtype)
+            block = torch.empty(box.sizes, dtype=dtype)
             where = {"shape": shape, "offsets": box.offsets, "replica_ranks": (0,)}
-            reader.read([TensorChunk(name=name, tensor=piece, **where)])
-            yield as_bytes(piece)
+            reader.read([TensorChunk(name=name, tensor=block, **where)])
+            yield as_bytes(block)
 
 
 def _initial(
@@ -224,9 +226,9 @@ def _initial(
     from megatron.core.initialize import InitSpec, fill_
 
     for box in row_boxes(shape, dtype.itemsize):
-        piece = torch.empty(box.sizes, dtype=dtype)
-        fill_(piece, InitSpec.normal(std), seed=seed, name=name, shape=shape, offsets=box.offsets)
-        yield as_bytes(piece)
+        values = torch.empty(box.sizes, dtype=dtype)
+        fill_(values, InitSpec.normal(std), seed=seed, name=name, shape=shape, offsets=box.offsets)
+        yield as_bytes(values)
 
 
 def run(argv: Sequence[str]) -> None:

@@ -54,7 +54,7 @@ def played(monkeypatch):
     """Play the stages that are programs of their own; return the options of those called."""
     calls = []
 
-    def run_module(module, arguments, *, more=None):
+    def run_module(module, arguments, *, environment=None):
         words = dict(itertools.pairwise(arguments))
         calls.append(words)
         if module.endswith("preprocess_data"):

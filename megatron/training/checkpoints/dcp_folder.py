@@ -165,7 +165,7 @@ def check_cover(name: str, tensor: DcpTensor, where: str) -> None:
 
 
 class _MetadataError(Exception):
-    """What is wrong, for a line that names the file."""
+    """Invalid `.metadata`; the caller adds the path to the message."""
 
 
 class _Index(NamedTuple):
@@ -176,7 +176,7 @@ class _Index(NamedTuple):
 
 
 class _ChunkLocation(NamedTuple):
-    """Where a chunk lies; `transformed`: compressed or the like."""
+    """File and byte range of a chunk; `transformed` if it is compressed or encoded."""
 
     file: str
     begin: int
@@ -185,7 +185,7 @@ class _ChunkLocation(NamedTuple):
 
 
 class _Described(NamedTuple):
-    """What `.metadata` states of a tensor."""
+    """The description of a tensor in `.metadata`."""
 
     dtype: Name
     shape: tuple[int, ...]
@@ -238,7 +238,7 @@ def _described_tensor(pickled: PickledObject) -> _Described:
 
 _FINISH: Mapping[str, Finish] = MappingProxyType(
     {
-        "torch.Size": lambda made: _sizes(made),
+        "torch.Size": lambda pickled: _sizes(pickled),
         f"{_METADATA}.ChunkStorageMetadata": _box,
         f"{_METADATA}.MetadataIndex": _index,
         f"{_METADATA}.TensorStorageMetadata": _described_tensor,

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Find all that is wrong between the fields of a config, before any process group.
+"""Check combinations of options before any process group exists.
 
 A pure function of the config and the number of processes; it reads no file.
 """

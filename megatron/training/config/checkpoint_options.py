@@ -63,7 +63,7 @@ _SCHEDULE = {
 
 
 def checkpoint_defaults(user_values: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the values that `--use-checkpoint-args` adds to those given, by option name.
+    """Return the values that `--use-checkpoint-args` adds to the user's, by option name.
 
     Without a checkpoint there are none, as long as the required options are given.
 
@@ -110,7 +110,7 @@ def checkpoint_defaults(user_values: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _is_read_from_checkpoint(option: Option, user_values: Mapping[str, Any]) -> bool:
-    """Tell whether an option is taken from the checkpoint."""
+    """Return whether the checkpoint supplies the value of an option."""
     if option.name in user_values:
         return False
     if option.name in _LENGTHS:

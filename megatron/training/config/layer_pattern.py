@@ -246,7 +246,7 @@ def write_frequency(layers: str) -> str:
 
 
 class _LayerListParser:
-    """Reads the list of zeros and ones that an expression of Python's makes."""
+    """Parses a Python list expression of zeros and ones, such as `[0]*1+[1]*2`."""
 
     def __init__(self, words: str) -> None:
         self._tokens = re.findall(r"\[[01](?:,[01])*\]|[0-9]+|.", words)

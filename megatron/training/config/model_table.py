@@ -49,7 +49,7 @@ class Flags:
 
     Args:
         config: the options.
-        given: values that stand for those of the config.
+        overrides: values that replace values of the config, by field name.
     """
 
     def __init__(self, config: Config, **overrides: Any) -> None:

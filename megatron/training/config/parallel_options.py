@@ -64,8 +64,7 @@ class PipelineConfig:
         )
 
     def non_default_flags(self, *names: str) -> list[str]:
-        """Return those of the named options that have another value than their default, as flags
-        with their values."""
+        """Return the named options whose value is not the default, as flags with values."""
         defaults = {field.name: field.default for field in dataclasses.fields(self)}
         values = {name: vars(self)[name] for name in names}
         return [
@@ -85,7 +84,7 @@ _UNEVEN = (
 
 
 def problems(config: PipelineConfig, cut_pattern: str | None) -> Iterator[str]:
-    """Name what does not go together here, each with its fix.
+    """List pipeline options that cannot be combined, each with its fix.
 
     Args:
         cut_pattern: the layer pattern if it says where stages begin, else None.

@@ -215,8 +215,10 @@ def _order(config: Config, world_size: int, *, chunks: int) -> Iterator[str]:
 
 
 def _microbatches(config: Config, world_size: int) -> tuple[int, ...]:
-    """Return the microbatches of a step, of each size that it has in the run; without those that
-    do not divide and must."""
+    """Return the number of microbatches for each batch size of the run.
+
+    Batch sizes that must divide evenly and do not are left out.
+    """
     training = config.training
     dp_size, remainder = divmod(world_size, config.model_parallel_size)
     if remainder:
@@ -230,7 +232,7 @@ def _microbatches(config: Config, world_size: int) -> tuple[int, ...]:
 
 
 def _even_chunks(config: Config) -> int | None:
-    """Return the virtual stages of each rank; None if the layers of one are no divisor."""
+    """Return the virtual stages of each rank; None if the layers do not divide evenly."""
     chosen = config.pipeline
     if chosen.num_virtual_stages_per_pipeline_rank is not None:
         return chosen.num_virtual_stages_per_pipeline_rank
@@ -243,7 +245,8 @@ def _even_chunks(config: Config) -> int | None:
 
 
 def _shared_layers(config: Config) -> tuple[int, int]:
-    """Return the layers that ranks share evenly, with what counts as one, and those ranks."""
+    """Return the layers that are split evenly, embedding and loss included if they count as
+    layers, and the number of ranks that share them."""
     chosen = config.pipeline
     layers = config.model.num_layers + chosen.account_for_embedding_in_pipeline_split
     layers += chosen.account_for_loss_in_pipeline_split
@@ -258,7 +261,7 @@ def _shared_layers(config: Config) -> tuple[int, int]:
 
 
 def _exceptions(config: Config) -> dict[str, int | bool | None]:
-    """Return what an even split is to leave or count."""
+    """Return the arguments of an even split that change the number of layers of a stage."""
     chosen = config.pipeline
     return {
         "first_layers": chosen.decoder_first_pipeline_num_layers,

@@ -384,7 +384,8 @@ class TrainingConfig:
         """Return the global batch size of every step.
 
         Args:
-            dp_size: data-parallel ranks, which a run without a global batch size takes it from.
+            dp_size: number of data-parallel ranks; the default global batch size is one microbatch
+                for each.
 
         Raises:
             ValueError: options that say no such sizes; one line.

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a section of options can say is wrong with one of its own values."""
+"""Checks of single option values, for the `__post_init__` of a section."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ def require(condition: bool, message: str) -> None:
 
 
 def require_all(*checks: Callable[[], object]) -> None:
-    """Carry out every check and raise ValueError with what all of them say."""
+    """Run every check and raise one ValueError with the messages of all failed checks."""
     messages = []
     for check in checks:
         try:

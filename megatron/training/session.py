@@ -310,7 +310,7 @@ def _step_runner(
     if context.groups["pp"].size > 1:
         order = pipeline_order(run.config)
         return PipelineForwardBackward(
-            model, engine, groups=context.groups, shown=reruns.stage, **order
+            model, engine, groups=context.groups, stage_bits=reruns.stage, **order
         )
     eager, chosen = ForwardBackward(model, engine), run.config.execution
     if chosen.cuda_graph_impl == "none":

@@ -386,7 +386,8 @@ class PipelineForwardBackward:
         weight_delay: how many microbatches "zb-h1" puts weight gradients off at most; the same on
             all stages. Take 0 if layers are recomputed: what W needs is kept, recomputed or not.
         observe: called with every action of this rank before it is carried out.
-        shown: shown what each chunk of this rank receives and sends in the forward of a step.
+        stage_bits: records the bits that each chunk of this rank receives and sends in the forward
+            of a step.
     """
 
     def __init__(
@@ -399,12 +400,12 @@ class PipelineForwardBackward:
         group_size: int | None = None,
         weight_delay: int | None = None,
         observe: Callable[[Action], None] | None = None,
-        shown: StageBits | None = None,
+        stage_bits: StageBits | None = None,
     ) -> None:
         self.model, self.engine, self.group = model, engine, groups["pp"]
         self.backward_group = groups["pp_backward"]
         self.name, self.group_size, self.observe = schedule, group_size, observe
-        self.weight_delay, self.shown = weight_delay, shown
+        self.weight_delay, self.stage_bits = weight_delay, stage_bits
         self._cached_step = lru_cache(maxsize=8)(self._make)
         model.store.splits = schedule == "zb-h1"
 
@@ -425,8 +426,8 @@ class PipelineForwardBackward:
 
         def run(chunk: int, index: int, hidden_states: torch.Tensor | None) -> torch.Tensor:
             output = compute(chunk, index, hidden_states)
-            if self.shown is not None:
-                self.shown.show(chunk, hidden_states, output)
+            if self.stage_bits is not None:
+                self.stage_bits.show(chunk, hidden_states, output)
             return output
 
         def compute(chunk: int, index: int, hidden_states: torch.Tensor | None) -> torch.Tensor:

@@ -184,7 +184,7 @@ def build_session(run: Run, context: RunGroups, vocabulary: Vocabulary, data: Da
 def _backend(
     config: Config, experiments: Sequence[Experiment], matmul: CpuMatmul | None
 ) -> Backend:
-    """Return the implementations that the model is built from, with those of experiments."""
+    """Return the implementations that build the model, experiments included."""
     chosen = with_cpu_dtype(backend(config), None if matmul is None else matmul.dtype)
     for experiment in experiments:
         if experiment.blocks is not None:
@@ -193,7 +193,7 @@ def _backend(
 
 
 def _cpu_matmul(config: Config, context: RunGroups) -> CpuMatmul | None:
-    """Return what a CPU multiplies in, the same on all ranks; None where that is no choice."""
+    """Return the dtype of CPU matmuls, equal on all ranks; None if there is no choice."""
     return CpuMatmul.choose(
         config.execution.cpu_matmul_dtype,
         weights=weight_dtype(config),
@@ -280,7 +280,7 @@ def _balance(model: GPTModel, context: RunGroups) -> Balance | None:
 
 
 def _find_patterns(config: Config, names: Collection[str]) -> None:
-    """See that every pattern of the options is that of a weight.
+    """Check that every pattern of the options matches at least one weight.
 
     Raises:
         ValueError: some are of none; each option that has such ones is named.

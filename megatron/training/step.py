@@ -384,7 +384,7 @@ class PipelineForwardBackward:
         schedule: "1f1b", "interleaved" or "zb-h1".
         group_size: microbatches that a chunk of the interleaved schedule takes in turn.
         weight_delay: how many microbatches "zb-h1" puts weight gradients off at most; the same on
-            all stages. Take 0 if layers are recomputed: what W needs is kept, recomputed or not.
+            all stages. Use 0 if layers are recomputed: inputs of W are kept in both cases.
         observe: called with every action of this rank before it is carried out.
         stage_bits: records the bits that each chunk of this rank receives and sends in the forward
             of a step.

@@ -58,8 +58,8 @@ EXPERT_FAULTS: Mapping[str, Fault] = {
     "loads are balanced over one rank's tokens": (
         "moe.router",
         "Router._balanced",
-        "all_reduce(own, self.group)",
-        "own",
+        "all_reduce(local_tokens, self.group)",
+        "local_tokens",
         {"experts": "sigmoid", "etp": 2},
     ),
     "biases drive tokens to the busy experts": (
@@ -79,8 +79,8 @@ EXPERT_FAULTS: Mapping[str, Fault] = {
     "rows of a token's experts come back in the wrong order": (
         "moe.dispatch",
         "_by_all_to_all",
-        "sum_rows(returned, leaving, weights=weights)",
-        "sum_rows(returned, leaving, weights=weights.flip(1))",
+        "sum_rows(combined, leaving, weights=weights)",
+        "sum_rows(combined, leaving, weights=weights.flip(1))",
         {"tp": 1, "dp": 2, "experts": "softmax", "ep": 2},
     ),
     "rotated key features keep the gradient of this rank's heads": (

@@ -37,18 +37,18 @@ if TYPE_CHECKING:
     from megatron.core.inference.router import Replicas
     from megatron.core.inference.scheduler import CacheStats
     from megatron.inference.checkpoint_model import CheckpointModel
-    from megatron.inference.llm import LLM, Result, TextDelta, TextParams
+    from megatron.inference.llm import LLM, TextDelta, TextOutput, TextParams
 
 PROG = "python -m megatron.inference.generate"
 
 
-def write_json(path: str | Path, results: Sequence[Result]) -> None:
-    """Write a JSON list, one object and one line per result, and replace the file atomically.
+def write_json(path: str | Path, outputs: Sequence[TextOutput]) -> None:
+    """Write a JSON list, one object and one line per output, and replace the file atomically.
 
     Raises:
         ValueError: the file cannot be written.
     """
-    lines = (json.dumps(r.to_json(), ensure_ascii=False) for r in results)
+    lines = (json.dumps(r.to_json(), ensure_ascii=False) for r in outputs)
     text = "[\n" + ",\n".join(lines) + "\n]"
     try:
         replace_file(Path(path), text + "\n")
@@ -98,7 +98,7 @@ class OrderedPrinter:
         """Buffer the new text of an output, and print the buffers whose turn it is."""
         output = delta.prompt * self._num_outputs + delta.index
         self._unprinted[output] = self._unprinted.get(output, "") + delta.text
-        if delta.result is not None:
+        if delta.output is not None:
             self._finished.add(output)
         while self._current in self._unprinted:
             if not self._header_printed:
@@ -172,7 +172,7 @@ def open_llm(loaded: CheckpointModel, config: GenerateConfig, texts: Sequence[st
 
 
 class ResultWriter:
-    """Write results as JSON lines, each as soon as its output has finished.
+    """Write outputs as JSON lines, each as soon as it has finished.
 
     Args:
         path: path of the file; None writes nothing.
@@ -189,10 +189,10 @@ class ResultWriter:
                     f"--output-jsonl {path} cannot be written: {error.strerror}"
                 ) from None
 
-    def write(self, result: Result) -> None:
+    def write(self, output: TextOutput) -> None:
         """Add a line."""
         if self._file is not None:
-            self._file.write(json.dumps(result.to_json(), ensure_ascii=False) + "\n")
+            self._file.write(json.dumps(output.to_json(), ensure_ascii=False) + "\n")
             self._file.flush()
 
     def close(self) -> None:
@@ -201,11 +201,11 @@ class ResultWriter:
             self._file.close()
 
 
-def check_finite(result: Result, prompt: int) -> None:
+def check_finite(output: TextOutput, prompt: int) -> None:
     """Raise ValueError for an output that ended because logits were not finite."""
-    if result.finish_reason == "error":
+    if output.finish_reason == "error":
         raise ValueError(
-            f"the model's logits are not finite at token {len(result.ids) + 1} of prompt "
+            f"the model's logits are not finite at token {len(output.ids) + 1} of prompt "
             f"{prompt + 1}: its weights are damaged or its training has diverged; take an earlier "
             "checkpoint"
         )
@@ -222,20 +222,20 @@ def continue_prompts(
     """
     params = text_params(config)
     display = OrderedPrinter(texts, params.num_outputs, sys.stdout) if is_rank_0 else None
-    results: dict[tuple[int, int], Result] = {}
+    outputs: dict[tuple[int, int], TextOutput] = {}
     with contextlib.closing(
         ResultWriter(config.output.output_jsonl if is_rank_0 else None)
     ) as lines:
         for delta in llm.stream(texts, params):
-            if delta.result is not None:
-                check_finite(delta.result, delta.prompt)
-                results[delta.prompt, delta.index] = delta.result
-                lines.write(delta.result)
+            if delta.output is not None:
+                check_finite(delta.output, delta.prompt)
+                outputs[delta.prompt, delta.index] = delta.output
+                lines.write(delta.output)
             if display is not None:
                 display.update(delta)
     if is_rank_0 and config.output.output_json is not None:
-        write_json(config.output.output_json, [results[key] for key in sorted(results)])
-    return sum(len(result.ids) for result in results.values())
+        write_json(config.output.output_json, [outputs[key] for key in sorted(outputs)])
+    return sum(len(output.ids) for output in outputs.values())
 
 
 def converse(llm: LLM, turns: Iterator[str], config: GenerateConfig, *, out: TextIO | None) -> int:
@@ -273,10 +273,10 @@ def converse(llm: LLM, turns: Iterator[str], config: GenerateConfig, *, out: Tex
                 answer += delta.text
                 if out is not None:
                     print(delta.text, end="", file=out, flush=True)
-                if delta.result is not None:
-                    check_finite(delta.result, len(messages) // 2)
-                    num_tokens += len(delta.result.ids)
-                    lines.write(delta.result)
+                if delta.output is not None:
+                    check_finite(delta.output, len(messages) // 2)
+                    num_tokens += len(delta.output.ids)
+                    lines.write(delta.output)
             if out is not None:
                 print(file=out, flush=True)
             messages.append({"role": "assistant", "content": answer})

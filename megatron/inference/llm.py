@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """`LLM`: generate text from a checkpoint or a Hugging Face folder, from Python.
 
-    >>> from megatron.inference.llm import LLM, TextParams
+    >>> from megatron.inference import LLM, TextParams
     >>> with LLM.open("runs/quickstart/checkpoints") as llm:
     ...     params = TextParams(max_new_tokens=20)
     ...     texts = [output.text for output in llm.generate(["The list type", "A"], params)]
@@ -81,7 +81,7 @@ class TextParams:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Result:
+class TextOutput:
     """A prompt and one of its outputs.
 
     Args:
@@ -124,13 +124,13 @@ class TextDelta:
         prompt: index of the prompt.
         index: index of this output among the outputs of the prompt.
         text: new text; it never ends within a character or within the start of a stop string.
-        result: the complete output, in the last delta; else None.
+        output: the complete output, in the last delta; else None.
     """
 
     prompt: int
     index: int
     text: str
-    result: Result | None
+    output: TextOutput | None
 
 
 @dataclass
@@ -259,7 +259,7 @@ class LLM:
                     key = completion.request_id, completion.index
                     if key in unfinished:
                         delta = self._text_delta(unfinished[key], completion)
-                        if delta.result is not None:
+                        if delta.output is not None:
                             del unfinished[key]
                         yield delta
         finally:
@@ -268,15 +268,15 @@ class LLM:
 
     def generate(
         self, texts: Sequence[str], params: TextParams | None = None, *, first_sequence: int = 0
-    ) -> list[Result]:
+    ) -> list[TextOutput]:
         """Continue texts; return all outputs in the order of the prompts. Arguments as `stream`."""
         deltas = self.stream(texts, params, first_sequence=first_sequence)
-        results = [
-            (delta.prompt, delta.index, delta.result)
+        outputs = [
+            (delta.prompt, delta.index, delta.output)
             for delta in deltas
-            if delta.result is not None
+            if delta.output is not None
         ]
-        return [result for _, _, result in sorted(results, key=lambda entry: entry[:2])]
+        return [output for _, _, output in sorted(outputs, key=lambda entry: entry[:2])]
 
     def sleep(self, level: int = 1) -> None:
         """Release device memory until `wake`, also of a draft model; requests in progress continue
@@ -296,7 +296,7 @@ class LLM:
         self.engine.wake()
 
     def _text_delta(self, output: _PendingOutput, completion: Completion) -> TextDelta:
-        """Return the text of an output's new tokens, with the result if the output has ended."""
+        """Return the text of an output's new tokens, with the output if the output has ended."""
         finish_reason = completion.finish_reason
         # The token that ends a document has no text.
         num_text_tokens = len(completion.tokens) - (finish_reason == "stop")
@@ -315,14 +315,14 @@ class LLM:
             prompt=output.prompt_index,
             index=completion.index,
             text=new_text,
-            result=self._result(output, completion) if completion.finish_reason else None,
+            output=self._text_output(output, completion) if completion.finish_reason else None,
         )
 
-    def _result(self, output: _PendingOutput, completion: Completion) -> Result:
+    def _text_output(self, output: _PendingOutput, completion: Completion) -> TextOutput:
         top_logprobs = tuple(tuple(logprobs) for logprobs in completion.top_logprobs)
         prompt_logprobs = completion.prompt_logprobs
         stopped = output.stream.stopped is not None
-        return Result(
+        return TextOutput(
             prompt=output.prompt,
             prompt_ids=output.request.prompt,
             index=completion.index,

@@ -4,14 +4,14 @@
 import io
 
 from megatron.inference.generate import OrderedPrinter
-from megatron.inference.llm import Result, TextDelta
+from megatron.inference.llm import TextDelta, TextOutput
 
 
 def piece(prompt: int, text: str, *, index: int = 0, ends: bool = False) -> TextDelta:
-    result = Result(
+    output = TextOutput(
         prompt="", prompt_ids=(1,), text=text, ids=(), logprobs=(), finish_reason="length"
     )
-    return TextDelta(prompt=prompt, index=index, text=text, result=result if ends else None)
+    return TextDelta(prompt=prompt, index=index, text=text, output=output if ends else None)
 
 
 def test_prompts_are_shown_in_order_and_the_first_one_live() -> None:

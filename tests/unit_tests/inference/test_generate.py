@@ -87,8 +87,8 @@ def test_pieces_add_up_to_the_results() -> None:
     shown: dict[int, str] = {}
     for piece in llm.stream(["ab", "m"], params(4)):
         shown[piece.prompt] = shown.get(piece.prompt, "") + piece.text
-        if piece.result is not None:
-            assert piece.result.text == shown[piece.prompt]
+        if piece.output is not None:
+            assert piece.output.text == shown[piece.prompt]
     assert shown == {0: "cdef", 1: "nopq"}
 
 

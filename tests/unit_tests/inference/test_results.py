@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 
 from megatron.inference.generate import check_json_path, write_json
-from megatron.inference.llm import Result
+from megatron.inference.llm import TextOutput
 
-RESULT = Result(
+RESULT = TextOutput(
     prompt='say "ü"\n',
     prompt_ids=(5, 6),
     text="ß\u2028",

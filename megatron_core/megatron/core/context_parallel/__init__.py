@@ -1,7 +1,25 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How the sequences of a microbatch lie over ranks."""
+"""Context parallelism: how the sequences of a microbatch are sharded over ranks.
 
-from megatron.core.context_parallel.cut import SequenceCut
-from megatron.core.context_parallel.layout import SequenceLayout
+Names are imported when they are first used.
+"""
 
-__all__ = ["SequenceCut", "SequenceLayout"]
+from typing import TYPE_CHECKING
+
+from megatron.core.lazy_exports import lazy_exports
+
+if TYPE_CHECKING:
+    from megatron.core.context_parallel.attention import context_attention as context_attention
+    from megatron.core.context_parallel.cut import SequenceCut as SequenceCut
+    from megatron.core.context_parallel.layout import ContextParallel as ContextParallel
+    from megatron.core.context_parallel.layout import PackedTokens as PackedTokens
+    from megatron.core.context_parallel.layout import SequenceLayout as SequenceLayout
+
+__getattr__, __dir__, __all__ = lazy_exports(
+    __name__,
+    {
+        "attention": ("context_attention",),
+        "cut": ("SequenceCut",),
+        "layout": ("ContextParallel", "PackedTokens", "SequenceLayout"),
+    },
+)

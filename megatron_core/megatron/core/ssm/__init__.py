@@ -1,6 +1,26 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Recurrent mixers: gated delta net and Mamba-2, and how they meet the tokens of other ranks."""
+"""Recurrent mixers: gated delta net and Mamba-2, and their context parallelism.
 
-from megatron.core.ssm.config import GatedDeltaNetConfig, Mamba2Config
+Names are imported when they are first used.
+"""
 
-__all__ = ["GatedDeltaNetConfig", "Mamba2Config"]
+from typing import TYPE_CHECKING
+
+from megatron.core.lazy_exports import lazy_exports
+
+if TYPE_CHECKING:
+    from megatron.core.ssm.config import GatedDeltaNetConfig as GatedDeltaNetConfig
+    from megatron.core.ssm.config import Mamba2Config as Mamba2Config
+    from megatron.core.ssm.gated_delta_net import GatedDeltaNet as GatedDeltaNet
+    from megatron.core.ssm.mamba2 import Mamba2 as Mamba2
+    from megatron.core.ssm.mixer import RecurrentCache as RecurrentCache
+
+__getattr__, __dir__, __all__ = lazy_exports(
+    __name__,
+    {
+        "config": ("GatedDeltaNetConfig", "Mamba2Config"),
+        "gated_delta_net": ("GatedDeltaNet",),
+        "mamba2": ("Mamba2",),
+        "mixer": ("RecurrentCache",),
+    },
+)

@@ -21,7 +21,7 @@ from megatron.core.dist_checkpointing.manifest import flatten
 from megatron.core.models.gpt import GPTConfig
 from megatron.core.models.layer_pattern import ATTENTIONS, DELTA_NET, DENSE, EXPERTS, MAMBA
 from megatron.core.moe import MoEConfig, RouterConfig
-from megatron.core.ssm.config import Mamba2Config
+from megatron.core.ssm.mixer_config import Mamba2Config
 from megatron.core.transformer import AttentionConfig, LatentAttentionConfig
 from megatron.hf.architectures import (
     ARCHITECTURES,

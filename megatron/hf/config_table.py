@@ -362,8 +362,10 @@ _SECTIONS = {
     "linear": _scales("linear"),
     "llama3": _scales("llama3"),
     "yarn": _scales("yarn"),
-    "delta_net": ConfigSection("delta_net", "ssm.config:GatedDeltaNetConfig", _has(DELTA_NET)),
-    "mamba": ConfigSection("mamba", "ssm.config:Mamba2Config", _has(MAMBA)),
+    "delta_net": ConfigSection(
+        "delta_net", "ssm.mixer_config:GatedDeltaNetConfig", _has(DELTA_NET)
+    ),
+    "mamba": ConfigSection("mamba", "ssm.mixer_config:Mamba2Config", _has(MAMBA)),
 }
 _MODEL = (
     Row("hidden_size", "hidden_size", _count),

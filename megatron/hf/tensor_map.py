@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 from megatron.core.boxes import Box, intersect
 from megatron.core.models.gpt import GPTConfig
-from megatron.core.ssm.config import GatedDeltaNetConfig, Mamba2Config
+from megatron.core.ssm.mixer_config import GatedDeltaNetConfig, Mamba2Config
 from megatron.core.transformer import LatentAttentionConfig
 from megatron.hf.architectures import MTP_COPIES
 from megatron.hf.entries import (

@@ -39,7 +39,7 @@ from megatron.core.models.gpt import GPTConfig
 from megatron.core.moe.dispatch import choose_dispatcher
 from megatron.core.process_groups import Group, ProcessGroupCollection
 from megatron.training.config import Config
-from megatron.training.config.layer_pattern import is_recurrent
+from megatron.training.config.layer_pattern_options import is_recurrent
 from megatron.training.config.resolve import Run
 from megatron.training.core_configs import attention_shape
 from megatron.training.monitoring.flops import flops_per_square, product_weights, window

@@ -26,7 +26,7 @@ from megatron.training.config.checkpoint_options import (
     with_checkpoint_matrices,
     with_checkpoint_schedule,
 )
-from megatron.training.config.layer_pattern import FLAG, is_hybrid, pattern_defaults
+from megatron.training.config.layer_pattern_options import FLAG, is_hybrid, pattern_defaults
 from megatron.training.config.megatron_flags import MEGATRON_FLAGS
 from megatron.training.config.resolve import Run, resolve
 from megatron.training.experiments import check_experiments

@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from megatron.training.config import Config
-from megatron.training.config.layer_pattern import FLAG
+from megatron.training.config.layer_pattern_options import FLAG
 from megatron.training.pretrain_gpt import Program, run_program
 
 

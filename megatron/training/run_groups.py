@@ -31,7 +31,7 @@ from megatron.core.device import choose_device
 from megatron.core.dist_checkpointing import Coordinator, Solo, StoreCoordinator
 from megatron.core.models.layer_pattern import MAMBA
 from megatron.core.process_groups import GROUP_NAMES, ProcessGroupCollection, RankGrid
-from megatron.training.config.layer_pattern import has, has_attention
+from megatron.training.config.layer_pattern_options import has, has_attention
 from megatron.training.config.resolve import Run
 from megatron.training.failures.hang_files import BETWEEN_TWO, ask_for_record, describe
 from megatron.training.failures.peers import Diagnosis, PeerWatch

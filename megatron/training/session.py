@@ -41,7 +41,7 @@ from megatron.core.models.gpt import (
 from megatron.core.moe import CapacityCheck, MoEConfig, capacities_of
 from megatron.core.moe.router import Balance, RouterLoad, routers_of
 from megatron.core.optimizer import Optimizer
-from megatron.core.optimizer.config import check_patterns
+from megatron.core.optimizer.optimizer_config import check_patterns
 from megatron.hf.config_json import differences, function_of
 from megatron.hf.folder import is_folder
 from megatron.hf.read_weights import read_weights, reading_lines

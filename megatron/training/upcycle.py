@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from megatron.cli.errors import run_entry_point
 from megatron.cli.flags import parse_command_line
 from megatron.cli.standard_streams import run_command
-from megatron.training.config.layer_pattern import read_frequency, write_frequency
+from megatron.training.config.layer_pattern_options import read_frequency, write_frequency
 from megatron.training.config.values import not_negative, positive, require, require_all
 
 if TYPE_CHECKING:

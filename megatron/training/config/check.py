@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from megatron.core.datasets.batch_sizes import Division
 from megatron.training.config import (
     Config,
-    layer_pattern,
+    layer_pattern_options,
     option_checks,
     parallel_options,
     quantization,
@@ -24,7 +24,7 @@ from megatron.training.data import data_paths
 
 def check(config: Config, world_size: int) -> list[str]:
     """List every problem of a config on `world_size` processes, each with its fix."""
-    config = layer_pattern.with_layers(config)
+    config = layer_pattern_options.with_layers(config)
     return list(
         itertools.chain(
             _layout(config, world_size),
@@ -33,7 +33,7 @@ def check(config: Config, world_size: int) -> list[str]:
             quantization.problems(config),
             _batch(config, world_size),
             _data_parallel(config, world_size),
-            layer_pattern.problems(config),
+            layer_pattern_options.problems(config),
             option_checks.missing_block_problems(config),
             option_checks.hybrid_problems(config),
             _heads(config),
@@ -211,7 +211,7 @@ def _data_parallel(config: Config, world_size: int) -> Iterator[str]:
 def _heads(config: Config) -> Iterator[str]:
     model, tp = config.model, config.parallel.tensor_model_parallel_size
     heads, groups = model.num_attention_heads, model.num_query_groups
-    if not layer_pattern.has_attention(config):
+    if not layer_pattern_options.has_attention(config):
         return  # `missing_block_problems` names attention's options
     if heads is None:
         yield "missing --num-attention-heads: give it"
@@ -290,7 +290,7 @@ def _rope_scaling(config: Config) -> Iterator[str]:
 
 def _learned_positions(config: Config) -> Iterator[str]:
     learned = config.position.position_embedding_type == "learned_absolute"
-    if learned and layer_pattern.depths(config):
+    if learned and layer_pattern_options.depths(config):
         yield (
             "--position-embedding-type learned_absolute does not go with multi-token prediction, "
             "which reads tokens without their positions: use rope, yarn or none"
@@ -299,7 +299,7 @@ def _learned_positions(config: Config) -> Iterator[str]:
 
 def _kernels(config: Config) -> Iterator[str]:
     dropout = config.attention.attention_dropout
-    attends = layer_pattern.has_attention(config)
+    attends = layer_pattern_options.has_attention(config)
     if attends and config.parallel.attention_backend == "triton" and dropout:
         yield (
             f"--attention-backend triton has no --attention-dropout {dropout}: set that to 0 or "
@@ -308,7 +308,7 @@ def _kernels(config: Config) -> Iterator[str]:
 
 
 def _recompute(config: Config) -> Iterator[str]:
-    chosen, layers = config.execution, layer_pattern.num_layers(config)
+    chosen, layers = config.execution, layer_pattern_options.num_layers(config)
     recompute_options = {
         "--recompute-method": chosen.recompute_method,
         "--recompute-num-layers": chosen.recompute_num_layers,

@@ -29,7 +29,7 @@ from megatron.cli.two_way_table import (
 )
 from megatron.core.models.layer_pattern import DELTA_NET, DENSE, EXPERTS, FURTHER, MAMBA
 from megatron.training.config import Config
-from megatron.training.config.layer_pattern import (
+from megatron.training.config.layer_pattern_options import (
     depths,
     expert_layers,
     has,
@@ -41,7 +41,7 @@ from megatron.training.config.layer_pattern import (
 
 if TYPE_CHECKING:
     from megatron.core.models.gpt import GPTConfig
-    from megatron.core.ssm.config import GatedDeltaNetConfig, Mamba2Config
+    from megatron.core.ssm.mixer_config import GatedDeltaNetConfig, Mamba2Config
 
 
 class Flags:
@@ -298,9 +298,11 @@ _SECTIONS_OF_TABLE = {
     "moe": ConfigSection("moe", "moe:MoEConfig", lambda f: f["num-experts"] is not None),
     "router": ConfigSection("moe.router", "moe:RouterConfig"),
     "delta_net": ConfigSection(
-        "delta_net", "ssm.config:GatedDeltaNetConfig", lambda f: has(f.config, DELTA_NET)
+        "delta_net", "ssm.mixer_config:GatedDeltaNetConfig", lambda f: has(f.config, DELTA_NET)
     ),
-    "mamba": ConfigSection("mamba", "ssm.config:Mamba2Config", lambda f: has(f.config, MAMBA)),
+    "mamba": ConfigSection(
+        "mamba", "ssm.mixer_config:Mamba2Config", lambda f: has(f.config, MAMBA)
+    ),
 }
 
 MODEL = Table(

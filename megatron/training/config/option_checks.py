@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from megatron.core.extensions import transformer_engine_problem
 from megatron.core.models.layer_pattern import ATTENTIONS, DENSE, EXPERTS, FEED_FORWARD
-from megatron.training.config.layer_pattern import (
+from megatron.training.config.layer_pattern_options import (
     FLAG,
     blocks,
     depth_blocks,

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from megatron.core.extensions import QuantizationConfig, transformer_engine_problem
 from megatron.core.models.layer_pattern import ATTENTION, DELTA_NET, DENSE, LATENT, MAMBA
-from megatron.training.config import layer_pattern
+from megatron.training.config import layer_pattern_options
 
 if TYPE_CHECKING:
     from megatron.training.config import Config
@@ -49,7 +49,7 @@ def problems(config: Config) -> Iterator[str]:
                 f"{chosen.flag}: this GPU has no {recipe_config.recipe} ({reason}): take another "
                 "recipe"
             )
-    layers = layer_pattern.num_layers(config)
+    layers = layer_pattern_options.num_layers(config)
     num_bf16_layers = recipe_config.num_layers_at_start + recipe_config.num_layers_at_end
     if num_bf16_layers >= layers:
         yield (
@@ -87,7 +87,7 @@ def _sizes(config: Config, recipe_config: QuantizationConfig) -> Iterator[str]:
 def _weight_sizes(config: Config, tp: int) -> Iterator[tuple[int, str]]:
     """Yield what a rank has of a weight's size, and the options that set it."""
     model, experts = config.model, config.experts
-    kinds = set(layer_pattern.blocks(config) + layer_pattern.depth_blocks(config))
+    kinds = set(layer_pattern_options.blocks(config) + layer_pattern_options.depth_blocks(config))
     yield model.hidden_size, "--hidden-size"
     if DENSE in kinds:
         yield model.inner_features // tp, "--ffn-hidden-size"
@@ -137,7 +137,7 @@ def _recurrent_sizes(config: Config, kinds: set[str], tp: int) -> Iterator[tuple
         yield values // tp, name
         yield rows, f"2 x (--linear-num-key-heads x --linear-key-head-dim + {name} + its heads)"
     if MAMBA in kinds:
-        heads = layer_pattern.mamba_heads(config)
+        heads = layer_pattern_options.mamba_heads(config)
         inner = heads * hybrid.mamba_head_dim
         shared = max(1, hybrid.mamba_num_groups // tp) * hybrid.mamba_state_dim
         yield inner // tp, "--mamba-num-heads x --mamba-head-dim"

@@ -30,7 +30,7 @@ from megatron.training.config import (
     TokenizerConfig,
     TrainingConfig,
 )
-from megatron.training.config.layer_pattern import (
+from megatron.training.config.layer_pattern_options import (
     expert_layers,
     has,
     mamba_heads,

@@ -21,8 +21,8 @@ from megatron.core.models.layer_pattern import (
     written_problems,
 )
 from megatron.core.pipeline_parallel import schedule
-from megatron.training.config import Config, layer_pattern, parallel_options
-from megatron.training.config.layer_pattern import FLAG, is_hybrid
+from megatron.training.config import Config, layer_pattern_options, parallel_options
+from megatron.training.config.layer_pattern_options import FLAG, is_hybrid
 
 
 def stage_split(config: Config) -> StageSplit:
@@ -66,7 +66,7 @@ def problems(config: Config, world_size: int) -> Iterator[str]:
 
 def _cut_pattern(config: Config) -> str | None:
     """Return the layer pattern of the model if it says where stages begin."""
-    pattern = layer_pattern.written(config)
+    pattern = layer_pattern_options.written(config)
     return None if pattern is None or CUT not in pattern.main else pattern.main
 
 
@@ -102,7 +102,7 @@ def _chunks(config: Config) -> int | None:
 
 def _pattern(config: Config) -> Iterator[str]:
     """Compare a pattern that cuts nothing with the model."""
-    pattern = layer_pattern.written(config)
+    pattern = layer_pattern_options.written(config)
     if pattern is None or CUT in pattern.main or _is_broken(config):
         return
     for problem in pattern_problems(pattern.main, 1, ffn_pattern=_layer_kinds(config)):
@@ -121,7 +121,7 @@ def _layer_kinds(config: Config) -> str | None:
 
     Where it has experts and the model none, or not in these layers, `expert_problems` says so.
     """
-    pattern, layers = layer_pattern.written(config), config.model.num_layers
+    pattern, layers = layer_pattern_options.written(config), config.model.num_layers
     kinds = DENSE * layers if pattern is None else ffn_of(pattern.blocks)
     if kinds is None:
         return None
@@ -164,9 +164,9 @@ def _layers(config: Config) -> Iterator[str]:
 
 def _recompute(config: Config) -> Iterator[str]:
     """Name a number of layers that no chunk has."""
-    count, layers = config.execution.recompute_num_layers, layer_pattern.num_layers(config)
+    count, layers = config.execution.recompute_num_layers, layer_pattern_options.num_layers(config)
     full = config.execution.recompute_granularity == "full"
-    written = layer_pattern.written(config)
+    written = layer_pattern_options.written(config)
     pattern = (ATTENTION + DENSE) * layers if written is None else written.blocks
     ranges = stage_split(config).ranges
     max_layers = max(len(layer_blocks(pattern[begin:end])) for begin, end in ranges)

@@ -42,7 +42,7 @@ from megatron.core.ssm.choice import explain as explain_linear
 from megatron.core.ssm.choice import linear_shape
 from megatron.core.transformer import LatentAttentionConfig
 from megatron.training.config import Config
-from megatron.training.config.layer_pattern import has_attention, num_layers
+from megatron.training.config.layer_pattern_options import has_attention, num_layers
 from megatron.training.config.model_table import recurrent_shapes
 from megatron.training.config.quantization import quantization
 from megatron.training.config.resolve import Run

@@ -16,7 +16,7 @@ import numpy as np
 from megatron.core.models.gpt_config import GPTConfig
 from megatron.core.models.layer_pattern import ATTENTIONS, DELTA_NET, DENSE, EXPERTS, MAMBA
 from megatron.core.moe import MoEConfig
-from megatron.core.ssm.config import GatedDeltaNetConfig, Mamba2Config
+from megatron.core.ssm.mixer_config import GatedDeltaNetConfig, Mamba2Config
 from megatron.core.transformer import AttentionConfig, LatentAttentionConfig, MLPConfig
 
 Lengths = TypeVar("Lengths", int, np.ndarray)

@@ -21,7 +21,7 @@ from megatron.core.dist_checkpointing import (
 )
 from megatron.core.models.gpt import GPTConfig, GPTModel
 from megatron.core.moe import MoEConfig
-from megatron.core.moe.config import RouterConfig
+from megatron.core.moe.moe_config import RouterConfig
 from megatron.core.process_groups import ProcessGroupCollection
 from megatron.core.ssm import GatedDeltaNetConfig, Mamba2Config
 from megatron.core.transformer import AttentionConfig, MLPConfig, RopeConfig

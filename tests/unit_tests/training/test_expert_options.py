@@ -11,12 +11,12 @@ import pytest
 
 from megatron.cli.schema import build, flatten, options
 from megatron.cli.yaml_file import read_options, write_options
-from megatron.core.moe.config import MoEConfig, RouterConfig
+from megatron.core.moe.moe_config import MoEConfig, RouterConfig
 from megatron.core.process_groups import RankGrid
 from megatron.core.transformer import AttentionConfig, LatentAttentionConfig
 from megatron.training.config import Config
 from megatron.training.config.check import check
-from megatron.training.config.layer_pattern import read_frequency, write_frequency
+from megatron.training.config.layer_pattern_options import read_frequency, write_frequency
 from megatron.training.config.model_table import gpt_config
 from megatron.training.config.resolve import resolve
 from megatron.training.core_configs import backend

@@ -25,7 +25,7 @@ from megatron.core.models.layer_pattern import StageSplit
 from megatron.core.moe import Balance, MoEConfig, RouterConfig, routers_of
 from megatron.core.optimizer import Optimizer, OptimizerConfig
 from megatron.core.process_groups import ProcessGroupCollection, RankGrid
-from megatron.core.ssm.config import GatedDeltaNetConfig, Mamba2Config
+from megatron.core.ssm.mixer_config import GatedDeltaNetConfig, Mamba2Config
 from megatron.core.transformer import AttentionConfig, MLPConfig
 from megatron.training.layouts import Layouts, PackedCuts
 from megatron.training.session import take

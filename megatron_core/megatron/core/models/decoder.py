@@ -31,9 +31,9 @@ from megatron.core.models.layer_pattern import (
 )
 from megatron.core.moe import MoE, MoEConfig
 from megatron.core.ops.dropout import dropout, dropout_key
-from megatron.core.ssm.config import GatedDeltaNetConfig, Mamba2Config
 from megatron.core.ssm.gated_delta_net import GatedDeltaNet
 from megatron.core.ssm.mamba2 import Mamba2
+from megatron.core.ssm.mixer_config import GatedDeltaNetConfig, Mamba2Config
 from megatron.core.tensor_parallel import ColumnParallelLinear
 from megatron.core.transformer import (
     MLP,

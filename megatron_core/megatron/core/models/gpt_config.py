@@ -13,7 +13,7 @@ from megatron.core.models.decoder import DecoderConfig, missing_shapes
 from megatron.core.models.layer_pattern import ATTENTION, DENSE, EXPERTS, LATENT, symbol_problems
 from megatron.core.moe import MoEConfig
 from megatron.core.ops.rope import RopeScaling
-from megatron.core.ssm.config import AUTO, GatedDeltaNetConfig, Mamba2Config
+from megatron.core.ssm.mixer_config import AUTO, GatedDeltaNetConfig, Mamba2Config
 from megatron.core.transformer import (
     AttentionConfig,
     LatentAttentionConfig,

@@ -10,7 +10,7 @@ from __future__ import annotations
 from megatron.core.models.gpt_config import GPTConfig
 from megatron.core.models.layer_pattern import EXPERTS
 from megatron.core.moe import MoEConfig, RouterConfig
-from megatron.core.ssm.config import GatedDeltaNetConfig, Mamba2Config
+from megatron.core.ssm.mixer_config import GatedDeltaNetConfig, Mamba2Config
 from megatron.core.transformer import AttentionConfig, MLPConfig, NormConfig, RopeConfig
 
 #: Three gated delta nets to one attention; after each an MLP or experts.

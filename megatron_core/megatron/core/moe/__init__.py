@@ -2,8 +2,8 @@
 """Mixture of experts: a router, the dispatch of tokens to their experts, the experts."""
 
 from megatron.core.moe.capacity import CapacityCheck
-from megatron.core.moe.config import MoEConfig, RouterConfig
 from megatron.core.moe.layer import MoE, capacities_of
+from megatron.core.moe.moe_config import MoEConfig, RouterConfig
 from megatron.core.moe.router import Balance, RouterLoad, routers_of
 
 __all__ = [

@@ -36,7 +36,7 @@ import torch.nn.functional as F
 from megatron.core.comm import all_gather, gather_from_group
 from megatron.core.comm.conjugates import arrive, depart, direct, exchange, gather, scatter
 from megatron.core.moe.capacity import RankCapacity
-from megatron.core.moe.config import DISPATCHERS
+from megatron.core.moe.moe_config import DISPATCHERS
 from megatron.core.moe.router import Routing
 from megatron.core.ops.permutation import Permutation, sum_rows, take_rows
 from megatron.core.process_groups import Group

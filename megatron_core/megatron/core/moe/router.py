@@ -46,7 +46,7 @@ from megatron.core.backend import LayerBuild
 from megatron.core.comm import all_reduce
 from megatron.core.comm.conjugates import gather_from_group, scatter_to_group
 from megatron.core.context_parallel import SequenceLayout
-from megatron.core.moe.config import MoEConfig, RouterConfig
+from megatron.core.moe.moe_config import MoEConfig, RouterConfig
 from megatron.core.ops.dispatch import apply_function
 from megatron.core.ops.dropout import dropout_key
 from megatron.core.ops.dropout.reference import hash_index, mix_rows_and_columns

@@ -42,7 +42,7 @@ import torch
 
 from megatron.core.boxes import Box
 from megatron.core.comm.collectives import Pending, all_gather, all_reduce, all_to_all_async
-from megatron.core.optimizer.config import MuonConfig, StepNumbers, UpdateRanges
+from megatron.core.optimizer.optimizer_config import MuonConfig, StepNumbers, UpdateRanges
 from megatron.core.optimizer.range_state import RangeState, is_matrix, matrix_boxes
 from megatron.core.process_groups import Group
 from megatron.core.weight_sharding import LocalBox, Segment, WeightSharding

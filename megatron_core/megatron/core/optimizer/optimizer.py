@@ -28,9 +28,9 @@ import torch
 
 from megatron.core.comm.collectives import all_reduce
 from megatron.core.device import current_stream, new_event, new_stream, on_stream, pin
-from megatron.core.optimizer.config import OptimizerConfig, StepNumbers, check_patterns
 from megatron.core.optimizer.loss_scaler import ConstantLossScaler, LossScaler
 from megatron.core.optimizer.muon import Muon
+from megatron.core.optimizer.optimizer_config import OptimizerConfig, StepNumbers, check_patterns
 from megatron.core.optimizer.range_state import (
     RangeState,
     range_states,

@@ -21,7 +21,7 @@ from torch.optim.sgd import sgd
 
 from megatron.core.boxes import Box
 from megatron.core.device import pin
-from megatron.core.optimizer.config import (
+from megatron.core.optimizer.optimizer_config import (
     TOKEN_MATRICES,
     OptimizerConfig,
     StepNumbers,

@@ -19,7 +19,7 @@ from dataclasses import dataclass, replace
 
 from megatron.core.context_parallel import SequenceLayout
 from megatron.core.context_parallel.cut import ZIGZAG
-from megatron.core.ssm.config import (
+from megatron.core.ssm.mixer_config import (
     AUTO,
     HEADWISE,
     LINEAR_MODES,

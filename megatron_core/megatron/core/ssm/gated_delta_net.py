@@ -23,8 +23,8 @@ from megatron.core.ops.joint_gradient import ProjectionSlice, slice_of
 from megatron.core.ops.recurrence_decode.reference import OutputNorm
 from megatron.core.ops.recurrence_prologue import UnitParts
 from megatron.core.ssm.choice import linear_shape
-from megatron.core.ssm.config import GatedDeltaNetConfig
 from megatron.core.ssm.mixer import Part, RecurrentCache, RecurrentMixer
+from megatron.core.ssm.mixer_config import GatedDeltaNetConfig
 from megatron.core.transformer.norm import NormConfig
 from megatron.core.weight_sharding import WeightSharding
 

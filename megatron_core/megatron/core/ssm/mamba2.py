@@ -30,8 +30,8 @@ from megatron.core.ops.recurrence_decode.reference import OutputNorm
 from megatron.core.ops.recurrence_prologue import UnitParts
 from megatron.core.ops.state_space_dual import add_skip, state_space_recurrence
 from megatron.core.ssm.choice import linear_shape
-from megatron.core.ssm.config import Mamba2Config
 from megatron.core.ssm.mixer import Part, RecurrentCache, RecurrentMixer
+from megatron.core.ssm.mixer_config import Mamba2Config
 from megatron.core.transformer.norm import NormConfig
 from megatron.core.weight_sharding import Cut, WeightSharding
 

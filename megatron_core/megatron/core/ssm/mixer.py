@@ -47,7 +47,7 @@ from megatron.core.ops.recurrence_prologue import PrologueWeights, UnitParts, re
 from megatron.core.ops.row_tiles import TILE_ROWS, padded
 from megatron.core.ops.sequences import Places, Sequences
 from megatron.core.ssm.choice import LinearShape, choose_mode
-from megatron.core.ssm.config import SEGMENTS
+from megatron.core.ssm.mixer_config import SEGMENTS
 from megatron.core.ssm.state_passing import halo_rows, recur_in_segments
 from megatron.core.weight_gather.handle import WeightHandle
 from megatron.core.weight_sharding import Cut, Segment, WeightSharding

@@ -27,10 +27,10 @@ from megatron.core.ops.recurrence_decode import triton as recurrence_decode_trit
 from megatron.core.ops.recurrence_decode.reference import DecodeMemory, OutputNorm
 from megatron.core.ops.recurrence_prologue import PrologueWeights, UnitParts
 from megatron.core.process_groups import ProcessGroupCollection
-from megatron.core.ssm.config import GatedDeltaNetConfig, Mamba2Config
 from megatron.core.ssm.gated_delta_net import GatedDeltaNet
 from megatron.core.ssm.mamba2 import Mamba2
 from megatron.core.ssm.mixer import RecurrentMixer
+from megatron.core.ssm.mixer_config import GatedDeltaNetConfig, Mamba2Config
 from megatron.core.tensor_parallel import TensorParallelRegion
 from megatron.core.transformer import LayerBuild, NormConfig
 from megatron.core.weight_gather import WeightStore

@@ -29,9 +29,9 @@ from megatron.core.ops.launches import Launches
 from megatron.core.ops.recurrence_prologue import triton as kernels
 from megatron.core.process_groups import ProcessGroupCollection
 from megatron.core.ssm import gated_delta_net, mamba2
-from megatron.core.ssm.config import GatedDeltaNetConfig, Mamba2Config
 from megatron.core.ssm.gated_delta_net import GatedDeltaNet
 from megatron.core.ssm.mamba2 import Mamba2
+from megatron.core.ssm.mixer_config import GatedDeltaNetConfig, Mamba2Config
 from megatron.core.tensor_parallel import TensorParallelRegion
 from megatron.core.transformer import LayerBuild, NormConfig
 from megatron.core.weight_gather import WeightStore

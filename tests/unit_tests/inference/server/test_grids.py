@@ -22,7 +22,7 @@ from megatron.core.inference.engine import Completion, Request, generate
 from megatron.core.inference.sampling import SamplingParams
 from megatron.core.models.gpt import GPTConfig, GPTModel
 from megatron.core.moe import MoEConfig
-from megatron.core.moe.config import RouterConfig
+from megatron.core.moe.moe_config import RouterConfig
 from megatron.core.process_groups import ProcessGroupCollection
 from megatron.inference import serve
 from megatron.inference.checkpoint_model import load_checkpoint_model

@@ -238,7 +238,7 @@ def _is_gated(config: GPTConfig) -> bool:
 def function_of(config: GPTConfig) -> GPTConfig:
     """Return a canonical config of a model's function at inference: without dropout,
     initialization and load balancing."""
-    rope, kinds = config.rope, set(config.blocks + config.depth_blocks)
+    rope, kinds = config.rope, set(config.blocks + config.mtp_blocks)
     if rope is not None and rope.scaling is not None and rope.scaling.kind == "yarn":
         magnitude = float(f"{rope.scaling.magnitude:.8g}")
         scaling = dataclasses.replace(rope.scaling, attention_factor=magnitude)
@@ -252,7 +252,7 @@ def function_of(config: GPTConfig) -> GPTConfig:
         moe=_experts_of(config) if EXPERTS in kinds else None,
         delta_net=config.delta_net if DELTA_NET in kinds else None,
         mamba=_mamba_of(config) if MAMBA in kinds else None,
-        mtp_pattern=config.depth_blocks,
+        mtp_pattern=config.mtp_blocks,
         rope=rope,
         hidden_dropout=0.0,
         init_std=0.02,

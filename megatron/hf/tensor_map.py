@@ -194,7 +194,7 @@ def tensor_map(
         mapping.add_all(_entries(kind, blocks, symbol), words)
     for depth in range(config.mtp_num_layers if kind.mtp_entries else 0):
         words = {"layer": str(config.num_layers + depth), "depth": str(depth)}
-        for block, symbol in enumerate(config.depth_blocks):
+        for block, symbol in enumerate(config.mtp_blocks):
             inside = {"block": f"mtp.{depth}.decoder.blocks.{block}"}
             mapping.add_all(_entries(kind, blocks, symbol), words | inside)
         mapping.add_all(kind.mtp_entries, words)

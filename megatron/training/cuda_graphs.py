@@ -152,8 +152,8 @@ def _tensors(of: object) -> dict[str, torch.Tensor]:
 def _inputs(batch: Microbatch) -> dict[str, torch.Tensor]:
     """Return the inputs of a microbatch, those in its layout too, by name."""
     tensors = _tensors(batch)
-    if batch.ahead is not None:
-        tensors |= {f"ahead.{name}": x for name, x in _tensors(batch.ahead).items()}
+    if batch.mtp_targets is not None:
+        tensors |= {f"mtp_targets.{name}": x for name, x in _tensors(batch.mtp_targets).items()}
     inside = _tensors(batch.layout)
     return tensors | {f"layout.{name}": inside[name] for name in _OF_LAYOUT if name in inside}
 
@@ -167,11 +167,11 @@ def _copied(batch: Microbatch) -> Microbatch:
         }
         return {n: x.clone(memory_format=torch.contiguous_format) for n, x in tensors.items()}
 
-    ahead = batch.ahead
+    mtp_targets = batch.mtp_targets
     layout = batch.layout.with_tensors(**copies(batch.layout))
-    if ahead is not None:
-        ahead = dataclasses.replace(ahead, **copies(ahead))
-    return dataclasses.replace(batch, layout=layout, ahead=ahead, **copies(batch))
+    if mtp_targets is not None:
+        mtp_targets = dataclasses.replace(mtp_targets, **copies(mtp_targets))
+    return dataclasses.replace(batch, layout=layout, mtp_targets=mtp_targets, **copies(batch))
 
 
 def _form(batch: Microbatch) -> tuple[object, ...]:

@@ -31,12 +31,12 @@ from megatron.core.dist_checkpointing import (
 )
 from megatron.core.distributed import DataParallel
 from megatron.core.models.gpt import (
-    Ahead,
     GPTConfig,
     GPTModel,
+    MTPTargets,
     logical_weights,
-    shifted,
-    take_mean_losses,
+    shift_targets,
+    take_mean_mtp_losses,
 )
 from megatron.core.moe import CapacityCheck, MoEConfig, capacities_of
 from megatron.core.moe.router import Balance, RouterLoad, routers_of
@@ -479,14 +479,14 @@ def microbatch(
     device: torch.device,
     *,
     layouts: Layouts,
-    depths: int = 0,
+    mtp_num_layers: int = 0,
     share: float | None = None,
 ) -> Microbatch:
     """Put a batch on the device.
 
     Args:
         layouts: say which tokens this rank has of the batch's rows.
-        depths: of multi-token prediction, whose tokens are found in whole rows.
+        mtp_num_layers: number of multi-token prediction layers.
         share: of the step's samples, see `Microbatch`.
     """
 
@@ -495,13 +495,13 @@ def microbatch(
         return pin(tensor, device).to(device, non_blocking=True)
 
     layout = layouts.of(batch)
-    ahead = None
-    if depths:
-        targets = shifted(
+    mtp_targets = None
+    if mtp_num_layers:
+        targets = shift_targets(
             batch.input_ids,
             batch.labels,
             batch.loss_mask,
-            depths=depths,
+            num_layers=mtp_num_layers,
             document_ids=batch.document_ids,
             padding=batch.padding,
         )
@@ -510,11 +510,11 @@ def microbatch(
             for name, rows in vars(targets).items()  # [D, b, s] each
             if rows is not None
         }
-        ahead = Ahead(**local)
+        mtp_targets = MTPTargets(**local)
     rows = (batch.input_ids, batch.labels, batch.loss_mask)
     tokens, labels, loss_mask = (moved(layout.local(x)) for x in rows)  # [b, s/cp]
     layout = layout.with_samples(moved(batch.sample_ids))
-    return Microbatch(tokens, labels, loss_mask, layout, ahead=ahead, share=share)
+    return Microbatch(tokens, labels, loss_mask, layout, mtp_targets=mtp_targets, share=share)
 
 
 def squared_lengths(batch: GPTBatch, window: int | None = None) -> int:
@@ -531,7 +531,7 @@ def take(
     device: torch.device,
     *,
     layouts: Layouts,
-    depths: int = 0,
+    mtp_num_layers: int = 0,
     step_samples: int | None = None,
 ) -> list[Microbatch]:
     """Return the next microbatches of this lane, to be trained on.
@@ -542,7 +542,9 @@ def take(
     microbatches = []
     for batch in islice(batches, count):
         share = None if step_samples is None else batch.num_samples / step_samples
-        microbatches.append(microbatch(batch, device, layouts=layouts, depths=depths, share=share))
+        microbatches.append(
+            microbatch(batch, device, layouts=layouts, mtp_num_layers=mtp_num_layers, share=share)
+        )
     return microbatches
 
 
@@ -562,7 +564,7 @@ class SessionSteps:
     def __init__(self, session: Session, batches: Iterator[GPTBatch]) -> None:
         self._session, self._batches, model = session, batches, session.model
         self._layouts = layouts_of(session.run, session.place, model.config)
-        self._depths = 0 if model.multi_token is None else model.config.mtp_num_layers
+        self._mtp_num_layers = 0 if model.multi_token is None else model.config.mtp_num_layers
         self.lr = learning_rate_schedule(session.run)
         self.decoupled_lr = decoupled_schedule(session.run)
         self.weight_decay = weight_decay_schedule(session.run)
@@ -589,7 +591,7 @@ class SessionSteps:
             len(batches),
             device,
             layouts=self._layouts,
-            depths=self._depths,
+            mtp_num_layers=self._mtp_num_layers,
             step_samples=None if division.is_even else samples,
         )
         decoupled_schedule, state = self.decoupled_lr, self._session.model.step_state
@@ -636,7 +638,7 @@ class SessionSteps:
 
 @contextlib.contextmanager
 def open_steps(session: Session, *, consumed_samples: int) -> Iterator[SessionSteps]:
-    """Open the steps of a session from a position in its data on; reading ahead ends with the
+    """Open the steps of a session from a position in its data on; reading mtp_targets ends with the
     block."""
     run = session.run
     batches = read_ahead(
@@ -659,7 +661,7 @@ class ModelLog(TrainingHooks):
     """Shows at log lines what parts of a model have counted.
 
     Args:
-        model: may have depths of multi-token prediction.
+        model: with or without multi-token prediction layers.
         balance: sums the loads of its experts; None where there are none.
     """
 
@@ -667,7 +669,7 @@ class ModelLog(TrainingHooks):
         self._model, self._balance = model, balance
 
     def log_parts(self) -> list[LogPart]:
-        """Return the losses of depths and the loads of experts; every rank calls this."""
+        """Return the MTP losses and the loads of experts; every rank calls this."""
         log_parts = []
         if self._model.config.mtp_num_layers:
             log_parts.append(mtp_losses(self._model))
@@ -677,11 +679,11 @@ class ModelLog(TrainingHooks):
 
 
 def mtp_losses(model: GPTModel) -> LogPart:
-    """Return what a log line reports of the depths, counted from 1, since the line before.
+    """Return what a log line reports of the MTP layers, counted from 1, since the line before.
 
     Every rank calls this.
     """
-    losses = dict(enumerate(take_mean_losses(model), start=1))
+    losses = dict(enumerate(take_mean_mtp_losses(model), start=1))
     words = " | ".join(f"mtp {depth} loss: {loss:.6E}" for depth, loss in losses.items())
     return LogPart(words, {f"mtp_{depth}_loss": loss for depth, loss in losses.items()})
 

@@ -31,7 +31,7 @@ import torch
 from megatron.core.comm import all_reduce
 from megatron.core.context_parallel import SequenceLayout
 from megatron.core.distributed import DataParallel
-from megatron.core.models.gpt import Ahead, GPTModel
+from megatron.core.models.gpt import GPTModel, MTPTargets
 from megatron.core.moe import CapacityCheck
 from megatron.core.optimizer import Optimizer
 from megatron.core.pipeline_parallel import (
@@ -56,8 +56,8 @@ class Microbatch:
         loss_mask: fp32 [b, s]; 0 leaves a token out of the loss.
         layout: which of their rows' tokens these are, what they see, and their samples, for
             dropout. With context parallelism s is s/cp in all of them.
-        ahead: what multi-token prediction reads and predicts, its weights a mask; None leaves it
-            out.
+        mtp_targets: inputs and labels of multi-token prediction, with masks as weights; None
+            without multi-token prediction.
         share: of its samples in those of the step, where microbatches differ in that; None where
             they do not.
     """
@@ -66,7 +66,7 @@ class Microbatch:
     labels: torch.Tensor
     loss_mask: torch.Tensor
     layout: SequenceLayout
-    ahead: Ahead | None = None
+    mtp_targets: MTPTargets | None = None
     share: float | None = None
 
     @property
@@ -74,13 +74,13 @@ class Microbatch:
         """Return the layout for evaluation."""
         return self.layout.with_samples(None)
 
-    def further(self, factor: torch.Tensor) -> dict[str, Ahead]:
+    def mtp_arguments(self, factor: torch.Tensor) -> dict[str, MTPTargets]:
         """Return further targets of a model in training, in addition to the labels; may be empty.
 
         Args:
             factor: of the token losses.
         """
-        return {} if self.ahead is None else {"ahead": self.ahead.scaled(factor)}
+        return {} if self.mtp_targets is None else {"mtp_targets": self.mtp_targets.scaled(factor)}
 
 
 class LossModel(Protocol):
@@ -103,7 +103,7 @@ class LossModel(Protocol):
         """Return (sum of token_weights · nll, nll [b, s]).
 
         Args:
-            training: `aux_factor` and `ahead`, for models that have losses in addition to this one.
+            training: `aux_factor` and `mtp_targets`, for models with auxiliary losses.
         """
 
 
@@ -159,7 +159,7 @@ class ForwardBackward:
                     batch.labels,
                     batch.loss_mask * factor,
                     layout=batch.layout,
-                    **batch.further(factor),
+                    **batch.mtp_arguments(factor),
                     **auxiliary[i],
                 )
                 total += loss.detach()
@@ -447,7 +447,7 @@ class PipelineForwardBackward:
                 chunk=chunk,
                 layout=batch.layout,
                 hidden_states=hidden_states,
-                **batch.further(factors[index]),
+                **batch.mtp_arguments(factors[index]),
                 **auxiliary[index],
             )
             total.add_(loss.detach())

@@ -92,7 +92,7 @@ EXPERT_FAULTS: Mapping[str, Fault] = {
     ),
     "tokens of the next document are predicted": (
         "models.gpt",
-        "shifted",
+        "shift_targets",
         "document_ids[:, near] == document_ids[:, far]",
         "document_ids[:, near] >= 0",
         {"tp": 1, "dp": 2, "predictions": 1, "documents": "packed"},

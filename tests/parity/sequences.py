@@ -9,7 +9,7 @@ import torch
 
 from megatron.core.context_parallel import SequenceLayout
 from megatron.core.context_parallel.cut import SequenceCut
-from megatron.core.models.gpt import Ahead, shifted
+from megatron.core.models.gpt import MTPTargets, shift_targets
 from tests.support.covering_array import Row
 from tests.support.inputs import Microbatch
 
@@ -35,7 +35,9 @@ def with_documents(row: Row, batch: Microbatch, index: int) -> Microbatch:
         return made
     texts = made.tokens, made.labels, made.loss_mask
     ids = made.document_ids
-    return replace(made, ahead=shifted(*texts, depths=row["predictions"], document_ids=ids))
+    return replace(
+        made, mtp_targets=shift_targets(*texts, num_layers=row["predictions"], document_ids=ids)
+    )
 
 
 def _with_documents(row: Row, batch: Microbatch, index: int) -> Microbatch:
@@ -90,7 +92,7 @@ def with_bounds(batch: Microbatch, device: torch.device) -> Microbatch:
         device=device,
     )
     columns = batch.tokens, batch.labels, batch.loss_mask
-    return Part(*columns, batch.sample_ids, layout=layout, ahead=batch.ahead)
+    return Part(*columns, batch.sample_ids, layout=layout, mtp_targets=batch.mtp_targets)
 
 
 def cut_of(row: Row) -> SequenceCut:
@@ -123,12 +125,12 @@ def part_of(row: Row, batch: Microbatch, rank: int, device: torch.device) -> Mic
         device=device,
     )
     columns = (layout.local(x) for x in (batch.tokens, batch.labels, batch.loss_mask))
-    ahead = batch.ahead
-    if ahead is not None:
-        tensors = (x for x in vars(ahead).values() if x is not None)
+    mtp_targets = batch.mtp_targets
+    if mtp_targets is not None:
+        tensors = (x for x in vars(mtp_targets).values() if x is not None)
         depths = ([layout.local(depth) for depth in x] for x in tensors)
-        ahead = Ahead(*(torch.stack(parts) for parts in depths))
-    return Part(*columns, batch.sample_ids, layout=layout, ahead=ahead)
+        mtp_targets = MTPTargets(*(torch.stack(parts) for parts in depths))
+    return Part(*columns, batch.sample_ids, layout=layout, mtp_targets=mtp_targets)
 
 
 def in_rows(row: Row, local: torch.Tensor, rank: int) -> torch.Tensor:

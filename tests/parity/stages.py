@@ -100,7 +100,7 @@ def pipeline(
 
 def stage_part(row: Row, model: GPTModel, engine: DataParallel) -> StagePart:
     """Return what of the model this rank has."""
-    depths = [] if model.multi_token is None else list(model.multi_token.depths)
+    depths = [] if model.multi_token is None else list(model.multi_token.layers)
     decoders = [*model.decoders, *(depth.decoder for depth in depths)]
     mixers = [block.mixer for decoder in decoders for block in decoder.blocks]
     again = [

@@ -115,7 +115,7 @@ def test_documents_begin_apart_where_experts_compare_them(documents):
             assert len(set(beginnings)) == len(beginnings) >= BATCH
             assert set(beginnings) <= set(range(vocabulary))
             assert torch.equal(batch.labels[:, :-1], batch.tokens[:, 1:])
-            assert torch.equal(batch.ahead.tokens[0][:, :1], batch.tokens[:, 1:2])
+            assert torch.equal(batch.mtp_targets.tokens[0][:, :1], batch.tokens[:, 1:2])
 
 
 OPTIMIZER_ROWS = {

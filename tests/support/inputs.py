@@ -16,7 +16,7 @@ from functools import cached_property
 import torch
 
 from megatron.core.context_parallel import SequenceLayout
-from megatron.core.models.gpt import Ahead
+from megatron.core.models.gpt import MTPTargets
 
 
 @dataclass(frozen=True)
@@ -31,7 +31,7 @@ class Microbatch:
     sample_ids: torch.Tensor
     positions: torch.Tensor | None = field(default=None, kw_only=True)
     document_ids: torch.Tensor | None = field(default=None, kw_only=True)
-    ahead: Ahead | None = field(default=None, kw_only=True)
+    mtp_targets: MTPTargets | None = field(default=None, kw_only=True)
     share: float | None = field(default=None, kw_only=True)
 
     @cached_property
@@ -54,14 +54,14 @@ class Microbatch:
         """Return it on a device."""
         if device.type == "cpu":
             return self
-        ahead = self.ahead
-        if ahead is not None:
-            ahead = Ahead(**_on(device, vars(ahead)))
-        return replace(self, ahead=ahead, **_on(device, vars(self)))
+        mtp_targets = self.mtp_targets
+        if mtp_targets is not None:
+            mtp_targets = MTPTargets(**_on(device, vars(mtp_targets)))
+        return replace(self, mtp_targets=mtp_targets, **_on(device, vars(self)))
 
-    def further(self, factor: torch.Tensor) -> dict[str, Ahead]:
+    def mtp_arguments(self, factor: torch.Tensor) -> dict[str, MTPTargets]:
         """Return what is predicted beside the labels, token losses weighted by a factor."""
-        return {} if self.ahead is None else {"ahead": self.ahead.scaled(factor)}
+        return {} if self.mtp_targets is None else {"mtp_targets": self.mtp_targets.scaled(factor)}
 
 
 def _on(device: torch.device, fields: Mapping[str, object]) -> dict[str, torch.Tensor]:

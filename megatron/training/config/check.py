@@ -290,7 +290,7 @@ def _rope_scaling(config: Config) -> Iterator[str]:
 
 def _learned_positions(config: Config) -> Iterator[str]:
     learned = config.position.position_embedding_type == "learned_absolute"
-    if learned and layer_pattern_options.depths(config):
+    if learned and layer_pattern_options.mtp_num_layers(config):
         yield (
             "--position-embedding-type learned_absolute does not go with multi-token prediction, "
             "which reads tokens without their positions: use rope, yarn or none"

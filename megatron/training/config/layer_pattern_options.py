@@ -22,7 +22,7 @@ from megatron.core.models.layer_pattern import (
     Pattern,
     ffn_of,
     layer_blocks,
-    written_problems,
+    layer_pattern_problems,
 )
 
 if TYPE_CHECKING:
@@ -43,7 +43,7 @@ def pattern_defaults(user_values: Mapping[str, Any]) -> dict[str, Any]:
     text = user_values.get("hybrid-layer-pattern")
     if text is None or user_values.get("num-layers") is not None:
         return {}
-    blocks = Pattern.of(text).blocks
+    blocks = Pattern.parse(text).blocks
     ffn = ffn_of(blocks)
     return {"num-layers": max(1, len(blocks if ffn is None else ffn))}
 
@@ -51,7 +51,7 @@ def pattern_defaults(user_values: Mapping[str, Any]) -> dict[str, Any]:
 def written(config: Config) -> Pattern | None:
     """Return the layer pattern; None without one."""
     text = config.hybrid.hybrid_layer_pattern
-    return None if text is None else Pattern.of(text)
+    return None if text is None else Pattern.parse(text)
 
 
 def is_hybrid(config: Config) -> bool:
@@ -63,17 +63,19 @@ def is_hybrid(config: Config) -> bool:
 def has_attention(config: Config) -> bool:
     """Return whether some block is attention."""
     pattern = written(config)
-    return pattern is None or any(symbol in pattern.main + pattern.further for symbol in ATTENTIONS)
+    return pattern is None or any(
+        symbol in pattern.main + pattern.mtp_blocks for symbol in ATTENTIONS
+    )
 
 
 def is_recurrent(config: Config) -> bool:
     """Return whether some block is a gated delta net or Mamba-2."""
     pattern = written(config)
-    return pattern is not None and any(s in pattern.main + pattern.further for s in RECURRENT)
+    return pattern is not None and any(s in pattern.main + pattern.mtp_blocks for s in RECURRENT)
 
 
 def has(config: Config, symbol: str) -> bool:
-    """Return whether some block of a layer pattern, or of its depths, is of this kind."""
+    """Return whether any block of a layer pattern, or of its MTP layers, is of this kind."""
     return symbol in (config.hybrid.hybrid_layer_pattern or "")
 
 
@@ -97,19 +99,19 @@ def blocks(config: Config) -> str:
     return "".join(attention + kind for kind in expert_layers(config))
 
 
-def depth_blocks(config: Config) -> str:
+def mtp_blocks(config: Config) -> str:
     """Return the blocks of each depth of multi-token prediction; nothing without it."""
     pattern = written(config)
-    if pattern is not None and pattern.further:
-        return pattern.further
+    if pattern is not None and pattern.mtp_blocks:
+        return pattern.mtp_blocks
     return blocks(config)[-2:] if config.training.mtp_num_layers else ""
 
 
-def depths(config: Config) -> int:
-    """Return the depths of multi-token prediction."""
+def mtp_num_layers(config: Config) -> int:
+    """Return the number of multi-token prediction layers."""
     pattern = written(config)
-    if pattern is not None and pattern.depths:
-        return pattern.depths
+    if pattern is not None and pattern.mtp_num_layers:
+        return pattern.mtp_num_layers
     return config.training.mtp_num_layers or 0
 
 
@@ -125,11 +127,11 @@ def problems(config: Config) -> Iterator[str]:
     text, model = config.hybrid.hybrid_layer_pattern, config.model
     if text is None:
         return
-    syntax_problems = [f"{FLAG}: {problem}" for problem in written_problems(text)]
+    syntax_problems = [f"{FLAG}: {problem}" for problem in layer_pattern_problems(text)]
     yield from syntax_problems
     if syntax_problems:
         return
-    pattern, kinds = Pattern.of(text), set(text)
+    pattern, kinds = Pattern.parse(text), set(text)
     latent = config.attention.multi_latent_attention
     if ATTENTION in kinds and latent:
         yield f"{FLAG} {text} has '*' and --multi-latent-attention is given: write '+' for it"
@@ -143,22 +145,21 @@ def problems(config: Config) -> Iterator[str]:
             )
         yield from _of_hybrid(config, pattern)
     mtp_num_layers, length = config.training.mtp_num_layers, config.training.seq_length
-    if pattern.depths >= length:
+    if pattern.mtp_num_layers >= length:
         yield (
-            f"{FLAG} {text} has {pattern.depths} parts behind '/': samples of {length} tokens have "
-            "none so far ahead: use fewer"
+            f"{FLAG} {text} has {pattern.mtp_num_layers} multi-token prediction layers after '/': "
+            f"samples of {length} tokens have no token so far ahead: use fewer"
         )
-    if pattern.depths and mtp_num_layers not in (None, pattern.depths):
+    if pattern.mtp_num_layers and mtp_num_layers not in (None, pattern.mtp_num_layers):
         yield (
-            f"--mtp-num-layers {mtp_num_layers} and {FLAG} {text}, which has {pattern.depths} "
-            "parts behind "
-            "'/', differ: drop the first"
+            f"--mtp-num-layers {mtp_num_layers} and {FLAG} {text}, which has "
+            f"{pattern.mtp_num_layers} parts after '/', differ: drop the first"
         )
 
 
 def _of_hybrid(config: Config, pattern: Pattern) -> Iterator[str]:
     """Name what a pattern that is not a GPT's does not go with."""
-    if config.training.mtp_num_layers and not pattern.depths:
+    if config.training.mtp_num_layers and not pattern.mtp_num_layers:
         yield (
             f"--mtp-num-layers {config.training.mtp_num_layers} with {FLAG} {pattern.main}: write "
             "the blocks of each depth behind a '/' of the pattern, as in G-*-/*-"

@@ -27,15 +27,15 @@ from megatron.cli.two_way_table import (
     yarn_magnitude,
     yarn_weight,
 )
-from megatron.core.models.layer_pattern import DELTA_NET, DENSE, EXPERTS, FURTHER, MAMBA
+from megatron.core.models.layer_pattern import DELTA_NET, DENSE, EXPERTS, MAMBA, MTP_SEPARATOR
 from megatron.training.config import Config
 from megatron.training.config.layer_pattern_options import (
-    depths,
     expert_layers,
     has,
     has_attention,
     is_hybrid,
     mamba_heads,
+    mtp_num_layers,
     written,
 )
 
@@ -155,20 +155,22 @@ def _pattern(flags: Flags, name: str) -> str:
 
 def _depth_pattern(flags: Flags, name: str) -> str:
     pattern = written(flags.config)
-    if pattern is None or (not is_hybrid(flags.config) and pattern.further == pattern.blocks[-2:]):
+    if pattern is None or (
+        not is_hybrid(flags.config) and pattern.mtp_blocks == pattern.blocks[-2:]
+    ):
         return ""  # as it is without a word
-    return pattern.further
+    return pattern.mtp_blocks
 
 
 def _has_own_depths(config: GPTConfig) -> bool:
-    """Return whether the depths of multi-token prediction are not as a GPT's last layer."""
+    """Return whether the blocks of the MTP layers differ from a GPT's last layer."""
     return config.mtp_pattern not in ("", config.blocks[-2:])
 
 
 def _written_pattern(pattern: str, config: GPTConfig) -> Any:
     if not (pattern or _has_own_depths(config)):
         return OMITTED
-    return config.blocks + (FURTHER + config.depth_blocks) * config.mtp_num_layers
+    return config.blocks + (MTP_SEPARATOR + config.mtp_blocks) * config.mtp_num_layers
 
 
 def _depths(count: int, config: GPTConfig) -> Any:
@@ -322,7 +324,7 @@ MODEL = Table(
         Row("add-attention-output-bias", "attention.output_bias", _biased, _own_bias),
         Row("softmax-type", "attention.sinks", _has_sinks, _softmax),
         # Experts and further prediction
-        Row("mtp-num-layers", "mtp_num_layers", lambda f, _: depths(f.config), _depths),
+        Row("mtp-num-layers", "mtp_num_layers", lambda f, _: mtp_num_layers(f.config), _depths),
         Row("moe-layer-freq", "ffn_pattern", lambda f, _: expert_layers(f.config), _frequency),
         Row(
             "moe-ffn-hidden-size",

@@ -16,13 +16,13 @@ from megatron.core.models.layer_pattern import ATTENTIONS, DENSE, EXPERTS, FEED_
 from megatron.training.config.layer_pattern_options import (
     FLAG,
     blocks,
-    depth_blocks,
-    depths,
     expert_layers,
     has,
     has_attention,
     is_hybrid,
     is_recurrent,
+    mtp_blocks,
+    mtp_num_layers,
     written,
 )
 
@@ -176,8 +176,8 @@ def _dependents(config: Config) -> Iterator[tuple[object, str, bool, str]]:
     yield config.muon, "muon_", optimizer.optimizer == "muon", "--optimizer muon"
     offloads = optimizer.optimizer_cpu_offload
     yield optimizer, "optimizer_offload_fraction", offloads, "--optimizer-cpu-offload"
-    further = depths(config) > 0
-    yield config.training, "mtp_loss_", further, "--mtp-num-layers"
+    has_mtp = mtp_num_layers(config) > 0
+    yield config.training, "mtp_loss_", has_mtp, "--mtp-num-layers"
     loads = checkpoint.load is not None
     for start in ("allow_data_change", "reorder_samples"):
         yield config.data, start, loads, "--load"
@@ -300,8 +300,8 @@ def _ineffective_of_feed_forward(config: Config) -> Iterator[tuple[str, str]]:
 
 
 def _feed_forward(config: Config) -> set[str]:
-    """Return the kinds of blocks of the model and of its depths of multi-token prediction."""
-    return set(blocks(config) + depth_blocks(config))
+    """Return the kinds of blocks of the model and of its multi-token prediction layers."""
+    return set(blocks(config) + mtp_blocks(config))
 
 
 def beyond_the_run(config: Config, world_size: int) -> Iterator[str]:
@@ -392,7 +392,7 @@ def _layers(config: Config) -> Iterator[str]:
     except ValueError as error:
         yield str(error)
         return
-    kinds = set(blocks(config) + depth_blocks(config))
+    kinds = set(blocks(config) + mtp_blocks(config))
     if EXPERTS not in kinds:
         yield f"--num-experts {experts.num_experts}: no layer has experts: change which layers do"
     elif config.model.add_mlp_bias and config.model.disable_bias_linear and DENSE not in kinds:

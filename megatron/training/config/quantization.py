@@ -87,7 +87,7 @@ def _sizes(config: Config, recipe_config: QuantizationConfig) -> Iterator[str]:
 def _weight_sizes(config: Config, tp: int) -> Iterator[tuple[int, str]]:
     """Yield what a rank has of a weight's size, and the options that set it."""
     model, experts = config.model, config.experts
-    kinds = set(layer_pattern_options.blocks(config) + layer_pattern_options.depth_blocks(config))
+    kinds = set(layer_pattern_options.blocks(config) + layer_pattern_options.mtp_blocks(config))
     yield model.hidden_size, "--hidden-size"
     if DENSE in kinds:
         yield model.inner_features // tp, "--ffn-hidden-size"

@@ -8,17 +8,17 @@ from collections.abc import Iterator
 from megatron.core.datasets.batch_sizes import Division
 from megatron.core.models.layer_pattern import (
     ATTENTION,
-    CUT,
     DENSE,
     EXPERTS,
+    STAGE_SEPARATOR,
     StageSplit,
     even_problems,
     ffn_of,
     layer_blocks,
+    layer_pattern_problems,
     layout_problems,
-    part_problems,
     pattern_problems,
-    written_problems,
+    virtual_stage_problems,
 )
 from megatron.core.pipeline_parallel import schedule
 from megatron.training.config import Config, layer_pattern_options, parallel_options
@@ -53,7 +53,7 @@ def problems(config: Config, world_size: int) -> Iterator[str]:
     stage_problems = [*parallel_options.problems(chosen, _cut_pattern(config)), *_pattern(config)]
     stages, cut = chosen.pipeline_model_parallel_size, _cut_pattern(config)
     if stages > 1 and _is_broken(config) and cut is not None:
-        stage_problems += part_problems(f"{FLAG} {cut}", cut, stages)
+        stage_problems += virtual_stage_problems(f"{FLAG} {cut}", cut, stages)
     elif stages > 1 and not _is_broken(config):
         stage_problems += _layers(config)
         chunks = _chunks(config)
@@ -67,7 +67,7 @@ def problems(config: Config, world_size: int) -> Iterator[str]:
 def _cut_pattern(config: Config) -> str | None:
     """Return the layer pattern of the model if it says where stages begin."""
     pattern = layer_pattern_options.written(config)
-    return None if pattern is None or CUT not in pattern.main else pattern.main
+    return None if pattern is None or STAGE_SEPARATOR not in pattern.main else pattern.main
 
 
 def _blocks_of_layer(config: Config) -> int:
@@ -103,7 +103,7 @@ def _chunks(config: Config) -> int | None:
 def _pattern(config: Config) -> Iterator[str]:
     """Compare a pattern that cuts nothing with the model."""
     pattern = layer_pattern_options.written(config)
-    if pattern is None or CUT in pattern.main or _is_broken(config):
+    if pattern is None or STAGE_SEPARATOR in pattern.main or _is_broken(config):
         return
     for problem in pattern_problems(pattern.main, 1, ffn_pattern=_layer_kinds(config)):
         yield f"{FLAG}: {problem}"
@@ -112,7 +112,7 @@ def _pattern(config: Config) -> Iterator[str]:
 def _is_broken(config: Config) -> bool:
     """Return whether the layer pattern itself is wrong, so that nothing can be cut."""
     text = config.hybrid.hybrid_layer_pattern
-    return text is not None and bool(written_problems(text))
+    return text is not None and bool(layer_pattern_problems(text))
 
 
 def _layer_kinds(config: Config) -> str | None:

@@ -343,7 +343,7 @@ class TrainingConfig:
     """Depths of multi-token prediction: so many more layers, used in training alone, each predict
     one token further ahead; none predicts the next token alone."""
     mtp_loss_scaling_factor: Annotated[float, at("mtp_loss_factor", back=unless(0.1))] = 0.1
-    """Factor of the mean loss of all depths of multi-token prediction in the training loss."""
+    """Factor of the mean loss of all multi-token prediction layers in the training loss."""
     deterministic_mode: bool = False
     """Refuse operations whose result may differ between two equal runs."""
     device: Literal["auto", "cpu", "cuda"] = "auto"

@@ -143,7 +143,7 @@ def _multi_token_prediction(flags: Values, file: Values) -> list[str]:
     if not values:
         return []
     if count not in values:
-        raise ValueError(f"--{switch}: use --mtp-num-layers: it is the number of depths")
+        raise ValueError(f"--{switch}: use --mtp-num-layers: it is the number of layers")
     depths = values[count]
     if switch not in values:
         raise ValueError(

@@ -63,7 +63,7 @@ def training_flops(model: GPTConfig, *, vocab_size: int, seq_length: int, sample
 
 def product_weights(model: GPTConfig, vocab_size: int) -> int:
     """Return the number of weights that multiply a token, counting only its active experts."""
-    depths, size = model.mtp_num_layers, model.hidden_size
+    mtp_layers, size = model.mtp_num_layers, model.hidden_size
     kinds = all_blocks(model)
     layers = 0
     if model.attention is not None:
@@ -76,12 +76,12 @@ def product_weights(model: GPTConfig, vocab_size: int) -> int:
         layers += kinds.count(DELTA_NET) * _delta_net_weights(size, model.delta_net)
     if model.mamba is not None:
         layers += kinds.count(MAMBA) * _mamba_weights(size, model.mamba)
-    return layers + depths * 2 * size * size + (1 + depths) * size * vocab_size
+    return layers + mtp_layers * 2 * size * size + (1 + mtp_layers) * size * vocab_size
 
 
 def all_blocks(model: GPTConfig) -> str:
     """Return the layer symbols of all blocks, including those of every MTP layer."""
-    return model.blocks + model.depth_blocks * model.mtp_num_layers
+    return model.blocks + model.mtp_blocks * model.mtp_num_layers
 
 
 def attention_blocks(model: GPTConfig) -> int:

@@ -287,7 +287,7 @@ def test_routers_add_to_the_loss_by_a_coefficient_above_zero(router, adds):
 
 
 def test_depths_have_blocks_from_the_first_on():
-    assert (GPT.depth_blocks, dataclasses.replace(GPT, mtp_num_layers=1).depth_blocks) == ("", "*-")
+    assert (GPT.mtp_blocks, dataclasses.replace(GPT, mtp_num_layers=1).mtp_blocks) == ("", "*-")
 
 
 def test_a_constant_weight_decay_needs_no_ramp():

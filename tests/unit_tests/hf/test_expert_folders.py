@@ -135,7 +135,7 @@ def test_further_prediction_predicts_what_transformers_does(tmp_path: Path) -> N
         hidden = ours(TOKENS)
         cache = pytest.importorskip("transformers.cache_utils").MtpCache(config=further.config)
         positions = torch.arange(TOKENS.shape[1])[None]
-        for depth, (module, tokens) in enumerate(zip(ours.multi_token.depths, ahead, strict=True)):
+        for depth, (module, tokens) in enumerate(zip(ours.multi_token.layers, ahead, strict=True)):
             expected = further.forward_layer(
                 depth, expected, positions + depth + 1, cache, input_ids=tokens
             )

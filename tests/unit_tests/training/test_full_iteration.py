@@ -14,7 +14,7 @@ from megatron.core.context_parallel import SequenceCut, SequenceLayout
 from megatron.core.device import CudaRecorder
 from megatron.core.distributed import DataParallelConfig
 from megatron.core.distributed.capture import StepRecording
-from megatron.core.models.gpt import Ahead, shifted
+from megatron.core.models.gpt import MTPTargets, shift_targets
 from megatron.core.moe.router import routers_of
 from megatron.core.process_groups import ProcessGroupCollection, RankGrid
 from megatron.training.cuda_graphs import PATIENCE, StepInputs
@@ -338,7 +338,7 @@ def test_blocks_of_other_documents_do_not_fit():
 def test_inputs_keep_their_addresses_and_take_every_field():
     first, second = data(0, 0, documents=True), data(1, 7, documents=True)
     inputs = StepInputs(first, torch.tensor([1.0, 2.0]))
-    others = ("layout", "ahead", "share")  # the last is in the factors
+    others = ("layout", "mtp_targets", "share")  # the last is in the factors
     fields = [f.name for f in dataclasses.fields(first[0]) if f.name not in others]
     addresses = [getattr(m, f).data_ptr() for m in inputs.microbatches for f in fields]
     assert inputs.fit(second)
@@ -354,32 +354,38 @@ def test_inputs_keep_their_addresses_and_take_every_field():
 def with_ahead(batches: list[Microbatch]) -> list[Microbatch]:
     """Return microbatches that know what two depths predict."""
 
-    def found(b: Microbatch) -> Ahead:
-        return shifted(b.tokens, b.labels, b.loss_mask, depths=2, padding=b.layout.padding.t())
+    def found(b: Microbatch) -> MTPTargets:
+        return shift_targets(
+            b.tokens, b.labels, b.loss_mask, num_layers=2, padding=b.layout.padding.t()
+        )
 
-    return [dataclasses.replace(b, ahead=found(b)) for b in batches]
+    return [dataclasses.replace(b, mtp_targets=found(b)) for b in batches]
 
 
-def tensors_of(ahead: Ahead) -> list[torch.Tensor]:
+def tensors_of(mtp_targets: MTPTargets) -> list[torch.Tensor]:
     """Return the tensors of what depths predict."""
-    return [x for x in vars(ahead).values() if x is not None]
+    return [x for x in vars(mtp_targets).values() if x is not None]
 
 
 def test_what_depths_predict_keeps_its_addresses_and_takes_the_new():
     first, second = (with_ahead(padded(data(i, 7 * i), i)) for i in range(2))
     inputs = StepInputs(first, torch.ones(2))
-    kept = [x for m in inputs.microbatches for x in tensors_of(m.ahead)]
+    kept = [x for m in inputs.microbatches for x in tensors_of(m.mtp_targets)]
     addresses = [x.data_ptr() for x in kept]
     assert inputs.fit(second)
     assert not inputs.fit(data(1, 7))
     inputs.take(second, torch.ones(2))
-    given = [x for m in second for x in tensors_of(m.ahead)]
+    given = [x for m in second for x in tensors_of(m.mtp_targets)]
     assert len(given) == 2 * 4
-    assert addresses == [x.data_ptr() for m in inputs.microbatches for x in tensors_of(m.ahead)]
+    assert addresses == [
+        x.data_ptr() for m in inputs.microbatches for x in tensors_of(m.mtp_targets)
+    ]
     assert all(torch.equal(mine, theirs) for mine, theirs in zip(kept, given, strict=True))
     assert not any(
         torch.equal(mine, before)
-        for mine, before in zip(kept, (x for m in first for x in tensors_of(m.ahead)), strict=True)
+        for mine, before in zip(
+            kept, (x for m in first for x in tensors_of(m.mtp_targets)), strict=True
+        )
     )
 
 

@@ -168,7 +168,7 @@ REFUSED = [
     ),
     (f"{PATTERN} GD {DELTA}", 1, "'D' at 2 would be sparse attention, which is not built here"),
     (f"{PATTERN} *-+- {HEADS} 6", 1, "has both '\\*' and '\\+'"),
-    (f"{PATTERN} G-/*|- {DELTA} {HEADS} 6", 1, "cut before the '/' alone"),
+    (f"{PATTERN} G-/*|- {DELTA} {HEADS} 6", 1, "before the first '/'"),
     (f"{PATTERN} G-*- {DELTA}", 1, "^missing --num-attention-heads: give it$"),
     (
         f"{PATTERN} G-*- {DELTA} {HEADS} 6 --num-layers 3",
@@ -212,7 +212,7 @@ REFUSED = [
     (
         f"{PATTERN} G-/G-/G- {DELTA} --mtp-num-layers 1",
         1,
-        "--mtp-num-layers 1 and .* has 2 parts behind '/', differ: drop the first",
+        "--mtp-num-layers 1 and .* has 2 parts after '/', differ: drop the first",
     ),
     (
         f"{PATTERN} M- --mamba-head-dim 36",

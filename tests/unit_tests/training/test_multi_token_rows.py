@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from megatron.core.datasets.samplers import GPTBatch
-from megatron.core.models.gpt import shifted
+from megatron.core.models.gpt import shift_targets
 from megatron.core.process_groups import Group
 from megatron.training.layouts import Layouts
 from megatron.training.session import microbatch
@@ -41,22 +41,27 @@ def batch(documents: bool) -> GPTBatch:
 def test_each_rank_takes_its_columns_of_what_is_ahead_in_the_row(documents):
     rows = batch(documents)
     alone = Layouts(Group.single("cp"), CPU)
-    whole = microbatch(rows, CPU, layouts=alone, depths=3)
+    whole = microbatch(rows, CPU, layouts=alone, mtp_num_layers=3)
     parts = (rows.input_ids, rows.labels, rows.loss_mask)
-    wanted = shifted(*parts, depths=3, document_ids=rows.document_ids, padding=rows.padding)
+    wanted = shift_targets(
+        *parts, num_layers=3, document_ids=rows.document_ids, padding=rows.padding
+    )
     assert wanted.tokens.shape == (3, 2, 12)
     fields = {name: x for name, x in vars(wanted).items() if x is not None}
     assert len(fields) == 3 + documents
-    assert all(torch.equal(getattr(whole.ahead, name), x) for name, x in fields.items())
+    assert all(torch.equal(getattr(whole.mtp_targets, name), x) for name, x in fields.items())
     for rank, own in enumerate(COLUMNS):
         made = microbatch(
-            rows, CPU, layouts=Layouts(Group("cp", (0, 1), rank, handle=object()), CPU), depths=3
+            rows,
+            CPU,
+            layouts=Layouts(Group("cp", (0, 1), rank, handle=object()), CPU),
+            mtp_num_layers=3,
         )
         for name, x in fields.items():
-            assert torch.equal(getattr(made.ahead, name), x[..., own]), name
+            assert torch.equal(getattr(made.mtp_targets, name), x[..., own]), name
         if documents:
             assert torch.equal(made.layout.padding.t(), rows.padding[:, own])
         # What follows the last token of a rank's chunk is another rank's.
         edge = own.index(2) if rank == 0 else own.index(8)
-        assert torch.equal(made.ahead.tokens[0, :, edge], rows.input_ids[:, own[edge] + 1])
-    assert microbatch(rows, CPU, layouts=alone).ahead is None
+        assert torch.equal(made.mtp_targets.tokens[0, :, edge], rows.input_ids[:, own[edge] + 1])
+    assert microbatch(rows, CPU, layouts=alone).mtp_targets is None

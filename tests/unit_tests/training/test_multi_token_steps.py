@@ -10,7 +10,7 @@ import torch
 
 from megatron.core.context_parallel import SequenceCut, SequenceLayout
 from megatron.core.distributed import DataParallel, DataParallelConfig
-from megatron.core.models.gpt import Ahead, GPTConfig, GPTModel, take_mean_losses
+from megatron.core.models.gpt import GPTConfig, GPTModel, MTPTargets, take_mean_mtp_losses
 from megatron.core.models.layer_pattern import StageSplit
 from megatron.core.optimizer import Optimizer, OptimizerConfig
 from megatron.core.process_groups import ProcessGroupCollection, RankGrid
@@ -31,19 +31,21 @@ def local_part(batch: inputs.Microbatch, rank: int, size: int) -> Microbatch:
     rows = {"positions": batch.positions, "document_ids": batch.document_ids}
     layout = SequenceLayout.make(SequenceCut.of(LENGTH, size), rank, rows=ROWS, **rows)
     parts = (layout.local(x) for x in (batch.tokens, batch.labels, batch.loss_mask))
-    whole = (x for x in vars(batch.ahead).values() if x is not None)
-    ahead = (layout.local(x.flatten(0, 1)).unflatten(0, x.shape[:2]) for x in whole)
+    whole = (x for x in vars(batch.mtp_targets).values() if x is not None)
+    mtp_targets = (layout.local(x.flatten(0, 1)).unflatten(0, x.shape[:2]) for x in whole)
     layout = layout.with_samples(batch.sample_ids)
-    return Microbatch(*parts, layout, ahead=Ahead(*ahead))
+    return Microbatch(*parts, layout, mtp_targets=MTPTargets(*mtp_targets))
 
 
 def test_what_is_predicted_has_the_factor_of_the_loss():
     made = rows_of(0, 0, depths=2, packed=False)
-    batch = Microbatch(made.tokens, made.labels, made.loss_mask, made.layout, ahead=made.ahead)
-    found = batch.further(torch.tensor(0.5))["ahead"]
-    assert batch.ahead.weights.count_nonzero() > 20
-    assert torch.equal(found.weights, 0.5 * batch.ahead.weights)
-    assert dataclasses.replace(batch, ahead=None).further(torch.tensor(0.5)) == {}
+    batch = Microbatch(
+        made.tokens, made.labels, made.loss_mask, made.layout, mtp_targets=made.mtp_targets
+    )
+    found = batch.mtp_arguments(torch.tensor(0.5))["mtp_targets"]
+    assert batch.mtp_targets.weights.count_nonzero() > 20
+    assert torch.equal(found.weights, 0.5 * batch.mtp_targets.weights)
+    assert dataclasses.replace(batch, mtp_targets=None).mtp_arguments(torch.tensor(0.5)) == {}
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -83,7 +85,7 @@ def trained(case: Case, groups: ProcessGroupCollection, *, lanes: range):
     if case.recompute is not None:
         full = {"method": "uniform", "num_layers": 1} if case.recompute == "full" else {}
         model.set_recompute(Recompute(granularity=case.recompute, **full))
-        for depth in () if model.multi_token is None else model.multi_token.depths:
+        for depth in () if model.multi_token is None else model.multi_token.layers:
             assert [again for *_, again in depth.decoder.runs] == [bool(full)]
             assert depth.decoder.blocks[0].recomputes is not bool(full)
     move(model)
@@ -116,7 +118,7 @@ def trained(case: Case, groups: ProcessGroupCollection, *, lanes: range):
     ends = (handles[name] for name in ("embedding.weight", "head.weight") if name in handles)
     uses = {handle.name: handle.uses for handle in ends}
     used = uses.get("embedding.weight", 0), uses.get("head.weight", 0)
-    return losses, gradients, take_mean_losses(model), used
+    return losses, gradients, take_mean_mtp_losses(model), used
 
 
 def on_rank(rank: int, world: int, cases: list[Case]) -> list:

@@ -214,7 +214,7 @@ def trained(
     )
     found, rounds, depths = Numbers([], [], [], []), ROUNDS // lanes.size, config.mtp_num_layers
     for _ in range(STEPS):
-        made = take(batches, rounds, CPU, layouts=layouts, depths=depths)
+        made = take(batches, rounds, CPU, layouts=layouts, mtp_num_layers=depths)
         report = step(made, lr=0.1, weight_decay=0.0)
         balance.finish(applied=report.applied)
         found.losses.append(report.loss)

@@ -4,22 +4,22 @@
 `GPTModel` is any such model: alternating attention and MLPs are a GPT, a pattern with experts,
 Mamba-2 or gated delta nets is a mixture of experts or a hybrid (`models/hybrid.py`).
 
-Multi-token prediction (DeepSeek-AI 2024, arXiv 2412.19437, section 2.2): depth k = 0 … D - 1
+Multi-token prediction (DeepSeek-AI 2024, arXiv 2412.19437, section 2.2): layer k = 0 … D - 1
 predicts token t + k + 2 at position t, where the main model predicts t + 1:
 
     x_k = projection([norm(embedding(token t + k + 1)), norm(h_(k-1))])
     h_k = final_norm(blocks_k(x_k))         h_(-1) are the main model's final hidden states
     logits = head(h_k)                      embedding and head are the main model's
 
-    training loss = main loss + factor / D · sum over k of the loss of depth k
+    training loss = main loss + factor / D · sum over k of the loss of layer k
 
-The token losses of a depth are weighted as in the main loss, so both are divided by the same number
-of tokens. A depth counts fewer: those whose label is in the row, in the same document and counted
-where the main model predicts it.
+The token losses of an MTP layer are weighted as in the main loss: both are divided by the same
+number of tokens. An MTP layer counts fewer tokens: its label must be in the row, in the same
+document, and counted where the main model predicts it.
 
-Training computes the depths, and so does generation that takes drafts from them. They follow the
-main model's last layer, in one chunk with the head, so with several pipeline stages the embedding
-is a weight of the first and the last one.
+MTP layers run in training, and in generation that takes draft tokens from them. They follow the
+main model's last layer, in one model chunk with the head, so with several pipeline stages both the
+first and the last stage hold the embedding.
 """
 
 from __future__ import annotations
@@ -130,7 +130,7 @@ class GPTModel(StoreModule):
         embedding_dropout: after the embedding; None if nothing is dropped or it is elsewhere.
         holds_embedding, holds_head: whether the first chunk starts with the embedding, and the last
             ends with the final norm and the head.
-        multi_token: the depths of multi-token prediction, after the head; None if there are none
+        multi_token: the multi-token prediction layers, after the head; None if there are none
             or they are elsewhere.
         step_state: what of its layers changes once a step; None if nothing does.
     """
@@ -396,25 +396,25 @@ class GPTModel(StoreModule):
         layout: SequenceLayout | None = None,
         chunk: int = 0,
         hidden_states: torch.Tensor | None = None,
-        ahead: Ahead | None = None,
+        mtp_targets: MTPTargets | None = None,
         aux_factor: torch.Tensor | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Return (sum of token_weights · nll, nll [b, s]) of the main model.
 
-        With `ahead`, what differentiates the first differentiates the training loss, which has the
-        losses of multi-token prediction in it as well. With context parallelism both are of this
-        rank's tokens; the sums of all ranks of cp make that of the rows.
+        With `mtp_targets`, the gradient of the first also includes the losses of the multi-token
+        prediction layers. With context parallelism, both cover the local tokens: their sums over
+        the ranks of cp are the loss and the nll of the rows.
 
         Args:
             tokens, labels: int64 [b, s].
             token_weights: fp32 [b, s], the factor of each token's loss; 0 masks it.
             layout, hidden_states, aux_factor: see `forward`.
             chunk: see `forward`; it is the model's last.
-            ahead: what multi-token prediction reads and predicts, its weights with the same factor;
-                None leaves it out, as evaluation does.
+            mtp_targets: inputs and labels of multi-token prediction, with the same factor in its
+                weights; None, as in evaluation, computes no MTP loss.
 
         Raises:
-            ValueError: the chunk has no head, nothing to do `ahead`, or labels of other tokens.
+            ValueError: the chunk has no head, or `mtp_targets` or the labels do not match.
         """
         if not self._is_last(chunk):
             raise ValueError(
@@ -426,15 +426,17 @@ class GPTModel(StoreModule):
         )
         assert self._head is not None
         loss, nll = self._head.loss(final, labels.t(), token_weights.t())
-        if ahead is None:
+        if mtp_targets is None:
             return loss, nll.t()
         if self.multi_token is None:
-            raise ValueError("`ahead` for a model without multi-token prediction: leave it out")
+            raise ValueError(
+                "`mtp_targets` for a model without multi-token prediction: leave it out"
+            )
         layout = self._layout_of(tokens, layout)
         extra = self.multi_token(
-            final, ahead, layout, rope=self._rope(layout), aux_factor=aux_factor
+            final, mtp_targets, layout, rope=self._rope(layout), aux_factor=aux_factor
         )
-        return carrying(loss, extra), nll.t()
+        return attach_aux_loss(loss, extra), nll.t()
 
     def logits(
         self,
@@ -461,19 +463,19 @@ class GPTModel(StoreModule):
         layout: SequenceLayout,
         cache: KeyValueCache,
     ) -> torch.Tensor:
-        """Return the hidden states [t, 1, h] of a depth of multi-token prediction while generating;
+        """Return the hidden states [t, 1, h] of a multi-token prediction layer during generation;
         the head makes logits of them. Whole on every rank, also under sequence parallelism.
 
         Args:
-            depth: k, from 0.
-            hidden_states: [t, 1, h], of the depth before; of depth 0 the final ones of the model.
+            depth: k, index of the MTP layer, from 0.
+            hidden_states: [t, 1, h], hidden states of MTP layer k - 1, or of the main model.
             tokens: int64 [1, t], at position t token t + k + 1.
             layout, cache: as of the model's own step.
         """
-        depths = self._module_of_chunk(self.multi_token, "multi-token prediction").depths
+        mtp_layers = self._module_of_chunk(self.multi_token, "multi-token prediction").layers
         if self.region.scatters:
             hidden_states = hidden_states.chunk(self.region.group.size)[self.region.group.rank]
-        hidden_states = depths[depth](
+        hidden_states = mtp_layers[depth](
             hidden_states, tokens, layout, rope=self._rope(layout), cache=cache, aux_factor=None
         )
         return self.head.gathered(hidden_states)
@@ -567,17 +569,19 @@ def logical_weights(config: GPTConfig) -> dict[str, tuple[int, ...]]:
 
 
 @dataclass(frozen=True, eq=False)
-class Ahead:
-    """What the depths of multi-token prediction read and predict, for every token of a microbatch.
+class MTPTargets:
+    """Inputs and labels of the multi-token prediction (MTP) layers for a microbatch.
+
+    D is the number of MTP layers, k the index of a layer, t a position in a row. With context
+    parallelism, s is the number of local tokens.
 
     Args:
-        tokens: int64 [D, b, s], token t + k + 1 of each row; 0 after its end. With context
-            parallelism those of this rank's t, s is s/cp then.
-        labels: int64 [D, b, s], token t + k + 2.
-        weights: fp32 [D, b, s], the factor of each token's loss; 0 leaves it out.
-        padding: bool [D, b, s], True where a depth computes nothing that counts: padding of the
-            microbatch, and tokens of which token t + k + 1 is not of the same document. None where
-            the microbatch has no padding: routers of the depths then count every token.
+        tokens: int64 [D, b, s], input token t + k + 1 of each row; 0 past the end of the row.
+        labels: int64 [D, b, s], label token t + k + 2.
+        weights: fp32 [D, b, s], factor of each token's loss; 0 excludes the token.
+        padding: bool [D, b, s], True for padding of the microbatch, and where token t + k + 1
+            belongs to another document. None if the microbatch has no padding: the routers of the
+            MTP layers then count every token.
     """
 
     tokens: torch.Tensor
@@ -585,37 +589,37 @@ class Ahead:
     weights: torch.Tensor
     padding: torch.Tensor | None = None
 
-    def scaled(self, factor: torch.Tensor) -> Ahead:
-        """Return it with all weights times a factor."""
+    def scaled(self, factor: torch.Tensor) -> MTPTargets:
+        """Return the same targets with all weights times a factor."""
         return dataclasses.replace(self, weights=self.weights * factor)
 
 
-def shifted(
+def shift_targets(
     tokens: torch.Tensor,
     labels: torch.Tensor,
     loss_mask: torch.Tensor,
     *,
-    depths: int,
+    num_layers: int,
     document_ids: torch.Tensor | None = None,
     padding: torch.Tensor | None = None,
-) -> Ahead:
-    """Return what so many depths read and predict of whole rows.
+) -> MTPTargets:
+    """Shift the tokens and labels of whole rows for each MTP layer.
 
     Args:
         tokens, labels: int64 [b, s].
-        loss_mask: fp32 [b, s], of the main loss.
-        depths: D.
-        document_ids: int [b, s], not falling along a row; None is one document a row.
-        padding: bool [b, s]; None is no padding.
+        loss_mask: fp32 [b, s], mask of the main loss.
+        num_layers: D, the number of MTP layers.
+        document_ids: int [b, s], nondecreasing along a row; None means one document per row.
+        padding: bool [b, s], True for padding tokens; None means no padding.
     """
-    shape = (depths, *tokens.shape)
-    targets = Ahead(
+    shape = (num_layers, *tokens.shape)
+    targets = MTPTargets(
         tokens.new_zeros(shape),
         labels.new_zeros(shape),
         loss_mask.new_zeros(shape),
         None if padding is None else padding.new_ones(shape),
     )
-    for k in range(min(depths, tokens.shape[1] - 1)):
+    for k in range(min(num_layers, tokens.shape[1] - 1)):
         near, far = slice(None, -k - 1), slice(k + 1, None)
         targets.tokens[k, :, near] = tokens[:, far]
         targets.labels[k, :, near] = labels[:, far]
@@ -630,15 +634,17 @@ def shifted(
 
 
 class MultiTokenPrediction(nn.Module):
-    """All depths.
+    """The multi-token prediction layers of a model.
 
     Args:
-        build: of the main model.
-        embedding, head: the shardings of the main model's two.
-        first_attention: number of the first attention layer of the first depth.
+        config: configuration of the main model.
+        build: build context of the main model.
+        embedding, head: shardings of the main model's embedding and output head.
+        first_attention: index of the first attention layer of the first MTP layer.
 
     Attributes:
-        sums: fp64 [D, 2], since somebody cleared it: of weighted token losses, and of weights.
+        sums: fp64 [D, 2], sums of the weighted token losses and of the weights of each MTP layer
+            since `take_mean_mtp_losses` cleared them.
     """
 
     def __init__(
@@ -652,84 +658,95 @@ class MultiTokenPrediction(nn.Module):
     ) -> None:
         super().__init__()
         self.factor = config.mtp_loss_factor / config.mtp_num_layers
-        ends = {"store": build.store, "region": build.region, "init": build.init}
-        self.depths = nn.ModuleList()
+        vocab_arguments = {"store": build.store, "region": build.region, "init": build.init}
+        self.layers = nn.ModuleList()
         for k in range(config.mtp_num_layers):
-            # Each depth is one more use of both weights. They stay outside the depth's unit.
-            table = VocabParallelEmbedding(embedding, **ends)
-            top = VocabParallelHead(head, **ends)
+            # Every MTP layer shares both weights with the main model, so they are declared outside
+            # of the layer's unit.
+            layer_embedding = VocabParallelEmbedding(embedding, **vocab_arguments)
+            layer_head = VocabParallelHead(head, **vocab_arguments)
             with build.store.unit(f"mtp.{k}"):
-                self.depths.append(
-                    PredictionDepth(
+                self.layers.append(
+                    MultiTokenPredictionLayer(
                         f"mtp.{k}",
                         config=config,
                         build=build,
-                        embedding=table,
-                        head=top,
+                        embedding=layer_embedding,
+                        head=layer_head,
                         first_attention=first_attention,
                     )
                 )
-            first_attention = self.depths[-1].decoder.end_attention
-        self.sums = torch.zeros(len(self.depths), 2, dtype=torch.float64, device=build.store.device)
+            first_attention = self.layers[-1].decoder.end_attention
+        self.sums = torch.zeros(len(self.layers), 2, dtype=torch.float64, device=build.store.device)
 
     def set_recompute(self, recompute: Recompute) -> None:
-        """Choose what is computed again in backward; each depth's layers count by themselves."""
-        for depth in self.depths:
+        """Set activation recomputation; a number of layers applies to each MTP layer separately."""
+        for layer in self.layers:
             layer_recompute = recompute
             if recompute.num_layers is not None:
-                least = min(recompute.num_layers, len(depth.decoder.layers))
-                layer_recompute = dataclasses.replace(recompute, num_layers=least)
-            depth.decoder.set_recompute(layer_recompute)
+                num_layers = min(recompute.num_layers, len(layer.decoder.layers))
+                layer_recompute = dataclasses.replace(recompute, num_layers=num_layers)
+            layer.decoder.set_recompute(layer_recompute)
 
     def forward(
         self,
         hidden_states: torch.Tensor,
-        ahead: Ahead,
+        mtp_targets: MTPTargets,
         layout: SequenceLayout,
         *,
         rope: RopeTable | None,
         aux_factor: torch.Tensor | None,
     ) -> torch.Tensor:
-        """Return what the depths add to the training loss, a scalar.
+        """Return the sum of the scaled losses of all MTP layers, a scalar.
 
         Args:
-            hidden_states: [s, b, h], the main model's final ones ([s/tp, b, h] under sequence
-                parallelism).
-            layout: of the microbatch.
+            hidden_states: [s, b, h], final hidden states of the main model ([s/tp, b, h] under
+                sequence parallelism).
+            mtp_targets: inputs and labels of each MTP layer.
+            layout: sequence layout of the microbatch.
+            rope: rotary table of the main model; None without rotary embeddings.
+            aux_factor: factor of the routers' auxiliary losses; None outside of training.
 
         Raises:
-            ValueError: `ahead` is of another number of depths, or of other tokens.
+            ValueError: the shapes of `mtp_targets` do not match the MTP layers or the tokens.
         """
-        expected_shape = (len(self.depths), *ahead.tokens.shape[1:2], layout.positions.shape[0])
-        tensors = [x for x in vars(ahead).values() if x is not None]
+        expected_shape = (
+            len(self.layers),
+            *mtp_targets.tokens.shape[1:2],
+            layout.positions.shape[0],
+        )
+        tensors = [x for x in vars(mtp_targets).values() if x is not None]
         if any(tuple(x.shape) != expected_shape for x in tensors):
             shapes = ", ".join(str(tuple(x.shape)) for x in tensors)
             raise ValueError(
-                f"the targets of {expected_shape[0]} MTP depths for {expected_shape[2]} tokens per "
-                f"row have the shapes {shapes}: make them by shifted(..., "
-                f"depths={expected_shape[0]}) and shard them as the tokens"
+                f"the targets of {expected_shape[0]} MTP layers for {expected_shape[2]} tokens per "
+                f"row have the shapes {shapes}: create them with shift_targets(..., "
+                f"num_layers={expected_shape[0]}) and shard them as the tokens"
             )
         losses = []
-        for k, depth in enumerate(self.depths):
-            rows = layout
-            if ahead.padding is not None:
-                rows = layout.with_padding(ahead.padding[k].t())
-            hidden_states = depth(
-                hidden_states, ahead.tokens[k], rows, rope=rope, aux_factor=aux_factor
+        for k, layer in enumerate(self.layers):
+            layer_layout = layout
+            if mtp_targets.padding is not None:
+                layer_layout = layout.with_padding(mtp_targets.padding[k].t())
+            hidden_states = layer(
+                hidden_states, mtp_targets.tokens[k], layer_layout, rope=rope, aux_factor=aux_factor
             )
-            weights = ahead.weights[k].t()  # [s, b]
-            # The factor is in the weights: a gradient that comes in as 1 then costs no pass.
-            loss, nll = depth.head.loss(hidden_states, ahead.labels[k].t(), weights * self.factor)
+            weights = mtp_targets.weights[k].t()  # [s, b]
+            # With the factor in the weights, the incoming gradient is 1 and needs no extra pass.
+            loss, nll = layer.head.loss(
+                hidden_states, mtp_targets.labels[k].t(), weights * self.factor
+            )
             losses.append(loss)
             self.sums[k] += torch.stack([(nll * weights).sum(), weights.sum()])
         return torch.stack(losses).sum()
 
 
-class PredictionDepth(nn.Module):
-    """One depth: its blocks between the hidden states of the depth before and the head.
+class MultiTokenPredictionLayer(nn.Module):
+    """A multi-token prediction layer: projection and blocks from the hidden states of the layer
+    before to the head.
 
-    The projection is whole on every tp rank: with sequence parallelism each rank projects its own
-    tokens, without it all of them.
+    The projection weight is replicated over the tensor-parallel ranks: with sequence parallelism,
+    each rank projects its local tokens, without it, all tokens.
     """
 
     def __init__(
@@ -756,7 +773,7 @@ class PredictionDepth(nn.Module):
             gtp=True,
         )
         self.projection = build.store.declare(sharding, build.init)
-        blocks = dataclasses.replace(config.decoder, pattern=config.depth_blocks)
+        blocks = dataclasses.replace(config.decoder, pattern=config.mtp_blocks)
         self.decoder = Decoder(
             f"{name}.decoder", blocks, build=build, first_attention=first_attention
         )
@@ -771,29 +788,29 @@ class PredictionDepth(nn.Module):
         aux_factor: torch.Tensor | None,
         cache: KeyValueCache | None = None,
     ) -> torch.Tensor:
-        """Return normalised hidden states from those of the depth before, both [s, b, h]
+        """Return normalised hidden states from the layer before's, both [s, b, h]
         ([s/tp, b, h] under sequence parallelism).
 
         Args:
-            tokens: int64 [b, s], that follow those of the depth before.
+            tokens: int64 [b, s], input tokens, one position after the layer before.
             cache: of keys, values and states, while generating.
         """
-        ahead = self.embedding(tokens.t())  # [s, b, h]
+        embeddings = self.embedding(tokens.t())  # [s, b, h]
         if self.drop is not None:
-            ahead = self.drop(ahead, layout)
-        normed = self.embedding_norm(ahead), self.hidden_norm(hidden_states)
+            embeddings = self.drop(embeddings, layout)
+        normed = self.embedding_norm(embeddings), self.hidden_norm(hidden_states)
         states_and_embeddings = torch.cat(normed, -1)  # [s, b, 2h]
         mixed = self.projection.linear(states_and_embeddings)  # [s, b, h]
         return self.decoder(mixed, layout, rope=rope, cache=cache, aux_factor=aux_factor)
 
 
-def carrying(loss: torch.Tensor, extra: torch.Tensor) -> torch.Tensor:
-    """Return the loss, a scalar; what differentiates it differentiates loss + extra."""
-    return apply_function(_Carrying, loss, extra)
+def attach_aux_loss(loss: torch.Tensor, extra: torch.Tensor) -> torch.Tensor:
+    """Return `loss` with the gradient of `loss + extra`; both are scalars."""
+    return apply_function(_AttachAuxLoss, loss, extra)
 
 
-class _Carrying(torch.autograd.Function):
-    """forward the loss; dgrad of both as it comes. Saves nothing."""
+class _AttachAuxLoss(torch.autograd.Function):
+    """Forward: the loss. Backward: the incoming gradient, for both inputs. Saves nothing."""
 
     @staticmethod
     def forward(ctx, loss, extra):
@@ -804,11 +821,11 @@ class _Carrying(torch.autograd.Function):
         return grad, grad
 
 
-def take_mean_losses(model: GPTModel) -> tuple[float, ...]:
-    """Return the mean loss of each depth over all ranks since the last call; NaN where nothing was
-    counted.
+def take_mean_mtp_losses(model: GPTModel) -> tuple[float, ...]:
+    """Return the mean loss of each MTP layer since the last call; NaN for a layer without tokens.
 
-    It weighs tokens as the training loss does. Every rank of the world calls this.
+    The mean is over the tokens of all ranks, weighted as in the training loss. Collective: every
+    rank of the world calls it.
     """
     multi_token = model.multi_token
     shape = (model.config.mtp_num_layers, 2)

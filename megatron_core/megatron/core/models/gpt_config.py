@@ -185,7 +185,7 @@ class GPTConfig:
         return problems + self._missing_shapes()
 
     def _missing_shapes(self) -> list[str]:
-        blocks = self.blocks + self.depth_blocks
+        blocks = self.blocks + self.mtp_blocks
         return missing_shapes(blocks, attention=self.attention, **self._shapes)
 
     def _expert_problems(self, tp: int, etp: int, ep: int) -> list[str]:
@@ -197,7 +197,7 @@ class GPTConfig:
                     "without experts: give num-experts"
                 )
             return problems
-        if EXPERTS not in self.blocks + self.depth_blocks:
+        if EXPERTS not in self.blocks + self.mtp_blocks:
             problems.append("layers with experts need num-experts, and num-experts such layers")
         return problems + self.moe.problems(tp=tp, etp=etp, ep=ep)
 
@@ -215,7 +215,7 @@ class GPTConfig:
         return 1 if self.pattern else 2
 
     @property
-    def depth_blocks(self) -> str:
+    def mtp_blocks(self) -> str:
         """The symbols of the blocks of each depth of multi-token prediction; none without it."""
         if self.mtp_num_layers < 1:
             return ""
@@ -246,7 +246,7 @@ class GPTConfig:
         """The names of all routers, in the order of the model."""
         blocks_by_decoder = {"decoder": self.blocks}
         blocks_by_decoder |= {
-            f"mtp.{k}.decoder": self.depth_blocks for k in range(self.mtp_num_layers)
+            f"mtp.{k}.decoder": self.mtp_blocks for k in range(self.mtp_num_layers)
         }
         return tuple(
             f"{decoder}.blocks.{block}.moe.router"

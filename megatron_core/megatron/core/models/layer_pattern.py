@@ -33,16 +33,16 @@ from dataclasses import dataclass
 ATTENTION, LATENT, DELTA_NET, MAMBA = "*", "+", "G", "M"
 DENSE, EXPERTS = "-", "E"
 
-#: What mixes tokens, what keeps a state of them instead of keys and values, and what mixes none.
+#: Blocks with a key-value cache, blocks with a recurrent state, blocks without mixing of tokens.
 ATTENTIONS, RECURRENT, FEED_FORWARD = ATTENTION + LATENT, DELTA_NET + MAMBA, DENSE + EXPERTS
 
-#: Stands between the blocks of two virtual pipeline stages.
-CUT = "|"
+#: Separates the blocks of two virtual pipeline stages.
+STAGE_SEPARATOR = "|"
 
-#: Stands before the blocks of each depth of multi-token prediction.
-FURTHER = "/"
+#: Precedes the blocks of each layer of multi-token prediction.
+MTP_SEPARATOR = "/"
 
-_KNOWN = (
+_SYMBOL_HELP = (
     "'*' (attention), '+' (latent attention), 'G' (gated delta net), 'M' (Mamba-2), '-' (MLP) and "
     "'E' (experts)"
 )
@@ -50,40 +50,41 @@ _KNOWN = (
 
 @dataclass(frozen=True)
 class Pattern:
-    """A written pattern, taken apart; `pattern_problems` must have found nothing.
+    """A parsed layer pattern. `layer_pattern_problems` checks the text beforehand.
 
     Args:
-        main: the blocks of the model, with splits.
-        further: the blocks of each depth of multi-token prediction; empty if there are none.
-        depths: how many there are.
+        main: blocks of the decoder, with stage separators.
+        mtp_blocks: blocks of each multi-token prediction layer; empty without such layers.
+        mtp_num_layers: number of multi-token prediction layers.
     """
 
     main: str
-    further: str = ""
-    depths: int = 0
+    mtp_blocks: str = ""
+    mtp_num_layers: int = 0
 
     @staticmethod
-    def of(text: str) -> Pattern:
-        """Take a written pattern apart; a `/` with nothing after it means nothing."""
-        main, *further = text.split(FURTHER)
-        further = [pattern for pattern in further if pattern]
-        return Pattern(main, further[0] if further else "", len(further))
+    def parse(text: str) -> Pattern:
+        """Parse a pattern such as "*-|*-/*-"; a `/` with nothing after it is ignored."""
+        main, *mtp_layers = text.split(MTP_SEPARATOR)
+        mtp_layers = [blocks for blocks in mtp_layers if blocks]
+        return Pattern(main, mtp_layers[0] if mtp_layers else "", len(mtp_layers))
 
     @property
     def blocks(self) -> str:
-        """The blocks of the model alone."""
+        """Blocks of the decoder, without stage separators."""
         return symbols_of(self.main)
 
 
 def symbols_of(pattern: str) -> str:
-    """Return the blocks of a pattern alone, without the splits between stages."""
-    return pattern.replace(CUT, "")
+    """Return the blocks of a pattern without its stage separators."""
+    return pattern.replace(STAGE_SEPARATOR, "")
 
 
 def ffn_of(symbols: str) -> str | None:
-    """Return what follows attention in each layer of a GPT; None if the blocks are not of one.
+    """Return the MLP or experts symbol of each layer of a GPT; None for other models.
 
-    A GPT's blocks come in pairs, attention (all of them latent or none) and an MLP or experts.
+    The blocks of a GPT are pairs of attention (latent in all layers or in none) and an MLP or
+    experts.
     """
     for attention in ATTENTIONS:
         if re.fullmatch(f"([{attention}][{FEED_FORWARD}])+", symbols):
@@ -92,75 +93,79 @@ def ffn_of(symbols: str) -> str | None:
 
 
 def symbol_problems(pattern: str) -> list[str]:
-    """List what is wrong with the symbols of blocks and splits; empty if nothing is."""
-    symbols, what = symbols_of(pattern), f"layer pattern {pattern!r}"
+    """List the errors in the symbols of a pattern without `/`; empty if it is valid."""
+    symbols, subject = symbols_of(pattern), f"layer pattern {pattern!r}"
     if not symbols:
-        return [f"{what} must be one or more of {_KNOWN}, with '|' where a pipeline stage ends"]
+        return [
+            f"{subject} must be one or more of {_SYMBOL_HELP}, with '|' where a pipeline stage ends"
+        ]
     problems = []
-    known = ATTENTIONS + RECURRENT + FEED_FORWARD + CUT
-    for place, symbol in enumerate(pattern, start=1):
-        if symbol not in known:
+    allowed = ATTENTIONS + RECURRENT + FEED_FORWARD + STAGE_SEPARATOR
+    for position, symbol in enumerate(pattern, start=1):
+        if symbol not in allowed:
             reason = "is unknown"
             if symbol == "D":
                 reason = "would be sparse attention, which is not built here"
-            problems.append(f"{what}: {symbol!r} at {place} {reason}: use {_KNOWN}")
+            problems.append(f"{subject}: {symbol!r} at {position} {reason}: use {_SYMBOL_HELP}")
     if ATTENTION in symbols and LATENT in symbols:
-        problems.append(f"{what} has both '*' and '+': all attention is latent or none: keep one")
+        problems.append(
+            f"{subject} has both '*' and '+': all attention is latent or none: keep one"
+        )
     return problems
 
 
-def written_problems(text: str) -> list[str]:
-    """List what is wrong with a written pattern and its further parts; empty if nothing is."""
-    main, *parts = text.split(FURTHER)
-    parts = [part for part in parts if part]
-    found = symbol_problems(main)
-    for part in dict.fromkeys(parts):
-        if CUT in part:
-            found.append(
-                f"layer pattern {text!r}: '|' behind a '/' in {part!r}: multi-token prediction is "
-                "in the last pipeline stage: cut before the '/' alone"
+def layer_pattern_problems(text: str) -> list[str]:
+    """List the errors in a layer pattern, which may have `/` and `|`; empty if it is valid."""
+    main, *mtp_layers = text.split(MTP_SEPARATOR)
+    mtp_layers = [blocks for blocks in mtp_layers if blocks]
+    problems = symbol_problems(main)
+    for blocks in dict.fromkeys(mtp_layers):
+        if STAGE_SEPARATOR in blocks:
+            problems.append(
+                f"layer pattern {text!r}: '|' after a '/' in {blocks!r}: multi-token prediction is "
+                "in the last pipeline stage: write '|' only before the first '/'"
             )
-        found += symbol_problems(part.replace(CUT, ""))
-    if len(set(parts)) > 1:
-        found.append(
-            f"layer pattern {text!r}: the parts behind '/' differ ({', '.join(parts)}): all depths "
-            "of multi-token prediction have the same blocks: write them alike"
+        problems += symbol_problems(blocks.replace(STAGE_SEPARATOR, ""))
+    if len(set(mtp_layers)) > 1:
+        problems.append(
+            f"layer pattern {text!r}: the blocks after each '/' differ ({', '.join(mtp_layers)}): "
+            "all multi-token prediction layers have the same blocks: repeat one of them"
         )
-    kinds = set(main + "".join(parts))
-    if not found and {ATTENTION, LATENT} <= kinds:
-        found.append(f"layer pattern {text!r} has both '*' and '+': keep one")
-    return found
+    symbols = set(main + "".join(mtp_layers))
+    if not problems and {ATTENTION, LATENT} <= symbols:
+        problems.append(f"layer pattern {text!r} has both '*' and '+': keep one")
+    return problems
 
 
 def layer_blocks(symbols: str) -> list[tuple[int, int]]:
-    """Return the [first, last) blocks of each layer of a pattern without splits.
+    """Return the block range [start, end) of each layer of a pattern without separators.
 
-    A block that mixes tokens and the MLP or experts after it are one layer, any other block is one
-    by itself.
+    A block that mixes tokens forms one layer with the MLP or experts after it; any other block is
+    a layer of its own.
     """
     layer = f"[{re.escape(ATTENTIONS)}{RECURRENT}][{FEED_FORWARD}]|."
-    return [(found.start(), found.end()) for found in re.finditer(layer, symbols)]
+    return [match.span() for match in re.finditer(layer, symbols)]
 
 
-#: A layer of a GPT is an attention and an MLP block.
+#: A layer of a GPT: an attention block and an MLP block.
 _LAYER = ATTENTION + DENSE
 
-#: Symbols that a layout may have once its repetitions are written out.
-_LONGEST_LAYOUT = 100_000
+#: Maximum number of symbols of a layout after its repetitions are expanded.
+_MAX_LAYOUT_SYMBOLS = 100_000
 
 
 @dataclass(frozen=True)
 class StageSplit:
-    """The blocks of every virtual stage.
+    """The block range of each virtual pipeline stage.
 
     Args:
-        stages: p, the ranks of the pipeline.
-        ranges: [first, last) blocks of each virtual stage, in order; each starts where the one
-            before ends.
-        layer_blocks: blocks of a layer, where layers are spoken of: 2 of a GPT, 1 of a hybrid.
+        stages: p, the number of pipeline ranks.
+        ranges: block range [start, end) of each virtual stage, in model order and contiguous.
+        layer_blocks: number of blocks that messages count as one layer: 2 for a GPT, 1 for a
+            hybrid.
 
     Raises:
-        ValueError: ranges that leave blocks out, or as many as do not divide over the stages.
+        ValueError: the ranges skip blocks, or their number is not a multiple of the stages.
     """
 
     stages: int
@@ -168,8 +173,8 @@ class StageSplit:
     layer_blocks: int = len(_LAYER)
 
     def __post_init__(self) -> None:
-        ends = [0, *(last for _, last in self.ranges)]
-        starts = [first for first, _ in self.ranges]
+        ends = [0, *(end for _, end in self.ranges)]
+        starts = [start for start, _ in self.ranges]
         if starts != ends[:-1] or ends != sorted(ends):
             raise ValueError(f"the blocks {self.ranges} of the stages do not follow one another")
         if self.stages < 1 or not self.ranges or len(self.ranges) % self.stages:
@@ -177,29 +182,29 @@ class StageSplit:
 
     @property
     def chunks(self) -> int:
-        """Chunks on each rank."""
+        """Number of model chunks on each rank."""
         return len(self.ranges) // self.stages
 
     @property
     def num_blocks(self) -> int:
-        """Blocks of the whole pattern."""
+        """Number of blocks of the whole model."""
         return self.ranges[-1][1]
 
     def blocks(self, stage: int, chunk: int) -> tuple[int, int]:
-        """Return the [first, last) blocks of a stage's chunk."""
+        """Return the block range [start, end) of a model chunk of a stage."""
         return self.ranges[chunk * self.stages + stage]
 
     def describe(self) -> str:
-        """Say how many layers each stage has: "3|2 layers", or "2+1|1+1 layers" in two chunks.
+        """Format the layer count of each stage: "3|2 layers", or "2+1|1+1 layers" in two chunks.
 
-        In blocks where a layer of two blocks is split, and of a hybrid: "3|5 blocks".
+        The counts are blocks ("3|5 blocks") for a hybrid, and where a boundary splits a layer.
         """
-        each = self.layer_blocks
-        whole = each > 1 and all(last % each == 0 for _, last in self.ranges)
-        size, noun = (each, "layers") if whole else (1, "blocks")
-        counts = [str((last - first) // size) for first, last in self.ranges]
-        shown = ("+".join(counts[stage :: self.stages]) for stage in range(self.stages))
-        return f"{CUT.join(shown)} {noun}"
+        size, noun = self.layer_blocks, "layers"
+        if size == 1 or any(end % size for _, end in self.ranges):
+            size, noun = 1, "blocks"
+        counts = [str((end - start) // size) for start, end in self.ranges]
+        stages = ("+".join(counts[stage :: self.stages]) for stage in range(self.stages))
+        return f"{STAGE_SEPARATOR.join(stages)} {noun}"
 
     @staticmethod
     def even(
@@ -213,22 +218,22 @@ class StageSplit:
         count_loss: bool = False,
         layer_blocks: int = len(_LAYER),
     ) -> StageSplit:
-        """Give every virtual stage as many layers as any other, with the exceptions asked for.
+        """Split the layers evenly over the virtual stages, with the requested exceptions.
 
         Args:
-            num_layers: L of the model.
-            stages: p.
-            chunks: v, of each stage.
-            first_layers, last_layers: of the first and the last stage, in all its chunks together;
-                the other stages share the rest.
-            count_embedding, count_loss: take it for a layer, so that its virtual stage has one
-                less.
-            layer_blocks: blocks of a layer.
+            num_layers: L, the number of layers of the model.
+            stages: p, the number of pipeline stages.
+            chunks: v, the number of model chunks per stage.
+            first_layers, last_layers: number of layers of the first and of the last stage, over
+                all its chunks; the other stages share the remaining layers.
+            count_embedding, count_loss: count the embedding or the loss as a layer, so that its
+                virtual stage has one layer less.
+            layer_blocks: number of blocks per layer.
 
         Raises:
-            ValueError: all of `even_problems`.
+            ValueError: the problems that `even_problems` lists.
         """
-        chosen = {
+        arguments = {
             "chunks": chunks,
             "first_layers": first_layers,
             "last_layers": last_layers,
@@ -236,16 +241,16 @@ class StageSplit:
             "count_loss": count_loss,
             "layer_blocks": layer_blocks,
         }
-        _refuse(even_problems(num_layers, stages, **chosen))
+        _refuse(even_problems(num_layers, stages, **arguments))
         if first_layers is None and last_layers is None:
             size = (num_layers + count_embedding + count_loss) // (stages * chunks)
             layers = [size] * (stages * chunks)
             layers[0] -= count_embedding
             layers[-1] -= count_loss
         else:
-            others = stages - (first_layers is not None) - (last_layers is not None)
-            rest = num_layers - (first_layers or 0) - (last_layers or 0)
-            layers = [rest // max(others, 1) // chunks] * stages
+            middle_stages = stages - (first_layers is not None) - (last_layers is not None)
+            middle_layers = num_layers - (first_layers or 0) - (last_layers or 0)
+            layers = [middle_layers // max(middle_stages, 1) // chunks] * stages
             if first_layers is not None:
                 layers[0] = first_layers // chunks
             if last_layers is not None:
@@ -255,12 +260,12 @@ class StageSplit:
 
     @staticmethod
     def balanced(symbols: str, stages: int, *, blocks_of_layer: int = len(_LAYER)) -> StageSplit:
-        """Give every stage one chunk of as many layers, the first stages one more where they do not
-        divide.
+        """Split the layers over stages of one chunk; the first stages take one more layer where the
+        number of layers is not a multiple of the stages.
 
         Args:
-            symbols: the blocks of the model; no layer of them is split.
-            stages: p.
+            symbols: blocks of the model; no layer is split.
+            stages: p, the number of pipeline stages.
             blocks_of_layer: `layer_blocks` of the split.
 
         Raises:
@@ -271,43 +276,45 @@ class StageSplit:
             raise ValueError(
                 f"{len(layers)} layers do not fill {stages} pipeline stages: use 1 to {len(layers)}"
             )
-        each, more = divmod(len(layers), stages)
-        firsts = [stage * each + min(stage, more) for stage in range(stages + 1)]
-        ends = [0, *(layers[first - 1][1] for first in firsts[1:])]
+        quotient, remainder = divmod(len(layers), stages)
+        starts = [stage * quotient + min(stage, remainder) for stage in range(stages + 1)]
+        ends = [0, *(layers[start - 1][1] for start in starts[1:])]
         return StageSplit(stages, tuple(itertools.pairwise(ends)), blocks_of_layer)
 
     @staticmethod
     def from_pattern(pattern: str, stages: int, *, ffn_pattern: str | None = None) -> StageSplit:
-        """Cut where the pattern has a `|`.
+        """Split a model at each `|` of its layer pattern.
 
         Args:
             pattern: such as "*-*-|*-*|-*-|".
-            stages: p, which divides the number of parts.
-            ffn_pattern: of a GPT, what follows attention in each of its layers; None allows any
+            stages: p, a divisor of the number of virtual stages in the pattern.
+            ffn_pattern: for a GPT, the MLP or experts symbol of each layer; None allows any
                 pattern.
 
         Raises:
-            ValueError: all of `pattern_problems`.
+            ValueError: the problems that `pattern_problems` lists.
         """
         _refuse(pattern_problems(pattern, stages, ffn_pattern=ffn_pattern))
         pairs = ffn_of(symbols_of(pattern)) is not None
-        return _from_sizes(stages, map(len, pattern.split(CUT)), len(_LAYER) if pairs else 1)
+        return _from_sizes(
+            stages, map(len, pattern.split(STAGE_SEPARATOR)), len(_LAYER) if pairs else 1
+        )
 
     @staticmethod
     def from_layout(layout: str, stages: int, *, num_layers: int) -> StageSplit:
         """Split a GPT as a layout specifies.
 
         Args:
-            layout: such as "Et*2|(tt|)*2,L"; commas and blanks mean nothing.
-            stages: p, which divides the number of parts.
-            num_layers: L of the model.
+            layout: such as "Et*2|(tt|)*2,L"; commas and blanks are ignored.
+            stages: p, a divisor of the number of virtual stages in the layout.
+            num_layers: L, the number of layers of the model.
 
         Raises:
-            ValueError: all of `layout_problems`.
+            ValueError: the problems that `layout_problems` lists.
         """
         _refuse(layout_problems(layout, stages, num_layers=num_layers))
-        parts = _written_out(layout)[0].split(CUT)
-        sizes = (len(_LAYER) * part.count("t") for part in parts)
+        virtual_stages = _expand_layout(layout)[0].split(STAGE_SEPARATOR)
+        sizes = (len(_LAYER) * symbols.count("t") for symbols in virtual_stages)
         return _from_sizes(stages, sizes, len(_LAYER))
 
 
@@ -322,74 +329,81 @@ def even_problems(
     count_loss: bool = False,
     layer_blocks: int = len(_LAYER),
 ) -> list[str]:
-    """List why `StageSplit.even` cannot be, each with its fix; empty if it can."""
+    """List why `StageSplit.even` refuses its arguments, each with its fix; empty if it does not."""
     noun = "layers" if layer_blocks > 1 else "blocks"
-    named = {noun: num_layers, "pipeline stages": stages, "chunks of a stage": chunks}
-    found = [f"{size} {name}: use 1 or more" for name, size in named.items() if size < 1]
-    ends = {"first": first_layers, "last": last_layers}
-    given = {name: layers for name, layers in ends.items() if layers is not None}
-    for name, layers in given.items():
+    counts = {noun: num_layers, "pipeline stages": stages, "chunks of a stage": chunks}
+    problems = [f"{count} {name}: use 1 or more" for name, count in counts.items() if count < 1]
+    limits = {"first": first_layers, "last": last_layers}
+    end_layers = {name: layers for name, layers in limits.items() if layers is not None}
+    for name, layers in end_layers.items():
         if layers < 0:
-            found.append(f"{layers} {noun} in the {name} pipeline stage: use 0 or more")
+            problems.append(f"{layers} {noun} in the {name} pipeline stage: use 0 or more")
         elif chunks > 1 and layers % chunks:
-            found.append(
+            problems.append(
                 f"{layers} {noun} in the {name} pipeline stage do not divide over its {chunks} "
                 f"chunks: use a multiple of {chunks}"
             )
-    counted = [w for w, on in (("embedding", count_embedding), ("loss", count_loss)) if on]
-    if given and counted:
-        found.append(
-            f"the {noun} of the {' and the '.join(given)} pipeline stage are given, so the "
+    counted = [name for name, on in (("embedding", count_embedding), ("loss", count_loss)) if on]
+    if end_layers and counted:
+        problems.append(
+            f"the {noun} of the {' and the '.join(end_layers)} pipeline stage are given, so the "
             f"{' and the '.join(counted)} cannot be counted as a layer: use one or the other"
         )
-    if given and stages == 1:
-        found.append(f"{noun} of the first or the last pipeline stage need 2 stages or more")
-    if found:
-        return found
-    if not given:
+    if end_layers and stages == 1:
+        problems.append(f"{noun} of the first or the last pipeline stage need 2 stages or more")
+    if problems:
+        return problems
+    if not end_layers:
         return _uneven(f"{num_layers} {noun}", num_layers, counted, stages * chunks)
-    return _uneven_rest(f"{num_layers} {noun}", num_layers, given, stages=stages, chunks=chunks)
+    return _uneven_middle(
+        f"{num_layers} {noun}", num_layers, end_layers, stages=stages, chunks=chunks
+    )
 
 
 def pattern_problems(pattern: str, stages: int, *, ffn_pattern: str | None = None) -> list[str]:
-    """List why a pattern cannot be split like that, each with its fix; empty if it can."""
-    found = symbol_problems(pattern)
-    found += part_problems(f"layer pattern {pattern!r}", pattern, stages)
+    """List why a pattern cannot be split over the stages, each with its fix; empty if it can."""
+    problems = symbol_problems(pattern)
+    problems += virtual_stage_problems(f"layer pattern {pattern!r}", pattern, stages)
     if ffn_pattern is None:
-        return found
-    wanted = "".join(ATTENTION + kind for kind in ffn_pattern)
-    if symbols_of(pattern).replace(LATENT, ATTENTION) != wanted:
-        same = set(ffn_pattern) == {DENSE}
-        # Of another number of layers: the pattern must specify which of them have experts.
-        others = symbols_of(pattern).replace(ATTENTION, "")
-        free = EXPERTS in others and len(others) != len(ffn_pattern)
-        kinds = "'*-' or '*E'" if free else "'*-'"
-        model = f"{kinds} for each of the {len(ffn_pattern)} layers" if same else f"{wanted!r}"
-        found.append(f"layer pattern {pattern!r} without its '|' must be {model}")
-    return found
+        return problems
+    expected = "".join(ATTENTION + symbol for symbol in ffn_pattern)
+    if symbols_of(pattern).replace(LATENT, ATTENTION) != expected:
+        all_dense = set(ffn_pattern) == {DENSE}
+        # With another number of layers, the pattern itself must specify which layers have experts.
+        ffn_symbols = symbols_of(pattern).replace(ATTENTION, "")
+        experts_allowed = EXPERTS in ffn_symbols and len(ffn_symbols) != len(ffn_pattern)
+        layer = "'*-' or '*E'" if experts_allowed else "'*-'"
+        each_layer = f"{layer} for each of the {len(ffn_pattern)} layers"
+        model = each_layer if all_dense else f"{expected!r}"
+        problems.append(f"layer pattern {pattern!r} without its '|' must be {model}")
+    return problems
 
 
 def layout_problems(layout: str, stages: int, *, num_layers: int) -> list[str]:
-    """List why a layout cannot be, each with its fix; empty if it can."""
-    text, found = _written_out(layout)
-    what = f"pipeline layout {layout!r}"
-    if found:  # repetitions may be wrong, so nothing can be counted
+    """List the errors in a layout, each with its fix; empty if it is valid."""
+    text, problems = _expand_layout(layout)
+    subject = f"pipeline layout {layout!r}"
+    if problems:  # with a wrong repetition, the symbols cannot be counted
         missing = {"E": "embedding", "L": "loss"}
-        return found + [
-            f"{what} has no {symbol}: write the {name} once"
+        return problems + [
+            f"{subject} has no {symbol}: write the {name} once"
             for symbol, name in missing.items()
             if symbol not in layout
         ]
-    found = part_problems(what, text, stages)
-    for symbol, name, place in (("E", "embedding", "begins"), ("L", "loss", "ends")):
+    problems = virtual_stage_problems(subject, text, stages)
+    for symbol, name, verb in (("E", "embedding", "begins"), ("L", "loss", "ends")):
         count = text.count(symbol)
         if count != 1:
-            found.append(f"{what} has {count} {symbol}: write the {name} once")
+            problems.append(f"{subject} has {count} {symbol}: write the {name} once")
         elif not (text.startswith("E") if symbol == "E" else text.endswith("L")):
-            found.append(f"{what}: the {name} {place} the model: {place[:-1]} with its {symbol}")
+            problems.append(
+                f"{subject}: the {name} {verb} the model: {verb[:-1]} with its {symbol}"
+            )
     if text.count("t") != num_layers:
-        found.append(f"{what} has {text.count('t')} t for {num_layers} layers: write one for each")
-    return found
+        problems.append(
+            f"{subject} has {text.count('t')} t for {num_layers} layers: write one for each"
+        )
+    return problems
 
 
 def _refuse(problems: list[str]) -> None:
@@ -398,85 +412,100 @@ def _refuse(problems: list[str]) -> None:
 
 
 def _from_sizes(stages: int, sizes: Iterable[int], layer_blocks: int) -> StageSplit:
-    """Return the split whose virtual stages have so many blocks."""
+    """Return the split with the given number of blocks of each virtual stage."""
     ends = [0, *itertools.accumulate(sizes)]
     return StageSplit(stages, tuple(itertools.pairwise(ends)), layer_blocks)
 
 
-def part_problems(what: str, text: str, stages: int) -> list[str]:
-    """List why the parts of a text do not divide over stages; `what` names it."""
-    parts = text.count(CUT) + 1
+def virtual_stage_problems(subject: str, text: str, stages: int) -> list[str]:
+    """List why the virtual stages of a text do not divide over stages.
+
+    Args:
+        subject: the layer pattern or layout, as error messages name it.
+        text: blocks with a `|` between virtual stages.
+        stages: p, the number of pipeline stages.
+    """
+    virtual_stages = text.count(STAGE_SEPARATOR) + 1
     if stages < 1:
         return [f"{stages} pipeline stages: use 1 or more"]
-    if parts % stages == 0:
+    if virtual_stages % stages == 0:
         return []
     return [
-        f"{what} has {parts} parts for {stages} pipeline stages: write a multiple of {stages} "
-        "with '|' between them (a part may be empty)"
+        f"{subject} has {virtual_stages} parts for {stages} pipeline stages: write a multiple of "
+        f"{stages} with '|' between them (a part may be empty)"
     ]
 
 
-def _uneven(shown: str, num_layers: int, counted: list[str], virtual_stages: int) -> list[str]:
-    """List what keeps layers, and what counts as one, from dividing over all virtual stages."""
+def _uneven(
+    layer_count: str, num_layers: int, counted: list[str], virtual_stages: int
+) -> list[str]:
+    """List why the layers, with those that count as one, do not divide over the virtual stages."""
     total = num_layers + len(counted)
     if total % virtual_stages == 0:
         return []
-    and_more = "".join(f" and the {what}" for what in counted)
+    and_counted = "".join(f" and the {name}" for name in counted)
     return [
-        f"{shown}{and_more} do not divide over {virtual_stages} virtual pipeline stages: use "
-        "another number of them or of stages, give the first or the last stage another number, or "
-        "write where to cut, in a layout or by '|' in the layer pattern"
+        f"{layer_count}{and_counted} do not divide over {virtual_stages} virtual pipeline stages: "
+        "use another number of layers or stages, give the first or the last stage another number, "
+        "or write the boundaries, in a layout or by '|' in the layer pattern"
     ]
 
 
-def _uneven_rest(
-    shown: str, num_layers: int, given: dict[str, int], *, stages: int, chunks: int
+def _uneven_middle(
+    layer_count: str, num_layers: int, end_layers: dict[str, int], *, stages: int, chunks: int
 ) -> list[str]:
-    """List what keeps the layers outside the first and the last stage from dividing."""
-    rest, others = num_layers - sum(given.values()), stages - len(given)
-    taken = " and ".join(f"{layers} in the {name}" for name, layers in given.items())
-    if rest >= 0 and (rest % (others * chunks) == 0 if others else rest == 0):
+    """List why the layers outside the first and the last stage do not divide over the others."""
+    middle_layers = num_layers - sum(end_layers.values())
+    middle_stages = stages - len(end_layers)
+    ends = " and ".join(f"{layers} in the {name}" for name, layers in end_layers.items())
+    if middle_layers == 0 and middle_stages == 0:
         return []
-    if rest < 0:
-        return [f"{taken} pipeline stage are more than the {shown}: use fewer"]
+    if middle_stages and middle_layers >= 0 and middle_layers % (middle_stages * chunks) == 0:
+        return []
+    if middle_layers < 0:
+        return [f"{ends} pipeline stage are more than the {layer_count}: use fewer"]
     return [
-        f"{shown} leave {rest} with {taken} pipeline stage, which do not divide over "
-        f"the {others} other stages of {chunks} chunks each: use other numbers or write where to "
-        "cut"
+        f"{layer_count} leave {middle_layers} with {ends} pipeline stage, which do not divide over "
+        f"the {middle_stages} other stages of {chunks} chunks each: use other numbers or write the "
+        "boundaries"
     ]
 
 
-def _written_out(layout: str) -> tuple[str, list[str]]:
-    """Return a layout without repetitions, groups, commas and blanks, and what is wrong with it."""
-    found: list[str] = []
-    levels: list[list[str]] = [[]]  # of open parentheses; each a list of what may be repeated
-    opened: list[int] = []
+def _expand_layout(layout: str) -> tuple[str, list[str]]:
+    """Return a layout with its repetitions expanded, without groups, and the list of its errors."""
+    problems: list[str] = []
+    levels: list[list[str]] = [[]]  # units that "*n" can repeat, per level of parentheses
+    open_positions: list[int] = []
     for match in re.finditer(r"\*\s*[0-9]+|\S", layout):
-        token, place = match.group(), match.start() + 1
-        if token in ("E", "t", "L", CUT):
+        token, position = match.group(), match.start() + 1
+        if token in ("E", "t", "L", STAGE_SEPARATOR):
             levels[-1].append(token)
         elif token == "(":
             levels.append([])
-            opened.append(place)
-        elif token == ")" and opened:
-            opened.pop()
+            open_positions.append(position)
+        elif token == ")" and open_positions:
+            open_positions.pop()
             group = "".join(levels.pop())
             levels[-1].append(group)
         elif token == ")":
-            found.append(f"')' at {place} closes nothing: write a '(' before it or leave it out")
+            problems.append(
+                f"')' at {position} closes nothing: write a '(' before it or leave it out"
+            )
         elif token[0] == "*" and len(token) > 1 and levels[-1]:
-            times = int(token[1:]) if len(token) < 10 else _LONGEST_LAYOUT
-            if len(levels[-1][-1]) * times < _LONGEST_LAYOUT:
+            times = int(token[1:]) if len(token) < 10 else _MAX_LAYOUT_SYMBOLS
+            if len(levels[-1][-1]) * times < _MAX_LAYOUT_SYMBOLS:
                 levels[-1][-1] *= times
             else:
-                found.append(f"{token!r} at {place} repeats too often: use a smaller number")
+                problems.append(f"{token!r} at {position} repeats too often: use a smaller number")
         elif token[0] == "*":
-            found.append(f"{token!r} at {place}: write what to repeat and how often, as in 't*3'")
+            problems.append(
+                f"{token!r} at {position}: write what to repeat and how often, as in 't*3'"
+            )
         elif token != ",":
-            found.append(
-                f"{token!r} at {place} is unknown: use E (embedding), t (layer), L (loss), | "
+            problems.append(
+                f"{token!r} at {position} is unknown: use E (embedding), t (layer), L (loss), | "
                 "between parts, and (...)*n"
             )
-    found += [f"'(' at {place} is never closed: write a ')'" for place in opened]
+    problems += [f"'(' at {position} is never closed: write a ')'" for position in open_positions]
     text = "".join(itertools.chain.from_iterable(levels))
-    return text, [f"pipeline layout {layout!r}: {problem}" for problem in found]
+    return text, [f"pipeline layout {layout!r}: {problem}" for problem in problems]

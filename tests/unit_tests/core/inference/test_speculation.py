@@ -222,7 +222,7 @@ def test_heads_predict_what_they_learn_to(family: str, optimized: bool) -> None:
         generate(engine, requests())
     checked = 0
     for tokens, draft in list(proposed.items())[::3]:
-        depth, layout = model.multi_token.depths[0], model._layout_of(torch.tensor([tokens]), None)
+        depth, layout = model.multi_token.layers[0], model._layout_of(torch.tensor([tokens]), None)
         ahead = torch.tensor([[*tokens[1:], 0]])
         with torch.no_grad():
             hidden = model(torch.tensor([tokens]))

@@ -7,7 +7,7 @@ import dataclasses
 
 import torch
 
-from megatron.core.models.gpt import GPTConfig, shifted
+from megatron.core.models.gpt import GPTConfig, shift_targets
 from megatron.core.transformer import AttentionConfig, MLPConfig, NormConfig
 from tests.support.inputs import Microbatch, microbatch
 
@@ -50,5 +50,5 @@ def rows_of(lane: int, index: int, *, depths: int, packed: bool) -> Microbatch:
     if packed:
         made = dataclasses.replace(made, **documents())
     parts = (made.tokens, made.labels, made.loss_mask)
-    ahead = shifted(*parts, depths=depths, document_ids=made.document_ids)
-    return dataclasses.replace(made, ahead=ahead)
+    mtp_targets = shift_targets(*parts, num_layers=depths, document_ids=made.document_ids)
+    return dataclasses.replace(made, mtp_targets=mtp_targets)

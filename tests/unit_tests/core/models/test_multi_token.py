@@ -11,7 +11,13 @@ import torch
 
 from megatron.core.context_parallel import SequenceLayout
 from megatron.core.distributed import DataParallel
-from megatron.core.models.gpt import GPTConfig, GPTModel, logical_weights, shifted, take_mean_losses
+from megatron.core.models.gpt import (
+    GPTConfig,
+    GPTModel,
+    logical_weights,
+    shift_targets,
+    take_mean_mtp_losses,
+)
 from megatron.core.moe import MoEConfig, RouterConfig, routers_of
 from megatron.core.process_groups import ProcessGroupCollection
 from tests.support.closeness import assert_all_close, assert_close_by_metric, relative_error
@@ -27,24 +33,26 @@ def test_what_depths_read_and_predict_of_rows():
     text = torch.arange(10, 17).repeat(2, 1)  # 10 ... 16
     mask = torch.tensor([[1.0, 1, 1, 1, 0, 1], [0.5, 1, 1, 1, 1, 1]])
     ids = torch.tensor([[0, 0, 0, 1, 1, 1], [0, 0, 0, 0, 0, 0]])
-    found = shifted(text[:, :-1], text[:, 1:], mask, depths=2, document_ids=ids)
+    found = shift_targets(text[:, :-1], text[:, 1:], mask, num_layers=2, document_ids=ids)
     assert found.tokens[:, 0].tolist() == [[11, 12, 13, 14, 15, 0], [12, 13, 14, 15, 0, 0]]
     assert found.labels[:, 0].tolist() == [[12, 13, 14, 15, 16, 0], [13, 14, 15, 16, 0, 0]]
     # Token 13 begins the second document; what predicts 15 is not counted.
     assert found.weights[:, 0].tolist() == [[1, 1, 0, 0, 1, 0], [1, 0, 0, 1, 0, 0]]
     assert found.weights[:, 1].tolist() == [[1, 1, 1, 1, 1, 0], [1, 1, 1, 1, 0, 0]]
-    alone = shifted(text[:, :-1], text[:, 1:], mask, depths=2)
+    alone = shift_targets(text[:, :-1], text[:, 1:], mask, num_layers=2)
     assert alone.weights[:, 0].tolist() == [[1, 1, 1, 0, 1, 0], [1, 1, 0, 1, 0, 0]]
     assert alone.scaled(torch.tensor(0.5)).weights[0, 0].tolist() == [0.5, 0.5, 0.5, 0, 0.5, 0]
     # A depth counts where the token that it reads is in the document; 12 … 16 has one of padding.
     mark = torch.tensor([[False] * 5 + [True], [False] * 6])
     ids = torch.tensor([[0, 0, 0, 1, 1, 2], [0, 0, 0, 0, 0, 0]])
-    padded = shifted(text[:, :-1], text[:, 1:], mask, depths=2, document_ids=ids, padding=mark)
+    padded = shift_targets(
+        text[:, :-1], text[:, 1:], mask, num_layers=2, document_ids=ids, padding=mark
+    )
     assert padded.padding[:, 0].int().tolist() == [[0, 0, 1, 0, 1, 1], [0, 1, 1, 1, 1, 1]]
     assert padded.padding[:, 1].int().tolist() == [[0, 0, 0, 0, 0, 1], [0, 0, 0, 0, 1, 1]]
     assert found.padding is None
     # More depths than there are tokens: nothing to predict.
-    few = shifted(text[:, :2], text[:, 1:3], mask[:, :2], depths=3)
+    few = shift_targets(text[:, :2], text[:, 1:3], mask[:, :2], num_layers=3)
     assert few.weights.sum((1, 2)).tolist() == [2.0, 0.0, 0.0]
 
 
@@ -70,11 +78,13 @@ def test_losses_and_gradients_are_those_of_a_plain_model(config: GPTConfig, pack
     engine = DataParallel(model.store, model.groups)
     batch = rows_of(0, 0, depths=depths, packed=packed)
     factor = torch.tensor(0.125)
-    weights, ahead = batch.loss_mask * factor, batch.ahead.scaled(factor)
+    weights, mtp_targets = batch.loss_mask * factor, batch.mtp_targets.scaled(factor)
     layout = batch.without_dropout
     engine.begin_step()
     with nan_memory():
-        loss, nll = model.loss(batch.tokens, batch.labels, weights, ahead=ahead, layout=layout)
+        loss, nll = model.loss(
+            batch.tokens, batch.labels, weights, mtp_targets=mtp_targets, layout=layout
+        )
         engine.backward(loss, last=True)
     assert engine.launched_in_backward == len(engine.buckets)  # as many puts as were declared
     engine.finish()
@@ -103,10 +113,10 @@ def test_losses_and_gradients_are_those_of_a_plain_model(config: GPTConfig, pack
     assert (nll * weights).sum().item() == pytest.approx(loss.item(), rel=1e-6)
     got = {name: grad for (name, _), grad in gradients_of(model).items()}
     assert_all_close(got, {name: x.grad for name, x in logical.items()})
-    counted = ahead.weights.sum((1, 2))
+    counted = mtp_targets.weights.sum((1, 2))
     means = [one.item() / count.item() for one, count in zip(more, counted, strict=True)]
-    assert take_mean_losses(model) == pytest.approx(means, rel=1e-5)
-    assert all(math.isnan(x) for x in take_mean_losses(model))
+    assert take_mean_mtp_losses(model) == pytest.approx(means, rel=1e-5)
+    assert all(math.isnan(x) for x in take_mean_mtp_losses(model))
 
 
 def test_experts_of_depths_have_their_auxiliary_losses_in_the_gradient():
@@ -120,7 +130,7 @@ def test_experts_of_depths_have_their_auxiliary_losses_in_the_gradient():
         model = move(GPTModel(config, ProcessGroupCollection.single(), seed=5))
         engine = DataParallel(model.store, model.groups)
         engine.begin_step()
-        loss, _ = model.loss(*parts, ahead=batch.ahead, aux_factor=factor)
+        loss, _ = model.loss(*parts, mtp_targets=batch.mtp_targets, aux_factor=factor)
         engine.backward(loss, last=True)
         engine.finish()
         found.append(
@@ -141,10 +151,12 @@ def test_experts_of_depths_take_what_a_depth_predicts_from():
     tokens, length = batch.tokens, batch.tokens.shape[1]
     padding = torch.zeros(tokens.shape, dtype=torch.bool)
     padding[0, length - 3 :] = True  # the first row ends with three tokens of padding
-    ahead = shifted(tokens, batch.labels, batch.loss_mask, depths=2, padding=padding)
+    mtp_targets = shift_targets(
+        tokens, batch.labels, batch.loss_mask, num_layers=2, padding=padding
+    )
     layout = SequenceLayout.of_rows(length).with_padding(padding.t())
     model = GPTModel(config, ProcessGroupCollection.single(), seed=5)
-    model.loss(tokens, batch.labels, batch.loss_mask, layout=layout, ahead=ahead)
+    model.loss(tokens, batch.labels, batch.loss_mask, layout=layout, mtp_targets=mtp_targets)
     counted = {router.name: router.counted[:5].sum().item() for router in routers_of(model)}
     own = len(tokens) * length - 3
     assert counted == {
@@ -164,9 +176,9 @@ def test_a_forward_without_them_is_the_main_model_alone():
     with torch.no_grad():
         assert torch.equal(model.loss(*rows)[1], plain.loss(*rows)[1])
         with pytest.raises(ValueError, match="without multi-token prediction: leave it out"):
-            plain.loss(*rows, ahead=batch.ahead)
-        with pytest.raises(ValueError, match=r"2 MTP depths for 12 tokens .* \(1, 2, 12\)"):
-            model.loss(*rows, ahead=rows_of(0, 0, depths=1, packed=False).ahead)
+            plain.loss(*rows, mtp_targets=batch.mtp_targets)
+        with pytest.raises(ValueError, match=r"2 MTP layers for 12 tokens .* \(1, 2, 12\)"):
+            model.loss(*rows, mtp_targets=rows_of(0, 0, depths=1, packed=False).mtp_targets)
     more = model.num_parameters - plain.num_parameters
     own = {n: s for n, s in logical_weights(CONFIG).items() if n.startswith("mtp.")}
     assert more == sum(math.prod(shape) for shape in own.values())

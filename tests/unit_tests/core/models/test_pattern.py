@@ -15,9 +15,9 @@ from megatron.core.models.layer_pattern import (
     even_problems,
     ffn_of,
     layer_blocks,
+    layer_pattern_problems,
     pattern_problems,
     symbol_problems,
-    written_problems,
 )
 from megatron.core.moe import MoEConfig
 from megatron.core.process_groups import ProcessGroupCollection
@@ -53,9 +53,9 @@ HYBRID = GPTConfig(
     ],
 )
 def test_a_written_pattern_is_taken_apart(text, main, further, depths):
-    assert written_problems(text) == []
-    assert Pattern.of(text) == Pattern(main, further, depths)
-    assert Pattern.of(text).blocks == main.replace("|", "")
+    assert layer_pattern_problems(text) == []
+    assert Pattern.parse(text) == Pattern(main, further, depths)
+    assert Pattern.parse(text).blocks == main.replace("|", "")
 
 
 @pytest.mark.parametrize(
@@ -69,13 +69,13 @@ def test_a_written_pattern_is_taken_apart(text, main, further, depths):
         ("g", ["'g' at 1 is unknown: use '*' (attention), '+' (latent attention), 'G' (gated"]),
         ("*-+-", ["has both '*' and '+'"]),
         ("*-/+-", ["'*-/+-' has both '*' and '+'"]),
-        ("G-/*|-", ["'|' behind a '/' in '*|-': multi-token prediction is in the last pipeline"]),
-        ("G-/*-/*E", ["the parts behind '/' differ (*-, *E)"]),
+        ("G-/*|-", ["'|' after a '/' in '*|-': multi-token prediction is in the last pipeline"]),
+        ("G-/*-/*E", ["the blocks after each '/' differ (*-, *E)"]),
         ("G-/x", ["layer pattern 'x': 'x' at 1 is unknown"]),
     ],
 )
 def test_what_is_no_pattern_is_named(text, parts):
-    found = written_problems(text)
+    found = layer_pattern_problems(text)
     assert len(found) == len(parts), found
     for part, problem in zip(parts, found, strict=True):
         assert part in problem

@@ -210,7 +210,7 @@ def test_everything_that_cannot_be_is_named_at_once(call, parts: list[str]):
 
 
 def test_what_cannot_be_is_not_built():
-    with pytest.raises(ValueError, match=r"8 layers do not divide .* or write where to cut"):
+    with pytest.raises(ValueError, match=r"8 layers do not divide .* or write the boundaries"):
         StageSplit.even(8, 3)
     with pytest.raises(ValueError, match=r"has 2 parts for 3 .*; layer pattern"):
         StageSplit.from_pattern("*-|-", 3, ffn_pattern="-")

@@ -49,7 +49,7 @@ class Split:
             lasts.append(len(bounds) - 2)
         self.segments = Sequences(bounds, device=sequences.device)
         self._ends = list(zip(firsts, lasts, strict=True))
-        self._firsts, self._lasts = (sequences.moved(np.array(x)) for x in (firsts, lasts))
+        self._firsts, self._lasts = (sequences.to_device(np.array(x)) for x in (firsts, lasts))
 
     @property
     def cuts(self) -> bool:
@@ -95,7 +95,7 @@ class Split:
         *,
         back: bool,
     ) -> torch.Tensor:
-        fold = self.segments.made(
+        fold = self.segments.cached(
             ("fold", back, given is None), lambda: self._fold(back, given is not None)
         )
         if given is not None:
@@ -147,7 +147,9 @@ def recur_split(
     sequences.check("recur_split", **inputs._asdict())
     if splits < 1:
         raise ValueError(f"recur_split: splits {splits}: use 1 or more")
-    split = sequences.made(("split", splits, chunk), lambda: Split(sequences, splits, chunk=chunk))
+    split = sequences.cached(
+        ("split", splits, chunk), lambda: Split(sequences, splits, chunk=chunk)
+    )
     if not split.cuts:
         return recur(recurrence, inputs, sequences, initial=initial, keep_states=keep_states)
     keep_states = keep_states and torch.is_grad_enabled()

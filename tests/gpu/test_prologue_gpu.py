@@ -14,7 +14,7 @@ from megatron.core.ops.recurrence_prologue import (
     recurrence_prologue,
 )
 from megatron.core.ops.recurrence_prologue import triton as kernels
-from megatron.core.ops.sequences import Places, Sequences
+from megatron.core.ops.sequences import PackingIndices, Sequences
 from tests.support.gpu_agreement import DTYPES, REHEARSES, agree, made, sized
 from tests.support.launch_kernels import assert_launches
 
@@ -72,7 +72,7 @@ def prologue(device, name, *, bounds=BOUNDS, width=4, padding=None, bias=False, 
     places = None
     if padding is not None:
         rows = np.random.default_rng(3).permutation(count)[: sequences.tokens]
-        places = Places.of(rows, count, sequences.moved)
+        places = PackingIndices.of(rows, count, sequences.to_device)
     heads, channels = units * parts.heads, parts.convolved
     inputs = [
         made(device, count, units, parts.width + gate),

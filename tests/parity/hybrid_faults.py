@@ -35,7 +35,7 @@ HYBRID_FAULTS: Mapping[str, Fault] = {
     ),
     "tokens come back by the map that took them": (
         "ops.sequences",
-        "Places.of",
+        "PackingIndices.of",
         "tokens[rows] = np.arange(len(rows))",
         "tokens[np.arange(len(rows))] = rows",
         _MAMBA,

@@ -7,9 +7,9 @@ it. A head is consecutive columns, so the split over ranks is a plain one, and t
 all-to-all each way, however many sequences are packed.
 
 Attention sorts the received tokens by place. A recurrence keeps them in the received order: on the
-way there `Places` give the indices of the packed tokens; on the way back a gather puts tokens in
-the order that ranks receive. So the kernels that read the result, the prologue or the norm and gate
-of a mixer, apply the order in their loads.
+way there `PackingIndices` give the indices of the packed tokens; on the way back a gather puts
+tokens in the order that ranks receive. So the kernels that read the result, the prologue or the
+norm and gate of a mixer, apply the order in their loads.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ import torch
 from megatron.core.comm.collectives import all_to_all
 from megatron.core.context_parallel.layout import PackedTokens, SequenceLayout
 from megatron.core.ops.dispatch import apply_function
-from megatron.core.ops.sequences import Places
+from megatron.core.ops.sequences import PackingIndices
 from megatron.core.process_groups import Group
 
 
@@ -65,7 +65,7 @@ class Placed:
     """
 
     rows: torch.Tensor
-    places: Places | None = None
+    places: PackingIndices | None = None
     parts: int = 1
 
     @property
@@ -85,7 +85,7 @@ class Placed:
 
 def scatter_heads(
     x: torch.Tensor, layout: SequenceLayout, group: Group
-) -> tuple[torch.Tensor, Places | None]:
+) -> tuple[torch.Tensor, PackingIndices | None]:
     """Give this rank the tokens of whole rows, for its share of the heads.
 
     Args:
@@ -135,17 +135,17 @@ def gather_heads(y: torch.Tensor, layout: SequenceLayout, group: Group) -> Place
     )
 
 
-def _received(rows: PackedTokens, ranks: int) -> Places | None:
+def _received(rows: PackedTokens, ranks: int) -> PackingIndices | None:
     """Return where the parts of tokens are in what comes from all ranks, made once."""
     count = rows.length * rows.batch
-    moved = rows.sequences.moved
+    moved = rows.sequences.to_device
 
-    def make() -> Places | None:
+    def make() -> PackingIndices | None:
         # Rank after rank, of each all tokens; row i is part i // tokens of token i % tokens.
         lies = np.arange(count).reshape(-1, ranks).T.reshape(-1)
-        return Places.of(lies, count, moved)
+        return PackingIndices.of(lies, count, moved)
 
-    return rows.sequences.made(("received", ranks), make)
+    return rows.sequences.cached(("received", ranks), make)
 
 
 def _batch(y: torch.Tensor, layout: SequenceLayout) -> int:

@@ -37,7 +37,7 @@ from megatron.core.context_parallel.cut import PADDING, Run, SequenceCut
 from megatron.core.cpu_graph import CpuGraph
 from megatron.core.device import pin
 from megatron.core.ops.paged_attention import PagedBatch
-from megatron.core.ops.sequences import Places, Sequences
+from megatron.core.ops.sequences import PackingIndices, Sequences
 from megatron.core.process_groups import Group
 
 
@@ -674,7 +674,7 @@ class PackedTokens:
                 "is their number"
             )
         self.length, self.batch = length, batch
-        self.places = Places.of(places, length * batch, self.sequences.moved)
+        self.places = PackingIndices.of(places, length * batch, self.sequences.to_device)
 
     def pack(self, x: torch.Tensor) -> torch.Tensor:
         """Return [t, ...] from x [n, b, ...]; a view where that is the order in memory."""
@@ -690,11 +690,11 @@ class PackedTokens:
     def take(self, x: torch.Tensor) -> torch.Tensor:
         """Return what `pack` does, for ops that have a backward of their own."""
         flat = x.flatten(0, 1)
-        return flat if self.places is None else self.places.take(flat)
+        return flat if self.places is None else self.places.pack_no_grad(flat)
 
     def put_back(self, x: torch.Tensor) -> torch.Tensor:
         """Return what `unpack` does, for ops that have a backward of their own."""
-        return self._rows(x if self.places is None else self.places.put_back(x))
+        return self._rows(x if self.places is None else self.places.unpack_no_grad(x))
 
     def _rows(self, x: torch.Tensor) -> torch.Tensor:
         """Return [n, b, ...], a view of [n · b, ...]."""
@@ -890,7 +890,7 @@ class OwnPieces(PackedTokens):
         Raises:
             ValueError: a negative width.
         """
-        return self.sequences.made(("halo", width), lambda: self._halo(width))
+        return self.sequences.cached(("halo", width), lambda: self._halo(width))
 
     def _halo(self, width: int) -> PieceHalo:
         lent = list(_lent(self.cut, width, self._documents, rank=self.rank))
@@ -911,7 +911,7 @@ class OwnPieces(PackedTokens):
         take = np.full(self.sequences.count * width, len(place), dtype=np.int64)
         take[place] = np.arange(len(place))
         ranks = range(self.cut.size)
-        moved = self.sequences.moved
+        moved = self.sequences.to_device
         return PieceHalo(
             moved(_numbers_of(send)),
             tuple(sum(p.length for p in sent if p.target == rank) for rank in ranks),

@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Sequences: where those of packed tokens begin and end, and the chunks that sweeps cut them in.
+"""Sequences of packed tokens: their boundaries, and the chunks that a sweep processes.
 
-Bounds are known on the host. What ops need of them on the device is made once, at first use, and
-copied there without waiting; all layers of a microbatch share one object.
+The host holds the boundaries (cu_seqlens). Device tables are built from them at first use, and
+copied without a synchronisation; all layers of a microbatch share one object.
 
-`Places` says which row of memory each packed token lies in, and the way back. Both maps are known,
-so that either way is a gather, and so is its gradient: nothing is added up, and nothing is
-scattered. Kernels that take `Places` fold the gather into their loads.
+`PackingIndices` map packed tokens to rows of a padded tensor, and rows to tokens. With both maps
+packing, unpacking and their gradients are gathers: no atomic additions, no scatter. Kernels that
+take `PackingIndices` gather in their loads.
 """
 
 from __future__ import annotations
@@ -23,18 +23,18 @@ import torch
 from megatron.core.device import pin
 from megatron.core.ops.dispatch import apply_function
 
-_Made = TypeVar("_Made")
+_Value = TypeVar("_Value")
 
 
 class Sequences:
     """N sequences of packed tokens, one after another.
 
     Args:
-        bounds: cumulative lengths [0, ..., t], on the host; a sequence may be empty.
-        device: where ops work.
+        bounds: cumulative lengths (cu_seqlens) [0, ..., t], on the host; a sequence may be empty.
+        device: the device of the tensors.
 
     Raises:
-        ValueError: bounds that are not integers, do not start at 0, or fall.
+        ValueError: bounds that are not integers, do not start at 0, or decrease.
     """
 
     def __init__(self, bounds: Sequence[int], *, device: torch.device | str = "cpu") -> None:
@@ -45,28 +45,28 @@ class Sequences:
         self.device = torch.device(device)
         if len(self.bounds) < 2 or self.bounds[0] != 0:
             raise ValueError(f"cu_seqlens {list(self.bounds)}: give 0 and the end of each sequence")
-        for number, (first, end) in enumerate(pairwise(self.bounds)):
-            if end < first:
+        for number, (start, end) in enumerate(pairwise(self.bounds)):
+            if end < start:
                 raise ValueError(
-                    f"cu_seqlens falls from {first} to {end} at sequence {number}: lengths are "
+                    f"cu_seqlens falls from {start} to {end} at sequence {number}: lengths are "
                     "not negative"
                 )
-        self._made: dict[object, object] = {}
+        self._cache: dict[object, object] = {}
 
     @property
     def tokens(self) -> int:
-        """t, of all sequences."""
+        """Number of tokens t of all sequences."""
         return self.bounds[-1]
 
     @property
     def count(self) -> int:
-        """N."""
+        """Number of sequences N."""
         return len(self.bounds) - 1
 
     @property
     def lengths(self) -> tuple[int, ...]:
-        """Of each sequence, in tokens."""
-        return tuple(end - first for first, end in pairwise(self.bounds))
+        """Length of each sequence in tokens."""
+        return tuple(end - start for start, end in pairwise(self.bounds))
 
     def check(self, op: str, **tensors: torch.Tensor) -> None:
         """Raise ValueError unless tensors [t, ...] have as many tokens as the sequences."""
@@ -78,22 +78,22 @@ class Sequences:
                     f"sequences {self.tokens}"
                 )
 
-    def made(self, key: object, make: Callable[[], _Made]) -> _Made:
-        """Return what was made for `key`; make it the first time."""
-        if key not in self._made:
-            self._made[key] = make()
-        return self._made[key]  # type: ignore[return-value]
+    def cached(self, key: object, create: Callable[[], _Value]) -> _Value:
+        """Return the value cached under `key`; create it at the first call."""
+        if key not in self._cache:
+            self._cache[key] = create()
+        return self._cache[key]  # type: ignore[return-value]
 
     def chunks(self, size: int) -> Chunks:
-        """Return the chunks of `size` tokens, made once."""
-        return self.made(("chunks", size), lambda: Chunks(self, size))
+        """Return the chunks of `size` tokens; they are built once."""
+        return self.cached(("chunks", size), lambda: Chunks(self, size))
 
-    def moved(self, values: np.ndarray) -> torch.Tensor:
-        """Return int64 values on the device; the host does not wait.
+    def to_device(self, values: np.ndarray) -> torch.Tensor:
+        """Copy int64 values to the device; the host does not wait.
 
         Raises:
-            RuntimeError: in the capture of a CUDA graph, whose replays would read memory of the
-                host that is gone.
+            RuntimeError: during CUDA graph capture, since replays would read host memory that has
+                been freed.
         """
         if self.device.type == "cuda" and torch.cuda.is_current_stream_capturing():
             raise RuntimeError(
@@ -115,14 +115,14 @@ def require_sequences(op: str, sequences: object) -> None:
 class Chunks:
     """Chunks of C tokens that never cross from one sequence to the next, in the order of a sweep.
 
-    Step i of a sweep over states works on chunk i of every sequence that has so many. So chunks are
-    numbered step by step, within a step from the longest sequence to the shortest: those of a step
-    are next to each other, and the states that a step needs are the first ones of the step before.
+    Step i of a sweep processes chunk i of every sequence with more than i chunks. Chunks are
+    numbered step by step, and within a step from the longest sequence to the shortest. So the
+    chunks of a step are contiguous, and a step reads a prefix of the previous step's states.
 
     Attributes:
-        size: C.
-        steps: chunks of each step, never rising; their sum is n, the number of chunks.
-        order: host ints [N], the sequence whose state is the j-th of a sweep.
+        size: tokens C of a chunk.
+        steps: number of chunks of each step, non-increasing; their sum is n, the number of chunks.
+        order: host ints [N], sequence numbers sorted from the longest sequence to the shortest.
     """
 
     def __init__(self, sequences: Sequences, size: int) -> None:
@@ -132,96 +132,96 @@ class Chunks:
         lengths = np.asarray(sequences.lengths)
         order = np.argsort(-lengths, kind="stable")
         counts = -(-lengths[order] // size)  # chunks of each sequence, falling
-        most = int(counts[0]) if len(counts) else 0
-        self.steps = tuple(int((counts > step).sum()) for step in range(most))
+        num_steps = int(counts[0]) if len(counts) else 0
+        self.steps = tuple(int((counts > step).sum()) for step in range(num_steps))
         self.order = tuple(int(number) for number in order)
-        starts = np.asarray(sequences.bounds[:-1])[order]
-        ends = np.asarray(sequences.bounds[1:])[order]
-        firsts = [starts[:n] + step * size for step, n in enumerate(self.steps)]
-        first = np.concatenate(firsts) if firsts else np.zeros(0, dtype=np.int64)
-        limits = [ends[:n] for n in self.steps]
-        limit = np.concatenate(limits) if limits else first
-        index = first[:, None] + np.arange(size)  # [n, C]
-        self._index = np.where(index < limit[:, None], index, sequences.tokens)
-        self.count = len(first)
+        sequence_starts = np.asarray(sequences.bounds[:-1])[order]
+        sequence_ends = np.asarray(sequences.bounds[1:])[order]
+        step_starts = [sequence_starts[:n] + step * size for step, n in enumerate(self.steps)]
+        starts = np.concatenate(step_starts) if step_starts else np.zeros(0, dtype=np.int64)
+        step_ends = [sequence_ends[:n] for n in self.steps]
+        ends = np.concatenate(step_ends) if step_ends else starts
+        index = starts[:, None] + np.arange(size)  # [n, C]
+        self._index = np.where(index < ends[:, None], index, sequences.tokens)
+        self.count = len(starts)
         self.is_whole = bool((self._index < sequences.tokens).all())
-        # Of one sequence, chunks are in the order of its tokens: views do.
-        self._plain = sequences.count == 1
+        # The chunks of a single sequence are in token order, so views replace gathers.
+        self._is_single = sequences.count == 1
         self._is_sorted = self.order == tuple(range(sequences.count))
 
     @property
     def sequence_count(self) -> int:
-        """N."""
+        """Number of sequences N."""
         return self._sequences.count
 
     @property
     def index(self) -> torch.Tensor:
-        """int64 [n · C], the token at each place of the grid, t where a sequence has ended."""
-        return self._sequences.made(
-            ("index", self.size), lambda: self._sequences.moved(self._index.reshape(-1))
+        """int64 [n · C], the token in each grid cell; t in cells after the end of a sequence."""
+        return self._sequences.cached(
+            ("index", self.size), lambda: self._sequences.to_device(self._index.reshape(-1))
         )
 
     @property
     def inverse(self) -> torch.Tensor:
-        """int64 [t], the place in the grid of each token."""
+        """int64 [t], the grid cell of each token."""
 
-        def make() -> torch.Tensor:
-            places = np.zeros(self._sequences.tokens + 1, dtype=np.int64)
-            places[self._index.reshape(-1)] = np.arange(self._index.size)
-            return self._sequences.moved(places[:-1])
+        def create() -> torch.Tensor:
+            grid_index = np.zeros(self._sequences.tokens + 1, dtype=np.int64)
+            grid_index[self._index.reshape(-1)] = np.arange(self._index.size)
+            return self._sequences.to_device(grid_index[:-1])
 
-        return self._sequences.made(("inverse", self.size), make)
+        return self._sequences.cached(("inverse", self.size), create)
 
-    def take(self, x: torch.Tensor) -> torch.Tensor:
-        """Return [n, C, ...] from x [t, ...], zero where a sequence has ended. May be a view."""
+    def to_chunks(self, x: torch.Tensor) -> torch.Tensor:
+        """Return the grid [n, C, ...] of x [t, ...], zero-padded after a sequence. May be a view."""
         shape = (self.count, self.size, *x.shape[1:])
-        if self._plain and self.is_whole:
+        if self._is_single and self.is_whole:
             return x.reshape(shape)
         if self.is_whole:
             return x.index_select(0, self.index).view(shape)
         padded = x.new_zeros((self.count * self.size, *x.shape[1:]))
-        if self._plain:
+        if self._is_single:
             padded[: x.shape[0]] = x
         else:
             padded.index_copy_(0, self.inverse, x)
         return padded.view(shape)
 
     def sorted(self, states: torch.Tensor) -> torch.Tensor:
-        """Return [N, ...] in the order of a sweep, the longest sequence first. May be a view."""
+        """Return states [N, ...] sorted by sequence length, longest first. May be a view."""
         if self._is_sorted:
             return states
 
-        def make() -> torch.Tensor:
-            return self._sequences.moved(np.asarray(self.order))
+        def create() -> torch.Tensor:
+            return self._sequences.to_device(np.asarray(self.order))
 
-        return states.index_select(0, self._sequences.made(("order", self.size), make))
+        return states.index_select(0, self._sequences.cached(("order", self.size), create))
 
     def unsorted(self, states: torch.Tensor) -> torch.Tensor:
-        """Return [N, ...] by sequence from the order of a sweep: undo `sorted`."""
+        """Return states [N, ...] in the order of the sequences: the inverse of `sorted`."""
         if self._is_sorted:
             return states
 
-        def make() -> torch.Tensor:
-            return self._sequences.moved(np.argsort(np.asarray(self.order)))
+        def create() -> torch.Tensor:
+            return self._sequences.to_device(np.argsort(np.asarray(self.order)))
 
-        return states.index_select(0, self._sequences.made(("places", self.size), make))
+        return states.index_select(0, self._sequences.cached(("rank", self.size), create))
 
-    def put_back(self, grid: torch.Tensor) -> torch.Tensor:
-        """Return [t, ...] from [n, C, ...]: undo `take`. May be a view."""
+    def from_chunks(self, grid: torch.Tensor) -> torch.Tensor:
+        """Return x [t, ...] from its grid [n, C, ...]: the inverse of `to_chunks`. May be a view."""
         flat = grid.reshape(-1, *grid.shape[2:])
-        if self._plain:
+        if self._is_single:
             return flat[: self._sequences.tokens]
         return flat.index_select(0, self.inverse)
 
 
 @dataclass(frozen=True, eq=False)
-class Places:
-    """The rows of t tokens among n, no row twice.
+class PackingIndices:
+    """Gather indices between n rows of a padded tensor and t packed tokens, t <= n.
 
     Args:
-        rows: int64 [t], the row of each token.
-        tokens: int64 [n], the token of each row, -1 where it has none.
-        padding: int64, the rows without a token; None where each has one.
+        rows: int64 [t], the row of each token, without duplicates.
+        tokens: int64 [n], the token of each row, -1 for a padding row.
+        padding: int64, the padding rows; None if there are none.
     """
 
     rows: torch.Tensor
@@ -230,36 +230,37 @@ class Places:
 
     @staticmethod
     def of(
-        rows: np.ndarray, count: int, moved: Callable[[np.ndarray], torch.Tensor]
-    ) -> Places | None:
-        """Return places on the device; None where each row is the token of its number.
+        rows: np.ndarray, count: int, to_device: Callable[[np.ndarray], torch.Tensor]
+    ) -> PackingIndices | None:
+        """Return indices on the device; None if they are the identity.
 
         Args:
-            rows: int64 [t] on the host, none twice.
+            rows: int64 [t] on the host, without duplicates.
             count: n.
-            moved: copies int64 values to the device, such as `Sequences.moved`.
+            to_device: copies int64 values to the device, such as `Sequences.to_device`.
         """
         if len(rows) == count and bool((rows == np.arange(count)).all()):
             return None
         tokens = np.full(count, -1, dtype=np.int64)
         tokens[rows] = np.arange(len(rows))
         empty = np.flatnonzero(tokens < 0)
-        return Places(moved(rows), moved(tokens), moved(empty) if len(empty) else None)
+        padding = to_device(empty) if len(empty) else None
+        return PackingIndices(to_device(rows), to_device(tokens), padding)
 
     def pack(self, x: torch.Tensor) -> torch.Tensor:
-        """Return the tokens [t, ...] of rows [n, ...]."""
+        """Return packed tokens [t, ...] from rows [n, ...]."""
         return apply_function(_Pack, x, self)
 
     def unpack(self, x: torch.Tensor) -> torch.Tensor:
-        """Return rows [n, ...] of tokens [t, ...], zero where a row has none."""
+        """Return rows [n, ...] from packed tokens [t, ...]; padding rows are zero."""
         return apply_function(_Unpack, x, self)
 
-    def take(self, x: torch.Tensor) -> torch.Tensor:
-        """Return what `pack` does, for ops that have a backward of their own."""
+    def pack_no_grad(self, x: torch.Tensor) -> torch.Tensor:
+        """Pack without autograd, for ops with their own backward."""
         return x.index_select(0, self.rows)
 
-    def put_back(self, x: torch.Tensor) -> torch.Tensor:
-        """Return what `unpack` does, for ops that have a backward of their own."""
+    def unpack_no_grad(self, x: torch.Tensor) -> torch.Tensor:
+        """Unpack without autograd, for ops with their own backward."""
         if self.padding is None:
             return x.index_select(0, self.tokens)
         if len(self.rows) == 0:
@@ -267,31 +268,31 @@ class Places:
         return self.zero_padding(x.index_select(0, self.tokens.clamp(min=0)))
 
     def zero_padding(self, rows: torch.Tensor) -> torch.Tensor:
-        """Write zeros to the rows [n, ...] that have no token, and return them."""
+        """Zero the padding rows of rows [n, ...] in place, and return rows."""
         return rows if self.padding is None else rows.index_fill_(0, self.padding, 0)
 
 
 class _Pack(torch.autograd.Function):
-    """forward gathers tokens; dgrad gathers them back, zero for padding. Saves nothing."""
+    """Forward packs; dgrad unpacks, with zeros in padding rows. Saves nothing."""
 
     @staticmethod
-    def forward(ctx, x, places: Places):
-        ctx.places = places
-        return places.take(x)
+    def forward(ctx, x, packing: PackingIndices):
+        ctx.packing = packing
+        return packing.pack_no_grad(x)
 
     @staticmethod
     def backward(ctx, grad):
-        return ctx.places.put_back(grad), None
+        return ctx.packing.unpack_no_grad(grad), None
 
 
 class _Unpack(torch.autograd.Function):
-    """forward gathers tokens back, zero for padding; dgrad gathers them. Saves nothing."""
+    """Forward unpacks, with zeros in padding rows; dgrad packs. Saves nothing."""
 
     @staticmethod
-    def forward(ctx, x, places: Places):
-        ctx.places = places
-        return places.put_back(x)
+    def forward(ctx, x, packing: PackingIndices):
+        ctx.packing = packing
+        return packing.unpack_no_grad(x)
 
     @staticmethod
     def backward(ctx, grad):
-        return ctx.places.take(grad), None
+        return ctx.packing.pack_no_grad(grad), None

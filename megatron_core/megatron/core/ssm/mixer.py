@@ -45,7 +45,7 @@ from megatron.core.ops.recurrence_decode import counts_programs, recurrence_deco
 from megatron.core.ops.recurrence_decode.reference import DecodeMemory, OutputNorm
 from megatron.core.ops.recurrence_prologue import PrologueWeights, UnitParts, recurrence_prologue
 from megatron.core.ops.row_tiles import TILE_ROWS, padded
-from megatron.core.ops.sequences import Places, Sequences
+from megatron.core.ops.sequences import PackingIndices, Sequences
 from megatron.core.ssm.choice import LinearShape, choose_mode
 from megatron.core.ssm.mixer_config import SEGMENTS
 from megatron.core.ssm.state_passing import halo_rows, recur_in_segments
@@ -283,7 +283,7 @@ class RecurrentMixer(nn.Module, ABC):
         part: Part,
         *,
         sequences: Sequences,
-        places: Places | None,
+        places: PackingIndices | None,
         initial: torch.Tensor | None = None,
         keeps_last: bool = False,
     ) -> tuple[RecurrenceInputs, torch.Tensor | None]:

@@ -36,7 +36,7 @@ from megatron.core.ops.recurrence import (
     passed,
     split_tensors,
 )
-from megatron.core.ops.sequences import Places, Sequences
+from megatron.core.ops.sequences import PackingIndices, Sequences
 from megatron.core.process_groups import Group
 
 NOBODY = -1
@@ -74,7 +74,7 @@ class Fold:
         steps = [[chain[i] for chain in kept if len(chain) > i] for i in range(most)]
         self._counts = [len(step) for step in steps]
         flat = [one for step in steps for one in step]
-        moved = sequences.moved
+        moved = sequences.to_device
         self._addends = moved(np.array([one.addend for one in flat], dtype=np.int64))
         later = flat[len(kept) :]
         #: int64 [n], the slots of M in the order in which they are read.
@@ -136,13 +136,13 @@ class Selected:
         own = [lengths[number] for number in numbers]
         self.is_apart = 4 * sum(own) <= sequences.tokens
         self.is_all = tuple(numbers) == tuple(range(sequences.count))
-        self._numbers = sequences.moved(np.array(numbers, dtype=np.int64))
+        self._numbers = sequences.to_device(np.array(numbers, dtype=np.int64))
         self.sequences = Sequences(
             [0, *accumulate(own)] if own else (0, 0), device=sequences.device
         )
         if self.is_apart:
             parts = [np.arange(starts[n], starts[n] + lengths[n]) for n in numbers]
-            self._tokens = sequences.moved(np.concatenate([np.zeros(0, np.int64), *parts]))
+            self._tokens = sequences.to_device(np.concatenate([np.zeros(0, np.int64), *parts]))
 
     def inputs(self, inputs: RecurrenceInputs) -> RecurrenceInputs:
         """Return the selected segments' tokens of inputs, where they are worked on apart."""
@@ -266,7 +266,7 @@ def recur_in_segments(
     sequences.check("recur_in_segments", **inputs._asdict())
     links = None
     if pieces.crossed:
-        links = sequences.made("links", lambda: Links.of(pieces, group))
+        links = sequences.cached("links", lambda: Links.of(pieces, group))
     call = _SegmentCall(
         recurrence=recurrence,
         sequences=sequences,
@@ -407,7 +407,7 @@ def halo_rows(
     *,
     width: int,
     channels: int | None = None,
-    places: Places | None = None,
+    places: PackingIndices | None = None,
 ) -> torch.Tensor | None:
     """Return the `width` tokens before each piece, zero before the first of a document.
 

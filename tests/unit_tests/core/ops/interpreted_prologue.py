@@ -16,7 +16,7 @@ from megatron.core.ops import recurrence_prologue as op
 from megatron.core.ops.launches import Launches
 from megatron.core.ops.recurrence_prologue import PrologueWeights, UnitParts, recurrence_prologue
 from megatron.core.ops.recurrence_prologue import triton as kernels
-from megatron.core.ops.sequences import Places, Sequences
+from megatron.core.ops.sequences import PackingIndices, Sequences
 from tests.support import gpu_agreement
 from tests.support.closeness import assert_close_by_metric, relative_error
 from tests.support.nan_memory import nan_memory
@@ -95,13 +95,13 @@ def tensors(case: Case) -> dict[str, torch.Tensor]:
     return found
 
 
-def places_of(case: Case, sequences: Sequences) -> Places | None:
+def places_of(case: Case, sequences: Sequences) -> PackingIndices | None:
     """Return places in no order, of which some have no token."""
     if case.padding < 0:
         return None
     count = sequences.tokens + case.padding
     rows = np.random.default_rng(count).permutation(count)[: sequences.tokens]
-    return Places.of(rows, count, sequences.moved)
+    return PackingIndices.of(rows, count, sequences.to_device)
 
 
 def run(case: Case, given: dict[str, torch.Tensor], kind: torch.dtype, implementation: str):

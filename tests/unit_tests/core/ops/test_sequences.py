@@ -29,9 +29,9 @@ def test_chunks_hold_each_token_once_and_never_cross(bounds):
     assert sequences.chunks(4) is chunks
     x = torch.arange(1.0, sequences.tokens + 1)[:, None] * torch.tensor([1.0, 100.0])
     with nan_memory():
-        grid = chunks.take(x)
+        grid = chunks.to_chunks(x)
     assert grid.shape == (chunks.count, 4, 2)
-    assert torch.equal(chunks.put_back(grid), x)
+    assert torch.equal(chunks.from_chunks(grid), x)
     rows = {tuple(row.tolist()) for row in grid[..., 0]}
     wanted = set()
     for begin, end in pairwise(bounds):
@@ -54,7 +54,7 @@ def test_chunks_of_a_step_are_those_of_the_longest_sequences():
 def test_what_layers_share_is_made_once():
     sequences, made = Sequences((0, 5)), []
     for _ in range(3):
-        assert sequences.made("key", lambda: made.append(1) or len(made)) == 1
+        assert sequences.cached("key", lambda: made.append(1) or len(made)) == 1
     assert sequences.chunks(2).index is sequences.chunks(2).index
 
 

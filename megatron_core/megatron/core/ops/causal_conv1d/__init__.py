@@ -168,7 +168,7 @@ class Borders:
         number = np.repeat(np.arange(len(lengths)), counts)
         place = np.arange(m) - first[number]
         back = near - np.arange(width)  # of each tap, how many tokens it looks back
-        moved = sequences.moved
+        moved = sequences.to_device
         self.head = moved(starts[number] + place)
         self.tail = moved((starts + lengths - counts)[number] + place)
 
@@ -194,7 +194,7 @@ class Borders:
     @staticmethod
     def of(sequences: Sequences, width: int) -> Borders:
         """Return those of a width, made once."""
-        return sequences.made(("borders", width), lambda: Borders(sequences, width))
+        return sequences.cached(("borders", width), lambda: Borders(sequences, width))
 
 
 #: Elements of a block of rows whose products are added up together: on a CPU few enough to stay in

@@ -69,7 +69,7 @@ class Tiles:
         """
         if size < 1:
             raise ValueError(f"chunks of {size} tokens: use at least 1")
-        return sequences.made(("tiles", size), lambda: cls._made(sequences, size))
+        return sequences.cached(("tiles", size), lambda: cls._made(sequences, size))
 
     @classmethod
     def _made(cls, sequences: Sequences, size: int) -> Tiles:
@@ -84,9 +84,9 @@ class Tiles:
             count=int(begin[-1]),
             sequence_count=sequences.count,
             tokens=sequences.tokens,
-            first=sequences.moved(first),
-            end=sequences.moved(end),
-            begin=sequences.moved(begin),
+            first=sequences.to_device(first),
+            end=sequences.to_device(end),
+            begin=sequences.to_device(begin),
         )
 
 

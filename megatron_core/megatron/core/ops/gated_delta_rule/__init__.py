@@ -504,7 +504,7 @@ class DeltaRecurrence:
             states.through(where, block.transition, block.added)
             out[where] = block.out(states.starts[where]).transpose(1, 2)
         prepared.inverse, prepared.starts = inverse, states.starts
-        return work.chunks.put_back(out), states.last()
+        return work.chunks.from_chunks(out), states.last()
 
     def summary(self, prepared: PreparedDeltaRule) -> tuple[torch.Tensor, torch.Tensor]:
         """See `Recurrence`."""
@@ -523,7 +523,7 @@ class DeltaRecurrence:
     def state_gradient(self, prepared: PreparedDeltaRule, grad: torch.Tensor) -> torch.Tensor:
         """See `Recurrence`."""
         work = _Work(self, prepared)
-        grids = work.chunks.take(grad).transpose(1, 2)  # [n, H, C, V]
+        grids = work.chunks.to_chunks(grad).transpose(1, 2)  # [n, H, C, V]
         grads = SweepBack(work.chunks, work.states_or_zeros(None))
         for where in reversed(work.blocks()):
             block = work.block(where)
@@ -536,7 +536,7 @@ class DeltaRecurrence:
     ) -> tuple[RecurrenceInputs, torch.Tensor]:
         """See `Recurrence`."""
         work = _Work(self, prepared)
-        grids = work.chunks.take(grad).transpose(1, 2)  # [n, H, C, V]
+        grids = work.chunks.to_chunks(grad).transpose(1, 2)  # [n, H, C, V]
         grads = SweepBack(work.chunks, work.states_or_zeros(grad_last))
         found = RecurrenceInputs(*(x.new_empty(x.shape) for x in work.grids))
         for where in reversed(work.blocks()):
@@ -549,7 +549,7 @@ class DeltaRecurrence:
             parts = block.gradients(pulls, prepared.starts[where], grads.ends[where])
             for total, part in zip(found, parts, strict=True):
                 total[where] = part.transpose(1, 2)
-        return RecurrenceInputs(*map(work.chunks.put_back, found)), grads.first()
+        return RecurrenceInputs(*map(work.chunks.from_chunks, found)), grads.first()
 
 
 class _Work:
@@ -558,7 +558,7 @@ class _Work:
     def __init__(self, recurrence: DeltaRecurrence, prepared: PreparedDeltaRule) -> None:
         inputs = prepared.inputs
         self.chunks: Chunks = prepared.sequences.chunks(recurrence.chunk_size)
-        self.grids = RecurrenceInputs(*map(self.chunks.take, inputs))
+        self.grids = RecurrenceInputs(*map(self.chunks.to_chunks, inputs))
         self.dtype = accumulation_dtype(inputs.value.dtype)
         self.heads = inputs.value.shape[1]
         scale = recurrence.scale

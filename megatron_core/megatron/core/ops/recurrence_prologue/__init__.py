@@ -28,7 +28,7 @@ from megatron.core.ops.recurrence_prologue.reference import (
     UnitParts,
     recurrence_inputs,
 )
-from megatron.core.ops.sequences import Places, Sequences, require_sequences
+from megatron.core.ops.sequences import PackingIndices, Sequences, require_sequences
 
 __all__ = ["PrologueWeights", "UnitParts", "recurrence_inputs", "recurrence_prologue"]
 
@@ -42,7 +42,7 @@ def recurrence_prologue(
     *,
     parts: UnitParts,
     sequences: Sequences,
-    places: Places | None = None,
+    places: PackingIndices | None = None,
     initial: torch.Tensor | None = None,
     keeps_last: bool = False,
     implementation: str | None = None,

@@ -16,7 +16,7 @@ from torch.nn import functional
 from megatron.core.ops.causal_conv1d import causal_conv1d
 from megatron.core.ops.dispatch import accumulation_dtype, apply_function
 from megatron.core.ops.recurrence import RecurrenceInputs
-from megatron.core.ops.sequences import Places, Sequences
+from megatron.core.ops.sequences import PackingIndices, Sequences
 
 
 class PrologueWeights(NamedTuple):
@@ -122,7 +122,7 @@ def prologue(
     *,
     parts: UnitParts,
     sequences: Sequences,
-    places: Places | None,
+    places: PackingIndices | None,
     initial: torch.Tensor | None,
 ) -> tuple[RecurrenceInputs, torch.Tensor]:
     """Return (inputs, last) of packed tokens, as `recurrence_prologue` does."""

@@ -22,7 +22,7 @@ from megatron.core.ops.recurrence_prologue.kernels import (
     prologue_forward_kernel,
 )
 from megatron.core.ops.recurrence_prologue.reference import PrologueWeights, UnitParts
-from megatron.core.ops.sequences import Places, Sequences
+from megatron.core.ops.sequences import PackingIndices, Sequences
 
 
 class Marks:
@@ -38,7 +38,7 @@ class Marks:
     """
 
     def __init__(self, sequences: Sequences) -> None:
-        self.bounds = sequences.moved(np.asarray(sequences.bounds))
+        self.bounds = sequences.to_device(np.asarray(sequences.bounds))
         lengths, device = self.bounds.diff(), self.bounds.device
         number = torch.repeat_interleave(lengths, output_size=sequences.tokens)
         place = torch.arange(sequences.tokens, device=device)
@@ -48,7 +48,7 @@ class Marks:
     @staticmethod
     def of(sequences: Sequences) -> Marks:
         """Return those of these sequences, made once."""
-        return sequences.made("marks", lambda: Marks(sequences))
+        return sequences.cached("marks", lambda: Marks(sequences))
 
 
 #: Added to the sum of squares of a query or a key, as `l2norm` does.
@@ -90,7 +90,7 @@ def prologue(
     *,
     parts: UnitParts,
     sequences: Sequences,
-    places: Places | None,
+    places: PackingIndices | None,
     initial: torch.Tensor | None,
     keeps_last: bool,
 ) -> tuple[RecurrenceInputs, torch.Tensor | None]:
@@ -108,7 +108,7 @@ class _PrologueCall:
 
     parts: UnitParts
     sequences: Sequences
-    places: Places | None
+    places: PackingIndices | None
     width: int
     gradient: GradientSlice | None
 

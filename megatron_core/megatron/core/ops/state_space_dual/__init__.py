@@ -572,13 +572,13 @@ class PreparedStateSpace:
 
     def by_group(self, x: torch.Tensor) -> torch.Tensor:
         """Return [n, G, C, K], in the accumulation dtype, from x [t, G, K]."""
-        grid = self.chunks.take(x).to(self.dtype).transpose(1, 2)
+        grid = self.chunks.to_chunks(x).to(self.dtype).transpose(1, 2)
         # The one group of a chunk is a view; several lie far apart.
         return grid if self.groups == 1 else grid.contiguous()
 
     def by_token(self, x: torch.Tensor) -> torch.Tensor:
         """Return [n, C, G, r, V] from x [t, H, V]."""
-        return self.chunks.take(x).unflatten(2, (self.groups, -1))
+        return self.chunks.to_chunks(x).unflatten(2, (self.groups, -1))
 
     @property
     def left(self) -> torch.Tensor:
@@ -622,8 +622,8 @@ class StateSpaceDual:
         """See `Recurrence`."""
         chunks = sequences.chunks(min(self.chunk_size, max(1, *sequences.lengths)))
         dtype = accumulation_dtype(inputs.value.dtype)
-        sums = decay_sums(chunks.take(inputs.decay).transpose(1, 2))
-        strength = chunks.take(inputs.strength).transpose(1, 2)
+        sums = decay_sums(chunks.to_chunks(inputs.decay).transpose(1, 2))
+        strength = chunks.to_chunks(inputs.strength).transpose(1, 2)
         strength = strength.to(dtype, memory_format=torch.contiguous_format)
         return PreparedStateSpace(inputs, chunks, sums, strength)
 
@@ -650,7 +650,7 @@ class StateSpaceDual:
             states.through(block, gain[block], added)
             read(StateSpaceChunks(*parts, states.starts[block]), scratch, target)
         prepared.states, prepared.local = states.starts, None
-        return chunks.put_back(out.flatten(2, 3)), _by_head(states.last())
+        return chunks.from_chunks(out.flatten(2, 3)), _by_head(states.last())
 
     def summary(self, prepared: PreparedStateSpace) -> tuple[torch.Tensor, torch.Tensor]:
         """See `Recurrence`."""
@@ -697,7 +697,7 @@ class StateSpaceDual:
         return RecurrenceInputs(
             _by_row(chunks, found.query, inputs.query.dtype),
             _by_row(chunks, found.key, inputs.key.dtype),
-            chunks.put_back(found.value.flatten(2, 3)),
+            chunks.from_chunks(found.value.flatten(2, 3)),
             without_clamped(_by_row(chunks, found.decay(), inputs.decay.dtype), inputs.decay),
             _by_row(chunks, found.strength, inputs.strength.dtype),
         ), _by_head(grads.first())
@@ -727,7 +727,7 @@ def _empty_gradients(value, query, key, sums, strength) -> Gradients:
 
 def _by_row(chunks: Chunks, grid: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     """Return [t, H, ...] from grid [n, H, C, ...]."""
-    return chunks.put_back(grid.transpose(1, 2).to(dtype))
+    return chunks.from_chunks(grid.transpose(1, 2).to(dtype))
 
 
 def _by_group(states: torch.Tensor, groups: int) -> torch.Tensor:

@@ -48,11 +48,11 @@ from megatron.core.inference.stages import PipelineGroups
 from megatron.core.models.gpt import GPTConfig, GPTModel
 from megatron.core.models.inference_optimized import InferenceOptimizedModel, matrices
 from megatron.core.models.layer_pattern import StageSplit
+from megatron.core.ops.batch_invariant import TILE_ROWS, check_tile_invariance
 from megatron.core.ops.compiler import explain as explain_compiler
-from megatron.core.ops.packed_product import is_available
-from megatron.core.ops.row_tiles import TILE_ROWS, check_tiles
+from megatron.core.ops.low_bit_copy import CopyDtype
+from megatron.core.ops.packed_matmul import is_available
 from megatron.core.ops.tiled_attention import KEY_TILE
-from megatron.core.ops.weight_copy import CopyDtype
 from megatron.core.process_groups import GROUP_NAMES, Group, ProcessGroupCollection, RankGrid
 from megatron.core.untrusted_files import open_regular
 from megatron.core.weight_gather import Storage
@@ -124,7 +124,7 @@ class CheckpointModel:
                 where there is nothing to copy.
         """
         if self.model.store.row_tiles:
-            self._check_tiles()
+            self._check_tile_invariance()
         if not self.optimized:
             return self.model
         generator = InferenceOptimizedModel(
@@ -137,12 +137,12 @@ class CheckpointModel:
                 print("LayerNorm runs as in training: only RMSNorm is fused", file=sys.stderr)
         return generator
 
-    def _check_tiles(self) -> None:
+    def _check_tile_invariance(self) -> None:
         """Log which matmuls --batch-invariant covers. Raises ValueError if a tile is not exact."""
         handles = matrices(self.model)
-        packed = [handle for handle in handles if handle.least_rows is not None]
+        packed = [handle for handle in handles if handle.min_invariant_rows is not None]
         tiled = [handle for handle in handles if handle not in packed]
-        check_tiles((handle.get() for handle in tiled), handles[0].product_dtype)
+        check_tile_invariance((handle.get() for handle in tiled), handles[0].product_dtype)
         nbytes = sum(handle.packed().nbytes for handle in packed)
         if self.model.region.group.rank == 0:
             fallback = f"{len(tiled)} matrices, " if tiled else ""

@@ -9,7 +9,7 @@ from typing import Literal
 import torch
 
 from megatron.core.dist_checkpointing import Coordinator
-from megatron.core.ops.dispatch import cpu_bf16_speedup, measured_matmul_dtype
+from megatron.core.ops.backend_choice import cpu_bf16_speedup, measured_matmul_dtype
 
 FLAG = "--cpu-matmul-dtype"
 

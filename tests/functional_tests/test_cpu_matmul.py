@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from megatron.core.dist_checkpointing import Solo, read_extra
-from megatron.core.ops import dispatch
+from megatron.core.ops import backend_choice
 from megatron.training.cpu_matmul import CpuMatmul
 from tests.functional_tests.small_run import flags, run_here, timeless, write_tokens
 
@@ -33,7 +33,7 @@ def test_every_rank_takes_what_the_first_has_measured(narrow, dtype, monkeypatch
     def measured() -> float:
         raise AssertionError("the second rank measures too")
 
-    monkeypatch.setattr(dispatch, "cpu_bf16_speedup", measured)
+    monkeypatch.setattr(backend_choice, "cpu_bf16_speedup", measured)
     rank = Second([narrow, 2.0])
     chosen = CpuMatmul.choose("auto", weights=torch.bfloat16, device=CPU, coordinator=rank)
     assert chosen is not None

@@ -11,7 +11,7 @@ import torch
 from megatron.core.context_parallel import SequenceCut, SequenceLayout, blockwise
 from megatron.core.context_parallel.blockwise import attention_blocks
 from megatron.core.ops.attention import Mask, attention, fused
-from megatron.core.ops.dispatch import add_product_
+from megatron.core.ops.backend_choice import add_product_
 from megatron.core.ops.dropout import AttentionDropout, dropout
 from megatron.core.ops.layernorm import layer_norm
 from megatron.core.ops.linear_cross_entropy import linear_cross_entropy

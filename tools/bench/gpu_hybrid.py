@@ -19,7 +19,7 @@ from types import ModuleType
 import torch
 
 from megatron.core.models.gpt import GPTConfig
-from megatron.core.ops import dispatch
+from megatron.core.ops import backend_choice
 from megatron.core.ssm import GatedDeltaNetConfig
 from tools.bench import ours
 from tools.bench.gpu_bench import Bench, no_device, options_of
@@ -76,12 +76,12 @@ class Picked:
     def __init__(self, implementation: str) -> None:
         self.implementation = implementation
         self.found: Counter[str] = Counter()
-        self._choose = dispatch.choose
+        self._choose = backend_choice.choose
 
     def __call__(
         self, implementation: str | None, tensor: torch.Tensor, op: str, **options: bool
     ) -> str:
-        """Choose as `dispatch.choose` does."""
+        """Choose as `backend_choice.choose` does."""
         if op in RECURRENT_OPS and implementation is None:
             implementation = self.implementation
         found = self._choose(implementation, tensor, op, **options)

@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from megatron.core.ops.attention import attention
-from megatron.core.ops.dispatch import add_product_
+from megatron.core.ops.backend_choice import add_product_
 from megatron.core.ops.grouped_mm import RowRuns, grouped_mm, grouped_wgrad_
 from megatron.core.ops.linear_cross_entropy import linear_cross_entropy
 from megatron.core.ops.permutation import Permutation, sum_rows, take_rows

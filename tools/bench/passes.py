@@ -31,7 +31,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from megatron.core.models.gpt import GPTConfig
-from megatron.core.ops import dispatch, linear_cross_entropy
+from megatron.core.ops import backend_choice, linear_cross_entropy
 from megatron.core.ops.attention import fused
 from tools.bench import gpu_hybrid, gpu_train, ours
 from tools.bench.shapes import Shape
@@ -155,7 +155,7 @@ def counted_as_on_gpu() -> Iterator[LaunchTape]:
         return implementation or ("triton" if has_triton else "reference")
 
     refusals, size = fused.refusals, linear_cross_entropy.tokens_per_chunk
-    chosen = dispatch.choose
+    chosen = backend_choice.choose
     tape = LaunchTape()
     modules = [m for m in list(sys.modules.values()) if isinstance(m, ModuleType)]
     with contextlib.ExitStack() as stack:

@@ -36,7 +36,7 @@ def machine() -> str:
     """Name this machine's CPU, how many cores this process has of it, and what of it figures here
     depend on most: its instructions for bf16, and what they gain."""
     # Here: a process that runs megatron-core imports the rows before anything of `megatron`.
-    from megatron.core.ops.dispatch import cpu_bf16_speedup
+    from megatron.core.ops.backend_choice import cpu_bf16_speedup
 
     capabilities = torch.cpu.get_capabilities()
     kinds = [k for k in ("avx512_bf16", "amx_bf16") if capabilities.get(k, False)]

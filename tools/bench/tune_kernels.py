@@ -223,7 +223,7 @@ def updated(table: Mapping[str, dict], device_name: str, name: str, found: dict 
 def tunable(*, rehearse: bool) -> list[str]:
     """Return the names of the launches that have candidates, in a rehearsal of those it tries."""
     known = all_launches()
-    names = {name for trial in TRIALS for name in trial.launches if known[name].others}
+    names = {name for trial in TRIALS for name in trial.launches if known[name].alternatives}
     return sorted(names - set(UNREHEARSED if rehearse else ()))
 
 

@@ -20,9 +20,9 @@ from megatron.core.context_parallel.layout import ContextParallel
 from megatron.core.initialize import InitSpec
 from megatron.core.ops import rmsnorm
 from megatron.core.ops.attention import attention
+from megatron.core.ops.batch_invariant import with_padded_rows
 from megatron.core.ops.layernorm import layer_norm
 from megatron.core.ops.recurrence import recur
-from megatron.core.ops.row_tiles import over_padded_rows
 from megatron.core.ops.tiled_attention import tiled_attention
 from megatron.core.process_groups import ProcessGroupCollection
 from megatron.core.tensor_parallel import (
@@ -141,7 +141,7 @@ class Backend:
 
     def elementwise(self, function: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
         """Return an elementwise function of x [..., f] as this backend computes it."""
-        return over_padded_rows(function) if self.batch_invariant else function
+        return with_padded_rows(function) if self.batch_invariant else function
 
 
 def with_cpu_dtype(backend: Backend, dtype: torch.dtype | None) -> Backend:
@@ -155,8 +155,8 @@ def with_cpu_dtype(backend: Backend, dtype: torch.dtype | None) -> Backend:
 def with_batch_invariance(backend: Backend) -> Backend:
     """Return the backend with bits that depend neither on other rows nor on how a row is divided.
 
-    Products are by packed matrices (`ops.packed_product`) or over tiles of one number of rows
-    (`ops.row_tiles`), attention over tiles of keys counted from the row's beginning
+    Products are by packed matrices (`ops.packed_matmul`) or over tiles of one number of rows
+    (`ops.batch_invariant`), attention over tiles of keys counted from the row's beginning
     (`ops.tiled_attention`), recurrences token by token; 16-bit matrices are multiplied in fp32. So
     a model computes the same log-probabilities over a whole row as an engine does bit by bit.
     Recurrences are forward only.

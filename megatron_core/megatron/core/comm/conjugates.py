@@ -49,7 +49,7 @@ from megatron.core.comm.collectives import (
     reduce_scatter,
     reduce_scatter_async,
 )
-from megatron.core.ops.dispatch import apply_function
+from megatron.core.ops.backend_choice import apply_function
 from megatron.core.process_groups import Group
 
 Start = Callable[[torch.Tensor], Pending]

@@ -42,7 +42,7 @@ import torch
 
 from megatron.core.comm.collectives import all_gather, all_reduce, observe, reduce_scatter
 from megatron.core.device import current_stream, pin
-from megatron.core.ops.dispatch import triton_is_installed
+from megatron.core.ops.backend_choice import triton_is_installed
 from megatron.core.ops.nvls import PACK_BYTES, Peers, RowNorm, packed, unpacked
 from megatron.core.process_groups import Group
 

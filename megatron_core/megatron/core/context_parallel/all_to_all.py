@@ -21,7 +21,7 @@ import torch
 
 from megatron.core.comm.collectives import all_to_all
 from megatron.core.context_parallel.layout import PackedTokens, SequenceLayout
-from megatron.core.ops.dispatch import apply_function
+from megatron.core.ops.backend_choice import apply_function
 from megatron.core.ops.sequences import PackingIndices
 from megatron.core.process_groups import Group
 

@@ -50,7 +50,7 @@ from megatron.core.context_parallel.comm_type import (
 )
 from megatron.core.context_parallel.layout import SequenceLayout
 from megatron.core.ops.attention.reference import sink_gradient
-from megatron.core.ops.dispatch import accumulation_dtype, apply_function
+from megatron.core.ops.backend_choice import accumulation_dtype, apply_function
 from megatron.core.ops.dropout import AttentionDropout
 from megatron.core.process_groups import Group
 
@@ -67,7 +67,7 @@ class Attend:
         scale: factor on the logits, usually 1 / sqrt(d).
         window: a query at place q sees only keys k with q - k < window.
         dropout: drops probabilities.
-        cpu_dtype: what a CPU multiplies 16-bit queries and keys in, see `ops.dispatch`.
+        cpu_dtype: what a CPU multiplies 16-bit queries and keys in, see `ops.backend_choice`.
     """
 
     layout: SequenceLayout

@@ -27,7 +27,7 @@ import torch
 
 from megatron.core.context_parallel.cut import Run
 from megatron.core.ops.attention import Mask, functions_of, reference
-from megatron.core.ops.dispatch import accumulation_dtype, matmul_dtype
+from megatron.core.ops.backend_choice import accumulation_dtype, matmul_dtype
 from megatron.core.ops.dropout import AttentionDropout
 
 
@@ -369,7 +369,7 @@ def forward(
         window: a query at place q sees only keys k with q - k < window.
         dropout: drops probabilities, by place.
         into: a former result over other keys; this one is merged into it, in place.
-        cpu_dtype: what a CPU multiplies 16-bit operands in, see `ops.dispatch.matmul_dtype`.
+        cpu_dtype: what a CPU multiplies 16-bit operands in, see `ops.backend_choice.matmul_dtype`.
 
     Returns:
         (out [s_q, b, n, d], lse [b, n, s_q]), both fp32 (fp64 for fp64): see `finish`.

@@ -1016,7 +1016,7 @@ class ContextParallel:
         group: cp.
         engine: of attention, "p2p", "all_gather", "a2a", or "auto" for the one that moves least.
         linear_mode: of recurrent mixers, "headwise", "segments", or "auto" likewise.
-        cpu_dtype: what a CPU multiplies 16-bit queries and keys in, see `ops.dispatch`.
+        cpu_dtype: what a CPU multiplies 16-bit queries and keys in, see `ops.backend_choice`.
     """
 
     group: Group = field(default_factory=lambda: Group.single("cp"))

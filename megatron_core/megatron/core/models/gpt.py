@@ -42,7 +42,7 @@ from megatron.core.models.decoder import Decoder, HiddenDropout
 from megatron.core.models.gpt_config import GPTConfig
 from megatron.core.models.layer_pattern import StageSplit
 from megatron.core.moe import MoE
-from megatron.core.ops.dispatch import apply_function
+from megatron.core.ops.backend_choice import apply_function
 from megatron.core.process_groups import Group, ProcessGroupCollection
 from megatron.core.tensor_parallel import (
     TensorParallelRegion,

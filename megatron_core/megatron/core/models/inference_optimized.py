@@ -48,10 +48,10 @@ from megatron.core.models.gpt import GPTModel
 from megatron.core.moe.dispatch import partial_sums
 from megatron.core.moe.layer import MoE
 from megatron.core.moe.router import Share
-from megatron.core.ops.dispatch import accumulation_dtype
+from megatron.core.ops.backend_choice import accumulation_dtype
+from megatron.core.ops.low_bit_copy import CopyDtype
 from megatron.core.ops.nvls import RowNorm
 from megatron.core.ops.swiglu import gate_
-from megatron.core.ops.weight_copy import CopyDtype
 from megatron.core.tensor_parallel import (
     ColumnParallelLinear,
     ReplicatedLinear,

@@ -47,10 +47,10 @@ from megatron.core.comm import all_reduce
 from megatron.core.comm.conjugates import gather_from_group, scatter_to_group
 from megatron.core.context_parallel import SequenceLayout
 from megatron.core.moe.moe_config import MoEConfig, RouterConfig
-from megatron.core.ops.dispatch import apply_function
+from megatron.core.ops.backend_choice import apply_function
+from megatron.core.ops.batch_invariant import tiled_matmul
 from megatron.core.ops.dropout import dropout_key
 from megatron.core.ops.dropout.reference import hash_index, mix_rows_and_columns
-from megatron.core.ops.row_tiles import tiled_product
 from megatron.core.process_groups import Group
 from megatron.core.tensor_parallel import TensorParallelRegion
 from megatron.core.weight_sharding import WeightSharding
@@ -490,7 +490,7 @@ class _Logits(torch.autograd.Function):
         ctx.handle = handle
         ctx.save_for_backward(x)
         rows, matrix = x.float(), handle.get().float().t()
-        return tiled_product(rows, matrix) if handle.row_tiles else rows @ matrix
+        return tiled_matmul(rows, matrix) if handle.row_tiles else rows @ matrix
 
     @staticmethod
     def backward(ctx, grad):

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which Triton and which ptxas compile the kernels, and which of them are known to be wrong.
+"""Versions of Triton and ptxas that compile the kernels, and releases with known bugs.
 
-On Hopper two faults are known. Triton 3.4.0 to 3.7.0 multiplies the transpose of an accumulator
-wrongly (github.com/fla-org/flash-linear-attention issue 640, pull request 983). ptxas before 13.3
-may overwrite registers that a running wgmma still reads (github.com/triton-lang/triton issue 9433,
-pull request 11781). `python -m tools.gpu_compile` looks for both in the code of every kernel.
+Two bugs affect Hopper. Triton 3.4.0 to 3.7.0 multiplies the transpose of an accumulator wrongly
+(github.com/fla-org/flash-linear-attention issue 640, pull request 983). ptxas before 13.3 may
+overwrite registers that a running wgmma still reads (github.com/triton-lang/triton issue 9433,
+pull request 11781). `python -m tools.gpu_compile` searches the code of every kernel for both.
 """
 
 from __future__ import annotations
@@ -13,33 +13,33 @@ import re
 
 import torch
 
-from megatron.core.ops.dispatch import ptxas_version, triton_version
+from megatron.core.ops.backend_choice import ptxas_version, triton_version
 
 HOPPER = 9
-#: Releases of Triton [first, fixed) and of ptxas below the fixed one that are known to be wrong.
-WRONG_TRITON = ((3, 4, 0), (3, 7, 1))
+#: Releases with known bugs: Triton from the first to below the second, ptxas below `FIXED_PTXAS`.
+BUGGY_TRITON = ((3, 4, 0), (3, 7, 1))
 FIXED_PTXAS = (13, 3)
 PTXAS_WHEEL = "nvidia-cuda-nvcc==13.3.73"
 
 
 def compiler_faults(major: int, triton: str, ptxas: str | None) -> list[str]:
-    """Return what is known to be wrong with releases on an architecture, with the one to install.
+    """Return the known bugs of compiler releases on an architecture, each with its fix.
 
     Args:
-        major: of the compute capability.
-        triton, ptxas: releases.
+        major: major version of the compute capability.
+        triton, ptxas: releases; ptxas is None if there is none.
     """
     if major != HOPPER:
         return []
     faults = []
-    first, fixed = WRONG_TRITON
-    if first <= _numbers(triton, 3) < fixed:
+    introduced, fixed = BUGGY_TRITON
+    if introduced <= _version_tuple(triton, 3) < fixed:
         release = ".".join(map(str, fixed))
         faults.append(
             f"Triton {triton} multiplies transposed accumulators wrongly on Hopper: pip install"
             f" triton=={release}"
         )
-    if ptxas is not None and _numbers(ptxas, 2) < FIXED_PTXAS:
+    if ptxas is not None and _version_tuple(ptxas, 2) < FIXED_PTXAS:
         faults.append(
             f"ptxas {ptxas} may overwrite the operands of a running wgmma: pip install"
             f" {PTXAS_WHEEL} and set TRITON_PTXAS_PATH to its ptxas"
@@ -48,7 +48,7 @@ def compiler_faults(major: int, triton: str, ptxas: str | None) -> list[str]:
 
 
 def explain(device: torch.device) -> str | None:
-    """Return what compiles the kernels of a device and its known faults; None without kernels."""
+    """Return the compilers of a device's kernels and their known bugs; None if it runs none."""
     triton = triton_version()
     if device.type != "cuda" or triton is None:
         return None
@@ -60,6 +60,6 @@ def explain(device: torch.device) -> str | None:
     return line
 
 
-def _numbers(version: str, count: int) -> tuple[int, ...]:
-    """Return the first numbers of a version."""
+def _version_tuple(version: str, count: int) -> tuple[int, ...]:
+    """Return the first `count` components of a version."""
     return tuple(map(int, re.findall(r"\d+", version)[:count]))

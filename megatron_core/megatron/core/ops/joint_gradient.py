@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 import torch
 
-from megatron.core.ops.dispatch import apply_function
+from megatron.core.ops.backend_choice import apply_function
 
 
 class JointGradient:

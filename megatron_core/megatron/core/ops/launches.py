@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Launches: the tile sizes, warps and stages that a Triton kernel is started with.
+"""Launch configurations of Triton kernels: tile sizes, warps and stages.
 
-A kernel has a default, which tests, the interpreter and budgets see, and candidates. Nothing is
-tried out while a model runs: `launches.json` says which candidate is faster on which device, and
-holds only those whose results agreed with the reference when they were timed there. What another
-release of Triton compiles was not held to anything, so its entries are passed over. So a kernel is
-the same in every run and in every CUDA graph, and a size that was never seen costs nothing.
+A kernel has a default, which tests, the interpreter and the budgets use, and alternatives.
+Nothing is autotuned while a model runs: `launches.json` names the fastest candidate by device, and
+lists only candidates whose results agreed with the reference when they were timed there. Entries
+that another release of Triton compiled are skipped, because nobody checked this release's code.
+A kernel is therefore the same in every run and in every CUDA graph, and a new size costs no time.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from typing import Any
 
 import torch
 
-#: What a launch holds besides a kernel's own compile-time constants.
+#: Keys of a launch that are not compile-time constants of the kernel.
 WARPS, STAGES = "num_warps", "num_stages"
 
 
@@ -33,48 +33,49 @@ def cdiv(size: int, block: int) -> int:
 
 
 def next_power_of_2(size: int) -> int:
-    """Return the smallest power of two that is not below `size`; 0 for 0."""
+    """Return the smallest power of two >= `size`; 0 for 0."""
     return 1 << (size - 1).bit_length() if size else 0
 
 
 @dataclass(frozen=True)
 class Launches:
-    """How one kernel may be started.
+    """Launch configurations of one kernel.
 
     Args:
         name: of the kernel, in `launches.json`.
         default: compile-time constants by name, with `num_warps` and `num_stages`.
-        others: candidates, with the same names.
+        alternatives: further candidates, with the same keys.
 
     Raises:
-        ValueError: a candidate that does not name what the default names.
+        ValueError: an alternative whose keys differ from the default's keys.
     """
 
     name: str
     default: Mapping[str, int]
-    others: Sequence[Mapping[str, int]] = field(default=())
+    alternatives: Sequence[Mapping[str, int]] = field(default=())
     _picked: dict[tuple[int | None, str], Mapping[str, int]] = field(
         default_factory=dict, init=False, repr=False, compare=False
     )
 
     def __post_init__(self) -> None:
-        for other in self.others:
-            if other.keys() != self.default.keys():
+        for launch in self.alternatives:
+            if launch.keys() != self.default.keys():
                 raise ValueError(
-                    f"launches of {self.name}: {dict(other)} must name {sorted(self.default)}"
+                    f"launches of {self.name}: {dict(launch)} must name {sorted(self.default)}"
                 )
 
     @property
     def candidates(self) -> tuple[Mapping[str, int], ...]:
-        """All of them, the default first."""
-        return (self.default, *self.others)
+        """All configurations, the default first."""
+        return (self.default, *self.alternatives)
 
     def pick(self, tensor: torch.Tensor, key: str = "") -> dict[str, int]:
-        """Return what to start the kernel with on the device of `tensor`.
+        """Return the launch configuration for the device of `tensor`.
 
         Args:
-            tensor: any that the kernel reads.
-            key: padded sizes and dtype, what decides the best candidate; never a number of tokens.
+            tensor: any input of the kernel.
+            key: padded sizes and dtype that decide which candidate is fastest. It never holds a
+                number of tokens, so that the kernel stays the same from step to step.
 
         Returns:
             Keyword arguments of the launch.
@@ -93,25 +94,27 @@ class Launches:
 
 @functools.cache
 def _device_name(index: int) -> str:
-    """Return the name of a CUDA device; asking CUDA takes microseconds at every launch."""
+    """Return the name of a CUDA device; cached, because the query takes microseconds a launch."""
     return torch.cuda.get_device_name(index)
 
 
 @functools.cache
 def measured_launches(device_name: str) -> Mapping[str, Mapping[str, int]]:
-    """Return the launches that were measured on devices of this name, by kernel and key.
+    """Return the launches measured on devices of a name, by kernel and key.
 
-    Those that another release of Triton compiled are left out.
+    Entries that another release of Triton compiled are left out.
 
     Args:
-        device_name: as CUDA says it, such as NVIDIA H200.
+        device_name: as CUDA reports it, such as NVIDIA H200.
     """
     text = files("megatron.core.ops").joinpath("launches.json").read_text("utf-8")
-    return of_release(json.loads(text).get(device_name, {}), version("triton"))
+    return launches_of_release(json.loads(text).get(device_name, {}), version("triton"))
 
 
-def of_release(entries: Mapping[str, Any], release: str) -> Mapping[str, Mapping[str, int]]:
-    """Return the launches of a device's entries that this release of Triton has compiled."""
+def launches_of_release(
+    entries: Mapping[str, Any], release: str
+) -> Mapping[str, Mapping[str, int]]:
+    """Return the launches of those entries of a device that `release` of Triton compiled."""
     return MappingProxyType(
         {
             name: entry["launch"]

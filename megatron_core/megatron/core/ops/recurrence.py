@@ -29,7 +29,7 @@ from typing import Any, NamedTuple, Protocol
 
 import torch
 
-from megatron.core.ops.dispatch import accumulation_dtype, apply_function
+from megatron.core.ops.backend_choice import accumulation_dtype, apply_function
 from megatron.core.ops.sequences import Chunks, Sequences
 
 #: Default tokens of a chunk. Of 32, 64, 128 and 256, SSD on a CPU is fastest with 64, for heads of

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from megatron.core.ops.dispatch import choose, uses_tensor_memory
+from megatron.core.ops.backend_choice import choose, uses_tensor_memory
 from megatron.core.ops.recurrence import Recurrence, RecurrenceInputs
 from megatron.core.ops.sequences import Sequences
 

@@ -22,7 +22,7 @@ from megatron.core.backend import LayerBuild
 from megatron.core.comm.conjugates import copy_to_group, reduce_from_group
 from megatron.core.context_parallel.all_to_all import Placed
 from megatron.core.initialize import InitSpec
-from megatron.core.ops.dispatch import accumulation_dtype
+from megatron.core.ops.backend_choice import accumulation_dtype
 from megatron.core.ops.gated_rms_norm import GATE_FIRST, gated_rms_norm
 from megatron.core.ops.joint_gradient import ProjectionSlice, slice_of
 from megatron.core.ops.recurrence import RecurrenceInputs

@@ -38,13 +38,13 @@ from megatron.core.context_parallel import SequenceLayout
 from megatron.core.context_parallel.all_to_all import Placed, gather_heads, scatter_heads
 from megatron.core.context_parallel.layout import PagedRows
 from megatron.core.initialize import InitSpec
-from megatron.core.ops.dispatch import accumulation_dtype
+from megatron.core.ops.backend_choice import accumulation_dtype
+from megatron.core.ops.batch_invariant import TILE_ROWS, pad_rows
 from megatron.core.ops.joint_gradient import ProjectionSlice, slice_of, split_projection
 from megatron.core.ops.recurrence import Recurrence, RecurrenceInputs
 from megatron.core.ops.recurrence_decode import counts_programs, recurrence_decode
 from megatron.core.ops.recurrence_decode.reference import DecodeMemory, OutputNorm
 from megatron.core.ops.recurrence_prologue import PrologueWeights, UnitParts, recurrence_prologue
-from megatron.core.ops.row_tiles import TILE_ROWS, padded
 from megatron.core.ops.sequences import PackingIndices, Sequences
 from megatron.core.ssm.choice import LinearShape, choose_mode
 from megatron.core.ssm.mixer_config import SEGMENTS
@@ -450,7 +450,7 @@ class RecurrentMixer(nn.Module, ABC):
             for first in range(0, len(rows), TILE_ROWS):
                 tile = rows[first : first + TILE_ROWS]
                 places = [starts[row] + step for row in tile]
-                inputs = (padded(x[places], TILE_ROWS) for x in (units, gate))
+                inputs = (pad_rows(x[places], TILE_ROWS) for x in (units, gate))
                 where = slots.new_full((TILE_ROWS,), -1)
                 where[: len(tile)] = slots[tile]
                 found.append(self.decoded(*inputs, where, cache)[: len(tile)])

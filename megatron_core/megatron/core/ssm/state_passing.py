@@ -28,7 +28,7 @@ from torch.nn import functional
 
 from megatron.core.comm.collectives import all_gather, all_to_all
 from megatron.core.context_parallel.layout import OwnPieces, PieceHalo
-from megatron.core.ops.dispatch import accumulation_dtype, apply_function
+from megatron.core.ops.backend_choice import accumulation_dtype, apply_function
 from megatron.core.ops.recurrence import (
     Recurrence,
     RecurrenceInputs,

@@ -37,7 +37,7 @@ from megatron.core.comm.collectives import (
 )
 from megatron.core.comm.conjugates import reduce_from_group, reduce_scatter_to_group
 from megatron.core.initialize import InitSpec
-from megatron.core.ops.dispatch import apply_function
+from megatron.core.ops.backend_choice import apply_function
 from megatron.core.process_groups import Group
 from megatron.core.weight_gather import WeightStore
 from megatron.core.weight_gather.handle import put_linear_gradients

@@ -33,7 +33,7 @@ from megatron.core.comm.conjugates import (
     reduce_scatter_to_group,
 )
 from megatron.core.initialize import InitSpec
-from megatron.core.ops.dispatch import add_product_, apply_function
+from megatron.core.ops.backend_choice import add_product_, apply_function
 from megatron.core.ops.linear_cross_entropy import (
     chunk_gradient_,
     chunk_statistics,

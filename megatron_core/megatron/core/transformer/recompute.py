@@ -23,7 +23,7 @@ from typing import Literal
 import torch
 from torch.autograd.function import once_differentiable
 
-from megatron.core.ops.dispatch import apply_function
+from megatron.core.ops.backend_choice import apply_function
 
 Pair = tuple[torch.Tensor, torch.Tensor]
 

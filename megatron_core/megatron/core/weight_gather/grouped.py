@@ -12,7 +12,7 @@ from functools import partial
 
 import torch
 
-from megatron.core.ops.dispatch import apply_function
+from megatron.core.ops.backend_choice import apply_function
 from megatron.core.ops.grouped_mm import RowRuns, grouped_mm, grouped_wgrad_, reads_counts
 from megatron.core.weight_gather.handle import WeightHandle
 

@@ -37,11 +37,16 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from megatron.core.ops import few_rows
-from megatron.core.ops.dispatch import StoredWeight, add_product_, matmul_dtype, record_function
-from megatron.core.ops.packed_product import PackedMatrix, least_rows
-from megatron.core.ops.row_tiles import tiled_product
-from megatron.core.ops.weight_copy import WeightCopy
+from megatron.core.ops import small_m_matmul
+from megatron.core.ops.backend_choice import (
+    StoredWeight,
+    add_product_,
+    matmul_dtype,
+    record_function,
+)
+from megatron.core.ops.batch_invariant import tiled_matmul
+from megatron.core.ops.low_bit_copy import LowBitCopy
+from megatron.core.ops.packed_matmul import PackedMatrix, min_invariant_rows
 from megatron.core.weight_gather.wire import EncodedWeight, WireFormat
 from megatron.core.weight_sharding import WeightSharding
 
@@ -159,10 +164,10 @@ class WeightHandle:
         deferral: whether weight gradients are deferred, shared with the other weights of the store.
         keeps_grad: without `gradients`, puts go to the `.grad` of `param`, as autograd's would: in
             one process, until an engine is built.
-        cpu_dtype: what a CPU multiplies it in, see `ops.dispatch.matmul_dtype`.
+        cpu_dtype: what a CPU multiplies it in, see `ops.backend_choice.matmul_dtype`.
         row_tiles: multiply rows by it so that their bits do not depend on how many there are: by
-            `ops.packed_product` where that holds, else in tiles, see `ops.row_tiles`.
-        copy: what `linear` multiplies by outside of autograd instead, see `weight_copy.WeightCopy`.
+            `ops.packed_matmul` where that holds, else in tiles, see `ops.batch_invariant`.
+        copy: what `linear` multiplies by outside of autograd instead (`LowBitCopy`).
         multiplies: the wire format that it is multiplied in, where it is gathered in that: then it
             is not decoded, and asked for by `get_encoded`.
     """
@@ -190,7 +195,7 @@ class WeightHandle:
         self.gradients: GradientSink | None = None
         self.deferral = deferral or Deferral()
         self.cpu_dtype, self.row_tiles = cpu_dtype, row_tiles
-        self.copy: WeightCopy | None = None
+        self.copy: LowBitCopy | None = None
         self.multiplies: type[WireFormat] | None = None
         self._packed: PackedMatrix | None = None
         self.keeps_grad = False
@@ -256,7 +261,7 @@ class WeightHandle:
 
     @cached_property
     def product_dtype(self) -> torch.dtype:
-        """What the weight is multiplied in where it is, see `ops.dispatch.matmul_dtype`."""
+        """What the weight is multiplied in where it is, see `ops.backend_choice.matmul_dtype`."""
         return matmul_dtype(self.anchor, self.cpu_dtype)
 
     def linear(
@@ -278,7 +283,7 @@ class WeightHandle:
             return _apply_linear(x, self.param, self, bias, bias.param)
         added = None if bias is None else bias.get()
         if self.copy is not None:
-            return self.copy.product(x, added, out=out)
+            return self.copy.linear(x, added, out=out)
         weight = self.get() if self.whole is None else self.whole
         dtype = self.product_dtype
         if self.row_tiles:
@@ -287,7 +292,7 @@ class WeightHandle:
             return y if out is None else out.copy_(y)
         if dtype is x.dtype:
             if added is None and x.ndim == 2:
-                return few_rows.multiply(x, weight, out=out)
+                return small_m_matmul.linear(x, weight, out=out)
             return F.linear(x, weight, added, out=out)
         wide = None if added is None else added.to(dtype)
         y = F.linear(x.to(dtype), weight.to(dtype), wide)
@@ -295,26 +300,26 @@ class WeightHandle:
 
     def _row_product(self, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
         """Return x [..., h] Wᵀ, [..., o], each row with bits of its own."""
-        least = self.least_rows
+        least = self.min_invariant_rows
         if least is None:
-            return tiled_product(x, weight.to(x.dtype).t())
-        return self.packed().product(x, least)
+            return tiled_matmul(x, weight.to(x.dtype).t())
+        return self.packed().linear(x, least)
 
     @property
-    def least_rows(self) -> int | None:
-        """From how many rows on `packed` gives a row its bits, see `packed_product.least_rows`."""
+    def min_invariant_rows(self) -> int | None:
+        """Smallest batch with invariant rows, see `ops.packed_matmul.min_invariant_rows`."""
         packs = self.product_dtype is torch.float32 and self.anchor.device.type == "cpu"
-        return least_rows(self.shape) if packs else None
+        return min_invariant_rows(self.shape) if packs else None
 
     def packed(self) -> PackedMatrix:
-        """Return the local weight as it is now in oneDNN's layout, which `ops.packed_product` must
+        """Return the local weight as it is now in oneDNN's layout, which `ops.packed_matmul` must
         hold for.
 
         It is kept until the weight is written to, or `forget_packed`, if no other rank has the
         weight: what is gathered for a layer is packed for a layer.
         """
         weight, found = self.get(), self._packed
-        if found is None or not found.is_of(weight):
+        if found is None or not found.is_current(weight):
             found = PackedMatrix(weight)
             if self.whole is not None:
                 self._packed = found
@@ -331,7 +336,7 @@ class WeightHandle:
         if self.copy is not None:
             self.copy.add_product_(total, x)
         elif self.product_dtype is x.dtype is total.dtype:
-            few_rows.add_product_(total, x, self.get())
+            small_m_matmul.add_linear_(total, x, self.get())
         else:
             total.add_(self.linear(x))
         if bias is not None:

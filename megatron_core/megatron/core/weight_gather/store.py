@@ -23,7 +23,7 @@ import torch
 
 from megatron.core.boxes import TensorChunk
 from megatron.core.initialize import InitSpec, fill_
-from megatron.core.ops.weight_copy import CopyDtype, WeightCopy
+from megatron.core.ops.low_bit_copy import CopyDtype, LowBitCopy
 from megatron.core.process_groups import ProcessGroupCollection
 from megatron.core.weight_gather.bucket import (
     Bucket,
@@ -55,8 +55,8 @@ class WeightStore:
         dtype: of the weights.
         device: where they live.
         cpu_dtype: what a CPU multiplies weights of `dtype` in: that dtype, or fp32. None is what it
-            does faster; ranks that must compute alike are given it (`ops.dispatch.matmul_dtype`).
-        row_tiles: multiply by weights in tiles of rows, see `ops.row_tiles`.
+            does faster; ranks that must agree need it explicitly (`ops.backend_choice`).
+        row_tiles: multiply by weights in tiles of rows, see `ops.batch_invariant`.
 
     Attributes:
         storage: how they were laid out.
@@ -511,7 +511,7 @@ def copy_weights(handles: Iterable[WeightHandle], dtype: CopyDtype) -> CopyRepor
             )
         if dtype == "bf16" and weight.dtype is torch.bfloat16:
             raise ValueError("--weights-dtype bf16: the weights are bf16 already: drop it")
-        handle.copy = WeightCopy(weight, dtype, cpu_dtype=handle.cpu_dtype)
+        handle.copy = LowBitCopy(weight, dtype, cpu_dtype=handle.cpu_dtype)
         errors.append(handle.copy.error(weight))
         packed += handle.copy.packed
         nbytes, stored = nbytes + handle.copy.nbytes, stored + weight.nbytes

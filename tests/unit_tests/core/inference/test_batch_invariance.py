@@ -15,9 +15,9 @@ from megatron.core.inference.cache import CacheShapes
 from megatron.core.inference.engine import Completion, Engine, EngineConfig, Request, generate
 from megatron.core.inference.sampling import SamplingParams
 from megatron.core.models.gpt import GPTModel
-from megatron.core.ops import packed_product
-from megatron.core.ops.packed_product import MOST_ROWS, PackedMatrix
-from megatron.core.ops.row_tiles import TILE_ROWS, check_tiles
+from megatron.core.ops import packed_matmul
+from megatron.core.ops.batch_invariant import TILE_ROWS, check_tile_invariance
+from megatron.core.ops.packed_matmul import MAX_ROWS, PackedMatrix
 from megatron.core.process_groups import ProcessGroupCollection
 from tests.support.closeness import assert_all_close
 from tests.support.inputs import generator, one_thread
@@ -28,7 +28,7 @@ SAMPLING = SamplingParams(temperature=1.1, seed=5)
 
 
 #: Whether this machine multiplies 16 features by packed matrices; if not, all is of tiles.
-PACKS = packed_product.least_rows((16, 16)) is not None
+PACKS = packed_matmul.min_invariant_rows((16, 16)) is not None
 
 
 @functools.cache
@@ -161,25 +161,25 @@ def test_rows_of_several_documents_are_refused() -> None:
 
 def test_a_processor_that_tells_equal_rows_apart_is_refused(monkeypatch) -> None:
     matrix, mm = torch.randn(5, 8, generator=generator(9)), torch.Tensor.mm
-    check_tiles([matrix], torch.float32)
+    check_tile_invariance([matrix], torch.float32)
     noise = torch.arange(TILE_ROWS)[:, None] / 7
     monkeypatch.setattr(torch.Tensor, "mm", lambda x, other: mm(x, other) + noise)
     with pytest.raises(ValueError, match=r"matrix \[5, 8\]"):
-        check_tiles([matrix], torch.float32)
+        check_tile_invariance([matrix], torch.float32)
 
 
 @pytest.mark.skipif(not PACKS, reason="this machine has no packed product of equal bits")
 @pytest.mark.parametrize("features", [40, 1500])
 def test_packed_products_have_a_rows_bits_in_any_number(features: int) -> None:
     weight = torch.randn(48, features, generator=generator(10))
-    x = torch.randn(MOST_ROWS + 1, features, generator=generator(11))
-    least, matrix = packed_product.least_rows((48, features)), PackedMatrix(weight)
+    x = torch.randn(MAX_ROWS + 1, features, generator=generator(11))
+    least, matrix = packed_matmul.min_invariant_rows((48, features)), PackedMatrix(weight)
     if least is None:
         pytest.skip("this machine multiplies so many features in tiles")
-    wanted = matrix.product(x, least)
+    wanted = matrix.linear(x, least)
     assert_all_close({"y": wanted}, {"y": x @ weight.t()})
-    for rows in range(1, MOST_ROWS + 2):
-        assert torch.equal(matrix.product(x[-rows:], least), wanted[-rows:])
+    for rows in range(1, MAX_ROWS + 2):
+        assert torch.equal(matrix.linear(x[-rows:], least), wanted[-rows:])
 
 
 @pytest.mark.skipif(not PACKS, reason="this machine has no packed product of equal bits")
@@ -204,18 +204,18 @@ def test_packed_matrices_follow_the_weights() -> None:
 
 @pytest.mark.parametrize("cause", ["no operator", "sums by the number of rows"])
 def test_tiles_replace_packed_products_that_do_not_hold(cause: str, monkeypatch) -> None:
-    packed_product._least_rows.cache_clear()
+    packed_matmul._min_invariant_rows.cache_clear()
     if cause == "no operator":
-        monkeypatch.setattr(packed_product, "is_available", lambda: False)
+        monkeypatch.setattr(packed_matmul, "is_available", lambda: False)
     else:
         multiply = torch.nn.functional.linear
-        monkeypatch.setattr(packed_product, "pack", lambda weight: weight)
+        monkeypatch.setattr(packed_matmul, "pack_weight", lambda weight: weight)
         monkeypatch.setattr(
-            packed_product, "multiply", lambda x, packed: multiply(x, packed) + len(x)
+            packed_matmul, "packed_linear", lambda x, packed: multiply(x, packed) + len(x)
         )
     try:
         model = model_of("gqa", torch.float32)
-        assert model.decoder.blocks[0].mixer.qkv.weight.least_rows is None
+        assert model.decoder.blocks[0].mixer.qkv.weight.min_invariant_rows is None
         assert bits(alone(model, max_step_tokens=7)) == bits(alone(model))
     finally:
-        packed_product._least_rows.cache_clear()
+        packed_matmul._min_invariant_rows.cache_clear()

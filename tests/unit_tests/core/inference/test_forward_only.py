@@ -21,7 +21,7 @@ from megatron.core.inference.engine import Request
 from megatron.core.inference.sampling import SamplingParams
 from megatron.core.models.gpt import GPTConfig, GPTModel
 from megatron.core.moe import MoEConfig, RouterConfig
-from megatron.core.ops.dispatch import ForwardOnly
+from megatron.core.ops.backend_choice import ForwardOnly
 from megatron.core.process_groups import Group, ProcessGroupCollection
 from megatron.core.ssm import GatedDeltaNetConfig, Mamba2Config
 from megatron.core.transformer import AttentionConfig, MLPConfig

@@ -8,9 +8,9 @@ import torch
 
 from megatron.core.models.gpt import GPTModel
 from megatron.core.models.inference_optimized import InferenceOptimizedModel, matrices
-from megatron.core.ops import weight_copy
-from megatron.core.ops.packed_product import packs_bf16
-from megatron.core.ops.weight_copy import CopyDtype, WeightCopy
+from megatron.core.ops import low_bit_copy
+from megatron.core.ops.low_bit_copy import CopyDtype, LowBitCopy
+from megatron.core.ops.packed_matmul import packs_bf16
 from megatron.core.process_groups import ProcessGroupCollection, RankGrid
 from megatron.core.weight_gather import copy_weights
 from tests.support.closeness import assert_close_by_metric
@@ -31,7 +31,7 @@ def store_values_of_copies(model: GPTModel, dtype: CopyDtype) -> None:
         for handle in matrices(model):
             weight = handle.get()
             if handle is not model.embedding.weight:  # tied, it is looked up as stored
-                weight.copy_(WeightCopy(weight, dtype).widened(0, len(weight)))
+                weight.copy_(LowBitCopy(weight, dtype).dequantize(0, len(weight)))
 
 
 @pytest.mark.parametrize("dtype", ["bf16", "int8"])
@@ -42,16 +42,16 @@ def test_states_are_those_of_a_model_with_the_copies_values(
     family: str, dtype: CopyDtype, rounds: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if not rounds:  # all products in fp32
-        monkeypatch.setattr(weight_copy, "matmul_dtype", lambda *_: torch.float32)
-        monkeypatch.setattr(weight_copy, "BF16_ROWS", 0)
-        monkeypatch.setattr(weight_copy, "INT8_ROWS", 0)
-    products, multiplied = [], WeightCopy.multiplied
+        monkeypatch.setattr(low_bit_copy, "matmul_dtype", lambda *_: torch.float32)
+        monkeypatch.setattr(low_bit_copy, "MAX_BF16_ROWS", 0)
+        monkeypatch.setattr(low_bit_copy, "MAX_INT8_ROWS", 0)
+    products, multiplied = [], LowBitCopy.matmul
 
-    def counted(copy: WeightCopy, x: torch.Tensor) -> torch.Tensor:
+    def counted(copy: LowBitCopy, x: torch.Tensor) -> torch.Tensor:
         products.append(copy)
         return multiplied(copy, x)
 
-    monkeypatch.setattr(WeightCopy, "multiplied", counted)
+    monkeypatch.setattr(LowBitCopy, "matmul", counted)
     model, reference = model_in_fp32(family), model_in_fp32(family)
     store_values_of_copies(reference, dtype)
     assert not products
@@ -74,12 +74,12 @@ def test_copies_are_made_again_where_weights_were_replaced() -> None:
     engine = engine_of(model)
     engine.model = InferenceOptimizedModel(model, copies="int8")
     weight = model.head.weight
-    before = weight.copy.widened(0, 61)
+    before = weight.copy.dequantize(0, 61)
     with torch.no_grad():
         weight.get().mul_(-2)
-    assert torch.equal(weight.copy.widened(0, 61), before)
+    assert torch.equal(weight.copy.dequantize(0, 61), before)
     engine.weights_replaced()
-    assert_close_by_metric("copy", weight.copy.widened(0, 61), -2 * before, bound=1e-6)
+    assert_close_by_metric("copy", weight.copy.dequantize(0, 61), -2 * before, bound=1e-6)
     report = engine.model.copied
     assert report.matrices == len(matrices(model)) == 9
     assert 0.001 < report.mean_error <= report.worst_error < 0.02
@@ -87,16 +87,16 @@ def test_copies_are_made_again_where_weights_were_replaced() -> None:
 
 @pytest.mark.skipif(not packs_bf16(32, 32), reason="this CPU or build of torch packs no bf16")
 def test_a_model_packs_its_bf16_copies(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(weight_copy, "matmul_dtype", lambda *_: torch.bfloat16)
+    monkeypatch.setattr(low_bit_copy, "matmul_dtype", lambda *_: torch.bfloat16)
     model = model_in_fp32("gqa")
     optimized = InferenceOptimizedModel(model, copies="bf16")
     assert optimized.copied.packed == optimized.copied.matrices == 9
     assert "9 packed by oneDNN" in str(optimized.copied)
-    before = model.head.weight.copy.widened(0, 61)
+    before = model.head.weight.copy.dequantize(0, 61)
     with torch.no_grad():
         model.head.weight.get().mul_(-2)
     copy_weights(matrices(model), "bf16")
-    assert torch.equal(model.head.weight.copy.widened(0, 61), -2 * before)
+    assert torch.equal(model.head.weight.copy.dequantize(0, 61), -2 * before)
 
 
 def on_a_rank(rank: int, world: int) -> list[torch.Tensor]:

@@ -9,11 +9,11 @@ from __future__ import annotations
 import pytest
 import torch
 
-from megatron.core.ops.dispatch import StoredWeight
+from megatron.core.ops.backend_choice import StoredWeight
 from megatron.core.ops.gated_rms_norm import GATE_FIRST, NORM_FIRST, gated_rms_norm
 from megatron.core.ops.gated_rms_norm import triton as kernels
 from megatron.core.ops.launches import Launches
-from megatron.core.ops.rows import RowSteps, row_tile
+from megatron.core.ops.strided_rows import AlignedRows, row_tile
 from tests.support.gpu_agreement import agree
 from tests.support.inputs import generator
 from tests.support.nan_memory import nan_memory
@@ -58,7 +58,7 @@ def test_gates_that_are_slices_are_read_in_place(order, before):
 
     def call(x, wide, weight, implementation):
         gate = wide[..., before : before + 12].unflatten(-1, (2, 6))
-        assert RowSteps.of(gate).base.data_ptr() // 16 == gate.data_ptr() // 16
+        assert AlignedRows.from_tensor(gate).base.data_ptr() // 16 == gate.data_ptr() // 16
         return normed(order=order)(x, gate, weight, implementation=implementation)
 
     inputs = made(4, 2, 3, 2, 6), made(4, 2, 3, width), made(6)

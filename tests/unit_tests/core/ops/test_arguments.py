@@ -4,7 +4,7 @@
 import pytest
 import torch
 
-from megatron.core.ops import dispatch
+from megatron.core.ops import backend_choice
 from megatron.core.ops.attention import attention
 from megatron.core.ops.attention import reference as attention_chunked
 from megatron.core.ops.layernorm import layer_norm
@@ -121,11 +121,11 @@ class OfAnotherGPU:
 @pytest.mark.parametrize("implementation", [None, "triton"])
 def test_a_kernel_is_not_launched_on_another_gpu(implementation, monkeypatch):
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
-    monkeypatch.setattr(dispatch, "triton_is_installed", lambda: True)
+    monkeypatch.setattr(backend_choice, "triton_is_installed", lambda: True)
     with pytest.raises(ValueError, match=r"on cuda:1 while cuda:0 .* torch.cuda.device\(1\)"):
-        dispatch.choose(implementation, OfAnotherGPU(), "gated")
+        backend_choice.choose(implementation, OfAnotherGPU(), "gated")
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 1)
-    assert dispatch.choose(implementation, OfAnotherGPU(), "gated") == "triton"
+    assert backend_choice.choose(implementation, OfAnotherGPU(), "gated") == "triton"
 
 
 def test_no_table_is_copied_in_a_capture(monkeypatch):

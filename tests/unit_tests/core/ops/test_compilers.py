@@ -4,7 +4,7 @@
 import pytest
 import torch
 
-from megatron.core.ops import compiler, dispatch
+from megatron.core.ops import backend_choice, compiler
 from megatron.training.monitoring.describe import kernels_line
 
 
@@ -47,6 +47,6 @@ def test_a_ptxas_that_cannot_run_is_one_line(monkeypatch, tmp_path):
     file.write_text("no program")
     monkeypatch.setenv("TRITON_PTXAS_PATH", str(file))
     with pytest.raises(ValueError, match=rf"TRITON_PTXAS_PATH is no program.*{file}.*unset it"):
-        dispatch.ptxas_version(9)
+        backend_choice.ptxas_version(9)
     monkeypatch.delenv("TRITON_PTXAS_PATH")
-    assert dispatch.ptxas_version(9) is not None
+    assert backend_choice.ptxas_version(9) is not None

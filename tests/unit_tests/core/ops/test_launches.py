@@ -10,7 +10,9 @@ import torch
 from megatron.core.ops import launches
 from megatron.core.ops.launches import Launches, cdiv, next_power_of_2
 
-SWEEP = Launches("sweep", {"BLOCK": 64, "num_warps": 4}, others=({"BLOCK": 32, "num_warps": 8},))
+SWEEP = Launches(
+    "sweep", {"BLOCK": 64, "num_warps": 4}, alternatives=({"BLOCK": 32, "num_warps": 8},)
+)
 
 
 class FakeTensor:
@@ -23,7 +25,7 @@ def test_candidates_begin_with_the_default():
 
 def test_a_candidate_names_what_the_default_names():
     with pytest.raises(ValueError, match="launches of sweep"):
-        Launches("sweep", {"BLOCK": 64}, others=({"ROWS": 64},))
+        Launches("sweep", {"BLOCK": 64}, alternatives=({"ROWS": 64},))
 
 
 def test_a_processor_takes_the_default():
@@ -53,7 +55,7 @@ def test_what_another_release_of_triton_compiled_is_passed_over():
         name: {"launch": {"BLOCK": size}, "versions": {"triton": release}}
         for name, size, release in (("a", 1, "3.4.0"), ("b", 2, "3.6.0"))
     }
-    assert launches.of_release(entries, "3.6.0") == {"b": {"BLOCK": 2}}
+    assert launches.launches_of_release(entries, "3.6.0") == {"b": {"BLOCK": 2}}
 
 
 def test_the_table_holds_entries_by_device():

@@ -14,7 +14,7 @@ from megatron.core.backend import LOCAL, with_cpu_dtype
 from megatron.core.distributed import DataParallel
 from megatron.core.models.gpt import GPTConfig, GPTModel
 from megatron.core.moe import MoEConfig, RouterConfig
-from megatron.core.ops import dispatch
+from megatron.core.ops import backend_choice
 from megatron.core.process_groups import ProcessGroupCollection
 from megatron.core.transformer import AttentionConfig, MLPConfig, NormConfig
 
@@ -25,34 +25,34 @@ PRODUCTS = ("mm", "addmm", "addmm_", "bmm", "baddbmm", "baddbmm_", "linear")
 @pytest.fixture(autouse=True)
 def forgotten() -> Iterator[None]:
     """Measure anew before and after a test."""
-    dispatch.cpu_bf16_speedup.cache_clear()
-    dispatch.measured_matmul_dtype.cache_clear()
+    backend_choice.cpu_bf16_speedup.cache_clear()
+    backend_choice.measured_matmul_dtype.cache_clear()
     yield
-    dispatch.cpu_bf16_speedup.cache_clear()
-    dispatch.measured_matmul_dtype.cache_clear()
+    backend_choice.cpu_bf16_speedup.cache_clear()
+    backend_choice.measured_matmul_dtype.cache_clear()
 
 
 @pytest.mark.parametrize(("speedup", "wanted"), [(3.0, BF16), (1.1, FP32), (0.4, FP32)])
 def test_bf16_only_where_it_is_clearly_faster(speedup, wanted, monkeypatch):
-    monkeypatch.setattr(dispatch, "cpu_bf16_speedup", lambda: speedup)
-    assert dispatch.matmul_dtype(torch.ones(2, dtype=BF16)) is wanted
-    assert dispatch.matmul_dtype(torch.ones(2, dtype=FP16)) is FP32
+    monkeypatch.setattr(backend_choice, "cpu_bf16_speedup", lambda: speedup)
+    assert backend_choice.matmul_dtype(torch.ones(2, dtype=BF16)) is wanted
+    assert backend_choice.matmul_dtype(torch.ones(2, dtype=FP16)) is FP32
     for dtype in (FP32, torch.float64):
-        assert dispatch.matmul_dtype(torch.ones(2, dtype=dtype), BF16) is dtype
+        assert backend_choice.matmul_dtype(torch.ones(2, dtype=dtype), BF16) is dtype
 
 
 def test_a_choice_needs_no_measurement(monkeypatch):
     def measured() -> float:
         raise AssertionError("measured")
 
-    monkeypatch.setattr(dispatch, "cpu_bf16_speedup", measured)
+    monkeypatch.setattr(backend_choice, "cpu_bf16_speedup", measured)
     for dtype in (BF16, FP32):
-        assert dispatch.matmul_dtype(torch.ones(2, dtype=BF16), dtype) is dtype
+        assert backend_choice.matmul_dtype(torch.ones(2, dtype=BF16), dtype) is dtype
 
 
 def test_measuring_leaves_the_number_of_threads():
     before = torch.get_num_threads()
-    assert 0.01 < dispatch.cpu_bf16_speedup() < 100
+    assert 0.01 < backend_choice.cpu_bf16_speedup() < 100
     assert torch.get_num_threads() == before
 
 

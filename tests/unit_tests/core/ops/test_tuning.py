@@ -18,7 +18,7 @@ from tools.bench.trials import BACKWARD, BOTH, FORWARD, Problem, Trial, all_laun
 from tools.bench.tune_kernels import TRIALS, Tried, Tuner, entry, fastest, tune, updated
 
 DEFAULT, WRONG, BROKEN, QUICK, SLOW = ({"BLOCK": n} for n in (64, 32, 16, 128, 256))
-FAKE = Launches("fake", DEFAULT, others=(WRONG, BROKEN, QUICK, SLOW))
+FAKE = Launches("fake", DEFAULT, alternatives=(WRONG, BROKEN, QUICK, SLOW))
 SECONDS = {64: 1.0, 32: 0.1, 16: 0.1, 128: 0.9, 256: 1.5}
 
 
@@ -120,7 +120,7 @@ def test_an_entry_that_no_longer_pays_is_taken_out():
 
 
 def test_a_trial_that_does_not_start_its_kernel_fails(tuner):
-    idle = Launches("idle", DEFAULT, others=(QUICK,))
+    idle = Launches("idle", DEFAULT, alternatives=(QUICK,))
     trial = Trial({"idle": FORWARD}, fake_build, ({"features": 5},), {"features": 3}, (3, 5, 9))
     with pytest.raises(ValueError, match="the trial of idle"):
         tuner.tried(idle, trial, {"features": 5})
@@ -139,7 +139,7 @@ def test_every_kernel_with_candidates_has_a_trial():
     assert len(known) > 20
     tried_names = {name for trial in TRIALS for name in trial.launches}
     assert tried_names <= known.keys()
-    assert {name for name, each in known.items() if each.others} <= tried_names
+    assert {name for name, each in known.items() if each.alternatives} <= tried_names
     assert {way for trial in TRIALS for way in trial.launches.values()} <= {FORWARD, BACKWARD, BOTH}
     assert set(tune_kernels.UNREHEARSED) <= known.keys()
     assert trials.Forced("a", DEFAULT).candidates == (DEFAULT,)
@@ -182,7 +182,7 @@ def test_names_that_are_not_there_are_answered_with_those_that_are(monkeypatch, 
 @pytest.mark.timeout(900)
 def test_a_rehearsal_tunes_all_kernels_in_the_interpreter():
     lines = rehearse("--seconds", "900").splitlines()
-    rehearsed = {name for name, each in all_launches().items() if each.others}
+    rehearsed = {name for name, each in all_launches().items() if each.alternatives}
     assert {line.split(":")[0].split(" ")[0] for line in lines} == rehearsed - set(
         tune_kernels.UNREHEARSED
     )

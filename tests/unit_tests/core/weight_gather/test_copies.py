@@ -6,13 +6,13 @@ from __future__ import annotations
 import pytest
 import torch
 
-from megatron.core.ops import weight_copy
-from megatron.core.ops.packed_product import packs_bf16
-from megatron.core.ops.weight_copy import INT8_ROWS, CopyDtype, WeightCopy
+from megatron.core.ops import low_bit_copy
+from megatron.core.ops.low_bit_copy import MAX_INT8_ROWS, CopyDtype, LowBitCopy
+from megatron.core.ops.packed_matmul import packs_bf16
 from tests.support.closeness import assert_close_by_metric
 from tests.support.inputs import generator
 
-ROWS = (1, 2, 3, INT8_ROWS, INT8_ROWS + 1, 40)
+ROWS = (1, 2, 3, MAX_INT8_ROWS, MAX_INT8_ROWS + 1, 40)
 
 
 def weight_of(rows: int, features: int) -> torch.Tensor:
@@ -27,9 +27,9 @@ def weight_of(rows: int, features: int) -> torch.Tensor:
 @pytest.mark.parametrize("stored", [torch.float32, torch.bfloat16])
 def test_a_row_of_int8_is_within_half_a_step(features: int, stored: torch.dtype) -> None:
     weight = weight_of(33, features).to(stored)
-    copy = WeightCopy(weight, "int8")
+    copy = LowBitCopy(weight, "int8")
     scales, wide = copy.scales[:33].double().unsqueeze(1), weight.double()
-    off = copy.widened(0, 33).double() - wide
+    off = copy.dequantize(0, 33).double() - wide
     bounded = bool((off.abs() <= scales / 2 * (1 + 1e-6)).all())
     assert bounded
     bounded = bool((scales <= wide.abs().amax(1, keepdim=True) / 127 * (1 + 2**-6) + 1e-37).all())
@@ -48,7 +48,7 @@ def test_a_product_is_that_of_the_copys_values(
 ) -> None:
     weight = torch.randn(rows, features, generator=generator(5))
     bias = torch.randn(rows, generator=generator(6))
-    copy = WeightCopy(weight, dtype, cpu_dtype=cpu_dtype)
+    copy = LowBitCopy(weight, dtype, cpu_dtype=cpu_dtype)
     values = weight.bfloat16().double()
     if copy.scales is not None:
         values = copy.values[:rows, :features].double()
@@ -56,7 +56,7 @@ def test_a_product_is_that_of_the_copys_values(
     for tokens in ROWS:
         x = torch.randn(tokens, 1, features, generator=generator(7))
         wanted = x.double() @ values.t() + bias
-        found = copy.product(x, bias)
+        found = copy.linear(x, bias)
         assert (found.dtype, found.shape) == (x.dtype, (tokens, 1, rows))
         # Rounding x and y to bf16, 8 bits each.
         assert_close_by_metric(f"{tokens} tokens", found, wanted, bound=6e-3)
@@ -65,9 +65,9 @@ def test_a_product_is_that_of_the_copys_values(
 def test_many_rows_are_multiplied_in_fp32() -> None:
     weight, x = torch.randn(64, 32, generator=generator(1)), torch.randn(40, 32)
     for dtype in ("bf16", "int8"):
-        copy = WeightCopy(weight, dtype, cpu_dtype=torch.float32)
-        wanted = x.double() @ copy.widened(0, 64).double().t()
-        assert_close_by_metric(dtype, copy.product(x), wanted, bound=1e-6)
+        copy = LowBitCopy(weight, dtype, cpu_dtype=torch.float32)
+        wanted = x.double() @ copy.dequantize(0, 64).double().t()
+        assert_close_by_metric(dtype, copy.linear(x), wanted, bound=1e-6)
 
 
 @pytest.mark.skipif(not packs_bf16(32, 32), reason="this CPU or build of torch packs no bf16")
@@ -75,28 +75,28 @@ def test_many_rows_are_multiplied_in_fp32() -> None:
 def test_a_packed_copy_multiplies_by_the_same_values(
     rows: int, features: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(weight_copy, "matmul_dtype", lambda *_: torch.bfloat16)
+    monkeypatch.setattr(low_bit_copy, "matmul_dtype", lambda *_: torch.bfloat16)
     weight = torch.randn(rows, features, generator=generator(5))
-    packed = WeightCopy(weight, "bf16")
-    monkeypatch.setattr(weight_copy, "packs_bf16", lambda *_: False)
-    plain = WeightCopy(weight, "bf16")
+    packed = LowBitCopy(weight, "bf16")
+    monkeypatch.setattr(low_bit_copy, "packs_bf16", lambda *_: False)
+    plain = LowBitCopy(weight, "bf16")
     assert packed.packed
     assert packed.values.is_mkldnn
     assert not plain.packed
     assert packed.nbytes == plain.nbytes
     assert packed.error(weight) == plain.error(weight)
-    assert torch.equal(packed.widened(2, 9), plain.widened(2, 9))
+    assert torch.equal(packed.dequantize(2, 9), plain.dequantize(2, 9))
     for tokens in ROWS:
         for dtype in (torch.float32, torch.bfloat16):
             x = torch.randn(tokens, 2 * features, generator=generator(7)).to(dtype)[:, features:]
             wanted = x.bfloat16().double() @ plain.values.double().t()
-            assert_close_by_metric("packed", packed.product(x), wanted, bound=6e-3)
+            assert_close_by_metric("packed", packed.linear(x), wanted, bound=6e-3)
 
 
 def test_packing_is_refused_where_the_product_is_wrong(monkeypatch: pytest.MonkeyPatch) -> None:
     packs_bf16.cache_clear()
     monkeypatch.setattr(
-        "megatron.core.ops.packed_product.multiply", lambda x, packed: x.new_zeros(len(x), 24)
+        "megatron.core.ops.packed_matmul.packed_linear", lambda x, packed: x.new_zeros(len(x), 24)
     )
     try:
         assert not packs_bf16(24, 64)
@@ -105,4 +105,4 @@ def test_packing_is_refused_where_the_product_is_wrong(monkeypatch: pytest.Monke
 
 
 def test_int8_copies_are_never_packed() -> None:
-    assert not WeightCopy(torch.ones(32, 32), "int8").packed
+    assert not LowBitCopy(torch.ones(32, 32), "int8").packed

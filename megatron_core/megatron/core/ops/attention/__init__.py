@@ -10,7 +10,7 @@ import torch
 
 from megatron.core.ops.attention import fused, reference
 from megatron.core.ops.attention.reference import Mask
-from megatron.core.ops.dispatch import choose, record_function, triton_is_installed
+from megatron.core.ops.backend_choice import choose, record_function, triton_is_installed
 from megatron.core.ops.dropout import AttentionDropout
 
 __all__ = ["Mask", "attention", "explain", "functions_of"]
@@ -63,7 +63,7 @@ def attention(
         max_seqlen: a bound on the tokens of a document; None is s.
         dropout: drops probabilities (the log-sum-exp is of the softmax before dropping).
         implementation: "reference", "triton", "fused" or None (by device and call).
-        cpu_dtype: what a CPU multiplies 16-bit operands in, see `dispatch.matmul_dtype`.
+        cpu_dtype: what a CPU multiplies 16-bit operands in, see `ops.backend_choice.matmul_dtype`.
 
     Returns:
         (out [s_q, b, n, d] in query's dtype, lse fp32 [b, n, s_q], which has no gradient).

@@ -14,7 +14,7 @@ from collections.abc import Iterator
 
 import torch
 
-from megatron.core.ops.dispatch import accumulation_dtype, matmul_dtype
+from megatron.core.ops.backend_choice import accumulation_dtype, matmul_dtype
 from megatron.core.ops.dropout import AttentionDropout
 
 

@@ -27,7 +27,7 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 
-from megatron.core.ops.dispatch import accumulation_dtype, apply_function
+from megatron.core.ops.backend_choice import accumulation_dtype, apply_function
 from megatron.core.ops.sequences import Sequences, require_sequences
 
 __all__ = ["causal_conv1d", "causal_conv1d_step"]

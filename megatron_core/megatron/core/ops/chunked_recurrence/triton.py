@@ -10,6 +10,7 @@ from dataclasses import dataclass
 
 import torch
 
+from megatron.core.ops.backend_choice import uses_tensor_memory
 from megatron.core.ops.chunked_recurrence.kernels import (
     Tiles,
     recurrence_gradients_kernel,
@@ -18,7 +19,6 @@ from megatron.core.ops.chunked_recurrence.kernels import (
     sum_units_kernel,
     sweep_kernel,
 )
-from megatron.core.ops.dispatch import uses_tensor_memory
 from megatron.core.ops.launches import Launches, cdiv, next_power_of_2
 from megatron.core.ops.recurrence import RecurrenceInputs
 from megatron.core.ops.sequences import Sequences
@@ -28,7 +28,7 @@ from megatron.core.ops.sequences import Sequences
 SWEEP = Launches(
     "recurrence_sweep",
     {"BLOCK_V": 32, "num_warps": 4, "num_stages": 3},
-    others=(
+    alternatives=(
         {"BLOCK_V": 32, "num_warps": 4, "num_stages": 2},
         {"BLOCK_V": 64, "num_warps": 4, "num_stages": 3},
         {"BLOCK_V": 64, "num_warps": 8, "num_stages": 3},
@@ -40,7 +40,7 @@ SWEEP = Launches(
 SWEEP_DUAL = Launches(
     "recurrence_sweep_dual",
     {"BLOCK_V": 64, "num_warps": 4, "num_stages": 3},
-    others=(
+    alternatives=(
         {"BLOCK_V": 64, "num_warps": 8, "num_stages": 3},
         {"BLOCK_V": 32, "num_warps": 4, "num_stages": 3},
         {"BLOCK_V": 32, "num_warps": 4, "num_stages": 2},
@@ -53,7 +53,7 @@ SWEEP_WIDE = Launches("recurrence_sweep_fp32", {"BLOCK_V": 16, "num_warps": 8, "
 REVERSE = Launches(
     "recurrence_reverse",
     {"BLOCK_V": 32, "num_warps": 4, "num_stages": 3},
-    others=(
+    alternatives=(
         {"BLOCK_V": 32, "num_warps": 4, "num_stages": 2},
         {"BLOCK_V": 64, "num_warps": 8, "num_stages": 3},
         {"BLOCK_V": 64, "num_warps": 8, "num_stages": 2},
@@ -68,12 +68,12 @@ SEEN = Launches("recurrence_seen", {"num_warps": 4, "num_stages": 1})
 GRADIENTS = Launches(
     "recurrence_gradients",
     {"HEADS": 8, "BLOCK_V": 128, "num_warps": 8, "num_stages": 1},
-    others=({"HEADS": 1, "BLOCK_V": 128, "num_warps": 8, "num_stages": 1},),
+    alternatives=({"HEADS": 1, "BLOCK_V": 128, "num_warps": 8, "num_stages": 1},),
 )
 GRADIENTS_DUAL = Launches(
     "recurrence_gradients_dual",
     {"HEADS": 16, "BLOCK_V": 32, "num_warps": 8, "num_stages": 1},
-    others=(
+    alternatives=(
         {"HEADS": 16, "BLOCK_V": 64, "num_warps": 8, "num_stages": 1},
         {"HEADS": 1, "BLOCK_V": 32, "num_warps": 8, "num_stages": 1},
         {"HEADS": 1, "BLOCK_V": 64, "num_warps": 8, "num_stages": 1},

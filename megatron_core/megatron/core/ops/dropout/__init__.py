@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import torch
 
-from megatron.core.ops.dispatch import choose
+from megatron.core.ops.backend_choice import choose
 from megatron.core.ops.dropout import reference
 from megatron.core.ops.dropout.reference import AttentionDropout, dropout_key
 

@@ -23,7 +23,7 @@ from megatron.core.ops.launches import Launches, cdiv
 DROP = Launches(
     "dropout",
     {"BLOCK": 2048, "num_warps": 4},
-    others=(
+    alternatives=(
         {"BLOCK": 1024, "num_warps": 4},
         {"BLOCK": 2048, "num_warps": 8},
         {"BLOCK": 4096, "num_warps": 8},

@@ -37,7 +37,7 @@ from types import MappingProxyType
 
 import torch
 
-from megatron.core.ops.dispatch import accumulation_dtype
+from megatron.core.ops.backend_choice import accumulation_dtype
 from megatron.core.ops.recurrence import (
     CHUNK_SIZE,
     Recurrence,

@@ -14,7 +14,7 @@ from megatron.core.ops.recurrence import LOWEST_DECAY, RecurrenceInputs
 SOLVE = Launches(
     "delta_rule_solve",
     {"num_warps": 4, "num_stages": 1},
-    others=({"num_warps": 8, "num_stages": 1}, {"num_warps": 2, "num_stages": 1}),
+    alternatives=({"num_warps": 8, "num_stages": 1}, {"num_warps": 2, "num_stages": 1}),
 )
 # Rows that are solved one after another; more come by products of blocks of so many.
 BLOCK = tl.constexpr(16)

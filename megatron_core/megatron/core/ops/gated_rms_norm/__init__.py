@@ -11,7 +11,12 @@ from collections.abc import Iterator
 
 import torch
 
-from megatron.core.ops.dispatch import StoredWeight, accumulation_dtype, apply_function, choose
+from megatron.core.ops.backend_choice import (
+    StoredWeight,
+    accumulation_dtype,
+    apply_function,
+    choose,
+)
 from megatron.core.ops.joint_gradient import ProjectionSlice, slice_of
 
 #: Whether the norm or the gate comes first.
@@ -212,7 +217,7 @@ class GatedRmsNorm(torch.autograd.Function):
         if ctx.stored is None:
             return *grads, grad_scale.to(weight.dtype), None, None, None, None
         if ctx.needs_input_grad[2]:
-            ctx.stored.put(grad_scale)
+            ctx.stored.accumulate_grad(grad_scale)
         return *grads, None, None, None, None, None
 
 

@@ -6,7 +6,7 @@ goes through many tiles of rows and adds up its part of the weights' gradient; p
 behind it, always in the same order. Where x has its own order of rows, `places` says which row
 belongs to one of the gate, -1 that none does.
 
-What Triton kernels over `RowSteps` share.
+What Triton kernels over `AlignedRows` share.
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ import torch
 import triton
 import triton.language as tl
 
-from megatron.core.ops.dispatch import StoredWeight
+from megatron.core.ops.backend_choice import StoredWeight
 from megatron.core.ops.joint_gradient import GradientSlice
 from megatron.core.ops.launches import Launches, cdiv
-from megatron.core.ops.rows import Rows, RowSteps, row_tile
+from megatron.core.ops.strided_rows import AlignedRows, StridedRows, row_tile
 
 
 @triton.jit
@@ -35,7 +35,7 @@ def row_starts(row, inner, offset, outer_steps, inner_steps, STEP: tl.constexpr)
 FORWARD = Launches(
     "gated_norm_forward",
     {"ELEMENTS": 4096, "num_warps": 4, "num_stages": 1},
-    others=(
+    alternatives=(
         {"ELEMENTS": 2048, "num_warps": 4, "num_stages": 1},
         {"ELEMENTS": 1024, "num_warps": 1, "num_stages": 1},
         {"ELEMENTS": 8192, "num_warps": 8, "num_stages": 1},
@@ -44,7 +44,7 @@ FORWARD = Launches(
 BACKWARD = Launches(
     "gated_norm_backward",
     {"ELEMENTS": 2048, "AHEAD": 1, "num_warps": 4, "num_stages": 1},
-    others=(
+    alternatives=(
         {"ELEMENTS": 1024, "AHEAD": 1, "num_warps": 4, "num_stages": 1},
         {"ELEMENTS": 2048, "AHEAD": 2, "num_warps": 4, "num_stages": 1},
         {"ELEMENTS": 4096, "AHEAD": 1, "num_warps": 8, "num_stages": 1},
@@ -224,10 +224,10 @@ class NormCall:
         if found is None:
             return None
         groups, gates = (x.unflatten(-1, (-1, self.size)) for x in (found, gate))
-        if Rows.of(groups).tensor is not groups:
+        if StridedRows.from_tensor(groups).tensor is not groups:
             return None
-        steps, wanted = RowSteps.of(groups), RowSteps.of(gates)
-        if (steps.places, steps.step) != (wanted.places, wanted.step):
+        steps, wanted = AlignedRows.from_tensor(groups), AlignedRows.from_tensor(gates)
+        if (steps.kernel_args, steps.step) != (wanted.kernel_args, wanted.step):
             return None
         return found, steps.base
 
@@ -308,7 +308,7 @@ def _weight_gradient(ctx, weight: torch.Tensor, addends: torch.Tensor) -> torch.
     if stored is None:
         return addends.sum(0).view(weight.shape).to(weight.dtype)
     if ctx.needs_input_grad[2]:
-        stored.put(addends)
+        stored.accumulate_grad(addends)
     return None
 
 
@@ -335,9 +335,9 @@ class _Rows:
         """Return those of x [..., n] and gate [..., n], or None where there are none."""
         if not gate.numel():
             return None
-        gates = RowSteps.of(gate.unflatten(-1, (-1, size)))
+        gates = AlignedRows.from_tensor(gate.unflatten(-1, (-1, size)))
         # Without a row of x nothing of it is read: any pointer will do.
-        values = RowSteps.of(x.unflatten(-1, (-1, size))) if x.numel() else gates
+        values = AlignedRows.from_tensor(x.unflatten(-1, (-1, size))) if x.numel() else gates
         weights, rows = weight.numel() // size, gate.numel() // size
         weight = weight.contiguous()
         return _Rows(
@@ -353,8 +353,8 @@ class _Rows:
                 weights,
                 1 if places is None else rows // len(places),
                 size,
-                *values.places,
-                *gates.places,
+                *values.kernel_args,
+                *gates.kernel_args,
             ),
             constants={
                 "X_STEP": values.step,

@@ -28,8 +28,8 @@ from itertools import pairwise
 import torch
 import torch.nn.functional as F
 
-from megatron.core.ops.dispatch import add_product_, choose
-from megatron.core.ops.row_tiles import tiled_product
+from megatron.core.ops.backend_choice import add_product_, choose
+from megatron.core.ops.batch_invariant import tiled_matmul
 
 __all__ = ["RowRuns", "grouped_mm", "grouped_wgrad_", "reads_counts"]
 
@@ -151,7 +151,7 @@ def _by_run(
         if count:
             rows = slice(start, start + count)
             if tiles:
-                out[rows] = tiled_product(wide[rows], matrix.to(dtype))
+                out[rows] = tiled_matmul(wide[rows], matrix.to(dtype))
             else:
                 torch.mm(wide[rows], matrix.to(dtype), out=out[rows])
             start += count

@@ -20,7 +20,7 @@ from megatron.core.ops.launches import Launches, cdiv, next_power_of_2
 PRODUCT = Launches(
     "grouped_mm",
     {"ROWS": 64, "COLUMNS": 128, "INNER": 64, "num_warps": 4, "num_stages": 4},
-    others=(
+    alternatives=(
         {"ROWS": 128, "COLUMNS": 128, "INNER": 64, "num_warps": 8, "num_stages": 3},
         {"ROWS": 128, "COLUMNS": 256, "INNER": 64, "num_warps": 8, "num_stages": 3},
     ),
@@ -29,7 +29,7 @@ PRODUCT = Launches(
 WGRAD = Launches(
     "grouped_wgrad",
     {"ROWS": 128, "COLUMNS": 128, "INNER": 64, "num_warps": 8, "num_stages": 4},
-    others=(
+    alternatives=(
         {"ROWS": 128, "COLUMNS": 128, "INNER": 128, "num_warps": 8, "num_stages": 3},
         {"ROWS": 128, "COLUMNS": 256, "INNER": 64, "num_warps": 8, "num_stages": 3},
         {"ROWS": 256, "COLUMNS": 128, "INNER": 64, "num_warps": 8, "num_stages": 3},

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 
 import torch
 
-from megatron.core.ops.dispatch import StoredWeight, accumulation_dtype, choose
+from megatron.core.ops.backend_choice import StoredWeight, accumulation_dtype, choose
 from megatron.core.ops.rmsnorm import check_norm, run_norm
 
 

@@ -15,13 +15,13 @@ from megatron.core.ops.rmsnorm.triton import launch_key, programs_for, row_tile
 FORWARD = Launches(
     "layer_norm_forward",
     {"TILE": 4096, "num_warps": 8},
-    others=({"TILE": 2048, "num_warps": 4}, {"TILE": 8192, "num_warps": 8}),
+    alternatives=({"TILE": 2048, "num_warps": 4}, {"TILE": 8192, "num_warps": 8}),
 )
 # See those of RMS norms: here a program keeps two partial gradients in registers.
 BACKWARD = Launches(
     "layer_norm_backward",
     {"TILE": 2048, "PROGRAMS": 528, "num_warps": 4},
-    others=(
+    alternatives=(
         {"TILE": 4096, "PROGRAMS": 264, "num_warps": 8},
         {"TILE": 4096, "PROGRAMS": 528, "num_warps": 8},
         {"TILE": 4096, "PROGRAMS": 264, "num_warps": 16},

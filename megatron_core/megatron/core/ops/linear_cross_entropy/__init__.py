@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import torch
 
-from megatron.core.ops.dispatch import (
+from megatron.core.ops.backend_choice import (
     accumulation_dtype,
     add_product_,
     apply_function,

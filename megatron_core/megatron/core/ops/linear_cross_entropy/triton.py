@@ -13,7 +13,7 @@ from megatron.core.ops.launches import Launches, cdiv
 STATISTICS = Launches(
     "chunk_statistics",
     {"BLOCK": 4096, "RUN": 8, "num_warps": 8},
-    others=(
+    alternatives=(
         {"BLOCK": 2048, "RUN": 8, "num_warps": 8},
         {"BLOCK": 4096, "RUN": 8, "num_warps": 4},
         {"BLOCK": 8192, "RUN": 8, "num_warps": 16},
@@ -22,7 +22,7 @@ STATISTICS = Launches(
 GRADIENT = Launches(
     "chunk_gradient",
     {"BLOCK": 2048, "num_warps": 4},
-    others=({"BLOCK": 1024, "num_warps": 4}, {"BLOCK": 4096, "num_warps": 8}),
+    alternatives=({"BLOCK": 1024, "num_warps": 4}, {"BLOCK": 4096, "num_warps": 8}),
 )
 
 

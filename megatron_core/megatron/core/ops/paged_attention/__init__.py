@@ -13,7 +13,7 @@ import math
 
 import torch
 
-from megatron.core.ops.dispatch import choose, matmul_dtype
+from megatron.core.ops.backend_choice import choose, matmul_dtype
 from megatron.core.ops.paged_attention import reference
 from megatron.core.ops.paged_attention.reference import JointPages, PagedBatch
 

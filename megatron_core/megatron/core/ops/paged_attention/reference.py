@@ -17,7 +17,7 @@ import numpy as np
 import torch
 
 from megatron.core.ops.attention.reference import Mask, add_sinks, attention_forward
-from megatron.core.ops.dispatch import accumulation_dtype, matmul_dtype
+from megatron.core.ops.backend_choice import accumulation_dtype, matmul_dtype
 
 #: New tokens of a row, and these times its context, up to which each is attended to by itself: keys
 #: are gathered once for each token then, which takes less than a call for the row.
@@ -69,7 +69,7 @@ class PagedBatch:
         context_lengths: int32 [b], tokens of each row in the cache, the new ones too.
         max_query: no row has more new tokens.
         max_context: no row has a longer context.
-        cpu_dtype: what a CPU multiplies 16-bit operands in, see `dispatch.matmul_dtype`.
+        cpu_dtype: what a CPU multiplies 16-bit operands in, see `ops.backend_choice.matmul_dtype`.
         recorded: for a recording that is replayed with other numbers. Every row, padding included,
             has one new token, and the reference too reads nothing on the host: it gathers
             `max_context` keys of each row.

@@ -445,7 +445,7 @@ def _share_of_waves(programs: int, resident: int) -> float:
 DECODE = Launches(
     "paged_attention_decode",
     {"ROWS": 64, "BLOCK": 64, WARPS: 4, STAGES: 3},
-    others=(
+    alternatives=(
         {"ROWS": 64, "BLOCK": 32, WARPS: 4, STAGES: 4},
         {"ROWS": 64, "BLOCK": 64, WARPS: 4, STAGES: 2},
         {"ROWS": 64, "BLOCK": 128, WARPS: 4, STAGES: 2},
@@ -455,7 +455,7 @@ DECODE = Launches(
 PREFILL = Launches(
     "paged_attention_prefill",
     {"ROWS": 128, "BLOCK": 64, WARPS: 8, STAGES: 2},
-    others=(
+    alternatives=(
         {"ROWS": 128, "BLOCK": 64, WARPS: 8, STAGES: 3},
         {"ROWS": 128, "BLOCK": 128, WARPS: 8, STAGES: 2},
         {"ROWS": 64, "BLOCK": 64, WARPS: 4, STAGES: 2},
@@ -465,12 +465,12 @@ PREFILL = Launches(
 MERGE = Launches(
     "paged_attention_merge",
     {"BLOCK": 16, WARPS: 4},
-    others=({"BLOCK": 8, WARPS: 2}, {"BLOCK": 32, WARPS: 4}),
+    alternatives=({"BLOCK": 8, WARPS: 2}, {"BLOCK": 32, WARPS: 4}),
 )
 WRITE = Launches(
     "write_to_pages",
     {"BLOCK": 1024, WARPS: 4},
-    others=({"BLOCK": 512, WARPS: 2}, {"BLOCK": 2048, WARPS: 8}),
+    alternatives=({"BLOCK": 512, WARPS: 2}, {"BLOCK": 2048, WARPS: 8}),
 )
 
 SMALLEST_TILE, LARGEST_TILE = 16, 128
@@ -780,7 +780,7 @@ LATENT_SMALL = Launches(
 LATENT = Launches(
     "paged_latent_attention",
     {"ROWS": 32, "BLOCK": 64, WARPS: 4, STAGES: 2},
-    others=(
+    alternatives=(
         {"ROWS": 16, "BLOCK": 64, WARPS: 4, STAGES: 2},
         {"ROWS": 32, "BLOCK": 128, WARPS: 8, STAGES: 1},
         {"ROWS": 16, "BLOCK": 64, WARPS: 4, STAGES: 1},

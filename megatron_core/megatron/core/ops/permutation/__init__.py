@@ -20,7 +20,7 @@ from functools import partial
 import torch
 import torch.nn.functional as F
 
-from megatron.core.ops.dispatch import accumulation_dtype, apply_function, choose
+from megatron.core.ops.backend_choice import accumulation_dtype, apply_function, choose
 
 __all__ = ["Permutation", "sum_rows", "take_rows"]
 

@@ -15,7 +15,7 @@ from megatron.core.ops.launches import Launches, cdiv, next_power_of_2
 TAKE = Launches(
     "take_rows",
     {"BLOCK": 2048, "num_warps": 4},
-    others=(
+    alternatives=(
         {"BLOCK": 1024, "num_warps": 2},
         {"BLOCK": 4096, "num_warps": 4},
         {"BLOCK": 4096, "num_warps": 8},
@@ -26,13 +26,13 @@ TAKE = Launches(
 SUM = Launches(
     "sum_rows",
     {"TILE": 2048, "num_warps": 1},
-    others=(
+    alternatives=(
         {"TILE": 1024, "num_warps": 1},
         {"TILE": 4096, "num_warps": 1},
         {"TILE": 4096, "num_warps": 4},
     ),
 )
-SUM_BACKWARD = Launches("sum_rows_backward", SUM.default, others=SUM.others)
+SUM_BACKWARD = Launches("sum_rows_backward", SUM.default, alternatives=SUM.alternatives)
 
 
 @triton.jit

@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import torch
 
-from megatron.core.ops.dispatch import choose
+from megatron.core.ops.backend_choice import choose
 from megatron.core.ops.gated_rms_norm import GATE_FIRST, NORM_FIRST
 from megatron.core.ops.recurrence_decode import reference
 from megatron.core.ops.recurrence_decode.reference import DecodeMemory, OutputNorm

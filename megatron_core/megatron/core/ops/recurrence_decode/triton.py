@@ -296,7 +296,7 @@ def recurrence_decode_kernel(
 DECODE = Launches(
     "recurrence_decode",
     {"HEADS": 1, "num_warps": 8, "num_stages": 1},
-    others=(
+    alternatives=(
         {"HEADS": 1, "num_warps": 4, "num_stages": 1},
         {"HEADS": 1, "num_warps": 16, "num_stages": 1},
         {"HEADS": 2, "num_warps": 8, "num_stages": 1},

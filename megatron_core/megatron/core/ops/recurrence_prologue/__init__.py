@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import torch
 
-from megatron.core.ops.dispatch import choose
+from megatron.core.ops.backend_choice import choose
 from megatron.core.ops.joint_gradient import ProjectionSlice, slice_of
 from megatron.core.ops.recurrence import RecurrenceInputs
 from megatron.core.ops.recurrence_prologue import reference

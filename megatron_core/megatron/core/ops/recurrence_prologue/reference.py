@@ -13,8 +13,8 @@ from typing import NamedTuple
 import torch
 from torch.nn import functional
 
+from megatron.core.ops.backend_choice import accumulation_dtype, apply_function
 from megatron.core.ops.causal_conv1d import causal_conv1d
-from megatron.core.ops.dispatch import accumulation_dtype, apply_function
 from megatron.core.ops.recurrence import RecurrenceInputs
 from megatron.core.ops.sequences import PackingIndices, Sequences
 

@@ -12,8 +12,8 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
+from megatron.core.ops.backend_choice import apply_function
 from megatron.core.ops.causal_conv1d import Borders
-from megatron.core.ops.dispatch import apply_function
 from megatron.core.ops.joint_gradient import GradientSlice, ProjectionSlice
 from megatron.core.ops.launches import Launches, cdiv, next_power_of_2
 from megatron.core.ops.recurrence import RecurrenceInputs
@@ -62,7 +62,7 @@ GATES = 1024
 FORWARD = Launches(
     "prologue_forward",
     {"BLOCK_T": 32, "num_warps": 8, "num_stages": 1},  # nothing in a loop
-    others=(
+    alternatives=(
         {"BLOCK_T": 16, "num_warps": 4, "num_stages": 1},
         {"BLOCK_T": 32, "num_warps": 4, "num_stages": 1},
         {"BLOCK_T": 64, "num_warps": 8, "num_stages": 1},
@@ -72,7 +72,7 @@ FORWARD = Launches(
 BACKWARD = Launches(
     "prologue_backward",
     {"LANES": 4, "STEPS": 64, "AHEAD": 3, "num_warps": 4, "num_stages": 1},
-    others=(
+    alternatives=(
         {"LANES": 4, "STEPS": 64, "AHEAD": 1, "num_warps": 4, "num_stages": 1},
         {"LANES": 4, "STEPS": 64, "AHEAD": 2, "num_warps": 4, "num_stages": 1},
         {"LANES": 2, "STEPS": 64, "AHEAD": 3, "num_warps": 2, "num_stages": 1},

@@ -8,7 +8,12 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-from megatron.core.ops.dispatch import StoredWeight, accumulation_dtype, choose, record_function
+from megatron.core.ops.backend_choice import (
+    StoredWeight,
+    accumulation_dtype,
+    choose,
+    record_function,
+)
 
 
 def rms_norm(
@@ -121,7 +126,7 @@ class Normalise(torch.autograd.Function):
                 if addends is None or not wanted[i]:
                     continue
                 if stored is not None:
-                    stored.put(addends)
+                    stored.accumulate_grad(addends)
                 else:
                     whole = addends.sum(0) if addends.ndim > 1 else addends
                     grads[i] = whole.to(ctx.weight_dtype)

@@ -13,14 +13,14 @@ import triton
 import triton.language as tl
 
 from megatron.core.ops.launches import Launches, cdiv, next_power_of_2
-from megatron.core.ops.rows import Rows
+from megatron.core.ops.strided_rows import StridedRows
 
 # TILE: elements that a program holds of every tensor at a time. At 16 a thread, each is two loads
 # of 16 bytes, and eight programs of a multiprocessor have 64 KB under way.
 FORWARD = Launches(
     "rms_norm_forward",
     {"TILE": 4096, "num_warps": 8},
-    others=(
+    alternatives=(
         {"TILE": 2048, "num_warps": 4},
         {"TILE": 4096, "num_warps": 4},
         {"TILE": 8192, "num_warps": 8},
@@ -31,7 +31,7 @@ FORWARD = Launches(
 BACKWARD = Launches(
     "rms_norm_backward",
     {"TILE": 2048, "PROGRAMS": 528, "num_warps": 4},
-    others=(
+    alternatives=(
         {"TILE": 2048, "PROGRAMS": 1056, "num_warps": 4},
         {"TILE": 4096, "PROGRAMS": 264, "num_warps": 8},
         {"TILE": 4096, "PROGRAMS": 528, "num_warps": 8},
@@ -175,19 +175,19 @@ def rms_norm_forward(
     total = x if residual is None else torch.empty_like(y)
     rstd = torch.empty(x.shape[:-1].numel(), dtype=torch.float32, device=x.device)
     if y.numel():
-        rows = Rows.of(x)
+        rows = StridedRows.from_tensor(x)
         tile = row_tile(FORWARD.pick(x, launch_key(x)), x.shape[-1])
         total = rows.tensor if residual is None else total
-        rms_norm_forward_kernel[(cdiv(rows.count, tile["ROWS"]),)](
+        rms_norm_forward_kernel[(cdiv(rows.num_rows, tile["ROWS"]),)](
             rows.tensor,
             x if residual is None else residual.contiguous(),
             weight,
             y,
             total,
             rstd,
-            rows.count,
-            rows.inner,
-            rows.outer_stride,
+            rows.num_rows,
+            rows.group_size,
+            rows.group_stride,
             rows.stride,
             x.shape[-1],
             eps,
@@ -212,10 +212,10 @@ def rms_norm_backward(
     grad = torch.empty(total.shape, dtype=total.dtype, device=total.device)
     if not grad.numel():
         return grad, torch.zeros_like(weight)
-    rows = Rows.of(total)
+    rows = StridedRows.from_tensor(total)
     launch = BACKWARD.pick(total, launch_key(total))
     tile = row_tile(launch, features)
-    programs = programs_for(launch, rows.count, tile)
+    programs = programs_for(launch, rows.num_rows, tile)
     partial = torch.empty((programs, features), dtype=torch.float32, device=total.device)
     rms_norm_backward_kernel[(programs,)](
         grad_y.contiguous(),
@@ -225,9 +225,9 @@ def rms_norm_backward(
         rstd,
         grad,
         partial,
-        rows.count,
-        rows.inner,
-        rows.outer_stride,
+        rows.num_rows,
+        rows.group_size,
+        rows.group_stride,
         rows.stride,
         features,
         float(zero_centered),

@@ -16,7 +16,7 @@ from typing import NamedTuple
 
 import torch
 
-from megatron.core.ops.dispatch import accumulation_dtype, choose, record_function
+from megatron.core.ops.backend_choice import accumulation_dtype, choose, record_function
 
 __all__ = [
     "HeadRotation",

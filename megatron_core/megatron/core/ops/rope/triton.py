@@ -17,7 +17,7 @@ from megatron.core.ops.launches import Launches, cdiv, next_power_of_2
 ROTATE = Launches(
     "rope",
     {"TILE": 4096, "num_warps": 4},
-    others=(
+    alternatives=(
         {"TILE": 2048, "num_warps": 4},
         {"TILE": 4096, "num_warps": 8},
         {"TILE": 8192, "num_warps": 8},

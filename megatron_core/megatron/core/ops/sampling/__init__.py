@@ -22,7 +22,7 @@ from collections.abc import Mapping, Sequence
 
 from torch import Tensor
 
-from megatron.core.ops.dispatch import choose
+from megatron.core.ops.backend_choice import choose
 from megatron.core.ops.sampling import reference
 from megatron.core.ops.sampling.reference import ScoreChange, TokenChoice, TokenFilter
 

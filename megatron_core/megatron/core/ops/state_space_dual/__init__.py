@@ -37,7 +37,7 @@ from typing import NamedTuple
 
 import torch
 
-from megatron.core.ops.dispatch import accumulation_dtype, apply_function, choose
+from megatron.core.ops.backend_choice import accumulation_dtype, apply_function, choose
 from megatron.core.ops.recurrence import (
     CHUNK_SIZE,
     Recurrence,

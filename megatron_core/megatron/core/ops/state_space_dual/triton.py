@@ -13,7 +13,7 @@ import triton.language as tl
 from megatron.core.ops.chunked_recurrence.kernels import Tiles
 from megatron.core.ops.launches import Launches, cdiv
 from megatron.core.ops.recurrence import LOWEST_DECAY
-from megatron.core.ops.rows import row_tile
+from megatron.core.ops.strided_rows import row_tile
 
 
 @triton.jit
@@ -104,7 +104,7 @@ SUMS = Launches("recurrence_sums", {"BLOCK_H": 16, "num_warps": 4, "num_stages":
 SKIP = Launches(
     "add_skip_forward",
     {"ELEMENTS": 4096, "num_warps": 4, "num_stages": 1},
-    others=(
+    alternatives=(
         {"ELEMENTS": 2048, "num_warps": 4, "num_stages": 1},
         {"ELEMENTS": 8192, "num_warps": 8, "num_stages": 1},
     ),
@@ -112,7 +112,7 @@ SKIP = Launches(
 SKIP_BACKWARD = Launches(
     "add_skip_backward",
     {"ELEMENTS": 4096, "num_warps": 4, "num_stages": 1},
-    others=(
+    alternatives=(
         {"ELEMENTS": 2048, "num_warps": 4, "num_stages": 1},
         {"ELEMENTS": 8192, "num_warps": 8, "num_stages": 1},
     ),

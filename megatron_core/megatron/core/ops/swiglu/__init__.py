@@ -7,7 +7,7 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F
 
-from megatron.core.ops.dispatch import apply_function, choose, record_function
+from megatron.core.ops.backend_choice import apply_function, choose, record_function
 
 GATES = ("silu", "gelu")
 ACTIVATIONS = ("gelu", "gelu_tanh", "relu", "squared_relu", "silu")

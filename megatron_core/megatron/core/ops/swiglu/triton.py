@@ -15,14 +15,14 @@ from megatron.core.ops.launches import Launches, cdiv, next_power_of_2
 FORWARD = Launches(
     "gated_forward",
     {"BLOCK": 2048, "num_warps": 4},
-    others=(
+    alternatives=(
         {"BLOCK": 1024, "num_warps": 4},
         {"BLOCK": 2048, "num_warps": 8},
         {"BLOCK": 4096, "num_warps": 4},
         {"BLOCK": 4096, "num_warps": 8},
     ),
 )
-BACKWARD = Launches("gated_backward", FORWARD.default, others=FORWARD.others)
+BACKWARD = Launches("gated_backward", FORWARD.default, alternatives=FORWARD.alternatives)
 
 
 @triton.jit

@@ -8,7 +8,6 @@ import torch
 from megatron.core.ops.chunked_recurrence import triton as recurrence
 from megatron.core.ops.chunked_recurrence.kernels import sweep_kernel
 from megatron.core.ops.gated_delta_rule.triton import SOLVE, solve_kernel
-from megatron.core.ops.rows import row_tile
 from megatron.core.ops.state_space_dual.triton import (
     SKIP,
     SKIP_BACKWARD,
@@ -17,6 +16,7 @@ from megatron.core.ops.state_space_dual.triton import (
     add_skip_kernel,
     decay_sums_kernel,
 )
+from megatron.core.ops.strided_rows import row_tile
 from tests.unit_tests.core.ops.aot.description import ARCHITECTURES, Description
 
 #: The delta rule of Qwen3-Next, SSD of Nemotron-H, and of the tallest states.

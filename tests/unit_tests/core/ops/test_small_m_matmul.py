@@ -14,7 +14,7 @@ from megatron.core.device import cpu_vendor
 from megatron.core.inference.engine import generate
 from megatron.core.models.gpt import GPTModel
 from megatron.core.models.inference_optimized import InferenceOptimizedModel
-from megatron.core.ops import few_rows
+from megatron.core.ops import small_m_matmul
 from megatron.core.process_groups import ProcessGroupCollection
 from tests.support.inputs import generator, one_thread
 from tests.unit_tests.core.inference.test_engine import FAMILIES, engine_of, requests
@@ -23,7 +23,7 @@ from tests.unit_tests.core.inference.test_engine import FAMILIES, engine_of, req
 @pytest.fixture(autouse=True)
 def slow_rows() -> Iterator[None]:
     """Pretend to be a machine whose library multiplies rows one after the other."""
-    with mock.patch.object(few_rows, "is_mkl_on_amd", return_value=True):
+    with mock.patch.object(small_m_matmul, "is_mkl_on_amd", return_value=True):
         yield
 
 
@@ -34,23 +34,31 @@ def test_products_are_those_of_fp64(rows: int) -> None:
     weight = torch.randn(300, 512, generator=source)
     wanted = x.double() @ weight.double().t()
     out = torch.full((rows, 300), torch.nan)
-    assert few_rows.multiply(x, weight, out=out) is out
+    assert small_m_matmul.linear(x, weight, out=out) is out
     torch.testing.assert_close(out.double(), wanted, rtol=1e-5, atol=1e-4)
-    assert torch.equal(few_rows.multiply(x, weight), out)
-    few_rows.add_product_(out, x, weight)
+    assert torch.equal(small_m_matmul.linear(x, weight), out)
+    small_m_matmul.add_linear_(out, x, weight)
     torch.testing.assert_close(out.double(), 2 * wanted, rtol=1e-5, atol=2e-4)
 
 
 def test_which_products_have_the_matrix_on_the_left() -> None:
-    weight, wide = torch.ones(512, 512), torch.ones(64, 4096)
+    weight, long_rows = torch.ones(512, 512), torch.ones(64, 4096)
     with one_thread():
-        assert [n for n in range(8) if few_rows.applies(torch.ones(n, 512), weight)] == [1, 2, 3, 4]
-        assert [n for n in range(8) if few_rows.applies(torch.ones(n, 4096), wide)] == [2, 3]
+        assert [
+            n
+            for n in range(8)
+            if small_m_matmul.uses_transposed_product(torch.ones(n, 512), weight)
+        ] == [1, 2, 3, 4]
+        assert [
+            n
+            for n in range(8)
+            if small_m_matmul.uses_transposed_product(torch.ones(n, 4096), long_rows)
+        ] == [2, 3]
     two = torch.ones(2, 512)
-    assert not few_rows.applies(two, weight[:8])
-    assert not few_rows.applies(two.double(), weight.double())
-    with mock.patch.object(few_rows, "is_mkl_on_amd", return_value=False):
-        assert not few_rows.applies(two, weight)
+    assert not small_m_matmul.uses_transposed_product(two, weight[:8])
+    assert not small_m_matmul.uses_transposed_product(two.double(), weight.double())
+    with mock.patch.object(small_m_matmul, "is_mkl_on_amd", return_value=False):
+        assert not small_m_matmul.uses_transposed_product(two, weight)
 
 
 def test_the_vendor_is_read_from_linux(tmp_path: Path) -> None:
@@ -64,10 +72,12 @@ def test_the_vendor_is_read_from_linux(tmp_path: Path) -> None:
 def test_generation_multiplies_few_rows_so() -> None:
     groups, said = ProcessGroupCollection.single(), []
     model = GPTModel(FAMILIES["gqa"], groups, dtype=torch.float32, seed=3)
-    for least in (few_rows.LEAST_ELEMENTS, 1):
+    for least in (small_m_matmul.MIN_ELEMENTS, 1):
         with (
-            mock.patch.object(few_rows, "LEAST_ELEMENTS", least),
-            mock.patch.object(few_rows, "_transposed", wraps=few_rows._transposed) as used,
+            mock.patch.object(small_m_matmul, "MIN_ELEMENTS", least),
+            mock.patch.object(
+                small_m_matmul, "_transposed_product", wraps=small_m_matmul._transposed_product
+            ) as used,
         ):
             engine = engine_of(model)
             engine.model = InferenceOptimizedModel(model)

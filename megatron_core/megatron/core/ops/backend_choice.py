@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Choosing between an op's implementations, the dtype a device multiplies in, and wider sums."""
+"""Choice of an op's implementation and of its matmul and accumulation dtypes by device."""
 
 import functools
 import importlib.metadata
@@ -14,32 +14,32 @@ import torch
 
 IMPLEMENTATIONS = ("reference", "triton")
 
-#: From how many times the speed of fp32 on a CPU multiplies in bf16. Well between what CPUs with
-#: bf16 instructions reach (2 with avx512_bf16, more with AMX) and those without (0.5).
-WORTH_NARROW = 1.2
+#: Smallest speedup over fp32 at which a CPU multiplies in bf16. It lies well between CPUs with
+#: bf16 instructions (2 with avx512_bf16, more with AMX) and CPUs without (0.5).
+MIN_BF16_SPEEDUP = 1.2
 
-_NARROW = frozenset({torch.bfloat16, torch.float16})
+_16_BIT_DTYPES = frozenset({torch.bfloat16, torch.float16})
 
 
 @functools.cache
 def triton_is_installed() -> bool:
-    """Say whether Triton can be imported, without importing it."""
+    """Return whether Triton can be imported, without importing it."""
     return importlib.util.find_spec("triton") is not None
 
 
 def triton_version() -> str | None:
-    """Return the release of Triton, or None where it is not installed."""
+    """Return the release of Triton, or None if it is not installed."""
     return importlib.metadata.version("triton") if triton_is_installed() else None
 
 
 def ptxas_version(major: int) -> str | None:
-    """Return the version of the assembler that Triton calls, or None where there is none.
+    """Return the version of the assembler that Triton calls, or None if there is none.
 
-    It is the program of TRITON_PTXAS_PATH (on Blackwell TRITON_PTXAS_BLACKWELL_PATH) where that is
-    set, else one in Triton's package.
+    TRITON_PTXAS_PATH (on Blackwell TRITON_PTXAS_BLACKWELL_PATH) names the program; by default
+    Triton's package brings one.
 
     Args:
-        major: of the compute capability.
+        major: major version of the compute capability.
     """
     if not triton_is_installed():
         return None
@@ -48,9 +48,9 @@ def ptxas_version(major: int) -> str | None:
     tools = triton.knobs.nvidia
     try:
         path = (tools.ptxas_blackwell if major > 9 else tools.ptxas).path
-    except RuntimeError:  # not found
+    except RuntimeError:  # no such file
         return None
-    except OSError as error:  # neither Triton nor its launches get past such a file
+    except OSError as error:  # not executable: Triton itself and every launch would fail on it
         name = "TRITON_PTXAS_BLACKWELL_PATH" if major > 9 else "TRITON_PTXAS_PATH"
         raise ValueError(f"{name} is no program that runs here: {error}: unset it") from error
     text = subprocess.run([path, "--version"], capture_output=True, text=True, check=True).stdout
@@ -60,23 +60,23 @@ def ptxas_version(major: int) -> str | None:
 def choose(
     implementation: str | None, tensor: torch.Tensor, op: str, *, has_triton: bool = True
 ) -> str:
-    """Name the implementation that `op` uses on the device of `tensor`.
+    """Return the name of the implementation that `op` uses on the device of `tensor`.
 
-    Without a choice, CUDA tensors take the Triton kernel where Triton is installed and everything
-    else the reference. A forced choice that cannot take effect raises.
+    By default CUDA tensors use the Triton kernel if Triton is installed, and all other tensors the
+    reference. An explicit choice that cannot take effect raises.
 
     Args:
-        implementation: "reference", "triton" or None (pick by device).
-        tensor: any of the op's inputs; its device and dtype decide.
-        op: the op's name, for the message.
-        has_triton: False where the op has no Triton kernel.
+        implementation: "reference", "triton" or None (choose by device).
+        tensor: any input of the op; its device and dtype decide.
+        op: the op's name, for error messages.
+        has_triton: False if the op has no Triton kernel.
 
     Returns:
         "reference" or "triton".
 
     Raises:
-        ValueError: unknown name, "triton" where it cannot run, or a tensor of another GPU than the
-            current one.
+        ValueError: an unknown name, "triton" without support for it, or a tensor on a GPU other
+            than the current device.
     """
     if implementation is None:
         on_gpu = tensor.device.type == "cuda" and tensor.dtype != torch.float64
@@ -95,7 +95,7 @@ def choose(
 
 
 def _require_triton(tensor: torch.Tensor, op: str, has_triton: bool) -> None:
-    """Raise ValueError where a forced Triton kernel cannot run."""
+    """Raise ValueError if an explicitly chosen Triton kernel cannot run."""
     if not has_triton:
         raise ValueError(
             f"{op}: implementation='triton': there is no Triton kernel yet; use None or 'reference'"
@@ -117,7 +117,10 @@ def _require_triton(tensor: torch.Tensor, op: str, has_triton: bool) -> None:
 
 
 def _require_current(tensor: torch.Tensor, op: str) -> None:
-    """Raise ValueError where Triton would launch on another GPU than the tensor's."""
+    """Raise ValueError if Triton would launch on a GPU other than the tensor's.
+
+    Triton launches on the current device, whatever device the pointers belong to.
+    """
     current = torch.cuda.current_device()
     if tensor.device.index != current:
         raise ValueError(
@@ -128,12 +131,12 @@ def _require_current(tensor: torch.Tensor, op: str) -> None:
 
 @functools.cache
 def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
-    """Give the dtype in which statistics of `dtype` are computed: fp64 for fp64, else fp32."""
+    """Return the dtype in which statistics of `dtype` are accumulated: fp64 for fp64, else fp32."""
     return torch.float64 if dtype == torch.float64 else torch.float32
 
 
 def uses_tensor_memory(x: torch.Tensor) -> bool:
-    """Say whether products of x accumulate in tensor memory: from Blackwell on, in 16 bits."""
+    """Return whether matmuls of x accumulate in tensor memory: 16-bit dtypes from Blackwell on."""
     if x.device.type != "cuda" or x.dtype == torch.float32:
         return False
     return device_capability(x.device) >= (10, 0)
@@ -141,26 +144,27 @@ def uses_tensor_memory(x: torch.Tensor) -> bool:
 
 @functools.cache
 def device_capability(device: torch.device) -> tuple[int, int]:
-    """Return the compute capability of a GPU; asking CUDA takes microseconds at every launch."""
+    """Return the compute capability; cached, because the query takes microseconds a launch."""
     return torch.cuda.get_device_capability(device)
 
 
 class StoredWeight(NamedTuple):
-    """A small weight as an op reads it where it is stored, and where its gradient goes.
+    """A small weight that an op reads in its storage, and the accumulation of its gradient.
 
     Args:
-        value: the weight in the dtype that it is stored in.
-        anchor: the leaf that makes the op's result require a gradient; the op returns None for it.
-        put: takes the gradient, or addends of it [n, ...], in the dtype that it is summed in.
+        value: the weight in its storage dtype.
+        anchor: the leaf that makes the op's output require a gradient; its gradient is None.
+        accumulate_grad: called with the gradient, or with addends of the gradient [n, ...], in the
+            dtype in which it is accumulated.
     """
 
     value: torch.Tensor
     anchor: torch.Tensor
-    put: Callable[[torch.Tensor], None]
+    accumulate_grad: Callable[[torch.Tensor], None]
 
 
 class ForwardOnly:
-    """The context of an autograd Function of which only the forward runs: keeps nothing."""
+    """The context of an autograd Function that runs without a backward: it saves nothing."""
 
     needs_input_grad = (False,) * 16
 
@@ -175,7 +179,7 @@ class ForwardOnly:
 
 
 def apply_function(function: type[torch.autograd.Function], *args: Any) -> Any:
-    """Run an autograd Function; where gradients are off, only its forward, outside of autograd.
+    """Run an autograd Function; if gradients are disabled, call its forward outside of autograd.
 
     Args:
         function: its `forward` takes a context and the arguments.
@@ -187,11 +191,11 @@ def apply_function(function: type[torch.autograd.Function], *args: Any) -> Any:
 
 
 def record_function(function: type[torch.autograd.Function], *args: Any) -> Any:
-    """Run an autograd Function as its `apply` does, outside of `torch.func`.
+    """Run an autograd Function as its `apply` does, without support for `torch.func`.
 
-    `torch.autograd.Function.apply` looks for transforms of `torch.func` in every argument first,
-    which takes the host as long again as what it calls. Layers run under none: the weights of their
-    linear ops are outside of autograd.
+    `torch.autograd.Function.apply` first searches every argument for transforms of `torch.func`,
+    which doubles its host time. No transform reaches a layer, because the weights of linear ops
+    are outside of autograd.
 
     Args:
         function, args: as for `function.apply`.
@@ -201,33 +205,34 @@ def record_function(function: type[torch.autograd.Function], *args: Any) -> Any:
 
 @functools.cache
 def cpu_bf16_speedup() -> float:
-    """Measure how many times faster this CPU multiplies bf16 matrices as they are than in fp32.
+    """Measure this CPU's speedup of bf16 matmuls over fp32 matmuls of converted operands.
 
-    The three products of a linear layer of 512 features on 128 rows, operands in bf16 before and
-    results in bf16 after; in fp32 the conversions count. About 20 ms, once a process. What is timed
-    is the CPU time of one thread, the least of three turns, so that other programs and a busy
-    core change it little. From run to run it stays within a quarter: 1.8 to 2.9 on an AMD EPYC
-    with avx512_bf16 that has ten processes waiting for each core, 0.4 to 0.5 with that turned off.
+    The benchmark is the three matmuls of a linear layer of 512 features on 128 rows. Operands and
+    results are bf16, so the fp32 time includes the conversions. It takes about 20 ms, once a
+    process. The CPU time of one thread is measured, the minimum of three runs, so that other
+    programs and a busy core change it little. Results differ by a quarter between runs: 1.8 to 2.9
+    on an AMD EPYC with avx512_bf16 and ten runnable processes for each core, 0.4 to 0.5 with
+    avx512_bf16 disabled.
     """
-    before = torch.get_num_threads()
+    num_threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
         x, weight, grad = (torch.ones(n, 512, dtype=torch.bfloat16) for n in (128, 512, 128))
         seconds: dict[torch.dtype, list[float]] = {torch.bfloat16: [], torch.float32: []}
         for _ in range(4):
-            for dtype, taken in seconds.items():
+            for dtype, timings in seconds.items():
                 start = time.thread_time()
                 operands = (t.to(dtype) for t in (x, weight, grad))
-                _three_products(*operands)
-                taken.append(time.thread_time() - start)
+                _linear_step(*operands)
+                timings.append(time.thread_time() - start)
     finally:
-        torch.set_num_threads(before)
-    # The first turn loads and compiles kernels.
+        torch.set_num_threads(num_threads)
+    # The first run loads and compiles kernels.
     return min(seconds[torch.float32][1:]) / min(seconds[torch.bfloat16][1:])
 
 
-def _three_products(x: torch.Tensor, weight: torch.Tensor, grad: torch.Tensor) -> None:
-    """Multiply x [t, h], weight [o, h] and grad [t, o] as a linear layer does in a step."""
+def _linear_step(x: torch.Tensor, weight: torch.Tensor, grad: torch.Tensor) -> None:
+    """Run forward, dgrad and wgrad of a linear layer on x [t, h], weight [o, h], grad [t, o]."""
     for product in (x @ weight.t(), grad @ weight):
         product.to(torch.bfloat16)
     grad.t() @ x
@@ -235,27 +240,28 @@ def _three_products(x: torch.Tensor, weight: torch.Tensor, grad: torch.Tensor) -
 
 @functools.cache
 def measured_matmul_dtype(dtype: torch.dtype) -> torch.dtype:
-    """Give the dtype in which this CPU should multiply matrices of `dtype`.
+    """Return the dtype in which this CPU should multiply matrices of `dtype`.
 
-    bf16 where that is at least `WORTH_NARROW` times as fast as fp32, which is the more precise:
-    a CPU whose two rates are near each other always takes fp32. fp16 is multiplied in fp32.
+    bf16 is multiplied in bf16 if that is at least `MIN_BF16_SPEEDUP` times as fast as fp32, else in
+    fp32, which is more precise: a CPU with similar speeds always uses fp32. fp16 is multiplied in
+    fp32.
     """
-    if dtype == torch.bfloat16 and cpu_bf16_speedup() >= WORTH_NARROW:
+    if dtype == torch.bfloat16 and cpu_bf16_speedup() >= MIN_BF16_SPEEDUP:
         return dtype
-    return torch.float32 if dtype in _NARROW else dtype
+    return torch.float32 if dtype in _16_BIT_DTYPES else dtype
 
 
 def matmul_dtype(x: torch.Tensor, cpu_dtype: torch.dtype | None = None) -> torch.dtype:
-    """Return the dtype in which matrices like `x` are multiplied where `x` is.
+    """Return the dtype in which matrices like `x` are multiplied on the device of `x`.
 
     Args:
         x: an operand.
-        cpu_dtype: what a CPU multiplies bf16 and fp16 in: that dtype, or fp32. None is what it
-            does faster (`measured_matmul_dtype`): every process measures for itself, so ranks that
-            must compute alike are told.
+        cpu_dtype: dtype in which a CPU multiplies bf16 and fp16: the operands' dtype or fp32. None
+            uses the faster one (`measured_matmul_dtype`). Every process measures for itself, so
+            ranks that must agree need an explicit dtype.
     """
     dtype = x.dtype
-    if dtype not in _NARROW or x.device.type != "cpu":
+    if dtype not in _16_BIT_DTYPES or x.device.type != "cpu":
         return dtype
     return measured_matmul_dtype(dtype) if cpu_dtype is None else cpu_dtype
 
@@ -263,11 +269,11 @@ def matmul_dtype(x: torch.Tensor, cpu_dtype: torch.dtype | None = None) -> torch
 def add_product_(
     total: torch.Tensor, left: torch.Tensor, right: torch.Tensor, *, overwrite: bool = False
 ) -> None:
-    """Put left @ right into `total`: written if `overwrite`, else added.
+    """Add left @ right to `total`, or write it to `total` if `overwrite`.
 
-    A GPU sums bf16 products in fp32 and can hand the sums over unrounded; without saying so they
-    come rounded to bf16. On a CPU narrow operands are widened by the caller where that pays
-    (`dispatch.matmul_dtype`).
+    A GPU accumulates bf16 products in fp32; `out_dtype` returns the fp32 accumulator, which is
+    otherwise rounded to bf16. On a CPU the caller converts 16-bit operands to fp32 if that is
+    faster (`matmul_dtype`).
 
     Args:
         total: [m, n], fp32 or the operands' dtype.
@@ -283,7 +289,7 @@ def add_product_(
         if overwrite:
             torch.mm(left, right, out_dtype=total.dtype, out=total)
         else:
-            # Added where it is made: a product put aside would be written and read once more.
+            # Added in the matmul's epilogue: a separate product would be written and read again.
             torch.addmm(total, left, right, out_dtype=total.dtype, out=total)
     elif overwrite:
         total.copy_(left @ right)

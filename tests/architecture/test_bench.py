@@ -117,7 +117,7 @@ def test_a_race_with_other_losses_is_void():
         check_losses({"no_shard": 2.0, "ddp": 4.001}, 2, 7)
 
 
-def test_the_plain_module_computes_the_loss_of_ours_with_every_weight():
+def test_plain_module_matches_loss_and_trains_every_weight():
     shape = Shape(
         layers=2, hidden=24, ffn=40, heads=3, kv_heads=1, vocabulary=53, batch=2, sequence=9
     )

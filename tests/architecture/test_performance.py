@@ -234,7 +234,7 @@ def test_a_ratio_is_that_of_the_median_round():
     assert ratio_of([1.0, 2.0, 4.0], [3.0, 2.0, 8.0]) == 2.0
 
 
-def test_a_stage_that_fails_or_hangs_does_not_stop_its_other_commands(tmp_path, capsys):
+def test_failing_or_hanging_command_leaves_others_running(tmp_path, capsys):
     alive = tmp_path / "alive"
     child = f"import os, time; open({str(alive)!r}, 'w').write(str(os.getpid())); time.sleep(60)"
     commands = {

@@ -67,7 +67,7 @@ def test_a_seed_is_a_kill_and_many_seeds_are_all_kinds_of_them():
     assert not any(kill.of_writer for kill in sync)
 
 
-def test_half_of_the_runs_save_in_the_background_and_some_remove_checkpoints():
+def test_half_of_soak_runs_save_async_and_some_prune_checkpoints():
     assert sum(flavour.asynchronous for flavour in FLAVOURS) * 2 == len(FLAVOURS)
     chains = [flavour_of(number) for number in range(1, 13)]
     assert set(chains) == set(FLAVOURS)
@@ -104,7 +104,7 @@ def test_the_disk_tells_the_stage_of_a_save(tmp_path):
     assert look(tmp_path / "absent") == Snapshot()
 
 
-def test_saves_are_measured_from_their_folder_to_the_last_that_is_seen_of_them():
+def test_save_clock_measures_save_commit_and_interval():
     clock, measured = SaveClock(found := Measured()), {}
     measured["a"], measured["b"] = frozenset("a"), frozenset("b")
     none: frozenset[str] = frozenset()

@@ -104,7 +104,7 @@ def check_not_run(page: str) -> None:
     assert [int(n) for n in counts.groups()] == [len(passed), len(passed | missing), len(end)]
 
 
-def test_the_page_is_about_all_tests_that_claim_something_and_no_others(claimed) -> None:
+def test_status_page_lists_exactly_the_tests_with_claims(claimed) -> None:
     page = write_status.PAGE.read_text(encoding="utf-8")
     said = set(told(page))
     assert len(said) > 10
@@ -117,7 +117,7 @@ def test_the_page_is_about_all_tests_that_claim_something_and_no_others(claimed)
     check_not_run(page)
 
 
-def test_the_page_has_rows_that_there_are_and_lists_its_empty_cells() -> None:
+def test_status_page_has_known_rows_and_lists_empty_cells() -> None:
     check_page(write_status.PAGE.read_text(encoding="utf-8"))
 
 
@@ -162,7 +162,7 @@ def test_cells_are_those_of_what_was_trained() -> None:
         assert tables(write_status.page(results(both)))["optim"]["bf16"]["cp"] == "✓"
 
 
-def test_what_cannot_be_is_not_covered_and_every_setting_has_a_row() -> None:
+def test_status_page_rejects_impossible_cells_and_new_settings() -> None:
     alone = replace(RAN, world=1, tp=1, cp=1)
     with pytest.raises(ValueError, match="calls impossible: one process has nothing to cut"):
         write_status.page(results({"a": (False, {"retention": [alone]})}))

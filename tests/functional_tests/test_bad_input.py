@@ -40,7 +40,7 @@ def refused(capsys, argv, *texts, code=ExitCode.USER_ERROR):
     return err
 
 
-def test_ranks_print_a_fault_of_the_options_once_though_the_launcher_ends_them(prefix):
+def test_option_error_is_printed_once_across_killed_ranks(prefix):
     argv = flags(prefix, "--overlap-param-gather")
     late = "tests.functional_tests.late_first_rank"
     output, _ = torchrun(argv, "--standalone", processes=4, module=late).communicate(timeout=100)
@@ -113,9 +113,7 @@ def test_a_checkpoint_of_other_numbers_or_data(prefix, saved, tmp_path, capsys):
     assert "; starting at iteration 0" in capsys.readouterr().out
 
 
-def test_a_save_folder_that_cannot_be_written_is_known_before_the_first_step(
-    prefix, tmp_path, capsys
-):
+def test_unwritable_save_folder_is_refused_before_training(prefix, tmp_path, capsys):
     (tmp_path / "file").write_text("")
     argv = flags(prefix, f"{SHORT} --save {tmp_path / 'file' / 'save'}")
     refused(capsys, argv, "cannot save under", "name a folder that can be written")

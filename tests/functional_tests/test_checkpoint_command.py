@@ -179,7 +179,7 @@ def test_a_pipe_that_nobody_reads_ends_a_command_quietly(words, tmp_path, capsys
         ("a x --to single-file", "missing --from: give it"),
     ],
 )
-def test_convert_asks_for_what_is_missing_and_no_flags_of_a_model(words, line, capsys):
+def test_convert_names_missing_arguments_without_model_flags(words, line, capsys):
     code, out, err = command(capsys, f"convert {words}")
     assert (code, out) == (2, "")
     assert err == f"{checkpoint.PROG}: error: {line}\n"
@@ -328,7 +328,7 @@ def test_compare_finds_every_kind_of_difference(tmp_path, capsys, change, text, 
     assert command(capsys, words)[0] == tolerant
 
 
-def test_equal_nans_and_infinities_are_equal_and_signs_of_zero_differ(tmp_path, capsys):
+def test_compare_equates_nans_and_infs_but_not_signed_zeros(tmp_path, capsys):
     odd = torch.tensor([float("nan"), float("inf"), -float("inf"), 0.0, 1.0, 2.0])
     save(tmp_path / "a", 5, {"a.bias": odd})
     save(tmp_path / "b", 5, {"a.bias": odd.clone()})
@@ -451,7 +451,7 @@ def test_the_newest_of_a_run_is_found_although_others_go(tmp_path, monkeypatch):
     assert (found, lines) == (tmp_path / "iter_0000010", [])
 
 
-def test_list_shows_the_others_where_a_manifest_is_a_link_to_itself(tmp_path, capsys):
+def test_list_survives_manifest_that_links_to_itself(tmp_path, capsys):
     for step in (5, 10):
         save(tmp_path, step, tensors())
     manifest_path = tmp_path / "iter_0000005" / "manifest.json"

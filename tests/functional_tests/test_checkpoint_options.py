@@ -37,7 +37,7 @@ def printed(capsys, tmp_path, words: str) -> dict[str, object]:
     return read_options(tmp_path / "printed.yaml", options(Config))
 
 
-def test_the_shape_comes_from_the_checkpoint_and_what_is_given_wins(saved, tmp_path, capsys):
+def test_checkpoint_gives_model_shape_and_explicit_flags_win(saved, tmp_path, capsys):
     words = f"--use-checkpoint-args --load {saved / 'save'}"
     got = printed(capsys, tmp_path, words)
     assert (got["num-layers"], got["hidden-size"], got["ffn-hidden-size"]) == (2, 48, 64)
@@ -117,9 +117,7 @@ def test_the_options_in_a_checkpoint_are_the_run_s_and_feed_back(saved, tmp_path
     assert printed(capsys, tmp_path, f"--config {tmp_path / 'stored.yaml'}") == run
 
 
-def test_weights_come_from_a_pretrained_checkpoint_until_there_is_one_to_resume(
-    saved, tmp_path, capsys
-):
+def test_pretrained_weights_load_until_own_checkpoint_exists(saved, tmp_path, capsys):
     pretrained = f"--pretrained-checkpoint {saved / 'save'} --metrics-file {tmp_path / 'm'}"
     pretrained += " --optimizer sgd"  # the other optimizer's state is left where it is
     argv = flags(saved / "tokens", f"{SHORT} {pretrained} --save {tmp_path / 'a'}")

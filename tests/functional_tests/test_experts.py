@@ -67,7 +67,7 @@ def go_on(prefix, parts, world, layout, last):
 @pytest.mark.covers("numbers of one process", runs="ranks")
 @pytest.mark.covers("resumed on another layout", runs="loads")
 @pytest.mark.gpus(4)
-def test_a_run_over_four_ranks_of_experts_goes_on_over_two_by_two(whole, tmp_path):
+def test_run_on_ep4_resumes_on_ep2_tp2(whole, tmp_path):
     prefix, parts = whole.with_name("tokens"), tmp_path / "parts"
     go_on(prefix, parts, 4, f"{EP} 4", 5)
     go_on(prefix, parts, 4, f"{EP} 2 {TP} 2", 12)
@@ -143,7 +143,7 @@ def check_plot(folder):
 
 @pytest.mark.slow
 @pytest.mark.timeout(300)
-def test_a_run_without_room_ends_on_every_rank_and_goes_on_with_more(tmp_path):
+def test_run_over_capacity_ends_everywhere_and_resumes_with_more(tmp_path):
     prefix, saved = write_tokens(tmp_path / "tokens"), tmp_path / "saved"
     common = f"--num-experts 8 {EP} 2 --eval-interval 0 --device cpu"
     factor, save = "--moe-expert-rank-capacity-factor", f"--save {saved} --load {saved}"

@@ -35,7 +35,7 @@ def test_an_error_on_one_rank_is_told_once_by_that_rank(prefix):
     assert abs(found[0].at - found[1].at) < 5.0
 
 
-def test_nothing_but_nan_stops_the_run_and_keeps_the_last_good_checkpoint(prefix, tmp_path, capsys):
+def test_endless_nan_stops_run_and_keeps_last_good_checkpoint(prefix, tmp_path, capsys):
     save = tmp_path / "save"
     more = "--eval-interval 0 --save-interval 1 --lr 1e30 --clip-grad 0 --lr-warmup-iters 2"
     code = run_here(flags(prefix, f"{more} --max-consecutive-bad-steps 3 --save {save}"))

@@ -141,7 +141,7 @@ def test_training_starts_from_a_converted_folder(modern, tmp_path, capsys):
     assert set(losses(tmp_path / "m.jsonl")) == {1, 2}
 
 
-def test_layers_of_their_own_norms_before_layers_biases_and_positions(tmp_path, capsys):
+def test_torch_dist_conversion_handles_pre_norm_bias_positions(tmp_path, capsys):
     saved(tmp_path / "native", CLASSIC)
     ours = stored(tmp_path / "native" / "iter_0000007")
     state = upstream_ends(ours)

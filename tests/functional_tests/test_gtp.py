@@ -176,7 +176,7 @@ def on_corpus(corpus, more):
 
 @pytest.mark.slow
 @pytest.mark.timeout(600)
-def test_eight_ranks_with_both_kinds_of_shards_are_resumed_by_one(corpus, tmp_path):
+def test_checkpoint_of_tp_gtp_ep_egtp_resumes_on_one_rank(corpus, tmp_path):
     """Dense weights over tp 2 and gtp 2, experts over ep 2 and egtp 2, 20 steps."""
     model = (
         "--num-layers 2 --hidden-size 48 --ffn-hidden-size 64 --seq-length 64 --lr 1e-3 "

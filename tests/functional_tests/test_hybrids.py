@@ -115,7 +115,7 @@ def test_four_ranks_begin_and_one_goes_on_with_the_losses_of_one(prefix, alone, 
 
 
 @pytest.mark.gpus(2)
-def test_one_begins_and_two_that_share_samples_go_on_with_its_losses(prefix, alone, tmp_path):
+def test_hybrid_run_of_one_rank_resumes_on_context_parallel_2(prefix, alone, tmp_path):
     metrics = tmp_path / "metrics.jsonl"
     more = f"{SHORT} {MODEL} {CP} --load {alone / 'iter_0000002'} --metrics-file {metrics}"
     log = trained(2, flags(prefix, more))

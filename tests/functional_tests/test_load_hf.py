@@ -280,7 +280,7 @@ def test_a_quantized_folder_trains_and_generates_as_its_values(
 
 
 @pytest.mark.slow(seconds=8)
-def test_experts_ranked_by_other_scores_are_refused_by_known_names(tmp_path: Path) -> None:
+def test_unsupported_group_score_is_refused_with_option_names(tmp_path: Path) -> None:
     """Training ranks groups by topk / group-topk scores, transformers always by 2."""
     folder = save_folder(make_model("deepseek"), tmp_path / "model")
     assert folder_defaults({"load-hf": str(folder)})["moe-router-group-topk"] == 2

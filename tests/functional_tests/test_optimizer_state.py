@@ -31,7 +31,7 @@ def dtypes(checkpoint: Path) -> dict[str, str]:
 @pytest.mark.timeout(120)
 @pytest.mark.covers("resumed on another layout", runs="loads")
 @pytest.mark.gpus(2)
-def test_narrow_moments_go_on_on_another_layout_and_in_another_dtype(tmp_path, capfd):
+def test_bf16_moments_resume_on_other_layout_and_dtype(tmp_path, capfd):
     prefix = write_tokens(tmp_path / "tokens")
     original = tmp_path / "original"
     first = f"{COMMON} {GROUPS} {NARROW} --use-distributed-optimizer --bf16"
@@ -82,7 +82,7 @@ def kinds(checkpoint: Path) -> dict[str, set[str]]:
 @pytest.mark.timeout(120)
 @pytest.mark.covers("resumed on another layout", runs="loads")
 @pytest.mark.gpus(2)
-def test_muon_goes_on_on_another_layout_and_not_with_another_optimizer(tmp_path, capfd):
+def test_muon_resumes_on_other_layout_but_not_as_other_optimizer(tmp_path, capfd):
     prefix = write_tokens(tmp_path / "tokens")
     original, muon = tmp_path / "original", f"{COMMON} --optimizer muon --muon-scale-mode rms"
     run_on(2, flags(prefix, f"{muon} {CUT} --save-interval 2 --save {original}"))

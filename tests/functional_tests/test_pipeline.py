@@ -168,7 +168,7 @@ def plant_nan(rank: int) -> None:
 
 
 @pytest.mark.covers("bad step computed again")
-def test_a_nan_is_told_of_the_stage_where_it_began_and_skipped_by_all(prefix, tmp_path):
+def test_nan_is_attributed_to_its_stage_and_skipped_by_all_ranks(prefix, tmp_path):
     metrics = tmp_path / "metrics.jsonl"
     argv = flags(prefix, f"{PP} --train-iters 3 --eval-interval 0 --metrics-file {metrics}")
     found, logs = run_with(plant_nan, argv)

@@ -39,7 +39,7 @@ def te_process(rank, world, port, argv):
 
 @needs_te
 @pytest.mark.slow
-def test_a_te_run_has_the_losses_of_a_local_one_which_goes_on_from_its_checkpoint(tmp_path):
+def test_te_run_matches_local_losses_and_local_run_resumes_it(tmp_path):
     prefix = write_tokens(tmp_path / "data")
 
     def arguments(folder, more=""):
@@ -126,7 +126,7 @@ def test_delayed_scaling_goes_on_exactly_from_a_checkpoint(tmp_path):
 
 @needs_te
 @pytest.mark.slow
-def test_a_step_that_is_computed_again_leaves_the_scales_of_a_sound_one(tmp_path):
+def test_recomputed_fp8_step_leaves_same_scales_as_clean_run(tmp_path):
     prefix = write_tokens(tmp_path / "data")
     for folder, process in (("clean", te_process), ("faulty", faulty_te_process)):
         save = f"--save {tmp_path / folder} --train-iters 6 --eval-interval 0"

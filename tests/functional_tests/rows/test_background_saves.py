@@ -63,7 +63,7 @@ def plant_hold(rank: int) -> None:
 
 @pytest.mark.covers("saved asynchronously", runs="async")
 @pytest.mark.covers("killed and resumed to the same bits", runs="loads ranks")
-def test_a_trainer_killed_in_a_background_save_loses_that_save_alone(prefix, tmp_path, whole):
+def test_kill_during_async_save_loses_only_that_save(prefix, tmp_path, whole):
     save = tmp_path / "cut"
     argv = flags(prefix, f"{EIGHT} --async-save --save {save} --load {save}")
     with running_with(plant_hold, argv) as ranks:
@@ -154,7 +154,7 @@ def test_no_space_in_the_background_goes_on_or_stops_as_asked(prefix, tmp_path, 
         assert read_extra(tmp_path / "iter_0000007")["progress"]["failed_saves"] == 2
 
 
-def test_a_run_that_stops_for_bad_steps_completes_the_save_before(prefix, tmp_path, monkeypatch):
+def test_run_stopped_by_bad_steps_finishes_its_async_save(prefix, tmp_path, monkeypatch):
     from megatron.core.models.gpt import GPTModel
 
     whole, count = GPTModel.loss, [0]

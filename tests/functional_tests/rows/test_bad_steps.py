@@ -74,7 +74,7 @@ SIX = "--train-iters 6 --eval-interval 0"
     ],
 )
 @pytest.mark.covers("bad step computed again")
-def test_a_loss_that_is_nan_once_is_computed_again_and_nothing_is_lost(prefix, tmp_path, layout):
+def test_transient_nan_loss_is_recomputed_bit_exactly(prefix, tmp_path, layout):
     glitched, whole = tmp_path / "glitched", tmp_path / "whole"
     argv = flags(prefix, f"{SIX} {layout} --global-batch-size 4 --save {glitched}")
     plant = plant_nan_once_tp if "tensor" in layout else plant_nan_once_dp

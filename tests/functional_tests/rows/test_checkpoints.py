@@ -279,7 +279,7 @@ def held_process(rank: int, world: int, port: int, argv: list[str]) -> None:
     rank_process(rank, world, port, argv)
 
 
-def test_a_second_run_is_refused_and_may_start_once_the_first_is_dead(prefix, tmp_path, capsys):
+def test_second_run_on_save_folder_is_refused_until_first_dies(prefix, tmp_path, capsys):
     save = tmp_path / "save"
     argv = flags(prefix, f"{FOUR} --save {save} --load {save}")
     with running(1, argv, process=held_process) as ranks:

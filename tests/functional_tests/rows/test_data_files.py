@@ -141,7 +141,7 @@ def work_and_die(rank: int, world: int, folder: str, end: int | None) -> list[in
     return [calls, *reaching]
 
 
-def test_preprocess_killed_at_20_points_resumes_to_the_same_bytes(tmp_path):
+def test_preprocess_killed_at_20_points_resumes_to_same_bytes(tmp_path):
     """Kill at random calls, at those that reach the disk and right after the last of these."""
     points = 20
     (tmp_path / "corpus").mkdir()

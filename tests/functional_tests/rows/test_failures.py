@@ -37,7 +37,7 @@ def prefix(tmp_path):
     [(signal.SIGSTOP, 0.1, "is stopped"), (signal.SIGKILL, 10.0, "is dead")],
 )
 @pytest.mark.covers("dead or stuck rank named", runs="ranks")
-def test_the_others_name_rank_step_and_collective_and_leave_their_stacks(
+def test_dead_rank_is_named_with_step_collective_and_stacks(
     prefix, tmp_path, number, minutes, state
 ):
     save = tmp_path / "save"
@@ -79,7 +79,7 @@ def plant_error(rank: int) -> None:
         on_microbatch(6, fail)
 
 
-def test_the_first_traceback_is_shown_once_and_the_others_end_soon(prefix):
+def test_crash_prints_one_traceback_and_peers_exit_soon(prefix):
     found, logs = run_with(plant_error, flags(prefix, LONG))
     assert [o.exit_code for o in found] == [ExitCode.PEER_LOST, ExitCode.CRASH], logs
     text = "".join(logs)

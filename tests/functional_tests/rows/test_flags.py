@@ -79,7 +79,7 @@ def test_a_launcher_s_variables_that_are_half_set(prefix, capsys, given):
     assert "MASTER_PORT not: start the run with torchrun" in err
 
 
-def test_an_impossible_layout_names_every_violation_before_any_group(prefix, capsys):
+def test_impossible_layout_reports_every_violation_at_once(prefix, capsys):
     more = (
         "--tensor-model-parallel-size 3 --sequence-parallel --seq-length 25 --global-batch-size 7"
     )
@@ -93,7 +93,7 @@ def test_an_impossible_layout_names_every_violation_before_any_group(prefix, cap
         assert text in err
 
 
-def test_an_impossible_pipeline_names_every_violation_before_any_group(prefix, capsys):
+def test_impossible_pipeline_reports_every_violation_at_once(prefix, capsys):
     more = (
         "--pipeline-model-parallel-size 2 --pipeline-model-parallel-layout tE|tt(L|x "
         "--global-batch-size 7 --tensor-model-parallel-size 3"
@@ -223,9 +223,7 @@ SECRETS = {
 PARTS = ("wandb-5e8f1c", "hf_9a77e2", "mlflow-41b6d0", "uri-c05d3a", "aws-8d20f7", "sk-77aa31")
 
 
-def test_secrets_of_the_environment_are_in_nothing_that_a_run_writes(
-    prefix, tmp_path, capfd, monkeypatch
-):
+def test_run_output_contains_no_secrets_from_environment(prefix, tmp_path, capfd, monkeypatch):
     for name, value in SECRETS.items():
         monkeypatch.setenv(name, value)
     wrote = tmp_path / "wrote"

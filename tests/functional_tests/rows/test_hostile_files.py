@@ -98,7 +98,7 @@ def test_a_valid_structure_costs_what_its_size_accounts_for(
 @pytest.mark.timeout(1200)
 @pytest.mark.parametrize("seed", range(2))
 @pytest.mark.parametrize("name", STRUCTURES)
-def test_a_large_valid_structure_costs_what_its_size_accounts_for(
+def test_large_valid_structure_stays_within_cost_of_its_size(
     name: str, seed: int, bases: Path, tmp_path: Path
 ) -> None:
     assert not structure_faults(bases, tmp_path, name, seed=seed, size=LARGE)

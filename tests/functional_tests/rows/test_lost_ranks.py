@@ -113,7 +113,7 @@ def lose(tmp_path, kind: str, more: str = ""):
 
 
 @pytest.mark.covers("dead or stuck rank named")
-def test_a_rank_that_holds_the_interpreter_is_named_and_its_stacks_are_written(tmp_path):
+def test_rank_holding_the_gil_is_named_and_its_stacks_written(tmp_path):
     code, logs, save = lose(tmp_path, "held interpreter", SOON)
     assert code is None, "it stands where it stood"
     text = logs[0] + logs[2]
@@ -185,7 +185,7 @@ def plant_in_save(rank: int) -> None:
 
 @pytest.mark.covers("dead or stuck rank named")
 @pytest.mark.slow
-def test_a_death_while_the_others_wait_for_its_part_of_a_save_is_seen_at_once(tmp_path):
+def test_rank_death_during_save_agreement_is_detected_at_once(tmp_path):
     """Ranks agree through the store then, not in a collective that fails."""
     folder = tmp_path / "save"
     more = f"{LONG} --save {folder} --save-interval 2"

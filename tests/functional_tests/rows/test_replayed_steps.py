@@ -108,7 +108,7 @@ def logged(argv: list[str], world: int = 2) -> str:
     ],
 )  # fmt: skip
 @pytest.mark.covers("bad step computed again")
-def test_a_bit_that_flips_once_in_an_activation_is_found_and_costs_nothing(
+def test_transient_bit_flip_is_detected_and_leaves_same_weights(
     prefix, clean, tmp_path, layout, named
 ):
     flipped = tmp_path / "flipped"
@@ -133,7 +133,7 @@ def test_a_bit_that_flips_once_in_an_activation_is_found_and_costs_nothing(
 
 
 @pytest.mark.slow
-def test_without_comparisons_the_same_bit_changes_the_run_silently(prefix, tmp_path):
+def test_bit_flip_changes_weights_silently_without_comparison(prefix, tmp_path):
     """So the flip above does reach the weights."""
     ran = []
     for words in (None, "activation@3:0"):
@@ -192,7 +192,7 @@ def plant_spike_once(rank: int) -> None:
     ],
 )
 @pytest.mark.covers("bad step computed again")
-def test_an_inf_gradient_or_a_spike_that_comes_once_is_computed_again(
+def test_transient_inf_gradient_or_loss_spike_is_recomputed(
     prefix, clean, tmp_path, plant, iteration, kind, layout
 ):
     glitched = tmp_path / "glitched"
@@ -259,7 +259,7 @@ def on_machine(monkeypatch, host: str, argv: list[str], broken=None) -> int:
     ],
 )
 @pytest.mark.covers("bad step computed again")
-def test_a_machine_that_is_always_wrong_is_found_and_left_out_from_then_on(
+def test_faulty_machine_is_identified_and_excluded_from_restarts(
     prefix, clean, tmp_path, monkeypatch, capsys, kind, broken
 ):
     save, base = tmp_path / "save", f"--global-batch-size 4 {SIX}"

@@ -69,7 +69,7 @@ def found_flip(argv, *, world, victim=1, name=NORM, step):
 
 
 @pytest.mark.covers("replica digests")
-def test_of_three_replicas_the_one_that_differs_is_named_within_n_steps(prefix, tmp_path):
+def test_diverged_replica_of_three_is_named_within_interval(prefix, tmp_path):
     save = tmp_path / "save"
     more = f"{SHORT} --global-batch-size 6 --save {save} --save-interval 2 {EVERY} 2"
     line = found_flip(flags(prefix, more), world=3, victim=2, step=3)

@@ -45,7 +45,7 @@ def _stopped_at(text: str) -> int:
 
 @pytest.mark.covers("stopped with a save", runs="saves")
 @pytest.mark.covers("resumed to the same bits", runs="loads")
-def test_sigterm_to_one_rank_stops_all_with_a_save_that_goes_on_exactly(prefix, tmp_path):
+def test_sigterm_to_one_rank_saves_and_run_resumes_bit_exactly(prefix, tmp_path):
     layout = "--tensor-model-parallel-size 2"
     cut, whole = tmp_path / "cut", tmp_path / "whole"
     with running(2, flags(prefix, f"{LONG} {layout} --save {cut}")) as ranks:
@@ -192,7 +192,7 @@ def _workers(job: subprocess.Popen) -> list[int]:
     "number", [signal.SIGTERM, pytest.param(signal.SIGINT, marks=pytest.mark.slow(seconds=15))]
 )
 @pytest.mark.covers("stopped with a save", runs="saves")
-def test_a_signal_to_the_launcher_saves_and_leaves_nothing_behind(prefix, tmp_path, number):
+def test_signal_to_launcher_saves_and_leaves_no_processes(prefix, tmp_path, number):
     import socket
 
     with socket.socket() as probe:

@@ -101,7 +101,7 @@ def test_replays_are_eager_steps_bit_by_bit(
         assert torch.equal(recorded.weights[key], weight), key
 
 
-def test_a_replay_allocates_nothing_and_recording_computes_nothing(device):
+def test_graph_replay_allocates_nothing_and_capture_runs_nothing(device):
     step = step_of(
         ProcessGroupCollection.single(),
         DataParallelConfig(),

@@ -137,7 +137,7 @@ def test_rows_take_a_kernel_each_way(device, name, function, kernels):
     assert_launches(call, kernels, allowed=("sum", "copy", "add"))
 
 
-def test_a_weighted_sum_of_rows_has_both_its_gradients_in_one_kernel(device):
+def test_weighted_row_sum_computes_both_gradients_in_one_kernel(device):
     copies = 3
     order = torch.arange(ROWS * copies, device=device).flip(0)
     permutation = Permutation.of(order[1:], ROWS, copies)

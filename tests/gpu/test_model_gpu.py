@@ -148,7 +148,7 @@ def packed(model, engine, device, *, masks_by_ids=False):
 
 
 @pytest.mark.machine
-def test_documents_a_window_and_sinks_are_the_cpus_and_nothing_waits(device):
+def test_documents_window_and_sinks_match_cpu_without_syncs(device):
     attention = dataclasses.replace(SMALL.attention, window=40, sinks=True)
     config = dataclasses.replace(SMALL, attention=attention)
     found = []

@@ -89,7 +89,7 @@ def _check(row, release=te_wheel.NEWEST):
 
 @needs_te
 @pytest.mark.parametrize("row", ROWS, ids=label)
-def test_a_layout_of_te_layers_trains_as_the_single_process_of_local_ones(row):
+def test_te_layers_train_like_single_process_local_layers(row):
     _check(row)
 
 

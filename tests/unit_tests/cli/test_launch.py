@@ -65,7 +65,7 @@ SRUN = {"SLURM_PROCID": "1", "SLURM_NTASKS": "4", "SLURM_JOB_ID": "17"}
         ),
     ],
 )
-def test_processes_of_another_launcher_are_refused_with_the_command(environment, texts):
+def test_processes_of_other_launchers_are_refused(environment, texts):
     """Each of them would take itself for a run of one process, and save over the others."""
     with pytest.raises(ValueError, match="torchrun") as caught:
         Launch.from_environment(environment)
@@ -123,7 +123,7 @@ def test_an_entry_script_under_srun_writes_nothing(module, tmp_path, capsys, mon
         ("TORCHELASTIC_RESTART_COUNT", "often"),
     ],
 )
-def test_a_broken_environment_is_one_line_that_names_the_variable(name, value):
+def test_invalid_environment_variable_is_named_in_one_line(name, value):
     environment = {k: v for k, v in {**TORCHRUN, name: value}.items() if v is not None}
     with pytest.raises(ValueError, match=name) as caught:
         Launch.from_environment(environment)

@@ -114,7 +114,7 @@ def test_vocab_json_and_merges_txt_are_read_as_in_transformers(kind, two_files):
     assert HuggingFaceTokenizer(two_files).fingerprint != ours.fingerprint
 
 
-def test_a_vocabulary_that_is_named_is_gpt2s_unless_its_folder_differs(two_files):
+def test_vocab_file_implies_gpt2_unless_tokenizer_config_differs(two_files):
     reference = transformers.GPT2Tokenizer.from_pretrained(str(two_files))
     for name in ("vocab.json", "merges.txt"):
         (two_files / name).rename(two_files / f"gpt2-{name}")

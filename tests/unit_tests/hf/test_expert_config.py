@@ -287,7 +287,7 @@ def test_what_options_cannot_describe_is_named_by_them(topk, groups, of, trains)
         assert "--moe-router-topk / --moe-router-group-topk" in problem
 
 
-def test_what_makes_another_function_is_named_and_what_no_architecture_has_not_written() -> None:
+def test_config_differences_are_named_unless_not_exportable() -> None:
     model = read_model(DEEPSEEK, where="x").config
     moe = model.moe
     assert moe is not None

@@ -207,7 +207,7 @@ def test_biases_of_experts_stay_in_fp32(dtype: str, tmp_path: Path) -> None:
     assert all(torch.equal(tensor, after[name]) for name, tensor in before.items())
 
 
-def test_a_model_without_layers_of_experts_is_one_of_plain_layers(tmp_path: Path) -> None:
+def test_deepseek_without_expert_layers_imports_as_dense_model(tmp_path: Path) -> None:
     model = make_model("deepseek", first_k_dense_replace=3)
     folder = save_folder(model, tmp_path / "model")
     checkpoint = imported(folder, tmp_path / "a")

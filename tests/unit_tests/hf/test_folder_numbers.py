@@ -77,9 +77,7 @@ TWINS = {"mistral": "LlamaForCausalLM", "seedoss": "Qwen2ForCausalLM"}
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_without_the_folder_it_came_from_config_json_says_the_same(
-    case: str, tmp_path: Path
-) -> None:
+def test_export_without_source_folder_keeps_config_json(case: str, tmp_path: Path) -> None:
     theirs = make_model(case)
     source = save_folder(theirs, tmp_path / "source")
     convert("import", "--hf", source, "--save", tmp_path / "checkpoints")
@@ -174,9 +172,7 @@ def test_a_dtype_is_kept_or_chosen(dtype: str, tmp_path: Path) -> None:
     )
 
 
-def test_what_is_carried_is_not_believed_and_verify_sees_another_function(
-    tmp_path: Path, monkeypatch
-) -> None:
+def test_stored_config_is_checked_and_verify_finds_mismatch(tmp_path: Path, monkeypatch) -> None:
     source = save_folder(make_model("llama-3to1"), tmp_path / "source")
     convert("import", "--hf", source, "--save", tmp_path / "checkpoints", "--verify")
     change_json(source / "config.json", rms_norm_eps=2e-3)

@@ -168,7 +168,7 @@ def test_decay_rates_and_their_like_do_not_follow_a_dtype(tmp_path: Path) -> Non
     assert all(torch.equal(before[name], after[name]) for name in wide)
 
 
-def test_the_published_limit_of_steps_counts_and_not_the_floor_of_transformers(
+def test_time_step_limit_is_used_not_transformers_time_step_min(
     tmp_path: Path,
 ) -> None:
     """Transformers up to 5.23 bounds the steps of Nemotron-H by time_step_min, and has no upper

@@ -77,7 +77,7 @@ def on_a_rank(rank: int, world: int, path: Path) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("make", [fp8_folders, mxfp4_folders], ids=["fp8", "mxfp4"])
-def test_ranks_read_their_blocks_and_compute_what_transformers_does(
+def test_ranks_read_only_their_blocks_and_match_transformers(
     make: Callable[[Path], tuple[Path, Path]], tmp_path: Path
 ) -> None:
     folder, values = make(tmp_path)

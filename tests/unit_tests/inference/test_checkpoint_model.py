@@ -302,7 +302,7 @@ def test_one_iter_folder_and_bf16_weights(tmp_path: Path) -> None:
     assert got == [(c.tokens, c.logprobs) for c in continuations(model)]
 
 
-def test_the_recorded_tokenizer_file_is_used_and_another_one_is_told(
+def test_recorded_tokenizer_is_used_and_other_file_is_warned(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     path, other = tmp_path / "tokenizer.json", tmp_path / "other.json"
@@ -367,9 +367,7 @@ def test_a_missing_or_damaged_checkpoint_is_refused(tmp_path: Path) -> None:
     assert shard.name in err
 
 
-def test_a_newest_checkpoint_that_turns_out_damaged_is_passed_over(
-    root: Path, tmp_path: Path
-) -> None:
+def test_damaged_newest_checkpoint_is_skipped_with_a_warning(root: Path, tmp_path: Path) -> None:
     expected = run(*arguments(root))
     older = save(tmp_path, make_model())
     newest = save(tmp_path, make_model(), iteration=9)

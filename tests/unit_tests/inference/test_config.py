@@ -30,7 +30,7 @@ def test_prompts_repeat_and_may_be_any_text() -> None:
     )
 
 
-def test_prompts_of_a_config_file_stay_unless_the_command_line_has_some(tmp_path: Path) -> None:
+def test_command_line_prompts_override_config_file_prompts(tmp_path: Path) -> None:
     file = tmp_path / "g.yaml"
     file.write_text("load: x\nprompt: [one, two]\ntop-p: 1e-1\n", encoding="utf-8")
     assert parse("--config", str(file)).prompts.prompt == ("one", "two")
@@ -68,7 +68,7 @@ def test_bad_arguments_are_one_line(words: list[str], text: str) -> None:
     assert "\n" not in str(caught.value)
 
 
-def test_prompts_come_from_the_command_line_and_then_from_the_file(tmp_path: Path) -> None:
+def test_prompts_are_read_from_command_line_then_from_file(tmp_path: Path) -> None:
     file = tmp_path / "prompts.txt"
     file.write_text("first line\r\n\n  indented ü\n\t\nlast", encoding="utf-8")
     prompts = Prompts(prompt=("before",), prompt_file=str(file))

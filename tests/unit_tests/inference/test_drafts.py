@@ -91,7 +91,7 @@ def test_every_kind_of_draft_yields_the_same_texts(folders: dict[str, str]) -> N
     [("mtp",), ("mtp", "--transformer-impl", "inference_optimized"), ("draft",)],
     ids=" ".join,
 )
-def test_two_stages_print_the_texts_of_one_process_without_drafts(
+def test_speculation_on_two_stages_prints_single_process_text(
     folders: dict[str, str], method: tuple[str, ...]
 ) -> None:
     plain = run(generate, "--load", folders["model"], *TEXT)
@@ -174,7 +174,7 @@ def test_memory_is_shared_by_the_bytes_of_a_token():
 
 
 @pytest.mark.parametrize(("pattern", "stages"), [("M-G-", 1), ("M-*-", 2)])
-def test_a_model_without_attention_on_the_first_stage_takes_drafts(
+def test_attention_free_first_stage_accepts_drafts(
     folders: dict[str, str], tmp_path: Path, pattern: str, stages: int
 ) -> None:
     mixers = {"mamba": HYBRID.mamba, "delta_net": HYBRID.delta_net, "ffn_pattern": ""}

@@ -38,7 +38,7 @@ def test_a_cut_weight_needs_its_lanes_only():
     assert (plan.lanes, plan.steps, plan.lanes_reached) == ("lanes", (), Fraction(4))
 
 
-def test_a_whole_weight_is_summed_over_tp_only_where_each_rank_has_an_addend():
+def test_replicated_weight_is_summed_over_tp_only_if_partial():
     assert steps(WeightSharding.of("n", (8,), gradient={"tp": "identical"})) == ()
     partial = WeightSharding.of("n", (8,), gradient={"tp": "partial"})
     assert steps(partial) == (GradientStep("tp", ("n",)),)
@@ -107,7 +107,7 @@ class ForgetsExperts(RankGrid):
         return self.dp * self.cp
 
 
-def test_an_expert_gradient_that_misses_or_doubles_lanes_is_refused():
+def test_expert_gradient_over_wrong_rank_count_is_refused():
     expert = WeightSharding.of("e", (8, 3), Cut(axis="ep", dim=0), expert=True)
     for grid, reached in (
         (ForgetsExperts(world_size=16, tp=4, cp=2, etp=1, ep=8), 8),  # a factor of ep · etp / tp

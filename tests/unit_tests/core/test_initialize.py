@@ -229,7 +229,7 @@ def test_rates_of_decay_are_logarithms_of_uniform_numbers() -> None:
     assert torch.equal(part, drawn[4990:4997])
 
 
-def test_softplus_of_step_biases_is_spread_evenly_by_its_logarithm() -> None:
+def test_softplus_of_step_bias_is_log_uniform() -> None:
     spec = InitSpec.step_bias(1e-3, 0.1)
     drawn = fill_(torch.empty(20_000), spec, seed=1, name="dt", shape=(20_000,), offsets=(0,))
     steps = torch.nn.functional.softplus(drawn.double())

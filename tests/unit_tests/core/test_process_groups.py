@@ -102,7 +102,7 @@ def test_worked_example_of_eight_ranks():
     assert sorted(grid.ranks(("pp",))) == [[0, 4], [1, 5], [2, 6], [3, 7]]
 
 
-def test_hybrid_sharding_cuts_data_parallelism_into_an_inner_and_an_outer_axis():
+def test_hybrid_sharding_splits_dp_into_inner_and_outer_axes():
     grid = RankGrid(world_size=16, tp=2, instances=2)
     assert (grid.dp, grid.dp_inner, grid.dp_outer) == (8, 4, 2)
     assert (grid.edp, grid.edp_inner, grid.edp_outer) == (8, 4, 2)
@@ -134,7 +134,7 @@ def test_without_instances_the_outer_axis_has_one_rank():
             assert grid.named_ranks(name) == drawn.named_ranks(name)
 
 
-def test_expert_tensor_parallelism_follows_the_dense_one_unless_given():
+def test_expert_tp_defaults_to_dense_tp():
     assert RankGrid(world_size=8, tp=4).etp == 4
     grid = RankGrid(world_size=8, tp=4, etp=1, ep=4)
     assert (grid.etp, grid.ep, grid.edp, grid.dp) == (1, 4, 2, 2)
@@ -189,7 +189,7 @@ def test_tied_groups_are_the_ends_of_each_pipeline():
     assert RankGrid(world_size=2, tp=2).named_ranks("tied") == [[0], [1]]
 
 
-def test_a_single_process_has_every_group_and_needs_no_torch_distributed():
+def test_single_process_has_all_groups_without_distributed():
     groups = ProcessGroupCollection.single()
     for name in GROUP_NAMES:
         assert (groups[name].size, groups[name].rank, groups[name].handle) == (1, 0, None)

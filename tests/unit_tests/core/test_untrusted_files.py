@@ -111,7 +111,7 @@ def test_json_is_nested_as_deep_as_is_said(begin: str, inner: str, end: str) -> 
 
 
 @pytest.mark.parametrize("value", ["{}", "[[[]]]"])
-def test_json_of_many_small_values_is_refused_before_it_is_parsed(value: str) -> None:
+def test_json_with_too_many_values_is_refused_before_parsing(value: str) -> None:
     text = "[" + ",".join([value] * (12_000_000 // (len(value) + 1))) + "]"
     for form in (text, text.encode()):
         with pytest.raises(ValueError, match=f"its {len(text)} characters hold more values"):

@@ -127,7 +127,7 @@ def holders(grid: RankGrid, sharding: WeightSharding) -> dict[str, dict[tuple[in
     return found
 
 
-def test_all_ranks_together_hold_every_element_equally_often_and_count_it_once():
+def test_ranks_hold_each_element_equally_and_count_it_once():
     kinds = Counter()
     for grid, sharding in cases():
         kinds[sharding.name] += 1
@@ -170,7 +170,7 @@ def test_replica_ranks_are_those_with_identical_boxes():
     assert several > 100
 
 
-def test_a_placement_over_data_leaves_only_model_parallel_replicas():
+def test_data_sharding_leaves_only_model_parallel_replicas():
     grid = RankGrid(world_size=8, tp=2, cp=2, etp=1, ep=2)
     dense = WeightSharding.of("w", (4,), gradient={"tp": "identical"})
     expert = WeightSharding.of("e", (4,), Cut(axis="ep", dim=0), expert=True)
@@ -212,7 +212,7 @@ def test_the_stages_of_sharding_add_one_role_each():
             placement(strategy, outer)
 
 
-def test_values_laid_out_by_boxes_are_the_slices_that_layers_multiply_with():
+def test_values_placed_by_boxes_match_slices_used_by_layers():
     grid = RankGrid(world_size=4, tp=4)
     query, key = torch.arange(16.0).view(16, 1), 100 + torch.arange(6.0).view(6, 1)
     sharding = WeightSharding(

@@ -82,7 +82,7 @@ def group(name: str, handle: object | None) -> Group:
     return Group(name, (0, 1) if handle else (0,), 0, handle)  # type: ignore[arg-type]
 
 
-def test_every_communicator_registers_the_pool_before_anything_lies_there(pools):
+def test_every_communicator_registers_pool_before_allocation(pools):
     shared, other = Communicator(), Communicator()
     groups = [group("a", shared), group("b", shared), group("c", other), group("d", None)]
     memory = RegisteredMemory(groups, GPU)
@@ -121,7 +121,7 @@ def test_an_engine_on_a_cpu_refuses_registered_memory():
         DataParallel(store, groups, config=config)
 
 
-def test_the_engine_registers_gathers_and_reductions_with_their_own_groups(monkeypatch):
+def test_engine_registers_gathers_and_reductions_in_own_groups(monkeypatch):
     groups = pretended_groups(RankGrid(world_size=4), 1)
     config = DataParallelConfig(strategy="optim_grads_params", use_nccl_ub=True)
     store = WeightStore(groups)

@@ -161,7 +161,7 @@ def counted(rank: int, world: int):
     return found
 
 
-def test_a_layer_has_four_collectives_for_any_number_of_sequences_and_reads_nothing_back():
+def test_layer_runs_four_collectives_and_no_host_reads():
     for found in run_ranks(counted, 2):
         assert found == {count: (4, [], count) for count in (1, 4, 64)}
 

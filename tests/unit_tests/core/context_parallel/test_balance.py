@@ -40,7 +40,7 @@ def test_two_documents_of_a_row_cut_as_one_leave_a_rank_waiting():
     assert (apart.padding, apart.tokens, sum(apart.pairs)) == (0, row.tokens, sum(row.pairs))
 
 
-def test_log_normal_documents_are_even_over_four_ranks_where_they_are_cut_apart():
+def test_per_document_cut_balances_log_normal_documents():
     by_row, apart, padding = [], [], []
     for seed in range(64):
         documents = [log_normal_row(seed, 8192)]

@@ -272,7 +272,7 @@ def test_a_document_over_the_borders_of_runs():
     assert blocks == (AttentionBlock(0, 1, 0, 2, 0, 4, 4, 0, False),)
 
 
-def test_sequences_that_follow_each_other_are_one_unless_documents_part_them():
+def test_adjacent_sequences_merge_unless_documents_split_them():
     runs = SequenceCut.of(12, 1, cu_seqlens=[0, 5, 12]).runs(0)
     assert len(runs) == 2
     assert attention_blocks(runs, runs, rows=1) == (AttentionBlock(0, 1, 0, 12, 0, 12, 0, 0, True),)

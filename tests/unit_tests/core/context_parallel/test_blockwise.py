@@ -224,7 +224,7 @@ def test_one_block_of_everything_is_the_op_itself(make, monkeypatch):
     assert all(torch.equal(x, y) for x, y in zip(grads, wanted, strict=True))
 
 
-def test_a_window_that_hides_nothing_in_a_block_leaves_it_to_the_fast_kernel(make, monkeypatch):
+def test_window_covering_whole_block_uses_plain_kernel(make, monkeypatch):
     masks = []
     plain = reference.attention_forward
     monkeypatch.setattr(
@@ -308,7 +308,7 @@ def test_wide_gradients_are_the_sums_before_they_are_rounded(make):
         assert torch.equal(x.bfloat16(), y)
 
 
-def test_blocks_are_worth_their_calls_where_documents_are_not_tiny():
+def test_blockwise_attention_pays_off_unless_documents_are_tiny():
     shape = {"rows": 4, "length": 256, "heads": 8}
     assert blockwise.worth_blocks(4 * 256 // 16, **shape)
     assert not blockwise.worth_blocks(4 * 256 // 2, **shape)

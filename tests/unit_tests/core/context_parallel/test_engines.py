@@ -214,7 +214,7 @@ def test_four_ranks_attend_as_one(name, engine):
 
 
 @pytest.mark.parametrize("engine", ENGINES)
-def test_what_leaves_a_rank_is_the_formula_and_plans_are_made_once(engine):
+def test_sent_bytes_match_formula_and_plans_are_built_once(engine):
     case = Case(cp=4, engine=engine, groups=2, documents=UNEVEN)
     shape = AttentionShape(
         tokens=6, rows=ROWS, heads=4, groups=2, features=FEATURES, element_bytes=8

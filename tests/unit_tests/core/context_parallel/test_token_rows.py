@@ -53,7 +53,7 @@ def ids_of(documents: list[list[int]]) -> torch.Tensor:
     return torch.tensor([[i for i, n in enumerate(row) for _ in range(n)] for row in documents])
 
 
-def test_whole_rows_are_packed_row_after_row_and_document_after_document():
+def test_whole_rows_are_packed_by_row_then_by_document():
     moved = uneven = padded = 0
     for case in CASES:
         documents = documents_of(case, random.Random(case.total))
@@ -126,7 +126,7 @@ def gradients(rows: PackedTokens) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 @pytest.mark.parametrize("padded", [False, True])
-def test_the_gradient_of_each_way_is_the_other_way_and_adds_nothing_up(padded):
+def test_gather_and_scatter_are_gradients_of_each_other(padded):
     bounds = {"cu_seqlens": [0, 8, 16], "padded_cu_seqlens": [0, 8, 24]} if padded else {}
     rows = SequenceLayout.make(SequenceCut.of(16, 4, **bounds), 0, rows=2).whole_rows(2)
     with OpNames() as ops:

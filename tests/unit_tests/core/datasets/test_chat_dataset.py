@@ -40,7 +40,7 @@ def talks():
     return ids, masks
 
 
-def test_a_pass_holds_every_conversation_once_and_learns_what_its_mask_says(tmp_path, talks):
+def test_epoch_has_each_conversation_once_with_its_loss_mask(tmp_path, talks):
     data = ChatDataset(write(str(tmp_path / "a"), *talks), CONFIG, sequences=range(60))
     rows = data.read(np.arange(len(data)))
     inputs, labels = rows.tokens[:, :-1], rows.tokens[:, 1:]
@@ -60,7 +60,7 @@ def test_a_pass_holds_every_conversation_once_and_learns_what_its_mask_says(tmp_
     assert len(data) < 40
 
 
-def test_documents_are_conversations_and_padding_is_one_of_its_own(tmp_path, talks):
+def test_conversations_and_padding_are_separate_documents(tmp_path, talks):
     data = ChatDataset(write(str(tmp_path / "a"), *talks), CONFIG, sequences=range(60))
     rows = data.read(np.arange(len(data)))
     first = {talk[0] for talk in talks[0]}
@@ -110,7 +110,7 @@ def test_a_cache_is_not_used_for_another_mask(tmp_path, talks):
     assert set(rows.tokens.flat) - {END} == {t for talk in ids[1::2] for t in talk}
 
 
-def test_more_rows_are_further_passes_and_do_not_change_the_first(tmp_path, talks):
+def test_more_samples_add_epochs_and_keep_the_first_epoch(tmp_path, talks):
     source = write(str(tmp_path / "a"), *talks)
     one = ChatDataset(source, CONFIG, sequences=range(60))
     more = ChatDataset(source, CONFIG, sequences=range(60), num_samples=3 * len(one))

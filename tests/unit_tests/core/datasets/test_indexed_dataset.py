@@ -129,7 +129,7 @@ def test_a_writer_that_cannot_finish_leaves_the_older_pair_alone(tmp_path, monke
     assert {path: path.read_bytes() for path in tmp_path.iterdir()} == before
 
 
-def test_overwriting_removes_the_old_index_before_the_new_tokens_come(tmp_path, monkeypatch):
+def test_overwrite_removes_old_index_before_publishing_tokens(tmp_path, monkeypatch):
     prefix = write(tmp_path / "data", DOCUMENTS_A)
     seen = []
 

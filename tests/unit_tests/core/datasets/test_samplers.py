@@ -155,7 +155,7 @@ def test_the_blocks_of_a_step_do_not_depend_on_the_lanes(samples, micro, lanes):
 
 @pytest.mark.parametrize("kind", ["single", "cyclic"])
 @pytest.mark.parametrize(("micro", "lanes"), [(2, 3), (2, 4), (3, 2), (5, 2), (11, 1)])
-def test_lanes_with_fewer_samples_get_fillers_that_count_for_nothing(kind, micro, lanes):
+def test_short_ranks_get_padding_microbatches_without_loss(kind, micro, lanes):
     """Steps of 11 samples, five of them, then no more; resumed in the middle."""
     size, rounds = (56 if kind == "single" else 25), -(-11 // (micro * lanes))
     last = min(micro, 11 - (rounds - 1) * micro * lanes)  # samples of lane 0 in the last round

@@ -165,7 +165,7 @@ def test_a_writer_that_is_killed_is_reported_and_started_again(tmp_path):
     verify_checkpoint(tmp_path / "iter_0000003")
 
 
-def test_a_writer_killed_before_it_answers_leaves_no_temporary_folder(tmp_path):
+def test_writer_killed_after_open_leaves_no_temporary_folder(tmp_path):
     with saver_of(tmp_path, whole({"a": torch.randn(9)})) as saver:
         call, pid = saver.writer.call, saver.writer.pid
         made: list[str] = []

@@ -129,7 +129,7 @@ def test_an_index_finds_all_that_shares_elements(seed):
     assert BoxIndex([]).overlaps(Box((0,), (1,))) == []
 
 
-def test_an_index_looks_past_small_boxes_at_one_that_reaches_further():
+def test_box_index_finds_long_box_behind_small_boxes():
     boxes = [Box((0, 0), (6, 1)), *(Box((i, 1), (1, 1)) for i in range(6))]
     found = BoxIndex(boxes).overlaps(Box((4, 0), (1, 2)))
     assert found == [(0, Box((4, 0), (1, 1))), (5, Box((4, 1), (1, 1)))]

@@ -45,7 +45,7 @@ def names(root: Path) -> set[str]:
     return {path.name for path in root.iterdir()}
 
 
-def test_a_save_leaves_the_folder_and_the_tracker_and_nothing_else(tmp_path):
+def test_save_leaves_only_checkpoint_folder_and_tracker(tmp_path):
     root = tmp_path / "new" / "root"
     assert save(root, 100) == root / "iter_0000100"
     assert names(root) == {"iter_0000100", TRACKER}
@@ -133,9 +133,7 @@ def test_a_step_is_never_saved_over(tmp_path):
         (None, "does not exist"),
     ],
 )
-def test_the_newest_checkpoint_counts_and_one_line_says_what_the_tracker_lacks(
-    tmp_path, tracker, reason
-):
+def test_newest_checkpoint_is_used_and_tracker_error_reported(tmp_path, tracker, reason):
     save(tmp_path, 1)
     newest = save(tmp_path, 2)
     (tmp_path / TRACKER).unlink()
@@ -181,7 +179,7 @@ def test_a_damaged_newest_one_is_passed_over_or_an_error(tmp_path):
         latest_checkpoint(tmp_path, passed_over=[older])
 
 
-def test_a_checkpoint_of_another_version_is_no_reason_to_fall_back(tmp_path, monkeypatch):
+def test_unsupported_version_raises_instead_of_falling_back(tmp_path, monkeypatch):
     save(tmp_path, 1)
     with monkeypatch.context() as context:
         context.setattr(manifest_module, "VERSION", 99)
@@ -191,7 +189,7 @@ def test_a_checkpoint_of_another_version_is_no_reason_to_fall_back(tmp_path, mon
     assert not isinstance(caught.value, DamagedCheckpointError)
 
 
-def test_no_checkpoint_is_none_and_only_damaged_ones_are_an_error(tmp_path):
+def test_missing_checkpoint_is_none_and_only_damaged_ones_raise(tmp_path):
     assert latest_checkpoint(tmp_path / "nowhere") is None
     assert latest_checkpoint(tmp_path) is None
     folder = save(tmp_path, 3)
@@ -245,7 +243,7 @@ def test_a_second_run_is_refused_until_the_first_has_ended(tmp_path):
         SaveFolderClaim(tmp_path).close()
 
 
-def test_an_abandoned_claim_leaves_no_trace_but_what_others_wrote(tmp_path):
+def test_abandoned_lock_removes_only_its_own_files(tmp_path):
     made = tmp_path / "save"
     SaveFolderClaim(made).abandon()
     assert not made.exists()
@@ -272,7 +270,7 @@ def test_a_lock_on_a_file_that_was_just_removed_is_no_claim(tmp_path, monkeypatc
         SaveFolderClaim(tmp_path)
 
 
-def test_a_claim_finds_out_at_the_start_that_nothing_can_be_saved(tmp_path, monkeypatch):
+def test_lock_fails_at_start_when_folder_is_not_writable(tmp_path, monkeypatch):
     (tmp_path / "file").write_text("")
     with pytest.raises(CheckpointError, match=r"cannot save under .*name a folder"):
         SaveFolderClaim(tmp_path / "file")

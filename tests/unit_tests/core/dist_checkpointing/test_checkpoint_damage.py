@@ -234,7 +234,7 @@ def test_a_forged_manifest_is_refused(folder, change, text):
         load(folder)
 
 
-def test_a_digest_forged_into_the_manifest_does_not_match_the_bytes(folder):
+def test_forged_digest_in_manifest_does_not_match_bytes(folder):
     forge(folder, _chunk(xxh3=["0" * 16] * 8))
     with pytest.raises(CheckpointError, match=r"first\.weight\[0:1000\] does not match"):
         load(folder)
@@ -270,7 +270,7 @@ def test_without_digests_only_unverified_loads_work(tmp_path):
     verify_checkpoint(folder, digests=False)
 
 
-def test_a_damaged_newest_checkpoint_falls_back_to_the_one_before(tmp_path, folder):
+def test_damaged_newest_checkpoint_falls_back_to_previous(tmp_path, folder):
     newer = save_checkpoint(tmp_path, 6, whole(TENSORS), {}, coordinator=Solo())
     flip_bit(newer / SHARD, -1 % (newer / SHARD).stat().st_size)
     lines: list[str] = []

@@ -85,9 +85,7 @@ ROW = torch.ones(1, 3)
         ([[part(0, (0, 0), ROW.expand(4, 3).cfloat())], []], r"dtype torch.complex64"),
     ],
 )
-def test_what_is_not_written_exactly_once_is_refused_before_anything_is_written(
-    tmp_path, parts, text
-):
+def test_missing_or_duplicate_chunks_are_refused_before_writing(tmp_path, parts, text):
     assert re.search(text, refused(save_parts(tmp_path, parts), tmp_path))
 
 
@@ -97,9 +95,7 @@ def test_a_hole_is_refused_on_a_single_process_too(tmp_path):
 
 
 @pytest.mark.parametrize("failing", [(2,), (0,), (1, 2)])
-def test_an_error_while_writing_reaches_every_rank_and_leaves_nothing(
-    tmp_path, monkeypatch, failing
-):
+def test_write_error_reaches_every_rank_and_leaves_no_files(tmp_path, monkeypatch, failing):
     write = save_module.write_shard
 
     def full(path, plan, **options):
@@ -117,7 +113,7 @@ def test_an_error_while_writing_reaches_every_rank_and_leaves_nothing(
     verify_checkpoint(tmp_path / "iter_0000001")
 
 
-def test_a_save_is_repeated_with_the_same_coordinators_after_it_failed(tmp_path):
+def test_failed_save_can_be_repeated_with_same_coordinators(tmp_path):
     """The second attempt must not take the answers of the first for its own."""
     (tmp_path / "iter_0000001").mkdir()
     parts = [[part(r, (2 * r, 0), ROW.expand(2, 3))] for r in range(2)]
@@ -155,7 +151,7 @@ def test_ranks_that_see_different_checkpoints_are_told(tmp_path):
     assert all("same file system" in str(result) for result in results)
 
 
-def test_long_messages_pass_in_pieces_and_only_the_last_answer_stays(monkeypatch):
+def test_long_messages_are_chunked_and_only_last_answer_is_kept(monkeypatch):
     monkeypatch.setattr(coordinator_module, "PIECE_BYTES", 100)
     store = dist.HashStore()
     long = "x" * 205

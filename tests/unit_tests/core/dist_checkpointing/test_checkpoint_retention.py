@@ -139,7 +139,7 @@ def test_a_reader_that_comes_too_late_is_told(tmp_path, monkeypatch):
         pass
 
 
-def test_where_there_are_no_locks_it_is_read_and_nothing_is_removed(tmp_path, monkeypatch):
+def test_filesystem_without_locks_is_readable_but_not_pruned(tmp_path, monkeypatch):
     folders = save(tmp_path, 1, 2)
 
     def no_locks(fd, how):
@@ -154,7 +154,7 @@ def test_where_there_are_no_locks_it_is_read_and_nothing_is_removed(tmp_path, mo
     assert lines == [f"retention: cannot remove {folders[0]}: {os.strerror(errno.ENOLCK)}"]
 
 
-def test_what_is_left_of_a_failed_removal_is_no_checkpoint_and_is_swept(tmp_path, monkeypatch):
+def test_remains_of_failed_removal_are_ignored_and_swept(tmp_path, monkeypatch):
     folders = save(tmp_path, 1, 2)
 
     def broken(path, *arguments, **options):

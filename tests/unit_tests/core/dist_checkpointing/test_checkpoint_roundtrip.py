@@ -97,7 +97,7 @@ def test_a_parameter_that_requires_grad_is_saved_and_filled(tmp_path):
     assert targets["w"].grad_fn is None
 
 
-def test_every_dtype_survives_and_opens_with_the_safetensors_library(tmp_path):
+def test_every_dtype_round_trips_and_loads_with_safetensors(tmp_path):
     tensors = {
         name: torch.randint(0, 2, (7, 3), generator=torch.Generator().manual_seed(i)).to(dtype)
         for i, (name, dtype) in enumerate(DTYPES.items())
@@ -146,7 +146,7 @@ def test_the_same_state_gives_the_same_bytes(tmp_path):
     assert shard.header_bytes % 64 == 0, "tensors start at a cache line"
 
 
-def test_large_strided_tensors_go_through_the_scratch_buffer_in_bands(tmp_path):
+def test_large_strided_tensors_are_copied_in_scratch_bands(tmp_path):
     source = torch.arange(3 * 700_000, dtype=torch.int32).view(3, 700_000)
     tall = torch.arange(700_000, dtype=torch.int64).view(350_000, 2)
     sources = {"w": source.t().contiguous().t(), "tall": tall[:, :1]}
@@ -197,7 +197,7 @@ def test_blocks_between_wanted_columns_are_not_read(tmp_path):
     assert report.bytes_verified == 4 * 1024
 
 
-def test_a_stored_chunk_is_read_once_for_all_who_want_parts_of_it(tmp_path):
+def test_stored_chunk_is_read_once_for_all_overlapping_targets(tmp_path):
     rows = torch.randn(64, 8)
     folder = save_checkpoint(tmp_path, 1, whole({"w": rows}), {}, coordinator=Solo())
     targets = [torch.zeros(16, 8) for _ in range(4)]
@@ -251,7 +251,7 @@ def test_replicas_share_the_writing(tmp_path):
 
 
 @pytest.mark.parametrize("seed", range(4))
-def test_each_chunk_is_written_by_the_first_replica_of_least_bytes(seed):
+def test_chunk_is_written_by_first_replica_with_fewest_bytes(seed):
     rng = random.Random(seed)
     ranks = (2, 3, 7, 8, 11)
     tensors = {f"w{i}": torch.zeros(rng.randint(1, 9)) for i in range(40)}

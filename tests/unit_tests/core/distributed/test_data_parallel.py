@@ -149,7 +149,7 @@ def test_hybrid_sharding_over_two_by_two_ranks():
     assert {"scale", "second.bias"} <= set(empty[3]), "empty shards were among them"
 
 
-def test_hybrid_ranks_own_equal_shares_and_know_how_many_hold_the_same():
+def test_hybrid_ranks_own_equal_shards_and_count_replicas():
     found = run_ranks(_owned_of_hybrid, 4)
     for strategy, outer in HYBRID:
         (ranges,) = {one[strategy, outer] for one in found}
@@ -267,7 +267,7 @@ def tied_stages(rank: int, world: int) -> int:
     return sum(stop - start for start, stop in owned.counted)
 
 
-def test_a_weight_of_two_stages_is_summed_over_them_and_counted_once():
+def test_weight_shared_by_two_stages_is_summed_and_counted_once():
     assert run_ranks(tied_stages, 2) == [15, 0]
 
 
@@ -361,7 +361,7 @@ def mismatched(rank: int, world: int) -> None:
         DataParallel(model.store, groups, config=DataParallelConfig(strategy="optim"))
 
 
-def test_an_engine_for_another_strategy_than_the_store_is_refused():
+def test_engine_with_other_strategy_than_store_is_refused():
     run_ranks(mismatched, 2)
 
 

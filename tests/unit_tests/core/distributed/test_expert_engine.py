@@ -259,5 +259,5 @@ def disagreeing(rank: int, world: int) -> None:
         model.engine.finish()
 
 
-def test_ranks_that_need_experts_in_different_orders_are_told_in_debug_mode():
+def test_debug_mode_reports_ranks_using_experts_in_other_order():
     run_ranks(disagreeing, 4)

@@ -47,7 +47,7 @@ def test_bytes_per_parameter_are_the_published_ones(lanes: int):
             assert found == whole + Fraction(cut, lanes), strategy
 
 
-def test_hybrid_sharding_cuts_by_the_inner_lanes_alone_save_for_the_optimizer():
+def test_hybrid_sharding_bytes_divide_by_inner_group_size():
     sizes = {"inner_size": 4, "outer_size": 2, "of": BF16}
     assert [bytes_per_parameter(name, **sizes) for name in STRATEGIES] == [
         18,
@@ -75,7 +75,7 @@ def test_bytes_of_buckets_are_the_sums_of_their_weights(strategy: str):
     )
 
 
-def test_what_is_on_the_way_is_two_units_and_what_is_outside_of_units():
+def test_gathered_bytes_are_two_units_plus_root_weights():
     sizes = ((100, True), (30, False), (40, False), (40, False), (10, True))
     buckets = [BucketSize(numel=numel, inner=2, root=root) for numel, root in sizes]
     sharded = placement("optim_grads_params")

@@ -191,7 +191,7 @@ def test_live_bytes_are_those_of_the_formulas():
 
 
 @pytest.mark.parametrize(("name", "tp"), [("8B", 1), ("70B", 1), ("70B", 4)])
-def test_gathered_weights_take_less_than_half_of_a_buffer_per_shape(name: str, tp: int):
+def test_gathered_weights_use_under_half_of_per_shape_buffers(name: str, tp: int):
     """Megatron-LM keeps a buffer of every shape, two where neighbours share one: embedding and head
     are neighbours, on the chain that they are alone on (its pull request #6207)."""
     groups = groups_of(RankGrid(world_size=8 * tp, tp=tp, gtp=8))

@@ -152,7 +152,7 @@ def launched(rank: int, world: int) -> dict[str, tuple[int, int]]:
     return found
 
 
-def test_nearly_all_reductions_start_before_the_last_op_of_backward():
+def test_all_reductions_but_one_start_before_backward_ends():
     for found in run_ranks(launched, 2):
         assert found.keys() == set(STRATEGIES)
         for strategy, (before, buckets) in found.items():

@@ -448,5 +448,5 @@ def disagreeing(rank: int, world: int) -> None:
             assert {r.kind for r in records} == {"reduce_scatter"}, "nobody compares"
 
 
-def test_ranks_that_need_weights_in_different_orders_are_told_in_debug_mode():
+def test_debug_mode_reports_ranks_using_weights_in_other_order():
     run_ranks(disagreeing, 2)

@@ -114,7 +114,7 @@ def cases(rank: int, world: int) -> None:
         assert link.count > 0
 
 
-def test_parts_in_any_order_get_their_gradients_and_gathers_follow_the_plan():
+def test_chunks_in_any_order_get_gradients_and_planned_gathers():
     run_ranks(cases, 2, timeout=120.0)
 
 
@@ -142,7 +142,7 @@ def split_cases(rank: int, world: int) -> None:
             assert found[0][1] == found[1][1]
 
 
-def test_split_backwards_of_parts_give_the_same_bits_and_reductions():
+def test_split_backward_of_chunks_keeps_bits_and_reductions():
     run_ranks(split_cases, 2, timeout=120.0)
 
 

@@ -176,7 +176,7 @@ def assert_replicas(ranks: Sequence[list[dict[tuple, tuple[int, ...]]]]) -> None
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
-def test_shared_weights_are_summed_over_their_stages_and_stay_equal(strategy: str):
+def test_weights_shared_by_stages_are_summed_and_stay_equal(strategy: str):
     parallel = {"strategy": strategy, "overlap_param_gather": strategy != "no_shard"}
     assert_replicas(run_ranks(tied, 4, parallel, 1, None))
 

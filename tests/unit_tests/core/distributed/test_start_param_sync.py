@@ -105,7 +105,7 @@ def test_true_starts_exactly_the_prologue_and_waits_for_none():
 
 
 @pytest.mark.parametrize("outer", ["no_shard", "optim"])
-def test_true_under_hybrid_sharding_starts_inner_or_outer_gathers(outer: str):
+def test_start_param_sync_starts_inner_or_outer_gathers(outer: str):
     run_ranks(enabled, 4, 2, outer)
 
 

@@ -90,6 +90,6 @@ def _on_ranks(rank, world):
     return scales.scale
 
 
-def test_all_ranks_of_a_stage_have_the_scales_of_the_largest_amax():
+def test_all_ranks_of_a_stage_use_scale_of_largest_amax():
     for scale in run_ranks(_on_ranks, 4):
         assert scale.tolist() == [448.0 / 4.0, 448.0 / 8.0, 224.0]

@@ -242,7 +242,7 @@ def test_sleep_gives_memory_back_and_texts_go_on_after_it(asynchronous: bool) ->
         engine.wake()
 
 
-def test_a_draft_model_gives_its_weights_back_with_those_of_the_model() -> None:
+def test_engine_sleep_releases_draft_model_weights_too() -> None:
     model, smaller = model_of("gqa"), draft_model_of("gqa")
     engine = engine_of(model, DraftModel(engine_of(smaller), smaller.store.tensors))
     wanted = [c.tokens for (c,) in generate(engine, requests()[:2])]

@@ -73,7 +73,7 @@ def test_a_hundred_thousand_random_events_leak_nothing(seed: int) -> None:
         pool.release([0])
 
 
-def test_the_least_recently_used_goes_first_and_a_row_from_its_end() -> None:
+def test_least_recently_used_block_is_evicted_from_row_end() -> None:
     pool = BlockPool(4)
     digests = block_digests(range(64), 16)
     blocks = pool.allocate(4)

@@ -128,7 +128,7 @@ def replayed_on_a_rank(rank: int, world: int) -> list[tuple[list[list[int]], int
     return found
 
 
-def test_replays_of_tensor_parallel_ranks_say_what_one_process_says() -> None:
+def test_graph_replay_on_two_ranks_matches_single_process() -> None:
     ranks = run_ranks(replayed_on_a_rank, 2)
     for n, (family, *_) in enumerate(SHARDED):
         wanted = [tokens for tokens, _ in said(engine_of(model_of(family)), 3)]
@@ -287,7 +287,7 @@ def test_large_steps_on_a_cpu_are_eager() -> None:
     assert tokens == [c.tokens for (c,) in generate(engine_of(model.model, max_rows=20), asked)]
 
 
-def test_a_model_that_cannot_be_recorded_runs_eagerly_and_says_why() -> None:
+def test_unrecordable_model_runs_eagerly_and_reports_reason() -> None:
     model = model_of("gqa")  # looks at its token ids on a CPU
     engine = engine_of(model, make_recorder=CpuGraph)
     assert said(engine) == said(engine_of(model))

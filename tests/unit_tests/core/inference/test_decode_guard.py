@@ -167,7 +167,7 @@ def decoding(
 
 
 @pytest.mark.parametrize("family", GUARDED)
-def test_a_decode_step_enters_reads_and_makes_nothing_but_what_is_named(family: str) -> None:
+def test_decode_step_calls_reads_and_creates_only_listed_names(family: str) -> None:
     engine = decoding(family)
     found = Steps.of(engine.step)
     assert engine.unfinished == len(requests())

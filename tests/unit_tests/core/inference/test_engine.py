@@ -371,7 +371,7 @@ def held_on_a_rank(rank: int, world: int, ranks: str) -> list[CacheStats]:
 
 
 @pytest.mark.parametrize("ranks", ["pp", "ep"])
-def test_features_together_on_two_ranks_say_what_a_sequence_alone_does(ranks: str) -> None:
+def test_combined_features_on_two_ranks_match_single_sequence(ranks: str) -> None:
     rows = [row for row in ROWS if row["ranks"] == ranks]
     for found in run_ranks(held_on_a_rank, 2, ranks):
         for row, stats in zip(rows, found, strict=True):
@@ -525,7 +525,7 @@ def test_a_window_gives_back_the_blocks_that_it_no_longer_sees(
     assert len(held) == 100
 
 
-def test_a_model_without_attention_has_blocks_for_its_longest_rows() -> None:
+def test_attention_free_model_has_blocks_for_longest_rows() -> None:
     shapes = CacheShapes(states={"a": ((4,), torch.float32)})
     config = EngineConfig(max_rows=3, memory_bytes=10**9)
     assert config.sizes(shapes, 100)[0] == 3 * 7

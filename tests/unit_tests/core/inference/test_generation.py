@@ -112,9 +112,7 @@ def assert_same(got: Completion, expected: Completion) -> None:
 
 @pytest.mark.parametrize("params", [GREEDY, RANDOM], ids=["greedy", "random"])
 @pytest.mark.parametrize("name", MODELS)
-def test_prompts_together_equal_each_prompt_alone_without_a_cache(
-    name: str, params: SamplingParams
-) -> None:
+def test_batched_prompts_match_each_prompt_without_cache(name: str, params: SamplingParams) -> None:
     model, reference = make_model(name, ProcessGroupCollection.single()), make_model(name)
     batch = requests(PROMPTS)
     with nan_memory():  # an element of the cache that was never written would show

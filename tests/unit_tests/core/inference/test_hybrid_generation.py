@@ -143,7 +143,7 @@ def assert_fed_as_whole(
                 assert error < 1e-10, (steps, row, error)
 
 
-def test_a_prompt_cut_anywhere_and_decoding_are_the_whole_sequence(model: GPTModel) -> None:
+def test_prompt_split_anywhere_matches_whole_sequence(model: GPTModel) -> None:
     rows = [text(LENGTH), text(LENGTH - 7, 1)]
     ways = [[cut, 17 - cut, 1, 1, 1] for cut in range(1, 2 * CHUNK)]
     ways += [[3, 1, 1, 7, 2, 1, 5], [1] * LENGTH]
@@ -162,7 +162,7 @@ def test_convolutions_of_other_widths_go_on_as_well(width: int) -> None:
 
 
 @pytest.mark.slow
-def test_a_prompt_cut_anywhere_below_two_chunks_of_the_usual_size() -> None:
+def test_prompt_split_below_two_default_chunks_matches_whole() -> None:
     model = make_model()
     model.decoder.blocks[0].mixer.recurrence = delta_recurrence()
     model.decoder.blocks[4].mixer.recurrence = state_space_recurrence()
@@ -187,9 +187,7 @@ def test_states_of_bf16_models_are_fp32_and_their_rows_bf16() -> None:
 
 
 @pytest.mark.parametrize("counts", [(1, 1, 1), (1, 5, 3)])
-def test_a_row_without_tokens_keeps_its_states_and_reads_no_others(
-    model: GPTModel, counts: tuple[int, ...]
-) -> None:
+def test_row_without_tokens_keeps_its_states(model: GPTModel, counts: tuple[int, ...]) -> None:
     for mixer in recurrent(model):
         x = torch.randn(12, 3, 22, generator=generator(7), dtype=torch.float64)
         shapes = CacheShapes.of([mixer], torch.float64)

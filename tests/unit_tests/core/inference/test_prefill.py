@@ -319,9 +319,7 @@ def test_tokens_say_which_weights_chose_them() -> None:
 
 @pytest.mark.parametrize("paged", [False, True])
 @pytest.mark.parametrize("budget", [16, 500])
-def test_nothing_computed_across_a_replacement_of_weights_is_reused(
-    paged: bool, budget: int
-) -> None:
+def test_no_block_computed_across_weight_update_is_reused(paged: bool, budget: int) -> None:
     model = Hashing(paged=paged)
     engine = engine_of(model, max_step_tokens=budget)
     first = engine.add(requests(LONG, new=60)[0])

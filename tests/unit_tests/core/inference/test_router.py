@@ -39,7 +39,7 @@ def ask(prompt: Sequence[int], new: int = 8, **more: Any) -> Request:
     return Request(prompt=tuple(prompt), max_new_tokens=new, sampling=GREEDY, **more)
 
 
-def test_requests_without_a_common_prefix_go_where_the_fewest_tokens_are() -> None:
+def test_requests_without_shared_prefix_go_to_least_loaded() -> None:
     routes = router(3)
     long, short = ask([1] * 9, 30), ask([2] * 9, 3)
     assert [routes.assign(one) for one in (long, short, short, short, short)] == [0, 1, 2, 1, 2]

@@ -287,7 +287,7 @@ def test_the_edge_of_the_nucleus(nucleus: Any, monkeypatch: pytest.MonkeyPatch) 
 # One draw per row.
 
 
-def test_the_ends_of_the_distribution_are_tokens_that_can_be_drawn() -> None:
+def test_inverse_cdf_never_draws_zero_probability_tokens() -> None:
     probabilities = torch.tensor([0.0, 0.0, 0.3, 0.0, 0.7, 0.0], dtype=torch.float64)
     draws = torch.tensor([0.0, 0.3 - 1e-12, 0.3, 1 - 2.0**-52], dtype=torch.float64)
     for scale in (1.0, 1 / 3, 7e-11, 3e300):
@@ -471,7 +471,7 @@ def test_log_probabilities_are_the_models_own() -> None:
     )
 
 
-def test_most_probable_tokens_are_ordered_and_of_equals_the_first_comes_first() -> None:
+def test_top_logprobs_are_sorted_and_ties_keep_token_order() -> None:
     logits = (random_logits(4, seed=7) / 2).round()  # many ties
     logits[3] = 0.0
     logits[3, ::2] = -0.0

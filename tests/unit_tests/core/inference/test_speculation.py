@@ -260,7 +260,7 @@ def heads_on_a_rank(rank: int, world: int, families: Sequence[str]) -> list[Any]
     return [drafts_of_heads(family, groups, sequence_parallel=True) for family in families]
 
 
-def test_heads_under_sequence_parallelism_predict_what_they_do_on_one_process() -> None:
+def test_heads_under_sequence_parallel_match_single_process() -> None:
     families = ("gqa", "hybrid", "latent")
     ranks = run_ranks(heads_on_a_rank, 2, families)
     for n, family in enumerate(families):
@@ -444,7 +444,7 @@ def test_what_is_reported_of_accepted_drafts_is_what_is_without() -> None:
     assert engine.stats.accepted > 0
 
 
-def test_logits_that_are_not_finite_end_a_row_after_what_was_accepted() -> None:
+def test_non_finite_logits_end_row_after_accepted_tokens() -> None:
     engine = counting(Scripted(counted))
 
     def following(x: torch.Tensor) -> torch.Tensor:

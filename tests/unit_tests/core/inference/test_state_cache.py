@@ -16,7 +16,7 @@ def buffer(cache: StateCache, name: str = "a", **changes) -> torch.Tensor:
     return cache.buffer(name, **{"shape": (2, 3), "dtype": torch.float64, "device": CPU} | changes)
 
 
-def test_a_slot_that_is_taken_again_is_set_to_zeros_and_others_stay() -> None:
+def test_reused_state_slot_is_zeroed_and_others_are_unchanged() -> None:
     states = StateCache(3)
     first, second = states.take(2)
     buffers = [buffer(states), buffer(states, "b", shape=(5,), dtype=torch.bfloat16)]
@@ -68,7 +68,7 @@ def test_a_row_without_a_slot_reads_zeros_and_writes_nothing() -> None:
     assert torch.equal(kept[:3], torch.stack([torch.full((3,), 0.5), before[1], 2 * torch.ones(3)]))
 
 
-def test_a_copied_slot_holds_what_the_other_did_and_goes_on_by_itself() -> None:
+def test_copied_state_slot_is_independent_of_its_source() -> None:
     states = StateCache(3)
     first, second = states.take(2)
     kept = buffer(states)

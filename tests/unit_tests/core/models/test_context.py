@@ -233,7 +233,7 @@ def test_what_does_not_fit_is_refused_before_any_collective():
     run_ranks(refused, 2)
 
 
-def test_documents_of_one_process_are_attended_block_by_block_or_by_a_mask():
+def test_documents_match_with_blockwise_attention_or_mask():
     batch = batch_of(Case(documents=True), 0)
     rows = {name: batch.pop(name) for name in OF_LAYOUT}
     whole = SequenceLayout.of_rows(LENGTH, **rows)

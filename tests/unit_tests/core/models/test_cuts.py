@@ -63,7 +63,7 @@ def test_a_cut_anywhere_keeps_every_bit(config):
             assert_equal_bits(trained(model), wanted)
 
 
-def test_in_bf16_a_cut_rounds_the_gradient_once_more_and_nothing_else():
+def test_bf16_stage_boundary_rounds_gradient_exactly_once():
     with one_thread():
         losses, gradients = trained(built(UNTIED, dtype=torch.bfloat16))
         cut_losses, cut_gradients = trained(

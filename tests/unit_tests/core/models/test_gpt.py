@@ -231,7 +231,7 @@ def test_dropout_is_the_same_on_every_layout(world: int):
                 assert_piece_close(name, values, whole, offsets)
 
 
-def test_dropout_is_off_without_sample_numbers_and_differs_between_samples():
+def test_dropout_needs_sample_ids_and_differs_between_samples():
     batch = data()
     with torch.no_grad():
         model, plain = GPTModel(DROPPING, SINGLE, seed=5), GPTModel(CONFIG, SINGLE, seed=5)

@@ -149,7 +149,7 @@ def test_a_step_copies_no_weight():
     assert 8 * 2 * KEPT <= largest.found[0] < smallest / 4, largest.found
 
 
-def test_prompts_together_equal_each_prompt_alone_without_a_cache():
+def test_batched_prompts_match_each_prompt_without_cache():
     batch = [Request(prompt=p, sequence=100 + i) for i, p in enumerate(PROMPTS)]
     with one_thread():
         model = model_of(CONFIG)

@@ -141,7 +141,7 @@ def test_gradients_of_bf16_weights_are_of_their_dtype():
     assert with_grad == {"decoder.final_norm.weight": torch.bfloat16}
 
 
-def test_with_an_engine_torch_optimizers_are_refused_instead_of_idle():
+def test_torch_optimizers_are_refused_with_an_engine():
     model = model_of()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     engine = DataParallel(model.store, model.groups)
@@ -169,7 +169,7 @@ def test_with_an_engine_torch_optimizers_are_refused_instead_of_idle():
         (lambda m: m.to_empty(device="cpu"), "device="),
     ],
 )
-def test_what_would_convert_or_move_weights_names_the_call_to_make(convert, wanted):
+def test_converting_or_moving_weights_names_supported_call(convert, wanted):
     for module in (model_of(), Wrapped()):
         before = {name: p.clone() for name, p in module.named_parameters()}
         with pytest.raises(ValueError, match=wanted) as caught:

@@ -119,7 +119,7 @@ def test_losses_and_gradients_are_those_of_a_plain_model(config: GPTConfig, pack
     assert all(math.isnan(x) for x in take_mean_mtp_losses(model))
 
 
-def test_experts_of_depths_have_their_auxiliary_losses_in_the_gradient():
+def test_mtp_expert_auxiliary_losses_reach_the_gradient():
     router = RouterConfig(topk=2, balance="aux_loss", aux_loss_coeff=0.5)
     moe = MoEConfig(num_experts=5, ffn_hidden_size=12, router=router)
     config = dataclasses.replace(CONFIG, moe=moe, ffn_pattern="-E")

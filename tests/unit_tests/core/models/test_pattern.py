@@ -81,14 +81,14 @@ def test_what_is_no_pattern_is_named(text, parts):
         assert part in problem
 
 
-def test_pairs_of_attention_and_what_follows_are_a_gpt_and_nothing_else_is():
+def test_only_attention_ffn_pairs_are_a_gpt_pattern():
     assert ffn_of("*-*E*-") == "-E-"
     assert ffn_of("+-+E") == "-E"
     for other in ("", "*", "**", "-*", "*-*", "G-*-", "*-+-", "*EE", "M-"):
         assert ffn_of(other) is None
 
 
-def test_a_layer_is_a_block_that_mixes_tokens_with_what_follows_it():
+def test_layer_is_a_mixer_block_with_its_ffn_block():
     assert layer_blocks("*-**--") == [(0, 2), (2, 3), (3, 5), (5, 6)]
     assert layer_blocks("G-MEM+E-E") == [(0, 2), (2, 4), (4, 5), (5, 7), (7, 8), (8, 9)]
 
@@ -109,7 +109,7 @@ def test_stages_of_a_hybrid_are_counted_in_blocks():
     assert "by '|' in the layer pattern" in problem
 
 
-def test_names_are_of_the_block_s_place_and_every_weight_is_counted():
+def test_weight_names_use_block_index_and_all_are_counted():
     names = logical_weights(HYBRID)
     mixers = {".".join(name.split(".")[:4]) for name in names if name.startswith("decoder.blocks")}
     kinds = ["delta_net", "mlp", "mamba", "moe", "attention", "mlp", "mamba"]
@@ -147,7 +147,7 @@ def test_json_there_and_back_and_of_an_older_version():
     assert GPTConfig.from_json(older) == plain
 
 
-def test_without_further_prediction_experts_of_depths_alone_go_too():
+def test_removing_mtp_removes_experts_used_only_by_mtp():
     config = dataclasses.replace(HYBRID, pattern="G-M-*-M")
     assert config.problems() == []
     alone = config.without_further_prediction()

@@ -144,7 +144,7 @@ def ranks(rank: int, world: int) -> list[list[dict[str, torch.Tensor]]]:
     ]
 
 
-def test_two_ranks_keep_every_bit_with_and_without_sequence_parallelism():
+def test_recompute_keeps_bits_on_two_ranks_with_and_without_sp():
     for models in run_ranks(ranks, 2):
         for wanted, *found in models:
             for got in found:

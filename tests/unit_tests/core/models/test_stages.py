@@ -70,7 +70,7 @@ def test_every_even_split_has_every_layer_once_and_equal_stages():
     assert min(legal, refused) > 100
 
 
-def test_data_goes_through_all_stages_before_it_comes_back_to_the_first():
+def test_chunks_are_assigned_to_stages_round_robin():
     split = StageSplit.even(14, 2, chunks=2, count_embedding=True, count_loss=True)
     assert split.ranges == ((0, 6), (6, 14), (14, 22), (22, 28))
     assert [split.blocks(*at) for at in ((0, 0), (1, 0), (0, 1), (1, 1))] == list(split.ranges)

@@ -107,7 +107,7 @@ def test_sets_without_tokens_have_no_loss():
 
 
 @pytest.mark.parametrize("scale", [1.0, 1024.0])
-def test_a_carried_loss_has_its_factor_and_the_scale_of_what_is_differentiated(scale: float):
+def test_attached_aux_loss_gradient_has_factor_and_loss_scale(scale: float):
     x = torch.randn(5, 3, generator=generator(4)).requires_grad_(True)
     w = torch.randn(3, generator=generator(5)).requires_grad_(True)
     factor = torch.tensor(0.37) * scale  # what the step multiplies its loss by is in the factor

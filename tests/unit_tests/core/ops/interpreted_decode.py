@@ -276,7 +276,7 @@ def layer_of(kind: str) -> RecurrentMixer:
 
 @pytest.mark.parametrize("kind", MIXERS)
 @torch.no_grad()
-def test_prompts_and_tokens_through_a_layer_are_the_whole_sequence(kind, monkeypatch):
+def test_prefill_and_decode_of_layer_match_whole_sequence(kind, monkeypatch):
     layer, count = layer_of(kind), PROMPT + len(STEPS)
     hidden = torch.randn(count, 3, HIDDEN, generator=generator(4))
     whole = layer(hidden, SequenceLayout.of_rows(count))

@@ -71,7 +71,7 @@ def test_weight_gradients_are_written_and_then_added(dtype, trailing):
             assert not total[[count == 0 for count in counts]].any()
 
 
-def test_weight_gradients_are_rounded_once_to_the_dtype_of_a_narrow_buffer():
+def test_weight_gradient_is_rounded_once_to_fp16_buffer():
     x, grad, _, runs = operands(COUNTS[0], torch.float16, 0)
     wide = torch.empty(len(COUNTS[0]), N, M)
     narrow = wide.half()

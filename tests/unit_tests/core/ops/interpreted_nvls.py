@@ -550,7 +550,7 @@ def limited(rank: int, world: int, folder: str) -> tuple[str, list[str]]:
     return "", lines
 
 
-def test_a_run_with_a_limit_names_a_peer_that_left_and_what_is_too_wide(tmp_path: Path) -> None:
+def test_spin_limit_names_missing_peer_and_oversized_message(tmp_path: Path) -> None:
     (said, lines), (_, quiet) = run_ranks(limited, 2, str(tmp_path))
     assert "rank 1 did not come to a collective of p2p within 200 tries" in said
     assert len(lines) == 1

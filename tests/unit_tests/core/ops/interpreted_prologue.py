@@ -173,7 +173,7 @@ def test_steps_that_are_no_numbers_give_none(parts):
         assert found[what].isnan().sum() == count, what
 
 
-def test_what_the_kernel_does_not_take_is_refused_if_forced_and_else_worked_out(monkeypatch):
+def test_unsupported_shape_is_refused_if_forced_else_falls_back(monkeypatch):
     case = Case(DELTA, width=5, padding=-1)
     given = tensors(case)
     with pytest.raises(ValueError, match="takes up to 4"):

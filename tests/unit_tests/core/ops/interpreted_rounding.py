@@ -80,7 +80,7 @@ def test_products_in_tf32_read_ten_bits():
     assert product(low, 1.0, torch.float32, "ieee") == 16 * low
 
 
-def test_three_products_in_tf32_leave_out_the_product_of_the_rests():
+def test_tf32x3_omits_product_of_the_low_parts():
     rest = 2**-12 + 2**-13  # less than half of the last of ten bits
     assert product(1 + rest, 1.0, torch.float32, "tf32x3") == 16 * (1 + rest)
     assert product(1 + rest, 1 + rest, torch.float32, "tf32x3") == 16 * (1 + 2 * rest)

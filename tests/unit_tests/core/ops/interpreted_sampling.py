@@ -117,7 +117,7 @@ def test_rows_without_a_choice_are_marked_and_change_no_other(blocks):
     assert kernel.tokens[[1, 2, 4, 5, 7, 8, 10, 11]].tolist() == [0] * 8
 
 
-def test_tokens_are_of_the_scores_and_log_probabilities_of_the_logits(blocks):
+def test_tokens_use_scores_and_logprobs_use_logits(blocks):
     logits = random_logits(6)
     scores = logits.clone()
     scores[:, 9] += 100

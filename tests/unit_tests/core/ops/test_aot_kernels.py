@@ -102,7 +102,7 @@ def needs(registers=100, stack=0, shared=4096):
     return {"k/sm_90": {"registers": registers, "stack_bytes": stack, "shared_bytes": shared}}
 
 
-def test_a_part_that_is_not_there_is_answered_with_those_that_are(monkeypatch, capsys):
+def test_unknown_part_is_refused_with_known_parts(monkeypatch, capsys):
     monkeypatch.setattr("sys.argv", ["kernel_budget.py", "--only", "nosuch"])
     with pytest.raises(SystemExit) as stopped:
         kernel_budget.main()

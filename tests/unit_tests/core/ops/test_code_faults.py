@@ -87,7 +87,7 @@ def unordered(*, offset=4096, pending=0, barrier=""):
     return unordered_writes(text, buffers=buffers_of(IR))
 
 
-def test_a_write_after_a_wait_needs_a_barrier_where_the_wgmma_read():
+def test_write_after_wait_needs_barrier_where_wgmma_read():
     assert buffers_of(IR) == [[(4096, 8192), (4096, 8192)]]
     assert unordered() == [("st.shared.b32", 4096 + 16)]
     assert unordered(barrier="bar.sync 	0;") == []

@@ -34,7 +34,7 @@ def test_slices_equal_slices_of_the_whole():
     assert torch.equal(drop(x[:, order], samples=SAMPLES[order]), whole[:, order])
 
 
-def test_backward_uses_the_mask_of_forward_and_saves_nothing_large():
+def test_backward_reuses_forward_mask_and_saves_no_large_tensor():
     x = torch.randn(10, 3, 22, requires_grad=True)
     saved = []
     with torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(t) or t, lambda t: t):

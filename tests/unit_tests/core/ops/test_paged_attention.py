@@ -263,7 +263,7 @@ def test_contexts_are_cut_where_rows_are_few(programs):
     assert count * SHORTEST_PIECE <= context
 
 
-def test_short_contexts_and_many_rows_are_not_cut_but_no_row_is_read_alone_for_long():
+def test_context_is_split_only_if_long_or_if_rows_are_few():
     assert pieces(8, 2 * SHORTEST_PIECE - 1, 264) == 1
     assert pieces(8, 2 * SHORTEST_PIECE, 264) == 2
     assert pieces(264, LONGEST_PIECE, 264) == 1

@@ -98,7 +98,7 @@ def test_token_after_token_is_the_whole_sequence(kind: str, width: int) -> None:
 
 
 @KINDS
-def test_norms_of_heads_share_a_weight_and_no_norm_is_what_the_recurrence_puts_out(
+def test_head_norms_share_one_weight_and_norm_is_optional(
     kind: str,
 ) -> None:
     parts, make = PARTS[kind], maker()

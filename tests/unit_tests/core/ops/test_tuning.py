@@ -126,7 +126,7 @@ def test_a_trial_that_does_not_start_its_kernel_fails(tuner):
         tuner.tried(idle, trial, {"features": 5})
 
 
-def test_a_candidate_replaces_the_launch_wherever_it_was_imported(monkeypatch):
+def test_tuning_candidate_replaces_launch_at_every_import(monkeypatch):
     monkeypatch.setattr(launches_module, "FAKE", FAKE, raising=False)
     with started_with(FAKE, SLOW) as keys:
         assert launches_module.FAKE.pick(torch.zeros(1), "k") == SLOW
@@ -165,7 +165,7 @@ def test_a_rehearsal_tunes_a_kernel_in_the_interpreter():
     assert [line.split(":")[0].split(" ")[0] for line in lines] == ["write_to_pages"]
 
 
-def test_names_that_are_not_there_are_answered_with_those_that_are(monkeypatch, capsys):
+def test_unknown_kernel_is_refused_with_known_names(monkeypatch, capsys):
     monkeypatch.setattr(tune_kernels, "be_interpreted", lambda: None)
     # One with candidates that no rehearsal can try.
     for only, options in (("nosuch", []), ("prologue_backward", ["--rehearse"])):

@@ -257,7 +257,7 @@ def seen(training: Training) -> dict:
 
 
 @pytest.mark.parametrize("world", [2, 4])
-def test_ranks_equal_one_rank_and_replicas_are_equal_in_every_bit(world: int):
+def test_muon_on_ranks_matches_one_rank_with_equal_replicas(world: int):
     wanted = {}
     for joined in (False, True):
         split = {} if joined else {"split_matrices": "all"}

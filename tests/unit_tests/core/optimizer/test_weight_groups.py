@@ -84,7 +84,7 @@ def test_factors_by_name_are_those_of_the_formula():
 
 
 @pytest.mark.parametrize("kind", ["adam", "muon"])
-def test_decoupled_weights_have_their_own_rate_unless_a_factor_matches(kind):
+def test_decoupled_lr_applies_unless_a_factor_matches(kind):
     training = Training(
         ProcessGroupCollection.single(), config(kind=kind, decoupled=("table", "norm", "q", "none"))
     )
@@ -112,7 +112,7 @@ def rounded(moment: torch.Tensor) -> torch.Tensor:
     return moment.float().bfloat16().double()
 
 
-def test_moments_in_bf16_are_the_formula_with_rounding_between_steps():
+def test_bf16_moments_match_formula_rounded_each_step():
     settings = config(exp_avg_dtype=torch.bfloat16, exp_avg_sq_dtype=torch.bfloat16)
     training = Training(ProcessGroupCollection.single(), settings)
     start = training.logical()

@@ -116,7 +116,7 @@ def test_neighbours_in_the_model():
     assert schedule.other_end(0, Action(Kind.FORWARD, 0, 0)) is None
 
 
-def test_every_schedule_computes_all_once_in_the_order_of_microbatches_and_ends():
+def test_schedules_run_every_action_once_in_microbatch_order():
     draw = random.Random(5)
     seen: Counter[str] = Counter()
     for _ in range(300):
@@ -139,7 +139,7 @@ def test_every_schedule_computes_all_once_in_the_order_of_microbatches_and_ends(
 
 @pytest.mark.parametrize("stages", [2, 3, 5])
 @pytest.mark.parametrize("chunks", [2, 3])
-def test_interleaved_takes_the_groups_that_never_wait_for_a_later_one(stages: int, chunks: int):
+def test_interleaved_accepts_only_group_sizes_without_waits(stages: int, chunks: int):
     for microbatches in range(1, 3 * stages + 2):
         for size in range(1, microbatches + 2):
             rest = microbatches % size

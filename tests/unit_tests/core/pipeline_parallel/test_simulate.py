@@ -33,7 +33,7 @@ def timed(name: str, times: tuple[float, float, float], **sizes: int):
 
 
 @pytest.mark.parametrize("stages", [1, 2, 3, 4, 8])
-def test_one_forward_one_backward_idles_p_minus_1_of_m_plus_p_minus_1(stages: int):
+def test_1f1b_bubble_is_p_minus_1_of_m_plus_p_minus_1(stages: int):
     for microbatches in (1, 2, 3, 4, 8, 17):
         for times in FORWARD_INPUT_WEIGHT[::5]:
             line = timed("1f1b", times, stages=stages, microbatches=microbatches)
@@ -79,7 +79,7 @@ def test_zero_bubble_idles_p_minus_1_times_f_plus_i_minus_w(stages: int):
     assert seen == 4 * 14
 
 
-def test_zero_bubble_is_never_slower_and_keeps_no_more_than_the_first_rank_of_1f1b():
+def test_zb_h1_is_never_slower_and_keeps_no_more_than_1f1b():
     for stages, microbatches in itertools.product((1, 2, 3, 4, 7), (1, 2, 3, 5, 12)):
         for times in FORWARD_INPUT_WEIGHT:
             sizes = {"stages": stages, "microbatches": microbatches}
@@ -160,7 +160,7 @@ def test_who_meets_waits_for_the_whole_batch():
     )
 
 
-def test_gathers_and_reductions_run_beside_the_computes_one_after_the_other():
+def test_gathers_and_reductions_overlap_computes_in_order():
     schedule = make_schedule("1f1b", stages=1, microbatches=2)
     schedule = with_weight_traffic(schedule, gathers="each", reduces="each")
     line = simulate(schedule, Times(gather=0.5, reduce=5))

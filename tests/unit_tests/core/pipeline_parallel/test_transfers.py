@@ -148,7 +148,7 @@ def test_the_hand_sees_a_deadlock():
         by_messages(early, rendezvous=True)
 
 
-def test_sends_follow_their_compute_and_receives_are_posted_in_time():
+def test_sends_follow_compute_and_receives_are_posted_early():
     draw = random.Random(3)
     for _ in range(60):
         schedule = with_transfers(random_schedule(draw, stages=6, microbatches=10))
@@ -212,7 +212,7 @@ def test_reductions_let_gradients_leave_first():
     )
 
 
-def test_traffic_of_weights_leaves_transfers_and_batches_as_they_are():
+def test_weight_traffic_keeps_transfers_and_their_batches():
     draw = random.Random(8)
     for _ in range(60):
         full = random_full(draw, stages=5, microbatches=8)

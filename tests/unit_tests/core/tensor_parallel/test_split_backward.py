@@ -186,7 +186,7 @@ def over_tp(rank: int, world: int, fault: Mutation | None) -> None:
         assert len(gathers) == (2 * LAYERS + 1 if scattered else 0)
 
 
-def test_halves_over_tp_have_the_bits_of_the_whole_and_gather_inputs_late():
+def test_split_backward_over_tp_keeps_bits_and_gathers_late():
     run_ranks(over_tp, 2, None, timeout=120.0)
 
 
@@ -220,7 +220,7 @@ def over_lanes(rank: int, world: int) -> None:
         assert len(found[0][1]) > 0
 
 
-def test_halves_over_lanes_have_the_bits_and_the_reductions_of_the_whole():
+def test_split_backward_over_dp_keeps_bits_and_reductions():
     run_ranks(over_lanes, 2, timeout=120.0)
 
 
@@ -262,7 +262,7 @@ def waiting(queue: WgradQueue) -> list[torch.Tensor]:
 
 
 @pytest.mark.parametrize("recompute", ["all kept", "selective"])
-def test_the_graph_is_free_behind_the_first_half_and_the_rest_behind_the_second(recompute: str):
+def test_each_half_of_split_backward_frees_its_tensors(recompute: str):
     halves = Halves(ProcessGroupCollection.single(), PLAIN, recompute=recompute, splits=True)
     watched = []
     for block in halves.model.decoders[0].blocks:

@@ -145,7 +145,7 @@ def trained_padding(rank: int, world: int) -> tuple[int, list[float]]:
     return few, plain
 
 
-def test_padding_stays_zero_in_training_and_its_width_changes_nothing():
+def test_vocabulary_padding_stays_zero_and_keeps_losses():
     results = run_ranks(trained_padding, 4)
     assert [few for few, _ in results] == [0, 0, 1, 2], "the last rank holds padding only"
     assert len({tuple(losses) for _, losses in results}) == 1

@@ -20,7 +20,7 @@ NORMAL = InitSpec.normal(1.0)
 SHAPES = {"first": (7, 5), "second": (33, 3), "third": (2, 129)}
 
 
-def test_members_are_aligned_apart_and_inside_and_shards_are_even():
+def test_members_and_shards_are_aligned_and_shards_are_even():
     source = random.Random(3)
     for _ in range(200):
         shapes = [
@@ -64,7 +64,7 @@ def over_gtp(store: WeightStore) -> Bucket:
 
 
 @pytest.mark.parametrize("strategy", ["no_shard", "optim", "optim_grads"])
-def test_weights_over_gtp_share_a_bucket_and_are_gathered_by_themselves(strategy: str):
+def test_gtp_weights_share_a_bucket_but_are_gathered_separately(strategy: str):
     wanted = WeightStore(ProcessGroupCollection.single(), seed=3)
     for name, shape in SHAPES.items():
         wanted.declare(WeightSharding.of(name, shape), NORMAL)

@@ -125,7 +125,7 @@ def test_rows_after_the_last_run_enter_nothing(dtype):
     assert_close_by_metric("weight gradient", handle.slot.view_as(dw), dw, bound=BOUNDS[dtype])
 
 
-def test_the_rows_of_a_fused_weight_are_gate_then_up_of_each_expert():
+def test_fused_weight_rows_are_gate_then_up_per_expert():
     store, handle, _ = built()
     found = {}
     for box in store.boxes(handle):

@@ -248,7 +248,7 @@ def test_frozen_weights_pass_gradients_on_and_get_none(frozen: str):
             assert torch.equal(other.slot, reference.handles[name].slot)
 
 
-def test_a_frozen_model_builds_no_graph_and_a_frozen_linear_saves_nothing():
+def test_frozen_model_builds_no_graph_and_saves_nothing():
     store = built(slots=False)
     store.freeze(*SHAPES)
     ids, valid, x, _ = inputs(torch.float32, 7)
@@ -257,7 +257,7 @@ def test_a_frozen_model_builds_no_graph_and_a_frozen_linear_saves_nothing():
     assert out.grad_fn.saved_tensors == (None,)
 
 
-def test_use_before_materialising_and_backward_without_an_engine_say_what_to_do():
+def test_unmaterialized_weight_and_missing_engine_name_the_call():
     store = WeightStore(ProcessGroupCollection.single())
     handle = store.declare(WeightSharding.of("w", (3, 2)), InitSpec.constant(1.0))
     x = torch.ones(4, 2)

@@ -170,7 +170,7 @@ def test_random_programs_hold_every_property():
     assert released > 1000
 
 
-def test_prefetch_of_the_next_block_is_never_late_with_room_for_any_two():
+def test_prefetch_is_never_late_with_budget_for_any_two_blocks():
     rng = random.Random(5)
     for _ in range(300):
         case = random_case(rng) | {"prefetch": True, "budget": 80}
@@ -179,7 +179,7 @@ def test_prefetch_of_the_next_block_is_never_late_with_room_for_any_two():
             assert consume.block not in consume.issue, case
 
 
-def test_prefetch_of_the_next_block_is_never_late_with_room_for_neighbours():
+def test_prefetch_is_never_late_with_budget_for_neighbours():
     rng = random.Random(7)
     less_is_late = 0
     for _ in range(300):

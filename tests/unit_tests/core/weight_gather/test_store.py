@@ -72,7 +72,7 @@ def test_buckets_fill_from_the_end_of_the_model_up_to_their_size():
     assert names(store_of(groups)) == [["experts"], ["down", "qk", "table", "down.bias", "norm"]]
 
 
-def test_weights_are_views_of_their_bucket_with_those_without_decay_last():
+def test_weights_are_bucket_views_ordered_by_weight_decay():
     store = store_of(ProcessGroupCollection.single())
     for bucket in store.buckets:
         decays = [h.sharding.weight_decay for h in bucket.handles]
@@ -85,7 +85,7 @@ def test_weights_are_views_of_their_bucket_with_those_without_decay_last():
 
 
 @pytest.mark.parametrize("tp", [1, 2, 4])
-def test_initial_values_are_those_of_the_logical_tensor_and_padding_is_zero(tp: int):
+def test_initial_values_match_logical_tensor_and_padding_is_zero(tp: int):
     grid = RankGrid(world_size=tp, tp=tp, etp=1, ep=tp)
     seen: set[str] = set()
     for rank in range(tp):
@@ -244,7 +244,7 @@ def initial(box) -> torch.Tensor:
 
 
 @pytest.mark.parametrize(("strategy", "outer", "instances"), LAYOUTS)
-def test_owned_boxes_are_views_with_their_values_and_their_replicas(
+def test_owned_boxes_are_views_with_correct_values_and_replicas(
     strategy: str, outer: str, instances: int
 ):
     holders: dict[tuple, list[int]] = {}
@@ -266,7 +266,7 @@ def test_owned_boxes_are_views_with_their_values_and_their_replicas(
 
 
 @pytest.mark.parametrize(("strategy", "outer", "instances"), LAYOUTS)
-def test_what_ranks_hold_is_every_element_with_its_value_and_its_replicas(
+def test_chunks_cover_every_element_with_value_and_replicas(
     strategy: str, outer: str, instances: int
 ):
     holders: dict[tuple, list[int]] = {}
@@ -296,7 +296,7 @@ def test_what_ranks_hold_is_every_element_with_its_value_and_its_replicas(
         assert told[key] == {tuple(sorted(ranks))}, key
 
 
-def test_sharded_weights_lie_by_units_and_some_ranks_hold_nothing_of_one():
+def test_sharded_weights_are_grouped_by_unit_and_may_be_empty():
     grid = RankGrid(world_size=24, tp=1, etp=1)
     stores = [store_of(pretended_groups(grid, r), strategy="optim_grads_params") for r in range(24)]
     for store in stores:

@@ -157,7 +157,7 @@ def test_tests_of_a_line_passed_and_come_quickest_first(tmp_path):
     assert affordable(["quick", "slow"], contexts.seconds, 30.0) == ["quick", "slow"]
 
 
-def test_a_recheck_runs_the_former_killer_where_its_file_has_moved(written):
+def test_recheck_runs_former_killer_at_its_new_path(written):
     found = written(one=BOX)
     drawn = draw(found, 3, seed=1).mutants
     killed = replace(drawn[0], verdict=KILLED, by="tests/old/test_core_mutants.py::test_killer")

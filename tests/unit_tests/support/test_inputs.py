@@ -12,7 +12,7 @@ def _batch(lane, index):
     return microbatch(seed=5, lane=lane, index=index, batch=3, sequence=19, vocabulary=61)
 
 
-def test_every_lane_and_microbatch_has_its_own_tokens_and_token_count():
+def test_every_rank_and_microbatch_has_distinct_token_counts():
     made = {key: _batch(*key) for key in itertools.product(range(4), range(3))}
     for (_, a), (_, b) in itertools.combinations(made.items(), 2):
         assert not torch.equal(a.tokens, b.tokens)

@@ -19,7 +19,7 @@ def _sum_of_ranks(rank, world, start):
     return {"sum": value, "threads": torch.get_num_threads(), "pid": os.getpid()}
 
 
-def test_values_come_back_in_rank_order_from_fresh_single_threaded_processes():
+def test_values_return_in_rank_order_from_fresh_processes():
     first = run_ranks(_sum_of_ranks, 4, 10)
     second = run_ranks(_sum_of_ranks, 4, 10)
     assert all(torch.equal(v["sum"], torch.full((3,), 46.0)) for v in first)

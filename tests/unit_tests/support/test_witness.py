@@ -45,7 +45,7 @@ def _train_twice(rank: int, world: int, row: Row, initial: dict) -> None:
     rank_of_row(rank, world, {**row, "placement": "optim", "granularity": "unit"}, broken)
 
 
-def test_a_witness_sees_what_was_trained_and_not_what_was_skipped(tmp_path: Path) -> None:
+def test_coverage_recorder_counts_applied_but_not_skipped_steps(tmp_path: Path) -> None:
     assert set(SEEN.settings) < set(all_settings())
     initial = assembled(single_run(ROW, None).initial)
     path = tmp_path / "ran.jsonl"

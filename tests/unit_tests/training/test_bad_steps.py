@@ -45,7 +45,7 @@ class Outcome:
     spiked: bool = False
 
 
-def test_the_limit_is_a_multiple_of_the_median_once_half_a_window_is_known():
+def test_spike_limit_follows_median_after_half_a_window():
     config = small_config("--loss-spike-factor 3 --loss-spike-window 4")
     losses: list[float] = []
     limits = []
@@ -148,9 +148,7 @@ def noting(tmp_path, monkeypatch, host):
     return SuspectStep(str(tmp_path), Solo(), say=said.append, record=record), said, kept
 
 
-def test_a_step_that_is_sound_elsewhere_lists_the_machine_and_starts_there_are_refused(
-    tmp_path, monkeypatch
-):
+def test_step_valid_elsewhere_lists_faulty_host_and_refuses_it(tmp_path, monkeypatch):
     write_suspect(str(tmp_path), suspect(3, {"1": "a", "2": "c"}))
     step, said, kept = noting(tmp_path, monkeypatch, "c")
     step.acquit(2, 1.5)
@@ -184,7 +182,7 @@ def test_a_step_that_is_sound_on_the_same_machine_lists_none(tmp_path, monkeypat
     assert not (tmp_path / "suspect_step.json").exists()
 
 
-def test_a_damaged_list_of_machines_is_an_error_and_more_are_added(tmp_path):
+def test_faulty_host_list_appends_and_rejects_damaged_file(tmp_path):
     assert read_faulty(str(tmp_path)) == []
     add_faulty(str(tmp_path), [{"host": "a"}])
     add_faulty(str(tmp_path), [{"host": "b"}])
@@ -248,7 +246,7 @@ def test_only_a_reproduced_fault_stops_and_only_if_asked(kind, verdict, flags, s
     assert played.acquitted == ([(5, 2.0)] if verdict == "transient" else [])
 
 
-def test_a_line_of_the_save_folder_names_machines_and_has_the_exact_values(tmp_path):
+def test_fault_record_has_host_names_and_exact_values(tmp_path):
     played = Played(save=str(tmp_path))
     for values in ((NAN, 0.1), (math.inf,)):
         outcome = Outcome(doubt(verdict="transient", ranks=(0, 1), values=values))

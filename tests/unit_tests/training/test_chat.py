@@ -102,7 +102,7 @@ def test_the_mask_is_the_answers_and_their_ends(folder, name):
     assert learnt == f"Hello, wörld 語{end}{second}{end}"
 
 
-def test_a_tokenizer_without_a_text_for_the_end_still_ends_its_turns():
+def test_tokenizer_without_end_text_still_ends_turns():
     ids, mask = encode_conversation(TALK[1:3], ByteTokenizer(), read_chat_template("plain"))
     text = "user: Grüße? 日本\nassistant: ".encode()
     answer = [*"Hello, wörld 語".encode(), 256]

@@ -203,13 +203,13 @@ def test_up_to_the_border_there_is_none(more, world):
     assert problems(more, world) == []
 
 
-def test_a_schedule_of_a_run_without_length_is_no_problem_of_its_own():
+def test_schedule_without_train_iters_is_one_problem():
     wsd = "--lr-decay-style WSD --lr-wsd-decay-iters 3 --lr-warmup-iters 2"
     (problem,) = check(small_config(wsd, without=("--train-iters",)), 1)
     assert "--train-iters" in problem
 
 
-def test_missing_heads_are_one_problem_however_they_were_to_be_cut():
+def test_missing_attention_heads_is_one_problem():
     config = small_config(f"{CP} 2 {A2A}", without=("--num-attention-heads",))
     (problem,) = check(config, 2)
     assert problem.startswith("missing --num-attention-heads")

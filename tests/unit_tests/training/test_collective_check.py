@@ -122,7 +122,7 @@ def test_a_difference_is_told_by_both_ranks_alike(work, zero, one):
     assert "in iteration 7" in first
 
 
-def test_ranks_that_wait_for_each_other_in_two_groups_are_found_soon():
+def test_cross_group_deadlock_is_reported_within_seconds():
     found = _run("_two_groups", world=4)
     texts = [text for text, _, _ in found if "wait for each other" in text]
     assert texts

@@ -222,7 +222,7 @@ def test_each_rank_takes_its_columns(documents):
             assert bounds is None
 
 
-def test_documents_of_whole_rows_are_attended_one_by_one_or_masked():
+def test_whole_row_documents_use_blocks_or_mask_by_cost():
     device, one = torch.device("cpu"), Group.single("cp")
     many, few = {"block_heads": 64}, {"block_heads": 1}
     documents = batch(True, 80)

@@ -58,7 +58,7 @@ def test_a_warm_up_of_no_steps_is_refused():
         (GRAPH, False, False),
     ],
 )
-def test_no_gather_starts_before_a_recorded_step_and_one_line_says_so(more, early, says):
+def test_cuda_graph_disables_early_gather_with_one_warning(more, early, says):
     config = small_config(f"{CUT} {more}")
     found, reason = early_gather(config)
     assert (found, reason is not None) == (early, says)
@@ -93,7 +93,7 @@ def test_without_a_gpu_a_run_ends_in_one_line(prefix, capsys):
     assert "--cuda-graph-impl full_iteration needs a GPU, and this run" in capsys.readouterr().err
 
 
-def test_a_recorded_run_is_the_plain_one_and_goes_on_from_its_checkpoint(prefix, tmp_path, capsys):
+def test_graph_run_matches_eager_and_resumes_from_checkpoint(prefix, tmp_path, capsys):
     short = "--eval-interval 3 --train-iters 8 --bf16"
     assert run_here(flags(prefix, f"{short} --save {tmp_path / 'plain'}")) == 0
     capsys.readouterr()

@@ -153,7 +153,7 @@ def stage_lines(rank: int, world: int) -> tuple[str, list[int]]:
     return line, [weights, sum(optimizer.state_bytes(on_host=host) for host in (False, True))]
 
 
-def test_with_pipeline_stages_the_line_says_the_most_of_all_of_them():
+def test_data_parallel_line_reports_maximum_over_stages():
     (line, (weights, state)), (other, (less, _)) = run_ranks(stage_lines, 2)
     assert line == other
     assert less < 0.8 * weights, "the first stage has more"
@@ -191,11 +191,11 @@ def expert_lines(rank: int, world: int) -> None:
         assert [found[1], found[3]] == pytest.approx([weights, state], abs=6e3), line
 
 
-def test_the_line_names_the_lanes_of_experts_where_they_are_others():
+def test_data_parallel_line_names_expert_ranks_if_different():
     run_ranks(expert_lines, 4)
 
 
-def test_on_one_lane_the_line_names_the_flags_that_have_nothing_to_do():
+def test_data_parallel_line_names_flags_without_effect():
     groups = ProcessGroupCollection.single()
     engine, optimizer = built(groups, strategy="optim_grads_params", overlap_grad_reduce=False)
     line = data_parallel_line(engine, optimizer)

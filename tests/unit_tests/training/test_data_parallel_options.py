@@ -147,7 +147,7 @@ def test_the_core_takes_every_combination_that_has_no_problem():
     assert fine == 2 + (2 + 2 + 3) * 3 * 3
 
 
-def test_a_distributed_optimizer_goes_with_every_strategy_that_cuts_its_state():
+def test_distributed_optimizer_works_with_all_sharded_strategies():
     assert resolve(
         small_config("--use-distributed-optimizer"), 2
     ).config.data_parallel.strategy == ("optim")

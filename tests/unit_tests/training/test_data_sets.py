@@ -60,7 +60,7 @@ def test_training_goes_on_where_it_stopped(prefix):
     assert len(data.train) >= run.train_samples
 
 
-def test_every_validation_sees_the_same_samples_and_none_of_training(prefix):
+def test_validation_repeats_samples_disjoint_from_training(prefix):
     run = _run(prefix)
     data = build_data_sets(run, VOCABULARY)
     lanes = Group.single("lanes")
@@ -183,7 +183,7 @@ def test_a_missing_file_is_a_user_error(tmp_path):
         build_data_sets(_run(str(tmp_path / "absent")), VOCABULARY)
 
 
-def test_identity_is_of_the_content_not_of_the_path_or_the_length_of_the_run(prefix, tmp_path):
+def test_data_identity_ignores_path_and_run_length(prefix, tmp_path):
     here = build_data_sets(_run(prefix), VOCABULARY).identity
     for ending in (".bin", ".idx"):
         shutil.copy(prefix + ending, tmp_path / f"moved{ending}")

@@ -38,7 +38,7 @@ def test_every_flipped_bit_of_every_gradient_changes_the_sum(dtype, size):
             assert bits_of(flat)[0] == before
 
 
-def test_gradients_of_several_buckets_count_together_and_are_forgotten():
+def test_gradient_checksum_adds_buckets_and_resets_each_step():
     one, other = torch.randn(5), torch.randn(8)
     both = bits_of(one)[0] + bits_of(other)[0]
     assert (bits_of(one, other)[0] - both) % 2**64 == 0
@@ -95,7 +95,7 @@ GOOD = ((0.0, 1.0), (1.0, 2.0), (2.0, 3.0), (3.0, 4.0))
         (((0.0, 1.0), (1.0, 2.0), (2.0, 3.0), (3.0, 6.0)), 3),
     ],
 )
-def test_the_stage_that_sent_other_activations_than_before_is_named(bad, part, stages):
+def test_stage_with_different_activations_is_named(bad, part, stages):
     """Also one that comes again with its second chunk, whose input is wrong by then."""
     one, other = chain(*bad, stages=stages, loss=6.0), chain(*GOOD, stages=stages, loss=4.0)
     assert differing(one, other, pipelines=[range(stages)]) == (part % stages,)
@@ -103,7 +103,7 @@ def test_the_stage_that_sent_other_activations_than_before_is_named(bad, part, s
     assert differing(one, one, pipelines=[range(stages)]) == ()
 
 
-def test_an_error_on_the_way_names_both_ends_and_one_of_the_backward_all_stages():
+def test_transfer_error_names_both_stages_and_backward_names_all():
     other = chain(*GOOD, stages=4)
     lost = chain((0.0, 1.0), (1.0, 2.0), (9.0, 8.0), (8.0, 6.0), stages=4, loss=6.0)
     assert differing(lost, other, pipelines=[range(4)]) == (1, 2)
@@ -111,7 +111,7 @@ def test_an_error_on_the_way_names_both_ends_and_one_of_the_backward_all_stages(
     assert differing(backward, other, pipelines=[range(4)]) == (0, 1, 2, 3)
 
 
-def test_the_first_stage_that_sends_a_nan_is_named_and_other_pipelines_are_not():
+def test_first_stage_sending_nan_is_named_per_pipeline():
     ranks = [[0, 2, 4], [1, 3, 5]]
     sound = chain((0.0, 1.0), (1.0, 2.0), (2.0, 3.0), stages=3)
     nan = chain((0.0, 1.0), (1.0, NAN), (NAN, NAN), stages=3, loss=NAN)

@@ -19,7 +19,7 @@ def test_the_experiments_of_this_checkout_are_found():
     assert check_experiments(small_config().experiments) == []
 
 
-def test_a_name_that_is_not_there_is_answered_with_those_that_are():
+def test_unknown_experiment_is_refused_with_known_names():
     (problem,) = check_experiments(small_config("--experiment weight_averages").experiments)
     for word in ("--experiment weight_averages", "weight_average", "recurrence_splits"):
         assert word in problem

@@ -83,7 +83,7 @@ LATENT = "--kv-lora-rank 12 --qk-head-dim 10 --qk-pos-emb-head-dim 6 --v-head-di
         f"{EXPERTS} --swiglu --mtp-num-layers 2",
     ],
 )
-def test_a_token_is_multiplied_by_every_matrix_but_those_of_others_experts(more):
+def test_product_weights_count_active_matrices_per_token(more):
     run = resolve(small_config(f"--disable-bias-linear {more}"), 1)
     model = gpt_config(run.config, 131)
     weights = logical_weights(model)
@@ -100,7 +100,7 @@ def test_a_token_is_multiplied_by_every_matrix_but_those_of_others_experts(more)
     assert total - active == whole * 5 // 8
 
 
-def test_latent_attention_sees_keys_and_values_of_their_own_widths():
+def test_latent_attention_flops_use_key_and_value_widths():
     run = resolve(small_config(f"--multi-latent-attention {LATENT} --disable-bias-linear"), 1)
     model = gpt_config(run.config, 131)
     assert flops_per_square(model) == 3 * 6 * (16 + 14) * 2
@@ -181,7 +181,7 @@ def test_squared_lengths_are_of_documents_and_none_without_masks():
     assert squared_lengths(dataclasses.replace(whole, document_ids=documents)) == 4 + 1 + 9
 
 
-def test_a_hybrid_counts_its_weights_and_each_time_that_a_state_is_touched():
+def test_hybrid_flops_count_weights_and_state_passes():
     """Weights as they are shaped; states and their passes by hand."""
     options = (
         "--num-layers 8 --hybrid-layer-pattern GE|M-*-GE/*-/*- --num-experts 4 "

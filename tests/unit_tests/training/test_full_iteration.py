@@ -80,7 +80,7 @@ def test_one_rank_is_replayed_to_the_bits_of_eager_steps(granularity, documents)
     assert found[2].optimizer.scaler.scale > 4.0, "the loss scale has changed on the way"
 
 
-def test_a_hybrid_of_whole_rows_is_replayed_to_the_bits_of_eager_steps():
+def test_hybrid_of_whole_rows_replays_bits_of_eager_steps():
     with one_thread():
         found = both(ProcessGroupCollection.single(), DataParallelConfig(), model=HYBRID)
     assert_equal_runs(*found)
@@ -130,7 +130,7 @@ def test_two_ranks_are_replayed_with_their_collectives(strategy):
 
 
 @pytest.mark.covers("numbers of eager steps", runs="replays")
-def test_hybrid_sharding_gathers_over_the_outer_ranks_inside_the_graph():
+def test_hybrid_sharding_outer_gathers_are_in_the_graph():
     configs = [{**CUT, **WITHOUT_EARLY, "outer": outer} for outer in ("optim", "no_shard")]
     run_ranks(cases, 4, {"instances": 2}, configs)
 
@@ -271,7 +271,7 @@ def by_blocks(batches: list[Microbatch]) -> list[Microbatch]:
     return found
 
 
-def test_replays_show_their_gradients_to_what_compares_computations():
+def test_graph_replays_feed_gradients_to_checksum_comparison():
     def shown(step: TrainStep) -> list[tuple[int, float]]:
         world = step.groups["world"]
         reruns = Reruns("report_determinism_stats")
@@ -296,7 +296,7 @@ def test_replays_show_their_gradients_to_what_compares_computations():
     assert step.forward_backward.replays == 10 - WARMUP
 
 
-def test_inputs_in_a_layout_keep_their_addresses_and_take_the_new_ones():
+def test_layout_inputs_keep_addresses_and_copy_new_values():
     first, second = (padded(data(0, i, documents=True), i) for i in (0, 7))
     inputs = StepInputs(first, torch.ones(2))
     layouts = [m.layout for m in inputs.microbatches]
@@ -367,7 +367,7 @@ def tensors_of(mtp_targets: MTPTargets) -> list[torch.Tensor]:
     return [x for x in vars(mtp_targets).values() if x is not None]
 
 
-def test_what_depths_predict_keeps_its_addresses_and_takes_the_new():
+def test_mtp_targets_keep_addresses_and_copy_new_values():
     first, second = (with_ahead(padded(data(i, 7 * i), i)) for i in range(2))
     inputs = StepInputs(first, torch.ones(2))
     kept = [x for m in inputs.microbatches for x in tensors_of(m.mtp_targets)]

@@ -35,7 +35,7 @@ def test_it_collects_at_its_iterations_and_never_in_between(collections):
     assert gc.isenabled()
 
 
-def test_interval_zero_never_collects_and_off_leaves_the_collector_alone(collections):
+def test_gc_interval_zero_never_collects_and_off_keeps_gc_on(collections):
     with scheduled_collection(True, 0) as begin:
         collections.clear()
         begin(1)

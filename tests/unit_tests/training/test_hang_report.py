@@ -31,7 +31,7 @@ def record(kind="all_reduce", group="tp", ranks=(0, 1), shape=(3, 2), how="sum")
     return CollectiveRecord(kind, group, len(ranks), 24, ranks, shape, "float32", how)
 
 
-def test_the_log_keeps_the_last_collectives_and_what_became_of_them():
+def test_collective_log_keeps_last_entries_and_their_outcome():
     iteration = [0]
     log = CollectiveLog(lambda: iteration[0])
     assert (log.name, log.stuck(), log.entries()) == ("no collective yet", None, [])
@@ -109,7 +109,7 @@ def test_the_report_knows_of_ranks_that_never_came_and_of_pairs():
     assert "\nRank 1 waits in receive (from 0) of float32 [3 x 2] over pp.\n" in text
 
 
-def test_evidence_is_stacks_and_collectives_and_nothing_where_all_was_well(tmp_path):
+def test_hang_files_hold_stacks_and_collectives_or_are_removed(tmp_path):
     log = CollectiveLog(lambda: 3)
     log(record()).__enter__()
     evidence = HangFiles(str(tmp_path), attempt=1, rank=2, frozen_seconds=9.0, environment={})
@@ -131,7 +131,7 @@ def test_evidence_is_stacks_and_collectives_and_nothing_where_all_was_well(tmp_p
     assert told["last"][-1]["iteration"] == 3
 
 
-def test_stacks_are_left_while_other_ranks_remove_the_empty_folder(tmp_path):
+def test_stacks_are_written_while_ranks_remove_empty_folder(tmp_path):
     done = threading.Event()
     removed = 0
 
@@ -165,7 +165,7 @@ def freeze(rank: int, world: int, save: str) -> None:
     ctypes.PyDLL(None).sleep(60)
 
 
-def test_a_rank_that_holds_the_interpreter_leaves_its_stacks_all_the_same(tmp_path):
+def test_rank_holding_the_gil_still_writes_its_stacks(tmp_path):
     with start_ranks(freeze, 1, str(tmp_path), init=False) as ranks:
         ranks.wait_for_line(0, "frozen")
         path = tmp_path / "stacks" / "attempt_0_rank_0_frozen.txt"

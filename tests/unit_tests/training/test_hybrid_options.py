@@ -130,7 +130,7 @@ def test_a_resolved_run_is_fed_back_unchanged(more, tmp_path):
     assert read_run(words, Launch(), program=PRETRAIN_HYBRID) == run
 
 
-def test_a_checkpoint_s_pattern_comes_without_the_cuts_of_its_layout(monkeypatch):
+def test_checkpoint_pattern_drops_pipeline_stage_marks(monkeypatch):
     saved = flatten(hybrid_run(f"{PATTERN} G-|M-/M- {DELTA} {MAMBA} {PP} 2", 2).config)
     monkeypatch.setattr(
         checkpoint_options, "saved_options", lambda roots: (Path("iter_0000001"), saved, None)

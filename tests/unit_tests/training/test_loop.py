@@ -215,7 +215,7 @@ def test_speed_is_what_the_step_did():
     assert "mfu" not in values
 
 
-def test_exit_interval_saves_and_stops_where_the_next_part_goes_on():
+def test_exit_interval_saves_stops_and_resumes():
     first = Played("--save s --exit-interval 4 --eval-interval 0 --log-interval 3").train()
     assert first.progress.iteration == 4
     assert [i for i, _ in first.saves] == [4]
@@ -238,7 +238,7 @@ def test_a_log_line_cut_by_a_save_is_the_same_after_resuming():
     ]
 
 
-def test_skipped_steps_are_counted_and_do_not_move_the_learning_rate():
+def test_skipped_steps_are_counted_and_keep_learning_rate():
     bad = Outcome(math.nan, applied=False, grad_norm=math.nan)
     good = Outcome(4.0)
     outcomes = [good, bad, bad, good, Outcome(4.0, applied=False, grad_norm=math.inf), good]
@@ -265,7 +265,7 @@ def test_too_many_bad_steps_in_a_row_stop_the_run():
     assert played.saves == [], "a broken state is not saved"
 
 
-def test_finding_the_fp16_scale_is_not_bad_until_it_cannot_be_lowered():
+def test_fp16_scale_search_is_not_bad_until_minimum_scale():
     overflow = Outcome(2.0, applied=False, grad_norm=math.inf)
     config = DynamicLossScalerConfig(initial_scale=2.0**6, hysteresis=1)
     flags = "--fp16 --max-consecutive-bad-steps 2 --train-iters 40 --eval-interval 0"
@@ -295,7 +295,7 @@ SIGNAL, CLOCK = (2.0, 0.0, 0.0), (0.0, 1.0, 0.0)
 @pytest.mark.parametrize(
     ("votes", "why"), [(SIGNAL, "a signal asks"), (CLOCK, "--exit-duration-in-mins asks")]
 )
-def test_votes_stop_behind_the_step_with_a_save_and_leave_validation_to_the_next_start(votes, why):
+def test_stop_flag_saves_after_step_and_defers_validation(votes, why):
     flags = "--save s --eval-interval 4 --log-interval 3"
     outcomes = [Outcome(2.0)] * 3 + [Outcome(2.0, votes=votes)]
     first = Played(flags, outcomes).train()
@@ -327,7 +327,7 @@ def test_without_votes_and_with_none_in_favour_a_run_goes_on():
     assert played.train().progress.iteration == 10
 
 
-def test_the_clock_of_stopping_is_told_of_steps_saves_and_validations():
+def test_stop_timer_is_notified_of_steps_saves_and_validations():
     played = Played("--save s --save-interval 5 --eval-interval 5")
     told = []
     played.stop.note = lambda kind, seconds: told.append(kind)

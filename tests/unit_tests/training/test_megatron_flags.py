@@ -82,7 +82,7 @@ def test_only_rank_0_lists_them(capsys):
 
 
 @pytest.mark.parametrize("flag", NO_EFFECT, ids=lambda flag: flag.name)
-def test_each_row_is_accepted_unless_all_that_has_no_effect_is_refused(flag):
+def test_ineffective_flag_is_accepted_unless_strict(flag):
     said: list[str] = []
     assert parse(given(flag), said) == small_config()
     assert f"--{flag.name} ({flag.kind})" in said[0]
@@ -169,7 +169,7 @@ def test_a_flag_whose_result_would_differ_stays_refused(text):
     assert "no effect" not in str(caught.value)
 
 
-def test_positions_that_a_script_leaves_out_are_those_of_megatron():
+def test_default_position_embedding_matches_megatron():
     words = [*small.ARGUMENTS.removesuffix(" --position-embedding-type rope").split()]
     run = read_run([*words, "--use-mcore-models", "--max-position-embeddings", "32"], Launch())
     model = gpt_config(run.config, 61)

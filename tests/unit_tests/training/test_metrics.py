@@ -53,7 +53,7 @@ def test_a_validation_that_is_made_again_is_there_once(tmp_path):
     assert [e["kind"] for e in read_metrics(path)] == ["train", "validation"]
 
 
-def test_a_failing_writer_is_dropped_with_one_line_and_the_others_go_on():
+def test_failing_metrics_writer_is_dropped_with_one_warning():
     class Good:
         def __init__(self):
             self.seen = []

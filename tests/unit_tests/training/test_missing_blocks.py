@@ -44,7 +44,7 @@ def test_options_of_blocks_that_a_pattern_has_not_are_refused(model, option, wor
     assert str(caught.value) == wanted
 
 
-def test_an_mlp_s_width_beside_experts_that_have_their_own_is_said(capsys):
+def test_unused_mlp_width_next_to_expert_width_is_reported(capsys):
     experts = "--num-experts 4 --disable-bias-linear --swiglu --ffn-hidden-size 64"
     run = hybrid_run(f"{PATTERN} ME {MAMBA} {experts}")
     assert gpt_config(run.config, 61).moe.ffn_hidden_size == 64
@@ -63,7 +63,7 @@ def test_what_asks_for_nothing_may_be_given():
     assert run.config.attention.attention_dropout == 0.0
 
 
-def test_what_is_missing_has_the_pattern_and_not_what_follows_from_it():
+def test_missing_options_include_pattern_but_not_derived_ones():
     for words, missing in (
         ("", f"{PATTERN}, --hidden-size, "),
         (f"{PATTERN} G-", "--hidden-size, "),

@@ -156,7 +156,7 @@ def test_a_foreign_file_is_named_and_ignored(root):
 
 
 @pytest.mark.parametrize("tracker", ["", "garbage", "77", None])
-def test_only_damaged_checkpoints_are_an_error_whatever_the_tracker_says(root, tracker):
+def test_only_damaged_checkpoints_raise_for_any_tracker(root, tracker):
     for folder in list_checkpoints(root):
         (folder / "manifest.json").unlink()
     path = root / "latest_checkpointed_iteration.txt"
@@ -212,7 +212,7 @@ def test_what_went_before_it_was_held_is_looked_for_again(root, monkeypatch):
     assert removed.is_set()
 
 
-def test_a_start_among_later_checkpoints_is_refused_with_their_names(root):
+def test_start_before_existing_checkpoints_is_refused(root):
     clear_the_way(str(root), 3, from_the_newest=False, coordinator=Solo())
     for start, named in (
         (2, "it holds iter_0000003, later than iteration 2"),
@@ -224,7 +224,7 @@ def test_a_start_among_later_checkpoints_is_refused_with_their_names(root):
     clear_the_way(str(root / "new"), 0, from_the_newest=False, coordinator=Solo())
 
 
-def test_damaged_later_checkpoints_lose_their_names_so_that_their_steps_can_be_saved(root):
+def test_damaged_later_checkpoints_are_renamed_before_saving(root):
     truncate(root / "iter_0000003")
     lines: list[str] = []
     clear_the_way(str(root), 2, from_the_newest=True, coordinator=Solo(lines.append))
@@ -234,7 +234,7 @@ def test_damaged_later_checkpoints_lose_their_names_so_that_their_steps_can_be_s
     assert lines == [f"WARNING: {root / 'iter_0000003'} is damaged and is now {aside.name}"]
 
 
-def test_a_checkpoint_of_a_newer_format_is_not_taken_for_a_damaged_one(root, monkeypatch):
+def test_newer_format_is_not_treated_as_damage(root, monkeypatch):
     with monkeypatch.context() as context:
         context.setattr(manifest_module, "VERSION", 2)
         tensors = {name: torch.full((100,), 4.0) for name in NAMES}

@@ -131,7 +131,7 @@ def test_a_rank_that_has_left_in_good_order_is_not_missed(server):
     watch.close()
 
 
-def test_a_rank_that_lives_but_does_not_come_is_named_with_its_last_collective(server):
+def test_live_rank_missing_a_collective_is_named_with_its_last(server):
     watches = [
         PeerWatch(lambda: _client(server.port), rank=rank, world_size=3, beat_seconds=0.05)
         for rank in range(3)
@@ -153,7 +153,7 @@ def test_a_rank_that_lives_but_does_not_come_is_named_with_its_last_collective(s
         watch.close()
 
 
-def test_ranks_of_other_stages_are_behind_by_their_iteration_alone(server):
+def test_other_stages_lag_only_by_iteration_number(server):
     watches = [
         PeerWatch(lambda: _client(server.port), rank=rank, world_size=4, beat_seconds=0.05)
         for rank in range(4)
@@ -218,7 +218,7 @@ def until(condition):
         time.sleep(0.02)
 
 
-def test_all_ranks_that_beat_leave_their_evidence_once_and_the_first_the_report(server):
+def test_live_ranks_write_evidence_once_and_one_writes_report(server):
     kept = []
     watches = keeping(server, 3, kept)
     watches[1].leave_evidence("rank 5 is dead")

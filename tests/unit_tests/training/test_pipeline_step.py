@@ -173,7 +173,7 @@ def on_expert_lanes(rank: int, world: int):
 
 
 @pytest.mark.covers("numbers of one process", runs="ranks")
-def test_experts_that_alone_have_lanes_are_gathered_and_reduced_on_the_way():
+def test_sharded_experts_gather_and_reduce_during_pipeline():
     with one_thread():
         losses, *_ = with_experts(ProcessGroupCollection.single(), "no_shard")
     steps = len(LENGTHS)

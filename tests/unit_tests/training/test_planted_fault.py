@@ -10,7 +10,7 @@ from tests.support.planting import flip, make_nan
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-def test_a_flip_changes_one_bit_of_the_largest_element_also_in_a_view(dtype):
+def test_flip_changes_one_bit_of_largest_element_in_views_too(dtype):
     whole = torch.randn(4, 3, 5, generator=torch.Generator().manual_seed(2)).to(dtype)
     values, before = whole.transpose(0, 2)[1:], whole.clone()
     flip(values)

@@ -127,7 +127,7 @@ def children(process: int) -> list[int]:
     return []
 
 
-def test_workers_end_with_a_run_that_is_killed_and_another_goes_on(tmp_path, corpus):
+def test_workers_exit_with_killed_run_and_next_run_resumes(tmp_path, corpus):
     preprocess(config_for(tmp_path, corpus))
     script = (
         "import sys, time; from megatron.training.preprocess_data import PreprocessConfig as C, "

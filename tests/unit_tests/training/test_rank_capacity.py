@@ -73,7 +73,7 @@ def replayed(rank: int, world: int, grid: dict[str, int], dispatcher: str) -> li
     ],
 )
 @pytest.mark.covers("numbers of eager steps", runs="replays")
-def test_steps_with_a_capacity_are_replayed_to_the_bits_of_eager_ones(grid, dispatcher):
+def test_capacity_steps_replay_bits_of_eager_steps(grid, dispatcher):
     # On a CPU only: the factor of the loss, and the range of tokens and labels, are read.
     read = ["aten._local_scalar_dense"] * 2 * (1 + 2 * len(("tokens", "labels")))
     for syncs in run_ranks(replayed, 2, grid, dispatcher):
@@ -118,7 +118,7 @@ def overflowing(rank: int, world: int) -> list[str]:
     return found
 
 
-def test_tokens_without_room_are_an_error_on_every_rank_and_change_nothing():
+def test_capacity_overflow_raises_on_every_rank_without_update():
     first, second = run_ranks(overflowing, 2)
     assert first == second
     # 12 tokens of 2 rows, 2 experts of each: 24 places are the even share, all 48 go to one rank.

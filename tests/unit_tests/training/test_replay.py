@@ -184,7 +184,7 @@ def test_switched_off_nothing_is_looked_at_or_computed_again():
     assert (doubt.verdict, times) == ("unchecked", 1)
 
 
-def test_every_step_or_every_few_are_compared_and_the_majority_is_used():
+def test_steps_are_compared_at_interval_and_majority_is_used():
     steps = Steps("report_determinism_stats", 2)
     assert steps.run(SOUND, OTHER) == (None, 1, 2.0)
     assert steps.run(SOUND, SOUND, OTHER) == (None, 2, 2.0)

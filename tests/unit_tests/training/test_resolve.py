@@ -28,7 +28,7 @@ CASES = [
 
 
 @pytest.mark.parametrize("more", CASES)
-def test_resolving_twice_changes_nothing_and_keeps_what_was_given(more):
+def test_resolve_is_idempotent_and_keeps_explicit_values(more):
     config = small_config(more)
     assert check(config, 4) == []
     run = resolve(config, 4)
@@ -99,7 +99,7 @@ def test_files_and_weight_decay():
     assert (decay.start_weight_decay, decay.end_weight_decay) == (0.0, 0.3)
 
 
-def test_the_kind_of_tokenizer_follows_from_its_file_as_it_does_elsewhere():
+def test_tokenizer_type_is_inferred_from_its_file():
     for model in ("t.json", "folder", "folder/t.model", "a.model.json"):
         got = resolve(small_config(f"--tokenizer-model {model}"), 1).config.tokenizer
         assert got.tokenizer_type == guess_type(model)

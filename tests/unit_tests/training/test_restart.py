@@ -71,7 +71,7 @@ def _started(port: int, counts: list[int], *, serves: bool = True) -> list[int]:
     return found
 
 
-def test_every_start_has_a_number_of_its_own_whatever_its_launchers_count():
+def test_every_start_gets_a_unique_number():
     server = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     assert _started(server.port, [0, 0, 0]) == [0, 0, 0]
     # One machine saw the failure, the others only that it had left; then a new machine comes.
@@ -81,7 +81,7 @@ def test_every_start_has_a_number_of_its_own_whatever_its_launchers_count():
     assert _started(other.port, [2, 1, 2], serves=False) == [2, 2, 2]
 
 
-def test_names_that_an_earlier_start_left_are_not_taken_for_those_of_this_one():
+def test_stale_names_of_an_earlier_start_are_ignored():
     """Its rank 0 was killed before it had answered."""
     server = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     left = dist.PrefixStore("megatron/starts", server)

@@ -199,7 +199,7 @@ def test_two_ranks_equal_the_definition_and_skip_alike():
             assert found[per_token, "evaluated"] == pytest.approx(evaluated, rel=1e-6)
 
 
-def test_a_loss_that_overflows_lowers_the_loss_scale_and_the_scale_leaves_no_trace():
+def test_overflow_lowers_loss_scale_without_changing_updates():
     groups = ProcessGroupCollection.single()
     step, plain = trainer(groups), trainer(groups)
     settings = DynamicLossScalerConfig(initial_scale=2.0**16, hysteresis=1)
@@ -225,9 +225,7 @@ def test_a_loss_that_overflows_lowers_the_loss_scale_and_the_scale_leaves_no_tra
         (ConstantLossScaler(4.0), "inf_norm"),
     ],
 )
-def test_a_norm_that_overflows_is_suspicious_only_where_the_scale_is_not_sought(
-    scaler, kind, monkeypatch
-):
+def test_overflowing_norm_is_an_anomaly_unless_scaling(scaler, kind, monkeypatch):
     groups, samples = ProcessGroupCollection.single(), [batch_of(0, 0)]
     step = trainer(groups, reruns=Reruns("validate_results"))
     step.optimizer.scaler = scaler
@@ -257,7 +255,7 @@ def test_a_step_needs_data():
         step([], lr=1.0, weight_decay=0.0)
 
 
-def test_evaluation_is_per_token_without_dropout_and_leaves_gradients_alone():
+def test_evaluation_averages_tokens_and_keeps_gradients():
     groups = ProcessGroupCollection.single()
     step = trainer(groups)
     data = [batch_of(0, i) for i in range(3)]

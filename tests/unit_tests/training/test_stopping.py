@@ -177,7 +177,7 @@ def test_a_signal_after_the_launchers_end_asks_for_the_same_stop():
     assert process.ends(TERM) == ExitCode.LAUNCHER_LOST
 
 
-def test_a_launcher_that_is_killed_while_it_waits_changes_nothing():
+def test_launcher_death_during_shutdown_changes_nothing():
     process = Process()
     process.stop.react(TERM)
     process.time += 5.0

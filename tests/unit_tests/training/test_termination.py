@@ -53,7 +53,7 @@ def test_the_thread_reacts_while_the_main_thread_is_stuck(number):
     assert (job.returncode, out) == (7, f"{int(number)}\n")
 
 
-def test_the_time_that_a_reaction_asks_for_comes_and_a_second_signal_comes_before_it():
+def test_termination_grace_applies_and_second_signal_preempts():
     job = _start("print(number, flush=True); return 0.2 if number else (os._exit(7) or None)")
     job.send_signal(signal.SIGTERM)
     out, _ = job.communicate(timeout=20)

@@ -44,9 +44,7 @@ def make_bpe(tmp_path):
 @pytest.mark.parametrize(
     ("kind", "make"), [("sentencepiece", make_sentencepiece), ("hf", make_bpe)]
 )
-def test_the_tokenizer_of_a_run_and_of_generation_follow_from_the_file(
-    written, tmp_path, kind, make
-):
+def test_training_and_generation_infer_the_same_tokenizer(written, tmp_path, kind, make):
     model = make(tmp_path)
     prefix = written(tokenizer_model=model)
     found = read_vocabulary(TokenizerConfig(tokenizer_model=model), [prefix])

@@ -534,10 +534,11 @@ def take(
     mtp_num_layers: int = 0,
     step_samples: int | None = None,
 ) -> list[Microbatch]:
-    """Return the next microbatches of this lane, to be trained on.
+    """Return the next training microbatches of this data-parallel rank.
 
     Args:
-        step_samples: of a step on all lanes, where it is not divided evenly.
+        step_samples: number of samples of the step on all data-parallel ranks, if the step does not
+            divide evenly; None if it does.
     """
     microbatches = []
     for batch in islice(batches, count):
@@ -580,12 +581,12 @@ class SessionSteps:
         run, device = self._session.run, self._session.place.device
         division = run.division(samples)
         batches = [next(self._batches) for _ in range(division.rounds)]
-        # An estimate where lanes differ: this lane's documents stand for all.
+        # An estimate if document lengths differ between ranks: the local ones stand for all.
         window = run.config.attention.window_size
-        counted = [batch for batch in batches if not batch.filler]
+        counted = [batch for batch in batches if not batch.is_padding]
         squares = sum(squared_lengths(batch, window) for batch in counted)
-        own_samples = sum(batch.num_samples for batch in counted)
-        self._session.window.add_squares(squares * samples // own_samples)
+        local_samples = sum(batch.num_samples for batch in counted)
+        self._session.window.add_squares(squares * samples // local_samples)
         microbatches = take(
             iter(batches),
             len(batches),

@@ -274,7 +274,7 @@ class TrainStep:
         scale = self.optimizer.scaler.scale
         computed, anomaly = self.replayer.run(
             lambda: self._compute(microbatches, votes, loss_limit),
-            share=loss_limit * scale / self.groups["lanes"].size,
+            share=loss_limit * scale / self.groups["gtp_cp_dp"].size,
         )
         report = StepReport(
             computed.loss, False, math.nan, scale, votes=computed.votes, doubt=anomaly
@@ -332,7 +332,7 @@ class TrainStep:
         [microbatches]."""
         counts = torch.stack([m.loss_mask.sum(dtype=torch.float32) for m in microbatches])
         if self.per_token_loss:
-            everything = all_reduce(counts.sum(), self.groups["lanes"])
+            everything = all_reduce(counts.sum(), self.groups["gtp_cp_dp"])
             return (1.0 / everything.clamp(min=1.0)).expand(len(microbatches))
         counts = all_reduce(counts, self.groups["cp"])
         factor = loss_factor(self.groups.grid, len(microbatches))
@@ -356,7 +356,7 @@ class TrainStep:
         source = iter(microbatches)
         while window := list(islice(source, at_a_time)):
             sums = sums + self._evaluated(window)
-        total = all_reduce(all_reduce(sums, self.groups["lanes"]), self.groups["pp"])
+        total = all_reduce(all_reduce(sums, self.groups["gtp_cp_dp"]), self.groups["pp"])
         loss, tokens = total.tolist()
         return loss / max(tokens, 1.0)
 
@@ -541,7 +541,7 @@ def weight_traffic(engine: DataParallel) -> tuple[str, str]:
     Nothing is sent only where the data-parallel groups of experts, too, have one rank; they may
     be larger or smaller than those of dense weights.
     """
-    if engine.groups["lanes"].size == engine.groups["expert_lanes"].size == 1:
+    if engine.groups["gtp_cp_dp"].size == engine.groups["egtp_edp"].size == 1:
         return "none", "none"
     ahead = [gatherer.leases for gatherer in engine.gatherers if gatherer.prefetch]
     gathers = "none" if not ahead else "each" if any(ahead) else "once"

@@ -88,10 +88,10 @@ def train_ours(
     optimizer = Optimizer(engine.owned(), groups, config=OptimizerConfig(kind="sgd", clip_grad=0.0))
     found = []
     with nan_memory(), trace(groups) as records:
-        for batches in lane_data(groups["lanes"].rank):
+        for batches in lane_data(groups["gtp_cp_dp"].rank):
             engine.begin_step(ACCUMULATION)
             for i, batch in enumerate(batches):
-                share = batch.loss_mask.sum() * ACCUMULATION * groups["lanes"].size
+                share = batch.loss_mask.sum() * ACCUMULATION * groups["gtp_cp_dp"].size
                 loss, _ = model.loss(batch.tokens, batch.labels, batch.loss_mask / share)
                 engine.backward(loss, last=i == ACCUMULATION - 1)
             engine.finish()

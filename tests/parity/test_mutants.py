@@ -120,7 +120,7 @@ FAULTS = {
     "replicas of a weight over gtp count in the norm": (
         "weight_gather.store",
         "owned_range",
-        "if axis not in lanes]",
+        "if axis not in sharded_data_axes]",
         "if axis not in (*lanes, 'dp_inner')]",
         {"tp": 1, "gtp": 2, "dp": 2},
     ),

@@ -207,14 +207,14 @@ def _over_lanes(row: Row, step: Step, *, last: bool) -> None:
         first = matching(step.records, kind="all_reduce", group="world")[:1]
         assert_active(first, exactly=1, exactly_bytes=8)
     if _lanes(row) == 1:
-        assert_silent(step.records, group="lanes")
+        assert_silent(step.records, group="gtp_cp_dp")
     if not _shares(row):
         return
     wanted = {(t.kind, t.group): (t.count, t.bytes) for t in step.over_lanes}
     if row["per_token"] and _lanes(row) > 1:  # the number of tokens, fp32
-        count, size = wanted.get(("all_reduce", "lanes"), (0, 0))
-        wanted["all_reduce", "lanes"] = count + 1, size + 4
-    groups = {name for name in GROUP_NAMES if name.endswith("lanes")}
+        count, size = wanted.get(("all_reduce", "gtp_cp_dp"), (0, 0))
+        wanted["all_reduce", "gtp_cp_dp"] = count + 1, size + 4
+    groups = {name for name in GROUP_NAMES if name.endswith("gtp_cp_dp")}
     if shards_over_gtp(row):
         groups |= {"gtp", "gtp_gather", "dp_cp", "egtp", "egtp_gather", "edp"}
     seen = {(r.kind, r.group) for r in step.records if r.group in groups}
@@ -274,8 +274,8 @@ def _gathers_over_gtp(
 def _gathers_of_strategy(row: Row, run: Run, before: GatherCounts, last: GatherCounts) -> None:
     """As often as the plan says, and within its budget."""
     gathered = last.gathers - before.gathers
-    over = "gather_lanes" if row["placement"] == CUT_WEIGHTS else "inner_lanes"
-    over = "lanes" if (over, row["instances"]) == ("inner_lanes", 1) else over
+    over = "shard_gather" if row["placement"] == CUT_WEIGHTS else "shard"
+    over = "gtp_cp_dp" if (over, row["instances"]) == ("shard", 1) else over
     records = run.steps[-1].records
     if row["experts"] is None:
         assert_active(records, kind="all_gather", group=over, exactly=gathered)

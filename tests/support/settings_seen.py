@@ -104,7 +104,7 @@ def training_settings(engine: DataParallel, optimizer: Optimizer) -> Iterator[st
     """Name how gradients are summed and weights are moved."""
     config, kept = engine.config, optimizer.config
     yield _DTYPES[engine.store.dtype]
-    many = engine.groups["lanes"].size > 1
+    many = engine.groups["gtp_cp_dp"].size > 1
     if many:
         yield "reduce overlapped" if config.overlap_grad_reduce else "reduce at the end"
     if engine.placement.optimizer and config.overlap_param_gather:

@@ -175,7 +175,7 @@ def _division(
 ) -> Iterator[str]:
     """Name what is wrong with batches of a size in microbatches of a size, each with its flag."""
     (flag, size), (micro_flag, rows) = batch, micro
-    division = Division(samples=size, micro_batch_size=rows, lanes=dp_size)
+    division = Division(samples=size, micro_batch_size=rows, data_parallel_size=dp_size)
     uneven = config.training.allow_uneven_batch
     if not (division.is_even or uneven):
         near = max(1, round(size / (rows * dp_size))) * rows * dp_size

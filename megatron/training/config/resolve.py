@@ -80,7 +80,7 @@ class Run:
         return Division(
             samples=samples,
             micro_batch_size=self.config.training.micro_batch_size,
-            lanes=self.data_parallel_size,
+            data_parallel_size=self.data_parallel_size,
         )
 
     @property
@@ -109,7 +109,8 @@ def resolve(config: Config, world_size: int) -> Run:
     else:
         warmup = schedule.lr_warmup_samples or sizes.samples(schedule.lr_warmup_iters)
     anneal = decay - sizes.samples(max(decay_iters - (schedule.lr_wsd_decay_iters or 0), 0))
-    final = Division(samples=sizes.sizes[-1], micro_batch_size=training.micro_batch_size, lanes=dp)
+    size, micro_size = sizes.sizes[-1], training.micro_batch_size
+    final = Division(samples=size, micro_batch_size=micro_size, data_parallel_size=dp)
     resolved = replace(
         config,
         model=_model(config, training.seq_length),
@@ -134,7 +135,7 @@ def resolve(config: Config, world_size: int) -> Run:
         evaluation=Division(
             samples=evaluation.eval_global_batch_size or sizes.sizes[-1],
             micro_batch_size=evaluation.eval_micro_batch_size or training.micro_batch_size,
-            lanes=dp,
+            data_parallel_size=dp,
         ),
         num_microbatches=final.rounds,
         train_iters=iterations,

@@ -224,7 +224,9 @@ def _microbatches(config: Config, world_size: int) -> tuple[int, ...]:
     if remainder:
         return ()
     divisions = [
-        Division(samples=size, micro_batch_size=training.micro_batch_size, lanes=dp_size)
+        Division(
+            samples=size, micro_batch_size=training.micro_batch_size, data_parallel_size=dp_size
+        )
         for size in training.batch_sizes(dp_size).sizes
     ]
     uneven = training.allow_uneven_batch

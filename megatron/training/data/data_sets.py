@@ -318,8 +318,8 @@ def training_batches(
     return GPTBatches(
         data.train,
         micro_batch_size=run.config.training.micro_batch_size,
-        lanes_rank=dp_group.rank,
-        lanes_size=dp_group.size,
+        data_parallel_rank=dp_group.rank,
+        data_parallel_size=dp_group.size,
         consumed_samples=consumed_samples,
         order=order,
         batch_sizes=run.batch_sizes,
@@ -345,8 +345,8 @@ def validation_batches(
     return GPTBatches(
         source,
         micro_batch_size=run.evaluation.micro_batch_size,
-        lanes_rank=dp_group.rank,
-        lanes_size=dp_group.size,
+        data_parallel_rank=dp_group.rank,
+        data_parallel_size=dp_group.size,
         batch_sizes=BatchSizes.constant(run.evaluation.samples),
     )
 

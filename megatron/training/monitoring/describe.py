@@ -65,9 +65,10 @@ from megatron.training.session import Session
 def batch_words(run: Run) -> str:
     """Return how a step's samples are divided into microbatches, for the run line."""
     division = run.final_division
+    num_ranks = division.data_parallel_size
     if division.is_even:
         return (
-            f"global batch {division.samples} = {division.lanes} x {division.micro_batch_size} x "
+            f"global batch {division.samples} = {num_ranks} x {division.micro_batch_size} x "
             f"{division.rounds} microbatches"
         )
     return (
@@ -94,13 +95,14 @@ def batch_line(run: Run) -> str | None:
     if division.is_even:
         return None
     padding = "no padding microbatch"
-    ranks = f"{division.lanes} data-parallel rank{'s' if division.lanes > 1 else ''}"
-    if division.fillers:
-        first_rank = division.lanes - division.fillers
+    num_ranks = division.data_parallel_size
+    ranks = f"{num_ranks} data-parallel rank{'s' if num_ranks > 1 else ''}"
+    if division.padding_microbatches:
+        first_rank = num_ranks - division.padding_microbatches
         padded = (
             f"rank {first_rank}"
-            if division.fillers == 1
-            else f"ranks {first_rank}-{division.lanes - 1}"
+            if division.padding_microbatches == 1
+            else f"ranks {first_rank}-{num_ranks - 1}"
         )
         padding = f"1 padding microbatch on {padded}"
     last_size = division.samples % division.micro_batch_size
@@ -124,7 +126,7 @@ def data_parallel_line(engine: DataParallel, optimizer: Optimizer) -> str:
         ValueError: the strategy in effect differs from the requested one.
     """
     config = engine.config
-    if engine.groups["lanes"].size == engine.groups["expert_lanes"].size == 1:
+    if engine.groups["gtp_cp_dp"].size == engine.groups["egtp_edp"].size == 1:
         scope = "one rank"
         if idle := _idle_flags(config):
             verb = "has" if len(idle) == 1 else "have"
@@ -280,7 +282,7 @@ def _scope(engine: DataParallel) -> str:
     """Return the number of data-parallel ranks of dense weights and of experts."""
     groups, instances = engine.groups, engine.groups.grid.instances
     dense_ranks, expert_ranks = (
-        groups[name].size // instances for name in ("lanes", "expert_lanes")
+        groups[name].size // instances for name in ("gtp_cp_dp", "egtp_edp")
     )
     text = f"{dense_ranks} rank{'s' if dense_ranks > 1 else ''}"
     if expert_ranks != dense_ranks:

@@ -16,11 +16,10 @@ Hybrid sharding splits data parallelism in two: weights are sharded over the inn
 replicated over the outer one (of size `instances`, 1 by default). `dp` = dp_inner · dp_outer and
 `edp` name both together.
 
-`dp` alone is ambiguous, so these names are used throughout: `replicate` (dp) are the ranks that
-hold the same weights and optimizer state when nothing is sharded over data; `lanes` (gtp × cp × dp)
-are the ranks that see different tokens, the data-parallel ranks over which gradients are reduced;
-`samples` (gtp × dp) are those that see different samples, as cp ranks share one. `inner_lanes` ×
-`outer_lanes` are the lanes.
+`dp` alone is ambiguous, so the groups below have explicit names. `gtp_cp_dp` are the ranks that see
+different tokens: the data-parallel ranks over which gradients are reduced (`egtp_edp` for experts).
+Hybrid sharding divides them into the `shard` group and the `replicate` group. `samples` (gtp × dp)
+are the ranks that see different samples, since cp ranks share a sample.
 """
 
 from __future__ import annotations
@@ -60,9 +59,8 @@ JOINED_AXES: Mapping[str, tuple[str, str]] = MappingProxyType(
 #: order on every rank, which is what makes `new_group` safe.
 GROUP_AXES: Mapping[str, tuple[str, ...]] = MappingProxyType(
     {
-        "lanes": ("gtp", "cp", "dp"),
+        "gtp_cp_dp": ("gtp", "cp", "dp"),
         "dp_cp": ("cp", "dp"),
-        "replicate": ("dp",),
         "dp": ("dp",),
         "cp": ("cp",),
         "tp": ("tp",),
@@ -75,15 +73,15 @@ GROUP_AXES: Mapping[str, tuple[str, ...]] = MappingProxyType(
         "egtp": ("egtp",),
         "edp": ("edp",),
         "etp_ep": ("etp", "ep"),
-        "expert_lanes": ("egtp", "edp"),
+        "egtp_edp": ("egtp", "edp"),
         "expert_model": ("etp", "ep", "pp"),
         "world": ("tp", "gtp", "cp", "dp", "pp"),
-        "inner_lanes": ("gtp", "cp", "dp_inner"),
-        "outer_lanes": ("dp_outer",),
-        "expert_inner_lanes": ("egtp", "edp_inner"),
-        "expert_outer_lanes": ("edp_outer",),
-        "gather_lanes": ("gtp", "cp", "dp_inner"),
-        "expert_gather_lanes": ("egtp", "edp_inner"),
+        "shard": ("gtp", "cp", "dp_inner"),
+        "replicate": ("dp_outer",),
+        "expert_shard": ("egtp", "edp_inner"),
+        "expert_replicate": ("edp_outer",),
+        "shard_gather": ("gtp", "cp", "dp_inner"),
+        "expert_shard_gather": ("egtp", "edp_inner"),
         "gtp_gather": ("gtp",),
         "egtp_gather": ("egtp",),
         "samples": ("gtp", "dp"),
@@ -299,12 +297,12 @@ class RankGrid:
 #: communicator runs in turn, so a gather must not queue behind the reduction of a large bucket.
 TRAFFIC: Mapping[str, str] = MappingProxyType(
     {
-        "lanes": "gradients",
-        "inner_lanes": "gradients",
-        "expert_lanes": "gradients",
-        "expert_inner_lanes": "gradients",
-        "gather_lanes": "weights",
-        "expert_gather_lanes": "weights",
+        "gtp_cp_dp": "gradients",
+        "shard": "gradients",
+        "egtp_edp": "gradients",
+        "expert_shard": "gradients",
+        "shard_gather": "weights",
+        "expert_shard_gather": "weights",
         "gtp": "gradients of each microbatch",
         "egtp": "gradients of each microbatch",
         "gtp_gather": "weights",
@@ -366,7 +364,7 @@ class Group:
 
 @dataclass(frozen=True)
 class ProcessGroupCollection:
-    """All groups of one rank: `groups["tp"]`, `groups["lanes"]` …, with the grid they came from.
+    """All groups of one rank: `groups["tp"]`, `groups["gtp_cp_dp"]` …, and the grid behind them.
 
     Build with `create` (many processes) or `single` (one). Frozen; nothing is looked up anywhere
     else.

@@ -39,10 +39,10 @@ if TYPE_CHECKING:
 GradientKind = Literal["identical", "partial"]
 
 #: The data axes: ranks along them see different tokens. Hybrid sharding shards over the inner ones.
-INNER_LANES = ("gtp", "cp", "dp_inner")
-OUTER_LANES = ("dp_outer",)
-DENSE_LANES = INNER_LANES + OUTER_LANES
-EXPERT_LANES = ("egtp", "edp_inner", "edp_outer")
+SHARD_AXES = ("gtp", "cp", "dp_inner")
+REPLICATE_AXES = ("dp_outer",)
+DENSE_DATA_AXES = SHARD_AXES + REPLICATE_AXES
+EXPERT_DATA_AXES = ("egtp", "edp_inner", "edp_outer")
 
 #: The axis over which generalized tensor parallelism shards weights; for experts it is egtp.
 GTP = ("gtp",)
@@ -135,14 +135,15 @@ def placement(strategy: Strategy, outer: OuterStrategy = "no_shard") -> Placemen
     if outer == "optim" and strategy != "optim_grads_params":
         raise ValueError(
             f"outer sharding strategy 'optim' with {strategy!r} would be plain sharding over all "
-            "lanes: use 'optim_grads_params', or one optimizer instance without an outer strategy"
+            "data-parallel ranks: use 'optim_grads_params', or one optimizer instance without an "
+            "outer strategy"
         )
     stage = STRATEGIES.index(strategy)
-    sharded_outside = OUTER_LANES if outer == "optim" else ()
+    sharded_outside = REPLICATE_AXES if outer == "optim" else ()
     return Placement(
-        weight=INNER_LANES if stage >= 3 else (),
-        gradient=INNER_LANES if stage >= 2 else (),
-        optimizer=INNER_LANES + sharded_outside if stage >= 1 else (),
+        weight=SHARD_AXES if stage >= 3 else (),
+        gradient=SHARD_AXES if stage >= 2 else (),
+        optimizer=SHARD_AXES + sharded_outside if stage >= 1 else (),
     )
 
 
@@ -194,23 +195,23 @@ class WeightSharding:
         return "egtp" if self.expert else "gtp"
 
     @cached_property
-    def lane_axes(self) -> tuple[str, ...]:
-        return EXPERT_LANES if self.expert else DENSE_LANES
+    def data_axes(self) -> tuple[str, ...]:
+        return EXPERT_DATA_AXES if self.expert else DENSE_DATA_AXES
 
-    def lanes_of(self, axes: tuple[str, ...]) -> tuple[str, ...]:
+    def data_axes_of(self, axes: tuple[str, ...]) -> tuple[str, ...]:
         """Return the data axes of a placement as axes of this weight's own grid."""
         if not self.expert:
             return axes
         # The expert grid has no cp: its ranks are among those of edp_inner.
         expert_axes = {"gtp": "egtp", "dp_outer": "edp_outer"}
         group_names = {expert_axes.get(axis, "edp_inner") for axis in axes}
-        return tuple(axis for axis in EXPERT_LANES if axis in group_names)
+        return tuple(axis for axis in EXPERT_DATA_AXES if axis in group_names)
 
     def placement(self, grid: RankGrid, strategy: Placement) -> Placement:
         """Return what shards this weight's roles on a grid: nothing on a single data-parallel rank,
         else what the strategy shards, and the weight and its gradient over gtp if that may. A
         strategy that shards weights does so over all data-parallel ranks, gtp among them."""
-        if all(grid.size(axis) == 1 for axis in self.lane_axes):
+        if all(grid.size(axis) == 1 for axis in self.data_axes):
             return Placement()
         if not self.gtp or strategy.weight or grid.size(self.gtp_axis) == 1:
             return strategy
@@ -406,14 +407,14 @@ def replica_ranks(
     """
     segment = next(s for s in sharding.segments if s.name == segment_name)
     at = grid.coordinates(rank)
-    cut_lanes = sharding.lanes_of(sharded)
+    sharded_data_axes = sharding.data_axes_of(sharded)
     choices = []
     for axis in sharding.axes:
         size = grid.size(axis)
         num_shards = segment.pieces(axis, grid)
         if axis == "pp":
             choices.append(tuple(sorted(set(sharding.stages))) or (at[axis],))
-        elif axis in cut_lanes or num_shards == size:
+        elif axis in sharded_data_axes or num_shards == size:
             choices.append((at[axis],))
         else:
             replicas = size // num_shards
@@ -445,7 +446,9 @@ def memory_bytes(
         (placement.gradient, gradient_bytes),
         (placement.optimizer, optimizer_bytes),
     ):
-        total += Fraction(numel * size, math.prod(grid.size(a) for a in sharding.lanes_of(axes)))
+        total += Fraction(
+            numel * size, math.prod(grid.size(a) for a in sharding.data_axes_of(axes))
+        )
     return total
 
 
@@ -489,7 +492,7 @@ def _replica_index(
     """Return this rank's number among the model-parallel replicas of a segment (0 counts it)."""
     index = 0
     for axis in sharding.axes:
-        if axis in sharding.lane_axes:
+        if axis in sharding.data_axes:
             continue
         if axis == "pp":
             owners = sharding.stages or (at[axis],)
@@ -518,15 +521,15 @@ class GradientPlan:
     """All that happens to a weight's gradient after backward.
 
     Args:
-        lanes: the group that its buckets are reduced over ("lanes" or "expert_lanes").
+        data_group: the group over which its buckets are reduced ("gtp_cp_dp" or "egtp_edp").
         steps: sums over model axes, in order, after that.
-        lanes_reached: the number of data-parallel ranks whose tokens the result holds; the loss
+        num_ranks_reached: the number of data-parallel ranks whose tokens the result holds; the loss
             factor assumes all.
     """
 
-    lanes: str
+    data_group: str
     steps: tuple[GradientStep, ...]
-    lanes_reached: Fraction
+    num_ranks_reached: Fraction
 
 
 def gradient_plan(sharding: WeightSharding, grid: RankGrid) -> GradientPlan:
@@ -540,7 +543,7 @@ def gradient_plan(sharding: WeightSharding, grid: RankGrid) -> GradientPlan:
     names = tuple(s.name for s in sharding.segments)
     steps = []
     for axis in sharding.axes:
-        if axis in sharding.lane_axes or axis == "pp" or grid.size(axis) == 1:
+        if axis in sharding.data_axes or axis == "pp" or grid.size(axis) == 1:
             continue
         whole, size = [], grid.size(axis)
         for segment in sharding.segments:
@@ -565,17 +568,17 @@ def gradient_plan(sharding: WeightSharding, grid: RankGrid) -> GradientPlan:
                 "and the last share weights"
             )
         steps.append(GradientStep(TIED, names))
-    lanes = "expert_lanes" if sharding.expert else "lanes"
-    reached = Fraction(math.prod(grid.size(a) for a in sharding.lane_axes))
+    data_group = "egtp_edp" if sharding.expert else "gtp_cp_dp"
+    reached = Fraction(math.prod(grid.size(a) for a in sharding.data_axes))
     if sharding.expert:  # dispatch brings the tokens of etp·ep ranks, etp·ep/tp data-parallel ones
         reached *= Fraction(grid.size("etp") * grid.ep, grid.tp)
-    num_ranks = math.prod(grid.size(a) for a in DENSE_LANES)
+    num_ranks = math.prod(grid.size(a) for a in DENSE_DATA_AXES)
     if reached != num_ranks:
         raise ValueError(
             f"{sharding.name}: its gradient would be summed over {reached} of {num_ranks} "
             "data-parallel ranks; the expert grid does not cover the dense one"
         )
-    return GradientPlan(lanes, tuple(_merge(steps)), reached)
+    return GradientPlan(data_group, tuple(_merge(steps)), reached)
 
 
 def loss_factor(grid: RankGrid, num_microbatches: int) -> float:
@@ -596,12 +599,12 @@ def _merge(steps: list[GradientStep]) -> list[GradientStep]:
 
 
 __all__ = [
-    "DENSE_LANES",
-    "EXPERT_LANES",
+    "DENSE_DATA_AXES",
+    "EXPERT_DATA_AXES",
     "GTP",
-    "INNER_LANES",
-    "OUTER_LANES",
     "OUTER_STRATEGIES",
+    "REPLICATE_AXES",
+    "SHARD_AXES",
     "STRATEGIES",
     "Cut",
     "GradientKind",

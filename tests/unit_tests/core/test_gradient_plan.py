@@ -35,7 +35,7 @@ def steps(sharding: WeightSharding, grid: RankGrid = GRID) -> tuple[GradientStep
 
 def test_a_cut_weight_needs_its_lanes_only():
     plan = gradient_plan(WeightSharding.of("w", (8, 3), ROWS), GRID)
-    assert (plan.lanes, plan.steps, plan.lanes_reached) == ("lanes", (), Fraction(4))
+    assert (plan.data_group, plan.steps, plan.num_ranks_reached) == ("gtp_cp_dp", (), Fraction(4))
 
 
 def test_replicated_weight_is_summed_over_tp_only_if_partial():
@@ -96,7 +96,7 @@ def test_experts_hold_all_lanes_whatever_their_grid(etp: int, ep: int, egtp: int
         "e", (ep * etp, 3), Cut(axis="ep", dim=0), Cut(axis="etp", dim=0), expert=True
     )
     plan = gradient_plan(expert, grid)
-    assert (plan.lanes, plan.steps, plan.lanes_reached) == ("expert_lanes", (), Fraction(4))
+    assert (plan.data_group, plan.steps, plan.num_ranks_reached) == ("egtp_edp", (), Fraction(4))
 
 
 class ForgetsExperts(RankGrid):
@@ -166,14 +166,14 @@ def miscounted(plan_of: Callable[[WeightSharding, RankGrid], GradientPlan], grid
     groups: dict[str | None, dict[int, list[int]]] = {
         None: {rank: [rank] for rank in range(grid.world_size)}
     }
-    for name in ("tp", "etp_ep", "lanes", "expert_lanes"):
+    for name in ("tp", "etp_ep", "gtp_cp_dp", "egtp_edp"):
         groups[name] = {rank: ranks for ranks in grid.named_ranks(name) for rank in ranks}
     for sharding, tokens in weights_of_layers(grid):
         plan = plan_of(sharding, grid)
         held = {rank: Counter(groups[tokens][rank]) for rank in range(grid.world_size)}
         boxes = {r: local_boxes(sharding, grid, grid.coordinates(r)) for r in held}
-        right = plan.lanes_reached * grid.tp * grid.pp == grid.world_size
-        for name in (plan.lanes, *(step.group for step in plan.steps)):
+        right = plan.num_ranks_reached * grid.tp * grid.pp == grid.world_size
+        for name in (plan.data_group, *(step.group for step in plan.steps)):
             for ranks in grid.named_ranks(name):
                 right &= all(_places(boxes[rank]) == _places(boxes[ranks[0]]) for rank in ranks)
             held = {r: sum((held[other] for other in groups[name][r]), Counter()) for r in held}
@@ -200,8 +200,8 @@ def test_the_tokens_of_every_rank_reach_a_weight_once(world: int):
 
 #: Faults of the plan: (code, faulty code).
 PLAN_BUGS = (
-    ('"expert_lanes" if sharding.expert else "lanes"', '"lanes"'),
-    ('"expert_lanes" if sharding.expert else "lanes"', '"expert_lanes"'),
+    ('"egtp_edp" if sharding.expert else "gtp_cp_dp"', '"gtp_cp_dp"'),
+    ('"egtp_edp" if sharding.expert else "gtp_cp_dp"', '"egtp_edp"'),
     ('"etp") * grid.ep, grid.tp', '"etp"), grid.tp'),
     ('"etp") * grid.ep, grid.tp', '"ep"), grid.tp'),
     ('"etp") * grid.ep, grid.tp', '"etp") * grid.ep'),
@@ -209,7 +209,7 @@ PLAN_BUGS = (
     ('== "partial"', '== "identical"'),
     ("steps.append(GradientStep(axis, tuple(whole)))", "pass"),
     ("steps.append(GradientStep(axis, tuple(whole)))", 'steps.append(GradientStep("etp_ep", ()))'),
-    ("if axis in sharding.lane_axes or", "if"),
+    ("if axis in sharding.data_axes or", "if"),
 )
 
 

@@ -132,7 +132,7 @@ def test_ranks_hold_each_element_equally_and_count_it_once():
     for grid, sharding in cases():
         kinds[sharding.name] += 1
         stages = len(set(sharding.stages)) or 1
-        lanes = math.prod(grid.size(a) for a in sharding.lane_axes)
+        lanes = math.prod(grid.size(a) for a in sharding.data_axes)
         for segment in sharding.segments:
             held = holders(grid, sharding)[segment.name]
             assert set(held) == set(itertools.product(*map(range, segment.shape)))

@@ -160,8 +160,8 @@ def trained(case: Case, groups: ProcessGroupCollection) -> dict:
     batches = GPTBatches(
         Rows(),
         micro_batch_size=MICRO,
-        lanes_rank=lanes.rank,
-        lanes_size=lanes.size,
+        data_parallel_rank=lanes.rank,
+        data_parallel_size=lanes.size,
         batch_sizes=BatchSizes.constant(2 * MICRO),
     )
     depths, count = case.model.mtp_num_layers, 2 // lanes.size

@@ -208,8 +208,8 @@ def trained(
     batches = GPTBatches(
         Rows(length, marks=marks),
         micro_batch_size=MICRO,
-        lanes_rank=lanes.rank,
-        lanes_size=lanes.size,
+        data_parallel_rank=lanes.rank,
+        data_parallel_size=lanes.size,
         batch_sizes=BatchSizes.constant(MICRO * ROUNDS),
     )
     found, rounds, depths = Numbers([], [], [], []), ROUNDS // lanes.size, config.mtp_num_layers

@@ -192,14 +192,14 @@ def _divided(rank: int, case: Case) -> dict:
     grid = RankGrid(world_size=case.world, cp=case.cp, pp=case.pp, ep=case.ep, etp=case.etp)
     groups = ProcessGroupCollection.create(grid, rank=rank)
     step, lanes = step_of(groups, case), groups["samples"]
-    division = Division(samples=case.samples, micro_batch_size=MICRO, lanes=lanes.size)
+    division = Division(samples=case.samples, micro_batch_size=MICRO, data_parallel_size=lanes.size)
 
     def fresh() -> GPTBatches:
         return GPTBatches(
             Rows(),
             micro_batch_size=MICRO,
-            lanes_rank=lanes.rank,
-            lanes_size=lanes.size,
+            data_parallel_rank=lanes.rank,
+            data_parallel_size=lanes.size,
             batch_sizes=BatchSizes.constant(case.samples),
         )
 
@@ -228,7 +228,8 @@ def _divided(rank: int, case: Case) -> dict:
         "gradients": gradients,
         "loads": loads,
         "fillers": fillers,
-        "wanted": STEPS * sum(not division.places(lanes.rank, i) for i in range(division.rounds)),
+        "wanted": STEPS
+        * sum(not division.sample_range(lanes.rank, i) for i in range(division.rounds)),
     }
 
 
@@ -334,12 +335,12 @@ def test_experts_take_no_token_of_a_filler(monkeypatch):
 
 def of_one_lane(step: TrainStep, lane: int) -> list[float]:
     """Take steps on the microbatches of one lane of three."""
-    division = Division(samples=7, micro_batch_size=MICRO, lanes=3)
+    division = Division(samples=7, micro_batch_size=MICRO, data_parallel_size=3)
     batches = GPTBatches(
         Rows(),
         micro_batch_size=MICRO,
-        lanes_rank=lane,
-        lanes_size=3,
+        data_parallel_rank=lane,
+        data_parallel_size=3,
         batch_sizes=BatchSizes.constant(7),
     )
     layouts = Layouts(step.groups["cp"], torch.device("cpu"))

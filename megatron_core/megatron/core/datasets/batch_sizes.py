@@ -9,15 +9,14 @@ A step that begins at sample n has g(n) samples, even if it extends beyond the n
 sizes of all steps therefore depend on the number of consumed samples alone, and a resumed run
 continues with the same steps.
 
-`Division` divides the g samples of a step into blocks of b in their order; the last block has the
-rest, if there is one. With as many `lanes` as there are data-parallel ranks, block i is microbatch
-i // lanes of rank i mod lanes:
+`Division` divides the g samples of a step into blocks of b samples, in order; the last block may be
+smaller. With d data-parallel ranks, block i is microbatch i // d of rank i mod d:
 
-    sample p of the step  →  block p // b  →  rank (p // b) mod lanes, microbatch p // (b · lanes)
+    sample p of the step  →  block p // b  →  rank (p // b) mod d, microbatch p // (b · d)
 
-So the blocks do not depend on the number of ranks. Where the last round has fewer blocks than
-ranks, the other ranks get a filler: a microbatch without weight in the loss, of as many samples as
-rank 0 has in that round.
+The blocks therefore do not depend on the number of ranks. If the last round has fewer blocks than
+ranks, the remaining ranks get a padding microbatch, with weight 0 in the loss, and as many samples
+as rank 0 has in that round.
 """
 
 from __future__ import annotations
@@ -110,12 +109,12 @@ class BatchSizes:
 
 @dataclass(frozen=True, kw_only=True)
 class Division:
-    """How a step's samples are divided over data-parallel ranks.
+    """Division of a step's samples over the data-parallel ranks.
 
     Args:
-        samples: g, of a step, over all data-parallel ranks.
-        micro_batch_size: b.
-        lanes: how many ranks see different samples.
+        samples: g, the number of samples of the step, over all data-parallel ranks.
+        micro_batch_size: b, the number of samples of a microbatch.
+        data_parallel_size: d, the number of ranks that see different samples.
 
     Raises:
         ValueError: a number below 1.
@@ -123,64 +122,66 @@ class Division:
 
     samples: int
     micro_batch_size: int
-    lanes: int
+    data_parallel_size: int
 
     def __post_init__(self) -> None:
-        if min(self.samples, self.micro_batch_size, self.lanes) < 1:
+        if min(self.samples, self.micro_batch_size, self.data_parallel_size) < 1:
             raise ValueError(
                 f"{self.samples} samples in microbatches of {self.micro_batch_size} over "
-                f"{self.lanes} lanes: impossible"
+                f"{self.data_parallel_size} data-parallel ranks: impossible"
             )
 
     @property
     def blocks(self) -> int:
-        """Microbatches of a step on all data-parallel ranks together, without fillers."""
+        """Microbatches of a step on all data-parallel ranks, without padding microbatches."""
         return -(-self.samples // self.micro_batch_size)
 
     @property
     def rounds(self) -> int:
-        """Microbatches of a step on each data-parallel rank, with fillers."""
-        return -(-self.blocks // self.lanes)
+        """Microbatches of a step on each data-parallel rank, with padding microbatches."""
+        return -(-self.blocks // self.data_parallel_size)
 
     @property
-    def fillers(self) -> int:
-        """Microbatches of a step on all data-parallel ranks together that count for nothing."""
-        return self.rounds * self.lanes - self.blocks
+    def padding_microbatches(self) -> int:
+        """Padding microbatches of a step on all data-parallel ranks."""
+        return self.rounds * self.data_parallel_size - self.blocks
 
     @property
     def is_even(self) -> bool:
         """Whether all microbatches of all data-parallel ranks have b samples."""
-        return self.samples == self.rounds * self.lanes * self.micro_batch_size
+        return self.samples == self.rounds * self.data_parallel_size * self.micro_batch_size
 
-    def places(self, lane: int, number: int) -> range:
-        """Return which samples of the step are in a rank's microbatch; none of them in a filler.
+    def sample_range(self, rank: int, number: int) -> range:
+        """Return the samples of the step in a rank's microbatch; empty for a padding microbatch.
 
         Args:
-            lane: 0 … lanes - 1.
-            number: of the microbatch, 0 … rounds - 1.
+            rank: data-parallel rank, 0 … d - 1.
+            number: index of the microbatch, 0 … rounds - 1.
 
         Raises:
             ValueError: no such data-parallel rank or microbatch.
         """
-        if not (0 <= lane < self.lanes and 0 <= number < self.rounds):
+        if not (0 <= rank < self.data_parallel_size and 0 <= number < self.rounds):
             raise ValueError(
-                f"microbatch {number} of lane {lane}: impossible, a step has {self.rounds} on "
-                f"{self.lanes} lanes"
+                f"microbatch {number} of data-parallel rank {rank}: impossible, a step has "
+                f"{self.rounds} on {self.data_parallel_size} ranks"
             )
-        start = (number * self.lanes + lane) * self.micro_batch_size
+        start = (number * self.data_parallel_size + rank) * self.micro_batch_size
         stop = min(start + self.micro_batch_size, self.samples)
         return range(min(start, stop), stop)
 
     def largest(self, number: int) -> int:
-        """Return the samples of the largest of all ranks' microbatches of this number."""
-        return len(self.places(0, number))
+        """Return the number of samples of the largest microbatch of a round over all ranks."""
+        return len(self.sample_range(0, number))
 
     @property
     def wasted(self) -> float:
-        """The share of the samples that ranks compute, or wait for, and that count for nothing."""
-        computed = self.lanes * sum(self.largest(number) for number in range(self.rounds))
+        """The fraction of computed samples that are padding."""
+        computed = self.data_parallel_size * sum(
+            self.largest(number) for number in range(self.rounds)
+        )
         return 1.0 - self.samples / computed
 
     def consumed(self, rounds: int) -> int:
-        """Return how many samples all ranks have consumed after so many microbatches of a step."""
-        return min(rounds * self.lanes * self.micro_batch_size, self.samples)
+        """Return the number of samples that all ranks consume in the first rounds of a step."""
+        return min(rounds * self.data_parallel_size * self.micro_batch_size, self.samples)

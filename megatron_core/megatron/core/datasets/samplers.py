@@ -111,15 +111,15 @@ class GPTBatch:
     """One microbatch of one data-parallel rank, on the host.
 
     Args:
-        tokens: int64 [b, s + 1], inputs and labels in one.
+        tokens: int64 [b, s + 1], inputs and labels.
         loss_mask: float32 [b, s].
-        sample_ids: int64 [b], places in the order of consumption: what dropout is a function of.
+        sample_ids: int64 [b], positions in the order of consumption, which seed dropout.
         positions: int64 [b, s], or None for 0 .. s - 1.
         document_ids: int32 [b, s], or None for one document a row; see `SampleRows`.
-        padding: bool [b, s], all True for a filler; None is no padding on any rank, see
+        padding: bool [b, s], all True in a padding microbatch; None if no rank has padding, see
             `SampleRows`.
-        filler: whether it counts for nothing: its rows repeat a sample of the same step, which
-            some other microbatch has, and its loss mask is zero.
+        is_padding: whether this is a padding microbatch: its rows repeat a sample of another
+            microbatch of the step, and its loss mask is zero.
     """
 
     tokens: torch.Tensor
@@ -128,12 +128,12 @@ class GPTBatch:
     positions: torch.Tensor | None = None
     document_ids: torch.Tensor | None = None
     padding: torch.Tensor | None = None
-    filler: bool = False
+    is_padding: bool = False
 
     @property
     def num_samples(self) -> int:
-        """Return how many samples of the step are in it."""
-        return 0 if self.filler else len(self.tokens)
+        """Return the number of samples of the step in this microbatch."""
+        return 0 if self.is_padding else len(self.tokens)
 
     @property
     def input_ids(self) -> torch.Tensor:
@@ -147,7 +147,7 @@ class GPTBatch:
 
     @property
     def cu_seqlens(self) -> torch.Tensor | None:
-        """Return where documents start, int32 [b, d + 1]; see `cumulative_lengths`."""
+        """Return the document boundaries, int32 [b, d + 1]; see `cumulative_lengths`."""
         if self.document_ids is None:
             return None
         return torch.from_numpy(cumulative_lengths(self.document_ids.numpy()))
@@ -155,13 +155,14 @@ class GPTBatch:
 
 @dataclass(frozen=True, kw_only=True)
 class SampleRange:
-    """Which samples are in a microbatch.
+    """The samples of a microbatch.
 
     Args:
-        samples: in the order of consumption; the empty range after its step for a filler.
-        rows: of the microbatch, a filler's too.
-        marks_padding: whether some rank has a filler in the same round. All ranks then mark what is
-            padding, since experts may gather tokens from all of them.
+        samples: positions in the order of consumption; for a padding microbatch, the empty range
+            at the end of its step.
+        rows: number of rows of the microbatch, padding or not.
+        marks_padding: whether any rank has a padding microbatch in the same round. All ranks then
+            return a padding mask, since experts may gather tokens from every rank.
     """
 
     samples: range
@@ -170,22 +171,23 @@ class SampleRange:
 
 
 class GPTBatches(Iterator[GPTBatch]):
-    """Microbatches of one data-parallel rank; its only state is the number of samples consumed.
+    """Microbatches of one data-parallel rank. The number of consumed samples is the only state.
 
     Args:
-        dataset: where the samples come from.
+        dataset: source of the samples.
         micro_batch_size: b.
-        lanes_rank: this data-parallel rank. Tensor, context and pipeline ranks of one data-parallel
-            rank give the same number and read the same batch.
-        lanes_size: number of data-parallel ranks.
-        consumed_samples: by all data-parallel ranks together before this run; a step begins there.
-        order: None means every sample once (`SingleOrder`), without the rest that is less than
-            one microbatch of each data-parallel rank.
-        batch_sizes: g, of each step; None is b for each data-parallel rank.
+        data_parallel_rank: index of this data-parallel rank. The tensor, context and pipeline ranks
+            of one data-parallel rank pass the same index and read the same batch.
+        data_parallel_size: number of data-parallel ranks.
+        consumed_samples: number of samples that all data-parallel ranks consumed before this run; a
+            step begins there.
+        order: sample order; None means every sample once (`SingleOrder`), without the last samples
+            if they do not fill one microbatch per data-parallel rank.
+        batch_sizes: global batch size g of each step; None means b times the data-parallel size.
 
     Raises:
-        ValueError: numbers that cannot be, more samples consumed than there are, or a data set
-            that has no `read`.
+        ValueError: an impossible number, more consumed samples than the data has, or a data set
+            without `read`.
     """
 
     def __init__(
@@ -193,8 +195,8 @@ class GPTBatches(Iterator[GPTBatch]):
         dataset: TokenSource,
         *,
         micro_batch_size: int,
-        lanes_rank: int = 0,
-        lanes_size: int = 1,
+        data_parallel_rank: int = 0,
+        data_parallel_size: int = 1,
         consumed_samples: int = 0,
         order: SampleOrder | None = None,
         batch_sizes: BatchSizes | None = None,
@@ -207,19 +209,21 @@ class GPTBatches(Iterator[GPTBatch]):
             )
         self._dataset = dataset
         self._order = SingleOrder(len(dataset)) if order is None else order
-        self._sizes = batch_sizes or BatchSizes.constant(micro_batch_size * lanes_size)
+        self._sizes = batch_sizes or BatchSizes.constant(micro_batch_size * data_parallel_size)
         self._divisions = {
-            size: Division(samples=size, micro_batch_size=micro_batch_size, lanes=lanes_size)
+            size: Division(
+                samples=size,
+                micro_batch_size=micro_batch_size,
+                data_parallel_size=data_parallel_size,
+            )
             for size in self._sizes.sizes
         }
-        self._lane = lanes_rank
+        self._data_parallel_rank = data_parallel_rank
         if consumed_samples < 0:
             raise ValueError(f"{consumed_samples} samples consumed: impossible")
-        self._begin, self._microbatches_done = (
-            consumed_samples,
-            0,
-        )  # of this step; its microbatches so far
-        self.places()  # checks the data-parallel rank
+        # The first sample of the current step, and the number of its microbatches consumed so far.
+        self._begin, self._microbatches_done = consumed_samples, 0
+        self.sample_range()  # checks the data-parallel rank
         if self._order.end is not None and consumed_samples > self._order.end:
             raise ValueError(
                 f"{consumed_samples} samples are consumed already but the data has only "
@@ -228,48 +232,48 @@ class GPTBatches(Iterator[GPTBatch]):
 
     @property
     def consumed_samples(self) -> int:
-        """Samples consumed by all data-parallel ranks together; what a checkpoint keeps."""
+        """Number of samples that all data-parallel ranks have consumed; checkpoints store it."""
         division, begin, number = self._microbatch(0)
         return begin + division.consumed(number)
 
     def _microbatch(self, ahead: int) -> tuple[Division, int, int]:
-        """Return the step of the microbatch that comes after `ahead` more, where that begins, and
-        the microbatch's number in it."""
+        """Return the step's division, its first sample, and the round of the microbatch `ahead`
+        positions after the next one."""
         begin, number = self._begin, self._microbatches_done + ahead
         while number >= (division := self._divisions[self._sizes.at(begin)]).rounds:
             begin, number = begin + division.samples, number - division.rounds
         return division, begin, number
 
-    def places(self, ahead: int = 0) -> SampleRange:
-        """Return what is in the microbatch that comes after `ahead` more."""
+    def sample_range(self, ahead: int = 0) -> SampleRange:
+        """Return the samples of the microbatch `ahead` positions after the next one."""
         division, begin, number = self._microbatch(ahead)
-        within = division.places(self._lane, number)
-        samples = range(begin + within.start, begin + within.stop)
+        local = division.sample_range(self._data_parallel_rank, number)
+        samples = range(begin + local.start, begin + local.stop)
         return SampleRange(
             samples=samples,
             rows=len(samples) or division.largest(number),
-            marks_padding=not division.places(division.lanes - 1, number),
+            marks_padding=not division.sample_range(division.data_parallel_size - 1, number),
         )
 
     def has(self, ahead: int = 0) -> bool:
-        """Return whether there is a microbatch after `ahead` more, the same on all ranks."""
+        """Return whether the microbatch `ahead` positions after the next one exists."""
         division, begin, number = self._microbatch(ahead)
         end = self._order.end
         return end is None or begin + division.consumed(number + 1) <= end
 
     def read(self, sample_range: SampleRange) -> GPTBatch:
-        """Read the microbatch at some places; any thread may.
+        """Read a microbatch. Thread-safe.
 
         Raises:
-            ValueError: the data set returns something other than such rows.
+            ValueError: the data set returned malformed rows.
         """
         samples = sample_range.samples
-        filler = not samples
-        if filler:  # of the last sample's rows: what they hold, the step computes anyway
+        is_padding = not samples
+        if is_padding:  # repeat the step's last sample: its values cause no new overflow
             samples = range(samples.start - 1, samples.stop)
         numbers = self._order.indices(samples.start, samples.stop)
         ids = torch.arange(samples.start, samples.stop)
-        if filler:
+        if is_padding:
             numbers, ids = numbers.repeat(sample_range.rows), ids.repeat(sample_range.rows)
         sample_rows = self._dataset.read(numbers)
         _check_rows(self._dataset, sample_rows, len(numbers))
@@ -278,26 +282,26 @@ class GPTBatches(Iterator[GPTBatch]):
             for field, values in vars(sample_rows).items()
         }
         loss_mask, padding = rows["loss_mask"], rows["padding"]
-        if filler:
+        if is_padding:
             rows["loss_mask"] = torch.zeros_like(loss_mask)
             rows["padding"] = torch.ones_like(loss_mask, dtype=torch.bool)
         elif padding is None and sample_range.marks_padding:
             rows["padding"] = torch.zeros_like(loss_mask, dtype=torch.bool)
-        return GPTBatch(**rows, sample_ids=ids, filler=filler)
+        return GPTBatch(**rows, sample_ids=ids, is_padding=is_padding)
 
     def skip(self) -> None:
-        """Go on to the next microbatch."""
+        """Advance to the next microbatch."""
         _, self._begin, self._microbatches_done = self._microbatch(1)
 
     def __next__(self) -> GPTBatch:
         """Return the next microbatch.
 
         Raises:
-            StopIteration: fewer samples are left than all ranks take now, on all ranks alike.
+            StopIteration: on all ranks, when the remaining samples do not fill one round.
         """
         if not self.has():
             raise StopIteration
-        batch = self.read(self.places())
+        batch = self.read(self.sample_range())
         self.skip()
         return batch
 
@@ -391,7 +395,7 @@ class PrefetchedBatches(Iterator[GPTBatch]):
             StopIteration: as `GPTBatches` does.
         """
         while len(self._reading) < self._ahead and self._batches.has(len(self._reading)):
-            sample_range = self._batches.places(len(self._reading))
+            sample_range = self._batches.sample_range(len(self._reading))
             self._reading.append(self._pool.submit(self._batches.read, sample_range))
         if not self._reading:
             raise StopIteration

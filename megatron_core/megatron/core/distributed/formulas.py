@@ -32,7 +32,7 @@ from dataclasses import dataclass, replace
 from fractions import Fraction
 
 from megatron.core.weight_gather import Bucket, Reduction, reductions
-from megatron.core.weight_sharding import INNER_LANES, OUTER_LANES, Placement, placement
+from megatron.core.weight_sharding import REPLICATE_AXES, SHARD_AXES, Placement, placement
 
 _FP32_BYTES = 4
 
@@ -109,9 +109,9 @@ class BucketSize:
         if not self.gtp:
             return strategy
         return Placement(
-            weight=INNER_LANES,
-            gradient=INNER_LANES + (OUTER_LANES if strategy.gradient else ()),
-            optimizer=INNER_LANES + (OUTER_LANES if strategy.optimizer else ()),
+            weight=SHARD_AXES,
+            gradient=SHARD_AXES + (REPLICATE_AXES if strategy.gradient else ()),
+            optimizer=SHARD_AXES + (REPLICATE_AXES if strategy.optimizer else ()),
         )
 
     def group_names(self, placed: Placement) -> tuple[str, str, str]:
@@ -121,9 +121,10 @@ class BucketSize:
             shared, replicas = ("egtp", "edp") if self.expert else ("gtp", "dp_cp")
             return shared, f"{shared}_gather", replicas
         hybrid = self.outer > 1 and bool(placed.optimizer)
-        shared = f"{prefix}inner_lanes" if hybrid else f"{prefix}lanes"
-        gather = f"{prefix}gather_lanes" if placed.weight else shared
-        return shared, gather, f"{prefix}outer_lanes"
+        data_group = "egtp_edp" if self.expert else "gtp_cp_dp"
+        shared = f"{prefix}shard" if hybrid else data_group
+        gather = f"{prefix}shard_gather" if placed.weight else shared
+        return shared, gather, f"{prefix}replicate"
 
     @staticmethod
     def of(bucket: Bucket) -> BucketSize:
@@ -341,7 +342,7 @@ def collectives_per_step(
 def _reductions(
     own: Placement, bucket: BucketSize, of: ElementBytes
 ) -> tuple[Reduction, Reduction]:
-    return reductions(own, OUTER_LANES, once=bucket.gtp and of.gtp_once)
+    return reductions(own, REPLICATE_AXES, once=bucket.gtp and of.gtp_once)
 
 
 def _transient_over_gtp(
@@ -392,4 +393,4 @@ def _parts(axes: tuple[str, ...], inner_size: int, outer_size: int) -> int:
     """Return into how many shards a role is divided."""
     if not axes:
         return 1
-    return inner_size * (outer_size if any(axis in axes for axis in OUTER_LANES) else 1)
+    return inner_size * (outer_size if any(axis in axes for axis in REPLICATE_AXES) else 1)

@@ -48,10 +48,10 @@ from megatron.core.weight_gather.wire import (
     wire_formats,
 )
 from megatron.core.weight_sharding import (
-    DENSE_LANES,
-    EXPERT_LANES,
+    DENSE_DATA_AXES,
+    EXPERT_DATA_AXES,
     GTP,
-    OUTER_LANES,
+    REPLICATE_AXES,
     GradientPlan,
     OuterStrategy,
     Placement,
@@ -536,8 +536,8 @@ class Storage:
 
         Where only one of the two has one rank, its buckets have no placement of their own.
         """
-        lanes = (DENSE_LANES, EXPERT_LANES)
-        sizes = [groups.grid.size(axis) for axes in lanes for axis in axes]
+        data_axes = DENSE_DATA_AXES + EXPERT_DATA_AXES
+        sizes = [groups.grid.size(axis) for axis in data_axes]
         return Placement() if max(sizes) == 1 else self.placement
 
 
@@ -608,7 +608,7 @@ def bucket_plans(
     # Backward goes through the last model chunk first, in whatever order they were declared.
     for handle in sorted(reversed(list(handles)), key=lambda h: -parts[h.name]):
         placed = handle.sharding.placement(grid, strategy)
-        kind = plans[handle.name].lanes, handle.dtype, placed
+        kind = plans[handle.name].data_group, handle.dtype, placed
         shared = len(set(handle.sharding.stages)) > 1
         if shared or parts[handle.name] != part:
             for other in list(opened):
@@ -641,21 +641,23 @@ class BucketGroups:
     shared: Group
     outer: Group
     gather: Group
-    outer_axes: tuple[str, ...] = OUTER_LANES
+    outer_axes: tuple[str, ...] = REPLICATE_AXES
 
     @staticmethod
-    def of(groups: ProcessGroupCollection, lanes: str, placement: Placement) -> BucketGroups:
-        """Choose the groups of a placement on data-parallel ranks ("lanes" or "expert_lanes")."""
+    def of(groups: ProcessGroupCollection, data_group: str, placement: Placement) -> BucketGroups:
+        """Choose the groups of a placement; `data_group` ("gtp_cp_dp" or "egtp_edp") reduces the
+        gradients."""
+        expert = data_group == "egtp_edp"
+        prefix = "expert_" if expert else ""
         if placement.weight == GTP:
-            expert = lanes.startswith("expert")
             shared, replicas = ("egtp", "edp") if expert else ("gtp", "dp_cp")
             return BucketGroups(
                 groups[shared], groups[replicas], groups[f"{shared}_gather"], ("cp", "dp_inner")
             )
         alone = Group.single("outer", groups.rank)
         hybrid = groups.grid.instances > 1 and bool(placement.optimizer)
-        shared = groups[lanes.replace("lanes", "inner_lanes") if hybrid else lanes]
-        outer = groups[lanes.replace("lanes", "outer_lanes")] if hybrid else alone
+        shared = groups[f"{prefix}shard" if hybrid else data_group]
+        outer = groups[f"{prefix}replicate"] if hybrid else alone
         # Gathers have a communicator of their own: they never queue behind gradients.
-        gather = groups[lanes.replace("lanes", "gather_lanes")] if placement.weight else shared
+        gather = groups[f"{prefix}shard_gather"] if placement.weight else shared
         return BucketGroups(shared, outer, gather)

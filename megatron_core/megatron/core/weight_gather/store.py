@@ -226,8 +226,8 @@ class WeightStore:
             grid=grid,
         )
         for plan in plans:
-            lanes = self.plans[plan.blocks[0][0].name].lanes
-            groups = BucketGroups.of(self.groups, lanes, plan.placement)
+            data_group = self.plans[plan.blocks[0][0].name].data_group
+            groups = BucketGroups.of(self.groups, data_group, plan.placement)
             bucket = Bucket(
                 len(self.buckets), plan, groups, device=self.device, wires=storage.wires
             )
@@ -424,8 +424,8 @@ def owned_range(
                 _extend(counted, box.start, box.stop)
             boxes.append(box)
     sharding = bucket.handles[0].sharding
-    lanes = sharding.lanes_of(sharded_axes)
-    uncut = [axis for axis in sharding.lane_axes if axis not in lanes]
+    sharded_data_axes = sharding.data_axes_of(sharded_axes)
+    uncut = [axis for axis in sharding.data_axes if axis not in sharded_data_axes]
     return OwnedRange(
         weights=bucket.owned,
         gradients=gradients,

@@ -74,8 +74,8 @@ def test_lanes_read_each_step_in_its_size(kind, workers):
             run = GPTBatches(
                 Numbers(13 if kind == "cyclic" else 38),
                 micro_batch_size=2,
-                lanes_rank=lane,
-                lanes_size=2,
+                data_parallel_rank=lane,
+                data_parallel_size=2,
                 consumed_samples=ends[first],
                 order=order,
                 batch_sizes=UNEVEN,
@@ -87,7 +87,7 @@ def test_lanes_read_each_step_in_its_size(kind, workers):
                 for run in runs:
                     assert run.consumed_samples < end
                     batch = next(run)
-                    if batch.filler:
+                    if batch.is_padding:
                         fillers.append(batch.sample_ids.tolist())
                         assert not batch.loss_mask.any()
                     else:

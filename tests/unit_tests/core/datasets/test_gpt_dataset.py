@@ -143,7 +143,9 @@ def test_lanes_together_read_the_samples_in_order(source):
     data = GPTDataset(source, config, sequences=range(40), num_samples=24)
     rows = data.batch(range(24))
     for lane in range(2):
-        lane_batches = GPTBatches(data, micro_batch_size=3, lanes_rank=lane, lanes_size=2)
+        lane_batches = GPTBatches(
+            data, micro_batch_size=3, data_parallel_rank=lane, data_parallel_size=2
+        )
         for step, batch in zip(range(4), lane_batches, strict=False):
             first = 6 * step + 3 * lane
             assert batch.sample_ids.tolist() == [first, first + 1, first + 2]

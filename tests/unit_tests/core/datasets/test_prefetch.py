@@ -37,8 +37,8 @@ def batches(data, *, consumed=0, lane=1, cyclic=False):
     return GPTBatches(
         data,
         micro_batch_size=2,
-        lanes_rank=lane,
-        lanes_size=3,
+        data_parallel_rank=lane,
+        data_parallel_size=3,
         consumed_samples=consumed,
         order=order,
     )

@@ -39,8 +39,8 @@ def consumed_by_step(kind, size, *, micro, lanes, start=0, global_batch=12, step
         GPTBatches(
             Numbers(size),
             micro_batch_size=micro,
-            lanes_rank=lane,
-            lanes_size=lanes,
+            data_parallel_rank=lane,
+            data_parallel_size=lanes,
             consumed_samples=start,
             order=order_of(kind, size),
         )
@@ -82,7 +82,11 @@ def test_resuming_on_another_layout_continues_exactly(kind, done):
 
 def test_batches_carry_tokens_mask_and_consumption_numbers():
     batches = GPTBatches(
-        Numbers(50), micro_batch_size=2, lanes_rank=1, lanes_size=3, order=CyclicOrder(50, seed=3)
+        Numbers(50),
+        micro_batch_size=2,
+        data_parallel_rank=1,
+        data_parallel_size=3,
+        order=CyclicOrder(50, seed=3),
     )
     next(batches)
     batch = next(batches)
@@ -97,7 +101,9 @@ def test_batches_carry_tokens_mask_and_consumption_numbers():
 
 def test_the_rest_that_does_not_fill_all_lanes_is_dropped():
     for lane in range(3):
-        batches = GPTBatches(Numbers(20), micro_batch_size=2, lanes_rank=lane, lanes_size=3)
+        batches = GPTBatches(
+            Numbers(20), micro_batch_size=2, data_parallel_rank=lane, data_parallel_size=3
+        )
         assert len(list(batches)) == 3
         assert batches.consumed_samples == 18
 
@@ -123,8 +129,8 @@ def test_impossible_positions_are_refused():
             GPTBatches(
                 Numbers(60),
                 micro_batch_size=micro,
-                lanes_rank=rank,
-                lanes_size=size,
+                data_parallel_rank=rank,
+                data_parallel_size=size,
                 consumed_samples=consumed,
             )
 
@@ -136,20 +142,20 @@ STEPS = [(11, 2, 3), (11, 2, 4), (10, 2, 3), (7, 3, 2), (8, 8, 1), (5, 1, 3), (1
 @pytest.mark.parametrize(("samples", "micro", "lanes"), STEPS)
 def test_the_blocks_of_a_step_do_not_depend_on_the_lanes(samples, micro, lanes):
     """Every sample once, in blocks of b that the lanes take in turn."""
-    plan = Division(samples=samples, micro_batch_size=micro, lanes=lanes)
-    given = [plan.places(lane, m) for m in range(plan.rounds) for lane in range(lanes)]
+    plan = Division(samples=samples, micro_batch_size=micro, data_parallel_size=lanes)
+    given = [plan.sample_range(lane, m) for m in range(plan.rounds) for lane in range(lanes)]
     blocks = [list(places) for places in given if places]
     wanted = [list(range(samples))[first : first + micro] for first in range(0, samples, micro)]
     assert blocks == wanted
-    assert len(given) - len(blocks) == plan.fillers < lanes
+    assert len(given) - len(blocks) == plan.padding_microbatches < lanes
     rows = [max(len(p) for p in given[m * lanes : (m + 1) * lanes]) for m in range(plan.rounds)]
     assert [plan.largest(m) for m in range(plan.rounds)] == rows
     assert plan.wasted == pytest.approx(1.0 - samples / (lanes * sum(rows)))
-    assert plan.is_even == (not plan.fillers and samples % micro == 0)
+    assert plan.is_even == (not plan.padding_microbatches and samples % micro == 0)
     assert [plan.consumed(m) for m in (0, plan.rounds)] == [0, samples]
     for lane in range(lanes):
         for number in range(plan.rounds):
-            for p in plan.places(lane, number):
+            for p in plan.sample_range(lane, number):
                 assert (lane, number) == (p // micro % lanes, p // (micro * lanes))
 
 
@@ -165,8 +171,8 @@ def test_short_ranks_get_padding_microbatches_without_loss(kind, micro, lanes):
             GPTBatches(
                 Numbers(size),
                 micro_batch_size=micro,
-                lanes_rank=lane,
-                lanes_size=lanes,
+                data_parallel_rank=lane,
+                data_parallel_size=lanes,
                 consumed_samples=start,
                 order=order_of(kind, size),
                 batch_sizes=BatchSizes.constant(11),
@@ -178,12 +184,12 @@ def test_short_ranks_get_padding_microbatches_without_loss(kind, micro, lanes):
             for _ in range(rounds):
                 batches = [next(run) for run in runs]
                 marks = {batch.padding is not None for batch in batches}
-                assert marks == {any(batch.filler for batch in batches)}
+                assert marks == {any(batch.is_padding for batch in batches)}
                 for batch in batches:
                     if batch.padding is not None:
                         assert batch.padding.shape == batch.loss_mask.shape
-                        assert set(batch.padding.flatten().tolist()) == {batch.filler}
-                    if batch.filler:
+                        assert set(batch.padding.flatten().tolist()) == {batch.is_padding}
+                    if batch.is_padding:
                         fillers += 1
                         assert batch.num_samples == 0
                         assert batch.loss_mask.shape == (last, 2)
@@ -204,7 +210,7 @@ def test_short_ranks_get_padding_microbatches_without_loss(kind, micro, lanes):
 
 
 def test_places_that_are_not_are_refused():
-    plan = Division(samples=5, micro_batch_size=2, lanes=2)
+    plan = Division(samples=5, micro_batch_size=2, data_parallel_size=2)
     for lane, number in [(2, 0), (-1, 0), (0, 2), (0, -1)]:
         with pytest.raises(ValueError, match="impossible"):
-            plan.places(lane, number)
+            plan.sample_range(lane, number)

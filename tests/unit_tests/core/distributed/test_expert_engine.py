@@ -98,8 +98,10 @@ def trained(
                 got, whole = placed.of(owned.gradients), wanted[placed.name]
                 assert torch.equal(got, cut(whole, placed.box)), placed
         if step > 0:  # the first step makes the plan that the formula asks for
-            lanes = [record for record in records if "lanes" in record.group]
-            assert_traffic(engine, lanes, microbatches)
+            data_groups = ("gtp_cp_dp", "egtp_edp", "shard", "replicate", "shard_gather")
+            names = {name for group in data_groups for name in (group, f"expert_{group}")}
+            over_data = [record for record in records if record.group in names]
+            assert_traffic(engine, over_data, microbatches)
             # once for forward and once for backward, though a layer needs its buckets in turn
             assert max(planned_gathers(engine) or [0]) <= 2 * microbatches
         result = model.update()
@@ -175,7 +177,7 @@ def on_grids(rank: int, world: int, grids: tuple, configs: tuple, each: int) -> 
     found = []
     for number, (degrees, lanes, expert_lanes) in enumerate(grids):
         groups = ProcessGroupCollection.create(RankGrid(world_size=world, **degrees), rank=rank)
-        assert (groups["lanes"].size, groups["expert_lanes"].size) == (lanes, expert_lanes)
+        assert (groups["gtp_cp_dp"].size, groups["egtp_edp"].size) == (lanes, expert_lanes)
         for turn, parallel in enumerate(configs):
             if (turn - number) % each == 0:
                 with simulated(groups, (Late(), Early())[turn % 2]) as link:
@@ -215,8 +217,8 @@ def test_ranks_equal_one_process(
 _LANES = (
     "megatron.core.weight_sharding",
     "gradient_plan",
-    '"expert_lanes" if sharding.expert else "lanes"',
-    '"lanes"',
+    '"egtp_edp" if sharding.expert else "gtp_cp_dp"',
+    '"gtp_cp_dp"',
 )
 
 

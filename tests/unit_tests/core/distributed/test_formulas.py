@@ -115,18 +115,18 @@ def test_gradients_that_are_cut_are_reduced_in_every_microbatch():
             buckets, placement(strategy), of=more.pop("of", BF16_GRADIENTS), microbatches=3, **more
         )
 
-    assert found("no_shard") == [Traffic("all_reduce", "lanes", 1, 16)]
+    assert found("no_shard") == [Traffic("all_reduce", "gtp_cp_dp", 1, 16)]
     assert found("optim") == [
-        Traffic("all_gather", "lanes", 1, 16),
-        Traffic("reduce_scatter", "lanes", 1, 16),
+        Traffic("all_gather", "gtp_cp_dp", 1, 16),
+        Traffic("reduce_scatter", "gtp_cp_dp", 1, 16),
     ]
     assert found("optim_grads") == [
-        Traffic("all_gather", "lanes", 1, 16),
-        Traffic("reduce_scatter", "lanes", 3, 48),
+        Traffic("all_gather", "gtp_cp_dp", 1, 16),
+        Traffic("reduce_scatter", "gtp_cp_dp", 3, 48),
     ]
     assert found("optim_grads_params", gathers=(5, 6), of=WIDE_SUM) == [
-        Traffic("all_gather", "gather_lanes", 11, 5 * 16 + 6 * 8),
-        Traffic("all_to_all", "lanes", 3, 48),
+        Traffic("all_gather", "shard_gather", 11, 5 * 16 + 6 * 8),
+        Traffic("all_to_all", "gtp_cp_dp", 3, 48),
     ]
 
 
@@ -138,15 +138,15 @@ def test_hybrid_sharding_sums_shards_over_the_outer_lanes_once():
         return collectives_per_step(buckets, placed, of=FP32, microbatches=2, gathers=(2,))
 
     assert found("optim_grads") == [
-        Traffic("all_gather", "inner_lanes", 2, 64),
-        Traffic("all_reduce", "outer_lanes", 1, 16),
-        Traffic("reduce_scatter", "inner_lanes", 2, 64),
+        Traffic("all_gather", "shard", 2, 64),
+        Traffic("all_reduce", "replicate", 1, 16),
+        Traffic("reduce_scatter", "shard", 2, 64),
     ]
     assert found("optim_grads_params", "optim") == [
-        Traffic("all_gather", "gather_lanes", 2, 64),
-        Traffic("all_gather", "outer_lanes", 1, 16),
-        Traffic("reduce_scatter", "inner_lanes", 2, 64),
-        Traffic("reduce_scatter", "outer_lanes", 1, 16),
+        Traffic("all_gather", "shard_gather", 2, 64),
+        Traffic("all_gather", "replicate", 1, 16),
+        Traffic("reduce_scatter", "shard", 2, 64),
+        Traffic("reduce_scatter", "replicate", 1, 16),
     ]
 
 
@@ -176,7 +176,7 @@ def test_weights_over_gtp_travel_in_their_groups_and_formats():
     updated = {
         ("all_gather", "dp_cp"): (1, 2 * 96 // 2),
         ("all_gather", "edp"): (1, 2 * 16 // 2),
-        ("all_gather", "lanes"): (1, 2 * 6),
+        ("all_gather", "gtp_cp_dp"): (1, 2 * 6),
     }
     reduced = {
         ("reduce_scatter", "gtp"): (4, 4 * 2 * 64),
@@ -185,9 +185,9 @@ def test_weights_over_gtp_travel_in_their_groups_and_formats():
     shards = {"dp_cp": 4 * 96 // 2, "edp": 4 * 16 // 2}  # fp32
     summed = {("all_reduce", group): (1, size) for group, size in shards.items()}
     scattered = {("reduce_scatter", group): (1, size) for group, size in shards.items()}
-    whole = {("all_reduce", "lanes"): (1, 2 * 6)}
+    whole = {("all_reduce", "gtp_cp_dp"): (1, 2 * 6)}
     assert found("no_shard") == gathered | reduced | summed | whole
-    of_lanes = {("reduce_scatter", "lanes"): (1, 2 * 6)}
+    of_lanes = {("reduce_scatter", "gtp_cp_dp"): (1, 2 * 6)}
     assert found("optim") == gathered | updated | reduced | scattered | of_lanes
     each = {key: (4, 4 * size) for key, (_, size) in (scattered | of_lanes).items()}
     assert found("optim_grads") == gathered | updated | reduced | each

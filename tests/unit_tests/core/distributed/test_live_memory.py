@@ -60,7 +60,7 @@ def measured(
     for index in range(2):
         batch = microbatch(
             seed=1,
-            lane=groups["lanes"].rank,
+            lane=groups["gtp_cp_dp"].rank,
             index=index,
             batch=1,
             sequence=8,
@@ -96,8 +96,8 @@ def measured(
     formula = bytes_per_parameter(
         config.strategy,
         config.outer,
-        inner_size=groups["inner_lanes"].size,
-        outer_size=groups["outer_lanes"].size,
+        inner_size=groups["shard"].size,
+        outer_size=groups["replicate"].size,
         of=ELEMENTS[dtype],
     )
     assert len(model.store.buckets) >= LAYERS or not engine.placement.weight

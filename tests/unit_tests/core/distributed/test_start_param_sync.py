@@ -92,9 +92,9 @@ def enabled(rank: int, world: int, instances: int, outer: str) -> None:
                 engine.start_param_sync()
             assert gatherer.in_flight == prologue
             assert [r.kind for r in records] == ["all_gather"] * len(prologue)
-            over = "inner_lanes" if instances > 1 else "lanes"
+            over = "shard" if instances > 1 else "gtp_cp_dp"
             if strategy == "optim_grads_params":
-                over = "outer_lanes" if outer == "optim" else "gather_lanes"
+                over = "replicate" if outer == "optim" else "shard_gather"
             assert {r.group for r in records} == {over}
             assert (link.count, link.waited) == (len(prologue), 0)
             assert_weights(engine, reference.weights)

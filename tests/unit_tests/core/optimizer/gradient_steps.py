@@ -92,7 +92,7 @@ class Training:
         self.engine.begin_step()
         self.engine.accumulate(last=True)
         for handle in self.store.handles.values():
-            grid = "expert_lanes" if handle.sharding.expert else "lanes"
+            grid = "egtp_edp" if handle.sharding.expert else "gtp_cp_dp"
             group = self.groups[grid]
             local = torch.zeros(handle.shape).view(-1)
             for box in self.store.boxes(handle):

@@ -137,7 +137,7 @@ def test_plain_module_matches_loss_and_trains_every_weight():
         copy_weights(PlainModel(other), ours, other)
 
 
-def test_a_process_of_megatron_core_begins_without_ours():
+def test_megatron_core_peer_process_imports_no_local_package():
     code = "import sys, tools.bench.train, tools.bench.peers; print(*sys.modules)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert "tools.bench.peers" in done.stdout

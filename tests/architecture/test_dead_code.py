@@ -82,7 +82,7 @@ def test_nothing_in_the_wheels_is_dead():
     assert check(ROOT) == []
 
 
-def test_what_nothing_reaches_is_found(tree: Path):
+def test_unreachable_code_is_reported(tree: Path):
     assert names(check(tree)) == {f"model.{name}" for name in DEAD} | {"alone"}
 
 
@@ -110,5 +110,5 @@ def test_an_entry_needs_a_reason(tree: Path):
         check(tree)
 
 
-def test_what_only_tools_reach_is_told_apart(tree: Path):
+def test_code_used_only_by_tools_is_listed_separately(tree: Path):
     assert names(tools_only(tree)) == {"model.of_tool"}

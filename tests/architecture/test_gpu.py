@@ -63,7 +63,7 @@ def run(command, environment, timeout=110):
     )
 
 
-def test_the_gpu_tests_are_found_without_other_libraries(tmp_path):
+def test_gpu_tests_are_collected_without_optional_libraries(tmp_path):
     done = run(gpu.test_command(gpu.TESTS, "--collect-only", "-q"), bare(tmp_path))
     assert done.returncode == 0, done.stdout + done.stderr
     found = re.search(r"(\d+) tests collected", done.stdout)

@@ -176,7 +176,7 @@ def test_what_cannot_be_installed_is_one_line_with_the_command(tmp_path):
         toolchains.installed(tmp_path, run=answers(stdout="release 13.0, V13.0.88"))
 
 
-def test_a_missing_release_ends_the_lane_with_exit_code_2(monkeypatch, capsys):
+def test_missing_triton_release_exits_with_code_2(monkeypatch, capsys):
     def missing(_):
         raise toolchains.MissingToolError("no ptxas: do this")
 

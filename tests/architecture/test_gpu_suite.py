@@ -32,7 +32,7 @@ CARDS = {"H200": 150.1, "B200": 191.0, "H100": 85.0, "A100 80 GB": 84.9}
 
 
 @pytest.mark.parametrize("card", CARDS)
-def test_a_step_fits_beside_the_idle_worker(card):
+def test_step_fits_in_memory_next_to_an_idle_worker(card):
     """A step at a card's microbatch fits the share of a worker, beside the other's states."""
     size, total = gpu_workers.microbatch_for(CARDS[card] * 1e9), CARDS[card]
     share = gpu_workers.memory_share(total * 1e9, LLAMA_1_3B.parameters)
@@ -131,7 +131,7 @@ def test_our_row_is_there_whatever_a_peer_does(tmp_path, monkeypatch, capfd):
     assert "bf16 ended with exit code 9" in errors
 
 
-def test_ours_without_any_peer_is_a_row():
+def test_mcore_result_without_peers_is_a_row():
     bench = Bench("training", options())
     bench.rates = {"bf16_flops": 1e12}
     facts = {"micro_batch_size": 2, "kernels": [], "peak_device_bytes": 3 * 10**9}

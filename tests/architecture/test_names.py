@@ -102,7 +102,7 @@ def test_no_name_has_a_word_that_the_glossary_rules_out(modules: dict[str, Modul
         ("planted.py", "class Rows:\n    def remade_rows(self): ..."),
     ],
 )
-def test_a_ruled_out_word_is_found(tmp_path: Path, path: str, text: str) -> None:
+def test_forbidden_word_in_a_name_is_reported(tmp_path: Path, path: str, text: str) -> None:
     words = ruled_out(GLOSSARY.read_text(encoding="utf-8"))
     assert len(breaches([planted(tmp_path, path, text)], words)) == 1
     fine = planted(tmp_path, "fine.py", "def recommend(amendment, wanton): ...")

@@ -93,7 +93,7 @@ def test_steps_that_are_not_on_both_sides(steps):
     assert record.problems(others, steps, complete=False) == []
 
 
-def test_the_hosts_time_is_not_judged_and_less_is_said(steps):
+def test_host_time_is_ignored_and_improvements_are_reported(steps):
     assert record.problems(changed(steps, STEP, host_cpu_ms=1e9), steps) == []
     less = changed(steps, STEP, torch_launches=1.0)
     assert record.problems(less, steps) == []
@@ -268,7 +268,7 @@ def written_cache(folder, monkeypatch):
     return group
 
 
-def test_a_cache_is_found_after_a_move(tmp_path, monkeypatch):
+def test_cache_is_reused_after_the_folder_moves(tmp_path, monkeypatch):
     group = written_cache(tmp_path / "here", monkeypatch)
     archive = tmp_path / "out/cache.tar.xz"
     size = triton_cache.pack(tmp_path / "here", archive)

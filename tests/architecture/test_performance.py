@@ -98,7 +98,7 @@ def test_the_page_and_the_bench_promise_the_same_of_training():
     assert [call.kwargs["least_share"] for call in rows.call_args_list] == [0.5, 0.45]
 
 
-def test_made_up_results_are_rendered(tmp_path):
+def test_synthetic_results_are_rendered(tmp_path):
     stages = {
         "tests": {"when": "2031-05-06T07:08:09", "seconds": 61.0, "commands": 9, "problems": {}},
         "kernels": {

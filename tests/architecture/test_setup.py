@@ -99,7 +99,7 @@ def test_no_fitting_python_is_one_clear_line(bare_path: Path, tmp_path: Path) ->
     assert not (tmp_path / ".venv").exists()
 
 
-def test_another_python_is_refused_and_a_missing_compiler_told(
+def test_wrong_python_is_refused_and_missing_compiler_reported(
     bare_path: Path, tmp_path: Path
 ) -> None:
     (bare_path / "python3.10").write_text("#!/bin/sh\nexit 1\n")

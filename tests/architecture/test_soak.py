@@ -238,7 +238,7 @@ def ledger(tmp_path):
     return found
 
 
-def test_what_is_gone_is_lost_unless_it_is_too_old_to_be_kept(ledger):
+def test_missing_checkpoint_is_lost_unless_retention_removed_it(ledger):
     shutil.rmtree(ledger.root / "iter_0000002")
     with pytest.raises(SoakFailure, match=r"^lost: of \[2, 4\] those of \[2\] are gone"):
         ledger.check()
@@ -271,7 +271,7 @@ def test_other_metrics_are_inexact(ledger):
         ledger.check()
 
 
-def test_going_on_elsewhere_is_inexact_and_leftovers_are_told(ledger):
+def test_resume_at_wrong_step_and_leftovers_are_reported(ledger):
     start = look(ledger.root)
     ledger.check_start(start, "loaded x; going on at iteration 4\n")
     ledger.check_start(start, "killed before it said anything")
@@ -282,7 +282,7 @@ def test_going_on_elsewhere_is_inexact_and_leftovers_are_told(ledger):
         ledger.check_start(look(ledger.root), "loaded x; going on at iteration 4\n")
 
 
-def test_after_a_power_cut_only_what_was_told_has_to_be_there(ledger):
+def test_after_power_cut_only_reported_saves_must_exist(ledger):
     start = look(ledger.root)
     save(ledger.root, 6, 6.0)
     ledger.note(look(ledger.root))

@@ -230,7 +230,7 @@ def _report(nodeid: str, when: str, *, passed: bool = True, covered: Any = None)
     )
 
 
-def test_only_tests_that_passed_count_and_empty_claims_are_told(tmp_path, monkeypatch) -> None:
+def test_only_passed_tests_count_and_empty_claims_are_reported(tmp_path, monkeypatch) -> None:
     monkeypatch.setattr(status_record.witness, "install", lambda: None)
     out = tmp_path / "status.json"
     record = status_record.StatusRecord(out)

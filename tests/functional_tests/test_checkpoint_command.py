@@ -435,7 +435,7 @@ def test_what_retention_removes_meanwhile_is_not_damaged(words, tmp_path, capsys
     assert ("removed meanwhile: " in out) == words.startswith("verify")
 
 
-def test_the_newest_of_a_run_is_found_although_others_go(tmp_path, monkeypatch):
+def test_newest_checkpoint_is_found_while_others_are_removed(tmp_path, monkeypatch):
     save(tmp_path, 5, tensors())
     lines: list[str] = []
     original = run_folder.read_manifest
@@ -465,7 +465,7 @@ def test_list_survives_manifest_that_links_to_itself(tmp_path, capsys):
     assert "a run would load: iter_0000010" in out
 
 
-def test_a_folder_that_is_a_link_out_of_the_run_is_not_found(tmp_path, capsys):
+def test_checkpoint_link_out_of_run_folder_is_ignored(tmp_path, capsys):
     root, target = tmp_path / "run", save(tmp_path / "elsewhere", 10, tensors())
     save(root, 5, tensors())
     link = root / "iter_0000010"
@@ -487,7 +487,7 @@ def test_a_folder_that_is_a_link_out_of_the_run_is_not_found(tmp_path, capsys):
     assert command(capsys, f"verify {root}")[0] == 0
 
 
-def test_retention_leaves_nothing_of_a_link_behind(tmp_path):
+def test_retention_removes_links_completely(tmp_path):
     root = tmp_path / "run"
     target = save(tmp_path / "elsewhere", 5, tensors())
     inside = save(root / "kept", 10, tensors())

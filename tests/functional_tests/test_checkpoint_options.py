@@ -63,7 +63,7 @@ SCHEDULE = (
 FROM_CHECKPOINT = "--use-checkpoint-opt_param-scheduler"
 
 
-def test_the_schedule_of_a_checkpoint_wins_where_it_is_asked_for(saved, tmp_path, capsys):
+def test_checkpoint_lr_schedule_wins_if_requested(saved, tmp_path, capsys):
     names = ["lr", "min-lr", "lr-decay-style", "lr-decay-iters", "lr-warmup-iters", "weight-decay"]
     words = " ".join(flags(saved / "tokens", f"{SHORT} --train-iters 4 {SCHEDULE}"))
     first = printed(capsys, tmp_path, " ".join(flags(saved / "tokens", SHORT)))
@@ -92,7 +92,7 @@ def test_a_schedule_that_counts_other_batches_is_refused(saved, capsys):
     assert "--use-checkpoint-opt-param-scheduler" in err
 
 
-def test_what_a_checkpoint_overrides_is_said(saved, capsys):
+def test_options_overridden_by_checkpoint_are_logged(saved, capsys):
     more = f"{SHORT} --load {saved / 'save'} {FROM_CHECKPOINT} --lr 1e-2 --print-config"
     assert run_here(flags(saved / "tokens", more)) == 0
     assert "--lr is 0.005 as in " in capsys.readouterr().err
@@ -149,7 +149,7 @@ def test_a_checkpoint_that_is_not_there(saved, tmp_path, capsys, more, message):
     assert message.format(absent) in capsys.readouterr().err
 
 
-def test_options_as_given_do_without_a_checkpoint(saved, tmp_path, capsys):
+def test_command_line_options_suffice_without_checkpoint(saved, tmp_path, capsys):
     words = f"--use-checkpoint-args --load {tmp_path / 'absent'}"
     assert run_here(flags(saved / "tokens", f"{SHORT} {words}")) == 0
     assert f"no checkpoint in {tmp_path / 'absent'}" in capsys.readouterr().out

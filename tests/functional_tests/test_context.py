@@ -117,7 +117,7 @@ def test_documents_matter_to_these_runs(prefix, tmp_path):
     assert min(b - a for a, b in pairwise(ordered)) > 1e-5, found
 
 
-def test_what_does_not_divide_is_told_before_anything_is_read(capsys):
+def test_indivisible_sizes_are_reported_before_reading_files(capsys):
     absent = flags(Path("/absent"), f"{CP} --seq-length 26 --cp-comm-type a2a")
     assert run_here(absent) == ExitCode.USER_ERROR
     err = capsys.readouterr().err

@@ -25,7 +25,7 @@ def plant_bad_microbatch(rank: int) -> None:
         on_microbatch(6, fail)
 
 
-def test_an_error_on_one_rank_is_told_once_by_that_rank(prefix):
+def test_error_on_one_rank_is_printed_once_by_that_rank(prefix):
     more = "--train-iters 100000 --lr-decay-iters 40 --eval-interval 0"
     found, logs = run_with(plant_bad_microbatch, flags(prefix, more))
     assert [o.exit_code for o in found] == [ExitCode.PEER_LOST, ExitCode.USER_ERROR], logs

@@ -213,7 +213,7 @@ def transformers_names(ours: Tensors) -> Tensors:
 
 
 @pytest.mark.parametrize("names", ["ours", "transformers"])
-def test_a_plain_folder_with_known_names_becomes_a_checkpoint(names, modern, tmp_path, capsys):
+def test_folder_with_recognized_weight_names_is_converted(names, modern, tmp_path, capsys):
     ours = stored(modern / "native" / "iter_0000007")
     weights = ours if names == "ours" else transformers_names(ours)
     state = {"model": weights, "optim": {"exp_avg": torch.zeros(3)}, "step": 7}

@@ -113,7 +113,7 @@ def test_there_is_one_of_every_version():
 
 
 @pytest.mark.parametrize("kept", KEPT, ids=lambda path: path.name)
-def test_a_frozen_checkpoint_holds_what_it_held(kept, capsys):
+def test_frozen_checkpoint_still_loads_the_same_values(kept, capsys):
     folder = kept / "iter_0000004"
     assert verify_checkpoint(folder).unexpected_files == ()
     manifest = read_manifest(folder)

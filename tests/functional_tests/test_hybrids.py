@@ -150,7 +150,7 @@ def write_rows(prefix: Path, order: list[int]) -> Path:
 
 @pytest.mark.parametrize("pattern", ["G-", "M-"])
 @pytest.mark.gpus(1)
-def test_a_document_changes_nothing_in_those_behind_it(tmp_path, pattern):
+def test_document_does_not_affect_later_documents_in_a_row(tmp_path, pattern):
     """Whatever stands before a document in its row, losses and updates are the same; there is no
     attention, so states and convolutions alone could carry something over."""
     model = f"--num-layers 2 --hybrid-layer-pattern {pattern} --hidden-dropout 0 "
@@ -204,7 +204,7 @@ REFUSED = {
 
 
 @pytest.mark.parametrize("name", REFUSED)
-def test_what_cannot_be_is_told_before_anything_is_read(capsys, name):
+def test_unsupported_options_are_reported_before_reading_files(capsys, name):
     more, texts = REFUSED[name]
     assert run_here(flags(Path("/absent"), more)) == ExitCode.USER_ERROR
     err = capsys.readouterr().err

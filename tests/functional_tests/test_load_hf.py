@@ -176,7 +176,7 @@ def test_a_model_trained_here_opens_in_transformers(tmp_path: Path) -> None:
     assert not [path for path in tmp_path.iterdir() if path.name.startswith("no")]
 
 
-def test_a_sentencepiece_tokenizer_is_taken_too(tmp_path: Path) -> None:
+def test_sentencepiece_tokenizer_is_loaded(tmp_path: Path) -> None:
     sentencepiece = pytest.importorskip("sentencepiece")
     folder = save_folder(make_model("llama-3to1"), tmp_path / "model")
     with (folder / "tokenizer.model").open("wb") as file:
@@ -195,7 +195,7 @@ def test_a_sentencepiece_tokenizer_is_taken_too(tmp_path: Path) -> None:
     assert str(folder / "tokenizer.model") in printed
 
 
-def test_a_tokenizer_of_two_files_is_taken_too(tmp_path: Path) -> None:
+def test_tokenizer_of_vocab_and_merges_files_is_loaded(tmp_path: Path) -> None:
     folder = save_folder(make_model("qwen2-window"), tmp_path / "model")
     train_bpe(["low lower lowest w2"] * 3, 262, tmp_path / "tokenizer.json")
     model = json.loads((tmp_path / "tokenizer.json").read_text())["model"]

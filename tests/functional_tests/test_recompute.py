@@ -68,6 +68,6 @@ def test_a_run_recomputes_and_learns_the_same(tmp_path: Path):
         ),
     ],
 )
-def test_what_does_not_go_together_is_said(words: str, problem: str):
+def test_incompatible_recompute_options_are_reported(words: str, problem: str):
     with pytest.raises(ValueError, match=problem):
         read_run(flags(Path("data"), words), Launch(world_size=1))

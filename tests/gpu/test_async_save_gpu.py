@@ -13,7 +13,7 @@ from tests.unit_tests.core.dist_checkpointing.layouts import same_bits, whole
 pytestmark = [pytest.mark.gpu, pytest.mark.machine]
 
 
-def test_what_changes_behind_settle_is_not_saved(tmp_path):
+def test_changes_after_settle_are_not_saved(tmp_path):
     device = torch.device("cuda")
     tensors = {f"w{i}": torch.randn(1 << 22, device=device) for i in range(8)}
     tensors["strided"] = torch.randn(512, 512, device=device)[:, ::2]

@@ -45,7 +45,7 @@ def test_launches_are_counted_by_name(device):
     assert_launches(call, {"take_rows_kernel": 1, "sum_rows_kernel": 1})
 
 
-def test_what_is_not_expected_is_found(device):
+def test_unexpected_launch_is_reported(device):
     x, w = made(device, ROWS, FEATURES), made(device, FEATURES)
     for expected, message in (
         ({}, "rms_norm_forward_kernel: 1 launches, expected 0"),

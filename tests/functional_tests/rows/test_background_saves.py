@@ -136,7 +136,7 @@ def plant_small_disk(rank: int) -> None:
 
 
 @pytest.mark.parametrize("policy", ["continue", "stop"])
-def test_no_space_in_the_background_goes_on_or_stops_as_asked(prefix, tmp_path, policy):
+def test_full_disk_in_async_save_continues_or_stops_by_option(prefix, tmp_path, policy):
     more = f"{EIGHT} --train-iters 7 --async-save --save {tmp_path} --on-failed-save {policy}"
     found, logs = run_with(plant_small_disk, flags(prefix, more))
     text = "".join(logs)

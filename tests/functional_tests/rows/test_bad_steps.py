@@ -189,7 +189,7 @@ def test_an_inf_gradient_is_skipped_and_counted(prefix, tmp_path, monkeypatch, c
 SPIKES = "--loss-spike-factor 3 --loss-spike-window 4"
 
 
-def test_a_spike_is_skipped_also_behind_a_resume(prefix, tmp_path, monkeypatch, capsys):
+def test_loss_spike_is_skipped_after_resume_too(prefix, tmp_path, monkeypatch, capsys):
     whole, cut = tmp_path / "whole", tmp_path / "cut"
     _scaled_losses(monkeypatch, {4: 10.0, 7: 10.0})
     assert run_here(flags(prefix, f"{ONE} {SPIKES} --save {whole}")) == 0

@@ -257,7 +257,7 @@ def plant_vanishing(save: Path, rank: int) -> None:
     session.SessionSteps.take_step = step
 
 
-def test_a_save_folder_that_vanishes_is_told_and_not_made_anew(prefix, tmp_path):
+def test_removed_save_folder_is_reported_and_not_recreated(prefix, tmp_path):
     save, away = tmp_path / "save", tmp_path / "away"
     more = f"{FOUR} --train-iters 5 --save {save} --metrics-file {tmp_path / 'metrics.jsonl'}"
     found, logs = run_with(partial(plant_vanishing, save), flags(prefix, more))

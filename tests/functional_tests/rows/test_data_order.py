@@ -52,7 +52,7 @@ def run_of(argv: list[str], world: int = 1) -> Run:
     return resolve(parse_command_line(Config, argv, prog="p", description="d").config, world)
 
 
-def test_other_data_is_refused_by_name_unless_asked_for(prefix, tmp_path, capsys):
+def test_changed_data_set_is_refused_unless_allowed(prefix, tmp_path, capsys):
     other = write_tokens(tmp_path / "other", seed=6)
     path = f"--data-path 1 {prefix} 3 {other}"
     common = f"{PLAIN} --train-iters 3 --load {tmp_path}/run"
@@ -191,7 +191,7 @@ def test_the_first_log_line_after_a_resume_counts_nothing_twice(prefix, tmp_path
     assert [e["iteration"] for e in whole if e["kind"] == "test"] == [8]
 
 
-def test_workers_and_lanes_do_not_change_the_order(prefix, tmp_path, capsys):
+def test_data_order_is_independent_of_workers_and_dp_size(prefix, tmp_path, capsys):
     """Six ways of reading give one order; two lanes that read ahead give the losses of one."""
     found = {}
     for size in (1, 2, 4):
@@ -272,7 +272,7 @@ def test_processes_of_a_node_build_an_index_once(tmp_path, victim):
     assert [o.value for o in alive] == [sum(range(10000))] * len(alive)
 
 
-def test_a_run_mends_a_damaged_cache_or_does_without(prefix, tmp_path, capsys):
+def test_run_rebuilds_damaged_cache_or_runs_without_it(prefix, tmp_path, capsys):
     cache = tmp_path / "cache"
     found = []
     for number, damage in enumerate(("none", "none", "half", "stale", "read-only")):

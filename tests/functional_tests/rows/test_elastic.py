@@ -163,7 +163,7 @@ def test_a_launcher_that_loses_a_machine_goes_on_by_itself(prefix, tmp_path):
     _assert_same(save / "metrics.jsonl", whole)
 
 
-def test_another_batch_that_nobody_asked_for_is_refused(prefix, tmp_path, capsys):
+def test_implicit_global_batch_size_change_is_refused(prefix, tmp_path, capsys):
     """Without --global-batch-size it would follow the number of processes."""
     save = tmp_path / "save"
     once = "--train-iters 3 --eval-interval 0"

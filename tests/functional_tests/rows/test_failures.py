@@ -140,7 +140,7 @@ def plant_other_shape(rank: int) -> None:
         ),
     ],
 )
-def test_ranks_in_different_collectives_are_told_with_both(prefix, plant, ops):
+def test_mismatched_collectives_are_reported_with_both_calls(prefix, plant, ops):
     start = time.monotonic()
     found, logs = run_with(plant, flags(prefix, f"{LONG} --check-collectives"))
     assert {o.exit_code for o in found} <= {ExitCode.COLLECTIVES_DIFFER, ExitCode.PEER_LOST}, logs

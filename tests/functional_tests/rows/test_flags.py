@@ -67,7 +67,7 @@ def test_a_bad_key_or_value_in_a_file_is_named_with_its_line(
         (["--ckpt-format", "tar"], "--ckpt-format is 'tar': use one of torch_dist, torch"),
     ],
 )
-def test_a_bad_flag_gets_its_mend(prefix, capsys, more, message):
+def test_error_for_bad_flag_names_the_fix(prefix, capsys, more, message):
     assert message in refused(capsys, [*flags(prefix), *more])
 
 

@@ -215,7 +215,7 @@ def test_what_a_tensor_claims_is_checked_without_checksums_too(
 
 @pytest.mark.parametrize("spoiled", [2, 3, 4])
 @pytest.mark.parametrize("value", [5, None, "ab", Name("torch.float32"), ((),) * 2])
-def test_a_description_of_odd_values_is_refused(spoiled: int, value: Any) -> None:
+def test_manifest_with_invalid_values_is_refused(spoiled: int, value: Any) -> None:
     """Storage, offset, shape and strides; 4 is the key of the storage."""
     key = value if spoiled == 4 else "0"
     storage = Persistent(("storage", Name("torch.FloatStorage"), key, "cpu", 24))
@@ -280,7 +280,7 @@ def test_no_bytes_do_more_than_raise_an_error(folder):
         (b"\x80\x04\x82\x01.", "the instruction EXT1"),
     ],
 )
-def test_odd_pickles_take_neither_memory_nor_effect(pickle, text):
+def test_malicious_pickles_use_no_memory_and_run_nothing(pickle, text):
     if text is None:
         read_pickle(pickle, frozenset(), "it")
         return

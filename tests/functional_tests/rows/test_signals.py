@@ -263,7 +263,7 @@ def test_the_launcher_fails_with_its_ranks(prefix):
 
 
 @pytest.mark.covers("stopped with a save", runs="saves")
-def test_the_limit_of_time_is_kept_with_a_save(prefix, tmp_path):
+def test_exit_duration_limit_includes_a_save(prefix, tmp_path):
     save = tmp_path / "save"
     begun = time.monotonic()
     code = run_here(flags(prefix, f"{LONG} --save {save} --exit-duration-in-mins 0.1"))

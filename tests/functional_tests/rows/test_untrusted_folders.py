@@ -266,7 +266,7 @@ def verified(folder: Path, capsys: Any) -> tuple[int, str]:
 
 
 @pytest.mark.parametrize("case", [*DAMAGES, *INCOMPLETE])
-def test_a_run_falls_back_past_what_a_stranger_left(
+def test_run_falls_back_past_foreign_checkpoint_folders(
     case: str, run: tuple[Path, list[str]], tmp_path: Path, capsys: Any
 ) -> None:
     root = tmp_path / "save"
@@ -304,7 +304,7 @@ def test_a_run_falls_back_past_what_a_stranger_left(
         "window is a list",
     ],
 )
-def test_a_resumed_run_falls_back_past_a_state_that_is_none(
+def test_resumed_run_falls_back_past_invalid_state(
     change: Callable[[Path], None], run: tuple[Path, list[str]], tmp_path: Path, capsys: Any
 ) -> None:
     root = tmp_path / "save"

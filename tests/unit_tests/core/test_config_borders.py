@@ -249,7 +249,7 @@ BORDERS = [
 
 
 @pytest.mark.parametrize(("made", "over", "named", "up_to"), BORDERS)
-def test_one_step_over_a_border_is_one_problem_and_up_to_it_none(made, over, named, up_to):
+def test_only_values_beyond_a_limit_are_a_problem(made, over, named, up_to):
     found = problems(made, over)
     assert len(found) == 1, found
     assert named in found[0]

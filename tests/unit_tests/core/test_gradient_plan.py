@@ -33,7 +33,7 @@ def steps(sharding: WeightSharding, grid: RankGrid = GRID) -> tuple[GradientStep
     return gradient_plan(sharding, grid).steps
 
 
-def test_a_cut_weight_needs_its_lanes_only():
+def test_sharded_weight_is_reduced_only_over_dp_ranks():
     plan = gradient_plan(WeightSharding.of("w", (8, 3), ROWS), GRID)
     assert (plan.data_group, plan.steps, plan.num_ranks_reached) == ("gtp_cp_dp", (), Fraction(4))
 
@@ -45,7 +45,7 @@ def test_replicated_weight_is_summed_over_tp_only_if_partial():
     assert steps(partial, RankGrid(world_size=2)) == ()
 
 
-def test_an_axis_about_which_nothing_is_said_is_refused():
+def test_axis_without_gradient_rule_is_refused():
     with pytest.raises(ValueError, match="n: nothing cuts it over tp=4 and its gradient there"):
         gradient_plan(WeightSharding.of("n", (8,)), GRID)
     assert steps(WeightSharding.of("n", (8,)), RankGrid(world_size=2)) == ()
@@ -90,7 +90,7 @@ def test_a_tied_weight_is_summed_over_its_stages():
 
 
 @pytest.mark.parametrize(("etp", "ep", "egtp"), [(1, 4, 1), (1, 8, 2), (4, 2, 1), (2, 2, 2)])
-def test_experts_hold_all_lanes_whatever_their_grid(etp: int, ep: int, egtp: int):
+def test_expert_gradients_reach_all_dp_ranks_on_any_grid(etp: int, ep: int, egtp: int):
     grid = RankGrid(world_size=16, tp=4, cp=2, etp=etp, ep=ep, egtp=egtp)
     expert = WeightSharding.of(
         "e", (ep * etp, 3), Cut(axis="ep", dim=0), Cut(axis="etp", dim=0), expert=True

@@ -240,6 +240,6 @@ def test_softplus_of_step_bias_is_log_uniform() -> None:
 
 
 @pytest.mark.parametrize("make", [InitSpec.log_of_uniform, InitSpec.step_bias])
-def test_ranges_of_positive_numbers_are_asked_for(make) -> None:
+def test_init_range_must_be_positive(make) -> None:
     with pytest.raises(ValueError, match="finite low < high"):
         make(0.0, 1.0)

@@ -100,7 +100,7 @@ def test_names_and_texts_that_are_none(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("begin", "inner", "end"), [("[", "[]", "]"), ('{"a":', "{}", "}")])
-def test_json_is_nested_as_deep_as_is_said(begin: str, inner: str, end: str) -> None:
+def test_json_nesting_is_limited_to_max_depth(begin: str, inner: str, end: str) -> None:
     def text(depth: int) -> str:
         return begin * (depth - 1) + inner + end * (depth - 1)
 
@@ -163,7 +163,7 @@ def test_nothing_is_written_through_a_link(linked: tuple[Path, Path]) -> None:
     assert target.read_text() == "precious"
 
 
-def test_a_library_writes_beside_a_link_and_not_through_it(linked: tuple[Path, Path]) -> None:
+def test_atomic_write_replaces_a_link_not_its_target(linked: tuple[Path, Path]) -> None:
     link, target = linked
 
     def fail() -> None:

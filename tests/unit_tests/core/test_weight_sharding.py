@@ -180,7 +180,7 @@ def test_data_sharding_leaves_only_model_parallel_replicas():
     assert replica_ranks(expert, "e", grid=grid, rank=3, sharded=optimizer) == (3,)
 
 
-def test_hybrid_sharding_repeats_over_the_outer_lanes():
+def test_hybrid_sharding_replicates_over_outer_ranks():
     grid = RankGrid(world_size=8, cp=2, etp=1, ep=2, instances=2)  # dp 2 x 2, edp 2 x 2
     dense = WeightSharding.of("w", (4,))
     expert = WeightSharding.of("e", (4,), Cut(axis="ep", dim=0), expert=True)

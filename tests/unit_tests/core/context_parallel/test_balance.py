@@ -135,7 +135,7 @@ def test_one_row_holds_several_samples():
         SequenceLayout.make(cut, 1, rows=3).holding_samples(12)
 
 
-def test_a_row_holds_samples_of_the_length_that_was_asked_last():
+def test_row_layout_uses_the_latest_sample_length():
     plain = SequenceLayout.make(SequenceCut.of(12, 1), 0, rows=1)
     for length in (6, 4, 12, 6):  # layouts of one row share what is worked out once
         layout = plain.holding_samples(length)

@@ -263,7 +263,7 @@ def test_keys_of_whole_rows_cost_two_blocks_a_run():
     assert everything == (AttentionBlock(0, 5, 0, 16, 0, 16, 0, 0, False),)
 
 
-def test_a_document_over_the_borders_of_runs():
+def test_document_across_token_range_boundaries():
     """Documents 0-5 and 6-15 of 16 tokens; rank 0 of 2 holds places 0-3 and 12-15."""
     cut = SequenceCut.of(16, 2)
     blocks = attention_blocks(cut.runs(0), cut.runs(1), rows=1, documents=[[0, 6, 6, 16]])
@@ -301,7 +301,7 @@ def test_a_window_leaves_out_what_it_does_not_reach():
     assert keys[2:] == [(), ()]
 
 
-def test_queries_that_begin_before_the_keys_and_end_behind_them():
+def test_queries_start_before_and_end_after_the_keys():
     query, key = (Run(3, 10, 10),), (Run(0, 4, 12),)  # queries 10-19, keys 12-15
     assert attention_blocks(query, key, rows=1) == (
         AttentionBlock(0, 1, 5, 9, 0, 4, 12, 12, True),
@@ -344,7 +344,7 @@ def test_many_short_documents_take_one_block_each():
          "joined blocks have no places for a window of 3: leave one out"),
     ],
 )  # fmt: skip
-def test_options_that_do_not_fit_are_told(options, message):
+def test_incompatible_options_are_reported(options, message):
     runs = SequenceCut.of(8, 2).runs(0)
     with pytest.raises(ValueError, match=re.escape(message)):
         attention_blocks(runs, runs, **options)

@@ -80,14 +80,14 @@ def test_inverse_undoes_the_gathering_of_all_ranks():
 
 
 @pytest.mark.parametrize("cp", [2, 3, 4, 5])
-def test_inverse_of_chunks_is_the_known_order(cp):
+def test_inverse_of_chunks_is_the_zigzag_order(cp):
     """Of chunks of one token: natural chunk n < cp is at 2n, any other at 4cp - 2n - 1."""
     wanted = [*range(0, 2 * cp, 2), *range(2 * cp - 1, 0, -2)]
     assert SequenceCut.of(2 * cp, cp).inverse() == wanted
 
 
 @pytest.mark.parametrize("cp", [2, 3, 4, 8])
-def test_inverse_of_packed_sequences_is_the_known_formula(cp):
+def test_inverse_of_packed_sequences_matches_formula(cp):
     lengths = [2 * cp * n for n in (3, 1, 0, 5, 2)]
     cu = [sum(lengths[:i]) for i in range(len(lengths) + 1)]
     wanted = []
@@ -179,18 +179,18 @@ def test_equal_cuts_are_one_key():
         (0, 2, {}, "a row of 0 tokens cannot be cut: use at least 1"),
     ],
 )  # fmt: skip
-def test_what_cannot_be_cut_is_told(length, size, options, message):
+def test_unsplittable_sequence_is_reported(length, size, options, message):
     with pytest.raises(ValueError, match=re.escape(message)):
         SequenceCut.of(length, size, **options)
 
 
 @pytest.mark.parametrize("rank", [-1, 2])
-def test_a_rank_that_is_not_there_is_told(rank):
+def test_rank_out_of_range_is_reported(rank):
     with pytest.raises(ValueError, match=f"rank {rank} of 2 context-parallel ranks"):
         SequenceCut.of(8, 2).places(rank)
 
 
-def test_a_negative_halo_is_told():
+def test_negative_halo_is_reported():
     with pytest.raises(ValueError, match="a halo of -1 tokens: use 0 or more"):
         SequenceCut.of(8, 2).halo(-1)
 

@@ -54,7 +54,7 @@ def test_ranks_take_their_columns_of_everything():
     assert padded > 50
 
 
-def test_positions_are_places_unless_given():
+def test_positions_default_to_token_indices():
     for case in CASES:
         for layout, column in zip(layouts(case.cut()), case.columns(), strict=True):
             assert layout.positions.tolist() == [max(0, place) for place in column], case
@@ -88,7 +88,7 @@ def test_what_is_in_order_is_not_copied():
     assert SequenceLayout.make(SequenceCut.of(8, 2), 0, rows=2).to_rows(gathered) is not gathered
 
 
-def test_documents_are_found_in_their_ids():
+def test_document_bounds_are_derived_from_ids():
     ids = torch.tensor([[0, 0, 0, 1, 1, 4, 4, 4], [0] * 8, [0, 1, 2, 3, 4, 5, 6, 7]])
     layout = SequenceLayout.make(SequenceCut.of(8, 2), 1, rows=3, document_ids=ids.int())
     assert layout.documents == ((0, 3, 5, 8), (0, 8), tuple(range(9)))
@@ -106,7 +106,7 @@ def test_sequences_that_are_cut_apart_are_documents():
     assert layout.documents == ((0, 4, 7, 12),)
 
 
-def test_ids_are_kept_where_something_masks_by_them():
+def test_document_ids_remain_if_a_mask_needs_them():
     ids = torch.tensor([[0, 0, 0, 1, 1, 2, 2, 2], [0, 1, 1, 1, 1, 1, 1, 1]])
     cut = SequenceCut.of(8, 2)
     layout = SequenceLayout.make(cut, 0, rows=2, document_ids=ids, masks_by_ids=True)
@@ -138,7 +138,7 @@ def test_blocks_are_those_of_the_runs_and_documents():
     assert (len(last.blocks(0)), len(last.blocks(0, joined=True))) == (2, 1)
 
 
-def test_plans_are_made_once_however_many_layers_ask():
+def test_plans_are_built_once_for_all_layers():
     layout = SequenceLayout.make(SequenceCut.of(16, 2), 0, rows=2)
     assert layout.plans_made == 0
     first = [layout.blocks(rank) for rank in (0, 1)]
@@ -225,14 +225,14 @@ def test_whole_rows_need_no_cut():
          "a document of row 1 goes on over place 4, where cu_seqlens cuts sequences apart"),
     ],
 )  # fmt: skip
-def test_what_does_not_fit_is_told(options, message):
+def test_mismatched_shapes_are_reported(options, message):
     options = {"cut": SequenceCut.of(8, 2), "rank": 0, "rows": 2, **options}
     cut, rank = options.pop("cut"), options.pop("rank")
     with pytest.raises(ValueError, match=re.escape(message)):
         SequenceLayout.make(cut, rank, **options)
 
 
-def test_tensors_of_another_length_are_told():
+def test_tensors_of_wrong_length_are_reported():
     layout = SequenceLayout.make(SequenceCut.of(6, 2, padded_cu_seqlens=[0, 8]), 0, rows=2)
     with pytest.raises(ValueError, match=re.escape("rows (2, 4) must be (2, 6)")):
         layout.local(torch.zeros(2, 4))
@@ -247,7 +247,7 @@ def test_tensors_of_another_length_are_told():
 
 
 @pytest.mark.parametrize("ask", ["blocks", "row_blocks", "to_rows", "to_ranks"])
-def test_a_layout_without_a_cut_is_told(ask):
+def test_layout_without_sequence_cut_is_reported(ask):
     layout = SequenceLayout.of_rows(8)
     argument = {"blocks": 0, "row_blocks": None}.get(ask, torch.zeros(8))
     with pytest.raises(

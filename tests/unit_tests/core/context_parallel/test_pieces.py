@@ -78,7 +78,7 @@ def test_pieces_are_packed_row_after_row():
     assert (padded > 100, empty > 2, inner > 100) == (True,) * 3
 
 
-def test_links_lead_from_each_piece_to_the_one_behind():
+def test_state_transfers_lead_to_the_next_subsequence():
     crossing = chained = 0
     for case, documents in CASES:
         made, tokens = pieces_of(case, documents), expected(case, documents)
@@ -172,7 +172,7 @@ def test_without_a_cut_rows_are_pieces():
     assert not pieces.crossed
 
 
-def test_documents_known_by_ids_alone_are_refused():
+def test_documents_given_only_by_ids_are_refused():
     layout = SequenceLayout.of_rows(4, document_ids=torch.tensor([[0, 0, 1, 1]]))
     with pytest.raises(ValueError, match="cu_seqlens"):
         layout.own_pieces(1)

@@ -170,7 +170,7 @@ def test_some_tokens_of_a_call_may_be_packed():
     assert none.unpack(none.pack(x)).tolist() == [[0, 0]] * 3
 
 
-def test_documents_known_only_by_ids_are_refused():
+def test_documents_given_only_by_ids_are_refused():
     ids = torch.tensor([[0, 0, 1, 1]])
     for layout in (
         SequenceLayout.of_rows(4, document_ids=ids),

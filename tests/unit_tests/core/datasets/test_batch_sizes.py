@@ -22,7 +22,7 @@ def walked(sizes: BatchSizes, steps: int) -> list[int]:
     return found
 
 
-def test_sizes_change_at_the_first_step_behind_a_threshold():
+def test_batch_size_changes_at_first_step_after_threshold():
     assert walked(UNEVEN, 6) == [0, 6, 12, 16, 20, 29, 38]
     assert [UNEVEN.at(n) for n in (0, 9, 10, 12, 19, 20, 10**12)] == [6, 6, 4, 4, 4, 9, 9]
 
@@ -62,7 +62,7 @@ def test_sizes_that_are_none_are_refused(stages):
 
 @pytest.mark.parametrize("workers", [0, 3])
 @pytest.mark.parametrize("kind", ["single", "cyclic"])
-def test_lanes_read_each_step_in_its_size(kind, workers):
+def test_ranks_read_each_step_at_its_batch_size(kind, workers):
     """Steps of 6, 6, 4, 4, 9, 9 on 2 lanes in microbatches of 2, with fillers; from each step
     on."""
     ends = walked(UNEVEN, 6)

@@ -114,7 +114,7 @@ def test_loss_is_masked_where_the_input_ends_a_document(source):
 
 @pytest.mark.parametrize("positions", [False, True])
 @pytest.mark.parametrize("attention", [False, True])
-def test_documents_end_where_asked(source, positions, attention):
+def test_document_ends_follow_the_option(source, positions, attention):
     config = dataclasses.replace(
         CONFIG, eod_token=EOD, reset_position_ids=positions, reset_attention_mask=attention
     )
@@ -138,7 +138,7 @@ def test_documents_end_where_asked(source, positions, attention):
         assert batch.cu_seqlens.shape == (100, ends.sum(1).max() + 2)
 
 
-def test_lanes_together_read_the_samples_in_order(source):
+def test_ranks_together_read_samples_in_order(source):
     config = dataclasses.replace(CONFIG, eod_token=EOD, eod_mask_loss=True)
     data = GPTDataset(source, config, sequences=range(40), num_samples=24)
     rows = data.batch(range(24))

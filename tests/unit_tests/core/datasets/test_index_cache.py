@@ -55,7 +55,7 @@ def test_second_use_reads_what_the_first_wrote(tmp_path):
     assert build.calls == 3
 
 
-def test_without_a_folder_nothing_is_kept(tmp_path):
+def test_index_is_not_cached_without_a_folder(tmp_path):
     build = Builder()
     for _ in range(2):
         check(IndexCache(None).load_or_build("kind", DESCRIPTION, build, names=NAMES))
@@ -219,7 +219,7 @@ def test_many_builders_at_once_build_once(tmp_path, caplog):
     assert not list(tmp_path.glob("*.tmp"))
 
 
-def test_a_damaged_entry_is_mended_and_told_once(tmp_path, caplog):
+def test_damaged_cache_entry_is_rebuilt_and_logged_once(tmp_path, caplog):
     IndexCache(tmp_path).load_or_build("kind", DESCRIPTION, Builder(), names=NAMES)
     truncate(one(tmp_path, "rows.npy"))
     build = SlowBuilder()

@@ -132,7 +132,7 @@ def test_the_last_label_needs_one_token_more():
     assert plan_epochs(13, 4, 3).num_epochs == 1
 
 
-def test_arrays_of_a_known_run():
+def test_index_arrays_of_a_fixed_seed():
     # Written down once, so that a change of the random stream cannot pass unseen.
     lengths = np.array([3, 5, 2, 6, 4], dtype=np.int32)
     plan = plan_epochs(20, 4, 12)

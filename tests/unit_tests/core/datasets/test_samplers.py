@@ -99,7 +99,7 @@ def test_batches_carry_tokens_mask_and_consumption_numbers():
     assert batch.loss_mask.dtype == torch.float32
 
 
-def test_the_rest_that_does_not_fill_all_lanes_is_dropped():
+def test_incomplete_last_batch_is_dropped():
     for lane in range(3):
         batches = GPTBatches(
             Numbers(20), micro_batch_size=2, data_parallel_rank=lane, data_parallel_size=3
@@ -140,7 +140,7 @@ STEPS = [(11, 2, 3), (11, 2, 4), (10, 2, 3), (7, 3, 2), (8, 8, 1), (5, 1, 3), (1
 
 
 @pytest.mark.parametrize(("samples", "micro", "lanes"), STEPS)
-def test_the_blocks_of_a_step_do_not_depend_on_the_lanes(samples, micro, lanes):
+def test_microbatches_of_a_step_are_independent_of_dp_size(samples, micro, lanes):
     """Every sample once, in blocks of b that the lanes take in turn."""
     plan = Division(samples=samples, micro_batch_size=micro, data_parallel_size=lanes)
     given = [plan.sample_range(lane, m) for m in range(plan.rounds) for lane in range(lanes)]

@@ -25,7 +25,7 @@ def test_positions_start_anew_with_each_document():
     assert found.tolist() == [[0, 1, 2, 0, 1, 0, 0, 1], [0, *range(7)], list(range(8))]
 
 
-def test_cumulative_lengths_are_borders_and_then_the_length():
+def test_cu_seqlens_are_document_bounds_and_total_length():
     found = cumulative_lengths(np.array(DOCUMENTS))
     assert found.dtype == np.int32
     assert found.tolist() == [[0, 3, 5, 6, 8], [0, 1, 8, 8, 8], [0, 8, 8, 8, 8]]

@@ -111,7 +111,7 @@ def test_blocks_are_digested_alike(tmp_path):
     assert texts[0] == texts[1]
 
 
-def test_what_changes_behind_settle_is_not_saved(tmp_path):
+def test_changes_after_settle_are_not_saved(tmp_path):
     tensors = {"a": torch.randn(LARGE_BYTES), "b": torch.randn(5), "c": torch.randn(6, 4)[:, ::2]}
     before = {name: tensor.clone() for name, tensor in tensors.items()}
     with saver_of(tmp_path, whole(tensors)) as saver:
@@ -223,7 +223,7 @@ def test_a_step_that_has_been_saved_is_left_as_it_is(tmp_path):
     assert read(tmp_path / "iter_0000001", {"a": tensor})["a"].tolist() == [0.0] * 3
 
 
-def test_a_claimed_folder_that_has_gone_is_not_made_anew(tmp_path):
+def test_removed_locked_folder_is_not_recreated(tmp_path):
     root = tmp_path / "root"
     with (
         SaveFolderClaim(root),
@@ -237,7 +237,7 @@ def test_a_claimed_folder_that_has_gone_is_not_made_anew(tmp_path):
         assert not root.exists()
 
 
-def test_older_checkpoints_are_removed_behind_each_save(tmp_path):
+def test_older_checkpoints_are_removed_after_each_save(tmp_path):
     keep = {"keep_last": 2, "retain_interval": 4}
     with saver_of(tmp_path, whole({"a": torch.randn(3)}), keep=keep) as saver:
         for iteration in range(3, 9):
@@ -351,7 +351,7 @@ def test_a_copy_that_fails_on_one_rank_costs_one_save(tmp_path):
         assert "rank 1: Cannot allocate memory" in reports[0].error
 
 
-def test_a_writer_that_died_between_saves_is_told_of(tmp_path):
+def test_writer_death_between_saves_is_reported(tmp_path):
     with saver_of(tmp_path, whole({"a": torch.ones(3)})) as saver:
         pid = saver.writer.pid
         os.kill(pid, signal.SIGKILL)
@@ -404,7 +404,7 @@ def test_abandoning_waits_for_nobody(tmp_path):
     assert list_checkpoints(tmp_path) == []
 
 
-def test_every_rank_is_told_when_a_checkpoint_is_there(tmp_path):
+def test_every_rank_is_notified_of_a_committed_checkpoint(tmp_path):
     told: list[bool] = []
 
     def note() -> None:

@@ -55,7 +55,7 @@ def test_a_flat_range_is_few_boxes_that_hold_each_element_once(shape, data):
 
 @given(st.integers(0, 10_000))
 @settings(max_examples=150, deadline=None)
-def test_overlaps_are_found_exactly_when_there_are_any(seed):
+def test_overlapping_boxes_are_detected_exactly(seed):
     rng = random.Random(seed)
     shape = tuple(rng.randint(1, 6) for _ in range(rng.randint(1, 3)))
     boxes = [box for _ in range(rng.randint(1, 2)) for box in random_boxes(shape, rng)]
@@ -72,7 +72,7 @@ def test_overlaps_are_found_exactly_when_there_are_any(seed):
         assert tuple(sorted(found)) in pairs
 
 
-def test_boxes_that_no_plane_separates_are_still_told_apart():
+def test_boxes_without_separating_plane_are_still_disjoint():
     _, boxes = pinwheel(1)
     assert first_overlap(boxes) is None
     assert first_overlap([*boxes, Box((1, 1), (1, 1))]) is not None
@@ -129,7 +129,7 @@ def test_an_index_finds_all_that_shares_elements(seed):
     assert BoxIndex([]).overlaps(Box((0,), (1,))) == []
 
 
-def test_box_index_finds_long_box_behind_small_boxes():
+def test_box_index_finds_long_box_among_small_boxes():
     boxes = [Box((0, 0), (6, 1)), *(Box((i, 1), (1, 1)) for i in range(6))]
     found = BoxIndex(boxes).overlaps(Box((4, 0), (1, 2)))
     assert found == [(0, Box((4, 0), (1, 1))), (5, Box((4, 1), (1, 1)))]

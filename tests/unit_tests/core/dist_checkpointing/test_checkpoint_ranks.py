@@ -142,7 +142,7 @@ def test_an_error_while_loading_reaches_every_rank(tmp_path):
     assert all("rank 1: " in str(r) and "shard-00001" in str(r) for r in results)
 
 
-def test_ranks_that_see_different_checkpoints_are_told(tmp_path):
+def test_ranks_seeing_different_checkpoints_are_reported(tmp_path):
     folders = [
         save_checkpoint(tmp_path / str(r), 1, whole({"w": ROW + r}), {}, coordinator=Solo())
         for r in range(2)

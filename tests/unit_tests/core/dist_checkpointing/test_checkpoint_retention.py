@@ -114,7 +114,7 @@ def test_what_another_process_reads_stays_until_it_has_read(tmp_path, how):
     assert len(lines) == 1
 
 
-def test_a_reader_that_comes_too_late_is_told(tmp_path, monkeypatch):
+def test_reader_after_removal_gets_an_error(tmp_path, monkeypatch):
     (folder,) = save(tmp_path, 1)
     with (folder / "manifest.json").open("r+b") as file:
         fcntl.flock(file, fcntl.LOCK_EX)

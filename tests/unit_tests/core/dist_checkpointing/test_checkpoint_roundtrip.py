@@ -183,7 +183,7 @@ def test_a_partial_load_reads_only_the_blocks_it_touches(tmp_path):
     assert load((0, 3), (1000, 1), True).bytes_read == header + 1000 * 64
 
 
-def test_blocks_between_wanted_columns_are_not_read(tmp_path):
+def test_blocks_between_requested_columns_are_not_read(tmp_path):
     wide = torch.arange(4 * 4096, dtype=torch.float32).view(4, 4096)  # 16 KiB per row
     folder = save_checkpoint(
         tmp_path, 1, whole({"w": wide}), {}, coordinator=Solo(), block_bytes=1024

@@ -115,7 +115,7 @@ def engine_cases(rank: int, world: int) -> None:
             assert link.count > 0
 
 
-def test_gradients_overlap_and_traffic_on_two_lanes():
+def test_gradients_overlap_and_traffic_on_two_ranks():
     run_ranks(engine_cases, 2)
 
 
@@ -245,7 +245,7 @@ def experts(rank: int, world: int) -> None:
                 engine.start_param_sync()
 
 
-def test_expert_weights_are_shared_over_lanes_of_their_own():
+def test_expert_weights_are_sharded_over_expert_dp_ranks():
     run_ranks(experts, 4)
 
 
@@ -288,7 +288,7 @@ def test_one_process_sends_nothing_and_equals_autograd(strategy: str):
 
 @pytest.mark.parametrize("strategy", STRATEGIES[1:])
 @pytest.mark.parametrize("wide", [False, True])
-def test_one_lane_puts_bf16_gradients_where_the_optimizer_reads(strategy: str, wide: bool):
+def test_single_rank_accumulates_bf16_gradients_in_place(strategy: str, wide: bool):
     model, engine = built(
         ProcessGroupCollection.single(),
         strategy=strategy,
@@ -348,7 +348,7 @@ def test_settings_that_do_not_go_together_are_refused(settings: dict, message: s
         DataParallelConfig(**settings)
 
 
-def test_all_that_is_wrong_is_said_at_once():
+def test_all_config_problems_are_reported_at_once():
     with pytest.raises(ValueError, match=r"strategy 'x'.*; grad_dtype is .*; prefetch_bytes is -2"):
         DataParallelConfig(strategy="optim", outer="x", grad_dtype=torch.float64, prefetch_bytes=-2)
 

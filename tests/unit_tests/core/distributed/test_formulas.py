@@ -130,7 +130,7 @@ def test_gradients_that_are_cut_are_reduced_in_every_microbatch():
     ]
 
 
-def test_hybrid_sharding_sums_shards_over_the_outer_lanes_once():
+def test_hybrid_sharding_reduces_over_outer_ranks_once():
     buckets = [BucketSize(numel=8, inner=2, outer=2)]
 
     def found(strategy: str, outer: str = "no_shard") -> list[Traffic]:
@@ -195,7 +195,7 @@ def test_weights_over_gtp_travel_in_their_groups_and_formats():
     assert found("optim", gtp_once=True) == gathered | updated | once | scattered | of_lanes
 
 
-def test_a_single_lane_sends_nothing():
+def test_single_rank_sends_nothing():
     buckets = [BucketSize(numel=8, inner=1)]
     for strategy in STRATEGIES:
         placed = placement(strategy)

@@ -115,7 +115,7 @@ def kept(model: GPTModel, engine: DataParallel) -> dict[str, int]:
     ],
     ids=["gtp8", "tp2 gtp8 cp2 dp2", "tp4 gtp3 dp4"],
 )
-def test_bytes_kept_are_those_of_the_formulas(degrees: dict[str, int], strategy: str):
+def test_memory_matches_the_formulas(degrees: dict[str, int], strategy: str):
     grid = RankGrid(**degrees)
     model, engine = llama("8B", groups_of(grid), layers=4, strategy=strategy)
     found, wanted = kept(model, engine), published(model.store, grid, strategy)

@@ -310,13 +310,13 @@ def test_stages_without_weights_decide_and_sum_with_the_others():
     check_empty(3, 3, [*cases, ("adam", "no_shard", torch.bfloat16)])
 
 
-def test_lanes_of_stages_without_weights():
+def test_ranks_of_stages_without_weights():
     check_empty(
         6, 3, [(k, s, torch.float32) for k in ("adam", "muon") for s in STRATEGIES if s != "optim"]
     )
 
 
-def test_lanes_of_stages_without_weights_under_hybrid_sharding():
+def test_stages_without_weights_under_hybrid_sharding():
     cases = [(k, s, torch.float32) for k in ("adam", "muon") for s in STRATEGIES[1:]]
     check_empty(6, 3, cases, instances=2)
 

@@ -61,7 +61,7 @@ def test_completed_weights_are_those_of_every_rank():
     run_ranks(stored_weights, 4)
 
 
-def test_without_lanes_there_is_nothing_to_complete():
+def test_single_process_has_no_weights_to_gather():
     groups = ProcessGroupCollection.single()
     model = SmallModel(groups, config=DataParallelConfig(strategy="optim"))
     before = [bucket.data.clone() for bucket in model.store.buckets]

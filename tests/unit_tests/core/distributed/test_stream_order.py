@@ -87,7 +87,7 @@ def test_many_interleavings_compute_the_same_bits(name: str):
 @pytest.mark.parametrize(
     "wait", ["BufferPool.lease: wait_event", "Gatherer._arrive: wait", "Gatherer.invalidate: wait"]
 )
-def test_a_bug_in_the_gatherer_is_found(wait: str):
+def test_bug_planted_in_gatherer_is_detected(wait: str):
     """A buffer written before its last reader, weights read before their gather, weights gathered
     before the optimizer has written them."""
     name = "optim" if "invalidate" in wait else "optim_grads_params by weight"
@@ -97,7 +97,7 @@ def test_a_bug_in_the_gatherer_is_found(wait: str):
 
 @pytest.mark.slow
 @pytest.mark.timeout(3600)
-def test_every_wait_that_is_left_out_is_found():
+def test_every_omitted_stream_wait_is_detected():
     programs: dict[str, list[str]] = {}
     for name in PROGRAMS:
         for site in in_order(name)[1]:

@@ -139,7 +139,7 @@ def test_graph_replay_on_two_ranks_matches_single_process() -> None:
 
 
 @pytest.mark.parametrize("recorder", [StrictTape, StrictRerun])
-def test_a_host_read_in_a_recording_is_found(recorder: type) -> None:
+def test_host_read_during_capture_is_detected(recorder: type) -> None:
     with pytest.raises(HostRead):
         said(engine_of(model_of("experts"), make_recorder=recorder))
 

@@ -170,7 +170,7 @@ def test_prompt_split_below_two_default_chunks_matches_whole() -> None:
     assert_fed_as_whole(model, rows, ([cut, 257 - cut, 1, 1] for cut in range(1, 256)))
 
 
-def test_what_is_kept_is_of_the_layers_that_need_it(model: GPTModel) -> None:
+def test_cache_is_allocated_only_for_layers_that_need_it(model: GPTModel) -> None:
     shapes = CacheShapes.of(model.modules(), torch.float64)
     assert shapes.token_bytes == 2 * (10 + 10) * 8  # one layer of attention of three
     assert shapes.state_bytes == (sum(DELTA.values()) + sum(MAMBA.values())) * 8

@@ -194,7 +194,7 @@ def test_hybrids_that_come_together_part_where_they_do() -> None:
     assert engine.stats.hit == 3 * 16 * (500 // 16)
 
 
-def test_generated_tokens_are_found_by_the_next_turn() -> None:
+def test_next_turn_reuses_blocks_of_generated_tokens() -> None:
     for model in (Hashing(), Hashing(paged=True)):
         engine = engine_of(model)
         ((first,),) = generate(engine, requests(LONG, new=40))

@@ -159,19 +159,19 @@ def test_no_piece_holds_part_of_a_character(kind: str, made: dict[str, Tokenizer
     assert sum(map(bool, pieces)) >= len(tokens) - 3 * sum(c > "\x7f" for c in text)
 
 
-def test_ascii_is_not_held_back() -> None:
+def test_ascii_is_streamed_immediately() -> None:
     stream = TextStream(ByteTokenizer().detokenize)
     assert [stream.push([byte]) for byte in b"abc"] == ["a", "b", "c"]
 
 
-def test_an_unfinished_character_is_shown_at_the_end() -> None:
+def test_unfinished_character_is_emitted_at_the_end() -> None:
     stream = TextStream(ByteTokenizer().detokenize)
     assert stream.push("x€".encode()[:-1]) == "x"
     assert stream.push([], finished=True) == REPLACEMENT
     assert stream.push(b"x", finished=True) == ""
 
 
-def test_bytes_replaced_as_a_run_leave_shown_text_alone(made: dict[str, Tokenizer]) -> None:
+def test_replaced_byte_run_does_not_change_emitted_text(made: dict[str, Tokenizer]) -> None:
     tokenizer = made["byte_fallback"]
     tokens = tokenizer.tokenize("😀😀")[1:]  # without the blank
     stream = TextStream(tokenizer.detokenize, tokenizer.tokenize("the"))
@@ -311,7 +311,7 @@ def test_the_first_complete_stop_string_ends_the_text(
         assert visible(b"one two three", cuts, stop) == (shown, stopped)
 
 
-def test_what_may_begin_a_stop_string_is_held_back() -> None:
+def test_possible_stop_string_prefix_is_buffered() -> None:
     stream = TextStream(ByteTokenizer().detokenize, stop=["</s>", "<b>"])
     assert [stream.push([byte]) for byte in b"a</x<"] == ["a", "", "", "</x", ""]
     assert stream.push(b"/s>more") == ""

@@ -69,7 +69,7 @@ def test_states_are_those_of_a_model_with_the_copies_values(
         assert_close_by_metric("states", torch.stack(found), wanted, bound=bound)
 
 
-def test_copies_are_made_again_where_weights_were_replaced() -> None:
+def test_weight_copies_are_rebuilt_after_weight_update() -> None:
     model = model_in_fp32("gqa")
     engine = engine_of(model)
     engine.model = InferenceOptimizedModel(model, copies="int8")

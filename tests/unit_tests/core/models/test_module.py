@@ -121,7 +121,7 @@ def theirs(model: GPTModel, lr: float, *, set_to_none: bool) -> list[float]:
 
 
 @pytest.mark.parametrize("set_to_none", [True, False])
-def test_an_optimizer_of_torch_trains_as_ours_does(set_to_none):
+def test_torch_optimizer_trains_like_the_local_one(set_to_none):
     with one_thread():
         mine, plain = model_of(), model_of()
         start = {name: p.detach().clone() for name, p in plain.named_parameters()}
@@ -220,7 +220,7 @@ def test_a_state_dict_goes_through_a_file_into_another_model():
         assert torch.equal(parameter, wanted[f"gpt.{name}"].to(parameter.dtype)), name
 
 
-def test_what_cannot_be_loaded_is_told():
+def test_unloadable_state_is_reported():
     model, values = model_of(), model_of().state_dict()
     with pytest.raises(RuntimeError, match=r"Missing key.*embedding\.weight"):
         model.load_state_dict({})

@@ -52,7 +52,7 @@ HYBRID = GPTConfig(
         ("G-*-//*-", "G-*-", "*-", 1),
     ],
 )
-def test_a_written_pattern_is_taken_apart(text, main, further, depths):
+def test_layer_pattern_is_parsed(text, main, further, depths):
     assert layer_pattern_problems(text) == []
     assert Pattern.parse(text) == Pattern(main, further, depths)
     assert Pattern.parse(text).blocks == main.replace("|", "")

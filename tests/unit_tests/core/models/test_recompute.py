@@ -224,7 +224,7 @@ def memory(recompute: Recompute) -> tuple[int, int]:
     return kept, peak
 
 
-def test_what_a_forward_keeps_falls_by_the_formula():
+def test_saved_activations_shrink_by_the_formula():
     """Numbers a token and layer, fp32: h, f, n·d … as in the layers' docstrings."""
     tokens, h = BATCH * SEQUENCE, HIDDEN
     norms = 2 * (h + h + 1)  # input, output and 1 / rms of each

@@ -173,7 +173,7 @@ def test_recomputation_saves_nothing_and_finds_the_same(corrects):
 
 
 @pytest.mark.parametrize("corrects", [True, False], ids=["delta", "ssd"])
-def test_kept_states_give_the_same_gradients(corrects, monkeypatch):
+def test_saved_states_give_the_same_gradients(corrects, monkeypatch):
     bounds = (0, 5, 5, 39)
     case = made(bounds, corrects=corrects, shared=2, groups=1)
     triton_recurrence, _ = pair(corrects, 16)

@@ -264,7 +264,7 @@ def test_a_step_of_padding_alone_touches_nothing():
     assert empty.shape == (0, *CHANNELS)
 
 
-def test_borders_are_worked_out_once_for_all_layers():
+def test_sequence_bounds_are_computed_once_for_all_layers():
     sequences = Sequences(BOUNDS["several"])
     x, weight = torch.randn(15, 4), torch.randn(4, 4)
     causal_conv1d(x, weight, None, sequences=sequences)

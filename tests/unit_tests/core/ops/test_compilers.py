@@ -21,7 +21,7 @@ from megatron.training.monitoring.describe import kernels_line
         (8, "3.6.0", "12.8.93", []),
     ],
 )
-def test_known_faults_of_compilers_name_what_to_install(major, triton, ptxas, installs):
+def test_known_compiler_bugs_name_the_version_to_install(major, triton, ptxas, installs):
     faults = compiler.compiler_faults(major, triton, ptxas)
     assert len(faults) == len(installs)
     for fault, requirement in zip(faults, installs, strict=True):

@@ -284,7 +284,7 @@ def test_half_precision_is_rounded_once(dtype):
         assert torch.equal(got, wanted.to(got.dtype)), name
 
 
-def test_all_that_is_kept_is_saved_by_autograd():
+def test_all_saved_tensors_are_held_by_autograd():
     sequences = Sequences((0, 40))
     inputs, initial = made(sequences)
     kept = []

@@ -54,7 +54,7 @@ def test_blocks_of_rows_join_and_the_gate_may_be_a_slice(order, monkeypatch):
 @ORDERS
 @pytest.mark.parametrize("padded", [False, True])
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16], ids=str)
-def test_rows_of_x_are_taken_from_their_places(order, padded, dtype):
+def test_rows_of_x_are_gathered_by_index(order, padded, dtype):
     """Padding rows hold NaN in the gate and in the gradient: nothing of it comes out."""
     make = maker()
     places = [3, -1, 0, 1, -1, 2] if padded else [3, 0, 1, 2]

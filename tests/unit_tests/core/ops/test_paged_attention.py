@@ -144,7 +144,7 @@ def test_one_row_reads_its_own_pages_whatever_their_order(table):
     torch.testing.assert_close(got.view(2, 2, 5), wanted, rtol=0, atol=1e-12)
 
 
-def test_writing_touches_the_slots_it_is_given_and_no_others():
+def test_write_changes_only_the_given_slots():
     fused = torch.randn(5, 2, 24)
     key, value = fused[..., :8], fused[..., 8:16]  # views that are not dense
     caches = {name: torch.randn(4, 16, 2, 8) for name in ("key_cache", "value_cache")}

@@ -59,7 +59,7 @@ def test_gates_may_be_wider(op):
     assert torch.allclose(out, FULL[op](*given(), sequences=Sequences((0, 4)))[0])
 
 
-def test_sequences_are_asked_for():
+def test_sequences_are_required():
     for op in FULL.values():
         with pytest.raises(ValueError, match="sequences is a list: give Sequences"):
             op(*given(), sequences=[0, 4])

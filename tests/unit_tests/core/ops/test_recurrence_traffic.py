@@ -98,7 +98,7 @@ def test_bytes_of_the_delta_rule(moved):
     assert moved.total() <= 6.2e9
 
 
-def test_kept_states_save_a_sweep(moved):
+def test_saved_states_skip_the_recomputing_sweep(moved):
     recurrence = kernels.TritonRecurrence(True, None, CHUNK)
     prepared = prepared_by(recurrence, (0, TOKENS))
     recurrence.sweep(prepared, None, keep_states=True)

@@ -51,7 +51,7 @@ def test_chunks_of_a_step_are_those_of_the_longest_sequences():
     assert torch.equal(chunks.unsorted(chunks.sorted(states)), states)
 
 
-def test_what_layers_share_is_made_once():
+def test_values_shared_by_layers_are_computed_once():
     sequences, made = Sequences((0, 5)), []
     for _ in range(3):
         assert sequences.cached("key", lambda: made.append(1) or len(made)) == 1

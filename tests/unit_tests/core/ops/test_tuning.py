@@ -92,7 +92,7 @@ def test_wrong_candidates_are_dropped_though_they_are_fastest(tuner, capsys):
     assert launches_module.FAKE is FAKE, "every candidate is taken back"
 
 
-def test_what_was_found_is_written_where_launches_are_read(tuner, monkeypatch):
+def test_tuned_launches_are_written_to_the_launch_table(tuner, monkeypatch):
     monkeypatch.setattr(tune_kernels, "TRIALS", (TRIAL,))
     monkeypatch.setattr(tune_kernels, "all_launches", lambda: {"fake": FAKE})
     tables = []
@@ -111,7 +111,7 @@ def test_what_was_found_is_written_where_launches_are_read(tuner, monkeypatch):
     assert "no time left" in tune(tuner, "Card", table=old, **late)[0]
 
 
-def test_an_entry_that_no_longer_pays_is_taken_out():
+def test_slower_table_entry_is_removed():
     new = entry([tried(1.0), tried(0.5)], tried(0.5))
     table = updated({}, "Card", "a h5", new)
     assert table == {"Card": {"a h5": new}}

@@ -50,7 +50,7 @@ def test_hysteresis_is_spent_until_a_full_interval_is_good():
     assert run(small(hysteresis=1), "x") == [32]
 
 
-def test_the_scale_never_falls_below_the_minimum():
+def test_loss_scale_never_drops_below_minimum():
     assert run(small(min_scale=24.0), "xxxx") == [64, 32, 24, 24]
 
 

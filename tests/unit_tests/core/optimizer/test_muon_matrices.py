@@ -223,7 +223,7 @@ def test_all_splits_every_tensor_and_whole_splits_none():
     assert_matrices(Stepped(ATTENTION, single, split_matrices="whole"), (QKV,))
 
 
-def test_a_tensor_given_to_adamw_leaves_its_matrix():
+def test_tensor_assigned_to_adamw_leaves_its_muon_matrix():
     stepped = Stepped(MIXERS, ProcessGroupCollection.single(), adam_names=("*.alpha.weight",))
     names = tuple(name for name in WHOLE[0] if "alpha" not in name)
     assert_matrices(stepped, (names, *WHOLE[1:]))

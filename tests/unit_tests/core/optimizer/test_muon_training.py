@@ -76,7 +76,7 @@ def train(
     return found
 
 
-def test_the_loss_falls_faster_than_sgd_s():
+def test_muon_loss_decreases_faster_than_sgd():
     groups = ProcessGroupCollection.single()
     given = {"steps": 30, "lanes": (0,)}
     muon = train(groups, MUON, lr=0.02, **given)

@@ -106,7 +106,7 @@ def test_ranges_share_the_kernel_unless_they_are_widened(dtype: torch.dtype):
     assert all(call.kwargs["grad_scale"] is not None for call in kernel.call_args_list)
 
 
-def test_masters_can_be_taken_from_the_weights():
+def test_master_weights_can_be_reloaded_from_weights():
     config = OptimizerConfig(kind="sgd", clip_grad=0.0)
     training = Training(ProcessGroupCollection.single(), config, dtype=torch.bfloat16)
     for state in training.optimizer.ranges:

@@ -74,7 +74,7 @@ def test_inverse_square_root_stops_at_the_floor():
         ("minus_sqrt", 0.5, 1 - math.sqrt(0.5)),
     ],
 )
-def test_wsd_is_flat_and_then_falls(style, quarter, half):
+def test_wsd_schedule_is_constant_and_then_decays(style, quarter, half):
     schedule = LearningRateSchedule(**LR, style="wsd", wsd_decay_style=style)
     for samples in (101, 500, 700):  # 700 = decay 1100 - anneal 400
         assert schedule.lr(samples) == 3e-4

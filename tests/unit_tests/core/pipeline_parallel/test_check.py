@@ -226,7 +226,7 @@ FAULTS = [name for name in vars(Fault) if not name.startswith("_") and name != "
 
 
 @pytest.mark.parametrize("fault", FAULTS)
-def test_every_planted_fault_is_found(fault: str):
+def test_every_planted_fault_is_detected(fault: str):
     draw = random.Random(fault)
     planted = 0
     while planted < 12:

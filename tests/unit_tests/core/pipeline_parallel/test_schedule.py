@@ -87,7 +87,7 @@ def test_forward_alone():
     assert lists("forward", stages=2, microbatches=2, chunks=2) == ["F0.0 F0.1 F1.0 F1.1"] * 2
 
 
-def test_a_given_group_size_is_taken():
+def test_explicit_group_size_is_used():
     sizes = {"stages": 2, "microbatches": 3, "chunks": 2}
     assert lists("forward", **sizes)[0] == "F0.0 F0.1 F1.0 F1.1 F0.2 F1.2"
     assert lists("forward", **sizes, group_size=3)[0] == "F0.0 F0.1 F0.2 F1.0 F1.1 F1.2"
@@ -182,7 +182,7 @@ def test_interleaved_accepts_only_group_sizes_without_waits(stages: int, chunks:
         ("interleaved", {"chunks": 2, "group_size": 9}, "are too large: take groups of 8"),
     ],
 )
-def test_what_does_not_fit_is_refused_with_its_mend(name: str, sizes: dict, text: str):
+def test_invalid_schedule_is_refused_with_the_fix(name: str, sizes: dict, text: str):
     sizes = {"stages": 4, "microbatches": 8, **sizes}
     assert text in "; ".join(problems(name, **sizes))
     with pytest.raises(ValueError) as raised:

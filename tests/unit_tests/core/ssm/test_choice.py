@@ -98,7 +98,7 @@ def test_auto_takes_what_sends_least(name):
     assert ("not headwise: 12 units" in choice.why) == (headwise is None)
 
 
-def test_what_is_asked_for_is_used_or_refused():
+def test_requested_mode_is_used_or_refused():
     shape = given(QWEN, 16_384, 4, 16)
     assert choose_mode("segments", shape, 4).mode == "segments"
     assert choose_mode("headwise", shape, 4).mode == "headwise"

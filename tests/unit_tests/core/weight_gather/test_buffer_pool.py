@@ -18,7 +18,7 @@ def spans(tensors: list[torch.Tensor]) -> list[tuple[int, int]]:
     )
 
 
-def test_live_leases_never_share_storage():
+def test_live_buffers_never_share_storage():
     rng = random.Random(7)
     pool, live = BufferPool("cpu"), []
     pointers = set()
@@ -47,7 +47,7 @@ def test_a_released_buffer_is_leased_again_within_its_size_class():
     assert pool.lease(1000, torch.bfloat16).data_ptr() != pointer
 
 
-def test_a_lease_is_released_once_and_by_its_own_tensor():
+def test_buffer_is_released_once_and_only_by_its_own_tensor():
     pool = BufferPool("cpu")
     lease = pool.lease(8, torch.float32)
     for foreign in (torch.empty(8), lease[:4], lease.view(2, 4), lease.clone()):
@@ -63,7 +63,7 @@ def test_a_lease_is_released_once_and_by_its_own_tensor():
         pool.release(lease)
 
 
-def test_poison_at_lease_and_at_release():
+def test_buffers_are_poisoned_at_allocation_and_release():
     pool = BufferPool("cpu", poison=True)
     for dtype in (torch.float32, torch.bfloat16, torch.float8_e4m3fn):
         lease = pool.lease(100, dtype)
@@ -95,7 +95,7 @@ def test_autograd_refuses_a_view_that_was_saved_and_released():
         y.backward()
 
 
-def test_bytes_are_counted_as_asked_for_and_memory_as_held():
+def test_requested_bytes_and_held_memory_are_counted():
     pool = BufferPool("cpu")
     a, b = pool.lease(100, torch.float32), pool.lease(100, torch.bfloat16)
     assert (pool.live_bytes, pool.peak_bytes) == (600, 600)

@@ -65,7 +65,7 @@ INVARIANTS: tuple[tuple[str, str, str, str], ...] = (
     ("#6060", "a buffer is written after its last reader", ORDER,
      "test_uses_of_memory_are_in_order"),
     ("#6060", "no storage is leased twice at a time", POOL,
-     "test_live_leases_never_share_storage"),
+     "test_live_buffers_never_share_storage"),
     ("#6263", "gtp peers are data-parallel ranks to pipelines too", HERE,
      "test_every_gtp_rank_has_a_pipeline_of_its_own"),
     ("#6234, #6687", "groups come from the caller, and one that is missing raises", HERE,
@@ -83,7 +83,7 @@ INVARIANTS: tuple[tuple[str, str, str, str], ...] = (
     ("#6388", "a gather waits for what the optimizer's owners send", STEPS,
      "test_on_two_gtp_ranks_and_two_replicas"),
     ("#6565", "no placeholder gradient reaches a parameter", HERE,
-     "test_backward_leaves_no_grad_beside_the_buffers"),
+     "test_backward_leaves_gradients_only_in_buffers"),
     ("#6569", "initial values need no process group", HERE,
      "test_shards_of_any_layout_are_boxes_of_the_same_tensors"),
     ("#6624", "gradients travel in the dtype they are kept in", STEPS, "test_on_two_gtp_ranks"),
@@ -126,7 +126,7 @@ INVARIANTS: tuple[tuple[str, str, str, str], ...] = (
      f"{CORE}/distributed/test_reducing_bytes.py",
      "test_bytes_of_weights_over_gtp_are_those_of_the_formula"),
     ("", "a pool takes back only what it leased", POOL,
-     "test_a_lease_is_released_once_and_by_its_own_tensor"),
+     "test_buffer_is_released_once_and_only_by_its_own_tensor"),
     ("", "prefetch follows what is used, in any order", STEPS, "test_on_two_gtp_ranks"),
     ("", "the gradient of an embedding may come later", STEPS, "test_on_two_gtp_ranks"),
     # What its tests leave out.
@@ -373,7 +373,7 @@ def beside(rank: int, world: int) -> None:
             assert not handle.anchor._backward_hooks, handle
 
 
-def test_backward_leaves_no_grad_beside_the_buffers():
+def test_backward_leaves_gradients_only_in_buffers():
     run_ranks(beside, 2)
 
 

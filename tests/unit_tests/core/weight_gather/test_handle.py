@@ -271,7 +271,7 @@ def test_unmaterialized_weight_and_missing_engine_name_the_call():
         out.sum().backward()
 
 
-def test_the_sink_opens_once_and_is_told_of_every_put():
+def test_gradient_sink_opens_once_and_sees_every_accumulation():
     store = built()
     told = sink(store).told
     ids, valid, x, grad = inputs(torch.float32, 2)

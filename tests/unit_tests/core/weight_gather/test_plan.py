@@ -63,7 +63,7 @@ def test_one_resident_block_degrades_to_on_demand():
     assert plan.gathers == len(plan.consumes) == 4 * len(FORWARD) - 3
 
 
-def test_a_block_across_a_border_is_one_use():
+def test_block_used_by_last_forward_and_backward_is_one_use():
     plan = plan_of(budget=2, microbatches=2)
     assert [c.block for c in plan.consumes] == [
         *(0, 1, 2, 3, 4, 5),
@@ -273,6 +273,6 @@ def test_check_refuses_the_release_of_permanent_storage():
         ({"forward": (0,)}, {"sizes": [1], "budget": 1, "ahead": -1}, "0 or more"),
     ],
 )
-def test_impossible_arguments_are_said(traces, kwargs, said: str):
+def test_impossible_arguments_are_reported(traces, kwargs, said: str):
     with pytest.raises(ValueError, match=said):
         compile_plan(traces, ["forward"], **kwargs)

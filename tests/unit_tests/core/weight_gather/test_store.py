@@ -315,7 +315,7 @@ def test_sharded_weights_are_grouped_by_unit_and_may_be_empty():
         stores[0].handles["table"].get()
 
 
-def test_one_lane_stores_everything_whole_whatever_the_strategy():
+def test_single_rank_stores_full_weights_for_any_strategy():
     store = store_of(ProcessGroupCollection.single(), strategy="optim_grads_params", outer="optim")
     assert not any(bucket.sharded for bucket in store.buckets)
     assert not store.sharded
@@ -344,7 +344,7 @@ def test_buckets_never_span_parts_and_shared_weights_lie_alone():
         assert layouts[0] == layouts[1]
 
 
-def test_what_parts_cannot_be_is_said():
+def test_invalid_model_chunks_are_reported():
     store = WeightStore(ProcessGroupCollection.single())
     sharding = WeightSharding.of("w", (3, 2))
     store.declare(sharding, NORMAL)

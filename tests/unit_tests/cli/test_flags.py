@@ -169,7 +169,7 @@ def test_an_alias_and_its_option_that_disagree_are_refused(text):
         read_flags(text.split(), options(Config))
 
 
-def test_an_alias_given_twice_is_as_any_flag():
+def test_repeated_alias_keeps_last_value_and_warns_once():
     said: list[str] = []
     words = ["--vocab-file", "a", "--vocab_file", "b"]
     values = read_flags(words, options(Config), say=said.append)
@@ -177,7 +177,7 @@ def test_an_alias_given_twice_is_as_any_flag():
     assert len(said) == 1
 
 
-def test_a_flag_that_wins_over_the_file_is_said(tmp_path, capsys):
+def test_flag_that_overrides_the_file_is_logged(tmp_path, capsys):
     (tmp_path / "run.yaml").write_text("seed: 5\nlr: 1e-3\nbf16: true\n")
     config = parse(f"{ARGUMENTS} --config {tmp_path / 'run.yaml'} --seed 6")
     assert (config.training.seed, config.training.bf16) == (6, True)
@@ -207,7 +207,7 @@ def test_a_flag_that_wins_over_the_file_is_said(tmp_path, capsys):
         ("--bf16 --seed=1 stray", "unexpected argument 'stray'"),
     ],
 )
-def test_errors_are_one_line_with_the_mend(words, message):
+def test_errors_are_one_line_with_the_fix(words, message):
     with pytest.raises(ValueError, match=message) as caught:
         parse(f"{ARGUMENTS} {words}")
     assert "\n" not in str(caught.value)

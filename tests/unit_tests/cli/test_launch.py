@@ -203,7 +203,7 @@ def test_a_single_process_has_a_store_of_its_own():
 
 
 @pytest.mark.parametrize(("rank", "address"), [(1, "127.0.0.1"), (0, "no-such-host.invalid")])
-def test_a_start_that_fails_is_told_by_any_rank(rank, address, capsys):
+def test_failed_start_is_reported_by_any_rank(rank, address, capsys):
     """Also by one that is not the first of its machine: that one may be what is missing."""
     argv = "--num-layers 1 --hidden-size 8 --num-attention-heads 1 --seq-length 8 --lr 1e-3"
     argv += " --micro-batch-size 1 --train-iters 1 --mock-data --tokenizer-type null"

@@ -121,7 +121,7 @@ def test_a_whole_script_is_answered_in_one_line():
     assert "use --tokenizer-model: a tokenizer is one file" in problems[2]
 
 
-def test_values_may_have_megatrons_names_and_are_shown_by_ours():
+def test_megatron_values_are_accepted_and_printed_by_local_name():
     for name, values in VALUE_NAMES.items():
         for theirs, ours in values.items():
             assert ours in KNOWN[name].choices
@@ -149,7 +149,7 @@ def test_a_window_that_looks_ahead_is_refused(text):
         small_config(f"--window-size {text}")
 
 
-def test_the_tables_name_no_option_and_mend_by_options_alone():
+def test_flag_tables_shadow_no_option_and_suggest_real_options():
     switches = [f"no-{o.name}" for o in KNOWN.values() if o.kind is bool]
     translated = [option.name for option in TRANSLATED]
     listed = [*KNOWN, *HARMLESS, *ALIASES, *translated, *switches]
@@ -223,7 +223,7 @@ def test_another_name_takes_no_other_value_and_contradicts_none():
         ("output_dir", "save"),
     ],
 )
-def test_words_of_other_programs_get_the_name_of_ours(name, ours):
+def test_flags_of_other_programs_suggest_the_local_name(name, ours):
     with pytest.raises(ValueError, match=f"^--{name.replace('_', '-')}: use --{ours}: "):
         read(f"--{name} 3")
 

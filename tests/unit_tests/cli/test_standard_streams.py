@@ -37,7 +37,7 @@ def _stream(fd, told, *, closed=False):
     return guarded(fd, "stdout", broken, closed=closed, like=sys.__stdout__)
 
 
-def test_a_full_disk_is_told_once_and_may_have_room_again(full, tmp_path):
+def test_full_disk_is_reported_once_and_writing_resumes(full, tmp_path):
     told = []
     stream = _stream(full, told)
     for _ in range(3):
@@ -49,7 +49,7 @@ def test_a_full_disk_is_told_once_and_may_have_room_again(full, tmp_path):
     assert (tmp_path / "file").read_text() == "room\n"
 
 
-def test_a_reader_that_left_is_told_once(pipe, monkeypatch):
+def test_closed_reader_is_reported_once(pipe, monkeypatch):
     told = []
     stream = _stream(pipe, told)
     for _ in range(3):

@@ -165,7 +165,7 @@ def test_merges_are_not_read_through_a_link_that_leads_elsewhere(two_files, tmp_
             HuggingFaceTokenizer(path)
 
 
-def test_merges_are_those_beside_the_vocabulary():
+def test_merges_file_is_read_from_the_vocabulary_folder():
     assert merge_file_problem(None, None) is None
     assert merge_file_problem("a/gpt2-vocab.json", "a/gpt2-merges.txt") is None
     assert merge_file_problem("a/vocab.json", "./a/merges.txt") is None
@@ -308,7 +308,7 @@ def test_a_folder_says_which_token_ends_a_document(bpe, tmp_path):
         HuggingFaceTokenizer(tmp_path)
 
 
-def test_cutting_and_filling_of_the_file_are_not_ours(bpe, tmp_path):
+def test_truncation_and_padding_of_tokenizer_file_are_ignored(bpe, tmp_path):
     train_bpe(TEXTS * 5, 300, tmp_path / "t.json")
     content = json.loads((tmp_path / "t.json").read_text())
     content["truncation"] = {

@@ -81,7 +81,7 @@ def test_a_file_cannot_run_code(tmp_path):
     assert not canary.exists()
 
 
-def test_a_variable_is_expanded_and_a_plain_text_kept(tmp_path):
+def test_variable_is_expanded_and_plain_text_is_unchanged(tmp_path):
     file = tmp_path / "run.yaml"
     file.write_text('save: ${ROOT}/a\nload: "$${ROOT}/${STEP}"\nseed: ${STEP}\ndata-path: ["${A}"]')
     got = read_options(file, KNOWN, environment={"ROOT": "/runs", "STEP": "7", "A": "none"})

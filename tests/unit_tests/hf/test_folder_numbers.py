@@ -149,7 +149,7 @@ def test_a_changed_model_keeps_the_architecture_of_its_folder(case: str, tmp_pat
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
-def test_a_dtype_is_kept_or_chosen(dtype: str, tmp_path: Path) -> None:
+def test_dtype_is_preserved_or_converted(dtype: str, tmp_path: Path) -> None:
     theirs = make_model("qwen3-8to1").to(getattr(torch, dtype))
     source = save_folder(theirs, tmp_path / "source")
     convert("import", "--hf", source, "--save", tmp_path / "checkpoints")

@@ -250,7 +250,7 @@ def test_copies_of_the_weights_say_nearly_the_same(
 
 
 @pytest.mark.parametrize("kind", ["LayerNorm", "RMSNorm"])
-def test_a_norm_without_a_fused_form_is_told(tmp_path: Path, kind: Any) -> None:
+def test_norm_without_fused_form_is_reported(tmp_path: Path, kind: Any) -> None:
     config = replace(CONFIG, norm=NormConfig(kind=kind))
     saved = GPTModel(config, ProcessGroupCollection.single(), seed=1)
     save(tmp_path / "root", saved, model=config.to_json())

@@ -14,7 +14,7 @@ def piece(prompt: int, text: str, *, index: int = 0, ends: bool = False) -> Text
     return TextDelta(prompt=prompt, index=index, text=text, output=output if ends else None)
 
 
-def test_prompts_are_shown_in_order_and_the_first_one_live() -> None:
+def test_prompts_print_in_order_and_the_first_is_streamed() -> None:
     out = io.StringIO()
     display = OrderedPrinter(["A:", "B:", "C:"], 1, out)
     display.update(piece(0, "x"))

@@ -131,7 +131,7 @@ def test_a_stop_string_ends_an_output_and_is_not_in_its_text(asynchronous: bool)
     assert (cut.text, cut.finish_reason) == ("cdef", "length")  # what was held back is shown
 
 
-def test_what_was_asked_for_is_reported() -> None:
+def test_requested_options_are_reported() -> None:
     chosen = SamplingParams(temperature=0, logprobs=2)
     asked = TextParams(max_new_tokens=2, sampling=chosen, num_outputs=2, prompt_logprobs=True)
     first, second = LLM(Loaded()).generate(["abc"], asked)
@@ -172,6 +172,6 @@ def test_a_cache_too_small_for_a_prompt_says_what_would_do() -> None:
         LLM(loaded, Inference(inference_memory_gb=1e-9))
 
 
-def test_steps_on_a_gpu_are_not_asked_to_be_eager() -> None:
+def test_gpu_steps_are_not_forced_to_be_eager() -> None:
     with pytest.raises(ValueError, match="--enforce-eager does nothing on a GPU"):
         graph_recorder(Loaded(device="cuda", optimized=True), Inference(enforce_eager=True))

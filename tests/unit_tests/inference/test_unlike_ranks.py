@@ -111,7 +111,7 @@ def refused(command, *words: list[str]) -> str:
     return line
 
 
-def test_no_group_is_made_of_ranks_with_different_options(root):
+def test_ranks_with_different_options_are_refused(root):
     words = ["--load", str(root), "--device", "cpu", *TENSOR, "--prompt"]
     line = refused(on_generate, [*words, "a"], [*words, "b", "--seed", "7"])
     assert "prompts is " in line
@@ -119,7 +119,7 @@ def test_no_group_is_made_of_ranks_with_different_options(root):
 
 
 @pytest.mark.slow(seconds=15)
-def test_no_group_is_made_of_different_ranks_of_a_server(root):
+def test_server_ranks_with_different_options_are_refused(root):
     words = ["--load", str(root), "--device", "cpu", *TENSOR]
     line = refused(on_serve, [*words, "--port", "0"], [*words, "--inference-block-size", "32"])
     assert "--inference-block-size is 16 on rank 0 and 32 on rank 1" in line

@@ -63,7 +63,7 @@ def _one(found, after):
     return record.mutants[0]
 
 
-def test_an_edit_is_found_where_its_method_has_moved(written):
+def test_edit_is_located_where_its_method_moved(written):
     mutant = _one(written(box=BOX, other=OTHER), "(a + b)")
     moved = written(box="", other=OTHER + BOX)
     assert locate(mutant, moved).mutation.module == "other"
@@ -72,19 +72,19 @@ def test_an_edit_is_found_where_its_method_has_moved(written):
     assert locate(mutant, written(box=BOX, other="")).mutation.module == "box"
 
 
-def test_an_edit_is_found_in_a_renamed_owner_of_the_same_method(written):
+def test_edit_is_located_in_renamed_class_of_same_method(written):
     mutant = _one(written(box=BOX), "(a * 2)")
     moved = written(box="", other=OTHER + BOX.replace("Box", "Crate").replace("half", "_half"))
     found = locate(mutant, moved)
     assert (found.mutation.module, found.mutation.function) == ("other", "Crate._half")
 
 
-def test_another_edit_is_not_taken_for_it(written):
+def test_different_edit_does_not_match(written):
     mutant = _one(written(box=BOX), "(a * 2)")
     assert locate(mutant, written(box="", other=OTHER)) is None
 
 
-def test_a_changed_line_is_found_if_the_edit_is_the_only_one(written):
+def test_edit_on_changed_line_is_located_if_unique(written):
     mutant = _one(written(box=BOX), "(a * 2)")
     once = BOX.replace("return a // 2", "return 1 + a // 2")
     twice = BOX.replace("return a // 2", "return (1 + a // 2, a // 2)")
@@ -92,7 +92,7 @@ def test_a_changed_line_is_found_if_the_edit_is_the_only_one(written):
     assert locate(mutant, written(box=twice)) is None
 
 
-def test_the_second_of_two_equal_edits_of_a_line_is_told_apart(written):
+def test_second_of_two_equal_edits_on_a_line_is_distinguished(written):
     twice = BOX.replace("return a // 2", "return (a // 2, a // 2)")
     found = [site for site in written(box=twice) if site.mutation.text == "(a * 2)"]
     second = replace(draw(found[1:], 1, seed=1).mutants[0])
@@ -117,7 +117,7 @@ def test_a_draw_is_repeatable_and_replaces_what_is_gone(written, tmp_path):
     assert not numbers & {mutant.number for mutant in lost}
 
 
-def test_fewer_killed_is_told_and_which(written):
+def test_drop_in_killed_mutants_is_reported_by_name(written):
     drawn = draw(written(box=BOX), 3, seed=3)
     first, second, third = drawn.mutants
     old = Record(3, (replace(first, verdict=KILLED), replace(second, verdict=SURVIVED), third))

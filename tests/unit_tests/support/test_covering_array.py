@@ -76,7 +76,7 @@ def test_the_array_is_a_function_of_the_seed():
     assert first != covering_array(FACTORS, CONSTRAINTS, seed=4)
 
 
-def test_wanted_rows_come_first_and_count():
+def test_required_rows_come_first_and_count():
     wanted = {"tp": 2, "dp": 2, "sp": True, "kv": 1, "norm": "b"}
     rows = covering_array(FACTORS, CONSTRAINTS, start=[wanted])
     assert rows[0] == wanted

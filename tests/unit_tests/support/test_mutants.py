@@ -66,7 +66,7 @@ def victim(tmp_path, monkeypatch):
     del sys.modules["victim_module"]
 
 
-def test_a_planted_fault_reaches_references_made_before(victim):
+def test_planted_fault_reaches_earlier_references(victim):
     mean, own = victim.mean, victim.Box.own
     assert (mean([2, 4]), own(3, 2)) == (3, 9)
     apply(planted("victim_module", "mean", "total += value", "total = value"))

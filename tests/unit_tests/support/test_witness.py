@@ -69,7 +69,7 @@ def _watched(rank: int, world: int) -> bool:
     return "__wrapped__" in vars(TrainStep.__call__)
 
 
-def test_a_strategy_alone_on_its_lanes_cuts_nothing(tmp_path: Path) -> None:
+def test_strategy_with_one_dp_rank_is_not_recorded(tmp_path: Path) -> None:
     """What one process does is no proof of what a strategy does with several."""
     row = row_with(tp=2, dp=1, placement="optim_grads", early_gather=True)
     initial = assembled(single_run(row, None).initial)

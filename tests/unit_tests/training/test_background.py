@@ -36,7 +36,7 @@ def test_everything_arrives_in_order_before_close_returns():
     assert kept.closed
 
 
-def test_a_stalled_writer_delays_nobody_and_is_said_once():
+def test_stalled_writer_blocks_nobody_and_is_reported_once():
     gate, warnings = threading.Event(), []
     kept = Collector(gate)
     writer = Background("server", lambda: kept, warn=warnings.append, capacity=5, close_seconds=0.2)

@@ -56,7 +56,7 @@ def test_spike_limit_follows_median_after_half_a_window():
     assert losses == [100.0, 2.0, 4.0, 6.0]
 
 
-def test_without_a_factor_nothing_is_kept():
+def test_losses_are_not_remembered_without_spike_factor():
     losses: list[float] = []
     remember_loss(small_config(), losses, 1.0)
     assert losses == []
@@ -215,7 +215,7 @@ class Played:
         )
 
 
-def test_a_sound_step_acquits_and_says_nothing():
+def test_valid_step_clears_suspects_silently():
     played = Played()
     played.faults.on_step_computed(Progress(iteration=4), Outcome(), math.inf)
     assert (played.said, played.events, played.acquitted) == ([], [], [(5, 2.0)])
@@ -231,7 +231,7 @@ def test_a_sound_step_acquits_and_says_nothing():
     ],
 )
 @pytest.mark.parametrize("kind", ["nan", "inf_norm", "spike"])
-def test_only_a_reproduced_fault_stops_and_only_if_asked(kind, verdict, flags, stops):
+def test_only_reproduced_fault_stops_the_run_and_only_by_option(kind, verdict, flags, stops):
     played = Played(flags)
     outcome = Outcome(doubt(kind, verdict, values=(8.0, 8.0)))
     if stops:

@@ -120,7 +120,7 @@ class _Subwords:
         return [hash(text[i : i + 2]) for i in range(0, len(text), 2)]
 
 
-def test_a_token_over_the_border_is_learnt_without_offsets():
+def test_token_across_turn_boundary_is_learnt_without_offsets():
     template = ChatTemplate("{% for m in messages %}{{ m.content }}{% endfor %}")
     talk = [{"role": "user", "content": "abc"}, {"role": "assistant", "content": "defg"}]
     _, mask = encode_conversation(talk, _Subwords(), template)

@@ -152,7 +152,7 @@ def test_layouts_agree_on_packed_rows(talks, world):
         assert found == pytest.approx((before, report.loss, report.grad_norm), rel=1e-5)
 
 
-def test_what_became_of_the_conversations_is_told(talks):
+def test_conversation_packing_is_logged(talks):
     prefix, _ = talks
     notes = build_data_sets(_run(prefix), VOCABULARY).notes
     assert len(notes) == 1

@@ -125,7 +125,7 @@ from tests.unit_tests.training.small_config import small_config
         ("--split 0,0", 1, "--split '0,0': give up to three numbers"),
     ],
 )
-def test_each_problem_is_found_alone(more, world, message):
+def test_each_problem_is_reported_by_itself(more, world, message):
     problems = check(small_config(more), world)
     assert len(problems) == 1, problems
     with pytest.raises(ValueError, match=message):

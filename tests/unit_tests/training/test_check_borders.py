@@ -122,7 +122,7 @@ def problems(more: str, world: int) -> list[str]:
         (f"{PP} 2 --num-layers 5 {FIRST} 2 {LAST} 2 {EACH} 1", 2, "5 layers"),
     ],
 )
-def test_one_step_over_the_border_is_one_problem(more, world, named):
+def test_value_beyond_the_limit_is_one_problem(more, world, named):
     found = problems(more, world)
     assert len(found) == 1, found
     assert named in found[0]
@@ -199,7 +199,7 @@ def test_one_step_over_the_border_is_one_problem(more, world, named):
         (f"{PP} 2 --num-layers 4 {FIRST} 3 {EACH} 1", 2),
     ],
 )
-def test_up_to_the_border_there_is_none(more, world):
+def test_value_at_the_limit_is_accepted(more, world):
     assert problems(more, world) == []
 
 

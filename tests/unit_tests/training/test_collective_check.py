@@ -113,7 +113,7 @@ def test_what_stages_send_each_other_is_left_out():
         ("_operation", "all_reduce (sum) of", "all_reduce (max) of"),
     ],
 )
-def test_a_difference_is_told_by_both_ranks_alike(work, zero, one):
+def test_collective_mismatch_is_reported_alike_by_both_ranks(work, zero, one):
     (first, _, _), (second, _, _) = _run(work)
     assert first == second
     assert first.startswith("ranks differ in collective 1 over world: ")

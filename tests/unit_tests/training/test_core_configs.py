@@ -175,7 +175,7 @@ def test_optimizer_groups_and_state():
     assert optimizer_config(small_config()).decoupled == ()
 
 
-def test_the_decoupled_rate_falls_to_its_own_minimum():
+def test_decoupled_lr_decays_to_its_own_minimum():
     flags = "--lr 1e-3 --min-lr 1e-4 --lr-warmup-iters 2 --lr-warmup-init 1e-5"
     run = resolve(small_config(f"{flags} --decoupled-lr 5e-4 --decoupled-min-lr 2e-4"), 1)
     schedule = decoupled_schedule(run)

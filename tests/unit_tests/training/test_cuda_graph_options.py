@@ -31,7 +31,7 @@ CUT = "--data-parallel-sharding-strategy optim_grads_params"
         ("--cuda-graph-warmup-steps 4", "has no effect without --cuda-graph-impl full_iteration"),
     ],
 )
-def test_each_problem_is_found_alone(more, message):
+def test_each_problem_is_reported_by_itself(more, message):
     problems = check(small_config(more), 2)
     assert len(problems) == 1, problems
     assert message in problems[0]

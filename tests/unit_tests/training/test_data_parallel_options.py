@@ -75,7 +75,7 @@ CUT = f"{STRATEGY} optim_grads_params"
         ),
     ],
 )
-def test_each_problem_is_found_alone(more, world, message):
+def test_each_problem_is_reported_by_itself(more, world, message):
     problems = check(small_config(more), world)
     assert len(problems) == 1, problems
     with pytest.raises(ValueError, match=message):

@@ -269,7 +269,7 @@ def test_a_test_split_is_built_where_there_is_one(prefix):
     assert build_data_sets(_run(prefix, "--split 80,20"), VOCABULARY).notes == ()
 
 
-def test_positions_and_documents_start_anew_if_asked(prefix):
+def test_positions_and_document_ids_reset_by_option(prefix):
     run = _run(prefix, "--reset-position-ids --reset-attention-mask")
     data = build_data_sets(run, VOCABULARY)
     batch = next(

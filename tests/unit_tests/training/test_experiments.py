@@ -13,7 +13,7 @@ from megatron.training.experiments import ROOT, check_experiments, load_experime
 from tests.unit_tests.training.small_config import small_config
 
 
-def test_the_experiments_of_this_checkout_are_found():
+def test_experiments_of_this_checkout_are_listed():
     config = small_config("--experiment weight_average recurrence_splits")
     assert check_experiments(config.experiments) == []
     assert check_experiments(small_config().experiments) == []
@@ -76,7 +76,7 @@ def test_options_of_an_experiment_are_read_as_flags_are(word, said):
         load_experiments(resolve(small_config(flags), 1))
 
 
-def test_an_experiment_is_found_wherever_a_run_is_started(tmp_path):
+def test_experiment_is_importable_from_any_working_directory(tmp_path):
     """In a process that has no path to the checkout but that of the installed packages."""
     code = (
         "from tests.unit_tests.training.small_config import small_config\n"

@@ -150,7 +150,7 @@ def test_every_option_of_routers_and_experts_reaches_the_model():
     assert (chosen.dispatcher, chosen.overlap_shared_expert) == ("alltoall", False)
 
 
-def test_a_group_counts_by_as_many_experts_as_are_taken_from_it():
+def test_group_score_sums_as_many_experts_as_are_selected():
     options = f"{EXPERTS} --moe-router-num-groups 2 --moe-router-group-topk"
     for best, topk, wanted in ((1, 3, 3), (2, 3, 1), (2, 1, 1)):
         more = f"{options} {best} --moe-router-topk {topk} --moe-router-pre-softmax"
@@ -327,7 +327,7 @@ def test_yarn_grows_what_rotates_and_the_softmax_scale():
         (f"{LATENT} --qk-pos-emb-head-dim 7", 1, "(--qk-pos-emb-head-dim 7 x --rotary-percent 1.0"),
     ],
 )
-def test_what_cannot_be_is_named_with_its_mend(more: str, world: int, problem: str):
+def test_unsupported_expert_options_name_the_fix(more: str, world: int, problem: str):
     found = check(small_config(more), world)
     assert problem in "; ".join(found)
     assert len(found) == problem.count("; ") + 1, found

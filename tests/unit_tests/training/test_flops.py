@@ -56,7 +56,7 @@ def test_three_times_the_forward_products(more):
     assert got == counted - diagonal
 
 
-def test_a_known_size():
+def test_flops_of_a_512_wide_model():
     """8 layers, hidden 512: 6 x parameters x tokens plus attention."""
     more = (
         "--num-layers 8 --hidden-size 512 --num-attention-heads 8 --swiglu --ffn-hidden-size 1536"
@@ -131,7 +131,7 @@ def test_the_log_says_where_experts_are_and_what_a_token_uses():
     assert "expert data parallel 2; all experts are on every rank, no token travels;" in line
 
 
-def test_a_capacity_is_said_to_depend_on_the_layout():
+def test_capacity_line_states_dependence_on_layout():
     assert capacity_line(*_of("", 1)) is None
     assert capacity_line(*_of(EXPERTS, 1)) is None
     limited = f"{EXPERTS} --moe-expert-capacity-factor 1.25 --moe-token-drop-policy position"

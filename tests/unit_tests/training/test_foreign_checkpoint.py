@@ -75,7 +75,7 @@ def test_a_run_stops_before_it_starts_anew(tmp_path, capfd):
     assert "--from dcp" in err
 
 
-def test_one_of_ours_beside_a_foreign_one_is_loaded(tmp_path):
+def test_native_checkpoint_next_to_foreign_one_is_loaded(tmp_path):
     place = {"shape": (3,), "offsets": (0,), "replica_ranks": (0,)}
     chunk = TensorChunk(name="a", tensor=torch.ones(3), **place)
     save_checkpoint(tmp_path, 5, [chunk], {}, coordinator=Solo())

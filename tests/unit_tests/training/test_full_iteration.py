@@ -181,7 +181,7 @@ def gtp_refusals(rank: int, world: int) -> None:
         step_of(groups, DataParallelConfig(), graph=TapeRecorder(OpTape()))
 
 
-def test_settings_that_reach_across_the_border_are_refused():
+def test_overlap_across_graph_boundary_is_refused():
     run_ranks(refusals, 2)
     run_ranks(gtp_refusals, 2)
 

@@ -175,7 +175,7 @@ def test_rank_holding_the_gil_still_writes_its_stacks(tmp_path):
         assert "in freeze" in path.read_text()
 
 
-def test_torch_is_asked_for_its_record_unless_the_user_was():
+def test_flight_recorder_is_enabled_unless_user_set_it():
     for given in ({}, {"TORCH_FR_BUFFER_SIZE": "0"}, {"TORCH_NCCL_TRACE_BUFFER_SIZE": "7"}):
         environment = dict(given)
         ask_for_record(environment)

@@ -273,7 +273,7 @@ REFUSED = [
 
 
 @pytest.mark.parametrize(("more", "world", "message"), REFUSED)
-def test_each_problem_is_found_alone(more, world, message):
+def test_each_problem_is_reported_by_itself(more, world, message):
     with pytest.raises(ValueError, match=message) as caught:
         hybrid_run(more, world)
     assert "; " not in str(caught.value)

@@ -59,7 +59,7 @@ def test_a_shell_is_no_launcher():
     assert launcher_of({"RANK": "1", "MASTER_PORT": "29500"}, os.getppid()) is None
 
 
-def test_the_end_of_the_process_is_told(sleeper, lost):
+def test_launcher_process_exit_is_reported(sleeper, lost):
     watch = LauncherWatch(Launch(), sleeper.pid, lost)
     assert not lost.event.wait(0.7)
     sleeper.kill()
@@ -68,14 +68,14 @@ def test_the_end_of_the_process_is_told(sleeper, lost):
     watch.close()
 
 
-def test_a_process_that_has_ended_before_is_told(lost):
+def test_launcher_already_exited_is_reported(lost):
     gone = subprocess.Popen(["true"])
     gone.wait()
     LauncherWatch(Launch(), gone.pid, lost)
     assert lost.event.wait(10.0)
 
 
-def test_the_end_of_the_store_is_told_and_kept(sleeper, lost):
+def test_store_shutdown_is_reported_and_remembered(sleeper, lost):
     launch = Launch(address="127.0.0.1", port=7)
     with socket.create_server(("127.0.0.1", 0)) as server:
         watch = LauncherWatch(launch, sleeper.pid, lost)

@@ -76,7 +76,7 @@ def test_memory_comes_last():
     )
 
 
-def test_parts_of_the_model_come_behind_all_of_that():
+def test_model_sections_follow_the_standard_log_fields():
     more = [LogPart("one: 1", {}), LogPart("two: 2 | three: 3", {})]
     line = format_step(RECORD, NOW, sections=more)
     assert line == f"{format_step(RECORD, NOW)} one: 1 | two: 2 | three: 3 |"

@@ -256,7 +256,7 @@ def test_options_without_effect_are_listed_and_change_nothing(text, base, capsys
         read_run([*last_wins([*words, *text.split()]), "--strict-flags"], Launch())
 
 
-def test_what_a_checkpoint_format_and_nan_checks_do_is_said():
+def test_ckpt_format_and_nan_check_flags_are_explained():
     said: list[str] = []
     parse("--ckpt-format torch --no-check-for-nan-in-loss-and-grad", said)
     lines = {line.split(": ")[0]: line for line in said}

@@ -40,7 +40,7 @@ def test_a_resumed_run_has_each_iteration_once(tmp_path):
     assert [e["iteration"] for e in read_metrics(path)] == [1]
 
 
-def test_a_validation_that_is_made_again_is_there_once(tmp_path):
+def test_repeated_validation_is_recorded_once(tmp_path):
     path = tmp_path / "metrics.jsonl"
     first = JsonLines(path, resume_iteration=0)
     for kind, iteration in (("train", 1), ("validation", 1), ("train", 2), ("validation", 2)):

@@ -57,7 +57,7 @@ def test_unused_mlp_width_next_to_expert_width_is_reported(capsys):
     assert "no effect here: --ffn-hidden-size 64 " in capsys.readouterr().err
 
 
-def test_what_asks_for_nothing_may_be_given():
+def test_options_with_neutral_values_are_accepted():
     more = "--attention-dropout 0 --cp-comm-type auto --no-swiglu --no-qk-layernorm"
     run = hybrid_run(f"{PATTERN} MM {MAMBA} {more} --window-size none --ffn-hidden-size 192")
     assert run.config.attention.attention_dropout == 0.0

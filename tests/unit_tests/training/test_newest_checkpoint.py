@@ -195,7 +195,7 @@ def test_what_is_being_loaded_is_not_removed(root):
     assert removed == [root / "iter_0000003"], "it is not held for ever"
 
 
-def test_what_went_before_it_was_held_is_looked_for_again(root, monkeypatch):
+def test_checkpoint_removed_before_lock_is_searched_again(root, monkeypatch):
     find = newest_checkpoint.latest_checkpoint
     removed = threading.Event()
 

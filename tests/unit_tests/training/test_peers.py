@@ -71,7 +71,7 @@ def test_a_rank_of_this_machine(server, number, text):
             assert said.endswith(text)
 
 
-def test_a_rank_elsewhere_is_known_by_its_beat(server):
+def test_rank_on_another_host_is_tracked_by_heartbeat(server):
     watch = PeerWatch(lambda: _client(server.port), rank=0, world_size=3, beat_seconds=0.05)
     for rank in (1, 2):
         server.set(f"peer/{rank}", json.dumps(asdict(Identity("elsewhere", 1))))
@@ -233,7 +233,7 @@ def test_live_ranks_write_evidence_once_and_one_writes_report(server):
         watch.close()
 
 
-def test_a_rank_that_has_given_up_is_not_to_blame(server):
+def test_rank_that_gave_up_is_not_blamed(server):
     watches = keeping(server, 2, [])
     watches[1].leave_evidence("rank 7 is stopped")
     gone = subprocess.Popen(["true"])
@@ -244,7 +244,7 @@ def test_a_rank_that_has_given_up_is_not_to_blame(server):
         watch.close()
 
 
-def test_what_a_rank_has_told_itself_needs_no_report(server):
+def test_error_already_printed_by_a_rank_needs_no_report(server):
     kept = []
     watches = keeping(server, 2, kept)
     watches[0].claims.note_printed("no such file")

@@ -145,7 +145,7 @@ def test_layers_are_cut_as_the_options_say(more, layers, schedule, tmp_path):
         ),
     ],
 )
-def test_each_problem_is_found_alone(more, world, message):
+def test_each_problem_is_reported_by_itself(more, world, message):
     problems = check(small_config(more), world)
     assert len(problems) == 1, problems
     with pytest.raises(ValueError, match=message):

@@ -55,7 +55,7 @@ def test_curves(recorded):
     }
 
 
-def test_a_run_is_found_by_its_file_or_a_folder(recorded):
+def test_run_is_located_by_metrics_file_or_folder(recorded):
     assert metrics_file(str(recorded.parent)) == recorded == metrics_file(str(recorded))
     write(recorded.parent / "q" / "checkpoints" / "metrics.jsonl")
     assert metrics_file(str(recorded.parent / "q")).parent.name == "checkpoints"

@@ -68,13 +68,13 @@ def test_the_number_of_workers_changes_nothing(tmp_path, corpus):
     assert [*tokenizer.tokenize(TEXTS[299]), tokenizer.eod] == data.get(293).tolist()
 
 
-def test_what_happens_in_a_worker_is_told_here(tmp_path, corpus):
+def test_worker_error_is_raised_in_the_parent(tmp_path, corpus):
     with pytest.raises(ValueError, match=rf"{corpus}:1: not JSON; fix it"):
         preprocess(config_for(tmp_path, corpus, workers=2, strict=True), block_bytes=3000)
     assert list((tmp_path / "out").iterdir()) == []
 
 
-def test_a_worker_that_dies_is_told_and_what_is_committed_stays(tmp_path, corpus):
+def test_worker_death_is_reported_and_committed_data_stays(tmp_path, corpus):
     config = config_for(tmp_path, corpus, workers=2)
 
     def kill(*, documents: int, **rest: int) -> None:
@@ -190,7 +190,7 @@ CHATS = [
 ]
 
 
-def test_conversations_have_a_mask_beside_them(tmp_path, capsys):
+def test_conversations_are_written_with_a_loss_mask(tmp_path, capsys):
     records = [*CHATS[:4], [], "none", [{"role": "user", "content": "alone"}], *CHATS[4:]]
     path = tmp_path / "chats.jsonl"
     path.write_text("".join(json.dumps({"talk": chat}) + "\n" for chat in records))
@@ -222,7 +222,7 @@ def test_conversations_have_a_mask_beside_them(tmp_path, capsys):
     assert f"learnt from: {learnt_tokens} tokens" in capsys.readouterr().out
 
 
-def test_the_reason_of_a_template_that_refuses_is_shown(tmp_path):
+def test_chat_template_error_is_reported(tmp_path):
     (tmp_path / "chats.jsonl").write_text(
         "".join(json.dumps({"messages": chat}) + "\n" for chat in CHATS[:3])
     )

@@ -46,7 +46,7 @@ def folder(tmp_path):
     return root
 
 
-def test_a_folder_stands_for_its_known_files_in_order(folder):
+def test_folder_expands_to_supported_files_in_order(folder):
     found = find_inputs([folder])
     assert [file.path.removeprefix(f"{folder}/") for file in found.files] == [
         "a.jsonl", "b.jsonl.gz", "c.parquet", "d.txt", "deeper/a.json",
@@ -162,7 +162,7 @@ def test_long_rows_come_a_few_at_a_time(tmp_path):
     assert max(block.size for block in blocks) < 15_000
 
 
-def test_a_row_group_is_not_held_at_once(tmp_path):
+def test_parquet_row_group_is_read_in_batches(tmp_path):
     texts = [random.Random(number).randbytes(5000).hex() for number in range(6000)]
     write_table(
         tmp_path / "a.parquet", {"text": texts}, row_group_size=6000, write_batch_size=20,

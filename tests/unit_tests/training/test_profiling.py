@@ -38,7 +38,7 @@ def traced(folder):
 FLAGS = "--profile --use-pytorch-profiler --profile-step-start 2 --profile-step-end 4"
 
 
-def test_a_trace_holds_the_iterations_asked_for(tmp_path):
+def test_trace_contains_the_requested_iterations(tmp_path):
     said = run(config(f"{FLAGS} --profile-ranks 0 3 --profile-dir {tmp_path}"), rank=3)
     path, names = traced(tmp_path)
     assert path.name == "trace_rank3_iterations3-4.json"

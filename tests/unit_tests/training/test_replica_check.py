@@ -125,7 +125,7 @@ def test_differences_name_parts_and_put_equal_parties_together():
         ),
     ],
 )
-def test_the_minority_is_blamed_and_a_tie_is_said(parties, blamed, text):
+def test_minority_is_blamed_and_a_tie_is_reported(parties, blamed, text):
     found = Difference(parties, ("w",))
     assert found.blamed == blamed
     assert found.text(lambda rank: f"h{rank}") == text

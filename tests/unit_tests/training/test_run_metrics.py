@@ -98,7 +98,7 @@ def test_a_run_that_names_no_folder_gets_one_of_its_own(tmp_path, monkeypatch):
     assert len(read_metrics(path)) == 1
 
 
-def test_keys_are_taken_out_of_what_libraries_say(tmp_path, monkeypatch):
+def test_secrets_are_redacted_from_library_messages(tmp_path, monkeypatch):
     def refuse():
         raise OSError("401 for key s3cr3t-key-0123 at https://ann:pw@host/x")
 

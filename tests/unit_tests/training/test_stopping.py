@@ -75,7 +75,7 @@ def test_a_signal_is_voted_for_and_a_second_one_ends_at_once(number):
     assert process.ends(TERM) == (ExitCode.TERMINATED if number == TERM else ExitCode.INTERRUPTED)
 
 
-def test_the_grace_is_kept():
+def test_grace_period_is_enforced():
     process = Process(grace=20.0)
     process.stop.react(TERM)
     process.time += 19.0
@@ -107,7 +107,7 @@ def test_a_rank_that_dies_while_a_step_is_finished_ends_the_wait():
     assert process.ends(None) == ExitCode.TERMINATED
 
 
-def test_time_is_kept_for_two_steps_two_saves_and_a_validation():
+def test_time_is_reserved_for_two_steps_saves_and_validation():
     process = Process(limit=1000.0)
     for kind, seconds in (("step", 10.0), ("save", 40.0), ("validation", 30.0)):
         process.stop.note(kind, seconds)
@@ -118,7 +118,7 @@ def test_time_is_kept_for_two_steps_two_saves_and_a_validation():
     assert process.stop.votes() == (0.0, 1.0, 0.0)
 
 
-def test_before_the_first_save_a_part_of_the_time_is_kept_for_it():
+def test_time_is_reserved_for_the_first_save():
     process = Process(limit=1000.0)
     process.time = 100.0 + 940.0
     assert process.stop.votes() == (0.0, 0.0, 0.0)
@@ -149,7 +149,7 @@ def test_a_lost_rank_ends_the_process_without_a_signal():
     assert process.said == ["rank 3 is dead; this run cannot go on"]
 
 
-def test_a_launcher_that_is_gone_is_voted_for_and_told_once():
+def test_lost_launcher_sets_stop_flag_and_is_reported_once():
     process = Process()
     process.stop.lose_launcher("process 7 is gone")
     process.stop.lose_launcher("its store is gone")

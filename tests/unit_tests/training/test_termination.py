@@ -78,7 +78,7 @@ def test_a_reaction_that_fails_does_not_keep_the_process(number, code):
 
 
 @pytest.mark.parametrize("more", [signal.SIGUSR1, signal.SIGUSR2])
-def test_a_signal_is_heard_that_is_asked_for(more):
+def test_additional_signal_can_be_registered(more):
     program = PROGRAM.replace("as_listener:", f"as listener:\n    listener.listen_to({int(more)})")
     job = _start("os._exit(number)", program=program)
     job.send_signal(more)
@@ -99,7 +99,7 @@ def test_a_program_started_with_nohup_goes_on_ignoring_sighup(ignored):
     assert job.returncode == (signal.SIGTERM if ignored else signal.SIGHUP)
 
 
-def test_behind_the_context_all_is_as_before():
+def test_signal_handlers_are_restored_on_exit():
     before = [signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)]
     heard = []
 

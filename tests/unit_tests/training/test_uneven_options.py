@@ -46,11 +46,11 @@ EXPERTS = "--num-experts 4 --disable-bias-linear"
         ),
     ],
 )
-def test_an_uneven_batch_is_taken_where_it_is_asked_for(options, world, said):
+def test_uneven_batch_is_accepted_only_by_option(options, world, said):
     assert check(small_config(options), world) == ([] if said is None else [said])
 
 
-def test_stages_have_as_many_microbatches_as_lanes_have_rounds():
+def test_stages_run_the_same_number_of_microbatches():
     options = (
         "--pipeline-model-parallel-size 2 --num-layers 4 --pipeline-schedule interleaved "
         "--num-virtual-stages-per-pipeline-rank 2 --micro-batch-size 2 --allow-uneven-batch "
@@ -90,7 +90,7 @@ def test_stages_have_as_many_microbatches_as_lanes_have_rounds():
         ),
     ],
 )
-def test_the_cost_is_said(samples, world, line):
+def test_uneven_batch_cost_is_logged(samples, world, line):
     options = f"--micro-batch-size 2 --global-batch-size {samples} {UNEVEN}"
     run = resolve(small_config(options), world)
     assert batch_line(run) == line

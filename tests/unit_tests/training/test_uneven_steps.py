@@ -268,7 +268,7 @@ def one_lane(case: Case) -> dict:
 
 @pytest.mark.parametrize("world", [3, 4])
 @pytest.mark.covers("numbers of one process", runs="ranks")
-def test_uneven_lanes_have_the_losses_and_gradients_of_one(world):
+def test_uneven_ranks_match_losses_and_gradients_of_one_rank(world):
     cases = tuple(case for case in CASES if case.world == world)
     ranks = run_ranks(lane, world, cases)
     for index, case in enumerate(cases):
@@ -313,7 +313,7 @@ def test_a_smaller_block_counts_by_its_samples(per_token):
     assert losses[0] == pytest.approx(losses[1], rel=1e-6)
 
 
-def test_experts_take_no_token_of_a_filler(monkeypatch):
+def test_padding_microbatch_is_not_routed_to_experts(monkeypatch):
     taken, whole = [], ExpertMLPs.forward
 
     def counted(self, rows, runs):
@@ -355,7 +355,7 @@ def of_one_lane(step: TrainStep, lane: int) -> list[float]:
 
 @pytest.mark.parametrize("lane", [0, 1])
 @pytest.mark.covers("numbers of eager steps", runs="replays")
-def test_a_graph_replays_smaller_blocks_and_fillers(lane):
+def test_graph_replays_smaller_and_padding_microbatches(lane):
     """They have the same form in every step."""
     with one_thread():
         single, config = ProcessGroupCollection.single(), DataParallelConfig()

@@ -80,7 +80,7 @@ def done(server: Served, action: str, **fields: Any) -> dict[str, Any]:
     return response.json()
 
 
-def test_every_route_of_administration_wants_its_own_key(server: Served) -> None:
+def test_every_admin_route_requires_its_own_key(server: Served) -> None:
     for method, path, *_ in ADMIN_ROUTES:
         assert method == "POST"
         assert server.administer(path[1:], key="api-key").status_code == 401

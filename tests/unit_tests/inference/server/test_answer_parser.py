@@ -368,7 +368,7 @@ SECTIONS = {
 
 @pytest.mark.parametrize("name", UNKNOWN)
 @pytest.mark.parametrize("places", [(0,), (1,), (2,), (0, 1), (0, 2)])
-def test_calls_beside_an_unknown_name_are_read(name: str, places: Sequence[int]) -> None:
+def test_tool_calls_next_to_an_unknown_tool_are_parsed(name: str, places: Sequence[int]) -> None:
     """Of three calls of a section some name no tool: the others are calls, and nothing is text."""
     begin, separator, end = SECTIONS[name]
     valid = UNKNOWN[name].replace("other", "now")
@@ -406,7 +406,7 @@ def test_members_after_the_arguments_are_no_text() -> None:
     assert parts[2:] == [AnswerPart("end"), AnswerPart("text", "Yes")]
 
 
-def test_an_answer_in_json_is_shown_as_it_comes() -> None:
+def test_json_answer_is_streamed_incrementally() -> None:
     """Where a call may open an answer, an object is soon seen to be none."""
     parser = AnswerParser(AnswerFormats(tools=TOOL_FORMATS["llama3_json"]), TOOLS)
     assert parser.push('{"result": [') == [AnswerPart("text", '{"result": [')]
@@ -493,7 +493,7 @@ def test_without_tools_and_reasoning_text_is_left_alone() -> None:
     assert parser.push(" <tool_call> \n") == [AnswerPart("text", " <tool_call> \n")]
 
 
-def test_marks_that_are_special_tokens_are_kept() -> None:
+def test_special_token_markers_are_preserved() -> None:
     class Special(ByteTokenizer):
         """Has a special token for a mark, which decoding drops."""
 

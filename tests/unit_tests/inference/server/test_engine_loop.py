@@ -60,7 +60,7 @@ async def sent_together(delays: list[int]) -> list[list[int]]:
     [([0, 3, 9], [[0, 1, 2, 0]]), ([0, 40], [[0], [1, 0]])],
     ids=["a burst", "two requests"],
 )
-def test_requests_that_came_together_are_asked_for_at_once(
+def test_simultaneous_requests_are_submitted_together(
     delays: list[int], expected: list[list[int]]
 ) -> None:
     assert asyncio.run(sent_together(delays)) == expected

@@ -271,7 +271,7 @@ def test_a_client_that_does_not_read() -> None:
                 pass
 
 
-def test_every_route_wants_the_key() -> None:
+def test_every_route_requires_the_key() -> None:
     with served(key="secret-key") as server:
         paths = [(method, path) for method, path, *_ in APP_ROUTES]
         for given in (None, "", "Bearer", "Bearer wrong", "secret-key", "Basic a"):
@@ -325,7 +325,7 @@ def test_one_request_fails_and_others_go_on() -> None:
 
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
-def test_an_engine_that_dies_is_told_to_all() -> None:
+def test_engine_death_is_reported_to_all_requests() -> None:
     class Dies(NextByte):
         def __call__(self, tokens: torch.Tensor, **context: object) -> torch.Tensor:
             found = super().__call__(tokens, **context)
@@ -406,7 +406,7 @@ def test_the_key_is_in_no_log(caplog: pytest.LogCaptureFixture) -> None:
     assert "secret-ke" not in caplog.text
 
 
-def test_an_exception_is_not_told_but_logged(
+def test_exception_text_is_logged_but_not_returned(
     server: Served, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     def fail(*args: object) -> None:
@@ -419,7 +419,7 @@ def test_an_exception_is_not_told_but_logged(
     assert error["request_id"] in caplog.text
 
 
-def test_an_answer_that_takes_too_long_is_given_up() -> None:
+def test_request_over_time_limit_is_aborted() -> None:
     with served(request_seconds=0.2) as server:
         server.model.gate.clear()
         refused(server.post("/v1/completions", **TEXT), 504)

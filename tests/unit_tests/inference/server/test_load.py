@@ -74,7 +74,7 @@ def test_more_clients_than_there_is_room_for() -> None:
 
 
 @pytest.mark.slow(seconds=60)
-def test_crowds_leave_no_memory_behind() -> None:
+def test_concurrent_requests_leak_no_memory() -> None:
     def resident() -> int:
         gc.collect()
         return memory_bytes(torch.device("cpu"))

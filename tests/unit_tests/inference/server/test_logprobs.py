@@ -267,7 +267,7 @@ def server() -> Iterator[Served]:
         yield running
 
 
-def test_as_many_alternatives_as_were_asked_for(server: Served) -> None:
+def test_number_of_top_logprobs_matches_request(server: Served) -> None:
     """Most of 257 bytes are no text of their own."""
     with openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0) as client:
         server.model.say("é日🦙!")

@@ -174,7 +174,7 @@ def test_what_is_streamed_adds_up_to_the_whole(server: Served) -> None:
         assert len(choice["logprobs"]["tokens"]) == len(choice["logprobs"]["token_logprobs"])
 
 
-def test_tokens_are_made_and_undone(server: Served) -> None:
+def test_tokenize_and_detokenize_routes(server: Served) -> None:
     assert ok(server, "/tokenize", prompt="ab")["tokens"] == [97, 98]
     assert ok(server, "/detokenize", tokens=[97, 98])["prompt"] == "ab"
     found = ok(server, "/tokenize", messages=[{"role": "user", "content": "é"}])

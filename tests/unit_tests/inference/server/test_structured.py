@@ -220,7 +220,7 @@ def test_a_grammar_is_compiled_off_the_engines_loop(
     assert found == ["abc"]
 
 
-def test_grammars_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_grammars_are_cached(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(structured, "MAX_CACHED_GRAMMARS", 2)
     grammars = Grammars(ByteTokenizer(), [END], END + 1)
     first = grammars.compile(structured.regex_grammar("a"))
@@ -320,7 +320,7 @@ def test_the_openai_client_gets_a_strict_schema(server: Served) -> None:
     until(lambda: server.engine.unfinished == 0)
 
 
-def test_a_limit_of_reasoning_costs_the_answer_behind_it_nothing() -> None:
+def test_reasoning_limit_does_not_shorten_the_answer() -> None:
     decoded: list[int] = []
 
     def decode(tokens: list[int]) -> bytes:

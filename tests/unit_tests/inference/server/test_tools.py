@@ -67,7 +67,7 @@ def prompt(server: Served, **fields: Any) -> str:
     return bytes(seen[0].prompt).decode()
 
 
-def test_calls_and_reasoning_are_told_apart_from_the_text(server: Served) -> None:
+def test_calls_and_reasoning_are_separated_from_text(server: Served) -> None:
     server.model.say(SAID)
     (choice,) = chat(server, tools=TOOLS)["choices"]
     message = choice["message"]
@@ -129,7 +129,7 @@ def test_former_calls_and_tools_reach_the_template(server: Served) -> None:
     assert '[assistant  thought Hm called weather {"city": "U"}][tool rain of c1][answer]' in found
 
 
-def test_a_template_is_given_what_the_server_allows(server: Served) -> None:
+def test_template_gets_only_allowed_arguments(server: Served) -> None:
     assert prompt(server).endswith("[answer]")
     thinks = {"chat_template_kwargs": {"thinks": True}}
     assert prompt(server, **thinks).endswith("[answer]<think>\n")

@@ -360,6 +360,16 @@ FAULTS = {
 }
 
 
+def test_text_of_every_planted_fault_is_in_the_code():
+    missing = []
+    for name, (module, function, code, faulty, _) in FAULTS.items():
+        try:
+            planted(f"{CORE}.{module}", function, code, faulty)
+        except ValueError as error:
+            missing.append(f"{name}: {error}")
+    assert not missing, "write these faults anew:\n" + "\n".join(missing)
+
+
 @pytest.mark.parametrize("name", FAULTS)
 def test_a_planted_fault_is_noticed(name):
     module, function, code, faulty, changes = FAULTS[name]

@@ -42,6 +42,10 @@ OCCURRENCES = [
     ("never", CORE, "x = dict(made=1)\n", f"{CORE}:1: made"),
     ("never", CORE, "match 1:\n    case found: ...\n", f"{CORE}:2: found"),
     ("never", CORE, "class InnerLanes: ...\n", f"{CORE}:1: InnerLanes: data-parallel rank"),
+    ("never", CORE, "def read(path, *, mend=''): ...\n", f"{CORE}:1: mend: fix"),
+    ("never", CORE, "class Rows:\n    emptied_rows: int = 0\n", f"{CORE}:2: emptied_rows"),
+    ("never", CORE, "class Rows:\n    def remade_rows(self): ...\n", f"{CORE}:2: remade_rows"),
+    ("never", "megatron/training/mends.py", "", "mends.py:1: mends: fix"),
     ("never", "megatron/training/witness.py", "", "witness.py:1: witness: coverage recorder"),
     ("counted", CORE, "for part in (): ...\n", f"{CORE}:1: part: shard"),
     ("inside", CORE, "last_block = 1\n", f"{CORE}:1: last_block: last_*"),
@@ -90,7 +94,7 @@ def test_names_of_the_field_are_not_listed(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     text = '"""Gather `blocks` in `planted.gather`, see `docs/page.md` and `torch.cat`."""\n'
-    text += "import torch\n\ndef gather(blocks, *, group): ...\nrecommend = foundry = planets = 0\n"
+    text += "import torch\n\ndef gather(blocks, *, group): ...\nrecommend = wanton = foundry = planets = 0\n"
     plant(tmp_path, CORE, text)
     plant(tmp_path, "docs/page.md", f"Short. `planted.py`\n\n```\n{LONG_SENTENCE}\n```\n")
     plant(tmp_path, TEST, f"def test_{'x' * 55}(): ...\n")

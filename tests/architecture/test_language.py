@@ -94,7 +94,8 @@ def test_names_of_the_field_are_not_listed(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     text = '"""Gather `blocks` in `planted.gather`, see `docs/page.md` and `torch.cat`."""\n'
-    text += "import torch\n\ndef gather(blocks, *, group): ...\nrecommend = wanton = foundry = planets = 0\n"
+    text += "import torch\n\ndef gather(blocks, *, group): ...\n"
+    text += "recommend = wanton = foundry = planets = 0\n"
     plant(tmp_path, CORE, text)
     plant(tmp_path, "docs/page.md", f"Short. `planted.py`\n\n```\n{LONG_SENTENCE}\n```\n")
     plant(tmp_path, TEST, f"def test_{'x' * 55}(): ...\n")

@@ -73,7 +73,7 @@ def load_experiments(run: Run, root: Path = ROOT) -> list[Experiment]:
     experiments = []
     for name in chosen.experiment or ():
         module = _module(name, root)
-        option_words = [word.partition(".")[2] for word in chosen.words_of(name)]
+        option_words = [word.partition(".")[2] for word in chosen.option_arguments(name)]
         experiments.append(module.experiment(run, _options(name, module, option_words)))
     return experiments
 

@@ -446,12 +446,12 @@ def _clear(
 def _place_in_schedule(config: Config, progress: Progress) -> str:
     """Start the schedule anew if the options ask for that, and say where the run goes on."""
     chosen, text = config.checkpoint, f"going on at iteration {progress.iteration}"
-    if not chosen.goes_on_in_schedule:
+    if not chosen.resumes_schedule:
         progress.update_samples = 0
-    if chosen.load_optim and chosen.goes_on_in_schedule:
+    if chosen.load_optim and chosen.resumes_schedule:
         return text
     state = "with its optimizer state" if chosen.load_optim else "without its optimizer state"
-    if chosen.goes_on_in_schedule:
+    if chosen.resumes_schedule:
         return f"{text} {state}, in its schedule (--schedule-on-load restart begins a new one)"
     return f"{text} {state}, at the beginning of the schedule (--schedule-on-load continue goes on)"
 

@@ -116,7 +116,7 @@ def test_what_makes_another_model_is_refused_by_flag(folder: Path) -> None:
         assert flag in text
     assert "--num-layers" not in text
     both = run(pretrain_gpt.main, f"{line} --pretrained-checkpoint x", code=2)
-    assert "exclude each other" in both
+    assert "mutually exclusive" in both
     shape = "--num-layers 1 --hidden-size 8 --num-attention-heads 1 --vocab-size 64"
     text = run(pretrain_gpt.main, f"{RUN} --lr 1e-2 {shape} --load {folder}", code=2)
     assert "is a Hugging Face folder: give it to --load-hf" in text

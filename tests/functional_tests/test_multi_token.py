@@ -60,7 +60,7 @@ def test_a_run_goes_on_over_ranks_that_share_tokens_and_layers(prefix, tmp_path)
 
 def test_what_cannot_be_predicted_is_refused(prefix, capsys):
     cases = {
-        "--mtp-num-layers 24": "--mtp-num-layers 24: samples of 24 tokens have none so far ahead",
+        "--mtp-num-layers 24": "--mtp-num-layers 24: samples of 24 tokens are too short",
         "--mtp-num-layers 0": "--mtp-num-layers",
         "--mtp-loss-scaling-factor 0.5": "has no effect without --mtp-num-layers: add that",
         "--mtp-num-layers 1 --mtp-loss-scaling-factor -1": "--mtp-loss-scaling-factor",

@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """The typed schema of a run: every option is one field of one frozen dataclass below.
 
-The command line, the YAML files and the documentation are made from these classes by
-`megatron.cli.schema`. A field `num_layers` is the flag `--num-layers` and the YAML key
-`num-layers`; names are Megatron's. A field without a default is required, `None` means "off" or
-"derived by `resolve`". Nothing edits a config: `resolve.py` returns a new one, `check.py` lists
-what is wrong between fields, and each class checks its own.
+`megatron.cli.schema` derives the command line, the YAML files and the documentation from these
+classes. A field `num_layers` is the flag `--num-layers` and the YAML key `num-layers`; names are
+Megatron's. A field without a default is required; `None` means "off" or "derived by `resolve`".
+Configs are immutable: `resolve.py` returns a new config, `check.py` lists conflicts between
+sections, and each class checks its own fields.
 """
 
 from __future__ import annotations
@@ -102,6 +102,6 @@ class Config:
 
     @property
     def model_parallel_size(self) -> int:
-        """Ranks that work on the same samples: tensor and context parallel ones of all stages."""
+        """Ranks that process the same samples: tensor x context x pipeline parallel size."""
         shared = self.parallel.tensor_model_parallel_size * self.parallel.context_parallel_size
         return shared * self.pipeline.pipeline_model_parallel_size

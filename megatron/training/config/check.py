@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Check combinations of options before any process group exists.
 
-A pure function of the config and the number of processes; it reads no file.
+The checks are pure functions of the config and the number of processes; they read no file.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from megatron.training.data import data_paths
 
 
 def check(config: Config, world_size: int) -> list[str]:
-    """List every problem of a config on `world_size` processes, each with its fix."""
+    """Return a message with a fix for each problem of a config on `world_size` processes."""
     config = layer_pattern_options.with_layers(config)
     return list(
         itertools.chain(
@@ -52,8 +52,8 @@ def check(config: Config, world_size: int) -> list[str]:
             training_options.optimizer_problems(config.optimizer),
             _vocabulary(config),
             _failures(config, world_size),
-            option_checks.without_switch(config),
-            option_checks.beyond_the_run(config, world_size),
+            option_checks.missing_switches(config),
+            option_checks.profiling_problems(config, world_size),
             data_paths.problems(config.data),
         )
     )
@@ -68,9 +68,11 @@ def _layout(config: Config, world_size: int) -> Iterator[str]:
         "--context-parallel-size": cp,
         "--pipeline-model-parallel-size": pp,
     }
-    above = [f"{flag} {size}" for flag, size in sizes.items() if size > 1]
+    non_trivial_sizes = [f"{flag} {size}" for flag, size in sizes.items() if size > 1]
     if world_size % ranks_per_replica:
-        product = " x ".join(above) + (f" = {ranks_per_replica}" if len(above) > 1 else "")
+        product = " x ".join(non_trivial_sizes) + (
+            f" = {ranks_per_replica}" if len(non_trivial_sizes) > 1 else ""
+        )
         yield (
             f"{product} does not divide the world of {world_size} processes: start a multiple of "
             f"{ranks_per_replica} processes or lower it"
@@ -78,7 +80,7 @@ def _layout(config: Config, world_size: int) -> Iterator[str]:
     yield from _weight_shards(config, world_size)
     yield from _expert_blocks(config)
     if config.parallel.sequence_parallel and tp > 1 and config.training.seq_length % (tp * cp):
-        product = " x ".join(flag for flag in above if "pipeline" not in flag)
+        product = " x ".join(flag for flag in non_trivial_sizes if "pipeline" not in flag)
         yield (
             f"--seq-length {config.training.seq_length} is not a multiple of {product}, which "
             "--sequence-parallel needs: change one"
@@ -86,7 +88,7 @@ def _layout(config: Config, world_size: int) -> Iterator[str]:
 
 
 def _weight_shards(config: Config, world_size: int) -> Iterator[str]:
-    """Name what is wrong with generalized tensor parallelism."""
+    """Yield a message for each problem of generalized tensor parallelism."""
     parallel, tp = config.parallel, config.parallel.tensor_model_parallel_size
     shards, dp = (
         parallel.tensor_parallel_num_weight_shards,
@@ -96,7 +98,7 @@ def _weight_shards(config: Config, world_size: int) -> Iterator[str]:
     if shards is not None and shards % tp:
         yield (
             f"{flag} is not a multiple of --tensor-model-parallel-size {tp}: it counts the shards "
-            f"of both, use {-(-shards // tp) * tp}, for example"
+            f"over tp and gtp, use {-(-shards // tp) * tp}, for example"
         )
     elif world_size % config.model_parallel_size == 0 and dp % parallel.gtp_size:
         yield (
@@ -126,13 +128,13 @@ def _weight_shards(config: Config, world_size: int) -> Iterator[str]:
 
 
 def _expert_blocks(config: Config) -> Iterator[str]:
-    """Name why experts' matrices cannot be gathered in blocks that share a scale."""
+    """Yield a message if blocks that share a scale would span two experts' matrices."""
     form, experts = config.data_parallel.weight_gather_format, config.experts
     block = {"mxfp8": 32, "nvfp4": 16}.get(form)
     if block is None or experts.num_experts is None or config.parallel.expert_gtp_size == 1:
         return
     if config.data_parallel.strategy == "optim_grads_params":
-        return  # the format has no effect, which is said already
+        return  # `parallel_options` reports that the format has no effect
     etp = config.parallel.expert_tensor_parallel_size or config.parallel.tensor_model_parallel_size
     width = experts.moe_ffn_hidden_size or config.model.inner_features
     for rows, name in (
@@ -173,7 +175,8 @@ def _batch(config: Config, world_size: int) -> Iterator[str]:
 def _division(
     config: Config, dp_size: int, *, batch: tuple[str, int], micro: tuple[str, int]
 ) -> Iterator[str]:
-    """Name what is wrong with batches of a size in microbatches of a size, each with its flag."""
+    """Yield a message for each problem of a batch size, given with its flag, and of its division
+    into microbatches."""
     (flag, size), (micro_flag, rows) = batch, micro
     division = Division(samples=size, micro_batch_size=rows, data_parallel_size=dp_size)
     uneven = config.training.allow_uneven_batch
@@ -181,8 +184,7 @@ def _division(
         near = max(1, round(size / (rows * dp_size))) * rows * dp_size
         yield (
             f"{flag} {size} is not a multiple of {micro_flag} {rows} x data parallel size "
-            f"{dp_size} "
-            f"= {rows * dp_size}: use {near}, for example, or --allow-uneven-batch"
+            f"{dp_size} = {rows * dp_size}: use {near}, for example, or --allow-uneven-batch"
         )
     if uneven and division.blocks < dp_size:
         yield (
@@ -191,8 +193,8 @@ def _division(
         )
     if uneven and size % rows and config.experts.num_experts is not None:
         yield (
-            f"{flag} {size} is not a multiple of {micro_flag} {rows}, which --num-experts needs "
-            "with --allow-uneven-batch too: change one"
+            f"{flag} {size} is not a multiple of {micro_flag} {rows}, which --num-experts requires "
+            "even with --allow-uneven-batch: change one"
         )
 
 
@@ -204,7 +206,7 @@ def _data_parallel(config: Config, world_size: int) -> Iterator[str]:
         data_parallel_size=size,
         bf16=config.training.bf16,
         context_size=config.parallel.context_parallel_size,
-        over_gtp=config.parallel.asks_for_gtp,
+        over_gtp=config.parallel.requests_gtp,
     )
 
 
@@ -212,7 +214,7 @@ def _heads(config: Config) -> Iterator[str]:
     model, tp = config.model, config.parallel.tensor_model_parallel_size
     heads, groups = model.num_attention_heads, model.num_query_groups
     if not layer_pattern_options.has_attention(config):
-        return  # `missing_block_problems` names attention's options
+        return  # `missing_block_problems` reports attention options of a model without attention
     if heads is None:
         yield "missing --num-attention-heads: give it"
         return
@@ -220,8 +222,7 @@ def _heads(config: Config) -> Iterator[str]:
     if heads % tp and not latent_heads:
         yield (
             f"--num-attention-heads {heads} is not a multiple of --tensor-model-parallel-size "
-            f"{tp}: "
-            "change one"
+            f"{tp}: change one"
         )
     if model.group_query_attention and groups is None:
         yield "--group-query-attention needs --num-query-groups: give it"
@@ -234,8 +235,7 @@ def _heads(config: Config) -> Iterator[str]:
         if groups % tp and tp % groups:
             yield (
                 f"--num-query-groups {groups} and --tensor-model-parallel-size {tp}: one must "
-                "divide the "
-                "other"
+                "divide the other"
             )
     if latent_heads:
         channels, flag = config.attention.qk_pos_emb_head_dim, "--qk-pos-emb-head-dim"
@@ -244,14 +244,12 @@ def _heads(config: Config) -> Iterator[str]:
     if not latent_heads and model.kv_channels is None and model.hidden_size % heads:
         yield (
             f"--hidden-size {model.hidden_size} is not a multiple of --num-attention-heads "
-            f"{heads}: "
-            "change one or give --kv-channels"
+            f"{heads}: change one or give --kv-channels"
         )
     rotated = int(channels * config.position.rotary_percent)
     if config.position.is_rotary and (rotated % 2 or rotated == 0):
         yield (
-            f"{rotated} features per head would be rotated ({flag} {channels} x "
-            "--rotary-percent "
+            f"{rotated} features per head would be rotated ({flag} {channels} x --rotary-percent "
             f"{config.position.rotary_percent}): the number must be even and above 0"
         )
 
@@ -276,7 +274,7 @@ def _rope_scaling(config: Config) -> Iterator[str]:
     }
     chosen = [flag for flag, on in scalings.items() if on]
     if len(chosen) > 1:
-        yield f"{' and '.join(chosen)} exclude each other: keep one"
+        yield f"{' and '.join(chosen)} are mutually exclusive: keep one"
     low, high = position.rope_scaling_low_freq_factor, position.rope_scaling_high_freq_factor
     if low >= high:
         yield (
@@ -292,8 +290,8 @@ def _learned_positions(config: Config) -> Iterator[str]:
     learned = config.position.position_embedding_type == "learned_absolute"
     if learned and layer_pattern_options.mtp_num_layers(config):
         yield (
-            "--position-embedding-type learned_absolute does not go with multi-token prediction, "
-            "which reads tokens without their positions: use rope, yarn or none"
+            "--position-embedding-type learned_absolute cannot be combined with multi-token "
+            "prediction, which embeds tokens without positions: use rope, yarn or none"
         )
 
 
@@ -302,8 +300,9 @@ def _kernels(config: Config) -> Iterator[str]:
     attends = layer_pattern_options.has_attention(config)
     if attends and config.parallel.attention_backend == "triton" and dropout:
         yield (
-            f"--attention-backend triton has no --attention-dropout {dropout}: set that to 0 or "
-            "take auto"
+            f"--attention-backend triton does not support --attention-dropout {dropout}: set that "
+            "to 0 or "
+            "use auto"
         )
 
 
@@ -321,7 +320,7 @@ def _recompute(config: Config) -> Iterator[str]:
             yield f"{flag} has no effect without --recompute-granularity full: add that"
     count = chosen.recompute_num_layers
     if full and count is not None and count > layers:
-        yield f"--recompute-num-layers {count} is above the {layers} layers there are: lower it"
+        yield f"--recompute-num-layers {count} is above the model's {layers} layers: lower it"
 
 
 def _length(config: Config, world_size: int) -> Iterator[str]:
@@ -363,7 +362,7 @@ def _schedule(config: Config) -> Iterator[str]:
                 name.replace("_", "-"),
                 name.rsplit("_", 1)[0].replace("_", "-") + f"-{unit}",
             )
-            yield f"--{flag} does not go with --train-{unit}: use --{instead}"
+            yield f"--{flag} cannot be combined with --train-{unit}: use --{instead}"
     warmup_flags = [
         f"--{flag}"
         for flag, value in {
@@ -374,7 +373,7 @@ def _schedule(config: Config) -> Iterator[str]:
         if value
     ]
     if len(warmup_flags) > 1:
-        yield f"{' and '.join(warmup_flags)} exclude each other: keep one"
+        yield f"{' and '.join(warmup_flags)} are mutually exclusive: keep one"
     decay = (
         (schedule.lr_decay_samples or training.train_samples)
         if by_samples
@@ -390,7 +389,7 @@ def _schedule(config: Config) -> Iterator[str]:
             "give it"
         )
     if wsd is not None and decay is not None and wsd > decay - warmup:
-        yield f"the WSD decay of {wsd} does not fit behind warm-up in {decay}: shorten it"
+        yield f"the WSD decay of {wsd} does not fit after warm-up in {decay}: shorten it"
 
 
 def _vocabulary(config: Config) -> Iterator[str]:
@@ -420,18 +419,18 @@ def _vocabulary(config: Config) -> Iterator[str]:
 
 
 def _tiktoken_flags(config: Config) -> list[str]:
-    """Return the flags of tiktoken that are given."""
+    """Return the tiktoken flags that the user gave."""
     names = ("tiktoken_pattern", "tiktoken_num_special_tokens", "tiktoken_special_tokens")
     values = vars(config.tokenizer)
     return [f"--{name.replace('_', '-')}" for name in names if values[name] is not None]
 
 
 def without_effect(config: Config, resolved: Config) -> list[str]:
-    """Return a line for each group of options that is given and, as others are, does nothing.
+    """Return a line for each group of options that have no effect in combination with the others.
 
     Args:
-        config: as given.
-        resolved: the same config with what is derived.
+        config: the config before derived fields are filled in.
+        resolved: the same config, resolved.
     """
     ineffective_flags = list(option_checks.ineffective(config))
     kind, unused = resolved.tokenizer.tokenizer_type, _tiktoken_flags(config)
@@ -462,7 +461,7 @@ def _failures(config: Config, world_size: int) -> Iterator[str]:
         ("--straggler-factor", failures.straggler_factor),
     ):
         if factor is not None and factor <= 1.0:
-            yield f"{flag} is {factor}: it must be above 1, as half of all is above the median"
+            yield f"{flag} is {factor}: it must be above 1, as half of the values exceed the median"
     rollback, limit = failures.rollback_after_bad_steps, config.training.max_consecutive_bad_steps
     if rollback is not None and save is None:
         yield "--rollback-after-bad-steps needs --save: name a folder to load from"
@@ -473,11 +472,11 @@ def _failures(config: Config, world_size: int) -> Iterator[str]:
         )
     if rollback is not None and not config.checkpoint.save_optim:
         yield (
-            "--rollback-after-bad-steps goes back to a checkpoint with its optimizer state, and "
+            "--rollback-after-bad-steps restores a checkpoint with its optimizer state, and "
             "--no-save-optim saves none: drop one"
         )
     if failures.on_reproduced_fault == "restart" and save is None:
-        yield "--on-reproduced-fault restart needs --save: it notes the step there"
+        yield "--on-reproduced-fault restart needs --save: it records the step there"
     if failures.on_reproduced_fault == "restart" and failures.rerun_mode == "disabled":
         yield (
             "--on-reproduced-fault restart needs --rerun-mode validate_results: without it no step "

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Options out of a checkpoint: `--use-checkpoint-args`, and what a run that goes on keeps: its
-schedule and Muon's matrices.
+"""Options read from a checkpoint: `--use-checkpoint-args`, and the schedule and Muon matrices of a
+resumed run.
 
-Every checkpoint holds the resolved options of its run. The model's shape and the tokenizer come
-from there where they are not given, and so does what a run cannot do without: its data, its length
-and every option that has no default.
+Every checkpoint stores the resolved options of its run. Options of the model's shape and the
+tokenizer that are not given are read from there, as are the data, the length of the run and every
+option without a default.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ from megatron.training.config import Config
 from megatron.training.stored_model import check_counts
 
 _SECTIONS = ("model", "attention", "position", "experts", "hybrid", "tokenizer")
-#: Those whose whole numbers are sizes of tensors, or how many there are.
+#: Sections whose integers are tensor dimensions or counts of layers, heads and experts.
 _SHAPES = ("model", "attention", "experts", "hybrid", "tokenizer")
-#: Of other sections, what gives a model weights.
+#: Options of other sections that add weights to a model.
 _WEIGHTS = {"mtp-num-layers", "mtp-loss-scaling-factor"}
 _LENGTHS = {"train-iters", "train-samples"}
 _DATA = {
@@ -36,10 +36,10 @@ _DATA = {
     "mock-data",
 }
 
-#: Options of data that are about one start of a run.
-_OF_ONE_START = {"allow-data-change", "reorder-samples"}
+#: Data options that apply to one start of a run only.
+_PER_START = {"allow-data-change", "reorder-samples"}
 
-#: What `--use-checkpoint-opt-param-scheduler` takes, by section.
+#: Options that `--use-checkpoint-opt-param-scheduler` reads, by section.
 _SCHEDULE = {
     "schedule": (
         "lr",
@@ -63,13 +63,13 @@ _SCHEDULE = {
 
 
 def checkpoint_defaults(user_values: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the values that `--use-checkpoint-args` adds to the user's, by option name.
+    """Return the option values that `--use-checkpoint-args` reads from the checkpoint, by name.
 
-    Without a checkpoint there are none, as long as the required options are given.
+    Without a checkpoint the result is empty, provided that the required options are given.
 
     Raises:
-        ValueError: the checkpoint is damaged or holds no options, or there is none and a required
-            option is not given.
+        ValueError: the checkpoint is damaged or stores no options, or there is no checkpoint and a
+            required option is missing.
     """
     if not user_values.get("use-checkpoint-args"):
         return {}
@@ -105,7 +105,7 @@ def checkpoint_defaults(user_values: Mapping[str, Any]) -> dict[str, Any]:
     except CheckpointError as error:
         raise ValueError(f"--use-checkpoint-args: {error}") from error
     if (pattern := stored_values.get("hybrid-layer-pattern")) is not None:
-        stored_values["hybrid-layer-pattern"] = symbols_of(pattern)  # its cuts are a layout's
+        stored_values["hybrid-layer-pattern"] = symbols_of(pattern)  # without stage boundaries
     return stored_values
 
 
@@ -115,12 +115,12 @@ def _is_read_from_checkpoint(option: Option, user_values: Mapping[str, Any]) -> 
         return False
     if option.name in _LENGTHS:
         return not _LENGTHS & set(user_values)
-    if option.section == "data":  # as a whole: a part of it means other samples
-        return not _DATA & set(user_values) and option.name not in _OF_ONE_START
+    if option.section == "data":  # all or none: single options would change the samples
+        return not _DATA & set(user_values) and option.name not in _PER_START
     return option.section in _SECTIONS or option.name in _WEIGHTS or option.required
 
 
-#: What the samples of a number of steps follow from.
+#: Options that determine how many samples a number of steps has.
 _BATCH_SIZES = ("global-batch-size", "step-batch-size-schedule", "rampup-batch-size")
 
 
@@ -129,21 +129,22 @@ def _value_text(value: Any) -> str:
 
 
 def with_checkpoint_schedule(config: Config, world_size: int) -> tuple[Config, tuple[str, ...]]:
-    """Return a config with the schedule of the checkpoint that its run goes on from.
+    """Return a config with the schedule of the checkpoint that the run resumes from.
 
     Args:
-        config: as given; anything else than `--use-checkpoint-opt-param-scheduler` with a
-            checkpoint in `--load`, in whose schedule the run goes on, leaves it as it is.
+        config: the config; returned unchanged unless `--use-checkpoint-opt-param-scheduler` is on
+            and the run resumes a checkpoint in `--load` with its schedule.
         world_size: number of processes.
 
     Returns the config, and a line for each option that the checkpoint overrides.
 
     Raises:
-        ValueError: the checkpoint is damaged, holds no schedule, or counts in other batches.
+        ValueError: the checkpoint is damaged, stores no schedule, or counts it in steps of another
+            batch size.
     """
     flag, chosen = "--use-checkpoint-opt-param-scheduler", config.checkpoint
-    goes_on = chosen.goes_on_in_schedule and not chosen.finetune
-    if not (chosen.use_checkpoint_opt_param_scheduler and chosen.load and goes_on):
+    resumes = chosen.resumes_schedule and not chosen.finetune
+    if not (chosen.use_checkpoint_opt_param_scheduler and chosen.load and resumes):
         return config, ()
     checkpoint = _newest([chosen.load], flag)
     if checkpoint is None:
@@ -152,7 +153,7 @@ def with_checkpoint_schedule(config: Config, world_size: int) -> tuple[Config, t
     saved = manifest.extra.get("config")
     names = [name for section in _SCHEDULE.values() for name in section]
     if not isinstance(saved, dict) or not saved.keys() >= {*names, "global-batch-size"}:
-        raise ValueError(f"{flag}: {folder} holds no schedule: leave the flag out")
+        raise ValueError(f"{flag}: {folder} stores no schedule: drop the flag")
     training = config.training
     sizes = training.batch_sizes(world_size // config.model_parallel_size)
     if saved["lr-decay-iters"] or saved["lr-warmup-iters"]:
@@ -164,10 +165,8 @@ def with_checkpoint_schedule(config: Config, world_size: int) -> tuple[Config, t
                 continue
             raise ValueError(
                 f"{flag}: {folder} counts its schedule in steps of --{name} "
-                f"{_value_text(was)}, this "
-                f"run's have {_value_text(value)}: give the former, or leave the flag out and "
-                "give the "
-                "schedule"
+                f"{_value_text(was)}, this run's have {_value_text(value)}: give the former, or "
+                "drop the flag and give the schedule"
             )
     lines: list[str] = []
     sections: dict[str, Any] = {}
@@ -185,25 +184,26 @@ def with_checkpoint_schedule(config: Config, world_size: int) -> tuple[Config, t
 
 
 def with_checkpoint_matrices(config: Config) -> tuple[Config, tuple[str, ...]]:
-    """Return a config whose Muon divides weights as in the checkpoint that its run goes on from.
+    """Return a config with Muon's division into matrices from the checkpoint the run resumes from.
 
-    A run that was saved before `--muon-split-matrices` existed split every product into all of its
-    tensors, or with `--no-muon-split-qkv` none. Where the option is given, it wins.
+    Runs saved before `--muon-split-matrices` existed orthogonalized every tensor separately, or
+    with `--no-muon-split-qkv` whole fused weights. An explicit option wins.
 
     Args:
-        config: as given; a run that goes on from no checkpoint of Muon stays as it is.
+        config: the config; returned unchanged unless the run resumes a Muon checkpoint.
 
-    Returns the config, and a line if it differs from a new run's, or from the checkpoint's.
+    Returns the config, and a line if the division differs from a new run's or from the
+    checkpoint's.
 
     Raises:
-        ValueError: the checkpoint's option is none, or contradicts those that are given.
+        ValueError: the checkpoint's value is invalid, or contradicts explicit options.
     """
     flag, chosen = "--muon-split-matrices", config.checkpoint
     if config.optimizer.optimizer != "muon" or chosen.load is None or chosen.finetune:
         return config, ()
     try:
         checkpoint = _newest([chosen.load], flag)
-    except ValueError:  # of what cannot be read, the loading of it says more
+    except ValueError:  # loading the checkpoint reports the error in more detail
         return config, ()
     if checkpoint is None or checkpoint[1].extra.get("weights_only") is True:
         return config, ()
@@ -224,11 +224,11 @@ def with_checkpoint_matrices(config: Config) -> tuple[Config, tuple[str, ...]]:
 
 
 def _newest(roots: list[str], flag: str) -> tuple[Path, Manifest] | None:
-    """Return the first checkpoint that a root holds, and its manifest; None = there is none."""
+    """Return the first checkpoint in the folders, and its manifest; None if there is none."""
     try:
         for root in map(Path, roots):
             is_checkpoint = root.name.startswith("iter_") and root.is_dir()
-            # Which one is used, and why, is said again when it is loaded.
+            # Loading the checkpoint later logs which one is used, and why.
             folder = root if is_checkpoint else latest_checkpoint(root, say=lambda text: None)
             if folder is not None:
                 return folder, read_manifest(folder)
@@ -238,12 +238,12 @@ def _newest(roots: list[str], flag: str) -> tuple[Path, Manifest] | None:
 
 
 def stored_options(user_values: Mapping[str, Any]) -> tuple[Path, Mapping[str, Any]] | None:
-    """Return the checkpoint that a run starts from and its options by name.
+    """Return the checkpoint that a run starts from, and its options by name.
 
     Args:
-        user_values: values by option name.
+        user_values: explicit option values by name.
 
-    Returns None without a checkpoint, or for one without options.
+    Returns None if there is no checkpoint, or it stores no options.
 
     Raises:
         ValueError: the checkpoint is damaged.
@@ -257,11 +257,11 @@ def stored_options(user_values: Mapping[str, Any]) -> tuple[Path, Mapping[str, A
 
 
 def saved_options(roots: list[str]) -> tuple[Path, Mapping[str, Any], Manifest] | None:
-    """Return the first checkpoint that a root holds, its options and its manifest; None = there is
+    """Return the first checkpoint in the folders, its options and its manifest; None if there is
     none.
 
     Raises:
-        ValueError: the checkpoint is damaged, or holds no options.
+        ValueError: the checkpoint is damaged, or stores no options.
     """
     checkpoint = _newest(roots, "--use-checkpoint-args")
     if checkpoint is None:
@@ -269,5 +269,5 @@ def saved_options(roots: list[str]) -> tuple[Path, Mapping[str, Any], Manifest] 
     folder, manifest = checkpoint
     saved = manifest.extra.get("config")
     if not isinstance(saved, dict):
-        raise ValueError(f"--use-checkpoint-args: {folder} holds no options: give them as flags")
+        raise ValueError(f"--use-checkpoint-args: {folder} stores no options: give them as flags")
     return folder, saved, manifest

@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a layer pattern says of a model: how many layers, of which blocks, a GPT or a hybrid.
+"""What a layer pattern defines: the number of layers, their blocks, and whether the model is a GPT
+or a hybrid.
 
-Which layers have experts: how `--moe-layer-freq` is written, and what a layer pattern adds.
+Also which layers have experts, from `--moe-layer-freq` and the layer pattern.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ if TYPE_CHECKING:
 
 
 def mamba_heads(config: Config) -> int:
-    """Return the heads of a Mamba-2 block, derived where they are not given."""
+    """Return the number of heads of a Mamba-2 block, explicit or derived."""
     hybrid = config.hybrid
     return hybrid.mamba_num_heads or 2 * config.model.hidden_size // hybrid.mamba_head_dim
 
@@ -39,7 +40,7 @@ FLAG = "--hybrid-layer-pattern"
 
 
 def pattern_defaults(user_values: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the values that a layer pattern adds to those given, by option name."""
+    """Return the option values that a layer pattern implies, by option name."""
     text = user_values.get("hybrid-layer-pattern")
     if text is None or user_values.get("num-layers") is not None:
         return {}
@@ -55,7 +56,7 @@ def written(config: Config) -> Pattern | None:
 
 
 def is_hybrid(config: Config) -> bool:
-    """Return whether the blocks are not those of a GPT, pairs of attention and what follows it."""
+    """Return whether the blocks are not a GPT's pairs of attention and an MLP or experts."""
     pattern = written(config)
     return pattern is not None and ffn_of(pattern.blocks) is None
 
@@ -75,13 +76,12 @@ def is_recurrent(config: Config) -> bool:
 
 
 def has(config: Config, symbol: str) -> bool:
-    """Return whether any block of a layer pattern, or of its MTP layers, is of this kind."""
+    """Return whether some block of the pattern, its MTP depths included, has this symbol."""
     return symbol in (config.hybrid.hybrid_layer_pattern or "")
 
 
 def with_layers(config: Config) -> Config:
-    """Return the config with as many layers as `GPTConfig` counts, where the number of blocks was
-    given for that of a GPT's layers."""
+    """Return the config with GPT layers as `num_layers` if the user gave the number of blocks."""
     pattern = written(config)
     ffn = None if pattern is None else ffn_of(pattern.blocks)
     if ffn is None or config.model.num_layers != 2 * len(ffn):
@@ -100,7 +100,7 @@ def blocks(config: Config) -> str:
 
 
 def mtp_blocks(config: Config) -> str:
-    """Return the blocks of each depth of multi-token prediction; nothing without it."""
+    """Return the blocks of each multi-token prediction depth; empty without any."""
     pattern = written(config)
     if pattern is not None and pattern.mtp_blocks:
         return pattern.mtp_blocks
@@ -116,14 +116,14 @@ def mtp_num_layers(config: Config) -> int:
 
 
 def num_layers(config: Config) -> int:
-    """Return the layers that are stored and recomputed as one: blocks that mix tokens, each with
-    what follows it."""
+    """Return the number of layers as checkpoints and recomputation count them: each token-mixing
+    block makes a layer with the blocks after it."""
     pattern = written(config)
     return config.model.num_layers if pattern is None else len(layer_blocks(pattern.blocks))
 
 
 def problems(config: Config) -> Iterator[str]:
-    """Name what is wrong with the layer pattern and beside it, each with its fix."""
+    """Yield a message with a fix for each problem of the layer pattern."""
     text, model = config.hybrid.hybrid_layer_pattern, config.model
     if text is None:
         return
@@ -141,28 +141,28 @@ def problems(config: Config) -> Iterator[str]:
         if model.num_layers != len(pattern.blocks):
             yield (
                 f"--num-layers {model.num_layers} and {FLAG} {text}, which has "
-                f"{len(pattern.blocks)} blocks, differ: drop the first"
+                f"{len(pattern.blocks)} blocks, differ: drop --num-layers"
             )
-        yield from _of_hybrid(config, pattern)
+        yield from _hybrid_problems(config, pattern)
     mtp_num_layers, length = config.training.mtp_num_layers, config.training.seq_length
     if pattern.mtp_num_layers >= length:
         yield (
-            f"{FLAG} {text} has {pattern.mtp_num_layers} multi-token prediction layers after '/': "
-            f"samples of {length} tokens have no token so far ahead: use fewer"
+            f"{FLAG} {text} has {pattern.mtp_num_layers} parts after '/': samples of {length} "
+            "tokens are too short to predict so far ahead: use fewer"
         )
     if pattern.mtp_num_layers and mtp_num_layers not in (None, pattern.mtp_num_layers):
         yield (
             f"--mtp-num-layers {mtp_num_layers} and {FLAG} {text}, which has "
-            f"{pattern.mtp_num_layers} parts after '/', differ: drop the first"
+            f"{pattern.mtp_num_layers} parts after '/', differ: drop --mtp-num-layers"
         )
 
 
-def _of_hybrid(config: Config, pattern: Pattern) -> Iterator[str]:
-    """Name what a pattern that is not a GPT's does not go with."""
+def _hybrid_problems(config: Config, pattern: Pattern) -> Iterator[str]:
+    """Yield a message for each option that a hybrid's pattern cannot be combined with."""
     if config.training.mtp_num_layers and not pattern.mtp_num_layers:
         yield (
             f"--mtp-num-layers {config.training.mtp_num_layers} with {FLAG} {pattern.main}: write "
-            "the blocks of each depth behind a '/' of the pattern, as in G-*-/*-"
+            "the blocks of each depth after a '/' of the pattern, as in G-*-/*-"
         )
     if config.experts.moe_layer_freq is not None:
         yield f"--moe-layer-freq has no effect with {FLAG} {pattern.main}: drop it"
@@ -170,22 +170,22 @@ def _of_hybrid(config: Config, pattern: Pattern) -> Iterator[str]:
         position = config.position.position_embedding_type
         if config.position.is_rotary:
             yield (
-                f"--position-embedding-type {position} is of attention, and {FLAG} {pattern.main} "
+                f"--position-embedding-type {position} needs attention, and {FLAG} {pattern.main} "
                 "has none: use none or learned_absolute"
             )
 
 
-#: Layers that a text may write out; no model has as many.
-_MOST_LAYERS = 10_000
+#: Limit on the number of layers that a --moe-layer-freq expression may expand to.
+_MAX_LAYERS = 10_000
 
 
 def expert_layers(config: Config) -> str:
-    """Return what follows attention in each layer of a GPT: `E` experts, `-` an MLP.
+    """Return the block after attention in each layer of a GPT: `E` experts, `-` an MLP.
 
-    Nothing for a hybrid, whose pattern says all.
+    Empty for a hybrid, whose pattern names all blocks.
 
     Raises:
-        ValueError: a text that says nothing of the kind, or the two of them differ.
+        ValueError: --moe-layer-freq is malformed, or contradicts the layer pattern.
     """
     layers, frequency = config.model.num_layers, config.experts.moe_layer_freq
     if is_hybrid(config):
@@ -197,24 +197,24 @@ def expert_layers(config: Config) -> str:
     if pattern is None:
         return layers_of_frequency or EXPERTS * layers
     of_pattern = ffn_of(pattern.blocks)
-    assert of_pattern is not None, "it is no hybrid"
+    assert of_pattern is not None, "the pattern is not a hybrid's"
     if layers_of_frequency is not None and layers_of_frequency != of_pattern:
         raise ValueError(
             f"--moe-layer-freq {frequency} and {FLAG} {pattern.main} differ in which layers have "
-            "experts: drop the first"
+            "experts: drop --moe-layer-freq"
         )
     return of_pattern
 
 
 def read_frequency(text: str, num_layers: int) -> str:
-    """Return what follows attention in each of so many layers, by the text of --moe-layer-freq.
+    """Return the block after attention in each of `num_layers` layers, for a --moe-layer-freq.
 
     Args:
-        text: "2", every second layer from the first on; "0,1,1", or what Python makes such a list
-            of: "[0]*1+([1]*3+[0])*2".
+        text: "2" for every second layer, starting with the first; "0,1,1", or a Python expression
+            of such a list: "[0]*1+([1]*3+[0])*2".
 
     Raises:
-        ValueError: another text, or one of another number of layers.
+        ValueError: the text has another form, or another number of layers.
     """
     words = text.replace(" ", "")
     if words.isdecimal() and words.isascii() and len(words) < 6 and int(words) > 0:
@@ -225,21 +225,20 @@ def read_frequency(text: str, num_layers: int) -> str:
         layer_flags = _LayerListParser(words).read()
     except (ValueError, IndexError, RecursionError):
         raise ValueError(
-            f"--moe-layer-freq {text} is neither a number above 0 nor a list of 0 and 1: write as "
-            "in 2, 0,1,1 or [0]*1+[1]*3"
+            f"--moe-layer-freq {text} is neither a number above 0 nor a list of 0 and 1: write "
+            "2, 0,1,1 or [0]*1+[1]*3, for example"
         ) from None
     if len(layer_flags) != num_layers:
         raise ValueError(
-            f"--moe-layer-freq {text} is of {len(layer_flags)} layers, --num-layers is "
-            f"{num_layers}: "
-            "write a 0 or 1 for each"
+            f"--moe-layer-freq {text} has {len(layer_flags)} layers, --num-layers is "
+            f"{num_layers}: write a 0 or 1 for each"
         )
     return layer_flags.replace("0", DENSE).replace("1", EXPERTS)
 
 
 def write_frequency(layers: str) -> str:
-    """Return the text of --moe-layer-freq for what `expert_layers` returns: "[0]*1+[1]*3", or "1"
-    where all layers have experts."""
+    """Return the --moe-layer-freq for the layers of `expert_layers`: "[0]*1+[1]*3", for example, or
+    "1" if all layers have experts."""
     if set(layers) == {EXPERTS}:
         return "1"
     runs = ((symbol, len(list(run))) for symbol, run in itertools.groupby(layers))
@@ -251,37 +250,38 @@ class _LayerListParser:
 
     def __init__(self, words: str) -> None:
         self._tokens = re.findall(r"\[[01](?:,[01])*\]|[0-9]+|.", words)
-        self._at = 0
+        self._position = 0
 
     def read(self) -> str:
-        """Return its zeros and ones. Raises ValueError or IndexError for any other text."""
+        """Return the zeros and ones. Raises ValueError or IndexError if the expression is
+        invalid."""
         layer_flags = self._sum()
-        if self._at < len(self._tokens):
-            raise ValueError("something is left over")
+        if self._position < len(self._tokens):
+            raise ValueError("unexpected text at the end")
         return layer_flags
 
     def _next(self) -> str:
-        self._at += 1
-        return self._tokens[self._at - 1]
+        self._position += 1
+        return self._tokens[self._position - 1]
 
-    def _comes(self, symbol: str) -> bool:
-        """Return whether the next token is this one, and pass it if so."""
-        comes = self._tokens[self._at : self._at + 1] == [symbol]
-        self._at += comes
+    def _consume(self, symbol: str) -> bool:
+        """Consume the next token if it is `symbol`, and return whether it was."""
+        comes = self._tokens[self._position : self._position + 1] == [symbol]
+        self._position += comes
         return comes
 
     def _sum(self) -> str:
         layer_flags = self._product()
-        while self._comes("+"):
+        while self._consume("+"):
             layer_flags += self._product()
         return layer_flags
 
     def _product(self) -> str:
         layer_flags = self._factor()
-        while self._comes("*"):
+        while self._consume("*"):
             times = int(self._next())
-            if len(layer_flags) * times > _MOST_LAYERS:
-                raise ValueError("more than a model has")
+            if len(layer_flags) * times > _MAX_LAYERS:
+                raise ValueError("more layers than a model has")
             layer_flags *= times
         return layer_flags
 
@@ -289,9 +289,9 @@ class _LayerListParser:
         token = self._next()
         if token == "(":
             layer_flags = self._sum()
-            if not self._comes(")"):
-                raise ValueError("an open parenthesis")
+            if not self._consume(")"):
+                raise ValueError("unbalanced parenthesis")
             return layer_flags
         if not token.startswith("["):
-            raise ValueError("no list")
+            raise ValueError("not a list")
         return token.strip("[]").replace(",", "")

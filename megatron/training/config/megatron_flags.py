@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Megatron-LM's flags of training that have no effect here, one row each.
+"""Megatron-LM's training flags that are accepted without effect, one row each.
 
-A row is here only if what the flag asks for happens in every run of ours, or if it concerns what is
-reported or how fast a run is. What would change numbers, or when a run stops, resumes, skips or
-writes, is never a row: it is an option, or it is refused by `megatron.cli.megatron_names`. A flag
-that has no effect with some options and one with others has a `conflict`.
+A row belongs here only if every run already does what the flag requests, or if the flag concerns
+only reporting or speed. A flag that changes results, or when a run stops, resumes, skips or writes,
+never belongs here: it is an option, or `megatron.cli.megatron_names` rejects it. A flag that would
+have an effect in combination with some options has a `conflict`.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from megatron.training.config.translated_flags import TRANSLATED, translate
 _ALREADY_SO, _REPORTING, _SPEED = KINDS
 
 _KERNELS = "each device has one implementation of each operation"
-_WRITER = "a process of its own writes checkpoints, each rank its part"
+_WRITER = "a separate process writes checkpoints, each rank its shard"
 _OVERLAP = "the schedule decides what communication overlaps"
 _SCALARS = "TensorBoard gets every number of the log line"
 _TIMERS = "the log line has the time of an iteration and no timers per stage"
@@ -27,7 +27,7 @@ _BATCHES = "each stage reads its own batch and knows the shapes of what it recei
 _MASTERS = "main weights are fp32"
 _GRADIENTS = "gradients are summed in fp32 unless --grad-reduce-in-bf16 is given"
 _BUFFERS = "gradients are accumulated in flat buffers"
-_NO_STATE = "random numbers follow from --seed and the position in the run: they have no state"
+_NO_STATE = "random numbers depend only on --seed and the position in the run: there is no state"
 
 #: (kind, values as in `NoEffectFlag`, reason, flags).
 _ROWS: tuple[tuple[Kind, str, str, str], ...] = (
@@ -39,33 +39,33 @@ _ROWS: tuple[tuple[Kind, str, str, str], ...] = (
     (_ALREADY_SO, "", "initial weights follow from --seed alone, on any device and layout",
      "use-cpu-initialization"),
     (_ALREADY_SO, "nccl", "NCCL on GPUs, gloo on CPUs", "distributed-backend"),
-    (_ALREADY_SO, "", "masks are not stored: attention knows where documents end",
+    (_ALREADY_SO, "", "masks are not stored: attention reads document boundaries",
      "no-create-attention-mask-in-dataloader"),
     (_ALREADY_SO, "fp32", "routers compute in fp32", "moe-router-dtype"),
-    (_ALREADY_SO, "duplicated", "muon multiplies whole matrices, on any ranks", "muon-tp-mode"),
-    (_ALREADY_SO, "", "dropout is drawn by position, which CUDA graphs can hold",
+    (_ALREADY_SO, "duplicated", "muon orthogonalizes whole matrices, on any ranks", "muon-tp-mode"),
+    (_ALREADY_SO, "", "dropout is computed from positions, which CUDA graphs can capture",
      "te-rng-tracker"),
     (_ALREADY_SO, "", _NO_STATE, "no-load-rng no-save-rng"),
     (_ALREADY_SO, "fp32", _MASTERS, "main-params-dtype megatron-fsdp-main-params-dtype"),
     (_ALREADY_SO, "", "checkpoints load on any layout", "dist-ckpt-optim-fully-reshardable"),
-    (_ALREADY_SO, "", "a folder in another format is recognised and refused",
+    (_ALREADY_SO, "", "a folder in another format is detected and rejected",
      "auto-detect-ckpt-format"),
-    (_ALREADY_SO, "", "what is loaded is compared with its digests", "verify-integrity"),
-    (_ALREADY_SO, "", "torchrun's variables count and place processes, under MPI too", "use-mpi"),
+    (_ALREADY_SO, "", "checkpoints are verified against their digests", "verify-integrity"),
+    (_ALREADY_SO, "", "torchrun's variables define the ranks, under MPI too", "use-mpi"),
     (_ALREADY_SO, "local|torch", _GRADIENTS, "DDP-impl"),
     (_ALREADY_SO, "", _BUFFERS,
      "use-contiguous-buffers-in-local-ddp no-contiguous-buffers-in-local-ddp"),
-    (_ALREADY_SO, "", "every token of a sample has the next one as its label, of the data itself",
+    (_ALREADY_SO, "", "every token of a sample has the next token of the data as its label",
      "no-seq-len-plus-one-tokens"),
-    (_ALREADY_SO, "", "files are read from the file system alone", "disable-msc"),
-    (_ALREADY_SO, "", "--exp-avg-dtype and --exp-avg-sq-dtype say how moments are kept, and "
+    (_ALREADY_SO, "", "files are read from the file system only", "disable-msc"),
+    (_ALREADY_SO, "", "--exp-avg-dtype and --exp-avg-sq-dtype set the dtype of moments, and "
      "masters and gradients are fp32", "use-precision-aware-optimizer"),
-    (_ALREADY_SO, "moe_latent_proj", "experts read the whole hidden state: there is no such matrix",
+    (_ALREADY_SO, "moe_latent_proj", "experts read the full hidden state: there is no such matrix",
      "gtp-remat-opt-in-modules"),
-    # Of forks (Pai-Megatron-Patch): pretraining on .bin and .idx files is what happens
-    (_ALREADY_SO, "pretrain", "the whole sample is learnt; fine-tuning on chats is --sft",
+    # Forks (Pai-Megatron-Patch): pretraining on .bin and .idx files is the default
+    (_ALREADY_SO, "pretrain", "the loss covers the whole sample; fine-tuning on chats is --sft",
      "train-mode"),
-    (_ALREADY_SO, "MMAP", "token files are .bin and .idx pairs, mapped", "dataset"),
+    (_ALREADY_SO, "MMAP", "token files are memory-mapped .bin and .idx pairs", "dataset"),
     (_ALREADY_SO, "INT", "samples have --seq-length tokens", "max-padding-length"),
     # Reports
     (_REPORTING, "", _SCALARS,
@@ -95,25 +95,25 @@ _ROWS: tuple[tuple[Kind, str, str, str], ...] = (
      "use-fused-weighted-squared-relu moe-permute-fusion moe-router-fusion"),
     (_SPEED, "native|te", _KERNELS, "cross-entropy-fusion-impl"),
     (_SPEED, "", "--attention-backend chooses the attention kernel", "use-flash-attn"),
-    (_SPEED, "", "all experts of a rank are one grouped product",
+    (_SPEED, "", "all experts of a rank are one grouped GEMM",
      "moe-grouped-gemm moe-use-legacy-grouped-gemm"),
-    (_SPEED, "", "the optimizer decides when offloaded ranges are copied",
+    (_SPEED, "", "the optimizer schedules the copies of offloaded state",
      "overlap-cpu-optimizer-d2h-h2d"),
-    (_SPEED, "TEXT", "--linear-cp-mode says how recurrences meet the tokens of other ranks",
+    (_SPEED, "TEXT", "--linear-cp-mode chooses how recurrent mixers communicate",
      "linear-cp-layout"),
-    (_SPEED, "", "token files are mapped", "no-mmap-bin-files"),
-    (_SPEED, "INT", "it only says how fast indices are built", "num-dataset-builder-threads"),
+    (_SPEED, "", "token files are memory-mapped", "no-mmap-bin-files"),
+    (_SPEED, "INT", "it only affects how fast indices are built", "num-dataset-builder-threads"),
     (_SPEED, "", _WRITER,
      "use-persistent-ckpt-worker ckpt-assume-constant-structure async-ckpt-use-cached-structure "
      "async-ckpt-use-cpu-shm ckpt-fully-parallel-load ckpt-fully-parallel-save "
      "no-ckpt-fully-parallel-save"),
     (_SPEED, "mcore|nvrx", _WRITER, "async-strategy"),
-    (_SPEED, "0|1|2", "torch's allocator keeps what is free", "empty-unused-memory-level"),
-    (_SPEED, "", "ranks are placed in the order tp, cp, dp, pp", "use-tp-pp-dp-mapping"),
-    (_SPEED, "", "--data-parallel-sharding-strategy says what is sharded, by one engine",
+    (_SPEED, "0|1|2", "torch's allocator caches free memory", "empty-unused-memory-level"),
+    (_SPEED, "", "ranks are ordered tp, cp, dp, pp", "use-tp-pp-dp-mapping"),
+    (_SPEED, "", "--data-parallel-sharding-strategy chooses what is sharded",
      "use-megatron-fsdp"),
-    (_SPEED, "", "the run makes the groups that it uses", "disable-gloo-process-groups"),
-    (_SPEED, "TEXT", "the run makes the groups that it uses", "high-priority-stream-groups"),
+    (_SPEED, "", "the run creates only the groups it uses", "disable-gloo-process-groups"),
+    (_SPEED, "TEXT", "the run creates only the groups it uses", "high-priority-stream-groups"),
     (_SPEED, "", _OVERLAP,
      "tp-comm-overlap overlap-moe-expert-parallel-comm delay-wgrad-compute "
      "overlap-param-gather-with-optimizer-step overlap-p2p-communication-warmup-flush "
@@ -121,19 +121,19 @@ _ROWS: tuple[tuple[Kind, str, str, str], ...] = (
      "no-batch-p2p-communication align-grad-reduce no-align-grad-reduce align-param-gather "
      "no-align-param-gather deallocate-pipeline-outputs no-deallocate-pipeline-outputs "
      "async-tensor-model-parallel-allreduce no-async-tensor-model-parallel-allreduce"),
-    (_SPEED, "", "--pipeline-schedule zb-h1 puts off weight gradients, the head's too",
+    (_SPEED, "", "--pipeline-schedule zb-h1 defers weight gradients, including the head's",
      "defer-embedding-wgrad-compute"),
-    (_SPEED, "INT", "--pipeline-schedule zb-h1 puts off weight gradients, the head's too",
+    (_SPEED, "INT", "--pipeline-schedule zb-h1 defers weight gradients, including the head's",
      "wgrad-deferral-limit"),
-    (_SPEED, "INT", "buckets are cut by --ddp-bucket-size", "ddp-num-buckets"),
-    (_SPEED, "", "buckets are cut by --ddp-bucket-size", "ddp-pad-buckets-for-high-nccl-busbw"),
+    (_SPEED, "INT", "--ddp-bucket-size sets the bucket size", "ddp-num-buckets"),
+    (_SPEED, "", "--ddp-bucket-size sets the bucket size", "ddp-pad-buckets-for-high-nccl-busbw"),
     (_SPEED, "", _BATCHES,
      "no-scatter-gather-tensors-in-pipeline variable-seq-lengths enable-variable-seq-lengths"),
 )  # fmt: skip
 
 
 def _without(flag: str, switch: str) -> Callable[[Mapping[str, Any]], str | None]:
-    """Return the conflict of a flag that has an effect with a switch."""
+    """Return a conflict check for a flag that contradicts a switch."""
 
     def conflict(user_values: Mapping[str, Any]) -> str | None:
         return f"--{flag} contradicts --{switch}: keep one" if user_values.get(switch) else None
@@ -142,14 +142,14 @@ def _without(flag: str, switch: str) -> Callable[[Mapping[str, Any]], str | None
 
 
 def _sums_in_bf16(flag: str) -> Callable[[Mapping[str, Any]], str | None]:
-    """Return the conflict of a flag that asks for sums of gradients in fp32, by the switches of
-    the network."""
+    """Return a conflict check for a flag that reduces gradients in fp32, unless options reduce them
+    in bf16."""
 
     def conflict(user_values: Mapping[str, Any]) -> str | None:
         fp32_flag = "reduce-scatter-with-fp32-accumulation"
         if user_values.get("grad-reduce-in-bf16") and not user_values.get(fp32_flag):
             return (
-                f"--{flag} sums gradients in fp32, and --grad-reduce-in-bf16 in bf16: use "
+                f"--{flag} reduces gradients in fp32, and --grad-reduce-in-bf16 in bf16: use "
                 f"--{fp32_flag} for sums in fp32"
             )
         return None
@@ -158,12 +158,13 @@ def _sums_in_bf16(flag: str) -> Callable[[Mapping[str, Any]], str | None]:
 
 
 def _learned_positions(user_values: Mapping[str, Any]) -> str | None:
-    """Return what is wrong with --no-position-embedding, which only stands beside rotations."""
+    """Return the conflict of --no-position-embedding with a model that is not rotary; None without
+    one."""
     from_elsewhere = user_values.get("use-checkpoint-args") or user_values.get("load-hf")
     kind = user_values.get("position-embedding-type")
     if kind == "learned_absolute" or (kind is None and not from_elsewhere):
         return (
-            "--no-position-embedding leaves learned positions out, which Megatron-LM takes only "
+            "--no-position-embedding removes learned positions, which Megatron-LM accepts only "
             "together with rope: give --position-embedding-type rope, or none for a model without "
             "positions"
         )
@@ -215,20 +216,20 @@ def _rows() -> Iterator[NoEffectFlag]:
 
 
 def _rows_with_notes() -> Iterator[NoEffectFlag]:
-    """Yield the flags about which the start of a run says more."""
+    """Yield the flags with an additional note at the start of a run."""
     for name in ("check-for-nan-in-loss-and-grad", "no-check-for-nan-in-loss-and-grad"):
         yield NoEffectFlag(
             name=name,
             kind=_ALREADY_SO,
             reason="every step is checked for NaN and Inf",
-            note="a step with a NaN or Inf loss or gradient norm is computed once more, changes no "
-            "weight if it is so again, and --max-consecutive-bad-steps of them end the run",
+            note="a step with a NaN or Inf loss or gradient norm is computed a second time and "
+            "skipped if that result is bad too; --max-consecutive-bad-steps of them end the run",
         )
     yield NoEffectFlag(
         name="ckpt-format",
         kind=_ALREADY_SO,
         values="torch_dist|torch|torch_dcp|fsdp_dtensor|zarr",
-        reason="checkpoints load on any layout, as those of torch_dist do",
+        reason="checkpoints load on any layout, like torch_dist checkpoints",
         note="checkpoints are written in this project's format, safetensors with a manifest",
     )
     yield NoEffectFlag(
@@ -240,7 +241,7 @@ def _rows_with_notes() -> Iterator[NoEffectFlag]:
     )
 
 
-#: What an entry script of training accepts without effect.
+#: Flags that a training entry script accepts without effect.
 NO_EFFECT: tuple[NoEffectFlag, ...] = tuple(_rows())
 
 MEGATRON_FLAGS = AcceptedFlags(

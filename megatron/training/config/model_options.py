@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The options of a model: its shape, attention, experts, recurrent mixers and vocabulary.
 
-An option that is a field of a config of the core is annotated with that field's path in
-`GPTConfig`. One that is derived from several options has its row in model_table.py.
+An option that is a field of a core config is annotated with the path of that field in `GPTConfig`.
+A field that is derived from several options has its row in model_table.py.
 """
 
 from __future__ import annotations
@@ -16,38 +16,42 @@ from megatron.training.config.values import fraction, not_negative, positive, re
 
 @dataclass(frozen=True, kw_only=True)
 class AttentionOptions:
-    """What a token attends to and how; multi-head latent attention."""
+    """Attention: dropout, masks, sinks and multi-head latent attention."""
 
     attention_dropout: Annotated[float, at("latent.dropout"), at("attention.dropout")] = 0.1
     """Dropout rate of attention probabilities."""
     qk_layernorm: Annotated[bool, at("attention.qk_norm")] = False
-    """Normalise each query and key head before the rotary embedding. Latents are always normalised,
-    and a command line with --multi-latent-attention has to say so by this flag."""
+    """Normalise each query and key head before the rotary embedding. Latents are always normalised;
+    with --multi-latent-attention this flag is required."""
     attention_output_gate: Annotated[bool, at("attention.output_gate", back=unless(False))] = False
-    """Multiply what each head gives by the sigmoid of a learned product with the token."""
+    """Multiply the output of each head by the sigmoid of a learned projection of its input
+    token."""
     window_size: Annotated[int | None, at("attention.window", back=unless(None))] = None
-    """Tokens that a token attends to, itself and those right before it; derived: all of them."""
+    """Sliding window attention: number of tokens that a token attends to, itself and those right
+    before it; derived: all."""
     softmax_type: Literal["vanilla", "learnable"] = "vanilla"
-    """learnable gives each query head a learned logit that takes attention and has no value, a
-    sink."""
+    """learnable gives each query head an attention sink: a learned logit in the softmax without a
+    value."""
     multi_latent_attention: Annotated[bool, at("latent.", back=constant(True))] = False
-    """Pass queries, and keys with values, through vectors of low rank; a cache keeps those of keys
-    and values alone, for all heads together."""
+    """Use multi-head latent attention (MLA): queries, and keys with values, are projected through
+    low-rank latents; the KV cache holds only the latent of keys and values, shared by all heads."""
     q_lora_rank: Annotated[int | None, at("latent.q_lora_rank")] = None
-    """Features of a token's low-rank query vector; none computes queries directly."""
+    """Rank of the query latent; None computes queries directly."""
     kv_lora_rank: Annotated[int, at("latent.kv_lora_rank")] = 32
-    """Features of a token's low-rank vector of keys and values."""
+    """Rank of the latent of keys and values."""
     qk_head_dim: Annotated[int, at("latent.nope_channels")] = 128
-    """Features of a head's query and key that do not rotate."""
+    """Features of each query and key head without rotary embedding."""
     qk_pos_emb_head_dim: Annotated[int, at("latent.rope_channels")] = 64
-    """Features of a head's query and key that rotate; those of keys are the same for all heads."""
+    """Features of each query and key head with rotary embedding; all heads share these key
+    features."""
     v_head_dim: Annotated[int, at("latent.value_channels")] = 128
-    """Features of a head's value."""
+    """Features of each value head."""
     mscale: float = 1.0
-    """With yarn, what rotates of queries and keys grows by 0.1 x this x ln(scaling factor) + 1."""
+    """With yarn, scale the rotary features of queries and keys by 0.1 x this x ln(scaling factor) +
+    1."""
     mscale_all_dim: float = 0.0
-    """With yarn, all features of queries and keys grow by 0.1 x this x ln(scaling factor) + 1, by
-    way of the softmax scale; of what rotates --mscale says all."""
+    """With yarn, scale all features of queries and keys, through the softmax scale, by 0.1 x this x
+    ln(scaling factor) + 1; rotary features are scaled by --mscale alone."""
 
     def __post_init__(self) -> None:
         require_all(
@@ -61,64 +65,68 @@ class AttentionOptions:
 
 @dataclass(frozen=True, kw_only=True)
 class ExpertConfig:
-    """Mixture of experts: each expert sees the tokens that a router, in fp32, sends to it."""
+    """Mixture of experts: an fp32 router sends each token to a few experts."""
 
     num_experts: Annotated[int | None, at("moe.num_experts")] = None
-    """Experts of each layer that has some."""
+    """Number of experts per MoE layer."""
     moe_layer_freq: str | None = None
-    """Which layers have experts: N for every N-th from the first on, or a 1 or 0 for each layer as
-    0,1,1 or [0]*1+[1]*2; derived: what --hybrid-layer-pattern says, else all layers."""
+    """Which layers have experts: N for every N-th layer, starting with the first, or a 1 or 0 for
+    each layer as 0,1,1 or [0]*1+[1]*2; derived: from --hybrid-layer-pattern, else all layers."""
     moe_ffn_hidden_size: int | None = None
     """Inner width of each expert, in features; derived: --ffn-hidden-size."""
     moe_expert_capacity_factor: Annotated[
         float | None, at("moe.capacity_factor", back=unless(None))
     ] = None
-    """An expert takes at most this times the even share of a rank's tokens of a microbatch, the
-    rest are dropped there; none drops none."""
+    """Capacity of each expert as a multiple of the even share of a rank's tokens in a microbatch;
+    tokens beyond it are dropped; None drops none."""
     moe_token_drop_policy: Annotated[
         Literal["probs", "position"], at("moe.drop_policy", back=unless("probs"))
     ] = "probs"
-    """Which tokens an expert at its capacity keeps: those of the highest weight, or the first."""
+    """Which tokens an expert at capacity keeps: those with the highest routing weight, or the
+    first."""
     moe_shared_expert_intermediate_size: Annotated[int | None, at("moe.shared_ffn_hidden_size")] = (
         None
     )
-    """Inner width, in features, of an MLP that every token goes through as well."""
+    """Intermediate size of the shared expert, an MLP that every token passes through."""
     moe_shared_expert_gate: Annotated[bool, at("moe.shared_gate")] = False
-    """Multiply that MLP's output by the sigmoid of a learned product with the token."""
+    """Multiply the shared expert's output by the sigmoid of a learned projection of its input
+    token."""
     moe_router_topk: Annotated[int, at("router.topk")] = 2
-    """Experts of a token."""
+    """Number of experts that each token is routed to."""
     moe_router_score_function: Annotated[
         Literal["softmax", "sigmoid"], at("router.score_function")
     ] = "softmax"
-    """What makes scores of the router's logits: softmax over all experts, or sigmoid of each."""
+    """Score function of the router's logits: softmax over all experts, or a sigmoid per expert."""
     moe_router_pre_softmax: Annotated[bool, at("router.normalize", to=negated, back=opposite)] = (
         False
     )
-    """Weigh the chosen experts by their scores as they are, of softmax over all experts or of
-    sigmoid, instead of dividing these by their sum."""
+    """Weight the selected experts by their scores as they are, without normalising the scores of
+    the selected experts to sum to 1."""
     moe_router_num_groups: Annotated[int | None, at("router.num_groups")] = None
-    """Groups of experts; a token finds its experts within some of them only."""
+    """Number of expert groups; a token is routed to experts of a few groups only."""
     moe_router_group_topk: Annotated[int | None, at("router.group_topk")] = None
-    """Groups of a token: those whose best experts, topk / this many, have the highest sum."""
+    """Number of groups that each token selects, by the sum of the topk / this many best scores in
+    the group."""
     moe_router_topk_scaling_factor: float | None = None
-    """Factor of the chosen experts' weights, after they sum to 1; derived: none."""
+    """Scale the selected experts' weights by this factor, after normalisation; derived: none."""
     moe_router_enable_expert_bias: Annotated[bool, at("router.expert_bias")] = False
-    """Give each expert a bias that is added to its score where experts are chosen; every step moves
-    it towards even load, without a loss."""
+    """Add a bias per expert to its score when selecting experts (auxiliary-loss-free load
+    balancing); every step updates the bias towards an even load."""
     moe_router_bias_update_rate: Annotated[
         float, at("router.bias_update_rate", back=unless(0.001))
     ] = 1e-3
-    """What a step adds to the bias of an expert with fewer tokens than the mean, and takes from one
-    with more."""
+    """Amount added to the bias of an expert with fewer tokens than the mean, and subtracted if it
+    has more, in every step."""
     moe_router_load_balancing_type: Literal["none", "aux_loss", "seq_aux_loss"] = "aux_loss"
-    """What the auxiliary loss balances: the load over all tokens of a microbatch, or over those of
-    each sequence; it has the coefficient --moe-aux-loss-coeff."""
+    """What the auxiliary loss balances: the load over all tokens of a microbatch, or within each
+    sequence; its coefficient is --moe-aux-loss-coeff."""
     moe_aux_loss_coeff: Annotated[float, at("router.aux_loss_coeff", back=unless(0.0))] = 0.0
-    """Coefficient of the auxiliary loss that balances load; 0 leaves it out."""
+    """Coefficient of the load-balancing auxiliary loss; 0 disables it."""
     moe_z_loss_coeff: Annotated[float, at("router.z_loss_coeff", back=unless(0.0))] = 0.0
-    """Coefficient of the mean squared log-sum-exp of the router's logits; 0 leaves it out."""
+    """Coefficient of the router z-loss, the mean squared log-sum-exp of its logits; 0 disables
+    it."""
     moe_input_jitter_eps: Annotated[float, at("router.jitter", back=unless(0.0))] = 0.0
-    """Multiply what the router reads by random numbers in [1 - eps, 1 + eps] in training."""
+    """Jitter: multiply the router's input by random numbers in [1 - eps, 1 + eps] in training."""
 
     def __post_init__(self) -> None:
         require_all(
@@ -137,41 +145,41 @@ class ExpertConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class HybridConfig:
-    """The layer pattern, and its gated delta nets (G) and Mamba-2 blocks (M)."""
+    """Layer pattern of hybrid models, and their gated delta net (G) and Mamba-2 (M) blocks."""
 
     hybrid_layer_pattern: str | None = None
-    """One symbol a block: * attention, + latent attention, G gated delta net, M Mamba-2, - MLP, E
-    experts; | where pipeline stages are cut; behind each / the blocks of one depth of multi-token
-    prediction. *- or *E for each layer is a GPT; any other pattern is for pretrain_hybrid."""
+    """One symbol per block: * attention, + latent attention, G gated delta net, M Mamba-2, - MLP, E
+    experts; | separates pipeline stages; each / starts the blocks of a multi-token prediction
+    depth. A GPT has *- or *E for each layer; any other pattern is for pretrain_hybrid."""
     linear_num_key_heads: Annotated[int, at("delta_net.num_key_heads")] = 16
-    """Heads of queries and keys of a gated delta net."""
+    """Number of query and key heads of a gated delta net."""
     linear_num_value_heads: Annotated[int, at("delta_net.num_value_heads")] = 32
-    """Heads of values, states and gates of a gated delta net; several share a key head."""
+    """Number of value heads of a gated delta net, each with a state and gates; several share a key
+    head."""
     linear_key_head_dim: Annotated[int, at("delta_net.key_channels")] = 128
-    """Features of each of its query and key heads."""
+    """Features of each query and key head of a gated delta net."""
     linear_value_head_dim: Annotated[int, at("delta_net.value_channels")] = 128
-    """Features of each of its value heads."""
+    """Features of each value head of a gated delta net."""
     linear_conv_kernel_dim: Annotated[int, at("delta_net.conv_width")] = 4
-    """Tokens that its causal convolution sees."""
+    """Kernel width of the gated delta net's causal convolution, in tokens."""
     mamba_num_heads: int | None = None
-    """Heads of a Mamba-2 block; derived: 2 x hidden size / --mamba-head-dim."""
+    """Number of heads of a Mamba-2 block; derived: 2 x hidden size / --mamba-head-dim."""
     mamba_head_dim: Annotated[int, at("mamba.head_channels")] = 64
-    """Features of each of its heads."""
+    """Features of each Mamba-2 head."""
     mamba_state_dim: Annotated[int, at("mamba.state_channels")] = 128
-    """Rows of each head's state, which has a column for every feature of the head."""
+    """State size: rows of each head's state, which has a column for every feature of the head."""
     mamba_num_groups: Annotated[int, at("mamba.num_groups")] = 8
-    """Groups of its heads; those of a group share what they write to their states and read by."""
+    """Number of groups of Mamba-2 heads; the heads of a group share B and C."""
     mamba_norm_groups: int | None = None
-    """Groups of features that are normalised together behind the gate; derived: --mamba-num-groups.
-    """
+    """Groups of features normalised together after the gate; derived: --mamba-num-groups."""
     mamba_conv_kernel_dim: Annotated[int, at("mamba.conv_width")] = 4
-    """Tokens that its causal convolution sees."""
+    """Kernel width of the Mamba-2 block's causal convolution, in tokens."""
     mamba_conv_bias: Annotated[bool, at("mamba.conv_bias")] = True
-    """Give that convolution a bias."""
+    """Add a bias to the Mamba-2 block's convolution."""
     add_mamba_bias: Annotated[bool, at("mamba.bias")] = False
-    """Give both projections of a Mamba-2 block a bias."""
+    """Add a bias to both projections of a Mamba-2 block."""
     mamba_dt_limit: tuple[float, ...] | None = None
-    """LEAST [MOST]: bounds of the step dt of a token; derived: 0 and none."""
+    """MIN [MAX]: bounds of the Mamba-2 time step dt; derived: 0 and none."""
 
     def __post_init__(self) -> None:
         limits = self.mamba_dt_limit or (0.0,)
@@ -184,7 +192,7 @@ class HybridConfig:
             lambda: require(
                 len(limits) <= 2 and 0.0 <= limits[0] <= limits[-1],
                 f"--mamba-dt-limit {' '.join(map(str, limits))}: give the least dt, from 0 up, and "
-                "the most or nothing",
+                "optionally the largest",
             ),
         )
 
@@ -194,57 +202,58 @@ class ModelConfig:
     """Shape of the transformer."""
 
     num_layers: Annotated[int, at("num_layers")]
-    """Number of transformer layers; a layer is one attention and one MLP block. Of a hybrid, the
-    number of blocks; derived where --hybrid-layer-pattern is given."""
+    """Number of transformer layers, each with one attention and one MLP block. For a hybrid, the
+    number of blocks; derived from --hybrid-layer-pattern if it is given."""
     hidden_size: Annotated[int, at("hidden_size")]
-    """Width of the residual stream, in features."""
+    """Hidden size: features of the residual stream."""
     num_attention_heads: Annotated[
         int | None, at("latent.num_attention_heads"), at("attention.num_attention_heads")
     ] = None
-    """Number of query heads; needed by every model with attention."""
+    """Number of query heads; required by every model with attention."""
     ffn_hidden_size: Annotated[int | None, at("mlp.ffn_hidden_size")] = None
-    """Inner width of the MLP, in features; derived: 4 x hidden, with --swiglu 8/3 x hidden rounded
-    down to a multiple of 64."""
+    """Intermediate size of the MLP; derived: 4 x hidden size, with --swiglu 8/3 x hidden size
+    rounded down to a multiple of 64."""
     group_query_attention: Annotated[bool, at("attention.", back=constant(True))] = False
-    """Let several query heads share one key and value head; needs --num-query-groups."""
+    """Use grouped-query attention: several query heads share a key and value head; needs
+    --num-query-groups."""
     num_query_groups: Annotated[int | None, at("attention.num_query_groups")] = None
     """Number of key and value heads with --group-query-attention (1 = multi-query attention)."""
     kv_channels: Annotated[int | None, at("attention.kv_channels")] = None
-    """Features per attention head; derived: hidden size / heads."""
+    """Features per attention head; derived: hidden size / number of heads."""
     max_position_embeddings: int | None = None
-    """Longest sequence the model is meant for, in tokens; derived: the sequence length."""
+    """Maximum sequence length of the model, in tokens; derived: the sequence length."""
     normalization: Annotated[Literal["LayerNorm", "RMSNorm"], at("norm.kind")] = "LayerNorm"
-    """Which normalisation every block and the final norm use."""
+    """Normalisation of every block and of the final norm."""
     norm_epsilon: Annotated[float, at("norm.epsilon")] = 1e-5
-    """Added to the variance inside every norm."""
+    """Term added to the variance in every norm."""
     apply_layernorm_1p: Annotated[bool, at("norm.zero_centered", back=unless(False))] = False
-    """Store the weight of every norm as its distance from one; the norm behind a recurrence keeps a
-    plain weight."""
+    """Store norm weights as weight - 1 (zero-centred); the norm after a recurrence keeps a plain
+    weight."""
     swiglu: Annotated[bool, at("mlp.gated"), at("moe.gated")] = False
     """Use a gated MLP, silu(gate) * up, instead of GELU."""
     squared_relu: bool = False
-    """Use an MLP with the square of relu instead of GELU."""
+    """Use squared ReLU instead of GELU in the MLP."""
     disable_bias_linear: bool = False
-    """Leave the bias out of every linear layer."""
+    """Remove the bias of every linear layer."""
     add_qkv_bias: bool = False
-    """Keep a bias on the query, key and value projection even with --disable-bias-linear."""
+    """Keep the bias of the query, key and value projection despite --disable-bias-linear."""
     add_attention_output_bias: bool = False
-    """Keep a bias on attention's output projection even with --disable-bias-linear."""
+    """Keep the bias of attention's output projection despite --disable-bias-linear."""
     add_mlp_bias: bool = False
-    """Keep a bias on both projections of the MLP even with --disable-bias-linear."""
+    """Keep the biases of both MLP projections despite --disable-bias-linear."""
     untie_embeddings_and_output_weights: Annotated[bool, at("tied", to=negated, back=opposite)] = (
         False
     )
-    """Give the output head a weight of its own instead of the embedding's."""
+    """Give the output head its own weight instead of sharing the embedding's."""
     hidden_dropout: Annotated[float, at("hidden_dropout")] = 0.1
-    """Dropout rate of the embedding and of every block's output."""
+    """Dropout probability of the embedding and of every block's output."""
     init_method_std: Annotated[float, at("init_std")] = 0.02
-    """Standard deviation of initial weights; output projections use it / sqrt(blocks), of
-    which a layer has two."""
+    """Standard deviation of initial weights; output projections use this / sqrt(number of blocks),
+    with two blocks per layer."""
 
     @property
     def inner_features(self) -> int:
-        """Inner width of the MLP, derived where it is not given."""
+        """Intermediate size of the MLP, explicit or derived."""
         if self.ffn_hidden_size is not None:
             return self.ffn_hidden_size
         if self.swiglu:
@@ -261,7 +270,7 @@ class ModelConfig:
             lambda: fraction(self, "hidden_dropout"),
             lambda: require(
                 not (self.swiglu and self.squared_relu),
-                "--swiglu and --squared-relu exclude each other: keep one",
+                "--swiglu and --squared-relu are mutually exclusive: keep one",
             ),
         )
 
@@ -273,36 +282,35 @@ class PositionConfig:
     position_embedding_type: Literal["learned_absolute", "rope", "yarn", "none"] = (
         "learned_absolute"
     )
-    """How positions enter: learned_absolute adds one of --max-position-embeddings learned vectors
-    to each token's embedding; rope rotates queries and keys; yarn is rope with its frequencies
-    stretched by --yarn-*."""
+    """Position embedding: learned_absolute adds one of --max-position-embeddings learned vectors to
+    each token's embedding; rope rotates queries and keys; yarn is rope with frequencies scaled by
+    the --yarn-* options."""
     rotary_base: Annotated[float, at("rope.base")] = 10000.0
     """Base of the rotary frequencies."""
     rotary_percent: Annotated[float, at("rope.percent")] = 1.0
-    """Share of each head's features that is rotated, in (0, 1]."""
+    """Fraction of each head's features that is rotated, in (0, 1]."""
     rotary_interleaved: Annotated[bool, at("rope.interleaved", back=unless(False))] = False
-    """Rotate pairs of neighbouring features instead of features half a head apart."""
+    """Rotate pairs of adjacent features instead of features half a head apart."""
     rotary_seq_len_interpolation_factor: Annotated[float | None, at("linear.factor")] = None
-    """Divide positions by this number (linear scaling)."""
+    """Divide positions by this factor (linear scaling)."""
     use_rope_scaling: Annotated[bool, at("llama3.", back=constant(True))] = False
-    """Scale the low rotary frequencies as Llama 3.1 does."""
+    """Scale low rotary frequencies as Llama 3.1 does."""
     rope_scaling_factor: Annotated[float, at("llama3.factor")] = 8.0
     """Factor of --use-rope-scaling."""
     rope_scaling_original_max_position: Annotated[int, at("llama3.original_max_position")] = 8192
-    """Context length, in tokens, the frequencies were first trained at (--use-rope-scaling)."""
+    """Original context length, in tokens (--use-rope-scaling)."""
     rope_scaling_low_freq_factor: Annotated[float, at("llama3.low_freq_factor")] = 1.0
-    """Wavelengths above the original context / this are stretched fully (--use-rope-scaling)."""
+    """Wavelengths above original context / this are scaled fully (--use-rope-scaling)."""
     rope_scaling_high_freq_factor: Annotated[float, at("llama3.high_freq_factor")] = 4.0
-    """Wavelengths below the original context / this are kept (--use-rope-scaling)."""
+    """Wavelengths below original context / this are not scaled (--use-rope-scaling)."""
     yarn_rotary_scaling_factor: Annotated[float, at("yarn.factor")] = 1.0
-    """How many times longer than the original the context becomes (yarn)."""
+    """Context extension factor (yarn)."""
     yarn_original_max_position_embeddings: Annotated[int, at("yarn.original_max_position")] = 4096
-    """Context length, in tokens, the frequencies were first trained at (yarn)."""
+    """Original context length, in tokens (yarn)."""
     yarn_beta_fast: Annotated[float, at("yarn.beta_fast")] = 32.0
-    """Features turning more often than this over the original context are kept (yarn)."""
+    """Features with more rotations than this over the original context are not scaled (yarn)."""
     yarn_beta_slow: Annotated[float, at("yarn.beta_slow")] = 1.0
-    """Features turning less often than this over the original context are stretched fully
-    (yarn)."""
+    """Features with fewer rotations than this over the original context are scaled fully (yarn)."""
     yarn_attention_factor: float | None = None
     """Factor on cosine and sine (yarn); derived: 0.1 x ln(scaling factor) + 1."""
 
@@ -337,30 +345,31 @@ class TokenizerConfig:
     """Tokenizer and vocabulary."""
 
     tokenizer_type: Literal["hf", "sentencepiece", "tiktoken", "byte", "null"] | None = None
-    """Kind of tokenizer; derived: when --tokenizer-model is given, sentencepiece for a .model,
-    tiktoken for a .tiktoken, else hf."""
+    """Type of tokenizer; derived from --tokenizer-model: sentencepiece for a .model, tiktoken for a
+    .tiktoken, else hf."""
     tokenizer_model: str | None = None
-    """Path of a tokenizer.json, of a folder that holds one, of a vocab.json, of a SentencePiece
-    .model, or of a vocabulary of tiktoken: Megatron's JSON, or ranks by line."""
+    """Path of a tokenizer.json, of a folder that contains one, of a vocab.json, of a SentencePiece
+    .model, or of a tiktoken vocabulary: Megatron's JSON, or a file with one rank per line."""
     merge_file: str | None = None
-    """Merges of a vocab.json, which must be beside it: gpt2-merges.txt beside gpt2-vocab.json."""
+    """Merges file of a vocab.json, in the same folder: gpt2-merges.txt for gpt2-vocab.json."""
     tokenizer_hf_no_include_special_tokens: bool = False
-    """The token files hold no special tokens that the tokenizer adds around a text, such as BOS,
-    and prompts get none."""
+    """Do not add the tokenizer's special tokens, such as BOS, to prompts; the token files were
+    written without them."""
     tiktoken_pattern: Literal["v1", "v2", "llama3"] | None = None
-    """Where --tokenizer-type tiktoken cuts texts before it merges; derived: v2 for Megatron's JSON,
-    llama3, which is GPT-4's too, for ranks by line."""
+    """Pre-tokenization pattern of --tokenizer-type tiktoken; derived: v2 for Megatron's JSON,
+    llama3 (also GPT-4's) for a file with one rank per line."""
     tiktoken_num_special_tokens: int | None = None
-    """Ids that --tokenizer-type tiktoken keeps for special tokens, in front of the ranks of
-    Megatron's JSON, after ranks by line; derived: 1000, or as many as are named."""
+    """Number of ids that --tokenizer-type tiktoken reserves for special tokens, before the ranks of
+    Megatron's JSON, after the ranks of a file with one rank per line; derived: 1000, or the number
+    of named ones."""
     tiktoken_special_tokens: tuple[str, ...] | None = None
-    """Names of the first of these ids; derived: unk, s, /s, mask, pad, cls and sep in <> for
-    Megatron's JSON, none for ranks by line."""
+    """Names of the first special tokens; derived: unk, s, /s, mask, pad, cls and sep in <> for
+    Megatron's JSON, none for a file with one rank per line."""
     vocab_size: int | None = None
-    """Size of the vocabulary, in tokens, before padding; derived: the tokenizer's."""
+    """Vocabulary size before padding; derived: the tokenizer's."""
     make_vocab_size_divisible_by: int = 128
-    """Pad the vocabulary to a multiple of this times the tensor parallel size; padding takes no
-    part in the maths."""
+    """Pad the vocabulary to a multiple of this times the tensor parallel size; padding does not
+    change results."""
 
     def __post_init__(self) -> None:
         positive(self, "vocab_size", "make_vocab_size_divisible_by")

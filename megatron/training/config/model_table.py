@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The shape of a model: the one table between its flags and `GPTConfig`, read both ways.
+"""The table that maps model options to `GPTConfig` and back.
 
-`gpt_config` makes the model of resolved options, `model_options` the options of a model, which
-`gpt_config` makes into the same model again. An option that passes its value as it is has its row
-as an annotation, in model_options.py; here are those that follow from several options or fields.
-`to` is told all options; `back` leaves a flag out where the model is as without it.
+`gpt_config` builds the model config from resolved options; `model_options` returns the options of a
+model config, from which `gpt_config` builds the same config again. Options whose value is passed
+unchanged are annotations in model_options.py; the rows below are derived from several options or
+fields. `to` receives all options; `back` omits a flag whose value is the default for this model.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ if TYPE_CHECKING:
 
 
 class Flags:
-    """The values of all options by name, and their config.
+    """The values of all options by name, and the config that holds them.
 
     Args:
         config: the options.
@@ -64,33 +64,33 @@ class Flags:
 
 
 def gpt_config(config: Config, vocab_size: int) -> GPTConfig:
-    """Return the model that resolved options describe.
+    """Return the model config that resolved options describe.
 
     Args:
-        vocab_size: without padding.
+        vocab_size: vocabulary size without padding.
     """
     model: GPTConfig = build(MODEL, Flags(config, vocab_size=vocab_size))
     return model
 
 
 def part_config(config: Config, path: str) -> Any:
-    """Return the part of the model at a path in `GPTConfig`, None where it has none.
+    """Return the section of `GPTConfig` at a path, such as "moe"; None if the model has none.
 
-    Options need not be resolved where the part derives what is not given.
+    Options need not be resolved if the section derives its defaults.
     """
     return build(MODEL, Flags(config), at=path)
 
 
 def recurrent_shapes(config: Config) -> dict[str, GatedDeltaNetConfig | Mamba2Config]:
-    """Return the shapes of the recurrent blocks that there are, by what they are called."""
+    """Return the shapes of the model's recurrent blocks by display name."""
     names = {"delta_net": "gated delta net", "mamba": "Mamba-2"}
     shapes = {name: part_config(config, path) for path, name in names.items()}
     return {name: shape for name, shape in shapes.items() if shape is not None}
 
 
 def model_options(config: GPTConfig) -> dict[str, Any]:
-    """Return the options that describe a model, by name, in the order of the command line;
-    `gpt_config` makes it of them again."""
+    """Return the options that describe a model by name, in the order of the command line.
+    `gpt_config` is the inverse."""
     described = describe(MODEL, config)
     return {
         option.name: described[option.name]
@@ -100,11 +100,11 @@ def model_options(config: GPTConfig) -> dict[str, Any]:
 
 
 def options_problem(config: GPTConfig) -> str | None:
-    """Return why no options of training describe a model, by their names and those of a Hugging
-    Face config.json; None where they do.
+    """Return why training options cannot describe a model; None if they can.
 
-    `model_options` leaves out how many scores rank a group of experts: in Megatron-LM that follows
-    from two options, in transformers it is 2.
+    The message uses the names of Hugging Face's config.json. `model_options` omits how many scores
+    rank a group of experts: Megatron-LM derives that number from two options, and transformers uses
+    2.
     """
     router = None if config.moe is None else config.moe.router
     if router is None or router.num_groups is None or router.group_topk is None:
@@ -128,13 +128,13 @@ def _biased(flags: Flags, name: str) -> bool:
 
 
 def _all_biases(config: GPTConfig) -> bool:
-    """Return whether attention and MLPs have all biases that they can have."""
+    """Return whether attention and MLPs have all biases that they support."""
     attention, mlp = config.attention, config.mlp
     biases = [getattr(attention, name, False) for name in ("qkv_bias", "output_bias")]
     return all(biases) and mlp is not None and mlp.bias
 
 
-def _own_bias(biased: bool, config: GPTConfig) -> bool:
+def _bias_option(biased: bool, config: GPTConfig) -> bool:
     return biased and not _all_biases(config)
 
 
@@ -158,16 +158,16 @@ def _depth_pattern(flags: Flags, name: str) -> str:
     if pattern is None or (
         not is_hybrid(flags.config) and pattern.mtp_blocks == pattern.blocks[-2:]
     ):
-        return ""  # as it is without a word
+        return ""  # the default: the blocks of the last layer
     return pattern.mtp_blocks
 
 
 def _has_own_depths(config: GPTConfig) -> bool:
-    """Return whether the blocks of the MTP layers differ from a GPT's last layer."""
+    """Return whether the multi-token prediction depths differ from a GPT's last layer."""
     return config.mtp_pattern not in ("", config.blocks[-2:])
 
 
-def _written_pattern(pattern: str, config: GPTConfig) -> Any:
+def _pattern_text(pattern: str, config: GPTConfig) -> Any:
     if not (pattern or _has_own_depths(config)):
         return OMITTED
     return config.blocks + (MTP_SEPARATOR + config.mtp_blocks) * config.mtp_num_layers
@@ -178,7 +178,7 @@ def _depths(count: int, config: GPTConfig) -> Any:
 
 
 def _frequency(ffn_pattern: str, config: GPTConfig) -> Any:
-    if config.moe is None or not ffn_pattern or _has_own_depths(config):  # the pattern says it
+    if config.moe is None or not ffn_pattern or _has_own_depths(config):  # or in the pattern
         return OMITTED
     return ",".join("01"[ffn == EXPERTS] for ffn in ffn_pattern)
 
@@ -213,7 +213,7 @@ def _is_latent(flags: Flags) -> bool:
 
 
 def _scale_factor(flags: Flags, name: str) -> float:
-    """Return the factor of the softmax scale, which yarn's growth of all features squares to."""
+    """Return the factor on the softmax scale: the square of yarn's magnitude of all features."""
     if flags["position-embedding-type"] != "yarn":
         return 1.0
     return yarn_magnitude(flags["yarn-rotary-scaling-factor"], flags[name]) ** 2
@@ -226,9 +226,9 @@ def _scale_weight(scale_factor: float, config: GPTConfig) -> Any:
 
 
 def _attention_factor(flags: Flags, name: str) -> float | None:
-    """Return what yarn multiplies cosine and sine by; None leaves that to its own rule.
+    """Return yarn's factor on cosine and sine; None uses yarn's default.
 
-    With latent attention the softmax scale has a part of the growth already.
+    With latent attention, the softmax scale already contains the magnitude of all features.
     """
     if flags[name] is not None or not flags["multi-latent-attention"]:
         factor: float | None = flags[name]
@@ -240,7 +240,7 @@ def _attention_factor(flags: Flags, name: str) -> float | None:
     return grown / all_grown
 
 
-def _written_factor(factor: float | None, config: GPTConfig) -> float | None:
+def _stored_attention_factor(factor: float | None, config: GPTConfig) -> float | None:
     assert config.rope is not None
     assert config.rope.scaling is not None
     latent = hasattr(config.attention, "scale_factor")
@@ -252,14 +252,14 @@ def _limits(flags: Flags, name: str) -> tuple[float, float]:
     return lower_bound, upper_bounds[0] if upper_bounds else math.inf
 
 
-def _written_limits(limits: tuple[float, float], config: GPTConfig) -> Any:
+def _dt_limit_option(limits: tuple[float, float], config: GPTConfig) -> Any:
     if limits == (0.0, math.inf):
         return OMITTED
     return limits[:1] if limits[1] == math.inf else limits
 
 
-def _or(default: Callable[[Flags], Any]) -> Callable[[Flags, str], Any]:
-    """Return what derives a field where its flag is not given."""
+def _default_to(default: Callable[[Flags], Any]) -> Callable[[Flags, str], Any]:
+    """Return a function that derives a field if its flag is not given."""
     return lambda flags, name: default(flags) if flags[name] is None else flags[name]
 
 
@@ -275,7 +275,7 @@ def _balance(flags: Flags, name: str) -> str:
     return flags[name] if flags["moe-aux-loss-coeff"] > 0 else "none"
 
 
-def _written_balance(balance: str, config: GPTConfig) -> Any:
+def _load_balancing_option(balance: str, config: GPTConfig) -> Any:
     return OMITTED if balance in ("none", "aux_loss") else balance
 
 
@@ -316,24 +316,24 @@ MODEL = Table(
         # MLPs, and what they share with experts
         Row("squared-relu", "mlp.activation", _activation, _squared_relu),
         Row("squared-relu", "moe.activation", _activation, _squared_relu),
-        Row("add-mlp-bias", "mlp.bias", _biased, _own_bias),
+        Row("add-mlp-bias", "mlp.bias", _biased, _bias_option),
         # Latent attention
         Row("mscale-all-dim", "latent.scale_factor", _scale_factor, _scale_weight),
         # Attention
-        Row("add-qkv-bias", "attention.qkv_bias", _biased, _own_bias),
-        Row("add-attention-output-bias", "attention.output_bias", _biased, _own_bias),
+        Row("add-qkv-bias", "attention.qkv_bias", _biased, _bias_option),
+        Row("add-attention-output-bias", "attention.output_bias", _biased, _bias_option),
         Row("softmax-type", "attention.sinks", _has_sinks, _softmax),
-        # Experts and further prediction
+        # Experts and multi-token prediction
         Row("mtp-num-layers", "mtp_num_layers", lambda f, _: mtp_num_layers(f.config), _depths),
         Row("moe-layer-freq", "ffn_pattern", lambda f, _: expert_layers(f.config), _frequency),
         Row(
             "moe-ffn-hidden-size",
             "moe.ffn_hidden_size",
-            _or(lambda f: f.config.model.inner_features),
+            _default_to(lambda f: f.config.model.inner_features),
         ),
         Row("", "router.group_candidates", _candidates),
-        Row("moe-router-topk-scaling-factor", "router.scaling_factor", _or(constant(1.0))),
-        Row("moe-router-load-balancing-type", "router.balance", _balance, _written_balance),
+        Row("moe-router-topk-scaling-factor", "router.scaling_factor", _default_to(constant(1.0))),
+        Row("moe-router-load-balancing-type", "router.balance", _balance, _load_balancing_option),
         # Positions
         Row("position-embedding-type", "", back=_position),
         Row(
@@ -342,12 +342,17 @@ MODEL = Table(
             _learned_positions,
             unless(None),
         ),
-        Row("yarn-attention-factor", "yarn.attention_factor", _attention_factor, _written_factor),
+        Row(
+            "yarn-attention-factor",
+            "yarn.attention_factor",
+            _attention_factor,
+            _stored_attention_factor,
+        ),
         # Hybrids
-        Row("hybrid-layer-pattern", "pattern", _pattern, _written_pattern),
+        Row("hybrid-layer-pattern", "pattern", _pattern, _pattern_text),
         Row("", "mtp_pattern", _depth_pattern),
         Row("mamba-num-heads", "mamba.num_heads", lambda f, _: mamba_heads(f.config)),
         Row("mamba-norm-groups", "mamba.norm_groups", back=lambda _, c: c.mamba.normed_groups),
-        Row("mamba-dt-limit", "mamba.dt_limit", _limits, _written_limits),
+        Row("mamba-dt-limit", "mamba.dt_limit", _limits, _dt_limit_option),
     ),
 )

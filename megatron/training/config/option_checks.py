@@ -1,7 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What is wrong between the options of one kind and the rest of a config.
+"""Checks between the options of one feature and the rest of a config.
 
-Of context parallelism, TransformerEngine, CUDA graphs, attention, experts and recurrent mixers; of
+The features are context parallelism, TransformerEngine, CUDA graphs, attention, experts and
+recurrent mixers. Other checks report options for blocks that the layer pattern does not contain,
+and options that have no effect without another option.
 blocks that the layer pattern does not have; and of options that have no effect without another one.
 """
 
@@ -33,7 +35,7 @@ DOCUMENTS = "--reset-attention-mask"
 
 
 def cuda_graph_problems(config: Config) -> Iterator[str]:
-    """Name what does not go together with recorded steps, each with its fix."""
+    """Yield a message with a fix for each option that CUDA graphs cannot be combined with."""
     chosen = config.execution
     if chosen.cuda_graph_impl == "none":
         return
@@ -47,32 +49,32 @@ def cuda_graph_problems(config: Config) -> Iterator[str]:
         (
             f"--pipeline-model-parallel-size {size}",
             size > 1,
-            "sends and receives between stages, which is not recorded",
+            "sends and receives between stages, which a graph cannot capture",
         ),
         (
             f"--context-parallel-size {cp} with {'--sft' if config.data.sft else DOCUMENTS}",
             cp > 1 and packed,
-            "attends block by block where documents meet, other blocks in every step",
+            "attends block by block at document boundaries, with other blocks in every step",
         ),
         (
             f"recurrent blocks with {'--sft' if config.data.sft else DOCUMENTS}",
             is_recurrent(config) and packed,
-            "work on sequences of other lengths in every step",
+            "process sequences of other lengths in every step",
         ),
         (
             "--step-batch-size-schedule",
             config.training.step_batch_size_schedule is not None,
-            "changes the number of microbatches, and one is recorded",
+            "changes the number of microbatches, and the graph has a fixed number",
         ),
         (
             "--rampup-batch-size",
             config.training.rampup_batch_size is not None,
-            "changes the number of microbatches, and one is recorded",
+            "changes the number of microbatches, and the graph has a fixed number",
         ),
         (
             "--check-weight-gather",
             config.data_parallel.check_weight_gather,
-            "compares orders on the host in every step",
+            "compares the order of gathers on the host in every step",
         ),
         (
             "--check-collectives",
@@ -91,13 +93,13 @@ def cuda_graph_problems(config: Config) -> Iterator[str]:
     if iterations is not None and steps >= iterations:
         yield (
             f"--cuda-graph-warmup-steps {steps} is not below --train-iters {iterations}, so that "
-            "nothing is recorded: lower it"
+            "no graph is captured: lower it"
         )
 
 
-#: Fields by section; no names are all of a section but how positions enter, of which
-#: `layer_pattern.problems` speaks.
-_OF_ATTENTION: dict[str, tuple[str, ...]] = {
+#: Attention options: field names by section. An empty tuple means all fields of the section, except
+#: position_embedding_type, which `layer_pattern.problems` checks.
+_ATTENTION_FIELDS: dict[str, tuple[str, ...]] = {
     "model": (
         "num_attention_heads",
         "group_query_attention",
@@ -111,15 +113,16 @@ _OF_ATTENTION: dict[str, tuple[str, ...]] = {
     "parallel": ("cp_comm_type", "context_parallel_cut", "attention_backend"),
 }
 
-#: (symbols of which a pattern has one, what they are called, fields by section).
+#: (symbols, name of the block, fields by section): a pattern needs one of the symbols for the
+#: fields to take effect.
 _BLOCKS: tuple[tuple[str, str, dict[str, tuple[str, ...]]], ...] = (
-    (ATTENTIONS, "attention", _OF_ATTENTION),
+    (ATTENTIONS, "attention", _ATTENTION_FIELDS),
     (FEED_FORWARD, "MLP", {"model": ("swiglu", "squared_relu", "add_mlp_bias")}),
 )
 
 
 def missing_block_problems(config: Config) -> Iterator[str]:
-    """Name every option that is not as without it and has no block to act on, with its mend."""
+    """Yield a message for each option whose block does not occur in the layer pattern."""
     pattern = written(config)
     if pattern is None or not is_hybrid(config):
         return
@@ -130,7 +133,8 @@ def missing_block_problems(config: Config) -> Iterator[str]:
 
 
 def _set_flags(config: Config, fields: dict[str, tuple[str, ...]]) -> Iterator[str]:
-    """Return, as they are written, options of these fields that ask for something."""
+    """Yield the flags, with values, of those fields that differ from their defaults and are not
+    off."""
     for section, names in fields.items():
         holder: Any = vars(config)[section]
         for field in dataclasses.fields(holder):
@@ -146,12 +150,13 @@ def _set_flags(config: Config, fields: dict[str, tuple[str, ...]]) -> Iterator[s
 
 
 def _dependents(config: Config) -> Iterator[tuple[object, str, bool, str]]:
-    """Yield (section, beginning of its fields' names, whether the switch is on, the switch)."""
+    """Yield (section, prefix of field names, whether the switch is on, switch) for dependent
+    options."""
     failures, checkpoint, profiling = config.failures, config.checkpoint, config.profiling
     if has_attention(config):  # else `missing_block_problems` reports them
-        yield from _of_attention(config)
-    yield from _of_experts(config)
-    yield from _of_recurrent(config)
+        yield from _attention_dependents(config)
+    yield from _expert_dependents(config)
+    yield from _recurrent_dependents(config)
     graphs = config.execution.cuda_graph_impl != "none"
     yield config.execution, "cuda_graph_warmup_", graphs, "--cuda-graph-impl full_iteration"
     quantized, outer = config.quantization, config.quantization.first_last_layers_bf16
@@ -183,15 +188,15 @@ def _dependents(config: Config) -> Iterator[tuple[object, str, bool, str]]:
         yield config.data, start, loads, "--load"
     starts_from_weights = loads or checkpoint.pretrained_checkpoint is not None
     yield checkpoint, "finetune", starts_from_weights, "--load or --pretrained-checkpoint"
-    goes_on = loads and not checkpoint.finetune
-    yield checkpoint, "schedule_on_load", goes_on, "--load, or with --finetune"
+    resumes = loads and not checkpoint.finetune
+    yield checkpoint, "schedule_on_load", resumes, "--load, or with --finetune"
     yield profiling, "profile_step_", profiling.profile, "--profile"
     watched = profiling.profile or profiling.record_memory_history
     yield profiling, "profile_ranks", watched, "--profile or --record-memory-history"
 
 
-def _of_attention(config: Config) -> Iterator[tuple[object, str, bool, str]]:
-    """Yield what `_dependents` does for the options of attention."""
+def _attention_dependents(config: Config) -> Iterator[tuple[object, str, bool, str]]:
+    """Yield the rows of `_dependents` for attention options."""
     position = config.position
     yield position, "rope_scaling_", position.use_rope_scaling, "--use-rope-scaling"
     yarn = position.position_embedding_type == "yarn"
@@ -210,13 +215,13 @@ def _of_attention(config: Config) -> Iterator[tuple[object, str, bool, str]]:
     yield config.parallel, "context_parallel_cut", cuts and packed, documents
 
 
-def _of_experts(config: Config) -> Iterator[tuple[object, str, bool, str]]:
-    """Yield what `_dependents` does for the options of experts."""
+def _expert_dependents(config: Config) -> Iterator[tuple[object, str, bool, str]]:
+    """Yield the rows of `_dependents` for expert options."""
     experts, parallel = config.experts, config.parallel
     on = experts.num_experts is not None
     for section, start in ((experts, "moe_"), (parallel, "moe_"), (parallel, "expert_model_")):
         yield section, start, on, "--num-experts"
-    if parallel.expert_tensor_parallel_size != 1:  # which is so without experts
+    if parallel.expert_tensor_parallel_size != 1:  # 1 is also true without experts
         yield parallel, "expert_tensor_parallel_size", on, "--num-experts"
     yield parallel, "expert_tensor_parallel_num_", on, "--num-experts"
     if on:
@@ -229,8 +234,8 @@ def _of_experts(config: Config) -> Iterator[tuple[object, str, bool, str]]:
         yield experts, "moe_router_bias_", biased, "--moe-router-enable-expert-bias"
 
 
-def _of_recurrent(config: Config) -> Iterator[tuple[object, str, bool, str]]:
-    """Yield what `_dependents` does for the options of recurrent blocks."""
+def _recurrent_dependents(config: Config) -> Iterator[tuple[object, str, bool, str]]:
+    """Yield the rows of `_dependents` for recurrent blocks."""
     hybrid, parallel, flag = config.hybrid, config.parallel, "--hybrid-layer-pattern"
     has_recurrent, has_cp = is_recurrent(config), parallel.context_parallel_size > 1
     delta_nets, mamba = (symbol in (hybrid.hybrid_layer_pattern or "") for symbol in "GM")
@@ -243,8 +248,8 @@ def _of_recurrent(config: Config) -> Iterator[tuple[object, str, bool, str]]:
         yield parallel, "linear_cp_", has_cp, "--context-parallel-size above 1"
 
 
-def without_switch(config: Config) -> Iterator[str]:
-    """Name every option that has another value than its default and no effect."""
+def missing_switches(config: Config) -> Iterator[str]:
+    """Yield a message for each non-default option that has no effect without its switch."""
     for section, start, on, switch in _dependents(config):
         for field in () if on else dataclasses.fields(section):  # type: ignore[arg-type]
             if field.name.startswith(start) and vars(section)[field.name] != field.default:
@@ -254,10 +259,10 @@ def without_switch(config: Config) -> Iterator[str]:
 
 
 def ineffective(config: Config) -> Iterator[tuple[str, str]]:
-    """Yield every option that is accepted though it does nothing with the others, and the reason.
+    """Yield each accepted option that has no effect with the other options, and the reason.
 
     Args:
-        config: as given, or resolved.
+        config: the config, resolved or not.
     """
     model, checkpoint, parallel = config.model, config.checkpoint, config.parallel
     if parallel.sequence_parallel and parallel.tensor_model_parallel_size == 1:
@@ -279,10 +284,10 @@ def ineffective(config: Config) -> Iterator[tuple[str, str]]:
 
 
 def _ineffective_of_feed_forward(config: Config) -> Iterator[tuple[str, str]]:
-    """Yield what `ineffective` does for MLPs and experts."""
+    """Yield the rows of `ineffective` for MLPs and experts."""
     width, experts = config.model.ffn_hidden_size, config.experts
     derived = dataclasses.replace(config.model, ffn_hidden_size=None).inner_features
-    # The widths of a resolved config are not the user's.
+    # In a resolved config, the widths may be derived rather than the user's.
     if width not in (None, derived, experts.moe_ffn_hidden_size):
         if experts.num_experts is None:
             if is_hybrid(config) and not has(config, DENSE):
@@ -304,8 +309,8 @@ def _feed_forward(config: Config) -> set[str]:
     return set(blocks(config) + mtp_blocks(config))
 
 
-def beyond_the_run(config: Config, world_size: int) -> Iterator[str]:
-    """Name what profiling asks for and the run does not have."""
+def profiling_problems(config: Config, world_size: int) -> Iterator[str]:
+    """Yield a message for profiling of ranks or iterations that the run does not have."""
     profiling, iterations = config.profiling, config.training.train_iters
     watched = profiling.profile or profiling.record_memory_history
     far = [rank for rank in profiling.profile_ranks if rank >= world_size]
@@ -317,16 +322,16 @@ def beyond_the_run(config: Config, world_size: int) -> Iterator[str]:
 
 
 def attention_problems(config: Config) -> Iterator[str]:
-    """Name what does not go with latent attention, each with its fix; nothing without it."""
+    """Yield a message with a fix for each option that latent attention cannot be combined with."""
     flag, model = "--multi-latent-attention", config.model
     if not config.attention.multi_latent_attention or model.num_attention_heads is None:
         return
     refused = {
-        "--group-query-attention": (model.group_query_attention, "all heads have their own keys"),
+        "--group-query-attention": (model.group_query_attention, "every head has its own keys"),
         "--attention-output-gate": (config.attention.attention_output_gate, "it has no gate"),
         "--add-qkv-bias": (model.add_qkv_bias, "it has no biases"),
         "--add-attention-output-bias": (model.add_attention_output_bias, "it has no biases"),
-        "--window-size": (config.attention.window_size, "it sees all tokens before"),
+        "--window-size": (config.attention.window_size, "it attends to all preceding tokens"),
         "--softmax-type learnable": (
             config.attention.softmax_type == "learnable",
             "it has no sinks",
@@ -334,13 +339,13 @@ def attention_problems(config: Config) -> Iterator[str]:
     }
     for conflicting, (is_set, reason) in refused.items():
         if is_set:
-            yield f"{conflicting} does not go with {flag}: {reason}: drop one"
+            yield f"{conflicting} cannot be combined with {flag}: {reason}: drop one"
     if not model.disable_bias_linear:
         yield f"{flag} has no biases: add --disable-bias-linear (MLPs: --add-mlp-bias)"
     if not config.position.is_rotary:
         kind = config.position.position_embedding_type
-        yield f"--position-embedding-type {kind} does not go with {flag}: use rope or yarn"
-    # Not above: the options of other models must not wait for torch.
+        yield f"--position-embedding-type {kind} cannot be combined with {flag}: use rope or yarn"
+    # Imported on demand: options of other models do not need to import torch.
     from megatron.training.config.model_table import part_config
 
     parallel = config.parallel
@@ -354,34 +359,34 @@ def attention_problems(config: Config) -> Iterator[str]:
 
 
 def expert_problems(config: Config, world_size: int) -> Iterator[str]:
-    """Name what is wrong with experts on `world_size` processes, each with its fix."""
+    """Yield a message with a fix for each problem of experts on `world_size` processes."""
     yield from _layers(config)
     if config.experts.num_experts is None:
         return
     yield from _layout(config, world_size)
     yield from _switches(config)
-    # Not above: the options of a model without experts must not wait for torch.
+    # Imported on demand: options of dense models do not need to import torch.
     from megatron.training.config.model_table import part_config
 
     parallel = config.parallel
     tp, ep = parallel.tensor_model_parallel_size, parallel.expert_model_parallel_size
     moe = part_config(config, "moe")
     source = config.checkpoint
-    # A run that starts from weights takes their router as it is.
+    # A run that starts from existing weights keeps their router, normalised or not.
     has_trained_router = (
         source.load_hf or source.pretrained_checkpoint or source.use_checkpoint_args
     )
     if moe.router.topk == 1 and moe.router.normalize and not has_trained_router:
         yield (
-            "--moe-router-topk 1 with normalised scores gives the weight 1 whatever the router "
-            "says, which then learns nothing: give --moe-router-pre-softmax"
+            "--moe-router-topk 1 with normalised scores gives the weight 1 whatever the router's "
+            "logits, so that the router gets no gradient: give --moe-router-pre-softmax"
         )
     for problem in moe.problems(tp=tp, etp=parallel.expert_tensor_parallel_size or tp, ep=ep):
         yield f"mixture of experts: {problem}"
 
 
 def _layers(config: Config) -> Iterator[str]:
-    """Compare what says which layers have experts, and that there are some."""
+    """Yield a message if the options disagree about which layers have experts, or none has."""
     experts, pattern = config.experts, config.hybrid.hybrid_layer_pattern
     if experts.num_experts is None:
         if EXPERTS in (pattern or ""):
@@ -400,7 +405,7 @@ def _layers(config: Config) -> Iterator[str]:
 
 
 def _layout(config: Config, world_size: int) -> Iterator[str]:
-    """Name degrees that do not go into the world."""
+    """Yield a message for each parallel size of experts that does not divide the processes."""
     parallel, pp = config.parallel, config.pipeline.pipeline_model_parallel_size
     ep = parallel.expert_model_parallel_size
     etp = parallel.expert_tensor_parallel_size or parallel.tensor_model_parallel_size
@@ -420,7 +425,7 @@ def _layout(config: Config, world_size: int) -> Iterator[str]:
     if shards is not None and shards % etp:
         yield (
             f"{flag} is not a multiple of --expert-tensor-parallel-size {etp}: it counts the "
-            f"shards of both, use {-(-shards // etp) * etp}, for example"
+            f"shards over etp and gtp, use {-(-shards // etp) * etp}, for example"
         )
     elif world_size % (total * parallel.expert_gtp_size):
         yield (
@@ -437,7 +442,7 @@ def _layout(config: Config, world_size: int) -> Iterator[str]:
 
 
 def _switches(config: Config) -> Iterator[str]:
-    """Name options that do not go with experts, or with each other."""
+    """Yield a message for options that cannot be combined with experts, or with each other."""
     chosen, graphs = config.experts, config.execution.cuda_graph_impl
     if not config.model.disable_bias_linear:
         yield (
@@ -450,7 +455,8 @@ def _switches(config: Config) -> Iterator[str]:
     if graphs != "none" and ep * etp > 1 and factor is None:
         yield (
             f"experts on {ep * etp} ranks with --cuda-graph-impl {graphs}: the host reads how many "
-            "tokens each rank gets, which is not recorded: add --moe-expert-rank-capacity-factor"
+            "tokens each rank gets, which a graph cannot capture: add "
+            "--moe-expert-rank-capacity-factor"
         )
     if factor is not None and ep * etp == 1:
         yield (
@@ -466,8 +472,8 @@ def _switches(config: Config) -> Iterator[str]:
 
 
 def hybrid_problems(config: Config) -> Iterator[str]:
-    """Name what is wrong with the shapes of recurrent blocks, each with its fix."""
-    # Not above: they are made of a whole config.
+    """Yield a message with a fix for each problem of the shapes of recurrent blocks."""
+    # Imported on demand: the model table imports this module's callers.
     from megatron.training.config.model_table import recurrent_shapes
 
     hybrid, parallel, width = config.hybrid, config.parallel, 2 * config.model.hidden_size
@@ -488,7 +494,7 @@ def hybrid_problems(config: Config) -> Iterator[str]:
 
 
 def context_problems(config: Config) -> Iterator[str]:
-    """Name what cannot be cut over the context parallel ranks, each with its fix."""
+    """Yield a message with a fix for each problem of context parallelism."""
     parallel, length = config.parallel, config.training.seq_length
     cp, kernel = parallel.context_parallel_size, parallel.attention_backend
     if cp == 1:
@@ -504,17 +510,17 @@ def context_problems(config: Config) -> Iterator[str]:
         return
     if kernel != "auto":
         yield (
-            f"--attention-backend {kernel} has no effect with {flag}, which takes what its device "
-            "has: leave it at auto"
+            f"--attention-backend {kernel} has no effect with {flag}, which uses the kernel of its "
+            "device: leave it at auto"
         )
-    latent = config.attention.multi_latent_attention  # names its heads itself
+    latent = config.attention.multi_latent_attention  # checks its heads itself
     has_heads = config.model.num_attention_heads is not None
     if parallel.cp_comm_type == "a2a" and has_heads and not latent:
         yield from _heads(config)
 
 
 def machine_problems(config: Config) -> Iterator[str]:
-    """Name what this machine lacks for a run, each with its fix."""
+    """Yield a message with a fix for each requirement that this machine does not meet."""
     if config.parallel.transformer_impl == "transformer_engine":
         problem = transformer_engine_problem()
         if problem is not None:
@@ -523,7 +529,7 @@ def machine_problems(config: Config) -> Iterator[str]:
 
 
 def transformer_engine_problems(config: Config) -> Iterator[str]:
-    """Name what does not go with TransformerEngine, each with its fix."""
+    """Yield a message with a fix for each option that TransformerEngine does not support."""
     if config.parallel.transformer_impl != "transformer_engine":
         return
     flag = "--transformer-impl transformer_engine"
@@ -533,7 +539,7 @@ def transformer_engine_problems(config: Config) -> Iterator[str]:
 
 
 def _heads(config: Config) -> Iterator[str]:
-    """Name heads that cannot be cut over the ranks."""
+    """Yield a message if attention heads cannot be divided over the ranks."""
     tp, cp = config.parallel.tensor_model_parallel_size, config.parallel.context_parallel_size
     heads = config.model.num_attention_heads
     assert heads is not None

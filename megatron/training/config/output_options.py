@@ -1,12 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The options of checkpoints, failures, logs, profiles and experiments.
-
-When a run ends early, and what it does about steps and ranks that go wrong.
-
-What a run prints and records.
-
-Profiles of a few iterations, and the history of the GPU's memory.
-"""
+"""Options of failure handling, logging, profiling, checkpoints and experiments."""
 
 from __future__ import annotations
 
@@ -18,50 +11,52 @@ from megatron.training.config.values import not_negative, positive, require, req
 
 @dataclass(frozen=True, kw_only=True)
 class FailureConfig:
-    """Signals, time limit, bad steps, slow and diverging ranks."""
+    """Signals, time limits, bad steps, slow and diverging ranks."""
 
     exit_signal_handler: bool = True
-    """On SIGTERM, SIGHUP or Ctrl-C finish the step on all ranks, save and end with 0; takes effect
-    with --save. A second signal ends at once (--no-exit-signal-handler: the first one does)."""
+    """On SIGTERM, SIGHUP or Ctrl-C, finish the step on all ranks, save a checkpoint and exit with
+    0; requires --save. A second signal exits at once (with --no-exit-signal-handler the first one
+    does)."""
     exit_signal: Literal["SIGTERM", "SIGINT", "SIGHUP", "SIGUSR1", "SIGUSR2"] = "SIGTERM"
-    """A signal that ends the run as SIGTERM does, in addition to it: SIGUSR1 for a scheduler that
-    sends it before it ends a job."""
+    """Additional signal that is handled like SIGTERM: SIGUSR1 for a scheduler that sends it before
+    it ends a job."""
     exit_grace_seconds: float = 25.0
-    """How long stopping by a signal may take before the process ends at once; torchrun kills after
-    30 (its --shutdown-timeout)."""
+    """Seconds that an exit by signal may take before the process is terminated; torchrun kills
+    after 30 (its --shutdown-timeout)."""
     exit_duration_in_mins: float | None = None
-    """Save and stop before the process has run for this many minutes, leaving time for a step and
-    a save."""
+    """Save and exit before the process has run for this many minutes, with a margin for one step
+    and a save."""
     rerun_mode: Literal["disabled", "validate_results", "report_determinism_stats"] = (
         "validate_results"
     )
-    """validate_results computes a suspicious step (NaN or Inf loss or gradient norm, a spike) once
-    more in place: a second result that is sound is used, and the first one recorded with rank and
-    host. report_determinism_stats also computes steps twice that look sound, compares the bits, and
-    goes by the majority of three computations where they differ; that takes twice the time."""
+    """validate_results computes a suspicious step (NaN or Inf loss or gradient norm, a spike) a
+    second time in place: a sound second result is used, and the first is recorded with rank and
+    host. report_determinism_stats also computes steps twice that look sound, compares them bit by
+    bit, and takes the majority of three computations if they differ; this doubles the step time."""
     rerun_interval: int = 1
-    """Compare every N-th step with report_determinism_stats."""
+    """With report_determinism_stats, compare every N-th step."""
     on_reproduced_fault: Literal["skip", "restart"] = "skip"
-    """What to do when the second result is suspicious too: skip the step, or save and exit with 16
-    to be restarted on other machines, where the same step tells data (exit 17) from machine."""
+    """What to do if the second result is suspicious too: skip the step, or save and exit with 16 to
+    be restarted on other machines, where repeating the step tells bad data (exit 17) from a bad
+    machine."""
     loss_spike_factor: float | None = None
-    """Skip a step whose loss is above this many times the median of the last losses; None = apply
-    every finite loss."""
+    """Skip a step whose loss exceeds the median of recent losses by this factor; None = apply every
+    finite loss."""
     loss_spike_window: int = 100
-    """Losses of applied steps that the median of --loss-spike-factor is taken over."""
+    """Number of recent applied losses whose median --loss-spike-factor uses."""
     rollback_after_bad_steps: int | None = None
-    """After this many skipped bad steps in a row load the last checkpoint in --save and go on with
-    the data behind them; None = never."""
+    """After this many consecutive skipped steps, load the last checkpoint in --save and continue
+    with the data after them; None = never."""
     check_collectives: bool = False
-    """Compare every collective between its ranks before it starts, and name both where they differ;
-    slow, for finding faults."""
+    """Compare the arguments of every collective between its ranks before it starts, and report both
+    if they differ; slow, for debugging."""
     check_weight_hash_across_dp_replicas_interval: int | None = None
-    """Every so many iterations compare weights and optimizer state that several ranks hold alike,
-    and end the run without saving where they differ; None = never."""
+    """Every so many iterations, compare replicated weights and optimizer state between ranks, and
+    exit without saving if they differ; None = never."""
     log_straggler: bool = False
-    """At every log line compare the time that each rank computes, and name those that are slow."""
+    """At every log line, compare the ranks' computation times and report slow ranks."""
     straggler_factor: float = 1.5
-    """How many times the median rank's time makes a rank slow."""
+    """A rank is slow if it takes this many times the median rank's time."""
 
     def __post_init__(self) -> None:
         require_all(
@@ -76,34 +71,35 @@ class FailureConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class LoggingConfig:
-    """What a run prints and records."""
+    """Logging."""
 
     log_interval: int = 100
     """Iterations between log lines."""
     log_throughput: bool = False
-    """Show TFLOP/s per device in the log line, and the share of its peak where that is known."""
+    """Log TFLOP/s per device, and the share of the device's peak if it is known."""
     log_num_zeros_in_grad: bool = False
-    """Show how many gradient elements are exactly zero."""
+    """Log the number of zero elements of the gradient."""
     log_params_norm: bool = False
-    """Show the L2 norm of all weights."""
+    """Log the L2 norm of all weights."""
     tensorboard_dir: str | None = None
-    """Folder for TensorBoard scalars."""
+    """Folder for TensorBoard events."""
     wandb_project: str | None = None
-    """Project to record in at Weights & Biases; the key comes from its own WANDB_API_KEY."""
+    """Weights & Biases project to log to; the API key is read from WANDB_API_KEY."""
     wandb_exp_name: str | None = None
-    """Name of the run there."""
+    """Name of the Weights & Biases run."""
     wandb_entity: str | None = None
-    """User or team there; None = the key's own."""
+    """Weights & Biases user or team; None = the API key's own."""
     wandb_save_dir: str | None = None
-    """Folder for its local files; None = ./wandb."""
+    """Folder for local files of Weights & Biases; None = ./wandb."""
     mlflow_experiment: str | None = None
-    """Experiment to record in at MLflow; user and password come from its own variables."""
+    """MLflow experiment to log to; user and password are read from MLflow's environment
+    variables."""
     mlflow_run_name: str | None = None
-    """Name of the run there."""
+    """Name of the MLflow run."""
     mlflow_tracking_uri: str | None = None
-    """Address of its server or file store; None = its own default."""
+    """Address of the MLflow server or file store; None = MLflow's default."""
     metrics_file: str | None = None
-    """File for one JSON line per logged step; derived: metrics.jsonl in --save, else in
+    """File for metrics, one JSON line per logged step; derived: metrics.jsonl in --save, else in
     --tensorboard-dir, else in a new folder runs/START-TIME."""
     progress: Literal["auto", "plain", "live"] = "auto"
     """Live progress bar or plain lines; auto is live on a terminal."""
@@ -122,29 +118,29 @@ class LoggingConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class ProfilingConfig:
-    """Profiles of a few iterations, and the history of the GPU's memory."""
+    """Profiles of a few iterations, and the history of GPU memory."""
 
     profile: bool = False
-    """Profile some iterations: for Nsight Systems (nsys profile --capture-range=cudaProfilerApi),
-    or by torch with --use-pytorch-profiler."""
+    """Profile a few iterations: for Nsight Systems (nsys profile --capture-range=cudaProfilerApi),
+    or with torch's profiler by --use-pytorch-profiler."""
     use_pytorch_profiler: bool = False
-    """Let --profile write a Chrome trace per rank by torch's own profiler; the only kind on a
+    """Let --profile write one Chrome trace per rank with torch's profiler; the only profiler on a
     CPU."""
     profile_step_start: int = 10
-    """Profile from the end of this iteration on."""
+    """Start the profile at the end of this iteration."""
     profile_step_end: int = 12
-    """Profile up to the end of this iteration."""
+    """Stop the profile at the end of this iteration."""
     profile_ranks: tuple[int, ...] = (0,)
-    """Ranks that profile and that keep a memory history."""
+    """Ranks to profile and to record the memory history of."""
     profile_dir: str | None = None
-    """Folder for traces and snapshots; derived: profile in --save, else in --tensorboard-dir, else
-    in runs."""
+    """Folder for traces and memory snapshots; derived: profile in --save, else in
+    --tensorboard-dir, else in runs."""
     record_memory_history: bool = False
-    """Keep the history of GPU allocations, and write it at the end or at an error, running out of
-    memory included; for https://pytorch.org/memory_viz."""
+    """Record the history of GPU allocations, and write it at the end of the run or at an error, out
+    of memory included; for https://pytorch.org/memory_viz."""
     memory_snapshot_path: str | None = None
-    """File for that history, the rank is added to its name; derived: memory_snapshot.pickle in
-    --profile-dir."""
+    """File for the memory history; the rank is added to its name; derived: memory_snapshot.pickle
+    in --profile-dir."""
 
     def __post_init__(self) -> None:
         require_all(
@@ -174,59 +170,60 @@ class CheckpointConfig:
     """Checkpoints."""
 
     save: str | None = None
-    """Folder to save checkpoints in; None = save none."""
+    """Folder to save checkpoints in; None = do not save."""
     load: str | None = None
-    """Folder to load the latest checkpoint from, or one iter_ folder; an empty or absent root
-    starts anew."""
+    """Folder to load the latest checkpoint from, or one iter_ folder; if the folder is empty or
+    missing, training starts from scratch."""
     save_interval: int | None = None
-    """Iterations between saves; None = only at the end."""
+    """Iterations between checkpoints; None = only at the end."""
     async_save: bool = False
-    """Save at --save-interval while training goes on: the state is copied to host memory behind the
-    next forward pass, and a process of its own writes it; what fails is logged, counted and tried
-    again at the next interval."""
+    """Save checkpoints of --save-interval in the background: the state is copied to host memory
+    after the next forward pass, and a separate process writes it; a failed save is logged, counted
+    and retried at the next interval."""
     on_failed_save: Literal["continue", "stop"] = "continue"
-    """What to do when a save at --save-interval fails: log it, count it and train on to the next,
-    or end the run (exit 5). The last save of a run always has to succeed."""
+    """What to do if a save at --save-interval fails: log it, count it and continue training, or
+    exit with 5. The last save of a run must always succeed."""
     save_keep_last: int | None = None
-    """How many of the newest checkpoints to keep; older ones are removed after a save. None = 1
-    with --save-retain-interval, else all."""
+    """Number of newest checkpoints to keep; older ones are deleted after a save. None = 1 with
+    --save-retain-interval, else all."""
     save_retain_interval: int | None = None
-    """Keep checkpoints at multiples of this many iterations for good, and of the others only the
-    newest (--save-keep-last); None = none for good."""
+    """Keep checkpoints at multiples of this many iterations permanently, and of the others only the
+    newest (--save-keep-last); None = none permanently."""
     load_fallback: bool = True
-    """Go on from an older checkpoint in --load where the newest ones are damaged
-    (--no-load-fallback: that is an error)."""
+    """Fall back to an older checkpoint in --load if the newest ones are damaged (with
+    --no-load-fallback that is an error)."""
     save_optim: bool = True
-    """Save optimizer state too (--no-save-optim: a run goes on from such a checkpoint with
-    --no-load-optim alone)."""
+    """Save optimizer state (a checkpoint of --no-save-optim can only be resumed with
+    --no-load-optim)."""
     load_optim: bool = True
-    """Load optimizer state too (--no-load-optim: weights and data position only)."""
+    """Load optimizer state (--no-load-optim: weights and data position only)."""
     schedule_on_load: Literal["auto", "continue", "restart"] = "auto"
-    """Where a run that goes on from a checkpoint begins in its schedules of learning rate and
-    weight decay: continue is where the checkpoint is, restart their beginning, warm-up included;
-    auto continues with the optimizer state, and restarts with --no-load-optim."""
+    """Where a resumed run starts in its schedules of learning rate and weight decay: continue at
+    the checkpoint's position, restart at the beginning, warm-up included; auto continues with the
+    optimizer state, and restarts with --no-load-optim."""
     use_checkpoint_args: bool = False
-    """Take the model's shape and the tokenizer from the checkpoint in --load, else in
-    --pretrained-checkpoint, and where none are given the data, the length of the run and what is
-    required; what is given wins."""
+    """Read the model's shape and the tokenizer from the checkpoint in --load, else in
+    --pretrained-checkpoint, and also the data, the length of the run and required options if none
+    are given; explicit options win."""
     use_checkpoint_opt_param_scheduler: bool = False
-    """Take learning rate, warm-up, decay and weight decay from the checkpoint in --load, whatever
-    is given; without a checkpoint there, or with --finetune or --no-load-optim, as given."""
+    """Read learning rate, warm-up, decay and weight decay from the checkpoint in --load, overriding
+    explicit options; no effect without a checkpoint there, or with --finetune or
+    --no-load-optim."""
     pretrained_checkpoint: str | None = None
-    """Folder of checkpoints, or one iter_ folder, to take weights from while --load holds no
-    checkpoint yet; the run starts at iteration 0."""
+    """Folder of checkpoints, or one iter_ folder, to load weights from if --load has no checkpoint
+    yet; the run starts at iteration 0."""
     load_hf: str | None = None
-    """Hugging Face folder of a known architecture to take model, weights and tokenizer from
-    while --load holds no checkpoint yet; the run starts at iteration 0."""
+    """Hugging Face folder of a supported architecture to load model, weights and tokenizer from if
+    --load has no checkpoint yet; the run starts at iteration 0."""
     hf_export_check: bool = False
-    """Say at the start whether the model can be exported to Hugging Face, else which flags keep it
-    from that."""
+    """Report at the start whether the model can be exported to Hugging Face format, and if not,
+    which flags prevent it."""
     finetune: bool = False
-    """Load weights only and start again at iteration 0 with the first sample."""
+    """Load weights only and start at iteration 0 with the first sample."""
 
     @property
-    def goes_on_in_schedule(self) -> bool:
-        """Whether a run that goes on takes its place in the schedule from the checkpoint."""
+    def resumes_schedule(self) -> bool:
+        """Whether a resumed run continues in its schedules at the checkpoint's position."""
         if self.schedule_on_load == "auto":
             return self.load_optim
         return self.schedule_on_load == "continue"
@@ -255,7 +252,7 @@ class CheckpointConfig:
             ),
             lambda: require(
                 self.load_hf is None or self.pretrained_checkpoint is None,
-                "--load-hf and --pretrained-checkpoint exclude each other: keep one",
+                "--load-hf and --pretrained-checkpoint are mutually exclusive: keep one",
             ),
             lambda: require(
                 not self.use_checkpoint_args
@@ -268,25 +265,25 @@ class CheckpointConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class ExperimentConfig:
-    """Ideas on trial, in a checkout of the repository only."""
+    """Experiments, available only in a checkout of the repository."""
 
     experiment: tuple[str, ...] | None = None
-    """NAME ...: train with these folders of experimental/; the README.md of each says what it
-    changes."""
+    """NAME ...: enable these experiments, folders of experimental/; the README.md of each describes
+    what it changes."""
     experiment_option: tuple[str, ...] | None = None
-    """NAME.KEY=VALUE ...: options of the experiments that --experiment names."""
+    """NAME.KEY=VALUE ...: options of the experiments in --experiment."""
 
     def __post_init__(self) -> None:
         names = self.experiment or ()
         for name in names:
             require(
                 name.isidentifier(),
-                f"--experiment {name!r} is no name of a folder in experimental/: use one",
+                f"--experiment {name!r} is not the name of a folder in experimental/: use one",
             )
         require(
-            len(set(names)) == len(names), f"--experiment {' '.join(names)}: name each only once"
+            len(set(names)) == len(names), f"--experiment {' '.join(names)}: list each name once"
         )
-        experiment_words = {word for name in names for word in self.words_of(name)}
+        experiment_words = {word for name in names for word in self.option_arguments(name)}
         for word in self.experiment_option or ():
             require(
                 word in experiment_words and "=" in word,
@@ -296,6 +293,6 @@ class ExperimentConfig:
         for key in dict.fromkeys(keys):
             require(keys.count(key) == 1, f"--experiment-option {key}: give it only once")
 
-    def words_of(self, name: str) -> list[str]:
-        """Return the words NAME.KEY=VALUE of one experiment."""
+    def option_arguments(self, name: str) -> list[str]:
+        """Return the NAME.KEY=VALUE arguments of one experiment."""
         return [word for word in self.experiment_option or () if word.startswith(f"{name}.")]

@@ -1,13 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The options of parallelism, and of how a step is carried out.
+"""Options of parallelism and execution.
 
-How a run is spread over processes.
-
-How the layers are cut into pipeline stages, and in which order the stages work.
-
-What is cut over the data parallel ranks, and when they talk.
-
-How a step is carried out: recomputed activations, CUDA graphs, products on a CPU.
+The sections cover the process groups (`ParallelConfig`), the pipeline and its schedule
+(`PipelineConfig`), sharding and communication over data-parallel ranks (`DataParallelOptions`), and
+how a step is executed: activation recomputation, CUDA graphs, CPU matrix products
+(`ExecutionConfig`).
 """
 
 from __future__ import annotations
@@ -25,29 +22,29 @@ class PipelineConfig:
     """Pipeline parallelism."""
 
     pipeline_model_parallel_size: int = 1
-    """Pipeline stages: ranks that each have a part of the layers and pass on what comes out."""
+    """Number of pipeline stages, each of which holds a contiguous part of the layers."""
     pipeline_schedule: Literal["auto", "1f1b", "interleaved", "zb-h1"] = "auto"
-    """In which order a stage works: 1f1b; interleaved, which needs several virtual stages per
-    rank; zb-h1, which cuts backward in two and fills waiting with weight gradients. auto is
+    """Pipeline schedule: 1f1b; interleaved, which needs several virtual stages per rank; zb-h1,
+    which splits the backward pass and fills pipeline bubbles with weight gradients. auto is
     interleaved with virtual stages, else 1f1b."""
     num_layers_per_virtual_pipeline_stage: int | None = None
-    """Layers of each virtual stage; a rank has as many as its layers make."""
+    """Layers per virtual pipeline stage; the number of virtual stages follows from it."""
     num_virtual_stages_per_pipeline_rank: int | None = None
-    """Virtual stages of each rank, the chunks of layers that it takes turns on."""
+    """Virtual stages (model chunks) per pipeline rank."""
     microbatch_group_size_per_virtual_pipeline_stage: int | None = None
-    """Microbatches in a row that a virtual stage works on before the rank's next one; derived: the
-    number of stages."""
+    """Consecutive microbatches that a virtual stage processes before the rank turns to its next
+    one; derived: the number of stages."""
     decoder_first_pipeline_num_layers: int | None = None
-    """Layers of the first stage; the others share the rest evenly."""
+    """Layers of the first pipeline stage; the remaining layers are divided evenly."""
     decoder_last_pipeline_num_layers: int | None = None
-    """Layers of the last stage; the others share the rest evenly."""
+    """Layers of the last pipeline stage; the remaining layers are divided evenly."""
     account_for_embedding_in_pipeline_split: bool = False
-    """Count the embedding as a layer when layers are split evenly."""
+    """Count the embedding as a layer when dividing layers evenly."""
     account_for_loss_in_pipeline_split: bool = False
-    """Count the head and the loss as a layer when layers are split evenly."""
+    """Count the output head and the loss as a layer when dividing layers evenly."""
     pipeline_model_parallel_layout: str | None = None
-    """What each virtual stage has, in the model's order: E the embedding, t a layer, L the loss, |
-    between stages, as in Et*3|(tt|)*2tL."""
+    """Explicit contents of each virtual stage, in the model's order: E embedding, t layer, L loss,
+    | between stages, as in Et*3|(tt|)*2tL."""
 
     def __post_init__(self) -> None:
         require_all(
@@ -87,7 +84,7 @@ def problems(config: PipelineConfig, cut_pattern: str | None) -> Iterator[str]:
     """List pipeline options that cannot be combined, each with its fix.
 
     Args:
-        cut_pattern: the layer pattern if it says where stages begin, else None.
+        cut_pattern: the layer pattern if it contains stage boundaries, else None.
     """
     pattern_flags = [] if cut_pattern is None else [f"--hybrid-layer-pattern {cut_pattern}"]
     if config.pipeline_model_parallel_size == 1:
@@ -97,14 +94,14 @@ def problems(config: PipelineConfig, cut_pattern: str | None) -> Iterator[str]:
         return
     ways = config.non_default_flags("pipeline_model_parallel_layout") + pattern_flags
     if len(ways) > 1:
-        yield f"{' and '.join(ways)} exclude each other: keep one"
+        yield f"{' and '.join(ways)} are mutually exclusive: keep one"
     for flag in config.non_default_flags(*_VIRTUAL, *_UNEVEN) if ways else ():
-        yield f"{flag} has no effect with {ways[0]}, which says where each layer is: drop one"
+        yield f"{flag} has no effect with {ways[0]}, which places every layer: drop one"
     if len(virtual := config.non_default_flags(*_VIRTUAL)) > 1:
-        yield f"{' and '.join(virtual)} exclude each other: keep one"
+        yield f"{' and '.join(virtual)} are mutually exclusive: keep one"
 
 
-#: What `Backend.gtp_opt_in_modules` takes.
+#: Module names that `Backend.gtp_opt_in_modules` accepts.
 GTP_OPT_IN_MODULES = ("mla_down_proj", "position_embeddings")
 
 ShardingStrategy: TypeAlias = Literal["no_shard", "optim", "optim_grads", "optim_grads_params"]
@@ -115,55 +112,56 @@ class DataParallelOptions:
     """Data parallelism."""
 
     use_distributed_optimizer: bool = False
-    """Cut optimizer state over the data parallel ranks; means --data-parallel-sharding-strategy
-    optim where none is given."""
+    """Shard optimizer state over data-parallel ranks; without --data-parallel-sharding-strategy
+    this means optim."""
     data_parallel_sharding_strategy: ShardingStrategy | None = None
-    """What is cut over the data parallel ranks: nothing, optimizer state, also gradients, also
-    weights; derived: no_shard, or optim with --use-distributed-optimizer."""
+    """What is sharded over data-parallel ranks: nothing, optimizer state, optimizer state and
+    gradients, or weights as well; derived: no_shard, or optim with --use-distributed-optimizer."""
     num_distributed_optimizer_instances: int = 1
-    """Hybrid sharding: cut over the ranks of one instance, repeat over so many instances."""
+    """Hybrid sharding: number of replicas, within each of which state is sharded."""
     outer_dp_sharding_strategy: Literal["no_shard", "optim"] = "no_shard"
-    """What is cut once more over the instances: nothing, or with optim_grads_params the optimizer
-    state."""
+    """What is additionally sharded over the instances: nothing, or with optim_grads_params the
+    optimizer state."""
     overlap_grad_reduce: bool = False
-    """Reduce gradient buckets while the backward pass still runs."""
+    """Overlap the gradient reduction with the backward pass."""
     overlap_param_gather: bool = False
-    """Gather weights just before they are needed, while the ones before them are computed with."""
+    """Overlap the all-gather of weights with the computation of preceding layers."""
     fsdp_all_gather_in_start_param_sync: bool = True
-    """With --overlap-param-gather, start the first gathers at the end of the optimizer step; off,
-    nothing is gathered before the next forward pass."""
+    """With --overlap-param-gather, start the first all-gathers at the end of the optimizer step;
+    off, they start with the next forward pass."""
     param_gather_prefetch_bytes: int = 0
-    """With --overlap-param-gather or weights sharded over gtp, bytes of weights that are gathered
-    ahead beyond the next unit, or matrix."""
+    """With --overlap-param-gather or weights sharded over gtp, bytes of weights to prefetch beyond
+    the next unit or matrix."""
     param_gather_granularity: Literal["unit", "weight"] = "unit"
     """What is gathered at a time with optim_grads_params: a layer, or one weight matrix after the
     other, which takes less memory and more messages."""
     grad_reduce_in_bf16: bool = False
-    """With --bf16, keep and reduce gradients in bf16 instead of fp32."""
+    """With --bf16, accumulate and reduce gradients in bf16 instead of fp32."""
     reduce_scatter_with_fp32_accumulation: bool = False
-    """With --grad-reduce-in-bf16, send gradients in bf16 and sum them in fp32."""
+    """With --grad-reduce-in-bf16, communicate gradients in bf16 and sum them in fp32."""
     gtp_reduce_scatter_per: Literal["microbatch", "step"] = "microbatch"
-    """With --tensor-parallel-num-weight-shards, how often a matrix's gradient is reduce-scattered
-    over gtp: in every microbatch, or once a step, for which each rank keeps it whole."""
+    """With --tensor-parallel-num-weight-shards, how often the gradient of a matrix is
+    reduce-scattered over gtp: in every microbatch, or once per step, for which each rank keeps it
+    unsharded."""
     weight_gather_format: Literal["bf16", "fp8", "mxfp8", "nvfp4"] = "bf16"
     """With --tensor-parallel-num-weight-shards, the format in which matrices are gathered over gtp:
-    bf16 is their own dtype; fp8 has one scale a matrix, mxfp8 one per 32 x 32 elements, nvfp4 one
-    per 16 x 16. They are stored as without; TransformerEngine's layers whose recipe has the same
-    format multiply by them as they are gathered, all others take them back first."""
+    bf16 is the dtype of the weights; fp8 has one scale per matrix, mxfp8 one per 32 x 32 elements,
+    nvfp4 one per 16 x 16. Storage does not change. TransformerEngine layers whose recipe has the
+    same format use the gathered values directly; all others dequantize them first."""
     weight_gather_scale_blocks: Literal["2d", "1d"] = "2d"
-    """With --weight-gather-format mxfp8 or nvfp4, the blocks that share a scale: 2d is squares, so
-    that forward and backward compute with the same values; 1d is runs of 32 (16) elements along the
-    dimension that a product sums over, rows in forward and columns in backward."""
+    """With --weight-gather-format mxfp8 or nvfp4, the blocks that share a scale: 2d blocks are
+    squares, so that forward and backward use the same values; 1d blocks are 32 (16) consecutive
+    elements along the dimension of the reduction, rows in forward and columns in backward."""
     use_nccl_ub: bool = False
-    """With optim_grads, optim_grads_params or weights sharded over gtp, on GPUs: lease the buffers
-    that weights are gathered to and gradients reduced in from memory that NCCL has registered, so
-    that its kernels copy less and take fewer multiprocessors."""
+    """With optim_grads, optim_grads_params or weights sharded over gtp, on GPUs: allocate
+    all-gather and reduce-scatter buffers in memory registered with NCCL, so that its kernels copy
+    less and use fewer SMs."""
     check_weight_gather: bool = False
-    """Search for faults of gathering: fill buffers that nobody holds with NaN, and compare what
-    the ranks gather."""
+    """Debug the weight gathering: fill free buffers with NaN, and compare the gathered weights
+    between ranks."""
     ddp_bucket_size: int | None = None
-    """Elements per gradient bucket; derived: 40,000,000 or 1,000,000 per data parallel rank,
-    whichever is more; none with optim_grads_params, where a bucket is a layer."""
+    """Elements per gradient bucket; derived: 40,000,000 or 1,000,000 per data-parallel rank,
+    whichever is more; not used with optim_grads_params, where a bucket is a layer."""
 
     def __post_init__(self) -> None:
         contradiction = self.data_parallel_sharding_strategy == "no_shard"
@@ -179,7 +177,7 @@ class DataParallelOptions:
 
     @property
     def strategy(self) -> ShardingStrategy:
-        """The strategy, given or derived."""
+        """The sharding strategy, explicit or derived."""
         if self.data_parallel_sharding_strategy is not None:
             return self.data_parallel_sharding_strategy
         return "optim" if self.use_distributed_optimizer else "no_shard"
@@ -193,8 +191,14 @@ def data_parallel_problems(
     context_size: int = 1,
     over_gtp: bool = False,
 ) -> Iterator[str]:
-    """Name what does not go together, each with its fix; `over_gtp` is whether generalized tensor
-    parallelism shards weights."""
+    """Yield a message for each combination of options that cannot work, with its fix.
+
+    Args:
+        data_parallel_size: number of data-parallel ranks.
+        bf16: whether weights are bf16.
+        context_size: number of context-parallel ranks.
+        over_gtp: whether generalized tensor parallelism shards weights.
+    """
     yield from _instances(config, data_parallel_size, context_size)
     strategy = config.strategy
     if strategy == "optim_grads_params" and config.ddp_bucket_size is not None:
@@ -216,13 +220,14 @@ def data_parallel_problems(
     if config.use_nccl_ub and strategy in ("no_shard", "optim") and not over_gtp:
         yield (
             f"--use-nccl-ub has no effect with --data-parallel-sharding-strategy {strategy}, which "
-            "leases no buffers: drop it, choose optim_grads or optim_grads_params, or add "
+            "has no communication buffers: drop it, choose optim_grads or optim_grads_params, or "
+            "add "
             "--tensor-parallel-num-weight-shards"
         )
     if config.param_gather_granularity != "unit" and strategy != "optim_grads_params":
         yield (
             f"--param-gather-granularity {config.param_gather_granularity} has no effect with "
-            f"--data-parallel-sharding-strategy {strategy}, which cuts no weight: drop it or "
+            f"--data-parallel-sharding-strategy {strategy}, which shards no weight: drop it or "
             "choose optim_grads_params"
         )
     yield from _gtp_reduce_scatter(config, over_gtp)
@@ -247,13 +252,13 @@ def data_parallel_problems(
 
 
 def _gtp_reduce_scatter(config: DataParallelOptions, over_gtp: bool) -> Iterator[str]:
-    """Name why gradients of weights over gtp cannot be reduced once a step."""
+    """Yield a message if gradients of weights sharded over gtp cannot be reduced once per step."""
     flag, strategy = f"--gtp-reduce-scatter-per {config.gtp_reduce_scatter_per}", config.strategy
     if config.gtp_reduce_scatter_per == "microbatch":
         return
     if strategy in ("optim_grads", "optim_grads_params"):
         yield (
-            f"{flag} keeps whole gradients, which --data-parallel-sharding-strategy {strategy} "
+            f"{flag} needs unsharded gradients, which --data-parallel-sharding-strategy {strategy} "
             "shards: drop it or choose no_shard or optim"
         )
     if not over_gtp:
@@ -261,13 +266,13 @@ def _gtp_reduce_scatter(config: DataParallelOptions, over_gtp: bool) -> Iterator
 
 
 def _gather_format(config: DataParallelOptions, over_gtp: bool) -> Iterator[str]:
-    """Name why weights cannot be gathered in another format."""
+    """Yield a message if weights cannot be gathered in the chosen format."""
     flag = f"--weight-gather-format {config.weight_gather_format}"
     has_blocks = config.weight_gather_format in ("mxfp8", "nvfp4")
     if config.weight_gather_scale_blocks != "2d" and not has_blocks:
         yield (
             f"--weight-gather-scale-blocks {config.weight_gather_scale_blocks} has no effect with "
-            f"{flag}, whose scales are not of blocks: drop it or choose mxfp8 or nvfp4"
+            f"{flag}, whose scales do not belong to blocks: drop it or choose mxfp8 or nvfp4"
         )
     if config.weight_gather_format == "bf16":
         return
@@ -281,8 +286,13 @@ def _gather_format(config: DataParallelOptions, over_gtp: bool) -> Iterator[str]
 
 
 def _instances(config: DataParallelOptions, size: int, context_size: int) -> Iterator[str]:
-    """Name what is wrong with hybrid sharding on `size` data parallel ranks, each of so many
-    context parallel ones, over which an instance cuts as well."""
+    """Yield a message for each problem of hybrid sharding.
+
+    Args:
+        size: number of data-parallel ranks.
+        context_size: number of context-parallel ranks per data-parallel rank; an instance shards
+            over them too.
+    """
     instances, strategy = config.num_distributed_optimizer_instances, config.strategy
     flag = f"--num-distributed-optimizer-instances {instances}"
     if instances > 1:
@@ -293,12 +303,12 @@ def _instances(config: DataParallelOptions, size: int, context_size: int) -> Ite
         elif size == instances and context_size == 1:
             yield (
                 f"{flag} leaves each instance one of the {size} data parallel ranks, so that "
-                "nothing is cut: lower it"
+                "nothing is sharded: lower it"
             )
         if strategy == "no_shard":
             yield (
                 f"{flag} has no effect with --data-parallel-sharding-strategy no_shard: drop it or "
-                "choose what an instance cuts"
+                "choose what an instance shards"
             )
     if config.outer_dp_sharding_strategy == "optim":
         outer = "--outer-dp-sharding-strategy optim"
@@ -307,37 +317,37 @@ def _instances(config: DataParallelOptions, size: int, context_size: int) -> Ite
         if strategy != "optim_grads_params":
             yield (
                 f"{outer} with --data-parallel-sharding-strategy {strategy} is the same as one "
-                "instance: drop both options of instances, or choose optim_grads_params"
+                "instance: drop both instance options, or choose optim_grads_params"
             )
 
 
 @dataclass(frozen=True, kw_only=True)
 class ExecutionConfig:
-    """Activation recompute (losses and gradients keep every bit), CUDA graphs, CPU products."""
+    """Activation recomputation (bit-identical losses and gradients), CUDA graphs, CPU products."""
 
     recompute_granularity: Literal["full", "selective"] | None = None
-    """full keeps the inputs of layers alone and computes them twice; selective computes again what
-    is cheap: norms and MLP activations."""
+    """full stores only the inputs of layers and recomputes everything else in backward; selective
+    recomputes what is cheap: norms and MLP activations."""
     recompute_method: Literal["uniform", "block"] | None = None
-    """With full: uniform cuts all layers into runs of --recompute-num-layers and keeps the inputs
-    of each run; block does so for each of the first --recompute-num-layers layers."""
+    """With full: uniform divides all layers into groups of --recompute-num-layers and stores the
+    input of each group; block recomputes each of the first --recompute-num-layers layers."""
     recompute_num_layers: int | None = None
-    """Layers of --recompute-method, in each chunk of layers of a pipeline stage by itself; an
-    attention or recurrent block and what follows it are a layer."""
+    """Number of layers for --recompute-method, counted per model chunk of a pipeline stage; an
+    attention or recurrent block and the block after it make a layer."""
     keep_recurrent_states: bool = False
-    """On a GPU, keep the states between chunks of recurrent blocks (G, M) from forward to backward
-    instead of computing them again: one sweep over the sequence less, for the bytes that the log
-    states. A CPU always keeps them."""
+    """On a GPU, store the chunk states of recurrent blocks (G, M) for backward instead of
+    recomputing them: one pass over the sequence less, at a memory cost that the log states. A CPU
+    always stores them."""
     cuda_graph_impl: Literal["none", "full_iteration"] = "none"
-    """full_iteration records forward and backward of all microbatches of a step as one CUDA graph
-    and replays it; nothing is gathered between steps then (as with
+    """full_iteration captures forward and backward of all microbatches of a step in one CUDA graph
+    and replays it; weights are not gathered between steps then (as with
     --no-fsdp-all-gather-in-start-param-sync)."""
     cuda_graph_warmup_steps: int = 3
-    """Steps that run without a graph before one is recorded."""
+    """Steps run without a graph before the capture."""
     cpu_matmul_dtype: Literal["auto", "weights", "fp32"] = "auto"
-    """What a CPU multiplies matrices in with --bf16 or --fp16: the dtype of the weights, or fp32;
-    auto is what the first rank measures to be faster (fp32 with --fp16). A resumed run keeps every
-    bit only with the same choice, and says so where it is another."""
+    """Dtype of matrix products on a CPU with --bf16 or --fp16: the dtype of the weights, or fp32;
+    auto is whichever the first rank measures to be faster (fp32 with --fp16). A resumed run is
+    bit-identical only with the same choice, and logs a different one."""
 
     def __post_init__(self) -> None:
         require_all(
@@ -348,62 +358,63 @@ class ExecutionConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class ParallelConfig:
-    """How the run is spread over processes."""
+    """Model parallelism, and the implementation of its layers."""
 
     tensor_model_parallel_size: int = 1
-    """Ranks that share each weight matrix."""
+    """Degree of tensor model parallelism: ranks that share each weight matrix."""
     tensor_parallel_num_weight_shards: int | None = None
-    """Generalized tensor parallelism: shards of each weight matrix, a multiple of the tensor
-    parallel size; each tensor parallel rank's part is sharded over that many times fewer ranks,
-    which have different samples, and gathered just before use; derived: the tensor parallel
-    size."""
+    """Generalized tensor parallelism: number of shards of each weight matrix, a multiple of the
+    tensor parallel size. Each tensor-parallel slice is sharded further over ranks with different
+    samples and gathered just before use; derived: the tensor parallel size."""
     gtp_opt_in_modules: tuple[str, ...] | None = None
-    """With --tensor-parallel-num-weight-shards, modules whose matrices are sharded too, though
-    every tensor parallel rank has them whole: mla_down_proj (the down projections of latent
-    attention), position_embeddings (learned absolute positions)."""
+    """With --tensor-parallel-num-weight-shards, additional modules to shard that are replicated
+    over tensor-parallel ranks: mla_down_proj (down projections of latent attention),
+    position_embeddings (learned absolute positions)."""
     sequence_parallel: bool = False
-    """Also cut activations outside of matrix products along the sequence over the tensor parallel
-    ranks."""
+    """Shard activations along the sequence dimension over the tensor-parallel group (sequence
+    parallelism)."""
     context_parallel_size: int = 1
-    """Ranks that share the tokens of each sample; attention alone needs those of the others."""
+    """Degree of context parallelism: ranks that share the tokens of each sample."""
     cp_comm_type: Literal["auto", "p2p", "all_gather", "a2a"] = "auto"
-    """How attention meets the tokens of other ranks: by p2p keys and values go round; all_gather
-    has those of all ranks at once; a2a cuts heads instead of tokens; auto takes what moves
-    least."""
+    """How attention exchanges data over context-parallel ranks: p2p sends keys and values around a
+    ring; all_gather gathers them from all ranks; a2a redistributes heads instead of tokens; auto
+    chooses the one that communicates least."""
     context_parallel_cut: Literal["auto", "row", "documents"] = "auto"
-    """How rows that hold several documents are cut over context parallel ranks: row cuts each as
-    one, documents spreads every document evenly over all ranks, with padding; auto takes for each
-    microbatch what costs the slowest rank less."""
+    """How rows of several documents are divided over context-parallel ranks: row divides the row as
+    one sequence, documents divides every document evenly over all ranks, with padding; auto picks
+    for each microbatch the division whose slowest rank is faster."""
     linear_cp_mode: Literal["auto", "headwise", "segments"] = "auto"
-    """How a recurrence meets the tokens of other ranks: headwise cuts heads instead of tokens;
-    segments passes states from each part of a document to the next; auto takes what moves least."""
+    """How recurrent mixers exchange data over context-parallel ranks: headwise redistributes heads
+    instead of tokens; segments passes states from each segment of a document to the next; auto
+    chooses the one that communicates least."""
     expert_model_parallel_size: int = 1
-    """Ranks that share the experts of a layer, each with some of them."""
+    """Degree of expert parallelism: ranks over which the experts of a layer are distributed."""
     expert_tensor_parallel_size: int | None = None
-    """Ranks that share the weight matrices of each expert; derived: the tensor parallel size."""
+    """Degree of tensor parallelism within each expert; derived: the tensor parallel size."""
     expert_tensor_parallel_num_weight_shards: int | None = None
-    """The same shards for each matrix of an expert, a multiple of the expert tensor parallel size;
-    derived: that size."""
+    """Generalized tensor parallelism of experts: number of shards of each expert matrix, a multiple
+    of the expert tensor parallel size; derived: the expert tensor parallel size."""
     moe_token_dispatcher_type: Literal["auto", "allgather", "alltoall"] = "auto"
-    """How tokens come to the ranks of their experts: allgather brings all tokens to all ranks,
-    alltoall to each what it needs; auto takes what moves fewer bytes."""
+    """How tokens reach the ranks of their experts: allgather sends all tokens to all ranks,
+    alltoall sends each rank only the tokens it needs; auto chooses the one that moves fewer
+    bytes."""
     moe_expert_rank_capacity_factor: float | None = None
-    """In training a rank of experts takes this times its even share of tokens, and a step in which
-    one gets more is an error before weights change; the host then reads no counts, and steps can be
-    recorded. None takes all."""
+    """In training, buffers of an expert-parallel rank hold this times its even share of tokens; a
+    step that exceeds it is an error before weights change. The host then never reads token counts,
+    so that steps can be captured in CUDA graphs. None = no limit."""
     moe_shared_expert_overlap: bool = True
-    """Compute the shared expert while tokens are on their way."""
+    """Overlap the shared expert's computation with the token dispatch."""
     distributed_timeout_minutes: float = 10.0
-    """How long a collective may wait for a peer before the run stops, in minutes."""
+    """Timeout of collectives, in minutes."""
     transformer_impl: Literal["local", "transformer_engine"] = "local"
-    """Whose linear layers, norms and attention a model has: local is this package's own,
-    transformer_engine is TransformerEngine's, of the extra te. Weights, checkpoints and initial
-    values are the same."""
+    """Implementation of linear layers, norms and attention: local is this package's,
+    transformer_engine is TransformerEngine's (extra te). Weights, checkpoints and initial values
+    are the same."""
     attention_backend: Literal["auto", "reference", "triton"] = "auto"
-    """Which kernel computes attention; auto is TransformerEngine's with --transformer-impl
-    transformer_engine, on a GPU cuDNN's or FlashAttention-2's for 16-bit attention without sinks
-    and dropout (packed documents not under --cuda-graph-impl), else triton where it covers the
-    case, else reference."""
+    """Attention kernel. auto is TransformerEngine's with --transformer-impl transformer_engine;
+    otherwise, on a GPU, cuDNN's or FlashAttention-2's for 16-bit attention without sinks and
+    dropout (packed documents not under --cuda-graph-impl), else triton if it supports the case,
+    else reference."""
 
     def __post_init__(self) -> None:
         positive(self, "tensor_model_parallel_size", "context_parallel_size")
@@ -421,14 +432,15 @@ class ParallelConfig:
 
     @property
     def gtp_size(self) -> int:
-        """Ranks over which generalized tensor parallelism shards a rank's part of a matrix."""
+        """Ranks over which generalized tensor parallelism shards a tensor-parallel slice of a
+        matrix."""
         tp = self.tensor_model_parallel_size
         return (self.tensor_parallel_num_weight_shards or tp) // tp
 
     @property
-    def asks_for_gtp(self) -> bool:
-        """Whether there are to be more shards than tensor parallel ranks, if only of experts, and
-        be it a number that cannot be."""
+    def requests_gtp(self) -> bool:
+        """Whether the options request more shards than tensor-parallel ranks, for experts or other
+        weights; the number may still be invalid."""
         tp = self.tensor_model_parallel_size
         etp = self.expert_tensor_parallel_size or tp
         experts = self.expert_tensor_parallel_num_weight_shards or etp
@@ -436,6 +448,6 @@ class ParallelConfig:
 
     @property
     def expert_gtp_size(self) -> int:
-        """The same of a rank's part of an expert's matrix."""
+        """Ranks over which a tensor-parallel slice of an expert's matrix is sharded."""
         etp = self.expert_tensor_parallel_size or self.tensor_model_parallel_size
         return (self.expert_tensor_parallel_num_weight_shards or etp) // etp

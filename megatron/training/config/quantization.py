@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What is wrong with the options of products in FP8 and FP4, and their config of the core."""
+"""Checks of the FP8 and FP4 options, and the core config that they describe."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 
 def quantization(config: Config) -> QuantizationConfig | None:
-    """Return in what the layers of a run multiply; None if in the dtype of the weights."""
+    """Return the FP8 or FP4 config of the linear layers; None if neither is enabled."""
     chosen = config.quantization
     if chosen.flag is None:
         return None
@@ -32,7 +32,7 @@ def quantization(config: Config) -> QuantizationConfig | None:
 
 
 def problems(config: Config) -> Iterator[str]:
-    """Name what does not go together with products in FP8 or FP4, each with its fix."""
+    """Yield a message with a fix for each problem of the FP8 and FP4 options."""
     chosen, recipe_config = config.quantization, quantization(config)
     if recipe_config is None:
         return
@@ -46,7 +46,8 @@ def problems(config: Config) -> Iterator[str]:
         reason = transformer_engine.quantization_problem(recipe_config)
         if reason is not None:
             yield (
-                f"{chosen.flag}: this GPU has no {recipe_config.recipe} ({reason}): take another "
+                f"{chosen.flag}: this GPU does not support {recipe_config.recipe} ({reason}): use "
+                "another "
                 "recipe"
             )
     layers = layer_pattern_options.num_layers(config)
@@ -60,16 +61,16 @@ def problems(config: Config) -> Iterator[str]:
 
 
 def _sizes(config: Config, recipe_config: QuantizationConfig) -> Iterator[str]:
-    """Name sizes of a rank that are no multiples of what a recipe needs."""
+    """Yield a message for each dimension of a rank that is not a multiple the recipe requires."""
     multiple, rows = recipe_config.weight_multiple, recipe_config.row_multiple
     flag, training, parallel = config.quantization.flag, config.training, config.parallel
     tp = parallel.tensor_model_parallel_size
     for size, name in _weight_sizes(config, tp):
         if size % multiple:
             yield (
-                f"{flag} ({recipe_config.recipe}) needs weights of multiples of {multiple}, "
-                "and a rank has "
-                f"{size} of {name}: change it"
+                f"{flag} ({recipe_config.recipe}) needs weight dimensions that are multiples of "
+                f"{multiple}, "
+                f"and a rank has {size} of {name}: change it"
             )
     shares = parallel.context_parallel_size * (tp if parallel.sequence_parallel else 1)
     length = training.seq_length // shares
@@ -85,7 +86,7 @@ def _sizes(config: Config, recipe_config: QuantizationConfig) -> Iterator[str]:
 
 
 def _weight_sizes(config: Config, tp: int) -> Iterator[tuple[int, str]]:
-    """Yield what a rank has of a weight's size, and the options that set it."""
+    """Yield the dimensions of a rank's weights, each with the options that set it."""
     model, experts = config.model, config.experts
     kinds = set(layer_pattern_options.blocks(config) + layer_pattern_options.mtp_blocks(config))
     yield model.hidden_size, "--hidden-size"
@@ -114,7 +115,7 @@ def _weight_sizes(config: Config, tp: int) -> Iterator[tuple[int, str]]:
 
 
 def _latent_sizes(config: Config, heads: int) -> Iterator[tuple[int, str]]:
-    """Yield the sizes of latent attention's weights with so many heads on a rank."""
+    """Yield the dimensions of latent attention's weights with `heads` heads on a rank."""
     chosen = config.attention
     query = chosen.qk_head_dim + chosen.qk_pos_emb_head_dim
     yield heads * query, "--num-attention-heads x (--qk-head-dim + --qk-pos-emb-head-dim)"
@@ -127,7 +128,7 @@ def _latent_sizes(config: Config, heads: int) -> Iterator[tuple[int, str]]:
 
 
 def _recurrent_sizes(config: Config, kinds: set[str], tp: int) -> Iterator[tuple[int, str]]:
-    """Yield the sizes of the projections of recurrent mixers on a rank."""
+    """Yield the dimensions of a rank's projections of recurrent mixers."""
     hybrid = config.hybrid
     if DELTA_NET in kinds:
         keys = hybrid.linear_num_key_heads * hybrid.linear_key_head_dim

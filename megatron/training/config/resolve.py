@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Fill in what a config leaves to be derived, given the number of processes.
+"""Fill in derived options, given the number of processes.
 
-`resolve(resolve(c)) == resolve(c)`; what `--print-config` prints is resolved. `check.py` must
-have found nothing.
+`resolve` is idempotent, and `--print-config` prints a resolved config. Only a config for which
+`check.py` lists no problem can be resolved.
 """
 
 from __future__ import annotations
@@ -41,24 +41,23 @@ from megatron.training.config.layer_pattern_options import (
 
 @dataclass(frozen=True, kw_only=True)
 class Run:
-    """A resolved config with the numbers that follow from it.
+    """A resolved config and the sizes that follow from it.
 
     Args:
-        config: the config with every derived field filled.
+        config: the config with every derived field filled in.
         world_size: number of processes.
-        data_parallel_size: processes that see different samples.
-        batch_sizes: samples of each step.
-        evaluation: which samples of a step of a validation each rank computes.
-        num_microbatches: forward passes per rank and step, fillers of an uneven batch included,
-            once the batch has its final size.
-        train_iters: optimizer steps of the whole run.
-        train_samples: samples of the whole run.
+        data_parallel_size: number of data-parallel ranks.
+        batch_sizes: global batch size of each step, in samples.
+        evaluation: division of a validation step's samples over ranks and microbatches.
+        num_microbatches: forward passes per rank and step at the final batch size, padding
+            microbatches of an uneven batch included.
+        train_iters: number of optimizer steps of the run.
+        train_samples: number of training samples of the run.
         decay_samples: samples until the learning rate reaches its minimum.
-        warmup_samples: samples of warm-up.
-        wsd_decay_samples: samples of WSD's last phase; 0 for other styles.
-        batch_follows_world: whether no global batch was given, so that it follows from the number
-            of processes.
-        unresolved: the config before derived fields were filled.
+        warmup_samples: samples of learning rate warm-up.
+        wsd_decay_samples: samples of WSD's annealing phase; 0 for other decay styles.
+        batch_follows_world: whether the global batch size was derived from the number of processes.
+        unresolved: the config before derived fields were filled in.
     """
 
     config: Config
@@ -76,7 +75,7 @@ class Run:
     unresolved: Config | None = field(default=None, compare=False, repr=False)
 
     def division(self, samples: int) -> Division:
-        """Return which samples of a step of so many each rank computes."""
+        """Return the division of a step of `samples` samples over ranks and microbatches."""
         return Division(
             samples=samples,
             micro_batch_size=self.config.training.micro_batch_size,
@@ -85,7 +84,7 @@ class Run:
 
     @property
     def final_division(self) -> Division:
-        """Return which samples each rank computes once the batch has its final size."""
+        """The division of a step at the final batch size over ranks and microbatches."""
         return self.division(self.batch_sizes.sizes[-1])
 
 
@@ -99,7 +98,7 @@ def resolve(config: Config, world_size: int) -> Run:
     if training.train_samples is not None:
         iterations, samples = sizes.steps(training.train_samples), training.train_samples
     else:
-        assert training.train_iters is not None, "check() asks for train_iters or train_samples"
+        assert training.train_iters is not None, "check() requires train_iters or train_samples"
         iterations, samples = training.train_iters, sizes.samples(training.train_iters)
     schedule = _schedule(config.schedule, training)
     decay_iters = schedule.lr_decay_iters or 0
@@ -170,7 +169,7 @@ def _experts(config: Config) -> ExpertConfig:
     experts = config.experts
     if experts.num_experts is None:
         return experts
-    layers = expert_layers(config)  # of a hybrid its pattern says it
+    layers = expert_layers(config)  # empty for a hybrid, whose pattern names expert layers
     return replace(
         experts,
         moe_layer_freq=experts.moe_layer_freq or (write_frequency(layers) if layers else None),
@@ -215,7 +214,7 @@ def _tokenizer(tokenizer: TokenizerConfig) -> TokenizerConfig:
 
 
 def padded_vocab_size(config: Config, vocab_size: int) -> int:
-    """Return the size of a vocabulary with its padding, which every tensor parallel rank shares."""
+    """Return the vocabulary size with padding, a multiple of the tensor parallel size."""
     tp = config.parallel.tensor_model_parallel_size
     multiple = config.tokenizer.make_vocab_size_divisible_by * tp
     return -(-vocab_size // multiple) * multiple

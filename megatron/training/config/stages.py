@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The pipeline that options describe: which layers each stage has, and its order of work."""
+"""The pipeline described by the options: the layers of each stage and the schedule."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from megatron.training.config.layer_pattern_options import FLAG, is_hybrid
 
 
 def stage_split(config: Config) -> StageSplit:
-    """Return the layers of every virtual stage; `problems` must have found nothing."""
+    """Return the layers of every virtual stage; requires a config without `problems`."""
     chosen, layers, cut = config.pipeline, config.model.num_layers, _cut_pattern(config)
     stages = chosen.pipeline_model_parallel_size
     if chosen.pipeline_model_parallel_layout is not None:
@@ -36,19 +36,19 @@ def stage_split(config: Config) -> StageSplit:
         return StageSplit.from_pattern(cut, stages, ffn_pattern=_layer_kinds(config))
     chunks = _even_chunks(config)
     assert chunks is not None, "check() asks for chunks of the same size"
-    num_blocks = _blocks_of_layer(config)
+    num_blocks = _blocks_per_layer(config)
     return StageSplit.even(
         layers, stages, chunks=chunks, layer_blocks=num_blocks, **_exceptions(config)
     )
 
 
 def schedule_name(config: Config) -> str:
-    """Return the schedule that the stages of a config without problems follow."""
+    """Return the pipeline schedule of a config without problems: 1f1b, interleaved or zb-h1."""
     return _schedule_name(config, stage_split(config).chunks)
 
 
 def problems(config: Config, world_size: int) -> Iterator[str]:
-    """Name what is wrong with the stages on `world_size` processes, each with its fix."""
+    """Yield a message with a fix for each problem of the pipeline on `world_size` processes."""
     chosen = config.pipeline
     stage_problems = [*parallel_options.problems(chosen, _cut_pattern(config)), *_pattern(config)]
     stages, cut = chosen.pipeline_model_parallel_size, _cut_pattern(config)
@@ -65,12 +65,12 @@ def problems(config: Config, world_size: int) -> Iterator[str]:
 
 
 def _cut_pattern(config: Config) -> str | None:
-    """Return the layer pattern of the model if it says where stages begin."""
+    """Return the layer pattern of the model if it contains stage boundaries, else None."""
     pattern = layer_pattern_options.written(config)
     return None if pattern is None or STAGE_SEPARATOR not in pattern.main else pattern.main
 
 
-def _blocks_of_layer(config: Config) -> int:
+def _blocks_per_layer(config: Config) -> int:
     return 1 if is_hybrid(config) else 2
 
 
@@ -82,7 +82,7 @@ def _schedule_name(config: Config, chunks: int) -> str:
 
 
 def _chunks(config: Config) -> int | None:
-    """Return the virtual stages of each rank; None if the options do not say."""
+    """Return the virtual stages per rank; None if the options contradict each other."""
     chosen = config.pipeline
     written = chosen.pipeline_model_parallel_layout or _cut_pattern(config)
     if written is None:
@@ -101,7 +101,7 @@ def _chunks(config: Config) -> int | None:
 
 
 def _pattern(config: Config) -> Iterator[str]:
-    """Compare a pattern that cuts nothing with the model."""
+    """Check a pattern without stage boundaries against the model."""
     pattern = layer_pattern_options.written(config)
     if pattern is None or STAGE_SEPARATOR in pattern.main or _is_broken(config):
         return
@@ -110,16 +110,16 @@ def _pattern(config: Config) -> Iterator[str]:
 
 
 def _is_broken(config: Config) -> bool:
-    """Return whether the layer pattern itself is wrong, so that nothing can be cut."""
+    """Return whether the layer pattern has a syntax error, so that it defines no stages."""
     text = config.hybrid.hybrid_layer_pattern
     return text is not None and bool(layer_pattern_problems(text))
 
 
 def _layer_kinds(config: Config) -> str | None:
-    """Return what follows attention in each layer of a GPT, which the layer pattern says if it says
-    as many; None for a hybrid.
+    """Return the block after attention in each layer of a GPT; None for a hybrid.
 
-    Where it has experts and the model none, or not in these layers, `expert_problems` says so.
+    The symbols come from the layer pattern if it has experts and the model's number of layers;
+    `expert_problems` reports all other differences between pattern and model.
     """
     pattern, layers = layer_pattern_options.written(config), config.model.num_layers
     kinds = DENSE * layers if pattern is None else ffn_of(pattern.blocks)
@@ -129,7 +129,7 @@ def _layer_kinds(config: Config) -> str | None:
 
 
 def _layers(config: Config) -> Iterator[str]:
-    """Name what is wrong with how layers are cut into stages."""
+    """Yield a message for each problem of the division of layers into stages."""
     chosen, layers = config.pipeline, config.model.num_layers
     stages = chosen.pipeline_model_parallel_size
     if chosen.pipeline_model_parallel_layout is not None:
@@ -137,15 +137,15 @@ def _layers(config: Config) -> Iterator[str]:
         layout = chosen.pipeline_model_parallel_layout
         layer_problems = layout_problems(layout, stages, num_layers=layers)
         if is_hybrid(config):
-            layer_problems = [f"a layout is of a GPT's layers: cut {FLAG} by '|' instead"]
+            layer_problems = [f"a layout describes a GPT's layers: split {FLAG} by '|' instead"]
     elif (cut := _cut_pattern(config)) is not None:
         flag = FLAG
         layer_problems = pattern_problems(cut, stages, ffn_pattern=_layer_kinds(config))
     else:
         flag = f"--pipeline-model-parallel-size {stages}"
         chunks = _even_chunks(config)
-        # Chunks that do not come out are an error of their own, unless the stages are not even.
-        num_blocks = _blocks_of_layer(config)
+        # Report an uneven division into chunks only if the division into stages is valid.
+        num_blocks = _blocks_per_layer(config)
         layer_problems = even_problems(
             layers, stages, chunks=chunks or 1, layer_blocks=num_blocks, **_exceptions(config)
         )
@@ -163,7 +163,7 @@ def _layers(config: Config) -> Iterator[str]:
 
 
 def _recompute(config: Config) -> Iterator[str]:
-    """Name a number of layers that no chunk has."""
+    """Yield a message if no model chunk has as many layers as --recompute-num-layers."""
     count, layers = config.execution.recompute_num_layers, layer_pattern_options.num_layers(config)
     full = config.execution.recompute_granularity == "full"
     written = layer_pattern_options.written(config)
@@ -173,13 +173,12 @@ def _recompute(config: Config) -> Iterator[str]:
     if full and count is not None and max_layers < count <= layers:
         yield (
             f"--recompute-num-layers {count} is above the {max_layers} layers of the largest "
-            "pipeline "
-            "stage: lower it"
+            "pipeline stage: lower it"
         )
 
 
 def _order(config: Config, world_size: int, *, chunks: int) -> Iterator[str]:
-    """Name what is wrong with the order of work of so many virtual stages on each rank."""
+    """Yield a message for each problem of the schedule with `chunks` virtual stages per rank."""
     chosen, name = config.pipeline, _schedule_name(config, chunks)
     group = chosen.microbatch_group_size_per_virtual_pipeline_stage
     group_flag = "--microbatch-group-size-per-virtual-pipeline-stage"
@@ -187,7 +186,7 @@ def _order(config: Config, world_size: int, *, chunks: int) -> Iterator[str]:
     if name != "interleaved" and chunks > 1:
         has_problem = True
         yield (
-            f"--pipeline-schedule {name} has one virtual stage per rank, not {chunks}: take "
+            f"--pipeline-schedule {name} has one virtual stage per rank, not {chunks}: use "
             "interleaved, or one virtual stage"
         )
     if name == "interleaved" and chunks == 1:
@@ -198,7 +197,7 @@ def _order(config: Config, world_size: int, *, chunks: int) -> Iterator[str]:
             fix = f"lower --num-layers-per-virtual-pipeline-stage {layers_per_stage}"
         yield (
             f"--pipeline-schedule interleaved needs several virtual stages per rank: {fix}, or "
-            "take 1f1b"
+            "use 1f1b"
         )
     if name != "interleaved" and group is not None:
         has_problem = True
@@ -217,7 +216,7 @@ def _order(config: Config, world_size: int, *, chunks: int) -> Iterator[str]:
 def _microbatches(config: Config, world_size: int) -> tuple[int, ...]:
     """Return the number of microbatches for each batch size of the run.
 
-    Batch sizes that must divide evenly and do not are left out.
+    Batch sizes that do not divide evenly are left out unless uneven batches are allowed.
     """
     training = config.training
     dp_size, remainder = divmod(world_size, config.model_parallel_size)
@@ -247,8 +246,8 @@ def _even_chunks(config: Config) -> int | None:
 
 
 def _shared_layers(config: Config) -> tuple[int, int]:
-    """Return the layers that are split evenly, embedding and loss included if they count as
-    layers, and the number of ranks that share them."""
+    """Return the number of layers that are divided evenly, counting embedding and loss if the
+    options say so, and the number of pipeline ranks that share them."""
     chosen = config.pipeline
     layers = config.model.num_layers + chosen.account_for_embedding_in_pipeline_split
     layers += chosen.account_for_loss_in_pipeline_split
@@ -263,7 +262,7 @@ def _shared_layers(config: Config) -> tuple[int, int]:
 
 
 def _exceptions(config: Config) -> dict[str, int | bool | None]:
-    """Return the arguments of an even split that change the number of layers of a stage."""
+    """Return the arguments of `StageSplit.even` that make stages uneven."""
     chosen = config.pipeline
     return {
         "first_layers": chosen.decoder_first_pipeline_num_layers,

@@ -1,12 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Megatron-LM's flags that stand for options of other names, for several, or by the rest of them.
+"""Megatron-LM's flags that translate to options of other names or to several options.
 
-Multi-latent attention (`--multi-latent-attention`) in Megatron-LM rotates by YaRN unless
-`--rope-type rope` is given, whatever `--position-embedding-type` says: factor
-`--rotary-scaling-factor` (40), 4,096 original positions, mscale 1, mscale of all features 0. It
-normalises latents only with `--qk-layernorm`. That rule holds for the flags of a command line. A
-YAML file, a checkpoint and a Hugging Face folder say by options of this program which model they
-have, and keep it.
+Multi-latent attention (`--multi-latent-attention`) in Megatron-LM uses YaRN unless `--rope-type
+rope` is given, regardless of `--position-embedding-type`: factor `--rotary-scaling-factor` (40),
+4,096 original positions, mscale 1, mscale of all features 0. It normalises latents only with
+`--qk-layernorm`. These rules apply to flags on the command line. A YAML file, a checkpoint and a
+Hugging Face folder describe their model with this program's options, and keep it.
 """
 
 from __future__ import annotations
@@ -18,10 +17,10 @@ from typing import Any
 from megatron.cli.schema import Option
 from megatron.training.config.checkpoint_options import stored_options
 
-#: Factor of YaRN in Megatron-LM's multi-latent attention where none is given.
+#: Megatron-LM's default YaRN factor of multi-latent attention.
 LATENT_YARN_FACTOR = 40.0
 
-#: The option for YaRN's factor.
+#: The option that sets YaRN's factor.
 SCALING_FACTOR = "yarn-rotary-scaling-factor"
 
 Values = dict[str, Any]
@@ -32,7 +31,7 @@ def _flag(name: str, kind: type, *choices: str) -> Option:
     return Option(name=name, section=None, field=name, kind=kind, choices=choices, one_way=switch)
 
 
-#: How to read the flags, and what they are read as.
+#: How to parse each flag, and what it is translated to.
 TRANSLATED: Mapping[Option, str] = types.MappingProxyType(
     {
         _flag("rope-type", str, "rope", "yarn"): "`--position-embedding-type` of "
@@ -55,16 +54,16 @@ TRANSLATED: Mapping[Option, str] = types.MappingProxyType(
 
 
 def translate(flags: Values, file: Values) -> list[str]:
-    """Replace the translated flags by options.
+    """Replace the translated flags by this program's options.
 
     Args:
-        flags: values of the command line by name; edited.
-        file: values of `--config` by name; edited.
+        flags: option values of the command line by name; modified in place.
+            file: option values of `--config` by name; modified in place.
 
-    Returns lines for the start of the run.
+        Returns lines to print at the start of the run.
 
     Raises:
-        ValueError: flags that contradict each other, or stand for nothing here; all in one line.
+        ValueError: flags contradict each other, or have no translation; all problems in one line.
     """
     lines: list[str] = []
     problems: list[str] = []
@@ -79,7 +78,8 @@ def translate(flags: Values, file: Values) -> list[str]:
 
 
 def _take(flags: Values, file: Values, *names: str) -> Values:
-    """Remove flags from both and return their values; the command line wins over the file."""
+    """Remove flags from both mappings and return their values; the command line overrides the
+    file."""
     values = {name: source[name] for source in (file, flags) for name in names if name in source}
     for name in names:
         flags.pop(name, None)
@@ -88,10 +88,10 @@ def _take(flags: Values, file: Values, *names: str) -> Values:
 
 
 def _set(flags: Values, file: Values, options: Mapping[str, Any], *, origin: str) -> str:
-    """Give options the values that a flag stands for, and return the line that says so.
+    """Set the options that a flag translates to, and return a line that states it.
 
     Raises:
-        ValueError: an option is given and has another value.
+        ValueError: an option was given with another value.
     """
     user_values = {**file, **flags}
     options_text = " ".join(f"--{name} {value}" for name, value in options.items())
@@ -106,7 +106,7 @@ def _set(flags: Values, file: Values, options: Mapping[str, Any], *, origin: str
 
 
 def _recompute(flags: Values, file: Values) -> list[str]:
-    """Translate the flags of recomputed activations of old versions."""
+    """Translate flags of activation recomputation from older Megatron-LM versions."""
     methods = ("checkpoint-activations", "activations-checkpoint-method")
     counts = ("checkpoint-num-layers", "activations-checkpoint-num-layers")
     old = _take(flags, file, *methods, *counts)
@@ -137,13 +137,13 @@ def _recompute(flags: Values, file: Values) -> list[str]:
 
 
 def _multi_token_prediction(flags: Values, file: Values) -> list[str]:
-    """Translate the flags of multi-token prediction of Pai-Megatron-Patch."""
+    """Translate Pai-Megatron-Patch's flags of multi-token prediction."""
     switch, count = "use-multi-token-prediction", "num-mtp-predictor"
     values = _take(flags, file, switch, count)
     if not values:
         return []
     if count not in values:
-        raise ValueError(f"--{switch}: use --mtp-num-layers: it is the number of layers")
+        raise ValueError(f"--{switch}: use --mtp-num-layers, the number of depths")
     depths = values[count]
     if switch not in values:
         raise ValueError(
@@ -154,13 +154,13 @@ def _multi_token_prediction(flags: Values, file: Values) -> list[str]:
 
 
 def _latent_attention(flags: Values, file: Values) -> list[str]:
-    """Translate what Megatron-LM's flags of multi-latent attention mean (see the module)."""
+    """Translate Megatron-LM's flags of multi-latent attention (see the module docstring)."""
     values = _take(flags, file, "rope-type", "rotary-scaling-factor")
     user_values = {**file, **flags}
     from_elsewhere = bool(user_values.get("use-checkpoint-args") or user_values.get("load-hf"))
     if not user_values.get("multi-latent-attention") and not from_elsewhere:
         return _without_latents(values, user_values)
-    # A file or a folder that asks for latent attention says in options of this program how it is.
+    # A file or folder with latent attention describes it in this program's options.
     by_flag = "multi-latent-attention" in flags and not file.get("multi-latent-attention")
     by_flag = by_flag and user_values.get("load-hf") is None
     if by_flag and "rope-type" not in values:
@@ -174,12 +174,13 @@ def _latent_attention(flags: Values, file: Values) -> list[str]:
         )
     position = user_values.get("position-embedding-type")
     if not (by_flag or values) or not (position in ("rope", "yarn") or from_elsewhere):
-        return []  # the check of options names what does not go with latent attention
+        return []  # the option checks report conflicts with latent attention
     return _rotation(flags, user_values, values, derived=from_elsewhere and not by_flag)
 
 
 def _without_latents(values: Mapping[str, Any], user_values: Mapping[str, Any]) -> list[str]:
-    """Say what the flags of latent attention do without it: nothing in Megatron-LM either."""
+    """Report flags of latent attention without latent attention: they have no effect in Megatron-LM
+    either."""
     kind, position = values.get("rope-type"), user_values.get("position-embedding-type")
     if "rotary-scaling-factor" in values:
         raise ValueError(
@@ -199,13 +200,13 @@ def _without_latents(values: Mapping[str, Any], user_values: Mapping[str, Any]) 
 def _as_stored(
     flags: Values, user_values: Mapping[str, Any], factor: float | None
 ) -> list[str] | None:
-    """Take the rotation of the checkpoint that the run goes on from.
+    """Use the position embedding of the checkpoint that the run resumes from.
 
     Args:
-        factor: of --rotary-scaling-factor, if that is given.
+        factor: value of --rotary-scaling-factor, if given.
 
-    Returns a line that says so; None without a checkpoint of latent attention, or if it has another
-    factor.
+    Returns a line that says so; None if there is no checkpoint with latent attention, or if its
+    factor differs.
     """
     stored = stored_options(user_values)
     if stored is None or not stored[1].get("multi-latent-attention"):
@@ -217,19 +218,19 @@ def _as_stored(
     flags["position-embedding-type"] = kind
     if kind == "yarn":
         flags.setdefault(SCALING_FACTOR, stored_factor)
-    return [f"--position-embedding-type is {kind} as in {folder} (another one by --rope-type)"]
+    return [f"--position-embedding-type is {kind} as in {folder} (--rope-type changes it)"]
 
 
 def _rotation(
     flags: Values, user_values: Mapping[str, Any], values: Mapping[str, Any], *, derived: bool
 ) -> list[str]:
-    """Set how multi-latent attention rotates, and return lines that say so.
+    """Set the position embedding of multi-latent attention, and return lines that state it.
 
     Args:
-        flags: values of the command line; edited.
-        user_values: all values that are given.
-        values: those of the flags of latent attention.
-        derived: whether a checkpoint or a folder says what is not given.
+        flags: option values of the command line by name; modified in place.
+        user_values: all explicit option values by name.
+        values: values of the flags of latent attention.
+        derived: whether a checkpoint or Hugging Face folder supplies options that are not given.
     """
     position = user_values.get("position-embedding-type")
     by_file = position is not None and "position-embedding-type" not in flags
@@ -257,9 +258,8 @@ def _rotation(
     options_text = " ".join(f"--{name} {value}" for name, value in options.items())
     lines = [
         f"--multi-latent-attention is read with {options_text}, as in Megatron-LM "
-        "(--rope-type rope "
-        "chooses rotations without scaling)"
+        "(--rope-type rope uses rotary embeddings without scaling)"
     ]
     if flags.pop("use-rope-scaling", False):
-        lines.append("no effect here: --use-rope-scaling (--multi-latent-attention takes yarn)")
+        lines.append("no effect here: --use-rope-scaling (--multi-latent-attention uses yarn)")
     return lines

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Checks of single option values, for the `__post_init__` of a section."""
+"""Checks of single option values, called by `__post_init__` of the option classes."""
 
 from __future__ import annotations
 
@@ -25,10 +25,10 @@ def require_all(*checks: Callable[[], object]) -> None:
 
 
 def name_factors(flag: str, words: tuple[str, ...] | None) -> tuple[tuple[str, float], ...]:
-    """Return the (pattern, factor) pairs of words such as `*.bias=0.5`.
+    """Parse PATTERN=FACTOR arguments such as `*.bias=0.5` into (pattern, factor) pairs.
 
     Raises:
-        ValueError: a word is no such pair, or names a pattern again.
+        ValueError: an argument has another form, or repeats a pattern.
     """
     factors: dict[str, float] = {}
     for word in words or ():
@@ -39,7 +39,8 @@ def name_factors(flag: str, words: tuple[str, ...] | None) -> tuple[tuple[str, f
             factor = -1.0
         require(
             pattern != "" and 0.0 <= factor < math.inf,
-            f"{flag} {word}: give PATTERN=FACTOR, a pattern of weight names and a number from 0 up",
+            f"{flag} {word}: give PATTERN=FACTOR, a pattern of weight names and a number of at "
+            "least 0",
         )
         require(pattern not in factors, f"{flag} has {pattern} twice: keep one")
         factors[pattern] = factor
@@ -64,7 +65,7 @@ def fraction(section: object, *names: str) -> None:
 def _check_fields(
     section: object, names: Sequence[str], holds: Callable[[float], bool], must: str
 ) -> None:
-    """Raise ValueError for every named field that is set and for which `holds` is not true."""
+    """Raise ValueError for every named field that is set and does not satisfy `holds`."""
     value_by_flag = {name.replace("_", "-"): vars(section)[name] for name in names}
     wrong = [
         f"--{f} is {v}: {must}" for f, v in value_by_flag.items() if v is not None and not holds(v)

@@ -117,7 +117,7 @@ def problems(config: DataConfig) -> Iterator[str]:
     }
     selected = [name for name, is_set in sources.items() if is_set]
     if len(selected) > 1:
-        yield f"{' and '.join(selected)} exclude each other: keep one"
+        yield f"{' and '.join(selected)} are mutually exclusive: keep one"
     if not selected:
         yield "no data: give --data-path, --train-data-path or --mock-data"
     for name in ("valid", "test"):

@@ -682,7 +682,7 @@ def _export_line(session: Session) -> str | None:
 def _experiment_line(config: Config) -> str | None:
     """Return the enabled experiments with their options; None without any."""
     chosen = config.experiments
-    words = [" ".join((name, *chosen.words_of(name))) for name in chosen.experiment or ()]
+    words = [" ".join((name, *chosen.option_arguments(name))) for name in chosen.experiment or ()]
     return f"experiments: {', '.join(words)}" if words else None
 
 

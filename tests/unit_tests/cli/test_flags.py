@@ -201,7 +201,7 @@ def test_flag_that_overrides_the_file_is_logged(tmp_path, capsys):
         ("--normalization rms", "use one of LayerNorm, RMSNorm"),
         ("--micro-batch-size 0", "--micro-batch-size is 0: it must be above 0"),
         ("--hidden-dropout 1.0", r"--hidden-dropout is 1.0: it must lie in \[0, 1\)"),
-        ("--bf16 --fp16", "--bf16 and --fp16 exclude each other"),
+        ("--bf16 --fp16", "--bf16 and --fp16 are mutually exclusive"),
         ("--async-save", "--async-save needs --save-interval"),
         ("--min-lr 0.1", "--min-lr 0.1 is above --lr 0.001"),
         ("--bf16 --seed=1 stray", "unexpected argument 'stray'"),

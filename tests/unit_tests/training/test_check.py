@@ -55,9 +55,9 @@ from tests.unit_tests.training.small_config import small_config
         (
             "--use-rope-scaling --rotary-seq-len-interpolation-factor 2",
             1,
-            "exclude each other",
+            "are mutually exclusive",
         ),
-        ("--use-rope-scaling --position-embedding-type yarn", 1, "exclude each other"),
+        ("--use-rope-scaling --position-embedding-type yarn", 1, "are mutually exclusive"),
         (
             "--use-rope-scaling --rope-scaling-low-freq-factor 4",
             1,
@@ -102,12 +102,12 @@ from tests.unit_tests.training.small_config import small_config
         (
             "--lr-decay-samples 9",
             1,
-            "--lr-decay-samples does not go with --train-iters: use --lr-decay-iters",
+            "--lr-decay-samples cannot be combined with --train-iters: use --lr-decay-iters",
         ),
         (
             "--lr-warmup-iters 1 --lr-warmup-fraction 0.1",
             1,
-            "--lr-warmup-iters and --lr-warmup-fraction exclude each other",
+            "--lr-warmup-iters and --lr-warmup-fraction are mutually exclusive",
         ),
         ("--lr-warmup-iters 10", 1, "warm-up of 10 is not shorter than the decay of 10"),
         ("--lr-decay-style WSD", 1, "WSD needs --lr-wsd-decay-iters"),
@@ -149,7 +149,7 @@ def test_a_valid_config_has_none():
 def test_samples_only_flags_go_with_train_samples():
     config = small_config("--train-samples 50 --lr-decay-iters 5", without=("--train-iters",))
     assert check(config, 1) == [
-        "--lr-decay-iters does not go with --train-samples: use --lr-decay-samples"
+        "--lr-decay-iters cannot be combined with --train-samples: use --lr-decay-samples"
     ]
 
 

@@ -49,7 +49,7 @@ def problems(more: str, world: int) -> list[str]:
         ("--recompute-num-layers 3", 1, "--recompute-num-layers"),
         (f"{FULL} 3", 1, "--recompute-num-layers 3"),
         (f"--pipeline-model-parallel-size 2 {FULL} 2", 2, "--recompute-num-layers 2"),
-        (f"--pipeline-model-parallel-size 2 --num-layers 4 {FULL} 5", 2, "the 4 layers"),
+        (f"--pipeline-model-parallel-size 2 --num-layers 4 {FULL} 5", 2, "the model's 4 layers"),
         ("--global-batch-size 3", 2, "--allow-uneven-batch"),
         ("--global-batch-size 3 --allow-uneven-batch", 2, "--global-batch-size 3"),
         ("--global-batch-size 8 --tensor-model-parallel-size 2", 3, "the world of 3"),

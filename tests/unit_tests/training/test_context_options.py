@@ -94,14 +94,14 @@ CP, TP = "--context-parallel-size", "--tensor-model-parallel-size"
         (
             f"{CP} 2 --attention-backend reference",
             2,
-            f"--attention-backend reference has no effect with {CP} 2, which takes what its device "
-            "has: leave it at auto",
+            f"--attention-backend reference has no effect with {CP} 2, which uses the kernel of "
+            "its device: leave it at auto",
         ),
         (
             f"{CP} 2 --cuda-graph-impl full_iteration --reset-attention-mask",
             2,
-            f"{CP} 2 with --reset-attention-mask attends block by block where documents meet, "
-            "other blocks in every step: drop it or --cuda-graph-impl full_iteration",
+            f"{CP} 2 with --reset-attention-mask attends block by block at document boundaries, "
+            "with other blocks in every step: drop it or --cuda-graph-impl full_iteration",
         ),
     ],
 )
@@ -121,7 +121,8 @@ def test_all_that_is_wrong_is_named_at_once():
     assert [text.split(":")[0].split(" is ")[0].split(" does ")[0] for text in found] == [
         f"{CP} 4",
         "--seq-length 20",
-        f"--attention-backend triton has no effect with {CP} 4, which takes what its device has",
+        f"--attention-backend triton has no effect with {CP} 4, which uses the kernel of its "
+        "device",
         "--cp-comm-type a2a",
     ]
 
@@ -332,5 +333,5 @@ def test_an_instance_cuts_over_context_parallel_ranks_too():
     more = "--num-distributed-optimizer-instances 2 --seq-length 32"
     more += " --data-parallel-sharding-strategy optim_grads_params"
     alone = check(small_config(more), 2)
-    assert any("nothing is cut" in problem for problem in alone)
+    assert any("nothing is sharded" in problem for problem in alone)
     assert check(small_config(f"{more} --context-parallel-size 2"), 4) == []

@@ -202,7 +202,7 @@ def test_decoupled_lr_decays_to_its_own_minimum():
         ("--muon-momentum 1", r"--muon-momentum is 1.0: it must lie in \[0, 1\)"),
         (
             "--no-muon-split-qkv --muon-split-matrices all",
-            "--no-muon-split-qkv does not go with --muon-split-matrices all",
+            "--no-muon-split-qkv contradicts --muon-split-matrices all",
         ),
         ("--muon-num-ns-steps 0", "--muon-num-ns-steps is 0: it must be above 0"),
         ("--adam-beta1 1 --adam-beta2 2", r"beta1 is 1.0: .*; --adam-beta2 is 2.0: .* \[0, 1\)$"),

@@ -24,7 +24,7 @@ CUT = "--data-parallel-sharding-strategy optim_grads_params"
     ("more", "message"),
     [
         (f"{GRAPH} --device cpu", "full_iteration needs a GPU: drop it or --device cpu"),
-        (f"{GRAPH} {CUT} --check-weight-gather", "--check-weight-gather compares orders on the"),
+        (f"{GRAPH} {CUT} --check-weight-gather", "--check-weight-gather compares the order of"),
         (f"{GRAPH} --check-collectives", "--check-collectives does not see the collectives"),
         (f"{GRAPH} --log-straggler", "--log-straggler does not see how long"),
         (f"{GRAPH} --cuda-graph-warmup-steps 10", "10 is not below --train-iters 10, so that"),

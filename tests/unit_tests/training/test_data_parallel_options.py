@@ -55,7 +55,7 @@ CUT = f"{STRATEGY} optim_grads_params"
         (
             f"{ONCE} step {GTP} 2 {STRATEGY} optim_grads",
             2,
-            "step keeps whole gradients, which --data-parallel-sharding-strategy optim_grads",
+            "step needs unsharded gradients, which --data-parallel-sharding-strategy optim_grads",
         ),
         (
             f"{CUT} {GTP} 2 --param-gather-prefetch-bytes 1",

@@ -74,8 +74,8 @@ def test_a_file_of_paths_that_is_none(tmp_path, text, message):
     ("flags", "problem"),
     [
         ("", "no data: give --data-path, --train-data-path or --mock-data"),
-        ("--data-path a --mock-data", "--data-path and --mock-data exclude each other"),
-        ("--train-data-path a --data-args-path b", "exclude each other: keep one"),
+        ("--data-path a --mock-data", "--data-path and --mock-data are mutually exclusive"),
+        ("--train-data-path a --data-args-path b", "are mutually exclusive: keep one"),
         ("--data-path a --valid-data-path b", "--valid-data-path goes with --train-data-path"),
         ("--train-data-path 1 a 2", "--train-data-path '1 a 2': give PREFIX"),
         ("--data-path a --split x", "--split 'x': give up to three numbers"),

@@ -37,14 +37,14 @@ def test_without_a_checkout_there_are_no_experiments(tmp_path):
     "name", ["../tests", "weight_average/tests", "/etc", "weight-average", "."]
 )
 def test_a_name_is_no_path(name):
-    with pytest.raises(ValueError, match="is no name of a folder"):
+    with pytest.raises(ValueError, match="is not the name of a folder"):
         small_config(f"--experiment {name}")
 
 
 @pytest.mark.parametrize(
     ("flags", "said"),
     [
-        ("--experiment weight_average weight_average", "only once"),
+        ("--experiment weight_average weight_average", "each name once"),
         ("--experiment-option weight_average.half_life_samples=8", "NAME of --experiment"),
         ("--experiment weight_average --experiment-option weight_average", "NAME.KEY=VALUE"),
         ("--experiment weight_average --experiment-option average.x=1", "NAME of --experiment"),

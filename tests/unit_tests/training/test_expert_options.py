@@ -64,7 +64,7 @@ def test_texts_that_say_nothing_of_layers(text: str):
 
 
 def test_a_text_of_other_layers():
-    with pytest.raises(ValueError, match=r"0,1 is of 2 layers, --num-layers is 3: write a 0 or 1"):
+    with pytest.raises(ValueError, match=r"0,1 has 2 layers, --num-layers is 3: write a 0 or 1"):
         read_frequency("0,1", 3)
 
 
@@ -82,7 +82,7 @@ def test_a_layer_pattern_says_which_layers_have_experts():
     assert resolve(run.config, 2) == run
     assert check(small_config(f"{options} --moe-layer-freq 1"), 2) == [
         f"--moe-layer-freq 1 and --hybrid-layer-pattern {pattern} differ in which layers have "
-        "experts: drop the first"
+        "experts: drop --moe-layer-freq"
     ]
     assert check(small_config(f"{options} --moe-layer-freq 0,1,1,0"), 2) == []
 
@@ -246,7 +246,7 @@ def test_yarn_grows_what_rotates_and_the_softmax_scale():
         (
             f"{EXPERTS} --hybrid-layer-pattern *EE",
             1,
-            "--num-layers 2 and --hybrid-layer-pattern *EE, which has 3 blocks, differ: drop the",
+            "--num-layers 2 and --hybrid-layer-pattern *EE, which has 3 blocks, differ: drop",
         ),
         (f"{EXPERTS} --moe-layer-freq a", 1, "--moe-layer-freq a is neither a number"),
         (
@@ -298,7 +298,8 @@ def test_yarn_grows_what_rotates_and_the_softmax_scale():
             f"{EXPERTS} --cuda-graph-impl full_iteration --expert-model-parallel-size 2",
             2,
             "experts on 2 ranks with --cuda-graph-impl full_iteration: the host reads how many "
-            "tokens each rank gets, which is not recorded: add --moe-expert-rank-capacity-factor",
+            "tokens each rank gets, which a graph cannot capture: add "
+            "--moe-expert-rank-capacity-factor",
         ),
         (
             f"{EXPERTS} --moe-expert-rank-capacity-factor 1.5",
@@ -315,13 +316,25 @@ def test_yarn_grows_what_rotates_and_the_softmax_scale():
         (
             f"{LATENT} --group-query-attention --num-query-groups 2",
             1,
-            "--group-query-attention does not go with --multi-latent-attention: all heads have "
-            "their own keys: drop one",
+            "--group-query-attention cannot be combined with --multi-latent-attention: every head "
+            "has its own keys: drop one",
         ),
-        (f"{LATENT} --window-size 4", 1, "--window-size does not go with --multi-latent-attention"),
-        (f"{LATENT} --softmax-type learnable", 1, "--softmax-type learnable does not go with"),
-        (f"{LATENT} --add-qkv-bias", 1, "--add-qkv-bias does not go with --multi-latent-attention"),
-        (f"{LATENT} --add-attention-output-bias", 1, "--add-attention-output-bias does not go"),
+        (
+            f"{LATENT} --window-size 4",
+            1,
+            "--window-size cannot be combined with --multi-latent-attention",
+        ),
+        (
+            f"{LATENT} --softmax-type learnable",
+            1,
+            "--softmax-type learnable cannot be combined with",
+        ),
+        (
+            f"{LATENT} --add-qkv-bias",
+            1,
+            "--add-qkv-bias cannot be combined with --multi-latent-attention",
+        ),
+        (f"{LATENT} --add-attention-output-bias", 1, "--add-attention-output-bias cannot be"),
         (f"{LATENT} --position-embedding-type none", 1, "use rope or yarn"),
         (f"{LATENT} {TP} 4", 4, "num-attention-heads 6 must divide by tensor-model-parallel-size"),
         (f"{LATENT} --qk-pos-emb-head-dim 7", 1, "(--qk-pos-emb-head-dim 7 x --rotary-percent 1.0"),

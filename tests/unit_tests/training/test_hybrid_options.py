@@ -184,7 +184,7 @@ REFUSED = [
     (
         f"{PATTERN} G- {DELTA} --position-embedding-type rope",
         1,
-        "rope is of attention, .*: use none",
+        "rope needs attention, .*: use none",
     ),
     (
         f"{PATTERN} G-+- {DELTA} {HEADS} 6",
@@ -208,11 +208,11 @@ REFUSED = [
         1,
         "--num-experts 4: no layer has experts",
     ),
-    (f"{PATTERN} G- {DELTA} --mtp-num-layers 1", 1, "write the blocks of each depth behind a '/'"),
+    (f"{PATTERN} G- {DELTA} --mtp-num-layers 1", 1, "write the blocks of each depth after a '/'"),
     (
         f"{PATTERN} G-/G-/G- {DELTA} --mtp-num-layers 1",
         1,
-        "--mtp-num-layers 1 and .* has 2 parts after '/', differ: drop the first",
+        "--mtp-num-layers 1 and .* has 2 parts after '/', differ: drop --mtp-num-layers",
     ),
     (
         f"{PATTERN} M- --mamba-head-dim 36",
@@ -260,13 +260,13 @@ REFUSED = [
     (
         f"{PATTERN} G-M- {DELTA} {MAMBA} {PP} 2 --pipeline-model-parallel-layout Ett|ttL",
         2,
-        "a layout is of a GPT's layers: cut --hybrid-layer-pattern by '|' instead",
+        "a layout describes a GPT's layers: split --hybrid-layer-pattern by '|' instead",
     ),
     (
         f"{PATTERN} G-M- {DELTA} {MAMBA} --recompute-granularity full --recompute-method block "
         "--recompute-num-layers 3",
         1,
-        "--recompute-num-layers 3 is above the 2 layers there are",
+        "--recompute-num-layers 3 is above the model's 2 layers",
     ),
     ("--num-layers 2 --num-attention-heads 6", 1, f"missing {PATTERN}: give it, as in G-G-G-"),
 ]
@@ -296,8 +296,8 @@ def test_sections_say_what_is_wrong_with_their_own_values():
         ("--linear-num-key-heads 0", "--linear-num-key-heads is 0: it must be above 0"),
         ("--mamba-state-dim -1", "must be above 0"),
         ("--mamba-dt-limit 0.2 0.1", "--mamba-dt-limit 0.2 0.1: give the least dt, from 0 up"),
-        ("--mamba-dt-limit 1 2 3", "and the most or nothing"),
-        ("--swiglu --squared-relu", "--swiglu and --squared-relu exclude each other: keep one"),
+        ("--mamba-dt-limit 1 2 3", "and optionally the largest"),
+        ("--swiglu --squared-relu", "--swiglu and --squared-relu are mutually exclusive: keep one"),
     ):
         with pytest.raises(ValueError, match=message):
             small_config(more)

@@ -106,13 +106,17 @@ def test_layers_are_cut_as_the_options_say(more, layers, schedule, tmp_path):
             2,
             "^--account-for-loss-in-pipeline-split has no effect without ",
         ),
-        (f"{PP} 2 {VIRTUAL} 1 {EACH} 1", 2, f"{EACH} 1 and {VIRTUAL} 1 exclude each other: keep"),
+        (
+            f"{PP} 2 {VIRTUAL} 1 {EACH} 1",
+            2,
+            f"{EACH} 1 and {VIRTUAL} 1 are mutually exclusive: keep",
+        ),
         (f"{PP} 2 {EACH} 2", 2, f"{EACH} 2: a stage has 1 layers: use a divisor"),
         (f"{PP} 2 {GROUP} 2", 2, f"{GROUP} 2 has no effect with --pipeline-schedule 1f1b: drop"),
         (
             f"{PP} 2 --num-layers 4 {VIRTUAL} 2 --pipeline-schedule zb-h1",
             2,
-            "zb-h1 has one virtual stage per rank, not 2: take interleaved",
+            "zb-h1 has one virtual stage per rank, not 2: use interleaved",
         ),
         (
             f"{PP} 2 --pipeline-schedule interleaved",
@@ -131,7 +135,7 @@ def test_layers_are_cut_as_the_options_say(more, layers, schedule, tmp_path):
         (f"{PATTERN} *-*-*-", 1, f"{PATTERN}: .* must be '\\*-' for each of the 2 layers"),
         (f"{PP} 2 {PATTERN} *-|*-|", 2, f"{PATTERN}: .* has 3 parts for 2 pipeline stages"),
         (f"{PP} 2 {LAYOUT} Et|tL {FIRST} 1", 2, f"{FIRST} 1 has no effect with {LAYOUT} Et"),
-        (f"{PP} 2 {LAYOUT} Et|tL {PATTERN} *-|*-", 2, "exclude each other: keep one"),
+        (f"{PP} 2 {LAYOUT} Et|tL {PATTERN} *-|*-", 2, "are mutually exclusive: keep one"),
         (
             f"{PP} 2 --recompute-granularity full --recompute-method block "
             "--recompute-num-layers 2",

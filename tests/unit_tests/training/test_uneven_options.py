@@ -36,7 +36,7 @@ EXPERTS = "--num-experts 4 --disable-bias-linear"
             f"--micro-batch-size 2 --global-batch-size 9 {EXPERTS} {UNEVEN}",
             3,
             "--global-batch-size 9 is not a multiple of --micro-batch-size 2, which --num-experts "
-            "needs with --allow-uneven-batch too: change one",
+            "requires even with --allow-uneven-batch: change one",
         ),
         (
             f"--tensor-model-parallel-size 2 --global-batch-size 12 {UNEVEN}",

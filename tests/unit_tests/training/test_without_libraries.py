@@ -36,7 +36,7 @@ def run(*words: str) -> subprocess.CompletedProcess[str]:
     [
         (
             ["--help"],
-            "--num-layers INT  Number of transformer layers; a layer is one",
+            "--num-layers INT  Number of transformer layers, each with one",
         ),
         (["--print-completion", "bash"], "complete -o default -F _megatron_complete"),
         ([*ARGUMENTS.split(), "--print-config"], 'normalization: "LayerNorm"'),

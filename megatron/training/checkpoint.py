@@ -104,7 +104,10 @@ def run(argv: Sequence[str]) -> int:
         prog=" ".join([PROG, name, *(operand.upper() for operand in command.operands)]),
         description=str(command.schema.__doc__),
     )
-    from megatron.core.dist_checkpointing.errors import CheckpointError, DamagedCheckpointError
+    from megatron.core.dist_checkpointing.checkpoint_errors import (
+        CheckpointError,
+        DamagedCheckpointError,
+    )
 
     try:
         return command.work(line.config)

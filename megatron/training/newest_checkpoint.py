@@ -27,7 +27,7 @@ from megatron.core.dist_checkpointing import (
     reading,
 )
 from megatron.core.dist_checkpointing.manifest import MANIFEST_NAME, iteration_of
-from megatron.core.dist_checkpointing.run_folder import unexpected_files, unexpected_line
+from megatron.core.dist_checkpointing.run_folder import unexpected_files, unexpected_files_warning
 from megatron.core.untrusted_files import read_json
 
 #: What folders of torch.distributed.checkpoint hold instead of a manifest.
@@ -168,13 +168,13 @@ class _Search:
             self._refuse_foreign()
             read_locks.enter_context(reading(self._path))
             if extra_files := unexpected_files(self._path, read_manifest(self._path)):
-                self._coordinator.say(unexpected_line(self._path, extra_files))
+                self._coordinator.say(unexpected_files_warning(self._path, extra_files))
             return str(self._path)
         for attempt in range(ATTEMPTS):
             try:
                 newest = latest_checkpoint(
                     self._path,
-                    passed_over=self._passed_over,
+                    excluded=self._passed_over,
                     fall_back=self._fall_back,
                     say=self._coordinator.say,
                 )

@@ -251,7 +251,7 @@ def join_run(
         launch.rank,
         launch.world_size,
         timeout_seconds=seconds,
-        missed=partial(_see_alive, watch),
+        on_missing_rank=partial(_see_alive, watch),
     )
     check_same_start(coordinator, facts)
     _meet(launch, device, seconds)
@@ -293,7 +293,7 @@ def _background(run: Run, launch: Launch, seconds: float, watch: PeerWatch) -> C
         # a shard may take long to write, and nobody waits for it in a collective
         timeout_seconds=max(seconds, BACKGROUND_SECONDS),
         # the trainer may be waiting for this save; then it is the save that has to notice
-        missed=partial(_see_alive, watch),
+        on_missing_rank=partial(_see_alive, watch),
         prefix="background",
     )
 

@@ -20,7 +20,7 @@ from megatron.core.dist_checkpointing import (
     AsyncSaver,
     CheckpointError,
     Coordinator,
-    SaveFolderClaim,
+    SaveFolderLock,
     TensorChunk,
     checkpoint_folder,
     optimizer_chunks,
@@ -28,7 +28,7 @@ from megatron.core.dist_checkpointing import (
     save_checkpoint,
     weight_chunks,
 )
-from megatron.core.dist_checkpointing.run_folder import see_claim
+from megatron.core.dist_checkpointing.run_folder import check_save_folder_lock
 from megatron.training.checkpoint_io import run_extra
 from megatron.training.hooks import TrainingHooks
 from megatron.training.monitoring.metrics import Metrics
@@ -166,7 +166,7 @@ class Saves(TrainingHooks):
 
         def see() -> None:
             if coordinator.rank == 0:
-                see_claim(self._root)
+                check_save_folder_lock(self._root)
 
         coordinator.begin("looking at the save folder")
         coordinator.agree("claim", see, lambda answers: None)
@@ -230,12 +230,12 @@ def claimed_folder(save: str | None, coordinator: Coordinator) -> Iterator[None]
     Raises:
         ValueError: it cannot be written, or another run has it.
     """
-    claims: list[SaveFolderClaim] = []
+    claims: list[SaveFolderLock] = []
 
     def claim() -> None:
         if coordinator.rank == 0 and save is not None:
-            claims.append(SaveFolderClaim(save))
-            if swept := [path.name for path in claims[0].swept]:
+            claims.append(SaveFolderLock(save))
+            if swept := [path.name for path in claims[0].removed_files]:
                 coordinator.say(f"{save}: removed what was never finished: {', '.join(swept)}")
 
     if save is not None:
@@ -280,7 +280,7 @@ def saving(
         held_chunks(session),
         coordinator=context.background,
         keep=retention(session),
-        claimed=True,
+        folder_locked=True,
         timeout_seconds=min(SILENT_SECONDS, 30.0 * minutes),
         on_commit=context.restarts.saved,
     )
@@ -288,7 +288,7 @@ def saving(
         f"saves in the background: {saver.staging.bytes / 2**20:,.1f} MiB of host memory on this "
         "rank, a writer process a rank"
     )
-    session.step.before_update = saver.settle
+    session.step.before_update = saver.synchronize_staging
     try:
         yield saves(saver)
     except RunStopped as stopped:

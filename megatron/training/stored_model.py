@@ -11,7 +11,10 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from megatron.core.dist_checkpointing.errors import CheckpointError, DamagedCheckpointError
+from megatron.core.dist_checkpointing.checkpoint_errors import (
+    CheckpointError,
+    DamagedCheckpointError,
+)
 from megatron.core.dist_checkpointing.manifest import Manifest
 
 if TYPE_CHECKING:

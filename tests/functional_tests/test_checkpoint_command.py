@@ -17,7 +17,7 @@ from safetensors import safe_open
 from megatron.cli.errors import ExitCode, OutputLost
 from megatron.cli.standard_streams import guarded
 from megatron.core.dist_checkpointing import (
-    SaveFolderClaim,
+    SaveFolderLock,
     Solo,
     StoreCoordinator,
     TensorChunk,
@@ -104,7 +104,7 @@ def flip(path: Path, position: int) -> None:
 
 def hold(rank: int, world: int, root: Path) -> None:
     """Claim a folder until killed."""
-    with SaveFolderClaim(root):
+    with SaveFolderLock(root):
         (root / "claimed").touch()
         time.sleep(60)
 

@@ -26,7 +26,7 @@ def test_changes_after_settle_are_not_saved(tmp_path):
     for _ in range(20):  # the copies are put behind work that has not run yet
         busy = busy @ busy * 1e-3
     saver.save(1, {})
-    saver.settle()
+    saver.synchronize_staging()
     for tensor in tensors.values():
         tensor.zero_()
     saver.wait()

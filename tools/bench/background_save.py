@@ -5,7 +5,7 @@
 
 Each repeat does three things, in an order that turns: train some steps, save as training waits for
 it, and save in the background while steps go on until it has committed. Held up is training while
-it is in `save` and `settle`; its speed meanwhile is that of whole steps against those without a
+it is in `save` and `synchronize_staging`; its speed is that of whole steps against those without a
 save, so copying, digesting and writing all count.
 """
 
@@ -152,7 +152,7 @@ def _race(
     step, chunks = make(trained)
     saver = AsyncSaver(root / "background", chunks, coordinator=Solo())
     saver.wait()
-    trained.settle = saver.settle
+    trained.settle = saver.synchronize_staging
     found: dict[str, list[float]] = defaultdict(list)
     for repeat in range(repeats + 1):  # the first round warms up
         seconds: dict[str, float] = {}

@@ -36,7 +36,7 @@ from megatron.core.dist_checkpointing import (
     save_checkpoint,
 )
 from megatron.core.dist_checkpointing.run_folder import MAX_TRACKER_BYTES, TRACKER_NAME, sync_folder
-from megatron.core.dist_checkpointing.shard_format import ITEM_BYTES, Output, encode_header
+from megatron.core.dist_checkpointing.shard_format import ITEM_BYTES, ShardWriter, encode_header
 from megatron.core.dist_checkpointing.shards import DTYPES, as_bytes
 from megatron.core.models.gpt import GPTConfig, GPTModel
 from megatron.core.process_groups import ProcessGroupCollection
@@ -405,7 +405,7 @@ def write_file(target: Path, tensors: Sequence[StreamedTensor]) -> int:
     temporary = target.with_name(f"{target.name}.tmp-{secrets.token_hex(8)}")
     try:
         with open_to_write(temporary, "x") as file:
-            output = Output(file.fileno())
+            output = ShardWriter(file.fileno())
             output.write(memoryview(header))
             for tensor in ordered:
                 for block in tensor.pieces():

@@ -40,7 +40,7 @@ from megatron.core.dist_checkpointing import (
     reading,
     verify_checkpoint,
 )
-from megatron.core.dist_checkpointing.errors import describe
+from megatron.core.dist_checkpointing.checkpoint_errors import describe
 from megatron.core.dist_checkpointing.manifest import (
     MANIFEST_NAME,
     VERSION,

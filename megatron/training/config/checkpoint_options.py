@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron.cli.schema import Option, flatten, options
-from megatron.core.dist_checkpointing.errors import CheckpointError
+from megatron.core.dist_checkpointing.checkpoint_errors import CheckpointError
 from megatron.core.dist_checkpointing.manifest import Manifest, read_manifest
 from megatron.core.dist_checkpointing.run_folder import latest_checkpoint
 from megatron.core.models.layer_pattern import symbols_of

@@ -45,7 +45,7 @@ from megatron.core.dist_checkpointing import (
     optimizer_chunks,
     weight_chunks,
 )
-from megatron.core.dist_checkpointing.shard_format import digest, written_kind
+from megatron.core.dist_checkpointing.shard_format import default_digest_algorithm, digest
 from megatron.core.process_groups import DENSE_AXES, Group, RankGrid
 from megatron.training.failures.faults import FaultLog, FaultRecord, Faults, Suspect, SuspectStep
 from megatron.training.hooks import TrainingHooks
@@ -385,7 +385,7 @@ def _describe_replicas(sets: Sequence[ReplicaSet]) -> dict[str, object]:
         kind = "optimizer state" if chunk.name.startswith("optimizer.") else "weights"
         sizes[kind] += chunk.tensor.numel() * chunk.tensor.element_size()
     return {
-        "kind": written_kind(),
+        "kind": default_digest_algorithm(),
         "sets": [[held.key, len(held.ranks), held.layout, len(held.chunks)] for held in sets],
         "bytes": sizes,
     }

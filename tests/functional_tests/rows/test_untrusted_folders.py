@@ -24,7 +24,7 @@ from safetensors.torch import load_file
 from megatron.cli.errors import run_entry_point
 from megatron.core.dist_checkpointing import (
     CheckpointError,
-    SaveFolderClaim,
+    SaveFolderLock,
     Solo,
     TensorChunk,
     read_manifest,
@@ -74,9 +74,9 @@ def linked(tmp_path: Path) -> tuple[Path, Path]:
 def test_nothing_is_written_through_links(linked: tuple[Path, Path]) -> None:
     run, outside = linked
     with pytest.raises(CheckpointError, match=r"\.writer\.lock is a link"):
-        SaveFolderClaim(run)
+        SaveFolderLock(run)
     (run / ".writer.lock").unlink()
-    SaveFolderClaim(run).close()  # sweeps the link to a folder
+    SaveFolderLock(run).close()  # sweeps the link to a folder
     said: list[str] = []
     log = FaultLog(str(run), record=lambda *_: None, warn=said.append)
     log.add(FaultRecord(3, "nan", "transient", {0: "a"}))

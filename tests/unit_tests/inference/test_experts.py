@@ -111,7 +111,7 @@ def save(root: str, name: str, groups: ProcessGroupCollection, coordinator: Coor
 
 def save_on_a_rank(rank: int, world: int, root: str, name: str) -> None:
     groups = ProcessGroupCollection.create(RankGrid(world_size=world, ep=world), rank=rank)
-    save(root, name, groups, Coordinator.of(groups, timeout_seconds=20.0))
+    save(root, name, groups, Coordinator.from_groups(groups, timeout_seconds=20.0))
 
 
 def arguments(load: Path, output: Path, *more: str) -> list[str]:

@@ -1,21 +1,21 @@
 # SPDX-License-Identifier: Apache-2.0
 """Asynchronous saves: checkpoints written while training continues.
 
-    saver = AsyncSaver(root, chunks, coordinator=...)   plans once: the layout of a run is constant
-    saver.save(iteration, extra)                        begins; returns at once
+    saver = AsyncSaver(root, chunks, coordinator=...)   plans once: a run's layout is constant
+    saver.save(iteration, extra)                        starts a save; returns at once
     ...forward, backward...
-    saver.settle()                                      before the tensors change
-    saver.finished()                                    the outcome of saves, at any time
+    saver.synchronize_staging()                         before the tensors change
+    saver.finished()                                    reports of finished saves, at any time
 
-Every rank does so. `Staging` copies exactly the bytes that a rank writes, in their layout on disk,
-into shared memory that is allocated once. On the CPU a thread copies, without the trainer's GIL;
-on a GPU the copies are put on a stream of their own, into pinned memory. Either way the tensors may
-not change before `settle` has returned.
+Every rank makes these calls. `StagingBuffer` copies exactly the bytes that a rank writes, in their
+layout on disk, into shared memory that is allocated once. On the CPU a thread copies without
+holding the trainer's GIL; on a GPU a separate stream copies into pinned memory. In both cases the
+tensors must not change before `synchronize_staging` has returned.
 
-The thread coordinates with the other ranks. A separate process (`writer_process`), which
-`WriterProcess` starts, commands and watches, digests, writes and commits without the trainer's GIL.
-A checkpoint appears when the shards of all ranks are on disk. A failure is reported, never raised:
-training continues, and the next save begins from scratch.
+The thread coordinates with the other ranks. `WriterProcess` starts, commands and monitors a
+separate process (`writer_process`), which digests, writes and commits without the trainer's GIL. A
+checkpoint appears when the shards of all ranks are on disk. A failure is reported, never raised:
+training continues, and the next save starts from scratch.
 """
 
 from __future__ import annotations
@@ -52,37 +52,37 @@ from megatron.core.device import (
     runs_ahead,
     unpin_in_place,
 )
+from megatron.core.dist_checkpointing.checkpoint_errors import CheckpointError, describe
 from megatron.core.dist_checkpointing.coordinator import Coordinator
-from megatron.core.dist_checkpointing.errors import CheckpointError, describe
 from megatron.core.dist_checkpointing.manifest import check_extra
 from megatron.core.dist_checkpointing.run_folder import (
     checkpoint_folder,
-    sweep_temporary,
+    remove_temporary,
     temporary_folder,
 )
 from megatron.core.dist_checkpointing.save import BLOCK_BYTES
 from megatron.core.dist_checkpointing.shards import (
     ShardPlan,
     as_bytes,
-    check_arrived,
+    check_updates_complete,
     encode_plan,
     plan_shard,
 )
 from megatron.core.dist_checkpointing.writer_process import receive, send
 
-#: From here on a chunk is copied by itself. Smaller ones are gathered by one system call for many:
-#: 5,000 of 16 bytes take 0.6 ms like that, one by one 5 ms.
-LARGE_BYTES = 64 << 10
+#: Chunks of at least this many bytes are copied one by one. Smaller chunks are gathered, many per
+#: system call: 5,000 chunks of 16 bytes take 0.6 ms gathered and 5 ms one by one.
+MIN_SINGLE_COPY_BYTES = 64 << 10
 
-#: Buffers that the kernel takes in one call (IOV_MAX).
-MOST_BUFFERS = 1024
+#: Buffers that the kernel accepts in one call (IOV_MAX).
+MAX_GATHERED_BUFFERS = 1024
 
 
-class Staging:
+class StagingBuffer:
     """Shared memory with one rank's shard.
 
     Args:
-        plan: what the shard holds; its tensors are copied whenever `begin` is called.
+        plan: the shard's plan; each `begin` starts a copy of its tensors.
     """
 
     def __init__(self, plan: ShardPlan) -> None:
@@ -98,7 +98,7 @@ class Staging:
             ) from error
         self._memory = torch.frombuffer(self._map, dtype=torch.uint8)
         os.pwrite(self.fd, plan.header, 0)
-        devices = {chunk.tensor.device for chunk in plan.held} - {torch.device("cpu")}
+        devices = {chunk.tensor.device for chunk in plan.source_chunks} - {torch.device("cpu")}
         self._device = devices.pop() if devices else torch.device("cpu")
         if self._on_gpu:
             pin_in_place(self._memory)
@@ -113,13 +113,13 @@ class Staging:
     def _on_gpu(self) -> bool:
         return runs_ahead(self._device)
 
-    def touch(self) -> None:
-        """Have the kernel find all pages, so that the first copy is as fast as the others."""
+    def prefault(self) -> None:
+        """Fault in all pages, so that the first copy is as fast as later copies."""
         size = self.bytes - self._header_bytes
         ctypes.memset(self._memory.data_ptr() + self._header_bytes, 0, size)
 
     def begin(self) -> None:
-        """Begin a copy, on the trainer's thread: what lies on a GPU is in its stream then."""
+        """Start a copy, on the trainer's thread; copies from a GPU are enqueued on a stream."""
         self._settled.clear()
         if not self._on_gpu:
             return
@@ -129,7 +129,7 @@ class Staging:
                 copy()
         self._copied.record(self._stream)
 
-    def carry_out(self) -> None:
+    def complete_copy(self) -> None:
         """Complete the copy, on another thread; always called after `begin`."""
         try:
             for copy in self._from_host:
@@ -140,18 +140,21 @@ class Staging:
             self._copied.synchronize()
 
     def release(self) -> None:
-        """Hold nobody up any longer, whatever became of the copy."""
+        """Unblock `synchronize_staging`, even if the copy failed."""
         self._settled.set()
 
-    def settle(self) -> None:
-        """Return when the tensors may change: on a GPU, by work that is put on the current stream
-        from now on."""
+    def synchronize_staging(self) -> None:
+        """Wait until the tensors may change.
+
+        On a GPU the current stream waits, not the host: only work that is enqueued on that stream
+        afterwards may change the tensors.
+        """
         if self._on_gpu:
             current_stream(self._device).wait_event(self._copied)
         self._settled.wait()
 
     def close(self) -> None:
-        """Give the descriptor back; the memory goes with the last mapping."""
+        """Close the descriptor; the memory is freed with its last mapping."""
         if self.fd >= 0:
             if self._on_gpu:
                 unpin_in_place(self._memory)
@@ -159,63 +162,63 @@ class Staging:
             self.fd = -1
 
     def _list_copies(self, plan: ShardPlan) -> None:
-        """Find out what fills the memory, small neighbours together."""
-        small: list[memoryview] = []
-        for chunk, planned in zip(plan.held, plan.chunks, strict=True):
+        """List the copies that fill the memory; adjacent small chunks share one copy."""
+        sources: list[memoryview] = []
+        for chunk, planned in zip(plan.source_chunks, plan.chunks, strict=True):
             source, size = chunk.tensor.detach(), planned.end - planned.begin
             on_host = not runs_ahead(source.device)
-            if on_host and source.is_contiguous() and size < LARGE_BYTES:
-                small.append(as_bytes(source))
+            if on_host and source.is_contiguous() and size < MIN_SINGLE_COPY_BYTES:
+                sources.append(as_bytes(source))
                 continue
-            self._from_host += self._gathers(small, planned.begin)
-            small = []
+            self._from_host += self._gathers(sources, planned.begin)
+            sources = []
             target = self._memory[planned.begin : planned.end]
             if on_host and source.is_contiguous():
-                move = partial(ctypes.memmove, target.data_ptr(), source.data_ptr(), size)
-                self._from_host.append(move)
+                copy_bytes = partial(ctypes.memmove, target.data_ptr(), source.data_ptr(), size)
+                self._from_host.append(copy_bytes)
             elif size:
                 target = target.view(source.dtype).view(source.shape)
                 copy = partial(target.copy_, source, non_blocking=True)
                 (self._from_host if on_host else self._from_device).append(copy)
-        self._from_host += self._gathers(small, plan.total_bytes)
+        self._from_host += self._gathers(sources, plan.total_bytes)
 
-    def _gathers(self, small: Sequence[memoryview], end: int) -> Iterator[Callable[[], object]]:
-        """Yield calls that write neighbours, the last of which ends at byte `end`."""
-        begin = end - sum(map(len, small))
-        for i in range(0, len(small), MOST_BUFFERS):
-            batch = small[i : i + MOST_BUFFERS]
+    def _gathers(self, sources: Sequence[memoryview], end: int) -> Iterator[Callable[[], object]]:
+        """Yield calls that write adjacent chunks; the last chunk ends at byte `end`."""
+        begin = end - sum(map(len, sources))
+        for i in range(0, len(sources), MAX_GATHERED_BUFFERS):
+            batch = sources[i : i + MAX_GATHERED_BUFFERS]
             yield partial(self._gather, batch, begin)
             begin += sum(map(len, batch))
 
     def _gather(self, batch: Sequence[memoryview], begin: int) -> None:
-        wanted = sum(map(len, batch))
-        if os.pwritev(self.fd, batch, begin) != wanted:
-            raise OSError(f"shared memory took less than {wanted} bytes")
+        num_bytes = sum(map(len, batch))
+        if os.pwritev(self.fd, batch, begin) != num_bytes:
+            raise OSError(f"shared memory took less than {num_bytes} bytes")
 
 
 def _shared_memory() -> int:
-    """Return the descriptor of memory that has no name in any folder."""
+    """Return a descriptor of anonymous shared memory."""
     if sys.platform == "linux":
         return os.memfd_create("megatron-checkpoint", os.MFD_CLOEXEC)
     with tempfile.TemporaryFile() as file:
         return os.dup(file.fileno())
 
 
-#: How long a new writer may take to report that it runs, in seconds: it imports little.
+#: Seconds within which a new writer process must report that it runs; it imports little.
 START_SECONDS = 60.0
 
 
 class WriterProcess:
-    """A child that writes shards (`writer_process`), started again after it has died.
+    """A child process that writes shards (`writer_process`); restarted after it has died.
 
-    A kernel ends the child together with the thread that started it, so all calls come from one
-    thread, that of the saver, but for `kill`.
+    The kernel kills the child when the thread that started it ends (PR_SET_PDEATHSIG), so all calls
+    except `kill` come from the saver's thread.
 
     Args:
-        memory_fd: shared memory that holds the shard.
+        memory_fd: descriptor of the shared memory with the shard.
         root: folder of all checkpoints.
-        timeout_seconds: after which a writer that gives no sign of life is killed.
-        niceness: its scheduling priority below the trainer's, 0 to 19.
+        timeout_seconds: a writer without a heartbeat for this long is killed.
+        niceness: niceness of the child relative to the trainer, 0 to 19.
     """
 
     def __init__(
@@ -224,136 +227,137 @@ class WriterProcess:
         self._memory_fd, self._root = memory_fd, root
         self._timeout_seconds, self._niceness = timeout_seconds, niceness
         self._process: subprocess.Popen[bytes] | None = None
-        self._end: socket.socket | None = None
-        self._ended = False
+        self._socket: socket.socket | None = None
+        self._killed = False
         self.starts = 0
-        """How many have been started."""
+        """Number of writer processes started so far."""
 
     @property
     def pid(self) -> int | None:
-        """The child's process, None if there is none."""
+        """The child's process id, None without a child."""
         return None if self._process is None else self._process.pid
 
-    def ensure(self) -> bool:
-        """Start a writer if there is none. Returns whether one was started.
+    def ensure_running(self) -> bool:
+        """Start a writer if none is running. Return whether one was started.
 
         Raises:
-            CheckpointError: it cannot be started, or shall not be.
+            CheckpointError: the writer cannot be started, or `kill` has been called.
         """
-        if self._ended:
+        if self._killed:
             raise CheckpointError("the run is ending: nothing is saved any more")
         if self._process is not None and self._process.poll() is None:
             return False
         self.close()
-        ours, theirs = socket.socketpair()
-        # Its modules are found where this process has found them, without its main module.
-        call = (
+        parent_socket, child_socket = socket.socketpair()
+        # The child gets this process's sys.path, but does not import its main module.
+        program = (
             f"import sys; sys.path[:] = {json.dumps(sys.path)}; "
             "from megatron.core.dist_checkpointing.writer_process import main; "
-            f"main({theirs.fileno()}, {self._memory_fd}, {str(self._root)!r}, "
+            f"main({child_socket.fileno()}, {self._memory_fd}, {str(self._root)!r}, "
             f"niceness={self._niceness})"
         )
         try:
-            with theirs:
+            with child_socket:
                 self._process = subprocess.Popen(
-                    [sys.executable, "-c", call],
+                    [sys.executable, "-c", program],
                     stdin=subprocess.DEVNULL,
                     stdout=subprocess.DEVNULL,
-                    pass_fds=(theirs.fileno(), self._memory_fd),
+                    pass_fds=(child_socket.fileno(), self._memory_fd),
                 )
-            self._end = ours
+            self._socket = parent_socket
             self.starts += 1
             self._answer(START_SECONDS, "start")
         except OSError as error:
             raise CheckpointError(f"cannot start a writer process: {error.strerror}") from error
         return True
 
-    def call(self, do: str, **arguments: Any) -> Any:
-        """Return what an order results in.
+    def call(self, command: str, **arguments: Any) -> Any:
+        """Execute a command in the writer process and return its result.
 
         Raises:
-            CheckpointError: it failed, or the writer died or gave no answer.
+            CheckpointError: the command failed, or the writer died or did not answer.
         """
-        assert self._end is not None, "ensure() comes first"
+        assert self._socket is not None, "ensure_running() comes first"
         try:
-            send(self._end, {"do": do, "with": arguments})
+            send(self._socket, {"do": command, "with": arguments})
         except OSError:
-            raise CheckpointError(self._death(do)) from None
-        return self._answer(self._timeout_seconds, do)
+            raise CheckpointError(self._wait_for_exit(command)) from None
+        return self._answer(self._timeout_seconds, command)
 
-    def _answer(self, seconds: float, do: str) -> Any:
-        assert self._end is not None
-        self._end.settimeout(seconds)
+    def _answer(self, seconds: float, command: str) -> Any:
+        assert self._socket is not None
+        self._socket.settimeout(seconds)
         try:
-            while "beat" in (answer := receive(self._end)):
-                pass  # a slow disk is no dead one
+            while "beat" in (answer := receive(self._socket)):
+                pass  # each heartbeat restarts the timeout: a slow disk is not a failure
         except TimeoutError:
             pid = self.pid
             self.close()
             raise CheckpointError(
-                f"the writer process {pid} gave no sign of life for {seconds:g} s in {do!r} and "
-                "was ended"
+                f"the writer process {pid} gave no sign of life for {seconds:g} s in {command!r} "
+                "and was ended"
             ) from None
         except (OSError, EOFError):
-            raise CheckpointError(self._death(do)) from None
+            raise CheckpointError(self._wait_for_exit(command)) from None
         if "error" in answer:
             raise CheckpointError(answer["error"])
         return answer["value"]
 
-    def end_of_last(self) -> str | None:
-        """Say how the writer ended if it has since its last order; None if it has not."""
+    def exit_reason(self) -> str | None:
+        """Return how the writer ended since its last command; None if it is running."""
         if self._process is None or self._process.poll() is None:
             return None
-        return self._death(None)
+        return self._wait_for_exit(None)
 
-    def _death(self, do: str | None) -> str:
-        """Say how the writer ended, during an order or between two."""
+    def _wait_for_exit(self, command: str | None) -> str:
+        """Reap the writer and return how it ended; `command` is None between commands."""
         assert self._process is not None
         pid, code = self._process.pid, self._process.wait()
         self.close()
-        how = f"with code {code}"
+        ending = f"with code {code}"
         if code < 0:
             with contextlib.suppress(ValueError):
-                how = f"by {signal.Signals(-code).name}"
-        when = "between saves" if do is None else f"during {do!r}"
-        return f"the writer process {pid} was ended {how} {when}"
+                ending = f"by {signal.Signals(-code).name}"
+        when = "between saves" if command is None else f"during {command!r}"
+        return f"the writer process {pid} was ended {ending} {when}"
 
     def kill(self) -> None:
-        """End the writer at once and for good, from any thread: the order under way fails."""
-        self._ended = True
+        """Kill the writer permanently, from any thread; the command in progress fails."""
+        self._killed = True
         if (process := self._process) is not None:
             process.kill()
 
     def close(self) -> None:
-        """End the writer, whatever it is doing."""
-        if self._end is not None:
-            self._end.close()
-            self._end = None
+        """End the writer, even during a command."""
+        if self._socket is not None:
+            self._socket.close()
+            self._socket = None
         if self._process is not None:
             with contextlib.suppress(subprocess.TimeoutExpired):
                 self._process.wait(0.0 if self._process.poll() is not None else 1.0)
             if self._process.poll() is None:
                 self._process.kill()
                 with contextlib.suppress(subprocess.TimeoutExpired):
-                    self._process.wait(5.0)  # one that hangs in the kernel ends when that lets go
+                    self._process.wait(5.0)  # a process blocked in the kernel may end later
             self._process = None
 
 
-#: The niceness of a writer process where it cannot ask for idle cores only.
+#: Niceness of a writer process, in case SCHED_IDLE is not permitted.
 NICENESS = 19
 
 
 @dataclass(frozen=True, kw_only=True)
 class SaveReport:
-    """What became of an asynchronous save, the same on every rank but for the times.
+    """The outcome of an asynchronous save; only `seconds` differs between ranks.
 
     Args:
-        iteration: of the checkpoint.
-        folder: where it is, or would be.
-        error: why it failed; None if it did not.
-        lines: what else to report to the user.
-        written: whether there is a new checkpoint; else it failed or the step was there already.
-        seconds: from its begin to its commit.
+        iteration: the checkpoint's iteration.
+        folder: the checkpoint's folder, whether or not it was written.
+        error: why the save failed; None if it succeeded.
+        lines: further lines to report to the user.
+        written: whether there is a new checkpoint. False if the save failed or the step had already
+            been saved.
+        seconds: time from `AsyncSaver.save` to commit.
     """
 
     iteration: int
@@ -366,28 +370,29 @@ class SaveReport:
 
 @dataclass(frozen=True)
 class _Job:
-    """A save that has begun: what the thread needs of it."""
+    """A save in progress, as passed to the saver's thread."""
 
     iteration: int
     extra: str
-    begun: float
+    start_time: float
 
 
 class AsyncSaver:
-    """Saves one run's state while it trains.
+    """Saves a run's state while it trains.
 
     Args:
         root: folder of all checkpoints of a run, on a file system that all ranks share.
-        chunks: what this rank holds. The tensors must stay where they are in memory.
-        coordinator: connects the ranks; used by a thread of this saver, and by nobody else.
-        block_bytes: bytes under one digest, a multiple of 16.
-        keep: what `prune_checkpoints` is to keep after each save; None removes nothing.
-        claimed: the run has a `SaveFolderClaim` on `root`; a save fails if that is gone.
-        on_commit: called on every rank, by a thread of this saver, when a checkpoint is there.
-        timeout_seconds: after which a writer process that gives no sign of life is killed.
+        chunks: this rank's boxes of the logical tensors. Their memory must not move.
+        coordinator: connects the ranks; used only by this saver's thread.
+        block_bytes: bytes per digest, a multiple of 16.
+        keep: keyword arguments of `prune_checkpoints` after each save; None removes nothing.
+        folder_locked: whether the run has a `SaveFolderLock` on `root`. A save fails if the lock
+            file is gone.
+        on_commit: called on every rank, by the saver's thread, after a commit.
+        timeout_seconds: a writer process without a heartbeat for this long is killed.
 
     Raises:
-        ValueError: chunks that cannot be saved.
+        ValueError: a chunk cannot be saved.
     """
 
     def __init__(
@@ -398,26 +403,26 @@ class AsyncSaver:
         coordinator: Coordinator,
         block_bytes: int = BLOCK_BYTES,
         keep: Mapping[str, Any] | None = None,
-        claimed: bool = False,
+        folder_locked: bool = False,
         on_commit: Callable[[], object] = lambda: None,
         timeout_seconds: float = 120.0,
     ) -> None:
-        if unready := next((c.name for c in chunks if c.pieces is not None), None):
-            raise ValueError(f"{unready} comes in pieces: save it with save_checkpoint")
+        if streamed_name := next((c.name for c in chunks if c.pieces is not None), None):
+            raise ValueError(f"{streamed_name} comes in pieces: save it with save_checkpoint")
         self._root, self._coordinator = Path(root), coordinator
         self._block_bytes, self._keep, self._on_commit = block_bytes, keep, on_commit
-        self._claimed = claimed
-        self._held = plan = plan_shard(chunks, coordinator.rank)
+        self._folder_locked = folder_locked
+        self._shard_plan = plan = plan_shard(chunks, coordinator.rank)
         self._shard = (plan.file, len(plan.header), [chunk.end for chunk in plan.chunks])
         self._plan = json.dumps(encode_plan(plan), separators=(",", ":"))
-        self._told = False  # rank 0 knows the plan
+        self._plan_sent = False  # whether rank 0 has this rank's plan
         self._plans: list[str] = []  # of all ranks, on rank 0
-        self.staging = Staging(plan)
+        self.staging = StagingBuffer(plan)
         self.writer = WriterProcess(
             self.staging.fd, self._root, timeout_seconds=timeout_seconds, niceness=NICENESS
         )
         self._jobs: queue.SimpleQueue[_Job | None] = queue.SimpleQueue()
-        self._done: queue.SimpleQueue[SaveReport] = queue.SimpleQueue()
+        self._reports: queue.SimpleQueue[SaveReport] = queue.SimpleQueue()
         self._idle = threading.Event()
         self._thread = threading.Thread(target=self._run, name="checkpoint-saver", daemon=True)
         self._thread.start()
@@ -425,48 +430,47 @@ class AsyncSaver:
     # --- the trainer's thread ---------------------------------------------------------------------
 
     def save(self, iteration: int, extra: Mapping[str, Any]) -> None:
-        """Begin to save; first wait for the save before this one. Every rank calls this.
+        """Start a save, after waiting for the previous save. Every rank calls this.
 
-        The tensors must not change before `settle` has returned.
+        The tensors must not change before `synchronize_staging` has returned.
 
         Args:
             iteration: the step that the state belongs to.
-            extra: JSON to keep in addition to the tensors; rank 0's is stored.
+            extra: JSON to store in addition to the tensors; rank 0's is stored.
 
         Raises:
-            ValueError: `extra` is no JSON, or too much of it, or updates of other ranks have not
-                arrived.
+            ValueError: `extra` is no JSON or too large, or updates by other ranks are pending.
         """
-        begun = time.perf_counter()
+        start_time = time.perf_counter()
         check_extra(extra)
-        check_arrived(self._held)
+        check_updates_complete(self._shard_plan)
         text = json.dumps(extra) if self._coordinator.rank == 0 else ""
         self.wait()
         self._idle.clear()
         self.staging.begin()
-        self._jobs.put(_Job(iteration, text, begun))
+        self._jobs.put(_Job(iteration, text, start_time))
 
-    def settle(self) -> None:
-        """Wait until the state has been copied: call it before anything changes a tensor."""
-        self.staging.settle()
+    def synchronize_staging(self) -> None:
+        """Wait until the state has been copied; call it before any tensor changes."""
+        self.staging.synchronize_staging()
 
     def wait(self, timeout_seconds: float | None = None) -> bool:
-        """Wait for the save that is under way, if one is, however it ends.
+        """Wait until the save in progress, if any, has succeeded or failed.
 
-        Returns whether none is under way any more.
+        Returns False if it is still in progress after `timeout_seconds`.
         """
         return self._idle.wait(timeout_seconds)
 
     def finished(self) -> list[SaveReport]:
-        """Return what became of saves since this was last asked."""
-        found = []
+        """Return the reports of saves that finished since the last call."""
+        reports = []
         with contextlib.suppress(queue.Empty):
             while True:
-                found.append(self._done.get_nowait())
-        return found
+                reports.append(self._reports.get_nowait())
+        return reports
 
     def close(self) -> None:
-        """Wait for the save that is under way, and end writer and thread."""
+        """Wait for the save in progress, then end writer process and thread."""
         if self._thread.is_alive():
             self.wait()
             self._jobs.put(None)
@@ -474,33 +478,33 @@ class AsyncSaver:
         self.staging.close()
 
     def abandon(self) -> None:
-        """End without waiting: what is being saved is lost, what has been saved is not."""
+        """End without waiting: the save in progress is lost, earlier checkpoints are intact."""
         self.writer.kill()
 
     # --- the saver's thread -----------------------------------------------------------------------
 
     def _run(self) -> None:
-        """Carry out saves, one after the other."""
-        self.staging.touch()
-        with contextlib.suppress(Exception):  # the first save will report it
+        """Execute saves, one after the other."""
+        self.staging.prefault()
+        with contextlib.suppress(Exception):  # the first save will report the error
             self._ensure_writer()
         self._idle.set()
         while (job := self._jobs.get()) is not None:
-            self._done.put(self._carry_out(job))
+            self._reports.put(self._run_job(job))
             self._idle.set()
         self.writer.close()
 
-    def _carry_out(self, job: _Job) -> SaveReport:
+    def _run_job(self, job: _Job) -> SaveReport:
         """Save, and report the outcome."""
         folder = checkpoint_folder(self._root, job.iteration)
         lines: list[str] = []
         error, written = None, False
         try:
             written = self._save(job, folder, lines)
-        except CheckpointError as failed:
-            error = str(failed)
-        except Exception as failed:  # never fatal for the run, whatever it is
-            error = describe(failed)
+        except CheckpointError as exception:
+            error = str(exception)
+        except Exception as exception:  # no failed save is fatal for the run
+            error = describe(exception)
         finally:
             self.staging.release()
         return SaveReport(
@@ -509,24 +513,26 @@ class AsyncSaver:
             error=error,
             lines=tuple(lines),
             written=written,
-            seconds=time.perf_counter() - job.begun,
+            seconds=time.perf_counter() - job.start_time,
         )
 
     def _save(self, job: _Job, folder: Path, lines: list[str]) -> bool:
         """Agree, write and commit; return whether there is a new checkpoint.
 
         Args:
-            lines: take what to report to the user.
+            lines: list that receives lines to report to the user.
 
         Raises:
-            CheckpointError: on all ranks alike.
+            CheckpointError: on all ranks.
         """
         ranks = self._coordinator
         temporary = temporary_folder(folder).name
         ranks.begin(f"saving {folder.name}")
         try:
-            opened = ranks.agree("plan", self._begin, lambda told: self._open(told, job, temporary))
-            self._told = True
+            opened = ranks.agree(
+                "plan", self._begin, lambda messages: self._open(messages, job, temporary)
+            )
+            self._plan_sent = True
             lines += opened["notes"]
             if "exists" in opened:
                 lines.append(opened["exists"])
@@ -538,8 +544,8 @@ class AsyncSaver:
             )
         except BaseException:
             if ranks.rank == 0:
-                # A writer that died may have made it. If only the tracker failed, this has its
-                # final name by now and stays.
+                # The writer may have created the folder before it died. If only the tracker failed,
+                # the folder has its final name by now and stays.
                 shutil.rmtree(self._root / temporary, ignore_errors=True)
             raise
         try:
@@ -547,26 +553,32 @@ class AsyncSaver:
             if ranks.rank == 0 and self._keep is not None:
                 for line in self.writer.call("prune", keep=self._keep):
                     ranks.say(line)
-        except Exception as error:  # the checkpoint is there all the same
+        except Exception as error:  # the checkpoint is committed nevertheless
             lines.append(f"{folder.name} is saved, but: {describe(error)}")
             if ranks.rank == 0 and self._keep is not None:
-                # No save is under way here: what is there is left of a removal.
+                # No save is in progress here, so temporary folders are remains of a removal.
                 with contextlib.suppress(OSError):
-                    sweep_temporary(self._root)
+                    remove_temporary(self._root)
         return True
 
     def _begin(self) -> list[str]:
-        """Complete the copy; return this rank's plan, or nothing if rank 0 has it from an earlier
-        save, and what is to be reported of its writer."""
-        self.staging.carry_out()
-        lost = self.writer.end_of_last()
+        """Complete the copy; return [plan, note] for rank 0.
+
+        The plan is "" if rank 0 has it from an earlier save. The note reports a writer process that
+        ended since the last save, else it is "".
+        """
+        self.staging.complete_copy()
+        ending = self.writer.exit_reason()
         self._ensure_writer()
-        note = "" if lost is None else f"rank {self._coordinator.rank}: {lost}; there is a new one"
-        return ["" if self._told else self._plan, note]
+        note = (
+            "" if ending is None else f"rank {self._coordinator.rank}: {ending}; there is a new one"
+        )
+        return ["" if self._plan_sent else self._plan, note]
 
     def _ensure_writer(self) -> None:
-        """See that there is a writer that knows this rank's shard and, on rank 0, all plans."""
-        if not self.writer.ensure():
+        """Start a writer if none is running, and send it this rank's shard layout and, on rank 0,
+        all plans."""
+        if not self.writer.ensure_running():
             return
         try:
             _, header_bytes, ends = self._shard
@@ -577,17 +589,17 @@ class AsyncSaver:
             self.writer.close()
             raise
 
-    def _open(self, told: list[list[str]], job: _Job, temporary: str) -> dict[str, Any]:
-        """Compare the plans if they are new, and make the temporary folder; on rank 0."""
-        if any(plan for plan, _ in told):
-            known = self._plans or [""] * len(told)
-            plans = [new or old for (new, _), old in zip(told, known, strict=True)]
+    def _open(self, messages: list[list[str]], job: _Job, temporary: str) -> dict[str, Any]:
+        """Check new plans and create the temporary folder; on rank 0."""
+        if any(plan for plan, _ in messages):
+            previous_plans = self._plans or [""] * len(messages)
+            plans = [new or old for (new, _), old in zip(messages, previous_plans, strict=True)]
             self.writer.call("plans", texts=plans)
             self._plans = plans
         opened = self.writer.call(
-            "open", iteration=job.iteration, name=temporary, claimed=self._claimed
+            "open", iteration=job.iteration, name=temporary, folder_locked=self._folder_locked
         )
-        return {"name": temporary, "notes": [note for _, note in told if note], **opened}
+        return {"name": temporary, "notes": [note for _, note in messages if note], **opened}
 
     def _write(self, name: str) -> str:
         """Write this rank's shard."""
@@ -598,7 +610,7 @@ class AsyncSaver:
         return self.writer.call("write", path=path, block_bytes=self._block_bytes)
 
     def _commit(self, job: _Job, temporary: str, written: list[str]) -> None:
-        """Make the checkpoint appear; on rank 0."""
+        """Publish the checkpoint; on rank 0."""
         self.writer.call(
             "commit",
             temporary=temporary,

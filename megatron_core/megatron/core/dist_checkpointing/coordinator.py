@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How the ranks of a save or a load agree: JSON through a key-value store, no collectives.
+"""Agreement between the ranks of a save or a load: JSON through a key-value store, no collectives.
 
-There is one primitive, `agree`: every rank does some work, rank 0 decides from what all of them
-returned, and all ranks get the decision, or the same CheckpointError if any of them failed. A
-rank that died is noticed after a time limit instead of hanging the others.
+The only primitive is `agree`: every rank does some work, rank 0 decides from the results of all
+ranks, and every rank gets the decision, or the same CheckpointError if any rank failed. If a rank
+dies, the other ranks get an error after a timeout instead of hanging.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from megatron.core.dist_checkpointing.errors import (
+from megatron.core.dist_checkpointing.checkpoint_errors import (
     CheckpointError,
     DamagedCheckpointError,
     describe,
@@ -26,11 +26,11 @@ from megatron.core.dist_checkpointing.errors import (
 from megatron.core.process_groups import ProcessGroupCollection
 
 #: A TCPStore drops the connection of a client that sends more than 8 MiB at once.
-PIECE_BYTES = 4 << 20
+MAX_VALUE_BYTES = 4 << 20
 
-#: How long to wait for a rank before asking what has become of it, again and again, in seconds.
-#: At first; then twice as long each time, up to the latter.
-SLICE_SECONDS, MOST_SLICE_SECONDS = 1.0, 30.0
+#: Seconds to wait for a rank between two calls of `on_missing_rank`. The wait doubles from the
+#: minimum to the maximum.
+MIN_WAIT_SECONDS, MAX_WAIT_SECONDS = 1.0, 30.0
 
 Decide = Callable[[list[Any]], Any]
 
@@ -40,8 +40,8 @@ class Coordinator(ABC):
 
     Args:
         rank: this rank, counted from 0 over all ranks that save or load together.
-        world_size: how many there are.
-        say: receives the few lines meant for people; used on rank 0 only.
+        world_size: number of these ranks.
+        say: receives lines for the user; called on rank 0 only.
     """
 
     def __init__(self, rank: int, world_size: int, say: Callable[[str], None]) -> None:
@@ -52,26 +52,26 @@ class Coordinator(ABC):
         self._say = say
 
     @staticmethod
-    def of(
+    def from_groups(
         groups: ProcessGroupCollection,
         *,
         timeout_seconds: float = 600.0,
         say: Callable[[str], None] = print_to_stderr,
     ) -> Coordinator:
-        """Return the coordinator of all ranks of a run, over the store of their process group.
+        """Return a coordinator of all ranks of a run, over the store of their process group.
 
-        Every rank calls this, as often as the others do. It is for one thread; a save in the
-        background needs another one.
+        All ranks must call this equally often. A coordinator serves one thread; an asynchronous
+        save needs a second coordinator.
 
         Args:
-            groups: the run's process groups; one process needs none of torch.distributed.
+            groups: the run's process groups; a single process does not use torch.distributed.
             timeout_seconds, say: see `StoreCoordinator`.
         """
         world = groups["world"]
         if world.handle is None:
             return Solo(say)
         store = world.handle.get_group_store()
-        # The keys of two coordinators over one store must differ, and those of the ranks agree.
+        # Two coordinators over one store need different keys, and all ranks the same keys.
         number = store.add(f"dist_checkpointing/coordinators/{world.rank}", 1)
         return StoreCoordinator(
             store,
@@ -83,29 +83,29 @@ class Coordinator(ABC):
         )
 
     def say(self, line: str) -> None:
-        """Tell the user, once for all ranks."""
+        """Report a line to the user, on rank 0 only."""
         if self.rank == 0:
             self._say(line)
 
     @abstractmethod
     def begin(self, label: str) -> None:
-        """Start a save or a load, named `label` in errors: every rank does so, in one order."""
+        """Start a save or a load, named `label` in errors. All ranks call this in one order."""
 
     @abstractmethod
     def _exchange(self, stage: str, message: Any, decide: Decide) -> Any:
-        """Return to every rank what rank 0's `decide` made of all messages, in rank order."""
+        """Return rank 0's `decide(messages in rank order)` to every rank."""
 
     def agree(self, stage: str, work: Callable[[], Any], decide: Decide) -> Any:
         """Run `work` on every rank and return `decide(results)`, computed on rank 0, to all.
 
         Args:
-            stage: what is being done, in words: it is part of error texts.
+            stage: a name of the work, for error texts.
             work: returns plain JSON data.
             decide: takes the results in rank order, returns plain JSON data.
 
         Raises:
-            CheckpointError: on every rank alike, with the text of each rank that failed; a
-                DamagedCheckpointError if that is what each of them met.
+            CheckpointError: on every rank, with the text of each rank that failed; a
+                DamagedCheckpointError if every failed rank raised one.
         """
         cause: Exception | None = None
         try:
@@ -117,7 +117,7 @@ class Coordinator(ABC):
         def decide_or_fail(messages: list[Any]) -> Any:
             nonlocal cause
             if failures := self._failures(messages):
-                # An older checkpoint helps only if nothing else is wrong.
+                # Falling back to an older checkpoint helps only if damage is the only problem.
                 damaged = all(m["damaged"] for m in messages if "error" in m)
                 return _failure(failures, damaged=damaged)
             try:
@@ -133,14 +133,14 @@ class Coordinator(ABC):
         return answer["value"]
 
     def _failures(self, messages: Sequence[Any]) -> str:
-        """Return one line with every distinct error and the ranks that had it."""
+        """Return one line with every distinct error and its ranks."""
         ranks: dict[str, list[int]] = {}
         for rank, message in enumerate(messages):
             if "error" in message:
                 ranks.setdefault(message["error"], []).append(rank)
         if self.world_size == 1:
             return next(iter(ranks), "")
-        return "; ".join(f"{_named(who)}: {text}" for text, who in ranks.items())
+        return "; ".join(f"{_ranks_text(failed)}: {text}" for text, failed in ranks.items())
 
 
 class Solo(Coordinator):
@@ -160,18 +160,18 @@ class StoreCoordinator(Coordinator):
     """Agreement through a `torch.distributed.Store` that all ranks reach.
 
     The process that serves the store must outlive the last read: use the launcher's store, or a
-    barrier before rank 0 leaves. A store that has served an earlier start of the job must come
-    with a fresh prefix (`torch.distributed.PrefixStore`), as torchrun's does.
+    barrier before rank 0 exits. If the store has served an earlier start of the job, wrap it with a
+    new prefix (`torch.distributed.PrefixStore`), as torchrun does.
 
     Args:
-        store: this process's own client; one client must not be shared by threads.
+        store: this process's client; threads must not share a client.
         rank, world_size: see `Coordinator`.
-        timeout_seconds: how long rank 0 waits for the slowest rank at each stage, counted from
-            its own arrival. The others wait half as long again for its answer, so that they
-            hear which rank it missed.
+        timeout_seconds: how long rank 0 waits for the slowest rank at each stage, from its own
+            arrival. The other ranks wait 1.5 times as long for rank 0's answer, which names the
+            missing ranks.
         say: see `Coordinator`.
         missed: called again and again with a rank that is waited for; raises if that is gone.
-        prefix: of keys; coordinators that share a store have different ones.
+        prefix: prefix of all keys; coordinators that share a store need different prefixes.
     """
 
     def __init__(
@@ -182,21 +182,21 @@ class StoreCoordinator(Coordinator):
         *,
         timeout_seconds: float,
         say: Callable[[str], None] = print_to_stderr,
-        missed: Callable[[int], None] = lambda rank: None,
+        on_missing_rank: Callable[[int], None] = lambda rank: None,
         prefix: str = "dist_checkpointing",
     ) -> None:
         super().__init__(rank, world_size, say)
         if timeout_seconds <= 0:
             raise ValueError(f"timeout_seconds must be positive, got {timeout_seconds}")
-        # Not torch's PrefixStore: that cannot delete keys of a store made in Python.
+        # torch's PrefixStore cannot delete keys of a store that was created in Python.
         self._store, self._prefix = store, prefix
-        self._timeout_seconds, self._missed = timeout_seconds, missed
+        self._timeout_seconds, self._on_missing_rank = timeout_seconds, on_missing_rank
         self._sessions = 0
         self._label = ""
         self._answer_keys: list[str] = []
 
     def begin(self, label: str) -> None:
-        """Start a save or a load: its keys are used by no earlier one, a failed one included."""
+        """Start a save or a load; its keys differ from the keys of all earlier ones."""
         self._sessions += 1
         self._label = label
 
@@ -206,31 +206,33 @@ class StoreCoordinator(Coordinator):
             if self.rank:
                 self._put(f"{prefix}/{self.rank}", message)
                 return self._await_answer(stage, f"{prefix}/answer")
-            return self._lead(stage, prefix, message, decide)
+            return self._collect_and_decide(stage, prefix, message, decide)
         except RuntimeError as error:  # the store's server is gone
             raise CheckpointError(
                 f"{self._label}: rank {self.rank} lost the store while it agreed on {stage!r} "
                 f"({str(error).splitlines()[0]}); the rank or launcher that serves it has ended"
             ) from error
 
-    def _lead(self, stage: str, prefix: str, message: Any, decide: Decide) -> Any:
+    def _collect_and_decide(self, stage: str, prefix: str, message: Any, decide: Decide) -> Any:
         """Collect every rank's message, decide, and publish the answer."""
-        messages, silent = [message], []
+        messages, missing = [message], []
         deadline = time.monotonic() + self._timeout_seconds
         for rank in range(1, self.world_size):
             key = f"{prefix}/{rank}"
-            # Once one rank is known to be late the others are only looked at, not waited for.
-            left = 0.001 if silent else deadline - time.monotonic()
-            if self._wait(key, left, of=rank):
-                messages.append(self._take(key))
+            # After one rank has timed out, do not wait for further ranks, only check them.
+            seconds_left = 0.001 if missing else deadline - time.monotonic()
+            if self._wait(key, seconds_left, rank=rank):
+                messages.append(self._pop(key))
             else:
-                silent.append(rank)
-        if silent:
+                missing.append(rank)
+        if missing:
             limit = f"{self._timeout_seconds:g} s"
-            text = f"{self._label}: no word from {_named(silent)} about {stage!r} within {limit}"
+            text = (
+                f"{self._label}: no word from {_ranks_text(missing)} about {stage!r} within {limit}"
+            )
             answer: Any = _failure(text)
         else:
-            # Every rank has come here, so every rank has read the previous answer.
+            # All ranks have sent a message, so all have read the previous answer.
             for key in self._answer_keys:
                 self._store.delete_key(key)
             self._answer_keys = []
@@ -240,45 +242,45 @@ class StoreCoordinator(Coordinator):
 
     def _await_answer(self, stage: str, key: str) -> Any:
         limit = 1.5 * self._timeout_seconds
-        if not self._wait(key, limit, of=0):
+        if not self._wait(key, limit, rank=0):
             return _failure(
                 f"{self._label}: rank {self.rank} had no answer from rank 0 about {stage!r} "
                 f"within {limit:g} s"
             )
         return self._read(key)[0]
 
-    def _wait(self, key: str, seconds: float, *, of: int) -> bool:
-        """Return whether `key`, which is written by rank `of`, appeared in time."""
+    def _wait(self, key: str, seconds: float, *, rank: int) -> bool:
+        """Return whether `key`, which `rank` writes, appeared in time."""
         if self._store.check([key]):
             return True
-        deadline, piece = time.monotonic() + max(seconds, 0.001), SLICE_SECONDS
-        while (left := deadline - time.monotonic()) > 0:
+        deadline, wait_seconds = time.monotonic() + max(seconds, 0.001), MIN_WAIT_SECONDS
+        while (remaining := deadline - time.monotonic()) > 0:
             try:
-                self._store.wait([key], timedelta(seconds=max(min(left, piece), 0.001)))
+                self._store.wait([key], timedelta(seconds=max(min(remaining, wait_seconds), 0.001)))
                 return True
             except dist.DistStoreError:
-                self._missed(of)
-            # torch prints two lines for each wait that ends without an answer.
-            piece = min(2.0 * piece, MOST_SLICE_SECONDS)
+                self._on_missing_rank(rank)
+            # torch prints two lines for each wait that times out, so wait longer each time.
+            wait_seconds = min(2.0 * wait_seconds, MAX_WAIT_SECONDS)
         return False
 
     def _put(self, key: str, message: Any) -> list[str]:
-        """Write `message` under `key` and return the keys used: the head last, as it is awaited."""
+        """Write `message` under `key`, which readers await, so it is set last; return all keys."""
         text = json.dumps(message, separators=(",", ":"))  # ASCII, so characters are bytes
-        pieces = [text[i : i + PIECE_BYTES] for i in range(0, len(text), PIECE_BYTES)]
-        keys = [f"{key}.{i}" for i in range(1, len(pieces))]
-        for name, piece in zip(keys, pieces[1:], strict=True):
-            self._store.set(name, piece)
-        self._store.set(key, f"{len(pieces)}\n{pieces[0]}")
+        fragments = [text[i : i + MAX_VALUE_BYTES] for i in range(0, len(text), MAX_VALUE_BYTES)]
+        keys = [f"{key}.{i}" for i in range(1, len(fragments))]
+        for name, fragment in zip(keys, fragments[1:], strict=True):
+            self._store.set(name, fragment)
+        self._store.set(key, f"{len(fragments)}\n{fragments[0]}")
         return [*keys, key]
 
     def _read(self, key: str) -> tuple[Any, list[str]]:
         count, text = self._store.get(key).decode().split("\n", 1)
         keys = [f"{key}.{i}" for i in range(1, int(count))]
-        parts = [text, *(self._store.get(name).decode() for name in keys)]
-        return json.loads("".join(parts)), [*keys, key]
+        fragments = [text, *(self._store.get(name).decode() for name in keys)]
+        return json.loads("".join(fragments)), [*keys, key]
 
-    def _take(self, key: str) -> Any:
+    def _pop(self, key: str) -> Any:
         message, keys = self._read(key)
         for name in keys:
             self._store.delete_key(name)
@@ -293,5 +295,5 @@ def _is_damage(error: Exception) -> bool:
     return isinstance(error, DamagedCheckpointError)
 
 
-def _named(ranks: Sequence[int]) -> str:
+def _ranks_text(ranks: Sequence[int]) -> str:
     return f"rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))}"

@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Loading: any boxes of the stored logical tensors, on any layout, reading only what is needed.
+"""Loading with resharding: any boxes of the stored tensors, on any layout; reads only their bytes.
 
-A checkpoint may be kept open to read box after box, for tensors that do not fit in memory whole.
+`CheckpointReader` keeps a checkpoint open to read box after box, for tensors that do not fit in
+memory as a whole.
 """
 
 from __future__ import annotations
@@ -17,40 +18,43 @@ from typing import Literal
 import torch
 
 from megatron.core.boxes import BoxIndex, TensorChunk, tiles
+from megatron.core.dist_checkpointing.checkpoint_errors import (
+    CheckpointError,
+    DamagedCheckpointError,
+)
 from megatron.core.dist_checkpointing.coordinator import Coordinator, Solo
-from megatron.core.dist_checkpointing.errors import CheckpointError, DamagedCheckpointError
 from megatron.core.dist_checkpointing.manifest import Manifest, StoredTensor, read_manifest
 from megatron.core.dist_checkpointing.run_folder import reading
 from megatron.core.dist_checkpointing.shards import (
     DTYPES,
-    ChunkPart,
-    ChunkRead,
+    ChunkReadRequest,
+    ReadItem,
     Scratch,
     ShardReader,
-    reads_of,
+    read_cost,
 )
 
-#: Parts of chunks and blocks that a `CheckpointReader` reads: so many of any checkpoint, and one
-#: more for so many bytes. A part takes tens of microseconds, and rows of a tensor that is stored in
-#: columns need a part of every column.
-MIN_PART_LIMIT, BYTES_PER_PART = 10_000, 8192
+#: Limit of a `CheckpointReader`'s read items and blocks: a minimum for every checkpoint, plus one
+#: per so many bytes read. An item takes tens of microseconds, and reading rows of a tensor that is
+#: stored in columns takes one item per column.
+MIN_READ_ITEM_LIMIT, BYTES_PER_READ_ITEM = 10_000, 8192
 
-#: Shards that a `CheckpointReader` keeps open: processes may often have 1,024 files open.
+#: Shards that a `CheckpointReader` keeps open; a process may often open 1,024 files at most.
 MAX_OPEN_SHARDS = 256
 
-#: Problems named in one error; the rest is counted.
+#: Problems listed in one error; further problems are only counted.
 MAX_PROBLEMS = 8
 
 
 @dataclass(frozen=True, kw_only=True)
 class LoadReport:
-    """What a load did on this rank.
+    """Statistics of a load on this rank.
 
     Args:
-        bytes_read: bytes read from shards, digested surroundings and headers included.
-        bytes_verified: how many of them matched a digest.
-        missing: names that were wanted but are not in the checkpoint.
-        unused: names in the checkpoint that this rank did not want.
+        bytes_read: bytes read from shards, including headers and the remainder of digested blocks.
+        bytes_verified: bytes that matched a digest.
+        missing: requested names that the checkpoint lacks.
+        unused: names in the checkpoint that this rank did not request.
     """
 
     bytes_read: int
@@ -74,15 +78,15 @@ def load_checkpoint(
 
     Args:
         folder: an `iter_...` folder.
-        chunks: what this rank wants; `replica_ranks` plays no part.
-        coordinator: if given, every rank calls this, and an error on one is raised on all.
+        chunks: the boxes that this rank loads; their `replica_ranks` are ignored.
+        coordinator: if set, every rank calls this, and an error on one rank is raised on all.
         verify: whether to compare digests; only blocks that are read are verified.
         missing: what to do about a name the checkpoint lacks: raise, or keep the tensor's content
             and list it in the report.
-        convert_dtype: whether a tensor may be stored in another dtype than it is wanted in.
+        convert_dtype: whether the stored dtype may differ from the tensor's dtype.
 
     Raises:
-        ValueError: `missing` is none of these.
+        ValueError: `missing` is neither "error" nor "keep".
         DamagedCheckpointError: the checkpoint is damaged or incomplete.
         CheckpointError: it is of another model, or another rank failed.
     """
@@ -91,26 +95,26 @@ def load_checkpoint(
     folder = Path(folder)
     coordinator = coordinator or Solo()
     reports: list[LoadReport] = []
-    held = contextlib.ExitStack()
+    read_lock = contextlib.ExitStack()
 
     def load() -> str:
-        held.enter_context(reading(folder))
+        read_lock.enter_context(reading(folder))
         manifest = read_manifest(folder)
         if verify and not manifest.digests:
             raise CheckpointError(
                 f"{folder} was saved without digests and cannot be verified; load it with "
                 "verify=False"
             )
-        tensors, absent = wanted_tensors(
+        tensors, missing_names = match_stored_tensors(
             manifest, chunks, missing=missing, convert_dtype=convert_dtype
         )
         reads = plan_reads(tensors, chunks)
-        bytes_read, bytes_verified = _carry_out(folder, manifest, reads, verify)
+        bytes_read, bytes_verified = _execute_reads(folder, manifest, reads, verify)
         reports.append(
             LoadReport(
                 bytes_read=bytes_read,
                 bytes_verified=bytes_verified,
-                missing=absent,
+                missing=missing_names,
                 unused=tuple(sorted(manifest.tensors.keys() - tensors.keys())),
             )
         )
@@ -125,26 +129,26 @@ def load_checkpoint(
             )
 
     coordinator.begin(f"loading {folder.name}")
-    with held:  # until the last rank has read
+    with read_lock:  # retention must not remove files until the last rank has read
         coordinator.agree("load", load, compare)
     return reports[0]
 
 
-def wanted_tensors(
+def match_stored_tensors(
     manifest: Manifest, chunks: Sequence[TensorChunk], *, missing: str, convert_dtype: bool
 ) -> tuple[dict[str, StoredTensor], tuple[str, ...]]:
-    """Return the stored tensors that `chunks` name, and the names that are absent.
+    """Return the stored tensors that `chunks` name, and the names that the checkpoint lacks.
 
     Raises:
         CheckpointError: a shape or a dtype differs, or a name is absent and `missing` is "error".
     """
     tensors: dict[str, StoredTensor] = {}
-    absent: set[str] = set()
+    missing_names: set[str] = set()
     problems: dict[str, str] = {}
     for chunk in chunks:
         stored = manifest.tensors.get(chunk.name)
         if stored is None:
-            absent.add(chunk.name)
+            missing_names.add(chunk.name)
             if missing == "error":
                 fix = f": {chunk.if_missing}" if chunk.if_missing else ""
                 problems[chunk.name] = f"{chunk.name} is not in it{fix}"
@@ -161,10 +165,10 @@ def wanted_tensors(
             tensors[chunk.name] = stored
     if problems:
         listed = "; ".join(list(problems.values())[:MAX_PROBLEMS])
-        rest = len(problems) - MAX_PROBLEMS
-        more = f"; and {rest} tensors more" if rest > 0 else ""
-        raise CheckpointError(f"the checkpoint does not fit the model: {listed}{more}")
-    return tensors, tuple(sorted(absent))
+        num_unlisted = len(problems) - MAX_PROBLEMS
+        unlisted = f"; and {num_unlisted} tensors more" if num_unlisted > 0 else ""
+        raise CheckpointError(f"the checkpoint does not fit the model: {listed}{unlisted}")
+    return tensors, tuple(sorted(missing_names))
 
 
 def plan_reads(
@@ -172,53 +176,55 @@ def plan_reads(
     chunks: Sequence[TensorChunk],
     *,
     index_of: Callable[[str], BoxIndex] | None = None,
-    max_parts: int | None = None,
-) -> dict[str, list[ChunkRead]]:
-    """Return, for every file, what is to be read from it, ascending by position.
+    max_read_items: int | None = None,
+) -> dict[str, list[ChunkReadRequest]]:
+    """Return the load plan: read requests by file, ascending by position.
 
-    Every stored chunk is read at most once, however many chunks want parts of it.
+    Every stored chunk is read at most once, however many chunks overlap it.
 
     Args:
-        tensors: stored ones by name.
-        chunks: what is wanted of them.
+        tensors: stored tensors by name.
+        chunks: boxes to load.
         index_of: returns `stored_index` of a tensor by name, for callers that plan many reads.
-        max_parts: parts of stored chunks that may be read; None: any number.
+        max_read_items: limit of overlaps with stored chunks; None: no limit.
 
     Raises:
-        DamagedCheckpointError: an element is stored never, or more than once.
-        CheckpointError: there are more than `max_parts` parts.
+        DamagedCheckpointError: the stored chunks of a tensor leave a gap or overlap.
+        CheckpointError: there are more than `max_read_items` overlaps.
     """
-    num_parts = 0
-    wanted: dict[str, list[TensorChunk]] = {}
+    num_read_items = 0
+    chunks_by_name: dict[str, list[TensorChunk]] = {}
     for chunk in chunks:
         if chunk.name in tensors and chunk.tensor.numel():
-            wanted.setdefault(chunk.name, []).append(chunk)
-    reads: dict[str, list[ChunkRead]] = {}
-    for name, members in wanted.items():
+            chunks_by_name.setdefault(chunk.name, []).append(chunk)
+    reads: dict[str, list[ChunkReadRequest]] = {}
+    for name, targets in chunks_by_name.items():
         stored = tensors[name]
         index = index_of(name) if index_of is not None else stored_index(name, stored)
-        by_chunk: dict[int, list[ChunkPart]] = {}
-        for chunk in members:
+        items_by_chunk: dict[int, list[ReadItem]] = {}
+        for chunk in targets:
             overlaps = index.overlaps(chunk.box)
-            num_parts += len(overlaps)
-            if max_parts is not None and num_parts > max_parts:
-                raise CheckpointError(too_many_parts(name))
+            num_read_items += len(overlaps)
+            if max_read_items is not None and num_read_items > max_read_items:
+                raise CheckpointError(too_many_read_items(name))
             for i, common in overlaps:
                 target = chunk.tensor.detach()[common.seen_from(chunk.box.offsets).slices]
                 origin = stored.chunks[i].box.offsets
-                part = ChunkPart(box=common.seen_from(origin), target=target)
-                by_chunk.setdefault(i, []).append(part)
-        for i, parts in by_chunk.items():
-            piece = stored.chunks[i]
-            read = ChunkRead(name=name, dtype=stored.dtype, chunk=piece, parts=parts)
-            reads.setdefault(piece.file, []).append(read)
+                read_item = ReadItem(box=common.seen_from(origin), target=target)
+                items_by_chunk.setdefault(i, []).append(read_item)
+        for i, read_items in items_by_chunk.items():
+            stored_chunk = stored.chunks[i]
+            read = ChunkReadRequest(
+                name=name, dtype=stored.dtype, chunk=stored_chunk, read_items=read_items
+            )
+            reads.setdefault(stored_chunk.file, []).append(read)
     for group in reads.values():
         group.sort(key=lambda read: read.chunk.begin)
     return reads
 
 
-def too_many_parts(name: str) -> str:
-    """Return why a tensor is not read."""
+def too_many_read_items(name: str) -> str:
+    """Return the error text for a tensor that is stored in too many small chunks."""
     return (
         f"{name} and other tensors are stored in too many small parts to be read in rows: load the "
         "checkpoint in a run, and save it again"
@@ -226,10 +232,10 @@ def too_many_parts(name: str) -> str:
 
 
 def stored_index(name: str, stored: StoredTensor) -> BoxIndex:
-    """Return an index of the boxes in which a tensor is stored.
+    """Return an index of a tensor's stored boxes.
 
     Raises:
-        DamagedCheckpointError: they do not hold every element exactly once.
+        DamagedCheckpointError: the boxes do not cover every element exactly once.
     """
     boxes = [chunk.box for chunk in stored.chunks]
     if not tiles(boxes, stored.shape):
@@ -239,10 +245,10 @@ def stored_index(name: str, stored: StoredTensor) -> BoxIndex:
     return BoxIndex(boxes)
 
 
-def _carry_out(
-    folder: Path, manifest: Manifest, reads: dict[str, list[ChunkRead]], verify: bool
+def _execute_reads(
+    folder: Path, manifest: Manifest, reads: dict[str, list[ChunkReadRequest]], verify: bool
 ) -> tuple[int, int]:
-    """Read file after file and return the bytes read and the bytes verified."""
+    """Execute a load plan file by file; return (bytes read, bytes verified)."""
     bytes_read = bytes_verified = 0
     scratch = Scratch()
     with one_torch_thread():
@@ -263,7 +269,8 @@ def _carry_out(
 
 @contextlib.contextmanager
 def one_torch_thread() -> Iterator[None]:
-    """Copy on the calling thread only: waking others for strided copies of a block costs more."""
+    """Copy on the calling thread only: for strided copies of one block, waking threads costs more
+    than it saves."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
@@ -273,26 +280,26 @@ def one_torch_thread() -> Iterator[None]:
 
 
 class CheckpointReader:
-    """Read boxes of a checkpoint's tensors, verified, in any number of steps.
+    """Reads and verifies boxes of a checkpoint's tensors, in any number of calls.
 
-    From here to the end of its `with` block retention does not remove the checkpoint.
+    Retention does not remove the checkpoint before the end of the reader's `with` block.
 
     Args:
         folder: an `iter_...` folder.
 
-    Attribute `manifest` describes its contents.
+    Attribute `manifest` describes the checkpoint's contents.
 
     Raises:
-        CheckpointError: it is no undamaged checkpoint, or was saved without digests.
+        CheckpointError: the folder is no undamaged checkpoint, or was saved without digests.
     """
 
     def __init__(self, folder: Path | str) -> None:
         self._folder = Path(folder)
         self._scratch = Scratch()
-        self._readers: dict[str, ShardReader] = {}  # the one used last is the last
+        self._readers: dict[str, ShardReader] = {}  # in order of use, most recent last
         self._header_verified: set[str] = set()
-        self._bytes_read = 0  # by readers that are closed
-        self._part_limit = float(MIN_PART_LIMIT)
+        self._bytes_read = 0  # by closed readers
+        self._read_item_limit = float(MIN_READ_ITEM_LIMIT)
         with contextlib.ExitStack() as stack:
             stack.enter_context(reading(folder))
             self.manifest = read_manifest(folder)
@@ -317,27 +324,31 @@ class CheckpointReader:
 
     @property
     def bytes_read(self) -> int:
-        """Return how many bytes of shards have been read, digested surroundings included."""
+        """Return the bytes read from shards, including the remainder of digested blocks."""
         return self._bytes_read + sum(reader.bytes_read for reader in self._readers.values())
 
     def read(self, chunks: Sequence[TensorChunk]) -> None:
         """Fill the tensors of `chunks`, converting dtypes.
 
         Raises:
-            CheckpointError: one is not in the checkpoint, what it needs is damaged, or the
-                checkpoint is stored in too small parts to be read so.
+            CheckpointError: a tensor is not in the checkpoint, its bytes are damaged, or it is
+                stored in too many small chunks.
         """
-        tensors, _ = wanted_tensors(self.manifest, chunks, missing="error", convert_dtype=True)
+        tensors, _ = match_stored_tensors(
+            self.manifest, chunks, missing="error", convert_dtype=True
+        )
         with one_torch_thread():
-            self._part_limit += sum(chunk.tensor.nbytes for chunk in chunks) / BYTES_PER_PART
+            self._read_item_limit += (
+                sum(chunk.tensor.nbytes for chunk in chunks) / BYTES_PER_READ_ITEM
+            )
             plan = plan_reads(
-                tensors, chunks, index_of=self._index_of, max_parts=int(self._part_limit)
+                tensors, chunks, index_of=self._index_of, max_read_items=int(self._read_item_limit)
             )
             block_bytes = self.manifest.block_bytes
             for reads in plan.values():
-                self._part_limit -= sum(reads_of(read, block_bytes) for read in reads)
-            if self._part_limit < 0:
-                raise CheckpointError(too_many_parts(chunks[0].name))
+                self._read_item_limit -= sum(read_cost(read, block_bytes) for read in reads)
+            if self._read_item_limit < 0:
+                raise CheckpointError(too_many_read_items(chunks[0].name))
             for file, reads in sorted(plan.items()):
                 reader = self._open(file)
                 for read in reads:

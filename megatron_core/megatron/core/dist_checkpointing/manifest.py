@@ -1,16 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The manifest: what a checkpoint holds and where, as JSON with its own digest.
+"""The manifest: a checkpoint's metadata (files, tensors, extra state), as JSON with its own digest.
 
-`manifest.json` is one JSON object whose first field, named after the algorithm, is the digest of
-all bytes after that field, so that an edited or corrupt manifest is refused. It names the files
-with their sizes, and for every logical tensor its boxes with their byte ranges and one digest per
-block.
+`manifest.json` is one JSON object. Its first field, named after the digest algorithm, is the digest
+of all bytes after that field, so an edited or corrupt manifest is refused. The manifest lists the
+files with their sizes, and for every logical tensor its boxes with their byte ranges and one digest
+per block.
 
-Ranks send rank 0 the plans of their shards before they write, and the digests after. Rank 0 checks
-in the plans that nothing is missing and nothing written twice, and joins them with the digests into
-the manifest's tables. Nothing here needs torch: a writer process does it, too.
+Ranks send rank 0 the plans of their shards before they write, and the digests afterwards. Rank 0
+checks the plans: no element may be missing or written twice. It then joins plans and digests into
+the manifest's tables. Nothing here imports torch, because writer processes use this module.
 
-When a model loads a checkpoint, it is compared with the model that was saved.
+`compare_architecture` compares the saved model with the model that loads a checkpoint.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from typing import Any, NamedTuple, NoReturn
 
 from megatron.core import __version__
 from megatron.core.boxes import Box, first_overlap, tiles
-from megatron.core.dist_checkpointing.errors import (
+from megatron.core.dist_checkpointing.checkpoint_errors import (
     CheckpointError,
     DamagedCheckpointError,
     RemovedCheckpointError,
@@ -49,24 +49,24 @@ MANIFEST_NAME = "manifest.json"
 FORMAT = "megatron.core.dist_checkpointing"
 VERSION = 1
 
-#: Bytes of a manifest that are read whatever the shards; of a larger one, at most a 64th of theirs
-#: (a box takes some 200 bytes, and 20 for every block of it), and never more than the last number.
+#: Limits of a manifest's size: a minimum for any checkpoint, plus a 64th of the shards' bytes (a
+#: box takes some 200 bytes, and 20 bytes per block), up to a maximum.
 MAX_MANIFEST_BYTES, MANIFEST_SHARE, LARGEST_MANIFEST_BYTES = 32 << 20, 64, 1 << 30
 
-#: Characters of a reason, which may quote the manifest.
-MAX_SHOWN = 400
+#: Maximum length of an error's reason, which may quote the manifest.
+MAX_REASON_CHARS = 400
 
-#: Dimensions of a tensor, and characters of its name.
+#: Maximum number of dimensions of a tensor, and length of its name.
 MAX_DIMENSIONS, MAX_NAME = 8, 1024
 
-#: Files and chunks of tensors: so many in any checkpoint, and another one for so many bytes of its
-#: shards. Reading one takes tens of microseconds, whatever it describes.
+#: Limit of files and chunks: a minimum for any checkpoint, plus one per so many bytes of its
+#: shards. Decoding one entry takes tens of microseconds, whatever its size.
 MIN_CHUNK_LIMIT, BYTES_PER_CHUNK = 110_000, 4096
 
-#: Bytes and values of the JSON in addition to the tensors.
+#: Maximum bytes and values of `extra`.
 MAX_EXTRA_BYTES, MAX_EXTRA_VALUES = 8 << 20, 1 << 17
 
-#: A block is read whole.
+#: Maximum bytes per digest; a block is read as a whole.
 MAX_BLOCK_BYTES = 256 << 20
 
 _FOLDER = re.compile(r"iter_([0-9]{7,})")
@@ -81,14 +81,14 @@ _JSON = json.JSONDecoder()
 
 
 def iteration_of(folder: Path) -> int | None:
-    """Return the iteration a folder's name stands for, or None if it is not a checkpoint's."""
+    """Return the iteration in a checkpoint folder's name, or None for any other name."""
     match = _FOLDER.fullmatch(folder.name)
     return int(match[1]) if match else None
 
 
 @dataclass(frozen=True, kw_only=True)
 class StoredFile:
-    """A shard: its size, and the size and digest of its safetensors header ("" if not taken)."""
+    """A shard: its size, and the size and digest of its header ("" without digests)."""
 
     bytes: int
     header_bytes: int
@@ -107,7 +107,7 @@ class StoredChunk(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StoredTensor:
-    """A logical tensor: dtype name, shape and the chunks that cover it."""
+    """A logical tensor: dtype name, global shape, and the chunks that cover it."""
 
     dtype: str
     shape: tuple[int, ...]
@@ -116,10 +116,10 @@ class StoredTensor:
 
 @dataclass(frozen=True, kw_only=True)
 class Manifest:
-    """Everything a checkpoint states about itself.
+    """A checkpoint's metadata.
 
-    `digests` records whether blocks of `block_bytes` have been digested; `xxh3` is the identity of
-    the manifest as read ("" before it is written); `extra` is the caller's JSON.
+    `digests` records whether blocks of `block_bytes` have been digested. `xxh3` is the digest of
+    the manifest as read ("" before it is written). `extra` is the caller's JSON.
     """
 
     iteration: int
@@ -133,7 +133,7 @@ class Manifest:
 
 
 def check_extra(extra: Mapping[str, Any]) -> None:
-    """Raise ValueError unless a manifest can hold this JSON in addition to the tensors."""
+    """Raise ValueError unless a manifest can store `extra`."""
     check_json(dict(extra), "extra")
     check_extra_size(extra)
     if len(_dump(extra)) > MAX_EXTRA_BYTES:
@@ -141,7 +141,7 @@ def check_extra(extra: Mapping[str, Any]) -> None:
 
 
 def check_json(value: Any, where: str) -> None:
-    """Raise ValueError, naming the place, for what JSON would not give back equal."""
+    """Raise ValueError, with its path, for a value that JSON does not round-trip."""
     if isinstance(value, dict):
         for key, inner in value.items():
             if not isinstance(key, str):
@@ -186,18 +186,18 @@ def encode_manifest(manifest: Manifest) -> bytes:
         f'"extra":{_dump(manifest.extra)}',
     ]
     body = (",\n".join(fields) + "\n}\n").encode()
-    found = digest(body)
-    kind = BLAKE2B if found.startswith(BLAKE2B) else XXH3
-    return _HEAD % (kind.encode(), found[-_HEX_DIGITS:].encode()) + body
+    body_digest = digest(body)
+    kind = BLAKE2B if body_digest.startswith(BLAKE2B) else XXH3
+    return _HEAD % (kind.encode(), body_digest[-_HEX_DIGITS:].encode()) + body
 
 
 def read_manifest(folder: Path | str) -> Manifest:
     """Return the manifest of a checkpoint folder.
 
     Raises:
-        RemovedCheckpointError: there is no such folder.
-        DamagedCheckpointError: it is missing, damaged or edited.
-        CheckpointError: it is of another format or version.
+        RemovedCheckpointError: the folder does not exist.
+        DamagedCheckpointError: the manifest is missing, damaged or edited.
+        CheckpointError: the manifest has another format or version.
     """
     path = Path(folder, MANIFEST_NAME)
     try:
@@ -212,39 +212,39 @@ def read_manifest(folder: Path | str) -> Manifest:
         raise DamagedCheckpointError(f"cannot read {path}: {error.strerror}") from error
     except MemoryError:
         raise DamagedCheckpointError(f"cannot read {path}: there is not enough memory") from None
-    kind, found, body = _split_head(raw, path)
-    wanted = digest(body, kind)[-_HEX_DIGITS:]
-    if found != wanted:
+    kind, recorded_digest, body = _split_head(raw, path)
+    body_digest = digest(body, kind)[-_HEX_DIGITS:]
+    if recorded_digest != body_digest:
         raise DamagedCheckpointError(
-            f"{path} has changed since it was written (its digest is {wanted}, not "
-            f"{found}): use another checkpoint"
+            f"{path} has changed since it was written (its digest is {body_digest}, not "
+            f"{recorded_digest}): use another checkpoint"
         )
     try:
         text = str(raw, "ascii")  # as `json.dumps` writes it
         del raw, body
-        manifest = _ManifestDecoder(path, text).manifest(wanted)
+        manifest = _ManifestDecoder(path, text).manifest(body_digest)
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         reason = f"{type(error).__name__}: {error}"
         raise DamagedCheckpointError(f"{path} cannot be understood ({reason})") from error
-    named = iteration_of(path.parent)
-    if named not in (None, manifest.iteration):
+    folder_step = iteration_of(path.parent)
+    if folder_step not in (None, manifest.iteration):
         raise DamagedCheckpointError(
-            f"{path} is of iteration {manifest.iteration}, its folder's name is of {named}: give "
-            "the folder its name again, or use another checkpoint"
+            f"{path} is of iteration {manifest.iteration}, its folder's name is of {folder_step}: "
+            "give the folder its name again, or use another checkpoint"
         )
     return manifest
 
 
 def max_manifest_bytes(shard_bytes: int) -> int:
-    """Return how long a manifest may be that describes shards of so many bytes."""
+    """Return the maximum size of a manifest for shards of so many bytes."""
     return min(MAX_MANIFEST_BYTES + shard_bytes // MANIFEST_SHARE, LARGEST_MANIFEST_BYTES)
 
 
 def _read_bounded(path: Path) -> bytes:
-    """Return the bytes of a manifest of a size that can be. Raises OSError, CheckpointError."""
+    """Return the bytes of a manifest within its size limit. Raises OSError, CheckpointError."""
     with open_regular(path) as file:
         size = os.fstat(file.fileno()).st_size
-        _split_head(file.read(_HEAD_BYTES), path)  # before memory is taken for the rest
+        _split_head(file.read(_HEAD_BYTES), path)  # before memory is allocated for the whole file
         shards = 0
         if size > MAX_MANIFEST_BYTES:
             with os.scandir(path.parent) as entries:
@@ -257,19 +257,19 @@ def _read_bounded(path: Path) -> bytes:
 
 
 def _split_head(raw: bytes, path: Path) -> tuple[str, str, memoryview]:
-    """Return the kind of digest a manifest starts with, its digits, and the bytes after it."""
+    """Return the digest's algorithm and digits from the first field, and the remaining bytes."""
     for kind in (XXH3, BLAKE2B):
         length = len(_HEAD % (kind.encode(), b"0" * _HEX_DIGITS))
-        found = raw[length - _HEX_DIGITS - 3 : length - 3]
-        if raw[:length] == _HEAD % (kind.encode(), found):
-            return kind, found.decode(errors="replace"), memoryview(raw)[length:]
+        hex_digits = raw[length - _HEX_DIGITS - 3 : length - 3]
+        if raw[:length] == _HEAD % (kind.encode(), hex_digits):
+            return kind, hex_digits.decode(errors="replace"), memoryview(raw)[length:]
     raise DamagedCheckpointError(
         f"{path} is not a manifest written by this library, or it is damaged"
     )
 
 
 def read_extra(folder: Path | str) -> Mapping[str, Any]:
-    """Return the JSON that was saved in addition to the tensors. Raises CheckpointError."""
+    """Return a checkpoint's `extra` JSON. Raises CheckpointError."""
     return read_manifest(folder).extra
 
 
@@ -294,28 +294,28 @@ def _dump_lines(table: Mapping[str, Any]) -> str:
 
 
 class _JsonCursor:
-    """Reads JSON member by member: only the value at the cursor is in memory as objects, which take
-    up to thirty times the memory of their text.
+    """Reads JSON member by member, so that only the value at the cursor exists as Python objects,
+    which take up to thirty times the memory of their text.
 
-    Raises ValueError for text that is no JSON.
+    Raises ValueError for invalid JSON.
     """
 
     def __init__(self, text: str) -> None:
         self._text = text
-        self._at = 0
+        self._position = 0
 
     def members(self) -> Iterator[str]:
         """Yield the keys of an object; the caller reads each value before the next key."""
         seen: set[str] = set()
         for _ in self._separated("{", "}"):
             if self._next() != '"':
-                raise ValueError(f"no key before character {self._at}")
-            key, self._at = scanstring(self._text, self._at)
+                raise ValueError(f"no key before character {self._position}")
+            key, self._position = scanstring(self._text, self._position)
             if key in seen:
                 raise ValueError(f"{key[:80]!r} is there twice")
             seen.add(key)
             if self._next() != ":":
-                raise ValueError(f"':' is missing before character {self._at}")
+                raise ValueError(f"':' is missing before character {self._position}")
             yield key
 
     def items(self) -> Iterator[None]:
@@ -325,68 +325,68 @@ class _JsonCursor:
     def scalar(self) -> Any:
         """Return a value that is neither an object nor a list."""
         if self._peek() in ("", "{", "["):
-            raise ValueError(f"no plain value at character {self._at}")
+            raise ValueError(f"no plain value at character {self._position}")
         return self.tree()
 
     def span(self, closing: str) -> str:
-        """Return the text of a value that ends with the next `closing`: an object or a list in
-        which no other one ends so."""
+        """Return the text of an object or a list up to the next `closing`; it must not contain
+        another value that ends with `closing`."""
         self._peek()
-        end = self._text.find(closing, self._at) + 1
+        end = self._text.find(closing, self._position) + 1
         if not end:
-            raise ValueError(f"{closing!r} is missing after character {self._at}")
-        start, self._at = self._at, end
+            raise ValueError(f"{closing!r} is missing after character {self._position}")
+        start, self._position = self._position, end
         return self._text[start:end]
 
     def tree(self) -> Any:
-        """Return a value of any kind, all of it."""
+        """Return a value of any type, fully decoded."""
         self._peek()
-        value, self._at = _JSON.raw_decode(self._text, self._at)
+        value, self._position = _JSON.raw_decode(self._text, self._position)
         return value
 
-    def rest(self) -> int:
-        """Return how many characters are left."""
-        return len(self._text) - self._at
+    def remaining_chars(self) -> int:
+        """Return the number of characters after the cursor."""
+        return len(self._text) - self._position
 
     def finish(self) -> None:
-        """Check that nothing follows."""
+        """Check that no text follows."""
         if self._peek():
-            raise ValueError(f"text follows the JSON at character {self._at}")
+            raise ValueError(f"text follows the JSON at character {self._position}")
 
     def _separated(self, opening: str, closing: str) -> Iterator[None]:
         if self._next() != opening:
-            raise ValueError(f"{opening!r} is missing before character {self._at}")
+            raise ValueError(f"{opening!r} is missing before character {self._position}")
         if self._peek() == closing:
-            self._at += 1
+            self._position += 1
             return
         while True:
             yield
-            mark = self._next()
-            if mark == closing:
+            character = self._next()
+            if character == closing:
                 return
-            if mark != ",":
-                raise ValueError(f"{closing!r} is missing before character {self._at}")
+            if character != ",":
+                raise ValueError(f"{closing!r} is missing before character {self._position}")
 
     def _next(self) -> str:
-        """Move past the next character that is no space, and return it; "" at the end."""
-        mark = self._peek()
-        self._at += 1
-        return mark
+        """Move past the next non-space character and return it; "" at the end."""
+        character = self._peek()
+        self._position += 1
+        return character
 
     def _peek(self) -> str:
-        """Move to the next character that is no space, and return it; "" at the end."""
-        mark = self._text[self._at : self._at + 1]
-        while mark and mark in " \t\n\r":
-            self._at += 1
-            mark = self._text[self._at : self._at + 1]
-        return mark
+        """Move to the next non-space character and return it; "" at the end."""
+        character = self._text[self._position : self._position + 1]
+        while character and character in " \t\n\r":
+            self._position += 1
+            character = self._text[self._position : self._position + 1]
+        return character
 
 
 class _ManifestDecoder:
-    """Turns the text of a manifest into a Manifest and trusts nothing in it.
+    """Decodes a manifest's text without trusting it.
 
-    The fields come in the order in which `encode_manifest` writes them: what limits the tensors,
-    their files, comes before them.
+    The fields have the order in which `encode_manifest` writes them: the files come before the
+    tensors, because their sizes limit the number of tensors.
     """
 
     def __init__(self, path: Path, text: str) -> None:
@@ -395,7 +395,7 @@ class _ManifestDecoder:
         self._digested_block_bytes = 0
         self._files: dict[str, StoredFile] = {}
         self._num_chunks = 0
-        # Equal values of many chunks are kept once.
+        # Chunks share equal file names and shapes, to save memory.
         self._file_names: dict[str, str] = {}
         self._shapes: dict[str, tuple[int, ...]] = {}
 
@@ -442,65 +442,65 @@ class _ManifestDecoder:
     def _block_bytes(self, fields: Mapping[str, Any]) -> int:
         block_bytes = self._count(fields["block_bytes"], "block_bytes")
         if not 16 <= block_bytes <= MAX_BLOCK_BYTES or block_bytes % 16:
-            self._refuse(
+            self._reject(
                 f"block_bytes is {block_bytes}, not a multiple of 16 up to {MAX_BLOCK_BYTES}"
             )
         return block_bytes
 
     def _extra(self) -> dict[str, Any]:
-        if self._cursor.rest() > MAX_EXTRA_BYTES:
-            self._refuse(f"extra has more than {MAX_EXTRA_BYTES} bytes")
+        if self._cursor.remaining_chars() > MAX_EXTRA_BYTES:
+            self._reject(f"extra has more than {MAX_EXTRA_BYTES} bytes")
         extra = self._cursor.tree()
         if not isinstance(extra, dict):
-            self._refuse("extra is not an object")
+            self._reject("extra is not an object")
         check_depth(extra, max_depth=MAX_JSON_DEPTH)
         check_extra_size(extra)
         return extra
 
     def _file(self, name: str) -> StoredFile:
-        # A name with a folder in it could make a load read, or a copy write, anywhere.
-        plain = Path(name).name == name and name.isprintable() and len(name) < 256
-        if not plain or name in (MANIFEST_NAME, "", ".", ".."):
-            self._refuse(f"{name!r} is not the plain name of a shard file")
+        # A name that contains a folder could make a load read, or a copy write, anywhere.
+        is_plain_name = Path(name).name == name and name.isprintable() and len(name) < 256
+        if not is_plain_name or name in (MANIFEST_NAME, "", ".", ".."):
+            self._reject(f"{name!r} is not the plain name of a shard file")
         fields = self._object(name)
         size = self._count(fields["bytes"], name)
         header = self._count(fields["header_bytes"], name)
         if not LENGTH_BYTES <= header <= min(size, MAX_HEADER_BYTES + LENGTH_BYTES):
-            self._refuse(f"{name} has an impossible header of {header} bytes")
+            self._reject(f"{name} has an impossible header of {header} bytes")
         if not isinstance(fields["header_xxh3"], str):
-            self._refuse(f"{name}: {fields['header_xxh3']!r} is not text")
+            self._reject(f"{name}: {fields['header_xxh3']!r} is not text")
         return StoredFile(bytes=size, header_bytes=header, header_xxh3=fields["header_xxh3"])
 
     def _tensor(self, name: str) -> StoredTensor:
         if problem := problem_of_name(name):
-            self._refuse(f"{name!r:.80} {problem}")
+            self._reject(f"{name!r:.80} {problem}")
         fields: dict[str, Any] = {}
         for field in self._cursor.members():
             if field == "dtype":
                 fields[field] = dtype = self._cursor.scalar()
                 if not isinstance(dtype, str) or dtype not in ITEM_BYTES:
-                    self._refuse(f"{name} has the unknown dtype {dtype!r}")
+                    self._reject(f"{name} has the unknown dtype {dtype!r}")
             elif field == "shape":
                 fields[field] = self._shape(name)
             elif field == "chunks":
                 dtype, shape = fields["dtype"], fields["shape"]
                 fields[field] = tuple(self._chunk(name, dtype, shape) for _ in self._cursor.items())
             else:
-                self._refuse(f"{name} has the unknown field {field!r}")
+                self._reject(f"{name} has the unknown field {field!r}")
         if not fields["chunks"]:
-            self._refuse(f"{name} lies in no file")
+            self._reject(f"{name} lies in no file")
         return StoredTensor(**fields)
 
     def _shape(self, name: str) -> tuple[int, ...]:
         text = self._cursor.span("]")
         if text in self._shapes:
             return self._shapes[text]
-        if text.count(",") >= MAX_DIMENSIONS or len(text) > MAX_SHOWN:  # parse no more than that
+        if text.count(",") >= MAX_DIMENSIONS or len(text) > MAX_REASON_CHARS:  # limits parsing
             count = text.count(",") + 1
-            self._refuse(f"{name} has a shape of {count} dimensions: {MAX_DIMENSIONS} at most")
+            self._reject(f"{name} has a shape of {count} dimensions: {MAX_DIMENSIONS} at most")
         shape = self._counts(json.loads(text), name)
         if problem := problem_of_shape(shape):
-            self._refuse(f"{name} {problem}")
+            self._reject(f"{name} {problem}")
         if len(self._shapes) < _CACHED_SHAPES:
             self._shapes[text] = shape
         return shape
@@ -509,34 +509,34 @@ class _ManifestDecoder:
         self._num_chunks += 1
         if not self._num_chunks % _COUNTED_TOGETHER:
             self._check_count()
-        row = self._object(name)
+        fields = self._object(name)
         dims = len(shape)
-        offsets, sizes, span = row["offsets"], row["sizes"], row["bytes"]
+        offsets, sizes, span = fields["offsets"], fields["sizes"], fields["bytes"]
         if not (list is type(offsets) is type(sizes) is type(span) and len(span) == 2):
-            self._refuse(f"{name} lacks a list of numbers in {row}")
+            self._reject(f"{name} lacks a list of numbers in {fields}")
         if not dims == len(offsets) == len(sizes):
-            self._refuse(f"{name} has a box {offsets}, {sizes} outside its shape {list(shape)}")
+            self._reject(f"{name} has a box {offsets}, {sizes} outside its shape {list(shape)}")
         numbers = self._counts(offsets + sizes + span, name)
         begin, end = numbers[2 * dims :]
         box = self._box(numbers[:dims], numbers[dims : 2 * dims], shape)
-        file = self._file_names.get(row["file"])
+        file = self._file_names.get(fields["file"])
         if file is None:
-            self._refuse(f"{name} lies in {row['file']!r}, which is not in the list of files")
+            self._reject(f"{name} lies in {fields['file']!r}, which is not in the list of files")
         if any(map(gt, map(add, *box), shape)):
-            self._refuse(f"{name} has a box {box} outside its shape {list(shape)}")
+            self._reject(f"{name} has a box {box} outside its shape {list(shape)}")
         stored = self._files[file]
-        inside = stored.header_bytes <= begin and end <= stored.bytes
-        if not inside or end - begin != tensor_bytes(dtype, box.sizes):
-            self._refuse(f"{name} has the impossible byte range [{begin}, {end}) in {file}")
-        xxh3, block_bytes = row["xxh3"], self._digested_block_bytes
+        is_inside = stored.header_bytes <= begin and end <= stored.bytes
+        if not is_inside or end - begin != tensor_bytes(dtype, box.sizes):
+            self._reject(f"{name} has the impossible byte range [{begin}, {end}) in {file}")
+        xxh3, block_bytes = fields["xxh3"], self._digested_block_bytes
         if type(xxh3) is not list or not {*map(type, xxh3)} <= {str}:
-            self._refuse(f"{name} has {xxh3!r} in place of digests")
+            self._reject(f"{name} has {xxh3!r} in place of digests")
         if len(xxh3) != (-(-(end - begin) // block_bytes) if block_bytes else 0):
-            self._refuse(f"{name} has {len(xxh3)} digests for {end - begin} bytes")
+            self._reject(f"{name} has {len(xxh3)} digests for {end - begin} bytes")
         return StoredChunk(file=file, box=box, begin=begin, end=end, xxh3=tuple(xxh3))
 
     def _box(self, offsets: tuple[int, ...], sizes: tuple[int, ...], shape: tuple[int, ...]) -> Box:
-        """Return a box whose numbers are those of others where they are equal."""
+        """Return a box that shares equal tuples with other boxes, to save memory."""
         return Box(
             _ORIGINS[len(shape)] if not any(offsets) else offsets,
             shape if sizes == shape else sizes,
@@ -545,55 +545,56 @@ class _ManifestDecoder:
     def _check_count(self) -> None:
         shards = sum(file.bytes for file in self._files.values())
         if problem := problem_of_count(len(self._files) + self._num_chunks, shards):
-            self._refuse(problem)
+            self._reject(problem)
 
     def _object(self, where: str) -> dict[str, Any]:
-        """Return a small object of numbers, texts and lists of these."""
+        """Return a small object of numbers, strings and lists of them."""
         text = self._cursor.span("}")
-        # Numbers and empty lists take ten and twenty times their text; digests do not.
+        # Decoded numbers and empty lists take ten and twenty times the memory of their text,
+        # digests do not.
         if text.count("[") > 4 or text.count(",") > 64 + len(text) // _HEX_DIGITS:
-            self._refuse(f"{where} has the field {text}")
+            self._reject(f"{where} has the field {text}")
         fields, end = _JSON.raw_decode(text)
         if end != len(text):
             raise ValueError(f"text follows the object {text[:end]:.80}")
         return fields
 
     def _counts(self, values: Any, where: str) -> tuple[int, ...]:
-        # Called for every chunk of a checkpoint: set, min and max do the loop in C.
+        # Called for every chunk of a checkpoint, so set, min and max loop in C.
         numbers = type(values) is list and {*map(type, values)} <= {int}
         if not numbers or min(values, default=0) < 0 or max(values, default=0) >= _COUNT_LIMIT:
-            self._refuse(f"{where}: {values!r} is not a list of numbers of things")
+            self._reject(f"{where}: {values!r} is not a list of numbers of things")
         return tuple(values)
 
     def _count(self, value: Any, where: str) -> int:
         if type(value) is not int or not 0 <= value < _COUNT_LIMIT:
-            self._refuse(f"{where}: {value!r} is not a number of things")
+            self._reject(f"{where}: {value!r} is not a number of things")
         return value
 
-    def _refuse(self, why: str) -> NoReturn:
-        shown = why if len(why) <= MAX_SHOWN else f"{why[:MAX_SHOWN]}..."
-        raise DamagedCheckpointError(f"{self._path} cannot be used: {shown}")
+    def _reject(self, reason: str) -> NoReturn:
+        quoted = reason if len(reason) <= MAX_REASON_CHARS else f"{reason[:MAX_REASON_CHARS]}..."
+        raise DamagedCheckpointError(f"{self._path} cannot be used: {quoted}")
 
 
 def problem_of_name(name: str) -> str:
-    """Return why no tensor of a checkpoint has such a name; "" if one may."""
+    """Return the problem with a tensor's name; "" if it is valid."""
     if name.isprintable() and len(name) <= MAX_NAME:
         return ""
     return f"has a name that is not printable, or longer than {MAX_NAME} characters"
 
 
 def problem_of_shape(shape: Sequence[int]) -> str:
-    """Return why no tensor of a checkpoint has such a shape; "" if one may."""
+    """Return the problem with a tensor's shape; "" if it is valid."""
     if len(shape) > MAX_DIMENSIONS:
         return f"has {len(shape)} dimensions, more than the {MAX_DIMENSIONS} of a checkpoint"
-    # Also of a tensor without elements: libraries multiply its other sizes.
+    # Also for a tensor without elements, because libraries multiply its non-zero sizes.
     if math.prod(size or 1 for size in shape) * MAX_ITEM_BYTES >= _COUNT_LIMIT:
         return f"has the shape {list(shape)}, whose product is 2^60 or more"
     return ""
 
 
 def problem_of_count(num_described: int, shard_bytes: int) -> str:
-    """Return why no checkpoint consists of so many files and chunks; "" if one may."""
+    """Return the problem with a number of files and chunks; "" if it is within the limit."""
     limit = MIN_CHUNK_LIMIT + shard_bytes // BYTES_PER_CHUNK
     if num_described <= limit:
         return ""
@@ -604,7 +605,7 @@ def problem_of_count(num_described: int, shard_bytes: int) -> str:
 
 
 def check_extra_size(extra: Mapping[str, Any]) -> None:
-    """Raise ValueError if JSON has too many values, or fields of too long dotted names."""
+    """Raise ValueError if `extra` has too many values or too long dotted names."""
     values, characters = 0, 0
     level: list[tuple[int, Any]] = [(0, extra)]
     while level:
@@ -615,7 +616,7 @@ def check_extra_size(extra: Mapping[str, Any]) -> None:
             characters += sum(lengths.values())
             level += [(lengths[k], v) for k, v in outer.items() if isinstance(v, Mapping | list)]
         else:
-            level += [(prefix, item) for item in outer if isinstance(item, Mapping | list)]
+            level += [(prefix, inner) for inner in outer if isinstance(inner, Mapping | list)]
         if values > MAX_EXTRA_VALUES or characters > MAX_EXTRA_BYTES:
             raise ValueError(
                 f"extra has more than {MAX_EXTRA_VALUES} values, or dotted names of more than "
@@ -624,7 +625,7 @@ def check_extra_size(extra: Mapping[str, Any]) -> None:
 
 
 class PlannedChunk(NamedTuple):
-    """A box of a logical tensor that goes to `file` at bytes [begin, end)."""
+    """A box of a logical tensor that will be written to `file` at bytes [begin, end)."""
 
     name: str
     dtype: str
@@ -636,7 +637,7 @@ class PlannedChunk(NamedTuple):
 
 
 def decode_chunks(message: dict[str, Any]) -> list[PlannedChunk]:
-    """Return the chunks of a shard from the message about it."""
+    """Return a shard's planned chunks from its plan message."""
     return [
         PlannedChunk(
             name=name,
@@ -655,8 +656,8 @@ def check_plans(messages: Sequence[dict[str, Any]]) -> None:
     """Check the plans of all ranks together, before anything is written.
 
     Raises:
-        CheckpointError: they contradict each other, miss an element or have it twice, or describe
-            more than a manifest may.
+        CheckpointError: the plans contradict each other, an element is missing or written twice, or
+            there are more chunks than a manifest may list.
     """
     check_replicas(messages)
     chunks = [chunk for message in messages for chunk in decode_chunks(message)]
@@ -670,22 +671,22 @@ def check_plans(messages: Sequence[dict[str, Any]]) -> None:
 def check_replicas(messages: Sequence[dict[str, Any]]) -> None:
     """Check that all members of every replica set declare the same chunks for it.
 
-    Otherwise a chunk could be left to a rank that does not know of it.
+    Otherwise a chunk could be assigned to a rank that does not declare it.
 
     Raises:
-        CheckpointError: naming the set and two ranks that differ.
+        CheckpointError: two ranks of a set differ.
     """
-    told = [{tuple(ranks): summary for ranks, *summary in m["shared"]} for m in messages]
-    for rank, sets in enumerate(told):
-        for ranks, summary in sets.items():
-            for other in ranks:
-                theirs = told[other].get(ranks) if other < len(told) else None
-                if theirs != summary:
-                    count, name, _ = summary
+    declared = [{tuple(ranks): summary for ranks, *summary in m["shared"]} for m in messages]
+    for rank, sets in enumerate(declared):
+        for ranks, expected in sets.items():
+            for peer in ranks:
+                actual = declared[peer].get(ranks) if peer < len(declared) else None
+                if actual != expected:
+                    count, name, _ = expected
                     raise CheckpointError(
                         f"rank {rank} declares {count} chunks, {name} among them, with "
-                        f"replica_ranks {list(ranks)}, but rank {other} declares "
-                        f"{theirs[0] if theirs else 'none'}, or other ones, for these ranks"
+                        f"replica_ranks {list(ranks)}, but rank {peer} declares "
+                        f"{actual[0] if actual else 'none'}, or other ones, for these ranks"
                     )
 
 
@@ -703,18 +704,18 @@ def check_coverage(tensors: dict[str, list[PlannedChunk]]) -> None:
     """Check that every element of every logical tensor is written exactly once.
 
     Raises:
-        CheckpointError: naming the tensor and the files concerned.
+        CheckpointError: an element is missing or written twice, or ranks differ in dtype or shape.
     """
     for name, chunks in tensors.items():
-        first = chunks[0]
+        shape, dtype = chunks[0].shape, chunks[0].dtype
         for chunk in chunks:
-            if (chunk.shape, chunk.dtype) != (first.shape, first.dtype):
+            if (chunk.shape, chunk.dtype) != (shape, dtype):
                 raise CheckpointError(
-                    f"{name} is {first.dtype} {list(first.shape)} in {first.file} but "
+                    f"{name} is {dtype} {list(shape)} in {chunks[0].file} but "
                     f"{chunk.dtype} {list(chunk.shape)} in {chunk.file}; ranks must agree"
                 )
         boxes = [chunk.box for chunk in chunks]
-        if tiles(boxes, first.shape):
+        if tiles(boxes, shape):
             continue
         if overlap := first_overlap(boxes):
             a, b = (chunks[i] for i in overlap)
@@ -724,7 +725,7 @@ def check_coverage(tensors: dict[str, list[PlannedChunk]]) -> None:
             )
         covered = sum(box.numel for box in boxes)
         raise CheckpointError(
-            f"{name} {list(first.shape)} has {math.prod(first.shape)} elements but the ranks "
+            f"{name} {list(shape)} has {math.prod(shape)} elements but the ranks "
             f"declare only {covered}: a chunk of it is missing on some rank"
         )
 
@@ -735,17 +736,17 @@ def stored_tables(
     """Join every rank's plan with its digests into the manifest's two tables."""
     files: dict[str, StoredFile] = {}
     chunks: dict[str, list[StoredChunk]] = {}
-    kinds: dict[str, tuple[str, tuple[int, ...]]] = {}
-    for plan, result in zip(planned, written, strict=True):
+    layouts: dict[str, tuple[str, tuple[int, ...]]] = {}
+    for plan, file_digests in zip(planned, written, strict=True):
         if not plan["chunks"]:
             continue
         files[plan["file"]] = StoredFile(
             bytes=plan["total_bytes"],
             header_bytes=plan["header_bytes"],
-            header_xxh3=result["header_xxh3"],
+            header_xxh3=file_digests["header_xxh3"],
         )
-        for chunk, xxh3 in zip(decode_chunks(plan), result["xxh3"], strict=True):
-            kinds[chunk.name] = (chunk.dtype, chunk.shape)
+        for chunk, xxh3 in zip(decode_chunks(plan), file_digests["xxh3"], strict=True):
+            layouts[chunk.name] = (chunk.dtype, chunk.shape)
             chunks.setdefault(chunk.name, []).append(
                 StoredChunk(
                     file=chunk.file,
@@ -757,8 +758,8 @@ def stored_tables(
             )
     tensors = {
         name: StoredTensor(
-            dtype=kinds[name][0],
-            shape=kinds[name][1],
+            dtype=layouts[name][0],
+            shape=layouts[name][1],
             chunks=tuple(sorted(group, key=lambda c: c.box)),
         )
         for name, group in chunks.items()
@@ -766,18 +767,18 @@ def stored_tables(
     return files, tensors
 
 
-def compare_architecture(saved: Mapping[str, Any], wanted: Mapping[str, Any]) -> list[str]:
+def compare_architecture(saved: Mapping[str, Any], model: Mapping[str, Any]) -> list[str]:
     """Return one line per field in which two models differ, e.g. from `extra["model"]`.
 
-    Nested mappings are compared field by field under dotted names. A tuple equals the list that
-    JSON makes of it.
+    Nested mappings are compared field by field under dotted names. A tuple equals a list, as JSON
+    stores it.
     """
     before, after = (
         {name: _as_json(value) for name, value in flatten(fields).items()}
-        for fields in (saved, wanted)
+        for fields in (saved, model)
     )
     return [
-        f"{name}: {_shown(before, name)} in the checkpoint, {_shown(after, name)} in the model"
+        f"{name}: {_repr_of(before, name)} in the checkpoint, {_repr_of(after, name)} in the model"
         for name in sorted(before.keys() | after.keys())
         if name not in before or name not in after or before[name] != after[name]
     ]
@@ -795,8 +796,8 @@ def flatten(fields: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
 
 
 def _as_json(value: Any) -> Any:
-    return [_as_json(item) for item in value] if isinstance(value, tuple | list) else value
+    return [_as_json(element) for element in value] if isinstance(value, tuple | list) else value
 
 
-def _shown(fields: Mapping[str, Any], name: str) -> str:
+def _repr_of(fields: Mapping[str, Any], name: str) -> str:
     return repr(fields[name]) if name in fields else "absent"

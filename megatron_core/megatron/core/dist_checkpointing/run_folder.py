@@ -7,15 +7,16 @@ The commit protocol: a checkpoint appears under its name complete and on disk, o
     rename to iter_0000100/      the one step that makes it a checkpoint; the parent is synced
     latest_checkpointed_iteration.txt   replaced by a synced temporary file
 
-A process may be killed between any two of these. A name is never renamed over.
+A process may be killed between any two steps. A rename never replaces an existing folder.
 
-At start-up a run locks its save folder: one run at a time, checked to be writable, leftovers of
-interrupted saves removed. Readers share a `flock` on a checkpoint's manifest, which retention needs
-exclusively, so a checkpoint that any process has open is not removed. A lock ends with its process,
-however that ends. Verification checks a whole checkpoint without a model: sizes always, every byte
-on request. Retention chooses which checkpoints are removed once a newer one is complete.
+At start-up a run locks its save folder, so that one run at a time saves there, checks that it is
+writable, and removes the temporary folders of interrupted saves. Readers share a `flock` on a
+checkpoint's manifest; retention takes the lock exclusively, so it never removes a checkpoint that
+any process has open. The kernel releases a lock when its process ends. Verification checks a whole
+checkpoint without a model: sizes always, every byte on request. Retention removes old checkpoints
+once a newer one is complete.
 
-Nothing here needs torch.
+Nothing here imports torch.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ from pathlib import Path
 from types import TracebackType
 
 from megatron.core.boxes import tiles
-from megatron.core.dist_checkpointing.errors import (
+from megatron.core.dist_checkpointing.checkpoint_errors import (
     CheckpointError,
     DamagedCheckpointError,
     RemovedCheckpointError,
@@ -49,7 +50,7 @@ from megatron.core.dist_checkpointing.manifest import (
     max_manifest_bytes,
     read_manifest,
 )
-from megatron.core.dist_checkpointing.shard_file import PIECE_BYTES, ShardFile, check_size
+from megatron.core.dist_checkpointing.shard_file import READ_BUFFER_BYTES, ShardFile, check_size
 from megatron.core.untrusted_files import (
     UnsafeFileError,
     link_target,
@@ -65,19 +66,19 @@ _TEMPORARY = re.compile(r"iter_\d{7,}\.tmp-[0-9a-f]{16}")
 
 
 def checkpoint_folder(root: Path | str, iteration: int) -> Path:
-    """Return where the checkpoint of `iteration` lies, whether it exists or not."""
+    """Return the folder of the checkpoint of `iteration`, which may not exist."""
     if iteration < 0:
         raise ValueError(f"iteration must not be negative, got {iteration}")
     return Path(root, f"iter_{iteration:07d}")
 
 
 def temporary_folder(folder: Path) -> Path:
-    """Return a name next to `folder` that nobody else uses and that `is_temporary` recognises."""
+    """Return a unique name next to `folder` that `is_temporary` recognises."""
     return folder.with_name(f"{folder.name}.tmp-{secrets.token_hex(8)}")
 
 
 def is_temporary(folder: Path) -> bool:
-    """Return whether a folder is what an interrupted save or removal left behind."""
+    """Return whether a folder is the temporary folder of a save or a removal."""
     return _TEMPORARY.fullmatch(folder.name) is not None
 
 
@@ -90,22 +91,22 @@ def sync_folder(folder: Path) -> None:
         os.close(fd)
 
 
-def write_synced(path: Path, data: bytes) -> None:
-    """Write a small new file and make its content durable."""
+def write_synced(path: Path, content: bytes) -> None:
+    """Write and sync a small new file."""
     with open_to_write(path, "x") as file:
-        file.write(data)
+        file.write(content)
         file.flush()
         os.fsync(file.fileno())
 
 
 def open_temporary(root: Path, iteration: int, *, name: str | None = None) -> Path:
-    """Create the folder that a save writes into.
+    """Create the temporary folder of a save.
 
     Args:
-        name: of the folder, as `temporary_folder` makes them; None makes one.
+        name: the folder's name, as returned by `temporary_folder`; None chooses one.
 
     Raises:
-        CheckpointError: the step has been saved, or nothing can be written.
+        CheckpointError: the step has already been saved, or `root` is not writable.
     """
     folder = checkpoint_folder(root, iteration)
     try:
@@ -124,11 +125,11 @@ def open_temporary(root: Path, iteration: int, *, name: str | None = None) -> Pa
 
 
 def publish(temporary: Path, manifest: Manifest) -> Path:
-    """Write the manifest into a folder of synced shards and give the folder its name.
+    """Write the manifest into a folder of synced shards and rename the folder to its final name.
 
     Raises:
-        CheckpointError: a shard is not as its rank wrote it, the name is taken, or the file
-            system refuses.
+        CheckpointError: a shard's size is not the size its rank wrote, the name is taken, or the
+            file system fails.
     """
     root = temporary.parent
     folder = checkpoint_folder(root, manifest.iteration)
@@ -163,7 +164,7 @@ def publish(temporary: Path, manifest: Manifest) -> Path:
 
 
 def write_tracker(root: Path, iteration: int) -> None:
-    """Make the tracker name `iteration`, in one step. Raises CheckpointError."""
+    """Atomically write `iteration` to the tracker. Raises CheckpointError."""
     temporary = root / f"{TRACKER_NAME}.tmp-{secrets.token_hex(8)}"
     try:
         write_synced(temporary, f"{iteration}\n".encode())
@@ -179,11 +180,11 @@ def write_tracker(root: Path, iteration: int) -> None:
 
 @contextlib.contextmanager
 def reading(folder: Path | str) -> Iterator[None]:
-    """Keep a checkpoint from being removed until the block ends. It may be entered several times.
+    """Prevent retention from removing a checkpoint until the block ends; any number of readers.
 
     Raises:
-        RemovedCheckpointError: it is gone, or is being removed at this moment.
-        DamagedCheckpointError: it is incomplete.
+        RemovedCheckpointError: the checkpoint does not exist, or is being removed now.
+        DamagedCheckpointError: the checkpoint is incomplete.
     """
     folder = Path(folder)
     path = folder / MANIFEST_NAME
@@ -195,13 +196,13 @@ def reading(folder: Path | str) -> Iterator[None]:
             f"cannot read {path}: {error.strerror}: {folder} is not a complete checkpoint"
         ) from error
     try:
-        # Without locks in the file system nothing is removed either: that needs one.
+        # On a file system without locks, reading is safe: removal fails without its lock.
         with contextlib.suppress(OSError):
             try:
                 fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
             except BlockingIOError:
                 raise RemovedCheckpointError(f"{folder} is being removed by retention") from None
-        if not _is_at(fd, path):  # it went between the two calls
+        if not _is_at(fd, path):  # removed between open and flock
             raise RemovedCheckpointError(f"{folder} was removed by retention at this moment")
         yield
     finally:
@@ -209,14 +210,15 @@ def reading(folder: Path | str) -> Iterator[None]:
 
 
 def remove_checkpoint(folder: Path) -> None:
-    """Remove a checkpoint that nobody reads. It loses its name first, so that a half-removed one is
-    never taken for a checkpoint.
+    """Remove a checkpoint that no process reads.
+
+    The folder is renamed first, so that a partly removed folder never has a checkpoint's name.
 
     Raises:
-        CheckpointError: it is being read, or cannot be removed.
+        CheckpointError: the checkpoint is being read, or cannot be removed.
     """
     path = folder / MANIFEST_NAME
-    doomed = temporary_folder(folder)
+    renamed = temporary_folder(folder)
     try:
         fd = open_lock(path, make=False)
         try:
@@ -224,18 +226,18 @@ def remove_checkpoint(folder: Path) -> None:
                 fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError:
                 raise CheckpointError(f"{folder} is being read and stays for now") from None
-            os.rename(folder, doomed)
+            os.rename(folder, renamed)
             sync_folder(folder.parent)
-            _discard(doomed)
+            _discard(renamed)
         finally:
             os.close(fd)
     except OSError as error:
-        left = f"; {doomed.name} is what is left of it" if doomed.is_dir() else ""
-        raise CheckpointError(f"cannot remove {folder}: {error.strerror}{left}") from error
+        leftover = f"; {renamed.name} is what is left of it" if renamed.is_dir() else ""
+        raise CheckpointError(f"cannot remove {folder}: {error.strerror}{leftover}") from error
 
 
 def _discard(path: Path) -> None:
-    """Remove a folder, or a link or a file in its place: what a link leads to is not removed."""
+    """Remove a folder, a link or a file; a link's target is not removed."""
     if path.is_symlink() or not path.is_dir():
         path.unlink()
     else:
@@ -243,13 +245,13 @@ def _discard(path: Path) -> None:
 
 
 def _check_not_removed(folder: Path) -> None:
-    """Raise RemovedCheckpointError if there is nothing under the name of a checkpoint any more."""
+    """Raise RemovedCheckpointError if a checkpoint's folder no longer exists."""
     if not os.path.lexists(folder):
         raise RemovedCheckpointError(f"{folder} is not there any more: it was removed or renamed")
 
 
 def _is_at(fd: int, path: Path) -> bool:
-    """Return whether an open file is still the one at `path`."""
+    """Return whether `path` still names the open file."""
     try:
         return os.path.samestat(os.fstat(fd), path.stat())
     except OSError:
@@ -258,7 +260,7 @@ def _is_at(fd: int, path: Path) -> bool:
 
 @dataclass(frozen=True, kw_only=True)
 class VerifyReport:
-    """What was verified, and files that are in the folder without belonging to the checkpoint."""
+    """Number of verified bytes, and files in the folder that do not belong to the checkpoint."""
 
     bytes_verified: int
     unexpected_files: tuple[str, ...]
@@ -271,26 +273,26 @@ def verify_checkpoint(
 
     Args:
         folder: an `iter_...` folder.
-        digests: whether to read everything and compare digests; else the manifest, its coverage
-            of every tensor and the size of every file are checked.
-        follow_links: whether the folder may be a link to anywhere: only one that the user names.
-            One that was found in a run's folder may be a link inside that.
+        digests: whether to read all bytes and compare digests. Otherwise only the manifest, its
+            coverage of every tensor and the size of every file are checked.
+        follow_links: whether the folder may be a link to any folder. True only for a path that the
+            user names. False accepts only a link that stays inside the parent folder.
 
     Raises:
-        RemovedCheckpointError: it was removed meanwhile.
-        CheckpointError: naming the first thing that is wrong.
+        RemovedCheckpointError: the checkpoint was removed meanwhile.
+        CheckpointError: the first problem.
     """
     folder = Path(folder)
     if not follow_links:
         check_link(folder)
     with contextlib.ExitStack() as stack:
         if digests:
-            stack.enter_context(reading(folder))  # it takes a while
+            stack.enter_context(reading(folder))  # retention may run during this long read
         return verify_contents(folder, read_manifest(folder), digests=digests)
 
 
 def verify_contents(folder: Path, manifest: Manifest, *, digests: bool) -> VerifyReport:
-    """Check that a folder is complete and undamaged by its manifest; see `verify_checkpoint`."""
+    """Check a folder against its manifest; see `verify_checkpoint`."""
     if digests and not manifest.digests:
         raise CheckpointError(f"{folder} was saved without digests: only sizes can be checked")
     try:
@@ -310,10 +312,10 @@ def verify_contents(folder: Path, manifest: Manifest, *, digests: bool) -> Verif
 
 
 def check_link(folder: Path) -> None:
-    """Check that a folder found in a run's folder is no link that leads out of that.
+    """Check that a checkpoint's folder is not a link to a target outside its parent folder.
 
     Raises:
-        DamagedCheckpointError: it is.
+        DamagedCheckpointError: the folder is such a link.
     """
     if not folder.is_symlink():
         return
@@ -329,14 +331,16 @@ def check_link(folder: Path) -> None:
 
 
 def unexpected_files(folder: Path, manifest: Manifest) -> tuple[str, ...]:
-    """List what is in a checkpoint's folder without belonging to it."""
-    known = {MANIFEST_NAME, *manifest.files}
-    return tuple(sorted(path.name for path in folder.iterdir() if path.name not in known))
+    """List the files in a checkpoint's folder that its manifest does not name."""
+    expected_names = {MANIFEST_NAME, *manifest.files}
+    return tuple(sorted(path.name for path in folder.iterdir() if path.name not in expected_names))
 
 
 def _check_whole(folder: Path, manifest: Manifest) -> None:
-    """Check that the chunks of every tensor cover it, and those of every file that, exactly once:
-    a tensor that the manifest no longer names leaves a gap in a file."""
+    """Check that the chunks cover every tensor and every file exactly once.
+
+    A tensor that was removed from the manifest leaves a gap in a file.
+    """
     ends: dict[str, list[tuple[int, int]]] = {name: [] for name in manifest.files}
     for name, tensor in manifest.tensors.items():
         if not tiles([chunk.box for chunk in tensor.chunks], tensor.shape):
@@ -364,7 +368,7 @@ def _verify_bytes(folder: Path, manifest: Manifest) -> int:
     for name, tensor in manifest.tensors.items():
         for chunk in tensor.chunks:
             by_file[chunk.file].append((name, chunk))
-    scratch = memoryview(bytearray(PIECE_BYTES))
+    scratch = memoryview(bytearray(READ_BUFFER_BYTES))
     verified = 0
     for file, chunks in sorted(by_file.items()):
         path, block_bytes = folder / file, manifest.block_bytes
@@ -375,8 +379,8 @@ def _verify_bytes(folder: Path, manifest: Manifest) -> int:
     return verified
 
 
-def damage_of(folder: Path) -> str:
-    """Return what to add about a folder that is kept: nothing if it is whole."""
+def existing_note(folder: Path) -> str:
+    """Return the end of a message about an existing checkpoint: whether it is damaged."""
     try:
         verify_checkpoint(folder, digests=False)
     except CheckpointError as error:
@@ -384,13 +388,13 @@ def damage_of(folder: Path) -> str:
     return " and is kept"
 
 
-#: How often a folder is listed again whose checkpoints are removed while they are looked at.
+#: Attempts to list a folder whose checkpoints are removed while they are verified.
 ATTEMPTS = 5
 
-#: Foreign files named in one line; the rest is counted.
+#: Unexpected files named in one line; further files are only counted.
 MAX_FILES = 8
 
-#: An iteration, and what an editor or another program may add.
+#: Maximum size of a tracker: an iteration, and white space that an editor may add.
 MAX_TRACKER_BYTES = 1 << 16
 
 
@@ -399,111 +403,113 @@ def list_checkpoints(root: Path | str) -> list[Path]:
     root = Path(root)
     if not root.is_dir():
         return []
-    found = [(iteration_of(path), path) for path in root.iterdir() if path.is_dir()]
-    return [path for _, path in sorted((i, path) for i, path in found if i is not None)][::-1]
+    candidates = [(iteration_of(path), path) for path in root.iterdir() if path.is_dir()]
+    return [path for _, path in sorted((i, path) for i, path in candidates if i is not None)][::-1]
 
 
 def latest_checkpoint(
     root: Path | str,
     *,
     digests: bool = False,
-    passed_over: Collection[Path] = (),
+    excluded: Collection[Path] = (),
     fall_back: bool = True,
     say: Callable[[str], None] = print_to_stderr,
     verify: Callable[[Path], VerifyReport] | None = None,
 ) -> Path | None:
-    """Return the checkpoint to resume from, or None if there is no trace of one.
+    """Return the checkpoint to resume from: the newest undamaged one, or None without any trace.
 
-    That is the newest undamaged one, whatever the tracker contains: it is a hint for people and
-    other programs. One line reports when it names another one or none, when newer ones are
-    damaged, and when there are files in the folder that do not belong to it.
+    The tracker is only a hint for people and other programs. One line reports a tracker that names
+    another checkpoint or none, newer checkpoints that are damaged, and unexpected files.
 
     Args:
         root: folder of all checkpoints of a run.
         digests: whether "undamaged" means every byte, or manifest and file sizes.
-        passed_over: checkpoints in `root` that are known to be corrupt and have been reported.
-        fall_back: whether an older one may be returned if the newest one is damaged.
+        excluded: checkpoints in `root` that are known to be corrupt and have been reported.
+        fall_back: whether an older checkpoint may be returned if the newest one is damaged.
         say: receives the lines.
-        verify: checks one, as `verify_checkpoint` does; None: that, by `digests`.
+        verify: verifies a checkpoint; None: `verify_checkpoint` with `digests`.
 
     Raises:
-        CheckpointError: there were checkpoints, and all are damaged; or the newest one is and
-            `fall_back` is off; or one was written by another version of this library.
+        CheckpointError: all checkpoints are damaged; or the newest is damaged and `fall_back` is
+            off; or another version of this library wrote a checkpoint.
     """
     verify = verify or partial(verify_checkpoint, digests=digests, follow_links=False)
     for _ in range(ATTEMPTS - 1):
-        # What retention removes meanwhile is not damaged, and there are newer ones then.
+        # A checkpoint that retention removes meanwhile is not damaged, and newer ones exist.
         with contextlib.suppress(RemovedCheckpointError):
-            return _latest(Path(root), passed_over, fall_back=fall_back, say=say, verify=verify)
-    return _latest(Path(root), passed_over, fall_back=fall_back, say=say, verify=verify)
+            return _latest(Path(root), excluded, fall_back=fall_back, say=say, verify=verify)
+    return _latest(Path(root), excluded, fall_back=fall_back, say=say, verify=verify)
 
 
 def _latest(
     root: Path,
-    passed_over: Collection[Path],
+    excluded: Collection[Path],
     *,
     fall_back: bool,
     say: Callable[[str], None],
     verify: Callable[[Path], VerifyReport],
 ) -> Path | None:
-    """Do what `latest_checkpoint` says, or raise RemovedCheckpointError."""
-    folders = [folder for folder in list_checkpoints(root) if folder not in passed_over]
+    """One attempt of `latest_checkpoint`; may raise RemovedCheckpointError."""
+    folders = [folder for folder in list_checkpoints(root) if folder not in excluded]
     tracked, tracker = _read_tracker(root)
-    if not folders and not passed_over and tracked is None and not tracker:
+    if not folders and not excluded and tracked is None and not tracker:
         return None
-    damages = []
+    damage = []
     for folder in folders:
         try:
             report = verify(folder)
         except RemovedCheckpointError:
             raise
         except DamagedCheckpointError as error:
-            damages.append(str(error))
+            damage.append(str(error))
             if not fall_back:
                 break
             continue
-        if damages:
-            say(f"WARNING: falling back to {folder}: {'; '.join(damages)}")
-        elif folder != tracked and not passed_over:
-            tracker = tracker or f"{root / TRACKER_NAME} names {_what_is(tracked)}"
+        if damage:
+            say(f"WARNING: falling back to {folder}: {'; '.join(damage)}")
+        elif folder != tracked and not excluded:
+            tracker = tracker or f"{root / TRACKER_NAME} names {_tracker_target(tracked)}"
             say(f"{tracker}; using {folder.name}, the newest undamaged checkpoint")
         if report.unexpected_files:
-            say(unexpected_line(folder, report.unexpected_files))
+            say(unexpected_files_warning(folder, report.unexpected_files))
         return folder
-    if not folders and not passed_over:
-        damages.append(tracker or f"{root / TRACKER_NAME} names {_what_is(tracked)}")
-    if damages and not fall_back:
-        raise DamagedCheckpointError(f"the newest checkpoint in {root} is damaged: {damages[0]}")
-    reasons = f": {'; '.join(damages)}" if damages else ""
+    if not folders and not excluded:
+        damage.append(tracker or f"{root / TRACKER_NAME} names {_tracker_target(tracked)}")
+    if damage and not fall_back:
+        raise DamagedCheckpointError(f"the newest checkpoint in {root} is damaged: {damage[0]}")
+    reasons = f": {'; '.join(damage)}" if damage else ""
     raise DamagedCheckpointError(f"no undamaged checkpoint in {root}{reasons}")
 
 
-def unexpected_line(folder: Path, files: Sequence[str]) -> str:
-    """Return a line about files that are in a checkpoint's folder and are no part of it."""
+def unexpected_files_warning(folder: Path, files: Sequence[str]) -> str:
+    """Return a warning about files in a checkpoint's folder that do not belong to it."""
     listed = ", ".join(files[:MAX_FILES])
-    more = f" and {len(files) - MAX_FILES} more" if len(files) > MAX_FILES else ""
-    return f"WARNING: {folder} holds files that do not belong to it and are ignored: {listed}{more}"
+    suffix = f" and {len(files) - MAX_FILES} more" if len(files) > MAX_FILES else ""
+    return (
+        f"WARNING: {folder} holds files that do not belong to it and are ignored: {listed}{suffix}"
+    )
 
 
 def tracked_checkpoint(root: Path | str) -> Path | None:
-    """Return the folder that the tracker names, whether it exists or not; None if it names none."""
+    """Return the folder that the tracker names, which may not exist; None if it names none."""
     return _read_tracker(Path(root))[0]
 
 
-def sweep_temporary(root: Path | str) -> list[Path]:
-    """Remove what interrupted saves and removals left in `root`, and return what was removed.
+def remove_temporary(root: Path | str) -> list[Path]:
+    """Remove the temporary folders of interrupted saves and removals; return the removed paths.
 
-    Only for the start of a run that has claimed `root`: it would remove a save in progress. What a
-    writer process of an ended run still writes to cannot become a checkpoint afterwards.
+    Call this only when a run that has locked `root` starts, because it would remove a save in
+    progress. A folder is renamed before its removal, so that a surviving writer process of an ended
+    run cannot publish it.
     """
     root = Path(root)
     removed = []
     for path in sorted(root.iterdir()):
         if is_temporary(path):
-            # Under its old name a surviving writer would go on to add files and commit.
-            doomed = temporary_folder(path.with_name(path.name.split(".")[0]))
-            os.rename(path, doomed)
-            _discard(doomed)
+            # Under its old name a surviving writer process could add files and commit.
+            renamed = temporary_folder(path.with_name(path.name.split(".")[0]))
+            os.rename(path, renamed)
+            _discard(renamed)
         elif path.name.startswith(f"{TRACKER_NAME}.tmp-"):
             path.unlink()
         else:
@@ -513,8 +519,10 @@ def sweep_temporary(root: Path | str) -> list[Path]:
 
 
 def _read_tracker(root: Path) -> tuple[Path | None, str]:
-    """Return the folder that the tracker names, or why it names none ("" without a tracker and any
-    checkpoint)."""
+    """Return (folder that the tracker names, reason if it names none).
+
+    The reason is "" without a tracker if there are no checkpoints either.
+    """
     path = root / TRACKER_NAME
     try:
         text = read_regular(path, MAX_TRACKER_BYTES).decode(errors="replace").strip()
@@ -527,8 +535,8 @@ def _read_tracker(root: Path) -> tuple[Path | None, str]:
     return checkpoint_folder(root, int(text)), ""
 
 
-def _what_is(folder: Path | None) -> str:
-    """Return the name of what a tracker names, and whether it is there."""
+def _tracker_target(folder: Path | None) -> str:
+    """Describe the folder that a tracker names."""
     if folder is None:
         return "none"
     return folder.name + ("" if folder.is_dir() else ", which is not there")
@@ -537,28 +545,28 @@ def _what_is(folder: Path | None) -> str:
 LOCK_NAME = ".writer.lock"
 
 
-class SaveFolderClaim:
-    """The right to save into a folder, held by one process until `close` or its end.
+class SaveFolderLock:
+    """An exclusive lock on a save folder, until `close` or the end of the process.
 
-    Rank 0 of a run makes one before the first step. It creates the folder, refuses a folder that
-    another live run has claimed, finds out now rather than at the first save whether it can be
-    written, and removes what interrupted saves left.
+    Rank 0 of a run takes the lock before the first step. This creates the folder, raises if another
+    live run has the lock, checks that the folder is writable before the first save, and removes the
+    temporary folders of interrupted saves.
 
-    The lock is a POSIX record lock: it ends with the process, however that ends, is not inherited
-    by forked workers, and works between hosts on NFS.
+    The lock is a POSIX record lock: the kernel releases it when the process ends, forked workers do
+    not inherit it, and it works between hosts on NFS.
 
     Args:
         root: folder of all checkpoints of a run.
 
     Raises:
-        CheckpointError: the folder cannot be written or is claimed.
+        CheckpointError: the folder is not writable, or another run has the lock.
     """
 
     def __init__(self, root: Path | str) -> None:
         self._root = Path(root)
         path = self._root / LOCK_NAME
         try:
-            self._made_root = not self._root.exists()
+            self._created_root = not self._root.exists()
             self._root.mkdir(parents=True, exist_ok=True)
             self._fd = open_lock(path)
         except OSError as error:
@@ -566,7 +574,7 @@ class SaveFolderClaim:
         try:
             self._lock(path)
             self._test_write()
-            self.swept = tuple(sweep_temporary(self._root))
+            self.removed_files = tuple(remove_temporary(self._root))
         except OSError as error:
             self.close()
             raise self._refusal(error) from error
@@ -574,7 +582,7 @@ class SaveFolderClaim:
             self.close()
             raise
 
-    def __enter__(self) -> SaveFolderClaim:
+    def __enter__(self) -> SaveFolderLock:
         return self
 
     def __exit__(
@@ -586,17 +594,18 @@ class SaveFolderClaim:
         self.close()
 
     def close(self) -> None:
-        """Give the folder free; calling it again does nothing."""
+        """Release the lock; further calls do nothing."""
         if self._fd >= 0:
             os.close(self._fd)
             self._fd = -1
 
     def abandon(self) -> None:
-        """Give the folder free and, if there is nothing in it, leave no trace of the claim."""
+        """Release the lock; if the folder is empty, also remove the lock file and a folder that
+        this lock created."""
         if self._fd >= 0 and os.listdir(self._root) == [LOCK_NAME]:
             with contextlib.suppress(OSError):
                 (self._root / LOCK_NAME).unlink()
-                if self._made_root:
+                if self._created_root:
                     self._root.rmdir()
         self.close()
 
@@ -617,13 +626,13 @@ class SaveFolderClaim:
         os.pwrite(self._fd, f"pid {os.getpid()} on {socket.gethostname()}\n".encode(), 0)
 
     def _test_write(self) -> None:
-        test = self._root / f".write-test-{os.getpid()}"
-        test.unlink(missing_ok=True)
+        test_file = self._root / f".write-test-{os.getpid()}"
+        test_file.unlink(missing_ok=True)
         try:
-            write_synced(test, b"x" * 4096)
+            write_synced(test_file, b"x" * 4096)
             sync_folder(self._root)
         finally:
-            test.unlink(missing_ok=True)
+            test_file.unlink(missing_ok=True)
 
     def _refusal(self, error: OSError) -> CheckpointError:
         if isinstance(error, UnsafeFileError):
@@ -633,12 +642,13 @@ class SaveFolderClaim:
         )
 
 
-def see_claim(root: Path | str) -> None:
-    """See that a folder which this run has claimed is still there: a file system may have gone, or
-    somebody may have moved the folder, and a save would quietly begin another one in its place.
+def check_save_folder_lock(root: Path | str) -> None:
+    """Check that the folder that this run has locked still exists.
+
+    If the folder was moved or its file system unmounted, a save would silently create a new folder.
 
     Raises:
-        CheckpointError: it is not.
+        CheckpointError: the lock file is not in the folder.
     """
     if not Path(root, LOCK_NAME).exists():
         raise CheckpointError(
@@ -654,18 +664,18 @@ def prune_checkpoints(
     retain_interval: int | None = None,
     say: Callable[[str], None] = print_to_stderr,
 ) -> list[Path]:
-    """Remove checkpoints that are no longer wanted, and return those that are gone.
+    """Apply retention: remove old checkpoints and return their folders.
 
-    Kept are the newest `keep_last` undamaged ones, so the newest one always, those at multiples of
-    `retain_interval`, the one that the tracker names, damaged ones, for someone to look at, and
-    what any process is reading (`reading`). Nothing is waited for: what cannot be removed now is
-    reported to `say` and tried again the next time.
+    Retention keeps the newest `keep_last` undamaged checkpoints, checkpoints at multiples of
+    `retain_interval`, the checkpoint that the tracker names, damaged checkpoints for inspection,
+    and checkpoints that any process is reading (`reading`). It does not wait: if a checkpoint
+    cannot be removed now, `say` receives a line, and the next call tries again.
 
     Args:
-        root: folder of all checkpoints of a run, which the caller alone saves in.
-        keep_last: how many of the newest ones stay.
-        retain_interval: iterations between checkpoints that stay for good; None = there are none.
-        say: receives a line for each that should have gone and could not.
+        root: folder of all checkpoints of a run; only the caller saves in it.
+        keep_last: number of newest undamaged checkpoints to keep.
+        retain_interval: iterations between checkpoints that are kept permanently; None: none.
+        say: receives a line for each checkpoint that could not be removed.
 
     Raises:
         ValueError: `keep_last` or `retain_interval` is below 1.
@@ -674,21 +684,21 @@ def prune_checkpoints(
         if value is not None and value < 1:
             raise ValueError(f"{name} must be at least 1, got {value}")
     root = Path(root)
-    kept = {tracked_checkpoint(root)}
+    tracked = {tracked_checkpoint(root)}
     undamaged = 0
     removed = []
     for folder in list_checkpoints(root):
         iteration = iteration_of(folder)
         assert iteration is not None
-        for_good = retain_interval is not None and iteration % retain_interval == 0
-        if undamaged >= keep_last and (for_good or folder in kept):
-            continue  # whether it is whole would change nothing
+        is_permanent = retain_interval is not None and iteration % retain_interval == 0
+        if undamaged >= keep_last and (is_permanent or folder in tracked):
+            continue  # kept in any case, so skip the verification
         try:
             verify_checkpoint(folder, digests=False, follow_links=False)
         except CheckpointError:
             continue
         undamaged += 1
-        if undamaged <= keep_last or for_good or folder in kept:
+        if undamaged <= keep_last or is_permanent or folder in tracked:
             continue
         try:
             remove_checkpoint(folder)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Saving: plan, write, commit, each agreed on by all ranks."""
+"""Saving: plan, write and commit; all ranks agree on the outcome of each stage."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from megatron.core.dist_checkpointing.manifest import (
 )
 from megatron.core.dist_checkpointing.run_folder import (
     checkpoint_folder,
-    damage_of,
+    existing_note,
     open_temporary,
     publish,
     sync_folder,
@@ -29,13 +29,13 @@ from megatron.core.dist_checkpointing.run_folder import (
 from megatron.core.dist_checkpointing.shard_format import digest
 from megatron.core.dist_checkpointing.shards import (
     ShardPlan,
-    check_arrived,
+    check_updates_complete,
     encode_plan,
     plan_shard,
     write_shard,
 )
 
-#: Bytes under one digest: what a partial read must read at least to be verified.
+#: Bytes per digest, and so the least that a verified read takes from a file.
 BLOCK_BYTES = 16 << 20
 
 
@@ -52,19 +52,19 @@ def save_checkpoint(
 ) -> Path:
     """Write `root/iter_0000100/` and make the tracker name it. Every rank calls this.
 
-    Replicas are written once. Before anything is written, every element of every logical tensor
-    is known to be written exactly once. The tensors must not change until this returns.
+    Replicas are written once. Before any write, rank 0 checks that every element of every logical
+    tensor will be written exactly once. The tensors must not change until this returns.
 
     Args:
         root: folder of all checkpoints of a run, on a file system that all ranks share.
         iteration: the step that the state belongs to.
-        chunks: what this rank holds.
-        extra: JSON to keep in addition to the tensors; rank 0's is stored.
+        chunks: this rank's boxes of the logical tensors.
+        extra: JSON to store in addition to the tensors; rank 0's is stored.
         coordinator: connects the ranks; `Solo()` for one process.
         digests: whether to store digests, which loading verifies.
-        existing: what to do if this step has been saved already: raise, or say so in one line
-            and leave folder and tracker as they are.
-        block_bytes: bytes under one digest, a multiple of 16.
+        existing: if this step has already been saved: "error" raises, "skip" reports it in one
+            line and leaves folder and tracker unchanged.
+        block_bytes: bytes per digest, a multiple of 16.
 
     Returns:
         The checkpoint's folder.
@@ -94,7 +94,7 @@ def save_checkpoint(
 
 @dataclass(kw_only=True)
 class _Save:
-    """One save on one rank; what `open` and `commit` leave behind exists on rank 0 only."""
+    """One save on one rank; only rank 0 calls `open` and `commit`."""
 
     root: Path
     iteration: int
@@ -109,7 +109,7 @@ class _Save:
     temporary: Path | None = None
 
     def run(self) -> Path:
-        """Plan, write and commit; on any failure leave nothing behind."""
+        """Plan, write and commit; remove the temporary folder after any failure."""
         folder = checkpoint_folder(self.root, self.iteration)
         self.coordinator.begin(f"saving {folder.name}")
         try:
@@ -118,25 +118,25 @@ class _Save:
                 self.coordinator.agree("write", lambda: self.write(name), self.commit)
         except BaseException:
             if self.temporary is not None:
-                # If only the tracker failed, this has its final name by now and stays.
+                # If only the tracker failed, the folder has its final name by now and stays.
                 shutil.rmtree(self.temporary, ignore_errors=True)
             raise
         return folder
 
     def plan(self) -> dict[str, Any]:
-        """Lay out this rank's shard."""
+        """Plan this rank's shard."""
         if self.coordinator.rank == 0:
             check_extra(self.extra)
         self.shard = plan_shard(self.chunks, self.coordinator.rank)
-        check_arrived(self.shard)
+        check_updates_complete(self.shard)
         return encode_plan(self.shard)
 
     def open(self, plans: list[dict[str, Any]]) -> str | None:
-        """Check all layouts together and create the folder to write into; None is "skip"."""
+        """Check all plans together and create the temporary folder; None means "skip"."""
         folder = checkpoint_folder(self.root, self.iteration)
         if self.skip_existing and folder.is_dir():
             self.coordinator.say(
-                f"{folder} exists already{damage_of(folder)}; it is not saved again"
+                f"{folder} exists already{existing_note(folder)}; it is not saved again"
             )
             return None
         check_plans(plans)
@@ -145,20 +145,20 @@ class _Save:
         return self.temporary.name
 
     def write(self, name: str) -> dict[str, Any]:
-        """Write this rank's shard durably and return what the manifest needs of it."""
+        """Write and sync this rank's shard, and return its digests for the manifest."""
         shard = self.shard
         assert shard is not None
         if not shard.chunks:
             return {"header_xxh3": "", "xxh3": []}
         folder = self.root / name
-        found = write_shard(
+        digests = write_shard(
             folder / shard.file, shard, block_bytes=self.block_bytes, digests=self.digests
         )
         sync_folder(folder)
-        return {"header_xxh3": digest(shard.header) if self.digests else "", "xxh3": found}
+        return {"header_xxh3": digest(shard.header) if self.digests else "", "xxh3": digests}
 
     def commit(self, written: list[dict[str, Any]]) -> None:
-        """Make the checkpoint appear, then the tracker name it."""
+        """Publish the checkpoint, then make the tracker name it."""
         assert self.temporary is not None
         files, tensors = stored_tables(self.planned, written)
         manifest = Manifest(

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""An open shard: positioned reads of whole blocks, verified before they are used; without torch.
+"""An open shard: positioned reads of whole blocks, verified before use; without torch.
 
-Memory mapping is avoided on purpose: a file that is truncated under a mapping kills the process
-with SIGBUS, a short read is an error that can be named.
+Reads do not use a memory mapping. If a mapped file is truncated, the process dies with SIGBUS,
+whereas a short read raises an error that names the file.
 """
 
 from __future__ import annotations
@@ -13,33 +13,33 @@ from pathlib import Path
 from types import TracebackType
 from typing import Self
 
-from megatron.core.dist_checkpointing.errors import DamagedCheckpointError
+from megatron.core.dist_checkpointing.checkpoint_errors import DamagedCheckpointError
 from megatron.core.dist_checkpointing.manifest import StoredChunk, StoredFile
 from megatron.core.dist_checkpointing.shard_format import (
     LENGTH_BYTES,
     decode_length,
-    kind_of,
+    digest_algorithm,
+    format_digest,
     new_hasher,
-    text_of,
 )
 from megatron.core.untrusted_files import regular_fd, regular_size
 
-#: Small enough to stay in a core's cache between its arrival and its digest.
-PIECE_BYTES = 1 << 19
+#: Bytes per read. A buffer of this size stays in a core's cache until it is digested.
+READ_BUFFER_BYTES = 1 << 19
 
 
 class ShardFile:
-    """An open shard, its size and header checked; counts what it reads and verifies.
+    """An open shard with checked size and header; counts bytes read and bytes verified.
 
     Args:
         path: the shard.
-        file: what the manifest states about it.
-        block_bytes: bytes under one digest.
+        file: the shard's entry in the manifest.
+        block_bytes: bytes per digest.
         verify: whether to compare digests.
-        header_verified: whether the header's digest has been compared before.
+        header_verified: whether the header's digest has already been compared.
 
     Raises:
-        DamagedCheckpointError: the file is missing, of another size, or its header is damaged.
+        DamagedCheckpointError: the file is missing, has another size, or its header is damaged.
     """
 
     def __init__(
@@ -87,58 +87,60 @@ class ShardFile:
         """Read a whole stored chunk and compare its digests.
 
         Args:
-            scratch: of any size; `PIECE_BYTES` are fast.
+            scratch: read buffer of any size; `READ_BUFFER_BYTES` is fast.
         """
-        whole = chunk.end - chunk.begin
-        for begin in range(0, whole, self.block_bytes):
-            end = min(begin + self.block_bytes, whole)
+        size = chunk.end - chunk.begin
+        for begin in range(0, size, self.block_bytes):
+            end = min(begin + self.block_bytes, size)
             for _ in self.stream(name, chunk, (begin, end), scratch):
                 pass
 
     def read_bytes(self, name: str, chunk: StoredChunk, begin: int, target: memoryview) -> None:
         """Read a chunk's bytes from `begin` into `target` and compare the block's digest.
 
-        When verifying, they must be a whole block, or a chunk's last one.
+        When verifying, the range must be a whole block, or the chunk's last block.
         """
-        step = PIECE_BYTES if self.verifies else len(target)
-        pieces = (target[at : at + step] for at in range(0, len(target), step))
-        for _ in self._read(name, chunk, begin, pieces):
+        step = READ_BUFFER_BYTES if self.verifies else len(target)
+        buffers = (target[position : position + step] for position in range(0, len(target), step))
+        for _ in self._read(name, chunk, begin, buffers):
             pass
 
     def stream(
         self, name: str, chunk: StoredChunk, span: tuple[int, int], scratch: memoryview
     ) -> Iterator[tuple[int, memoryview]]:
-        """Yield a chunk's bytes [begin, end) piece by piece, and where in the chunk each begins.
+        """Yield (position in the chunk, buffer) for a chunk's bytes [begin, end).
 
-        A piece is valid until the next, and is verified when the last one has been taken. When
-        verifying, the bytes must be a whole block, or a chunk's last one.
+        A buffer is valid until the next one is yielded. All of them are verified only when the
+        iterator is exhausted. When verifying, the range must be a whole block, or the chunk's last
+        block.
         """
         step = len(scratch)
         begin, end = span
-        pieces = (scratch[: min(step, end - at)] for at in range(begin, end, step))
-        return self._read(name, chunk, begin, pieces)
+        buffers = (scratch[: min(step, end - position)] for position in range(begin, end, step))
+        return self._read(name, chunk, begin, buffers)
 
     def _read(
-        self, name: str, chunk: StoredChunk, begin: int, pieces: Iterable[memoryview]
+        self, name: str, chunk: StoredChunk, begin: int, buffers: Iterable[memoryview]
     ) -> Iterator[tuple[int, memoryview]]:
-        """Fill pieces with the bytes that follow `begin`, yield each, and compare the digest."""
-        wanted = chunk.xxh3[begin // self.block_bytes] if self.verifies else ""
-        hasher = new_hasher(kind_of(wanted)) if self.verifies else None
-        at = begin
-        for piece in pieces:
-            self._fill(piece, chunk.begin + at, name)
+        """Fill buffers with the bytes from `begin` on, yield each, then compare the digest."""
+        expected_digest = chunk.xxh3[begin // self.block_bytes] if self.verifies else ""
+        hasher = new_hasher(digest_algorithm(expected_digest)) if self.verifies else None
+        position = begin
+        for buffer in buffers:
+            self._fill(buffer, chunk.begin + position, name)
             if hasher is not None:
-                hasher.update(piece)
-            yield at, piece
-            at += len(piece)
-        self.bytes_read += at - begin
+                hasher.update(buffer)
+            yield position, buffer
+            position += len(buffer)
+        self.bytes_read += position - begin
         if hasher is not None:
-            if text_of(hasher, kind_of(wanted)) != wanted:
+            if format_digest(hasher, digest_algorithm(expected_digest)) != expected_digest:
                 raise DamagedCheckpointError(
                     f"{self._path} is damaged: {name}{chunk.box} does not match its digest in "
-                    f"bytes [{chunk.begin + begin}, {chunk.begin + at}); use another checkpoint"
+                    f"bytes [{chunk.begin + begin}, {chunk.begin + position}); "
+                    "use another checkpoint"
                 )
-            self.bytes_verified += at - begin
+            self.bytes_verified += position - begin
 
     def _fill(self, target: memoryview, offset: int, name: str) -> None:
         """Read the file's bytes from `offset` on."""
@@ -157,11 +159,11 @@ class ShardFile:
             position += count
 
     def _check_header(self, *, verify: bool) -> None:
-        """Compare the announced header length, and when verifying the header's digest."""
-        first = memoryview(bytearray(LENGTH_BYTES))
-        self._fill(first, 0, "the header")
+        """Compare the header's length and, when verifying, its digest with the manifest."""
+        length_field = memoryview(bytearray(LENGTH_BYTES))
+        self._fill(length_field, 0, "the header")
         self.bytes_read += LENGTH_BYTES
-        announced, size = decode_length(bytes(first)), self._file.header_bytes
+        announced, size = decode_length(bytes(length_field)), self._file.header_bytes
         if announced != size:
             raise DamagedCheckpointError(
                 f"{self._path} is damaged: it announces a header of {announced} bytes, the "
@@ -169,16 +171,16 @@ class ShardFile:
             )
         if not verify:
             return
-        wanted = self._file.header_xxh3
-        hasher = new_hasher(kind_of(wanted))
-        hasher.update(first)
-        scratch = memoryview(bytearray(min(PIECE_BYTES, size)))
-        for at in range(LENGTH_BYTES, size, PIECE_BYTES):
-            piece = scratch[: size - at]
-            self._fill(piece, at, "the header")
-            hasher.update(piece)
+        expected_digest = self._file.header_xxh3
+        hasher = new_hasher(digest_algorithm(expected_digest))
+        hasher.update(length_field)
+        scratch = memoryview(bytearray(min(READ_BUFFER_BYTES, size)))
+        for position in range(LENGTH_BYTES, size, READ_BUFFER_BYTES):
+            buffer = scratch[: size - position]
+            self._fill(buffer, position, "the header")
+            hasher.update(buffer)
         self.bytes_read += size - LENGTH_BYTES
-        if text_of(hasher, kind_of(wanted)) != wanted:
+        if format_digest(hasher, digest_algorithm(expected_digest)) != expected_digest:
             raise DamagedCheckpointError(f"{self._path} is damaged: its header has changed")
 
 

@@ -1,24 +1,24 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a rank saves of a model, which rank writes which chunk, and the shard files that they go to.
+"""Chunks of a model's state, the save plan (which rank writes which chunk), and shard files.
 
-A rank saves chunks of logical tensors, views of memory, of the model and of its optimizer:
+A rank saves chunks of logical tensors: views of the memory of the model and of its optimizer.
 
     >>> chunks = weight_chunks(model.store)
     >>> folder = save_checkpoint(root, 100, chunks, {}, coordinator=Solo())
     >>> loaded = load_checkpoint(latest_checkpoint(root), chunks)
 
-Tensors have logical names, a weight its own and optimizer state `optimizer.KIND/WEIGHT`, so any
-layout loads what another has saved. Optimizer state that belongs to no weight, such as the number
-of updates, is a tensor [] called `optimizer.NAME`. After loading, call `Optimizer.after_load` of an
-optimizer over the weights.
+Tensors have logical names, so any layout loads a checkpoint of any other. A weight keeps its name;
+its optimizer state is `optimizer.KIND/WEIGHT`. Optimizer state that belongs to no weight, such as
+the number of updates, is a tensor [] called `optimizer.NAME`. After loading, call
+`Optimizer.after_load` of an optimizer over the weights.
 
-Planning is pure: no files, no messages. A rank lays out its own shard from its own chunks; rank 0
-checks the layouts of all ranks together (`manifest.check_plans`).
+Planning is pure: no files, no messages. A rank plans its own shard from its own chunks; rank 0
+checks the plans of all ranks together (`manifest.check_plans`).
 
-A shard is written as a stream of small chunks, digested as they pass, synced at the end, without a
-second copy of the tensors: a contiguous CPU tensor is written from its own memory, any other goes
-through one scratch buffer chunk by chunk. A read of boxes of tensors reads the blocks that it
-needs, straight to their destination.
+A shard is written sequentially in small buffers, which are digested as they are written, and synced
+at the end. The tensors are not copied as a whole: a contiguous CPU tensor is written from its own
+memory, any other tensor passes through one scratch buffer. A read of a tensor's box reads only the
+blocks that overlap it, straight into the target if its layout allows.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from typing import Any, Protocol
 import torch
 
 from megatron.core.boxes import Box, TensorChunk, boxes_of_range, chunk_key, flat_index, intersect
-from megatron.core.dist_checkpointing.errors import CheckpointError
+from megatron.core.dist_checkpointing.checkpoint_errors import CheckpointError
 from megatron.core.dist_checkpointing.manifest import (
     PlannedChunk,
     StoredChunk,
@@ -46,9 +46,9 @@ from megatron.core.dist_checkpointing.manifest import (
 )
 from megatron.core.dist_checkpointing.shard_file import ShardFile
 from megatron.core.dist_checkpointing.shard_format import (
-    PIECE_BYTES,
+    WRITE_BUFFER_BYTES,
     BlockDigester,
-    Output,
+    ShardWriter,
     digest,
     encode_header,
     tensor_bytes,
@@ -76,7 +76,7 @@ DTYPES: Mapping[str, torch.dtype] = MappingProxyType(
         "BOOL": torch.bool,
     }
 )
-#: A block of which a part is wanted passes through so much memory: a multiple of every element.
+#: Scratch bytes for a block that is read in part: a multiple of every element size.
 SCRATCH_BYTES = 1 << 20
 
 DTYPE_NAMES: Mapping[torch.dtype, str] = MappingProxyType({d: n for n, d in DTYPES.items()})
@@ -93,7 +93,7 @@ def dtype_name(dtype: torch.dtype, tensor_name: str) -> str:
 
 
 class StateRange(Protocol):
-    """The state of an optimizer for one range of weights."""
+    """An optimizer's state for one range of weights."""
 
     @property
     def owned(self) -> OwnedRange:
@@ -108,23 +108,23 @@ class RangedOptimizer(Protocol):
 
     @property
     def ranges(self) -> Sequence[StateRange]:
-        """Its state, a range at a time."""
+        """The optimizer's state, one entry per range."""
 
     @property
     def groups(self) -> ProcessGroupCollection:
         """The groups of the ranks that train together."""
 
     def scalars(self) -> Mapping[str, torch.Tensor]:
-        """Return its state that belongs to no weight, equal on all ranks, tensors [] by name."""
+        """Return the state that belongs to no weight: tensors [] by name, equal on all ranks."""
 
 
 def weight_chunks(store: WeightStore) -> list[TensorChunk]:
-    """List the boxes of logical weights, and the states, that this rank holds, as views of its
-    memory.
+    """List this rank's boxes of logical weights, and its states, as views of its memory.
 
     Args:
-        store: of a model. With gathers that overlap, call `DataParallel.complete_weights()` before
-            each save: other ranks' updates may not have arrived, and the save is refused.
+        store: the model's weights. With overlapped gathers, call `DataParallel.complete_weights()`
+            before each save. Otherwise updates by other ranks may be pending, and the save is
+            refused.
     """
     states = [
         TensorChunk(
@@ -140,27 +140,27 @@ def weight_chunks(store: WeightStore) -> list[TensorChunk]:
 
 
 def optimizer_chunks(optimizer: RangedOptimizer, *, scalars: bool = True) -> list[TensorChunk]:
-    """List the boxes of optimizer state that this rank holds, as views of its memory.
+    """List this rank's boxes of optimizer state, as views of its memory.
 
     Args:
-        scalars: also the state that belongs to no weight: the number of updates, and the state of a
-            dynamic loss scaler. False leaves it out, where it is kept elsewhere.
+        scalars: whether to include the state that belongs to no weight: the number of updates, and
+            the state of a dynamic loss scaler. Pass False if it is stored elsewhere.
     """
-    found = [
+    chunks = [
         TensorChunk(
-            name=f"optimizer.{kind}/{held.name}",
-            shape=held.shape,
-            offsets=held.box.offsets,
-            tensor=held.of(flat),
-            replica_ranks=held.replica_ranks,
+            name=f"optimizer.{kind}/{weight_box.name}",
+            shape=weight_box.shape,
+            offsets=weight_box.box.offsets,
+            tensor=weight_box.of(flat),
+            replica_ranks=weight_box.replica_ranks,
         )
         for state in optimizer.ranges
         for kind, flat in state.named_tensors().items()
-        for held in state.owned.boxes
+        for weight_box in state.owned.boxes
     ]
     ranks = tuple(sorted(optimizer.groups["world"].ranks))
     for name, tensor in optimizer.scalars().items() if scalars else ():
-        found.append(
+        chunks.append(
             TensorChunk(
                 name=f"optimizer.{name}",
                 shape=(),
@@ -170,10 +170,10 @@ def optimizer_chunks(optimizer: RangedOptimizer, *, scalars: bool = True) -> lis
                 if_missing=_NO_SCALARS,
             )
         )
-    return found
+    return chunks
 
 
-#: What to do about a checkpoint that lacks optimizer state which belongs to no weight.
+#: Advice for a checkpoint without the optimizer state that belongs to no weight.
 _NO_SCALARS = (
     "load optimizer_chunks(optimizer, scalars=False) in its place, and give the number of updates "
     "that had been applied: optimizer.after_load(with_state=True, steps=...)"
@@ -182,27 +182,32 @@ _NO_SCALARS = (
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class ShardPlan:
-    """The file one rank writes: its header, then the data of `held`, which lies as `chunks` say.
+    """The plan of the file that one rank writes.
 
-    `total_bytes` is the file's size. A rank without anything to write has no chunks and no file.
-    `shared` sums up what this rank declares to hold together with others.
+    Args:
+        file: the shard's file name.
+        header: length field and safetensors header.
+        total_bytes: size of the file. A rank without chunks writes no file.
+        chunks: position of each chunk in the file, in file order.
+        source_chunks: the tensors to write, one per entry of `chunks`.
+        shared: a summary of each replica set with more than one rank, see `check_replicas`.
     """
 
     file: str
     header: bytes
     total_bytes: int
     chunks: tuple[PlannedChunk, ...]
-    held: tuple[TensorChunk, ...]
+    source_chunks: tuple[TensorChunk, ...]
     shared: tuple[tuple[Any, ...], ...]
 
 
 def replica_sets(
     chunks: Sequence[TensorChunk], rank: int
 ) -> dict[tuple[int, ...], list[TensorChunk]]:
-    """Return this rank's chunks by the ranks that hold them, largest first, in one order for all.
+    """Group this rank's chunks by replica ranks, largest first, in the same order on all ranks.
 
     Raises:
-        ValueError: a chunk does not name `rank` among its holders.
+        ValueError: a chunk's `replica_ranks` do not contain `rank`.
     """
     sets: dict[tuple[int, ...], list[TensorChunk]] = {}
     for chunk in chunks:
@@ -220,52 +225,52 @@ def replica_sets(
 def chunks_to_write(
     sets: Mapping[tuple[int, ...], Sequence[TensorChunk]], rank: int
 ) -> list[TensorChunk]:
-    """Return the chunks that `rank` writes: every replica set shares its bytes out greedily.
+    """Return the chunks that `rank` writes, balanced greedily within each replica set.
 
     All members of a replica set declare the same chunks for it (`check_replicas`), so all compute
-    the same assignment without a message: each chunk goes to the member with the fewest bytes, the
-    first of several.
+    the same assignment without communication: each chunk goes to the member with the fewest bytes,
+    on a tie to the lowest rank.
     """
-    mine = []
+    assigned = []
     for ranks, members in sets.items():
         loads = [(0, r) for r in ranks]  # ascending, and so a heap
         for chunk in members:
             load, writer = loads[0]
             heapq.heapreplace(loads, (load + chunk.tensor.numel() * chunk.tensor.itemsize, writer))
             if writer == rank:
-                mine.append(chunk)
-    return mine
+                assigned.append(chunk)
+    return assigned
 
 
 def _summary(ranks: tuple[int, ...], members: Sequence[TensorChunk]) -> tuple[Any, ...]:
-    """Return (ranks, count, first name, digest) of a replica set as this rank declares it."""
+    """Return (ranks, number of chunks, first name, digest) of this rank's view of a replica set."""
     text = repr([(c.name, c.shape, c.box, c.tensor.dtype) for c in members])
     return ranks, len(members), members[0].name, digest(text.encode())
 
 
 def plan_shard(chunks: Sequence[TensorChunk], rank: int) -> ShardPlan:
-    """Lay out the file that `rank` writes.
+    """Plan the file that `rank` writes.
 
-    Wide dtypes come first, so that every tensor lies at a multiple of its own element size.
+    Chunks are ordered by descending element size, so every tensor is aligned to its element size.
 
     Raises:
-        ValueError: a name, a shape or a dtype that cannot be stored, or one box declared twice on
-            this rank.
+        ValueError: a name, a shape or a dtype cannot be stored, or this rank declares one box
+            twice.
     """
     file = f"shard-{rank:05d}.safetensors"
     sets = replica_sets(chunks, rank)
     for name, shape in {chunk.name: tuple(chunk.shape) for chunk in chunks}.items():
         if problem := problem_of_name(name) or problem_of_shape(shape):
             raise ValueError(f"{name:.80} cannot be saved: it {problem}")
-    mine = [chunk for chunk in chunks_to_write(sets, rank) if _is_stored(chunk)]
-    mine.sort(key=lambda c: (-c.tensor.itemsize, c.name, c.box))
+    assigned = [chunk for chunk in chunks_to_write(sets, rank) if _is_stored(chunk)]
+    assigned.sort(key=lambda c: (-c.tensor.itemsize, c.name, c.box))
     entries = [
         (
             chunk_key(chunk.name, tuple(chunk.shape), chunk.box),
             dtype_name(chunk.tensor.dtype, chunk.name),
             chunk.box.sizes,
         )
-        for chunk in mine
+        for chunk in assigned
     ]
     for (key, _, _), (following, _, _) in itertools.pairwise(entries):
         if key == following:
@@ -273,7 +278,7 @@ def plan_shard(chunks: Sequence[TensorChunk], rank: int) -> ShardPlan:
     header = encode_header(entries)
     planned = []
     begin = len(header)
-    for chunk, (_, dtype, sizes) in zip(mine, entries, strict=True):
+    for chunk, (_, dtype, sizes) in zip(assigned, entries, strict=True):
         end = begin + tensor_bytes(dtype, sizes)
         planned.append(
             PlannedChunk(
@@ -292,33 +297,33 @@ def plan_shard(chunks: Sequence[TensorChunk], rank: int) -> ShardPlan:
         header=header,
         total_bytes=begin,
         chunks=tuple(planned),
-        held=tuple(mine),
-        shared=tuple(_summary(*item) for item in sets.items() if len(item[0]) > 1),
+        source_chunks=tuple(assigned),
+        shared=tuple(_summary(ranks, m) for ranks, m in sets.items() if len(ranks) > 1),
     )
 
 
-def check_arrived(plan: ShardPlan) -> None:
-    """See that all updates of what a rank writes have arrived.
+def check_updates_complete(plan: ShardPlan) -> None:
+    """Check that a rank has received all updates of the chunks it writes.
 
     Raises:
-        ValueError: some are on their way from other ranks.
+        ValueError: updates by other ranks are pending.
     """
-    late = [chunk.name for chunk in plan.held if chunk.is_late is not None and chunk.is_late()]
-    if late:
+    pending = [c.name for c in plan.source_chunks if c.is_late is not None and c.is_late()]
+    if pending:
         raise ValueError(
-            f"updates that other ranks made have not arrived in {late[0]}"
-            + (f" and {len(late) - 1} more" if len(late) > 1 else "")
+            f"updates that other ranks made have not arrived in {pending[0]}"
+            + (f" and {len(pending) - 1} more" if len(pending) > 1 else "")
             + ": call complete_weights() of the DataParallel engine on every rank before a save"
         )
 
 
 def _is_stored(chunk: TensorChunk) -> bool:
-    """Return whether a chunk has elements, or stands for a tensor that has none at all."""
+    """Return whether a chunk has elements, or is all of a tensor without elements."""
     return chunk.tensor.numel() > 0 or chunk.box.sizes == tuple(chunk.shape)
 
 
 def encode_plan(plan: ShardPlan) -> dict[str, Any]:
-    """Return the message to rank 0 about a shard."""
+    """Return a shard plan as the JSON message that rank 0 collects."""
     return {
         "file": plan.file,
         "total_bytes": plan.total_bytes,
@@ -329,30 +334,30 @@ def encode_plan(plan: ShardPlan) -> dict[str, Any]:
 
 
 def write_shard(path: Path, plan: ShardPlan, *, block_bytes: int, digests: bool) -> list[list[str]]:
-    """Write a new file at `path` and return the digests of each chunk's blocks.
+    """Write a new shard file and return the digests of each chunk's blocks.
 
     Raises:
         CheckpointError: the file exists, or the disk is full, read-only or broken.
     """
     try:
         with open_to_write(path, "x", root=path.parent.parent) as file:
-            output = Output(file.fileno())
-            output.write(memoryview(plan.header))
-            found = []
+            writer = ShardWriter(file.fileno())
+            writer.write(memoryview(plan.header))
+            digests_by_chunk = []
             scratch = torch.empty(0, dtype=torch.uint8)
-            for chunk, planned in zip(plan.held, plan.chunks, strict=True):
+            for chunk, planned in zip(plan.source_chunks, plan.chunks, strict=True):
                 tensor = chunk.tensor.detach()
-                if chunk.pieces is None and not _is_plain(tensor) and not scratch.numel():
-                    scratch = torch.empty(PIECE_BYTES, dtype=torch.uint8)
+                if chunk.pieces is None and not _is_contiguous_cpu(tensor) and not scratch.numel():
+                    scratch = torch.empty(WRITE_BUFFER_BYTES, dtype=torch.uint8)
                 digester = BlockDigester(block_bytes)
-                for piece in chunk.pieces() if chunk.pieces else _pieces(tensor, scratch):
+                for buffer in chunk.pieces() if chunk.pieces else _stream_bytes(tensor, scratch):
                     if digests:
-                        digester.update(piece)
-                    output.write(piece)
-                found.append(digester.finish())
-                if output.position != planned.end:
+                        digester.update(buffer)
+                    writer.write(buffer)
+                digests_by_chunk.append(digester.finish())
+                if writer.position != planned.end:
                     raise CheckpointError(
-                        f"{planned.name} ends at byte {output.position} of {path}, not at "
+                        f"{planned.name} ends at byte {writer.position} of {path}, not at "
                         f"{planned.end}: its pieces do not fit its shape"
                     )
             os.fsync(file.fileno())
@@ -366,37 +371,37 @@ def write_shard(path: Path, plan: ShardPlan, *, block_bytes: int, digests: bool)
             f"cannot write {path} ({plan.total_bytes} bytes): {error.strerror}; nothing was "
             "saved, earlier checkpoints are intact"
         ) from error
-    return found
+    return digests_by_chunk
 
 
-def _is_plain(tensor: torch.Tensor) -> bool:
+def _is_contiguous_cpu(tensor: torch.Tensor) -> bool:
     return tensor.is_contiguous() and tensor.device.type == "cpu"
 
 
 def as_bytes(tensor: torch.Tensor) -> memoryview:
-    """Return the memory of a contiguous CPU tensor, writable."""
-    # A tensor of one element is contiguous whatever its strides; a byte view wants stride 1.
+    """Return the memory of a contiguous CPU tensor as a writable memoryview."""
+    # A tensor of one element is contiguous whatever its strides; a byte view needs stride 1.
     flat = tensor.as_strided((tensor.numel(),), (1,))
     return memoryview(flat.view(torch.uint8).numpy())
 
 
-def _pieces(tensor: torch.Tensor, scratch: torch.Tensor) -> Iterator[memoryview]:
-    """Yield a tensor's elements in row-major order; each chunk is valid until the next."""
+def _stream_bytes(tensor: torch.Tensor, scratch: torch.Tensor) -> Iterator[memoryview]:
+    """Yield a tensor's bytes in row-major order; a buffer is valid until the next is yielded."""
     if not tensor.numel():
         return
-    if _is_plain(tensor):
-        data = as_bytes(tensor)
-        for begin in range(0, len(data), PIECE_BYTES):
-            yield data[begin : begin + PIECE_BYTES]
+    if _is_contiguous_cpu(tensor):
+        memory = as_bytes(tensor)
+        for begin in range(0, len(memory), WRITE_BUFFER_BYTES):
+            yield memory[begin : begin + WRITE_BUFFER_BYTES]
         return
-    for band in _bands(tensor, PIECE_BYTES // tensor.itemsize):
-        target = scratch[: band.numel() * band.itemsize]
-        target.view(band.dtype).view(band.shape).copy_(band)
+    for block in _row_blocks(tensor, WRITE_BUFFER_BYTES // tensor.itemsize):
+        target = scratch[: block.numel() * block.itemsize]
+        target.view(block.dtype).view(block.shape).copy_(block)
         yield as_bytes(target)
 
 
-def _bands(tensor: torch.Tensor, max_elements: int) -> Iterator[torch.Tensor]:
-    """Cut a tensor into views of at most `max_elements`, in row-major order."""
+def _row_blocks(tensor: torch.Tensor, max_elements: int) -> Iterator[torch.Tensor]:
+    """Split a tensor into views of at most `max_elements`, in row-major order."""
     if tensor.numel() <= max_elements:
         yield tensor
         return
@@ -405,45 +410,45 @@ def _bands(tensor: torch.Tensor, max_elements: int) -> Iterator[torch.Tensor]:
         yield from tensor.split(rows)
     else:
         for row in tensor:
-            yield from _bands(row, max_elements)
+            yield from _row_blocks(row, max_elements)
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
-class ChunkPart:
-    """A box, in the coordinates of a stored chunk, and the view that its elements go to."""
+class ReadItem:
+    """One copy of a load plan: a box in a stored chunk's coordinates, and its target view."""
 
     box: Box
     target: torch.Tensor
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
-class ChunkRead:
-    """A stored chunk of a named tensor, and everything that is wanted from it."""
+class ChunkReadRequest:
+    """A stored chunk of a named tensor, and the boxes to read from it."""
 
     name: str
     dtype: str
     chunk: StoredChunk
-    parts: Sequence[ChunkPart]
+    read_items: Sequence[ReadItem]
 
 
-def reads_of(request: ChunkRead, block_bytes: int) -> float:
-    """Return how many blocks a request reads; those that it takes whole count little."""
+def read_cost(request: ChunkReadRequest, block_bytes: int) -> float:
+    """Return the cost of a request in blocks; a block that is read whole costs little."""
     itemsize = DTYPES[request.dtype].itemsize
     count = 0.0
-    for part in request.parts:
-        span = begin, end = _span(request.chunk.box.sizes, part.box)
+    for read_item in request.read_items:
+        span = begin, end = _element_range(request.chunk.box.sizes, read_item.box)
         blocks = (end * itemsize - 1) // block_bytes - begin * itemsize // block_bytes + 1
-        is_whole = _direct_bytes(part, span, request.dtype) is not None
+        is_whole = _direct_bytes(read_item, span, request.dtype) is not None
         count += 1 + blocks / (_WHOLE_BLOCKS if is_whole else 1)
     return count
 
 
-#: Blocks that are read whole, in the time in which parts of one block are copied.
+#: Number of whole blocks that are read in the time that one partial block takes.
 _WHOLE_BLOCKS = 64
 
 
 class Scratch:
-    """One CPU buffer that all reads reuse, grown to the largest size seen."""
+    """One CPU buffer that all reads reuse; it grows to the largest requested size."""
 
     def __init__(self) -> None:
         self._buffer = torch.empty(0, dtype=torch.uint8)
@@ -456,18 +461,18 @@ class Scratch:
 
 
 class ShardReader(ShardFile):
-    """An open shard whose boxes are read into tensors; see `ShardFile`.
+    """An open shard that reads boxes into tensors; see `ShardFile`.
 
     Args:
         path: the shard.
-        file: what the manifest states about it.
-        block_bytes: bytes under one digest.
+        file: the shard's entry in the manifest.
+        block_bytes: bytes per digest.
         verify: whether to compare digests.
         scratch: buffer shared by the readers of one load.
-        header_verified: whether the header's digest has been compared before.
+        header_verified: whether the header's digest has already been compared.
 
     Raises:
-        CheckpointError: the file is missing, of another size, or its header is damaged.
+        CheckpointError: the file is missing, has another size, or its header is damaged.
     """
 
     def __init__(
@@ -485,43 +490,46 @@ class ShardReader(ShardFile):
         )
         self._scratch = scratch
 
-    def read(self, request: ChunkRead) -> None:
-        """Fill every target of `request`. Raises CheckpointError for a damaged or short file."""
+    def read(self, request: ChunkReadRequest) -> None:
+        """Fill all targets of `request`. Raises CheckpointError for a damaged or short file."""
         itemsize = DTYPES[request.dtype].itemsize
-        spans = [_span(request.chunk.box.sizes, part.box) for part in request.parts]
-        first = min(begin for begin, _ in spans) * itemsize // self.block_bytes
-        last = max(end for _, end in spans) * itemsize
-        direct = [
-            _direct_bytes(part, span, request.dtype)
-            for part, span in zip(request.parts, spans, strict=True)
+        spans = [
+            _element_range(request.chunk.box.sizes, read_item.box)
+            for read_item in request.read_items
         ]
-        whole = request.chunk.end - request.chunk.begin
+        first_block = min(begin for begin, _ in spans) * itemsize // self.block_bytes
+        last_byte = max(end for _, end in spans) * itemsize
+        direct_targets = [
+            _direct_bytes(read_item, span, request.dtype)
+            for read_item, span in zip(request.read_items, spans, strict=True)
+        ]
+        chunk_bytes = request.chunk.end - request.chunk.begin
         start, stop = (position * itemsize for position in spans[0])
-        for begin in range(first * self.block_bytes, last, self.block_bytes):
-            end = min(begin + self.block_bytes, whole)
-            if len(spans) == 1 and direct[0] is not None and start <= begin and end <= stop:
-                # The common case, without looking for who else wants a part of this block.
-                target = direct[0][begin - start : end - start]
+        for begin in range(first_block * self.block_bytes, last_byte, self.block_bytes):
+            end = min(begin + self.block_bytes, chunk_bytes)
+            if len(spans) == 1 and direct_targets[0] is not None and start <= begin and end <= stop:
+                # The common case: one item covers the whole block, so read it in place.
+                target = direct_targets[0][begin - start : end - start]
                 self.read_bytes(request.name, request.chunk, begin, target)
             else:
-                self._read_block(request, begin, end, spans, direct)
+                self._read_block(request, begin, end, spans, direct_targets)
 
     def _read_block(
         self,
-        request: ChunkRead,
+        request: ChunkReadRequest,
         begin: int,
         end: int,
         spans: Sequence[tuple[int, int]],
-        direct: Sequence[memoryview | None],
+        direct_targets: Sequence[memoryview | None],
     ) -> None:
-        """Read the bytes [begin, end) of a stored chunk to where they are wanted."""
+        """Read the bytes [begin, end) of a stored chunk and copy them to the overlapping items."""
         itemsize = DTYPES[request.dtype].itemsize
-        touching = [
+        overlapping = [
             i for i, (a, b) in enumerate(spans) if a * itemsize < end and begin < b * itemsize
         ]
-        if len(touching) == 1:
-            start, stop = (position * itemsize for position in spans[touching[0]])
-            target = direct[touching[0]]
+        if len(overlapping) == 1:
+            start, stop = (position * itemsize for position in spans[overlapping[0]])
+            target = direct_targets[overlapping[0]]
             if not self.verifies:  # nothing forces whole blocks
                 begin, end = max(begin, start), min(end, stop)
             if target is not None and start <= begin and end <= stop:
@@ -529,48 +537,54 @@ class ShardReader(ShardFile):
                     request.name, request.chunk, begin, target[begin - start : end - start]
                 )
                 return
-        if not self._touches(request, begin, end, touching):
-            return  # this block lies between the wanted columns
+        if not self._has_overlap(request, begin, end, overlapping):
+            return  # no item overlaps this block: it lies between the requested columns
         raw = self._scratch.take(min(SCRATCH_BYTES, end - begin))
         scratch = as_bytes(raw)
-        for at, piece in self.stream(request.name, request.chunk, (begin, end), scratch):
-            elements = raw[: len(piece)].view(DTYPES[request.dtype])
-            first = at // itemsize
-            for box, common, part in _common(request, first, first + len(elements), touching):
-                start = flat_index(request.chunk.box.sizes, box.offsets) - first
+        for at, buffer in self.stream(request.name, request.chunk, (begin, end), scratch):
+            elements = raw[: len(buffer)].view(DTYPES[request.dtype])
+            begin_element = at // itemsize
+            for box, common, read_item in _overlaps(
+                request, begin_element, begin_element + len(elements), overlapping
+            ):
+                start = flat_index(request.chunk.box.sizes, box.offsets) - begin_element
                 source = elements[start : start + box.numel].view(box.sizes)
-                part.target[common.seen_from(part.box.offsets).slices].copy_(
+                read_item.target[common.seen_from(read_item.box.offsets).slices].copy_(
                     source[common.seen_from(box.offsets).slices]
                 )
 
-    def _touches(self, request: ChunkRead, begin: int, end: int, parts: Sequence[int]) -> bool:
-        """Return whether the bytes [begin, end) of a chunk hold an element of any of the parts."""
+    def _has_overlap(
+        self, request: ChunkReadRequest, begin: int, end: int, read_items: Sequence[int]
+    ) -> bool:
+        """Return whether the bytes [begin, end) of a chunk overlap any of the items."""
         itemsize = DTYPES[request.dtype].itemsize
-        return any(True for _ in _common(request, begin // itemsize, end // itemsize, parts))
+        return any(True for _ in _overlaps(request, begin // itemsize, end // itemsize, read_items))
 
 
-def _common(
-    request: ChunkRead, first: int, last: int, parts: Sequence[int]
-) -> Iterator[tuple[Box, Box, ChunkPart]]:
-    """Yield what parts of a request share with the elements [first, last) of its chunk: a box of
-    these elements, its part that is wanted, and by whom."""
-    for box in boxes_of_range(request.chunk.box.sizes, first, last):
-        for i in parts:
-            if common := intersect(box, request.parts[i].box):
-                yield box, common, request.parts[i]
+def _overlaps(
+    request: ChunkReadRequest, begin: int, end: int, read_items: Sequence[int]
+) -> Iterator[tuple[Box, Box, ReadItem]]:
+    """Yield the overlaps of a request's items with the elements [begin, end) of its chunk.
+
+    An overlap is (a contiguous box of these elements, its intersection with an item, the item).
+    """
+    for box in boxes_of_range(request.chunk.box.sizes, begin, end):
+        for i in read_items:
+            if common := intersect(box, request.read_items[i].box):
+                yield box, common, request.read_items[i]
 
 
-def _span(sizes: tuple[int, ...], box: Box) -> tuple[int, int]:
-    """Return the smallest row-major element range of a tensor of `sizes` that contains `box`."""
-    last = tuple(o + n - 1 for o, n in zip(*box, strict=True))
-    return flat_index(sizes, box.offsets), flat_index(sizes, last) + 1
+def _element_range(sizes: tuple[int, ...], box: Box) -> tuple[int, int]:
+    """Return the smallest row-major element range of a tensor of `sizes` that covers `box`."""
+    last_index = tuple(o + n - 1 for o, n in zip(*box, strict=True))
+    return flat_index(sizes, box.offsets), flat_index(sizes, last_index) + 1
 
 
-def _direct_bytes(part: ChunkPart, span: tuple[int, int], dtype: str) -> memoryview | None:
-    """Return the target's memory if the stored bytes can be read straight into it."""
-    target = part.target
-    in_one_piece = span[1] - span[0] == math.prod(part.box.sizes)
-    plain = target.is_contiguous() and target.device.type == "cpu"
-    if in_one_piece and plain and target.dtype == DTYPES[dtype]:
+def _direct_bytes(read_item: ReadItem, span: tuple[int, int], dtype: str) -> memoryview | None:
+    """Return the target's memory if stored bytes can be read straight into it, else None."""
+    target = read_item.target
+    is_contiguous_range = span[1] - span[0] == math.prod(read_item.box.sizes)
+    is_contiguous_cpu = target.is_contiguous() and target.device.type == "cpu"
+    if is_contiguous_range and is_contiguous_cpu and target.dtype == DTYPES[dtype]:
         return as_bytes(target)
     return None

@@ -1,11 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Weights from the ranks of one run to those of another, whatever both layouts are, without a
-folder between them.
+"""Transfer of weights between two runs with any parallel layouts, without a checkpoint folder.
 
-Senders and receivers join a group of their own by an address, besides the groups that each has. All
-tell each other the boxes of logical tensors that they hold, so all know the same plan: for each box
-of a receiver the parts of it, each from one of the senders that hold it. Only these parts travel,
-one after the other.
+Senders and receivers join a process group of their own by an address. All ranks exchange the boxes
+of their logical tensors, so all compute the same plan: each box of a receiver is split into its
+overlaps with senders' boxes, and one sender sends each overlap. The overlaps are sent one by one.
 """
 
 from __future__ import annotations
@@ -25,7 +23,7 @@ from megatron.core.boxes import Box, BoxIndex, TensorChunk
 
 
 class ChunkTransfer(NamedTuple):
-    """Elements that go from one rank's chunk to another's; the box is of the logical tensor."""
+    """A box of a logical tensor that is sent from one rank's chunk to another rank's chunk."""
 
     source: int
     source_chunk: int
@@ -36,7 +34,7 @@ class ChunkTransfer(NamedTuple):
 
 
 class ChunkHeader(NamedTuple):
-    """A chunk as others are told of it: the logical tensor's name and shape, the box, the dtype."""
+    """A chunk's metadata: name and shape of the logical tensor, the box, the dtype."""
 
     name: str
     shape: tuple[int, ...]
@@ -44,7 +42,7 @@ class ChunkHeader(NamedTuple):
     dtype: str
 
 
-# By the names that travel; a name of another run is looked up, never evaluated.
+# Dtypes by the names in messages; a name from another run is looked up, never evaluated.
 _DTYPES = MappingProxyType(
     {
         str(dtype): dtype
@@ -64,13 +62,13 @@ _DTYPES = MappingProxyType(
 
 @dataclass(frozen=True, kw_only=True)
 class TransferGroup:
-    """Who sends to whom, as seen from one of them.
+    """The senders and receivers of a transfer, and this process's rank.
 
     Args:
         address: HOST:PORT, where sender 0 listens.
-        rank: among the senders, or among the receivers.
-        senders, receivers: how many there are.
-        timeout_seconds: for the others to come, and for each part.
+        rank: this rank among the senders, or among the receivers.
+        senders, receivers: numbers of ranks.
+        timeout_seconds: limit for all ranks to join, and for each message.
     """
 
     address: str
@@ -80,18 +78,20 @@ class TransferGroup:
     timeout_seconds: float = 60.0
 
     def send(self, chunks: Sequence[TensorChunk]) -> int:
-        """Give the receivers what they want of a sender's chunks; return the bytes sent.
+        """Send this sender's overlaps with the receivers' chunks; return the bytes sent.
 
-        Every sender calls it, when its weights are complete (see `weight_chunks`).
+        Every sender calls this, when its weights are complete (see `weight_chunks`).
 
         Raises:
-            ValueError: the others do not come or are lost, or they want what nobody has.
+            ValueError: a rank does not join or is lost, or the senders lack a requested element.
         """
         return self._run(chunks, rank=self.rank)
 
     def receive(self, chunks: Sequence[TensorChunk]) -> int:
-        """Fill a receiver's chunks; return the bytes received. After an error their content is
-        undefined; an error of one receiver is one of all.
+        """Fill this receiver's chunks; return the bytes received.
+
+        After an error the content of the chunks is undefined. An error of one receiver is raised on
+        all.
 
         Raises:
             ValueError: as in `send`.
@@ -107,111 +107,113 @@ class TransferGroup:
             store = dist.TCPStore(
                 host.strip("[]"), int(port), size, is_master=rank == 0, timeout=limit
             )
-            told = self._told(store, chunks, rank)
+            headers = self._exchange_headers(store, chunks, rank)
             try:
-                plan = transfers(told, senders=self.senders)
-            except ValueError:  # of all ranks alike
-                self._part(store, rank)
+                plan = plan_transfers(headers, senders=self.senders)
+            except ValueError:  # raised on all ranks: the plan is the same
+                self._leave(store, rank)
                 raise
             group = dist.ProcessGroupGloo(dist.PrefixStore("transfer", store), rank, size, limit)
-            moved = _carry_out(group, plan, chunks, rank)
-            self._part(store, rank)
+            num_bytes = _execute_transfers(group, plan, chunks, rank)
+            self._leave(store, rank)
         except RuntimeError as error:
             line = str(error).strip().split("\n")[0]
             raise ValueError(
                 f"address {self.address}: a rank of the {size} was lost, or did not come within "
                 f"{self.timeout_seconds:g} s ({line[:200]})"
             ) from None
-        return moved
+        return num_bytes
 
-    def _told(
+    def _exchange_headers(
         self, store: dist.Store, chunks: Sequence[TensorChunk], rank: int
     ) -> list[list[ChunkHeader]]:
         """Return the chunks of every rank."""
-        mine = [(c.name, c.shape, *c.box, str(c.tensor.dtype)) for c in chunks]
-        store.set(f"chunks/{rank}", zlib.compress(json.dumps(mine).encode()))
-        found = []
-        for other in range(self.senders + self.receivers):
-            told = json.loads(zlib.decompress(store.get(f"chunks/{other}")))
-            found.append(
-                [ChunkHeader(n, tuple(s), Box(tuple(o), tuple(z)), d) for n, s, o, z, d in told]
+        local_headers = [(c.name, c.shape, *c.box, str(c.tensor.dtype)) for c in chunks]
+        store.set(f"chunks/{rank}", zlib.compress(json.dumps(local_headers).encode()))
+        headers = []
+        for peer in range(self.senders + self.receivers):
+            message = json.loads(zlib.decompress(store.get(f"chunks/{peer}")))
+            headers.append(
+                [ChunkHeader(n, tuple(s), Box(tuple(o), tuple(z)), d) for n, s, o, z, d in message]
             )
-        return found
+        return headers
 
-    def _part(self, store: dist.Store, rank: int) -> None:
-        """Leave when all have what they want; sender 0, which has the store, as the last."""
+    def _leave(self, store: dist.Store, rank: int) -> None:
+        """Wait until all ranks are done; sender 0, which serves the store, leaves last."""
         size = self.senders + self.receivers
         store.set(f"done/{rank}", "")
-        store.wait([f"done/{other}" for other in range(size)])
+        store.wait([f"done/{peer}" for peer in range(size)])
         if store.add("left", 1) == size:
             store.set("all left", "")
         if rank == 0:
             store.wait(["all left"])
 
 
-def transfers(chunks: Sequence[Sequence[ChunkHeader]], *, senders: int) -> list[ChunkTransfer]:
-    """Return what goes from whom to whom, in one order for all.
+def plan_transfers(chunks: Sequence[Sequence[ChunkHeader]], *, senders: int) -> list[ChunkTransfer]:
+    """Return the transfer plan, in the same order on all ranks.
 
     Args:
-        chunks: of every rank, senders first.
-        senders: how many ranks send.
+        chunks: chunk headers of every rank, senders first.
+        senders: number of senders.
 
     Raises:
-        ValueError: receivers want what no sender has.
+        ValueError: the senders lack a requested element.
     """
-    held: dict[str, dict[Box, list[tuple[int, int]]]] = {}
+    holders_by_box: dict[str, dict[Box, list[tuple[int, int]]]] = {}
     shapes: dict[str, tuple[int, ...]] = {}
-    for source, told in enumerate(chunks[:senders]):
-        for number, (name, shape, box, _) in enumerate(told):
+    for source, headers in enumerate(chunks[:senders]):
+        for number, (name, shape, box, _) in enumerate(headers):
             shapes[name] = shape
-            held.setdefault(name, {}).setdefault(box, []).append((source, number))
-    indices = {name: (list(boxes), BoxIndex(list(boxes))) for name, boxes in held.items()}
-    found, problems = [], []
-    for target, told in enumerate(chunks[senders:], senders):
-        for number, (name, shape, box, _) in enumerate(told):
+            holders_by_box.setdefault(name, {}).setdefault(box, []).append((source, number))
+    indices = {name: (list(boxes), BoxIndex(list(boxes))) for name, boxes in holders_by_box.items()}
+    transfers, problems = [], []
+    for target, headers in enumerate(chunks[senders:], senders):
+        for number, (name, shape, box, _) in enumerate(headers):
             if shapes.get(name) != shape:
                 sent = f"shape {list(shapes[name])}" if name in shapes else "no such tensor"
                 problems.append(f"{name}: shape {list(shape)} is wanted, the senders have {sent}")
                 continue
             boxes, index = indices[name]
-            parts = index.overlaps(box)
-            if sum(common.numel for _, common in parts) != box.numel:
+            overlaps = index.overlaps(box)
+            if sum(common.numel for _, common in overlaps) != box.numel:
                 problems.append(f"{name}: the senders do not hold each element of {box} once")
-            for which, common in parts:
-                copies = held[name][boxes[which]]
-                source, source_chunk = copies[target % len(copies)]
+            for box_index, common in overlaps:
+                holders = holders_by_box[name][boxes[box_index]]
+                source, source_chunk = holders[target % len(holders)]
                 dtype = chunks[source][source_chunk].dtype
                 if dtype not in _DTYPES:
                     problems.append(f"{name}: of the unknown dtype {dtype[:40]!r}")
-                found.append(ChunkTransfer(source, source_chunk, target, number, common, dtype))
+                transfers.append(ChunkTransfer(source, source_chunk, target, number, common, dtype))
     if problems:
-        more = f"; and {len(problems) - 3} more" if len(problems) > 3 else ""
-        raise ValueError("the weights do not fit: " + "; ".join(problems[:3]) + more)
-    return found
+        unlisted = f"; and {len(problems) - 3} more" if len(problems) > 3 else ""
+        raise ValueError("the weights do not fit: " + "; ".join(problems[:3]) + unlisted)
+    return transfers
 
 
 @torch.no_grad()
-def _carry_out(
+def _execute_transfers(
     group: dist.ProcessGroup,
     plan: Sequence[ChunkTransfer],
     chunks: Sequence[TensorChunk],
     rank: int,
 ) -> int:
-    """Send and receive this rank's parts of a plan; return their bytes. Through the host's memory,
-    as the two sides may have devices that do not reach each other."""
-    moved = 0
-    for tag, part in enumerate(plan):
-        if rank == part.source:
-            chunk = chunks[part.source_chunk]
-            data = chunk.tensor[part.box.seen_from(chunk.box.offsets).slices]
-            data = data.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
-            group.send([data], part.target, tag).wait()
-            moved += data.numel()
-        elif rank == part.target:
-            chunk = chunks[part.target_chunk]
-            data = torch.empty(part.box.numel, dtype=_DTYPES[part.dtype])
-            group.recv([data.view(torch.uint8)], part.source, tag).wait()
-            place = chunk.tensor[part.box.seen_from(chunk.box.offsets).slices]
-            place.copy_(data.view(part.box.sizes))
-            moved += data.numel() * data.itemsize
-    return moved
+    """Execute this rank's sends and receives; return their bytes.
+
+    They pass through host memory, because the devices of the two runs may not reach each other.
+    """
+    num_bytes = 0
+    for tag, transfer in enumerate(plan):
+        if rank == transfer.source:
+            chunk = chunks[transfer.source_chunk]
+            payload = chunk.tensor[transfer.box.seen_from(chunk.box.offsets).slices]
+            payload = payload.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
+            group.send([payload], transfer.target, tag).wait()
+            num_bytes += payload.numel()
+        elif rank == transfer.target:
+            chunk = chunks[transfer.target_chunk]
+            payload = torch.empty(transfer.box.numel, dtype=_DTYPES[transfer.dtype])
+            group.recv([payload.view(torch.uint8)], transfer.source, tag).wait()
+            target = chunk.tensor[transfer.box.seen_from(chunk.box.offsets).slices]
+            target.copy_(payload.view(transfer.box.sizes))
+            num_bytes += payload.numel() * payload.itemsize
+    return num_bytes

@@ -1,16 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
 """The process that writes a rank's asynchronous saves: `python -c`, started by `WriterProcess`.
 
-It has no torch and none of the trainer's locks. Bytes come through shared memory that holds the
-shard in its layout on disk, orders through a socket as JSON. It starts in milliseconds, runs at low
-priority, and ends with its trainer, however that ends, so that no orphan finishes a save while
-another run has begun on the same folder.
+The process imports no torch and holds none of the trainer's locks. It reads the shard from shared
+memory, in its layout on disk, and receives commands as JSON through a socket. It starts in
+milliseconds and runs at low priority. The kernel kills it when the trainer ends for any reason, so
+no orphan completes a save after another run has started in the same folder.
 
-Orders, each answered with {"value": ...} or {"error": text}, after any number of {"beat": true}:
+Commands, each answered with {"value": ...} or {"error": text}, after any number of {"beat": true}:
 
     shard   how the bytes in shared memory are divided into header and chunks
     plans   the shards of all ranks, compared with each other            (rank 0)
-    open    make the temporary folder; null if the step has been saved   (rank 0)
+    open    create the temporary folder, unless the step has been saved  (rank 0)
     write   write this rank's shard durably, return its digests as JSON text
     commit  manifest, rename, tracker                                    (rank 0)
     prune   retention; returns lines to log                              (rank 0)
@@ -33,77 +33,85 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
-from megatron.core.dist_checkpointing.errors import CheckpointError, describe
+from megatron.core.dist_checkpointing.checkpoint_errors import CheckpointError, describe
 from megatron.core.dist_checkpointing.manifest import (
     Manifest,
     check_plans,
     stored_tables,
 )
 from megatron.core.dist_checkpointing.run_folder import (
+    check_save_folder_lock,
     checkpoint_folder,
-    damage_of,
+    existing_note,
     open_temporary,
     prune_checkpoints,
     publish,
-    see_claim,
     sync_folder,
     write_tracker,
 )
-from megatron.core.dist_checkpointing.shard_format import PIECE_BYTES, BlockDigester, Output, digest
+from megatron.core.dist_checkpointing.shard_format import (
+    WRITE_BUFFER_BYTES,
+    BlockDigester,
+    ShardWriter,
+    digest,
+)
 from megatron.core.untrusted_files import open_to_write
 
-#: Time between two signs of life during long work, in seconds.
-BEAT_SECONDS = 1.0
+#: Seconds between two heartbeats during long work.
+HEARTBEAT_SECONDS = 1.0
 
 _LENGTH = struct.Struct("<Q")
 _DIE_WITH_PARENT = 1  # PR_SET_PDEATHSIG of <sys/prctl.h>
-_LAST_IN_TURN = 2 << 13 | 7  # of ioprio_set(2): best effort, behind all others
+_LOWEST_BEST_EFFORT = 2 << 13 | 7  # ioprio_set(2): class best effort, lowest priority
 _IOPRIO_SET = MappingProxyType({"x86_64": 251, "aarch64": 30})
 
 
-def send(end: socket.socket, message: Any) -> None:
+def send(connection: socket.socket, message: Any) -> None:
     """Send a message: its length, then JSON."""
-    data = json.dumps(message, separators=(",", ":")).encode()
-    end.sendall(_LENGTH.pack(len(data)))
-    end.sendall(data)
+    body = json.dumps(message, separators=(",", ":")).encode()
+    connection.sendall(_LENGTH.pack(len(body)))
+    connection.sendall(body)
 
 
-def receive(end: socket.socket) -> Any:
-    """Return the next message. Raises EOFError if the other side is gone."""
-    (length,) = _LENGTH.unpack(_exactly(end, _LENGTH.size))
-    return json.loads(_exactly(end, length))
+def receive(connection: socket.socket) -> Any:
+    """Return the next message. Raises EOFError if the peer has closed the connection."""
+    (length,) = _LENGTH.unpack(_receive_exactly(connection, _LENGTH.size))
+    return json.loads(_receive_exactly(connection, length))
 
 
-def _exactly(end: socket.socket, count: int) -> bytearray:
-    data = bytearray(count)
-    view = memoryview(data)
+def _receive_exactly(connection: socket.socket, count: int) -> bytearray:
+    buffer = bytearray(count)
+    view = memoryview(buffer)
     while view:
-        found = end.recv_into(view)
-        if not found:
+        num_received = connection.recv_into(view)
+        if not num_received:
             raise EOFError("the other side is gone")
-        view = view[found:]
-    return data
+        view = view[num_received:]
+    return buffer
 
 
-class Writer:
-    """Carries out orders.
+class CommandExecutor:
+    """Executes the commands of one trainer process.
 
     Args:
-        memory_fd: shared memory with the shard, whose layout the order `shard` tells.
+        memory_fd: descriptor of shared memory with the shard; command `shard` sends its layout.
         root: folder of all checkpoints.
-        beat: called now and then during long work, as a sign of life.
+        heartbeat: called after each write during long work.
     """
 
-    def __init__(self, memory_fd: int, root: Path, beat: Callable[[], None]) -> None:
-        self._memory_fd, self._root, self._beat = memory_fd, root, beat
-        self._ends: list[int] = []
+    def __init__(self, memory_fd: int, root: Path, heartbeat: Callable[[], None]) -> None:
+        self._memory_fd, self._root, self._heartbeat = memory_fd, root, heartbeat
+        self._chunk_ends: list[int] = []
         self._begin = self._total = 0
         self._memory: mmap.mmap | None = None
         self._plans: list[dict[str, Any]] = []
 
-    def carry_out(self, order: Mapping[str, Any]) -> Any:
-        """Return what an order results in. Raises CheckpointError, OSError, ValueError."""
-        orders: Mapping[str, Callable[..., Any]] = {
+    def execute(self, command: Mapping[str, Any]) -> Any:
+        """Execute a command and return its result.
+
+        Raises CheckpointError, OSError, ValueError.
+        """
+        commands: Mapping[str, Callable[..., Any]] = {
             "shard": self.shard,
             "plans": self.plans,
             "open": self.open,
@@ -111,44 +119,45 @@ class Writer:
             "commit": self.commit,
             "prune": self.prune,
         }
-        return orders[order["do"]](**order["with"])
+        return commands[command["do"]](**command["with"])
 
     def shard(self, begin: int, ends: list[int]) -> None:
-        """Take note of where header and chunks end in shared memory.
+        """Store the shard's layout in shared memory.
 
         Args:
-            begin: bytes of the header.
-            ends: of the chunks, ascending; each begins where the one before ends.
+            begin: size of the header, where the first chunk begins.
+            ends: end of each chunk, ascending; chunks are adjacent.
         """
-        self._begin, self._ends = begin, ends
+        self._begin, self._chunk_ends = begin, ends
         self._total = ends[-1] if ends else begin
         self._memory = mmap.mmap(self._memory_fd, self._total, prot=mmap.PROT_READ)
 
     def plans(self, texts: list[str]) -> None:
-        """Take note of all ranks' plans, if nothing is missing or written twice."""
+        """Check and store the plans of all ranks; no element may be missing or written twice."""
         plans = [json.loads(text) for text in texts]
         check_plans(plans)
         self._plans = plans
 
-    def open(self, iteration: int, name: str, *, claimed: bool) -> dict[str, str]:
-        """Create the temporary folder `name`; answer with why not if the step is there already."""
-        if claimed:
-            see_claim(self._root)
+    def open(self, iteration: int, name: str, *, folder_locked: bool) -> dict[str, str]:
+        """Create the temporary folder `name`; return {"exists": text} if the step is saved."""
+        if folder_locked:
+            check_save_folder_lock(self._root)
         folder = checkpoint_folder(self._root, iteration)
         if folder.is_dir():
-            return {"exists": f"{folder} exists already{damage_of(folder)}; it is not saved again"}
+            note = existing_note(folder)
+            return {"exists": f"{folder} exists already{note}; it is not saved again"}
         open_temporary(self._root, iteration, name=name)
         return {}
 
     def write(self, path: str, block_bytes: int) -> str:
-        """Write the shard to a new file; return what the manifest needs of it, as JSON."""
+        """Write and sync the shard; return its digests for the manifest, as JSON."""
         assert self._memory is not None
         try:
             with open_to_write(path, "x", root=Path(path).parent.parent) as file:
-                with memoryview(self._memory) as whole, whole[: self._total] as data:
-                    found = self._stream(file.fileno(), data, block_bytes)
-                    with data[: self._begin] as header:
-                        head = digest(header)
+                with memoryview(self._memory) as shared, shared[: self._total] as shard:
+                    digests = self._stream(file.fileno(), shard, block_bytes)
+                    with shard[: self._begin] as header:
+                        header_digest = digest(header)
                 os.fsync(file.fileno())
         except OSError as error:
             raise CheckpointError(
@@ -156,23 +165,23 @@ class Writer:
                 "saved, earlier checkpoints are intact"
             ) from error
         sync_folder(Path(path).parent)
-        return json.dumps({"header_xxh3": head, "xxh3": found}, separators=(",", ":"))
+        return json.dumps({"header_xxh3": header_digest, "xxh3": digests}, separators=(",", ":"))
 
-    def _stream(self, fd: int, data: memoryview, block_bytes: int) -> list[list[str]]:
-        """Write all bytes, those of a chunk right after they were digested."""
-        output, begin, found = Output(fd), self._begin, []
-        for end in self._ends:
+    def _stream(self, fd: int, shard: memoryview, block_bytes: int) -> list[list[str]]:
+        """Write all bytes, each buffer right after its digest; return the digests by chunk."""
+        writer, begin, digests = ShardWriter(fd), self._begin, []
+        for connection in self._chunk_ends:
             digester = BlockDigester(block_bytes)
-            for at in range(begin, end, PIECE_BYTES):
-                upto = min(at + PIECE_BYTES, end)
-                digester.update(data[at:upto])
-                if upto - output.position >= PIECE_BYTES:
-                    output.write(data[output.position : upto])
-                    self._beat()
-            found.append(digester.finish())
-            begin = end
-        output.write(data[output.position :])
-        return found
+            for position in range(begin, connection, WRITE_BUFFER_BYTES):
+                stop = min(position + WRITE_BUFFER_BYTES, connection)
+                digester.update(shard[position:stop])
+                if stop - writer.position >= WRITE_BUFFER_BYTES:
+                    writer.write(shard[writer.position : stop])
+                    self._heartbeat()
+            digests.append(digester.finish())
+            begin = connection
+        writer.write(shard[writer.position :])
+        return digests
 
     def commit(
         self,
@@ -183,7 +192,7 @@ class Writer:
         block_bytes: int,
         extra: str,
     ) -> None:
-        """Make the checkpoint appear and the tracker name it."""
+        """Publish the checkpoint and make the tracker name it."""
         files, tensors = stored_tables(self._plans, [json.loads(text) for text in written])
         publish(
             self._root / temporary,
@@ -200,48 +209,48 @@ class Writer:
         write_tracker(self._root, iteration)
 
     def prune(self, keep: Mapping[str, Any]) -> list[str]:
-        """Remove what is not kept; return lines to log."""
+        """Apply retention; return lines to log."""
         lines: list[str] = []
         prune_checkpoints(self._root, say=lines.append, **keep)
         return lines
 
 
-def step_back(niceness: int) -> None:
-    """Leave processor and disk to the trainer, and end when it does."""
+def lower_priority(niceness: int) -> None:
+    """Yield CPU and disk to the trainer, and die with it."""
     for number in (signal.SIGINT, signal.SIGTERM):
-        # A terminal or a scheduler sends these to all processes; the trainer decides for both.
+        # A terminal or a scheduler sends these to all processes; the trainer handles them.
         signal.signal(number, signal.SIG_IGN)
     os.nice(niceness)
     if sys.platform != "linux":
         return
     libc = ctypes.CDLL(None, use_errno=True)
     libc.prctl(_DIE_WITH_PARENT, signal.SIGKILL, 0, 0, 0)
-    # Only cores that nobody wants: by niceness alone, training on all cores of a CPU still runs at
-    # 0.75 to 0.85 of its speed. While it waits for a save, cores are free.
+    # SCHED_IDLE uses idle cores only. With niceness alone, training on all cores of a CPU slows
+    # down to 0.75 to 0.85 of its speed. While the trainer waits for a save, cores are idle.
     with contextlib.suppress(OSError):  # some containers allow no call of that kind
         os.sched_setscheduler(0, os.SCHED_IDLE, os.sched_param(0))
     if (number := _IOPRIO_SET.get(os.uname().machine)) is not None:
-        libc.syscall(number, 1, 0, _LAST_IN_TURN)
+        libc.syscall(number, 1, 0, _LOWEST_BEST_EFFORT)
 
 
 def main(socket_fd: int, memory_fd: int, root: str, *, niceness: int) -> None:
-    """Carry out orders until the trainer is gone."""
-    step_back(niceness)
-    end = socket.socket(fileno=socket_fd)
-    last = [0.0]
+    """Execute commands until the trainer closes the connection."""
+    lower_priority(niceness)
+    connection = socket.socket(fileno=socket_fd)
+    last_sent = [0.0]
 
-    def beat() -> None:
-        if time.monotonic() - last[0] > BEAT_SECONDS:
-            last[0] = time.monotonic()
-            send(end, {"beat": True})
+    def heartbeat() -> None:
+        if time.monotonic() - last_sent[0] > HEARTBEAT_SECONDS:
+            last_sent[0] = time.monotonic()
+            send(connection, {"beat": True})
 
-    writer = Writer(memory_fd, Path(root), beat)
-    with end, contextlib.suppress(EOFError, ConnectionError):
-        send(end, {"value": os.getpid()})
+    writer = CommandExecutor(memory_fd, Path(root), heartbeat)
+    with connection, contextlib.suppress(EOFError, ConnectionError):
+        send(connection, {"value": os.getpid()})
         while True:
-            order = receive(end)
+            command = receive(connection)
             try:
-                answer = {"value": writer.carry_out(order)}
+                answer = {"value": writer.execute(command)}
             except Exception as error:
                 answer = {"error": describe(error)}
-            send(end, answer)
+            send(connection, answer)

@@ -19,7 +19,7 @@ import torch
 from megatron.core.dist_checkpointing import (
     AsyncSaver,
     CheckpointReader,
-    SaveFolderClaim,
+    SaveFolderLock,
     SaveReport,
     Solo,
     TensorChunk,
@@ -27,7 +27,7 @@ from megatron.core.dist_checkpointing import (
     save_checkpoint,
     verify_checkpoint,
 )
-from megatron.core.dist_checkpointing.async_save import LARGE_BYTES
+from megatron.core.dist_checkpointing.async_save import MIN_SINGLE_COPY_BYTES
 from megatron.core.dist_checkpointing.run_folder import TRACKER_NAME
 from tests.support.ranks import start_ranks
 from tests.unit_tests.core.dist_checkpointing.layouts import on_threads, same_bits, whole
@@ -71,7 +71,7 @@ def read(folder: Path, like: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]
 
 def many_kinds() -> dict[str, torch.Tensor]:
     """Return tensors on both sides of what is copied by itself, of any strides."""
-    large = LARGE_BYTES // 4
+    large = MIN_SINGLE_COPY_BYTES // 4
     return {
         "a": torch.randn(large + 3),
         "b": torch.randn(large - 1),
@@ -112,7 +112,11 @@ def test_blocks_are_digested_alike(tmp_path):
 
 
 def test_changes_after_settle_are_not_saved(tmp_path):
-    tensors = {"a": torch.randn(LARGE_BYTES), "b": torch.randn(5), "c": torch.randn(6, 4)[:, ::2]}
+    tensors = {
+        "a": torch.randn(MIN_SINGLE_COPY_BYTES),
+        "b": torch.randn(5),
+        "c": torch.randn(6, 4)[:, ::2],
+    }
     before = {name: tensor.clone() for name, tensor in tensors.items()}
     with saver_of(tmp_path, whole(tensors)) as saver:
         copies = saver.staging._from_host
@@ -121,14 +125,14 @@ def test_changes_after_settle_are_not_saved(tmp_path):
         saver.save(1, {})
         assert not copied, "saving holds nobody up"
         threading.Timer(0.2, gate.set).start()
-        saver.settle()
+        saver.synchronize_staging()
         assert copied == [True], "the copy was waited for"
         for tensor in tensors.values():
             tensor.mul_(-2.0)
         assert outcome(saver).error is None
         copies.pop(0)
         saver.save(2, {})
-        saver.settle()
+        saver.synchronize_staging()
         assert outcome(saver).error is None
     found = read(tmp_path / "iter_0000001", before)
     assert all(same_bits(found[name], before[name]) for name in before)
@@ -140,7 +144,7 @@ def test_training_goes_on_while_the_writer_does_not(tmp_path):
     with saver_of(tmp_path, whole({"a": torch.randn(9)})) as saver:
         os.kill(saver.writer.pid, signal.SIGSTOP)
         saver.save(1, {})
-        saver.settle()
+        saver.synchronize_staging()
         assert saver.finished() == []
         assert not list_checkpoints(tmp_path)
         os.kill(saver.writer.pid, signal.SIGCONT)
@@ -226,8 +230,8 @@ def test_a_step_that_has_been_saved_is_left_as_it_is(tmp_path):
 def test_removed_locked_folder_is_not_recreated(tmp_path):
     root = tmp_path / "root"
     with (
-        SaveFolderClaim(root),
-        saver_of(root, whole({"a": torch.ones(3)}), claimed=True) as saver,
+        SaveFolderLock(root),
+        saver_of(root, whole({"a": torch.ones(3)}), folder_locked=True) as saver,
     ):
         saver.save(1, {})
         assert outcome(saver).error is None
@@ -334,13 +338,13 @@ def test_a_copy_that_fails_on_one_rank_costs_one_save(tmp_path):
         with saver_of(tmp_path, chunks, coordinator=coordinator) as saver:
             for iteration in (1, 2, 3):
                 if (rank, iteration) == (1, 1):
-                    copy = saver.staging.carry_out
-                    saver.staging.carry_out = fail
+                    copy = saver.staging.complete_copy
+                    saver.staging.complete_copy = fail
                 saver.save(iteration, {})
-                saver.settle()
+                saver.synchronize_staging()
                 found.append(outcome(saver))
                 if (rank, iteration) == (1, 1):
-                    saver.staging.carry_out = copy
+                    saver.staging.complete_copy = copy
         return found
 
     def fail() -> None:

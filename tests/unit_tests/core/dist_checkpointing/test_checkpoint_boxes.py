@@ -167,9 +167,9 @@ def test_reads_of_what_is_cut_into_many_compare_neighbours_only(dim, monkeypatch
     reads = plan_reads(table, chunks)["a"]
     assert [read.chunk for read in reads] == stored
     for read, chunk in zip(reads, reversed(chunks), strict=True):
-        (part,) = read.parts
-        assert part.target.data_ptr() == chunk.tensor.data_ptr()
-        assert part.box == Box((0, 0, 0), sizes)
+        (read_item,) = read.read_items
+        assert read_item.target.data_ptr() == chunk.tensor.data_ptr()
+        assert read_item.box == Box((0, 0, 0), sizes)
     assert parts <= len(compared) <= 2 * parts, "not all with all"
 
 

@@ -14,7 +14,7 @@ import torch
 from megatron.core.dist_checkpointing import (
     CheckpointError,
     DamagedCheckpointError,
-    SaveFolderClaim,
+    SaveFolderLock,
     Solo,
     TensorChunk,
     checkpoint_folder,
@@ -176,7 +176,7 @@ def test_a_damaged_newest_one_is_passed_over_or_an_error(tmp_path):
     with pytest.raises(DamagedCheckpointError, match=r"newest .* is damaged: .*has 3 bytes"):
         latest_checkpoint(tmp_path, fall_back=False)
     with pytest.raises(DamagedCheckpointError, match="no undamaged checkpoint"):
-        latest_checkpoint(tmp_path, passed_over=[older])
+        latest_checkpoint(tmp_path, excluded=[older])
 
 
 def test_unsupported_version_raises_instead_of_falling_back(tmp_path, monkeypatch):
@@ -221,13 +221,13 @@ def test_a_claim_sweeps_leftovers_and_nothing_else(tmp_path):
     (tmp_path / f"{TRACKER}.tmp-0123456789abcdef").write_text("2")
     save(tmp_path, 2)
     assert stale.exists()  # a save leaves foreign folders alone
-    with SaveFolderClaim(tmp_path) as claim:
-        assert len(claim.swept) == 2
+    with SaveFolderLock(tmp_path) as claim:
+        assert len(claim.removed_files) == 2
         assert names(tmp_path) == keep | {"iter_0000002", ".writer.lock"}
 
 
 def hold_claim(rank: int, world: int, root: str) -> None:
-    with SaveFolderClaim(root):
+    with SaveFolderLock(root):
         print("claimed", flush=True)
         multiprocessing.Event().wait()
 
@@ -237,22 +237,22 @@ def test_a_second_run_is_refused_until_the_first_has_ended(tmp_path):
         ranks.wait_for_line(0, "claimed")
         pid = ranks.processes[0].pid
         with pytest.raises(CheckpointError, match=rf"in use by another run \(pid {pid} on"):
-            SaveFolderClaim(tmp_path)
+            SaveFolderLock(tmp_path)
         ranks.kill(0)
         ranks.processes[0].join()
-        SaveFolderClaim(tmp_path).close()
+        SaveFolderLock(tmp_path).close()
 
 
 def test_abandoned_lock_removes_only_its_own_files(tmp_path):
     made = tmp_path / "save"
-    SaveFolderClaim(made).abandon()
+    SaveFolderLock(made).abandon()
     assert not made.exists()
     made.mkdir()
-    claim = SaveFolderClaim(made)
+    claim = SaveFolderLock(made)
     claim.abandon()
     claim.abandon()
     assert names(made) == set()
-    claim = SaveFolderClaim(made)
+    claim = SaveFolderLock(made)
     (made / "metrics.jsonl").write_text("")
     claim.abandon()
     assert names(made) == {".writer.lock", "metrics.jsonl"}
@@ -267,20 +267,20 @@ def test_a_lock_on_a_file_that_was_just_removed_is_no_claim(tmp_path, monkeypatc
 
     monkeypatch.setattr(claim_module.fcntl, "lockf", late)
     with pytest.raises(CheckpointError, match=r"abandoned by another run .*: start again"):
-        SaveFolderClaim(tmp_path)
+        SaveFolderLock(tmp_path)
 
 
 def test_lock_fails_at_start_when_folder_is_not_writable(tmp_path, monkeypatch):
     (tmp_path / "file").write_text("")
     with pytest.raises(CheckpointError, match=r"cannot save under .*name a folder"):
-        SaveFolderClaim(tmp_path / "file")
+        SaveFolderLock(tmp_path / "file")
 
     def full(path, data):
         raise OSError(28, os.strerror(28))
 
     monkeypatch.setattr(claim_module, "write_synced", full)
     with pytest.raises(CheckpointError, match="No space left on device"):
-        SaveFolderClaim(tmp_path)
+        SaveFolderLock(tmp_path)
 
 
 @pytest.mark.parametrize(

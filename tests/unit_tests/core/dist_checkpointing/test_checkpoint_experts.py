@@ -102,7 +102,7 @@ def on_layouts(rank: int, world: int, root: str) -> list[list]:
     """Save on every layout, load on the two next ones; return each layout's initial weights."""
     torch.set_num_threads(1)
     world_groups = ProcessGroupCollection.create(RankGrid(world_size=world), rank=rank)
-    coordinator = Coordinator.of(world_groups, timeout_seconds=20.0)
+    coordinator = Coordinator.from_groups(world_groups, timeout_seconds=20.0)
     models, started = [], []
     for number, (degrees, parallel) in enumerate(LAYOUTS):
         groups = ProcessGroupCollection.create(RankGrid(world_size=world, **degrees), rank=rank)

@@ -72,7 +72,7 @@ def on_layouts(rank: int, world: int, root: str) -> None:
     """Save on every layout, and load on each what the next one has saved."""
     torch.set_num_threads(1)
     world_groups = ProcessGroupCollection.create(RankGrid(world_size=world), rank=rank)
-    coordinator = Coordinator.of(world_groups, timeout_seconds=20.0)
+    coordinator = Coordinator.from_groups(world_groups, timeout_seconds=20.0)
     made = []
     for number, (degrees, parallel) in enumerate(LAYOUTS):
         groups = ProcessGroupCollection.create(RankGrid(world_size=world, **degrees), rank=rank)

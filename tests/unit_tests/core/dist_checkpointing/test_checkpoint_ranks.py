@@ -20,7 +20,7 @@ import torch.distributed as dist
 from megatron.core.dist_checkpointing import (
     CheckpointError,
     Coordinator,
-    SaveFolderClaim,
+    SaveFolderLock,
     Solo,
     StoreCoordinator,
     TensorChunk,
@@ -152,7 +152,7 @@ def test_ranks_seeing_different_checkpoints_are_reported(tmp_path):
 
 
 def test_long_messages_are_chunked_and_only_last_answer_is_kept(monkeypatch):
-    monkeypatch.setattr(coordinator_module, "PIECE_BYTES", 100)
+    monkeypatch.setattr(coordinator_module, "MAX_VALUE_BYTES", 100)
     store = dist.HashStore()
     long = "x" * 205
 
@@ -185,7 +185,7 @@ def test_a_message_larger_than_a_store_takes_at_once():
 
 @pytest.mark.parametrize(("rank", "awaited"), [(0, 1), (1, 0)])
 def test_a_rank_that_is_gone_is_not_waited_for(monkeypatch, rank, awaited):
-    monkeypatch.setattr(coordinator_module, "SLICE_SECONDS", 0.05)
+    monkeypatch.setattr(coordinator_module, "MIN_WAIT_SECONDS", 0.05)
     asked = []
 
     def missed(of):
@@ -194,7 +194,7 @@ def test_a_rank_that_is_gone_is_not_waited_for(monkeypatch, rank, awaited):
             raise ProcessLookupError(f"rank {of} is dead")
 
     server = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    coordinator = StoreCoordinator(server, rank, 2, timeout_seconds=60, missed=missed)
+    coordinator = StoreCoordinator(server, rank, 2, timeout_seconds=60, on_missing_rank=missed)
     coordinator.begin("talk")
     with pytest.raises(ProcessLookupError, match=f"rank {awaited} is dead"):
         coordinator.agree("a", lambda: 1, lambda m: m)
@@ -265,7 +265,7 @@ def save_with_small_files(rank: int, world: int, root: str) -> str:
     if rank == 1:
         resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, resource.RLIM_INFINITY))
     groups = ProcessGroupCollection.create(RankGrid(world_size=world), rank=rank)
-    coordinator = Coordinator.of(groups, timeout_seconds=20.0)
+    coordinator = Coordinator.from_groups(groups, timeout_seconds=20.0)
     chunks = whole({f"w{rank}": torch.ones(50_000)}, (rank,))
     try:
         save_checkpoint(root, 1, chunks, {}, coordinator=coordinator)
@@ -292,7 +292,7 @@ def save_as_nobody(rank: int, world: int, root: str) -> str:
     except CheckpointError as error:
         text = str(error)
     try:
-        SaveFolderClaim(root)
+        SaveFolderLock(root)
     except CheckpointError as error:
         return f"{text}\n{error}"
     return "saved"
@@ -315,7 +315,7 @@ def state_of(iteration: int) -> dict[str, torch.Tensor]:
 
 
 def save_for_ever(rank: int, world: int, root: str) -> None:
-    with SaveFolderClaim(root):
+    with SaveFolderLock(root):
         # The newest folder, not the tracker's, so that every life adds a checkpoint.
         iteration = max((int(folder.name[5:]) for folder in list_checkpoints(root)), default=0)
         while True:

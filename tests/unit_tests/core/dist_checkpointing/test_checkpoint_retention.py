@@ -19,7 +19,7 @@ from megatron.core.dist_checkpointing import (
     CheckpointReader,
     DamagedCheckpointError,
     RemovedCheckpointError,
-    SaveFolderClaim,
+    SaveFolderLock,
     Solo,
     list_checkpoints,
     load_checkpoint,
@@ -88,9 +88,9 @@ def read_slowly(rank: int, world: int, folder: str, how: str) -> list[float]:
             os.sched_yield()
         return carry_out(*arguments)
 
-    carry_out = load_module._carry_out
+    carry_out = load_module._execute_reads
     if how == "load":
-        load_module._carry_out = wait
+        load_module._execute_reads = wait
         load_checkpoint(folder, whole({"w": target}))
     else:
         with CheckpointReader(folder) as reader:
@@ -171,8 +171,8 @@ def test_remains_of_failed_removal_are_ignored_and_swept(tmp_path, monkeypatch):
         "left of it"
     ]
     assert left(tmp_path) == [2]
-    with SaveFolderClaim(tmp_path) as claim:
-        assert claim.swept == (rest,)
+    with SaveFolderLock(tmp_path) as claim:
+        assert claim.removed_files == (rest,)
     assert not rest.exists()
 
 
@@ -184,8 +184,8 @@ def test_a_writer_that_survives_the_sweep_cannot_commit(tmp_path):
 
     def swept_meanwhile(*arguments, **options):
         found = written(*arguments, **options)
-        with SaveFolderClaim(tmp_path) as claim:
-            assert len(claim.swept) == 1
+        with SaveFolderLock(tmp_path) as claim:
+            assert len(claim.removed_files) == 1
         return found
 
     with pytest.MonkeyPatch.context() as context:
@@ -200,7 +200,7 @@ def test_finding_verifying_and_removing_need_no_torch(tmp_path):
     folders = save(tmp_path, 1, 2)
     code = (
         "import sys; from megatron.core.dist_checkpointing import latest_checkpoint, "
-        "prune_checkpoints, SaveFolderClaim, verify_checkpoint; "
+        "prune_checkpoints, SaveFolderLock, verify_checkpoint; "
         f"root = {str(tmp_path)!r}; found = latest_checkpoint(root); "
         "print(verify_checkpoint(found).bytes_verified); "
         "print(len(prune_checkpoints(root, keep_last=1))); "

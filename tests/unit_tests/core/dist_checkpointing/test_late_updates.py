@@ -45,7 +45,7 @@ def saved_in_time(rank: int, world: int, root: str) -> list[str]:
     engine = DataParallel(model.store, groups, config=config)
     optimizer = Optimizer(engine.owned(), groups, config=OptimizerConfig(kind="sgd", clip_grad=0.0))
     chunks = weight_chunks(model.store)
-    saver = AsyncSaver(f"{root}/background", chunks, coordinator=Coordinator.of(groups))
+    saver = AsyncSaver(f"{root}/background", chunks, coordinator=Coordinator.from_groups(groups))
     row = TOKENS[rank : rank + 1]
     engine.begin_step()
     loss, _ = model.loss(row[:, :-1], row[:, 1:], torch.full((1, 8), 1 / 16))
@@ -53,7 +53,7 @@ def saved_in_time(rank: int, world: int, root: str) -> list[str]:
     engine.finish()
     optimizer.step(0.5)
     engine.start_param_sync()
-    coordinator, errors = Coordinator.of(groups), []
+    coordinator, errors = Coordinator.from_groups(groups), []
     with pytest.raises(CheckpointError) as refused:
         save_checkpoint(root, 1, chunks, {}, coordinator=coordinator)
     errors.append(str(refused.value))

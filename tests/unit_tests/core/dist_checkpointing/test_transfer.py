@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from megatron.core.boxes import Box
-from megatron.core.dist_checkpointing.transfer import ChunkHeader, transfers
+from megatron.core.dist_checkpointing.transfer import ChunkHeader, plan_transfers
 
 SHAPE = (7, 10)
 
@@ -34,7 +34,7 @@ def test_each_element_comes_once_whatever_the_layouts(seed: int) -> None:
     source = random.Random(seed)
     senders, receivers = source.randint(1, 5), source.randint(1, 5)
     told = layout(source, senders) + layout(source, receivers)
-    plan = transfers(told, senders=senders)
+    plan = plan_transfers(told, senders=senders)
     for target in range(senders, senders + receivers):
         ((_, _, wanted, _),) = told[target]
         count = torch.zeros(SHAPE, dtype=torch.int64)
@@ -62,5 +62,5 @@ def test_what_nobody_has_is_named() -> None:
         ([ChunkHeader("w", SHAPE, whole, "os.system")], "os.system"),
     ):
         with pytest.raises(ValueError, match=named) as found:
-            transfers([told, mine], senders=1)
+            plan_transfers([told, mine], senders=1)
         assert "\n" not in str(found.value)

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from megatron.core.comm.collectives import reduce_scatter_wide_async
-from megatron.core.dist_checkpointing.async_save import Staging
+from megatron.core.dist_checkpointing.async_save import StagingBuffer
 from megatron.core.dist_checkpointing.shards import plan_shard
 from megatron.core.distributed import DataParallel, DataParallelConfig
 from megatron.core.inference.cache import CacheShapes
@@ -123,7 +123,7 @@ def saves(device: StreamModel) -> list[Tensor]:
     """Stage tensors that training goes on changing; return what each save held."""
     tensors = {f"w{i}": torch.arange(12.0 + i).view(-1, 1) * 0.37 for i in range(3)}
     tensors["strided"] = (torch.arange(24.0) * 0.11).view(4, 6)[:, ::2]
-    staging = Staging(plan_shard(whole(tensors), 0))
+    staging = StagingBuffer(plan_shard(whole(tensors), 0))
     results = []
     for _ in range(3):
         for tensor in tensors.values():
@@ -131,10 +131,10 @@ def saves(device: StreamModel) -> list[Tensor]:
         staging.begin()
         rest = torch.ones(3) * 2
         staging.release()  # the saver's thread has no copies of the host's own to make
-        staging.settle()
+        staging.synchronize_staging()
         for tensor in tensors.values():
             tensor.mul_(rest[0])
-        staging.carry_out()
+        staging.complete_copy()
         results.append(staging._memory[staging._header_bytes :].clone())
     staging.close()
     return results

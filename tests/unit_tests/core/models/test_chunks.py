@@ -213,7 +213,7 @@ CHAIN = ((1, "*-|*-*||-"), (2, "*|-*-|*|-"), (2, "|*-*-*-"), (4, "*-*-*-"), (1, 
 def through_the_chain(rank: int, world: int, root: str) -> list[int]:
     """Load what the layout before has saved, and save it again; return the elements held."""
     world_groups = ProcessGroupCollection.create(RankGrid(world_size=world), rank=rank)
-    coordinator = Coordinator.of(world_groups, timeout_seconds=20.0)
+    coordinator = Coordinator.from_groups(world_groups, timeout_seconds=20.0)
     counts = []
     for step, (tp, pattern) in enumerate(CHAIN):
         groups = ProcessGroupCollection.create(

@@ -364,7 +364,7 @@ def test_requests_are_answered_while_weights_are_waited_for(trained: Served) -> 
 def test_a_stream_goes_on_while_weights_are_received(
     trained: Served, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    address, carry_out = f"127.0.0.1:{free_port()}", transfer._carry_out
+    address, carry_out = f"127.0.0.1:{free_port()}", transfer._execute_transfers
     epochs: list[int] = []  # of the tokens that have come
     receiving, begun, sent = threading.Event(), threading.Event(), threading.Event()
     seen: list[tuple[int, int]] = []
@@ -398,7 +398,7 @@ def test_a_stream_goes_on_while_weights_are_received(
                     for choice in json.loads(line[6:])["choices"]:
                         epochs.extend(choice["weight_epochs"])
 
-    monkeypatch.setattr(transfer, "_carry_out", carried_out)
+    monkeypatch.setattr(transfer, "_execute_transfers", carried_out)
     chunks = weight_chunks(model_of(1).store)
     trained.model.before = before
     with concurrent.futures.ThreadPoolExecutor(2) as pool:

@@ -1,8 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The one error that saving, loading and checking a checkpoint raise; any error as one line.
-
-Where the few lines meant for people go by default.
-"""
+"""The exceptions that saving, loading and verifying raise, and one-line error descriptions."""
 
 from __future__ import annotations
 
@@ -10,29 +7,29 @@ import sys
 
 
 def print_to_stderr(line: str) -> None:
-    """Print a line where a user sees it although the log goes elsewhere."""
+    """Print a line for the user to standard error, wherever the log goes."""
     print(line, file=sys.stderr, flush=True)
 
 
 class CheckpointError(Exception):
     """A checkpoint could not be saved, loaded or found.
 
-    The text is one line that names the file and the tensor concerned, and the rank when the
-    error came from another one. On a save nothing has been lost: earlier checkpoints are intact
-    and no partial folder carries a checkpoint's name.
+    The text is one line that names the file and the tensor, and the rank if another rank failed.
+    A failed save loses nothing: earlier checkpoints are intact, and no partial folder has a
+    checkpoint's name.
     """
 
 
 class DamagedCheckpointError(CheckpointError):
-    """A checkpoint is incomplete, damaged, unreadable or gone: an older one may serve.
+    """A checkpoint is incomplete, corrupt, unreadable or removed; an older checkpoint may load.
 
-    Any other CheckpointError of a load, as for a checkpoint of another model, would meet the older
-    ones just as well.
+    Any other CheckpointError of a load, for example a checkpoint of another model, would be raised
+    for the older checkpoints as well.
     """
 
 
 class RemovedCheckpointError(DamagedCheckpointError):
-    """A checkpoint was removed while it was looked at, as retention removes old ones."""
+    """A checkpoint was removed while it was read, as retention removes old checkpoints."""
 
 
 def describe(error: Exception) -> str:

@@ -12,7 +12,7 @@ from megatron.core.backend import Backend
 from megatron.core.models.gpt import GPTModel
 from megatron.core.ops.recurrence import Recurrence, RecurrenceInputs
 from megatron.core.ops.sequences import Sequences
-from megatron.training.config.resolve import Run
+from megatron.training.config.resolve import ResolvedRun
 from megatron.training.experiments import Experiment
 from megatron.training.hooks import TrainingHooks
 from megatron.training.monitoring.log_line import LogPart
@@ -74,7 +74,7 @@ class SplitHooks(TrainingHooks):
         return [LogPart(f"recurrences cut: {cut}", {"recurrences_cut": float(cut)})]
 
 
-def experiment(run: Run, options: Options) -> Experiment:
+def experiment(run: ResolvedRun, options: Options) -> Experiment:
     """Return the block of a run and its hooks.
 
     Raises:

@@ -12,7 +12,7 @@ import torch
 from experimental.weight_average.average import WeightAverage
 from megatron.core.dist_checkpointing import TensorChunk
 from megatron.core.models.gpt import GPTModel
-from megatron.training.config.resolve import Run
+from megatron.training.config.resolve import ResolvedRun
 from megatron.training.experiments import Experiment
 from megatron.training.hooks import TrainingHooks
 from megatron.training.monitoring.log_line import LogPart
@@ -117,7 +117,7 @@ class AverageHooks(TrainingHooks):
         ]
 
 
-def experiment(run: Run, options: Options) -> Experiment:
+def experiment(run: ResolvedRun, options: Options) -> Experiment:
     """Return the hooks of a run.
 
     Raises:

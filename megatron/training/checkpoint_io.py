@@ -56,17 +56,17 @@ MAX_COUNT = 1 << 62
 
 
 @dataclass(frozen=True, kw_only=True)
-class RunFacts:
-    """What identifies a run in its checkpoints, as JSON.
+class CheckpointMetadata:
+    """Metadata that identifies a run in its checkpoints, as JSON.
 
     Args:
-        model: fields of the model.
+        model: fields of the model's config.
         config: every option by flag name.
-        tokenizer: how to make the tokenizer again.
-        data: what the order of samples depends on.
-        other_data_is_fine: resume on other data than the checkpoint's, and log it.
-        batch_follows_world: whether the global batch follows from the number of processes.
-        cpu_matmul: the dtype that a CPU multiplies in, where that is a choice.
+        tokenizer: arguments that rebuild the tokenizer.
+        data: inputs that determine the order of samples.
+        other_data_is_fine: whether to resume on other data than the checkpoint's, with a log line.
+        batch_follows_world: whether the global batch size depends on the number of processes.
+        cpu_matmul: the dtype of matmuls on a CPU, if the CPU supports several.
     """
 
     model: Mapping[str, Any]
@@ -83,7 +83,7 @@ def run_extra(
     optimizer: Optimizer,
     progress: Progress,
     window: StepWindow,
-    facts: RunFacts,
+    metadata: CheckpointMetadata,
     with_optimizer: bool = True,
 ) -> dict[str, Any]:
     """Return the JSON that a checkpoint of a run holds in addition to its tensors.
@@ -96,14 +96,14 @@ def run_extra(
         state |= {"steps": optimizer.steps, "scaler": optimizer.scaler.state_dict()}
     return {
         "format": FORMAT,
-        "model": dict(facts.model),
-        "config": dict(facts.config),
-        "tokenizer": dict(facts.tokenizer),
+        "model": dict(metadata.model),
+        "config": dict(metadata.config),
+        "tokenizer": dict(metadata.tokenizer),
         "progress": progress.to_json(),
         "optimizer": state,
-        "data": dict(facts.data),
+        "data": dict(metadata.data),
         "window": window.to_json(),
-        "cpu_matmul": facts.cpu_matmul,
+        "cpu_matmul": metadata.cpu_matmul,
     }
 
 
@@ -125,7 +125,7 @@ def load_run(
     store: WeightStore,
     optimizer: Optimizer,
     window: StepWindow,
-    facts: RunFacts,
+    metadata: CheckpointMetadata,
     coordinator: Coordinator,
     with_optimizer: bool = True,
     with_progress: bool = True,
@@ -158,19 +158,21 @@ def load_run(
     stored_model(folder, manifest)
     progress = _progress(folder, extra) if with_progress else None
     require_all(
-        lambda: _check_model(folder, extra, facts),
-        lambda: _check_options(folder, extra, facts) if with_optimizer else None,
+        lambda: _check_model(folder, extra, metadata),
+        lambda: _check_options(folder, extra, metadata) if with_optimizer else None,
         lambda: _check_saved_state(folder, extra) if with_optimizer else None,
-        lambda: _check_batch(extra, facts) if with_progress else None,
-        lambda: _check_data(folder, extra["data"], facts, coordinator) if with_progress else None,
-        lambda: _check_amax_history(folder, manifest, facts),
+        lambda: _check_batch(extra, metadata) if with_progress else None,
+        lambda: (
+            _check_data(folder, extra["data"], metadata, coordinator) if with_progress else None
+        ),
+        lambda: _check_amax_history(folder, manifest, metadata),
     )
     chunks = _stored_chunks(folder, manifest, store, coordinator)
     if with_optimizer:
         state = optimizer_chunks(optimizer, scalars=False)
         _check_state(folder, manifest, state, coordinator)
         chunks += state
-    moved = _other_state_dtypes(extra, facts) if with_optimizer else []
+    moved = _other_state_dtypes(extra, metadata) if with_optimizer else []
     if moved:
         coordinator.say(f"converting optimizer state of {folder}: {'; '.join(moved)}")
     # weights keep their dtype where there is optimizer state: --bf16 and --fp16 were compared
@@ -187,7 +189,7 @@ def load_run(
     optimizer.after_load(with_state=with_optimizer)
     if not with_progress:
         return None
-    if (dtype_change := another_dtype(extra.get("cpu_matmul"), facts.cpu_matmul)) is not None:
+    if (dtype_change := another_dtype(extra.get("cpu_matmul"), metadata.cpu_matmul)) is not None:
         coordinator.say(f"{folder}: {dtype_change}")
     return progress
 
@@ -291,18 +293,18 @@ def _check_parts(folder: Path, extra: Mapping[str, Any]) -> None:
         raise ValueError(f"{folder} has format {extra['format']}, this program reads {FORMAT}")
 
 
-def _check_model(folder: Path, extra: Mapping[str, Any], facts: RunFacts) -> None:
+def _check_model(folder: Path, extra: Mapping[str, Any], metadata: CheckpointMetadata) -> None:
     """Compare the model of a checkpoint with this run's, field by field. Raises ValueError."""
-    shapes = (_shape(folder, model) for model in (extra["model"], facts.model))
+    shapes = (_shape(folder, model) for model in (extra["model"], metadata.model))
     if differences := compare_architecture(*shapes):
         raise ValueError(f"{folder} is of another model: {'; '.join(differences)}")
 
 
-def _check_options(folder: Path, extra: Mapping[str, Any], facts: RunFacts) -> None:
+def _check_options(folder: Path, extra: Mapping[str, Any], metadata: CheckpointMetadata) -> None:
     """Compare what optimizer state depends on with this run's. Raises ValueError."""
     names = ("optimizer", "bf16", "fp16")
     saved = {name: extra["config"].get(name) for name in names}
-    now = {name: facts.config[name] for name in names}
+    now = {name: metadata.config[name] for name in names}
     if differences := compare_architecture(saved, now):
         raise ValueError(
             f"{folder} was trained differently: {'; '.join(differences)}: give the same flags, "
@@ -319,11 +321,11 @@ def _check_saved_state(folder: Path, extra: Mapping[str, Any]) -> None:
         )
 
 
-def _check_batch(extra: Mapping[str, Any], facts: RunFacts) -> None:
+def _check_batch(extra: Mapping[str, Any], metadata: CheckpointMetadata) -> None:
     """See that a run with fewer or more processes keeps its global batch, unless an option
     changes it. Raises ValueError."""
-    saved, now = (c.get("global-batch-size") for c in (extra["config"], facts.config))
-    if facts.batch_follows_world and saved not in (None, now):
+    saved, now = (c.get("global-batch-size") for c in (extra["config"], metadata.config))
+    if metadata.batch_follows_world and saved not in (None, now):
         raise ValueError(
             f"the checkpoint's global batch is {saved}, and this run's would be {now}, as it "
             f"follows the number of processes: give --global-batch-size {saved} to go on, or "
@@ -331,9 +333,9 @@ def _check_batch(extra: Mapping[str, Any], facts: RunFacts) -> None:
         )
 
 
-def _check_amax_history(folder: Path, manifest: Manifest, facts: RunFacts) -> None:
+def _check_amax_history(folder: Path, manifest: Manifest, metadata: CheckpointMetadata) -> None:
     """Compare how many steps delayed scaling looks back on. Raises ValueError."""
-    now, flag = facts.config, "fp8-amax-history-len"
+    now, flag = metadata.config, "fp8-amax-history-len"
     delayed = now.get("fp8-format") is not None and now.get("fp8-recipe") == "delayed"
     stored = {
         tensor.shape[0]
@@ -378,24 +380,24 @@ def _check_state(
         )
 
 
-def _other_state_dtypes(extra: Mapping[str, Any], facts: RunFacts) -> list[str]:
+def _other_state_dtypes(extra: Mapping[str, Any], metadata: CheckpointMetadata) -> list[str]:
     """List the moments that are kept in another dtype now than in the checkpoint."""
     changes = []
     for name in ("exp-avg-dtype", "exp-avg-sq-dtype"):
-        saved, now = extra["config"].get(name, "fp32"), facts.config[name]
+        saved, now = extra["config"].get(name, "fp32"), metadata.config[name]
         if saved != now:
             changes.append(f"--{name} was {saved}, is {now}")
     return changes
 
 
 def _check_data(
-    folder: Path, saved: Mapping[str, Any], facts: RunFacts, coordinator: Coordinator
+    folder: Path, saved: Mapping[str, Any], metadata: CheckpointMetadata, coordinator: Coordinator
 ) -> None:
     """Compare the data of a checkpoint with this run's. Raises ValueError."""
-    if not (differences := compare_identity(saved, facts.data)):
+    if not (differences := compare_identity(saved, metadata.data)):
         return
     message = f"{folder} was trained on other data: {'; '.join(differences)}"
-    if not facts.other_data_is_fine:
+    if not metadata.other_data_is_fine:
         raise ValueError(
             f"{message}: give the same data options, go on with the new data by "
             "--allow-data-change, "

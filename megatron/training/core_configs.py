@@ -32,12 +32,12 @@ from megatron.core.transformer import AttentionConfig, Recompute
 from megatron.training.config import Config
 from megatron.training.config.model_table import part_config
 from megatron.training.config.quantization import quantization
-from megatron.training.config.resolve import Run
+from megatron.training.config.resolve import ResolvedRun
 from megatron.training.config.stages import schedule_name, stage_split
 from megatron.training.config.values import name_factors
 
 
-def attention_shape(run: Run) -> AttentionShape | None:
+def attention_shape(run: ResolvedRun) -> AttentionShape | None:
     """Return what one rank attends of a microbatch; None without attention."""
     parallel, training = run.config.parallel, run.config.training
     tp, cp = parallel.tensor_model_parallel_size, parallel.context_parallel_size
@@ -210,7 +210,7 @@ def loss_scaler(config: Config) -> LossScaler:
     )
 
 
-def learning_rate_schedule(run: Run) -> LearningRateSchedule:
+def learning_rate_schedule(run: ResolvedRun) -> LearningRateSchedule:
     """Return the learning rate as a function of the samples of applied updates."""
     schedule = run.config.schedule
     return LearningRateSchedule(
@@ -225,7 +225,7 @@ def learning_rate_schedule(run: Run) -> LearningRateSchedule:
     )
 
 
-def decoupled_schedule(run: Run) -> LearningRateSchedule | None:
+def decoupled_schedule(run: ResolvedRun) -> LearningRateSchedule | None:
     """Return the same of embedding and head by --decoupled-lr; None if all have one."""
     schedule = run.config.schedule
     if schedule.decoupled_lr is None:
@@ -238,7 +238,7 @@ def decoupled_schedule(run: Run) -> LearningRateSchedule | None:
     )
 
 
-def weight_decay_schedule(run: Run) -> WeightDecaySchedule:
+def weight_decay_schedule(run: ResolvedRun) -> WeightDecaySchedule:
     """Return weight decay as a function of the samples of applied updates."""
     optimizer = run.config.optimizer
     assert optimizer.start_weight_decay is not None, "the config must be resolved"

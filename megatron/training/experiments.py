@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from megatron.core.backend import Backend
     from megatron.core.models.gpt import GPTModel
     from megatron.training.config import ExperimentConfig
-    from megatron.training.config.resolve import Run
+    from megatron.training.config.resolve import ResolvedRun
     from megatron.training.hooks import TrainingHooks
     from megatron.training.step import TrainStep
 
@@ -61,7 +61,7 @@ def check_experiments(config: ExperimentConfig, root: Path = ROOT) -> list[str]:
     return problems
 
 
-def load_experiments(run: Run, root: Path = ROOT) -> list[Experiment]:
+def load_experiments(run: ResolvedRun, root: Path = ROOT) -> list[Experiment]:
     """Return the experiments of a run in the order in which the options name them.
 
     Raises:

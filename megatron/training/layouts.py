@@ -40,10 +40,10 @@ from megatron.core.moe.dispatch import choose_dispatcher
 from megatron.core.process_groups import Group, ProcessGroupCollection
 from megatron.training.config import Config
 from megatron.training.config.layer_pattern_options import is_recurrent
-from megatron.training.config.resolve import Run
+from megatron.training.config.resolve import ResolvedRun
 from megatron.training.core_configs import attention_shape
+from megatron.training.distributed_context import DistributedContext
 from megatron.training.monitoring.flops import flops_per_square, product_weights, window
-from megatron.training.run_groups import RunGroups
 
 #: Returns the largest of each number over ranks that see other documents.
 Agree = Callable[[Sequence[float]], Sequence[float]]
@@ -134,7 +134,9 @@ class PackedCuts:
         )
 
 
-def packed_cuts(run: Run, context: RunGroups, model: GPTConfig) -> PackedCuts | None:
+def packed_cuts(
+    run: ResolvedRun, context: DistributedContext, model: GPTConfig
+) -> PackedCuts | None:
     """Return what chooses the splits of a run's rows; None where rows are not split over ranks,
     hold one document each, or have no pairs to divide."""
     parallel, data = run.config.parallel, run.config.data
@@ -318,7 +320,7 @@ def needs_bounds(config: Config, device: torch.device) -> bool:
     return is_recurrent(config) or parallel.transformer_impl != "local" or fused
 
 
-def layouts_of(run: Run, context: RunGroups, model: GPTConfig) -> Layouts:
+def layouts_of(run: ResolvedRun, context: DistributedContext, model: GPTConfig) -> Layouts:
     """Return what makes the layouts of a run."""
     parallel = run.config.parallel
     # On a GPU one call masks documents of any length, and a kernel asked for by name is one call.

@@ -16,7 +16,7 @@ from typing import Literal, Protocol
 
 from megatron.core.optimizer.loss_scaler import LossScaler
 from megatron.core.optimizer.schedule import LearningRateSchedule
-from megatron.training.config.resolve import Run
+from megatron.training.config.resolve import ResolvedRun
 from megatron.training.failures.faults import remember_loss, spike_limit
 from megatron.training.failures.stopping import StopRequests
 from megatron.training.hooks import TrainingHooks
@@ -83,7 +83,7 @@ class TrainingLoop:
 
     def __init__(
         self,
-        run: Run,
+        run: ResolvedRun,
         steps: Steps,
         *,
         hooks: Sequence[TrainingHooks],

@@ -28,7 +28,7 @@ from megatron.training.config.checkpoint_options import (
 )
 from megatron.training.config.layer_pattern_options import FLAG, is_hybrid, pattern_defaults
 from megatron.training.config.megatron_flags import MEGATRON_FLAGS
-from megatron.training.config.resolve import Run, resolve
+from megatron.training.config.resolve import ResolvedRun, resolve
 from megatron.training.experiments import check_experiments
 from megatron.training.failures.launcher import LauncherWatch, launcher_of
 from megatron.training.failures.stopping import Listener, StopRequests, signals_to_thread
@@ -70,7 +70,9 @@ PRETRAIN_GPT = Program(
 )
 
 
-def read_run(argv: Sequence[str], launch: Launch, *, program: Program = PRETRAIN_GPT) -> Run:
+def read_run(
+    argv: Sequence[str], launch: Launch, *, program: Program = PRETRAIN_GPT
+) -> ResolvedRun:
     """Turn arguments into a run of a program.
 
     Raises:
@@ -129,7 +131,7 @@ def _defaults(user_values: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def start_watch(
-    run: Run, launch: Launch, launcher: LauncherWatch
+    run: ResolvedRun, launch: Launch, launcher: LauncherWatch
 ) -> tuple[Launch, PeerWatch | None]:
     """Make this process known to the others; a single process has none.
 
@@ -171,16 +173,16 @@ def start_watch(
     )
 
 
-def train(run: Run, launch: Launch, *, watch: PeerWatch | None, stop: StopRequests) -> None:
+def train(run: ResolvedRun, launch: Launch, *, watch: PeerWatch | None, stop: StopRequests) -> None:
     """Join the other processes and carry out the run."""
     if run.config.training.deterministic_mode:
         # Read by the GPU's matrix library when it starts; without it torch refuses to go on.
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     import torch
 
+    from megatron.training.distributed_context import blaming_peers, join_run
     from megatron.training.failures.restart import going_on
     from megatron.training.pretraining import pretrain
-    from megatron.training.run_groups import blaming_peers, join_run
     from megatron.training.run_inputs import read_inputs
 
     torch.use_deterministic_algorithms(run.config.training.deterministic_mode)

@@ -8,8 +8,9 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from megatron.training.config.resolve import Run
+from megatron.training.config.resolve import ResolvedRun
 from megatron.training.data.data_sets import build_data_sets
+from megatron.training.distributed_context import DistributedContext
 from megatron.training.failures.faults import refuse_faulty_hosts
 from megatron.training.failures.session_faults import arm_stop, failure_hooks
 from megatron.training.hooks import TrainingHooks
@@ -17,13 +18,12 @@ from megatron.training.loop import TrainingLoop
 from megatron.training.monitoring.describe import GatheredBytes, start_lines
 from megatron.training.monitoring.observation import Observation, observing
 from megatron.training.progress_state import Progress
-from megatron.training.run_groups import RunGroups
 from megatron.training.run_inputs import RunInputs
 from megatron.training.saves import Saves, claimed_folder, saving
 from megatron.training.session import Session, build_session, open_steps, restore
 
 
-def pretrain(run: Run, context: RunGroups, inputs: RunInputs) -> None:
+def pretrain(run: ResolvedRun, context: DistributedContext, inputs: RunInputs) -> None:
     """Carry out a run.
 
     Args:
@@ -74,7 +74,7 @@ def run_loop(session: Session, progress: Progress, start: str) -> None:
     Args:
         start: the line that says where that is.
     """
-    context = session.place
+    context = session.context
     with (
         open_steps(session, consumed_samples=progress.consumed_samples) as steps,
         observing(session, progress) as watching,

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from megatron.cli.rank_agreement import StartFacts, option_values, versions
 from megatron.core.datasets.chat_dataset import mask_prefix
 from megatron.core.datasets.indexed_dataset import IndexedDataset
-from megatron.training.config.resolve import Run
+from megatron.training.config.resolve import ResolvedRun
 from megatron.training.data.data_paths import prefixes
 from megatron.training.data.data_sets import TokenFiles, open_token_files
 from megatron.training.data.vocabulary import Vocabulary, read_vocabulary
@@ -55,7 +55,7 @@ class RunInputs:
     vocabulary: Vocabulary
     token_files: TokenFiles
 
-    def start_facts(self, run: Run) -> StartFacts:
+    def start_facts(self, run: ResolvedRun) -> StartFacts:
         """Return what all ranks of a run must have in common."""
         before = run.config if run.unresolved is None else run.unresolved
         return StartFacts(
@@ -91,7 +91,7 @@ class RunInputs:
         return values
 
 
-def read_inputs(run: Run) -> RunInputs:
+def read_inputs(run: ResolvedRun) -> RunInputs:
     """Read the inputs of a run.
 
     Raises:

@@ -126,14 +126,14 @@ class Saves(TrainingHooks):
             if report.error is not None:
                 self._failed(progress, report.iteration, report.error)
                 continue
-            self._session.place.stop.note("save", report.seconds)
+            self._session.context.stop.note("save", report.seconds)
             self._metrics.write("save", report.iteration, {"seconds": report.seconds})
             if report.written:
                 self._say(f"saved {report.folder} in the background within {report.seconds:.1f} s")
 
     def _write(self, progress: Progress, *, is_last: bool = False) -> None:
         """Save at once."""
-        context = self._session.place
+        context = self._session.context
         self._session.step.engine.complete_weights()
         start = time.perf_counter()
         try:
@@ -162,7 +162,7 @@ class Saves(TrainingHooks):
     def _see_claim(self) -> None:
         """See that the folder is still the one that the run claimed. Raises CheckpointError on all
         ranks alike."""
-        coordinator = self._session.place.coordinator
+        coordinator = self._session.context.coordinator
 
         def see() -> None:
             if coordinator.rank == 0:
@@ -178,7 +178,7 @@ class Saves(TrainingHooks):
             with_optimizer=session.run.config.checkpoint.save_optim,
             progress=progress,
             window=session.window,
-            facts=session.facts,
+            metadata=session.metadata,
         )
 
     def _failed(self, progress: Progress, iteration: int, text: str) -> None:
@@ -260,7 +260,7 @@ def saving(
     session: Session, *, say: Callable[[str], None], metrics: Metrics
 ) -> Iterator[Saves | None]:
     """Open what saves the session; None without --save. At a good end nothing is left under way."""
-    chosen, context = session.run.config.checkpoint, session.place
+    chosen, context = session.run.config.checkpoint, session.context
     if chosen.save is None:
         yield None
         return

@@ -45,12 +45,12 @@ from megatron.core.optimizer.optimizer_config import check_patterns
 from megatron.hf.config_json import differences, function_of
 from megatron.hf.folder import is_folder
 from megatron.hf.read_weights import read_weights, reading_lines
-from megatron.training.checkpoint_io import RunFacts, load_run
+from megatron.training.checkpoint_io import CheckpointMetadata, load_run
 from megatron.training.checkpoints.hf_options import open_model
 from megatron.training.config import Config
 from megatron.training.config.checkpoint_options import saved_options
 from megatron.training.config.model_table import gpt_config, options_problem
-from megatron.training.config.resolve import Run, padded_vocab_size
+from megatron.training.config.resolve import ResolvedRun, padded_vocab_size
 from megatron.training.config.values import require_all
 from megatron.training.core_configs import (
     backend,
@@ -74,6 +74,7 @@ from megatron.training.data.data_sets import (
     validation_batches,
 )
 from megatron.training.data.vocabulary import Vocabulary
+from megatron.training.distributed_context import DistributedContext
 from megatron.training.experiments import Experiment, load_experiments
 from megatron.training.failures.replay import Reruns, StageBits
 from megatron.training.hooks import TrainingHooks
@@ -84,7 +85,6 @@ from megatron.training.monitoring.metrics import EXPERT_LOAD
 from megatron.training.monitoring.step_window import Speedometer, StepWindow
 from megatron.training.newest_checkpoint import clear_the_way, load_newest, read_together
 from megatron.training.progress_state import Progress
-from megatron.training.run_groups import RunGroups
 from megatron.training.step import (
     ForwardBackward,
     Microbatch,
@@ -104,8 +104,8 @@ class Session:
         hooks: what the model and the experiments add to the loop.
     """
 
-    run: Run
-    place: RunGroups
+    run: ResolvedRun
+    context: DistributedContext
     vocabulary: Vocabulary
     data: DataSets
     model: GPTModel
@@ -113,12 +113,14 @@ class Session:
     balance: Balance | None
     step: TrainStep
     window: StepWindow
-    facts: RunFacts
+    metadata: CheckpointMetadata
     cpu_matmul: CpuMatmul | None
     hooks: tuple[TrainingHooks, ...]
 
 
-def build_session(run: Run, context: RunGroups, vocabulary: Vocabulary, data: DataSets) -> Session:
+def build_session(
+    run: ResolvedRun, context: DistributedContext, vocabulary: Vocabulary, data: DataSets
+) -> Session:
     """Build model, engine and optimizer on this rank's part of the grid."""
     config = run.config
     shape, experiments = gpt_config(config, vocabulary.size), load_experiments(run)
@@ -155,7 +157,7 @@ def build_session(run: Run, context: RunGroups, vocabulary: Vocabulary, data: Da
     step = _train_step(run, context, model, engine=engine, optimizer=optimizer)
     return Session(
         run=run,
-        place=context,
+        context=context,
         vocabulary=vocabulary,
         data=data,
         model=model,
@@ -167,7 +169,7 @@ def build_session(run: Run, context: RunGroups, vocabulary: Vocabulary, data: Da
             Speedometer.of(run, padded_vocab_size=padded, peak_flops=peak_flops(gpu)),
             memory=lambda: (memory_bytes(context.device), peak_memory_bytes(context.device)),
         ),
-        facts=RunFacts(
+        metadata=CheckpointMetadata(
             model=shape.to_json(),
             config=_saved_options(config),
             tokenizer=vocabulary.tokenizer,
@@ -192,7 +194,7 @@ def _backend(
     return chosen
 
 
-def _cpu_matmul(config: Config, context: RunGroups) -> CpuMatmul | None:
+def _cpu_matmul(config: Config, context: DistributedContext) -> CpuMatmul | None:
     """Return the dtype of CPU matmuls, equal on all ranks; None if there is no choice."""
     return CpuMatmul.choose(
         config.execution.cpu_matmul_dtype,
@@ -226,7 +228,12 @@ def _check_options_of(config: Config, shape: GPTConfig, *, say: Callable[[str], 
 
 
 def _train_step(
-    run: Run, context: RunGroups, model: GPTModel, *, engine: DataParallel, optimizer: Optimizer
+    run: ResolvedRun,
+    context: DistributedContext,
+    model: GPTModel,
+    *,
+    engine: DataParallel,
+    optimizer: Optimizer,
 ) -> TrainStep:
     """Return what carries out steps."""
     reruns = _reruns(run.config, model)
@@ -242,7 +249,9 @@ def _train_step(
     )
 
 
-def _capacities(config: Config, model: GPTModel, context: RunGroups) -> CapacityCheck | None:
+def _capacities(
+    config: Config, model: GPTModel, context: DistributedContext
+) -> CapacityCheck | None:
     """Return what finds tokens without room; None where ranks of experts take all."""
     if config.parallel.moe_expert_rank_capacity_factor is None:
         return None
@@ -266,7 +275,7 @@ def _reruns(config: Config, model: GPTModel) -> Reruns:
     return reruns if state is None else replace(reruns, forget=state.begin)
 
 
-def _balance(model: GPTModel, context: RunGroups) -> Balance | None:
+def _balance(model: GPTModel, context: DistributedContext) -> Balance | None:
     """Return what sums the loads of experts; None where there are none."""
     if model.config.moe is None:
         return None
@@ -304,7 +313,12 @@ def _saved_options(config: Config) -> dict[str, object]:
 
 
 def _step_runner(
-    run: Run, context: RunGroups, model: GPTModel, engine: DataParallel, *, reruns: Reruns
+    run: ResolvedRun,
+    context: DistributedContext,
+    model: GPTModel,
+    engine: DataParallel,
+    *,
+    reruns: Reruns,
 ) -> StepRunner:
     """Return what carries out the first part of a step."""
     if context.groups["pp"].size > 1:
@@ -331,7 +345,7 @@ def restore(session: Session) -> tuple[Progress, str]:
     Raises:
         ValueError: the checkpoint cannot be used.
     """
-    chosen, context = session.run.config.checkpoint, session.place
+    chosen, context = session.run.config.checkpoint, session.context
     if chosen.load is not None and is_folder(chosen.load):
         raise ValueError(f"--load {chosen.load} is a Hugging Face folder: give it to --load-hf")
     # Weights that a run starts from are no optimizer's.
@@ -372,13 +386,13 @@ def load_session(
 ) -> Progress | None:
     """Fill a session from a checkpoint as `load_run` does, and with its progress also the state of
     hooks. Every rank calls this."""
-    coordinator = session.place.coordinator
+    coordinator = session.context.coordinator
     progress = load_run(
         folder,
         store=session.model.store,
         optimizer=session.optimizer,
         window=session.window,
-        facts=session.facts,
+        metadata=session.metadata,
         coordinator=coordinator,
         with_optimizer=with_optimizer,
         with_progress=with_progress,
@@ -436,7 +450,7 @@ def _clear(
             save,
             start.iteration,
             from_the_newest=from_the_newest,
-            coordinator=session.place.coordinator,
+            coordinator=session.context.coordinator,
         )
     if progress is None:
         return start, f"loaded the weights of {folder}; starting at iteration 0"
@@ -469,7 +483,7 @@ def _read_folder(path: str, session: Session) -> str | None:
     if model_differences := differences(model.config, session.model.config):
         raise ValueError(f"--load-hf {path} holds another model: {'; '.join(model_differences)}")
     chunks = weight_chunks(session.model.store)
-    read_weights(folder, model, chunks, coordinator=session.place.coordinator)
+    read_weights(folder, model, chunks, coordinator=session.context.coordinator)
     session.optimizer.after_load(with_state=False)
     return "; ".join(reading_lines(folder, model)) or None
 
@@ -564,7 +578,7 @@ class SessionSteps:
 
     def __init__(self, session: Session, batches: Iterator[GPTBatch]) -> None:
         self._session, self._batches, model = session, batches, session.model
-        self._layouts = layouts_of(session.run, session.place, model.config)
+        self._layouts = layouts_of(session.run, session.context, model.config)
         self._mtp_num_layers = 0 if model.multi_token is None else model.config.mtp_num_layers
         self.lr = learning_rate_schedule(session.run)
         self.decoupled_lr = decoupled_schedule(session.run)
@@ -575,10 +589,10 @@ class SessionSteps:
         """Train on the next global batch, unless its loss is above the limit.
 
         Args:
-            samples: of this batch, as `Run.batch_sizes` has it at this place in the data.
+            samples: of this batch, see `ResolvedRun.batch_sizes`.
             update_samples: of the applied updates so far, which the schedules follow.
         """
-        run, device = self._session.run, self._session.place.device
+        run, device = self._session.run, self._session.context.device
         division = run.division(samples)
         batches = [next(self._batches) for _ in range(division.rounds)]
         # An estimate if document lengths differ between ranks: the local ones stand for all.
@@ -605,13 +619,13 @@ class SessionSteps:
             decoupled_lr=None
             if decoupled_schedule is None
             else decoupled_schedule.lr(update_samples),
-            votes=self._session.place.stop.votes(),
+            votes=self._session.context.stop.votes(),
             loss_limit=loss_limit,
         )
         if self._session.balance is not None:
             self._session.balance.finish(applied=report.applied)
         if state is not None:
-            state.finish(self._session.place.groups)
+            state.finish(self._session.context.groups)
         return report
 
     def params_norm(self) -> float | None:
@@ -623,7 +637,7 @@ class SessionSteps:
     def loss_on(self, split: Literal["validation", "test"]) -> float | None:
         """Return the mean loss per token over the samples of a split, the same every time; None
         without any."""
-        run, context, data = self._session.run, self._session.place, self._session.data
+        run, context, data = self._session.run, self._session.context, self._session.data
         if (data.validation if split == "validation" else data.test) is None:
             return None
         dp_group = context.groups["samples"]
@@ -646,7 +660,7 @@ def open_steps(session: Session, *, consumed_samples: int) -> Iterator[SessionSt
         training_batches(
             session.data,
             run,
-            dp_group=session.place.groups["samples"],
+            dp_group=session.context.groups["samples"],
             consumed_samples=consumed_samples,
         ),
         run,

@@ -23,9 +23,9 @@ import torch.distributed as dist
 from megatron.cli.launch import Launch
 from megatron.core.dist_checkpointing import Solo
 from megatron.core.process_groups import ProcessGroupCollection
-from megatron.training import core_configs, run_groups, run_inputs, saves, session
+from megatron.training import core_configs, distributed_context, run_inputs, saves, session
 from megatron.training.config import model_table
-from megatron.training.config.resolve import Run, padded_vocab_size
+from megatron.training.config.resolve import ResolvedRun, padded_vocab_size
 from megatron.training.data import data_sets
 from megatron.training.data.vocabulary import Vocabulary
 from megatron.training.failures import session_faults
@@ -57,7 +57,7 @@ def _plain(value: Any) -> Any:
         return {name: _plain(inner) for name, inner in value.items()}
     if isinstance(value, list | tuple):
         return [_plain(inner) for inner in value]
-    if is_dataclass(value) and not isinstance(value, Run | type):
+    if is_dataclass(value) and not isinstance(value, ResolvedRun | type):
         return [type(value).__name__] + [
             (field.name, _plain(vars(value).get(field.name)))
             for field in fields(value)
@@ -84,7 +84,7 @@ def plan(argv: list[str], world: int) -> Any:
         "padded": padded_vocab_size(run.config, vocab_size),
         "dtype": core_configs.weight_dtype(run.config),
         "recompute": repr(core_configs.recompute(run.config)),
-        "grid": repr(run_groups.rank_grid(run)),
+        "grid": repr(distributed_context.rank_grid(run)),
         "cuts": _cuts(run, vocab_size),
         "engine": repr(core_configs.data_parallel_config(run.config)),
         "order": _order(run),
@@ -97,33 +97,35 @@ def plan(argv: list[str], world: int) -> Any:
     }
 
 
-def _order(run: Run) -> Any:
+def _order(run: ResolvedRun) -> Any:
     several = run.config.pipeline.pipeline_model_parallel_size > 1
     return core_configs.pipeline_order(run.config) if several else None
 
 
-def _cuts(run: Run, vocab_size: int) -> Any:
-    place: Any = SimpleNamespace(groups=ProcessGroupCollection.single(), device=torch.device("cpu"))
+def _cuts(run: ResolvedRun, vocab_size: int) -> Any:
+    context: Any = SimpleNamespace(
+        groups=ProcessGroupCollection.single(), device=torch.device("cpu")
+    )
     model = model_table.gpt_config(run.config, vocab_size)
-    cuts = packed_cuts(run, place, model)
+    cuts = packed_cuts(run, context, model)
     return None if cuts is None else _plain(vars(cuts))
 
 
-def _model_arguments(run: Run, vocab_size: int) -> Any:
-    place: Any = SimpleNamespace(
+def _model_arguments(run: ResolvedRun, vocab_size: int) -> Any:
+    context: Any = SimpleNamespace(
         groups=ProcessGroupCollection.single(), device=torch.device("cpu"), coordinator=Solo()
     )
     vocabulary = Vocabulary(size=vocab_size, eod=None, tokenizer={})
     nothing: Any = None
     with mock.patch.object(session, "GPTModel", _stop):
         try:
-            session.build_session(run, place, vocabulary, nothing)
+            session.build_session(run, context, vocabulary, nothing)
         except _Made as made:
             return made.args
     raise AssertionError("no model was made")
 
 
-def _timeout(run: Run) -> Any:
+def _timeout(run: ResolvedRun) -> Any:
     launch: Any = SimpleNamespace(world_size=2, rank=0, attempt=0, connect=_stop)
     try:
         start_watch(run, launch, mock.Mock())
@@ -132,10 +134,10 @@ def _timeout(run: Run) -> Any:
     raise AssertionError("no store was opened")
 
 
-def _straggler_factor(run: Run) -> Any:
+def _straggler_factor(run: ResolvedRun) -> Any:
     groups = ProcessGroupCollection.single()
-    place: Any = SimpleNamespace(groups=groups, device=torch.device("cpu"), watch=None)
-    parts: Any = SimpleNamespace(run=run, place=place)
+    context: Any = SimpleNamespace(groups=groups, device=torch.device("cpu"), watch=None)
+    parts: Any = SimpleNamespace(run=run, context=context)
     with mock.patch.object(session_faults, "StragglerReport", _stop):
         try:
             session_faults.straggler_report(parts, say=print, metrics=mock.Mock())
@@ -152,9 +154,9 @@ def listeners(argv: list[str], world: int) -> list[str]:
     fakes = dict.fromkeys(("dist", "StoreCoordinator", "check_same_start"), mock.MagicMock())
     fakes["ProcessGroupCollection"] = mock.MagicMock(create=lambda *a, **k: groups)
     with (
-        mock.patch.multiple(run_groups, **fakes),
+        mock.patch.multiple(distributed_context, **fakes),
         mock.patch.object(Launch, "open_store", return_value=dist.HashStore()),
-        run_groups.join_run(
+        distributed_context.join_run(
             run, launch, mock.MagicMock(), watch=mock.MagicMock(), stop=mock.MagicMock()
         ),
     ):

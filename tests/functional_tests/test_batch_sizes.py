@@ -115,7 +115,7 @@ def test_no_samples_to_validate_on_are_no_validation(tmp_path, data):
 def by_hand(steps: SessionSteps, samples: int) -> float:
     """Return the mean loss over the first validation samples, one at a time."""
     session = steps._session
-    layouts = layouts_of(session.run, session.place, session.model.config)
+    layouts = layouts_of(session.run, session.context, session.model.config)
     total = tokens = 0.0
     for i in range(samples):
         rows = session.data.validation.read(np.array([i]))

@@ -61,7 +61,7 @@ PRELOAD = (
     "torch._inductor",
     "megatron.training.pretrain_gpt",
     "megatron.training.pretraining",
-    "megatron.training.run_groups",
+    "megatron.training.distributed_context",
     "megatron.cli.flags",
     "megatron.training.failures.restart",
     "megatron.training.failures.hang_files",

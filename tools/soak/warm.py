@@ -16,7 +16,7 @@ for name in (
     "megatron.cli.flags",
     "megatron.training.pretrain_gpt",
     "megatron.training.pretraining",
-    "megatron.training.run_groups",
+    "megatron.training.distributed_context",
     "tests.functional_tests.small_run",
     "tools.soak.slow_disk",
 ):

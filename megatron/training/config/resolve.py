@@ -40,7 +40,7 @@ from megatron.training.config.layer_pattern_options import (
 
 
 @dataclass(frozen=True, kw_only=True)
-class Run:
+class ResolvedRun:
     """A resolved config and the sizes that follow from it.
 
     Args:
@@ -88,7 +88,7 @@ class Run:
         return self.division(self.batch_sizes.sizes[-1])
 
 
-def resolve(config: Config, world_size: int) -> Run:
+def resolve(config: Config, world_size: int) -> ResolvedRun:
     """Return the run that a config describes on `world_size` processes."""
     unresolved, config = config, with_layers(config)
     dp = world_size // config.model_parallel_size
@@ -126,7 +126,7 @@ def resolve(config: Config, world_size: int) -> Run:
         logging=_logging(config.logging, config.checkpoint.save),
         profiling=_profiling(config),
     )
-    return Run(
+    return ResolvedRun(
         config=resolved,
         world_size=world_size,
         data_parallel_size=dp,

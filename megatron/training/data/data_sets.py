@@ -23,7 +23,7 @@ from megatron.core.datasets.samplers import (
 )
 from megatron.core.process_groups import Group
 from megatron.training.config import DataConfig
-from megatron.training.config.resolve import Run
+from megatron.training.config.resolve import ResolvedRun
 from megatron.training.data.data_paths import SplitPath, prefixes, read_paths
 from megatron.training.data.vocabulary import Vocabulary, holds_chats
 
@@ -101,7 +101,7 @@ def open_token_files(config: DataConfig) -> TokenFiles:
 
 
 def build_data_sets(
-    run: Run,
+    run: ResolvedRun,
     vocabulary: Vocabulary,
     *,
     token_files: TokenFiles | None = None,
@@ -171,7 +171,7 @@ def build_data_sets(
 
 
 def _sample_counts(
-    run: Run, order_lengths: Mapping[str, int], train_samples: int
+    run: ResolvedRun, order_lengths: Mapping[str, int], train_samples: int
 ) -> dict[str, SampleCounts]:
     """Return the number of samples of each split, see `build_data_sets`."""
     evaluation = run.config.evaluation
@@ -202,7 +202,7 @@ def _refuse_chats(names: Sequence[str]) -> None:
         )
 
 
-def _dataset_config(run: Run, vocabulary: Vocabulary) -> GPTDatasetConfig:
+def _dataset_config(run: ResolvedRun, vocabulary: Vocabulary) -> GPTDatasetConfig:
     """Return the options that all data sets of a run share. Raises ValueError."""
     config, training = run.config.data, run.config.training
     for name in ("eod_mask_loss", "reset_position_ids", "reset_attention_mask"):
@@ -223,14 +223,14 @@ def _dataset_config(run: Run, vocabulary: Vocabulary) -> GPTDatasetConfig:
     )
 
 
-def _has_test(split: SplitPath, sources: Sequence[IndexedDataset], run: Run) -> bool:
+def _has_test(split: SplitPath, sources: Sequence[IndexedDataset], run: ResolvedRun) -> bool:
     """Return whether the test split has documents: the default --split may leave it none."""
     shares = parse_split(run.config.data.split)
     return split.split_index is None or has_split(sources, shares, split.split_index)
 
 
 def _build_split(
-    run: Run,
+    run: ResolvedRun,
     split: SplitPath,
     dataset_config: GPTDatasetConfig,
     *,
@@ -256,7 +256,7 @@ def _build_split(
 
 def _collect(
     datasets: Mapping[str, TokenSource],
-    run: Run,
+    run: ResolvedRun,
     identity: Mapping[str, Any],
     *,
     counts: Mapping[str, SampleCounts],
@@ -302,7 +302,7 @@ def _chat_notes(datasets: Mapping[str, TokenSource]) -> list[str]:
 
 
 def training_batches(
-    data: DataSets, run: Run, *, dp_group: Group, consumed_samples: int
+    data: DataSets, run: ResolvedRun, *, dp_group: Group, consumed_samples: int
 ) -> GPTBatches:
     """Return this data-parallel rank's microbatches after `consumed_samples`.
 
@@ -326,7 +326,7 @@ def training_batches(
     )
 
 
-def read_ahead(batches: GPTBatches, run: Run) -> GPTBatches | PrefetchedBatches:
+def read_ahead(batches: GPTBatches, run: ResolvedRun) -> GPTBatches | PrefetchedBatches:
     """Prefetch microbatches in `--num-workers` threads; the caller closes the iterator."""
     workers = run.config.data.num_workers
     return PrefetchedBatches(batches, workers=workers) if workers else batches
@@ -334,7 +334,7 @@ def read_ahead(batches: GPTBatches, run: Run) -> GPTBatches | PrefetchedBatches:
 
 def validation_batches(
     data: DataSets,
-    run: Run,
+    run: ResolvedRun,
     *,
     dp_group: Group,
     split: Literal["validation", "test"] = "validation",

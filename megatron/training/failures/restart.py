@@ -27,13 +27,13 @@ import torch.distributed as dist
 
 from megatron.cli.errors import PeerLost
 from megatron.cli.launch import Launch
-from megatron.training.config.resolve import Run
+from megatron.training.config.resolve import ResolvedRun
 
 #: How much longer than rank 0 the others wait, in seconds, to hear from it who has not come.
 ANSWER_SECONDS = 5.0
 
 
-class RestartNote:
+class RestartRecord:
     """Whether this job has saved a checkpoint, over all its starts.
 
     Args:
@@ -61,7 +61,7 @@ class RestartNote:
                 self._store.set("saved", "1")
 
 
-def going_on(run: Run) -> Run:
+def going_on(run: ResolvedRun) -> ResolvedRun:
     """Return a run that loads what it has saved, whatever it was started from."""
     checkpoint = run.config.checkpoint
     chosen = replace(

@@ -589,7 +589,7 @@ def arm_stop(session: Session) -> None:
     minutes = failures.exit_duration_in_mins
     # Without a checkpoint there is nothing to be gained by going on for a step.
     orderly = failures.exit_signal_handler and save is not None
-    session.place.stop.arm(
+    session.context.stop.arm(
         grace_seconds=failures.exit_grace_seconds if orderly else None,
         limit_seconds=None if minutes is None else 60.0 * minutes,
     )
@@ -609,7 +609,7 @@ def session_faults(
         metrics: where events are kept.
         saves: writes checkpoints; None without --save.
     """
-    config, context = session.run.config, session.place
+    config, context = session.run.config, session.context
     folder, log = config.checkpoint.save, fault_log(session, say=say, metrics=metrics)
 
     def record(noted: Suspect, verdict: str, hosts: Mapping[int, str], *, loss: float) -> None:
@@ -657,13 +657,13 @@ def failure_hooks(
 
 def fault_log(session: Session, *, say: Callable[[str], None], metrics: Metrics) -> FaultLog:
     """Return where a session keeps faults: rank 0 writes the lines of the save folder."""
-    folder = session.run.config.checkpoint.save if session.place.coordinator.rank == 0 else None
+    folder = session.run.config.checkpoint.save if session.context.coordinator.rank == 0 else None
     return FaultLog(folder, record=metrics.write, warn=say)
 
 
 def host_names(session: Session) -> Callable[[int], str]:
     """Return a function that names the machine of a rank."""
-    watch = session.place.watch
+    watch = session.context.watch
     return (lambda rank: socket.gethostname()) if watch is None else watch.host_of
 
 
@@ -676,7 +676,7 @@ def straggler_report(
         say: shows one line.
         metrics: where slow ranks are kept.
     """
-    failures, context = session.run.config.failures, session.place
+    failures, context = session.run.config.failures, session.context
     if not failures.log_straggler or session.run.world_size == 1:
         return None
     clock = WaitClock(context.device)
@@ -710,7 +710,7 @@ def roll_back(session: Session, saves: Saves | None) -> Progress | None:
 
     Returns the checkpoint's progress, None if there is none. The log window stays as it is.
     """
-    context, folder = session.place, session.run.config.checkpoint.save
+    context, folder = session.context, session.run.config.checkpoint.save
     if saves is not None:
         saves.wait()
     if folder is None:
@@ -761,7 +761,7 @@ def replica_hooks(
     interval = session.run.config.failures.check_weight_hash_across_dp_replicas_interval
     if interval is None:
         return None
-    context = session.place
+    context = session.context
 
     log, host_of = fault_log(session, say=say, metrics=metrics), host_names(session)
 

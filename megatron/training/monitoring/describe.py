@@ -45,7 +45,7 @@ from megatron.training.config import Config
 from megatron.training.config.layer_pattern_options import has_attention, num_layers
 from megatron.training.config.model_table import recurrent_shapes
 from megatron.training.config.quantization import quantization
-from megatron.training.config.resolve import Run
+from megatron.training.config.resolve import ResolvedRun
 from megatron.training.core_configs import (
     attention_shape,
     early_gather,
@@ -54,15 +54,15 @@ from megatron.training.core_configs import (
     weight_dtype,
 )
 from megatron.training.data.data_sets import training_batches
+from megatron.training.distributed_context import rank_grid
 from megatron.training.hooks import TrainingHooks
 from megatron.training.layouts import PackedCuts, packed_cuts
 from megatron.training.monitoring.step_window import StepOutcome
 from megatron.training.progress_state import Progress
-from megatron.training.run_groups import rank_grid
 from megatron.training.session import Session
 
 
-def batch_words(run: Run) -> str:
+def batch_words(run: ResolvedRun) -> str:
     """Return how a step's samples are divided into microbatches, for the run line."""
     division = run.final_division
     num_ranks = division.data_parallel_size
@@ -77,7 +77,7 @@ def batch_words(run: Run) -> str:
     )
 
 
-def batch_sizes_line(run: Run) -> str | None:
+def batch_sizes_line(run: ResolvedRun) -> str | None:
     """Return the sizes of a global batch that ramps up; None if the size is constant."""
     stages = run.batch_sizes.stages
     if len(stages) == 1:
@@ -88,7 +88,7 @@ def batch_sizes_line(run: Run) -> str | None:
     return f"global batch by samples: {', '.join(sizes)}"
 
 
-def batch_line(run: Run) -> str | None:
+def batch_line(run: ResolvedRun) -> str | None:
     """Return the padding microbatches of each data-parallel rank in a step, and the share of time
     that padding and a smaller last microbatch waste; None if the batch divides evenly."""
     division = run.final_division
@@ -300,7 +300,7 @@ def _megabytes(count: int) -> str:
     return f"{count / 1e6:,.2f} MB"
 
 
-def loss_weight_line(run: Run) -> str | None:
+def loss_weight_line(run: ResolvedRun) -> str | None:
     """Return how microbatches of conversations are weighted in the loss, and the flag that weights
     all tokens equally; None if tokens are weighted equally, or without --sft."""
     training, blocks = run.config.training, run.final_division.blocks
@@ -372,7 +372,7 @@ def dropout_line(config: Config, device: torch.device) -> str | None:
     )
 
 
-def expert_line(run: Run, model: GPTConfig) -> str | None:
+def expert_line(run: ResolvedRun, model: GPTConfig) -> str | None:
     """Return the experts' placement, router and dispatcher; None without experts."""
     moe = model.moe
     if moe is None:
@@ -391,7 +391,7 @@ def expert_line(run: Run, model: GPTConfig) -> str | None:
     )
 
 
-def capacity_line(run: Run, model: GPTConfig) -> str | None:
+def capacity_line(run: ResolvedRun, model: GPTConfig) -> str | None:
     """Return which options change the results under an expert capacity; None without one."""
     moe, parallel = model.moe, run.config.parallel
     if moe is None or moe.capacity_factor is None:
@@ -406,7 +406,7 @@ def capacity_line(run: Run, model: GPTConfig) -> str | None:
     )
 
 
-def _dispatcher(run: Run, model: GPTConfig) -> str:
+def _dispatcher(run: ResolvedRun, model: GPTConfig) -> str:
     """Return the token dispatcher and the number of rows it moves."""
     grid, moe, parallel = rank_grid(run), model.moe, run.config.parallel
     etp = grid.size("etp")
@@ -453,7 +453,7 @@ def pipeline_words(config: Config) -> str:
     return f"pipeline parallel {stages.stages} ({schedule}), {stages.describe()}, "
 
 
-def pipeline_line(run: Run) -> str | None:
+def pipeline_line(run: ResolvedRun) -> str | None:
     """Return the pipeline schedule and its bubble; None for one stage.
 
     The bubble is simulated: forward, input gradient and weight gradient of a layer take the same
@@ -488,7 +488,7 @@ def context_words(config: Config) -> str:
     return f"context parallel {cp}, " if cp > 1 else ""
 
 
-def context_line(run: Run) -> str | None:
+def context_line(run: ResolvedRun) -> str | None:
     """Return the context-parallel communication of attention and why; None without any."""
     parallel, training = run.config.parallel, run.config.training
     cp, shape = parallel.context_parallel_size, attention_shape(run)
@@ -500,7 +500,7 @@ def context_line(run: Run) -> str | None:
     )
 
 
-def linear_lines(run: Run) -> list[str]:
+def linear_lines(run: ResolvedRun) -> list[str]:
     """Return the context-parallel mode of each kind of recurrent block and why; empty without
     context parallelism."""
     parallel, training = run.config.parallel, run.config.training
@@ -519,7 +519,7 @@ def linear_lines(run: Run) -> list[str]:
     return lines
 
 
-def recurrent_states_line(run: Run, device: torch.device) -> str | None:
+def recurrent_states_line(run: ResolvedRun, device: torch.device) -> str | None:
     """Return the size of the states stored by --keep-recurrent-states; None without it."""
     if not run.config.execution.keep_recurrent_states:
         return None
@@ -584,19 +584,19 @@ def start_lines(session: Session, *, consumed_samples: int) -> list[str]:
         pipeline_line(run),
         context_line(run),
         *linear_lines(run),
-        recurrent_states_line(run, session.place.device),
+        recurrent_states_line(run, session.context.device),
         expert_line(run, session.model.config),
         capacity_line(run, session.model.config),
         batch_sizes_line(run),
         batch_line(run),
         data_parallel_line(session.step.engine, session.optimizer),
-        communicators_line(session.place.groups, session.place.device, os.environ),
+        communicators_line(session.context.groups, session.context.device, os.environ),
         weight_shards_line(session.step.engine),
         layers_line(run.config),
         delayed_scaling_line(run.config),
-        attention_line(run.config, session.model.config, session.place.device),
-        kernels_line(session.place.device),
-        dropout_line(run.config, session.place.device),
+        attention_line(run.config, session.model.config, session.context.device),
+        kernels_line(session.context.device),
+        dropout_line(run.config, session.context.device),
         loss_weight_line(run),
         None if session.cpu_matmul is None else session.cpu_matmul.line(),
         *session.data.notes,
@@ -692,8 +692,8 @@ NUM_INSPECTED_MICROBATCHES = 16
 
 def _rows_line(session: Session, consumed_samples: int) -> str | None:
     """Return how packed rows are split over ranks, see `cut_line`; None if they are not split."""
-    run, dp_group = session.run, session.place.groups["samples"]
-    cuts = packed_cuts(run, session.place, session.model.config)
+    run, dp_group = session.run, session.context.groups["samples"]
+    cuts = packed_cuts(run, session.context, session.model.config)
     if cuts is None:
         return None
     batches = training_batches(

@@ -315,12 +315,12 @@ class ObservationHooks(TrainingHooks):
                 self._reported_streams.add(name)
                 values = {f"{name}_errno": float(error.errno or 0)}
                 self._metrics.write("output", iteration, values)
-        if self._session.place.watch is not None:
-            self._session.place.watch.iteration = iteration
+        if self._session.context.watch is not None:
+            self._session.context.watch.iteration = iteration
 
     def on_train_end(self, progress: Progress) -> None:
         """Record the peak memory and the statistics of recomputed steps."""
-        context = self._session.place
+        context = self._session.context
         peak = torch.tensor(
             peak_memory_bytes(context.device), dtype=torch.float64, device=context.device
         )
@@ -339,7 +339,7 @@ def observing(session: Session, progress: Progress) -> Iterator[Observation]:
     Raises:
         ValueError: the device does not support a profiling option.
     """
-    config, context = session.run.config, session.place
+    config, context = session.run.config, session.context
     # The last rank prints and records, as in Megatron: the last pipeline stage has the loss.
     is_log_rank = context.groups.rank == session.run.world_size - 1
     display = open_display(
@@ -368,7 +368,7 @@ def observing(session: Session, progress: Progress) -> Iterator[Observation]:
         if is_log_rank:
             metrics, path = run_metrics(
                 config.logging,
-                options=session.facts.config,
+                options=session.metadata.config,
                 resume_iteration=progress.iteration,
                 # an earlier start may have run the pending validation and crashed before its save
                 rewritten_kinds=("validation",) if progress.validation_pending else (),

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from megatron.training.config.model_table import gpt_config
-from megatron.training.config.resolve import Run
+from megatron.training.config.resolve import ResolvedRun
 from megatron.training.failures.replay import Doubt
 from megatron.training.monitoring.flops import (
     flops_per_square,
@@ -74,7 +74,7 @@ class Speedometer:
     peak_flops: float | None
 
     @staticmethod
-    def of(run: Run, *, padded_vocab_size: int, peak_flops: float | None) -> Speedometer:
+    def of(run: ResolvedRun, *, padded_vocab_size: int, peak_flops: float | None) -> Speedometer:
         """Return the speedometer of a run."""
         training = run.config.training
         model = gpt_config(run.config, padded_vocab_size)
@@ -115,7 +115,7 @@ class StepWindow:
 
     def __init__(
         self,
-        run: Run,
+        run: ResolvedRun,
         speed: Speedometer,
         *,
         memory: Callable[[], tuple[int, int]] | None = None,

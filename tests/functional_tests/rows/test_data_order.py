@@ -21,7 +21,7 @@ from megatron.core.datasets.index_cache import IndexCache
 from megatron.core.datasets.indexed_dataset import IndexedDatasetWriter
 from megatron.training import session
 from megatron.training.config import Config
-from megatron.training.config.resolve import Run, resolve
+from megatron.training.config.resolve import ResolvedRun, resolve
 from megatron.training.data.data_sets import build_data_sets, read_ahead, training_batches
 from megatron.training.data.vocabulary import Vocabulary
 from megatron.training.monitoring.metrics import read_metrics
@@ -47,7 +47,7 @@ def prefix(tmp_path):
     return write_tokens(tmp_path / "tokens")
 
 
-def run_of(argv: list[str], world: int = 1) -> Run:
+def run_of(argv: list[str], world: int = 1) -> ResolvedRun:
     """Return the run that some arguments describe."""
     return resolve(parse_command_line(Config, argv, prog="p", description="d").config, world)
 

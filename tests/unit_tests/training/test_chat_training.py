@@ -17,7 +17,7 @@ from megatron.core.models.gpt import GPTConfig, GPTModel
 from megatron.core.optimizer import Optimizer, OptimizerConfig
 from megatron.core.process_groups import ProcessGroupCollection, RankGrid
 from megatron.core.transformer import AttentionConfig, MLPConfig
-from megatron.training.config.resolve import Run, resolve
+from megatron.training.config.resolve import ResolvedRun, resolve
 from megatron.training.data.data_sets import build_data_sets, training_batches
 from megatron.training.data.vocabulary import Vocabulary
 from megatron.training.layouts import Layouts
@@ -60,7 +60,7 @@ def talks(tmp_path):
     return prefix, found
 
 
-def _run(prefix: str, world: int = 1, flags: str = "") -> Run:
+def _run(prefix: str, world: int = 1, flags: str = "") -> ResolvedRun:
     text = f"--sft --data-path {prefix} --split 1 --eval-interval 0 --micro-batch-size 2 "
     text += f"--global-batch-size {ROWS} --train-iters 1 --num-workers 0 {flags}"
     return resolve(small_config(text), world)

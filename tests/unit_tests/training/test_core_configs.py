@@ -24,7 +24,7 @@ from megatron.training.core_configs import (
     weight_decay_schedule,
     weight_dtype,
 )
-from megatron.training.run_groups import rank_grid
+from megatron.training.distributed_context import rank_grid
 from tests.unit_tests.training.small_config import small_config
 
 YARN = "--position-embedding-type yarn"

@@ -12,7 +12,7 @@ from megatron.core.process_groups import RankGrid
 from megatron.training.config.check import check
 from megatron.training.config.resolve import resolve
 from megatron.training.core_configs import data_parallel_config
-from megatron.training.run_groups import rank_grid
+from megatron.training.distributed_context import rank_grid
 from tests.unit_tests.training.small_config import small_config
 
 STRATEGY = "--data-parallel-sharding-strategy"

@@ -13,7 +13,7 @@ import torch
 from megatron.core.datasets.indexed_dataset import IndexedDatasetWriter
 from megatron.core.datasets.samplers import GPTBatches, PrefetchedBatches
 from megatron.core.process_groups import Group
-from megatron.training.config.resolve import Run, resolve
+from megatron.training.config.resolve import ResolvedRun, resolve
 from megatron.training.data.data_sets import (
     build_data_sets,
     compare_identity,
@@ -37,12 +37,12 @@ def prefix(tmp_path):
     return str(tmp_path / "tokens")
 
 
-def _run(prefix: str, flags: str = "") -> Run:
+def _run(prefix: str, flags: str = "") -> ResolvedRun:
     text = f"--data-path {prefix} --split 80,20 --global-batch-size 6 --eval-iters 2 {flags}"
     return resolve(small_config(text), 1)
 
 
-def _run_without_data_path(flags: str) -> Run:
+def _run_without_data_path(flags: str) -> ResolvedRun:
     return resolve(small_config(flags, without=("--data-path",)), 1)
 
 

@@ -21,7 +21,7 @@ from megatron.training.config.model_table import gpt_config
 from megatron.training.config.resolve import resolve
 from megatron.training.core_configs import backend
 from megatron.training.core_configs import split as stage_split
-from megatron.training.run_groups import rank_grid
+from megatron.training.distributed_context import rank_grid
 from tests.unit_tests.training.small_config import small_config
 
 EXPERTS = "--num-experts 8 --disable-bias-linear"

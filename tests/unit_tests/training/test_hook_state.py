@@ -42,12 +42,12 @@ def test_state_that_one_rank_holds_is_loaded(holder, tmp_path, monkeypatch):
 
     def load(rank):
         coordinator = StoreCoordinator(store, rank, 2, timeout_seconds=4.0, say=said.append)
-        parts = dict.fromkeys(("optimizer", "window", "facts"))
+        parts = dict.fromkeys(("optimizer", "window", "metadata"))
         experiments = SimpleNamespace(experiment=("kept",))
         return module.load_session(
             SimpleNamespace(
                 run=SimpleNamespace(config=SimpleNamespace(experiments=experiments)),
-                place=SimpleNamespace(coordinator=coordinator),
+                context=SimpleNamespace(coordinator=coordinator),
                 model=SimpleNamespace(store=None),
                 hooks=(TrainingHooks(), Held(held[rank])),
                 **parts,

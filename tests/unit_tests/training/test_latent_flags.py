@@ -17,7 +17,7 @@ from megatron.cli.schema import flatten, options
 from megatron.cli.yaml_file import write_options
 from megatron.training.config import Config
 from megatron.training.config.model_table import gpt_config
-from megatron.training.config.resolve import Run
+from megatron.training.config.resolve import ResolvedRun
 from megatron.training.pretrain_gpt import read_run
 
 ROPE = "--position-embedding-type rope"
@@ -28,7 +28,7 @@ LATENT = (
 )
 
 
-def run_of(text: str) -> Run:
+def run_of(text: str) -> ResolvedRun:
     """Return the run of a command line."""
     return read_run(text.split(), Launch())
 

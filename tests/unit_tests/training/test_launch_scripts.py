@@ -16,7 +16,7 @@ import pytest
 from megatron.cli.launch import Launch
 from megatron.core.models.gpt import logical_weights
 from megatron.training.config.model_table import gpt_config
-from megatron.training.config.resolve import Run
+from megatron.training.config.resolve import ResolvedRun
 from megatron.training.pretrain_gpt import PRETRAIN_GPT, read_run
 from megatron.training.pretrain_hybrid import PRETRAIN_HYBRID
 from tools.upstream_flags import FOLDER
@@ -194,7 +194,7 @@ TABLE = {
 PUBLISHED = {"llmjp_llama2_13b": 13_015_864_320, "rocm_llama3_70b": 70_553_706_496}
 
 
-def resolved(script: str, found: list[list[str]], world: int) -> Run:
+def resolved(script: str, found: list[list[str]], world: int) -> ResolvedRun:
     """Return the run of flags, without a question of what this machine has."""
     words = [word for flag in found for word in flag]
     program = PRETRAIN_HYBRID if "--hybrid-layer-pattern" in words else PRETRAIN_GPT

@@ -19,7 +19,7 @@ from megatron.training.config import Config, PipelineConfig
 from megatron.training.config.check import check
 from megatron.training.config.resolve import resolve
 from megatron.training.config.stages import schedule_name, stage_split
-from megatron.training.run_groups import rank_grid
+from megatron.training.distributed_context import rank_grid
 from tests.unit_tests.training.small_config import small_config
 
 PP = "--pipeline-model-parallel-size"

@@ -12,13 +12,13 @@ from megatron.cli.errors import PeerLost
 from megatron.cli.launch import Launch
 from megatron.training.config.resolve import resolve
 from megatron.training.failures import restart
-from megatron.training.failures.restart import RestartNote, agree_on_start, going_on
+from megatron.training.failures.restart import RestartRecord, agree_on_start, going_on
 from tests.unit_tests.training.small_config import small_config
 
 
-def _note(port: int, attempt: int, *, serves: bool = True) -> RestartNote:
+def _note(port: int, attempt: int, *, serves: bool = True) -> RestartRecord:
     launch = Launch(address="127.0.0.1", port=port, launcher_serves=serves, attempt=attempt)
-    return RestartNote(launch, timeout_seconds=10.0)
+    return RestartRecord(launch, timeout_seconds=10.0)
 
 
 def test_only_a_later_start_of_a_job_that_has_saved_goes_on():
@@ -36,7 +36,7 @@ def test_only_a_later_start_of_a_job_that_has_saved_goes_on():
 
 
 def test_without_a_launcher_that_serves_a_store_nothing_is_noted():
-    note = RestartNote(Launch(), timeout_seconds=1.0)
+    note = RestartRecord(Launch(), timeout_seconds=1.0)
     note.saved()
     assert not note.going_on
 

@@ -23,7 +23,7 @@ from megatron.core.process_groups import ProcessGroupCollection, RankGrid
 from megatron.core.weight_gather import Gatherer, Storage, WeightStore, owned_range
 from megatron.core.weight_sharding import loss_factor
 from megatron.training.config.resolve import resolve
-from megatron.training.run_groups import rank_grid
+from megatron.training.distributed_context import rank_grid
 from tests.parity.pieces import assembled, weight_pieces
 from tests.parity.rows import row_with
 from tests.parity.training import gpt_config

@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Joining the other processes of a run and leaving them: store, watch, process groups.
+"""The distributed context of a run: store, peer watch and process groups.
 
 With `--check-collectives` every collective is compared between its ranks before it starts. Ranks
-that enter different collectives wait for each other without end, or mix up numbers. So each rank of
-a group writes the collective that it is about to enter to the store, and reads what the others
-wrote about the same position in the group's sequence. All ranks see a difference before anything is
-sent. Sends and receives are left out, between pipeline stages and in a ring of context-parallel
-ranks: their order is fixed by a schedule, and the two ends reach them at different times.
+that enter different collectives deadlock or mix up their values. So each rank of a group writes the
+collective that it is about to enter to the store, and reads the entries of the other ranks for the
+same position in the group's sequence. All ranks detect a difference before anything is sent. Sends
+and receives between pipeline stages and in a ring of context-parallel ranks are not compared: their
+order is fixed by a schedule, and both ends reach them at different times.
 """
 
 from __future__ import annotations
@@ -32,24 +32,24 @@ from megatron.core.dist_checkpointing import Coordinator, Solo, StoreCoordinator
 from megatron.core.models.layer_pattern import MAMBA
 from megatron.core.process_groups import GROUP_NAMES, ProcessGroupCollection, RankGrid
 from megatron.training.config.layer_pattern_options import has, has_attention
-from megatron.training.config.resolve import Run
+from megatron.training.config.resolve import ResolvedRun
 from megatron.training.failures.hang_files import BETWEEN_TWO, ask_for_record, describe
 from megatron.training.failures.peers import Diagnosis, PeerWatch
-from megatron.training.failures.restart import RestartNote
+from megatron.training.failures.restart import RestartRecord
 from megatron.training.failures.stopping import StopRequests
 
-#: How long to wait for the others before looking whether they live, in seconds.
-SLICE_SECONDS = 1.0
+#: Seconds to wait for other ranks between two checks that they are alive.
+POLL_SECONDS = 1.0
 
 
 class CollectiveCheck:
-    """An observer of process groups that raises where ranks differ.
+    """An observer of process groups that raises if ranks enter different collectives.
 
     Args:
-        store: a client of the run's store for this alone.
-        rank: of this process.
+        store: a client of the run's store that only this object uses.
+        rank: this process's rank.
         timeout_seconds: how long to wait for the slowest rank.
-        watch: who lives, and which iteration this rank is in.
+        watch: monitors the other ranks, and knows this rank's iteration.
     """
 
     def __init__(
@@ -61,20 +61,20 @@ class CollectiveCheck:
         watch: PeerWatch,
         now: Callable[[], float] = time.monotonic,
     ) -> None:
-        # Not torch's PrefixStore: that cannot delete keys of a store made in Python.
+        # torch's PrefixStore cannot delete keys of a store that was created in Python.
         self._store = store
         self._rank, self._timeout_seconds, self._watch = rank, timeout_seconds, watch
         self._now = now
         self._counts: dict[str, int] = {}
         self.compared = 0
-        """Collectives that were compared so far."""
+        """Number of collectives compared so far."""
 
     def __call__(self, record: object) -> None:
         """Compare a collective that is about to start.
 
         Raises:
             RunStopped: the ranks of its group differ.
-            PeerLost: a rank of its group is gone, or has come to another group's collective.
+            PeerLost: a rank of its group is gone, or waits in a collective of another group.
         """
         assert isinstance(record, CollectiveRecord)
         if record.kind in BETWEEN_TWO:
@@ -88,7 +88,7 @@ class CollectiveCheck:
         keys = [_key(group, number, rank) for rank in record.ranks]
         self._wait(keys, record, local_text)
         texts = [self._store.get(key).decode() for key in keys]
-        # All have come here, so all have read what was written about the one before.
+        # All ranks have written their entry, so all have read the previous one.
         if number > 1:
             self._store.delete_key(_key(group, number - 1, self._rank))
         self.compared += 1
@@ -96,11 +96,11 @@ class CollectiveCheck:
             raise RunStopped(ExitCode.COLLECTIVES_DIFFER, _difference(record, number, texts))
 
     def _wait(self, keys: list[str], record: CollectiveRecord, local_text: str) -> None:
-        """Wait until every rank of the group has come."""
+        """Wait until every rank of the group has written its entry."""
         deadline = self._now() + self._timeout_seconds
         while True:
             try:
-                self._store.wait(keys, timedelta(seconds=SLICE_SECONDS))
+                self._store.wait(keys, timedelta(seconds=POLL_SECONDS))
                 return
             except dist.DistStoreError:
                 if gone := self._watch.diagnose(0.0):
@@ -123,8 +123,10 @@ class CollectiveCheck:
                 ) from None
 
     def _elsewhere(self, keys: list[str], record: CollectiveRecord) -> dict[int, tuple[str, bool]]:
-        """Return what the ranks that have not come did last, and whether each waits for this rank
-        there: then neither can ever go on."""
+        """Return (last collective, whether it waits for this rank) of each missing rank.
+
+        If a missing rank waits for this rank, both are deadlocked.
+        """
         other_ranks = {}
         for rank, key in zip(record.ranks, keys, strict=True):
             if self._store.check([key]):
@@ -139,42 +141,42 @@ class CollectiveCheck:
 
 
 def _difference(record: CollectiveRecord, number: int, texts: list[str]) -> str:
-    """Name what ranks are about to do, ranks of the same mind together."""
+    """Describe the collectives of a group's ranks, with equal ranks grouped."""
     ranks: dict[str, list[int]] = {}
     for rank, text in zip(record.ranks, texts, strict=True):
         ranks.setdefault(text, []).append(rank)
     rank_texts = [
-        f"rank{'s' * (len(who) > 1)} {', '.join(map(str, who))}: {text}"
-        for text, who in sorted(ranks.items(), key=lambda item: item[1])
+        f"rank{'s' * (len(text_ranks) > 1)} {', '.join(map(str, text_ranks))}: {text}"
+        for text, text_ranks in sorted(ranks.items(), key=lambda item: item[1])
     ]
     return f"ranks differ in collective {number} over {record.group}: {'; '.join(rank_texts)}"
 
 
 def _key(*segments: object) -> str:
-    """Return the name of a value in the store."""
+    """Return a key of the store."""
     return "/".join(map(str, ("collectives", *segments)))
 
 
-#: How long ranks wait for one another at least in a save in the background, in seconds.
+#: Minimum timeout between ranks in an asynchronous save, in seconds.
 BACKGROUND_SECONDS = 3600.0
 
-#: How long to look for the rank to blame after a collective has failed.
+#: Seconds to look for the rank at fault after a collective has failed.
 DIAGNOSIS_SECONDS = 5.0
 
 
 @dataclass(frozen=True, kw_only=True)
-class RunGroups:
-    """A run as one of its processes sees it.
+class DistributedContext:
+    """Process groups, device and coordination of one process of a run.
 
     Args:
         groups: the process groups.
-        device: where this process computes.
-        coordinator: how ranks agree on saves and loads.
-        background: the same for saves in the background, which have a thread; None without them.
-        watch: who lives; None for a single process.
-        stop: who wants the run to end early.
-        restarts: what this job has saved before, and notes that it has.
-        attempt: how often the launcher has restarted the processes.
+        device: device of this process.
+        coordinator: agreement of the ranks on saves and loads.
+        background: agreement on asynchronous saves, which use a thread; None without them.
+        watch: monitors the other ranks; None for a single process.
+        stop: requests to stop the run early.
+        restarts: whether this job has saved a checkpoint in an earlier start.
+        attempt: number of restarts by the launcher so far.
     """
 
     groups: ProcessGroupCollection
@@ -182,13 +184,13 @@ class RunGroups:
     coordinator: Coordinator
     watch: PeerWatch | None
     stop: StopRequests
-    restarts: RestartNote
+    restarts: RestartRecord
     attempt: int = 0
     background: Coordinator | None = None
 
 
-def rank_grid(run: Run) -> RankGrid:
-    """Return the layout that a run asks for."""
+def rank_grid(run: ResolvedRun) -> RankGrid:
+    """Return the run's parallel layout."""
     parallel, experts = run.config.parallel, run.config.experts.num_experts is not None
     return RankGrid(
         world_size=run.world_size,
@@ -203,9 +205,12 @@ def rank_grid(run: Run) -> RankGrid:
     )
 
 
-def group_names(run: Run) -> tuple[str, ...]:
-    """Return the process groups that a run needs: those of key and value heads, and of groups of
-    Mamba-2, only where several ranks hold the same ones."""
+def group_names(run: ResolvedRun) -> tuple[str, ...]:
+    """Return the names of the run's process groups.
+
+    Groups of ranks that share key and value heads, or groups of Mamba-2, exist only if several
+    tensor-parallel ranks hold the same ones.
+    """
     config, tp = run.config, run.config.parallel.tensor_model_parallel_size
     counts = {config.model.num_query_groups} if has_attention(config) else set()
     if has(config, MAMBA):
@@ -216,23 +221,28 @@ def group_names(run: Run) -> tuple[str, ...]:
 
 @contextlib.contextmanager
 def join_run(
-    run: Run, launch: Launch, facts: StartFacts, *, watch: PeerWatch | None, stop: StopRequests
-) -> Iterator[RunGroups]:
-    """Make the process groups of a run and leave them at the end.
+    run: ResolvedRun,
+    launch: Launch,
+    facts: StartFacts,
+    *,
+    watch: PeerWatch | None,
+    stop: StopRequests,
+) -> Iterator[DistributedContext]:
+    """Create the process groups of a run and destroy them at the end.
 
     Args:
-        facts: what all ranks must have in common.
-        watch: of this process, already running; None for a single process.
-        stop: what this process does about signals.
+        facts: inputs that must be equal on all ranks.
+        watch: this process's running watch; None for a single process.
+        stop: stop requests of this process.
 
     Raises:
-        ValueError: there is no such device, or the ranks were not started alike.
+        ValueError: the device does not exist, or the ranks were started with different inputs.
     """
     seconds = run.config.parallel.distributed_timeout_minutes * 60.0
     device = choose_device(run.config.training.device, launch.local_rank)
-    restarts = RestartNote(launch, timeout_seconds=seconds)
+    restarts = RestartRecord(launch, timeout_seconds=seconds)
     if watch is None:
-        yield RunGroups(
+        yield DistributedContext(
             groups=ProcessGroupCollection.single(),
             device=device,
             coordinator=Solo(),
@@ -244,17 +254,17 @@ def join_run(
         )
         return
     if device.type == "cuda":
-        # What hangs on a GPU raises nothing here; torch then ends the process without a word.
+        # A collective that hangs on a GPU raises nothing here, and torch aborts the process.
         watch.guard(0.8 * seconds, stop.lose)
     coordinator = StoreCoordinator(
         launch.open_store(timeout_seconds=seconds),
         launch.rank,
         launch.world_size,
         timeout_seconds=seconds,
-        on_missing_rank=partial(_see_alive, watch),
+        on_missing_rank=partial(_check_alive, watch),
     )
     check_same_start(coordinator, facts)
-    _meet(launch, device, seconds)
+    _init_process_group(launch, device, seconds)
     groups = ProcessGroupCollection.create(
         rank_grid(run), rank=launch.rank, timeout_seconds=seconds, names=group_names(run)
     )
@@ -267,7 +277,7 @@ def join_run(
         store = launch.open_store(timeout_seconds=seconds)
         check = CollectiveCheck(store, rank=launch.rank, timeout_seconds=seconds, watch=watch)
         groups.observers.append(check)
-    yield RunGroups(
+    yield DistributedContext(
         groups=groups,
         device=device,
         coordinator=coordinator,
@@ -277,32 +287,34 @@ def join_run(
         attempt=launch.attempt,
         background=_background(run, launch, seconds, watch),
     )
-    # Only after a good end: with a dead peer, leaving would wait for it.
+    # Only after success: with a dead peer this would wait for it.
     dist.destroy_process_group()
     watch.close()
 
 
-def _background(run: Run, launch: Launch, seconds: float, watch: PeerWatch) -> Coordinator | None:
-    """Return how ranks agree on saves in the background: through a client of its own."""
+def _background(
+    run: ResolvedRun, launch: Launch, seconds: float, watch: PeerWatch
+) -> Coordinator | None:
+    """Return the coordinator of asynchronous saves, with a store client of its own."""
     if not run.config.checkpoint.async_save:
         return None
     return StoreCoordinator(
         launch.open_store(timeout_seconds=seconds),
         launch.rank,
         launch.world_size,
-        # a shard may take long to write, and nobody waits for it in a collective
+        # writing a shard may take long, and no collective waits for it
         timeout_seconds=max(seconds, BACKGROUND_SECONDS),
-        # the trainer may be waiting for this save; then it is the save that has to notice
-        on_missing_rank=partial(_see_alive, watch),
+        # the trainer may be waiting for this save, so the save must detect a lost rank
+        on_missing_rank=partial(_check_alive, watch),
         prefix="background",
     )
 
 
-def _meet(launch: Launch, device: torch.device, seconds: float) -> None:
-    """Meet the other processes.
+def _init_process_group(launch: Launch, device: torch.device, seconds: float) -> None:
+    """Initialize torch.distributed.
 
     Args:
-        seconds: how long a collective may wait.
+        seconds: timeout of a collective.
     """
     if device.type == "cuda":
         ask_for_record(os.environ)
@@ -312,13 +324,13 @@ def _meet(launch: Launch, device: torch.device, seconds: float) -> None:
         rank=launch.rank,
         world_size=launch.world_size,
         timeout=timedelta(seconds=seconds),
-        # NCCL then connects communicators as they are made, and fails there.
+        # With a device id NCCL connects communicators eagerly, so errors appear here.
         device_id=device if device.type == "cuda" else None,
     )
 
 
-def _see_alive(watch: PeerWatch, rank: int) -> None:
-    """Raise PeerLost if a rank is gone that this one waits for to agree on something."""
+def _check_alive(watch: PeerWatch, rank: int) -> None:
+    """Raise PeerLost if the rank that this rank waits for is gone."""
     if failure := watch.look_at(rank):
         text = f"{failure.text}; the others wait for it to agree on a save or a load"
         raise PeerLost(
@@ -328,9 +340,9 @@ def _see_alive(watch: PeerWatch, rank: int) -> None:
 
 @contextlib.contextmanager
 def blaming_peers(watch: PeerWatch | None) -> Iterator[None]:
-    """Turn a collective's failure into the name of the rank that caused it.
+    """Convert a failed collective into a PeerLost error that names the rank at fault.
 
-    A rank whose own work fails leaves its error for the others to quote.
+    A rank that fails by itself reports its error to the store, where other ranks read it.
 
     Raises:
         PeerLost: a collective failed because another rank is gone.

@@ -17,8 +17,8 @@ import torch
 from megatron.core.ops.recurrence import (
     Recurrence,
     RecurrenceInputs,
-    filled,
     recur,
+    restore_tensors,
     split_tensors,
 )
 from megatron.core.ops.sequences import Sequences
@@ -177,7 +177,7 @@ class _Splits(torch.autograd.Function):
     def backward(ctx, grad, last):
         recurrence, split = ctx.recurrence, ctx.split
         steps, *tensors = ctx.saved_tensors
-        prepared = filled(ctx.shell, tuple(tensors))
+        prepared = restore_tensors(ctx.shell, tuple(tensors))
         grad = torch.zeros_like(prepared.inputs.value) if grad is None else grad
         first = recurrence.state_gradient(prepared, grad)
         last = split.last_gradients(first, steps, last)

@@ -43,7 +43,7 @@ CASES = [(kind, name) for kind, sizes in SIZES.items() for name in sizes]
 def small(monkeypatch):
     """Let a rehearsal use small tiles: an interpreter works on whole ones."""
     if REHEARSES:
-        for name in ("SWEEP_WIDE", "REVERSE_WIDE", "GRADIENTS_WIDE"):
+        for name in ("SWEEP_FP32", "REVERSE_FP32", "GRADIENTS_FP32"):
             tile = {"BLOCK_V": 16, "num_warps": 1, "num_stages": 1}
             monkeypatch.setattr(kernels, name, Launches(name, tile))
 
@@ -191,7 +191,7 @@ def test_kernels_of_forward_and_backward(device, dtype, kind):
     launched |= {"seen_kernel": 1 + seen} if seen or kind == "delta" else {}
     make = delta_recurrence if kind == "delta" else state_space_recurrence
     prepared = make(implementation="triton").prepare(RecurrenceInputs(*leaves[:5]), sequences)
-    if kernels.heads_together(prepared) < SIZES[kind]["odd"][1]:  # of a group
+    if kernels.heads_per_program(prepared) < SIZES[kind]["odd"][1]:  # of a group
         launched["sum_units_kernel"] = 1
     assert_launches(
         lambda: torch.autograd.grad(forward(), leaves, (out, last)),

@@ -42,7 +42,7 @@ def test_split_sequences_are_as_whole_ones(name, kind):
         key=keys,
         value=random(7, tokens, heads, VALUES),
         decay=-random(11, tokens, heads).abs(),
-        strength=random(12, tokens, heads).sigmoid(),
+        beta=random(12, tokens, heads).sigmoid(),
     )
     first = random(8, sequences.count, heads, KEYS, VALUES)
     grads = (random(9, tokens, heads, VALUES), random(10, *first.shape))

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The gradient of a projection, whose slices the ops that read them write side by side.
+"""The gradient of a fused projection, which the ops that read its slices write in place.
 
-A mixer cuts the columns of one product and gives them to different ops. What these ops return in
-backward would be concatenated; instead each writes its slice of one tensor, which then is the
-gradient of the projection.
+A mixer splits the columns of a fused projection among several ops. Autograd would concatenate the
+gradients of the slices. Instead each op writes its slice of one tensor, the gradient of the
+projection.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from megatron.core.ops.backend_choice import apply_function
 
 
 class JointGradient:
-    """The gradient of one projection, made when the first op asks for its slice.
+    """The gradient of one projection, allocated when the first op requests its slice.
 
     Args:
         like: the projection [..., w].
@@ -27,58 +27,61 @@ class JointGradient:
     def __init__(self, like: torch.Tensor, sizes: Sequence[int]) -> None:
         self.sizes = list(sizes)
         self._shape, self._dtype, self._device = like.shape, like.dtype, like.device
-        self._whole: torch.Tensor | None = None
+        self._tensor: torch.Tensor | None = None
 
     def slice(self, index: int) -> torch.Tensor:
-        """Return a slice [..., size], to be written."""
-        if self._whole is None:
-            self._whole = torch.empty(self._shape, dtype=self._dtype, device=self._device)
-        return self._whole.split(self.sizes, dim=-1)[index]
+        """Return slice `index` [..., size] of the gradient, for an op to write."""
+        if self._tensor is None:
+            self._tensor = torch.empty(self._shape, dtype=self._dtype, device=self._device)
+        return self._tensor.split(self.sizes, dim=-1)[index]
 
-    def joined(self, grads: Sequence[torch.Tensor]) -> torch.Tensor:
-        """Return the gradient of the projection from those of its slices; those that do not lie in
-        it are copied there."""
-        whole, self._whole = self._whole, None
-        if whole is None:
+    def collect(self, grads: Sequence[torch.Tensor]) -> torch.Tensor:
+        """Return the gradient of the projection, after copying the slices not written in place.
+
+        Args:
+            grads: the gradient of each slice.
+        """
+        joint, self._tensor = self._tensor, None
+        if joint is None:
             return torch.cat(list(grads), dim=-1)
-        for grad, part in zip(grads, whole.split(self.sizes, dim=-1), strict=True):
-            if not _is_same_memory(grad, part):
-                part.copy_(grad)
-        return whole
+        for grad, d_slice in zip(grads, joint.split(self.sizes, dim=-1), strict=True):
+            if not _is_same_memory(grad, d_slice):
+                d_slice.copy_(grad)
+        return joint
 
 
 def _is_same_memory(x: torch.Tensor, y: torch.Tensor) -> bool:
-    """Say whether two tensors of one dtype have the same elements at the same addresses."""
+    """Return whether two tensors of one dtype have the same elements at the same addresses."""
     if x.shape != y.shape or x.data_ptr() != y.data_ptr():
         return False
     strides = zip(x.shape, x.stride(), y.stride(), strict=True)
-    return all(size == 1 or mine == other for size, mine, other in strides)
+    return all(size == 1 or x_stride == y_stride for size, x_stride, y_stride in strides)
 
 
 class GradientSlice(NamedTuple):
-    """Where the gradient of a slice of a projection goes.
+    """The destination of the gradient of one slice of a projection.
 
     Args:
         joint: the gradient of the projection.
-        index: of the slice.
+        index: the index of the slice.
     """
 
     joint: JointGradient
     index: int
 
-    def for_strides_of(self, x: torch.Tensor) -> torch.Tensor | None:
-        """Return memory of the gradient of x, a view of the slice; None where that would have
-        other strides than x."""
-        found = self.joint.slice(self.index).view(x.shape)
-        return found if found.stride() == x.stride() else None
+    def memory_like(self, x: torch.Tensor) -> torch.Tensor | None:
+        """Return the memory for the gradient of x, a view of the slice; None if its strides differ
+        from the strides of x."""
+        d_x = self.joint.slice(self.index).view(x.shape)
+        return d_x if d_x.stride() == x.stride() else None
 
 
 class ProjectionSlice(NamedTuple):
     """A slice of a projection, or a view of one, for an op that writes its gradient in place.
 
     Args:
-        value: what is read.
-        gradient: where its gradient goes; None leaves that to autograd.
+        value: the slice's tensor.
+        gradient: the destination of its gradient; None leaves it to autograd.
     """
 
     value: torch.Tensor
@@ -86,7 +89,7 @@ class ProjectionSlice(NamedTuple):
 
 
 def slice_of(x: torch.Tensor | ProjectionSlice) -> ProjectionSlice:
-    """Return a tensor as a slice whose gradient is left to autograd, and a slice as it is."""
+    """Wrap a tensor as a `ProjectionSlice` whose gradient autograd handles; return slices as is."""
     return x if isinstance(x, ProjectionSlice) else ProjectionSlice(x, None)
 
 
@@ -98,7 +101,7 @@ def split_projection(x: torch.Tensor, sizes: Sequence[int]) -> list[ProjectionSl
 
 
 class _Split(torch.autograd.Function):
-    """forward views of x; dgrad is the joint gradient. Saves nothing."""
+    """Forward: views of x. dgrad: the joint gradient. Saves nothing."""
 
     @staticmethod
     def forward(ctx, x, joint):
@@ -107,4 +110,4 @@ class _Split(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, *grads):
-        return ctx.joint.joined(grads), None
+        return ctx.joint.collect(grads), None

@@ -1,20 +1,21 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Linear recurrences over packed tokens: what the gated delta rule and SSD have in common.
+"""Linear recurrences over packed tokens: the common interface of the gated delta rule and SSD.
 
-Both carry a state S [K, V] per head from token to token, which is decayed, then changed by what the
-token brings, and read by its query. Within a stretch of tokens the last state is an affine function
-of the first: S_last = M · S_first + S_ext. So a sequence can be cut anywhere: into chunks, into
-segments that run side by side, over ranks. Five local operations are enough for all of these.
+Both carry a state S [K, V] per head from token to token. A token decays the state, adds to it, and
+reads it with its query. Over any segment of tokens the final state is an affine function of the
+initial state: S_final = M · S_initial + S_ext. So a sequence can be split anywhere: into chunks,
+into segments that run in parallel, over ranks. Every split needs only the five operations of
+`Recurrence`.
 
-States are carried from chunk to chunk, forwards and backwards, by sweeps: with M and S_ext at hand
-one product a step is left to do in order. A step works on all sequences and heads at once (see
-`Chunks`). What else is to be done may go along, block by block of chunks, so that it stays in a
-cache.
+A sweep carries states from chunk to chunk, forward or backward. Given M and S_ext only one product
+per chunk is sequential, and a step processes all sequences and heads at once (see `Chunks`). Other
+work on the chunks may run in the same sweep, block by block, while its data is in the cache.
 
-Decays are sums of logarithms over a chunk, and their differences, in full accuracy. exp(a_i - a_j)
-is off by as much as a_i - a_j is, and the rounding of two large sums is large. So sums are fp64
-until they have been subtracted, or are given in two parts, of which the larger are subtracted
-first: that is exact where the difference is small, and where it is not, nothing is left.
+The decay between two tokens is exp(a_i - a_j), with a the cumulative sum of log decays in a chunk.
+Its relative error is the absolute error of a_i - a_j, and a sum of large decays has a large
+rounding error. So sums stay in fp64 until the subtraction, or are split into a high and a low part.
+Subtracting the high parts first is exact where the difference is small; where it is large, the
+exponential is 0.
 """
 
 from __future__ import annotations
@@ -32,72 +33,78 @@ import torch
 from megatron.core.ops.backend_choice import accumulation_dtype, apply_function
 from megatron.core.ops.sequences import Chunks, Sequences
 
-#: Default tokens of a chunk. Of 32, 64, 128 and 256, SSD on a CPU is fastest with 64, for heads of
-#: 64 channels and states of 64 or 128 rows.
+#: Default tokens of a chunk. Among 32, 64, 128 and 256, SSD on a CPU is fastest with 64, for heads
+#: of 64 channels and states of 64 or 128 rows.
 CHUNK_SIZE = 64
 
 
 class RecurrenceInputs(NamedTuple):
-    """What a recurrence reads. H heads of values share G heads of queries and keys, H / G each.
+    """Inputs of a recurrence. H heads of values share G heads of queries and keys, H / G each.
 
     Args:
         query, key: [t, G, K].
         value: [t, H, V].
-        decay: [t, H], the logarithm of what the state is multiplied by, at most 0; fp32 or wider.
-        strength: [t, H], how much of a token the state takes: beta of the delta rule, dt of SSD.
+        decay: [t, H], logarithm of the state's decay, at most 0; fp32 or wider.
+        beta: [t, H], factor of the token's write: beta of the delta rule, dt of SSD.
     """
 
     query: torch.Tensor
     key: torch.Tensor
     value: torch.Tensor
     decay: torch.Tensor
-    strength: torch.Tensor
+    beta: torch.Tensor
 
 
 class Recurrence(Protocol):
-    """The local operations of one recurrence, none of them differentiable by autograd.
+    """The local operations of one recurrence; autograd does not differentiate them.
 
-    States are [N, H, K, V], one a sequence, in the accumulation dtype: fp32, or fp64 of fp64.
+    States are [N, H, K, V], one per sequence, in the accumulation dtype: fp32, or fp64 for fp64.
     """
 
     def prepare(self, inputs: RecurrenceInputs, sequences: Sequences) -> Any:
-        """Work out what does not depend on states, for the other operations.
+        """Compute the terms that do not depend on states, for the other operations.
 
         Returns:
-            A dataclass that keeps `inputs` under this name, and its own tensors in fields.
+            A dataclass with a field `inputs`, and further tensors in fields.
         """
         ...
 
     def sweep(
         self, prepared: Any, initial: torch.Tensor | None, *, keep_states: bool = False
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return (out [t, H, V] in value's dtype, last states) from the first states, None is 0.
+        """Return (out [t, H, V] in value's dtype, final states) from the initial states, None is 0.
 
-        `prepared` keeps from it what `backward` needs. With `keep_states` these include the state
-        before every chunk, which `backward` otherwise may compute again.
+        It stores the tensors that `backward` needs in `prepared`. With `keep_states` these include
+        the state before every chunk, which `backward` may otherwise recompute.
         """
         ...
 
     def summary(self, prepared: Any) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return (S_ext, M) of each sequence: its last state is `passed(M, first) + S_ext`.
+        """Return (S_ext, M) of each sequence: S_final = `apply_transition(M, S_initial) + S_ext`.
 
-        M is [N, H, K, K], or [N, H, 1, 1] where it only scales.
+        M is [N, H, K, K], or [N, H, 1, 1] if it is a scalar per head.
         """
         ...
 
-    def state_gradient(self, prepared: Any, grad: torch.Tensor) -> torch.Tensor:
-        """Return the gradient of the first states from that of out [t, H, V] alone, as if nothing
-        read the last states."""
+    def state_gradient(self, prepared: Any, d_out: torch.Tensor) -> torch.Tensor:
+        """Return the gradient of the initial states from `d_out` [t, H, V] alone, for a zero
+        gradient of the final states."""
         ...
 
     def backward(
-        self, prepared: Any, grad: torch.Tensor, grad_last: torch.Tensor | None
+        self, prepared: Any, d_out: torch.Tensor, d_final: torch.Tensor | None
     ) -> tuple[RecurrenceInputs, torch.Tensor]:
-        """Return (the gradients of the inputs, that of the first states), after `sweep`."""
+        """Return the gradients of (the inputs, the initial states); `sweep` has run before.
+
+        Args:
+            prepared: the result of `prepare`, after `sweep`.
+            d_out: gradient of out [t, H, V].
+            d_final: gradient of the final states; None is zeros.
+        """
         ...
 
 
-def passed(
+def apply_transition(
     transition: torch.Tensor, state: torch.Tensor, *, transposed: bool = False
 ) -> torch.Tensor:
     """Return M · S, or Mᵀ · S: [..., K, V] from M [..., K, K] or [..., 1, 1] and S [..., K, V]."""
@@ -107,16 +114,16 @@ def passed(
 
 
 @dataclass(frozen=True)
-class _Taken:
-    """Where the tensors of a field are: number `first` and on, `count` of them."""
+class _TensorRange:
+    """The range of saved tensors that replaces a field: `count` tensors from `start` on."""
 
-    first: int
+    start: int
     count: int
 
 
 @dataclass(frozen=True)
 class _RecurrenceCall:
-    """The arguments of `recur` that are not tensors."""
+    """The non-tensor arguments of `recur`."""
 
     recurrence: Recurrence
     sequences: Sequences
@@ -131,94 +138,97 @@ def recur(
     initial: torch.Tensor | None = None,
     keep_states: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Run a recurrence over every sequence by itself.
+    """Run a recurrence over every sequence independently.
 
     Args:
-        recurrence: which.
-        inputs: of all tokens.
-        sequences: where they begin and end.
-        initial: [N, H, K, V], the first states; None is zeros.
-        keep_states: keep the states before chunks for backward, see `Recurrence.sweep`.
+        recurrence: its operations.
+        inputs: of all packed tokens.
+        sequences: the boundaries of the t tokens.
+        initial: [N, H, K, V], the initial states; None is zeros.
+        keep_states: save the states before chunks for backward, see `Recurrence.sweep`.
 
     Returns:
-        (out [t, H, V] in value's dtype, last states [N, H, K, V]).
+        (out [t, H, V] in value's dtype, final states [N, H, K, V]).
     """
     call = _RecurrenceCall(recurrence, sequences, keep_states and torch.is_grad_enabled())
     return apply_function(_Recur, call, initial, *inputs)
 
 
 class _Recur(torch.autograd.Function):
-    """forward: prepare, sweep; backward: the recurrence's own. Saves the tensors that these keep,
-    by autograd, so that they go when the graph goes and recomputation can do without them."""
+    """Forward: prepare, sweep; dgrad and wgrad: `Recurrence.backward`.
+
+    Saves the tensors of `prepared` with `save_for_backward`, so that autograd frees them with the
+    graph and activation checkpointing can drop them.
+    """
 
     @staticmethod
     def forward(ctx, call: _RecurrenceCall, initial, *inputs):
         prepared = call.recurrence.prepare(RecurrenceInputs(*inputs), call.sequences)
-        out, last = call.recurrence.sweep(prepared, initial, keep_states=call.keep_states)
+        out, final_state = call.recurrence.sweep(prepared, initial, keep_states=call.keep_states)
         ctx.call, ctx.has_initial = call, initial is not None
         ctx.shell, tensors = split_tensors(prepared)
         ctx.save_for_backward(*tensors)
         ctx.set_materialize_grads(False)
-        return out, last
+        return out, final_state
 
     @staticmethod
-    def backward(ctx, grad, grad_last):
-        prepared = filled(ctx.shell, ctx.saved_tensors)
-        if grad is None:
-            grad = torch.zeros_like(prepared.inputs.value)
-        grads, grad_initial = ctx.call.recurrence.backward(prepared, grad, grad_last)
-        return None, grad_initial if ctx.has_initial else None, *grads
+    def backward(ctx, d_out, d_final):
+        prepared = restore_tensors(ctx.shell, ctx.saved_tensors)
+        if d_out is None:
+            d_out = torch.zeros_like(prepared.inputs.value)
+        d_inputs, d_initial = ctx.call.recurrence.backward(prepared, d_out, d_final)
+        return None, d_initial if ctx.has_initial else None, *d_inputs
 
 
 @functools.cache
-def _names_of_fields(kind: type) -> tuple[str, ...]:
+def _field_names(kind: type) -> tuple[str, ...]:
     """Return the names of a dataclass's fields."""
-    return tuple(part.name for part in fields(kind))
+    return tuple(field.name for field in fields(kind))
 
 
 def split_tensors(prepared: Any) -> tuple[Any, tuple[torch.Tensor, ...]]:
-    """Take the tensors out of what `Recurrence.prepare` made, for `save_for_backward`.
+    """Split the result of `Recurrence.prepare` into tensors and the rest, for `save_for_backward`.
 
     Args:
-        prepared: a dataclass; its fields that are tensors or `RecurrenceInputs` are taken.
+        prepared: a dataclass; its fields that are tensors or `RecurrenceInputs` are split off.
 
     Returns:
         (a copy without tensors, the tensors).
     """
     shell, tensors = copy.copy(prepared), []
-    for name in _names_of_fields(type(prepared)):
+    for name in _field_names(type(prepared)):
         value = getattr(prepared, name)
         if isinstance(value, torch.Tensor):
-            setattr(shell, name, _Taken(len(tensors), 1))
+            setattr(shell, name, _TensorRange(len(tensors), 1))
             tensors.append(value)
         elif isinstance(value, RecurrenceInputs):
-            setattr(shell, name, _Taken(len(tensors), len(value)))
+            setattr(shell, name, _TensorRange(len(tensors), len(value)))
             tensors += value
     return shell, tuple(tensors)
 
 
-def filled(shell: Any, tensors: Sequence[torch.Tensor]) -> Any:
-    """Put tensors back to where `split_tensors` took them from; the shell may be filled again."""
+def restore_tensors(shell: Any, tensors: Sequence[torch.Tensor]) -> Any:
+    """Return `shell` with the tensors of `split_tensors` restored; `shell` itself is unchanged."""
     prepared = copy.copy(shell)
-    for name in _names_of_fields(type(prepared)):
-        value = getattr(shell, name)
-        if isinstance(value, _Taken):
-            taken = tensors[value.first : value.first + value.count]
-            put = RecurrenceInputs(*taken) if value.count > 1 else taken[0]
-            setattr(prepared, name, put)
+    for name in _field_names(type(prepared)):
+        tensor_range = getattr(shell, name)
+        if isinstance(tensor_range, _TensorRange):
+            saved = tensors[tensor_range.start : tensor_range.start + tensor_range.count]
+            restored = RecurrenceInputs(*saved) if tensor_range.count > 1 else saved[0]
+            setattr(prepared, name, restored)
     return prepared
 
 
-def check_inputs(op: str, inputs: RecurrenceInputs, *, strength: str) -> None:
-    """Raise ValueError unless the inputs of a recurrence fit together.
+def check_inputs(op: str, inputs: RecurrenceInputs, *, beta_name: str) -> None:
+    """Raise ValueError unless the inputs of a recurrence have compatible shapes and dtypes.
 
     Args:
-        op: its name, for the message.
-        inputs: of packed tokens, or of one token a row.
-        strength: how the op calls it.
+        op: the op's name, for the message.
+        inputs: of packed tokens, or of one token per row.
+        beta_name: the op's name for `beta`.
 
     Raises:
-        ValueError: shapes or dtypes that do not fit.
+        ValueError: incompatible shapes or dtypes.
     """
     query, key, value = inputs[:3]
     if key.ndim != 3 or query.shape != key.shape or 0 in key.shape[1:]:
@@ -232,47 +242,45 @@ def check_inputs(op: str, inputs: RecurrenceInputs, *, strength: str) -> None:
             f"{op}: value {tuple(value.shape)} must be (tokens, a multiple of {key.shape[1]} "
             "heads, features), with at least one feature"
         )
-    for name, gate in (("decay", inputs.decay), (strength, inputs.strength)):
+    for name, gate in (("decay", inputs.decay), (beta_name, inputs.beta)):
         if gate.shape != value.shape[:2]:
             raise ValueError(
                 f"{op}: {name} {tuple(gate.shape)} must be {tuple(value.shape[:2])}, a number for "
                 "each head of value"
             )
-    _check_dtypes(op, inputs, strength)
+    _check_dtypes(op, inputs, beta_name)
 
 
-def _check_dtypes(op: str, inputs: RecurrenceInputs, strength: str) -> None:
-    """Raise ValueError unless dtypes fit together."""
+def _check_dtypes(op: str, inputs: RecurrenceInputs, beta_name: str) -> None:
+    """Raise ValueError unless the dtypes are compatible."""
     query, key, value, decay, _ = inputs
     if not value.is_floating_point() or not query.dtype == key.dtype == value.dtype:
         raise ValueError(
             f"{op}: query is {query.dtype}, key {key.dtype}, value {value.dtype}; give all three "
             "in one floating-point dtype"
         )
-    wide = accumulation_dtype(value.dtype)
-    if not decay.is_floating_point() or decay.dtype != torch.promote_types(decay.dtype, wide):
+    dtype = accumulation_dtype(value.dtype)
+    if not decay.is_floating_point() or decay.dtype != torch.promote_types(decay.dtype, dtype):
         raise ValueError(
-            f"{op}: decay is {decay.dtype}; make it {wide}, its sums over many tokens are powers"
+            f"{op}: decay is {decay.dtype}; make it {dtype}, its sums over many tokens are powers"
         )
-    if not inputs.strength.is_floating_point():
-        raise ValueError(
-            f"{op}: {strength} is {inputs.strength.dtype}; give a floating-point dtype"
-        )
+    if not inputs.beta.is_floating_point():
+        raise ValueError(f"{op}: {beta_name} is {inputs.beta.dtype}; give a floating-point dtype")
 
 
 def check_slots(
     op: str, inputs: RecurrenceInputs, *, state: torch.Tensor, slots: torch.Tensor
 ) -> None:
-    """Raise ValueError unless states, and which row each has, fit the inputs of one token a row.
+    """Raise ValueError unless states and slots match the inputs of one token per row.
 
     Args:
-        op: its name, for the message.
-        inputs: that `check_inputs` let pass.
+        op: the op's name, for the message.
+        inputs: checked by `check_inputs`.
         state: must be [slots, H, K, V].
         slots: must be int64 [b].
 
     Raises:
-        ValueError: shapes or dtypes that do not fit.
+        ValueError: incompatible shapes or dtypes.
     """
     key, value = inputs.key, inputs.value
     shape = (value.shape[1], key.shape[2], value.shape[2])
@@ -288,66 +296,66 @@ def check_slots(
 def check_initial(
     op: str, inputs: RecurrenceInputs, initial: torch.Tensor | None, *, count: int
 ) -> None:
-    """Raise ValueError unless first states are None or [N, H, K, V]; N is `count`."""
+    """Raise ValueError unless the initial states are None or [N, H, K, V]; N is `count`."""
     states = (count, inputs.value.shape[1], inputs.key.shape[2], inputs.value.shape[2])
     if initial is not None and initial.shape != states:
         raise ValueError(f"{op}: initial {tuple(initial.shape)} must be {states}")
 
 
-#: A decay below this is as good as -inf, whose sums and differences would not be numbers. Its
-#: exponential is 0, so nothing behind it sees anything before it, and its gradient is 0.
+#: Decays are clamped to this: sums and differences of -inf are NaN. The exponential is 0 anyway, so
+#: later tokens read nothing from before the decay, and its gradient is 0.
 LOWEST_DECAY = -1e4
 
 
-def decay_sums(decay: torch.Tensor) -> torch.Tensor:
-    """Return a, the decays [..., C] of a chunk summed up to each token, in fp64."""
-    wide = decay.to(torch.float64, copy=True, memory_format=torch.contiguous_format)
-    return wide.clamp_(min=LOWEST_DECAY).cumsum(-1)
+def decay_cumsum(decay: torch.Tensor) -> torch.Tensor:
+    """Return a, the cumulative sum in fp64 of the decays [..., C] of a chunk."""
+    decay_fp64 = decay.to(torch.float64, copy=True, memory_format=torch.contiguous_format)
+    return decay_fp64.clamp_(min=LOWEST_DECAY).cumsum(-1)
 
 
-def in_two_parts(sums: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the rows [..., C, 4] and columns [..., 4, C] whose product is a_i - a_j, in `dtype`.
+def difference_factors(sums: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return rows [..., C, 4] and columns [..., 4, C] whose product is a_i - a_j, in `dtype`.
 
     Args:
-        sums: a [..., C], fp64.
-        dtype: of the parts, each sum's own and what that rounds off.
+        sums: cumulative decays a [..., C], fp64.
+        dtype: the dtype of the high part of each sum, and of the low part that it rounds off.
     """
-    large = sums.to(dtype)
-    small = (sums - large).to(dtype)
-    ones = torch.ones_like(large)
-    rows = torch.stack([large, ones, small, ones], -1)
-    return rows, torch.stack([ones, -large, ones, -small], -2)
+    high = sums.to(dtype)
+    low = (sums - high).to(dtype)
+    ones = torch.ones_like(high)
+    rows = torch.stack([high, ones, low, ones], -1)
+    return rows, torch.stack([ones, -high, ones, -low], -2)
 
 
 def decay_differences(
     rows: torch.Tensor, columns: torch.Tensor, *, out: torch.Tensor | None = None
 ) -> torch.Tensor:
-    """Return a_i - a_j [n, C, C] for i >= j, else -inf, from what `in_two_parts` made.
+    """Return a_i - a_j [n, C, C] for i >= j, else -inf.
 
     Args:
-        rows: [n, C, 4].
-        columns: [n, 4, C].
-        out: where to write it; None is new memory.
+        rows: [n, C, 4], from `difference_factors`.
+        columns: [n, 4, C], from `difference_factors`.
+        out: the output buffer; None allocates one.
     """
     count, size, _ = rows.shape
     above = rows.new_full((size, size), -torch.inf).triu_(1)
     return torch.baddbmm(above.expand(count, -1, -1), rows, columns, out=out)
 
 
-def without_clamped(grad: torch.Tensor, decay: torch.Tensor) -> torch.Tensor:
-    """Set the gradient of decays to 0 in place where these were taken as `LOWEST_DECAY`."""
-    return grad.masked_fill_(decay <= LOWEST_DECAY, 0.0)
+def zero_clamped_grad(d_decay: torch.Tensor, decay: torch.Tensor) -> torch.Tensor:
+    """Zero the gradient of decays in place where they were clamped to `LOWEST_DECAY`."""
+    return d_decay.masked_fill_(decay <= LOWEST_DECAY, 0.0)
 
 
 class _Steps:
-    """Where the chunks of each step are: step i has `sizes[i]`, from `begins[i]` on."""
+    """The chunks of each step: step i has `sizes[i]` chunks, from chunk `begins[i]` on."""
 
     def __init__(self, chunks: Chunks) -> None:
         self.sizes = (*chunks.steps, 0)
         self.begins = (0, *accumulate(chunks.steps))
 
-    def parts(self, block: slice) -> Iterator[tuple[int, slice]]:
-        """Yield (step, which of its chunks) for the steps that a block of chunks meets."""
+    def spans(self, block: slice) -> Iterator[tuple[int, slice]]:
+        """Yield (step, slice of the step's chunks) for each step that a block overlaps."""
         step = bisect_right(self.begins, block.start) - 1
         while step < len(self.sizes) - 1 and self.begins[step] < block.stop:
             begin = self.begins[step]
@@ -357,106 +365,105 @@ class _Steps:
 
 
 class Sweep:
-    """States on their way through the chunks: the next is `M · state + X`.
+    """Forward sweep of states through chunks: S_next = M · S + X.
 
     Attributes:
-        starts: [n, H, K, V], the state before each chunk; filled by `through`.
+        states_before: [n, H, K, V], the state before each chunk; filled by `advance`.
 
     Args:
-        chunks: n of them, of N sequences.
-        initial: [N, H, K, V], the first states, or a tensor of their shape and dtype that
-            expands to zeros.
+        chunks: the n chunks of N sequences.
+        initial: [N, H, K, V], the initial states; may be expanded zeros.
     """
 
     def __init__(self, chunks: Chunks, initial: torch.Tensor) -> None:
         self._chunks, self._steps = chunks, _Steps(chunks)
         count, shape = initial.shape[0], initial.shape[1:]
-        # A step's results lie where the next step begins; those of sequences that end there move
-        # out of the way before that step writes.
+        # A step writes its results where the next step reads its states. The final states of
+        # sequences that end are moved out before the next step overwrites them.
         self._states = initial.new_empty((chunks.count + count, *shape))
-        self._last = initial.new_empty((count, *shape))
+        self._final = initial.new_empty((count, *shape))
         self._states[:count] = chunks.sorted(initial)
         alive = self._steps.sizes[0]
-        self._last[alive:] = self._states[alive:count]  # empty sequences
-        self.starts = self._states[: chunks.count]
+        self._final[alive:] = self._states[alive:count]  # empty sequences
+        self.states_before = self._states[: chunks.count]
 
-    def through(self, block: slice, transition: torch.Tensor, added: torch.Tensor | None) -> None:
+    def advance(self, block: slice, transition: torch.Tensor, added: torch.Tensor | None) -> None:
         """Carry the states through the next chunks.
 
         Args:
-            block: which m chunks; blocks follow each other.
-            transition: M [m, H, K, K], or [m, ..., 1] where it only scales.
+            block: the slice of m chunks; blocks are consecutive.
+            transition: M [m, H, K, K], or [m, ..., 1] if it is a scalar per head.
             added: X [m, H, K, V]; None adds nothing.
         """
         states, steps = self._states, self._steps
-        for step, part in steps.parts(block):
+        for step, span in steps.spans(block):
             begin = steps.begins[step]
             end, following = begin + steps.sizes[step], steps.sizes[step + 1]
-            here = slice(begin + part.start - block.start, begin + part.stop - block.start)
-            out = states[end + part.start : end + part.stop]
+            rows = slice(begin + span.start - block.start, begin + span.stop - block.start)
+            out = states[end + span.start : end + span.stop]
             _affine(
-                transition[here],
-                states[begin + part.start : begin + part.stop],
-                None if added is None else added[here],
+                transition[rows],
+                states[begin + span.start : begin + span.stop],
+                None if added is None else added[rows],
                 out,
             )
-            if part.stop > following:
-                ended = max(following, part.start)
-                self._last[ended : part.stop] = states[end + ended : end + part.stop]
+            if span.stop > following:
+                ended = max(following, span.start)
+                self._final[ended : span.stop] = states[end + ended : end + span.stop]
 
-    def last(self) -> torch.Tensor:
-        """Return the last states [N, H, K, V], by sequence."""
-        return self._chunks.unsorted(self._last)
+    def final(self) -> torch.Tensor:
+        """Return the final states [N, H, K, V] in the order of the sequences."""
+        return self._chunks.unsorted(self._final)
 
 
 class SweepBack:
-    """Gradients of states on their way back: the one before is `Mᵀ · gradient + Y`.
+    """Reverse sweep of gradients of states through chunks: dS_before = Mᵀ · dS + Y.
 
     Attributes:
-        ends: [n, H, K, V], the gradient of the state behind each chunk; filled by `through`.
+        d_states_after: [n, H, K, V], gradient of the state after each chunk; filled by `advance`.
 
     Args:
-        chunks: n of them, of N sequences.
-        grad_last: [N, H, K, V], of the last states; may expand, like zeros.
+        chunks: the n chunks of N sequences.
+        d_final: [N, H, K, V], gradient of the final states; may be expanded zeros.
     """
 
-    def __init__(self, chunks: Chunks, grad_last: torch.Tensor) -> None:
+    def __init__(self, chunks: Chunks, d_final: torch.Tensor) -> None:
         self._chunks, self._steps = chunks, _Steps(chunks)
-        self._last = chunks.sorted(grad_last)
-        self.ends = grad_last.new_empty((chunks.count, *grad_last.shape[1:]))
-        self._first = grad_last.new_empty(grad_last.shape)
+        self._d_final = chunks.sorted(d_final)
+        self.d_states_after = d_final.new_empty((chunks.count, *d_final.shape[1:]))
+        self._d_initial = d_final.new_empty(d_final.shape)
         alive = self._steps.sizes[0]
-        self._first[alive:] = self._last[alive:]
+        self._d_initial[alive:] = self._d_final[alive:]
 
-    def through(self, block: slice, transition: torch.Tensor, added: torch.Tensor) -> None:
-        """Carry the gradients back through the chunks before.
+    def advance(self, block: slice, transition: torch.Tensor, added: torch.Tensor) -> None:
+        """Carry the gradients back through the preceding chunks.
 
         Args:
-            block: which m chunks; each block ends where the one before began.
-            transition: M, as forwards.
-            added: Y [m, H, K, V], the gradient of each chunk's first state from its outputs.
+            block: the slice of m chunks; each block ends where the previous call's block began.
+            transition: M, as in the forward sweep.
+            added: Y [m, H, K, V], gradient of each chunk's initial state from the chunk's outputs.
         """
-        grads, steps = self.ends, self._steps
-        for step, part in reversed(list(steps.parts(block))):
+        grads, steps = self.d_states_after, self._steps
+        for step, span in reversed(list(steps.spans(block))):
             begin, following = steps.begins[step], steps.sizes[step + 1]
-            if part.stop > following:
-                ended = max(following, part.start)
-                grads[begin + ended : begin + part.stop] = self._last[ended : part.stop]
-            here = slice(begin + part.start, begin + part.stop)
-            inside = slice(here.start - block.start, here.stop - block.start)
+            if span.stop > following:
+                ended = max(following, span.start)
+                grads[begin + ended : begin + span.stop] = self._d_final[ended : span.stop]
+            chunks = slice(begin + span.start, begin + span.stop)
+            rows = slice(chunks.start - block.start, chunks.stop - block.start)
             if step:
                 before = steps.begins[step - 1]
-                out = grads[before + part.start : before + part.stop]
+                out = grads[before + span.start : before + span.stop]
             else:
-                out = self._first[part]
-            turned = transition[inside]
-            if turned.shape[-1] > 1:
-                turned = turned.mT
-            _affine(turned, grads[here], added[inside], out)
+                out = self._d_initial[span]
+            transposed = transition[rows]
+            if transposed.shape[-1] > 1:
+                transposed = transposed.mT
+            _affine(transposed, grads[chunks], added[rows], out)
 
-    def first(self) -> torch.Tensor:
-        """Return the gradient of the first states [N, H, K, V], by sequence."""
-        return self._chunks.unsorted(self._first)
+    def d_initial(self) -> torch.Tensor:
+        """Return the gradient of the initial states [N, H, K, V] in the order of the sequences."""
+        return self._chunks.unsorted(self._d_initial)
 
 
 def _affine(
@@ -465,15 +472,15 @@ def _affine(
     added: torch.Tensor | None,
     out: torch.Tensor,
 ) -> None:
-    """Write M · S + X to `out`: of [m, H, K, V], from M [m, H, K, K] or [m, H, 1, 1]."""
+    """Write M · S + X [m, H, K, V] to `out`, with M [m, H, K, K] or [m, H, 1, 1]."""
     if transition.shape[-1] == 1:
         if added is None:
             torch.mul(transition, state, out=out)
         else:
             torch.addcmul(added, transition, state, out=out)
         return
-    left, right, found = transition.flatten(0, 1), state.flatten(0, 1), out.flatten(0, 1)
+    matrix, vectors, flat_out = transition.flatten(0, 1), state.flatten(0, 1), out.flatten(0, 1)
     if added is None:
-        torch.bmm(left, right, out=found)
+        torch.bmm(matrix, vectors, out=flat_out)
     else:
-        torch.baddbmm(added.flatten(0, 1), left, right, out=found)
+        torch.baddbmm(added.flatten(0, 1), matrix, vectors, out=flat_out)

@@ -173,7 +173,7 @@ class Chunks:
         return self._sequences.cached(("inverse", self.size), create)
 
     def to_chunks(self, x: torch.Tensor) -> torch.Tensor:
-        """Return the grid [n, C, ...] of x [t, ...], zero-padded after a sequence. May alias x."""
+        """Return the grid [n, C, ...] of x [t, ...], zero-padded per sequence. May be a view."""
         shape = (self.count, self.size, *x.shape[1:])
         if self._is_single and self.is_whole:
             return x.reshape(shape)
@@ -207,7 +207,7 @@ class Chunks:
         return states.index_select(0, self._sequences.cached(("rank", self.size), create))
 
     def from_chunks(self, grid: torch.Tensor) -> torch.Tensor:
-        """Return x [t, ...] from a grid [n, C, ...]: the inverse of `to_chunks`. May be a view."""
+        """Return x [t, ...] from [n, C, ...]: the inverse of `to_chunks`. May be a view."""
         flat = grid.reshape(-1, *grid.shape[2:])
         if self._is_single:
             return flat[: self._sequences.tokens]

@@ -32,8 +32,8 @@ from megatron.core.ops.backend_choice import accumulation_dtype, apply_function
 from megatron.core.ops.recurrence import (
     Recurrence,
     RecurrenceInputs,
-    filled,
-    passed,
+    apply_transition,
+    restore_tensors,
     split_tensors,
 )
 from megatron.core.ops.sequences import PackingIndices, Sequences
@@ -108,7 +108,7 @@ class Fold:
         for count, first, before in zip(self._counts[1:], ends, [0, *ends], strict=False):
             step = transitions[used : used + count]
             state = found[before : before + count]
-            found[first : first + count] += passed(step, state, transposed=transposed)
+            found[first : first + count] += apply_transition(step, state, transposed=transposed)
             used += count
         return found.index_select(0, self._take)
 
@@ -315,7 +315,7 @@ class _Segments(torch.autograd.Function):
     def backward(ctx, grad):
         call, last = ctx.call, None
         between, *tensors = ctx.saved_tensors
-        prepared = filled(ctx.shell, tuple(tensors)) if tensors else None
+        prepared = restore_tensors(ctx.shell, tuple(tensors)) if tensors else None
         inputs = ctx.shell if prepared is None else prepared.inputs
         if call.links is not None:
             last = _last_gradients(call, _Kept(inputs, prepared, between), grad)

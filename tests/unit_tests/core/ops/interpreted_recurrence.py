@@ -13,7 +13,7 @@ import torch
 from experimental.recurrence_splits.splits import recur_split
 from megatron.core.ops import recurrence_by_device
 from megatron.core.ops.chunked_recurrence import triton as kernels
-from megatron.core.ops.chunked_recurrence.kernels import Tiles
+from megatron.core.ops.chunked_recurrence.kernels import ChunkIndices
 from megatron.core.ops.gated_delta_rule import delta_recurrence, gated_delta_rule
 from megatron.core.ops.gated_delta_rule.triton import solve
 from megatron.core.ops.launches import Launches
@@ -40,7 +40,7 @@ def poison():
 def small_tiles(monkeypatch):
     """Let values, and the columns of M, need two tiles."""
     small = {"BLOCK_V": 16, "num_warps": 4, "num_stages": 1}
-    for name in ("SWEEP", "SWEEP_DUAL", "SWEEP_WIDE", "REVERSE_WIDE", "GRADIENTS_WIDE"):
+    for name in ("SWEEP", "SWEEP_DUAL", "SWEEP_FP32", "REVERSE_FP32", "GRADIENTS_FP32"):
         monkeypatch.setattr(kernels, name, Launches(name, small))
 
 
@@ -110,8 +110,8 @@ def test_no_tokens_pass_states_on(corrects):
 def test_gentle_decays_leave_a_transition(corrects):
     """M of a whole sequence of several chunks is then neither the identity nor zero."""
     inputs, *rest = made((0, 41), corrects=corrects, groups=1)
-    strength = inputs.strength * (0.1 if corrects else 1.0)
-    case = inputs._replace(decay=inputs.decay * 0.02, strength=strength), *rest
+    strength = inputs.beta * (0.1 if corrects else 1.0)
+    case = inputs._replace(decay=inputs.decay * 0.02, beta=strength), *rest
     got = compare((0, 41), case, corrects=corrects)
     assert 0.05 < got["M"].diagonal(0, -2, -1).abs().mean() < 0.95
 
@@ -135,7 +135,7 @@ def test_slices_of_wider_tensors(corrects):
     fused = torch.cat([inputs.query, inputs.key, inputs.query * 3], -1).float()
     query, key, _ = fused.split(5, -1)
     value = inputs.value.float().transpose(1, 2).contiguous().transpose(1, 2)
-    gates = torch.stack([inputs.decay, inputs.strength], -1).float()
+    gates = torch.stack([inputs.decay, inputs.beta], -1).float()
     given = RecurrenceInputs(query, key, value, gates[..., 0], gates[..., 1])
     assert not any(x.is_contiguous() for x in given)
     compare(bounds, (given, first, None), corrects=corrects)
@@ -146,21 +146,23 @@ def test_keys_that_are_all_equal_are_solved(size):
     """With beta 1 a series over rows would have terms of binomial size; T has ones and zeros."""
     inputs = made((0, size + 3), corrects=True, groups=1, shared=2)[0]
     key = inputs.key[:1].expand_as(inputs.key)
-    beta = torch.ones_like(inputs.strength)
-    beta[:, 1] = inputs.strength[:, 1]
-    given = inputs._replace(key=key, decay=inputs.decay * 0.1, strength=beta)
-    tiles = Tiles.of(Sequences((0, size + 3)), size)
-    sums, solved, seen = solve(rounded(given, torch.float32), tiles, 0.5)
+    beta = torch.ones_like(inputs.beta)
+    beta[:, 1] = inputs.beta[:, 1]
+    given = inputs._replace(key=key, decay=inputs.decay * 0.1, beta=beta)
+    chunks = ChunkIndices.of(Sequences((0, size + 3)), size)
+    cumsum, decayed_inverse, scores = solve(rounded(given, torch.float32), chunks, 0.5)
     rows = slice(0, size)
     total = given.decay[rows].T.cumsum(-1)
-    falls = (total[:, :, None] - total[:, None]).exp().tril()
-    below = (given.strength[rows].T[:, :, None] * (key[rows, 0] @ key[rows, 0].T)).tril(-1)
+    decay_mask = (total[:, :, None] - total[:, None]).exp().tril()
+    below = (given.beta[rows].T[:, :, None] * (key[rows, 0] @ key[rows, 0].T)).tril(-1)
     inverse = torch.linalg.inv(torch.eye(size, dtype=torch.float64) + below)
-    assert relative_error(solved[0], inverse * falls) <= 1e-5
-    wanted = (given.query[rows, 0] @ key[rows, 0].T) * falls * 0.5
-    assert relative_error(seen[0], wanted) <= 1e-5
-    assert relative_error(sums[:, 0].double().sum(0), total) <= 1e-7
-    assert torch.equal(solved[1, :, 3:], torch.eye(size)[3:].expand(2, -1, -1))  # no tokens
+    assert relative_error(decayed_inverse[0], inverse * decay_mask) <= 1e-5
+    expected = (given.query[rows, 0] @ key[rows, 0].T) * decay_mask * 0.5
+    assert relative_error(scores[0], expected) <= 1e-5
+    assert relative_error(cumsum[:, 0].double().sum(0), total) <= 1e-7
+    assert torch.equal(
+        decayed_inverse[1, :, 3:], torch.eye(size)[3:].expand(2, -1, -1)
+    )  # no tokens
 
 
 @KINDS
@@ -192,7 +194,7 @@ def test_a_split_sequence_is_the_whole_one(corrects, monkeypatch):
         for name, mine, whole in zip(("out", "last", *NAMES), *found, strict=True)
     }
     assert max(errors.values()) <= 1e-5, errors
-    summaries = sum("total" in o or "without_values" in o for o in sweeps)
+    summaries = sum("total_decay" in o or "without_values" in o for o in sweeps)
     assert summaries == 1
     assert len(sweeps) == (4 if corrects else 3)  # S_ext and M, outputs, states again
 
@@ -233,22 +235,22 @@ def test_sizes_that_no_kernel_takes(corrects, kind, monkeypatch):
     monkeypatch.setattr(recurrence_by_device, "choose", lambda *_: "triton")
     recurrence = make(**options)
     prepared = recurrence.prepare(given, sequences)
-    assert isinstance(prepared, recurrence.kept)
+    assert isinstance(prepared, recurrence.prepared_type)
     assert recurrence.sweep(prepared, first)[0].isfinite().all()
 
 
 def test_tiles_never_cross_a_sequence():
     bounds = (0, 0, 19, 19, 20, 53, 53)
-    tiles = Tiles.of(Sequences(bounds), 16)
+    tiles = ChunkIndices.of(Sequences(bounds), 16)
     first, end, begin = [], [], [0]
     for low, high in pairwise(bounds):
         first += range(low, high, 16)
         end += [min(start + 16, high) for start in range(low, high, 16)]
         begin.append(len(first))
     assert (tiles.count, tiles.sequence_count, tiles.tokens) == (len(first), 6, 53)
-    assert [x.tolist() for x in (tiles.first, tiles.end, tiles.begin)] == [first, end, begin]
+    assert [x.tolist() for x in (tiles.starts, tiles.ends, tiles.offsets)] == [first, end, begin]
     with pytest.raises(ValueError, match="chunks of 0 tokens: use at least 1"):
-        Tiles.of(Sequences(bounds), 0)
+        ChunkIndices.of(Sequences(bounds), 0)
 
 
 @pytest.mark.parametrize("tokens", [0, 1, 21])

@@ -39,7 +39,7 @@ def poison():
 def small_tiles(monkeypatch):
     """Let values need two tiles, and a program work on all heads of a group."""
     monkeypatch.setattr(kernels, "PROGRAMS", 1)
-    for name in ("SWEEP_WIDE", "REVERSE_WIDE", "GRADIENTS_WIDE"):
+    for name in ("SWEEP_FP32", "REVERSE_FP32", "GRADIENTS_FP32"):
         small = {"BLOCK_V": 16, "num_warps": 4, "num_stages": 1}
         monkeypatch.setattr(kernels, name, Launches(name, small))
 
@@ -58,7 +58,7 @@ def made(bounds, *, corrects, shared=2, keys=5, values=19, groups=2, seed=1):
         key=key,
         value=randn(t, heads, values),
         decay=-F.softplus(randn(t, heads)),
-        strength=strength.sigmoid() if corrects else F.softplus(strength),
+        beta=strength.sigmoid() if corrects else F.softplus(strength),
     )
     states = (len(bounds) - 1, heads, keys, values)
     return inputs, randn(*states), (randn(t, heads, values), randn(*states))
@@ -129,10 +129,10 @@ def test_only_the_last_states_are_pulled(corrects):
 def test_gates_at_their_ends(corrects):
     bounds = (0, 21)
     inputs, initial, pulls = made(bounds, corrects=corrects, shared=1, groups=1)
-    decay, strength = inputs.decay.clone(), inputs.strength.clone()
+    decay, strength = inputs.decay.clone(), inputs.beta.clone()
     decay[::5], decay[2::5], decay[3::5], decay[7] = -30.0, 0.0, -12.0, -torch.inf
     strength[::3], strength[1::3] = 0.0, 1.0
-    inputs = inputs._replace(decay=decay, strength=strength)
+    inputs = inputs._replace(decay=decay, beta=strength)
     got, wanted = compare(bounds, (inputs, initial, pulls), corrects=corrects)
     assert got["decay"][7].item() == 0.0
     # By themselves too: one that is no more than rounding would move log A by its decay times it.
@@ -186,21 +186,21 @@ def test_saved_states_give_the_same_gradients(corrects, monkeypatch):
 
     monkeypatch.setattr(kernels, "sweep", counted)
     expected = gradients(triton_recurrence, bounds, case, torch.float32)
-    assert [("out" in stored, "starts" in stored) for stored in sweeps] == [
+    assert [("out" in stored, "states_before" in stored) for stored in sweeps] == [
         (True, False),
         (False, True),
     ]
     sweeps.clear()
     keeping = partial(recur, keep_states=True)
     actual = gradients(triton_recurrence, bounds, case, torch.float32, run=keeping)
-    assert [("out" in stored, "starts" in stored) for stored in sweeps] == [(True, True)]
+    assert [("out" in stored, "states_before" in stored) for stored in sweeps] == [(True, True)]
     for name in NAMES:
         assert torch.equal(actual[name], expected[name]), name
     with torch.no_grad():
         sweeps.clear()
         inputs = RecurrenceInputs(*(tensor.float() for tensor in case[0]))
         keeping(triton_recurrence, inputs, Sequences(bounds))
-    assert "starts" not in sweeps[0], "states are kept although nothing is differentiated"
+    assert "states_before" not in sweeps[0], "states are kept although nothing is differentiated"
 
 
 @pytest.mark.parametrize("corrects", [True, False], ids=["delta", "ssd"])

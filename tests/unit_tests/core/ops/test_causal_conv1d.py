@@ -268,9 +268,9 @@ def test_sequence_bounds_are_computed_once_for_all_layers():
     sequences = Sequences(BOUNDS["several"])
     x, weight = torch.randn(15, 4), torch.randn(4, 4)
     causal_conv1d(x, weight, None, sequences=sequences)
-    made = dict(sequences._made)
+    made = dict(sequences._cache)
     causal_conv1d(x, weight, None, sequences=sequences)
-    assert sequences._made == made
+    assert sequences._cache == made
     assert len(made) == 1
 
 

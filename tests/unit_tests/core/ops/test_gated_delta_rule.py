@@ -15,7 +15,7 @@ from megatron.core.ops.gated_delta_rule import (
     gated_delta_rule,
     gated_delta_step,
 )
-from megatron.core.ops.recurrence import RecurrenceInputs, passed, recur
+from megatron.core.ops.recurrence import RecurrenceInputs, apply_transition, recur
 from megatron.core.ops.sequences import Sequences
 from tests.support.closeness import relative_error
 from tests.support.inputs import generator
@@ -68,7 +68,7 @@ def made(sequences, *, shared=2, dtype=torch.float64, decay=None, beta=None, see
         key=F.normalize(leaf(t, groups, 5), dim=-1),
         value=leaf(t, groups * shared, 7),
         decay=rates,
-        strength=strengths,
+        beta=strengths,
     )
     inputs = RecurrenceInputs(*(x.to(dtype).requires_grad_() for x in inputs))
     states = leaf(sequences.count, groups * shared, 5, 7).to(dtype).requires_grad_()
@@ -155,6 +155,12 @@ def test_strong_decays_keep_their_gradients_in_fp32():
     assert relative_error(*rate) <= 3e-6
 
 
+TERMS = (
+    *("decay_mask", "decay_from_start", "decay_to_end", "decayed_inverse"),
+    *("transition", "q_state", "addend"),
+)
+
+
 def test_nothing_is_denormal_however_strong_decays_are():
     sequences = Sequences((0, 64))
     inputs, _ = made(sequences, dtype=torch.float32)
@@ -162,7 +168,7 @@ def test_nothing_is_denormal_however_strong_decays_are():
         grids = RecurrenceInputs(*(x.detach()[None] for x in inputs))
         grids = grids._replace(decay=torch.full_like(grids.decay, rate))
         found = DeltaRuleChunks(grids, scale=1.0, dtype=torch.float32)
-        for name in ("falls", "growth", "left", "faded_inverse", "transition", "readers", "added"):
+        for name in TERMS:
             sizes = getattr(found, name).abs()
             subnormal = ((sizes > 0) & (sizes < torch.finfo(torch.float32).tiny)).any()
             assert not subnormal, (rate, name)
@@ -206,14 +212,14 @@ def test_a_last_state_is_affine_in_the_first(bounds):
     added, transition = recurrence.summary(prepared)
     out, last = recurrence.sweep(prepared, initial)
     assert transition.shape == (*initial.shape[:3], 5)
-    assert relative_error(passed(transition, initial) + added, last) <= 1e-12
+    assert relative_error(apply_transition(transition, initial) + added, last) <= 1e-12
     pull = torch.randn(out.shape, generator=generator(4), dtype=out.dtype)
     alone = recurrence.state_gradient(recurrence.prepare(inputs, sequences), pull)
     _, first = recurrence.backward(prepared, pull, None)
     assert relative_error(alone, first) <= 1e-12
     grad_last = torch.randn(last.shape, generator=generator(5), dtype=last.dtype)
     _, both = recurrence.backward(prepared, pull, grad_last)
-    wanted = first + passed(transition, grad_last, transposed=True)
+    wanted = first + apply_transition(transition, grad_last, transposed=True)
     assert relative_error(both, wanted) <= 1e-12
     assert relative_error(first, wanted) > 1e-9  # M is seen
 
@@ -248,7 +254,7 @@ def test_transformers_computes_the_same(shared):
             torch_chunk_gated_delta_rule(
                 *(x[None, begin:end] for x in (query, key, inputs.value)),
                 g=inputs.decay[None, begin:end],
-                beta=inputs.strength[None, begin:end],
+                beta=inputs.beta[None, begin:end],
                 initial_state=initial[number : number + 1],
                 output_final_state=True,
             )
@@ -362,7 +368,6 @@ def _call(**changes):
     sequences = changes.pop("sequences", Sequences((0, 4)))
     inputs, _ = made(Sequences((0, 4)))
     given = {**inputs._asdict(), **changes}
-    given["beta"] = given.pop("strength")
     return gated_delta_rule(**given, sequences=sequences)
 
 

@@ -20,7 +20,7 @@ def given(heads=2, keys=3):
 
 def replaced(**dtypes):
     """Return inputs, some in another dtype."""
-    names = ("query", "key", "value", "decay", "strength")
+    names = ("query", "key", "value", "decay", "beta")
     return [x.to(dtypes.get(name, x.dtype)) for name, x in zip(names, given(), strict=True)]
 
 
@@ -33,7 +33,7 @@ WRONG = {
     "value": (replaced(value=torch.float64), "value torch.float64; give all three in one"),
     "decay": (replaced(decay=torch.float16), "decay is torch.float16; make it torch.float32"),
     "whole decay": (replaced(decay=torch.int64), "decay is torch.int64; make it torch.float32"),
-    "strength": (replaced(strength=torch.int64), "(beta|dt) is torch.int64; give a floating"),
+    "strength": (replaced(beta=torch.int64), "(beta|dt) is torch.int64; give a floating"),
     "no heads": (given(heads=0), "with at least one head and one feature"),
     "no features": (given(keys=0), "with at least one head and one feature"),
     "no value": ([x[..., :0] if x.shape[-1] == 5 else x for x in given()], "value .* feature"),
@@ -53,7 +53,7 @@ def test_wrong_inputs_are_named(op, kind):
 
 @pytest.mark.parametrize("op", FULL)
 def test_gates_may_be_wider(op):
-    inputs = replaced(decay=torch.float64, strength=torch.float64)
+    inputs = replaced(decay=torch.float64, beta=torch.float64)
     out, _ = FULL[op](*inputs, sequences=Sequences((0, 4)))
     assert out.dtype == torch.float32
     assert torch.allclose(out, FULL[op](*given(), sequences=Sequences((0, 4)))[0])

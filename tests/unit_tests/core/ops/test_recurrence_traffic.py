@@ -106,7 +106,7 @@ def test_saved_states_skip_the_recomputing_sweep(moved):
     moved.clear()
     recurrence.backward(prepared, meta(TOKENS, HEADS, FEATURES), None)
     assert "sweep_kernel" not in moved
-    assert prepared.starts.nbytes == STATES == 2 * TOKENS // CHUNK * HEADS * FEATURES**2
+    assert prepared.states_before.nbytes == STATES == 2 * TOKENS // CHUNK * HEADS * FEATURES**2
 
 
 @pytest.mark.parametrize("sequences", [1, 4])

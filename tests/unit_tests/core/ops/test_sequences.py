@@ -6,7 +6,7 @@ from itertools import pairwise
 import pytest
 import torch
 
-from megatron.core.ops.recurrence import Sweep, SweepBack, passed
+from megatron.core.ops.recurrence import Sweep, SweepBack, apply_transition
 from megatron.core.ops.sequences import Sequences
 from tests.support.closeness import relative_error
 from tests.support.inputs import generator
@@ -76,22 +76,22 @@ def test_sweeps_are_loops_over_the_chunks_of_each_sequence(bounds, block, scales
     with nan_memory():
         sweep, sweep_back = Sweep(chunks, initial), SweepBack(chunks, grad_last)
         for part in blocks:
-            sweep.through(part, transition[part], added[part])
+            sweep.advance(part, transition[part], added[part])
         for part in reversed(blocks):
-            sweep_back.through(part, transition[part], back[part])
+            sweep_back.advance(part, transition[part], back[part])
     for place, number in enumerate(chunks.order):
         state, gradient, mine = initial[number], grad_last[number], []
         for step, size in enumerate(chunks.steps):
             if place < size:
                 mine.append(sum(chunks.steps[:step]) + place)
         for chunk in mine:
-            assert relative_error(sweep.starts[chunk], state) <= 1e-12
-            state = passed(transition[chunk], state) + added[chunk]
-        assert relative_error(sweep.last()[number], state) <= 1e-12
+            assert relative_error(sweep.states_before[chunk], state) <= 1e-12
+            state = apply_transition(transition[chunk], state) + added[chunk]
+        assert relative_error(sweep.final()[number], state) <= 1e-12
         for chunk in reversed(mine):
-            assert relative_error(sweep_back.ends[chunk], gradient) <= 1e-12
-            gradient = passed(transition[chunk], gradient, transposed=True) + back[chunk]
-        assert relative_error(sweep_back.first()[number], gradient) <= 1e-12
+            assert relative_error(sweep_back.d_states_after[chunk], gradient) <= 1e-12
+            gradient = apply_transition(transition[chunk], gradient, transposed=True) + back[chunk]
+        assert relative_error(sweep_back.d_initial()[number], gradient) <= 1e-12
 
 
 @pytest.mark.parametrize(

@@ -5,7 +5,7 @@ import pytest
 import torch
 
 from megatron.core.ops import state_space_dual as state_space_op
-from megatron.core.ops.recurrence import RecurrenceInputs, passed, recur
+from megatron.core.ops.recurrence import RecurrenceInputs, apply_transition, recur
 from megatron.core.ops.sequences import Sequences
 from megatron.core.ops.state_space_dual import (
     add_skip,
@@ -242,7 +242,7 @@ def test_operations_of_a_recurrence_agree():
         local, transition = recurrence.summary(prepared)
         out, last = recurrence.sweep(prepared, first)
         assert transition.shape == (6, HEADS, 1, 1)
-        assert_close(passed(transition, first) + local, last, torch.float64, "affine")
+        assert_close(apply_transition(transition, first) + local, last, torch.float64, "affine")
         again = recurrence.summary(prepared)
         assert torch.equal(again[0], local)
         generator = torch.Generator().manual_seed(5)

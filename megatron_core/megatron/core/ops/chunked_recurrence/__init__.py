@@ -1,38 +1,39 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Linear recurrences in Triton, chunk by chunk: the kernels of the gated delta rule and of SSD.
+"""Chunked linear recurrences in Triton: the kernels of the gated delta rule and of SSD.
 
-SSD is the delta rule whose tokens are not corrected by what the state holds already: T is the
-identity and the terms in K S are not there. So both have the same kernels, with `CORRECTS`.
+SSD is the delta rule without the delta: tokens do not subtract the state's prediction K S, and T is
+the identity. So both use the same kernels, with the constant `DELTA_RULE`.
 
-Per chunk of C tokens and head of values, with a_i the decays summed up to token i,
-D_ij = exp(a_i - a_j) for i >= j else 0, growth = exp(a), left = exp(a_C - a), and
-T = (I + tril(beta K Kᵀ, -1))⁻¹. Decays of a path from token to token multiply to D, so that T ∘ D
-is the inverse of I + tril(beta (K Kᵀ) ∘ D, -1), and T alone is never needed:
+Per chunk of C tokens and head of values, with a_i the cumulative decay up to token i,
+D_ij = exp(a_i - a_j) for i >= j else 0, and T = (I + tril(beta K Kᵀ, -1))⁻¹:
 
-    u = beta (V - growth (K S))          change = (T ∘ D) u                   SSD: change = dt V
-    O = scale ((Q Kᵀ) ∘ D) change + scale growth (Q S)
-    S_next = exp(a_C) S + Kᵀ (left change)
+    delta = beta (V - exp(a) (K S))      v = (T ∘ D) delta                    SSD: v = dt V
+    O = scale ((Q Kᵀ) ∘ D) v + scale exp(a) (Q S)
+    S_next = exp(a_C) S + Kᵀ (exp(a_C - a) v)
 
-No factor of a decay is above 1: a decay is only ever a difference of sums that is at most 0. Sums
-are made in fp64 and kept in two parts of fp32 (see `ops.recurrence`), whose differences are exact
-where they matter. Forward is two kernels: one, parallel over chunks and heads, makes T ∘ D, the
-sums, and for the second scale (Q Kᵀ) ∘ D, which would else be on the way from chunk to chunk (SSD,
-without T, leaves it there unless keys are tall or wide); the second sweeps the states through the
-chunks, in fp32, parallel over sequences, heads and columns of values.
+The decays along a path of tokens multiply to the entry of D for its ends. So T ∘ D is the inverse
+of I + tril(beta (K Kᵀ) ∘ D, -1), and T alone is never computed.
 
-Backward, with dS the gradient of the state behind a chunk and dO that of the output:
+All exponents are differences of cumulative decays that are at most 0, so no factor exceeds 1. The
+cumulative sums are computed in fp64 and stored as high and low parts in fp32 (`ops.recurrence`).
+Forward runs two kernels. The first is parallel over chunks and heads: it computes T ∘ D, the
+cumulative decays, and scale (Q Kᵀ) ∘ D, to shorten the sequential path of the sweep (SSD has no T;
+its sweep computes the scores itself unless K is large or the values are fp32). The second sweeps
+fp32 states through the chunks, parallel over sequences, heads and columns of values.
 
-    pulled = scale ((Q Kᵀ) ∘ D)ᵀ dO + left (K dS)
-    x = (T ∘ D)ᵀ pulled                                                       SSD: x = pulled
-    dS_before = exp(a_C) dS + Qᵀ (scale growth dO) - Kᵀ (growth beta x)       SSD: no last term
-    Z = scale (dO changeᵀ) ∘ D           N = tril((x changeᵀ) ∘ D, -1)        SSD: N = 0
-    dQ = scale growth (dO Sᵀ) + Z K      f = growth (x Sᵀ) + N K              SSD: f = 0
-    dK = left (change dSᵀ) + Zᵀ Q - (beta N)ᵀ K - beta f
+Backward, with dS the gradient of the state after a chunk and dO the gradient of the output:
+
+    dv = scale ((Q Kᵀ) ∘ D)ᵀ dO + exp(a_C - a) (K dS)
+    x = (T ∘ D)ᵀ dv                                                           SSD: x = dv
+    dS_before = exp(a_C) dS + Qᵀ (scale exp(a) dO) - Kᵀ (exp(a) beta x)       SSD: no last term
+    Z = scale (dO vᵀ) ∘ D                N = tril((x vᵀ) ∘ D, -1)             SSD: N = 0
+    dQ = scale exp(a) (dO Sᵀ) + Z K      f = exp(a) (x Sᵀ) + N K              SSD: f = 0
+    dK = exp(a_C - a) (v dSᵀ) + Zᵀ Q - (beta N)ᵀ K - beta f
     dV = beta x                          dbeta = x · V - f · K
 
-It sweeps again for the states before the chunks, and makes scale (Q Kᵀ) ∘ D again, of all chunks at
-once, where forward did. Then it sweeps backwards for dS and x; then one kernel, parallel over
-chunks and groups, makes the gradients. Nothing but the inputs, T ∘ D and the sums is kept between
-forward and backward. A state is an affine function of the one before, so that a sweep
-from the identity without values is the M of `ops.recurrence`.
+Backward recomputes the states before the chunks with another sweep, and scale (Q Kᵀ) ∘ D of all
+chunks where forward did. A reverse sweep then computes dS and x, and one kernel, parallel over
+chunks and groups, the gradients of the inputs. Only the inputs, T ∘ D and the cumulative decays are
+saved from forward to backward. A state is an affine function of the state before, so a sweep from
+the identity without values returns the M of `ops.recurrence`.
 """

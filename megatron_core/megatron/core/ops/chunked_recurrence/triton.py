@@ -1,8 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The gated delta rule and SSD as a `Recurrence` of Triton kernels: launches and what is kept.
-
-How the kernels of recurrences may be started; `triton.py` picks from these.
-"""
+"""The gated delta rule and SSD as a `Recurrence` of Triton kernels: launch options and launches."""
 
 from __future__ import annotations
 
@@ -12,7 +9,7 @@ import torch
 
 from megatron.core.ops.backend_choice import uses_tensor_memory
 from megatron.core.ops.chunked_recurrence.kernels import (
-    Tiles,
+    ChunkIndices,
     recurrence_gradients_kernel,
     reverse_sweep_kernel,
     seen_kernel,
@@ -23,8 +20,9 @@ from megatron.core.ops.launches import Launches, cdiv, next_power_of_2
 from megatron.core.ops.recurrence import RecurrenceInputs
 from megatron.core.ops.sequences import Sequences
 
-# With three stages the next chunk is on its way while this one is worked on; with two it is waited
-# for. Narrow tiles give one long sequence the most programs, wide ones do less of a chunk twice.
+# With three stages the loads of the next chunk overlap with this one's products; with two they do
+# not. A small BLOCK_V gives a single long sequence more programs, a large one repeats less of the
+# work on keys.
 SWEEP = Launches(
     "recurrence_sweep",
     {"BLOCK_V": 32, "num_warps": 4, "num_stages": 3},
@@ -35,8 +33,8 @@ SWEEP = Launches(
         {"BLOCK_V": 16, "num_warps": 4, "num_stages": 3},
     ),
 )
-# Of SSD, whose sweep also makes what queries see. Its products have 64 rows, which fill one warp
-# group: two would both make most of them.
+# SSD: the sweep also computes the scores. Its products have 64 rows, which fill one warp group; two
+# warp groups would duplicate most of them.
 SWEEP_DUAL = Launches(
     "recurrence_sweep_dual",
     {"BLOCK_V": 64, "num_warps": 4, "num_stages": 3},
@@ -46,9 +44,9 @@ SWEEP_DUAL = Launches(
         {"BLOCK_V": 32, "num_warps": 4, "num_stages": 2},
     ),
 )
-# Of more than 128 features of keys, and of fp32, of which each product is three.
+# For K above 128, and for fp32, where each product takes three tensor-core products.
 SWEEP_TALL = Launches("recurrence_sweep_tall", {"BLOCK_V": 16, "num_warps": 4, "num_stages": 2})
-SWEEP_WIDE = Launches("recurrence_sweep_fp32", {"BLOCK_V": 16, "num_warps": 8, "num_stages": 1})
+SWEEP_FP32 = Launches("recurrence_sweep_fp32", {"BLOCK_V": 16, "num_warps": 8, "num_stages": 1})
 
 REVERSE = Launches(
     "recurrence_reverse",
@@ -60,11 +58,11 @@ REVERSE = Launches(
     ),
 )
 REVERSE_TALL = Launches("recurrence_reverse_tall", {"BLOCK_V": 16, "num_warps": 4, "num_stages": 2})
-REVERSE_WIDE = Launches("recurrence_reverse_fp32", {"BLOCK_V": 16, "num_warps": 8, "num_stages": 1})
-SEEN = Launches("recurrence_seen", {"num_warps": 4, "num_stages": 1})
-# HEADS of a group that one program works on, at most; what those of several programs add up to is
-# summed up in memory. Of SSD the sums stay in registers from head to head. Of the delta rule, whose
-# products fill these, they are added to what the program stored, which its L2 cache still has.
+REVERSE_FP32 = Launches("recurrence_reverse_fp32", {"BLOCK_V": 16, "num_warps": 8, "num_stages": 1})
+SCORES = Launches("recurrence_seen", {"num_warps": 4, "num_stages": 1})
+# HEADS: the maximum heads of a group that one program processes; `sum_units_kernel` adds the sums
+# of several programs. SSD keeps the sums over heads in registers. The products of the delta rule
+# fill the registers, so it adds to the sums it has stored, which are still in the L2 cache.
 GRADIENTS = Launches(
     "recurrence_gradients",
     {"HEADS": 8, "BLOCK_V": 128, "num_warps": 8, "num_stages": 1},
@@ -79,22 +77,22 @@ GRADIENTS_DUAL = Launches(
         {"HEADS": 1, "BLOCK_V": 64, "num_warps": 8, "num_stages": 1},
     ),
 )
-# Of more than 128 features of keys, and of fp32: what fits in shared memory.
+# For K above 128, and for fp32: what fits in shared memory.
 GRADIENTS_TALL = Launches(
     "recurrence_gradients_tall", {"BLOCK_V": 64, "num_warps": 8, "num_stages": 1}
 )
-# With all values in one block both warp groups would make the same products.
+# With all values in one block both warp groups would compute the same products.
 GRADIENTS_DUAL_TALL = Launches(
     "recurrence_gradients_dual_tall", {"BLOCK_V": 32, "num_warps": 8, "num_stages": 1}
 )
-GRADIENTS_WIDE = Launches(
+GRADIENTS_FP32 = Launches(
     "recurrence_gradients_fp32", {"BLOCK_V": 16, "num_warps": 8, "num_stages": 1}
 )
 
 
 # Maximum tokens of a chunk in fp32. Each operand of a product is split in three for the tensor
-# cores, and those of longer chunks spill: the gradients of the delta rule, which read keys as well,
-# take 632 bytes of stack with 32 tokens and 184 with 16.
+# cores, and longer chunks spill: the gradients of the delta rule, with their key rows, take 632
+# bytes of stack with 32 tokens and 184 with 16.
 FP32_CHUNK, FP32_CHUNK_DELTA_RULE = 32, 16
 # Programs of the gradients kernel that keep a GPU busy: 132 to 148 processors, one or two each.
 PROGRAMS = 512
@@ -102,89 +100,92 @@ PROGRAMS = 512
 
 @dataclass
 class PreparedOnDevice:
-    """What `TritonRecurrence` keeps from one operation to the next.
+    """State of a `TritonRecurrence` between its operations.
 
     Args:
-        inputs: as they were given, the last dimension of each contiguous.
-        tiles: the chunks of their tokens.
-        scale: of queries.
-        sums: fp32 [2, n, H, C], decays summed up within a chunk: rounded, and what that took off.
-        solved: T ∘ D [n, H, C, C] in value's dtype; None where nothing is corrected.
-        seen: scale (Q Kᵀ) ∘ D, likewise, until a sweep has read it; None where sweeps make it.
-        initial: the first states [N, H, K, V] of the sweep, fp32; None is zeros.
-        starts: the states before chunks [n, H, K, V] in value's dtype, from a sweep that keeps
-            them; None where backward computes them again.
+        inputs: the inputs, the last dimension of each contiguous.
+        chunks: the chunks of the tokens.
+        scale: factor of queries.
+        decay_cumsum: fp32 [2, n, H, C], the cumulative decays a of each chunk, high and low parts.
+        decayed_inverse: T ∘ D [n, H, C, C] in value's dtype; None for SSD.
+        scores: scale (Q Kᵀ) ∘ D [n, H, C, C] in value's dtype, freed after the sweep; None if the
+            sweep computes it.
+        initial: the initial states [N, H, K, V] of the sweep, fp32; None is zeros.
+        states_before: the state before each chunk [n, H, K, V] in value's dtype; None if backward
+            recomputes it.
     """
 
     inputs: RecurrenceInputs
-    tiles: Tiles
+    chunks: ChunkIndices
     scale: float
-    sums: torch.Tensor
-    solved: torch.Tensor | None = None
-    seen: torch.Tensor | None = None
+    decay_cumsum: torch.Tensor
+    decayed_inverse: torch.Tensor | None = None
+    scores: torch.Tensor | None = None
     initial: torch.Tensor | None = None
-    starts: torch.Tensor | None = None
+    states_before: torch.Tensor | None = None
 
     @property
-    def corrects(self) -> bool:
-        """Whether tokens are corrected by what the state holds already."""
-        return self.solved is not None
+    def delta_rule(self) -> bool:
+        """Whether this is the delta rule, not SSD."""
+        return self.decayed_inverse is not None
 
     @property
-    def sees_ahead(self) -> bool:
-        """Whether scale (Q Kᵀ) ∘ D is made before a sweep, in more memory.
+    def precomputes_scores(self) -> bool:
+        """Whether `seen_kernel` computes scale (Q Kᵀ) ∘ D before a sweep, at the cost of memory.
 
-        The sweeps of the delta rule are long enough without it; with tall keys, or of fp32, they
-        would have no registers for it.
+        It shortens the sequential path of the delta rule. With K above 128 or in fp32 a sweep has
+        no registers left for the product.
         """
-        return self.corrects or self.keys > 128 or self.inputs.value.dtype == torch.float32
+        return self.delta_rule or self.keys > 128 or self.inputs.value.dtype == torch.float32
 
     @property
     def heads(self) -> int:
-        """H."""
+        """Number of heads H of values."""
         return self.inputs.value.shape[1]
 
     @property
     def keys(self) -> int:
-        """K."""
+        """Features K of a key."""
         return self.inputs.key.shape[2]
 
     @property
     def values(self) -> int:
-        """V."""
+        """Features V of a value."""
         return self.inputs.value.shape[2]
 
-    def states(self, dtype: torch.dtype = torch.float32, count: int | None = None) -> torch.Tensor:
-        """Return memory for `count` states [count, H, K, V]; None is one a sequence."""
-        count = self.tiles.sequence_count if count is None else count
+    def new_states(
+        self, dtype: torch.dtype = torch.float32, count: int | None = None
+    ) -> torch.Tensor:
+        """Allocate `count` states [count, H, K, V]; None is one state per sequence."""
+        count = self.chunks.sequence_count if count is None else count
         shape = (count, self.heads, self.keys, self.values)
         return self.inputs.value.new_empty(shape, dtype=dtype)
 
     def arguments(self, columns: int | None = None) -> tuple:
-        """Return what every kernel of the recurrence reads, in the order of its parameters.
+        """Return the leading arguments of the sweep, reverse sweep and gradients kernels, in order.
 
-        `columns` stands in for the features of values. The order is:
-        query, key, value, strength, sums, solved; first, end, begin; scale; the numbers of chunks,
-        heads, heads of a group, features of keys and of values; the strides of query, key, value
-        (token, head) and strength (token, head).
+        They are query, key, value, beta, decay_cumsum, decayed_inverse; the starts, ends and
+        offsets of chunks; scale; the numbers of chunks, heads, heads per group, features of keys
+        and of values (`columns` replaces the latter); the strides (token, head) of query, key,
+        value and beta.
         """
-        query, key, value, _, strength = self.inputs
-        tiles = self.tiles
+        query, key, value, _, beta = self.inputs
+        chunks = self.chunks
         return (
-            *(query, key, value, strength, self.sums),
-            self.sums if self.solved is None else self.solved,
-            *(tiles.first, tiles.end, tiles.begin),
+            *(query, key, value, beta, self.decay_cumsum),
+            self.decay_cumsum if self.decayed_inverse is None else self.decayed_inverse,
+            *(chunks.starts, chunks.ends, chunks.offsets),
             self.scale,
-            *(tiles.count, self.heads, self.heads // key.shape[1], self.keys),
+            *(chunks.count, self.heads, self.heads // key.shape[1], self.keys),
             self.values if columns is None else columns,
-            *(stride for x in (query, key, value, strength) for stride in x.stride()[:2]),
+            *(stride for x in (query, key, value, beta) for stride in x.stride()[:2]),
         )
 
     def constants(self) -> dict[str, object]:
-        """Return the compile-time constants of every kernel of the recurrence."""
+        """Return the compile-time constants that all three kernels share."""
         return {
-            "CORRECTS": self.corrects,
-            "CHUNK": self.tiles.size,
+            "DELTA_RULE": self.delta_rule,
+            "CHUNK": self.chunks.size,
             "KEYS": padded(self.keys),
             "PRECISION": product_precision(self.inputs.value),
         }
@@ -195,12 +196,12 @@ class TritonRecurrence:
     """The gated delta rule, or SSD, as a `Recurrence` of Triton kernels.
 
     Args:
-        corrects: whether a token is corrected by what the state holds: the delta rule.
-        scale: of queries; None is K^-0.5.
+        delta_rule: whether this is the delta rule, not SSD.
+        scale: factor of queries; None is K^-0.5.
         chunk_size: tokens C of a chunk, 16, 32 or 64; in fp32 at most `fp32_chunk`.
     """
 
-    corrects: bool
+    delta_rule: bool
     scale: float | None
     chunk_size: int
 
@@ -209,18 +210,18 @@ class TritonRecurrence:
         inputs = RecurrenceInputs(*map(dense, inputs[:3]), *inputs[3:])
         size = self.chunk_size
         if inputs.value.dtype == torch.float32:
-            size = min(size, fp32_chunk(corrects=self.corrects, keys=inputs.key.shape[-1]))
-        tiles = Tiles.of(sequences, size)
+            size = min(size, fp32_chunk(delta_rule=self.delta_rule, keys=inputs.key.shape[-1]))
+        chunks = ChunkIndices.of(sequences, size)
         scale = inputs.key.shape[-1] ** -0.5 if self.scale is None else self.scale
-        if self.corrects:
+        if self.delta_rule:
             from megatron.core.ops.gated_delta_rule.triton import solve
 
-            sums, solved, seen = solve(inputs, tiles, scale)
-            return PreparedOnDevice(inputs, tiles, scale, sums, solved, seen)
-        from megatron.core.ops.state_space_dual.triton import sum_decays
+            decay_cumsum, decayed_inverse, scores = solve(inputs, chunks, scale)
+            return PreparedOnDevice(inputs, chunks, scale, decay_cumsum, decayed_inverse, scores)
+        from megatron.core.ops.state_space_dual.triton import cumulative_decays
 
-        prepared = PreparedOnDevice(inputs, tiles, scale, sum_decays(inputs.decay, tiles))
-        see(prepared)
+        prepared = PreparedOnDevice(inputs, chunks, scale, cumulative_decays(inputs.decay, chunks))
+        compute_scores(prepared)
         return prepared
 
     def sweep(
@@ -234,49 +235,67 @@ class TritonRecurrence:
         prepared.initial = None if initial is None else initial.float().contiguous()
         value = prepared.inputs.value
         out = torch.empty(value.shape, dtype=value.dtype, device=value.device)
-        last = prepared.states()
+        final_state = prepared.new_states()
         if keep_states:
-            prepared.starts = prepared.states(value.dtype, prepared.tiles.count)
-        sweep(prepared, initial=prepared.initial, out=out, starts=prepared.starts, last=last)
-        prepared.seen = None
-        return out, last
+            prepared.states_before = prepared.new_states(value.dtype, prepared.chunks.count)
+        sweep(
+            prepared,
+            initial=prepared.initial,
+            out=out,
+            states_before=prepared.states_before,
+            final_state=final_state,
+        )
+        prepared.scores = None
+        return out, final_state
 
     def summary(self, prepared: PreparedOnDevice) -> tuple[torch.Tensor, torch.Tensor]:
         """See `Recurrence`."""
-        states = prepared.states()
-        count, heads, keys, _ = states.shape
-        if self.corrects:
-            transition = states.new_empty((count, heads, keys, keys))
-            sweep(prepared, last=states)
-            sweep(prepared, last=transition, without_values=True)
+        added = prepared.new_states()
+        count, heads, keys, _ = added.shape
+        if self.delta_rule:
+            transition = added.new_empty((count, heads, keys, keys))
+            sweep(prepared, final_state=added)
+            sweep(prepared, final_state=transition, without_values=True)
         else:
-            transition = states.new_empty((count, heads, 1, 1))
-            sweep(prepared, last=states, total=transition)
-        return states, transition
+            transition = added.new_empty((count, heads, 1, 1))
+            sweep(prepared, final_state=added, total_decay=transition)
+        return added, transition
 
-    def state_gradient(self, prepared: PreparedOnDevice, grad: torch.Tensor) -> torch.Tensor:
+    def state_gradient(self, prepared: PreparedOnDevice, d_out: torch.Tensor) -> torch.Tensor:
         """See `Recurrence`."""
-        initial = prepared.states()
-        see(prepared)
-        reverse_sweep(prepared, dense(grad), grad_initial=initial)
-        return initial
+        d_initial = prepared.new_states()
+        compute_scores(prepared)
+        reverse_sweep(prepared, dense(d_out), d_initial=d_initial)
+        return d_initial
 
     def backward(
-        self, prepared: PreparedOnDevice, grad: torch.Tensor, grad_last: torch.Tensor | None
+        self, prepared: PreparedOnDevice, d_out: torch.Tensor, d_final: torch.Tensor | None
     ) -> tuple[RecurrenceInputs, torch.Tensor]:
         """See `Recurrence`."""
-        grad, value = dense(grad), prepared.inputs.value
-        starts, ends = prepared.starts, prepared.states(value.dtype, prepared.tiles.count)
+        d_out, value = dense(d_out), prepared.inputs.value
+        states_before, d_states_after = (
+            prepared.states_before,
+            prepared.new_states(value.dtype, prepared.chunks.count),
+        )
         x = torch.empty(value.shape, dtype=value.dtype, device=value.device)
-        initial = prepared.states()
-        if starts is None:
-            starts = torch.empty_like(ends)
-            sweep(prepared, initial=prepared.initial, starts=starts)
-        see(prepared)
-        grad_last = None if grad_last is None else grad_last.float().contiguous()
-        reverse_sweep(prepared, grad, grad_last=grad_last, ends=ends, x=x, grad_initial=initial)
-        prepared.seen = None
-        return gradients(prepared, grad, starts=starts, ends=ends, x=x), initial
+        d_initial = prepared.new_states()
+        if states_before is None:
+            states_before = torch.empty_like(d_states_after)
+            sweep(prepared, initial=prepared.initial, states_before=states_before)
+        compute_scores(prepared)
+        d_final = None if d_final is None else d_final.float().contiguous()
+        reverse_sweep(
+            prepared,
+            d_out,
+            d_final=d_final,
+            d_states_after=d_states_after,
+            x=x,
+            d_initial=d_initial,
+        )
+        prepared.scores = None
+        return gradients(
+            prepared, d_out, states_before=states_before, d_states_after=d_states_after, x=x
+        ), d_initial
 
 
 def sweep(
@@ -284,209 +303,224 @@ def sweep(
     *,
     initial: torch.Tensor | None = None,
     out: torch.Tensor | None = None,
-    starts: torch.Tensor | None = None,
-    last: torch.Tensor | None = None,
-    total: torch.Tensor | None = None,
+    states_before: torch.Tensor | None = None,
+    final_state: torch.Tensor | None = None,
+    total_decay: torch.Tensor | None = None,
     without_values: bool = False,
 ) -> None:
-    """Carry states through all chunks; write what is given memory.
+    """Carry states through all chunks, and write every output that is not None.
 
     Args:
-        prepared: by `TritonRecurrence.prepare`.
-        initial: first states, fp32 [N, H, K, V]; None is zeros.
+        prepared: from `TritonRecurrence.prepare`.
+        initial: initial states, fp32 [N, H, K, V]; None is zeros.
         out: [t, H, V].
-        starts: [n, H, K, V], the state before each chunk, in value's dtype.
-        last: fp32 [N, H, K, V]; [N, H, K, K] without values.
-        total: fp32 [N, H, 1, 1], exp of the decays of each sequence.
-        without_values: begin with the identity and leave values out, so that `last` is M.
+        states_before: [n, H, K, V], the state before each chunk, in value's dtype.
+        final_state: fp32 [N, H, K, V]; [N, H, K, K] without values.
+        total_decay: fp32 [N, H, 1, 1], exp of the sum of the decays of each sequence.
+        without_values: start from the identity and skip values, so that `final_state` is M.
     """
     columns = prepared.keys if without_values else prepared.values
-    narrow = SWEEP if prepared.corrects else SWEEP_DUAL
-    narrow = narrow if prepared.keys <= 128 else SWEEP_TALL
-    launch = launch_of(narrow, SWEEP_WIDE, prepared, columns)
-    units = prepared.tiles.sequence_count * prepared.heads
-    seen, unused = prepared.seen, prepared.sums
-    sweep_kernel[(units * cdiv(columns, launch["BLOCK_V"]),)](
+    launches = SWEEP if prepared.delta_rule else SWEEP_DUAL
+    launches = launches if prepared.keys <= 128 else SWEEP_TALL
+    launch = launch_of(launches, SWEEP_FP32, prepared, columns)
+    states = prepared.chunks.sequence_count * prepared.heads
+    scores, unused = prepared.scores, prepared.decay_cumsum
+    sweep_kernel[(states * cdiv(columns, launch["BLOCK_V"]),)](
         *prepared.arguments(columns),
-        *(unused if x is None else x for x in (seen, initial, out, starts, last, total)),
+        *(
+            unused if x is None else x
+            for x in (scores, initial, out, states_before, final_state, total_decay)
+        ),
         **prepared.constants(),
-        HAS_SEEN=seen is not None,
+        HAS_SCORES=scores is not None,
         HAS_VALUE=not without_values,
         HAS_INITIAL=initial is not None,
         HAS_OUT=out is not None,
-        HAS_STARTS=starts is not None,
-        HAS_LAST=last is not None,
-        HAS_TOTAL=total is not None,
+        HAS_STATES=states_before is not None,
+        HAS_FINAL=final_state is not None,
+        HAS_TOTAL=total_decay is not None,
         **launch,
     )
 
 
 def reverse_sweep(
     prepared: PreparedOnDevice,
-    grad: torch.Tensor,
+    d_out: torch.Tensor,
     *,
-    grad_initial: torch.Tensor,
-    grad_last: torch.Tensor | None = None,
-    ends: torch.Tensor | None = None,
+    d_initial: torch.Tensor,
+    d_final: torch.Tensor | None = None,
+    d_states_after: torch.Tensor | None = None,
     x: torch.Tensor | None = None,
 ) -> None:
-    """Carry the gradients of states back through all chunks; write what is given memory.
+    """Carry the gradients of states back through all chunks, and write every output not None.
 
     Args:
-        prepared: by `TritonRecurrence.prepare`.
-        grad: of the output [t, H, V], its last dimension contiguous.
-        grad_initial: of the first states, fp32 [N, H, K, V].
-        grad_last: of the last states, fp32 [N, H, K, V]; None is zeros.
-        ends, x: those of the states behind chunks [n, H, K, V] and of what tokens write [t, H, V],
-            in value's dtype; both or neither.
+        prepared: from `TritonRecurrence.prepare`.
+        d_out: gradient of the output [t, H, V], its last dimension contiguous.
+        d_initial: written with the gradient of the initial states, fp32 [N, H, K, V].
+        d_final: gradient of the final states, fp32 [N, H, K, V]; None is zeros.
+        d_states_after: written with the gradient of the state after each chunk [n, H, K, V], in
+            value's dtype.
+        x: written with (T ∘ D)ᵀ dv [t, H, V] in value's dtype; None if `d_states_after` is None.
     """
-    narrow = REVERSE if prepared.keys <= 128 else REVERSE_TALL
-    launch = launch_of(narrow, REVERSE_WIDE, prepared, prepared.values)
-    units = prepared.tiles.sequence_count * prepared.heads
-    seen, unused = prepared.seen, prepared.sums
-    reverse_sweep_kernel[(units * cdiv(prepared.values, launch["BLOCK_V"]),)](
+    launches = REVERSE if prepared.keys <= 128 else REVERSE_TALL
+    launch = launch_of(launches, REVERSE_FP32, prepared, prepared.values)
+    states = prepared.chunks.sequence_count * prepared.heads
+    scores, unused = prepared.scores, prepared.decay_cumsum
+    reverse_sweep_kernel[(states * cdiv(prepared.values, launch["BLOCK_V"]),)](
         *prepared.arguments(),
-        *(grad, *grad.stride()[:2]),
-        *(unused if y is None else y for y in (seen, grad_last, ends, x, grad_initial)),
+        *(d_out, *d_out.stride()[:2]),
+        *(unused if y is None else y for y in (scores, d_final, d_states_after, x, d_initial)),
         **prepared.constants(),
-        HAS_SEEN=seen is not None,
-        HAS_GRAD_LAST=grad_last is not None,
-        STORES=ends is not None,
+        HAS_SCORES=scores is not None,
+        HAS_D_FINAL=d_final is not None,
+        STORE_GRADS=d_states_after is not None,
         **launch,
     )
 
 
-def see(prepared: PreparedOnDevice) -> None:
-    """Make scale (Q Kᵀ) ∘ D of all chunks at once where sweeps do not, unless it is there."""
+def compute_scores(prepared: PreparedOnDevice) -> None:
+    """Compute scale (Q Kᵀ) ∘ D of all chunks, unless the sweeps do or it is there already."""
     query, key, value = prepared.inputs[:3]
-    tiles, heads = prepared.tiles, prepared.heads
-    if prepared.seen is not None or not prepared.sees_ahead:
+    chunks, heads = prepared.chunks, prepared.heads
+    if prepared.scores is not None or not prepared.precomputes_scores:
         return
-    prepared.seen = value.new_empty((tiles.count, heads, tiles.size, tiles.size))
-    if tiles.count:
+    prepared.scores = value.new_empty((chunks.count, heads, chunks.size, chunks.size))
+    if chunks.count:
         features = padded(prepared.keys)
-        seen_kernel[(tiles.count * heads,)](
-            *(query, key, prepared.sums, prepared.seen, tiles.first, tiles.end, prepared.scale),
-            *(tiles.count, heads, heads // key.shape[1], prepared.keys),
+        seen_kernel[(chunks.count * heads,)](
+            *(
+                query,
+                key,
+                prepared.decay_cumsum,
+                prepared.scores,
+                chunks.starts,
+                chunks.ends,
+                prepared.scale,
+            ),
+            *(chunks.count, heads, heads // key.shape[1], prepared.keys),
             *query.stride()[:2],
             *key.stride()[:2],
-            CHUNK=tiles.size,
+            CHUNK=chunks.size,
             KEYS=features,
             PRECISION=product_precision(value),
-            **SEEN.pick(value, f"{str(value.dtype)[6:]} C{tiles.size} K{features}"),
+            **SCORES.pick(value, f"{str(value.dtype)[6:]} C{chunks.size} K{features}"),
         )
 
 
 def gradients(
     prepared: PreparedOnDevice,
-    grad: torch.Tensor,
+    d_out: torch.Tensor,
     *,
-    starts: torch.Tensor,
-    ends: torch.Tensor,
+    states_before: torch.Tensor,
+    d_states_after: torch.Tensor,
     x: torch.Tensor,
 ) -> RecurrenceInputs:
     """Return the gradients of the inputs.
 
     Args:
-        prepared: by `TritonRecurrence.prepare`.
-        grad: of the output [t, H, V], its last dimension contiguous.
-        starts, ends, x: from `sweep` and `reverse_sweep`.
+        prepared: from `TritonRecurrence.prepare`.
+        d_out: gradient of the output [t, H, V], its last dimension contiguous.
+        states_before: from `sweep`.
+        d_states_after, x: from `reverse_sweep`.
     """
-    inputs, tiles = prepared.inputs, prepared.tiles
-    if not tiles.count:
+    inputs, chunks = prepared.inputs, prepared.chunks
+    if not chunks.count:
         return RecurrenceInputs(*map(torch.empty_like, inputs))
-    launch = gradients_launch(prepared) | {"HEADS": heads_together(prepared)}
+    launch = gradients_launch(prepared) | {"HEADS": heads_per_program(prepared)}
     tokens, groups, keys = inputs.key.shape
     units = prepared.heads // launch["HEADS"]
-    value, decay, strength = (
+    d_value, d_decay, d_beta = (
         torch.empty(y.shape, dtype=y.dtype, device=y.device) for y in inputs[2:]
     )
-    pair = inputs.key.new_empty((2, tokens, units, keys))  # of query and key
-    recurrence_gradients_kernel[(tiles.count * units,)](
+    d_pair = inputs.key.new_empty((2, tokens, units, keys))  # of query and key
+    recurrence_gradients_kernel[(chunks.count * units,)](
         *prepared.arguments(),
-        *(grad, *grad.stride()[:2]),
-        *(starts, ends, x, *pair, value, decay, strength),
+        *(d_out, *d_out.stride()[:2]),
+        *(states_before, d_states_after, x, *d_pair, d_value, d_decay, d_beta),
         **prepared.constants(),
         VALUES=padded(prepared.values),
-        ROWS=tiles.size * (2 if prepared.corrects else 1),
+        ROWS=chunks.size * (2 if prepared.delta_rule else 1),
         **launch,
     )
-    pair = pair if units == groups else sum_units(pair, groups)
-    return RecurrenceInputs(*pair, value, decay, strength)
+    d_pair = d_pair if units == groups else sum_units(d_pair, groups)
+    return RecurrenceInputs(*d_pair, d_value, d_decay, d_beta)
 
 
 def gradients_launch(prepared: PreparedOnDevice) -> dict[str, int]:
-    """Return how to start the gradients kernel."""
-    sizes = (GRADIENTS, GRADIENTS_TALL)
-    if not prepared.corrects:
-        sizes = (GRADIENTS_DUAL, GRADIENTS_DUAL_TALL)
-    narrow = sizes[prepared.keys > 128]
-    return launch_of(narrow, GRADIENTS_WIDE, prepared, prepared.values)
+    """Return the launch options of the gradients kernel."""
+    candidates = (GRADIENTS, GRADIENTS_TALL)
+    if not prepared.delta_rule:
+        candidates = (GRADIENTS_DUAL, GRADIENTS_DUAL_TALL)
+    launches = candidates[prepared.keys > 128]
+    return launch_of(launches, GRADIENTS_FP32, prepared, prepared.values)
 
 
-def heads_together(prepared: PreparedOnDevice) -> int:
-    """Return how many heads of a group one program of the gradients works on.
+def heads_per_program(prepared: PreparedOnDevice) -> int:
+    """Return the number of heads of a group that one program of the gradients kernel processes.
 
-    As many as leave a large GPU enough programs. From Blackwell on it is one: tensor memory has no
-    room for the accumulators of a loop.
+    It is the largest number that leaves a large GPU enough programs. From Blackwell on it is one:
+    tensor memory has no room for the accumulators of a loop.
     """
     value, shared = prepared.inputs.value, prepared.heads // prepared.inputs.key.shape[1]
     if uses_tensor_memory(value):
         return 1
-    programs = prepared.tiles.count * prepared.heads
-    most = min(shared, gradients_launch(prepared).get("HEADS", shared))
-    fits = (n for n in range(most, 1, -1) if shared % n == 0 and programs // n >= PROGRAMS)
-    return next(fits, 1)
+    programs = prepared.chunks.count * prepared.heads
+    max_heads = min(shared, gradients_launch(prepared).get("HEADS", shared))
+    candidates = (
+        n for n in range(max_heads, 1, -1) if shared % n == 0 and programs // n >= PROGRAMS
+    )
+    return next(candidates, 1)
 
 
-def sum_units(parts: torch.Tensor, groups: int) -> torch.Tensor:
-    """Return [2, t, G, K], the sums over the units of each group, from [2, t, units, K]."""
-    _, tokens, units, keys = parts.shape
-    found = parts.new_empty((2, tokens, groups, keys))
+def sum_units(partials: torch.Tensor, groups: int) -> torch.Tensor:
+    """Sum [2, t, units, K] over the units of each group, to [2, t, G, K]."""
+    _, tokens, units, keys = partials.shape
+    sums = partials.new_empty((2, tokens, groups, keys))
     sum_units_kernel[(2 * tokens * groups,)](
-        *(parts, found, keys, units // groups),
+        *(partials, sums, keys, units // groups),
         UNITS=next_power_of_2(units // groups),
         BLOCK=padded(keys),
         num_warps=1,
     )
-    return found
+    return sums
 
 
 def launch_of(
-    narrow: Launches, wide: Launches, prepared: PreparedOnDevice, columns: int
+    launches_16bit: Launches, launches_fp32: Launches, prepared: PreparedOnDevice, columns: int
 ) -> dict[str, int]:
-    """Return how to start a kernel with tiles of so many columns of values.
+    """Return the launch options of a kernel that processes `columns` columns of values.
 
     Args:
-        narrow, wide: of 16-bit values, and of fp32 ones.
-        prepared: what the kernel works on.
-        columns: no tile is made wider than these need.
+        launches_16bit, launches_fp32: the options for 16-bit values, and for fp32.
+        prepared: the arguments of the kernel.
+        columns: limits BLOCK_V.
     """
     value = prepared.inputs.value
-    kind = wide if value.dtype == torch.float32 else narrow
-    key = f"{str(value.dtype)[6:]} C{prepared.tiles.size} K{padded(prepared.keys)}"
-    launch = kind.pick(value, f"{key} V{padded(columns)}")
+    launches = launches_fp32 if value.dtype == torch.float32 else launches_16bit
+    key = f"{str(value.dtype)[6:]} C{prepared.chunks.size} K{padded(prepared.keys)}"
+    launch = launches.pick(value, f"{key} V{padded(columns)}")
     return launch | {"BLOCK_V": min(launch["BLOCK_V"], padded(columns))}
 
 
-def fp32_chunk(*, corrects: bool, keys: int) -> int:
+def fp32_chunk(*, delta_rule: bool, keys: int) -> int:
     """Return the maximum tokens of a chunk in fp32."""
-    return FP32_CHUNK_DELTA_RULE if corrects or keys > 128 else FP32_CHUNK
+    return FP32_CHUNK_DELTA_RULE if delta_rule or keys > 128 else FP32_CHUNK
 
 
 def product_precision(value: torch.Tensor) -> str:
-    """Return how kernels multiply: fp32 by three products on tensor cores, 16 bits by one.
+    """Return the `input_precision` of products: fp32 takes three TF32 products, 16 bits one.
 
-    Without tensor cores products of fp32 fill the registers many times over.
+    IEEE fp32 products do not use tensor cores, and spill registers heavily.
     """
     return "tf32x3" if value.dtype == torch.float32 else "ieee"
 
 
 def dense(x: torch.Tensor) -> torch.Tensor:
-    """Return x with a contiguous last dimension; slices of a wider tensor stay views."""
+    """Return x with a contiguous last dimension, copied only if it has a strided one."""
     return x if x.stride(-1) == 1 else x.contiguous()
 
 
 def padded(features: int) -> int:
-    """Return the columns of a tile that holds so many features."""
+    """Return `features` rounded up to the columns of a tile: a power of two, at least 16."""
     return max(16, next_power_of_2(features))

@@ -1,20 +1,20 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The gated delta rule: a state per head that fades, is corrected by each token, and is read.
+"""The gated delta rule: a state per head, which each token decays, corrects and reads.
 
-In plain torch, the definition and the CPU's path, it goes chunk by chunk.
+The plain torch version is the specification and the CPU path. It processes chunks of tokens.
 
 Chunk form (Yang et al. 2024, arXiv 2412.06464, section 3), per chunk of C tokens and value head,
-with G_i the decay summed up to token i, D_ij = exp(G_i - G_j) for i >= j else 0, B = diag(beta),
-Γ = diag(exp(G)), e = diag(exp(G_C - G)), and queries that hold their scale:
+with G_i the cumulative decay up to token i, D_ij = exp(G_i - G_j) for i >= j else 0,
+B = diag(beta), Γ = diag(exp(G)), e = diag(exp(G_C - G)), and the scale included in the queries:
 
     T = (I + tril(B K Kᵀ, -1))⁻¹    W = T B K           U = (T ∘ D) B V     P = Q Kᵀ ∘ D
     M = exp(G_C) (I - Kᵀ W)         X = (e K)ᵀ U
     S_next = M S + X                O = Γ (Q - tril(Q Kᵀ) W) S + P U
 
-So all but `M S + X` is done for all chunks and heads at once. The inverse, by a triangular solve,
-has no decay in it: those of a path from token to token multiply to D, and on the way from the state
-before the chunk to Γ. Backward, given dO and the gradients dS of the states behind the chunks, with
-V' = U - Γ W S what the tokens change states by:
+All terms but `M S + X` are computed for all chunks and heads at once. The inverse, by a triangular
+solve, contains no decay: the decays along a path of tokens multiply to an entry of D, and the
+decays from the start of the chunk to Γ. Backward, given dO and the gradients dS of the states after
+the chunks, with the new values V' = U - Γ W S:
 
     dV' = Pᵀ dO + e K dS            x = (T ∘ D)ᵀ dV'
     Z = (dO V'ᵀ) ∘ D                N = tril((x V'ᵀ) ∘ D, -1)
@@ -22,10 +22,10 @@ V' = U - Γ W S what the tokens change states by:
     dK = w - β f                    w = Zᵀ Q - (B N)ᵀ K + e V' dSᵀ
     dV = β x                        dβ = x · v - f · k
 
--β f is the gradient of a key where it reads the state, w where it writes to it. A decay acts on
-whatever is read behind it and was written before it, and its gradient is the sum of these terms.
-It could be had from Q · dQ and K · dK alone, but by differences of sums that no decay acts on:
-their rounding is more than the gradient of a strong decay.
+-β f is the gradient of a key as a reader of the state, w as a writer. A decay scales every read
+after it of every write before it, and its gradient sums all such terms. Q · dQ and K · dK
+would give it as a difference of sums whose common terms no decay scales, but the rounding error of
+these sums exceeds the gradient of a strong decay.
 """
 
 from __future__ import annotations
@@ -47,13 +47,13 @@ from megatron.core.ops.recurrence import (
     check_initial,
     check_inputs,
     check_slots,
+    decay_cumsum,
     decay_differences,
-    decay_sums,
-    in_two_parts,
+    difference_factors,
     recur,
-    without_clamped,
+    zero_clamped_grad,
 )
-from megatron.core.ops.recurrence_by_device import ByDevice
+from megatron.core.ops.recurrence_by_device import DeviceDispatchedRecurrence
 from megatron.core.ops.sequences import Chunks, Sequences, require_sequences
 
 __all__ = ["delta_recurrence", "gated_delta_rule", "gated_delta_step"]
@@ -65,8 +65,8 @@ def delta_recurrence(
     """Return the gated delta rule as the local operations of a recurrence.
 
     Args:
-        scale: of queries; None is K^-0.5.
-        chunk_size: tokens that are worked out at once.
+        scale: factor of queries; None is K^-0.5.
+        chunk_size: tokens of a chunk.
         implementation: "reference", "triton" or None (by device and sizes).
 
     Raises:
@@ -74,11 +74,11 @@ def delta_recurrence(
     """
     if chunk_size < 1:
         raise ValueError(f"gated_delta_rule: chunk_size {chunk_size}: use 1 or more")
-    return ByDevice(
+    return DeviceDispatchedRecurrence(
         op="gated_delta_rule",
         reference=DeltaRecurrence(scale, chunk_size),
-        kept=PreparedDeltaRule,
-        corrects=True,
+        prepared_type=PreparedDeltaRule,
+        delta_rule=True,
         scale=scale,
         chunk_size=chunk_size,
         implementation=implementation,
@@ -108,21 +108,21 @@ def gated_delta_rule(
         value: [t, Hv, V].
         decay: [t, Hv], logarithms, at most 0; fp32 or wider.
         beta: [t, Hv], from 0 to 1.
-        sequences: where they begin and end.
-        initial: [N, Hv, K, V], the first states; None is zeros.
+        sequences: the boundaries of the t tokens.
+        initial: [N, Hv, K, V], the initial states; None is zeros.
         implementation: "reference", "triton" or None (by device and sizes).
 
     Returns:
-        (out [t, Hv, V] in value's dtype, last states [N, Hv, K, V] in fp32, or fp64 of fp64).
+        (out [t, Hv, V] in value's dtype, final states [N, Hv, K, V] in fp32, or fp64 for fp64).
 
     Raises:
-        ValueError: shapes or dtypes that do not fit, an implementation that cannot take them.
+        ValueError: incompatible shapes or dtypes, or an implementation that does not support them.
     """
     op = "gated_delta_rule"
     inputs = RecurrenceInputs(query, key, value, decay, beta)
     require_sequences(op, sequences)
     sequences.check(op, query=query, key=key, value=value, decay=decay, beta=beta)
-    check_inputs(op, inputs, strength="beta")
+    check_inputs(op, inputs, beta_name="beta")
     check_initial(op, inputs, initial, count=sequences.count)
     recurrence = delta_recurrence(implementation=implementation)
     return recur(recurrence, inputs, sequences, initial=initial)
@@ -140,26 +140,26 @@ def gated_delta_step(
     slots: torch.Tensor,
     scale: float | None = None,
 ) -> torch.Tensor:
-    """Run the gated delta rule for one more token of each row, in place; not differentiable.
+    """Run the gated delta rule for one new token per row, in place; not differentiable.
 
     Args:
         query, key: [b, Hk, K], of length 1.
         value: [b, Hv, V].
         decay, beta: [b, Hv].
-        state: [slots, Hv, K, V], changed in the rows that `slots` names.
-        slots: int64 [b], each row's state, none twice; -1 is a padding row: whatever it holds, its
-            output is zero and no state is touched.
-        scale: of queries; None is K^-0.5.
+        state: [slots, Hv, K, V], updated at the indices in `slots`.
+        slots: int64 [b], index of each row's state, without duplicates; -1 is a padding row, whose
+            output is zero and which touches no state. Its inputs may be NaN.
+        scale: factor of queries; None is K^-0.5.
 
     Returns:
         out [b, Hv, V] in value's dtype.
 
     Raises:
-        ValueError: shapes or dtypes that do not fit.
+        ValueError: incompatible shapes or dtypes.
     """
     op = "gated_delta_step"
     inputs = RecurrenceInputs(query, key, value, decay, beta)
-    check_inputs(op, inputs, strength="beta")
+    check_inputs(op, inputs, beta_name="beta")
     check_slots(op, inputs, state=state, slots=slots)
     if scale is not None and not scale > 0:
         raise ValueError(f"{op}: scale {scale}: use more than 0, or None")
@@ -168,20 +168,20 @@ def gated_delta_step(
 
 # --- reference: plain torch
 
-# What has faded below this is nothing beside the rounding of what has not. Products of two such
-# numbers would be denormal, which processors multiply a hundred times slower.
+# Exponents below this give 0: smaller decays vanish in the rounding error of the others, and
+# products of two such numbers would be denormal, which a CPU multiplies a hundred times slower.
 SMALLEST_EXPONENT = MappingProxyType({torch.float32: -40.0, torch.float64: -300.0})
 
 
 class DeltaRuleChunks:
-    """m chunks of C tokens, each part made at first use; H = G · r heads of values.
+    """The terms of m chunks of C tokens, each computed at first use; H = G · r heads of values.
 
     Args:
-        grids: the inputs of these chunks, [m, C, ...], zero where a sequence has ended.
-        scale: of queries.
-        dtype: to compute in.
-        inverse: T [m, H, C, C], or where to write it; None is new memory.
-        is_solved: whether `inverse` is T already.
+        grids: the inputs of the chunks, [m, C, ...], zero after the end of a sequence.
+        scale: factor of queries.
+        dtype: the dtype of all terms.
+        inverse: T [m, H, C, C], or the buffer for it; None allocates one.
+        is_solved: whether `inverse` contains T already.
     """
 
     def __init__(
@@ -196,17 +196,19 @@ class DeltaRuleChunks:
         count, self.size, self.groups, self.keys = grids.key.shape
         self.heads, self.values = grids.value.shape[2:]
         self.shared, self.scale = self.heads // self.groups, scale
-        # Queries above keys [m, G, 2C, K]: most products are with both.
+        # Queries stacked on keys [m, G, 2C, K]: most products need both.
         self.pair = grids.key.new_empty((count, self.groups, 2 * self.size, self.keys), dtype=dtype)
         self.query, self.key = self.pair.split(self.size, 2)
-        self.query.copy_(grids.query.transpose(1, 2)).mul_(scale)  # widened, then scaled
+        self.query.copy_(grids.query.transpose(1, 2)).mul_(
+            scale
+        )  # scaled in the accumulation dtype
         self.key.copy_(grids.key.transpose(1, 2))
         self.value = _heads(grids.value, dtype)  # [m, H, C, V]
-        self.beta = _heads(grids.strength, dtype)  # [m, H, C]
+        self.beta = _heads(grids.beta, dtype)  # [m, H, C]
         self.decay = grids.decay.transpose(1, 2)  # [m, H, C]
-        total = decay_sums(self.decay)  # G; of few numbers
-        self.total, self.growth = total, _power(total.to(dtype, copy=True))  # Γ
-        self.left = _power((total[..., -1:] - total).to(dtype))  # e
+        cumsum = decay_cumsum(self.decay)  # G in fp64; a small tensor
+        self.cumsum, self.decay_from_start = cumsum, _power(cumsum.to(dtype, copy=True))  # Γ
+        self.decay_to_end = _power((cumsum[..., -1:] - cumsum).to(dtype))  # e
         self._inverse, self._is_solved = inverse, is_solved
 
     def by_group(self, x: torch.Tensor) -> torch.Tensor:
@@ -214,26 +216,29 @@ class DeltaRuleChunks:
         return x.unflatten(1, (self.groups, self.shared))
 
     def shared_by(self, x: torch.Tensor) -> torch.Tensor:
-        """Return x [m, G, a, b] for each head, [m, H, a, b]; a copy where heads share."""
+        """Return x [m, G, a, b] repeated for each head, [m, H, a, b]; x itself if r is 1."""
         if self.shared == 1:
             return x
         return x.repeat_interleave(self.shared, 1)
 
     @cached_property
-    def falls(self) -> torch.Tensor:
-        """D [m, H, C, C]; masked before the exponential, which would be infinite above."""
-        found = decay_differences(*in_two_parts(self.total.flatten(0, 1), self.beta.dtype))
-        return _power(found).view(*self.beta.shape, self.size)
+    def decay_mask(self) -> torch.Tensor:
+        """D [m, H, C, C]."""
+        # Masked before the exponential, which overflows above the diagonal.
+        exponents = decay_differences(
+            *difference_factors(self.cumsum.flatten(0, 1), self.beta.dtype)
+        )
+        return _power(exponents).view(*self.beta.shape, self.size)
 
     @cached_property
-    def raw(self) -> torch.Tensor:
+    def gram(self) -> torch.Tensor:
         """[Q Kᵀ ; K Kᵀ] [m, G, 2C, C]."""
         return product(self.pair, self.key.mT)
 
     @cached_property
-    def seen(self) -> torch.Tensor:
+    def scores(self) -> torch.Tensor:
         """P = Q Kᵀ ∘ D [m, H, C, C]."""
-        return (self.raw[:, :, None, : self.size] * self.by_group(self.falls)).flatten(1, 2)
+        return (self.gram[:, :, None, : self.size] * self.by_group(self.decay_mask)).flatten(1, 2)
 
     @cached_property
     def inverse(self) -> torch.Tensor:
@@ -241,9 +246,9 @@ class DeltaRuleChunks:
         if self._is_solved:
             return self._inverse
         beta = self.by_group(self.beta)[..., None]
-        lower = (self.raw[:, :, None, self.size :] * beta).flatten(1, 2)
+        lower = (self.gram[:, :, None, self.size :] * beta).flatten(1, 2)
         identity = torch.eye(self.size, dtype=lower.dtype, device=lower.device)
-        # Of `lower` only what is below the diagonal is read.
+        # The solve reads only the entries of `lower` below the diagonal.
         return torch.linalg.solve_triangular(
             lower,
             identity.expand_as(lower),
@@ -253,128 +258,134 @@ class DeltaRuleChunks:
         )
 
     @cached_property
-    def faded_inverse(self) -> torch.Tensor:
+    def decayed_inverse(self) -> torch.Tensor:
         """T ∘ D [m, H, C, C]."""
-        return self.inverse * self.falls
+        return self.inverse * self.decay_mask
 
     @cached_property
-    def given(self) -> torch.Tensor:
+    def u(self) -> torch.Tensor:
         """U [m, H, C, V]."""
-        return product(self.faded_inverse, self.value * self.beta[..., None])
+        return product(self.decayed_inverse, self.value * self.beta[..., None])
 
     @cached_property
-    def returned(self) -> torch.Tensor:
+    def neg_w(self) -> torch.Tensor:
         """-W [m, H, C, K]."""
         factor = self.by_group(self.beta.neg())[..., None]
         return product(self.inverse, (self.key[:, :, None] * factor).flatten(1, 2))
 
     @cached_property
-    def written(self) -> torch.Tensor:
-        """E K [m, H, C, K]."""
-        return (self.key[:, :, None] * self.by_group(self.left)[..., None]).flatten(1, 2)
+    def k_decayed(self) -> torch.Tensor:
+        """e K [m, H, C, K]."""
+        return (self.key[:, :, None] * self.by_group(self.decay_to_end)[..., None]).flatten(1, 2)
 
     @cached_property
-    def added(self) -> torch.Tensor:
+    def addend(self) -> torch.Tensor:
         """X [m, H, K, V]."""
-        return product(self.written.mT, self.given)
+        return product(self.k_decayed.mT, self.u)
 
     @cached_property
     def transition(self) -> torch.Tensor:
         """M [m, H, K, K]."""
-        found = product(self.shared_by(self.key).mT, self.returned)
-        found.diagonal(0, -2, -1).add_(1.0)
-        return found.mul_(self.growth[..., -1:, None])
+        matrix = product(self.shared_by(self.key).mT, self.neg_w)
+        matrix.diagonal(0, -2, -1).add_(1.0)
+        return matrix.mul_(self.decay_from_start[..., -1:, None])
 
     @cached_property
-    def readers(self) -> torch.Tensor:
+    def q_state(self) -> torch.Tensor:
         """Γ (Q - tril(Q Kᵀ) W) [m, H, C, K]."""
-        found = product(self.shared_by(self.raw[:, :, : self.size].tril()), self.returned)
-        self.by_group(found).add_(self.query[:, :, None])
-        return found.mul_(self.growth[..., None])
+        queries = product(self.shared_by(self.gram[:, :, : self.size].tril()), self.neg_w)
+        self.by_group(queries).add_(self.query[:, :, None])
+        return queries.mul_(self.decay_from_start[..., None])
 
-    def out(self, starts: torch.Tensor) -> torch.Tensor:
+    def out(self, states_before: torch.Tensor) -> torch.Tensor:
         """Return O [m, H, C, V] from the states before the chunks."""
-        return add_product_(product(self.seen, self.given), self.readers, starts)
+        return add_product_(product(self.scores, self.u), self.q_state, states_before)
 
     def gradients(
-        self, pulls: torch.Tensor, starts: torch.Tensor, ends: torch.Tensor
+        self, d_out_x: torch.Tensor, states_before: torch.Tensor, d_states_after: torch.Tensor
     ) -> RecurrenceInputs:
         """Return the gradients of the inputs, head by head [m, H or G, C, ...].
 
         Args:
-            pulls: [m, H, 2C, V], dO above; below is room for x.
-            starts: the states before the chunks.
-            ends: the gradients of those behind them.
+            d_out_x: [m, H, 2C, V], dO in the upper half; x is written to the lower half.
+            states_before: the states before the chunks.
+            d_states_after: the gradients of the states after the chunks.
         """
         size, beta = self.size, self.beta[..., None]
-        returned = self.returned * self.growth[..., None]
-        changes = add_product_(self.given, returned, starts)  # V'
-        grad, x = pulls.split(size, 2)
-        pulled = add_product_(product(self.seen.mT, grad), self.written, ends)  # dV'
-        x.copy_(product(self.faded_inverse.mT, pulled))
-        reads = product(pulls, starts.mT)  # of states
-        reads.unflatten(2, (2, size)).mul_(self.growth[:, :, None, :, None])
-        along = torch.linalg.vecdot(self.by_group(reads), self.pair[:, :, None]).flatten(1, 2)
-        along_query, along_key = along.split(size, -1)
-        within = product(pulls, changes.mT)  # [Z ; N]
-        halves = within.unflatten(2, (2, size)).mul_(self.falls[:, :, None])
-        halves[:, :, 1].diagonal(0, -2, -1).zero_()
-        pairs = (self.by_group(within) * self.raw[:, :, None]).flatten(1, 2)
-        grad_beta = (
-            torch.linalg.vecdot(x, self.value).sub_(along_key).sub_(pairs[:, :, size:].sum(-1))
+        neg_w_decayed = self.neg_w * self.decay_from_start[..., None]
+        v_new = add_product_(self.u, neg_w_decayed, states_before)  # V'
+        d_out, x = d_out_x.split(size, 2)
+        dv = add_product_(product(self.scores.mT, d_out), self.k_decayed, d_states_after)  # dV'
+        x.copy_(product(self.decayed_inverse.mT, dv))
+        d_reads = product(d_out_x, states_before.mT)  # dO Sᵀ, x Sᵀ
+        d_reads.unflatten(2, (2, size)).mul_(self.decay_from_start[:, :, None, :, None])
+        from_start = torch.linalg.vecdot(self.by_group(d_reads), self.pair[:, :, None]).flatten(
+            1, 2
         )
-        # The heads of a group stand above each other.
-        rows = reads.view(-1, self.shared * 2 * size, self.keys)
-        rows.baddbmm_(within.view(*rows.shape[:2], size), self.key.flatten(0, 1))
-        grad_query, faded = reads.split(size, 2)  # dQ, f
-        written = product(changes, ends.mT).mul_(self.left[..., None])  # e V' dSᵀ
-        left = torch.linalg.vecdot(written, self.shared_by(self.key))
-        grad_decay = self._decay_gradient(along_query - along_key * self.beta, pairs, left)
-        grad_decay += (
-            torch.linalg.vecdot(starts, ends).sum(-1).mul_(self.growth[..., -1])[..., None]
+        query_terms, key_terms = from_start.split(size, -1)
+        d_scores = product(d_out_x, v_new.mT)  # [Z ; N]
+        score_halves = d_scores.unflatten(2, (2, size)).mul_(self.decay_mask[:, :, None])
+        score_halves[:, :, 1].diagonal(0, -2, -1).zero_()
+        pairs = (self.by_group(d_scores) * self.gram[:, :, None]).flatten(1, 2)
+        d_beta = torch.linalg.vecdot(x, self.value).sub_(key_terms).sub_(pairs[:, :, size:].sum(-1))
+        # The heads of a group share K, so their rows are stacked for one product.
+        flat_reads = d_reads.view(-1, self.shared * 2 * size, self.keys)
+        flat_reads.baddbmm_(d_scores.view(*flat_reads.shape[:2], size), self.key.flatten(0, 1))
+        d_query, f = d_reads.split(size, 2)  # dQ, f
+        d_key_writes = product(v_new, d_states_after.mT).mul_(
+            self.decay_to_end[..., None]
+        )  # e V' dSᵀ
+        to_end = torch.linalg.vecdot(d_key_writes, self.shared_by(self.key))
+        d_decay = self._decay_gradient(query_terms - key_terms * self.beta, pairs, to_end)
+        d_decay += (
+            torch.linalg.vecdot(states_before, d_states_after)
+            .sum(-1)
+            .mul_(self.decay_from_start[..., -1])[..., None]
         )
-        within[:, :, size:].mul_(beta.neg())
-        add_product_(written, within.mT, self.shared_by(self.pair))  # w
-        grad_key = written.addcmul_(faded, beta, value=-1)
+        d_scores[:, :, size:].mul_(beta.neg())
+        add_product_(d_key_writes, d_scores.mT, self.shared_by(self.pair))  # w
+        d_key = d_key_writes.addcmul_(f, beta, value=-1)
         if self.shared > 1:
-            grad_query, grad_key = (self.by_group(y).sum(2) for y in (grad_query, grad_key))
+            d_query, d_key = (self.by_group(y).sum(2) for y in (d_query, d_key))
         return RecurrenceInputs(
-            query=grad_query * self.scale,
-            key=grad_key,
+            query=d_query * self.scale,
+            key=d_key,
             value=x * beta,
-            decay=without_clamped(grad_decay, self.decay),
-            strength=grad_beta,
+            decay=zero_clamped_grad(d_decay, self.decay),
+            beta=d_beta,
         )
 
     def _decay_gradient(
-        self, reads: torch.Tensor, pairs: torch.Tensor, left: torch.Tensor
+        self, from_start: torch.Tensor, pairs: torch.Tensor, to_end: torch.Tensor
     ) -> torch.Tensor:
-        """Return what decays between tokens, the first state and the last state contribute.
+        """Return the gradient of decays, without the term from the initial to the final state.
 
-        Only terms that a decay acts on are added up, each once: a difference of larger sums would
-        leave their rounding, which is more than the gradient of a strong decay.
+        Each term is added once, to the decays that scale it. A difference of larger sums would be
+        cheaper, but its rounding error exceeds the gradient of a strong decay.
 
         Args:
-            reads: [m, H, C], of token i reading the first state: acted on by decays up to i.
-            pairs: [m, H, 2C, C], of i reading what j wrote, by queries and keys: those from j + 1
-                to i. It is overwritten.
-            left: [m, H, C], of what j wrote and is left at the end: those from j + 1 on.
+            from_start: [m, H, C], token i reads the initial state, which decays up to i scale.
+            pairs: [m, H, 2C, C], token i reads the write of token j, by its query and by its key;
+                decays j + 1 to i scale it. Overwritten.
+            to_end: [m, H, C], the write of token j in the final state; decays from j + 1 on scale
+                it.
         """
         by_query, by_key = pairs.split(self.size, 2)
         by_query.addcmul_(by_key, self.beta[..., None], value=-1)  # [i, j]
-        behind = by_query.new_ones((self.size, self.size)).triu_()  # [t, i]: i >= t
-        flat = by_query.flatten(0, 1)
-        over = torch.bmm(behind.expand(flat.shape), flat)  # [t, j]
-        over.mul_(behind.new_ones(behind.shape).tril_(-1))  # j < t
-        found = over.sum(-1).view(reads.shape).add_(reads.flip(-1).cumsum(-1).flip(-1))
-        found[..., 1:] += left.cumsum(-1)[..., :-1]
-        return found
+        upper = by_query.new_ones((self.size, self.size)).triu_()  # [t, i]: i >= t
+        flat_pairs = by_query.flatten(0, 1)
+        suffix_sums = torch.bmm(upper.expand(flat_pairs.shape), flat_pairs)  # [t, j]
+        suffix_sums.mul_(upper.new_ones(upper.shape).tril_(-1))  # j < t
+        d_decay = suffix_sums.sum(-1).view(from_start.shape)
+        d_decay.add_(from_start.flip(-1).cumsum(-1).flip(-1))
+        d_decay[..., 1:] += to_end.cumsum(-1)[..., :-1]
+        return d_decay
 
 
 def product(left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
     """Multiply [m, H, a, b] by [m, H, b, c] in one batch, without copies."""
-    found = torch.bmm(*_flat(left, right))
-    return found.view(*left.shape[:2], *found.shape[1:])
+    flat_product = torch.bmm(*_flat(left, right))
+    return flat_product.view(*left.shape[:2], *flat_product.shape[1:])
 
 
 def add_product_(total: torch.Tensor, left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
@@ -384,9 +395,9 @@ def add_product_(total: torch.Tensor, left: torch.Tensor, right: torch.Tensor) -
 
 
 def _power(exponent: torch.Tensor) -> torch.Tensor:
-    """Return exp of exponents at most 0, in place; zero from `SMALLEST_EXPONENT` on.
+    """Return exp of exponents at most 0, in place; zero from `SMALLEST_EXPONENT` down.
 
-    Exponentials of -inf, or that are denormal, take ten to two hundred times as long as others.
+    exp is ten to two hundred times slower where its argument is -inf or its result denormal.
     """
     floor = SMALLEST_EXPONENT[exponent.dtype]
     return torch.threshold_(exponent.clamp_(min=floor).exp_(), 2 * math.exp(floor), 0.0)
@@ -405,16 +416,16 @@ def _heads(grid: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
 def step(
     inputs: RecurrenceInputs, *, state: torch.Tensor, slots: torch.Tensor, scale: float | None
 ) -> torch.Tensor:
-    """Change the states of `slots` by one token a row; return what is read from them.
+    """Update the states at `slots` by one token per row, in place; return the outputs.
 
-    The host never waits. A padding row works on a copy of nothing, and writes what the first row
-    with a slot writes, to the same place.
+    The host never waits. A padding row repeats the first row with a slot, and writes the same
+    values to the same slot; if there is none, it writes back the state that it read.
 
     Args:
         inputs: [b, ...].
         state: [slots, Hv, K, V].
         slots: int64 [b]; -1 is a padding row.
-        scale: of queries; None is K^-0.5.
+        scale: factor of queries; None is K^-0.5.
 
     Returns:
         out [b, Hv, V] in value's dtype, zero in padding rows.
@@ -422,57 +433,57 @@ def step(
     query, key, value, decay, beta = inputs
     if not value.shape[0]:
         return torch.zeros_like(value)
-    wide = accumulation_dtype(value.dtype)
+    dtype = accumulation_dtype(value.dtype)
     shared = value.shape[1] // key.shape[1]
-    query, key = (x.to(wide).repeat_interleave(shared, 1).unsqueeze(2) for x in (query, key))
+    query, key = (x.to(dtype).repeat_interleave(shared, 1).unsqueeze(2) for x in (query, key))
     query = query * (key.shape[-1] ** -0.5 if scale is None else scale)  # [b, Hv, 1, K]
-    alive = slots >= 0
-    first = alive.to(torch.uint8).argmax()  # 0 if there is none
-    row = torch.arange(slots.shape[0], device=slots.device)
-    source = torch.where(alive, row, first)
-    place = slots.index_select(0, source).clamp_(min=0)
-    old = state.index_select(0, place)
-    kept = old.to(wide) * decay.to(wide).exp()[..., None, None].index_select(0, source)
+    is_active = slots >= 0
+    first_row = is_active.to(torch.uint8).argmax()  # 0 if there is none
+    rows = torch.arange(slots.shape[0], device=slots.device)
+    source = torch.where(is_active, rows, first_row)
+    slot_index = slots.index_select(0, source).clamp_(min=0)
+    old_state = state.index_select(0, slot_index)
+    decayed = old_state.to(dtype) * decay.to(dtype).exp()[..., None, None].index_select(0, source)
     key = key.index_select(0, source)
-    delta = value.to(wide).index_select(0, source).unsqueeze(2) - key @ kept  # [b, Hv, 1, V]
-    delta = delta * beta.to(wide)[..., None, None].index_select(0, source)
-    new = torch.addcmul(kept, key.mT, delta)
-    out = (query.index_select(0, source) @ new).squeeze(2).to(value.dtype)
-    state[place] = torch.where(alive.any(), new.to(state.dtype), old)
-    return torch.where(alive[:, None, None], out, 0)
+    delta = value.to(dtype).index_select(0, source).unsqueeze(2) - key @ decayed  # [b, Hv, 1, V]
+    delta = delta * beta.to(dtype)[..., None, None].index_select(0, source)
+    new_state = torch.addcmul(decayed, key.mT, delta)
+    out = (query.index_select(0, source) @ new_state).squeeze(2).to(value.dtype)
+    state[slot_index] = torch.where(is_active.any(), new_state.to(state.dtype), old_state)
+    return torch.where(is_active[:, None, None], out, 0)
 
 
-# Elements of one part of a block, e.g. its values: so many that products keep all threads busy, so
-# few that the twenty or so parts of the next block find their memory in place.
+# Elements of one term of a block, such as its values: enough to keep all threads of a product busy,
+# few enough that the memory of the twenty or so terms stays in the cache for the next block.
 ELEMENTS_IN_CACHE = 1 << 20
 
 
 @dataclass
 class PreparedDeltaRule:
-    """What `DeltaRecurrence` keeps from one operation to the next.
+    """State of a `DeltaRecurrence` between its operations.
 
     Args:
-        inputs: as they were given.
-        sequences: of their tokens.
-        inverse: T [n, H, C, C], from a sweep on.
-        starts: [n, H, K, V], the state before each chunk, from a sweep on.
+        inputs: the inputs.
+        sequences: the boundaries of the tokens.
+        inverse: T [n, H, C, C], set by `sweep`.
+        states_before: [n, H, K, V], the state before each chunk, set by `sweep`.
     """
 
     inputs: RecurrenceInputs
     sequences: Sequences
     inverse: torch.Tensor | None = None
-    starts: torch.Tensor | None = None
+    states_before: torch.Tensor | None = None
 
 
 @dataclass(frozen=True)
 class DeltaRecurrence:
     """The gated delta rule as a `Recurrence`.
 
-    Beside the inputs it keeps T and the state before each chunk; what one product of a batch gives
-    is made again.
+    It saves the inputs, T and the state before each chunk; backward recomputes the other terms,
+    which take one batched product each.
 
     Args:
-        scale: of queries; None is K^-0.5.
+        scale: factor of queries; None is K^-0.5.
         chunk_size: tokens C of a chunk.
     """
 
@@ -480,7 +491,7 @@ class DeltaRecurrence:
     chunk_size: int = CHUNK_SIZE
 
     def prepare(self, inputs: RecurrenceInputs, sequences: Sequences) -> PreparedDeltaRule:
-        """See `Recurrence`; everything waits for the sweep, to go through a cache once."""
+        """See `Recurrence`; the sweep computes every term, while its block is in the cache."""
         return PreparedDeltaRule(inputs, sequences)
 
     def sweep(
@@ -491,69 +502,71 @@ class DeltaRecurrence:
         keep_states: bool = False,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """See `Recurrence`."""
-        del keep_states  # they are always kept
-        work = _Work(self, prepared)
-        value = work.grids.value
-        states = Sweep(work.chunks, work.states_or_zeros(initial))
+        del keep_states  # the states are always saved
+        call = _ChunkedCall(self, prepared)
+        value = call.grids.value
+        states = Sweep(call.chunks, call.states_or_zeros(initial))
         out = value.new_empty(value.shape)
-        # Its columns lie next to each other: so triangular solves give them.
-        size = work.chunks.size
-        inverse = value.new_empty((len(value), work.heads, size, size), dtype=work.dtype).mT
-        for where in work.blocks():
-            block = work.block(where, inverse[where])
-            states.through(where, block.transition, block.added)
-            out[where] = block.out(states.starts[where]).transpose(1, 2)
-        prepared.inverse, prepared.starts = inverse, states.starts
-        return work.chunks.from_chunks(out), states.last()
+        # Column-major, as the triangular solve writes it without a copy.
+        size = call.chunks.size
+        inverse = value.new_empty((len(value), call.heads, size, size), dtype=call.dtype).mT
+        for span in call.blocks():
+            block = call.block(span, inverse[span])
+            states.advance(span, block.transition, block.addend)
+            out[span] = block.out(states.states_before[span]).transpose(1, 2)
+        prepared.inverse, prepared.states_before = inverse, states.states_before
+        return call.chunks.from_chunks(out), states.final()
 
     def summary(self, prepared: PreparedDeltaRule) -> tuple[torch.Tensor, torch.Tensor]:
         """See `Recurrence`."""
-        work = _Work(self, prepared)
-        added = Sweep(work.chunks, work.states_or_zeros(None))
-        keys = work.grids.key.shape[-1]
-        identity = torch.eye(keys, dtype=work.dtype, device=work.grids.key.device)
-        shape = (work.chunks.sequence_count, work.heads, keys, keys)
-        chained = Sweep(work.chunks, identity.expand(shape))
-        for where in work.blocks():
-            block = work.block(where)
-            added.through(where, block.transition, block.added)
-            chained.through(where, block.transition, None)
-        return added.last(), chained.last()
+        call = _ChunkedCall(self, prepared)
+        local = Sweep(call.chunks, call.states_or_zeros(None))
+        keys = call.grids.key.shape[-1]
+        identity = torch.eye(keys, dtype=call.dtype, device=call.grids.key.device)
+        shape = (call.chunks.sequence_count, call.heads, keys, keys)
+        transitions = Sweep(call.chunks, identity.expand(shape))
+        for span in call.blocks():
+            block = call.block(span)
+            local.advance(span, block.transition, block.addend)
+            transitions.advance(span, block.transition, None)
+        return local.final(), transitions.final()
 
-    def state_gradient(self, prepared: PreparedDeltaRule, grad: torch.Tensor) -> torch.Tensor:
+    def state_gradient(self, prepared: PreparedDeltaRule, d_out: torch.Tensor) -> torch.Tensor:
         """See `Recurrence`."""
-        work = _Work(self, prepared)
-        grids = work.chunks.to_chunks(grad).transpose(1, 2)  # [n, H, C, V]
-        grads = SweepBack(work.chunks, work.states_or_zeros(None))
-        for where in reversed(work.blocks()):
-            block = work.block(where)
-            pulled = product(block.readers.mT, grids[where].to(work.dtype))
-            grads.through(where, block.transition, pulled)
-        return grads.first()
+        call = _ChunkedCall(self, prepared)
+        d_out_grid = call.chunks.to_chunks(d_out).transpose(1, 2)  # [n, H, C, V]
+        grads = SweepBack(call.chunks, call.states_or_zeros(None))
+        for span in reversed(call.blocks()):
+            block = call.block(span)
+            addend = product(block.q_state.mT, d_out_grid[span].to(call.dtype))
+            grads.advance(span, block.transition, addend)
+        return grads.d_initial()
 
     def backward(
-        self, prepared: PreparedDeltaRule, grad: torch.Tensor, grad_last: torch.Tensor | None
+        self, prepared: PreparedDeltaRule, d_out: torch.Tensor, d_final: torch.Tensor | None
     ) -> tuple[RecurrenceInputs, torch.Tensor]:
         """See `Recurrence`."""
-        work = _Work(self, prepared)
-        grids = work.chunks.to_chunks(grad).transpose(1, 2)  # [n, H, C, V]
-        grads = SweepBack(work.chunks, work.states_or_zeros(grad_last))
-        found = RecurrenceInputs(*(x.new_empty(x.shape) for x in work.grids))
-        for where in reversed(work.blocks()):
-            block = work.block(where)
+        call = _ChunkedCall(self, prepared)
+        d_out_grid = call.chunks.to_chunks(d_out).transpose(1, 2)  # [n, H, C, V]
+        grads = SweepBack(call.chunks, call.states_or_zeros(d_final))
+        d_grids = RecurrenceInputs(*(x.new_empty(x.shape) for x in call.grids))
+        for span in reversed(call.blocks()):
+            block = call.block(span)
             shape = (*block.value.shape[:2], 2 * block.size, block.values)
-            pulls = block.value.new_empty(shape)  # [dO ; x]
-            pulls[:, :, : block.size] = grids[where]
-            pulled = product(block.readers.mT, pulls[:, :, : block.size])
-            grads.through(where, block.transition, pulled)
-            parts = block.gradients(pulls, prepared.starts[where], grads.ends[where])
-            for total, part in zip(found, parts, strict=True):
-                total[where] = part.transpose(1, 2)
-        return RecurrenceInputs(*map(work.chunks.from_chunks, found)), grads.first()
+            d_out_x = block.value.new_empty(shape)  # [dO ; x]
+            d_out_x[:, :, : block.size] = d_out_grid[span]
+            addend = product(block.q_state.mT, d_out_x[:, :, : block.size])
+            grads.advance(span, block.transition, addend)
+            d_block = block.gradients(
+                d_out_x, prepared.states_before[span], grads.d_states_after[span]
+            )
+            for d_grid, d_chunk in zip(d_grids, d_block, strict=True):
+                d_grid[span] = d_chunk.transpose(1, 2)
+        return RecurrenceInputs(*map(call.chunks.from_chunks, d_grids)), grads.d_initial()
 
 
-class _Work:
-    """The chunks of one operation, and how they are cut in blocks."""
+class _ChunkedCall:
+    """The chunks of one operation, processed in blocks that fit in the cache."""
 
     def __init__(self, recurrence: DeltaRecurrence, prepared: PreparedDeltaRule) -> None:
         inputs = prepared.inputs
@@ -566,25 +579,25 @@ class _Work:
         self._inverse = prepared.inverse
 
     def blocks(self) -> list[slice]:
-        """Return the chunks of each block."""
+        """Return the slice of chunks of each block."""
         count, width = self.chunks.count, max(self.chunks.size, *self.grids.value.shape[-1:])
         step = max(1, ELEMENTS_IN_CACHE // (self.heads * self.chunks.size * width))
         if self.grids.value.device.type != "cpu":
             step = max(1, count)
         return [slice(i, min(i + step, count)) for i in range(0, count, step)]
 
-    def block(self, where: slice, inverse: torch.Tensor | None = None) -> DeltaRuleChunks:
-        """Return the block of some chunks; its T goes to `inverse`."""
+    def block(self, span: slice, inverse: torch.Tensor | None = None) -> DeltaRuleChunks:
+        """Return the terms of the chunks `span`; T is written to `inverse`."""
         return DeltaRuleChunks(
-            RecurrenceInputs(*(grid[where] for grid in self.grids)),
+            RecurrenceInputs(*(grid[span] for grid in self.grids)),
             scale=self.scale,
             dtype=self.dtype,
-            inverse=inverse if self._inverse is None else self._inverse[where],
+            inverse=inverse if self._inverse is None else self._inverse[span],
             is_solved=self._inverse is not None,
         )
 
     def states_or_zeros(self, states: torch.Tensor | None) -> torch.Tensor:
-        """Return states [N, H, K, V] in the dtype of the work, zeros for None."""
+        """Return states [N, H, K, V] in the accumulation dtype; zeros if None."""
         if states is not None:
             return states.to(self.dtype)
         key, value = self.grids.key, self.grids.value

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the gated delta rule prepares in Triton: T ∘ D and the sums of decays of every chunk."""
+"""`prepare` of the gated delta rule in Triton: T ∘ D, scores and cumulative decays of chunks."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import torch
 import triton
 import triton.language as tl
 
-from megatron.core.ops.chunked_recurrence.kernels import Tiles, decays_between, within
+from megatron.core.ops.chunked_recurrence.kernels import ChunkIndices, decays_between, within
 from megatron.core.ops.launches import Launches, next_power_of_2
 from megatron.core.ops.recurrence import LOWEST_DECAY, RecurrenceInputs
 
@@ -16,45 +16,48 @@ SOLVE = Launches(
     {"num_warps": 4, "num_stages": 1},
     alternatives=({"num_warps": 8, "num_stages": 1}, {"num_warps": 2, "num_stages": 1}),
 )
-# Rows that are solved one after another; more come by products of blocks of so many.
+# Rows of a diagonal block, which are solved one after another; products combine the blocks.
 BLOCK = tl.constexpr(16)
 
 
 @triton.jit
 def unit_lower_inverse(lower, SIZE: tl.constexpr, PRECISION: tl.constexpr):
-    """Return (I + lower)⁻¹ of fp32 [SIZE, SIZE] that is zero on and above the diagonal.
+    """Return (I + lower)⁻¹ of a strictly lower triangular fp32 matrix [SIZE, SIZE].
 
-    The blocks on the diagonal are solved row by row, all at once. With their inverse B, and N = B ·
-    what is left of them, the whole is (I + N)⁻¹ B; and since N moves down a block, its powers end:
-    (I + N)⁻¹ = (I - N)(I + N²) of four blocks, or fewer. The numbers stay as small as those of the
-    result, which a series over single rows does not: its terms grow with binomials.
+    The diagonal blocks are solved row by row, in parallel, which gives the block-diagonal inverse
+    B. With N = B · (the blocks of `lower` below the diagonal blocks) the inverse is (I + N)⁻¹ B. N
+    is nilpotent: with at most four blocks (I + N)⁻¹ = (I - N)(I + N²). The intermediate values stay
+    as small as the result. The same series over single rows is unstable: its terms grow with
+    binomial coefficients.
     """
     BLOCKS: tl.constexpr = SIZE // BLOCK
     grid = tl.reshape(lower, [BLOCKS, BLOCK, BLOCKS, BLOCK])
     block = tl.arange(0, BLOCKS)
-    row = tl.arange(0, BLOCK)
+    local = tl.arange(0, BLOCK)
     diagonal = block[:, None, None, None] == block[None, None, :, None]
-    within = tl.sum(tl.where(diagonal, grid, 0.0), 2)  # [BLOCKS, BLOCK, BLOCK]
-    down = row[None, :, None]
-    across = row[None, None, :]
-    inverse = tl.where(down == across, 1.0, 0.0) + within * 0.0
-    for done in range(BLOCK - 1):  # row `done` is ready: take it from those below
-        factors = tl.sum(tl.where(across == done, within, 0.0), 2, keep_dims=True)
-        ready = tl.sum(tl.where(down == done, inverse, 0.0), 1, keep_dims=True)
-        inverse -= factors * ready
-    whole = tl.where(diagonal, inverse[:, :, None, :], 0.0)
-    whole = tl.reshape(whole, [SIZE, SIZE])
+    diagonal_blocks = tl.sum(tl.where(diagonal, grid, 0.0), 2)  # [BLOCKS, BLOCK, BLOCK]
+    row_index = local[None, :, None]
+    column_index = local[None, None, :]
+    inverse = tl.where(row_index == column_index, 1.0, 0.0) + diagonal_blocks * 0.0
+    for row in range(BLOCK - 1):  # row `row` is final: subtract it below
+        factors = tl.sum(tl.where(column_index == row, diagonal_blocks, 0.0), 2, keep_dims=True)
+        inverse_row = tl.sum(tl.where(row_index == row, inverse, 0.0), 1, keep_dims=True)
+        inverse -= factors * inverse_row
+    full_inverse = tl.where(diagonal, inverse[:, :, None, :], 0.0)
+    full_inverse = tl.reshape(full_inverse, [SIZE, SIZE])
     if BLOCKS > 1:
-        rows = tl.arange(0, SIZE)
-        below = (rows[:, None] // BLOCK) > (rows[None, :] // BLOCK)
-        identity = tl.where(rows[:, None] == rows[None, :], 1.0, 0.0)
-        moved = tl.dot(whole, tl.where(below, lower, 0.0), input_precision=PRECISION)
-        chained = identity - moved
+        indices = tl.arange(0, SIZE)
+        below_diagonal = (indices[:, None] // BLOCK) > (indices[None, :] // BLOCK)
+        identity = tl.where(indices[:, None] == indices[None, :], 1.0, 0.0)
+        nilpotent = tl.dot(
+            full_inverse, tl.where(below_diagonal, lower, 0.0), input_precision=PRECISION
+        )
+        series = identity - nilpotent
         if BLOCKS > 2:
-            twice = tl.dot(moved, moved, input_precision=PRECISION)
-            chained += twice - tl.dot(moved, twice, input_precision=PRECISION)
-        whole = tl.dot(chained, whole, input_precision=PRECISION)
-    return whole
+            squared = tl.dot(nilpotent, nilpotent, input_precision=PRECISION)
+            series += squared - tl.dot(nilpotent, squared, input_precision=PRECISION)
+        full_inverse = tl.dot(series, full_inverse, input_precision=PRECISION)
+    return full_inverse
 
 
 @triton.jit(do_not_specialize=["chunks"])
@@ -62,12 +65,12 @@ def solve_kernel(
     query_ptr,
     key_ptr,
     decay_ptr,
-    strength_ptr,
-    solved_ptr,
-    seen_ptr,
-    sums_ptr,
-    first_ptr,
-    end_ptr,
+    beta_ptr,
+    inverse_ptr,
+    scores_ptr,
+    cumsum_ptr,
+    chunk_starts_ptr,
+    chunk_ends_ptr,
     lowest,
     scale,
     chunks,
@@ -80,34 +83,32 @@ def solve_kernel(
     key_stride_h: tl.constexpr,
     decay_stride_t: tl.constexpr,
     decay_stride_h: tl.constexpr,
-    strength_stride_t: tl.constexpr,
-    strength_stride_h: tl.constexpr,
+    beta_stride_t: tl.constexpr,
+    beta_stride_h: tl.constexpr,
     CHUNK: tl.constexpr,
     KEYS: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """Make T ∘ D, scale (Q Kᵀ) ∘ D and the sums of decays of one chunk and head.
+    """Compute T ∘ D, scale (Q Kᵀ) ∘ D and the cumulative decays of one chunk and head.
 
-    The heads of a group could share the products, but these are the smaller part, and kept from
-    head to head they fill registers. Rows behind the end of a sequence are those of the identity.
+    The heads of a group could share the products, but the products take less time than the solve,
+    and would occupy registers from head to head. Rows after the end of a sequence are rows of the
+    identity.
     """
     chunk = (tl.program_id(0) // heads).to(tl.int64)
     head = (tl.program_id(0) % heads).to(tl.int64)
     group = head // shared
     rows = tl.arange(0, CHUNK)
     feature = tl.arange(0, KEYS)
-    start = tl.load(first_ptr + chunk)
-    inside = rows < (tl.load(end_ptr + chunk) - start).to(tl.int32)
+    start = tl.load(chunk_starts_ptr + chunk)
+    inside = rows < (tl.load(chunk_ends_ptr + chunk) - start).to(tl.int32)
     decay = tl.load(
         decay_ptr + start * decay_stride_t + head * decay_stride_h + rows * decay_stride_t,
         mask=inside,
         other=0.0,
     )
-    strength = tl.load(
-        strength_ptr
-        + start * strength_stride_t
-        + head * strength_stride_h
-        + rows * strength_stride_t,
+    beta = tl.load(
+        beta_ptr + start * beta_stride_t + head * beta_stride_h + rows * beta_stride_t,
         mask=inside,
         other=0.0,
     ).to(tl.float32)
@@ -118,58 +119,68 @@ def solve_kernel(
     query = tl.load(
         query_ptr + rows[:, None] * query_stride_t + feature[None, :], mask=tile, other=0.0
     )
-    # Not the maximum, in which one that is no number would be lost.
+    # A comparison, since tl.maximum would turn a NaN decay into `lowest`.
     decay = tl.where(decay < lowest, lowest, decay.to(tl.float64))
-    sums = tl.cumsum(decay, 0)
-    large = sums.to(tl.float32)
-    rest = (sums - large.to(tl.float64)).to(tl.float32)
-    number = chunk * heads + head
-    tl.store(sums_ptr + number * CHUNK + rows, large)
-    tl.store(sums_ptr + (chunks.to(tl.int64) * heads + number) * CHUNK + rows, rest)
-    across = rows[None, :]
-    down = rows[:, None]
-    falls = decays_between(
-        large[:, None], large[None, :], rest[:, None], rest[None, :], down >= across
+    cumsum = tl.cumsum(decay, 0)
+    a_high = cumsum.to(tl.float32)
+    a_low = (cumsum - a_high.to(tl.float64)).to(tl.float32)
+    chunk_head = chunk * heads + head
+    tl.store(cumsum_ptr + chunk_head * CHUNK + rows, a_high)
+    tl.store(cumsum_ptr + (chunks.to(tl.int64) * heads + chunk_head) * CHUNK + rows, a_low)
+    column = rows[None, :]
+    row = rows[:, None]
+    decay_mask = decays_between(
+        a_high[:, None], a_high[None, :], a_low[:, None], a_low[None, :], row >= column
     )
-    square = number * CHUNK * CHUNK + down * CHUNK + across
-    seen = tl.dot(query, tl.trans(key), input_precision=PRECISION) * scale * falls
-    tl.store(seen_ptr + square, seen.to(seen_ptr.dtype.element_ty))
-    # Decays of a path from token to token multiply to that between them: D, put on what is
-    # inverted, is on the inverse.
-    lower = tl.dot(key, tl.trans(key), input_precision=PRECISION) * falls * strength[:, None]
-    solved = unit_lower_inverse(tl.where(down > across, lower, 0.0), CHUNK, PRECISION)
-    tl.store(solved_ptr + square, solved.to(solved_ptr.dtype.element_ty))
+    offsets = chunk_head * CHUNK * CHUNK + row * CHUNK + column
+    scores = tl.dot(query, tl.trans(key), input_precision=PRECISION) * scale * decay_mask
+    tl.store(scores_ptr + offsets, scores.to(scores_ptr.dtype.element_ty))
+    # The decays along a path of tokens multiply to an entry of D, so inverting with D in the
+    # argument yields T ∘ D.
+    lower = tl.dot(key, tl.trans(key), input_precision=PRECISION) * decay_mask * beta[:, None]
+    inverse = unit_lower_inverse(tl.where(row > column, lower, 0.0), CHUNK, PRECISION)
+    tl.store(inverse_ptr + offsets, inverse.to(inverse_ptr.dtype.element_ty))
 
 
 def solve(
-    inputs: RecurrenceInputs, tiles: Tiles, scale: float
+    inputs: RecurrenceInputs, chunks: ChunkIndices, scale: float
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Return what no state is needed for.
+    """Return the terms that do not depend on states.
 
     Args:
         inputs: of all tokens; the last dimension of queries and keys is contiguous.
-        tiles: their chunks of C tokens.
-        scale: of queries.
+        chunks: the chunks of C tokens.
+        scale: factor of queries.
 
     Returns:
-        (fp32 [2, n, H, C], the decays summed up within each chunk: rounded, and the rest;
-        T ∘ D [n, H, C, C] in the dtype of values; scale (Q Kᵀ) ∘ D, likewise.)
+        (cumulative decays fp32 [2, n, H, C], high and low parts; T ∘ D [n, H, C, C] and scale
+        (Q Kᵀ) ∘ D [n, H, C, C] in value's dtype).
     """
-    query, key, value, decay, strength = inputs
+    query, key, value, decay, beta = inputs
     heads, (_, groups, keys) = value.shape[1], key.shape
-    shape = (tiles.count, heads, tiles.size)
-    sums = value.new_empty((2, *shape), dtype=torch.float32)
-    solved, seen = (value.new_empty((*shape, tiles.size)) for _ in range(2))
-    if tiles.count:
+    shape = (chunks.count, heads, chunks.size)
+    decay_cumsum = value.new_empty((2, *shape), dtype=torch.float32)
+    decayed_inverse, scores = (value.new_empty((*shape, chunks.size)) for _ in range(2))
+    if chunks.count:
         features = max(16, next_power_of_2(keys))
-        is_wide = value.dtype == torch.float32
-        strides = (stride for x in (query, key, decay, strength) for stride in x.stride()[:2])
-        solve_kernel[(tiles.count * heads,)](
-            *(query, key, decay, strength, solved, seen, sums, tiles.first, tiles.end),
-            *(LOWEST_DECAY, scale, tiles.count, heads, heads // groups, keys, *strides),
-            CHUNK=tiles.size,
+        is_fp32 = value.dtype == torch.float32
+        strides = (stride for x in (query, key, decay, beta) for stride in x.stride()[:2])
+        solve_kernel[(chunks.count * heads,)](
+            *(
+                query,
+                key,
+                decay,
+                beta,
+                decayed_inverse,
+                scores,
+                decay_cumsum,
+                chunks.starts,
+                chunks.ends,
+            ),
+            *(LOWEST_DECAY, scale, chunks.count, heads, heads // groups, keys, *strides),
+            CHUNK=chunks.size,
             KEYS=features,
-            PRECISION="tf32x3" if is_wide else "tf32",
-            **SOLVE.pick(value, f"{str(value.dtype)[6:]} C{tiles.size} K{features}"),
+            PRECISION="tf32x3" if is_fp32 else "tf32",
+            **SOLVE.pick(value, f"{str(value.dtype)[6:]} C{chunks.size} K{features}"),
         )
-    return sums, solved, seen
+    return decay_cumsum, decayed_inverse, scores

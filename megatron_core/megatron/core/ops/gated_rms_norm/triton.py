@@ -220,7 +220,7 @@ class NormCall:
     def joint_rows(self, gate: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor] | None:
         """Return memory of the gate's gradient in that of its projection, and the base of its rows,
         which begin where the gate's do; None where it has no such memory."""
-        found = None if self.gradient is None else self.gradient.for_strides_of(gate)
+        found = None if self.gradient is None else self.gradient.memory_like(gate)
         if found is None:
             return None
         groups, gates = (x.unflatten(-1, (-1, self.size)) for x in (found, gate))

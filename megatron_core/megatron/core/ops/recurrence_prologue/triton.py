@@ -255,7 +255,7 @@ class _Prologue(torch.autograd.Function):
         source, initial, *weights = ctx.saved_tensors
         taps, bias, rates, step_bias = weights
         units, tokens, parts = source.shape[1], call.sequences.tokens, call.parts
-        d_source = None if call.gradient is None else call.gradient.for_strides_of(source)
+        d_source = None if call.gradient is None else call.gradient.memory_like(source)
         joint = d_source is not None
         if d_source is None:
             d_source = torch.empty(source.shape, dtype=source.dtype, device=source.device)

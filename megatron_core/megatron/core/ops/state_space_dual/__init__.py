@@ -1,16 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
-"""State-space duality: a state per head that fades, to which tokens add, and that is read.
+"""State-space duality (SSD): a state per head, which each token decays, adds to and reads.
 
-In plain torch, the definition and the CPU's path, it goes chunk by chunk.
+The plain torch version is the specification and the CPU path. It processes chunks of tokens.
 
-Within a chunk of C tokens, with a_i the decay summed up to token i, L_ij = exp(a_i - a_j) for
+Within a chunk of C tokens, with a_i the cumulative decay up to token i, L_ij = exp(a_i - a_j) for
 i >= j else 0, and x' = dt · value (Dao & Gu 2024, arXiv 2405.21060, section 6):
 
     out = (Q Kᵀ ∘ L) x' + exp(a) Q S        S_next = exp(a_C) S + Kᵀ (exp(a_C - a) x')
 
-No factor is above 1: a decay is only ever a difference of sums that is at most 0. The r = H / G
-heads of a group share Q and K, so their states lie side by side, [n, G, K, r, V], and one product
-serves them all. Backward, given dO and the gradients dS of the states behind the chunks:
+All exponents are differences of cumulative decays that are at most 0, so no factor exceeds 1. The
+r = H / G heads of a group share Q and K, so their states are columns of one matrix, [n, G, K, r,
+V], and take one product. Backward, given dO and the gradients dS of the states after the chunks:
 
     W = dO x'ᵀ      P = Q Kᵀ ∘ L      Z = Σ_heads W ∘ L      u = exp(a_C - a) (K dS)
     dQ = Z K + Σ_heads (exp(a) dO) Sᵀ           dK = Zᵀ Q + Σ_heads (exp(a_C - a) x') dSᵀ
@@ -18,13 +18,12 @@ serves them all. Backward, given dO and the gradients dS of the states behind th
     ddecay_j = Σ_{i >= j} (rowsum - colsum of W ∘ P without its diagonal, + dO · exp(a) Q S)_i
                + Σ_{i < j} (x' · u)_i + exp(a_C) <S, dS>
 
-The last sums leave out what cancels (the diagonal, a token's way into the state that no decay is
-on), since under a strong decay it would be all that is left, as an error of rounding.
+The last sums leave out the terms that cancel (the diagonal, and a token's undecayed write): under a
+strong decay their rounding error would exceed the result.
 
-A block is as many chunks as keep the few buffers that a pass needs in a core's cache; the buffers
-are used again by the next block. Shapes are those of m chunks: [m, C, G, r, V] lies token by token,
-[m, G, r, C, ...] head by head, and [m, G, C, r · V] group by group, where the heads of a group are
-columns of one product.
+A block has as many chunks as its buffers allow in a core's cache; the next block reuses the
+buffers. Shapes of a block of m chunks are [m, C, G, r, V] by token, [m, G, r, C, ...] by head, and
+[m, G, C, r · V] by group, where the heads of a group are columns of one product.
 """
 
 from __future__ import annotations
@@ -47,13 +46,13 @@ from megatron.core.ops.recurrence import (
     check_initial,
     check_inputs,
     check_slots,
+    decay_cumsum,
     decay_differences,
-    decay_sums,
-    in_two_parts,
+    difference_factors,
     recur,
-    without_clamped,
+    zero_clamped_grad,
 )
-from megatron.core.ops.recurrence_by_device import ByDevice
+from megatron.core.ops.recurrence_by_device import DeviceDispatchedRecurrence
 from megatron.core.ops.sequences import Chunks, Sequences, require_sequences
 
 __all__ = ["add_skip", "state_space_dual", "state_space_recurrence", "state_space_step"]
@@ -65,7 +64,7 @@ def state_space_recurrence(
     """Return state-space duality as the local operations of a recurrence.
 
     Args:
-        chunk_size: tokens that are worked out at once.
+        chunk_size: tokens of a chunk.
         implementation: "reference", "triton" or None (by device and sizes).
 
     Raises:
@@ -73,11 +72,11 @@ def state_space_recurrence(
     """
     if chunk_size < 1:
         raise ValueError(f"state_space_dual: chunk_size {chunk_size}: use 1 or more")
-    return ByDevice(
+    return DeviceDispatchedRecurrence(
         op="state_space_dual",
         reference=StateSpaceDual(chunk_size),
-        kept=PreparedStateSpace,
-        corrects=False,
+        prepared_type=PreparedStateSpace,
+        delta_rule=False,
         scale=1.0,
         chunk_size=chunk_size,
         implementation=implementation,
@@ -99,29 +98,29 @@ def state_space_dual(
 
     Per head, with state S [K, V], token after token:
     S <- exp(decay) S + dt key value^T;  out = S^T query.
-    In its words query is C, key is B, value is x, decay is dt A. Group g serves heads
+    In the paper's notation query is C, key is B, value is x, decay is dt A. Group g serves heads
     g r ... g r + r - 1, r = H / G.
 
     Args:
         query, key: [t, G, K].
         value: [t, H, V].
         decay: [t, H], logarithms, at most 0; fp32 or wider.
-        dt: [t, H], how much of a token the state takes.
-        sequences: where they begin and end.
-        initial: [N, H, K, V], the first states; None is zeros.
+        dt: [t, H], step size of each token.
+        sequences: the boundaries of the t tokens.
+        initial: [N, H, K, V], the initial states; None is zeros.
         implementation: "reference", "triton" or None (by device and sizes).
 
     Returns:
-        (out [t, H, V] in value's dtype, last states [N, H, K, V] in fp32, or fp64 of fp64).
+        (out [t, H, V] in value's dtype, final states [N, H, K, V] in fp32, or fp64 for fp64).
 
     Raises:
-        ValueError: shapes or dtypes that do not fit, an implementation that cannot take them.
+        ValueError: incompatible shapes or dtypes, or an implementation that does not support them.
     """
     op = "state_space_dual"
     inputs = RecurrenceInputs(query, key, value, decay, dt)
     require_sequences(op, sequences)
     sequences.check(op, query=query, key=key, value=value, decay=decay, dt=dt)
-    check_inputs(op, inputs, strength="dt")
+    check_inputs(op, inputs, beta_name="dt")
     check_initial(op, inputs, initial, count=sequences.count)
     recurrence = state_space_recurrence(implementation=implementation)
     return recur(recurrence, inputs, sequences, initial=initial)
@@ -138,25 +137,25 @@ def state_space_step(
     state: torch.Tensor,
     slots: torch.Tensor,
 ) -> torch.Tensor:
-    """Run the recurrence of Mamba-2 for one more token of each row, in place; not differentiable.
+    """Run the recurrence of Mamba-2 for one new token per row, in place; not differentiable.
 
     Args:
         query, key: [b, G, K].
         value: [b, H, V].
         decay, dt: [b, H].
-        state: [slots, H, K, V], changed in the rows that `slots` names.
-        slots: int64 [b], each row's state, none twice; -1 is a padding row: whatever it holds, its
-            output is zero and no state is touched.
+        state: [slots, H, K, V], updated at the indices in `slots`.
+        slots: int64 [b], index of each row's state, without duplicates; -1 is a padding row, whose
+            output is zero and which touches no state. Its inputs may be NaN.
 
     Returns:
         out [b, H, V] in value's dtype.
 
     Raises:
-        ValueError: shapes or dtypes that do not fit.
+        ValueError: incompatible shapes or dtypes.
     """
     op = "state_space_step"
     inputs = RecurrenceInputs(query, key, value, decay, dt)
-    check_inputs(op, inputs, strength="dt")
+    check_inputs(op, inputs, beta_name="dt")
     check_slots(op, inputs, state=state, slots=slots)
     return step(inputs, state=state, slots=slots)
 
@@ -164,7 +163,7 @@ def state_space_step(
 def add_skip(
     out: torch.Tensor, x: torch.Tensor, skip: torch.Tensor, *, implementation: str | None = None
 ) -> torch.Tensor:
-    """Return out + D x, which Mamba-2 adds to what is read from the state.
+    """Return out + D x, the skip connection of Mamba-2.
 
     Args:
         out, x: [t, H, V].
@@ -175,7 +174,7 @@ def add_skip(
         [t, H, V] in out's dtype.
 
     Raises:
-        ValueError: shapes that do not fit, an implementation that cannot take them.
+        ValueError: incompatible shapes, or an implementation that is not available.
     """
     if x.ndim != 3 or out.shape != x.shape or skip.shape != x.shape[1:2]:
         raise ValueError(
@@ -193,228 +192,234 @@ def add_skip(
 
 # Elements of one buffer of a block on a CPU: fewer stay in the cache, more save calls.
 ELEMENTS_IN_CACHE = 1 << 19
-# On other devices: 256 MB of fp32.
+# Elements on other devices: 256 MB in fp32.
 ELEMENTS_ELSEWHERE = 1 << 26
 
 
-# Below e to these nothing counts, and denormal numbers would follow, on which a processor is slow.
+# Exponents below these give 0: smaller factors vanish in rounding errors, and a CPU is slow on the
+# denormal numbers that would follow.
 _FLOORS = MappingProxyType({torch.float32: -70.0, torch.float64: -600.0})
 
 
 def power(exponent: torch.Tensor, *, out: torch.Tensor | None = None) -> torch.Tensor:
-    """Return exp of exponents; as if those above 0 were 0, and 0 where it would be next to it."""
+    """Return exp of exponents clamped to at most 0; 0 below the floor of their dtype."""
     floor = _FLOORS[exponent.dtype]
-    found = torch.clamp(exponent, floor, 0.0, out=out).exp_()
-    return torch.threshold_(found, 2 * math.exp(floor), 0.0)
+    powers = torch.clamp(exponent, floor, 0.0, out=out).exp_()
+    return torch.threshold_(powers, 2 * math.exp(floor), 0.0)
 
 
 class StateSpaceChunks(NamedTuple):
-    """What a block reads.
+    """The inputs of a block of m chunks; all but `value` in the accumulation dtype.
 
     Args:
         value: [m, C, G, r, V].
-        query, key: [m, G, C, K], in the accumulation dtype as all that follows.
-        strength: dt [m, H, C].
-        growth: exp(a) [m, H, C].
-        left: exp(a_C - a) [m, H, C].
+        query, key: [m, G, C, K].
+        dt: [m, H, C].
+        decay_from_start: exp(a) [m, H, C].
+        decay_to_end: exp(a_C - a) [m, H, C].
         rows, columns: [m, H, C, 4] and [m, H, 4, C], whose product is a_i - a_j.
-        states: [m, G, K, r, V], before each chunk.
+        states: [m, G, K, r, V], the state before each chunk.
     """
 
     value: torch.Tensor
     query: torch.Tensor
     key: torch.Tensor
-    strength: torch.Tensor
-    growth: torch.Tensor
-    left: torch.Tensor
+    dt: torch.Tensor
+    decay_from_start: torch.Tensor
+    decay_to_end: torch.Tensor
     rows: torch.Tensor
     columns: torch.Tensor
     states: torch.Tensor
 
 
 class Gradients(NamedTuple):
-    """Where a block writes gradients.
+    """The gradients of a block, as buffers to write.
 
     Args:
         value: [m, C, G, r, V].
         query, key: [m, G, C, K].
-        strength: [m, H, C].
-        sums: [m, H, C], of a from what reads the chunk's tokens or the state before it; in fp64,
-            in which what no decay acts on cancels, when these are summed up.
-        felt: [m, H, C], (x' · u): what all decays behind a token pull through the last state.
-        kept: [m, H], exp(a_C) <S, dS>: what all decays of the chunk pull from the first to the
-            last state.
+        dt: [m, H, C].
+        d_cumsum: [m, H, C], gradient of a from the outputs of the chunk; in fp64, so that the terms
+            that no decay scales cancel exactly in its sums.
+        d_to_end: [m, H, C], x' · u: gradient of each decay after a token, through the final state.
+        d_chunk_decay: [m, H], exp(a_C) <S, dS>: gradient of each decay of the chunk, from the
+            initial to the final state.
     """
 
     value: torch.Tensor
     query: torch.Tensor
     key: torch.Tensor
-    strength: torch.Tensor
-    sums: torch.Tensor
-    felt: torch.Tensor
-    kept: torch.Tensor
+    dt: torch.Tensor
+    d_cumsum: torch.Tensor
+    d_to_end: torch.Tensor
+    d_chunk_decay: torch.Tensor
 
     def decay(self) -> torch.Tensor:
         """Return the gradient of decays [n, H, C].
 
-        A decay acts on what its token and later ones read, on what earlier tokens leave behind, and
-        on the state; each is summed up by itself.
+        A decay scales the reads of its token and later tokens, the writes of earlier tokens to the
+        final state, and the state; the three terms are summed separately.
         """
-        found = self.sums.flip(-1).cumsum(-1).flip(-1).add_(self.kept[..., None])
-        found[..., 1:] += self.felt[..., :-1].cumsum(-1)
-        return found
+        d_decay = self.d_cumsum.flip(-1).cumsum(-1).flip(-1).add_(self.d_chunk_decay[..., None])
+        d_decay[..., 1:] += self.d_to_end[..., :-1].cumsum(-1)
+        return d_decay
 
 
 class ChunkBuffers:
-    """Buffers that blocks use one after another.
+    """Scratch buffers that consecutive blocks reuse.
 
     Args:
-        value: [m, C, G, r, V], of the largest block.
-        count: buffers.
-        dtype: of what is accumulated.
+        value: [m, C, G, r, V], values of the largest block.
+        count: number of buffers.
+        dtype: the accumulation dtype.
     """
 
     def __init__(self, value: torch.Tensor, count: int, dtype: torch.dtype) -> None:
-        most = value.shape[0] * _elements(value)
-        self._flat = torch.empty((count, most), dtype=dtype, device=value.device).unbind()
-        self._wide: torch.Tensor | None = None
+        elements = value.shape[0] * _elements(value)
+        self._flat = torch.empty((count, elements), dtype=dtype, device=value.device).unbind()
+        self._fp64: torch.Tensor | None = None
 
-    def view(self, number: int, *shape: int) -> torch.Tensor:
-        """Return buffer `number` in a shape."""
-        return self._flat[number][: math.prod(shape)].view(shape)
+    def view(self, index: int, *shape: int) -> torch.Tensor:
+        """Return a view of buffer `index` with a shape."""
+        return self._flat[index][: math.prod(shape)].view(shape)
 
-    def wide(self, *shape: int) -> torch.Tensor:
-        """Return one more buffer in a shape, in fp64."""
-        if self._wide is None:
-            self._wide = torch.empty_like(self._flat[0], dtype=torch.float64)
-        return self._wide[: math.prod(shape)].view(shape)
+    def fp64_view(self, *shape: int) -> torch.Tensor:
+        """Return a view with a shape of one more buffer, in fp64."""
+        if self._fp64 is None:
+            self._fp64 = torch.empty_like(self._flat[0], dtype=torch.float64)
+        return self._fp64[: math.prod(shape)].view(shape)
 
 
 def _elements(value: torch.Tensor) -> int:
-    """Count what a chunk's widest buffer holds: a row of C or V for each token and head."""
-    _, size, groups, shared, width = value.shape
-    return size * groups * shared * max(size, width)
+    """Return the elements of a chunk's largest buffer: a row of C or V for each token and head."""
+    _, size, groups, shared, value_size = value.shape
+    return size * groups * shared * max(size, value_size)
 
 
 def blocks(
-    buffers: int, dtype: torch.dtype, value: torch.Tensor, *others: torch.Tensor
+    buffers: int, dtype: torch.dtype, value: torch.Tensor, *tensors: torch.Tensor
 ) -> Iterator[tuple]:
-    """Yield where each block is, a `ChunkBuffers` that all share, and the block's parts.
+    """Yield (slice of chunks, shared `ChunkBuffers`, slice of value, slices of tensors) per block.
 
     Args:
-        buffers: that the scratch has.
-        dtype: of these.
+        buffers: number of scratch buffers.
+        dtype: the dtype of the buffers.
         value: [n, C, G, r, V].
-        others: [n, ...].
+        tensors: [n, ...].
     """
-    most = ELEMENTS_IN_CACHE if value.device.type == "cpu" else ELEMENTS_ELSEWHERE
-    size = max(1, most // max(1, _elements(value)))
+    elements = ELEMENTS_IN_CACHE if value.device.type == "cpu" else ELEMENTS_ELSEWHERE
+    size = max(1, elements // max(1, _elements(value)))
     scratch = ChunkBuffers(value[:size], buffers, dtype)
-    for first in range(0, value.shape[0], size):
-        block = slice(first, min(first + size, value.shape[0]))
-        yield block, scratch, *(x[block] for x in (value, *others))
+    for start in range(0, value.shape[0], size):
+        block = slice(start, min(start + size, value.shape[0]))
+        yield block, scratch, *(x[block] for x in (value, *tensors))
 
 
 def by_group(
     x: torch.Tensor, scale: torch.Tensor, scratch: ChunkBuffers, buffer: int
 ) -> torch.Tensor:
     """Return x [m, C, G, r, V] times scale [m, H, C] as [m, G, C, r, V], in a buffer."""
-    m, size, groups, shared, width = x.shape
+    m, size, groups, shared, value_size = x.shape
     scale = scale.view(m, groups, shared, size, 1).transpose(2, 3)
-    out = scratch.view(buffer, m, groups, size, shared, width)
+    out = scratch.view(buffer, m, groups, size, shared, value_size)
     return torch.mul(x.transpose(1, 2), scale, out=out)
 
 
-def written(key: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
-    """Return Kᵀ x [m, G, K, r, V], what x [m, G, C, r, V] adds to states by keys [m, G, C, K]."""
-    found = torch.bmm(_flat(key).mT, _columns(x))
-    return found.view(*key.shape[:2], key.shape[-1], *x.shape[3:])
+def state_addend(key: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+    """Return Kᵀ x [m, G, K, r, V], the addend of states, from keys [m, G, C, K] and x [m, G, C, r,
+    V]."""
+    addend = torch.bmm(_flat(key).mT, _columns(x))
+    return addend.view(*key.shape[:2], key.shape[-1], *x.shape[3:])
 
 
-def read(block: StateSpaceChunks, scratch: ChunkBuffers, out: torch.Tensor) -> None:
-    """Write P x' + exp(a) Q S to `out` [m, C, G, r, V]; `scratch` has three buffers."""
-    m, size, groups, shared, width = block.value.shape
+def chunk_output(block: StateSpaceChunks, scratch: ChunkBuffers, out: torch.Tensor) -> None:
+    """Write P x' + exp(a) Q S to `out` [m, C, G, r, V]; uses three buffers of `scratch`."""
+    m, size, groups, shared, value_size = block.value.shape
     heads = (m, groups, shared, size)
-    seen = _falls(block, scratch, 0).mul_(_scores(block))
-    x = _written(block, scratch, 1)
-    within = scratch.view(2, *heads, width)
-    torch.bmm(seen.flatten(0, 2), x.flatten(0, 2), out=within.flatten(0, 2))
-    before = _products(block.query, block.states, scratch, 1)
-    growth = _by_token(block.growth, groups)
-    torch.addcmul(within.permute(0, 3, 1, 2, 4), before.transpose(1, 2), growth, out=out)
+    scores = _decay_mask(block, scratch, 0).mul_(_scores(block))
+    x = _weighted_values(block, scratch, 1)
+    chunk_out = scratch.view(2, *heads, value_size)
+    torch.bmm(scores.flatten(0, 2), x.flatten(0, 2), out=chunk_out.flatten(0, 2))
+    state_out = _state_products(block.query, block.states, scratch, 1)
+    decay_from_start = _by_token(block.decay_from_start, groups)
+    torch.addcmul(
+        chunk_out.permute(0, 3, 1, 2, 4), state_out.transpose(1, 2), decay_from_start, out=out
+    )
 
 
 def differentiate(
     block: StateSpaceChunks,
     scratch: ChunkBuffers,
     *,
-    grad: torch.Tensor,
-    ends: torch.Tensor,
-    found: Gradients,
+    d_out: torch.Tensor,
+    d_states_after: torch.Tensor,
+    grads: Gradients,
 ) -> None:
-    """Write the gradients of what a block reads.
+    """Write the gradients of a block's inputs.
 
     Args:
-        block: what it reads.
-        scratch: of five buffers, the last with exp(a) dO [m, G, C, r, V].
-        grad: dO [m, C, G, r, V].
-        ends: dS [m, G, K, r, V], of the states behind the chunks.
-        found: where they go.
+        block: the inputs.
+        scratch: five buffers; the last contains exp(a) dO [m, G, C, r, V].
+        d_out: dO [m, C, G, r, V].
+        d_states_after: dS [m, G, K, r, V], gradients of the states after the chunks.
+        grads: the output buffers.
     """
-    within = _differentiate_within(block, scratch, grad, found)
-    _differentiate_behind(block, scratch, ends=ends, within=within, found=found)
-    pulled = scratch.view(4, *block.query.shape[:3], *block.value.shape[3:])
-    _flat(found.query).baddbmm_(_columns(pulled), _columns(block.states).mT)
-    before = _products(block.query, block.states, scratch, 1)
-    found.sums.add_(torch.linalg.vecdot(before, pulled).transpose(2, 3).flatten(1, 2))
-    kept = (block.states * ends).sum((2, 4)).flatten(1)  # [m, H]
-    torch.mul(kept, block.growth[..., -1], out=found.kept)
+    d_x = _differentiate_within(block, scratch, d_out, grads)
+    _differentiate_final(block, scratch, d_states_after=d_states_after, d_x=d_x, grads=grads)
+    d_out_decayed = scratch.view(4, *block.query.shape[:3], *block.value.shape[3:])
+    _flat(grads.query).baddbmm_(_columns(d_out_decayed), _columns(block.states).mT)
+    state_out = _state_products(block.query, block.states, scratch, 1)
+    grads.d_cumsum.add_(torch.linalg.vecdot(state_out, d_out_decayed).transpose(2, 3).flatten(1, 2))
+    state_dot = (block.states * d_states_after).sum((2, 4)).flatten(1)  # [m, H]
+    torch.mul(state_dot, block.decay_from_start[..., -1], out=grads.d_chunk_decay)
 
 
 def _differentiate_within(
-    block: StateSpaceChunks, scratch: ChunkBuffers, grad: torch.Tensor, found: Gradients
+    block: StateSpaceChunks, scratch: ChunkBuffers, d_out: torch.Tensor, grads: Gradients
 ) -> torch.Tensor:
-    """Pull back P x'; return its part of dx' [m, C, G, r, V], in buffer 3."""
-    m, size, groups, shared, width = block.value.shape
+    """Differentiate P x'; return its contribution Pᵀ dO to dx' [m, C, G, r, V], in buffer 3."""
+    m, size, groups, shared, value_size = block.value.shape
     heads = (m, groups, shared, size)
-    scores, falls = _scores(block), _falls(block, scratch, 0)
-    x = _written(block, scratch, 1)
-    pull = scratch.view(2, *heads, width).copy_(grad.permute(0, 2, 3, 1, 4))
-    weights = scratch.view(3, *heads, size)
-    torch.bmm(pull.flatten(0, 2), x.flatten(0, 2).mT, out=weights.flatten(0, 2))
-    weights.mul_(falls)
-    total = weights.sum(2).flatten(0, 1)  # Z: the heads of a group share its scores
-    torch.bmm(total, _flat(block.key), out=_flat(found.query))
-    torch.bmm(total.mT, _flat(block.query), out=_flat(found.key))
-    weights.mul_(scores).diagonal(0, -2, -1).zero_()
-    wide = scratch.wide(*weights.shape).copy_(weights)
-    torch.sub(wide.sum(-1).flatten(1, 2), wide.sum(-2).flatten(1, 2), out=found.sums)
-    seen, within = falls.mul_(scores), scratch.view(3, *heads, width)
-    torch.bmm(seen.flatten(0, 2).mT, pull.flatten(0, 2), out=within.flatten(0, 2))
-    return within.permute(0, 3, 1, 2, 4)
+    scores, decay_mask = _scores(block), _decay_mask(block, scratch, 0)
+    x = _weighted_values(block, scratch, 1)
+    d_out_heads = scratch.view(2, *heads, value_size).copy_(d_out.permute(0, 2, 3, 1, 4))
+    d_scores = scratch.view(3, *heads, size)
+    torch.bmm(d_out_heads.flatten(0, 2), x.flatten(0, 2).mT, out=d_scores.flatten(0, 2))
+    d_scores.mul_(decay_mask)
+    group_d_scores = d_scores.sum(2).flatten(0, 1)  # Z: the heads of a group share its scores
+    torch.bmm(group_d_scores, _flat(block.key), out=_flat(grads.query))
+    torch.bmm(group_d_scores.mT, _flat(block.query), out=_flat(grads.key))
+    d_scores.mul_(scores).diagonal(0, -2, -1).zero_()
+    in_fp64 = scratch.fp64_view(*d_scores.shape).copy_(d_scores)
+    torch.sub(in_fp64.sum(-1).flatten(1, 2), in_fp64.sum(-2).flatten(1, 2), out=grads.d_cumsum)
+    decayed_scores, d_x = decay_mask.mul_(scores), scratch.view(3, *heads, value_size)
+    torch.bmm(decayed_scores.flatten(0, 2).mT, d_out_heads.flatten(0, 2), out=d_x.flatten(0, 2))
+    return d_x.permute(0, 3, 1, 2, 4)
 
 
-def _differentiate_behind(
+def _differentiate_final(
     block: StateSpaceChunks,
     scratch: ChunkBuffers,
     *,
-    ends: torch.Tensor,
-    within: torch.Tensor,
-    found: Gradients,
+    d_states_after: torch.Tensor,
+    d_x: torch.Tensor,
+    grads: Gradients,
 ) -> None:
-    """Pull back what tokens leave in the state behind the chunk, and gather dx'."""
-    value, strength, groups = block.value, block.strength, block.value.shape[2]
-    left, reach = block.left, strength * block.left
-    behind = _products(block.key, ends, scratch, 0).transpose(1, 2)  # [m, C, G, r, V]
+    """Differentiate the writes to the state after the chunk, and sum dx'."""
+    value, dt, groups = block.value, block.dt, block.value.shape[2]
+    decay_to_end, dt_to_end = block.decay_to_end, dt * block.decay_to_end
+    d_x_state = _state_products(block.key, d_states_after, scratch, 0).transpose(
+        1, 2
+    )  # [m, C, G, r, V]
     product = scratch.view(1, *value.shape)
-    along = _gates_by_head(torch.mul(value, behind, out=product).sum(-1))
-    torch.mul(along, reach, out=found.felt)
-    torch.mul(value, within, out=product)
-    torch.addcmul(_gates_by_head(product.sum(-1)), along, left, out=found.strength)
-    torch.mul(within, _by_token(strength, groups), out=product)
-    torch.addcmul(product, behind, _by_token(reach, groups), out=found.value)
-    wrote = by_group(value, reach, scratch, 1)
-    _flat(found.key).baddbmm_(_columns(wrote), _columns(ends).mT)
+    dots = _gates_by_head(torch.mul(value, d_x_state, out=product).sum(-1))
+    torch.mul(dots, dt_to_end, out=grads.d_to_end)
+    torch.mul(value, d_x, out=product)
+    torch.addcmul(_gates_by_head(product.sum(-1)), dots, decay_to_end, out=grads.dt)
+    torch.mul(d_x, _by_token(dt, groups), out=product)
+    torch.addcmul(product, d_x_state, _by_token(dt_to_end, groups), out=grads.value)
+    decayed_values = by_group(value, dt_to_end, scratch, 1)
+    _flat(grads.key).baddbmm_(_columns(decayed_values), _columns(d_states_after).mT)
 
 
 def _scores(block: StateSpaceChunks) -> torch.Tensor:
@@ -424,24 +429,24 @@ def _scores(block: StateSpaceChunks) -> torch.Tensor:
     )
 
 
-def _falls(block: StateSpaceChunks, scratch: ChunkBuffers, buffer: int) -> torch.Tensor:
+def _decay_mask(block: StateSpaceChunks, scratch: ChunkBuffers, buffer: int) -> torch.Tensor:
     """Return L [m, G, r, C, C]."""
     m, size, groups, shared, _ = block.value.shape
-    falls = scratch.view(buffer, m, groups, shared, size, size)
+    decay_mask = scratch.view(buffer, m, groups, shared, size, size)
     rows, columns = block.rows.flatten(0, 1), block.columns.flatten(0, 1)
-    decay_differences(rows, columns, out=falls.flatten(0, 2))
-    return power(falls, out=falls)
+    decay_differences(rows, columns, out=decay_mask.flatten(0, 2))
+    return power(decay_mask, out=decay_mask)
 
 
-def _written(block: StateSpaceChunks, scratch: ChunkBuffers, buffer: int) -> torch.Tensor:
+def _weighted_values(block: StateSpaceChunks, scratch: ChunkBuffers, buffer: int) -> torch.Tensor:
     """Return x' [m, G, r, C, V]."""
     m, size, groups, shared, width = block.value.shape
     out = scratch.view(buffer, m, groups, shared, size, width)
-    strength = block.strength.view(m, groups, shared, size, 1)
-    return torch.mul(block.value.permute(0, 2, 3, 1, 4), strength, out=out)
+    dt = block.dt.view(m, groups, shared, size, 1)
+    return torch.mul(block.value.permute(0, 2, 3, 1, 4), dt, out=out)
 
 
-def _products(
+def _state_products(
     rows: torch.Tensor, states: torch.Tensor, scratch: ChunkBuffers, buffer: int
 ) -> torch.Tensor:
     """Return rows [m, G, C, K] times states [m, G, K, r, V] as [m, G, C, r, V]."""
@@ -483,20 +488,20 @@ class AddSkip(torch.autograd.Function):
         return torch.addcmul(out, x, skip[:, None], out=y)
 
     @staticmethod
-    def backward(ctx, grad):
+    def backward(ctx, d_out):
         x, skip = ctx.saved_tensors
-        grad_x = torch.empty(x.shape, dtype=x.dtype, device=x.device)
-        torch.mul(grad, skip[:, None], out=grad_x)
-        wide = accumulation_dtype(grad.dtype)
-        grad_skip = torch.linalg.vecdot(grad.to(wide), x.to(wide)).sum(0)
-        return grad, grad_x, grad_skip.to(skip.dtype)
+        d_x = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+        torch.mul(d_out, skip[:, None], out=d_x)
+        dtype = accumulation_dtype(d_out.dtype)
+        d_skip = torch.linalg.vecdot(d_out.to(dtype), x.to(dtype)).sum(0)
+        return d_out, d_x, d_skip.to(skip.dtype)
 
 
 def step(inputs: RecurrenceInputs, *, state: torch.Tensor, slots: torch.Tensor) -> torch.Tensor:
-    """Change the states of `slots` by one token a row; return what is read from them.
+    """Update the states at `slots` by one token per row, in place; return the outputs.
 
-    The host never waits. A padding row does what the first row with a slot does, and writes the
-    same to the same place; where no row has a slot, all write back what was there.
+    The host never waits. A padding row repeats the first row with a slot, and writes the same
+    values to the same slot; if there is none, it writes back the state that it read.
 
     Args:
         inputs: [b, ...].
@@ -506,74 +511,77 @@ def step(inputs: RecurrenceInputs, *, state: torch.Tensor, slots: torch.Tensor) 
     Returns:
         out [b, H, V] in value's dtype, zero in padding rows.
     """
-    rows, heads, width = inputs.value.shape
+    rows, heads, value_size = inputs.value.shape
     if not rows:
         return torch.zeros_like(inputs.value)
-    wide = accumulation_dtype(inputs.value.dtype)
-    alive = slots >= 0
+    dtype = accumulation_dtype(inputs.value.dtype)
+    is_active = slots >= 0
     source = torch.where(
-        alive, torch.arange(rows, device=slots.device), alive.to(torch.uint8).argmax()
+        is_active, torch.arange(rows, device=slots.device), is_active.to(torch.uint8).argmax()
     )
-    query, key, value, decay, dt = (x.index_select(0, source).to(wide) for x in inputs)
-    place = slots.index_select(0, source).clamp_(min=0)
-    old = state.index_select(0, place)
+    query, key, value, decay, dt = (x.index_select(0, source).to(dtype) for x in inputs)
+    slot_index = slots.index_select(0, source).clamp_(min=0)
+    old_state = state.index_select(0, slot_index)
     groups, shared = key.shape[1], heads // key.shape[1]
-    shape = (rows, groups, shared, -1, width)  # [b, G, r, K, V]
-    written = key[:, :, None, :, None] * (value * dt[..., None]).view(
-        rows, groups, shared, 1, width
+    shape = (rows, groups, shared, -1, value_size)  # [b, G, r, K, V]
+    update = key[:, :, None, :, None] * (value * dt[..., None]).view(
+        rows, groups, shared, 1, value_size
     )
-    new = written.addcmul_(old.to(wide).view(shape), decay.exp().view(rows, groups, shared, 1, 1))
-    out = (query[:, :, None, None] @ new).view(rows, heads, width).to(inputs.value.dtype)
-    new = new.view_as(old).to(state.dtype)
-    state.index_copy_(0, place, torch.where(alive.any(), new, old))
-    return torch.where(alive[:, None, None], out, 0)
+    new_state = update.addcmul_(
+        old_state.to(dtype).view(shape), decay.exp().view(rows, groups, shared, 1, 1)
+    )
+    out = (query[:, :, None, None] @ new_state).view(rows, heads, value_size).to(inputs.value.dtype)
+    new_state = new_state.view_as(old_state).to(state.dtype)
+    state.index_copy_(0, slot_index, torch.where(is_active.any(), new_state, old_state))
+    return torch.where(is_active[:, None, None], out, 0)
 
 
 @dataclass
 class PreparedStateSpace:
-    """What `StateSpaceDual` keeps between its operations.
+    """State of a `StateSpaceDual` between its operations.
 
     Args:
-        inputs: as they were given.
-        chunks: n of them.
-        sums: a [n, H, C], in fp64.
-        strength: dt [n, H, C], in the accumulation dtype.
-        local: [n, G, K, r, V], what the tokens of each chunk leave in the state; from `summary`
-            until a sweep.
-        states: [n, G, K, r, V], what each chunk begins with; from a sweep on.
-        grad, pulled: an output gradient, and [n, G, K, r, V], that of each chunk's first state from
-            it alone; between `state_gradient` and `backward`.
+        inputs: the inputs.
+        chunks: the n chunks of the tokens.
+        cumsum: cumulative decays a [n, H, C], in fp64.
+        dt: [n, H, C], in the accumulation dtype.
+        addends: [n, G, K, r, V], the write of each chunk to its final state; set by `summary`,
+            freed by `sweep`.
+        states: [n, G, K, r, V], the state before each chunk; set by `sweep`.
+        d_out: an output gradient; set by `state_gradient`, freed by `backward`.
+        d_states_local: [n, G, K, r, V], gradient of each chunk's initial state from `d_out` in the
+            chunk alone.
     """
 
     inputs: RecurrenceInputs
     chunks: Chunks
-    sums: torch.Tensor
-    strength: torch.Tensor
-    local: torch.Tensor | None = None
+    cumsum: torch.Tensor
+    dt: torch.Tensor
+    addends: torch.Tensor | None = None
     states: torch.Tensor | None = None
-    grad: torch.Tensor | None = None
-    pulled: torch.Tensor | None = None
+    d_out: torch.Tensor | None = None
+    d_states_local: torch.Tensor | None = None
 
     @property
     def groups(self) -> int:
-        """G."""
+        """Number of groups G."""
         return self.inputs.key.shape[1]
 
     @property
     def dtype(self) -> torch.dtype:
-        """That of what is accumulated."""
-        return self.strength.dtype
+        """The accumulation dtype."""
+        return self.dt.dtype
 
     @property
     def gain(self) -> torch.Tensor:
         """exp(a_C) [n, G, 1, r, 1]."""
-        gain = power(self.sums[..., -1].to(self.dtype))
+        gain = power(self.cumsum[..., -1].to(self.dtype))
         return gain.unflatten(1, (self.groups, 1, -1))[..., None]
 
     def by_group(self, x: torch.Tensor) -> torch.Tensor:
         """Return [n, G, C, K], in the accumulation dtype, from x [t, G, K]."""
         grid = self.chunks.to_chunks(x).to(self.dtype).transpose(1, 2)
-        # The one group of a chunk is a view; several lie far apart.
+        # A single group stays a view; several would be strided operands of the products.
         return grid if self.groups == 1 else grid.contiguous()
 
     def by_token(self, x: torch.Tensor) -> torch.Tensor:
@@ -581,39 +589,44 @@ class PreparedStateSpace:
         return self.chunks.to_chunks(x).unflatten(2, (self.groups, -1))
 
     @property
-    def left(self) -> torch.Tensor:
-        """exp(a_C - a) [n, H, C], how much of a token is left behind the chunk."""
-        return power((self.sums[..., -1:] - self.sums).to(self.dtype))
+    def decay_to_end(self) -> torch.Tensor:
+        """exp(a_C - a) [n, H, C], the decay of tokens to the end of the chunk."""
+        return power((self.cumsum[..., -1:] - self.cumsum).to(self.dtype))
 
     @property
-    def growth(self) -> torch.Tensor:
+    def decay_from_start(self) -> torch.Tensor:
         """exp(a) [n, H, C]."""
-        return power(self.sums.to(self.dtype))
+        return power(self.cumsum.to(self.dtype))
 
-    def read(self) -> tuple[torch.Tensor, ...]:
-        """Return what all chunks read, as `StateSpaceChunks` has it, without states."""
+    def chunk_inputs(self) -> tuple[torch.Tensor, ...]:
+        """Return the fields of `StateSpaceChunks` for all chunks, without `states`."""
         query, key = self.by_group(self.inputs.query), self.by_group(self.inputs.key)
-        gates = self.strength, self.growth, self.left, *in_two_parts(self.sums, self.dtype)
+        gates = (
+            self.dt,
+            self.decay_from_start,
+            self.decay_to_end,
+            *difference_factors(self.cumsum, self.dtype),
+        )
         return self.by_token(self.inputs.value), query, key, *gates
 
     def states_or_zeros(self, states: torch.Tensor | None) -> torch.Tensor:
         """Return [N, G, K, r, V] from states [N, H, K, V], or zeros."""
         if states is not None:
             return _by_group(states.to(self.dtype), self.groups)
-        heads, width = self.inputs.value.shape[1:]
+        heads, value_size = self.inputs.value.shape[1:]
         shared, keys = heads // self.groups, self.inputs.key.shape[-1]
-        shape = (self.chunks.sequence_count, self.groups, keys, shared, width)
-        return self.strength.new_zeros(()).expand(shape)
+        shape = (self.chunks.sequence_count, self.groups, keys, shared, value_size)
+        return self.dt.new_zeros(()).expand(shape)
 
 
 @dataclass(frozen=True)
 class StateSpaceDual:
-    """SSD as a `Recurrence`; M is a number a head.
+    """SSD as a `Recurrence`; M is a scalar per head.
 
-    Between forward and backward it keeps, beside the inputs, the state before each chunk.
+    It saves the inputs and the state before each chunk for backward.
 
     Args:
-        chunk_size: tokens C of a chunk; of one that no sequence fills as many as the longest has.
+        chunk_size: tokens C of a chunk, at most the length of the longest sequence.
     """
 
     chunk_size: int
@@ -622,10 +635,10 @@ class StateSpaceDual:
         """See `Recurrence`."""
         chunks = sequences.chunks(min(self.chunk_size, max(1, *sequences.lengths)))
         dtype = accumulation_dtype(inputs.value.dtype)
-        sums = decay_sums(chunks.to_chunks(inputs.decay).transpose(1, 2))
-        strength = chunks.to_chunks(inputs.strength).transpose(1, 2)
-        strength = strength.to(dtype, memory_format=torch.contiguous_format)
-        return PreparedStateSpace(inputs, chunks, sums, strength)
+        cumsum = decay_cumsum(chunks.to_chunks(inputs.decay).transpose(1, 2))
+        dt = chunks.to_chunks(inputs.beta).transpose(1, 2)
+        dt = dt.to(dtype, memory_format=torch.contiguous_format)
+        return PreparedStateSpace(inputs, chunks, cumsum, dt)
 
     def sweep(
         self,
@@ -635,22 +648,26 @@ class StateSpaceDual:
         keep_states: bool = False,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """See `Recurrence`."""
-        del keep_states  # they are always kept
+        del keep_states  # the states are always saved
         chunks, gain = prepared.chunks, prepared.gain
         states = Sweep(chunks, prepared.states_or_zeros(initial))
-        given = prepared.read()
-        reach = prepared.strength * prepared.left
-        out = torch.empty(given[0].shape, dtype=given[0].dtype, device=given[0].device)
-        for block, scratch, *parts, target in blocks(3, reach.dtype, *given, out):
-            local = prepared.local
-            if local is None:
-                added = written(parts[2], by_group(parts[0], reach[block], scratch, 0))
+        inputs = prepared.chunk_inputs()
+        dt_to_end = prepared.dt * prepared.decay_to_end
+        out = torch.empty(inputs[0].shape, dtype=inputs[0].dtype, device=inputs[0].device)
+        for span, scratch, *block_inputs, block_out in blocks(3, dt_to_end.dtype, *inputs, out):
+            addends = prepared.addends
+            if addends is None:
+                addend = state_addend(
+                    block_inputs[2], by_group(block_inputs[0], dt_to_end[span], scratch, 0)
+                )
             else:
-                added = local[block]
-            states.through(block, gain[block], added)
-            read(StateSpaceChunks(*parts, states.starts[block]), scratch, target)
-        prepared.states, prepared.local = states.starts, None
-        return chunks.from_chunks(out.flatten(2, 3)), _by_head(states.last())
+                addend = addends[span]
+            states.advance(span, gain[span], addend)
+            chunk_output(
+                StateSpaceChunks(*block_inputs, states.states_before[span]), scratch, block_out
+            )
+        prepared.states, prepared.addends = states.states_before, None
+        return chunks.from_chunks(out.flatten(2, 3)), _by_head(states.final())
 
     def summary(self, prepared: PreparedStateSpace) -> tuple[torch.Tensor, torch.Tensor]:
         """See `Recurrence`."""
@@ -658,70 +675,84 @@ class StateSpaceDual:
             prepared.by_group(prepared.inputs.key),
             prepared.by_token(prepared.inputs.value),
         )
-        prepared.local = _added(key, value, prepared.strength * prepared.left)
+        prepared.addends = _state_addends(key, value, prepared.dt * prepared.decay_to_end)
         states = Sweep(prepared.chunks, prepared.states_or_zeros(None))
-        states.through(slice(0, prepared.chunks.count), prepared.gain, prepared.local)
-        whole = prepared.growth[..., -1:, None]  # [n, H, 1, 1]
-        ones = whole.new_ones(()).expand(prepared.chunks.sequence_count, *whole.shape[1:])
+        states.advance(slice(0, prepared.chunks.count), prepared.gain, prepared.addends)
+        chunk_decay = prepared.decay_from_start[..., -1:, None]  # [n, H, 1, 1]
+        ones = chunk_decay.new_ones(()).expand(
+            prepared.chunks.sequence_count, *chunk_decay.shape[1:]
+        )
         transition = Sweep(prepared.chunks, ones)
-        transition.through(slice(0, prepared.chunks.count), whole, None)
-        return _by_head(states.last()), transition.last()
+        transition.advance(slice(0, prepared.chunks.count), chunk_decay, None)
+        return _by_head(states.final()), transition.final()
 
-    def state_gradient(self, prepared: PreparedStateSpace, grad: torch.Tensor) -> torch.Tensor:
+    def state_gradient(self, prepared: PreparedStateSpace, d_out: torch.Tensor) -> torch.Tensor:
         """See `Recurrence`."""
-        query, prepared.grad = prepared.by_group(prepared.inputs.query), grad
-        prepared.pulled = _added(query, prepared.by_token(grad), prepared.growth)
-        grads = SweepBack(prepared.chunks, prepared.states_or_zeros(None))
-        grads.through(slice(0, prepared.chunks.count), prepared.gain, prepared.pulled)
-        return _by_head(grads.first())
+        query, prepared.d_out = prepared.by_group(prepared.inputs.query), d_out
+        prepared.d_states_local = _state_addends(
+            query, prepared.by_token(d_out), prepared.decay_from_start
+        )
+        d_states = SweepBack(prepared.chunks, prepared.states_or_zeros(None))
+        d_states.advance(slice(0, prepared.chunks.count), prepared.gain, prepared.d_states_local)
+        return _by_head(d_states.d_initial())
 
     def backward(
-        self, prepared: PreparedStateSpace, grad: torch.Tensor, grad_last: torch.Tensor | None
+        self, prepared: PreparedStateSpace, d_out: torch.Tensor, d_final: torch.Tensor | None
     ) -> tuple[RecurrenceInputs, torch.Tensor]:
         """See `Recurrence`."""
         inputs, chunks, gain = prepared.inputs, prepared.chunks, prepared.gain
-        pulled = prepared.pulled if prepared.grad is grad else None
-        prepared.grad = prepared.pulled = None
-        grads = SweepBack(chunks, prepared.states_or_zeros(grad_last))
-        given, states = prepared.read(), prepared.states
+        addends = prepared.d_states_local if prepared.d_out is d_out else None
+        prepared.d_out = prepared.d_states_local = None
+        d_states = SweepBack(chunks, prepared.states_or_zeros(d_final))
+        block_inputs, states = prepared.chunk_inputs(), prepared.states
         assert states is not None, "a sweep comes before gradients"
-        found = _empty_gradients(*given[:3], prepared.sums, prepared.strength)
-        growth, pulls = given[4], prepared.by_token(grad)
-        parts = blocks(5, growth.dtype, *given, states, pulls, *found)
-        for block, scratch, *part in reversed(list(parts)):
-            read_by, pull, target = StateSpaceChunks(*part[:9]), part[9], Gradients(*part[10:])
-            scaled = by_group(pull, growth[block], scratch, 4)
-            added = written(read_by.query, scaled) if pulled is None else pulled[block]
-            grads.through(block, gain[block], added)
-            differentiate(read_by, scratch, grad=pull, ends=grads.ends[block], found=target)
+        grads = _empty_gradients(*block_inputs[:3], prepared.cumsum, prepared.dt)
+        decay_from_start, d_out_grid = block_inputs[4], prepared.by_token(d_out)
+        slices = blocks(5, decay_from_start.dtype, *block_inputs, states, d_out_grid, *grads)
+        for span, scratch, *tensors in reversed(list(slices)):
+            block, block_d_out = StateSpaceChunks(*tensors[:9]), tensors[9]
+            # `differentiate` reads exp(a) dO from buffer 4, even if the addends exist already.
+            d_out_decayed = by_group(block_d_out, decay_from_start[span], scratch, 4)
+            if addends is None:
+                addend = state_addend(block.query, d_out_decayed)
+            else:
+                addend = addends[span]
+            d_states.advance(span, gain[span], addend)
+            differentiate(
+                block,
+                scratch,
+                d_out=block_d_out,
+                d_states_after=d_states.d_states_after[span],
+                grads=Gradients(*tensors[10:]),
+            )
         return RecurrenceInputs(
-            _by_row(chunks, found.query, inputs.query.dtype),
-            _by_row(chunks, found.key, inputs.key.dtype),
-            chunks.from_chunks(found.value.flatten(2, 3)),
-            without_clamped(_by_row(chunks, found.decay(), inputs.decay.dtype), inputs.decay),
-            _by_row(chunks, found.strength, inputs.strength.dtype),
-        ), _by_head(grads.first())
+            _by_row(chunks, grads.query, inputs.query.dtype),
+            _by_row(chunks, grads.key, inputs.key.dtype),
+            chunks.from_chunks(grads.value.flatten(2, 3)),
+            zero_clamped_grad(_by_row(chunks, grads.decay(), inputs.decay.dtype), inputs.decay),
+            _by_row(chunks, grads.dt, inputs.beta.dtype),
+        ), _by_head(d_states.d_initial())
 
 
-def _added(key: torch.Tensor, value: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
+def _state_addends(key: torch.Tensor, value: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
     """Return Kᵀ (scale · x) of all chunks: [n, G, K, r, V] of [n, G, C, K], [n, C, G, r, V]."""
-    n, _, groups, shared, width = value.shape
-    states = key.new_empty((n, groups, key.shape[-1], shared, width))
+    n, _, groups, shared, value_size = value.shape
+    states = key.new_empty((n, groups, key.shape[-1], shared, value_size))
     for _, scratch, x, keys, scales, out in blocks(1, key.dtype, value, key, scale, states):
-        out.copy_(written(keys, by_group(x, scales, scratch, 0)))
+        out.copy_(state_addend(keys, by_group(x, scales, scratch, 0)))
     return states
 
 
-def _empty_gradients(value, query, key, sums, strength) -> Gradients:
-    """Return memory for the gradients of all chunks."""
+def _empty_gradients(value, query, key, cumsum, dt) -> Gradients:
+    """Allocate the gradients of all chunks."""
     return Gradients(
         torch.empty(value.shape, dtype=value.dtype, device=value.device),
         query.new_empty(query.shape),
         key.new_empty(key.shape),
-        torch.empty_like(strength),
-        torch.empty_like(sums),
-        torch.empty_like(strength),
-        strength.new_empty(strength.shape[:2]),
+        torch.empty_like(dt),
+        torch.empty_like(cumsum),
+        torch.empty_like(dt),
+        dt.new_empty(dt.shape[:2]),
     )
 
 

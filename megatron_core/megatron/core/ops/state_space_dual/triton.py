@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What state-space duality has of its own in Triton: sums of decays over chunks, and D x.
+"""State-space duality in Triton: cumulative decays of each chunk, and the skip out + D x.
 
-out + D x in Triton, one pass over memory each way, a tile of tokens of one head a program.
+The skip reads and writes memory once in each direction; a program takes a tile of tokens of one
+head.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ import torch
 import triton
 import triton.language as tl
 
-from megatron.core.ops.chunked_recurrence.kernels import Tiles
+from megatron.core.ops.chunked_recurrence.kernels import ChunkIndices
 from megatron.core.ops.launches import Launches, cdiv
 from megatron.core.ops.recurrence import LOWEST_DECAY
 from megatron.core.ops.strided_rows import row_tile
@@ -28,19 +29,20 @@ def tile_of_tokens(
     ROWS: tl.constexpr,
     FEATURES: tl.constexpr,
 ):
-    """Return this program's head, where its tile [ROWS, FEATURES] lies in three tensors, its mask.
+    """Return this program's head, the offsets of its tile [ROWS, FEATURES], and the tile's mask.
 
-    They are one with strides (token, head), x, and one of [t, H, V] without gaps. The head comes
-    before the tokens, so that programs beside each other work on what lies together.
+    The offsets are for the tensor with strides (stride_t, stride_h), for x, and for a contiguous
+    [t, H, V]. The head varies faster than the tokens, so that neighbouring programs access
+    neighbouring memory.
     """
     head = (tl.program_id(0) % heads).to(tl.int64)
     token = (tl.program_id(0) // heads).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     feature = tl.arange(0, FEATURES)
     mask = (token < tokens)[:, None] & (feature < features)[None, :]
-    place = token[:, None] * stride_t + (head * stride_h + feature)[None, :]
-    x_place = token[:, None] * x_stride_t + (head * x_stride_h + feature)[None, :]
-    dense = token[:, None] * heads * features + (head * features + feature)[None, :]
-    return head, place, x_place, dense, mask
+    offsets = token[:, None] * stride_t + (head * stride_h + feature)[None, :]
+    x_offsets = token[:, None] * x_stride_t + (head * x_stride_h + feature)[None, :]
+    dense_offsets = token[:, None] * heads * features + (head * features + feature)[None, :]
+    return head, offsets, x_offsets, dense_offsets, mask
 
 
 @triton.jit(do_not_specialize=["tokens"])
@@ -60,47 +62,47 @@ def add_skip_kernel(
     FEATURES: tl.constexpr,
 ):
     """Store y [t, H, V] = out + D x."""
-    head, place, x_place, dense, mask = tile_of_tokens(
+    head, offsets, x_offsets, dense_offsets, mask = tile_of_tokens(
         *(heads, tokens, features, out_stride_t, out_stride_h, x_stride_t, x_stride_h),
         *(ROWS, FEATURES),
     )
-    out = tl.load(out_ptr + place, mask=mask, other=0.0).to(tl.float32)
-    x = tl.load(x_ptr + x_place, mask=mask, other=0.0).to(tl.float32)
+    out = tl.load(out_ptr + offsets, mask=mask, other=0.0).to(tl.float32)
+    x = tl.load(x_ptr + x_offsets, mask=mask, other=0.0).to(tl.float32)
     y = out + tl.load(skip_ptr + head).to(tl.float32) * x
-    tl.store(y_ptr + dense, y.to(y_ptr.dtype.element_ty), mask=mask)
+    tl.store(y_ptr + dense_offsets, y.to(y_ptr.dtype.element_ty), mask=mask)
 
 
 @triton.jit(do_not_specialize=["tokens"])
 def add_skip_backward_kernel(
-    grad_ptr,
+    d_out_ptr,
     x_ptr,
     skip_ptr,
-    grad_x_ptr,
-    partial_ptr,
+    d_x_ptr,
+    partials_ptr,
     tokens,
     heads,
     features,
-    grad_stride_t,
-    grad_stride_h,
+    d_out_stride_t,
+    d_out_stride_h,
     x_stride_t,
     x_stride_h,
     ROWS: tl.constexpr,
     FEATURES: tl.constexpr,
 ):
-    """Store the gradient of x [t, H, V], D g, and the sum of g x over this program's tile."""
-    head, place, x_place, dense, mask = tile_of_tokens(
-        *(heads, tokens, features, grad_stride_t, grad_stride_h, x_stride_t, x_stride_h),
+    """Store d_x = D d_out [t, H, V], and the sum of d_out x over this program's tile."""
+    head, offsets, x_offsets, dense_offsets, mask = tile_of_tokens(
+        *(heads, tokens, features, d_out_stride_t, d_out_stride_h, x_stride_t, x_stride_h),
         *(ROWS, FEATURES),
     )
-    grad = tl.load(grad_ptr + place, mask=mask, other=0.0).to(tl.float32)
-    x = tl.load(x_ptr + x_place, mask=mask, other=0.0).to(tl.float32)
-    grad_x = tl.load(skip_ptr + head).to(tl.float32) * grad
-    tl.store(grad_x_ptr + dense, grad_x.to(grad_x_ptr.dtype.element_ty), mask=mask)
-    tl.store(partial_ptr + tl.program_id(0), tl.sum(grad * x))
+    d_out = tl.load(d_out_ptr + offsets, mask=mask, other=0.0).to(tl.float32)
+    x = tl.load(x_ptr + x_offsets, mask=mask, other=0.0).to(tl.float32)
+    d_x = tl.load(skip_ptr + head).to(tl.float32) * d_out
+    tl.store(d_x_ptr + dense_offsets, d_x.to(d_x_ptr.dtype.element_ty), mask=mask)
+    tl.store(partials_ptr + tl.program_id(0), tl.sum(d_out * x))
 
 
 SUMS = Launches("recurrence_sums", {"BLOCK_H": 16, "num_warps": 4, "num_stages": 1})
-#: A program has ELEMENTS of one head at a time: features, padded to a power of two, of tokens.
+#: A tile has ELEMENTS of one head: tokens times features, padded to a power of two.
 SKIP = Launches(
     "add_skip_forward",
     {"ELEMENTS": 4096, "num_warps": 4, "num_stages": 1},
@@ -122,9 +124,9 @@ SKIP_BACKWARD = Launches(
 @triton.jit(do_not_specialize=["chunks"])
 def decay_sums_kernel(
     decay_ptr,
-    sums_ptr,
-    first_ptr,
-    end_ptr,
+    cumsum_ptr,
+    chunk_starts_ptr,
+    chunk_ends_ptr,
     chunks,
     heads,
     decay_stride_t,
@@ -133,62 +135,63 @@ def decay_sums_kernel(
     CHUNK: tl.constexpr,
     BLOCK_H: tl.constexpr,
 ):
-    """Sum the decays of BLOCK_H heads over one chunk in fp64; store them in two parts."""
+    """Sum the decays of BLOCK_H heads over one chunk in fp64; store high and low parts in fp32."""
     blocks = tl.cdiv(heads, BLOCK_H)
     chunk = (tl.program_id(0) // blocks).to(tl.int64)
     head = (tl.program_id(0) % blocks) * BLOCK_H + tl.arange(0, BLOCK_H)
     rows = tl.arange(0, CHUNK)
-    place = tl.load(first_ptr + chunk) + rows
-    inside = (place < tl.load(end_ptr + chunk))[:, None] & (head < heads)[None, :]
+    token = tl.load(chunk_starts_ptr + chunk) + rows
+    mask = (token < tl.load(chunk_ends_ptr + chunk))[:, None] & (head < heads)[None, :]
     decay = tl.load(
-        decay_ptr + place[:, None] * decay_stride_t + head[None, :].to(tl.int64) * decay_stride_h,
-        mask=inside,
+        decay_ptr + token[:, None] * decay_stride_t + head[None, :].to(tl.int64) * decay_stride_h,
+        mask=mask,
         other=0.0,
     )
-    # Not the maximum, in which one that is no number would be lost.
+    # A comparison, since tl.maximum would turn a NaN decay into `lowest`.
     decay = tl.where(decay < lowest, lowest, decay.to(tl.float64))
-    sums = tl.cumsum(decay, 0)
-    large = sums.to(tl.float32)
-    target = sums_ptr + (chunk * heads + head[None, :]) * CHUNK + rows[:, None]
-    tl.store(target, large, mask=(head < heads)[None, :])
+    cumsum = tl.cumsum(decay, 0)
+    high = cumsum.to(tl.float32)
+    out_ptr = cumsum_ptr + (chunk * heads + head[None, :]) * CHUNK + rows[:, None]
+    tl.store(out_ptr, high, mask=(head < heads)[None, :])
     tl.store(
-        target + chunks.to(tl.int64) * heads * CHUNK,
-        (sums - large.to(tl.float64)).to(tl.float32),
+        out_ptr + chunks.to(tl.int64) * heads * CHUNK,
+        (cumsum - high.to(tl.float64)).to(tl.float32),
         mask=(head < heads)[None, :],
     )
 
 
-def sum_decays(decay: torch.Tensor, tiles: Tiles) -> torch.Tensor:
-    """Return fp32 [2, n, H, C], the decays summed up within each chunk: rounded, and the rest.
+def cumulative_decays(decay: torch.Tensor, chunks: ChunkIndices) -> torch.Tensor:
+    """Return the cumulative decays of each chunk, fp32 [2, n, H, C], high and low parts.
 
     Args:
         decay: [t, H].
-        tiles: the chunks of its tokens.
+        chunks: the chunks of the t tokens.
     """
     heads = decay.shape[1]
-    sums = decay.new_empty((2, tiles.count, heads, tiles.size), dtype=torch.float32)
-    launch = SUMS.pick(decay, f"C{tiles.size}")
-    grid = (tiles.count * cdiv(heads, launch["BLOCK_H"]),)
-    if sums.numel():
+    cumsum = decay.new_empty((2, chunks.count, heads, chunks.size), dtype=torch.float32)
+    launch = SUMS.pick(decay, f"C{chunks.size}")
+    grid = (chunks.count * cdiv(heads, launch["BLOCK_H"]),)
+    if cumsum.numel():
         decay_sums_kernel[grid](
             decay,
-            sums,
-            tiles.first,
-            tiles.end,
-            tiles.count,
+            cumsum,
+            chunks.starts,
+            chunks.ends,
+            chunks.count,
             heads,
             *decay.stride(),
             LOWEST_DECAY,
-            CHUNK=tiles.size,
+            CHUNK=chunks.size,
             **launch,
         )
-    return sums
+    return cumsum
 
 
 class AddSkip(torch.autograd.Function):
-    """Forward, dgrad and wgrad as in `skip.AddSkip`, of which each way is one pass. Saves x and D.
+    """Forward, dgrad and wgrad as in the reference, one kernel each way. Saves x and D.
 
-    Each program leaves its part of the gradient of D, which are added up in the same order always.
+    Each program stores a partial gradient of D; their sum has a fixed order, so it is
+    deterministic.
     """
 
     @staticmethod
@@ -199,30 +202,32 @@ class AddSkip(torch.autograd.Function):
         launch = row_tile(SKIP, x, x.shape[2])
         blocks = cdiv(x.shape[0], launch["ROWS"])
         if y.numel():
-            add_skip_kernel[(blocks * x.shape[1],)](*skipped(dense(out), x, skip, y), **launch)
+            add_skip_kernel[(blocks * x.shape[1],)](
+                *skip_arguments(dense(out), x, skip, y), **launch
+            )
         return y
 
     @staticmethod
-    def backward(ctx, grad):
+    def backward(ctx, d_out):
         x, skip = ctx.saved_tensors
-        grad_x = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+        d_x = torch.empty(x.shape, dtype=x.dtype, device=x.device)
         launch = row_tile(SKIP_BACKWARD, x, x.shape[2])
         blocks = cdiv(x.shape[0], launch["ROWS"]) if x.numel() else 0
-        partial = torch.empty((blocks, x.shape[1]), dtype=torch.float32, device=x.device)
+        partials = torch.empty((blocks, x.shape[1]), dtype=torch.float32, device=x.device)
         if blocks:
-            add_skip_backward_kernel[(partial.numel(),)](
-                *skipped(dense(grad), x, skip, grad_x, partial), **launch
+            add_skip_backward_kernel[(partials.numel(),)](
+                *skip_arguments(dense(d_out), x, skip, d_x, partials), **launch
             )
-        return grad, grad_x, partial.sum(0).to(skip.dtype)
+        return d_out, d_x, partials.sum(0).to(skip.dtype)
 
 
-def skipped(
-    other: torch.Tensor, x: torch.Tensor, skip: torch.Tensor, *stored: torch.Tensor
+def skip_arguments(
+    out: torch.Tensor, x: torch.Tensor, skip: torch.Tensor, *outputs: torch.Tensor
 ) -> tuple:
-    """Return what both kernels of D x are given: tensors, sizes and strides."""
-    return other, x, skip, *stored, *x.shape, *other.stride()[:2], *x.stride()[:2]
+    """Return the arguments of both skip kernels: tensors, sizes and strides."""
+    return out, x, skip, *outputs, *x.shape, *out.stride()[:2], *x.stride()[:2]
 
 
 def dense(x: torch.Tensor) -> torch.Tensor:
-    """Return x with a contiguous last dimension; slices of a wider tensor stay views."""
+    """Return x with a contiguous last dimension, copied only if it has a strided one."""
     return x if x.stride(-1) == 1 else x.contiguous()

@@ -9,8 +9,8 @@ To add a part, write
     KERNELS = (
         Description(
             kernel=sweep_kernel,
-            launch={"CORRECTS": True, "BLOCK_K": 128, **SWEEP.default},
-            types={"sums_ptr": "*fp32", "scale": "fp32", "first_ptr": "*i64"},
+            launch={"DELTA_RULE": True, "BLOCK_K": 128, **SWEEP.default},
+            types={"cumsum_ptr": "*fp32", "scale": "fp32", "chunk_starts_ptr": "*i64"},
             divisible=("key_size", "value_size"),
             label="128",
             quick=(90, 100),

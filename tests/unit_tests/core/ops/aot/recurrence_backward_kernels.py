@@ -22,10 +22,10 @@ from tests.unit_tests.core.ops.aot.recurrence_kernels import (
     strides,
 )
 
-TYPES = SUMMED | {"begin_ptr": "*i64", "scale": "fp32"}
-REVERSED = TYPES | {"grad_last_ptr": "*fp32", "grad_initial_ptr": "*fp32"}
-DIFFERENTIATED = TYPES | {"grad_decay_ptr": "*fp32"}
-DIFFERENTIATED |= {"grad_strength_ptr": "*fp32"}
+TYPES = SUMMED | {"chunk_offsets_ptr": "*i64", "scale": "fp32"}
+REVERSED = TYPES | {"d_final_ptr": "*fp32", "d_initial_ptr": "*fp32"}
+DIFFERENTIATED = TYPES | {"d_decay_ptr": "*fp32"}
+DIFFERENTIATED |= {"d_beta_ptr": "*fp32"}
 
 
 def launched(sizes: dict[str, int]) -> dict[str, object]:
@@ -34,9 +34,9 @@ def launched(sizes: dict[str, int]) -> dict[str, object]:
     return {
         **sizes,
         **strides(sizes),
-        "grad_stride_t": sizes["heads"] * width,
-        "grad_stride_h": width,
-        "CORRECTS": sizes is DELTA,
+        "d_out_stride_t": sizes["heads"] * width,
+        "d_out_stride_h": width,
+        "DELTA_RULE": sizes is DELTA,
         "CHUNK": 64,
         "KEYS": sizes["keys"],
         "PRECISION": "ieee",
@@ -45,7 +45,7 @@ def launched(sizes: dict[str, int]) -> dict[str, object]:
 
 def reversed_sweep(label: str, sizes: dict[str, int], **options: tuple[int, ...]) -> Description:
     """Describe the sweep that stores what gradients need."""
-    flags = {"HAS_SEEN": sizes is not DUAL, "HAS_GRAD_LAST": True, "STORES": True}
+    flags = {"HAS_SCORES": sizes is not DUAL, "HAS_D_FINAL": True, "STORE_GRADS": True}
     narrow = recurrence.REVERSE if sizes["keys"] <= 128 else recurrence.REVERSE_TALL
     launch = launched(sizes) | flags | narrow.default
     return Description(
@@ -85,11 +85,11 @@ def in_fp32(kernel: JITFunction, sizes: dict[str, int], types: dict[str, str]) -
         launch=launched(sizes)
         | {"CHUNK": chunk, "PRECISION": "tf32x3"}
         | (
-            {"HAS_SEEN": True, "HAS_GRAD_LAST": True, "STORES": True}
-            | recurrence.REVERSE_WIDE.default
+            {"HAS_SCORES": True, "HAS_D_FINAL": True, "STORE_GRADS": True}
+            | recurrence.REVERSE_FP32.default
             if is_sweep
             else {"VALUES": sizes["values"], "ROWS": chunk * (2 if sizes is DELTA else 1)}
-            | {"HEADS": 1, **recurrence.GRADIENTS_WIDE.default}
+            | {"HEADS": 1, **recurrence.GRADIENTS_FP32.default}
         ),
         types=dict.fromkeys(pointers, "*fp32") | types,
         label=f"{'delta' if sizes is DELTA else 'ssd'} fp32",
@@ -114,7 +114,7 @@ KERNELS = (
         kernel=seen_kernel,
         launch={
             **{x: size for x, size in launched(DELTA).items() if x in seen_kernel.arg_names},
-            **recurrence.SEEN.default,
+            **recurrence.SCORES.default,
         },
         types={name: kind for name, kind in TYPES.items() if name in seen_kernel.arg_names},
         quick=(),

@@ -24,16 +24,16 @@ DELTA = {"heads": 32, "shared": 2, "keys": 128, "values": 128}
 DUAL = {"heads": 128, "shared": 16, "keys": 128, "values": 64}
 TALL = {"heads": 24, "shared": 24, "keys": 256, "values": 64}
 SUMMED = {
-    "strength_ptr": "*fp32",
-    "sums_ptr": "*fp32",
-    "first_ptr": "*i64",
-    "end_ptr": "*i64",
+    "beta_ptr": "*fp32",
+    "cumsum_ptr": "*fp32",
+    "chunk_starts_ptr": "*i64",
+    "chunk_ends_ptr": "*i64",
 }
 SWEPT = SUMMED | {
-    "begin_ptr": "*i64",
-    "initial_ptr": "*fp32",
-    "last_ptr": "*fp32",
-    "total_ptr": "*fp32",
+    "chunk_offsets_ptr": "*i64",
+    "initial_state_ptr": "*fp32",
+    "final_state_ptr": "*fp32",
+    "total_decay_ptr": "*fp32",
     "scale": "fp32",
 }
 
@@ -44,7 +44,7 @@ POINTERS = tuple(name for name in sweep_kernel.arg_names if name.endswith("_ptr"
 def strides(sizes: dict[str, int]) -> dict[str, int]:
     """Return the strides of inputs without gaps."""
     heads, groups = sizes["heads"], sizes["heads"] // sizes["shared"]
-    found = {"strength_stride_t": heads, "strength_stride_h": 1}
+    found = {"beta_stride_t": heads, "beta_stride_h": 1}
     for name, of, width in (
         ("query", groups, sizes["keys"]),
         ("key", groups, sizes["keys"]),
@@ -56,21 +56,21 @@ def strides(sizes: dict[str, int]) -> dict[str, int]:
 
 def fp32_chunk(sizes: dict[str, int]) -> int:
     """Return the tokens of a chunk in fp32."""
-    return recurrence.fp32_chunk(corrects=sizes is DELTA, keys=sizes["keys"])
+    return recurrence.fp32_chunk(delta_rule=sizes is DELTA, keys=sizes["keys"])
 
 
 def swept(label: str, quick: tuple[int, ...], sizes: dict[str, int], **flags: bool) -> Description:
     """Describe one use of the sweep in bf16, or `wide` in fp32."""
-    names = ("SEEN", "VALUE", "INITIAL", "OUT", "STARTS", "LAST", "TOTAL")
+    names = ("SCORES", "VALUE", "INITIAL", "OUT", "STATES", "FINAL", "TOTAL")
     narrow = recurrence.SWEEP if sizes is DELTA else recurrence.SWEEP_DUAL
     narrow = narrow if sizes["keys"] <= 128 else recurrence.SWEEP_TALL
     wide = flags.get("wide", False)
-    narrow = recurrence.SWEEP_WIDE if wide else narrow
+    narrow = recurrence.SWEEP_FP32 if wide else narrow
     launch = {
         **sizes,
         **strides(sizes),
         **{f"HAS_{name}": flags.get(name.lower(), False) for name in names},
-        "CORRECTS": sizes is DELTA,
+        "DELTA_RULE": sizes is DELTA,
         "CHUNK": fp32_chunk(sizes) if wide else 64,
         "KEYS": sizes["keys"],
         "PRECISION": "tf32x3" if wide else "ieee",
@@ -92,16 +92,18 @@ SOLVED = {
 }
 
 KERNELS = (
-    swept("delta", (90, 100), DELTA, seen=True, value=True, initial=True, out=True, last=True),
-    swept("delta fp32", (), DELTA, wide=True, seen=True, value=True, out=True, last=True),
-    swept("ssd fp32", (), DUAL, wide=True, seen=True, value=True, out=True, last=True),
-    swept("delta starts", (), DELTA, value=True, initial=True, starts=True),
-    swept("delta out starts", (), DELTA, seen=True, value=True, out=True, starts=True, last=True),
-    swept("ssd out starts", (), DUAL, value=True, out=True, starts=True, last=True),
-    swept("delta M", (), DELTA, last=True),
-    swept("ssd", (90,), DUAL, value=True, initial=True, out=True, last=True),
-    swept("ssd 256", (), TALL, seen=True, value=True, initial=True, out=True, last=True),
-    swept("ssd summary", (), DUAL, value=True, last=True, total=True),
+    swept("delta", (90, 100), DELTA, scores=True, value=True, initial=True, out=True, final=True),
+    swept("delta fp32", (), DELTA, wide=True, scores=True, value=True, out=True, final=True),
+    swept("ssd fp32", (), DUAL, wide=True, scores=True, value=True, out=True, final=True),
+    swept("delta starts", (), DELTA, value=True, initial=True, states=True),
+    swept(
+        "delta out starts", (), DELTA, scores=True, value=True, out=True, states=True, final=True
+    ),
+    swept("ssd out starts", (), DUAL, value=True, out=True, states=True, final=True),
+    swept("delta M", (), DELTA, final=True),
+    swept("ssd", (90,), DUAL, value=True, initial=True, out=True, final=True),
+    swept("ssd 256", (), TALL, scores=True, value=True, initial=True, out=True, final=True),
+    swept("ssd summary", (), DUAL, value=True, final=True, total=True),
     Description(
         kernel=solve_kernel,
         launch={
@@ -119,7 +121,7 @@ KERNELS = (
     Description(
         kernel=decay_sums_kernel,
         launch={"CHUNK": 64, **SUMS.default},
-        types={x: kind for x, kind in SUMMED.items() if x != "strength_ptr"}
+        types={x: kind for x, kind in SUMMED.items() if x != "beta_ptr"}
         | {"decay_ptr": "*fp32", "lowest": "fp32"},
         divisible=("heads",),
         quick=(),

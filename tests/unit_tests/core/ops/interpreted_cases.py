@@ -267,7 +267,7 @@ def test_attention(make, name, dtype):
 def test_attention_of_wide_heads(make, features, parts):
     tile = attention_triton.tile_shape(attention_triton.FORWARD, features, FP32, Mask())
     rows = tile["BLOCK_Q"]
-    assert (tile["FEATURES"], tile["REST"]) == parts
+    assert (tile["FEATURES"], tile["TAIL"]) == parts
     # More than two tiles of queries and of keys, the last of each in part, with a window amid.
     inputs = [make(rows * n + 5, 1, heads, features) for n, heads in ((2, 4), (3, 2), (3, 2))]
     compare(
@@ -280,7 +280,7 @@ def test_attention_of_wide_heads(make, features, parts):
 
 def test_parts_of_heads():
     parts = {
-        x: attention_triton.head_parts(x) for x in (1, 16, 17, 80, 96, 112, 128, 160, 192, 256)
+        x: attention_triton.split_head_dim(x) for x in (1, 16, 17, 80, 96, 112, 128, 160, 192, 256)
     }
     assert parts == {
         1: (16, 0),
@@ -422,7 +422,7 @@ def test_attention_tile_by_tile(make, name, case, monkeypatch):
     """Full and masked tiles, in fp32 and in 16 bits, dk and dv together and one by one."""
     number = [*VISIBILITIES, *MORE_VISIBILITIES].index(name)
     dtype = (FP32, torch.float16)[number % 2]  # the interpreter has no bf16
-    monkeypatch.setattr(attention_triton, "MOST_KEY_SUMS", 0 if number % 3 else 1 << 20)
+    monkeypatch.setattr(attention_triton, "MAX_KEY_ACCUMULATORS", 0 if number % 3 else 1 << 20)
     queries, keys = case.tile
     walked = {"FORWARD": (queries, keys), "QUERY_GRADIENT": (queries, keys)}
     for table, (held, steps) in (walked | {"KEY_GRADIENT": (keys, queries)}).items():

@@ -49,7 +49,7 @@ BAD = {
     ),
     "queries elsewhere": (
         lambda: attention(X[:3], X, X, document_ids=IDS, query_start=5, key_start=2),
-        "3 queries from place 5 on are not all among the 5 keys from place 2 on",
+        "3 queries from position 5 on are not all among the 5 keys from position 2",
     ),
     "dtypes": (lambda: attention(X, X.bfloat16(), X), "one dtype"),
     "vocabulary": (

@@ -20,7 +20,7 @@ def exact(query, key, value):
 @pytest.mark.parametrize(("dtype", "bound"), [(torch.float32, 1e-5), (torch.bfloat16, 2e-2)])
 def test_packed_attention_of_strided_parts(dtype, bound):
     generator = torch.Generator().manual_seed(3)
-    mixed = torch.randn(reference._QUERIES_WORTH_PACKING + 4, 2, 10, 16, generator=generator)
+    mixed = torch.randn(reference._MIN_PACKED_QUERIES + 4, 2, 10, 16, generator=generator)
     grad = torch.randn(mixed.shape[0], 2, 6, 16, generator=generator).to(dtype)
     leaf = mixed.to(dtype).requires_grad_()
     out, _ = attention(*leaf.split([6, 2, 2], dim=2))

@@ -37,40 +37,41 @@ def attention(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Compute softmax(scale q k^T + mask) v and the log of each row's softmax denominator.
 
-    Query heads share key heads in groups of n / g (Ainslie et al., 2023). Queries and keys stand at
-    places of a row one after the other; with fewer queries than keys, the queries are the last
-    unless `query_start` says otherwise. On a GPU, 16-bit attention goes to cuDNN or
-    FlashAttention-2 (`fused`) where they apply, all other attention to our kernel, which also has
-    sinks, fp32 and documents known by ids alone, and is deterministic. A query that sees no key
-    gets out 0 and lse -inf. A sink is one more logit per head that takes probability and carries no
-    value; it is part of the log-sum-exp. Backward saves q, k, v, out and lse, and takes any lse,
-    such as the one over all shards of a sequence.
+    Query heads share key heads in groups of n / g (GQA; Ainslie et al., 2023). Queries and keys
+    have contiguous positions; with fewer queries than keys, the queries are the last positions
+    unless `query_start` is given. On a GPU, 16-bit attention uses cuDNN or FlashAttention-2
+    (`fused`) if they support it. All other attention uses our Triton kernel, which also supports
+    sinks, fp32 and documents without cu_seqlens, and is deterministic. A query without a visible
+    key gets out 0 and lse -inf. A sink is an extra logit per head with no value; it is part of the
+    log-sum-exp. Backward saves q, k, v, out and lse, and accepts any lse, such as the lse over all
+    context-parallel shards of a sequence.
 
     Args:
         query: [s_q, b, n, d].
         key: [s_k, b, g, d], g dividing n.
         value: [s_k, b, g, d].
-        causal: a query sees no later key.
+        causal: whether later keys are masked.
         scale: factor on the logits; None is 1 / sqrt(d).
-        window: a query at place q sees only keys k with q - k < window.
+        window: a query at position q attends only to keys k with q - k < window.
         sinks: [n], learned logits.
-        document_ids: int [s_k, b], the keys' documents; tokens see only their own document.
-        query_document_ids: int [s_q, b]; None takes them from the keys at the queries' places.
-        query_start: place of the first query; None where the queries are the last of the keys.
-        key_start: place of the first key.
-        cu_seqlens: int32 [documents + 1], where the documents of `document_ids` begin in rows that
-            lie one after the other, [0, ..., b s]; with it FlashAttention-2 computes them.
-        max_seqlen: a bound on the tokens of a document; None is s.
-        dropout: drops probabilities (the log-sum-exp is of the softmax before dropping).
-        implementation: "reference", "triton", "fused" or None (by device and call).
-        cpu_dtype: what a CPU multiplies 16-bit operands in, see `ops.backend_choice.matmul_dtype`.
+        document_ids: int [s_k, b], the keys' documents; tokens attend only to their own document.
+        query_document_ids: int [s_q, b]; None reads the keys' documents at the queries' positions.
+        query_start: position of the first query; None if the queries are the last of the keys.
+        key_start: position of the first key.
+        cu_seqlens: int32 [documents + 1], starts of the documents of `document_ids` in the
+            concatenated rows, [0, ..., b s]; FlashAttention-2 needs it to support documents.
+        max_seqlen: upper bound on the tokens of a document; None is s.
+        dropout: of probabilities (the log-sum-exp is of the softmax before dropout).
+        implementation: "reference", "triton", "fused" or None (by device and options).
+        cpu_dtype: dtype in which a CPU multiplies 16-bit operands, see
+            `ops.backend_choice.matmul_dtype`.
 
     Returns:
         (out [s_q, b, n, d] in query's dtype, lse fp32 [b, n, s_q], which has no gradient).
 
     Raises:
         ValueError: shapes, dtypes or a window that do not fit, or an implementation that does not
-            compute this.
+            support the options.
     """
     mask = Mask(
         causal=causal,
@@ -110,16 +111,16 @@ def functions_of(
     dropout: AttentionDropout | None = None,
     implementation: str | None = None,
 ) -> tuple[Callable, Callable]:
-    """Return the `attention_forward` and `attention_backward` that compute an attention.
+    """Return the `attention_forward` and `attention_backward` of the chosen implementation.
 
     Args:
         query: [s_q, b, n, d].
         key: [s_k, b, g, d].
-        mask: which keys a query sees.
+        mask: of the call.
         sinks, dropout, implementation: of `attention`.
 
     Raises:
-        ValueError: an implementation that does not compute this.
+        ValueError: an implementation that does not support the options.
     """
     if implementation in (None, "fused"):
         options = fused.options_of(query, key, mask, sinks=sinks, dropout=dropout)
@@ -129,7 +130,7 @@ def functions_of(
         if implementation == "fused":
             raise ValueError(
                 "attention: implementation='fused': torch's fused kernels do not apply: "
-                f"{_told(reasons)}"
+                f"{_joined(reasons)}"
             )
     if choose(implementation, query, "attention", has_triton=dropout is None) == "triton":
         from megatron.core.ops.attention import triton as kernels
@@ -141,18 +142,18 @@ def functions_of(
 def explain(
     device: torch.device, dtype: torch.dtype, features: int, *, options: Sequence[str] = ()
 ) -> str:
-    """Return which kernel attention takes on a device, and why not a faster one.
+    """Return the name of the kernel for an attention on a device, and why no faster one is used.
 
     Args:
         device: of the tensors.
         dtype: of query, key and value.
         features: d.
-        options: what the attention has besides a causal mask: "a window", "documents", "documents
-            known by ids alone", "queries among more keys", "rows without keys", "sinks",
-            "attention dropout".
+        options: features of the attention in addition to a causal mask: "a window", "documents",
+            "documents known by ids alone", "queries among more keys", "rows without keys",
+            "sinks", "attention dropout".
 
     Raises:
-        ValueError: an option of another name.
+        ValueError: an unknown option.
     """
     if unknown := [option for option in options if option not in fused.OPTIONS]:
         raise ValueError(
@@ -165,14 +166,14 @@ def explain(
     if kernel is None:
         has_kernel = "attention dropout" not in options and dtype != torch.float64
         has_kernel = has_kernel and triton_is_installed()
-        own = "Megatron's Triton kernel" if has_kernel else "plain torch"
-        return f"{own} (not torch's fused kernels: {_told(reasons)})"
-    passed = next(f"; not {name}: {why}" if why else "" for name, why in reasons.items())
-    return f"torch's fused kernels ({kernel}{passed})"
+        fallback = "Megatron's Triton kernel" if has_kernel else "plain torch"
+        return f"{fallback} (not torch's fused kernels: {_joined(reasons)})"
+    skipped = next(f"; not {name}: {why}" if why else "" for name, why in reasons.items())
+    return f"torch's fused kernels ({kernel}{skipped})"
 
 
-def _told(reasons: Mapping[str, str]) -> str:
-    """Return why no fused kernel applies, once if it is one reason."""
+def _joined(reasons: Mapping[str, str]) -> str:
+    """Return why no fused kernel applies; a reason that both kernels share is stated once."""
     if len(set(reasons.values())) == 1:
         return next(iter(reasons.values()))
     return "; ".join(f"{name}: {reason}" for name, reason in reasons.items())
@@ -216,7 +217,7 @@ def _check(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: Ma
 
 
 def _check_documents(query: torch.Tensor, key: torch.Tensor, mask: Mask) -> None:
-    """Raise ValueError unless the documents of queries and keys are those of all of them."""
+    """Raise ValueError unless there is a document id for every query and every key."""
     for name, ids, x, shape in (
         ("document_ids", mask.document_ids, key, "[s_k, b]"),
         ("query_document_ids", mask.query_document_ids, query, "[s_q, b]"),
@@ -228,7 +229,7 @@ def _check_documents(query: torch.Tensor, key: torch.Tensor, mask: Mask) -> None
             )
     if mask.document_ids is None:
         name = "cu_seqlens" if mask.query_document_ids is None else "query_document_ids"
-        raise ValueError(f"attention: {name} need document_ids, those of the keys")
+        raise ValueError(f"attention: {name} need document_ids, the documents of the keys")
     bounds = mask.cu_seqlens
     if bounds is not None and (bounds.ndim != 1 or bounds.dtype != torch.int32 or len(bounds) < 2):
         raise ValueError(
@@ -239,8 +240,8 @@ def _check_documents(query: torch.Tensor, key: torch.Tensor, mask: Mask) -> None
     shift = mask.shift(queries, keys)
     if mask.query_document_ids is None and not 0 <= shift <= keys - queries:
         raise ValueError(
-            f"attention: the {queries} queries from place {mask.key_start + shift} on are not all"
-            f" among the {keys} keys from place {mask.key_start} on: give query_document_ids"
+            f"attention: the {queries} queries from position {mask.key_start + shift} on are not"
+            f" all among the {keys} keys from position {mask.key_start} on: give query_document_ids"
         )
 
 

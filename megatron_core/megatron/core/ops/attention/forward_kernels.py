@@ -9,23 +9,23 @@ import triton.language as tl
 from megatron.core.ops.attention.tile_kernels import (
     LOG2_E,
     LOG_2,
-    add_product,
+    add_dot,
+    dot_transposed,
     key_bounds,
     load_rows,
-    products,
     scaled,
     store_rows,
     stored_bounds,
     visible_pairs,
-    zero_sums,
+    zero_accumulators,
 )
 
 
 @triton.jit
 def add_keys(
     maximum,
-    total,
-    result,
+    denominator,
+    acc,
     q,
     k_base,
     v_base,
@@ -41,34 +41,36 @@ def add_keys(
     batch,
     features: tl.constexpr,
     FEATURES: tl.constexpr,
-    REST: tl.constexpr,
+    TAIL: tl.constexpr,
     BLOCK_K: tl.constexpr,
     CAUSAL: tl.constexpr,
     HAS_WINDOW: tl.constexpr,
     HAS_DOCUMENTS: tl.constexpr,
-    WIDE: tl.constexpr,
+    INT64_OFFSETS: tl.constexpr,
     MASKED: tl.constexpr,
 ):
-    """Return (maximum, total, result) of a tile of queries after one more tile of keys.
+    """Update the online softmax (maximum, denominator, acc) of a query tile with one key tile.
 
-    Logits and maximum are those of exp2: scale log2(e) q k.
+    Logits and their maximum are in base 2: scale log2(e) q k.
 
     Args:
-        maximum, total: [BLOCK_Q], the largest logit, and the sum of exp2(logit - maximum).
-        result: [BLOCK_Q, FEATURES] and [BLOCK_Q, REST], the sum of exp2(logit - maximum) v.
+        maximum, denominator: [BLOCK_Q], the largest logit, and the sum of exp2(logit - maximum).
+        acc: [BLOCK_Q, FEATURES] and [BLOCK_Q, TAIL], the sum of exp2(logit - maximum) v.
         documents_ptr: the keys' documents of this sample.
         factor: scale log2(e), not negative.
-        MASKED: whether some of the pairs may not be visible.
+        MASKED: whether some pairs of the tile may be invisible.
     """
-    k = load_rows(k_base, start, keys, k_stride_s, features, FEATURES, REST, BLOCK_K, WIDE, MASKED)
-    logits = products(q, k, REST)
+    k = load_rows(
+        k_base, start, keys, k_stride_s, features, FEATURES, TAIL, BLOCK_K, INT64_OFFSETS, MASKED
+    )
+    logits = dot_transposed(q, k, TAIL)
     if MASKED:
         columns = start + tl.arange(0, BLOCK_K)
         key_documents = 0
         if HAS_DOCUMENTS:
-            place = documents_ptr + columns.to(tl.int64) * batch
-            key_documents = tl.load(place, mask=columns < keys, other=0)[None, :]
-        seen = visible_pairs(
+            pointer = documents_ptr + columns.to(tl.int64) * batch
+            key_documents = tl.load(pointer, mask=columns < keys, other=0)[None, :]
+        visible = visible_pairs(
             positions[:, None],
             columns[None, :],
             query_documents,
@@ -79,9 +81,9 @@ def add_keys(
             HAS_WINDOW,
             HAS_DOCUMENTS,
         )
-        logits = tl.where(seen, logits * factor, float("-inf"))
+        logits = tl.where(visible, logits * factor, float("-inf"))
         larger = tl.maximum(maximum, tl.max(logits, 1))
-        # A row that saw no key so far has -inf: shift by 0 there, so that no inf - inf arises.
+        # A row without a visible key so far has maximum -inf: subtract 0, since -inf - -inf = NaN.
         offset = tl.where(larger == float("-inf"), 0.0, larger)
         weights = tl.exp2(logits - offset[:, None])
     else:
@@ -89,10 +91,12 @@ def add_keys(
         offset = larger
         weights = tl.exp2(logits * factor - offset[:, None])
     decay = tl.exp2(maximum - offset)
-    total = total * decay + tl.sum(weights, 1)
-    v = load_rows(v_base, start, keys, v_stride_s, features, FEATURES, REST, BLOCK_K, WIDE, MASKED)
-    result = add_product(scaled(result, decay[:, None], REST), weights, v, REST)
-    return larger, total, result
+    denominator = denominator * decay + tl.sum(weights, 1)
+    v = load_rows(
+        v_base, start, keys, v_stride_s, features, FEATURES, TAIL, BLOCK_K, INT64_OFFSETS, MASKED
+    )
+    acc = add_dot(scaled(acc, decay[:, None], TAIL), weights, v, TAIL)
+    return larger, denominator, acc
 
 
 @triton.jit(do_not_specialize=["shift"])
@@ -130,51 +134,62 @@ def attention_forward_kernel(
     HAS_DOCUMENTS: tl.constexpr,
     features: tl.constexpr,
     FEATURES: tl.constexpr,
-    REST: tl.constexpr,
+    TAIL: tl.constexpr,
     BLOCK_Q: tl.constexpr,
     BLOCK_K: tl.constexpr,
-    WIDE: tl.constexpr,
+    INT64_OFFSETS: tl.constexpr,
 ):
-    """Attend BLOCK_Q queries of one head to all keys they see, in one pass over the keys.
+    """Compute attention of BLOCK_Q queries of one head in one pass over their visible keys.
 
-    Programs of one head follow one another, for its keys to stay in the cache; the last queries,
-    which see the most keys, go first.
+    Programs of one head are adjacent, so that its keys stay in the L2 cache. The last queries,
+    which have the most visible keys, are launched first.
     """
     tiles = tl.cdiv(queries, BLOCK_Q)
     tile = tiles - 1 - tl.program_id(0) % tiles
     sample = (tl.program_id(0) // tiles // heads).to(tl.int64)
     head = (tl.program_id(0) // tiles % heads).to(tl.int64)
     group = head // (heads // groups)
-    first = tile * BLOCK_Q
-    rows = first + tl.arange(0, BLOCK_Q)
+    block_start = tile * BLOCK_Q
+    rows = block_start + tl.arange(0, BLOCK_Q)
     row_mask = rows < queries
     q_base = q_ptr + sample * q_stride_b + head * q_stride_n
     k_base = k_ptr + sample * k_stride_b + group * k_stride_g
     v_base = v_ptr + sample * v_stride_b + group * v_stride_g
-    q = load_rows(q_base, first, queries, q_stride_s, features, FEATURES, REST, BLOCK_Q, WIDE, True)
+    q = load_rows(
+        q_base,
+        block_start,
+        queries,
+        q_stride_s,
+        features,
+        FEATURES,
+        TAIL,
+        BLOCK_Q,
+        INT64_OFFSETS,
+        True,
+    )
     query_documents = 0
     key_documents_ptr = documents_ptr + sample
     if HAS_DOCUMENTS:
-        place = query_documents_ptr + rows.to(tl.int64) * batch + sample
-        query_documents = tl.load(place, mask=row_mask, other=0)[:, None]
+        pointer = query_documents_ptr + rows.to(tl.int64) * batch + sample
+        query_documents = tl.load(pointer, mask=row_mask, other=0)[:, None]
         low, full_low, full_high, high = stored_bounds(bounds_ptr, tile, sample, tiles)
     else:
         low, full_low, full_high, high = key_bounds(
-            first, shift, keys, window, CAUSAL, HAS_WINDOW, BLOCK_Q, BLOCK_K
+            block_start, shift, keys, window, CAUSAL, HAS_WINDOW, BLOCK_Q, BLOCK_K
         )
     maximum = tl.full([BLOCK_Q], float("-inf"), dtype=tl.float32)
-    total = tl.zeros([BLOCK_Q], dtype=tl.float32)
-    if HAS_SINKS:  # the sink is a key seen first, whose value is zero
+    denominator = tl.zeros([BLOCK_Q], dtype=tl.float32)
+    if HAS_SINKS:  # the sink is an initial key whose value is zero
         maximum = tl.zeros([BLOCK_Q], dtype=tl.float32)
         maximum += tl.load(sinks_ptr + head).to(tl.float32) * LOG2_E
-        total += 1.0
-    result = zero_sums(BLOCK_Q, FEATURES, REST, True)
+        denominator += 1.0
+    acc = zero_accumulators(BLOCK_Q, FEATURES, TAIL, True)
     factor = scale * LOG2_E
     for start in range(full_low, full_high, BLOCK_K):
-        maximum, total, result = add_keys(
+        maximum, denominator, acc = add_keys(
             maximum,
-            total,
-            result,
+            denominator,
+            acc,
             q,
             k_base,
             v_base,
@@ -190,21 +205,21 @@ def attention_forward_kernel(
             batch,
             features,
             FEATURES,
-            REST,
+            TAIL,
             BLOCK_K,
             CAUSAL,
             HAS_WINDOW,
             HAS_DOCUMENTS,
-            WIDE,
+            INT64_OFFSETS,
             False,
         )
     for step in range(0, full_low - low + high - full_high, BLOCK_K):
         start = low + step
         start = tl.where(start < full_low, start, start - full_low + full_high)
-        maximum, total, result = add_keys(
+        maximum, denominator, acc = add_keys(
             maximum,
-            total,
-            result,
+            denominator,
+            acc,
             q,
             k_base,
             v_base,
@@ -220,18 +235,18 @@ def attention_forward_kernel(
             batch,
             features,
             FEATURES,
-            REST,
+            TAIL,
             BLOCK_K,
             CAUSAL,
             HAS_WINDOW,
             HAS_DOCUMENTS,
-            WIDE,
+            INT64_OFFSETS,
             True,
         )
-    empty = total == 0.0  # a row that saw no key: output 0, lse -inf
-    total = tl.where(empty, 1.0, total)
-    lse = tl.where(empty, float("-inf"), (maximum + tl.log2(total)) * LOG_2)
+    empty = denominator == 0.0  # no visible key: output 0, lse -inf
+    denominator = tl.where(empty, 1.0, denominator)
+    lse = tl.where(empty, float("-inf"), (maximum + tl.log2(denominator)) * LOG_2)
     tl.store(lse_ptr + (sample * heads + head) * queries + rows, lse, mask=row_mask)
     out_base = out_ptr + (sample * heads + head) * features
-    result = scaled(result, 1 / total[:, None], REST)
-    store_rows(out_base, rows, queries, out_stride_s, result, features, FEATURES, REST)
+    acc = scaled(acc, 1 / denominator[:, None], TAIL)
+    store_rows(out_base, rows, queries, out_stride_s, acc, features, FEATURES, TAIL)

@@ -1,18 +1,19 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Attention by the fused CUDA kernels that come with torch: cuDNN's, or FlashAttention-2.
+"""Attention with the fused CUDA kernels in torch: cuDNN's, or FlashAttention-2.
 
-Both return the log-sum-exp and take the complete one in backward, so blocks of a ring may use them.
+Both return the log-sum-exp, and their backward accepts the log-sum-exp over more keys, so ring
+attention can use them block by block.
 
 | | cuDNN | FlashAttention-2 |
 |---|---|---|
 | GPU | Hopper and newer | Ampere and newer |
 | head size | up to 128 | up to 256 |
 | queries among more keys, windows | no | yes |
-| packed documents | no | yes, where `Mask.cu_seqlens` says where they begin |
+| packed documents | no | yes, with `Mask.cu_seqlens` |
 | deterministic backward | no | yes, under `torch.use_deterministic_algorithms(True)` |
 
-cuDNN is taken where it applies, because it is the faster one. Heads whose size is no multiple of 8
-are padded with zeros. `refusals` says why a kernel does not apply.
+cuDNN is preferred because it is faster. Heads whose size is not a multiple of 8 are padded with
+zeros. `refusals` returns why a kernel does not apply.
 """
 
 from __future__ import annotations
@@ -26,28 +27,28 @@ import torch.nn.functional as F
 from megatron.core.ops.attention.reference import Mask
 
 CUDNN, FLASH = "cuDNN", "FlashAttention-2"
-#: The oldest GPU and the largest head that each kernel takes.
+#: Smallest compute capability and largest head dimension of each kernel.
 CUDNN_CAPABILITY, CUDNN_FEATURES = (9, 0), 128
 FLASH_CAPABILITY, FLASH_FEATURES = (8, 0), 256
-#: Both load 16 bytes of a head at a time.
+#: Both kernels load 16 bytes of a head at a time, 8 elements of 16 bits.
 FEATURES_MULTIPLE = 8
 
-#: What attention has besides a causal mask that neither kernel takes, or cuDNN's does not.
-_TAKEN_BY_NONE = ("sinks", "attention dropout", "documents known by ids alone", "rows without keys")
-_TAKEN_BY_FLASH = ("a window", "documents", "queries among more keys")
-OPTIONS = (*_TAKEN_BY_FLASH, *_TAKEN_BY_NONE)
+#: Options that neither kernel supports, and options that only FlashAttention-2 supports.
+_UNSUPPORTED = ("sinks", "attention dropout", "documents known by ids alone", "rows without keys")
+_ONLY_FLASH = ("a window", "documents", "queries among more keys")
+OPTIONS = (*_ONLY_FLASH, *_UNSUPPORTED)
 
 
 def refusals(
     device: torch.device, dtype: torch.dtype, features: int, *, options: Sequence[str] = ()
 ) -> Mapping[str, str]:
-    """Return why each kernel cannot run an attention, "" if it can, by the kernel's name.
+    """Return by kernel name why it cannot run an attention, or "" if it can.
 
     Args:
         device: of the tensors.
         dtype: of query, key and value.
         features: d.
-        options: what the attention has besides a causal mask, see `options_of`.
+        options: features of the attention in addition to a causal mask, see `options_of`.
     """
     reason = _common_refusal(device, dtype, features, options)
     if reason:
@@ -59,7 +60,7 @@ def refusals(
 
 
 def kernel_name(reasons: Mapping[str, str]) -> str | None:
-    """Return the faster of the kernels that `refusals` has no reason against, None without one."""
+    """Return the fastest kernel without a reason against it, or None."""
     return next((name for name, reason in reasons.items() if not reason), None)
 
 
@@ -71,24 +72,24 @@ def options_of(
     sinks: torch.Tensor | None = None,
     dropout: object | None = None,
 ) -> list[str]:
-    """Return what an attention has besides a causal mask over whole rows, in words.
+    """Return the names of an attention's features in addition to a causal mask over whole rows.
 
     Args:
         query: [s_q, b, n, d].
         key: [s_k, b, g, d].
-        mask: which keys a query sees.
-        sinks, dropout: of the call.
+        mask, sinks, dropout: of the call.
     """
     queries, keys = query.shape[0], key.shape[0]
     shift = mask.shift(queries, keys)
     aligned = queries == keys and shift == 0
     by_ids = mask.query_document_ids is not None or mask.cu_seqlens is None or not aligned
     documents = mask.document_ids is not None or mask.query_document_ids is not None
-    # How many keys are missing between the last one and the last query.
+    # Positions between the last key and the last query that have no key.
     ahead = shift + queries - keys
-    unseen = (mask.causal and shift < 0) or (mask.window is not None and mask.window <= ahead)
-    has = {
-        "rows without keys": not query.numel() or not key.numel() or unseen,
+    has_empty_rows = mask.causal and shift < 0
+    has_empty_rows = has_empty_rows or (mask.window is not None and mask.window <= ahead)
+    features = {
+        "rows without keys": not query.numel() or not key.numel() or has_empty_rows,
         "sinks": sinks is not None,
         "attention dropout": dropout is not None,
         "documents known by ids alone": documents and by_ids,
@@ -96,11 +97,11 @@ def options_of(
         "documents": documents and not by_ids,
         "queries among more keys": mask.causal and not aligned,
     }
-    return [name for name, holds in has.items() if holds]
+    return [name for name, present in features.items() if present]
 
 
 def kernel_of(query: torch.Tensor, key: torch.Tensor, mask: Mask, **options: object) -> str | None:
-    """Return the kernel that an attention takes, or None; arguments as of `options_of`."""
+    """Return the fused kernel of an attention, or None; arguments as for `options_of`."""
     named = options_of(query, key, mask, **options)
     return kernel_name(refusals(query.device, query.dtype, query.shape[-1], options=named))
 
@@ -113,7 +114,7 @@ def _common_refusal(
         return f"the tensors are on {device.type}"
     if dtype not in (torch.bfloat16, torch.float16):
         return f"they take no {str(dtype).removeprefix('torch.')}"
-    for option in _TAKEN_BY_NONE:
+    for option in _UNSUPPORTED:
         if option in options:
             return f"they take no {option}"
     if features > FLASH_FEATURES:
@@ -122,8 +123,8 @@ def _common_refusal(
 
 
 def _cudnn_refusal(device: torch.device, features: int, options: Sequence[str]) -> str:
-    """Return why cuDNN's kernels do not apply where one of the two does, or ""."""
-    for option in _TAKEN_BY_FLASH:
+    """Return why cuDNN does not apply, beyond the reasons of both kernels, or ""."""
+    for option in _ONLY_FLASH:
         if option in options:
             return f"it takes no {option.removeprefix('a ')}"
     if features > CUDNN_FEATURES:
@@ -136,11 +137,11 @@ def _cudnn_refusal(device: torch.device, features: int, options: Sequence[str]) 
 
 
 def _flash_refusal(device: torch.device, features: int) -> str:
-    """Return why FlashAttention-2 does not apply where one of the two does, or ""."""
+    """Return why FlashAttention-2 does not apply, beyond the reasons of both kernels, or ""."""
     if torch.is_deterministic_algorithms_warn_only_enabled():
         return "its backward is not deterministic under warn_only"
     major, minor = _capability(device)
-    # These GPUs have 99 KB of shared memory; the backward of these heads needs more.
+    # GPUs of capability 8.6, 8.9 and 12.x have 99 KB of shared memory; this backward needs more.
     if (major == 12 or (major == 8 and minor in (6, 9))) and 192 < features <= 224:
         return f"its backward takes no heads of {features} on compute capability {major}.{minor}"
     return ""
@@ -157,7 +158,8 @@ def attention_forward(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Compute (out [s_q, b, n, d], lse fp32 [b, n, s_q]); see `ops.attention.attention`.
 
-    `dtype` is that of `out`, rounded to query's before; None is that of `query`.
+    Args:
+        dtype: of `out`, after rounding to the query's dtype; None is the query's dtype.
     """
     features, kernel = query.shape[-1], kernel_of(query, key, mask)
     query, key, value = (_padded(x) for x in (query, key, value))
@@ -170,11 +172,11 @@ def attention_forward(
         lse = lse.reshape(lse.shape[:3])  # cuDNN has [b, n, s_q, 1]
     else:
         band = _Band.of(mask, query.shape[0], key.shape[0])
-        bounds, longest = _lengths(mask, query.shape[0], band.keys)
+        cu_seqlens, max_seqlens = _lengths(mask, query.shape[0], band.keys)
         keys, values = (x.narrow(0, 0, band.keys) for x in (key, value))
         rows = [_rows(x, mask) for x in (query, keys, values)]
         out, lse, *_ = torch.ops.aten._flash_attention_forward.default(
-            *rows, *bounds, *longest, 0.0, band.is_causal, False, scale=scale, **band.window
+            *rows, *cu_seqlens, *max_seqlens, 0.0, band.is_causal, False, scale=scale, **band.window
         )
         out = _sequence_first(out, query)
         if mask.cu_seqlens is not None:  # [n, b s_q]
@@ -203,7 +205,7 @@ def attention_backward(
         out: [s_q, b, n, d], the complete output.
         lse: fp32 [b, n, s_q], the complete log-sum-exp.
         scale: factor on the logits.
-        mask: the rule of the forward pass.
+        mask: of the forward pass.
 
     Returns:
         (dq, dk, dv), shaped and typed like query, key and value.
@@ -214,43 +216,43 @@ def attention_backward(
     queries, keys = query.shape[0], key.shape[0]
     if kernel == CUDNN:
         tensors = [x.permute(1, 2, 0, 3) for x in (grad_out, query, key, value, out)]
-        # Without dropout neither seed nor offset is read.
-        unread = torch.empty((), dtype=torch.int64, device=query.device)
+        # The kernel reads the random seed and offset only with dropout.
+        unused_seed = torch.empty((), dtype=torch.int64, device=query.device)
         grads = torch.ops.aten._scaled_dot_product_cudnn_attention_backward.default(
-            *tensors, lse.unsqueeze(-1).contiguous(), unread, unread, None, None, None, queries,
-            keys, 0.0, mask.causal, scale=scale,
+            *tensors, lse.unsqueeze(-1).contiguous(), unused_seed, unused_seed, None, None, None,
+            queries, keys, 0.0, mask.causal, scale=scale,
         )  # fmt: skip
         return tuple(grad.permute(2, 0, 1, 3).narrow(-1, 0, features) for grad in grads)
     band = _Band.of(mask, queries, keys)
-    bounds, longest = _lengths(mask, queries, band.keys)
-    spans = (queries, queries, band.keys, band.keys, queries)
+    cu_seqlens, max_seqlens = _lengths(mask, queries, band.keys)
+    lengths = (queries, queries, band.keys, band.keys, queries)
     tensors = [
-        _rows(x.narrow(0, 0, count), mask)
-        for x, count in zip((grad_out, query, key, value, out), spans, strict=True)
+        _rows(x.narrow(0, 0, length), mask)
+        for x, length in zip((grad_out, query, key, value, out), lengths, strict=True)
     ]
     if mask.cu_seqlens is not None:
         lse = lse.transpose(0, 1).flatten(1)  # [n, b s_q]
-    unread = torch.empty(2, dtype=torch.uint64, device=query.device)
-    d_query, *d_pair = torch.ops.aten._flash_attention_backward.default(
-        *tensors, lse.contiguous(), *bounds, *longest, 0.0, band.is_causal, unread, unread,
-        scale=scale, **band.window,
+    unused_seed = torch.empty(2, dtype=torch.uint64, device=query.device)
+    d_query, *d_key_value = torch.ops.aten._flash_attention_backward.default(
+        *tensors, lse.contiguous(), *cu_seqlens, *max_seqlens, 0.0, band.is_causal, unused_seed,
+        unused_seed, scale=scale, **band.window,
     )  # fmt: skip
     grads = [_sequence_first(d_query, query)]
-    for grad in d_pair:
+    for grad in d_key_value:
         grad = _sequence_first(grad, key)  # [visible keys, b, g, d]
         grads.append(F.pad(grad, (0, 0) * 3 + (0, keys - band.keys)) if band.keys < keys else grad)
     return tuple(grad.narrow(-1, 0, features) for grad in grads)
 
 
 class _Band:
-    """The diagonal band of keys that queries see, as FlashAttention-2 takes it.
+    """The band of visible keys around the diagonal, in FlashAttention-2's convention.
 
-    It counts places from the last query and the last key: query i of s_q sees keys
-    j - (s_k - s_q) in [i - left, i + right].
+    FlashAttention-2 aligns the last query with the last key: query i of s_q attends to the keys j
+    with j - (s_k - s_q) in [i - left, i + right].
 
     Args:
-        keys: how many keys, from the first one on, any query sees.
-        left, right: of the band; None has no bound.
+        keys: number of leading keys that are visible to any query.
+        left, right: bounds of the band; None is unbounded.
     """
 
     def __init__(self, keys: int, left: int | None, right: int | None) -> None:
@@ -260,8 +262,8 @@ class _Band:
 
     @staticmethod
     def of(mask: Mask, queries: int, keys: int) -> _Band:
-        """Return the band of a mask; keys after the last query are left out if it is causal."""
-        end = mask.shift(queries, keys) + queries  # the place after the last query
+        """Return the band of a mask; a causal mask excludes the keys after the last query."""
+        end = mask.shift(queries, keys) + queries  # key index just after the last query
         if mask.causal:
             keys = min(keys, end)
         ahead = end - keys
@@ -272,11 +274,11 @@ class _Band:
 def _lengths(
     mask: Mask, queries: int, keys: int
 ) -> tuple[tuple[torch.Tensor | None, ...], tuple[int, int]]:
-    """Return cu_seqlens and the longest sequence, of queries and of keys."""
+    """Return (cu_seqlens_q, cu_seqlens_k) and (max_seqlen_q, max_seqlen_k)."""
     if mask.cu_seqlens is None:
         return (None, None), (queries, keys)
-    longest = queries if mask.max_seqlen is None else mask.max_seqlen
-    return (mask.cu_seqlens, mask.cu_seqlens), (longest, longest)
+    max_seqlen = queries if mask.max_seqlen is None else mask.max_seqlen
+    return (mask.cu_seqlens, mask.cu_seqlens), (max_seqlen, max_seqlen)
 
 
 def _rows(x: torch.Tensor, mask: Mask) -> torch.Tensor:
@@ -292,7 +294,7 @@ def _sequence_first(x: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
 
 
 def _padded(x: torch.Tensor) -> torch.Tensor:
-    """Return x [..., d] with the features of a head one after the other, a multiple of 8."""
+    """Return x [..., d] with a contiguous head dimension, zero-padded to a multiple of 8."""
     missing = -x.shape[-1] % FEATURES_MULTIPLE
     if missing:
         return F.pad(x, (0, missing))

@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """The backward Triton kernels of attention: gradients of queries, and of keys and values.
 
-Both recompute logits tile by tile and sum in a fixed order, without atomic additions. Only loaded
-operands are transposed, never an accumulator: some Triton releases miscompile that on Hopper.
+Both recompute logits tile by tile and accumulate in a fixed order, without atomic additions. Only
+loaded operands are transposed, never an accumulator, because some Triton releases miscompile a
+transposed accumulator on Hopper (`ops.compiler`).
 """
 
 from __future__ import annotations
@@ -12,22 +13,22 @@ import triton.language as tl
 
 from megatron.core.ops.attention.tile_kernels import (
     LOG2_E,
-    add_product,
+    add_dot,
+    dot_transposed,
     key_bounds,
     load_rows,
-    products,
     query_bounds,
     scaled,
     store_rows,
     stored_bounds,
     visible_pairs,
-    zero_sums,
+    zero_accumulators,
 )
 
 
 @triton.jit
 def load_statistics(lse_ptr, delta_ptr, rows, queries, MASKED: tl.constexpr):
-    """Load log-sum-exps and rowsum(g out) of rows."""
+    """Load the log-sum-exp and rowsum(g out) of rows."""
     if MASKED:
         lse = tl.load(lse_ptr + rows, mask=rows < queries, other=0.0)
         delta = tl.load(delta_ptr + rows, mask=rows < queries, other=0.0)
@@ -58,34 +59,38 @@ def add_query_gradient(
     batch,
     features: tl.constexpr,
     FEATURES: tl.constexpr,
-    REST: tl.constexpr,
+    TAIL: tl.constexpr,
     BLOCK_K: tl.constexpr,
     CAUSAL: tl.constexpr,
     HAS_WINDOW: tl.constexpr,
     HAS_DOCUMENTS: tl.constexpr,
-    WIDE: tl.constexpr,
+    INT64_OFFSETS: tl.constexpr,
     MASKED: tl.constexpr,
 ):
-    """Return the gradient of a tile of queries, without its scale, after one more tile of keys.
+    """Add one key tile's terms to the unscaled gradient of a query tile.
 
     Args:
-        lse: that of exp2.
+        lse: log-sum-exp in base 2, lse log2(e).
         documents_ptr: the keys' documents of this sample.
         factor: scale log2(e).
-        MASKED: whether some of the pairs may not be visible.
+        MASKED: whether some pairs of the tile may be invisible.
     """
-    k = load_rows(k_base, start, keys, k_stride_s, features, FEATURES, REST, BLOCK_K, WIDE, MASKED)
-    v = load_rows(v_base, start, keys, v_stride_s, features, FEATURES, REST, BLOCK_K, WIDE, MASKED)
-    logits = products(q, k, REST)
-    grad_weights = products(grad_out, v, REST)
+    k = load_rows(
+        k_base, start, keys, k_stride_s, features, FEATURES, TAIL, BLOCK_K, INT64_OFFSETS, MASKED
+    )
+    v = load_rows(
+        v_base, start, keys, v_stride_s, features, FEATURES, TAIL, BLOCK_K, INT64_OFFSETS, MASKED
+    )
+    logits = dot_transposed(q, k, TAIL)
+    grad_weights = dot_transposed(grad_out, v, TAIL)
     weights = tl.exp2(logits * factor - lse[:, None])
     if MASKED:
         columns = start + tl.arange(0, BLOCK_K)
         key_documents = 0
         if HAS_DOCUMENTS:
-            place = documents_ptr + columns.to(tl.int64) * batch
-            key_documents = tl.load(place, mask=columns < keys, other=0)[None, :]
-        seen = visible_pairs(
+            pointer = documents_ptr + columns.to(tl.int64) * batch
+            key_documents = tl.load(pointer, mask=columns < keys, other=0)[None, :]
+        visible = visible_pairs(
             positions[:, None],
             columns[None, :],
             query_documents,
@@ -96,9 +101,9 @@ def add_query_gradient(
             HAS_WINDOW,
             HAS_DOCUMENTS,
         )
-        weights = tl.where(seen, weights, 0.0)
+        weights = tl.where(visible, weights, 0.0)
     grad_logits = weights * (grad_weights - delta[:, None])
-    return add_product(grad, grad_logits, k, REST)
+    return add_dot(grad, grad_logits, k, TAIL)
 
 
 @triton.jit(do_not_specialize=["shift"])
@@ -136,38 +141,49 @@ def query_gradient_kernel(
     HAS_DOCUMENTS: tl.constexpr,
     features: tl.constexpr,
     FEATURES: tl.constexpr,
-    REST: tl.constexpr,
+    TAIL: tl.constexpr,
     BLOCK_Q: tl.constexpr,
     BLOCK_K: tl.constexpr,
-    WIDE: tl.constexpr,
+    INT64_OFFSETS: tl.constexpr,
 ):
-    """Make dq of BLOCK_Q queries of one head: scale * ds k over the keys they see.
+    """Compute dq = scale ds k of BLOCK_Q queries of one head over their visible keys.
 
-    The last queries, which see the most keys, go first.
+    The last queries, which have the most visible keys, are launched first.
     """
     tiles = tl.cdiv(queries, BLOCK_Q)
     tile = tiles - 1 - tl.program_id(0) % tiles
     sample = (tl.program_id(0) // tiles // heads).to(tl.int64)
     head = (tl.program_id(0) // tiles % heads).to(tl.int64)
     group = head // (heads // groups)
-    first = tile * BLOCK_Q
-    rows = first + tl.arange(0, BLOCK_Q)
+    block_start = tile * BLOCK_Q
+    rows = block_start + tl.arange(0, BLOCK_Q)
     row_mask = rows < queries
     q_base = q_ptr + sample * q_stride_b + head * q_stride_n
     k_base = k_ptr + sample * k_stride_b + group * k_stride_g
     v_base = v_ptr + sample * v_stride_b + group * v_stride_g
     grad_out_base = grad_out_ptr + (sample * heads + head) * features
-    q = load_rows(q_base, first, queries, q_stride_s, features, FEATURES, REST, BLOCK_Q, WIDE, True)
+    q = load_rows(
+        q_base,
+        block_start,
+        queries,
+        q_stride_s,
+        features,
+        FEATURES,
+        TAIL,
+        BLOCK_Q,
+        INT64_OFFSETS,
+        True,
+    )
     grad_out = load_rows(
         grad_out_base,
-        first,
+        block_start,
         queries,
         grad_out_stride_s,
         features,
         FEATURES,
-        REST,
+        TAIL,
         BLOCK_Q,
-        WIDE,
+        INT64_OFFSETS,
         True,
     )
     statistics = (sample * heads + head) * queries
@@ -175,14 +191,14 @@ def query_gradient_kernel(
     query_documents = 0
     key_documents_ptr = documents_ptr + sample
     if HAS_DOCUMENTS:
-        place = query_documents_ptr + rows.to(tl.int64) * batch + sample
-        query_documents = tl.load(place, mask=row_mask, other=0)[:, None]
+        pointer = query_documents_ptr + rows.to(tl.int64) * batch + sample
+        query_documents = tl.load(pointer, mask=row_mask, other=0)[:, None]
         low, full_low, full_high, high = stored_bounds(bounds_ptr, tile, sample, tiles)
     else:
         low, full_low, full_high, high = key_bounds(
-            first, shift, keys, window, CAUSAL, HAS_WINDOW, BLOCK_Q, BLOCK_K
+            block_start, shift, keys, window, CAUSAL, HAS_WINDOW, BLOCK_Q, BLOCK_K
         )
-    grad = zero_sums(BLOCK_Q, FEATURES, REST, True)
+    grad = zero_accumulators(BLOCK_Q, FEATURES, TAIL, True)
     factor = scale * LOG2_E
     for start in range(full_low, full_high, BLOCK_K):
         grad = add_query_gradient(
@@ -205,12 +221,12 @@ def query_gradient_kernel(
             batch,
             features,
             FEATURES,
-            REST,
+            TAIL,
             BLOCK_K,
             CAUSAL,
             HAS_WINDOW,
             HAS_DOCUMENTS,
-            WIDE,
+            INT64_OFFSETS,
             False,
         )
     for step in range(0, full_low - low + high - full_high, BLOCK_K):
@@ -236,17 +252,17 @@ def query_gradient_kernel(
             batch,
             features,
             FEATURES,
-            REST,
+            TAIL,
             BLOCK_K,
             CAUSAL,
             HAS_WINDOW,
             HAS_DOCUMENTS,
-            WIDE,
+            INT64_OFFSETS,
             True,
         )
     base = grad_q_ptr + (sample * heads + head) * features
-    grad = scaled(grad, scale, REST)
-    store_rows(base, rows, queries, grad_out_stride_s, grad, features, FEATURES, REST)
+    grad = scaled(grad, scale, TAIL)
+    store_rows(base, rows, queries, grad_out_stride_s, grad, features, FEATURES, TAIL)
 
 
 @triton.jit
@@ -275,26 +291,26 @@ def add_key_gradients(
     OF_VALUES: tl.constexpr,
     features: tl.constexpr,
     FEATURES: tl.constexpr,
-    REST: tl.constexpr,
+    TAIL: tl.constexpr,
     BLOCK_Q: tl.constexpr,
     CAUSAL: tl.constexpr,
     HAS_WINDOW: tl.constexpr,
     HAS_DOCUMENTS: tl.constexpr,
-    WIDE: tl.constexpr,
+    INT64_OFFSETS: tl.constexpr,
     MASKED: tl.constexpr,
 ):
-    """Return the gradients of a tile of keys (without its scale) and values after more queries.
+    """Add one query tile's terms to the gradients of a tile of keys (unscaled) and values.
 
-    Logits are made transposed, [keys, queries], so that no accumulator is ever transposed.
+    Logits are computed as [keys, queries], so that no accumulator needs a transpose.
 
     Args:
         documents_ptr: the queries' documents of this sample.
         factor: scale log2(e).
-        MASKED: whether some of the pairs may not be visible.
+        MASKED: whether some pairs of the tile may be invisible.
     """
     rows = start + tl.arange(0, BLOCK_Q)
     q = load_rows(
-        q_base, start, queries, q_stride_s, features, FEATURES, REST, BLOCK_Q, WIDE, MASKED
+        q_base, start, queries, q_stride_s, features, FEATURES, TAIL, BLOCK_Q, INT64_OFFSETS, MASKED
     )
     grad_out = load_rows(
         grad_out_base,
@@ -303,20 +319,20 @@ def add_key_gradients(
         grad_out_stride_s,
         features,
         FEATURES,
-        REST,
+        TAIL,
         BLOCK_Q,
-        WIDE,
+        INT64_OFFSETS,
         MASKED,
     )
     lse, delta = load_statistics(lse_ptr, delta_ptr, rows, queries, MASKED)
-    logits = products(k, q, REST)
+    logits = dot_transposed(k, q, TAIL)
     weights = tl.exp2(logits * factor - lse[None, :])
     if MASKED:
         query_documents = 0
         if HAS_DOCUMENTS:
-            place = documents_ptr + rows.to(tl.int64) * batch
-            query_documents = tl.load(place, mask=rows < queries, other=0)[None, :]
-        seen = visible_pairs(
+            pointer = documents_ptr + rows.to(tl.int64) * batch
+            query_documents = tl.load(pointer, mask=rows < queries, other=0)[None, :]
+        visible = visible_pairs(
             (rows + shift)[None, :],
             columns[:, None],
             query_documents,
@@ -327,13 +343,13 @@ def add_key_gradients(
             HAS_WINDOW,
             HAS_DOCUMENTS,
         )
-        weights = tl.where(seen & (rows < queries)[None, :], weights, 0.0)
+        weights = tl.where(visible & (rows < queries)[None, :], weights, 0.0)
     if OF_VALUES:
-        grad_v = add_product(grad_v, weights, grad_out, REST)
+        grad_v = add_dot(grad_v, weights, grad_out, TAIL)
     if OF_KEYS:
-        grad_weights = products(v, grad_out, REST)
+        grad_weights = dot_transposed(v, grad_out, TAIL)
         grad_logits = weights * (grad_weights - delta[None, :])
-        grad_k = add_product(grad_k, grad_logits, q, REST)
+        grad_k = add_dot(grad_k, grad_logits, q, TAIL)
     return grad_k, grad_v
 
 
@@ -375,40 +391,60 @@ def key_gradient_kernel(
     HAS_DOCUMENTS: tl.constexpr,
     features: tl.constexpr,
     FEATURES: tl.constexpr,
-    REST: tl.constexpr,
+    TAIL: tl.constexpr,
     BLOCK_Q: tl.constexpr,
     BLOCK_K: tl.constexpr,
-    WIDE: tl.constexpr,
+    INT64_OFFSETS: tl.constexpr,
 ):
-    """Make dk, dv or both of BLOCK_K keys of one key head, over all heads that share it.
+    """Compute dk, dv or both of BLOCK_K keys of one key head, over the query heads that share it.
 
-    One program sums the whole group, so that no atomic addition is needed. The first keys, which
-    most queries see, go first.
+    One program accumulates the whole group, so that no atomic addition is needed. The first keys,
+    which are visible to the most queries, are launched first.
     """
     tiles = tl.cdiv(keys, BLOCK_K)
     tile = tl.program_id(0) % tiles
     sample = (tl.program_id(0) // tiles // groups).to(tl.int64)
     group = (tl.program_id(0) // tiles % groups).to(tl.int64)
-    first = tile * BLOCK_K
-    columns = first + tl.arange(0, BLOCK_K)
+    block_start = tile * BLOCK_K
+    columns = block_start + tl.arange(0, BLOCK_K)
     k_base = k_ptr + sample * k_stride_b + group * k_stride_g
-    k = load_rows(k_base, first, keys, k_stride_s, features, FEATURES, REST, BLOCK_K, WIDE, True)
+    k = load_rows(
+        k_base,
+        block_start,
+        keys,
+        k_stride_s,
+        features,
+        FEATURES,
+        TAIL,
+        BLOCK_K,
+        INT64_OFFSETS,
+        True,
+    )
     v = k
     if OF_KEYS:
         v_base = v_ptr + sample * v_stride_b + group * v_stride_g
         v = load_rows(
-            v_base, first, keys, v_stride_s, features, FEATURES, REST, BLOCK_K, WIDE, True
+            v_base,
+            block_start,
+            keys,
+            v_stride_s,
+            features,
+            FEATURES,
+            TAIL,
+            BLOCK_K,
+            INT64_OFFSETS,
+            True,
         )
-    grad_k = zero_sums(BLOCK_K, FEATURES, REST, OF_KEYS)
-    grad_v = zero_sums(BLOCK_K, FEATURES, REST, OF_VALUES)
+    grad_k = zero_accumulators(BLOCK_K, FEATURES, TAIL, OF_KEYS)
+    grad_v = zero_accumulators(BLOCK_K, FEATURES, TAIL, OF_VALUES)
     key_documents = 0
     if HAS_DOCUMENTS:
-        place = documents_ptr + columns.to(tl.int64) * batch + sample
-        key_documents = tl.load(place, mask=columns < keys, other=0)[:, None]
+        pointer = documents_ptr + columns.to(tl.int64) * batch + sample
+        key_documents = tl.load(pointer, mask=columns < keys, other=0)[:, None]
         low, full_low, full_high, high = stored_bounds(bounds_ptr, tile, sample, tiles)
     else:
         low, full_low, full_high, high = query_bounds(
-            first, shift, queries, window, CAUSAL, HAS_WINDOW, BLOCK_Q, BLOCK_K
+            block_start, shift, queries, window, CAUSAL, HAS_WINDOW, BLOCK_Q, BLOCK_K
         )
     factor = scale * LOG2_E
     for index in range(heads // groups):
@@ -442,12 +478,12 @@ def key_gradient_kernel(
                 OF_VALUES,
                 features,
                 FEATURES,
-                REST,
+                TAIL,
                 BLOCK_Q,
                 CAUSAL,
                 HAS_WINDOW,
                 HAS_DOCUMENTS,
-                WIDE,
+                INT64_OFFSETS,
                 False,
             )
         for step in range(0, full_low - low + high - full_high, BLOCK_Q):
@@ -478,18 +514,18 @@ def key_gradient_kernel(
                 OF_VALUES,
                 features,
                 FEATURES,
-                REST,
+                TAIL,
                 BLOCK_Q,
                 CAUSAL,
                 HAS_WINDOW,
                 HAS_DOCUMENTS,
-                WIDE,
+                INT64_OFFSETS,
                 True,
             )
     base = (sample * groups + group) * features
     stride = tl.cast(batch, tl.int64) * groups * features
     if OF_KEYS:
-        grad_k = scaled(grad_k, scale, REST)
-        store_rows(grad_k_ptr + base, columns, keys, stride, grad_k, features, FEATURES, REST)
+        grad_k = scaled(grad_k, scale, TAIL)
+        store_rows(grad_k_ptr + base, columns, keys, stride, grad_k, features, FEATURES, TAIL)
     if OF_VALUES:
-        store_rows(grad_v_ptr + base, columns, keys, stride, grad_v, features, FEATURES, REST)
+        store_rows(grad_v_ptr + base, columns, keys, stride, grad_v, features, FEATURES, TAIL)

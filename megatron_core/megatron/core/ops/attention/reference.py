@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Attention in plain torch: torch's flash kernel for the plain CPU cases, else by query chunks.
+"""Attention in plain PyTorch, and the mask of an attention call.
 
-Which keys a query may see: causal order, a left window, documents.
-
-Attention by chunks of queries: any mask, never more than one [b, n, chunk, s_k] matrix.
+Plain causal or full attention on a CPU uses torch's flash kernel. All other cases (a sliding
+window, documents, dropout) loop over chunks of queries and never hold more than one
+[b, n, chunk, s_k] matrix.
 """
 
 from __future__ import annotations
@@ -20,23 +20,21 @@ from megatron.core.ops.dropout import AttentionDropout
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Mask:
-    """The visibility rule of one attention call.
+    """The mask of one attention call.
 
-    Queries and keys are neighbouring tokens of a row: query i stands at place query_start + i, key
-    j at key_start + j. Order, window and dropout go by places.
+    Query i has position query_start + i, key j position key_start + j. Causality, window and
+    dropout depend on positions.
 
     Args:
-        causal: a query sees no later key.
-        window: a query at place q sees only keys k with q - k < window.
-        document_ids: int [s_k, b], the keys' documents; tokens see only their own document.
-        query_document_ids: int [s_q, b]; None takes them from the keys that stand where the
-            queries do.
-        query_start: place of the first query; None where the queries are the last of the keys.
-        key_start: place of the first key.
-        cu_seqlens: int32 [documents + 1], where the documents of `document_ids` begin in whole rows
-            that lie one after the other; None where only their ids are known. Fused kernels skip
-            other documents by it.
-        max_seqlen: a bound on the tokens of a document; None is the length of a row.
+        causal: whether later keys are masked.
+        window: a query at position q attends only to keys k with q - k < window.
+        document_ids: int [s_k, b], the keys' documents; tokens attend only to their own document.
+        query_document_ids: int [s_q, b]; None reads the keys' documents at the queries' positions.
+        query_start: position of the first query; None if the queries are the last of the keys.
+        key_start: position of the first key.
+        cu_seqlens: int32 [documents + 1], starts of the documents of `document_ids` in the
+            concatenated rows; None if unknown. Fused kernels need it to skip other documents.
+        max_seqlen: upper bound on the tokens of a document; None is the length of a row.
     """
 
     causal: bool = True
@@ -49,7 +47,7 @@ class Mask:
     max_seqlen: int | None = None
 
     def shift(self, queries: int, keys: int) -> int:
-        """Return how many places the first query stands behind the first key."""
+        """Return the first query's position minus the first key's position."""
         return keys - queries if self.query_start is None else self.query_start - self.key_start
 
     def documents_of_queries(self, queries: int, keys: int) -> torch.Tensor | None:
@@ -60,9 +58,12 @@ class Mask:
         return self.document_ids[shift : shift + queries]
 
     def key_range(self, rows: tuple[int, int], *, shift: int, keys: int) -> tuple[int, int]:
-        """Bound the keys that query rows [first, last) can see, as [low, high).
+        """Return bounds [low, high) of the keys visible to a range of query rows.
 
-        `shift` is that of `shift`.
+        Args:
+            rows: [start, stop) of the query rows.
+            shift: as `shift` returns it.
+            keys: number of keys.
         """
         high = min(max(rows[1] + shift, 0), keys) if self.causal else keys
         low = 0
@@ -79,17 +80,17 @@ class Mask:
         documents: torch.Tensor | None,
         device: torch.device,
     ) -> torch.Tensor | None:
-        """Mark the (query, key) pairs that must not see each other.
+        """Return the mask of a block of (query, key) pairs.
 
         Args:
-            rows: [first, last) query rows.
-            columns: [first, last) keys.
+            rows: [start, stop) of the query rows.
+            columns: [start, stop) of the keys.
             shift: as `shift` returns it.
             documents: as `documents_of_queries` returns them.
-            device: where to put the result.
+            device: of the mask.
 
         Returns:
-            bool [1 or b, 1, q, k], True where hidden, or None where every pair is visible.
+            bool [1 or b, 1, q, k], True for masked pairs, or None if every pair is visible.
         """
         hidden = None
         later = self.causal and columns[1] - 1 > rows[0] + shift
@@ -104,13 +105,14 @@ class Mask:
                 hidden = outside if hidden is None else hidden | outside
             hidden = hidden[None, None]  # [1, 1, q, k]
         if self.document_ids is not None and documents is not None:
-            mine = documents[slice(*rows)].t()  # [b, q]
-            other = self.document_ids[columns[0] : columns[1]].t()  # [b, k]
-            foreign = mine[:, None, :, None] != other[:, None, None, :]  # [b, 1, q, k]
-            hidden = foreign if hidden is None else hidden | foreign
+            query_ids = documents[slice(*rows)].t()  # [b, q]
+            key_ids = self.document_ids[columns[0] : columns[1]].t()  # [b, k]
+            differ = query_ids[:, None, :, None] != key_ids[:, None, None, :]  # [b, 1, q, k]
+            hidden = differ if hidden is None else hidden | differ
         return hidden
 
 
+#: Query rows whose logits are materialized at a time.
 QUERIES_PER_CHUNK = 128
 
 
@@ -129,33 +131,33 @@ def chunked_forward(
         key: [s_k, b, g, d].
         value: [s_k, b, g, d].
         scale: factor on the logits.
-        mask: which keys a query sees.
-        dropout: drops probabilities after the softmax, or None.
+        mask: of the call.
+        dropout: of the probabilities, or None.
     """
     queries, batch, heads, features = query.shape
-    wide = accumulation_dtype(query.dtype)
-    keys, values = _by_group(key, wide), _by_group(value, wide)  # [b*g, s_k, d]
-    out = torch.empty(query.shape, dtype=wide, device=query.device)
-    lse = torch.empty((batch, heads, queries), dtype=wide, device=query.device)
+    dtype = accumulation_dtype(query.dtype)
+    keys, values = _by_group(key, dtype), _by_group(value, dtype)  # [b*g, s_k, d]
+    out = torch.empty(query.shape, dtype=dtype, device=query.device)
+    lse = torch.empty((batch, heads, queries), dtype=dtype, device=query.device)
     for rows, columns, hidden in _chunks(mask, query, key):
-        if columns[0] == columns[1]:  # these queries see no key
+        if columns[0] == columns[1]:  # no visible key
             out[slice(*rows)], lse[:, :, slice(*rows)] = 0, -math.inf
             continue
-        chunk = _query_rows(query[slice(*rows)], keys.shape[0] // batch, wide)  # [b*g, n/g*c, d]
+        chunk = _query_rows(query[slice(*rows)], keys.shape[0] // batch, dtype)  # [b*g, n/g*c, d]
         logits = torch.bmm(chunk.mul_(scale), keys[:, slice(*columns)].transpose(1, 2))
-        shaped = logits.view(batch, heads, rows[1] - rows[0], -1)  # [b, n, c, k]
+        weights = logits.view(batch, heads, rows[1] - rows[0], -1)  # [b, n, c, k], same storage
         if hidden is not None:
-            shaped.masked_fill_(hidden, -math.inf)
-        peak = shaped.amax(-1, keepdim=True)
-        # A row that sees no key has peak -inf; shifting by 0 there keeps its sum 0, not nan.
+            weights.masked_fill_(hidden, -math.inf)
+        peak = weights.amax(-1, keepdim=True)
+        # A row without a visible key has peak -inf: subtract 0, because -inf - -inf is NaN.
         shift = peak.masked_fill(peak == -math.inf, 0)
-        total = shaped.sub_(shift).exp_().sum(-1, keepdim=True)  # [b, n, c, 1]
-        lse[:, :, slice(*rows)] = (shift + total.log())[..., 0]
+        denominator = weights.sub_(shift).exp_().sum(-1, keepdim=True)  # [b, n, c, 1]
+        lse[:, :, slice(*rows)] = (shift + denominator.log())[..., 0]
         if dropout is not None:
-            _drop_(shaped, dropout, rows, columns, _starts(mask, queries, key.shape[0]))
-        part = torch.bmm(logits, values[:, slice(*columns)]).view(batch, heads, -1, features)
-        part.div_(total.masked_fill_(total == 0, 1))
-        out[slice(*rows)] = part.permute(2, 0, 1, 3)
+            _drop_(weights, dropout, rows, columns, _starts(mask, queries, key.shape[0]))
+        chunk_out = torch.bmm(logits, values[:, slice(*columns)]).view(batch, heads, -1, features)
+        chunk_out.div_(denominator.masked_fill_(denominator == 0, 1))
+        out[slice(*rows)] = chunk_out.permute(2, 0, 1, 3)
     return out, lse
 
 
@@ -180,54 +182,54 @@ def chunked_backward(
         out: [s_q, b, n, d], complete.
         lse: [b, n, s_q], complete; may cover more keys than `key`.
         scale: factor on the logits.
-        mask: which keys a query sees.
-        dropout: that of the forward pass, or None.
+        mask, dropout: of the forward pass.
     """
     queries, batch, heads, _ = query.shape
     groups = key.shape[2]
-    wide = accumulation_dtype(query.dtype)
-    keys, values = _by_group(key, wide), _by_group(value, wide)  # [b*g, s_k, d]
+    dtype = accumulation_dtype(query.dtype)
+    keys, values = _by_group(key, dtype), _by_group(value, dtype)  # [b*g, s_k, d]
     grad_query = torch.empty(query.shape, dtype=query.dtype, device=query.device)
     grad_keys, grad_values = torch.zeros_like(keys), torch.zeros_like(values)
     for rows, columns, hidden in _chunks(mask, query, key):
-        span, part = slice(*columns), slice(*rows)
+        key_slice, query_slice = slice(*columns), slice(*rows)
         if columns[0] == columns[1]:
-            grad_query[part] = 0
+            grad_query[query_slice] = 0
             continue
-        grad = _query_rows(grad_out[part], groups, wide)  # [b*g, n/g*c, d]
-        delta = (grad * _query_rows(out[part], groups, wide)).sum(-1, keepdim=True)
-        chunk = _query_rows(query[part], groups, wide).mul_(scale)
-        offset = lse[:, :, part].to(wide).reshape(*delta.shape)  # [b*g, n/g*c, 1]
-        # A row that sees no key has lse -inf: any finite offset then leaves its hidden logits 0.
+        grad = _query_rows(grad_out[query_slice], groups, dtype)  # [b*g, n/g*c, d]
+        delta = (grad * _query_rows(out[query_slice], groups, dtype)).sum(-1, keepdim=True)
+        chunk = _query_rows(query[query_slice], groups, dtype).mul_(scale)
+        offset = lse[:, :, query_slice].to(dtype).reshape(*delta.shape)  # [b*g, n/g*c, 1]
+        # A row without a visible key has lse -inf: any finite offset leaves its weights 0.
         offset = offset.masked_fill(offset == -math.inf, 0).neg_()
-        weights = torch.baddbmm(offset, chunk, keys[:, span].transpose(1, 2))
-        shaped = weights.view(batch, heads, rows[1] - rows[0], -1)  # [b, n, c, k]
+        weights = torch.baddbmm(offset, chunk, keys[:, key_slice].transpose(1, 2))
+        shaped = weights.view(batch, heads, rows[1] - rows[0], -1)  # [b, n, c, k], same storage
         if hidden is not None:
             shaped.masked_fill_(hidden, -math.inf)
         shaped.exp_()
-        grad_weights = torch.bmm(grad, values[:, span].transpose(1, 2))
+        grad_weights = torch.bmm(grad, values[:, key_slice].transpose(1, 2))
         dropped = weights
         if dropout is not None:
             starts = _starts(mask, queries, key.shape[0])
             dropped = weights.clone()
             _drop_(dropped.view_as(shaped), dropout, rows, columns, starts)
             _drop_(grad_weights.view_as(shaped), dropout, rows, columns, starts)
-        grad_values[:, span].baddbmm_(dropped.transpose(1, 2), grad)
+        grad_values[:, key_slice].baddbmm_(dropped.transpose(1, 2), grad)
         grad_logits = grad_weights.sub_(delta).mul_(weights)
-        grad_keys[:, span].baddbmm_(grad_logits.transpose(1, 2), chunk)
-        grad_rows = torch.bmm(grad_logits, keys[:, span]).mul_(scale)  # [b*g, n/g*c, d]
-        grad_query[part] = grad_rows.view(batch, heads, -1, query.shape[-1]).permute(2, 0, 1, 3)
+        grad_keys[:, key_slice].baddbmm_(grad_logits.transpose(1, 2), chunk)
+        grad_rows = torch.bmm(grad_logits, keys[:, key_slice]).mul_(scale)  # [b*g, n/g*c, d]
+        grad_rows = grad_rows.view(batch, heads, -1, query.shape[-1])
+        grad_query[query_slice] = grad_rows.permute(2, 0, 1, 3)
     return grad_query, _by_position(grad_keys, key), _by_position(grad_values, value)
 
 
 def _chunks(
     mask: Mask, query: torch.Tensor, key: torch.Tensor
 ) -> Iterator[tuple[tuple[int, int], tuple[int, int], torch.Tensor | None]]:
-    """Yield ([first, last) query rows, [first, last) keys they can see, which pairs are hidden)."""
+    """Yield ([start, stop) query rows, [start, stop) visible keys, mask of the block or None)."""
     queries, keys = query.shape[0], key.shape[0]
     shift, documents = mask.shift(queries, keys), mask.documents_of_queries(queries, keys)
-    for first in range(0, queries, QUERIES_PER_CHUNK):
-        rows = (first, min(first + QUERIES_PER_CHUNK, queries))
+    for start in range(0, queries, QUERIES_PER_CHUNK):
+        rows = (start, min(start + QUERIES_PER_CHUNK, queries))
         columns = mask.key_range(rows, shift=shift, keys=keys)
         yield (
             rows,
@@ -237,7 +239,7 @@ def _chunks(
 
 
 def _starts(mask: Mask, queries: int, keys: int) -> tuple[int, int]:
-    """Return the places of the first query and the first key."""
+    """Return the positions of the first query and the first key."""
     return mask.key_start + mask.shift(queries, keys), mask.key_start
 
 
@@ -249,10 +251,10 @@ def _drop_(
     starts: tuple[int, int],
 ) -> None:
     """Drop and rescale probabilities [b, n, c, k] in place."""
-    places = torch.arange(*rows, device=weights.device) + starts[0]
-    count = columns[1] - columns[0]
-    kept = dropout.keep(weights.shape[1], places, starts[1] + columns[0], count)
-    weights.mul_(kept).mul_(dropout.scale)
+    positions = torch.arange(*rows, device=weights.device) + starts[0]
+    num_keys = columns[1] - columns[0]
+    keep_mask = dropout.keep(weights.shape[1], positions, starts[1] + columns[0], num_keys)
+    weights.mul_(keep_mask).mul_(dropout.scale)
 
 
 def _by_group(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
@@ -273,12 +275,14 @@ def _query_rows(x: torch.Tensor, groups: int, dtype: torch.dtype) -> torch.Tenso
     return rows.view(batch * groups, heads // groups * count, features)
 
 
-_QUERIES_WORTH_PACKING = 256
+#: Smallest number of queries for which keys and values are copied, see `_packed`.
+_MIN_PACKED_QUERIES = 256
 
-#: From how many queries on torch's backward kernel is faster in bf16, where products are. Against
-#: fp32 and its conversions it runs at 0.2 of the speed with 16 tokens, 0.7 with 128, 1.2 with 512
-#: and 1.2 to 1.4 with more (AMD EPYC, avx512_bf16); with AMX, too, it is slower below 512.
-_QUERIES_WORTH_NARROW = 512
+#: Smallest number of queries for which torch's backward kernel is faster in bf16, on a CPU whose
+#: matmuls are. Relative to fp32 with its conversions the speed is 0.2 with 16 tokens, 0.7 with 128,
+#: 1.2 with 512 and 1.2 to 1.4 with more (AMD EPYC, avx512_bf16); with AMX it is also slower below
+#: 512.
+_MIN_BF16_QUERIES = 512
 
 
 class Attention(torch.autograd.Function):
@@ -286,23 +290,23 @@ class Attention(torch.autograd.Function):
 
     Forward: as above. dgrad: p = exp(scale q k^T - lse); dv = p^T g; ds = p (g v^T - rowsum(g
     out)); dq = scale ds k; dk = scale ds^T q. wgrad (sinks): -sum of exp(sink - lse) rowsum(g
-    out). Saves q, k, v, out and lse. `forward_of` and `backward_of` are `attention_forward` and
-    `attention_backward` of this module or of `triton`.
+    out). Saves q, k, v, out and lse. `forward_fn` and `backward_fn` are `attention_forward` and
+    `attention_backward` of this module, of `fused` or of `triton`.
     """
 
     @staticmethod
-    def forward(ctx, query, key, value, sinks, forward_of, backward_of, options):
-        out, lse = forward_of(query, key, value, sinks, **options)
+    def forward(ctx, query, key, value, sinks, forward_fn, backward_fn, options):
+        out, lse = forward_fn(query, key, value, sinks, **options)
         ctx.save_for_backward(query, key, value, sinks, out, lse)
-        ctx.backward_of, ctx.options = backward_of, options
+        ctx.backward_fn, ctx.options = backward_fn, options
         ctx.mark_non_differentiable(lse)
-        ctx.set_materialize_grads(False)  # no zeros for lse
+        ctx.set_materialize_grads(False)  # autograd would allocate zeros for lse's gradient
         return out, lse
 
     @staticmethod
     def backward(ctx, grad_out, _):
         query, key, value, sinks, out, lse = ctx.saved_tensors
-        grads = ctx.backward_of(grad_out, query, key, value, out, lse, **ctx.options)
+        grads = ctx.backward_fn(grad_out, query, key, value, out, lse, **ctx.options)
         grad_sinks = sink_gradient(grad_out, out, lse, sinks) if sinks is not None else None
         return *grads, grad_sinks, None, None, None
 
@@ -320,15 +324,17 @@ def attention_forward(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Compute (out [s_q, b, n, d], lse [b, n, s_q]); see `ops.attention.attention`.
 
-    `dtype` is that of `out`; None is that of `query`. `cpu_dtype` is that of `matmul_dtype`.
+    Args:
+        dtype: of `out`; None is the query's dtype.
+        cpu_dtype: see `ops.backend_choice.matmul_dtype`.
     """
     if dropout is not None and dropout.rate == 0:
         dropout = None
     if _has_flash(query, key, mask, dropout):
-        fast = matmul_dtype(query, cpu_dtype)
+        operand_dtype = matmul_dtype(query, cpu_dtype)
         out, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
-            _heads_first(query, fast),
-            *(_packed(x, fast, query) for x in (key, value)),
+            _heads_first(query, operand_dtype),
+            *(_packed(x, operand_dtype, query) for x in (key, value)),
             0.0,
             mask.causal,
             scale=scale,
@@ -345,7 +351,7 @@ def attention_forward(
 def add_sinks(
     out: torch.Tensor, lse: torch.Tensor, sinks: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Give a part of the probability to one more logit per head, which carries no value.
+    """Add one logit per head to the softmax, whose value is zero.
 
     Args:
         out: [s_q, b, n, d], of attention to all keys.
@@ -355,9 +361,9 @@ def add_sinks(
     Returns:
         (out, lse) with the sinks, new tensors.
     """
-    with_sink = torch.logaddexp(lse, sinks.to(lse.dtype)[:, None])  # [b, n, s_q]
-    share = (lse - with_sink).exp_()
-    return out * share.permute(2, 0, 1)[..., None], with_sink  # out times [s_q, b, n, 1]
+    lse_with_sink = torch.logaddexp(lse, sinks.to(lse.dtype)[:, None])  # [b, n, s_q]
+    key_probability = (lse - lse_with_sink).exp_()
+    return out * key_probability.permute(2, 0, 1)[..., None], lse_with_sink  # [s_q, b, n, 1]
 
 
 def attention_backward(
@@ -373,7 +379,7 @@ def attention_backward(
     dropout: AttentionDropout | None = None,
     cpu_dtype: torch.dtype | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Differentiate attention given its output and log-sum-exp, over these or over more keys.
+    """Differentiate attention given its output and log-sum-exp, which may cover more keys.
 
     Args:
         grad_out: [s_q, b, n, d].
@@ -383,9 +389,8 @@ def attention_backward(
         out: [s_q, b, n, d], the complete output (also of keys that are not in `key`).
         lse: [b, n, s_q], the complete log-sum-exp.
         scale: factor on the logits.
-        mask: the rule of the forward pass.
-        dropout: that of the forward pass.
-        cpu_dtype: that of `matmul_dtype`.
+        mask, dropout: of the forward pass.
+        cpu_dtype: see `ops.backend_choice.matmul_dtype`.
 
     Returns:
         (dq, dk, dv), shaped and typed like query, key and value.
@@ -394,11 +399,11 @@ def attention_backward(
         dropout = None
     if not _has_flash(query, key, mask, dropout):
         return chunked_backward(grad_out, query, key, value, out, lse, scale, mask, dropout)
-    fast = backward_dtype(query, query.shape[0], cpu_dtype)
+    operand_dtype = backward_dtype(query, query.shape[0], cpu_dtype)
     grads = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
-        *(_heads_first(x, fast) for x in (grad_out, query)),
-        *(_packed(x, fast, query) for x in (key, value)),
-        _heads_first(out, fast),
+        *(_heads_first(x, operand_dtype) for x in (grad_out, query)),
+        *(_packed(x, operand_dtype, query) for x in (key, value)),
+        _heads_first(out, operand_dtype),
         lse,
         0.0,
         mask.causal,
@@ -408,16 +413,16 @@ def attention_backward(
 
 
 def backward_dtype(query: torch.Tensor, queries: int, cpu_dtype: torch.dtype | None) -> torch.dtype:
-    """Return the dtype in which to differentiate attention of so many queries at a time."""
+    """Return the dtype of the operands of the backward, by the number of queries."""
     dtype = matmul_dtype(query, cpu_dtype)
-    narrow = dtype.itemsize == 2 and query.device.type == "cpu"
-    return torch.float32 if narrow and queries < _QUERIES_WORTH_NARROW else dtype
+    is_16_bit_cpu = dtype.itemsize == 2 and query.device.type == "cpu"
+    return torch.float32 if is_16_bit_cpu and queries < _MIN_BF16_QUERIES else dtype
 
 
 def sink_gradient(
     grad_out: torch.Tensor, out: torch.Tensor, lse: torch.Tensor, sinks: torch.Tensor
 ) -> torch.Tensor:
-    """Differentiate the sinks [n]: minus the sum of sink probability times rowsum(g out)."""
+    """Return the sinks' gradient [n]: -Σ sink probability · rowsum(g out)."""
     delta = (grad_out.to(lse.dtype) * out.to(lse.dtype)).sum(-1)  # [s_q, b, n]
     probability = (sinks.to(lse.dtype)[:, None] - lse).exp_()  # [b, n, s_q]
     return torch.einsum("bnq,qbn->n", probability, delta).neg_().to(sinks.dtype)
@@ -426,23 +431,23 @@ def sink_gradient(
 def _has_flash(
     query: torch.Tensor, key: torch.Tensor, mask: Mask, dropout: AttentionDropout | None
 ) -> bool:
-    """Say whether torch's CPU flash kernel computes exactly this attention.
+    """Return whether torch's CPU flash kernel supports this attention.
 
-    Its causal mask counts from the first key, so queries that stand behind the first of the keys
-    need chunks.
+    Its causal mask aligns the first query with the first key, so queries at other positions need
+    chunks.
     """
     plain = mask.window is None and mask.document_ids is None and dropout is None
     queries, keys = query.shape[0], key.shape[0]
-    together = mask.query_start is None or mask.query_start == mask.key_start
-    aligned = not mask.causal or (queries == keys and together)
-    filled = query.numel() > 0 and key.numel() > 0
-    return plain and aligned and filled and query.device.type == "cpu"
+    same_start = mask.query_start is None or mask.query_start == mask.key_start
+    aligned = not mask.causal or (queries == keys and same_start)
+    nonempty = query.numel() > 0 and key.numel() > 0
+    return plain and aligned and nonempty and query.device.type == "cpu"
 
 
 def _heads_first(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """View [s, b, n, d] as [b, n, s, d], or copy it there where the dtype changes anyway.
+    """View [s, b, n, d] as [b, n, s, d], or copy it if the dtype changes.
 
-    torch's kernel takes strided inputs and lays its output out like the query.
+    torch's kernel accepts strided inputs, and its output has the query's layout.
     """
     if x.dtype == dtype:
         return x.permute(1, 2, 0, 3)
@@ -452,13 +457,13 @@ def _heads_first(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
 
 
 def _packed(x: torch.Tensor, dtype: torch.dtype, query: torch.Tensor) -> torch.Tensor:
-    """Turn keys or values [s, b, g, d] into [b, g, s, d], a head's rows side by side if it pays.
+    """Turn keys or values [s, b, g, d] into [b, g, s, d], contiguous for many queries.
 
-    The kernel reads them again for every block of queries, and rows a power of two apart share few
-    cache sets: at 512 positions of 4 sequences the copy makes it 12-15 % faster.
+    The kernel reads keys again for every block of queries, and rows a power of two apart map to
+    few cache sets: at 512 positions of 4 sequences the copy makes the kernel 12-15 % faster.
     """
     x = _heads_first(x, dtype)
-    return x if query.shape[0] < _QUERIES_WORTH_PACKING else x.contiguous()
+    return x if query.shape[0] < _MIN_PACKED_QUERIES else x.contiguous()
 
 
 def _sequence_first(x: torch.Tensor) -> torch.Tensor:

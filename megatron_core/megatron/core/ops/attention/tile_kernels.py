@@ -1,10 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Tiles of attention's Triton kernels: loads, and which tiles of pairs are visible.
+"""Tiles of attention's Triton kernels: loads, products, and bounds of the visible tiles.
 
-A program holds one tile of queries (or keys) and walks over the tiles of keys (or queries) that it
-sees, as four bounds [low, full_low, full_high, high) say: every pair of the tiles from full_low to
-full_high is visible, so they need no mask; tiles from low to full_low and from full_high to high
-are masked pair by pair.
+A program owns one tile of queries (or keys) and loops over the visible tiles of keys (or queries).
+Four bounds [low, full_low, full_high, high) describe them. Every pair of the tiles from full_low to
+full_high is visible, so these tiles need no mask; the tiles from low to full_low and from full_high
+to high are masked pair by pair.
+
+A head dimension is not always a power of two, so rows are loaded as two blocks of FEATURES and TAIL
+columns, both powers of two; TAIL may be 0.
 """
 
 from __future__ import annotations
@@ -14,129 +17,131 @@ import triton.language as tl
 
 LOG2_E: tl.constexpr = tl.constexpr(1.4426950408889634)
 LOG_2: tl.constexpr = tl.constexpr(0.6931471805599453)
-#: Of documents.
-LEAST, MOST = tl.constexpr(-(1 << 31)), tl.constexpr((1 << 31) - 1)
+#: Neutral elements of the maximum and of the minimum of document ids.
+INT32_MIN, INT32_MAX = tl.constexpr(-(1 << 31)), tl.constexpr((1 << 31) - 1)
 
 
 @triton.jit
 def load_columns(
     base,
-    first,
+    start,
     limit,
     stride,
     features: tl.constexpr,
     BEGIN: tl.constexpr,
     COLUMNS: tl.constexpr,
     BLOCK: tl.constexpr,
-    WIDE: tl.constexpr,
+    INT64_OFFSETS: tl.constexpr,
     MASKED: tl.constexpr,
 ):
     """Load COLUMNS columns from BEGIN on; see `load_rows`."""
     row = tl.arange(0, BLOCK)
     feature = BEGIN + tl.arange(0, COLUMNS)
-    if WIDE:
+    if INT64_OFFSETS:
         offsets = row.to(tl.int64)[:, None] * stride
     else:
         offsets = row[:, None] * stride
-    places = base + tl.cast(first, tl.int64) * stride + (offsets + feature[None, :])
+    pointers = base + tl.cast(start, tl.int64) * stride + (offsets + feature[None, :])
     if MASKED:
-        inside = (first + row < limit)[:, None] & (feature < features)[None, :]
-        x = tl.load(places, mask=inside, other=0.0)
+        inside = (start + row < limit)[:, None] & (feature < features)[None, :]
+        x = tl.load(pointers, mask=inside, other=0.0)
     elif features < BEGIN + COLUMNS:
-        x = tl.load(places, mask=(feature < features)[None, :], other=0.0)
+        x = tl.load(pointers, mask=(feature < features)[None, :], other=0.0)
     else:
-        x = tl.load(places)
+        x = tl.load(pointers)
     return x
 
 
 @triton.jit
 def load_rows(
     base,
-    first,
+    start,
     limit,
     stride,
     features: tl.constexpr,
     FEATURES: tl.constexpr,
-    REST: tl.constexpr,
+    TAIL: tl.constexpr,
     BLOCK: tl.constexpr,
-    WIDE: tl.constexpr,
+    INT64_OFFSETS: tl.constexpr,
     MASKED: tl.constexpr,
 ):
-    """Load BLOCK rows of a matrix with dense rows, from row `first` on; 0 beyond `features`.
+    """Load BLOCK rows of a matrix with dense rows, from row `start` on; 0 beyond `features`.
 
     Args:
-        stride: between rows.
-        FEATURES, REST: columns of the result's two parts, powers of two; REST may be 0.
-        WIDE: whether offsets inside the tile take 64 bits. They stay in registers all along a loop
-            over `first`, so 32 bits keep the key gradient from spilling.
-        MASKED: whether rows from `limit` on are 0; they must not be reached elsewhere.
+        stride: elements between rows.
+        FEATURES, TAIL: columns of the two blocks, powers of two; TAIL may be 0.
+        INT64_OFFSETS: whether offsets inside the tile have 64 bits. They stay in registers during
+            a loop over `start`, so 32 bits keep the key gradient from spilling.
+        MASKED: whether rows from `limit` on are loaded as 0; without it no row may reach `limit`.
 
     Returns:
-        [BLOCK, FEATURES] and [BLOCK, REST], the first one twice without a rest.
+        [BLOCK, FEATURES] and [BLOCK, TAIL]; without a tail the first block twice.
     """
-    x = load_columns(base, first, limit, stride, features, 0, FEATURES, BLOCK, WIDE, MASKED)
-    rest = x
-    if REST > 0:
-        rest = load_columns(
-            base, first, limit, stride, features, FEATURES, REST, BLOCK, WIDE, MASKED
+    x = load_columns(
+        base, start, limit, stride, features, 0, FEATURES, BLOCK, INT64_OFFSETS, MASKED
+    )
+    tail = x
+    if TAIL > 0:
+        tail = load_columns(
+            base, start, limit, stride, features, FEATURES, TAIL, BLOCK, INT64_OFFSETS, MASKED
         )
-    return x, rest
+    return x, tail
 
 
 @triton.jit
 def store_rows(
-    base, rows, limit, stride, x, features: tl.constexpr, FEATURES: tl.constexpr, REST: tl.constexpr
+    base, rows, limit, stride, x, features: tl.constexpr, FEATURES: tl.constexpr, TAIL: tl.constexpr
 ):
-    """Store the two parts of rows as `load_rows` returns them."""
-    places = base + rows.to(tl.int64)[:, None] * stride
+    """Store the two column blocks of rows, as `load_rows` returns them."""
+    pointers = base + rows.to(tl.int64)[:, None] * stride
     inside = (rows < limit)[:, None]
     feature = tl.arange(0, FEATURES)[None, :]
     y = x[0].to(base.dtype.element_ty)
-    tl.store(places + feature, y, mask=inside & (feature < features))
-    if REST > 0:
-        feature = FEATURES + tl.arange(0, REST)[None, :]
+    tl.store(pointers + feature, y, mask=inside & (feature < features))
+    if TAIL > 0:
+        feature = FEATURES + tl.arange(0, TAIL)[None, :]
         y = x[1].to(base.dtype.element_ty)
-        tl.store(places + feature, y, mask=inside & (feature < features))
+        tl.store(pointers + feature, y, mask=inside & (feature < features))
 
 
 @triton.jit
-def zero_sums(
-    BLOCK: tl.constexpr, FEATURES: tl.constexpr, REST: tl.constexpr, SUMMED: tl.constexpr
+def zero_accumulators(
+    BLOCK: tl.constexpr, FEATURES: tl.constexpr, TAIL: tl.constexpr, NEEDED: tl.constexpr
 ):
-    """Return fp32 zeros [BLOCK, FEATURES] and [BLOCK, REST]; a number instead of what has none."""
-    x = tl.zeros([BLOCK, FEATURES] if SUMMED else [1], dtype=tl.float32)
-    rest = tl.zeros([BLOCK, REST] if SUMMED and REST > 0 else [1], dtype=tl.float32)
-    return x, rest
+    """Return fp32 zeros [BLOCK, FEATURES] and [BLOCK, TAIL]; [1] for an unused block."""
+    x = tl.zeros([BLOCK, FEATURES] if NEEDED else [1], dtype=tl.float32)
+    tail = tl.zeros([BLOCK, TAIL] if NEEDED and TAIL > 0 else [1], dtype=tl.float32)
+    return x, tail
 
 
 @triton.jit
-def scaled(sums, factor, REST: tl.constexpr):
-    """Return the parts of sums times a factor that broadcasts."""
-    x = sums[0] * factor
-    rest = sums[1]
-    if REST > 0:
-        rest = rest * factor
-    return x, rest
+def scaled(acc, factor, TAIL: tl.constexpr):
+    """Return both blocks of acc times a factor that broadcasts."""
+    x = acc[0] * factor
+    tail = acc[1]
+    if TAIL > 0:
+        tail = tail * factor
+    return x, tail
 
 
 @triton.jit
-def products(x, y, REST: tl.constexpr):
-    """Return x y^T, fp32, of rows in parts."""
+def dot_transposed(x, y, TAIL: tl.constexpr):
+    """Return x y^T, fp32, of rows in two column blocks."""
     z = tl.dot(x[0], tl.trans(y[0]), input_precision="ieee")
-    if REST > 0:
+    if TAIL > 0:
         z = tl.dot(x[1], tl.trans(y[1]), z, input_precision="ieee")
     return z
 
 
 @triton.jit
-def add_product(sums, x, y, REST: tl.constexpr):
-    """Return sums + x y of rows y in parts; x is rounded to their type."""
+def add_dot(acc, x, y, TAIL: tl.constexpr):
+    """Return acc + x y for rows y in two column blocks; x is rounded to the dtype of y."""
     x = x.to(y[0].dtype)
-    z = tl.dot(x, y[0], sums[0], input_precision="ieee")
-    rest = sums[1]
-    if REST > 0:
-        rest = tl.dot(x, y[1], rest, input_precision="ieee")
-    return z, rest
+    z = tl.dot(x, y[0], acc[0], input_precision="ieee")
+    tail = acc[1]
+    if TAIL > 0:
+        tail = tl.dot(x, y[1], tail, input_precision="ieee")
+    return z, tail
 
 
 @triton.jit
@@ -151,8 +156,8 @@ def visible_pairs(
     HAS_WINDOW: tl.constexpr,
     HAS_DOCUMENTS: tl.constexpr,
 ):
-    """Say which (position, column) pairs see each other; all arguments broadcast."""
-    # The first term is true; it gives the result the broadcast shape of both.
+    """Return whether each (query position, key) pair is visible; all arguments broadcast."""
+    # The first term is always true; it gives the mask the broadcast shape of both operands.
     visible = (positions > -(1 << 30)) & (columns < keys)
     if CAUSAL:
         visible = visible & (columns <= positions)
@@ -164,8 +169,8 @@ def visible_pairs(
 
 
 @triton.jit
-def ordered(low, full_low, full_high, high):
-    """Return low <= full_low <= full_high <= high; without full tiles, both of theirs are low."""
+def ordered_bounds(low, full_low, full_high, high):
+    """Return low <= full_low <= full_high <= high; without full tiles, full_* both equal low."""
     full_high = tl.where(full_high > full_low, full_high, low)
     full_low = tl.maximum(tl.minimum(full_low, full_high), low)
     return low, full_low, full_high, tl.maximum(high, low)
@@ -173,7 +178,7 @@ def ordered(low, full_low, full_high, high):
 
 @triton.jit
 def key_bounds(
-    first,
+    block_start,
     shift,
     keys,
     window,
@@ -182,24 +187,24 @@ def key_bounds(
     BLOCK_Q: tl.constexpr,
     BLOCK_K: tl.constexpr,
 ):
-    """Bound the keys that BLOCK_Q queries see by order and window; see the module."""
+    """Bound the keys visible to BLOCK_Q queries by causality and window; see the module."""
     low = 0
     high = keys
     full_low = 0
     full_high = keys // BLOCK_K * BLOCK_K
     if CAUSAL:
-        high = tl.minimum(high, tl.maximum(first + BLOCK_Q + shift, 0))
-        seen_by_all = tl.maximum(first + shift + 1, 0)
-        full_high = tl.minimum(full_high, seen_by_all // BLOCK_K * BLOCK_K)
+        high = tl.minimum(high, tl.maximum(block_start + BLOCK_Q + shift, 0))
+        visible_to_all = tl.maximum(block_start + shift + 1, 0)
+        full_high = tl.minimum(full_high, visible_to_all // BLOCK_K * BLOCK_K)
     if HAS_WINDOW:
-        low = tl.maximum(first + shift - window + 1, 0) // BLOCK_K * BLOCK_K
-        full_low = tl.cdiv(tl.maximum(first + BLOCK_Q + shift - window, 0), BLOCK_K) * BLOCK_K
-    return ordered(low, full_low, full_high, high)
+        low = tl.maximum(block_start + shift - window + 1, 0) // BLOCK_K * BLOCK_K
+        full_low = tl.cdiv(tl.maximum(block_start + BLOCK_Q + shift - window, 0), BLOCK_K) * BLOCK_K
+    return ordered_bounds(low, full_low, full_high, high)
 
 
 @triton.jit
 def query_bounds(
-    first,
+    block_start,
     shift,
     queries,
     window,
@@ -208,19 +213,19 @@ def query_bounds(
     BLOCK_Q: tl.constexpr,
     BLOCK_K: tl.constexpr,
 ):
-    """Bound the queries that see BLOCK_K keys by order and window; see the module."""
+    """Bound the queries to which BLOCK_K keys are visible by causality and window."""
     low = 0
     high = queries
     full_low = 0
     full_high = queries // BLOCK_Q * BLOCK_Q
     if CAUSAL:
-        low = tl.maximum(first - shift, 0) // BLOCK_Q * BLOCK_Q
-        full_low = tl.cdiv(tl.maximum(first + BLOCK_K - 1 - shift, 0), BLOCK_Q) * BLOCK_Q
+        low = tl.maximum(block_start - shift, 0) // BLOCK_Q * BLOCK_Q
+        full_low = tl.cdiv(tl.maximum(block_start + BLOCK_K - 1 - shift, 0), BLOCK_Q) * BLOCK_Q
     if HAS_WINDOW:
-        high = tl.minimum(high, tl.maximum(first + BLOCK_K - 1 + window - shift, 0))
-        seeing_all = tl.maximum(first + window - shift, 0)
-        full_high = tl.minimum(full_high, seeing_all // BLOCK_Q * BLOCK_Q)
-    return ordered(low, full_low, full_high, high)
+        high = tl.minimum(high, tl.maximum(block_start + BLOCK_K - 1 + window - shift, 0))
+        attending_to_all = tl.maximum(block_start + window - shift, 0)
+        full_high = tl.minimum(full_high, attending_to_all // BLOCK_Q * BLOCK_Q)
+    return ordered_bounds(low, full_low, full_high, high)
 
 
 @triton.jit(do_not_specialize=["shift"])
@@ -240,10 +245,10 @@ def document_bounds_kernel(
     BLOCK_K: tl.constexpr,
     TILES: tl.constexpr,
 ):
-    """Bound the tiles that one tile sees by order, window and documents, into [b, tiles, 4].
+    """Bound the visible tiles by causality, window and documents; store bounds [b, tiles, 4].
 
-    Tiles are compared by their least and their greatest document, so no pair of one document is
-    ever left out; where documents lie one after the other, no tile without such a pair is left.
+    Tiles are compared by their smallest and largest document id, so the bounds never exclude a
+    pair of one document. If documents are contiguous, they exclude every tile without such a pair.
 
     Args:
         documents_ptr: [s_q, b], or [s_k, b] if OF_KEYS.
@@ -251,63 +256,65 @@ def document_bounds_kernel(
     """
     if OF_KEYS:
         BLOCK: tl.constexpr = BLOCK_K
-        OTHER: tl.constexpr = BLOCK_Q
+        OTHER_BLOCK: tl.constexpr = BLOCK_Q
         length, other_length = keys, queries
     else:
         BLOCK: tl.constexpr = BLOCK_Q
-        OTHER: tl.constexpr = BLOCK_K
+        OTHER_BLOCK: tl.constexpr = BLOCK_K
         length, other_length = queries, keys
     tiles = tl.cdiv(length, BLOCK)
-    first = tl.program_id(0) % tiles * BLOCK
+    block_start = tl.program_id(0) % tiles * BLOCK
     sample = tl.program_id(0) // tiles
     if OF_KEYS:
         low, full_low, full_high, high = query_bounds(
-            first, shift, queries, window, CAUSAL, HAS_WINDOW, BLOCK_Q, BLOCK_K
+            block_start, shift, queries, window, CAUSAL, HAS_WINDOW, BLOCK_Q, BLOCK_K
         )
     else:
         low, full_low, full_high, high = key_bounds(
-            first, shift, keys, window, CAUSAL, HAS_WINDOW, BLOCK_Q, BLOCK_K
+            block_start, shift, keys, window, CAUSAL, HAS_WINDOW, BLOCK_Q, BLOCK_K
         )
-    row = first + tl.arange(0, BLOCK)
-    own = tl.load(documents_ptr + row.to(tl.int64) * batch + sample, mask=row < length, other=0)
-    least = tl.min(tl.where(row < length, own, MOST), 0)
-    greatest = tl.max(tl.where(row < length, own, LEAST), 0)
-    seen_low = high
-    seen_high = low
+    row = block_start + tl.arange(0, BLOCK)
+    ids = tl.load(documents_ptr + row.to(tl.int64) * batch + sample, mask=row < length, other=0)
+    min_id = tl.min(tl.where(row < length, ids, INT32_MAX), 0)
+    max_id = tl.max(tl.where(row < length, ids, INT32_MIN), 0)
+    visible_low = high
+    visible_high = low
     same_low = high
-    same_high = high // OTHER * OTHER + OTHER
-    for start in range(low, high, TILES * OTHER):
-        starts = start + tl.arange(0, TILES) * OTHER
-        places = starts[:, None] + tl.arange(0, OTHER)[None, :]
-        inside = places < tl.minimum(high, other_length)
-        ids = tl.load(
-            other_documents_ptr + places.to(tl.int64) * batch + sample, mask=inside, other=0
+    same_high = high // OTHER_BLOCK * OTHER_BLOCK + OTHER_BLOCK
+    for start in range(low, high, TILES * OTHER_BLOCK):
+        starts = start + tl.arange(0, TILES) * OTHER_BLOCK
+        other_rows = starts[:, None] + tl.arange(0, OTHER_BLOCK)[None, :]
+        inside = other_rows < tl.minimum(high, other_length)
+        other_ids = tl.load(
+            other_documents_ptr + other_rows.to(tl.int64) * batch + sample, mask=inside, other=0
         )
-        other_least = tl.min(tl.where(inside, ids, MOST), 1)
-        other_greatest = tl.max(tl.where(inside, ids, LEAST), 1)
-        overlap = (other_least <= greatest) & (other_greatest >= least)
-        seen_low = tl.minimum(seen_low, tl.min(tl.where(overlap, starts, high), 0))
-        seen_high = tl.maximum(seen_high, tl.max(tl.where(overlap, starts + OTHER, low), 0))
-        same = overlap & (least == greatest)
-        same = same & (other_least == least) & (other_greatest == least)
-        same_low = tl.minimum(same_low, tl.min(tl.where(same, starts, high), 0))
-        after = (starts > same_low) & (starts < high) & (same == 0)
+        other_min = tl.min(tl.where(inside, other_ids, INT32_MAX), 1)
+        other_max = tl.max(tl.where(inside, other_ids, INT32_MIN), 1)
+        overlap = (other_min <= max_id) & (other_max >= min_id)
+        visible_low = tl.minimum(visible_low, tl.min(tl.where(overlap, starts, high), 0))
+        visible_high = tl.maximum(
+            visible_high, tl.max(tl.where(overlap, starts + OTHER_BLOCK, low), 0)
+        )
+        same_document = overlap & (min_id == max_id)
+        same_document = same_document & (other_min == min_id) & (other_max == min_id)
+        same_low = tl.minimum(same_low, tl.min(tl.where(same_document, starts, high), 0))
+        after = (starts > same_low) & (starts < high) & (same_document == 0)
         same_high = tl.minimum(same_high, tl.min(tl.where(after, starts, same_high), 0))
-    low, full_low, full_high, high = ordered(
-        seen_low,
+    low, full_low, full_high, high = ordered_bounds(
+        visible_low,
         tl.maximum(full_low, same_low),
         tl.minimum(full_high, same_high),
-        tl.minimum(high, seen_high),
+        tl.minimum(high, visible_high),
     )
-    place = bounds_ptr + tl.program_id(0).to(tl.int64) * 4
-    tl.store(place, low)
-    tl.store(place + 1, full_low)
-    tl.store(place + 2, full_high)
-    tl.store(place + 3, high)
+    pointer = bounds_ptr + tl.program_id(0).to(tl.int64) * 4
+    tl.store(pointer, low)
+    tl.store(pointer + 1, full_low)
+    tl.store(pointer + 2, full_high)
+    tl.store(pointer + 3, high)
 
 
 @triton.jit
 def stored_bounds(bounds_ptr, tile, sample, tiles):
-    """Load what `document_bounds_kernel` stored for one tile."""
-    place = bounds_ptr + (sample * tiles + tile) * 4
-    return tl.load(place), tl.load(place + 1), tl.load(place + 2), tl.load(place + 3)
+    """Load the bounds that `document_bounds_kernel` stored for one tile."""
+    pointer = bounds_ptr + (sample * tiles + tile) * 4
+    return tl.load(pointer), tl.load(pointer + 1), tl.load(pointer + 2), tl.load(pointer + 3)

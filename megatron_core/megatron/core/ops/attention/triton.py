@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Flash attention in Triton (Dao, 2023) with log-sum-exp: launches of the kernels."""
+"""FlashAttention-2 in Triton (Dao, 2023) with log-sum-exp: launches of the kernels."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from megatron.core.ops.attention.reference import Mask
 from megatron.core.ops.attention.tile_kernels import LOG2_E, document_bounds_kernel
 from megatron.core.ops.launches import Launches, cdiv, next_power_of_2
 
-#: Tiles whose documents are compared at once.
-TILES_AT_ONCE = 16
+#: Tiles whose documents one iteration of `document_bounds_kernel` compares.
+TILES_PER_STEP = 16
 
-#: Rows of the tile that a program holds, rows of the tiles that it walks over, and these where a
-#: window or documents hide pairs, which takes registers; by bytes of a number and largest features
-#: of a head. In 16 bits a held tile has 64 rows for each of two warpgroups, so that no product is
-#: computed twice, and what it sums fits their registers. fp32 is multiplied without tensor cores,
-#: by threads that hold whole rows of both operands: only small tiles fit.
+#: Rows of a program's own tile, rows of the tiles in its loop, and the latter with a window or
+#: documents, whose mask needs registers; by bytes of an element and largest head dimension.
+#: In 16 bits a program's own tile has 64 rows for each of two warpgroups, so that no product is
+#: computed twice and the accumulators fit the registers. fp32 is multiplied without tensor cores,
+#: by threads that hold whole rows of both operands, so only small tiles fit.
 Tiles = Mapping[int, Mapping[int, tuple[int, int, int]]]
 FORWARD: Tiles = MappingProxyType(
     {
@@ -43,33 +43,33 @@ KEY_GRADIENT: Tiles = MappingProxyType(
         4: {128: (32, 32, 32), 512: (16, 16, 16)},
     }
 )
-#: Largest tile of which the sums of dk and dv fit the registers together.
-MOST_KEY_SUMS = 128 * 128
+#: Most elements of a key tile whose accumulators of dk and dv fit the registers together.
+MAX_KEY_ACCUMULATORS = 128 * 128
 
 
-def head_parts(features: int) -> tuple[int, int]:
-    """Return powers of two that add up to the features of a head or more; the second may be 0.
+def split_head_dim(features: int) -> tuple[int, int]:
+    """Split a head dimension into two powers of two that cover it; the second may be 0.
 
-    The sizes of a tile are powers of two: heads of 192 are multiplied in parts of 128 and 64.
+    Triton's tile sizes are powers of two: heads of 192 are multiplied in blocks of 128 and 64.
     """
-    part = max(16, 1 << (features.bit_length() - 1))
-    rest = max(16, next_power_of_2(features - part)) if features > part else 0
-    return (part, rest) if rest < part else (2 * part, 0)
+    block = max(16, 1 << (features.bit_length() - 1))
+    tail = max(16, next_power_of_2(features - block)) if features > block else 0
+    return (block, tail) if tail < block else (2 * block, 0)
 
 
 def tile_shape(tiles: Tiles, features: int, dtype: torch.dtype, mask: Mask) -> dict[str, int]:
-    """Return the constants of a launch that depend on the sizes of a head and on the mask."""
-    part, rest = head_parts(features)
+    """Return the constants of a launch that depend on the head dimension and on the mask."""
+    block, tail = split_head_dim(features)
     sizes = tiles[min(dtype.itemsize, 4)]
-    size = min((x for x in sizes if x >= part + rest), default=max(sizes))
-    held, walked, masked = sizes[size]
+    size = min((x for x in sizes if x >= block + tail), default=max(sizes))
+    outer, inner, masked_inner = sizes[size]
     if mask.window is not None or mask.document_ids is not None:
-        walked = masked
-    queries, keys = (walked, held) if tiles is KEY_GRADIENT else (held, walked)
+        inner = masked_inner
+    queries, keys = (inner, outer) if tiles is KEY_GRADIENT else (outer, inner)
     return {
         "features": features,
-        "FEATURES": part,
-        "REST": rest,
+        "FEATURES": block,
+        "TAIL": tail,
         "BLOCK_Q": queries,
         "BLOCK_K": keys,
         "num_warps": 8,
@@ -77,14 +77,14 @@ def tile_shape(tiles: Tiles, features: int, dtype: torch.dtype, mask: Mask) -> d
     }
 
 
-def key_gradient_parts(tile: Mapping[str, int]) -> list[dict[str, bool]]:
-    """Return of which gradients each launch of the key gradient is: dk and dv, or one by one."""
-    if tile["BLOCK_K"] * (tile["FEATURES"] + tile["REST"]) <= MOST_KEY_SUMS:
+def key_gradient_launches(tile: Mapping[str, int]) -> list[dict[str, bool]]:
+    """Return which gradients each launch computes: dk and dv together, or in separate launches."""
+    if tile["BLOCK_K"] * (tile["FEATURES"] + tile["TAIL"]) <= MAX_KEY_ACCUMULATORS:
         return [{"OF_KEYS": True, "OF_VALUES": True}]
     return [{"OF_KEYS": keys, "OF_VALUES": not keys} for keys in (True, False)]
 
 
-# ROWS: rows of gradient and output that a program multiplies at once.
+# ROWS: rows of gradient and output per program.
 ROW_DOTS = Launches("attention_row_dots", {"ROWS": 32, "num_warps": 4})
 
 
@@ -102,29 +102,33 @@ def row_dots_kernel(
     FEATURES: tl.constexpr,
     ROWS: tl.constexpr,
 ):
-    """Sum g out over the features of ROWS rows [s, b, n, d], into [b, n, s]; scale lse to log2."""
+    """Write rowsum(g out) [b, n, s] of ROWS rows [s, b, n, d], and lse in base 2."""
     rows = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     inside = rows < tl.cast(queries, tl.int64) * batch * heads
     feature = tl.arange(0, FEATURES)
-    places = rows[:, None] * features + feature[None, :]  # [ROWS, FEATURES]
+    offsets = rows[:, None] * features + feature[None, :]  # [ROWS, FEATURES]
     mask = inside[:, None] & (feature < features)[None, :]
-    grad = tl.load(grad_ptr + places, mask=mask, other=0.0).to(tl.float32)
-    out = tl.load(out_ptr + places, mask=mask, other=0.0).to(tl.float32)
+    grad = tl.load(grad_ptr + offsets, mask=mask, other=0.0).to(tl.float32)
+    out = tl.load(out_ptr + offsets, mask=mask, other=0.0).to(tl.float32)
     query, head = rows // (batch * heads), rows % (batch * heads)
-    place = head * queries + query
-    tl.store(dots_ptr + place, tl.sum(grad * out, axis=1), mask=inside)
-    lse = tl.load(lse_ptr + place, mask=inside, other=0.0)
-    # A row that saw no key has -inf: any finite number leaves its hidden weights 0.
+    offset = head * queries + query
+    tl.store(dots_ptr + offset, tl.sum(grad * out, axis=1), mask=inside)
+    lse = tl.load(lse_ptr + offset, mask=inside, other=0.0)
+    # A row without a visible key has lse -inf: any finite number leaves its masked weights 0.
     lse = tl.where(lse == float("-inf"), 0.0, lse * LOG2_E)
-    tl.store(log2_ptr + place, lse, mask=inside)
+    tl.store(log2_ptr + offset, lse, mask=inside)
 
 
 def row_dots(
     grad_out: torch.Tensor, out: torch.Tensor, lse: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return rowsum(g out), fp32 [b, n, s_q], of two [s_q, b, n, d]; each is read once.
+    """Return rowsum(g out) and lse log2(e), both fp32 [b, n, s_q].
 
-    The second result is lse log2(e), fp32 [b, n, s_q], and 0 where a row saw no key.
+    lse log2(e) is 0 for a row without a visible key.
+
+    Args:
+        grad_out, out: [s_q, b, n, d], each read once.
+        lse: fp32 [b, n, s_q].
     """
     queries, batch, heads, features = out.shape
     dots, log2 = torch.empty_like(lse), torch.empty_like(lse)
@@ -148,7 +152,8 @@ def attention_forward(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Compute (out [s_q, b, n, d], lse fp32 [b, n, s_q]); see `ops.attention.attention`.
 
-    `dtype` is that of `out`; None is that of `query`.
+    Args:
+        dtype: of `out`; None is the query's dtype.
     """
     query, scale = _positive_scale(query, scale)
     query, key, value = (_dense_features(x) for x in (query, key, value))
@@ -194,7 +199,7 @@ def attention_backward(
         out: [s_q, b, n, d], the complete output.
         lse: fp32 [b, n, s_q], the complete log-sum-exp.
         scale: factor on the logits.
-        mask: the rule of the forward pass.
+        mask: of the forward pass.
 
     Returns:
         (dq, dk, dv), shaped and typed like query, key and value.
@@ -220,13 +225,13 @@ def attention_backward(
         arguments, constants = _arguments(
             query, key, value, scale, mask, documents, tile, of_keys=True
         )
-        for parts in key_gradient_parts(tile):
+        for gradients in key_gradient_launches(tile):
             key_gradient_kernel[(cdiv(keys, tile["BLOCK_K"]) * batch * groups,)](
                 *inputs,
                 grad_key,
                 grad_value,
                 *arguments,
-                **parts,
+                **gradients,
                 **constants,
             )
     return grad_query, grad_key, grad_value
@@ -241,11 +246,11 @@ Documents = tuple[torch.Tensor, torch.Tensor] | None
 
 
 def _documents(query: torch.Tensor, key: torch.Tensor, mask: Mask) -> Documents:
-    """Return the documents of queries [s_q, b] and of keys [s_k, b], int32, None without any."""
+    """Return the documents of queries [s_q, b] and keys [s_k, b], int32; None without documents."""
     if mask.document_ids is None:
         return None
-    of_queries = mask.documents_of_queries(query.shape[0], key.shape[0])
-    return of_queries.int().contiguous(), mask.document_ids.int().contiguous()
+    query_documents = mask.documents_of_queries(query.shape[0], key.shape[0])
+    return query_documents.int().contiguous(), mask.document_ids.int().contiguous()
 
 
 def _arguments(
@@ -259,12 +264,12 @@ def _arguments(
     *,
     of_keys: bool = False,
 ) -> tuple[tuple, dict[str, object]]:
-    """Return the arguments that all three kernels share, and their compile-time constants.
+    """Return the arguments and compile-time constants that all three kernels share.
 
     Args:
         documents: as `_documents` returns them.
         tile: of this kernel, see `tile_shape`.
-        of_keys: whether its programs hold keys and walk over queries.
+        of_keys: whether a program owns a tile of keys and loops over queries.
     """
     (queries, batch, heads, features), (keys, _, groups, _) = query.shape, key.shape
     shift, window = mask.shift(queries, keys), mask.window or 0
@@ -285,7 +290,7 @@ def _arguments(
             OF_KEYS=of_keys,
             BLOCK_Q=tile["BLOCK_Q"],
             BLOCK_K=tile["BLOCK_K"],
-            TILES=TILES_AT_ONCE,
+            TILES=TILES_PER_STEP,
             **masks,
         )
     strides = (*query.stride()[:3], *key.stride()[:3], *value.stride()[:3])
@@ -293,7 +298,7 @@ def _arguments(
     constants = {
         **masks,
         "HAS_DOCUMENTS": documents is not None,
-        "WIDE": max(*strides, dense) * max(tile["BLOCK_Q"], tile["BLOCK_K"]) >= 1 << 31,
+        "INT64_OFFSETS": max(*strides, dense) * max(tile["BLOCK_Q"], tile["BLOCK_K"]) >= 1 << 31,
         **tile,
     }
     arguments = (
@@ -314,8 +319,9 @@ def _arguments(
 
 
 def _positive_scale(query: torch.Tensor, scale: float) -> tuple[torch.Tensor, float]:
-    """Return a query and a scale that is not negative, with the same logits.
+    """Return a query and a non-negative scale with the same logits.
 
-    The forward kernel scales the largest product of a row, which is its largest logit then.
+    The forward kernel scales the maximum of the unscaled products of a row, which is the largest
+    logit only if the scale is not negative.
     """
     return (query, scale) if scale >= 0 else (-query, -scale)

@@ -102,8 +102,8 @@ def agree(rows, **options):
 @pytest.mark.parametrize("case", CASES)
 def test_kernels_agree_with_the_reference(case, small_tiles, monkeypatch):
     lengths, heads, features, block_size, padding, window, with_sinks, count = CASES[case]
-    monkeypatch.setattr(triton, "pieces", lambda *_: count)
-    monkeypatch.setattr(triton, "SHORTEST_PIECE", 1 if count < 3 else 32)
+    monkeypatch.setattr(triton, "num_splits", lambda *_: count)
+    monkeypatch.setattr(triton, "MIN_SPLIT_TOKENS", 1 if count < 3 else 32)
     rows = paged_rows(
         **lengths,
         heads=heads,
@@ -132,8 +132,8 @@ def test_latents_agree_with_the_reference(case, monkeypatch):
     # Products of fp32 take a quarter.
     small = {"ROWS": 64, "BLOCK": 128, "num_warps": 4, "num_stages": 1}
     monkeypatch.setattr(triton, "LATENT", Launches("LATENT", small))
-    monkeypatch.setattr(triton, "pieces", lambda *_: count)
-    monkeypatch.setattr(triton, "SHORTEST_PIECE", 1 if count < 3 else 32)
+    monkeypatch.setattr(triton, "num_splits", lambda *_: count)
+    monkeypatch.setattr(triton, "MIN_SPLIT_TOKENS", 1 if count < 3 else 32)
     rows = paged_rows(
         **lengths, heads=(heads, 1), features=features, block_size=block_size, padding=padding
     )
@@ -195,7 +195,7 @@ def test_tiles_are_enough_for_any_rows(queries):
         bounds = [0, *new.cumsum(0).tolist()]
         starts = [bound // queries + i for i, bound in enumerate(bounds)]
         tokens = bounds[-1] + int(torch.randint(0, 40, (1,), generator=source))  # and padding
-        starts.append(triton.tile_count(tokens, 7, queries))
+        starts.append(triton.max_tiles(tokens, 7, queries))
         lengths = [*new.tolist(), tokens - bounds[-1]]
         for length, start, following in zip(lengths, starts[:-1], starts[1:], strict=True):
             assert start + -(-length // queries) <= following

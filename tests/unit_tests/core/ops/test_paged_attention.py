@@ -15,10 +15,10 @@ from megatron.core.ops.paged_attention import (
     write_to_pages,
 )
 from megatron.core.ops.paged_attention.triton import (
-    LONGEST_PIECE,
-    MOST_PIECES,
-    SHORTEST_PIECE,
-    pieces,
+    MAX_SPLIT_TOKENS,
+    MAX_SPLITS,
+    MIN_SPLIT_TOKENS,
+    num_splits,
 )
 from tests.support.closeness import relative_error
 from tests.support.nan_memory import nan_memory
@@ -187,7 +187,7 @@ BAD_CALLS = {
     "sinks": ({"sinks": torch.zeros(3)}, "one logit for each of the 4 heads"),
     "table": (
         {"batch": lambda x: replace(x, max_context=33)},
-        "max_context=33 is over the 32 places",
+        "max_context=33 is over the 32 slots",
     ),
     "too many new": ({"batch": lambda x: replace(x, max_query=2)}, "row 0 has 3 new .* raise"),
     "too long": ({"batch": lambda x: replace(x, max_context=19)}, "context of 20, over"),
@@ -256,17 +256,17 @@ def test_writes_that_do_not_fit_say_why(changes, message):
 @pytest.mark.parametrize("programs", [1, 2, 3, 8, 40, 100, 131, 200, 263])
 def test_contexts_are_cut_where_rows_are_few(programs):
     resident, context = 264, 1 << 15
-    count = pieces(programs, context, resident)
-    assert 2 <= count <= MOST_PIECES
+    count = num_splits(programs, context, resident)
+    assert 2 <= count <= MAX_SPLITS
     waves = -(-programs * count // resident)
-    assert programs * count >= 0.7 * min(waves * resident, programs * MOST_PIECES)
-    assert count * SHORTEST_PIECE <= context
+    assert programs * count >= 0.7 * min(waves * resident, programs * MAX_SPLITS)
+    assert count * MIN_SPLIT_TOKENS <= context
 
 
 def test_context_is_split_only_if_long_or_if_rows_are_few():
-    assert pieces(8, 2 * SHORTEST_PIECE - 1, 264) == 1
-    assert pieces(8, 2 * SHORTEST_PIECE, 264) == 2
-    assert pieces(264, LONGEST_PIECE, 264) == 1
-    assert pieces(1000, LONGEST_PIECE + 1, 264) == 2
-    assert pieces(1000, 5 * LONGEST_PIECE, 264) == 5
-    assert pieces(0, 1 << 17, 264) == 1
+    assert num_splits(8, 2 * MIN_SPLIT_TOKENS - 1, 264) == 1
+    assert num_splits(8, 2 * MIN_SPLIT_TOKENS, 264) == 2
+    assert num_splits(264, MAX_SPLIT_TOKENS, 264) == 1
+    assert num_splits(1000, MAX_SPLIT_TOKENS + 1, 264) == 2
+    assert num_splits(1000, 5 * MAX_SPLIT_TOKENS, 264) == 5
+    assert num_splits(0, 1 << 17, 264) == 1

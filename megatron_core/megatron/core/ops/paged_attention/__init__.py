@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Attention of new tokens to the keys and values of their contexts, which lie in pages of a cache.
+"""Attention of new tokens to keys and values in a paged cache.
 
-The cache of a layer is a pair [blocks, block_size, g, d], keys and values. Tokens of a row take any
-blocks in any order, a table says which; so memory is given out block by block as rows grow, and
-rows that begin alike can share blocks. `write_to_pages` puts new tokens in, then `paged_attention`
-reads. Forward only: engines do not train.
+The cache of a layer is a pair [blocks, block_size, g, d], keys and values. A block table maps each
+sequence to its blocks, in any order, so memory is allocated block by block as sequences grow, and
+sequences with a common prefix share blocks. `write_to_pages` writes the keys and values of new
+tokens, then `paged_attention` reads them. Forward only, for inference.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ __all__ = [
     "write_to_pages",
 ]
 
-SMALLEST_BLOCK = 16
-MOST_FEATURES = 256
+MIN_BLOCK_SIZE = 16
+MAX_FEATURES = 256
 
 
 def paged_attention(
@@ -45,20 +45,20 @@ def paged_attention(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Compute softmax(scale q k^T + mask) v of each row's new tokens over the row's context.
 
-    One call takes any mix of rows: one new token each (decode), a few (drafts to verify), a whole
-    prompt, or the next part of one (chunked prefill). A token sees the tokens of its row up to
-    itself; `window` and `sinks` are as in `ops.attention`. The host waits for nothing, and grids
-    come from `batch`'s upper bounds and the shapes alone. Where the rows are few, contexts are cut
-    and merged, so the order of sums depends on the bounds, not on the lengths.
+    A batch mixes decode rows (one new token), drafts to verify (a few), whole prompts and chunks of
+    prompts (chunked prefill). A token attends to its row's tokens up to itself; `window`, `sinks`
+    are as in `ops.attention`. The host never synchronizes with the device: launch grids depend only
+    on shapes and on `batch`'s upper bounds. With few rows, contexts are split and the splits are
+    merged, so the reduction order depends on the bounds, not on the actual lengths.
 
     Args:
-        query: [t, n, d], the new tokens of all rows one after the other.
+        query: [t, n, d], the concatenated new tokens of all rows.
         key_cache: [blocks, block_size, g, d], g dividing n, block_size a power of two from 16 on.
         value_cache: [blocks, block_size, g, d].
-        batch: which tokens and which pages belong to each row.
+        batch: tokens and blocks of each row.
         scale: positive factor on the logits; None is 1 / sqrt(d).
-        window: a token at place q sees only places k with q - k < window.
-        sinks: [n], logits that take probability and carry no value; part of the log-sum-exp.
+        window: a token at position q attends only to positions k with q - k < window.
+        sinks: [n], extra logits with no value; part of the log-sum-exp.
         implementation: "reference", "triton" or None (by device).
 
     Returns:
@@ -66,7 +66,8 @@ def paged_attention(
 
     Raises:
         ValueError: shapes, dtypes or bounds that do not fit, or inputs that need a gradient. The
-            reference also checks the lengths; the kernel trusts them.
+            reference also checks the lengths; the kernel does not, because it would have to wait
+            for the device.
     """
     _check_caches("paged_attention", query, key_cache, value_cache)
     _check_batch(query, key_cache, batch, window=window, sinks=sinks)
@@ -89,17 +90,17 @@ def paged_latent_attention(
     value_features: int,
     implementation: str | None = None,
 ) -> torch.Tensor:
-    """Compute softmax(scale q c^T + mask) c_v: attention of all heads to one latent a token.
+    """Compute softmax(scale q c^T + mask) c_v: all heads attend to one latent per token.
 
-    Multi-head latent attention with its up projections absorbed (DeepSeek-AI 2024, section 2.1.1):
-    keys are the latents followed by the rotated features, values their first features.
+    This is multi-head latent attention with absorbed up projections (DeepSeek-AI 2024, section
+    2.1.1): keys are latents followed by RoPE features, values are the latents alone.
 
     Args:
-        query: [t, n, c], the new tokens of all rows one after the other.
+        query: [t, n, c], the concatenated new tokens of all rows.
         latent_cache: [blocks, block_size, c].
-        batch: which tokens and which pages belong to each row.
+        batch: tokens and blocks of each row.
         scale: positive factor on the logits.
-        value_features: features of a latent that are values.
+        value_features: leading features of a latent that are also its value.
         implementation: "reference", "triton" or None (by device).
 
     Returns:
@@ -138,16 +139,16 @@ def write_and_attend(
     window: int | None = None,
     sinks: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Write the keys and values of new tokens into pages that hold both, then attend.
+    """Write the keys and values of new tokens into joint pages, then attend.
 
-    What `write_to_pages` and `paged_attention` do, with fewer operations where every row has one
-    new token.
+    Same results as `write_to_pages` and `paged_attention`, with fewer operations if every row has
+    one new token.
 
     Args:
-        query: [t, n, d], the new tokens of all rows one after the other.
-        key_value: [t, 2g, d], the heads of the keys, then those of the values.
+        query: [t, n, d], the concatenated new tokens of all rows.
+        key_value: [t, 2g, d], the key heads, then the value heads.
         pages: of 2g heads a token, written.
-        batch: which tokens and which pages belong to each row.
+        batch: tokens and blocks of each row.
         slot_mapping: int64 [t], the slot of each token; -1 writes nothing.
         scale: factor on the logits.
         window, sinks: of `paged_attention`.
@@ -158,7 +159,7 @@ def write_and_attend(
     Raises:
         ValueError: shapes or dtypes that do not fit.
     """
-    if key_value.shape[1:] != pages.places.shape[1:]:
+    if key_value.shape[1:] != pages.slots.shape[1:]:
         raise ValueError(
             f"write_and_attend: keys and values {tuple(key_value.shape)} do not fit pages "
             f"{tuple(pages.pages.shape)}"
@@ -190,11 +191,13 @@ def write_and_attend(
 
 
 class ReplayedAttention:
-    """`write_and_attend` of a step that a `CpuGraph` replays: the same tensors each time, with the
-    numbers that the batch has then.
+    """`write_and_attend` of a step that a `CpuGraph` replays.
+
+    Every replay has the same tensors, whose contents change between replays.
 
     Args:
-        query, key_value, pages, batch, slot_mapping, scale, window, sinks: as there, on a CPU.
+        query, key_value, pages, batch, slot_mapping, scale, window, sinks: of `write_and_attend`,
+            on a CPU.
 
     Attributes:
         out: [t, n, d].
@@ -213,7 +216,7 @@ class ReplayedAttention:
         sinks: torch.Tensor | None = None,
     ) -> None:
         self.out = torch.empty_like(query)
-        self._given = query, key_value, pages
+        self._inputs = query, key_value, pages
         self._options = {"batch": batch, "slot_mapping": slot_mapping, "scale": scale}
         self._options |= {"window": window, "sinks": sinks}
         self._batch, self._slots, self._scale = batch, slot_mapping, scale
@@ -225,14 +228,20 @@ class ReplayedAttention:
             self._grouped, self._grouped_out = query.view(shape), self.out.view(shape)
 
     def __call__(self) -> None:
-        """Write and attend. The views of a single row are made already."""
-        run = reference.gather_of(self._batch, *self._gather).run if self._is_row else None
-        query, key_value, pages = self._given
-        if run is None:
+        """Write and attend. A single row uses the views that the constructor made."""
+        slot_range = (
+            reference.gather_indices(self._batch, *self._gather).slot_range
+            if self._is_row
+            else None
+        )
+        query, key_value, pages = self._inputs
+        if slot_range is None:
             self.out.copy_(write_and_attend(query, key_value, pages, **self._options))
             return
-        pages.places.index_copy_(0, self._slots, key_value)
-        reference.attend_run(self._grouped, pages, run, self._scale, out=self._grouped_out)
+        pages.slots.index_copy_(0, self._slots, key_value)
+        reference.attend_slot_range(
+            self._grouped, pages, slot_range, self._scale, out=self._grouped_out
+        )
 
 
 def write_to_pages(
@@ -247,7 +256,7 @@ def write_to_pages(
 ) -> None:
     """Write the keys and values of new tokens into their pages, in place.
 
-    Slot s is place s % block_size of block s // block_size. No two tokens may have one slot.
+    Slot s is position s % block_size of block s // block_size. Slots must be unique.
 
     Args:
         key: [t, g, d].
@@ -293,7 +302,7 @@ def write_latents_to_pages(
     recorded: bool = False,
     implementation: str | None = None,
 ) -> None:
-    """Write the latents of new tokens into their pages, in place; slots as of `write_to_pages`.
+    """Write the latents of new tokens into their pages, in place; see `write_to_pages`.
 
     Args:
         latent: [t, c].
@@ -314,8 +323,8 @@ def write_latents_to_pages(
     if choose(implementation, latent, "write_latents_to_pages") == "triton":
         from megatron.core.ops.paged_attention import triton as kernels
 
-        one, cache = latent.unsqueeze(1), latent_cache.unsqueeze(2)  # one head
-        kernels.write_to_pages(one, one, cache, cache, slot_mapping)
+        rows, cache = latent.unsqueeze(1), latent_cache.unsqueeze(2)  # rows head
+        kernels.write_to_pages(rows, rows, cache, cache, slot_mapping)
     else:
         reference.write_rows((latent,), (latent_cache,), slot_mapping, recorded=recorded)
 
@@ -330,19 +339,19 @@ def _check_caches(
             "block_size, g, d]"
         )
     size, features = key_cache.shape[1], key_cache.shape[3]
-    if x.shape[2] != features or not 1 <= features <= MOST_FEATURES:
+    if x.shape[2] != features or not 1 <= features <= MAX_FEATURES:
         raise ValueError(
             f"{op}: {_shapes(x, key_cache, value_cache)} must agree in the features of a head, at "
-            f"most {MOST_FEATURES}"
+            f"most {MAX_FEATURES}"
         )
     if key_cache.stride(3) != 1 or value_cache.stride(3) != 1:
         raise ValueError(
             f"{op}: the features of a head must be contiguous in the caches, whose strides are"
             f" {key_cache.stride()} and {value_cache.stride()}: make the last one 1"
         )
-    if size < SMALLEST_BLOCK or size & (size - 1):
+    if size < MIN_BLOCK_SIZE or size & (size - 1):
         raise ValueError(
-            f"{op}: block_size {size} of the caches must be a power of two from {SMALLEST_BLOCK} on"
+            f"{op}: block_size {size} of the caches must be a power of two from {MIN_BLOCK_SIZE} on"
         )
     if not x.dtype == key_cache.dtype == value_cache.dtype:
         raise ValueError(
@@ -355,7 +364,7 @@ def _check_caches(
 
 
 def _check_scale(op: str, scale: float) -> None:
-    """Raise ValueError unless the largest product is the largest logit, as kernels take it."""
+    """Raise ValueError unless scale > 0: kernels get the largest logit from the largest product."""
     if not scale > 0:
         raise ValueError(f"{op}: scale={scale} must be positive")
 
@@ -365,7 +374,7 @@ def _shapes(x: torch.Tensor, key_cache: torch.Tensor, value_cache: torch.Tensor)
 
 
 def _check_gradients(op: str, *tensors: torch.Tensor) -> None:
-    """Raise ValueError where a gradient would be lost."""
+    """Raise ValueError if an input requires a gradient, because there is no backward."""
     if torch.is_grad_enabled() and any(x.requires_grad for x in tensors):
         raise ValueError(f"{op} has no backward: call it under torch.no_grad()")
 
@@ -378,8 +387,7 @@ def _check_batch(
     window: int | None = None,
     sinks: torch.Tensor | None = None,
 ) -> None:
-    """Raise ValueError unless heads fit the cache's, the table holds any context, and window and
-    sinks are what attention takes."""
+    """Raise ValueError unless heads, table, window and sinks fit query and cache."""
     heads, groups = query.shape[1], key_cache.shape[2]
     if groups == 0 or heads == 0 or heads % groups:
         raise ValueError(
@@ -389,10 +397,10 @@ def _check_batch(
         raise ValueError(
             f"paged_attention: the batch is on {batch.device}, the query on {query.device}: move it"
         )
-    places = batch.block_table.shape[1] * key_cache.shape[1]
-    if batch.max_context > places:
+    num_slots = batch.block_table.shape[1] * key_cache.shape[1]
+    if batch.max_context > num_slots:
         raise ValueError(
-            f"paged_attention: max_context={batch.max_context} is over the {places} places of a"
+            f"paged_attention: max_context={batch.max_context} is over the {num_slots} slots of a"
             f" row of block_table {tuple(batch.block_table.shape)} with blocks of"
             f" {key_cache.shape[1]}: widen the table"
         )

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Paged attention in plain torch: keys are gathered from their pages, then attended to.
+"""Paged attention in plain PyTorch: gather the keys from their pages, then attend.
 
-The first rows, as far as they have one new token each or few, are attended to in one call, every
-token as a row of its own; the others one after another. Reads lengths on the host, so on a GPU it
-waits for the device; the kernel does not.
+The leading rows with few new tokens are computed in one call, with every token as a row of its
+own; all other rows are computed one by one. The host reads the lengths, so on a GPU this waits for
+the device; the Triton kernel does not.
 """
 
 from __future__ import annotations
@@ -19,25 +19,26 @@ import torch
 from megatron.core.ops.attention.reference import Mask, add_sinks, attention_forward
 from megatron.core.ops.backend_choice import accumulation_dtype, matmul_dtype
 
-#: New tokens of a row, and these times its context, up to which each is attended to by itself: keys
-#: are gathered once for each token then, which takes less than a call for the row.
-FEW_TOKENS, FEW_KEYS = 8, 1 << 12
+#: Most new tokens of a row, and most new tokens times context, whose tokens are separate rows:
+#: gathering the keys once per token then takes less time than a call for the row.
+MAX_DECODE_TOKENS, MAX_DECODE_KEYS = 8, 1 << 12
 
 _FLASH = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
 
 
 class GatherIndices(NamedTuple):
-    """What the reference reads of a batch, worked out once for each window and block size.
+    """Gather indices of a batch, computed once for each window and block size.
 
     Args:
-        bounds: where each row's new tokens begin and end, [0, ...].
+        bounds: start and end of each row's new tokens, [0, ...].
         contexts: tokens of each row in the cache.
-        rows: how many of the first rows have one new token or few.
-        decoding: their tokens, which are attended to together, each as a row of its own.
-        slots: int64 [decoding * k], the slot of each key that these see; some key that the token
-            sees where it sees fewer than k. None with a run.
-        run: (first slot, k) where one token decodes and its slots lie one after the other.
-        mask: [decoding, 1, 1, k], added to logits: -inf there and else 0; None if all see k.
+        rows: number of leading rows with few new tokens.
+        decoding: number of new tokens of these rows; each token is computed as a row of its own.
+        slots: int64 [decoding * k], the slot of each visible key; a token with fewer than k visible
+            keys repeats one of them. None with a slot range.
+        mask: [decoding, 1, 1, k], added to logits: -inf for repeated keys, else 0; None if no token
+            repeats a key.
+        slot_range: (first slot, k) if a single token decodes and its slots are contiguous.
     """
 
     bounds: list[int]
@@ -46,37 +47,38 @@ class GatherIndices(NamedTuple):
     decoding: int
     slots: torch.Tensor | None
     mask: torch.Tensor | None
-    run: tuple[int, int] | None
+    slot_range: tuple[int, int] | None
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class PagedBatch:
-    """The rows of one engine step: packed new tokens, and the pages that hold their contexts.
+    """The rows of one engine step: packed new tokens, and the pages of their contexts.
 
-    A page is a block of the cache. Token number p of row i lies in page block_table[i, p // size],
-    at place p % size. The new tokens of a row are the last ones of its context, and their keys and
-    values are in the cache before attention is asked for. Numbers on the device are never read by
-    the host, which knows two upper bounds instead: so a CUDA graph can be captured with the bounds
-    of its bucket, and replayed with any batch that fits.
+    A page is a block of the cache. Token p of row i is in page block_table[i, p // block_size] at
+    offset p % block_size. The new tokens of a row are the last of its context, and their keys
+    and values must be in the cache before attention runs. The host never reads the tensors on the
+    device; it uses two upper bounds instead. A CUDA graph can therefore be captured with the bounds
+    of its bucket, and replayed with any batch within them.
 
-    Padding is inert. A row of context length 0 gets out 0 and lse -inf for its tokens, and so do
-    tokens behind the last row; a row without new tokens does nothing. Entries of the table past a
-    context, or wholly before what a window still sees, are never used and may hold anything.
+    Padding has no effect. A row of context length 0 gets out 0 and lse -inf for its tokens, and so
+    do tokens after the last row; a row without new tokens is skipped. Entries of the block table
+    after a context, or entirely before the window, are never read and may hold anything.
+
+    The reference caches its gather indices for all layers, and `ops.tiled_attention` caches its
+    tiles in `tiles` by window. Create a new batch for each step, or call `numbers_replaced` after
+    writing to the tensors.
 
     Args:
         block_table: int32 [b, blocks of a row].
-        query_bounds: int32 [b + 1], where each row's new tokens begin; the first is 0.
-        context_lengths: int32 [b], tokens of each row in the cache, the new ones too.
-        max_query: no row has more new tokens.
-        max_context: no row has a longer context.
-        cpu_dtype: what a CPU multiplies 16-bit operands in, see `ops.backend_choice.matmul_dtype`.
-        recorded: for a recording that is replayed with other numbers. Every row, padding included,
-            has one new token, and the reference too reads nothing on the host: it gathers
-            `max_context` keys of each row.
-
-    The reference works out what it gathers once for all layers, and `ops.tiled_attention` keeps in
-    `tiles` by window what it gathers: make a new batch for each step, or say that the numbers were
-    replaced.
+        query_bounds: int32 [b + 1], start of each row's new tokens; the first is 0.
+        context_lengths: int32 [b], tokens of each row in the cache, including the new tokens.
+        max_query: upper bound on the new tokens of a row.
+        max_context: upper bound on the context of a row.
+        cpu_dtype: dtype in which a CPU multiplies 16-bit operands, see
+            `ops.backend_choice.matmul_dtype`.
+        recorded: for a captured step that is replayed with different contents. Every row, also
+            padding, has one new token, and the reference does not read lengths on the host
+            either: it gathers `max_context` keys of each row.
 
     Raises:
         ValueError: shapes, dtypes or bounds that do not fit.
@@ -121,29 +123,29 @@ class PagedBatch:
             )
 
     def numbers_replaced(self) -> None:
-        """Work out anew what follows from the numbers: others were written over them."""
+        """Drop cached indices, after new table entries, bounds or lengths were written."""
         self._gathers.clear()
         self.tiles.clear()
 
     @property
     def device(self) -> torch.device:
-        """Where table, bounds and lengths are."""
+        """Device of block table, bounds and lengths."""
         return self.context_lengths.device
 
     @property
     def rows(self) -> int:
-        """How many rows the batch has, padding included."""
+        """Number of rows, including padding."""
         return self.context_lengths.shape[0]
 
 
 class JointPages:
-    """Pages of a layer that hold keys and values, and views of them that are made once.
+    """Pages of a layer that hold keys and values side by side, and cached views of them.
 
     Args:
-        pages: [blocks, block_size, 2g, d], contiguous: the heads of the keys, then of the values.
+        pages: [blocks, block_size, 2g, d], contiguous: the key heads, then the value heads.
 
     Attributes:
-        places: [blocks * block_size, 2g, d].
+        slots: [blocks * block_size, 2g, d].
         keys, values: [g, blocks * block_size, d].
         transposed_keys: [g, d, blocks * block_size].
 
@@ -157,31 +159,40 @@ class JointPages:
                 f"pages {tuple(pages.shape)} with strides {pages.stride()} must be contiguous "
                 "[blocks, block_size, 2g, d]"
             )
-        self.pages, self.places = pages, pages.flatten(0, 1)
-        self.keys, self.values = self.places.transpose(0, 1).chunk(2)
+        self.pages, self.slots = pages, pages.flatten(0, 1)
+        self.keys, self.values = self.slots.transpose(0, 1).chunk(2)
         self.transposed_keys = self.keys.mT
 
 
-def gather_of(
+def gather_indices(
     batch: PagedBatch, size: int, window: int | None, tokens: int, dtype: torch.dtype
 ) -> GatherIndices:
-    """Return what is read of pages of `size` places, for `tokens` new tokens; made once. The mask
-    has `dtype`."""
-    found = batch._gathers.get((size, window, dtype))
-    if found is not None:
-        return found
+    """Return the gather indices of a batch; computed once per window and block size.
+
+    Args:
+        batch: rows of the step.
+        size: block size of the cache.
+        window: of the attention, or None.
+        tokens: number of new tokens.
+        dtype: of the mask.
+    """
+    indices = batch._gathers.get((size, window, dtype))
+    if indices is not None:
+        return indices
     if batch.recorded:
-        return _recorded(batch, size, window, dtype)
+        return _recorded_indices(batch, size, window, dtype)
     bounds, contexts = batch.query_bounds.tolist(), batch.context_lengths.tolist()
     _check_lengths(bounds, contexts, batch, tokens)
-    if tokens == len(contexts) == bounds[1] == 1 and contexts[0] > 0:  # most steps of a single text
+    if (
+        tokens == len(contexts) == bounds[1] == 1 and contexts[0] > 0
+    ):  # common: decoding one sequence
         start = 0 if window is None else max(contexts[0] - window, 0)
         blocks = batch.block_table[0, start // size : -(-contexts[0] // size)].tolist()
         if blocks == list(range(blocks[0], blocks[0] + len(blocks))):
-            run = blocks[0] * size + start % size, contexts[0] - start
-            found = GatherIndices(bounds, contexts, 1, 1, None, None, run)
-            batch._gathers[size, window, dtype] = found
-            return found
+            slot_range = blocks[0] * size + start % size, contexts[0] - start
+            indices = GatherIndices(bounds, contexts, 1, 1, None, None, slot_range)
+            batch._gathers[size, window, dtype] = indices
+            return indices
     counts = np.diff(bounds)
     rows = 0
     while rows < len(contexts) and _is_short(int(counts[rows]), contexts[rows]):
@@ -189,59 +200,62 @@ def gather_of(
     decoding = bounds[rows]
     slots = mask = None
     if decoding:
-        row = np.repeat(np.arange(rows), counts[:rows])  # [d], of each token
-        width = -(-max(contexts[:rows]) // size)
-        table = batch.block_table[:rows, :width].cpu().numpy()[row]
-        after = np.array(bounds)[row + 1] - 1 - np.arange(decoding)  # new tokens of its row
-        ends = (np.array(contexts)[row] - after)[:, None]  # [d, 1]
+        token_rows = np.repeat(np.arange(rows), counts[:rows])  # [d], of each token
+        num_blocks = -(-max(contexts[:rows]) // size)
+        table = batch.block_table[:rows, :num_blocks].cpu().numpy()[token_rows]
+        # New tokens of the same row after each token.
+        later_tokens = np.array(bounds)[token_rows + 1] - 1 - np.arange(decoding)
+        ends = (np.array(contexts)[token_rows] - later_tokens)[:, None]  # [d, 1]
         starts = np.zeros_like(ends) if window is None else np.maximum(ends - window, 0)
         columns = np.arange(int((ends - starts).max()))  # [k]
-        places = np.minimum(starts + columns, ends - 1)  # [d, k]
-        pages = np.take_along_axis(table, places // size, 1).astype(np.int64)
-        slots = torch.from_numpy((pages * size + places % size).reshape(-1)).to(batch.device)
-        hidden = columns >= ends - starts  # [d, k]
-        if hidden.any():
-            added = np.where(hidden, -np.inf, 0.0)[:, None, None]
-            mask = torch.from_numpy(added).to(batch.device, dtype)
-    found = GatherIndices(bounds, contexts, rows, decoding, slots, mask, None)
-    batch._gathers[size, window, dtype] = found
-    return found
+        positions = np.minimum(starts + columns, ends - 1)  # [d, k]
+        pages = np.take_along_axis(table, positions // size, 1).astype(np.int64)
+        slots = torch.from_numpy((pages * size + positions % size).reshape(-1)).to(batch.device)
+        masked = columns >= ends - starts  # [d, k]
+        if masked.any():
+            bias = np.where(masked, -np.inf, 0.0)[:, None, None]
+            mask = torch.from_numpy(bias).to(batch.device, dtype)
+    indices = GatherIndices(bounds, contexts, rows, decoding, slots, mask, None)
+    batch._gathers[size, window, dtype] = indices
+    return indices
 
 
 def _is_short(new: int, context: int) -> bool:
-    """Say whether each new token of a row is attended to by itself."""
-    few = new == 1 or (0 < new <= FEW_TOKENS and new * context <= FEW_KEYS)
+    """Return whether each new token of a row is computed as a row of its own."""
+    few = new == 1 or (0 < new <= MAX_DECODE_TOKENS and new * context <= MAX_DECODE_KEYS)
     return few and context > 0
 
 
-def _recorded(
+def _recorded_indices(
     batch: PagedBatch, size: int, window: int | None, dtype: torch.dtype
 ) -> GatherIndices:
-    """Return what is read of a recorded batch: as many keys of each row as a row may have, by
-    numbers that stay on the device. Padding sees one key, which counts for nothing."""
+    """Return the gather indices of a recorded batch without reading the device.
+
+    Every row gathers as many keys as the upper bound. A padding row attends to one key, and
+    its output is masked later.
+    """
     ends = batch.context_lengths[:, None].long().clamp(min=1)  # [d, 1]
     starts = torch.zeros_like(ends) if window is None else (ends - window).clamp(min=0)
-    most = batch.max_context if window is None else min(batch.max_context, window)
-    columns = torch.arange(most, device=batch.device)  # [k]
-    places = torch.minimum(starts + columns, ends - 1)  # [d, k]
-    pages = batch.block_table.gather(1, places // size).long()
-    mask = torch.zeros((batch.rows, 1, 1, most), dtype=dtype, device=batch.device)
+    num_keys = batch.max_context if window is None else min(batch.max_context, window)
+    columns = torch.arange(num_keys, device=batch.device)  # [k]
+    positions = torch.minimum(starts + columns, ends - 1)  # [d, k]
+    pages = batch.block_table.gather(1, positions // size).long()
+    mask = torch.zeros((batch.rows, 1, 1, num_keys), dtype=dtype, device=batch.device)
     mask.masked_fill_((columns >= ends - starts)[:, None, None], float("-inf"))
-    slots = (pages * size + places % size).flatten()
-    found = GatherIndices([], [], batch.rows, batch.rows, slots, mask, None)
-    batch._gathers[size, window, dtype] = found
-    return found
+    slots = (pages * size + positions % size).flatten()
+    indices = GatherIndices([], [], batch.rows, batch.rows, slots, mask, None)
+    batch._gathers[size, window, dtype] = indices
+    return indices
 
 
 def _without_padding(
     batch: PagedBatch, out: torch.Tensor, lse: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return out [b, n, d] and lse [b, n], 0 and -inf for the rows of a recorded batch that are
-    padding."""
+    """Return out [b, n, d] and lse [b, n], with 0 and -inf for padding rows of a recorded batch."""
     if not batch.recorded:
         return out, lse
-    absent = (batch.context_lengths == 0)[:, None]
-    return out.masked_fill(absent[..., None], 0), lse.masked_fill(absent, float("-inf"))
+    is_padding = (batch.context_lengths == 0)[:, None]
+    return out.masked_fill(is_padding[..., None], 0), lse.masked_fill(is_padding, float("-inf"))
 
 
 def paged_attention(
@@ -256,22 +270,22 @@ def paged_attention(
     """Compute (out [t, n, d], lse [t, n]); see `ops.paged_attention.paged_attention`."""
     on_cpu = query.device.type == "cpu"
     dtype = matmul_dtype(query, batch.cpu_dtype) if on_cpu else accumulation_dtype(query.dtype)
-    what = gather_of(batch, key_cache.shape[1], window, query.shape[0], dtype)
+    indices = gather_indices(batch, key_cache.shape[1], window, query.shape[0], dtype)
     caches = (key_cache,) if value_cache is key_cache else (key_cache, value_cache)
-    decoding = what.decoding
+    decoding = indices.decoding
     if decoding:
-        alone = decoding == query.shape[0]
-        keys, *values = [_at_slots(cache, what) for cache in caches]  # [d, k, g, d]
+        decodes_all = decoding == query.shape[0]
+        keys, *values = [_gather_slots(cache, indices) for cache in caches]  # [d, k, g, d]
         step = _decode(
-            query if alone else query[:decoding],
+            query if decodes_all else query[:decoding],
             keys,
             values[0] if values else keys,
-            what.mask,
+            indices.mask,
             scale,
             sinks,
             dtype,
         )
-        if alone:
+        if decodes_all:
             return _without_padding(batch, *step)
     out = torch.zeros(query.shape, dtype=query.dtype, device=query.device)
     lse = torch.full(
@@ -282,18 +296,18 @@ def paged_attention(
     )
     if decoding:
         out[:decoding], lse[:decoding] = step
-    for row in range(what.rows, len(what.contexts)):
-        context, tokens = what.contexts[row], slice(what.bounds[row], what.bounds[row + 1])
+    for row in range(indices.rows, len(indices.contexts)):
+        context, tokens = indices.contexts[row], slice(indices.bounds[row], indices.bounds[row + 1])
         queries = tokens.stop - tokens.start
         if queries == 0 or context == 0:
             continue
-        # What a window hides from all queries may lie in pages that others have by now.
+        # Pages entirely before the window may already belong to another row.
         low = 0 if window is None else max(context - queries - window + 1, 0)
         keys, *values = (
-            _gather(cache, batch.block_table[row], low, context)[:, None]  # [s_k, 1, g, d]
+            _gather_pages(cache, batch.block_table[row], low, context)[:, None]  # [s_k, 1, g, d]
             for cache in caches
         )
-        mine, mine_lse = attention_forward(
+        row_out, row_lse = attention_forward(
             query[tokens, None],
             keys,
             values[0] if values else keys,
@@ -302,8 +316,8 @@ def paged_attention(
             Mask(window=window),
             cpu_dtype=batch.cpu_dtype,
         )
-        out[tokens] = mine[:, 0]  # [s_q, n, d]
-        lse[tokens] = mine_lse[0].t().to(lse.dtype)  # [s_q, n]
+        out[tokens] = row_out[:, 0]  # [s_q, n, d]
+        lse[tokens] = row_lse[0].t().to(lse.dtype)  # [s_q, n]
     return out, lse
 
 
@@ -317,45 +331,46 @@ def decode_step(
     window: int | None,
     sinks: torch.Tensor | None,
 ) -> torch.Tensor | None:
-    """Write and attend where every row has one new token or few and none is padding, else return
-    None; see `ops.paged_attention.write_and_attend`."""
+    """Write and attend if every row has few new tokens and there is no padding, else return None.
+
+    See `ops.paged_attention.write_and_attend`.
+    """
     dtype = matmul_dtype(query, batch.cpu_dtype)
-    what = gather_of(batch, pages.pages.shape[1], window, query.shape[0], dtype)
-    if what.decoding != query.shape[0] or query.device.type != "cpu" or batch.recorded:
+    indices = gather_indices(batch, pages.pages.shape[1], window, query.shape[0], dtype)
+    if indices.decoding != query.shape[0] or query.device.type != "cpu" or batch.recorded:
         return None
     rows, heads, features = query.shape
-    pages.places.index_copy_(0, slot_mapping, key_value)
+    pages.slots.index_copy_(0, slot_mapping, key_value)
     plain, groups = dtype == query.dtype and sinks is None, pages.keys.shape[0]
-    if plain and what.run is not None:
+    if plain and indices.slot_range is not None:
         grouped = query.view(groups, heads // groups, features)
-        return attend_run(grouped, pages, what.run, scale).view(query.shape)
-    keys, values = _at_slots(pages.pages, what).split(groups, 2)  # [b, k, g, d]
+        return attend_slot_range(grouped, pages, indices.slot_range, scale).view(query.shape)
+    keys, values = _gather_slots(pages.pages, indices).split(groups, 2)  # [b, k, g, d]
     if not plain:
-        return _decode(query, keys, values, what.mask, scale, sinks, dtype)[0]
+        return _decode(query, keys, values, indices.mask, scale, sinks, dtype)[0]
     out, _ = _FLASH(
         query.view(rows, groups, heads // groups, features),
         keys.transpose(1, 2),
         values.transpose(1, 2),
         0.0,
         False,
-        attn_mask=what.mask,
+        attn_mask=indices.mask,
         scale=scale,
     )
     return out.reshape(query.shape)
 
 
-def attend_run(
+def attend_slot_range(
     query: torch.Tensor,
     pages: JointPages,
-    run: tuple[int, int],
+    slot_range: tuple[int, int],
     scale: float,
     *,
     out: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Attend with one token, [g, n/g, d], to places that lie one after the other; heads that share
-    keys are the rows of a product."""
-    keys, values = pages.transposed_keys.narrow(2, *run), pages.values.narrow(1, *run)
-    logits = torch.bmm(query * scale, keys)  # less than baddbmm takes
+    """Attend with one token [g, n/g, d] to contiguous slots; a group is one matrix product."""
+    keys, values = pages.transposed_keys.narrow(2, *slot_range), pages.values.narrow(1, *slot_range)
+    logits = torch.bmm(query * scale, keys)  # faster than baddbmm with alpha
     return torch.bmm(logits.softmax(-1), values, out=out)
 
 
@@ -368,13 +383,13 @@ def _decode(
     sinks: torch.Tensor | None,
     dtype: torch.dtype,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Attend with one query of each row, [b, n, d], to keys and values [b, k, g, d], in `dtype`.
+    """Attend with one query per row, [b, n, d], to keys and values [b, k, g, d], in `dtype`.
 
-    Heads that share keys are the queries of one head.
+    Query heads that share a key head are the queries of one head.
     """
     rows, heads, features = query.shape
     groups = keys.shape[2]
-    wide = accumulation_dtype(query.dtype)
+    lse_dtype = accumulation_dtype(query.dtype)
     grouped = query.reshape(rows, groups, heads // groups, features).to(dtype)
     keys, values = keys.to(dtype).transpose(1, 2), values.to(dtype).transpose(1, 2)  # [b, g, k, d]
     if query.device.type == "cpu":
@@ -385,9 +400,9 @@ def _decode(
             logits = logits + mask
         lse = logits.logsumexp(-1)
         out = (logits - lse[..., None]).exp() @ values
-    out, lse = out.reshape(query.shape), lse.reshape(rows, heads).to(wide)
+    out, lse = out.reshape(query.shape), lse.reshape(rows, heads).to(lse_dtype)
     if sinks is not None:
-        both = add_sinks(out[None].to(wide), lse[..., None], sinks)
+        both = add_sinks(out[None].to(lse_dtype), lse[..., None], sinks)
         out, lse = both[0][0], both[1][..., 0]
     return out.to(query.dtype), lse
 
@@ -399,65 +414,67 @@ def write_rows(
     *,
     recorded: bool = False,
 ) -> None:
-    """Write tokens [t, ...] to slots of caches [blocks, size, ...] in place, each to its own; slot
-    -1 writes nothing. In a recording, padding writes what the first token does: nothing if that is
-    padding too."""
+    """Write tokens [t, ...] to unique slots of caches [blocks, size, ...] in place.
+
+    Slot -1 writes nothing. A recording has a fixed number of writes: padding repeats the write of
+    the first token, or rewrites the slot's present value if the first token is also padding.
+    """
     if recorded:
-        is_token, first = slot_mapping >= 0, slot_mapping[:1].clamp(min=0)
-        slot_mapping = slot_mapping.where(is_token, first)
+        is_token, first_slot = slot_mapping >= 0, slot_mapping[:1].clamp(min=0)
+        slot_mapping = slot_mapping.where(is_token, first_slot)
         for x, cache in zip(new, caches, strict=True):
             size = cache.shape[1]
-            at, shape = (slot_mapping // size, slot_mapping % size), (-1, *[1] * (x.ndim - 1))
-            there = cache[first // size, first % size]
-            there = x[:1].where(is_token[:1].view(shape), there)
-            cache[at] = x.where(is_token.view(shape), there)
+            index, shape = (slot_mapping // size, slot_mapping % size), (-1, *[1] * (x.ndim - 1))
+            first_value = cache[first_slot // size, first_slot % size]
+            first_value = x[:1].where(is_token[:1].view(shape), first_value)
+            cache[index] = x.where(is_token.view(shape), first_value)
         return
     if slot_mapping.numel() and slot_mapping.min() < 0:
-        kept = slot_mapping >= 0
-        slot_mapping, new = slot_mapping[kept], [x[kept] for x in new]
+        is_token = slot_mapping >= 0
+        slot_mapping, new = slot_mapping[is_token], [x[is_token] for x in new]
     for x, cache in zip(new, caches, strict=True):
-        places = _places(cache)
-        if places is not None:
-            places.index_copy_(0, slot_mapping, x)
+        slots = _flat_slots(cache)
+        if slots is not None:
+            slots.index_copy_(0, slot_mapping, x)
         else:
             size = cache.shape[1]
             cache[slot_mapping // size, slot_mapping % size] = x
 
 
-def _places(cache: torch.Tensor) -> torch.Tensor | None:
-    """Return a view [blocks * size, ...] of a cache [blocks, size, ...]; None if it has none."""
+def _flat_slots(cache: torch.Tensor) -> torch.Tensor | None:
+    """Return a view [blocks * size, ...] of a cache [blocks, size, ...], or None."""
     if cache.stride(0) != cache.shape[1] * cache.stride(1):
         return None
     return cache.flatten(0, 1)
 
 
-def _at_slots(cache: torch.Tensor, what: GatherIndices) -> torch.Tensor:
-    """Return [b, k, g, d], what lies in the slots of a cache [blocks, size, g, d]."""
-    size, shape = cache.shape[1], (what.decoding, -1, *cache.shape[2:])
-    places = _places(cache)
-    if what.run is not None:
-        first, count = what.run
-        if places is not None:
-            return places.narrow(0, first, count).unsqueeze(0)
-        slots = torch.arange(first, first + count, device=cache.device)
+def _gather_slots(cache: torch.Tensor, indices: GatherIndices) -> torch.Tensor:
+    """Return the cached entries [b, k, g, d] of the indexed slots."""
+    size, shape = cache.shape[1], (indices.decoding, -1, *cache.shape[2:])
+    flat = _flat_slots(cache)
+    if indices.slot_range is not None:
+        start, count = indices.slot_range
+        if flat is not None:
+            return flat.narrow(0, start, count).unsqueeze(0)
+        slots = torch.arange(start, start + count, device=cache.device)
     else:
-        assert what.slots is not None
-        slots = what.slots
-        if places is not None:
-            return places.index_select(0, slots).view(shape)
+        assert indices.slots is not None
+        slots = indices.slots
+        if flat is not None:
+            return flat.index_select(0, slots).view(shape)
     return cache[slots // size, slots % size].view(shape)
 
 
-def _gather(cache: torch.Tensor, pages: torch.Tensor, low: int, high: int) -> torch.Tensor:
-    """Copy the tokens low .. high - 1 of a row out of its pages, as [high - low, g, d]."""
+def _gather_pages(cache: torch.Tensor, pages: torch.Tensor, low: int, high: int) -> torch.Tensor:
+    """Copy tokens low .. high - 1 of a row out of its pages, as [high - low, g, d]."""
     size = cache.shape[1]
-    first = low // size
-    found = cache[pages[first : -(-high // size)].long()]  # [pages, size, g, d]
-    return found.flatten(0, 1)[low - first * size : high - first * size]
+    first_page = low // size
+    tokens = cache[pages[first_page : -(-high // size)].long()]  # [pages, size, g, d]
+    return tokens.flatten(0, 1)[low - first_page * size : high - first_page * size]
 
 
 def _check_lengths(bounds: list[int], contexts: list[int], batch: PagedBatch, tokens: int) -> None:
-    """Raise ValueError unless the lengths on the device keep to each other and to the bounds."""
+    """Raise ValueError unless the lengths are consistent and within the bounds of the batch."""
     queries = [end - begin for begin, end in pairwise(bounds)]
     if bounds[0] != 0 or bounds[-1] > tokens or min(queries, default=0) < 0:
         raise ValueError(

@@ -61,7 +61,7 @@ def latent(
 ) -> Description:
     """Describe attention of one token to latents, its context cut into pieces."""
     query = torch.empty((1, 128, 512 + 64), dtype=dtype, device="meta")
-    small = {} if architectures == (90,) else triton.LATENT_SMALL.default
+    small = {} if architectures == (90,) else triton.LATENT_16_ROWS.default
     return Description(
         kernel=triton.paged_latent_attention_kernel,
         launch={

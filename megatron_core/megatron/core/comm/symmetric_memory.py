@@ -43,7 +43,7 @@ import torch
 from megatron.core.comm.collectives import all_gather, all_reduce, observe, reduce_scatter
 from megatron.core.device import current_stream, pin
 from megatron.core.ops.backend_choice import triton_is_installed
-from megatron.core.ops.nvls import PACK_BYTES, Peers, RowNorm, packed, unpacked
+from megatron.core.ops.nvls import PACK_BYTES, PeerGroup, RowNorm, pack_rows, unpack_rows
 from megatron.core.process_groups import Group
 
 logger = logging.getLogger(__name__)
@@ -327,8 +327,8 @@ class Arena:
         self._next = 1 - self._next
         return half
 
-    def _peers(self, half: SymmetricBuffers) -> Peers:
-        return Peers(
+    def _peers(self, half: SymmetricBuffers) -> PeerGroup:
+        return PeerGroup(
             half.pads,
             self.status,
             self.group.rank,
@@ -450,14 +450,14 @@ class SequenceParallelComm:
             [n * size, h], memory of the arena as in `all_gather`.
         """
         if self._arena is None or not self._takes_rows(x, x.nbytes * self.group.size):
-            return packed(all_gather(x, self.group), rows)
+            return pack_rows(all_gather(x, self.group), rows)
         return self._arena.all_gather_v(x, rows)
 
     def reduce_scatter_v(self, x: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
         """Sum x [n * size, h] over the group, whose rows stand as `all_gather_v` returns them, and
         return this rank's [n, h], zeros after its own rows."""
         if self._arena is None or not self._takes_rows(x, x.nbytes):
-            return reduce_scatter(unpacked(x, rows), self.group)
+            return reduce_scatter(unpack_rows(x, rows), self.group)
         return self._arena.reduce_scatter_v(x, rows)
 
     def _takes_rows(self, x: torch.Tensor, wide_bytes: int) -> bool:

@@ -64,10 +64,10 @@ def test_a_limit_stops_a_gpu_and_names_the_peer(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr(symmetric_memory, "pin", lambda tensor, device: tensor)
     monkeypatch.setattr(symmetric_memory, "current_stream", lambda device: Stopped())
     arena.limit_tries(0)
-    assert arena._peers(half).arguments()["TRAP"] is False
+    assert arena._peers(half).kernel_args()["TRAP"] is False
     arena.check()
     arena.limit_tries(9)
-    assert arena._peers(half).arguments()["TRAP"] is True
+    assert arena._peers(half).kernel_args()["TRAP"] is True
     with pytest.raises(RuntimeError, match="launch failure"):
         arena.check()
     arena.status.fill_(2)

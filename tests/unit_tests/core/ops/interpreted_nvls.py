@@ -25,7 +25,7 @@ from megatron.core.comm.symmetric_memory import (
 from megatron.core.inference.engine import Request, generate
 from megatron.core.models.gpt import GPTModel
 from megatron.core.models.inference_optimized import InferenceOptimizedModel
-from megatron.core.ops.nvls import Peers, RowNorm
+from megatron.core.ops.nvls import PeerGroup, RowNorm
 from megatron.core.ops.nvls import triton as nvls
 from megatron.core.ops.rmsnorm import rms_norm
 from megatron.core.process_groups import Group, ProcessGroupCollection, RankGrid
@@ -288,9 +288,9 @@ def test_the_fused_kernel_is_reduce_add_norm_and_gather(
 
 @pytest.mark.parametrize("features", [4, 64, 128, 1152, 9216, 12288, 16384])
 def test_a_row_has_a_warp_and_a_place(features: int) -> None:
-    peers = Peers(torch.zeros(2), torch.zeros(1), rank=0, world=2, programs=32)
+    peers = PeerGroup(torch.zeros(2), torch.zeros(1), rank=0, world=2, programs=32)
     norm = RowNorm(torch.ones(features), 1e-5)
-    (programs,), launch = nvls._rows(torch.zeros(1, features), norm, peers)
+    (programs,), launch = nvls._norm_launch(torch.zeros(1, features), norm, peers)
     assert programs == 1
     assert launch["num_warps"] in (1, 2, 4, 8, 16)
     assert features <= launch["BLOCK"] <= launch["num_warps"] * 1024

@@ -46,7 +46,7 @@ def add_keys(
     CAUSAL: tl.constexpr,
     HAS_WINDOW: tl.constexpr,
     HAS_DOCUMENTS: tl.constexpr,
-    INT64_OFFSETS: tl.constexpr,
+    I64: tl.constexpr,
     MASKED: tl.constexpr,
 ):
     """Update the online softmax (maximum, denominator, acc) of a query tile with one key tile.
@@ -60,9 +60,7 @@ def add_keys(
         factor: scale log2(e), not negative.
         MASKED: whether some pairs of the tile may be invisible.
     """
-    k = load_rows(
-        k_base, start, keys, k_stride_s, features, FEATURES, TAIL, BLOCK_K, INT64_OFFSETS, MASKED
-    )
+    k = load_rows(k_base, start, keys, k_stride_s, features, FEATURES, TAIL, BLOCK_K, I64, MASKED)
     logits = dot_transposed(q, k, TAIL)
     if MASKED:
         columns = start + tl.arange(0, BLOCK_K)
@@ -92,9 +90,7 @@ def add_keys(
         weights = tl.exp2(logits * factor - offset[:, None])
     decay = tl.exp2(maximum - offset)
     denominator = denominator * decay + tl.sum(weights, 1)
-    v = load_rows(
-        v_base, start, keys, v_stride_s, features, FEATURES, TAIL, BLOCK_K, INT64_OFFSETS, MASKED
-    )
+    v = load_rows(v_base, start, keys, v_stride_s, features, FEATURES, TAIL, BLOCK_K, I64, MASKED)
     acc = add_dot(scaled(acc, decay[:, None], TAIL), weights, v, TAIL)
     return larger, denominator, acc
 
@@ -137,7 +133,7 @@ def attention_forward_kernel(
     TAIL: tl.constexpr,
     BLOCK_Q: tl.constexpr,
     BLOCK_K: tl.constexpr,
-    INT64_OFFSETS: tl.constexpr,
+    I64: tl.constexpr,
 ):
     """Compute attention of BLOCK_Q queries of one head in one pass over their visible keys.
 
@@ -149,24 +145,13 @@ def attention_forward_kernel(
     sample = (tl.program_id(0) // tiles // heads).to(tl.int64)
     head = (tl.program_id(0) // tiles % heads).to(tl.int64)
     group = head // (heads // groups)
-    block_start = tile * BLOCK_Q
-    rows = block_start + tl.arange(0, BLOCK_Q)
+    begin = tile * BLOCK_Q
+    rows = begin + tl.arange(0, BLOCK_Q)
     row_mask = rows < queries
     q_base = q_ptr + sample * q_stride_b + head * q_stride_n
     k_base = k_ptr + sample * k_stride_b + group * k_stride_g
     v_base = v_ptr + sample * v_stride_b + group * v_stride_g
-    q = load_rows(
-        q_base,
-        block_start,
-        queries,
-        q_stride_s,
-        features,
-        FEATURES,
-        TAIL,
-        BLOCK_Q,
-        INT64_OFFSETS,
-        True,
-    )
+    q = load_rows(q_base, begin, queries, q_stride_s, features, FEATURES, TAIL, BLOCK_Q, I64, True)
     query_documents = 0
     key_documents_ptr = documents_ptr + sample
     if HAS_DOCUMENTS:
@@ -175,7 +160,7 @@ def attention_forward_kernel(
         low, full_low, full_high, high = stored_bounds(bounds_ptr, tile, sample, tiles)
     else:
         low, full_low, full_high, high = key_bounds(
-            block_start, shift, keys, window, CAUSAL, HAS_WINDOW, BLOCK_Q, BLOCK_K
+            begin, shift, keys, window, CAUSAL, HAS_WINDOW, BLOCK_Q, BLOCK_K
         )
     maximum = tl.full([BLOCK_Q], float("-inf"), dtype=tl.float32)
     denominator = tl.zeros([BLOCK_Q], dtype=tl.float32)
@@ -210,7 +195,7 @@ def attention_forward_kernel(
             CAUSAL,
             HAS_WINDOW,
             HAS_DOCUMENTS,
-            INT64_OFFSETS,
+            I64,
             False,
         )
     for step in range(0, full_low - low + high - full_high, BLOCK_K):
@@ -240,7 +225,7 @@ def attention_forward_kernel(
             CAUSAL,
             HAS_WINDOW,
             HAS_DOCUMENTS,
-            INT64_OFFSETS,
+            I64,
             True,
         )
     empty = denominator == 0.0  # no visible key: output 0, lse -inf

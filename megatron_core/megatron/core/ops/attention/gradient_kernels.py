@@ -64,7 +64,7 @@ def add_query_gradient(
     CAUSAL: tl.constexpr,
     HAS_WINDOW: tl.constexpr,
     HAS_DOCUMENTS: tl.constexpr,
-    INT64_OFFSETS: tl.constexpr,
+    I64: tl.constexpr,
     MASKED: tl.constexpr,
 ):
     """Add one key tile's terms to the unscaled gradient of a query tile.
@@ -75,12 +75,8 @@ def add_query_gradient(
         factor: scale log2(e).
         MASKED: whether some pairs of the tile may be invisible.
     """
-    k = load_rows(
-        k_base, start, keys, k_stride_s, features, FEATURES, TAIL, BLOCK_K, INT64_OFFSETS, MASKED
-    )
-    v = load_rows(
-        v_base, start, keys, v_stride_s, features, FEATURES, TAIL, BLOCK_K, INT64_OFFSETS, MASKED
-    )
+    k = load_rows(k_base, start, keys, k_stride_s, features, FEATURES, TAIL, BLOCK_K, I64, MASKED)
+    v = load_rows(v_base, start, keys, v_stride_s, features, FEATURES, TAIL, BLOCK_K, I64, MASKED)
     logits = dot_transposed(q, k, TAIL)
     grad_weights = dot_transposed(grad_out, v, TAIL)
     weights = tl.exp2(logits * factor - lse[:, None])
@@ -144,7 +140,7 @@ def query_gradient_kernel(
     TAIL: tl.constexpr,
     BLOCK_Q: tl.constexpr,
     BLOCK_K: tl.constexpr,
-    INT64_OFFSETS: tl.constexpr,
+    I64: tl.constexpr,
 ):
     """Compute dq = scale ds k of BLOCK_Q queries of one head over their visible keys.
 
@@ -155,35 +151,24 @@ def query_gradient_kernel(
     sample = (tl.program_id(0) // tiles // heads).to(tl.int64)
     head = (tl.program_id(0) // tiles % heads).to(tl.int64)
     group = head // (heads // groups)
-    block_start = tile * BLOCK_Q
-    rows = block_start + tl.arange(0, BLOCK_Q)
+    begin = tile * BLOCK_Q
+    rows = begin + tl.arange(0, BLOCK_Q)
     row_mask = rows < queries
     q_base = q_ptr + sample * q_stride_b + head * q_stride_n
     k_base = k_ptr + sample * k_stride_b + group * k_stride_g
     v_base = v_ptr + sample * v_stride_b + group * v_stride_g
     grad_out_base = grad_out_ptr + (sample * heads + head) * features
-    q = load_rows(
-        q_base,
-        block_start,
-        queries,
-        q_stride_s,
-        features,
-        FEATURES,
-        TAIL,
-        BLOCK_Q,
-        INT64_OFFSETS,
-        True,
-    )
+    q = load_rows(q_base, begin, queries, q_stride_s, features, FEATURES, TAIL, BLOCK_Q, I64, True)
     grad_out = load_rows(
         grad_out_base,
-        block_start,
+        begin,
         queries,
         grad_out_stride_s,
         features,
         FEATURES,
         TAIL,
         BLOCK_Q,
-        INT64_OFFSETS,
+        I64,
         True,
     )
     statistics = (sample * heads + head) * queries
@@ -196,7 +181,7 @@ def query_gradient_kernel(
         low, full_low, full_high, high = stored_bounds(bounds_ptr, tile, sample, tiles)
     else:
         low, full_low, full_high, high = key_bounds(
-            block_start, shift, keys, window, CAUSAL, HAS_WINDOW, BLOCK_Q, BLOCK_K
+            begin, shift, keys, window, CAUSAL, HAS_WINDOW, BLOCK_Q, BLOCK_K
         )
     grad = zero_accumulators(BLOCK_Q, FEATURES, TAIL, True)
     factor = scale * LOG2_E
@@ -226,7 +211,7 @@ def query_gradient_kernel(
             CAUSAL,
             HAS_WINDOW,
             HAS_DOCUMENTS,
-            INT64_OFFSETS,
+            I64,
             False,
         )
     for step in range(0, full_low - low + high - full_high, BLOCK_K):
@@ -257,7 +242,7 @@ def query_gradient_kernel(
             CAUSAL,
             HAS_WINDOW,
             HAS_DOCUMENTS,
-            INT64_OFFSETS,
+            I64,
             True,
         )
     base = grad_q_ptr + (sample * heads + head) * features
@@ -296,7 +281,7 @@ def add_key_gradients(
     CAUSAL: tl.constexpr,
     HAS_WINDOW: tl.constexpr,
     HAS_DOCUMENTS: tl.constexpr,
-    INT64_OFFSETS: tl.constexpr,
+    I64: tl.constexpr,
     MASKED: tl.constexpr,
 ):
     """Add one query tile's terms to the gradients of a tile of keys (unscaled) and values.
@@ -310,7 +295,7 @@ def add_key_gradients(
     """
     rows = start + tl.arange(0, BLOCK_Q)
     q = load_rows(
-        q_base, start, queries, q_stride_s, features, FEATURES, TAIL, BLOCK_Q, INT64_OFFSETS, MASKED
+        q_base, start, queries, q_stride_s, features, FEATURES, TAIL, BLOCK_Q, I64, MASKED
     )
     grad_out = load_rows(
         grad_out_base,
@@ -321,7 +306,7 @@ def add_key_gradients(
         FEATURES,
         TAIL,
         BLOCK_Q,
-        INT64_OFFSETS,
+        I64,
         MASKED,
     )
     lse, delta = load_statistics(lse_ptr, delta_ptr, rows, queries, MASKED)
@@ -394,7 +379,7 @@ def key_gradient_kernel(
     TAIL: tl.constexpr,
     BLOCK_Q: tl.constexpr,
     BLOCK_K: tl.constexpr,
-    INT64_OFFSETS: tl.constexpr,
+    I64: tl.constexpr,
 ):
     """Compute dk, dv or both of BLOCK_K keys of one key head, over the query heads that share it.
 
@@ -405,36 +390,14 @@ def key_gradient_kernel(
     tile = tl.program_id(0) % tiles
     sample = (tl.program_id(0) // tiles // groups).to(tl.int64)
     group = (tl.program_id(0) // tiles % groups).to(tl.int64)
-    block_start = tile * BLOCK_K
-    columns = block_start + tl.arange(0, BLOCK_K)
+    begin = tile * BLOCK_K
+    columns = begin + tl.arange(0, BLOCK_K)
     k_base = k_ptr + sample * k_stride_b + group * k_stride_g
-    k = load_rows(
-        k_base,
-        block_start,
-        keys,
-        k_stride_s,
-        features,
-        FEATURES,
-        TAIL,
-        BLOCK_K,
-        INT64_OFFSETS,
-        True,
-    )
+    k = load_rows(k_base, begin, keys, k_stride_s, features, FEATURES, TAIL, BLOCK_K, I64, True)
     v = k
     if OF_KEYS:
         v_base = v_ptr + sample * v_stride_b + group * v_stride_g
-        v = load_rows(
-            v_base,
-            block_start,
-            keys,
-            v_stride_s,
-            features,
-            FEATURES,
-            TAIL,
-            BLOCK_K,
-            INT64_OFFSETS,
-            True,
-        )
+        v = load_rows(v_base, begin, keys, v_stride_s, features, FEATURES, TAIL, BLOCK_K, I64, True)
     grad_k = zero_accumulators(BLOCK_K, FEATURES, TAIL, OF_KEYS)
     grad_v = zero_accumulators(BLOCK_K, FEATURES, TAIL, OF_VALUES)
     key_documents = 0
@@ -444,7 +407,7 @@ def key_gradient_kernel(
         low, full_low, full_high, high = stored_bounds(bounds_ptr, tile, sample, tiles)
     else:
         low, full_low, full_high, high = query_bounds(
-            block_start, shift, queries, window, CAUSAL, HAS_WINDOW, BLOCK_Q, BLOCK_K
+            begin, shift, queries, window, CAUSAL, HAS_WINDOW, BLOCK_Q, BLOCK_K
         )
     factor = scale * LOG2_E
     for index in range(heads // groups):
@@ -483,7 +446,7 @@ def key_gradient_kernel(
                 CAUSAL,
                 HAS_WINDOW,
                 HAS_DOCUMENTS,
-                INT64_OFFSETS,
+                I64,
                 False,
             )
         for step in range(0, full_low - low + high - full_high, BLOCK_Q):
@@ -519,7 +482,7 @@ def key_gradient_kernel(
                 CAUSAL,
                 HAS_WINDOW,
                 HAS_DOCUMENTS,
-                INT64_OFFSETS,
+                I64,
                 True,
             )
     base = (sample * groups + group) * features

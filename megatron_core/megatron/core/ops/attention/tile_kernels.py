@@ -31,13 +31,13 @@ def load_columns(
     BEGIN: tl.constexpr,
     COLUMNS: tl.constexpr,
     BLOCK: tl.constexpr,
-    INT64_OFFSETS: tl.constexpr,
+    I64: tl.constexpr,
     MASKED: tl.constexpr,
 ):
     """Load COLUMNS columns from BEGIN on; see `load_rows`."""
     row = tl.arange(0, BLOCK)
     feature = BEGIN + tl.arange(0, COLUMNS)
-    if INT64_OFFSETS:
+    if I64:
         offsets = row.to(tl.int64)[:, None] * stride
     else:
         offsets = row[:, None] * stride
@@ -62,7 +62,7 @@ def load_rows(
     FEATURES: tl.constexpr,
     TAIL: tl.constexpr,
     BLOCK: tl.constexpr,
-    INT64_OFFSETS: tl.constexpr,
+    I64: tl.constexpr,
     MASKED: tl.constexpr,
 ):
     """Load BLOCK rows of a matrix with dense rows, from row `start` on; 0 beyond `features`.
@@ -70,20 +70,18 @@ def load_rows(
     Args:
         stride: elements between rows.
         FEATURES, TAIL: columns of the two blocks, powers of two; TAIL may be 0.
-        INT64_OFFSETS: whether offsets inside the tile have 64 bits. They stay in registers during
+        I64: whether offsets inside the tile have 64 bits. They stay in registers during
             a loop over `start`, so 32 bits keep the key gradient from spilling.
         MASKED: whether rows from `limit` on are loaded as 0; without it no row may reach `limit`.
 
     Returns:
         [BLOCK, FEATURES] and [BLOCK, TAIL]; without a tail the first block twice.
     """
-    x = load_columns(
-        base, start, limit, stride, features, 0, FEATURES, BLOCK, INT64_OFFSETS, MASKED
-    )
+    x = load_columns(base, start, limit, stride, features, 0, FEATURES, BLOCK, I64, MASKED)
     tail = x
     if TAIL > 0:
         tail = load_columns(
-            base, start, limit, stride, features, FEATURES, TAIL, BLOCK, INT64_OFFSETS, MASKED
+            base, start, limit, stride, features, FEATURES, TAIL, BLOCK, I64, MASKED
         )
     return x, tail
 
@@ -178,7 +176,7 @@ def ordered_bounds(low, full_low, full_high, high):
 
 @triton.jit
 def key_bounds(
-    block_start,
+    begin,
     shift,
     keys,
     window,
@@ -193,18 +191,18 @@ def key_bounds(
     full_low = 0
     full_high = keys // BLOCK_K * BLOCK_K
     if CAUSAL:
-        high = tl.minimum(high, tl.maximum(block_start + BLOCK_Q + shift, 0))
-        visible_to_all = tl.maximum(block_start + shift + 1, 0)
+        high = tl.minimum(high, tl.maximum(begin + BLOCK_Q + shift, 0))
+        visible_to_all = tl.maximum(begin + shift + 1, 0)
         full_high = tl.minimum(full_high, visible_to_all // BLOCK_K * BLOCK_K)
     if HAS_WINDOW:
-        low = tl.maximum(block_start + shift - window + 1, 0) // BLOCK_K * BLOCK_K
-        full_low = tl.cdiv(tl.maximum(block_start + BLOCK_Q + shift - window, 0), BLOCK_K) * BLOCK_K
+        low = tl.maximum(begin + shift - window + 1, 0) // BLOCK_K * BLOCK_K
+        full_low = tl.cdiv(tl.maximum(begin + BLOCK_Q + shift - window, 0), BLOCK_K) * BLOCK_K
     return ordered_bounds(low, full_low, full_high, high)
 
 
 @triton.jit
 def query_bounds(
-    block_start,
+    begin,
     shift,
     queries,
     window,
@@ -219,11 +217,11 @@ def query_bounds(
     full_low = 0
     full_high = queries // BLOCK_Q * BLOCK_Q
     if CAUSAL:
-        low = tl.maximum(block_start - shift, 0) // BLOCK_Q * BLOCK_Q
-        full_low = tl.cdiv(tl.maximum(block_start + BLOCK_K - 1 - shift, 0), BLOCK_Q) * BLOCK_Q
+        low = tl.maximum(begin - shift, 0) // BLOCK_Q * BLOCK_Q
+        full_low = tl.cdiv(tl.maximum(begin + BLOCK_K - 1 - shift, 0), BLOCK_Q) * BLOCK_Q
     if HAS_WINDOW:
-        high = tl.minimum(high, tl.maximum(block_start + BLOCK_K - 1 + window - shift, 0))
-        attending_to_all = tl.maximum(block_start + window - shift, 0)
+        high = tl.minimum(high, tl.maximum(begin + BLOCK_K - 1 + window - shift, 0))
+        attending_to_all = tl.maximum(begin + window - shift, 0)
         full_high = tl.minimum(full_high, attending_to_all // BLOCK_Q * BLOCK_Q)
     return ordered_bounds(low, full_low, full_high, high)
 
@@ -263,17 +261,17 @@ def document_bounds_kernel(
         OTHER_BLOCK: tl.constexpr = BLOCK_K
         length, other_length = queries, keys
     tiles = tl.cdiv(length, BLOCK)
-    block_start = tl.program_id(0) % tiles * BLOCK
+    begin = tl.program_id(0) % tiles * BLOCK
     sample = tl.program_id(0) // tiles
     if OF_KEYS:
         low, full_low, full_high, high = query_bounds(
-            block_start, shift, queries, window, CAUSAL, HAS_WINDOW, BLOCK_Q, BLOCK_K
+            begin, shift, queries, window, CAUSAL, HAS_WINDOW, BLOCK_Q, BLOCK_K
         )
     else:
         low, full_low, full_high, high = key_bounds(
-            block_start, shift, keys, window, CAUSAL, HAS_WINDOW, BLOCK_Q, BLOCK_K
+            begin, shift, keys, window, CAUSAL, HAS_WINDOW, BLOCK_Q, BLOCK_K
         )
-    row = block_start + tl.arange(0, BLOCK)
+    row = begin + tl.arange(0, BLOCK)
     ids = tl.load(documents_ptr + row.to(tl.int64) * batch + sample, mask=row < length, other=0)
     min_id = tl.min(tl.where(row < length, ids, INT32_MAX), 0)
     max_id = tl.max(tl.where(row < length, ids, INT32_MIN), 0)

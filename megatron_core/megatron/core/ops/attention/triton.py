@@ -298,7 +298,7 @@ def _arguments(
     constants = {
         **masks,
         "HAS_DOCUMENTS": documents is not None,
-        "INT64_OFFSETS": max(*strides, dense) * max(tile["BLOCK_Q"], tile["BLOCK_K"]) >= 1 << 31,
+        "I64": max(*strides, dense) * max(tile["BLOCK_Q"], tile["BLOCK_K"]) >= 1 << 31,
         **tile,
     }
     arguments = (

@@ -1,14 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
 """Kernels of low-latency collectives over symmetric memory; `megatron.core.comm` calls them.
 
-Those of ranks with unlike numbers of rows are defined in plain torch by those of equal ones. Each
-of w ranks has a part of n rows, of which the first `rows[rank]` are real. Gathered, the real rows
-of all ranks stand one after the other, then zeros:
+The "v" collectives, for ranks with different numbers of rows, are defined in plain PyTorch by the
+collectives for equal shards. Each of w ranks has a shard of n rows, of which the first `rows[rank]`
+are real. The gathered tensor has the real rows of all ranks first, then zeros:
 
-    all-gather-v       [n, h] of every rank -> [w n, h]   packed(all-gathered, rows)
-    reduce-scatter-v   [w n, h] of every rank -> [n, h]   reduce-scattered unpacked(x, rows)
+    all-gather-v       [n, h] of every rank -> [w n, h]   pack_rows(all-gathered, rows)
+    reduce-scatter-v   [w n, h] of every rank -> [n, h]   reduce-scattered unpack_rows(x, rows)
 
-The numbers stay on the device.
+The row counts stay on the device.
 """
 
 from __future__ import annotations
@@ -17,22 +17,22 @@ from dataclasses import dataclass
 
 import torch
 
-#: What kernels move is whole packs of so many bytes, and begins at one.
+#: Kernels move whole packs of this many bytes, aligned to a pack.
 PACK_BYTES = 16
 
 
 @dataclass(frozen=True, eq=False)
-class Peers:
-    """The ranks of a kernel, as one of them sees them.
+class PeerGroup:
+    """The ranks that a kernel synchronizes with, and their signal pads.
 
     Args:
         pads: int64 [world], addresses of the ranks' signal pads, on the device.
-        status: int32 [1] that the device writes; 1 + rank of a peer that did not come within
-            `tries`.
+        status: int32 [1], written by the device: 1 + rank of a peer that timed out.
         rank, world: of this rank's group.
-        programs: of a kernel at most; a pad has slots for each of them.
-        tries: how often a slot is tried; 0 waits for ever.
-        traps: stop the device then, by PTX `trap`; else a kernel goes on with void results.
+        programs: upper bound on the programs of a kernel; a signal pad has slots for each of them.
+        tries: number of polls of a slot before a peer times out; 0 waits for ever.
+        traps: whether a time-out stops the device by PTX `trap`; otherwise the kernel continues
+            and its output is invalid.
     """
 
     pads: torch.Tensor
@@ -43,8 +43,8 @@ class Peers:
     tries: int = 0
     traps: bool = False
 
-    def arguments(self) -> dict[str, object]:
-        """Return what every kernel takes of them."""
+    def kernel_args(self) -> dict[str, object]:
+        """Return the keyword arguments that every kernel takes."""
         return {
             "pads_ptr": self.pads,
             "status_ptr": self.status,
@@ -61,7 +61,7 @@ class RowNorm:
 
     Args:
         weight: [h].
-        offset: 1 where the weight is stored as its distance from one.
+        offset: 1 if the stored weight is the scale minus one, else 0.
     """
 
     weight: torch.Tensor
@@ -72,28 +72,30 @@ class RowNorm:
 # --- reference: plain torch
 
 
-def packed(parts: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
-    """Return the real rows of parts one after the other, then zeros.
+def pack_rows(shards: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
+    """Return the real rows of all shards, then zeros.
 
     Args:
-        parts: [w n, h], of the ranks in turn.
-        rows: int32 [w], real rows of each, the first ones.
+        shards: [w n, h], concatenated in rank order.
+        rows: int32 [w], number of real rows of each shard, which are its first ones.
     """
-    place, real = _places(len(parts), rows)
-    return torch.zeros_like(parts).index_add_(0, place, parts.where(real, 0.0))
+    position, is_real = _packed_positions(len(shards), rows)
+    return torch.zeros_like(shards).index_add_(0, position, shards.where(is_real, 0.0))
 
 
-def unpacked(x: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
-    """Undo `packed`: return parts [w n, h], zeros where a row is not real, from x [w n, h]."""
-    place, real = _places(len(x), rows)
-    return x.index_select(0, place).where(real, 0.0)
+def unpack_rows(x: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
+    """Undo `pack_rows`: return shards [w n, h] from x [w n, h]; rows that are not real are zero."""
+    position, is_real = _packed_positions(len(x), rows)
+    return x.index_select(0, position).where(is_real, 0.0)
 
 
-def _places(count: int, rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return of each row of the parts its place among packed ones, int64 [w n], and whether it is
-    real, bool [w n, 1]; the place of others is any."""
-    number = torch.arange(count // len(rows), device=rows.device)
-    real = number < rows.unsqueeze(1)  # [w, n]
-    first = rows.cumsum(0) - rows
-    place = (first.unsqueeze(1) + number).clamp(max=count - 1)
-    return place.flatten(), real.flatten().unsqueeze(1)
+def _packed_positions(count: int, rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return each shard row's packed position, int64 [w n], and whether it is real, bool [w n, 1].
+
+    The position of a row that is not real is arbitrary but in range.
+    """
+    row = torch.arange(count // len(rows), device=rows.device)
+    is_real = row < rows.unsqueeze(1)  # [w, n]
+    starts = rows.cumsum(0) - rows
+    position = (starts.unsqueeze(1) + row).clamp(max=count - 1)
+    return position.flatten(), is_real.flatten().unsqueeze(1)

@@ -224,9 +224,8 @@ def paged_attention_kernel(
         low = tl.maximum(first_position - window + 1, 0)
     high = tl.where(begin + offset < end, tl.minimum(context, first_position + QUERIES), 0)
     start = low // BLOCK * BLOCK
-    split_size = (
-        tl.maximum(tl.cdiv(tl.maximum(high - start, 0), BLOCK * splits), min_blocks) * BLOCK
-    )
+    blocks = tl.cdiv(tl.maximum(high - start, 0), BLOCK * splits)
+    split_size = tl.maximum(blocks, min_blocks) * BLOCK
     start = start + split * split_size
     stop = tl.minimum(start + split_size, high)
     table_row = table_ptr + row.to(tl.int64) * table_stride

@@ -50,7 +50,7 @@ def described(
             "CAUSAL": True,
             "HAS_WINDOW": masked,
             "HAS_DOCUMENTS": masked,
-            "INT64_OFFSETS": False,
+            "I64": False,
             **triton.tile_shape(shapes, features, dtype, mask),
             **launch,
         },

@@ -1,19 +1,19 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Choosing tokens: penalties, temperature, top-k, top-p, min-p, one draw, log-probabilities.
+"""Sampling: penalties, temperature, top-k, top-p, min-p, one draw, log-probabilities.
 
     x = (scores - max) / temperature                       scaled scores, the best is 0
-    K = {x not below the k-th largest}                     top-k, with all that tie with it
-    w = floor(2^52 softmax(x over K))                      whole numbers, 0 outside of K
-    P = the most probable tokens, of equals the first, until the weights before one have reached
-        top_p sum(w)                                       top-p (Holtzman et al. 2019, 1904.09751)
+    K = {x not below the k-th largest}                     top-k, including ties with the k-th
+    w = floor(2^52 softmax(x over K))                      integers, 0 outside of K
+    P = the most probable tokens (lower id first on ties), until the weights before one have
+        reached top_p sum(w)                               top-p (Holtzman et al. 2019, 1904.09751)
     M = {x >= log(min_p)}                                  min-p (Nguyen et al. 2024, 2407.01082)
     token = the first whose cumulative weight in P and M exceeds u times their sum
 
-A row of temperature 0 takes the first of its best scores. Weights are whole numbers whose sums are
-exact, so neither their order nor the kernel that adds them changes a token.
+A row of temperature 0 gets its best-scored token, the lowest id on ties. Weights are integers with
+exact sums, so the token depends neither on the order of the sums nor on the kernel.
 
-In plain torch a batch pays for the filters that some row asks for; a Triton kernel does all of it
-in one launch, a program a row, without [r, V] beside its inputs.
+The plain PyTorch version computes only filters that some row uses. The Triton kernel computes
+all of it in one launch, with one program per row and without further [r, V] tensors.
 """
 
 from __future__ import annotations
@@ -38,17 +38,17 @@ def choose_tokens(
     num_top: Sequence[int],
     implementation: str | None = None,
 ) -> TokenChoice:
-    """Choose a token of each row, and say how probable it and the most probable ones were.
+    """Choose a token of each row and return log-probabilities.
 
     The host does not wait for the device.
 
     Args:
-        logits: fp32 [r, V], of which log-probabilities are returned; not changed.
-        scores: fp32 [r, V], of which tokens are chosen: the logits, or what bias, penalties and
-            masks make of them.
+        logits: fp32 [r, V], from which log-probabilities are computed; not modified.
+        scores: fp32 [r, V], from which tokens are chosen: the logits, or the logits after bias,
+            penalties and masks.
         filters: [r].
-        draws: [r] in [0, 1 - 2^-52]; read where the temperature is not 0.
-        num_top: [r], how many of the most probable tokens each row asks for.
+        draws: [r] in [0, 1 - 2^-52]; unused in rows of temperature 0.
+        num_top: [r], number of most probable tokens to return for each row.
         implementation: "reference", "triton" or None (by device).
     """
     if choose(implementation, logits, "choose_tokens") == "triton":

@@ -543,7 +543,7 @@ def weight_traffic(engine: DataParallel) -> tuple[str, str]:
     """
     if engine.groups["gtp_cp_dp"].size == engine.groups["egtp_edp"].size == 1:
         return "none", "none"
-    ahead = [gatherer.leases for gatherer in engine.gatherers if gatherer.prefetch]
+    ahead = [gatherer.reshards for gatherer in engine.gatherers if gatherer.prefetch]
     gathers = "none" if not ahead else "each" if any(ahead) else "once"
     if engine.placement.gradient or any(bucket.each_microbatch for bucket in engine.buckets):
         return gathers, "each"

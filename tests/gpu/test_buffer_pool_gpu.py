@@ -15,7 +15,7 @@ def test_the_next_holders_stream_waits_for_the_last_one(device):
     pool = BufferPool(device)
     compute, gather = torch.cuda.Stream(), torch.cuda.Stream()
     with torch.cuda.stream(gather):
-        lease = pool.lease(1 << 24, torch.float32)
+        lease = pool.acquire(1 << 24, torch.float32)
         lease.fill_(1.0)
     out = torch.empty_like(lease)
     compute.wait_stream(gather)
@@ -24,7 +24,7 @@ def test_the_next_holders_stream_waits_for_the_last_one(device):
         out.copy_(lease)
         pool.release(lease)
     with torch.cuda.stream(gather):
-        again = pool.lease(1 << 24, torch.float32)
+        again = pool.acquire(1 << 24, torch.float32)
         again.fill_(2.0)
     assert again.data_ptr() == lease.data_ptr()
     torch.cuda.synchronize()

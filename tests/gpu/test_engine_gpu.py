@@ -24,7 +24,7 @@ from megatron.core.ops.paged_attention import paged_latent_attention
 from megatron.core.process_groups import ProcessGroupCollection, RankGrid
 from megatron.core.ssm import GatedDeltaNetConfig, Mamba2Config
 from megatron.core.transformer import AttentionConfig, LatentAttentionConfig, MLPConfig, RopeConfig
-from megatron.core.weight_gather.wire import shard_amax, wire_formats
+from megatron.core.weight_gather.gather_format import gather_formats, shard_amax
 from tests.support.closeness import assert_close_by_metric
 from tests.support.gpu_agreement import BOUND, DTYPES, REHEARSES, sized
 from tests.support.nan_memory import nan_memory
@@ -274,7 +274,7 @@ def test_quantized_weights_have_the_cpus_bytes(device, name, dtype):
     generator = torch.Generator().manual_seed(2)
     weight = torch.randn(sized(512, 96), sized(1000, 40), generator=generator).to(dtype)
     blocks = ("2d",) if name == "fp8" else ("2d", "1d")
-    for form in itertools.chain(*(wire_formats(name, scale_blocks=kind) for kind in blocks)):
+    for form in itertools.chain(*(gather_formats(name, scale_blocks=kind) for kind in blocks)):
         amax = shard_amax(weight) if form.needs_amax else None
         there = form.encode(weight, amax=amax)
         amax_here = None if amax is None else amax.to(device)

@@ -71,10 +71,12 @@ class Slot:
         self.handle = handle
         handle.gradients = self
 
-    def open(self) -> None:
-        self.handle.slot = torch.full(self.handle.shape, torch.nan, device=self.handle.get().device)
+    def alloc_main_grads(self) -> None:
+        self.handle.main_grad = torch.full(
+            self.handle.shape, torch.nan, device=self.handle.get().device
+        )
 
-    def put_done(self, handle: WeightHandle) -> None:
+    def grad_accumulated(self, handle: WeightHandle) -> None:
         """There is nothing to note."""
 
 
@@ -111,7 +113,9 @@ def test_grouped_linear(device, dtype, width, features, monkeypatch):
         assert_close_by_metric("input gradient", x.grad, torch.cat(dxs), bound=BOUND[dtype])
         total += torch.stack(dws)
     # On a GPU the sums of bf16 products reach the slot unrounded.
-    assert_close_by_metric("weight gradient", handle.slot, total, bound=sized(2e-5, BOUND[dtype]))
+    assert_close_by_metric(
+        "weight gradient", handle.main_grad, total, bound=sized(2e-5, BOUND[dtype])
+    )
     aligned = dtype is torch.bfloat16 and features % 8 == 0 and not REHEARSES
     torchs = aligned and torch.cuda.get_device_capability(device)[0] in (9, 10)
     assert len(kernels) == (4 if torchs else 0)
@@ -153,7 +157,7 @@ def test_forward_and_backward_read_nothing_on_the_host(
     out.backward(made(device, TOKENS, width, dtype=dtype))
     if not REHEARSES:
         torch.cuda.set_sync_debug_mode("default")
-    assert bool(handle.slot.isfinite().all())
+    assert bool(handle.main_grad.isfinite().all())
 
 
 @DTYPES
@@ -191,7 +195,7 @@ def test_places_that_no_expert_takes(device, dtype, share):
     )
     wanted = (factors * products).sum(1)
     wanted.backward(pull.double())
-    found = (out, x.grad, weights.grad, handle.slot)
+    found = (out, x.grad, weights.grad, handle.main_grad)
     names = ("output", "input gradient", "gradient of weights", "weight gradient")
     for name, mine, other in zip(names, found, (wanted, *(t.grad for t in true)), strict=True):
         if share == 1.0:

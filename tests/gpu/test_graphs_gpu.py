@@ -113,7 +113,7 @@ def test_graph_replay_allocates_nothing_and_capture_runs_nothing(device):
         step(data(0, i, device=device), lr=1e-3, weight_decay=0.0)
     batches = data(0, 10, device=device)
     factors = step.loss_factors(batches)
-    slots = {n: h.slot.fill_(7.0) for n, h in step.model.store.handles.items()}
+    slots = {n: h.main_grad.fill_(7.0) for n, h in step.model.store.handles.items()}
     run._record(batches, factors)
     torch.cuda.synchronize(device)
     assert all(bool((slot == 7.0).all()) for slot in slots.values())

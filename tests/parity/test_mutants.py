@@ -70,7 +70,7 @@ FAULTS = {
     ),
     "a tied weight is reduced before its second gradient": (
         "distributed.data_parallel",
-        "GradientBlock.put_done",
+        "GradientBlock.grad_accumulated",
         "== handle.uses",
         "== 1",
         {"tp": 1, "dp": 2, "tied": True, "bucket": "small"},
@@ -78,14 +78,14 @@ FAULTS = {
     "gradients of the last step are kept": (
         "distributed.data_parallel",
         "GradientBlock._start_afresh",
-        "handle.fresh = True",
-        "handle.fresh = handle.fresh",
+        "handle.overwrite_main_grad = True",
+        "handle.overwrite_main_grad = handle.overwrite_main_grad",
         {"tp": 1, "dp": 2},
     ),
     "a microbatch overwrites the gradient of the one before": (
         "weight_gather.handle",
-        "WeightHandle._run_linear",
-        "overwrite=self.fresh",
+        "WeightHandle._accumulate_wgrad",
+        "overwrite=self.overwrite_main_grad",
         "overwrite=True",
         {"tp": 1, "dp": 2, "accumulation": 3},
     ),
@@ -120,8 +120,8 @@ FAULTS = {
     "replicas of a weight over gtp count in the norm": (
         "weight_gather.store",
         "owned_range",
-        "if axis not in sharded_data_axes]",
-        "if axis not in (*lanes, 'dp_inner')]",
+        "if axis not in shard_axes]",
+        "if axis not in (*shard_axes, 'dp_inner')]",
         {"tp": 1, "gtp": 2, "dp": 2},
     ),
     "experts are sharded over the dense gtp": (
@@ -176,8 +176,8 @@ FAULTS = {
     "gathered weights outlive the optimizer's step": (
         "weight_gather.gatherer",
         "Gatherer.invalidate",
-        "block.current = False",
-        "block.current = not self.leases",
+        "block.ready = False",
+        "block.ready = not self.reshards",
         {"tp": 1, "dp": 2, "placement": "optim_grads", "early_gather": True},
     ),
     "shards of the outer ranks are not gathered": (
@@ -204,7 +204,7 @@ FAULTS = {
     "ranges that several ranks hold count once for each in the norm": (
         "weight_gather.store",
         "owned_range",
-        "math.prod(grid.size(axis) for axis in uncut) if store.sharded else 1",
+        "math.prod(grid.size(axis) for axis in replicate_axes) if store.sharded else 1",
         "1",
         {"tp": 1, "dp": 4, "placement": "optim", "instances": 2},
     ),
@@ -266,7 +266,7 @@ FAULTS = {
     ),
     "feature off: reduction during backward": (
         "distributed.data_parallel",
-        "GradientBlock.put_done",
+        "GradientBlock.grad_accumulated",
         "self.waiting == 0",
         "self.waiting < 0",
         {"tp": 1, "dp": 2},
@@ -287,19 +287,19 @@ FAULTS = {
     ),
     "ranks scale by their own largest magnitudes": (
         "weight_gather.gatherer",
-        "Gatherer._find_amax",
+        "Gatherer._reduce_amax",
         'all_reduce(largest, group, op="max", out=largest)',
         "pass",
         {"tp": 1, "gtp": 2, "wire": "nvfp4"},
     ),
-    "backward reads the plane of 1-D scale blocks that forward reads": (
+    "backward reads the encoding of 1-D scale blocks that forward reads": (
         "weight_gather.handle",
         "WeightHandle.get",
         "self.backward_block if backward else self.block",
         "self.block",
         {"tp": 1, "gtp": 2, "wire": "nvfp4", "scale_blocks": "1d"},
     ),
-    "grouped products read forward's plane in backward": (
+    "grouped products read forward's encoding in backward": (
         "weight_gather.grouped",
         "_GroupedLinear.backward",
         "handle.get(backward=True)",
@@ -346,7 +346,7 @@ FAULTS = {
     "feature off: the early gather of a parameter sync": (
         "distributed.data_parallel",
         "DataParallel.start_param_sync",
-        "gatherer.start_early()",
+        "gatherer.prefetch_next_step()",
         "pass",
         {"tp": 1, "dp": 2, "placement": "optim", "early_gather": True, "bucket": "small"},
     ),
@@ -420,12 +420,8 @@ EQUIVALENT = {
         )
         for number in (3, 4, 5)
     },
-    **{
-        f"{CORE}.weight_gather.bucket|{owner}.name|first == last|first == last: to NotEq|1": (
-            "a name, which people read"
-        )
-        for owner in ("BucketBlock", "Bucket")
-    },
+    f"{CORE}.weight_gather.bucket|_span_name|first_name == last_name"
+    "|first_name == last_name: to NotEq|1": "a name, which people read",
     **{
         f"{CORE}.distributed.data_parallel|{owner}.__init__|0|0 to 1|{number}": (
             "counts of a step, set when it begins"

@@ -37,16 +37,16 @@ from megatron.core.optimizer.loss_scaler import ConstantLossScaler
 from megatron.core.pipeline_parallel import Action
 from megatron.core.process_groups import ProcessGroupCollection, RankGrid
 from megatron.core.transformer import MLPConfig, NormConfig, Recompute, RopeConfig
+from megatron.core.weight_gather.gather_format import gather_formats
 from megatron.core.weight_gather.gatherer import GatherCounts
-from megatron.core.weight_gather.wire import wire_formats
 from megatron.training.step import TrainStep
 from tests.parity.experts import attention_config, moe_config, watched_routes
+from tests.parity.gather_format import compute_with_encoded
 from tests.parity.pieces import Piece, weight_pieces, write_weights
 from tests.parity.recurrent import decoder_settings, epsilon_of, pattern_of
 from tests.parity.rows import shards_over_gtp
 from tests.parity.sequences import SEQUENCE, part_of, with_bounds, with_documents
 from tests.parity.stages import StagePart, pipeline, stage_part, stage_split
-from tests.parity.wire import compute_with_encoded
 from tests.support import te_extension, te_wheel
 from tests.support.covering_array import Row
 from tests.support.inputs import Microbatch, microbatch, one_thread
@@ -311,7 +311,7 @@ def _trained(
     """Train one step and keep what was seen of it."""
     watch = _Watch(model, engine, optimizer)
     if row["wire"] != "bf16" and engine.groups["world"].size == 1:
-        forms = wire_formats(row["wire"], scale_blocks=row.get("scale_blocks", "2d"))
+        forms = gather_formats(row["wire"], scale_blocks=row.get("scale_blocks", "2d"))
         watch.sure, watch.before_update = compute_with_encoded(model.store, forms)
     actions: list[Action] = []
     train = TrainStep(
@@ -347,14 +347,14 @@ def _over_lanes(row: Row, engine: DataParallel) -> list[Traffic]:
     counts: Counter[int] = Counter()
     for gatherer in engine.gatherers:
         own = gatherer.blocks
-        if not gatherer.leases:
+        if not gatherer.reshards:
             counts.update(id(block) for block in own if block.trainable)
-        elif gatherer.planned is not None:
-            counts.update(id(own[index]) for index in gatherer.planned.prologue)
-            for consume in gatherer.planned.consumes:
-                counts.update(id(own[index]) for index in consume.issue)
+        elif gatherer.current_plan is not None:
+            counts.update(id(own[index]) for index in gatherer.current_plan.prologue)
+            for use in gatherer.current_plan.uses:
+                counts.update(id(own[index]) for index in use.all_gather)
     blocks = [block for bucket in engine.store.buckets for block in bucket.blocks]
-    gathers = [counts[id(plane)] for block in blocks for plane in block.planes]
+    gathers = [counts[id(directed)] for block in blocks for directed in block.directions]
     return collectives_per_step(
         [BucketSize.of(bucket) for bucket in engine.store.buckets],
         engine.placement,

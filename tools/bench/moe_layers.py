@@ -87,7 +87,9 @@ class OurLayer:
         out, store = self(), self.store
         assert self.x.grad is not None
         gradients = {
-            n: handle.slot for n, handle in store.handles.items() if handle.slot is not None
+            n: handle.main_grad
+            for n, handle in store.handles.items()
+            if handle.main_grad is not None
         }
         return {"output": out.detach(), "input": self.x.grad, **self._named(gradients)}
 

@@ -94,7 +94,7 @@ class OurLayer:
         """Return the output and every gradient of a step."""
         out = self().detach()
         handles = self.store.handles.items()
-        slots = {name: handle.slot for name, handle in handles if handle.slot is not None}
+        slots = {name: handle.main_grad for name, handle in handles if handle.main_grad is not None}
         assert self.x.grad is not None
         return {"output": out, "input": self.x.grad, **slots}
 

@@ -213,7 +213,7 @@ def weight_shards_line(engine: DataParallel) -> str | None:
             for block in bucket.blocks
         ]
         if sharded_blocks:
-            total_bytes = sum(block.whole_bytes for block in sharded_blocks)
+            total_bytes = sum(block.unsharded_bytes for block in sharded_blocks)
             noun = "matrix" if len(sharded_blocks) == 1 else "matrices"
             kind = f"{noun} of experts" if expert else noun
             descriptions.append(
@@ -226,7 +226,7 @@ def weight_shards_line(engine: DataParallel) -> str | None:
     if gather_format == "bf16":
         gather_format = str(engine.store.dtype).removeprefix("torch.")
     elif engine.config.gather_scale_blocks == "1d":
-        gather_format += " with 1-D scale blocks, a plane for forward and one for backward,"
+        gather_format += " with 1-D scale blocks, encoded for forward and for backward,"
     interval = engine.config.gtp_reduce_scatter_per
     return (
         f"weight shards: {'; '.join(descriptions)}; gathered in {gather_format} before each use, "

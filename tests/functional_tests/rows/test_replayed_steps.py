@@ -164,7 +164,7 @@ def plant_inf_gradient_once(rank: int) -> None:
     def finish(self):
         count[0] += 1
         if rank == 1 and count[0] == 3:
-            self.buckets[0].blocks[0].trainable[0].slot.view(-1)[0] = math.inf
+            self.buckets[0].blocks[0].trainable[0].main_grad.view(-1)[0] = math.inf
         whole(self)
 
     DataParallel.finish = finish

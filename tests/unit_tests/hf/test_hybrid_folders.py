@@ -67,7 +67,7 @@ def our_numbers(model: GPTModel) -> tuple[torch.Tensor, dict[str, torch.Tensor]]
     engine.finish()
     found: dict[str, torch.Tensor] = {}
     for handle in model.store.handles.values():
-        flat = handle.slot.view(-1)
+        flat = handle.main_grad.view(-1)
         for box in model.store.boxes(handle):
             piece = flat[box.start : box.start + box.numel].view(box.sizes)
             whole = found.setdefault(box.name, torch.full(box.shape, torch.nan))

@@ -185,7 +185,7 @@ def carried_out(step: TrainStep, *, documents: bool = False) -> Found:
         for name, handle in store.handles.items()
         for i, box in enumerate(store.chunks(handle))
     }
-    counts = [gatherer.counts for gatherer in step.engine.gatherers if gatherer.leases]
+    counts = [gatherer.counts for gatherer in step.engine.gatherers if gatherer.reshards]
     gathers = sum(count.gathers for count in counts), sum(count.prefetched for count in counts)
     return Found(losses, held, launched, gathers)
 

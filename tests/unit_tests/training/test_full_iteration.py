@@ -115,7 +115,7 @@ def cases(rank: int, world: int, grid: dict, configs: list[dict]) -> None:
     for config in configs:
         eager, recorded, step = both(groups, DataParallelConfig(**config), model=WITHOUT_DROPOUT)
         assert_equal_runs(eager, recorded, step)
-        if any(gatherer.leases for gatherer in step.engine.gatherers):
+        if any(gatherer.reshards for gatherer in step.engine.gatherers):
             assert recorded.gathers == eager.gathers, config
             assert step.forward_backward.recording.buffers
 

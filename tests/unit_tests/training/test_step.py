@@ -259,7 +259,7 @@ def test_evaluation_averages_tokens_and_keeps_gradients():
     groups = ProcessGroupCollection.single()
     step = trainer(groups)
     data = [batch_of(0, i) for i in range(3)]
-    slots = {n: h.slot.fill_(7.0) for n, h in step.model.store.handles.items()}
+    slots = {n: h.main_grad.fill_(7.0) for n, h in step.model.store.handles.items()}
     loss = step.evaluate(data)
     wanted, _ = plain_step(weights_of(step), [data], per_token=True)
     assert loss == pytest.approx(wanted, rel=1e-6)

@@ -101,9 +101,9 @@ class StepRecording:
             ValueError: weights were needed in another order than the step before needed them.
         """
         engine = self.engine
-        self.buffers += engine.pool.detach()
+        self.buffers += engine.pool.take_free_buffers()
         for gatherer in engine.gatherers:
-            self.buffers += gatherer.pool.detach()
+            self.buffers += gatherer.pool.take_free_buffers()
         if unforeseen_needs(engine) != self._unforeseen:
             raise ValueError(
                 "the step that was recorded needed weights in another order than the one before "

@@ -81,7 +81,7 @@ from megatron.core.weight_gather import (
     reductions,
 )
 from megatron.core.weight_gather.bucket import Granularity
-from megatron.core.weight_gather.wire import GatherFormat, ScaleBlocks, wire_formats
+from megatron.core.weight_gather.gather_format import GatherFormatName, ScaleBlocks, gather_formats
 from megatron.core.weight_sharding import OuterStrategy, Placement, Strategy, placement
 
 GRADIENT_DTYPES = (torch.float32, torch.bfloat16)
@@ -136,7 +136,7 @@ class DataParallelConfig:
     grad_dtype: torch.dtype = torch.float32
     fp32_accumulation: bool = False
     gtp_reduce_scatter_per: ReduceScatterPer = "microbatch"
-    gather_format: GatherFormat = "bf16"
+    gather_format: GatherFormatName = "bf16"
     gather_scale_blocks: ScaleBlocks = "2d"
     use_nccl_ub: bool = False
     debug: bool = False
@@ -163,7 +163,7 @@ class DataParallelConfig:
                 "use no_shard or optim, or drop it"
             )
         try:
-            wire_formats(self.gather_format, scale_blocks=self.gather_scale_blocks)
+            gather_formats(self.gather_format, scale_blocks=self.gather_scale_blocks)
         except ValueError as error:
             found.append(str(error))
         if self.granularity not in GRANULARITIES:
@@ -206,7 +206,7 @@ class GradientBlock(ABC):
         block: whose weights they are of.
 
     Attributes:
-        each_microbatch: they are summed in every microbatch, else once a step.
+        every_microbatch: they are summed in every microbatch, else once a step.
         bounded: its bytes count in the limit of what is under way: its sum holds leases, or
             another one waits for it.
         puts: how often each weight's gradient was accumulated since the last sum.
@@ -214,7 +214,7 @@ class GradientBlock(ABC):
         in_step: a step has begun and not ended, so gradients may be accumulated.
     """
 
-    each_microbatch: bool
+    every_microbatch: bool
 
     def __init__(self, bucket: GradientBucket, block: BucketBlock) -> None:
         self.bucket, self.block = bucket, block
@@ -223,7 +223,7 @@ class GradientBlock(ABC):
         self.waiting = 0
         self.sums = 0
         self.in_step = False
-        self.bounded = self.each_microbatch or bucket.wide or bucket.bucket.outer.size > 1
+        self.bounded = self.every_microbatch or bucket.wide or bucket.bucket.outer.size > 1
         self.bytes = block.layout.numel * bucket.config.grad_dtype.itemsize
         self._whole: torch.Tensor | None = None
         self._pending: Pending | None = None
@@ -251,14 +251,14 @@ class GradientBlock(ABC):
 
     def begin_last(self) -> None:
         """Count the last microbatch's gradients from here on, if they fill a buffer kept so far."""
-        if not self.each_microbatch:
+        if not self.every_microbatch:
             self._expect()
 
     @abstractmethod
-    def open(self) -> None:
+    def alloc_main_grads(self) -> None:
         """Give every trained weight a slot."""
 
-    def put_done(self, handle: WeightHandle) -> None:
+    def grad_accumulated(self, handle: WeightHandle) -> None:
         """Count a put; with the last one that was declared, the block is full.
 
         Raises:
@@ -290,12 +290,12 @@ class GradientBlock(ABC):
     def reduce(self) -> None:
         """Start summing what was put; weights without a gradient count as zero."""
         if self._whole is None:
-            self.open()
+            self.alloc_main_grads()
         assert self._whole is not None
         for handle in self.trainable:
-            if handle.fresh:
-                assert handle.slot is not None
-                handle.slot.zero_()
+            if handle.overwrite_main_grad:
+                assert handle.main_grad is not None
+                handle.main_grad.zero_()
         self.settle()
         bucket, whole = self.bucket, self._whole
         if bucket.observe is not None:
@@ -341,8 +341,8 @@ class GradientBlock(ABC):
         if bucket.wide:
             out = into
             if not self._first:
-                out = bucket.pool.lease(len(into), torch.float32)
-            self._parts = bucket.pool.lease(whole.numel(), whole.dtype)
+                out = bucket.pool.acquire(len(into), torch.float32)
+            self._parts = bucket.pool.acquire(whole.numel(), whole.dtype)
             return reduce_scatter_wide_async(whole, group, out=out, parts=self._parts)
         if self._first and whole.dtype is into.dtype:
             return reduce_scatter_async(whole, group, out=into)
@@ -353,11 +353,11 @@ class GradientBlock(ABC):
         self._whole = whole
         for handle, member in self.block.members():
             if handle.trainable:
-                handle.slot = whole[member.start : member.stop].view(member.shape)
+                handle.main_grad = whole[member.start : member.stop].view(member.shape)
 
     def _start_afresh(self) -> None:
         for handle in self.trainable:
-            handle.fresh = True
+            handle.overwrite_main_grad = True
         self._expect()
 
     def _expect(self) -> None:
@@ -372,16 +372,16 @@ class StepGradients(GradientBlock):
         whole: it, [numel].
     """
 
-    each_microbatch = False
+    every_microbatch = False
 
     def __init__(self, bucket: GradientBucket, block: BucketBlock) -> None:
         super().__init__(bucket, block)
         self.whole = torch.zeros(
             block.layout.numel, dtype=bucket.config.grad_dtype, device=block.data.device
         )
-        self.open()
+        self.alloc_main_grads()
 
-    def open(self) -> None:
+    def alloc_main_grads(self) -> None:
         self._bind(self.whole)
 
     @property
@@ -392,16 +392,16 @@ class StepGradients(GradientBlock):
 class MicrobatchGradients(GradientBlock):
     """A leased buffer a microbatch, summed in each of them."""
 
-    each_microbatch = True
+    every_microbatch = True
 
     def __init__(self, bucket: GradientBucket, block: BucketBlock) -> None:
         super().__init__(bucket, block)
-        self._gaps = block.gaps
+        self._gaps = block.untrained_ranges
         self._flying: torch.Tensor | None = None
 
-    def open(self) -> None:
+    def alloc_main_grads(self) -> None:
         pool = self.bucket.pool
-        whole = pool.lease(self.block.layout.numel, self.bucket.config.grad_dtype)
+        whole = pool.acquire(self.block.layout.numel, self.bucket.config.grad_dtype)
         for start, stop in self._gaps:  # elements without a gradient take part in the sum
             whole[start:stop].zero_()
         self._bind(whole)
@@ -431,7 +431,7 @@ class MicrobatchGradients(GradientBlock):
     def _close(self) -> None:
         self._whole = None
         for handle in self.trainable:
-            handle.slot = None
+            handle.main_grad = None
 
 
 class GradientBucket:
@@ -462,15 +462,17 @@ class GradientBucket:
         stream: Stream,
         on_full: Callable[[GradientBlock], None],
     ) -> None:
-        self.bucket, self.config, self.part = bucket, config, bucket.part
+        self.bucket, self.config, self.model_chunk = bucket, config, bucket.model_chunk
         self.pool, self.stream, self.on_full = pool, stream, on_full
         once = bucket.gtp and config.gtp_reduce_scatter_per == "step"
-        self.inner, self.outer = reductions(bucket.placement, bucket.groups.outer_axes, once=once)
+        self.inner, self.outer = reductions(
+            bucket.placement, bucket.groups.outer_axes, per_step=once
+        )
         # on a single data-parallel rank nothing is reduced, and so nothing is widened
         self.wide = config.fp32_accumulation and self.inner.scatter
         self.outer_sums = 0
         self.observe: Callable[[torch.Tensor], object] | None = None
-        kind = MicrobatchGradients if self.inner.each_microbatch else StepGradients
+        kind = MicrobatchGradients if self.inner.every_microbatch else StepGradients
         self.blocks = [kind(self, block) for block in bucket.blocks if block.trainable]
         self._received: set[int] = set()
         self._awaited: set[int] | None = None
@@ -478,12 +480,12 @@ class GradientBucket:
         low, high = bucket.reduced_range
         start, stop = bucket.owned_range
         self._shard: torch.Tensor | None = None
-        self._kept = not (self.outer.each_microbatch and bucket.outer.size > 1)
+        self._kept = not (self.outer.every_microbatch and bucket.outer.size > 1)
         device = bucket.data.device
         if not self._kept:
             self.gradients = torch.zeros(stop - start, dtype=torch.float32, device=device)
             return
-        if self.inner.each_microbatch or self.wide or bucket.sharded:
+        if self.inner.every_microbatch or self.wide or bucket.sharded:
             self._shard = torch.zeros(high - low, dtype=torch.float32, device=device)
         else:
             (block,) = self.blocks
@@ -492,9 +494,9 @@ class GradientBucket:
         self.gradients = self._shard[start - low : stop - low]
 
     @property
-    def each_microbatch(self) -> bool:
+    def every_microbatch(self) -> bool:
         """Whether gradients are kept in shards, and summed in every microbatch."""
-        return self.inner.each_microbatch
+        return self.inner.every_microbatch
 
     @property
     def outer_launched(self) -> bool:
@@ -521,7 +523,7 @@ class GradientBucket:
         if not (self._kept or self._received):
             self.settle_outer()
             low, high = self.bucket.reduced_range
-            self._shard = self.pool.lease(high - low, torch.float32)
+            self._shard = self.pool.acquire(high - low, torch.float32)
         start = block.block.start
         first = start not in self._received
         self._received.add(start)
@@ -619,7 +621,7 @@ class ModelSums:
                     for box in store.boxes(handle):
                         start, stop = max(box.start, owned.start), min(box.stop, owned.stop)
                         if box.name in step.segments and start < stop:
-                            at = owned.at + start - owned.start
+                            at = owned.offset + start - owned.start
                             found.append((handle.name, entry.gradients[at : at + stop - start]))
         # By name: the stages that share weights need not have declared them in one order.
         named = [
@@ -646,9 +648,9 @@ def _gatherers(store: WeightStore, config: DataParallelConfig) -> list[Gatherer]
             gatherer = Gatherer(
                 own,
                 prefetch=config.overlap_param_gather or any(bucket.gtp for bucket in own),
-                ahead=config.prefetch_bytes,
+                prefetch_bytes=config.prefetch_bytes,
                 poison=config.debug,
-                registers=config.use_nccl_ub,
+                register_buffers=config.use_nccl_ub,
             )
             found.append(gatherer)
     return found
@@ -716,7 +718,7 @@ class DataParallel:
             memory = RegisteredMemory(reducing, store.device)
         self.pool = BufferPool(store.device, poison=config.debug, memory=memory)
         self.gatherers = _gatherers(store, config)
-        self._parts = sorted({bucket.part for bucket in store.buckets}, reverse=True)
+        self._parts = sorted({bucket.model_chunk for bucket in store.buckets}, reverse=True)
         # Between streams the host takes 30 microseconds a block, for sums that one rank has anyway.
         sends = any(g.size > 1 for b in store.buckets for g in (b.group, b.outer))
         stream = new_stream(store.device) if sends else NullStream()
@@ -732,7 +734,7 @@ class DataParallel:
             if bucket.trainable
         ]
         self._blocks = [block for bucket in self.buckets for block in bucket.blocks]
-        store.give_gradients()
+        store.disable_param_grads()
         self._sums = ModelSums(store, self.buckets)
         self._phase = _Phase.BETWEEN
         self._complete, self._unsynced = True, False
@@ -752,7 +754,7 @@ class DataParallel:
     def gathered_bytes(self) -> int:
         """Bytes of gathered weights at a time, at most, as far as the order of use is known: where
         each weight is gathered by itself over gtp, the first step may show that it needs more."""
-        return sum(gatherer.most_bytes for gatherer in self.gatherers)
+        return sum(gatherer.max_unsharded_bytes for gatherer in self.gatherers)
 
     def owned(self) -> list[OwnedRange]:
         """Return what this rank's optimizer updates, one range per bucket; one of nothing if
@@ -834,7 +836,7 @@ class DataParallel:
             raise ValueError(f"last({part}) outside a step: call begin_step() first")
         self._last.add(part)
         for bucket in self.buckets:
-            if bucket.part == part:
+            if bucket.model_chunk == part:
                 bucket.begin_last()
 
     def close(self, part: int) -> None:
@@ -850,12 +852,12 @@ class DataParallel:
             raise ValueError(f"close({part}) outside a step: call begin_step() first")
         over = part in self._last and self.config.overlap_grad_reduce
         for bucket in self.buckets:
-            if bucket.part != part:
+            if bucket.model_chunk != part:
                 continue
             for block in bucket.blocks:
-                if (block.each_microbatch and block.is_open) or (over and not block.sums):
+                if (block.every_microbatch and block.is_open) or (over and not block.sums):
                     self._reduce(block)
-            if bucket.outer.each_microbatch and bucket.needs_outer:
+            if bucket.outer.every_microbatch and bucket.needs_outer:
                 self._reduce_outer(bucket)
 
     def backward(self, loss: torch.Tensor, *, last: bool) -> None:
@@ -889,7 +891,7 @@ class DataParallel:
             raise ValueError("finish outside a step: call begin_step() first")
         in_backward = self.outer_in_backward
         for block in self._blocks:
-            if (block.each_microbatch and block.is_open) or not block.sums:
+            if (block.every_microbatch and block.is_open) or not block.sums:
                 self._reduce(block)
         self._settle(0)
         for bucket in self.buckets:
@@ -928,10 +930,10 @@ class DataParallel:
         early = self.config.fsdp_all_gather_in_start_param_sync
         for gatherer in self.gatherers:
             gatherer.invalidate()
-            if force_sync or not (gatherer.prefetch or gatherer.leases):
+            if force_sync or not (gatherer.prefetch or gatherer.reshards):
                 gatherer.gather_all()
             elif gatherer.prefetch and early:
-                gatherer.start_early()
+                gatherer.prefetch_next_step()
 
     def wait(self) -> None:
         """Wait until nothing is under way between two steps; what was started early stays."""
@@ -1025,15 +1027,15 @@ class DataParallel:
             block.in_step = False
 
     def _on_full(self, block: GradientBlock) -> None:
-        last = block.bucket.part in self._last
-        if not block.each_microbatch and not (last and self.config.overlap_grad_reduce):
+        last = block.bucket.model_chunk in self._last
+        if not block.every_microbatch and not (last and self.config.overlap_grad_reduce):
             return
         self._reduce(block)
         self.launched_in_backward += last
 
     def _reduce(self, block: GradientBlock) -> None:
         bucket = block.bucket
-        if bucket.outer.each_microbatch and bucket.is_full:  # of the microbatch before
+        if bucket.outer.every_microbatch and bucket.is_full:  # of the microbatch before
             self._reduce_outer(bucket)
         block.reduce()
         self._under_way.append(block)
@@ -1059,6 +1061,6 @@ class DataParallel:
             self._leases_shard.settle_outer()
         bucket.reduce_outer()
         self.outer_in_backward += 1
-        self._leases_shard = bucket if bucket.outer.each_microbatch else None
+        self._leases_shard = bucket if bucket.outer.every_microbatch else None
         if self._leases_shard is not None and not self.config.overlap_grad_reduce:
             bucket.settle_outer()

@@ -45,8 +45,7 @@ class BlockSize:
         numel: elements, padding included.
         trainable: it has gradients.
         uses: how often its weight is used in a microbatch, if it is one over gtp.
-        encoded: bytes of all its shards in their wire format, of each plane; none is as they are
-            stored.
+        encoded: bytes of all its encoded shards, for each direction; empty without a gather format.
         amax: that format scales by the largest magnitude of the block.
     """
 
@@ -57,7 +56,7 @@ class BlockSize:
     amax: bool = False
 
     def gathered(self, weight: int) -> tuple[int, ...]:
-        """Return the bytes that a gather brings, of each plane, where elements of weights have
+        """Return the bytes that a gather brings, of each direction, where elements of weights have
         `weight` bytes."""
         return self.encoded or (weight * self.numel,)
 
@@ -143,11 +142,11 @@ class BucketSize:
                     trainable=block.trainable,
                     uses=block.handles[0].uses if bucket.gtp else 1,
                     encoded=tuple(
-                        plane.wire_bytes * bucket.group.size
-                        for plane in block.planes
-                        if plane.wire is not None
+                        directional.encoded_bytes * bucket.group.size
+                        for directional in block.directions
+                        if directional.gather_format is not None
                     ),
-                    amax=block.wire is not None and block.wire.needs_amax,
+                    amax=block.gather_format is not None and block.gather_format.needs_amax,
                 )
                 for block in bucket.blocks
             ),
@@ -315,7 +314,7 @@ def collectives_per_step(
         if block.trainable:
             scatter = "all_to_all" if of.wide_sum else "reduce_scatter"
             kind = scatter if first.scatter else "all_reduce"
-            often = microbatches if first.each_microbatch else 1
+            often = microbatches if first.every_microbatch else 1
             add(kind, inner, of.gradient * block.numel, parties=bucket.inner, times=often)
     for expert in (False, True):  # all magnitudes that are needed, at once
         of_kind = [b for b in buckets if b.gtp and b.expert == expert]
@@ -334,7 +333,7 @@ def collectives_per_step(
         fp32 = own.gradient or of.wide_sum
         kind = "reduce_scatter" if second.scatter else "all_reduce"
         size = (_FP32_BYTES if fp32 else of.gradient) * shard
-        often = microbatches if second.each_microbatch else 1
+        often = microbatches if second.every_microbatch else 1
         add(kind, outer, size, parties=bucket.outer, times=often)
     return [Traffic(*key, counts[key], sent[key]) for key in sorted(counts)]
 
@@ -342,7 +341,7 @@ def collectives_per_step(
 def _reductions(
     own: Placement, bucket: BucketSize, of: ElementBytes
 ) -> tuple[Reduction, Reduction]:
-    return reductions(own, REPLICATE_AXES, once=bucket.gtp and of.gtp_once)
+    return reductions(own, REPLICATE_AXES, per_step=bucket.gtp and of.gtp_once)
 
 
 def _transient_over_gtp(

@@ -29,7 +29,7 @@ MULTIPLES: Mapping[str, tuple[int, int]] = MappingProxyType(
     }
 )
 
-#: The format in which a gathered weight (`weight_gather.wire`) is what a recipe multiplies. A scale
+#: Gather formats (`weight_gather.gather_format`) that a recipe multiplies without decoding. A scale
 #: of earlier steps is none of it, nor is one of 128 elements.
 GATHERED: Mapping[str, str] = MappingProxyType(
     {"tensorwise": "fp8", "mxfp8": "mxfp8", "nvfp4": "nvfp4"}

@@ -59,7 +59,7 @@ from megatron.core.tensor_parallel import (
     TensorParallelRegion,
 )
 from megatron.core.weight_gather import RowRuns, WeightHandle, WeightStore
-from megatron.core.weight_gather.wire import EncodedWeight, wire_formats
+from megatron.core.weight_gather.gather_format import EncodedWeight, gather_formats
 
 
 def backend(base: Backend, config: QuantizationConfig | None = None) -> Backend:
@@ -139,7 +139,7 @@ class Quantization:
         scales = self.scaling.scales_of(name, store=store) if delayed else None
         gathered = GATHERED.get(self.config.recipe)
         if gathered is not None:
-            handle.multiplies = type(wire_formats(gathered)[0])
+            handle.matmul_format = type(gather_formats(gathered)[0])
         return WeightQuantization(self, scales)
 
 
@@ -198,9 +198,11 @@ class WeightQuantization:
             quantizer = self._gathered_quantizer(encoded, columns=backward)
             self._gathered_quantizers[backward] = quantizer
         options["quantizer"] = self._gathered_quantizers[backward]
-        rows, blocks = len(encoded.codes) // count, len(encoded.scales) // count
-        pairs = zip(encoded.codes.split(rows), encoded.scales.split(blocks), strict=True)
-        parts = [replace(encoded, codes=codes, scales=scales) for codes, scales in pairs]
+        rows, blocks = len(encoded.quantized) // count, len(encoded.scales) // count
+        pairs = zip(encoded.quantized.split(rows), encoded.scales.split(blocks), strict=True)
+        parts = [
+            replace(encoded, quantized=quantized, scales=scales) for quantized, scales in pairs
+        ]
         return [make[self.config.recipe](part, columns=backward, **options) for part in parts]
 
     def _gathered_quantizer(self, encoded: EncodedWeight, *, columns: bool) -> Any:
@@ -209,7 +211,7 @@ class WeightQuantization:
         if self.config.recipe == "tensorwise":
             usage["rowwise"] = True
             return te.Float8CurrentScalingQuantizer(
-                te.DType.kFloat8E4M3, encoded.codes.device, **usage
+                te.DType.kFloat8E4M3, encoded.quantized.device, **usage
             )
         square = encoded.block[0] == encoded.block[1]
         if self.config.recipe == "mxfp8":
@@ -247,8 +249,8 @@ class WeightQuantization:
 def _float8_tensor(part: EncodedWeight, *, columns: bool, **options: Any) -> torch.Tensor:
     """Return a matrix in E4M3 with one scale; TE transposes it where the GPU needs columns so."""
     return te.Float8Tensor(
-        shape=part.codes.shape,
-        data=part.codes,
+        shape=part.quantized.shape,
+        data=part.quantized,
         fp8_scale_inv=part.scale,
         fp8_dtype=te.DType.kFloat8E4M3,
         **options,
@@ -259,7 +261,7 @@ def _mxfp8_tensor(
     part: EncodedWeight, *, columns: bool, quantizer: Any, **options: Any
 ) -> torch.Tensor:
     """Return a matrix in E4M3 with a scale for 32 elements of a row or of a column."""
-    shape, scales = part.codes.shape, part.scales
+    shape, scales = part.quantized.shape, part.scales
     if part.block == (32, 32):
         scales = scales.repeat_interleave(32, int(columns))
     return te.MXFP8Tensor(
@@ -269,7 +271,7 @@ def _mxfp8_tensor(
         with_gemm_swizzled_scales=False,
         **_read(
             columns,
-            data=part.codes,
+            data=part.quantized,
             scale_inv=_padded(scales, quantizer.get_scale_shape(shape, columnwise=columns)),
         ),
         **options,
@@ -281,7 +283,7 @@ def _nvfp4_tensor(
 ) -> torch.Tensor:
     """Return a matrix in E2M1, two elements a byte, with a scale for 16 elements of a row or of a
     column. Its columns are rows of its transpose."""
-    codes, scales = part.codes, part.scales  # [o, h/2]
+    codes, scales = part.quantized, part.scales  # [o, h/2]
     shape = torch.Size((codes.shape[0], 2 * codes.shape[1]))
     if columns:
         elements = torch.stack((codes & 15, codes >> 4), 2).flatten(1).t()  # [h, o]
@@ -628,7 +630,7 @@ class Matrices:
                     self.count,
                     backward=backward,
                     dtype=self.handle.dtype,
-                    device=encoded.codes.device,
+                    device=encoded.quantized.device,
                     requires_grad=trained,
                 )
         whole = self.handle.get(backward=backward).detach()
@@ -657,28 +659,28 @@ class Matrices:
         whole, self._whole = self._whole, None
         self._buffers = []
         if whole is not None:
-            self.handle.written_gradient(partial(_add_unless_there, whole))
+            self.handle.accumulate_written_grad(partial(_add_unless_there, whole))
         return [None] * self.count
 
     def delay(self, product: Callable[[], Any]) -> None:
         """Put what `product` writes into the buffers, now or through the queue."""
         buffers, self._buffers = self._buffers, []
 
-        def write(slot: torch.Tensor, *, overwrite: bool) -> None:
-            whole = slot if overwrite else torch.empty_like(slot)
+        def write(main_grad: torch.Tensor, *, overwrite: bool) -> None:
+            whole = main_grad if overwrite else torch.empty_like(main_grad)
             for buffer, matrix in zip(buffers, self._split(whole), strict=True):
                 buffer.set_(matrix)
             product()
-            if whole is not slot:
-                slot.add_(whole)
+            if whole is not main_grad:
+                main_grad.add_(whole)
 
-        self.handle.written_gradient(write)
+        self.handle.accumulate_written_grad(write)
 
 
-def _add_unless_there(whole: torch.Tensor, slot: torch.Tensor, *, overwrite: bool) -> None:
-    """Add what TE has written to the slot, unless that is where it wrote."""
-    if whole.data_ptr() != slot.data_ptr():
-        slot.add_(whole)
+def _add_unless_there(whole: torch.Tensor, main_grad: torch.Tensor, *, overwrite: bool) -> None:
+    """Add what TE has written to `main_grad`, unless that is where it wrote."""
+    if whole.data_ptr() != main_grad.data_ptr():
+        main_grad.add_(whole)
 
 
 class DelayedGradients:

@@ -192,7 +192,7 @@ class GPTModel(StoreModule):
         self.multi_token: MultiTokenPrediction | None = None
         self.decoders = nn.ModuleList()
         for chunk in range(split.chunks):
-            with self.store.part(chunk):
+            with self.store.model_chunk(chunk):
                 self._declare(chunk, vocab_multiple, build=build)
         self.materialize(storage)
 

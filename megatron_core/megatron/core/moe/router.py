@@ -500,19 +500,19 @@ class _Logits(torch.autograd.Function):
         if ctx.needs_input_grad[0]:
             dx = (grad @ handle.get(backward=True).float()).to(x.dtype)
         if handle.trainable:
-            handle.written_gradient(partial(_write_product, grad.detach(), x.detach()))
+            handle.accumulate_written_grad(partial(_write_product, grad.detach(), x.detach()))
         return dx, None, None
 
 
 def _write_product(
-    grad: torch.Tensor, x: torch.Tensor, slot: torch.Tensor, *, overwrite: bool
+    grad: torch.Tensor, x: torch.Tensor, main_grad: torch.Tensor, *, overwrite: bool
 ) -> None:
-    """Put dyᵀ x [E, h] into the slot, summed in fp32 whatever the slot's dtype."""
+    """Put dyᵀ x [E, h] into `main_grad`, summed in fp32 whatever its dtype."""
     product = grad.t() @ x.float()
     if overwrite:
-        slot.copy_(product)
+        main_grad.copy_(product)
     else:
-        slot.add_(product)
+        main_grad.add_(product)
 
 
 @dataclass(frozen=True)

@@ -40,7 +40,7 @@ from megatron.core.initialize import InitSpec
 from megatron.core.ops.backend_choice import apply_function
 from megatron.core.process_groups import Group
 from megatron.core.weight_gather import WeightStore
-from megatron.core.weight_gather.handle import put_linear_gradients
+from megatron.core.weight_gather.handle import accumulate_linear_grads
 from megatron.core.weight_sharding import Cut, Segment, WeightSharding
 
 
@@ -233,9 +233,9 @@ class _ColumnLinear(torch.autograd.Function):
     def backward(ctx, grad):
         (x,) = ctx.saved_tensors
         region, handle = ctx.region, ctx.handle
-        gathered = enter = None
+        gathered = gather_input = None
         if region.scatters and handle.defers:
-            enter = partial(all_gather, group=region.group)
+            gather_input = partial(all_gather, group=region.group)
         elif x is not None and region.scatters:
             gathered = all_gather_async(x, region.group)
         reduced = None
@@ -246,5 +246,5 @@ class _ColumnLinear(torch.autograd.Function):
             else:
                 reduced = all_reduce_async(dx, region.group, out=dx)
         whole = x if gathered is None else gathered.wait()
-        put_linear_gradients(handle, ctx.bias, grad, whole, enter=enter)
+        accumulate_linear_grads(handle, ctx.bias, grad, whole, gather_input=gather_input)
         return (None if reduced is None else reduced.wait()), None, None, None, None, None

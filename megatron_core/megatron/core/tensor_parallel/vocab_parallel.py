@@ -183,24 +183,24 @@ class _CrossEntropy(torch.autograd.Function):
         if d_hidden is not None and scale is not None:
             d_hidden.mul_(scale)
         if d_weight is not None:
-            ctx.handle.written_gradient(partial(_write_scaled, d_weight.detach(), scale))
+            ctx.handle.accumulate_written_grad(partial(_write_scaled, d_weight.detach(), scale))
         if saved:
-            ctx.handle.made_gradient(
+            ctx.handle.accumulate_computed_grad(
                 _product(ctx.handle.shape, saved[0].detach(), saved[1:], scale)
             )
         return d_hidden, None, None, None, None, None, None, None
 
 
 def _write_scaled(
-    d_weight: torch.Tensor, scale: torch.Tensor | None, slot: torch.Tensor, *, overwrite: bool
+    d_weight: torch.Tensor, scale: torch.Tensor | None, main_grad: torch.Tensor, *, overwrite: bool
 ) -> None:
-    """Write d_weight · scale to the slot, or add it; a scale of None is 1."""
+    """Write d_weight · scale to `main_grad`, or add it; a scale of None is 1."""
     if scale is None:
-        slot.copy_(d_weight) if overwrite else slot.add_(d_weight)
+        main_grad.copy_(d_weight) if overwrite else main_grad.add_(d_weight)
     elif overwrite:
-        torch.mul(d_weight, scale, out=slot)
+        torch.mul(d_weight, scale, out=main_grad)
     else:  # scaled in place, and rounded as a split backward rounds it
-        slot.add_(d_weight.mul_(scale))
+        main_grad.add_(d_weight.mul_(scale))
 
 
 def _product(

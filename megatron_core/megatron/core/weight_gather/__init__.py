@@ -1,18 +1,19 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Weight handles, the only way a layer sees a weight, and the buckets and gathers under them.
+"""Weight handles, through which layers compute with weights, and their buckets and all-gathers.
 
 A layer declares a weight and keeps its handle; it computes by `handle.linear(x)`,
-`handle.embedding(ids)`, `handle.use()`. Where the weight and its gradient are stored is decided
-after the model is built, by the code that materialises the store; model code does not depend on it.
+`handle.embedding(ids)`, `handle.use()`. The storage of the weight and its gradient is decided after
+the model is built, when the store is materialised. Model code does not depend on it.
 
-    handle      WeightHandle, deferred weight gradients
-    bucket      blocks, which are gathered, in buckets, which are reduced; how weights are stored
-    grouped     grouped linear layers: runs of rows, one weight each
-    matmul      the matrix products of a linear layer
-    store       WeightStore: declaration and layout; what a rank's optimizer owns of a bucket
-    module      StoreModule: a store's weights as the parameters of an nn.Module
-    plan        when sharded weights are gathered and released
-    gatherer    Gatherer and BufferPool: all-gathers into leased buffers, just before use
+    handle          WeightHandle: computation with a weight, deferred weight gradients
+    bucket          blocks of weights, which are all-gathered, and buckets of blocks, which are
+                    reduced
+    grouped         grouped linear layers of experts
+    store           WeightStore: declaration and layout of weights; the ranges of an optimizer
+    module          StoreModule: a store's weights as the parameters of an nn.Module
+    plan            when sharded weights are all-gathered and resharded
+    gather_format   encodings of shards for the all-gather
+    gatherer        Gatherer and BufferPool: all-gathers into pool buffers, just before use
 """
 
 from megatron.core.weight_gather.bucket import (

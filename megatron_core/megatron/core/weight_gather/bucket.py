@@ -1,15 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Blocks and buckets: how the weights of a store lie in flat buffers, and who shares them.
+"""Blocks and buckets: the layout of a store's weights in flat buffers, and the ranks that share
+them.
 
-A *block* is gathered as one: one weight over gtp, or one unit (a layer) over the data-parallel
-ranks. It is stored whole, or as one shard on each of the ranks that share it; the whole block then
-exists only while a gatherer has it bound (`bind` … `unbind`). Handles see views of the bound
-buffer. The weights of one op must be in one block: a request for another block may release the
-first.
+A *block* is all-gathered by one collective: one weight over gtp, or one unit (a layer) over the
+data-parallel ranks. A block is stored whole, or as one shard on each rank of its group. A sharded
+block exists unsharded only between `attach` and `reshard`: a gatherer attaches an unsharded buffer,
+and the handles see views of this buffer. All weights of one op must be in one block, because
+unsharding another block may reshard the first.
 
-A *bucket* stores what a rank has of one or more blocks, one after another in one flat buffer. Its
-gradients are summed over the ranks that hold the same shards by one collective, and a rank's
-optimizer updates one range of it.
+A *bucket* stores this rank's shards of one or more blocks, one after another in one flat buffer.
+One collective sums the gradients of a bucket over its group, and a rank's optimizer updates one
+range of it.
 
 `Storage` divides the weights of a store into buckets and shards them:
 
@@ -17,16 +18,16 @@ strategy             stored            a bucket is
 no_shard, optim,     whole             one block of about `bucket_bytes` of fp32 gradients, in
 optim_grads                            reverse order of declaration (backward's: early ones fill
                                        first)
-optim_grads_params   in shards         one block: a unit, or a run of weights outside any unit; by
-                                       weight: a matrix and the vectors declared after it
+optim_grads_params   in shards         one block: a unit, or consecutive weights outside any unit;
+                                       by weight: a matrix and the vectors declared after it
 
-Generalized tensor parallelism stores matrices in shards under the other strategies too: each is a
-block that gtp (egtp) ranks share. A bucket is about `bucket_bytes` of the fp32 gradients of such
-shards, which the data-parallel replicas hold too.
+Generalized tensor parallelism stores matrices in shards under every strategy: each matrix is a
+block, sharded over the gtp (egtp) ranks. A bucket then holds about `bucket_bytes` of fp32 gradients
+of these shards, and is replicated over the data-parallel ranks.
 
-Dense weights and experts have different data-parallel groups, and thus different buckets; so have
-weights of different dtypes. A bucket whose data-parallel group is one rank is stored whole under
-every strategy, and neither gathered nor reduced.
+Dense weights and experts have different data-parallel groups, so they are in different buckets.
+Weights of different dtypes are in different buckets too. A bucket whose data-parallel group is a
+single rank is stored whole under every strategy, and is neither gathered nor reduced.
 """
 
 from __future__ import annotations
@@ -39,14 +40,14 @@ from typing import Literal, Protocol, TypeAlias, get_args
 import torch
 
 from megatron.core.process_groups import Group, ProcessGroupCollection, RankGrid
-from megatron.core.weight_gather.handle import WeightHandle
-from megatron.core.weight_gather.wire import (
+from megatron.core.weight_gather.gather_format import (
     EncodedWeight,
     GatherFormat,
+    GatherFormatName,
     ScaleBlocks,
-    WireFormat,
-    wire_formats,
+    gather_formats,
 )
+from megatron.core.weight_gather.handle import WeightHandle
 from megatron.core.weight_sharding import (
     DENSE_DATA_AXES,
     EXPERT_DATA_AXES,
@@ -60,8 +61,8 @@ from megatron.core.weight_sharding import (
     shard_range,
 )
 
-#: Every shard ends at a multiple of this many elements: 128 bytes of fp32, for vector loads.
-QUANTUM = 32
+#: Shard boundaries are multiples of this many elements: 128 bytes of fp32, for vector loads.
+ALIGNMENT = 32
 
 
 @dataclass(frozen=True)
@@ -79,78 +80,79 @@ class Member:
 
 @dataclass(frozen=True)
 class BufferLayout:
-    """Where each member is in a flat buffer [numel] that `parts` ranks share evenly."""
+    """The members of a flat buffer [numel] that is divided into `num_shards` equal shards."""
 
     members: tuple[Member, ...]
     numel: int
-    parts: int
+    num_shards: int
 
     @staticmethod
     def of(
         shapes: Sequence[tuple[str, tuple[int, ...]]],
         *,
-        parts: int,
-        member_quantum: int = QUANTUM,
-        shard_quantum: int = QUANTUM,
+        num_shards: int,
+        member_alignment: int = ALIGNMENT,
+        shard_alignment: int = ALIGNMENT,
     ) -> BufferLayout:
-        """Lay tensors one after another.
+        """Lay tensors out one after another.
 
         Args:
             shapes: (name, shape) in order.
-            parts: number of equal shards the whole must divide into.
-            member_quantum: every member starts at a multiple of this.
-            shard_quantum: every shard boundary is a multiple of this.
+            num_shards: number of equal shards of the buffer, which is padded to divide evenly.
+            member_alignment: every member starts at a multiple of this.
+            shard_alignment: every shard boundary is a multiple of this.
         """
-        members, at = [], 0
+        members, offset = [], 0
         for name, shape in shapes:
-            at = -(-at // member_quantum) * member_quantum
-            members.append(Member(name, tuple(shape), at))
-            at = members[-1].stop
-        _, numel = shard_range(at, parts, parts - 1, quantum=shard_quantum)
-        return BufferLayout(tuple(members), numel, parts)
+            offset = -(-offset // member_alignment) * member_alignment
+            members.append(Member(name, tuple(shape), offset))
+            offset = members[-1].stop
+        _, numel = shard_range(offset, num_shards, num_shards - 1, quantum=shard_alignment)
+        return BufferLayout(tuple(members), numel, num_shards)
 
     def shard(self, index: int) -> tuple[int, int]:
         """Return the element range of shard `index`."""
-        part = self.numel // self.parts
-        return index * part, (index + 1) * part
+        shard_numel = self.numel // self.num_shards
+        return index * shard_numel, (index + 1) * shard_numel
 
 
-class WeightSource(Protocol):
-    """Who makes a block's weights whole when an op needs them."""
+class BlockGatherer(Protocol):
+    """Unshards a block when an op needs its weights."""
 
-    def consume(self, block: BucketBlock) -> None:
-        """Make the block current: bound, complete, and kept until another is."""
+    def unshard(self, block: BucketBlock) -> None:
+        """Attach the unsharded weights of a block; they stay until another block is unsharded."""
 
-    def is_late(self, block: BucketBlock) -> bool:
-        """Return whether updates by other ranks of what this rank stores have not arrived."""
+    def is_stale(self, block: BucketBlock) -> bool:
+        """Return whether this rank's storage lacks updates that other ranks have made."""
 
 
 class BucketBlock:
     """Weights that are gathered together.
 
-    Where forward and backward gather it in different formats (1-D scale blocks), it has two planes:
-    the block itself, and another one over the same storage that backward reads.
+    With 1-D scale blocks, forward and backward gather a block in different formats. It then has a
+    second block over the same storage, which backward reads.
 
     Args:
-        bucket: stores it.
-        handles: in the order in which they lie.
-        layout: of the whole block [numel].
-        start: the first element in its bucket's storage.
-        wires: the formats of its planes; none is as it is stored.
-        forward: forward reads it.
+        bucket: the bucket that stores the block.
+        handles: the handles of its weights, in the order of the layout.
+        layout: of the unsharded block [numel].
+        start: offset of the block in the storage of its bucket, in elements.
+        formats: the gather formats of forward and backward, or one for both; empty if the weights
+            are gathered in their own dtype.
+        forward: forward reads this block.
 
     Attributes:
-        views: the weights by name while the block is bound.
-        stored_range: the elements of the whole block that this rank stores.
-        shard_range: those that it shares with no other rank of the bucket's group.
-        data: what this rank stores, a view of the bucket's storage.
-        current: handles may read what is bound without asking anybody.
-        source: whom to ask otherwise.
-        index: its number in the plan of that source.
-        wire: the format in which it is gathered; None is as it is stored.
-        keeps_codes: it is multiplied in that format, and not decoded.
-        encoded: what is bound then, in place of `views`.
-        planes: what forward reads and what backward reads, if that is another one.
+        views: the unsharded weights by name, while the block is attached.
+        stored_range: the elements of the unsharded block that this rank stores.
+        shard_range: this rank's shard among the ranks of the bucket's group, in elements.
+        data: this rank's storage of the block, a view of the bucket's.
+        ready: handles may read the attached weights without a call of `unshard`.
+        gatherer: unshards the block if it is not ready.
+        index: number of the block in the gatherer's plan.
+        gather_format: the format of its all-gather; None is the dtype of the weights.
+        keeps_quantized: kernels multiply in the gather format, so the weight is not decoded.
+        encoded: the quantized weight, attached in place of `views` if `keeps_quantized`.
+        directions: the block that forward reads, and the block that backward reads if it differs.
     """
 
     def __init__(
@@ -160,7 +162,7 @@ class BucketBlock:
         *,
         layout: BufferLayout,
         start: int,
-        wires: tuple[WireFormat, ...] = (),
+        formats: tuple[GatherFormat, ...] = (),
         forward: bool = True,
     ) -> None:
         self.bucket, self.handles, self.layout, self.start = bucket, handles, layout, start
@@ -168,38 +170,46 @@ class BucketBlock:
         self.stored_range = self.shard_range if bucket.sharded else (0, layout.numel)
         low, high = self.stored_range
         self.data = bucket.data[start : start + high - low]
-        self.current = not bucket.sharded
-        self.wire = wires[0] if wires else None
-        takes = handles[0].multiplies
-        self.keeps_codes = takes is not None and isinstance(self.wire, takes)
+        # A block stored whole is attached for good; `Gatherer.invalidate` clears `ready` after
+        # other ranks have updated their ranges of it.
+        self.ready = not bucket.sharded
+        self.gather_format = formats[0] if formats else None
+        matmul_format = handles[0].matmul_format
+        self.keeps_quantized = matmul_format is not None and isinstance(
+            self.gather_format, matmul_format
+        )
         self.encoded: EncodedWeight | None = None
         self.views: dict[str, torch.Tensor] = {}
-        self.source: WeightSource | None = None
+        self.gatherer: BlockGatherer | None = None
         self.index = bucket.index
         for handle in handles:
             handle.backward_block = self
             if forward:
                 handle.block = self
-        self.planes: tuple[BucketBlock, ...] = (
+        self.directions: tuple[BucketBlock, ...] = (
             self,
             *(
                 BucketBlock(
-                    bucket, handles, layout=layout, start=start, wires=(wire,), forward=False
+                    bucket,
+                    handles,
+                    layout=layout,
+                    start=start,
+                    formats=(gather_format,),
+                    forward=False,
                 )
-                for wire in wires[1:]
+                for gather_format in formats[1:]
             ),
         )
         if not bucket.sharded:
-            self.bind(self.data)
-        if bucket.alone:
+            self.attach(self.data)
+        if bucket.single_rank:
             for handle in handles:
-                handle.whole = self.views[handle.name]
+                handle.unsharded_param = self.views[handle.name]
 
     @property
     def name(self) -> str:
-        """That of its unit, or of its first and last weight."""
-        first, last = self.handles[-1].name, self.handles[0].name
-        return self.bucket.unit or (first if first == last else f"{first} ... {last}")
+        """The name of its unit, or the names of its first and last weight."""
+        return self.bucket.unit or _span_name(self.handles)
 
     @property
     def shard(self) -> torch.Tensor:
@@ -208,28 +218,28 @@ class BucketBlock:
         return self.data[start - self.stored_range[0] : stop - self.stored_range[0]]
 
     @property
-    def whole_bytes(self) -> int:
-        """Bytes of the whole block."""
+    def unsharded_bytes(self) -> int:
+        """Bytes of the unsharded block in the dtype of its weights."""
         return self.layout.numel * self.data.element_size()
 
     @property
     def columns(self) -> int:
-        """The length of the rows that a wire format encodes, of its only weight."""
+        """The row length c of its only weight [r, c], as a gather format encodes it."""
         (handle,) = self.handles
         return handle.shape[-1]
 
     @property
-    def wire_bytes(self) -> int:
-        """Bytes of this rank's shard as it is gathered."""
-        if self.wire is None:
+    def encoded_bytes(self) -> int:
+        """Bytes of this rank's shard in its gather format."""
+        if self.gather_format is None:
             return self.shard.nbytes
-        return self.wire.wire_bytes((len(self.shard) // self.columns, self.columns))
+        return self.gather_format.encoded_bytes((len(self.shard) // self.columns, self.columns))
 
     @property
-    def lease(self) -> tuple[int, torch.dtype]:
-        """Elements and dtype of the buffer that the whole block is bound in."""
-        if self.keeps_codes:
-            return self.wire_bytes * self.bucket.group.size, torch.uint8
+    def buffer_spec(self) -> tuple[int, torch.dtype]:
+        """Number of elements and dtype of the buffer for the unsharded block."""
+        if self.keeps_quantized:
+            return self.encoded_bytes * self.bucket.group.size, torch.uint8
         return self.layout.numel, self.data.dtype
 
     @property
@@ -238,107 +248,117 @@ class BucketBlock:
         return any(handle.trainable for handle in self.handles)
 
     def members(self) -> Iterator[tuple[WeightHandle, Member]]:
-        """Pair every handle with its place in the whole block."""
+        """Pair every handle with its range of the unsharded block."""
         return zip(self.handles, self.layout.members, strict=True)
 
-    def bind(self, whole: torch.Tensor) -> None:
-        """Show the handles their weights in `whole` [numel]."""
+    def attach(self, unsharded: torch.Tensor) -> None:
+        """Let the handles read their weights as views of `unsharded` [numel]."""
         for handle, member in self.members():
-            self.views[handle.name] = whole[member.start : member.stop].view(member.shape)
+            self.views[handle.name] = unsharded[member.start : member.stop].view(member.shape)
 
-    def arrive(
-        self, gathered: torch.Tensor, whole: torch.Tensor, *, amax: torch.Tensor | None
+    def decode(
+        self, gathered: torch.Tensor, unsharded: torch.Tensor, *, amax: torch.Tensor | None
     ) -> None:
-        """Make what was gathered in the wire format [wire_bytes · size] readable.
+        """Decode the gathered shards, or unpack them for a kernel that reads the quantized values.
 
         Args:
-            whole: what `lease` says, where it is bound.
-            amax: of the whole weight, if the format needs it.
+            gathered: [encoded_bytes · group size] uint8, the encoded shards in order of rank.
+            unsharded: the buffer that `buffer_spec` describes; written.
+            amax: largest magnitude of the weight, if the format needs it.
         """
-        assert self.wire is not None
+        assert self.gather_format is not None
         columns = self.columns
         shape = (self.layout.numel // columns, columns)
-        if not self.keeps_codes:
-            matrix = whole.view(shape)
-            self.wire.decode(gathered, shape, dtype=whole.dtype, amax=amax, out=matrix)
+        if not self.keeps_quantized:
+            matrix = unsharded.view(shape)
+            self.gather_format.decode(gathered, shape, dtype=unsharded.dtype, amax=amax, out=matrix)
             return
-        found = self.wire.separate(gathered, shape, amax=amax, out=whole)
-        self.encoded = found.first(self.layout.members[0].stop // columns)
+        encoded = self.gather_format.unpack(gathered, shape, amax=amax, out=unsharded)
+        self.encoded = encoded.first_rows(self.layout.members[0].stop // columns)
 
-    def unbind(self) -> None:
-        """Take away what was bound: its memory may be used for something else."""
-        self.current, self.encoded = False, None
+    def reshard(self) -> None:
+        """Drop the views of the unsharded buffer, whose memory may be reused after this."""
+        self.ready, self.encoded = False, None
         self.views.clear()
 
-    def need(self) -> None:
-        """Have the whole weights made ready.
+    def unshard(self) -> None:
+        """Have the gatherer attach the unsharded weights.
 
         Raises:
-            ValueError: nobody was asked to gather them.
+            ValueError: no gatherer has been built over the store.
         """
-        if self.source is None:
+        if self.gatherer is None:
             raise ValueError(
                 f"{self.name} is stored in shards: build DataParallel over its store to use it"
             )
-        self.source.consume(self)
+        self.gatherer.unshard(self)
 
     @property
-    def gaps(self) -> list[tuple[int, int]]:
-        """The element ranges that belong to no weight that is trained: padding and frozen ones."""
-        found, at = [], 0
+    def untrained_ranges(self) -> list[tuple[int, int]]:
+        """The element ranges without a gradient: padding and frozen weights."""
+        ranges, end = [], 0
         for handle, member in self.members():
             if not handle.trainable:
                 continue
-            if member.start > at:
-                found.append((at, member.start))
-            at = member.stop
-        return found + ([(at, self.layout.numel)] if at < self.layout.numel else [])
+            if member.start > end:
+                ranges.append((end, member.start))
+            end = member.stop
+        return ranges + ([(end, self.layout.numel)] if end < self.layout.numel else [])
+
+
+def _span_name(handles: Sequence[WeightHandle]) -> str:
+    """Return the names of the first and the last declared weight of a block or bucket."""
+    # Backward fills a bucket in reverse order of declaration.
+    first_name, last_name = handles[-1].name, handles[0].name
+    return first_name if first_name == last_name else f"{first_name} ... {last_name}"
 
 
 @dataclass(frozen=True)
 class WeightRange:
-    """Elements [start, stop) of a local weight, which lie at `at` in a flat tensor."""
+    """Elements [start, stop) of a local weight, stored from `offset` in a flat tensor."""
 
     handle: WeightHandle
     start: int
     stop: int
-    at: int
+    offset: int
 
     def within(self, low: int, high: int) -> WeightRange | None:
-        """Return what lies in [low, high) of the flat tensor, placed from `low`; None if nothing
-        does."""
-        first, last = max(self.at, low), min(self.at + self.stop - self.start, high)
-        if first >= last:
+        """Return the intersection with elements [low, high) of the flat tensor, its offset relative
+        to `low`; None if it is empty."""
+        begin, end = max(self.offset, low), min(self.offset + self.stop - self.start, high)
+        if begin >= end:
             return None
-        start = self.start + first - self.at
-        return WeightRange(self.handle, start, start + last - first, first - low)
+        start = self.start + begin - self.offset
+        return WeightRange(self.handle, start, start + end - begin, begin - low)
 
 
 class Bucket:
     """Blocks in one flat buffer.
 
     Args:
-        index: its number in the store.
-        plan: which weights it holds.
-        groups: who shares it.
-        device: where it lives.
-        wires: the formats in which forward and backward gather weights over gtp, or one for both;
-            none is as they are stored.
+        index: number of the bucket in the store.
+        plan: the weights of the bucket.
+        groups: the process groups of the bucket.
+        device: of the storage.
+        formats: the gather formats of forward and backward for weights over gtp, or one for both;
+            empty if they are gathered in their own dtype.
 
     Attributes:
-        unit: the unit that its weights belong to; None if to none.
-        part: the model chunk that its weights belong to.
-        placement: which axes shard which role; none if its data-parallel group is this rank.
-        group: the ranks that share it; each owns one of `Group.size` ranges of every block.
-        outer: the ranks that hold the same ranges, under hybrid sharding and generalized tensor
-            parallelism; one rank otherwise.
-        alone: nobody else has it: it is stored whole, and neither gathered nor reduced.
-        sharded: this rank stores one shard of each block only.
-        gtp: its blocks are weights sharded over gtp or egtp alone.
-        outer_shards: the outer ranks own different ranges of the same shards.
-        blocks: in the order in which backward fills them. One that is stored whole has no others.
-        data: what this rank stores, flat.
-        reduced_range: the elements of `data` whose gradients, summed over `group`, it receives.
+        unit: the unit of its weights; None for weights outside any unit.
+        model_chunk: the model chunk of its weights.
+        placement: the axes that shard weights, gradients and optimizer state; empty if its
+            data-parallel group is a single rank.
+        group: the shard group: each of its ranks owns one of `Group.size` ranges of every block.
+        outer: the replicate group: ranks that store the same shards, under hybrid sharding and
+            generalized tensor parallelism; a single rank otherwise.
+        single_rank: no other rank stores the bucket: it is neither gathered nor reduced.
+        sharded: this rank stores only its shard of each block.
+        gtp: its blocks are weights sharded over gtp or egtp only.
+        outer_shards: the outer ranks own different ranges of the shard that they all store.
+        blocks: in the order in which backward fills them. A bucket stored whole has one block.
+        data: this rank's storage, flat.
+        reduced_range: the elements of `data` whose gradients this rank receives, summed over
+            `group`.
         owned_range: the elements of `data` that this rank's optimizer updates.
     """
 
@@ -349,27 +369,28 @@ class Bucket:
         groups: BucketGroups,
         *,
         device: torch.device,
-        wires: tuple[WireFormat, ...] = (),
+        formats: tuple[GatherFormat, ...] = (),
     ) -> None:
-        self.index, self.unit, self.part = index, plan.unit, plan.part
+        self.index, self.unit, self.model_chunk = index, plan.unit, plan.model_chunk
         self.placement, self.groups = plan.placement, groups
         self.group, self.outer = groups.shared, groups.outer
-        self.alone = self.group.size * self.outer.size == 1
+        self.single_rank = self.group.size * self.outer.size == 1
         self.gtp = plan.placement.weight == GTP
         self.sharded = bool(plan.placement.weight)
         self.outer_shards = groups.outer.size > 1 and any(
             axis in plan.placement.optimizer for axis in groups.outer_axes
         )
         assert self.sharded or len(plan.blocks) == 1
-        wires = wires if self.gtp else ()
-        multiple = QUANTUM * self.outer.size  # outer ranks may own equal ranges of it
-        layouts = [self._layout(handles, multiple, wires) for handles in plan.blocks]
-        stored = [of.numel // of.parts if self.sharded else of.numel for of in layouts]
-        length = -(-sum(stored) // multiple) * multiple
+        formats = formats if self.gtp else ()
+        # A reduce-scatter over the outer ranks divides a shard into equal ranges once more.
+        alignment = ALIGNMENT * self.outer.size
+        layouts = [self._layout(handles, alignment, formats) for handles in plan.blocks]
+        stored = [x.numel // x.num_shards if self.sharded else x.numel for x in layouts]
+        length = -(-sum(stored) // alignment) * alignment
         self.data = torch.zeros(length, dtype=plan.blocks[0][0].dtype, device=device)
         starts = [sum(stored[:i]) for i in range(len(stored))]
         self.blocks = [
-            BucketBlock(self, handles, layout=layout, start=start, wires=wires)
+            BucketBlock(self, handles, layout=layout, start=start, formats=formats)
             for handles, layout, start in zip(plan.blocks, layouts, starts, strict=True)
         ]
         start, stop = 0, len(self.data)
@@ -377,43 +398,41 @@ class Bucket:
             start, stop = self.blocks[0].shard_range
         self.reduced_range = start, stop
         if self.outer_shards:
-            part = (stop - start) // groups.outer.size
-            start += part * groups.outer.rank
-            stop = start + part
+            numel = (stop - start) // groups.outer.size
+            start += numel * groups.outer.rank
+            stop = start + numel
         self.owned_range = start, stop
 
     @property
     def name(self) -> str:
-        """That of its unit, or of its first and last weight."""
-        first, last = self.handles[-1].name, self.handles[0].name
-        return self.unit or (first if first == last else f"{first} ... {last}")
+        """The name of its unit, or the names of its first and last weight."""
+        return self.unit or _span_name(self.handles)
 
     @property
     def handles(self) -> list[WeightHandle]:
-        """Its weights, in the order in which they lie."""
+        """Its weights in the order of storage."""
         return [handle for block in self.blocks for handle in block.handles]
 
     @property
     def numel(self) -> int:
-        """Elements that the ranks which share it store of it together, padding included."""
+        """Elements of the bucket over all ranks of its group, padding included."""
         return len(self.data) * (self.group.size if self.sharded else 1)
 
     def _layout(
-        self, handles: list[WeightHandle], multiple: int, wires: tuple[WireFormat, ...]
+        self, handles: list[WeightHandle], alignment: int, formats: tuple[GatherFormat, ...]
     ) -> BufferLayout:
-        """Lay out a block. A range of one that is not among others divides by `multiple`; shards in
-        wire formats are whole rows of their blocks."""
-        quantum = QUANTUM if self.gtp else multiple
-        if wires:
+        """Lay out a block; encoded shards are whole block rows of the format's scale blocks."""
+        alignment = ALIGNMENT if self.gtp else alignment
+        if formats:
             (handle,) = handles
-            rows = math.lcm(*(wire.block[0] for wire in wires))
-            quantum = math.lcm(QUANTUM, rows * handle.shape[-1])
+            rows = math.lcm(*(gather_format.block[0] for gather_format in formats))
+            alignment = math.lcm(ALIGNMENT, rows * handle.shape[-1])
         shapes = [(handle.name, handle.shape) for handle in handles]
-        return BufferLayout.of(shapes, parts=self.group.size, shard_quantum=quantum)
+        return BufferLayout.of(shapes, num_shards=self.group.size, shard_alignment=alignment)
 
     @property
     def expert(self) -> bool:
-        """Whether its weights are of experts."""
+        """Whether its weights are expert weights."""
         return self.handles[0].sharding.expert
 
     @property
@@ -423,59 +442,60 @@ class Bucket:
 
     @property
     def owned(self) -> torch.Tensor:
-        """The weights that this rank's optimizer updates, a view of what it stores."""
+        """The weights that this rank's optimizer updates, a view of `data`."""
         start, stop = self.owned_range
         return self.data[start:stop]
 
-    def stored(self) -> Iterator[WeightRange]:
-        """Yield what this rank stores of every weight, and where in `data`; nothing of one leaves
-        an empty range."""
+    def stored_weights(self) -> Iterator[WeightRange]:
+        """Yield this rank's range of every weight and its offset in `data`; the range is empty if
+        the weight is stored on other ranks."""
         for block in self.blocks:
             low, high = block.stored_range
             for handle, member in block.members():
                 start = max(member.start, low)
                 stop = max(start, min(member.stop, high))
-                at = block.start + start - low
-                yield WeightRange(handle, start - member.start, stop - member.start, at)
+                offset = block.start + start - low
+                yield WeightRange(handle, start - member.start, stop - member.start, offset)
 
     def owned_weights(self) -> Iterator[WeightRange]:
-        """Yield what this rank's optimizer updates of every weight, and where in `owned`."""
-        for found in self.stored():
-            inside = found.within(*self.owned_range)
+        """Yield the range of each weight that this rank's optimizer updates, its offset in
+        `owned`."""
+        for weight in self.stored_weights():
+            inside = weight.within(*self.owned_range)
             if inside is not None:
                 yield inside
 
 
 @dataclass(frozen=True)
 class Reduction:
-    """A sum of gradients over a group of ranks.
+    """A reduction of gradients over a process group.
 
     Args:
-        scatter: each rank receives its own range of the sum (reduce-scatter), else all of it
-            (all-reduce).
-        each_microbatch: in every microbatch, else once a step.
+        scatter: reduce-scatter: each rank receives its shard of the sum; otherwise all-reduce.
+        every_microbatch: reduce in every microbatch, otherwise once a step.
     """
 
     scatter: bool
-    each_microbatch: bool
+    every_microbatch: bool
 
 
 def reductions(
-    placed: Placement, outer_axes: tuple[str, ...], *, once: bool = False
+    placement: Placement, outer_axes: tuple[str, ...], *, per_step: bool = False
 ) -> tuple[Reduction, Reduction]:
-    """Return the sums that make a bucket's gradients whole, in order: of each block over the ranks
-    that share it, then of the bucket's shards over the outer ranks.
+    """Return the two reductions of a bucket's gradients, in order: of each block over the shard
+    group, then of the bucket's shards over the outer ranks.
 
     Args:
-        placed: which data axes shard which role of its weights.
-        outer_axes: those that the outer ranks are on.
-        once: whole gradients are kept until the last microbatch, wherever shards are.
+        placement: the data axes that shard weights, gradients and optimizer state.
+        outer_axes: the data axes of the outer ranks.
+        per_step: unreduced gradients are kept until the last microbatch, also where the placement
+            shards them.
     """
     return (
-        Reduction(bool(placed.optimizer), bool(placed.gradient) and not once),
+        Reduction(bool(placement.optimizer), bool(placement.gradient) and not per_step),
         Reduction(
-            any(axis in placed.optimizer for axis in outer_axes),
-            any(axis in placed.gradient for axis in outer_axes) and not once,
+            any(axis in placement.optimizer for axis in outer_axes),
+            any(axis in placement.gradient for axis in outer_axes) and not per_step,
         ),
     )
 
@@ -490,13 +510,13 @@ class Storage:
 
     Args:
         strategy: the strategy of the data-parallel engine that will be built over the store.
-        outer: what hybrid sharding does over the outer data axis: "no_shard" or "optim".
-        bucket_bytes: fp32 gradient bytes after which a bucket closes, where weights are stored
-            whole or over gtp; a weight is never split.
-        granularity: of weights that are stored in shards: a block is a "unit" or a "weight".
-        gather_format: in which weights sharded over gtp are gathered, see `wire`; "bf16" is their
-            own dtype.
-        gather_scale_blocks: "2d" or "1d" blocks of that format's scales.
+        outer: strategy of hybrid sharding over the outer data axis: "no_shard" or "optim".
+        bucket_bytes: fp32 gradient bytes after which a bucket closes, for weights stored whole or
+            over gtp; a weight is never split.
+        granularity: a block of weights stored in shards is a "unit" or a "weight".
+        gather_format: format of the all-gather of weights sharded over gtp, see `gather_format`;
+            "bf16" is the dtype of the weights.
+        gather_scale_blocks: "2d" or "1d" scale blocks of the gather format.
         initialize: write initial values; otherwise zeros.
 
     Raises:
@@ -508,7 +528,7 @@ class Storage:
     outer: OuterStrategy = "no_shard"
     bucket_bytes: int = 160_000_000
     granularity: Granularity = "unit"
-    gather_format: GatherFormat = "bf16"
+    gather_format: GatherFormatName = "bf16"
     gather_scale_blocks: ScaleBlocks = "2d"
     initialize: bool = True
 
@@ -516,46 +536,45 @@ class Storage:
         placement(self.strategy, self.outer)
         if self.granularity not in GRANULARITIES:
             raise ValueError(f"granularity {self.granularity!r}: use {' or '.join(GRANULARITIES)}")
-        wire_formats(self.gather_format, scale_blocks=self.gather_scale_blocks)
+        gather_formats(self.gather_format, scale_blocks=self.gather_scale_blocks)
 
     @property
-    def wires(self) -> tuple[WireFormat, ...]:
-        """The formats of what forward and backward read, one if it is the same; none is no
-        encoding."""
+    def gather_formats(self) -> tuple[GatherFormat, ...]:
+        """The gather formats of forward and backward, or one for both; empty without encoding."""
         if self.gather_format == "bf16":
             return ()
-        return wire_formats(self.gather_format, scale_blocks=self.gather_scale_blocks)
+        return gather_formats(self.gather_format, scale_blocks=self.gather_scale_blocks)
 
     @property
     def placement(self) -> Placement:
         return placement(self.strategy, self.outer)
 
     def effective(self, groups: ProcessGroupCollection) -> Placement:
-        """Return the strategy's placement on these ranks: none where the data-parallel groups of
-        dense weights and of experts both have one rank.
+        """Return the strategy's placement on these ranks, which is empty if the data-parallel group
+        of dense weights and the data-parallel group of experts both have a single rank.
 
-        Where only one of the two has one rank, its buckets have no placement of their own.
+        If only one of the two groups has a single rank, its buckets have an empty placement.
         """
-        data_axes = DENSE_DATA_AXES + EXPERT_DATA_AXES
-        sizes = [groups.grid.size(axis) for axis in data_axes]
+        rank_axes = (DENSE_DATA_AXES, EXPERT_DATA_AXES)
+        sizes = [groups.grid.size(axis) for axes in rank_axes for axis in axes]
         return Placement() if max(sizes) == 1 else self.placement
 
 
 @dataclass(frozen=True)
 class BucketPlan:
-    """The weights of a bucket to be, before anything is allocated.
+    """The weights of a bucket before it is allocated.
 
     Args:
-        unit: the unit that they belong to; None if to none.
-        blocks: the weights of each, those without weight decay last: the optimizer then sees two
-            ranges a block, not one a weight.
-        part: the model chunk that they belong to.
-        placement: which axes shard which role of each.
+        unit: the unit of the weights; None for weights outside any unit.
+        blocks: the weights of each block, weights without weight decay last: the optimizer then
+            updates two ranges per block rather than one range per weight.
+        model_chunk: the model chunk of the weights.
+        placement: the axes that shard weights, gradients and optimizer state.
     """
 
     unit: str | None
     blocks: list[list[WeightHandle]]
-    part: int
+    model_chunk: int
     placement: Placement
 
 
@@ -564,7 +583,7 @@ def bucket_plans(
     plans: Mapping[str, GradientPlan],
     *,
     units: Mapping[str, str | None],
-    parts: Mapping[str, int],
+    model_chunks: Mapping[str, int],
     storage: Storage,
     strategy: Placement,
     grid: RankGrid,
@@ -572,70 +591,76 @@ def bucket_plans(
     """Divide weights into buckets, each of one data-parallel group, one placement, one dtype and
     one model chunk.
 
-    A weight of several pipeline stages has a bucket to itself: its owners then lay it out alike,
-    and hold the same ranges of it, whatever else they have.
+    A weight that several pipeline stages share has a bucket to itself. These stages then lay it
+    out alike and own the same ranges of it, whatever other weights they have.
 
     Args:
-        handles: in order of declaration.
-        plans: by weight name.
-        units: the unit of each weight by name; None if it is in none.
-        parts: the part of each weight by name.
-        strategy: what it shards; buckets are filled by bytes unless that is weights.
-        grid: decides what gtp shards.
+        handles: the weights in order of declaration.
+        plans: the gradient plan of each weight by name.
+        units: the unit of each weight by name; None for a weight outside any unit.
+        model_chunks: the model chunk of each weight by name.
+        strategy: placement of the strategy; buckets are filled by bytes unless it shards weights.
+        grid: the rank grid, which decides whether gtp shards a weight.
 
     Returns:
-        In the order in which backward fills them.
+        Bucket plans in the order in which backward fills the buckets.
     """
-    found: list[BucketPlan] = []
-    opened: dict[tuple[str, torch.dtype, Placement], list[WeightHandle]] = {}
-    opened_bytes: dict[tuple[str, torch.dtype, Placement], int] = {}
+    closed: list[BucketPlan] = []
+    open_handles: dict[tuple[str, torch.dtype, Placement], list[WeightHandle]] = {}
+    open_bytes: dict[tuple[str, torch.dtype, Placement], int] = {}
     unit: str | None = None
-    part = 0
+    model_chunk = 0
 
-    def close(kind: tuple[str, torch.dtype, Placement]) -> None:
-        members, placed = opened.pop(kind), kind[-1]
-        del opened_bytes[kind]
-        if placed.weight == GTP:
+    def close(key: tuple[str, torch.dtype, Placement]) -> None:
+        members, placement = open_handles.pop(key), key[-1]
+        del open_bytes[key]
+        if placement.weight == GTP:
             blocks = [[handle] for handle in members]
         else:
             blocks = [sorted(members, key=lambda h: not h.sharding.weight_decay)]
-        found.append(BucketPlan(unit, blocks, part, placed))
+        closed.append(BucketPlan(unit, blocks, model_chunk, placement))
 
-    def reduced_bytes(handle: WeightHandle, placed: Placement) -> int:
-        shards = grid.size(handle.sharding.gtp_axis) if placed.weight == GTP else 1
+    def reduced_bytes(handle: WeightHandle, placement: Placement) -> int:
+        shards = grid.size(handle.sharding.gtp_axis) if placement.weight == GTP else 1
         return 4 * math.prod(handle.shape) // shards
 
-    # Backward goes through the last model chunk first, in whatever order they were declared.
-    for handle in sorted(reversed(list(handles)), key=lambda h: -parts[h.name]):
-        placed = handle.sharding.placement(grid, strategy)
-        kind = plans[handle.name].data_group, handle.dtype, placed
+    # Buckets follow the order of backward, so that they fill one after another: the last model
+    # chunk first, and within a chunk the reverse order of declaration.
+    for handle in sorted(reversed(list(handles)), key=lambda h: -model_chunks[h.name]):
+        placement = handle.sharding.placement(grid, strategy)
+        key = plans[handle.name].data_group, handle.dtype, placement
         shared = len(set(handle.sharding.stages)) > 1
-        if shared or parts[handle.name] != part:
-            for other in list(opened):
-                close(other)
-            part = parts[handle.name]
+        # A tied weight is summed over its stages, which must agree on its owned ranges.
+        if shared or model_chunks[handle.name] != model_chunk:
+            for open_key in list(open_handles):
+                close(open_key)
+            model_chunk = model_chunks[handle.name]
         if strategy.weight and units[handle.name] != unit:
-            for other in list(opened):
-                close(other)
+            for open_key in list(open_handles):
+                close(open_key)
             unit = units[handle.name]
-        opened.setdefault(kind, []).append(handle)
-        opened_bytes[kind] = opened_bytes.get(kind, 0) + reduced_bytes(handle, placed)
+        open_handles.setdefault(key, []).append(handle)
+        open_bytes[key] = open_bytes.get(key, 0) + reduced_bytes(handle, placement)
         if strategy.weight:
             full = storage.granularity == "weight" and len(handle.shape) > 1
         else:
-            full = opened_bytes[kind] >= storage.bucket_bytes
+            full = open_bytes[key] >= storage.bucket_bytes
         if full or shared:
-            close(kind)
-    for kind in list(opened):
-        close(kind)
-    return found
+            close(key)
+    for key in list(open_handles):
+        close(key)
+    return closed
 
 
 @dataclass(frozen=True)
 class BucketGroups:
-    """Who shares a bucket: its owners, the ranks that hold the same ranges, and who gathers it.
+    """The process groups of a bucket.
 
-    `outer_axes` are the data axes that `outer` spans, as a placement names them.
+    Args:
+        shared: the shard group: each rank owns one shard of every block.
+        outer: the replicate group: ranks with the same shards.
+        gather: the communicator of the all-gathers over the ranks of `shared`.
+        outer_axes: the data axes that `outer` spans, as a placement names them.
     """
 
     shared: Group
@@ -644,20 +669,28 @@ class BucketGroups:
     outer_axes: tuple[str, ...] = REPLICATE_AXES
 
     @staticmethod
-    def of(groups: ProcessGroupCollection, data_group: str, placement: Placement) -> BucketGroups:
-        """Choose the groups of a placement; `data_group` ("gtp_cp_dp" or "egtp_edp") reduces the
-        gradients."""
-        expert = data_group == "egtp_edp"
+    def of(groups: ProcessGroupCollection, group_name: str, placement: Placement) -> BucketGroups:
+        """Choose the groups of a placement.
+
+        Args:
+            groups: all process groups.
+            group_name: the data-parallel group, "gtp_cp_dp" or "egtp_edp".
+            placement: the axes that shard weights, gradients and optimizer state.
+        """
+        expert = group_name == "egtp_edp"
         prefix = "expert_" if expert else ""
         if placement.weight == GTP:
             shared, replicas = ("egtp", "edp") if expert else ("gtp", "dp_cp")
             return BucketGroups(
                 groups[shared], groups[replicas], groups[f"{shared}_gather"], ("cp", "dp_inner")
             )
-        alone = Group.single("outer", groups.rank)
+        single_rank = Group.single("outer", groups.rank)
         hybrid = groups.grid.instances > 1 and bool(placement.optimizer)
-        shared = groups[f"{prefix}shard" if hybrid else data_group]
-        outer = groups[f"{prefix}replicate"] if hybrid else alone
-        # Gathers have a communicator of their own: they never queue behind gradients.
-        gather = groups[f"{prefix}shard_gather"] if placement.weight else shared
+        shared = groups[f"{prefix}shard" if hybrid else group_name]
+        outer = groups[f"{prefix}replicate"] if hybrid else single_rank
+        # A communicator runs its collectives in order. All-gathers have one of their own, so a
+        # prefetch of weights never queues behind a reduce-scatter of gradients.
+        gather = shared
+        if placement.weight:
+            gather = groups[f"{prefix}shard_gather"]
         return BucketGroups(shared, outer, gather)

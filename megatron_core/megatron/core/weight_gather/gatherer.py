@@ -1,37 +1,38 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Gatherer: unshards blocks of weights just before use, in buffers leased from a pool.
+"""Gatherer: unshards blocks of weights just before use, in buffers of a pool.
 
-The first step gathers on demand and records which block every segment (forward, backward) needs,
-and when. The next step's plan (`plan`) is compiled from this trace and followed as long as the
-requests match it. After a mismatch everything is gathered on demand until the step ends, the
-mismatch is counted, and the step after that gets a new plan. A plan changes when a block is
-gathered, never what is gathered, so results do not depend on it.
+The first step gathers on demand and records the order in which every segment (forward, backward)
+uses the blocks. The plan of the next step (`plan`) is compiled from this trace and followed as long
+as the uses match it. After a mismatch the rest of the step gathers on demand, the mismatch is
+counted, and the step after it gets a new plan. A plan decides only the time of an all-gather, never
+its contents, so results do not depend on it.
 
 Two kinds of blocks are gathered:
 
-- stored in shards: gathered into a leased buffer and released again, within a budget of bytes;
+- stored in shards: unsharded in a pool buffer and resharded again, within a budget of bytes;
 - stored whole, with one range updated by each rank's optimizer: gathered in place, once a step.
 
-A gatherer has blocks of one kind and follows a plan of its own: where a model has both, as under
-generalized tensor parallelism, reading a weight of one kind never ends the lease of another.
+A gatherer has blocks of one kind and a plan of its own. A model with both kinds, as under
+generalized tensor parallelism, has two gatherers, so unsharding a block of one kind never reshards
+a block of the other.
 
-A block with a wire format (`wire`) is encoded by the ranks that hold its shards, once after every
-optimizer step; the encoded shards are gathered, and decoded into the leased buffer where the block
-is needed, or copied there as they are, for a kernel that multiplies in that format. A largest
-magnitude that a format scales by is found for all blocks by one all-reduce.
-With 1-D scale blocks a weight has two planes, one for forward and one for backward, each of which
-is encoded, gathered and released by itself, and only where it is needed.
+The ranks that own the shards of a block encode them in its gather format (`gather_format`), once
+after every optimizer step. The encoded shards are all-gathered, and then decoded into the unsharded
+buffer, or copied there in quantized form for a kernel that multiplies in this format. One
+all-reduce finds the largest magnitudes of all blocks whose format scales by them. With 1-D scale
+blocks, forward and backward each have their own encoding of a weight, which is encoded, gathered
+and resharded by itself when its direction needs it.
 
-Where the outer ranks own different ranges of the same shards (hybrid sharding with a sharded
-optimizer, replicas of weights over gtp) a gather has two stages: over the outer ranks, once after
-every optimizer step and of a whole bucket, then over the ranks that share the block.
+If the outer ranks own different ranges of a shard that they all store (hybrid sharding with a
+sharded optimizer, replicas of weights over gtp), an all-gather has two stages: over the outer
+ranks, for a whole bucket, once after every optimizer step; then over the shard group of the block.
 
-`BufferPool` leases flat buffers for gathered weights and for gradients in flight. A lease belongs
-to its holder until it is given back; no storage is leased twice at a time. Buffers are kept by size
-and dtype, so a training run allocates only in its first steps. On a GPU a returned buffer carries
-an event: the stream of its next holder waits until its last reader has run. With `poison`, buffers
-hold NaN when they are leased and again when they are given back, so a read before the gather or
-after the release shows in the loss, and autograd refuses a saved view.
+`BufferPool` hands out flat buffers for unsharded weights and for gradients in reduction. A buffer
+belongs to its user from `acquire` to `release`. Free buffers are kept by size and dtype, so a
+training run allocates only in its first steps. On a GPU a released buffer carries an event: the
+stream of the next user waits until the last reader has run. With `poison`, buffers are filled with
+NaN by `acquire` and again by `release`. A read before the all-gather or after the release then
+shows in the loss, and autograd refuses a saved view.
 """
 
 from __future__ import annotations
@@ -54,29 +55,29 @@ from megatron.core.comm.nccl_memory import RegisteredMemory
 from megatron.core.device import Event, current_stream, new_event, new_stream, on_stream
 from megatron.core.process_groups import Group
 from megatron.core.weight_gather.bucket import Bucket, BucketBlock
-from megatron.core.weight_gather.plan import GatherPlan, Trace, bytes_of_neighbours, compile_plan
-from megatron.core.weight_gather.wire import shard_amax
+from megatron.core.weight_gather.gather_format import shard_amax
+from megatron.core.weight_gather.plan import GatherPlan, Trace, compile_plan, max_adjacent_bytes
 
-#: A size class is at most 1/64 above what was asked for, and a multiple of so many elements.
+#: Size classes exceed a requested size by at most 1/64, in multiples of _ALIGNMENT elements.
 _STEPS_PER_OCTAVE_LOG2 = 6
 _ALIGNMENT = 16
 
 
 @dataclass
 class _Buffer:
-    """Storage [size class], and the event after which it may be written again."""
+    """Storage [size class], and the event after which it may be reused."""
 
     data: torch.Tensor
     released: Event
 
 
 class BufferPool:
-    """Lease flat buffers on one device.
+    """A pool of flat buffers on one device.
 
     Args:
-        device: where they are.
-        poison: fill buffers with NaN (integers: their largest value) at lease and at release.
-        memory: where they are allocated; None is torch's allocator.
+        device: of the buffers.
+        poison: fill buffers with NaN (integers: the largest value) in `acquire` and in `release`.
+        memory: allocator of the buffers; None is torch's allocator.
     """
 
     def __init__(
@@ -91,22 +92,25 @@ class BufferPool:
         self.live_bytes = 0
         self.peak_bytes = 0
         self._free: dict[tuple[int, torch.dtype], list[_Buffer]] = {}
-        # The leased tensor is kept with its buffer: its id stays its own while the lease lasts.
-        self._leased: dict[int, tuple[torch.Tensor, _Buffer]] = {}
+        # Keyed by id(tensor). The tensor is kept here too: Python reuses the id of a dead object.
+        self._in_use: dict[int, tuple[torch.Tensor, _Buffer]] = {}
 
     @property
     def reserved_bytes(self) -> int:
-        """Bytes of all buffers, leased or kept for the next lease, sizes rounded up."""
-        kept = [buffer for free in self._free.values() for buffer in free]
-        leased = [buffer for _, buffer in self._leased.values()]
-        return sum(b.data.numel() * b.data.element_size() for b in kept + leased)
+        """Bytes of all buffers, in use or free, in their rounded sizes."""
+        free_buffers = [buffer for free in self._free.values() for buffer in free]
+        used_buffers = [buffer for _, buffer in self._in_use.values()]
+        return sum(b.data.numel() * b.data.element_size() for b in free_buffers + used_buffers)
 
-    def lease(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
-        """Return a flat tensor [numel] with no defined content, until `release`; call it where the
-        current stream writes it first, which waits for the last holder's work."""
+    def acquire(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
+        """Return an uninitialised flat tensor [numel], in use until `release`.
+
+        Call this on the stream that first writes the buffer: it waits for the last user's work.
+        """
         free = self._free.get((size_class(numel), dtype))
         if free:
             buffer = free.pop()
+            # Device-side wait: the buffer's last readers may still be running on another stream.
             current_stream(self.device).wait_event(buffer.released)
         else:
             data = self._allocated(size_class(numel), dtype)
@@ -114,7 +118,7 @@ class BufferPool:
         if self.poison:
             poison_(buffer.data)
         tensor = buffer.data[:numel]
-        self._leased[id(tensor)] = (tensor, buffer)
+        self._in_use[id(tensor)] = (tensor, buffer)
         self.live_bytes += tensor.numel() * tensor.element_size()
         self.peak_bytes = max(self.peak_bytes, self.live_bytes)
         return tensor
@@ -125,23 +129,25 @@ class BufferPool:
         return self._memory.empty(numel, dtype)
 
     def release(self, tensor: torch.Tensor) -> None:
-        """Give a lease back; call it where the current stream waits for the last reader.
+        """Return a buffer to the pool; call this on the stream of its last reader.
 
         Args:
-            tensor: what `lease` returned, itself and not a view of it.
+            tensor: the tensor that `acquire` returned, not a view of it.
 
         Raises:
-            ValueError: the tensor is not leased: given back before, or never this pool's.
+            ValueError: the tensor is not in use: released before, or from another pool.
         """
-        found = self._leased.pop(id(tensor), None)
-        if found is None:
+        entry = self._in_use.pop(id(tensor), None)
+        if entry is None:
             raise ValueError(
-                f"this tensor of {tensor.numel()} elements is not leased from the pool: release "
-                "each lease once, by the tensor that lease() returned"
+                f"this tensor of {tensor.numel()} elements is not a buffer in use of this pool: "
+                "release each buffer once, by the tensor that acquire() returned"
             )
-        buffer = found[1]
+        buffer = entry[1]
         if self.poison:
             poison_(buffer.data)
+        # The host frees the buffer before the device has read it. The event orders the next
+        # user's writes, which may be on another stream, after the reads of this stream.
         buffer.released.record(current_stream(self.device))
         self._free.setdefault((buffer.data.numel(), buffer.data.dtype), []).append(buffer)
         self.live_bytes -= tensor.numel() * tensor.element_size()
@@ -151,32 +157,33 @@ class BufferPool:
         self.peak_bytes = self.live_bytes
 
     def trim(self) -> None:
-        """Give the memory of all buffers that nobody leases back to the allocator."""
+        """Return the memory of all free buffers to the allocator."""
         for free in self._free.values():
             for buffer in free:
+                # The allocator knows nothing of streams that have read the buffer.
                 buffer.released.synchronize()
         self._free.clear()
 
-    def detach(self) -> list[torch.Tensor]:
-        """Hand over the buffers that nobody leases: no later lease gets their memory.
+    def take_free_buffers(self) -> list[torch.Tensor]:
+        """Remove the free buffers from the pool and return them: their memory is not reused.
 
-        A buffer that was leased while a CUDA graph was captured belongs to that graph: replays
-        write it, and nothing outside may wait for the event that it carries.
+        A buffer that was used while a CUDA graph was captured belongs to that graph: replays write
+        it, and its event was recorded in the graph, so no stream outside may wait for it.
 
         Raises:
-            ValueError: something is leased.
+            ValueError: a buffer is in use.
         """
-        if self._leased:
+        if self._in_use:
             raise ValueError(
-                f"{len(self._leased)} buffers are leased from the pool: release them first"
+                f"{len(self._in_use)} buffers of the pool are in use: release them first"
             )
-        found = [buffer.data for free in self._free.values() for buffer in free]
+        buffers = [buffer.data for free in self._free.values() for buffer in free]
         self._free.clear()
-        return found
+        return buffers
 
 
 def size_class(numel: int) -> int:
-    """Return `numel` rounded up to the size in which buffers are kept, at most 1/64 or 15 more."""
+    """Return `numel` rounded up to a size of pool buffers, by at most 1/64 or 15 elements."""
     step = max(_ALIGNMENT, 1 << max(0, numel.bit_length() - 1 - _STEPS_PER_OCTAVE_LOG2))
     return -(-numel // step) * step
 
@@ -185,28 +192,35 @@ def size_class(numel: int) -> int:
 FORWARD, BACKWARD, EVALUATION = "forward", "backward", "evaluation"
 
 
-def segment_name(kind: str, part: int) -> str:
-    """Return the name of what runs through one model chunk: "forward", "forward.1" …"""
-    return kind if part == 0 else f"{kind}.{part}"
+def segment_name(kind: str, model_chunk: int) -> str:
+    """Return the name of a segment of one model chunk: "forward", "forward.1" …"""
+    return kind if model_chunk == 0 else f"{kind}.{model_chunk}"
 
 
 @dataclass
 class _Gathered:
-    """A block's gather: under way while it is pending, else done."""
+    """An unsharded block: its all-gather is in flight while `pending` is not None.
 
-    whole: torch.Tensor
+    Args:
+        unsharded: the buffer of the unsharded weights.
+        pending: the all-gather; None once it has been waited for.
+        encoded: the buffer of the encoded shards, until they are decoded.
+    """
+
+    unsharded: torch.Tensor
     pending: Pending | None
     encoded: torch.Tensor | None = None
 
 
 @dataclass
 class _Encoded:
-    """This rank's shard of a block in its wire format: of one plane, if it has two.
+    """This rank's shard of a block in its gather format, for one direction.
 
     Args:
-        bytes: [wire_bytes] uint8.
-        version: of the block's storage when it was encoded, which counts writes; -1 is never.
-        is_stale: ranks that own the shard have written it since it was encoded.
+        block: the block of this direction.
+        bytes: [encoded_bytes] uint8.
+        version: torch's version counter of the block's storage when it was encoded; -1 before that.
+        is_stale: an optimizer step has written the shard since it was encoded.
     """
 
     block: BucketBlock
@@ -216,21 +230,21 @@ class _Encoded:
 
     @property
     def is_current(self) -> bool:
-        """Whether `bytes` are those of the shard as it is."""
+        """Whether `bytes` encode the present values of the shard."""
         return not self.is_stale and self.version == self.block.data._version
 
 
 @dataclass
 class GatherCounts:
-    """What happened since the counts were made.
+    """Counters of a gatherer.
 
     Args:
-        gathers: that were started.
-        prefetched: of them, started before the block was needed.
-        on_demand: needs that no plan foresaw.
-        mismatches: steps in which something else was needed than planned.
-        encodes: of blocks into their wire format, of each plane.
-        peak_bytes: most bytes of leased weights at a time.
+        gathers: all-gathers started.
+        prefetched: all-gathers started before the block was used.
+        on_demand: uses of blocks that no plan foresaw.
+        mismatches: steps whose uses differed from the plan.
+        encodes: encodings of shards, counted per direction.
+        peak_bytes: largest number of bytes of unsharded weights at a time.
     """
 
     gathers: int = 0
@@ -243,7 +257,7 @@ class GatherCounts:
 
 @dataclass
 class _Program:
-    """The step under way: its plan, if there is one, and how far it has come."""
+    """The running step: its segments, its plan if there is one, and the position in the plan."""
 
     segments: tuple[str, ...]
     plan: GatherPlan | None
@@ -254,20 +268,22 @@ class _Program:
 
 
 class Gatherer:
-    """Gather the blocks of some buckets of a store.
+    """Unshard the blocks of some buckets of a store.
 
     Args:
-        buckets: all stored in shards, or none of them; those that are alone stay as they are.
-        prefetch: gather ahead of need; False gathers when a block is needed.
-        ahead: bytes gathered ahead beyond the next block.
+        buckets: buckets that are all stored in shards, or all stored whole; buckets of a single
+            rank are not gathered.
+        prefetch: start all-gathers before their blocks are used; False starts each at its use.
+        prefetch_bytes: bytes to prefetch beyond the next block.
         poison: fill unused buffers with NaN.
-        registers: gather to buffers that NCCL has registered, see `RegisteredMemory`.
+        register_buffers: gather into buffers registered with NCCL, see `RegisteredMemory`.
 
     Attributes:
-        blocks: by their number in plans and traces, each plane of them.
-        budget: bytes that leased weights may take: two units, the weights outside units, `ahead`;
-            where each weight is gathered by itself over gtp, two neighbours in the order of use and
-            `ahead`.
+        blocks: the blocks of each direction, by their number in plans and traces.
+        reshards: blocks are stored in shards and resharded after use; False gathers in place.
+        budget: maximum bytes of unsharded weights: two units, the weights outside units and
+            `prefetch_bytes`. For weights gathered one by one over gtp: two consecutive weights in
+            the order of use and `prefetch_bytes`.
         counts: see `GatherCounts`.
     """
 
@@ -276,122 +292,125 @@ class Gatherer:
         buckets: Sequence[Bucket],
         *,
         prefetch: bool,
-        ahead: int = 0,
+        prefetch_bytes: int = 0,
         poison: bool = False,
-        registers: bool = False,
+        register_buffers: bool = False,
     ) -> None:
         self.buckets = {bucket.index: bucket for bucket in buckets}
         blocks = [block for bucket in buckets for block in bucket.blocks]
-        self.blocks = [plane for block in blocks for plane in block.planes]
-        self.prefetch, self.ahead = prefetch, ahead
+        self.blocks = [directed for block in blocks for directed in block.directions]
+        self.prefetch, self.prefetch_bytes = prefetch, prefetch_bytes
         device = buckets[0].data.device
         memory = None
-        if registers:
+        if register_buffers:
             memory = RegisteredMemory((bucket.groups.gather for bucket in buckets), device)
         self.pool = BufferPool(device, poison=poison, memory=memory)
         self.stream = new_stream(device)
         self.counts = GatherCounts()
-        self.leases = any(bucket.sharded for bucket in buckets)
+        self.reshards = any(bucket.sharded for bucket in buckets)
         self.sizes = [gathered_bytes(block) for block in self.blocks]
         self.budget = sum(self.sizes)
-        if self.leases:
-            self.budget = bytes_leased(buckets, prefetch=prefetch) + ahead * prefetch
+        if self.reshards:
+            self.budget = unsharded_budget(buckets, prefetch=prefetch) + prefetch_bytes * prefetch
         self._gathered: dict[int, _Gathered] = {}
-        # Gathers over the outer ranks, by number of the bucket: under way, and still to start.
+        # All-gathers over the outer ranks by number of the bucket: in flight, and not yet started.
         self._outer: dict[int, Pending] = {}
         self._outer_stale: set[int] = set()
         self._encoded: dict[int, _Encoded] = {}
-        # By name, the largest magnitudes of blocks that ranks have not written since. All ranks
-        # that share a block know its, or none.
+        # Largest magnitudes by name of the block, until the next update. All ranks of a shard
+        # group hold the same entries, so they agree on whether the all-reduce runs.
         self._amax: dict[str, torch.Tensor] = {}
         self._current: BucketBlock | None = None
         self._traces: dict[str, Trace] = {}
         self._plans: dict[tuple[str, ...], GatherPlan] = {}
         self._program = _Program((), None)
         for index, block in enumerate(self.blocks):
-            block.source, block.index = self, index
+            block.gatherer, block.index = self, index
 
     @property
-    def most_bytes(self) -> int:
-        """Bytes of leased weights at a time, at most, as far as the order of use is known."""
-        shared = [i for i, block in enumerate(self.blocks) if not block.bucket.alone]
-        return min(self.budget, sum(self.sizes[i] for i in shared)) if self.leases else 0
+    def max_unsharded_bytes(self) -> int:
+        """Maximum bytes of unsharded weights at a time, as far as the order of use is known."""
+        shared = [i for i, block in enumerate(self.blocks) if not block.bucket.single_rank]
+        return min(self.budget, sum(self.sizes[i] for i in shared)) if self.reshards else 0
 
     @property
-    def planned(self) -> GatherPlan | None:
-        """The plan that is being followed, or was in the last step; None on demand."""
+    def current_plan(self) -> GatherPlan | None:
+        """The plan of this step, or of the last step; None if it gathers on demand."""
         return self._program.plan
 
     @property
     def in_flight(self) -> list[int]:
-        """The blocks whose gather is under way, in the order in which they were started; those
-        whose shards are being gathered over the outer ranks last."""
-        flying = [i for i, g in self._gathered.items() if g.pending is not None]
+        """The blocks whose all-gather is in flight, in the order of their start; then the blocks
+        whose shards are being gathered over the outer ranks."""
+        started = [i for i, g in self._gathered.items() if g.pending is not None]
         outer = [block.index for i in self._outer for block in self.buckets[i].blocks]
-        return flying + [i for i in outer if i not in flying]
+        return started + [i for i in outer if i not in started]
 
     # --- a step -----------------------------------------------------------------------------------
 
     def begin(self, segments: Sequence[str]) -> None:
-        """Start a step that runs these segments, and the gathers that its first need waits for."""
+        """Start a step that runs these segments, and the all-gathers of its first blocks."""
         self._leave_segment()
         program = tuple(segments)
-        if not self.leases:  # what the first run of a segment has needed stays
+        if not self.reshards:  # blocks stay gathered, so later runs of a segment gather nothing
             program = tuple(dict.fromkeys(program))
+        # Shards are written on the current stream and read by all-gathers on the gather stream.
         self.stream.wait_stream(current_stream(self.pool.device))
         plan = self._plan(program)
         self._program = _Program(program, plan)
         early = set(self.in_flight if plan is None else plan.prologue)
-        for index in [i for i in self._gathered if i not in early] if self.leases else ():
-            self._release(index)
-        self._start_outer()
+        for index in [i for i in self._gathered if i not in early] if self.reshards else ():
+            self._reshard(index)
+        self._start_stale_outer_all_gathers()
         if plan is not None:
-            self._start(plan.prologue)
+            self._prefetch(plan.prologue)
 
     def segment(self, name: str) -> None:
-        """Say which segment runs from now on."""
-        if self._current is not None and self.leases:
-            self._current.current = False
+        """Declare that segment `name` runs from now on."""
+        if self._current is not None and self.reshards:
+            self._current.ready = False
         self._close_trace()
         self._program.segment = name
 
     def start_segment(self, name: str) -> None:
-        """Start the gathers that a segment needs first, without waiting: of all its blocks if they
-        are stored whole. Where they are leased, a plan that is being followed has started them.
+        """Start the first all-gathers of a segment without waiting for them: of its first block, or
+        of all its blocks if they are stored whole. A plan starts the all-gathers of sharded blocks
+        by itself.
 
         Nothing is started with `prefetch` off, or for a segment that no step has run yet.
         """
         trace = self._traces.get(name, ()) if self.prefetch else ()
-        if not self.leases:
-            self._start([index for index in trace if not self.blocks[index].current])
+        if not self.reshards:
+            self._prefetch([index for index in trace if not self.blocks[index].ready])
         elif self._program.plan is None:
-            held = sum(self.sizes[i] for i in self._gathered)
-            self._start([i for i in trace[:1] if held + self.sizes[i] <= self.budget])
+            num_bytes = sum(self.sizes[i] for i in self._gathered)
+            self._prefetch([i for i in trace[:1] if num_bytes + self.sizes[i] <= self.budget])
 
     def finish(self) -> None:
-        """End a step: wait for what is under way, release what is leased, and keep what the step
-        has taught for the next plan."""
+        """End a step: wait for all-gathers in flight, reshard all blocks, and keep the traces of
+        the step for the next plan."""
         self._leave_segment()
-        self._settle()
+        self._finish_all()
         for name, trace in self._program.traces.items():
-            # Nothing is needed where all is still there: that does not unteach what is needed else.
-            known = self._traces.get(name)
-            if known is None or (trace and trace != known):
+            # The trace of blocks stored whole is empty while all of them are still gathered. The
+            # previous trace stays: the step after the next update gathers them again.
+            previous = self._traces.get(name)
+            if previous is None or (trace and trace != previous):
                 self._traces[name] = trace
                 self._plans.clear()
 
     def check_order(self) -> None:
-        """Compare with the other ranks in which order the step needed its blocks.
+        """Check that all ranks of a shard group used the blocks in the same order in this step.
 
         Raises:
-            ValueError: it was another one: gathers of different blocks have met each other.
+            ValueError: the orders differ, so all-gathers of different blocks were matched.
         """
         order = repr(sorted(self._program.traces.items())).encode()
         digest = int.from_bytes(hashlib.blake2b(order, digest_size=7).digest())
-        mine = torch.tensor([digest], device=self.pool.device)
-        found = [bucket.groups.gather for bucket in self.buckets.values()]
-        groups = {group.name: group for group in found}
-        orders = [all_gather(mine, group) for _, group in sorted(groups.items())]
+        local_digest = torch.tensor([digest], device=self.pool.device)
+        gather_groups = [bucket.groups.gather for bucket in self.buckets.values()]
+        groups = {group.name: group for group in gather_groups}
+        orders = [all_gather(local_digest, group) for _, group in sorted(groups.items())]
         if any((order != digest).any() for order in orders):
             raise ValueError(
                 "the ranks that share weights needed them in different orders in this step: "
@@ -399,257 +418,269 @@ class Gatherer:
             )
 
     def abort(self) -> None:
-        """Leave a step that failed: wait for what is under way, release everything, learn
-        nothing."""
+        """Leave a step that failed: wait for all-gathers in flight and reshard all blocks. Its
+        traces are dropped."""
         self._leave_segment()
-        self._settle()
+        self._finish_all()
         self._program = _Program((), None)
 
-    def consume(self, block: BucketBlock) -> None:
-        """Make a block current; what was current before may be released."""
-        if self._current is not None and self.leases:
-            self._current.current = False
+    def unshard(self, block: BucketBlock) -> None:
+        """Wait until a block is unsharded and attach it; the previously used block may be
+        resharded."""
+        if self._current is not None and self.reshards:
+            self._current.ready = False
         again = self._current is block and block.index in self._gathered
         self._current = block
         program = self._program
         if not program.trace or program.trace[-1] != block.index:
             program.trace.append(block.index)
         if not again and not self._follow(block):
-            self._on_demand(block)
-        self._arrive(block.index)
-        block.current = True
+            self._all_gather_on_demand(block)
+        self._finish_all_gather(block.index)
+        block.ready = True
 
     # --- between steps ----------------------------------------------------------------------------
 
     def invalidate(self) -> None:
-        """Forget everything gathered: the optimizer has written the owned ranges."""
+        """Drop all unsharded weights, because the optimizer has written the owned ranges."""
         self._leave_segment()
-        self._settle()
+        self._finish_all()
+        # The next all-gathers read the shards after the optimizer, on the current stream, has
+        # written them.
         self.stream.wait_stream(current_stream(self.pool.device))
         self._gathered.clear()
         for block in self.blocks:
-            if block.wire is not None and block.trainable:
+            if block.gather_format is not None and block.trainable:
                 self._amax.pop(block.name, None)
                 if block.index in self._encoded:
                     self._encoded[block.index].is_stale = True
         for bucket in self.buckets.values():
-            if bucket.alone or not bucket.trainable:
-                continue  # nobody else has written it
+            if bucket.single_rank or not bucket.trainable:
+                continue  # no other rank has written it
             for block in bucket.blocks:
-                block.current = False
+                block.ready = False
             if bucket.outer_shards:
                 self._outer_stale.add(bucket.index)
 
-    def is_late(self, block: BucketBlock) -> bool:
-        """Return whether updates by other ranks of what this rank stores have not arrived."""
+    def is_stale(self, block: BucketBlock) -> bool:
+        """Return whether this rank's storage lacks updates that other ranks have made."""
         bucket = block.bucket
-        return bucket.index in self._outer_stale or not (bucket.sharded or block.current)
+        return bucket.index in self._outer_stale or not (bucket.sharded or block.ready)
 
-    def start_early(self) -> None:
-        """Start the gathers of the next step's first need without waiting for any."""
+    def prefetch_next_step(self) -> None:
+        """Start the all-gathers of the next step's first blocks without waiting for them."""
         plan = self._plan(self._program.segments)
         if plan is not None:
-            first = plan.prologue
-        else:  # what was declared first and is not here
+            indices = plan.prologue
+        else:  # no trace yet: the first declared block that is not gathered
             blocks = [block for bucket in self.buckets.values() for block in bucket.blocks]
-            first = tuple(b.index for b in reversed(blocks) if not b.current)[:1]
-        # A block waits for the gather of its bucket over the outer ranks: where that starts here,
-        # the block's own gather is left to the next step, of several blocks of the bucket as well.
+            indices = tuple(b.index for b in reversed(blocks) if not b.ready)[:1]
+        # The all-gather of a block waits for the all-gather of its bucket over the outer ranks,
+        # and that wait would block here. So a bucket whose outer all-gather starts in this loop
+        # leaves the all-gathers of all its blocks to the next step.
         stale = frozenset(self._outer_stale)
-        for index in first:
+        for index in indices:
             bucket = self.blocks[index].bucket
             if bucket.index in self._outer_stale:
-                self._gather_outer(bucket)
+                self._start_outer_all_gather(bucket)
             elif bucket.index not in stale:
-                self._start((index,))
+                self._prefetch((index,))
 
     def gather_all(self) -> None:
-        """Gather every block in the order of forward and wait, releasing leases on the way."""
-        self._start_outer()
+        """Gather every block in the order of forward and wait; sharded blocks are resharded."""
+        self._start_stale_outer_all_gathers()
         for block in reversed(self.blocks):
-            if not block.current and block.index not in self._gathered:
-                self._issue(block)
-                if self.leases:
-                    self._release(block.index)
+            if not block.ready and block.index not in self._gathered:
+                self._start_all_gather(block)
+                if self.reshards:
+                    self._reshard(block.index)
         self.wait()
         for index in self._gathered:
-            self.blocks[index].current = not self.leases
+            self.blocks[index].ready = not self.reshards
 
     def wait(self) -> None:
-        """Wait for the gathers under way; what they bring stays."""
+        """Wait for the all-gathers in flight; their blocks stay unsharded."""
         for index in self._gathered:
-            self._arrive(index)
+            self._finish_all_gather(index)
         for index in list(self._outer):
             self._outer.pop(index).wait()
 
     def complete_stored(self) -> None:
-        """Wait until this rank holds the latest values of all that it stores."""
-        if not self.leases:
+        """Wait until this rank stores the latest values, also of ranges that others update."""
+        if not self.reshards:
             self.gather_all()
             return
-        self._start_outer()
+        self._start_stale_outer_all_gathers()
         self.wait()
 
     # --- inside -----------------------------------------------------------------------------------
 
     def _plan(self, program: tuple[str, ...]) -> GatherPlan | None:
-        # A model chunk without weights needs nothing; if none does, all is there until an update.
+        # No plan before every segment has a trace, nor if all traces are empty: a model chunk
+        # without weights, or blocks stored whole that stay gathered until the next update.
         if any(name not in self._traces for name in program):
             return None
         if not any(self._traces[name] for name in program):
             return None
         if program not in self._plans:
-            if self.leases and self.prefetch and all(b.gtp for b in self.buckets.values()):
-                most = bytes_of_neighbours(self._traces, program, sizes=self.sizes)
-                self.budget = max(self.budget, most + self.ahead)
+            if self.reshards and self.prefetch and all(b.gtp for b in self.buckets.values()):
+                adjacent_bytes = max_adjacent_bytes(self._traces, program, sizes=self.sizes)
+                self.budget = max(self.budget, adjacent_bytes + self.prefetch_bytes)
             self._plans[program] = compile_plan(
                 self._traces,
                 program,
                 sizes=self.sizes,
                 budget=self.budget,
-                ahead=self.ahead,
+                prefetch_bytes=self.prefetch_bytes,
                 prefetch=self.prefetch,
             )
         return self._plans[program]
 
     def _follow(self, block: BucketBlock) -> bool:
-        """Follow the plan for this request; False if the plan does not foresee it."""
+        """Run the plan's entry for this use; False if the plan does not match it."""
         program = self._program
         if program.plan is None or program.segment is None:
             return False
-        planned = program.plan.consumes
+        planned = program.plan.uses
         if program.cursor >= len(planned) or planned[program.cursor].block != block.index:
             self.counts.mismatches += 1
             program.plan = None
             return False
         step = planned[program.cursor]
         program.cursor += 1
-        for index in step.release if self.leases else ():
-            self._release(index)
-        self._start(step.issue)
+        for index in step.reshard if self.reshards else ():
+            self._reshard(index)
+        self._prefetch(step.all_gather)
         return True
 
-    def _on_demand(self, block: BucketBlock) -> None:
-        """Gather a block that no plan foresaw, releasing what has been there longest."""
+    def _all_gather_on_demand(self, block: BucketBlock) -> None:
+        """Gather a block without a plan, resharding the blocks that were gathered first."""
         if block.index in self._gathered:
             return
         self.counts.on_demand += 1
+        # Outside a step no `begin` has ordered the gather stream after the shards' last writer.
         self.stream.wait_stream(current_stream(self.pool.device))
-        if self.leases:
-            held = sum(self.sizes[i] for i in self._gathered)
+        if self.reshards:
+            num_bytes = sum(self.sizes[i] for i in self._gathered)
             for index in list(self._gathered):
-                if held + self.sizes[block.index] <= self.budget:
+                if num_bytes + self.sizes[block.index] <= self.budget:
                     break
-                self._release(index)
-                held -= self.sizes[index]
-        self._issue(block)
+                self._reshard(index)
+                num_bytes -= self.sizes[index]
+        self._start_all_gather(block)
 
-    def _start(self, blocks: Sequence[int]) -> None:
+    def _prefetch(self, blocks: Sequence[int]) -> None:
         for index in blocks:
             if index not in self._gathered:
                 block = self.blocks[index]
                 self.counts.prefetched += block is not self._current
-                self._issue(block)
+                self._start_all_gather(block)
 
-    def _issue(self, block: BucketBlock) -> None:
-        """Start a block's gather on the gather stream."""
+    def _start_all_gather(self, block: BucketBlock) -> None:
+        """Start a block's all-gather on the gather stream."""
         bucket = block.bucket
+        # The pool buffers are acquired on the gather stream, which writes them first.
         with on_stream(self.stream):
-            self._complete_shards(bucket)
-            whole, shard, encoded = block.data, block.shard, None
-            if self.leases:
-                whole = self.pool.lease(*block.lease)
-            if block.wire is not None:
+            self._finish_outer_all_gather(bucket)
+            unsharded, shard, encoded = block.data, block.shard, None
+            if self.reshards:
+                unsharded = self.pool.acquire(*block.buffer_spec)
+            if block.gather_format is not None:
                 shard = self._encode(block)
                 size = len(shard) * bucket.group.size
-                encoded = self.pool.lease(size, torch.uint8)
-            into = whole if encoded is None else encoded
-            pending = all_gather_async(shard, bucket.groups.gather, out=into)
-        self._gathered[block.index] = _Gathered(whole, pending, encoded)
+                encoded = self.pool.acquire(size, torch.uint8)
+            output = unsharded if encoded is None else encoded
+            pending = all_gather_async(shard, bucket.groups.gather, out=output)
+        self._gathered[block.index] = _Gathered(unsharded, pending, encoded)
         self.counts.gathers += 1
-        if self.leases:
-            if not block.keeps_codes:
-                block.bind(whole)
+        if self.reshards:
+            if not block.keeps_quantized:
+                block.attach(unsharded)
             self.counts.peak_bytes = max(self.counts.peak_bytes, self.pool.live_bytes)
 
-    def _arrive(self, index: int) -> None:
-        """Wait for a block's gather, and decode what it brings."""
+    def _finish_all_gather(self, index: int) -> None:
+        """Make the current stream wait for a block's all-gather, and decode its output."""
         gathered, block = self._gathered[index], self.blocks[index]
         if gathered.pending is None:
             return
+        # The current stream waits, not the host: later kernels read the unsharded weights.
         gathered.pending.wait()
         gathered.pending = None
         if gathered.encoded is not None:
-            block.arrive(gathered.encoded, gathered.whole, amax=self._amax.get(block.name))
+            block.decode(gathered.encoded, gathered.unsharded, amax=self._amax.get(block.name))
             self.pool.release(gathered.encoded)
             gathered.encoded = None
 
     def _encode(self, block: BucketBlock) -> torch.Tensor:
-        """Return this rank's shard of a block in its wire format, encoded anew if the weights have
-        changed since."""
-        assert block.wire is not None
+        """Return this rank's shard of a block in its gather format, encoded again if the weights
+        have changed."""
+        assert block.gather_format is not None
         if block.index not in self._encoded:
-            wire = torch.empty(block.wire_bytes, dtype=torch.uint8, device=block.data.device)
-            self._encoded[block.index] = _Encoded(block, wire)
-        found = self._encoded[block.index]
-        if found.is_current:
-            return found.bytes
-        if block.wire.needs_amax and block.name not in self._amax:
-            self._find_amax(block.bucket.groups.gather)
+            shard = torch.empty(block.encoded_bytes, dtype=torch.uint8, device=block.data.device)
+            self._encoded[block.index] = _Encoded(block, shard)
+        encoded = self._encoded[block.index]
+        if encoded.is_current:
+            return encoded.bytes
+        if block.gather_format.needs_amax and block.name not in self._amax:
+            self._reduce_amax(block.bucket.groups.gather)
         shard = block.shard.detach().view(-1, block.columns)
-        block.wire.encode(shard, amax=self._amax.get(block.name), out=found.bytes)
-        found.version, found.is_stale = block.data._version, False
+        block.gather_format.encode(shard, amax=self._amax.get(block.name), out=encoded.bytes)
+        encoded.version, encoded.is_stale = block.data._version, False
         self.counts.encodes += 1
-        return found.bytes
+        return encoded.bytes
 
-    def _find_amax(self, group: Group) -> None:
-        """Find the largest magnitudes of the blocks of a group that have changed, over its ranks,
-        all of which call this at the same block."""
+    def _reduce_amax(self, group: Group) -> None:
+        """Reduce the largest magnitudes of a group's changed blocks over its ranks.
+
+        This is collective: all ranks of the group call it at the same block.
+        """
         buckets = [b for b in self.buckets.values() if b.groups.gather is group]
         missing = [b for bucket in buckets for b in bucket.blocks if b.name not in self._amax]
         for bucket in {block.bucket.index: block.bucket for block in missing}.values():
-            self._complete_shards(bucket)
+            self._finish_outer_all_gather(bucket)
         largest = torch.stack([shard_amax(block.shard) for block in missing])
         all_reduce(largest, group, op="max", out=largest)
         self._amax |= zip((block.name for block in missing), largest, strict=True)
 
-    def _complete_shards(self, bucket: Bucket) -> None:
-        """Have the outer ranks' updates of a bucket's shards arrive."""
+    def _finish_outer_all_gather(self, bucket: Bucket) -> None:
+        """Wait for the outer ranks' updates of a bucket's shards."""
         if bucket.index in self._outer_stale:
-            self._gather_outer(bucket)
+            self._start_outer_all_gather(bucket)
         if bucket.index in self._outer:
             self._outer.pop(bucket.index).wait()
 
-    def _gather_outer(self, bucket: Bucket) -> None:
-        """Start the gather of a bucket's shards over the outer ranks."""
+    def _start_outer_all_gather(self, bucket: Bucket) -> None:
+        """Start the all-gather of a bucket's shards over the outer ranks."""
         self._outer_stale.discard(bucket.index)
         shards = bucket.data if bucket.sharded else bucket.blocks[0].shard
         with on_stream(self.stream):
             pending = all_gather_async(bucket.owned, bucket.outer, out=shards)
         self._outer[bucket.index] = pending
 
-    def _start_outer(self) -> None:
+    def _start_stale_outer_all_gathers(self) -> None:
         for bucket in reversed(self.buckets.values()):
             if bucket.index in self._outer_stale:
-                self._gather_outer(bucket)
+                self._start_outer_all_gather(bucket)
 
-    def _release(self, index: int) -> None:
+    def _reshard(self, index: int) -> None:
+        """Free the unsharded weights of a block; its buffers return to the pool."""
         gathered = self._gathered.pop(index)
         if gathered.pending is not None:
+            # Never used. Its buffer may be reused only after the all-gather has written it.
             gathered.pending.wait()
         if gathered.encoded is not None:
             self.pool.release(gathered.encoded)
-        self.blocks[index].unbind()
-        self.pool.release(gathered.whole)
+        self.blocks[index].reshard()
+        self.pool.release(gathered.unsharded)
 
-    def _settle(self) -> None:
-        """Wait for what is under way and release what is leased."""
+    def _finish_all(self) -> None:
+        """Wait for all all-gathers in flight and reshard the blocks that are stored in shards."""
         for index, gathered in list(self._gathered.items()):
-            if self.leases:
-                self._release(index)
+            if self.reshards:
+                self._reshard(index)
             elif gathered.pending is not None:
-                self._arrive(index)
-                self.blocks[index].current = True
+                self._finish_all_gather(index)
+                self.blocks[index].ready = True
         for index in list(self._outer):
             self._outer.pop(index).wait()
 
@@ -661,31 +692,32 @@ class Gatherer:
 
     def _leave_segment(self) -> None:
         self._close_trace()
-        if self._current is not None and self.leases:
-            self._current.current = False
+        if self._current is not None and self.reshards:
+            self._current.ready = False
         self._current = None
 
 
 def gathered_bytes(block: BucketBlock) -> int:
-    """Return the bytes that a gather leases: the whole block, and what arrives if that is
-    encoded."""
-    numel, dtype = block.lease
-    arriving = 0 if block.wire is None else block.wire_bytes * block.bucket.group.size
-    return numel * dtype.itemsize + arriving
+    """Return the bytes of pool buffers of an all-gather: the unsharded block, and the encoded
+    shards if it has a gather format."""
+    numel, dtype = block.buffer_spec
+    encoded_bytes = (
+        0 if block.gather_format is None else block.encoded_bytes * block.bucket.group.size
+    )
+    return numel * dtype.itemsize + encoded_bytes
 
 
-def bytes_leased(buckets: Sequence[Bucket], *, prefetch: bool) -> int:
-    """Return the bytes that gathered weights need at a time, of the buckets that ranks share.
+def unsharded_budget(buckets: Sequence[Bucket], *, prefetch: bool) -> int:
+    """Return the budget in bytes of unsharded weights at a time, before the order of use is known.
 
-    The blocks outside units and one unit, its dense weights and its experts, which it needs in
-    turn; of weights sharded over gtp the largest one. With `prefetch` another unit, or of weights
-    over gtp the largest two that are stored one after the other, as long as no order of use is
-    known.
+    It covers the blocks outside units and the largest unit, with its dense weights and its experts.
+    With `prefetch` it covers another unit. For weights sharded over gtp it covers the largest
+    weight, or with `prefetch` the largest pair of weights that are stored one after the other.
     """
-    shared = [bucket for bucket in buckets if not bucket.alone]
+    shared = [bucket for bucket in buckets if not bucket.single_rank]
     if all(bucket.gtp for bucket in shared):
         blocks = [block for bucket in shared for block in bucket.blocks]
-        sizes = [max(map(gathered_bytes, block.planes)) for block in blocks]
+        sizes = [max(map(gathered_bytes, block.directions)) for block in blocks]
         pairs = [a + b for a, b in itertools.pairwise(sizes)] if prefetch else []
         return max([*sizes, *pairs], default=0)
     root = 0
@@ -693,7 +725,7 @@ def bytes_leased(buckets: Sequence[Bucket], *, prefetch: bool) -> int:
     for bucket in shared:
         (block,) = bucket.blocks
         if bucket.unit is None:
-            root += block.whole_bytes
+            root += block.unsharded_bytes
         else:
-            largest[bucket.expert] = max(largest[bucket.expert], block.whole_bytes)
+            largest[bucket.expert] = max(largest[bucket.expert], block.unsharded_bytes)
     return root + (1 + prefetch) * sum(largest.values())

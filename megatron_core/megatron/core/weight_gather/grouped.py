@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""grouped_linear: rows in runs, each run multiplied by a matrix of its own (the experts' linear).
+"""grouped_linear: a grouped matrix product of experts, with contiguous rows for each expert.
 
-forward  y[i] = W_e x[i]            for every row i of run e
+forward  y[i] = W_e x[i]            for every row i of run e, the rows of expert e
 dgrad    dx[i] = W_eᵀ dy[i]
-wgrad    dW_e = sum over the rows of run e of dy[i] x[i]ᵀ, into the slot
+wgrad    dW_e = sum over the rows of run e of dy[i] x[i]ᵀ, into `main_grad`
 """
 
 from __future__ import annotations
@@ -21,13 +21,15 @@ def grouped_linear(handle: WeightHandle, x: torch.Tensor, runs: RowRuns) -> torc
     """Return [r, o] from rows x [r, h] in x's dtype; row i of run e is multiplied by matrix e.
 
     Args:
-        handle: of a weight whose local tensor holds a matrix [o, h] for each run, one after the
-            other: [runs · c, o/c, h] for any c. A fused one is that of several logical weights
-            that interleave by experts.
+        handle: a weight whose local tensor holds a matrix [o, h] for each run, one after the other:
+            [runs · c, o/c, h] for any c. A fused weight interleaves several logical weights by
+            expert.
+        x: the rows of all runs, in order.
+        runs: the number of rows of each run.
 
     Raises:
-        ValueError: runs of another number of rows, on a CPU (a GPU is not waited for), or a weight
-            without a matrix [o, h] for each.
+        ValueError: the runs do not sum to the rows of x (checked on a CPU only, because a check on
+            a GPU would synchronise), or the weight does not have a matrix [o, h] for each run.
     """
     count, shape = len(runs.ends), handle.shape
     if x.ndim != 2 or (reads_counts(x) and not runs.fit(len(x))):
@@ -51,8 +53,9 @@ class _GroupedLinear(torch.autograd.Function):
         ctx.handle, ctx.runs = handle, runs
         ctx.save_for_backward(x if anchor.requires_grad else None)
         weight = _matrices(handle.get(), runs)  # [runs, o, h]
-        how = {"dtype": handle.product_dtype, "tiles": handle.row_tiles}
-        return grouped_mm(x, weight, runs, transposed=True, **how)
+        return grouped_mm(
+            x, weight, runs, transposed=True, dtype=handle.product_dtype, tiles=handle.row_tiles
+        )
 
     @staticmethod
     def backward(ctx, grad):
@@ -64,8 +67,10 @@ class _GroupedLinear(torch.autograd.Function):
             weight = _matrices(handle.get(backward=True), runs)
             dx = grouped_mm(grad, weight, runs, dtype=handle.product_dtype)
         if x is not None:
-            put = partial(_wgrad_, grad.detach(), x.detach(), runs=runs, dtype=handle.product_dtype)
-            handle.written_gradient(put)
+            write = partial(
+                _wgrad_, grad.detach(), x.detach(), runs=runs, dtype=handle.product_dtype
+            )
+            handle.accumulate_written_grad(write)
         return dx, None, None, None
 
 
@@ -76,12 +81,12 @@ def _matrices(weight: torch.Tensor, runs: RowRuns) -> torch.Tensor:
 def _wgrad_(
     grad: torch.Tensor,
     x: torch.Tensor,
-    slot: torch.Tensor,
+    main_grad: torch.Tensor,
     *,
     overwrite: bool,
     runs: RowRuns,
     dtype: torch.dtype,
 ) -> None:
-    """Put dW into the slot [runs · c, o/c, h] fp32."""
-    total = _matrices(slot, runs)
+    """Accumulate dW in main_grad [runs · c, o/c, h] fp32."""
+    total = _matrices(main_grad, runs)
     grouped_wgrad_(total, grad.to(dtype), x.to(dtype), runs, overwrite=overwrite)

@@ -1,28 +1,28 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Weight handles: how a layer computes with a weight, wherever it is stored.
+"""Weight handles: computation with a weight, independent of its storage.
 
-`WeightHandle`: the functional ops take the handle's parameter as an *anchor*. It makes the output
-require a gradient; its backward returns None for it, so `.grad` stays None. The gradient is
-accumulated directly in the handle's slot (`main_grad`), a view of a flat fp32 buffer, so optimizer
-and reduction never touch parameters. The whole local weight may be resident, or be gathered when an
-op asks for it and released afterwards; only `get()` knows. The weights of one op must be in one
-block (`bucket`): a request for another block may release the first.
+`WeightHandle`: the functional ops take the handle's parameter as an *anchor*, which makes their
+output require a gradient. Backward returns None for the anchor, so `.grad` stays None. The gradient
+is accumulated directly in `main_grad`, a view of a flat fp32 buffer, so the optimizer and the
+reduction never touch parameters. `get()` returns the unsharded local weight, which is always in
+memory or is all-gathered for the op and resharded afterwards. All weights of one op must be in one
+block (`bucket`), because unsharding another block may reshard the first.
 
 `WgradQueue`: the weight gradients of a split backward (its W half). While a queue is open on a
-store, backward computes input gradients only and appends one item per weight use; a schedule drains
-the queue at any time, first in first out. Gradients that are already computed (norms, biases) go
-through the queue as well: accumulated early, they would keep a whole block open from I to W, and
-change the summation order of a tied weight.
+store, backward computes input gradients only and appends one entry per use of a weight. A schedule
+drains the queue at any time, first in first out. Gradients that are already computed (norms,
+biases) go through the queue as well: accumulated early, they would keep the block's gradient buffer
+allocated from I to W, and change the summation order of a tied weight.
 
-The three matrix products of a linear layer are a handle's, in the dtype that the device multiplies
-fastest (`product_dtype`). Where a CPU multiplies bf16 slower than fp32 the operands are widened,
-which also keeps the whole sum in fp32.
+A handle computes the three matrix products of a linear layer in the dtype that the device
+multiplies fastest (`product_dtype`). Where a CPU multiplies bf16 slower than fp32, the operands are
+converted to fp32, so the whole sum is in fp32 too.
 
 | product | equation | result |
 |---|---|---|
 | forward | y = x Wᵀ (+ bias) | dtype of x |
 | dgrad | dx = dy W | dtype of dy |
-| wgrad | dW (+)= dyᵀ x | accumulated in the gradient slot, fp32 |
+| wgrad | dW (+)= dyᵀ x | accumulated in `main_grad`, fp32 |
 """
 
 from __future__ import annotations
@@ -47,18 +47,18 @@ from megatron.core.ops.backend_choice import (
 from megatron.core.ops.batch_invariant import tiled_matmul
 from megatron.core.ops.low_bit_copy import LowBitCopy
 from megatron.core.ops.packed_matmul import PackedMatrix, min_invariant_rows
-from megatron.core.weight_gather.wire import EncodedWeight, WireFormat
+from megatron.core.weight_gather.gather_format import EncodedWeight, GatherFormat
 from megatron.core.weight_sharding import WeightSharding
 
 
 @dataclass
 class Deferral:
-    """What all handles of a store know about split backward.
+    """State of a split backward, shared by all handles of a store.
 
     Args:
-        queue: where weight gradients are queued; None runs them at once.
-        splits: backward will be split: what an op could compute for a weight gradient before
-            backward belongs after it, with all that is deferred.
+        queue: the queue of deferred weight gradients; None computes them immediately.
+        splits: backward will be split, so an op must not compute weight gradients in its forward:
+            they belong to the deferred half.
     """
 
     queue: WgradQueue | None = None
@@ -74,64 +74,65 @@ class WgradQueue:
     def __len__(self) -> int:
         return len(self._items)
 
-    def push(self, put: Callable[[], None]) -> None:
-        """Append a put; it must not keep an autograd graph alive (detach what it holds)."""
-        self._items.append(put)
+    def push(self, accumulate: Callable[[], None]) -> None:
+        """Append a function that accumulates a gradient. It must not keep an autograd graph alive:
+        detach the tensors that it captures."""
+        self._items.append(accumulate)
 
     def drain(self) -> None:
-        """Carry out all puts in the order in which they were pushed."""
+        """Accumulate all gradients in the order of `push`."""
         while self._items:
             self._items.popleft()()
 
 
 class WeightBlock(Protocol):
-    """Where a weight is stored: the block that it is gathered with.
+    """The block that a weight is stored and all-gathered with.
 
     Attributes:
-        current: what is bound may be read without asking anybody.
-        views: its weights by name, each of the local shape, while they are bound.
-        keeps_codes: it stays as it was encoded, and `encoded` takes the place of `views`.
+        ready: the attached weights may be read without a call of `unshard`.
+        views: its weights by name, each of the local shape, while the block is attached.
+        keeps_quantized: the weight stays quantized, and `encoded` takes the place of `views`.
     """
 
-    current: bool
+    ready: bool
     views: dict[str, torch.Tensor]
-    keeps_codes: bool
+    keeps_quantized: bool
     encoded: EncodedWeight | None
 
-    def need(self) -> None:
-        """Have the whole weights bound."""
+    def unshard(self) -> None:
+        """Have the unsharded weights attached."""
 
 
 class GradientSink(Protocol):
-    """Where the gradients of a block's weights go."""
+    """Collects the gradients of a block's weights."""
 
-    def open(self) -> None:
-        """Give every trained weight of the block a slot."""
+    def alloc_main_grads(self) -> None:
+        """Set `main_grad` of every trained weight of the block."""
 
-    def put_done(self, handle: WeightHandle) -> None:
-        """Record an accumulated gradient."""
+    def grad_accumulated(self, handle: WeightHandle) -> None:
+        """Count a gradient that has been accumulated."""
 
 
 class WeightParameter(nn.Parameter):
-    """What a rank stores of a weight. Its gradient is in the engine's buffers once there is one.
+    """This rank's shard of a weight. An engine keeps its gradient in buffers of its own.
 
     Raises:
-        ValueError: `.grad` is asked for although an engine has the gradients. An optimizer of torch
-            would take None for a weight that is not trained, and leave it as it is.
+        ValueError: `.grad` is read after an engine was built. A torch optimizer would take None for
+            a weight without gradient, and skip it silently.
     """
 
     handle: WeightHandle
 
     @staticmethod
     def of(handle: WeightHandle, stored: torch.Tensor) -> WeightParameter:
-        """Return the parameter of a weight."""
-        found = WeightParameter(stored)
-        found.handle = handle
-        return found
+        """Return the parameter of a weight, whose storage is `stored`."""
+        parameter = WeightParameter(stored)
+        parameter.handle = handle
+        return parameter
 
     @property
     def grad(self) -> torch.Tensor | None:
-        if self.handle.gradients is not None and not self.handle.keeps_grad:
+        if self.handle.gradients is not None and not self.handle.uses_param_grad:
             raise ValueError(
                 f"{self.handle.name}.grad: DataParallel keeps the gradients of these weights in "
                 "its own buffers: update them by megatron.core.optimizer.Optimizer(engine.owned(), "
@@ -148,28 +149,29 @@ class WeightHandle:
     """One weight of a model, as its layers use it.
 
     Attributes:
-        sharding: the description everything is derived from.
+        sharding: the description of the weight; all its other properties derive from it.
         shape, dtype: of the local weight.
-        uses: how many layers declared it (2 for tied embeddings); its gradient is whole after so
-            many puts.
-        param: what this rank stores of it: the local weight, or the part of it in this rank's
-            shard [k]; None until the store is materialised.
-        block: what it is stored and gathered with.
-        whole: the local weight, where no other rank stores a part of it: then it is always here.
-        backward_block: what dgrad reads, the same but where scale blocks are 1-D.
-        slot: where its gradient goes, of the local shape; None while it is frozen or no buffer is
-            open.
-        fresh: the slot holds nothing yet: the next gradient overwrites.
-        gradients: opens slots and is notified of gradients; None if it is frozen or not training.
-        deferral: whether weight gradients are deferred, shared with the other weights of the store.
-        keeps_grad: without `gradients`, puts go to the `.grad` of `param`, as autograd's would: in
-            one process, until an engine is built.
-        cpu_dtype: what a CPU multiplies it in, see `ops.backend_choice.matmul_dtype`.
-        row_tiles: multiply rows by it so that their bits do not depend on how many there are: by
-            `ops.packed_matmul` where that holds, else in tiles, see `ops.batch_invariant`.
-        copy: what `linear` multiplies by outside of autograd instead (`LowBitCopy`).
-        multiplies: the wire format that it is multiplied in, where it is gathered in that: then it
-            is not decoded, and asked for by `get_encoded`.
+        uses: number of layers that declared it (2 for tied embeddings), and thus of gradients that
+            a microbatch accumulates.
+        param: this rank's storage: the local weight, or the elements of its shard [k]; None until
+            the store is materialised.
+        block: the block that it is stored and all-gathered with.
+        unsharded_param: the local weight, if no other rank stores a shard of it and it is always in
+            memory; otherwise None.
+        backward_block: the block that dgrad reads; differs from `block` with 1-D scale blocks.
+        main_grad: accumulates its gradient, in the local shape; None while it is frozen or no
+            buffer is allocated.
+        overwrite_main_grad: `main_grad` is uninitialised, so the next gradient overwrites it.
+        gradients: allocates `main_grad` and counts gradients; None if it is frozen or not trained.
+        deferral: state of a split backward, shared by all weights of the store.
+        uses_param_grad: gradients accumulate in the `.grad` of `param`, as autograd's would: in a
+            single process, until an engine is built.
+        cpu_dtype: dtype of its products on a CPU, see `ops.backend_choice.matmul_dtype`.
+        row_tiles: compute each row of a product with bits that do not depend on the number of rows:
+            by `ops.packed_matmul` where it has this property, else in tiles, see `ops.batch_invariant`.
+        copy: a copy that `linear` multiplies by outside of autograd, see `low_bit_copy.LowBitCopy`.
+        matmul_format: the gather format that its kernels multiply in. A weight gathered in this
+            format is not decoded, and `get_encoded` returns it.
     """
 
     def __init__(
@@ -188,17 +190,18 @@ class WeightHandle:
         self.uses = 1
         self.param: nn.Parameter | None = None
         self.block: WeightBlock | None = None
-        self.whole: torch.Tensor | None = None
+        self.unsharded_param: torch.Tensor | None = None
         self.backward_block: WeightBlock | None = None
-        self.slot: torch.Tensor | None = None
-        self.fresh = True
+        self.main_grad: torch.Tensor | None = None
+        # Gradient buffers are not zeroed when they are reused: the first gradient overwrites.
+        self.overwrite_main_grad = True
         self.gradients: GradientSink | None = None
         self.deferral = deferral or Deferral()
         self.cpu_dtype, self.row_tiles = cpu_dtype, row_tiles
         self.copy: LowBitCopy | None = None
-        self.multiplies: type[WireFormat] | None = None
+        self.matmul_format: type[GatherFormat] | None = None
         self._packed: PackedMatrix | None = None
-        self.keeps_grad = False
+        self.uses_param_grad = False
 
     def __repr__(self) -> str:
         return f"WeightHandle({self.name}, {list(self.shape)})"
@@ -206,9 +209,10 @@ class WeightHandle:
     # --- what a layer calls -----------------------------------------------------------------------
 
     def get(self, *, backward: bool = False) -> torch.Tensor:
-        """Return the local weight for immediate use; it must not outlive the asking op.
+        """Return the unsharded local weight for immediate use; it must not outlive the calling op.
 
-        Gathers it if it is not here: every rank that shares it must ask in the same order.
+        It is all-gathered if it is not in memory. The all-gather is collective: all ranks of the
+        shard group must call this in the same order.
 
         Args:
             backward: for dgrad, a product that sums over the weight's rows.
@@ -216,21 +220,21 @@ class WeightHandle:
         Raises:
             ValueError: the store is not materialised.
         """
-        if self.whole is not None and not backward:
-            return self.whole
+        if self.unsharded_param is not None and not backward:
+            return self.unsharded_param
         block = self.backward_block if backward else self.block
         if block is None:
             raise ValueError(f"{self.name} has no storage yet: call materialize() on its store")
-        if not block.current:
-            block.need()
+        if not block.ready:
+            block.unshard()  # may reshard the block of an earlier call, see above
         return block.views[self.name]
 
     def get_encoded(self, *, backward: bool = False) -> EncodedWeight | None:
-        """Return the local weight as it was gathered, [r, c] with all its rows, for immediate use;
-        None if it is not gathered in the format that it is multiplied in: then `get` has it.
+        """Return the quantized local weight [r, c] for immediate use; None if its kernels do not
+        multiply in its gather format, so that `get` returns it decoded.
 
         Args:
-            backward: as `get` has it.
+            backward: see `get`.
 
         Raises:
             ValueError: the store is not materialised.
@@ -238,15 +242,15 @@ class WeightHandle:
         block = self.backward_block if backward else self.block
         if block is None:
             raise ValueError(f"{self.name} has no storage yet: call materialize() on its store")
-        if not block.keeps_codes:
+        if not block.keeps_quantized:
             return None
-        if not block.current:
-            block.need()
+        if not block.ready:
+            block.unshard()
         return block.encoded
 
     @property
     def anchor(self) -> nn.Parameter:
-        """The leaf that the functional ops differentiate through.
+        """The leaf tensor that makes outputs of the functional ops require a gradient.
 
         Raises:
             ValueError: the store is not materialised.
@@ -261,7 +265,7 @@ class WeightHandle:
 
     @cached_property
     def product_dtype(self) -> torch.dtype:
-        """What the weight is multiplied in where it is, see `ops.backend_choice.matmul_dtype`."""
+        """Dtype of its products on its device, see `ops.backend_choice.matmul_dtype`."""
         return matmul_dtype(self.anchor, self.cpu_dtype)
 
     def linear(
@@ -274,32 +278,31 @@ class WeightHandle:
         """Return x [..., h] Wᵀ [h, o] + bias [o], [..., o] in x's dtype. Saves x only.
 
         Args:
-            out: [..., o] where the result is written, and returned, instead of to a new tensor;
-                outside of autograd only.
+            out: output buffer [..., o]; outside of autograd only. None allocates one.
         """
         if torch.is_grad_enabled():
             if bias is None:
                 return _apply_linear(x, self.param, self)
             return _apply_linear(x, self.param, self, bias, bias.param)
-        added = None if bias is None else bias.get()
+        bias_value = None if bias is None else bias.get()
         if self.copy is not None:
-            return self.copy.linear(x, added, out=out)
-        weight = self.get() if self.whole is None else self.whole
+            return self.copy.product(x, bias_value, out=out)
+        weight = self.get() if self.unsharded_param is None else self.unsharded_param
         dtype = self.product_dtype
         if self.row_tiles:
             y = self._row_product(x.to(dtype), weight)
-            y = (y if added is None else y + added).to(x.dtype)
+            y = (y if bias_value is None else y + bias_value).to(x.dtype)
             return y if out is None else out.copy_(y)
         if dtype is x.dtype:
-            if added is None and x.ndim == 2:
-                return small_m_matmul.linear(x, weight, out=out)
-            return F.linear(x, weight, added, out=out)
-        wide = None if added is None else added.to(dtype)
-        y = F.linear(x.to(dtype), weight.to(dtype), wide)
+            if bias_value is None and x.ndim == 2:
+                return small_m_matmul.multiply(x, weight, out=out)
+            return F.linear(x, weight, bias_value, out=out)
+        cast_bias = None if bias_value is None else bias_value.to(dtype)
+        y = F.linear(x.to(dtype), weight.to(dtype), cast_bias)
         return y.to(x.dtype) if out is None else out.copy_(y)
 
     def _row_product(self, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-        """Return x [..., h] Wᵀ, [..., o], each row with bits of its own."""
+        """Return x [..., h] Wᵀ, [..., o]; the bits of a row do not depend on the other rows."""
         least = self.min_invariant_rows
         if least is None:
             return tiled_matmul(x, weight.to(x.dtype).t())
@@ -307,26 +310,25 @@ class WeightHandle:
 
     @property
     def min_invariant_rows(self) -> int | None:
-        """Smallest batch with invariant rows, see `ops.packed_matmul.min_invariant_rows`."""
+        """Fewest rows for which `packed` is batch-invariant, see `packed_matmul.min_invariant_rows`."""
         packs = self.product_dtype is torch.float32 and self.anchor.device.type == "cpu"
         return min_invariant_rows(self.shape) if packs else None
 
     def packed(self) -> PackedMatrix:
-        """Return the local weight as it is now in oneDNN's layout, which `ops.packed_matmul` must
-        hold for.
+        """Return the local weight in oneDNN's layout, for weights that `ops.packed_matmul` takes.
 
-        It is kept until the weight is written to, or `forget_packed`, if no other rank has the
-        weight: what is gathered for a layer is packed for a layer.
+        The packed copy is cached until the weight is written to or `forget_packed` is called. A
+        gathered weight is packed at every use and not cached.
         """
-        weight, found = self.get(), self._packed
-        if found is None or not found.is_current(weight):
-            found = PackedMatrix(weight)
-            if self.whole is not None:
-                self._packed = found
-        return found
+        weight, packed = self.get(), self._packed
+        if packed is None or not packed.is_of(weight):
+            packed = PackedMatrix(weight)
+            if self.unsharded_param is not None:
+                self._packed = packed
+        return packed
 
     def forget_packed(self) -> None:
-        """Pack the weight anew when it is next used: it was written to past torch's counter."""
+        """Drop the packed copy: the weight was written to without torch's version counter."""
         self._packed = None
 
     def add_product_(
@@ -350,38 +352,43 @@ class WeightHandle:
         return record_function(_Embedding, ids, valid, self.param, self)
 
     def use(self, dtype: torch.dtype | None = None) -> torch.Tensor:
-        """Return a small weight (norm, bias, router) as a private copy that any op may save.
+        """Return a small weight (norm, bias, router) as a copy that any op may save for backward.
 
-        Where gradients are off and one rank has the whole weight, it is the weight itself: not to
-        be written to.
+        With gradients off, a weight that is always in memory is returned itself: do not write to
+        it.
 
         Args:
-            dtype: of the copy; None is the weight's own. In fp32 its gradient arrives unrounded.
+            dtype: of the copy; None is the dtype of the weight. An fp32 copy receives its gradient
+                unrounded.
         """
         if torch.is_grad_enabled():
             return record_function(_Use, self.param, self, dtype, True)
-        if self.whole is None:
+        if self.unsharded_param is None:
             return self.get().to(dtype or self.dtype, copy=True)
-        return self.whole if dtype in (None, self.whole.dtype) else self.whole.to(dtype)
+        return (
+            self.unsharded_param
+            if dtype in (None, self.unsharded_param.dtype)
+            else self.unsharded_param.to(dtype)
+        )
 
     def read_only(self, dtype: torch.dtype | None = None) -> torch.Tensor:
-        """Return a small weight as `use` does, for ops that do not write to it: without a copy,
-        where one rank has the whole weight in that dtype."""
+        """Return a small weight as `use` does, for ops that do not write to it: without a copy, if
+        the weight is always in memory and has this dtype."""
         if torch.is_grad_enabled():
             return record_function(_Use, self.param, self, dtype, False)
         return self.use(dtype)
 
     def stored(self) -> StoredWeight:
-        """Return a small weight for an op that reads it in the dtype that it is stored in: without
-        a copy, where one rank has the whole weight. Its gradient arrives unrounded."""
-        value = self.get().clone() if self.whole is None else self.whole
-        return StoredWeight(value, self.anchor, self.summed_gradient)
+        """Return a small weight in its storage dtype: without a copy, if the weight is always in
+        memory. Its gradient is accumulated unrounded."""
+        value = self.get().clone() if self.unsharded_param is None else self.unsharded_param
+        return StoredWeight(value, self.anchor, self.accumulate_grad_sum)
 
     # --- gradients --------------------------------------------------------------------------------
 
     @property
     def defers(self) -> bool:
-        """Whether gradients put now wait in a queue."""
+        """Whether a queue defers the accumulation of gradients."""
         return self.deferral.queue is not None
 
     def dgrad(self, grad: torch.Tensor) -> torch.Tensor:
@@ -396,78 +403,87 @@ class WeightHandle:
         grad: torch.Tensor,
         x: torch.Tensor,
         *,
-        enter: Callable[[torch.Tensor], torch.Tensor] | None = None,
+        gather_input: Callable[[torch.Tensor], torch.Tensor] | None = None,
     ) -> None:
-        """Put dyᵀ x, now or through the queue.
+        """Accumulate dyᵀ x, immediately or through the queue.
 
         Args:
             grad: dy [..., o].
             x: [..., h], the same leading shape.
-            enter: makes x of what waits in its place, a collective for instance: all ranks drain
-                their queues in one order.
+            gather_input: computes the input of the product from x when the gradient is accumulated,
+                for instance an all-gather. It is collective: all ranks drain their queues in the
+                same order.
         """
-        at_once = self.deferral.queue is None and enter is None
-        if at_once and self.gradients is not None and not torch.is_grad_enabled():
-            self._run_linear(grad, x)  # the everyday case, at half the microseconds
+        runs_now = self.deferral.queue is None and gather_input is None
+        if runs_now and self.gradients is not None and not torch.is_grad_enabled():
+            self._accumulate_wgrad(grad, x)  # a closure would double the host time of this path
             return
         grad, x = grad.detach(), x.detach()
 
         def run() -> None:
             with torch.no_grad():
-                self._run_linear(grad, x if enter is None else enter(x))
+                self._accumulate_wgrad(grad, x if gather_input is None else gather_input(x))
 
-        self._put(run)
+        self._run_or_defer(run)
 
-    def add_gradient(self, grad: torch.Tensor) -> None:
-        """Put a gradient that is already computed, of the local shape, now or through the queue."""
+    def accumulate_grad(self, grad: torch.Tensor) -> None:
+        """Accumulate a computed gradient of the local shape, immediately or through the queue."""
         grad = grad.detach()
-        self._put(lambda: self._run_add(grad))
+        self._run_or_defer(lambda: self._add_grad(grad))
 
-    def summed_gradient(self, addends: torch.Tensor) -> None:
-        """Put the sum of addends [n, ...] of a gradient, or one of the local shape, now or through
+    def accumulate_grad_sum(self, addends: torch.Tensor) -> None:
+        """Accumulate the sum of addends [n, ...], or a gradient of the local shape, immediately or
+        through the queue."""
+        self.accumulate_written_grad(partial(_write_sum, addends.detach()))
+
+    def accumulate_computed_grad(self, compute: Callable[[], torch.Tensor]) -> None:
+        """Accumulate a gradient of the local shape that `compute` returns, immediately or through
         the queue."""
-        self.written_gradient(partial(_write_sum, addends.detach()))
-
-    def made_gradient(self, make: Callable[[], torch.Tensor]) -> None:
-        """Put a gradient of the local shape that `make` computes, now or through the queue."""
 
         def run() -> None:
             with torch.no_grad():
-                grad = make()
-            self._run_add(grad)
+                grad = compute()
+            self._add_grad(grad)
 
-        self._put(run)
+        self._run_or_defer(run)
 
-    def written_gradient(self, write: Callable[..., None]) -> None:
-        """Put a gradient that `write(slot, overwrite=...)` writes, now or through the queue.
+    def accumulate_written_grad(self, write: Callable[..., None]) -> None:
+        """Accumulate a gradient by `write(main_grad, overwrite=...)`, immediately or through the
+        queue.
 
         Args:
-            write: writes the slot if `overwrite`, else adds to it. It must not keep an autograd
+            write: writes `main_grad` if `overwrite`, else adds to it. It must not keep an autograd
                 graph alive.
         """
-        self._put(lambda: self._run_write(write))
+        self._run_or_defer(lambda: self._write_grad(write))
 
-    def index_gradient(
+    def accumulate_embedding_grad(
         self, ids: torch.Tensor, valid: torch.Tensor | None, grad: torch.Tensor
     ) -> None:
-        """Put the gradient rows of an embedding look-up, now or through the queue."""
+        """Accumulate the gradient rows of an embedding look-up, immediately or through the
+        queue."""
         grad = grad.detach()
-        self._put(lambda: self._run_index(ids, valid, grad))
+        self._run_or_defer(lambda: self._add_embedding_grad(ids, valid, grad))
 
     def gradient_buffer(self) -> torch.Tensor:
-        """Return where a kernel that cannot accumulate may write a gradient, fp32 of the local
-        shape: the slot while it holds nothing, else a new tensor. Put it by `written_gradient`.
+        """Return an output buffer for a kernel that cannot accumulate, fp32 of the local shape:
+        `main_grad` if the next gradient overwrites it, else a new tensor. The caller passes the
+        gradient to `accumulate_written_grad`.
 
         Raises:
             ValueError: there is no gradient buffer.
         """
         self._check_receives()
-        slot = self._open()
-        return slot if self.fresh else torch.empty_like(slot)
+        main_grad = self._get_main_grad()
+        return main_grad if self.overwrite_main_grad else torch.empty_like(main_grad)
 
     def _check_receives(self) -> bool:
-        """Return whether gradients are kept. Raises ValueError if they should be."""
-        if self.gradients is not None or (self.keeps_grad and self.trainable):
+        """Return whether gradients accumulate; False for a frozen weight.
+
+        Raises:
+            ValueError: the weight is trained but has no gradient buffer.
+        """
+        if self.gradients is not None or (self.uses_param_grad and self.trainable):
             return True
         if self.trainable:
             raise ValueError(
@@ -476,7 +492,7 @@ class WeightHandle:
             )
         return False
 
-    def _put(self, run: Callable[[], None]) -> None:
+    def _run_or_defer(self, run: Callable[[], None]) -> None:
         if not self._check_receives():
             return
         if self.deferral.queue is not None:
@@ -484,77 +500,79 @@ class WeightHandle:
         else:
             run()
 
-    def _open(self) -> torch.Tensor:
-        """Return the slot, opening it if this is its block's first gradient."""
-        if self.gradients is None:
-            return self._open_grad()
-        if self.slot is None:
-            self.gradients.open()
-        assert self.slot is not None
-        return self.slot
+    def _get_main_grad(self) -> torch.Tensor:
+        """Return `main_grad`, allocated at the first gradient of its block."""
+        if self.gradients is None:  # no engine: a single process
+            return self._get_param_grad()
+        if self.main_grad is None:
+            self.gradients.alloc_main_grads()
+        assert self.main_grad is not None
+        return self.main_grad
 
-    def _open_grad(self) -> torch.Tensor:
-        """Return `.grad` of the parameter, made if whoever updates the weight has dropped it."""
+    def _get_param_grad(self) -> torch.Tensor:
+        """Return `.grad` of the parameter, allocated if the optimizer has set it to None."""
         param = self.anchor
-        self.fresh = param.grad is None
+        self.overwrite_main_grad = param.grad is None
         if param.grad is None:
             param.grad = torch.empty_like(param)
         return param.grad
 
-    def _done(self) -> None:
-        self.fresh = False
+    def _mark_accumulated(self) -> None:
+        self.overwrite_main_grad = False
         if self.gradients is not None:
-            self.gradients.put_done(self)
+            self.gradients.grad_accumulated(self)
 
-    def _run_linear(self, grad: torch.Tensor, x: torch.Tensor) -> None:
-        """Write or add dyᵀ x; grad mode must be off."""
-        slot, dtype = self._open(), self.product_dtype
+    def _accumulate_wgrad(self, grad: torch.Tensor, x: torch.Tensor) -> None:
+        """Write dyᵀ x to `main_grad` or add it; grad mode must be off."""
+        main_grad, dtype = self._get_main_grad(), self.product_dtype
         if x.ndim != 2:
             grad, x = grad.reshape(-1, grad.shape[-1]), x.reshape(-1, x.shape[-1])  # [t, o], [t, h]
         if grad.dtype is not dtype or x.dtype is not dtype:
             grad, x = grad.to(dtype), x.to(dtype)
-        add_product_(slot, grad.t(), x, overwrite=self.fresh)
-        self._done()
+        add_product_(main_grad, grad.t(), x, overwrite=self.overwrite_main_grad)
+        self._mark_accumulated()
 
-    def _run_add(self, grad: torch.Tensor) -> None:
-        slot = self._open()
+    def _add_grad(self, grad: torch.Tensor) -> None:
+        main_grad = self._get_main_grad()
         with torch.no_grad():
-            if self.fresh:
-                slot.copy_(grad)
+            if self.overwrite_main_grad:
+                main_grad.copy_(grad)
             else:
-                slot.add_(grad)
-        self._done()
+                main_grad.add_(grad)
+        self._mark_accumulated()
 
-    def _run_write(self, write: Callable[..., None]) -> None:
-        slot = self._open()
+    def _write_grad(self, write: Callable[..., None]) -> None:
+        main_grad = self._get_main_grad()
         with torch.no_grad():
-            write(slot, overwrite=self.fresh)
-        self._done()
+            write(main_grad, overwrite=self.overwrite_main_grad)
+        self._mark_accumulated()
 
-    def _run_index(self, ids: torch.Tensor, valid: torch.Tensor | None, grad: torch.Tensor) -> None:
-        slot = self._open()
+    def _add_embedding_grad(
+        self, ids: torch.Tensor, valid: torch.Tensor | None, grad: torch.Tensor
+    ) -> None:
+        main_grad = self._get_main_grad()
         with torch.no_grad():
-            if self.fresh:
-                slot.zero_()
-            rows = grad.reshape(-1, grad.shape[-1]).to(slot.dtype)  # [t, h]
+            if self.overwrite_main_grad:  # rows that no token looked up have a zero gradient
+                main_grad.zero_()
+            rows = grad.reshape(-1, grad.shape[-1]).to(main_grad.dtype)  # [t, h]
             if valid is not None:
                 rows = rows * valid.reshape(-1, 1)
-            slot.index_add_(0, ids.reshape(-1), rows)
-        self._done()
+            main_grad.index_add_(0, ids.reshape(-1), rows)
+        self._mark_accumulated()
 
 
-def _write_sum(addends: torch.Tensor, slot: torch.Tensor, *, overwrite: bool) -> None:
-    """Write the sum of addends [n, ...] to the slot, or add it."""
-    if addends.ndim == slot.ndim:
-        slot.copy_(addends) if overwrite else slot.add_(addends)
+def _write_sum(addends: torch.Tensor, main_grad: torch.Tensor, *, overwrite: bool) -> None:
+    """Write the sum of addends [n, ...] to `main_grad`, or add it."""
+    if addends.ndim == main_grad.ndim:
+        main_grad.copy_(addends) if overwrite else main_grad.add_(addends)
     elif overwrite:
-        torch.sum(addends, 0, dtype=slot.dtype, out=slot)
+        torch.sum(addends, 0, dtype=main_grad.dtype, out=main_grad)
     else:
-        slot.add_(addends.sum(0))
+        main_grad.add_(addends.sum(0))
 
 
 class _Linear(torch.autograd.Function):
-    """forward y = x Wᵀ + b; dgrad dx = dy W; wgrad dW = dyᵀ x into the slot. Saves x."""
+    """forward y = x Wᵀ + b; dgrad dx = dy W; wgrad dW = dyᵀ x into `main_grad`. Saves x."""
 
     @staticmethod
     def forward(ctx, x, anchor, handle, bias=None, bias_anchor=None):
@@ -569,33 +587,33 @@ class _Linear(torch.autograd.Function):
         handle, dx = ctx.handle, None
         if ctx.needs_input_grad[0]:
             dx = handle.dgrad(grad)
-        put_linear_gradients(handle, ctx.bias, grad, x)
+        accumulate_linear_grads(handle, ctx.bias, grad, x)
         return dx, None, None, None, None
 
 
-#: `apply` of the base class: that of `torch.autograd.Function` looks for transforms of
-#: `torch.func` first, which weights outside of autograd have no use for, and takes as long again.
+#: `apply` of the C++ base class. `torch.autograd.Function.apply` first looks for transforms of
+#: `torch.func`, which a handle does not support, and takes twice the host time.
 _apply_linear = super(torch.autograd.Function, _Linear).apply
 
 
-def put_linear_gradients(
+def accumulate_linear_grads(
     handle: WeightHandle,
     bias: WeightHandle | None,
     grad: torch.Tensor,
     x: torch.Tensor | None,
     *,
-    enter: Callable[[torch.Tensor], torch.Tensor] | None = None,
+    gather_input: Callable[[torch.Tensor], torch.Tensor] | None = None,
 ) -> None:
-    """Put the weight's and the bias's gradient of a linear op, skipping what is frozen.
+    """Accumulate the weight's and the bias's gradient of a linear op, skipping frozen weights.
 
     Args:
         x: None if the weight is frozen.
-        enter: see `WeightHandle.wgrad`.
+        gather_input: see `WeightHandle.wgrad`.
     """
     if x is not None:
-        handle.wgrad(grad, x, enter=enter)
+        handle.wgrad(grad, x, gather_input=gather_input)
     if bias is not None and bias.trainable:
-        bias.add_gradient(grad.reshape(-1, grad.shape[-1]).sum(0, dtype=torch.float32))
+        bias.accumulate_grad(grad.reshape(-1, grad.shape[-1]).sum(0, dtype=torch.float32))
 
 
 def _embedding_rows(
@@ -618,24 +636,25 @@ class _Embedding(torch.autograd.Function):
     @staticmethod
     def backward(ctx, grad):
         ids, valid = ctx.saved_tensors
-        ctx.handle.index_gradient(ids, valid, grad)
+        ctx.handle.accumulate_embedding_grad(ids, valid, grad)
         return None, None, None, None
 
 
 class _Use(torch.autograd.Function):
-    """forward a copy of W, or its memory where that stays; wgrad is the gradient of what forward
-    returned. Saves nothing."""
+    """forward a copy of W, or W itself if it is always in memory; wgrad is the gradient of the
+    output. Saves nothing."""
 
     @staticmethod
     def forward(ctx, anchor, handle, dtype, copies):
         ctx.handle = handle
         dtype = dtype or handle.dtype
-        if copies or handle.whole is None:
+        if copies or handle.unsharded_param is None:
             return handle.get().to(dtype, copy=True)
-        # A tensor of its own: autograd gives what forward returns a history, a weight has none.
-        return handle.whole.detach().to(dtype)
+        # `detach` gives a new tensor over the same memory: autograd records a history on the
+        # output of forward, and the weight itself must stay a leaf.
+        return handle.unsharded_param.detach().to(dtype)
 
     @staticmethod
     def backward(ctx, grad):
-        ctx.handle.add_gradient(grad)
+        ctx.handle.accumulate_grad(grad)
         return None, None, None, None

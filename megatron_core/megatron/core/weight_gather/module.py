@@ -1,17 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
 """StoreModule: an `nn.Module` whose parameters are the weights of a store, under their own names.
 
-    named_parameters()   name of the WeightSharding -> what this rank stores, the memory itself
+    named_parameters()   name of the WeightSharding -> this rank's shard, the memory itself
     named_buffers()      the states of the store
     state_dict()         both, detached; load_state_dict() writes into the same memory
 
 A parameter is this rank's shard: [o/tp, h] of a weight sharded over tp, and the flat range [k] of
-it where weights are stored in shards (ZeRO-3). Such a state_dict belongs to one rank, and only the
-same rank of the same layout can load it; `dist_checkpointing` saves for any other.
+[o/tp, h] if weights are stored in shards (ZeRO-3). Such a state_dict belongs to one rank, and only
+the same rank of the same layout can load it; `dist_checkpointing` saves for other layouts.
 
 Weights are views of flat buckets at fixed addresses. An operation that would give a parameter other
-memory (another dtype or device, `assign=True`, a copy of the module) raises and names the call to
-make instead.
+memory (another dtype or device, `assign=True`, a copy of the module) raises an error that names the
+call to make instead.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from megatron.core.weight_gather.store import WeightStore
 
 
 class StoreModule(nn.Module):
-    """A module whose weights lie in `store`: set that, declare them, and call `materialize`."""
+    """A module whose weights are in `store`: set it, declare the weights, call `materialize`."""
 
     store: WeightStore
 
@@ -35,33 +35,34 @@ class StoreModule(nn.Module):
         """Materialise the store: its weights become parameters of this module, its states buffers.
 
         Raises:
-            ValueError: that has been done.
+            ValueError: the store is already materialised.
         """
         self.store.materialize(storage)
-        # `register_parameter` refuses the dots that names of weights have.
+        # `register_parameter` refuses names with dots, which names of weights have.
         self._parameters.update({n: handle.anchor for n, handle in self.store.handles.items()})
         self._buffers.update(self.store.states)
 
     def get_parameter(self, target: str) -> nn.Parameter:
         """Return a parameter by its name. Raises AttributeError."""
-        found = self._parameters.get(target)
-        return super().get_parameter(target) if found is None else found
+        parameter = self._parameters.get(target)
+        return super().get_parameter(target) if parameter is None else parameter
 
     # --- dtype and device -------------------------------------------------------------------------
 
     def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> Any:
-        """Carry out `to`, `half`, `cuda`, `share_memory` and their like on what is not the store's.
+        """Carry out `to`, `half`, `cuda`, `share_memory` on tensors outside the store.
 
         Raises:
             ValueError: it would move or convert the store's weights.
         """
         store = self.store
         probe = torch.empty(0, dtype=store.dtype, device=store.device)
-        found = fn(probe)
-        if found is not probe:
-            wanted = [f"dtype={found.dtype}"] if found.dtype != store.dtype else []
-            wanted += [f"device={str(found.device)!r}"] if found.device != store.device else []
-            build = f"{type(self).__name__}(..., {', '.join(wanted) or 'device=...'})"
+        converted = fn(probe)
+        if converted is not probe:
+            changes = [f"dtype={converted.dtype}"] if converted.dtype != store.dtype else []
+            if converted.device != store.device:
+                changes.append(f"device={str(converted.device)!r}")
+            build = f"{type(self).__name__}(..., {', '.join(changes) or 'device=...'})"
             raise ValueError(
                 f"{type(self).__name__} holds its weights in flat buckets of {store.dtype} on "
                 f"{store.device}, which are not converted or moved in place: build {build}, and "
@@ -83,33 +84,33 @@ class StoreModule(nn.Module):
 
     @property
     def _shard(self) -> str | None:
-        """Which part of the logical weights this rank stores; None is all of them."""
+        """This rank's shard of the logical weights in words; None if it stores whole weights."""
         grid = self.store.groups.grid
         if grid.world_size == 1:
             return None
-        here = self.store.groups.coordinates
-        cut = " x ".join(f"{axis} {here[axis]} of {grid.size(axis)}" for axis in here)
-        placed = sorted({axis for b in self.store.buckets for axis in b.placement.weight})
-        return f"{cut}, weights {'sharded over ' + ', '.join(placed) if placed else 'whole'}"
+        coordinates = self.store.groups.coordinates
+        shard = " x ".join(f"{a} {coordinates[a]} of {grid.size(a)}" for a in coordinates)
+        axes = sorted({axis for b in self.store.buckets for axis in b.placement.weight})
+        return f"{shard}, weights {'sharded over ' + ', '.join(axes) if axes else 'whole'}"
 
     def _save_to_state_dict(
         self, destination: dict[str, Any], prefix: str, keep_vars: bool
     ) -> None:
-        """Put the parameters and buffers into `destination`.
+        """Save the parameters and buffers in `destination`.
 
         Raises:
-            ValueError: updates of other ranks are on their way.
+            ValueError: updates by other ranks have not been gathered.
         """
         blocks = [block for bucket in self.store.buckets for block in bucket.blocks]
-        late = [b.name for b in blocks if b.source is not None and b.source.is_late(b)]
-        if late:
+        stale = [b.name for b in blocks if b.gatherer is not None and b.gatherer.is_stale(b)]
+        if stale:
             raise ValueError(
-                f"state_dict: updates that other ranks made have not arrived in {late[0]}"
-                + (f" and {len(late) - 1} more" if len(late) > 1 else "")
+                f"state_dict: updates that other ranks made have not arrived in {stale[0]}"
+                + (f" and {len(stale) - 1} more" if len(stale) > 1 else "")
                 + ": call complete_weights() of the DataParallel engine on every rank before it"
             )
         super()._save_to_state_dict(destination, prefix, keep_vars)
-        # torch keeps it next to the tensors, and hands it back as `local_metadata`.
+        # torch stores metadata next to the tensors; loading passes it as `local_metadata`.
         metadata: dict[str, dict[str, Any]] | None = vars(destination).get("_metadata")
         if metadata is not None and prefix[:-1] in metadata:
             metadata[prefix[:-1]]["shard"] = self._shard
@@ -124,12 +125,12 @@ class StoreModule(nn.Module):
         unexpected_keys: list[str],
         error_msgs: list[str],
     ) -> None:
-        """Copy into the parameters and buffers; what does not fit is added to `error_msgs`.
+        """Copy into the parameters and buffers; mismatches are added to `error_msgs`.
 
         Raises:
             ValueError: `assign=True`, or an engine has been built, whose optimizer may have copies.
         """
-        if local_metadata.pop("assign_to_params_buffers", False):  # of this call alone
+        if local_metadata.pop("assign_to_params_buffers", False):  # torch's key for assign=True
             raise ValueError(
                 "load_state_dict(assign=True): the weights lie in flat buckets and are copied "
                 "into, leave out assign"
@@ -157,9 +158,9 @@ class StoreModule(nn.Module):
             unexpected_keys,
             error_msgs,
         )
-        # torch looks for dots of names among submodules.
-        own = {prefix + name for name in (*self._parameters, *self._buffers)}
-        unexpected_keys[:] = [key for key in unexpected_keys if key not in own]
+        # torch takes the text before a dot for the name of a submodule, and reports these names.
+        store_keys = {prefix + name for name in (*self._parameters, *self._buffers)}
+        unexpected_keys[:] = [key for key in unexpected_keys if key not in store_keys]
         if len(error_msgs) > before and self._shard is not None:
             error_msgs.append(f"this rank has {self._shard}: {_ANY_LAYOUT}")
 

@@ -1,18 +1,20 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The gather plan: which gathered weights are released and which gathers start at every use.
+"""The gather plan: the blocks to reshard and the all-gathers to start at every use of a block.
 
-A block is a set of weights that is gathered together. A step is a program of segments ("forward",
-"backward", ...), each with a trace of the blocks that it needs, known before the step starts. The
-plan walks through the whole program once and gives, for each use, what to release and what to
-start:
+A block is a set of weights that are gathered together. A step is a program of segments ("forward",
+"backward", ...). Each segment has a trace of the blocks that it uses, known before the step starts.
+The plan is computed for the whole program. At each use it lists the blocks to reshard and the
+all-gathers to start:
 
-- blocks stay while they fit in the budget; the one evicted is the one needed furthest in the future
-  (Belady 1966, "A study of replacement algorithms for a virtual-storage computer": the fewest loads
-  for blocks of one size), so the turn from forward to backward keeps the last layers;
-- the next block is always in flight while one is computed with, and more if their bytes allow it.
+- Blocks stay unsharded while they fit in the budget. The block to evict is the block whose next use
+  is furthest in the future (Belady 1966, "A study of replacement algorithms for a virtual-storage
+  computer": the fewest loads for blocks of one size). So the last layers of forward stay unsharded
+  for backward.
+- The all-gather of the next block is always in flight while a block is in use, and further
+  all-gathers if their bytes allow it.
 
-Release after forward, prefetch depth and "keep the head" are therefore one number, the budget. Pure
-data: a plan is compiled, checked and counted without processes.
+Reshard-after-forward, prefetch depth and keeping the output layer unsharded all follow from one
+number, the budget. A plan is plain data: it is compiled, checked and counted without processes.
 """
 
 from __future__ import annotations
@@ -23,33 +25,39 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TypeAlias
 
-#: Block numbers of one segment in the order of first need, consecutive repeats removed.
+#: Block numbers of one segment in the order of use, consecutive repeats removed.
 Trace: TypeAlias = tuple[int, ...]
 
 
 @dataclass(frozen=True)
-class Consume:
-    """What happens at the moment when `block` is needed.
+class PlannedUse:
+    """The actions at one use of `block`, in this order.
 
-    First the gathered weights of `release` are given back, then the gathers of `issue` start in
-    order, then the block's own gather is waited for.
+    Args:
+        block: the block in use. Its own all-gather is waited for last.
+        reshard: blocks that are resharded first, so that their buffers can be reused.
+        all_gather: blocks whose all-gathers start then, in this order.
     """
 
     block: int
-    release: tuple[int, ...]
-    issue: tuple[int, ...]
+    reshard: tuple[int, ...]
+    all_gather: tuple[int, ...]
 
 
 @dataclass(frozen=True)
 class GatherPlan:
     """The uses of one step in order.
 
-    `prologue` lists the gathers that may start before the first use; `consumes[0]` does not repeat
-    them. What is gathered at the end is for the runtime to release. `peak_bytes` is the most that
-    is gathered or under way at any time, `gathers` how many gathers there are.
+    Args:
+        uses: the uses of blocks. Blocks that are unsharded after the last use are resharded by the
+            runtime.
+        prologue: blocks whose all-gathers may start before the first use; `uses[0]` does not repeat
+            them.
+        peak_bytes: maximum bytes that are unsharded or in flight at any time.
+        gathers: number of all-gathers.
     """
 
-    consumes: tuple[Consume, ...]
+    uses: tuple[PlannedUse, ...]
     prologue: tuple[int, ...]
     peak_bytes: int
     gathers: int
@@ -61,82 +69,82 @@ def compile_plan(
     *,
     sizes: Sequence[int],
     budget: int,
-    ahead: int,
+    prefetch_bytes: int,
     prefetch: bool = True,
 ) -> GatherPlan:
-    """Plan the gathers of one step.
+    """Plan the all-gathers of one step.
 
-    A block needed twice in a row, also across a border of segments, is one use. Looking ahead at a
-    use: the next distinct block, and further ones while the bytes beyond the next sum to at most
-    `ahead`; nothing is released for a block that is needed later than itself.
+    Consecutive uses of a block, also across a boundary of segments, are one use. At a use, the next
+    distinct block is prefetched, and further blocks while their bytes sum to at most
+    `prefetch_bytes`. A prefetch never evicts a block that is used before the prefetched one.
 
     Args:
-        traces: of each segment, the blocks in order of need.
+        traces: the blocks of each segment in order of use.
         program: names of segments in the order in which they run.
-        sizes: gathered bytes of each block; one of 0 bytes has storage of its own, so it is
-            gathered once and never released.
-        budget: bytes gathered or under way at any time; only a block in use may exceed it, alone.
-        ahead: bytes under way beyond the next block.
-        prefetch: False starts every gather at the block's own use.
+        sizes: unsharded bytes of each block. A block of 0 bytes has permanent storage: it is
+            gathered once and never resharded.
+        budget: maximum bytes unsharded or in flight at any time; only a single block in use may
+            exceed it.
+        prefetch_bytes: maximum bytes in flight beyond the next block.
+        prefetch: False starts every all-gather at the use of its block.
 
     Raises:
         ValueError: a segment without a trace, a block without a size, a negative number of bytes.
     """
-    needs = _needs(traces, program, sizes)
-    if budget < 0 or ahead < 0 or min(sizes, default=0) < 0:
+    block_uses = _block_uses(traces, program, sizes)
+    if budget < 0 or prefetch_bytes < 0 or min(sizes, default=0) < 0:
         raise ValueError(
-            f"sizes {list(sizes)}, budget {budget}, ahead {ahead}: bytes of a gather plan are 0 "
-            "or more"
+            f"sizes {list(sizes)}, budget {budget}, prefetch_bytes {prefetch_bytes}: bytes of a "
+            "gather plan are 0 or more"
         )
-    residents = _Residents(needs, sizes, budget)
-    consumes = tuple(
-        residents.consume(position, ahead if prefetch else None) for position in range(len(needs))
-    )
+    residents = _Residents(block_uses, sizes, budget)
+    limit = prefetch_bytes if prefetch else None
+    uses = tuple(residents.plan_use(position, limit) for position in range(len(block_uses)))
     prologue: tuple[int, ...] = ()
-    if consumes and prefetch:
-        prologue = consumes[0].issue
-        consumes = (replace(consumes[0], issue=()), *consumes[1:])
-    return GatherPlan(consumes, prologue, residents.peak_bytes, residents.gathers)
+    if uses and prefetch:
+        prologue = uses[0].all_gather
+        uses = (replace(uses[0], all_gather=()), *uses[1:])
+    return GatherPlan(uses, prologue, residents.peak_bytes, residents.gathers)
 
 
-def bytes_of_neighbours(
+def max_adjacent_bytes(
     traces: Mapping[str, Trace], program: Sequence[str], *, sizes: Sequence[int]
 ) -> int:
-    """Return the most bytes of two blocks that a program needs one after the other: a budget under
-    which every gather can start while the block before it is in use."""
-    found = [sizes[block] for block in _needs(traces, program, sizes)]
-    return max((a + b for a, b in itertools.pairwise(found)), default=sum(found))
+    """Return the maximum bytes of two consecutively used blocks: with this budget every all-gather
+    can start while the block before it is in use."""
+    use_sizes = [sizes[block] for block in _block_uses(traces, program, sizes)]
+    return max((a + b for a, b in itertools.pairwise(use_sizes)), default=sum(use_sizes))
 
 
 def check_plan(plan: GatherPlan, *, sizes: Sequence[int], budget: int) -> list[str]:
-    """Replay a plan and list everything that is wrong with it; empty if it is fine.
+    """Replay a plan and return a list of its errors, empty if there are none.
 
-    Shown to hold: a block is gathered before it is used and not released by its own use, none is
-    gathered twice or released when it is not there or before it was used, none of 0 bytes is
-    released, the bytes never exceed the budget (but for a single block in use), and the peak and
-    the count of gathers are as stated.
+    The checks: a block is gathered before it is used and not resharded by its own use. No block is
+    gathered twice, resharded while it is not gathered, or resharded before it was used. No block of
+    0 bytes is resharded. The bytes never exceed the budget, except for a single block in use. The
+    peak and the number of all-gathers are correct.
     """
     problems: list[str] = []
     resident: set[int] = set()
     unused: set[int] = set()
     peak = gathers = 0
-    steps = [(f"consume {i}", c.block, c.release, c.issue) for i, c in enumerate(plan.consumes)]
+    steps = [(f"use {i}", c.block, c.reshard, c.all_gather) for i, c in enumerate(plan.uses)]
     if plan.prologue:
         steps.insert(0, ("prologue", plan.prologue[0], (), plan.prologue))
-    for where, block, release, issue in steps:
-        for gone in release:
-            if gone not in resident:
-                problems.append(f"{where}: releases block {gone}, which is not gathered")
-            elif gone == block or gone in unused:
-                problems.append(f"{where}: releases block {gone} before it is used")
-            if sizes[gone] == 0:
-                problems.append(f"{where}: releases block {gone}, whose storage is permanent")
-            resident.discard(gone)
-        for new in issue:
-            if new in resident:
-                problems.append(f"{where}: gathers block {new} again while it is there")
-            resident.add(new)
-            unused.add(new)
+    for where, block, reshards, all_gathers in steps:
+        for freed in reshards:
+            if freed not in resident:
+                problems.append(f"{where}: releases block {freed}, which is not gathered")
+            elif freed == block or freed in unused:
+                problems.append(f"{where}: releases block {freed} before it is used")
+            if sizes[freed] == 0:
+                problems.append(f"{where}: releases block {freed}, whose storage is permanent")
+            resident.discard(freed)
+        for started in all_gathers:
+            if started in resident:
+                problems.append(f"{where}: gathers block {started} again while it is there")
+            resident.add(started)
+            unused.add(started)
             gathers += 1
         if block not in resident:
             problems.append(f"{where}: block {block} is used but not gathered")
@@ -154,8 +162,10 @@ def check_plan(plan: GatherPlan, *, sizes: Sequence[int], budget: int) -> list[s
     return problems
 
 
-def _needs(traces: Mapping[str, Trace], program: Sequence[str], sizes: Sequence[int]) -> list[int]:
-    """Return the blocks of the whole program in order of need, consecutive repeats removed."""
+def _block_uses(
+    traces: Mapping[str, Trace], program: Sequence[str], sizes: Sequence[int]
+) -> list[int]:
+    """Return the blocks of the whole program in order of use, consecutive repeats removed."""
     for name in program:
         if name not in traces:
             raise ValueError(f"segment {name!r} has no trace: known are {', '.join(traces)}")
@@ -169,110 +179,118 @@ def _needs(traces: Mapping[str, Trace], program: Sequence[str], sizes: Sequence[
 
 
 class _Residents:
-    """The blocks gathered or under way while a program is walked through.
+    """The blocks that are unsharded or in flight at a position of the program.
 
-    `upcoming[b]` is the position of the next use of block b after the one at hand, `end` if there
-    is none. `order` is a heap of (-next use, block); an entry is stale once its block was released
-    or its next use has moved on.
+    Attributes:
+        block_uses: the block of every use.
+        next_use: by block, the position of its next use after the current one, or `end`.
+        use_after: by position, the position of the next use of the same block, or `end`.
+        num_missing: blocks with a later use that are neither unsharded nor in flight.
+        eviction_heap: heap of (-next use, block). An entry is stale once its block was resharded or
+            used, and is skipped when it is popped.
     """
 
-    def __init__(self, needs: Sequence[int], sizes: Sequence[int], budget: int) -> None:
-        self.needs, self.sizes, self.budget = needs, sizes, budget
-        self.end = len(needs)
-        self.following = [self.end] * self.end
-        self.upcoming = [self.end] * len(sizes)
+    def __init__(self, block_uses: Sequence[int], sizes: Sequence[int], budget: int) -> None:
+        self.block_uses, self.sizes, self.budget = block_uses, sizes, budget
+        self.end = len(block_uses)
+        self.use_after = [self.end] * self.end
+        self.next_use = [self.end] * len(sizes)
         for position in range(self.end - 1, -1, -1):
-            self.following[position] = self.upcoming[needs[position]]
-            self.upcoming[needs[position]] = position
+            self.use_after[position] = self.next_use[block_uses[position]]
+            self.next_use[block_uses[position]] = position
         self.resident: set[int] = set()
-        self.missing = sum(at < self.end for at in self.upcoming)
-        self.order: list[tuple[int, int]] = []
+        self.num_missing = sum(at < self.end for at in self.next_use)
+        self.eviction_heap: list[tuple[int, int]] = []
         self.bytes = self.peak_bytes = self.gathers = 0
 
-    def consume(self, position: int, ahead: int | None) -> Consume:
-        """Go to one use; `ahead` None looks no further."""
-        block = self.needs[position]
-        release: list[int] = []
-        issue: list[int] = []
-        before = self.needs[position - 1] if position else block
-        if self.upcoming[before] == self.end and self.sizes[before] and before != block:
-            self._drop(before, release)
+    def plan_use(self, position: int, prefetch_bytes: int | None) -> PlannedUse:
+        """Advance to one use; `prefetch_bytes` None prefetches nothing."""
+        block = self.block_uses[position]
+        reshards: list[int] = []
+        all_gathers: list[int] = []
+        before = self.block_uses[position - 1] if position else block
+        # Its last use is over: its bytes are free without an eviction.
+        if self.next_use[before] == self.end and self.sizes[before] and before != block:
+            self._drop(before, reshards)
         if block not in self.resident:
-            self._make_room(self.sizes[block], position, release)
-            self._add(block, issue)
+            self._make_room(self.sizes[block], position, reshards)
+            self._add(block, all_gathers)
         elif self.bytes > self.budget:
-            self._make_room(0, position, release)
-        if ahead is not None:
-            for other in self._window(position, ahead):
-                if other in self.resident:
+            self._make_room(0, position, reshards)
+        if prefetch_bytes is not None:
+            for candidate in self._window(position, prefetch_bytes):
+                if candidate in self.resident:
                     continue
-                at = self.upcoming[other]
-                if not self._make_room(self.sizes[other], at, release, whole=True):
+                at = self.next_use[candidate]
+                if not self._make_room(self.sizes[candidate], at, reshards, all_or_nothing=True):
                     break
-                self._add(other, issue)
+                self._add(candidate, all_gathers)
         self.peak_bytes = max(self.peak_bytes, self.bytes)
-        self.upcoming[block] = self.following[position]
-        self._rank(block)
-        return Consume(block, tuple(release), tuple(issue))
+        self.next_use[block] = self.use_after[position]
+        self._push_next_use(block)
+        return PlannedUse(block, tuple(reshards), tuple(all_gathers))
 
-    def _window(self, position: int, ahead: int) -> Iterator[int]:
-        """Yield the blocks to look ahead to, in order of need, while any needed one is missing."""
-        block = self.needs[position]
+    def _window(self, position: int, prefetch_bytes: int) -> Iterator[int]:
+        """Yield the blocks to prefetch in order of use, while a block with a later use is
+        missing."""
+        block = self.block_uses[position]
         seen = {block}
-        first, beyond = True, 0
+        is_next, beyond = True, 0
         for at in range(position + 1, self.end):
-            if not self.missing:
+            if not self.num_missing:
                 return
-            other = self.needs[at]
-            if other in seen:
+            candidate = self.block_uses[at]
+            if candidate in seen:
                 continue
-            seen.add(other)
-            if self.sizes[other]:
-                beyond += 0 if first else self.sizes[other]
-                first = False
-                if beyond > ahead:
+            seen.add(candidate)
+            if self.sizes[candidate]:
+                beyond += 0 if is_next else self.sizes[candidate]
+                is_next = False
+                if beyond > prefetch_bytes:
                     return
-            yield other
+            yield candidate
 
-    def _make_room(self, size: int, need: int, release: list[int], *, whole: bool = False) -> bool:
-        """Release what is needed furthest ahead, later than `need`, until `size` more bytes fit.
+    def _make_room(
+        self, size: int, use: int, reshards: list[int], *, all_or_nothing: bool = False
+    ) -> bool:
+        """Evict the blocks with the latest next use, later than `use`, until `size` bytes fit.
 
-        The block in use is needed now, so it stays. With `whole`, nothing is released unless that
-        makes them fit.
+        The block in use stays. With `all_or_nothing`, no block is evicted unless the bytes then
+        fit.
         """
-        victims: list[tuple[int, int]] = []
+        evicted: list[tuple[int, int]] = []
         room = self.budget - self.bytes - size
-        while room < 0 and self.order and -self.order[0][0] > need:
-            entry = heapq.heappop(self.order)
-            at, other = -entry[0], entry[1]
-            if other in self.resident and self.upcoming[other] == at:
-                victims.append(entry)
-                room += self.sizes[other]
-        if room < 0 and whole:
-            for entry in victims:
-                heapq.heappush(self.order, entry)
+        while room < 0 and self.eviction_heap and -self.eviction_heap[0][0] > use:
+            entry = heapq.heappop(self.eviction_heap)
+            at, candidate = -entry[0], entry[1]
+            if candidate in self.resident and self.next_use[candidate] == at:
+                evicted.append(entry)
+                room += self.sizes[candidate]
+        if room < 0 and all_or_nothing:
+            for entry in evicted:
+                heapq.heappush(self.eviction_heap, entry)
             return False
-        for _, other in victims:
-            self._drop(other, release)
+        for _, candidate in evicted:
+            self._drop(candidate, reshards)
         return True
 
-    def _add(self, block: int, issue: list[int]) -> None:
-        """Start a gather."""
+    def _add(self, block: int, all_gathers: list[int]) -> None:
+        """Add a block whose all-gather starts."""
         self.resident.add(block)
-        self.missing -= 1
+        self.num_missing -= 1
         self.bytes += self.sizes[block]
         self.gathers += 1
-        issue.append(block)
-        self._rank(block)
+        all_gathers.append(block)
+        self._push_next_use(block)
 
-    def _drop(self, block: int, release: list[int]) -> None:
-        """Give a block's bytes back."""
+    def _drop(self, block: int, reshards: list[int]) -> None:
+        """Remove a block, which is resharded."""
         self.resident.remove(block)
-        self.missing += self.upcoming[block] < self.end
+        self.num_missing += self.next_use[block] < self.end
         self.bytes -= self.sizes[block]
-        release.append(block)
+        reshards.append(block)
 
-    def _rank(self, block: int) -> None:
-        """Enter a block's next use into the order of release."""
+    def _push_next_use(self, block: int) -> None:
+        """Push a block's next use onto the eviction heap."""
         if self.sizes[block]:
-            heapq.heappush(self.order, (-self.upcoming[block], block))
+            heapq.heappush(self.eviction_heap, (-self.next_use[block], block))

@@ -1,13 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""WeightStore: all weights of a model in flat buckets, and what a rank's optimizer owns of them.
+"""WeightStore: all weights of a model in flat buckets, and the ranges that an optimizer updates.
 
 Building a model only declares weights. `materialize` then decides the layout (`bucket_plans`),
-allocates what this rank stores, binds every handle and writes the initial values, each a function
+allocates this rank's storage, attaches every handle and writes the initial values, each a function
 of (seed, name, logical index).
 
 `OwnedRange` is the range of a bucket's weights and gradients that this rank's optimizer updates:
-flat tensors and plain data about them. An optimizer thus needs to know nothing of weights, buckets
-or strategies, and a checkpoint can name every element of the optimizer's state.
+flat tensors and plain data about them. The optimizer thus does not depend on handles, buckets or
+strategies, and a checkpoint can name every element of the optimizer's state.
 """
 
 from __future__ import annotations
@@ -53,20 +53,21 @@ class WeightStore:
         groups: the process groups; their grid decides every local shape.
         seed: of the initial values.
         dtype: of the weights.
-        device: where they live.
-        cpu_dtype: what a CPU multiplies weights of `dtype` in: that dtype, or fp32. None is what it
-            does faster; ranks that must agree need it explicitly (`ops.backend_choice`).
+        device: of the weights.
+        cpu_dtype: dtype of products on a CPU: `dtype`, or fp32. None chooses the faster one, which
+            may differ between machines; ranks that must compute the same bits set it
+            (`ops.backend_choice.matmul_dtype`).
         row_tiles: multiply by weights in tiles of rows, see `ops.batch_invariant`.
 
     Attributes:
-        storage: how they were laid out.
-        sharded: some role of some weights is sharded over data-parallel ranks, gtp among them; see
-            `Bucket.placement`.
-        states: fp32 tensors of the model that are no weights, by name.
-        optional_states: initial values of those that a checkpoint may lack.
-        buckets: none if this rank has no weights, which also is a store.
+        storage: the options of the layout.
+        sharded: weights, gradients or optimizer state of some weight are sharded over data-parallel
+            or gtp ranks; see `Bucket.placement`.
+        states: fp32 tensors of the model other than weights, by name.
+        optional_states: initial values of the states that a checkpoint may lack.
+        buckets: empty on a rank without weights.
         materialized: `materialize` has been called.
-        has_engine: an engine collects the gradients.
+        has_engine: a data-parallel engine collects the gradients.
     """
 
     def __init__(
@@ -94,39 +95,39 @@ class WeightStore:
         self._init: dict[str, InitSpec] = {}
         self._units: dict[str, str | None] = {}
         self._unit: str | None = None
-        self._parts: dict[str, int] = {}
-        self._part = 0
+        self._model_chunks: dict[str, int] = {}
+        self._model_chunk = 0
 
     def declare(
         self, sharding: WeightSharding, init: InitSpec, *, dtype: torch.dtype | None = None
     ) -> WeightHandle:
-        """Register a weight and return its handle; the same name again is another use of the same
-        weight.
+        """Register a weight and return its handle; a repeated name is another use of the weight.
 
         Args:
-            sharding: its description.
+            sharding: the description of the weight.
             init: its initial values.
-            dtype: of a weight that needs more than the others have; None is the store's.
+            dtype: of a weight that needs a higher precision; None is the dtype of the store.
 
         Raises:
-            ValueError: a description that cannot lie on the grid, a name declared differently or
-                in another model chunk before.
+            ValueError: a description that does not fit the grid, or a name that was declared
+                differently or in another model chunk.
         """
         if self.materialized:
             raise ValueError(
                 f"{sharding.name}: the store is materialised; declare weights before that"
             )
-        known = self.handles.get(sharding.name)
-        if known is not None:
-            if (known.sharding, known.dtype) != (sharding, dtype or self.dtype):
+        handle = self.handles.get(sharding.name)
+        if handle is not None:
+            if (handle.sharding, handle.dtype) != (sharding, dtype or self.dtype):
                 raise ValueError(f"{sharding.name} is declared twice with different shardings")
-            if self._parts[sharding.name] != self._part:
+            if self._model_chunks[sharding.name] != self._model_chunk:
                 raise ValueError(
-                    f"{sharding.name} is declared in parts {self._parts[sharding.name]} and "
-                    f"{self._part}: the uses of a weight on one rank must lie in one part"
+                    f"{sharding.name} is declared in model chunks "
+                    f"{self._model_chunks[sharding.name]} and {self._model_chunk}: the uses of a "
+                    "weight on one rank must lie in one model chunk"
                 )
-            known.uses += 1
-            return known
+            handle.uses += 1
+            return handle
         problems = check(sharding, self.groups.grid)
         if problems:
             raise ValueError("; ".join(problems))
@@ -143,7 +144,7 @@ class WeightStore:
         self.handles[sharding.name] = handle
         self._init[sharding.name] = init
         self._units[sharding.name] = self._unit
-        self._parts[sharding.name] = self._part
+        self._model_chunks[sharding.name] = self._model_chunk
         return handle
 
     def declare_state(
@@ -154,24 +155,26 @@ class WeightStore:
         initial: float = 0.0,
         optional: bool = False,
     ) -> torch.Tensor:
-        """Return an fp32 tensor that belongs to the model, and that another rule than the
-        optimizer's changes, alike on every rank of this pipeline stage: `states` has them for
-        checkpoints.
+        """Return an fp32 tensor of the model that the optimizer does not update, such as a router
+        bias. It has the same values on every rank of this pipeline stage; checkpoints save
+        `states`.
 
         Args:
-            initial: what it is filled with.
-            optional: a checkpoint may lack it, and then it keeps the initial value.
+            name: of the state.
+            shape: of the state.
+            initial: its initial value.
+            optional: a checkpoint may lack it; then it keeps the initial value.
 
         Raises:
-            ValueError: a name that is taken.
+            ValueError: the name is already declared.
         """
         if name in self.states or name in self.handles:
             raise ValueError(f"{name} is declared twice")
-        made = torch.full(shape, initial, dtype=torch.float32, device=self.device)
-        self.states[name] = made
+        state = torch.full(shape, initial, dtype=torch.float32, device=self.device)
+        self.states[name] = state
         if optional:
             self.optional_states[name] = initial
-        return made
+        return state
 
     @property
     def state_ranks(self) -> tuple[int, ...]:
@@ -181,34 +184,34 @@ class WeightStore:
 
     @contextmanager
     def unit(self, name: str) -> Iterator[None]:
-        """Declare what follows as one unit: weights that are needed together, such as a layer's."""
-        outside, self._unit = self._unit, self._unit or name
+        """Declare weights inside as one unit: they are used together, such as those in a layer."""
+        enclosing, self._unit = self._unit, self._unit or name
         try:
             yield
         finally:
-            self._unit = outside
+            self._unit = enclosing
 
     @contextmanager
-    def part(self, index: int) -> Iterator[None]:
-        """Declare what follows as part `index` of the model: weights whose gradients are done
-        together, such as those of a chunk of a pipeline. Outside of any, it is part 0.
+    def model_chunk(self, index: int) -> Iterator[None]:
+        """Declare weights inside as model chunk `index` of an interleaved pipeline, whose gradients
+        are complete together. Weights declared outside belong to model chunk 0.
 
         Raises:
             ValueError: a negative index.
         """
         if index < 0:
-            raise ValueError(f"part {index} of a weight store: count parts from 0")
-        outside, self._part = self._part, index
+            raise ValueError(f"model chunk {index} of a weight store: count model chunks from 0")
+        enclosing, self._model_chunk = self._model_chunk, index
         try:
             yield
         finally:
-            self._part = outside
+            self._model_chunk = enclosing
 
     def materialize(self, storage: Storage | None = None) -> None:
         """Lay out, allocate and (unless a checkpoint will be loaded) initialise all weights.
 
         Raises:
-            ValueError: that has been done.
+            ValueError: the store is already materialised.
         """
         if self.materialized:
             raise ValueError("the store is already materialised")
@@ -220,36 +223,37 @@ class WeightStore:
             self.handles.values(),
             self.plans,
             units=self._units,
-            parts=self._parts,
+            model_chunks=self._model_chunks,
             storage=storage,
             strategy=strategy,
             grid=grid,
         )
         for plan in plans:
-            data_group = self.plans[plan.blocks[0][0].name].data_group
-            groups = BucketGroups.of(self.groups, data_group, plan.placement)
+            rank_axes = self.plans[plan.blocks[0][0].name].data_group
+            groups = BucketGroups.of(self.groups, rank_axes, plan.placement)
             bucket = Bucket(
-                len(self.buckets), plan, groups, device=self.device, wires=storage.wires
+                len(self.buckets), plan, groups, device=self.device, formats=storage.gather_formats
             )
             self.buckets.append(bucket)
-            for found in bucket.stored():
-                handle = found.handle
-                stored = bucket.data[found.at : found.at + found.stop - found.start]
+            for stored_range in bucket.stored_weights():
+                handle = stored_range.handle
+                numel = stored_range.stop - stored_range.start
+                stored = bucket.data[stored_range.offset : stored_range.offset + numel]
                 stored = stored if bucket.sharded else stored.view(handle.shape)
                 handle.param = WeightParameter.of(handle, stored)
-                handle.keeps_grad = self.groups.grid.world_size == 1
-                self._stored[handle.name] = bucket, found
+                handle.uses_param_grad = self.groups.grid.world_size == 1
+                self._stored[handle.name] = bucket, stored_range
                 if storage.initialize:
                     self._initialize(handle)
 
-    def give_gradients(self) -> None:
-        """Leave the gradients to an engine: parameters have no `.grad` of their own any more."""
+    def disable_param_grads(self) -> None:
+        """Accumulate gradients in an engine's buffers: parameters no longer have a `.grad`."""
         self.has_engine = True
         for handle in self.handles.values():
-            handle.keeps_grad = False
+            handle.uses_param_grad = False
 
     def tensors(self) -> list[torch.Tensor]:
-        """Return what holds all weights and states."""
+        """Return the flat tensors of all weights, and all states."""
         return [*(bucket.data for bucket in self.buckets), *self.states.values()]
 
     def boxes(self, handle: WeightHandle) -> list[LocalBox]:
@@ -259,21 +263,21 @@ class WeightStore:
     def chunks(self, handle: WeightHandle) -> list[TensorChunk]:
         """List the boxes of logical tensors that this rank stores, as views of its memory."""
         assert handle.param is not None, "the store must be materialised"
-        bucket, found = self._stored[handle.name]
-        if found.start == found.stop:
+        bucket, stored_range = self._stored[handle.name]
+        if stored_range.start == stored_range.stop:
             return []
         flat = handle.param.detach().view(-1)
         replicas = _replicas(self, handle, bucket.placement.weight)
         return [
             TensorChunk(
-                name=held.name,
-                shape=held.shape,
-                offsets=held.box.offsets,
-                tensor=held.of(flat),
-                replica_ranks=replicas[held.name],
-                is_late=partial(_is_late, bucket),
+                name=box.name,
+                shape=box.shape,
+                offsets=box.box.offsets,
+                tensor=box.of(flat),
+                replica_ranks=replicas[box.name],
+                is_late=partial(_is_stale, bucket),
             )
-            for held in range_boxes(self.boxes(handle), found.start, found.stop)
+            for box in range_boxes(self.boxes(handle), stored_range.start, stored_range.stop)
         ]
 
     def freeze(self, *names: str) -> None:
@@ -294,7 +298,7 @@ class WeightStore:
         """Split backward: inside, weight gradients are queued; drain the yielded queue for them.
 
         Raises:
-            ValueError: inside of another one.
+            ValueError: `defer` is already active.
         """
         if self._deferral.queue is not None:
             raise ValueError("defer inside defer: let one backward end before the next begins")
@@ -306,14 +310,14 @@ class WeightStore:
 
     @property
     def queue(self) -> WgradQueue | None:
-        """Where puts go while backward is split."""
+        """The queue of deferred weight gradients while backward is split, else None."""
         return self._deferral.queue
 
     @property
     def splits(self) -> bool:
-        """Whether forwards leave all weight gradients to a backward that will be split.
+        """Whether forward leaves all weight gradients to a backward that will be split.
 
-        It is for time and memory only: `defer` splits any backward, and gradients are the same.
+        This affects time and memory only: `defer` splits any backward, with the same gradients.
         """
         return self._deferral.splits
 
@@ -323,7 +327,7 @@ class WeightStore:
 
     @property
     def num_parameters(self) -> int:
-        """Logical parameters of all that was declared (each weight once, no padding)."""
+        """Logical parameters of all declared weights (each weight once, no padding)."""
         return sum(math.prod(s.shape) for h in self.handles.values() for s in h.sharding.segments)
 
     def _initialize(self, handle: WeightHandle) -> None:
@@ -338,18 +342,18 @@ class WeightStore:
             )
 
 
-#: Groups over which the norms of owned ranges add up.
+#: Groups over which sums of squares of owned ranges are all-reduced for a norm.
 NORM_GROUPS = ("expert_model", "model", "world")
 
 
 class RangeOwner(Protocol):
-    """Who fills the gradients of owned ranges and passes their updates on: an engine."""
+    """The engine that computes the gradients of owned ranges and all-gathers their updates."""
 
     def check_gradients(self) -> None:
-        """See that the gradients are complete. Raises ValueError."""
+        """Check that the gradients are complete. Raises ValueError."""
 
     def weights_updated(self) -> None:
-        """Take note that an optimizer has written the weights."""
+        """Record that an optimizer has written the weights."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -358,16 +362,15 @@ class OwnedRange:
 
     Args:
         weights: [k], a view of the bucket's weights.
-        gradients: [k], what this rank keeps of the bucket's gradients.
-        decayed, undecayed: element ranges with and without weight decay (no padding, no frozen
-            weights).
-        counted: element ranges that this rank counts in norms; replicas elsewhere do not count
-            them.
-        boxes: the logical content.
-        norm_group: one of `NORM_GROUPS`, the group over which sums of squares of `counted` add up
-            to the whole, times `replicas`.
-        replicas: ranks of that group that hold the same range.
-        owner: the engine; None where gradients are filled by hand.
+        gradients: [k], the reduced gradients of these weights.
+        decayed, undecayed: element ranges with and without weight decay, without padding and frozen
+            weights.
+        counted: element ranges that this rank counts in norms; its replicas do not count them.
+        boxes: the boxes of logical tensors in the range.
+        norm_group: one of `NORM_GROUPS`: the all-reduced sum of squares of `counted` over this
+            group is the square of the norm, times `replicas`.
+        replicas: number of ranks of this group that hold the same range.
+        owner: the engine; None if gradients are filled without an engine.
     """
 
     weights: torch.Tensor
@@ -382,12 +385,12 @@ class OwnedRange:
 
 
 def empty_range(store: WeightStore) -> OwnedRange:
-    """Describe what the optimizer of a rank without trained weights updates: nothing, on the
-    store's device, and yet it takes part in every sum over all ranks."""
-    nothing = torch.empty(0, dtype=store.dtype, device=store.device)
+    """Return an empty range for a rank without trained weights, whose optimizer still takes part in
+    the all-reduces of norms."""
+    weights = torch.empty(0, dtype=store.dtype, device=store.device)
     return OwnedRange(
-        weights=nothing,
-        gradients=nothing.float(),
+        weights=weights,
+        gradients=weights.float(),
         decayed=(),
         undecayed=(),
         counted=(),
@@ -401,10 +404,12 @@ def owned_range(
     bucket: Bucket,
     gradients: torch.Tensor,
 ) -> OwnedRange:
-    """Describe what this rank's optimizer updates of a bucket.
+    """Return the range of a bucket that this rank's optimizer updates.
 
     Args:
-        gradients: of the owned range [high - low].
+        store: the store of the bucket.
+        bucket: a bucket with trained weights.
+        gradients: gradients of the owned range [high - low].
     """
     sharded_axes = bucket.placement.optimizer
     decayed: list[tuple[int, int]] = []
@@ -412,20 +417,20 @@ def owned_range(
     counted: list[tuple[int, int]] = []
     boxes: list[LocalBox] = []
     grid = store.groups.grid
-    for found in bucket.owned_weights():
-        handle, stop = found.handle, found.at + found.stop - found.start
+    for owned in bucket.owned_weights():
+        handle, stop = owned.handle, owned.offset + owned.stop - owned.start
         if not handle.trainable:
             continue
-        _extend(decayed if handle.sharding.weight_decay else undecayed, found.at, stop)
+        _extend(decayed if handle.sharding.weight_decay else undecayed, owned.offset, stop)
         replicas = _replicas(store, handle, sharded_axes)
-        for box in range_boxes(store.boxes(handle), found.start, found.stop):
-            box = replace(box, start=box.start + found.at, replica_ranks=replicas[box.name])
+        for box in range_boxes(store.boxes(handle), owned.start, owned.stop):
+            box = replace(box, start=box.start + owned.offset, replica_ranks=replicas[box.name])
             if box.counted:
                 _extend(counted, box.start, box.stop)
             boxes.append(box)
     sharding = bucket.handles[0].sharding
-    sharded_data_axes = sharding.data_axes_of(sharded_axes)
-    uncut = [axis for axis in sharding.data_axes if axis not in sharded_data_axes]
+    shard_axes = sharding.data_axes_of(sharded_axes)
+    replicate_axes = [axis for axis in sharding.data_axes if axis not in shard_axes]
     return OwnedRange(
         weights=bucket.owned,
         gradients=gradients,
@@ -434,19 +439,19 @@ def owned_range(
         counted=tuple(counted),
         boxes=tuple(boxes),
         norm_group="world" if store.sharded else "expert_model" if sharding.expert else "model",
-        replicas=math.prod(grid.size(axis) for axis in uncut) if store.sharded else 1,
+        replicas=math.prod(grid.size(axis) for axis in replicate_axes) if store.sharded else 1,
     )
 
 
-def _is_late(bucket: Bucket) -> bool:
-    """Return whether updates that other ranks made of what this rank stores have not arrived."""
-    return any(b.source is not None and b.source.is_late(b) for b in bucket.blocks)
+def _is_stale(bucket: Bucket) -> bool:
+    """Return whether the storage of a bucket lacks updates that other ranks have made."""
+    return any(b.gatherer is not None and b.gatherer.is_stale(b) for b in bucket.blocks)
 
 
 def _replicas(
     store: WeightStore, handle: WeightHandle, sharded: tuple[str, ...]
 ) -> dict[str, tuple[int, ...]]:
-    """Return the ranks that hold the same boxes, by logical tensor: experts have many boxes."""
+    """Return the ranks with the same boxes, once per logical tensor: an expert weight has many."""
     grid, rank = store.groups.grid, store.groups.rank
     return {
         segment.name: replica_ranks(
@@ -457,7 +462,7 @@ def _replicas(
 
 
 def _extend(ranges: list[tuple[int, int]], start: int, stop: int) -> None:
-    """Append a range, or lengthen the last one if they touch."""
+    """Append a range, or extend the last range if they are adjacent."""
     if ranges and ranges[-1][1] == start:
         ranges[-1] = (ranges[-1][0], stop)
     else:
@@ -466,13 +471,14 @@ def _extend(ranges: list[tuple[int, int]], start: int, stop: int) -> None:
 
 @dataclass(frozen=True)
 class CopyReport:
-    """What copies cost and how far they are from what they were made of.
+    """Size and error of low-precision copies of matrices.
 
     Args:
-        matrices: that were copied.
-        packed: how many of them are in oneDNN's layout.
-        nbytes, stored_bytes: of the copies, and of what is stored of the same matrices.
-        mean_error, worst_error: of a matrix, relative, Frobenius norms.
+        dtype: of the copies.
+        matrices: number of copied matrices.
+        packed: number of copies in oneDNN's layout.
+        nbytes, stored_bytes: bytes of the copies, and bytes of the same matrices in the store.
+        mean_error, worst_error: relative error of a matrix in the Frobenius norm.
     """
 
     dtype: CopyDtype
@@ -494,15 +500,16 @@ class CopyReport:
 
 
 def copy_weights(handles: Iterable[WeightHandle], dtype: CopyDtype) -> CopyReport:
-    """Give matrices a copy of what they hold now, which products outside of autograd use from here
-    on. It does not follow updates: copy again after them.
+    """Copy matrices in a lower precision for products outside of autograd.
+
+    The copies do not follow updates of the weights: call this again after an update.
 
     Raises:
-        ValueError: a weight is not on a CPU, or is stored in the copy's dtype.
+        ValueError: a weight is not on a CPU, or already has the dtype of the copies.
     """
-    found = list(dict.fromkeys(handles))
+    matrices = list(dict.fromkeys(handles))
     errors, packed, nbytes, stored = [], 0, 0, 0
-    for handle in found:
+    for handle in matrices:
         weight = handle.get()
         if weight.device.type != "cpu":
             raise ValueError(
@@ -517,7 +524,7 @@ def copy_weights(handles: Iterable[WeightHandle], dtype: CopyDtype) -> CopyRepor
         nbytes, stored = nbytes + handle.copy.nbytes, stored + weight.nbytes
     return CopyReport(
         dtype,
-        matrices=len(found),
+        matrices=len(matrices),
         packed=packed,
         nbytes=nbytes,
         stored_bytes=stored,

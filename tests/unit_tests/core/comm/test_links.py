@@ -180,7 +180,7 @@ def output_written_before_wait(group: Group, *, bug: bool) -> torch.Tensor:
 
 def lease_released_before_wait(group: Group, *, bug: bool) -> torch.Tensor:
     pool = BufferPool("cpu", poison=True)
-    lease = pool.lease(6, torch.float32)
+    lease = pool.acquire(6, torch.float32)
     lease.copy_(content(group.rank, 6))
     pending = reduce_scatter_async(lease, group)
     if bug:
@@ -193,7 +193,7 @@ def lease_released_before_wait(group: Group, *, bug: bool) -> torch.Tensor:
 
 def gathered_view_used_after_release(group: Group, *, bug: bool) -> torch.Tensor:
     pool = BufferPool("cpu", poison=True)
-    lease = pool.lease(12, torch.float32)
+    lease = pool.acquire(12, torch.float32)
     all_gather(content(group.rank, 6), group, out=lease)
     if bug:
         pool.release(lease)

@@ -98,9 +98,9 @@ def test_buffers_that_are_leased_lie_in_registered_memory(pools, monkeypatch):
     communicator = Communicator()
     memory = RegisteredMemory([group("a", communicator)], GPU)
     pool = BufferPool("cpu", memory=memory)
-    first = pool.lease(40, torch.float32)
+    first = pool.acquire(40, torch.float32)
     pool.release(first)
-    assert pool.lease(40, torch.float32).data_ptr() == first.data_ptr()
+    assert pool.acquire(40, torch.float32).data_ptr() == first.data_ptr()
     assert len(pools[0].sizes) == 1
 
 

@@ -41,8 +41,8 @@ def built(
     model.store.freeze(*freeze)
     engine = DataParallel(model.store, groups, config=settings)
     for handle in model.store.handles.values():
-        if handle.slot is not None:
-            handle.slot.fill_(torch.nan)
+        if handle.main_grad is not None:
+            handle.main_grad.fill_(torch.nan)
     return model, engine
 
 
@@ -150,15 +150,18 @@ def steps_against(
 def planned_gathers(engine: DataParallel) -> list[int] | None:
     """Return how often the plan being followed gathers each bucket; None if weights are whole."""
     gatherer = gatherer_of(engine)
-    if gatherer is None or not gatherer.leases:
+    if gatherer is None or not gatherer.reshards:
         return None
-    assert gatherer.planned is not None
-    counts = Counter(gatherer.planned.prologue)
-    for consume in gatherer.planned.consumes:
-        counts.update(consume.issue)
+    assert gatherer.current_plan is not None
+    counts = Counter(gatherer.current_plan.prologue)
+    for use in gatherer.current_plan.uses:
+        counts.update(use.all_gather)
     blocks = [block for bucket in engine.store.buckets for block in bucket.blocks]
-    planes = [plane for block in blocks for plane in block.planes]
-    return [counts[plane.index] if plane.source is gatherer else 0 for plane in planes]
+    directed_blocks = [directed for block in blocks for directed in block.directions]
+    return [
+        counts[directed.index] if directed.gatherer is gatherer else 0
+        for directed in directed_blocks
+    ]
 
 
 def wanted_traffic(engine: DataParallel, microbatches: int) -> list[Traffic]:

@@ -171,7 +171,7 @@ class ExpertModel:
         for box in self.store.boxes(handle):
             whole = gradients_of(box.name, step, microbatch)[mine].sum(0)
             local[box.start : box.start + box.numel] = cut(whole, box).flatten()
-        handle.add_gradient(local.view(handle.shape))
+        handle.accumulate_grad(local.view(handle.shape))
 
     def pieces(self) -> list[tuple[str, tuple[int, ...], torch.Tensor]]:
         """Return (name, offsets, values) of the weights that this rank multiplies with."""

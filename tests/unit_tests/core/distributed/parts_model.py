@@ -46,7 +46,7 @@ class PartsModel:
     ) -> None:
         self.store = WeightStore(groups, seed=9)
         for part in order:
-            with self.store.part(part):
+            with self.store.model_chunk(part):
                 self._declare(part)
         self.store.materialize(config.storage(bucket_bytes=bucket_bytes))
 

@@ -92,11 +92,11 @@ def engine_case(
         assert gatherer.counts.mismatches == 0
         assert gatherer.counts.peak_bytes <= gatherer.budget
         assert (gatherer.counts.prefetched > 0) == engine.config.overlap_param_gather
-        if gatherer.leases:
-            assert any(consume.release for consume in gatherer.planned.consumes)
-            assert gatherer.pool.peak_bytes == gatherer.planned.peak_bytes
-        assert (gatherer.planned is not None) == (
-            gatherer.leases or engine.config.overlap_param_gather
+        if gatherer.reshards:
+            assert any(use.reshard for use in gatherer.current_plan.uses)
+            assert gatherer.pool.peak_bytes == gatherer.current_plan.peak_bytes
+        assert (gatherer.current_plan is not None) == (
+            gatherer.reshards or engine.config.overlap_param_gather
         )
     assert_weights(engine, reference.weights)
     assert engine.pool.live_bytes == 0
@@ -187,8 +187,8 @@ def two_axes(rank: int, world: int) -> None:
         lane, tp = groups["gtp_cp_dp"].rank, groups["tp"].rank
         for _ in range(2):
             engine.begin_step()
-            if norm_handle.slot is not None:
-                norm_handle.slot.fill_(torch.nan)
+            if norm_handle.main_grad is not None:
+                norm_handle.main_grad.fill_(torch.nan)
             loss = norm_handle.use().sum() * (1.0 + 10.0 * lane + 100.0 * tp)
             engine.backward(loss + bias_handle.use().sum() * (1.0 + 10.0 * lane), last=True)
             with trace(groups) as records:
@@ -260,7 +260,7 @@ def tied_stages(rank: int, world: int) -> int:
     engine.begin_step()
     engine.backward(handle.use().sum() * (1.0 + 10.0 * rank), last=True)
     engine.finish()
-    equal = bool((handle.slot == 12.0).all())
+    equal = bool((handle.main_grad == 12.0).all())
     assert equal
     (owned,) = engine.owned()
     assert [placed.replica_ranks for placed in owned.boxes] == [(0, 1)]
@@ -280,7 +280,7 @@ def test_one_process_sends_nothing_and_equals_autograd(strategy: str):
     with nan_memory(), trace(groups) as records:
         steps_against(model, engine, reference, ((0, 1, 2), (3,)))
     assert records == []
-    slots = {name: handle.slot for name, handle in model.store.handles.items()}
+    slots = {name: handle.main_grad for name, handle in model.store.handles.items()}
     assert all(slot is not None for slot in slots.values())
     assert_weights(engine, reference.weights)
     assert [owned.replicas for owned in engine.owned()] == [1] * len(engine.buckets)
@@ -370,5 +370,5 @@ def test_gradients_accumulate_in_fp32_for_bf16_weights():
     train(model, engine, (0, 1))
     wanted = reference_gradients(model.store, [(0, 0), (0, 1)])
     for name, handle in model.store.handles.items():
-        assert handle.slot.dtype is torch.float32
-        assert_close_by_metric(name, handle.slot, wanted[name], bound=4e-2)
+        assert handle.main_grad.dtype is torch.float32
+        assert_close_by_metric(name, handle.main_grad, wanted[name], bound=4e-2)

@@ -130,11 +130,11 @@ def assert_kept(model: ExpertModel, lanes: int, expert_lanes: int) -> None:
         assert len(bucket.data) == (whole // share if placed.weight else whole)
         assert len(entry.gradients) == (whole // (share * both) if placed.optimizer else whole)
         alone = share * instances == 1
-        assert bucket.alone == alone
-        assert entry.each_microbatch == (bool(placed.gradient) and not alone)
+        assert bucket.single_rank == alone
+        assert entry.every_microbatch == (bool(placed.gradient) and not alone)
         weights += bucket.data.nbytes
-        gradients += 0 if entry.each_microbatch else whole * engine.config.grad_dtype.itemsize
-        gradients += 4 * whole // share if entry.each_microbatch or entry.wide else 0
+        gradients += 0 if entry.every_microbatch else whole * engine.config.grad_dtype.itemsize
+        gradients += 4 * whole // share if entry.every_microbatch or entry.wide else 0
         assert entry.wide == (engine.config.fp32_accumulation and not alone)
     formula = bytes_per_rank(
         [BucketSize.of(bucket) for bucket in model.store.buckets],
@@ -154,7 +154,7 @@ def assert_kept(model: ExpertModel, lanes: int, expert_lanes: int) -> None:
     shared = [b for b in model.store.buckets if b.sharded]
     if shared:
         assert peak > 0
-        everything = sum(block.whole_bytes for b in shared for block in b.blocks)
+        everything = sum(block.unsharded_bytes for b in shared for block in b.blocks)
         assert min(gatherer_of(engine).budget, everything) == formula.gathered
 
 

@@ -92,7 +92,9 @@ def kept(model: GPTModel, engine: DataParallel) -> dict[str, int]:
     states = [state for o in engine.owned() for state in range_states(o, OptimizerConfig())]
     buffers = {
         storage.untyped_storage()._cdata: storage.untyped_storage().nbytes()
-        for storage in (h.slot for h in model.store.handles.values() if h.slot is not None)
+        for storage in (
+            h.main_grad for h in model.store.handles.values() if h.main_grad is not None
+        )
     }
     gradients = {
         e.gradients.untyped_storage()._cdata: e.gradients.untyped_storage().nbytes()
@@ -173,7 +175,7 @@ def live(rank: int, world: int, strategy: str) -> dict[str, float]:
             "weights": [bucket.data for bucket in model.store.buckets],
             "gradients": [
                 *(entry.gradients for entry in engine.buckets),
-                *(h.slot for h in model.store.handles.values() if h.slot is not None),
+                *(h.main_grad for h in model.store.handles.values() if h.main_grad is not None),
             ],
             "optimizer": [t for one in optimizer.ranges for t in one.named_tensors().values()],
         },
@@ -213,7 +215,7 @@ def test_gathered_weights_use_under_half_of_per_shape_buffers(name: str, tp: int
     vocabulary = max(shapes.values())
     upstream = sum(shapes.values()) + vocabulary
     assert gatherer.counts.mismatches == 0
-    assert gatherer.pool.peak_bytes == gatherer.planned.peak_bytes <= 0.5 * upstream
+    assert gatherer.pool.peak_bytes == gatherer.current_plan.peak_bytes <= 0.5 * upstream
     # A model of all layers has the same peak: neighbours are the same.
     embedding, *layer, head = (
         2 * math.prod(h.shape) for h in model.store.handles.values() if h.sharding.gtp

@@ -52,27 +52,27 @@ def step(model: GPTModel, engine: DataParallel, *, microbatches: int = 1, number
 
 
 class Watch:
-    """Stand before a gatherer's `consume` and note the bytes held behind every one."""
+    """Stand before a gatherer's `unshard` and note the bytes held behind every one."""
 
     def __init__(self, gatherer: Gatherer) -> None:
         self.held: list[int] = []
         self.gatherer = gatherer
-        self.consume = gatherer.consume
-        gatherer.consume = self._consume  # type: ignore[method-assign]
+        self.unshard = gatherer.unshard
+        gatherer.unshard = self._unshard  # type: ignore[method-assign]
 
-    def _consume(self, bucket) -> None:
-        self.consume(bucket)
+    def _unshard(self, bucket) -> None:
+        self.unshard(bucket)
         self.held.append(self.gatherer.pool.live_bytes)
 
 
 def replayed(gatherer: Gatherer) -> list[int]:
     """Return the bytes that the plan holds behind every need."""
-    plan, sizes = gatherer.planned, gatherer.sizes
+    plan, sizes = gatherer.current_plan, gatherer.sizes
     assert plan is not None
     held = set(plan.prologue)
     found = []
-    for consume in plan.consumes:
-        held = (held - set(consume.release)) | set(consume.issue)
+    for use in plan.uses:
+        held = (held - set(use.reshard)) | set(use.all_gather)
         found.append(sum(sizes[index] for index in held))
     return found
 
@@ -109,7 +109,7 @@ def gathered(rank: int, world: int) -> None:
             gatherer.pool.reset_peak()
             watch.held.clear()
             step(model, engine, microbatches=microbatches, number=number)
-            plan = gatherer.planned
+            plan = gatherer.current_plan
             assert check_plan(plan, sizes=gatherer.sizes, budget=gatherer.budget) == []
             assert changes(watch.held) == changes(replayed(gatherer))
             assert gatherer.pool.peak_bytes == plan.peak_bytes <= gatherer.budget
@@ -138,13 +138,13 @@ def launched(rank: int, world: int) -> dict[str, tuple[int, int]]:
         handle = model.store.handles["embedding.weight"]
         seen: list[int] = []
         with trace(groups) as records:
-            original: Callable = handle.index_gradient
+            original: Callable = handle.accumulate_embedding_grad
 
             def last(*arguments, records=records, seen=seen, original=original) -> None:
                 seen.append(sum(r.kind in ("all_reduce", "reduce_scatter") for r in records))
                 original(*arguments)
 
-            handle.index_gradient = last  # type: ignore[method-assign]
+            handle.accumulate_embedding_grad = last  # type: ignore[method-assign]
             step(model, engine)
         assert len(seen) == 1
         assert engine.launched_in_backward == len(engine.buckets)

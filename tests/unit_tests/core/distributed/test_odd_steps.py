@@ -64,7 +64,7 @@ def frozen(groups: Groups, config: Config) -> None:
         owned = {placed.name for o in engine.owned() for placed in o.boxes}
         assert owned or groups["dp_cp"].size > 1, "or another replica has all that is left"
         assert not owned & set(names)
-        assert all(model.store.handles[n].slot is None for n in names)
+        assert all(model.store.handles[n].main_grad is None for n in names)
         trained = {entry.bucket.index for entry in engine.buckets}
         lonely = model.store.handles[names[0]].block.bucket
         alone = all(handle.name in names for handle in lonely.handles)
@@ -73,7 +73,7 @@ def frozen(groups: Groups, config: Config) -> None:
         # Those that are kept in shards are reduced in every microbatch, over gtp some of them.
         assert len(reduced) % len(trained) == 0 or any(b.bucket.gtp for b in engine.buckets)
         if engine.gatherers and not lonely.sharded and alone:
-            assert lonely.blocks[0].current, "what nobody writes is never gathered"
+            assert lonely.blocks[0].ready, "what nobody writes is never gathered"
 
 
 def evaluated(groups: Groups, config: Config) -> None:
@@ -215,14 +215,14 @@ def reordered(groups: Groups, config: Config) -> None:
     update(engine)
     engine.start_param_sync()
     reference.update(wanted)
-    planned = [gatherer.leases or gatherer.prefetch for gatherer in engine.gatherers]
+    planned = [gatherer.reshards or gatherer.prefetch for gatherer in engine.gatherers]
     found = [gatherer.counts.mismatches for gatherer in engine.gatherers]
     assert found == [count + follows for count, follows in zip(before, planned, strict=True)]
     steps_against(model, engine, reference, ((8, 9), (10, 11), (12,)))
     for gatherer, earlier, follows in zip(engine.gatherers, before, planned, strict=True):
         if follows:
             assert gatherer.counts.mismatches <= earlier + 2
-            assert gatherer.planned is not None
+            assert gatherer.current_plan is not None
             assert gatherer.counts.peak_bytes <= gatherer.budget
 
 
@@ -318,7 +318,7 @@ def narrow(groups: Groups, config: Config) -> None:
         wanted_dtype = torch.float32 if wide or engine.placement.gradient else torch.bfloat16
         for entry in engine.buckets:  # what is kept in shards over microbatches is fp32
             assert entry.gradients.dtype is (
-                torch.float32 if entry.each_microbatch else wanted_dtype
+                torch.float32 if entry.every_microbatch else wanted_dtype
             )
 
 
@@ -434,7 +434,7 @@ def disagreeing(rank: int, world: int) -> None:
         model, engine = built(groups, strategy="optim_grads_params", debug=debug)
         names = ("scale", "third")
         use = model.store.handles
-        sizes = {use[name].block.whole_bytes for name in names}
+        sizes = {use[name].block.unsharded_bytes for name in names}
         assert len(sizes) == 1, "else the gathers themselves would fail"
         engine.begin_step()
         for name in names[:: 1 - 2 * rank]:

@@ -65,7 +65,7 @@ def reductions(records: Sequence[CollectiveRecord]) -> list[tuple[str, int]]:
 def case(groups: ProcessGroupCollection, config: Config, schedule: str) -> None:
     """Train four steps of three microbatches."""
     model, engine = built(groups, order=(1, 3, 0, 2), **config)
-    parts = [bucket.part for bucket in model.store.buckets]
+    parts = [bucket.model_chunk for bucket in model.store.buckets]
     assert parts == sorted(parts, reverse=True)
     assert set(parts) == {0, 1, 3}
     reference = PartsReference(_initial(), groups["gtp_cp_dp"].size)
@@ -88,10 +88,10 @@ def case(groups: ProcessGroupCollection, config: Config, schedule: str) -> None:
     if gatherer is not None:
         assert gatherer.counts.mismatches == 0
         assert gatherer.counts.peak_bytes <= gatherer.budget
-        follows = gatherer.leases or engine.config.overlap_param_gather
-        assert (gatherer.planned is not None) == follows
+        follows = gatherer.reshards or engine.config.overlap_param_gather
+        assert (gatherer.current_plan is not None) == follows
         assert (gatherer.counts.prefetched > 0) == engine.config.overlap_param_gather
-        if gatherer.leases:
+        if gatherer.reshards:
             assert gatherer.pool.peak_bytes <= gatherer.budget
     with engine.evaluation([]):
         pass
@@ -166,8 +166,8 @@ def prefetches(rank: int, world: int) -> None:
         before, started = gatherer.counts.gathers, list(gatherer.in_flight)
         engine.prefetch(segment_name(FORWARD, 1))
         new = [i for i in gatherer.in_flight if i not in started]
-        of_part = [b.index for b in model.store.buckets if b.part == 1]
-        if gatherer.leases:
+        of_part = [b.index for b in model.store.buckets if b.model_chunk == 1]
+        if gatherer.reshards:
             assert new == []  # the plan that is followed starts them
         else:
             assert sorted(new) == sorted(of_part)
@@ -195,7 +195,7 @@ def unplanned_prefetch(rank: int, world: int) -> None:
         gatherer = gatherer_of(engine)
         play(model, engine, SCHEDULES["in turn"], (0, 1, 2))
         engine.begin_step(program=["a segment that never ran", segment_name(FORWARD, 1)])
-        assert gatherer.planned is None
+        assert gatherer.current_plan is None
         engine.prefetch(segment_name(FORWARD, 1))
         first = model.store.handles["scale"].block.bucket.index
         assert gatherer.in_flight == ([first] if ahead else [])
@@ -271,7 +271,7 @@ BUGS: dict[str, tuple[tuple[str, str, str, str], Config]] = {
         (
             "megatron.core.distributed.data_parallel",
             "DataParallel.last",
-            "if bucket.part == part:",
+            "if bucket.model_chunk == part:",
             "if self._last.update(self._parts) or True:",
         ),
         {"strategy": "no_shard"},
@@ -280,7 +280,7 @@ BUGS: dict[str, tuple[tuple[str, str, str, str], Config]] = {
         (
             "megatron.core.weight_gather.bucket",
             "bucket_plans",
-            "if shared or parts[handle.name] != part:",
+            "if shared or model_chunks[handle.name] != model_chunk:",
             "if shared:",
         ),
         {"strategy": "optim", "bucket_bytes": 10**9},
@@ -297,7 +297,7 @@ BUGS: dict[str, tuple[tuple[str, str, str, str], Config]] = {
     "cut gradients of a microbatch stay open": (
         (
             "megatron.core.distributed.data_parallel",
-            "GradientBlock.put_done",
+            "GradientBlock.grad_accumulated",
             "self.waiting == 0",
             "self.waiting < 0",
         ),

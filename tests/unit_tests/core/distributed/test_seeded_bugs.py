@@ -107,43 +107,51 @@ def bug(module: str, function: str, code: str, faulty: str, config, world: int =
 
 BUGS = {
     "a gathered weight is used without a wait": bug(
-        GATHERER, "Gatherer._arrive", "gathered.pending.wait()", "gathered.pending", ZERO3
+        GATHERER,
+        "Gatherer._finish_all_gather",
+        "gathered.pending.wait()",
+        "gathered.pending",
+        ZERO3,
     ),
     "a gather in place is used without a wait": bug(
-        GATHERER, "Gatherer._arrive", "gathered.pending.wait()", "gathered.pending", ZERO2
+        GATHERER,
+        "Gatherer._finish_all_gather",
+        "gathered.pending.wait()",
+        "gathered.pending",
+        ZERO2,
     ),
     "weights are read from a buffer that was given back": bug(
         "megatron.core.weight_gather.bucket",
-        "BucketBlock.unbind",
-        "self.current, self.encoded = False, None",
-        "self.current, self.encoded = True, None",
+        "BucketBlock.reshard",
+        "self.ready, self.encoded = False, None",
+        "self.ready, self.encoded = True, None",
         ZERO3,
     ),
     "a block is released by its own use": bug(
         GATHERER,
-        "Gatherer.consume",
-        "block.current = True",
-        "block.current = True; "
-        "self.leases and self.pool.release(self._gathered[block.index].whole)",
+        "Gatherer.unshard",
+        "block.ready = True",
+        "block.ready = True; "
+        "self.reshards and self.pool.release(self._gathered[block.index].unsharded)",
         ZERO3,
     ),
     "a prefetch goes into the buffer in use": bug(
         GATHERER,
-        "Gatherer._issue",
-        "whole = self.pool.lease(*block.lease)",
-        "whole = next((g.whole for g in self._gathered.values() "
-        "if len(g.whole) == block.layout.numel), None); "
-        "whole = self.pool.lease(*block.lease) if whole is None else whole",
+        "Gatherer._start_all_gather",
+        "unsharded = self.pool.acquire(*block.buffer_spec)",
+        "unsharded = next((g.unsharded for g in self._gathered.values() "
+        "if len(g.unsharded) == block.layout.numel), None); "
+        "unsharded = self.pool.acquire(*block.buffer_spec) if unsharded is None else unsharded",
         ZERO3,
     ),
     "a gather under way is given back without a wait": bug(
-        GATHERER, "Gatherer._release", "gathered.pending.wait()", "gathered.pending", ZERO3
+        GATHERER, "Gatherer._reshard", "gathered.pending.wait()", "gathered.pending", ZERO3
     ),
     "whole weights are taken for current after the optimizer": bug(
         GATHERER,
         "Gatherer.invalidate",
-        "block.current = False",
-        "block.current = not self.leases",
+        "block.ready = False",
+        "block.ready = not self.reshards",
         ZERO2,
     ),
     "the outer gather is skipped": bug(
@@ -151,7 +159,7 @@ BUGS = {
     ),
     "the inner gather does not wait for the outer": bug(
         GATHERER,
-        "Gatherer._complete_shards",
+        "Gatherer._finish_outer_all_gather",
         "self._outer.pop(bucket.index).wait()",
         "self._outer.pop(bucket.index)",
         HYBRID,
@@ -185,13 +193,17 @@ BUGS = {
         GRADIENTS, "GradientBlock.reduce", "self.settle()", "pass", ONE_BUCKET
     ),
     "padding is not zeroed": bug(
-        GRADIENTS, "MicrobatchGradients.open", "whole[start:stop].zero_()", "pass", ZERO3
+        GRADIENTS,
+        "MicrobatchGradients.alloc_main_grads",
+        "whole[start:stop].zero_()",
+        "pass",
+        ZERO3,
     ),
     "the first put adds to a fresh buffer": bug(
         GRADIENTS,
         "GradientBlock._start_afresh",
-        "handle.fresh = True",
-        "handle.fresh = False",
+        "handle.overwrite_main_grad = True",
+        "handle.overwrite_main_grad = False",
         ZERO3,
     ),
     "a step adds to the shard of the step before": bug(
@@ -222,12 +234,12 @@ BUGS = {
         ZERO3,
     ),
     "what the plan releases is kept": bug(
-        GATHERER, "Gatherer._follow", "for index in step.release", "for index in ()", ZERO3
+        GATHERER, "Gatherer._follow", "for index in step.reshard", "for index in ()", ZERO3
     ),
     "gathers on demand never make room": bug(
         GATHERER,
-        "Gatherer._on_demand",
-        "if held + self.sizes[block.index] <= self.budget:",
+        "Gatherer._all_gather_on_demand",
+        "if num_bytes + self.sizes[block.index] <= self.budget:",
         "if True:",
         {**ZERO3, "overlap_param_gather": False},
     ),

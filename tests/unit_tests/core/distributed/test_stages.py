@@ -82,7 +82,7 @@ class Stage:
             share = (lanes.rank + 1) / sum(range(lanes.size + 1))
             if self.groups.grid.pp > 1 and name in SHARED:
                 share *= 0.75 if last else 0.25
-            handle.add_gradient(wanted[name] * share * self.scaler.scale + fault)
+            handle.accumulate_grad(wanted[name] * share * self.scaler.scale + fault)
         self.engine.finish()
 
     def step(
@@ -335,7 +335,7 @@ def alone_in_its_groups(rank: int, world: int) -> None:
     optimizer = Optimizer(engine.owned(), groups, config=OptimizerConfig(clip_grad=0.0))
     engine.begin_step()
     for handle in store.handles.values():
-        handle.add_gradient(torch.ones(handle.shape))
+        handle.accumulate_grad(torch.ones(handle.shape))
     engine.finish()
     with trace(groups) as records:
         assert optimizer.grad_norm() == pytest.approx(42**0.5)

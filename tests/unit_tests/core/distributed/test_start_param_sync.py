@@ -84,7 +84,7 @@ def enabled(rank: int, world: int, instances: int, outer: str) -> None:
                 prefetch_bytes=prefetch,
             )
             gatherer = gatherer_of(engine)
-            prologue = list(gatherer.planned.prologue)
+            prologue = list(gatherer.current_plan.prologue)
             assert len(prologue) == (len(gatherer.blocks) if prefetch else 2)
             assert prologue[0] == gatherer.blocks[-1].index, "what forward needs first"
             link = Counted()
@@ -116,7 +116,7 @@ def over_gtp(rank: int, world: int) -> None:
     config = {"strategy": "optim", "bucket_bytes": 10**6, "overlap_param_gather": True}
     _, engine = ready_to_sync(groups, reference, **config)
     gatherer = engine.gatherers[0]
-    prologue = [gatherer.blocks[index] for index in gatherer.planned.prologue]
+    prologue = [gatherer.blocks[index] for index in gatherer.current_plan.prologue]
     assert len(prologue) == 2
     assert len({block.bucket.index for block in prologue}) == 1, "several weights of one bucket"
     link = Counted()
@@ -209,11 +209,11 @@ def forced(rank: int, world: int) -> None:
                 engine.start_param_sync(force_sync=True)
             assert gatherer.in_flight == []
             assert gatherer.pool.live_bytes == 0
-            sizes = [block.whole_bytes for block in reversed(gatherer.blocks)]
+            sizes = [block.unsharded_bytes for block in reversed(gatherer.blocks)]
             assert [(r.kind, r.bytes) for r in records] == [("all_gather", b) for b in sizes]
             assert link.waited == link.count == len(sizes)
-            if not gatherer.leases:
-                assert all(block.current for block in gatherer.blocks)
+            if not gatherer.reshards:
+                assert all(block.ready for block in gatherer.blocks)
             assert_weights(engine, reference.weights)
 
 

@@ -85,7 +85,12 @@ def test_many_interleavings_compute_the_same_bits(name: str):
 
 
 @pytest.mark.parametrize(
-    "wait", ["BufferPool.lease: wait_event", "Gatherer._arrive: wait", "Gatherer.invalidate: wait"]
+    "wait",
+    [
+        "BufferPool.acquire: wait_event",
+        "Gatherer._finish_all_gather: wait",
+        "Gatherer.invalidate: wait",
+    ],
 )
 def test_bug_planted_in_gatherer_is_detected(wait: str):
     """A buffer written before its last reader, weights read before their gather, weights gathered

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from megatron.core.extensions import QuantizationConfig
-from megatron.core.weight_gather.wire import shard_amax, wire_formats
+from megatron.core.weight_gather.gather_format import gather_formats, shard_amax
 from tests.support import te_extension, te_wheel
 from tests.support.ranks import run_ranks
 
@@ -41,11 +41,11 @@ def _gathered(recipe, name, blocks, *, backward, device):
     weight = _weight(zeros=name != "nvfp4").to(
         device
     )  # where TE's scale is 0, ours is E4M3's smallest
-    forms = wire_formats(name, scale_blocks=blocks)
+    forms = gather_formats(name, scale_blocks=blocks)
     form = forms[-1] if backward else forms[0]
     amax = shard_amax(weight) if form.needs_amax else None
     wire = torch.cat([form.encode(part, amax=amax) for part in weight.split((64, ROWS * 2 - 64))])
-    encoded = form.separate(wire, tuple(weight.shape), amax=amax, out=torch.empty_like(wire))
+    encoded = form.unpack(wire, tuple(weight.shape), amax=amax, out=torch.empty_like(wire))
     quantization = module.Quantization(QuantizationConfig(recipe=recipe))
     own = module.WeightQuantization(quantization, None)
     options = {"dtype": torch.bfloat16, "device": weight.device, "requires_grad": True}

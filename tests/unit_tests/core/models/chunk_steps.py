@@ -99,7 +99,7 @@ def trained(model: GPTModel, *, microbatches: int = 2) -> tuple[list, dict]:
         engine.finish()
     found = {}
     for handle in model.store.handles.values():
-        flat = handle.slot.view(-1)
+        flat = handle.main_grad.view(-1)
         for box in model.store.boxes(handle):
             part = flat[box.start : box.start + box.numel].view(box.sizes)
             found[box.name, box.offsets] = part.clone()

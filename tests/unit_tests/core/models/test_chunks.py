@@ -64,7 +64,7 @@ def on_ranks(rank: int, world: int) -> dict[tuple, dict]:
             for handle in fresh.store.handles.values()
             for each in fresh.store.chunks(handle)
         }
-        parts = {b.handles[0].name: (b.part, len(b.handles)) for b in fresh.store.buckets}
+        parts = {b.handles[0].name: (b.model_chunk, len(b.handles)) for b in fresh.store.buckets}
         initial = values(fresh)
         losses, gradients = trained(built(config, groups[tp], **options))
         found[name, tp, pattern] = {

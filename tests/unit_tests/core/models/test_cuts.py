@@ -122,7 +122,9 @@ def test_more_layers_to_recompute_than_the_model_has_are_refused():
 def test_chunks_are_parts_of_the_store():
     model = built(UNTIED, split=at(3))
     parts = {
-        handle.name: bucket.part for bucket in model.store.buckets for handle in bucket.handles
+        handle.name: bucket.model_chunk
+        for bucket in model.store.buckets
+        for handle in bucket.handles
     }
     for name, part in parts.items():
         block = int(name.split(".")[2]) if ".blocks." in name else None

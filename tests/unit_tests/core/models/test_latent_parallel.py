@@ -136,7 +136,7 @@ def trained(case: Case, groups: ProcessGroupCollection):
         engine.finish()
     found = {}
     for handle in model.store.handles.values():
-        flat = handle.slot.view(-1)
+        flat = handle.main_grad.view(-1)
         for box in model.store.boxes(handle):
             values = flat[box.start : box.start + box.numel].view(box.sizes).clone()
             found[box.name, box.offsets] = values

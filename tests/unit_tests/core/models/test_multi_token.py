@@ -63,7 +63,7 @@ def gradients_of(model: GPTModel) -> dict[tuple[str, tuple[int, ...]], torch.Ten
     """Return all gradients by name and offsets."""
     found = {}
     for handle in model.store.handles.values():
-        flat = handle.slot.view(-1)
+        flat = handle.main_grad.view(-1)
         for box in model.store.boxes(handle):
             part = flat[box.start : box.start + box.numel].view(box.sizes)
             found[box.name, box.offsets] = part.clone()

@@ -102,7 +102,7 @@ def trained(
             else:
                 engine.backward(loss, last=last)
         engine.finish()
-    slots = {n: h.slot for n, h in model.store.handles.items() if h.slot is not None}
+    slots = {n: h.main_grad for n, h in model.store.handles.items() if h.main_grad is not None}
     return found | {name: slot.clone() for name, slot in slots.items()}
 
 

@@ -117,7 +117,7 @@ class Layer:
 
     def gradients(self) -> list[Piece]:
         """List this rank's parts of the gradients of the step."""
-        return self.pieces(lambda handle: handle.slot)
+        return self.pieces(lambda handle: handle.main_grad)
 
 
 def merged(pieces: Iterable[Piece]) -> dict[str, torch.Tensor]:

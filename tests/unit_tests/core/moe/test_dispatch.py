@@ -260,24 +260,24 @@ def in_halves(rank: int, world: int, degrees: dict[str, int]) -> None:
         )
         handles = list(layer.store.handles.values())
         out, dx = layer.step(hidden, factors)
-        wanted = [handle.slot.clone() for handle in handles]
+        wanted = [handle.main_grad.clone() for handle in handles]
         assert all(bits.isfinite().all() for bits in wanted)
         for splits in (False, True):
             layer.store.splits = splits
             layer.engine.begin_step()
             for handle in handles:
-                handle.slot.fill_(7.0)
+                handle.main_grad.fill_(7.0)
             x = hidden.clone().requires_grad_(True)
             got = layer.moe(x, SequenceLayout.of_rows(S))
             with layer.store.defer() as queue:
                 layer.engine.backward((got * factors).sum(), last=False)
             assert torch.equal(got, out)
             assert torch.equal(x.grad, dx)
-            assert all((handle.slot == 7.0).all() for handle in handles), "put too early"
+            assert all((handle.main_grad == 7.0).all() for handle in handles), "put too early"
             assert len(queue) >= len(handles)
             drained(layer, queue)
             for handle, bits in zip(handles, wanted, strict=True):
-                assert torch.equal(handle.slot, bits), handle.name
+                assert torch.equal(handle.main_grad, bits), handle.name
 
 
 def drained(layer: Layer, queue: WgradQueue) -> None:

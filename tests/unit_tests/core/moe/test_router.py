@@ -126,7 +126,7 @@ def test_weights_and_every_gradient(name: str, config: RouterConfig, bias: float
     assert len(set(routing.experts.flatten().tolist())) > 6
     got = {"weights": spread(routing.weights, routing.experts), "dx": x.grad}
     ref = {"weights": spread(weights, experts), "dx": y.grad}
-    got["dW"], ref["dW"] = ours.router.weight.slot, theirs.weight.grad
+    got["dW"], ref["dW"] = ours.router.weight.main_grad, theirs.weight.grad
     assert_all_close(got, ref, bound=5e-6)
     if bias is not None:  # it decided, and changed no weight of those it let through
         free = Alone(dataclasses.replace(config, expert_bias=False)).route(rows)
@@ -152,11 +152,11 @@ def test_all_is_fp32_whatever_comes_in(score_function: str):
     wanted = scores / scores.sum(-1, keepdim=True)
     (wanted * factors).sum().backward()
     assert ours.weight.dtype == x.grad.dtype == torch.bfloat16
-    assert ours.router.weight.slot.dtype == torch.float32
+    assert ours.router.weight.main_grad.dtype == torch.float32
     assert_close_by_metric(
         "weights", routing.weights, wanted.gather(1, routing.experts), bound=1e-6
     )
-    assert_close_by_metric("dW", ours.router.weight.slot, w.grad, bound=2e-6)
+    assert_close_by_metric("dW", ours.router.weight.main_grad, w.grad, bound=2e-6)
     assert_close_by_metric("dx", x.grad, y.grad, bound=2.0**-8)  # one rounding, at the end
     rounded = (rows @ ours.weight.t()).float()
     assert (rounded - logits).abs().max() > 1e-3 * logits.abs().max(), "bf16 would show"
@@ -234,7 +234,7 @@ def test_losses_in_the_gradient_are_those_of_the_formula(by_sequence: bool):
         term = EXPERTS / (2 * len(rows_of) ** 2) * (counts * shares[rows_of].sum(0)).sum()
         loss = loss + 0.3 * term / len(sets)
     (loss * 7.0).backward()
-    slot = ours.router.weight.slot
+    slot = ours.router.weight.main_grad
     assert_all_close({"dx": x.grad, "dW": slot}, {"dx": y.grad, "dW": w.grad}, bound=5e-6)
 
 
@@ -335,5 +335,5 @@ def test_jitter_is_of_the_routers_input_alone_and_of_training():
     (wanted * factors).sum().backward()
     ours.engine.backward((inside.weights * factors).sum(), last=True)
     ours.engine.finish()
-    got = {"weights": inside.weights, "dx": x.grad, "dW": ours.router.weight.slot}
+    got = {"weights": inside.weights, "dx": x.grad, "dW": ours.router.weight.main_grad}
     assert_all_close(got, {"weights": wanted, "dx": y.grad, "dW": w.grad}, bound=5e-6)

@@ -85,7 +85,7 @@ def worked(kind: str, layout: SequenceLayout, rows: int) -> dict[str, torch.Tens
     out = layer(hidden, layout)
     out.backward(torch.randn(out.shape, generator=generator(5)))
     found = {"out": out.detach(), "hidden": hidden.grad}
-    return found | {name: handle.slot.clone() for name, handle in store.handles.items()}
+    return found | {name: handle.main_grad.clone() for name, handle in store.handles.items()}
 
 
 @pytest.fixture(autouse=True)

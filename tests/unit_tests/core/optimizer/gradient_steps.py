@@ -105,7 +105,7 @@ class Training:
                 local[box.start : box.start + box.numel] = (piece * part).flatten()
             if handle.name == "down":
                 local[-1] += fault
-            handle.add_gradient(local.view(handle.shape).to(self.store.device))
+            handle.accumulate_grad(local.view(handle.shape).to(self.store.device))
         self.engine.finish()
         result = self.optimizer.step(**options)
         self.engine.start_param_sync()

@@ -107,7 +107,7 @@ class Stepped:
         self.before = self.pieces()
         engine.accumulate(last=True)
         for handle in self.model.store.handles.values():
-            handle.add_gradient(self._local_gradient(handle))
+            handle.accumulate_grad(self._local_gradient(handle))
         engine.finish()
         assert optimizer.step(LR).applied
         engine.start_param_sync(force_sync=True)

@@ -53,7 +53,7 @@ def run_step(one: Side, loss: torch.Tensor) -> None:
     """Run backward through the engine, so that gradients are whole afterwards."""
     one.engine.begin_step()
     for handle in one.store.handles.values():
-        handle.slot.fill_(torch.nan)
+        handle.main_grad.fill_(torch.nan)
     one.engine.backward(loss, last=True)
     one.engine.finish()
 
@@ -62,7 +62,7 @@ def gradients(one: Side) -> dict[str, torch.Tensor]:
     """Return this rank's pieces of the logical gradients by name and place."""
     found = {}
     for handle in one.store.handles.values():
-        flat = handle.slot.view(-1)
+        flat = handle.main_grad.view(-1)
         for box in one.store.boxes(handle):
             piece = flat[box.start : box.start + box.numel].view(box.sizes)
             found[f"{box.name} at {box.offsets} of {box.sizes}"] = piece
@@ -73,7 +73,7 @@ def assert_gradients_agree(parallel: Side, whole: Side) -> None:
     """Fail unless every piece of this rank is the slice of the single process's gradient."""
     logical = {}
     for handle in whole.store.handles.values():
-        flat = handle.slot.view(-1)
+        flat = handle.main_grad.view(-1)
         for box in whole.store.boxes(handle):
             piece = flat[box.start : box.start + box.numel].view(box.sizes)
             logical[box.name] = piece

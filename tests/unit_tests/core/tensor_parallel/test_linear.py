@@ -123,7 +123,7 @@ def frozen_column(rank: int, world: int) -> None:
     parallel = side(groups, build, sequence_parallel=True)
     handle = parallel.store.handles["w.weight"]
     handle.anchor.requires_grad_(False)
-    handle.slot = None
+    handle.main_grad = None
     values = torch.randn(S, B, H, generator=generator(1))
     x_all = values.clone().requires_grad_(True)
     whole.engine.begin_step()

@@ -80,7 +80,7 @@ def whole_step(vocabulary: int, *, tied: bool):
     loss.backward()
     wanted = {"hidden": hidden, "loss": loss, "nll": nll, "logits": logits}
     assert_all_close(dict(zip(wanted, results, strict=True)), wanted, bound=2e-6)
-    got = {name: handle.slot for name, handle in whole.store.handles.items()}
+    got = {name: handle.main_grad for name, handle in whole.store.handles.items()}
     assert_all_close(got, {n: leaf.grad for n, leaf in leaves.items()}, bound=2e-6)
     return whole, results
 
@@ -114,7 +114,9 @@ def vocabulary_cases(rank: int, world: int) -> None:
                     assert_close_by_metric(name, a, b, bound=2e-6)
                 assert_gradients_agree(parallel, whole)
                 for name, handle in parallel.store.handles.items():
-                    assert not handle.slot[padding(parallel, name)].any(), "padding has a gradient"
+                    assert not handle.main_grad[padding(parallel, name)].any(), (
+                        "padding has a gradient"
+                    )
 
 
 @pytest.mark.parametrize("world", [2, 4])
@@ -158,7 +160,7 @@ def test_evaluation_computes_no_gradients():
         hidden = whole.layers["embedding"](ids)
         loss, _ = whole.layers["head"].loss(hidden, targets, weights)
     assert not loss.requires_grad
-    assert all(handle.fresh for handle in whole.store.handles.values())
+    assert all(handle.overwrite_main_grad for handle in whole.store.handles.values())
 
 
 def test_a_loss_that_is_scaled_afterwards_scales_both_gradients():
@@ -171,5 +173,5 @@ def test_a_loss_that_is_scaled_afterwards_scales_both_gradients():
         loss, _ = whole.layers["head"].loss(hidden, targets, weights)
         whole.engine.backward(loss * factor, last=True)
         whole.engine.finish()
-        results.append({n: h.slot.clone() for n, h in whole.store.handles.items()})
+        results.append({n: h.main_grad.clone() for n, h in whole.store.handles.items()})
     assert_all_close(results[1], {n: -2.5 * g for n, g in results[0].items()}, bound=1e-6)

@@ -198,7 +198,7 @@ def test_output_and_every_gradient(case: str):
     grads = {name: weight.grad for name, weight in layer.named_parameters()}
     found = {"output": got.detach(), "input gradient": y.grad}
     reference = {"output": wanted.detach(), "input gradient": x.grad.transpose(0, 1)}
-    found |= pieces(build.store, lambda handle: handle.slot)
+    found |= pieces(build.store, lambda handle: handle.main_grad)
     assert_all_close(found, reference | our_weights(grads, config), bound=5e-6)
 
 

@@ -91,7 +91,7 @@ def compare(build: LayerBuild, run, formula, *inputs: torch.Tensor) -> None:
     sum((o * f).sum() for o, f in zip(wanted, factors, strict=True)).backward()
     results = {f"output {i}": out for i, out in enumerate(got)}
     results |= {f"input gradient {i}": x.grad for i, x in enumerate(ours)}
-    results |= logical(store, lambda handle: handle.slot)
+    results |= logical(store, lambda handle: handle.main_grad)
     reference = {f"output {i}": out for i, out in enumerate(wanted)}
     reference |= {f"input gradient {i}": x.grad for i, x in enumerate(theirs)}
     reference |= {n: leaf.grad for n, leaf in leaves.items()}

@@ -27,7 +27,7 @@ def test_live_buffers_never_share_storage():
             pool.release(live.pop(rng.randrange(len(live))))
         else:
             dtype = rng.choice((torch.float32, torch.bfloat16))
-            live.append(pool.lease(rng.choice((0, 1, 15, 16, 100, 1000, 5000)), dtype))
+            live.append(pool.acquire(rng.choice((0, 1, 15, 16, 100, 1000, 5000)), dtype))
             pointers.add(live[-1].data_ptr())
         flat = [edge for span in spans(live) for edge in span]
         assert flat == sorted(flat)
@@ -37,19 +37,19 @@ def test_live_buffers_never_share_storage():
 
 def test_a_released_buffer_is_leased_again_within_its_size_class():
     pool = BufferPool("cpu")
-    first = pool.lease(1000, torch.float32)
+    first = pool.acquire(1000, torch.float32)
     pointer = first.data_ptr()
     pool.release(first)
-    again = pool.lease(1001, torch.float32)
+    again = pool.acquire(1001, torch.float32)
     assert size_class(1001) == size_class(1000) == 1008
     assert again.data_ptr() == pointer
     assert tuple(again.shape) == (1001,)
-    assert pool.lease(1000, torch.bfloat16).data_ptr() != pointer
+    assert pool.acquire(1000, torch.bfloat16).data_ptr() != pointer
 
 
 def test_buffer_is_released_once_and_only_by_its_own_tensor():
     pool = BufferPool("cpu")
-    lease = pool.lease(8, torch.float32)
+    lease = pool.acquire(8, torch.float32)
     for foreign in (torch.empty(8), lease[:4], lease.view(2, 4), lease.clone()):
         with pytest.raises(ValueError, match="not leased"):
             pool.release(foreign)
@@ -57,7 +57,7 @@ def test_buffer_is_released_once_and_only_by_its_own_tensor():
     with pytest.raises(ValueError, match="not leased"):
         pool.release(lease)
     # The old tensor of a buffer that somebody else holds now is no key to it.
-    again = pool.lease(8, torch.float32)
+    again = pool.acquire(8, torch.float32)
     assert again.data_ptr() == lease.data_ptr()
     with pytest.raises(ValueError, match="not leased"):
         pool.release(lease)
@@ -66,19 +66,19 @@ def test_buffer_is_released_once_and_only_by_its_own_tensor():
 def test_buffers_are_poisoned_at_allocation_and_release():
     pool = BufferPool("cpu", poison=True)
     for dtype in (torch.float32, torch.bfloat16, torch.float8_e4m3fn):
-        lease = pool.lease(100, dtype)
+        lease = pool.acquire(100, dtype)
         assert lease.float().isnan().all()
         lease.fill_(1.0)
         pool.release(lease)
         assert lease.float().isnan().all()
-    codes = pool.lease(4, torch.uint8)
+    codes = pool.acquire(4, torch.uint8)
     assert codes.tolist() == [255] * 4
     assert poison_(torch.zeros(2, dtype=torch.bool)).all()
 
 
 def test_without_poison_the_content_is_left_alone():
     pool = BufferPool("cpu")
-    lease = pool.lease(10, torch.float32).fill_(3.0)
+    lease = pool.acquire(10, torch.float32).fill_(3.0)
     pool.release(lease)
     assert torch.equal(lease, torch.full((10,), 3.0))
 
@@ -86,7 +86,7 @@ def test_without_poison_the_content_is_left_alone():
 def test_autograd_refuses_a_view_that_was_saved_and_released():
     pool = BufferPool("cpu", poison=True)
     x = torch.ones(3, requires_grad=True)
-    lease = pool.lease(3, torch.float32)
+    lease = pool.acquire(3, torch.float32)
     with torch.no_grad():
         lease.fill_(2.0)
     y = (x * lease).sum()
@@ -97,12 +97,12 @@ def test_autograd_refuses_a_view_that_was_saved_and_released():
 
 def test_requested_bytes_and_held_memory_are_counted():
     pool = BufferPool("cpu")
-    a, b = pool.lease(100, torch.float32), pool.lease(100, torch.bfloat16)
+    a, b = pool.acquire(100, torch.float32), pool.acquire(100, torch.bfloat16)
     assert (pool.live_bytes, pool.peak_bytes) == (600, 600)
     pool.release(a)
     assert (pool.live_bytes, pool.peak_bytes) == (200, 600)
-    pool.release(pool.lease(100, torch.float32))
-    pool.release(pool.lease(1, torch.float32))
+    pool.release(pool.acquire(100, torch.float32))
+    pool.release(pool.acquire(1, torch.float32))
     assert (pool.live_bytes, pool.peak_bytes) == (200, 600)
     pool.reset_peak()
     assert pool.peak_bytes == 200
@@ -124,13 +124,13 @@ def test_size_classes_waste_at_most_a_64th():
 
 def test_detached_buffers_are_never_leased_again():
     pool = BufferPool("cpu")
-    leases = [pool.lease(n, torch.float32) for n in (1000, 1000, 40)]
+    leases = [pool.acquire(n, torch.float32) for n in (1000, 1000, 40)]
     with pytest.raises(ValueError, match="3 buffers are leased"):
-        pool.detach()
+        pool.take_free_buffers()
     for lease in leases:
         pool.release(lease)
-    held = pool.detach()
+    held = pool.take_free_buffers()
     assert sorted(t.numel() for t in held) == [48, 1008, 1008]
     assert pool.reserved_bytes == 0
     taken = {t.data_ptr() for t in held}
-    assert pool.lease(1000, torch.float32).data_ptr() not in taken
+    assert pool.acquire(1000, torch.float32).data_ptr() not in taken

@@ -39,11 +39,11 @@ class Slot:
         for handle in handles:
             handle.gradients = self
 
-    def open(self) -> None:
+    def alloc_main_grads(self) -> None:
         for handle in self.handles:
-            handle.slot = torch.full(handle.shape, torch.nan)
+            handle.main_grad = torch.full(handle.shape, torch.nan)
 
-    def put_done(self, handle: WeightHandle) -> None:
+    def grad_accumulated(self, handle: WeightHandle) -> None:
         self.puts += 1
 
 
@@ -100,8 +100,8 @@ def test_products_and_gradients_over_two_microbatches(dtype, case):
             assert (out.dtype, x.grad.dtype) == (dtype, dtype)
             assert_close_by_metric("output", out, wanted, bound=BOUNDS[dtype])
             assert_close_by_metric("input gradient", x.grad, dx, bound=BOUNDS[dtype])
-    found = handle.slot.view_as(total)
-    assert (slot.puts, handle.slot.dtype, handle.anchor.grad) == (2, torch.float32, None)
+    found = handle.main_grad.view_as(total)
+    assert (slot.puts, handle.main_grad.dtype, handle.anchor.grad) == (2, torch.float32, None)
     assert_close_by_metric("weight gradient", found, total, bound=BOUNDS[dtype])
     unused = [e for e, pair in enumerate(zip(*COUNTS[case], strict=True)) if not any(pair)]
     assert found[unused].count_nonzero() == 0
@@ -122,7 +122,7 @@ def test_rows_after_the_last_run_enter_nothing(dtype):
     assert out.shape == grad.shape
     assert_close_by_metric("output", out[:rows], wanted, bound=BOUNDS[dtype])
     assert_close_by_metric("input gradient", x.grad[:rows], dx, bound=BOUNDS[dtype])
-    assert_close_by_metric("weight gradient", handle.slot.view_as(dw), dw, bound=BOUNDS[dtype])
+    assert_close_by_metric("weight gradient", handle.main_grad.view_as(dw), dw, bound=BOUNDS[dtype])
 
 
 def test_fused_weight_rows_are_gate_then_up_per_expert():
@@ -144,11 +144,11 @@ def test_gradients_may_be_expanded():
     _, handle, _ = built()
     x, runs = values(7, H, key=5).requires_grad_(), runs_of((2, 0, 4, 1))
     grouped_linear(handle, x, runs).sum().backward()
-    once, slot = x.grad.clone(), handle.slot.clone()
-    x.grad, handle.fresh = None, True
+    once, slot = x.grad.clone(), handle.main_grad.clone()
+    x.grad, handle.overwrite_main_grad = None, True
     grouped_linear(handle, x, runs).backward(torch.ones(7, 2 * F))
     assert torch.equal(x.grad, once)
-    assert torch.equal(handle.slot, slot)
+    assert torch.equal(handle.main_grad, slot)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
@@ -165,7 +165,7 @@ def test_split_backward_is_bitwise_the_unsplit_one(dtype):
         assert (len(queue), sink.puts) == (1, key)
         assert torch.equal(a.grad, b.grad)
         queue.drain()
-    assert torch.equal(whole.slot, split.slot)
+    assert torch.equal(whole.main_grad, split.main_grad)
 
 
 def test_frozen_experts_pass_gradients_on_and_save_nothing():
@@ -178,7 +178,7 @@ def test_frozen_experts_pass_gradients_on_and_save_nothing():
     assert out.grad_fn.saved_tensors == (None,)
     out.square().sum().backward()
     assert torch.equal(a.grad, b.grad)
-    assert (sink.puts, frozen.slot) == (0, None)
+    assert (sink.puts, frozen.main_grad) == (0, None)
 
 
 def test_what_does_not_fit_is_named():
@@ -225,7 +225,7 @@ def through_shards(rank: int, world: int, strategy: str) -> dict[str, int]:
     wanted = {}
     for handle in whole:
         for box in alone.boxes(handle):
-            part = handle.slot.view(-1)[box.start : box.start + box.numel].view(box.sizes)
+            part = handle.main_grad.view(-1)[box.start : box.start + box.numel].view(box.sizes)
             wanted.setdefault(box.name, []).append(part)
     wanted = {name: torch.cat(parts) for name, parts in wanted.items()}
     pairs = {}

@@ -285,15 +285,15 @@ def test_batches_and_losses_count_gtp_ranks():
 
 
 class Buffers:
-    """Stand before `consume` and keep where each block was gathered to."""
+    """Stand before `unshard` and keep where each block was gathered to."""
 
     def __init__(self, gatherer: Gatherer) -> None:
         self.seen: list[tuple[str, int]] = []
-        self.consume = gatherer.consume
-        gatherer.consume = self._consume  # type: ignore[method-assign]
+        self.unshard = gatherer.unshard
+        gatherer.unshard = self._unshard  # type: ignore[method-assign]
 
-    def _consume(self, block) -> None:
-        self.consume(block)
+    def _unshard(self, block) -> None:
+        self.unshard(block)
         handle = block.handles[0]
         self.seen.append((handle.name, block.views[handle.name].untyped_storage().data_ptr()))
 
@@ -345,9 +345,9 @@ def uses(rank: int, world: int, reduce_per: str) -> None:
         wanted = reference.gradients(indices)
         assert_gradients(engine, wanted)
         sent = Counter(r.bytes for r in records if r.kind == "reduce_scatter")
-        blocks = Counter(b.whole_bytes for bucket in model.store.buckets if bucket.gtp
+        blocks = Counter(b.unsharded_bytes for bucket in model.store.buckets if bucket.gtp
                          for b in bucket.blocks)  # fmt: skip
-        assert blocks[table.block.whole_bytes] == 1, "its size tells it from the others"
+        assert blocks[table.block.unsharded_bytes] == 1, "its size tells it from the others"
         times = 1 if reduce_per == "step" else len(indices)
         assert sent == {size: count * times for size, count in blocks.items()}
         update(engine)

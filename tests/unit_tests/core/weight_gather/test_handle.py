@@ -34,16 +34,16 @@ class Slots:
         for handle in store.handles.values():
             handle.gradients = self
 
-    def open(self) -> None:
+    def alloc_main_grads(self) -> None:
         """Fill the slots with NaN: what is not written first shows."""
         self.opened += 1
         for handle in self.store.handles.values():
             if handle.trainable:
-                handle.slot = torch.full(handle.shape, torch.nan)
+                handle.main_grad = torch.full(handle.shape, torch.nan)
 
-    def put_done(self, handle: WeightHandle) -> None:
+    def grad_accumulated(self, handle: WeightHandle) -> None:
         """Note the put."""
-        self.told.append((handle.name, handle.fresh))
+        self.told.append((handle.name, handle.overwrite_main_grad))
 
 
 def built(dtype: torch.dtype = torch.float32, *, slots: bool = True) -> WeightStore:
@@ -115,10 +115,10 @@ def test_gradients_equal_autograd_over_two_microbatches(dtype: torch.dtype):
             assert_close_by_metric("output", out, reference, bound=bound)
             assert_close_by_metric("input gradient", x.grad, wide.grad, bound=bound)
     for name, handle in store.handles.items():
-        assert not handle.fresh
+        assert not handle.overwrite_main_grad
         assert handle.anchor.grad is None
-        assert handle.slot.dtype is torch.float32
-        assert_close_by_metric(name, handle.slot, weights[name].grad, bound=bound)
+        assert handle.main_grad.dtype is torch.float32
+        assert_close_by_metric(name, handle.main_grad, weights[name].grad, bound=bound)
 
 
 @pytest.mark.parametrize("name", ["table", "weight", "bias", "scale"])
@@ -128,12 +128,12 @@ def test_first_put_of_a_step_overwrites_and_later_ones_add(name: str):
     def put() -> torch.Tensor:
         ids, valid, x, grad = inputs(torch.float32, 5)
         network(store, ids, valid, x).backward(grad)
-        return store.handles[name].slot.clone()
+        return store.handles[name].main_grad.clone()
 
     once = put()
     assert_close_by_metric("twice", put(), 2 * once, bound=1e-6)
     for handle in store.handles.values():
-        handle.fresh = True
+        handle.overwrite_main_grad = True
     assert torch.equal(put(), once)
 
 
@@ -143,7 +143,7 @@ def test_an_embedding_that_comes_first_writes_every_row():
     wanted = torch.zeros(11, 6).index_add_(0, ids, grad)
     for factor in (1.0, 2.0):
         (handle.embedding(ids) * grad).sum().backward()
-        assert torch.equal(handle.slot, factor * wanted)
+        assert torch.equal(handle.main_grad, factor * wanted)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -163,7 +163,7 @@ def test_split_backward_is_bitwise_the_unsplit_one(dtype: torch.dtype):
         queue.drain()
         assert len(queue) == 0
     for name, handle in whole.handles.items():
-        assert torch.equal(handle.slot, split.handles[name].slot), name
+        assert torch.equal(handle.main_grad, split.handles[name].main_grad), name
 
 
 def test_outside_of_defer_puts_run_at_once_again():
@@ -210,7 +210,7 @@ def test_slots_do_not_alias_the_gradients_that_were_put():
     handle, given = store.handles["scale"], values(6)
     copy_of = handle.use()
     copy_of.backward(given)
-    handle.slot.zero_()
+    handle.main_grad.zero_()
     assert given.abs().sum() > 0
     before = handle.get().clone()
     with torch.no_grad():
@@ -221,14 +221,14 @@ def test_slots_do_not_alias_the_gradients_that_were_put():
 def test_read_only_weight_is_no_copy_and_takes_a_gradient():
     handle, given = built().handles["scale"], values(6)
     weight = handle.read_only()
-    assert weight.data_ptr() == handle.whole.data_ptr()
-    assert handle.whole.grad_fn is None, "a weight that is stored has no history"
+    assert weight.data_ptr() == handle.unsharded_param.data_ptr()
+    assert handle.unsharded_param.grad_fn is None, "a weight that is stored has no history"
     weight.backward(given)
-    assert torch.equal(handle.slot, given)
+    assert torch.equal(handle.main_grad, given)
     wide = handle.read_only(torch.float64)
     assert torch.equal(wide.detach(), handle.get().double())
     with torch.no_grad():
-        assert handle.read_only() is handle.whole
+        assert handle.read_only() is handle.unsharded_param
 
 
 @pytest.mark.parametrize("frozen", ["table", "weight", "bias", "scale"])
@@ -242,10 +242,10 @@ def test_frozen_weights_pass_gradients_on_and_get_none(frozen: str):
     network(store, ids, valid, a).backward(grad)
     network(reference, ids, valid, b).backward(grad)
     assert torch.equal(a.grad, b.grad)
-    assert handle.slot is None
+    assert handle.main_grad is None
     for name, other in store.handles.items():
         if name != frozen:
-            assert torch.equal(other.slot, reference.handles[name].slot)
+            assert torch.equal(other.main_grad, reference.handles[name].main_grad)
 
 
 def test_frozen_model_builds_no_graph_and_saves_nothing():
@@ -266,7 +266,7 @@ def test_unmaterialized_weight_and_missing_engine_name_the_call():
             use()
     store.materialize()
     out = handle.linear(x)
-    store.give_gradients()
+    store.disable_param_grads()
     with pytest.raises(ValueError, match="w has no gradient buffer: build a DataParallel engine"):
         out.sum().backward()
 
@@ -299,11 +299,11 @@ def test_matrix_products(dtype: torch.dtype):
     product = wide[3].flatten(0, 1).t() @ wide[0].flatten(0, 1)
     weight.wgrad(grad, x)  # overwrites
     assert_close_by_metric(
-        "dW", weight.slot, product, bound=1e-6 if dtype is torch.float32 else bound
+        "dW", weight.main_grad, product, bound=1e-6 if dtype is torch.float32 else bound
     )
     weight.wgrad(grad, x)  # adds
     assert_close_by_metric(
-        "2 dW", weight.slot, 2 * product, bound=1e-6 if dtype.itemsize > 2 else bound
+        "2 dW", weight.main_grad, 2 * product, bound=1e-6 if dtype.itemsize > 2 else bound
     )
 
 
@@ -314,4 +314,4 @@ def test_weight_gradients_of_bf16_are_summed_in_fp32():
     x = torch.ones(1, 6, dtype=torch.bfloat16)
     for gradient in (256.0, *(0.5,) * 32):
         handle.wgrad(torch.full((1, 5), gradient).bfloat16(), x)
-    assert torch.equal(handle.slot, torch.full((5, 6), 272.0))
+    assert torch.equal(handle.main_grad, torch.full((5, 6), 272.0))

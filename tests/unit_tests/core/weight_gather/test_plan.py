@@ -59,13 +59,13 @@ def test_turns_keep_what_fits(kept: int, prefetch: bool):
 def test_one_resident_block_degrades_to_on_demand():
     plan = plan_of(budget=1, microbatches=2)
     assert plan.prologue == (0,)
-    assert [c.issue for c in plan.consumes[1:]] == [(c.block,) for c in plan.consumes[1:]]
-    assert plan.gathers == len(plan.consumes) == 4 * len(FORWARD) - 3
+    assert [c.issue for c in plan.uses[1:]] == [(c.block,) for c in plan.uses[1:]]
+    assert plan.gathers == len(plan.uses) == 4 * len(FORWARD) - 3
 
 
 def test_block_used_by_last_forward_and_backward_is_one_use():
     plan = plan_of(budget=2, microbatches=2)
-    assert [c.block for c in plan.consumes] == [
+    assert [c.block for c in plan.uses] == [
         *(0, 1, 2, 3, 4, 5),
         *(4, 3, 2, 1, 0),
         *(1, 2, 3, 4, 5),
@@ -76,17 +76,17 @@ def test_block_used_by_last_forward_and_backward_is_one_use():
 def test_the_next_block_is_under_way_before_its_use():
     plan = plan_of(budget=2)
     assert plan.prologue == (0, 1)
-    assert plan.consumes[0] == Consume(0, (), ())
-    assert plan.consumes[1] == Consume(1, (0,), (2,))
-    for before, after in itertools.pairwise(plan.consumes):
+    assert plan.uses[0] == Consume(0, (), ())
+    assert plan.uses[1] == Consume(1, (0,), (2,))
+    for before, after in itertools.pairwise(plan.uses):
         assert after.block not in after.issue, (before, after)
 
 
 def test_without_prefetch_every_gather_starts_at_its_own_use():
     plan = plan_of(budget=UNLIMITED, prefetch=False)
     assert plan.prologue == ()
-    assert [c.issue for c in plan.consumes if c.issue] == [(b,) for b in FORWARD]
-    assert all(c.issue in ((), (c.block,)) for c in plan.consumes)
+    assert [c.issue for c in plan.uses if c.issue] == [(b,) for b in FORWARD]
+    assert all(c.issue in ((), (c.block,)) for c in plan.uses)
 
 
 def test_ahead_counts_the_bytes_beyond_the_next_block():
@@ -102,16 +102,16 @@ def test_nothing_is_released_for_a_block_needed_later():
     traces = {"forward": (0, 1, 2, 0, 1)}
     plan = compile_plan(traces, ["forward"], sizes=[1, 1, 1], budget=2, ahead=UNLIMITED)
     assert plan.prologue == (0, 1)
-    assert plan.consumes[1] == Consume(1, (0,), (2,))
+    assert plan.uses[1] == Consume(1, (0,), (2,))
 
 
 def test_a_block_of_no_bytes_is_gathered_once_and_stays():
     sizes = [0, 10, 10, 10, 10, 0]
     plan = compile_plan(TRACES, steps(3), sizes=sizes, budget=20, ahead=0)
     assert check_plan(plan, sizes=sizes, budget=20) == []
-    issued = [*plan.prologue, *(b for c in plan.consumes for b in c.issue)]
+    issued = [*plan.prologue, *(b for c in plan.uses for b in c.issue)]
     assert issued.count(0) == issued.count(5) == 1
-    assert not {0, 5} & {b for c in plan.consumes for b in c.release}
+    assert not {0, 5} & {b for c in plan.uses for b in c.release}
     # All of them may start at once: they cost no memory, and the link takes them in order.
     free = compile_plan(TRACES, steps(3), sizes=[0] * 6, budget=0, ahead=0)
     assert free.prologue == FORWARD
@@ -127,7 +127,7 @@ def test_a_block_above_the_budget_is_alone_while_in_use():
 
 def test_what_is_not_needed_again_is_released():
     plan = plan_of(budget=UNLIMITED, microbatches=1)
-    assert [c.release for c in plan.consumes[-5:]] == [(5,), (4,), (3,), (2,), (1,)]
+    assert [c.release for c in plan.uses[-5:]] == [(5,), (4,), (3,), (2,), (1,)]
 
 
 def test_an_empty_program_has_an_empty_plan():
@@ -159,13 +159,13 @@ def test_random_programs_hold_every_property():
         plan = compile_plan(**case)
         assert check_plan(plan, sizes=case["sizes"], budget=case["budget"]) == [], case
         flat = [b for name in case["program"] for b in case["traces"][name]]
-        assert [c.block for c in plan.consumes] == [b for b, _ in itertools.groupby(flat)]
+        assert [c.block for c in plan.uses] == [b for b, _ in itertools.groupby(flat)]
         # No program needs fewer gathers than each of its blocks once; none more than its uses.
-        assert len(set(flat)) <= plan.gathers <= max(1, len(plan.consumes))
+        assert len(set(flat)) <= plan.gathers <= max(1, len(plan.uses))
         if case["budget"] == UNLIMITED:
             assert plan.gathers == len(set(flat))
-        prefetched += sum(b != c.block for c in plan.consumes for b in c.issue)
-        released += sum(len(c.release) for c in plan.consumes)
+        prefetched += sum(b != c.block for c in plan.uses for b in c.issue)
+        released += sum(len(c.release) for c in plan.uses)
     assert prefetched > 1000
     assert released > 1000
 
@@ -175,8 +175,8 @@ def test_prefetch_is_never_late_with_budget_for_any_two_blocks():
     for _ in range(300):
         case = random_case(rng) | {"prefetch": True, "budget": 80}
         plan = compile_plan(**case)
-        for consume in plan.consumes:
-            assert consume.block not in consume.issue, case
+        for use in plan.uses:
+            assert use.block not in use.all_gather, case
 
 
 def test_prefetch_is_never_late_with_budget_for_neighbours():
@@ -188,7 +188,7 @@ def test_prefetch_is_never_late_with_budget_for_neighbours():
         room = bytes_of_neighbours(**given)
         for budget in (room, max(0, room - 1)):
             plan = compile_plan(**case | {"budget": budget})
-            late = any(consume.block in consume.issue for consume in plan.consumes)
+            late = any(use.block in use.all_gather for use in plan.uses)
             assert not late or budget < room, case
             less_is_late += late
     assert less_is_late > 100
@@ -230,11 +230,11 @@ def test_a_large_program_compiles_quickly():
         plan = compile_plan(traces, steps(16), sizes=[1] * blocks, budget=budget, ahead=ahead)
         # 10 to 40 ms on an idle core; the bound is for a busy one.
         assert time.process_time() - start < 0.5
-        assert len(plan.consumes) == 16 * 2 * (blocks - 1) + 1
+        assert len(plan.uses) == 16 * 2 * (blocks - 1) + 1
 
 
 def change(plan: GatherPlan, at: int, **fields: tuple[int, ...]) -> GatherPlan:
-    consumes = list(plan.consumes)
+    consumes = list(plan.uses)
     consumes[at] = replace(consumes[at], **fields)
     return replace(plan, consumes=tuple(consumes))
 

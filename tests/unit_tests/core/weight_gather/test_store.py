@@ -307,7 +307,7 @@ def test_sharded_weights_are_grouped_by_unit_and_may_be_empty():
         ]
         assert [b.name for b in store.buckets] == ["experts", "layer", "table"]
         assert [b.unit for b in store.buckets] == [None, "layer", None]
-        assert all(b.sharded and not b.blocks[0].current for b in store.buckets)
+        assert all(b.sharded and not b.blocks[0].ready for b in store.buckets)
         assert all(b.data.numel() == b.numel // 24 for b in store.buckets)
     sizes = [store.handles["norm"].param.numel() for store in stores]
     assert sorted(sizes) == [0] * 23 + [6]
@@ -328,13 +328,13 @@ def test_buckets_never_span_parts_and_shared_weights_lie_alone():
         for rank, order in ((0, ("tied", "a", "b", "c")), (2, ("c", "tied", "b", "a"))):
             store = WeightStore(pretended_groups(grid, rank))
             for part in (1, 0):  # not the order in which they run
-                with store.part(part), store.unit("layer"):
+                with store.model_chunk(part), store.unit("layer"):
                     for name in order[2 * part : 2 * part + 2]:
                         stages = (0, 1) if name == "tied" else ()
                         shape = (5, 7) if name == "tied" else (3, 2 + rank)
                         store.declare(WeightSharding.of(name, shape, stages=stages), NORMAL)
             store.materialize(Storage(**options))  # type: ignore[arg-type]
-            found = [(b.part, sorted(h.name for h in b.handles)) for b in store.buckets]
+            found = [(b.model_chunk, sorted(h.name for h in b.handles)) for b in store.buckets]
             first, second = sorted(order[:2]), sorted(order[2:])
             alone = [(0, [name]) for name in first if name != "tied"]
             assert sorted(found) == sorted([(1, second), *alone, (0, ["tied"])])
@@ -348,10 +348,13 @@ def test_invalid_model_chunks_are_reported():
     store = WeightStore(ProcessGroupCollection.single())
     sharding = WeightSharding.of("w", (3, 2))
     store.declare(sharding, NORMAL)
-    with store.part(1), pytest.raises(ValueError, match="w is declared in parts 0 and 1: the uses"):
+    with (
+        store.model_chunk(1),
+        pytest.raises(ValueError, match="w is declared in model chunks 0 and 1"),
+    ):
         store.declare(sharding, NORMAL)
     assert store.declare(sharding, NORMAL).uses == 2
-    with pytest.raises(ValueError, match="part -1 of a weight store"), store.part(-1):
+    with pytest.raises(ValueError, match="model chunk -1 of a weight store"), store.model_chunk(-1):
         pass
 
 

@@ -10,28 +10,28 @@ from dataclasses import dataclass
 import torch
 
 from megatron.core.weight_gather import WeightStore
-from megatron.core.weight_gather.wire import WireFormat, shard_amax
+from megatron.core.weight_gather.gather_format import GatherFormat, shard_amax
 
 #: Ranks may be off by so much, relatively, after some steps.
 _ERROR = 3e-7
 
 
 @dataclass
-class _Plane:
+class _BackwardBlock:
     """A weight as backward reads it, which nobody has to gather."""
 
     views: dict[str, torch.Tensor]
-    current: bool = True
-    alone: bool = True
+    ready: bool = True
+    keeps_quantized: bool = False
 
-    def need(self) -> None:
+    def unshard(self) -> None:
         """Do nothing: it is there."""
 
 
 def compute_with_encoded(
-    store: WeightStore, forms: Sequence[WireFormat]
+    store: WeightStore, forms: Sequence[GatherFormat]
 ) -> tuple[bool, Callable[[], None]]:
-    """Replace the weights of a single process that gtp would shard by what comes off the wire: in
+    """Replace the weights of a single process that gtp would shard by gathered and decoded ones: in
     the first format for forward, in the last one for backward.
 
     Returns:
@@ -47,7 +47,7 @@ def compute_with_encoded(
         sure = sure and all(_is_sure(form, matrix) for form in forms)
         forward, backward = (_round_trip(form, matrix) for form in (forms[0], forms[-1]))
         matrix.copy_(forward)
-        handle.backward_block = _Plane({handle.name: backward.view(weight.shape)})
+        handle.backward_block = _BackwardBlock({handle.name: backward.view(weight.shape)})
 
     def restore() -> None:
         for bucket, data in zip(store.buckets, saved, strict=True):
@@ -56,7 +56,7 @@ def compute_with_encoded(
     return sure, restore
 
 
-def _round_trip(form: WireFormat, matrix: torch.Tensor) -> torch.Tensor:
+def _round_trip(form: GatherFormat, matrix: torch.Tensor) -> torch.Tensor:
     """Return what a matrix is after it has been encoded and decoded."""
     amax = shard_amax(matrix) if form.needs_amax else None
     encoded = form.encode(matrix.clone(), amax=amax)
@@ -64,7 +64,7 @@ def _round_trip(form: WireFormat, matrix: torch.Tensor) -> torch.Tensor:
     return form.decode(encoded, shape, dtype=matrix.dtype, amax=amax)
 
 
-def _is_sure(form: WireFormat, matrix: torch.Tensor) -> bool:
+def _is_sure(form: GatherFormat, matrix: torch.Tensor) -> bool:
     """Return whether no element hangs between two codes by less than the error of a rank."""
     matrix = matrix.clone()
     amax = shard_amax(matrix) if form.needs_amax else None

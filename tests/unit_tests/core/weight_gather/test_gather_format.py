@@ -8,22 +8,22 @@ import itertools
 import pytest
 import torch
 
-from megatron.core.weight_gather.wire import (
+from megatron.core.weight_gather.gather_format import (
     FP8,
     MXFP8,
     NVFP4,
     SCALE_BLOCKS,
+    GatherFormat,
     Unquantized,
-    WireFormat,
+    gather_formats,
     shard_amax,
-    wire_formats,
 )
 
 SQUARE = (FP8(), MXFP8(), NVFP4())
 ALL = (
     *SQUARE,
-    *wire_formats("mxfp8", scale_blocks="1d"),
-    *wire_formats("nvfp4", scale_blocks="1d"),
+    *gather_formats("mxfp8", scale_blocks="1d"),
+    *gather_formats("nvfp4", scale_blocks="1d"),
 )
 DTYPES = (torch.bfloat16, torch.float32)
 
@@ -54,7 +54,7 @@ def fp32(x: torch.Tensor) -> torch.Tensor:
     return x.float().double()
 
 
-def reference(form: WireFormat, weight: torch.Tensor) -> tuple[list[int], torch.Tensor]:
+def reference(form: GatherFormat, weight: torch.Tensor) -> tuple[list[int], torch.Tensor]:
     """Return the bytes and the values in fp64 of a finite weight, block by block."""
     rows, columns = weight.shape
     w = weight.double()
@@ -105,16 +105,16 @@ def weight_of(rows: int, columns: int, dtype: torch.dtype, seed: int = 1) -> tor
     return (torch.randn(rows, columns, generator=generator) * 2.0**spread).to(dtype)
 
 
-def amax_of(form: WireFormat, *shards: torch.Tensor) -> torch.Tensor | None:
+def amax_of(form: GatherFormat, *shards: torch.Tensor) -> torch.Tensor | None:
     """Return what the collective over the shards returns."""
     return torch.stack([shard_amax(s) for s in shards]).max() if form.needs_amax else None
 
 
-def encoded(form: WireFormat, weight: torch.Tensor) -> torch.Tensor:
+def encoded(form: GatherFormat, weight: torch.Tensor) -> torch.Tensor:
     return form.encode(weight, amax=amax_of(form, weight))
 
 
-def round_trip(form: WireFormat, weight: torch.Tensor) -> torch.Tensor:
+def round_trip(form: GatherFormat, weight: torch.Tensor) -> torch.Tensor:
     amax = amax_of(form, weight)
     wire = form.encode(weight, amax=amax)
     shape = (weight.shape[0], weight.shape[1])
@@ -133,7 +133,7 @@ def same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
 @pytest.mark.parametrize("form", ALL, ids=str)
 @pytest.mark.parametrize("shape", [(64, 64), (75, 51), (5, 3), (33, 1)])
 def test_bytes_and_values_are_the_nearest_representable(
-    form: WireFormat, shape: tuple[int, int], dtype: torch.dtype
+    form: GatherFormat, shape: tuple[int, int], dtype: torch.dtype
 ):
     weight = weight_of(*shape, dtype)
     wire, values = reference(form, weight)
@@ -145,7 +145,7 @@ def test_bytes_and_values_are_the_nearest_representable(
 
 
 @pytest.mark.parametrize("form", ALL, ids=str)
-def test_ties_go_to_even_codes(form: WireFormat):
+def test_ties_go_to_even_codes(form: GatherFormat):
     # Every value, every middle of two and their neighbours in fp32, in blocks whose scale is 1.
     kind = E2M1 if isinstance(form, NVFP4) else E4M3
     values = torch.cat((kind, (kind[1:] + kind[:-1]) / 2)).float()
@@ -185,7 +185,7 @@ def test_e8m0_scales_round_up_and_elements_never_saturate():
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("form", [*ALL, Unquantized()], ids=str)
 @pytest.mark.parametrize("tail", [0, 3])
-def test_values_do_not_depend_on_the_shards(form: WireFormat, tail: int, dtype: torch.dtype):
+def test_values_do_not_depend_on_the_shards(form: GatherFormat, tail: int, dtype: torch.dtype):
     if isinstance(form, Unquantized):
         form = Unquantized(dtype=dtype)
     height = form.block[0]
@@ -197,7 +197,7 @@ def test_values_do_not_depend_on_the_shards(form: WireFormat, tail: int, dtype: 
     assert amax is None or torch.equal(amax, weight.abs().max().float())
     parts = [form.encode(shard, amax=amax) for shard in shards]
     for part, shard in zip(parts, shards, strict=True):
-        assert part.numel() == form.wire_bytes((shard.shape[0], 77))
+        assert part.numel() == form.encoded_bytes((shard.shape[0], 77))
     wire = torch.cat(parts)
     assert torch.equal(wire, form.encode(weight, amax=amax))
     assert torch.equal(wire, encoded(form, weight))
@@ -207,17 +207,17 @@ def test_values_do_not_depend_on_the_shards(form: WireFormat, tail: int, dtype: 
 
 
 @pytest.mark.parametrize("form", ALL, ids=str)
-def test_a_band_at_a_time_gives_the_same_bytes(form: WireFormat, monkeypatch: pytest.MonkeyPatch):
+def test_a_band_at_a_time_gives_the_same_bytes(form: GatherFormat, monkeypatch: pytest.MonkeyPatch):
     weight = weight_of(200, 130, torch.bfloat16)
     whole = encoded(form, weight), round_trip(form, weight)
-    monkeypatch.setattr("megatron.core.weight_gather.wire._CPU_ELEMENTS", 1)
+    monkeypatch.setattr("megatron.core.weight_gather.gather_format._CPU_ELEMENTS", 1)
     assert torch.equal(encoded(form, weight), whole[0])
     assert same_bits(round_trip(form, weight), whole[1])
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("form", ALL, ids=str)
-def test_encoding_decoded_values_gives_the_same_bytes(form: WireFormat, dtype: torch.dtype):
+def test_encoding_decoded_values_gives_the_same_bytes(form: GatherFormat, dtype: torch.dtype):
     generator = torch.Generator().manual_seed(3)
     weight = torch.randn(96, 160, generator=generator).to(dtype)
     amax = amax_of(form, weight)
@@ -238,7 +238,7 @@ def test_encoding_decoded_values_gives_the_same_bytes(form: WireFormat, dtype: t
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("form", ALL, ids=str)
-def test_zeros_stay_zeros(form: WireFormat, dtype: torch.dtype):
+def test_zeros_stay_zeros(form: GatherFormat, dtype: torch.dtype):
     for weight in (torch.zeros(40, 40, dtype=dtype), weight_of(64, 64, dtype)):
         weight[:32, :32] = 0
         weight[3, 3] = -0.0
@@ -250,7 +250,7 @@ def test_zeros_stay_zeros(form: WireFormat, dtype: torch.dtype):
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("form", ALL, ids=str)
 @pytest.mark.parametrize("power", [-148, -133, -127, -120, -110, 119])
-def test_tiny_and_huge_weights(form: WireFormat, power: int, dtype: torch.dtype):
+def test_tiny_and_huge_weights(form: GatherFormat, power: int, dtype: torch.dtype):
     generator = torch.Generator().manual_seed(power)
     unit = torch.randn(20, 48, generator=generator, dtype=torch.float64)
     weight = (unit * 2.0**power).float().to(dtype)
@@ -271,7 +271,7 @@ def test_tiny_and_huge_weights(form: WireFormat, power: int, dtype: torch.dtype)
 @pytest.mark.parametrize("bad", [torch.nan, torch.inf, -torch.inf])
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("form", ALL, ids=str)
-def test_nan_and_infinity_become_nan(form: WireFormat, dtype: torch.dtype, bad: float):
+def test_nan_and_infinity_become_nan(form: GatherFormat, dtype: torch.dtype, bad: float):
     clean = weight_of(70, 70, dtype)
     weight = clean.clone()
     weight[40, 37] = bad
@@ -302,7 +302,7 @@ def test_amax_too_small_does_not_pass_silently():
 
 
 @pytest.mark.parametrize("form", ALL, ids=str)
-def test_error_bounds(form: WireFormat):
+def test_error_bounds(form: GatherFormat):
     generator = torch.Generator().manual_seed(5)
     weight = torch.randn(256, 256, generator=generator)
     error = (round_trip(form, weight) - weight).abs()
@@ -329,26 +329,26 @@ def test_error_bounds(form: WireFormat):
 @pytest.mark.parametrize("shape", [(128, 128), (2048, 2048), (150, 1000), (4096, 129)])
 def test_bytes_of_bf16(shape: tuple[int, int]):
     plain = 2 * shape[0] * shape[1]
-    (form,) = wire_formats("bf16")
-    assert form.wire_bytes(shape) == plain
-    (form,) = wire_formats("bf16", dtype=torch.float32)
-    assert form.wire_bytes(shape) == 2 * plain
+    (form,) = gather_formats("bf16")
+    assert form.encoded_bytes(shape) == plain
+    (form,) = gather_formats("bf16", dtype=torch.float32)
+    assert form.encoded_bytes(shape) == 2 * plain
     most = {"fp8": 0.501, "mxfp8": 0.516, "nvfp4": 0.282}
     for name, scale_blocks in itertools.product(most, SCALE_BLOCKS):
         if (name, scale_blocks) == ("fp8", "1d"):
             continue
-        for form in wire_formats(name, scale_blocks=scale_blocks):
+        for form in gather_formats(name, scale_blocks=scale_blocks):
             blocks = -(-shape[0] // form.block[0]) * -(-shape[1] // form.block[1])
             row = shape[1] if name != "nvfp4" else -(-shape[1] // 2)
-            assert form.wire_bytes(shape) == shape[0] * row + (blocks if name != "fp8" else 0)
+            assert form.encoded_bytes(shape) == shape[0] * row + (blocks if name != "fp8" else 0)
             if shape[1] % 32 == 0:
-                assert form.wire_bytes(shape) <= most[name] * plain
+                assert form.encoded_bytes(shape) <= most[name] * plain
 
 
 def test_planes_of_formats():
-    assert wire_formats("mxfp8") == (MXFP8((32, 32)),)
-    assert wire_formats("nvfp4") == (NVFP4((16, 16)),)
-    forward, backward = wire_formats("mxfp8", scale_blocks="1d")
+    assert gather_formats("mxfp8") == (MXFP8((32, 32)),)
+    assert gather_formats("nvfp4") == (NVFP4((16, 16)),)
+    forward, backward = gather_formats("mxfp8", scale_blocks="1d")
     weight = weight_of(64, 96, torch.bfloat16)
     assert same_bits(round_trip(backward, weight), round_trip(forward, weight.T.contiguous()).T)
     # Square blocks: the transposed weight has the same values.
@@ -360,7 +360,7 @@ def test_writing_in_place():
     for form in ALL:
         weight = weight_of(40, 33, torch.bfloat16)
         amax = amax_of(form, weight)
-        wire = torch.full((form.wire_bytes((40, 33)),), 0xA5, dtype=torch.uint8)
+        wire = torch.full((form.encoded_bytes((40, 33)),), 0xA5, dtype=torch.uint8)
         assert form.encode(weight, amax=amax, out=wire) is wire
         out = torch.full_like(weight, torch.nan)
         form.decode(wire, (40, 33), dtype=torch.bfloat16, amax=amax, out=out)
@@ -377,10 +377,10 @@ def test_stacked_experts_are_rows():
 def test_what_is_refused():
     weight, amax = torch.ones(4, 4), torch.tensor(1.0)
     for refused in (
-        lambda: wire_formats("fp4"),
-        lambda: wire_formats("mxfp8", scale_blocks="square"),
-        lambda: wire_formats("fp8", scale_blocks="1d"),
-        lambda: wire_formats("bf16", scale_blocks="1d"),
+        lambda: gather_formats("fp4"),
+        lambda: gather_formats("mxfp8", scale_blocks="square"),
+        lambda: gather_formats("fp8", scale_blocks="1d"),
+        lambda: gather_formats("bf16", scale_blocks="1d"),
         lambda: FP8().encode(weight),
         lambda: MXFP8().encode(weight, amax=amax),
         lambda: MXFP8().encode(weight[0]),

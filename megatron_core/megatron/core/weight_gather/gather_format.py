@@ -1,17 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Wire formats: the bytes in which a shard of a weight is gathered, and the values they stand for.
+"""Gather formats: the encoding of a weight's shards for an all-gather, and its decoding.
 
-A weight is a matrix [r, c] (stacked experts [t, r, c] are its rows) in blocks of `WireFormat.block`
-rows and columns that share a scale; r and c need not be multiples of it. A *block row* is a row of
-blocks. On the wire block rows follow each other, each one as its scales, one byte a block, and then
-its elements in row-major order. A shard is a run of whole block rows, of which only the last one of
-the weight may have fewer rows, so
+A weight is a matrix [r, c]; stacked experts [t, r, c] are a matrix of t · r rows. It is divided
+into blocks of `GatherFormat.block` rows and columns that share a scale. r and c need not be
+multiples of the block. A *block row* is a row of blocks. The encoding of a block row is its scales,
+one byte per block, and then its elements in row-major order; block rows follow one another. A shard
+consists of whole block rows, and only the last block row of a weight may have fewer rows, so
 
     encode(weight) = concatenation of encode(shard) over the shards,
 
-and what a gather returns is decoded as one weight, however it was sharded. A scale of the whole
-weight is not on the wire: every rank computes it from the largest magnitude over all shards, which
-one collective finds for all weights (`shard_amax`).
+and an all-gather's output is decoded as one weight, however the weight was sharded. A scale of the
+whole weight is not gathered: every rank computes it from the largest magnitude over all shards. One
+all-reduce finds the largest magnitudes of all weights (`shard_amax`).
 
 | format | elements | scales | bytes of bf16 |
 |---|---|---|---|
@@ -20,21 +20,21 @@ one collective finds for all weights (`shard_amax`).
 | mxfp8 | E4M3 | E8M0 per 32 x 32, or 1 x 32 and 32 x 1 | 0.5005, or 0.5156 each |
 | nvfp4 | E2M1 | E4M3 per 16 x 16, or 1 x 16 and 16 x 1, and fp32 | 0.252, or 0.2813 each |
 
-If r of an expert is no multiple of a block's rows, some blocks hold rows of two experts.
+If r of an expert is not a multiple of the block's rows, some blocks hold rows of two experts.
 
-Elements are rounded to nearest, ties to even, and their scales are such that every finite weight is
-within the range of the elements (E2M1 saturates where its E4M3 scale was rounded down). A NaN or
-an infinity makes every element that shares its scale NaN. A magnitude within the rounding of a
-dtype's largest one may become infinite, as it may in a conversion from fp32 to bf16.
+Elements are rounded to nearest, ties to even. Scales bring every finite weight into the range of
+the elements (E2M1 saturates where its E4M3 scale was rounded down). A NaN or an infinity makes
+every element that shares its scale NaN. A magnitude close to the largest finite value of a dtype
+may be rounded to infinity, as in a conversion from fp32 to bf16.
 
-Bytes (but for those of NaNs) and decoded values are the same on every device: each step is one
-correctly rounded fp32 operation or exact. Divisors are tensors, because torch on a GPU multiplies
-by the reciprocal of a Python number.
+Encoded bytes (except for NaNs) and decoded values are the same on every device: each step is exact
+or one correctly rounded fp32 operation. Divisors are tensors, because torch on a GPU multiplies by
+the reciprocal of a Python number.
 
-Sources: E4M3 is that of Micikevicius et al. 2022 (arXiv 2209.05433); E2M1, E8M0 and blocks of 32
-are those of the OCP Microscaling Formats (MX) specification v1.0, section 5; NVFP4 and square
-blocks, with which a weight and its transpose have the same values, are those of NVIDIA 2025 (arXiv
-2509.25149) and of Transformer Engine's documentation.
+Sources: E4M3 follows Micikevicius et al. 2022 (arXiv 2209.05433); E2M1, E8M0 and blocks of 32
+follow the OCP Microscaling Formats (MX) specification v1.0, section 5; NVFP4 and its square blocks,
+which give a weight and its transpose the same values, follow NVIDIA 2025 (arXiv 2509.25149) and
+Transformer Engine's documentation.
 """
 
 from __future__ import annotations
@@ -47,17 +47,17 @@ from typing import ClassVar, Literal, TypeAlias, get_args
 import torch
 from torch.nn.functional import pad
 
-GatherFormat: TypeAlias = Literal["bf16", "fp8", "mxfp8", "nvfp4"]
-WIRE_FORMATS: tuple[GatherFormat, ...] = get_args(GatherFormat)
+GatherFormatName: TypeAlias = Literal["bf16", "fp8", "mxfp8", "nvfp4"]
+GATHER_FORMATS: tuple[GatherFormatName, ...] = get_args(GatherFormatName)
 
-#: Shapes of the blocks that share a scale: squares, or runs along one dimension.
+#: Shapes of the blocks that share a scale: squares, or vectors along one dimension.
 ScaleBlocks: TypeAlias = Literal["2d", "1d"]
 SCALE_BLOCKS: tuple[ScaleBlocks, ...] = get_args(ScaleBlocks)
 
 #: Largest magnitudes of the element types.
 _E4M3_MAX, _E2M1_MAX = 448.0, 6.0
 
-#: Halfway to the value after E4M3's largest: what rounding of a scale leads to stays below.
+#: Halfway between E4M3's largest value and the next one: rounding of a scale stays below it.
 _E4M3_LIMIT = 464.0
 
 #: The bits of 6.0 in fp32.
@@ -66,7 +66,7 @@ _E2M1_MAX_BITS = 0x40C00000
 #: E4M3's smallest positive value.
 _E4M3_TINY = 2.0**-9
 
-#: Smallest scales of a weight: what they are multiplied with stays a normal fp32 number.
+#: Smallest scales of a weight: a product with such a scale is still a normal fp32 number.
 _FP8_TINY, _NVFP4_TINY = 2.0**-126, 2.0**-117
 
 #: Elements that a CPU converts at a time, so that intermediate results stay in its cache.
@@ -77,37 +77,37 @@ _DTYPES = (torch.bfloat16, torch.float32)
 
 @dataclass(frozen=True)
 class EncodedWeight:
-    """A weight [r, c] as a kernel reads it that multiplies in its format.
+    """A weight [r, c] for a kernel that multiplies in the gather format.
 
     Args:
-        codes: its elements, uint8 [r, row_bytes].
-        scales: of its blocks, uint8 [block rows, scale_bytes].
+        quantized: quantized elements, uint8 [r, row_bytes].
+        scales: scales of the blocks, uint8 [block rows, scale_bytes].
         block: rows and columns that share a scale.
-        amax, scale: fp32 [1], the largest magnitude of the weight and its scale; None if the
-            format has none.
+        amax, scale: largest magnitude and scale of the weight, fp32 [1]; None if the format has no
+            scale of the weight.
     """
 
-    codes: torch.Tensor
+    quantized: torch.Tensor
     scales: torch.Tensor
     block: tuple[int, int]
     amax: torch.Tensor | None
     scale: torch.Tensor | None
 
-    def first(self, rows: int) -> EncodedWeight:
-        """Return the first rows, without what a weight was filled up with; whole block rows."""
+    def first_rows(self, rows: int) -> EncodedWeight:
+        """Return the weight without its padding after `rows` rows, in whole block rows."""
         blocks = -(-rows // self.block[0])
-        return replace(self, codes=self.codes[:rows], scales=self.scales[:blocks])
+        return replace(self, quantized=self.quantized[:rows], scales=self.scales[:blocks])
 
 
 @dataclass(frozen=True)
-class WireFormat(ABC):
-    """How shards of a weight are encoded.
+class GatherFormat(ABC):
+    """An encoding of shards of a weight.
 
     Args:
-        block: rows and columns that share a scale. Shards are runs of whole block rows.
+        block: rows and columns that share a scale. Shards consist of whole block rows.
 
     Attributes:
-        needs_amax: whether encode and decode take the largest magnitude of the whole weight.
+        needs_amax: encode and decode take the largest magnitude of the weight.
     """
 
     block: tuple[int, int]
@@ -115,14 +115,14 @@ class WireFormat(ABC):
 
     @abstractmethod
     def row_bytes(self, columns: int) -> int:
-        """Return the bytes that the elements of one row take."""
+        """Return the bytes of the elements of one row."""
 
     def scale_bytes(self, columns: int) -> int:
-        """Return the bytes that the scales of one block row take."""
+        """Return the bytes of the scales of one block row."""
         return -(-columns // self.block[1])
 
-    def wire_bytes(self, shape: tuple[int, int]) -> int:
-        """Return the bytes of a shard or a weight [r, c]."""
+    def encoded_bytes(self, shape: tuple[int, int]) -> int:
+        """Return the bytes of an encoded shard or weight [r, c]."""
         rows, columns = shape
         block_rows = -(-rows // self.block[0])
         return rows * self.row_bytes(columns) + block_rows * self.scale_bytes(columns)
@@ -136,103 +136,104 @@ class WireFormat(ABC):
     ) -> torch.Tensor:
         """Return a shard in this format.
 
-        Encoding what was decoded, with the same amax, gives the same bytes again as long as values
-        are normal numbers, with two exceptions. MXFP8: where a block's largest element was rounded
-        to 224 it becomes 448, and the scale half as large, for the same values. NVFP4: in blocks
-        below 2^-14 of the weight's largest magnitude, whose E4M3 scale is subnormal, values may
-        change once more.
+        Encoding decoded values again with the same amax gives the same bytes as long as the values
+        are normal numbers, with two exceptions. MXFP8: a block whose largest element was rounded
+        to 224 gets 448 and half the scale, which are the same values. NVFP4: a block below 2^-14 of
+        the weight's largest magnitude has a subnormal E4M3 scale, and its values may change.
 
         Args:
             shard: [r, c], contiguous; bf16 or fp32.
-            amax: one fp32 element on the same device, the maximum of `shard_amax` over all shards
-                of the weight; only if `needs_amax`.
-            out: [wire_bytes] uint8, where to write.
+            amax: the maximum of `shard_amax` over all shards of the weight, one fp32 element on the
+                same device; only if `needs_amax`.
+            out: output buffer, [encoded_bytes] uint8; None allocates one.
 
         Returns:
-            [wire_bytes] uint8.
+            [encoded_bytes] uint8.
 
         Raises:
             ValueError: a shape or dtype that this format does not take, or an amax that is missing
                 or not needed.
         """
         self._check(shard, amax)
-        size = self.wire_bytes((shard.shape[0], shard.shape[1]))
+        size = self.encoded_bytes((shard.shape[0], shard.shape[1]))
         if out is None:
             out = torch.empty(size, dtype=torch.uint8, device=shard.device)
-        self._check_wire(out, size)
+        self._check_encoded(out, size)
         scale = self._weight_scale(amax)
-        for elements, scales, codes in self._bands(shard, out):
-            self._encode(elements, scales, codes, scale)
+        for elements, scales, quantized in self._block_rows(shard, out):
+            self._encode(elements, scales, quantized, scale)
         return out
 
     def decode(
         self,
-        wire: torch.Tensor,
+        encoded: torch.Tensor,
         shape: tuple[int, int],
         *,
         dtype: torch.dtype,
         amax: torch.Tensor | None = None,
         out: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """Return the values of a shard, or of a weight whose encoded shards follow each other.
+        """Return the values of a shard, or of a weight from its concatenated encoded shards.
 
         Args:
-            wire: [wire_bytes] uint8, without what a gather padded it with.
+            encoded: [encoded_bytes] uint8, without the padding of an all-gather.
             shape: r, c.
             dtype: bf16 or fp32; values are rounded to it once.
-            amax: as encode had it.
-            out: [r, c] of this dtype, contiguous, where to write.
+            amax: the amax that `encode` was called with.
+            out: output buffer, [r, c] in `dtype`, contiguous; None allocates one.
 
         Returns:
             [r, c].
 
         Raises:
-            ValueError: as encode.
+            ValueError: a shape, dtype or amax that `encode` would refuse.
         """
-        self._check_wire(wire, self.wire_bytes(shape))
+        self._check_encoded(encoded, self.encoded_bytes(shape))
         if out is None:
-            out = torch.empty(shape, dtype=dtype, device=wire.device)
+            out = torch.empty(shape, dtype=dtype, device=encoded.device)
         if (tuple(out.shape), out.dtype) != (tuple(shape), dtype):
             raise ValueError(
                 f"{tuple(shape)} of {dtype} does not fit {tuple(out.shape)} {out.dtype}"
             )
         self._check(out, amax)
         scale = self._weight_scale(amax)
-        for elements, scales, codes in self._bands(out, wire):
-            self._decode(elements, scales, codes, scale)
+        for elements, scales, quantized in self._block_rows(out, encoded):
+            self._decode(elements, scales, quantized, scale)
         return out
 
-    def separate(
+    def unpack(
         self,
-        wire: torch.Tensor,
+        encoded: torch.Tensor,
         shape: tuple[int, int],
         *,
         amax: torch.Tensor | None = None,
         out: torch.Tensor,
     ) -> EncodedWeight:
-        """Copy the elements and the scales of a weight apart, each in one piece.
+        """Copy the quantized elements and the scales of a weight into two contiguous tensors.
 
         Args:
-            wire, shape, amax: as `decode` has them.
-            out: [wire_bytes] uint8, where the copies are.
+            encoded, shape, amax: see `decode`.
+            out: [encoded_bytes] uint8, the storage of both tensors.
 
         Raises:
-            ValueError: as decode.
+            ValueError: `encoded` or `out` has another number of bytes.
         """
-        size, (rows, columns) = self.wire_bytes(shape), shape
-        self._check_wire(wire, size)
-        self._check_wire(out, size)
+        size, (rows, columns) = self.encoded_bytes(shape), shape
+        self._check_encoded(encoded, size)
+        self._check_encoded(out, size)
         elements = rows * self.row_bytes(columns)
-        codes = out[:elements].view(rows, self.row_bytes(columns))
+        quantized = out[:elements].view(rows, self.row_bytes(columns))
         scales = out[elements:].view(-(-rows // self.block[0]), self.scale_bytes(columns))
         row = block_row = 0
-        for count, height, band_scales, band_codes in self._encoded_bands(shape, wire):
-            scales[block_row : block_row + count].copy_(band_scales)
+        for count, height, src_scales, src_quantized in self._encoded_block_rows(shape, encoded):
+            scales[block_row : block_row + count].copy_(src_scales)
             stop = row + count * height
-            codes[row:stop].view(count, -1).copy_(band_codes)
+            quantized[row:stop].view(count, -1).copy_(src_quantized)
             row, block_row = stop, block_row + count
-        known = None if amax is None else amax.reshape(1)
-        return EncodedWeight(codes, scales, self.block, known, self._weight_scale(amax))
+        scale = self._weight_scale(amax)
+        if amax is not None:
+            amax = amax.reshape(1)
+        return EncodedWeight(quantized, scales, self.block, amax, scale)
 
     def _weight_scale(self, amax: torch.Tensor | None) -> torch.Tensor | None:
         """Return the scale of the weight [1]."""
@@ -243,7 +244,7 @@ class WireFormat(ABC):
         self,
         elements: torch.Tensor,
         scales: torch.Tensor,
-        codes: torch.Tensor,
+        quantized: torch.Tensor,
         weight_scale: torch.Tensor | None,
     ) -> None:
         """Encode n block rows of h rows each.
@@ -251,7 +252,7 @@ class WireFormat(ABC):
         Args:
             elements: [n, h, c].
             scales: [n, scale_bytes] uint8, written.
-            codes: [n, h · row_bytes] uint8, written.
+            quantized: [n, h · row_bytes] uint8, written.
             weight_scale: [1].
         """
 
@@ -260,41 +261,41 @@ class WireFormat(ABC):
         self,
         elements: torch.Tensor,
         scales: torch.Tensor,
-        codes: torch.Tensor,
+        quantized: torch.Tensor,
         weight_scale: torch.Tensor | None,
     ) -> None:
-        """Decode n block rows of h rows each; args as `_encode`, elements are written."""
+        """Decode n block rows of h rows each: `_encode` with `elements` as the output."""
 
-    def _bands(
-        self, matrix: torch.Tensor, wire: torch.Tensor
+    def _block_rows(
+        self, matrix: torch.Tensor, encoded: torch.Tensor
     ) -> Iterator[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]:
-        """Yield views of block rows: elements [n, h, c], scales [n, scale_bytes] and codes
-        [n, h · row_bytes]. The last block row is alone if it has fewer rows."""
+        """Yield views of n block rows at a time: elements [n, h, c], scales [n, scale_bytes] and
+        quantized elements [n, h · row_bytes]. A last block row of fewer rows is yielded alone."""
         rows, columns = matrix.shape
         start = 0
-        for count, height, scales, codes in self._encoded_bands((rows, columns), wire):
+        for count, height, scales, quantized in self._encoded_block_rows((rows, columns), encoded):
             stop = start + count * height
-            yield matrix[start:stop].view(count, height, columns), scales, codes
+            yield matrix[start:stop].view(count, height, columns), scales, quantized
             start = stop
 
-    def _encoded_bands(
-        self, shape: tuple[int, int], wire: torch.Tensor
+    def _encoded_block_rows(
+        self, shape: tuple[int, int], encoded: torch.Tensor
     ) -> Iterator[tuple[int, int, torch.Tensor, torch.Tensor]]:
-        """Yield n and h of block rows, and views of their scales and codes, see `_bands`."""
+        """Yield n, h and views of the scales and the quantized elements, see `_block_rows`."""
         rows, columns = shape
         if not rows * columns:
             return
         scale_bytes, row_bytes = self.scale_bytes(columns), self.row_bytes(columns)
-        height, whole = self.block[0], rows // self.block[0]
-        step = max(1, _CPU_ELEMENTS // (height * columns)) if wire.is_cpu else max(1, whole)
-        spans = [(height, min(step, whole - i)) for i in range(0, whole, step)]
-        if rows > whole * height:
-            spans.append((rows - whole * height, 1))
+        height, full = self.block[0], rows // self.block[0]
+        step = max(1, _CPU_ELEMENTS // (height * columns)) if encoded.is_cpu else max(1, full)
+        spans = [(height, min(step, full - i)) for i in range(0, full, step)]
+        if rows > full * height:
+            spans.append((rows - full * height, 1))
         start = 0
         for height, count in spans:
             stop = start + count * (scale_bytes + height * row_bytes)
-            band = wire[start:stop].view(count, -1)
-            yield count, height, band[:, :scale_bytes], band[:, scale_bytes:]
+            encoded_rows = encoded[start:stop].view(count, -1)
+            yield count, height, encoded_rows[:, :scale_bytes], encoded_rows[:, scale_bytes:]
             start = stop
 
     def _check(self, matrix: torch.Tensor, amax: torch.Tensor | None) -> None:
@@ -307,27 +308,27 @@ class WireFormat(ABC):
             needed = "needs" if self.needs_amax else "does not take"
             raise ValueError(f"{type(self).__name__} {needed} the amax of the weight")
 
-    def _check_wire(self, wire: torch.Tensor, size: int) -> None:
-        if (tuple(wire.shape), wire.dtype) != ((size,), torch.uint8) or not wire.is_contiguous():
+    def _check_encoded(self, encoded: torch.Tensor, size: int) -> None:
+        shape, dtype = tuple(encoded.shape), encoded.dtype
+        if (shape, dtype) != ((size,), torch.uint8) or not encoded.is_contiguous():
             raise ValueError(
-                f"{type(self).__name__}: {tuple(wire.shape)} {wire.dtype} on the wire: ({size},) "
-                "of uint8 is needed"
+                f"{type(self).__name__}: {shape} {dtype} on the wire: ({size},) of uint8 is needed"
             )
 
 
 @dataclass(frozen=True)
-class Unquantized(WireFormat):
-    """The weight's own bytes.
+class Unquantized(GatherFormat):
+    """The bytes of the weight in its own dtype.
 
     Args:
-        dtype: the weight's, bf16 or fp32.
+        dtype: dtype of the weight, bf16 or fp32.
     """
 
     block: tuple[int, int] = (1, 1)
     dtype: torch.dtype = torch.bfloat16
 
     def row_bytes(self, columns: int) -> int:
-        """Return the bytes that the elements of one row take."""
+        """Return the bytes of the elements of one row."""
         return columns * self.dtype.itemsize
 
     def scale_bytes(self, columns: int) -> int:
@@ -343,40 +344,40 @@ class Unquantized(WireFormat):
         self,
         elements: torch.Tensor,
         scales: torch.Tensor,
-        codes: torch.Tensor,
+        quantized: torch.Tensor,
         weight_scale: torch.Tensor | None,
     ) -> None:
-        codes.copy_(elements.flatten(1).view(torch.uint8))
+        quantized.copy_(elements.flatten(1).view(torch.uint8))
 
     def _decode(
         self,
         elements: torch.Tensor,
         scales: torch.Tensor,
-        codes: torch.Tensor,
+        quantized: torch.Tensor,
         weight_scale: torch.Tensor | None,
     ) -> None:
-        elements.flatten(1).view(torch.uint8).copy_(codes)
+        elements.flatten(1).view(torch.uint8).copy_(quantized)
 
 
 @dataclass(frozen=True)
-class FP8(WireFormat):
-    """E4M3 and one scale per weight, from its largest magnitude now ("current scaling").
+class FP8(GatherFormat):
+    """E4M3 and one scale per weight, from its present largest magnitude ("current scaling").
 
         s = amax / 448,    q = E4M3(w / s),    w' = q · s
 
-    q does not exceed 448. If `amax` is smaller than a magnitude of the shard, against what encode
-    asks for, elements around that one are NaN; they never saturate.
+    q does not exceed 448. If a magnitude of the shard exceeds `amax`, which breaks the contract of
+    `encode`, elements near it become NaN; they never saturate.
     """
 
     block: tuple[int, int] = (1, 1)
     needs_amax: ClassVar[bool] = True
 
     def row_bytes(self, columns: int) -> int:
-        """Return the bytes that the elements of one row take."""
+        """Return the bytes of the elements of one row."""
         return columns
 
     def scale_bytes(self, columns: int) -> int:
-        """Return 0: the scale is the weight's."""
+        """Return 0: the scale belongs to the whole weight and is not gathered."""
         return 0
 
     def _weight_scale(self, amax: torch.Tensor | None) -> torch.Tensor | None:
@@ -386,50 +387,50 @@ class FP8(WireFormat):
         self,
         elements: torch.Tensor,
         scales: torch.Tensor,
-        codes: torch.Tensor,
+        quantized: torch.Tensor,
         weight_scale: torch.Tensor | None,
     ) -> None:
         assert weight_scale is not None
-        # Whether a conversion to E4M3 saturates depends on torch's version.
+        # Whether torch's conversion to E4M3 saturates or gives NaN depends on its version.
         limit = weight_scale * _E4M3_LIMIT
         exceeds = ~(shard_amax(elements) <= limit)
         scaled = elements / weight_scale.masked_fill(exceeds, torch.nan)
-        codes.view(torch.float8_e4m3fn).copy_(scaled.flatten(1))
+        quantized.view(torch.float8_e4m3fn).copy_(scaled.flatten(1))
 
     def _decode(
         self,
         elements: torch.Tensor,
         scales: torch.Tensor,
-        codes: torch.Tensor,
+        quantized: torch.Tensor,
         weight_scale: torch.Tensor | None,
     ) -> None:
         assert weight_scale is not None
-        elements.copy_(_e4m3_values(codes, torch.float32).mul_(weight_scale).view_as(elements))
+        elements.copy_(_e4m3_values(quantized, torch.float32).mul_(weight_scale).view_as(elements))
 
 
 @dataclass(frozen=True)
-class MXFP8(WireFormat):
+class MXFP8(GatherFormat):
     """E4M3 and an E8M0 scale, a power of two, per block.
 
         e = the least integer with max |w| <= 448 · 2^e,    q = E4M3(w / 2^e),    w' = q · 2^e
 
-    e is that of Mishra et al. 2025 (arXiv 2506.08027), of Transformer Engine and torchao's RCEIL,
-    ceil(log2(max |w| / 448)), and not that of the OCP specification v1.0, section 6.3,
-    floor(log2(max |w|)) - 8, with which magnitudes of more than 1.75 · 2^k saturate. It is computed
-    from the bits, without rounding. In a block of zeros e is E8M0's smallest, -127.
+    e = ceil(log2(max |w| / 448)) follows Mishra et al. 2025 (arXiv 2506.08027), Transformer Engine
+    and torchao's RCEIL. The OCP specification v1.0, section 6.3, has floor(log2(max |w|)) - 8
+    instead, with which magnitudes above 1.75 · 2^k saturate. e is computed from the bits, without
+    rounding. In a block of zeros e is E8M0's smallest, -127.
     """
 
     block: tuple[int, int] = (32, 32)
 
     def row_bytes(self, columns: int) -> int:
-        """Return the bytes that the elements of one row take."""
+        """Return the bytes of the elements of one row."""
         return columns
 
     def _encode(
         self,
         elements: torch.Tensor,
         scales: torch.Tensor,
-        codes: torch.Tensor,
+        quantized: torch.Tensor,
         weight_scale: torch.Tensor | None,
     ) -> None:
         bits = _block_amax(elements, self.block[1])  # [n, k]
@@ -439,38 +440,38 @@ class MXFP8(WireFormat):
         scales.copy_(exponents)
         # 2^-e is a normal number, also of bf16; where e is NaN it is -inf.
         inverse = ((254 - exponents) << 23).view(torch.float32).to(elements.dtype)
-        scaled = elements * _spread(inverse, self.block[1], elements.shape[2])
-        codes.view(torch.float8_e4m3fn).copy_(scaled.flatten(1))
+        scaled = elements * _expand_scales(inverse, self.block[1], elements.shape[2])
+        quantized.view(torch.float8_e4m3fn).copy_(scaled.flatten(1))
 
     def _decode(
         self,
         elements: torch.Tensor,
         scales: torch.Tensor,
-        codes: torch.Tensor,
+        quantized: torch.Tensor,
         weight_scale: torch.Tensor | None,
     ) -> None:
         powers = scales.view(torch.float8_e8m0fnu).to(elements.dtype)
-        powers = _spread(powers, self.block[1], elements.shape[2])
-        torch.mul(_e4m3_values(codes, elements.dtype).view_as(elements), powers, out=elements)
+        powers = _expand_scales(powers, self.block[1], elements.shape[2])
+        torch.mul(_e4m3_values(quantized, elements.dtype).view_as(elements), powers, out=elements)
 
 
 @dataclass(frozen=True)
-class NVFP4(WireFormat):
+class NVFP4(GatherFormat):
     """E2M1, an E4M3 scale per block and an fp32 scale per weight.
 
         g = amax / (6 · 448),    b = E4M3(max |w| / 6 / g),    q = E2M1(w / (b · g)),
         w' = q · (b · g)
 
-    b is rounded to nearest, so that up to 6.4 may be rounded to E2M1, which saturates at 6. b is at
-    least 2^-9, E4M3's smallest, also where Transformer Engine's is 0: a block far below the largest
-    magnitude then loses less, and nothing is divided by zero.
+    b is rounded to nearest, so magnitudes up to 6.4 are rounded to E2M1, which saturates at 6. b is
+    at least 2^-9, E4M3's smallest value, where Transformer Engine's may be 0: a block far below the
+    largest magnitude then loses less precision, and nothing is divided by zero.
     """
 
     block: tuple[int, int] = (16, 16)
     needs_amax: ClassVar[bool] = True
 
     def row_bytes(self, columns: int) -> int:
-        """Return the bytes that the elements of one row take; of an odd number, with padding."""
+        """Return the bytes of the elements of one row, two elements per byte, rounded up."""
         return -(-columns // 2)
 
     def _weight_scale(self, amax: torch.Tensor | None) -> torch.Tensor | None:
@@ -480,53 +481,54 @@ class NVFP4(WireFormat):
         self,
         elements: torch.Tensor,
         scales: torch.Tensor,
-        codes: torch.Tensor,
+        quantized: torch.Tensor,
         weight_scale: torch.Tensor | None,
     ) -> None:
         assert weight_scale is not None
         width, columns = self.block[1], elements.shape[2]
         largest = _block_amax(elements, width).view(torch.float32)  # [n, k]
-        wanted = largest / torch.full_like(weight_scale, _E2M1_MAX) / weight_scale
-        # NaN stays NaN. More than the limit has a magnitude above what amax says.
-        wanted = wanted.clamp_(min=_E4M3_TINY).masked_fill_(wanted > _E4M3_LIMIT, torch.nan)
+        block_scale = largest / torch.full_like(weight_scale, _E2M1_MAX) / weight_scale
+        # NaN stays NaN. A block scale above the limit means that a magnitude exceeds `amax`.
+        block_scale = block_scale.clamp_(min=_E4M3_TINY)
+        block_scale.masked_fill_(block_scale > _E4M3_LIMIT, torch.nan)
         stored = scales.view(torch.float8_e4m3fn)
-        stored.copy_(wanted)
+        stored.copy_(block_scale)
         scale = stored.to(torch.float32) * weight_scale
-        codes.copy_(_e2m1_codes(elements / _spread(scale, width, columns)).flatten(1))
+        quantized.copy_(_e2m1_codes(elements / _expand_scales(scale, width, columns)).flatten(1))
 
     def _decode(
         self,
         elements: torch.Tensor,
         scales: torch.Tensor,
-        codes: torch.Tensor,
+        quantized: torch.Tensor,
         weight_scale: torch.Tensor | None,
     ) -> None:
         assert weight_scale is not None
         columns = elements.shape[2]
         scale = scales.view(torch.float8_e4m3fn).to(torch.float32) * weight_scale
-        values = _e2m1_values(codes).view(*elements.shape[:2], -1)[..., :columns]
-        torch.mul(values, _spread(scale, self.block[1], columns), out=elements)
+        values = _e2m1_values(quantized).view(*elements.shape[:2], -1)[..., :columns]
+        torch.mul(values, _expand_scales(scale, self.block[1], columns), out=elements)
 
 
-def wire_formats(
+def gather_formats(
     name: str, *, scale_blocks: str = "2d", dtype: torch.dtype = torch.bfloat16
-) -> tuple[WireFormat, ...]:
-    """Return the format in which a weight is gathered, or the formats of its two planes.
+) -> tuple[GatherFormat, ...]:
+    """Return the gather format of a weight, or one format for forward and one for backward.
 
-    With square blocks ("2d") forward and backward read one plane. With 1-D blocks ("1d") forward
-    reads a plane whose blocks lie along its rows, backward one whose blocks lie along its columns:
-    each along the dimension that its product sums over, as MX products need them.
+    With square blocks ("2d") forward and backward read the same quantized values. With 1-D blocks
+    ("1d") forward reads values whose blocks lie along the rows, backward values whose blocks lie
+    along the columns: MX matrix products need blocks along the dimension that they sum over.
 
     Args:
-        name: one of `WIRE_FORMATS`.
+        name: one of `GATHER_FORMATS`.
         scale_blocks: one of `SCALE_BLOCKS`, the shape of the blocks of mxfp8 and nvfp4.
-        dtype: of the weight; bf16 is the format for weights of any dtype.
+        dtype: dtype of the weight for the format named "bf16", which encodes nothing.
 
     Raises:
         ValueError: an unknown name, or 1-D blocks of a format without blocks.
     """
-    if name not in WIRE_FORMATS:
-        raise ValueError(f"weight gather format {name!r}: use one of {', '.join(WIRE_FORMATS)}")
+    if name not in GATHER_FORMATS:
+        raise ValueError(f"weight gather format {name!r}: use one of {', '.join(GATHER_FORMATS)}")
     if scale_blocks not in SCALE_BLOCKS:
         raise ValueError(f"scale blocks {scale_blocks!r}: use {' or '.join(SCALE_BLOCKS)}")
     if name in ("bf16", "fp8"):
@@ -542,7 +544,7 @@ def wire_formats(
 def shard_amax(shard: torch.Tensor) -> torch.Tensor:
     """Return the largest magnitude of a shard, an fp32 scalar; 0 if the shard is empty.
 
-    It is infinite if an element is NaN: a maximum over ranks may drop a NaN, but no infinity.
+    It is infinite if an element is NaN: a max all-reduce may drop a NaN, but not an infinity.
     """
     if not shard.numel():
         return torch.zeros((), dtype=torch.float32, device=shard.device)
@@ -559,22 +561,22 @@ def _amax_scale(amax: torch.Tensor | None, largest: float, tiny: float) -> torch
 
 
 def _block_amax(elements: torch.Tensor, width: int) -> torch.Tensor:
-    """Return the largest magnitudes of n block rows [n, h, c] in columns of blocks, as the bits of
-    fp32 numbers [n, ceil(c / width)] int32.
+    """Return the largest magnitude of each block of n block rows [n, h, c], as the bits of fp32
+    numbers [n, ceil(c / width)] int32.
 
-    Magnitudes are ordered as their bits are, with infinity and NaN above all others.
+    The bits of magnitudes are in the order of the magnitudes, with infinity and NaN at the top.
     """
-    wide = elements.dtype == torch.float32
-    bits = elements.view(torch.int32 if wide else torch.int16)
-    bits = bits & (0x7FFFFFFF if wide else 0x7FFF)
+    is_fp32 = elements.dtype == torch.float32
+    bits = elements.view(torch.int32 if is_fp32 else torch.int16)
+    bits = bits & (0x7FFFFFFF if is_fp32 else 0x7FFF)
     bits = bits.amax(1) if bits.shape[1] > 1 else bits.squeeze(1)  # [n, c]
     if width > 1:
         bits = pad(bits, (0, -bits.shape[1] % width)).unflatten(1, (-1, width)).amax(2)
-    return bits if wide else bits.to(torch.int32) << 16
+    return bits if is_fp32 else bits.to(torch.int32) << 16  # bf16 is the upper half of fp32
 
 
-def _spread(scales: torch.Tensor, width: int, columns: int) -> torch.Tensor:
-    """Return the scales of blocks [n, k] by column [n, 1, c]."""
+def _expand_scales(scales: torch.Tensor, width: int, columns: int) -> torch.Tensor:
+    """Expand the scales of blocks [n, k] to the columns of the blocks, [n, 1, c]."""
     if width > 1:
         scales = scales.unsqueeze(2).expand(-1, -1, width).flatten(1)
     return scales[:, :columns].unsqueeze(1)
@@ -584,20 +586,20 @@ def _e4m3_values(codes: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     """Return the values of E4M3 codes [n, m] uint8, exactly."""
     if not codes.is_cpu:
         return codes.view(torch.float8_e4m3fn).to(dtype)
-    # torch's conversion on a CPU takes five times as long as looking values up.
+    # On a CPU torch's conversion takes five times as long as a table lookup.
     table = torch.arange(256, dtype=torch.uint8).view(torch.float8_e4m3fn).to(dtype)
     return table.index_select(0, codes.to(torch.int32).view(-1)).view(codes.shape)
 
 
 def _e2m1_codes(scaled: torch.Tensor) -> torch.Tensor:
-    """Return fp32 [n, h, c], rounded to E2M1, two a byte [n, h, ceil(c / 2)] uint8.
+    """Return fp32 [n, h, c], rounded to E2M1, two per byte [n, h, ceil(c / 2)] uint8.
 
-    The first of two is the low nibble, as in torch.float4_e2m1fn_x2. Codes are spaced by 0.5 up to
+    The first of two is the low nibble, as in torch.float4_e2m1fn_x2. Values are spaced by 0.5 up to
     2, by 1 up to 4 and by 2 up to 6, so that a magnitude a <= 6 has the code
     min(round(2a), round(a) + 2, round(a / 2) + 4); ties go to even codes, whose mantissa is 0.
     """
     bits = scaled.view(torch.int32)
-    # Compared as integers, NaN saturates too: it has a code, and its block's scale is NaN.
+    # Clamped as an integer, NaN saturates too. Its block's scale is NaN, so it decodes to NaN.
     magnitude = (bits & 0x7FFFFFFF).clamp_(max=_E2M1_MAX_BITS).view(torch.float32)
     rounded = (magnitude * 2).round_()
     torch.minimum(rounded, magnitude.round().add_(2), out=rounded)
@@ -606,12 +608,12 @@ def _e2m1_codes(scaled: torch.Tensor) -> torch.Tensor:
     codes |= (bits < 0).view(torch.uint8) << 3
     if codes.shape[2] % 2:
         codes = pad(codes, (0, 1))
-    pairs = codes.view(torch.int16)  # the first of two is the low byte
+    pairs = codes.view(torch.int16)  # little-endian: the first code of a pair is the low byte
     return (pairs | (pairs >> 4)).to(torch.uint8)
 
 
 def _e2m1_values(packed: torch.Tensor) -> torch.Tensor:
-    """Return the values of E2M1 codes, two a byte [n, m] uint8, in fp32 [n, 2m]."""
+    """Return the values of E2M1 codes, two per byte [n, m] uint8, in fp32 [n, 2m]."""
     codes = torch.arange(256, dtype=torch.int16, device=packed.device)
     codes = torch.stack((codes & 15, codes >> 4), dim=1)
     # E2M1's exponent and mantissa are bits 9 to 11 of an fp16 number that is 2^14 times smaller.

@@ -168,7 +168,8 @@ class WeightHandle:
             single process, until an engine is built.
         cpu_dtype: dtype of its products on a CPU, see `ops.backend_choice.matmul_dtype`.
         row_tiles: compute each row of a product with bits that do not depend on the number of rows:
-            by `ops.packed_matmul` where it has this property, else in tiles, see `ops.batch_invariant`.
+            by `ops.packed_matmul` where it has this property, else in tiles, see
+            `ops.batch_invariant`.
         copy: a copy that `linear` multiplies by outside of autograd, see `low_bit_copy.LowBitCopy`.
         matmul_format: the gather format that its kernels multiply in. A weight gathered in this
             format is not decoded, and `get_encoded` returns it.
@@ -310,7 +311,7 @@ class WeightHandle:
 
     @property
     def min_invariant_rows(self) -> int | None:
-        """Fewest rows for which `packed` is batch-invariant, see `packed_matmul.min_invariant_rows`."""
+        """Minimum rows for a batch-invariant `packed`; see `packed_matmul.min_invariant_rows`."""
         packs = self.product_dtype is torch.float32 and self.anchor.device.type == "cpu"
         return min_invariant_rows(self.shape) if packs else None
 

@@ -11,7 +11,7 @@ import torch
 from megatron.core.initialize import InitSpec
 from megatron.core.process_groups import ProcessGroupCollection, RankGrid
 from megatron.core.weight_gather import Bucket, Storage, WeightStore, owned_range
-from megatron.core.weight_gather.bucket import QUANTUM, BucketGroups, BufferLayout
+from megatron.core.weight_gather.bucket import ALIGNMENT, BucketGroups, BufferLayout
 from megatron.core.weight_sharding import STRATEGIES, WeightSharding, placement
 from tests.support.pretended_groups import pretended_groups
 
@@ -73,10 +73,10 @@ def test_gtp_weights_share_a_bucket_but_are_gathered_separately(strategy: str):
     for store in ranks:
         bucket = over_gtp(store)
         assert [block.name for block in bucket.blocks] == list(reversed(SHAPES))
-        assert len(bucket.data) % (QUANTUM * bucket.outer.size) == 0
-        assert all(len(block.data) % QUANTUM == 0 for block in bucket.blocks)
+        assert len(bucket.data) % (ALIGNMENT * bucket.outer.size) == 0
+        assert all(len(block.data) % ALIGNMENT == 0 for block in bucket.blocks)
         padding = bucket.numel - sum(torch.Size(shape).numel() for shape in SHAPES.values())
-        assert padding < QUANTUM * bucket.group.size * (len(SHAPES) + bucket.outer.size)
+        assert padding < ALIGNMENT * bucket.group.size * (len(SHAPES) + bucket.outer.size)
     # Ranks are numbered with gtp inside dp: a gather is of two neighbours.
     for first in range(0, len(ranks), 2):
         pair = [over_gtp(store) for store in ranks[first : first + 2]]

@@ -233,7 +233,7 @@ def draw_token(
 
     edge, num_tied = max_distance, tl.full([], 0x7FFFFFFF, tl.int64)
     if (top_p < 1.0) & (weight_sum > 0):
-        # Sums are weight_sum: they are cumulative_before the limit where they are cumulative_before the next weight_sum number.
+        # The sums are integers: a sum is below the limit if it is below the next integer.
         limit = tl.ceil(top_p * weight_sum.to(tl.float64)).to(tl.int64)
         edge = find_edge(
             row_ptr, size, best, temperature, denominator, limit, max_distance, True, BLOCK

@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Entry scripts of training and their parts: options, data preparation, the loop, logs."""
+"""Training: entry scripts, options, data preparation, the training loop and its logs."""

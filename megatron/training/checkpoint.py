@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-r"""Checkpoints listed, inspected, verified, compared and converted.
+r"""List, inspect, verify, compare and convert checkpoints.
 
     python -m megatron.training.checkpoint list runs/a
     python -m megatron.training.checkpoint inspect runs/a/iter_0000100 --tensors "*.mlp.*"
@@ -8,9 +8,9 @@ r"""Checkpoints listed, inspected, verified, compared and converted.
     python -m megatron.training.checkpoint convert runs/a a.safetensors \
         --from native --to single-file
 
-Exits with 0; with 1 where something is damaged or differs, as cmp does; with 2 for what cannot be
-carried out; with 141 where nobody reads the output to its end, as in a pipe to head. One process,
-whose memory does not grow with the checkpoint.
+Exits with 0; with 1 if something is damaged or differs, as cmp does; with 2 for wrong arguments;
+with 141 if the reader of the output closes it early, such as head in a pipe. One process, whose
+memory does not grow with the checkpoint.
 """
 
 from __future__ import annotations
@@ -37,9 +37,9 @@ PROG = "python -m megatron.training.checkpoint"
 
 
 class Command(NamedTuple):
-    """A command: its options, its positional options, and the function that runs it.
+    """A command: its options, its positional options, and the function that implements it.
 
-    `work` is a function of the parsed options that returns the exit code.
+    `work` takes the parsed options and returns the exit code.
     """
 
     schema: type
@@ -89,18 +89,18 @@ COMMANDS: Mapping[str, Command] = MappingProxyType(
 
 
 def run(argv: Sequence[str]) -> int:
-    """Carry out a command and return the exit code. Raises ValueError."""
+    """Run a command and return the exit code. Raises ValueError."""
     name, words = (argv[0], list(argv[1:])) if argv else ("", [])
     if name in ("-h", "--help"):
         raise HelpRequested(_overview())
     if name not in COMMANDS:
-        raise ValueError(f"{name or 'nothing'!r} is no command: use {', '.join(COMMANDS)}")
+        raise ValueError(f"{name or 'nothing'!r} is not a command: use {', '.join(COMMANDS)}")
     command = COMMANDS[name]
     if name == "convert":
         command = command._replace(schema=_schema_of_convert(words))
     line = parse_command_line(
         command.schema,
-        _named(name, command, words),
+        _with_flags(name, command, words),
         prog=" ".join([PROG, name, *(operand.upper() for operand in command.operands)]),
         description=str(command.schema.__doc__),
     )
@@ -119,10 +119,11 @@ def run(argv: Sequence[str]) -> int:
 
 
 def _schema_of_convert(words: Sequence[str]) -> type:
-    """Return what options there are: flags say what the model is with --to native only.
+    """Return the options of `convert`: options of the model exist only for --to native.
 
     Raises:
-        ValueError: it is open what to make: flags of the model may not be needed at all.
+        ValueError: --to is missing, so that it is unknown whether options of the model are
+            required.
     """
     to = _value_of("--to", words)
     if to == "single-file":
@@ -134,10 +135,10 @@ def _schema_of_convert(words: Sequence[str]) -> type:
     return ConvertToNativeConfig
 
 
-def _named(name: str, command: Command, words: Sequence[str]) -> list[str]:
-    """Return arguments with a name before each of the words that come first.
+def _with_flags(name: str, command: Command, words: Sequence[str]) -> list[str]:
+    """Return the arguments with the operands turned into named flags.
 
-    `--tensors` without a pattern means all.
+    `--tensors` without a pattern means all tensors.
     """
     remaining = list(words)
     count = next((i for i, word in enumerate(remaining) if word.startswith("-")), len(remaining))
@@ -158,7 +159,7 @@ def _named(name: str, command: Command, words: Sequence[str]) -> list[str]:
 
 
 def _value_of(flag: str, words: Sequence[str]) -> str | None:
-    """Return the value of a flag before the arguments are parsed; None if it has none."""
+    """Return the value of a flag in unparsed arguments; None without the flag."""
     for word, after in zip(words, [*words[1:], ""], strict=True):
         if word == flag:
             return after

@@ -1,17 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The state of a run to and from checkpoints: weights, optimizer, schedule and data position.
+"""Save and load the state of a run: weights, optimizer, schedule and data position.
 
-Tensors have logical names: a weight its own, optimizer state `optimizer.KIND/WEIGHT`. In addition
-the manifest's `extra` holds JSON:
+Tensors have logical names: `WEIGHT` for weights, `optimizer.KIND/WEIGHT` for optimizer state. The
+manifest's `extra` holds JSON:
 
-    model        fields of the model, compared when loading
+    model        fields of the model config, compared when loading
     config       every option of the run, by flag name
-    tokenizer    how to build the tokenizer again
+    tokenizer    how to rebuild the tokenizer
     progress     `Progress`
-    optimizer    kind; whether its state is saved (older checkpoints: always), steps, loss scaler
+    optimizer    kind; whether state is saved (older checkpoints: always), steps, loss scaler
     data         what the order of samples depends on
-    window       sums of the log line that is being gathered
-    cpu_matmul   the dtype that a CPU multiplied in, where that was a choice; else null
+    window       sums of the current logging interval
+    cpu_matmul   dtype of matrix products on a CPU if there was a choice; else null
 
 An imported checkpoint has no progress, optimizer, data and window, but `weights_only`: true.
 """
@@ -48,32 +48,32 @@ from megatron.training.newest_checkpoint import read_together
 from megatron.training.progress_state import Progress
 from megatron.training.stored_model import stored_model
 
-#: Meaning of `extra`; raised when a reader of the old one would misread it.
+#: Version of `extra`; raised when older code would misread it.
 FORMAT = 1
 
-#: More samples or updates than any run has.
+#: Limit on counters of samples and updates; larger ones are treated as corrupt.
 MAX_COUNT = 1 << 62
 
 
 @dataclass(frozen=True, kw_only=True)
 class CheckpointMetadata:
-    """Metadata that identifies a run in its checkpoints, as JSON.
+    """The identity of a run in its checkpoints, as JSON.
 
     Args:
-        model: fields of the model's config.
+        model: fields of the model config.
         config: every option by flag name.
-        tokenizer: arguments that rebuild the tokenizer.
-        data: inputs that determine the order of samples.
-        other_data_is_fine: whether to resume on other data than the checkpoint's, with a log line.
-        batch_follows_world: whether the global batch size depends on the number of processes.
-        cpu_matmul: the dtype of matmuls on a CPU, if the CPU supports several.
+        tokenizer: how to rebuild the tokenizer.
+        data: what the order of samples depends on.
+        allow_other_data: allow resuming on other data than the checkpoint's, and log it.
+        batch_follows_world: whether the global batch size was derived from the number of processes.
+        cpu_matmul: dtype of matrix products on a CPU, if there was a choice.
     """
 
     model: Mapping[str, Any]
     config: Mapping[str, Any]
     tokenizer: Mapping[str, Any]
     data: Mapping[str, Any]
-    other_data_is_fine: bool = False
+    allow_other_data: bool = False
     batch_follows_world: bool = False
     cpu_matmul: str | None = None
 
@@ -86,10 +86,10 @@ def run_extra(
     metadata: CheckpointMetadata,
     with_optimizer: bool = True,
 ) -> dict[str, Any]:
-    """Return the JSON that a checkpoint of a run holds in addition to its tensors.
+    """Return the JSON that a checkpoint of a run stores in addition to tensors.
 
     Args:
-        with_optimizer: whether the tensors of optimizer state are saved.
+        with_optimizer: whether optimizer state is saved.
     """
     state: dict[str, Any] = {"kind": optimizer.config.kind, "saved": with_optimizer}
     if with_optimizer:
@@ -110,12 +110,12 @@ def run_extra(
 def _stored_chunks(
     folder: Path, manifest: Manifest, store: WeightStore, coordinator: Coordinator
 ) -> list[TensorChunk]:
-    """Return the weights and states to load, and reset the optional states that are not stored."""
+    """Return the weights and states to load, and reset optional states the checkpoint lacks."""
     absent = store.optional_states.keys() - manifest.tensors.keys()
     for name in absent:
         store.states[name].fill_(store.optional_states[name])
     if absent:
-        coordinator.say(f"{folder} has no scales of FP8 tensors: delayed scaling begins anew")
+        coordinator.say(f"{folder} has no scales of FP8 tensors: delayed scaling restarts")
     return [chunk for chunk in weight_chunks(store) if chunk.name not in absent]
 
 
@@ -130,25 +130,25 @@ def load_run(
     with_optimizer: bool = True,
     with_progress: bool = True,
 ) -> Progress | None:
-    """Fill a run's state from a checkpoint of any layout. Every rank calls this.
+    """Load a run's state from a checkpoint of any parallel layout. Every rank calls this.
 
-    After a DamagedCheckpointError it may be called again with another checkpoint: every element
-    that the first call may have touched is loaded again or, moments without optimizer state, set
-    to zero. All else is only changed once all tensors have been loaded.
+    After a DamagedCheckpointError it may be called again with another checkpoint: the second call
+    overwrites every element that the first may have changed (moments are set to zero if no
+    optimizer state is loaded). Scalars change only after all tensors have been loaded.
 
     Args:
         folder: an `iter_` folder.
-        with_optimizer: also load optimizer state; else its masters are the loaded weights. An
-            imported checkpoint has none.
-        with_progress: go on from the checkpoint's iteration and sample; else start at the first.
-            An imported checkpoint has none.
+        with_optimizer: load optimizer state too; otherwise master weights are copied from the
+            loaded weights. Imported checkpoints have no optimizer state.
+        with_progress: resume at the checkpoint's iteration and sample; otherwise start at the
+            first. Imported checkpoints have no progress.
 
     Returns:
-        Where the run goes on; None: at the first iteration, without progress.
+        The progress to resume from; None without progress.
 
     Raises:
         CheckpointError: the checkpoint is damaged, or another rank failed.
-        ValueError: it is of another model, optimizer or data.
+        ValueError: the checkpoint belongs to another model, optimizer or data set.
     """
     manifest = read_together(folder, coordinator)
     extra = manifest.extra
@@ -172,11 +172,11 @@ def load_run(
         state = optimizer_chunks(optimizer, scalars=False)
         _check_state(folder, manifest, state, coordinator)
         chunks += state
-    moved = _other_state_dtypes(extra, metadata) if with_optimizer else []
-    if moved:
-        coordinator.say(f"converting optimizer state of {folder}: {'; '.join(moved)}")
-    # weights keep their dtype where there is optimizer state: --bf16 and --fp16 were compared
-    convert = bool(moved) or not with_optimizer
+    dtype_changes = _other_state_dtypes(extra, metadata) if with_optimizer else []
+    if dtype_changes:
+        coordinator.say(f"converting optimizer state of {folder}: {'; '.join(dtype_changes)}")
+    # With optimizer state, weights keep their dtype: --bf16 and --fp16 have been compared.
+    convert = bool(dtype_changes) or not with_optimizer
     load_checkpoint(folder, chunks, coordinator=coordinator, convert_dtype=convert)
     try:
         if with_optimizer:
@@ -185,7 +185,7 @@ def load_run(
         if with_progress:
             window.restore(extra["window"])
     except (KeyError, TypeError, AttributeError) as error:
-        raise _unlike_a_run(folder, error) from error
+        raise _invalid_run_state(folder, error) from error
     optimizer.after_load(with_state=with_optimizer)
     if not with_progress:
         return None
@@ -195,27 +195,29 @@ def load_run(
 
 
 def _progress(folder: Path, extra: Mapping[str, Any]) -> Progress:
-    """Return how far the run of a checkpoint is. Raises DamagedCheckpointError."""
+    """Return the progress stored in a checkpoint. Raises DamagedCheckpointError."""
     try:
         progress = Progress.from_json(extra["progress"])
     except (ValueError, TypeError) as error:
-        raise _unlike_a_run(folder, error) from error
+        raise _invalid_run_state(folder, error) from error
     if iteration_of(folder) not in (None, progress.iteration):
-        error = ValueError(f"its progress is of iteration {progress.iteration}")
-        raise _unlike_a_run(folder, error)
+        error = ValueError(f"its progress is at iteration {progress.iteration}")
+        raise _invalid_run_state(folder, error)
     if not progress.order_lengths:
         try:
             progress.order_lengths = _order_lengths(extra["config"])
         except (ValueError, TypeError) as error:
-            raise _unlike_a_run(folder, error) from error
+            raise _invalid_run_state(folder, error) from error
     counts = [value for value in vars(progress).values() if isinstance(value, int)]
     counts += progress.order_lengths.values()
     if max(counts) > MAX_COUNT:
-        raise _unlike_a_run(folder, ValueError(f"its progress has counted to {max(counts)}"))
+        raise _invalid_run_state(
+            folder, ValueError(f"its progress contains the count {max(counts)}")
+        )
     return progress
 
 
-#: What the length of a run follows from.
+#: Options that determine the length of a run.
 _LENGTH_OPTIONS = (
     "seq-length",
     "micro-batch-size",
@@ -231,11 +233,12 @@ _LENGTH_OPTIONS = (
 
 
 def _order_lengths(saved: Mapping[str, Any]) -> dict[str, int]:
-    """Return the lengths that the options of a checkpoint give: of one that was saved before
-    progress had any, when every start ordered its samples for its own length.
+    """Return the lengths that the options of an older checkpoint imply, in samples by split.
+
+    Before `Progress` stored lengths, every start shuffled samples for its own length.
 
     Raises:
-        ValueError, TypeError: an option has a value that it cannot have, or is missing.
+        ValueError, TypeError: an option is missing or has an invalid value.
     """
     if saved.get("train-iters") is None and saved.get("train-samples") is None:
         return {}
@@ -254,35 +257,37 @@ def _order_lengths(saved: Mapping[str, Any]) -> dict[str, int]:
 
 
 def _steps(extra: Mapping[str, Any]) -> int:
-    """Return how many updates an optimizer has applied. Raises TypeError."""
+    """Return the number of updates that the optimizer has applied. Raises TypeError."""
     steps = extra["optimizer"]["steps"]
     if type(steps) is not int or not 0 <= steps <= MAX_COUNT:
         raise TypeError(f"steps is {steps!r}")
     return steps
 
 
-def _unlike_a_run(folder: Path, error: Exception) -> DamagedCheckpointError:
+def _invalid_run_state(folder: Path, error: Exception) -> DamagedCheckpointError:
     reason = f"{type(error).__name__}: {error}"
-    return DamagedCheckpointError(f"{folder} cannot be used: its run is not understood ({reason})")
+    return DamagedCheckpointError(f"{folder} cannot be used: cannot parse its run state ({reason})")
 
 
 def _shape(folder: Path, model: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the fields of a model that its function depends on; the others may change on the way,
-    and older checkpoints lack some. Raises ValueError if there are unknown ones."""
+    """Return the fields that the model's function depends on; other fields may change between runs,
+    and older checkpoints lack some. Raises ValueError for unknown fields."""
     try:
         return function_of(GPTConfig.from_json(model)).to_json()
     except ValueError as error:
-        raise ValueError(f"{folder} is of another model: {error}") from None
+        raise ValueError(f"{folder} contains another model: {error}") from None
 
 
 def _check_parts(folder: Path, extra: Mapping[str, Any]) -> None:
-    """See that a checkpoint is of a run, or imported, and can be read. Raises ValueError."""
+    """Check that a checkpoint belongs to a run, or was imported, and can be read. Raises
+    ValueError."""
     needed = {"format", "model", "config"}
     if extra.get("weights_only") is not True:
         needed |= {"progress", "optimizer", "data", "window"}
     if needed - set(extra):
         raise ValueError(
-            f"{folder} is no training checkpoint: it lacks {', '.join(sorted(needed - set(extra)))}"
+            f"{folder} is not a training checkpoint: it lacks "
+            f"{', '.join(sorted(needed - set(extra)))}"
         )
     not_objects = sorted(name for name in needed - {"format"} if not isinstance(extra[name], dict))
     if not_objects:
@@ -290,51 +295,51 @@ def _check_parts(folder: Path, extra: Mapping[str, Any]) -> None:
             f"{folder} cannot be used: {', '.join(not_objects)} should be JSON objects"
         )
     if extra["format"] != FORMAT:
-        raise ValueError(f"{folder} has format {extra['format']}, this program reads {FORMAT}")
+        raise ValueError(f"{folder} has format {extra['format']}, this version reads {FORMAT}")
 
 
 def _check_model(folder: Path, extra: Mapping[str, Any], metadata: CheckpointMetadata) -> None:
     """Compare the model of a checkpoint with this run's, field by field. Raises ValueError."""
     shapes = (_shape(folder, model) for model in (extra["model"], metadata.model))
     if differences := compare_architecture(*shapes):
-        raise ValueError(f"{folder} is of another model: {'; '.join(differences)}")
+        raise ValueError(f"{folder} contains another model: {'; '.join(differences)}")
 
 
 def _check_options(folder: Path, extra: Mapping[str, Any], metadata: CheckpointMetadata) -> None:
-    """Compare what optimizer state depends on with this run's. Raises ValueError."""
+    """Compare the options that optimizer state depends on with this run's. Raises ValueError."""
     names = ("optimizer", "bf16", "fp16")
     saved = {name: extra["config"].get(name) for name in names}
     now = {name: metadata.config[name] for name in names}
     if differences := compare_architecture(saved, now):
         raise ValueError(
             f"{folder} was trained differently: {'; '.join(differences)}: give the same flags, "
-            "or leave its optimizer state with --no-load-optim"
+            "or load without optimizer state by --no-load-optim"
         )
 
 
 def _check_saved_state(folder: Path, extra: Mapping[str, Any]) -> None:
-    """See that a checkpoint was saved with optimizer state. Raises ValueError."""
+    """Check that a checkpoint contains optimizer state. Raises ValueError."""
     if extra["optimizer"].get("saved") is False:
         raise ValueError(
-            f"{folder} was saved without optimizer state (--no-save-optim): go on with "
-            "--no-load-optim, which starts that state and the schedule anew"
+            f"{folder} was saved without optimizer state (--no-save-optim): resume with "
+            "--no-load-optim, which resets that state and the schedule"
         )
 
 
 def _check_batch(extra: Mapping[str, Any], metadata: CheckpointMetadata) -> None:
-    """See that a run with fewer or more processes keeps its global batch, unless an option
-    changes it. Raises ValueError."""
+    """Check that a run on another number of processes keeps its global batch size, unless an option
+    sets it. Raises ValueError."""
     saved, now = (c.get("global-batch-size") for c in (extra["config"], metadata.config))
     if metadata.batch_follows_world and saved not in (None, now):
         raise ValueError(
             f"the checkpoint's global batch is {saved}, and this run's would be {now}, as it "
-            f"follows the number of processes: give --global-batch-size {saved} to go on, or "
+            f"follows the number of processes: give --global-batch-size {saved} to keep it, or "
             f"{now} to change it"
         )
 
 
 def _check_amax_history(folder: Path, manifest: Manifest, metadata: CheckpointMetadata) -> None:
-    """Compare how many steps delayed scaling looks back on. Raises ValueError."""
+    """Compare the length of the amax history of delayed scaling. Raises ValueError."""
     now, flag = metadata.config, "fp8-amax-history-len"
     delayed = now.get("fp8-format") is not None and now.get("fp8-recipe") == "delayed"
     stored = {
@@ -345,7 +350,8 @@ def _check_amax_history(folder: Path, manifest: Manifest, metadata: CheckpointMe
     for length in stored if delayed else ():
         if length != now[flag]:
             raise ValueError(
-                f"{folder} has the amax of {length} steps, and --{flag} is {now[flag]}: give "
+                f"{folder} has an amax history of {length} steps, and --{flag} is {now[flag]}: "
+                "give "
                 f"--{flag} {length}"
             )
 
@@ -353,11 +359,11 @@ def _check_amax_history(folder: Path, manifest: Manifest, metadata: CheckpointMe
 def _check_state(
     folder: Path, manifest: Manifest, state: list[TensorChunk], coordinator: Coordinator
 ) -> None:
-    """See that a checkpoint holds all state that any rank's optimizer has.
+    """Check that a checkpoint contains all optimizer state of any rank.
 
     Raises:
-        DamagedCheckpointError: it lacks a part of what Adam keeps of every weight.
-        ValueError: it lacks something else, as of an optimizer with other options.
+        DamagedCheckpointError: a moment of some weight is missing.
+        ValueError: other state is missing, as after a change of optimizer options.
     """
 
     def absent() -> list[str]:
@@ -374,14 +380,13 @@ def _check_state(
         if partly and manifest.extra["optimizer"].get("kind") == "adam":
             raise DamagedCheckpointError(f"{folder} lacks optimizer state: {missing[0]}{suffix}")
         raise ValueError(
-            f"{folder} lacks optimizer state of this run: {missing[0]}{suffix}: give the "
-            "flags it was "
-            "saved with, or leave its optimizer state with --no-load-optim"
+            f"{folder} lacks optimizer state of this run: {missing[0]}{suffix}: give the flags it "
+            "was saved with, or load without optimizer state by --no-load-optim"
         )
 
 
 def _other_state_dtypes(extra: Mapping[str, Any], metadata: CheckpointMetadata) -> list[str]:
-    """List the moments that are kept in another dtype now than in the checkpoint."""
+    """List the moments whose dtype differs from the checkpoint's."""
     changes = []
     for name in ("exp-avg-dtype", "exp-avg-sq-dtype"):
         saved, now = extra["config"].get(name, "fp32"), metadata.config[name]
@@ -397,10 +402,9 @@ def _check_data(
     if not (differences := compare_identity(saved, metadata.data)):
         return
     message = f"{folder} was trained on other data: {'; '.join(differences)}"
-    if not metadata.other_data_is_fine:
+    if not metadata.allow_other_data:
         raise ValueError(
-            f"{message}: give the same data options, go on with the new data by "
-            "--allow-data-change, "
-            "or start at its first sample with --finetune"
+            f"{message}: give the same data options, continue with the new data by "
+            "--allow-data-change, or start at its first sample with --finetune"
         )
-    coordinator.say(f"{message}: going on with it as --allow-data-change asks")
+    coordinator.say(f"{message}: continuing with the new data, as --allow-data-change is given")

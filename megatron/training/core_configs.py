@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A run's options as configs of the core: data parallelism, optimizer, schedules, recompute.
+"""Core configs built from a run's options: data parallelism, optimizer, schedules, recomputation.
 
 The model's config comes from the table in config/model_table.py.
 """
@@ -38,7 +38,7 @@ from megatron.training.config.values import name_factors
 
 
 def attention_shape(run: ResolvedRun) -> AttentionShape | None:
-    """Return what one rank attends of a microbatch; None without attention."""
+    """Return the shape of one rank's attention per microbatch; None without attention."""
     parallel, training = run.config.parallel, run.config.training
     tp, cp = parallel.tensor_model_parallel_size, parallel.context_parallel_size
     attention = part_config(run.config, "attention")
@@ -46,7 +46,7 @@ def attention_shape(run: ResolvedRun) -> AttentionShape | None:
         return None
     if isinstance(attention, AttentionConfig):
         groups, features = attention.num_query_groups, attention.kv_channels
-    else:  # values are as wide as keys on their way
+    else:  # exchanged values are padded to the width of keys
         keys = attention.nope_channels + attention.rope_channels
         groups, features = attention.num_attention_heads, max(keys, attention.value_channels)
     return AttentionShape(
@@ -93,7 +93,7 @@ def _transformer_engine(config: Config) -> Backend:
 
 
 def recompute(config: Config) -> Recompute:
-    """Return what is computed again in backward."""
+    """Return the activation recomputation settings."""
     chosen = config.execution
     return Recompute(
         granularity=chosen.recompute_granularity,
@@ -103,15 +103,15 @@ def recompute(config: Config) -> Recompute:
 
 
 def split(config: Config) -> StageSplit | None:
-    """Return which layers each pipeline stage has; None where there is one stage."""
+    """Return the layers of each pipeline stage; None with a single stage."""
     return stage_split(config) if config.pipeline.pipeline_model_parallel_size > 1 else None
 
 
 def pipeline_order(config: Config) -> dict[str, Any]:
-    """Return in which order several stages work, as arguments of `PipelineForwardBackward`.
+    """Return the schedule of several stages, as arguments of `PipelineForwardBackward`.
 
-    Where whole layers are recomputed, their weight gradients follow at once: until then all that
-    has been recomputed is kept.
+    With full recomputation, weight gradients are computed immediately: deferring them would keep
+    all recomputed activations alive.
     """
     group = config.pipeline.microbatch_group_size_per_virtual_pipeline_stage
     name = schedule_name(config)
@@ -120,8 +120,8 @@ def pipeline_order(config: Config) -> dict[str, Any]:
 
 
 def early_gather(config: Config) -> tuple[bool, str | None]:
-    """Return whether the first gathers of a step start at the end of the optimizer step, and where
-    that was not to be had though it was asked for, a line that says why."""
+    """Return whether all-gathers start at the end of the optimizer step, and if they cannot
+    although requested, a line that says why."""
     chosen = config.data_parallel
     is_requested = chosen.fsdp_all_gather_in_start_param_sync
     if config.execution.cuda_graph_impl == "none" or not is_requested:
@@ -135,7 +135,7 @@ def early_gather(config: Config) -> tuple[bool, str | None]:
 
 
 def data_parallel_config(config: Config) -> DataParallelConfig:
-    """Return what the data-parallel engine cuts and when it communicates."""
+    """Return what the data-parallel engine shards, and when it communicates."""
     chosen = config.data_parallel
     return DataParallelConfig(
         strategy=chosen.strategy,
@@ -156,7 +156,7 @@ def data_parallel_config(config: Config) -> DataParallelConfig:
 
 
 def optimizer_config(config: Config) -> OptimizerConfig:
-    """Return the settings of the update."""
+    """Return the optimizer settings."""
     chosen = config.optimizer
     dtypes = {"fp32": torch.float32, "bf16": torch.bfloat16}
     return OptimizerConfig(
@@ -194,7 +194,7 @@ def _muon_config(config: Config) -> MuonConfig:
 
 
 def loss_scaler(config: Config) -> LossScaler:
-    """Return the loss scaler: 1 without fp16."""
+    """Return the loss scaler; its scale is 1 without fp16."""
     scale = config.loss_scale
     if not config.training.fp16:
         return ConstantLossScaler()
@@ -211,7 +211,7 @@ def loss_scaler(config: Config) -> LossScaler:
 
 
 def learning_rate_schedule(run: ResolvedRun) -> LearningRateSchedule:
-    """Return the learning rate as a function of the samples of applied updates."""
+    """Return the learning rate schedule over samples of applied updates."""
     schedule = run.config.schedule
     return LearningRateSchedule(
         max_lr=schedule.lr,
@@ -226,7 +226,8 @@ def learning_rate_schedule(run: ResolvedRun) -> LearningRateSchedule:
 
 
 def decoupled_schedule(run: ResolvedRun) -> LearningRateSchedule | None:
-    """Return the same of embedding and head by --decoupled-lr; None if all have one."""
+    """Return the learning rate schedule of --decoupled-lr for embedding and head; None without
+    it."""
     schedule = run.config.schedule
     if schedule.decoupled_lr is None:
         return None
@@ -239,7 +240,7 @@ def decoupled_schedule(run: ResolvedRun) -> LearningRateSchedule | None:
 
 
 def weight_decay_schedule(run: ResolvedRun) -> WeightDecaySchedule:
-    """Return weight decay as a function of the samples of applied updates."""
+    """Return the weight decay schedule over samples of applied updates."""
     optimizer = run.config.optimizer
     assert optimizer.start_weight_decay is not None, "the config must be resolved"
     assert optimizer.end_weight_decay is not None

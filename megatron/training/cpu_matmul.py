@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The dtype in which a CPU multiplies bf16 and fp16 matrices, chosen once for all ranks."""
+"""The dtype of bf16 and fp16 matrix products on a CPU, chosen once for all ranks."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ FLAG = "--cpu-matmul-dtype"
 
 @dataclass(frozen=True, kw_only=True)
 class CpuMatmul:
-    """The dtype of a run's products on a CPU.
+    """The dtype of a run's matrix products on a CPU.
 
     Args:
-        dtype: of the products: that of the weights, or fp32.
-        weights: the dtype of the weights.
-        speedup: of bf16 over fp32, as measured on the first rank; None for other weights.
-        is_user_choice: whether the user chose.
+        dtype: dtype of the products: the weights' dtype, or fp32.
+        weights: dtype of the weights.
+        speedup: measured speed of bf16 over fp32 on the first rank; None for other weights.
+        is_user_choice: whether an option set the dtype.
     """
 
     dtype: torch.dtype
@@ -38,12 +38,12 @@ class CpuMatmul:
         device: torch.device,
         coordinator: Coordinator,
     ) -> CpuMatmul | None:
-        """Choose for all ranks; every rank calls this. None where there is nothing to choose.
+        """Choose the dtype for all ranks; every rank calls this. None if there is no choice.
 
-        The first rank measures even if the user chose, to say what that costs.
+        The first rank measures the speedup even if the user chose the dtype, to report its cost.
 
         Raises:
-            ValueError: the user chose for a GPU.
+            ValueError: the user chose a dtype, and the device is a GPU.
         """
         if device.type != "cpu":
             if mode != "auto":
@@ -70,7 +70,7 @@ class CpuMatmul:
 
     @property
     def name(self) -> str:
-        """The dtype as checkpoints have it."""
+        """The dtype's name as checkpoints store it."""
         return str(self.dtype).removeprefix("torch.")
 
     def line(self) -> str:
@@ -84,11 +84,11 @@ class CpuMatmul:
 
 
 def another_dtype(saved: str | None, now: str | None) -> str | None:
-    """Return what to say where a run goes on in another dtype than its checkpoint's; else None."""
+    """Return a line if a run resumes with another dtype than its checkpoint's, else None."""
     if saved is None or now is None or saved == now:
         return None
     flag = f"{FLAG} {'fp32' if saved == 'float32' else 'weights'}"
     return (
-        f"its matrices were multiplied in {saved}, now they are in {now}: the losses are not those "
-        f"of an uninterrupted run to the last bit; {flag} goes on as before"
+        f"its matrices were multiplied in {saved}, now they are in {now}: losses are not "
+        f"bit-identical to an uninterrupted run; {flag} continues as before"
     )

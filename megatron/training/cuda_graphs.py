@@ -1,14 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
 """FullIterationGraph: forward and backward of all microbatches of a step as one CUDA graph.
 
-    steps 1 … n     eager: kernels are compiled, communicators opened, the gather plan is made
+    steps 1 … n     eager: kernels are compiled, communicators created, the gather plan is made
     step n + 1      captured, then replayed
-    from there on   inputs are copied to the captured addresses, and one call launches everything
+    later steps     inputs are copied to the captured addresses, and one call launches
+    everything
 
-Inside are every gather and reduction between `begin_step` and `finish`; outside, with all that
-needs a number on the host, the loss factors, the sum of the loss and the votes over the ranks, the
-optimizer, evaluation, checkpoints and logs. Dropout has no state: its masks follow from the sample
-numbers, which are inputs. The loss scale is a factor of the inputs too, so it may change.
+The graph contains every gather and reduction between `begin_step` and `finish`. Outside of it
+remain the optimizer, evaluation, checkpoints, logs, and whatever needs a number on the host:
+the loss factors, the sum of the loss, and the votes of the ranks. Dropout has no state: masks
+are computed from sample numbers, which are inputs. The loss scale is a factor of the inputs, so
+it may change between replays.
 """
 
 from __future__ import annotations
@@ -22,15 +24,15 @@ from megatron.core.device import Recorder
 from megatron.core.distributed.capture import StepRecording, unforeseen_needs
 from megatron.training.step import ForwardBackward, Microbatch
 
-#: Eager steps after the warm-up in which the needs of weights may still differ from the plan.
+#: Eager steps after the warm-up in which the order of weight gathers may still change.
 PATIENCE = 4
 
 
 class StepInputs:
-    """Copies of a step's inputs whose addresses stay.
+    """Static copies of a step's inputs, at fixed addresses.
 
     Args:
-        microbatches, factors: of the step that is recorded.
+        microbatches, factors: inputs of the captured step.
     """
 
     def __init__(self, microbatches: Sequence[Microbatch], factors: torch.Tensor) -> None:
@@ -38,11 +40,13 @@ class StepInputs:
         self.factors = factors.clone(memory_format=torch.contiguous_format)
 
     def fit(self, microbatches: Sequence[Microbatch]) -> bool:
-        """Return whether a step has as many microbatches, of the same shapes and dtypes."""
-        return [_form(batch) for batch in self.microbatches] == [_form(b) for b in microbatches]
+        """Return whether a step has as many microbatches, with the same shapes and dtypes."""
+        return [_signature(batch) for batch in self.microbatches] == [
+            _signature(b) for b in microbatches
+        ]
 
     def take(self, microbatches: Sequence[Microbatch], factors: torch.Tensor) -> None:
-        """Copy a step's inputs here."""
+        """Copy a step's inputs to the static buffers."""
         self.factors.copy_(factors)
         for static_batch, batch in zip(self.microbatches, microbatches, strict=True):
             batch_inputs = _inputs(batch)
@@ -51,22 +55,22 @@ class StepInputs:
 
 
 class FullIterationGraph:
-    """Carry out `ForwardBackward` eagerly at first, then by replays of one recording.
+    """Run `ForwardBackward` eagerly at first, then by replaying a captured graph.
 
-    A step of another form than the recorded one runs eagerly, and is counted.
+    A step whose inputs have other shapes than the captured ones runs eagerly, and is counted.
 
     Args:
-        run: what is recorded.
-        recorder: of the device on which it runs.
-        warmup_steps: eager steps before the recording; more follow, up to `PATIENCE`, while
-            weights are needed that the gather plan does not foresee.
-        say: shows one line.
+        run: the function to capture.
+        recorder: captures and replays on the device.
+        warmup_steps: eager steps before the capture; up to `PATIENCE` more follow while layers need
+            weights in another order than the gather plan.
+        say: logs one line.
 
     Raises:
-        ValueError: the engine's settings keep a step from being recorded.
+        ValueError: the engine's settings do not allow capturing a step.
 
     Attributes:
-        replays, eager_steps: how many steps ran in which way.
+        replays, eager_steps: number of replayed and of eager steps.
     """
 
     def __init__(
@@ -85,10 +89,10 @@ class FullIterationGraph:
         self._total: torch.Tensor | None = None
 
     def __call__(self, microbatches: Sequence[Microbatch], factors: torch.Tensor) -> torch.Tensor:
-        """Return what `ForwardBackward` does.
+        """Return the result of `ForwardBackward`.
 
         Raises:
-            ValueError: weights are needed in an order that keeps changing.
+            ValueError: the order in which layers need weights keeps changing.
         """
         if self._inputs is None and self._warm():
             self._record(microbatches, factors)
@@ -102,17 +106,17 @@ class FullIterationGraph:
         return self._total.clone()  # the next replay overwrites it
 
     def evaluate(self, microbatches: Sequence[Microbatch]) -> torch.Tensor:
-        """Return what `ForwardBackward` does, eagerly."""
+        """Return the result of `ForwardBackward.evaluate`, eagerly."""
         return self.run.evaluate(microbatches)
 
     def _warm(self) -> bool:
-        """Return whether it is time to record: the last step needed only what its plan foresaw."""
+        """Return whether to capture now: the last step gathered weights as its plan predicted."""
         if self.eager_steps < self.warmup_steps:
             return False
         if not self._planned and self.eager_steps >= self.warmup_steps + PATIENCE:
             raise ValueError(
                 f"after {self.eager_steps} steps layers still need weights in another order than "
-                "in the step before, so no step can be recorded: drop --cuda-graph-impl"
+                "in the step before, so no step can be captured: drop --cuda-graph-impl"
             )
         return self._planned
 
@@ -124,7 +128,8 @@ class FullIterationGraph:
         return total
 
     def _record(self, microbatches: Sequence[Microbatch], factors: torch.Tensor) -> None:
-        # Allocated here and not inside: what a recording allocates it may use again for others.
+        # Allocated before the capture: the graph's memory pool may reuse memory allocated inside
+        # it.
         inputs = StepInputs(microbatches, factors)
 
         def run() -> None:
@@ -136,34 +141,37 @@ class FullIterationGraph:
         self.recording.close()
         self._inputs = inputs
         self.say(
-            f"recorded forward and backward of {len(microbatches)} microbatches as one CUDA graph "
+            f"captured forward and backward of {len(microbatches)} microbatches in one CUDA graph "
             f"after {self.eager_steps} eager steps"
         )
 
 
-#: What of a layout differs between steps of one form: all else follows from its split.
-_OF_LAYOUT = ("positions", "document_ids", "sample_ids", "padding")
+#: Layout tensors that differ between steps of the same shapes: everything else follows from the
+#: split.
+_LAYOUT_TENSORS = ("positions", "document_ids", "sample_ids", "padding")
 
 
-def _tensors(of: object) -> dict[str, torch.Tensor]:
-    return {name: x for name, x in vars(of).items() if isinstance(x, torch.Tensor)}
+def _tensors(owner: object) -> dict[str, torch.Tensor]:
+    return {name: x for name, x in vars(owner).items() if isinstance(x, torch.Tensor)}
 
 
 def _inputs(batch: Microbatch) -> dict[str, torch.Tensor]:
-    """Return the inputs of a microbatch, those in its layout too, by name."""
+    """Return the input tensors of a microbatch by name, including tensors of its layout."""
     tensors = _tensors(batch)
     if batch.mtp_targets is not None:
         tensors |= {f"mtp_targets.{name}": x for name, x in _tensors(batch.mtp_targets).items()}
     inside = _tensors(batch.layout)
-    return tensors | {f"layout.{name}": inside[name] for name in _OF_LAYOUT if name in inside}
+    return tensors | {f"layout.{name}": inside[name] for name in _LAYOUT_TENSORS if name in inside}
 
 
 def _copied(batch: Microbatch) -> Microbatch:
     """Return a microbatch of copies of its inputs."""
 
-    def copies(of: object) -> dict[str, torch.Tensor]:
+    def copies(owner: object) -> dict[str, torch.Tensor]:
         tensors = {
-            n: x for n, x in _tensors(of).items() if of is not batch.layout or n in _OF_LAYOUT
+            n: x
+            for n, x in _tensors(owner).items()
+            if owner is not batch.layout or n in _LAYOUT_TENSORS
         }
         return {n: x.clone(memory_format=torch.contiguous_format) for n, x in tensors.items()}
 
@@ -174,10 +182,10 @@ def _copied(batch: Microbatch) -> Microbatch:
     return dataclasses.replace(batch, layout=layout, mtp_targets=mtp_targets, **copies(batch))
 
 
-def _form(batch: Microbatch) -> tuple[object, ...]:
-    """Return what of a microbatch must be as it was recorded."""
+def _signature(batch: Microbatch) -> tuple[object, ...]:
+    """Return the properties of a microbatch that must equal the captured one's."""
     shapes = {name: (x.shape, x.dtype) for name, x in _inputs(batch).items()}
     layout = batch.layout
-    # Blocks and maps are recorded as they were, and follow from where documents begin.
+    # Attention blocks and index maps are captured; they depend only on document boundaries.
     form = (layout.cut, layout.rank, layout.rows, layout.documents)
     return shapes, (*form, layout.sample_length)

@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The distributed context of a run: store, peer watch and process groups.
+"""Process groups of a run: joining and leaving them, with a store and a watch over peers.
 
-With `--check-collectives` every collective is compared between its ranks before it starts. Ranks
-that enter different collectives deadlock or mix up their values. So each rank of a group writes the
-collective that it is about to enter to the store, and reads the entries of the other ranks for the
-same position in the group's sequence. All ranks detect a difference before anything is sent. Sends
-and receives between pipeline stages and in a ring of context-parallel ranks are not compared: their
-order is fixed by a schedule, and both ends reach them at different times.
+With `--check-collectives`, every collective is compared between its ranks before it starts. Ranks
+that enter different collectives wait for each other forever, or exchange wrong data. So each rank
+of a group writes the collective that it is about to enter to the store, and reads what the other
+ranks wrote for the same position in the group's sequence. All ranks see a difference before any
+data is sent. Sends and receives are not compared, between pipeline stages and in a ring of
+context-parallel ranks: a schedule fixes their order, and both ends reach them at different times.
 """
 
 from __future__ import annotations
@@ -38,18 +38,18 @@ from megatron.training.failures.peers import Diagnosis, PeerWatch
 from megatron.training.failures.restart import RestartRecord
 from megatron.training.failures.stopping import StopRequests
 
-#: Seconds to wait for other ranks between two checks that they are alive.
+#: Seconds to wait for other ranks before checking whether they are alive.
 POLL_SECONDS = 1.0
 
 
 class CollectiveCheck:
-    """An observer of process groups that raises if ranks enter different collectives.
+    """Observer of process groups that raises if ranks enter different collectives.
 
     Args:
-        store: a client of the run's store that only this object uses.
-        rank: this process's rank.
+        store: a client of the run's store, used by this observer alone.
+        rank: global rank of this process.
         timeout_seconds: how long to wait for the slowest rank.
-        watch: monitors the other ranks, and knows this rank's iteration.
+        watch: which ranks are alive, and the current iteration of this rank.
     """
 
     def __init__(
@@ -74,7 +74,7 @@ class CollectiveCheck:
 
         Raises:
             RunStopped: the ranks of its group differ.
-            PeerLost: a rank of its group is gone, or waits in a collective of another group.
+            PeerLost: a rank of its group has died, or has entered another group's collective.
         """
         assert isinstance(record, CollectiveRecord)
         if record.kind in BETWEEN_TWO:
@@ -88,7 +88,7 @@ class CollectiveCheck:
         keys = [_key(group, number, rank) for rank in record.ranks]
         self._wait(keys, record, local_text)
         texts = [self._store.get(key).decode() for key in keys]
-        # All ranks have written their entry, so all have read the previous one.
+        # All ranks have arrived here, so all have read the entries of the previous collective.
         if number > 1:
             self._store.delete_key(_key(group, number - 1, self._rank))
         self.compared += 1
@@ -96,7 +96,7 @@ class CollectiveCheck:
             raise RunStopped(ExitCode.COLLECTIVES_DIFFER, _difference(record, number, texts))
 
     def _wait(self, keys: list[str], record: CollectiveRecord, local_text: str) -> None:
-        """Wait until every rank of the group has written its entry."""
+        """Wait until every rank of the group has arrived."""
         deadline = self._now() + self._timeout_seconds
         while True:
             try:
@@ -108,7 +108,7 @@ class CollectiveCheck:
                         f"{gone.text}; the others wait in {local_text}",
                         is_reported=gone.is_reported,
                     ) from None
-            other_ranks = self._elsewhere(keys, record)
+            other_ranks = self._late_ranks(keys, record)
             stuck = any(waits for _, waits in other_ranks.values())
             if other_ranks and (stuck or self._now() > deadline):
                 where = {
@@ -122,11 +122,9 @@ class CollectiveCheck:
                     f"ranks came to different collectives and {end}: {ranks_text}",
                 ) from None
 
-    def _elsewhere(self, keys: list[str], record: CollectiveRecord) -> dict[int, tuple[str, bool]]:
-        """Return (last collective, whether it waits for this rank) of each missing rank.
-
-        If a missing rank waits for this rank, both are deadlocked.
-        """
+    def _late_ranks(self, keys: list[str], record: CollectiveRecord) -> dict[int, tuple[str, bool]]:
+        """Return the last collective of each rank that has not arrived, and whether that collective
+        includes this rank: then the two ranks wait for each other forever."""
         other_ranks = {}
         for rank, key in zip(record.ranks, keys, strict=True):
             if self._store.check([key]):
@@ -141,7 +139,7 @@ class CollectiveCheck:
 
 
 def _difference(record: CollectiveRecord, number: int, texts: list[str]) -> str:
-    """Describe the collectives of a group's ranks, with equal ranks grouped."""
+    """Describe the different collectives, with the ranks that are about to enter each."""
     ranks: dict[str, list[int]] = {}
     for rank, text in zip(record.ranks, texts, strict=True):
         ranks.setdefault(text, []).append(rank)
@@ -153,30 +151,30 @@ def _difference(record: CollectiveRecord, number: int, texts: list[str]) -> str:
 
 
 def _key(*segments: object) -> str:
-    """Return a key of the store."""
+    """Return the key of a value in the store."""
     return "/".join(map(str, ("collectives", *segments)))
 
 
-#: Minimum timeout between ranks in an asynchronous save, in seconds.
+#: Minimum timeout for agreement between ranks in a background save, in seconds.
 BACKGROUND_SECONDS = 3600.0
 
-#: Seconds to look for the rank at fault after a collective has failed.
+#: Seconds to search for the rank at fault after a collective has failed.
 DIAGNOSIS_SECONDS = 5.0
 
 
 @dataclass(frozen=True, kw_only=True)
 class DistributedContext:
-    """Process groups, device and coordination of one process of a run.
+    """The process groups and coordination of a run, as seen by one process.
 
     Args:
         groups: the process groups.
         device: device of this process.
-        coordinator: agreement of the ranks on saves and loads.
-        background: agreement on asynchronous saves, which use a thread; None without them.
-        watch: monitors the other ranks; None for a single process.
-        stop: requests to stop the run early.
-        restarts: whether this job has saved a checkpoint in an earlier start.
-        attempt: number of restarts by the launcher so far.
+        coordinator: agreement between ranks on saves and loads.
+        background: coordinator of the background saves' thread; None without background saves.
+        watch: which ranks are alive; None for a single process.
+        stop: requests to end the run early.
+        restarts: records that this job has saved a checkpoint.
+        attempt: number of restarts by the launcher.
     """
 
     groups: ProcessGroupCollection
@@ -190,7 +188,7 @@ class DistributedContext:
 
 
 def rank_grid(run: ResolvedRun) -> RankGrid:
-    """Return the run's parallel layout."""
+    """Return the rank layout of a run's parallel sizes."""
     parallel, experts = run.config.parallel, run.config.experts.num_experts is not None
     return RankGrid(
         world_size=run.world_size,
@@ -206,11 +204,8 @@ def rank_grid(run: ResolvedRun) -> RankGrid:
 
 
 def group_names(run: ResolvedRun) -> tuple[str, ...]:
-    """Return the names of the run's process groups.
-
-    Groups of ranks that share key and value heads, or groups of Mamba-2, exist only if several
-    tensor-parallel ranks hold the same ones.
-    """
+    """Return the names of the process groups a run needs; groups of ranks that replicate key and
+    value heads or Mamba-2 groups exist only if tp exceeds their number."""
     config, tp = run.config, run.config.parallel.tensor_model_parallel_size
     counts = {config.model.num_query_groups} if has_attention(config) else set()
     if has(config, MAMBA):
@@ -228,15 +223,15 @@ def join_run(
     watch: PeerWatch | None,
     stop: StopRequests,
 ) -> Iterator[DistributedContext]:
-    """Create the process groups of a run and destroy them at the end.
+    """Create the process groups of a run, and destroy them at the end.
 
     Args:
-        facts: inputs that must be equal on all ranks.
-        watch: this process's running watch; None for a single process.
-        stop: stop requests of this process.
+        facts: values that must be equal on all ranks.
+        watch: this process's watch, already running; None for a single process.
+        stop: signal handling of this process.
 
     Raises:
-        ValueError: the device does not exist, or the ranks were started with different inputs.
+        ValueError: the device does not exist, or the ranks were not started alike.
     """
     seconds = run.config.parallel.distributed_timeout_minutes * 60.0
     device = choose_device(run.config.training.device, launch.local_rank)
@@ -254,7 +249,7 @@ def join_run(
         )
         return
     if device.type == "cuda":
-        # A collective that hangs on a GPU raises nothing here, and torch aborts the process.
+        # A hang on a GPU raises nothing in Python; NCCL's watchdog then kills the process silently.
         watch.guard(0.8 * seconds, stop.lose)
     coordinator = StoreCoordinator(
         launch.open_store(timeout_seconds=seconds),
@@ -287,7 +282,7 @@ def join_run(
         attempt=launch.attempt,
         background=_background(run, launch, seconds, watch),
     )
-    # Only after success: with a dead peer this would wait for it.
+    # Only after success: with a dead peer, destroying the groups would block.
     dist.destroy_process_group()
     watch.close()
 
@@ -295,7 +290,7 @@ def join_run(
 def _background(
     run: ResolvedRun, launch: Launch, seconds: float, watch: PeerWatch
 ) -> Coordinator | None:
-    """Return the coordinator of asynchronous saves, with a store client of its own."""
+    """Return the coordinator of background saves, which has its own store client."""
     if not run.config.checkpoint.async_save:
         return None
     return StoreCoordinator(
@@ -304,14 +299,14 @@ def _background(
         launch.world_size,
         # writing a shard may take long, and no collective waits for it
         timeout_seconds=max(seconds, BACKGROUND_SECONDS),
-        # the trainer may be waiting for this save, so the save must detect a lost rank
+        # the trainer may be waiting for this save, so the save itself must detect a dead peer
         on_missing_rank=partial(_check_alive, watch),
         prefix="background",
     )
 
 
 def _init_process_group(launch: Launch, device: torch.device, seconds: float) -> None:
-    """Initialize torch.distributed.
+    """Initialise torch.distributed with the other processes.
 
     Args:
         seconds: timeout of a collective.
@@ -324,13 +319,13 @@ def _init_process_group(launch: Launch, device: torch.device, seconds: float) ->
         rank=launch.rank,
         world_size=launch.world_size,
         timeout=timedelta(seconds=seconds),
-        # With a device id NCCL connects communicators eagerly, so errors appear here.
+        # NCCL then connects communicators at creation, and fails there.
         device_id=device if device.type == "cuda" else None,
     )
 
 
 def _check_alive(watch: PeerWatch, rank: int) -> None:
-    """Raise PeerLost if the rank that this rank waits for is gone."""
+    """Raise PeerLost if a rank whose answer this rank awaits has died."""
     if failure := watch.look_at(rank):
         text = f"{failure.text}; the others wait for it to agree on a save or a load"
         raise PeerLost(
@@ -340,12 +335,12 @@ def _check_alive(watch: PeerWatch, rank: int) -> None:
 
 @contextlib.contextmanager
 def blaming_peers(watch: PeerWatch | None) -> Iterator[None]:
-    """Convert a failed collective into a PeerLost error that names the rank at fault.
+    """Turn the failure of a collective into an error about the rank that caused it.
 
-    A rank that fails by itself reports its error to the store, where other ranks read it.
+    A rank whose own work fails leaves its error for the other ranks to quote.
 
     Raises:
-        PeerLost: a collective failed because another rank is gone.
+        PeerLost: a collective failed because another rank has died.
     """
     if watch is None:
         yield

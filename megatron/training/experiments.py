@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Experiments in a run: `--experiment NAME` loads experimental/NAME/experiment.py of a checkout.
+"""Experiments of a run: `--experiment NAME` loads experimental/NAME/experiment.py of a checkout.
 
 That file defines `experiment(run, options) -> Experiment` and, if it has options, a dataclass
-`Options` with a default for each. No wheel has the folder, and none imports it: it is found beside
-the folder of this package. Nothing here imports torch, so names are checked before a run starts.
+`Options` with a default for each. Wheels do not contain the folder, and no module imports it: it is
+looked up next to the folder of this package. This module does not import torch, so that names are
+checked before a run starts.
 """
 
 from __future__ import annotations
@@ -28,18 +29,18 @@ if TYPE_CHECKING:
     from megatron.training.hooks import TrainingHooks
     from megatron.training.step import TrainStep
 
-#: The root of the checkout, where this file is part of one.
+#: The root of the checkout, if this file is part of one.
 ROOT = Path(__file__).resolve().parents[2]
 FOLDER = "experimental"
 
 
 @dataclass(frozen=True, kw_only=True)
 class Experiment:
-    """What an experiment changes in a run.
+    """The changes of an experiment to a run.
 
     Args:
-        blocks: given the backend of the run, returns the one that the model is built from.
-        hooks: given the model and what takes its steps, returns hooks for the training loop.
+        blocks: takes the run's backend and returns the backend that the model is built from.
+        hooks: takes the model and the train step and returns hooks of the training loop.
     """
 
     blocks: Callable[[Backend], Backend] | None = None
@@ -47,13 +48,13 @@ class Experiment:
 
 
 def check_experiments(config: ExperimentConfig, root: Path = ROOT) -> list[str]:
-    """List what is wrong with the experiments that options name: each must be there."""
+    """Return a message for each experiment in the options that does not exist."""
     folder, problems = root / FOLDER, []
     for name in config.experiment or ():
         if not folder.is_dir():
             problems.append(
                 f"--experiment {name}: experiments are in the folder {FOLDER} of a checkout, and "
-                f"this installation in {root} has none: start from a checkout, or drop it"
+                f"this installation in {root} has none: start from a checkout, or drop the option"
             )
         elif not (folder / name / "experiment.py").is_file():
             available = sorted(file.parent.name for file in folder.glob("*/experiment.py"))
@@ -62,10 +63,10 @@ def check_experiments(config: ExperimentConfig, root: Path = ROOT) -> list[str]:
 
 
 def load_experiments(run: ResolvedRun, root: Path = ROOT) -> list[Experiment]:
-    """Return the experiments of a run in the order in which the options name them.
+    """Return the experiments of a run, in the order of the options.
 
     Raises:
-        ValueError: one is not there, or an option is not one of its options or has no effect.
+        ValueError: an experiment does not exist, or an option is unknown or has no effect.
     """
     chosen = run.config.experiments
     if problems := check_experiments(chosen, root):
@@ -79,7 +80,7 @@ def load_experiments(run: ResolvedRun, root: Path = ROOT) -> list[Experiment]:
 
 
 def _module(name: str, root: Path) -> ModuleType:
-    """Import the entry of an experiment out of `root`, wherever the run was started."""
+    """Import an experiment's entry module from `root`, independent of the working directory."""
     if FOLDER not in sys.modules:
         spec = importlib.machinery.PathFinder.find_spec(FOLDER, [str(root)])
         assert spec is not None
@@ -88,14 +89,14 @@ def _module(name: str, root: Path) -> ModuleType:
     file, expected = Path(str(module.__file__)).resolve(), root / FOLDER / name / "experiment.py"
     if file != expected:
         raise ValueError(
-            f"--experiment {name}: {file} was imported instead of {expected}: take the folder of "
-            "the first out of PYTHONPATH"
+            f"--experiment {name}: {file} was imported instead of {expected}: remove the folder of "
+            "the first from PYTHONPATH"
         )
     return module
 
 
 def _options(name: str, module: ModuleType, option_words: list[str]) -> object:
-    """Return the options of an experiment: its defaults and those given, as `key=value`."""
+    """Return the options of an experiment: its defaults updated by `key=value` arguments."""
     schema = vars(module).get("Options")
     option_by_field = (
         {} if schema is None else {option.field: option for option in schema_options(schema)}

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Hooks of the training loop: what is called at the moments of an iteration.
+"""Hooks of the training loop, called at these points of an iteration.
 
     on_step_begin       before the step
-    on_step_computed    the step is done, the counters have not moved
-    log_parts, on_log   at a log line: for it, and after it
-    on_step_end         the iteration is counted and, if it is time, logged
+    on_step_computed    after the step, before counters change
+    log_parts, on_log   before and after a log line
+    on_step_end         after the iteration has been counted and, if due, logged
     on_evaluate         after a validation
     on_train_end        after the last iteration, unless an error ends the run
 
@@ -24,52 +24,53 @@ if TYPE_CHECKING:
 
 
 class TrainingHooks:
-    """Does nothing: a subclass overrides the moments that it needs.
+    """Base class whose hooks do nothing: a subclass overrides the hooks it needs.
 
-    A hook ends the run by raising `RunStopped`, on every rank alike.
+    A hook ends the run by raising `RunStopped` on every rank.
     """
 
     def on_step_begin(self, iteration: int) -> None:
         """Called before a step.
 
         Args:
-            iteration: that begins, counted from 1.
+            iteration: number of the iteration that begins, from 1.
         """
 
     def on_step_computed(self, progress: Progress, outcome: StepOutcome, loss_limit: float) -> None:
-        """Called with the outcome of a step before it is counted.
+        """Called with the outcome of a step, before the step is counted.
 
         Args:
-            loss_limit: above which the step was skipped.
+            loss_limit: the step is skipped if its loss is above this.
         """
 
     def on_step_end(self, progress: Progress, outcome: StepOutcome) -> None:
         """Called when an iteration is counted and logged: `progress.iteration` is its number."""
 
     def log_parts(self) -> Sequence[LogPart]:
-        """Return what a log line is to show beside Megatron's fields, since the line before."""
+        """Return what to add to a log line after Megatron's fields, for the steps since the
+        previous line."""
         return ()
 
     def on_log(self) -> None:
         """Called after a log line."""
 
     def on_evaluate(self, iteration: int, evaluate: Callable[[], float]) -> Mapping[str, float]:
-        """Return further validation losses by name; each has a line of its own.
+        """Return additional validation losses by name; each is logged on its own line.
 
         Args:
-            evaluate: returns the validation loss of the model as it is, over the same samples at
-                every call. Whatever the hook changes for it must be as it was when it returns.
+            evaluate: returns the validation loss of the current model, on the same samples in every
+                call. A hook that changes the model for it must restore it before it returns.
         """
         return {}
 
     def on_train_end(self, progress: Progress) -> None:
-        """Called once when the run is over."""
+        """Called once at the end of the run."""
 
     def state_chunks(self) -> Sequence[TensorChunk]:
-        """Return the state to keep in checkpoints, as views of this rank's memory.
+        """Return the state to store in checkpoints, as views of this rank's memory.
 
-        A tensor is named `experiment.NAME/...`. Chunks are asked for before a checkpoint is loaded,
-        which fills them, and again before saves. A checkpoint without tensors of `experiment.NAME`
-        leaves them as they are.
+        Tensors are named `experiment.NAME/...`. The chunks are requested before a checkpoint is
+        loaded, which fills them, and again before saves. A checkpoint without tensors of
+        `experiment.NAME` leaves them unchanged.
         """
         return ()

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Show what token files hold: `python -m megatron.training.inspect_data PREFIX ...`.
+"""Show the contents of token files: `python -m megatron.training.inspect_data PREFIX ...`.
 
 python -m megatron.training.inspect_data data/my --document 3
 """
@@ -30,7 +30,7 @@ from megatron.core.datasets.indexed_dataset import IndexedDataset, bin_path
 from megatron.training.data.vocabulary import describe_files
 
 PROG = "python -m megatron.training.inspect_data"
-_SCANNED_AT_ONCE = 1 << 22
+_SCAN_TOKENS = 1 << 22
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,32 +38,32 @@ class InspectDataConfig:
     """Options of inspect_data."""
 
     data_path: tuple[str, ...]
-    """Prefixes of .bin/.idx pairs; may also be given without the flag, in front."""
+    """Prefixes of .bin/.idx pairs; may also be given first, without the flag."""
     document: int = 0
-    """Number of the document to show, from 0."""
+    """Index of the document to show, from 0."""
     max_tokens: int = 200
-    """Tokens to show of it at most."""
+    """Maximum number of tokens to show."""
     tokenizer_type: TokenizerType | None = None
-    """Kind of tokenizer; derived: the one that wrote the files, if they say."""
+    """Type of tokenizer; derived: the one that wrote the files, if recorded."""
     tokenizer_model: str | None = None
-    """Path of a tokenizer.json, of its folder, of a SentencePiece .model, or of a vocabulary of
-    tiktoken."""
+    """Path of a tokenizer.json, of its folder, of a SentencePiece .model, or of a tiktoken
+    vocabulary."""
     vocab_size: int | None = None
-    """Number of ids, for --tokenizer-type null."""
+    """Vocabulary size, for --tokenizer-type null."""
 
 
 def describe(prefix: str, config: InspectDataConfig) -> Iterator[str]:
-    """Describe one pair of files.
+    """Describe one pair of token files.
 
     Args:
-        prefix: of the pair.
-        config: which document to show, and how to turn it into text.
+        prefix: path prefix of the pair.
+        config: the document to show, and how to decode it.
 
     Yields:
-        Lines.
+        Lines of text.
 
     Raises:
-        ValueError: the pair is missing or damaged, or there is no such document.
+        ValueError: the pair is missing or damaged, or has no such document.
     """
     data = IndexedDataset(prefix)
     written = describe_files(prefix)
@@ -77,7 +77,7 @@ def describe(prefix: str, config: InspectDataConfig) -> Iterator[str]:
     lengths = np.diff(ends[data.documents])
     yield (
         f"  tokens per document: {lengths.min():,} to {lengths.max():,}, "
-        f"median {int(np.median(lengths)):,}; largest id {_largest(data):,}"
+        f"median {int(np.median(lengths)):,}; largest id {_max_token_id(data):,}"
     )
     if written:
         named = " ".join(filter(None, [written.get("type"), written.get("model")]))
@@ -98,9 +98,9 @@ def _special_tokens(written: dict[str, Any]) -> str:
     return f", {special_tokens}" if special_tokens else ""
 
 
-def _largest(data: IndexedDataset) -> int:
-    blocks = range(0, data.num_tokens, _SCANNED_AT_ONCE)
-    return max(int(data.tokens[start : start + _SCANNED_AT_ONCE].max()) for start in blocks)
+def _max_token_id(data: IndexedDataset) -> int:
+    blocks = range(0, data.num_tokens, _SCAN_TOKENS)
+    return max(int(data.tokens[start : start + _SCAN_TOKENS].max()) for start in blocks)
 
 
 def _document(
@@ -124,7 +124,7 @@ def _document(
 
 
 def _tokenizer(written: dict[str, Any], config: InspectDataConfig) -> Tokenizer | None:
-    """Return the tokenizer that was asked for, or that wrote the files, if it is still there."""
+    """Return the requested tokenizer, or the one that wrote the files if it still exists."""
     tiktoken = TiktokenOptions.from_json(written.get("tiktoken"))
     if config.tokenizer_type or config.tokenizer_model:
         kind = config.tokenizer_type or guess_type(config.tokenizer_model)
@@ -144,7 +144,7 @@ def _main(argv: Sequence[str]) -> None:
     if words and not words[0].startswith("-"):
         words.insert(0, "--data-path")
     command = parse_command_line(
-        InspectDataConfig, words, prog=PROG, description="Show what token files hold."
+        InspectDataConfig, words, prog=PROG, description="Show the contents of token files."
     )
     for prefix in command.config.data_path:
         for line in describe(prefix, command.config):

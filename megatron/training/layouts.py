@@ -1,13 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Layouts: which tokens of its samples' rows this rank has, and where documents meet in them.
+"""Layouts: which tokens of its samples' rows a rank processes, and the document boundaries.
 
-A layout is made on the host, where batches are read: all layers of a microbatch then share one, and
-only the tokens that this rank computes are copied to its device.
+A layout is built on the host, where batches are read: all layers of a microbatch share one, and
+only the tokens that this rank processes are copied to its device.
 
 How packed rows are split over context-parallel ranks (`--context-parallel-cut`) is a function of a
 microbatch's documents and of the model's shape alone, so that all ranks that share the microbatch
-choose the same. Only where experts gather the tokens of ranks with other documents do these agree
-on it, and on the number of tokens.
+choose the same split. Only if experts gather the tokens of ranks with other documents do these
+ranks agree on the split, and on the number of tokens.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ from megatron.training.core_configs import attention_shape
 from megatron.training.distributed_context import DistributedContext
 from megatron.training.monitoring.flops import flops_per_square, product_weights, window
 
-#: Returns the largest of each number over ranks that see other documents.
+#: Returns the elementwise maximum of the numbers over ranks with other documents.
 Agree = Callable[[Sequence[float]], Sequence[float]]
 
 
@@ -54,8 +54,9 @@ class Choice:
     """The split of one microbatch.
 
     Args:
-        row, apart: the work of ranks for rows split as one, and for documents split separately.
-        cut: of one row that holds all; None splits each row as one.
+        row, apart: attention work of the ranks if each row is split as one sequence, and if
+            documents are split separately.
+        cut: the split of one row that concatenates all rows; None splits each row as one sequence.
     """
 
     row: AttentionWork
@@ -67,14 +68,14 @@ class PackedCuts:
     """Chooses the split of each microbatch of packed rows.
 
     Args:
-        kind: "row", "documents" or "auto", which takes what costs the slowest rank less.
-        size: context parallel ranks.
-        costs: of the model.
-        window: of attention.
-        multiple: what the tokens of a rank divide by.
-        by_heads: attention gives each rank all pairs of some heads.
-        agree: with ranks that gather each other's tokens and see other documents; None where there
-            are none.
+        kind: "row", "documents" or "auto", which takes the split with the faster slowest rank.
+        size: context parallel size.
+        costs: of the model's attention.
+        window: attention window, in tokens; None is unlimited.
+        multiple: the number of tokens per rank is a multiple of this.
+        by_heads: attention is split by heads: each rank has all token pairs of some heads.
+        agree: maximum over ranks that gather each other's tokens and have other documents; None
+            without such ranks.
     """
 
     def __init__(
@@ -93,31 +94,31 @@ class PackedCuts:
         self._multiple, self._agree = multiple, agree
 
     def of(self, documents: Documents) -> SequenceCut | None:
-        """Return the split of one row that holds all rows, each document separately; None splits
-        each row as one. Ranks that must agree call it together.
+        """Return the split of one row that concatenates all rows, document by document; None splits
+        each row as one sequence. Ranks that must agree call it together.
 
         Args:
-            documents: of each row of the microbatch, where they begin and end.
+            documents: document boundaries of each row of the microbatch.
         """
         if self.kind == ROW:
             return None
         if self._agree is None:
             return self.choice(documents).cut
         apart = cut_documents(documents, self.size, multiple=self._multiple)
-        costs = self._costs(*self._works(documents, apart))
+        costs = self._costs(*self._attention_work(documents, apart))
         *costs, tokens = self._agree([*costs, apart.padded[-1]])
         if not costs[1] < costs[0]:
             return None
         return cut_documents(documents, self.size, multiple=self._multiple, at_least=round(tokens))
 
     def choice(self, documents: Documents) -> Choice:
-        """Return what this rank alone would choose, and between what."""
+        """Return the split that this rank would choose on its own, and the work of both splits."""
         apart = cut_documents(documents, self.size, multiple=self._multiple)
-        works = self._works(documents, apart)
+        works = self._attention_work(documents, apart)
         row, apart_cost = self._costs(*works)
         return Choice(*works, apart if apart_cost < row else None)
 
-    def _works(
+    def _attention_work(
         self, documents: Documents, apart: SequenceCut
     ) -> tuple[AttentionWork, AttentionWork]:
         row = SequenceCut.of(documents[0][-1], self.size)
@@ -127,7 +128,7 @@ class PackedCuts:
         )
 
     def _costs(self, row: AttentionWork, apart: AttentionWork) -> tuple[float, float]:
-        """Return what both cost; nothing is as dear as what was not asked for."""
+        """Return the costs of both splits; a split that the options exclude costs infinity."""
         return (
             inf if self.kind == DOCUMENTS else row.cost(self.costs),
             inf if self.kind == ROW else apart.cost(self.costs),
@@ -137,15 +138,15 @@ class PackedCuts:
 def packed_cuts(
     run: ResolvedRun, context: DistributedContext, model: GPTConfig
 ) -> PackedCuts | None:
-    """Return what chooses the splits of a run's rows; None where rows are not split over ranks,
-    hold one document each, or have no pairs to divide."""
+    """Return the object that chooses the splits of a run's rows; None if rows are not split over
+    ranks, contain one document each, or the model has no attention."""
     parallel, data = run.config.parallel, run.config.data
     packed = data.sft or data.reset_attention_mask
     if parallel.context_parallel_size == 1 or not packed or model.attention is None:
         return None
     cp, shape = parallel.context_parallel_size, attention_shape(run)
     assert shape is not None
-    engine = choose(parallel.cp_comm_type, shape, cp).engine  # whatever the number of tokens
+    engine = choose(parallel.cp_comm_type, shape, cp).engine  # independent of the number of tokens
     return PackedCuts(
         parallel.context_parallel_cut,
         cp,
@@ -164,9 +165,9 @@ def packed_cuts(
 
 
 def costs_of(model: GPTConfig, tp: int) -> Costs:
-    """Return what tokens, pairs and pieces of a model cost on each of tp ranks, in operations.
+    """Return the cost of a token, a token pair and a sequence piece on each of tp ranks, in FLOPs.
 
-    A square of n^2 has n (n + 1) / 2 pairs, and stands for twice the area of the triangle.
+    A causal square of n^2 has n (n + 1) / 2 pairs, half of its area; hence the factor of 2.
     """
     pair, heads = 2.0 * flops_per_square(model), 1
     if model.attention is not None:
@@ -186,17 +187,20 @@ def agreement(
     *,
     equal: bool = False,
 ) -> Agree | None:
-    """Return how ranks agree that have other documents and gather each other's tokens, of which
-    all must then have as many; None where experts gather none of such ranks.
+    """Return the maximum over ranks that gather each other's tokens and have other documents; these
+    ranks must process equally many tokens. None if experts gather no tokens of such ranks.
 
     Args:
-        dispatcher: that is asked for, "auto" too.
-        device: where the group reduces.
-        equal: ranks exchange blocks of one size, whatever the dispatcher.
+        dispatcher: the configured token dispatcher, "auto" included.
+        device: device of the reduction.
+        equal: ranks exchange blocks of equal size with any dispatcher.
     """
     group, grid = groups["etp_ep"], groups.grid
     coordinates = (grid.coordinates(rank) for rank in group.ranks)
-    if model.moe is None or len({(at["gtp"], at["dp"]) for at in coordinates}) == 1:
+    if (
+        model.moe is None
+        or len({(position["gtp"], position["dp"]) for position in coordinates}) == 1
+    ):
         return None
     chosen = choose_dispatcher(dispatcher, topk=model.moe.router.topk, ep=grid.ep)
     if chosen != "allgather" and not equal:
@@ -210,16 +214,16 @@ def agreement(
 
 
 class Layouts:
-    """Makes the layouts of a run's batches.
+    """Builds the layouts of a run's batches.
 
     Args:
-        context: the ranks that share the tokens of a row.
-        device: where layers work.
-        block_heads: query heads of a rank, where documents of whole rows may be attended one by
-            one; None masks them.
-        bounds: whether layers must know where documents begin, as recurrences, TransformerEngine's
-            attention and torch's fused attention do; ids are for masks.
-        cuts: choose how packed rows are split; None splits each as one.
+        context: the context-parallel group.
+        device: device of the layers.
+        block_heads: query heads per rank if documents of whole rows may be attended to one by one;
+            None masks them.
+        bounds: whether layers need document boundaries, as recurrences, TransformerEngine's
+            attention and torch's fused attention do; masks need document ids only.
+        cuts: chooses how packed rows are split; None splits each row as one sequence.
     """
 
     def __init__(
@@ -236,13 +240,13 @@ class Layouts:
         self._dense: dict[tuple[int, ...], SequenceLayout] = {}
 
     def of(self, batch: GPTBatch) -> SequenceLayout:
-        """Return the layout of a batch, without samples.
+        """Return the layout of a batch, without sample numbers.
 
-        Rows of one document have one layout for each shape, so that what is worked out for them,
-        and copied to the device, is so once.
+        Rows of one document share one layout per shape, so that index maps are computed and copied
+        to the device once.
 
         Raises:
-            ValueError: rows that do not divide over the ranks.
+            ValueError: the rows cannot be divided over the ranks.
         """
         dense = batch.positions is None and batch.document_ids is None
         shape = batch.loss_mask.shape
@@ -260,7 +264,7 @@ class Layouts:
         return pin(tensor, self._device).to(self._device, non_blocking=True)
 
     def _of_rows(self, batch: GPTBatch) -> SequenceLayout:
-        masks = self._context.size == 1 and not self._part_by_part(batch)
+        masks = self._context.size == 1 and not self._attends_by_document(batch)
         if not masks or self._bounds:
             return self._make(batch, masks_by_ids=masks)
         row_tensors = {"positions": batch.positions, "document_ids": batch.document_ids}
@@ -284,7 +288,8 @@ class Layouts:
         )
 
     def _apart(self, batch: GPTBatch, cut: SequenceCut) -> SequenceLayout:
-        """Return the layout of one row that holds all samples, each document split separately."""
+        """Return the layout of one row that concatenates all samples, split document by
+        document."""
         ids, positions = batch.document_ids, batch.positions
         assert ids is not None
         samples, length = ids.shape
@@ -301,7 +306,7 @@ class Layouts:
             device=self._device,
         ).holding_samples(length)
 
-    def _part_by_part(self, batch: GPTBatch) -> bool:
+    def _attends_by_document(self, batch: GPTBatch) -> bool:
         """Return whether to attend to the documents of whole rows one by one."""
         if batch.document_ids is None or self._block_heads is None:
             return False
@@ -311,19 +316,20 @@ class Layouts:
 
 
 def needs_bounds(config: Config, device: torch.device) -> bool:
-    """Return whether layers of a run take where documents begin, and not only their ids."""
+    """Return whether a run's layers need document boundaries, not only document ids."""
     parallel = config.parallel
-    # A CUDA graph replays the documents of its capture where these are known, and any where only
-    # ids are.
+    # A CUDA graph replays the captured document boundaries; with document ids alone it handles any
+    # documents.
     eager = config.execution.cuda_graph_impl == "none"
     fused = device.type == "cuda" and parallel.attention_backend == "auto" and eager
     return is_recurrent(config) or parallel.transformer_impl != "local" or fused
 
 
 def layouts_of(run: ResolvedRun, context: DistributedContext, model: GPTConfig) -> Layouts:
-    """Return what makes the layouts of a run."""
+    """Return the object that builds the layouts of a run."""
     parallel = run.config.parallel
-    # On a GPU one call masks documents of any length, and a kernel asked for by name is one call.
+    # One masked kernel call handles documents of any length on a GPU and in explicitly chosen
+    # kernels.
     masks = context.device.type != "cpu" or parallel.attention_backend != "auto"
     heads = (run.config.model.num_attention_heads or 0) // parallel.tensor_model_parallel_size
     return Layouts(

@@ -2,7 +2,7 @@
 """The training loop: step, count, log, validate, save, stop. It knows no model and no process
 group.
 
-Every rank runs it and comes to the same decisions, since a step's outcome is the same everywhere.
+Every rank runs it and takes the same decisions, since a step's outcome is the same on all ranks.
 """
 
 from __future__ import annotations
@@ -32,12 +32,12 @@ from megatron.training.progress_state import Progress
 
 
 class Steps(Protocol):
-    """What takes steps and evaluates: `SessionSteps`.
+    """Interface for training steps and evaluation, implemented by `SessionSteps`.
 
     Attributes:
-        lr: schedule over the samples of applied updates.
-        scaler: of the loss.
-        window: gathers what is logged.
+        lr: learning rate schedule over samples of applied updates.
+        scaler: the loss scaler.
+        window: sums of the current logging interval.
     """
 
     lr: LearningRateSchedule
@@ -48,37 +48,37 @@ class Steps(Protocol):
         """Train on the next global batch, unless its loss is above the limit.
 
         Args:
-            samples: of this batch.
-            update_samples: of the applied updates so far, which schedules follow.
+            samples: samples of this batch.
+            update_samples: samples of all applied updates so far, the position in the schedules.
         """
 
     def loss_on(self, split: Literal["validation", "test"]) -> float | None:
-        """Return the mean loss over a data set; None if the run has no such set."""
+        """Return the mean loss on a split; None if the run has no such data."""
 
     def params_norm(self) -> float | None:
         """Return the norm of all weights; None if it is not logged."""
 
 
 class RunSaves(Protocol):
-    """What writes checkpoints: `Saves`."""
+    """Interface for writing checkpoints, implemented by `Saves`."""
 
     def begin(self, progress: Progress) -> None:
-        """Save the current progress, at once or in the background."""
+        """Save the current progress, immediately or in the background."""
 
     def finish(self, progress: Progress) -> None:
-        """Save it for the end of the run: it is on disk when this returns."""
+        """Save at the end of the run; the checkpoint is on disk when this returns."""
 
 
 class TrainingLoop:
     """The loop of one run.
 
     Args:
-        run: how long, how often.
+        run: lengths and intervals.
         steps: takes steps and evaluates.
-        hooks: called in this order at each of their moments.
+        hooks: called in this order.
         saves: writes checkpoints; None without --save.
-        stop: who wants the run to end early.
-        display, metrics: where the numbers go.
+        stop: requests to end the run early.
+        display, metrics: destinations of the log.
     """
 
     def __init__(
@@ -97,10 +97,10 @@ class TrainingLoop:
         self._display, self._metrics = display, metrics
 
     def train(self, progress: Progress) -> None:
-        """Run from `progress`, which moves along, to the end of the run or an exit condition.
+        """Run from `progress`, which is updated, to the end of the run or an exit condition.
 
         Raises:
-            RunStopped: too many bad steps in a row, or replicas that differ.
+            RunStopped: too many consecutive bad steps, or replicas that differ.
         """
         self._iterate(progress)
         for hooks in self._hooks:
@@ -116,12 +116,12 @@ class TrainingLoop:
         while progress.iteration < self._run.train_iters:
             outcome = self._one_iteration(progress)
             iteration = progress.iteration
-            # The same on every rank, as the votes of all of them are in it.
+            # The same on every rank, as the votes are summed over all ranks.
             early = self._stop.reason(outcome.votes)
             exits_by_interval = _is_multiple(iteration, training.exit_interval)
             stopping = bool(early) or exits_by_interval or iteration == self._run.train_iters
-            # Stopping at exit-interval leaves the last validation to the run's real end; stopping
-            # early leaves one that is due to the next start.
+            # A stop at exit-interval leaves the last validation to the end of the run; an early
+            # stop leaves a due validation to the next start.
             if (
                 _is_multiple(iteration, evaluates.eval_interval)
                 or iteration == self._run.train_iters
@@ -144,7 +144,7 @@ class TrainingLoop:
             self._evaluate_at_end(progress)
 
     def _one_iteration(self, progress: Progress) -> StepOutcome:
-        """Take one step, move the counters and log it if it is time.
+        """Take one step, update the counters and log if due.
 
         Raises:
             RunStopped: a hook ends the run.
@@ -186,10 +186,10 @@ class TrainingLoop:
         return outcome
 
     def _count(self, progress: Progress, outcome: StepOutcome, scale: float) -> None:
-        """Move the counters of skipped and bad steps.
+        """Update the counters of skipped and bad steps.
 
-        An overflow of fp16 gradients while the scale can still be lowered is part of finding the
-        scale.
+        An overflow of fp16 gradients while the loss scale can still be lowered is not a bad step:
+        the scaler is still searching for the scale.
         """
         finite = math.isfinite(outcome.loss)
         progress.skipped_iterations += not outcome.applied
@@ -202,7 +202,7 @@ class TrainingLoop:
             progress.consecutive_bad_steps += 1
 
     def _log(self, record: StepRecord) -> None:
-        """Show and record one log line, with what hooks add to it."""
+        """Log and record one line, with the parts that hooks add."""
         log_parts = [log_part for hooks in self._hooks for log_part in hooks.log_parts()]
         shows = self._run.config.logging.log_throughput
         line = format_step(record, datetime.datetime.now(), throughput=shows, sections=log_parts)
@@ -216,7 +216,7 @@ class TrainingLoop:
             hooks.on_log()
 
     def _validate(self, progress: Progress) -> None:
-        """Validate, if the run does, and show and record the loss and those of hooks."""
+        """Validate, if the run does, and log and record the loss and the losses of hooks."""
         progress.validation_pending = 0
         start, iteration = time.perf_counter(), progress.iteration
         loss = self._steps.loss_on("validation")
@@ -225,21 +225,20 @@ class TrainingLoop:
         self._display.log(format_validation(iteration, loss))
         values = {"lm_loss": loss}
         for hooks in self._hooks:
-            for name, hook_loss in hooks.on_evaluate(iteration, self._loss_again).items():
+            for name, hook_loss in hooks.on_evaluate(iteration, self._validation_loss).items():
                 self._display.log(format_validation(iteration, hook_loss, split=name))
                 values[f"{name}_lm_loss"] = hook_loss
         self._stop.note("validation", time.perf_counter() - start)
         self._metrics.write("validation", iteration, values)
 
-    def _loss_again(self) -> float:
+    def _validation_loss(self) -> float:
         """Return the validation loss of a run that validates."""
         loss = self._steps.loss_on("validation")
         assert loss is not None
         return loss
 
     def _evaluate_at_end(self, progress: Progress) -> None:
-        """Evaluate the finished model on the test set, if there is one; show and record the
-        loss."""
+        """Evaluate the trained model on the test set, if there is one; log and record the loss."""
         loss = self._steps.loss_on("test")
         if loss is None:
             return
@@ -248,5 +247,5 @@ class TrainingLoop:
 
 
 def _is_multiple(iteration: int, interval: int | None) -> bool:
-    """Return whether something that is done at an interval is due; None and 0 are never."""
+    """Return whether an action with an interval is due; None and 0 mean never."""
     return bool(interval) and iteration % interval == 0

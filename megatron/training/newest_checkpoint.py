@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which checkpoint a folder means, and fallback to an older one where the newest is corrupt.
+"""Select the checkpoint of a folder, falling back to an older one if the newest is corrupt.
 
-Every rank calls these and all of them choose the same checkpoint.
+Every rank calls these functions, and all choose the same checkpoint.
 
-Checkpoints of other programs where one of this project is expected are recognised, never read. A
-run that took such a folder for an empty one would start from scratch.
+Checkpoints of other programs are detected and rejected, never read: a run that mistook such a
+folder for an empty one would start from scratch.
 """
 
 from __future__ import annotations
@@ -30,22 +30,22 @@ from megatron.core.dist_checkpointing.manifest import MANIFEST_NAME, iteration_o
 from megatron.core.dist_checkpointing.run_folder import unexpected_files, unexpected_files_warning
 from megatron.core.untrusted_files import read_json
 
-#: What folders of torch.distributed.checkpoint hold instead of a manifest.
+#: File that identifies a folder of torch.distributed.checkpoint.
 METADATA_NAME = ".metadata"
 
-#: What upstream adds: which of its formats a folder is of.
+#: File with which upstream records the format of a folder.
 UPSTREAM_NAME = "metadata.json"
 
-#: More than upstream writes there.
+#: Size limit of that file.
 MAX_UPSTREAM_BYTES = 1 << 16
 
 
 def foreign_line(path: Path) -> str:
-    """Return what to do with a foreign checkpoint, in one line; "" if there is none.
+    """Return an error line about a foreign checkpoint; "" if there is none.
 
     Args:
-        path: a checkpoint, or a folder of checkpoints. One of this project among them, even a
-            corrupt one, makes it a folder of this project.
+        path: a checkpoint, or a folder of checkpoints. If any of them, even a corrupt one, has this
+            project's format, the folder is not foreign.
     """
     checkpoints = list_checkpoints(path) if path.is_dir() else []
     if any(os.path.lexists(folder / MANIFEST_NAME) for folder in (path, *checkpoints)):
@@ -53,7 +53,7 @@ def foreign_line(path: Path) -> str:
     for folder in (path, *checkpoints, path / "release"):
         if kind := foreign_kind(folder):
             return (
-                f"{folder} is a foreign checkpoint: make one of ours of it with python -m "
+                f"{folder} is a foreign checkpoint: convert it with python -m "
                 f"megatron.training.checkpoint convert {folder} NEW_FOLDER --from {kind} "
                 "--to native and the flags of its model"
             )
@@ -61,8 +61,8 @@ def foreign_line(path: Path) -> str:
 
 
 def foreign_kind(folder: Path) -> str:
-    """Return what `convert --from` calls the format of a folder: torch_dist or dcp; "" if it is
-    neither."""
+    """Return the format of a folder in the terms of `convert --from`: torch_dist or dcp; "" for
+    other folders."""
     backend = _backend(folder / UPSTREAM_NAME)
     if (folder / METADATA_NAME).is_file():
         return "torch_dist" if backend == "torch_dist" else "dcp"
@@ -70,7 +70,7 @@ def foreign_kind(folder: Path) -> str:
 
 
 def _backend(path: Path) -> str:
-    """Return what upstream calls the format of a folder; "" if the file is none of upstream's."""
+    """Return upstream's name of the folder's format; "" if the file is not upstream's."""
     try:
         fields = read_json(path, MAX_UPSTREAM_BYTES)
     except OSError:
@@ -81,7 +81,7 @@ def _backend(path: Path) -> str:
 
 T = TypeVar("T")
 
-#: How often a checkpoint that retention removed at the moment it was found is looked for again.
+#: Attempts to find a checkpoint if retention removes it between listing and locking.
 ATTEMPTS = 5
 
 
@@ -93,21 +93,21 @@ def load_newest(
     flag: str = "--load",
     fall_back: bool = True,
 ) -> tuple[Path, T] | None:
-    """Load the checkpoint that `--load` means; where its bytes turn out to be corrupt, log it and
-    load the next older one. Retention removes nothing that is being loaded.
+    """Load the checkpoint that `--load` selects; if it is corrupt, log that and load the next older
+    one. Retention does not remove a checkpoint that is being loaded.
 
     Args:
-        load: a folder of checkpoints, or one checkpoint, from which nothing falls back.
+        load: a folder of checkpoints, or one checkpoint, which has no fallback.
         use: loads a checkpoint. It raises the same on every rank, and may be called again after a
-            DamagedCheckpointError: it must write over everything the failed call has written.
-        flag: which option named it.
+            DamagedCheckpointError: the second call must overwrite whatever the failed call wrote.
+        flag: the option that names the folder, for messages.
         fall_back: whether an older checkpoint may be loaded.
 
     Returns:
-        The checkpoint's folder and what `use` returned; None if there is no checkpoint.
+        The checkpoint's folder and the result of `use`; None if there is no checkpoint.
 
     Raises:
-        ValueError: there is none that can be loaded.
+        ValueError: no checkpoint can be loaded.
     """
     search = _Search(load, coordinator, flag=flag, fall_back=fall_back)
     while True:
@@ -118,27 +118,26 @@ def load_newest(
             try:
                 return folder, use(folder)
             except DamagedCheckpointError as error:
-                search.pass_over(folder, error)
+                search.skip(folder, error)
             except CheckpointError as error:
                 raise ValueError(f"{flag} {folder}: {error}") from error
 
 
 class _Search:
-    """Looks for the newest checkpoint that has not turned out to be damaged."""
+    """Searches for the newest checkpoint that is not known to be damaged."""
 
     def __init__(self, load: str, coordinator: Coordinator, *, flag: str, fall_back: bool) -> None:
         self._path, self._coordinator, self._flag = Path(load), coordinator, flag
         self._is_single_checkpoint = self._path.name.startswith("iter_")
         self._fall_back = fall_back and not self._is_single_checkpoint
-        self._passed_over: list[Path] = []
+        self._skipped: list[Path] = []
         self._damages: list[str] = []
 
     def find(self, read_locks: contextlib.ExitStack) -> Path | None:
-        """Return the next checkpoint to try, which rank 0 locks for reading until `read_locks`
-        closes.
+        """Return the next checkpoint to try; rank 0 holds its read lock until `read_locks` closes.
 
         Raises:
-            ValueError: there is none left.
+            ValueError: none is left.
         """
         self._coordinator.begin(f"looking for a checkpoint in {self._path}")
         try:
@@ -152,11 +151,11 @@ class _Search:
             self._coordinator.say(f"WARNING: falling back to {name}: {damages}")
         return None if name is None else Path(name)
 
-    def pass_over(self, folder: Path, error: DamagedCheckpointError) -> None:
-        """Take note of a checkpoint that is damaged. Raises ValueError if no other may be used."""
+    def skip(self, folder: Path, error: DamagedCheckpointError) -> None:
+        """Record a damaged checkpoint. Raises ValueError if no other may be used."""
         if not self._fall_back:
             raise ValueError(f"{self._flag} {folder}: {error}") from error
-        self._passed_over.append(folder)
+        self._skipped.append(folder)
         self._damages.append(str(error))
 
     def _find(self, read_locks: contextlib.ExitStack) -> str | None:
@@ -165,7 +164,7 @@ class _Search:
         if self._is_single_checkpoint:
             if not self._path.is_dir():
                 raise CheckpointError(f"{self._flag} {self._path}: there is no such checkpoint")
-            self._refuse_foreign()
+            self._reject_foreign()
             read_locks.enter_context(reading(self._path))
             if extra_files := unexpected_files(self._path, read_manifest(self._path)):
                 self._coordinator.say(unexpected_files_warning(self._path, extra_files))
@@ -174,27 +173,27 @@ class _Search:
             try:
                 newest = latest_checkpoint(
                     self._path,
-                    excluded=self._passed_over,
+                    excluded=self._skipped,
                     fall_back=self._fall_back,
                     say=self._coordinator.say,
                 )
             except DamagedCheckpointError:
-                self._refuse_foreign()
+                self._reject_foreign()
                 raise
             if newest is None:
-                self._refuse_foreign()
+                self._reject_foreign()
                 return None
             try:
                 read_locks.enter_context(reading(newest))
-            except DamagedCheckpointError:  # a run that saves here has removed it meanwhile
+            except DamagedCheckpointError:  # retention of a run that saves here has removed it
                 if attempt == ATTEMPTS - 1:
                     raise
             else:
                 return str(newest)
         raise AssertionError("the last attempt returns or raises")
 
-    def _refuse_foreign(self) -> None:
-        """Raise CheckpointError where the checkpoint is another program's."""
+    def _reject_foreign(self) -> None:
+        """Raise CheckpointError if the checkpoint belongs to another program."""
         if line := foreign_line(self._path):
             raise CheckpointError(f"{self._flag} {self._path}: {line}")
 
@@ -203,7 +202,7 @@ def read_together(folder: Path, coordinator: Coordinator) -> Manifest:
     """Return the manifest of a checkpoint, or raise the same error on every rank.
 
     Raises:
-        CheckpointError: a rank cannot read it.
+        CheckpointError: some rank cannot read it.
     """
     manifests = []
 
@@ -215,20 +214,20 @@ def read_together(folder: Path, coordinator: Coordinator) -> Manifest:
     return manifests[0]
 
 
-def clear_the_way(
-    save: str, iteration: int, *, from_the_newest: bool, coordinator: Coordinator
+def reject_later_checkpoints(
+    save: str, iteration: int, *, resumes_newest: bool, coordinator: Coordinator
 ) -> None:
-    """See that nothing in the save folder belongs to later iterations than a run starts from: what
-    is there already is never saved again, and the newest folder counts at the next start.
+    """Ensure that the save folder has no checkpoint later than the iteration the run starts from:
+    existing folders are not overwritten, and the next start would load the newest one.
 
     Args:
-        save: the folder that the run saves in and has claimed.
-        iteration: where it starts.
-        from_the_newest: whether it goes on from the newest undamaged checkpoint in it; later ones
-            are damaged then and lose their names.
+        save: the save folder, locked by this run.
+        iteration: the iteration the run starts from.
+        resumes_newest: whether the run resumes from the newest undamaged checkpoint in the folder;
+            later ones are then damaged and renamed.
 
     Raises:
-        ValueError: there are later ones, of another course of training.
+        ValueError: there are later checkpoints, from another training history.
     """
     root = Path(save)
 
@@ -236,8 +235,8 @@ def clear_the_way(
         if coordinator.rank:
             return
         later = [folder for folder in list_checkpoints(root) if _is_later(folder, iteration)]
-        if later and not from_the_newest:
-            raise CheckpointError(_refusal(save, iteration, later))
+        if later and not resumes_newest:
+            raise CheckpointError(_later_checkpoints_line(save, iteration, later))
         for folder in later:
             aside = folder.with_name(f"{folder.name}.damaged-{secrets.token_hex(4)}")
             os.rename(folder, aside)
@@ -255,11 +254,11 @@ def _is_later(folder: Path, iteration: int) -> bool:
     return folder_iteration is not None and folder_iteration > iteration
 
 
-def _refusal(save: str, iteration: int, later: Sequence[Path]) -> str:
-    """Return a line about checkpoints that are in the way, newest first."""
+def _later_checkpoints_line(save: str, iteration: int, later: Sequence[Path]) -> str:
+    """Return the error line about later checkpoints, which are listed newest first."""
     oldest, newest = later[-1].name, later[0].name
     named = newest if len(later) == 1 else f"{len(later)} checkpoints from {oldest} to {newest}"
     return (
-        f"it holds {named}, later than iteration {iteration} that this run starts from: move "
-        f"what is later away, save elsewhere, or go on from the newest with --load {save}"
+        f"it contains {named}, later than iteration {iteration} that this run starts from: move "
+        f"them away, save elsewhere, or resume from the newest with --load {save}"
     )

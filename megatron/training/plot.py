@@ -1,14 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Draw and compare runs from their metrics.jsonl: a PNG, one self-contained HTML page, a table.
+"""Plot and compare runs from their metrics.jsonl: a PNG, a self-contained HTML page, a table.
 
-Of runs with experts the load of every expert is a heat map.
+The load of experts is drawn as a heat map.
 
     python -m megatron.training.plot --metrics runs/a runs/b --names "lr 1e-3" "lr 3e-3" \
         --html compare.html --output compare.png
 
-Curves are found by name, smoothed, and their last values compared. The HTML page is self-contained:
-style, and a script that draws SVG. A heat map is SVG for the page, and on matplotlib's axes. White
-is the mean of a layer, red more, blue less; the strongest colours are 0 and twice the mean.
+Curves are matched by name and smoothed, and their last values compared. The HTML page contains its
+style, and a script that draws SVG. Heat maps are SVG in the page, and matplotlib images in the PNG.
+White is the mean load of a layer, red is above it, blue below; the colour scale ends at 0 and at
+twice the mean.
 """
 
 from __future__ import annotations
@@ -32,14 +33,14 @@ _LARGEST_NUMBER = 1e100  # that is drawn
 
 @dataclass(frozen=True)
 class Quantity:
-    """What is drawn of a run.
+    """A quantity to plot.
 
     Args:
-        key: its name in metrics.jsonl, after the kind of event: `train/lm_loss`.
-        title: of its panel.
-        unit: of its values.
-        factor: recorded value to shown value.
-        logarithmic: whether its axis is.
+        key: event kind and name in metrics.jsonl: `train/lm_loss`.
+        title: title of the panel.
+        unit: unit of the plotted values.
+        factor: plotted value per recorded value.
+        logarithmic: whether the value axis is logarithmic.
     """
 
     key: str
@@ -70,7 +71,7 @@ QUANTITIES = (
 
 @dataclass(frozen=True)
 class Curve:
-    """Values over iterations; only finite ones."""
+    """Finite values over iterations."""
 
     steps: tuple[int, ...]
     values: tuple[float, ...]
@@ -78,7 +79,7 @@ class Curve:
 
 @dataclass(frozen=True)
 class RecordedRun:
-    """A run's name, its curves by `Quantity.key`, and the last load of its experts, by layer."""
+    """A run's name, its curves by `Quantity.key`, and the last expert load per layer."""
 
     name: str
     curves: dict[str, Curve]
@@ -87,10 +88,10 @@ class RecordedRun:
 
 
 def metrics_file(path_or_folder: str) -> Path:
-    """Return the metrics.jsonl that a path means: itself, or one in a run's folder.
+    """Return the metrics.jsonl of a path: the file itself, or the one in a run's folder.
 
     Raises:
-        ValueError: there is none.
+        ValueError: there is no such file.
     """
     path = Path(path_or_folder)
     if path.is_dir():
@@ -105,7 +106,7 @@ def read_run(path_or_folder: str, name: str) -> RecordedRun:
     """Read the curves of a run.
 
     Raises:
-        ValueError: no such file, or it holds no losses.
+        ValueError: the file does not exist, or contains no losses.
     """
     path = metrics_file(path_or_folder)
     points: dict[str, dict[int, float]] = {}
@@ -124,18 +125,18 @@ def read_run(path_or_folder: str, name: str) -> RecordedRun:
                 points_of_key = points.setdefault(quantity.key, {})
                 points_of_key[event["iteration"]] = value * quantity.factor
     if not {"train/lm_loss", "validation/lm_loss"} & points.keys():
-        raise ValueError(f"{path} holds no losses: name the metrics.jsonl of a run that trained")
+        raise ValueError(f"{path} has no losses: name the metrics.jsonl of a run that trained")
     curves = {key: Curve(tuple(p), tuple(p.values())) for key, p in points.items()}
     return RecordedRun(name, curves, loads, loads_at)
 
 
 def _is_number(value: object) -> bool:
-    """Say whether a value can be drawn: an integer of JSON may have any size."""
+    """Return whether a value can be plotted: JSON integers may be arbitrarily large."""
     return isinstance(value, (int, float)) and abs(value) < _LARGEST_NUMBER
 
 
 def _is_table(value: object) -> bool:
-    """Say whether a value is rows of numbers by name, equally long."""
+    """Return whether a value is a mapping from names to rows of numbers of equal length."""
     if not isinstance(value, dict) or not all(isinstance(row, list) for row in value.values()):
         return False
     numbers = [number for row in value.values() for number in row]
@@ -145,7 +146,7 @@ def _is_table(value: object) -> bool:
 
 
 def short_names(paths: Sequence[str]) -> list[str]:
-    """Return the shortest ends of paths that tell them apart."""
+    """Return the shortest distinct suffixes of the paths."""
     path_segments = [
         [p for p in Path(path).parts if p != "metrics.jsonl"] or [path] for path in paths
     ]
@@ -157,8 +158,8 @@ def short_names(paths: Sequence[str]) -> list[str]:
 
 
 def smooth(values: Sequence[float], weight: float) -> list[float]:
-    """Return the exponential mean of values, corrected for its start: weight of the past in
-    [0, 1)."""
+    """Return the exponential moving average with bias correction; `weight`, in [0, 1), is the
+    weight of the past."""
     mean, total, smoothed = 0.0, 0.0, []
     for value in values:
         mean = weight * mean + (1.0 - weight) * value
@@ -168,8 +169,8 @@ def smooth(values: Sequence[float], weight: float) -> list[float]:
 
 
 def comparison(runs: Sequence[RecordedRun]) -> list[list[str]]:
-    """Return a table of last values: a header, then a row per quantity; other runs against the
-    first."""
+    """Return a table of last values: a header, then one row per quantity that compares the other
+    runs with the first."""
     table = [["last value", *(run.name for run in runs)]]
     for quantity in QUANTITIES:
         values = [_last_value(run, quantity.key) for run in runs]
@@ -198,7 +199,7 @@ def _cell(value: float | None, baseline: float | None) -> str:
     return f"{text} ({(value - baseline) / abs(baseline):+.2%})"
 
 
-#: Rows of a picture: the load of each expert as a multiple of its layer's mean, by layer.
+#: A heat map: the load of each expert as a multiple of its layer's mean, by layer.
 Loads = Mapping[str, Sequence[float]]
 
 _LOW_LOAD, _HIGH_LOAD = (59, 118, 201), (194, 69, 95)
@@ -206,14 +207,14 @@ _LEFT, _TOP, _ROW, _WIDTH = 64, 20, 16, 900
 
 
 def color(load: float) -> str:
-    """Return the colour of a load, 1 being even."""
+    """Return the colour of a load; 1 is an even load."""
     far = min(1.0, abs(load - 1.0))
     end = _HIGH_LOAD if load > 1.0 else _LOW_LOAD
     return "#" + "".join(f"{round(255 + (channel - 255) * far):02x}" for channel in end)
 
 
 def load_svg(loads: Loads) -> str:
-    """Return an SVG with a cell for each expert, whose title names it."""
+    """Return an SVG heat map with one cell per expert; the cell's title names the expert."""
     num_experts = max(map(len, loads.values()))
     cell = (_WIDTH - _LEFT) / num_experts
     height = _TOP + _ROW * len(loads)
@@ -233,7 +234,7 @@ def load_svg(loads: Loads) -> str:
 
 
 def draw_loads(axes: Any, loads: Loads) -> Any:
-    """Draw the heat map on axes of matplotlib and return the image, for a colour bar."""
+    """Draw the heat map on matplotlib axes and return the image, for a colour bar."""
     image = axes.imshow(
         [list(values) for values in loads.values()],
         aspect="auto",
@@ -467,12 +468,12 @@ drawAll();
 
 
 def page(runs: Sequence[RecordedRun], *, title: str, smoothing: float) -> str:
-    """Return the page.
+    """Return the HTML page.
 
     Args:
-        runs: to draw; the first is what the table compares the others with.
-        title: of the page.
-        smoothing: weight of the past, where the slider starts.
+        runs: runs to plot; the table compares the others with the first.
+        title: title of the page.
+        smoothing: initial value of the smoothing slider.
     """
     data = {
         "smoothing": smoothing,
@@ -488,7 +489,7 @@ def page(runs: Sequence[RecordedRun], *, title: str, smoothing: float) -> str:
             if any(quantity.key in run.curves for run in runs)
         ],
     }
-    # A name may hold anything: "</" must not end the script.
+    # A name may contain "</", which must not end the script.
     text = json.dumps(data, separators=(",", ":")).replace("</", "<\\/")
     return (
         TEMPLATE.replace("{{title}}", html.escape(title))
@@ -521,20 +522,21 @@ def _table(rows: list[list[str]]) -> str:
 
 @dataclass(frozen=True, kw_only=True)
 class PlotOptions:
-    """What to draw, and where."""
+    """What to plot, and where to write it."""
 
     metrics: tuple[str, ...]
-    """Runs: a metrics.jsonl each, or the folder that holds it; the first is compared with."""
+    """Runs to plot: a metrics.jsonl each, or the folder that contains it; others are compared with
+    the first."""
     names: tuple[str, ...] = ()
-    """Names of the runs, as many; derived: what tells their paths apart."""
+    """Names of the runs, one each; derived: the distinct suffixes of their paths."""
     output: str | None = None
     """PNG file to write; derived: loss_curve.png without --html, else none."""
     html: str | None = None
-    """HTML page to write; it needs no other file and no network."""
+    """HTML page to write; self-contained, without network access."""
     title: str = "Loss"
     """Title of the figure and the page."""
     smoothing: float = 0.0
-    """Weight of the past in an exponential mean, at least 0 and below 1; the page has a slider."""
+    """Weight of the past in an exponential moving average, in [0, 1); the page has a slider."""
 
     def __post_init__(self) -> None:
         if self.names and len(self.names) != len(self.metrics):
@@ -547,10 +549,10 @@ class PlotOptions:
 
 
 def plot_loss(metrics: str | Path, output: str | Path, *, title: str = "Loss") -> Path:
-    """Draw training and validation loss of one run as a PNG and return its path.
+    """Plot training and validation loss of one run as a PNG and return its path.
 
     Raises:
-        ValueError: the file has no loss, or matplotlib is absent.
+        ValueError: the file has no loss, or matplotlib is not installed.
     """
     return draw([read_run(str(metrics), "")], output, title=title, only_loss=True)
 
@@ -563,17 +565,17 @@ def draw(
     smoothing: float = 0.0,
     only_loss: bool = False,
 ) -> Path:
-    """Draw runs as a PNG and return its path.
+    """Plot runs as a PNG and return its path.
 
     Args:
-        runs: what to draw.
-        output: the file.
-        title: of the figure.
-        smoothing: weight of the past.
+        runs: runs to plot.
+        output: path of the PNG.
+        title: title of the figure.
+        smoothing: weight of the past in the moving average, in [0, 1).
         only_loss: one panel of losses instead of one per quantity.
 
     Raises:
-        ValueError: matplotlib is absent.
+        ValueError: matplotlib is not installed.
     """
     try:
         from matplotlib.backends.backend_agg import FigureCanvasAgg
@@ -619,7 +621,7 @@ def draw(
 def _draw_run(
     axes: Any, run: RecordedRun, keys: Sequence[str], *, color: str, smoothing: float
 ) -> None:
-    """Draw some curves of one run: validation dashed with dots, the rest as lines."""
+    """Plot some curves of one run: validation dashed with dots, others as lines."""
     for key in keys:
         if key not in run.curves:
             continue

@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Turn text files into the `.bin/.idx` token files that training reads.
+"""Encode text files into the `.bin/.idx` token files that training reads.
 
     python -m megatron.training.preprocess_data --input corpus.jsonl --output-prefix data/corpus \\
         --tokenizer-type hf --tokenizer-model tokenizer.json --append-eod
 
-The result depends on the inputs and the options alone, not on the number of workers, nor on how
-often the work was killed and resumed.
+The result depends only on the inputs and the options, not on the number of workers or on how often
+the program was killed and resumed.
 """
 
 from __future__ import annotations
@@ -40,8 +40,8 @@ from megatron.training.data.preprocessing.output import COMMIT_BYTES, Output, jo
 __all__ = ["PreprocessConfig", "PreprocessResult", "preprocess"]
 
 PROG = "python -m megatron.training.preprocess_data"
-#: Options that change how the work is done, not what comes out.
-_WITHOUT_EFFECT = (
+#: Options that do not change the token files.
+_RESULT_NEUTRAL = (
     "input",
     "output_prefix",
     "workers",
@@ -49,26 +49,26 @@ _WITHOUT_EFFECT = (
     "overwrite",
     "tokenizer_model",
     "merge_file",
-    "tokenizer_hf_no_include_special_tokens",  # what it adds counts, not what was asked for
+    "tokenizer_hf_no_include_special_tokens",  # compared as the special tokens it leaves
     "tiktoken",  # part of the fingerprint
 )
 
 
 @dataclass(frozen=True, kw_only=True)
 class PreprocessResult:
-    """What was written under one prefix; also the content of `<prefix>.json`.
+    """The token files of one prefix, as described in `<prefix>.json`.
 
     Args:
-        kind: "text", or "chat" for conversations with a mask beside them.
-        tokenizer: kind, path, fingerprint, vocab_size and eod of the tokenizer, and the special
-            tokens that it adds around a text; a template adds its own to conversations.
-        dtype: token type of the .bin.
+        kind: "text", or "chat" for conversations with a mask file.
+        tokenizer: type, path, fingerprint, vocab_size and eod of the tokenizer, and the special
+            tokens that it adds around a text; a chat template adds its own to conversations.
+        dtype: token dtype of the .bin.
         append_eod: whether every document ends with eod.
-        documents: written.
-        tokens: written, end-of-document tokens included.
-        rejected: input records without a document, by reason.
-        examples: the first place of each reason.
-        chat_template: fingerprint of the template of conversations.
+        documents: number of documents.
+        tokens: number of tokens, end-of-document tokens included.
+        rejected: number of rejected input records by reason.
+        examples: location of the first rejected record by reason.
+        chat_template: fingerprint of the chat template.
         made_from: digest of the options and inputs.
     """
 
@@ -84,7 +84,7 @@ class PreprocessResult:
     made_from: str | None = None
 
     def describe_rejected(self) -> str:
-        """Return one line on what was rejected; empty if nothing was."""
+        """Return one line about rejected records; empty without any."""
         tally = Tally(examples=dict(self.examples))
         tally.rejected.update(self.rejected)
         return tally.describe_rejected()
@@ -101,25 +101,25 @@ def preprocess(
 ) -> dict[str, PreprocessResult]:
     """Encode all documents of the input files in order.
 
-    Workers are fresh processes that import the caller's main module: a script that calls this with
-    more than one of them does so under `if __name__ == "__main__"`.
+    Workers are new processes that import the caller's main module: a script that uses several
+    workers must call this under `if __name__ == "__main__"`.
 
     Args:
         config: files and options.
-        tokenizer: to encode with, in this process alone; None makes the one of the options.
-        inputs: the files, where they are found already.
-        report: called after every block; not at all if there is nothing left to do.
-        commit_bytes: input to work off between commits.
-        block_bytes: input to encode at once.
+        tokenizer: encodes in this process alone; None builds the tokenizer of the options.
+        inputs: the input files, if already listed.
+        report: called after every block; never if there is nothing left to do.
+        commit_bytes: input bytes between commits.
+        block_bytes: input bytes encoded at a time.
 
     Returns:
-        What was written, by prefix; the tokens' before the mask's.
+        The written files by prefix; token files before the mask files.
 
     Raises:
-        ValueError: a file is missing or cannot be read, the output exists, no document is left, or
-            what the tokenizer or template lacks. Nothing is written then.
-        OSError: the output cannot be written. What is committed stays, to be resumed; after a
-            WorkerLost likewise.
+        ValueError: a file is missing or unreadable, the output exists, no document is left, or the
+            tokenizer or template lacks a token. Nothing is written then.
+        OSError: the output cannot be written. Committed output is kept, so that the call can be
+            resumed; the same holds for WorkerLost.
     """
     inputs = find_inputs(config.input) if inputs is None else inputs
     if len(config.keys) > 1 or config.chat:
@@ -175,12 +175,12 @@ def _refuse_plain_text(inputs: Inputs, config: PreprocessConfig) -> None:
     plain = [file.path for file in inputs.files if file.kind is Kind.TEXT]
     if plain:
         option = "--chat" if config.chat else f"--json-keys {' '.join(config.keys)}"
-        raise ValueError(f"{plain[0]} is plain text, without keys: leave it or {option} out")
+        raise ValueError(f"{plain[0]} is plain text, without keys: drop it or {option}")
 
 
 def _header(config: PreprocessConfig, encoder: Encoder, inputs: Inputs) -> dict[str, Any]:
-    """Return what the result depends on, for a run that resumes to compare."""
-    options = {name: v for name, v in asdict(config).items() if name not in _WITHOUT_EFFECT}
+    """Return everything the result depends on, for comparison when a run resumes."""
+    options = {name: v for name, v in asdict(config).items() if name not in _RESULT_NEUTRAL}
     special = encoder.tokenizer.special_tokens
     options["tokenizer_type"] = config.kind
     return {
@@ -188,7 +188,7 @@ def _header(config: PreprocessConfig, encoder: Encoder, inputs: Inputs) -> dict[
         "--chat-template": encoder.template.fingerprint if encoder.template else None,
         "the tokenizer": encoder.tokenizer.fingerprint,
         "the end-of-document token": encoder.tokenizer.eod,
-        # None as for a run from before there was this line, which added none.
+        # None also for files written before this entry existed, when no special tokens were added.
         "what --tokenizer-hf-no-include-special-tokens leaves out": (
             str(special) if special and not config.chat else None
         ),
@@ -198,7 +198,7 @@ def _header(config: PreprocessConfig, encoder: Encoder, inputs: Inputs) -> dict[
 
 
 def _descriptions(encoder: Encoder, output: Output) -> list[dict[str, Any] | None]:
-    """Return the content of each stream's `<prefix>.json`; a mask has none."""
+    """Return the content of each stream's `<prefix>.json`; None for masks."""
     config, tokenizer, tally = encoder.config, encoder.tokenizer, output.tally
 
     def describe(written: Written, dtype: str) -> dict[str, Any]:
@@ -234,7 +234,7 @@ def _descriptions(encoder: Encoder, output: Output) -> list[dict[str, Any] | Non
 def _warn_of_joined_documents(config: PreprocessConfig) -> None:
     if config.kind != "null":
         print(
-            "without --append-eod documents follow each other with no token between them: give it, "
+            "without --append-eod no token separates documents: give it, "
             "unless the texts end with one",
             flush=True,
         )
@@ -249,11 +249,11 @@ def _main(argv: Sequence[str]) -> None:
         PreprocessConfig,
         argv,
         prog=PROG,
-        description="Turn text files into the .bin/.idx token files that training reads.",
+        description="Encode text files into the .bin/.idx token files that training reads.",
     )
     config = command.config
     if config.workers is not None:
-        # Read by the tokenizer library when it starts its threads, should it work in this process.
+        # The tokenizer library reads it when it starts its threads, if it runs in this process.
         os.environ["RAYON_NUM_THREADS"] = str(config.workers)
     inputs = find_inputs(config.input)
     if inputs.left_out:
@@ -273,20 +273,20 @@ def _main(argv: Sequence[str]) -> None:
             results = preprocess(config, inputs=inputs, report=report)
     except OSError as error:
         fix = (
-            "what was done is kept: make room and go on with --resume"
+            "finished work is kept: free space and continue with --resume"
             if journal_path(config.output_prefix).exists()
-            else "nothing was written: give --output-prefix a folder with room that you may write"
+            else "nothing was written: give --output-prefix a writable folder with enough space"
         )
         raise ValueError(
             f"{error.filename or config.output_prefix}: {error.strerror}; {fix}"
         ) from None
     except KeyboardInterrupt:
         if journal_path(config.output_prefix).exists():
-            print("what was done is kept: go on with --resume", file=sys.stderr, flush=True)
+            print("finished work is kept: continue with --resume", file=sys.stderr, flush=True)
         raise
     seconds = time.monotonic() - begin
     if not encoded and not going_on:
-        print(f"{', '.join(results)}: finished by a run before; nothing left to do")
+        print(f"{', '.join(results)}: finished by an earlier run; nothing left to do")
         return
     rejected = next(iter(results.values())).describe_rejected()
     if rejected:

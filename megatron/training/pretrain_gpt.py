@@ -3,7 +3,8 @@
 
     torchrun --nproc-per-node 2 -m megatron.training.pretrain_gpt --config run.yaml
 
-Options, files and layout are checked before any process group exists; torch is imported after that.
+Options, files and the parallel layout are checked before any process group exists; torch is
+imported after that.
 """
 
 from __future__ import annotations
@@ -39,14 +40,14 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class Program:
-    """What the entry scripts of pretraining differ in.
+    """The differences between the pretraining entry scripts.
 
     Args:
-        name: of the module in megatron.training, and in front of its messages.
-        description: one line on what it does, for help.
-        problems: lists what is wrong with a config for this program alone, each with its fix; of a
-            config that is another program's, nothing else is listed.
-        replaced: options that it needs in the place of others that have no default.
+        name: name of the module in megatron.training, and prefix of its messages.
+        description: one line for `--help`.
+        problems: lists problems of a config for this program alone, each with its fix; if there are
+            any, no other problem is listed.
+        replaced: options that this program requires instead of options without a default.
     """
 
     name: str
@@ -58,7 +59,8 @@ class Program:
 def _gpt_problems(config: Config) -> Iterator[str]:
     if is_hybrid(config):
         yield (
-            f"{FLAG} {config.hybrid.hybrid_layer_pattern} is no GPT's, which has *- or *E (+- or "
+            f"{FLAG} {config.hybrid.hybrid_layer_pattern} is not a GPT's, which has *- or *E (+- "
+            "or "
             "+E) for each layer: start python -m megatron.training.pretrain_hybrid"
         )
 
@@ -73,11 +75,11 @@ PRETRAIN_GPT = Program(
 def read_run(
     argv: Sequence[str], launch: Launch, *, program: Program = PRETRAIN_GPT
 ) -> ResolvedRun:
-    """Turn arguments into a run of a program.
+    """Parse arguments into a run.
 
     Raises:
-        HelpRequested: `--help`, `--print-config` and the like.
-        ValueError: everything that is wrong with the options, in one line.
+        HelpRequested: `--help`, `--print-config` and similar flags.
+        ValueError: all problems of the options, in one line.
     """
     line = parse_command_line(
         Config,
@@ -118,27 +120,27 @@ def read_run(
 
 
 def _defaults(user_values: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the values that a Hugging Face folder, a checkpoint or a layer pattern adds to those
-    given."""
+    """Return the option values that a Hugging Face folder, a checkpoint or a layer pattern
+    implies."""
     defaults: dict[str, Any] = {}
     if user_values.get("load-hf") is not None:
         from megatron.training.checkpoints.hf_options import folder_defaults
 
         defaults = folder_defaults(user_values)
     defaults = {**checkpoint_defaults({**user_values, **defaults}), **defaults}
-    # A pattern that is given determines the number of layers, whatever other options specify.
+    # An explicit pattern determines the number of layers, whatever other options specify.
     return {**defaults, **pattern_defaults(user_values)}
 
 
 def start_watch(
     run: ResolvedRun, launch: Launch, launcher: LauncherWatch
 ) -> tuple[Launch, PeerWatch | None]:
-    """Make this process known to the others; a single process has none.
+    """Announce this process to the other ranks; a single process needs no watch.
 
     Args:
-        launcher: is shown the launcher's store.
+        launcher: watches the launcher's store.
 
-    Returns the launch with the number of this start that all of them know it by, and the watch.
+    Returns the launch with the attempt number agreed by all ranks, and the watch.
     """
     if launch.world_size == 1:
         return launch, None
@@ -160,7 +162,7 @@ def start_watch(
             save,
             attempt=launch.attempt,
             rank=launch.rank,
-            # Before the others give up, and the launcher ends this process with their processes.
+            # Before other ranks time out and the launcher kills this process with theirs.
             frozen_seconds=max(0.5 * seconds, 2.5),
         )
     return launch, PeerWatch(
@@ -174,9 +176,9 @@ def start_watch(
 
 
 def train(run: ResolvedRun, launch: Launch, *, watch: PeerWatch | None, stop: StopRequests) -> None:
-    """Join the other processes and carry out the run."""
+    """Join the process groups and execute the run."""
     if run.config.training.deterministic_mode:
-        # Read by the GPU's matrix library when it starts; without it torch refuses to go on.
+        # cuBLAS reads it on initialisation; without it, torch rejects deterministic algorithms.
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     import torch
 
@@ -200,8 +202,8 @@ def main(
 
     Args:
         argv: arguments without the program's name.
-        environment: of this process, where torchrun gives its rank.
-        program: which of the entry scripts this is.
+        environment: environment variables, in which torchrun passes the rank.
+        program: the entry script.
     """
     launchers: list[LauncherWatch] = []
     listeners: list[Listener] = []
@@ -213,7 +215,7 @@ def main(
                 print(f"{program.name}: {text}", file=sys.stderr, flush=True)
 
     def end(code: int) -> None:
-        reports.wait_for_line(2.0)  # the main thread may be about to print what it has claimed
+        reports.wait_for_line(2.0)  # the main thread may be about to print the line it claimed
         os._exit(code)
 
     stop = StopRequests(say, end=end)
@@ -244,12 +246,12 @@ def main(
 
 
 def run_program(program: Program) -> None:
-    """Run an entry script in this process, and end it."""
+    """Run an entry script in this process and exit."""
     go_on_without_streams(program.name)
     code = main(sys.argv[1:], os.environ, program=program)
     sys.stdout.flush()
     sys.stderr.flush()
-    # Not sys.exit: threads of a process group whose peer is dead would hold the interpreter's end.
+    # Not sys.exit: process-group threads whose peer has died would block the interpreter's exit.
     os._exit(code)
 
 

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Entry script: pretrain a hybrid, a model of the blocks that a layer pattern specifies.
+"""Entry script: pretrain a hybrid model, whose blocks are defined by a layer pattern.
 
     torchrun --nproc-per-node 2 -m megatron.training.pretrain_hybrid --hybrid-layer-pattern G-*- ...
 
-The same program as pretrain_gpt, for any pattern. As recurrent blocks know where a token is, such
-models are mostly trained with --position-embedding-type none.
+The same program as pretrain_gpt, for any pattern. Recurrent blocks encode the order of tokens, so
+such models are mostly trained with --position-embedding-type none.
 """
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One training run from its resolved options to its last checkpoint: carried out here.
+"""A training run from resolved options to the last checkpoint.
 
 Order: save folder → data → model → engine and optimizer → checkpoint → loop.
 """
@@ -24,16 +24,16 @@ from megatron.training.session import Session, build_session, open_steps, restor
 
 
 def pretrain(run: ResolvedRun, context: DistributedContext, inputs: RunInputs) -> None:
-    """Carry out a run.
+    """Execute a run.
 
     Args:
-        run: its options.
-        context: this process among the others.
-        inputs: what it has read already.
+        run: the run's options.
+        context: process groups and coordination of this process.
+        inputs: vocabulary and token files, already opened.
 
     Raises:
         ValueError: an option, a data file or a checkpoint that the user can fix.
-        RunStopped: it had to stop; the text says why.
+        RunStopped: the run had to stop; the message says why.
     """
     with claimed_folder(run.config.checkpoint.save, context.coordinator):
         refuse_faulty_hosts(run.config.checkpoint.save, context.coordinator)
@@ -45,11 +45,11 @@ def pretrain(run: ResolvedRun, context: DistributedContext, inputs: RunInputs) -
 
 
 def keep_order(session: Session, progress: Progress, inputs: RunInputs) -> Session:
-    """Return a session whose samples come in the order that its run began with, as many as it has
-    steps for; note in `progress` what the order is made for.
+    """Return a session that keeps the sample order of the run's start, with enough samples for the
+    remaining steps; record the order's lengths in `progress`.
 
-    The order depends on the length that the run had when it began, and `progress` is of a
-    checkpoint, or of a run that begins.
+    The order depends on the length of the run when it started. `progress` comes from a checkpoint
+    or is new.
     """
     run, data = session.run, session.data
     stored = {} if run.config.data.reorder_samples else progress.order_lengths
@@ -72,7 +72,7 @@ def run_loop(session: Session, progress: Progress, start: str) -> None:
     """Train from `progress` to the end.
 
     Args:
-        start: the line that says where that is.
+        start: log line that states the starting point.
     """
     context = session.context
     with (
@@ -100,7 +100,7 @@ def run_loop(session: Session, progress: Progress, start: str) -> None:
 
 
 def hooks_of(session: Session, watching: Observation, saves: Saves | None) -> list[TrainingHooks]:
-    """Return the hooks of a run in the order in which the loop calls them."""
+    """Return the hooks of a run, in the order in which the loop calls them."""
     say, metrics = watching.display.log, watching.metrics
     return [
         watching.hooks,

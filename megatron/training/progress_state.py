@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How far a run is: the few numbers that, with the tensors, make it resume exactly."""
+"""Progress of a run: the counters that, with the tensors, make it resume exactly."""
 
 from __future__ import annotations
 
@@ -7,30 +7,29 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, fields
 from typing import Any
 
-#: Counters that checkpoints of earlier programs lack: they start at 0.
+#: Counters that older checkpoints lack; they start at 0.
 LATER = ("spiked_iterations", "rollbacks", "validation_pending", "failed_saves")
 
 
 @dataclass(kw_only=True)
 class Progress:
-    """Counters of a run; the loop moves them, a checkpoint keeps them.
+    """Counters of a run, updated by the loop and stored in checkpoints.
 
     Args:
-        iteration: steps done, skipped ones included.
-        consumed_samples: samples read, which is the position in the data.
-        update_samples: samples of applied updates, which the learning rate is a function of.
-        skipped_iterations: steps that changed nothing because a number was not finite or the loss
-            was a spike.
-        nan_iterations: those of them with a NaN or Inf loss.
+        iteration: number of steps, skipped ones included.
+        consumed_samples: samples read, the position in the data.
+        update_samples: samples of applied updates, the position in the learning rate schedule.
+        skipped_iterations: steps without an update because of a non-finite number or a loss spike.
+        nan_iterations: skipped steps with a NaN or Inf loss.
         consecutive_bad_steps: bad steps since the last good one.
-        spiked_iterations: those skipped because of a spike of the loss.
-        rollbacks: how often weights were taken back to a checkpoint.
+        spiked_iterations: steps skipped because of a loss spike.
+        rollbacks: number of rollbacks to a checkpoint.
         validation_pending: 1 if the run stopped before a validation that was due, else 0.
-        failed_saves: saves that failed and did not end the run.
-        recent_losses: of the last applied steps, which define a spike.
-        order_lengths: samples that the order of each split ("train", "valid", "test") was made for
-            when the run began; a run that gets longer or shorter keeps that order. A split without
-            one is ordered for the samples that it has now.
+        failed_saves: failed saves that did not end the run.
+        recent_losses: losses of the last applied steps, whose median defines a spike.
+        order_lengths: number of samples for which each split ("train", "valid", "test") was
+            shuffled when the run started; a run that gets longer or shorter keeps that order.
+            Splits without an entry are shuffled for their current number of samples.
     """
 
     iteration: int = 0

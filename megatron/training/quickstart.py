@@ -1,13 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The whole way on this machine: text, tokenizer, token files, training, continuations.
+"""The complete workflow on one machine: text, tokenizer, token files, training, generation.
 
-Training runs on two ranks. Every stage leaves its result in one folder; a second call reuses
-finished results and continues with the rest.
+Training runs on two ranks. Every stage writes its result to one folder; a second call reuses
+finished results and continues with the remaining stages.
 
-The text is what every Python installs: its language reference and the sources of its standard
-library. It is about 32 MB where the library's own tests are installed, 12 MB where they are not.
-Documents are shuffled in an order that depends on the Python version only, so that a validation
-split taken from the end resembles the rest.
+The text is part of every Python installation: the language reference and the sources of the
+standard library, about 32 MB if the library's own tests are installed, 12 MB otherwise. Documents
+are shuffled in an order that depends only on the Python version, so that a validation split taken
+from the end resembles the rest.
 """
 
 from __future__ import annotations
@@ -42,20 +42,21 @@ from megatron.core.untrusted_files import (
 
 # Installed next to the standard library, but not part of it.
 _FOREIGN = {"site-packages", "dist-packages", "__pycache__"}
-# Holds the topics, which are documents of their own.
+# Contains the topics, which are separate documents.
 _TOPICS_SOURCE = Path("pydoc_data", "topics.py")
 
 
 @dataclass(frozen=True, kw_only=True)
 class CorpusStats:
-    """What a corpus holds.
+    """Statistics of a corpus.
 
     Args:
-        documents: topics and files.
-        text_bytes: of all documents, in UTF-8.
+        documents: number of topics and files.
+        text_bytes: size of all documents in UTF-8.
         topics: documents of the language reference.
-        unreadable_files: sources that are no text on purpose (the library tests its parser so).
-        duplicates: files equal to an earlier document, or empty.
+        unreadable_files: sources that are deliberately invalid text (tests of the library's
+            parser).
+        duplicates: files that are empty or equal to an earlier document.
     """
 
     documents: int
@@ -77,7 +78,7 @@ def _topics() -> list[str]:
 
 
 def _sources(folder: Path) -> Iterator[str | None]:
-    """Yield each source file's text in the order of their names, None for one that is no text."""
+    """Yield the text of each source file in path order; None for a file that is not valid text."""
     paths = [
         path.relative_to(folder)
         for path in folder.rglob("*.py")
@@ -105,12 +106,12 @@ def build_corpus(
     """Write the corpus as JSON lines with the key `text`.
 
     Args:
-        output: the file; it appears when it is complete.
-        seed: order of the documents.
+        output: path of the file; it appears when it is complete.
+        seed: seed of the document order.
         library: folder of sources; None means this Python's standard library.
 
     Returns:
-        What it holds.
+        Statistics of the corpus.
     """
     topics = _topics()
     texts, seen = list(topics), set(topics)
@@ -143,21 +144,21 @@ SEQUENCE = 256
 
 @dataclass(frozen=True, kw_only=True)
 class QuickstartOptions:
-    """What the quickstart may be told."""
+    """Options of the quickstart."""
 
     output_dir: str = "runs/quickstart"
-    """Folder for everything it makes."""
+    """Folder for all results."""
     train_iters: int = 240
-    """Optimizer steps of 4,096 tokens."""
+    """Number of optimizer steps, of 4,096 tokens each."""
     nproc: int = 2
-    """Processes to train with, as tensor parallel ranks."""
+    """Number of training processes, used as tensor-parallel ranks."""
     mtp_num_layers: int | None = None
-    """Depths of multi-token prediction to train as well; continuations then use their drafts."""
+    """Train this many multi-token prediction depths too; generation then uses them for drafts."""
 
 
 @dataclass(frozen=True)
 class Folder:
-    """Where each stage leaves its result."""
+    """Paths of the results of each stage."""
 
     root: Path
 
@@ -247,12 +248,12 @@ def training_options(options: QuickstartOptions, folder: Folder) -> dict[str, An
 
 
 def say(text: str) -> None:
-    """Print a line at once."""
+    """Print a line and flush."""
     print(text, flush=True)
 
 
 def stage(number: int, title: str, *, is_done: bool, work: Callable[[], str]) -> None:
-    """Do one stage, or say that its result is there already."""
+    """Run one stage, or report that its result already exists."""
     if is_done:
         say(f"[{number}/5] {title}: done before")
         return
@@ -263,7 +264,7 @@ def stage(number: int, title: str, *, is_done: bool, work: Callable[[], str]) ->
 
 
 def make_corpus(folder: Folder) -> str:
-    """Gather text that every Python carries."""
+    """Collect the text of this Python installation."""
 
     stats = build_corpus(folder.corpus)
     return f"{stats.documents:,} documents, {stats.text_bytes / 1e6:.1f} MB"
@@ -280,7 +281,7 @@ def make_tokenizer(folder: Folder) -> str:
 
 
 def make_tokens(folder: Folder) -> str:
-    """Encode the corpus into the files that training reads."""
+    """Encode the corpus into token files."""
     run_module(
         "megatron.training.preprocess_data",
         ["--input", str(folder.corpus), "--output-prefix", str(folder.tokens)]
@@ -290,7 +291,7 @@ def make_tokens(folder: Folder) -> str:
 
 
 def train(options: QuickstartOptions, folder: Folder) -> str:
-    """Train, or go on from the last checkpoint."""
+    """Train, resuming from the last checkpoint if there is one."""
     arguments = ["--standalone", "--nproc-per-node", str(options.nproc)]
     arguments += ["-m", "megatron.training.pretrain_gpt", "--config", str(folder.config)]
     threads = max(1, (os.cpu_count() or 1) // options.nproc)
@@ -299,7 +300,7 @@ def train(options: QuickstartOptions, folder: Folder) -> str:
 
 
 def generate(options: QuickstartOptions, folder: Folder) -> str:
-    """Reload the last checkpoint and continue the prompts."""
+    """Load the last checkpoint and generate continuations of the prompts."""
     arguments = ["--load", str(folder.checkpoints), "--max-new-tokens", "64"]
     arguments += ["--temperature", "0.7", "--top-p", "0.95", "--seed", "1"]
     arguments += ["--output-json", str(folder.continuations)]
@@ -317,7 +318,7 @@ def run_module(
     """Run `python -m module` with its output on this terminal.
 
     Raises:
-        RunStopped: it failed; its own output gives the reason.
+        RunStopped: the program failed; its own output states the reason.
     """
     program = "torchrun" if module == "torch.distributed.run" else f"python -m {module}"
     say(f"      $ {program} {shlex.join(arguments)}")
@@ -341,7 +342,7 @@ def last_checkpoint(folder: Folder) -> Path | None:
 
 
 def check_config(text: str, folder: Folder) -> None:
-    """Write the run's options, or compare them with those the folder was made with.
+    """Write the run's options, or compare them with those the folder was created with.
 
     Raises:
         ValueError: the folder belongs to a run with other options.
@@ -364,7 +365,7 @@ def config_text(values: Mapping[str, Any]) -> str:
 
 
 def summarise(folder: Folder, seconds: float) -> dict[str, Any]:
-    """Collect the numbers of a finished run from its metrics and write them down."""
+    """Compute the summary of a finished run from its metrics, and write it."""
     from megatron.training.monitoring.metrics import read_metrics
 
     events = read_metrics(folder.metrics)
@@ -404,11 +405,11 @@ def show_summary(folder: Folder, summary: Mapping[str, Any]) -> None:
     say(f"  checkpoint       {summary['checkpoint']}")
     say(f"  loss curve       {summary['loss_curve']}")
     say(f"  time             {summary['seconds']:.0f} s")
-    say(f"  all of it in     {folder.summary}")
+    say(f"  summary          {folder.summary}")
 
 
 def run(options: QuickstartOptions) -> None:
-    """Do all stages that are not done."""
+    """Run all stages that are not done."""
     start = time.monotonic()
     folder = Folder(Path(options.output_dir))
     folder.root.mkdir(parents=True, exist_ok=True)
@@ -442,7 +443,7 @@ def main() -> None:
         QuickstartOptions,
         sys.argv[1:],
         prog="python -m megatron.training.quickstart",
-        description="Train a small GPT on text this machine has, and let it continue prompts.",
+        description="Train a small GPT on text of this machine, and generate continuations.",
     )
     run(line.config)
 

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a run reads before it meets the other ranks: vocabulary, and the index of token files.
+"""Inputs of a run, read before it joins the other ranks: vocabulary and token file indices.
 
-And what all its ranks must have in common, which they compare before they make process groups.
+Also the values that must be equal on all ranks, compared before process groups are created.
 """
 
 from __future__ import annotations
@@ -19,19 +19,19 @@ from megatron.training.data.data_paths import prefixes
 from megatron.training.data.data_sets import TokenFiles, open_token_files
 from megatron.training.data.vocabulary import Vocabulary, read_vocabulary
 
-_OWN_OUTPUT = "where a rank writes what no rank reads again"
-_CONTENT = "files whose content is compared, which may have other names on other machines"
+_RANK_OUTPUT = "output of one rank, which no other rank reads"
+_CONTENT = "files compared by content, which may have other names on other machines"
 
-#: Options that may differ between ranks, and why; all others must be the same.
+#: Options that may differ between ranks, and why; all others must be equal.
 MAY_DIFFER: Mapping[str, str] = {
-    "tensorboard-dir": _OWN_OUTPUT,
-    "wandb-save-dir": _OWN_OUTPUT,
-    "metrics-file": _OWN_OUTPUT,
-    "profile-dir": _OWN_OUTPUT,
-    "memory-snapshot-path": _OWN_OUTPUT,
-    "progress": "how the lines of a terminal look",
-    "data-cache-path": "a folder of each machine, for sample indices that every rank can make",
-    "num-workers": "threads that read ahead; a machine with fewer cores may have fewer",
+    "tensorboard-dir": _RANK_OUTPUT,
+    "wandb-save-dir": _RANK_OUTPUT,
+    "metrics-file": _RANK_OUTPUT,
+    "profile-dir": _RANK_OUTPUT,
+    "memory-snapshot-path": _RANK_OUTPUT,
+    "progress": "the appearance of terminal output",
+    "data-cache-path": "a folder of each machine, for sample indices that every rank can build",
+    "num-workers": "prefetch threads; a machine with fewer cores may have fewer",
     "data-path": _CONTENT,
     "train-data-path": _CONTENT,
     "valid-data-path": _CONTENT,
@@ -48,15 +48,15 @@ class RunInputs:
     """Vocabulary and token files of a run.
 
     Args:
-        vocabulary: of the tokenizer.
-        token_files: of each split.
+        vocabulary: the tokenizer's vocabulary.
+        token_files: the opened files of each split.
     """
 
     vocabulary: Vocabulary
     token_files: TokenFiles
 
     def start_facts(self, run: ResolvedRun) -> StartFacts:
-        """Return what all ranks of a run must have in common."""
+        """Return the values that must be equal on all ranks of a run."""
         before = run.config if run.unresolved is None else run.unresolved
         return StartFacts(
             values={
@@ -68,7 +68,7 @@ class RunInputs:
         )
 
     def _data_values(self, *, sft: bool) -> dict[str, str]:
-        """Return what identifies tokenizer and data, whatever their files are called.
+        """Return digests of tokenizer and data, independent of file names.
 
         Args:
             sft: whether the token files have masks.
@@ -95,7 +95,7 @@ def read_inputs(run: ResolvedRun) -> RunInputs:
     """Read the inputs of a run.
 
     Raises:
-        ValueError: a file is missing or damaged, or written with another tokenizer.
+        ValueError: a file is missing or damaged, or was written with another tokenizer.
     """
     vocabulary = read_vocabulary(run.config.tokenizer, prefixes(run.config.data))
     return RunInputs(vocabulary=vocabulary, token_files=open_token_files(run.config.data))
@@ -104,7 +104,7 @@ def read_inputs(run: ResolvedRun) -> RunInputs:
 def _mask_digest(source: IndexedDataset) -> str:
     try:
         return IndexedDataset(mask_prefix(source.prefix)).fingerprint[:16]
-    except ValueError:  # building the data set says so
+    except ValueError:  # reported when the data set is built
         return "none"
 
 

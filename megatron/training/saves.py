@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The saves of a run: at once or in the background, what is done when one fails, what is kept.
+"""Saving a run: immediately or in the background, handling of failures, and retention.
 
-A save at an interval may run in the background (`--async-save`) and may fail: it is logged, counted
-and, if so chosen, training goes on to the next. The save that a run ends with is written at once,
-and a run that cannot write it does not end well.
+A save at an interval may run in the background (`--async-save`) and may fail: the failure is logged
+and counted, and by default training continues to the next save. The last save of a run is written
+synchronously, and its failure is the run's.
 """
 
 from __future__ import annotations
@@ -36,14 +36,13 @@ from megatron.training.monitoring.step_window import StepOutcome
 from megatron.training.progress_state import Progress
 from megatron.training.session import Session, hook_chunks
 
-#: How long a run that stops for a fault waits for the save that is under way, in seconds.
+#: Seconds that a run which stops because of a fault waits for the save in progress.
 LAST_WAIT_SECONDS = 60.0
 
-#: How long a writer process may give no sign of life, in seconds; at most half the time that ranks
-#: wait for each other.
+#: Seconds a writer process may be silent; at most half the timeout of collectives.
 SILENT_SECONDS = 120.0
 
-#: A wait for the save before that is worth a line, in seconds.
+#: Waits for the previous save that exceed this many seconds are logged.
 LONG_SECONDS = 1.0
 
 
@@ -51,11 +50,11 @@ class Saves(TrainingHooks):
     """Saves the state of a session.
 
     Args:
-        session: has --save.
-        saver: in the background; None writes at once.
-        on_failure: what a save that fails at an interval does to the run.
-        say: shows one line.
-        metrics: where events are kept.
+        session: a session with --save.
+        saver: writes in the background; None saves synchronously.
+        on_failure: what to do if a save at an interval fails.
+        say: logs one line.
+        metrics: records events.
     """
 
     def __init__(
@@ -75,10 +74,10 @@ class Saves(TrainingHooks):
         self._failure: str | None = None
 
     def begin(self, progress: Progress) -> None:
-        """Save the current state; in the background if the run does so. Every rank calls this.
+        """Save the current state, in the background with --async-save. Every rank calls this.
 
         Raises:
-            RunStopped: it failed, or the one before did, and that is to end the run.
+            RunStopped: this save or the previous one failed, and failures end the run.
         """
         if self._saver is None:
             self._write(progress)
@@ -86,8 +85,8 @@ class Saves(TrainingHooks):
             start = time.perf_counter()
             if not self._saver.wait(LONG_SECONDS):
                 self._say(
-                    f"iteration {progress.iteration} is to be saved, but the save before it is "
-                    "still under way: waiting for it, as saves take longer than --save-interval"
+                    f"iteration {progress.iteration} is to be saved, but the previous save is "
+                    "still in progress: waiting for it, as saves take longer than --save-interval"
                 )
                 self.wait()
             self.poll(progress)
@@ -98,26 +97,26 @@ class Saves(TrainingHooks):
         self._stop_on_failure()
 
     def finish(self, progress: Progress) -> None:
-        """Save the current state, on disk when this returns. Every rank calls this.
+        """Save the current state synchronously. Every rank calls this.
 
         Raises:
-            RunStopped: it cannot be saved.
+            RunStopped: the save failed.
         """
         self.wait()
         self.poll(progress)
         self._write(progress, is_last=True)
 
     def on_step_end(self, progress: Progress, outcome: StepOutcome) -> None:
-        """Log what has become of saves in the background."""
+        """Log finished background saves."""
         self.poll(progress)
 
     def wait(self) -> None:
-        """Wait for the save that is under way: before anybody looks for the newest checkpoint."""
+        """Wait for the save in progress: required before looking for the newest checkpoint."""
         if self._saver is not None:
             self._saver.wait()
 
     def poll(self, progress: Progress) -> None:
-        """Log what has become of saves in the background."""
+        """Log finished background saves."""
         if self._saver is None:
             return
         for report in self._saver.finished():
@@ -132,17 +131,17 @@ class Saves(TrainingHooks):
                 self._say(f"saved {report.folder} in the background within {report.seconds:.1f} s")
 
     def _write(self, progress: Progress, *, is_last: bool = False) -> None:
-        """Save at once."""
+        """Save synchronously."""
         context = self._session.context
         self._session.step.engine.complete_weights()
         start = time.perf_counter()
         try:
-            self._see_claim()
+            self._check_lock()
             was_there = checkpoint_folder(self._root, progress.iteration).is_dir()
             folder = save_checkpoint(
                 self._root,
                 progress.iteration,
-                held_chunks(self._session),
+                session_chunks(self._session),
                 self._extra(progress),
                 coordinator=context.coordinator,
                 existing="skip",
@@ -159,9 +158,9 @@ class Saves(TrainingHooks):
         if context.coordinator.rank == 0 and (keep := retention(self._session)) is not None:
             prune_checkpoints(self._root, say=context.coordinator.say, **keep)
 
-    def _see_claim(self) -> None:
-        """See that the folder is still the one that the run claimed. Raises CheckpointError on all
-        ranks alike."""
+    def _check_lock(self) -> None:
+        """Check that this run still holds the lock of the save folder. Raises CheckpointError on
+        all ranks."""
         coordinator = self._session.context.coordinator
 
         def see() -> None:
@@ -182,19 +181,20 @@ class Saves(TrainingHooks):
         )
 
     def _failed(self, progress: Progress, iteration: int, text: str) -> None:
-        """Log and count a save that failed."""
+        """Log and count a failed save."""
         progress.failed_saves += 1
         self._failure = text
         count = progress.failed_saves
         self._metrics.write("save", iteration, {"failed_saves": float(count)})
-        goes_on = "; the next save is tried at --save-interval"
+        retry = "; the next save is tried at --save-interval"
         self._say(
             f"WARNING: saving at iteration {iteration} failed ({count} so far): {text}"
-            f"{goes_on if self._on_failure == 'continue' else ''}"
+            f"{retry if self._on_failure == 'continue' else ''}"
         )
 
     def _stop_on_failure(self) -> None:
-        """End the run if a save has failed and that is to end it: where all ranks know of it."""
+        """End the run if a save has failed and --on-failed-save is stop; all ranks call this
+        together."""
         if self._failure is not None and self._on_failure == "stop":
             raise RunStopped(
                 ExitCode.SAVE_FAILED,
@@ -202,9 +202,9 @@ class Saves(TrainingHooks):
             )
 
 
-def held_chunks(session: Session) -> list[TensorChunk]:
-    """Return what this rank saves of weights, optimizer state and the state of hooks; the number of
-    updates and the loss scale are in `run_extra`."""
+def session_chunks(session: Session) -> list[TensorChunk]:
+    """Return this rank's shards of weights, optimizer state and hook state; `run_extra` contains
+    the number of updates and the loss scale."""
     chunks = weight_chunks(session.model.store)
     if session.run.config.checkpoint.save_optim:
         chunks += optimizer_chunks(session.optimizer, scalars=False)
@@ -212,7 +212,7 @@ def held_chunks(session: Session) -> list[TensorChunk]:
 
 
 def retention(session: Session) -> dict[str, int | None] | None:
-    """Return what retention keeps, None if everything."""
+    """Return the arguments of retention; None keeps every checkpoint."""
     chosen = session.run.config.checkpoint
     if chosen.save_keep_last is None and chosen.save_retain_interval is None:
         return None
@@ -224,19 +224,19 @@ def retention(session: Session) -> dict[str, int | None] | None:
 
 @contextlib.contextmanager
 def claimed_folder(save: str | None, coordinator: Coordinator) -> Iterator[None]:
-    """Hold the save folder for this run alone, and know before the first step that it can be
-    written. A run that a user's error ends before anything is written leaves no trace of it.
+    """Lock the save folder for this run, and check before the first step that it is writable. If a
+    user error ends the run before anything is written, no trace of the lock remains.
 
     Raises:
-        ValueError: it cannot be written, or another run has it.
+        ValueError: the folder is not writable, or another run has locked it.
     """
     claims: list[SaveFolderLock] = []
 
     def claim() -> None:
         if coordinator.rank == 0 and save is not None:
             claims.append(SaveFolderLock(save))
-            if swept := [path.name for path in claims[0].removed_files]:
-                coordinator.say(f"{save}: removed what was never finished: {', '.join(swept)}")
+            if removed_files := [path.name for path in claims[0].removed_files]:
+                coordinator.say(f"{save}: removed unfinished files: {', '.join(removed_files)}")
 
     if save is not None:
         coordinator.begin("claiming the save folder")
@@ -259,14 +259,15 @@ def claimed_folder(save: str | None, coordinator: Coordinator) -> Iterator[None]
 def saving(
     session: Session, *, say: Callable[[str], None], metrics: Metrics
 ) -> Iterator[Saves | None]:
-    """Open what saves the session; None without --save. At a good end nothing is left under way."""
+    """Yield the saver of a session; None without --save. No save is in progress after a normal
+    exit."""
     chosen, context = session.run.config.checkpoint, session.context
     if chosen.save is None:
         yield None
         return
     if not chosen.save_optim:
         say(
-            "checkpoints are saved without optimizer state (--no-save-optim): a run goes on from "
+            "checkpoints are saved without optimizer state (--no-save-optim): resume from "
             "them with --no-load-optim"
         )
     saves = partial(Saves, session, on_failure=chosen.on_failed_save, say=say, metrics=metrics)
@@ -277,7 +278,7 @@ def saving(
     minutes = session.run.config.parallel.distributed_timeout_minutes
     saver = AsyncSaver(
         Path(chosen.save),
-        held_chunks(session),
+        session_chunks(session),
         coordinator=context.background,
         keep=retention(session),
         folder_locked=True,
@@ -286,13 +287,13 @@ def saving(
     )
     say(
         f"saves in the background: {saver.staging.bytes / 2**20:,.1f} MiB of host memory on this "
-        "rank, a writer process a rank"
+        "rank, one writer process per rank"
     )
     session.step.before_update = saver.synchronize_staging
     try:
         yield saves(saver)
     except RunStopped as stopped:
-        # All ranks stop here together: what they have begun to save before is worth a while.
+        # All ranks stop here together, so the save in progress is given time to complete.
         lost = isinstance(stopped, PeerLost)
         saver.abandon() if lost or not saver.wait(LAST_WAIT_SECONDS) else saver.close()
         raise

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The parts of a training run, put together from its options: model, engine, optimizer, state.
+"""The components of a training run, built from its options: model, engine, optimizer, state.
 
-And its steps and evaluations: batches on the device, through the train step; and what log lines say
-of experts and of multi-token prediction.
+Also its steps and evaluations, which move batches to the device and run the train step, and the
+parts of log lines about experts and multi-token prediction.
 """
 
 from __future__ import annotations
@@ -83,7 +83,7 @@ from megatron.training.monitoring.flops import peak_flops, visible_square
 from megatron.training.monitoring.log_line import LogPart
 from megatron.training.monitoring.metrics import EXPERT_LOAD
 from megatron.training.monitoring.step_window import Speedometer, StepWindow
-from megatron.training.newest_checkpoint import clear_the_way, load_newest, read_together
+from megatron.training.newest_checkpoint import load_newest, read_together, reject_later_checkpoints
 from megatron.training.progress_state import Progress
 from megatron.training.step import (
     ForwardBackward,
@@ -98,10 +98,10 @@ from megatron.training.stored_model import stored_model
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class Session:
-    """The parts of a run that live as long as it does.
+    """The components of a run, alive for its whole duration.
 
     Args:
-        hooks: what the model and the experiments add to the loop.
+        hooks: hooks of the model and the experiments.
     """
 
     run: ResolvedRun
@@ -121,11 +121,11 @@ class Session:
 def build_session(
     run: ResolvedRun, context: DistributedContext, vocabulary: Vocabulary, data: DataSets
 ) -> Session:
-    """Build model, engine and optimizer on this rank's part of the grid."""
+    """Build this rank's shard of the model, its engine and its optimizer."""
     config = run.config
     shape, experiments = gpt_config(config, vocabulary.size), load_experiments(run)
     if config.checkpoint.use_checkpoint_args:
-        _check_options_of(config, shape, say=context.coordinator.say)
+        _check_checkpoint_model(config, shape, say=context.coordinator.say)
     bucket = config.data_parallel.ddp_bucket_size
     buckets = {} if bucket is None else {"bucket_bytes": 4 * bucket}
     data_parallel = data_parallel_config(config)
@@ -143,7 +143,7 @@ def build_session(
         split=split(config),
     )
     model.set_recompute(recompute(config))
-    _find_patterns(config, logical_weights(shape))
+    _check_patterns(config, logical_weights(shape))
     engine = DataParallel(model.store, context.groups, config=data_parallel)
     optimizer = Optimizer(
         engine.owned(),
@@ -174,7 +174,7 @@ def build_session(
             config=_saved_options(config),
             tokenizer=vocabulary.tokenizer,
             data=data.identity,
-            other_data_is_fine=config.data.allow_data_change,
+            allow_other_data=config.data.allow_data_change,
             batch_follows_world=run.batch_follows_world,
             cpu_matmul=None if matmul is None else matmul.name,
         ),
@@ -186,7 +186,7 @@ def build_session(
 def _backend(
     config: Config, experiments: Sequence[Experiment], matmul: CpuMatmul | None
 ) -> Backend:
-    """Return the implementations that build the model, experiments included."""
+    """Return the backend of the model, with the changes of experiments."""
     chosen = with_cpu_dtype(backend(config), None if matmul is None else matmul.dtype)
     for experiment in experiments:
         if experiment.blocks is not None:
@@ -204,14 +204,16 @@ def _cpu_matmul(config: Config, context: DistributedContext) -> CpuMatmul | None
     )
 
 
-def _check_options_of(config: Config, shape: GPTConfig, *, say: Callable[[str], None]) -> None:
-    """See that the options out of a checkpoint give the model whose weights it holds, before memory
-    is taken for it. Raises ValueError."""
+def _check_checkpoint_model(
+    config: Config, shape: GPTConfig, *, say: Callable[[str], None]
+) -> None:
+    """Check, before allocating memory, that options read from a checkpoint describe the model whose
+    weights it contains. Raises ValueError."""
     chosen = config.checkpoint
     roots = [root for root in (chosen.load, chosen.pretrained_checkpoint) if root]
     checkpoint = saved_options(roots)
     if checkpoint is None:
-        say(f"--use-checkpoint-args: no checkpoint in {' or '.join(roots)}: options are as given")
+        say(f"--use-checkpoint-args: no checkpoint in {' or '.join(roots)}: options are unchanged")
         return
     folder, _, manifest = checkpoint
     try:
@@ -223,7 +225,7 @@ def _check_options_of(config: Config, shape: GPTConfig, *, say: Callable[[str], 
     shapes = (function_of(model).to_json() for model in (stored, shape))
     if differences := compare_architecture(*shapes):
         raise ValueError(
-            f"--use-checkpoint-args: {folder} is of another model: {'; '.join(differences)}"
+            f"--use-checkpoint-args: {folder} contains another model: {'; '.join(differences)}"
         )
 
 
@@ -235,7 +237,7 @@ def _train_step(
     engine: DataParallel,
     optimizer: Optimizer,
 ) -> TrainStep:
-    """Return what carries out steps."""
+    """Return the train step."""
     reruns = _reruns(run.config, model)
     return TrainStep(
         model,
@@ -252,7 +254,8 @@ def _train_step(
 def _capacities(
     config: Config, model: GPTModel, context: DistributedContext
 ) -> CapacityCheck | None:
-    """Return what finds tokens without room; None where ranks of experts take all."""
+    """Return the check for tokens beyond expert capacity; None if expert ranks accept all
+    tokens."""
     if config.parallel.moe_expert_rank_capacity_factor is None:
         return None
     layer_capacities = [(layer_name(router), capacity) for router, capacity in capacities_of(model)]
@@ -263,7 +266,7 @@ def _capacities(
 
 
 def _reruns(config: Config, model: GPTModel) -> Reruns:
-    """Return when steps are computed again, and what their forwards count."""
+    """Return when steps are recomputed, and the counters their forward passes update."""
     counters = [router.counted for router in routers_of(model)]
     if model.multi_token is not None:
         counters.append(model.multi_token.sums)
@@ -276,7 +279,7 @@ def _reruns(config: Config, model: GPTModel) -> Reruns:
 
 
 def _balance(model: GPTModel, context: DistributedContext) -> Balance | None:
-    """Return what sums the loads of experts; None where there are none."""
+    """Return the balance of expert loads; None without experts."""
     if model.config.moe is None:
         return None
     return Balance(
@@ -288,11 +291,11 @@ def _balance(model: GPTModel, context: DistributedContext) -> Balance | None:
     )
 
 
-def _find_patterns(config: Config, names: Collection[str]) -> None:
+def _check_patterns(config: Config, names: Collection[str]) -> None:
     """Check that every pattern of the options matches at least one weight.
 
     Raises:
-        ValueError: some are of none; each option that has such ones is named.
+        ValueError: a pattern matches no weight; the message names each option with such patterns.
     """
     chosen = optimizer_config(config)
     adam = tuple((pattern, 1.0) for pattern in chosen.muon.adam_names)
@@ -304,7 +307,7 @@ def _find_patterns(config: Config, names: Collection[str]) -> None:
 
 
 def _saved_options(config: Config) -> dict[str, object]:
-    """Return what a checkpoint says of the options."""
+    """Return the options as stored in a checkpoint."""
     options = {k: list(v) if isinstance(v, tuple) else v for k, v in flatten(config).items()}
     for name in ("tokenizer-model", "load-hf"):
         if options[name] is not None:
@@ -320,7 +323,7 @@ def _step_runner(
     *,
     reruns: Reruns,
 ) -> StepRunner:
-    """Return what carries out the first part of a step."""
+    """Return the function that runs forward and backward of a step."""
     if context.groups["pp"].size > 1:
         order = pipeline_order(run.config)
         return PipelineForwardBackward(
@@ -340,7 +343,7 @@ def _step_runner(
 def restore(session: Session) -> tuple[Progress, str]:
     """Load the checkpoint that the options name, if there is one.
 
-    Returns where the run starts, and a line that says so.
+    Returns the progress to start from, and a line that describes it.
 
     Raises:
         ValueError: the checkpoint cannot be used.
@@ -348,7 +351,7 @@ def restore(session: Session) -> tuple[Progress, str]:
     chosen, context = session.run.config.checkpoint, session.context
     if chosen.load is not None and is_folder(chosen.load):
         raise ValueError(f"--load {chosen.load} is a Hugging Face folder: give it to --load-hf")
-    # Weights that a run starts from are no optimizer's.
+    # A run that starts from weights has no optimizer state to load.
     sources = [("--load", chosen.load, chosen.finetune)]
     sources.append(("--pretrained-checkpoint", chosen.pretrained_checkpoint, True))
     for flag, source, is_start in sources:
@@ -368,11 +371,13 @@ def restore(session: Session) -> tuple[Progress, str]:
         )
         if loaded is not None:
             newest = flag == "--load" and not is_start and _is_saved_in(source, chosen.save)
-            return _clear(session, *loaded, from_the_newest=newest)
+            return _clear(session, *loaded, resumes_newest=newest)
         if flag == "--pretrained-checkpoint":
             raise ValueError(f"{flag} {source}: there is no checkpoint: name another")
     if chosen.save is not None:
-        clear_the_way(chosen.save, 0, from_the_newest=False, coordinator=context.coordinator)
+        reject_later_checkpoints(
+            chosen.save, 0, resumes_newest=False, coordinator=context.coordinator
+        )
     if chosen.load_hf is not None:
         dtype_note = _read_folder(chosen.load_hf, session)
         also = "" if dtype_note is None else f" ({dtype_note})"
@@ -384,8 +389,8 @@ def restore(session: Session) -> tuple[Progress, str]:
 def load_session(
     session: Session, folder: Path, *, with_optimizer: bool = True, with_progress: bool = True
 ) -> Progress | None:
-    """Fill a session from a checkpoint as `load_run` does, and with its progress also the state of
-    hooks. Every rank calls this."""
+    """Load a session's state by `load_run`, and the state of hooks with the progress. Every rank
+    calls this."""
     coordinator = session.context.coordinator
     progress = load_run(
         folder,
@@ -408,7 +413,7 @@ def load_session(
     def union(names: list[list[str]]) -> list[str]:
         return sorted({name for stored_chunks in names for name in stored_chunks})
 
-    # A rank may hold nothing of a state, and loads with the others all the same.
+    # A rank may hold no chunk of some state, and still takes part in the load.
     coordinator.begin(f"experiments in {folder.name}")
     local_names = sorted({name for name, _ in chunks})
     experiment_names = set(coordinator.agree("experiments", lambda: local_names, union))
@@ -418,20 +423,20 @@ def load_session(
     for name in sorted(stored ^ experiment_names):
         flag = f"--{name.replace('.', ' ')}"
         if name in experiment_names:
-            coordinator.say(f"{folder} has no state of {flag}: it starts with these weights")
+            coordinator.say(f"{folder} has no state of {flag}: it starts from these weights")
         else:
-            coordinator.say(f"{folder} was trained with {flag}: going on without")
+            coordinator.say(f"{folder} was trained with {flag}: continuing without")
     return progress
 
 
 def _experiments_in(tensors: Collection[str]) -> set[str]:
-    """Return the `experiment.NAME` whose state is among the tensors of a checkpoint."""
+    """Return the `experiment.NAME` prefixes among the tensors of a checkpoint."""
     prefixes = {name.partition("/")[0] for name in tensors if "/" in name}
     return {name for name in prefixes if name.startswith("experiment.")}
 
 
 def hook_chunks(session: Session) -> list[TensorChunk]:
-    """Return what this rank holds of the state of hooks."""
+    """Return this rank's chunks of hook state."""
     return [chunk for hooks in session.hooks for chunk in hooks.state_chunks()]
 
 
@@ -440,48 +445,50 @@ def _is_saved_in(source: str, save: str | None) -> bool:
 
 
 def _clear(
-    session: Session, folder: Path, progress: Progress | None, *, from_the_newest: bool
+    session: Session, folder: Path, progress: Progress | None, *, resumes_newest: bool
 ) -> tuple[Progress, str]:
-    """See that the save folder holds nothing later than what has been loaded, and return where the
-    run starts, and a line that says so. Raises ValueError."""
+    """Check that the save folder contains no later checkpoint; return the progress to start from,
+    and a line that describes it. Raises ValueError."""
     save, start = session.run.config.checkpoint.save, progress or Progress()
     if save is not None:
-        clear_the_way(
+        reject_later_checkpoints(
             save,
             start.iteration,
-            from_the_newest=from_the_newest,
+            resumes_newest=resumes_newest,
             coordinator=session.context.coordinator,
         )
     if progress is None:
         return start, f"loaded the weights of {folder}; starting at iteration 0"
-    return start, f"loaded {folder}; {_place_in_schedule(session.run.config, start)}"
+    return start, f"loaded {folder}; {_resume_line(session.run.config, start)}"
 
 
-def _place_in_schedule(config: Config, progress: Progress) -> str:
-    """Start the schedule anew if the options ask for that, and say where the run goes on."""
-    chosen, text = config.checkpoint, f"going on at iteration {progress.iteration}"
+def _resume_line(config: Config, progress: Progress) -> str:
+    """Restart the schedules if the options say so, and return a line that states where the run
+    resumes."""
+    chosen, text = config.checkpoint, f"resuming at iteration {progress.iteration}"
     if not chosen.resumes_schedule:
         progress.update_samples = 0
     if chosen.load_optim and chosen.resumes_schedule:
         return text
     state = "with its optimizer state" if chosen.load_optim else "without its optimizer state"
     if chosen.resumes_schedule:
-        return f"{text} {state}, in its schedule (--schedule-on-load restart begins a new one)"
-    return f"{text} {state}, at the beginning of the schedule (--schedule-on-load continue goes on)"
+        return f"{text} {state}, in its schedule (--schedule-on-load restart restarts it)"
+    text = f"{text} {state}, at the start of the schedule"
+    return f"{text} (--schedule-on-load continue resumes it)"
 
 
 def _read_folder(path: str, session: Session) -> str | None:
-    """Fill the model from a Hugging Face folder, and the optimizer's masters from the model.
+    """Load the model from a Hugging Face folder, and the optimizer's master weights from the model.
 
     Returns:
-        A line about tensors that are passed over and about quantized ones, if there are any.
+        A line about ignored and quantized tensors, if there are any.
 
     Raises:
-        ValueError: the folder is damaged or holds another model.
+        ValueError: the folder is damaged or contains another model.
     """
     folder, model = open_model(path, flag="--load-hf")
     if model_differences := differences(model.config, session.model.config):
-        raise ValueError(f"--load-hf {path} holds another model: {'; '.join(model_differences)}")
+        raise ValueError(f"--load-hf {path} contains another model: {'; '.join(model_differences)}")
     chunks = weight_chunks(session.model.store)
     read_weights(folder, model, chunks, coordinator=session.context.coordinator)
     session.optimizer.after_load(with_state=False)
@@ -496,16 +503,16 @@ def microbatch(
     mtp_num_layers: int = 0,
     share: float | None = None,
 ) -> Microbatch:
-    """Put a batch on the device.
+    """Move a batch to the device.
 
     Args:
-        layouts: say which tokens this rank has of the batch's rows.
-        mtp_num_layers: number of multi-token prediction layers.
-        share: of the step's samples, see `Microbatch`.
+        layouts: determines this rank's tokens of the batch's rows.
+        depths: number of multi-token prediction depths, whose targets are computed from whole rows.
+        share: share of the step's samples, see `Microbatch`.
     """
 
     def moved(tensor: torch.Tensor) -> torch.Tensor:
-        # Only from pinned memory does a copy let the host go on.
+        # Only a copy from pinned memory is asynchronous.
         return pin(tensor, device).to(device, non_blocking=True)
 
     layout = layouts.of(batch)
@@ -532,7 +539,7 @@ def microbatch(
 
 
 def squared_lengths(batch: GPTBatch, window: int | None = None) -> int:
-    """Return the sum of squared document lengths, less what a window hides of them; 0 if each
+    """Return the sum of squared document lengths, restricted to the attention window; 0 if each
     sample is one document."""
     if batch.cu_seqlens is None:
         return 0
@@ -551,8 +558,7 @@ def take(
     """Return the next training microbatches of this data-parallel rank.
 
     Args:
-        step_samples: number of samples of the step on all data-parallel ranks, if the step does not
-            divide evenly; None if it does.
+        step_samples: samples of a step on all data-parallel ranks if they are not divided evenly.
     """
     microbatches = []
     for batch in islice(batches, count):
@@ -567,13 +573,13 @@ class SessionSteps:
     """Takes the steps of a session, and evaluates its model.
 
     Args:
-        batches: the training data of this data-parallel rank from the run's position on.
+        batches: the training data of this data-parallel rank, from the run's position on.
 
     Attributes:
-        lr, weight_decay: schedules over the samples of applied updates.
-        decoupled_lr: the learning rate of embedding and head, if they have their own.
-        scaler: of the loss.
-        window: gathers what is logged.
+        lr, weight_decay: schedules over samples of applied updates.
+        decoupled_lr: learning rate schedule of embedding and head, if separate.
+        scaler: the loss scaler.
+        window: sums of the current logging interval.
     """
 
     def __init__(self, session: Session, batches: Iterator[GPTBatch]) -> None:
@@ -589,13 +595,13 @@ class SessionSteps:
         """Train on the next global batch, unless its loss is above the limit.
 
         Args:
-            samples: of this batch, see `ResolvedRun.batch_sizes`.
-            update_samples: of the applied updates so far, which the schedules follow.
+            samples: samples of this batch, from `Run.batch_sizes` at this position in the data.
+            update_samples: samples of all applied updates so far, the position in the schedules.
         """
         run, device = self._session.run, self._session.context.device
         division = run.division(samples)
         batches = [next(self._batches) for _ in range(division.rounds)]
-        # An estimate if document lengths differ between ranks: the local ones stand for all.
+        # An estimate if data-parallel ranks differ: this rank's documents are extrapolated to all.
         window = run.config.attention.window_size
         counted = [batch for batch in batches if not batch.is_padding]
         squares = sum(squared_lengths(batch, window) for batch in counted)
@@ -629,20 +635,19 @@ class SessionSteps:
         return report
 
     def params_norm(self) -> float | None:
-        """Return the norm of all weights; None without --log-params-norm. Every rank calls
-        this."""
+        """Return the norm of all weights; None without --log-params-norm. Every rank calls this."""
         logged = self._session.run.config.logging.log_params_norm
         return self._session.optimizer.params_norm() if logged else None
 
     def loss_on(self, split: Literal["validation", "test"]) -> float | None:
-        """Return the mean loss per token over the samples of a split, the same every time; None
-        without any."""
+        """Return the mean loss per token over the samples of a split, the same samples in every
+        call; None if the run has no such data."""
         run, context, data = self._session.run, self._session.context, self._session.data
         if (data.validation if split == "validation" else data.test) is None:
             return None
         dp_group = context.groups["samples"]
         fresh = validation_batches(data, run, dp_group=dp_group, split=split)
-        at_a_time = run.evaluation.rounds  # as a step of a pipeline has
+        at_a_time = run.evaluation.rounds  # the microbatches of one pipeline step
         count = run.config.evaluation.eval_iters * at_a_time
         microbatches = (
             microbatch(batch, context.device, layouts=self._layouts)
@@ -653,8 +658,7 @@ class SessionSteps:
 
 @contextlib.contextmanager
 def open_steps(session: Session, *, consumed_samples: int) -> Iterator[SessionSteps]:
-    """Open the steps of a session from a position in its data on; reading mtp_targets ends with the
-    block."""
+    """Open the steps of a session from a position in its data; prefetching ends on exit."""
     run = session.run
     batches = read_ahead(
         training_batches(
@@ -673,18 +677,18 @@ def open_steps(session: Session, *, consumed_samples: int) -> Iterator[SessionSt
 
 
 class ModelLog(TrainingHooks):
-    """Shows at log lines what parts of a model have counted.
+    """Adds the model's counters to log lines.
 
     Args:
-        model: with or without multi-token prediction layers.
-        balance: sums the loads of its experts; None where there are none.
+        model: may have multi-token prediction depths.
+        balance: the balance of expert loads; None without experts.
     """
 
     def __init__(self, model: GPTModel, balance: Balance | None) -> None:
         self._model, self._balance = model, balance
 
     def log_parts(self) -> list[LogPart]:
-        """Return the MTP losses and the loads of experts; every rank calls this."""
+        """Return the losses of MTP depths and the expert loads; every rank calls this."""
         log_parts = []
         if self._model.config.mtp_num_layers:
             log_parts.append(mtp_losses(self._model))
@@ -694,7 +698,8 @@ class ModelLog(TrainingHooks):
 
 
 def mtp_losses(model: GPTModel) -> LogPart:
-    """Return what a log line reports of the MTP layers, counted from 1, since the line before.
+    """Return the log part of multi-token prediction losses since the previous line; depths count
+    from 1.
 
     Every rank calls this.
     """
@@ -704,11 +709,11 @@ def mtp_losses(model: GPTModel) -> LogPart:
 
 
 def load_balance(loads: Sequence[RouterLoad], config: MoEConfig) -> LogPart:
-    """Return what a log line reports of the loads of all routers since the line before.
+    """Return the log part of the load of all routers since the previous line.
 
     Args:
-        loads: of every router of the model, in its order.
-        config: of the experts; what they do without is left out.
+        loads: the load of every router, in the model's order.
+        config: of the experts; quantities of disabled features are left out.
     """
     worst = max(loads, key=lambda load: load.imbalance)
     busiest = worst.tokens.index(max(worst.tokens))
@@ -735,14 +740,14 @@ def load_balance(loads: Sequence[RouterLoad], config: MoEConfig) -> LogPart:
 
 
 def relative(tokens: Sequence[int]) -> list[float]:
-    """Return the tokens of each expert over their mean: 1 is even."""
+    """Return the tokens of each expert divided by their mean: 1 is an even load."""
     mean = sum(tokens) / len(tokens)
     return [round(count / mean, 4) if mean else 0.0 for count in tokens]
 
 
 def layer_name(router: str) -> str:
-    """Return the layer of a router: of `decoder.blocks.5.moe.router` "layer 2", counted from 0, of
-    `mtp.0.` "mtp 1", counted from 1 as its loss is."""
+    """Return the display name of a router: "layer 2", counted from 0, for
+    `decoder.blocks.5.moe.router`; "mtp 1", counted from 1 like its loss, for `mtp.0.`."""
     depth = re.match(r"mtp\.([0-9]+)\.", router)
     if depth is not None:
         return f"mtp {int(depth[1]) + 1}"

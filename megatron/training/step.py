@@ -1,20 +1,21 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One training step: forward and backward of all microbatches, gradient sums, one optimizer update.
+"""One training step: forward and backward of all microbatches, gradient reduction, optimizer
+update.
 
-The mean loss of a step (all scaling is here, in the weight of each token's loss, and nowhere else):
+The loss of a step is defined here; all scaling is in the weight of each token's loss:
 
     mean:       mean over data-parallel ranks and microbatches of
                 (masked sum over the microbatch / its tokens); microbatches of several sizes are
                 weighted by their samples
     per token:  masked sum over everything / all tokens of the step
 
-both with the microbatch's tokens counted over context-parallel ranks. Every gradient reduction is
-then a plain sum, and the reported loss is the sum of what each data-parallel rank computed.
+where a microbatch's tokens are counted over context-parallel ranks. Every gradient reduction is
+then a plain sum, and the reported loss is the sum of the data-parallel ranks' losses.
 
-A pipeline has its own counterpart of the single stage's `ForwardBackward`. Every stage reads the
-microbatches of its data-parallel rank, so that all know the shape of the activations that arrive,
-and sequence lengths may vary. The loss is computed in the last stage; the others add 0 to it, so
-that the sum over all ranks is the step's.
+`PipelineForwardBackward` is the counterpart of the single stage's `ForwardBackward`. Every stage
+reads the microbatches of its data-parallel rank, so that all stages know the shape of incoming
+activations, and sequence lengths may vary. The last stage computes the loss; the other stages add
+0, so that the sum over all ranks is the step's loss.
 """
 
 from __future__ import annotations
@@ -49,17 +50,16 @@ from megatron.training.failures.replay import Computed, Doubt, Replayer, Reruns,
 
 @dataclass(frozen=True, eq=False)
 class Microbatch:
-    """What one forward takes.
+    """The inputs of one forward pass.
 
     Args:
         tokens, labels: int64 [b, s].
-        loss_mask: fp32 [b, s]; 0 leaves a token out of the loss.
-        layout: which of their rows' tokens these are, what they see, and their samples, for
-            dropout. With context parallelism s is s/cp in all of them.
-        mtp_targets: inputs and labels of multi-token prediction, with masks as weights; None
-            without multi-token prediction.
-        share: of its samples in those of the step, where microbatches differ in that; None where
-            they do not.
+        loss_mask: fp32 [b, s]; 0 excludes a token from the loss.
+        layout: positions, documents and, for dropout, sample numbers of these tokens. With context
+            parallelism, s is s/cp in all tensors.
+        ahead: inputs and targets of multi-token prediction, its weights a mask; None without it.
+        share: share of this microbatch in the step's samples if microbatches differ in size, else
+            None.
     """
 
     tokens: torch.Tensor
@@ -71,14 +71,15 @@ class Microbatch:
 
     @property
     def without_dropout(self) -> SequenceLayout:
-        """Return the layout for evaluation."""
+        """The layout for evaluation, without sample numbers."""
         return self.layout.with_samples(None)
 
     def mtp_arguments(self, factor: torch.Tensor) -> dict[str, MTPTargets]:
-        """Return further targets of a model in training, in addition to the labels; may be empty.
+        """Return the multi-token prediction targets in training, as keyword arguments; may be
+        empty.
 
         Args:
-            factor: of the token losses.
+            factor: factor on the token losses.
         """
         return {} if self.mtp_targets is None else {"mtp_targets": self.mtp_targets.scaled(factor)}
 
@@ -88,8 +89,7 @@ class LossModel(Protocol):
 
     @property
     def has_auxiliary_losses(self) -> bool:
-        """Whether `loss` takes the factor of auxiliary losses, `aux_factor`, and needs it in
-        training."""
+        """Whether `loss` takes the factor of auxiliary losses, `aux_factor`, in training."""
 
     def loss(
         self,
@@ -103,22 +103,22 @@ class LossModel(Protocol):
         """Return (sum of token_weights · nll, nll [b, s]).
 
         Args:
-            training: `aux_factor` and `mtp_targets`, for models with auxiliary losses.
+            training: `aux_factor` and `ahead`, for models with additional losses.
         """
 
 
 @dataclass(frozen=True)
 class StepReport:
-    """What a step did, equal on all ranks.
+    """The result of a step, equal on all ranks.
 
     Args:
-        loss: the step's mean loss.
+        loss: mean loss of the step.
         applied: False if the loss or a gradient was not finite; nothing was changed then.
-        grad_norm: before clipping.
-        loss_scale: that the gradients were computed with.
-        num_zeros: gradient elements that are exactly zero, if counted.
-        votes: sums over all ranks of what each of them gave.
-        doubt: what was wrong with the step when it was first computed; None if nothing.
+        grad_norm: gradient norm before clipping.
+        loss_scale: loss scale of the gradients.
+        num_zeros: number of gradient elements that are exactly zero, if counted.
+        votes: sums of the ranks' votes.
+        doubt: the anomaly of the step's first computation; None if it was sound.
         spiked: whether the loss was above the limit, so that the step was skipped.
     """
 
@@ -133,20 +133,21 @@ class StepReport:
 
 
 class ForwardBackward:
-    """Run the microbatches of a step forward and backward and make every gradient whole.
+    """Run forward and backward of a step's microbatches, and reduce the gradients.
 
-    Whatever of a step needs no number on the host: a CUDA graph can hold all of it.
+    No operation needs a number on the host, so that a CUDA graph can capture all of it.
     """
 
     def __init__(self, model: LossModel, engine: DataParallel) -> None:
         self.model, self.engine = model, engine
 
     def __call__(self, microbatches: Sequence[Microbatch], factors: torch.Tensor) -> torch.Tensor:
-        """Return the sum of what the microbatches add to the step's loss on this rank, an fp64
-        scalar.
+        """Return the sum of the microbatches' contributions to the step's loss on this rank, an
+        fp64 scalar.
 
         Args:
-            factors: of each microbatch's token losses, loss scale included, fp32 [microbatches].
+            factors: factor on each microbatch's token losses, loss scale included, fp32
+                [microbatches].
         """
         total = torch.zeros((), dtype=torch.float64, device=microbatches[0].tokens.device)
         cp = self.engine.groups["cp"]
@@ -186,13 +187,13 @@ class ForwardBackward:
 def auxiliary_factors(
     model: LossModel, microbatches: Sequence[Microbatch], factors: torch.Tensor, *, cp: Group
 ) -> list[dict[str, torch.Tensor]]:
-    """Return for each microbatch what a model with auxiliary losses takes: `aux_factor`, an fp32
-    scalar, the share in the step's loss of a mean over the microbatch's tokens on all ranks of cp.
+    """Return the keyword arguments of auxiliary losses for each microbatch.
 
-    Nothing, for each, if it has no such losses.
+    `aux_factor`, an fp32 scalar, is the factor in the step's loss of a mean over the microbatch's
+    tokens on all ranks of cp. The mappings are empty for a model without auxiliary losses.
 
     Args:
-        factors: of each microbatch's token losses, fp32 [microbatches].
+        factors: factor on each microbatch's token losses, fp32 [microbatches].
     """
     if not model.has_auxiliary_losses:
         return [{} for _ in microbatches]
@@ -202,25 +203,25 @@ def auxiliary_factors(
 
 
 class StepRunner(Protocol):
-    """What carries out the microbatches of a step: `ForwardBackward`, its graph, a pipeline."""
+    """Runs the microbatches of a step: `ForwardBackward`, its CUDA graph, or a pipeline."""
 
     def __call__(self, microbatches: Sequence[Microbatch], factors: torch.Tensor) -> torch.Tensor:
-        """Make every gradient whole; return what this rank adds to the step's loss, fp64."""
+        """Run forward and backward and reduce gradients; return this rank's loss, an fp64
+        scalar."""
 
     def evaluate(self, microbatches: Sequence[Microbatch]) -> torch.Tensor:
-        """Return what this rank knows of the sums of masked token losses and of masks, fp64 [2]:
-        nothing, zeros, if it is not the last of its pipeline's stages."""
+        """Return this rank's sums of masked token losses and of masks, fp64 [2]; zeros except on
+        the last stage of a pipeline."""
 
 
 class TrainStep:
-    """Carry out steps.
+    """Runs training steps.
 
     Args:
-        forward_backward: carries out the first part, as `ForwardBackward` does, which it is if
-            None.
-        per_token_loss: weigh every token of the step equally instead of every microbatch.
-        reruns: when a step is computed again; nothing of it but its gradients has changed by then.
-        capacities: of ranks of experts, which must have room for all tokens; None where they do.
+        forward_backward: runs forward and backward; None uses `ForwardBackward`.
+        per_token_loss: weight every token of the step equally instead of every microbatch.
+        reruns: when a step is recomputed; only its gradients have changed by then.
+        capacities: checks the capacity of expert ranks; None if they accept all tokens.
     """
 
     def __init__(
@@ -240,7 +241,8 @@ class TrainStep:
         self.model, self.engine, self.optimizer = model, engine, optimizer
         self.groups, self.per_token_loss = groups, per_token_loss
         self.before_update: Callable[[], None] = lambda: None
-        """Called before weights and optimizer state change: a copy of them may be under way."""
+        """Called before weights and optimizer state change: a background copy may be in
+        progress."""
         self.replayer = Replayer(
             reruns or Reruns(),
             engine=engine,
@@ -261,13 +263,13 @@ class TrainStep:
         """Train on one global batch's local microbatches and update the weights.
 
         Args:
-            decoupled_lr: of embedding and head, if they have a rate of their own.
-            votes: numbers to sum over all ranks; they travel with the loss.
+            decoupled_lr: learning rate of embedding and head, if separate.
+            votes: numbers to sum over all ranks, in the same all-reduce as the loss.
             loss_limit: skip the step if its loss is above this; equal on all ranks.
 
         Raises:
-            ValueError: no microbatch; or tokens without room on the ranks of their experts, on
-                every rank, before anything has changed.
+            ValueError: there is no microbatch; or tokens exceed the capacity of expert ranks,
+                raised on every rank before anything has changed.
         """
         if not microbatches:
             raise ValueError("a step needs at least one microbatch")
@@ -300,15 +302,16 @@ class TrainStep:
     def _compute(
         self, microbatches: Sequence[Microbatch], votes: Sequence[float], limit: float
     ) -> Computed:
-        """Run forward and backward, make gradients whole, sum loss and votes, and judge them."""
+        """Run forward and backward, reduce gradients, sum loss and votes, and classify the
+        result."""
         scaler = self.optimizer.scaler
         factors = self.loss_factors(microbatches) * scaler.scale
         if self.capacities is not None:
             self.capacities.begin()
         total = self.forward_backward(microbatches, factors)
         # Every rank takes part, although ranks with the same tokens have the same loss: a decision
-        # that some ranks come to and others do not would leave them in different collectives.
-        # NaN and Inf times 0 are NaN, so they reach all ranks from every one.
+        # taken by some ranks only would leave them in different collectives. NaN and Inf times 0
+        # are NaN, so they reach all ranks from any rank.
         local_total = total * float(self.groups.coordinates["tp"] == 0)
         numbers = [local_total.view(1), local_total.new_tensor(list(votes))]
         if self.capacities is not None:
@@ -316,19 +319,19 @@ class TrainStep:
         loss, *sums = all_reduce(torch.cat(numbers), self.groups["world"]).tolist()
         without_room = 0.0 if self.capacities is None else sums.pop()
         computed = Computed(loss / scaler.scale, tuple(sums), total)
-        if not math.isfinite(loss):  # NaN may be routed anywhere
+        if not math.isfinite(loss):  # the router may send NaN tokens anywhere
             return replace(computed, kind="nan")
         if without_room and self.capacities is not None:
             self.capacities.fail()
         if computed.loss > limit:
             return replace(computed, kind="spike")
         norm = self.optimizer.grad_norm()
-        # An overflow of fp16 while the scale can still be lowered is part of finding the scale.
+        # An fp16 overflow while the scale can still be lowered is not suspicious.
         suspicious = not (math.isfinite(norm) or scaler.seeks)
         return replace(computed, kind="inf_norm" if suspicious else None, norm=norm)
 
     def loss_factors(self, microbatches: Sequence[Microbatch]) -> torch.Tensor:
-        """Return the factor of each microbatch's token losses in the step's loss, fp32
+        """Return the factor on each microbatch's token losses in the step's loss, fp32
         [microbatches]."""
         counts = torch.stack([m.loss_mask.sum(dtype=torch.float32) for m in microbatches])
         if self.per_token_loss:
@@ -342,16 +345,16 @@ class TrainStep:
         shares = counts.new_tensor(
             [factor if share is None else share for share in microbatch_shares]
         )
-        return shares * counts.clamp(min=1.0).reciprocal()  # with the rounding of the line above
+        return shares * counts.clamp(min=1.0).reciprocal()  # rounds like the division above
 
     def evaluate(self, microbatches: Iterable[Microbatch], *, at_a_time: int = 1) -> float:
         """Return the mean loss per token over all data-parallel ranks, without dropout and without
         touching gradients.
 
         Args:
-            at_a_time: microbatches that go through the stages of a pipeline together.
+            at_a_time: microbatches that pass through the pipeline together.
         """
-        # Where the batches are: a process group of GPUs reduces no tensor on the CPU.
+        # On the device of the batches: an NCCL group cannot reduce CPU tensors.
         sums = torch.zeros(2, dtype=torch.float64, device=self.engine.store.device)
         source = iter(microbatches)
         while window := list(islice(source, at_a_time)):
@@ -361,9 +364,10 @@ class TrainStep:
         return loss / max(tokens, 1.0)
 
     def _evaluated(self, window: Sequence[Microbatch]) -> torch.Tensor:
-        """Return the sums of these microbatches' token losses and masks, fp64 [2].
+        """Return the sums of the microbatches' token losses and masks, fp64 [2].
 
-        Ranks of experts take as many tokens as in training, so that the host reads no counts. If
+        Expert ranks use their training capacity, so that the host reads no token counts. If tokens
+        exceed it, the microbatches are recomputed without a limit.
         some have no room, the microbatches are computed again with all.
         """
         if self.capacities is not None:
@@ -375,19 +379,19 @@ class TrainStep:
 
 
 class PipelineForwardBackward:
-    """Run the microbatches of a step through the stages and make every gradient whole.
+    """Run a step's microbatches through the pipeline stages, and reduce the gradients.
 
     Args:
-        model: this rank's chunks.
-        engine: over its store.
-        groups: "pp" are the stages; gradients go back over "pp_backward".
+        model: this rank's model chunks.
+        engine: data-parallel engine over the model's store.
+        groups: "pp" connects the stages; gradients are sent back over "pp_backward".
         schedule: "1f1b", "interleaved" or "zb-h1".
-        group_size: microbatches that a chunk of the interleaved schedule takes in turn.
-        weight_delay: how many microbatches "zb-h1" puts weight gradients off at most; the same on
-            all stages. Use 0 if layers are recomputed: inputs of W are kept in both cases.
-        observe: called with every action of this rank before it is carried out.
-        stage_bits: records the bits that each chunk of this rank receives and sends in the forward
-            of a step.
+        group_size: consecutive microbatches of a chunk in the interleaved schedule.
+        weight_delay: maximum number of microbatches by which "zb-h1" defers weight gradients, equal
+            on all stages. Use 0 with full recomputation, which keeps the inputs of W in both cases.
+        observe: called before each action of this rank.
+        stage_bits: records the bits that each chunk of this rank receives and sends in a forward
+            pass.
     """
 
     def __init__(
@@ -410,15 +414,16 @@ class PipelineForwardBackward:
         model.store.splits = schedule == "zb-h1"
 
     def schedule(self, microbatches: int, *, backward: bool = True) -> Schedule:
-        """Return the lists of all stages for a step of so many microbatches."""
+        """Return the schedules of all stages for a step of `microbatches` microbatches."""
         return self._cached_step(microbatches, backward)
 
     def __call__(self, microbatches: Sequence[Microbatch], factors: torch.Tensor) -> torch.Tensor:
-        """Return the sum of what the microbatches add to the step's loss on this rank, an fp64
-        scalar.
+        """Return the sum of the microbatches' contributions to the step's loss on this rank, an
+        fp64 scalar.
 
         Args:
-            factors: of each microbatch's token losses, loss scale included, fp32 [microbatches].
+            factors: factor on each microbatch's token losses, loss scale included, fp32
+                [microbatches].
         """
         total = torch.zeros((), dtype=torch.float64, device=self.model.store.device)
         cp = self.engine.groups["cp"]
@@ -466,7 +471,7 @@ class PipelineForwardBackward:
     @torch.no_grad()
     def evaluate(self, microbatches: Sequence[Microbatch]) -> torch.Tensor:
         """Return the sums of masked token losses and of masks of these microbatches, fp64 [2];
-        zeros where the last stage is elsewhere."""
+        zeros if the last stage is on another rank."""
         sums = torch.zeros(2, dtype=torch.float64, device=self.model.store.device)
 
         def run(chunk: int, index: int, hidden_states: torch.Tensor | None) -> torch.Tensor:
@@ -535,11 +540,11 @@ class PipelineForwardBackward:
 
 
 def weight_traffic(engine: DataParallel) -> tuple[str, str]:
-    """Return how often a step gathers each chunk's weights, and reduces its gradients: "none",
-    "once" or "each" time that they are used, or put.
+    """Return how often a step gathers each chunk's weights, and how often it reduces gradients.
 
-    Nothing is sent only where the data-parallel groups of experts, too, have one rank; they may
-    be larger or smaller than those of dense weights.
+    The values are "none", "once", or "each": in every forward or backward pass of the chunk.
+    Nothing is communicated only if the data-parallel groups of both dense weights and experts,
+    which may differ in size, have one rank.
     """
     if engine.groups["gtp_cp_dp"].size == engine.groups["egtp_edp"].size == 1:
         return "none", "none"

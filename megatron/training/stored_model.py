@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The model that a checkpoint describes, compared with its tensors before either is built.
 
-A description may ask for any number of layers or any size. Numbers that determine how much is built
-are compared with the manifest, then the shape of every weight, on the meta device.
+A damaged description may claim any number of layers or any size. Numbers that determine how much is
+built are compared with the manifest first, then the shape of every weight, on the meta device.
 """
 
 from __future__ import annotations
@@ -20,40 +20,40 @@ from megatron.core.dist_checkpointing.manifest import Manifest
 if TYPE_CHECKING:
     from megatron.core.models.gpt_config import GPTConfig
 
-#: Counts of layers and blocks, and texts of a character for each: all have tensors of their own.
+#: Counts of layers and blocks, and strings with a character per layer or block; each has tensors.
 _LAYERS = (
     *("num_layers", "num-layers", "mtp_num_layers", "mtp-num-layers"),
     *("pattern", "ffn_pattern", "mtp_pattern", "hybrid-layer-pattern"),
 )
-#: No model has more: building a block takes a millisecond, on the meta device too.
+#: Larger counts are treated as corrupt: building a block takes a millisecond even on meta.
 _MAX_LAYERS = 4096
-#: Fields that are no sizes of tensors.
-_FREE = (
+#: Fields that are not tensor dimensions.
+_UNCHECKED = (
     "rope",
     "window",
     "window-size",
     "max_position_embeddings",
     "max-position-embeddings",
 )
-#: Counts that need not be a tensor's dimension are at most this.
+#: Limit on counts that need not be a tensor dimension.
 _MAX_COUNT_SIZE = 4096
-#: Problems named in one error; the rest is counted.
+#: Number of problems listed in one error; others are counted.
 _MAX_LISTED = 4
 
-#: What every weight has under Adam.
+#: Adam's moments, stored for every weight.
 _MOMENTS = ("exp_avg", "exp_avg_sq")
 
 
 def check_counts(folder: Path, described: Mapping[str, Any], manifest: Manifest) -> None:
-    """See that no count in a description is of more than the tensors of a checkpoint can be of.
+    """Check that no count in a description exceeds what the checkpoint's tensors allow.
 
     Args:
-        folder: of the checkpoint.
-        described: fields of a model, or options by flag name that give it its shape.
-        manifest: of the checkpoint.
+        folder: folder of the checkpoint.
+        described: fields of a model config, or options by flag name that define its shape.
+        manifest: manifest of the checkpoint.
 
     Raises:
-        DamagedCheckpointError: one is.
+        DamagedCheckpointError: a count is too large.
     """
     shapes = [tensor.shape for tensor in manifest.tensors.values()]
     largest = max((size for shape in shapes for size in shape), default=0)
@@ -64,15 +64,15 @@ def check_counts(folder: Path, described: Mapping[str, Any], manifest: Manifest)
         if abs(value) > limit:
             raise DamagedCheckpointError(
                 f"{folder} cannot be used: {name} is {str(value)[:40]}, its {len(shapes)} tensors "
-                f"are of {limit} at most"
+                f"allow at most {limit}"
             )
 
 
 def _counts(fields: Mapping[str, Any]) -> list[tuple[str, int]]:
-    """Return the whole numbers of nested fields, and the lengths of texts and lists, by name."""
+    """Return the integers of nested fields, and the lengths of strings and lists, by name."""
     counts: list[tuple[str, int]] = []
     for name, value in fields.items():
-        if name in _FREE:
+        if name in _UNCHECKED:
             continue
         if isinstance(value, Mapping):
             counts += _counts(value)
@@ -84,37 +84,38 @@ def _counts(fields: Mapping[str, Any]) -> list[tuple[str, int]]:
 
 
 def described_config(folder: Path, manifest: Manifest) -> GPTConfig:
-    """Return the model that a checkpoint describes, its counts compared with the tensors.
+    """Return the model config that a checkpoint describes, after comparing its counts with the
+    tensors.
 
     Raises:
-        ValueError: it describes none, or one of another version of this program.
-        DamagedCheckpointError: no such tensors could be those of what it describes.
+        ValueError: the checkpoint describes no model, or one of another version of this program.
+        DamagedCheckpointError: the tensors cannot belong to the described model.
     """
     from megatron.core.models.gpt_config import GPTConfig
 
     described = manifest.extra.get("model")
     if described is None or manifest.extra.get("config") is None:
-        raise ValueError(f"{folder} is no training checkpoint: it lacks 'model' or 'config'")
+        raise ValueError(f"{folder} is not a training checkpoint: it lacks 'model' or 'config'")
     for name in ("model", "config", "tokenizer"):
         if not isinstance(manifest.extra.get(name, {}), Mapping):
-            raise DamagedCheckpointError(f"{folder} cannot be used: {name} is no JSON object")
+            raise DamagedCheckpointError(f"{folder} cannot be used: {name} is not a JSON object")
     check_counts(folder, described, manifest)
     try:
         return GPTConfig.from_json(described)
     except ValueError as error:
-        raise ValueError(f"{folder} holds {error}") from None
+        raise ValueError(f"{folder} contains {error}") from None
     except (TypeError, KeyError, AttributeError, ArithmeticError) as error:
         raise DamagedCheckpointError(
-            f"{folder} cannot be used: its model cannot be understood: {error}"
+            f"{folder} cannot be used: cannot parse its model: {error}"
         ) from error
 
 
 def stored_model(folder: Path, manifest: Manifest) -> GPTConfig:
-    """Return the model whose weights a checkpoint holds.
+    """Return the config of the model whose weights a checkpoint contains.
 
     Raises:
-        ValueError: the checkpoint describes none, or one of another version of this program.
-        DamagedCheckpointError: its tensors are not those of the model that it describes.
+        ValueError: the checkpoint describes no model, or one of another version of this program.
+        DamagedCheckpointError: the tensors do not belong to the described model.
     """
     config = described_config(folder, manifest)
     _check_shapes(folder, manifest, config)
@@ -122,15 +123,15 @@ def stored_model(folder: Path, manifest: Manifest) -> GPTConfig:
 
 
 def _check_shapes(folder: Path, manifest: Manifest, config: GPTConfig) -> list[str]:
-    """Compare the tensors of a checkpoint with its model and return the names of the weights; for
-    errors see `stored_model`."""
+    """Compare the tensors of a checkpoint with its model and return the names of the weights;
+    raises like `stored_model`."""
     try:
         weights, states = _shapes(config)
     except (ValueError, CheckpointError) as error:
-        raise ValueError(f"{folder} holds {error}") from None
+        raise ValueError(f"{folder} contains {error}") from None
     except (TypeError, KeyError, AttributeError, ArithmeticError, RuntimeError) as error:
         raise DamagedCheckpointError(
-            f"{folder} cannot be used: nothing can be made of the model that it describes: {error}"
+            f"{folder} cannot be used: cannot build the model that it describes: {error}"
         ) from error
     problems = []
     for name, shape in (weights | states).items():
@@ -138,11 +139,12 @@ def _check_shapes(folder: Path, manifest: Manifest, config: GPTConfig) -> list[s
         if stored is None:
             problems.append(f"{name} is missing")
         elif stored.shape != shape:
-            problems.append(f"{name} is {list(stored.shape)}, its model makes it {list(shape)}")
+            problems.append(f"{name} is {list(stored.shape)}, its model requires {list(shape)}")
     if problems:
         num_unlisted = len(problems) - _MAX_LISTED
         raise DamagedCheckpointError(
-            f"{folder} does not hold the weights of its model: {'; '.join(problems[:_MAX_LISTED])}"
+            f"{folder} does not contain the weights of its model: "
+            f"{'; '.join(problems[:_MAX_LISTED])}"
             f"{f'; and {num_unlisted} more' if num_unlisted > 0 else ''}"
         )
     return list(weights)
@@ -170,24 +172,25 @@ def _shapes(config: GPTConfig) -> tuple[dict[str, tuple[int, ...]], dict[str, tu
 
 
 def check_stored(folder: Path, manifest: Manifest) -> str:
-    """See that a checkpoint of a run holds every tensor that it should.
+    """Check that a checkpoint of a run contains every tensor that it should.
 
     Args:
-        folder: of the checkpoint.
-        manifest: of the checkpoint.
+        folder: folder of the checkpoint.
+        manifest: manifest of the checkpoint.
 
     Returns:
-        A line on why that is unknown; "" if it is known, or if the checkpoint is of no run.
+        A line on why this cannot be checked; "" if it was checked, or the checkpoint is not a
+        run's.
 
     Raises:
-        DamagedCheckpointError: it does not.
+        DamagedCheckpointError: a tensor is missing.
     """
     if "model" not in manifest.extra or "config" not in manifest.extra:
-        return ""  # of the library alone
+        return ""  # not written by a training run
     try:
         weights = _check_shapes(folder, manifest, described_config(folder, manifest))
     except ValueError as error:
-        return f"its tensors are not compared with its model, which is not known here: {error}"
+        return f"its tensors are not checked: its model is unknown to this version: {error}"
     optimizer = manifest.extra.get("optimizer")
     is_adam = isinstance(optimizer, Mapping) and optimizer.get("kind") == "adam"
     if not is_adam or manifest.extra.get("weights_only") is True:

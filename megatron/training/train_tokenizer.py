@@ -29,21 +29,22 @@ class TrainTokenizerConfig:
     """Options of train_tokenizer."""
 
     input: tuple[str, ...]
-    """Files, folders or patterns, as preprocess_data takes them."""
+    """Files, folders or glob patterns, as for preprocess_data."""
     output: str
-    """The tokenizer.json to write; what --tokenizer-model is given."""
+    """Path of the tokenizer.json to write, for use as --tokenizer-model."""
     vocab_size: int
-    """Number of ids, the 256 bytes and the end of a document included."""
+    """Vocabulary size, the 256 bytes and the end-of-document token included."""
     json_key: str = "text"
-    """Key or column that holds the document."""
+    """Key or column of the document's text."""
     train_bytes: int = 200_000_000
-    """Text to learn from, in bytes; what follows is not read. Memory grows with it."""
+    """Maximum size of the training text, in bytes; further text is not read. Memory grows with
+    it."""
     overwrite: bool = False
-    """Replace --output if it exists; without this it is an error."""
+    """Replace --output if it exists; otherwise an existing file is an error."""
 
 
 def _until_size(texts: Iterable[str], size: int, report: Report) -> Iterator[str]:
-    """Yield texts until they have `size` bytes."""
+    """Yield texts until their total size reaches `size` bytes."""
     read = documents = 0
     for text in texts:
         if read >= size:
@@ -64,7 +65,7 @@ def _main(argv: Sequence[str]) -> None:
     if Path(config.output).exists() and not config.overwrite:
         raise ValueError(
             f"{config.output} exists: give another --output, or --overwrite to replace it (token "
-            "files that it has encoded need it)"
+            "files encoded with it still need it)"
         )
     inputs = find_inputs(config.input)
     if inputs.left_out:
@@ -82,14 +83,11 @@ def _main(argv: Sequence[str]) -> None:
         Path(config.output).parent.mkdir(parents=True, exist_ok=True)
         with show_progress(size, sys.stdout, label="reading", line_prefix="read") as report:
             learnt = list(_until_size(chain([first_text], texts), config.train_bytes, report))
-        print(
-            f"learning up to {config.vocab_size:,} ids from {len(learnt):,} documents", flush=True
-        )
+        print(f"training up to {config.vocab_size:,} ids on {len(learnt):,} documents", flush=True)
         tokenizer = train_bpe(learnt, config.vocab_size, config.output, show_progress=bars)
     except OSError as error:
         raise ValueError(
-            f"{error.filename or config.output}: {error.strerror}; give --output a path that you "
-            "may write"
+            f"{error.filename or config.output}: {error.strerror}; give --output a writable path"
         ) from None
     if tally.rejected:
         print(tally.describe_rejected())

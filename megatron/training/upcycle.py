@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A dense checkpoint to one with experts (Komatsuzaki et al. 2022, arXiv 2212.05055).
+"""Upcycle a dense checkpoint to a mixture of experts (Komatsuzaki et al. 2022, arXiv 2212.05055).
 
     python -m megatron.training.upcycle --load runs/dense --save runs/moe --num-experts 8
     torchrun ... -m megatron.training.pretrain_gpt --load runs/moe --num-experts 8 ...
 
-Every expert of a layer starts as a copy of its MLP, and the router at its initial values. A token's
-weights add up to 1, so the model computes at first what the dense one did. One process, which
-streams: memory does not grow with the model.
+Every expert of a layer starts as a copy of the layer's MLP, and the router with initial values. A
+token's routing weights sum to 1, so the model initially computes the same function as the dense
+one. One process, which streams: memory does not grow with the model.
 """
 
 from __future__ import annotations
@@ -37,21 +37,21 @@ _EXPERTS, _MLP, _ROUTER = ".moe.experts.", ".mlp.", ".moe.router.weight"
 
 @dataclass(frozen=True, kw_only=True)
 class UpcycleConfig:
-    """Dense checkpoint to one with experts."""
+    """Upcycle a dense checkpoint to a mixture of experts."""
 
     load: str
-    """Folder of checkpoints of a dense model (its latest is taken) or one iter_ folder."""
+    """Folder of checkpoints of a dense model (the latest is used), or one iter_ folder."""
     save: str
-    """Folder of checkpoints to write iter_0000000 into."""
+    """Folder of checkpoints in which to write iter_0000000."""
     num_experts: int
-    """Experts of each layer that gets some, all of them copies of its MLP."""
+    """Number of experts per MoE layer, each a copy of the layer's MLP."""
     moe_layer_freq: str | None = None
-    """Which layers get experts: N for every N-th from the first on, or a 1 or 0 for each layer as
-    0,1,1 or [0]*1+[1]*2; None = all layers."""
+    """Which layers get experts: N for every N-th layer, starting with the first, or a 1 or 0 for
+    each layer as 0,1,1 or [0]*1+[1]*2; None = all layers."""
     moe_router_topk: int = 2
-    """Experts of a token."""
+    """Number of experts that each token is routed to."""
     moe_router_score_function: Literal["softmax", "sigmoid"] = "softmax"
-    """What makes scores of the router's logits: softmax over all experts, or sigmoid of each."""
+    """Score function of the router's logits: softmax over all experts, or a sigmoid per expert."""
     seed: int = 1234
     """Seed of the routers' initial values."""
 
@@ -61,14 +61,14 @@ class UpcycleConfig:
             lambda: not_negative(self, "seed"),
             lambda: require(
                 2 <= self.moe_router_topk <= max(2, self.num_experts),
-                f"--moe-router-topk {self.moe_router_topk}: use 2 … {self.num_experts}, as one "
-                "expert whose weight is always 1 would teach the router nothing",
+                f"--moe-router-topk {self.moe_router_topk}: use 2 … {self.num_experts}: a single "
+                "expert always has the weight 1, and the router gets no gradient",
             ),
         )
 
 
 def with_experts(dense: GPTConfig, config: UpcycleConfig) -> GPTConfig:
-    """Return the model with experts. Raises ValueError where that cannot be."""
+    """Return the model config with experts. Raises ValueError if the model cannot have experts."""
     from megatron.core.moe import MoEConfig, RouterConfig
 
     where = f"--load {config.load}"
@@ -76,7 +76,7 @@ def with_experts(dense: GPTConfig, config: UpcycleConfig) -> GPTConfig:
         raise ValueError(f"{where} has experts already: name a dense model")
     if dense.mlp.bias:
         raise ValueError(
-            f"{where}: its MLPs have biases, which experts have not: train one with "
+            f"{where}: its MLPs have biases, and experts do not support them: train a model with "
             "--disable-bias-linear"
         )
     pattern = ""
@@ -104,7 +104,7 @@ def upcycle(config: UpcycleConfig) -> Path:
     """Write the checkpoint with experts and return its folder.
 
     Raises:
-        ValueError: the dense one is damaged or cannot have experts, or nothing can be written.
+        ValueError: the dense checkpoint is damaged or cannot have experts, or writing fails.
     """
     from megatron.core.dist_checkpointing import (
         CheckpointReader,
@@ -116,10 +116,10 @@ def upcycle(config: UpcycleConfig) -> Path:
     from megatron.training.newest_checkpoint import load_newest
     from megatron.training.stored_model import stored_model
 
-    # Not even others: a run would go on from the new one instead of its own last.
+    # Other checkpoints are rejected too: a run would resume from the new one instead of its latest.
     if checkpoints := list_checkpoints(config.save):
         raise ValueError(
-            f"--save {config.save} holds {checkpoints[0].name} already: name another folder"
+            f"--save {config.save} already contains {checkpoints[0].name}: name another folder"
         )
 
     def convert(source: Path) -> Path:
@@ -143,7 +143,7 @@ def upcycle(config: UpcycleConfig) -> Path:
 
 
 def _extra(dense: Mapping[str, Any], model: GPTConfig, config: UpcycleConfig) -> dict[str, Any]:
-    """Return what the checkpoint states about itself: what the dense one did, but for progress."""
+    """Return the checkpoint's `extra`: the dense checkpoint's, without progress."""
     assert model.moe is not None
     options = {
         "num-experts": config.num_experts,
@@ -169,13 +169,13 @@ def _chunk(
     model: GPTConfig,
     seed: int,
 ) -> TensorChunk:
-    """Describe a tensor that is made when its turn to be written comes."""
+    """Return the chunk of a tensor whose values are computed when it is written."""
     import torch
 
     from megatron.core.dist_checkpointing import CheckpointError, TensorChunk
     from megatron.core.dist_checkpointing.shards import DTYPES
 
-    # A router is in the dtype of the norm before it: that of its model.
+    # A router has the dtype of the norm before it, which is the model's dtype.
     source = name.replace(_EXPERTS, _MLP).replace(_ROUTER, ".norm.weight")
     stored = reader.manifest.tensors.get(source)
     if stored is None:
@@ -200,7 +200,7 @@ def _chunk(
 def _copies(
     reader: CheckpointReader, name: str, shape: tuple[int, ...], *, dtype: torch.dtype, times: int
 ) -> Iterator[memoryview]:
-    """Yield the bytes of a stored tensor so many times, in bands of rows."""
+    """Yield the bytes of a stored tensor `times` times, in blocks of rows."""
     import torch
 
     from megatron.core.boxes import row_boxes
@@ -218,7 +218,7 @@ def _copies(
 def _initial(
     name: str, shape: tuple[int, ...], *, dtype: torch.dtype, std: float, seed: int
 ) -> Iterator[memoryview]:
-    """Yield the bytes of the values that a new model's weight has, in bands of rows."""
+    """Yield the bytes of a weight's initial values, in blocks of rows."""
     import torch
 
     from megatron.core.boxes import row_boxes
@@ -234,7 +234,7 @@ def _initial(
 def run(argv: Sequence[str]) -> None:
     """Carry out the command. Raises ValueError."""
     line = parse_command_line(
-        UpcycleConfig, argv, prog=PROG, description="Dense checkpoint to one with experts."
+        UpcycleConfig, argv, prog=PROG, description="Upcycle a dense checkpoint to experts."
     )
     config: UpcycleConfig = line.config
     print(f"upcycled {config.load} as {upcycle(config)}", flush=True)

@@ -273,13 +273,13 @@ def test_other_metrics_are_inexact(ledger):
 
 def test_resume_at_wrong_step_and_leftovers_are_reported(ledger):
     start = look(ledger.root)
-    ledger.check_start(start, "loaded x; going on at iteration 4\n")
+    ledger.check_start(start, "loaded x; resuming at iteration 4\n")
     ledger.check_start(start, "killed before it said anything")
     with pytest.raises(SoakFailure, match=r"went on at \[2\], the newest is 4"):
-        ledger.check_start(start, "loaded x; going on at iteration 2\n")
+        ledger.check_start(start, "loaded x; resuming at iteration 2\n")
     (ledger.root / f"iter_0000006.tmp-{'a' * 16}").mkdir()
     with pytest.raises(SoakFailure, match="were not swept"):
-        ledger.check_start(look(ledger.root), "loaded x; going on at iteration 4\n")
+        ledger.check_start(look(ledger.root), "loaded x; resuming at iteration 4\n")
 
 
 def test_after_power_cut_only_reported_saves_must_exist(ledger):

@@ -251,7 +251,7 @@ def test_verify_names_file_tensor_and_bytes(tmp_path, capsys):
     header = next(iter(read_manifest(folders[0]).files.values())).header_bytes
     assert f"{held - header} bytes of 4 tensors in 1 files verified" in out
     noted = [line for line in err.splitlines() if "of a GPT of this version" not in line]
-    assert noted == [f"warning: {folders[0] / 'notes.txt'} is no part of the checkpoint"]
+    assert noted == [f"warning: {folders[0] / 'notes.txt'} is not part of the checkpoint"]
     # The newest and the oldest: neither hides the other.
     for folder in (folders[0], folders[2]):
         chunk = read_manifest(folder).tensors["a.weight"].chunks[0]
@@ -345,15 +345,15 @@ def test_compare_equates_nans_and_infs_but_not_signed_zeros(tmp_path, capsys):
     ("words", "text"),
     [
         ("list {absent}", "there is no such folder"),
-        ("list {root}/iter_0000005", "is one checkpoint: name the folder that it lies in"),
+        ("list {root}/iter_0000005", "is one checkpoint: name the folder that contains it"),
         ("list {root} {root}", "unexpected argument"),
         ("list", "missing --root"),
-        ("inspect {empty}", "holds no checkpoint: name another folder"),
-        ("inspect {root} --tensors nothing*", "has no tensor of such a name"),
+        ("inspect {empty}", "contains no checkpoint: name another folder"),
+        ("inspect {root} --tensors nothing*", "has no tensor with such a name"),
         ("verify {empty}", "holds no checkpoint"),
         ("compare {root}", "missing --second"),
         ("compare {root} {root} --tolerance -1", "--tolerance is -1.0"),
-        ("remove {root}", "'remove' is no command: use list, inspect, verify, compare"),
+        ("remove {root}", "'remove' is not a command: use list, inspect, verify, compare"),
         ("", "'nothing' is no command"),
     ],
 )

@@ -173,7 +173,7 @@ def rates(metrics) -> dict[int, float]:
 @pytest.mark.parametrize(
     ("more", "updates", "said"),
     [
-        ("", 2, "going on at iteration 2"),
+        ("", 2, "resuming at iteration 2"),
         ("--schedule-on-load restart", 0, "--schedule-on-load continue"),
         ("--no-load-optim", 0, "--schedule-on-load continue"),
         ("--no-load-optim --schedule-on-load continue", 2, "--schedule-on-load restart"),
@@ -233,4 +233,4 @@ def test_a_resumed_run_of_latent_attention_keeps_its_rotation(saved, tmp_path, c
     assert f"--position-embedding-type is rope as in {save}" in capsys.readouterr().err
     scaled = flags(prefix, f"{again} --qk-layernorm --rope-type yarn", without=grouped)
     assert run_here(scaled) == ExitCode.USER_ERROR
-    assert "is of another model: rope.scaling" in capsys.readouterr().err
+    assert "contains another model: rope.scaling" in capsys.readouterr().err

@@ -87,7 +87,7 @@ def test_experts_go_on_in_any_layout(whole, tmp_path):
     output, _ = job.communicate(timeout=100)
     assert job.returncode == 0, output
     assert "experts: 8 in 3 of 4 layers, a token goes to 2 and a shared one by sigmoid" in output
-    assert "tokens by alltoall: least rows of a rank" in output
+    assert "tokens by alltoall: fewest rows per rank" in output
     assert "| load balance: worst " in output
     for world, layout, last in PARTS:
         go_on(prefix, parts, world, layout, last)

@@ -113,8 +113,8 @@ def test_a_torch_dist_folder_becomes_the_model_that_it_is_of(modern, tmp_path, c
     code, out, err = command(capsys, f"{words} {MODERN_FLAGS}")
     assert (code, err) == (0, "")
     assert "left out 1 tensors, of an optimizer or derived: optimizer.state.exp_avg." in out
-    assert "left out 2 items that are no tensors" in out
-    assert f"took the last {PADDING} rows of embedding.word_embeddings.weight for padding" in out
+    assert "left out 2 items that are not tensors" in out
+    assert f"treated the last {PADDING} rows of embedding.word_embeddings.weight for padding" in out
     verify_checkpoint(tmp_path / "out" / "iter_0000000")
     ours, found = (
         stored(modern / "native" / "iter_0000007"),
@@ -164,9 +164,9 @@ def test_torch_dist_conversion_handles_pre_norm_bias_positions(tmp_path, capsys)
         ("--no-untie-embeddings-and-output-weights", "untie-embeddings-and-output-weights is True"),
         ("--no-disable-bias-linear", "bias of the MLP is False there, True by the flags"),
         ("--normalization LayerNorm", "normalization is RMSNorm there, LayerNorm by the flags"),
-        ("--num-query-groups 4", "linear_qkv.weight is [3, 48, 22], the flags make it [3, 72, 22]"),
-        ("--vocab-size 50", "word_embeddings.weight is [44, 22], the flags make it [50, 22]"),
-        ("--num-experts 2", "mixtures of experts and layers of further prediction are not read"),
+        ("--num-query-groups 4", "linear_qkv.weight is [3, 48, 22], the flags require [3, 72, 22]"),
+        ("--vocab-size 50", "word_embeddings.weight is [44, 22], the flags require [50, 22]"),
+        ("--num-experts 2", "mixtures of experts and multi-token prediction layers are not read"),
         ("--vocab-size none", "missing --vocab-size: give it without padding"),
     ],
 )
@@ -231,7 +231,7 @@ def test_folder_with_recognized_weight_names_is_converted(names, modern, tmp_pat
     words = f"convert {tmp_path / 'more'} {tmp_path / 'other'} --from dcp --to native"
     code, _, err = command(capsys, f"{words} {MODERN_FLAGS}")
     assert code == 2
-    assert "model.more.weight has no place in the model of the flags" in err
+    assert "model.more.weight does not belong to the model of the flags" in err
 
 
 def test_experts_and_their_biases_come_by_our_names(tmp_path, capsys):
@@ -262,7 +262,7 @@ def test_one_file_holds_whole_tensors_under_their_own_names(modern, tmp_path, ca
         assert f"{target}: " in out
         code, _, err = command(capsys, words)
         assert code == 2
-        assert "is there already: name another file" in err
+        assert "exists: name another file" in err
     with safe_open(tmp_path / "native.safetensors", "pt") as file:
         assert set(file.keys()) == set(ours)
         assert all(torch.equal(file.get_tensor(name), value) for name, value in ours.items())

@@ -132,7 +132,7 @@ def test_a_checkpoint_says_what_its_model_is(alone, capsys):
     assert gpt_config(run.config, VOCABULARY) == saved
     assert (saved.pattern, saved.mtp_pattern) == ("G-M-*-", "*-")
     assert run_here([*words.split(), "--hybrid-layer-pattern", "G-*-M-/*-"]) == ExitCode.USER_ERROR
-    assert "is of another model: pattern: 'G-M-*-' in" in capsys.readouterr().err
+    assert "contains another model: pattern: 'G-M-*-' in" in capsys.readouterr().err
 
 
 def write_rows(prefix: Path, order: list[int]) -> Path:

@@ -94,7 +94,7 @@ def test_the_same_line_resumes_and_an_imported_checkpoint_starts(
     line = f"{RUN} --lr 1e-2 --load-hf {folder} --save {saved} --load {saved}"
     said = run(pretrain_gpt.main, f"{line} --exit-interval 2")
     assert f"read the weights of {folder}; starting at iteration 0" in said
-    assert "iter_0000002; going on at iteration 2" in run(pretrain_gpt.main, line)
+    assert "iter_0000002; resuming at iteration 2" in run(pretrain_gpt.main, line)
     run(convert, f"import --hf {folder} --save {imported}")
     other = f"{RUN} --lr 1e-2 --load {imported} --use-checkpoint-args --save {tmp_path / 'b'}"
     assert "loaded the weights of" in run(pretrain_gpt.main, other)

@@ -238,8 +238,8 @@ def empty_tensors(count: int) -> dict[str, object]:
 @pytest.mark.parametrize(
     ("tensors", "changes", "texts"),
     [
-        (10_000, MANY_LAYERS, ("does not hold the weights", "tensors")),
-        (0, EXPERTS, ("does not hold the weights", "tensors")),
+        (10_000, MANY_LAYERS, ("does not contain the weights", "tensors")),
+        (0, EXPERTS, ("does not contain the weights", "tensors")),
         pytest.param(
             *(90_000, {}, ("model.layers.7.mlp.x has no place", "and 89992 more")),
             marks=pytest.mark.slow(seconds=4),

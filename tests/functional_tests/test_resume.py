@@ -62,7 +62,7 @@ def test_killed_and_resumed_equals_uninterrupted(tmp_path):
     assert (cut / "iter_0000003").is_dir()
     assert not (cut / "iter_0000010").exists(), "the kill came too late to prove anything"
 
-    assert "going on at iteration" in output_of(4, argv)
+    assert "resuming at iteration" in output_of(4, argv)
     expected = digests(whole / "iter_0000010")
     assert len(expected) > 60
     assert {name.split("/")[0] for name in expected if name.startswith("optimizer.")} == {

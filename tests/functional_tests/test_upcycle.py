@@ -152,9 +152,9 @@ def test_what_cannot_have_experts_is_refused_in_one_line(tmp_path, capsys):
     (tmp_path / "run" / "iter_0000003").mkdir(parents=True)
     run = f"--save {tmp_path / 'run'} --num-experts 4"
     cases = {
-        f"--load {tmp_path / 'dense'} {run}": "holds iter_0000003 already: name another folder",
-        f"--load {tmp_path / 'biased'} {out}2": "its MLPs have biases, which experts have not",
-        f"--load {tmp_path / 'dense'} {out}": "holds iter_0000000 already: name another folder",
+        f"--load {tmp_path / 'dense'} {run}": "already contains iter_0000003: name another folder",
+        f"--load {tmp_path / 'biased'} {out}2": "its MLPs have biases, and experts do not",
+        f"--load {tmp_path / 'dense'} {out}": "already contains iter_0000000: name another folder",
         f"--load {tmp_path / 'out'} {out}2": "has experts already: name a dense model",
         f"--load {tmp_path / 'none'} {out}2": "there is no checkpoint: name another folder",
         f"--load {tmp_path / 'dense'} {out}2 --moe-layer-freq 0,0,0": "no layer gets experts",

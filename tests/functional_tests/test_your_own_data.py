@@ -46,10 +46,10 @@ def test_every_command_of_the_page_works(tmp_path):
     assert f"wrote data/mine.bin and .idx: {sources:,} documents" in everything
     assert IndexedDataset(tmp_path / "data" / "mine").num_documents == sources
     assert latest_checkpoint(tmp_path / "data" / "model").name == "iter_0000040"
-    assert "going on at iteration 30" in everything
+    assert "resuming at iteration 30" in everything
     assert "can be exported as LlamaForCausalLM" in everything
     assert latest_checkpoint(tmp_path / "data" / "chat-model").name == "iter_0000004"
-    assert "going on at iteration 2" in everything
+    assert "resuming at iteration 2" in everything
     trained, tuned = (
         load_file(tmp_path / "data" / name / "model.safetensors")
         for name in ("model-hf", "chat-model-hf")

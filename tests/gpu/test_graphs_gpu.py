@@ -130,7 +130,7 @@ def test_a_run_by_flags_is_the_plain_one(device, tmp_path, capsys):
     for name, more in (("plain", ""), ("graph", GRAPH)):
         save = f"--save {tmp_path / name} --save-interval 5"
         assert run_here(flags(prefix, f"{SHORT} {save} {more}")) == 0
-    assert "as one CUDA graph after 3 eager steps" in capsys.readouterr().err
+    assert "in one CUDA graph after 3 eager steps" in capsys.readouterr().err
     for kind in ("train", "validation"):
         found = [losses(tmp_path / name / "metrics.jsonl", kind) for name in ("plain", "graph")]
         assert found[0] == found[1]

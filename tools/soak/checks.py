@@ -18,7 +18,7 @@ from tools.soak.folder import Snapshot, look
 from tools.soak.job import SoakFailure
 
 _SAVED = re.compile(r"^saved \S+/iter_(\d+)", re.MULTILINE)
-_GOES_ON = re.compile(r"(?:going on|starting) at iteration (\d+)")
+_RESUMES = re.compile(r"(?:resuming|starting) at iteration (\d+)")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -133,7 +133,7 @@ class Ledger:
         Raises:
             SoakFailure: they did not.
         """
-        told = {int(number) for number in _GOES_ON.findall(log)}
+        told = {int(number) for number in _RESUMES.findall(log)}
         if told and told != {max(start.newest, 0)}:
             raise SoakFailure(
                 "inexact", f"the run went on at {sorted(told)}, the newest is {start.newest}"

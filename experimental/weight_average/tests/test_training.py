@@ -113,7 +113,7 @@ def test_a_resumed_average_goes_on(run, prefix, tmp_path, capsys):
     more = f"--train-iters 7 --metrics-file {tmp_path / 'without.jsonl'} --save-interval 7"
     assert run_here(flags(prefix, f"{save} {more}")) == 0
     said = capsys.readouterr()
-    assert "--experiment weight_average: going on without" in said.out + said.err
+    assert "--experiment weight_average: continuing without" in said.out + said.err
 
 
 @pytest.mark.parametrize(

@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What `python -m megatron.training.checkpoint` does, one command a module, and foreign formats."""
+"""The commands of `python -m megatron.training.checkpoint`, and readers of foreign formats."""

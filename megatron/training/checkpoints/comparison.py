@@ -1,13 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Two checkpoints compared by their logical tensors, whatever layouts they were saved on.
+"""Compare two checkpoints by their logical tensors, whatever layouts they were saved on.
 
-Tensors are read in boxes of rows that match their digests. The metric is that of the parity tests:
-the largest difference of a tensor as a share of its largest element.
+Tensors are read in boxes of rows and verified against their digests. The metric is that of the
+parity tests: the largest difference of a tensor relative to its largest element.
 
-Where a gradient is zero in exact arithmetic, as of a bias on the keys of softmax attention, its
-moments hold the rounding of the run, and Adam moves the weight by it. Such tensors have no scale of
-their own; they are recognised by gradients that are no more than the tolerance's share of the
-model's largest.
+Some gradients are zero in exact arithmetic, such as the gradient of a bias on the keys of softmax
+attention. Their moments contain rounding errors of the run, and Adam moves the weight by them. Such
+tensors have no meaningful scale; they are detected by gradients below the tolerance times the
+model's largest gradient.
 """
 
 from __future__ import annotations
@@ -32,25 +32,25 @@ from megatron.training.checkpoints.inspection import (
 )
 from megatron.training.checkpoints.options import CompareConfig
 
-#: Lines of one kind that are printed without --all.
+#: Lines of each kind that are printed without --all.
 MAX_LINES = 20
 
-#: Elements that are compared at a time: in fp64 they take several times their memory.
+#: Elements compared at a time; in fp64 they take several times their memory.
 MAX_ELEMENTS = 1 << 18
 
-#: Parts of `extra` that may differ between equal checkpoints: how it was run, and sums of a log
-#: line that is being gathered.
+#: Entries of `extra` that may differ between equal checkpoints: options, and sums of the current
+#: logging interval.
 _NOT_COMPARED = ("config", "window")
 _BITS: Mapping[int, torch.dtype] = MappingProxyType(
     {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 )
-#: Optimizer state that is as large as a gradient, and as its square; and copies of the weight.
+#: Exponents that turn a moment's scale into a gradient's scale; masters are copies of the weight.
 _MOMENTS = MappingProxyType({"exp_avg": 1.0, "momentum": 1.0, "exp_avg_sq": 0.5})
 _MASTER = "optimizer.master/"
 
 
 class Verdict(enum.Enum):
-    """How two tensors of a name compare."""
+    """Result of comparing two tensors of the same name."""
 
     EQUAL = "equal tensors"
     ROUNDING = "tensors whose gradient is zero up to rounding, which does not count"
@@ -59,14 +59,14 @@ class Verdict(enum.Enum):
 
 @dataclass(kw_only=True, slots=True)
 class TensorDifference:
-    """How a tensor differs, gathered box by box.
+    """Difference of a tensor, accumulated box by box.
 
     Args:
-        differing: elements of other bits.
-        largest: the largest absolute difference; infinite where only one has a NaN.
-        scales: the largest finite element of each of the two tensors.
-        note: what to say of shapes and dtypes; "" if they are the same.
-        comparable: whether the shapes are the same.
+        differing: number of elements whose bits differ.
+        largest: largest absolute difference; infinite if only one value is NaN.
+        scales: largest finite absolute value of each of the two tensors.
+        note: differences of shape and dtype; "" without any.
+        comparable: whether the shapes are equal.
     """
 
     differing: int = 0
@@ -77,14 +77,14 @@ class TensorDifference:
 
     @property
     def relative(self) -> float:
-        """The largest difference as a share of the largest element."""
+        """The largest difference relative to the largest element."""
         if not self.largest:
             return 0.0
         scale = max(self.scales)
         return self.largest / scale if scale else math.inf
 
     def add(self, first: torch.Tensor, second: torch.Tensor) -> None:
-        """Take in the same elements of both tensors."""
+        """Accumulate the same elements of both tensors."""
         if first.dtype == second.dtype:
             bits = _BITS[first.itemsize]
             unequal = first.view(bits) != second.view(bits)
@@ -98,12 +98,12 @@ class TensorDifference:
         self.differing += count
         x, y = first.double()[unequal], second.double()[unequal]
         gaps = (x - y).abs()
-        gaps[(x == y) | (x.isnan() & y.isnan())] = 0.0  # other bits of the same value, infinities
+        gaps[(x == y) | (x.isnan() & y.isnan())] = 0.0  # equal values with other bits, infinities
         gaps[gaps.isnan()] = math.inf
         self.largest = max(self.largest, float(gaps.max()))
 
     def within(self, tolerance: float) -> bool:
-        """Return whether the tensors count as equal by themselves."""
+        """Return whether the tensors count as equal, without looking at other tensors."""
         if not self.comparable:
             return False
         if not self.differing:
@@ -111,7 +111,7 @@ class TensorDifference:
         return bool(tolerance) and self.relative <= tolerance
 
     def text(self, shape: Sequence[int]) -> str:
-        """Return how the tensors compare."""
+        """Return a description of the comparison."""
         if not self.comparable:
             return self.note
         note = f"{self.note}, " if self.note else ""
@@ -124,7 +124,7 @@ class TensorDifference:
 
 
 def largest_finite(values: torch.Tensor) -> float:
-    """Return the largest finite absolute value of a tensor [k], 0 if there is none."""
+    """Return the largest finite absolute value of a tensor [k]; 0 if there is none."""
     if not values.is_floating_point() or values.itemsize == 1:
         values = values.double()
     sizes = values.abs()
@@ -133,7 +133,8 @@ def largest_finite(values: torch.Tensor) -> float:
 
 
 def compare_folders(config: CompareConfig) -> int:
-    """Print how two checkpoints differ. Returns 0 if they are equal, else 1. Raises ValueError."""
+    """Print the differences of two checkpoints. Returns 0 if they are equal, else 1. Raises
+    ValueError."""
     folders = [one_checkpoint(config.first), one_checkpoint(config.second)]
     limit = None if config.all else MAX_LINES
     with CheckpointReader(folders[0]) as first, CheckpointReader(folders[1]) as second:
@@ -160,7 +161,8 @@ def compare_folders(config: CompareConfig) -> int:
     print(
         f"{'equal' if same else 'different'}: {len(lines[Verdict.EQUAL])} of {len(differences)} "
         f"common tensors are equal{within}, "
-        f"{f'{rounding} hold rounding of zero, ' if rounding else ''}{len(counted)} fields differ"
+        f"{f'{rounding} contain rounding of zero, ' if rounding else ''}{len(counted)} fields "
+        "differ"
     )
     return 0 if same else 1
 
@@ -170,11 +172,11 @@ def judge(
     manifests: tuple[Manifest, Manifest],
     tolerance: float,
 ) -> dict[str, Verdict]:
-    """Return how each pair of tensors compares.
+    """Return the verdict on each pair of tensors.
 
     Args:
-        differences: of the tensors that both have, by name.
-        manifests: of the two checkpoints.
+        differences: differences of the common tensors, by name.
+        manifests: manifests of the two checkpoints.
         tolerance: see `CompareConfig`.
     """
     zero = _zero_gradients(differences, tolerance)
@@ -187,16 +189,16 @@ def judge(
         kind, _, weight = name.rpartition("/")
         is_moment = kind.removeprefix("optimizer.") in _MOMENTS
         is_rounding = difference.comparable and weight in zero
-        if is_rounding and not is_moment:  # Adam's steps are about the learning rate at most
+        if is_rounding and not is_moment:  # one Adam step moves a weight by about the learning rate
             is_rounding = name in (weight, _MASTER + weight) and difference.largest <= drift
         verdicts[name] = Verdict.ROUNDING if is_rounding else Verdict.DIFFERENT
     return verdicts
 
 
 def _zero_gradients(differences: Mapping[str, TensorDifference], tolerance: float) -> set[str]:
-    """Return the weights whose gradients were never more than rounding, in both checkpoints.
+    """Return the weights whose gradients were only rounding errors in both checkpoints.
 
-    Gradients are measured by the moments that the optimizer keeps. A moment of exactly zero is of a
+    Gradients are estimated from the optimizer's moments. A moment of exactly zero belongs to a
     weight that was not trained, whose differences count.
     """
     is_zero: dict[str, bool] = {}
@@ -218,7 +220,7 @@ def _zero_gradients(differences: Mapping[str, TensorDifference], tolerance: floa
 
 
 def _lr_steps(manifest: Manifest) -> float:
-    """Return the largest learning rate of a run times its steps; 0 if it is not known."""
+    """Return the largest learning rate of a run times its number of steps; 0 if it is unknown."""
     options = manifest.extra.get("config")
     rate = options.get("lr") if isinstance(options, Mapping) else None
     return abs(rate) * manifest.iteration if isinstance(rate, int | float) else 0.0
@@ -235,7 +237,7 @@ def _print(title: str, lines: list[str], limit: int | None) -> None:
 
 
 def _fields(first: Manifest, second: Manifest) -> tuple[list[str], list[str]]:
-    """Return a line per field that differs: those that count, and those that do not."""
+    """Return a line per differing field: fields that count, and fields that do not."""
     sides = [flatten({"iteration": m.iteration, **m.extra}) for m in (first, second)]
     counted, uncounted = [], []
     for name in sorted(sides[0].keys() | sides[1].keys()):
@@ -270,7 +272,7 @@ def _add_box(
     name: str,
     box: Box,
 ) -> None:
-    """Take in a box of both tensors; what has been read is gone before the next is."""
+    """Accumulate a box of both tensors; its memory is freed before the next box is read."""
     values_of_sides = [read_box(reader, name, box).flatten() for reader in (first, second)]
     for a, b in zip(*(values.split(MAX_ELEMENTS) for values in values_of_sides), strict=True):
         difference.add(a, b)

@@ -1,15 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Checkpoints to one file, and foreign folders to checkpoints: streamed, one process.
+"""Convert checkpoints to one file, and foreign folders to checkpoints: streamed, in one process.
 
-A foreign folder is read only where `--from` specifies its kind. Flags describe the model of a
-folder that does not. Whole tensors are built when they are written into the file or checkpoint, a
-chunk at a time.
+A foreign folder is read only if `--from` specifies its format. If the folder does not describe its
+model, flags do. Whole tensors are assembled chunk by chunk while they are written to the file or
+checkpoint.
 
-In Megatron's `torch_dist` checkpoints layers are either one tensor with a first axis of layers,
-`decoder.layers.mlp.linear_fc2.weight`, or a tensor each, `decoder.layers.0.mlp...`. Queries, keys
-and values are one tensor, whose rows are for each group those of its queries, its key and its
-value; gate and up are one tensor, all rows of the gate first. Rows of the vocabulary are padded at
-the end.
+In Megatron's `torch_dist` checkpoints, layers are either stacked in one tensor with a leading layer
+axis, `decoder.layers.mlp.linear_fc2.weight`, or one tensor each, `decoder.layers.0.mlp...`.
+Queries, keys and values are one tensor, whose rows are, for each group, its queries, its key and
+its value; gate and up are one tensor, with all rows of the gate first. Vocabulary rows are padded
+at the end.
 """
 
 from __future__ import annotations
@@ -67,26 +67,27 @@ _LAYERS = "decoder.layers"
 _EXPERTS = re.compile(r"\.(experts|shared_experts|router)\.")
 _EMBEDDING = "embedding.word_embeddings.weight"
 _HEAD = "output_layer.weight"
-_POSITIONS = "embedding.position_embeddings.weight"  # there and here
+_POSITIONS = "embedding.position_embeddings.weight"  # in both formats
 _FINAL = "decoder.final_layernorm.weight"
 
 Tensors = Mapping[str, DcpTensor]
 
 
 def upstream_map(tensors: Tensors, config: GPTConfig) -> TensorMap:
-    """Return all weights of a model by both names.
+    """Return the map between upstream's and this project's weight names of a model.
 
     Args:
-        tensors: of the folder, which show how layers are stored and how the vocabulary is padded.
+        tensors: the folder's tensors, which show how layers are stored and how the vocabulary is
+            padded.
         config: the model.
 
     Raises:
-        ValueError: what such folders are not read for.
+        ValueError: the model has features that cannot be read from such folders.
     """
     expert_names = [name for name in tensors if _EXPERTS.search(name)]
     if expert_names or config.moe is not None or config.mtp_num_layers:
         raise ValueError(
-            "mixtures of experts and layers of further prediction are not read from torch_dist "
+            "mixtures of experts and multi-token prediction layers are not read from torch_dist "
             f"folders{f' ({expert_names[0]})' if expert_names else ''}: convert dense models"
         )
     attention = config.attention
@@ -97,7 +98,8 @@ def upstream_map(tensors: Tensors, config: GPTConfig) -> TensorMap:
         )
     if not isinstance(attention, AttentionConfig) or attention.sinks or attention.output_gate:
         raise ValueError(
-            "latent attention, sinks and gates of attention are not read from torch_dist folders: "
+            "latent attention, attention sinks and attention gates are not read from torch_dist "
+            "folders: "
             "convert models with plain attention"
         )
     upstream = _Map(tensors, config, attention)
@@ -109,7 +111,7 @@ def upstream_map(tensors: Tensors, config: GPTConfig) -> TensorMap:
 
 
 def shape_of_folder(tensors: Tensors) -> dict[str, object]:
-    """Return what the tensors alone specify of the model, by flag, as far as they do."""
+    """Return the model properties, by flag, that the tensors determine."""
     layers = {int(match[1]) for n in tensors if (match := re.match(r"decoder\.layers\.(\d+)\.", n))}
     shapes = {re.sub(r"\.layers\.\d+\.", ".layers.", n): t.shape for n, t in tensors.items()}
     stacked = [t.shape[0] for n, t in tensors.items() if re.match(r"decoder\.layers\.[a-z]", n)]
@@ -136,7 +138,7 @@ def shape_of_folder(tensors: Tensors) -> dict[str, object]:
 
 
 def shape_of_model(config: GPTConfig) -> dict[str, object]:
-    """Return the same of a model that flags describe."""
+    """Return the same properties of a model described by flags."""
     attention = config.attention
     assert isinstance(attention, AttentionConfig)
     assert config.mlp is not None
@@ -156,7 +158,7 @@ def shape_of_model(config: GPTConfig) -> dict[str, object]:
 
 
 class _Map:
-    """A map that the parts of a model are added to."""
+    """Builds a tensor map block by block."""
 
     def __init__(self, tensors: Tensors, config: GPTConfig, attention: AttentionConfig) -> None:
         self.map = TensorMap()
@@ -183,7 +185,7 @@ class _Map:
             self._add(TensorSlice(f"{_FINAL[:-6]}{kind}", (0,), mcore, (0,), size), size, size)
 
     def add_attention(self, layer: int) -> None:
-        """Add the first block of a layer."""
+        """Add the attention block of a layer."""
         config, attention = self._config, self._attention
         hidden, channels = config.hidden_size, attention.kv_channels
         block = f"decoder.blocks.{2 * layer}"
@@ -208,7 +210,7 @@ class _Map:
                 self._whole(layer, norm_name, f"{inside}.{name}.{kind}", (channels,))
 
     def add_mlp(self, layer: int) -> None:
-        """Add the second block of a layer."""
+        """Add the MLP block of a layer."""
         mlp, hidden = self._config.mlp, self._config.hidden_size
         block = f"decoder.blocks.{2 * layer + 1}"
         self._add_norm(layer, "mlp.linear_fc1.layer_norm_", "pre_mlp_layernorm.", block)
@@ -223,7 +225,7 @@ class _Map:
             self._whole(layer, "mlp.linear_fc2.bias", f"{block}.mlp.down.bias", (hidden,))
 
     def _runs(self, inside: str, kind: str) -> list[tuple[str, int]]:
-        """Return the runs of rows of queries, keys and values, of one group after another."""
+        """Return the row ranges of queries, keys and values, group by group."""
         attention = self._attention
         heads = attention.num_attention_heads // attention.num_query_groups
         of_a_group = [("query", heads), ("key", 1), ("value", 1)]
@@ -234,7 +236,7 @@ class _Map:
         ]
 
     def _add_norm(self, layer: int, fused: str, plain: str, block: str) -> None:
-        """Add a norm, which is named after the linear layer after it where both are one."""
+        """Add a norm; upstream names a fused norm after the linear layer that follows it."""
         for kind in self._norm_kinds():
             named = self._upstream_name(layer, f"{fused}{kind}")[0] in self._tensors
             upstream = f"{fused}{kind}" if named else f"{plain}{kind}"
@@ -246,7 +248,7 @@ class _Map:
     def _add_rows(
         self, layer: int, upstream: str, runs: list[tuple[str, int]], inner: tuple[int, ...]
     ) -> None:
-        """Add a tensor whose rows are runs of rows of this project's tensors, in this order."""
+        """Add a tensor that concatenates row ranges of this project's tensors, in this order."""
         name, layer_index, layers = self._upstream_name(layer, upstream)
         rows, totals = 0, dict.fromkeys((mcore for mcore, _ in runs), 0)
         for mcore, count in runs:
@@ -266,7 +268,7 @@ class _Map:
             rows, next_row[mcore] = rows + count, next_row[mcore] + count
 
     def _upstream_name(self, layer: int, name: str) -> tuple[str, tuple[int, ...], tuple[int, ...]]:
-        """Return the name of a layer's tensor there, and index and size of its axis of layers."""
+        """Return upstream's name of a layer's tensor, and index and size of its layer axis."""
         layer_name = f"{_LAYERS}.{layer}.{name}"
         if layer_name in self._tensors:
             return layer_name, (), ()
@@ -289,12 +291,12 @@ class _Map:
 
 _SECTIONS = ("model", "attention", "position", "experts", "tokenizer")
 
-#: What a run needs and a model does not depend on.
+#: Options that a run requires and a model does not depend on.
 _ANY_RUN = {"micro-batch-size": 1, "train-iters": 1, "lr": 1e-3, "mock-data": True}
 
 
 class DescribedModel(NamedTuple):
-    """A model, its options by flag name, and how to make its tokenizer again."""
+    """A model config, its options by flag name, and how to rebuild its tokenizer."""
 
     config: GPTConfig
     options: Mapping[str, Any]
@@ -302,7 +304,7 @@ class DescribedModel(NamedTuple):
 
 
 def described_model(chosen: ConvertToNativeConfig) -> DescribedModel:
-    """Return the model of some flags, as pretraining would build it. Raises ValueError."""
+    """Return the model that flags describe, as pretraining would build it. Raises ValueError."""
     model_options = [option for option in options(Config) if option.section in _SECTIONS]
     values = flatten(chosen)
     length = chosen.model.max_position_embeddings or 1
@@ -310,7 +312,7 @@ def described_model(chosen: ConvertToNativeConfig) -> DescribedModel:
     if learned and chosen.model.max_position_embeddings is None:
         raise ValueError(
             "missing --max-position-embeddings: --position-embedding-type learned_absolute has a "
-            "vector for each; give it, or another type, such as rope"
+            "vector for each position; give it, or another type, such as rope"
         )
     described = {option.name: values[option.name] for option in model_options}
     config = build(Config, {**described, **_ANY_RUN, "seq-length": length})
@@ -323,19 +325,19 @@ def described_model(chosen: ConvertToNativeConfig) -> DescribedModel:
     resolved_values = flatten(resolved)
     stored_values = {option.name: resolved_values[option.name] for option in model_options}
     if chosen.model.max_position_embeddings is None:
-        del stored_values["max-position-embeddings"]  # derived from a length that nobody gave
+        del stored_values["max-position-embeddings"]  # derived from a placeholder length
     stored_values["vocab-size"] = vocabulary.size
     return DescribedModel(
         gpt_config(resolved, vocabulary.size), stored_values, vocabulary.tokenizer
     )
 
 
-#: Fills a tensor with a box of another.
+#: Fills a tensor with a box of a stored tensor.
 ReadBox = Callable[[Box, torch.Tensor], None]
 
 
 class StreamedTensor(NamedTuple):
-    """A tensor: dtype by the safetensors format's name, and what yields its bytes in order."""
+    """A tensor: dtype by its safetensors name, and an iterator over its bytes in order."""
 
     name: str
     dtype: str
@@ -344,7 +346,7 @@ class StreamedTensor(NamedTuple):
 
 
 def of_checkpoint(reader: CheckpointReader, name: str) -> StreamedTensor:
-    """Return a tensor of one of our checkpoints."""
+    """Return a stream of a tensor of a native checkpoint."""
     stored = reader.manifest.tensors[name]
 
     def pieces() -> Iterator[memoryview]:
@@ -355,14 +357,14 @@ def of_checkpoint(reader: CheckpointReader, name: str) -> StreamedTensor:
 
 
 def of_folder(folder: DcpFolder, name: str) -> StreamedTensor:
-    """Return a tensor of a foreign folder under its own name. Raises ValueError."""
+    """Return a stream of a foreign folder's tensor under its own name. Raises ValueError."""
     stored = folder.find(name)
     pieces = partial(_bands, stored.shape, stored.dtype, partial(folder.read_box, name))
     return StreamedTensor(name, stored.dtype, stored.shape, pieces)
 
 
 def of_slices(folder: DcpFolder, mapped: MappedTensor) -> StreamedTensor:
-    """Return a tensor of this project that consists of parts of a foreign folder's tensors."""
+    """Return a stream of a native tensor assembled from slices of a foreign folder's tensors."""
     dtypes = {folder.tensors[tensor_slice.hf_name].dtype for tensor_slice in mapped.slices}
     dtype = "F32" if mapped.fp32 or len(dtypes) > 1 else dtypes.pop()
 
@@ -376,13 +378,13 @@ def of_slices(folder: DcpFolder, mapped: MappedTensor) -> StreamedTensor:
 def _read_slice(
     folder: DcpFolder, tensor_slice: TensorSlice, box: Box, target: torch.Tensor
 ) -> None:
-    """Read a box that counts from the first element of a part."""
+    """Read a box whose offsets are relative to the slice."""
     inner = tensor_slice.hf_box(box)
     folder.read_box(tensor_slice.hf_name, inner, target.view(inner.sizes))
 
 
 def as_chunk(tensor: StreamedTensor) -> TensorChunk:
-    """Return a tensor for a checkpoint that one process writes."""
+    """Return the chunk of a tensor for a checkpoint written by one process."""
     return TensorChunk(
         name=tensor.name,
         shape=tensor.shape,
@@ -394,12 +396,12 @@ def as_chunk(tensor: StreamedTensor) -> TensorChunk:
 
 
 def write_file(target: Path, tensors: Sequence[StreamedTensor]) -> int:
-    """Write a new safetensors file, there whole or not at all, and return its size.
+    """Write a safetensors file atomically and return its size in bytes.
 
     Raises:
-        OSError: it cannot be written.
+        OSError: the file cannot be written.
     """
-    # Wide elements first, so that each tensor begins at a multiple of its element's size.
+    # Large elements first, so that each tensor starts at a multiple of its element size.
     ordered = sorted(tensors, key=lambda tensor: (-ITEM_BYTES[tensor.dtype], tensor.name))
     header = encode_header([(tensor.name, tensor.dtype, tensor.shape) for tensor in ordered])
     temporary = target.with_name(f"{target.name}.tmp-{secrets.token_hex(8)}")
@@ -419,7 +421,7 @@ def write_file(target: Path, tensors: Sequence[StreamedTensor]) -> int:
 
 
 def _bands(shape: tuple[int, ...], dtype: str, read: ReadBox) -> Iterator[memoryview]:
-    """Yield the bytes of a box of this shape in bands of rows, each valid until the next."""
+    """Yield the bytes of a box in blocks of rows; each is valid until the next."""
     if not math.prod(shape):
         return
     for box in row_boxes(shape, ITEM_BYTES[dtype]):
@@ -428,11 +430,11 @@ def _bands(shape: tuple[int, ...], dtype: str, read: ReadBox) -> Iterator[memory
         yield as_bytes(block)
 
 
-#: Problems, or names that are left out, in one line; the rest is counted.
+#: Number of problems or names listed in one line; others are counted.
 MAX_NAMED = 8
 
 _OPTIMIZER = re.compile(r"(^|\.)optim(izer)?[./]")
-#: Buffers that follow from the configuration, or that only a kernel of there needs.
+#: Buffers derived from the configuration, or used by upstream's kernels only.
 _DERIVED = re.compile(r"\.inv_freq$|(^|\.|/)_extra_state(/|$)")
 _FLOATS = ("F64", "F32", "F16", "BF16")
 
@@ -441,8 +443,8 @@ def convert(chosen: ConvertConfig | ConvertToNativeConfig) -> int:
     """Convert a checkpoint and print what was written and what was left out. Returns 0.
 
     Raises:
-        ValueError: the source is none, is refused or does not fit, or the target is taken.
-        CheckpointError: a checkpoint of this project is corrupt.
+        ValueError: the source is missing, rejected or does not fit the model, or the target exists.
+        CheckpointError: a native checkpoint is corrupt.
     """
     if isinstance(chosen, ConvertConfig):
         _to_file(chosen)
@@ -454,9 +456,9 @@ def convert(chosen: ConvertConfig | ConvertToNativeConfig) -> int:
 def _to_file(chosen: ConvertConfig) -> None:
     target = Path(chosen.target)
     if target.exists():
-        raise ValueError(f"{target} is there already: name another file, or remove it")
+        raise ValueError(f"{target} exists: name another file, or remove it")
     if not target.parent.is_dir():
-        raise ValueError(f"{target.parent}: there is no such folder: make it")
+        raise ValueError(f"{target.parent}: there is no such folder: create it")
     non_tensors: tuple[str, ...] = ()
     if chosen.from_ == "native":
         source = one_checkpoint(chosen.source)
@@ -479,7 +481,7 @@ def _to_file(chosen: ConvertConfig) -> None:
 
 def _write(target: Path, tensors: list[StreamedTensor]) -> int:
     if not tensors:
-        raise ValueError("the source holds no tensor: name another checkpoint")
+        raise ValueError("the source contains no tensor: name another checkpoint")
     try:
         return write_file(target, tensors)
     except OSError as error:
@@ -494,9 +496,9 @@ def _to_native(chosen: ConvertToNativeConfig) -> None:
     conversion = chosen.conversion
     model = described_model(chosen)
     source, root = foreign_folder(conversion.source, conversion.from_), Path(conversion.target)
-    # Not even others: a run would go on from the new one instead of its own last.
+    # Other checkpoints are rejected too: a run would resume from the new one instead of its latest.
     if checkpoints := list_checkpoints(root):
-        raise ValueError(f"{root} holds {checkpoints[0].name} already: name another folder")
+        raise ValueError(f"{root} already contains {checkpoints[0].name}: name another folder")
     with DcpFolder(source, checksums=conversion.checksums) as folder:
         upstream = conversion.from_ == "torch_dist"
         mapped = _upstream(folder, model) if upstream else _by_name(folder, model.config)
@@ -519,10 +521,11 @@ def _to_native(chosen: ConvertToNativeConfig) -> None:
 
 
 def foreign_folder(text: str, kind: str) -> Path:
-    """Return the folder with `.metadata` that a path means: itself, or the latest of a run.
+    """Return the folder with `.metadata` for a path: the folder itself, or a run's latest
+    checkpoint.
 
     Raises:
-        ValueError: there is none.
+        ValueError: there is no such folder.
     """
     path = existing_folder(text)
     if (path / METADATA_NAME).is_file():
@@ -537,11 +540,12 @@ def foreign_folder(text: str, kind: str) -> Path:
         named = f"iter_{int(latest):07d}"
     if named and (path / named / METADATA_NAME).is_file():
         return path / named
-    raise ValueError(f"{path} holds no {METADATA_NAME}: it is no {kind} checkpoint")
+    raise ValueError(f"{path} contains no {METADATA_NAME}: it is not a {kind} checkpoint")
 
 
 def _upstream(folder: DcpFolder, model: DescribedModel) -> TensorMap:
-    """Return the map of a torch_dist folder. Raises ValueError where the flags are of another."""
+    """Return the map of a torch_dist folder. Raises ValueError if the flags describe another
+    model."""
     mapped = upstream_map(folder.tensors, model.config)
     stored_shape, model_shape = shape_of_folder(folder.tensors), shape_of_model(model.config)
     differences = [
@@ -550,17 +554,17 @@ def _upstream(folder: DcpFolder, model: DescribedModel) -> TensorMap:
         if name in stored_shape and stored_shape[name] != model_shape[name]
     ]
     if differences:
-        raise ValueError(f"{folder.path} is of another model: {'; '.join(differences)}")
+        raise ValueError(f"{folder.path} contains another model: {'; '.join(differences)}")
     return mapped
 
 
 def _by_name(folder: DcpFolder, config: GPTConfig) -> TensorMap:
-    """Return the map of a folder whose names are this project's, or those of transformers.
+    """Return the map of a folder with native names, or with the names of transformers.
 
-    They may stand after one prefix, as `model.` of a dict in a dict.
+    All names may have a common prefix, such as `model.` for a nested dict.
 
     Raises:
-        ValueError: they are neither.
+        ValueError: the names are neither.
     """
     mcore_map = _own_names(config)
     for embedding, mapped in (
@@ -577,13 +581,13 @@ def _by_name(folder: DcpFolder, config: GPTConfig) -> TensorMap:
         if names:
             return _prefixed(mapped(), min(names, key=len).removesuffix(embedding))
     raise ValueError(
-        f"{folder.path} has neither embedding.weight nor model.embed_tokens.weight: only our names "
-        "and those of transformers are known, use --to single-file"
+        f"{folder.path} has neither embedding.weight nor model.embed_tokens.weight: only native "
+        "names and transformers' names are supported, use --to single-file"
     )
 
 
 def _own_names(config: GPTConfig) -> TensorMap:
-    """Return the map of a folder with our own names."""
+    """Return the map of a folder with native names."""
     mcore_map = TensorMap()
     model = GPTModel(
         config,
@@ -621,10 +625,11 @@ def _prefixed(mapped: TensorMap, prefix: str) -> TensorMap:
 
 
 def _check(folder: DcpFolder, mapped: TensorMap, *, tied: bool) -> set[str]:
-    """Compare the tensors of a folder with those of a model; return those that are left out.
+    """Compare the tensors of a folder with a model's; return the tensors to leave out.
 
     Raises:
-        ValueError: one is missing, is no float or has another shape, or has no place in the model.
+        ValueError: a tensor is missing, is not floating point, has another shape, or does not
+            belong to the model.
     """
     problems = []
     for name, tensor in mapped.hf_tensors.items():
@@ -635,13 +640,13 @@ def _check(folder: DcpFolder, mapped: TensorMap, *, tied: bool) -> set[str]:
         stored = folder.find(name)
         if stored.shape != tensor.shape:
             problems.append(
-                f"{name} is {list(stored.shape)}, the flags make it {list(tensor.shape)}"
+                f"{name} is {list(stored.shape)}, the flags require {list(tensor.shape)}"
             )
         elif stored.dtype not in _FLOATS:
             problems.append(f"{name} has dtype {stored.dtype}: supported are {', '.join(_FLOATS)}")
     left = folder.tensors.keys() - mapped.hf_tensors.keys()
     problems += [
-        f"{name} has no place in the model of the flags"
+        f"{name} does not belong to the model of the flags"
         for name in sorted(left)
         if not _OPTIMIZER.search(name)
         and not _DERIVED.search(name)
@@ -650,14 +655,14 @@ def _check(folder: DcpFolder, mapped: TensorMap, *, tied: bool) -> set[str]:
     if problems:
         num_unlisted = len(problems) - MAX_NAMED
         raise ValueError(
-            f"{folder.path} is of another model: {'; '.join(problems[:MAX_NAMED])}"
+            f"{folder.path} contains another model: {'; '.join(problems[:MAX_NAMED])}"
             f"{f'; and {num_unlisted} more' if num_unlisted > 0 else ''}"
         )
     return left
 
 
 def _extra(model: DescribedModel, tensors: list[StreamedTensor]) -> Mapping[str, object]:
-    """Return what the checkpoint states about itself: as training does, but for its progress."""
+    """Return the checkpoint's `extra`: the fields that training writes, without progress."""
     dtypes = {tensor.dtype for tensor in tensors}
     return {
         "format": FORMAT,
@@ -669,17 +674,18 @@ def _extra(model: DescribedModel, tensors: list[StreamedTensor]) -> Mapping[str,
 
 
 def _say_padding(mapped: TensorMap) -> None:
-    """Report which foreign rows have been taken for padding: the folder does not specify it."""
+    """Report which foreign rows are treated as padding, as the folder does not specify it."""
     for name, tensor in mapped.hf_tensors.items():
         rows = sum(tensor_slice.sizes[0] for tensor_slice in tensor.slices)
         if len(tensor.shape) == 2 and len(tensor.slices) == 1 and rows < tensor.shape[0]:
-            print(f"took the last {tensor.shape[0] - rows} rows of {name} for padding", flush=True)
+            padding = tensor.shape[0] - rows
+            print(f"treated the last {padding} rows of {name} as padding", flush=True)
 
 
 def _say_left_out(tensors: set[str], non_tensors: tuple[str, ...]) -> None:
     for what, names in (
         ("tensors, of an optimizer or derived", sorted(tensors)),
-        ("items that are no tensors and were not read", sorted(non_tensors)),
+        ("items that are not tensors and were not read", sorted(non_tensors)),
     ):
         if names:
             suffix = f" and {len(names) - MAX_NAMED} more" if len(names) > MAX_NAMED else ""

@@ -1,14 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A folder of torch.distributed.checkpoint opened to read boxes of its tensors, without unpickling.
+"""Read boxes of tensors from a folder of torch.distributed.checkpoint, without unpickling.
 
-Reads are positioned, of the wanted bytes only, into memory that is reused.
+Reads are positioned, of the required bytes only, into reused memory.
 
-The `.metadata` file lists the tensors and where they are. It is a pickle of dataclasses, read as
+The `.metadata` file lists the tensors and their locations. It is a pickle of dataclasses, parsed as
 data (`plain_pickle.py`) and checked field by field.
 
-One tensor is stored as torch.save writes it: a zip archive of uncompressed members, `data.pkl` with
-dtype, shape and strides, and `data/0`, the elements. Format: PKWARE's APPNOTE 4.3, with the 64-bit
-records that torch always writes.
+Each tensor is stored in the format of torch.save: a zip archive of uncompressed members, `data.pkl`
+with dtype, shape and strides, and `data/0` with the elements. Format: PKWARE's APPNOTE 4.3, with
+the 64-bit records that torch always writes.
 """
 
 from __future__ import annotations
@@ -39,19 +39,19 @@ from megatron.training.checkpoints.plain_pickle import (
 )
 from megatron.training.newest_checkpoint import METADATA_NAME
 
-#: Some 200,000 chunks.
+#: Size limit of `.metadata`, enough for some 200,000 chunks.
 MAX_METADATA_BYTES = 40 << 20
-#: Of a tensor in `.metadata` and of one in an archive.
+#: Limit on the dimensions of a tensor, in `.metadata` and in an archive.
 MAX_DIMENSIONS = 8
 
 _METADATA = "torch.distributed.checkpoint.metadata"
-#: Where older versions of torch have the properties of a tensor.
+#: Module of a tensor's properties in older versions of torch.
 _SHARDED = "torch.distributed._shard.sharded_tensor.metadata"
 _METADATA_DTYPES = {str(dtype): name for name, dtype in DTYPES.items()}
 _STORED = "torch.distributed.checkpoint.filesystem._StorageInfo"
 _PROPERTIES = frozenset({f"{_METADATA}.TensorProperties", f"{_SHARDED}.TensorProperties"})
 
-#: Dtypes that no checkpoint of this project has: their tensors are refused, not the whole folder.
+#: Dtypes that this project does not support: tensors with them are rejected, not the whole folder.
 _OTHER_DTYPES = ("complex32", "complex64", "complex128", "float8_e4m3fnuz", "float8_e5m2fnuz")
 METADATA_GLOBALS = frozenset(
     {
@@ -85,7 +85,7 @@ METADATA_GLOBALS = frozenset(
 
 
 class StoredBytes(NamedTuple):
-    """A box of a tensor, saved as one archive of torch.save in `length` bytes of a file."""
+    """A box of a tensor, stored as one torch.save archive in `length` bytes of a file."""
 
     box: Box
     file: str
@@ -94,8 +94,8 @@ class StoredBytes(NamedTuple):
 
 
 class DcpTensor(NamedTuple):
-    """A tensor: dtype by the safetensors format's name (or torch's, if that has none), shape, and
-    the boxes that it was saved in."""
+    """A tensor: dtype by its safetensors name (or torch's, if there is none), shape, and the boxes
+    in which it was saved."""
 
     dtype: str
     shape: tuple[int, ...]
@@ -103,8 +103,8 @@ class DcpTensor(NamedTuple):
 
 
 class Metadata(NamedTuple):
-    """The tensors of a folder by name, the names of what is no tensor, and the bytes that all
-    chunks of tensors take in each file."""
+    """The tensors of a folder by name, the names of other items, and the total bytes of tensor
+    chunks in each file."""
 
     tensors: dict[str, DcpTensor]
     others: tuple[str, ...]
@@ -112,10 +112,10 @@ class Metadata(NamedTuple):
 
 
 def read_metadata(folder: Path) -> Metadata:
-    """Read what a folder of torch.distributed.checkpoint holds.
+    """Read the contents of a torch.distributed.checkpoint folder's `.metadata`.
 
     Raises:
-        ValueError: there is no such file, or it asks for more than tensors, is damaged or lies.
+        ValueError: the file is missing or damaged, or its pickle refers to more than tensors.
     """
     path = folder / METADATA_NAME
     try:
@@ -129,18 +129,18 @@ def read_metadata(folder: Path) -> Metadata:
 
 
 def _metadata(root: Any) -> Metadata:
-    """Return what the pickle in `.metadata` describes. Raises _MetadataError."""
+    """Return the contents of the pickle in `.metadata`. Raises _MetadataError."""
     fields = _fields(root, f"{_METADATA}.Metadata", "state_dict_metadata", "storage_data")
     items, stored = fields
     if not isinstance(items, Pairs) or not isinstance(stored, Pairs):
-        raise _MetadataError("its tensors and their places are no dicts")
+        raise _MetadataError("its tensors and their locations are not dicts")
     del root, fields
     locations: dict[str, list[tuple[tuple[int, ...], _ChunkLocation]]] = {}
     lengths: dict[str, int] = {}
     for index, location in stored.items():
         if not isinstance(index, _Index) or not isinstance(location, _ChunkLocation):
-            raise _MetadataError("a place in a file is not described as torch does")
-        if index.offsets is not None:  # else of what is no tensor
+            raise _MetadataError("a location in a file is not described as torch does")
+        if index.offsets is not None:  # None for items that are not tensors
             _check_location(index.name, location)
             locations.setdefault(index.name, []).append((index.offsets, location))
             lengths[location.file] = lengths.get(location.file, 0) + location.length
@@ -169,7 +169,7 @@ class _MetadataError(Exception):
 
 
 class _Index(NamedTuple):
-    """Which chunk of a tensor; without offsets: what is no tensor."""
+    """Name and offsets of a chunk; the offsets are None for an item that is not a tensor."""
 
     name: str
     offsets: tuple[int, ...] | None
@@ -207,9 +207,9 @@ def _location(pickled: PickledObject) -> _ChunkLocation:
 
 def _check_location(name: str, location: _ChunkLocation) -> None:
     if Path(location.file).name != location.file or location.file in ("", ".", "..", METADATA_NAME):
-        raise _MetadataError(f"{name} lies in {location.file!r}, which is no plain name of a file")
+        raise _MetadataError(f"{name} is stored in {location.file!r}, not in a plain file name")
     if location.transformed:
-        raise _MetadataError(f"{name} is compressed or otherwise transformed, which is not read")
+        raise _MetadataError(f"{name} is compressed or otherwise transformed")
 
 
 def _box(pickled: PickledObject) -> Box:
@@ -218,7 +218,7 @@ def _box(pickled: PickledObject) -> Box:
 
 
 def _dtype(pickled: PickledObject) -> Name:
-    """Return the first property of a tensor."""
+    """Return the dtype, the first property of a tensor."""
     state = pickled.state
     if not isinstance(state, tuple) or not state or not isinstance(state[0], Name):
         raise _MetadataError("the properties of a tensor do not begin with a dtype")
@@ -252,7 +252,7 @@ def _tensor(
     name: str, item: _Described, locations: list[tuple[tuple[int, ...], _ChunkLocation]]
 ) -> DcpTensor:
     shape, chunks = item.shape, []
-    locations.sort()  # rather than hashed: whoever writes a folder can make numbers collide
+    locations.sort()  # not hashed: a crafted folder could make hashes collide
     for box in item.boxes:
         if not len(shape) == len(box.offsets) == len(box.sizes) or any(
             o + n > whole for o, n, whole in zip(*box, shape, strict=True)
@@ -260,7 +260,7 @@ def _tensor(
             raise _MetadataError(f"{name} has a box {box} outside its shape {list(shape)}")
         index = bisect_left(locations, (box.offsets,))
         if index == len(locations) or locations[index][0] != box.offsets:
-            raise _MetadataError(f"it does not say where {name}{box} lies")
+            raise _MetadataError(f"it does not say where {name}{box} is stored")
         location = locations[index][1]
         chunks.append(StoredBytes(box, location.file, location.begin, location.length))
     dtype = _METADATA_DTYPES.get(item.dtype.text, item.dtype.text)
@@ -272,9 +272,9 @@ def _is_a(value: Any, name: str) -> bool:
 
 
 def _fields(value: Any, name: str, *fields: str, optional: str | None = None) -> list[Any]:
-    """Return fields of what is a dataclass there, and last the optional one, None if missing."""
+    """Return fields of a pickled dataclass; the optional one comes last, None if it is missing."""
     if not _is_a(value, name) or not isinstance(value.state, Pairs):
-        raise _MetadataError(f"it holds no {name}, or one without fields")
+        raise _MetadataError(f"it contains no {name}, or one without fields")
     state = {key: inner for key, inner in value.state.items() if isinstance(key, str)}
     for field in fields:
         if field not in state:
@@ -285,31 +285,31 @@ def _fields(value: Any, name: str, *fields: str, optional: str | None = None) ->
 
 def _text(value: Any) -> str:
     if not isinstance(value, str) or not value.isprintable():
-        raise _MetadataError("a name is no printable text")
+        raise _MetadataError("a name is not printable text")
     return value
 
 
 def _count(value: Any) -> int:
     if type(value) is not int or not 0 <= value < 1 << 63:
-        raise _MetadataError("a number of bytes or elements is none, or not below 2^63")
+        raise _MetadataError("a number of bytes or elements is not an integer below 2^63")
     return value
 
 
 def _sizes(value: Any) -> tuple[int, ...]:
-    """Return the numbers of a torch.Size."""
+    """Return the dimensions of a torch.Size."""
     if _is_a(value, "torch.Size") and len(value.args) == 1:
         (value,) = value.args
     if type(value) is not tuple:
-        raise _MetadataError("a shape is no torch.Size")
+        raise _MetadataError("a shape is not a torch.Size")
     if len(value) > MAX_DIMENSIONS:
         raise _MetadataError(f"a shape has {len(value)} dimensions, more than {MAX_DIMENSIONS}")
     return tuple(_count(item) for item in value)
 
 
-#: Reads so many bytes from a position, counted from the beginning of the archive.
+#: Reads (offset, count) bytes; the offset is relative to the start of the archive.
 Read = Callable[[int, int], bytes]
 
-#: More than the description of a tensor takes, and than the list of the members of an archive.
+#: Limits on the size of a tensor's description and of an archive's directory.
 MAX_DESCRIPTION_BYTES = 1 << 16
 MAX_DIRECTORY_BYTES = 1 << 16
 MAX_MEMBERS = 64
@@ -347,14 +347,14 @@ _MEMBER, _LOCAL = b"PK\x01\x02", b"PK\x03\x04"
 
 
 class SavedTensor(NamedTuple):
-    """A tensor in an archive.
+    """Location of a tensor in an archive.
 
     Args:
-        dtype: by the safetensors format's name.
-        shape: of the tensor.
-        strides: in elements.
-        begin: byte of the archive at which element 0 of the tensor lies.
-        member: bytes [first, last) of all elements stored.
+        dtype: dtype by its safetensors name.
+        shape: shape of the tensor.
+        strides: strides in elements.
+        begin: offset in the archive, in bytes, of element 0 of the tensor.
+        member: byte range [first, last) of the stored elements.
         crc32: checksum of the member.
     """
 
@@ -373,20 +373,20 @@ class _Member(NamedTuple):
 
 
 def find_tensor(read: Read, length: int, where: str, *, checksums: bool) -> SavedTensor:
-    """Find the elements of a tensor in an archive of `length` bytes.
+    """Locate the elements of a tensor in an archive of `length` bytes.
 
     Args:
-        checksums: whether to compare those of the members that are read here: of all but the
-            elements.
+        checksums: whether to verify the checksums of the members that are read here, which are all
+            but the elements.
 
     Raises:
-        ValueError: it is no such archive, holds something else than one plain tensor, or does not
-            match a checksum.
+        ValueError: this is not such an archive, contains something else than one plain tensor, or
+            does not match a checksum.
     """
     members = _members(read, length, where)
     inside = {name.partition("/")[2]: member for name, member in members.items()}
     if len(inside) != len(members) or "data.pkl" not in inside:
-        _refuse(where, "it is no tensor that torch.save wrote")
+        _refuse(where, "it is not a tensor written by torch.save")
     members_bytes = {name: b"" for name in ("byteorder", "data.pkl") if name in inside}
     for name in members_bytes:
         member = inside[name]
@@ -398,7 +398,7 @@ def find_tensor(read: Read, length: int, where: str, *, checksums: bool) -> Save
     tensor = _described(
         read_pickle(members_bytes["data.pkl"], TENSOR_GLOBALS, where), inside, where
     )
-    # Last: of a description that asks for a program to be run, that is to be reported.
+    # After parsing: a description that asks to run code must be reported as such.
     for name, data in members_bytes.items():
         if checksums and zlib.crc32(data) != inside[name].crc32:
             raise ValueError(
@@ -411,7 +411,7 @@ def find_tensor(read: Read, length: int, where: str, *, checksums: bool) -> Save
 def _described(value: Any, members: Mapping[str, _Member], where: str) -> SavedTensor:
     """Return the tensor that the pickle of an archive describes."""
     if not isinstance(value, PickledObject) or value.name not in (_REBUILD_V2, _REBUILD_V3):
-        _refuse(where, "it holds something else than a tensor")
+        _refuse(where, "it contains something else than a tensor")
     third = value.name == _REBUILD_V3
     try:
         storage, offset, shape, strides = value.args[:4]
@@ -420,19 +420,19 @@ def _described(value: Any, members: Mapping[str, _Member], where: str) -> SavedT
         is_valid = isinstance(storage, Persistent) and isinstance(kind, Name) and mark == "storage"
         member = members["data/" + key]
         numbers = (offset, count, *shape, *strides)
-        # Before any product: numbers of thousands of digits take time.
+        # Before any multiplication: integers with thousands of digits take time.
         is_valid = is_valid and all(type(n) is int and 0 <= n < 1 << 63 for n in numbers)
         is_valid = is_valid and len(shape) == len(strides) <= MAX_DIMENSIONS
     except (AttributeError, IndexError, KeyError, TypeError, ValueError):
-        _refuse(where, "its description is not that of a tensor")
+        _refuse(where, "its description is not a tensor's")
     if not is_valid:
-        _refuse(where, "its description is not that of a tensor")
+        _refuse(where, "its description is not a tensor's")
     itemsize = DTYPES[dtype].itemsize
     last_element = sum((size - 1) * stride for size, stride in zip(shape, strides, strict=True))
     needed = (offset + last_element + 1) * itemsize if math.prod(shape) else 0
     stored = count if third else count * itemsize
     if stored != member.size or needed > member.size:
-        _refuse(where, f"a tensor of {dtype} {list(shape)} does not lie in {member.size} bytes")
+        _refuse(where, f"a tensor of {dtype} {list(shape)} does not fit in {member.size} bytes")
     return SavedTensor(
         dtype,
         tuple(shape),
@@ -457,7 +457,7 @@ def _members(read: Read, length: int, where: str) -> dict[str, _Member]:
             header = read(member.begin, 30)
             if header[:4] != _LOCAL:
                 raise ValueError
-            # The data lie after the header before them, whose lengths are its own.
+            # The local header has its own lengths; the data follow it.
             begin = member.begin + 30 + sum(struct.unpack_from("<HH", header, 26))
             if begin + member.size > length:
                 raise ValueError
@@ -465,12 +465,12 @@ def _members(read: Read, length: int, where: str) -> dict[str, _Member]:
     except (struct.error, UnicodeDecodeError, ValueError) as error:
         if str(error).startswith("cannot read"):
             raise
-        _refuse(where, "it is no sound archive of torch.save")
+        _refuse(where, "it is not a valid archive of torch.save")
     return members
 
 
 def _directory(read: Read, length: int) -> tuple[int, int, int]:
-    """Return number of members, size and offset of the list at the end. Raises ValueError."""
+    """Return number of members, size and offset of the directory at the end. Raises ValueError."""
     end = read(length - 22, 22)
     if end[:4] != _END:
         raise ValueError
@@ -489,7 +489,8 @@ def _directory(read: Read, length: int) -> tuple[int, int, int]:
 
 
 def _entry(directory: bytes, position: int) -> tuple[str, _Member, int]:
-    """Return name, member (`begin` is that of its header) and the position after an entry."""
+    """Return name, member (`begin` is its header's offset) and the position after a directory
+    entry."""
     if directory[position : position + 4] != _MEMBER:
         raise ValueError
     method, crc32, packed, size, name_bytes, extra_bytes, comment_bytes = struct.unpack_from(
@@ -505,14 +506,14 @@ def _entry(directory: bytes, position: int) -> tuple[str, _Member, int]:
         if value == 0xFFFFFFFF:
             (sizes[i],) = struct.unpack_from("<Q", zip64)
             zip64 = zip64[8:]
-    if method != 0 or sizes[0] != sizes[1]:  # packed: it could unpack to anything
+    if method != 0 or sizes[0] != sizes[1]:  # compressed members could expand without limit
         raise ValueError
     end = extra_at + extra_bytes + comment_bytes
     return name, _Member(sizes[2], sizes[0], crc32), end
 
 
 def _zip64_sizes(extra: bytes) -> bytes:
-    """Return the 64-bit numbers of an entry's extra fields."""
+    """Return the 64-bit sizes in an entry's extra fields."""
     position = 0
     while position + 4 <= len(extra):
         kind, size = struct.unpack_from("<HH", extra, position)
@@ -526,38 +527,38 @@ def _refuse(where: str, why: str) -> NoReturn:
     raise ValueError(f"{where} is refused: {why}")
 
 
-#: Bytes that are read together for a checksum.
+#: Bytes read at a time for a checksum.
 PIECE_BYTES = 1 << 20
 
-#: Files that are held open; a large run has written more than a process may open.
+#: Limit on open files; a large run has more files than a process may open.
 MAX_OPEN = 64
 
-#: Bytes of an archive that are read at once.
+#: Archives up to this size are read with one call.
 SMALL_ARCHIVE_BYTES = 1 << 16
 
-#: Bytes of a file that are read together for elements between which there are others, and the bytes
-#: between two elements from which on they are read one by one.
+#: Limit on the span of a file read at once for strided elements, and the stride from which on
+#: elements are read one by one, in bytes.
 MAX_SPAN_BYTES, APART_BYTES = 16 << 20, 1 << 13
 
-#: Reads of a folder: so many, and one more for so many bytes of its files.
+#: Limit on the reads of a folder: a constant, plus one per so many bytes of its files.
 MAX_READS, BYTES_PER_READ = 1 << 20, 512
-#: Chunks of a tensor that may be looked through in the time of a read.
+#: Chunks of a tensor searched in about the time of one read.
 CHUNKS_PER_READ = 16
 
 
 class DcpFolder:
-    """An open folder; counts the bytes it reads.
+    """An open folder, which counts the bytes read.
 
     Args:
-        path: the folder that holds `.metadata`.
-        checksums: whether to compare the checksum of what torch.save wrote before it is used.
+        path: the folder that contains `.metadata`.
+        checksums: whether to verify torch.save's checksums before data are used.
 
     Attributes:
-        tensors: by name.
-        others: names of what is no tensor, which is never read.
+        tensors: tensors by name.
+        others: names of items that are not tensors, which are never read.
 
     Raises:
-        ValueError: it is no such folder, or asks for more than tensors.
+        ValueError: this is not such a folder, or it refers to more than tensors.
     """
 
     def __init__(self, path: Path, *, checksums: bool = True) -> None:
@@ -567,9 +568,7 @@ class DcpFolder:
         self._fds: dict[str, tuple[int, int]] = {}
         self._sizes: dict[str, int] = {}
         self._reads = 0
-        self._open_tensors: dict[
-            tuple[str, int], SavedTensor
-        ] = {}  # by name and number of the chunk
+        self._open_tensors: dict[tuple[str, int], SavedTensor] = {}  # by name and chunk number
         self._indices: dict[str, BoxIndex] = {}
         self._scratch = Scratch()
 
@@ -586,10 +585,10 @@ class DcpFolder:
             os.close(fd)
 
     def find(self, name: str) -> DcpTensor:
-        """Return a tensor that can be read whole. Raises ValueError."""
+        """Return a tensor after checking that it can be read completely. Raises ValueError."""
         tensor = self.tensors[name]
         if tensor.dtype not in DTYPES:
-            raise ValueError(f"{self.path}: {name} has dtype {tensor.dtype}, which is not read")
+            raise ValueError(f"{self.path}: {name} has the unsupported dtype {tensor.dtype}")
         check_cover(name, tensor, str(self.path))
         for stored in tensor.chunks:
             self._check_size(name, tensor, stored)
@@ -599,8 +598,8 @@ class DcpFolder:
         """Read a box of a tensor into `target`, converting the dtype.
 
         Raises:
-            ValueError: a file is short or absent, does not match its checksum, or holds something
-                else than the tensor.
+            ValueError: a file is truncated or missing, does not match its checksum, or contains
+                something else than the tensor.
         """
         if not box.numel:
             return
@@ -618,9 +617,9 @@ class DcpFolder:
     def _read_elements(
         self, name: str, stored: StoredBytes, saved: SavedTensor, box: Box, target: torch.Tensor
     ) -> None:
-        """Read a box of a chunk in spans of the file of a bounded size.
+        """Read a box of a chunk in file spans of limited size.
 
-        Where elements of the box are far apart in the file, each run of them is read on its own.
+        If elements of the box are far apart in the file, each run of elements is read separately.
         """
         itemsize = DTYPES[saved.dtype].itemsize
         reach = [(n - 1) * stride for n, stride in zip(box.sizes, saved.strides, strict=True)]
@@ -649,7 +648,7 @@ class DcpFolder:
             self._read_elements(name, stored, saved, inner, target_view)
 
     def _open(self, name: str, tensor: DcpTensor, number: int) -> SavedTensor:
-        """Return where the elements of a chunk are, which is checked once."""
+        """Return the location of a chunk's elements, which is checked once."""
         if (name, number) in self._open_tensors:
             return self._open_tensors[name, number]
         stored = tensor.chunks[number]
@@ -672,7 +671,8 @@ class DcpFolder:
         strides = _strides(saved, stored.box.sizes)
         if saved.dtype != tensor.dtype or strides is None:
             raise ValueError(
-                f"{where} is refused: it holds {saved.dtype} {list(saved.shape)}, .metadata says "
+                f"{where} is refused: it contains {saved.dtype} {list(saved.shape)}, .metadata "
+                "says "
                 f"{tensor.dtype} {list(stored.box.sizes)}"
             )
         if self._checksums:
@@ -682,18 +682,18 @@ class DcpFolder:
         return saved
 
     def _check_size(self, name: str, tensor: DcpTensor, stored: StoredBytes) -> None:
-        """See that there can be as many elements as are claimed, before memory is taken for them.
+        """Check that the file is large enough for the claimed elements, before allocating memory.
 
         Raises:
-            ValueError: there cannot.
+            ValueError: the file is too small.
         """
         needed = stored.box.numel * DTYPES[tensor.dtype].itemsize
         size = self._file(stored.file)[1]
         if stored.begin + stored.length > size or stored.length < needed:
             raise ValueError(
-                f"{self.path / stored.file}: {name}{stored.box} of {needed} bytes cannot lie at "
+                f"{self.path / stored.file}: {name}{stored.box} of {needed} bytes does not fit in "
                 f"bytes [{stored.begin}, {stored.begin + stored.length}) of a file of {size}: it "
-                "was cut short"
+                "was truncated"
             )
 
     def _check(self, stored: StoredBytes, saved: SavedTensor, *, name: str, where: str) -> None:
@@ -726,12 +726,12 @@ class DcpFolder:
             if (claimed := self._lengths.get(name, 0)) > size:
                 raise ValueError(
                     f"{path} has {size} bytes, its tensors take {claimed} by {METADATA_NAME}: it "
-                    "was cut short"
+                    "was truncated"
                 )
         return self._fds[name]
 
     def _count_reads(self, number: int = 1) -> None:
-        """Bound the reads by the bytes of the files. Raises ValueError."""
+        """Limit the number of reads by the size of the files. Raises ValueError."""
         self._reads += number
         if self._reads > MAX_READS + sum(self._sizes.values()) // BYTES_PER_READ:
             raise ValueError(
@@ -757,14 +757,14 @@ class DcpFolder:
                     f"cannot read {name} from {self.path / file}: {error.strerror}"
                 ) from None
             if not got:
-                raise ValueError(f"cannot read {name} from {self.path / file}: it was cut short")
+                raise ValueError(f"cannot read {name} from {self.path / file}: it was truncated")
             position += got
         self.bytes_read += len(target)
 
 
 def _strides(saved: SavedTensor, sizes: tuple[int, ...]) -> tuple[int, ...] | None:
-    """Return the strides of a tensor seen with these sizes, which may have other dimensions of
-    size 1; None if it cannot be."""
+    """Return the strides of a tensor viewed with these sizes, which may add or drop dimensions of
+    size 1; None if the sizes differ otherwise."""
     dimensions = [
         (size, stride) for size, stride in zip(saved.shape, saved.strides, strict=True) if size != 1
     ]

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A checkpoint of any layout to a Hugging Face folder: streamed, and there whole or not at all."""
+"""Export a checkpoint of any layout to a Hugging Face folder: streamed, and written atomically."""
 
 from __future__ import annotations
 
@@ -45,15 +45,15 @@ from megatron.training.checkpoints.hf_import import CARRIED_FOLDER
 from megatron.training.config.model_table import model_options
 from megatron.training.stored_model import described_config
 
-#: Bytes that are read together: digested blocks are read whole, so each about one and a half times.
+#: Bytes read together: blocks with digests are read whole, so each about one and a half times.
 GROUP_BYTES = BLOCK_BYTES
 
 
 @dataclass(frozen=True, kw_only=True)
 class Exported:
-    """What an export has written: the folder, its files of weights, and how much was read.
+    """The result of an export: the folder, its weight files, and the number of bytes read.
 
-    `note` says so if the weights are not quantized as those of the folder they came from are.
+    `note` is a line about weights that were quantized in the original folder and are not any more.
     """
 
     folder: Path
@@ -64,7 +64,8 @@ class Exported:
 
 @dataclass(frozen=True, kw_only=True)
 class _Planned:
-    """A tensor on its way out, in the dtype it will have, and the shapes of what it is made of."""
+    """A tensor to write: its target dtype, and the shapes of the checkpoint tensors it is built
+    from."""
 
     tensor: MappedTensor
     dtype: torch.dtype
@@ -83,23 +84,23 @@ def export_folder(
     dtype: torch.dtype | None = None,
     max_shard_bytes: int,
 ) -> Exported:
-    """Write a checkpoint's weights, config.json and tokenizer files as a folder.
+    """Write a checkpoint's weights, config.json and tokenizer files as a Hugging Face folder.
 
     Args:
         checkpoint: an `iter_` folder.
-        save: the folder to make; there must be none of that name, or an empty one.
-        like: folder whose config.json and tokenizer files are carried; None looks for the one
-            that the model came from.
-        dtype: to convert the weights to; None keeps their dtype.
-        max_shard_bytes: size at which a new file begins.
+        save: the folder to create; it must not exist, or be empty.
+        like: folder whose config.json and tokenizer files are copied; None looks for the folder
+            that the model was imported from.
+        dtype: dtype of the written weights; None keeps their dtype.
+        max_shard_bytes: size at which a new file starts.
 
     Raises:
         CheckpointError: the checkpoint is damaged or lacks a weight.
-        ValueError: it is no transformers model, or nothing can be written.
+        ValueError: the model is not supported by transformers, or nothing can be written.
     """
     target = Path(save)
     if target.exists() and (not target.is_dir() or any(target.iterdir())):
-        raise ValueError(f"--save {save} is there already: name another folder, or remove it")
+        raise ValueError(f"--save {save} exists: name another folder, or remove it")
     temporary = target.with_name(f"{target.name}.tmp-{secrets.token_hex(8)}")
     try:
         with CheckpointReader(checkpoint) as reader:
@@ -129,14 +130,14 @@ def export_folder(
 
 
 def carried_folder(checkpoint: Path, extra: Mapping[str, Any], like: str | None) -> Path | None:
-    """Return the folder whose texts go with a model: the one asked for, or where it came from.
+    """Return the folder whose text files are copied: `like`, or the folder of the import.
 
     Raises:
-        ValueError: the one asked for is not there.
+        ValueError: `like` is not a Hugging Face folder.
     """
     if like is not None:
         if not (Path(like) / CONFIG).is_file():
-            raise ValueError(f"--like {like} holds no {CONFIG}: name a Hugging Face folder")
+            raise ValueError(f"--like {like} contains no {CONFIG}: name a Hugging Face folder")
         return Path(like)
     options, tokenizer = extra.get("config"), extra.get("tokenizer")
     folders = [checkpoint.parent / CARRIED_FOLDER]
@@ -148,7 +149,7 @@ def carried_folder(checkpoint: Path, extra: Mapping[str, Any], like: str | None)
 
 
 def _plan(reader: CheckpointReader, mapped: TensorMap, dtype: torch.dtype | None) -> list[_Planned]:
-    """List the tensors to write, wide dtypes first so that each is aligned. Raises ValueError."""
+    """List the tensors to write, large dtypes first for alignment. Raises ValueError."""
     planned = []
     for tensor in mapped.hf_tensors.values():
         stored_dtypes, shapes = set(), {}
@@ -159,7 +160,7 @@ def _plan(reader: CheckpointReader, mapped: TensorMap, dtype: torch.dtype | None
             shapes[name] = mapped.mcore_tensors[name].shape
             if stored.shape != shapes[name]:
                 raise CheckpointError(
-                    f"{name} is {list(stored.shape)}, its model makes it {list(shapes[name])}"
+                    f"{name} is {list(stored.shape)}, its model requires {list(shapes[name])}"
                 )
             stored_dtypes.add(DTYPES[stored.dtype])
         chosen = None if tensor.keep_dtype else dtype
@@ -205,9 +206,9 @@ def _write_texts(
 
 
 def _write_tokenizer(folder: Path, path: Path, end: int | None) -> None:
-    """Write a tokenizer that came without a folder, so that transformers opens it."""
+    """Write the files that let transformers open a tokenizer without a Hugging Face folder."""
     if not path.is_file():
-        raise ValueError(f"the model's tokenizer {path} is gone: name its folder with --like")
+        raise ValueError(f"the model's tokenizer {path} is missing: name its folder with --like")
     content = read_regular(path, MAX_TOKENIZER_BYTES, follow_links=True)
     replace_file(folder / "tokenizer.json", content)
     fields = {"tokenizer_class": "PreTrainedTokenizerFast"}
@@ -215,14 +216,14 @@ def _write_tokenizer(folder: Path, path: Path, end: int | None) -> None:
         added = parse_json(content).get("added_tokens", [])
         names = [token["content"] for token in added if token["id"] == end]
     except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise ValueError(f"{path} is no tokenizer.json: {error}") from None
+        raise ValueError(f"{path} is not a tokenizer.json: {error}") from None
     if names:
         fields["eos_token"] = names[0]
     _write_json(folder / "tokenizer_config.json", fields)
 
 
 def _common_dtype(planned: Sequence[_Planned]) -> torch.dtype:
-    """Return the dtype of most elements, as config.json has one for all."""
+    """Return the dtype of most elements, as config.json has a single dtype."""
     sizes: dict[torch.dtype, int] = {}
     for p in planned:
         sizes[p.dtype] = sizes.get(p.dtype, 0) + math.prod(p.tensor.shape)
@@ -235,7 +236,7 @@ def _common_dtype(planned: Sequence[_Planned]) -> torch.dtype:
 def _dequantized_note(
     path: Path | None, base: Mapping[str, Any] | None, planned: Sequence[_Planned]
 ) -> str | None:
-    """Return a line about weights that the config.json they came with says are quantized."""
+    """Return a line if the original config.json describes quantized weights, else None."""
     if not (base or {}).get("quantization_config"):
         return None
     dtype = next(name for name, d in MODEL_DTYPES.items() if d == _common_dtype(planned))
@@ -248,7 +249,7 @@ def _dequantized_note(
 def _write_weights(
     folder: Path, reader: CheckpointReader, planned: Sequence[_Planned], max_shard_bytes: int
 ) -> tuple[str, ...]:
-    """Write the files of weights, and the index if there are several."""
+    """Write the weight files, and the index if there are several."""
     shards: list[list[_Planned]] = [[]]
     filled = 0
     for p in planned:
@@ -283,9 +284,9 @@ def _write_file(path: Path, reader: CheckpointReader, shard: Sequence[_Planned])
 
 
 def _groups(shard: Sequence[_Planned]) -> Iterator[list[TensorChunk]]:
-    """Yield what to read together for what to write in order, about `GROUP_BYTES` each time.
+    """Yield groups of chunks in write order, about `GROUP_BYTES` each, to read together.
 
-    What is small is read with its neighbours, as the checkpoint reads whole blocks.
+    Small tensors are read with their neighbours, as the checkpoint reads whole blocks.
     """
     group: list[TensorChunk] = []
     filled = 0

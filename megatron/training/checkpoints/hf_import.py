@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A Hugging Face folder to a checkpoint: streamed chunk by chunk, no model is ever built.
+"""Import a Hugging Face folder as a checkpoint: streamed chunk by chunk, without building a model.
 
-The checkpoint holds weights only, in the dtype they came in; `hugging_face/` beside it keeps the
-folder's tokenizer, config.json and generation_config.json for whoever exports the model again.
+The checkpoint contains weights only, in their original dtype; `hugging_face/` next to it keeps the
+folder's tokenizer, config.json and generation_config.json for a later export.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from megatron.hf.tensor_map import MappedTensor
 from megatron.training.checkpoint_io import FORMAT
 from megatron.training.checkpoints.hf_options import folder_options
 
-#: Folder next to the checkpoint for the files that are carried.
+#: Folder next to the checkpoint for the copied files.
 CARRIED_FOLDER = "hugging_face"
 
 
@@ -48,21 +48,23 @@ def import_folder(
     *,
     dtype: torch.dtype | None = None,
 ) -> Path:
-    """Write a folder's weights as `SAVE/iter_0000000` and return that.
+    """Write a folder's weights as `SAVE/iter_0000000` and return its path.
 
     Args:
-        folder: where from.
-        model: what its config.json specifies.
-        save: folder of checkpoints, made if absent.
-        dtype: to convert the weights to; None keeps their dtype.
+        folder: the Hugging Face folder.
+        model: the model that its config.json describes.
+        save: folder of checkpoints, created if missing.
+        dtype: dtype of the written weights; None keeps their dtype.
 
     Raises:
         ValueError: the folder is damaged, or the checkpoint cannot be written.
     """
     root = Path(save)
-    # Not even others: a run would go on from the new one instead of its own last.
+    # Other checkpoints are rejected too: a run would resume from the new one instead of its latest.
     if checkpoints := list_checkpoints(root):
-        raise ValueError(f"--save {save} holds {checkpoints[0].name} already: name another folder")
+        raise ValueError(
+            f"--save {save} already contains {checkpoints[0].name}: name another folder"
+        )
     with folder.open_tensors() as opened:
         mapped = check_tensors(folder, opened, model)
         chunks = [_chunk(opened, tensor, dtype) for tensor in mapped.mcore_tensors.values()]
@@ -86,7 +88,7 @@ def import_folder(
 
 
 def _carry(files: Mapping[str, Path | None], target: Path, *, follow_links: bool) -> None:
-    """Copy config.json and all that is carried, as far as it is there. Raises OSError."""
+    """Copy those of the files that exist. Raises OSError."""
     make_folder(target, root=target.parent)
     for name, path in files.items():
         if path is not None:
@@ -95,7 +97,7 @@ def _carry(files: Mapping[str, Path | None], target: Path, *, follow_links: bool
 
 
 def _chunk(opened: OpenTensors, tensor: MappedTensor, dtype: torch.dtype | None) -> TensorChunk:
-    """Describe a tensor that is read when its turn to be written comes."""
+    """Return the chunk of a tensor that is read when it is written."""
     stored_dtypes = {
         DTYPES[opened.find(tensor_slice.hf_name).dtype] for tensor_slice in tensor.slices
     }
@@ -114,14 +116,14 @@ def _chunk(opened: OpenTensors, tensor: MappedTensor, dtype: torch.dtype | None)
 
 
 def _stays(tensor: MappedTensor) -> bool:
-    """Tell whether a tensor does not follow the dtype of the weights."""
+    """Return whether a tensor keeps its dtype when the weights' dtype changes."""
     return tensor.fp32 or tensor.keep_dtype
 
 
 def _row_blocks(
     opened: OpenTensors, tensor: MappedTensor, dtype: torch.dtype
 ) -> Iterator[memoryview]:
-    """Yield a tensor's bytes in bands of rows that take `ROW_BOX_BYTES` at most."""
+    """Yield a tensor's bytes in blocks of rows of at most `ROW_BOX_BYTES`."""
     for tensor_slice in tensor.slices:
         for band in row_boxes(tensor_slice.sizes, dtype.itemsize):
             box = tensor_slice.hf_box(band)
@@ -131,7 +133,7 @@ def _row_blocks(
 
 
 def _tokenizer(folder: HuggingFaceFolder, target: Path, vocab_size: int) -> dict[str, Any]:
-    """Return how to make the folder's tokenizer again from its copy in `target`."""
+    """Return how to rebuild the folder's tokenizer from its copy in `target`."""
     tokenizer = {
         "type": None,
         "model": None,
@@ -157,7 +159,7 @@ def _tokenizer(folder: HuggingFaceFolder, target: Path, vocab_size: int) -> dict
 def _extra(
     model: HuggingFaceModel, tokenizer: dict[str, Any], dtypes: set[torch.dtype]
 ) -> dict[str, Any]:
-    """Return what the checkpoint states about itself: as training does, but for its progress."""
+    """Return the checkpoint's `extra`: the fields that training writes, without progress."""
     options = {
         name: list(value) if isinstance(value, tuple) else value
         for name, value in folder_options(model).items()

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Options of training out of a Hugging Face folder: the flags that `--load-hf` supplies."""
+"""Training options read from a Hugging Face folder: the flags that `--load-hf` supplies."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from megatron.hf.folder import HuggingFaceFolder, open_folder
 from megatron.hf.read_weights import check_tensors
 from megatron.training.config.model_table import model_options, options_problem
 
-#: What a run may choose although the folder says something: no weight and no output depends on it.
+#: Options that may differ from the folder's: no weight and no output depends on them.
 FREE = frozenset(
     {
         "attention-dropout",
@@ -27,11 +27,11 @@ FREE = frozenset(
 
 
 def folder_defaults(user_values: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the values that `--load-hf` adds to those given, by option name.
+    """Return the option values that `--load-hf` supplies, by option name.
 
     Raises:
-        ValueError: the folder cannot be used, no options describe its model, or a given option
-            makes another model than it holds; names all of these.
+        ValueError: the folder cannot be used, options cannot describe its model, or explicit
+            options describe another model; the message names all of them.
     """
     path = user_values.get("load-hf")
     if path is None:
@@ -47,24 +47,24 @@ def folder_defaults(user_values: Mapping[str, Any]) -> dict[str, Any]:
     ]
     if conflicts:
         raise ValueError(
-            f"--load-hf {path} holds another model: {'; '.join(conflicts)}: leave these out"
+            f"--load-hf {path} contains another model: {'; '.join(conflicts)}: drop these"
         )
     return {name: value for name, value in folder_values.items() if name not in user_values}
 
 
 def _same(name: str, user_value: Any, value: Any) -> bool:
-    """Tell whether an option that is given says what a folder does."""
+    """Return whether an explicit option value is equivalent to the folder's."""
     if name == "hybrid-layer-pattern" and isinstance(user_value, str):
-        return symbols_of(user_value) == value  # where it is cut into stages is the run's to choose
+        return symbols_of(user_value) == value  # stage boundaries are the run's choice
     return list(user_value) == list(value) if isinstance(value, tuple) else user_value == value
 
 
 def open_model(path: str, *, flag: str) -> tuple[HuggingFaceFolder, HuggingFaceModel]:
-    """Look at a folder and translate its config.json. Raises ValueError, which names `flag`."""
+    """Open a folder and parse its config.json. Raises ValueError, which names `flag`."""
     try:
         folder = open_folder(path)
         model = read_folder(folder)
-        with folder.open_tensors() as opened:  # before anything is made of what config.json says
+        with folder.open_tensors() as opened:  # before building anything from config.json
             check_tensors(folder, opened, model)
         return folder, model
     except ValueError as error:
@@ -77,7 +77,7 @@ def folder_options(model: HuggingFaceModel) -> dict[str, Any]:
 
 
 def tokenizer_options(folder: HuggingFaceFolder) -> dict[str, Any]:
-    """Return the options of a folder's tokenizer, by name; none if it has no tokenizer."""
+    """Return the options of a folder's tokenizer, by name; empty if it has no tokenizer."""
     path = folder.tokenizer
     if path is None:
         return {}

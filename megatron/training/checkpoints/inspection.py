@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the checkpoint commands list, inspect and verify.
+"""Implementation of the checkpoint commands list, inspect and verify.
 
-- list: the checkpoints of a run: which are complete, which one a run would load, who is writing.
+- list: the checkpoints of a run: which are complete, which one a run would load, and the writer.
 - inspect: the contents of one checkpoint, from its manifest alone; no tensor is read.
-- verify: every byte of one checkpoint, or of all in a folder, against its digest.
+- verify: every byte of one checkpoint, or of all checkpoints in a folder, against its digest.
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ _UNITS = ("bytes", "kB", "MB", "GB", "TB", "PB")
 
 
 def existing_folder(text: str) -> Path:
-    """Return a folder that is there. Raises ValueError."""
+    """Return the path of an existing folder. Raises ValueError."""
     path = Path(text)
     if not path.is_dir():
         raise ValueError(f"{path}: there is no such folder")
@@ -80,50 +80,51 @@ def existing_folder(text: str) -> Path:
 
 
 def is_checkpoint(path: Path) -> bool:
-    """Tell whether a folder is one checkpoint, damaged or not, rather than a folder of some."""
+    """Return whether a folder is one checkpoint, damaged or not, rather than a folder of
+    checkpoints."""
     return iteration_of(path) is not None or os.path.lexists(path / MANIFEST_NAME)
 
 
 def one_checkpoint(text: str) -> Path:
-    """Return the checkpoint that a path means: itself, or the one that a run would load.
+    """Return the checkpoint of a path: the folder itself, or the one that a run would load.
 
     Raises:
-        ValueError: there is none.
-        CheckpointError: there are, and all are damaged.
+        ValueError: there is no checkpoint.
+        CheckpointError: all checkpoints are damaged.
     """
     path = existing_folder(text)
     if is_checkpoint(path):
         return path
     checkpoint = latest_checkpoint(path, say=lambda line: print(line, file=sys.stderr, flush=True))
     if checkpoint is None:
-        raise ValueError(f"{path} holds no checkpoint: name another folder")
+        raise ValueError(f"{path} contains no checkpoint: name another folder")
     return checkpoint
 
 
 def problem_of(error: CheckpointError) -> str:
-    """Return what is wrong with a checkpoint on one line: damage, or why it cannot be judged."""
+    """Return one line about a checkpoint's error: damage, or why it cannot be read."""
     what = "DAMAGED" if isinstance(error, DamagedCheckpointError) else "UNREADABLE"
     return f"{what}: {describe(error)}"
 
 
 def size_text(size: int) -> str:
-    """Return a number of bytes for people, in powers of 1000."""
+    """Return a human-readable size in bytes, in powers of 1000."""
     value, unit = float(size), 0
     while value >= 999.95 and unit < len(_UNITS) - 1:
         value, unit = value / 1000, unit + 1
     return f"{value:.1f} {_UNITS[unit]}" if unit else f"{size} {_UNITS[0]}"
 
 
-#: Bytes of a tensor that are read at a time. Blocks are read whole whatever is wanted of them: with
-#: smaller boxes each would be read more often.
+#: Bytes of a tensor read at a time. Blocks are always read whole: smaller boxes would read each
+#: block more often.
 _READ_BYTES = 8 << 20
 
 
 def read_rows(shape: tuple[int, ...], dtype: str) -> Iterator[Box]:
-    """Cut a tensor into boxes of whole rows that are read one after the other.
+    """Divide a tensor into boxes of whole rows to read one after the other.
 
     Args:
-        shape, dtype: of the tensor.
+        shape, dtype: shape and safetensors dtype of the tensor.
     """
     if not math.prod(shape):
         return iter(())
@@ -139,12 +140,12 @@ def read_box(reader: CheckpointReader, name: str, box: Box) -> torch.Tensor:
     return values
 
 
-#: Parts of `extra` in the order they are shown; others follow.
+#: Sections of `extra` in display order; others follow.
 _SECTIONS = ("model", "progress", "optimizer", "data", "tokenizer", "config")
 
 
 def inspect_folder(config: InspectConfig) -> int:
-    """Print what a checkpoint holds. Raises ValueError, CheckpointError."""
+    """Print the contents of a checkpoint. Raises ValueError, CheckpointError."""
     folder = one_checkpoint(config.folder)
     manifest = read_manifest(folder)
     pattern = config.tensors
@@ -154,7 +155,7 @@ def inspect_folder(config: InspectConfig) -> int:
         if pattern is not None and fnmatch.fnmatchcase(name, pattern)
     }
     if pattern is not None and not chosen:
-        raise ValueError(f"--tensors {pattern}: {folder} has no tensor of such a name")
+        raise ValueError(f"--tensors {pattern}: {folder} has no tensor with such a name")
     if config.json:
         _print_json(folder, manifest, chosen)
     else:
@@ -164,14 +165,14 @@ def inspect_folder(config: InspectConfig) -> int:
 
 
 def kind_of_tensor(name: str) -> str:
-    """Return what a tensor is by its name: `weights`, optimizer state as `optimizer.KIND`, or
+    """Return the kind of a tensor, by its name: `weights`, optimizer state as `optimizer.KIND`, or
     the state of `experiment.NAME`."""
     kind, slash, _ = name.partition("/")
     return kind if slash else "weights"
 
 
 def totals(manifest: Manifest) -> dict[str, dict[str, int]]:
-    """Return tensors, elements and bytes of each kind."""
+    """Return the number of tensors, elements and bytes of each kind."""
     totals_by_kind: dict[str, dict[str, int]] = {}
     for name, tensor in sorted(manifest.tensors.items()):
         kind = kind_of_tensor(name)
@@ -221,7 +222,7 @@ def _tensor_lines(tensors: Mapping[str, StoredTensor]) -> Iterator[str]:
 
 
 def _print_json(folder: Path, manifest: Manifest, tensors: Mapping[str, StoredTensor]) -> None:
-    """Print one JSON object, its last member tensor by tensor: all take many times the memory."""
+    """Print one JSON object tensor by tensor, as all tensors at once take many times the memory."""
     fields = {
         "folder": str(folder),
         "iteration": manifest.iteration,
@@ -272,12 +273,12 @@ class Listed:
     """A checkpoint of a run.
 
     Args:
-        iteration: by its name.
-        num_bytes: of all files in the folder.
-        saved: when its manifest was written, in seconds since 1970; None without one.
-        world_size: ranks that saved it; None if that cannot be read.
-        problem: what is wrong with it, see `problem_of`; "" if nothing is.
-        verified: what its verification returned or raised.
+        iteration: iteration in its name.
+        num_bytes: size of all files in the folder.
+        saved: modification time of the manifest, in seconds since 1970; None without one.
+        world_size: number of ranks that saved it; None if the manifest cannot be read.
+        problem: its problem, see `problem_of`; "" without any.
+        verified: result of its verification, or the error.
     """
 
     iteration: int
@@ -293,11 +294,11 @@ def list_root(config: ListConfig) -> int:
     root = existing_folder(config.root)
     if is_checkpoint(root):
         raise ValueError(
-            f"{root} is one checkpoint: name the folder that it lies in, or use inspect"
+            f"{root} is one checkpoint: name the folder that contains it, or use inspect"
         )
     listed: dict[Path, Listed] = {}
     for folder in list_checkpoints(root):
-        with contextlib.suppress(RemovedCheckpointError):  # by the run that saves here
+        with contextlib.suppress(RemovedCheckpointError):  # removed by the run that saves here
             listed[folder] = _look_at(folder, digests=config.verify)
     checked = "every byte read" if config.verify else "sizes checked"
     total = size_text(sum(row.num_bytes for row in listed.values()))
@@ -306,7 +307,7 @@ def list_root(config: ListConfig) -> int:
         print("\n".join(_table([_HEAD, *map(_row, listed.values())])))
 
     def verify(folder: Path) -> VerifyReport:
-        if folder not in listed:  # saved meanwhile
+        if folder not in listed:  # saved since then
             return verify_checkpoint(folder, digests=config.verify, follow_links=False)
         verified = listed[folder].verified
         if isinstance(verified, CheckpointError):
@@ -319,9 +320,9 @@ def list_root(config: ListConfig) -> int:
 
 
 def _look_at(folder: Path, *, digests: bool) -> Listed:
-    """Return a line of the list. Raises RemovedCheckpointError."""
+    """Return the list entry of a checkpoint. Raises RemovedCheckpointError."""
     iteration = iteration_of(folder)
-    assert iteration is not None, "list_checkpoints finds no others"
+    assert iteration is not None, "list_checkpoints returns iter_ folders only"
     world_size, problem = None, ""
     verified: VerifyReport | CheckpointError | None = None
     try:
@@ -350,7 +351,7 @@ def _look_at(folder: Path, *, digests: bool) -> Listed:
 
 
 def _saved_at(folder: Path) -> float | None:
-    """Return when a manifest was written; None without one."""
+    """Return the modification time of a manifest; None without one."""
     try:
         return (folder / MANIFEST_NAME).lstat().st_mtime
     except OSError:
@@ -358,8 +359,7 @@ def _saved_at(folder: Path) -> float | None:
 
 
 def folder_bytes(folder: Path) -> int:
-    """Return the size of the files in a folder; a link, or one that is removed meanwhile, has
-    none."""
+    """Return the size of the files in a folder; 0 for a link, or for a folder removed meanwhile."""
     total = 0
     with contextlib.suppress(OSError):
         for name in os.listdir(folder) if not folder.is_symlink() else ():
@@ -384,7 +384,7 @@ def _row(listed: Listed) -> tuple[str, ...]:
 
 
 def _table(rows: Sequence[tuple[str, ...]]) -> list[str]:
-    """Return lines with columns under each other, numbers to the right."""
+    """Return lines with aligned columns, numbers to the right."""
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     right = {"iteration", "size", "ranks", "format"}
     return [
@@ -397,7 +397,7 @@ def _table(rows: Sequence[tuple[str, ...]]) -> list[str]:
 
 
 def _chosen(root: Path, verify: Callable[[Path], VerifyReport]) -> Iterator[str]:
-    """Say what the tracker holds, and which checkpoint a run would load."""
+    """Yield the tracker's content, and the checkpoint that a run would load."""
     try:
         tracker = read_regular(root / TRACKER_NAME, MAX_TRACKER_BYTES)
         text = tracker.decode(errors="replace").strip()
@@ -414,24 +414,25 @@ def _chosen(root: Path, verify: Callable[[Path], VerifyReport]) -> Iterator[str]
     if checkpoint is None and foreign:
         yield f"a run would load: none, and stop: {foreign}"
         return
-    yield f"a run would load: {'none, and start anew' if checkpoint is None else checkpoint.name}"
+    choice = "none, and start from scratch" if checkpoint is None else checkpoint.name
+    yield f"a run would load: {choice}"
     yield from (f"  {line}" for line in messages)
 
 
 def _remains(root: Path) -> Iterator[str]:
-    """Name what a save is working on or has left behind, and what a run has put aside."""
+    """Yield lines about unfinished saves and about damaged checkpoints that a run renamed."""
     for path in sorted(root.iterdir()):
         if is_temporary(path):
             size = size_text(folder_bytes(path))
-            yield f"temporary: {path.name}, {size}: of a save that runs or was interrupted"
+            yield f"temporary: {path.name}, {size}: of a running or interrupted save"
         elif _ASIDE.fullmatch(path.name):
-            yield f"put aside: {path.name}, {size_text(folder_bytes(path))}: it was damaged"
+            yield f"renamed: {path.name}, {size_text(folder_bytes(path))}: it was damaged"
 
 
 def _owner(root: Path) -> str:
-    """Say who may write into the folder: the process that holds its lock.
+    """Return a line about the process that has locked the folder for saving.
 
-    Asks without taking the lock: a run that starts at this moment is not disturbed.
+    Queries the lock without taking it, so that a run that starts at this moment is not disturbed.
     """
     path = root / LOCK_NAME
     try:
@@ -451,7 +452,8 @@ def _owner(root: Path) -> str:
 
 
 def verify_folders(config: VerifyConfig) -> int:
-    """Print what was verified. Returns 1 if anything is damaged. Raises ValueError."""
+    """Verify checkpoints and print the results. Returns 1 if anything is damaged. Raises
+    ValueError."""
     path = existing_folder(config.folder)
     if is_checkpoint(path):
         return int(not _verify(path))
@@ -460,11 +462,11 @@ def verify_folders(config: VerifyConfig) -> int:
         verified = [is_whole for is_whole in results if is_whole is not None]
         if verified:
             return int(not all(verified))
-    raise ValueError(f"{path} holds no checkpoint: name another folder")
+    raise ValueError(f"{path} contains no checkpoint: name another folder")
 
 
 def _verify_listed(folder: Path) -> bool | None:
-    """Verify a checkpoint of a run that may be going on; None: it was removed meanwhile."""
+    """Verify a checkpoint of a run that may still be running; None if it was removed meanwhile."""
     try:
         check_link(folder)
         return _verify(folder)
@@ -477,7 +479,7 @@ def _verify_listed(folder: Path) -> bool | None:
 
 
 def _verify(folder: Path) -> bool:
-    """Verify one checkpoint, print the result, and return whether it is whole.
+    """Verify one checkpoint, print the result, and return whether it is intact.
 
     Raises RemovedCheckpointError.
     """
@@ -499,5 +501,6 @@ def _verify(folder: Path) -> bool:
     if problem:
         print(f"warning: {problem}", file=sys.stderr, flush=True)
     for name in report.unexpected_files:
-        print(f"warning: {folder / name} is no part of the checkpoint", file=sys.stderr, flush=True)
+        path = folder / name
+        print(f"warning: {path} is not part of the checkpoint", file=sys.stderr, flush=True)
     return True

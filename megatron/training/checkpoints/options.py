@@ -18,22 +18,22 @@ from megatron.training.config.values import not_negative, require, require_all
 
 @dataclass(frozen=True, kw_only=True)
 class ListConfig:
-    """The checkpoints of a run."""
+    """List the checkpoints of a run."""
 
     root: str
     """Folder of checkpoints."""
     verify: bool = False
-    """Read every byte; else sizes and the manifest are checked."""
+    """Read and verify every byte; otherwise only sizes and the manifest are checked."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class InspectConfig:
-    """What a checkpoint holds."""
+    """Show the contents of a checkpoint."""
 
     folder: str
     """One iter_ folder, or a folder of checkpoints, of which the one that a run would load."""
     tensors: str | None = None
-    """List tensors too: those whose names match this pattern of * and ?, all if there is none."""
+    """List tensors too: those whose names match this pattern of * and ?; without a pattern, all."""
     json: bool = False
     """Print JSON."""
 
@@ -48,17 +48,17 @@ class VerifyConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class CompareConfig:
-    """Two checkpoints of any layouts, field by field and tensor by tensor."""
+    """Compare two checkpoints of any layouts, field by field and tensor by tensor."""
 
     first: str
     """One iter_ folder, or a folder of checkpoints, of which the one that a run would load."""
     second: str
-    """The other one."""
+    """The checkpoint to compare with, in the same form."""
     tolerance: float = 0.0
-    """Largest difference that still counts as equal, as a share of the largest element of the
-    tensor; 0 = equal bits. Above 0, tensors whose gradient is zero up to rounding do not count."""
+    """Largest difference that counts as equal, relative to the largest element of the tensor; 0 =
+    bitwise equality. Above 0, tensors whose gradient is zero up to rounding are ignored."""
     all: bool = False
-    """List all tensors, equal ones too; else the first that differ."""
+    """List all tensors, including equal ones; otherwise the first that differ."""
 
     def __post_init__(self) -> None:
         not_negative(self, "tolerance")
@@ -66,40 +66,40 @@ class CompareConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class ConvertConfig:
-    """Checkpoint to another format."""
+    """Convert a checkpoint to another format."""
 
     source: str
     """Checkpoint, or folder of checkpoints, of which the latest."""
     target: str
-    """Folder of checkpoints to write iter_0000000 into, or the file to make."""
+    """Folder of checkpoints in which to write iter_0000000, or the file to write."""
     from_: Literal["native", "torch_dist", "dcp"]
-    """What the source is: one of ours, one of upstream Megatron, or any of
+    """Format of the source: native, upstream Megatron's torch_dist, or any
     torch.distributed.checkpoint."""
     to: Literal["native", "single-file"]
-    """What to make: a checkpoint of weights, for which the flags of pretrain_gpt say what the model
-    is (sections model, attention, position, experts and tokenizer), or one safetensors file of
-    whole tensors."""
+    """Format of the target: a native checkpoint of weights, whose model the flags of pretrain_gpt
+    describe (sections model, attention, position, experts and tokenizer), or one safetensors file
+    of whole tensors."""
     with_optimizer: bool = False
-    """Put optimizer state into the file too."""
+    """Include optimizer state in the file."""
     checksums: bool = True
-    """Compare the checksums that torch has written into a foreign folder."""
+    """Verify the checksums that torch wrote into a foreign folder."""
 
     def __post_init__(self) -> None:
         require_all(
             lambda: require(
                 (self.from_, self.to) != ("native", "native"),
-                "--from native --to native: a checkpoint is loaded on any layout as it is",
+                "--from native --to native: a checkpoint loads on any layout without conversion",
             ),
             lambda: require(
                 not self.with_optimizer or self.to == "single-file",
-                "--with-optimizer has an effect with --to single-file only: leave it out",
+                "--with-optimizer has an effect with --to single-file only: drop it",
             ),
         )
 
 
 @dataclass(frozen=True, kw_only=True)
 class ConvertToNativeConfig:
-    """Checkpoint to another format; with --to native, flags say what the model is."""
+    """Convert a checkpoint to another format; with --to native, flags describe the model."""
 
     conversion: ConvertConfig
     model: ModelConfig

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A pickle read as data: nothing is imported, looked up or called, whatever the pickle asks for.
+"""Parse a pickle as data: nothing is imported, looked up or called, whatever the pickle contains.
 
-A pickle is a program for a small stack machine; this reader implements the instructions that build
-plain values. Where the program would call something, the reader records the name, the arguments and
-the state; a name that is not on the caller's list ends the reading. Time and memory are bounded by
+A pickle is a program for a small stack machine; this parser implements the instructions that build
+plain values. Where the program would call something, the parser records the name, the arguments and
+the state; a name that is not in the caller's list aborts parsing. Time and memory are bounded by
 the size of the pickle.
 """
 
@@ -24,20 +24,20 @@ import numpy as np
 
 
 class Name(NamedTuple):
-    """A thing of a module that a pickle refers to, as `torch.float32`."""
+    """A global that a pickle refers to, such as `torch.float32`."""
 
     text: str
 
 
 class Persistent(NamedTuple):
-    """What a pickle keeps outside of itself, by the value that says where."""
+    """A persistent id: a reference to data stored outside of the pickle."""
 
     value: Any
 
 
 @dataclass(eq=False, slots=True)
 class PickledObject:
-    """What calling `name` with `args` would have made, and the state that it would have got."""
+    """A recorded call of `name` with `args`, and the state of the resulting object."""
 
     name: str
     args: tuple[Any, ...]
@@ -46,23 +46,24 @@ class PickledObject:
 
 @dataclass(eq=False, slots=True)
 class Pairs:
-    """A dict as keys and values in turn: no key is hashed or compared, as a key may be anything."""
+    """A dict as a flat list of keys and values: keys may be anything, so they are never hashed or
+    compared."""
 
     flat: list[Any] = field(default_factory=list)
 
     def items(self) -> Iterator[tuple[Any, Any]]:
-        """Return an iterator over keys and values."""
+        """Return an iterator over (key, value) pairs."""
         flat = iter(self.flat)
         return zip(flat, flat, strict=True)
 
 
-#: Turns an object that is complete into what the caller needs of it.
+#: Converts a complete object into the caller's representation.
 Finish = Callable[[PickledObject], Any]
 
-#: A few hundred thousand chunks of tensors; carrying them out takes under ten seconds.
+#: Enough for a few hundred thousand tensor chunks; executing them takes under ten seconds.
 MAX_INSTRUCTIONS = 3 << 23
 _INSTRUCTIONS_PER_LOOK = 1 << 16
-# The objects that describe a checkpoint take up to six times the bytes of its pickle.
+# The objects that describe a checkpoint take up to six times the size of its pickle.
 _BASE_OBJECT_BYTES, _OBJECT_BYTES_PER_BYTE = 40_000_000, 6
 
 
@@ -73,20 +74,20 @@ def read_pickle(
     *,
     finish: Mapping[str, Finish] = MappingProxyType({}),
 ) -> Any:
-    """Return the value that a pickle describes, with `PickledObject` and `Name` for any value that
-    is not plain.
+    """Return the value that a pickle describes, with `PickledObject` and `Name` for values that are
+    not plain.
 
     Args:
         data: the pickle.
         allowed: dotted names that it may refer to.
-        where: what to name in an error.
-        finish: by class, called with an object of the class when a list or a dict takes it in,
-            which takes the result instead: a folder of many tensors need not fit into memory as
-            general objects.
+        where: location for error messages.
+        finish: functions by class name, called with an object of the class when a list or dict
+            takes it in; the result is stored instead. This keeps folders of many tensors from
+            filling memory with general objects.
 
     Raises:
-        ValueError: it refers to another name, needs an instruction that plain values do not need,
-            takes more memory or time than its size accounts for, or is damaged.
+        ValueError: the pickle refers to another name, contains an instruction that plain values do
+            not need, takes more memory or time than its size accounts for, or is damaged.
     """
     return _Machine(data, allowed, where, finish).run()
 
@@ -103,7 +104,7 @@ class _Machine:
     ) -> None:
         self._data, self._allowed, self._where, self._finish = data, allowed, where, finish
         self._stack: list[Any] = []
-        self._marks: list[int] = []  # sizes of the stack
+        self._marks: list[int] = []  # stack sizes
         self._memo: dict[int, Any] = {}
         self._recalled, self._memoized = _recalled(data), 0
         self._memory = _resident_bytes()
@@ -148,16 +149,16 @@ class _Machine:
         self._steps: Mapping[int, Callable[[int], int]] = {ord(c): s for c, s in steps.items()}
 
     def run(self) -> Any:
-        """Carry out the program and return what it leaves."""
+        """Execute the program and return its result."""
         collects = gc.isenabled()
-        gc.disable()  # it would go through millions of new objects again and again
+        gc.disable()  # it would scan millions of new objects again and again
         try:
             return self._run()
         except (LookupError, TypeError, UnicodeError, struct.error) as error:
             self._refuse(f"it is damaged ({type(error).__name__})")
         except _Refusal:
             raise
-        except ValueError as error:  # no single value
+        except ValueError as error:  # not a single value
             self._refuse(f"it is damaged ({error})")
         finally:
             if collects:
@@ -189,7 +190,7 @@ class _Machine:
                 else:
                     opcode = pickletools.code2op.get(chr(code))
                     name = f"the instruction {opcode.name}" if opcode else f"the byte {code:#04x}"
-                    self._refuse(f"it holds {name}, which plain values do not need")
+                    self._refuse(f"it contains {name}, which plain values do not need")
             used = _resident_bytes() - self._memory
             if used > _BASE_OBJECT_BYTES + _OBJECT_BYTES_PER_BYTE * len(data):
                 self._refuse(f"it describes more than its {len(data)} bytes account for")
@@ -205,10 +206,10 @@ class _Machine:
         return position + size
 
     def _long(self, position: int) -> int:
-        """Take LONG1. What a tensor needs fits into 64 bits; products of longer ones take time."""
+        """Parse LONG1. Sizes of tensors fit into 64 bits; products of longer integers take time."""
         size = self._data[position]
         if size > 9:
-            self._refuse(f"it holds a number of {size} bytes, which no tensor needs")
+            self._refuse(f"it contains a number of {size} bytes, which no tensor needs")
         return self._number(position + 1, size, signed=True)
 
     def _float(self, position: int) -> int:
@@ -240,7 +241,7 @@ class _Machine:
         self._stack[-size:] = [tuple(self._stack[-size:])]
 
     def _to_mark(self) -> list[Any]:
-        """Take everything above the last mark, and the mark."""
+        """Pop and return everything above the last mark."""
         size = self._marks.pop()
         values = self._stack[size:]
         del self._stack[size:]
@@ -253,7 +254,7 @@ class _Machine:
 
     def _update(self, values: list[Any]) -> None:
         target = self._stack[-1]
-        # Some dicts are made by calling their class.
+        # OrderedDict is constructed by calling its class.
         if isinstance(target, PickledObject) and target.name == "collections.OrderedDict":
             return
         if not isinstance(target, Pairs) or len(values) % 2:
@@ -303,16 +304,16 @@ class _Machine:
 
 
 def _unsized(step: Callable[[], None], position: int) -> int:
-    """Carry out an instruction without an argument."""
+    """Execute an instruction without an argument."""
     step()
     return position
 
 
 def _recalled(data: bytes) -> bytes:
-    """Return a flag for each place of the memo that is read later, or seems to be.
+    """Return a flag for each memo index that a later instruction may read.
 
-    A pickle memoizes every object. Wherever bytes look like an instruction that reads the memo,
-    its place is flagged; an object in another place is released as soon as it has been used.
+    A pickle memoizes every object. An index is flagged if any bytes look like an instruction that
+    reads it; objects at other indices are released as soon as they have been used.
     """
     codes = np.frombuffer(data, np.uint8)
     is_recalled = np.zeros(max(len(data), 255) + 1, bool)
@@ -328,7 +329,7 @@ def _recalled(data: bytes) -> bytes:
 
 
 def _resident_bytes() -> int:
-    """Return the memory of this process; 0 where the system does not say."""
+    """Return the resident memory of this process in bytes; 0 if the system does not report it."""
     try:
         pages = int(Path("/proc/self/statm").read_text().split()[1])
     except OSError:
@@ -337,4 +338,4 @@ def _resident_bytes() -> int:
 
 
 class _Refusal(ValueError):
-    """A line for the user, already whole."""
+    """A complete error message for the user."""

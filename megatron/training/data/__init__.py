@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Input of a run: documents, conversations, vocabulary and data sets."""
+"""Input data of a run: documents, conversations, vocabulary and data sets."""

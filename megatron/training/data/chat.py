@@ -276,7 +276,7 @@ class ChatTemplate:
             process.send([_frame(_encode_json(request))])
             answer = process.receive(self._limits.seconds)
             if answer.get("fault") == "error":
-                raise ValueError(f"{self.name} is no Jinja template: {answer['text']}")
+                raise ValueError(f"{self.name} is not a Jinja template: {answer['text']}")
             self._parse_answer({"text": "", "prefixes": [], **answer})
         except BaseException:
             process.close()
@@ -294,7 +294,8 @@ class ChatTemplate:
             limit = f"{self._limits.cpu_seconds:g} s of CPU time"
         where = f" ({answer['text']})" if answer["text"] else ""
         raise ValueError(
-            f"{self.name} takes more than {limit} for one conversation{where}: give another with "
+            f"{self.name} takes more than {limit} for one conversation{where}: give another one "
+            "with "
             "--chat-template"
         )
 
@@ -385,7 +386,7 @@ class _TemplateProcess:
             why = f"ends its process by {signal.Signals(-code).name}: it is nested too deep"
         else:
             why = f"cannot be rendered: its process ended with code {code}"
-        return ValueError(f"{self._name} {why}: give another with --chat-template")
+        return ValueError(f"{self._name} {why}: give another one with --chat-template")
 
 
 def _end_process(
@@ -498,7 +499,7 @@ def _read(path: Path, *, follow_links: bool = False) -> str:
     try:
         return read_text(path, _MAX_TEMPLATE_BYTES, follow_links=follow_links)
     except OSError as error:
-        raise ValueError(f"{path} is no chat template: {error.strerror}") from None
+        raise ValueError(f"{path} is not a chat template: {error.strerror}") from None
 
 
 def _read_tokenizer_config(folder: Path | None) -> Mapping[str, Any]:
@@ -511,7 +512,7 @@ def _read_tokenizer_config(folder: Path | None) -> Mapping[str, Any]:
     except OSError as error:
         raise ValueError(f"{path} is damaged: {error.strerror}") from None
     if not isinstance(tokenizer_config, dict):
-        raise ValueError(f"{path} is damaged: it is no JSON object")
+        raise ValueError(f"{path} is damaged: it is not a JSON object")
     return tokenizer_config
 
 
@@ -628,8 +629,8 @@ def check_conversation(messages: object) -> list[Mapping[str, Any]]:
     """Return the turns of a conversation.
 
     Raises:
-        MalformedConversation: it is not a list of turns with a supported role and a text, it has no
-            assistant turn, or it starts with one.
+        MalformedConversation: it is not a list of turns with a supported role and a text, has no
+            assistant turn, or starts with one.
     """
     if not isinstance(messages, list) or not messages:
         raise MalformedConversation("no list of messages")
@@ -685,8 +686,8 @@ def spoken(
     ):
         if before is None or after is None or after < before:
             raise ValueError(
-                f"{template.name} writes the turns up to message {i} differently when more "
-                "follows, so the assistant's part cannot be found: mark it with "
+                f"{template.name} renders the turns up to message {i} differently when more turns "
+                "follow, so the assistant's text cannot be located: mark it with "
                 "{% generation %}, or give --chat-template another one, such as chatml"
             )
         spans.append((before, _end(text[:after], before, messages[i]["content"])))

@@ -84,15 +84,15 @@ def _read_split_arguments(path: str) -> dict[str, tuple[str, ...] | None]:
     try:
         split_arguments: Any = parse_json(_read_file(path, flag))
     except json.JSONDecodeError as error:
-        raise ValueError(f"{flag} {path}:{error.lineno}: no JSON: {error.msg}") from None
+        raise ValueError(f"{flag} {path}:{error.lineno}: not JSON: {error.msg}") from None
     if (
         not isinstance(split_arguments, dict)
         or set(split_arguments) - set(_SPLITS)
         or not split_arguments.get("train")
     ):
         raise ValueError(
-            f'{flag} {path} must hold {{"train": [...], "valid": [...], "test": [...]}}; the last '
-            "two may be left out"
+            f'{flag} {path} must contain {{"train": [...], "valid": [...], "test": [...]}}; the '
+            "last two are optional"
         )
     for name, arguments in split_arguments.items():
         if arguments is not None and not (
@@ -122,7 +122,7 @@ def problems(config: DataConfig) -> Iterator[str]:
         yield "no data: give --data-path, --train-data-path or --mock-data"
     for name in ("valid", "test"):
         if vars(config)[f"{name}_data_path"] is not None and config.train_data_path is None:
-            yield f"--{name}-data-path goes with --train-data-path: give that too"
+            yield f"--{name}-data-path needs --train-data-path: give that too"
     for name in ("data", "train", "valid", "test"):
         arguments = vars(config)[f"{name}_path" if name == "data" else f"{name}_data_path"]
         if arguments is not None:
@@ -137,11 +137,11 @@ def problems(config: DataConfig) -> Iterator[str]:
         if config.allow_chat_as_text:
             yield "--allow-chat-as-text has no effect with --sft: drop one"
         if config.mock_data:
-            yield "--mock-data makes no conversations: leave --sft out"
+            yield "--mock-data has no conversations: drop --sft"
         for name in ("eod_mask_loss", "reset_position_ids", "reset_attention_mask"):
             if vars(config)[name]:
                 flag = name.replace("_", "-")
-                yield f"--{flag} has no effect with --sft, which keeps conversations apart: drop it"
+                yield f"--{flag} has no effect with --sft, which separates conversations: drop it"
 
 
 def _argument_problems(flag: str, arguments: tuple[str, ...], chat: bool) -> Iterator[str]:

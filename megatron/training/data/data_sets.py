@@ -143,7 +143,7 @@ def build_data_sets(
     for name, split in paths.items():
         if name == "test" and not _has_test(split, sources[name], run):
             if counts[name].needed and parse_split(config.split)[2]:
-                notes.append(f"no test at the end: --split {config.split} leaves no document to it")
+                notes.append(f"no test at the end: --split {config.split} gives it no document")
         elif counts[name].needed:
             datasets[name] = _build_split(
                 run,
@@ -197,8 +197,10 @@ def _refuse_chats(names: Sequence[str]) -> None:
     """
     if chats := [name for name in names if holds_chats(name)]:
         raise ValueError(
-            f"{', '.join(chats)} has conversations, which without --sft are read as one text and "
-            "learnt token by token: give --sft, or --allow-chat-as-text if that is meant"
+            f"{', '.join(chats)} contains conversations, which without --sft would be read as "
+            "plain "
+            "text with a loss on every token: give --sft, or --allow-chat-as-text if that is "
+            "intended"
         )
 
 
@@ -209,7 +211,7 @@ def _dataset_config(run: ResolvedRun, vocabulary: Vocabulary) -> GPTDatasetConfi
         if vars(config)[name] and vocabulary.eod is None:
             raise ValueError(
                 f"--{name.replace('_', '-')} needs an end-of-document token, and the vocabulary "
-                "has none: leave it out, or give --tokenizer-model one that has"
+                "has none: drop it, or give a --tokenizer-model that has one"
             )
     return GPTDatasetConfig(
         sequence_length=training.seq_length,
@@ -266,8 +268,8 @@ def _collect(
     order_notes = []
     if train.ordered != run.train_samples:
         order_notes.append(
-            f"samples keep the order for {train.ordered:,} that the run began with; "
-            "--reorder-samples makes one for the present length"
+            f"samples keep the order of {train.ordered:,} samples that the run started with; "
+            "--reorder-samples shuffles for the current length"
         )
     return DataSets(
         train=datasets["train"],
@@ -295,8 +297,8 @@ def _chat_notes(datasets: Mapping[str, TokenSource]) -> list[str]:
             notes.append(
                 f"{dataset.source.prefix}: {statistics.conversations:,} conversations packed into "
                 f"{statistics.rows:,} samples, {statistics.filled:.1%} of them filled; one pass "
-                f"cuts {statistics.truncated:,} to --seq-length + 1 tokens and leaves out "
-                f"{statistics.left_out:,} with nothing to learn"
+                f"truncates {statistics.truncated:,} to --seq-length + 1 tokens and leaves out "
+                f"{statistics.left_out:,} without a token in the loss"
             )
     return notes
 

@@ -100,7 +100,7 @@ class Inputs:
             return ""
         return (
             f"left out {len(self.left_out)} files of other kinds (first: {self.left_out[0]}); "
-            f"read are {' '.join(_SUPPORTED_ENDINGS)}"
+            f"supported are {' '.join(_SUPPORTED_ENDINGS)}"
         )
 
 
@@ -430,7 +430,7 @@ def _read(
                 stream = gzip.GzipFile(fileobj=_BoundedPadding(raw)) if is_compressed else raw
                 yield from _read_line_chunks(file, file_start, limits, stream=stream, raw=raw)
     except (gzip.BadGzipFile, EOFError, zlib.error) as error:
-        raise ValueError(f"{file.path} is damaged: {error}; copy or pack it anew") from None
+        raise ValueError(f"{file.path} is damaged: {error}; copy or compress it again") from None
     except OSError as error:
         raise ValueError(f"cannot read {file.path}: {error.strerror or error}") from None
 
@@ -555,7 +555,7 @@ class Tally:
         """
         if self.strict:
             raise ValueError(
-                f"{location}: {reason}{detail and f': {detail}'}; fix it, or leave --strict out to "
+                f"{location}: {reason}{detail and f': {detail}'}; fix it, or drop --strict to "
                 "count and skip such records"
             )
         self.rejected[reason] += 1
@@ -708,7 +708,7 @@ def _decode_text(value: Any, key: str) -> str:
         except UnicodeDecodeError:
             raise Rejected("not UTF-8") from None
     if not isinstance(value, str):
-        raise Rejected(f"with a {key!r} that is no text")
+        raise Rejected(f"with a {key!r} that is not text")
     if not value:
         raise Rejected("empty")
     try:

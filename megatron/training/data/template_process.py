@@ -99,7 +99,7 @@ def _render(template: Any, frame: bytes, tokens: Mapping[str, str]) -> Mapping[s
     text = render(len(messages), request["prompt"])
     limit = min(_TEXT_BYTES + _TEXT_BYTES_PER_BYTE * len(frame), MAX_FRAME_BYTES // 8)
     if len(text) > limit:
-        raise ValueError(f"it makes {len(text)} characters of a conversation of {len(frame)} bytes")
+        raise ValueError(f"it renders {len(text)} characters from {len(frame)} input bytes")
     lengths = []
     for count, prompt in request["prefixes"]:
         prefix = render(count, prompt)

@@ -57,7 +57,7 @@ def read_vocabulary(config: TokenizerConfig, prefixes: Sequence[str]) -> Vocabul
     vocabulary = _from_options(config) or _from_files(config, descriptions)
     if vocabulary.size > MAX_VOCABULARY and config.vocab_size is None:
         raise ValueError(
-            f"the tokenizer has ids up to {vocabulary.size - 1}: if that is meant, give "
+            f"the tokenizer has ids up to {vocabulary.size - 1}: if that is intended, give "
             f"--vocab-size {vocabulary.size}"
         )
     for prefix, description in descriptions.items():
@@ -67,7 +67,7 @@ def read_vocabulary(config: TokenizerConfig, prefixes: Sequence[str]) -> Vocabul
         )
         if file_fingerprint and run_fingerprint and file_fingerprint != run_fingerprint:
             raise ValueError(
-                f"{prefix} was written with another tokenizer than this run's: give "
+                f"{prefix} was written with another tokenizer than this run's: give as "
                 "--tokenizer-model the file it was written with, or write it again"
             )
         if run_fingerprint and file_fingerprint and description.get("eod") != vocabulary.eod:
@@ -94,7 +94,7 @@ def _check_special_tokens(
         return
     fix = "" if file_tokens else "give --tokenizer-hf-no-include-special-tokens, or "
     if file_tokens and not run_tokens:
-        fix = "leave --tokenizer-hf-no-include-special-tokens out, or "
+        fix = "drop --tokenizer-hf-no-include-special-tokens, or "
     raise ValueError(
         f"{prefix} was written with {file_tokens}, this run's tokenizer adds {run_tokens}: "
         f"{fix}write the files again"
@@ -179,7 +179,7 @@ def _from_options(config: TokenizerConfig) -> Vocabulary | None:
         if config.vocab_size < size:
             raise ValueError(
                 f"--vocab-size {config.vocab_size} is less than the tokenizer's {size}: raise it, "
-                "or leave it out"
+                "or drop it"
             )
         size = config.vocab_size
     model = config.tokenizer_model

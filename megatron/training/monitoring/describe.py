@@ -133,7 +133,8 @@ def data_parallel_line(engine: DataParallel, optimizer: Optimizer) -> str:
             scope += f", so that {', '.join(idle)} {verb} nothing to do"
     elif engine.placement != config.placement:
         raise ValueError(
-            f"data parallelism cuts {engine.placement} but {config.strategy} was asked for, which "
+            f"data parallelism shards {engine.placement} but {config.strategy} was requested, "
+            "which "
             f"is {config.placement}"
         )
     else:
@@ -202,7 +203,7 @@ def weight_shards_line(engine: DataParallel) -> str | None:
     if engine.placement.weight:
         return (
             f"weight shards: gtp {grid.gtp} and egtp {grid.egtp} are among the data parallel ranks "
-            f"over which {engine.config.strategy} shards all weights: they change nothing"
+            f"over which {engine.config.strategy} shards all weights: they have no effect"
         )
     descriptions = []
     for expert, axis, size in ((False, "gtp", grid.gtp), (True, "egtp", grid.egtp)):
@@ -226,11 +227,11 @@ def weight_shards_line(engine: DataParallel) -> str | None:
     if gather_format == "bf16":
         gather_format = str(engine.store.dtype).removeprefix("torch.")
     elif engine.config.gather_scale_blocks == "1d":
-        gather_format += " with 1-D scale blocks, encoded for forward and for backward,"
+        gather_format += " with separate 1-D scale blocks for forward and backward,"
     interval = engine.config.gtp_reduce_scatter_per
     return (
         f"weight shards: {'; '.join(descriptions)}; gathered in {gather_format} before each use, "
-        f"gradients reduce-scattered once a {interval}"
+        f"gradients reduce-scattered once per {interval}"
     )
 
 
@@ -250,7 +251,7 @@ class GatheredBytes(TrainingHooks):
         if self._engine.gathered_bytes > self._reported_bytes:
             self._reported_bytes = self._engine.gathered_bytes
             self._log(
-                f"weight shards: in their order of use at most "
+                f"weight shards: their order of use needs at most "
                 f"{_megabytes(self._reported_bytes)} of gathered weights"
             )
 
@@ -308,8 +309,8 @@ def loss_weight_line(run: ResolvedRun) -> str | None:
         return None
     return (
         f"--sft without --calculate-per-token-loss: each of the {blocks} microbatches of a step "
-        "weighs alike, however few of its tokens are learnt, so that a token of a short answer "
-        "counts for more; with the flag every learnt token weighs alike"
+        "has the same weight, however few of its tokens have a loss, so that a token of a short "
+        "answer counts more; with the flag all tokens with a loss have the same weight"
     )
 
 
@@ -411,7 +412,7 @@ def _dispatcher(run: ResolvedRun, model: GPTConfig) -> str:
     grid, moe, parallel = rank_grid(run), model.moe, run.config.parallel
     etp = grid.size("etp")
     if etp * grid.ep == 1:
-        return "all experts are on every rank, no token travels"
+        return "all experts are on every rank, no token is sent"
     assert moe is not None
     requested, topk = parallel.moe_token_dispatcher_type, moe.router.topk
     dispatcher = choose_dispatcher(requested, topk=topk, ep=grid.ep)
@@ -423,13 +424,13 @@ def _dispatcher(run: ResolvedRun, model: GPTConfig) -> str:
         for kind in ("alltoall", "allgather")
     }
     row_counts = ", ".join(f"{kind} {rows[kind]:,}" for kind in sorted(rows, key=rows.__getitem__))
-    reason = "least rows" if requested == "auto" else "asked for; rows"
-    line = f"tokens by {dispatcher}: {reason} of a rank, there and back: {row_counts}"
+    reason = "fewest rows" if requested == "auto" else "requested; rows"
+    line = f"tokens by {dispatcher}: {reason} per rank, dispatch and combine: {row_counts}"
     factor = parallel.moe_expert_rank_capacity_factor
     if factor is None:
         return line
     return (
-        f"{line}; in training a rank takes {factor:g} x the even share of "
+        f"{line}; in training the capacity of a rank is {factor:g} x the even share of "
         f"{etp * local_tokens * topk:,}"
     )
 
@@ -524,7 +525,7 @@ def recurrent_states_line(run: ResolvedRun, device: torch.device) -> str | None:
     if not run.config.execution.keep_recurrent_states:
         return None
     if device.type == "cpu":
-        return "recurrent states: a CPU always keeps them, with or without --keep-recurrent-states"
+        return "recurrent states: a CPU always stores them, with or without --keep-recurrent-states"
     parallel, training = run.config.parallel, run.config.training
     tp, cp = parallel.tensor_model_parallel_size, parallel.context_parallel_size
     tokens = training.micro_batch_size * training.seq_length // cp
@@ -533,8 +534,8 @@ def recurrent_states_line(run: ResolvedRun, device: torch.device) -> str | None:
         shape = linear_shape(config, tp)
         elements = shape.heads * shape.key_channels * shape.value_channels
         chunk_bytes = elements * weight_dtype(run.config).itemsize
-        texts.append(f"{name} {-(-tokens // CHUNK_SIZE) * chunk_bytes / 2**20:,.1f} MiB a layer")
-    return f"recurrent states kept for backward, for each microbatch: {', '.join(texts)}"
+        texts.append(f"{name} {-(-tokens // CHUNK_SIZE) * chunk_bytes / 2**20:,.1f} MiB per layer")
+    return f"recurrent states stored for backward, per microbatch: {', '.join(texts)}"
 
 
 def cut_line(cuts: PackedCuts, batches: Iterable[GPTBatch]) -> str | None:
@@ -552,7 +553,7 @@ def cut_line(cuts: PackedCuts, batches: Iterable[GPTBatch]) -> str | None:
     padding = sum(work.padding for work in by_documents)
     tokens = sum(work.tokens for work in by_documents) * cuts.size - padding
     num_cut = sum(choice.cut is not None for choice in choices)
-    selected = f"{num_cut} of them are cut by documents"
+    selected = f"{num_cut} of them are split by documents"
     if num_cut in (0, num_batches):
         selected = "documents" if num_cut else "row"
     reason = "auto" if cuts.kind == "auto" else "by --context-parallel-cut"
@@ -632,7 +633,7 @@ def layers_line(config: Config) -> str | None:
     if reason:
         te_layers, local_layers = "linear, grouped linear and norms", f"attention (for {reason}), "
     return (
-        f"layers: {te_layers} of TransformerEngine {release}; linear layers multiply in "
+        f"layers: {te_layers} of TransformerEngine {release}; linear layers compute in "
         f"{precision}; {local_layers}embedding, output layer, router and recurrences are local"
     )
 
@@ -647,8 +648,9 @@ def delayed_scaling_line(config: Config) -> str | None:
         "step" if recipe_config.amax_history_len == 1 else f"{recipe_config.amax_history_len} steps"
     )
     return (
-        "delayed scaling: scales change once a step, by the largest magnitudes of the last "
-        f"{steps} over tp and data parallel ranks; TransformerEngine's own change once a microbatch"
+        "delayed scaling: scales are updated once per step, from the amax of the last "
+        f"{steps} over tp and data parallel ranks; TransformerEngine itself updates them per "
+        "microbatch"
     )
 
 
@@ -657,9 +659,9 @@ def _gathered_weights(recipe: str, gather_format: str) -> str:
     if gather_format == "bf16":
         return ""
     if GATHERED.get(recipe) == gather_format:
-        return f", by weights as they are gathered in {gather_format}"
+        return f", with weights used as gathered in {gather_format}"
     return (
-        f", by weights that are quantized twice: gathered in {gather_format}, taken back, and "
+        f", with weights quantized twice: gathered in {gather_format}, dequantized, and "
         f"quantized by {recipe}"
     )
 

@@ -89,8 +89,9 @@ class Background:
             self.dropped += 1
             if self.dropped == 1:
                 self._warn(
-                    f"metrics: {self._name} does not keep up: {self._queue.maxsize} events wait, "
-                    "further ones are dropped; training goes on"
+                    f"metrics: {self._name} does not keep up: {self._queue.maxsize} events are "
+                    "queued, "
+                    "further ones are dropped; training continues"
                 )
 
     def stop(self) -> None:
@@ -112,7 +113,7 @@ class Background:
         self._thread.join(max(0.0, self._deadline - time.monotonic()))
         if self._thread.is_alive():
             self._warn(
-                f"metrics: {self._name} has not taken everything within "
+                f"metrics: {self._name} has not written everything within "
                 f"{self._close_seconds:g} s; the run ends without it"
             )
 
@@ -137,7 +138,7 @@ class Background:
 def failure_line(name: str, error: BaseException) -> str:
     """Return the warning about a failed writer."""
     text = " ".join(str(error).split())
-    return f"metrics: {name} is off: {type(error).__name__}: {text}; training goes on"
+    return f"metrics: {name} is disabled: {type(error).__name__}: {text}; training continues"
 
 
 _SECRET_NAME = re.compile(
@@ -386,8 +387,7 @@ def open_metrics(
         rewritten_kinds: see `JsonLines`.
         warn: prints one line about a writer that fails.
         trackers: by name, a function that imports the library on this thread and returns the
-            function
-            that connects on the writer's thread.
+            function that connects on the writer's thread.
     """
     importers = dict(trackers or {})
     if tensorboard_dir is not None:

@@ -182,7 +182,7 @@ def _write(
             write(draft)
         log(f"{label} in {path}")
     except (OSError, RuntimeError) as error:
-        log(f"{label}: cannot write {path}: {' '.join(str(error).split())}; training goes on")
+        log(f"{label}: cannot write {path}: {' '.join(str(error).split())}; training continues")
 
 
 def check_device(config: ProfilingConfig, device: torch.device) -> None:
@@ -191,12 +191,12 @@ def check_device(config: ProfilingConfig, device: torch.device) -> None:
         return
     if config.profile and not config.use_pytorch_profiler:
         raise ValueError(
-            "--profile alone marks iterations for Nsight, which sees GPUs only: add "
+            "--profile alone marks iterations for Nsight, which profiles GPUs only: add "
             "--use-pytorch-profiler to profile on a CPU"
         )
     if config.record_memory_history:
         raise ValueError(
-            "--record-memory-history is of a GPU's memory: drop it on a CPU, where the log line "
+            "--record-memory-history records GPU memory: drop it on a CPU, where the log line "
             "shows the memory in use"
         )
 

@@ -118,7 +118,7 @@ def test_a_writer_that_hangs_is_ended_and_training_goes_on(prefix, tmp_path, who
     found, logs = run_with(plant_hold, flags(prefix, more))
     assert [o.exit_code for o in found] == [0, 0], logs
     text = "".join(logs)
-    assert "iteration 6 is to be saved, but the save before it is still under way" in text
+    assert "iteration 6 is to be saved, but the previous save is still in progress" in text
     assert "saving at iteration 4 failed (1 so far): rank 1: the writer process " in text
     assert "gave no sign of life for 9 s in 'write' and was ended" in text
     assert digests(save / "iter_0000006") == digests(whole / "iter_0000006")

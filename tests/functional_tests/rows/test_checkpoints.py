@@ -105,7 +105,7 @@ def test_all_ranks_fall_back_where_one_meets_a_flipped_bit(prefix, whole, cut):
         f"falling back to {cut / 'iter_0000002'}: rank 1: {newest / SHARDS[1]} is damaged" in line
     )
     assert f"{name}[" in line
-    assert f"loaded {cut / 'iter_0000002'}; going on at iteration 2" in text
+    assert f"loaded {cut / 'iter_0000002'}; resuming at iteration 2" in text
     (aside,) = cut.glob("iter_0000004.damaged-*")
     assert f"{newest} is damaged and is now {aside.name}" in text
     assert digests(newest) == digests(whole / newest.name)
@@ -181,7 +181,7 @@ def test_the_newest_checkpoint_counts_and_a_line_says_so(prefix, cut, capsys, tr
     argv = flags(prefix, f"{PLAIN} --load {cut}")
     assert run_here(argv) == 0
     out, err = capsys.readouterr()
-    assert f"loaded {cut / 'iter_0000004'}; going on at iteration 4" in out
+    assert f"loaded {cut / 'iter_0000004'}; resuming at iteration 4" in out
     (line,) = (line for line in err.splitlines() if TRACKER in line)
     assert line.endswith("using iter_0000004, the newest undamaged checkpoint")
     for folder in list_checkpoints(cut):
@@ -294,8 +294,8 @@ def test_second_run_on_save_folder_is_refused_until_first_dies(prefix, tmp_path,
     (save / left).mkdir()
     assert run_here(argv) == 0
     out, err = capsys.readouterr()
-    assert f"{save}: removed what was never finished: {left}\n" in err
-    assert "going on at iteration 2" in out
+    assert f"{save}: removed unfinished files: {left}\n" in err
+    assert "resuming at iteration 2" in out
     assert latest_checkpoint(save) == save / "iter_0000004"
 
 

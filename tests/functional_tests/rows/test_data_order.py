@@ -74,7 +74,7 @@ def test_changed_data_set_is_refused_unless_allowed(prefix, tmp_path, capsys):
     assert f"data file 2, {other}, has other content" in said
     code, said = resumed(f"{path} --allow-data-change")
     assert code == 0
-    assert "going on with it as --allow-data-change asks" in said
+    assert "continuing with the new data, as --allow-data-change" in said
     assert "iteration        3/" in said
 
 
@@ -132,7 +132,7 @@ def test_another_length_keeps_the_order(prefix, tmp_path, monkeypatch, capsys):
     longer = rows("longer", f"--train-iters 24 --save-interval 9 {start}")
     assert longer[: 8 * 8] == whole[4 * 8 :]
     assert len({tuple(row) for row in longer[8 * 8 :]}) > 40
-    assert "samples keep the order for 96" in capsys.readouterr().out
+    assert "samples keep the order of 96" in capsys.readouterr().out
     middle = f"--load {tmp_path}/longer/iter_0000009"
     assert rows("again", f"--train-iters 24 {middle}") == longer[5 * 8 :]
     assert digests(tmp_path / "again/iter_0000024") == digests(tmp_path / "longer/iter_0000024")

@@ -158,7 +158,7 @@ def test_a_launcher_that_loses_a_machine_goes_on_by_itself(prefix, tmp_path):
     # The first machine saw the failure; the other was restarted as a third one had left.
     found, logs = _start(server.port, argv, [1, 0], 0)
     assert [o.exit_code for o in found] == [0, 0], logs
-    assert f"loaded {save / 'iter_0000002'}; going on at iteration 2" in logs
+    assert f"loaded {save / 'iter_0000002'}; resuming at iteration 2" in logs
     assert "restart 1 by the launcher" in logs
     _assert_same(save / "metrics.jsonl", whole)
 
@@ -178,7 +178,7 @@ def test_implicit_global_batch_size_change_is_refused(prefix, tmp_path, capsys):
     assert said.count("\n") == 1
     assert (
         "the checkpoint's global batch is 8, and this run's would be 2, as it follows the number "
-        "of processes: give --global-batch-size 8 to go on, or 2 to change it" in said
+        "of processes: give --global-batch-size 8 to keep it, or 2 to change it" in said
     ), said
     assert run_here([*without, "--global-batch-size", "2"]) == 0
 

@@ -173,12 +173,12 @@ def name_another_order(folder: Path) -> None:
 @pytest.mark.parametrize(
     ("spoil", "text"),
     [
-        (lead_elsewhere, "lies in '../x_0.distc', which is no plain name of a file"),
+        (lead_elsewhere, "lies in '../x_0.distc', not in a plain file name"),
         (link, "__0_0.distcp"),
-        (lie_about_the_shape, "a.weight[0:255, 0:255] of 260100 bytes cannot lie at bytes"),
+        (lie_about_the_shape, "a.weight[0:255, 0:255] of 260100 bytes does not fit in bytes"),
         (lie_about_the_dtype, "it holds F32 [4, 6], .metadata says F64 [4, 6]"),
-        (cut_short, "it was cut short"),
-        (call_it_packed, "it is no sound archive of torch.save"),
+        (cut_short, "it was truncated"),
+        (call_it_packed, "it is not a valid archive of torch.save"),
         (lambda folder: (folder / "__0_0.distcp").unlink(), "No such file or directory"),
         (flip, "do not match their checksum; if torch wrote none, give --no-checksums"),
         (turn, "its data.pkl does not match its checksum; if torch wrote none, give --no-"),
@@ -200,7 +200,7 @@ def test_what_a_folder_claims_is_checked(
 @pytest.mark.parametrize(
     ("spoil", "text"),
     [
-        (lead_outside, "a tensor of F32 [4, 6] does not lie in 96 bytes"),
+        (lead_outside, "a tensor of F32 [4, 6] does not fit in 96 bytes"),
         (name_another_order, "its bytes are not in little-endian order"),
     ],
 )
@@ -224,7 +224,7 @@ def test_manifest_with_invalid_values_is_refused(spoiled: int, value: Any) -> No
     if spoiled != 4:
         described[spoiled] = value
     made = PickledObject("torch._utils._rebuild_tensor_v2", tuple(described))
-    with pytest.raises(ValueError, match=r"x is refused: its description is not that of a tensor"):
+    with pytest.raises(ValueError, match=r"x is refused: its description is not a tensor's"):
         _described(made, members, "x")
 
 

@@ -167,7 +167,7 @@ def test_a_kill_at_any_moment_of_a_save_loses_that_save_alone(prefix, tmp_path, 
     if "mkdir" not in log:  # the other rank may have made the folder, or not yet
         assert made != renamed, "a partial folder, unless the kill is outside"
     text = go_on(argv, save, whole)
-    swept = [line for line in text.splitlines() if "removed what was never finished" in line]
+    swept = [line for line in text.splitlines() if "removed unfinished files" in line]
     assert len(swept) == bool(left)
     assert all(name in swept[0] for name in left)
     assert f"loaded {save}/iter_{4 if renamed else 2:07d}; going on" in text

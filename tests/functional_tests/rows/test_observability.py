@@ -65,9 +65,9 @@ def test_trackers_that_fail_leave_training_alone(healthy, tmp_path, monkeypatch,
     warnings = [s for s in capsys.readouterr().err.splitlines() if s.startswith("metrics:")]
     # Its own words: a tracker given up on in the test before may still say something now.
     what = {
-        "unreachable": "is off: OSError: refused",
+        "unreachable": "is disabled: OSError: refused",
         "no answer": "does not keep up",
-        "disk full": "is off: OSError: [Errno 28]",
+        "disk full": "is disabled: OSError: [Errno 28]",
     }[fault]
     for tracker in ("W&B", "MLflow", "TensorBoard"):
         assert len([w for w in warnings if w.startswith(f"metrics: {tracker} {what}")]) == 1
@@ -89,7 +89,7 @@ def test_a_full_disk_stops_the_metrics_file_only(healthy, tmp_path, monkeypatch,
     metrics = tmp_path / "metrics.jsonl"
     assert run_here(flags(prefix, f"{SHORT} --metrics-file {metrics}")) == 0
     printed = capsys.readouterr()
-    assert printed.err.count("metrics file is off: OSError: [Errno 28] No space left") == 1
+    assert printed.err.count("metrics file is disabled: OSError: [Errno 28] No space left") == 1
     assert [e["iteration"] for e in read_metrics(metrics)] == [0, 1, 2, 3]
     last = read_metrics(expected)[-2]
     assert f"validation loss at iteration 12 | lm loss value: {last['lm_loss']:.6E}" in printed.out

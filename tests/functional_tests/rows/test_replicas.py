@@ -89,7 +89,7 @@ def test_diverged_replica_of_three_is_named_within_interval(prefix, tmp_path):
         found = ranks.outcomes(timeout=60)
         text = "".join(ranks.log(rank) for rank in range(3))
     assert [o.exit_code for o in found] == [0] * 3, text
-    assert "going on at iteration 2" in text
+    assert "resuming at iteration 2" in text
     assert latest_checkpoint(save).name == "iter_0000006"
 
 

@@ -238,7 +238,7 @@ def test_a_restart_by_the_launcher_goes_on_from_what_it_saved(prefix, tmp_path):
     output, _ = job.communicate(timeout=90)
     assert job.returncode == 0, output
     assert "restart 1 by the launcher" in output
-    assert f"loaded {cut / 'iter_0000002'}; going on at iteration 2" in output
+    assert f"loaded {cut / 'iter_0000002'}; resuming at iteration 2" in output
     assert digests(cut / "iter_0000005") == digests(whole / "iter_0000005")
     events = read_metrics(cut / "metrics.jsonl")
     assert [e for e in events if e["kind"] == "start"] == [

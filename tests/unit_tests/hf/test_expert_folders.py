@@ -166,7 +166,7 @@ def test_an_import_leaves_the_checkpoints_of_a_run_alone(tmp_path: Path) -> None
     folder = save_folder(make_model("mixtral"), tmp_path / "model")
     (tmp_path / "run" / "iter_0000003").mkdir(parents=True)
     text = convert("import", "--hf", folder, "--save", tmp_path / "run", code=2)
-    assert "holds iter_0000003 already: name another folder" in text
+    assert "already contains iter_0000003: name another folder" in text
     assert [path.name for path in (tmp_path / "run").iterdir()] == ["iter_0000003"]
 
 

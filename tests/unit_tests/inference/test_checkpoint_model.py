@@ -335,7 +335,7 @@ def changed(**changes: Any) -> dict[str, Any]:
         (changed(), ["--tokenizer-model", "none.json"], "tokenizer none.json: No such file"),
         (changed(tokenizer=None), [], "give --tokenizer-model PATH"),
         (changed(tokenizer={**BYTES, "fingerprint": "x"}), [], "has changed since"),
-        (changed(model=None), [], "is no training checkpoint: it lacks 'model'"),
+        (changed(model=None), [], "is not a training checkpoint: it lacks 'model'"),
         (changed(model={**CONFIG.to_json(), "depth": 3}), [], "not the configuration of a GPT"),
         (changed(model=replace(CONFIG, hidden_size=40).to_json()), [], "[32, 40]"),
     ],

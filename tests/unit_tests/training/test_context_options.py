@@ -279,7 +279,7 @@ def test_the_log_says_how_evenly_either_cut_shares_attention_out(kind):
     assert "1.00 x by documents, with 0.0% padding" in line
     assert line.endswith(f": {'row' if kind == 'row' else 'documents'}")
     mixed = cut_line(cuts, [uneven, even, even])
-    wanted = {"row": "row", "documents": "documents", "auto": "1 of them are cut by documents"}
+    wanted = {"row": "row", "documents": "documents", "auto": "1 of them are split by documents"}
     assert mixed.endswith(f": {wanted[kind]}")
     assert cut_line(cuts, []) is None
     # A document of which nothing is gained does not pay for padding.

@@ -104,7 +104,7 @@ def test_graph_run_matches_eager_and_resumes_from_checkpoint(prefix, tmp_path, c
         assert code == 0
         assert [recorder.tape.replays for recorder in made] == [replays]
     said = capsys.readouterr()
-    assert "of 4 microbatches as one CUDA graph after 3 eager steps" in said.err
+    assert "of 4 microbatches in one CUDA graph after 3 eager steps" in said.err
     assert said.out.count("--no-fsdp-all-gather-in-start-param-sync is set, as") == 2
     for kind in ("train", "validation"):
         found = losses(tmp_path / "saved" / "metrics.jsonl", kind)

@@ -263,7 +263,7 @@ def test_a_test_split_is_built_where_there_is_one(prefix):
     assert build_data_sets(_run(prefix, "--split 80,10,10"), VOCABULARY).test is not None
     found = build_data_sets(_run(prefix, "--split 969,30,1"), VOCABULARY)
     assert found.test is None
-    assert "--split 969,30,1 leaves no document to it" in found.notes[0]
+    assert "--split 969,30,1 gives it no document" in found.notes[0]
     never = build_data_sets(_run(prefix, "--split 80,10,10 --eval-interval 0"), VOCABULARY)
     assert (never.test, never.notes) == (None, ())
     assert build_data_sets(_run(prefix, "--split 80,20"), VOCABULARY).notes == ()

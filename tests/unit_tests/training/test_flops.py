@@ -115,7 +115,8 @@ def test_the_log_says_where_experts_are_and_what_a_token_uses():
     assert line.startswith(
         "experts: 8 in 1 of 2 layers, a token goes to 3 by softmax, weights that sum to 1; expert "
         "parallel 4, expert tensor parallel 1, expert data parallel 1; tokens by "
-        "alltoall: least rows of a rank, there and back: alltoall 180, allgather 240; a token uses "
+        "alltoall: fewest rows per rank, dispatch and combine: alltoall 180, allgather 240; a "
+        "token uses "
     )
     tp = "--expert-model-parallel-size 2 --tensor-model-parallel-size 2"
     more = f"{EXPERTS} {SHARED} {tp} --moe-token-dispatcher-type alltoall"
@@ -124,11 +125,11 @@ def test_the_log_says_where_experts_are_and_what_a_token_uses():
     assert line is not None
     assert "a token goes to 3 and a shared one by sigmoid, weights as they are; expert" in line
     assert "expert parallel 2, expert tensor parallel 2, expert" in line
-    assert "expert data parallel 2; tokens by alltoall: asked for; rows of a rank, there" in line
+    assert "expert data parallel 2; tokens by alltoall: requested; rows of a rank, there" in line
     assert "allgather 120, alltoall 180; a token" in line
     line = expert_line(*_of(EXPERTS, 2))
     assert line is not None
-    assert "expert data parallel 2; all experts are on every rank, no token travels;" in line
+    assert "expert data parallel 2; all experts are on every rank, no token is sent;" in line
 
 
 def test_capacity_line_states_dependence_on_layout():

@@ -50,7 +50,7 @@ def test_a_foreign_checkpoint_is_named_with_what_reads_it(
     if tracker is not None:
         write(tmp_path, {"latest_checkpointed_iteration.txt": tracker})
     folder = tmp_path / where
-    text = f"{folder} is a foreign checkpoint: make one of ours of it with python -m megatron"
+    text = f"{folder} is a foreign checkpoint: convert it with python -m megatron"
     text += f".training.checkpoint convert {folder} NEW_FOLDER --from {kind or 'torch_dist'} --to"
     for named in {tmp_path, folder}:
         for fall_back in (True, False):

@@ -78,8 +78,8 @@ def test_failing_metrics_writer_is_dropped_with_one_warning():
     metrics.close()
     assert [i for _, i, _ in good.seen] == [1, 2]
     assert len(warnings) == 2
-    assert "a is off: ImportError" in warnings[0]
-    assert "b is off: OSError: No space left on device" in warnings[1]
+    assert "a is disabled: ImportError" in warnings[0]
+    assert "b is disabled: OSError: No space left on device" in warnings[1]
 
 
 def test_a_read_only_place_is_a_warning(tmp_path):

@@ -24,7 +24,7 @@ from megatron.core.dist_checkpointing import (
 from megatron.core.dist_checkpointing import manifest as manifest_module
 from megatron.core.dist_checkpointing import run_folder as retention_module
 from megatron.training import newest_checkpoint
-from megatron.training.newest_checkpoint import clear_the_way, load_newest
+from megatron.training.newest_checkpoint import load_newest, reject_later_checkpoints
 
 SHARD = "shard-00000.safetensors"
 NAMES = tuple(f"layer.{i}" for i in range(4))
@@ -213,21 +213,21 @@ def test_checkpoint_removed_before_lock_is_searched_again(root, monkeypatch):
 
 
 def test_start_before_existing_checkpoints_is_refused(root):
-    clear_the_way(str(root), 3, from_the_newest=False, coordinator=Solo())
+    reject_later_checkpoints(str(root), 3, resumes_newest=False, coordinator=Solo())
     for start, named in (
         (2, "it holds iter_0000003, later than iteration 2"),
         (0, "it holds 3 checkpoints from iter_0000001 to iter_0000003, later"),
     ):
-        with pytest.raises(ValueError, match=f"--save {root}: {named}.*move what is later away"):
-            clear_the_way(str(root), start, from_the_newest=False, coordinator=Solo())
+        with pytest.raises(ValueError, match=f"--save {root}: {named}.*move them away"):
+            reject_later_checkpoints(str(root), start, resumes_newest=False, coordinator=Solo())
     assert list_checkpoints(root)[0].name == "iter_0000003"
-    clear_the_way(str(root / "new"), 0, from_the_newest=False, coordinator=Solo())
+    reject_later_checkpoints(str(root / "new"), 0, resumes_newest=False, coordinator=Solo())
 
 
 def test_damaged_later_checkpoints_are_renamed_before_saving(root):
     truncate(root / "iter_0000003")
     lines: list[str] = []
-    clear_the_way(str(root), 2, from_the_newest=True, coordinator=Solo(lines.append))
+    reject_later_checkpoints(str(root), 2, resumes_newest=True, coordinator=Solo(lines.append))
     assert [f.name for f in list_checkpoints(root)] == ["iter_0000002", "iter_0000001"]
     (aside,) = root.glob("iter_0000003.damaged-*")
     assert (aside / SHARD).stat().st_size == 900

@@ -162,7 +162,7 @@ def test_no_losses_is_one_line(tmp_path):
     (tmp_path / "empty.jsonl").write_text("")
     done = command("--metrics", tmp_path / "empty.jsonl")
     assert done.returncode == 2
-    assert "holds no losses" in done.stderr
+    assert "has no losses" in done.stderr
     assert done.stderr.count("\n") == 1
 
 

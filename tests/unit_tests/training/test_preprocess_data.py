@@ -102,7 +102,7 @@ BAD_LINES = [
     (b"[" * 100_000 + b"\n", "not JSON"),
     (b"[1, 2]\n", "not a JSON object"),
     (b'{"body": "x"}\n', "without key 'text'"),
-    (b'{"text": 5}\n', "with a 'text' that is no text"),
+    (b'{"text": 5}\n', "with a 'text' that is not text"),
     (b'{"text": ""}\n', "empty"),
     (b'{"text": "\xff"}\n', "not UTF-8"),
     (b'{"text": "\\ud800"}\n', "with half a surrogate pair"),

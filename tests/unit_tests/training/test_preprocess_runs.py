@@ -245,7 +245,7 @@ def test_chat_template_error_is_reported(tmp_path):
 
 def test_chat_options_that_contradict():
     common = {"input": ("a",), "output_prefix": "b", "tokenizer_type": "byte"}
-    with pytest.raises(ValueError, match="--append-eod is not for --chat"):
+    with pytest.raises(ValueError, match="--append-eod is useless with --chat"):
         PreprocessConfig(**common, chat=True, append_eod=True)
     with pytest.raises(ValueError, match="--chat-template has no effect without --chat"):
         PreprocessConfig(**common, chat_template="plain")
@@ -279,7 +279,7 @@ def test_what_a_full_disk_interrupted_goes_on_when_there_is_room(tmp_path, corpu
         capture_output=True, text=True, timeout=60,
     )  # fmt: skip
     assert done.returncode == 2, done.stderr
-    assert "go on with --resume" in done.stderr
+    assert "continue with --resume" in done.stderr
     assert done.stderr.count("\n") == 1
     seen = []
     config = replace(config_for(tmp_path, corpus), output_prefix=str(prefix), resume=True)
@@ -301,7 +301,7 @@ def test_ctrl_c_says_how_to_go_on(tmp_path, corpus, capsys, monkeypatch):
     arguments += ["--output-prefix", str(tmp_path / "out" / "data")]
     with pytest.raises(KeyboardInterrupt):
         preprocess_data._main(arguments)
-    assert capsys.readouterr().err == "what was done is kept: go on with --resume\n"
+    assert capsys.readouterr().err == "finished work is kept: continue with --resume\n"
     monkeypatch.undo()
     preprocess_data._main([*arguments, "--resume"])
     assert "294 documents" in capsys.readouterr().out

@@ -140,9 +140,9 @@ def test_tables_with_columns_that_are_no_texts(tmp_path):
         {"n": [1, 2], "raw": [b"ok", b"\xff"], "part": ["a", None], "big": ["x", "y" * 99]},
     )
     for key, expected, rejected in [
-        ("n", [], {"with a 'n' that is no text": 2}),
+        ("n", [], {"with a 'n' that is not text": 2}),
         ("raw", ["ok"], {"not UTF-8": 1}),
-        ("part", ["a"], {"with a 'part' that is no text": 1}),
+        ("part", ["a"], {"with a 'part' that is not text": 1}),
     ]:
         tally = Tally()
         assert list(read_documents([tmp_path / "a.parquet"], tally, key=key)) == expected

@@ -61,13 +61,13 @@ def test_a_place_that_cannot_be_written_is_a_line(tmp_path):
     (tmp_path / "file").write_text("")
     (said,) = run(config(f"{FLAGS} --profile-dir {tmp_path}/file/x"))
     assert "cannot write" in said
-    assert "training goes on" in said
+    assert "training continues" in said
 
 
 def test_what_only_a_gpu_has():
     with pytest.raises(ValueError, match="add --use-pytorch-profiler"):
         run(config("--profile"), rank=5)
-    with pytest.raises(ValueError, match="--record-memory-history is of a GPU's memory"):
+    with pytest.raises(ValueError, match="--record-memory-history records GPU memory"):
         run(config("--record-memory-history"), rank=5)
 
 

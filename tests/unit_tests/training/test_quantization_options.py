@@ -37,7 +37,7 @@ def test_a_run_says_whether_gathered_weights_are_quantized_twice(words, twice, m
     monkeypatch.setattr(importlib.metadata, "version", lambda name: "2.20.2")
     line = layers_line(small_config(f"{TE} {words}"))
     assert ("quantized twice" in line) is (twice is True)
-    assert ("as they are gathered" in line) is (twice is False)
+    assert ("used as gathered" in line) is (twice is False)
 
 
 def test_a_run_says_when_scales_of_earlier_steps_change():

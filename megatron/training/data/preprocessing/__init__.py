@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""From files of text to token files: inputs, blocks, encoding, resumable output, progress."""
+"""Preprocessing text files to token files: inputs, blocks, encoding, resumable output, progress."""

@@ -102,7 +102,7 @@ class Encoder:
             tiktoken=config.tiktoken.options,
         )
         if fingerprint not in (None, self.tokenizer.fingerprint):
-            raise ValueError(f"the tokenizer {config.tokenizer_model} changed just now: start anew")
+            raise ValueError(f"the tokenizer {config.tokenizer_model} has changed: start again")
         if config.append_eod and self.tokenizer.eod is None:
             raise ValueError("--append-eod: the tokenizer has no end-of-document token")
         dtype = token_type_for(self.tokenizer.vocab_size)
@@ -270,8 +270,8 @@ class _Worker:
     def _lost_error(self) -> WorkerLost:
         self.process.join()
         return WorkerLost(
-            f"an encoding process died (exit code {self.process.exitcode}), perhaps for want of "
-            "memory: what is committed is kept; go on with --resume and fewer --workers"
+            f"an encoding process died (exit code {self.process.exitcode}), perhaps out of "
+            "memory: committed output is kept; continue with --resume and fewer --workers"
         )
 
 

@@ -21,14 +21,15 @@ class TiktokenFlags:
     """Options of --tokenizer-type tiktoken."""
 
     tiktoken_pattern: TiktokenPattern | None = None
-    """Pre-tokenizer pattern of --tokenizer-type tiktoken; derived: v2 for Megatron's JSON, llama3
-    (the same as GPT-4's) for ranks by line."""
+    """Pre-tokenization pattern of --tokenizer-type tiktoken; derived: v2 for Megatron's JSON,
+    llama3 (also GPT-4's) for a file with one rank per line."""
     tiktoken_num_special_tokens: int | None = None
-    """Ids that --tokenizer-type tiktoken reserves for special tokens, before the ranks of
-    Megatron's JSON, after ranks by line; derived: 1000, or as many as are named."""
+    """Number of ids that --tokenizer-type tiktoken reserves for special tokens, before the ranks of
+    Megatron's JSON, after the ranks of a file with one rank per line; derived: 1000, or the number
+    of named ones."""
     tiktoken_special_tokens: tuple[str, ...] | None = None
-    """Names of the first of these ids; derived: unk, s, /s, mask, pad, cls and sep in <> for
-    Megatron's JSON, none for ranks by line."""
+    """Names of the first special tokens; derived: unk, s, /s, mask, pad, cls and sep in <> for
+    Megatron's JSON, none for a file with one rank per line."""
 
     def __post_init__(self) -> None:
         """Check what can be checked without the file."""
@@ -49,46 +50,46 @@ class PreprocessConfig:
     """Options of preprocess_data."""
 
     input: tuple[str, ...]
-    """Files, folders or patterns: lines of JSON (.jsonl, .jsonl.gz), Parquet tables, and .txt
+    """Files, folders or glob patterns: JSON lines (.jsonl, .jsonl.gz), Parquet tables, and .txt
     files of one document each."""
     output_prefix: str
-    """Path of the data set to write, without .bin or .idx; the value for --data-path."""
+    """Path prefix of the data set to write, without .bin or .idx; for use as --data-path."""
     tokenizer_type: TokenizerType | None = None
-    """Kind of tokenizer: a Hugging Face tokenizer.json, a SentencePiece .model, a vocabulary of
-    tiktoken, UTF-8 bytes, or numbers as they are; derived from --tokenizer-model."""
+    """Type of tokenizer: a Hugging Face tokenizer.json, a SentencePiece .model, a tiktoken
+    vocabulary, UTF-8 bytes, or plain numbers; derived from --tokenizer-model."""
     tokenizer_model: str | None = None
-    """Path of a tokenizer.json, of a folder that holds one, of a vocab.json, of a SentencePiece
-    .model, or of a vocabulary of tiktoken: Megatron's JSON, or ranks by line."""
+    """Path of a tokenizer.json, of a folder that contains one, of a vocab.json, of a SentencePiece
+    .model, or of a tiktoken vocabulary: Megatron's JSON, or a file with one rank per line."""
     merge_file: str | None = None
-    """Merges of a vocab.json in the same folder: gpt2-merges.txt beside gpt2-vocab.json."""
+    """Merges file of a vocab.json, in the same folder: gpt2-merges.txt for gpt2-vocab.json."""
     tokenizer_hf_no_include_special_tokens: bool = False
     """Encode texts without the special tokens that the tokenizer adds around them, such as BOS."""
     tiktoken: TiktokenFlags = TiktokenFlags()
     vocab_size: int | None = None
-    """Number of ids, for --tokenizer-type null; most ids, for tiktoken."""
+    """Vocabulary size, for --tokenizer-type null; maximum vocabulary size, for tiktoken."""
     json_keys: tuple[str, ...] = ("text",)
-    """Key or column that holds the document; several write PREFIX_KEY.bin and .idx each."""
+    """Key or column of the document's text; each of several keys writes PREFIX_KEY.bin and .idx."""
     append_eod: bool = False
-    """End every document with the tokenizer's end-of-document token, unless it does so already."""
+    """Append the tokenizer's end-of-document token to every document that does not end with it."""
     chat: bool = False
-    """Documents are conversations; in addition to the tokens, write PREFIX.mask.bin and .idx with 1
-    on the assistant's tokens, as --sft needs."""
+    """Documents are conversations; in addition to the tokens, write PREFIX.mask.bin and .idx, 1 for
+    the assistant's tokens, as --sft needs."""
     chat_template: str | None = None
-    """Template of --chat: a file, or one of chatml, llama3, plain; derived: the tokenizer's own."""
+    """Chat template: a file, or one of chatml, llama3, plain; derived: the tokenizer's own."""
     chat_key: str = "messages"
-    """Key or column that holds the conversation, a list of objects with role and content."""
+    """Key or column of the conversation, a list of objects with role and content."""
     workers: int | None = None
-    """Number of encoding processes; derived: one per core, but one for the byte tokenizer, which is
-    as fast as reading the files."""
+    """Number of encoding processes; derived: one per core, but one for the byte tokenizer, which
+    encodes as fast as files are read."""
     max_document_bytes: int = MAX_DOCUMENT_BYTES
-    """Longest line, text or row to accept; bounds memory. Longer records are rejected."""
+    """Maximum size of a line, text or row, in bytes; limits memory. Longer records are rejected."""
     strict: bool = False
     """Stop at the first rejected record, instead of counting and skipping it."""
     resume: bool = False
-    """Continue a killed run with the same options; does nothing if the run has finished, and starts
-    from scratch if there was none."""
+    """Continue a killed run with the same options; no effect if the run has finished; starts from
+    scratch if there was none."""
     overwrite: bool = False
-    """Replace a data set that exists under --output-prefix; without this it is an error."""
+    """Replace an existing data set under --output-prefix; otherwise it is an error."""
     shuffle_seed: int | None = None
     """Shuffle the documents with this seed, since --split takes validation and test from the end;
     derived: the order of the input. Needs twice the disk space."""
@@ -102,7 +103,7 @@ class PreprocessConfig:
         if self.max_document_bytes < 1:
             problems.append(f"--max-document-bytes {self.max_document_bytes}: must be 1 or more")
         if self.tokenizer_model is not None and kind in ("byte", "null"):
-            problems.append(f"--tokenizer-type {kind} takes no --tokenizer-model")
+            problems.append(f"--tokenizer-type {kind} does not take a --tokenizer-model")
         if problem := merge_file_problem(self.tokenizer_model, self.merge_file):
             problems.append(problem)
         if self.vocab_size is not None and kind not in ("null", "tiktoken"):
@@ -113,7 +114,7 @@ class PreprocessConfig:
                 f"--{name.replace('_', '-')} is for --tokenizer-type tiktoken" for name in flags_set
             ]
         if self.chat and self.append_eod:
-            problems.append("--append-eod is not for --chat: the template ends a conversation")
+            problems.append("--append-eod is useless with --chat: the template ends a conversation")
         if not self.chat and self.chat_template is not None:
             problems.append("--chat-template has no effect without --chat")
         if len(set(self.json_keys)) < len(self.json_keys):

@@ -48,7 +48,7 @@ class Journal:
 
     Raises:
         ValueError: another run has locked it.
-        OSError: the file system refuses the file or a lock on it.
+        OSError: the file system does not allow the file or a lock on it.
     """
 
     def __init__(self, path: Path) -> None:
@@ -185,13 +185,13 @@ class Output:
             ]
             if changed:
                 raise ValueError(
-                    f"--resume: {_shortened('; '.join(changed))}: undo that, or leave --resume out "
-                    "to start anew"
+                    f"--resume: {_shortened('; '.join(changed))}: undo that, or drop --resume "
+                    "to start from scratch"
                 )
             self.complete = "complete" in latest
             if self.complete and not _matches_streams(latest["complete"], self._prefixes):
                 raise ValueError(
-                    _corrupt_message(self._journal, "its descriptions are not of the streams")
+                    _corrupt_message(self._journal, "its descriptions do not match the streams")
                 )
             return latest
         self._refuse_existing(resume, overwrite)
@@ -374,7 +374,7 @@ def _checked_counts(fields: Mapping[str, Any]) -> Mapping[str, int]:
 
 
 def _corrupt_message(journal: Journal, why: str) -> str:
-    return f"--resume: {journal.path} is damaged ({why}): leave --resume out to start anew"
+    return f"--resume: {journal.path} is damaged ({why}): drop --resume to start from scratch"
 
 
 def _tally(values: Mapping[str, Any]) -> Tally:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What all command-line programs share: options, errors, launch and tokenizers.
+"""Modules shared by all command-line programs: options, errors, launch and tokenizers.
 
-It is below megatron.training, megatron.inference and megatron.hf, and imports none of them.
+They are imported by megatron.training, megatron.inference and megatron.hf, and import none of them.
 """

@@ -1,13 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How an entry point ends: exit codes, and one line for an error a user can fix.
+"""How an entry point ends: exit codes, and one line for an error that the user can fix.
 
-User errors are ValueErrors with one clear line. They reach the terminal once, from the first rank
-that knows (`error_reports`). Anything else is a fault of this software and keeps its traceback.
+User errors are ValueErrors with a one-line message, printed once by the first rank that reports it
+(`error_reports`). Any other exception is a bug and keeps its traceback.
 
-The exit codes of the entry points, in one table.
-
-Each rank exits with its own code; torchrun itself exits with 1 whenever any rank did not exit
-with 0 and shows the rank's code in its summary.
+Each rank exits with its own code; torchrun itself exits with 1 whenever any rank did not exit with
+0, and shows the rank's code in its summary.
 """
 
 from __future__ import annotations
@@ -23,7 +21,7 @@ from typing import TextIO
 
 from megatron.cli.flags import HelpRequested
 
-#: Told the text of an error; its context has whether this process prints the text.
+#: Takes the text of an error; its context states whether this process prints the text.
 Report = Callable[[str], AbstractContextManager[bool]]
 
 
@@ -60,21 +58,21 @@ class ExitCode(IntEnum):
     """The recorded step is suspicious on other machines too: the data or the settings are to
     blame."""
     HUNG_UP = 129
-    """SIGHUP ended the process at once."""
+    """SIGHUP ended the process immediately."""
     INTERRUPTED = 130
-    """Ctrl-C ended the process at once."""
+    """Ctrl-C ended the process immediately."""
     USER_SIGNAL_1 = 138
-    """SIGUSR1 (--exit-signal) ended the process at once."""
+    """SIGUSR1 (--exit-signal) ended the process immediately."""
     USER_SIGNAL_2 = 140
-    """SIGUSR2 (--exit-signal) ended the process at once."""
+    """SIGUSR2 (--exit-signal) ended the process immediately."""
     OUTPUT_CLOSED = 141
     """The reader of a command's stdout exited before the command was done, as in a pipe to head."""
     TERMINATED = 143
-    """SIGTERM ended the process at once."""
+    """SIGTERM ended the process immediately."""
 
 
 class RunStopped(Exception):
-    """The run cannot go on, for a reason with an exit code of its own; the text is one line."""
+    """The run cannot continue, for a reason with its own exit code; the message is one line."""
 
     def __init__(self, code: ExitCode, text: str) -> None:
         super().__init__(text)
@@ -82,11 +80,11 @@ class RunStopped(Exception):
 
 
 class PeerLost(RunStopped):
-    """Another rank is gone; the text names it.
+    """Another rank is lost; the message names it.
 
     Args:
         text: one line.
-        told: whether that rank has said itself what happened, so that nothing need be printed.
+        is_reported: whether that rank has printed what happened, so that this rank need not.
     """
 
     def __init__(self, text: str, *, is_reported: bool = False) -> None:
@@ -95,10 +93,10 @@ class PeerLost(RunStopped):
 
 
 class OutputLost(RunStopped):
-    """stdout cannot be written, and the program is run for what it prints.
+    """stdout cannot be written, and the program is run for its output.
 
     Args:
-        error: of the write. A reader that has left wants no line about it.
+        error: error of the write. If the reader has closed the pipe, nothing is printed.
     """
 
     def __init__(self, error: OSError) -> None:
@@ -108,7 +106,7 @@ class OutputLost(RunStopped):
 
 
 def is_communication_error(error: RuntimeError) -> bool:
-    """Return whether an error comes from a collective or the store rather than from computing."""
+    """Return whether an error comes from a collective or the store, not from a computation."""
     import torch.distributed as dist
 
     text = str(error).lower()
@@ -116,12 +114,12 @@ def is_communication_error(error: RuntimeError) -> bool:
     return isinstance(error, dist.DistError) or any(sign in text for sign in signs)
 
 
-_HEAD, _TAIL = 1400, 400  # characters of a line that is too long
+_HEAD, _TAIL = 1400, 400  # characters kept of a message that is too long
 
 
 def one_line(error: BaseException) -> str:
-    """Return the text of an error on one line, without what would steer a terminal: an error may
-    quote a file. Of a long text the middle is left out: the fix comes last."""
+    """Return the message of an error on one line, without control characters, as an error may quote
+    a file. A long message loses its middle: its end contains the fix."""
     text = "".join(c if c.isprintable() else " " for c in str(error))
     line = " ".join(text.split()) or type(error).__name__
     if len(line) > _HEAD + _TAIL:
@@ -140,10 +138,10 @@ def run_entry_point(
     """Run an entry point and return the exit code of this process.
 
     Args:
-        main: the work.
-        prog: name in front of an error line.
+        main: the program.
+        prog: prefix of error lines.
         report: decides whether this process prints an error; see `ErrorReports.report`.
-        out, err: where to print; stdout and stderr if None.
+        out, err: output streams; stdout and stderr if None.
     """
     out, err = out or sys.stdout, err or sys.stderr
 
@@ -176,7 +174,7 @@ def run_entry_point(
         say("interrupted")
         return ExitCode.INTERRUPTED
     except Exception as error:
-        with report(one_line(error)) as prints:  # the same fault on many ranks is shown once
+        with report(one_line(error)) as prints:  # print the same error of many ranks once
             if prints:
                 traceback.print_exc(file=err)
         return ExitCode.CRASH

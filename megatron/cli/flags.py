@@ -1,19 +1,19 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The command line of a schema: flags, `--config`, `--print-config` and where help comes from.
+"""Parse the command line of a schema: flags, `--config`, `--print-config` and help.
 
-Values come from the schema's own parser (`schema.py`), so flags work wherever Python does. Help
-pages (by tyro, or as plain text without it) and shell completion are made from it too.
+Values are parsed by the schema's own parser (`schema.py`), so flags need no other library. Help
+pages (by tyro, or plain text without it) and shell completion are generated from the schema.
 
-Order of precedence: what the caller derives < `--config file.yaml` < flags. Of a flag given twice
-the last wins, as argparse has it, and a note says so.
+Order of precedence: derived defaults < `--config file.yaml` < flags. If a flag is given twice, the
+last one is used, as in argparse, and a note reports it.
 
-Flags of Megatron that are not in the schema are answered by `megatron_names.py`, or accepted by the
-caller's `AcceptedFlags`: flags without effect, whose request happens anyway or only concerns
-reports or speed, and flags that are translated into options. Their values are read like those of an
-option, so that a value with an effect is refused. They are not options and not in the help.
+Megatron flags that are not in the schema are answered by `megatron_names.py`, or accepted by the
+caller's `AcceptedFlags`: flags without effect, whose request is fulfilled anyway or only concerns
+reporting or speed, and flags that are translated to options. Their values are parsed like an
+option's, so that a value with an effect is rejected. They are neither options nor in the help.
 
 A program is started as `python -m MODULE` or `torchrun ... -m MODULE`, so the completion script for
-bash or zsh completes the words behind a module's name. Scripts of several programs may be sourced
+bash or zsh completes the words after a module's name. Scripts of several programs may be sourced
 into one shell.
 """
 
@@ -40,7 +40,7 @@ from megatron.cli.schema import (
 )
 from megatron.cli.yaml_file import read_options, write_options
 
-#: What each script shares: finds the module among the words and asks its function for candidates.
+#: Shared by all scripts: finds the module in the command line and asks its function for candidates.
 _ENGINE = """\
 _megatron_complete() {
   local module="" command="" found="" i=1
@@ -67,11 +67,11 @@ autoload -U +X bashcompinit && bashcompinit
 
 
 def completion_script(program_options: Sequence[Option], prog: str, shell: str) -> str:
-    """Return the script that completes a program's flags and the values it can list.
+    """Return a script that completes a program's flags and enumerable values.
 
     Args:
         program_options: the options.
-        prog: how the program is called, `python -m MODULE` or `python -m MODULE COMMAND`.
+        prog: the program's command, `python -m MODULE` or `python -m MODULE COMMAND`.
         shell: bash or zsh.
     """
     words = prog.split()
@@ -82,7 +82,7 @@ def completion_script(program_options: Sequence[Option], prog: str, shell: str) 
     cases = [
         f"    --{o.name}) echo '{' '.join(o.choices)}' ;;" for o in program_options if o.choices
     ]
-    # Behind any other flag with a value the shell offers files.
+    # After any other flag with a value, the shell completes file names.
     flags_with_values = "|".join(
         f"--{o.name}" for o in program_options if not o.choices and o.kind is not bool
     )
@@ -102,13 +102,13 @@ def completion_script(program_options: Sequence[Option], prog: str, shell: str) 
 
 
 def help_text(schema: type, *, about: type, prog: str, description: str) -> str:
-    """Return the help of an entry point, by tyro where it is installed, else as plain text.
+    """Return the help of an entry point, formatted by tyro if it is installed, else as plain text.
 
     Args:
         schema: the options of the program.
-        about: the options about options, which come first.
-        prog: how the program is called.
-        description: one line on what it does.
+        about: the general options, which come first.
+        prog: the program's command.
+        description: one line about the program.
     """
     try:
         import tyro
@@ -125,13 +125,13 @@ def help_text(schema: type, *, about: type, prog: str, description: str) -> str:
         )
     text = out.getvalue()
     for option in options(schema):
-        if option.field.endswith("_"):  # tyro keeps the mark of a word of Python
+        if option.field.endswith("_"):  # tyro keeps the underscore that avoids a Python keyword
             text = text.replace(f"--{option.field} ", f"--{option.name}  ")
     return text
 
 
 def _joined(schema: type, about: type) -> type:
-    """Return a schema that also has the options about options."""
+    """Return a schema that contains the general options too."""
     hints = typing.get_type_hints(schema)
     sections = [(f.name, hints[f.name]) for f in dataclasses.fields(schema)]
     if not all(dataclasses.is_dataclass(hint) for _, hint in sections):
@@ -142,7 +142,7 @@ def _joined(schema: type, about: type) -> type:
 
 
 def value_text(option: Option) -> str:
-    """Return what may follow a flag, `{adam,sgd}` or `INT ...`; nothing for a switch."""
+    """Return the value syntax of a flag, `{adam,sgd}` or `INT ...`; empty for a switch."""
     if option.kind is bool:
         return ""
     value = "{" + ",".join(option.choices) + "}" if option.choices else option.kind.__name__.upper()
@@ -150,7 +150,7 @@ def value_text(option: Option) -> str:
 
 
 def default_text(option: Option) -> str:
-    """Return an option's default as YAML spells it, or `required`."""
+    """Return an option's default in YAML syntax, or `required`."""
     if option.required:
         return "required"
     default: Any = option.default
@@ -188,24 +188,25 @@ class Invocation:
     """Options about options."""
 
     config: str | None = None
-    """YAML file with defaults for any option; flags win over it."""
+    """YAML file with defaults for any option; flags override it."""
     print_config: bool = False
-    """Print the resolved options as YAML, which --config reads back, and stop."""
+    """Print the resolved options as YAML, which --config accepts, and exit."""
     print_completion: Literal["bash", "zsh"] | None = None
-    """Print a script that completes these flags in a shell, and stop."""
+    """Print a shell script that completes these flags, and exit."""
     strict_flags: bool = False
-    """Refuse flags that have no effect: those accepted from scripts of Megatron for what happens
-    here anyway, for reports or for speed, and one that a later flag overrides."""
+    """Reject flags that have no effect: Megatron flags that are accepted because every run already
+    does what they request, or because they only concern reporting or speed, and a flag that a later
+    one overrides."""
 
 
 @dataclass(frozen=True)
 class CommandLine(Generic[T]):
-    """What a command line said: the schema's object and the options about options.
+    """A parsed command line: the schema's object and the general options.
 
     Args:
         config: the schema's object.
-        invocation: the options about options.
-        notes: which flags have no effect, and which of two values wins; a line each.
+        invocation: the general options.
+        notes: one line per flag without effect, and per value that overrides another.
     """
 
     config: T
@@ -214,7 +215,7 @@ class CommandLine(Generic[T]):
 
 
 class HelpRequested(Exception):
-    """The user asked for help or completion; `text` is what to print before exiting with 0."""
+    """The user requested help or completion; print `text` and exit with 0."""
 
     def __init__(self, text: str) -> None:
         super().__init__(text)
@@ -237,14 +238,14 @@ def parse_command_line(
     Args:
         schema: dataclass of options or of sections of options.
         argv: arguments without the program's name.
-        prog: how the program is called, for help.
-        description: one line on what it does, for help.
-        print_now: whether `--print-config` prints what was parsed, and notes go to stderr; False
-            leaves both to a caller that derives more first and then calls `show_config`.
-        defaults: told the values given by flags and `--config`, by option name; returns values for
-            options that were not given, which win over the schema's own defaults.
-        replaced: options to ask for in the place of others that are missing, see `build`.
-        accepted: flags of Megatron to accept beside the options, as flags and in `--config`.
+        prog: the program's command, for help.
+        description: one line about the program, for help.
+        print_now: whether to print notes to stderr and handle `--print-config`; False leaves both
+            to a caller that derives more options first and then calls `show_config`.
+        defaults: takes the values of flags and `--config` by option name; returns values for
+            options that were not given, which override the schema's defaults.
+        replaced: options to request instead of missing ones, see `build`.
+        accepted: Megatron flags to accept in addition to the options, as flags and in `--config`.
 
     Raises:
         HelpRequested: `--help`, `-h`, `--print-completion` or `--print-config`.
@@ -278,7 +279,7 @@ def parse_command_line(
         file = read_options(invocation.config, [*program_options, *harmless, *translated])
         for name in values:
             if name in file and file[name] != values[name]:
-                notes.append(f"--{name} wins over {name} in {invocation.config}")
+                notes.append(f"--{name} overrides {name} in {invocation.config}")
     notes += _accept(accepted, values, file, strict=invocation.strict_flags)
     values = {**file, **values}
     if defaults is not None:
@@ -292,14 +293,14 @@ def parse_command_line(
 
 
 def show_config(line: CommandLine[T], *, notes: Mapping[str, str] | None = None) -> None:
-    """Print the options and stop, if `--print-config` asks for it.
+    """Print the options and exit if `--print-config` is given.
 
     Args:
         line: the command line, with every derived option filled in.
-        notes: further facts for comments at the top, by name.
+        notes: additional comments at the top, by name.
 
     Raises:
-        HelpRequested: it does ask; the text is YAML that `--config` reads back.
+        HelpRequested: `--print-config` is given; the text is YAML that `--config` accepts.
     """
     if line.invocation.print_config:
         config = line.config
@@ -308,12 +309,12 @@ def show_config(line: CommandLine[T], *, notes: Mapping[str, str] | None = None)
 
 @dataclass(frozen=True)
 class _Word:
-    """One flag as it stands in the arguments.
+    """One flag in the arguments.
 
     Args:
-        name: without dashes, words joined by `-`.
+        name: name without leading dashes, `-` between words.
         inline: value after `=`; None if there is none.
-        rest: words up to the next flag.
+        following_words: words up to the next flag.
     """
 
     name: str
@@ -326,7 +327,8 @@ class _Word:
 
 
 def _words(argv: Sequence[str]) -> Iterator[_Word]:
-    """Split arguments into flags with what follows them. Raises ValueError for what precedes."""
+    """Split arguments into flags and their words. Raises ValueError for words before the first
+    flag."""
     following_words = list(argv)
     while following_words:
         word = following_words.pop(0)
@@ -349,21 +351,22 @@ def read_flags(
     harmless: Sequence[Option] = (),
     say: Callable[[str], None] = lambda text: None,
 ) -> dict[str, Any]:
-    """Turn arguments into values by option name.
+    """Parse arguments into values by option name.
 
-    `--name VALUE`, `--name=VALUE`, `--name V1 V2 ...` for options of many values, `--name` /
-    `--no-name` for switches. `_` and `-` are alike in a flag. Of a flag given twice the last wins;
-    with `--strict-flags` that is an error, and so always are an alias and its option that disagree.
+    The syntax is `--name VALUE`, `--name=VALUE`, `--name V1 V2 ...` for options of many values,
+    `--name` / `--no-name` for switches. `_` and `-` are equivalent in a flag. If a flag is given
+    twice, the last one is used; with `--strict-flags` that is an error, as is an alias that
+    contradicts its option.
 
     Args:
         argv: the arguments.
         known_options: the options.
-        harmless: flags without effect, which are read too.
-        say: is told which of two values wins.
+        harmless: flags without effect, which are parsed too.
+        say: called with a line about each overridden value.
 
     Raises:
-        ValueError: every flag that is unknown, has a wrong value or contradicts another, in one
-            line.
+        ValueError: lists every flag that is unknown, has an invalid value or contradicts another,
+            in one line.
     """
     strict = "--strict-flags" in {word.replace("_", "-") for word in argv}
     spellings = _spellings(known_options)
@@ -381,7 +384,7 @@ def read_flags(
                 two = earlier.name != word.name and {earlier.name, word.name} & ALIASES.keys()
                 if strict or two:
                     raise ValueError(f"{earlier} and {word} contradict: keep one")
-                say(f"{word} wins over {earlier}, which stands before it")
+                say(f"{word} overrides {earlier}, which precedes it")
         except ValueError as error:
             problems.append(str(error))
             continue
@@ -393,7 +396,7 @@ def read_flags(
 
 
 def _spellings(known_options: Sequence[Option]) -> dict[str, Option]:
-    """Return the options by every name that a flag of theirs may have."""
+    """Return the options by every spelling of their flags."""
     by_name = {option.name: option for option in known_options}
     switches = [option for option in known_options if option.kind is bool and not option.one_way]
     return {**by_name, **{negative(option.name): option for option in switches}}
@@ -404,22 +407,22 @@ class _Suggestions:
     """Names to suggest for an unknown flag.
 
     Args:
-        options: of options and of their negative forms.
-        harmless: of flags that change nothing.
+        options: names of options and their negative forms.
+        harmless: names of flags without effect.
     """
 
     options: Sequence[str]
     harmless: Sequence[str]
 
     def text(self, name: str) -> str:
-        """Return the suggestion for a name, or nothing."""
+        """Return the suggestion for a name; empty if there is none."""
         return suggest(name, self.options, prefix="--", harmless=self.harmless)
 
 
 def _read(
     word: _Word, spellings: Mapping[str, Option], suggested: _Suggestions
 ) -> tuple[Option, Any]:
-    """Return the option that a flag names, and its value. Raises ValueError."""
+    """Return the option of a flag, and its value. Raises ValueError."""
     option = spellings.get(word.name)
     if option is not None:
         return option, _value(option, word)
@@ -435,7 +438,7 @@ def _read(
 
 
 def _unknown(word: _Word, spellings: Mapping[str, Option], suggested: _Suggestions) -> str:
-    """Return what to say of a flag that is no option, with an answer if Megatron has it."""
+    """Return the error for an unknown flag, with advice if Megatron has it."""
     megatron_answer = answer(word.name)
     if megatron_answer is not None and (
         megatron_answer.nearest is None or megatron_answer.nearest in spellings
@@ -462,7 +465,7 @@ def _value(option: Option, word: _Word) -> Any:
 
 
 def negative(name: str) -> str:
-    """Return the spelling that turns a switch off."""
+    """Return the flag that turns a switch off."""
     return name.removeprefix("no-") if name.startswith("no-") else f"no-{name}"
 
 
@@ -477,14 +480,14 @@ class NoEffectFlag:
     """A flag that has no effect.
 
     Args:
-        name: without dashes in front.
-        kind: what makes it harmless.
-        reason: what happens here instead.
-        values: the values that have no effect, joined by `|`; INT, FLOAT or TEXT for any of that
-            type; empty for a switch.
-        conflict: takes the options that are given; returns what is wrong with the flag among them,
-            where it would have an effect.
-        note: line of its own to say at the start of a run; None = the list of flags is enough.
+        name: name without leading dashes.
+        kind: why it is harmless.
+        reason: what the program does instead.
+        values: values without effect, joined by `|`; INT, FLOAT or TEXT for any value of that type;
+            empty for a switch.
+        conflict: takes the explicit options; returns an error message if the flag would have an
+            effect with them, else None.
+        note: additional line at the start of a run; None if the list of flags is enough.
     """
 
     name: str
@@ -496,7 +499,7 @@ class NoEffectFlag:
 
     @property
     def option(self) -> Option:
-        """Return how to read the flag and its value."""
+        """The flag as an option, for parsing."""
         if not self.values:
             return Option(name=self.name, section=None, field=self.name, kind=bool, one_way=True)
         kind = _TYPES.get(self.values)
@@ -506,7 +509,7 @@ class NoEffectFlag:
         )
 
     def problem(self, value: Any, values: Mapping[str, Any], *, strict: bool) -> str | None:
-        """Return what is wrong with the flag among the options that are given, if anything is."""
+        """Return the problem of the flag in combination with the explicit options, or None."""
         if value is False:
             return f"{self.name} is false: leave it out: {self.reason}"
         if (conflict := self.conflict(values)) is not None:
@@ -514,21 +517,20 @@ class NoEffectFlag:
         if strict:
             return (
                 f"--{self.name} has no effect here ({self.kind}: {self.reason}): leave it out, as "
-                "--strict-flags asks"
+                "--strict-flags requires"
             )
         return None
 
 
 @dataclass(frozen=True, kw_only=True)
 class AcceptedFlags:
-    """The flags of Megatron that a program accepts beside its options.
+    """The Megatron flags that a program accepts in addition to its options.
 
     Args:
         no_effect: flags without effect.
-        translated: how to read the flags that stand for options of other names.
-        translate: takes the values of the command line and those of the file, and replaces the
-            translated flags in both by options; returns lines for the start of the run. Raises
-            ValueError.
+        translated: how to parse flags that translate to options of other names.
+        translate: takes the values of the command line and of the file, and replaces translated
+            flags in both by options; returns lines for the start of the run. Raises ValueError.
     """
 
     no_effect: Sequence[NoEffectFlag] = ()
@@ -539,19 +541,19 @@ class AcceptedFlags:
 def _accept(
     accepted: AcceptedFlags, flags: dict[str, Any], file: dict[str, Any], *, strict: bool
 ) -> list[str]:
-    """Replace the accepted flags by options, or remove those without effect.
+    """Replace accepted flags by options, or remove those without effect.
 
     Args:
-        accepted: the flags.
+        accepted: the accepted flags.
         flags: values of the command line, by name.
         file: values of `--config`, by name.
-        strict: whether to refuse flags without effect.
+        strict: whether to reject flags without effect.
 
-    Returns lines for the start of the run: the list of flags without effect, the note of each that
-    has one, and what the others are translated into.
+    Returns lines for the start of the run: the list of flags without effect, their notes, and the
+    translations.
 
     Raises:
-        ValueError: flags are refused, with or without `strict`; all of them in one line.
+        ValueError: lists all rejected flags in one line.
     """
     given = {**file, **flags}
     problems: list[str] = []

@@ -101,7 +101,7 @@ class Launch:
         if missing:
             raise ValueError(
                 f"{telling[0]} is set but {', '.join(missing)} not: start the run with torchrun, "
-                "or unset what is"
+                "or unset it"
             )
         numbers = {name: _number(environment, name) for name in needed if name != "MASTER_ADDR"}
         _check_ranks(numbers)
@@ -223,8 +223,9 @@ class Launch:
             return stores[0]
         why = _cause(errors[0]) if errors else f"no answer within {seconds:g} seconds"
         raise ValueError(
-            f"what listens at MASTER_PORT {self.port} of MASTER_ADDR {self.address} is no store of "
-            f"a run ({why}): give all ranks address and port of rank 0's machine"
+            f"the listener at MASTER_PORT {self.port} of MASTER_ADDR {self.address} is not the "
+            "store "
+            f"of a run ({why}): give all ranks address and port of rank 0's machine"
         )
 
     def reach(self, *, timeout_seconds: float) -> socket.socket:
@@ -254,11 +255,11 @@ class Launch:
 
     def _no_listener(self, seconds: float, error: OSError) -> RunStopped:
         endpoint = f"MASTER_PORT {self.port} of MASTER_ADDR {self.address}"
-        why = f"nobody listens at {endpoint} after {seconds:g} seconds ({error.strerror or error})"
+        why = f"nothing listens at {endpoint} after {seconds:g} seconds ({error.strerror or error})"
         if self.launcher_serves:
             return RunStopped(ExitCode.LAUNCHER_LOST, f"{why}: the launcher is gone")
         return RunStopped(
-            ExitCode.PEER_LOST, f"{why}: rank 0 has not started, or elsewhere; see its log"
+            ExitCode.PEER_LOST, f"{why}: rank 0 has not started, or runs elsewhere; see its log"
         )
 
     def serve_store(self, *, timeout_seconds: float) -> tuple[tuple[str, int], dist.TCPStore]:
@@ -311,8 +312,9 @@ def _number(environment: Mapping[str, str], name: str) -> int:
         return int(environment[name])
     except ValueError:
         raise ValueError(
-            f"{name} is {environment[name]!r}, which is no number: start the run with torchrun, or "
-            "set it right"
+            f"{name} is {environment[name]!r}, which is not a number: start the run with torchrun, "
+            "or "
+            "correct it"
         ) from None
 
 
@@ -320,7 +322,7 @@ def _check_ranks(numbers: Mapping[str, int]) -> None:
     """Check world size, ranks and port. Raises ValueError."""
     world = numbers["WORLD_SIZE"]
     if world < 1:
-        raise ValueError(f"WORLD_SIZE is {world}: it counts the processes, at least 1")
+        raise ValueError(f"WORLD_SIZE is {world}: it must be at least 1")
     for name in ("RANK", "LOCAL_RANK"):
         if not 0 <= numbers[name] < world:
             raise ValueError(

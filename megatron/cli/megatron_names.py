@@ -1,15 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Megatron's flags and values that this program does not have: for each the nearest way, and why.
+"""Megatron flags and values that this program does not have: for each the nearest option, and why.
 
-A script written for Megatron names many flags. One that exists here has the same name and is an
-option of the schema. Any other is in the tables below, so that it is answered by a line with the
-reason: the option that does the same, the advice to leave it out where results do not depend on it,
-or that it changes results in a way that is not supported. What has no effect in training, and is
-accepted there, is in the table of `megatron.training.config.megatron_flags`, and what stands for
-several options in `translated_flags`. Other names of our options are aliases.
+A script written for Megatron uses many flags. A flag that exists here has the same name and is an
+option of the schema. Any other flag is in the tables below, so that the error states the reason and
+the option that does the same, or the advice to drop the flag if results do not depend on it, or
+that it changes results in a way that is not supported. Training accepts flags that have no effect;
+they are listed in `megatron.training.config.megatron_flags`, and flags that translate to several
+options in `translated_flags`. Alternative names of options are aliases.
 
-Forks and old versions have flags of their own: they are in the same tables. Advice never names an
-option that changes the model, unless it is the same thing.
+The tables include flags of forks and old versions. Advice never names an option that changes the
+model, unless it is equivalent.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, kw_only=True)
 class Answer:
-    """What to tell somebody who gives a flag of Megatron.
+    """The answer to a Megatron flag.
 
     Args:
-        nearest: flag that does the same or, of an unsupported one, comes nearest, without dashes;
-            None = there is none.
-        reason: why the flag is not here; of an unsupported one what it does.
-        unsupported: whether results depend on the flag, and nothing here does the same.
+        nearest: the equivalent option, or the nearest one of an unsupported flag, without leading
+            dashes; None if there is none.
+        reason: why the flag does not exist here; for an unsupported flag, its effect.
+        unsupported: whether results depend on the flag, and no option is equivalent.
     """
 
     nearest: str | None
@@ -43,35 +43,36 @@ class Answer:
         return f"use --{self.nearest}" if self.nearest else "leave it out"
 
     def text(self, spelling: str) -> str:
-        """Return the line for a flag as it was given, `--ckpt-format` or a key with its place."""
+        """Return the error line for a flag as written, `--ckpt-format` or a YAML key with its
+        location."""
         near = f" (nearest: --{self.nearest})" if self.unsupported and self.nearest else ""
         return f"{spelling}: {self.advice}: {self.reason}{near}"
 
 
-_DISPATCH = "tokens of experts travel by all-gather or all-to-all of torch, over one group"
+_DISPATCH = "tokens are dispatched by torch's all-gather or all-to-all, over one group"
 _SETS = "the load is balanced over a microbatch or a sequence"
 _FORMAT = "checkpoints have one format, safetensors with a manifest, that loads on any layout"
-_WRITER = "every rank writes its part once, in the background by a process of its own"
+_WRITER = "every rank writes its shard once, in the background by a separate process"
 _FUSION = "each kernel has one implementation per device, chosen by --attention-backend and torch"
-_GRAPHS = "one CUDA graph holds forward and backward of a whole step"
-_LAYER_GRAPHS = f"it only makes a step faster, and graphs of layers are not here: {_GRAPHS}"
+_GRAPHS = "one CUDA graph captures forward and backward of a whole step"
+_LAYER_GRAPHS = f"it only affects speed, and graphs of layers are not supported: {_GRAPHS}"
 _FP8 = (
-    "weights are fp32, bf16 or fp16, and linear layers multiply in FP8 or FP4 by --fp8-format and "
+    "weights are fp32, bf16 or fp16, and linear layers compute in FP8 or FP4 by --fp8-format and "
     "--fp8-recipe, or --fp4-format"
 )
 _FAMILY = "only GPT is trained here"
 _TOKENIZER = "a tokenizer is one file: of Hugging Face, SentencePiece or tiktoken"
-_TP_OVERLAP = "tensor parallel communication is not overlapped with products yet"
+_TP_OVERLAP = "tensor parallel communication is not overlapped with computation yet"
 _JOB = "the loop has no such mode"
 
 #: (nearest flag or "", reason, flags).
 _ROWS: tuple[tuple[str, str, str], ...] = (
-    # Words of other programs
-    ("lr", "it is the highest learning rate", "learning-rate max-lr"),
-    ("lr-decay-style", "it names how the learning rate falls", "lr-scheduler-type lr-scheduler"),
+    # Names from other programs
+    ("lr", "it is the maximum learning rate", "learning-rate max-lr"),
+    ("lr-decay-style", "it selects the learning rate decay", "lr-scheduler-type lr-scheduler"),
     ("lr-warmup-iters", "warm-up in optimizer steps", "warmup-steps warmup-iters num-warmup-steps"),
-    ("lr-warmup-fraction", "warm-up as a share of the decay length", "warmup warmup-ratio"),
-    ("train-iters", "a run is as long as its optimizer steps or its --train-samples",
+    ("lr-warmup-fraction", "warm-up as a fraction of the decay length", "warmup warmup-ratio"),
+    ("train-iters", "the length of a run is --train-iters steps or --train-samples samples",
      "epochs num-epochs num-train-epochs max-steps steps num-steps train-steps max-iters"),
     ("tensor-model-parallel-size", "it is the degree of tensor parallelism",
      "tp tp-size tensor-parallel tensor-parallel-size tensor-parallelism model-parallel-size"),
@@ -80,12 +81,12 @@ _ROWS: tuple[tuple[str, str, str], ...] = (
     ("context-parallel-size", "it is the degree of context parallelism", "cp cp-size"),
     ("expert-model-parallel-size", "it is the degree of expert parallelism",
      "ep ep-size expert-parallel-size"),
-    ("num-layers-per-virtual-pipeline-stage", "a stage has several chunks of so many layers",
+    ("num-layers-per-virtual-pipeline-stage", "a stage has several model chunks of this size",
      "vpp vp-size virtual-pipeline-model-parallel-size"),
     ("data-parallel-sharding-strategy", "optim is ZeRO-1, optim_grads ZeRO-2 and "
      "optim_grads_params ZeRO-3 or FSDP", "zero-stage zero fsdp sharding-strategy deepspeed "
      "deepspeed-config"),
-    ("micro-batch-size", "it counts the samples of a rank in one forward pass",
+    ("micro-batch-size", "it is the number of samples of a rank in one forward pass",
      "batch-size mbs per-device-train-batch-size train-micro-batch-size-per-gpu"),
     ("global-batch-size", "microbatches follow from it, the micro-batch size and the ranks",
      "gbs train-batch-size gradient-accumulation-steps grad-accum"),
@@ -97,96 +98,97 @@ _ROWS: tuple[tuple[str, str, str], ...] = (
     ("num-attention-heads", "it is the number of query heads", "n-heads n-head num-heads heads"),
     ("num-query-groups", "it is the number of key and value heads, with --group-query-attention",
      "num-key-value-heads num-kv-heads n-kv-heads"),
-    ("ffn-hidden-size", "it is the width inside an MLP", "intermediate-size d-ff ffn-dim"),
-    ("clip-grad", "it is the highest norm of the gradient",
+    ("ffn-hidden-size", "it is the intermediate size of an MLP", "intermediate-size d-ff ffn-dim"),
+    ("clip-grad", "it is the maximum norm of the gradient",
      "max-grad-norm gradient-clipping grad-clip clip-grad-norm"),
     ("recompute-granularity", "activations are recomputed in the backward pass",
      "gradient-checkpointing activation-checkpointing deepspeed-activation-checkpointing"),
-    ("bf16", "bf16 or fp16 is a switch of its own", "precision dtype torch-dtype mixed-precision"),
+    ("bf16", "bf16 and fp16 are separate switches", "precision dtype torch-dtype mixed-precision"),
     ("save", "it is the folder of a run's checkpoints", "output-dir save-dir checkpoint-dir"),
-    ("load", "a run goes on from the newest checkpoint of that folder",
+    ("load", "a run resumes from the newest checkpoint of that folder",
      "resume resume-from resume-from-checkpoint load-dir"),
-    ("load-hf", "it takes model, weights and tokenizer from a Hugging Face folder",
+    ("load-hf", "it loads model, weights and tokenizer from a Hugging Face folder",
      "model-name-or-path pretrained-model-name-or-path model-path"),
     ("data-path", "it names token files, which preprocess_data writes",
      "dataset-name train-data train-file data-dir"),
-    ("log-interval", "it counts the iterations between log lines", "logging-steps log-every"),
-    ("save-interval", "it counts the iterations between saves", "save-steps save-every"),
-    ("eval-interval", "it counts the iterations between validations", "eval-steps eval-every"),
+    ("log-interval", "it is the number of iterations between log lines", "logging-steps log-every"),
+    ("save-interval", "it is the number of iterations between saves", "save-steps save-every"),
+    ("eval-interval", "it is the number of iterations between validations",
+     "eval-steps eval-every"),
     # Model
     ("", _FUSION,
      "bias-swiglu-fusion masked-softmax-fusion apply-rope-fusion fused-residual-rmsnorm"),
     ("attention-backend", "it chooses the attention kernel",
      "use-flash-attention flash-decode attention-impl"),
-    ("hybrid-layer-pattern", "behind each / in it stand the blocks of one depth",
+    ("hybrid-layer-pattern", "each / in it starts the blocks of one depth",
      "mtp-hybrid-override-pattern"),
-    ("hybrid-layer-pattern", "it says which blocks a hybrid has, for pretrain_hybrid",
+    ("hybrid-layer-pattern", "it defines the blocks of a hybrid, for pretrain_hybrid",
      "hybrid-attention-ratio hybrid-mlp-ratio is-hybrid-model model-name"),
     ("", "there is one model class, of the same architecture", "use-legacy-models"),
-    ("moe-shared-expert-intermediate-size", "it is the width of all shared experts together: their "
-     "number times --moe-ffn-hidden-size", "num-shared-experts n-shared-experts"),
-    ("moe-aux-loss-coeff", "it is the coefficient of the loss that balances the load of experts",
+    ("moe-shared-expert-intermediate-size", "it is the intermediate size of all shared experts "
+     "together: their number times --moe-ffn-hidden-size", "num-shared-experts n-shared-experts"),
+    ("moe-aux-loss-coeff", "it is the coefficient of the load-balancing loss",
      "moe-loss-weight moe-loss-coeff"),
-    ("", "weights are drawn from --seed alike on every layout and device",
+    ("", "initial weights depend on --seed alone, on every layout and device",
      "no-initialization data-parallel-random-init"),
-    ("transformer-impl", "it names the layers",
+    ("transformer-impl", "it selects the implementation of layers",
      "export-te-mcore-model export-force-local-attention "
      "transformer-pipeline-model-parallel-size inference-rng-tracker"),
     # Layout
-    ("pipeline-model-parallel-layout", "there is one decoder, and it says where it is cut",
+    ("pipeline-model-parallel-layout", "there is one decoder, divided into stages by the layout",
      "pipeline-model-parallel-split-rank"),
-    ("pipeline-model-parallel-layout", "a stage of E alone has the embedding and no layer",
+    ("pipeline-model-parallel-layout", "a stage with E alone has the embedding and no layer",
      "standalone-embedding-stage"),
     ("pipeline-model-parallel-size", "there is one pipeline, over NCCL on GPUs and gloo on CPUs",
      "pipeline-model-parallel-comm-backend"),
-    ("cp-comm-type", "one engine attends over all ranks of context parallelism",
+    ("cp-comm-type", "one method exchanges data over all context-parallel ranks",
      "hierarchical-context-parallel-sizes"),
-    ("context-parallel-size", "its zigzag order gives every rank as many pairs",
+    ("context-parallel-size", "its zigzag order gives every rank equally many token pairs",
      "calculate-cp-balance context-parallel-load-balance"),
-    ("context-parallel-size", "every sample is cut over as many ranks, whatever its documents",
+    ("context-parallel-size", "every sample is split over the same number of ranks",
      "hybrid-context-parallel dynamic-context-parallel max-seqlen-per-dp-cp-rank"),
     # Experts
-    ("", "rows of gate and up are two matrices of their own", "moe-mlp-glu-interleave-size"),
-    ("", "a router computes in fp32, by one kernel of torch's for each operation",
+    ("", "rows of gate and up are two separate matrices", "moe-mlp-glu-interleave-size"),
+    ("", "routers compute in fp32, with one torch kernel per operation",
      "moe-router-padding-for-quantization moe-router-padding-for-fp8"),
-    ("", "an expert computes the tokens it has, none are padded",
+    ("", "experts compute without padding tokens",
      "moe-pad-expert-input-to-capacity"),
     ("moe-token-dispatcher-type", _DISPATCH,
      "moe-enable-deepep moe-flex-dispatcher-backend moe-deepep-num-sms moe-hybridep-num-sms"),
-    ("expert-tensor-parallel-size", "it says over how many ranks each expert is cut",
+    ("expert-tensor-parallel-size", "it is the number of ranks that shard each expert",
      "moe-extended-tp"),
-    ("moe-router-num-groups", "groups of experts limit where a token goes",
+    ("moe-router-num-groups", "expert groups limit the ranks of a token",
      "moe-router-topk-limited-devices"),
-    ("moe-shared-expert-overlap", "it is what is computed while tokens are on their way",
+    ("moe-shared-expert-overlap", "it overlaps the shared expert with the token dispatch",
      "delay-wgrad-compute-for-te-grouped-gemm ep-overlap-early-attn-memory-release"),
-    ("", "python -m megatron.training.upcycle makes experts of a dense checkpoint",
+    ("", "python -m megatron.training.upcycle converts a dense checkpoint to experts",
      "moe-use-upcycling moe-upcycling-granularity"),
-    ("", "a cache of latent attention keeps latents, and its way down is one product",
+    ("", "the KV cache of latent attention stores latents, and its down projection is one matmul",
      "cache-mla-latents mla-down-proj-fusion"),
-    ("data-parallel-sharding-strategy", "one engine carries out every strategy",
+    ("data-parallel-sharding-strategy", "one engine implements every strategy",
      "use-custom-fsdp use-torch-fsdp2 init-model-with-meta-device"),
-    ("param-gather-prefetch-bytes", "a budget of bytes decides what stays gathered, and how many "
-     "buffers there are", "torch-fsdp2-no-reshard-after-forward fsdp-double-buffer "
+    ("param-gather-prefetch-bytes", "a byte budget decides what stays gathered, and the number "
+     "of buffers", "torch-fsdp2-no-reshard-after-forward fsdp-double-buffer "
      "suggested-communication-unit-size keep-fp8-transpose-cache"),
-    ("reduce-scatter-with-fp32-accumulation", "it holds for every reduce-scatter of gradients, "
-     "those over gtp too", "gtp-remat-reduce-scatter-with-fp32-accumulation"),
-    ("weight-decay-group", "it goes by weight names, norms included",
+    ("reduce-scatter-with-fp32-accumulation", "it applies to every reduce-scatter of gradients, "
+     "also over gtp", "gtp-remat-reduce-scatter-with-fp32-accumulation"),
+    ("weight-decay-group", "it selects weights by name, norms included",
      "no-weight-decay-cond-type apply-wd-to-qk-layernorm"),
-    ("ddp-bucket-size", "buckets are cut by this size alone",
+    ("ddp-bucket-size", "it alone sets the bucket size",
      "ddp-average-in-collective"),
     ("", "gradients are summed in fp32 unless --grad-reduce-in-bf16 is given",
      "grad-reduce-in-fp32"),
-    ("", "processes are counted and placed by torchrun",
+    ("", "torchrun sets the number of processes and their ranks",
      "world-size rank local-rank lazy-mpu-init standalone num-nodes enable-gloo-process-groups "
      "use-ring-exchange-p2p use-sharp"),
     ("tensor-model-parallel-size", "there is one decoder and one layout",
      "encoder-tensor-model-parallel-size encoder-pipeline-model-parallel-size"),
-    ("sequence-parallel", "it cuts what tensor parallelism leaves whole",
+    ("sequence-parallel", "it shards activations that tensor parallelism replicates",
      "distribute-saved-activations distribute-checkpointed-activations "
      "scatter-gather-tensors-in-pipeline"),
-    ("print-config", "it resolves the options of a world without starting it, given WORLD_SIZE and "
+    ("print-config", "it resolves the options without starting processes, given WORLD_SIZE and "
      "RANK as torchrun sets them", "fake-process-group"),
-    # Numbers
+    # Numerics
     ("recompute-granularity", "selective means norms and MLP activations",
      "recompute-modules"),
     ("cuda-graph-impl", _GRAPHS, "enable-cuda-graph external-cuda-graph cuda-graph-scope "
@@ -195,47 +197,47 @@ _ROWS: tuple[tuple[str, str, str], ...] = (
      "transformer-engine-precision keep-fp8-weight-transpose-cache fp8 fp4 fp8-e4m3 fp8-hybrid "
      "fp8-wgrad no-fp8-wgrad fp8-interval fp8-param fp4-param fp8-quantizer-factory "
      "fp4-quantizer-factory fp4-recipe fp8-dot-product-attention fp8-multi-head-attention"),
-    ("bf16", "weights, activations and their kernels have one format",
+    ("bf16", "weights, activations and kernels have one dtype",
      "params-dtype use-bf16 fp16-lm-cross-entropy disable-bf16-reduced-precision-matmul"),
-    ("weight-gather-format", "weights are stored in bf16 (--bf16), and those over gtp may be "
-     "gathered in FP8, MXFP8 or NVFP4, in buffers of their own",
+    ("weight-gather-format", "weights are stored in bf16 (--bf16), and weights sharded over gtp "
+     "can be gathered in FP8, MXFP8 or NVFP4, in separate buffers",
      "fp8-param-gather fp4-param-gather reuse-grad-buf-for-mxfp8-param-ag"),
-    ("rerun-mode", "every step is looked at, on every rank: one with a NaN or Inf loss or gradient "
-     "norm is computed once more, and changes no weight if it comes out so again",
+    ("rerun-mode", "every step is checked on every rank: one with a NaN or Inf loss or gradient "
+     "norm is computed a second time, and skipped if that result is bad too",
      "check-for-nan-in-grad"),
-    ("loss-spike-factor", "a spike is a multiple of the median of the last losses",
+    ("loss-spike-factor", "a spike is a multiple of the median of recent losses",
      "check-for-spiky-loss"),
-    ("clip-grad", "a large gradient is clipped, one that is not finite changes no weight",
+    ("clip-grad", "a large gradient is clipped, a non-finite gradient skips the step",
      "check-for-large-grads"),
-    ("", "faults are planted by tests, not by a run's options",
+    ("", "tests inject errors, not options of a run",
      "error-injection-rate error-injection-type"),
-    ("optimizer", "muon multiplies whole matrices, in bf16 on a GPU, by the published coefficients",
+    ("optimizer", "muon orthogonalizes matrices in bf16 on a GPU, with published coefficients",
      "muon-fp32-matmul-prec muon-coefficient-type use-muon"),
-    ("optimizer", "adam, sgd and muon are here, and adam is AdamW",
+    ("optimizer", "adam, sgd and muon are supported, and adam is AdamW",
      "adam-decoupled"),
-    ("use-checkpoint-opt-param-scheduler", "without it the schedule is as given",
+    ("use-checkpoint-opt-param-scheduler", "without it the flags define the schedule",
      "override-lr-scheduler use-checkpoint-lr-scheduler"),
-    ("lr-decay-iters", "the schedule's length is given by itself", "lr-decay-tokens"),
-    ("allow-uneven-batch", "a batch that does not divide keeps its samples",
+    ("lr-decay-iters", "it is the length of the decay", "lr-decay-tokens"),
+    ("allow-uneven-batch", "an uneven batch keeps its samples",
      "decrease-batch-size-if-needed"),
     # Data
-    ("tokenizer-model", "the tokenizers of Pai-Megatron-Patch are Hugging Face's: name the folder, "
+    ("tokenizer-model", "Pai-Megatron-Patch's tokenizers are Hugging Face's: name the folder, "
      "with --tokenizer-type HuggingFaceTokenizer", "patch-tokenizer-type"),
-    ("vocab-size", "it counts the tokens of the tokenizer and those added to them",
+    ("vocab-size", "it includes the tokenizer's tokens and added tokens",
      "extra-vocab-size"),
     ("tokenizer-model", _TOKENIZER,
      "tokenizer-metadata special-tokens null-tokenizer-eod-id "
      "tokenizer-prompt-format vocab-extra-ids tokenizer-special-tokens"),
     ("tokenizer-hf-no-include-special-tokens", "special tokens are included without it",
      "tokenizer-hf-include-special-tokens"),
-    ("", "token files are mapped, never copied to a folder of their own",
+    ("", "token files are memory-mapped, never copied to another folder",
      "s3-cache-path object-storage-cache-path data-impl mmap-warmup dataset-impl "
      "defer-npy-index-mmap mid-level-dataset-surplus"),
-    ("reset-attention-mask", "masks are never stored: attention knows where documents end",
+    ("reset-attention-mask", "masks are never stored: attention reads document boundaries",
      "create-attention-mask-in-dataloader"),
-    ("eval-iters", "validation takes the same samples every time",
+    ("eval-iters", "every validation uses the same samples",
      "full-validation multiple-validation-sets skip-train test-mode"),
-    ("dataloader-type", "it says in which order samples come", "data-sharding dataloader-save"),
+    ("dataloader-type", "it selects the order of samples", "data-sharding dataloader-save"),
     # Checkpoints
     ("", _FORMAT,
      "use-dist-ckpt dist-ckpt-format ckpt-convert-update-legacy-dist-opt-format "
@@ -248,59 +250,58 @@ _ROWS: tuple[tuple[str, str, str], ...] = (
      "ckpt-convert-format ckpt-convert-save"),
     ("load", "name the iter_ folder itself to load one iteration",
      "ckpt-step exit-on-missing-checkpoint"),
-    ("save", "it holds every checkpoint", "non-persistent-save-interval non-persistent-ckpt-type "
+    ("save", "it contains all checkpoints", "non-persistent-save-interval non-persistent-ckpt-type "
      "non-persistent-global-ckpt-dir non-persistent-local-ckpt-dir "
      "non-persistent-local-ckpt-algo replication replication-factor replication-jump"),
     # Logs
-    ("tensorboard-dir", "everything in the log line goes there",
+    ("tensorboard-dir", "every number of the log line is written there",
      "log-max-attention-logit log-device-memory-used"),
-    ("config", "options are YAML with the flags' own names", "yaml-cfg config-logger-dir"),
+    ("config", "options are YAML with the names of flags", "yaml-cfg config-logger-dir"),
     # Other jobs
     ("log-straggler", "its report needs no server and no warm-up",
      "disable-straggler-on-startup"),
-    ("use-pytorch-profiler", "a trace has shapes and operators as torch records them",
+    ("use-pytorch-profiler", "a trace contains shapes and operators as torch records them",
      "pytorch-profiler-collect-shapes pytorch-profiler-collect-callstack "
      "pytorch-profiler-collect-chakra nvtx-ranges"),
-    ("exit-signal-handler", "SIGTERM and Ctrl-C both end a run in order",
+    ("exit-signal-handler", "both SIGTERM and Ctrl-C end a run gracefully",
      "exit-signal-handler-for-dataloader"),
-    ("sft", "templates are for preprocess_data --chat, which writes what it reads",
+    ("sft", "preprocess_data --chat applies the template and writes the data of --sft",
      "sft-tokenizer-prompt-format"),
-    ("exit-signal-handler", "stopping in order, and saving, is built in",
+    ("exit-signal-handler", "graceful exit with a save is built in",
      "adlr-autoresume adlr-autoresume-interval result-rejected-tracker-filename "
      "enable-ft-package calc-ft-timeouts run-workload-inspector-server inprocess-restart "
      "inprocess-max-iterations"),
     ("", _JOB, "train-sync-interval"),
 )  # fmt: skip
 
-#: Results depend on these, and nothing here does the same: (nearest flag or "", what they do,
-#: flags).
+#: Flags that results depend on, without an equivalent: (nearest flag or "", their effect, flags).
 _UNSUPPORTED: tuple[tuple[str, str, str], ...] = (
-    ("swiglu", "it chooses another activation of MLPs than GELU, silu with a gate (--swiglu) and "
-     "the square of relu (--squared-relu)",
+    ("swiglu", "it selects an MLP activation other than GELU, gated silu (--swiglu) and "
+     "squared ReLU (--squared-relu)",
      "openai-gelu onnx-safe quick-geglu geglu reglu liglu glu-activation glu-linear-offset "
      "activation-func activation-func-clamp-value"),
-    ("load-hf", "it stands for several properties of gpt-oss, which its Hugging Face folder says",
+    ("load-hf", "it sets several properties of gpt-oss, which its Hugging Face folder describes",
      "enable-gpt-oss"),
     ("hybrid-layer-pattern", "it names code that builds the layers: G is a gated delta net, * "
      "attention, E experts, so that Qwen3-Next is GEGEGE*E repeated, for pretrain_hybrid", "spec"),
     ("", "it changes where or in which precision residuals are added",
      "apply-residual-connection-post-layernorm fp32-residual-connection"),
     ("", "it normalises embeddings, as BLOOM does", "embed-layernorm embedding-layernorm"),
-    ("window-size", "it gives some layers no window: all layers have one", "window-attn-skip-freq"),
-    ("init-method-std", "it draws weights from another distribution than that normal one",
+    ("window-size", "it gives some layers no window: here all have one", "window-attn-skip-freq"),
+    ("init-method-std", "it draws weights from another distribution than the normal one",
      "init-method-xavier-uniform embedding-init-method-std"),
-    ("", "it draws output projections with --init-method-std: here that is divided by the root of "
-     "the number of blocks, as in Megatron-LM", "no-scaled-init"),
-    ("num-layers", "it is of an encoder beside a decoder, and there is one decoder",
+    ("", "it draws output projections with --init-method-std: here that is divided by the square "
+     "root of the number of blocks, as in Megatron-LM", "no-scaled-init"),
+    ("num-layers", "it belongs to encoder-decoder models, which are not supported",
      "encoder-num-layers decoder-num-layers"),
-    ("seq-length", "it is of an encoder beside a decoder, and there is one decoder",
+    ("seq-length", "it belongs to encoder-decoder models, which are not supported",
      "encoder-seq-length decoder-seq-length"),
-    ("mtp-num-layers", "it uses one layer for all depths: each has its own here",
+    ("mtp-num-layers", "it uses one layer for all depths: here each depth has its own",
      "mtp-use-repeated-layer"),
-    ("", "it weighs what experts read instead of their outputs", "moe-apply-probs-on-input"),
-    ("", "it routes tokens by random or biased logits, to measure speed with an even load",
+    ("", "it weights the inputs of experts instead of their outputs", "moe-apply-probs-on-input"),
+    ("", "it routes tokens by random or biased logits, to benchmark an even load",
      "moe-router-force-load-balancing moe-router-force-biased"),
-    ("", "its experts read a projection of the hidden state: they read the whole here",
+    ("", "its experts read a projection of the hidden state: here they read the full hidden state",
      "moe-latent-size"),
     ("", "it leaves batches out of training", "iterations-to-skip"),
     ("", _FAMILY,
@@ -309,17 +310,17 @@ _UNSUPPORTED: tuple[tuple[str, str, str], ...] = (
      "biencoder-projection-dim decoder-seq-len fim-data fim-rate perform-rl-step"),
 )  # fmt: skip
 
-#: Families of flags, by how their names begin: (beginning, whether results depend on them, reason).
+#: Families of flags by prefix: (prefix, whether results depend on them, reason).
 _PREFIXES: tuple[tuple[str, bool, str], ...] = (
     ("tp-comm-overlap-", False, _TP_OVERLAP),
     ("tp-comm-bootstrap-", False, _TP_OVERLAP),
     (
         "experimental-attention-",
         True,
-        "G in --hybrid-layer-pattern is a gated delta net, other attention is softmax",
+        "G in --hybrid-layer-pattern is a gated delta net, other attention is softmax attention",
     ),
-    ("linear-attention-", True, "--hybrid-layer-pattern says where gated delta nets are"),
-    ("dsa-", True, "attention is softmax, of heads or latents"),
+    ("linear-attention-", True, "--hybrid-layer-pattern places gated delta nets"),
+    ("dsa-", True, "attention is softmax attention, of heads or latents"),
     ("retro-", True, _FAMILY),
     ("bert-", True, _FAMILY),
     ("vision-", True, _FAMILY),
@@ -329,13 +330,13 @@ _PREFIXES: tuple[tuple[str, bool, str], ...] = (
     ("rl-", True, _FAMILY),
     ("grpo-", True, _FAMILY),
     ("heterogeneous-layers-", True, "all layers are alike"),
-    ("inference-", False, "sampling is python -m megatron.inference.generate"),
+    ("inference-", False, "use python -m megatron.inference.generate for sampling"),
     ("cpu-offloading", False, "weights and activations stay on their device"),
     ("offload-", False, "weights and activations stay on their device"),
     ("deepspeed-", False, "ZeRO is --data-parallel-sharding-strategy, and torchrun starts a run"),
 )
 
-#: Other names of our options: the option, and the value that the name stands for if it is a switch.
+#: Alternative names of options: the option, and its value if the name is a switch.
 ALIASES: Mapping[str, tuple[str, str]] = types.MappingProxyType(
     {
         "do-layernorm-bias-weight-decay": ("weight-decay-group", "*=1"),
@@ -351,7 +352,7 @@ ALIASES: Mapping[str, tuple[str, str]] = types.MappingProxyType(
     }
 )
 
-#: Megatron's names of values and ours, by option.
+#: Megatron's names of values and this program's, by option.
 VALUE_NAMES: Mapping[str, Mapping[str, str]] = types.MappingProxyType(
     {
         "tokenizer-type": types.MappingProxyType(
@@ -375,21 +376,21 @@ VALUE_NAMES: Mapping[str, Mapping[str, str]] = types.MappingProxyType(
     }
 )
 
-#: Why a value of Megatron is not here, by option and value.
+#: Reasons for missing values of Megatron, by option and value.
 _VALUE_REASONS: Mapping[tuple[str, str], str] = types.MappingProxyType(
     {
         (
             "main-grads-dtype",
             "bf16",
-        ): "--grad-reduce-in-bf16 keeps and reduces gradients in bf16, which changes rounding",
+        ): "--grad-reduce-in-bf16 sums and reduces gradients in bf16, which changes rounding",
         (
             "train-mode",
             "finetune",
-        ): "--sft is fine-tuning, on what preprocess_data --chat writes",
+        ): "--sft is fine-tuning, on data of preprocess_data --chat",
         (
             "distributed-backend",
             "gloo",
-        ): "it is for CPUs, where it is taken without being asked for",
+        ): "gloo is for CPUs, where it is the default",
         ("dist-ckpt-strictness", "ignore_all"): "loading is strict",
         ("moe-router-dtype", "fp64"): "routers compute in fp32",
         ("exp-avg-dtype", "fp16"): "its range is too small for it",
@@ -399,36 +400,36 @@ _VALUE_REASONS: Mapping[tuple[str, str], str] = types.MappingProxyType(
         ("cuda-graph-impl", "local"): _LAYER_GRAPHS,
         ("cuda-graph-impl", "transformer_engine"): _LAYER_GRAPHS,
         ("transformer-impl", "inference_optimized"): "it is for megatron.inference",
-        ("position-embedding-type", "mrope"): "positions enter as rotations of one axis",
-        ("position-embedding-type", "relative"): "positions are absolute or rotations",
+        ("position-embedding-type", "mrope"): "rotary embeddings have one position axis",
+        ("position-embedding-type", "relative"): "positions are absolute or rotary",
         (
             "muon-tp-mode",
             "distributed",
-        ): "one rank multiplies each matrix whole, to the same result",
+        ): "one rank orthogonalizes each matrix as a whole, with the same result",
         (
             "muon-tp-mode",
             "blockwise",
-        ): "matrices are updated whole, not each tensor parallel rank's block by itself",
+        ): "matrices are updated as a whole, not separately in each tensor parallel rank's block",
         ("dataloader-type", "external"): "samples come from token files",
-        ("cp-comm-type", "a2a+p2p"): "one engine attends over all ranks",
-        ("softmax-type", "off-by-one"): "learnable starts there: its logits are 0 at first",
+        ("cp-comm-type", "a2a+p2p"): "one method exchanges data over all ranks",
+        ("softmax-type", "off-by-one"): "learnable starts equal to it: its logits are initially 0",
         ("moe-token-dispatcher-type", "flex"): _DISPATCH,
         ("moe-token-dispatcher-type", "alltoall_seq"): _DISPATCH,
         ("moe-router-load-balancing-type", "sinkhorn"): "a loss or a bias balances the load",
         ("moe-router-load-balancing-type", "global_aux_loss"): _SETS,
         ("moe-router-score-function", "sqrtsoftplus"): "scores are softmax or sigmoid",
-        ("tokenizer-type", "BertWordPieceLowerCase"): "save it as a tokenizer.json and take hf",
-        ("tokenizer-type", "BertWordPieceCase"): "save it as a tokenizer.json and take hf",
-        ("tokenizer-type", "MultimodalTokenizer"): "there is text alone",
+        ("tokenizer-type", "BertWordPieceLowerCase"): "save it as a tokenizer.json and use hf",
+        ("tokenizer-type", "BertWordPieceCase"): "save it as a tokenizer.json and use hf",
+        ("tokenizer-type", "MultimodalTokenizer"): "only text is supported",
     }
 )
 
 
 def answer(flag: str) -> Answer | None:
-    """Return what to tell about a flag of Megatron that is not here; None if it is unknown.
+    """Return the answer to a Megatron flag that does not exist here; None if it is unknown.
 
     Args:
-        flag: without dashes in front, words joined by `-`.
+        flag: name without leading dashes, `-` between words.
     """
     for unsupported, rows in ((False, _ROWS), (True, _UNSUPPORTED)):
         for nearest, reason, names in rows:
@@ -441,14 +442,14 @@ def answer(flag: str) -> Answer | None:
 
 
 def answered() -> dict[str, Answer]:
-    """Return every flag that has an answer of its own, in the order of the tables."""
+    """Return every flag with its own answer, in the order of the tables."""
     names = [name for _, _, row in (*_ROWS, *_UNSUPPORTED) for name in row.split()]
     answers = {name: answer(name) for name in names}
     return {name: flag_answer for name, flag_answer in answers.items() if flag_answer is not None}
 
 
 def answered_prefixes() -> dict[str, Answer]:
-    """Return the answer for each family of flags, by how their names begin."""
+    """Return the answer for each family of flags, by prefix."""
     return {
         prefix: Answer(nearest=None, reason=reason, unsupported=unsupported)
         for prefix, unsupported, reason in _PREFIXES
@@ -456,10 +457,10 @@ def answered_prefixes() -> dict[str, Answer]:
 
 
 def our_value(flag: str, text: str) -> str:
-    """Return our name of a value, which may be given by Megatron's.
+    """Return this program's name of a value that may be given by Megatron's name.
 
-    Megatron's window of 127,0 is the 127 tokens before a token and none after it; ours counts the
-    token too.
+    Megatron's window of 127,0 means the 127 tokens before a token and none after it; this program's
+    window includes the token itself.
     """
     if flag == "window-size" and (window := re.fullmatch(r"\(?(\d+), ?0\)?", text)):
         return str(int(window[1]) + 1)
@@ -467,6 +468,6 @@ def our_value(flag: str, text: str) -> str:
 
 
 def value_reason(flag: str, text: str) -> str:
-    """Return `: REASON` for a value of Megatron that is not here, or nothing."""
+    """Return `: REASON` for a Megatron value that does not exist here; empty for others."""
     reason = _VALUE_REASONS.get((flag, text))
     return f": {reason}" if reason else ""

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Launchers other than torchrun: what srun and mpirun tell a process about the others.
+"""Launchers other than torchrun: rank and world size from the variables of srun and mpirun.
 
-They do not set the variables of torchrun, and each of their processes would take itself for a run
-of a single process: N runs that write the same files.
+They do not set torchrun's variables, so each of their processes would otherwise start a run of a
+single process: N runs that write the same files.
 """
 
 from __future__ import annotations
@@ -13,12 +13,12 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, kw_only=True)
 class OtherLauncher:
-    """A launcher that has started this process as one of several.
+    """A launcher that started this process as one of several.
 
     Args:
-        command: that starts it.
-        rank, world_size: of this process, by the launcher's variables.
-        nodes: machines that the processes are on.
+        command: the launcher's command.
+        rank, world_size: rank and number of processes, from the launcher's variables.
+        nodes: number of machines.
         rank_variable, size_variable: names of the variables of rank and world size.
     """
 
@@ -31,7 +31,8 @@ class OtherLauncher:
 
     @property
     def refusal(self) -> str:
-        """Why the processes cannot go on, and the command to start instead."""
+        """The error message: why the processes cannot continue, and the command to start
+        instead."""
         torchrun = f"torchrun --standalone --nproc-per-node {self.world_size} -m"
         where = ""
         if self.nodes > 1:
@@ -45,21 +46,22 @@ class OtherLauncher:
                 torchrun = f"srun --ntasks-per-node 1 {torchrun}"
         return (
             f"{self.size_variable} is {self.world_size}, so {self.command} started "
-            f"{self.world_size} processes, each of which would be a run of its own that writes the "
-            f"same files: start `{torchrun}`{where} in the place of `{self.command} python -m`; "
+            f"{self.world_size} processes, each of which would be a separate run that writes the "
+            f"same files: start `{torchrun}`{where} instead of `{self.command} python -m`; "
             f"for independent runs of one process each unset {self.rank_variable}"
         )
 
 
 @dataclass(frozen=True, kw_only=True)
 class _Variables:
-    """The variables of one launcher. Of several names the first one that is set counts.
+    """The variables of one launcher. If a field has several names, the first variable that is set
+    counts.
 
     Args:
-        command: that starts processes.
+        command: the launcher's command.
         rank, size: names of the variables of rank and world size.
-        nodes: names of the number of machines.
-        local_size: names of the number of processes of this machine.
+        nodes: names of the variable with the number of machines.
+        local_size: names of the variable with the number of processes on this machine.
     """
 
     command: str
@@ -69,8 +71,8 @@ class _Variables:
     local_size: tuple[str, ...] = ()
 
 
-# mpirun before srun: under Slurm, mpirun starts its own daemons by srun, one on each machine. A
-# step of Slurm may have fewer tasks than its job.
+# mpirun before srun: under Slurm, mpirun starts one daemon per machine by srun. A Slurm step may
+# have fewer tasks than its job.
 _LAUNCHERS = (
     _Variables(
         command="mpirun",
@@ -100,9 +102,9 @@ def other_launcher(environment: Mapping[str, str]) -> OtherLauncher | None:
     """Return the launcher other than torchrun that started this process as one of several.
 
     Args:
-        environment: of this process, without the variables of torchrun.
+        environment: environment variables, without torchrun's.
 
-    Returns None if there is no such launcher, or a single process.
+    Returns None if there is no such launcher, or it started a single process.
     """
     for names in _LAUNCHERS:
         rank, size = _number(environment, (names.rank,)), _number(environment, names.size)
@@ -124,7 +126,7 @@ def other_launcher(environment: Mapping[str, str]) -> OtherLauncher | None:
 
 
 def _number(environment: Mapping[str, str], names: Sequence[str]) -> tuple[str, int] | None:
-    """Return the first of some variables that holds a number, and the number."""
+    """Return the first variable that contains a number, and the number."""
     for name in names:
         if environment.get(name, "").isdecimal():
             return name, int(environment[name])

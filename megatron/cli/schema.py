@@ -112,8 +112,9 @@ class Option:
         """Return a text unchanged. Refuse a password, because options are logged and saved."""
         if _PASSWORD.search(text):
             raise ValueError(
-                f"{where} holds a user and a password, and options are shown and saved: give them "
-                "by the environment variables of that service"
+                f"{where} contains a user and a password, and options are logged and saved: set "
+                "them "
+                "in the environment variables of that service"
             )
         return text
 
@@ -270,15 +271,16 @@ def flatten(config: object) -> dict[str, Any]:
 def suggest(
     name: str, option_names: Iterable[str], *, prefix: str = "", harmless: Iterable[str] = ()
 ) -> str:
-    """Return `: did you mean X?` for the names that an unknown one may misspell, or nothing.
+    """Return `: did you mean X?` for the names of which an unknown one may be a misspelling, else
+    "".
 
-    A name that is merely alike is not suggested: it would be another option, and change results.
+    A name that is merely similar is not suggested: it would be another option, and change results.
 
     Args:
-        name: the unknown one.
+        name: the unknown name.
         option_names: names of options.
         prefix: prefix of each suggested name.
-        harmless: names that change nothing, of which the nearest is suggested.
+        harmless: names without effect on results; the nearest one is suggested.
     """
     near = [option for option in option_names if _is_misspelling(name, option)]
     near = near or difflib.get_close_matches(name, list(harmless), n=1, cutoff=0.8)
@@ -286,13 +288,13 @@ def suggest(
     return f": did you mean {suggestions}?" if near else ""
 
 
-#: Letters of the shortest word that may have a typo: shorter ones, such as q, kv and qk, differ by
-#: one letter and mean different things.
+#: Minimum length of a word that may have a typo: shorter ones, such as q, kv and qk, differ by one
+#: letter and mean different things.
 _SHORTEST_TYPO = 4
 
 
 def _is_misspelling(name: str, option: str) -> bool:
-    """Return whether a name is that of an option but for one typo in one word, or for dashes."""
+    """Return whether a name equals an option's, except for one typo in one word, or for dashes."""
     words, expected = name.split("-"), option.split("-")
     if "".join(words) == "".join(expected):
         return True

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""stdout and stderr that break: a reader that leaves (`| head`), a full disk, closed (`>&-`).
+"""Handle broken stdout and stderr: a closed pipe (`| head`), a full disk, a closed stream (`>&-`).
 
-Training and a server go on without them: no line of information decides an exit code. A command
-that is only run for what it prints ends when stdout breaks.
+Training and a server continue without them: their output is informational and decides no exit code.
+A command that is run for its output exits when stdout breaks.
 """
 
 from __future__ import annotations
@@ -19,37 +19,37 @@ from typing import NoReturn, TextIO
 
 from megatron.cli.errors import OutputLost
 
-#: Told which stream has broken and why, at its first failure.
+#: Called with a stream's name and error, at its first failure.
 Broken = Callable[[str, OSError], None]
 
 
 class GuardedFile(io.RawIOBase):
-    """A file descriptor whose writes do not fail: what cannot be written is dropped.
+    """A file descriptor whose writes do not fail: data that cannot be written are dropped.
 
-    A disk that was full may have room later, so every write is tried; a reader does not come back.
+    Every write is tried, as a full disk may have space later; a closed pipe is not retried.
 
     Args:
-        fd: to write to; None for a stream that was closed before this process began.
-        name: of the stream.
-        broken: may raise, which is what the write then does.
+        fd: descriptor to write to; None for a stream that was closed before this process started.
+        name: name of the stream.
+        broken: called at the first failure; may raise, and the write then raises the same.
     """
 
     def __init__(self, fd: int | None, name: str, broken: Broken) -> None:
         super().__init__()
         self._fd, self._name, self._broken = fd, name, broken
         self.error: OSError | None = None
-        """Why the first write failed that did; None if none has."""
+        """The first error of a write; None if there was none."""
         self._gone = False
 
     def write(self, data: bytes) -> int:  # type: ignore[override]
-        """Write what can be written; return the size of what is done with."""
+        """Write as much as possible; return the number of bytes written or dropped."""
         if self._gone:
             return len(data)
         try:
             if self._fd is None:
                 raise OSError(errno.EBADF, os.strerror(errno.EBADF))
             return os.write(self._fd, data)
-        except BlockingIOError:  # somebody else has made the terminal so
+        except BlockingIOError:  # another process has made the terminal non-blocking
             assert self._fd is not None
             select.select([], [self._fd], [], 1.0)
             return 0
@@ -61,7 +61,7 @@ class GuardedFile(io.RawIOBase):
             return len(data)
 
     def writable(self) -> bool:
-        """Return that it can be written."""
+        """Return True."""
         return True
 
     def fileno(self) -> int:
@@ -71,13 +71,13 @@ class GuardedFile(io.RawIOBase):
         return self._fd
 
     def isatty(self) -> bool:
-        """Return whether it is a terminal."""
+        """Return whether the descriptor is a terminal."""
         return self._fd is not None and os.isatty(self._fd)
 
 
 def _hold_descriptors() -> set[int]:
-    """Open what is closed of the three standard descriptors, and return which were: the next file
-    to be opened would become stdout, and get what libraries print."""
+    """Open the closed ones of the three standard descriptors, and return them. Otherwise the next
+    file to be opened would become stdout, and receive what libraries print."""
     closed = set()
     for fd in range(3):
         try:
@@ -92,11 +92,11 @@ def _hold_descriptors() -> set[int]:
 
 
 def guarded(fd: int, name: str, broken: Broken, *, closed: bool, like: TextIO | None) -> TextIO:
-    """Return a stream of text on a descriptor that fails as `broken` does.
+    """Return a text stream on a descriptor, whose failures call `broken`.
 
     Args:
-        closed: it was, before this process began.
-        like: whose encoding it takes.
+        closed: whether the descriptor was closed before this process started.
+        like: stream whose encoding is used.
     """
     raw = GuardedFile(None if closed else fd, name, broken)
     return io.TextIOWrapper(
@@ -108,8 +108,8 @@ def guarded(fd: int, name: str, broken: Broken, *, closed: bool, like: TextIO | 
 
 
 def _need_no_temporary_folder() -> None:
-    """Have this process start where no file can be written, on a full disk or under a limit of
-    sizes: torch looks for a temporary folder when it imports its compiler, and finds none."""
+    """Let this process start where no file can be written, on a full disk or under a file size
+    limit: torch looks for a temporary folder when it imports its compiler, and would fail."""
     try:
         tempfile.gettempdir()
     except FileNotFoundError:
@@ -117,7 +117,8 @@ def _need_no_temporary_folder() -> None:
 
 
 def guard_streams(broken_stdout: Broken, broken_stderr: Broken) -> None:
-    """Put streams in the place of stdout and stderr that fail as one is told to."""
+    """Replace stdout and stderr by guarded streams that call the given functions when they
+    break."""
     closed = _hold_descriptors()
     _need_no_temporary_folder()
     for fd, name, broken in ((1, "stdout", broken_stdout), (2, "stderr", broken_stderr)):
@@ -128,7 +129,7 @@ def guard_streams(broken_stdout: Broken, broken_stderr: Broken) -> None:
 
 
 def errors_of_streams() -> dict[str, OSError]:
-    """Return why streams have broken, by name: those that have."""
+    """Return the errors of broken streams, by name."""
     errors = {}
     for name in ("stdout", "stderr"):
         raw = getattr(getattr(getattr(sys, name), "buffer", None), "raw", None)
@@ -138,16 +139,16 @@ def errors_of_streams() -> dict[str, OSError]:
 
 
 def go_on_without_streams(prog: str) -> None:
-    """Have this process go on when a stream breaks, and say so on the other one.
+    """Let this process continue when a stream breaks, and report it on the other one.
 
     Args:
-        prog: name in front of the line.
+        prog: prefix of the line.
     """
 
     def broken(name: str, error: OSError) -> None:
-        # Not by the other stream: it may be the one that waits for this write.
+        # Not through the other Python stream: it may be the one whose write failed here.
         other_fd = 1 if name == "stderr" else 2
-        text = f"{prog}: {name} cannot be written ({error.strerror}): going on without it\n"
+        text = f"{prog}: {name} cannot be written ({error.strerror}): continuing without it\n"
         with contextlib.suppress(OSError):
             os.write(other_fd, text.encode())
 
@@ -155,7 +156,7 @@ def go_on_without_streams(prog: str) -> None:
 
 
 def run_command(command: Callable[[], int]) -> NoReturn:
-    """Run a command that is of no use without its stdout, and end this process with its code.
+    """Run a command that is useless without its stdout, and exit with its code.
 
     Args:
         command: runs an entry point with `run_entry_point`.

@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a tokenizer.json could do to the process: checks before and after the library reads it.
+"""Guard the process against a harmful tokenizer.json: checks before and after the library parses
+it.
 
-The library `tokenizers` is Rust code. Where a file breaks an assumption of that code it panics,
-which is no Exception in Python and prints lines of its own, or it ends the process. What ends the
-process is refused before; a panic becomes a ValueError.
+The library `tokenizers` is Rust code. If a file violates its assumptions, it panics, which is not
+an Exception in Python and prints its own lines, or it kills the process. Files that would kill the
+process are rejected before; a panic becomes a ValueError.
 """
 
 from __future__ import annotations
@@ -25,23 +26,23 @@ _REPAIR = "repair the tokenizer.json"
 
 
 class UnusableText(ValueError):
-    """A text that a tokenizer has no ids for."""
+    """A text that a tokenizer cannot encode."""
 
 
 class LibraryPanic(ValueError):
-    """A panic of the library; the text is the library's."""
+    """A panic of the library, with the library's message."""
 
 
 def _is_panic(error: BaseException) -> bool:
-    return type(error).__name__ == "PanicException"  # of PyO3, which exports no class
+    return type(error).__name__ == "PanicException"  # raised by PyO3, which exports no class
 
 
 @contextlib.contextmanager
 def library_errors(path: Path) -> Iterator[None]:
-    """Raise ValueError where the library raises Exception, or panics, over a text or over ids.
+    """Raise ValueError if the library raises Exception, or panics.
 
     Raises:
-        ValueError: names the tokenizer and what the library says.
+        ValueError: names the tokenizer and quotes the library.
     """
     try:
         yield
@@ -50,7 +51,7 @@ def library_errors(path: Path) -> Iterator[None]:
             raise ValueError(
                 f"tokenizer {path}: the library tokenizers panics ({error}): {_REPAIR}"
             ) from None
-        if type(error) is Exception:  # all that the library raises over a text
+        if type(error) is Exception:  # the only type that the library raises for a text
             raise UnusableText(f"tokenizer {path} cannot encode a text: {error}") from None
         raise
 
@@ -59,11 +60,11 @@ def library_errors(path: Path) -> Iterator[None]:
 def quiet_panics() -> Iterator[None]:
     """Turn a panic of the library into a LibraryPanic, and keep its lines off stderr.
 
-    What else is printed meanwhile is passed on at the end. Not for two threads at the same time.
+    Other output is forwarded at the end. Not thread-safe: one thread at a time.
     """
     try:
         stderr = os.dup(2)
-    except OSError:  # it is closed
+    except OSError:  # stderr is closed
         stderr = os.open(os.devnull, os.O_WRONLY)
     panic = None
     with os.fdopen(stderr, "wb", buffering=0) as stream, tempfile.TemporaryFile() as output:
@@ -84,12 +85,12 @@ def quiet_panics() -> Iterator[None]:
         raise LibraryPanic(panic)
 
 
-# Names of fields that need a look, or letters that are escaped and may hide such a name.
+# Names of fields to check, and escaped letters, which may hide such a name.
 _FIELDS = re.compile(rb'"continuing_subword_prefix"\s*:\s*"[^"]|"precompiled_charsmap"|\\u00[4-7]')
 
 
 def check_description(path: Path, content: bytes) -> None:
-    """See that a tokenizer.json does not end the process that reads it.
+    """Check that a tokenizer.json does not crash the process that parses it.
 
     Raises:
         ValueError: it would.
@@ -102,9 +103,9 @@ def check_description(path: Path, content: bytes) -> None:
         prefix, merges = model.get("continuing_subword_prefix"), model.get("merges") or []
         maps = list(_charsmaps(described.get("normalizer")))
     except (json.JSONDecodeError, TypeError, KeyError, AttributeError):
-        return  # the library says what is wrong
+        return  # the library reports the error
     except ValueError as error:
-        raise ValueError(f"tokenizer {path} is no tokenizer.json: {error}") from None
+        raise ValueError(f"tokenizer {path} is not a tokenizer.json: {error}") from None
     if any(not _is_charsmap(value) for value in maps):
         raise ValueError(f"tokenizer {path}: its precompiled_charsmap is damaged: {_REPAIR}")
     if isinstance(prefix, str) and prefix and isinstance(merges, list):
@@ -112,12 +113,12 @@ def check_description(path: Path, content: bytes) -> None:
 
 
 def _check_merges(path: Path, prefix: str, merges: list[Any]) -> None:
-    """See that the second half of each merge of BPE begins with the continuing subword prefix: the
-    library cuts as many bytes off it."""
+    """Check that the second half of each BPE merge starts with the continuing subword prefix: the
+    library removes that many bytes without a check."""
     for merge in merges:
         halves = merge.split(" ") if isinstance(merge, str) else merge
         if not isinstance(halves, list) or len(halves) != 2:
-            return  # the library says what is wrong
+            return  # the library reports the error
         if not isinstance(halves[1], str) or not halves[1].startswith(prefix):
             raise ValueError(
                 f"tokenizer {path}: its continuing_subword_prefix is {prefix!r:.40}, and the merge "
@@ -126,7 +127,7 @@ def _check_merges(path: Path, prefix: str, merges: list[Any]) -> None:
 
 
 def _charsmaps(step: Any) -> Iterator[Any]:
-    """Yield the map of every normalizer of SentencePiece."""
+    """Yield the character map of every SentencePiece normalizer."""
     if isinstance(step, dict):
         if "precompiled_charsmap" in step:
             yield step["precompiled_charsmap"]
@@ -135,9 +136,9 @@ def _charsmaps(step: Any) -> Iterator[Any]:
 
 
 def _is_charsmap(value: Any) -> bool:
-    """Return whether a text is base64 of the size of a trie, the trie, and texts.
+    """Return whether a text is base64 of a trie's size, the trie, and its strings.
 
-    The library takes memory for a trie of the size that is said.
+    The library allocates memory for a trie of the claimed size.
     """
     try:
         data = base64.b64decode(value, validate=True)
@@ -147,19 +148,19 @@ def _is_charsmap(value: Any) -> bool:
     return size % 4 == 0 and 0 < size <= len(data) - 4
 
 
-#: By how much the steps of a tokenizer may lengthen a text together.
+#: Limit on the factor by which the steps of a tokenizer may lengthen a text together.
 _MAX_GROWTH = 1024
 
 
 def check_growth(path: Path, tokenizer: Any) -> None:
-    """See that replacements one after another do not lengthen a text without measure.
+    """Check that consecutive replacements do not lengthen a text without limit.
 
     Args:
-        path: of the file.
+        path: path of the file.
         tokenizer: a `tokenizers.Tokenizer`.
 
     Raises:
-        ValueError: they do.
+        ValueError: they exceed the limit.
     """
     for part in ("normalizer", "post_processor", "decoder"):
         component = getattr(tokenizer, part)
@@ -171,7 +172,7 @@ def check_growth(path: Path, tokenizer: Any) -> None:
 
 
 def _growth(step: Any) -> float:
-    """Return by how much a step of the library can lengthen a text, or the ids of one."""
+    """Return the factor by which a step of the library can lengthen a text, or its ids."""
     kind = step.get("type")
     if kind == "Sequence":
         names = ("normalizers", "processors", "decoders")

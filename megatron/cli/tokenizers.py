@@ -1,11 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Tokenizers by one protocol: `tokenizer.json`, SentencePiece, tiktoken, bytes, and numbers.
+"""Tokenizers with one interface: `tokenizer.json`, SentencePiece, tiktoken, bytes, and numbers.
 
-This is the one module that imports the library `tokenizers`.
-
-SentencePiece `.model` files; the one module that imports the library `sentencepiece`.
-
-Vocabularies of tiktoken; the one module that imports the library `tiktoken`.
+This is the only module that imports the libraries `tokenizers`, `sentencepiece` and `tiktoken`.
 """
 
 from __future__ import annotations
@@ -38,11 +34,11 @@ from megatron.core.untrusted_files import MAX_TOKENIZER_BYTES, parse_json, read_
 
 END_OF_DOCUMENT = "<|endoftext|>"
 _LONG_RUN = re.compile(r"\S{513,}|\s{513,}")
-# What other tokenizers call the end of a document, the likeliest first.
+# Names of the end-of-document token in other tokenizers, the most likely first.
 _END_NAMES = (END_OF_DOCUMENT, "<|end_of_text|>", "</s>", "<eos>", "<|im_end|>")
 
-# Byte-level BPE in two files, the classes of transformers that cut texts in a way known here, and
-# where that of Qwen2 cuts them.
+# Byte-level BPE in two files: the classes of transformers whose pre-tokenization is supported, and
+# the pattern of Qwen2.
 _VOCABULARY, _MERGES = "vocab.json", "merges.txt"  # the ends of names, gpt2-vocab.json
 _BPE_CLASSES = ("GPT2Tokenizer", "Qwen2Tokenizer")
 _QWEN2_WORDS = (
@@ -53,13 +49,13 @@ _TOKEN_FLAGS = ("lstrip", "normalized", "rstrip", "single_word", "special")
 _SPECIAL_NAMES = ("unk_token", "bos_token", "eos_token", "pad_token")
 
 
-# A text to see what is added around it, and texts that show whether the library panics.
+# A text that shows which special tokens are added, and texts that show whether the library panics.
 _PROBE = "a"
 _PROBES = ("a", "b é\n", "日本 1")
 
-# What decoding puts in place of bytes that are no character; pieces that stand for a byte; and the
-# characters that stand for bytes in byte-level BPE (Radford et al. 2019): visible ones for
-# themselves, and those from U+0100 on for the others, in their order.
+# The character that decoding puts in place of invalid bytes; SentencePiece pieces that stand for a
+# byte; and the characters that stand for bytes in byte-level BPE (Radford et al. 2019): visible
+# bytes for themselves, and U+0100 onwards for the others, in order.
 _REPLACEMENT = "\ufffd"
 _BYTE_PIECE = re.compile(r"<0x([0-9A-F]{2})>")
 _VISIBLE = (*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100))
@@ -71,7 +67,7 @@ _BYTE_LEVEL: Mapping[str, int] = MappingProxyType(
 
 TokenizerType = Literal["hf", "sentencepiece", "tiktoken", "byte", "null"]
 
-# Where tiktoken cuts texts before it merges bytes: Megatron's v1 and v2, and Llama 3 as GPT-4.
+# Pre-tokenization patterns of tiktoken: Megatron's v1 and v2, and that of Llama 3 and GPT-4.
 TiktokenPattern = Literal["v1", "v2", "llama3"]
 _UPPER, _LOWER = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]", r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]"
 _PATTERNS: Mapping[TiktokenPattern, str] = {
@@ -85,11 +81,12 @@ _PATTERNS: Mapping[TiktokenPattern, str] = {
         r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
     ),
 }
-# Of a vocabulary JSON: its special tokens, how many ids they have, and all ids.
+# Defaults of a vocabulary JSON: its special tokens, the number of ids reserved for them, and its
+# size.
 _SPECIALS = ("<unk>", "<s>", "</s>", "<mask>", "<pad>", "<cls>", "<sep>")
 _NUM_SPECIALS, _MAX_SPECIALS = 1000, 100_000
 _TIKTOKEN_VOCABULARY = 1 << 17
-# Longest run of blanks, or without one, that the library is given: its regex engine has a limit.
+# Longest run of whitespace or non-whitespace passed to the library: its regex engine has a limit.
 _LONGEST_RUN = 100_000
 
 
@@ -98,8 +95,8 @@ class SpecialTokens:
     """The special tokens that a tokenizer adds around a text, such as BOS before it.
 
     Args:
-        before: ids in front of the text.
-        after: ids that follow it.
+        before: ids before the text.
+        after: ids after the text.
     """
 
     before: tuple[int, ...] = ()
@@ -110,7 +107,7 @@ class SpecialTokens:
         return bool(self.before or self.after)
 
     def __str__(self) -> str:
-        """Return them in words, for messages."""
+        """Return a description for messages."""
         if not self:
             return "no special tokens"
         places = (("before", self.before), ("after", self.after))
@@ -118,19 +115,19 @@ class SpecialTokens:
         return f"special tokens {' and '.join(ids)}"
 
     def to_json(self) -> dict[str, list[int]]:
-        """Return what token files and checkpoints record."""
+        """Return the record in token files and checkpoints."""
         return {"before": list(self.before), "after": list(self.after)}
 
     @classmethod
     def from_json(cls, recorded: Mapping[str, Any] | None) -> SpecialTokens:
-        """Return what is recorded.
+        """Return the special tokens of a record.
 
         Args:
-            recorded: None where there is no record: it was written before there was one, and
-                texts were encoded without special tokens then.
+            recorded: the record; None for files written before records existed, when texts were
+                encoded without special tokens.
 
         Raises:
-            ValueError: it is no such record.
+            ValueError: the record is invalid.
         """
         if recorded is None:
             return cls()
@@ -144,7 +141,7 @@ class SpecialTokens:
 
 
 class Tokenizer(Protocol):
-    """Text to token ids and back."""
+    """Converts text to token ids and back."""
 
     @property
     def vocab_size(self) -> int:
@@ -156,68 +153,70 @@ class Tokenizer(Protocol):
 
     @property
     def fingerprint(self) -> str:
-        """Equal for tokenizers of equal files: their ids are equal but for special tokens."""
+        """Digest of the files: tokenizers with equal fingerprints have equal ids, except special
+        tokens."""
 
     @property
     def special_tokens(self) -> SpecialTokens:
-        """What is added around a text."""
+        """Special tokens added around a text."""
 
     def tokenize(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
         """Return the ids of a text.
 
         Args:
-            text: to encode.
-            add_special_tokens: False leaves `special_tokens` out, as for a text that holds them
-                itself.
+            text: text to encode.
+            add_special_tokens: False leaves `special_tokens` out, for a text that contains them
+                already.
         """
 
     def detokenize(self, ids: Sequence[int]) -> str:
-        """Return the text of some ids; special tokens are left out."""
+        """Return the text of token ids, without special tokens."""
 
     def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
         """Return the ids of several texts, with special tokens."""
 
     def bytes_of(self, token: int) -> bytes | None:
-        """Return the bytes of a token within a text, which may be a part of a character; None for
-        special tokens, ids that are none, and where they are not known."""
+        """Return the bytes of a token within a text, possibly part of a character; None for special
+        tokens, invalid ids, and unknown bytes."""
 
     def name_of(self, token: int) -> str | None:
-        """Return what the vocabulary calls a token; None if it has no name."""
+        """Return a token as the vocabulary spells it; None if it has no spelling."""
 
 
 @runtime_checkable
 class ArrayTokenizer(Protocol):
-    """A tokenizer that need not make a Python number of every token."""
+    """A tokenizer that encodes to arrays, without a Python integer per token."""
 
     def encode_arrays(self, texts: Sequence[str]) -> list[np.ndarray]:
-        """Return the ids of several texts, with special tokens, each [t], of any integer type."""
+        """Return the ids of several texts, with special tokens, each [t], of any integer dtype."""
 
 
 @runtime_checkable
 class ByteTable(Protocol):
-    """A tokenizer that says the bytes of each token."""
+    """A tokenizer that knows the bytes of each token."""
 
     def token_bytes(self) -> list[bytes | None]:
-        """Return the bytes of each id in a text, None for special tokens."""
+        """Return the bytes of each id within a text; None for special tokens."""
 
 
 class HuggingFaceTokenizer:
     """A `tokenizer.json` file, run by the library `tokenizers` with its own threads.
 
-    A `vocab.json` with a `merges.txt` beside it, or a `gpt2-vocab.json` with a `gpt2-merges.txt`,
-    is taken too: byte-level BPE as GPT-2 or Qwen2 cut texts, which `tokenizer_class` of
-    `tokenizer_config.json` says. Where there is none, a file that is named itself is GPT-2's.
+    A `vocab.json` with a `merges.txt` in the same folder, or a `gpt2-vocab.json` with a
+    `gpt2-merges.txt`, is also supported: byte-level BPE with the pre-tokenization of GPT-2 or
+    Qwen2, selected by `tokenizer_class` in `tokenizer_config.json`. Without that file, an
+    explicitly named vocabulary is GPT-2's.
 
-    A `tokenizer_config.json` beside it says which token ends a document (`eos_token`); without one
-    it is the first of the usual names that is there. Which special tokens stand around a text says
-    the post-processor of the file, as in `transformers`.
+    The end-of-document token is the `eos_token` of a `tokenizer_config.json` in the same folder, or
+    the first common name that the vocabulary contains. The file's post-processor defines which
+    special tokens are added around a text, as in `transformers`.
 
     Args:
-        path: the file, or a folder that holds it.
-        add_special_tokens: False leaves them out of every text.
+        path: path of the file, or of a folder that contains it.
+        add_special_tokens: False adds none to any text.
 
     Raises:
-        ValueError: there is no such file, or it is none.
+        ValueError: the file does not exist, or is not a tokenizer.
     """
 
     def __init__(self, path: str | Path, *, add_special_tokens: bool = True) -> None:
@@ -230,7 +229,7 @@ class HuggingFaceTokenizer:
         try:
             content = read_regular(path, MAX_TOKENIZER_BYTES, follow_links=named)
             if (beside := merges_of(path)) is not None:
-                merges = read_regular(beside, MAX_TOKENIZER_BYTES)  # found, not named
+                merges = read_regular(beside, MAX_TOKENIZER_BYTES)  # not named by the user
         except OSError as error:
             raise ValueError(
                 f"tokenizer {path}: {error.strerror}; give --tokenizer-model a tokenizer.json"
@@ -239,7 +238,7 @@ class HuggingFaceTokenizer:
         if merges is not None:
             default = "GPT2Tokenizer" if named else None
             self._tokenizer, said = _byte_level_bpe(path, content, merges, default=default)
-            # Of the bytes, not of the library's JSON, which another release may write otherwise.
+            # A digest of the files, not of the library's JSON, which may change between releases.
             parts = (content, merges, json.dumps(said, sort_keys=True).encode())
             content = b"".join(hashlib.sha256(part).digest() for part in parts)
         else:
@@ -250,7 +249,7 @@ class HuggingFaceTokenizer:
             except Exception as error:  # the library raises plain Exception
                 fix = "--tokenizer-type tiktoken reads it" if is_tiktoken(content) else error
                 raise ValueError(f"tokenizer {path} is no tokenizer.json: {fix}") from None
-        # What the file says of cutting and filling texts is for other uses than ours.
+        # Truncation and padding settings of the file are for other uses.
         self._tokenizer.no_truncation()
         self._tokenizer.no_padding()
         check_growth(path, self._tokenizer)
@@ -258,7 +257,7 @@ class HuggingFaceTokenizer:
         self._probe()
         self._fingerprint = hashlib.sha256(content).hexdigest()
         self._eod = self._end(path)
-        # Ids need not be contiguous: the largest counts.
+        # Ids need not be contiguous.
         self._vocab_size: int = max(self._tokenizer.get_vocab().values(), default=-1) + 1
         self._special = self._added() if add_special_tokens else SpecialTokens()
         added = self._tokenizer.get_added_tokens_decoder()
@@ -278,7 +277,7 @@ class HuggingFaceTokenizer:
                 self._tokenizer.decode(found.ids, skip_special_tokens=True)
 
     def _added(self) -> SpecialTokens:
-        """Return what the post-processor puts around a text."""
+        """Return the special tokens that the post-processor adds around a text."""
         if self._tokenizer.num_special_tokens_to_add(False) == 0:
             return SpecialTokens()
         with self._library_errors():
@@ -295,7 +294,7 @@ class HuggingFaceTokenizer:
             if found is None:
                 raise ValueError(
                     f"{path.with_name('tokenizer_config.json')} names {said!r} as eos_token, which "
-                    f"{path} does not have: mend one of them"
+                    f"{path} does not have: correct one of them"
                 )
             return found
         ids = (self._tokenizer.token_to_id(name) for name in _END_NAMES)
@@ -313,13 +312,13 @@ class HuggingFaceTokenizer:
 
     @property
     def fingerprint(self) -> str:
-        """Return the SHA-256 of the file, or that of the SHA-256s of what byte-level BPE is of: two
-        files, and what `tokenizer_config.json` says of cutting and of more tokens."""
+        """Return the SHA-256 of the file; for byte-level BPE, of the SHA-256s of both files and of
+        the settings in `tokenizer_config.json`."""
         return self._fingerprint
 
     @property
     def special_tokens(self) -> SpecialTokens:
-        """Return what is added around a text."""
+        """Return the special tokens added around a text."""
         return self._special
 
     def tokenize(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
@@ -329,20 +328,20 @@ class HuggingFaceTokenizer:
             return self._tokenizer.encode(text, add_special_tokens=add).ids
 
     def tokenize_with_offsets(self, text: str) -> tuple[list[int], list[tuple[int, int]]]:
-        """Return the ids of a text and the (first, last + 1) characters that each covers.
+        """Return the ids of a text and the (first, last + 1) characters of each.
 
-        Special tokens are not added: the text is a part, or holds them itself.
+        Special tokens are not added: the text is a fragment, or contains them already.
         """
         with self._library_errors():
             found = self._tokenizer.encode(text, add_special_tokens=False)
         return found.ids, found.offsets
 
     def to_json(self) -> str:
-        """Return the whole tokenizer in the library's JSON."""
+        """Return the whole tokenizer as the library's JSON."""
         return self._tokenizer.to_str()
 
     def detokenize(self, ids: Sequence[int]) -> str:
-        """Return the text of some ids; special tokens are left out."""
+        """Return the text of token ids, without special tokens."""
         with self._library_errors():
             return self._tokenizer.decode(list(ids), skip_special_tokens=True)
 
@@ -351,7 +350,7 @@ class HuggingFaceTokenizer:
         piece = self.name_of(token)
         if piece is None or token in self._left_out:
             return None
-        # After a word: a decoder drops the blank that begins a text.
+        # Decode after another token: some decoders drop a leading space of a text.
         text = self.detokenize([*self._probe_ids, token])
         if text.startswith(self._probe_text):
             text = text[len(self._probe_text) :]
@@ -365,7 +364,7 @@ class HuggingFaceTokenizer:
         return None if None in codes else bytes(code for code in codes if code is not None)
 
     def name_of(self, token: int) -> str | None:
-        """Return a token as the file writes it."""
+        """Return a token as the file spells it."""
         return self._tokenizer.id_to_token(token)
 
     def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
@@ -377,22 +376,23 @@ class HuggingFaceTokenizer:
 
 
 def _in_folder(folder: Path) -> Path:
-    """Return the file that a folder's tokenizer is made of, or would be if it were there."""
+    """Return the path of a folder's tokenizer file, whether it exists or not."""
     has_json = (folder / "tokenizer.json").exists() or not (folder / _MERGES).exists()
     return folder / ("tokenizer.json" if has_json else _VOCABULARY)
 
 
 def merges_of(vocabulary: Path) -> Path | None:
-    """Return where the merges of a byte-level BPE vocabulary are; None for other files."""
+    """Return the path of the merges of a byte-level BPE vocabulary; None for other files."""
     if not vocabulary.name.endswith(_VOCABULARY):
         return None
     return vocabulary.with_name(vocabulary.name.removesuffix(_VOCABULARY) + _MERGES)
 
 
 def merge_file_problem(model: str | None, merge_file: str | None) -> str | None:
-    """Return what is wrong with `--merge-file` for a `--tokenizer-model`, if anything is.
+    """Return the problem of `--merge-file` with a `--tokenizer-model`, or None.
 
-    One path names a tokenizer in checkpoints and token files, so the merges are beside it.
+    Checkpoints and token files store one path per tokenizer, so the merges must be in the same
+    folder.
     """
     if merge_file is None:
         return None
@@ -400,7 +400,7 @@ def merge_file_problem(model: str | None, merge_file: str | None) -> str | None:
     if wanted is None:
         return f"--merge-file {merge_file} needs --vocab-file PATH of a vocab.json: give both"
     if os.path.abspath(merge_file) != os.path.abspath(wanted):
-        return f"--merge-file {merge_file}: that of --vocab-file {model} is {wanted}: put it there"
+        return f"--merge-file {merge_file}: the merges of --vocab-file {model} must be {wanted}"
     return None
 
 
@@ -408,14 +408,14 @@ def _byte_level_bpe(
     path: Path, vocabulary: bytes, merges: bytes, *, default: str | None = None
 ) -> tuple[Any, list[Any]]:
     """Return the tokenizer of a `vocab.json` and a `merges.txt` (Radford et al. 2019, section 2.2),
-    and what else its ids follow from, as JSON.
+    and the settings that its ids depend on, as JSON.
 
     Args:
-        default: the class where there is no `tokenizer_config.json`.
+        default: the tokenizer class if there is no `tokenizer_config.json`.
 
     Raises:
-        ValueError: they do not fit each other, or `tokenizer_config.json` says what is not
-            supported.
+        ValueError: the files do not match each other, or `tokenizer_config.json` requires an
+            unsupported feature.
     """
     from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers
     from tokenizers.pre_tokenizers import ByteLevel, Sequence, Split
@@ -497,14 +497,14 @@ def config_field(path: Path, name: str) -> Any:
 
 
 def _said_end(path: Path) -> str | None:
-    """Return the `eos_token` of a `tokenizer_config.json`, if there is the file and it has one."""
+    """Return the `eos_token` of a `tokenizer_config.json`; None without the file or the field."""
     said = config_field(path, "eos_token")
     found = said.get("content") if isinstance(said, dict) else said
     return found if isinstance(found, str) else None
 
 
 class ByteTokenizer:
-    """The bytes of the UTF-8 text, and one id for the end of a document."""
+    """The bytes of the UTF-8 text, plus an end-of-document id."""
 
     vocab_size = 257
     eod = 256
@@ -516,7 +516,7 @@ class ByteTokenizer:
         return list(text.encode())
 
     def detokenize(self, ids: Sequence[int]) -> str:
-        """Return the text of some bytes; what is no UTF-8 becomes a replacement character."""
+        """Return the text of bytes; invalid UTF-8 becomes a replacement character."""
         return bytes(number for number in ids if number < self.eod).decode(errors="replace")
 
     def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
@@ -541,10 +541,10 @@ class ByteTokenizer:
 
 
 class NullTokenizer:
-    """Text that already is token ids, written as numbers with blanks between them.
+    """Texts that consist of token ids, written as numbers separated by spaces.
 
     Args:
-        vocab_size: ids the text may hold; the end of a document is the id after the last of them.
+        vocab_size: number of ids in texts; the end-of-document id follows them.
 
     Raises:
         ValueError: the vocabulary is empty.
@@ -563,7 +563,7 @@ class NullTokenizer:
         """Return the numbers of a text.
 
         Raises:
-            ValueError: a word is no number, or a number is no id.
+            ValueError: a word is not a number, or a number is not an id.
         """
         try:
             ids = [int(word) for word in text.split()]
@@ -575,7 +575,7 @@ class NullTokenizer:
         return ids
 
     def detokenize(self, ids: Sequence[int]) -> str:
-        """Return the numbers with blanks between them, without the end of the document."""
+        """Return the numbers separated by spaces, without the end-of-document id."""
         return " ".join(str(number) for number in ids if number != self.eod)
 
     def bytes_of(self, token: int) -> bytes | None:
@@ -592,7 +592,8 @@ class NullTokenizer:
 
 
 def guess_type(model: str | Path | None) -> TokenizerType:
-    """Return the kind of tokenizer that a file is, by the end of its name; hf for all but two."""
+    """Return the type of tokenizer of a file, by its suffix: sentencepiece, tiktoken, or else
+    hf."""
     kinds: dict[str, TokenizerType] = {".model": "sentencepiece", ".tiktoken": "tiktoken"}
     return "hf" if model is None else kinds.get(Path(model).suffix, "hf")
 
@@ -605,17 +606,17 @@ def build_tokenizer(
     add_special_tokens: bool = True,
     tiktoken: TiktokenOptions | None = None,
 ) -> Tokenizer:
-    """Make the tokenizer that some flags describe.
+    """Build the tokenizer that options describe.
 
     Args:
         kind: `--tokenizer-type`.
         model: `--tokenizer-model`, for hf, sentencepiece and tiktoken.
-        vocab_size: `--vocab-size`, for null; for tiktoken where its options do not say it.
+        vocab_size: `--vocab-size`, for null; also for tiktoken if its options do not contain it.
         add_special_tokens: False for `--tokenizer-hf-no-include-special-tokens`.
-        tiktoken: the options of that kind; None for those that are left out.
+        tiktoken: options of a tiktoken tokenizer; None for defaults.
 
     Raises:
-        ValueError: what the kind needs is missing.
+        ValueError: an option that the type requires is missing.
     """
     if kind == "hf":
         if model is None:
@@ -647,21 +648,21 @@ def train_bpe(
 ) -> HuggingFaceTokenizer:
     """Train a byte-level BPE tokenizer with an end-of-document token.
 
-    All 256 bytes are tokens, so any text can be encoded and comes back unchanged. Of a run of more
-    than 512 characters without a blank, or of blanks, only the first 512 teach anything: the time
-    to learn from a word grows with the square of its length.
+    All 256 bytes are tokens, so any text can be encoded and decoded without loss. Runs of more than
+    512 characters of whitespace or non-whitespace are truncated to 512 for training, as training
+    time grows with the square of a word's length.
 
     Args:
-        texts: documents; read once, in order, which makes the result repeatable.
-        vocab_size: number of ids, end of document included; at least 257.
-        output: the `tokenizer.json` to write.
-        show_progress: whether the library draws bars on stderr while it counts and merges.
+        texts: documents; read once, in order, so that the result is deterministic.
+        vocab_size: vocabulary size, end-of-document token included; at least 257.
+        output: path of the `tokenizer.json` to write.
+        show_progress: whether the library draws progress bars on stderr.
 
     Returns:
-        The tokenizer read back from the file. It has fewer ids if the texts have too few pairs.
+        The tokenizer, read back from the file. It has fewer ids if the texts have too few pairs.
 
     Raises:
-        ValueError: the vocabulary cannot hold all bytes.
+        ValueError: the vocabulary is too small for all bytes.
     """
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
@@ -693,16 +694,16 @@ def train_bpe(
 class SentencePieceTokenizer:
     """A SentencePiece model, run by the library `sentencepiece`.
 
-    Most models normalise text: runs of blanks may come back as one. A text gets no special tokens,
-    unless a `tokenizer_config.json` beside the file asks for them (`add_bos_token`,
+    Most models normalise text: decoding may merge runs of spaces. No special tokens are added
+    unless a `tokenizer_config.json` in the same folder requests them (`add_bos_token`,
     `add_eos_token`), as in `transformers`.
 
     Args:
-        path: a `.model` file, or a folder that holds `tokenizer.model`.
-        add_special_tokens: False leaves them out of every text.
+        path: path of a `.model` file, or of a folder that contains `tokenizer.model`.
+        add_special_tokens: False adds none to any text.
 
     Raises:
-        ValueError: the library is not installed, there is no such file, or it is none.
+        ValueError: the library is not installed, the file does not exist, or is not a model.
     """
 
     def __init__(self, path: str | Path, *, add_special_tokens: bool = True) -> None:
@@ -730,12 +731,12 @@ class SentencePieceTokenizer:
             self._size = 0
         if self._size == 0:
             fix = ": --tokenizer-type tiktoken reads it" if is_tiktoken(content) else ""
-            raise ValueError(f"tokenizer {path} is no SentencePiece model{fix}")
+            raise ValueError(f"tokenizer {path} is not a SentencePiece model{fix}")
         self._fingerprint = hashlib.sha256(content).hexdigest()
         self._special = self._asked_for(path) if add_special_tokens else SpecialTokens()
 
     def _asked_for(self, path: Path) -> SpecialTokens:
-        """Return the special tokens that the file beside the model asks for."""
+        """Return the special tokens that `tokenizer_config.json` requests."""
         beside = path.with_name("tokenizer_config.json")
 
         def found(name: str, number: int) -> tuple[int, ...]:
@@ -764,7 +765,7 @@ class SentencePieceTokenizer:
 
     @property
     def special_tokens(self) -> SpecialTokens:
-        """Return what is added around a text."""
+        """Return the special tokens added around a text."""
         return self._special
 
     def tokenize(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
@@ -773,7 +774,7 @@ class SentencePieceTokenizer:
         return [*special.before, *self._processor.encode(text), *special.after]
 
     def detokenize(self, ids: Sequence[int]) -> str:
-        """Return the text of some ids; special pieces and ids beyond the last are left out."""
+        """Return the text of token ids, without special pieces and invalid ids."""
         return self._processor.decode([number for number in ids if number < self._size])
 
     def token_bytes(self) -> list[bytes | None]:
@@ -793,7 +794,7 @@ class SentencePieceTokenizer:
         return piece.replace("\u2581", " ").encode()
 
     def name_of(self, token: int) -> str | None:
-        """Return a piece as the model writes it."""
+        """Return a piece as the model spells it."""
         return self._processor.id_to_piece(token) if token < self._size else None
 
     def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
@@ -806,7 +807,7 @@ class SentencePieceTokenizer:
         """Return the ids of several texts, with special tokens, each [t]."""
         try:
             found = self._processor.encode(list(texts), out_type="numpy", num_threads=1)
-        except RuntimeError:  # releases before 0.2.3 may not know this type
+        except RuntimeError:  # releases before 0.2.3 may not support this type
             return [np.array(ids, dtype=np.int32) for ids in self.encode_batch(texts)]
         if not self._special:
             return found
@@ -816,19 +817,20 @@ class SentencePieceTokenizer:
 
 @dataclass(frozen=True, kw_only=True)
 class TiktokenOptions:
-    """What a vocabulary of tiktoken does not say itself.
+    """Settings of a tiktoken vocabulary that its file does not contain.
 
     Args:
-        pattern: `--tiktoken-pattern`; None = v2 for a vocabulary JSON, llama3 for ranks by line.
-        num_special_tokens: `--tiktoken-num-special-tokens`; None = 1000 for a vocabulary JSON, as
-            many as are named for ranks by line.
-        special_tokens: `--tiktoken-special-tokens`; None = those of Megatron for a vocabulary
-            JSON, none for ranks by line.
-        vocab_size: ids at most, special tokens counted: a vocabulary JSON has the ranks that are
-            left; None = 131072.
+        pattern: `--tiktoken-pattern`; None = v2 for a vocabulary JSON, llama3 for a file with one
+            rank per line.
+        num_special_tokens: `--tiktoken-num-special-tokens`; None = 1000 for a vocabulary JSON, the
+            number of named ones for a file with one rank per line.
+        special_tokens: `--tiktoken-special-tokens`; None = Megatron's for a vocabulary JSON, none
+            for a file with one rank per line.
+        vocab_size: maximum vocabulary size, special tokens included; a vocabulary JSON is truncated
+            to it; None = 131072.
 
     Raises:
-        ValueError: they are impossible.
+        ValueError: the settings are invalid.
     """
 
     pattern: TiktokenPattern | None = None
@@ -855,17 +857,17 @@ class TiktokenOptions:
             )
 
     def to_json(self) -> dict[str, Any]:
-        """Return what token files and checkpoints record."""
+        """Return the record in token files and checkpoints."""
         found = dataclasses.asdict(self)
         names = self.special_tokens
         return {**found, "special_tokens": None if names is None else list(names)}
 
     @classmethod
     def from_json(cls, recorded: Mapping[str, Any] | None) -> TiktokenOptions:
-        """Return what is recorded; None where there is no record.
+        """Return the settings of a record; defaults without a record.
 
         Raises:
-            ValueError: it is no such record.
+            ValueError: the record is invalid.
         """
         found = {} if recorded is None else recorded
         numbers = ("num_special_tokens", "vocab_size")
@@ -886,21 +888,21 @@ class TiktokenOptions:
 class TiktokenTokenizer:
     """A vocabulary of byte pairs, run by the library `tiktoken`.
 
-    Two kinds of files. A vocabulary JSON of Megatron, a list of objects with `rank`, `token_bytes`
-    (base64) and `token_str`: special tokens have the first ids, and the ranks follow them. Ranks
-    by line as OpenAI and Llama 3 publish them, base64 and rank: special tokens have the ids that
-    follow. Ids that are kept for special tokens and have no name are called `<SPECIAL_id>`.
+    There are two file formats. Megatron's vocabulary JSON is a list of objects with `rank`,
+    `token_bytes` (base64) and `token_str`: special tokens have the first ids, followed by the
+    ranks. Files of OpenAI and Llama 3 contain one base64 token and its rank per line: special
+    tokens have the ids after the ranks. Unnamed reserved ids are called `<SPECIAL_id>`.
 
-    A text gets no special tokens, and one that spells them has none, unless it says that it holds
-    them itself.
+    No special tokens are added to a text, and a text that spells them is encoded as plain text,
+    unless the caller states that it contains special tokens (`add_special_tokens=False`).
 
     Args:
-        path: the file.
-        options: what it does not say itself.
+        path: path of the file.
+        options: settings that the file does not contain.
 
     Raises:
-        ValueError: the library is not installed, there is no such file, or it is none, or the
-            options do not fit it.
+        ValueError: the library is not installed, the file does not exist or is not a vocabulary, or
+            the options do not fit it.
     """
 
     special_tokens = SpecialTokens()
@@ -923,7 +925,7 @@ class TiktokenTokenizer:
             tokens = _json_tokens(content) if is_json else _line_tokens(content)
             _check_bytes(tokens)
         except ValueError as error:
-            raise ValueError(f"tokenizer {path} is no vocabulary of tiktoken: {error}") from None
+            raise ValueError(f"tokenizer {path} is not a tiktoken vocabulary: {error}") from None
         options = _derived(options, is_json=is_json, num_ranks=len(tokens))
         assert options.num_special_tokens is not None
         assert options.special_tokens is not None
@@ -961,7 +963,8 @@ class TiktokenTokenizer:
     def tokenize(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
         """Return the ids of a text.
 
-        A run of more than 100,000 characters without a blank, or of blanks, is cut after so many.
+        A run of more than 100,000 characters of whitespace or non-whitespace is split after that
+        length.
         """
         encode = self._encoding.encode_ordinary
         if not add_special_tokens:
@@ -971,7 +974,7 @@ class TiktokenTokenizer:
         return [number for part in _cut(text) for number in encode(part)]
 
     def detokenize(self, ids: Sequence[int]) -> str:
-        """Return the text of some ids; special tokens and ids beyond the last are left out."""
+        """Return the text of token ids, without special tokens and invalid ids."""
         known = [number for number in ids if self._first <= number < self._end]
         return self._encoding.decode(known)
 
@@ -986,7 +989,7 @@ class TiktokenTokenizer:
         return self._encoding.decode_single_token_bytes(token)
 
     def name_of(self, token: int) -> str | None:
-        """Return a special token, or the bytes of another one as a text."""
+        """Return a token as text: a special token's name, or the decoded bytes."""
         if token >= self.vocab_size:
             return None
         return self._encoding.decode_single_token_bytes(token).decode(errors="replace")
@@ -997,21 +1000,21 @@ class TiktokenTokenizer:
 
 
 def tiktoken_record(tokenizer: Tokenizer) -> dict[str, Any]:
-    """Return what the record of a tokenizer has beside the rest if it is one of tiktoken."""
+    """Return the additional fields of a tiktoken tokenizer's record; empty for other tokenizers."""
     if not isinstance(tokenizer, TiktokenTokenizer):
         return {}
     return {"tiktoken": tokenizer.options.to_json()}
 
 
 def is_tiktoken(content: bytes) -> bool:
-    """Return whether a file looks like a vocabulary of tiktoken."""
+    """Return whether a file's content looks like a tiktoken vocabulary."""
     start = content[:4096].lstrip()
     is_json = start[:1] == b"[" and b'"token_bytes"' in start
     return is_json or re.match(rb"[A-Za-z0-9+/]+={0,2} \d+\r?\n", start) is not None
 
 
 def is_tiktoken_file(path: str | Path) -> bool:
-    """Return whether there is a file that looks like a vocabulary of tiktoken."""
+    """Return whether a file exists that looks like a tiktoken vocabulary."""
     try:
         return is_tiktoken(read_regular(Path(path), MAX_TOKENIZER_BYTES, follow_links=True))
     except (OSError, ValueError):
@@ -1019,7 +1022,7 @@ def is_tiktoken_file(path: str | Path) -> bool:
 
 
 def _derived(options: TiktokenOptions, *, is_json: bool, num_ranks: int) -> TiktokenOptions:
-    """Return the options with what follows from the kind of the file. Raises ValueError."""
+    """Return the options with the defaults of the file format filled in. Raises ValueError."""
     names = options.special_tokens
     if names is None:
         names = _SPECIALS if is_json else ()
@@ -1039,7 +1042,7 @@ def _derived(options: TiktokenOptions, *, is_json: bool, num_ranks: int) -> Tikt
 
 
 def _json_tokens(content: bytes) -> list[bytes]:
-    """Return the tokens of a vocabulary JSON in the order of their ranks. Raises ValueError."""
+    """Return the tokens of a vocabulary JSON in rank order. Raises ValueError."""
     found = parse_json(content)
     for index, entry in enumerate(found):
         text = entry.get("token_bytes") if isinstance(entry, dict) else None
@@ -1049,14 +1052,14 @@ def _json_tokens(content: bytes) -> list[bytes]:
 
 
 def _line_tokens(content: bytes) -> list[bytes]:
-    """Return the tokens of a file of ranks by line. Raises ValueError."""
+    """Return the tokens of a file with one rank per line. Raises ValueError."""
     tokens: dict[int, bytes] = {}
     for line in content.split(b"\n"):
         if not line.strip():
             continue
         words = line.split()
         if len(words) != 2 or not words[1].isdigit() or len(words[1]) > 9:
-            raise ValueError(f"{line[:40]!r} is no line of a token in base64 and its rank")
+            raise ValueError(f"{line[:40]!r} is not a base64 token and its rank")
         tokens[int(words[1])] = _from_base64(words[0])
     lines = sum(1 for line in content.split(b"\n") if line.strip())
     if len(tokens) < lines or set(tokens) != set(range(len(tokens))):
@@ -1065,9 +1068,10 @@ def _line_tokens(content: bytes) -> list[bytes]:
 
 
 def _check_bytes(tokens: Sequence[bytes]) -> None:
-    """Raise ValueError unless every byte is a token: the library panics on a text with another."""
+    """Raise ValueError unless every byte is a token: the library panics on a text with a missing
+    one."""
     if missing := 256 - len({token for token in tokens if len(token) == 1}):
-        raise ValueError(f"{missing} of the 256 bytes are no tokens")
+        raise ValueError(f"{missing} of the 256 bytes are not tokens")
 
 
 def _from_base64(text: str | bytes) -> bytes:
@@ -1077,19 +1081,19 @@ def _from_base64(text: str | bytes) -> bytes:
     except ValueError:
         found = b""
     if not found:
-        raise ValueError(f"{text[:40]!r} is no token in base64")
+        raise ValueError(f"{text[:40]!r} is not a base64 token")
     return found
 
 
 def _distinct(tokens: list[bytes]) -> list[bytes]:
-    """Return tokens that differ from each other. Raises ValueError."""
+    """Return the tokens after checking that they are distinct. Raises ValueError."""
     if len(set(tokens)) < len(tokens):
         raise ValueError("a token has two ranks")
     return tokens
 
 
 def _cut(text: str) -> list[str]:
-    """Cut a text into parts that have no run longer than the library takes."""
+    """Split a text so that no run is longer than the library supports."""
     cuts = [0]
     for run in re.finditer(r"\S+|\s+", text):
         cuts += range(run.start() + _LONGEST_RUN, run.end(), _LONGEST_RUN)

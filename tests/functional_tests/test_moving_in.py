@@ -135,4 +135,4 @@ def test_a_tiktoken_vocabulary_goes_from_text_to_continuations(
     assert found["prompt_ids"] == [12 + TOKENS.index(b"the")]
     vocabulary.write_text("[]")
     assert generate([*f"--load {saved} {words}".split(), wanted], {}) == 2
-    assert "vocab.json is no vocabulary of tiktoken" in capsys.readouterr().err
+    assert "vocab.json is not a tiktoken vocabulary" in capsys.readouterr().err

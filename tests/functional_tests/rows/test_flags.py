@@ -237,7 +237,7 @@ def test_run_output_contains_no_secrets_from_environment(prefix, tmp_path, capfd
     out, err = capfd.readouterr()
     assert "lm loss" in out
     assert "looks like a secret" in err
-    assert "holds a user and a password" in err
+    assert "contains a user and a password" in err
     texts = {"stdout": out.encode(), "stderr": err.encode()}
     texts.update({str(file): file.read_bytes() for file in wrote.rglob("*") if file.is_file()})
     assert len(texts) >= 6, "a manifest, shards, metrics and TensorBoard's file"

@@ -129,17 +129,17 @@ def test_switches_lists_and_equals():
         (
             "--seed 1 --bf16 --seed=2",
             {"seed": 2, "bf16": True},
-            ["--seed 2 wins over --seed 1, which stands before it"],
+            ["--seed 2 overrides --seed 1, which precedes it"],
         ),
         (
             "--bf16 --no-bf16",
             {"bf16": False},
-            ["--no-bf16 wins over --bf16, which stands before it"],
+            ["--no-bf16 overrides --bf16, which precedes it"],
         ),
         (
             "--data-path a b --data_path a",
             {"data-path": ("a",)},
-            ["--data-path a wins over --data-path a b, which stands before it"],
+            ["--data-path a overrides --data-path a b, which precedes it"],
         ),
         ("--seed 1 --seed=1 --bf16 --bf16", {"seed": 1, "bf16": True}, []),
     ],
@@ -181,7 +181,7 @@ def test_flag_that_overrides_the_file_is_logged(tmp_path, capsys):
     (tmp_path / "run.yaml").write_text("seed: 5\nlr: 1e-3\nbf16: true\n")
     config = parse(f"{ARGUMENTS} --config {tmp_path / 'run.yaml'} --seed 6")
     assert (config.training.seed, config.training.bf16) == (6, True)
-    assert capsys.readouterr().err == f"p: --seed wins over seed in {tmp_path / 'run.yaml'}\n"
+    assert capsys.readouterr().err == f"p: --seed overrides seed in {tmp_path / 'run.yaml'}\n"
 
 
 @pytest.mark.parametrize(

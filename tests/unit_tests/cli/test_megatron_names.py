@@ -134,7 +134,7 @@ def test_megatron_values_are_accepted_and_printed_by_local_name():
             ).config
             assert vars(vars(got)[str(KNOWN[name].section)])[KNOWN[name].field] == ours
     assert our_value("tokenizer-type", "hf") == "hf"
-    with pytest.raises(ValueError, match=r"use one of .*: save it as a tokenizer.json and take hf"):
+    with pytest.raises(ValueError, match=r"use one of .*: save it as a tokenizer.json and use hf"):
         small_config("--tokenizer-type BertWordPieceCase")
 
 

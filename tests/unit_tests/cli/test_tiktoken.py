@@ -130,7 +130,7 @@ def test_a_byte_among_the_ranks_left_out_is_refused(tmp_path):
     kept = 10 + len(TOKENS)
     whole = build_tokenizer("tiktoken", model=path, vocab_size=kept, tiktoken=options)
     assert whole.detokenize(whole.tokenize("\U0010ffff")) == "\U0010ffff"
-    with pytest.raises(ValueError, match="1 of the 256 bytes are no tokens: raise --vocab-size"):
+    with pytest.raises(ValueError, match="1 of the 256 bytes are not tokens: raise --vocab-size"):
         build_tokenizer("tiktoken", model=path, vocab_size=kept - 1, tiktoken=options)
 
 
@@ -178,21 +178,21 @@ def spoil(path: Path, **fields: object) -> None:
     [
         (b"", "256 of the 256 bytes"),
         (b"AA== 0\n", "255 of the 256 bytes"),
-        (b"AA== 0 1\n", "no line of a token"),
-        (b"AA== -1\n", "no line of a token"),
-        (b"AA== 99999999999999999999\n", "no line of a token"),
-        (b"A?== 0\n", "no token in base64"),
+        (b"AA== 0 1\n", "not a base64 token"),
+        (b"AA== -1\n", "not a base64 token"),
+        (b"AA== 99999999999999999999\n", "not a base64 token"),
+        (b"A?== 0\n", "not a base64 token"),
         (b"AA== 0\nAQ== 2\n", "are not 0 to 1"),
         (b"AA== 0\nAQ== 0\n", "are not 0 to 1"),
         (b"AA== 0\nAA== 1\n", "two ranks"),
-        (b"[", "is no vocabulary of tiktoken"),
+        (b"[", "is not a tiktoken vocabulary"),
         (b"[1]", "entry 0 needs rank 0"),
-        (b"[" * 100_000, "is no vocabulary of tiktoken"),
+        (b"[" * 100_000, "is not a tiktoken vocabulary"),
         (b'[{"rank": 0}]', "entry 0 needs rank 0"),
         (b'[{"rank": 1, "token_bytes": "AA=="}]', "entry 0 needs rank 0"),
-        (b'[{"rank": 0, "token_bytes": "!"}]', "no token in base64"),
-        (b'[{"rank": 0, "token_bytes": "\xc3\xa9"}]', "no token in base64"),
-        (b"\x00\xff" * 50, "no line of a token"),
+        (b'[{"rank": 0, "token_bytes": "!"}]', "not a base64 token"),
+        (b'[{"rank": 0, "token_bytes": "\xc3\xa9"}]', "not a base64 token"),
+        (b"\x00\xff" * 50, "not a base64 token"),
     ],
 )
 def test_files_that_are_none_are_refused_in_one_line(content, message, tmp_path):

@@ -276,7 +276,7 @@ def test_sentencepiece_files_that_are_none(pieces, tmp_path):
     (tmp_path / "x.model").write_bytes(b"no model")
     (tmp_path / "empty.model").write_bytes(b"")
     for name in ("x.model", "empty.model"):
-        with pytest.raises(ValueError, match=rf"{name} is no SentencePiece model"):
+        with pytest.raises(ValueError, match=rf"{name} is not a SentencePiece model"):
             SentencePieceTokenizer(tmp_path / name)
     with pytest.raises(ValueError, match=r"none\.model: No such file"):
         SentencePieceTokenizer(tmp_path / "none.model")

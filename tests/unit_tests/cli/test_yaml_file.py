@@ -102,7 +102,7 @@ def test_variable_is_expanded_and_plain_text_is_unchanged(tmp_path):
         ("seed: 1\nsave: ${ABSENT}/x", r"run.yaml:2: save: the environment variable ABSENT is not"),
         ("save: ${WANDB_API_KEY}", r"run.yaml:1: save: \$\{WANDB_API_KEY\} looks like a secret"),
         ("seed: ${WORD}", r"run.yaml:1: seed is 'word': expected an integer"),
-        ("save: https://me:${WORD}@host", r"run.yaml:1: save holds a user and a password"),
+        ("save: https://me:${WORD}@host", r"run.yaml:1: save contains a user and a password"),
     ],
 )
 def test_variables_that_are_absent_secret_or_wrong(tmp_path, text, message):

@@ -356,7 +356,7 @@ def test_values_that_are_no_sizes(wrong: str):
 
 def test_values_of_megatron_that_are_not_here_are_answered():
     for words, reason in (
-        ("--moe-token-dispatcher-type flex", "travel by all-gather or all-to-all"),
+        ("--moe-token-dispatcher-type flex", "by torch's all-gather or all-to-all"),
         ("--moe-router-load-balancing-type sinkhorn", "a loss or a bias balances the load"),
     ):
         with pytest.raises(ValueError, match=reason):

@@ -393,7 +393,7 @@ DEEPSEEK_V3 = Architecture(
         }
     ),
 )
-#: DeepSeek-V3 under another model_type, which transformers does not know.
+#: DeepSeek-V3 under another model_type, which transformers does not support.
 KIMI_K2 = dataclasses.replace(DEEPSEEK_V3, model_type="kimi_k2")
 ARCHITECTURES: Mapping[str, Architecture] = MappingProxyType(
     {

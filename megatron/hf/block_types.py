@@ -103,13 +103,13 @@ def first_experts(config: GPTConfig, _: GPTConfig) -> int:
 
 
 def _check_size(fields: Fields, layers: int, name: str) -> None:
-    """Refuse too many layers, given by the field `name`, or too many heads or experts in all."""
+    """Reject too many layers, given by the field `name`, or too many heads or experts in total."""
     if layers > MAX_LAYERS:
         fields.refuse(name, f"more than {MAX_LAYERS}")
     for count in _COUNTS:
         if fields.find(count) is not None and fields.count(count) * layers > MAX_HEADS_OR_EXPERTS:
             fields.refuse(
-                count, f"with {layers} layers that is more than {MAX_HEADS_OR_EXPERTS} in all"
+                count, f"with {layers} layers that is more than {MAX_HEADS_OR_EXPERTS} in total"
             )
 
 

@@ -2,7 +2,7 @@
 """Translate config.json to `GPTConfig` and back, with every field that affects the function.
 
 A field that could change the function and is not supported is an error. A config.json that is
-written is read again and compared with the model before it is returned.
+written is parsed again and compared with the model before it is returned.
 """
 
 from __future__ import annotations
@@ -123,7 +123,7 @@ def _kind(fields: Fields) -> Architecture:
 
 
 def _check_neutral(fields: Fields, kind: Architecture) -> None:
-    """Refuse fields that would change the function and are not supported."""
+    """Reject unsupported fields that would change the function."""
     raw = fields.raw
     if kind is NEMOTRON_H:
         fields.must_be("mlp_hidden_act", "relu2")
@@ -135,7 +135,7 @@ def _check_neutral(fields: Fields, kind: Architecture) -> None:
     if "attention_bias" not in kind.fields and fields.flag("attention_bias", False):
         fields.refuse("attention_bias", f"with {kind.class_name} it is not supported")
     for name, value in raw.items():
-        # Fields of other mixtures of experts, and scales.
+        # Fields of other mixture-of-experts models, and scale factors.
         foreign = name not in kind.fields and _FOREIGN.search(name)
         if foreign and value not in (None, False, 0, 1, [], {}):
             fields.refuse(name, "this changes the model and is not supported")
@@ -376,7 +376,7 @@ def _flags_of_other(reread: HuggingFaceModel, config: GPTConfig, flags_of: Flags
     hf_flags, mcore_flags = (flags_of(function_of(model)) for model in (reread.config, config))
     flags = []
     for name in dict.fromkeys([*hf_flags, *mcore_flags]):
-        if name == "max-position-embeddings":  # is left out with --position-embedding-type
+        if name == "max-position-embeddings":  # depends on --position-embedding-type
             continue
         value = hf_flags.get(name)
         if value == mcore_flags.get(name):

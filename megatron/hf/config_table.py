@@ -310,10 +310,10 @@ def _dt_limits(fields: ModelFields, name: str) -> tuple[float, float]:
     ends = value if isinstance(value, list | tuple) else []
     ends = [math.inf if end == {"__float__": "Infinity"} else end for end in ends]
     if len(ends) != 2 or any(type(end) not in (int, float) for end in ends):
-        fields.refuse(name, "expected the least and the most dt")
+        fields.refuse(name, "expected the smallest and the largest dt")
     minimum, maximum = map(float, ends)
     if not 0.0 <= minimum < maximum:
-        fields.refuse(name, "expected 0 <= least < most")
+        fields.refuse(name, "expected 0 <= smallest < largest")
     return minimum, maximum
 
 

@@ -98,7 +98,7 @@ def compare_logits(
     if not difference.max_difference <= TOLERANCE * difference.max_logit:
         raise ValueError(
             f"the logits of {checkpoint} and of {folder} in transformers differ by up to "
-            f"{difference}: allowed is {TOLERANCE:g} of that: do not use one for the other"
+            f"{difference}: the limit is {TOLERANCE:g} of that: do not use one for the other"
         )
     return difference
 
@@ -116,7 +116,7 @@ def _load_with_transformers(folder: Path) -> torch.nn.Module:
 
     fields = read_object(folder / CONFIG, follow_links=True)
     if fields.get("model_type") == KIMI_K2.model_type:
-        # transformers knows this class as deepseek_v3 only.
+        # transformers supports this class as deepseek_v3 only.
         renamed = {**fields, "model_type": DEEPSEEK_V3.model_type}
         hf_config = transformers.DeepseekV3Config.from_dict(renamed)
     else:
@@ -145,17 +145,17 @@ class ImportConfig:
     """Options of `import`: Hugging Face folder to checkpoint."""
 
     hf: str
-    """Folder with config.json and safetensors of a model of a known architecture."""
+    """Folder with config.json and safetensors of a supported architecture."""
     save: str
-    """Folder of checkpoints to write iter_0000000 into."""
+    """Folder of checkpoints in which to write iter_0000000."""
     dtype: DtypeName | None = None
-    """Convert the weights; None = keep their dtype."""
+    """Dtype to convert weights to; None = keep their dtype."""
     verify: bool = False
     """Compare logits with transformers afterwards; takes both models' memory."""
     follow_links: bool = False
-    """Follow links that lead out of the folder."""
+    """Follow symbolic links that leave the folder."""
     ignore_auto_map: bool = False
-    """Import a model with auto_map; its own code is never run."""
+    """Import a model with auto_map; its custom code is never run."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -170,7 +170,7 @@ class ExportConfig:
     """Folder whose config.json and tokenizer files are copied; None = the folder that the model
     was imported from."""
     dtype: DtypeName | None = None
-    """Convert the weights; None = keep their dtype."""
+    """Dtype to convert weights to; None = keep their dtype."""
     max_shard_size: str = "5GB"
     """Maximum size of a weight file: bytes, or a number with KB, MB or GB (powers of 1000)."""
     verify: bool = False
@@ -272,7 +272,7 @@ def run(argv: Sequence[str]) -> None:
             f"Options: {PROG} import --help, {PROG} export --help\n"
         )
     else:
-        raise ValueError(f"{command or 'nothing'!r} is no command: use import or export")
+        raise ValueError(f"{command or 'nothing'!r} is not a command: use import or export")
 
 
 def _parse(schema: type[T], argv: Sequence[str], command: str, description: str) -> T:

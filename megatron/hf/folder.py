@@ -59,7 +59,7 @@ class HuggingFaceFolder:
     follow_links: bool = False
 
     def file(self, name: str) -> Path | None:
-        """Return the path of a file in the folder, None if absent. Raises ValueError if it lies
+        """Return the path of a file in the folder, None if absent. Raises ValueError if it is
         outside."""
         return inside(self.path, name, follow_links=self.follow_links)
 
@@ -89,7 +89,7 @@ class HuggingFaceFolder:
             for tensor, name in self.files.items():
                 if tensor not in opened[name].tensors:
                     raise ValueError(
-                        f"{self.path / name} lacks {tensor}, which the index says it holds"
+                        f"{self.path / name} lacks {tensor}, which the index assigns to it"
                     )
             yield OpenTensors(
                 {t: opened[name] for t, name in self.files.items()},
@@ -205,12 +205,12 @@ def open_folder(
         raise ValueError(f"{path}: there is no such folder; models are not downloaded")
     config_path = inside(path, CONFIG, follow_links=follow_links)
     if config_path is None:
-        raise ValueError(f"{path} holds no {CONFIG}: name the folder of a Hugging Face model")
+        raise ValueError(f"{path} contains no {CONFIG}: name the folder of a Hugging Face model")
     config = read_object(config_path, follow_links=follow_links)
     if "auto_map" in config and not ignore_auto_map:
         raise ValueError(
-            f"{config_path} has auto_map: the model wants to run code of its own, which is never "
-            "done; if its weights are those of the architecture that model_type names, import it "
+            f"{config_path} has auto_map: the model requires custom code, which is never "
+            "run; if its weights match the architecture that model_type names, import it "
             "with --ignore-auto-map"
         )
     files = _weight_map(path, follow_links)
@@ -236,7 +236,7 @@ def inside(folder: Path, name: str, *, follow_links: bool = False) -> Path | Non
     try:
         target, allowed = link_target(path)
     except OSError:
-        raise ValueError(f"{path} is a link to nothing") from None
+        raise ValueError(f"{path} is a broken link") from None
     if not follow_links and not allowed:
         raise ValueError(
             f"{path} is a link to {target}, outside the folder: copy the folder with cp -rL if you "
@@ -252,7 +252,7 @@ def read_object(path: Path, *, follow_links: bool = False) -> dict[str, Any]:
     except OSError as error:
         raise ValueError(f"cannot read {path}: {error.strerror}") from None
     if not isinstance(fields, dict):
-        raise ValueError(f"{path} holds no JSON object")
+        raise ValueError(f"{path} is not a JSON object")
     return fields
 
 
@@ -278,10 +278,10 @@ def _weight_map(path: Path, follow_links: bool) -> dict[str, str]:
         with SafetensorsFile(only_file, follow_links=follow_links) as file:
             return dict.fromkeys(file.tensors, names[0])
     if names:
-        raise ValueError(f"{path} holds {len(names)} safetensors files but no {INDEX}")
+        raise ValueError(f"{path} contains {len(names)} safetensors files but no {INDEX}")
     if pickles := sorted(p.name for kind in _PICKLES for p in path.glob(kind)):
         raise ValueError(
-            f"{path} holds weights as pickle only ({pickles[0]}), which can run code when it is "
+            f"{path} contains weights as pickle only ({pickles[0]}), which can run code when it is "
             "opened and is never read: save the model as safetensors"
         )
-    raise ValueError(f"{path} holds no safetensors")
+    raise ValueError(f"{path} contains no safetensors")

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Dequantize the quantized weights of a Hugging Face folder slice by slice while they are read.
 
-A `Quantization` finds the tensors that hold the values and the scales of a weight, and computes any
-box of the weight in fp32; its callers see plain tensors. A rank reads only its shard's elements and
-the scales of the blocks that contain them. Tensors that are not quantized, such as the modules
-in `modules_to_not_convert`, are read as they are.
+A `Quantization` finds the tensors that contain the values and the scales of a weight, and computes
+any box of the weight in fp32; callers see plain tensors. A rank reads only the elements of its
+shard and the scales of their blocks. Tensors that are not quantized, such as the modules in
+`modules_to_not_convert`, are read without change.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ class Quantization(ABC):
     @property
     @abstractmethod
     def form(self) -> str:
-        """What is quantized and in which way, for a line about it."""
+        """What is quantized and how, for the log."""
 
     @abstractmethod
     def find(
@@ -151,7 +151,7 @@ class BlockFP8(Quantization):
 
     @property
     def form(self) -> str:
-        """What is quantized and in which way, for a line about it."""
+        """What is quantized and how, for the log."""
         return f"FP8 matrices with a scale for each block of {self.block[0]} x {self.block[1]}"
 
     def find(
@@ -163,7 +163,7 @@ class BlockFP8(Quantization):
         for name, tensor in tensors.items():
             base = name.removesuffix(self.scales)
             if base != name and (base not in tensors or tensors[base].dtype != _FP8):
-                problems.append(f"{name} has no FP8 tensor that it scales")
+                problems.append(f"{name} has no FP8 tensor to scale")
             if tensor.dtype != _FP8:
                 continue
             scales = tensors.get(name + self.scales)
@@ -179,11 +179,12 @@ class BlockFP8(Quantization):
     def _misfits(self, name: str, tensor: TensorInfo, scales: TensorInfo) -> list[str]:
         expected_shape = tuple(-(-n // b) for n, b in zip(tensor.shape, self.block, strict=False))
         if len(tensor.shape) != 2:
-            return [f"{name} is {list(tensor.shape)}: blocks of two dimensions are of a matrix"]
+            return [f"{name} is {list(tensor.shape)}: blocks of two dimensions need a matrix"]
         if scales.shape != expected_shape:
             return [
-                f"{name}{self.scales} is {list(scales.shape)}, blocks of {list(self.block)} make "
-                f"it {list(expected_shape)}"
+                f"{name}{self.scales} is {list(scales.shape)}, blocks of {list(self.block)} "
+                "require "
+                f"{list(expected_shape)}"
             ]
         if scales.dtype not in ("F32", "BF16"):
             return [f"{name}{self.scales} has dtype {scales.dtype}: supported are F32, BF16"]
@@ -234,7 +235,7 @@ class MXFP4(Quantization):
 
     @property
     def form(self) -> str:
-        """What is quantized and in which way, for a line about it."""
+        """What is quantized and how, for the log."""
         return f"MXFP4 tensors with a scale for each {GROUP} elements of a row"
 
     def find(
@@ -246,7 +247,7 @@ class MXFP4(Quantization):
         for name, tensor in tensors.items():
             base = name.removesuffix(self.scales)
             if base != name and base + self.values not in tensors:
-                problems.append(f"{name} has no {base}{self.values} that it scales")
+                problems.append(f"{name} has no {base}{self.values} to scale")
             base = name.removesuffix(self.values)
             if base == name:
                 continue
@@ -255,7 +256,7 @@ class MXFP4(Quantization):
                 problems.append(f"{name} is MXFP4 and {base}{self.scales} is missing")
                 continue
             if base in tensors:
-                problems.append(f"{base} and {name} are the same weight: leave one of them out")
+                problems.append(f"{base} and {name} are the same weight: remove one of them")
             problems += self._misfits(base, tensor, scales)
             shape = (*tensor.shape[:-2], GROUP * tensor.shape[-2]) if tensor.shape[1:] else ()
             weights[base] = QuantizedTensor(
@@ -276,7 +277,7 @@ class MXFP4(Quantization):
         ]
         if scales.shape != tensor.shape[:-1]:
             problems.append(
-                f"{base}{self.scales} is {list(scales.shape)}, {base}{self.values} makes it "
+                f"{base}{self.scales} is {list(scales.shape)}, {base}{self.values} requires "
                 f"{list(tensor.shape[:-1])}"
             )
         return problems
@@ -335,7 +336,7 @@ def quantization_of(config: Mapping[str, Any], *, where: str) -> Quantization | 
 
 
 def _check_known(fields: Fields, *names: str) -> None:
-    """Refuse unknown fields, which could change the weights, and malformed lists of modules."""
+    """Reject unknown fields, which could change the weights, and malformed lists of modules."""
     modules = ("modules_to_not_convert", "ignored_layers")
     for name in modules:
         listed = fields.raw.get(name) or []

@@ -40,7 +40,7 @@ def check_tensors(
     """
     if model.config.num_layers > len(opened):
         raise ValueError(
-            f"{folder.path} does not hold the weights of its config.json: that has "
+            f"{folder.path} does not contain the weights of its config.json: that has "
             f"{model.config.num_layers} layers, the files {len(opened)} tensors"
         )
     max_tensors = len(opened) + MAX_MISSING
@@ -48,15 +48,15 @@ def check_tensors(
         mapped = tensor_map(model.kind, model.config, names=opened, max_tensors=max_tensors)
     except ValueError as error:
         raise ValueError(
-            f"{folder.path} does not hold the weights of its config.json: {error}; the files hold "
-            f"{len(opened)} tensors"
+            f"{folder.path} does not contain the weights of its config.json: {error}; the files "
+            f"contain {len(opened)} tensors"
         ) from None
     problems = _problems(mapped, opened, model)
     named = list(islice(problems, MAX_PROBLEMS))
     if named:
         num_others = sum(1 for _ in problems)
         raise ValueError(
-            f"{folder.path} does not hold the weights of its config.json: "
+            f"{folder.path} does not contain the weights of its config.json: "
             f"{'; '.join(named)}{f'; and {num_others} more' if num_others else ''}"
         )
     return mapped
@@ -71,13 +71,13 @@ def _problems(mapped: TensorMap, opened: OpenTensors, model: HuggingFaceModel) -
             continue
         tensor_info = opened.find(name)
         if tensor_info.shape != tensor.shape:
-            yield f"{name} is {list(tensor_info.shape)}, config.json makes it {list(tensor.shape)}"
+            yield f"{name} is {list(tensor_info.shape)}, config.json requires {list(tensor.shape)}"
         if tensor_info.dtype not in _FLOATS:
             yield f"{name} has dtype {tensor_info.dtype}: supported are {', '.join(_FLOATS)}"
     for name in opened:
         skipped_prefix = _DERIVED.fullmatch(name) or _is_left_out(name, model)
         if name not in mapped.hf_tensors and not skipped_prefix:
-            yield f"{name} has no place in the model"
+            yield f"{name} does not belong to the model"
 
 
 def check_copies(

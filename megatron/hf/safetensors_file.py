@@ -154,19 +154,19 @@ class SafetensorsFile:
     def _header(self, file_bytes: int) -> dict[str, TensorInfo]:
         """Read and check the header. Raises ValueError."""
         if file_bytes < LENGTH_BYTES:
-            self._refuse(f"it has {file_bytes} bytes, less than a header's length takes")
+            self._refuse(f"it has {file_bytes} bytes, too few for a header's length")
         length_bytes = bytearray(LENGTH_BYTES)
         self.read_bytes(memoryview(length_bytes), 0, name="the header")
         start = decode_length(bytes(length_bytes))
         if start > file_bytes:
             self._refuse(
                 f"it announces a header of {start - LENGTH_BYTES} bytes but has {file_bytes}: it "
-                "was cut short, or is no safetensors file"
+                "was truncated, or is not a safetensors file"
             )
         if start - LENGTH_BYTES > MAX_HEADER_BYTES:
             self._refuse(
-                f"its header of {start - LENGTH_BYTES} bytes is longer than the "
-                f"{MAX_HEADER_BYTES} that are read"
+                f"its header of {start - LENGTH_BYTES} bytes is longer than the limit of "
+                f"{MAX_HEADER_BYTES}"
             )
         text = bytearray(start - LENGTH_BYTES)
         self.read_bytes(memoryview(text), LENGTH_BYTES, name="the header")
@@ -176,9 +176,9 @@ class SafetensorsFile:
             table = json.loads(text.decode("utf-8"), object_pairs_hook=_entry_or_object)
             check_depth(table, max_depth=MAX_JSON_DEPTH)
         except (ValueError, RecursionError) as error:
-            self._refuse(f"its header is no JSON object of distinct names: {error}")
+            self._refuse(f"its header is not a JSON object of distinct names: {error}")
         if not isinstance(table, dict):
-            self._refuse("its header is no JSON object")
+            self._refuse("its header is not a JSON object")
         table.pop("__metadata__", None)
         tensors = {name: self._entry(name, entry, start) for name, entry in table.items()}
         self._check_cover(tensors, start, file_bytes)
@@ -212,7 +212,7 @@ class SafetensorsFile:
             position, previous = tensor.end, name
         if position != end:
             self._refuse(
-                f"its tensors end at byte {_short(position)}, the file at {end}: it was cut short "
+                f"its tensors end at byte {_short(position)}, the file at {end}: it was truncated "
                 "or has grown"
             )
 
@@ -229,10 +229,10 @@ class _Entry(NamedTuple):
 
 
 def _entry_or_object(pairs: Sequence[tuple[str, Any]]) -> _Entry | dict[str, Any]:
-    """Return a JSON object, as an `_Entry` if it has its keys. Refuse duplicate names."""
+    """Return a JSON object, as an `_Entry` if it has its keys. Rejects duplicate names."""
     entry = dict(pairs)
     if len(entry) != len(pairs):
-        raise ValueError("a name comes twice")
+        raise ValueError("a name occurs twice")
     if entry.keys() == _ENTRY_KEYS and isinstance(entry["dtype"], str):
         shape, offsets = entry["shape"], entry["data_offsets"]
         return _Entry(

@@ -126,7 +126,7 @@ class TensorMap:
         count = len(self.hf_tensors) - len(self.copies)
         full = self._max_tensors is not None and count >= self._max_tensors
         if full and hf_tensor[0] not in self.hf_tensors:
-            raise ValueError(f"that has more than {count} tensors")
+            raise ValueError(f"config.json describes more than {count} tensors")
         for side, (name, shape) in (
             (self.hf_tensors, hf_tensor),
             (self.mcore_tensors, mcore_tensor),
@@ -143,8 +143,8 @@ class TensorMap:
         self._num_slices += 1
         if self._num_slices > MAX_SLICES:
             raise ValueError(
-                f"that divides its tensors into more than {MAX_SLICES} slices, such as experts or "
-                "groups of attention heads"
+                f"config.json divides its tensors into more than {MAX_SLICES} slices, such as "
+                "experts or groups of attention heads"
             )
         self.hf_tensors[tensor_slice.hf_name].slices.append(tensor_slice)
         self.mcore_tensors[tensor_slice.mcore_name].slices.append(tensor_slice)

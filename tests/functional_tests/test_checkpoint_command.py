@@ -140,7 +140,7 @@ def test_list_tells_whole_from_damaged_and_what_a_run_would_load(tmp_path, capsy
     assert "a run would load: iter_0000005" in out
     assert "  WARNING: falling back to" in out
     assert "temporary: iter_0000020.tmp-0123456789abcdef" in out
-    assert "put aside: iter_0000015.damaged-01234567" in out
+    assert "renamed: iter_0000015.damaged-01234567" in out
     assert "FOREIGN: of torch.distributed.checkpoint, see convert" in out
 
 
@@ -350,11 +350,11 @@ def test_compare_equates_nans_and_infs_but_not_signed_zeros(tmp_path, capsys):
         ("list", "missing --root"),
         ("inspect {empty}", "contains no checkpoint: name another folder"),
         ("inspect {root} --tensors nothing*", "has no tensor with such a name"),
-        ("verify {empty}", "holds no checkpoint"),
+        ("verify {empty}", "contains no checkpoint"),
         ("compare {root}", "missing --second"),
         ("compare {root} {root} --tolerance -1", "--tolerance is -1.0"),
         ("remove {root}", "'remove' is not a command: use list, inspect, verify, compare"),
-        ("", "'nothing' is no command"),
+        ("", "'nothing' is not a command"),
     ],
 )
 def test_what_cannot_be_carried_out_is_one_line(tmp_path, capsys, words, text):
@@ -537,7 +537,7 @@ def test_compare_takes_the_rounding_of_a_zero_gradient_as_zero(tmp_path, capsys)
     _, _, excused = out.partition(title)
     names = [line.split(":")[0].strip() for line in excused.splitlines()[:3]]
     assert names == ["key.bias", "optimizer.exp_avg/key.bias", "optimizer.exp_avg_sq/key.bias"]
-    assert "equal: 3 of 6 common tensors are equal within 1e-06, 3 hold rounding" in out
+    assert "equal: 3 of 6 common tensors are equal within 1e-06, 3 contain rounding" in out
     assert command(capsys, f"compare {paths}")[0] == 1, "bits differ"
     assert command(capsys, f"compare {paths} --tolerance 1e-10")[0] == 1, "above that share"
 

@@ -119,7 +119,7 @@ def test_a_pretrained_model_is_fine_tuned(talks, tmp_path, capsys):
     before = f"{COMMON} --save {tmp_path}/base --train-iters 4"
     assert run_here(flags(talks, before)) == ExitCode.USER_ERROR
     said = capsys.readouterr().err
-    assert f"{talks} has conversations" in said
+    assert f"{talks} contains conversations" in said
     assert "--sft" in said
     assert "--allow-chat-as-text" in said
     assert not (tmp_path / "base").exists()

@@ -114,7 +114,7 @@ def test_a_torch_dist_folder_becomes_the_model_that_it_is_of(modern, tmp_path, c
     assert (code, err) == (0, "")
     assert "left out 1 tensors, of an optimizer or derived: optimizer.state.exp_avg." in out
     assert "left out 2 items that are not tensors" in out
-    assert f"treated the last {PADDING} rows of embedding.word_embeddings.weight for padding" in out
+    assert f"treated the last {PADDING} rows of embedding.word_embeddings.weight as padding" in out
     verify_checkpoint(tmp_path / "out" / "iter_0000000")
     ours, found = (
         stored(modern / "native" / "iter_0000007"),

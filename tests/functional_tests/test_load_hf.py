@@ -168,7 +168,7 @@ def test_a_model_trained_here_opens_in_transformers(tmp_path: Path) -> None:
     assert json.loads((out / "generation_config.json").read_text())["eos_token_id"] == tokenizer.eod
     run(pretrain_gpt.main, f"{RUN} --lr 1e-2 --load-hf {out} --save {tmp_path / 'b'}")
     text = run(convert, f"export --load {saved} --save {out}", code=2)
-    assert "is there already" in text
+    assert "exists: name another" in text
     plain = shape.replace("--swiglu ", "")
     run(pretrain_gpt.main, f"{RUN} --lr 1e-2 {plain} --save {tmp_path / 'plain'}")
     text = run(convert, f"export --load {tmp_path / 'plain'} --save {tmp_path / 'no'}", code=2)

@@ -114,7 +114,7 @@ def odd_properties(state: object) -> Callable[[Path], None]:
 
 
 DCP_FOLDERS = {
-    "list of members": (claim_members, ("no sound archive",)),
+    "list of members": (claim_members, ("not a valid archive",)),
     "dimensions": (many_dimensions, (FILE, "a[0:4] is refused")),
     "shared bytes": (shared_archive, (FILE, "its tensors take")),
     "dicts": (one_instruction(b"}"), (".metadata", "8388611 bytes")),

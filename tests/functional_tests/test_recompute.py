@@ -52,7 +52,7 @@ def test_a_run_recomputes_and_learns_the_same(tmp_path: Path):
         (f"{FULL} --recompute-method block", "full needs --recompute-num-layers: give it"),
         (
             f"{FULL} --recompute-method block --recompute-num-layers 3",
-            "--recompute-num-layers 3 is above the 2 layers there are: lower it",
+            "--recompute-num-layers 3 is above the model's 2 layers: lower it",
         ),
         (
             "--recompute-granularity selective --recompute-num-layers 1",

@@ -158,7 +158,7 @@ def test_what_cannot_have_experts_is_refused_in_one_line(tmp_path, capsys):
         f"--load {tmp_path / 'out'} {out}2": "has experts already: name a dense model",
         f"--load {tmp_path / 'none'} {out}2": "there is no checkpoint: name another folder",
         f"--load {tmp_path / 'dense'} {out}2 --moe-layer-freq 0,0,0": "no layer gets experts",
-        f"--load {tmp_path / 'dense'} {out}2 --moe-layer-freq 0,1": "is of 2 layers",
+        f"--load {tmp_path / 'dense'} {out}2 --moe-layer-freq 0,1": "has 2 layers",
         f"--load {tmp_path / 'dense'} {out}2 --moe-router-topk 1": "use 2 … 4",
         f"--load {tmp_path / 'dense'} {out}2 --moe-router-topk 5": "use 2 … 4",
     }

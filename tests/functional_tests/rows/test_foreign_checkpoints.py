@@ -104,7 +104,7 @@ def test_a_foreign_folder_is_read_on_request_only(folder, capsys):
         f"compare {folder} {folder}",
     ):
         assert checkpoint.main(words.split(), {}) == 2
-        assert "holds no checkpoint" in capsys.readouterr().err
+        assert "contains no checkpoint" in capsys.readouterr().err
     assert checkpoint.main(["list", str(folder)], {}) == 0
     assert not Path("canary").exists()
 
@@ -173,10 +173,10 @@ def name_another_order(folder: Path) -> None:
 @pytest.mark.parametrize(
     ("spoil", "text"),
     [
-        (lead_elsewhere, "lies in '../x_0.distc', not in a plain file name"),
+        (lead_elsewhere, "is stored in '../x_0.distc', not in a plain file name"),
         (link, "__0_0.distcp"),
         (lie_about_the_shape, "a.weight[0:255, 0:255] of 260100 bytes does not fit in bytes"),
-        (lie_about_the_dtype, "it holds F32 [4, 6], .metadata says F64 [4, 6]"),
+        (lie_about_the_dtype, "it contains F32 [4, 6], .metadata says F64 [4, 6]"),
         (cut_short, "it was truncated"),
         (call_it_packed, "it is not a valid archive of torch.save"),
         (lambda folder: (folder / "__0_0.distcp").unlink(), "No such file or directory"),

@@ -212,7 +212,7 @@ def test_a_folder_of_another_model_is_refused(good: Path, tmp_path: Path) -> Non
     assert "model.layers.1.input_layernorm.weight has no place" in changed(
         "more", config={"num_hidden_layers": 1}
     )
-    assert "model.embed_tokens.weight is [263, 48], config.json makes it [264, 48]" in changed(
+    assert "model.embed_tokens.weight is [263, 48], config.json requires [264, 48]" in changed(
         "shape", config={"vocab_size": 264}
     )
     weight_map = json.loads((good / INDEX).read_text())["weight_map"]

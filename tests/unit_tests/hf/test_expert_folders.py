@@ -181,8 +181,8 @@ def test_what_does_not_fit_config_json_is_named(tmp_path: Path) -> None:
     rewritten(folder, damage)
     text = convert("import", "--hf", folder, "--save", tmp_path / "a", code=2)
     assert f"{gone} is missing" in text
-    assert "model.layers.2.mlp.gate.weight is [8, 48], config.json makes it [9, 48]" in text
-    assert "model.layers.1.mlp.experts.9.up_proj.weight has no place in the model" in text
+    assert "model.layers.2.mlp.gate.weight is [8, 48], config.json requires [9, 48]" in text
+    assert "model.layers.1.mlp.experts.9.up_proj.weight does not belong to the model" in text
     assert text.count("\n") == 1
 
 

@@ -204,7 +204,7 @@ BLOCKS, SCALES = f"{EXPERTS}_blocks", f"{EXPERTS}_scales"
         (lambda t: t.update({EXPERTS: torch.zeros(6, 64, 96)}), "are the same weight"),
         (
             lambda t: t.update({name: t[name][:, :, 1:].clone() for name in (BLOCKS, SCALES)}),
-            f"{EXPERTS} is [6, 64, 64], config.json makes it [6, 64, 96]",
+            f"{EXPERTS} is [6, 64, 64], config.json requires [6, 64, 96]",
         ),
         (lambda t: t[SCALES][2, 3].fill_(255), f"{BLOCKS} times {SCALES} is not finite"),
     ],

@@ -45,7 +45,7 @@ def test_stalled_writer_blocks_nobody_and_is_reported_once():
     assert writer.dropped >= 2000 - 6
     writer.close()
     assert len(warnings) == 2
-    assert "server does not keep up: 5 events wait" in warnings[0]
+    assert "server does not keep up: 5 events are queued" in warnings[0]
     assert "server has not written everything within 0.2 s" in warnings[1]
     gate.set()  # lets the thread end
 

@@ -192,7 +192,7 @@ def test_templates_that_are_none(tmp_path):
         read_chat_template("chatlm")
     with pytest.raises(ValueError, match="has no chat template: give --chat-template"):
         read_chat_template(None, tokenizer_model=tmp_path)
-    with pytest.raises(ValueError, match="is no Jinja template"):
+    with pytest.raises(ValueError, match="is not a Jinja template"):
         ChatTemplate("{% for %}").check()
     with pytest.raises(ValueError, match="'random'"):
         ChatTemplate("{{ messages | random }}").check()

@@ -94,7 +94,7 @@ def lines(rank: int, world: int) -> list[str]:
         found.append(line)
     engine, optimizer = built(groups, strategy="optim")
     engine.placement = placement("no_shard")
-    with pytest.raises(ValueError, match="but optim was asked for"):
+    with pytest.raises(ValueError, match="but optim was requested"):
         data_parallel_line(engine, optimizer)
     hybrid = ProcessGroupCollection.create(RankGrid(world_size=world, instances=2), rank=rank)
     settings = {"strategy": "optim_grads_params", "outer": "optim", "overlap_param_gather": True}

@@ -54,10 +54,10 @@ def test_paths_of_each_split(tmp_path):
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("{", "paths.json:1: no JSON"),
-        ("[]", "must hold"),
-        ('{"valid": ["a"]}', "must hold"),
-        ('{"train": ["a"], "dev": ["b"]}', "must hold"),
+        ("{", "paths.json:1: not JSON"),
+        ("[]", "must contain"),
+        ('{"valid": ["a"]}', "must contain"),
+        ('{"train": ["a"], "dev": ["b"]}', "must contain"),
         ('{"train": "a"}', "train must be a list"),
         ('{"train": [["a"]]}', "train must be a list"),
         ('{"train": ["a", 1]}', "the data path of train: data path 'a 1'"),
@@ -76,11 +76,11 @@ def test_a_file_of_paths_that_is_none(tmp_path, text, message):
         ("", "no data: give --data-path, --train-data-path or --mock-data"),
         ("--data-path a --mock-data", "--data-path and --mock-data are mutually exclusive"),
         ("--train-data-path a --data-args-path b", "are mutually exclusive: keep one"),
-        ("--data-path a --valid-data-path b", "--valid-data-path goes with --train-data-path"),
+        ("--data-path a --valid-data-path b", "--valid-data-path needs --train-data-path"),
         ("--train-data-path 1 a 2", "--train-data-path '1 a 2': give PREFIX"),
         ("--data-path a --split x", "--split 'x': give up to three numbers"),
         ("--data-path a --sft --allow-chat-as-text", "--allow-chat-as-text has no effect"),
-        ("--mock-data --sft", "--mock-data makes no conversations"),
+        ("--mock-data --sft", "--mock-data has no conversations"),
         ("--data-path a --sft --reset-position-ids", "--reset-position-ids has no effect"),
         (
             "--data-path 1 x/my.jsonl --sft",

@@ -172,7 +172,9 @@ def test_chats_are_refused_without_sft(prefix, tmp_path, flag, sign):
     words = f"1 {prefix} 1 {chats}"
     shared = f"--data-path {words} --split 80,20"
     paths = shared if flag == "--data-path" else f"--train-data-path {prefix} {flag} {words}"
-    with pytest.raises(ValueError, match=f"^{chats} has conversations.*--sft.*--allow-chat-as-te"):
+    with pytest.raises(
+        ValueError, match=f"^{chats} contains conversations.*--sft.*--allow-chat-as-te"
+    ):
         build_data_sets(_run_without_data_path(f"{paths} --eval-iters 2"), VOCABULARY)
     allowed = _run_without_data_path(f"{paths} --eval-iters 2 --allow-chat-as-text")
     assert build_data_sets(allowed, VOCABULARY).train.read(np.array([0])).loss_mask.all()

@@ -125,7 +125,7 @@ def test_the_log_says_where_experts_are_and_what_a_token_uses():
     assert line is not None
     assert "a token goes to 3 and a shared one by sigmoid, weights as they are; expert" in line
     assert "expert parallel 2, expert tensor parallel 2, expert" in line
-    assert "expert data parallel 2; tokens by alltoall: requested; rows of a rank, there" in line
+    assert "expert data parallel 2; tokens by alltoall: requested; rows per rank, dispatch" in line
     assert "allgather 120, alltoall 180; a token" in line
     line = expert_line(*_of(EXPERTS, 2))
     assert line is not None

@@ -61,7 +61,7 @@ def test_a_foreign_checkpoint_is_named_with_what_reads_it(
     checkpoint.main(["list", str(tmp_path)], {})
     out = capsys.readouterr().out
     assert f"a run would load: none, and stop: {text}" in out
-    assert "start anew" not in out
+    assert "start from scratch" not in out
 
 
 def test_a_run_stops_before_it_starts_anew(tmp_path, capfd):

@@ -44,7 +44,7 @@ def test_a_run_says_when_scales_of_earlier_steps_change():
     words = f"{TE} --fp8-format hybrid --fp8-recipe"
     line = delayed_scaling_line(small_config(f"{words} delayed --fp8-amax-history-len 16"))
     assert line is not None
-    assert "once a step" in line
+    assert "once per step" in line
     assert "16 steps" in line
     assert delayed_scaling_line(small_config(f"{words} tensorwise")) is None
 

@@ -58,7 +58,7 @@ def _refused(rank, world, capability):
     ):
         for recipe, words in RECIPES.items():
             problems = check(small_config(f"{sizes} {impl} {words}"), 1)
-            found[recipe] = [line for line in problems if "this GPU has no" in line]
+            found[recipe] = [line for line in problems if "this GPU does not support" in line]
     return found
 
 

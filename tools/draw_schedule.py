@@ -19,8 +19,8 @@ from typing import NamedTuple
 
 from megatron.core.pipeline_parallel import (
     COMPUTES,
+    ActionKind,
     Event,
-    Kind,
     Timeline,
     Times,
     make_schedule,
@@ -47,10 +47,10 @@ class _Paint(NamedTuple):
 
 _PAINTS = MappingProxyType(
     {
-        Kind.FORWARD: _Paint("F forward", ("#8ab8f0", "#bcd7f8")),
-        Kind.BACKWARD: _Paint("B backward", ("#7fc98f", "#b4e0bd")),
-        Kind.INPUT_GRADIENT: _Paint("I input gradient", ("#5cc4bd", "#a5dfdb")),
-        Kind.WEIGHT_GRADIENT: _Paint("W weight gradient", ("#f2b45c", "#f8d7a5")),
+        ActionKind.FORWARD: _Paint("F forward", ("#8ab8f0", "#bcd7f8")),
+        ActionKind.BACKWARD: _Paint("B backward", ("#7fc98f", "#b4e0bd")),
+        ActionKind.INPUT_GRADIENT: _Paint("I input gradient", ("#5cc4bd", "#a5dfdb")),
+        ActionKind.WEIGHT_GRADIENT: _Paint("W weight gradient", ("#f2b45c", "#f8d7a5")),
     }
 )
 

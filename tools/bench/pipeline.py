@@ -57,7 +57,7 @@ class Sleeper:
     times: Times
     chunks: int
 
-    def landing(self, microbatch: int) -> torch.Tensor:
+    def recv_buffer(self, microbatch: int) -> torch.Tensor:
         """Return room for a boundary tensor."""
         return torch.empty(64, 64)
 

@@ -11,7 +11,7 @@ from megatron.core.models.gpt import GPTConfig, GPTModel
 from megatron.core.models.layer_pattern import StageSplit
 from megatron.core.moe import MoEConfig
 from megatron.core.optimizer import Optimizer, OptimizerConfig
-from megatron.core.pipeline_parallel import Kind
+from megatron.core.pipeline_parallel import ActionKind
 from megatron.core.process_groups import ProcessGroupCollection, RankGrid
 from megatron.core.transformer import AttentionConfig, MLPConfig
 from megatron.training.step import Microbatch, PipelineForwardBackward, TrainStep, weight_traffic
@@ -152,7 +152,13 @@ def with_experts(groups: ProcessGroupCollection, strategy: str, *, early: bool =
         losses.append(step(batches(False), lr=0.3, weight_decay=0.0).loss)
     prefetched = 0 if gatherer_of(engine) is None else gatherer_of(engine).counts.prefetched
     kinds = [action.kind for action in ran]
-    return losses, kinds.count(Kind.GATHER), kinds.count(Kind.REDUCE), prefetched, engine
+    return (
+        losses,
+        kinds.count(ActionKind.GATHER),
+        kinds.count(ActionKind.REDUCE),
+        prefetched,
+        engine,
+    )
 
 
 def on_expert_lanes(rank: int, world: int):

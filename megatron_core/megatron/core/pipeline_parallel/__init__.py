@@ -1,24 +1,24 @@
 # SPDX-License-Identifier: Apache-2.0
 """Pipeline parallelism: schedules as lists of actions, their simulation, and one executor.
 
-schedule    what every rank computes, in order: 1F1B, interleaved, ZB-H1
-transfers   sends, receives, gathers and reductions added to these lists
-simulate    timing without processes, on the graph of dependences; mistakes in lists
-runtime     execution: one executor over a worker; AutogradWorker computes a model's chunks
+schedule    the computes of every rank in order: 1F1B, interleaved 1F1B, ZB-H1
+transfers   adds sends, receives, all-gathers and reductions to these lists
+simulate    timing and checks of schedules on their dependency graph, without processes
+runtime     execution of a schedule; AutogradWorker computes a model's chunks
 
-The first three are pure: torch is imported when a name of `runtime` is asked for.
+The first three are pure Python: torch is imported with the first access to a name of `runtime`.
 """
 
 from typing import TYPE_CHECKING
 
 from megatron.core.pipeline_parallel.schedule import (
-    AHEAD,
     COMPUTES,
+    FORWARD_TRANSFERS,
     RECEIVES,
     SENDS,
     TRANSFERS,
     Action,
-    Kind,
+    ActionKind,
     Schedule,
     make_schedule,
     problems,
@@ -37,17 +37,17 @@ if TYPE_CHECKING:
     from megatron.core.pipeline_parallel.runtime import AutogradWorker, Executor, Worker, program
 
 __all__ = [
-    "AHEAD",
     "COMPUTES",
+    "FORWARD_TRANSFERS",
     "RECEIVES",
     "SENDS",
     "TRANSFERS",
     "Action",
+    "ActionKind",
     "AutogradWorker",
     "DeadlockError",
     "Event",
     "Executor",
-    "Kind",
     "Schedule",
     "Timeline",
     "Times",

@@ -1,23 +1,24 @@
 # SPDX-License-Identifier: Apache-2.0
 """Pipeline schedules as data: for every rank the list of its actions, in order.
 
-`make_schedule` gives the computes alone; `transfers.py` adds the transfers between ranks, and
-`simulate.py` runs and checks lists without processes. With p stages, m microbatches and v chunks:
+`make_schedule` returns computes only; `transfers.py` adds the transfers between ranks, and
+`simulate.py` times and checks schedules without processes. With p stages, m microbatches and v
+model chunks per rank:
 
-- "1f1b": rank r computes min(p - r - 1, m) forwards, then forward and backward in turn, then the
-  remaining backwards (Narayanan et al. 2021, "Efficient large-scale language model training on GPU
-  clusters", section 2.2). At most p - r microbatches are alive. The fraction
-  (p - 1) / (m + p - 1) of the time is idle.
-- "interleaved": the same over v chunks a rank, in groups of N microbatches (ibid.). Idle is
-  (p - 1) / (v m + p - 1) for N = p, for 1 + (p - 1) / (p v) times the activations.
+- "1f1b": rank r computes min(p - r - 1, m) warmup forwards, then alternates forward and backward in
+  the steady state, and computes the remaining backwards in the cooldown (Narayanan et al. 2021,
+  "Efficient large-scale language model training on GPU clusters", section 2.2). At most p - r
+  microbatches are in flight. The bubble is (p - 1) / (m + p - 1) of the time.
+- "interleaved": 1f1b over v model chunks per rank, in groups of N microbatches (ibid.). The bubble
+  is (p - 1) / (v m + p - 1) for N = p, at 1 + (p - 1) / (p v) times the activation memory.
 - "zb-h1": 1f1b with split backward: rank r defers each weight gradient by r microbatches, which
-  fills its time at the end (Qi et al., "Zero Bubble Pipeline Parallelism", ICLR 2024, arXiv
-  2401.10241, section 2.2). Every rank keeps at most p microbatches alive, which is the most of any
-  rank in 1f1b.
-- "forward": forwards alone, for evaluation.
+  fills the bubble of the cooldown (Qi et al., "Zero Bubble Pipeline Parallelism", ICLR 2024, arXiv
+  2401.10241, section 2.2). At most p microbatches are in flight on every rank, as on rank 0 in
+  1f1b.
+- "forward": forwards only, for evaluation.
 
-In all of them every chunk computes its weight gradients in the order of the microbatches, so the
-sums are the same to the bit.
+In every schedule a model chunk computes its weight gradients in the order of the microbatches, so
+their sums have the same bits.
 """
 
 from __future__ import annotations
@@ -28,11 +29,11 @@ from enum import Enum
 from types import MappingProxyType
 
 
-class Kind(Enum):
-    """What an action does with one chunk of layers and one microbatch."""
+class ActionKind(Enum):
+    """The operation of an action on one model chunk and one microbatch."""
 
     FORWARD = "F"
-    BACKWARD = "B"  # I and W at once
+    BACKWARD = "B"  # I and W in one backward pass
     INPUT_GRADIENT = "I"
     WEIGHT_GRADIENT = "W"
     SEND_FORWARD = "SF"
@@ -44,13 +45,18 @@ class Kind(Enum):
 
 
 COMPUTES = frozenset(
-    {Kind.FORWARD, Kind.BACKWARD, Kind.INPUT_GRADIENT, Kind.WEIGHT_GRADIENT},
+    {
+        ActionKind.FORWARD,
+        ActionKind.BACKWARD,
+        ActionKind.INPUT_GRADIENT,
+        ActionKind.WEIGHT_GRADIENT,
+    },
 )
-SENDS = frozenset({Kind.SEND_FORWARD, Kind.SEND_BACKWARD})
-RECEIVES = frozenset({Kind.RECEIVE_FORWARD, Kind.RECEIVE_BACKWARD})
+SENDS = frozenset({ActionKind.SEND_FORWARD, ActionKind.SEND_BACKWARD})
+RECEIVES = frozenset({ActionKind.RECEIVE_FORWARD, ActionKind.RECEIVE_BACKWARD})
 TRANSFERS = SENDS | RECEIVES
-#: Transfers of what forward computes; the others are of gradients, which go the other way.
-AHEAD = frozenset({Kind.SEND_FORWARD, Kind.RECEIVE_FORWARD})
+#: Transfers of activations, towards the last stage. The other transfers are of their gradients.
+FORWARD_TRANSFERS = frozenset({ActionKind.SEND_FORWARD, ActionKind.RECEIVE_FORWARD})
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,11 +64,11 @@ class Action:
     """One entry of a rank's list.
 
     Args:
-        chunk: the rank's own number of the chunk of layers, 0 the nearest to the embedding.
-        microbatch: its number in the step.
+        chunk: the rank's own microbatch of the chunk of layers, 0 the nearest to the embedding.
+        microbatch: its microbatch in the step.
     """
 
-    kind: Kind
+    kind: ActionKind
     chunk: int
     microbatch: int
 
@@ -72,13 +78,15 @@ class Action:
 
 @dataclass(frozen=True)
 class Schedule:
-    """The lists of all ranks.
+    """The action lists of all ranks.
 
     Args:
-        stages: p, the ranks of the pipeline.
-        chunks: v, the chunks of layers on each rank. Chunk c of rank r is virtual stage c · p + r.
-        microbatches: m.
-        ranks: by rank.
+        name: name of the schedule.
+        stages: p, the number of ranks of the pipeline.
+        chunks: v, the number of model chunks per rank. Chunk c of rank r is virtual pipeline stage
+            c · p + r.
+        microbatches: m, the number of microbatches in a step.
+        ranks: the actions of each rank.
     """
 
     name: str
@@ -88,40 +96,44 @@ class Schedule:
     ranks: tuple[tuple[Action, ...], ...]
 
     def virtual_stage(self, rank: int, chunk: int) -> int:
-        """Return where in the model a rank's chunk is, from 0 to p · v - 1."""
+        """Return the virtual pipeline stage of a rank's chunk, from 0 to p · v - 1."""
         return chunk * self.stages + rank
 
-    def following(self, rank: int, chunk: int) -> tuple[int, int] | None:
-        """Return (rank, chunk) that gets this chunk's output; None after the last."""
-        following = self.virtual_stage(rank, chunk) + 1
-        if following == self.stages * self.chunks:
+    def next_stage(self, rank: int, chunk: int) -> tuple[int, int] | None:
+        """Return the (rank, chunk) that receives this chunk's output; None for the last stage."""
+        next_virtual_stage = self.virtual_stage(rank, chunk) + 1
+        if next_virtual_stage == self.stages * self.chunks:
             return None
-        return following % self.stages, following // self.stages
+        return next_virtual_stage % self.stages, next_virtual_stage // self.stages
 
-    def preceding(self, rank: int, chunk: int) -> tuple[int, int] | None:
-        """Return (rank, chunk) whose output this chunk gets; None before the first."""
-        preceding = self.virtual_stage(rank, chunk) - 1
-        return None if preceding < 0 else (preceding % self.stages, preceding // self.stages)
+    def prev_stage(self, rank: int, chunk: int) -> tuple[int, int] | None:
+        """Return the (rank, chunk) whose output this chunk receives; None for the first stage."""
+        virtual_stage = self.virtual_stage(rank, chunk) - 1
+        return (
+            None
+            if virtual_stage < 0
+            else (virtual_stage % self.stages, virtual_stage // self.stages)
+        )
 
-    def other_end(self, rank: int, action: Action) -> tuple[int, Action] | None:
-        """Return the other rank of a send or receive, and what is in its list; None without one."""
-        if action.kind in (Kind.SEND_FORWARD, Kind.RECEIVE_BACKWARD):
-            place = self.following(rank, action.chunk)
-        elif action.kind in (Kind.SEND_BACKWARD, Kind.RECEIVE_FORWARD):
-            place = self.preceding(rank, action.chunk)
+    def matching_transfer(self, rank: int, action: Action) -> tuple[int, Action] | None:
+        """Return the peer rank of a transfer and its matching action; None if there is none."""
+        if action.kind in (ActionKind.SEND_FORWARD, ActionKind.RECEIVE_BACKWARD):
+            stage = self.next_stage(rank, action.chunk)
+        elif action.kind in (ActionKind.SEND_BACKWARD, ActionKind.RECEIVE_FORWARD):
+            stage = self.prev_stage(rank, action.chunk)
         else:
-            place = None
-        if place is None:
+            stage = None
+        if stage is None:
             return None
-        return place[0], Action(_OTHER_ENDS[action.kind], place[1], action.microbatch)
+        return stage[0], Action(_MATCHING_KINDS[action.kind], stage[1], action.microbatch)
 
 
-_OTHER_ENDS: Mapping[Kind, Kind] = MappingProxyType(
+_MATCHING_KINDS: Mapping[ActionKind, ActionKind] = MappingProxyType(
     {
-        Kind.SEND_FORWARD: Kind.RECEIVE_FORWARD,
-        Kind.RECEIVE_FORWARD: Kind.SEND_FORWARD,
-        Kind.SEND_BACKWARD: Kind.RECEIVE_BACKWARD,
-        Kind.RECEIVE_BACKWARD: Kind.SEND_BACKWARD,
+        ActionKind.SEND_FORWARD: ActionKind.RECEIVE_FORWARD,
+        ActionKind.RECEIVE_FORWARD: ActionKind.SEND_FORWARD,
+        ActionKind.SEND_BACKWARD: ActionKind.RECEIVE_BACKWARD,
+        ActionKind.RECEIVE_BACKWARD: ActionKind.SEND_BACKWARD,
     }
 )
 
@@ -135,83 +147,89 @@ def make_schedule(
     group_size: int | None = None,
     weight_delay: int | None = None,
 ) -> Schedule:
-    """Return a schedule's computing: no transfers, no traffic of weights.
+    """Return a schedule of computes only, without transfers, all-gathers and reductions.
 
     Args:
         name: "1f1b", "interleaved", "zb-h1" or "forward".
         stages: p.
         microbatches: m.
         chunks: v.
-        group_size: N, how many microbatches one chunk computes before the next chunk starts; None
-            is the least that leaves no group too small, p where m is a multiple of it. "1f1b" and
-            "zb-h1" have none.
-        weight_delay: how many microbatches "zb-h1" puts weight gradients off at most, and so keeps
-            what they need; r if None. With 0 each W is right after its I, and a rank idles
-            (p - 1)(F + I).
+        group_size: N, the number of microbatches that one chunk computes before the next chunk
+            starts. None is the smallest valid number: p if m is a multiple of p. "1f1b" and "zb-h1"
+            have none.
+        weight_delay: maximum number of microbatches by which "zb-h1" defers a weight gradient, and
+            keeps its activations; None is r. With 0 each W follows its I, and the bubble of a rank
+            is (p - 1)(F + I).
 
     Raises:
-        ValueError: everything that `problems` lists.
+        ValueError: all errors that `problems` lists, in one message.
     """
-    wrong = problems(
+    errors = problems(
         name, stages=stages, microbatches=microbatches, chunks=chunks, group_size=group_size
     )
     if weight_delay is not None and name != "zb-h1":
-        wrong.append(f"{name} puts no weight gradients off: leave out weight delay {weight_delay}")
+        errors.append(f"{name} puts no weight gradients off: leave out weight delay {weight_delay}")
     if weight_delay is not None and weight_delay < 0:
-        wrong.append(f"weight delay {weight_delay}: take 0 or more")
-    if wrong:
-        raise ValueError("; ".join(wrong))
+        errors.append(f"weight delay {weight_delay}: take 0 or more")
+    if errors:
+        raise ValueError("; ".join(errors))
     size = group_size or min(stages, microbatches)
     ranks: Iterator[list[Action]]
     if name == "1f1b":
         ranks = (_one_forward_one_backward(stages - r - 1, microbatches) for r in range(stages))
     elif name == "interleaved":
         size = group_size or _group_sizes(stages, microbatches)[0]
-        turns = _turns(microbatches, chunks, size)
-        ahead = (chunks - 1) * size
-        ranks = (_interleaved(2 * (stages - r - 1) + ahead, turns, chunks) for r in range(stages))
+        table = _schedule_table(microbatches, chunks, size)
+        num_extra_warmup = (chunks - 1) * size
+        ranks = (
+            _interleaved(2 * (stages - r - 1) + num_extra_warmup, table, chunks)
+            for r in range(stages)
+        )
     elif name == "zb-h1":
         delays = (r if weight_delay is None else min(r, weight_delay) for r in range(stages))
         ranks = (_zero_bubble(stages - r, microbatches, delay) for r, delay in enumerate(delays))
     else:
-        turns = _turns(microbatches, chunks, size)
-        ranks = ([Action(Kind.FORWARD, *turn) for turn in turns] for _ in range(stages))
+        table = _schedule_table(microbatches, chunks, size)
+        ranks = ([Action(ActionKind.FORWARD, *entry) for entry in table] for _ in range(stages))
     return Schedule(name, stages, chunks, microbatches, tuple(tuple(rank) for rank in ranks))
 
 
 def problems(
     name: str, *, stages: int, microbatches: int, chunks: int = 1, group_size: int | None = None
 ) -> list[str]:
-    """Return everything that keeps a schedule from being made, each with its fix.
+    """Return all errors in the arguments of a schedule, each with its fix.
 
-    "interleaved" needs groups of at least p microbatches, the last one included, or of all of them:
-    with fewer, rank 0 would need its second chunk's input before the last rank can have made it.
+    The groups of "interleaved", also the last one, need at least p microbatches, unless one group
+    has all microbatches. With fewer, rank 0 would need the input of its second chunk before the
+    last rank has computed it.
     """
     if name not in ("1f1b", "interleaved", "zb-h1", "forward"):
         return [f"no schedule {name!r}: take 1f1b, interleaved, zb-h1 or forward"]
     sizes = {"stages": stages, "microbatches": microbatches, "chunks": chunks}
-    wrong = [f"{what} {size}: take 1 or more" for what, size in sizes.items() if size < 1]
+    errors = [f"{what} {size}: take 1 or more" for what, size in sizes.items() if size < 1]
     if group_size is not None and group_size < 1:
-        wrong.append(f"group size {group_size}: take 1 or more")
-    if wrong:
-        return wrong
+        errors.append(f"group size {group_size}: take 1 or more")
+    if errors:
+        return errors
     if name in ("1f1b", "zb-h1"):
         if chunks > 1:
-            wrong.append(f"{name} has one chunk per stage, not {chunks}: take interleaved")
+            errors.append(f"{name} has one chunk per stage, not {chunks}: take interleaved")
         if group_size is not None:
-            wrong.append(f"{name} has no groups of microbatches: leave out group size {group_size}")
+            errors.append(
+                f"{name} has no groups of microbatches: leave out group size {group_size}"
+            )
     if chunks > 1 and stages == 1:
-        wrong.append(f"{chunks} chunks on one stage overlap nothing: take 1 chunk")
+        errors.append(f"{chunks} chunks on one stage overlap nothing: take 1 chunk")
     if name == "interleaved":
         if chunks == 1:
-            wrong.append("interleaved with one chunk per stage is 1f1b: take that or more chunks")
+            errors.append("interleaved with one chunk per stage is 1f1b: take that or more chunks")
         elif stages > 1:
-            wrong += _group_problems(stages, microbatches, group_size)
-    return wrong
+            errors += _group_problems(stages, microbatches, group_size)
+    return errors
 
 
 def _group_problems(stages: int, microbatches: int, group_size: int | None) -> list[str]:
-    """Return what is wrong with the groups of the interleaved schedule."""
+    """Return the errors in the group size of the interleaved schedule."""
     legal = _group_sizes(stages, microbatches)
     size = legal[0] if group_size is None else group_size
     if size in legal:
@@ -228,7 +246,7 @@ def _group_problems(stages: int, microbatches: int, group_size: int | None) -> l
 
 
 def _group_sizes(stages: int, microbatches: int) -> list[int]:
-    """Return the groups of microbatches that the interleaved schedule can take, in order."""
+    """Return the valid group sizes of the interleaved schedule, in order."""
     return [
         n
         for n in range(min(stages, microbatches), microbatches + 1)
@@ -236,53 +254,55 @@ def _group_sizes(stages: int, microbatches: int) -> list[int]:
     ]
 
 
-def _one_forward_one_backward(ahead: int, microbatches: int) -> list[Action]:
-    """Return the list of a rank that computes `ahead` forwards before the first pair."""
-    ahead = min(ahead, microbatches)
-    actions = [Action(Kind.FORWARD, 0, number) for number in range(ahead)]
-    for number in range(microbatches):
-        if ahead + number < microbatches:
-            actions.append(Action(Kind.FORWARD, 0, ahead + number))
-        actions.append(Action(Kind.BACKWARD, 0, number))
+def _one_forward_one_backward(num_warmup: int, microbatches: int) -> list[Action]:
+    """Return the 1F1B list of a rank with `num_warmup` forwards before its steady state."""
+    num_warmup = min(num_warmup, microbatches)
+    actions = [Action(ActionKind.FORWARD, 0, microbatch) for microbatch in range(num_warmup)]
+    for microbatch in range(microbatches):
+        if num_warmup + microbatch < microbatches:
+            actions.append(Action(ActionKind.FORWARD, 0, num_warmup + microbatch))
+        actions.append(Action(ActionKind.BACKWARD, 0, microbatch))
     return actions
 
 
-def _turns(microbatches: int, chunks: int, size: int) -> list[tuple[int, int]]:
-    """Return (chunk, microbatch) in the order of the forwards: group by group, chunk by chunk."""
+def _schedule_table(microbatches: int, chunks: int, size: int) -> list[tuple[int, int]]:
+    """Return (chunk, microbatch) in the order of forwards: by group, then by chunk."""
     return [
-        (chunk, number)
+        (chunk, microbatch)
         for start in range(0, microbatches, size)
         for chunk in range(chunks)
-        for number in range(start, min(start + size, microbatches))
+        for microbatch in range(start, min(start + size, microbatches))
     ]
 
 
-def _interleaved(ahead: int, turns: list[tuple[int, int]], chunks: int) -> list[Action]:
-    """Return the list of a rank that computes `ahead` turns forward before the first pair.
+def _interleaved(num_warmup: int, table: list[tuple[int, int]], chunks: int) -> list[Action]:
+    """Return the interleaved 1F1B list of a rank with `num_warmup` warmup forwards.
 
-    Backward takes the same turns with the chunks in reverse.
+    Backward follows the same table with the chunks in reverse order.
     """
-    ahead = min(ahead, len(turns))
-    actions = [Action(Kind.FORWARD, *turn) for turn in turns[:ahead]]
-    for position, (chunk, number) in enumerate(turns):
-        if ahead + position < len(turns):
-            actions.append(Action(Kind.FORWARD, *turns[ahead + position]))
-        actions.append(Action(Kind.BACKWARD, chunks - 1 - chunk, number))
+    num_warmup = min(num_warmup, len(table))
+    actions = [Action(ActionKind.FORWARD, *entry) for entry in table[:num_warmup]]
+    for position, (chunk, microbatch) in enumerate(table):
+        if num_warmup + position < len(table):
+            actions.append(Action(ActionKind.FORWARD, *table[num_warmup + position]))
+        actions.append(Action(ActionKind.BACKWARD, chunks - 1 - chunk, microbatch))
     return actions
 
 
-def _zero_bubble(ahead: int, microbatches: int, delay: int) -> list[Action]:
-    """Return a rank's list of ZB-H1: `ahead` forwards, then I, the W of `delay` ago, and F.
+def _zero_bubble(num_warmup: int, microbatches: int, delay: int) -> list[Action]:
+    """Return the ZB-H1 list of a rank: `num_warmup` forwards, then I, the W deferred by `delay`
+    microbatches, and F.
 
-    W comes before the next F, which would otherwise be one more microbatch alive.
+    W comes before the next F, which would otherwise add a microbatch in flight.
     """
-    ahead = min(ahead, microbatches)
-    actions = [Action(Kind.FORWARD, 0, number) for number in range(ahead)]
-    for number in range(microbatches):
-        actions.append(Action(Kind.INPUT_GRADIENT, 0, number))
-        if number >= delay:
-            actions.append(Action(Kind.WEIGHT_GRADIENT, 0, number - delay))
-        if ahead + number < microbatches:
-            actions.append(Action(Kind.FORWARD, 0, ahead + number))
-    put_off = range(max(microbatches - delay, 0), microbatches)
-    return actions + [Action(Kind.WEIGHT_GRADIENT, 0, number) for number in put_off]
+    num_warmup = min(num_warmup, microbatches)
+    actions = [Action(ActionKind.FORWARD, 0, microbatch) for microbatch in range(num_warmup)]
+    for microbatch in range(microbatches):
+        actions.append(Action(ActionKind.INPUT_GRADIENT, 0, microbatch))
+        if microbatch >= delay:
+            actions.append(Action(ActionKind.WEIGHT_GRADIENT, 0, microbatch - delay))
+        if num_warmup + microbatch < microbatches:
+            actions.append(Action(ActionKind.FORWARD, 0, num_warmup + microbatch))
+    # Cooldown: the deferred weight gradients fill the bubble.
+    deferred = range(max(microbatches - delay, 0), microbatches)
+    return actions + [Action(ActionKind.WEIGHT_GRADIENT, 0, microbatch) for microbatch in deferred]

@@ -1,19 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Simulation of pipeline schedules: their dependences, time, idleness, memory, and mistakes.
+"""Simulation of pipeline schedules on their dependency graph: time, bubble, memory, and errors.
 
-A schedule is a graph: an action starts when everything before it has ended. It is timed, and its
-lists are checked, without processes. Computes of a rank follow each other in the order of its list;
-transfers, gathers and reductions overlap with them. In a schedule of computes alone, every tensor
-is sent when it is ready.
+An action starts when all its dependencies have ended. Schedules are timed and checked without
+processes. The computes of a rank run in the order of its list; transfers, gathers and reductions
+overlap with them. In a schedule of computes only, every tensor is sent when it is ready.
 
-There are two rules for the transfers of a list:
+There are two models of the transfers of a list:
 
 - eager: a send starts when the rank's list reaches it, and its receive ends when the tensor has
   arrived and the list has reached the receive. Nothing blocks.
-- rendezvous, the rule of NCCL with a communicator for each direction: adjacent transfers of one
-  direction are one batch. The batches of a rank and direction follow each other, a transfer starts
-  when both its ranks are at its batch, and an action that needs one transfer of a batch waits for
-  the whole batch. Lists that pair their transfers up badly deadlock.
+- rendezvous, the semantics of NCCL with a communicator for each direction: adjacent transfers of
+  one direction are one batch. The batches of a rank and direction run one after another. A transfer
+  starts when both its ranks have reached its batch, and an action that needs one transfer of a
+  batch waits for the whole batch. Lists that order their transfers differently deadlock.
 """
 
 from __future__ import annotations
@@ -26,13 +25,13 @@ from types import MappingProxyType
 from typing import NamedTuple, TypeAlias
 
 from megatron.core.pipeline_parallel.schedule import (
-    AHEAD,
     COMPUTES,
+    FORWARD_TRANSFERS,
     RECEIVES,
     SENDS,
     TRANSFERS,
     Action,
-    Kind,
+    ActionKind,
     Schedule,
 )
 
@@ -40,16 +39,18 @@ __all__ = ["DeadlockError", "Event", "PerStage", "Timeline", "Times", "check", "
 
 
 class DeadlockError(ValueError):
-    """Ranks wait for each other, or for what never comes."""
+    """Ranks wait for each other, or for an action that no list has."""
 
 
 class Node(NamedTuple):
     """A point of the graph.
 
     Args:
-        what: "do" is the action number `index` of the rank's list; "leave" is the way to the next
-            rank of what that action computes, where no list holds transfers; "batch" and
-            "batch end" number the batches of adjacent transfers.
+        what: "do" is action `index` of the rank's list. "transfer" is the transfer of its output to
+            the next rank, in a schedule without transfer actions. "batch" and "batch end" are the
+            begin and end of batch `index` of adjacent transfers.
+        rank: the rank of the list.
+        index: number of the action or batch.
     """
 
     what: str
@@ -57,26 +58,27 @@ class Node(NamedTuple):
     index: int
 
 
-class Dependence:
-    """The graph of a schedule.
+class DependencyGraph:
+    """The dependency graph of a schedule.
 
     Args:
-        seconds: (kind, virtual stage) to how long such an action takes.
-        rendezvous: transfers follow the rule of NCCL, see `simulate`.
+        schedule: the schedule.
+        seconds: returns the duration of an action from its kind and virtual stage.
+        rendezvous: transfers block as in NCCL, see the module.
     """
 
     def __init__(
-        self, schedule: Schedule, seconds: Callable[[Kind, int], float], *, rendezvous: bool
+        self, schedule: Schedule, seconds: Callable[[ActionKind, int], float], *, rendezvous: bool
     ) -> None:
         self._schedule, self._seconds_of = schedule, seconds
         self._explicit = any(a.kind in TRANSFERS for actions in schedule.ranks for a in actions)
-        self._where = [
+        self._indices = [
             {action: index for index, action in reversed(list(enumerate(actions)))}
             for actions in schedule.ranks
         ]
         self._seconds: dict[Node, float] = {}
-        #: a text where what is needed is nowhere.
-        self._before: dict[Node, list[Node | str]] = {}
+        # A dependency is a text if no list has its action.
+        self._dependencies: dict[Node, list[Node | str]] = {}
         self._batches: dict[Node, int] = {}
         self._inputs: list[tuple[Node, Node | str]] = []
         if rendezvous:
@@ -85,36 +87,38 @@ class Dependence:
         for rank in range(schedule.stages):
             self._add_list(rank)
 
-    def walk(self) -> dict[Node, tuple[float, float]]:
-        """Return when every node starts and ends, if each starts as early as it can.
+    def spans(self) -> dict[Node, tuple[float, float]]:
+        """Return the (start, end) of every node, each started as early as possible.
 
         Raises:
-            DeadlockError: some never start.
+            DeadlockError: some nodes never start.
         """
-        after: dict[Node, list[Node]] = defaultdict(list)
-        for node, before in self._before.items():
-            for other in before:
-                if isinstance(other, Node):
-                    after[other].append(node)
-        missing = {node: len(before) for node, before in self._before.items()}
-        starts = dict.fromkeys(self._before, 0.0)
+        dependents: dict[Node, list[Node]] = defaultdict(list)
+        for node, dependencies in self._dependencies.items():
+            for dependency in dependencies:
+                if isinstance(dependency, Node):
+                    dependents[dependency].append(node)
+        missing = {node: len(dependencies) for node, dependencies in self._dependencies.items()}
+        starts = dict.fromkeys(self._dependencies, 0.0)
         spans: dict[Node, tuple[float, float]] = {}
         ready = deque(node for node, count in missing.items() if not count)
         while ready:
             node = ready.popleft()
             end = starts[node] + self._seconds[node]
             spans[node] = starts[node], end
-            for other in after[node]:
-                starts[other] = max(starts[other], end)
-                missing[other] -= 1
-                if not missing[other]:
-                    ready.append(other)
-        if len(spans) < len(self._before):
-            raise DeadlockError(self._stuck(spans))
+            for dependent in dependents[node]:
+                starts[dependent] = max(starts[dependent], end)
+                missing[dependent] -= 1
+                if not missing[dependent]:
+                    ready.append(dependent)
+        if len(spans) < len(self._dependencies):
+            raise DeadlockError(self._deadlock_text(spans))
         return spans
 
-    def waiting(self, spans: dict[Node, tuple[float, float]]) -> list[list[tuple[float, float]]]:
-        """Return by rank, for every tensor from another rank, when it is there and when used."""
+    def input_intervals(
+        self, spans: dict[Node, tuple[float, float]]
+    ) -> list[list[tuple[float, float]]]:
+        """Return the (arrival, use) times of every received tensor, by rank."""
         waits: list[list[tuple[float, float]]] = [[] for _ in self._schedule.ranks]
         for compute, source in self._inputs:
             assert isinstance(source, Node)
@@ -122,140 +126,149 @@ class Dependence:
         return waits
 
     def _find(self, rank: int, *actions: Action) -> Node | str:
-        """Return the first of `actions` that a rank's list holds, else a text for messages."""
+        """Return the node of the first of `actions` in a rank's list, else a text for messages."""
         for action in actions:
-            index = self._where[rank].get(action)
+            index = self._indices[rank].get(action)
             if index is not None:
                 return Node("do", rank, index)
         return f"{actions[0]}, which is not in the list of rank {rank}"
 
-    def _add(self, node: Node, seconds: float, before: list[Node | str]) -> None:
-        self._seconds[node], self._before[node] = seconds, before
+    def _add(self, node: Node, seconds: float, dependencies: list[Node | str]) -> None:
+        self._seconds[node], self._dependencies[node] = seconds, dependencies
 
     def _add_batches(self, rank: int) -> None:
-        """Join a rank's adjacent transfers of a direction into batches, in turn in each of both."""
+        """Join a rank's adjacent transfers of one direction into batches, which run in order."""
         compute: list[Node | str] = []
-        last: dict[bool, int] = {}  # by direction
+        last_batch: dict[bool, int] = {}  # by direction
         is_open: set[bool] = set()
-        number = -1
+        batch = -1
         for index, action in enumerate(self._schedule.ranks[rank]):
             node = Node("do", rank, index)
             if action.kind not in TRANSFERS:
                 is_open.clear()
                 compute = [node] if action.kind in COMPUTES else compute
                 continue
-            ahead = action.kind in AHEAD
-            if ahead not in is_open:
-                number += 1
-                earlier = [Node("batch end", rank, last[ahead])] if ahead in last else []
-                self._add(Node("batch", rank, number), 0.0, [*compute, *earlier])
-                self._add(Node("batch end", rank, number), 0.0, [])
-                is_open.add(ahead)
-                last[ahead] = number
-            self._batches[node] = last[ahead]
-            self._before[Node("batch end", rank, last[ahead])].append(node)
+            is_forward = action.kind in FORWARD_TRANSFERS
+            if is_forward not in is_open:
+                batch += 1
+                earlier = (
+                    [Node("batch end", rank, last_batch[is_forward])]
+                    if is_forward in last_batch
+                    else []
+                )
+                self._add(Node("batch", rank, batch), 0.0, [*compute, *earlier])
+                self._add(Node("batch end", rank, batch), 0.0, [])
+                is_open.add(is_forward)
+                last_batch[is_forward] = batch
+            self._batches[node] = last_batch[is_forward]
+            self._dependencies[Node("batch end", rank, last_batch[is_forward])].append(node)
 
     def _add_list(self, rank: int) -> None:
         """Add a rank's actions."""
         compute: list[Node | str] = []
         gathered: dict[int, list[Node | str]] = defaultdict(list)
-        last: dict[Kind, list[Node | str]] = defaultdict(list)
+        previous: dict[ActionKind, list[Node | str]] = defaultdict(list)
         for index, action in enumerate(self._schedule.ranks[rank]):
             node = Node("do", rank, index)
             if action.kind in COMPUTES:
-                before = [*compute, *gathered[action.chunk], *self._needs(node, action)]
+                dependencies = [*compute, *gathered[action.chunk], *self._inputs_of(node, action)]
                 compute = [node]
             elif action.kind in TRANSFERS:
-                before = self._transfer(node, action, compute)
+                dependencies = self._transfer(node, action, compute)
             else:
-                before = [*compute, *last[action.kind]]
-                last[action.kind] = [node]
-                if action.kind is Kind.GATHER:
+                dependencies = [*compute, *previous[action.kind]]
+                previous[action.kind] = [node]
+                if action.kind is ActionKind.GATHER:
                     gathered[action.chunk] = [node]
             stage = self._schedule.virtual_stage(rank, action.chunk)
-            self._add(node, self._seconds_of(action.kind, stage), before)
+            self._add(node, self._seconds_of(action.kind, stage), dependencies)
 
-    def _needs(self, node: Node, action: Action) -> list[Node | str]:
-        """Return what a compute needs: what its own rank computed, and an input from another."""
-        kind, chunk, number = action.kind, action.chunk, action.microbatch
-        rank, needs = node.rank, []
-        if kind is Kind.WEIGHT_GRADIENT:
-            return [self._find(rank, Action(Kind.INPUT_GRADIENT, chunk, number))]
-        if kind is Kind.FORWARD:
-            source = self._schedule.preceding(rank, chunk)
-            receive = Action(Kind.RECEIVE_FORWARD, chunk, number)
+    def _inputs_of(self, node: Node, action: Action) -> list[Node | str]:
+        """Return the dependencies of a compute: earlier computes of its rank and a received
+        tensor."""
+        kind, chunk, microbatch = action.kind, action.chunk, action.microbatch
+        rank, inputs = node.rank, []
+        if kind is ActionKind.WEIGHT_GRADIENT:
+            return [self._find(rank, Action(ActionKind.INPUT_GRADIENT, chunk, microbatch))]
+        if kind is ActionKind.FORWARD:
+            source = self._schedule.prev_stage(rank, chunk)
+            receive = Action(ActionKind.RECEIVE_FORWARD, chunk, microbatch)
         else:
-            source = self._schedule.following(rank, chunk)
-            receive = Action(Kind.RECEIVE_BACKWARD, chunk, number)
-            needs.append(self._find(rank, Action(Kind.FORWARD, chunk, number)))
+            source = self._schedule.next_stage(rank, chunk)
+            receive = Action(ActionKind.RECEIVE_BACKWARD, chunk, microbatch)
+            inputs.append(self._find(rank, Action(ActionKind.FORWARD, chunk, microbatch)))
         if source is None:
-            return needs
+            return inputs
         if self._explicit and source[0] != rank:
-            brought = self._find(rank, receive)
-            if brought in self._batches:
-                brought = Node("batch end", rank, self._batches[brought])
+            arrival = self._find(rank, receive)
+            if arrival in self._batches:
+                arrival = Node("batch end", rank, self._batches[arrival])
         else:
-            brought = self._leave(source[0], self._made(*source, kind, number))
-        self._inputs.append((node, brought))
-        return [*needs, brought]
+            arrival = self._implicit_transfer(source[0], self._producer(*source, kind, microbatch))
+        self._inputs.append((node, arrival))
+        return [*inputs, arrival]
 
-    def _made(self, rank: int, chunk: int, kind: Kind, number: int) -> Node | str:
-        """Return what computes the output of a chunk, forward or backward."""
-        if kind is Kind.FORWARD:
-            return self._find(rank, Action(Kind.FORWARD, chunk, number))
-        kinds = (Kind.BACKWARD, Kind.INPUT_GRADIENT)
-        return self._find(rank, *(Action(kind, chunk, number) for kind in kinds))
+    def _producer(self, rank: int, chunk: int, kind: ActionKind, microbatch: int) -> Node | str:
+        """Return the node that computes the output of a chunk, forward or backward."""
+        if kind is ActionKind.FORWARD:
+            return self._find(rank, Action(ActionKind.FORWARD, chunk, microbatch))
+        kinds = (ActionKind.BACKWARD, ActionKind.INPUT_GRADIENT)
+        return self._find(rank, *(Action(kind, chunk, microbatch) for kind in kinds))
 
-    def _leave(self, rank: int, made: Node | str) -> Node | str:
-        """Return the way of an output to the next rank, in a schedule without transfers."""
-        if isinstance(made, str):
-            return made
-        action = self._schedule.ranks[rank][made.index]
-        send = Kind.SEND_FORWARD if action.kind is Kind.FORWARD else Kind.SEND_BACKWARD
+    def _implicit_transfer(self, rank: int, producer: Node | str) -> Node | str:
+        """Add the transfer of an output to the next rank, in a schedule without transfers."""
+        if isinstance(producer, str):
+            return producer
+        action = self._schedule.ranks[rank][producer.index]
+        send = (
+            ActionKind.SEND_FORWARD
+            if action.kind is ActionKind.FORWARD
+            else ActionKind.SEND_BACKWARD
+        )
         stage = self._schedule.virtual_stage(rank, action.chunk)
         seconds = self._seconds_of(send, stage) if self._schedule.stages > 1 else 0.0
-        node = Node("leave", rank, made.index)
-        self._add(node, seconds, [made])
+        node = Node("transfer", rank, producer.index)
+        self._add(node, seconds, [producer])
         return node
 
     def _transfer(self, node: Node, action: Action, compute: list[Node | str]) -> list[Node | str]:
-        """Return what a send or receive needs; the time on the way is the send's."""
-        other_end = self._schedule.other_end(node.rank, action)
-        other = f"{action} has no other end" if other_end is None else self._find(*other_end)
+        """Return the dependencies of a send or receive; the send has the duration of both."""
+        peer = self._schedule.matching_transfer(node.rank, action)
+        match = f"{action} has no other end" if peer is None else self._find(*peer)
         reached = compute
         if node in self._batches:
             reached = [Node("batch", node.rank, self._batches[node])]
         if action.kind not in SENDS:
-            return [*reached, other]
-        kind = Kind.FORWARD if action.kind is Kind.SEND_FORWARD else Kind.BACKWARD
-        needs = [*reached, self._made(node.rank, action.chunk, kind, action.microbatch)]
+            return [*reached, match]
+        kind = ActionKind.FORWARD if action.kind is ActionKind.SEND_FORWARD else ActionKind.BACKWARD
+        inputs = [*reached, self._producer(node.rank, action.chunk, kind, action.microbatch)]
         if node in self._batches:
-            known = other in self._batches
-            needs.append(Node("batch", other.rank, self._batches[other]) if known else other)
-        return needs
+            has_batch = match in self._batches
+            inputs.append(Node("batch", match.rank, self._batches[match]) if has_batch else match)
+        return inputs
 
-    def _stuck(self, spans: dict[Node, tuple[float, float]]) -> str:
-        """Say for every rank that hangs where it is and what it waits for."""
+    def _deadlock_text(self, spans: dict[Node, tuple[float, float]]) -> str:
+        """Return the position of every blocked rank and the actions that it waits for."""
         texts = []
         for rank, actions in enumerate(self._schedule.ranks):
             nodes = [Node("do", rank, index) for index in range(len(actions))]
             for node in nodes:
                 if node in spans:
                     continue
-                waits = [other for other in self._before[node] if other not in spans]
-                what = " and ".join(dict.fromkeys(map(self._text, waits)))
+                waits = [x for x in self._dependencies[node] if x not in spans]
+                what = " and ".join(dict.fromkeys(map(self._describe, waits)))
                 texts.append(f"rank {rank} at {actions[node.index]} waits for {what}")
                 break
         return "deadlock: " + "; ".join(texts)
 
-    def _text(self, node: Node | str) -> str:
-        """Name what is waited for."""
+    def _describe(self, node: Node | str) -> str:
+        """Return the text of a dependency."""
         if isinstance(node, str):
             return node
         if node.what in ("batch", "batch end"):
-            joined = [n for n, number in self._batches.items() if n.rank == node.rank]
-            joined = [n for n in joined if self._batches[n] == node.index]
-            names = " ".join(str(self._schedule.ranks[n.rank][n.index]) for n in joined)
+            transfers = [n for n, number in self._batches.items() if n.rank == node.rank]
+            transfers = [n for n in transfers if self._batches[n] == node.index]
+            names = " ".join(str(self._schedule.ranks[n.rank][n.index]) for n in transfers)
             turn = "the turn" if node.what == "batch" else "the end"
             return f"{turn} of [{names}] on rank {node.rank}"
         return f"{self._schedule.ranks[node.rank][node.index]} of rank {node.rank}"
@@ -267,11 +280,11 @@ PerStage: TypeAlias = float | Sequence[float]
 
 @dataclass(frozen=True, kw_only=True)
 class Times:
-    """Seconds, or any other unit, of every kind of action; one for all or by virtual stage.
+    """Durations of the actions in any unit; a single number or one for each virtual stage.
 
     Args:
-        forward, input_gradient, weight_gradient: of one microbatch; a whole backward is the sum of
-            the last two.
+        forward, input_gradient, weight_gradient: of one microbatch; a whole backward takes the sum
+            of input and weight gradient.
         transfer: from the end of a compute until its output is at the next rank, by the virtual
             stage that sends.
         gather, reduce: of a chunk's weights and gradients.
@@ -284,23 +297,23 @@ class Times:
     gather: PerStage = 0.0
     reduce: PerStage = 0.0
 
-    def of(self, kind: Kind, virtual_stage: int) -> float:
-        """Return how long an action takes; receives take none, their sends do."""
+    def of(self, kind: ActionKind, virtual_stage: int) -> float:
+        """Return the duration of an action; 0 for a receive, because its send has the duration."""
         values: tuple[PerStage, ...]
         match kind:
-            case Kind.FORWARD:
+            case ActionKind.FORWARD:
                 values = (self.forward,)
-            case Kind.BACKWARD:
+            case ActionKind.BACKWARD:
                 values = (self.input_gradient, self.weight_gradient)
-            case Kind.INPUT_GRADIENT:
+            case ActionKind.INPUT_GRADIENT:
                 values = (self.input_gradient,)
-            case Kind.WEIGHT_GRADIENT:
+            case ActionKind.WEIGHT_GRADIENT:
                 values = (self.weight_gradient,)
-            case Kind.GATHER:
+            case ActionKind.GATHER:
                 values = (self.gather,)
-            case Kind.REDUCE:
+            case ActionKind.REDUCE:
                 values = (self.reduce,)
-            case Kind.SEND_FORWARD | Kind.SEND_BACKWARD:
+            case ActionKind.SEND_FORWARD | ActionKind.SEND_BACKWARD:
                 values = (self.transfer,)
             case _:
                 values = ()
@@ -308,7 +321,7 @@ class Times:
 
 
 class Event(NamedTuple):
-    """When one action took place. A receive's start and end are both when its tensor is there."""
+    """The start and end of one action. Both are the arrival of the tensor for a receive."""
 
     action: Action
     start: float
@@ -317,13 +330,13 @@ class Event(NamedTuple):
 
 @dataclass(frozen=True)
 class Timeline:
-    """When everything takes place.
+    """The timing of a schedule.
 
     Args:
+        schedule: the schedule.
         ranks: the events of every rank, in the order of its list.
-        makespan: when the last event ends.
-        peak_received: for every rank, the most tensors that are there while the computes that need
-            them have not started.
+        makespan: end of the last event.
+        peak_received: maximum number of received tensors that wait for their compute, by rank.
     """
 
     schedule: Schedule
@@ -333,7 +346,7 @@ class Timeline:
 
     @property
     def idle(self) -> tuple[float, ...]:
-        """The time in which each rank computes nothing."""
+        """The idle time of each rank."""
         return tuple(
             self.makespan - sum(e.end - e.start for e in events if e.action.kind in COMPUTES)
             for events in self.ranks
@@ -341,21 +354,22 @@ class Timeline:
 
     @property
     def bubble_fraction(self) -> float:
-        """The idle part of the time of all ranks, from 0 to 1."""
+        """The idle fraction of the time of all ranks, from 0 to 1."""
         return sum(self.idle) / (self.makespan * len(self.ranks)) if self.makespan else 0.0
 
     def peak_activations(self, freed_by_input_gradient: float = 0.0) -> tuple[float, ...]:
-        """Return for each rank the most activations alive, each of a chunk and a microbatch.
+        """Return the maximum number of activations in memory by rank, each of a chunk and a
+        microbatch.
 
         Args:
-            freed_by_input_gradient: the part of them that I frees, from 0 to 1; W, or a whole
-                backward, frees the rest.
+            freed_by_input_gradient: the fraction of an activation that I frees, from 0 to 1; W, or
+                a whole backward, frees the remaining one.
         """
         change = {
-            Kind.FORWARD: 1.0,
-            Kind.BACKWARD: -1.0,
-            Kind.INPUT_GRADIENT: -freed_by_input_gradient,
-            Kind.WEIGHT_GRADIENT: freed_by_input_gradient - 1.0,
+            ActionKind.FORWARD: 1.0,
+            ActionKind.BACKWARD: -1.0,
+            ActionKind.INPUT_GRADIENT: -freed_by_input_gradient,
+            ActionKind.WEIGHT_GRADIENT: freed_by_input_gradient - 1.0,
         }
         peaks = []
         for actions in self.schedule.ranks:
@@ -368,101 +382,103 @@ class Timeline:
 
 
 def simulate(schedule: Schedule, times: Times, *, rendezvous: bool = False) -> Timeline:
-    """Return when everything in a schedule takes place.
+    """Return the timing of a schedule.
 
     Args:
-        schedule: computes alone, or with transfers, gathers and reductions.
-        rendezvous: transfers follow the rule of NCCL, else nothing blocks.
+        schedule: a schedule of computes, with or without transfers, gathers and reductions.
+        times: durations of the actions.
+        rendezvous: transfers block as in NCCL, see the module; otherwise nothing blocks.
 
     Raises:
-        DeadlockError: what ranks wait for never comes; names them.
+        DeadlockError: ranks wait for actions that never happen; the message names them.
     """
-    graph = Dependence(schedule, times.of, rendezvous=rendezvous)
-    spans = graph.walk()
+    graph = DependencyGraph(schedule, times.of, rendezvous=rendezvous)
+    spans = graph.spans()
     ranks = tuple(
         tuple(Event(action, *spans[Node("do", rank, n)]) for n, action in enumerate(actions))
         for rank, actions in enumerate(schedule.ranks)
     )
     makespan = max((event.end for events in ranks for event in events), default=0.0)
-    peaks = tuple(_most_at_once(intervals) for intervals in graph.waiting(spans))
+    peaks = tuple(_max_overlap(intervals) for intervals in graph.input_intervals(spans))
     return Timeline(schedule, ranks, makespan, peaks)
 
 
-def _most_at_once(intervals: Iterable[tuple[float, float]]) -> int:
-    """Return how many of [start, end) are open at once at most."""
-    borders = [
-        (at, change)
+def _max_overlap(intervals: Iterable[tuple[float, float]]) -> int:
+    """Return the maximum number of overlapping intervals [start, end)."""
+    changes = [
+        (time, change)
         for start, end in intervals
         if start < end
-        for at, change in ((start, 1), (end, -1))
+        for time, change in ((start, 1), (end, -1))
     ]
-    count = most = 0
-    for _, change in sorted(borders):
+    count = max_count = 0
+    for _, change in sorted(changes):
         count += change
-        most = max(most, count)
-    return most
+        max_count = max(max_count, count)
+    return max_count
 
 
-_WHOLE, _SPLIT = (Kind.BACKWARD,), (Kind.INPUT_GRADIENT, Kind.WEIGHT_GRADIENT)
-_NEEDS_WEIGHTS = frozenset({Kind.FORWARD, Kind.BACKWARD, Kind.INPUT_GRADIENT})
-_MAKES_GRADIENTS = frozenset({Kind.BACKWARD, Kind.WEIGHT_GRADIENT})
+_WHOLE, _SPLIT = (ActionKind.BACKWARD,), (ActionKind.INPUT_GRADIENT, ActionKind.WEIGHT_GRADIENT)
+_NEEDS_WEIGHTS = frozenset({ActionKind.FORWARD, ActionKind.BACKWARD, ActionKind.INPUT_GRADIENT})
+_MAKES_GRADIENTS = frozenset({ActionKind.BACKWARD, ActionKind.WEIGHT_GRADIENT})
 
 
 def check(schedule: Schedule) -> list[str]:
-    """Return everything that is wrong with a schedule, nothing if it can be carried out.
+    """Return all errors of a schedule, an empty list if it can be executed.
 
-    - Every chunk computes the forward of every microbatch once, and, unless no rank has any, its
-      backward once: as B, or as I and later W, after F. Each of these kinds takes a chunk's
-      microbatches in their order, as all schedules do, so that sums are the same to the bit.
-    - Either no list holds transfers, or every output that goes to another rank is sent once, after
-      it is computed, and received once, before it is needed; two ranks have the transfers between
-      them in one order, those of each direction by themselves.
-    - Gathers, if there are any, are one for each chunk, before its first F and with its microbatch;
-      or one for each F, B and I, with no compute between. Reductions are one after the last B or W
-      of each chunk, or one after each, with no compute between.
-    - Nothing deadlocks, with transfers under either rule of `simulate`.
-
-    Whether something deadlocks is looked at only if nothing else is wrong.
+    - Every chunk computes the forward of every microbatch once. Unless no list has a backward, it
+      computes each backward once, after F: as B, or as I and later W. Actions of one kind on a
+      chunk are in the order of the microbatches, so that sums have the same bits in all schedules.
+    - Either no list has transfers; or every output for another rank is sent once, after its
+      compute, and received once, before its use. Two ranks have the transfers of one direction
+      between them in the same order.
+    - Gathers, if any, are one per chunk, before its first F and with the same microbatch; or one
+      per F, B and I, with no compute in between. Reductions are one after the last B or W of each
+      chunk, or one after each, with no compute in between.
+    - No deadlock with eager or rendezvous transfers. This is checked only if there are no other
+      errors.
     """
     if len(schedule.ranks) != schedule.stages:
         return [f"{len(schedule.ranks)} lists for {schedule.stages} stages"]
-    lists = [_List(schedule, rank) for rank in range(schedule.stages)]
-    foreign = [problem for one in lists for problem in one.foreign()]
-    if foreign:
-        return foreign
-    backward = any(one.has(_MAKES_GRADIENTS | {Kind.INPUT_GRADIENT}) for one in lists)
-    wrong = [problem for one in lists for problem in one.computes(backward)]
-    if any(one.has(TRANSFERS) for one in lists):
-        wrong += [problem for one in lists for problem in one.transfers()]
-        wrong += _pairs(schedule)
-    wrong += _traffic(lists, Kind.GATHER, _NEEDS_WEIGHTS)
-    wrong += _traffic(lists, Kind.REDUCE, _MAKES_GRADIENTS)
-    if not wrong:
+    lists = [_RankList(schedule, rank) for rank in range(schedule.stages)]
+    out_of_range = [problem for rank_list in lists for problem in rank_list.out_of_range()]
+    if out_of_range:
+        return out_of_range
+    backward = any(
+        rank_list.has(_MAKES_GRADIENTS | {ActionKind.INPUT_GRADIENT}) for rank_list in lists
+    )
+    errors = [problem for rank_list in lists for problem in rank_list.computes(backward)]
+    if any(rank_list.has(TRANSFERS) for rank_list in lists):
+        errors += [problem for rank_list in lists for problem in rank_list.transfers()]
+        errors += _order_errors(schedule)
+    errors += _weight_traffic_errors(lists, ActionKind.GATHER, _NEEDS_WEIGHTS)
+    errors += _weight_traffic_errors(lists, ActionKind.REDUCE, _MAKES_GRADIENTS)
+    if not errors:
         for rendezvous in (False, True):
             try:
                 simulate(schedule, Times(), rendezvous=rendezvous)
             except DeadlockError as error:
                 return [str(error)]
-    return wrong
+    return errors
 
 
-class _List:
-    """One rank's list and where its actions are."""
+class _RankList:
+    """One rank's list and the index of each of its actions."""
 
     def __init__(self, schedule: Schedule, rank: int) -> None:
         self.schedule, self.rank, self.actions = schedule, rank, schedule.ranks[rank]
-        self.at: dict[Action, int] = {}
+        self.index_of: dict[Action, int] = {}
         for index, action in enumerate(self.actions):
-            self.at.setdefault(action, index)
+            self.index_of.setdefault(action, index)
         self.counts = Counter(self.actions)
         self.kinds = {action.kind for action in self.actions}
 
-    def has(self, kinds: frozenset[Kind]) -> bool:
-        """Tell whether the list holds an action of one of these kinds."""
+    def has(self, kinds: frozenset[ActionKind]) -> bool:
+        """Return whether the list has an action of a kind in `kinds`."""
         return not self.kinds.isdisjoint(kinds)
 
-    def foreign(self) -> Iterator[str]:
-        """Yield what this rank has no part in."""
+    def out_of_range(self) -> Iterator[str]:
+        """Yield actions on chunks, microbatches or peers that do not exist."""
         chunks, microbatches = self.schedule.chunks, self.schedule.microbatches
         for action in self.counts:
             if not (0 <= action.chunk < chunks and 0 <= action.microbatch < microbatches):
@@ -471,64 +487,68 @@ class _List:
                     f"{microbatches} microbatches"
                 )
             elif action.kind in TRANSFERS:
-                other_end = self.schedule.other_end(self.rank, action)
-                if other_end is None or other_end[0] == self.rank:
+                peer = self.schedule.matching_transfer(self.rank, action)
+                if peer is None or peer[0] == self.rank:
                     yield f"rank {self.rank}: {action} has no other rank"
 
     def computes(self, backward: bool) -> Iterator[str]:
-        """Yield what is wrong with F, B, I and W."""
+        """Yield the errors in F, B, I and W."""
         for chunk in range(self.schedule.chunks):
-            for number in range(self.schedule.microbatches):
-                order = [Kind.FORWARD]
+            for microbatch in range(self.schedule.microbatches):
+                order = [ActionKind.FORWARD]
                 if backward:
-                    kinds = [k for k in (*_WHOLE, *_SPLIT) if Action(k, chunk, number) in self.at]
-                    if Kind.BACKWARD in kinds and len(kinds) > 1:
+                    kinds = [
+                        k
+                        for k in (*_WHOLE, *_SPLIT)
+                        if Action(k, chunk, microbatch) in self.index_of
+                    ]
+                    if ActionKind.BACKWARD in kinds and len(kinds) > 1:
                         names = " and ".join(kind.value for kind in kinds)
-                        yield f"rank {self.rank}: {names} of microbatch {chunk}.{number}"
-                    whole = Kind.BACKWARD in kinds or not kinds
+                        yield f"rank {self.rank}: {names} of microbatch {chunk}.{microbatch}"
+                    whole = ActionKind.BACKWARD in kinds or not kinds
                     order += _WHOLE if whole else _SPLIT
-                actions = [Action(kind, chunk, number) for kind in order]
+                actions = [Action(kind, chunk, microbatch) for kind in order]
                 for action in actions:
                     yield from self._once(action)
                 for earlier, later in pairwise(actions):
                     yield from self._ordered(earlier, later)
-        last: dict[tuple[Kind, int], Action] = {}
-        for action in self.at:
+        previous: dict[tuple[ActionKind, int], Action] = {}
+        for action in self.index_of:
             if action.kind in COMPUTES:
-                before = last.get((action.kind, action.chunk))
-                if before is not None and before.microbatch > action.microbatch:
-                    yield f"rank {self.rank}: {before} comes before {action}"
-                last[action.kind, action.chunk] = action
+                earlier = previous.get((action.kind, action.chunk))
+                if earlier is not None and earlier.microbatch > action.microbatch:
+                    yield f"rank {self.rank}: {earlier} comes before {action}"
+                previous[action.kind, action.chunk] = action
 
     def transfers(self) -> Iterator[str]:
-        """Yield what is wrong with this rank's sends and receives, but for their order."""
-        wanted = set()
-        for action in self.at:
+        """Yield the errors in this rank's sends and receives, except for their order."""
+        expected = set()
+        for action in self.index_of:
             for transfer in self._transfers_of(action):
-                if transfer not in wanted:
+                if transfer not in expected:
                     yield from self._once(transfer)
-                wanted.add(transfer)
+                expected.add(transfer)
                 if transfer.kind in SENDS:
                     yield from self._ordered(action, transfer)
                 else:
                     yield from self._ordered(transfer, action)
-        for action in self.at:
-            if action.kind in SENDS and action not in wanted:
+        for action in self.index_of:
+            if action.kind in SENDS and action not in expected:
                 yield f"rank {self.rank}: {action} sends what is not computed"
-            if action.kind in RECEIVES and action not in wanted:
+            if action.kind in RECEIVES and action not in expected:
                 yield f"rank {self.rank}: {action} receives what nothing needs"
 
     def _transfers_of(self, action: Action) -> Iterator[Action]:
-        """Yield the transfers that a compute takes part in."""
-        if action.kind is Kind.FORWARD:
-            kinds = (Kind.RECEIVE_FORWARD, Kind.SEND_FORWARD)
-        elif action.kind in (Kind.BACKWARD, Kind.INPUT_GRADIENT):
-            kinds = (Kind.RECEIVE_BACKWARD, Kind.SEND_BACKWARD)
+        """Yield the receive before a compute and the send after it."""
+        if action.kind is ActionKind.FORWARD:
+            kinds = (ActionKind.RECEIVE_FORWARD, ActionKind.SEND_FORWARD)
+        elif action.kind in (ActionKind.BACKWARD, ActionKind.INPUT_GRADIENT):
+            kinds = (ActionKind.RECEIVE_BACKWARD, ActionKind.SEND_BACKWARD)
         else:
             return
         for kind in kinds:
             transfer = Action(kind, action.chunk, action.microbatch)
-            if self.schedule.other_end(self.rank, transfer) is not None:
+            if self.schedule.matching_transfer(self.rank, transfer) is not None:
                 yield transfer
 
     def _once(self, action: Action) -> Iterator[str]:
@@ -537,73 +557,77 @@ class _List:
             yield f"rank {self.rank}: {action} is {f'there {count} times' if count else 'missing'}"
 
     def _ordered(self, earlier: Action, later: Action) -> Iterator[str]:
-        if self.at.get(earlier, -1) > self.at.get(later, len(self.actions)):
+        if self.index_of.get(earlier, -1) > self.index_of.get(later, len(self.actions)):
             yield f"rank {self.rank}: {later} comes before {earlier}"
 
 
-def _pairs(schedule: Schedule) -> Iterator[str]:
-    """Yield the pairs of ranks that disagree about the order of what is between them."""
+def _order_errors(schedule: Schedule) -> Iterator[str]:
+    """Yield the pairs of ranks that disagree about the order of their transfers."""
     between: dict[tuple[int, int, bool], list[tuple[int, Action]]] = defaultdict(list)
     for rank, actions in enumerate(schedule.ranks):
         for action in actions:
-            other_end = schedule.other_end(rank, action)
-            if other_end is not None:
-                between[rank, other_end[0], action.kind in AHEAD].append((rank, action))
-    for low, high, ahead in sorted(between):
+            peer = schedule.matching_transfer(rank, action)
+            if peer is not None:
+                between[rank, peer[0], action.kind in FORWARD_TRANSFERS].append((rank, action))
+    for low, high, is_forward in sorted(between):
         if low > high:
             continue
-        theirs = [schedule.other_end(*place) for place in between[high, low, ahead]]
-        for (_, mine), other in zip(between[low, high, ahead], theirs, strict=False):
-            if other is not None and mine != other[1]:
-                yield f"ranks {low} and {high}: {mine} on rank {low} meets {other[1]}'s other end"
+        matches = [schedule.matching_transfer(*x) for x in between[high, low, is_forward]]
+        for (_, action), match in zip(between[low, high, is_forward], matches, strict=False):
+            if match is not None and action != match[1]:
+                yield f"ranks {low} and {high}: {action} on rank {low} meets {match[1]}'s other end"
                 break
 
 
-def _traffic(lists: list[_List], kind: Kind, computes: frozenset[Kind]) -> Iterator[str]:
-    """Yield what is wrong with gathers, which go before `computes`, or with reductions, after them.
+def _weight_traffic_errors(
+    lists: list[_RankList], kind: ActionKind, computes: frozenset[ActionKind]
+) -> Iterator[str]:
+    """Yield the errors in gathers, which precede `computes`, or in reductions, which follow them.
 
-    Lists are walked towards the traffic's end of its compute: reductions from the back.
+    Lists with reductions are checked in reverse, so that both kinds come before their compute.
     """
-    walks = [one.actions if kind is Kind.GATHER else one.actions[::-1] for one in lists]
-    found = sum(action.kind is kind for walk in walks for action in walk)
-    each = sum(action.kind in computes for walk in walks for action in walk)
-    once = sum(len({a.chunk for a in walk if a.kind in computes}) for walk in walks)
-    if not found:
+    walks = [x.actions if kind is ActionKind.GATHER else x.actions[::-1] for x in lists]
+    num_actions = sum(action.kind is kind for walk in walks for action in walk)
+    num_computes = sum(action.kind in computes for walk in walks for action in walk)
+    num_chunks = sum(len({a.chunk for a in walk if a.kind in computes}) for walk in walks)
+    if not num_actions:
         return
     for rank, walk in enumerate(walks):
-        if abs(found - once) <= abs(found - each):
-            problems = _once_a_chunk(walk, kind, computes)
+        if abs(num_actions - num_chunks) <= abs(num_actions - num_computes):
+            problems = _once_per_chunk(walk, kind, computes)
         else:
-            problems = _once_a_compute(walk, kind, computes)
+            problems = _once_per_compute(walk, kind, computes)
         for problem in problems:
             yield f"rank {rank}: {problem}"
 
 
-def _once_a_chunk(walk: tuple[Action, ...], kind: Kind, computes: frozenset[Kind]) -> Iterator[str]:
-    """Yield where chunks have not one gather or reduction before the first compute of a walk."""
-    first: dict[int, int] = {}
+def _once_per_chunk(
+    walk: tuple[Action, ...], kind: ActionKind, computes: frozenset[ActionKind]
+) -> Iterator[str]:
+    """Yield chunks without exactly one gather or reduction before their first compute."""
+    first_compute: dict[int, int] = {}
     for index, action in enumerate(walk):
         if action.kind in computes:
-            first.setdefault(action.chunk, index)
-    for chunk, index in sorted(first.items()):
-        wanted = Action(kind, chunk, walk[index].microbatch)
-        places = [i for i, a in enumerate(walk) if a.kind is kind and a.chunk == chunk]
-        between = walk[places[0] : index] if places else ()
-        late = kind is Kind.REDUCE and any(a.kind in COMPUTES for a in between)
-        if [walk[i] for i in places] != [wanted]:
-            names = " ".join(str(walk[i]) for i in places) or "nothing"
-            yield f"{names} for chunk {chunk} where {wanted} belongs"
-        elif places[0] > index or late:
-            yield f"{wanted} is not {_SIDES[kind]} {walk[index]}"
+            first_compute.setdefault(action.chunk, index)
+    for chunk, index in sorted(first_compute.items()):
+        expected = Action(kind, chunk, walk[index].microbatch)
+        indices = [i for i, a in enumerate(walk) if a.kind is kind and a.chunk == chunk]
+        between = walk[indices[0] : index] if indices else ()
+        delayed = kind is ActionKind.REDUCE and any(a.kind in COMPUTES for a in between)
+        if [walk[i] for i in indices] != [expected]:
+            names = " ".join(str(walk[i]) for i in indices) or "nothing"
+            yield f"{names} for chunk {chunk} where {expected} belongs"
+        elif indices[0] > index or delayed:
+            yield f"{expected} is not {_SIDES[kind]} {walk[index]}"
     for action in dict.fromkeys(walk):
-        if action.kind is kind and action.chunk not in first:
+        if action.kind is kind and action.chunk not in first_compute:
             yield f"{action} belongs to no compute"
 
 
-def _once_a_compute(
-    walk: tuple[Action, ...], kind: Kind, computes: frozenset[Kind]
+def _once_per_compute(
+    walk: tuple[Action, ...], kind: ActionKind, computes: frozenset[ActionKind]
 ) -> Iterator[str]:
-    """Yield where gathers or reductions and the computes of a walk do not come in turn."""
+    """Yield computes without a gather or reduction of their own."""
     waiting: Action | None = None
     for action in walk:
         if action.kind is kind or action.kind in COMPUTES:
@@ -619,6 +643,6 @@ def _once_a_compute(
         yield f"{waiting} is not {_SIDES[kind]} its compute"
 
 
-_SIDES: Mapping[Kind, str] = MappingProxyType(
-    {Kind.GATHER: "right before", Kind.REDUCE: "right after"}
+_SIDES: Mapping[ActionKind, str] = MappingProxyType(
+    {ActionKind.GATHER: "right before", ActionKind.REDUCE: "right after"}
 )

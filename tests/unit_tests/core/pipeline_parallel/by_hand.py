@@ -7,13 +7,13 @@ import random
 from collections import defaultdict, deque
 
 from megatron.core.pipeline_parallel import (
-    AHEAD,
     COMPUTES,
+    FORWARD_TRANSFERS,
     RECEIVES,
     SENDS,
     TRANSFERS,
     Action,
-    Kind,
+    ActionKind,
     Schedule,
     Times,
     make_schedule,
@@ -76,19 +76,23 @@ def ends(schedule: Schedule, times: Times) -> list[float]:
                 action = queue[0]
                 stage, number = schedule.virtual_stage(rank, action.chunk), action.microbatch
                 needs = []
-                if action.kind is Kind.FORWARD and stage > 0:
-                    needs.append(("f", stage - 1, number, way(Kind.SEND_FORWARD, stage - 1)))
-                if action.kind in (Kind.BACKWARD, Kind.INPUT_GRADIENT):
+                if action.kind is ActionKind.FORWARD and stage > 0:
+                    needs.append(("f", stage - 1, number, way(ActionKind.SEND_FORWARD, stage - 1)))
+                if action.kind in (ActionKind.BACKWARD, ActionKind.INPUT_GRADIENT):
                     needs.append(("f", stage, number, 0.0))
                     if stage < last:
-                        needs.append(("b", stage + 1, number, way(Kind.SEND_BACKWARD, stage + 1)))
-                if action.kind is Kind.WEIGHT_GRADIENT:
+                        needs.append(
+                            ("b", stage + 1, number, way(ActionKind.SEND_BACKWARD, stage + 1))
+                        )
+                if action.kind is ActionKind.WEIGHT_GRADIENT:
                     needs.append(("b", stage, number, 0.0))
                 if any(need[:3] not in done for need in needs):
                     break
                 start = max([clocks[rank], *(done[need[:3]] + need[3] for need in needs)])
                 clocks[rank] = start + times.of(action.kind, stage)
-                name = {Kind.FORWARD: "f", Kind.WEIGHT_GRADIENT: "w"}.get(action.kind, "b")
+                name = {ActionKind.FORWARD: "f", ActionKind.WEIGHT_GRADIENT: "w"}.get(
+                    action.kind, "b"
+                )
                 done[name, stage, number] = clocks[rank]
                 queue.popleft()
         assert len(done) > before, "nothing can go on"
@@ -106,7 +110,7 @@ def one_at_a_time(schedule: Schedule) -> bool:
         for rank, queue in enumerate(queues):
             while queue:
                 if queue[0].kind in TRANSFERS:
-                    other, action = schedule.other_end(rank, queue[0])
+                    other, action = schedule.matching_transfer(rank, queue[0])
                     if not queues[other] or queues[other][0] != action:
                         break
                     queues[other].popleft()
@@ -144,7 +148,7 @@ class _Rank:
         self.queue = deque(schedule.ranks[rank])
         self.batches: dict[bool, deque[list[Action]]] = {True: deque(), False: deque()}
         self.boxes: dict[tuple[int, bool], deque[Action]] = defaultdict(deque)
-        self.made: set[tuple[Kind, int, int]] = set()
+        self.made: set[tuple[ActionKind, int, int]] = set()
         self.posted: set[Action] = set()
 
     def finished(self) -> bool:
@@ -165,7 +169,7 @@ class _Rank:
                 if batch[-1].kind in SENDS:
                     self._made(batch[-1])
             for ahead in (True, False):
-                if one_way := [a for a in batch if (a.kind in AHEAD) is ahead]:
+                if one_way := [a for a in batch if (a.kind in FORWARD_TRANSFERS) is ahead]:
                     self.batches[ahead].append(one_way)
             self.posted.update(batch)
             return True
@@ -175,27 +179,27 @@ class _Rank:
         return True
 
     def _made(self, send: Action) -> None:
-        kind = Kind.FORWARD if send.kind is Kind.SEND_FORWARD else Kind.BACKWARD
+        kind = ActionKind.FORWARD if send.kind is ActionKind.SEND_FORWARD else ActionKind.BACKWARD
         assert (kind, send.chunk, send.microbatch) in self.made, f"{send} of nothing"
 
     def _fed(self, action: Action) -> bool:
         """Tell whether a compute may start; note that it has."""
         place = (action.chunk, action.microbatch)
-        if action.kind is Kind.WEIGHT_GRADIENT:
-            assert (Kind.BACKWARD, *place) in self.made, f"{action} of nothing"
+        if action.kind is ActionKind.WEIGHT_GRADIENT:
+            assert (ActionKind.BACKWARD, *place) in self.made, f"{action} of nothing"
             return True
-        forward = action.kind is Kind.FORWARD
-        near = self.schedule.preceding if forward else self.schedule.following
+        forward = action.kind is ActionKind.FORWARD
+        near = self.schedule.prev_stage if forward else self.schedule.next_stage
         source = near(self.rank, action.chunk)
         if source is not None and source[0] != self.rank:
-            kind = Kind.RECEIVE_FORWARD if forward else Kind.RECEIVE_BACKWARD
+            kind = ActionKind.RECEIVE_FORWARD if forward else ActionKind.RECEIVE_BACKWARD
             receive = Action(kind, *place)
             assert receive in self.posted, f"{receive} is not posted at {action}"
             if any(receive in batch for batch in self.batches[forward]):
                 return False
         if not forward:
-            assert (Kind.FORWARD, *place) in self.made, f"{action} of nothing"
-        self.made.add((Kind.FORWARD if forward else Kind.BACKWARD, *place))
+            assert (ActionKind.FORWARD, *place) in self.made, f"{action} of nothing"
+        self.made.add((ActionKind.FORWARD if forward else ActionKind.BACKWARD, *place))
         return True
 
     def exchange(self, ranks: list[_Rank], rendezvous: bool) -> bool:
@@ -207,13 +211,13 @@ class _Rank:
         for batch in list(batches)[: 1 if rendezvous else None]:
             before = len(batch)
             for action in [a for a in batch if a.kind in SENDS]:
-                other, wanted = self.schedule.other_end(self.rank, action)
+                other, wanted = self.schedule.matching_transfer(self.rank, action)
                 theirs = ranks[other].batches[ahead]
                 if not rendezvous or (theirs and wanted in theirs[0]):
                     ranks[other].boxes[self.rank, ahead].append(wanted)
                     batch.remove(action)
             for action in [a for a in batch if a.kind in RECEIVES]:
-                other, _ = self.schedule.other_end(self.rank, action)
+                other, _ = self.schedule.matching_transfer(self.rank, action)
                 if self.boxes[other, ahead]:
                     arrived = self.boxes[other, ahead].popleft()
                     assert arrived == action, f"{arrived} arrives where {action} is due"

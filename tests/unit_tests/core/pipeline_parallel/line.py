@@ -48,7 +48,7 @@ class Line:
     _kept: dict[tuple[int, int], torch.Tensor] = field(default_factory=dict)
     _late: dict[tuple[int, int], float] = field(default_factory=dict)
 
-    def landing(self, microbatch: int) -> torch.Tensor:
+    def recv_buffer(self, microbatch: int) -> torch.Tensor:
         """Return room for a microbatch."""
         return torch.empty(width(microbatch), FEATURES, dtype=torch.float64)
 
@@ -60,7 +60,7 @@ class Line:
         x = start(microbatch) if hidden is None else hidden
         self._kept[chunk, microbatch] = x
         y = slope(stage) * x + microbatch
-        if self.schedule.following(self.rank, chunk) is None:
+        if self.schedule.next_stage(self.rank, chunk) is None:
             self.losses[microbatch] = float(y.sum())
         return y
 
@@ -71,7 +71,7 @@ class Line:
         self.calls.append(f"{'I' if split else 'B'}{chunk}.{microbatch}")
         stage = self.schedule.virtual_stage(self.rank, chunk)
         x = self._kept.pop((chunk, microbatch))
-        assert (grad is None) == (self.schedule.following(self.rank, chunk) is None)
+        assert (grad is None) == (self.schedule.next_stage(self.rank, chunk) is None)
         dy = torch.ones_like(x) if grad is None else grad
         found = self._late if split else self.slopes
         found[chunk, microbatch] = float((x * dy).sum())

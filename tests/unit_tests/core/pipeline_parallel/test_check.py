@@ -11,13 +11,13 @@ from dataclasses import replace
 import pytest
 
 from megatron.core.pipeline_parallel import (
-    AHEAD,
     COMPUTES,
+    FORWARD_TRANSFERS,
     RECEIVES,
     SENDS,
     TRANSFERS,
     Action,
-    Kind,
+    ActionKind,
     Schedule,
     check,
     make_schedule,
@@ -49,7 +49,9 @@ class Fault:
             replace(self.schedule, ranks=ranks) if done and ranks != self.schedule.ranks else None
         )
 
-    def _any(self, kinds: frozenset[Kind] = frozenset(Kind)) -> tuple[list[Action], int] | None:
+    def _any(
+        self, kinds: frozenset[ActionKind] = frozenset(ActionKind)
+    ) -> tuple[list[Action], int] | None:
         places = [
             (actions, index)
             for actions in self.lists
@@ -79,7 +81,7 @@ class Fault:
         return True
 
     def dropped_traffic(self) -> bool:
-        place = self._any(frozenset({Kind.GATHER, Kind.REDUCE}))
+        place = self._any(frozenset({ActionKind.GATHER, ActionKind.REDUCE}))
         if (
             place is None
             or sum(a.kind is place[0][place[1]].kind for x in self.lists for a in x) < 3
@@ -111,31 +113,32 @@ class Fault:
 
     def of_another_kind(self) -> bool:
         actions, index = self._any()
-        actions[index] = replace(actions[index], kind=self.draw.choice(list(Kind)))
+        actions[index] = replace(actions[index], kind=self.draw.choice(list(ActionKind)))
         return True
 
     def gradient_before_its_forward(self) -> bool:
         return self._swap(
             lambda a, b, _: (
                 _same(a, b)
-                and a.kind is Kind.FORWARD
-                and b.kind in (Kind.BACKWARD, Kind.INPUT_GRADIENT)
+                and a.kind is ActionKind.FORWARD
+                and b.kind in (ActionKind.BACKWARD, ActionKind.INPUT_GRADIENT)
             )
         )
 
     def weight_before_its_input_gradient(self) -> bool:
         return self._swap(
             lambda a, b, _: (
-                _same(a, b) and (a.kind, b.kind) == (Kind.INPUT_GRADIENT, Kind.WEIGHT_GRADIENT)
+                _same(a, b)
+                and (a.kind, b.kind) == (ActionKind.INPUT_GRADIENT, ActionKind.WEIGHT_GRADIENT)
             )
         )
 
     def whole_and_split_backward(self) -> bool:
-        place = self._any(frozenset({Kind.BACKWARD}))
+        place = self._any(frozenset({ActionKind.BACKWARD}))
         if place is None:
             return False
         actions, index = place
-        kind = self.draw.choice([Kind.INPUT_GRADIENT, Kind.WEIGHT_GRADIENT])
+        kind = self.draw.choice([ActionKind.INPUT_GRADIENT, ActionKind.WEIGHT_GRADIENT])
         actions.insert(index + 1, replace(actions[index], kind=kind))
         return True
 
@@ -173,22 +176,25 @@ class Fault:
 
     def gather_behind_its_use(self) -> bool:
         return self._swap(
-            lambda a, b, _: _same(a, b) and a.kind is Kind.GATHER and b.kind is Kind.FORWARD
+            lambda a, b, _: (
+                _same(a, b) and a.kind is ActionKind.GATHER and b.kind is ActionKind.FORWARD
+            )
         )
 
     def reduction_before_its_gradients(self) -> bool:
         return self._swap(
             lambda a, b, _: (
                 _same(a, b)
-                and b.kind is Kind.REDUCE
-                and a.kind in (Kind.BACKWARD, Kind.WEIGHT_GRADIENT)
+                and b.kind is ActionKind.REDUCE
+                and a.kind in (ActionKind.BACKWARD, ActionKind.WEIGHT_GRADIENT)
             )
         )
 
     def reduction_put_off(self) -> bool:
         return self._swap(
             lambda a, b, _: (
-                a.kind is Kind.REDUCE and b.kind in (Kind.BACKWARD, Kind.WEIGHT_GRADIENT)
+                a.kind is ActionKind.REDUCE
+                and b.kind in (ActionKind.BACKWARD, ActionKind.WEIGHT_GRADIENT)
             )
         )
 
@@ -204,17 +210,17 @@ class Fault:
 
     def _line(self, rank: int, action: Action) -> tuple[int, bool] | None:
         """Return the other rank and the direction, within which there is one order."""
-        other_end = self.schedule.other_end(rank, action)
-        return other_end and (other_end[0], action.kind in AHEAD)
+        other_end = self.schedule.matching_transfer(rank, action)
+        return other_end and (other_end[0], action.kind in FORWARD_TRANSFERS)
 
 
 _FED = {
-    Kind.RECEIVE_FORWARD: (Kind.FORWARD,),
-    Kind.RECEIVE_BACKWARD: (Kind.BACKWARD, Kind.INPUT_GRADIENT),
+    ActionKind.RECEIVE_FORWARD: (ActionKind.FORWARD,),
+    ActionKind.RECEIVE_BACKWARD: (ActionKind.BACKWARD, ActionKind.INPUT_GRADIENT),
 }
 _MAKERS = {
-    Kind.SEND_FORWARD: (Kind.FORWARD,),
-    Kind.SEND_BACKWARD: (Kind.BACKWARD, Kind.INPUT_GRADIENT),
+    ActionKind.SEND_FORWARD: (ActionKind.FORWARD,),
+    ActionKind.SEND_BACKWARD: (ActionKind.BACKWARD, ActionKind.INPUT_GRADIENT),
 }
 
 
@@ -276,7 +282,7 @@ def put(rank: int, old: str, new: list[Action]) -> Callable[[Lists], None]:
 def act(text: str) -> Action:
     kind, place = text.rstrip("0123456789."), text.lstrip("ABCDEFGHIJKLMNOPQRSTUVWXYZ")
     chunk, number = map(int, place.split("."))
-    return Action(Kind(kind), chunk, number)
+    return Action(ActionKind(kind), chunk, number)
 
 
 @pytest.mark.parametrize(

@@ -108,8 +108,8 @@ def crossed(rank: int, world: int) -> None:
     schedule = with_transfers(make_schedule("1f1b", stages=2, microbatches=3))
     worker = Line(schedule, rank)
     if rank == 1:
-        landing, order = worker.landing, iter([1, 0, 2])
-        worker.landing = lambda microbatch: landing(next(order))  # type: ignore[method-assign]
+        recv_buffer, order = worker.recv_buffer, iter([1, 0, 2])
+        worker.recv_buffer = lambda microbatch: recv_buffer(next(order))  # type: ignore[method-assign]
     Executor(schedule, worker, group=groups["pp"], backward_group=groups["pp_backward"]).run()
 
 

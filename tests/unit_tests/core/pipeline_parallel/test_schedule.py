@@ -15,7 +15,7 @@ from megatron.core.pipeline_parallel import (
     SENDS,
     TRANSFERS,
     Action,
-    Kind,
+    ActionKind,
     check,
     make_schedule,
     problems,
@@ -48,7 +48,7 @@ def test_interleaved_may_end_with_a_smaller_group():
         for action in make_schedule(
             "interleaved", stages=2, microbatches=5, chunks=2, group_size=3
         ).ranks[0]
-        if action.kind is Kind.FORWARD
+        if action.kind is ActionKind.FORWARD
     ]
     assert " ".join(forwards) == "F0.0 F0.1 F0.2 F1.0 F1.1 F1.2 F0.3 F0.4 F1.3 F1.4"
 
@@ -98,22 +98,22 @@ def test_explicit_group_size_is_used():
 def test_neighbours_in_the_model():
     schedule = make_schedule("interleaved", stages=3, microbatches=3, chunks=2)
     assert schedule.virtual_stage(1, 1) == 4
-    assert (schedule.following(2, 0), schedule.following(2, 1)) == ((0, 1), None)
-    assert (schedule.preceding(0, 1), schedule.preceding(0, 0)) == ((2, 0), None)
+    assert (schedule.next_stage(2, 0), schedule.next_stage(2, 1)) == ((0, 1), None)
+    assert (schedule.prev_stage(0, 1), schedule.prev_stage(0, 0)) == ((2, 0), None)
     for rank in range(3):
         for chunk in range(2):
             for kind in TRANSFERS:
                 action = Action(kind, chunk, 1)
-                other_end = schedule.other_end(rank, action)
-                ahead = kind in (Kind.SEND_FORWARD, Kind.RECEIVE_BACKWARD)
-                near = schedule.following if ahead else schedule.preceding
+                other_end = schedule.matching_transfer(rank, action)
+                ahead = kind in (ActionKind.SEND_FORWARD, ActionKind.RECEIVE_BACKWARD)
+                near = schedule.next_stage if ahead else schedule.prev_stage
                 if other_end is None:
                     assert near(rank, chunk) is None
                     continue
                 assert (other_end[0], other_end[1].chunk) == near(rank, chunk)
-                assert schedule.other_end(*other_end) == (rank, action)
+                assert schedule.matching_transfer(*other_end) == (rank, action)
                 assert (kind in SENDS) != (other_end[1].kind in SENDS)
-    assert schedule.other_end(0, Action(Kind.FORWARD, 0, 0)) is None
+    assert schedule.matching_transfer(0, Action(ActionKind.FORWARD, 0, 0)) is None
 
 
 def test_schedules_run_every_action_once_in_microbatch_order():
@@ -124,11 +124,11 @@ def test_schedules_run_every_action_once_in_microbatch_order():
         seen[schedule.name] += 1
         numbers = list(range(schedule.microbatches))
         kinds = {
-            "forward": {Kind.FORWARD},
-            "zb-h1": {Kind.FORWARD, Kind.INPUT_GRADIENT, Kind.WEIGHT_GRADIENT},
-        }.get(schedule.name, {Kind.FORWARD, Kind.BACKWARD})
+            "forward": {ActionKind.FORWARD},
+            "zb-h1": {ActionKind.FORWARD, ActionKind.INPUT_GRADIENT, ActionKind.WEIGHT_GRADIENT},
+        }.get(schedule.name, {ActionKind.FORWARD, ActionKind.BACKWARD})
         for actions in schedule.ranks:
-            orders: dict[tuple[Kind, int], list[int]] = defaultdict(list)
+            orders: dict[tuple[ActionKind, int], list[int]] = defaultdict(list)
             for action in actions:
                 orders[action.kind, action.chunk].append(action.microbatch)
             assert orders == {(k, c): numbers for k in kinds for c in range(schedule.chunks)}
@@ -212,8 +212,8 @@ def test_a_refused_group_would_deadlock():
     ranks = []
     for rank in range(4):
         ahead = 2 * (4 - rank - 1) + 2 * 4
-        forwards = [Action(Kind.FORWARD, c, n) for c, n in turns]
-        backwards = [Action(Kind.BACKWARD, 2 - c, n) for c, n in turns]
+        forwards = [Action(ActionKind.FORWARD, c, n) for c, n in turns]
+        backwards = [Action(ActionKind.BACKWARD, 2 - c, n) for c, n in turns]
         pairs = zip(forwards[ahead:], backwards, strict=False)
         left = backwards[len(turns) - ahead :]
         ranks.append((*forwards[:ahead], *(a for pair in pairs for a in pair), *left))

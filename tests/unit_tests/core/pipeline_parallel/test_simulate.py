@@ -10,8 +10,8 @@ import pytest
 
 from megatron.core.pipeline_parallel import (
     Action,
+    ActionKind,
     DeadlockError,
-    Kind,
     Schedule,
     Times,
     make_schedule,
@@ -186,7 +186,7 @@ def test_tensors_that_are_there_and_not_yet_used():
 
 
 def test_a_deadlock_says_who_waits_for_what():
-    forward, backward = Action(Kind.FORWARD, 0, 0), Action(Kind.BACKWARD, 0, 0)
+    forward, backward = Action(ActionKind.FORWARD, 0, 0), Action(ActionKind.BACKWARD, 0, 0)
     crossed = Schedule("crossed", 2, 1, 1, ((backward, forward), (forward, backward)))
     with pytest.raises(DeadlockError) as raised:
         simulate(crossed, Times())
@@ -195,7 +195,7 @@ def test_a_deadlock_says_who_waits_for_what():
         "rank 1 at F0.0 waits for F0.0 of rank 0"
     )
     lonely = Schedule(
-        "lonely", 2, 1, 1, ((forward,), (Action(Kind.RECEIVE_FORWARD, 0, 0), forward))
+        "lonely", 2, 1, 1, ((forward,), (Action(ActionKind.RECEIVE_FORWARD, 0, 0), forward))
     )
     with pytest.raises(DeadlockError) as raised:
         simulate(lonely, Times())

@@ -14,7 +14,7 @@ from megatron.core.pipeline_parallel import (
     SENDS,
     TRANSFERS,
     Action,
-    Kind,
+    ActionKind,
     Times,
     check,
     make_schedule,
@@ -99,11 +99,11 @@ def by_simulated_times(schedule):
         for index, (action, start, end) in enumerate(events):
             placed[rank].append((start, 1, 0, action))
             made.append((end, rank, index, action))
-    sends = {Kind.FORWARD: Kind.SEND_FORWARD, Kind.WEIGHT_GRADIENT: None}
+    sends = {ActionKind.FORWARD: ActionKind.SEND_FORWARD, ActionKind.WEIGHT_GRADIENT: None}
     for number, (end, rank, _, action) in enumerate(sorted(made, key=lambda event: event[:3])):
-        kind = sends.get(action.kind, Kind.SEND_BACKWARD)
+        kind = sends.get(action.kind, ActionKind.SEND_BACKWARD)
         send = kind and Action(kind, action.chunk, action.microbatch)
-        other_end = send and schedule.other_end(rank, send)
+        other_end = send and schedule.matching_transfer(rank, send)
         if other_end and schedule.stages > 1:
             placed[rank].append((end, 0, number, send))
             placed[other_end[0]].append((end, 0, number, other_end[1]))
@@ -160,17 +160,17 @@ def test_sends_follow_compute_and_receives_are_posted_early():
                 if action.kind in COMPUTES:
                     compute = action
                     feeds = {
-                        Kind.FORWARD: Kind.RECEIVE_FORWARD,
-                        Kind.BACKWARD: Kind.RECEIVE_BACKWARD,
-                        Kind.INPUT_GRADIENT: Kind.RECEIVE_BACKWARD,
+                        ActionKind.FORWARD: ActionKind.RECEIVE_FORWARD,
+                        ActionKind.BACKWARD: ActionKind.RECEIVE_BACKWARD,
+                        ActionKind.INPUT_GRADIENT: ActionKind.RECEIVE_BACKWARD,
                     }.get(action.kind)
-                    if feeds and schedule.other_end(rank, Action(feeds, *place)):
+                    if feeds and schedule.matching_transfer(rank, Action(feeds, *place)):
                         waited.remove(Action(feeds, *place))
                 elif action.kind in SENDS:
                     assert compute is not None
                     assert (compute.chunk, compute.microbatch) == place
-                    forward = action.kind is Kind.SEND_FORWARD
-                    assert (compute.kind is Kind.FORWARD) == forward
+                    forward = action.kind is ActionKind.SEND_FORWARD
+                    assert (compute.kind is ActionKind.FORWARD) == forward
                 else:
                     waited.add(action)
             assert not waited
@@ -217,13 +217,13 @@ def test_weight_traffic_keeps_transfers_and_their_batches():
     for _ in range(60):
         full = random_full(draw, stages=5, microbatches=8)
         bare = tuple(
-            tuple(a for a in actions if a.kind not in (Kind.GATHER, Kind.REDUCE))
+            tuple(a for a in actions if a.kind not in (ActionKind.GATHER, ActionKind.REDUCE))
             for actions in full.ranks
         )
         assert bare == with_transfers(_computes(full)).ranks
         for actions in full.ranks:
             for before, action, after in zip(actions, actions[1:], actions[2:], strict=False):
-                if action.kind in (Kind.GATHER, Kind.REDUCE):
+                if action.kind in (ActionKind.GATHER, ActionKind.REDUCE):
                     assert not {before.kind, after.kind} <= TRANSFERS
 
 

@@ -21,7 +21,7 @@ from collections.abc import Callable, Sequence
 import torch
 
 from megatron.core.device import Recorder
-from megatron.core.distributed.capture import StepRecording, unforeseen_needs
+from megatron.core.distributed.capture import StepRecording, num_unplanned_uses
 from megatron.training.step import ForwardBackward, Microbatch
 
 #: Eager steps after the warm-up in which the order of weight gathers may still change.
@@ -121,9 +121,9 @@ class FullIterationGraph:
         return self._planned
 
     def _eagerly(self, microbatches: Sequence[Microbatch], factors: torch.Tensor) -> torch.Tensor:
-        before = unforeseen_needs(self.run.engine)
+        before = num_unplanned_uses(self.run.engine)
         total = self.run(microbatches, factors)
-        self._planned = unforeseen_needs(self.run.engine) == before
+        self._planned = num_unplanned_uses(self.run.engine) == before
         self.eager_steps += 1
         return total
 
@@ -133,7 +133,7 @@ class FullIterationGraph:
         inputs = StepInputs(microbatches, factors)
 
         def run() -> None:
-            with self.recording.inside():
+            with self.recording.capturing():
                 self._total = self.run(inputs.microbatches, inputs.factors)
 
         self.recording.prepare()

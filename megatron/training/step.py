@@ -500,13 +500,13 @@ class PipelineForwardBackward:
     ) -> None:
         store = self.model.store
 
-        def landing(index: int) -> torch.Tensor:
+        def recv_buffer(index: int) -> torch.Tensor:
             shape = self.model.boundary_shape(microbatches[index].tokens)
             return torch.empty(shape, dtype=store.dtype, device=store.device)
 
         worker = AutogradWorker(
             run,
-            landing=landing,
+            recv_buffer=recv_buffer,
             engine=self.engine,
             defer=store.defer if trains else None,
             microbatches=len(microbatches),

@@ -105,9 +105,9 @@ def test_a_backward_in_halves_has_the_gradients_of_the_whole(device, dtype):
     with halves.store.defer() as queue:
         engine.backward(loss, last=False)
     assert len(queue) > 0
-    engine.last(0)
+    engine.begin_last_backward(0)
     queue.drain()
-    engine.close(0)
+    engine.post_backward(0)
     engine.finish()
     found = {n: h.main_grad.clone() for n, h in halves.store.handles.items()}
     # the rows of an embedding are added by atomics, in any order

@@ -77,7 +77,7 @@ FAULTS = {
     ),
     "gradients of the last step are kept": (
         "distributed.data_parallel",
-        "GradientBlock._start_afresh",
+        "GradientBlock._reset",
         "handle.overwrite_main_grad = True",
         "handle.overwrite_main_grad = handle.overwrite_main_grad",
         {"tp": 1, "dp": 2},
@@ -91,9 +91,9 @@ FAULTS = {
     ),
     "buckets are reduced too early": (
         "distributed.data_parallel",
-        "DataParallel.accumulate",
-        "if last else ()",
-        "if not last else ()",
+        "DataParallel.set_is_last_backward",
+        "if is_last else ()",
+        "if not is_last else ()",
         {"tp": 1, "dp": 2, "accumulation": 2, "bucket": "small"},
     ),
     "the mean forgets the number of microbatches": (
@@ -196,7 +196,7 @@ FAULTS = {
     ),
     "a microbatch's cut gradients replace those of the one before": (
         "distributed.data_parallel",
-        "GradientBucket.receive",
+        "GradientBucket.reduction_output",
         "start not in self._received",
         "True",
         {"tp": 1, "dp": 2, "placement": "optim_grads", "accumulation": 3},
@@ -253,7 +253,7 @@ FAULTS = {
     "feature off: reduction as the last weight gradients of a stage come": (
         "pipeline_parallel.runtime",
         "AutogradWorker.weight_gradient",
-        "self._engine.last(chunk)",
+        "self._engine.begin_last_backward(chunk)",
         "pass",
         {"tp": 1, "dp": 2, "pp": 2, "schedule": "zb-h1", "accumulation": 3},
     ),
@@ -267,13 +267,13 @@ FAULTS = {
     "feature off: reduction during backward": (
         "distributed.data_parallel",
         "GradientBlock.grad_accumulated",
-        "self.waiting == 0",
-        "self.waiting < 0",
+        "self.num_unfinished == 0",
+        "self.num_unfinished < 0",
         {"tp": 1, "dp": 2},
     ),
     "feature off: sums over the replicas of weights over gtp during backward": (
         "distributed.data_parallel",
-        "DataParallel._settle",
+        "DataParallel._wait_for_reductions",
         "and bucket.is_complete:",
         "and False:",
         {"tp": 1, "gtp": 2, "dp": 2, "placement": "optim", "bucket": "small"},
@@ -322,16 +322,16 @@ FAULTS = {
     ),
     "a second microbatch's shards replace those of the first": (
         "distributed.data_parallel",
-        "GradientBucket.settle_outer",
+        "GradientBucket.finish_outer_grad_sync",
         "self.gradients.add_(summed)",
         "self.gradients.copy_(summed)",
         {"tp": 1, "gtp": 2, "dp": 2, "placement": "optim_grads", "accumulation": 3},
     ),
     "feature off: reduce-scatter of a sharded optimizer": (
         "distributed.data_parallel",
-        "GradientBlock._sum",
-        "return reduce_scatter_async(whole, group, out=into)",
-        "return Pending(all_reduce_async(whole, group, out=whole).wait() is None or into)",
+        "GradientBlock._start_reduction",
+        "return reduce_scatter_async(buffer, group, out=output)",
+        "return Pending(all_reduce_async(buffer, group, out=buffer).wait() is None or output)",
         {"tp": 1, "dp": 2, "placement": "optim"},
     ),
     **EXPERT_FAULTS,

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 
 from megatron.core.context_parallel.comm_type import sent_groups
 from megatron.core.distributed.formulas import BucketSize
-from megatron.core.pipeline_parallel import Kind
+from megatron.core.pipeline_parallel import ActionKind
 from megatron.core.process_groups import GROUP_NAMES
 from megatron.core.weight_gather.gatherer import GatherCounts
 from tests.parity.expert_traffic import assert_expert_traffic
@@ -75,15 +75,15 @@ def _between_stages(row: Row, part: StagePart, step: Step) -> None:
     local = SEQUENCE if row["cp"] == 1 and row["documents"] == "whole" else cut_of(row).local_length
     rows = local // row["tp"] if row["sequence_parallel"] else local
     for kind, group, of in (
-        ("send", "pp", Kind.SEND_FORWARD),
-        ("receive", "pp", Kind.RECEIVE_FORWARD),
-        ("send", "pp_backward", Kind.SEND_BACKWARD),
-        ("receive", "pp_backward", Kind.RECEIVE_BACKWARD),
+        ("send", "pp", ActionKind.SEND_FORWARD),
+        ("receive", "pp", ActionKind.RECEIVE_FORWARD),
+        ("send", "pp_backward", ActionKind.SEND_BACKWARD),
+        ("receive", "pp_backward", ActionKind.RECEIVE_BACKWARD),
     ):
         count = sum(action.kind is of for action in part.listed)
         size = 4 * rows * BATCH * HIDDEN * count
         assert_active(step.records, kind=kind, group=group, exactly=count, exactly_bytes=size)
-    split = [Kind.INPUT_GRADIENT in {a.kind for a in part.listed}]
+    split = [ActionKind.INPUT_GRADIENT in {a.kind for a in part.listed}]
     if any(split) != (row["schedule"] == "zb-h1"):
         raise AssertionError(f"{row['schedule']}, but backward is split: {split}")
 
@@ -166,7 +166,9 @@ def _launched(row: Row, run: Run, step: Step) -> None:
     weights over gtp, buckets are summed over the replicas as soon as their blocks have been."""
     cut = row["placement"] in CUT_GRADIENTS
     once = row["reduce_scatter"] == "step"
-    cut = [b for b in run.buckets if (b.gtp and not once) or (cut and not b.gtp and not b.alone)]
+    cut = [
+        b for b in run.buckets if (b.gtp and not once) or (cut and not b.gtp and not b.single_rank)
+    ]
     launched = sum(len(bucket.blocks) for bucket in (run.buckets if row["overlap"] else cut))
     if step.launched_in_backward != launched:
         raise AssertionError(
@@ -228,7 +230,10 @@ def _over_lanes(row: Row, step: Step, *, last: bool) -> None:
 
 def _gathers(row: Row, run: Run) -> None:
     """Weights are gathered ahead if that is asked for, within the plan, and as often as it says."""
-    kinds = [[b for b in run.buckets if b.gtp], [b for b in run.buckets if not (b.gtp or b.alone)]]
+    kinds = [
+        [b for b in run.buckets if b.gtp],
+        [b for b in run.buckets if not (b.gtp or b.single_rank)],
+    ]
     kinds = [kinds[0], kinds[1] if row["placement"] != "no_shard" else []]
     assert len(run.steps[0].gathers) == sum(map(bool, kinds))
     for number, kind in enumerate(filter(None, kinds)):
@@ -290,7 +295,7 @@ def _gathers_of_strategy(row: Row, run: Run, before: GatherCounts, last: GatherC
         largest = sum(max((4 * b.numel for b in kind), default=0) for kind in kinds)
         if not 0 < last.peak_bytes <= root + 2 * largest:
             raise AssertionError(f"{last.peak_bytes} bytes of {sizes} were gathered at a time")
-        each = gathered / len([bucket for bucket in run.buckets if not bucket.alone])
+        each = gathered / len([bucket for bucket in run.buckets if not bucket.single_rank])
         if not 1.0 <= each <= 3.0 * row["accumulation"]:
             raise AssertionError(f"a bucket was gathered {each} times in a step")
 

@@ -358,7 +358,7 @@ def _over_lanes(row: Row, engine: DataParallel) -> list[Traffic]:
     return collectives_per_step(
         [BucketSize.of(bucket) for bucket in engine.store.buckets],
         engine.placement,
-        of=ElementBytes(gtp_once=row["reduce_scatter"] == "step"),
+        element_bytes=ElementBytes(gtp_once=row["reduce_scatter"] == "step"),
         microbatches=row["accumulation"],
         gathers=gathers,
     )

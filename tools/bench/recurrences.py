@@ -81,7 +81,7 @@ class OurLayer:
         self.x.grad = None
         self.engine.begin_step()
         out = self.layer(self.x, self.layout)
-        self.engine.accumulate(last=True)
+        self.engine.set_is_last_backward(True)
         out.backward(self.pull)
         self.engine.finish()
         return out

@@ -144,13 +144,13 @@ def data_parallel_line(engine: DataParallel, optimizer: Optimizer) -> str:
         weight=engine.store.dtype.itemsize,
         gradient=config.grad_dtype.itemsize,
         optimizer=0,
-        wide_sum=config.fp32_accumulation and engine.sharded,
+        fp32_sum=config.fp32_accumulation and engine.sharded,
         gtp_once=config.gtp_reduce_scatter_per == "step",
     )
     rank_bytes = bytes_per_rank(
         buckets,
         engine.placement,
-        of=element_bytes,
+        element_bytes=element_bytes,
         overlap=config.overlap_grad_reduce,
     )
     largest_gather = element_bytes.weight * max((bucket.numel for bucket in buckets), default=0)

@@ -1,18 +1,19 @@
 # SPDX-License-Identifier: Apache-2.0
 """StepRecording: make a data-parallel engine's step self-contained while a CUDA graph captures it.
 
-A captured step runs no Python when it is replayed, and must not touch work that was put on the GPU
-outside. So, between `begin_step` and `finish` of the captured step:
+A captured step runs no Python when it is replayed, and must not wait for GPU work outside the
+capture. So, between `begin_step` and `finish` of the captured step:
 
-- it waits for no earlier event: nothing is in flight, and the pools start empty, as a buffer given
-  back earlier carries an event;
-- the side streams, which the step itself starts after the capturing stream, end before it;
-- every request for a gathered weight is one that the plan foresaw;
-- what is stale is what is stale after an applied update, so that a replay gathers all of that,
-  also if the captured step follows a skipped one.
+- it waits for no earlier event: no collective is in flight, and the pools start empty, because a
+  buffer released earlier carries an event;
+- side streams fork from the capturing stream inside the capture and join it before its end;
+- every use of an unsharded weight follows the plan;
+- all weights are stale as after an applied update, so that a replay gathers every weight, also
+  if the captured step follows a skipped update.
 
-Afterwards the buffers that were leased meanwhile belong to the recording, and eager steps lease
-others. What the engine calls stale after a replay may already be up to date, never the reverse.
+Afterwards the buffers acquired during the capture belong to the recording, and eager steps acquire
+others. A weight that the engine counts as stale after a replay may be up to date, never the
+reverse.
 """
 
 from __future__ import annotations
@@ -26,8 +27,8 @@ from megatron.core.device import NullStream, Stream, current_stream
 from megatron.core.distributed.data_parallel import DataParallel
 
 
-def unforeseen_needs(engine: DataParallel) -> int:
-    """Return how often so far a weight was needed that no plan foresaw."""
+def num_unplanned_uses(engine: DataParallel) -> int:
+    """Return the number of uses of weights so far that no plan foresaw."""
     counts = [gatherer.counts for gatherer in engine.gatherers]
     return sum(count.on_demand + count.mismatches for count in counts)
 
@@ -35,8 +36,8 @@ def unforeseen_needs(engine: DataParallel) -> int:
 def unrecordable(engine: DataParallel) -> str | None:
     """Return why an engine's step cannot be recorded, and the fix; None if it can."""
     config = engine.config
-    ahead = config.overlap_param_gather or any(gatherer.prefetch for gatherer in engine.gatherers)
-    if ahead and config.fsdp_all_gather_in_start_param_sync:
+    prefetch = any(gatherer.prefetch for gatherer in engine.gatherers)
+    if (config.overlap_param_gather or prefetch) and config.fsdp_all_gather_in_start_param_sync:
         return (
             "a recorded step cannot wait for a gather that was started before it: set "
             "fsdp_all_gather_in_start_param_sync to False"
@@ -50,13 +51,13 @@ class StepRecording:
     """The recording of one step of an engine, from `prepare` to `close`.
 
     Args:
-        engine: between two steps.
+        engine: an engine between two steps.
 
     Raises:
-        ValueError: the engine communicates across the border of steps, or reads on the host.
+        ValueError: collectives of the engine span two steps, or it reads gradients on the host.
 
     Attributes:
-        buffers: what replays write and nothing else may.
+        buffers: pool buffers that replays write, reserved for the recording.
     """
 
     def __init__(self, engine: DataParallel) -> None:
@@ -64,7 +65,7 @@ class StepRecording:
             raise ValueError(reason)
         self.engine = engine
         self.buffers: list[torch.Tensor] = []
-        self._unforeseen = 0
+        self._num_unplanned = 0
         self._counts: list[tuple[int, int]] = []
 
     @property
@@ -74,37 +75,39 @@ class StepRecording:
         return [stream for stream in streams if not isinstance(stream, NullStream)]
 
     def prepare(self) -> None:
-        """Bring the engine to its state after every applied update, with nothing under way.
+        """Bring the engine to its state after an applied update, with no collective in flight.
 
-        Every rank calls this for the same step: it gathers what `start_param_sync` does.
+        This is collective: every rank calls it for the same step, as `start_param_sync`.
         """
         engine = self.engine
         engine.start_param_sync()
+        # A free buffer carries an event of an eager step, which a capture may not wait for.
         engine.pool.trim()
         for gatherer in engine.gatherers:
             assert not gatherer.in_flight
             gatherer.pool.trim()
 
     @contextmanager
-    def inside(self) -> Iterator[None]:
-        """Surround the recorded work, on the stream that records."""
+    def capturing(self) -> Iterator[None]:
+        """Enclose the captured step, on the capturing stream."""
         self._note()
         yield
-        here = current_stream(self.engine.store.device)
+        capturing = current_stream(self.engine.store.device)
+        # A capture must end on the stream where it began, with all forked streams joined.
         for stream in self._streams:
-            here.wait_stream(stream)
+            capturing.wait_stream(stream)
 
     def close(self) -> None:
-        """Take the buffers of what was recorded out of the pools.
+        """Reserve the pool buffers of the captured step for its replays.
 
         Raises:
-            ValueError: weights were needed in another order than the step before needed them.
+            ValueError: the captured step used weights in another order than the step before it.
         """
         engine = self.engine
         self.buffers += engine.pool.take_free_buffers()
         for gatherer in engine.gatherers:
             self.buffers += gatherer.pool.take_free_buffers()
-        if unforeseen_needs(engine) != self._unforeseen:
+        if num_unplanned_uses(engine) != self._num_unplanned:
             raise ValueError(
                 "the step that was recorded needed weights in another order than the one before "
                 "it: a recorded step must run the same layers every time"
@@ -112,11 +115,11 @@ class StepRecording:
         for i, (gatherer, before) in enumerate(zip(engine.gatherers, self._counts, strict=True)):
             counts = gatherer.counts
             self._counts[i] = counts.gathers - before[0], counts.prefetched - before[1]
-            # Recording has started none of them: the first replay does.
+            # The capture has only recorded these all-gathers: the first replay starts them.
             counts.gathers, counts.prefetched = before
 
     def replayed(self) -> None:
-        """Count what a replay gathers."""
+        """Count the all-gathers of a replay."""
         for gatherer, (gathers, prefetched) in zip(
             self.engine.gatherers, self._counts, strict=True
         ):
@@ -124,5 +127,5 @@ class StepRecording:
             gatherer.counts.prefetched += prefetched
 
     def _note(self) -> None:
-        self._unforeseen = unforeseen_needs(self.engine)
+        self._num_unplanned = num_unplanned_uses(self.engine)
         self._counts = [(g.counts.gathers, g.counts.prefetched) for g in self.engine.gatherers]

@@ -7,38 +7,38 @@ A step, as its caller sees it:
     for each microbatch:  loss = model.loss(...);  engine.backward(loss, last=...)
     engine.finish()              # gradients are complete: on every rank, or each rank's range
     ...                          # the optimizer writes the ranges of `owned()`
-    engine.start_param_sync()    # all-gather the other ranks' ranges, at once or when needed
+    engine.start_param_sync()    # all-gather the other ranks' ranges, now or at their first use
 
-Where a rank has several model chunks, as in an interleaved pipeline, each with its own order of
-microbatches, the caller specifies more:
+A rank with several model chunks, as in an interleaved pipeline, runs each chunk with its own order
+of microbatches. The caller then declares more:
 
     engine.begin_step(program=names of the segments in the order in which they run)
-    engine.segment(name)         # before the forward or backward of a model chunk
-    engine.last(part)            # before the step's last gradients of a model chunk
-    engine.close(part)           # after a microbatch's last gradient of it
+    engine.segment(name)                     # before the forward or backward of a model chunk
+    engine.begin_last_backward(model_chunk)  # before the last microbatch's gradients of the chunk
+    engine.post_backward(model_chunk)        # after the last gradient of each microbatch
 
-A strategy is the placement of weight, gradient and optimizer state on the data axes, nothing else:
-`Gatherer` unshards weights, `GradientBucket` reduces gradients into where they are kept.
+A strategy is only a placement of weights, gradients and optimizer state on the data axes.
+`Gatherer` unshards weights, `GradientBucket` reduces gradients into their storage.
 
-All scaling is in the loss, so every reduction is a plain sum. A block is reduced as soon as each of
-its weights has had all its gradients accumulated; blocks still open are reduced by `close` or
-`finish`. `finish` then carries out the remaining sums of the gradient plan over model axes
-(`ModelSums`): of weights that are replicated over an axis, or over a subgroup of it, and saw
-different tokens or heads there, as on tp or in two pipeline stages. All such ranges of all buckets
-go into one all-reduce per group.
+All scaling is in the loss, so every reduction is a plain sum. The reduction of a block starts as
+soon as all gradients of its weights have been accumulated; `post_backward` or `finish` reduces the
+remaining blocks. `finish` then runs the remaining all-reduces of the gradient plan over model axes
+(`ModelSums`). They sum the gradients of weights that are replicated over an axis or a subgroup of
+it and process different tokens or heads there, as on tp or in two pipeline stages. One all-reduce
+per group sums such ranges of all buckets.
 
-`GradientBucket` holds the gradients of one bucket, from accumulation in backward to the optimizer,
-and a `GradientBlock` those of each of its blocks:
+`GradientBucket` stores the gradients of one bucket, from their accumulation in backward to the
+optimizer. It has a `GradientBlock` for each of its blocks:
 
-    gradients            backward fills               reduced             kept
-    StepGradients        a buffer for the whole step  once, at the end    it, its own range (optim),
-                                                                          or a shard (over gtp)
-    MicrobatchGradients  a leased one a microbatch    every microbatch    this rank's shard, fp32
+    gradients            backward fills               reduced             the rank stores
+    StepGradients        a buffer for the whole step  once, at the end    the sum, its range (optim)
+                                                                          or its shard (over gtp)
+    MicrobatchGradients  a pool buffer                every microbatch    its shard, fp32
 
-That reduction is a sum over the ranks that share the block. A second one, of a bucket's shards over
-the outer ranks, follows when all its blocks have been reduced for the last time: under hybrid
-sharding, and over the data-parallel replicas of weights sharded over gtp. Where these shard
-gradients too (optim_grads) it follows in every microbatch.
+This reduction is a sum over the shard group of the block. A second reduction, of a bucket's shards
+over the outer ranks, follows when all its blocks have been reduced for the last time in the step:
+under hybrid sharding, and over the data-parallel replicas of weights sharded over gtp. If the
+replicas shard gradients too (optim_grads), it follows in every microbatch.
 """
 
 from __future__ import annotations
@@ -94,36 +94,35 @@ class DataParallelConfig:
     """Settings of the data-parallel engine.
 
     Args:
-        strategy: "no_shard" (gradients are all-reduced, every rank updates everything), "optim"
-            (ZeRO-1: each rank keeps its shard of the optimizer state), "optim_grads" (ZeRO-2: and
-            of the gradients), "optim_grads_params" (ZeRO-3: and of the weights).
-        outer: over the outer axis of hybrid sharding, everything is repeated ("no_shard") or the
+        strategy: "no_shard" (gradients are all-reduced, every rank updates all weights), "optim"
+            (ZeRO-1: shards the optimizer state), "optim_grads" (ZeRO-2: shards gradients too),
+            "optim_grads_params" (ZeRO-3: shards weights too).
+        outer: over the outer axis of hybrid sharding, all state is replicated ("no_shard") or the
             optimizer state is sharded once more ("optim").
-        overlap_grad_reduce: reduce a bucket as soon as backward has filled it; False waits: for
-            the end of backward, or where gradients are sharded, for each reduction.
-        overlap_param_gather: gather weights while something else is computed; False gathers all
-            after the optimizer step, or where weights are sharded, each when it is needed.
-        fsdp_all_gather_in_start_param_sync: with `overlap_param_gather`, start the first gathers at
-            the end of the optimizer step; False starts none before the next forward, which whole
-            iterations captured in a CUDA graph need.
-        granularity: what is gathered at a time where weights are sharded: a "unit" (a layer) or a
-            "weight".
-        prefetch_bytes: gathered ahead beyond the next block, with `overlap_param_gather`; of
-            weights sharded over gtp always.
+        overlap_grad_reduce: start the reduction of a bucket as soon as backward has filled it.
+            False waits for the end of backward, or with sharded gradients for each reduction.
+        overlap_param_gather: overlap all-gathers of weights with computation. False gathers all
+            weights after the optimizer step, or with sharded weights each block at its use.
+        fsdp_all_gather_in_start_param_sync: with `overlap_param_gather`, start the first
+            all-gathers at the end of the optimizer step. False starts them in the next forward,
+            which whole iterations captured in a CUDA graph need.
+        granularity: with sharded weights, an all-gather covers a "unit" (a layer) or a "weight".
+        prefetch_bytes: bytes to gather ahead beyond the next block, with `overlap_param_gather`,
+            and for weights sharded over gtp always.
         grad_dtype: of the gradient buffers that backward fills.
         fp32_accumulation: with bf16 gradients, send bf16 but sum in fp32.
         gtp_reduce_scatter_per: gradients of weights sharded over gtp are reduce-scattered in every
-            "microbatch", or once a "step", for which each rank keeps them whole.
-        gather_format: in which weights sharded over gtp are gathered: "bf16" (their own dtype),
-            "fp8", "mxfp8" or "nvfp4".
-        gather_scale_blocks: "2d" blocks of mxfp8's or nvfp4's scales, which are squares, or "1d",
-            of which forward and backward gather different ones.
-        use_nccl_ub: lease the buffers that weights are gathered to and gradients reduced in from
-            memory that NCCL has registered, see `comm.nccl_memory`.
-        debug: fill unused buffers with NaN, and compare between the ranks what was gathered.
+            "microbatch", or once a "step", until which each rank stores them unreduced.
+        gather_format: format of the all-gather of weights sharded over gtp: "bf16" (their own
+            dtype), "fp8", "mxfp8" or "nvfp4".
+        gather_scale_blocks: scale blocks of mxfp8 or nvfp4: "2d" squares, or "1d" blocks, with
+            separate encodings for forward and backward.
+        use_nccl_ub: allocate the buffers of all-gathers and reductions in memory registered with
+            NCCL, see `comm.nccl_memory`.
+        debug: fill unused buffers with NaN, and compare the order of all-gathers between ranks.
 
     Raises:
-        ValueError: everything that does not go together, in one message.
+        ValueError: all invalid combinations, in one message.
     """
 
     strategy: Strategy = "no_shard"
@@ -142,40 +141,40 @@ class DataParallelConfig:
     debug: bool = False
 
     def __post_init__(self) -> None:
-        found = []
+        problems = []
         try:
-            cut = placement(self.strategy, self.outer)
+            strategy_placement = placement(self.strategy, self.outer)
         except ValueError as error:
-            found.append(str(error))
-            cut = Placement()
+            problems.append(str(error))
+            strategy_placement = Placement()
         if self.grad_dtype not in GRADIENT_DTYPES:
-            found.append(f"grad_dtype is {self.grad_dtype}: use torch.float32 or torch.bfloat16")
+            problems.append(f"grad_dtype is {self.grad_dtype}: use torch.float32 or torch.bfloat16")
         if self.fp32_accumulation and self.grad_dtype is not torch.bfloat16:
-            found.append("fp32_accumulation is for bf16 gradients: drop it or set grad_dtype")
-        if self.fp32_accumulation and not cut.optimizer:
-            found.append("fp32_accumulation needs a strategy that reduce-scatters: use optim")
+            problems.append("fp32_accumulation is for bf16 gradients: drop it or set grad_dtype")
+        if self.fp32_accumulation and not strategy_placement.optimizer:
+            problems.append("fp32_accumulation needs a strategy that reduce-scatters: use optim")
         if self.gtp_reduce_scatter_per not in REDUCE_SCATTER_PER:
             names = " or ".join(REDUCE_SCATTER_PER)
-            found.append(f"gtp_reduce_scatter_per {self.gtp_reduce_scatter_per!r}: use {names}")
-        if self.gtp_reduce_scatter_per == "step" and cut.gradient:
-            found.append(
+            problems.append(f"gtp_reduce_scatter_per {self.gtp_reduce_scatter_per!r}: use {names}")
+        if self.gtp_reduce_scatter_per == "step" and strategy_placement.gradient:
+            problems.append(
                 f"gtp_reduce_scatter_per step keeps whole gradients, which {self.strategy} shards: "
                 "use no_shard or optim, or drop it"
             )
         try:
             gather_formats(self.gather_format, scale_blocks=self.gather_scale_blocks)
         except ValueError as error:
-            found.append(str(error))
+            problems.append(str(error))
         if self.granularity not in GRANULARITIES:
-            found.append(f"granularity {self.granularity!r}: use {' or '.join(GRANULARITIES)}")
-        if self.granularity != "unit" and not cut.weight and not found:
-            found.append(f"granularity {self.granularity} has no effect with {self.strategy}")
+            problems.append(f"granularity {self.granularity!r}: use {' or '.join(GRANULARITIES)}")
+        if self.granularity != "unit" and not strategy_placement.weight and not problems:
+            problems.append(f"granularity {self.granularity} has no effect with {self.strategy}")
         if self.prefetch_bytes < 0:
-            found.append(f"prefetch_bytes is {self.prefetch_bytes}: use 0 or more")
-        if self.overlap_param_gather and not cut.optimizer and not found:
-            found.append("overlap_param_gather has no effect with no_shard: nothing is gathered")
-        if found:
-            raise ValueError("; ".join(found))
+            problems.append(f"prefetch_bytes is {self.prefetch_bytes}: use 0 or more")
+        if self.overlap_param_gather and not strategy_placement.optimizer and not problems:
+            problems.append("overlap_param_gather has no effect with no_shard: nothing is gathered")
+        if problems:
+            raise ValueError("; ".join(problems))
 
     @property
     def placement(self) -> Placement:
@@ -198,20 +197,21 @@ class DataParallelConfig:
 
 
 class GradientBlock(ABC):
-    """The gradients of a block that has trained weights: from accumulation in backward to the sum
-    over the ranks that share the block.
+    """The gradients of a block with trained weights, from their accumulation in backward to the sum
+    over the shard group.
 
     Args:
-        bucket: receives what this rank keeps of the sum.
-        block: whose weights they are of.
+        bucket: stores this rank's shard of the sum.
+        block: the block of the weights.
 
     Attributes:
-        every_microbatch: they are summed in every microbatch, else once a step.
-        bounded: its bytes count in the limit of what is under way: its sum holds leases, or
-            another one waits for it.
-        puts: how often each weight's gradient was accumulated since the last sum.
-        sums: in this step.
-        in_step: a step has begun and not ended, so gradients may be accumulated.
+        every_microbatch: gradients are reduced in every microbatch, otherwise once a step.
+        counts_in_flight: its bytes count towards the limit of reductions in flight, because its
+            reduction uses pool buffers or the reduction over the outer ranks waits for it.
+        num_accumulated: gradients accumulated since the last reduction, by weight.
+        num_unfinished: weights that still wait for gradients of this microbatch.
+        num_reductions: reductions started in this step.
+        in_step: a step is running, so gradients may be accumulated.
     """
 
     every_microbatch: bool
@@ -219,237 +219,247 @@ class GradientBlock(ABC):
     def __init__(self, bucket: GradientBucket, block: BucketBlock) -> None:
         self.bucket, self.block = bucket, block
         self.trainable = [handle for handle in block.handles if handle.trainable]
-        self.puts: dict[str, int] = {}
-        self.waiting = 0
-        self.sums = 0
+        self.num_accumulated: dict[str, int] = {}
+        self.num_unfinished = 0
+        self.num_reductions = 0
         self.in_step = False
-        self.bounded = self.every_microbatch or bucket.wide or bucket.bucket.outer.size > 1
+        self.counts_in_flight = (
+            self.every_microbatch or bucket.fp32_sum or bucket.bucket.outer.size > 1
+        )
         self.bytes = block.layout.numel * bucket.config.grad_dtype.itemsize
-        self._whole: torch.Tensor | None = None
+        self._grad_buffer: torch.Tensor | None = None
         self._pending: Pending | None = None
-        self._parts: torch.Tensor | None = None
-        self._into: torch.Tensor | None = None
-        self._first: bool  # of the sum under way, as `_into`
+        self._addends: torch.Tensor | None = None
+        self._output: torch.Tensor | None = None
+        self._overwrites_output: bool  # of the reduction in flight, as `_output`
         for handle in self.trainable:
             handle.gradients = self
 
     @property
-    def is_open(self) -> bool:
-        """Whether it holds gradients that are not being summed yet."""
-        return any(self.puts.values())
+    def has_gradients(self) -> bool:
+        """Whether gradients have been accumulated whose reduction has not started."""
+        return any(self.num_accumulated.values())
 
     @property
-    def is_under_way(self) -> bool:
-        """Whether a sum has started whose result is not here yet."""
+    def is_reducing(self) -> bool:
+        """Whether a reduction is in flight."""
         return self._pending is not None
 
     def begin_step(self) -> None:
-        """Forget the last step's gradients."""
-        self.sums = 0
+        """Reset for a new step: its first gradients overwrite."""
+        self.num_reductions = 0
         self.in_step = True
-        self._start_afresh()
+        self._reset()
 
-    def begin_last(self) -> None:
-        """Count the last microbatch's gradients from here on, if they fill a buffer kept so far."""
+    def begin_last_microbatch(self) -> None:
+        """Count the gradients of the last microbatch from here on. Only a buffer of the whole step
+        waits for it; a buffer of one microbatch is counted anew after each reduction."""
         if not self.every_microbatch:
-            self._expect()
+            self._reset_counts()
 
     @abstractmethod
     def alloc_main_grads(self) -> None:
-        """Give every trained weight a slot."""
+        """Set `main_grad` of every trained weight."""
 
     def grad_accumulated(self, handle: WeightHandle) -> None:
-        """Count a put; with the last one that was declared, the block is full.
+        """Count an accumulated gradient; after the last declared one, the block is full.
 
         Raises:
-            ValueError: no step has begun, or it has been summed already.
+            ValueError: no step has begun, or the block has been reduced already.
         """
         if not self.in_step:
             raise ValueError(
                 f"backward of {handle.name} outside a step: call begin_step() of the DataParallel "
                 "engine first"
             )
-        if self.is_late:
+        if self.is_closed:
             raise ValueError(
                 f"{handle.name} got a gradient after the reduction of its gradients had begun: "
                 "call backward(loss, last=False) for all microbatches of a step but the last one. "
                 f"A weight that a layer uses more than {handle.uses} times in a forward pass must "
                 "be declared with as many uses"
             )
-        self.puts[handle.name] += 1
-        if self.puts[handle.name] == handle.uses:
-            self.waiting -= 1
-            if self.waiting == 0:
+        self.num_accumulated[handle.name] += 1
+        if self.num_accumulated[handle.name] == handle.uses:
+            self.num_unfinished -= 1
+            if self.num_unfinished == 0:
                 self.bucket.on_full(self)
 
     @property
     @abstractmethod
-    def is_late(self) -> bool:
-        """Whether a gradient accumulated now would miss the sum."""
+    def is_closed(self) -> bool:
+        """Whether the step's last reduction has started, so that another gradient would miss it."""
 
-    def reduce(self) -> None:
-        """Start summing what was put; weights without a gradient count as zero."""
-        if self._whole is None:
+    def start_grad_sync(self) -> None:
+        """Start the reduction of the accumulated gradients; weights without one count as zero."""
+        if self._grad_buffer is None:
             self.alloc_main_grads()
-        assert self._whole is not None
+        assert self._grad_buffer is not None
         for handle in self.trainable:
             if handle.overwrite_main_grad:
                 assert handle.main_grad is not None
                 handle.main_grad.zero_()
-        self.settle()
-        bucket, whole = self.bucket, self._whole
+        # The last reduction may still write its output, which this one adds to.
+        self.finish_grad_sync()
+        bucket, buffer = self.bucket, self._grad_buffer
         if bucket.observe is not None:
-            bucket.observe(whole)
-        self._into, self._first = bucket.receive(self)
+            bucket.observe(buffer)
+        self._output, self._overwrites_output = bucket.reduction_output(self)
         if isinstance(bucket.stream, NullStream):
-            self._pending = self._sum(whole)
+            self._pending = self._start_reduction(buffer)
         else:
+            # Backward fills the buffer on the current stream; the reduction reads it after that.
             bucket.stream.wait_stream(current_stream(bucket.pool.device))
             with on_stream(bucket.stream):
-                self._pending = self._sum(whole)
-        self.sums += 1
+                self._pending = self._start_reduction(buffer)
+        self.num_reductions += 1
 
-    def settle(self) -> None:
-        """Wait for the sum under way and add it to what this step has."""
+    def finish_grad_sync(self) -> None:
+        """Wait for the reduction in flight and add its sum to the step's gradients."""
         if self._pending is None:
             return
-        summed, into = self._pending.wait(), self._into
-        self._pending = self._into = None
-        assert into is not None
-        if self._parts is not None:
-            self.bucket.pool.release(self._parts)
-            self._parts = None
-        if summed.data_ptr() != into.data_ptr():
-            if self._first:
-                into.copy_(summed)
+        # The current stream waits: it adds the sum, and is the last reader of the pool buffers.
+        summed, output = self._pending.wait(), self._output
+        self._pending = self._output = None
+        assert output is not None
+        if self._addends is not None:
+            self.bucket.pool.release(self._addends)
+            self._addends = None
+        if summed.data_ptr() != output.data_ptr():
+            if self._overwrites_output:
+                output.copy_(summed)
             else:
-                into.add_(summed)
-                if self.bucket.wide:
+                output.add_(summed)
+                if self.bucket.fp32_sum:
                     self.bucket.pool.release(summed)
 
     def abort(self) -> None:
-        """Wait for what is under way and give every lease back."""
-        self.settle()
+        """Wait for the reduction in flight and release all pool buffers."""
+        self.finish_grad_sync()
 
-    def _sum(self, whole: torch.Tensor) -> Pending:
-        """Start the sum over the ranks that share the block."""
-        bucket, into = self.bucket, self._into
-        assert into is not None
+    def _start_reduction(self, buffer: torch.Tensor) -> Pending:
+        """Start the reduction over the shard group."""
+        bucket, output = self.bucket, self._output
+        assert output is not None
         group = self.block.bucket.group
         if not bucket.inner.scatter:
-            return all_reduce_async(whole, group, out=whole)
-        if bucket.wide:
-            out = into
-            if not self._first:
-                out = bucket.pool.acquire(len(into), torch.float32)
-            self._parts = bucket.pool.acquire(whole.numel(), whole.dtype)
-            return reduce_scatter_wide_async(whole, group, out=out, parts=self._parts)
-        if self._first and whole.dtype is into.dtype:
-            return reduce_scatter_async(whole, group, out=into)
+            return all_reduce_async(buffer, group, out=buffer)
+        if bucket.fp32_sum:
+            out = output
+            if not self._overwrites_output:
+                out = bucket.pool.acquire(len(output), torch.float32)
+            self._addends = bucket.pool.acquire(buffer.numel(), buffer.dtype)
+            # A sum of bf16 addends in fp32: an all-to-all to `parts`, and a local sum of them.
+            return reduce_scatter_wide_async(buffer, group, out=out, parts=self._addends)
+        if self._overwrites_output and buffer.dtype is output.dtype:
+            return reduce_scatter_async(buffer, group, out=output)
         low, high = self.block.shard_range
-        return reduce_scatter_async(whole, group, out=whole[low:high])
+        return reduce_scatter_async(buffer, group, out=buffer[low:high])
 
-    def _bind(self, whole: torch.Tensor) -> None:
-        self._whole = whole
+    def _attach_main_grads(self, buffer: torch.Tensor) -> None:
+        self._grad_buffer = buffer
         for handle, member in self.block.members():
             if handle.trainable:
-                handle.main_grad = whole[member.start : member.stop].view(member.shape)
+                handle.main_grad = buffer[member.start : member.stop].view(member.shape)
 
-    def _start_afresh(self) -> None:
+    def _reset(self) -> None:
         for handle in self.trainable:
             handle.overwrite_main_grad = True
-        self._expect()
+        self._reset_counts()
 
-    def _expect(self) -> None:
-        self.waiting = len(self.trainable)
-        self.puts = dict.fromkeys((handle.name for handle in self.trainable), 0)
+    def _reset_counts(self) -> None:
+        self.num_unfinished = len(self.trainable)
+        self.num_accumulated = dict.fromkeys((handle.name for handle in self.trainable), 0)
 
 
 class StepGradients(GradientBlock):
-    """A buffer that is kept, filled by all microbatches and summed once.
+    """Gradients in a persistent buffer that all microbatches accumulate in, reduced once a step.
 
     Attributes:
-        whole: it, [numel].
+        grad_buffer: the buffer, [numel].
     """
 
     every_microbatch = False
 
     def __init__(self, bucket: GradientBucket, block: BucketBlock) -> None:
         super().__init__(bucket, block)
-        self.whole = torch.zeros(
+        self.grad_buffer = torch.zeros(
             block.layout.numel, dtype=bucket.config.grad_dtype, device=block.data.device
         )
         self.alloc_main_grads()
 
     def alloc_main_grads(self) -> None:
-        self._bind(self.whole)
+        self._attach_main_grads(self.grad_buffer)
 
     @property
-    def is_late(self) -> bool:
-        return self.sums > 0
+    def is_closed(self) -> bool:
+        return self.num_reductions > 0
 
 
 class MicrobatchGradients(GradientBlock):
-    """A leased buffer a microbatch, summed in each of them."""
+    """Gradients in a pool buffer for each microbatch, reduced in every microbatch."""
 
     every_microbatch = True
 
     def __init__(self, bucket: GradientBucket, block: BucketBlock) -> None:
         super().__init__(bucket, block)
-        self._gaps = block.untrained_ranges
-        self._flying: torch.Tensor | None = None
+        self._untrained_ranges = block.untrained_ranges
+        self._reducing_buffer: torch.Tensor | None = None
 
     def alloc_main_grads(self) -> None:
         pool = self.bucket.pool
-        whole = pool.acquire(self.block.layout.numel, self.bucket.config.grad_dtype)
-        for start, stop in self._gaps:  # elements without a gradient take part in the sum
-            whole[start:stop].zero_()
-        self._bind(whole)
+        buffer = pool.acquire(self.block.layout.numel, self.bucket.config.grad_dtype)
+        # The reduction sums these elements too. A reused buffer holds any bits there, also NaN.
+        for start, stop in self._untrained_ranges:
+            buffer[start:stop].zero_()
+        self._attach_main_grads(buffer)
 
     @property
-    def is_late(self) -> bool:
+    def is_closed(self) -> bool:
         return self.bucket.outer_launched
 
-    def reduce(self) -> None:
-        super().reduce()
-        self._flying = self._whole
-        self._close()
-        self._start_afresh()
+    def start_grad_sync(self) -> None:
+        super().start_grad_sync()
+        self._reducing_buffer = self._grad_buffer
+        self._detach_main_grads()
+        self._reset()
 
-    def settle(self) -> None:
-        super().settle()
-        if self._flying is not None:
-            self.bucket.pool.release(self._flying)
-            self._flying = None
+    def finish_grad_sync(self) -> None:
+        super().finish_grad_sync()
+        if self._reducing_buffer is not None:
+            self.bucket.pool.release(self._reducing_buffer)
+            self._reducing_buffer = None
 
     def abort(self) -> None:
         super().abort()
-        if self._whole is not None:
-            self.bucket.pool.release(self._whole)
-            self._close()
+        if self._grad_buffer is not None:
+            self.bucket.pool.release(self._grad_buffer)
+            self._detach_main_grads()
 
-    def _close(self) -> None:
-        self._whole = None
+    def _detach_main_grads(self) -> None:
+        self._grad_buffer = None
         for handle in self.trainable:
             handle.main_grad = None
 
 
 class GradientBucket:
-    """The gradients of a bucket that has trained weights: those of its blocks, and what their sums
-    leave this rank, up to the sum over the outer ranks.
+    """The gradients of a bucket with trained weights: its gradient blocks, and this rank's shard of
+    their sums, up to the reduction over the outer ranks.
 
     Args:
-        pool: where buffers of one microbatch are leased.
-        stream: where reductions run; a `NullStream` is the current one.
-        on_full: called when every weight of a block has had all its gradients accumulated.
+        bucket: the bucket of the weights.
+        config: settings of the engine.
+        pool: the pool of the buffers of one microbatch.
+        stream: the stream of reductions; a `NullStream` is the current stream.
+        on_full: called when all gradients of a block have been accumulated.
 
     Attributes:
-        part: the model chunk that its weights belong to.
-        gradients: what the optimizer reads, [owned].
-        inner, outer: the sums over the ranks that share the bucket, and over the outer ranks.
-        wide: bf16 gradients are summed in fp32, out of a second leased buffer.
-        outer_sums: over the outer ranks, in this step.
-        observe: called with this rank's own gradients before each reduction; must not change
+        model_chunk: the model chunk of its weights.
+        gradients: gradients of this rank's owned range, which the optimizer reads.
+        inner, outer: the reduction over the shard group, and over the outer ranks.
+        fp32_sum: bf16 gradients are summed in fp32, in a second pool buffer.
+        num_outer_reductions: reductions over the outer ranks started in this step.
+        observe: called with this rank's unreduced gradients before each reduction; must not change
             them.
     """
 
@@ -468,118 +478,121 @@ class GradientBucket:
         self.inner, self.outer = reductions(
             bucket.placement, bucket.groups.outer_axes, per_step=once
         )
-        # on a single data-parallel rank nothing is reduced, and so nothing is widened
-        self.wide = config.fp32_accumulation and self.inner.scatter
-        self.outer_sums = 0
+        # A single data-parallel rank reduces nothing, so its sums need no conversion.
+        self.fp32_sum = config.fp32_accumulation and self.inner.scatter
+        self.num_outer_reductions = 0
         self.observe: Callable[[torch.Tensor], object] | None = None
         kind = MicrobatchGradients if self.inner.every_microbatch else StepGradients
         self.blocks = [kind(self, block) for block in bucket.blocks if block.trainable]
         self._received: set[int] = set()
-        self._awaited: set[int] | None = None
+        self._expected: set[int] | None = None
         self._pending: Pending | None = None
         low, high = bucket.reduced_range
         start, stop = bucket.owned_range
         self._shard: torch.Tensor | None = None
-        self._kept = not (self.outer.every_microbatch and bucket.outer.size > 1)
+        self._keeps_shard = not (self.outer.every_microbatch and bucket.outer.size > 1)
         device = bucket.data.device
-        if not self._kept:
+        if not self._keeps_shard:
             self.gradients = torch.zeros(stop - start, dtype=torch.float32, device=device)
             return
-        if self.inner.every_microbatch or self.wide or bucket.sharded:
+        if self.inner.every_microbatch or self.fp32_sum or bucket.sharded:
             self._shard = torch.zeros(high - low, dtype=torch.float32, device=device)
         else:
             (block,) = self.blocks
             assert isinstance(block, StepGradients)
-            self._shard = block.whole[low:high]
+            self._shard = block.grad_buffer[low:high]
         self.gradients = self._shard[start - low : stop - low]
 
     @property
     def every_microbatch(self) -> bool:
-        """Whether gradients are kept in shards, and summed in every microbatch."""
+        """Whether gradients are stored in shards, and reduced in every microbatch."""
         return self.inner.every_microbatch
 
     @property
     def outer_launched(self) -> bool:
-        """Whether the step's only sum over the outer ranks has started."""
-        return self._kept and self.outer_sums > 0
+        """Whether the step's only reduction over the outer ranks has started."""
+        return self._keeps_shard and self.num_outer_reductions > 0
 
     def begin_step(self) -> None:
-        """Forget the last step's gradients."""
-        self.outer_sums = 0
+        """Reset for a new step: its first sums overwrite the shards."""
+        self.num_outer_reductions = 0
         self._received.clear()
-        self._awaited = None if self._kept else self._starts
+        self._expected = None if self._keeps_shard else self._block_offsets
         for block in self.blocks:
             block.begin_step()
 
-    def begin_last(self) -> None:
-        """Expect the step's last sum of every block."""
-        if self._kept:
-            self._awaited = self._starts
+    def begin_last_microbatch(self) -> None:
+        """Expect the last reduction of every block in this step."""
+        if self._keeps_shard:
+            self._expected = self._block_offsets
         for block in self.blocks:
-            block.begin_last()
+            block.begin_last_microbatch()
 
-    def receive(self, block: GradientBlock) -> tuple[torch.Tensor, bool]:
-        """Return where a block's sum goes, and whether that holds nothing yet."""
-        if not (self._kept or self._received):
-            self.settle_outer()
+    def reduction_output(self, block: GradientBlock) -> tuple[torch.Tensor, bool]:
+        """Return the output of a block's reduction, and whether the sum overwrites it."""
+        if not (self._keeps_shard or self._received):
+            self.finish_outer_grad_sync()
             low, high = self.bucket.reduced_range
             self._shard = self.pool.acquire(high - low, torch.float32)
         start = block.block.start
-        first = start not in self._received
+        overwrites = start not in self._received
         self._received.add(start)
-        if self._awaited is not None:
-            self._awaited.discard(start)
-        return self._segment(block.block), first
+        if self._expected is not None:
+            self._expected.discard(start)
+        return self._shard_of(block.block), overwrites
 
     @property
     def is_full(self) -> bool:
-        """Whether every block's sum that the one over the outer ranks waits for has started."""
-        return self.needs_outer and self._awaited is not None and not self._awaited
+        """Whether all reductions of blocks have started that the outer reduction waits for."""
+        return self.needs_outer and self._expected is not None and not self._expected
 
     @property
     def is_complete(self) -> bool:
-        """Whether these have ended too."""
-        return self.is_full and not any(block.is_under_way for block in self.blocks)
+        """Whether all reductions of blocks have finished that the outer reduction waits for."""
+        return self.is_full and not any(block.is_reducing for block in self.blocks)
 
     @property
     def needs_outer(self) -> bool:
-        """Whether something has been received that is not being summed over the outer ranks."""
+        """Whether a sum of a block has not yet been reduced over the outer ranks."""
         if self.bucket.outer.size == 1:
             return False
-        return not self.outer_sums if self._kept else bool(self._received)
+        return not self.num_outer_reductions if self._keeps_shard else bool(self._received)
 
-    def reduce_outer(self) -> None:
-        """Start summing this rank's shards over the outer ranks; the sums of blocks are done."""
+    def start_outer_grad_sync(self) -> None:
+        """Start the reduction of this rank's shards over the outer ranks, after the reductions of
+        all blocks have finished."""
         group, bucket = self.bucket.outer, self.bucket
         assert self._shard is not None
-        into = self.gradients
-        if not self._kept:
+        output = self.gradients
+        if not self._keeps_shard:
             for block in bucket.blocks:
                 if block.start not in self._received:
-                    self._segment(block).zero_()
-            last = bucket.blocks[-1]
-            self._shard[last.start + len(last.data) :].zero_()  # padding takes part in the sum
-            if self.outer_sums:
+                    self._shard_of(block).zero_()
+            last_block = bucket.blocks[-1]
+            # The padding of a pool buffer is reduced too.
+            self._shard[last_block.start + len(last_block.data) :].zero_()
+            if self.num_outer_reductions:
                 low = bucket.reduced_range[0]
-                into = self._shard[bucket.owned_range[0] - low : bucket.owned_range[1] - low]
+                output = self._shard[bucket.owned_range[0] - low : bucket.owned_range[1] - low]
+        # `finish_grad_sync` of the blocks has written the shards on the current stream.
         self.stream.wait_stream(current_stream(self.pool.device))
         with on_stream(self.stream):
             if self.outer.scatter:
-                self._pending = reduce_scatter_async(self._shard, group, out=into)
+                self._pending = reduce_scatter_async(self._shard, group, out=output)
             else:
                 self._pending = all_reduce_async(self._shard, group, out=self._shard)
-        self.outer_sums += 1
-        self._awaited = None if self._kept else self._starts
-        if not self._kept:
+        self.num_outer_reductions += 1
+        self._expected = None if self._keeps_shard else self._block_offsets
+        if not self._keeps_shard:
             self._received.clear()
 
-    def settle_outer(self) -> None:
-        """Wait for the sum over the outer ranks."""
+    def finish_outer_grad_sync(self) -> None:
+        """Wait for the reduction over the outer ranks."""
         if self._pending is None:
             return
         summed = self._pending.wait()
         self._pending = None
-        if self._kept:
+        if self._keeps_shard:
             return
         if summed.data_ptr() != self.gradients.data_ptr():
             self.gradients.add_(summed)
@@ -588,20 +601,20 @@ class GradientBucket:
         self._shard = None
 
     def abort(self) -> None:
-        """Wait for what is under way and give every lease back."""
+        """Wait for the reductions in flight and release all pool buffers."""
         for block in self.blocks:
             block.abort()
-        self.settle_outer()
-        if not self._kept and self._shard is not None:
+        self.finish_outer_grad_sync()
+        if not self._keeps_shard and self._shard is not None:
             self.pool.release(self._shard)
             self._shard = None
 
     @property
-    def _starts(self) -> set[int]:
+    def _block_offsets(self) -> set[int]:
         return {entry.block.start for entry in self.blocks}
 
-    def _segment(self, block: BucketBlock) -> torch.Tensor:
-        """Return where the shard of a block lies in what this rank keeps of the sums."""
+    def _shard_of(self, block: BucketBlock) -> torch.Tensor:
+        """Return the view of a block's shard in this rank's reduced gradients."""
         assert self._shard is not None
         if not self.bucket.sharded:
             return self._shard
@@ -609,7 +622,7 @@ class GradientBucket:
 
 
 class ModelSums:
-    """Collect, per group of the gradient plans, the ranges that have to be summed over it."""
+    """The all-reduces of the gradient plans over model axes, one for each group."""
 
     def __init__(self, store: WeightStore, buckets: Sequence[GradientBucket]) -> None:
         views: dict[str, list[tuple[str, torch.Tensor]]] = {}
@@ -617,21 +630,26 @@ class ModelSums:
             for owned in entry.bucket.owned_weights():
                 handle = owned.handle
                 for step in store.plans[handle.name].steps if handle.trainable else ():
-                    found = views.setdefault(step.group, [])
+                    group_views = views.setdefault(step.group, [])
                     for box in store.boxes(handle):
                         start, stop = max(box.start, owned.start), min(box.stop, owned.stop)
                         if box.name in step.segments and start < stop:
                             at = owned.offset + start - owned.start
-                            found.append((handle.name, entry.gradients[at : at + stop - start]))
-        # By name: the stages that share weights need not have declared them in one order.
+                            group_views.append(
+                                (handle.name, entry.gradients[at : at + stop - start])
+                            )
+        # Sorted by name: pipeline stages may declare the weights that they share in other orders,
+        # and the concatenated tensors of the all-reduce must agree.
         named = [
-            (store.groups[name], [view for _, view in sorted(found, key=lambda one: one[0])])
-            for name, found in sorted(views.items())
+            (store.groups[name], [view for _, view in sorted(named_views, key=lambda x: x[0])])
+            for name, named_views in sorted(views.items())
         ]
-        self._sums = [(group, found) for group, found in named if found and group.size > 1]
+        self._sums = [
+            (group, group_views) for group, group_views in named if group_views and group.size > 1
+        ]
 
     def run(self) -> None:
-        """Carry them out."""
+        """Run all all-reduces, each on one concatenated tensor."""
         for group, views in self._sums:
             flat = torch.cat(views)
             all_reduce(flat, group, out=flat)
@@ -639,25 +657,26 @@ class ModelSums:
 
 
 def _gatherers(store: WeightStore, config: DataParallelConfig) -> list[Gatherer]:
-    """Return a gatherer of the buckets stored in shards and one of those updated in ranges, of each
-    kind that there is. Weights sharded over gtp are always gathered ahead."""
-    found = []
+    """Return a gatherer of the buckets stored in shards and a gatherer of the buckets stored whole
+    whose optimizer state is sharded, each if there are any. Weights sharded over gtp are always
+    prefetched."""
+    gatherers = []
     for sharded in (True, False):
-        own = [b for b in store.buckets if b.placement.optimizer and b.sharded == sharded]
-        if own:
+        buckets = [b for b in store.buckets if b.placement.optimizer and b.sharded == sharded]
+        if buckets:
             gatherer = Gatherer(
-                own,
-                prefetch=config.overlap_param_gather or any(bucket.gtp for bucket in own),
+                buckets,
+                prefetch=config.overlap_param_gather or any(bucket.gtp for bucket in buckets),
                 prefetch_bytes=config.prefetch_bytes,
                 poison=config.debug,
                 register_buffers=config.use_nccl_ub,
             )
-            found.append(gatherer)
-    return found
+            gatherers.append(gatherer)
+    return gatherers
 
 
 class _Phase(Enum):
-    """Where an engine is."""
+    """The state of an engine."""
 
     BETWEEN = "no step"
     STEP = "a step"
@@ -665,32 +684,34 @@ class _Phase(Enum):
 
 
 class GradientObserver(Protocol):
-    """Who looks at gradients; a CUDA graph records what it does, so it reads none on the host."""
+    """Observes gradients. A CUDA graph captures its operations, so it must not read them on the
+    host."""
 
     def begin(self) -> None:
-        """Take note that a step begins."""
+        """Begin a step."""
 
     def show(self, flat: torch.Tensor) -> None:
-        """Look at some gradients of the step, without changing them."""
+        """Observe some gradients of the step, without changing them."""
 
 
 class DataParallel:
     """Train the weights of a store over the data-parallel ranks.
 
     Args:
-        store: materialised for the same strategy; frozen weights get no gradients.
-        groups: its process groups.
+        store: a store materialised for the same strategy; frozen weights get no gradients.
+        groups: the process groups of the store.
+        config: settings; None are the defaults.
 
     Raises:
         ValueError: the store is not materialised, or for another strategy.
 
     Attributes:
-        buckets: those with trained weights, in the order in which backward fills them.
-        gatherers: make weights whole; none if every rank keeps and updates all that it has, two if
-            only some weights are stored in shards (those over gtp).
-        placement: what the strategy shards on these ranks.
-        launched_in_backward: sums of blocks of the last microbatch that started before `finish`.
-        outer_in_backward: sums over the outer ranks that started before `finish`.
+        buckets: buckets with trained weights, in the order in which backward fills them.
+        gatherers: unshard weights; empty if every rank stores and updates whole weights, two if
+            only weights over gtp are stored in shards.
+        placement: the axes that shard weights, gradients and optimizer state on these ranks.
+        launched_in_backward: reductions of blocks of the last microbatch started before `finish`.
+        outer_in_backward: reductions over the outer ranks started before `finish`.
     """
 
     def __init__(
@@ -718,10 +739,10 @@ class DataParallel:
             memory = RegisteredMemory(reducing, store.device)
         self.pool = BufferPool(store.device, poison=config.debug, memory=memory)
         self.gatherers = _gatherers(store, config)
-        self._parts = sorted({bucket.model_chunk for bucket in store.buckets}, reverse=True)
-        # Between streams the host takes 30 microseconds a block, for sums that one rank has anyway.
-        sends = any(g.size > 1 for b in store.buckets for g in (b.group, b.outer))
-        stream = new_stream(store.device) if sends else NullStream()
+        self._model_chunks = sorted({bucket.model_chunk for bucket in store.buckets}, reverse=True)
+        # Stream switches cost the host 30 microseconds per block, in vain on a single rank.
+        communicates = any(g.size > 1 for b in store.buckets for g in (b.group, b.outer))
+        stream = new_stream(store.device) if communicates else NullStream()
         self.buckets = [
             GradientBucket(
                 bucket,
@@ -739,31 +760,32 @@ class DataParallel:
         self._phase = _Phase.BETWEEN
         self._complete, self._unsynced = True, False
         self._observer: GradientObserver | None = None
-        self._last: set[int] = set()
-        self._under_way: deque[GradientBlock] = deque()
-        self._leases_shard: GradientBucket | None = None
-        limit = max((block.bytes for block in self._blocks if block.bounded), default=0)
-        self._limit = limit if config.overlap_grad_reduce else 0
+        self._last_backward_chunks: set[int] = set()
+        self._in_flight: deque[GradientBlock] = deque()
+        self._outer_bucket: GradientBucket | None = None
+        limit = max((block.bytes for block in self._blocks if block.counts_in_flight), default=0)
+        self._max_in_flight_bytes = limit if config.overlap_grad_reduce else 0
 
     @property
     def sharded(self) -> bool:
-        """Whether each rank keeps only its range of the optimizer state."""
+        """Whether the optimizer state is sharded."""
         return bool(self.placement.optimizer)
 
     @property
     def gathered_bytes(self) -> int:
-        """Bytes of gathered weights at a time, at most, as far as the order of use is known: where
-        each weight is gathered by itself over gtp, the first step may show that it needs more."""
+        """Maximum bytes of unsharded weights at a time, as far as the order of use is known: the
+        first step may raise it for weights gathered one by one over gtp."""
         return sum(gatherer.max_unsharded_bytes for gatherer in self.gatherers)
 
     def owned(self) -> list[OwnedRange]:
-        """Return what this rank's optimizer updates, one range per bucket; one of nothing if
+        """Return the ranges that this rank's optimizer updates, one per bucket; an empty range if
         there is no bucket."""
-        found = [owned_range(self.store, b.bucket, b.gradients) for b in self.buckets]
-        return [replace(one, owner=self) for one in found or [empty_range(self.store)]]
+        ranges = [owned_range(self.store, b.bucket, b.gradients) for b in self.buckets]
+        return [replace(owned, owner=self) for owned in ranges or [empty_range(self.store)]]
 
     def observe_gradients(self, observer: GradientObserver | None) -> None:
-        """Have this rank's own gradients shown, flat and a bucket at a time, before each sum."""
+        """Show this rank's unreduced gradients to an observer, one flat buffer before each
+        reduction; None removes the observer."""
         self._observer = observer
         for bucket in self.buckets:
             bucket.observe = None if observer is None else observer.show
@@ -771,15 +793,17 @@ class DataParallel:
     # --- a step -----------------------------------------------------------------------------------
 
     def begin_step(self, microbatches: int = 1, *, program: Sequence[str] | None = None) -> None:
-        """Forget the last step's gradients.
+        """Begin a step, whose first gradients overwrite the last step's gradients.
 
         Args:
-            microbatches: of this step; another number than that costs time, not correctness.
-            program: the segments of this step in the order in which they will run, instead of each
-                microbatch forward and backward; `segment` then marks when each begins. Likewise.
+            microbatches: number of microbatches of this step. A wrong number costs time, because
+                the gather plan does not match, but not correctness.
+            program: the segments of this step in the order in which they will run; None is forward
+                and backward of each microbatch. `segment` marks the begin of each. A wrong program
+                costs time, but not correctness.
 
         Raises:
-            ValueError: a step or an evaluation is under way, or updates have not been passed on.
+            ValueError: a step or an evaluation is running, or updates have not been synchronised.
         """
         if self._phase is not _Phase.BETWEEN:
             raise ValueError(
@@ -789,7 +813,7 @@ class DataParallel:
         self._check_synced("begin_step")
         self._phase, self._complete = _Phase.STEP, False
         self.launched_in_backward = self.outer_in_backward = 0
-        self._last.clear()
+        self._last_backward_chunks.clear()
         if self._observer is not None:
             self._observer.begin()
         for bucket in self.buckets:
@@ -800,7 +824,7 @@ class DataParallel:
                 gatherer.segment(FORWARD)
 
     def segment(self, name: str) -> None:
-        """Say which segment runs from now on: `segment_name(FORWARD or BACKWARD, part)`.
+        """Declare that a segment runs from now on: `segment_name(FORWARD or BACKWARD, chunk)`.
 
         Raises:
             ValueError: outside of steps and evaluations.
@@ -811,9 +835,9 @@ class DataParallel:
             gatherer.segment(name)
 
     def prefetch(self, name: str) -> None:
-        """Start the gathers that a segment will need first, without waiting.
+        """Start the first all-gathers of a segment, without waiting.
 
-        Only with `overlap_param_gather`, and once a step has shown what the segment needs.
+        Only with `overlap_param_gather`, and after a step has recorded the segment's weights.
 
         Raises:
             ValueError: outside of steps and evaluations.
@@ -823,7 +847,7 @@ class DataParallel:
         for gatherer in self.gatherers:
             gatherer.start_segment(name)
 
-    def last(self, part: int) -> None:
+    def begin_last_backward(self, model_chunk: int) -> None:
         """Declare that the step's last microbatch now accumulates gradients of a model chunk.
 
         With `overlap_grad_reduce`, buckets of the chunk are reduced as they fill. All earlier
@@ -833,73 +857,84 @@ class DataParallel:
             ValueError: no step has begun.
         """
         if self._phase is not _Phase.STEP:
-            raise ValueError(f"last({part}) outside a step: call begin_step() first")
-        self._last.add(part)
+            raise ValueError(
+                f"begin_last_backward({model_chunk}) outside a step: call begin_step() first"
+            )
+        self._last_backward_chunks.add(model_chunk)
         for bucket in self.buckets:
-            if bucket.model_chunk == part:
-                bucket.begin_last()
+            if bucket.model_chunk == model_chunk:
+                bucket.begin_last_microbatch()
 
-    def close(self, part: int) -> None:
+    def post_backward(self, model_chunk: int) -> None:
         """Declare that a microbatch has accumulated all its gradients of a model chunk's weights.
 
-        Sharded gradients that were accumulated less often than declared are reduced; after the last
-        microbatch, with `overlap_grad_reduce`, so is every bucket of the chunk that has not been.
+        This reduces sharded gradients that were accumulated less often than declared. After the
+        last microbatch, with `overlap_grad_reduce`, it reduces all remaining buckets of the chunk.
 
         Raises:
             ValueError: no step has begun.
         """
         if self._phase is not _Phase.STEP:
-            raise ValueError(f"close({part}) outside a step: call begin_step() first")
-        over = part in self._last and self.config.overlap_grad_reduce
+            raise ValueError(
+                f"post_backward({model_chunk}) outside a step: call begin_step() first"
+            )
+        is_last = model_chunk in self._last_backward_chunks and self.config.overlap_grad_reduce
         for bucket in self.buckets:
-            if bucket.model_chunk != part:
+            if bucket.model_chunk != model_chunk:
                 continue
             for block in bucket.blocks:
-                if (block.every_microbatch and block.is_open) or (over and not block.sums):
-                    self._reduce(block)
+                if (block.every_microbatch and block.has_gradients) or (
+                    is_last and not block.num_reductions
+                ):
+                    self._start_grad_sync(block)
             if bucket.outer.every_microbatch and bucket.needs_outer:
-                self._reduce_outer(bucket)
+                self._start_outer_grad_sync(bucket)
 
     def backward(self, loss: torch.Tensor, *, last: bool) -> None:
-        """Run one microbatch's backward; `last` lets whole gradients be reduced while it runs.
+        """Run one microbatch's backward.
+
+        Args:
+            loss: the loss of the microbatch.
+            last: this is the last microbatch of the step, so reductions overlap with backward.
 
         Raises:
             ValueError: no step has begun.
         """
         if self._phase is not _Phase.STEP:
             raise ValueError("backward outside a step: call begin_step() first")
-        self.accumulate(last=last)
+        self.set_is_last_backward(last)
         self.segment(BACKWARD)
         loss.backward()
         if self.store.queue is None:
-            for part in self._parts:
-                self.close(part)
+            for model_chunk in self._model_chunks:
+                self.post_backward(model_chunk)
         self.segment(FORWARD)
 
-    def accumulate(self, *, last: bool) -> None:
-        """Declare whether the step's last gradients follow, in all model chunks at once."""
-        for part in self._parts if last else ():
-            self.last(part)
+    def set_is_last_backward(self, is_last: bool) -> None:
+        """Declare whether the next backward is the step's last one, for all model chunks."""
+        for model_chunk in self._model_chunks if is_last else ():
+            self.begin_last_backward(model_chunk)
 
     def finish(self) -> None:
-        """Make every gradient whole: reduce what is left, wait, then sum over the model axes.
+        """Complete all gradients: start the remaining reductions, wait for every reduction, and
+        all-reduce over the model axes.
 
         Raises:
-            ValueError: no step has begun: its sums would be taken twice.
+            ValueError: no step has begun; a second call would sum gradients twice.
         """
         if self._phase is not _Phase.STEP:
             raise ValueError("finish outside a step: call begin_step() first")
         in_backward = self.outer_in_backward
         for block in self._blocks:
-            if (block.every_microbatch and block.is_open) or not block.sums:
-                self._reduce(block)
-        self._settle(0)
+            if (block.every_microbatch and block.has_gradients) or not block.num_reductions:
+                self._start_grad_sync(block)
+        self._wait_for_reductions(0)
         for bucket in self.buckets:
             if bucket.needs_outer:
-                self._reduce_outer(bucket)
+                self._start_outer_grad_sync(bucket)
         self.outer_in_backward = in_backward
         for bucket in self.buckets:
-            bucket.settle_outer()
+            bucket.finish_outer_grad_sync()
         self._sums.run()
         for gatherer in self.gatherers:
             gatherer.finish()
@@ -909,7 +944,7 @@ class DataParallel:
 
     def abort(self) -> None:
         """Leave a step that failed half-way; the next `begin_step` starts clean."""
-        self._under_way.clear()
+        self._in_flight.clear()
         for bucket in self.buckets:
             bucket.abort()
         for gatherer in self.gatherers:
@@ -919,12 +954,12 @@ class DataParallel:
     # --- between steps ----------------------------------------------------------------------------
 
     def start_param_sync(self, *, force_sync: bool = False) -> None:
-        """Have the other ranks' updates arrive, after the optimizer has written the owned ranges.
+        """All-gather the other ranks' updates, after the optimizer has written the owned ranges.
 
-        With `overlap_param_gather` they are gathered when they are needed, and the first of them
-        started here unless `fsdp_all_gather_in_start_param_sync` is False. Otherwise, or with
-        `force_sync`, all are gathered here, except that weights which are stored in shards would
-        be released again: they are only with `force_sync`.
+        With `overlap_param_gather` weights are gathered at their use, and the first all-gathers
+        start here unless `fsdp_all_gather_in_start_param_sync` is False. Otherwise, or with
+        `force_sync`, all weights are gathered here. Weights stored in shards are gathered here with
+        `force_sync` only, because they are resharded immediately.
         """
         self._unsynced = False
         early = self.config.fsdp_all_gather_in_start_param_sync
@@ -936,17 +971,17 @@ class DataParallel:
                 gatherer.prefetch_next_step()
 
     def wait(self) -> None:
-        """Wait until nothing is under way between two steps; what was started early stays."""
+        """Wait for all all-gathers in flight between two steps; their weights stay unsharded."""
         for gatherer in self.gatherers:
             gatherer.wait()
 
     def complete_weights(self) -> None:
-        """Have all updates arrive in what this rank stores, before that is saved or read.
+        """Complete this rank's stored weights with the updates of all ranks, to save or read them.
 
-        Ranks that store the same hold the same after it. All data-parallel ranks call this.
+        Afterwards replicas store the same values. This is collective over data-parallel ranks.
 
         Raises:
-            ValueError: a step is under way, or updates have not been passed on.
+            ValueError: a step is running, or updates have not been synchronised.
         """
         if self._phase is _Phase.STEP:
             raise ValueError("complete_weights inside a step: finish() or abort() it first")
@@ -956,14 +991,14 @@ class DataParallel:
 
     @contextmanager
     def evaluation(self, program: Sequence[str] | None = None) -> Iterator[None]:
-        """Run forwards without backward inside, between two steps.
+        """Run forward passes without backward inside, between two steps.
 
         Args:
-            program: the segments that will run, in order, as in `begin_step`; None is one of its
-                own for all that runs inside.
+            program: the segments that will run, in order, as in `begin_step`; None is one segment
+                for all forward passes.
 
         Raises:
-            ValueError: a step or an evaluation is under way, or updates have not been passed on.
+            ValueError: a step or an evaluation is running, or updates have not been synchronised.
         """
         if self._phase is not _Phase.BETWEEN:
             raise ValueError(f"evaluation inside {self._phase.value}: finish() or leave that first")
@@ -987,10 +1022,10 @@ class DataParallel:
     # --- what the optimizer calls -----------------------------------------------------------------
 
     def check_gradients(self) -> None:
-        """See that the gradients of `owned()` are complete.
+        """Check that the gradients of `owned()` are complete.
 
         Raises:
-            ValueError: a step has begun that `finish` has not ended.
+            ValueError: `finish` has not ended the step, or `abort` has ended it.
         """
         if self._phase is _Phase.STEP:
             raise ValueError(
@@ -1004,16 +1039,16 @@ class DataParallel:
             )
 
     def weights_updated(self) -> None:
-        """Take note that the optimizer has written the owned ranges."""
+        """Record that the optimizer has written the owned ranges."""
         self._unsynced = bool(self.gatherers)
 
     # --- inside -----------------------------------------------------------------------------------
 
     def _check_synced(self, name: str) -> None:
-        """See that the optimizer's updates are on their way to the other ranks.
+        """Check that `start_param_sync` has followed the last optimizer step.
 
         Raises:
-            ValueError: they are not.
+            ValueError: it has not.
         """
         if self._unsynced:
             raise ValueError(
@@ -1027,40 +1062,42 @@ class DataParallel:
             block.in_step = False
 
     def _on_full(self, block: GradientBlock) -> None:
-        last = block.bucket.model_chunk in self._last
-        if not block.every_microbatch and not (last and self.config.overlap_grad_reduce):
+        is_last = block.bucket.model_chunk in self._last_backward_chunks
+        if not block.every_microbatch and not (is_last and self.config.overlap_grad_reduce):
             return
-        self._reduce(block)
-        self.launched_in_backward += last
+        self._start_grad_sync(block)
+        self.launched_in_backward += is_last
 
-    def _reduce(self, block: GradientBlock) -> None:
+    def _start_grad_sync(self, block: GradientBlock) -> None:
         bucket = block.bucket
-        if bucket.outer.every_microbatch and bucket.is_full:  # of the microbatch before
-            self._reduce_outer(bucket)
-        block.reduce()
-        self._under_way.append(block)
-        if block.bounded:
-            self._settle(self._limit)
+        # The outer reduction of the previous microbatch must start before its shards are reused.
+        if bucket.outer.every_microbatch and bucket.is_full:
+            self._start_outer_grad_sync(bucket)
+        block.start_grad_sync()
+        self._in_flight.append(block)
+        if block.counts_in_flight:
+            self._wait_for_reductions(self._max_in_flight_bytes)
 
-    def _settle(self, limit: int) -> None:
-        """Wait for the oldest sums until what is under way has at most so many bytes; of a bucket
-        whose blocks are done, start the sum over the outer ranks."""
-        flying = sum(block.bytes for block in self._under_way if block.bounded)
-        while self._under_way and (flying > limit or limit == 0):
-            block = self._under_way.popleft()
-            block.settle()
-            flying -= block.bytes * block.bounded
+    def _wait_for_reductions(self, max_bytes: int) -> None:
+        """Wait for the oldest reductions until at most `max_bytes` are in flight; if all blocks of
+        a bucket are then reduced, start its reduction over the outer ranks."""
+        num_bytes = sum(block.bytes for block in self._in_flight if block.counts_in_flight)
+        while self._in_flight and (num_bytes > max_bytes or max_bytes == 0):
+            block = self._in_flight.popleft()
+            block.finish_grad_sync()
+            num_bytes -= block.bytes * block.counts_in_flight
             bucket = block.bucket
             if self.config.overlap_grad_reduce and bucket.is_complete:
-                self._reduce_outer(bucket)
+                self._start_outer_grad_sync(bucket)
 
-    def _reduce_outer(self, bucket: GradientBucket) -> None:
+    def _start_outer_grad_sync(self, bucket: GradientBucket) -> None:
         for block in bucket.blocks:
-            block.settle()
-        if self._leases_shard is not None:  # one at a time: they hold leases too
-            self._leases_shard.settle_outer()
-        bucket.reduce_outer()
+            block.finish_grad_sync()
+        # At most one outer reduction is in flight, because each has a pool buffer for its shards.
+        if self._outer_bucket is not None:
+            self._outer_bucket.finish_outer_grad_sync()
+        bucket.start_outer_grad_sync()
         self.outer_in_backward += 1
-        self._leases_shard = bucket if bucket.outer.every_microbatch else None
-        if self._leases_shard is not None and not self.config.overlap_grad_reduce:
-            bucket.settle_outer()
+        self._outer_bucket = bucket if bucket.outer.every_microbatch else None
+        if self._outer_bucket is not None and not self.config.overlap_grad_reduce:
+            bucket.finish_outer_grad_sync()

@@ -169,8 +169,8 @@ def wanted_traffic(engine: DataParallel, microbatches: int) -> list[Traffic]:
     return collectives_per_step(
         [BucketSize.of(bucket) for bucket in engine.store.buckets],
         engine.placement,
-        of=ElementBytes(
-            gradient=engine.config.grad_dtype.itemsize, wide_sum=engine.config.fp32_accumulation
+        element_bytes=ElementBytes(
+            gradient=engine.config.grad_dtype.itemsize, fp32_sum=engine.config.fp32_accumulation
         ),
         microbatches=microbatches,
         gathers=planned_gathers(engine),

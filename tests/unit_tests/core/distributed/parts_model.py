@@ -150,7 +150,7 @@ def play(
             engine.prefetch(segment_name(FORWARD, part))
         elif kind in "BI":
             if kind == "B" and number == final:
-                engine.last(part)
+                engine.begin_last_backward(part)
             engine.segment(segment_name(BACKWARD, part))
             out = outputs.pop(at)
             total = out if part == PARTS - 1 else (out * inputs.pop((part + 1, number)).grad).sum()
@@ -159,12 +159,12 @@ def play(
                     total.backward()
             else:
                 total.backward()
-                engine.close(part)
+                engine.post_backward(part)
         else:
             if number == final:
-                engine.last(part)
+                engine.begin_last_backward(part)
             queues.pop(at).drain()
-            engine.close(part)
+            engine.post_backward(part)
     assert not queues
     engine.finish()
     return losses

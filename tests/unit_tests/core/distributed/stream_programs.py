@@ -201,7 +201,7 @@ def generation(device: StreamModel) -> list[Tensor]:
     return [torch.tensor([*c.tokens, *c.logprobs]) for c in completions]
 
 
-def wide_sum(device: StreamModel) -> list[Tensor]:
+def fp32_sum(device: StreamModel) -> list[Tensor]:
     """Sum in fp32 out of memory of its own, started on a stream beside; return the sums."""
     group = device.groups(FLAT)["dp"]
     stream, results = device.new_stream(), []
@@ -253,7 +253,7 @@ PROGRAMS: Mapping[str, Program] = MappingProxyType(
         "saves": saves,
         "updates on the host": partial(host_updates, dtype=torch.float32),
         "updates on the host bf16": partial(host_updates, dtype=BF16),
-        "wide sum": wide_sum,
+        "wide sum": fp32_sum,
         "generation": generation,
     }
 )

@@ -134,14 +134,14 @@ def assert_kept(model: ExpertModel, lanes: int, expert_lanes: int) -> None:
         assert entry.every_microbatch == (bool(placed.gradient) and not alone)
         weights += bucket.data.nbytes
         gradients += 0 if entry.every_microbatch else whole * engine.config.grad_dtype.itemsize
-        gradients += 4 * whole // share if entry.every_microbatch or entry.wide else 0
-        assert entry.wide == (engine.config.fp32_accumulation and not alone)
+        gradients += 4 * whole // share if entry.every_microbatch or entry.fp32_sum else 0
+        assert entry.fp32_sum == (engine.config.fp32_accumulation and not alone)
     formula = bytes_per_rank(
         [BucketSize.of(bucket) for bucket in model.store.buckets],
         engine.placement,
-        of=ElementBytes(
+        element_bytes=ElementBytes(
             gradient=engine.config.grad_dtype.itemsize,
-            wide_sum=engine.config.fp32_accumulation and bool(placed.optimizer),
+            fp32_sum=engine.config.fp32_accumulation and bool(placed.optimizer),
         ),
         prefetch=engine.config.overlap_param_gather,
         overlap=engine.config.overlap_grad_reduce,
@@ -160,15 +160,21 @@ def assert_kept(model: ExpertModel, lanes: int, expert_lanes: int) -> None:
 
 def test_what_is_alone_is_whole_by_the_formula():
     sizes = [BucketSize(numel=64, inner=4), BucketSize(numel=96, inner=1, expert=True)]
-    narrow = ElementBytes(weight=2, gradient=2, optimizer=12, wide_sum=True)
-    found = bytes_per_rank(sizes, placement(STRATEGIES[3]), of=narrow)
+    narrow = ElementBytes(weight=2, gradient=2, optimizer=12, fp32_sum=True)
+    found = bytes_per_rank(sizes, placement(STRATEGIES[3]), element_bytes=narrow)
     assert found.weights == 2 * (64 // 4 + 96)
     assert found.gradients == 4 * (64 // 4) + 2 * 96
     assert found.optimizer == 12 * (64 // 4 + 96)
     assert found.gathered == 2 * 64
-    assert found.reducing == bytes_per_rank(sizes[:1], placement(STRATEGIES[3]), of=narrow).reducing
+    assert (
+        found.reducing
+        == bytes_per_rank(sizes[:1], placement(STRATEGIES[3]), element_bytes=narrow).reducing
+    )
     root = [BucketSize(numel=64, inner=4, root=True)]
-    assert bytes_per_rank(root, placement("optim_grads"), of=ElementBytes()).reducing == 2 * 4 * 64
+    assert (
+        bytes_per_rank(root, placement("optim_grads"), element_bytes=ElementBytes()).reducing
+        == 2 * 4 * 64
+    )
 
 
 def on_grids(rank: int, world: int, grids: tuple, configs: tuple, each: int) -> list:

@@ -29,7 +29,7 @@ from megatron.core.weight_sharding import (
 FP32 = ElementBytes()
 BF16 = ElementBytes(weight=2, optimizer=12)
 BF16_GRADIENTS = ElementBytes(weight=2, gradient=2, optimizer=12)
-WIDE_SUM = ElementBytes(weight=2, gradient=2, optimizer=12, wide_sum=True)
+WIDE_SUM = ElementBytes(weight=2, gradient=2, optimizer=12, fp32_sum=True)
 #: Bytes per parameter on d lanes, as (whole, cut by d), for the strategies in order.
 PUBLISHED = (
     (FP32, ((16, 0), (8, 8), (4, 12), (0, 16))),
@@ -43,12 +43,12 @@ PUBLISHED = (
 def test_bytes_per_parameter_are_the_published_ones(lanes: int):
     for of, rows in PUBLISHED:
         for strategy, (whole, cut) in zip(STRATEGIES, rows, strict=True):
-            found = bytes_per_parameter(strategy, inner_size=lanes, outer_size=1, of=of)
+            found = bytes_per_parameter(strategy, inner_size=lanes, outer_size=1, element_bytes=of)
             assert found == whole + Fraction(cut, lanes), strategy
 
 
 def test_hybrid_sharding_bytes_divide_by_inner_group_size():
-    sizes = {"inner_size": 4, "outer_size": 2, "of": BF16}
+    sizes = {"inner_size": 4, "outer_size": 2, "element_bytes": BF16}
     assert [bytes_per_parameter(name, **sizes) for name in STRATEGIES] == [
         18,
         6 + Fraction(12, 4),
@@ -65,10 +65,10 @@ def test_bytes_of_buckets_are_the_sums_of_their_weights(strategy: str):
     weights = [WeightSharding.of("a", (64, 3)), WeightSharding.of("b", (128,))]
     buckets = [BucketSize(numel=numel, inner=4, outer=2) for numel in (192, 128)]
     placed = placement(strategy)
-    kept = bytes_per_rank(buckets, placed, of=BF16).kept
+    kept = bytes_per_rank(buckets, placed, element_bytes=BF16).persistent
     assert kept == sum(memory_bytes(w, grid, placed, weight_bytes=2) for w in weights)
     frozen = [BucketSize(numel=192, inner=4, outer=2, trainable=False)]
-    only = bytes_per_rank(frozen, placed, of=BF16)
+    only = bytes_per_rank(frozen, placed, element_bytes=BF16)
     assert (only.gradients, only.optimizer) == (0, 0)
     assert only.weights == memory_bytes(
         weights[0], grid, placed, weight_bytes=2, gradient_bytes=0, optimizer_bytes=0
@@ -80,13 +80,19 @@ def test_gathered_bytes_are_two_units_plus_root_weights():
     buckets = [BucketSize(numel=numel, inner=2, root=root) for numel, root in sizes]
     sharded = placement("optim_grads_params")
     for prefetch, ahead, gathered in ((False, 0, 150), (True, 0, 190), (True, 12, 202)):
-        found = bytes_per_rank(buckets, sharded, of=FP32, prefetch=prefetch, ahead=4 * ahead)
+        found = bytes_per_rank(
+            buckets, sharded, element_bytes=FP32, prefetch=prefetch, prefetch_bytes=4 * ahead
+        )
         assert (found.gathered, found.reducing) == (4 * gathered, 4 * 190)
-    everything = bytes_per_rank(buckets, sharded, of=FP32, prefetch=True, ahead=10**6)
+    everything = bytes_per_rank(
+        buckets, sharded, element_bytes=FP32, prefetch=True, prefetch_bytes=10**6
+    )
     assert everything.gathered == 4 * 220
-    whole = bytes_per_rank(buckets, placement("optim_grads"), of=BF16_GRADIENTS, overlap=False)
+    whole = bytes_per_rank(
+        buckets, placement("optim_grads"), element_bytes=BF16_GRADIENTS, overlap=False
+    )
     assert (whole.gathered, whole.reducing) == (0, 2 * 150)
-    assert bytes_per_rank(buckets, placement("optim"), of=FP32).reducing == 0
+    assert bytes_per_rank(buckets, placement("optim"), element_bytes=FP32).reducing == 0
 
 
 def volume(traffic: list[Traffic], ranks: int) -> Fraction:
@@ -102,7 +108,7 @@ def test_volumes_are_the_published_ones():
     for strategy, times in zip(STRATEGIES, (2, 2, 2, 3), strict=True):
         gathers = (2, 2) if strategy == "optim_grads_params" else None
         found = collectives_per_step(
-            buckets, placement(strategy), of=FP32, microbatches=1, gathers=gathers
+            buckets, placement(strategy), element_bytes=FP32, microbatches=1, gathers=gathers
         )
         assert volume(found, ranks) == Fraction(times * 4 * numel * (ranks - 1), ranks), strategy
 
@@ -112,7 +118,11 @@ def test_gradients_that_are_cut_are_reduced_in_every_microbatch():
 
     def found(strategy: str, **more: object) -> list[Traffic]:
         return collectives_per_step(
-            buckets, placement(strategy), of=more.pop("of", BF16_GRADIENTS), microbatches=3, **more
+            buckets,
+            placement(strategy),
+            element_bytes=more.pop("element_bytes", BF16_GRADIENTS),
+            microbatches=3,
+            **more,
         )
 
     assert found("no_shard") == [Traffic("all_reduce", "gtp_cp_dp", 1, 16)]
@@ -124,7 +134,7 @@ def test_gradients_that_are_cut_are_reduced_in_every_microbatch():
         Traffic("all_gather", "gtp_cp_dp", 1, 16),
         Traffic("reduce_scatter", "gtp_cp_dp", 3, 48),
     ]
-    assert found("optim_grads_params", gathers=(5, 6), of=WIDE_SUM) == [
+    assert found("optim_grads_params", gathers=(5, 6), element_bytes=WIDE_SUM) == [
         Traffic("all_gather", "shard_gather", 11, 5 * 16 + 6 * 8),
         Traffic("all_to_all", "gtp_cp_dp", 3, 48),
     ]
@@ -135,7 +145,9 @@ def test_hybrid_sharding_reduces_over_outer_ranks_once():
 
     def found(strategy: str, outer: str = "no_shard") -> list[Traffic]:
         placed = placement(strategy, outer)
-        return collectives_per_step(buckets, placed, of=FP32, microbatches=2, gathers=(2,))
+        return collectives_per_step(
+            buckets, placed, element_bytes=FP32, microbatches=2, gathers=(2,)
+        )
 
     assert found("optim_grads") == [
         Traffic("all_gather", "shard", 2, 64),
@@ -163,7 +175,7 @@ def test_weights_over_gtp_travel_in_their_groups_and_formats():
         traffic = collectives_per_step(
             [dense, over_gtp, expert, idle],
             placement(strategy),
-            of=ElementBytes(weight=2, gradient=2, optimizer=12, **of),
+            element_bytes=ElementBytes(weight=2, gradient=2, optimizer=12, **of),
             microbatches=4,
         )
         return {(x.kind, x.group): (x.count, x.bytes) for x in traffic}
@@ -199,8 +211,10 @@ def test_single_rank_sends_nothing():
     buckets = [BucketSize(numel=8, inner=1)]
     for strategy in STRATEGIES:
         placed = placement(strategy)
-        assert not collectives_per_step(buckets, placed, of=FP32, microbatches=2, gathers=(2,))
-        assert buckets[0].placed(placed) == Placement(), "whole, whatever the strategy"
+        assert not collectives_per_step(
+            buckets, placed, element_bytes=FP32, microbatches=2, gathers=(2,)
+        )
+        assert buckets[0].placement(placed) == Placement(), "whole, whatever the strategy"
 
 
 def test_gathers_are_of_every_plane():
@@ -208,5 +222,5 @@ def test_gathers_are_of_every_plane():
     for gathers in ((1,), (1, 1, 1)):
         with pytest.raises(ValueError, match="argument 2"):
             collectives_per_step(
-                buckets, placement("optim"), of=FP32, microbatches=1, gathers=gathers
+                buckets, placement("optim"), element_bytes=FP32, microbatches=1, gathers=gathers
             )

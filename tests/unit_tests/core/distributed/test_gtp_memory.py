@@ -122,7 +122,7 @@ def test_memory_matches_the_formulas(degrees: dict[str, int], strategy: str):
     model, engine = llama("8B", groups_of(grid), layers=4, strategy=strategy)
     found, wanted = kept(model, engine), published(model.store, grid, strategy)
     sizes = [BucketSize.of(bucket) for bucket in model.store.buckets]
-    ours = bytes_per_rank(sizes, engine.placement, of=BYTES)
+    ours = bytes_per_rank(sizes, engine.placement, element_bytes=BYTES)
     for role, size in wanted.items():
         assert abs(found[role] / size - 1) <= TOLERANCE, (role, found, wanted)
         assert found[role] == getattr(ours, role), role
@@ -227,7 +227,7 @@ def test_gathered_weights_use_under_half_of_per_shape_buffers(name: str, tp: int
         ("forward", "backward") * 2,
         sizes=sizes,
         budget=gatherer.budget,
-        ahead=0,
+        prefetch_bytes=0,
     )
     assert whole.peak_bytes <= gatherer.pool.peak_bytes
     uses = 4 * len(sizes) - 3  # the turns need a weight twice in a row

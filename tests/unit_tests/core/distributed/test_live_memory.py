@@ -78,7 +78,7 @@ def measured(
         gathered = gatherer_of(engine).counts.peak_bytes
         gatherer_of(engine).pool.trim()
         sizes = [BucketSize.of(bucket) for bucket in model.store.buckets]
-        planned = bytes_per_rank(sizes, engine.placement, of=ELEMENTS[dtype]).gathered
+        planned = bytes_per_rank(sizes, engine.placement, element_bytes=ELEMENTS[dtype]).gathered
         assert gathered <= planned
         assert (gathered > 0) == (config.strategy == "optim_grads_params")
     engine.pool.trim()
@@ -98,7 +98,7 @@ def measured(
         config.outer,
         inner_size=groups["shard"].size,
         outer_size=groups["replicate"].size,
-        of=ELEMENTS[dtype],
+        element_bytes=ELEMENTS[dtype],
     )
     assert len(model.store.buckets) >= LAYERS or not engine.placement.weight
     return {

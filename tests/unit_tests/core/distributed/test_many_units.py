@@ -120,7 +120,11 @@ def gathered(rank: int, world: int) -> None:
         sizes = [BucketSize.of(bucket) for bucket in model.store.buckets]
         assert sum(not size.root for size in sizes) >= LAYERS
         of = bytes_per_rank(
-            sizes, engine.placement, of=ElementBytes(), prefetch=prefetch, ahead=ahead
+            sizes,
+            engine.placement,
+            element_bytes=ElementBytes(),
+            prefetch=prefetch,
+            prefetch_bytes=ahead,
         )
         assert gatherer.budget == of.gathered
 

@@ -268,7 +268,7 @@ def split(groups: Groups, config: Config) -> None:
                 waiting.drain()
             waiting = queue
         assert engine.launched_in_backward == 0
-        engine.accumulate(last=True)
+        engine.set_is_last_backward(True)
         waiting.drain()
         assert engine.launched_in_backward == whole[1].launched_in_backward > 0
         engine.finish()

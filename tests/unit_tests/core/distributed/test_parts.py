@@ -78,7 +78,7 @@ def case(groups: ProcessGroupCollection, config: Config, schedule: str) -> None:
         cut = bool(engine.placement.gradient)
         early = engine.config.overlap_grad_reduce or cut
         assert engine.launched_in_backward == (len(engine.buckets) if early else 0)
-        assert {x.sums for b in engine.buckets for x in b.blocks} == {3 if cut else 1}
+        assert {x.num_reductions for b in engine.buckets for x in b.blocks} == {3 if cut else 1}
         assert len(reductions(records)) == len(engine.buckets) * (3 if cut else 1)
         update(engine)
         engine.start_param_sync()
@@ -240,7 +240,11 @@ def test_an_evaluation_may_run_parts_too():
 
 def test_calls_outside_a_step_are_refused():
     model, engine = built(ProcessGroupCollection.single())
-    for call in (lambda: engine.last(0), lambda: engine.close(1), lambda: engine.prefetch("x")):
+    for call in (
+        lambda: engine.begin_last_backward(0),
+        lambda: engine.post_backward(1),
+        lambda: engine.prefetch("x"),
+    ):
         with pytest.raises(ValueError, match="outside a step: call begin_step"):
             call()
     with engine.evaluation():
@@ -249,8 +253,8 @@ def test_calls_outside_a_step_are_refused():
             engine.evaluation(),
         ):
             pass
-        with pytest.raises(ValueError, match=r"last\(0\) outside a step"):
-            engine.last(0)
+        with pytest.raises(ValueError, match=r"begin_last_backward\(0\) outside a step"):
+            engine.begin_last_backward(0)
     assert model.store.queue is None
 
 
@@ -258,7 +262,7 @@ def test_last_before_an_earlier_microbatch_is_done_is_noticed():
     model, engine = built(ProcessGroupCollection.single(), overlap_grad_reduce=True)
     ids, targets = tokens(0, 0)
     engine.begin_step()
-    engine.last(0)
+    engine.begin_last_backward(0)
     engine.backward(model.run(0, ids, targets).sum(), last=False)
     with pytest.raises(ValueError, match="last=False"):
         engine.backward(model.run(0, ids, targets).sum(), last=False)
@@ -270,9 +274,9 @@ BUGS: dict[str, tuple[tuple[str, str, str, str], Config]] = {
     "the last microbatch of one part counts for all": (
         (
             "megatron.core.distributed.data_parallel",
-            "DataParallel.last",
-            "if bucket.model_chunk == part:",
-            "if self._last.update(self._parts) or True:",
+            "DataParallel.begin_last_backward",
+            "if bucket.model_chunk == model_chunk:",
+            "if self._last_backward_chunks.update(self._model_chunks) or True:",
         ),
         {"strategy": "no_shard"},
     ),
@@ -288,9 +292,9 @@ BUGS: dict[str, tuple[tuple[str, str, str, str], Config]] = {
     "a bucket is reduced before its last weight gradient": (
         (
             "megatron.core.distributed.data_parallel",
-            "DataParallel.close",
-            "over = part in self._last and",
-            "over =",
+            "DataParallel.post_backward",
+            "is_last = model_chunk in self._last_backward_chunks and",
+            "is_last =",
         ),
         {"strategy": "no_shard"},
     ),
@@ -298,8 +302,8 @@ BUGS: dict[str, tuple[tuple[str, str, str, str], Config]] = {
         (
             "megatron.core.distributed.data_parallel",
             "GradientBlock.grad_accumulated",
-            "self.waiting == 0",
-            "self.waiting < 0",
+            "self.num_unfinished == 0",
+            "self.num_unfinished < 0",
         ),
         {"strategy": "optim_grads"},
     ),

@@ -22,7 +22,9 @@ def reducing(rank: int, world: int) -> None:
         engine.pool.reset_peak()
         step(model, engine, microbatches=2, number=1)
         sizes = [BucketSize.of(bucket) for bucket in model.store.buckets]
-        formula = bytes_per_rank(sizes, engine.placement, of=ElementBytes(), overlap=overlap)
+        formula = bytes_per_rank(
+            sizes, engine.placement, element_bytes=ElementBytes(), overlap=overlap
+        )
         largest = 4 * max(size.numel for size in sizes if not size.root)
         assert formula.reducing - largest <= engine.pool.peak_bytes <= formula.reducing, overlap
 
@@ -34,7 +36,7 @@ def over_gtp(rank: int, world: int) -> None:
     for strategy, more, of in (
         ("no_shard", {}, ElementBytes()),
         ("optim", {}, ElementBytes()),
-        ("optim", bf16, ElementBytes(gradient=2, wide_sum=True)),
+        ("optim", bf16, ElementBytes(gradient=2, fp32_sum=True)),
     ):
         model, engine = built(groups, strategy=strategy, **more)
         leased = engine.gatherers[0]
@@ -44,7 +46,7 @@ def over_gtp(rank: int, world: int) -> None:
         step(model, engine, microbatches=2, number=1)
         sizes = [BucketSize.of(bucket) for bucket in model.store.buckets]
         assert sum(len(size.blocks) for size in sizes if size.gtp) > 4 * 24
-        formula = bytes_per_rank(sizes, engine.placement, of=of)
+        formula = bytes_per_rank(sizes, engine.placement, element_bytes=of)
         assert formula.weights == sum(b.data.nbytes for b in model.store.buckets)
         over = 4 * sum(size.numel // 2 for size in sizes if size.gtp)
         owned = sum(b.gradients.nbytes for b in engine.buckets if b.bucket.gtp)
@@ -63,7 +65,7 @@ def over_gtp(rank: int, world: int) -> None:
 def reducing_wide(rank: int, world: int) -> None:
     """The same of bf16 gradients that are summed in fp32, in shards and not."""
     groups = ProcessGroupCollection.create(RankGrid(world_size=world), rank=rank)
-    narrow = ElementBytes(gradient=2, wide_sum=True)
+    narrow = ElementBytes(gradient=2, fp32_sum=True)
     for strategy in ("optim", "optim_grads_params"):
         model, engine = built(
             groups,
@@ -75,7 +77,7 @@ def reducing_wide(rank: int, world: int) -> None:
         engine.pool.reset_peak()
         step(model, engine, microbatches=2, number=1)
         sizes = [BucketSize.of(bucket) for bucket in model.store.buckets]
-        formula = bytes_per_rank(sizes, engine.placement, of=narrow, overlap=True)
+        formula = bytes_per_rank(sizes, engine.placement, element_bytes=narrow, overlap=True)
         assert 0 < engine.pool.peak_bytes <= formula.reducing, strategy
         assert engine.pool.peak_bytes >= formula.reducing * 0.6, strategy
 

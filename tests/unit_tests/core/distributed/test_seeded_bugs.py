@@ -169,14 +169,14 @@ BUGS = {
         (
             (
                 GRADIENTS,
-                "GradientBlock.reduce",
-                "self.sums += 1",
-                "self.sums += 1; self.bucket.pool.release(whole)",
+                "GradientBlock.start_grad_sync",
+                "self.num_reductions += 1",
+                "self.num_reductions += 1; self.bucket.pool.release(buffer)",
             ),
             (
                 GRADIENTS,
-                "MicrobatchGradients.settle",
-                "self.bucket.pool.release(self._flying)",
+                "MicrobatchGradients.finish_grad_sync",
+                "self.bucket.pool.release(self._reducing_buffer)",
                 "pass",
             ),
         ),
@@ -184,24 +184,24 @@ BUGS = {
     ),
     "a sum is added before the wait": bug(
         GRADIENTS,
-        "GradientBlock.settle",
+        "GradientBlock.finish_grad_sync",
         "self._pending.wait()",
         "self._pending.output",
         ZERO3,
     ),
     "a second reduction starts over the first": bug(
-        GRADIENTS, "GradientBlock.reduce", "self.settle()", "pass", ONE_BUCKET
+        GRADIENTS, "GradientBlock.start_grad_sync", "self.finish_grad_sync()", "pass", ONE_BUCKET
     ),
     "padding is not zeroed": bug(
         GRADIENTS,
         "MicrobatchGradients.alloc_main_grads",
-        "whole[start:stop].zero_()",
+        "buffer[start:stop].zero_()",
         "pass",
         ZERO3,
     ),
     "the first put adds to a fresh buffer": bug(
         GRADIENTS,
-        "GradientBlock._start_afresh",
+        "GradientBlock._reset",
         "handle.overwrite_main_grad = True",
         "handle.overwrite_main_grad = False",
         ZERO3,
@@ -218,10 +218,10 @@ BUGS = {
             (
                 ENGINE,
                 "DataParallel.finish",
-                "self._settle(0)",
+                "self._wait_for_reductions(0)",
                 "pass",
             ),
-            (ENGINE, "DataParallel._reduce_outer", "block.settle()", "pass"),
+            (ENGINE, "DataParallel._start_outer_grad_sync", "block.finish_grad_sync()", "pass"),
         ),
         HYBRID,
         4,
@@ -229,7 +229,7 @@ BUGS = {
     "a step that failed keeps its buffers": bug(
         GRADIENTS,
         "MicrobatchGradients.abort",
-        "self.bucket.pool.release(self._whole)",
+        "self.bucket.pool.release(self._grad_buffer)",
         "pass",
         ZERO3,
     ),

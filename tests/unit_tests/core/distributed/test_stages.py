@@ -77,7 +77,7 @@ class Stage:
         """Put this rank's share of every gradient; lanes and stages have uneven ones."""
         lanes, last = self.groups["gtp_cp_dp"], self.groups["pp"].rank > 0
         self.engine.begin_step()
-        self.engine.accumulate(last=True)
+        self.engine.set_is_last_backward(True)
         for name, handle in self.store.handles.items():
             share = (lanes.rank + 1) / sum(range(lanes.size + 1))
             if self.groups.grid.pp > 1 and name in SHARED:
@@ -198,8 +198,8 @@ TIED_BUGS = {
     "shared weights are summed in the order of declaration": (
         "megatron.core.distributed.data_parallel",
         "ModelSums.__init__",
-        "sorted(found, key=lambda one: one[0])",
-        "found",
+        "sorted(named_views, key=lambda x: x[0])",
+        "named_views",
     ),
     "a shared weight is summed twice": (
         "megatron.core.distributed.data_parallel",
@@ -268,8 +268,8 @@ def empty(
         one.engine.begin_step(program=["forward"])
         one.engine.segment("forward")
         one.engine.prefetch("forward")
-        one.engine.last(0)
-        one.engine.close(0)
+        one.engine.begin_last_backward(0)
+        one.engine.post_backward(0)
         one.engine.abort()
         params = one.optimizer.params_norm()
         found.append((results, params, one.scaler.scale, one.weights()))

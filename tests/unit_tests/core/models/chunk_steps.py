@@ -90,10 +90,10 @@ def trained(model: GPTModel, *, microbatches: int = 2) -> tuple[list, dict]:
             line.forward()
             if i == microbatches - 1:
                 for chunk in range(model.num_chunks):
-                    engine.last(chunk)
+                    engine.begin_last_backward(chunk)
             line.backward()
             for chunk in range(model.num_chunks):
-                engine.close(chunk)
+                engine.post_backward(chunk)
             if line.loss is not None:
                 losses.append(line.loss)
         engine.finish()
@@ -165,11 +165,11 @@ class Line:
         """Return what virtual stage `g` gives this rank."""
         if self.stages == 1:
             return here[g]
-        landing = torch.full(
+        recv_buffer = torch.full(
             self.model.boundary_shape(self.batch.tokens), torch.nan, dtype=self.model.store.dtype
         )
-        dist.recv(landing, self._rank(g))
-        return landing
+        dist.recv(recv_buffer, self._rank(g))
+        return recv_buffer
 
     def _pass(self, tensor: torch.Tensor, g: int) -> None:
         """Give a tensor to virtual stage `g`."""

@@ -282,11 +282,11 @@ def in_halves(rank: int, world: int, degrees: dict[str, int]) -> None:
 
 def drained(layer: Layer, queue: WgradQueue) -> None:
     """Carry out the second half, which sends no rows."""
-    layer.engine.last(0)
+    layer.engine.begin_last_backward(0)
     with trace(layer.groups) as records:
         queue.drain()
     assert not [r for r in records if r.group == "etp_ep"]
-    layer.engine.close(0)
+    layer.engine.post_backward(0)
     layer.engine.finish()
 
 

@@ -90,7 +90,7 @@ class Training:
         """
         tp = self.groups["tp"]
         self.engine.begin_step()
-        self.engine.accumulate(last=True)
+        self.engine.set_is_last_backward(True)
         for handle in self.store.handles.values():
             grid = "egtp_edp" if handle.sharding.expert else "gtp_cp_dp"
             group = self.groups[grid]

@@ -105,7 +105,7 @@ class Stepped:
         )
         engine.begin_step()
         self.before = self.pieces()
-        engine.accumulate(last=True)
+        engine.set_is_last_backward(True)
         for handle in self.model.store.handles.values():
             handle.accumulate_grad(self._local_gradient(handle))
         engine.finish()

@@ -118,9 +118,9 @@ class Halves:
                 kind, number = word[0], word[1:]
                 if kind == "W":
                     if word == words[-1]:
-                        self.engine.last(0)
+                        self.engine.begin_last_backward(0)
                     queues.pop(number).drain()
-                    self.engine.close(0)
+                    self.engine.post_backward(0)
                 elif kind == "I":
                     queues[number] = self.half(self.loss(int(number)))
                     assert len(queues[number]) > 8 * LAYERS

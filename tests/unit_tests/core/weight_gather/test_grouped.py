@@ -211,7 +211,7 @@ def through_shards(rank: int, world: int, strategy: str) -> dict[str, int]:
     store.materialize(config.storage())
     engine = DataParallel(store, groups, config=config)
     engine.begin_step()
-    engine.accumulate(last=True)
+    engine.set_is_last_backward(True)
     mine = two_layers(handles, rank)
     engine.finish()
 

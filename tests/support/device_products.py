@@ -44,7 +44,7 @@ def products_of_a_gpu() -> Iterator[None]:
     """
     with (
         mock.patch.object(grouped_mm, "choose", _choice),
-        mock.patch.object(grouped_mm, "_torch_takes", _is_taken),
+        mock.patch.object(grouped_mm, "_is_torch_supported", _is_taken),
         mock.patch.object(kernels, "grouped_wgrad_", _wgrad_),
     ):
         yield

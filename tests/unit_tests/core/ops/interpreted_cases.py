@@ -600,10 +600,10 @@ def test_linear_cross_entropy(make, monkeypatch):
 def test_permutations(make, case, features, monkeypatch):
     narrow_blocks(monkeypatch, permutation_triton, "TAKE")
     permutation = make_permutation(case)
-    (tokens, copies), rows = permutation.slots.shape, len(permutation.places)
+    (tokens, copies), rows = permutation.slots.shape, len(permutation.sources)
     compare(
         lambda x: take_rows(x, permutation, implementation="triton"),
-        lambda x: x[permutation.places // copies],
+        lambda x: x[permutation.sources // copies],
         (make(tokens, features),),
         FP32,
     )

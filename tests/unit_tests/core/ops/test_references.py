@@ -135,7 +135,7 @@ def test_parts_that_fit_the_cache_make_the_whole(make, has_bias, dtype, monkeypa
         return [v for v in (*outputs, *grads) if v is not None]
 
     whole = results()
-    monkeypatch.setattr(layernorm, "ELEMENTS_IN_CACHE", 5 * 74)
+    monkeypatch.setattr(layernorm, "BLOCK_ELEMENTS", 5 * 74)
     for i, (part, expected) in enumerate(zip(results(), whole, strict=True)):
         assert part.dtype is expected.dtype
         bound = 2**-7 if dtype is torch.bfloat16 else 1e-6  # one rounding or two
@@ -235,7 +235,7 @@ def test_attention(make, name, dtype):
 @pytest.mark.parametrize("rows", [11, 3])
 def test_linear_cross_entropy(make, dtype, valid, chunk, rows, monkeypatch):
     """The last pass over rows is shorter than the others."""
-    monkeypatch.setattr(cross_entropy_op, "ELEMENTS_IN_CACHE", rows * 23)
+    monkeypatch.setattr(cross_entropy_op, "BLOCK_ELEMENTS", rows * 23)
     hidden, weight = make(11, 7), make(23, 7)
     targets = torch.arange(11) * 5 % valid
     weights = torch.linspace(0, 2, 11)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Dropout without state: the mask is a function of key, sample, position and feature."""
+"""Stateless dropout: the mask is a function of key, sample, position and feature."""
 
 from __future__ import annotations
 
@@ -22,18 +22,18 @@ def dropout(
     feature_offset: int = 0,
     implementation: str | None = None,
 ) -> torch.Tensor:
-    """Zero elements with probability `rate` and divide the rest by 1 - rate.
+    """Zero elements with probability `rate` and divide the other elements by 1 - rate.
 
-    Whether an element is kept depends on (key, sample id, position id, global feature) alone:
-    any slice of the batch, sequence or features gives the slice of the whole. The mask is made
-    again in backward; nothing is saved.
+    The mask depends only on (key, sample id, position id, global feature): the mask of any slice of
+    the batch, sequence or features is that slice of the full mask. Backward recomputes the mask;
+    nothing is saved.
 
     Args:
         x: [s, b, h/tp].
         rate: probability of dropping, in [0, 1), rounded to 2^-16.
-        key: int64 from `dropout_key`: one for each site and step.
-        sample_ids: int64 [b], global index of each sample; [s, b] of each token's, where a row
-            holds several.
+        key: int64 from `dropout_key`, unique for each site and step.
+        sample_ids: int64 [b], global index of each sample, or [s, b], global index of each token's
+            sample if a row packs several samples.
         position_ids: int64 [s], position of each token in its sample.
         feature_offset: global index of the first local feature.
         implementation: "reference", "triton" or None (by device).
@@ -45,8 +45,8 @@ def dropout(
         ValueError: a rate outside [0, 1) or ids that do not fit x.
     """
     _check_rate("dropout", rate)
-    fitting = (x.shape[1:2], x.shape[:2])
-    if x.ndim != 3 or position_ids.shape != x.shape[:1] or sample_ids.shape not in fitting:
+    valid_shapes = (x.shape[1:2], x.shape[:2])
+    if x.ndim != 3 or position_ids.shape != x.shape[:1] or sample_ids.shape not in valid_shapes:
         raise ValueError(
             f"dropout: x {tuple(x.shape)} must be [s, b, h] with position_ids [s], not"
             f" {tuple(position_ids.shape)}, and sample_ids [b] or [s, b], not"

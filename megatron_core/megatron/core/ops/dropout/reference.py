@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Dropout masks in plain torch: the definition, four decisions out of every 64-bit hash.
+"""Dropout masks in plain PyTorch; each 64-bit hash decides for four columns.
 
-Random bits as a function of a key and a logical index: no generator, no state.
+Random bits are a function of a key and a logical index, without a generator or state.
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ def signed(value: int) -> int:
 
 
 def split_mix(state: torch.Tensor) -> torch.Tensor:
-    """Scramble every int64 by SplitMix64's output function (Steele et al., 2014), in place.
+    """Hash every int64 with SplitMix64's output function (Steele et al., 2014), in place.
 
     Args:
         state: int64, any shape; overwritten.
 
     Returns:
-        `state`, holding uniformly distributed 64-bit patterns.
+        `state`, now uniformly distributed 64-bit patterns.
     """
     scratch = torch.empty_like(state)
     _shift_xor(state, 30, scratch)
@@ -41,9 +41,9 @@ def split_mix(state: torch.Tensor) -> torch.Tensor:
 
 
 def _shift_xor(state: torch.Tensor, bits: int, scratch: torch.Tensor) -> torch.Tensor:
-    """Compute state ^= state >> bits, the shift filling with zeros, in place."""
+    """Compute state ^= state >> bits in place, with a logical shift."""
     torch.bitwise_right_shift(state, bits, out=scratch)
-    scratch.bitwise_and_((1 << (64 - bits)) - 1)  # int64 shifts copy the sign: clear it
+    scratch.bitwise_and_((1 << (64 - bits)) - 1)  # int64 shifts extend the sign: clear those bits
     return state.bitwise_xor_(scratch)
 
 
@@ -63,8 +63,8 @@ def hash_index(key: int, index: torch.Tensor) -> torch.Tensor:
 def mix_rows_and_columns(rows: torch.Tensor, columns: torch.Tensor) -> torch.Tensor:
     """Combine hashed rows and hashed columns into one hash per pair, in few passes.
 
-    Both sides went through the whole of SplitMix64, so that one multiply-shift round on their sum
-    is enough to break the sum's structure.
+    Both operands are complete SplitMix64 hashes, so one multiply-shift round on their sum suffices
+    to break the sum's structure.
 
     Args:
         rows: int64 [..., 1], hashes.
@@ -85,7 +85,7 @@ def dropout_key(seed: int, *names: str | int) -> int:
 
     Args:
         seed: the run's seed.
-        names: what tells the site and the step apart: layer name, iteration, ...
+        names: identify the site and the step: layer name, iteration, ...
 
     Returns:
         An int64.
@@ -95,30 +95,30 @@ def dropout_key(seed: int, *names: str | int) -> int:
     return int.from_bytes(digest, "little", signed=True)
 
 
-# One 64-bit hash decides for this many neighbouring columns, 16 bits each: probabilities are
-# multiples of 2^-16 and the hash costs a quarter.
+# One 64-bit hash decides for this many adjacent columns, with 16 bits each: probabilities are
+# multiples of 2^-16, and hashing takes a quarter of the time.
 COLUMNS_PER_HASH = 4
 LEVELS = 1 << 16
 _COLUMN_SALT = 0x5851F42D4C957F2D
 
 
 def drop_levels(rate: float) -> int:
-    """Give how many of the 2^16 equally likely levels are dropped at `rate`."""
+    """Return how many of the 2^16 equally likely levels are dropped at `rate`."""
     return min(round(rate * LEVELS), LEVELS - 1)
 
 
 def keep_scale(rate: float) -> float:
-    """Give 1 / (1 - rate) with the rate on its 2^-16 grid: the expectation stays exact."""
+    """Return 1 / (1 - rate) with the rate rounded to 2^-16, so that the expectation is exact."""
     return LEVELS / (LEVELS - drop_levels(rate))
 
 
 def column_key(key: int) -> int:
-    """Give the key under which column groups are hashed, unrelated to that of the rows."""
+    """Return the key for hashes of column groups, independent of the key for rows."""
     return signed(key ^ _COLUMN_SALT)
 
 
 def row_hashes(key: int, *indices: torch.Tensor) -> torch.Tensor:
-    """Hash a tuple of broadcastable int64 indices under a key, one after the other."""
+    """Hash a tuple of broadcastable int64 indices under a key, successively."""
     state = None
     for index in indices:
         if state is None:
@@ -128,31 +128,33 @@ def row_hashes(key: int, *indices: torch.Tensor) -> torch.Tensor:
     return state
 
 
-def keep_columns(key: int, rows: torch.Tensor, first: int, count: int, rate: float) -> torch.Tensor:
-    """Decide for every (row, column) whether it is kept.
+def keep_columns(
+    key: int, rows: torch.Tensor, first_column: int, count: int, rate: float
+) -> torch.Tensor:
+    """Return for every (row, column) whether it is kept.
 
-    Column j takes 16 bits of the hash of (row, j // 4), so the answer depends on the global
-    column alone and any slice equals the slice of the whole.
+    Column j uses 16 bits of the hash of (row, j // 4), so the decision depends only on the global
+    column, and the mask of a slice is that slice of the full mask.
 
     Args:
         key: int64 of this dropout site.
         rows: int64 [...], hashes of the rows.
-        first: global index of the first column.
+        first_column: global index of the first column.
         count: number of columns.
         rate: probability of dropping.
 
     Returns:
         bool [..., count], True where kept.
     """
-    start = first // COLUMNS_PER_HASH
-    stop = -(-(first + count) // COLUMNS_PER_HASH)
+    start = first_column // COLUMNS_PER_HASH
+    stop = -(-(first_column + count) // COLUMNS_PER_HASH)
     groups = torch.arange(start, stop, dtype=torch.int64, device=rows.device)
     columns = hash_index(column_key(key), groups)  # [g]
     hashes = mix_rows_and_columns(rows[..., None], columns)  # [..., g]
     levels = hashes.view(torch.int16)  # [..., 4g], uniform over -2^15 .. 2^15 - 1
-    offset = first - start * COLUMNS_PER_HASH
-    kept = levels >= drop_levels(rate) - LEVELS // 2
-    return kept[..., offset : offset + count]
+    offset = first_column - start * COLUMNS_PER_HASH
+    keep_mask = levels >= drop_levels(rate) - LEVELS // 2
+    return keep_mask[..., offset : offset + count]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -164,8 +166,8 @@ class AttentionDropout:
         key: int64 from `dropout_key`.
         sample_ids: int64 [b], global index of each sample.
         head_offset: global index of the first local head.
-        sample_length: tokens of each sample, where one row holds several, one after another:
-            `context_parallel.blockwise` then attends to one at a time; None where each row is one.
+        sample_length: tokens of each sample if a row packs several samples, which
+            `context_parallel.blockwise` then attends to separately; None if a row is one sample.
     """
 
     rate: float
@@ -180,20 +182,20 @@ class AttentionDropout:
 
     @property
     def scale(self) -> float:
-        """Give the factor on what is kept: one over the exact probability of keeping."""
+        """Factor on kept probabilities: one over the exact probability of keeping."""
         return keep_scale(self.rate)
 
     def keep(
-        self, heads: int, query_positions: torch.Tensor, first_key: int, keys: int
+        self, heads: int, query_positions: torch.Tensor, first_key: int, num_keys: int
     ) -> torch.Tensor:
-        """Decide for queries at int64 positions [q] and a range of keys; bool [b, n, q, k]."""
+        """Return the mask bool [b, n, q, k] for queries at int64 positions [q] and a key range."""
         device = query_positions.device
         head_ids = torch.arange(heads, dtype=torch.int64, device=device) + self.head_offset
         samples = self.sample_ids.to(device=device, dtype=torch.int64)
         rows = row_hashes(
             self.key, samples[:, None, None], head_ids[:, None], query_positions
         )  # [b, n, q]
-        return keep_columns(self.key, rows, first_key, keys, self.rate)
+        return keep_columns(self.key, rows, first_key, num_keys, self.rate)
 
 
 class Dropout(torch.autograd.Function):
@@ -227,5 +229,5 @@ def dropout_values(
 ) -> torch.Tensor:
     """Drop and rescale x [s, b, h/tp]; see `ops.dropout.dropout`."""
     rows = row_hashes(key, sample_ids, position_ids[:, None])  # [s, b]
-    kept = keep_columns(key, rows, feature_offset, x.shape[-1], rate)  # [s, b, h/tp]
-    return (x * keep_scale(rate)).mul_(kept)
+    keep_mask = keep_columns(key, rows, feature_offset, x.shape[-1], rate)  # [s, b, h/tp]
+    return (x * keep_scale(rate)).mul_(keep_mask)

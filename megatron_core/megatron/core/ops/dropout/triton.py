@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Dropout in Triton: the mask of `reference.py`, bit for bit, made in registers."""
+"""Dropout in Triton: the same mask as in `reference.py`, bit for bit, computed in registers."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from megatron.core.ops.dropout.reference import (
 )
 from megatron.core.ops.launches import Launches, cdiv
 
-# BLOCK: columns of a program, 16 a thread, of which four share a hash.
+# BLOCK: columns of a program, 16 per thread, of which four share a hash.
 DROP = Launches(
     "dropout",
     {"BLOCK": 2048, "num_warps": 4},
@@ -48,26 +48,26 @@ def dropout_kernel(
 ):
     """Drop one block of one row: level = 16 bits of the mixed row and column-group hashes.
 
-    The block is a tile [BLOCK // GROUP, GROUP], so that the columns of a group share one hash.
+    The block is a tile [BLOCK // GROUP, GROUP]: the columns of a group share one hash.
     """
     row = (tl.program_id(0) // blocks).to(tl.int64)
     group = tl.program_id(0) % blocks * (BLOCK // GROUP) + tl.arange(0, BLOCK // GROUP)
     member = tl.arange(0, GROUP)
     column = (group * GROUP - offset_in_group)[:, None] + member[None, :]
     inside = (column >= 0) & (column < features)
-    some = group * GROUP - offset_in_group < features
-    state = tl.load(rows_ptr + row) + tl.load(columns_ptr + group, mask=some, other=0)
-    # Arithmetic shifts copy the sign: the masks make them logical ones.
+    in_row = group * GROUP - offset_in_group < features
+    state = tl.load(rows_ptr + row) + tl.load(columns_ptr + group, mask=in_row, other=0)
+    # Shifts of int64 are arithmetic: the masks clear the sign bits that they shift in.
     state = state ^ ((state >> 32) & 0xFFFFFFFF)
     state = state * mix
     state = state ^ ((state >> 29) & 0x7FFFFFFFF)
     level = (state[:, None] >> (member * 16).to(tl.int64)[None, :]) & 0xFFFF
-    # The 16 bits are a signed number in the reference: flipping the top bit orders them alike.
+    # The reference compares signed 16-bit numbers: flipping the top bit gives the same order.
     keep = (level ^ 0x8000) >= threshold
-    place = row * features + column
-    x = tl.load(x_ptr + place, mask=inside, other=0.0).to(tl.float32)
+    offsets = row * features + column
+    x = tl.load(x_ptr + offsets, mask=inside, other=0.0).to(tl.float32)
     y = tl.where(keep, x * scale, 0.0).to(out_ptr.dtype.element_ty)
-    tl.store(out_ptr + place, y, mask=inside)
+    tl.store(out_ptr + offsets, y, mask=inside)
 
 
 def dropout_values(
@@ -84,9 +84,9 @@ def dropout_values(
     if not x.numel():
         return out
     features = x.shape[-1]
-    first = feature_offset // COLUMNS_PER_HASH
-    last = -(-(feature_offset + features) // COLUMNS_PER_HASH)
-    groups = torch.arange(first, last, dtype=torch.int64, device=x.device)
+    first_group = feature_offset // COLUMNS_PER_HASH
+    group_stop = -(-(feature_offset + features) // COLUMNS_PER_HASH)
+    groups = torch.arange(first_group, group_stop, dtype=torch.int64, device=x.device)
     rows = row_hashes(key, sample_ids, position_ids[:, None]).contiguous()  # [s, b]
     launch = DROP.pick(x, str(x.dtype).removeprefix("torch."))
     blocks = cdiv(len(groups) * COLUMNS_PER_HASH, launch["BLOCK"])
@@ -97,7 +97,7 @@ def dropout_values(
         out,
         features,
         blocks,
-        feature_offset - first * COLUMNS_PER_HASH,
+        feature_offset - first_group * COLUMNS_PER_HASH,
         drop_levels(rate),
         keep_scale(rate),
         signed(MIX),

@@ -1,22 +1,22 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Grouped products: rows in runs, one after the other, each run with a matrix of its own.
+"""Grouped matmuls: contiguous runs of rows, each multiplied by its own matrix.
 
     grouped_mm      y[i] = x[i] · M_e           for every row i of run e     [r, m] -> [r, n]
     grouped_wgrad_  T_e (+)= sum over the rows of run e of g[i]ᵀ x[i]        -> [runs, o, h]
 
-Where runs end is known on the rows' device. On a GPU nothing waits for it, so that both can be part
-of a CUDA graph and of other runs in every replay:
+The ends of the runs are on the rows' device. On a GPU the host does not wait for them, so both ops
+can be captured in a CUDA graph and replayed with other runs:
 
-| product | of | by |
+| product | operands | implementation |
 |---|---|---|
-| grouped_mm | bf16 on Hopper and Blackwell, rows and addresses of whole 16 bytes | torch |
+| grouped_mm | bf16 on Hopper and Blackwell, rows and addresses multiples of 16 bytes | torch |
 | grouped_mm | fp32, fp16, other widths, other GPUs | Triton |
 | grouped_wgrad_ | all | Triton |
 
-torch's kernel reads the ends on the host on other GPUs; of weight gradients it rounds the sums to
-bf16, and cannot add them to a buffer.
+On other GPUs torch's kernel reads the ends on the host. Its weight gradients are rounded to bf16
+and cannot be added to a buffer.
 
-In plain torch, which a CPU uses, they are loops over the runs, whose counts the host reads.
+The plain PyTorch version loops over the runs, whose lengths the host reads.
 """
 
 from __future__ import annotations
@@ -33,18 +33,18 @@ from megatron.core.ops.batch_invariant import tiled_matmul
 
 __all__ = ["RowRuns", "grouped_mm", "grouped_wgrad_", "reads_counts"]
 
-#: Compute capabilities of whose products torch has a grouped kernel; others loop on the host.
+#: Major compute capabilities with a grouped kernel in torch; on others torch loops on the host.
 _GROUPED_KERNELS = (9, 10)
 
 
 @dataclass(frozen=True, eq=False)
 class RowRuns:
-    """How [r, h] rows are divided into runs, one after the other.
+    """Division of rows [r, h] into contiguous runs.
 
     Args:
-        ends: int32 [runs], where each ends, on the device of the rows.
-        trailing: rows may follow the last run, how many only the device knows; they are multiplied
-            by nothing. Their results may be anything, and so may the gradients of these rows.
+        ends: int32 [runs], end of each run, on the device of the rows.
+        trailing: whether rows may follow the last run, whose number only the device knows. No
+            matrix multiplies them: their outputs and gradients are undefined.
     """
 
     ends: torch.Tensor
@@ -52,23 +52,23 @@ class RowRuns:
 
     @staticmethod
     def of(counts: torch.Tensor, *, trailing: bool = False) -> RowRuns:
-        """Return the runs of int64 [runs] rows."""
+        """Return the runs with int64 [runs] row counts."""
         return RowRuns(counts.cumsum(0).int(), trailing)
 
     def fit(self, rows: int) -> bool:
-        """Whether these are runs of so many rows; waits for the device."""
+        """Return whether the runs cover `rows` rows; waits for the device."""
         total = sum(self.counts)
         return total <= rows if self.trailing else total == rows
 
     @cached_property
     def counts(self) -> tuple[int, ...]:
-        """Rows of each run, on the host, which waits for the device."""
+        """Rows of each run, on the host; waits for the device."""
         ends = self.ends.tolist()
         return tuple(end - start for start, end in pairwise((0, *ends)))
 
 
 def reads_counts(x: torch.Tensor) -> bool:
-    """Whether products of rows like x read on the host how many rows each run has."""
+    """Return whether grouped matmuls of rows like x read the run lengths on the host."""
     return choose(None, x, "grouped_mm") == "reference"
 
 
@@ -82,21 +82,21 @@ def grouped_mm(
     tiles: bool = False,
     implementation: str | None = None,
 ) -> torch.Tensor:
-    """Return [r, n] in x's dtype; rows after the last run hold anything.
+    """Return [r, n] in x's dtype; rows after the last run are undefined.
 
     Args:
         x: [r, m].
         matrices: [runs, m, n], or [runs, n, m] if transposed, contiguous.
         transposed: multiply by the transposed matrices.
-        dtype: what a CPU multiplies in; None is x's dtype.
-        tiles: in tiles of rows, so that the bits of a row do not depend on the others; the host
-            reads counts then.
+        dtype: in which a CPU multiplies; None is x's dtype.
+        tiles: multiply in tiles of rows, so that a row's bits are independent of all other rows;
+            the host then reads the counts.
         implementation: "reference", "triton" or None (by device, see the module).
     """
     if tiles or choose(implementation, x, "grouped_mm") == "reference":
         right = matrices.transpose(1, 2) if transposed else matrices
         return _by_run(x, right, runs, x.dtype if dtype is None else dtype, tiles=tiles)
-    if implementation is None and _torch_takes(x, matrices):
+    if implementation is None and _is_torch_supported(x, matrices):
         return F.grouped_mm(x, matrices.transpose(1, 2) if transposed else matrices, offs=runs.ends)
     from megatron.core.ops.grouped_mm import triton as kernels
 
@@ -112,13 +112,13 @@ def grouped_wgrad_(
     overwrite: bool,
     implementation: str | None = None,
 ) -> None:
-    """Put each run's sum of products gᵀ x into `total`, written if `overwrite`, else added.
+    """Add each run's gᵀ x to `total`, or write it to `total` if `overwrite`.
 
     Args:
-        total: [runs, o, h] contiguous, fp32 or the operands' dtype; sums are rounded to it once.
+        total: [runs, o, h] contiguous, fp32 or the operands' dtype; each sum is rounded once.
         grad: g [r, o].
         x: [r, h], the dtype of `grad`.
-        overwrite: what `total` held does not count; a run without rows writes zeros.
+        overwrite: ignore the contents of `total`; a run without rows writes zeros.
         implementation: "reference", "triton" or None (by device).
     """
     if choose(implementation, x, "grouped_wgrad") == "triton":
@@ -139,38 +139,37 @@ def grouped_wgrad_(
 def _by_run(
     x: torch.Tensor, matrices: torch.Tensor, runs: RowRuns, dtype: torch.dtype, *, tiles: bool
 ) -> torch.Tensor:
-    """Return [r, n] from x [r, m] and matrices [runs, m, n], one product after the other.
+    """Return [r, n] from x [r, m] and matrices [runs, m, n], run by run.
 
-    torch's grouped product on a CPU is this loop in C++, within a few percent of it from a dozen
-    rows up.
+    torch's grouped matmul on a CPU is this loop in C++; from a dozen rows on it takes the same time
+    within a few percent.
     """
     out = torch.empty(len(x), matrices.shape[2], dtype=dtype, device=x.device)
-    wide = x.to(dtype)
+    operand = x.to(dtype)
     start = 0
     for matrix, count in zip(matrices, runs.counts, strict=True):
         if count:
             rows = slice(start, start + count)
             if tiles:
-                out[rows] = tiled_matmul(wide[rows], matrix.to(dtype))
+                out[rows] = tiled_matmul(operand[rows], matrix.to(dtype))
             else:
-                torch.mm(wide[rows], matrix.to(dtype), out=out[rows])
+                torch.mm(operand[rows], matrix.to(dtype), out=out[rows])
             start += count
     return out.to(x.dtype)
 
 
 @cache
 def _has_grouped_kernel(index: int) -> bool:
-    """Return whether torch has a grouped kernel for a CUDA device; asking CUDA takes microseconds
-    at every product."""
+    """Return whether torch has a grouped kernel for a CUDA device; cached, as the query is slow."""
     return torch.cuda.get_device_capability(index)[0] in _GROUPED_KERNELS
 
 
-def _torch_takes(x: torch.Tensor, matrices: torch.Tensor) -> bool:
-    """Return whether torch has a grouped kernel for these on a GPU."""
+def _is_torch_supported(x: torch.Tensor, matrices: torch.Tensor) -> bool:
+    """Return whether torch has a grouped kernel for these operands on a GPU."""
     if x.dtype is not torch.bfloat16 or not len(x):
         return False
     if not _has_grouped_kernel(x.device.index):
         return False
     sizes = (*matrices.shape[1:], x.shape[1])
-    whole = not any(size * x.itemsize % 16 for size in sizes)
-    return whole and not (x.data_ptr() % 16 or matrices.data_ptr() % 16)
+    aligned = not any(size * x.itemsize % 16 for size in sizes)
+    return aligned and not (x.data_ptr() % 16 or matrices.data_ptr() % 16)

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Grouped products in Triton: programs find their run by the ends on the device.
+"""Grouped matmuls in Triton: programs find their run by the ends on the device.
 
-The grid is what the host knows. `grouped_mm` has a program for every tile of rows that there could
-be: r / ROWS and one more for each run, as every run may end inside of a tile; those past the last
-run's do nothing. Weight gradients have a program for each tile of each matrix, which goes over the
-rows of its run.
+The grid depends only on sizes that the host knows. `grouped_mm` has a program for every possible
+tile of rows: r / ROWS and one more for each run, because every run may end inside a tile; programs
+after the last run's tiles return at once. Weight gradients have a program for each tile of each
+matrix, which loops over the rows of its run.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ import triton.language as tl
 
 from megatron.core.ops.launches import Launches, cdiv, next_power_of_2
 
-# Of bf16, where torch's kernel does not fit. ROWS, COLUMNS: of a program's result; INNER: of the
-# sum, at a time.
+# For bf16 without torch's kernel. ROWS, COLUMNS: of a program's output tile; INNER: elements of the
+# reduction per iteration.
 PRODUCT = Launches(
     "grouped_mm",
     {"ROWS": 64, "COLUMNS": 128, "INNER": 64, "num_warps": 4, "num_stages": 4},
@@ -25,7 +25,7 @@ PRODUCT = Launches(
         {"ROWS": 128, "COLUMNS": 256, "INNER": 64, "num_warps": 8, "num_stages": 3},
     ),
 )
-# ROWS and COLUMNS of a weight's matrix; INNER: rows of the run.
+# ROWS, COLUMNS: of a weight's tile; INNER: rows of the run per iteration.
 WGRAD = Launches(
     "grouped_wgrad",
     {"ROWS": 128, "COLUMNS": 128, "INNER": 64, "num_warps": 8, "num_stages": 4},
@@ -35,7 +35,7 @@ WGRAD = Launches(
         {"ROWS": 256, "COLUMNS": 128, "INNER": 64, "num_warps": 8, "num_stages": 3},
     ),
 )
-# fp32 products are no tensor core's: sums and operands of a thread must fit its registers.
+# fp32 is multiplied without tensor cores: a thread's accumulators and operands must fit registers.
 PRODUCT_FP32 = Launches(
     "grouped_mm_fp32",
     {"ROWS": 64, "COLUMNS": 64, "INNER": 16, "num_warps": 4, "num_stages": 2},
@@ -59,43 +59,45 @@ def grouped_mm_kernel(
     COLUMNS: tl.constexpr,
     INNER: tl.constexpr,
 ):
-    """Multiply one tile of rows of a run by one tile of its matrix's columns.
+    """Multiply one tile of a run's rows by one tile of its matrix's columns.
 
-    RUNS is the power of two from `runs` up.
+    RUNS is `runs` rounded up to a power of two.
     """
     tile = tl.program_id(0) % row_tiles
     run = tl.arange(0, RUNS)
     ends = tl.load(ends_ptr + run, mask=run < runs, other=0)
     starts = tl.load(ends_ptr + run - 1, mask=(run > 0) & (run < runs), other=0)
     tiles = tl.where(run < runs, (ends - starts + ROWS - 1) // ROWS, 0)
-    mine = tl.sum((tl.cumsum(tiles, 0) <= tile).to(tl.int32))
-    if mine >= runs:
+    run_index = tl.sum((tl.cumsum(tiles, 0) <= tile).to(tl.int32))
+    if run_index >= runs:
         return
-    end = tl.sum(tl.where(run == mine, ends, 0))
-    start = tl.sum(tl.where(run == mine, starts, 0))
-    start += (tile - tl.sum(tl.where(run < mine, tiles, 0))) * ROWS
+    end = tl.sum(tl.where(run == run_index, ends, 0))
+    start = tl.sum(tl.where(run == run_index, starts, 0))
+    start += (tile - tl.sum(tl.where(run < run_index, tiles, 0))) * ROWS
     rows = (start + tl.arange(0, ROWS)).to(tl.int64)
-    present = rows < end
+    row_mask = rows < end
     column = tl.program_id(0) // row_tiles * COLUMNS + tl.arange(0, COLUMNS)
-    inside = column < columns
-    matrix_ptr = matrices_ptr + mine.to(tl.int64) * inner * columns
+    column_mask = column < columns
+    matrix_ptr = matrices_ptr + run_index.to(tl.int64) * inner * columns
     total = tl.zeros((ROWS, COLUMNS), tl.float32)
-    for first in range(0, inner, INNER):
-        k = first + tl.arange(0, INNER)
-        real = k < inner
+    for k_start in range(0, inner, INNER):
+        k = k_start + tl.arange(0, INNER)
+        k_mask = k < inner
         left = tl.load(
             x_ptr + rows[:, None] * inner + k[None, :],
-            mask=present[:, None] & real[None, :],
+            mask=row_mask[:, None] & k_mask[None, :],
             other=0.0,
         )
         if TRANSPOSED:  # a matrix is [columns, inner]
             offsets = column[None, :].to(tl.int64) * inner + k[:, None]
         else:
             offsets = k[:, None].to(tl.int64) * columns + column[None, :]
-        right = tl.load(matrix_ptr + offsets, mask=real[:, None] & inside[None, :], other=0.0)
+        right = tl.load(
+            matrix_ptr + offsets, mask=k_mask[:, None] & column_mask[None, :], other=0.0
+        )
         total = tl.dot(left, right, total, input_precision="ieee")
     out = out_ptr + rows[:, None] * columns + column[None, :]
-    tl.store(out, total.to(out_ptr.dtype.element_ty), mask=present[:, None] & inside[None, :])
+    tl.store(out, total.to(out_ptr.dtype.element_ty), mask=row_mask[:, None] & column_mask[None, :])
 
 
 @triton.jit
@@ -113,7 +115,7 @@ def grouped_wgrad_kernel(
     COLUMNS: tl.constexpr,
     INNER: tl.constexpr,
 ):
-    """Sum one tile of a run's gᵀ x, and write it or add it to what is there."""
+    """Accumulate one tile of a run's gᵀ x, and write it or add it to `total`."""
     tiles = row_tiles * column_tiles
     run, tile = tl.program_id(0) // tiles, tl.program_id(0) % tiles
     start = tl.load(ends_ptr + run - 1, mask=run > 0, other=0)
@@ -124,17 +126,17 @@ def grouped_wgrad_kernel(
     column = tile % column_tiles * COLUMNS + tl.arange(0, COLUMNS)
     in_rows, in_columns = row < outputs, column < features
     total = tl.zeros((ROWS, COLUMNS), tl.float32)
-    for first in range(start, end, INNER):
-        i = (first + tl.arange(0, INNER)).to(tl.int64)
-        present = i < end
+    for row_start in range(start, end, INNER):
+        i = (row_start + tl.arange(0, INNER)).to(tl.int64)
+        run_mask = i < end
         left = tl.load(
             grad_ptr + i[None, :] * outputs + row[:, None],
-            mask=in_rows[:, None] & present[None, :],
+            mask=in_rows[:, None] & run_mask[None, :],
             other=0.0,
         )
         right = tl.load(
             x_ptr + i[:, None] * features + column[None, :],
-            mask=present[:, None] & in_columns[None, :],
+            mask=run_mask[:, None] & in_columns[None, :],
             other=0.0,
         )
         total = tl.dot(left, right, total, input_precision="ieee")
@@ -146,7 +148,7 @@ def grouped_wgrad_kernel(
 
 
 def _key(x: torch.Tensor, width: int) -> str:
-    """Name what decides how the kernels are best started."""
+    """Return the key of the launch table: sizes of the matrices and dtype."""
     sizes = f"h{next_power_of_2(x.shape[1])} o{next_power_of_2(width)}"
     return f"{sizes} {str(x.dtype).removeprefix('torch.')}"
 
@@ -154,7 +156,7 @@ def _key(x: torch.Tensor, width: int) -> str:
 def grouped_mm(
     x: torch.Tensor, matrices: torch.Tensor, ends: torch.Tensor, *, transposed: bool
 ) -> torch.Tensor:
-    """See `grouped_mm` of the package."""
+    """See `ops.grouped_mm.grouped_mm`."""
     x, matrices, (rows, inner) = x.contiguous(), matrices.contiguous(), x.shape
     runs, columns = len(ends), matrices.shape[1 if transposed else 2]
     out = torch.empty(rows, columns, dtype=x.dtype, device=x.device)
@@ -186,7 +188,7 @@ def grouped_wgrad_(
     *,
     overwrite: bool,
 ) -> None:
-    """See `grouped_wgrad_` of the package."""
+    """See `ops.grouped_mm.grouped_wgrad_`."""
     runs, outputs, features = total.shape
     launches = WGRAD_FP32 if x.dtype is torch.float32 else WGRAD
     launch = launches.pick(x, _key(x, outputs))

@@ -1,6 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Layer normalisation, with the residual addition that precedes it: the op, and its definition in
-plain torch, which a CPU uses."""
+"""Layer normalisation, optionally fused with the preceding residual addition."""
 
 from __future__ import annotations
 
@@ -25,19 +24,19 @@ def layer_norm(
     """Normalise the last dimension to mean 0 and variance 1 (Ba et al., 2016).
 
     y = (t - mean(t)) / sqrt(var(t) + eps) * w + bias, with t = x (+ residual); statistics in
-    fp32. Backward saves t and two fp32 numbers a row.
+    fp32. Backward saves t and two fp32 numbers per row.
 
     Args:
         x: [..., h].
-        weight: [h]; `w` is `1 + weight` when `zero_centered`.
+        weight: [h]; `w` is `1 + weight` if `zero_centered`.
         bias: [h] or None.
         eps: added to the variance.
-        residual: [..., h], same shape and dtype as `x`, added to it first.
-        zero_centered: store the weight as its distance from one.
+        residual: [..., h], same shape and dtype as `x`, added to x before the norm.
+        zero_centered: whether the stored weight is the scale minus one.
         implementation: "reference", "triton" or None (by device).
 
     Returns:
-        y [..., h] in x's dtype, or `(y, x + residual)` when `residual` is given.
+        y [..., h] in x's dtype, or `(y, x + residual)` with a residual.
 
     Raises:
         ValueError: shapes, dtypes or `eps` that do not fit.
@@ -60,10 +59,10 @@ def layer_norm(
 
 # --- reference: plain torch
 
-#: Elements widened at once on a CPU. All of 8 million bf16 elements at once take 2.2 times as long,
-#: a quarter of this 1.3 times: larger temporaries leave the cache, smaller ones start more threads
-#: (AMD EPYC, two threads).
-ELEMENTS_IN_CACHE = 1 << 20
+#: Elements that a CPU converts at a time. Converting 8 million bf16 elements at once takes 2.2
+#: times as long, a quarter of this block 1.3 times: larger temporaries leave the cache, smaller
+#: blocks start threads more often (AMD EPYC, two threads).
+BLOCK_ELEMENTS = 1 << 20
 
 
 def _layer_norm_forward(
@@ -77,9 +76,9 @@ def _layer_norm_forward(
     """Return (y, x + residual, the factor w [h], the bias [h] or None, mean and rstd [rows])."""
     total = x if residual is None else x + residual
     rows = total.reshape(-1, total.shape[-1]).contiguous()  # [t, h]
-    wide = accumulation_dtype(x.dtype)
-    scale = weight.to(wide) + 1 if zero_centered else weight.to(wide)
-    shift = None if bias is None else bias.to(wide)
+    dtype = accumulation_dtype(x.dtype)
+    scale = weight.to(dtype) + 1 if zero_centered else weight.to(dtype)
+    shift = None if bias is None else bias.to(dtype)
     y, mean, rstd = torch.ops.aten.native_layer_norm(rows, [rows.shape[-1]], scale, shift, eps)
     return y.view(x.shape), total, scale, shift, mean, rstd
 
@@ -89,77 +88,80 @@ def _layer_norm_backward(
     grad_total: torch.Tensor | None,
     saved: Sequence[torch.Tensor | None],
     zero_centered: bool,
-    wanted: Sequence[bool],
+    needs_grad: Sequence[bool],
 ) -> tuple[torch.Tensor | None, ...]:
     """Return the gradients of t = x + residual, of the weight and of the bias, in fp32 or fp64.
 
     dt = rstd * (g w - mean(g w) - xhat mean(g w xhat)) + d(new residual); wgrad: sum over rows of
-    g xhat, and of g. torch's own kernels do the passes.
+    g xhat, and of g. The passes are torch's own kernels.
 
     Args:
         grad_y: [..., h].
         grad_total: [..., h] or None, added to the gradient of t.
-        saved: t [..., h], and what else `_layer_norm_forward` returns.
-        wanted: whether the gradients of weight and bias are needed.
+        saved: t [..., h], and the further outputs of `_layer_norm_forward`.
+        needs_grad: whether weight and bias need gradients.
     """
-    total, *kept = saved
+    total, *statistics = saved
     assert total is not None
     shape = (-1, total.shape[-1])
-    grad, *grads = _wide_backward(
+    grad, *grads = _accumulated_backward(
         grad_y.reshape(shape),
         total.reshape(shape),
         None if grad_total is None else grad_total.reshape(shape),
-        kept,
-        mask=[True, *wanted],
+        statistics,
+        mask=[True, *needs_grad],
     )
     return grad.view(total.shape), *grads
 
 
-def _wide_backward(
+def _accumulated_backward(
     grad_y: torch.Tensor,
     rows: torch.Tensor,
     grad_total: torch.Tensor | None,
-    kept: Sequence[torch.Tensor | None],
+    statistics: Sequence[torch.Tensor | None],
     *,
     mask: list[bool],
 ) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
-    """Differentiate in the accumulation dtype; narrow rows are widened, on a CPU a block at a time.
+    """Differentiate in the accumulation dtype; a CPU converts 16-bit rows block by block.
 
-    torch sums the gradients of weight and bias over the rows in the dtype of the rows, which for
-    bfloat16 loses an eighth of them over 8,192 rows: it is given wide ones.
+    torch accumulates the gradients of weight and bias in the dtype of the rows, which for bfloat16
+    loses an eighth of them over 8,192 rows. The rows are therefore converted first.
 
     Args:
         grad_y, rows: [t, h].
         grad_total: [t, h] or None, added to the gradient of rows.
-        kept: scale and shift [h], mean and rstd [t, 1].
+        statistics: scale and shift [h], mean and rstd [t, 1].
         mask: whether the gradients of rows, weight and bias are needed.
 
     Returns:
-        (gradient of rows [t, h] in their dtype, wide gradients of weight and bias [h] or None).
+        (gradient of rows [t, h] in their dtype, gradients of weight and bias [h] in the
+        accumulation dtype, or None).
     """
-    scale, shift, mean, rstd = kept
-    wide, shape = scale.dtype, [rows.shape[-1]]
+    scale, shift, mean, rstd = statistics
+    dtype, shape = scale.dtype, [rows.shape[-1]]
     backward = torch.ops.aten.native_layer_norm_backward
-    if rows.dtype == wide or rows.device.type != "cpu" or rows.numel() <= ELEMENTS_IN_CACHE:
-        wide_y, wide_rows = grad_y.contiguous().to(wide), rows.contiguous().to(wide)
-        grad, *sums = backward(wide_y, wide_rows, shape, mean, rstd, scale, shift, mask)
+    if rows.dtype == dtype or rows.device.type != "cpu" or rows.numel() <= BLOCK_ELEMENTS:
+        grad_block, row_block = grad_y.contiguous().to(dtype), rows.contiguous().to(dtype)
+        grad, *block_grads = backward(grad_block, row_block, shape, mean, rstd, scale, shift, mask)
         grad = grad.to(rows.dtype)
-        return grad if grad_total is None else grad.add_(grad_total), *sums
-    count = max(1, ELEMENTS_IN_CACHE // rows.shape[-1])
+        return grad if grad_total is None else grad.add_(grad_total), *block_grads
+    block_rows = max(1, BLOCK_ELEMENTS // rows.shape[-1])
     out = torch.empty(rows.shape, dtype=rows.dtype)
-    scratch = torch.empty(2, count, rows.shape[-1], dtype=wide)
-    totals = [torch.zeros_like(scale) if wanted else None for wanted in mask[1:]]
-    for start in range(0, len(rows), count):
-        part = slice(start, start + count)
-        wide_y, wide_rows = scratch[:, : len(rows[part])]
-        wide_y.copy_(grad_y[part])
-        wide_rows.copy_(rows[part])
-        grad, *sums = backward(wide_y, wide_rows, shape, mean[part], rstd[part], scale, shift, mask)
+    scratch = torch.empty(2, block_rows, rows.shape[-1], dtype=dtype)
+    totals = [torch.zeros_like(scale) if needed else None for needed in mask[1:]]
+    for start in range(0, len(rows), block_rows):
+        block = slice(start, start + block_rows)
+        grad_block, row_block = scratch[:, : len(rows[block])]
+        grad_block.copy_(grad_y[block])
+        row_block.copy_(rows[block])
+        grad, *block_grads = backward(
+            grad_block, row_block, shape, mean[block], rstd[block], scale, shift, mask
+        )
         if grad_total is None:
-            out[part] = grad
+            out[block] = grad
         else:
-            torch.add(grad, grad_total[part], out=out[part])
-        for total, found in zip(totals, sums, strict=True):
+            torch.add(grad, grad_total[block], out=out[block])
+        for total, block_grad in zip(totals, block_grads, strict=True):
             if total is not None:
-                total.add_(found)
+                total.add_(block_grad)
     return out, *totals

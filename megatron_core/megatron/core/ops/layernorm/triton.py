@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Layer normalisation in Triton: tiles of rows forward, rows shared out backward, as RMS norms."""
+"""Layer normalisation in Triton, with the tiles and programs of `ops.rmsnorm.triton`."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ FORWARD = Launches(
     {"TILE": 4096, "num_warps": 8},
     alternatives=({"TILE": 2048, "num_warps": 4}, {"TILE": 8192, "num_warps": 8}),
 )
-# See those of RMS norms: here a program keeps two partial gradients in registers.
+# As in ops/rmsnorm/triton.py, but a program has two partial gradients in registers.
 BACKWARD = Launches(
     "layer_norm_backward",
     {"TILE": 2048, "PROGRAMS": 528, "num_warps": 4},
@@ -47,18 +47,18 @@ def layer_norm_forward_kernel(
     ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Normalise ROWS rows; write x + residual too when there is a residual."""
+    """Normalise ROWS rows; with a residual also write x + residual."""
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     columns = tl.arange(0, BLOCK)
     exists, in_row = row < rows, columns < features
     inside = exists[:, None] & in_row[None, :]
-    place = row[:, None] * features + columns[None, :]
-    total = tl.load(x_ptr + place, mask=inside, other=0.0).to(tl.float32)
+    offsets = row[:, None] * features + columns[None, :]
+    total = tl.load(x_ptr + offsets, mask=inside, other=0.0).to(tl.float32)
     if HAS_RESIDUAL:
-        total += tl.load(residual_ptr + place, mask=inside, other=0.0).to(tl.float32)
+        total += tl.load(residual_ptr + offsets, mask=inside, other=0.0).to(tl.float32)
         rounded = total.to(total_ptr.dtype.element_ty)
-        tl.store(total_ptr + place, rounded, mask=inside)
-        total = rounded.to(tl.float32)  # normalise what backward will read
+        tl.store(total_ptr + offsets, rounded, mask=inside)
+        total = rounded.to(tl.float32)  # normalise the rounded value, which backward reads
     mean = tl.sum(total, 1) / features
     centred = tl.where(inside, total - mean[:, None], 0.0)
     rstd = 1.0 / tl.sqrt(tl.sum(centred * centred, 1) / features + eps)
@@ -68,7 +68,7 @@ def layer_norm_forward_kernel(
     y = centred * rstd[:, None] * scale[None, :]
     if HAS_BIAS:
         y += tl.load(bias_ptr + columns, mask=in_row, other=0.0).to(tl.float32)[None, :]
-    tl.store(y_ptr + place, y.to(y_ptr.dtype.element_ty), mask=inside)
+    tl.store(y_ptr + offsets, y.to(y_ptr.dtype.element_ty), mask=inside)
 
 
 @triton.jit(do_not_specialize=["rows"])
@@ -87,31 +87,31 @@ def layer_norm_backward_kernel(
     ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Differentiate a share of the rows; sum this program's part of the two weight gradients."""
+    """Differentiate every n-th tile of rows and write this program's partial weight gradients."""
     program = tl.program_id(0).to(tl.int64)
     columns = tl.arange(0, BLOCK)
     in_row = columns < features
     scale = tl.load(weight_ptr + columns, mask=in_row, other=0.0).to(tl.float32) + offset
     partial_weight = tl.zeros([ROWS, BLOCK], dtype=tl.float32)
     partial_bias = tl.zeros([ROWS, BLOCK], dtype=tl.float32)
-    for first in range(program * ROWS, rows, tl.num_programs(0) * ROWS):  # int64, as `program` is
-        row = first + tl.arange(0, ROWS)
+    for start in range(program * ROWS, rows, tl.num_programs(0) * ROWS):  # int64 like `program`
+        row = start + tl.arange(0, ROWS)
         exists = row < rows
         inside = exists[:, None] & in_row[None, :]
-        place = row[:, None] * features + columns[None, :]
-        grad_y = tl.load(grad_y_ptr + place, mask=inside, other=0.0).to(tl.float32)
-        total = tl.load(total_ptr + place, mask=inside, other=0.0).to(tl.float32)
+        offsets = row[:, None] * features + columns[None, :]
+        grad_y = tl.load(grad_y_ptr + offsets, mask=inside, other=0.0).to(tl.float32)
+        total = tl.load(total_ptr + offsets, mask=inside, other=0.0).to(tl.float32)
         mean = tl.load(statistics_ptr + row * 2, mask=exists, other=0.0)[:, None]
         rstd = tl.load(statistics_ptr + row * 2 + 1, mask=exists, other=0.0)[:, None]
         normal = tl.where(inside, (total - mean) * rstd, 0.0)
         partial_weight += grad_y * normal
         partial_bias += grad_y
         scaled = grad_y * scale[None, :]
-        along = tl.sum(scaled * normal, 1)[:, None] / features
-        grad = rstd * (scaled - tl.sum(scaled, 1)[:, None] / features - normal * along)
+        projection = tl.sum(scaled * normal, 1)[:, None] / features
+        grad = rstd * (scaled - tl.sum(scaled, 1)[:, None] / features - normal * projection)
         if HAS_GRAD_TOTAL:
-            grad += tl.load(grad_total_ptr + place, mask=inside, other=0.0).to(tl.float32)
-        tl.store(grad_ptr + place, grad.to(grad_ptr.dtype.element_ty), mask=inside)
+            grad += tl.load(grad_total_ptr + offsets, mask=inside, other=0.0).to(tl.float32)
+        tl.store(grad_ptr + offsets, grad.to(grad_ptr.dtype.element_ty), mask=inside)
     partial_ptr += program * 2 * features
     tl.store(partial_ptr + columns, tl.sum(partial_weight, 0), mask=in_row)
     tl.store(partial_ptr + features + columns, tl.sum(partial_bias, 0), mask=in_row)
@@ -125,7 +125,7 @@ def layer_norm_forward(
     weight: torch.Tensor,
     bias: torch.Tensor | None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Return (y, x + residual, the weight as the kernels read it, (mean, rstd) fp32 [rows, 2])."""
+    """Return (y, x + residual, the contiguous weight, (mean, rstd) fp32 [rows, 2])."""
     features = x.shape[-1]
     rows = x.numel() // features if features else 0
     x, weight = x.contiguous(), weight.contiguous()
@@ -158,10 +158,12 @@ def layer_norm_backward(
     grad_total: torch.Tensor | None,
     saved: Sequence[torch.Tensor],
     zero_centered: bool,
-    wanted: Sequence[bool],
+    needs_grad: Sequence[bool],
 ) -> tuple[torch.Tensor, ...]:
-    """Return the gradient of x + residual and addends [programs, h] of those of weight and bias;
-    see `layernorm._layer_norm_backward`."""
+    """Return the gradient of x + residual and addends [programs, h] of weight and bias gradients.
+
+    See `layernorm._layer_norm_backward`.
+    """
     total, weight, statistics = saved
     features, rows = total.shape[-1], statistics.shape[0]
     launch = BACKWARD.pick(total, launch_key(total))

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Projection to the vocabulary and cross entropy in chunks, never all fp32 logits at once."""
+"""Projection to the vocabulary and cross entropy, one chunk of fp32 logits at a time."""
 
 from __future__ import annotations
 
@@ -30,20 +30,20 @@ def chunk_statistics(
     valid_columns: int,
     implementation: str | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Compute what one slice of the vocabulary adds to the softmax of its tokens.
+    """Compute the softmax statistics of one vocabulary slice for a chunk of tokens.
 
-    The whole is M = max of maxima, lse = M + log(sum of sum_exp * exp(maximum - M)), target =
-    sum of target_logit.
+    The statistics of all slices combine to M = max of maxima, lse = M + log(sum of sum_exp *
+    exp(maximum - M)), target = sum of target_logit.
 
     Args:
         logits: [t, v/tp].
         targets: int64 [t], global token ids.
         vocab_start: global id of column 0.
-        valid_columns: columns from here on are padding and take no part.
+        valid_columns: columns from here on are padding and are excluded.
 
     Returns:
-        fp32 (maximum [t], sum_exp [t] = sum of exp(logit - maximum), target_logit [t], 0 where
-        the target lies in another slice).
+        fp32 (maximum [t], sum_exp [t] = sum of exp(logit - maximum), target_logit [t], 0 if the
+        target is in another slice).
 
     Raises:
         ValueError: shapes or `valid_columns` that do not fit.
@@ -66,7 +66,7 @@ def chunk_gradient_(
     valid_columns: int,
     implementation: str | None = None,
 ) -> torch.Tensor:
-    """Overwrite logits by the gradient of sum(weights * nll): (softmax - onehot) * weight.
+    """Overwrite logits with the gradient of sum(weights * nll): (softmax - onehot) * weight.
 
     Args:
         logits: [t, v/tp], overwritten.
@@ -103,16 +103,16 @@ def fused_gradient_(
     gradient: bool,
     implementation: str | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Compute the loss of a whole vocabulary and overwrite logits by its gradient, in one pass.
+    """Compute the loss over a whole vocabulary and overwrite logits with its gradient, in one pass.
 
-    The gradient (softmax - onehot) may be left short of a factor per row, which the caller applies
-    where it costs less.
+    The gradient (softmax - onehot) may lack a factor per row, which the caller applies to a smaller
+    tensor.
 
     Args:
         logits: [t, v], overwritten.
         targets: int64 [t].
         valid_columns: columns from here on are padding: their gradient is exactly 0.
-        gradient: also make the gradient; else `logits` are meaningless afterwards.
+        gradient: whether to compute the gradient; without it `logits` are undefined afterwards.
 
     Returns:
         (nll fp32 [t], the factor fp32 [t] or None without `gradient`).
@@ -129,7 +129,7 @@ def fused_gradient_(
 
 
 def tokens_per_chunk(vocabulary: int, device: torch.device) -> int:
-    """Give how many tokens' fp32 logits make one chunk, a multiple of 64."""
+    """Return the number of tokens in a chunk of fp32 logits, a multiple of 64."""
     size = GPU_CHUNK_BYTES if device.type == "cuda" else CHUNK_BYTES
     tokens = size // (4 * max(vocabulary, 1))
     return max(64, tokens // 64 * 64)
@@ -147,16 +147,16 @@ def linear_cross_entropy(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Compute sum(weights * cross entropy of hidden W^T), a chunk of tokens at a time.
 
-    Both gradients are made in forward, while a chunk of logits exists, unless gradients are off;
-    backward multiplies them by the incoming gradient.
+    Forward also computes both gradients while a chunk of logits exists, unless gradients are
+    disabled; backward multiplies them by the incoming gradient.
 
     Args:
         hidden: [t, h].
         weight: [v, h].
         targets: int64 [t], in [0, valid_columns).
         weights: fp32 [t], factor of each token's loss; no gradient.
-        chunk_tokens: tokens per chunk; None is what `tokens_per_chunk` gives.
-        valid_columns: rows of `weight` from here on are padding and take no part; None is v.
+        chunk_tokens: tokens per chunk; None calls `tokens_per_chunk`.
+        valid_columns: rows of `weight` from here on are padding and are excluded; None is v.
         implementation: of the per-chunk softmax: "reference", "triton" or None (by device).
 
     Returns:
@@ -213,59 +213,61 @@ def _check_chunk(op: str, logits: torch.Tensor, targets: torch.Tensor, valid_col
 
 # --- reference: plain torch
 
-# Bytes of one chunk of fp32 logits: small against the model, large enough for the matmul and for
-# the weight gradient, which is read and written once a chunk. A GPU wants thousands of rows in a
-# product: with t of them, going over a fp32 gradient once each way takes 210 / t of what the three
-# products take at an H200's bandwidth and 750 TFLOP/s in bf16, a quarter at 800 rows and 6 % at
-# 3,500, which is what these bytes give at 152,000 words (half of them where logits are bf16).
+# Bytes of one chunk of fp32 logits: small relative to the model, large enough for the matmul and
+# for the weight gradient, which is read and written once per chunk. A GPU needs thousands of rows:
+# with t rows, reading and writing an fp32 gradient takes 210 / t of the time of the three matmuls
+# at an H200's bandwidth and 750 TFLOP/s in bf16: a quarter at 800 rows, and 6 % at 3,500, which is
+# the chunk for a vocabulary of 152,000 (bf16 logits take half of these bytes).
 CHUNK_BYTES, GPU_CHUNK_BYTES = 16 << 20, 2 << 30
 
 
 class LinearCrossEntropy(torch.autograd.Function):
     """loss = sum over tokens of weight * (lse(hidden W^T) - logit of the target).
 
-    Forward: as above, and at once, while a chunk of logits is there, dgrad: dlogits W, and wgrad:
-    dlogits^T hidden. Saves those two gradients; backward multiplies them by the incoming one in
-    place, so it runs once.
+    Forward: as above; while a chunk of logits exists, also dgrad: dlogits W, and wgrad: dlogits^T
+    hidden. Saves both gradients; backward multiplies them by the incoming gradient in place, so it
+    can run only once.
     """
 
     @staticmethod
     def forward(ctx, hidden, weight, targets, weights, chunk_tokens, valid_columns, gradient_):
-        wide = accumulation_dtype(hidden.dtype)
+        acc_dtype = accumulation_dtype(hidden.dtype)
         needs_hidden, needs_weight = ctx.needs_input_grad[:2]
-        fast = matmul_dtype(hidden)
-        matrix = weight.to(fast)
-        nll = torch.empty(hidden.shape[0], dtype=wide, device=hidden.device)
+        dtype = matmul_dtype(hidden)
+        matrix = weight.to(dtype)
+        nll = torch.empty(hidden.shape[0], dtype=acc_dtype, device=hidden.device)
         grad_hidden = torch.empty_like(hidden) if needs_hidden else None
         grad_weight = None
         if needs_weight:
-            make = torch.empty if len(hidden) else torch.zeros
-            grad_weight = make(weight.shape, dtype=wide, device=weight.device)
+            allocate = torch.empty if len(hidden) else torch.zeros
+            grad_weight = allocate(weight.shape, dtype=acc_dtype, device=weight.device)
         size = min(chunk_tokens, hidden.shape[0])
-        buffer = torch.empty((size, weight.shape[0]), dtype=fast, device=hidden.device)
-        for first in range(0, hidden.shape[0], chunk_tokens):
-            part = slice(first, first + chunk_tokens)
-            rows = hidden[part].to(fast)
+        buffer = torch.empty((size, weight.shape[0]), dtype=dtype, device=hidden.device)
+        for start in range(0, hidden.shape[0], chunk_tokens):
+            chunk = slice(start, start + chunk_tokens)
+            rows = hidden[chunk].to(dtype)
             logits = torch.mm(rows, matrix.t(), out=buffer[: rows.shape[0]])  # [c, v]
-            needs = needs_hidden or needs_weight
-            nll[part], factor = gradient_(logits, targets[part], valid_columns, gradient=needs)
-            if not needs:
+            needs_grad = needs_hidden or needs_weight
+            nll[chunk], factor = gradient_(
+                logits, targets[chunk], valid_columns, gradient=needs_grad
+            )
+            if not needs_grad:
                 continue
-            factor = factor.mul_(weights[part])[:, None]
+            factor = factor.mul_(weights[chunk])[:, None]
             if needs_hidden:
-                grad_hidden[part] = torch.mm(logits, matrix).mul_(factor)
-            scaled = (rows * factor).to(fast)
+                grad_hidden[chunk] = torch.mm(logits, matrix).mul_(factor)
+            scaled = (rows * factor).to(dtype)
             if needs_weight:
-                add_product_(grad_weight, logits.t(), scaled, overwrite=first == 0)
+                add_product_(grad_weight, logits.t(), scaled, overwrite=start == 0)
         ctx.save_for_backward(grad_hidden, grad_weight)
         ctx.hidden_dtype, ctx.weight_dtype = hidden.dtype, weight.dtype
         ctx.mark_non_differentiable(nll)
-        return torch.dot(nll, weights.to(wide)), nll
+        return torch.dot(nll, weights.to(acc_dtype)), nll
 
     @staticmethod
     def backward(ctx, grad_loss, _):
         grad_hidden, grad_weight = ctx.saved_tensors
-        # Reading the value costs a synchronisation on a GPU, and saves two passes on a CPU.
+        # On a CPU reading the value saves two passes; on a GPU it would wait for the device.
         if grad_loss.device.type != "cpu" or grad_loss.item() != 1:
             for grad in (grad_hidden, grad_weight):
                 if grad is not None:
@@ -277,25 +279,25 @@ class LinearCrossEntropy(torch.autograd.Function):
         return grad_hidden, grad_weight, None, None, None, None, None
 
 
-# Logits done at once in `_fused_gradient_`, 4 MB in fp32: a quarter of it takes 1.04 to 1.16 times
-# as long, four times as much 1.0 to 1.2 times (two threads, vocabularies of 4,096 and 8,192).
-ELEMENTS_IN_CACHE = 1 << 20
+# Logits of a block in `_fused_gradient_`, 4 MB in fp32. A quarter of it takes 1.04 to 1.16 times as
+# long, four times as much 1.0 to 1.2 times (two threads, vocabularies of 4,096 and 8,192).
+BLOCK_ELEMENTS = 1 << 20
 
 
 def _chunk_statistics(
     logits: torch.Tensor, targets: torch.Tensor, vocab_start: int, valid_columns: int
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Compute maximum, sum of exponentials and target logit, as `chunk_statistics` does."""
-    wide = accumulation_dtype(logits.dtype)
+    """See `chunk_statistics`."""
+    dtype = accumulation_dtype(logits.dtype)
     valid = logits[:, :valid_columns]
-    if valid_columns == 0:  # a slice of nothing but padding
-        zeros = torch.zeros(targets.shape, dtype=wide, device=logits.device)
+    if valid_columns == 0:  # all columns are padding
+        zeros = torch.zeros(targets.shape, dtype=dtype, device=logits.device)
         return torch.full_like(zeros, -torch.inf), zeros, zeros.clone()
-    maximum = valid.amax(-1).to(wide)  # [t]
-    # The exponentials exist once, in fp32: bf16 sums would lose the tail of the vocabulary.
-    sum_exp = (valid.to(wide) - maximum[:, None]).exp_().sum(-1)
+    maximum = valid.amax(-1).to(dtype)  # [t]
+    # The exponentials are summed in fp32: bf16 sums would lose the tail of the vocabulary.
+    sum_exp = (valid.to(dtype) - maximum[:, None]).exp_().sum(-1)
     local, inside = _local_targets(targets, vocab_start, valid_columns)
-    target_logit = valid.gather(-1, local[:, None])[:, 0].to(wide).mul_(inside)
+    target_logit = valid.gather(-1, local[:, None])[:, 0].to(dtype).mul_(inside)
     return maximum, sum_exp, target_logit
 
 
@@ -307,7 +309,7 @@ def _chunk_gradient_(
     vocab_start: int,
     valid_columns: int,
 ) -> torch.Tensor:
-    """Overwrite logits with (softmax - onehot) * weight, as `chunk_gradient_` does."""
+    """See `chunk_gradient_`."""
     if valid_columns == 0:
         return logits.zero_()
     valid = logits[:, :valid_columns]
@@ -327,7 +329,7 @@ def _chunk_gradient_(
 def _local_targets(
     targets: torch.Tensor, vocab_start: int, columns: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Give the column of each target, 0 for those elsewhere, and whether it is here."""
+    """Return each target's local column (0 if it is in another slice), and whether it is local."""
     local = targets - vocab_start
     inside = (local >= 0) & (local < columns)
     return local.mul_(inside), inside
@@ -336,39 +338,39 @@ def _local_targets(
 def _fused_gradient_(
     logits: torch.Tensor, targets: torch.Tensor, valid_columns: int, *, gradient: bool
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Compute the loss of whole rows and overwrite logits by its gradient, up to a row factor.
+    """Compute the loss of whole rows and overwrite logits with its gradient, up to a row factor.
 
-    The gradient softmax - onehot is left multiplied by the sum of exponentials: its two consumers
-    are matrix products whose other operand is far narrower, so they scale that instead. Rows go
-    through in groups that stay in the cache.
+    The gradient is softmax - onehot times the sum of exponentials. Its two consumers are matmuls
+    whose other operand is much smaller than the logits, so the caller scales that operand instead.
+    Blocks of rows stay in the cache.
 
     Args:
         logits: [t, v], overwritten.
         targets: int64 [t].
         valid_columns: columns from here on are padding.
-        gradient: also make the gradient.
+        gradient: whether to compute the gradient.
 
     Returns:
-        (nll [t] in the accumulation dtype, the factor [t] that `logits` still needs, or None).
+        (nll [t] in the accumulation dtype, the factor [t] that `logits` still lack, or None).
     """
-    wide = accumulation_dtype(logits.dtype)
-    nll = torch.empty(targets.shape, dtype=wide, device=logits.device)
+    dtype = accumulation_dtype(logits.dtype)
+    nll = torch.empty(targets.shape, dtype=dtype, device=logits.device)
     factor = torch.empty_like(nll)
-    rows = max(1, ELEMENTS_IN_CACHE // logits.shape[-1])
-    for part, target, out, row_factor in zip(
+    rows = max(1, BLOCK_ELEMENTS // logits.shape[-1])
+    for block, target, out, row_factor in zip(
         *(x.split(rows) for x in (logits, targets, nll, factor)), strict=True
     ):
-        valid = part[:, :valid_columns]
+        valid = block[:, :valid_columns]
         maximum = valid.amax(-1, keepdim=True)
         index = target[:, None]
-        picked = valid.gather(-1, index).sub_(maximum)[:, 0].to(wide)
-        scores = valid.sub_(maximum) if logits.dtype == wide else valid.to(wide) - maximum
-        total = scores.exp_().sum(-1)
-        torch.sub(total.log(), picked, out=out)
+        target_logit = valid.gather(-1, index).sub_(maximum)[:, 0].to(dtype)
+        scores = valid.sub_(maximum) if logits.dtype == dtype else valid.to(dtype) - maximum
+        sum_exp = scores.exp_().sum(-1)
+        torch.sub(sum_exp.log(), target_logit, out=out)
         if gradient:
-            scores.scatter_add_(-1, index, total.neg()[:, None])
-            torch.reciprocal(total, out=row_factor)
-            if logits.dtype != wide:
+            scores.scatter_add_(-1, index, sum_exp.neg()[:, None])
+            torch.reciprocal(sum_exp, out=row_factor)
+            if logits.dtype != dtype:
                 valid.copy_(scores)
-            part[:, valid_columns:].zero_()
+            block[:, valid_columns:].zero_()
     return nll, factor if gradient else None

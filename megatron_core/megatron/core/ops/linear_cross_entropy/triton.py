@@ -9,7 +9,7 @@ import triton.language as tl
 
 from megatron.core.ops.launches import Launches, cdiv
 
-# BLOCK: columns that a program holds at a time, RUN of them side by side in one thread.
+# BLOCK: columns per iteration, of which each thread has RUN adjacent ones.
 STATISTICS = Launches(
     "chunk_statistics",
     {"BLOCK": 4096, "RUN": 8, "num_warps": 8},
@@ -40,25 +40,26 @@ def chunk_statistics_kernel(
     RUN: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Pass once over a row: running maximum, sum of exponentials, the target's logit.
+    """Compute maximum, sum of exponentials and target logit in one pass over a row.
 
-    Every thread keeps its own maximum, and takes one more exponential a run than it has elements.
+    Every thread has its own running maximum, and computes one exponential per RUN of elements more
+    than it has elements.
     """
     row = tl.program_id(0).to(tl.int64)
     source = logits_ptr + row * row_stride
     maximum = tl.full([BLOCK // RUN], float("-inf"), dtype=tl.float32)
     total = tl.zeros([BLOCK // RUN], dtype=tl.float32)
-    place = tl.arange(0, BLOCK // RUN)[:, None] * RUN + tl.arange(0, RUN)[None, :]
+    block_columns = tl.arange(0, BLOCK // RUN)[:, None] * RUN + tl.arange(0, RUN)[None, :]
     for start in range(0, valid_columns, BLOCK):
-        columns = start + place
-        # Padding is read and left out: a mask at a multiple of 16 lets whole runs be loaded.
+        columns = start + block_columns
+        # Padding is loaded and excluded: a mask at a multiple of 16 allows vector loads.
         x = tl.load(source + columns, mask=columns < columns_total, other=float("-inf"))
         x = tl.where(columns < valid_columns, x.to(tl.float32), float("-inf"))
-        larger = tl.maximum(maximum, tl.max(x, 1))
-        # Threads that saw only padding hold -inf: shift by 0 there, so that no inf - inf arises.
-        shift = tl.where(larger == float("-inf"), 0.0, larger)
+        new_maximum = tl.maximum(maximum, tl.max(x, 1))
+        # A thread with only padding so far has -inf: subtract 0, since -inf - -inf = NaN.
+        shift = tl.where(new_maximum == float("-inf"), 0.0, new_maximum)
         total = total * tl.exp(maximum - shift) + tl.sum(tl.exp(x - shift[:, None]), 1)
-        maximum = larger
+        maximum = new_maximum
     peak = tl.max(maximum, 0)
     shift = tl.where(peak == float("-inf"), 0.0, peak)
     tl.store(maximum_ptr + row, peak)
@@ -81,18 +82,18 @@ def chunk_gradient_kernel(
     blocks,
     BLOCK: tl.constexpr,
 ):
-    """Overwrite one block of one row by (softmax - onehot) * weight, padding by 0."""
+    """Overwrite one block of one row with (softmax - onehot) * weight, and padding with 0."""
     row = (tl.program_id(0) // blocks).to(tl.int64)
     columns = tl.program_id(0) % blocks * BLOCK + tl.arange(0, BLOCK)
-    place = logits_ptr + row * row_stride + columns
+    pointers = logits_ptr + row * row_stride + columns
     valid = columns < valid_columns
-    x = tl.load(place, mask=columns < columns_total, other=0.0).to(tl.float32)
+    x = tl.load(pointers, mask=columns < columns_total, other=0.0).to(tl.float32)
     probability = tl.exp(tl.where(valid, x, float("-inf")) - tl.load(lse_ptr + row))
     column = tl.load(targets_ptr + row) - vocab_start
-    hit = tl.where(valid & (columns == column), 1.0, 0.0)
-    value = (probability - hit) * tl.load(weights_ptr + row)
-    value = tl.where(valid, value, 0.0)  # also where the weight is not finite
-    tl.store(place, value.to(logits_ptr.dtype.element_ty), mask=columns < columns_total)
+    onehot = tl.where(valid & (columns == column), 1.0, 0.0)
+    value = (probability - onehot) * tl.load(weights_ptr + row)
+    value = tl.where(valid, value, 0.0)  # 0 also if the weight is not finite
+    tl.store(pointers, value.to(logits_ptr.dtype.element_ty), mask=columns < columns_total)
 
 
 def chunk_statistics(
@@ -128,7 +129,7 @@ def chunk_gradient_(
     vocab_start: int,
     valid_columns: int,
 ) -> torch.Tensor:
-    """Overwrite logits, its last dimension dense, by its gradient; see the package."""
+    """Overwrite logits, dense in the last dimension, with their gradient; see the package."""
     if logits.stride(-1) != 1:
         raise ValueError(
             f"chunk_gradient_: logits with strides {logits.stride()} must be dense in the last"
@@ -156,9 +157,9 @@ def chunk_gradient_(
 def fused_gradient_(
     logits: torch.Tensor, targets: torch.Tensor, valid_columns: int, *, gradient: bool
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Compute the loss of whole rows and overwrite logits by its gradient; see `reference`.
+    """Compute the loss of whole rows and overwrite logits with its gradient; see the package.
 
-    The row factor is one here: the kernel normalises in registers.
+    The row factor is 1: the kernel normalises in registers.
     """
     maximum, sum_exp, target = chunk_statistics(logits, targets, 0, valid_columns)
     lse = sum_exp.log_().add_(maximum)

@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""RMS normalisation in Triton: tiles of rows forward, rows shared out among programs backward.
+"""RMS normalisation in Triton: tiles of rows forward; backward distributes rows over programs.
 
-A tile holds as many rows as make enough bytes in flight: one of a wide model, 32 of a query head.
+A tile has as many rows as needed for enough bytes in flight: one of a large hidden size, 32 of a
+query head.
 """
 
 from __future__ import annotations
@@ -15,8 +16,8 @@ import triton.language as tl
 from megatron.core.ops.launches import Launches, cdiv, next_power_of_2
 from megatron.core.ops.strided_rows import StridedRows
 
-# TILE: elements that a program holds of every tensor at a time. At 16 a thread, each is two loads
-# of 16 bytes, and eight programs of a multiprocessor have 64 KB under way.
+# TILE: elements of every tensor per program and iteration. 16 per thread are two loads of 16 bytes,
+# and the eight programs of an SM have 64 KB in flight.
 FORWARD = Launches(
     "rms_norm_forward",
     {"TILE": 4096, "num_warps": 8},
@@ -26,8 +27,8 @@ FORWARD = Launches(
         {"TILE": 8192, "num_warps": 8},
     ),
 )
-# PROGRAMS: each owns a share of the rows and one partial weight gradient. Four for each
-# multiprocessor of a Hopper device: as many as its registers hold at rows of 2,048.
+# PROGRAMS: each has its rows and one partial weight gradient. Four per SM of a Hopper GPU, as many
+# as its registers hold with rows of 2,048.
 BACKWARD = Launches(
     "rms_norm_backward",
     {"TILE": 2048, "PROGRAMS": 528, "num_warps": 4},
@@ -49,9 +50,9 @@ def rms_norm_forward_kernel(
     total_ptr,
     rstd_ptr,
     rows,
-    inner,
-    x_stride_outer,
-    x_stride_inner,
+    group_size,
+    x_stride_group,
+    x_stride_row,
     features,
     eps,
     offset,
@@ -59,27 +60,27 @@ def rms_norm_forward_kernel(
     ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Normalise ROWS rows; write x + residual too when there is a residual."""
-    row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)  # a division of 64 bits is slow
+    """Normalise ROWS rows; with a residual also write x + residual."""
+    row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)  # int32, because 64-bit division is slow
     columns = tl.arange(0, BLOCK)
     exists = row < rows
     inside = exists[:, None] & (columns < features)[None, :]
-    source = (row // inner).to(tl.int64) * x_stride_outer
-    source += (row % inner).to(tl.int64) * x_stride_inner
-    place = row.to(tl.int64)[:, None] * features + columns[None, :]
-    total = tl.load(x_ptr + source[:, None] + columns[None, :], mask=inside, other=0.0)
+    row_starts = (row // group_size).to(tl.int64) * x_stride_group
+    row_starts += (row % group_size).to(tl.int64) * x_stride_row
+    offsets = row.to(tl.int64)[:, None] * features + columns[None, :]
+    total = tl.load(x_ptr + row_starts[:, None] + columns[None, :], mask=inside, other=0.0)
     total = total.to(tl.float32)
     if HAS_RESIDUAL:
-        total += tl.load(residual_ptr + place, mask=inside, other=0.0).to(tl.float32)
+        total += tl.load(residual_ptr + offsets, mask=inside, other=0.0).to(tl.float32)
         rounded = total.to(total_ptr.dtype.element_ty)
-        tl.store(total_ptr + place, rounded, mask=inside)
-        total = rounded.to(tl.float32)  # normalise what backward will read
+        tl.store(total_ptr + offsets, rounded, mask=inside)
+        total = rounded.to(tl.float32)  # normalise the rounded value, which backward reads
     rstd = 1.0 / tl.sqrt(tl.sum(total * total, 1) / features + eps)
     tl.store(rstd_ptr + row, rstd, mask=exists)
     scale = tl.load(weight_ptr + columns, mask=columns < features, other=0.0)
     scale = scale.to(tl.float32) + offset
     y = total * rstd[:, None] * scale[None, :]
-    tl.store(y_ptr + place, y.to(y_ptr.dtype.element_ty), mask=inside)
+    tl.store(y_ptr + offsets, y.to(y_ptr.dtype.element_ty), mask=inside)
 
 
 @triton.jit(do_not_specialize=["rows"])
@@ -92,50 +93,50 @@ def rms_norm_backward_kernel(
     grad_ptr,
     partial_ptr,
     rows,
-    inner,
-    total_stride_outer,
-    total_stride_inner,
+    group_size,
+    total_stride_group,
+    total_stride_row,
     features,
     offset,
     HAS_GRAD_TOTAL: tl.constexpr,
     ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Differentiate a share of the rows and sum this program's part of the weight gradient."""
+    """Differentiate every n-th tile of rows and write this program's partial weight gradient."""
     program = tl.program_id(0)
     columns = tl.arange(0, BLOCK)
     in_row = columns < features
     scale = tl.load(weight_ptr + columns, mask=in_row, other=0.0).to(tl.float32) + offset
     partial = tl.zeros([ROWS, BLOCK], dtype=tl.float32)
-    for first in range(program * ROWS, rows, tl.num_programs(0) * ROWS):
-        row = first + tl.arange(0, ROWS)
+    for start in range(program * ROWS, rows, tl.num_programs(0) * ROWS):
+        row = start + tl.arange(0, ROWS)
         exists = row < rows
         inside = exists[:, None] & in_row[None, :]
-        place = row.to(tl.int64)[:, None] * features + columns[None, :]
-        source = (row // inner).to(tl.int64) * total_stride_outer
-        source += (row % inner).to(tl.int64) * total_stride_inner
-        grad_y = tl.load(grad_y_ptr + place, mask=inside, other=0.0).to(tl.float32)
-        total = tl.load(total_ptr + source[:, None] + columns[None, :], mask=inside, other=0.0)
+        offsets = row.to(tl.int64)[:, None] * features + columns[None, :]
+        row_starts = (row // group_size).to(tl.int64) * total_stride_group
+        row_starts += (row % group_size).to(tl.int64) * total_stride_row
+        grad_y = tl.load(grad_y_ptr + offsets, mask=inside, other=0.0).to(tl.float32)
+        total = tl.load(total_ptr + row_starts[:, None] + columns[None, :], mask=inside, other=0.0)
         rstd = tl.load(rstd_ptr + row, mask=exists, other=0.0)[:, None]
         normal = total.to(tl.float32) * rstd
         partial += grad_y * normal
         scaled = grad_y * scale[None, :]
-        along = tl.sum(scaled * normal, 1) / features
-        grad = rstd * (scaled - normal * along[:, None])
+        projection = tl.sum(scaled * normal, 1) / features
+        grad = rstd * (scaled - normal * projection[:, None])
         if HAS_GRAD_TOTAL:
-            grad += tl.load(grad_total_ptr + place, mask=inside, other=0.0).to(tl.float32)
-        tl.store(grad_ptr + place, grad.to(grad_ptr.dtype.element_ty), mask=inside)
+            grad += tl.load(grad_total_ptr + offsets, mask=inside, other=0.0).to(tl.float32)
+        tl.store(grad_ptr + offsets, grad.to(grad_ptr.dtype.element_ty), mask=inside)
     tl.store(
         partial_ptr + program.to(tl.int64) * features + columns, tl.sum(partial, 0), mask=in_row
     )
 
 
 def row_tile(launch: Mapping[str, int], features: int) -> dict[str, int]:
-    """Return the rows, columns and warps of a tile: whole rows, however wide they are.
+    """Return the rows, columns and warps of a tile, which always has whole rows.
 
     Args:
-        launch: TILE elements and `num_warps`, which a row wider than the tile gets more of.
-        features: of a row.
+        launch: TILE elements and `num_warps`; rows longer than the tile get more warps.
+        features: elements of a row.
     """
     block = next_power_of_2(features)
     rows = max(1, launch["TILE"] // block)
@@ -144,21 +145,21 @@ def row_tile(launch: Mapping[str, int], features: int) -> dict[str, int]:
 
 
 def programs_for(launch: Mapping[str, int], rows: int, tile: Mapping[str, int]) -> int:
-    """Return how many programs share the rows: no more than there are tiles.
+    """Return how many programs share the rows, at most one per tile.
 
-    Narrow rows have small partial gradients, and their tiles few registers: twice as many.
+    Short rows have small partial gradients and need few registers, so they get twice as many.
 
     Args:
         launch: PROGRAMS.
-        rows: to be shared.
+        rows: number of rows.
         tile: from `row_tile`.
     """
-    most = launch["PROGRAMS"] * (2 if tile["BLOCK"] <= 1024 else 1)
-    return max(1, min(most, cdiv(rows, tile["ROWS"])))
+    max_programs = launch["PROGRAMS"] * (2 if tile["BLOCK"] <= 1024 else 1)
+    return max(1, min(max_programs, cdiv(rows, tile["ROWS"])))
 
 
 def launch_key(x: torch.Tensor) -> str:
-    """Name what decides how the kernels of a norm are best started."""
+    """Return the key of the launch table: size of a row and dtype."""
     return f"h{next_power_of_2(x.shape[-1])} {str(x.dtype).removeprefix('torch.')}"
 
 
@@ -169,7 +170,7 @@ def rms_norm_forward(
     zero_centered: bool,
     weight: torch.Tensor,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Return (y, x + residual, the weight as the kernels read it, rstd fp32 [rows])."""
+    """Return (y, x + residual, the contiguous weight, rstd fp32 [rows])."""
     weight = weight.contiguous()
     y = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     total = x if residual is None else torch.empty_like(y)
@@ -203,10 +204,12 @@ def rms_norm_backward(
     grad_total: torch.Tensor | None,
     saved: Sequence[torch.Tensor],
     zero_centered: bool,
-    wanted: Sequence[bool],
+    needs_grad: Sequence[bool],
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the gradient of x + residual and addends [programs, h] of the weight's; see
-    `rmsnorm._rms_norm_backward`."""
+    """Return the gradient of x + residual and addends [programs, h] of the weight gradient.
+
+    See `rmsnorm._rms_norm_backward`.
+    """
     total, weight, rstd = saved
     features = total.shape[-1]
     grad = torch.empty(total.shape, dtype=total.dtype, device=total.device)

@@ -1,10 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Rotary position embedding: frequencies once a model, a table of cosines and sines once a step, a
-rotation of queries and keys per layer: the op, and its definition in plain torch, four half passes
-over memory on a CPU.
+"""Rotary position embedding: inverse frequencies, a table of cosines and sines, and the rotation.
 
-`split_heads` takes query, key and value out of their fused projection, rotated, and writes the
-gradients of all of them into that of the projection, in one pass.
+Frequencies are computed once per model, the table once per step, the rotation of queries and keys
+in every layer. The plain PyTorch version takes four half passes over memory.
+
+`split_heads` splits a fused projection into query, key and value and rotates them; its backward
+writes all their gradients into the projection's gradient in one pass.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ __all__ = [
 
 
 class HeadRotation(NamedTuple):
-    """How heads rotate.
+    """Rotation of heads.
 
     Args:
         cos, sin: fp32 [s, r/2] or [s, b, r/2], from `rotary_table`.
@@ -70,14 +71,14 @@ def apply_rope(
         ValueError: shapes that do not fit.
     """
     _check(x, cos, sin)
-    turn = _rotate
+    rotate_fn = _rotate
     if (implementation or not x.is_cpu) and choose(implementation, x, "apply_rope") == "triton":
         from megatron.core.ops.rope import triton as kernels
 
-        turn = kernels.rotate
+        rotate_fn = kernels.rotate
     if torch.is_grad_enabled():
-        return record_function(Rope, x, cos, sin, interleaved, turn)
-    return turn(x, cos, sin, interleaved)
+        return record_function(Rope, x, cos, sin, interleaved, rotate_fn)
+    return rotate_fn(x, cos, sin, interleaved)
 
 
 def split_heads(
@@ -87,15 +88,15 @@ def split_heads(
     *,
     implementation: str | None = None,
 ) -> tuple[torch.Tensor, ...]:
-    """Split the heads of a fused projection into query, key, value and, if there is one, gate.
+    """Split the heads of a fused projection into query, key, value and optionally gate.
 
-    Query and key are rotated as `apply_rope` does; without a rotation all parts are views. Backward
-    writes the gradients of all parts, those of query and key rotated back, into one tensor.
+    Query and key are rotated as in `apply_rope`; without a rotation all outputs are views. Backward
+    writes all gradients, rotated back for query and key, into one tensor.
 
     Args:
         projection: [s, b, m, d].
-        sizes: heads of each part, m in all.
-        rotation: of queries and keys; None leaves them.
+        sizes: heads of each output, m in all.
+        rotation: of queries and keys, or None.
         implementation: "reference", "triton" or None (by device).
 
     Returns:
@@ -112,15 +113,15 @@ def split_heads(
         )
     if rotation is not None:
         _check(projection, rotation.cos, rotation.sin)
-    pair = _rotate, _join_heads
+    functions = _rotate, _join_heads
     by_device = implementation or not projection.is_cpu
     if by_device and choose(implementation, projection, "split_heads") == "triton":
         from megatron.core.ops.rope import triton as kernels
 
-        pair = kernels.rotate, kernels.join_heads
+        functions = kernels.rotate, kernels.join_heads
     if torch.is_grad_enabled():
-        return record_function(SplitHeads, projection, tuple(sizes), rotation, *pair)
-    return _split_heads(projection, sizes, rotation, pair[0])
+        return record_function(SplitHeads, projection, tuple(sizes), rotation, *functions)
+    return _split_heads(projection, sizes, rotation, functions[0])
 
 
 def _check(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> None:
@@ -146,20 +147,20 @@ KINDS = ("linear", "llama3", "yarn")
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class RopeScaling:
-    """How rotary frequencies are stretched beyond the context they were trained for.
+    """Stretch of rotary frequencies for contexts longer than in pretraining.
 
     Args:
         kind: "linear" (Chen et al., 2023), "llama3" (Llama 3.1), "yarn" (Peng et al., 2023).
-        factor: how many times longer the context becomes.
-        low_freq_factor: llama3: wavelengths above original / low_freq_factor are stretched fully.
-        high_freq_factor: llama3: wavelengths below original / high_freq_factor are kept.
-        original_max_position: llama3, yarn: context of the original training, in tokens.
-        beta_fast: yarn: features turning more often than this over that context are kept.
-        beta_slow: yarn: features turning less often than this are stretched fully.
+        factor: ratio of the new context to the original one.
+        low_freq_factor: llama3: wavelengths above original / low_freq_factor are fully stretched.
+        high_freq_factor: llama3: wavelengths below original / high_freq_factor are unchanged.
+        original_max_position: llama3, yarn: context in pretraining, in tokens.
+        beta_fast: yarn: features with more rotations than this over that context are unchanged.
+        beta_slow: yarn: features with fewer rotations than this are fully stretched.
         attention_factor: yarn: factor on cosine and sine; None is 0.1 ln(factor) + 1.
 
     Raises:
-        ValueError: every field out of its range, at once.
+        ValueError: lists every field that is out of range.
     """
 
     kind: str
@@ -184,7 +185,9 @@ class RopeScaling:
                 f"low_freq_factor={self.low_freq_factor} must be below"
                 f" high_freq_factor={self.high_freq_factor}"
             )
-        if self.beta_slow > self.beta_fast:  # equal ones leave a step, as Kimi-K2 has it
+        if (
+            self.beta_slow > self.beta_fast
+        ):  # equal betas make a step instead of a ramp, as in Kimi-K2
             problems.append(
                 f"beta_slow={self.beta_slow} must not be above beta_fast={self.beta_fast}"
             )
@@ -193,7 +196,7 @@ class RopeScaling:
 
     @property
     def magnitude(self) -> float:
-        """Give the factor that cosine and sine are multiplied by."""
+        """Factor on cosine and sine."""
         if self.kind != "yarn":
             return 1.0
         if self.attention_factor is not None:
@@ -209,11 +212,11 @@ def inverse_frequencies(
     Args:
         dim: number of rotated features, even.
         base: the base (theta).
-        scaling: how to stretch, or None.
-        device: where to put the result.
+        scaling: stretch of the frequencies, or None.
+        device: of the result.
 
     Returns:
-        fp32 [dim/2], radians a token.
+        fp32 [dim/2], radians per token.
     """
     exponents = torch.arange(0, dim, 2, dtype=torch.int64, device=device).float() / dim
     frequencies = 1.0 / (base**exponents)
@@ -227,7 +230,7 @@ def inverse_frequencies(
 
 
 def _llama3(frequencies: torch.Tensor, scaling: RopeScaling) -> torch.Tensor:
-    """Keep short wavelengths, stretch long ones, blend linearly in 1/wavelength between."""
+    """Keep short wavelengths, stretch long ones, and interpolate linearly in 1/wavelength."""
     turns = scaling.original_max_position * frequencies / (2 * math.pi)
     span = scaling.high_freq_factor - scaling.low_freq_factor
     keep = ((turns - scaling.low_freq_factor) / span).clamp(0, 1)
@@ -235,7 +238,7 @@ def _llama3(frequencies: torch.Tensor, scaling: RopeScaling) -> torch.Tensor:
 
 
 def _yarn(frequencies: torch.Tensor, dim: int, base: float, scaling: RopeScaling) -> torch.Tensor:
-    """Keep features that turn often, stretch those that turn rarely, ramp over the index."""
+    """Keep features with many rotations, stretch features with few, with a linear ramp between."""
 
     def index_of(turns: float) -> float:
         wavelength = scaling.original_max_position / (turns * 2 * math.pi)
@@ -243,9 +246,9 @@ def _yarn(frequencies: torch.Tensor, dim: int, base: float, scaling: RopeScaling
 
     low = max(math.floor(index_of(scaling.beta_fast)), 0)
     high = min(math.ceil(index_of(scaling.beta_slow)), dim - 1)
-    width = high - low if high != low else 0.001  # a step instead of a division by zero
+    ramp = high - low if high != low else 0.001  # avoids a division by zero: a step
     index = torch.arange(dim // 2, dtype=torch.float32, device=frequencies.device)
-    stretch = ((index - low) / width).clamp(0, 1)
+    stretch = ((index - low) / ramp).clamp(0, 1)
     return frequencies / scaling.factor * stretch + frequencies * (1 - stretch)
 
 
@@ -256,13 +259,13 @@ def rotary_table(
     base: float = 10000.0,
     scaling: RopeScaling | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Tabulate cosine and sine of position times frequency (Su et al., 2021), once a step.
+    """Tabulate cosine and sine of position times frequency (Su et al., 2021), once per step.
 
     Args:
         positions: int64 [s] or [s, b].
         dim: number of rotated features, even.
         base: the base (theta).
-        scaling: how to stretch, or None.
+        scaling: stretch of the frequencies, or None.
 
     Returns:
         (cos, sin), fp32 [s, dim/2] or [s, b, dim/2], times the scaling's magnitude.
@@ -279,7 +282,7 @@ def rotary_table(
 def tabulate(
     positions: torch.Tensor, frequencies: torch.Tensor, scaling: RopeScaling | None
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the table of `rotary_table` from frequencies that are known, fp32 [dim/2]."""
+    """Return the table of `rotary_table` for given frequencies, fp32 [dim/2]."""
     if positions.ndim not in (1, 2) or positions.is_floating_point():
         raise ValueError(
             f"rotary_table: positions {tuple(positions.shape)} {positions.dtype} must be integers"
@@ -293,8 +296,8 @@ def tabulate(
 class Rope(torch.autograd.Function):
     """(x1, x2) -> (x1 cos - x2 sin, x2 cos + x1 sin) for each feature pair.
 
-    Forward: as above. dgrad: the same with -sin. No weights. Saves the table. `rotate` is that of
-    this module or of `triton`.
+    Forward: as above. dgrad: the same with -sin. No weights. Saves the table. `rotate` is the
+    function of this module or of `triton`.
     """
 
     @staticmethod
@@ -312,9 +315,9 @@ class Rope(torch.autograd.Function):
 class SplitHeads(torch.autograd.Function):
     """projection -> (query, key, value, gate), query and key rotated; see `split_heads`.
 
-    Forward: as above. dgrad: the gradients of all parts in one tensor, those of query and key
-    rotated by the negative angle. No weights. Saves the table. `rotate` and `join` are those of
-    this module or of `triton`.
+    Forward: as above. dgrad: all gradients in one tensor, rotated by the negative angle for query
+    and key. No weights. Saves the table. `rotate` and `join` are the functions of this module or of
+    `triton`.
     """
 
     @staticmethod
@@ -341,13 +344,13 @@ def _split_heads(
     rotation: HeadRotation | None,
     rotate: Callable[..., torch.Tensor],
 ) -> tuple[torch.Tensor, ...]:
-    """Return the parts of a projection [s, b, m, d], see `split_heads`."""
+    """Return query, key, value (and gate) of a projection [s, b, m, d], see `split_heads`."""
     if rotation is None:
         return projection.split(tuple(sizes), dim=2)
-    rotated = sizes[0] + sizes[1]
-    both = rotate(projection[:, :, :rotated], *rotation)
-    rest = projection[:, :, rotated:].split(tuple(sizes[2:]), dim=2)
-    return *both.split(tuple(sizes[:2]), dim=2), *rest
+    num_rotated = sizes[0] + sizes[1]
+    query_key = rotate(projection[:, :, :num_rotated], *rotation)
+    remaining = projection[:, :, num_rotated:].split(tuple(sizes[2:]), dim=2)
+    return *query_key.split(tuple(sizes[:2]), dim=2), *remaining
 
 
 def _join_heads(
@@ -357,14 +360,13 @@ def _join_heads(
     sin: torch.Tensor | None,
     interleaved: bool,
 ) -> None:
-    """Write gradients [s, b, n, d] of the parts of a projection side by side into that of the
-    projection, the first two rotated back."""
-    parts = joint.split([grad.shape[2] for grad in grads], dim=2)
-    for index, (grad, part) in enumerate(zip(grads, parts, strict=True)):
+    """Write gradients [s, b, n, d] into the projection's gradient, rotating the first two back."""
+    targets = joint.split([grad.shape[2] for grad in grads], dim=2)
+    for index, (grad, target) in enumerate(zip(grads, targets, strict=True)):
         if cos is not None and sin is not None and index < 2:
-            _rotate(grad, cos, sin, interleaved, sign=-1, out=part)
+            _rotate(grad, cos, sin, interleaved, sign=-1, out=target)
         else:
-            part.copy_(grad)
+            target.copy_(grad)
 
 
 def _rotate(
@@ -378,29 +380,29 @@ def _rotate(
 ) -> torch.Tensor:
     """Rotate x [s, b, n, d] by `sign` times the table's angles [s, (b,) r/2]; see `apply_rope`.
 
-    The result is written to `out`, if that is given.
+    The result is written to `out` if it is not None.
     """
-    wide = accumulation_dtype(x.dtype)
-    values, target = x.to(wide), out
-    if out is None or out.dtype != wide:
-        out = torch.empty(x.shape, dtype=wide, device=x.device)
+    dtype = accumulation_dtype(x.dtype)
+    values, target = x.to(dtype), out
+    if out is None or out.dtype != dtype:
+        out = torch.empty(x.shape, dtype=dtype, device=x.device)
     # [s, (b,) r/2] -> [s, b or 1, 1, r/2]
     shape = (*cos.shape[:-1], 1, cos.shape[-1]) if cos.ndim == 3 else (-1, 1, 1, cos.shape[-1])
-    cos = cos.to(wide).view(shape)
-    sin = sin.to(wide).view(shape)
+    cos = cos.to(dtype).view(shape)
+    sin = sin.to(dtype).view(shape)
     half = cos.shape[-1]
     rotated = 2 * half
-    whole = rotated == x.shape[-1]
+    rotates_all = rotated == x.shape[-1]
     split, dim = ((half, 2), -1) if interleaved else ((2, half), -2)
     pairs = (*x.shape[:-1], *split)  # [s, b, n, r/2, 2] or [s, b, n, 2, r/2]
     # [s, b, n, r/2] each
-    first, second = (values if whole else values[..., :rotated]).view(pairs).unbind(dim)
-    out_first, out_second = (out if whole else out[..., :rotated]).view(pairs).unbind(dim)
-    torch.mul(first, cos, out=out_first)
-    out_first.addcmul_(second, sin, value=-sign)
-    torch.mul(second, cos, out=out_second)
-    out_second.addcmul_(first, sin, value=sign)
-    if not whole:
+    x1, x2 = (values if rotates_all else values[..., :rotated]).view(pairs).unbind(dim)
+    y1, y2 = (out if rotates_all else out[..., :rotated]).view(pairs).unbind(dim)
+    torch.mul(x1, cos, out=y1)
+    y1.addcmul_(x2, sin, value=-sign)
+    torch.mul(x2, cos, out=y2)
+    y2.addcmul_(x1, sin, value=sign)
+    if not rotates_all:
         out[..., rotated:] = values[..., rotated:]
     if target is None:
         return out.to(x.dtype)

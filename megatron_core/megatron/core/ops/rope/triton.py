@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Rotary embedding in Triton: all heads of as many tokens as make a tile, read and written once;
-gradients of a projection's heads joined in the same pass."""
+"""Rotary embedding in Triton: each head is read and written once; backward also joins gradients.
+
+A tile has all heads of as many tokens as fit.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +15,7 @@ import triton.language as tl
 
 from megatron.core.ops.launches import Launches, cdiv, next_power_of_2
 
-# TILE: elements that a program holds, a few tokens' where there are few heads.
+# TILE: elements per program; with few heads it has several tokens.
 ROTATE = Launches(
     "rope",
     {"TILE": 4096, "num_warps": 4},
@@ -45,9 +47,9 @@ def rope_kernel(
     TOKENS: tl.constexpr,
     HEADS: tl.constexpr,
     PAIRS: tl.constexpr,
-    REST: tl.constexpr,
+    TAIL: tl.constexpr,
 ):
-    """Rotate the pairs of every head of TOKENS tokens and copy the features behind them."""
+    """Rotate the pairs of every head of TOKENS tokens and copy the features after the pairs."""
     token = tl.program_id(0) * TOKENS + tl.arange(0, TOKENS)[:, None, None]
     head = tl.arange(0, HEADS)[None, :, None]
     position, sample = token // batch, token % batch
@@ -61,7 +63,7 @@ def rope_kernel(
     source += head.to(tl.int64) * x_stride_n
     target = out_ptr + (token.to(tl.int64) * heads + head) * features
     rotate_tile(
-        source, target, cos, sin, exists, pairs, features, INTERLEAVED, TOKENS, HEADS, PAIRS, REST
+        source, target, cos, sin, exists, pairs, features, INTERLEAVED, TOKENS, HEADS, PAIRS, TAIL
     )
 
 
@@ -78,13 +80,12 @@ def rotate_tile(
     TOKENS: tl.constexpr,
     HEADS: tl.constexpr,
     PAIRS: tl.constexpr,
-    REST: tl.constexpr,
+    TAIL: tl.constexpr,
 ):
-    """Rotate the pairs of heads that begin at `source`, [TOKENS, HEADS, 1], into `target`, and copy
-    the features behind them."""
+    """Rotate the pairs of heads at `source` [TOKENS, HEADS, 1] into `target`; copy the tail."""
     pair = tl.arange(0, PAIRS)[None, None, :]
     dtype = target.dtype.element_ty
-    if INTERLEAVED:  # neighbours are loaded together and parted in registers
+    if INTERLEAVED:  # adjacent features are loaded together and split in registers
         feature = tl.arange(0, 2 * PAIRS)[None, None, :]
         inside = exists & (feature < 2 * pairs)
         x = tl.load(source + feature, mask=inside, other=0.0).to(tl.float32)
@@ -100,10 +101,10 @@ def rotate_tile(
         y2 = x2 * cos + x1 * sin
         tl.store(target + pair, y1.to(dtype), mask=inside)
         tl.store(target + pair + pairs, y2.to(dtype), mask=inside)
-    if REST > 0:
-        rest = 2 * pairs + tl.arange(0, REST)[None, None, :]
-        behind = exists & (rest < features)
-        tl.store(target + rest, tl.load(source + rest, mask=behind, other=0.0), mask=behind)
+    if TAIL > 0:
+        tail = 2 * pairs + tl.arange(0, TAIL)[None, None, :]
+        tail_mask = exists & (tail < features)
+        tl.store(target + tail, tl.load(source + tail, mask=tail_mask, other=0.0), mask=tail_mask)
 
 
 @triton.jit
@@ -127,10 +128,10 @@ def join_tile(
     TOKENS: tl.constexpr,
     HEADS: tl.constexpr,
     PAIRS: tl.constexpr,
-    REST: tl.constexpr,
+    TAIL: tl.constexpr,
     FEATURES: tl.constexpr,
 ):
-    """Write the heads of one part of tokens to rows of `row` features that begin at `out_ptr`."""
+    """Write the heads of one tensor to rows of `row` features that begin at `out_ptr`."""
     head = tl.arange(0, HEADS)[None, :, None]
     exists = (token < tokens) & (head < heads)
     source = x_ptr + (token // batch).to(tl.int64) * stride_s
@@ -149,7 +150,7 @@ def join_tile(
             TOKENS,
             HEADS,
             PAIRS,
-            REST,
+            TAIL,
         )
     else:
         feature = tl.arange(0, FEATURES)[None, None, :]
@@ -191,11 +192,13 @@ def join_heads_kernel(
     TOKENS: tl.constexpr,
     HEADS: tl.constexpr,
     PAIRS: tl.constexpr,
-    REST: tl.constexpr,
+    TAIL: tl.constexpr,
     FEATURES: tl.constexpr,
 ):
-    """Write query, key, value and gate heads of TOKENS tokens side by side, each part a program;
-    query and key rotated by the negative angle."""
+    """Write query, key, value and gate heads of TOKENS tokens into joint rows.
+
+    Each of the four tensors has its own programs; query and key are rotated by the negative angle.
+    """
     token = tl.program_id(0) * TOKENS + tl.arange(0, TOKENS)[:, None, None]
     pair = tl.arange(0, PAIRS)[None, None, :]
     cos = 1.0
@@ -205,30 +208,30 @@ def join_heads_kernel(
         in_table = (token < tokens) & (pair < pairs)
         cos = tl.load(cos_ptr + table_row + pair, mask=in_table, other=0.0)
         sin = -tl.load(sin_ptr + table_row + pair, mask=in_table, other=0.0)
-    part = tl.program_id(1)
-    if part == 0:
+    part_index = tl.program_id(1)
+    if part_index == 0:
         join_tile(
             query_ptr, out_ptr, cos, sin, token, tokens, batch, heads, features, pairs, row,
             query_stride_s, query_stride_b, query_stride_n,
-            ROTATES, INTERLEAVED, TOKENS, HEADS, PAIRS, REST, FEATURES,
+            ROTATES, INTERLEAVED, TOKENS, HEADS, PAIRS, TAIL, FEATURES,
         )  # fmt: skip
-    elif part == 1:
+    elif part_index == 1:
         join_tile(
             key_ptr, out_ptr + heads * features, cos, sin, token, tokens, batch, groups, features,
             pairs, row, key_stride_s, key_stride_b, key_stride_n,
-            ROTATES, INTERLEAVED, TOKENS, HEADS, PAIRS, REST, FEATURES,
+            ROTATES, INTERLEAVED, TOKENS, HEADS, PAIRS, TAIL, FEATURES,
         )  # fmt: skip
-    elif part == 2:
+    elif part_index == 2:
         join_tile(
             value_ptr, out_ptr + (heads + groups) * features, cos, sin, token, tokens, batch,
             groups, features, pairs, row, value_stride_s, value_stride_b, value_stride_n,
-            False, INTERLEAVED, TOKENS, HEADS, PAIRS, REST, FEATURES,
+            False, INTERLEAVED, TOKENS, HEADS, PAIRS, TAIL, FEATURES,
         )  # fmt: skip
     else:
         join_tile(
             gate_ptr, out_ptr + (heads + 2 * groups) * features, cos, sin, token, tokens, batch,
             heads, features, pairs, row, gate_stride_s, gate_stride_b, gate_stride_n,
-            False, INTERLEAVED, TOKENS, HEADS, PAIRS, REST, FEATURES,
+            False, INTERLEAVED, TOKENS, HEADS, PAIRS, TAIL, FEATURES,
         )  # fmt: skip
 
 
@@ -280,12 +283,12 @@ def join_heads(
     sin: torch.Tensor | None,
     interleaved: bool,
 ) -> None:
-    """Write the gradients of a projection's parts into its own; see the package.
+    """Write the gradients of query, key, value and gate into the projection's gradient.
 
     Args:
         grads: [s, b, n, d] of query, [s, b, g, d] of key and value, [s, b, n, d] of gate if any.
         joint: dense [s, b, n + 2g (+ n), d], not empty.
-        cos, sin: the table by which query and key were rotated; None: they were not.
+        cos, sin: the table of the rotation of query and key; None without a rotation.
         interleaved: see `rotate`.
     """
     grads = [grad if grad.stride(-1) == 1 else grad.contiguous() for grad in grads]
@@ -294,9 +297,9 @@ def join_heads(
     pairs = 0 if cos is None else cos.shape[-1]
     launch = ROTATE.pick(joint, launch_key(grads[0], pairs))
     tile = head_tile(launch["TILE"], max(heads, groups), features, pairs)
-    parts = (*grads, grads[0])[:4]
+    tensors = (*grads, grads[0])[:4]
     join_heads_kernel[(cdiv(sequence * batch, tile["TOKENS"]), len(grads))](
-        *parts,
+        *tensors,
         *(joint if table is None else table.contiguous() for table in (cos, sin)),
         joint,
         sequence * batch,
@@ -306,7 +309,7 @@ def join_heads(
         row * features,
         features,
         pairs,
-        *(stride for part in parts for stride in part.stride()[:3]),
+        *(stride for tensor in tensors for stride in tensor.stride()[:3]),
         ROTATES=cos is not None,
         PER_SAMPLE=cos is not None and cos.ndim == 3,
         INTERLEAVED=interleaved,
@@ -318,26 +321,26 @@ def join_heads(
 
 @functools.cache
 def head_tile(elements: int, heads: int, features: int, pairs: int) -> Mapping[str, int]:
-    """Return the tokens, heads, pairs and further features of a tile, powers of two.
+    """Return the tokens, heads, pairs and remaining features of a tile, powers of two.
 
     Args:
         elements: of the tile.
         heads: of a token.
         features: of a head.
-        pairs: of features that are rotated.
+        pairs: rotated pairs of features.
     """
-    rest = features - 2 * pairs
+    tail = features - 2 * pairs
     shape = {
         "HEADS": next_power_of_2(heads),
         "PAIRS": next_power_of_2(max(pairs, 1)),
-        "REST": next_power_of_2(rest) if rest else 0,
+        "TAIL": next_power_of_2(tail) if tail else 0,
     }
-    token = shape["HEADS"] * (2 * shape["PAIRS"] + shape["REST"])
+    token = shape["HEADS"] * (2 * shape["PAIRS"] + shape["TAIL"])
     return {"TOKENS": 1 << (max(1, elements // token).bit_length() - 1), **shape}
 
 
 def launch_key(x: torch.Tensor, pairs: int) -> str:
-    """Name what decides how the kernel is best started."""
+    """Return the key of the launch table: sizes of a token and dtype."""
     heads, features = (next_power_of_2(size) for size in x.shape[2:])
     dtype = str(x.dtype).removeprefix("torch.")
     return f"n{heads} d{features} r{next_power_of_2(pairs)} {dtype}"

@@ -1,6 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Activations of an MLP, gated (SwiGLU, GeGLU) and plain: the ops, and their definition in plain
-torch, which a CPU uses."""
+"""Activations of an MLP, gated (SwiGLU, GeGLU) and plain."""
 
 from __future__ import annotations
 
@@ -14,7 +13,7 @@ ACTIVATIONS = ("gelu", "gelu_tanh", "relu", "squared_relu", "silu")
 
 
 def swiglu(gate_up: torch.Tensor, *, implementation: str | None = None) -> torch.Tensor:
-    """Compute silu(gate) * up (Shazeer, 2020); `gated` with its usual activation.
+    """Compute silu(gate) * up (Shazeer, 2020).
 
     Args:
         gate_up: [..., 2f], the gate in the first half.
@@ -63,13 +62,14 @@ def gated(
 
 
 def gate_(gate: torch.Tensor, up: torch.Tensor, *, activation: str = "silu") -> torch.Tensor:
-    """Write activation(gate) * up to `gate` and return it; `gated` where nothing is kept.
+    """Write activation(gate) * up to `gate` and return it.
 
-    Two operations, in plain torch: for generation on a CPU. Forward only.
+    In-place variant of `gated` for generation on a CPU: two operations of plain PyTorch, forward
+    only.
 
     Args:
         gate, up: [..., f].
-        activation: as of `gated`.
+        activation: as in `gated`.
 
     Raises:
         ValueError: an unknown activation.
@@ -114,8 +114,8 @@ class Gated(torch.autograd.Function):
     """y = act(gate) * up, [..., 2f] -> [..., f].
 
     Forward: as above. dgrad: dgate = g up act'(gate), dup = g act(gate), written into the two
-    halves of one buffer. No weights. Saves gate_up alone: the activation is computed again.
-    `forward` and `backward` are those of this module or of `triton`.
+    halves of one buffer. No weights. Saves only gate_up: backward recomputes the activation.
+    `forward` and `backward` are the functions of this module or of `triton`.
     """
 
     @staticmethod
@@ -137,11 +137,11 @@ def gated_forward(gate_up: torch.Tensor, activation: str) -> torch.Tensor:
 
 
 def gated_backward(grad: torch.Tensor, gate_up: torch.Tensor, activation: str) -> torch.Tensor:
-    """Return the gradient of gate_up [..., 2f] from the gradient of the result [..., f]."""
+    """Return the gradient of gate_up [..., 2f] from the gradient of y [..., f]."""
     gate, up = gate_up.chunk(2, dim=-1)
-    result = torch.empty_like(gate_up)
-    grad_gate, grad_up = result.chunk(2, dim=-1)
-    # grad_up is the scratch for grad * up before it gets its own value: one buffer less.
+    grad_gate_up = torch.empty_like(gate_up)
+    grad_gate, grad_up = grad_gate_up.chunk(2, dim=-1)
+    # grad_up first serves as scratch for grad * up, which saves a buffer.
     torch.mul(grad, up, out=grad_up)
     if activation == "silu":
         torch.ops.aten.silu_backward.grad_input(grad_up, gate, grad_input=grad_gate)
@@ -150,7 +150,7 @@ def gated_backward(grad: torch.Tensor, gate_up: torch.Tensor, activation: str) -
             grad_up, gate, approximate="tanh", grad_input=grad_gate
         )
     _activate_into(gate, activation, grad_up).mul_(grad)
-    return result
+    return grad_gate_up
 
 
 def _activate_into(gate: torch.Tensor, activation: str, out: torch.Tensor) -> torch.Tensor:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Gated activations in Triton: one pass over memory each way."""
+"""Gated activations in Triton: one pass over memory forward and one backward."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import triton.language as tl
 
 from megatron.core.ops.launches import Launches, cdiv, next_power_of_2
 
-# 16 elements a thread of every tensor: two loads of 16 bytes each under way.
+# 16 elements per thread of every tensor: two loads of 16 bytes in flight for each.
 FORWARD = Launches(
     "gated_forward",
     {"BLOCK": 2048, "num_warps": 4},
@@ -32,18 +32,18 @@ def activation_and_slope(gate, GELU: tl.constexpr):
         # gelu(x) = x sigmoid(2 u), u = sqrt(2/pi) (x + 0.044715 x^3), as tanh(u) = 2 sig(2u) - 1
         double_u = 1.5957691216057308 * (gate + 0.044715 * gate * gate * gate)
         slope_u = 1.5957691216057308 * (1 + 0.134145 * gate * gate)
-        share = tl.sigmoid(double_u)
-        return gate * share, share + gate * share * (1 - share) * slope_u
+        sigmoid = tl.sigmoid(double_u)
+        return gate * sigmoid, sigmoid + gate * sigmoid * (1 - sigmoid) * slope_u
     else:
-        share = tl.sigmoid(gate)
-        return gate * share, share * (1 + gate * (1 - share))
+        sigmoid = tl.sigmoid(gate)
+        return gate * sigmoid, sigmoid * (1 + gate * (1 - sigmoid))
 
 
 @triton.jit
 def gated_forward_kernel(
     gate_up_ptr, y_ptr, width, blocks, GELU: tl.constexpr, BLOCK: tl.constexpr
 ):
-    """Compute one block of one row of act(gate) * up; programs next to each other share a row."""
+    """Compute one block of one row of act(gate) * up; adjacent programs share a row."""
     row = (tl.program_id(0) // blocks).to(tl.int64)
     columns = tl.program_id(0) % blocks * BLOCK + tl.arange(0, BLOCK)
     inside = columns < width
@@ -57,9 +57,9 @@ def gated_forward_kernel(
 
 @triton.jit
 def gated_backward_kernel(
-    gate_up_ptr, grad_ptr, result_ptr, width, blocks, GELU: tl.constexpr, BLOCK: tl.constexpr
+    gate_up_ptr, grad_ptr, grad_gate_up_ptr, width, blocks, GELU: tl.constexpr, BLOCK: tl.constexpr
 ):
-    """Compute one block of one row of both gradients, the activation made again."""
+    """Compute one block of one row of both gradients; the activation is recomputed."""
     row = (tl.program_id(0) // blocks).to(tl.int64)
     columns = tl.program_id(0) % blocks * BLOCK + tl.arange(0, BLOCK)
     inside = columns < width
@@ -68,19 +68,19 @@ def gated_backward_kernel(
     up = tl.load(gate_up_ptr + start + width, mask=inside, other=0.0).to(tl.float32)
     grad = tl.load(grad_ptr + row * width + columns, mask=inside, other=0.0).to(tl.float32)
     active, slope = activation_and_slope(gate, GELU)
-    dtype = result_ptr.dtype.element_ty
-    tl.store(result_ptr + start, (grad * up * slope).to(dtype), mask=inside)
-    tl.store(result_ptr + start + width, (grad * active).to(dtype), mask=inside)
+    dtype = grad_gate_up_ptr.dtype.element_ty
+    tl.store(grad_gate_up_ptr + start, (grad * up * slope).to(dtype), mask=inside)
+    tl.store(grad_gate_up_ptr + start + width, (grad * active).to(dtype), mask=inside)
 
 
 def row_blocks(launch: Mapping[str, int], width: int) -> dict[str, int]:
-    """Return the block and warps of rows of `width`: narrow ones have smaller ones, fewer warps."""
+    """Return block and warps for rows of `width`; short rows get smaller blocks, fewer warps."""
     block = min(launch["BLOCK"], next_power_of_2(width))
     return {"BLOCK": block, "num_warps": max(1, launch["num_warps"] * block // launch["BLOCK"])}
 
 
 def launch_key(y: torch.Tensor) -> str:
-    """Name what decides how the kernels are best started."""
+    """Return the key of the launch table: size of a row and dtype."""
     return f"f{next_power_of_2(y.shape[-1])} {str(y.dtype).removeprefix('torch.')}"
 
 
@@ -98,14 +98,20 @@ def gated_forward(gate_up: torch.Tensor, activation: str) -> torch.Tensor:
 
 
 def gated_backward(grad: torch.Tensor, gate_up: torch.Tensor, activation: str) -> torch.Tensor:
-    """Return the gradient of gate_up [..., 2f] from the gradient of the result [..., f]."""
+    """Return the gradient of gate_up [..., 2f] from the gradient of y [..., f]."""
     gate_up = gate_up.contiguous()
-    result = torch.empty_like(gate_up)
+    grad_gate_up = torch.empty_like(gate_up)
     width = grad.shape[-1]
     if grad.numel():
         tile = row_blocks(BACKWARD.pick(grad, launch_key(grad)), width)
         blocks = cdiv(width, tile["BLOCK"])
         gated_backward_kernel[(grad.numel() // width * blocks,)](
-            gate_up, grad.contiguous(), result, width, blocks, GELU=activation == "gelu", **tile
+            gate_up,
+            grad.contiguous(),
+            grad_gate_up,
+            width,
+            blocks,
+            GELU=activation == "gelu",
+            **tile,
         )
-    return result
+    return grad_gate_up

@@ -11,7 +11,7 @@ from megatron.core.ops.swiglu import triton as swiglu
 from tests.unit_tests.core.ops.aot.description import Description
 
 RMS_TYPES = {"rstd_ptr": "*fp32", "offset": "fp32"}
-DENSE = {"inner": 1}  # as the launcher passes what is 1: rows of a dense tensor
+DENSE = {"group_size": 1}  # the launcher specializes on 1: rows of a dense tensor
 LAYER_TYPES = {"statistics_ptr": "*fp32", "offset": "fp32"}
 
 KERNELS = (

@@ -97,7 +97,7 @@ KERNELS = (
     Description(
         kernel=triton.merge_pieces_kernel,
         launch={"FEATURES": 128, **MERGE.default},
-        types={"piece_ptr": "*fp32", "piece_lse_ptr": "*fp32", "lse_ptr": "*fp32"},
+        types={"split_ptr": "*fp32", "split_lse_ptr": "*fp32", "lse_ptr": "*fp32"},
         divisible=("features",),
     ),
     Description(

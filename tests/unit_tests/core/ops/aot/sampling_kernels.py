@@ -13,7 +13,7 @@ KERNELS = (
         types={
             "scores_ptr": "*fp32",
             "rows_ptr": "*i32",
-            "numbers_ptr": "*fp32",
+            "penalties_ptr": "*fp32",
             "bounds_ptr": "*i32",
             "tokens_ptr": "*i32",
             "values_ptr": "*fp32",

@@ -31,7 +31,7 @@ KERNELS = (
     Description(
         kernel=permutation.take_rows_kernel,
         launch=permutation.TAKE.default,
-        types={"places_ptr": "*i64"},
+        types={"sources_ptr": "*i64"},
         divisible=("features",),
         quick=(),
     ),

@@ -89,7 +89,7 @@ def test_heads_of_a_projection_share_one_gradient(device, dtype, gates):
 def test_permutations(device, dtype, copies, features):
     order = made(device, SEQUENCE * copies).argsort()
     permutation = Permutation.of(order[SEQUENCE // 5 :], SEQUENCE, copies)
-    rows = len(permutation.places)
+    rows = len(permutation.sources)
     agree(
         lambda x, **options: take_rows(x, permutation, **options),
         (made(device, SEQUENCE, features),),

@@ -132,7 +132,7 @@ def permutation(bench: Bench) -> None:
     weights = torch.rand(tokens, copies, device=bench.device)
     moved = x.nbytes + rows.nbytes
     what = f"{copies} copies of {tokens} tokens of {features}"
-    tokens_of_rows = there.places // copies
+    tokens_of_rows = there.sources // copies
     calls = {
         OURS: lambda: take_rows(x, there, implementation="triton"),
         TORCH: lambda: x[tokens_of_rows],

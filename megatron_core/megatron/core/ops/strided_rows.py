@@ -8,7 +8,7 @@ elements, `d` apart, and tokens are `f` apart. Two strides therefore address eve
 Triton loads vectors only if it knows that 16 divides the pointer and the strides; a slice with a
 stride of, say, 772 elements and an offset of 516 is otherwise loaded element by element.
 `AlignedRows` therefore starts from an aligned pointer and counts offsets and strides in units of
-the largest power of two that divides all of them.
+the largest power of two that divides every offset and stride.
 """
 
 from __future__ import annotations

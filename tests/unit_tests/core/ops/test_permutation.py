@@ -42,7 +42,7 @@ def test_take_rows(make, dtype, case):
     tokens, copies = permutation.slots.shape
     compare(
         lambda x: take_rows(x, permutation),
-        lambda x: x[permutation.places // copies],
+        lambda x: x[permutation.sources // copies],
         (make(tokens, 37),),
         dtype,
     )
@@ -60,7 +60,7 @@ def test_sum_rows(make, dtype, case, weighted):
     compare(
         lambda y: sum_rows(y, permutation, weights=weights if weighted else None),
         lambda y: naive_sum_rows(y, permutation.slots, leaf if weighted else None),
-        (make(len(permutation.places), 37),),
+        (make(len(permutation.sources), 37),),
         dtype,
     )
     if weighted:
@@ -75,7 +75,7 @@ def test_narrow_rows_are_weighted_by_all_bits_of_the_weights():
     """fp32 weights of bf16 rows change the sum by their own rounding only."""
     permutation = make_permutation("three copies, dropped")
     tokens, copies = permutation.slots.shape
-    y = torch.ones(len(permutation.places), 5, dtype=torch.bfloat16)
+    y = torch.ones(len(permutation.sources), 5, dtype=torch.bfloat16)
     # 1 + 2^-9 would be 1 in bf16
     weights = torch.tensor([-1.0, 1 + 2.0**-9, 2.0**-12]).expand(tokens, copies).contiguous()
     out = sum_rows(y, permutation, weights=weights)
@@ -113,13 +113,13 @@ def test_gradients_may_be_views(make):
         assert all(torch.equal(a, b) for a, b in zip(mine, other, strict=True))
 
 
-def test_places_and_slots_say_the_same():
+def test_sources_and_slots_are_inverse():
     permutation = make_permutation("three copies, dropped")
     flat = permutation.slots.flatten()
-    assert torch.equal(flat[permutation.places], torch.arange(len(permutation.places)))
+    assert torch.equal(flat[permutation.sources], torch.arange(len(permutation.sources)))
     count = int((flat >= 0).sum())
-    assert count == len(permutation.places)
-    assert len(permutation.places) < len(flat)
+    assert count == len(permutation.sources)
+    assert len(permutation.sources) < len(flat)
 
 
 X, PERMUTATION = torch.ones(3, 5), Permutation.of(torch.tensor([4, 0]), 3, 2)
@@ -135,17 +135,17 @@ BAD = {
         lambda: sum_rows(X[:2], PERMUTATION, weights=torch.ones(3, 2).bfloat16()),
         "torch.bfloat16 must be",
     ),
-    "narrow places": (
-        lambda: Permutation(PERMUTATION.places.int(), PERMUTATION.slots),
-        "places torch.int32",
+    "int32 sources": (
+        lambda: Permutation(PERMUTATION.sources.int(), PERMUTATION.slots),
+        "sources torch.int32",
     ),
     "flat slots": (
-        lambda: Permutation(PERMUTATION.places, PERMUTATION.slots.flatten()),
+        lambda: Permutation(PERMUTATION.sources, PERMUTATION.slots.flatten()),
         r"slots \(6,\) \[t, k\]",
     ),
-    "many places": (
+    "many sources": (
         lambda: Permutation(torch.arange(7), PERMUTATION.slots),
-        r"places \(7,\) must be \[r\]",
+        r"sources \(7,\) must be \[r\]",
     ),
 }
 

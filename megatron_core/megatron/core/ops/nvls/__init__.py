@@ -2,7 +2,7 @@
 """Kernels of low-latency collectives over symmetric memory; `megatron.core.comm` calls them.
 
 The "v" collectives, for ranks with different numbers of rows, are defined in plain PyTorch by the
-collectives for equal shards. Each of w ranks has a shard of n rows, of which the first `rows[rank]`
+collectives for equal shards. Each of w ranks has a shard of n rows; the first `rows[rank]` rows
 are real. The gathered tensor has the real rows of all ranks first, then zeros:
 
     all-gather-v       [n, h] of every rank -> [w n, h]   pack_rows(all-gathered, rows)
@@ -29,7 +29,7 @@ class PeerGroup:
         pads: int64 [world], addresses of the ranks' signal pads, on the device.
         status: int32 [1], written by the device: 1 + rank of a peer that timed out.
         rank, world: of this rank's group.
-        programs: upper bound on the programs of a kernel; a signal pad has slots for each of them.
+        programs: upper bound on the programs of a kernel; a signal pad has slots for each program.
         tries: number of polls of a slot before a peer times out; 0 waits for ever.
         traps: whether a time-out stops the device by PTX `trap`; otherwise the kernel continues
             and its output is invalid.

@@ -33,9 +33,9 @@ class GatherIndices(NamedTuple):
         bounds: start and end of each row's new tokens, [0, ...].
         contexts: tokens of each row in the cache.
         rows: number of leading rows with few new tokens.
-        decoding: number of new tokens of these rows; each token is computed as a row of its own.
+        decoding: number of new tokens in the leading rows; each token is computed as a separate row.
         slots: int64 [decoding * k], the slot of each visible key; a token with fewer than k visible
-            keys repeats one of them. None with a slot range.
+            keys repeats a key. None with a slot range.
         mask: [decoding, 1, 1, k], added to logits: -inf for repeated keys, else 0; None if no token
             repeats a key.
         slot_range: (first slot, k) if a single token decodes and its slots are contiguous.
@@ -139,7 +139,7 @@ class PagedBatch:
 
 
 class JointPages:
-    """Pages of a layer that hold keys and values side by side, and cached views of them.
+    """Pages of a layer that hold keys and values side by side, with cached views.
 
     Args:
         pages: [blocks, block_size, 2g, d], contiguous: the key heads, then the value heads.
@@ -402,8 +402,8 @@ def _decode(
         out = (logits - lse[..., None]).exp() @ values
     out, lse = out.reshape(query.shape), lse.reshape(rows, heads).to(lse_dtype)
     if sinks is not None:
-        both = add_sinks(out[None].to(lse_dtype), lse[..., None], sinks)
-        out, lse = both[0][0], both[1][..., 0]
+        out, lse = add_sinks(out[None].to(lse_dtype), lse[..., None], sinks)
+        out, lse = out[0], lse[..., 0]
     return out.to(query.dtype), lse
 
 

@@ -1,15 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Permutations of rows: copies of tokens to where they are wanted, and their weighted sums back.
+"""Permutations of rows: gather copies of tokens, and reduce them to weighted sums per token.
 
-    take_rows   y[i] = x[places[i] // k]                     [t, h] -> [r, h]
+    take_rows   y[i] = x[sources[i] // k]                    [t, h] -> [r, h]
     sum_rows    out[t] = sum_j w[t, j] · y[slots[t, j]]      [r, h] -> [t, h]
 
-They are each other's backward. `places` and `slots` say the same thing from either side: place
-t · k + j has its copy in row slots[t, j], or none if that is -1. With padding there are rows that
-no slot names: their copies, and their gradients, are of any token.
+Each is the other's backward. `sources` and `slots` are inverse index tables: copy t · k + j of
+token t is in row slots[t, j]; -1 means that this copy has no row. With padding, some rows are
+named by no slot; their contents and gradients are copies of an arbitrary token.
 
-In plain torch, which a CPU uses, sums are `embedding_bag`s: rows are gathered, weighted and added
-in one pass, in fp32, where an index, a product and a sum would each write [r, h] to memory.
+The plain PyTorch version computes the sums with `embedding_bag`: it gathers, weights and adds rows
+in one pass, in fp32, while an index, a product and a sum would each write [r, h] to memory.
 """
 
 from __future__ import annotations
@@ -27,67 +27,70 @@ __all__ = ["Permutation", "sum_rows", "take_rows"]
 
 @dataclass(frozen=True, eq=False)
 class Permutation:
-    """Which row is a copy of which token.
+    """Index tables between rows and copies of tokens.
 
     Args:
-        places: int64 [r], each row's place t · k + j; no place has two rows.
-        slots: int64 [t, k], each place's row, or -1.
-        padded: some rows may be padding, with any place.
+        sources: int64 [r], each row's copy t · k + j; no copy has two rows.
+        slots: int64 [t, k], each copy's row, or -1.
+        padded: whether some rows may be padding, with arbitrary sources.
 
     Raises:
-        ValueError: other dtypes or shapes, or more rows than places without padding.
+        ValueError: other dtypes or shapes, or more rows than copies without padding.
     """
 
-    places: torch.Tensor
+    sources: torch.Tensor
     slots: torch.Tensor
     padded: bool = False
 
     def __post_init__(self) -> None:
-        places, slots = self.places, self.slots
-        if places.dtype != torch.int64 or slots.dtype != torch.int64:
+        sources, slots = self.sources, self.slots
+        if sources.dtype != torch.int64 or slots.dtype != torch.int64:
             raise ValueError(
-                f"Permutation: places {places.dtype} and slots {slots.dtype} must be int64"
+                f"Permutation: sources {sources.dtype} and slots {slots.dtype} must be int64"
             )
-        too_many = len(places) > slots.numel() and not self.padded
-        if places.ndim != 1 or slots.ndim != 2 or too_many:
+        too_many = len(sources) > slots.numel() and not self.padded
+        if sources.ndim != 1 or slots.ndim != 2 or too_many:
             raise ValueError(
-                f"Permutation: places {tuple(places.shape)} must be [r] and slots"
-                f" {tuple(slots.shape)} [t, k], with no more rows than places"
+                f"Permutation: sources {tuple(sources.shape)} must be [r] and slots"
+                f" {tuple(slots.shape)} [t, k], with no more rows than copies"
             )
 
     @staticmethod
-    def of(places: torch.Tensor, tokens: int, copies: int) -> Permutation:
-        """Return the permutation with these places, int64 [r], among tokens · copies."""
-        slots = places.new_full((tokens * copies,), -1)
-        slots[places] = torch.arange(len(places), device=places.device)
-        return Permutation(places, slots.view(tokens, copies))
+    def of(sources: torch.Tensor, tokens: int, copies: int) -> Permutation:
+        """Return the permutation with these sources, int64 [r], among tokens · copies."""
+        slots = sources.new_full((tokens * copies,), -1)
+        slots[sources] = torch.arange(len(sources), device=sources.device)
+        return Permutation(sources, slots.view(tokens, copies))
 
     @staticmethod
     def with_padding(
-        places: torch.Tensor, present: torch.Tensor, *, tokens: int, copies: int
+        sources: torch.Tensor, present: torch.Tensor, *, tokens: int, copies: int
     ) -> Permutation:
-        """Return the permutation with places int64 [r], of which those that are not present, bool
-        [r], are padding."""
-        spare = tokens * copies  # a slot that padding may write to
-        slots = places.new_full((spare + 1,), -1)
-        rows = torch.arange(len(places), device=places.device)
-        slots[places.where(present, spare)] = rows
-        return Permutation(places, slots[:-1].view(tokens, copies), padded=True)
+        """Return the permutation with sources int64 [r]; rows that are not present are padding.
+
+        Args:
+            present: bool [r].
+        """
+        padding_slot = tokens * copies  # a slot that padding may write to
+        slots = sources.new_full((padding_slot + 1,), -1)
+        rows = torch.arange(len(sources), device=sources.device)
+        slots[sources.where(present, padding_slot)] = rows
+        return Permutation(sources, slots[:-1].view(tokens, copies), padded=True)
 
 
 def take_rows(
     x: torch.Tensor, permutation: Permutation, *, implementation: str | None = None
 ) -> torch.Tensor:
-    """Return [r, h], copies of the rows of x.
+    """Return [r, h], a copy of a row of x for each row of the permutation.
 
     Args:
         x: [t, h].
         implementation: "reference", "triton" or None (by device).
 
     Raises:
-        ValueError: another number of rows than the permutation has tokens.
+        ValueError: number of rows differs from the permutation's number of tokens.
     """
-    places, slots = permutation.places, permutation.slots
+    sources, slots = permutation.sources, permutation.slots
     if x.ndim != 2 or len(x) != len(slots):
         raise ValueError(
             f"take_rows: x {tuple(x.shape)} must be [{len(slots)}, h], one row a token"
@@ -95,9 +98,11 @@ def take_rows(
     if choose(implementation, x, "take_rows") == "triton":
         from megatron.core.ops.permutation import triton as kernels
 
-        return apply_function(Take, x, places, slots, kernels.take, kernels.total)
-    back = partial(total, missing=True) if permutation.padded else total
-    return apply_function(Take, x, places, slots, take, back)
+        return apply_function(
+            TakeRows, x, sources, slots, kernels.gather_copies, kernels.sum_copies
+        )
+    back = partial(sum_copies, has_missing=True) if permutation.padded else sum_copies
+    return apply_function(TakeRows, x, sources, slots, gather_copies, back)
 
 
 def sum_rows(
@@ -117,10 +122,10 @@ def sum_rows(
     Raises:
         ValueError: rows or weights that do not fit the permutation.
     """
-    places, slots = permutation.places, permutation.slots
-    if y.ndim != 2 or len(y) != len(places):
+    sources, slots = permutation.sources, permutation.slots
+    if y.ndim != 2 or len(y) != len(sources):
         raise ValueError(
-            f"sum_rows: y {tuple(y.shape)} must be [{len(places)}, h], one row a place"
+            f"sum_rows: y {tuple(y.shape)} must be [{len(sources)}, h], one row a place"
         )
     if weights is not None:
         dtype = accumulation_dtype(y.dtype)
@@ -132,24 +137,24 @@ def sum_rows(
     if choose(implementation, y, "sum_rows") == "triton":
         from megatron.core.ops.permutation import triton as kernels
 
-        return apply_function(kernels.Total, y, weights, places, slots)
-    return apply_function(Total, y, weights, places, slots, permutation.padded)
+        return apply_function(kernels.FusedSumRows, y, weights, sources, slots)
+    return apply_function(SumRows, y, weights, sources, slots, permutation.padded)
 
 
 # --- reference: plain torch
 
 
-def take(x: torch.Tensor, places: torch.Tensor, copies: int) -> torch.Tensor:
-    """Return [r, h]: row i is row places[i] // copies of x [t, h]."""
-    return x.index_select(0, places if copies == 1 else places // copies)
+def gather_copies(x: torch.Tensor, sources: torch.Tensor, copies: int) -> torch.Tensor:
+    """Return [r, h]: row i is row sources[i] // copies of x [t, h]."""
+    return x.index_select(0, sources if copies == 1 else sources // copies)
 
 
-def total(
+def sum_copies(
     y: torch.Tensor,
     slots: torch.Tensor,
     weights: torch.Tensor | None,
     *,
-    missing: bool = False,
+    has_missing: bool = False,
 ) -> torch.Tensor:
     """Return [t, h]: row t is the sum over j of weights[t, j] · y[slots[t, j]], fp32 inside.
 
@@ -157,31 +162,31 @@ def total(
         y: [r, h].
         slots: int64 [t, k]; -1 adds nothing.
         weights: fp32 [t, k]; None is 1.
-        missing: slots may be -1 although there are as many rows as slots, or more.
+        has_missing: whether slots may be -1 although there are at least as many rows as slots.
     """
     if len(y) == 0 or slots.numel() == 0:
         return y.new_zeros(len(slots), y.shape[1])
-    if not missing and len(y) >= slots.numel():
+    if not has_missing and len(y) >= slots.numel():
         return _bags(y, slots, weights)
-    there = slots >= 0  # some places have no row
-    weights = there.to(y.dtype) if weights is None else weights * there
-    sums = _bags(y, slots.clamp(min=0), weights)
-    # With no row at all the first one is padding, which may be NaN.
-    return sums.masked_fill_(~there.any(1, keepdim=True), 0.0) if missing else sums
+    present = slots >= 0  # some copies have no row
+    weights = present.to(y.dtype) if weights is None else weights * present
+    out = _bags(y, slots.clamp(min=0), weights)
+    # A token without rows summed row 0 (clamped) times 0, which is NaN if row 0 is NaN padding.
+    return out.masked_fill_(~present.any(1, keepdim=True), 0.0) if has_missing else out
 
 
 def _take_weighted(
-    x: torch.Tensor, weights: torch.Tensor, places: torch.Tensor, copies: int
+    x: torch.Tensor, weights: torch.Tensor, sources: torch.Tensor, copies: int
 ) -> torch.Tensor:
-    """Return [r, h]: row i is row places[i] // copies of x [t, h] times weights[places[i]].
+    """Return [r, h]: row i is row sources[i] // copies of x [t, h] times weights[sources[i]].
 
     Args:
         weights: fp32 [t · copies].
     """
-    if len(places) == 0:
+    if len(sources) == 0:
         return x.new_empty(0, x.shape[1])
-    rows = places // copies
-    return _bags(x, rows.unsqueeze(1), weights.index_select(0, places).unsqueeze(1))
+    rows = sources // copies
+    return _bags(x, rows.unsqueeze(1), weights.index_select(0, sources).unsqueeze(1))
 
 
 def dots(grad: torch.Tensor, y: torch.Tensor, slots: torch.Tensor) -> torch.Tensor:
@@ -197,7 +202,7 @@ def dots(grad: torch.Tensor, y: torch.Tensor, slots: torch.Tensor) -> torch.Tens
         slots.reshape(-1),
         bags * copies,
         bags.repeat_interleave(copies),
-        0,  # sums
+        0,  # mode "sum"
         padding_idx=-1,
     ).view(tokens, copies)
 
@@ -205,44 +210,47 @@ def dots(grad: torch.Tensor, y: torch.Tensor, slots: torch.Tensor) -> torch.Tens
 def _bags(rows: torch.Tensor, indices: torch.Tensor, weights: torch.Tensor | None) -> torch.Tensor:
     """Return [m, h], the sum over j of weights[m, j] · rows[indices[m, j]]."""
     if weights is not None and weights.dtype is not rows.dtype:
-        # The weights must have the rows' dtype: two narrow numbers hold twice the bits of one.
+        # embedding_bag needs weights of the rows' dtype: high + low has twice the significant bits.
         high = weights.to(rows.dtype)
         low = (weights - high.to(weights.dtype)).to(rows.dtype)
         indices, weights = torch.cat([indices, indices], 1), torch.cat([high, low], 1)
     return F.embedding_bag(indices, rows, mode="sum", per_sample_weights=weights)
 
 
-class Take(torch.autograd.Function):
-    """forward y[i] = x[places[i] // k]; dgrad the sum of dy over the slots of each row. Saves
-    slots. `take` and `total` are those of this module or of `triton`."""
+class TakeRows(torch.autograd.Function):
+    """forward y[i] = x[sources[i] // k]; dgrad dx[t] = sum_j dy[slots[t, j]]. Saves slots.
+
+    `gather_fn` and `sum_fn` are `gather_copies` and `sum_copies` of this module or of `triton`.
+    """
 
     @staticmethod
-    def forward(ctx, x, places, slots, take, total):
+    def forward(ctx, x, sources, slots, gather_fn, sum_fn):
         ctx.save_for_backward(slots)
-        ctx.total = total
-        return take(x, places, slots.shape[1])
+        ctx.sum_copies = sum_fn
+        return gather_fn(x, sources, slots.shape[1])
 
     @staticmethod
     def backward(ctx, grad):
         (slots,) = ctx.saved_tensors
-        return ctx.total(grad.contiguous(), slots, None), None, None, None, None
+        return ctx.sum_copies(grad.contiguous(), slots, None), None, None, None, None
 
 
-class Total(torch.autograd.Function):
-    """forward out[t] = sum_j w[t, j] y[slots[t, j]]; dgrad dy[i] = w at places[i] · dout; the
-    weights' dw[t, j] = dout[t] · y[slots[t, j]]. Saves y where there are weights."""
+class SumRows(torch.autograd.Function):
+    """forward out[t] = sum_j w[t, j] y[slots[t, j]]; dgrad dy[i] = w[sources[i]] · dout; weight
+    gradient dw[t, j] = dout[t] · y[slots[t, j]]. Saves y if there are weights.
+    """
 
     @staticmethod
-    def forward(ctx, y, weights, places, slots, padded):
+    def forward(ctx, y, weights, sources, slots, padded):
         y = y.contiguous()
-        ctx.save_for_backward(None if weights is None else y, weights, places, slots)
-        return total(y, slots, weights, missing=padded)
+        ctx.save_for_backward(None if weights is None else y, weights, sources, slots)
+        return sum_copies(y, slots, weights, has_missing=padded)
 
     @staticmethod
     def backward(ctx, grad):
-        y, weights, places, slots = ctx.saved_tensors
+        y, weights, sources, slots = ctx.saved_tensors
         if weights is None:
-            return take(grad, places, slots.shape[1]), None, None, None, None
+            return gather_copies(grad, sources, slots.shape[1]), None, None, None, None
         grad = grad.contiguous()
-        d_y = _take_weighted(grad, weights.reshape(-1), places, slots.shape[1])
+        d_y = _take_weighted(grad, weights.reshape(-1), sources, slots.shape[1])
         return d_y, dots(grad, y, slots), None, None, None

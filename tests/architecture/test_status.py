@@ -231,7 +231,7 @@ def _report(nodeid: str, when: str, *, passed: bool = True, covered: Any = None)
 
 
 def test_only_passed_tests_count_and_empty_claims_are_reported(tmp_path, monkeypatch) -> None:
-    monkeypatch.setattr(status_record.witness, "install", lambda: None)
+    monkeypatch.setattr(status_record.coverage_recorder, "install", lambda: None)
     out = tmp_path / "status.json"
     record = status_record.StatusRecord(out)
     found = {"retention": [asdict(RAN)]}

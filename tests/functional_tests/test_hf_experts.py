@@ -15,9 +15,9 @@ from megatron.inference.generate import main as generate
 from tests.functional_tests.small_run import losses, run_on, write_tokens
 from tests.support.hf_converter import (
     checkpoint_model,
+    checkpoint_weights,
     convert,
     folder_with_further_layers,
-    held,
     imported,
     tensors,
 )
@@ -35,7 +35,7 @@ RUN = (
 def test_deepseek_v3_through_training_on_four_ranks_and_back(tmp_path: Path) -> None:
     folder = folder_with_further_layers(tmp_path / "made", "deepseek-even")
     start, saved = tmp_path / "imported", tmp_path / "saved"
-    first = held(imported(folder, start))
+    first = checkpoint_weights(imported(folder, start))
     data = write_tokens(tmp_path / "tokens")
     run_on(
         4,
@@ -46,7 +46,7 @@ def test_deepseek_v3_through_training_on_four_ranks_and_back(tmp_path: Path) -> 
     )
     found = losses(saved / "metrics.jsonl")
     assert found[20] < 0.8 * found[1], found
-    trained = held(saved / "iter_0000020")
+    trained = checkpoint_weights(saved / "iter_0000020")
     for name in ("decoder.blocks.3.moe.router.expert_bias", "mtp.1.projection.weight"):
         assert not torch.equal(first[name], trained[name]), f"{name} was not trained"
 

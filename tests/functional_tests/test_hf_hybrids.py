@@ -15,7 +15,13 @@ import torch
 from megatron.inference.generate import main as generate
 from tests.functional_tests.small_run import VOCABULARY as TRAINED_VOCABULARY
 from tests.functional_tests.small_run import losses, run_on, write_tokens
-from tests.support.hf_converter import checkpoint_model, convert, held, imported, tensors
+from tests.support.hf_converter import (
+    checkpoint_model,
+    checkpoint_weights,
+    convert,
+    imported,
+    tensors,
+)
 from tests.support.hf_folders import VOCABULARY, load_folder, make_model, save_folder
 from tests.support.inputs import generator, one_thread
 
@@ -37,7 +43,7 @@ def test_qwen3_next_through_twenty_steps_on_four_ranks_and_back(tmp_path: Path) 
     model = make_model("qwen3next", vocab_size=TRAINED_VOCABULARY)
     folder = save_folder(model, tmp_path / "made")
     start, saved = tmp_path / "imported", tmp_path / "saved"
-    first = held(imported(folder, start))
+    first = checkpoint_weights(imported(folder, start))
     data = write_tokens(tmp_path / "tokens")
     run_on(
         4,
@@ -48,7 +54,7 @@ def test_qwen3_next_through_twenty_steps_on_four_ranks_and_back(tmp_path: Path) 
     )
     found = losses(saved / "metrics.jsonl")
     assert found[20] < 0.8 * found[1], found
-    trained = held(saved / "iter_0000020")
+    trained = checkpoint_weights(saved / "iter_0000020")
     for name in (
         "decoder.blocks.0.delta_net.A_log",
         "decoder.blocks.0.delta_net.conv.key.weight",

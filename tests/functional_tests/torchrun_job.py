@@ -11,7 +11,7 @@ import time
 from pathlib import Path
 
 from megatron.training.monitoring.metrics import read_metrics
-from tests.support import witness
+from tests.support import coverage_recorder
 
 
 def torchrun(
@@ -29,7 +29,7 @@ def torchrun(
         module: what each of them runs.
     """
     command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(processes)]
-    seen = ["tests.support.witnessed"] if witness.VARIABLE in os.environ else []
+    seen = ["tests.support.run_recorded"] if coverage_recorder.VARIABLE in os.environ else []
     command += [*launcher, "-m", *seen, module, *argv]
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
     return subprocess.Popen(

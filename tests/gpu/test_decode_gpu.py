@@ -15,7 +15,7 @@ from megatron.core.ops.recurrence_decode import triton as recurrence_decode_trit
 from megatron.core.ops.recurrence_decode.reference import DecodeMemory, OutputNorm
 from megatron.core.ops.recurrence_prologue import PrologueWeights, UnitParts
 from tests.support.closeness import relative_error
-from tests.support.gpu_agreement import BOUND, DTYPES, REHEARSES, made, sized
+from tests.support.gpu_agreement import BOUND, DTYPES, REHEARSES, random_tensor, sized
 from tests.support.launch_kernels import assert_launches
 from tests.support.nan_memory import nan_memory
 
@@ -56,21 +56,21 @@ class Layer:
         slots = torch.randperm(ROWS + 5, device=device)[:ROWS]
         slots[1] = -1
         states = (ROWS + 6, heads, parts.key_channels, parts.value_channels)
-        conv = made(device, ROWS + 6, 3, units, channels).to(dtype)
-        state = made(device, *states).to(torch.bfloat16 if bf16_states else torch.float32)
+        conv = random_tensor(device, ROWS + 6, 3, units, channels).to(dtype)
+        state = random_tensor(device, *states).to(torch.bfloat16 if bf16_states else torch.float32)
         state[-1], conv[-1] = torch.nan, torch.nan
         arrived = torch.zeros(ROWS + 6, units, dtype=torch.int32, device=device)
         return Layer(
             parts,
             PrologueWeights(
-                (made(device, units, channels, 4) / 2).to(dtype),
-                made(device, units, channels).to(dtype),
-                made(device, heads) / 2,
-                made(device, heads + 1)[1:],
+                (random_tensor(device, units, channels, 4) / 2).to(dtype),
+                random_tensor(device, units, channels).to(dtype),
+                random_tensor(device, heads) / 2,
+                random_tensor(device, heads + 1)[1:],
             ),
             DecodeMemory(conv, state, slots, arrived),
-            1 + made(device, heads * parts.value_channels) / 4,
-            made(device, heads),
+            1 + random_tensor(device, heads * parts.value_channels) / 4,
+            random_tensor(device, heads),
         )
 
     def wide(self) -> Layer:
@@ -105,7 +105,7 @@ class Layer:
 def features_of(device: torch.device, name: str, dtype: torch.dtype, step: int) -> torch.Tensor:
     units, parts = LAYERS[name]
     width = parts.width + parts.heads * parts.value_channels
-    return torch.roll(made(device, ROWS, units, width), step, 0).to(dtype)
+    return torch.roll(random_tensor(device, ROWS, units, width), step, 0).to(dtype)
 
 
 def assert_steps_agree(layer: Layer, name: str, dtype: torch.dtype, order: str, steps: int) -> None:

@@ -26,7 +26,9 @@ DTYPES = pytest.mark.parametrize("dtype", gpu_agreement.DTYPES, ids=str)
 TOKENS, EXPERTS = sized(3000, 17), 8
 
 
-def made(device: torch.device, *shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+def random_tensor(
+    device: torch.device, *shape: int, dtype: torch.dtype = torch.float32
+) -> torch.Tensor:
     generator = torch.Generator(device).manual_seed(sum(shape))
     return torch.randn(shape, generator=generator, device=device).to(dtype)
 
@@ -40,9 +42,9 @@ def test_permutations(device, dtype, copies, dropped):
     generator = torch.Generator(device).manual_seed(copies)
     order = torch.randperm(TOKENS * copies, generator=generator, device=device)
     permutation = Permutation.of(order[dropped:], TOKENS, copies)
-    x = made(device, TOKENS, features, dtype=dtype)
-    weights = made(device, TOKENS, copies)
-    pull = made(device, TOKENS, features + 1, dtype=dtype)[:, 1:]  # not contiguous
+    x = random_tensor(device, TOKENS, features, dtype=dtype)
+    weights = random_tensor(device, TOKENS, copies)
+    pull = random_tensor(device, TOKENS, features + 1, dtype=dtype)[:, 1:]  # not contiguous
 
     def run(implementation, kind):
         leaf = x.to(kind, copy=True).requires_grad_()
@@ -100,8 +102,8 @@ def test_grouped_linear(device, dtype, width, features, monkeypatch):
     total = torch.zeros_like(weight)
     for counts in ((0, 130, 7, 500, 0, 64, 1, 298), (10, 0, 3, 0, 900, 77, 5, 5)):
         rows = sum(counts)
-        x = made(device, rows, features, dtype=dtype).requires_grad_()
-        grad = made(device, rows, width, dtype=dtype)
+        x = random_tensor(device, rows, features, dtype=dtype).requires_grad_()
+        grad = random_tensor(device, rows, width, dtype=dtype)
         runs = RowRuns.of(torch.tensor(counts, device=device))
         out = grouped_linear(handle, x, runs)
         out.backward(grad)
@@ -143,10 +145,10 @@ def test_forward_and_backward_read_nothing_on_the_host(
     handle = store.declare(sharding, InitSpec.normal(0.1))
     store.materialize()
     Slot(handle)
-    x = made(device, TOKENS, width, dtype=dtype).requires_grad_()
-    chosen = made(device, TOKENS, EXPERTS).topk(2).indices
-    weights = made(device, TOKENS, 2).requires_grad_()
-    kept = made(device, TOKENS, 2) > 0 if dropping else None
+    x = random_tensor(device, TOKENS, width, dtype=dtype).requires_grad_()
+    chosen = random_tensor(device, TOKENS, EXPERTS).topk(2).indices
+    weights = random_tensor(device, TOKENS, 2).requires_grad_()
+    kept = random_tensor(device, TOKENS, 2) > 0 if dropping else None
     out = dispatch(
         x,
         Routing(chosen, weights, kept),
@@ -154,7 +156,7 @@ def test_forward_and_backward_read_nothing_on_the_host(
         ranks=ExpertRanks(Group.single("etp_ep"), 1, EXPERTS),
         dispatcher="alltoall",
     )
-    out.backward(made(device, TOKENS, width, dtype=dtype))
+    out.backward(random_tensor(device, TOKENS, width, dtype=dtype))
     if not REHEARSES:
         torch.cuda.set_sync_debug_mode("default")
     assert bool(handle.main_grad.isfinite().all())
@@ -174,9 +176,9 @@ def test_places_that_no_expert_takes(device, dtype, share):
     scores = torch.rand(TOKENS, EXPERTS, generator=generator, device=device)
     chosen = scores.topk(copies).indices
     kept = torch.rand(TOKENS, copies, generator=generator, device=device) >= share
-    x = made(device, TOKENS, features, dtype=dtype).requires_grad_()
-    weights = made(device, TOKENS, copies).requires_grad_()
-    pull = made(device, TOKENS, features + 1, dtype=dtype)[:, 1:]
+    x = random_tensor(device, TOKENS, features, dtype=dtype).requires_grad_()
+    weights = random_tensor(device, TOKENS, copies).requires_grad_()
+    pull = random_tensor(device, TOKENS, features + 1, dtype=dtype)[:, 1:]
     with nan_memory():
         out = dispatch(
             x,

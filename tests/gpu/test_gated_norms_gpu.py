@@ -8,7 +8,7 @@ import torch
 
 from megatron.core.ops.gated_rms_norm import GATE_FIRST, NORM_FIRST, gated_rms_norm
 from tests.support.closeness import assert_close_by_metric
-from tests.support.gpu_agreement import BOUND, DTYPES, agree, made, sized
+from tests.support.gpu_agreement import BOUND, DTYPES, agree, random_tensor, sized
 from tests.support.launch_kernels import assert_launches
 
 pytestmark = pytest.mark.gpu
@@ -23,8 +23,12 @@ HEADS, VALUES, BEFORE = sized((2, 128, 516), (2, 6, 3))
 
 def gated_inputs(device, tokens: int, rows: int, *weight: int):
     """Return x [t, u, r, V], whole units [rows, u, w], and a weight."""
-    units = made(device, rows, UNITS, BEFORE + HEADS * VALUES)
-    return made(device, tokens, UNITS, HEADS, VALUES), units, made(device, *weight)
+    units = random_tensor(device, rows, UNITS, BEFORE + HEADS * VALUES)
+    return (
+        random_tensor(device, tokens, UNITS, HEADS, VALUES),
+        units,
+        random_tensor(device, *weight),
+    )
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -59,7 +63,11 @@ def test_gated_norms_of_heads(device, dtype, order, places):
 def test_gated_norms_of_groups(device, dtype, order, features):
     rows, groups = sized((1003, 3), (3, 2))
     shape = rows, groups * features
-    inputs = made(device, *shape), made(device, *shape) * 3, made(device, shape[1])
+    inputs = (
+        random_tensor(device, *shape),
+        random_tensor(device, *shape) * 3,
+        random_tensor(device, shape[1]),
+    )
 
     def call(*inputs, implementation):
         options = {"eps": 1e-6, "order": order, "group_size": features}

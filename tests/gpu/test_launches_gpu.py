@@ -13,7 +13,7 @@ from megatron.core.ops.linear_cross_entropy import linear_cross_entropy
 from megatron.core.ops.permutation import Permutation, sum_rows, take_rows
 from megatron.core.ops.rmsnorm import rms_norm
 from megatron.core.ops.swiglu import gated
-from tests.support.gpu_agreement import DTYPES, REHEARSES, agree, made, sized
+from tests.support.gpu_agreement import DTYPES, REHEARSES, agree, random_tensor, sized
 from tests.support.launch_kernels import assert_launches, is_product, launched
 
 pytestmark = pytest.mark.gpu
@@ -24,7 +24,7 @@ ROWS, FEATURES = sized(512, 3), sized(2048, 37)
 def with_gradients(function, *inputs):
     """Return a call that runs the function forward and backward."""
     leaves = [x.detach().clone().requires_grad_() for x in inputs]
-    pull = made(leaves[0].device, *function(*leaves).shape)
+    pull = random_tensor(leaves[0].device, *function(*leaves).shape)
     return lambda: torch.autograd.grad(function(*leaves), leaves, pull)
 
 
@@ -36,7 +36,7 @@ NORM = {"rms_norm_forward_kernel": 1, "rms_norm_backward_kernel": 1}
 
 
 def test_launches_are_counted_by_name(device):
-    x, w = made(device, ROWS, FEATURES), made(device, FEATURES)
+    x, w = random_tensor(device, ROWS, FEATURES), random_tensor(device, FEATURES)
     assert_launches(lambda: normed(x, w), {"rms_norm_forward_kernel": 1})
     assert_launches(lambda: normed(normed(x, w), w), {"rms_norm_forward_kernel": 2})
     assert_launches(with_gradients(normed, x, w), NORM, allowed=("sum",))
@@ -46,7 +46,7 @@ def test_launches_are_counted_by_name(device):
 
 
 def test_unexpected_launch_is_reported(device):
-    x, w = made(device, ROWS, FEATURES), made(device, FEATURES)
+    x, w = random_tensor(device, ROWS, FEATURES), random_tensor(device, FEATURES)
     for expected, message in (
         ({}, "rms_norm_forward_kernel: 1 launches, expected 0"),
         ({"rms_norm_forward_kernel": 2}, "1 launches, expected 2"),
@@ -62,7 +62,7 @@ def test_unexpected_launch_is_reported(device):
 
 
 def test_a_product_and_a_sum_have_the_names_that_are_looked_for(device):
-    x = made(device, ROWS, FEATURES)
+    x = random_tensor(device, ROWS, FEATURES)
     for call in (
         lambda: x @ x.t(),
         lambda: torch.bmm(x[None], x[None].mT),
@@ -72,12 +72,12 @@ def test_a_product_and_a_sum_have_the_names_that_are_looked_for(device):
             assert_launches(call, {})
     assert_launches(lambda: x.sum(0), {}, allowed=("sum",))
     assert_launches(lambda: x.clone().zero_(), {}, allowed=("copy",))
-    assert launched(lambda: x.view(-1)[3:]).others.total() == 0, "a view computes nothing"
+    assert launched(lambda: x.view(-1)[3:]).device_kernels.total() == 0, "a view computes nothing"
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_a_wrong_kernel_does_not_agree(device, dtype):
-    x = made(device, ROWS, 2 * FEATURES)
+    x = random_tensor(device, ROWS, 2 * FEATURES)
 
     def wrong(x, implementation):
         y = gated(x, "silu", implementation=implementation)
@@ -95,12 +95,12 @@ def test_a_wrong_kernel_does_not_agree(device, dtype):
 
 
 def inputs_of(device, *shapes):
-    return [made(device, *shape).requires_grad_() for shape in shapes]
+    return [random_tensor(device, *shape).requires_grad_() for shape in shapes]
 
 
 def gradients_of(function, leaves):
     """Return a call that runs a function with `implementation="triton"` forward and backward."""
-    pull = made(leaves[0].device, *function(*leaves, implementation="triton").shape)
+    pull = random_tensor(leaves[0].device, *function(*leaves, implementation="triton").shape)
     return lambda: torch.autograd.grad(function(*leaves, implementation="triton"), leaves, pull)
 
 
@@ -157,7 +157,7 @@ def test_dropout_drops_in_a_kernel_each_way(device):
     }
     found = launched(gradients_of(lambda x, **o: dropout(x, **site, **o), leaves))
     assert found.kernels == {"dropout_kernel": 2}
-    assert not any(is_product(name) for name in found.others), found.others
+    assert not any(is_product(name) for name in found.device_kernels), found.device_kernels
 
 
 def test_cross_entropy_multiplies_a_chunk_thrice(device):
@@ -174,6 +174,6 @@ def test_cross_entropy_multiplies_a_chunk_thrice(device):
 
     found = launched(loss)
     assert found.kernels == {"chunk_statistics_kernel": 2, "chunk_gradient_kernel": 2}
-    products = {name: n for name, n in found.others.items() if is_product(name)}
+    products = {name: n for name, n in found.device_kernels.items() if is_product(name)}
     # A GPU's library may cut a product in several kernels; the loss is a product of two vectors.
     assert (sum(products.values()) == 7) if REHEARSES else (sum(products.values()) >= 6), products

@@ -19,7 +19,7 @@ from megatron.core.ops.rmsnorm import rms_norm
 from megatron.core.ops.rope import apply_rope, rotary_table
 from megatron.core.ops.swiglu import gated
 from tests.support.closeness import relative_error
-from tests.support.gpu_agreement import BOUND, DTYPES, agree, made, sized
+from tests.support.gpu_agreement import BOUND, DTYPES, agree, random_tensor, sized
 
 pytestmark = pytest.mark.gpu
 
@@ -31,8 +31,8 @@ WINDOW, GATED = sized((300, 5504), (11, 45))
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("norm", ["rms", "layer"])
 def test_norms_with_residual(device, dtype, norm):
-    x, r = (made(device, SEQUENCE, BATCH, HIDDEN + i) for i in (0, 1))
-    w, b = made(device, HIDDEN), made(device, HIDDEN) + 1
+    x, r = (random_tensor(device, SEQUENCE, BATCH, HIDDEN + i) for i in (0, 1))
+    w, b = random_tensor(device, HIDDEN), random_tensor(device, HIDDEN) + 1
     if norm == "rms":
         agree(
             lambda x, r, w, **o: rms_norm(x, w, eps=1e-5, residual=r, **o),
@@ -53,7 +53,7 @@ def test_rope(device, dtype, interleaved):
     cos, sin = rotary_table(torch.arange(SEQUENCE, device=device), dim=FEATURES)
     agree(
         partial(apply_rope, cos=cos, sin=sin, interleaved=interleaved),
-        (made(device, SEQUENCE, BATCH, HEADS, FEATURES),),
+        (random_tensor(device, SEQUENCE, BATCH, HEADS, FEATURES),),
         dtype,
     )
 
@@ -62,13 +62,15 @@ def test_rope(device, dtype, interleaved):
 @pytest.mark.parametrize("activation", ["silu", "gelu"])
 def test_gated(device, dtype, activation):
     agree(
-        lambda x, **o: gated(x, activation, **o), (made(device, SEQUENCE, BATCH, 2 * GATED),), dtype
+        lambda x, **o: gated(x, activation, **o),
+        (random_tensor(device, SEQUENCE, BATCH, 2 * GATED),),
+        dtype,
     )
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_dropout_drops_what_the_reference_drops(device, dtype):
-    x = made(device, SEQUENCE, BATCH, HIDDEN).to(dtype)
+    x = random_tensor(device, SEQUENCE, BATCH, HIDDEN).to(dtype)
     options = {
         "rate": 0.1,
         "key": 5,
@@ -116,13 +118,16 @@ def test_attention(device, dtype, case):
         # No kernel draws dropout: what runs on a GPU is held to itself in fp64.
         agree(
             lambda q, k, v, implementation: attention(q, k, v, dropout=drop)[0],
-            [made(device, sized(256, 20), BATCH, n, FEATURES) for n in (HEADS, GROUPS, GROUPS)],
+            [
+                random_tensor(device, sized(256, 20), BATCH, n, FEATURES)
+                for n in (HEADS, GROUPS, GROUPS)
+            ],
             dtype,
         )
         return
     agree(
         lambda q, k, v, **o: attention(q, k, v, **options, **o)[0],
-        [made(device, SEQUENCE, BATCH, n, FEATURES) for n in (HEADS, GROUPS, GROUPS)],
+        [random_tensor(device, SEQUENCE, BATCH, n, FEATURES) for n in (HEADS, GROUPS, GROUPS)],
         dtype,
     )
 
@@ -187,10 +192,10 @@ def test_attention_by_the_fused_kernels(device, fused_calls, case, deterministic
     if options.pop("documents", False):
         options |= packed_rows(device, queries)
     query, key, value = (
-        made(device, length, BATCH, heads, features).bfloat16()
+        random_tensor(device, length, BATCH, heads, features).bfloat16()
         for length, heads in ((queries, HEADS), (keys, GROUPS), (keys, GROUPS))
     )
-    grad = made(device, queries, BATCH, HEADS, features).bfloat16()
+    grad = random_tensor(device, queries, BATCH, HEADS, features).bfloat16()
 
     def run(dtype, implementation):
         leaves = [x.detach().to(dtype).requires_grad_() for x in (query, key, value)]
@@ -223,7 +228,7 @@ def test_the_fused_kernels_block_by_block(device, fused_calls, window):
     layout = SequenceLayout.make(cut, 1, rows=BATCH, device=device)
     blocks = layout.blocks(None, window)
     shapes = [(1024, BATCH, n, features) for n in (HEADS, GROUPS, GROUPS, HEADS)]
-    parts = [made(device, *shape).bfloat16() for shape in shapes]
+    parts = [random_tensor(device, *shape).bfloat16() for shape in shapes]
     results = []
     for dtype in (torch.bfloat16, torch.float64):
         query, key, value, grad = (x.to(dtype) for x in parts)
@@ -243,7 +248,10 @@ def test_attention_with_sinks(device, dtype, window):
     shapes = [(SEQUENCE, BATCH, n, FEATURES) for n in (HEADS, GROUPS, GROUPS)]
     agree(
         lambda q, k, v, sinks, **o: attention(q, k, v, sinks=sinks, window=window, **o)[0],
-        [*(made(device, *shape) for shape in shapes), torch.linspace(-1, 6, HEADS, device=device)],
+        [
+            *(random_tensor(device, *shape) for shape in shapes),
+            torch.linspace(-1, 6, HEADS, device=device),
+        ],
         dtype,
     )
 
@@ -255,7 +263,10 @@ def test_attention_of_other_heads(device, dtype, window, features):
     """Latent attention has heads of 192, some models of 256; 272 take tiles of 512."""
     agree(
         lambda q, k, v, **o: attention(q, k, v, window=window, **o)[0],
-        [made(device, sized(1000, 37), BATCH, n, features) for n in (HEADS, GROUPS, GROUPS)],
+        [
+            random_tensor(device, sized(1000, 37), BATCH, n, features)
+            for n in (HEADS, GROUPS, GROUPS)
+        ],
         dtype,
     )
 
@@ -270,7 +281,7 @@ def test_attention_of_documents_in_any_order(device, dtype, lengths):
     agree(
         lambda q, k, v, **o: attention(q, k, v, document_ids=ids, **o)[0],
         [
-            made(device, length, BATCH, heads, FEATURES)
+            random_tensor(device, length, BATCH, heads, FEATURES)
             for length, heads in ((queries, HEADS), (keys, GROUPS), (keys, GROUPS))
         ],
         dtype,
@@ -281,7 +292,7 @@ def test_attention_of_documents_in_any_order(device, dtype, lengths):
 def test_attention_of_more_rows_than_a_grid_is_high(device, dtype):
     """65,535 programs at most in any dimension of a grid but the first."""
     rows = sized(70_000, 5)
-    agree(attention_output, [made(device, 3, rows, 1, 16 + i) for i in range(3)], dtype)
+    agree(attention_output, [random_tensor(device, 3, rows, 1, 16 + i) for i in range(3)], dtype)
 
 
 def attention_output(q, k, v, **options):
@@ -298,7 +309,7 @@ def test_attention_block_by_block(device, dtype, window):
         [0, SEQUENCE // 7 + 10, SEQUENCE],
     ]
     shapes = [(SEQUENCE, BATCH, n, FEATURES) for n in (HEADS, GROUPS, GROUPS, HEADS)]
-    parts = [made(device, *shape).to(dtype) for shape in shapes]
+    parts = [random_tensor(device, *shape).to(dtype) for shape in shapes]
     places = torch.tensor(cut.places(1), device=device)
     found = []
     for kind in (dtype, torch.float64):  # the kernel, and the reference in fp64
@@ -313,7 +324,7 @@ def test_attention_block_by_block(device, dtype, window):
             result = blockwise.forward(
                 query, *plans[-1][1:], blocks, scale=0.1, window=window, into=result
             )
-        out, lse = blockwise.finish(*result, made(device, HEADS), dtype=kind)
+        out, lse = blockwise.finish(*result, random_tensor(device, HEADS), dtype=kind)
         found.append([out, lse])
         for blocks, *pair in plans:
             arguments = (grad, query, *pair, out, lse, blocks)
@@ -327,7 +338,7 @@ def test_linear_cross_entropy(device, dtype):
     tokens, vocabulary = sized((4096, 32000), (11, 2100))
     targets = torch.randint(0, vocabulary - 7, (tokens,), device=device)
     weights = torch.rand(tokens, device=device)
-    hidden, weight = (made(device, n, sized(512, 7)) for n in (tokens, vocabulary))
+    hidden, weight = (random_tensor(device, n, sized(512, 7)) for n in (tokens, vocabulary))
 
     def loss(hidden, weight, **options):
         return linear_cross_entropy(
@@ -345,8 +356,11 @@ def test_linear_cross_entropy(device, dtype):
 @pytest.mark.machine
 @pytest.mark.parametrize("overwrite", [True, False])
 def test_weight_gradients_are_not_rounded_to_bf16(device, overwrite):
-    left, right = made(device, 512, 4096).bfloat16(), made(device, 4096, 384).bfloat16()
-    total = made(device, 512, 384)
+    left, right = (
+        random_tensor(device, 512, 4096).bfloat16(),
+        random_tensor(device, 4096, 384).bfloat16(),
+    )
+    total = random_tensor(device, 512, 384)
     expected = left.double() @ right.double() + (0.0 if overwrite else total.double())
     add_product_(total, left, right, overwrite=overwrite)
     assert relative_error(total, expected) < 2e-5, "bf16 would be 4e-3"

@@ -36,12 +36,12 @@ def test_muon_on_bf16_products_is_near_the_cpu_s_fp32(device):
 
 def test_state_in_host_memory_updates_as_on_the_gpu(device):
     for dtype in (torch.float32, torch.bfloat16):
-        made = [
+        trainings = [
             train(OptimizerConfig(offload_fraction=share), device, dtype=dtype)
             for share in (0.0, 0.5, 1.0)
         ]
-        plain = made[0].logical()
-        for share, training in zip((0.5, 1.0), made[1:], strict=True):
+        plain = trainings[0].logical()
+        for share, training in zip((0.5, 1.0), trainings[1:], strict=True):
             ours = training.optimizer
             assert any(state.on_host for state in ours.ranges)
             for state in ours.ranges:

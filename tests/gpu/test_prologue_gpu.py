@@ -15,7 +15,7 @@ from megatron.core.ops.recurrence_prologue import (
 )
 from megatron.core.ops.recurrence_prologue import triton as kernels
 from megatron.core.ops.sequences import PackingIndices, Sequences
-from tests.support.gpu_agreement import DTYPES, REHEARSES, agree, made, sized
+from tests.support.gpu_agreement import DTYPES, REHEARSES, agree, random_tensor, sized
 from tests.support.launch_kernels import assert_launches
 
 pytestmark = pytest.mark.gpu
@@ -75,13 +75,13 @@ def prologue(device, name, *, bounds=BOUNDS, width=4, padding=None, bias=False, 
         places = PackingIndices.of(rows, count, sequences.to_device)
     heads, channels = units * parts.heads, parts.convolved
     inputs = [
-        made(device, count, units, parts.width + gate),
-        made(device, units, channels, width) / 2,
-        made(device, heads) / 2,
-        made(device, heads + 1)[1:],
+        random_tensor(device, count, units, parts.width + gate),
+        random_tensor(device, units, channels, width) / 2,
+        random_tensor(device, heads) / 2,
+        random_tensor(device, heads + 1)[1:],
     ]
-    inputs += [made(device, units, channels)] * bias
-    inputs += [made(device, sequences.count, width - 1, units, channels)] * initial
+    inputs += [random_tensor(device, units, channels)] * bias
+    inputs += [random_tensor(device, sequences.count, width - 1, units, channels)] * initial
 
     def call(wide, weight, rates, step_bias, *rest, implementation):
         found, _ = recurrence_prologue(
@@ -118,7 +118,7 @@ CASES = {
 def test_prologue(device, dtype, case):
     name, options = CASES[case]
     call, inputs = prologue(device, name, **options)
-    agree(call, inputs, dtype, wide=(2, 3))
+    agree(call, inputs, dtype, fp32_inputs=(2, 3))
 
 
 @pytest.mark.parametrize("name", ["Qwen3-Next", "limits"])
@@ -164,6 +164,6 @@ def test_sums_of_weights_are_the_same_every_time(device):
     call, inputs = prologue(device, "Qwen3-Next", padding=0)
     leaves = [x.clone().requires_grad_() for x in inputs]
     found = call(*leaves, implementation="triton")
-    pulls = [made(device, *y.shape) for y in found]
+    pulls = [random_tensor(device, *y.shape) for y in found]
     first, second = (torch.autograd.grad(found, leaves, pulls, retain_graph=True) for _ in range(2))
     assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))

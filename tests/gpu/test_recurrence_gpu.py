@@ -14,7 +14,7 @@ from megatron.core.ops.launches import Launches
 from megatron.core.ops.recurrence import RecurrenceInputs
 from megatron.core.ops.sequences import Sequences
 from megatron.core.ops.state_space_dual import add_skip, state_space_dual, state_space_recurrence
-from tests.support.gpu_agreement import DTYPES, REHEARSES, agree, made, sized
+from tests.support.gpu_agreement import DTYPES, REHEARSES, agree, random_tensor, sized
 from tests.support.launch_kernels import assert_launches
 
 pytestmark = pytest.mark.gpu
@@ -52,16 +52,16 @@ def inputs_of(device, kind, name, *, bounds=BOUNDS, slowness=1.0):
     """Return query, key, value, decay, strength and first states in fp32."""
     groups, shared, keys, values = SIZES[kind][name]
     tokens, heads = bounds[-1], groups * shared
-    key = made(device, tokens, groups, keys)
-    query = made(device, groups, tokens, keys).transpose(0, 1)  # other numbers, not dense
-    strength = made(device, tokens, heads)
+    key = random_tensor(device, tokens, groups, keys)
+    query = random_tensor(device, groups, tokens, keys).transpose(0, 1)  # other numbers, not dense
+    strength = random_tensor(device, tokens, heads)
     return (
         F.normalize(query, dim=-1),
         F.normalize(key, dim=-1),
-        made(device, tokens, heads, values),
-        -F.softplus(made(device, heads, tokens).T) * slowness,
+        random_tensor(device, tokens, heads, values),
+        -F.softplus(random_tensor(device, heads, tokens).T) * slowness,
         strength.sigmoid() if kind == "delta" else F.softplus(strength),
-        made(device, len(bounds) - 1, heads, keys, values) / keys**0.5,
+        random_tensor(device, len(bounds) - 1, heads, keys, values) / keys**0.5,
     )
 
 
@@ -80,7 +80,7 @@ def run(kind, sequences):
 @pytest.mark.parametrize(("kind", "name"), CASES)
 def test_packs(device, dtype, kind, name):
     sequences = Sequences(BOUNDS, device=device)
-    agree(run(kind, sequences), inputs_of(device, kind, name), dtype, wide=WIDE)
+    agree(run(kind, sequences), inputs_of(device, kind, name), dtype, fp32_inputs=WIDE)
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -88,7 +88,7 @@ def test_packs(device, dtype, kind, name):
 def test_gentle_decays_over_many_chunks(device, dtype, kind):
     bounds = (0, sized(3000, 50))
     given = inputs_of(device, kind, "odd", bounds=bounds, slowness=0.01)
-    agree(run(kind, Sequences(bounds, device=device)), given, dtype, wide=WIDE)
+    agree(run(kind, Sequences(bounds, device=device)), given, dtype, fp32_inputs=WIDE)
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -111,7 +111,7 @@ def test_splits_are_the_whole(device, dtype, kind):
         )
 
     given = inputs_of(device, kind, "odd", bounds=bounds, slowness=0.05)
-    agree(call, given, dtype, wide=WIDE)
+    agree(call, given, dtype, fp32_inputs=WIDE)
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -121,21 +121,24 @@ def test_equal_keys_are_solved(device, dtype):
     query, key, value, decay, _, initial = inputs_of(device, "delta", "odd", bounds=bounds)
     key = key[:1].expand_as(key)
     given = (query, key, value, decay * 0.05, torch.ones_like(decay), initial)
-    agree(run("delta", Sequences(bounds, device=device)), given, dtype, wide=WIDE)
+    agree(run("delta", Sequences(bounds, device=device)), given, dtype, fp32_inputs=WIDE)
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("width", [64, 52])
 def test_what_a_token_adds_to_its_own_output(device, dtype, width):
     shape = sized((1500, 128, width), (33, 3, 5))
-    given = made(device, *shape), made(device, shape[1], shape[0], shape[2]).transpose(0, 1)
-    agree(add_skip, (*given, made(device, shape[1])), dtype, wide=(2,))
+    given = (
+        random_tensor(device, *shape),
+        random_tensor(device, shape[1], shape[0], shape[2]).transpose(0, 1),
+    )
+    agree(add_skip, (*given, random_tensor(device, shape[1])), dtype, fp32_inputs=(2,))
 
 
 def test_what_a_token_adds_is_one_pass_each_way(device):
     shape = sized((1500, 128, 64), (33, 3, 5))
-    leaves = [made(device, *x).requires_grad_() for x in (shape, shape, shape[1:2])]
-    pull = made(device, *shape)
+    leaves = [random_tensor(device, *x).requires_grad_() for x in (shape, shape, shape[1:2])]
+    pull = random_tensor(device, *shape)
 
     def forward():
         return add_skip(*leaves, implementation="triton")

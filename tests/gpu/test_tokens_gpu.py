@@ -14,7 +14,7 @@ from megatron.core.ops.rmsnorm import rms_norm
 from megatron.core.ops.rope import HeadRotation, apply_rope, rotary_table, split_heads
 from megatron.core.ops.swiglu import gated
 from tests.support.closeness import assert_close_by_metric
-from tests.support.gpu_agreement import BOUND, DTYPES, agree, made, sized
+from tests.support.gpu_agreement import BOUND, DTYPES, agree, random_tensor, sized
 from tests.support.launch_kernels import assert_launches
 
 pytestmark = pytest.mark.gpu
@@ -29,14 +29,14 @@ NORM = {"eps": 1e-6, "zero_centered": True}
 def test_norms_of_heads_in_a_projection(device, dtype, gates):
     """Queries lie among keys and values, or each beside its gate."""
     width = 2 * FEATURES if gates else FEATURES
-    mixed = made(device, SEQUENCE, BATCH, QUERIES + 2 * KEYS, width)
+    mixed = random_tensor(device, SEQUENCE, BATCH, QUERIES + 2 * KEYS, width)
 
     def normed(mixed, w, v, **options):
         query, key, _ = mixed[..., -FEATURES:].split([QUERIES, KEYS, KEYS], dim=2)
         return rms_norm(query, w, **NORM, **options), rms_norm(key, v, **NORM, **options)
 
-    agree(normed, (mixed, made(device, FEATURES), made(device, FEATURES)), dtype)
-    x, w = mixed.to(dtype), made(device, FEATURES).to(dtype)
+    agree(normed, (mixed, random_tensor(device, FEATURES), random_tensor(device, FEATURES)), dtype)
+    x, w = mixed.to(dtype), random_tensor(device, FEATURES).to(dtype)
     assert_launches(
         lambda: normed(x, w, w, implementation="triton"), {"rms_norm_forward_kernel": 2}
     )
@@ -46,7 +46,7 @@ def test_norms_of_heads_in_a_projection(device, dtype, gates):
 @pytest.mark.parametrize("features", sized([1, 96, 2560, 5120, 8192], [1, 24]))
 def test_norms_of_rows_of_any_width(device, dtype, features):
     shapes = (SEQUENCE, features), (SEQUENCE, features), (features,)
-    x, residual, w = (made(device, *shape) + 0.1 for shape in shapes)
+    x, residual, w = (random_tensor(device, *shape) + 0.1 for shape in shapes)
     agree(
         lambda x, r, w, **options: rms_norm(x, w, eps=1e-5, residual=r, **options),
         (x, residual.flip(0), w),
@@ -61,7 +61,7 @@ def test_rope_of_a_part_of_heads_in_a_projection(device, dtype, interleaved, hea
     rotated, places = FEATURES // 4 // 2 * 2, torch.arange(SEQUENCE, device=device)
     cos, sin = rotary_table(torch.stack([places, *[places + 3] * (BATCH - 1)], -1), dim=rotated)
     rotate = partial(apply_rope, cos=cos, sin=sin, interleaved=interleaved)
-    x = made(device, SEQUENCE, BATCH, heads + 3, FEATURES)
+    x = random_tensor(device, SEQUENCE, BATCH, heads + 3, FEATURES)
     agree(lambda x, **options: rotate(x[:, :, 1:-2], **options), (x,), dtype)
     x = x.to(dtype)[:, :, 1:-2]
     assert_launches(lambda: rotate(x, implementation="triton"), {"rope_kernel": 1})
@@ -73,7 +73,7 @@ def test_heads_of_a_projection_share_one_gradient(device, dtype, gates):
     sizes = [QUERIES, KEYS, KEYS] + [gates] * bool(gates)
     table = rotary_table(torch.arange(SEQUENCE, device=device), dim=FEATURES)
     split = partial(split_heads, sizes=sizes, rotation=HeadRotation(*table))
-    x = made(device, SEQUENCE, BATCH, sum(sizes), FEATURES)
+    x = random_tensor(device, SEQUENCE, BATCH, sum(sizes), FEATURES)
     agree(split, (x,), dtype)
     x = x.to(dtype).requires_grad_()
     pulls = [torch.ones_like(part) for part in split(x.detach())]
@@ -87,19 +87,19 @@ def test_heads_of_a_projection_share_one_gradient(device, dtype, gates):
 @pytest.mark.parametrize("copies", sized([1, 2, 8, 10], [3]))
 @pytest.mark.parametrize("features", sized([2048, 1030], [37]))
 def test_permutations(device, dtype, copies, features):
-    order = made(device, SEQUENCE * copies).argsort()
+    order = random_tensor(device, SEQUENCE * copies).argsort()
     permutation = Permutation.of(order[SEQUENCE // 5 :], SEQUENCE, copies)
     rows = len(permutation.sources)
     agree(
         lambda x, **options: take_rows(x, permutation, **options),
-        (made(device, SEQUENCE, features),),
+        (random_tensor(device, SEQUENCE, features),),
         dtype,
     )
     agree(
         lambda y, w, **options: sum_rows(y, permutation, weights=w, **options),
-        (made(device, rows, features), made(device, SEQUENCE, copies)),
+        (random_tensor(device, rows, features), random_tensor(device, SEQUENCE, copies)),
         dtype,
-        wide=(1,),
+        fp32_inputs=(1,),
     )
 
 
@@ -107,10 +107,10 @@ def test_permutations(device, dtype, copies, features):
 @pytest.mark.parametrize("padding", [0, 47])
 def test_chunks_of_a_padded_vocabulary(device, dtype, padding):
     vocabulary = sized(50257, 33)
-    logits = made(device, SEQUENCE, vocabulary + padding).to(dtype)
+    logits = random_tensor(device, SEQUENCE, vocabulary + padding).to(dtype)
     logits[:, vocabulary:] = torch.nan  # padding is never looked at
     targets = torch.arange(SEQUENCE, device=device) * 7 % vocabulary + 5
-    weights = made(device, SEQUENCE).abs()
+    weights = random_tensor(device, SEQUENCE).abs()
     columns = {"vocab_start": 5, "valid_columns": vocabulary}
     found = {}
     for name, kind in (("triton", dtype), ("reference", torch.float64)):
@@ -127,8 +127,11 @@ def test_places_beyond_32_bits(device):
     """The last rows of tensors of more than 2^31 elements are those of the rows by themselves."""
     dtype, last = DTYPES[-1], 5
     rows, width = sized(((1 << 20) + 11, 2048), (11, 40))
-    x, w = torch.empty(rows, width, dtype=dtype, device=device), made(device, width).to(dtype)
-    x[-last:] = made(device, last, width).to(dtype)
+    x, w = (
+        torch.empty(rows, width, dtype=dtype, device=device),
+        random_tensor(device, width).to(dtype),
+    )
+    x[-last:] = random_tensor(device, last, width).to(dtype)
     x[:-last] = 1.0
     cos, sin = rotary_table(torch.arange(rows, device=device), dim=8)
     permutation = Permutation.of(torch.arange(rows, device=device), rows, 1)

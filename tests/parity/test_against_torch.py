@@ -70,7 +70,7 @@ def lane_data(lane: int) -> list[list[Microbatch]]:
     shape = {"batch": 3, "sequence": 12, "vocabulary": VOCABULARY}
     return [
         [
-            microbatch(seed=5, lane=lane, index=step * ACCUMULATION + i, **shape)
+            microbatch(seed=5, dp_rank=lane, index=step * ACCUMULATION + i, **shape)
             for i in range(ACCUMULATION)
         ]
         for step in range(STEPS)

@@ -188,7 +188,7 @@ def lane_data(row: Row, lane: int, step: int) -> list[Microbatch]:
     made = [
         microbatch(
             seed=row.get("seed", SEED),
-            lane=lane,
+            dp_rank=lane,
             index=number,
             batch=sizes_of(row)["batch"],
             sequence=SEQUENCE,

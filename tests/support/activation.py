@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Proof that a feature was active: what a trace of collectives must, and must not, contain.
+"""Assert that a feature was active: collectives that a trace must, and must not, contain.
 
 A feature that is silently off gives the reference's numbers, so a comparison alone cannot see it.
 These functions read the records of `megatron.core.comm.trace()`: anything with `kind`, `group`
@@ -54,15 +54,15 @@ def assert_active(
 
     `exactly_bytes` claims the sum of their bytes as well.
     """
-    found = matching(records, kind=kind, group=group)
-    sent = sum(r.bytes for r in found)
-    wrong = len(found) < at_least if exactly is None else len(found) != exactly
+    matches = matching(records, kind=kind, group=group)
+    sent = sum(r.bytes for r in matches)
+    wrong = len(matches) < at_least if exactly is None else len(matches) != exactly
     if wrong or (exactly_bytes is not None and sent != exactly_bytes):
-        wanted = f">= {at_least}" if exactly is None else f"{exactly}"
+        expected = f">= {at_least}" if exactly is None else f"{exactly}"
         size = "" if exactly_bytes is None else f" with {exactly_bytes} B"
         raise AssertionError(
-            f"{kind or 'collectives'} on {group or 'any group'}: {len(found)} with {sent} B, "
-            f"wanted {wanted}{size}; the trace:\n{table(records)}"
+            f"{kind or 'collectives'} on {group or 'any group'}: {len(matches)} with {sent} B, "
+            f"wanted {expected}{size}; the trace:\n{table(records)}"
         )
 
 
@@ -70,8 +70,8 @@ def assert_silent(
     records: Collection[Record], *, kind: str | None = None, group: str | None = None
 ) -> None:
     """Fail if a collective of this kind on this group happened."""
-    if found := matching(records, kind=kind, group=group):
+    if matches := matching(records, kind=kind, group=group):
         raise AssertionError(
-            f"{kind or 'collectives'} on {group or 'any group'}: {len(found)}, wanted none; "
+            f"{kind or 'collectives'} on {group or 'any group'}: {len(matches)}, wanted none; "
             f"the trace:\n{table(records)}"
         )

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Command lines put together from parts, of which the later ones win."""
+"""Command lines joined from several groups of flags, where a later flag wins."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 
 def last_wins(words: Sequence[str]) -> list[str]:
-    """Return arguments without the flags that a later one overrides; a program refuses both.
+    """Remove the flags that a later flag overrides, because a program refuses repeated flags.
 
     `--name` and `--no-name` override each other, as do `a_b` and `a-b`.
     """

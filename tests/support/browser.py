@@ -45,7 +45,7 @@ class Page:
 
     Args:
         send, receive: ends of the pipes.
-        seconds: that anything may take; only there so that a failure ends.
+        seconds: timeout of every call, so that a failure ends.
     """
 
     def __init__(self, send: int, receive: int, seconds: float = 30) -> None:
@@ -54,8 +54,8 @@ class Page:
         self._session: dict[str, str] = {}
         self.events: list[dict[str, Any]] = []
         target = self.call("Target.createTarget", url="about:blank")["targetId"]
-        found = self.call("Target.attachToTarget", targetId=target, flatten=True)
-        self._session = {"sessionId": found["sessionId"]}
+        attached = self.call("Target.attachToTarget", targetId=target, flatten=True)
+        self._session = {"sessionId": attached["sessionId"]}
         for domain in ("Page", "Network", "Log", "Runtime"):
             self.call(f"{domain}.enable")
 
@@ -67,28 +67,28 @@ class Page:
         while data:
             data = data[os.write(self._send, data) :]
         while True:
-            found = self._read()
-            if found.get("id") == self._number:
-                assert "error" not in found, found
-                return found["result"]
-            self.events.append(found)
+            response = self._read()
+            if response.get("id") == self._number:
+                assert "error" not in response, response
+                return response["result"]
+            self.events.append(response)
 
     def _read(self) -> dict[str, Any]:
         while b"\0" not in self._data:
             assert select.select([self._receive], [], [], self._seconds)[0], "no answer"
-            part = os.read(self._receive, 1 << 16)
-            assert part, "the browser has ended"
-            self._data += part
-        found, self._data = self._data.split(b"\0", 1)
-        return json.loads(found)
+            chunk = os.read(self._receive, 1 << 16)
+            assert chunk, "the browser has ended"
+            self._data += chunk
+        message, self._data = self._data.split(b"\0", 1)
+        return json.loads(message)
 
     def run(self, script: str) -> Any:
         """Return the value of an expression of JavaScript."""
-        found = self.call(
+        evaluation = self.call(
             "Runtime.evaluate", expression=script, returnByValue=True, awaitPromise=True
         )
-        assert "exceptionDetails" not in found, found
-        return found["result"].get("value")
+        assert "exceptionDetails" not in evaluation, evaluation
+        return evaluation["result"].get("value")
 
     def until(self, script: str) -> None:
         """Wait until an expression holds."""
@@ -131,7 +131,7 @@ class Page:
             )
 
     def requests(self) -> list[str]:
-        """Return the addresses that the page has asked for."""
+        """Return the URLs that the page has requested."""
         return [
             event["params"]["request"]["url"]
             for event in self.events
@@ -139,11 +139,17 @@ class Page:
         ]
 
     def complaints(self) -> list[str]:
-        """Return what the browser says against the page: its policy, faults of scripts."""
-        said = [e["params"]["entry"] for e in self.events if e["method"] == "Log.entryAdded"]
-        said = [one for one in said if one["level"] != "verbose" and one["source"] != "network"]
-        faults = [e["params"] for e in self.events if e["method"] == "Runtime.exceptionThrown"]
-        return [one["text"] for one in said] + [one["exceptionDetails"]["text"] for one in faults]
+        """Return the browser's complaints: policy violations and script exceptions."""
+        entries = [e["params"]["entry"] for e in self.events if e["method"] == "Log.entryAdded"]
+        entries = [
+            entry
+            for entry in entries
+            if entry["level"] != "verbose" and entry["source"] != "network"
+        ]
+        exceptions = [e["params"] for e in self.events if e["method"] == "Runtime.exceptionThrown"]
+        return [entry["text"] for entry in entries] + [
+            entry["exceptionDetails"]["text"] for entry in exceptions
+        ]
 
     def screenshot(self, path: Path, width: int, height: int) -> None:
         """Write a PNG of the page."""
@@ -154,22 +160,22 @@ class Page:
             deviceScaleFactor=1,
             mobile=False,
         )
-        found = self.call("Page.captureScreenshot", format="png")
-        path.write_bytes(base64.b64decode(found["data"]))
+        capture = self.call("Page.captureScreenshot", format="png")
+        path.write_bytes(base64.b64decode(capture["data"]))
 
 
 @contextlib.contextmanager
 def opened(program: str, profile: Path) -> Iterator[Page]:
-    """Start a browser with a profile of its own; yield a tab, and end the browser."""
+    """Start a browser with its own profile; yield a tab, and end the browser on exit."""
     orders, answers = os.pipe(), os.pipe()
     # Above the two that they become.
-    theirs = [fcntl.fcntl(fd, fcntl.F_DUPFD, 10) for fd in (orders[0], answers[1])]
-    words = [sys.executable, "-c", LAUNCH, *map(str, theirs), program, *FLAGS]
+    child_fds = [fcntl.fcntl(fd, fcntl.F_DUPFD, 10) for fd in (orders[0], answers[1])]
+    words = [sys.executable, "-c", LAUNCH, *map(str, child_fds), program, *FLAGS]
     with open(profile.with_suffix(".log"), "wb") as log:
         process = subprocess.Popen(
-            [*words, f"--user-data-dir={profile}"], pass_fds=theirs, stdout=log, stderr=log
+            [*words, f"--user-data-dir={profile}"], pass_fds=child_fds, stdout=log, stderr=log
         )
-    for fd in (*theirs, orders[0], answers[1]):
+    for fd in (*child_fds, orders[0], answers[1]):
         os.close(fd)
     try:
         yield Page(orders[1], answers[0])

@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""CaptureRules: streams and events of a pretended GPU that refuse what CUDA refuses in a capture.
+"""CaptureRules: streams and events of a fake GPU that enforce the rules of CUDA stream capture.
 
-- Inside, nothing may wait for what was recorded outside, nor the host for anything.
-- Inside, nothing may be copied from the host: a replay would read memory that is gone.
-- Outside, nothing may wait for what was recorded inside.
-- A stream enters the capture by waiting for one that is in it, and must be waited for by the
-  capture's own stream before the end.
+- Inside a capture, no stream may wait for an event recorded outside, and the host may not wait.
+- Inside, no copy may read host memory: a replay would read memory that has been freed.
+- Outside, no stream may wait for an event recorded inside a capture.
+- A stream joins the capture by waiting for a captured stream, and the capture's origin stream must
+  wait for it before the capture ends.
 """
 
 from __future__ import annotations
@@ -39,11 +39,11 @@ Unrecorded: TypeAlias = contextlib.AbstractContextManager[None]
 
 
 class Streams(Protocol):
-    """What a pretended GPU has."""
+    """The stream functions of a fake GPU."""
 
     @property
     def current(self) -> object:
-        """The stream that work is put on."""
+        """The current stream."""
 
     def new_stream(self, device: object = None, *, priority: int = 0) -> object:
         """Make a stream."""
@@ -56,11 +56,11 @@ class Streams(Protocol):
 
 
 class CaptureError(RuntimeError):
-    """What CUDA would refuse."""
+    """An operation that CUDA refuses during stream capture."""
 
 
 class PretendStream:
-    """A stream: which capture it is in, and how much of its work the capture's stream has seen."""
+    """A stream with the id of its capture and the work that the origin stream has waited for."""
 
     def __init__(self, rules: CaptureRules) -> None:
         self.rules = rules
@@ -68,7 +68,7 @@ class PretendStream:
         self.work = self.seen = 0
 
     def wait_event(self, event: PretendEvent) -> None:
-        """Wait for an event, entering its capture if it is in one."""
+        """Wait for an event, and join the capture of a captured event."""
         if event.stream is None:
             return
         if event.capture is None:
@@ -83,14 +83,14 @@ class PretendStream:
             event.stream.seen = max(event.stream.seen, event.work)
 
     def wait_stream(self, stream: PretendStream) -> None:
-        """Wait for everything on another stream."""
+        """Wait for all work of another stream."""
         event = PretendEvent(self.rules)
         event.record(stream)
         self.wait_event(event)
 
 
 class PretendEvent:
-    """An event: where it was recorded last."""
+    """An event with the stream and capture of its last record."""
 
     def __init__(self, rules: CaptureRules) -> None:
         self.rules = rules
@@ -99,12 +99,12 @@ class PretendEvent:
         self.work = 0
 
     def record(self, stream: PretendStream | None = None) -> None:
-        """Note what the stream has done so far."""
+        """Record the stream's position."""
         self.stream = stream or self.rules.current
         self.capture, self.work = self.stream.capture, self.stream.work
 
     def synchronize(self) -> None:
-        """Let the host wait."""
+        """Block the host."""
         if self.rules.active is not None:
             raise CaptureError("the host waits during a capture")
         if self.capture is not None:
@@ -112,10 +112,10 @@ class PretendEvent:
 
 
 class CaptureRules:
-    """The pretended GPU, and the link that its collectives go over.
+    """The fake GPU, and the link that carries its collectives.
 
     Args:
-        unrecorded: context of gloo's own waiting.
+        unrecorded: context manager around gloo's own waits.
 
     Attributes:
         active: number of the capture under way; None outside.
@@ -175,7 +175,7 @@ class CaptureRules:
         return PretendEvent(self)
 
     def pin(self, tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
-        """Return what can be copied to the device without waiting."""
+        """Return a tensor that can be copied to the device asynchronously."""
         if self.active is not None:
             raise CaptureError(
                 "a capture copies from the host's memory, which a replay reads again"
@@ -184,7 +184,7 @@ class CaptureRules:
 
     @contextlib.contextmanager
     def enforced(self) -> Iterator[None]:
-        """Give the engine this GPU instead of the CPU's streams, which keep no rules."""
+        """Replace the CPU's streams, which check nothing, by this fake GPU."""
         with contextlib.ExitStack() as stack:
             stack.enter_context(pretended_streams(self))
             for module in (layout, sequences):
@@ -194,29 +194,29 @@ class CaptureRules:
 
 @contextlib.contextmanager
 def pretended_streams(gpu: Streams) -> Iterator[None]:
-    """Give the engine the streams and events of a pretended GPU instead of the CPU's."""
+    """Replace the CPU's streams and events by a fake GPU's."""
     pretended = {
         "current_stream": lambda device: gpu.current,
         "new_stream": gpu.new_stream,
         "new_event": gpu.new_event,
         "on_stream": gpu.on_stream,
-        "record_use": lambda tensor, *rest: tensor,
+        "record_use": lambda tensor, *streams: tensor,
     }
     with contextlib.ExitStack() as stack:
         for module in MODULES:
-            found = {n: v for n, v in pretended.items() if n in vars(module)}
-            stack.enter_context(mock.patch.multiple(module, **found))
+            replacements = {n: v for n, v in pretended.items() if n in vars(module)}
+            stack.enter_context(mock.patch.multiple(module, **replacements))
         yield
 
 
 class _Work:
-    """A collective under way, which must be waited for on the side of the border it started on."""
+    """A collective in flight; start and wait must be in the same capture, or both outside."""
 
     def __init__(self, rules: CaptureRules, work: Underway, capture: int | None) -> None:
         self.rules, self.work, self.capture = rules, work, capture
 
     def wait(self) -> torch.Tensor | object:
-        """Let the current stream wait."""
+        """Make the current stream wait."""
         if self.capture != self.rules.current.capture:
             raise CaptureError("a collective is waited for on the other side of a capture's border")
         with self.rules.unrecorded():

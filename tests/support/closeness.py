@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The measure of parity: the largest difference over the largest reference value, per tensor.
+"""The parity metric: the largest difference over the largest reference value, per tensor.
 
     error(got, ref) = max|got - ref| / max|ref|
 
@@ -8,9 +8,9 @@ this does not. Healthy fp32 parity is at or below 7e-7 and the bound is 1e-5, so
 dropped, doubled or taken from the wrong rank is seen by orders of magnitude.
 
 A reference that is zero in exact arithmetic (the gradient of a bias before a norm, of keys under a
-window of one token) is the rounding error of its terms, and so is what it is compared with: their
-ratio depends on the CPU. A reference below `NOISE` rounding steps of its terms is therefore
-refused, whatever the result; who expects it says so, and it is compared absolutely:
+window of one token) consists of rounding errors, and so does the tested tensor: their ratio depends
+on the CPU. A reference below `NOISE` rounding steps of its terms is therefore refused, whatever the
+result. Declare such a tensor in `zeros`; it is then compared absolutely:
 
     max|got|, max|ref| <= NOISE * eps * scale        scale: the magnitude of the terms
 """
@@ -25,18 +25,18 @@ import torch
 
 #: Largest error that counts as parity in fp32.
 BOUND = 1e-5
-#: The same by the device of the ranks: a GPU's sums, in another order and fused, are compared with
-#: those of a single process on a CPU.
+#: The bound by the device of the ranks. A GPU sums in another order, and in fused operations, than
+#: the single process on a CPU.
 DEVICE_BOUND: Mapping[str, float] = MappingProxyType({"cpu": BOUND, "cuda": 2 * BOUND})
-#: Below so many rounding steps of its terms a reference is noise.
+#: A reference below this number of rounding steps of its terms is noise.
 NOISE = 64
 
 
 def noise_floor(got: torch.Tensor, ref: torch.Tensor, *, scale: float = 1.0) -> float:
     """Return the largest value that is rounding noise of terms of magnitude `scale`.
 
-    The rounding is that of the less exact of the two, at most fp32's: narrower types are sums in
-    fp32, rounded once.
+    The rounding step is the larger of both tensors' steps, and at most fp32's: narrower types are
+    sums in fp32, rounded once.
     """
     types = [t.dtype for t in (got, ref) if t.dtype.is_floating_point]
     steps = [torch.finfo(dtype).eps for dtype in types] or [0.0]
@@ -54,13 +54,13 @@ def relative_error(
     Args:
         scale: the magnitude of the terms that `ref` is a sum of; 0 for a product, which may be
             small without being noise.
-        whole: what `ref` is a part of: the error is then that over max|whole|.
+        whole: the full tensor if `ref` is a slice; the error is then relative to max|whole|.
     """
     if got.shape != ref.shape:
         return math.inf
     if ref.numel() == 0:
         return 0.0
-    # There: a GPU compares what would take seconds to copy.
+    # Compare on the device of `ref`: copying large tensors from a GPU takes seconds.
     got64, ref64 = (t.detach().to(device=ref.device, dtype=torch.float64) for t in (got, ref))
     if not (got64.isfinite().all() and ref64.isfinite().all()):
         return math.inf
@@ -85,10 +85,10 @@ def assert_close_by_metric(
     Args:
         scale, whole: see `relative_error`.
     """
-    found = relative_error(got, ref, scale=scale, whole=whole)
-    if found <= bound:
-        return found
-    raise AssertionError(f"{name}: {_complaint(got, ref, found, bound=bound, scale=scale)}")
+    error = relative_error(got, ref, scale=scale, whole=whole)
+    if error <= bound:
+        return error
+    raise AssertionError(f"{name}: {_complaint(got, ref, error, bound=bound, scale=scale)}")
 
 
 def assert_piece_close(
@@ -109,8 +109,8 @@ def assert_piece_close(
         scale: see `relative_error`.
     """
     ref = whole
-    for dim, (first, size) in enumerate(zip(offsets, got.shape, strict=True)):
-        ref = ref.narrow(dim, first, size)
+    for dim, (offset, size) in enumerate(zip(offsets, got.shape, strict=True)):
+        ref = ref.narrow(dim, offset, size)
     if not _largest(whole):
         raise AssertionError(f"{name}: the reference is all zero, so comparing it proves nothing")
     assert_close_by_metric(name, got, ref, bound=bound, scale=scale, whole=whole)
@@ -130,9 +130,9 @@ def assert_all_close(
     Args:
         got, ref: tensors by name. A missing or an extra name fails.
         bound: largest error allowed.
-        zeros: names whose reference is declared to be zero in exact arithmetic; what is found is
-            held to the noise of the largest tensor of the set. Any other reference of zeros or of
-            noise fails, because a comparison with it proves nothing.
+        zeros: names whose reference is declared to be zero in exact arithmetic; the tested tensor
+            must stay below the noise of the largest tensor of the set. Any other reference of
+            zeros or noise fails, because a comparison with it proves nothing.
         scale: the magnitude of the terms, if that is more than the largest tensor of the set; below
             1 if all of the set is small.
 
@@ -153,10 +153,10 @@ def assert_all_close(
         errors[name] = relative_error(got[name], ref[name], scale=scale)
         if ref[name].numel() and not _largest(ref[name]):
             problems.append(f"{name}: the reference is all zero, so comparing it proves nothing")
-    for name, found in sorted(errors.items(), key=lambda item: -item[1]):
-        if not found <= bound:
-            place = _complaint(got[name], ref[name], found, bound=bound, scale=scale)
-            problems.append(f"{name}: {place}")
+    for name, error in sorted(errors.items(), key=lambda item: -item[1]):
+        if not error <= bound:
+            complaint = _complaint(got[name], ref[name], error, bound=bound, scale=scale)
+            problems.append(f"{name}: {complaint}")
     if problems:
         raise AssertionError("\n".join(problems))
     return max(errors.values())
@@ -168,29 +168,29 @@ def _largest(tensor: torch.Tensor) -> float:
 
 
 def _not_zero(name: str, got: torch.Tensor, ref: torch.Tensor, *, scale: float) -> list[str]:
-    """Say which of two tensors is more than noise, or has another shape."""
+    """List the tensors that are above the noise floor, or a shape mismatch."""
     if got.shape != ref.shape:
         return [f"{name}: {_worst_place(got, ref)}"]
     floor = noise_floor(got, ref, scale=scale)
-    found = {"got": _largest(got), "the reference": _largest(ref)}
+    magnitudes = {"got": _largest(got), "the reference": _largest(ref)}
     return [
         f"{name}: declared to be zero, but {which} has {largest:.3g}, over the noise of {floor:.3g}"
-        for which, largest in found.items()
+        for which, largest in magnitudes.items()
         if not largest <= floor
     ]
 
 
 def _complaint(
-    got: torch.Tensor, ref: torch.Tensor, found: float, *, bound: float, scale: float
+    got: torch.Tensor, ref: torch.Tensor, error: float, *, bound: float, scale: float
 ) -> str:
-    """Say what is wrong with an error."""
-    place = _worst_place(got, ref)
+    """Describe an error above the bound."""
+    worst = _worst_place(got, ref)
     if got.shape == ref.shape and 0.0 < _largest(ref) < noise_floor(got, ref, scale=scale):
         return (
             f"the reference is at most {_largest(ref):.3g}, rounding noise of terms of magnitude "
-            f"{scale:.3g}: compare it absolutely (`zeros`), or give the terms' `scale`; {place}"
+            f"{scale:.3g}: compare it absolutely (`zeros`), or give the terms' `scale`; {worst}"
         )
-    return f"error {found:.3g} > {bound:.3g}; {place}"
+    return f"error {error:.3g} > {bound:.3g}; {worst}"
 
 
 def _worst_place(got: torch.Tensor, ref: torch.Tensor) -> str:
@@ -200,9 +200,9 @@ def _worst_place(got: torch.Tensor, ref: torch.Tensor) -> str:
     got64, ref64 = (t.detach().to(device="cpu", dtype=torch.float64) for t in (got, ref))
     difference = (got64 - ref64).abs().nan_to_num(nan=math.inf, posinf=math.inf)
     flat = int(difference.argmax())
-    place = [int(i) for i in torch.unravel_index(torch.tensor(flat), ref.shape)]
+    index = [int(i) for i in torch.unravel_index(torch.tensor(flat), ref.shape)]
     wrong = int((difference > 0).sum())
     return (
-        f"worst at {place}: got {got64.flatten()[flat]:.9g}, reference {ref64.flatten()[flat]:.9g} "
+        f"worst at {index}: got {got64.flatten()[flat]:.9g}, reference {ref64.flatten()[flat]:.9g} "
         f"({wrong} of {ref.numel()} elements differ)"
     )

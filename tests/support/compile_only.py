@@ -39,27 +39,27 @@ CAPABILITY = int(os.environ.get("COMPILE_FOR", "90"))
 
 
 class FakeDriver:
-    """Says that there is a GPU."""
+    """A Triton driver that reports a GPU of the given capability."""
 
     def get_current_target(self) -> GPUTarget:
-        """Return what is compiled for."""
+        """Return the compilation target."""
         return GPUTarget("cuda", CAPABILITY, 32)
 
     def get_current_device(self) -> int:
-        """Return the first."""
+        """Return device 0."""
         return 0
 
     def get_current_stream(self, device: int) -> int:
-        """Return the default one."""
+        """Return the default stream."""
         return 0
 
 
 class Compiled:
-    """What was compiled in this process.
+    """The kernels that were compiled in this process.
 
     Attributes:
-        kernels: how many variants of each kernel.
-        problems: of those that were not, by kernel and error.
+        kernels: hashes of the compiled variants, by kernel.
+        problems: failed compilations: (kernel, error) -> test.
     """
 
     def __init__(self) -> None:
@@ -68,27 +68,27 @@ class Compiled:
         self.test = ""
 
     def run(self, kernel: JITFunction, *args: Any, grid: Any, warmup: bool, **options: Any) -> None:
-        """Compile a call."""
+        """Compile a kernel launch."""
         name = kernel.fn.__name__
         try:
-            found = _RUN(kernel, *args, grid=grid, warmup=True, **options)
+            compiled_kernel = _RUN(kernel, *args, grid=grid, warmup=True, **options)
         except Exception as error:  # whatever the compiler says
             lines = [line for line in str(error).splitlines() if line.strip()]
             self.problems.setdefault((name, (lines or [repr(error)])[-1][:200]), self.test)
         else:
-            self.kernels.setdefault(name, set()).add(found.hash)
+            self.kernels.setdefault(name, set()).add(compiled_kernel.hash)
 
 
 class Recorded(Compiled):
-    """The launches of this process, none of which is compiled.
+    """The launches of this process, recorded without compiling.
 
     Args:
-        path: file that they are written to.
+        path: output file.
 
     Attributes:
-        launches: by their JSON.
-        source: of the launches that follow.
-        candidate: of a `Launches`, while it is tried; launches of other kernels are not its own.
+        launches: launches by their JSON.
+        source: the source of the launches that follow.
+        candidate: the launch options of a tuning trial in progress; empty outside a trial.
     """
 
     def __init__(self, path: Path) -> None:
@@ -97,13 +97,13 @@ class Recorded(Compiled):
         triton.knobs.runtime.jit_cache_hook = self._record
 
     def run(self, kernel: JITFunction, *args: Any, grid: Any, warmup: bool, **options: Any) -> None:
-        """Record a call."""
+        """Record a kernel launch."""
         args = [_stand_in(x) for x in args]
         options = {name: _stand_in(x) for name, x in options.items()}
         _RUN(kernel, *args, grid=grid, warmup=True, **options)
 
     def _record(self, *, fn: Any, compile: dict, **_: Any) -> bool:
-        """Note a specialization; returns True, which tells Triton not to compile it."""
+        """Record a specialization; return True, which tells Triton to skip the compilation."""
         options = json.loads(compile["specialization_data"])["options"]
         (attributes,) = compile["configs"]
         launch = Launch.of_call(
@@ -126,7 +126,7 @@ class Recorded(Compiled):
 
 
 def _stand_in(value: Any) -> Any:
-    """Return what Triton can specialize for a tensor without memory."""
+    """Replace a fake tensor by a mock that Triton can specialize."""
     return MockTensor(value.dtype, value.shape) if isinstance(value, FakeTensor) else value
 
 
@@ -134,8 +134,10 @@ _RUN = JITFunction.run
 
 
 def replace_launches(run: Callable[..., None]) -> None:
-    """Call `run` for every launch. Kernels are imported as a compiler's, then tests are let
-    believe that they are interpreted."""
+    """Call `run` for every launch.
+
+    Kernels are imported for the compiler first; tests then see the interpreter's environment.
+    """
     for module in pkgutil.walk_packages(megatron.core.ops.__path__, "megatron.core.ops."):
         if module.name.endswith(("triton", "kernels")):
             importlib.import_module(module.name)
@@ -150,13 +152,13 @@ def replace_launches(run: Callable[..., None]) -> None:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_load_initial_conftests(early_config: pytest.Config) -> None:
-    """Take over the launches; results are not compared."""
+    """Replace kernel launches and disable the comparison of results."""
     path = os.environ.get("RECORD_LAUNCHES")
     compiled = Recorded(Path(path)) if path else Compiled()
     early_config.stash[_COMPILED] = compiled
     replace_launches(compiled.run)
 
-    # Before tests import them: nothing disagrees, so that a test goes on to its last call.
+    # Before tests import the comparisons: with no mismatch a test runs to its last launch.
     closeness.relative_error = lambda *_, **__: 0.0
     closeness.assert_close_by_metric = lambda *_, **__: 0.0
     torch.testing.assert_close = lambda *_, **__: None
@@ -169,7 +171,7 @@ _COMPILED = pytest.StashKey[Compiled]()
 
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_call(item: pytest.Item) -> Iterator[None]:
-    """Forget what a test finds wrong with results."""
+    """Ignore failures of a test: its results have no meaning."""
     item.config.stash[_COMPILED].test = item.nodeid
     try:
         yield
@@ -178,7 +180,7 @@ def pytest_runtest_call(item: pytest.Item) -> Iterator[None]:
 
 
 def pytest_sessionfinish(session: pytest.Session) -> None:
-    """Fail where something did not compile, or nothing did."""
+    """Fail if a kernel did not compile, or if none was launched."""
     compiled = session.config.stash[_COMPILED]
     if isinstance(compiled, Recorded):
         compiled.write()
@@ -187,7 +189,7 @@ def pytest_sessionfinish(session: pytest.Session) -> None:
 
 
 def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> None:
-    """List what was compiled, and what was not."""
+    """Print the number of compiled variants and the failures."""
     compiled = config.stash[_COMPILED]
     for (name, problem), test in sorted(compiled.problems.items()):
         terminalreporter.write_line(f"not compiled: {name}: {problem} ({test})")

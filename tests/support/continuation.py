@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The text of what follows a prompt, decoded as a whole."""
+"""The text of the tokens that follow a prompt, decoded together with the prompt."""
 
 from __future__ import annotations
 
@@ -7,19 +7,19 @@ from collections.abc import Callable, Sequence
 
 from megatron.cli.tokenizers import Tokenizer
 
-# Tokens of a prompt that the text of what follows can depend on.
+# The last tokens of a prompt, on which the text of the following tokens can depend.
 _CONTEXT_TOKENS = 16
 
 
 def continuation(tokenizer: Tokenizer, prompt: Sequence[int]) -> Callable[[Sequence[int]], str]:
     """Return the function from the ids that follow a prompt to the text that follows it.
 
-    Alone, a text's first token may lose what stands before it: SentencePiece drops the blank that
-    begins a word at the beginning of a text.
+    Decoded alone, the first token may lose its leading blank: SentencePiece drops the blank of a
+    word at the beginning of a text.
 
     Args:
         tokenizer: turns ids into text.
-        prompt: ids that come first.
+        prompt: token ids of the prompt.
     """
     prompt = prompt[-_CONTEXT_TOKENS:]
     before = tokenizer.detokenize(prompt)

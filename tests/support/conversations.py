@@ -28,7 +28,7 @@ def encode_conversation(
         MalformedConversation: this conversation is none, or the template refuses it.
         ValueError: the template is not prefix-stable; no conversation of that kind can be masked.
     """
-    (found,) = encode_conversations([messages], tokenizer, template)
-    if isinstance(found, MalformedConversation):
-        raise found
-    return found
+    (encoded,) = encode_conversations([messages], tokenizer, template)
+    if isinstance(encoded, MalformedConversation):
+        raise encoded
+    return encoded

@@ -28,11 +28,12 @@ Tuple = frozenset[tuple[str, Hashable]]
 
 @dataclass(frozen=True)
 class Constraint:
-    """Say which values of a few factors may stand in one row.
+    """The allowed combinations of values of a few factors in one row.
 
     Args:
-        factors: the names that `allowed` is called with, in this order, once all of them have
-        values. allowed: a pure predicate.
+        factors: names of the factors whose values `allowed` takes, in this order. It is called once
+            every factor has a value.
+        allowed: a pure predicate.
     """
 
     factors: tuple[str, ...]
@@ -40,16 +41,17 @@ class Constraint:
 
 
 class _Space:
-    """Settings of factors, and which of them some allowed row holds together.
+    """The settings of all factors, and the combinations that an allowed row can hold.
 
-    A factor is a leaf if no constraint joins it with another leaf: given values for the rest, the
-    core, leaves choose theirs apart. So a set of settings is allowed if an assignment of the core
-    allows each of them, and that is one bit of an integer for each assignment.
+    A factor is a leaf if no constraint joins it with another leaf. The other factors are the core;
+    once the core has values, each leaf is free to choose its value alone. A set of settings is
+    therefore allowed if one assignment of the core allows every setting. A bit mask holds one bit
+    for each assignment of the core.
 
     Attributes:
         settings: (factor, value) in the order of factors and of their values.
-        of: the numbers of a factor's settings.
-        fits: by setting, the core's assignments that it may stand with.
+        of: the setting numbers of each factor.
+        fits: by setting, the mask of core assignments that allow it.
     """
 
     def __init__(
@@ -80,16 +82,18 @@ class _Space:
         fits = self.everywhere
         for constraint in self.constraints:
             if name in constraint.factors:
-                others = tuple(other for other in constraint.factors if other != name)
+                other_factors = tuple(factor for factor in constraint.factors if factor != name)
                 fits &= sum(
                     mask
-                    for values, mask in self._with(others).items()
-                    if _holds(constraint, {name: value, **dict(zip(others, values, strict=True))})
+                    for values, mask in self._with(other_factors).items()
+                    if _holds(
+                        constraint, {name: value, **dict(zip(other_factors, values, strict=True))}
+                    )
                 )
         return fits
 
     def _with(self, names: tuple[str, ...]) -> dict[tuple[Hashable, ...], int]:
-        """Return by values of some factors of the core which assignments have them."""
+        """Return the mask of assignments for each combination of values of some core factors."""
         if names not in self._masks:
             masks: dict[tuple[Hashable, ...], int] = defaultdict(int)
             for number, row in enumerate(self._assignments):
@@ -102,28 +106,27 @@ class _Space:
         return [self.settings.index((name, row[name])) for name in self.of]
 
     def row(self, numbers: Iterable[int]) -> Row:
-        """Return the row of these settings."""
+        """Return the row with the given setting numbers."""
         return dict(self.settings[n] for n in sorted(numbers))
 
     def tuples(self, strength: int) -> list[tuple[int, ...]]:
         """Return every allowed combination of settings of different factors."""
         chosen: list[tuple[int, ...]] = []
         for names in itertools.combinations(self.of, strength):
-            found: list[tuple[tuple[int, ...], int]] = [((), self.everywhere)]
+            partial: list[tuple[tuple[int, ...], int]] = [((), self.everywhere)]
             for name in names:
-                found = [
-                    ((*numbers, number), both)
-                    for numbers, fits in found
+                partial = [
+                    ((*numbers, number), assignments)
+                    for numbers, fits in partial
                     for number in self.of[name]
-                    if (both := fits & self.fits[number])
+                    if (assignments := fits & self.fits[number])
                 ]
-            chosen += [numbers for numbers, _ in found]
+            chosen += [numbers for numbers, _ in partial]
         return chosen
 
 
 def _core(constraints: Sequence[Constraint]) -> list[str]:
-    """Choose factors without which no constraint has more than one: always the one that joins
-    most."""
+    """Choose factors greedily until no constraint joins two of the remaining factors."""
     core: list[str] = []
     while True:
         joined = [set(c.factors).difference(core) for c in constraints]
@@ -137,16 +140,16 @@ def _assignments(
     factors: Mapping[str, Sequence[Hashable]], constraints: Sequence[Constraint], core: list[str]
 ) -> list[Row]:
     """Return all values of the core that break no constraint."""
-    found: list[Row] = [{}]
+    rows: list[Row] = [{}]
     for name in core:
-        own = [c for c in constraints if name in c.factors]
-        longer = [{**row, name: value} for row in found for value in factors[name]]
-        found = [row for row in longer if all(_holds(c, row) for c in own)]
-    return found
+        applicable = [c for c in constraints if name in c.factors]
+        longer = [{**row, name: value} for row in rows for value in factors[name]]
+        rows = [row for row in longer if all(_holds(c, row) for c in applicable)]
+    return rows
 
 
 def _holds(constraint: Constraint, row: Mapping[str, Hashable]) -> bool:
-    """Tell whether a constraint is not broken; it is not before all its factors have values."""
+    """Return whether a row satisfies a constraint, or lacks a value for one of its factors."""
     if any(name not in row for name in constraint.factors):
         return True
     return constraint.allowed(*(row[name] for name in constraint.factors))
@@ -185,9 +188,9 @@ def covering_array(
         constraints: which values may not meet.
         strength: 2 for pairs, 3 for triples.
         seed: the array is a pure function of it and of the other arguments.
-        start: complete rows that are wanted in any case; they come first.
-        candidates: how many rows are drafted for each one that is kept.
-        cost: of a row; of the drafts, the one that covers most per cost is kept.
+        start: complete rows that the array must contain; they come first.
+        candidates: number of rows drafted for each row of the array.
+        cost: the cost of a row; the draft with the most newly covered combinations per cost wins.
 
     Raises:
         ValueError: an empty factor, an unknown name, a bad `start` row, or no allowed row at all.
@@ -197,10 +200,10 @@ def covering_array(
         raise ValueError("the constraints allow no row")
     uncovered = _Uncovered(space, strength)
     rows: list[list[int]] = []
-    for given in start:
-        if set(given) != set(factors) or not all(_holds(c, given) for c in constraints):
-            raise ValueError(f"a start row is incomplete or not allowed: {dict(given)}")
-        rows.append(space.number(given))
+    for start_row in start:
+        if set(start_row) != set(factors) or not all(_holds(c, start_row) for c in constraints):
+            raise ValueError(f"a start row is incomplete or not allowed: {dict(start_row)}")
+        rows.append(space.number(start_row))
         uncovered.cover(rows[-1])
     draw = random.Random(seed)
     while left := uncovered.left():
@@ -231,21 +234,21 @@ class _Uncovered:
         return self._ordered.tolist()
 
     def cover(self, numbers: Sequence[int]) -> None:
-        """Take away what a row holds."""
+        """Remove the combinations of a row."""
         self.table[np.ix_(*[numbers] * self.strength)] = 0.0
 
-    def completed_by(self, number: int, others: np.ndarray) -> np.ndarray | float:
-        """Return for each setting [settings] how many combinations it completes that hold `number`
-        and else only `others`.
+    def completed_by(self, number: int, present: np.ndarray) -> np.ndarray | float:
+        """Return for each setting [settings] the number of uncovered combinations that it completes
+        together with `number` and settings of `present`.
 
         Args:
-            others: fp32 [settings], 1 for those that a row has.
+            present: fp32 [settings], 1 for each setting of the row.
         """
         if self.strength == 1:
             return 0.0
         counted = self.table[number]
         for _ in range(self.strength - 2):
-            counted = counted @ others
+            counted = counted @ present
         return counted / math.factorial(self.strength - 2)
 
 
@@ -254,7 +257,7 @@ class _Draft:
 
     Attributes:
         numbers: its settings.
-        fits: the core's assignments that all of them may stand with.
+        fits: the mask of core assignments that allow all settings of the row.
         gains: by setting, the uncovered combinations that it would complete.
         gain: the uncovered combinations that the row holds.
     """
@@ -278,15 +281,17 @@ class _Draft:
 
 
 def _draft(
-    space: _Space, uncovered: _Uncovered, first: Sequence[int], draw: random.Random
+    space: _Space, uncovered: _Uncovered, combination: Sequence[int], draw: random.Random
 ) -> _Draft:
     """Complete an uncovered combination, factor by factor, to a row that covers many more."""
     draft = _Draft(space, uncovered)
-    for number in first:
+    for number in combination:
         draft.add(number)
-    rest = [name for name, numbers in space.of.items() if not set(numbers) & set(first)]
-    draw.shuffle(rest)
-    for name in rest:
+    free_factors = [
+        name for name, numbers in space.of.items() if not set(numbers) & set(combination)
+    ]
+    draw.shuffle(free_factors)
+    for name in free_factors:
         options = list(space.of[name])
         draw.shuffle(options)
         options = [number for number in options if draft.fits & space.fits[number]]

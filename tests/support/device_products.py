@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Grouped products as a GPU has them, on a CPU: nothing reads on the host where runs end.
+"""Grouped matrix products on a CPU without host reads, as on a GPU.
 
-torch's `grouped_mm` takes the place of both kernels, its weight gradients too: it reads the ends
-inside of the operation, so that a recorded one follows them.
+torch's `grouped_mm` replaces both kernels, forward and weight gradient. It reads the group offsets
+inside the operation, so a recorded operation follows new offsets.
 """
 
 from __future__ import annotations
@@ -38,9 +38,9 @@ def _is_taken(*_: object) -> bool:
 
 @contextmanager
 def products_of_a_gpu() -> Iterator[None]:
-    """Let experts take the path of a GPU; widths must be of whole 16 bytes.
+    """Let experts take the GPU path; widths must be multiples of 16 bytes.
 
-    No mock takes a call: it would hold the tensors.
+    Plain functions replace the originals: a mock would keep its arguments alive.
     """
     with (
         mock.patch.object(grouped_mm, "choose", _choice),

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which expressions of a module ran: a mutant of one that did not cannot be noticed.
+"""The expressions of a module that ran: a test cannot notice a mutant of any other expression.
 
 Coverage by lines is not enough: a line may hold a branch that was not taken.
 """
@@ -14,12 +14,12 @@ from typing import Any
 from tests.support.mutants import Mutation
 from tests.support.source_text import Span, offsets, source_of
 
-#: Where the instructions lie that ran, by module name.
+#: Source spans of the executed instructions, by module name.
 Ran = dict[str, set[Span]]
 
 
 def spans_run(modules: Collection[str], run: Callable[[], Any]) -> Ran:
-    """Call `run` and return where the instructions lie that this thread executed in `modules`."""
+    """Call `run` and return the source spans that this thread executed in `modules`."""
     names = {source_of(module)[1]: module for module in modules}
     seen: dict[str, set[tuple[CodeType, int]]] = {module: set() for module in modules}
 
@@ -40,11 +40,14 @@ def spans_run(modules: Collection[str], run: Callable[[], Any]) -> Ran:
         run()
     finally:
         sys.settrace(before)
-    return {module: _spans_of(source_of(module)[0], found) for module, found in seen.items()}
+    return {
+        module: _spans_of(source_of(module)[0], instructions)
+        for module, instructions in seen.items()
+    }
 
 
 def _spans_of(text: str, instructions: Iterable[tuple[CodeType, int]]) -> set[Span]:
-    """Return where instructions, each a code object and an offset in bytes, lie in the text."""
+    """Return the source spans of instructions, each a code object and a byte offset."""
     offset = offsets(text)
     by_code: dict[CodeType, set[int]] = {}
     for code, at in instructions:
@@ -58,7 +61,7 @@ def _spans_of(text: str, instructions: Iterable[tuple[CodeType, int]]) -> set[Sp
 
 
 def _all_spans(text: str) -> set[Span]:
-    """Return where all instructions of a source text lie."""
+    """Return the source spans of all instructions of a module."""
     waiting = [compile(text, "text", "exec", dont_inherit=True)]
     instructions = []
     while waiting:
@@ -68,20 +71,20 @@ def _all_spans(text: str) -> set[Span]:
     return _spans_of(text, instructions)
 
 
-def executed(found: Iterable[Mutation], ran: Ran) -> list[Mutation]:
+def executed(mutants: Iterable[Mutation], ran: Ran) -> list[Mutation]:
     """Return the mutations of expressions that ran.
 
-    An expression ran if an instruction inside of it did. One without instructions of its own, such
-    as a folded constant, ran if the innermost instruction around it did.
+    An expression ran if an instruction inside it ran. An expression without its own instructions,
+    such as a folded constant, ran if the innermost enclosing instruction ran.
     """
-    kept = []
+    executed_mutants = []
     possible = {module: _all_spans(source_of(module)[0]) for module in ran}
-    for mutation in found:
+    for mutation in mutants:
         everything = possible.get(mutation.module, set())
         inside = {s for s in everything if mutation.start <= s[0] and s[1] <= mutation.stop}
         if not inside:
             around = [s for s in everything if s[0] <= mutation.start and mutation.stop <= s[1]]
             inside = {min(around, key=lambda s: s[1] - s[0])} if around else set()
         if inside & ran.get(mutation.module, set()):
-            kept.append(mutation)
-    return kept
+            executed_mutants.append(mutation)
+    return executed_mutants

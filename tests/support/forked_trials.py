@@ -73,7 +73,7 @@ class _Worker:
 
     def __init__(self, trials: Sequence[Callable[[], int]], batch: list[int], log: Path) -> None:
         self._batch, self._log = batch, log
-        end, theirs = os.pipe()
+        end, child_end = os.pipe()
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # other threads of the tests are idle
             self._pid = os.fork()
@@ -81,11 +81,11 @@ class _Worker:
             code = 1
             try:
                 os.close(end)
-                _serve(trials, batch, theirs, log)
+                _serve(trials, batch, child_end, log)
                 code = 0
             finally:
                 os._exit(code)
-        os.close(theirs)
+        os.close(child_end)
         self._lines = os.fdopen(end, "r", encoding="utf-8")
 
     def step(self, verdicts: dict[int, Verdict]) -> bool:
@@ -100,11 +100,11 @@ class _Worker:
         self._lines.close()
         status = os.waitpid(self._pid, 0)[1]
         if self._batch:
-            said = self._log.read_text(errors="replace")[-3000:]
+            output = self._log.read_text(errors="replace")[-3000:]
             how = f"exit code {os.waitstatus_to_exitcode(status)}"
             if os.WIFSIGNALED(status):
                 how = f"ended by {signal.Signals(os.WTERMSIG(status)).name}"
-            verdicts[self._batch.pop(0)] = Verdict(None, f"{how}: {said}")
+            verdicts[self._batch.pop(0)] = Verdict(None, f"{how}: {output}")
         return self._batch
 
 
@@ -149,15 +149,15 @@ def judge(trial: Callable[[], int]) -> Verdict:
             code = trial()
     except BaseException:
         return Verdict(None, traceback.format_exc()[-3000:])
-    said = err.getvalue()
-    if "Traceback (most recent call last)" in said:
-        return Verdict(None, said[-3000:])
-    lines = [line for line in said.split("\n") if line]
-    for line in said.split("\n"):
+    output = err.getvalue()
+    if "Traceback (most recent call last)" in output:
+        return Verdict(None, output[-3000:])
+    lines = [line for line in output.split("\n") if line]
+    for line in output.split("\n"):
         if not line.isprintable():
             return Verdict(None, f"what cannot be printed: {line[:500]!r}")
         if len(line) > LONGEST_LINE:
             return Verdict(None, f"a line of {len(line)} characters: {line[:500]}")
     if code == 2 and sum(": error: " in line for line in lines) != 1:
-        return Verdict(None, f"no one line of an error: {said[-3000:]}")
+        return Verdict(None, f"no one line of an error: {output[-3000:]}")
     return Verdict(code, lines[-1] if lines else "")

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The gatherer of an engine whose buckets are all of one kind."""
+"""The gatherer of an engine with a single kind of bucket."""
 
 from __future__ import annotations
 
@@ -9,5 +9,5 @@ from megatron.core.weight_gather import Gatherer
 
 def gatherer_of(engine: DataParallel) -> Gatherer | None:
     """Return the only gatherer of an engine; None if it gathers nothing."""
-    assert len(engine.gatherers) <= 1, "some weights alone are stored in shards: look at each"
+    assert len(engine.gatherers) <= 1, "several gatherers: use engine.gatherers"
     return next(iter(engine.gatherers), None)

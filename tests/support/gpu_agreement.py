@@ -2,8 +2,8 @@
 """Triton kernels held to their references in fp64, on a GPU or, in a rehearsal, on a CPU.
 
 A rehearsal (`python -m tools.gpu --rehearse`) runs the same tests in Triton's interpreter, which
-rounds as `tensor_core_rounding` says, with the same bounds and sizes that take it no minutes. So no
-line of a GPU test is run for the first time on a machine that somebody pays for.
+rounds like `tensor_core_rounding`, with the same bounds and with sizes that take seconds. So every
+line of a GPU test has run before it reaches a rented machine.
 """
 
 from __future__ import annotations
@@ -28,12 +28,12 @@ BOUND: Mapping[torch.dtype, float] = MappingProxyType({torch.float32: 2e-5, torc
 
 
 def sized(full: Size, small: Size) -> Size:
-    """Return what a GPU works on, or in a rehearsal what the interpreter can."""
+    """Return the full size on a GPU, or the small size in a rehearsal."""
     return small if REHEARSES else full
 
 
-def made(device: torch.device, *shape: int) -> torch.Tensor:
-    """Return normal numbers, the same for the same shape."""
+def random_tensor(device: torch.device, *shape: int) -> torch.Tensor:
+    """Return random normal numbers, seeded by the shape."""
     generator = torch.Generator(device).manual_seed(sum(shape))
     return torch.randn(shape, generator=generator, device=device)
 
@@ -43,22 +43,22 @@ def agree(
     inputs: Sequence[torch.Tensor],
     dtype: torch.dtype,
     *,
-    wide: Collection[int] = (),
+    fp32_inputs: Collection[int] = (),
     bounds: Mapping[torch.dtype, float] = BOUND,
     poison: bool = True,
 ) -> float:
     """Compare outputs and gradients of the Triton kernel in `dtype` with the reference in fp64.
 
-    Both read the same numbers: the inputs, rounded to what the kernel takes.
+    Both read the same inputs, rounded to the dtype of the kernel.
 
     Args:
-        function: of `inputs`, and `implementation`; what it returns of None, or without a
-            gradient, is not compared.
-        inputs: tensors of floating point; all get gradients.
-        dtype: of the kernel's inputs.
-        wide: numbers of the inputs that stay fp32, as decays do.
+        function: called with `inputs` and `implementation`; outputs that are None or need no
+            gradient are not compared.
+        inputs: floating-point tensors; gradients of all are compared.
+        dtype: dtype of the kernel's inputs.
+        fp32_inputs: indices of the inputs that stay fp32, such as decays.
         bounds: largest error by dtype.
-        poison: let memory that nothing has written hold NaN while the kernels run.
+        poison: fill uninitialised memory with NaN while the kernels run.
 
     Returns:
         The largest error.
@@ -66,18 +66,20 @@ def agree(
     Raises:
         AssertionError: an output or a gradient differs, is not finite, or is missing.
     """
-    kept = {number: torch.float32 for number in wide}
-    rounded = [x.detach().to(kept.get(i, dtype)) for i, x in enumerate(inputs)]
+    fp32 = {number: torch.float32 for number in fp32_inputs}
+    rounded = [x.detach().to(fp32.get(i, dtype)) for i, x in enumerate(inputs)]
     if poison:
         with nan_memory():
-            found = _results(function, rounded, "triton", None)
+            triton_tensors = _results(function, rounded, "triton", None)
     else:
-        found = _results(function, rounded, "triton", None)
-    true = _results(function, rounded, "reference", torch.float64)
-    assert found.keys() == true.keys(), f"{sorted(found)} instead of {sorted(true)}"
+        triton_tensors = _results(function, rounded, "triton", None)
+    reference_tensors = _results(function, rounded, "reference", torch.float64)
+    assert triton_tensors.keys() == reference_tensors.keys(), (
+        f"{sorted(triton_tensors)} instead of {sorted(reference_tensors)}"
+    )
     return max(
-        assert_close_by_metric(name, tensor, true[name], bound=bounds[dtype])
-        for name, tensor in found.items()
+        assert_close_by_metric(name, tensor, reference_tensors[name], bound=bounds[dtype])
+        for name, tensor in triton_tensors.items()
     )
 
 
@@ -87,16 +89,18 @@ def _results(
     implementation: str,
     kind: torch.dtype | None,
 ) -> dict[str, torch.Tensor]:
-    """Return outputs and gradients by name; the gradients that flow in are those of every call."""
+    """Return outputs and input gradients by name; every call uses the same output gradients."""
     leaves = [x.to(kind or x.dtype, copy=True).requires_grad_() for x in rounded]
     outputs = function(*leaves, implementation=implementation)
     outputs = outputs if isinstance(outputs, tuple) else (outputs,)
     named = {f"output {i}": y for i, y in enumerate(outputs) if y is not None and y.requires_grad}
-    narrow = min((x.dtype for x in rounded), key=lambda dtype: dtype.itemsize)
-    pulls = [made(y.device, *y.shape).to(narrow).to(y.dtype) for y in named.values()]
-    torch.autograd.backward(list(named.values()), pulls)
-    found = {name: y.detach() for name, y in named.items()}
+    narrowest = min((x.dtype for x in rounded), key=lambda dtype: dtype.itemsize)
+    grad_outputs = [
+        random_tensor(y.device, *y.shape).to(narrowest).to(y.dtype) for y in named.values()
+    ]
+    torch.autograd.backward(list(named.values()), grad_outputs)
+    named_tensors = {name: y.detach() for name, y in named.items()}
     for i, leaf in enumerate(leaves):
         assert leaf.grad is not None, f"{implementation}: input {i} has no gradient"
-        found[f"gradient of input {i}"] = leaf.grad
-    return found
+        named_tensors[f"gradient of input {i}"] = leaf.grad
+    return named_tensors

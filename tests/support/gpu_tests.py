@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""pytest --device cuda: tests that carry the mark gpus run with a GPU for every rank, over NCCL.
+"""pytest --device cuda: run the tests with the mark `gpus` with one GPU per rank, over NCCL.
 
-`gpus(2)` says how many GPUs a test needs, `gpus("world")` which of its parameters says it. Tests
-without the mark are deselected, those that need more GPUs than there are skipped. `--gpus 2` ends
-the session where there are fewer, which would skip what it is for.
+`gpus(2)` states the number of GPUs that a test needs, `gpus("world")` the parameter that holds this
+number. Tests without the mark are deselected, and tests that need more GPUs than the machine has
+are skipped. `--gpus 2` fails the session on a machine with fewer GPUs, instead of skipping.
 """
 
 from __future__ import annotations
@@ -14,10 +14,10 @@ from tests.support import ranks
 
 
 class GpuTests:
-    """Choose the tests of a session on GPUs.
+    """Select the tests of a GPU session.
 
     Args:
-        least: how many GPUs the session is for.
+        least: minimum number of GPUs of the session.
 
     Raises:
         pytest.UsageError: torch sees fewer.
@@ -32,13 +32,13 @@ class GpuTests:
         ranks.DEVICES.append("cuda")
 
     def pytest_unconfigure(self) -> None:
-        """Leave ranks where they were."""
+        """Restore the device of ranks."""
         ranks.DEVICES.pop()
 
     def pytest_collection_modifyitems(
         self, config: pytest.Config, items: list[pytest.Item]
     ) -> None:
-        """Keep the tests that say how many GPUs they need; skip those that need more."""
+        """Select the tests marked `gpus`; skip a test that needs more GPUs than there are."""
         needed = {item: gpus_of(item) for item in items}
         config.hook.pytest_deselected(items=[i for i, n in needed.items() if n is None])
         items[:] = [item for item, n in needed.items() if n is not None]
@@ -49,7 +49,7 @@ class GpuTests:
 
 
 def gpus_of(item: pytest.Item) -> int | None:
-    """Return the number of GPUs that a test needs; None if it is for CPUs alone."""
+    """Return the number of GPUs that a test needs; None for a CPU test."""
     mark = item.get_closest_marker("gpus")
     if mark is None:
         return None

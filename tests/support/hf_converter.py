@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The converter of Hugging Face folders as tests run it, and what they compare of its results."""
+"""Run the converter of Hugging Face folders in tests, and read its results for comparison."""
 
 from __future__ import annotations
 
@@ -31,11 +31,11 @@ from tests.support.inputs import generator
 
 
 def convert(*words: object, code: int = 0) -> str:
-    """Run the converter, which must end with `code`; return what it printed, or its errors."""
+    """Run the converter and assert its exit code; return its stdout, or its stderr on an error."""
     out, err = io.StringIO(), io.StringIO()
     with redirect_stdout(out), redirect_stderr(err):
-        found = main([str(word) for word in words], {})
-    assert found == code, err.getvalue()
+        exit_code = main([str(word) for word in words], {})
+    assert exit_code == code, err.getvalue()
     return err.getvalue() if code else out.getvalue()
 
 
@@ -49,10 +49,10 @@ def checkpoint_model(checkpoint: Path) -> GPTModel:
 
 def tensors(folder: Path) -> dict[str, torch.Tensor]:
     """Return all tensors of a folder."""
-    found: dict[str, torch.Tensor] = {}
+    named_tensors: dict[str, torch.Tensor] = {}
     for path in folder.glob("*.safetensors"):
-        found |= load_file(path)
-    return found
+        named_tensors |= load_file(path)
+    return named_tensors
 
 
 def imported(folder: Path, save: Path) -> Path:
@@ -64,8 +64,7 @@ def imported(folder: Path, save: Path) -> Path:
 def read_by_a_rank(
     rank: int, path: Path, grid: RankGrid
 ) -> tuple[GPTModel, list[TensorChunk], int]:
-    """Be a rank of a grid: return the model of a folder, its chunks, and the bytes that were
-    read."""
+    """Read a folder as one rank of a grid; return the model, its chunks and the bytes read."""
     groups = ProcessGroupCollection.create(grid, rank=rank, timeout_seconds=30)
     folder = open_folder(path)
     described = read_folder(folder)
@@ -74,33 +73,33 @@ def read_by_a_rank(
     return model, chunks, read_weights(folder, described, chunks, coordinator=Solo())
 
 
-def held(checkpoint: Path) -> dict[str, torch.Tensor]:
-    """Return all weights and states of a checkpoint."""
+def checkpoint_weights(checkpoint: Path) -> dict[str, torch.Tensor]:
+    """Return all weights and buffers of a checkpoint."""
     return whole(checkpoint_model(checkpoint))
 
 
 def whole(model: GPTModel) -> dict[str, torch.Tensor]:
-    """Return all weights and states of a model in a single process."""
-    found: dict[str, torch.Tensor] = {}
+    """Return all weights and buffers of a single-process model, as logical tensors."""
+    weights: dict[str, torch.Tensor] = {}
     for chunk in weight_chunks(model.store):
-        tensor = found.setdefault(chunk.name, torch.full(chunk.shape, torch.nan))
+        tensor = weights.setdefault(chunk.name, torch.full(chunk.shape, torch.nan))
         tensor[chunk.box.slices] = chunk.tensor.detach()
-    return found
+    return weights
 
 
 def folder_with_further_layers(path: Path, case: str = "deepseek", *, tied: bool = False) -> Path:
-    """Write a folder with two layers of further prediction, all of random weights."""
+    """Write a folder with two multi-token-prediction layers and random weights."""
     source = save_folder(make_model(case, tie_word_embeddings=tied), path / "plain")
     plain = checkpoint_model(imported(source, path / "plain-checkpoint"))
     config = replace(plain.config, mtp_num_layers=2)
     model = GPTModel(config, ProcessGroupCollection.single(), storage=Storage(initialize=False))
-    known = held(path / "plain-checkpoint/iter_0000000")
+    plain_weights = checkpoint_weights(path / "plain-checkpoint/iter_0000000")
     chunks, random = weight_chunks(model.store), generator(8)
     for chunk in chunks:
         center = float(chunk.tensor.ndim == 1)
         chunk.tensor.copy_(center + 0.3 * torch.randn(chunk.tensor.shape, generator=random))
-        if chunk.name in known:
-            chunk.tensor.copy_(known[chunk.name][chunk.box.slices])
+        if chunk.name in plain_weights:
+            chunk.tensor.copy_(plain_weights[chunk.name][chunk.box.slices])
     options = {"max-position-embeddings": LENGTH}
     extra = {"format": 1, "model": config.to_json(), "config": options, "tokenizer": {}}
     save_checkpoint(path / "checkpoint", 0, chunks, extra, coordinator=Solo())

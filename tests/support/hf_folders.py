@@ -258,9 +258,9 @@ def make_model(case: str, **changes: Any) -> Any:
     }
     if kind == "NemotronH":
         del config["num_hidden_layers"]
-    made = getattr(transformers, f"{kind}Config")(**config)
-    made._attn_implementation = made._experts_implementation = "eager"
-    model = getattr(transformers, f"{kind}ForCausalLM")(made).eval()
+    model_config = getattr(transformers, f"{kind}Config")(**config)
+    model_config._attn_implementation = model_config._experts_implementation = "eager"
+    model = getattr(transformers, f"{kind}ForCausalLM")(model_config).eval()
     generator = torch.Generator().manual_seed(3)
     with torch.no_grad():
         buffers = dict(model.named_buffers())

@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""HostReads: what a computation reads on the host, where a GPU would be waited for.
+"""HostReads: the values that a computation reads on the host, where the host would wait for a GPU.
 
-On a CPU nothing waits, so reads are found by the operations that need a value: `item`, `tolist`,
-and those whose result's shape depends on values. An `output_size` makes such an operation no read.
+A CPU run does not wait, so reads are detected by their operations: `item`, `tolist`, and
+operations with a data-dependent output shape. With an `output_size` such an operation reads
+nothing.
 """
 
 from __future__ import annotations
@@ -17,10 +18,10 @@ from tests.support.op_tape import READS
 
 
 class HostReads(TorchDispatchMode):
-    """Note reads inside of a `with`.
+    """Record host reads inside a `with` block.
 
     Attributes:
-        names: of the operations, in order.
+        names: names of the reading operations, in order.
     """
 
     def __init__(self) -> None:
@@ -44,7 +45,7 @@ class HostReads(TorchDispatchMode):
 
 
 class _Methods(TorchFunctionMode):
-    """Note methods that read a tensor without an operation."""
+    """Record methods that read a tensor without a dispatched operation."""
 
     def __init__(self, names: list[str]) -> None:
         super().__init__()

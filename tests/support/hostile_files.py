@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Files as an attacker, a full disk or a bad copy leaves them, drawn from a seed.
+"""Files as an attacker, a full disk or a failed copy would leave them, drawn from a seed.
 
-Starting from a sound file, `spoil` puts something else in its place: bytes that were flipped, cut,
-repeated or grown; JSON with another value, a value of another type, a key too few or twice, numbers
-and depths without measure; a pipe, a folder, a link, a sparse file of gigabytes.
+`spoil` replaces a valid file: by bytes that were flipped, cut, repeated or appended; by JSON with a
+changed value, a value of another type, a missing or repeated key, huge numbers or deep nesting;
+by a pipe, a folder, a link or a sparse file of gigabytes.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-#: More than the memory of a trial, and what is read in its time.
+#: More than the memory limit of a trial, and more than a trial can read in its time.
 SPARSE_BYTES = 3 << 30
 
 #: JSON texts that a reader may not expect.
@@ -36,28 +36,28 @@ VALUES = (
 
 
 class _Raw(str):
-    """JSON text in the place of a value."""
+    """JSON text that replaces a value."""
 
 
 class _Pairs(list):
-    """The members of an object, in order: a name may come twice."""
+    """The members of an object, in order; a name may occur twice."""
 
 
 def spoil(path: Path, rng: random.Random, *, text: Callable[..., bytes], seal: Any = None) -> str:
-    """Put something hostile in the place of a sound file; return what.
+    """Replace a valid file by a hostile one; return the kind of damage.
 
     Args:
-        path: of the sound file.
-        rng: draws.
-        text: makes hostile content from (content, rng) that fits the file's format.
-        seal: makes content that a digest guards sound again; None if there is no digest.
+        path: path of the valid file.
+        rng: source of the random choices.
+        text: makes hostile content in the file's format from (content, rng).
+        seal: recomputes the digest of changed content; None for a format without digest.
     """
     draw = rng.random()
     if draw < 0.12:
-        name = rng.choice(sorted(PLACES))
+        name = rng.choice(sorted(REPLACEMENTS))
         content = path.read_bytes()
         path.unlink()
-        PLACES[name](path, content)
+        REPLACEMENTS[name](path, content)
         return name
     content = path.read_bytes()
     if draw < 0.35:
@@ -93,8 +93,8 @@ def _spoiled_bytes(content: bytes, rng: random.Random) -> bytes:
             flipped[rng.randrange(len(flipped))] ^= 1 << rng.randrange(8)
         return bytes(flipped)
     if kind == 5:
-        filler = rng.choice((b"\0", b"\xff", b"\x1b[2J", b"\n", b"\r", b'"', b"[", b"\xed\xa0\x80"))
-        return content[:at] + filler * rng.choice((1, 8, 4096)) + content[to:]
+        noise = rng.choice((b"\0", b"\xff", b"\x1b[2J", b"\n", b"\r", b'"', b"[", b"\xed\xa0\x80"))
+        return content[:at] + noise * rng.choice((1, 8, 4096)) + content[to:]
     if kind == 6:
         return content + rng.choice((b"\0", b"}", b"x" * 5000, content))
     if kind == 7:
@@ -103,15 +103,15 @@ def _spoiled_bytes(content: bytes, rng: random.Random) -> bytes:
 
 
 def spoiled_words(content: bytes, rng: random.Random) -> bytes:
-    """Put extreme integers where a binary file may have some."""
+    """Write extreme integers into a binary file."""
     spoiled = bytearray(content)
     for _ in range(rng.choice((1, 1, 2, 4))):
         form = rng.choice(("<q", "<Q", "<i", "<I", "<H"))
         size = struct.calcsize(form)
         if len(spoiled) < size:
             break
-        first = min(len(spoiled), rng.choice((64, 512, len(spoiled)))) - size
-        at = rng.randint(0, first) // size * size if first >= 0 else 0
+        last_start = min(len(spoiled), rng.choice((64, 512, len(spoiled)))) - size
+        at = rng.randint(0, last_start) // size * size if last_start >= 0 else 0
         top = 8 * size - form[1].islower()
         number = rng.choice((0, 1, (1 << top) - 1, 1 << (top - 1), 1 << (top // 2), 255))
         spoiled[at : at + size] = struct.pack(form, number)
@@ -122,7 +122,7 @@ def spoiled_json(content: bytes, rng: random.Random, inside: tuple[str, ...] = (
     """Change some values of a JSON text.
 
     Args:
-        inside: names that lead to the object that is changed.
+        inside: path of keys to the object that is changed.
     """
     try:
         return _spoiled_tree(json.loads(content, object_pairs_hook=_Pairs), rng, inside)
@@ -132,17 +132,17 @@ def spoiled_json(content: bytes, rng: random.Random, inside: tuple[str, ...] = (
 
 def _spoiled_tree(tree: Any, rng: random.Random, inside: tuple[str, ...]) -> bytes:
     for _ in range(rng.choice((1, 1, 1, 2, 3))):
-        part = tree
+        subtree = tree
         for name in inside:
-            part = next(value for key, value in part if key == name)
-        if not isinstance(part, list) or isinstance(part, _Raw):
+            subtree = next(value for key, value in subtree if key == name)
+        if not isinstance(subtree, list) or isinstance(subtree, _Raw):
             break
-        tree = _changed(tree, part, rng)
+        tree = _changed(tree, subtree, rng)
     return _dump(tree).encode("utf-8", "surrogatepass")
 
 
-def _changed(tree: Any, part: Any, rng: random.Random) -> Any:
-    holders = list(_holders(part))
+def _changed(tree: Any, subtree: Any, rng: random.Random) -> Any:
+    holders = list(_holders(subtree))
     if not holders:
         return tree
     # Small lists of numbers would take most draws of a uniform choice.
@@ -158,30 +158,30 @@ def _changed(tree: Any, part: Any, rng: random.Random) -> Any:
     elif kind == 7 and named:
         holder.append((holder[at][0], value))
     elif kind == 8:
-        other = rng.randrange(len(holder))
+        other_index = rng.randrange(len(holder))
         if named:
-            holder[at], holder[other] = (
-                (holder[at][0], holder[other][1]),
-                (holder[other][0], holder[at][1]),
+            holder[at], holder[other_index] = (
+                (holder[at][0], holder[other_index][1]),
+                (holder[other_index][0], holder[at][1]),
             )
         else:
-            holder[at] = holder[other]
+            holder[at] = holder[other_index]
     elif named:
         holder[at] = (json.loads(rng.choice(_NAMES)), holder[at][1])
     else:
-        return _Raw(rng.choice(VALUES)) if part is tree else tree
+        return _Raw(rng.choice(VALUES)) if subtree is tree else tree
     return tree
 
 
 _NAMES = tuple(value for value in VALUES if value.startswith('"'))
 
 
-def _holders(part: Any) -> Iterator[Any]:
-    """Yield every object and list that holds something."""
-    if isinstance(part, list) and part:
-        yield part
-        for inner in part:
-            yield from _holders(inner[1] if isinstance(part, _Pairs) else inner)
+def _holders(subtree: Any) -> Iterator[Any]:
+    """Yield every object and list that is not empty."""
+    if isinstance(subtree, list) and subtree:
+        yield subtree
+        for inner in subtree:
+            yield from _holders(inner[1] if isinstance(subtree, _Pairs) else inner)
 
 
 def _dump(value: Any) -> str:
@@ -195,7 +195,7 @@ def _dump(value: Any) -> str:
 
 
 def spoiled_lines(content: bytes, rng: random.Random) -> bytes:
-    """Change some lines, each of which is JSON."""
+    """Change some lines of a JSON Lines text."""
     lines = content.splitlines()
     for _ in range(rng.choice((1, 2, 5))):
         at = rng.randrange(len(lines))
@@ -214,8 +214,10 @@ def spoiled_header(content: bytes, rng: random.Random) -> bytes:
     """Change the JSON header of a safetensors file, or its length."""
     (length,) = struct.unpack("<Q", content[:8])
     header = spoiled_json(content[8 : 8 + length], rng)
-    told = len(header) if rng.random() < 0.8 else rng.choice((0, 1, length, 1 << 62, (1 << 64) - 1))
-    return struct.pack("<Q", told) + header + content[8 + length :]
+    stated_length = (
+        len(header) if rng.random() < 0.8 else rng.choice((0, 1, length, 1 << 62, (1 << 64) - 1))
+    )
+    return struct.pack("<Q", stated_length) + header + content[8 + length :]
 
 
 def spoiled_yaml(content: bytes, rng: random.Random) -> bytes:
@@ -249,7 +251,7 @@ def spoiled_yaml(content: bytes, rng: random.Random) -> bytes:
     return "\n".join(lines).encode("utf-8", "surrogatepass") + b"\n"
 
 
-_PIECES = (
+_SNIPPETS = (
     "{{ 1 / 0 }}",
     "{{ messages[99].content.x }}",
     "{{ 'a' | center(10000000000) }}",
@@ -295,21 +297,21 @@ _PIECES = (
 
 
 def spoiled_template(content: bytes, rng: random.Random) -> bytes:
-    """Return a Jinja text of sound, costly and forbidden parts."""
+    """Return a Jinja template with costly and forbidden snippets."""
     text = content.decode()
     for _ in range(rng.choice((1, 1, 2, 4))):
-        piece = rng.choice(_PIECES)
+        snippet = rng.choice(_SNIPPETS)
         kind, times = rng.randrange(6), rng.choice((1, 30, 3000))
         if kind == 0:
-            piece = "{% if 1 %}" * times + piece + "{% endif %}" * times
+            snippet = "{% if 1 %}" * times + snippet + "{% endif %}" * times
         elif kind == 1:
-            piece = "{% for i in range(2) %}" * min(times, 30) + piece + "{% endfor %}" * times
+            snippet = "{% for i in range(2) %}" * min(times, 30) + snippet + "{% endfor %}" * times
         elif kind == 2:
-            piece = "{{ " + "(" * times + "1" + ")" * times + " }}" + piece
+            snippet = "{{ " + "(" * times + "1" + ")" * times + " }}" + snippet
         elif kind == 3:
-            piece *= times
+            snippet *= times
         at = rng.choice((0, len(text), rng.randrange(len(text) + 1)))
-        text = text[:at] + piece + text[at:]
+        text = text[:at] + snippet + text[at:]
     return text.encode("utf-8", "surrogatepass")
 
 
@@ -340,7 +342,7 @@ def _socket(path: Path, content: bytes) -> None:
 
 
 #: What may lie in the place of a file, by name.
-PLACES: dict[str, Callable[[Path, bytes], None]] = {
+REPLACEMENTS: dict[str, Callable[[Path, bytes], None]] = {
     "pipe": _pipe,
     "folder": lambda path, content: path.mkdir(),
     "link to nothing": lambda path, content: _link(path, "nothing"),
@@ -355,6 +357,6 @@ PLACES: dict[str, Callable[[Path, bytes], None]] = {
 
 
 def fresh_copy(base: Path, folder: Path) -> Path:
-    """Put a copy of a folder in the place of what is there; return it."""
+    """Replace `folder` by a copy of `base`; return the copy."""
     shutil.rmtree(folder, ignore_errors=True)
     return Path(shutil.copytree(base, folder / "case", symlinks=True))

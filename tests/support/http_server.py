@@ -118,7 +118,7 @@ def until(holds: Callable[[], object], seconds: float = 20) -> None:
 
 def settings(**changes: Any) -> dict[str, Any]:
     """Return the settings of the HTTP process, with some changed by name."""
-    found = {
+    options = {
         "key": None,
         "admin_key": None,
         "tokenizer": {"recorded": {"type": "byte"}, "model": None},
@@ -139,9 +139,9 @@ def settings(**changes: Any) -> dict[str, Any]:
         "log_format": "text",
     }
     for name, value in changes.items():
-        part = next(p for p in (found, *found.values()) if isinstance(p, dict) and name in p)
-        part[name] = value
-    return found
+        group = next(p for p in (options, *options.values()) if isinstance(p, dict) and name in p)
+        group[name] = value
+    return options
 
 
 @contextlib.contextmanager
@@ -156,13 +156,13 @@ def served(
     **changes: Any,
 ) -> Iterator[Served]:
     """Serve a model, `NextByte` if none is given, until the block ends."""
-    told = settings(**changes)
+    options = settings(**changes)
     running = Engine(
         model or NextByte(),
         engine or EngineConfig(num_blocks=4096),
         shapes=shapes or CacheShapes(),
-        vocab_size=told["card"]["vocab_size"],
-        max_length=told["card"]["max_length"],
+        vocab_size=options["card"]["vocab_size"],
+        max_length=options["card"]["max_length"],
         features=features,
     )
     if isinstance(running.model, NextByte):
@@ -172,24 +172,24 @@ def served(
     # What a client leaves unread soon reaches the server.
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 1 << 14)
     port = listener.getsockname()[1]
-    grammars = grammars_of(ByteTokenizer(), told["card"]["stop_tokens"], END + 1)
+    grammars = grammars_of(ByteTokenizer(), options["card"]["stop_tokens"], END + 1)
     replicas = Replicas(running, Group.single())
     control = EngineControl(replicas, loaded)
-    parts = {"grammars": grammars, "embedder": embedder, "control": control}
-    loop = EngineLoop(replicas, link, Group.single(), **parts)
-    admin = None if told["admin_key"] is None else socket.create_server(("127.0.0.1", 0))
-    serving = http_process.serve(other_end, listener, told, admin=admin)
+    components = {"grammars": grammars, "embedder": embedder, "control": control}
+    loop = EngineLoop(replicas, link, Group.single(), **components)
+    admin = None if options["admin_key"] is None else socket.create_server(("127.0.0.1", 0))
+    serving = http_process.serve(other_end, listener, options, admin=admin)
     targets = (loop.run, lambda: asyncio.run(serving))
     threads = [threading.Thread(target=target) for target in targets]
     for thread in threads:
         thread.start()
-    found = Served(running, loop, control, link, threads[0], f"http://127.0.0.1:{port}")
+    server = Served(running, loop, control, link, threads[0], f"http://127.0.0.1:{port}")
     if admin is not None:
-        found.admin_url = f"http://127.0.0.1:{admin.getsockname()[1]}"
+        server.admin_url = f"http://127.0.0.1:{admin.getsockname()[1]}"
     try:
-        yield found
+        yield server
     finally:
-        found.http.close()
+        server.http.close()
         if isinstance(running.model, NextByte):
             running.model.gate.set()
         with contextlib.suppress(OSError):  # the loop has ended

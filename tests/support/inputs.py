@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Inputs that can see a bug: different on every lane, with weights off their initial values.
+"""Inputs that can see a bug: different on every dp_rank, with weights off their initial values.
 
 Equal data on all lanes hides a missing reduction; an even loss mask hides a wrong token count; a
 norm weight of one and a bias of zero hide a missing factor or term; equal sizes hide a swapped
@@ -21,7 +21,7 @@ from megatron.core.models.gpt import MTPTargets
 
 @dataclass(frozen=True)
 class Microbatch:
-    """One lane's microbatch: tokens, labels [b, s] int64; loss_mask [b, s] fp32; sample_ids [b];
+    """One dp_rank's microbatch: tokens, labels [b, s] int64; loss_mask [b, s] fp32; sample_ids [b];
     positions and document_ids [b, s] of packed rows; what multi-token prediction reads and
     predicts, if anything; its share of the step's samples, if they are not divided evenly."""
 
@@ -36,7 +36,7 @@ class Microbatch:
 
     @cached_property
     def layout(self) -> SequenceLayout:
-        """That of whole rows, for training."""
+        """The layout of whole rows for training."""
         return SequenceLayout.of_rows(
             self.tokens.shape[1],
             positions=self.positions,
@@ -51,7 +51,7 @@ class Microbatch:
         return self.layout.with_samples(None)
 
     def to(self, device: torch.device) -> Microbatch:
-        """Return it on a device."""
+        """Return the microbatch on a device."""
         if device.type == "cpu":
             return self
         mtp_targets = self.mtp_targets
@@ -60,12 +60,12 @@ class Microbatch:
         return replace(self, mtp_targets=mtp_targets, **_on(device, vars(self)))
 
     def mtp_arguments(self, factor: torch.Tensor) -> dict[str, MTPTargets]:
-        """Return what is predicted beside the labels, token losses weighted by a factor."""
+        """Return the MTP targets with token losses weighted by a factor, as keyword arguments."""
         return {} if self.mtp_targets is None else {"mtp_targets": self.mtp_targets.scaled(factor)}
 
 
 def _on(device: torch.device, fields: Mapping[str, object]) -> dict[str, torch.Tensor]:
-    """Return those of the fields that are tensors, on a device."""
+    """Return the tensor fields, moved to a device."""
     return {n: v.to(device) for n, v in fields.items() if isinstance(v, torch.Tensor)}
 
 
@@ -78,19 +78,19 @@ def generator(*key: int) -> torch.Generator:
 
 
 def microbatch(
-    *, seed: int, lane: int, index: int, batch: int, sequence: int, vocabulary: int
+    *, seed: int, dp_rank: int, index: int, batch: int, sequence: int, vocabulary: int
 ) -> Microbatch:
-    """Make microbatch `index` of `lane`: other tokens and another number of counted tokens on each.
+    """Make microbatch `index` of a data-parallel rank, with distinct tokens and token counts.
 
-    The loss mask drops between a tenth and a half of the tokens, more on later lanes and
-    microbatches, and never all of them.
+    The loss mask drops between a tenth and a half of the tokens. Later ranks and microbatches drop
+    more.
     """
-    source = generator(seed, lane, index)
+    source = generator(seed, dp_rank, index)
     text = torch.randint(0, vocabulary, (batch, sequence + 1), generator=source)
-    dropped = min(0.5, 0.1 + 0.13 * lane + 0.07 * index)
+    dropped = min(0.5, 0.1 + 0.13 * dp_rank + 0.07 * index)
     mask = (torch.rand(batch, sequence, generator=source) >= dropped).float()
-    mask[0, lane % sequence] = 1.0
-    ids = torch.arange(batch) + batch * (lane + 1000 * index)
+    mask[0, dp_rank % sequence] = 1.0
+    ids = torch.arange(batch) + batch * (dp_rank + 1000 * index)
     return Microbatch(text[:, :-1].clone(), text[:, 1:].clone(), mask, ids)
 
 

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which kernels a call launches, by name: so that no product of torch's hides behind a fused one.
+"""The kernels that a call launches, by name, so that no torch matmul hides behind a fused kernel.
 
-Triton's launches are counted where they are made, in the interpreter as on a GPU. What else runs
-comes on a GPU from the profiler, which must also have seen every one of those launches; on a CPU it
-is torch's own operations that are counted, less those that only look at memory.
+Triton's launches are counted at the launch, in the interpreter as on a GPU. On a GPU the profiler
+supplies all other kernels, and must also have seen every Triton launch. On a CPU torch's operations
+are counted, except views.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ from triton.runtime.jit import JITFunction
 
 from tests.support.gpu_agreement import REHEARSES
 
-#: What a call may launch beside Triton's kernels if it is allowed to, by word: parts of the names
-#: of device kernels, and operations of torch.
+#: Kinds of operations that a call may launch in addition to Triton kernels if allowed: a regular
+#: expression for device kernels, and the names of torch operations.
 KINDS: Mapping[str, tuple[str, tuple[str, ...]]] = MappingProxyType(
     {
         "fill": (
@@ -43,7 +43,7 @@ KINDS: Mapping[str, tuple[str, tuple[str, ...]]] = MappingProxyType(
         "index": (r"index", ("index", "index_select", "index_put_", "gather")),
     }
 )
-#: Products, whatever library they are from, as kernels and as operations. Never allowed.
+#: Matrix products of any library, as kernels and as operations. Never allowed.
 PRODUCT_KERNELS = re.compile(
     r"gemm|gemv|cutlass|cublas|xmma|ampere_|hopper_|sm\d+_|wgmma|nvjet|splitk|dot_kernel|flash"
     r"|fmha|cudnn|convolution|trsm|trsv",
@@ -53,7 +53,7 @@ PRODUCT_OPERATIONS = re.compile(
     r"mm|bmm|addmm_?|addbmm_?|baddbmm_?|matmul|einsum|dot|vdot|mv|addmv_?|linear|_?conv\w*"
     r"|_\w*_mm|_scaled_dot_product\w*|linalg_\w*|triangular_solve"
 )
-#: Operations that only make room.
+#: Operations that only allocate or alias memory.
 ROOM = frozenset(
     ("empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided", "_unsafe_view")
     + ("_reshape_alias", "lift_fresh", "set_", "record_stream", "_pin_memory", "is_pinned")
@@ -62,7 +62,7 @@ ROOM = frozenset(
 
 
 class _Operations(TorchDispatchMode):
-    """Counts the operations of torch that compute or move something."""
+    """Counts the torch operations that compute or copy."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -80,7 +80,7 @@ class _Operations(TorchDispatchMode):
 
 @contextlib.contextmanager
 def _triton_launches() -> Iterator[Counter[str]]:
-    """Count the launches of Triton's kernels; what the interpreter does itself is not seen."""
+    """Count the launches of Triton kernels, without the interpreter's own torch operations."""
     seen: Counter[str] = Counter()
     owner = InterpretedFunction if REHEARSES else JITFunction
     run = owner.run
@@ -99,22 +99,22 @@ def _triton_launches() -> Iterator[Counter[str]]:
 
 @dataclass(frozen=True)
 class Launched:
-    """What a call launched, by name.
+    """The kernels that a call launched, by name.
 
     Args:
-        kernels: of Triton.
-        others: kernels of the device, copies and fillings; on a CPU operations of torch.
+        kernels: Triton kernels.
+        device_kernels: other device kernels, copies and fills; on a CPU torch operations.
     """
 
     kernels: Counter[str]
-    others: Counter[str]
+    device_kernels: Counter[str]
 
 
 def launched(function: Callable[[], object]) -> Launched:
-    """Return what a call launches.
+    """Return the kernels that a call launches.
 
-    The function is called once before, which compiles kernels and makes what is made only once.
-    Let it take gradients by `torch.autograd.grad`: `backward` adds to those of the call before.
+    A first call compiles kernels and fills caches; the second call is measured. Take gradients with
+    `torch.autograd.grad`: `backward` would accumulate into the gradients of the first call.
 
     Raises:
         AssertionError: the profiler has seen other launches of Triton's kernels than were made.
@@ -130,32 +130,36 @@ def launched(function: Callable[[], object]) -> Launched:
         function()
         torch.cuda.synchronize()
     on_device = torch.autograd.DeviceType.CUDA
-    found = Counter({e.key: e.count for e in profiler.key_averages() if e.device_type == on_device})
-    profiled = Counter({name: found.pop(name, 0) for name in seen})
-    assert profiled == seen, f"launched {dict(seen)}, the profiler saw {dict(profiled)}: {found}"
-    return Launched(seen, found)
+    device_kernels = Counter(
+        {e.key: e.count for e in profiler.key_averages() if e.device_type == on_device}
+    )
+    profiled = Counter({name: device_kernels.pop(name, 0) for name in seen})
+    assert profiled == seen, (
+        f"launched {dict(seen)}, the profiler saw {dict(profiled)}: {device_kernels}"
+    )
+    return Launched(seen, device_kernels)
 
 
 def assert_launches(
     function: Callable[[], object], expected: Mapping[str, int], *, allowed: tuple[str, ...] = ()
 ) -> None:
-    """Assert that a call launches these kernels, so many times each, and hides nothing beside.
+    """Assert that a call launches the expected kernels and no others.
 
     Args:
         function: see `launched`.
-        expected: launches by the name of the Triton kernel.
-        allowed: what else may run, words of `KINDS`; "fill" may always.
+        expected: number of launches by Triton kernel.
+        allowed: other kinds of operations that may run, keys of `KINDS`; "fill" is always allowed.
 
     Raises:
         AssertionError: other launches, a product of torch's, or an operation not allowed.
     """
-    found = launched(function)
+    launches = launched(function)
     problems = [
-        f"{name}: {found.kernels[name]} launches, expected {expected.get(name, 0)}"
-        for name in sorted(found.kernels.keys() | expected.keys())
-        if found.kernels[name] != expected.get(name, 0)
+        f"{name}: {launches.kernels[name]} launches, expected {expected.get(name, 0)}"
+        for name in sorted(launches.kernels.keys() | expected.keys())
+        if launches.kernels[name] != expected.get(name, 0)
     ]
-    for name, count in found.others.items():
+    for name, count in launches.device_kernels.items():
         if is_product(name):
             problems.append(f"a product of torch's: {name}, {count} times")
         elif not _is_allowed(name, ("fill", *allowed)):
@@ -164,14 +168,14 @@ def assert_launches(
 
 
 def is_product(name: str) -> bool:
-    """Say whether a kernel, or in a rehearsal an operation, multiplies matrices or convolves."""
+    """Return whether a kernel (an operation in a rehearsal) is a matmul or a convolution."""
     if REHEARSES:
         return PRODUCT_OPERATIONS.fullmatch(name) is not None
     return PRODUCT_KERNELS.search(name) is not None
 
 
 def _is_allowed(name: str, words: tuple[str, ...]) -> bool:
-    """Say whether a kernel or operation is of one of these kinds."""
+    """Return whether a kernel or operation belongs to one of the kinds `words`."""
     unknown = set(words) - KINDS.keys()
     assert not unknown, f"unknown kinds {sorted(unknown)}: use some of {sorted(KINDS)}"
     if REHEARSES:

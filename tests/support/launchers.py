@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Launchers that a test can kill: each serves or shares a store and has ranks as its children, as
-torchrun has, but starts them in milliseconds.
+"""Launchers that a test can kill.
+
+Like torchrun, a launcher serves or joins a store and has ranks as child processes, but it starts
+them in milliseconds.
 
     with launched(process, *args, nodes=2, ranks=1) as job:   # process(rank, world, port, *args)
         job.wait_for_line("...")
@@ -29,7 +31,7 @@ Process = Callable[..., NoReturn]
 
 
 def serve_store(ranks: int) -> tuple[dist.TCPStore, dict[str, str]]:
-    """Return a store, to be kept while it is used, and what torchrun tells its ranks of it."""
+    """Return a store, which the caller must keep alive, and torchrun's environment for it."""
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     return store, {
         "WORLD_SIZE": str(ranks),
@@ -50,7 +52,7 @@ def _written(path: Path, text: str) -> None:
 
 
 def _read(path: Path, *, unless: Callable[[], bool] = lambda: False) -> str:
-    """Wait for a file and return what is in it. Raises TimeoutError if it will not come."""
+    """Wait for a file and return its text. Raises TimeoutError if it does not appear."""
     deadline = time.monotonic() + 60.0
     while not path.exists():
         if unless() or time.monotonic() > deadline:
@@ -60,8 +62,8 @@ def _read(path: Path, *, unless: Callable[[], bool] = lambda: False) -> str:
 
 
 def _be_rank(rank: int, world: int, folder: str, process: Process, args: tuple[Any, ...]) -> None:
-    """Be a child of a launcher; leave the exit code in a file, as nobody may be there to ask."""
-    os.closerange(3, 256)  # the launcher's end is seen by what it alone has open
+    """Run as a child of a launcher; write the exit code to a file: the launcher may be dead."""
+    os.closerange(3, 256)  # an inherited descriptor would hide the launcher's death
     log = os.open(Path(folder, f"log_{rank}"), os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     for fd in (1, 2):
         os.dup2(log, fd)
@@ -112,7 +114,7 @@ def _launcher(node: int, nodes: int, ranks: int, process: Process, args: tuple[A
 
 
 def is_alive(pid: int) -> bool:
-    """Return whether a process runs: it may be dead and not yet asked for its code."""
+    """Return whether a process runs; a zombie does not."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
     except (FileNotFoundError, ProcessLookupError):
@@ -120,11 +122,11 @@ def is_alive(pid: int) -> bool:
 
 
 class RankProcess:
-    """One rank, with what is asked of a process of multiprocessing.
+    """One rank, with the attributes of a multiprocessing process that tests use.
 
     Args:
-        job: that it is of.
-        rank: which.
+        job: the job of the rank.
+        rank: number of the rank.
     """
 
     def __init__(self, job: Launched, rank: int) -> None:
@@ -132,12 +134,12 @@ class RankProcess:
 
     @property
     def pid(self) -> int:
-        """Return its process id."""
+        """Return the process id."""
         return self._job.pid(self._rank)
 
     @property
     def exitcode(self) -> int | None:
-        """Return how it has ended, None if it runs."""
+        """Return the exit code, or None if the rank runs."""
         return self._job.code(self._rank)
 
     def join(self, seconds: float) -> None:
@@ -152,8 +154,8 @@ class Launched:
 
     Args:
         launchers: the processes.
-        folder: where ranks leave what they say.
-        world: how many ranks there are.
+        folder: folder of the ranks' logs, pids and exit codes.
+        world: number of ranks.
     """
 
     def __init__(self, launchers: RankSet, folder: Path, world: int) -> None:
@@ -161,7 +163,7 @@ class Launched:
         self.processes = [RankProcess(self, rank) for rank in range(world)]
 
     def pid(self, rank: int) -> int:
-        """Return the process of a rank."""
+        """Return the process id of a rank."""
         return int(_read(self._folder / f"pid_{rank}"))
 
     def kill(self, node: int, number: int = signal.SIGKILL) -> None:
@@ -169,7 +171,7 @@ class Launched:
         self.launchers.kill(node, number)
 
     def log(self, rank: int) -> str:
-        """Return what a rank has printed so far."""
+        """Return the output of a rank so far."""
         path = self._folder / f"log_{rank}"
         return path.read_text(errors="replace") if path.exists() else ""
 
@@ -182,7 +184,7 @@ class Launched:
             time.sleep(0.005)
 
     def code(self, rank: int) -> int | None:
-        """Return how a rank has ended, None if it runs; -9 if nobody is left who knows."""
+        """Return the exit code of a rank, None if it runs, -9 if its launcher died before it."""
         if is_alive(self.pid(rank)):
             return None
         node = rank * len(self.launchers.processes) // self.world
@@ -190,25 +192,25 @@ class Launched:
         if path.exists():
             return int(path.read_text())
         if process.exitcode is None and is_alive(process.pid):
-            return None  # its launcher is about to tell
+            return None  # its launcher is about to write the code
         return int(path.read_text()) if path.exists() else -signal.SIGKILL
 
     def outcomes(self, *, timeout: float) -> list[Outcome]:
-        """Wait until all ranks have ended and return how, as `RankSet` does."""
+        """Wait until all ranks have ended and return their outcomes, like `RankSet`."""
         codes = self.codes(timeout=timeout)
         return [Outcome(rank, exit_code=code) for rank, code in enumerate(codes)]
 
     def codes(self, *, timeout: float) -> list[int | None]:
-        """Wait until all ranks have ended and return how."""
+        """Wait until all ranks have ended and return their exit codes."""
         deadline = time.monotonic() + timeout
-        while None in (found := [self.code(r) for r in range(self.world)]):
+        while None in (exit_codes := [self.code(r) for r in range(self.world)]):
             if time.monotonic() > deadline:
                 break
             time.sleep(0.005)
-        return found
+        return exit_codes
 
     def end(self) -> None:
-        """Kill what is left of the ranks."""
+        """Kill the remaining ranks."""
         for rank in range(self.world):
             with contextlib.suppress(FileNotFoundError, ProcessLookupError):
                 pid = int((self._folder / f"pid_{rank}").read_text())
@@ -218,13 +220,13 @@ class Launched:
 
 @contextlib.contextmanager
 def launched(process: Process, *args: Any, nodes: int = 1, ranks: int = 2) -> Iterator[Launched]:
-    """Start launchers with ranks; whatever happens they are ended.
+    """Start launchers with ranks; both are killed on exit.
 
     Args:
-        process: what each rank does, told rank, world size and the store's port, then `args`; a
-            module-level function that ends the process itself.
-        nodes: how many launchers.
-        ranks: of each.
+        process: function of each rank, called with rank, world size, the store's port and `args`;
+            a module-level function that ends the process itself.
+        nodes: number of launchers.
+        ranks: ranks per launcher.
     """
     with start_ranks(_launcher, nodes, ranks, process, args, init=False) as launchers:
         job = Launched(launchers, Path(launchers.folder), nodes * ranks)

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A tokenizer of Llama's form: pieces with bytes to fall back on, and BOS before every text.
+"""A Llama-style tokenizer: SentencePiece tokens with byte fallback, and BOS before every text.
 
-It is written by the libraries `tokenizers` and `transformers` alone: what our own tokenizers leave
-out of a text shows against it.
+Only the libraries `tokenizers` and `transformers` write it, so it is an independent reference for
+this package's tokenizers.
 """
 
 from __future__ import annotations
@@ -30,40 +30,40 @@ def write_llama_tokenizer(
     """Write tokenizer.json and tokenizer_config.json, and return the tokenizer of transformers.
 
     Args:
-        folder: where to; made if absent.
-        template: of the post-processor, of `<s>`, `</s>` and the text `$A`; None for no such thing.
-        chat_template: written beside it.
+        folder: output folder; created if absent.
+        template: post-processor template with `<s>`, `</s>` and the text `$A`; None for none.
+        chat_template: chat template of tokenizer_config.json.
     """
-    pieces = ["<unk>", "<s>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256)), "\u2581"]
-    pieces += [chr(letter) for letter in range(ord("a"), ord("z") + 1)]
+    vocabulary = ["<unk>", "<s>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256)), "\u2581"]
+    vocabulary += [chr(letter) for letter in range(ord("a"), ord("z") + 1)]
     merges = [("t", "h"), ("th", "e"), ("\u2581", "the"), ("\u2581", "a"), ("o", "f"), ("i", "n")]
-    pieces += [left + right for left, right in merges]
-    made = tokenizers.Tokenizer(
+    vocabulary += [left + right for left, right in merges]
+    tokenizer = tokenizers.Tokenizer(
         models.BPE(
-            {piece: number for number, piece in enumerate(pieces)}, merges, unk_token="<unk>",
+            {token: number for number, token in enumerate(vocabulary)}, merges, unk_token="<unk>",
             byte_fallback=True, fuse_unk=True,
         )
     )  # fmt: skip
-    made.add_special_tokens(pieces[:3])
-    made.normalizer = normalizers.Sequence(
+    tokenizer.add_special_tokens(vocabulary[:3])
+    tokenizer.normalizer = normalizers.Sequence(
         [normalizers.Prepend("\u2581"), normalizers.Replace(" ", "\u2581")]
     )
-    made.decoder = decoders.Sequence(
+    tokenizer.decoder = decoders.Sequence(
         [
             decoders.Replace("\u2581", " "), decoders.ByteFallback(), decoders.Fuse(),
             decoders.Strip(" ", 1, 0),
         ]
     )  # fmt: skip
     if template is not None:
-        made.post_processor = processors.TemplateProcessing(
+        tokenizer.post_processor = processors.TemplateProcessing(
             single=template, pair=f"{template} $B", special_tokens=[("<s>", BOS), ("</s>", EOS)]
         )
     folder.mkdir(exist_ok=True, parents=True)
-    made.save(str(folder / "tokenizer.json"))
-    described = {
+    tokenizer.save(str(folder / "tokenizer.json"))
+    tokenizer_config = {
         "tokenizer_class": "PreTrainedTokenizerFast", "bos_token": "<s>", "eos_token": "</s>",
         "unk_token": "<unk>", "chat_template": chat_template,
     }  # fmt: skip
-    (folder / "tokenizer_config.json").write_text(json.dumps(described), encoding="utf-8")
+    (folder / "tokenizer_config.json").write_text(json.dumps(tokenizer_config), encoding="utf-8")
     with contextlib.redirect_stderr(io.StringIO()):
         return transformers.PreTrainedTokenizerFast.from_pretrained(str(folder))

@@ -26,8 +26,8 @@ from tests.support.source_text import definitions, source_of, span
 class Mutation:
     """Replace source[start:stop] of `module`, inside `function`, by `text`.
 
-    `line` is where, `what` says it for people; `key` names the edit independently of the rest of
-    the module.
+    `line` is the line number, `what` describes the edit; `key` identifies the edit independently of
+    the other code of the module.
     """
 
     module: str
@@ -59,14 +59,14 @@ def apply(mutation: Mutation) -> None:
         if old.co_qualname == mutation.function and _holds(text, old, mutation.line)
     ]
     exchanged = 0
-    for found in gc.get_objects():
-        if type(found) is FunctionType and found.__code__.co_filename == path:
+    for candidate in gc.get_objects():
+        if type(candidate) is FunctionType and candidate.__code__.co_filename == path:
             for old, new in pairs:
-                if (found.__code__.co_qualname, found.__code__.co_firstlineno) == (
+                if (candidate.__code__.co_qualname, candidate.__code__.co_firstlineno) == (
                     old.co_qualname,
                     old.co_firstlineno,
                 ):
-                    found.__code__ = new
+                    candidate.__code__ = new
                     exchanged += 1
     if not exchanged:
         raise ValueError(f"no live function for {mutation}")
@@ -98,8 +98,8 @@ def planted(module: str, function: str, before: str, after: str) -> Mutation:
         function: qualified name in the module, such as "Class.method".
 
     Raises:
-        ValueError: no such function, or the snippet is not there exactly once: the code has
-            changed, and the fault must be written anew.
+        ValueError: no such function, or the snippet does not occur exactly once: the code has
+            changed, and the fault must be rewritten.
     """
     exported = vars(importlib.import_module(module)).get(function.partition(".")[0])
     if exported is not None:
@@ -109,8 +109,8 @@ def planted(module: str, function: str, before: str, after: str) -> Mutation:
         if name == function:
             start, stop = span(text, node)
             if text.count(before, start, stop) != 1:
-                found = text.count(before, start, stop)
-                raise ValueError(f"{module}.{function} holds {before!r} {found} times, not once")
+                count = text.count(before, start, stop)
+                raise ValueError(f"{module}.{function} holds {before!r} {count} times, not once")
             at = text.index(before, start, stop)
             line = text.count("\n", 0, at) + 1
             what = f"{before!r} -> {after!r}"
@@ -120,7 +120,7 @@ def planted(module: str, function: str, before: str, after: str) -> Mutation:
 
 @dataclass(frozen=True)
 class Verdict:
-    """What became of one mutant: how it was noticed, or None if it survived."""
+    """The result of one mutant: the failure that noticed it, or None if it survived."""
 
     mutation: Mutation
     noticed: str | None

@@ -58,7 +58,7 @@ def mutations(module: str) -> list[Mutation]:
     assertions, and whatever only raises or words an error.
     """
     text, _ = source_of(module)
-    found: list[Mutation] = []
+    mutants: list[Mutation] = []
     for name, definition in definitions(ast.parse(text)):
         seen: dict[str, int] = {}
         for node in _mutable(definition):
@@ -66,7 +66,7 @@ def mutations(module: str) -> list[Mutation]:
                 start, stop = span(text, node)
                 key = f"{module}|{name}|{text[start:stop]}|{what}"
                 seen[key] = seen.get(key, 0) + 1
-                found.append(
+                mutants.append(
                     Mutation(
                         module,
                         name,
@@ -78,10 +78,10 @@ def mutations(module: str) -> list[Mutation]:
                         f"{key}|{seen[key]}",
                     )
                 )
-    return found
+    return mutants
 
 
-def sample(found: Iterable[Mutation], count: int, *, seed: int) -> list[Mutation]:
+def sample(mutants: Iterable[Mutation], count: int, *, seed: int) -> list[Mutation]:
     """Draw `count` mutations.
 
     The draw goes by a hash of (seed, edit), so it stays nearly the same when other code changes.
@@ -90,7 +90,7 @@ def sample(found: Iterable[Mutation], count: int, *, seed: int) -> list[Mutation
     def drawn(mutation: Mutation) -> str:
         return hashlib.sha256(f"{seed}|{mutation.key}".encode()).hexdigest()
 
-    return sorted(found, key=drawn)[:count]
+    return sorted(mutants, key=drawn)[:count]
 
 
 def _only_raises(body: Sequence[ast.stmt]) -> bool:
@@ -124,9 +124,9 @@ def _variants(node: ast.expr | ast.stmt) -> Iterator[tuple[str, str]]:
     """Yield (new text, description) for every small fault of one node."""
 
     def altered(change: Callable[[Any], None], what: str) -> tuple[str, str]:
-        other = copy.deepcopy(node)
-        change(other)
-        text = ast.unparse(other)
+        changed_node = copy.deepcopy(node)
+        change(changed_node)
+        text = ast.unparse(changed_node)
         return (f"({text})" if isinstance(node, ast.expr) else text), what
 
     old = ast.unparse(node).splitlines()[0]

@@ -25,7 +25,7 @@ def engine_of(model: GPTModel, **config: Any) -> Engine:
     )
 
 
-def asked(
+def with_parameters(
     requests: Sequence[Request],
     *,
     max_new_tokens: int,
@@ -53,11 +53,13 @@ def generate(
     """Return the finished completions of requests that are added at once.
 
     Args:
-        model, requests: what to generate from.
-        max_new_tokens, sampling, stop_tokens: of every request.
-        config: of `EngineConfig`.
+        model, requests: the model and its prompts.
+        max_new_tokens, sampling, stop_tokens: parameters of every request.
+        config: fields of `EngineConfig`.
     """
-    wanted = asked(
+    requests_with_parameters = with_parameters(
         requests, max_new_tokens=max_new_tokens, sampling=sampling, stop_tokens=stop_tokens
     )
-    return [outputs[0] for outputs in generate_all(engine_of(model, **config), wanted)]
+    return [
+        outputs[0] for outputs in generate_all(engine_of(model, **config), requests_with_parameters)
+    ]

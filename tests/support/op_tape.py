@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""OpTape: a CpuGraph as strict as a CUDA graph, for tests of what a GPU records.
+"""OpTape: a CpuGraph as strict as a CUDA graph, for tests of CUDA graph capture on a CPU.
 
-Collectives are operations as well. After recording, everything that was allocated holds NaN: who
-reads a result before the first replay gets that, as on a GPU, where recording runs nothing.
+Collectives are recorded as well. After recording, every allocated tensor holds NaN, so reading a
+result before the first replay fails, as on a GPU, where capture runs nothing.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ class OpTape(CpuGraph):
     """Record inside a `with`; `replay()` any number of times afterwards.
 
     Attributes:
-        syncs: operations that gave the host a value.
-        replays: how often it was run.
+        syncs: operations that returned a value to the host.
+        replays: number of replays.
     """
 
     def __init__(self) -> None:
@@ -45,7 +45,7 @@ class OpTape(CpuGraph):
         self._reads.__exit__(*error)
 
     def read(self, name: str) -> None:
-        """Note that the host reads values."""
+        """Record a host read."""
         if not self._paused:
             self.syncs.append(name)
 
@@ -61,13 +61,13 @@ class OpTape(CpuGraph):
             return results
         self.record(function, args, named, results)
         if not function._schema.is_mutable:
-            given = {_storage(t) for t in tree_leaves([args, named]) if torch.is_tensor(t)}
-            made = [t for t in tree_leaves(results) if torch.is_tensor(t)]
-            self._fresh += [t for t in made if _storage(t) not in given]
+            input_storages = {_storage(t) for t in tree_leaves([args, named]) if torch.is_tensor(t)}
+            outputs = [t for t in tree_leaves(results) if torch.is_tensor(t)]
+            self._fresh += [t for t in outputs if _storage(t) not in input_storages]
         return results
 
     def poison(self) -> None:
-        """Overwrite what was allocated while recording."""
+        """Overwrite the tensors that recording allocated."""
         for tensor in self._fresh:
             if tensor.is_floating_point():
                 tensor.fill_(torch.nan)
@@ -84,16 +84,18 @@ class OpTape(CpuGraph):
         self._sends.clear()
 
     def _collective(self, function: Any, args: Any, named: Any) -> None:
-        found = function(*args, **named)
-        work = found[-1] if isinstance(found, tuple) else found
-        if "send" in str(function):  # ends when it is received: not before own receives
+        returned_values = function(*args, **named)
+        work = returned_values[-1] if isinstance(returned_values, tuple) else returned_values
+        if "send" in str(
+            function
+        ):  # a send ends when the peer receives it, maybe after our own receives
             self._sends.append(work)
         else:
             work.wait()
 
 
 class _Reads(TorchFunctionMode):
-    """Tell a tape what the host reads without an operation."""
+    """Report methods that read values on the host without a dispatched operation."""
 
     def __init__(self, tape: OpTape) -> None:
         super().__init__()
@@ -136,5 +138,5 @@ class TapeRecorder:
         self.tape.poison()
 
     def replay(self) -> None:
-        """Run them."""
+        """Replay the recorded operations."""
         self.tape.replay()

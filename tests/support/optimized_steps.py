@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Whether a command ran the optimized forward."""
+"""Record the steps of the optimized forward."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from megatron.core.models.inference_optimized import InferenceOptimizedModel
 
 
 def note_optimized_steps(steps: list[int]) -> None:
-    """Have each step of the optimized forward add its number of tokens, in this process."""
+    """Append the number of tokens of each optimized forward of this process to `steps`."""
     forward = InferenceOptimizedModel.__call__
 
-    def noted(model: InferenceOptimizedModel, tokens: torch.Tensor, **more: Any) -> torch.Tensor:
+    def noted(model: InferenceOptimizedModel, tokens: torch.Tensor, **options: Any) -> torch.Tensor:
         steps.append(tokens.shape[1])
-        return forward(model, tokens, **more)
+        return forward(model, tokens, **options)
 
     InferenceOptimizedModel.__call__ = noted

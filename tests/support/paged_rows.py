@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Rows whose keys and values lie in shuffled pages, with NaN wherever attention may not look."""
+"""Rows with keys and values in shuffled pages, and NaN in memory that attention must not read."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ class PagedRows:
 
     Args:
         query: fp64 [t, n, d].
-        caches: fp64 keys and values, [blocks, block_size, g, d] each; NaN where nothing was put.
-        batch: where everything is.
-        keys: of each row, fp64 [context, g, d].
-        values: of each row, fp64 [context, g, d].
+        caches: fp64 keys and values, [blocks, block_size, g, d] each; NaN in unwritten memory.
+        batch: block table and lengths.
+        keys: keys of each row, fp64 [context, g, d].
+        values: values of each row, fp64 [context, g, d].
     """
 
     query: torch.Tensor
@@ -41,17 +41,17 @@ def paged_rows(
     window: int | None = None,
     bounds: tuple[int, int] | None = None,
 ) -> PagedRows:
-    """Make rows of so many new tokens at the end of so long contexts; always the same numbers.
+    """Make rows with `new` tokens at the end of `contexts`; the values are deterministic.
 
     Args:
-        new: new tokens of each row.
-        contexts: tokens of each row, the new ones too; 0 for a row of padding.
+        new: number of new tokens of each row.
+        contexts: number of tokens of each row, including new tokens; 0 for a padding row.
         heads: (n, g).
         features: d.
-        block_size: places of a page.
-        padding: tokens of the query behind the last row.
-        window: what lies before every window of a row is NaN, its pages are taken back.
-        bounds: (max_query, max_context); None are the greatest of the rows.
+        block_size: tokens per page.
+        padding: query tokens after the last row.
+        window: attention window; pages before the window of every query are freed and hold NaN.
+        bounds: (max_query, max_context); None takes the maximum over the rows.
     """
     source = torch.Generator().manual_seed(sum(new) + 7 * sum(contexts))
     rows, (max_query, max_context) = len(new), bounds or (max(new), max(contexts))
@@ -63,14 +63,14 @@ def paged_rows(
     dense: tuple[list[torch.Tensor], ...] = ([], [])
     for row, (fresh, context) in enumerate(zip(new, contexts, strict=True)):
         low = 0 if window is None else max(context - fresh - window + 1, 0)
-        held = range(low // block_size, -(-context // block_size))
-        table[row, held.start : held.stop] = order[row * width :][held.start : held.stop]
-        place = torch.arange(low, context)
-        page = table[row, place // block_size].long()
-        for cache, parts in zip(caches, dense, strict=True):
+        pages = range(low // block_size, -(-context // block_size))
+        table[row, pages.start : pages.stop] = order[row * width :][pages.start : pages.stop]
+        positions = torch.arange(low, context)
+        page = table[row, positions // block_size].long()
+        for cache, dense_rows in zip(caches, dense, strict=True):
             x = torch.randn(context, *shape[2:], generator=source, dtype=torch.float64)
-            cache[page, place % block_size] = x[low:]
-            parts.append(x)
+            cache[page, positions % block_size] = x[low:]
+            dense_rows.append(x)
     tokens = sum(new) + padding
     return PagedRows(
         query=torch.randn(tokens, heads[0], features, generator=source, dtype=torch.float64),

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Faults planted in a run: what a broken memory or unit does to an activation, or a weight.
+"""Faults planted in a run: a broken memory cell or compute unit changes an activation or a weight.
 
-One bit is flipped that halves a value at most or makes it half as large again, so that nothing is
-Inf or NaN by it; or an activation becomes NaN. What is hit is the largest element of what the first
-block of this rank returns, or of its first bucket of weights. The loop tells the fault of every
-iteration that begins, as one of its hooks.
+One bit is flipped that at most halves a value or makes it half as large again, so that no value
+becomes Inf or NaN; or an activation becomes NaN. The fault hits the largest element of the first
+block's output, or of the first bucket of weights. It runs as a training hook at the begin of each
+iteration.
 """
 
 from __future__ import annotations
@@ -42,10 +42,10 @@ class PlantedFault:
     @staticmethod
     def of(words: str) -> PlantedFault:
         """Return the fault of the words KIND@ITERATION:RANK."""
-        found = re.fullmatch(r"([a-z-]+)@([1-9]\d*):(\d+)", words)
-        assert found is not None, words
-        assert found[1] in KINDS, words
-        return PlantedFault(found[1], int(found[2]), int(found[3]))
+        match = re.fullmatch(r"([a-z-]+)@([1-9]\d*):(\d+)", words)
+        assert match is not None, words
+        assert match[1] in KINDS, words
+        return PlantedFault(match[1], int(match[2]), int(match[3]))
 
 
 _INTEGERS = {4: torch.int32, 2: torch.int16}
@@ -69,10 +69,10 @@ def _largest(values: torch.Tensor) -> tuple[torch.Tensor, ...]:
 
 
 def plant(fault: PlantedFault, model: GPTModel, *, rank: int) -> Callable[[int], None]:
-    """Return what is to be told the iteration that begins, so that the fault is there in it.
+    """Return the hook that applies the fault; call it at the begin of each iteration.
 
     Args:
-        rank: this one.
+        rank: this rank.
     """
     if rank != fault.rank:
         return lambda iteration: None
@@ -100,11 +100,13 @@ class _ActivationFault:
         at = self._fault.iteration
         self._armed = iteration >= at if self._always else iteration == at
 
-    def _on_forward(self, module: nn.Module, given: object, made: tuple[torch.Tensor, ...]) -> None:
+    def _on_forward(
+        self, module: nn.Module, inputs: object, output: tuple[torch.Tensor, ...]
+    ) -> None:
         if self._armed:
             self._armed = self._always
-            # Not a change that autograd would see: a fault of the memory is none.
-            self._hit(made[0].data)
+            # Bypass autograd: a memory fault is no recorded operation.
+            self._hit(output[0].data)
 
 
 class _PlantingHooks(TrainingHooks):
@@ -113,11 +115,11 @@ class _PlantingHooks(TrainingHooks):
 
 
 def plant_fault(words: str, rank: int) -> None:
-    """Have this process's runs go wrong: the fault KIND@ITERATION:RANK, as its rank."""
+    """Plant the fault KIND@ITERATION:RANK in the runs of this process."""
     fault = PlantedFault.of(words)
     whole = pretraining.hooks_of
 
-    def hooks_of(session, *rest):
-        return [*whole(session, *rest), _PlantingHooks(plant(fault, session.model, rank=rank))]
+    def hooks_of(session, *arguments):
+        return [*whole(session, *arguments), _PlantingHooks(plant(fault, session.model, rank=rank))]
 
     pretraining.hooks_of = hooks_of

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The process groups of one rank of many, without the others."""
+"""The process groups of one rank of many, without the other ranks."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from megatron.core.process_groups import GROUP_AXES, Group, ProcessGroupCollecti
 
 
 def pretended_groups(grid: RankGrid, rank: int) -> ProcessGroupCollection:
-    """Return the groups of one rank of many, over which nothing can be sent."""
+    """Return the groups of one rank of many; they cannot communicate."""
     groups = {}
     for name, axes in GROUP_AXES.items():
         members = tuple(grid.group_of(rank, axes))
@@ -31,11 +31,11 @@ class IdleCommunicator:
 def groups_over(
     communicator: Callable[[list[int]], object], grid: RankGrid, rank: int = 0
 ) -> ProcessGroupCollection:
-    """Return the groups of one rank, over communicators of the test's making.
+    """Return the groups of one rank, over communicators of the test.
 
     Args:
-        communicator: returns what stands for the process group of some ranks; groups share one as
-            they do in a run.
+        communicator: returns the stand-in for the process group of some ranks; groups with equal
+            ranks share it, as in a run.
     """
     with (
         mock.patch("torch.distributed.new_group", lambda ranks, **options: communicator(ranks)),

@@ -13,7 +13,7 @@ from safetensors.torch import load_file, save_file
 from tests.support.hf_folders import change_json, make_model, save_folder
 from tests.support.inputs import generator
 
-#: Smaller than published, and no divisor of the sizes of these models.
+#: Smaller than published blocks, and no divisor of the sizes of these models.
 BLOCK = (7, 5)
 FP8 = {
     "quant_method": "fp8",
@@ -21,14 +21,14 @@ FP8 = {
     "weight_block_size": list(BLOCK),
     "activation_scheme": "dynamic",
 }
-#: As gpt-oss has it.
+#: The configuration of gpt-oss.
 MXFP4 = {"quant_method": "mxfp4", "modules_to_not_convert": ["model.embed_tokens", "lm_head"]}
 
 _WHOLE = ("norm", "embed_tokens", "lm_head", "mlp.gate.")
 
 
 def _spread(scales: torch.Tensor, shape: torch.Size) -> torch.Tensor:
-    """Return the factor of each element [o, i] from those of blocks."""
+    """Expand block scales to the factor of each element [o, i]."""
     rows, columns = (
         torch.arange(count).repeat_interleave(size)
         for count, size in zip(scales.shape, BLOCK, strict=True)
@@ -37,13 +37,13 @@ def _spread(scales: torch.Tensor, shape: torch.Size) -> torch.Tensor:
 
 
 def fp8_folders(path: Path, case: str = "deepseek-even", **changes: Any) -> tuple[Path, Path]:
-    """Write a model with its matrices in FP8 and random scales, and the same values in fp32."""
+    """Write a model with FP8 matrices and random scales, and the same values in fp32."""
     folder = save_folder(make_model(case, **changes), path / "fp8")
     (file,) = folder.glob("*.safetensors")
     stored, values = {}, {}
     for number, (name, weight) in enumerate(sorted(load_file(file).items())):
         stored[name] = values[name] = weight
-        if weight.ndim != 2 or any(part in name for part in _WHOLE):
+        if weight.ndim != 2 or any(pattern in name for pattern in _WHOLE):
             continue
         blocks = [-(-n // b) for n, b in zip(weight.shape, BLOCK, strict=True)]
         scales = 0.5 + torch.rand(blocks, generator=generator(number))
@@ -51,7 +51,7 @@ def fp8_folders(path: Path, case: str = "deepseek-even", **changes: Any) -> tupl
         stored[name] = (weight / factors).to(torch.float8_e4m3fn)
         stored[f"{name}_scale_inv"] = scales
         values[name] = stored[name].float() * factors
-    return _both(folder, path / "fp32", stored, values, FP8)
+    return _write_both(folder, path / "fp32", stored, values, FP8)
 
 
 def mxfp4_folders(path: Path) -> tuple[Path, Path]:
@@ -72,12 +72,12 @@ def mxfp4_folders(path: Path) -> tuple[Path, Path]:
         del stored[name]
         stored |= {f"{name}_blocks": blocks, f"{name}_scales": scales}
         three = (t.view(-1, *t.shape[weight.ndim - 2 :]) for t in (blocks, scales))  # [E, r, ...]
-        found = mxfp4.convert_moe_packed_tensors(*three, dtype=torch.float32)  # [E, c, r]
-        values[name] = found.transpose(1, 2).reshape(weight.shape).contiguous()
-    return _both(folder, path / "fp32", stored, values, MXFP4)
+        dequantized = mxfp4.convert_moe_packed_tensors(*three, dtype=torch.float32)  # [E, c, r]
+        values[name] = dequantized.transpose(1, 2).reshape(weight.shape).contiguous()
+    return _write_both(folder, path / "fp32", stored, values, MXFP4)
 
 
-def _both(
+def _write_both(
     folder: Path,
     dequantized: Path,
     stored: dict[str, torch.Tensor],

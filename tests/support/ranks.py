@@ -14,8 +14,8 @@ from one test to the next.
 `start_ranks` is the same with the processes in the test's hands: `kill`, `wait_for_line`,
 `outcomes`.
 
-With pytest's `--device cuda` each rank has a GPU of its own and the group is of NCCL: a rank puts
-its tensors on `rank_device()`, and what it returns arrives on the host.
+With pytest's `--device cuda` each rank has its own GPU and the group uses NCCL: a rank puts its
+tensors on `rank_device()`, and returned tensors arrive on the host.
 """
 
 from __future__ import annotations
@@ -45,9 +45,9 @@ from typing import Any, Literal, TypeAlias
 import torch
 import torch.distributed as dist
 
-from tests.support import witness
+from tests.support import coverage_recorder
 
-#: What the server imports once. A name that cannot be imported is skipped by multiprocessing.
+#: Modules that the server imports once. multiprocessing skips a name that cannot be imported.
 #: `pytest` is here because the modules that define rank functions import it, in every rank.
 PRELOAD = (
     "torch",
@@ -72,12 +72,12 @@ PRELOAD = (
 
 Device: TypeAlias = Literal["cpu", "cuda"]
 
-#: Where ranks compute unless a test says so: what `--device` of pytest chose.
+#: The default device of ranks: the value of pytest's `--device`.
 DEVICES: list[Device] = ["cpu"]
-#: The device of the rank that this process is; the test's own process is none.
-_OWN: list[torch.device] = [torch.device("cpu")]
+#: The device of this process if it is a rank; the test's own process uses the CPU.
+_RANK_DEVICES: list[torch.device] = [torch.device("cpu")]
 
-#: Names the folder of the logs to the ranks.
+#: The environment variable with the folder of the ranks' logs.
 FOLDER = "RANKS_FOLDER"
 
 #: How long after the first failure the other ranks may still report theirs, in seconds.
@@ -90,7 +90,7 @@ class RankFailure(AssertionError):
 
 @dataclass(frozen=True)
 class Outcome:
-    """How one rank ended: with a `value`, an `error` (a traceback) or, if it died, neither.
+    """The end of one rank: with a `value`, an `error` (a traceback) or, if it died, neither.
 
     `at` is the time of its report; `exit_code` is negative for a signal and None while it runs.
     """
@@ -105,7 +105,7 @@ class Outcome:
 
 @dataclass(frozen=True, kw_only=True)
 class _Job:
-    """What one rank process needs to know."""
+    """The arguments of one rank process."""
 
     fn: Callable[..., Any]
     rank: int
@@ -118,19 +118,21 @@ class _Job:
     device: Device
 
 
-def _witness() -> dict[str, str]:
-    """Return the variable by which ranks join the witness of this process, if there is one; the
-    server that they are forked from keeps the environment of its start."""
-    return {k: v for k, v in os.environ.items() if k == witness.VARIABLE}
+def _coverage_environment() -> dict[str, str]:
+    """Return the variable that enables the coverage recorder in ranks, if this process has it.
+
+    The fork server keeps the environment of its start, so ranks do not inherit the variable.
+    """
+    return {k: v for k, v in os.environ.items() if k == coverage_recorder.VARIABLE}
 
 
 def rank_device() -> torch.device:
-    """Return where this rank computes; in the test's own process that is the CPU."""
-    return _OWN[-1]
+    """Return the device of this rank; the CPU in the test's own process."""
+    return _RANK_DEVICES[-1]
 
 
 def gpu_count() -> int:
-    """Return how many GPUs torch sees."""
+    """Return the number of GPUs that torch sees."""
     return torch.cuda.device_count() if torch.cuda.is_available() else 0
 
 
@@ -138,7 +140,7 @@ def _join(job: _Job) -> None:
     """Take this rank's device, and form the default group over the backend of such devices."""
     on_gpu = job.device == "cuda"
     if on_gpu:
-        _OWN.append(torch.device("cuda", job.rank))
+        _RANK_DEVICES.append(torch.device("cuda", job.rank))
         torch.cuda.set_device(rank_device())
     dist.init_process_group(
         "nccl" if on_gpu else "gloo",
@@ -151,14 +153,14 @@ def _join(job: _Job) -> None:
 
 
 class _HostPickler(pickle.Pickler):
-    """Writes a GPU's tensors as the host's.
+    """Pickles GPU tensors as CPU tensors.
 
     Plain pickle copies tensors; multiprocessing's own pickler would share their memory with a
     process that is about to end.
     """
 
     def reducer_override(self, value: Any) -> Any:
-        """Return how a tensor of a GPU is written."""
+        """Reduce a GPU tensor to its CPU copy."""
         if isinstance(value, torch.Tensor) and not value.is_cpu:
             return value.detach().cpu().__reduce_ex__(2)
         return NotImplemented
@@ -189,7 +191,7 @@ def _leave_with_parent(conn: Connection) -> threading.Thread:
 
 
 def _rank_main(job: _Job, conn: Connection) -> None:
-    """Run `job.fn` as one rank and send what became of it to the parent."""
+    """Run `job.fn` as one rank and send its value or traceback to the parent."""
     log = os.open(_log_path(job.folder, job.rank), os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     for fd in (1, 2):
         os.dup2(log, fd)
@@ -204,8 +206,8 @@ def _rank_main(job: _Job, conn: Connection) -> None:
     os.environ.update(job.env)
     torch.set_num_threads(1)
     warnings.simplefilter("error")
-    if witness.VARIABLE in os.environ:
-        witness.install()
+    if coverage_recorder.VARIABLE in os.environ:
+        coverage_recorder.install()
     try:
         if job.init:
             _join(job)
@@ -240,19 +242,19 @@ class RankSet:
         self._messages: dict[int, tuple[float, bool, Any]] = {}
         with _anonymous_main():
             for job in jobs:
-                ours, theirs = context.Pipe(duplex=True)
-                process = context.Process(target=_rank_main, args=(job, theirs), daemon=True)
+                parent_end, child_end = context.Pipe(duplex=True)
+                process = context.Process(target=_rank_main, args=(job, child_end), daemon=True)
                 process.start()
-                theirs.close()
+                child_end.close()
                 self.processes.append(process)
-                self._connections.append(ours)
+                self._connections.append(parent_end)
 
     def kill(self, rank: int, number: int = signal.SIGKILL) -> None:
         """Send a signal (SIGKILL, SIGSTOP, SIGCONT, SIGTERM …) to one rank."""
         os.kill(self.processes[rank].pid, number)
 
     def log(self, rank: int) -> str:
-        """Return what `rank` has written to stdout and stderr so far."""
+        """Return the stdout and stderr of `rank` so far."""
         path = _log_path(self.folder, rank)
         return path.read_text(errors="replace") if path.exists() else ""
 
@@ -276,26 +278,26 @@ class RankSet:
                 failed |= not self._receive(self._connections.index(ready))
             if failed and stop_at_failure:
                 deadline, stop_at_failure = time.monotonic() + GRACE_SECONDS, False
-        found = []
+        outcomes = []
         for rank, process in enumerate(self.processes):
             at, returned, value = self._messages.get(rank, (time.monotonic(), False, None))
             died = rank in self._messages and not returned and value is None
             process.join(5 if died else 0)
             payload = {"value": value} if returned else {"error": value}
-            found.append(
+            outcomes.append(
                 Outcome(rank, returned=returned, at=at, exit_code=process.exitcode, **payload)
             )
-        return found
+        return outcomes
 
     def values(self, *, timeout: float) -> list[Any]:
         """Return every rank's value. Raises RankFailure if one raised, died or was too slow."""
-        found = self.outcomes(timeout=timeout, stop_at_failure=True)
-        if all(outcome.returned for outcome in found):
-            return [outcome.value for outcome in found]
-        raise RankFailure(self._explain(found, timeout))
+        outcomes = self.outcomes(timeout=timeout, stop_at_failure=True)
+        if all(outcome.returned for outcome in outcomes):
+            return [outcome.value for outcome in outcomes]
+        raise RankFailure(self._explain(outcomes, timeout))
 
     def close(self) -> None:
-        """End every rank: a goodbye to those that are done, SIGKILL to the others."""
+        """End every rank: a goodbye message to finished ranks, SIGKILL to the others."""
         for rank, (process, conn) in enumerate(zip(self.processes, self._connections, strict=True)):
             if self._messages.get(rank, (0, False, None))[1]:
                 with contextlib.suppress(OSError):
@@ -323,19 +325,22 @@ class RankSet:
         self._messages[rank] = (now, returned, value)
         return returned
 
-    def _explain(self, found: list[Outcome], timeout: float) -> str:
-        """Say who failed first and why; if nobody did, where everybody stands."""
+    def _explain(self, outcomes: list[Outcome], timeout: float) -> str:
+        """Describe the first failure, or the stacks of all ranks if no rank failed."""
         failed = sorted(
-            (o for o in found if o.rank in self._messages and not o.returned), key=_blame
+            (o for o in outcomes if o.rank in self._messages and not o.returned), key=_blame
         )
         if not failed:
-            stacks = self._stacks([o.rank for o in found if not o.returned])
+            stacks = self._stacks([o.rank for o in outcomes if not o.returned])
             return f"no end after {timeout} s; where the ranks stood:\n{stacks}"
-        first = failed[0]
-        lines = [f"rank {first.rank} of {len(found)} failed first:", _described(first)]
+        first_failure = failed[0]
+        lines = [
+            f"rank {first_failure.rank} of {len(outcomes)} failed first:",
+            _described(first_failure),
+        ]
         lines += [f"rank {o.rank}: {_described(o).strip().splitlines()[-1]}" for o in failed[1:]]
-        if log := self.log(first.rank).strip():
-            lines.append(f"log of rank {first.rank}:\n{log[-4000:]}")
+        if log := self.log(first_failure.rank).strip():
+            lines.append(f"log of rank {first_failure.rank}:\n{log[-4000:]}")
         return "\n".join(lines)
 
     def _stacks(self, ranks: list[int]) -> str:
@@ -349,7 +354,7 @@ class RankSet:
 
 
 def _blame(outcome: Outcome) -> tuple[bool, float]:
-    """Order failures: a death without a word explains the errors of its peers; then by time."""
+    """Sort key of failures: a silent death causes the errors of its peers; then by time."""
     return (outcome.error is not None, outcome.at)
 
 
@@ -395,7 +400,7 @@ def start_ranks(
             world=world_size,
             args=args,
             folder=folder,
-            env={**_witness(), **(env or {})},
+            env={**_coverage_environment(), **(env or {})},
             timeout_seconds=collective_timeout,
             init=init,
             device=device,

@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What reading a file may cost: CPU seconds and memory as functions of the file's size.
+"""Limits on the cost of reading a file: CPU seconds and memory as functions of the file's size.
 
-A read is a call of an entry point. It runs in a forked process of its own, which measures CPU time
-and peak memory, those of the processes it starts included. A read ends with exit code 0, or with a
-refusal: exactly one printable line on stderr and another exit code. Whatever the file holds, it
-takes at most `10 s + size / 50 MB/s` of CPU time, and `64 MB + 8 x (headers and metadata)` more
-memory than the same reader takes of a trivial file.
+A read is a call of an entry point in a forked process, which measures CPU time and peak memory,
+including child processes. A read ends with exit code 0, or with a refusal: exactly one printable
+line on stderr and another exit code. For any file content it takes at most
+`10 s + size / 50 MB/s` of CPU time, and `64 MB + 8 x (headers and metadata)` more memory than the
+same reader takes for a trivial file.
 
     trivial = measure_read(partial(checkpoint.main, ["verify", str(small)], {}))
     check_read(
@@ -51,12 +51,12 @@ _ADDRESS_SPACE_TO_STOP = 1 << 30
 
 @dataclass(frozen=True, kw_only=True)
 class ReadLimits:
-    """What a read may take.
+    """The limits of a read.
 
     Args:
-        cpu_seconds: CPU time, that of child processes included.
-        memory_bytes: peak resident memory above that of the same reader on a trivial file.
-        file_bytes: size of what is read; a mapping of it is no memory of the reader's own.
+        cpu_seconds: CPU time, including child processes.
+        memory_bytes: peak resident memory above the same reader's peak on a trivial file.
+        file_bytes: size of the files; a memory mapping of a file does not count as memory.
     """
 
     cpu_seconds: float
@@ -68,9 +68,9 @@ class ReadLimits:
         """Return the limits for files.
 
         Args:
-            file_bytes: of all files that are read.
-            metadata_bytes: of headers, manifests, indices and configurations among them: all that
-                is parsed rather than streamed.
+            file_bytes: size of all files that are read.
+            metadata_bytes: size of all parsed content: headers, manifests, indices and
+                configurations.
         """
         return ReadLimits(
             cpu_seconds=BASE_CPU_SECONDS + file_bytes / BYTES_PER_CPU_SECOND,
@@ -81,13 +81,13 @@ class ReadLimits:
 
 @dataclass(frozen=True, kw_only=True)
 class ReadCost:
-    """How a read ended, and what it took.
+    """The result of a read and its cost.
 
     Args:
         code: exit code; None for a traceback, a signal, or output that is not one line.
-        text: the line of a refusal; of a fault, all that is known.
-        cpu_seconds: CPU time, that of child processes included.
-        peak_bytes: largest resident memory of the process, or of one that it started.
+        text: the line of a refusal, or a description of a fault.
+        cpu_seconds: CPU time, including child processes.
+        peak_bytes: peak resident memory of the process or of a child process.
     """
 
     code: int | None
@@ -97,7 +97,7 @@ class ReadCost:
 
 
 def stored_bytes(path: Path) -> int:
-    """Return the bytes of a file or of all files in a folder that take space: a hole takes none."""
+    """Return the bytes on disk of a file or of all files in a folder: a hole takes none."""
     files = [path] if path.is_file() else [p for p in path.rglob("*") if p.is_file()]
     return sum(min(s.st_size, 512 * s.st_blocks) for s in (file.lstat() for file in files))
 
@@ -107,7 +107,7 @@ def measure_read(read: Callable[[], int], limits: ReadLimits | None = None) -> R
 
     Args:
         read: calls an entry point and returns its exit code.
-        limits: the process is stopped a little beyond these; None: those of a trivial file.
+        limits: the process is stopped slightly above the limits; None: a trivial file's limits.
     """
     limits = limits or ReadLimits.of(0, metadata_bytes=0)
     with tempfile.TemporaryFile() as output:
@@ -145,7 +145,7 @@ def measure_read(read: Callable[[], int], limits: ReadLimits | None = None) -> R
 
 
 def _serve(read: Callable[[], int], limits: ReadLimits, output: BinaryIO, answers: int) -> None:
-    """Be the forked process: read, and write the verdict to a pipe."""
+    """Run the read in the forked process and write the verdict to a pipe."""
     with open(os.devnull, "rb") as nothing:
         for number, stream in ((0, nothing), (1, output), (2, output)):
             os.dup2(stream.fileno(), number)
@@ -163,16 +163,16 @@ def _serve(read: Callable[[], int], limits: ReadLimits, output: BinaryIO, answer
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     resource.setrlimit(resource.RLIMIT_CPU, (seconds, seconds + 1))
     signal.setitimer(signal.ITIMER_REAL, SECONDS)  # a pipe that is waited for takes no CPU time
-    warnings.simplefilter("ignore")  # those of users are no errors
+    warnings.simplefilter("ignore")  # outside tests warnings are no errors
     verdict = judge(read)
     os.write(answers, json.dumps([verdict.code, verdict.text]).encode())
 
 
 def read_faults(cost: ReadCost, limits: ReadLimits, trivial: ReadCost) -> list[str]:
-    """Return what is wrong with a read, whether the file was read or refused.
+    """List the violations of a read, whether the file was read or refused.
 
     Args:
-        cost: of the read.
+        cost: cost of the read.
         limits: of the file.
         trivial: the same reader on a trivial file.
     """

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A model that says what a test has it say, and a chat template for it."""
+"""A model that answers with a text chosen by the test, and a chat template for it."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import torch
 from megatron.core.context_parallel import SequenceLayout
 from tests.support.http_server import END, NextByte
 
-#: Shows all that a conversation has.
+#: Renders every field of a conversation.
 TEMPLATE = (
     "{% if tools %}[tools {{ tools | tojson }}]{% endif %}"
     "{% for m in messages %}[{{ m.role }} {{ m.content }}"
@@ -21,14 +21,14 @@ TEMPLATE = (
 
 
 class Scripted(NextByte):
-    """Says a text, whatever it is asked: for one request at a time."""
+    """Answers any prompt with a fixed text, for one request at a time."""
 
     def __init__(self) -> None:
         super().__init__()
         self._bytes = b""
 
     def say(self, text: str) -> None:
-        """Have the next answer be a text."""
+        """Set the text of the next answer."""
         self._bytes = text.encode()
 
     def __call__(
@@ -38,7 +38,7 @@ class Scripted(NextByte):
         self.before()
         assert self.engine is not None
         (row,) = self.engine.scheduler.running
-        # END follows the text, however much is asked for after it.
-        said = torch.tensor([*self._bytes, END])
-        places = (layout.positions + 1 - row.prompt_length).clamp(0, len(said) - 1)
-        return 5 * torch.nn.functional.one_hot(said[places], END + 1).float()[:, None]
+        # END follows the text, and fills any further positions.
+        token_ids = torch.tensor([*self._bytes, END])
+        indices = (layout.positions + 1 - row.prompt_length).clamp(0, len(token_ids) - 1)
+        return 5 * torch.nn.functional.one_hot(token_ids[indices], END + 1).float()[:, None]

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The names of what a training step was made of, read from its parts and not from its options.
+"""The names of a training step's settings, read from its objects and not from the options.
 
-`docs/status.md` has a row for each of these names; see `status_rows`.
+`docs/status.md` has a row for each name; see `status_rows`.
 """
 
 from __future__ import annotations
@@ -30,10 +30,10 @@ _DISPATCHERS = {"alltoall": "tokens by all-to-all", "allgather": "tokens by all-
 
 
 def model_settings(config: GPTConfig, *, tp: int) -> Iterator[str]:
-    """Name what a model has.
+    """Yield the settings of a model.
 
     Args:
-        tp: ranks that share its weights.
+        tp: tensor-parallel size.
     """
     yield config.norm.kind
     yield "tied embedding" if config.tied else "own head"
@@ -101,8 +101,8 @@ def _experts(config: GPTConfig) -> Iterator[str]:
 
 
 def training_settings(engine: DataParallel, optimizer: Optimizer) -> Iterator[str]:
-    """Name how gradients are summed and weights are moved."""
-    config, kept = engine.config, optimizer.config
+    """Yield the settings of gradient reduction and of the optimizer."""
+    config, optimizer_config = engine.config, optimizer.config
     yield _DTYPES[engine.store.dtype]
     many = engine.groups["gtp_cp_dp"].size > 1
     if many:
@@ -115,19 +115,19 @@ def training_settings(engine: DataParallel, optimizer: Optimizer) -> Iterator[st
         yield "state cut over instances too"
     if many and config.fp32_accumulation:
         yield "bf16 gradients summed in fp32"
-    yield {"adam": "AdamW", "sgd": "SGD", "muon": "Muon"}[kept.kind]
-    if torch.bfloat16 in (kept.exp_avg_dtype, kept.exp_avg_sq_dtype):
+    yield {"adam": "AdamW", "sgd": "SGD", "muon": "Muon"}[optimizer_config.kind]
+    if torch.bfloat16 in (optimizer_config.exp_avg_dtype, optimizer_config.exp_avg_sq_dtype):
         yield "moments in bf16"
-    if kept.offload_fraction:
+    if optimizer_config.offload_fraction:
         yield "state in host memory"
-    if kept.lr_factors or kept.decay_factors:
+    if optimizer_config.lr_factors or optimizer_config.decay_factors:
         yield "factors by weight name"
     if not isinstance(optimizer.scaler, ConstantLossScaler) or optimizer.scaler.scale != 1.0:
         yield "loss scale"
 
 
 def model_paths(config: GPTConfig, engine: DataParallel, backend: Backend) -> Iterator[str]:
-    """Name which of several ways was chosen by name to share samples, and to reach experts."""
+    """Yield the selected context-parallel engine, recurrence mode and token dispatcher."""
     if engine.groups["cp"].size > 1 and backend.context_engine in _ENGINES:
         yield _ENGINES[backend.context_engine]
     recurrent = config.delta_net is not None or config.mamba is not None
@@ -141,7 +141,7 @@ def model_paths(config: GPTConfig, engine: DataParallel, backend: Backend) -> It
 def step_settings(
     step: TrainStep, microbatches: Sequence[Microbatch], recompute: Recompute
 ) -> Iterator[str]:
-    """Name what is of the step itself."""
+    """Yield the settings of the step itself."""
     if recompute.granularity is not None:
         yield f"{recompute.granularity} recompute"
     yield "loss per token" if step.per_token_loss else "mean loss"

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Simulated communicators: they make every misuse of a buffer under way fail, or cost time.
+"""Simulated communicators that turn every misuse of a buffer in flight into an error or a delay.
 
 A collective reads its input and writes its output at some time between its start and the end of
-`wait()`. On real communicators that time varies, so a missing wait or a buffer used again too early
-passes most runs. Here it is one end of the interval or the other:
+`wait()`. On real communicators this time varies, so a missing wait or a buffer reused too early
+passes most runs. A simulated link chooses one end of the interval:
 
 | link | the collective runs | shows |
 |---|---|---|
@@ -13,7 +13,7 @@ passes most runs. Here it is one end of the interval or the other:
 
 Late and Early raise an error in `wait()` if input or output were written in between. With Late,
 ranks must wait for the collectives of all groups in one order, else they wait for each other.
-Messages between two ranks start at once on both; what they bring is poison until the wait.
+Messages between two ranks start at once on both; the received data is poison until the wait.
 
     with simulated(groups, Late()) as link:
         train()
@@ -34,12 +34,12 @@ from megatron.core.process_groups import ProcessGroupCollection
 
 
 class Link(Protocol):
-    """What carries a collective in place of its communicator; `count` says how many so far."""
+    """Carries a collective in place of its communicator; `count` is the number so far."""
 
     count: int
 
     def __call__(self, transfer: Transfer) -> Underway:
-        """Start a collective and return what waits for it."""
+        """Start a collective and return its work handle."""
 
 
 AnyLink = TypeVar("AnyLink", bound=Link)
@@ -59,7 +59,7 @@ def simulated(groups: ProcessGroupCollection, link: AnyLink) -> Iterator[AnyLink
 
 
 class Late:
-    """Run each collective as late as it may: inside `wait()`, on what the input holds then."""
+    """Run each collective as late as possible: inside `wait()`, with the input of that time."""
 
     def __init__(self) -> None:
         self.count = 0
@@ -71,7 +71,7 @@ class Late:
 
 
 class Early:
-    """Run each collective as early as it may: at its start, to its end."""
+    """Run each collective as early as possible: completely at its start."""
 
     def __init__(self) -> None:
         self.count = 0
@@ -88,11 +88,11 @@ class Early:
 class Latency:
     """Delay collectives on a link that carries one at a time, in the order of their starts.
 
-    A collective is done no earlier than `seconds` after the later of its start and the end of the
-    one before it.
+    A collective completes no earlier than `seconds` after its start and after the end of the
+    previous collective.
 
     Args:
-        seconds: of each collective.
+        seconds: duration of each collective.
         shared: all groups share one link; False gives every communicator its own.
     """
 
@@ -112,7 +112,7 @@ class Latency:
         self._free_at: dict[object, float] = {}
 
     def __call__(self, transfer: Transfer) -> Underway:
-        """Start the collective and take the link for its time."""
+        """Start the collective and occupy the link for its duration."""
         self.count += 1
         link = None if self.shared else transfer.group.handle
         end = max(self._now(), self._free_at.get(link, 0.0)) + self.seconds
@@ -121,7 +121,7 @@ class Latency:
 
 
 class _Untouched:
-    """Check in `wait()` that nobody wrote a transfer's buffers since this was made."""
+    """Check in `wait()` that a transfer's buffers were not written since the start."""
 
     def __init__(self, transfer: Transfer) -> None:
         self._transfer = transfer
@@ -141,7 +141,7 @@ class _Untouched:
 
 
 class _Prompt:
-    """A transfer that has started as usual; what it reads must stay as it is until it is done."""
+    """A transfer that has started as usual; its input must not change until it completes."""
 
     def __init__(self, transfer: Transfer) -> None:
         self._transfer = transfer
@@ -188,7 +188,7 @@ class _LateTransfer:
 
 
 class _DelayedTransfer:
-    """A transfer that is done at a given time at the earliest."""
+    """A transfer that completes at a given time at the earliest."""
 
     def __init__(
         self,
@@ -200,11 +200,11 @@ class _DelayedTransfer:
         self._work, self._end, self._now, self._sleep = work, end, now, sleep
 
     def wait(self) -> None:
-        """Wait for the transfer and for its time."""
+        """Wait for the transfer and until its completion time."""
         self._work.wait()
-        rest = self._end - self._now()
-        if rest > 0:
-            self._sleep(rest)
+        remaining_seconds = self._end - self._now()
+        if remaining_seconds > 0:
+            self._sleep(remaining_seconds)
 
 
 def _overlap(source: torch.Tensor, output: torch.Tensor) -> torch.Tensor | None:
@@ -216,7 +216,7 @@ def _overlap(source: torch.Tensor, output: torch.Tensor) -> torch.Tensor | None:
 
 
 def equal_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
-    """Say whether two tensors of one dtype and shape hold the same bits, NaNs included."""
+    """Return whether two tensors of one dtype and shape hold the same bits, including NaNs."""
     return torch.equal(_bytes(a), _bytes(b))
 
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Where things lie in the source text of a module."""
+"""Positions of definitions and expressions in the source text of a module."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator
 from importlib.machinery import ModuleSpec
 from pathlib import Path
 
-#: First character of a piece of source text, and the one behind its last.
+#: Start and end offset of a range of source text.
 Span = tuple[int, int]
 
 
@@ -28,7 +28,7 @@ def modules_of(name: str) -> list[str]:
     if folders is None:
         return [name]
     inner = pkgutil.iter_modules(folders)
-    return [name] + [found for entry in inner for found in modules_of(f"{name}.{entry.name}")]
+    return [name] + [module for entry in inner for module in modules_of(f"{name}.{entry.name}")]
 
 
 def _spec_of(module: str) -> ModuleSpec:
@@ -47,7 +47,7 @@ def definitions(tree: ast.AST, prefix: str = "") -> Iterator[tuple[str, ast.Func
 
 
 def span(text: str, node: ast.expr | ast.stmt) -> tuple[int, int]:
-    """Return where a node starts and ends in the text (ast counts columns in UTF-8 bytes)."""
+    """Return the start and end offset of a node (ast counts columns in UTF-8 bytes)."""
     offset = offsets(text)
     assert node.end_lineno is not None
     assert node.end_col_offset is not None

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the tests of the tree claim with `@pytest.mark.covers`, read from their text."""
+"""The claims of the tests (`@pytest.mark.covers`), read from their source."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ Claimed = frozenset[tuple[str, str]]
 
 
 def declared(file: Path) -> Iterator[tuple[str, tuple[str, ...], str]]:
-    """Yield the tests of a file that claim something: name, claims, which runs count.
+    """Yield (name, claims, condition on runs) of the tests of a file with claims.
 
     Raises:
-        ValueError: a mark has an argument that there is not.
+        ValueError: a mark has an unknown argument.
     """
     for node in ast.parse(file.read_text(encoding="utf-8")).body:
         for mark in node.decorator_list if isinstance(node, ast.FunctionDef) else ():
@@ -28,7 +28,7 @@ def declared(file: Path) -> Iterator[tuple[str, tuple[str, ...], str]]:
 
 
 def files_that_claim(root: Path) -> Iterator[Path]:
-    """Yield the files of tests that have such marks."""
+    """Yield the test files with `covers` marks."""
     for folder in ("tests", "experimental"):
         for file in sorted((root / folder).rglob("test_*.py")):
             if "mark.covers(" in file.read_text(encoding="utf-8"):
@@ -36,7 +36,7 @@ def files_that_claim(root: Path) -> Iterator[Path]:
 
 
 def claimed_in(root: Path) -> Claimed:
-    """Return what the tests of a checkout claim."""
+    """Return the claims of all tests of a checkout."""
     return frozenset(
         (f"{file.relative_to(root).as_posix()}::{name}", claim)
         for file in files_that_claim(root)

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""pytest --status-out FILE: what tests that passed have claimed, and what they trained meanwhile.
+"""pytest --status-out FILE: record the claims of passed tests, and the layouts that they trained.
 
-The file is for `tools/write_status.py`. A test counts if it has passed, with set-up and tear-down;
-a file of tests that claims something and trained nothing that fits fails the session.
+`tools/write_status.py` reads the file. A test counts if it passed, including set-up and tear-down.
+The session fails if a test file claims a feature but trained no layout that fits.
 """
 
 from __future__ import annotations
@@ -19,41 +19,41 @@ from typing import Any
 
 import pytest
 
-from tests.support import witness
+from tests.support import coverage_recorder
 from tests.support.status_rows import CLAIMS, Ran
 
 _PROPERTY = "covers"
 
 
 def claims_of(item: pytest.Item) -> list[tuple[str, str]]:
-    """Return what a test claims, each with the words that its runs must fit.
+    """Return the claims of a test, each with the condition on its runs.
 
     Raises:
         pytest.UsageError: there is no such claim.
     """
-    found = []
+    claims = []
     for mark in item.iter_markers("covers"):
         for name in mark.args:
             if name not in CLAIMS:
                 raise pytest.UsageError(f"{item.nodeid} covers {name!r}: see status_rows.CLAIMS")
-            found.append((name, mark.kwargs.get("runs", "")))
-    return found
+            claims.append((name, mark.kwargs.get("runs", "")))
+    return claims
 
 
 class StatusRecord:
-    """Watch tests and write what they covered.
+    """Collect the coverage of tests and write it to a file.
 
     Args:
-        out: the file to write, in the process that reports; None in a worker of xdist.
+        out: output file of the reporting process; None in an xdist worker.
     """
 
     def __init__(self, out: Path | None) -> None:
         self.out, self.complaints = out, []
-        self.folder, self.count = Path(tempfile.mkdtemp(prefix="witness-")), 0
+        self.folder, self.count = Path(tempfile.mkdtemp(prefix="coverage-")), 0
         self.passed: dict[str, bool] = defaultdict(lambda: True)
         self.tests: dict[str, dict[str, Any]] = {}
         self.failed: list[str] = []
-        witness.install()
+        coverage_recorder.install()
 
     def pytest_collection_modifyitems(self, items: list[pytest.Item]) -> None:
         """Refuse an unknown claim before anything runs."""
@@ -62,21 +62,21 @@ class StatusRecord:
 
     @pytest.hookimpl(wrapper=True)
     def pytest_runtest_protocol(self, item: pytest.Item) -> Iterator[None]:
-        """Have a test's processes write to a file of its own."""
+        """Let the processes of a test write to a separate file."""
         self.count += 1
-        os.environ[witness.VARIABLE] = str(self.folder / f"test{self.count}.jsonl")
+        os.environ[coverage_recorder.VARIABLE] = str(self.folder / f"test{self.count}.jsonl")
         try:
             return (yield)
         finally:
-            del os.environ[witness.VARIABLE]
+            del os.environ[coverage_recorder.VARIABLE]
 
     @pytest.hookimpl(tryfirst=True)
     def pytest_runtest_makereport(self, item: pytest.Item, call: pytest.CallInfo) -> None:
-        """Give the report of a tear-down what the test claimed and trained."""
+        """Attach claims and trained layouts to the tear-down report."""
         if call.when != "teardown":
             return
-        path = Path(os.environ[witness.VARIABLE])
-        claims, seen = claims_of(item), witness.read(path)
+        path = Path(os.environ[coverage_recorder.VARIABLE])
+        claims, seen = claims_of(item), coverage_recorder.read(path)
         path.unlink(missing_ok=True)
         if claims:
             covered: dict[str, list[dict]] = {name: [] for name, _ in claims}
@@ -85,7 +85,7 @@ class StatusRecord:
             item.user_properties.append((_PROPERTY, json.dumps(covered)))
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
-        """Keep what a test covered if all of it passed, else its name."""
+        """Store the coverage of a passed test, or the name of a failed test."""
         self.passed[report.nodeid] &= report.passed
         for name, value in report.user_properties if report.when == "teardown" else ():
             if name != _PROPERTY:
@@ -97,16 +97,17 @@ class StatusRecord:
                 self.tests[report.nodeid] = {"slow": slow, "claims": json.loads(value)}
 
     def empty_claims(self) -> list[str]:
-        """Return a line for each claim of a file whose tests trained nothing that fits it.
+        """Return a line for each claim of a test file without a fitting training step.
 
-        By file, as a fixture that trains for several tests is seen by the first."""
-        found: dict[tuple[str, str], int] = defaultdict(int)
+        Counted by file, because a shared fixture trains only during the first test.
+        """
+        runs_by_claim: dict[tuple[str, str], int] = defaultdict(int)
         for nodeid, test in self.tests.items():
             for claim, rans in test["claims"].items():
-                found[nodeid.split("::")[0], claim] += len(rans)
+                runs_by_claim[nodeid.split("::")[0], claim] += len(rans)
         return [
             f"{file} covers {claim!r} and no step was seen that fits"
-            for (file, claim), count in found.items()
+            for (file, claim), count in runs_by_claim.items()
             if not count
         ]
 
@@ -130,17 +131,21 @@ class StatusRecord:
 def covered(
     paths: Iterable[Path],
 ) -> tuple[dict[str, tuple[bool, dict[str, list[Ran]]]], set[str]]:
-    """Return from files of `--status-out`, of which later ones win: of each test that passed,
-    whether it is slow, and what it covered; the tests that failed or were skipped."""
-    found: dict[str, tuple[bool, dict[str, list[Ran]]]] = {}
+    """Merge files of `--status-out`; a later file overrides an earlier one.
+
+    Returns:
+        (tests, failed): for each passed test whether it is slow and its coverage; the tests that
+        failed or were skipped.
+    """
+    tests: dict[str, tuple[bool, dict[str, list[Ran]]]] = {}
     failed: set[str] = set()
     for path in paths:
         read = json.loads(path.read_text(encoding="utf-8"))
         for nodeid, test in read["tests"].items():
             claims = {name: [Ran.of(r) for r in rans] for name, rans in test["claims"].items()}
-            found[nodeid] = (test["slow"], claims)
+            tests[nodeid] = (test["slow"], claims)
             failed.discard(nodeid)
         for nodeid in read.get("failed", ()):  # files of older versions have none
-            found.pop(nodeid, None)
+            tests.pop(nodeid, None)
             failed.add(nodeid)
-    return found, failed
+    return tests, failed

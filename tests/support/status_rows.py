@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The rows and columns of docs/status.md: what tests may claim, and where a step that ran counts.
+"""The rows and columns of docs/status.md: the claims of tests, and the cells of a training step.
 
-A test claims something with `@pytest.mark.covers("…")`, a name of `CLAIMS`. Where it holds is not
-claimed: that is what the test trained, as `witness` saw it.
+A test claims a feature with `@pytest.mark.covers("…")`, a name of `CLAIMS`. It does not claim the
+layouts: `coverage_recorder` records the layouts that the test trained.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ class Ran:
 
     Args:
         world, tp, cp, pp, dp: sizes of the grid.
-        ep, etp: of experts; 1 where the model has none.
-        schedule: of the pipeline; "" without one.
-        strategy: a name of `STRATEGIES`; "" where there was nothing to cut.
+        ep, etp: expert parallel sizes; 1 for a model without experts.
+        schedule: pipeline schedule; "" without a pipeline.
+        strategy: a name of `STRATEGIES`; "" if a single rank had nothing to shard.
         settings: names of `SETTINGS`.
-        did: what the run did beside steps: "saves", "async", "loads", "replays", "generates".
+        did: other actions of the run: "saves", "async", "loads", "replays", "generates".
     """
 
     world: int
@@ -39,27 +39,29 @@ class Ran:
     did: tuple[str, ...] = ()
 
     @staticmethod
-    def of(found: Mapping[str, Any]) -> Ran:
-        """Return what a line of a witness says."""
-        lists = {name: tuple(found[name]) for name in ("settings", "did")}
-        return Ran(**{**found, **lists})
+    def of(fields: Mapping[str, Any]) -> Ran:
+        """Return the layout of a line of the coverage recorder."""
+        lists = {name: tuple(fields[name]) for name in ("settings", "did")}
+        return Ran(**{**fields, **lists})
 
     def fits(self, runs: str) -> bool:
-        """Return whether all words of a claim's `runs` hold: those of `did`, "alone" and "ranks"
-        (one process, several)."""
+        """Return whether the layout satisfies all words of a claim's `runs`.
+
+        Words are the names of `did`, "alone" (one process) and "ranks" (several processes).
+        """
         words = {*self.did, "alone" if self.world == 1 else "ranks"}
         return set(runs.split()) <= words
 
 
 @dataclass(frozen=True, kw_only=True)
 class Claim:
-    """What tests may claim.
+    """A feature that tests may claim.
 
     Args:
-        says: what it means, for the page.
-        numbers: the numbers of training are compared with a reference, so the settings of the runs
-            count as well.
-        needs: several processes, so that one has no cell.
+        says: description for the page.
+        numbers: the test compares the numbers of training with a reference, so the settings of the
+            runs count as well.
+        needs: the feature needs several processes, so a single process has no cell.
     """
 
     says: str
@@ -177,7 +179,7 @@ GRIDS: Mapping[str, Callable[[Ran], bool]] = {
 
 _PIPELINES = ("1f1b", "interl.", "zb-h1", "pp dp", "tp pp", "cp pp", "pp ep")
 _CONTEXTS = ("context by ring", "context by all-gather", "context by all-to-all")
-_PARTED = (
+_MULTI_RANK_ROWS = (
     "reduce overlapped", "reduce at the end", "gather overlapped", "gather by weight",
     "state cut over instances too", "bf16 gradients summed in fp32", "fewer kv heads than tp",
     "replica digests", "fewer groups than tp", "norm over several ranks",
@@ -191,11 +193,11 @@ _GATHERED = ("gather overlapped", "gather by weight", "state cut over instances 
 
 @dataclass(frozen=True)
 class Impossible:
-    """Cells that cannot be; None stands for all.
+    """Cells that are impossible; None stands for all.
 
     Args:
         why: the reason.
-        strategies, rows, grids: those whose cells these are.
+        strategies, rows, grids: names of the impossible cells.
     """
 
     why: str
@@ -204,9 +206,9 @@ class Impossible:
     grids: tuple[str, ...] | None = None
 
     def holds(self, strategy: str, row: str, grid: str) -> bool:
-        """Return whether a cell is one of these."""
-        asked = ((self.strategies, strategy), (self.rows, row), (self.grids, grid))
-        return all(names is None or name in names for names, name in asked)
+        """Return whether a cell is impossible for this reason."""
+        constraints = ((self.strategies, strategy), (self.rows, row), (self.grids, grid))
+        return all(names is None or name in names for names, name in constraints)
 
 
 IMPOSSIBLE = (
@@ -216,7 +218,7 @@ IMPOSSIBLE = (
         rows=("numbers of a definition",),
         grids=tuple(name for name in GRIDS if name != "1"),
     ),
-    Impossible("it is about several processes", rows=_PARTED, grids=("1",)),
+    Impossible("it is about several processes", rows=_MULTI_RANK_ROWS, grids=("1",)),
     Impossible("nothing is gathered", strategies=("no_shard",), rows=_GATHERED),
     Impossible(
         "bf16 gradients are summed in fp32 where they are reduce-scattered",

@@ -42,7 +42,7 @@ class Tensor:
 
 @dataclass(frozen=True, kw_only=True)
 class Structure:
-    """What a checkpoint consists of.
+    """The tensors and files of a checkpoint.
 
     Args:
         tensors: by name.
@@ -60,7 +60,7 @@ class Structure:
 
 
 def seal(fields: Mapping[str, Any]) -> bytes:
-    """Return the bytes of a manifest of these fields, with the digest that they have."""
+    """Return the bytes of a manifest with the given fields and their digest."""
     body = json.dumps(fields, separators=(",", ":")).encode()[1:]
     return b'{"xxh3":"%s",\n' % xxhash.xxh3_64_hexdigest(body).encode() + body
 
@@ -105,7 +105,7 @@ def _write_shard(
     structure: Structure,
     chunks: dict[str, list[dict[str, Any]]],
 ) -> dict[str, Any]:
-    """Write a shard, add its chunks, and return what a manifest says of the file."""
+    """Write a shard, append its chunks, and return the manifest entry of the file."""
     table: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     spans, begin = [], 0
     for number, (name, box) in enumerate(boxes):
@@ -118,15 +118,15 @@ def _write_shard(
     header = len(text).to_bytes(8, "little") + text
     path.write_bytes(header)
     os.truncate(path, len(header) + begin)
-    for (name, box), (first, last) in zip(boxes, spans, strict=True):
+    for (name, box), (start, stop) in zip(boxes, spans, strict=True):
         block = structure.block_bytes
-        sizes = [min(block, last - at) for at in range(first, last, block)]
+        sizes = [min(block, stop - at) for at in range(start, stop, block)]
         chunks[name].append(
             {
                 "file": path.name,
                 "offsets": box.offsets,
                 "sizes": box.sizes,
-                "bytes": [len(header) + first, len(header) + last],
+                "bytes": [len(header) + start, len(header) + stop],
                 "xxh3": [_digest_of_zeros(size) for size in sizes],
             }
         )
@@ -144,33 +144,33 @@ def pinwheel(rings: int) -> tuple[tuple[int, int], list[Box]]:
     """Return a square and boxes that tile it, four a ring, which no plane separates."""
     side = 2 * rings + 1
     boxes = []
-    for first in range(rings):
-        size = side - 2 * first
-        last = first + size - 1
+    for low in range(rings):
+        size = side - 2 * low
+        high = low + size - 1
         boxes += [
-            Box((first, first), (1, size - 1)),
-            Box((first, last), (size - 1, 1)),
-            Box((last, first + 1), (1, size - 1)),
-            Box((first + 1, first), (size - 1, 1)),
+            Box((low, low), (1, size - 1)),
+            Box((low, high), (size - 1, 1)),
+            Box((high, low + 1), (1, size - 1)),
+            Box((low + 1, low), (size - 1, 1)),
         ]
     return (side, side), [*boxes, Box((rings, rings), (1, 1))]
 
 
-def grid(shape: Sequence[int], parts: Sequence[int]) -> list[Box]:
-    """Cut a tensor into equal boxes, so many along each dimension."""
+def grid(shape: Sequence[int], counts: Sequence[int]) -> list[Box]:
+    """Cut a tensor into equal boxes, `counts` along each dimension."""
     boxes = [Box((), ())]
-    for whole, count in zip(shape, parts, strict=True):
+    for whole, count in zip(shape, counts, strict=True):
         size = whole // count
         boxes = [Box((*b.offsets, i * size), (*b.sizes, size)) for b in boxes for i in range(count)]
     return boxes
 
 
 def nested(depth: int, fields: Mapping[str, Any], key: str) -> dict[str, Any]:
-    """Return objects inside each other, the innermost of these fields."""
-    found = dict(fields)
+    """Return `depth` nested objects around an object with the given fields."""
+    tree = dict(fields)
     for _ in range(depth):
-        found = {key: found}
-    return found
+        tree = {key: tree}
+    return tree
 
 
 def _one_tensor(shape: tuple[int, ...], boxes: Sequence[Box], **options: Any) -> Structure:

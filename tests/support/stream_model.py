@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""StreamModel: a pretended GPU whose streams run late, in any order that CUDA allows.
+"""StreamModel: a fake GPU whose streams run late, in any order that CUDA allows.
 
 Every op on a tensor is put in the queue of the current stream and carried out at some later time,
 drawn at random: between the ops of one stream the order is the program's, between streams only
@@ -15,7 +15,7 @@ program whose waits suffice computes the same bits in every interleaving.
   the order of that stream.
 - A collective runs on a stream of its communicator, which waits for the current one when it starts.
   Its output is poison from its beginning to its end. The peers send what this rank sends, so one
-  process plays a rank of many; what a message brings depends on its number alone.
+  process plays one rank of many; the content of a message depends only on its number.
 - Memory that torch did not allocate here (`torch.from_numpy`, pinned memory) is the host's: ops
   between such tensors run at once, copies with `non_blocking` in their stream.
 
@@ -100,12 +100,12 @@ class LateStream:
         self.eagerness = model.draw_eagerness()
 
     def wait_stream(self, stream: LateStream) -> None:
-        """Wait for everything on another stream."""
+        """Wait for all work of another stream."""
         if self.model.waits_here("wait_stream"):
             self.model.put(self, None, [stream.last])
 
     def wait_event(self, event: LateEvent) -> None:
-        """Wait for what was on the event's stream when it was recorded."""
+        """Wait for the work that preceded the event's record on its stream."""
         if self.model.waits_here("wait_event"):
             self.model.put(self, None, [event.node])
 
@@ -123,7 +123,7 @@ class LateEvent:
         self.node: _Node | None = None
 
     def record(self, stream: LateStream | None = None) -> None:
-        """Note what the stream is to do so far."""
+        """Record the stream's position."""
         self.node = (stream or self.model.current).last
 
     def wait(self, stream: LateStream | None = None) -> None:
@@ -137,7 +137,7 @@ class LateEvent:
             self.model.run_until(self.node)
 
     def query(self) -> bool:
-        """Return whether all of it has run."""
+        """Return whether the recorded work has run."""
         return self.node is None or self.node.done
 
 
@@ -226,7 +226,7 @@ class StreamModel(TorchDispatchMode):
             self.current = before
 
     def record_use(self, tensor: Tensor, stream: LateStream) -> None:
-        """Keep memory from being used again before what is on `stream` when it is freed."""
+        """Delay the reuse of freed memory until the work then queued on `stream` has run."""
         if self.waits_here("record_use"):
             block = self._block(tensor)
             assert block is not None, "memory of the host"
@@ -261,7 +261,7 @@ class StreamModel(TorchDispatchMode):
 
     @contextlib.contextmanager
     def enforced(self) -> Iterator[StreamModel]:
-        """Give the program this device, then run what is still in the queues."""
+        """Run the program on this device, then run the work left in the queues."""
         replaced = {
             "new_stream": self.new_stream,
             "new_event": self.new_event,
@@ -300,7 +300,7 @@ class StreamModel(TorchDispatchMode):
         return site != self.without
 
     def draw_eagerness(self) -> float:
-        """Return how readily a stream runs what it could."""
+        """Draw the probability that a stream runs its next runnable work."""
         return 1.0 if self.random is None else self.random.choice((0.0, 0.0, 0.3, 1.0))
 
     def put(
@@ -317,13 +317,13 @@ class StreamModel(TorchDispatchMode):
         return node
 
     def run_until(self, node: _Node | None) -> None:
-        """Run what a node needs, and the node."""
+        """Run the dependencies of a node, then the node."""
         with self._lock:
             while node is not None and not node.done:
                 head = node.stream.queue[0]
                 while waits := [n for n in head.waits if not n.done]:
-                    wanted = waits[0] if self.random is None else self.random.choice(waits)
-                    head = wanted.stream.queue[0]
+                    dependency = waits[0] if self.random is None else self.random.choice(waits)
+                    head = dependency.stream.queue[0]
                 self._run(head)
 
     def run_all(self) -> None:
@@ -396,8 +396,8 @@ class StreamModel(TorchDispatchMode):
 
     def _new(self, shape: Sequence[int], stride: Sequence[int], dtype: torch.dtype) -> Tensor:
         """Allocate a tensor on the current stream."""
-        last = sum((n - 1) * s for n, s in zip(shape, stride, strict=True))
-        size = 0 if 0 in shape else (last + 1) * dtype.itemsize
+        last_offset = sum((n - 1) * s for n, s in zip(shape, stride, strict=True))
+        size = 0 if 0 in shape else (last_offset + 1) * dtype.itemsize
         block = _Block(size, self.current)
         holder = block.bytes[:]
         address = holder.ctypes.data
@@ -519,10 +519,10 @@ class StreamModel(TorchDispatchMode):
                     else (torch.device("meta") if isinstance(v, torch.device) else v)
                     for v in flat
                 ]
-                some, named = tree_unflatten(meta, tree)
+                meta_args, meta_kwargs = tree_unflatten(meta, tree)
                 if function.overloadpacket in EMPTY:
-                    named["device"] = torch.device("meta")
-                results, results_tree = tree_flatten(function(*some, **named))
+                    meta_kwargs["device"] = torch.device("meta")
+                results, results_tree = tree_flatten(function(*meta_args, **meta_kwargs))
                 return [
                     (tuple(r.shape), r.stride(), r.dtype) if isinstance(r, Tensor) else r
                     for r in results
@@ -532,7 +532,7 @@ class StreamModel(TorchDispatchMode):
         return self._shapes[key]
 
     def _host_reads(self) -> contextlib.AbstractContextManager[None]:
-        """Have what reads a tensor's memory without an op wait as `item` does."""
+        """Make methods that read a tensor's memory without an op wait, as `item` does."""
         real = {name: getattr(Tensor, name) for name in ("tolist", "numpy", "cpu", "to")}
 
         def waiting(name: str) -> Callable[..., Any]:
@@ -546,9 +546,9 @@ class StreamModel(TorchDispatchMode):
         def to_cpu(tensor: Tensor, *args: Any, **kwargs: Any) -> Tensor:
             if self._running or self._block(tensor) is None:
                 return real["cpu"](tensor, *args, **kwargs)
-            found = self.to_host(tensor)
+            host_tensor = self.to_host(tensor)
             self.run_until(self.current.last)
-            return found
+            return host_tensor
 
         def to(tensor: Tensor, *args: Any, **kwargs: Any) -> Tensor:
             target = args[0] if args else kwargs.get("device")
@@ -640,11 +640,11 @@ def _is_view(schema: torch.FunctionSchema) -> bool:
 
 def _written(schema, args, kwargs) -> dict[str, Any]:
     """Return the arguments that an op writes, by the names of their alias sets."""
-    found = {}
+    written_arguments = {}
     for i, argument in enumerate(schema.arguments):
         effect = argument.alias_info
         if effect is not None and effect.is_write:
             value = args[i] if i < len(args) else kwargs.get(argument.name)
             if value is not None:
-                found[" ".join(sorted(effect.before_set))] = value
-    return found
+                written_arguments[" ".join(sorted(effect.before_set))] = value
+    return written_arguments

@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Recorders of steps that refuse what a CUDA graph cannot hold.
+"""Recorders of steps that refuse operations that a CUDA graph cannot capture.
 
 host_reads_refused()   no value reaches the host: item, tolist, cpu, bool of a tensor, masks
 StrictTape             an `OpTape` in which the host reads nothing
-StrictRerun            runs the function itself at each replay, for what no tape can hold, such
-                       as copies inside gloo; the host reads nothing, and what a replay
-                       allocates is not held for ever
+StrictRerun            runs the function itself at each replay, for operations that no tape can
+                       record, such as copies inside gloo; the host reads nothing, and tensors
+                       that a replay allocates are freed
 """
 
 from __future__ import annotations
@@ -41,23 +41,23 @@ READS = (
 
 
 class HostRead(Exception):
-    """The host reads what is on the device."""
+    """The host reads a device value."""
 
 
 class MemoryGrowth(Exception):
-    """What replays allocate is held, more with each of them."""
+    """Tensors that replays allocate are not freed."""
 
 
 @contextmanager
 def host_reads_refused() -> Iterator[None]:
-    """Refuse what would make the host of a GPU wait, in this thread."""
-    here = threading.get_ident()
+    """Refuse operations that would make the host wait for a GPU, in this thread."""
+    thread_id = threading.get_ident()
 
     def refused(name: str) -> Callable[..., Any]:
         original = getattr(torch.Tensor, name)
 
         def method(tensor: torch.Tensor, *args: Any, **named: Any) -> Any:
-            if threading.get_ident() == here:
+            if threading.get_ident() == thread_id:
                 raise HostRead(name)
             return original(tensor, *args, **named)
 
@@ -82,11 +82,11 @@ class StrictTape(TapeRecorder):
 
 
 class _Allocations(TorchDispatchMode):
-    """Note what is allocated, and refuse operations that give the host a value."""
+    """Record allocations, and refuse operations that return a value to the host."""
 
     def __init__(self) -> None:
         super().__init__()
-        self._made: list[weakref.ref[torch.Tensor]] = []
+        self._allocated: list[weakref.ref[torch.Tensor]] = []
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
@@ -96,25 +96,31 @@ class _Allocations(TorchDispatchMode):
         if reads_on_host(function, args):
             raise HostRead(str(function))
         results = function(*args, **(kwargs or {}))
-        given = {_memory(t) for t in tree_leaves([args, kwargs]) if torch.is_tensor(t)}
-        self._made += [
+        input_storages = {_memory(t) for t in tree_leaves([args, kwargs]) if torch.is_tensor(t)}
+        self._allocated += [
             weakref.ref(t)
             for t in tree_leaves(results)
-            if torch.is_tensor(t) and _memory(t) not in given
+            if torch.is_tensor(t) and _memory(t) not in input_storages
         ]
         return results
 
     def count_alive(self) -> int:
-        """Return how many of the allocations are still held."""
-        self._made = [made for made in self._made if made() is not None]
-        return len({_memory(tensor) for made in self._made if (tensor := made()) is not None})
+        """Return the number of live allocations."""
+        self._allocated = [reference for reference in self._allocated if reference() is not None]
+        return len(
+            {
+                _memory(tensor)
+                for reference in self._allocated
+                if (tensor := reference()) is not None
+            }
+        )
 
 
 def _memory(tensor: torch.Tensor) -> int:
     return tensor.untyped_storage().data_ptr()
 
 
-#: Replays whose results may be held at a time: a reader keeps those of a step in flight.
+#: Replays whose results may be alive at a time: a step in flight keeps its results.
 HELD_REPLAYS = 3
 
 
@@ -122,7 +128,7 @@ class StrictRerun:
     """Run the function itself instead of a recording, as strict as a CUDA graph.
 
     Attributes:
-        replays: how often it was run after recording.
+        replays: number of replays after recording.
     """
 
     def __init__(self) -> None:
@@ -138,18 +144,18 @@ class StrictRerun:
     def replay(self) -> None:
         """Run it again. Raises HostRead or MemoryGrowth."""
         self.replays += 1
-        alive, most = self._carry_out(), HELD_REPLAYS * self._recorded
-        if alive > most:
+        alive, limit = self._carry_out(), HELD_REPLAYS * self._recorded
+        if alive > limit:
             gc.collect()  # what only cycles hold is not held
             alive = self._allocations.count_alive()
-        if alive > most:
+        if alive > limit:
             raise MemoryGrowth(
                 f"{alive} tensors are held after {self.replays} replays, {self._recorded} after "
                 "recording"
             )
 
     def _carry_out(self) -> int:
-        """Run the function; return how many tensors that it has ever allocated are held."""
+        """Run the function; return the number of its allocations that are alive."""
         with host_reads_refused(), self._allocations:
             self._run()
         return self._allocations.count_alive()

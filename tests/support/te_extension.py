@@ -5,11 +5,11 @@ The wheel `transformer-engine` has all of TE's Python; only the module `transfor
 needs CUDA. `install` puts one in its place that does in torch what the layers under test ask for:
 matrix products (one or grouped, written to an output or added to it), the norms, and FP8 tensors
 (`te_fp8`), which a product takes back to fp32 and multiplies exactly. Whatever else is called
-raises `NotImplementedError` with its name. `CALLS` counts what was called.
+raises `NotImplementedError` with its name. `CALLS` counts the calls by name.
 
 It changes `torch.Tensor.is_cuda` and a few functions of `torch.cuda`: install it in a process of
-its own, such as a rank of `tests.support.ranks`. What it proves is TE's Python and this package's
-use of it; of TE's kernels, streams and speed it says nothing.
+its own, such as a rank of `tests.support.ranks`. It tests TE's Python and this package's use of it,
+but not TE's kernels, streams and speed.
 
     install(te_wheel.tree("2.20.2"))
     from megatron.core.extensions import transformer_engine
@@ -90,13 +90,13 @@ def _count_layer(module: torch.nn.Module, inputs: Any, output: Any) -> None:
 
 def _enum(path: Path, name: str) -> type[enum.IntEnum]:
     """Return an enum of TE without importing it: members kX, numbered from 0 or as written."""
-    (found,) = (
+    (class_node,) = (
         node
         for node in ast.walk(ast.parse(path.read_text()))
         if isinstance(node, ast.ClassDef) and node.name == name
     )
     members: dict[str, int] = {}
-    for line in found.body:
+    for line in class_node.body:
         if isinstance(line, ast.Assign) and isinstance(line.targets[0], ast.Name):
             written = line.value.value if isinstance(line.value, ast.Constant) else len(members)
             members[line.targets[0].id] = written
@@ -104,8 +104,10 @@ def _enum(path: Path, name: str) -> type[enum.IntEnum]:
 
 
 class _Permissive(types.ModuleType):
-    """A module that TE imports and that nothing here uses: every name in it may be decorated with,
-    called and looked into."""
+    """A stand-in for a module that TE imports but does not use here.
+
+    Every name in it can be called, indexed and used as a decorator.
+    """
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):
@@ -120,13 +122,13 @@ class _Permissive(types.ModuleType):
 
 
 def _permissive(name: str) -> _Permissive:
-    made = _Permissive(name)
-    made.__spec__ = importlib.machinery.ModuleSpec(name, None)  # torch looks for some of them
-    return made
+    module = _Permissive(name)
+    module.__spec__ = importlib.machinery.ModuleSpec(name, None)  # torch looks for some of them
+    return module
 
 
 class _Absent(type):
-    """The type of everything that the stand-in lacks: it may be named, and raises when called."""
+    """The type of every name that the stand-in lacks; calling it raises."""
 
     def __getattr__(cls, name: str) -> Any:
         if name.startswith("__"):
@@ -150,17 +152,17 @@ class _Extension(types.ModuleType):
 
 
 def _extension(dtypes: type[enum.IntEnum], *, transposes: bool) -> types.ModuleType:
-    """Return the module, whose functions are those of this file, counted."""
-    made = _Extension("transformer_engine_torch")
-    made.DType = dtypes  # type: ignore[attr-defined]
-    known = {
+    """Return the stand-in module with the counted functions of this file."""
+    extension = _Extension("transformer_engine_torch")
+    extension.DType = dtypes  # type: ignore[attr-defined]
+    torch_dtypes = {
         dtypes["kFloat32"]: torch.float32,
         dtypes["kFloat16"]: torch.float16,
         dtypes["kBFloat16"]: torch.bfloat16,
         dtypes["kFloat8E4M3"]: torch.float8_e4m3fn,
         dtypes["kFloat8E5M2"]: torch.float8_e5m2,
     }
-    fp8 = Fp8Functions(known, transposes=transposes, calls=CALLS)
+    fp8 = Fp8Functions(torch_dtypes, transposes=transposes, calls=CALLS)
     for function in (
         functools.partial(generic_gemm, fp8),
         functools.partial(te_general_grouped_gemm, fp8),
@@ -177,21 +179,21 @@ def _extension(dtypes: type[enum.IntEnum], *, transposes: bool) -> types.ModuleT
         convert_bshd_to_thd,
     ):
         name = getattr(function, "func", function).__name__  # type: ignore[union-attr]
-        setattr(made, name, _counted(name, function))
-    made.NVTE_Fused_Attn_Backend = enum.IntEnum(  # type: ignore[attr-defined]
+        setattr(extension, name, _counted(name, function))
+    extension.NVTE_Fused_Attn_Backend = enum.IntEnum(  # type: ignore[attr-defined]
         "NVTE_Fused_Attn_Backend",
         {"NVTE_No_Backend": -1, "NVTE_F16_arbitrary_seqlen": 1, "NVTE_FP8": 2},
     )
-    made.get_cudnn_version = lambda: 91800  # type: ignore[attr-defined]
-    none = made.NVTE_Fused_Attn_Backend.NVTE_No_Backend
-    made.get_fused_attn_backend = (  # type: ignore[attr-defined]
+    extension.get_cudnn_version = lambda: 91800  # type: ignore[attr-defined]
+    none = extension.NVTE_Fused_Attn_Backend.NVTE_No_Backend
+    extension.get_fused_attn_backend = (  # type: ignore[attr-defined]
         # From 2.20 on it is asked with one object, and says why there is none.
         lambda *args, **options: (none, "on a CPU") if len(args) == 1 else none
     )
-    made.get_num_cublas_streams = lambda: 1  # type: ignore[attr-defined]
-    made.get_cublasLt_version = lambda: 120900  # type: ignore[attr-defined]
-    made.get_stream_priority_range = lambda *_: (0, 0)  # type: ignore[attr-defined]
-    return made
+    extension.get_num_cublas_streams = lambda: 1  # type: ignore[attr-defined]
+    extension.get_cublasLt_version = lambda: 120900  # type: ignore[attr-defined]
+    extension.get_stream_priority_range = lambda *_: (0, 0)  # type: ignore[attr-defined]
+    return extension
 
 
 def _counted(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
@@ -235,7 +237,7 @@ def generic_gemm(
     | wgrad | x [t, h] | dy [t, o], transposed | dyᵀ x, and the sum of dy for a bias |
     """
     _plain(quantizer, gelu, *(v for v in options.values() if v is not None and v != 1.0))
-    dtype = fp8.known[out_dtype]
+    dtype = fp8.torch_dtypes[out_dtype]
     if is_fp8(a) != is_fp8(b):
         raise TypeError("transformer_engine_torch: a product of an FP8 tensor and one that is not")
     # As the extension does: an operand is read along the dimension that is summed over.
@@ -281,18 +283,18 @@ def te_general_grouped_gemm(
 
     The result of a pair without rows is left as it is if added to, and zero if not."""
     outs = list(out[0].split([int(rows) for rows in splits])) if single_output else out
-    for first, second, target in zip(a, b, outs, strict=True):
+    for left, right, target in zip(a, b, outs, strict=True):
         generic_gemm(
-            fp8, first, transpose_a, second, transpose_b, target, None, out_dtype, None, None,
+            fp8, left, transpose_a, right, transpose_b, target, None, out_dtype, None, None,
             False, None, grad, None, None, accumulate,
         )  # fmt: skip
     return bias
 
 
-def _plain(*asked: Any) -> None:
-    """Raise if a product is asked for more than it is here."""
-    if any(asked):
-        raise NotImplementedError(f"transformer_engine_torch: a product with {asked}")
+def _plain(*features: Any) -> None:
+    """Raise if a product requests a feature that the stand-in lacks."""
+    if any(features):
+        raise NotImplementedError(f"transformer_engine_torch: a product with {features}")
 
 
 # --- norms ----------------------------------------------------------------------------------------
@@ -365,10 +367,10 @@ def convert_bshd_to_thd(padded, bounds, tokens):
 
 
 def _pretend_a_gpu(capability: tuple[int, int]) -> None:
-    """Let TE, and only TE, see a GPU here, and take tensors of a CPU for its."""
+    """Make TE, and only TE, see a GPU and treat CPU tensors as CUDA tensors."""
     major, minor = capability
     properties = types.SimpleNamespace(major=major, minor=minor, multi_processor_count=132)
-    told = {
+    replacements = {
         "is_available": True,
         "current_device": 0,
         "get_device_properties": properties,
@@ -376,20 +378,20 @@ def _pretend_a_gpu(capability: tuple[int, int]) -> None:
         "device": contextlib.nullcontext(),
         "is_current_stream_capturing": False,
     }
-    for name, value in told.items():
-        setattr(torch.cuda, name, _told(value, getattr(torch.cuda, name)))
+    for name, value in replacements.items():
+        setattr(torch.cuda, name, _for_te(value, getattr(torch.cuda, name)))
     # Gloo has no coalesced collectives: those of TE run one after the other, and are done.
-    done = types.SimpleNamespace(wait=lambda: None)
+    finished_work = types.SimpleNamespace(wait=lambda: None)
     manager = torch.distributed._coalescing_manager
-    torch.distributed._coalescing_manager = _told(contextlib.nullcontext(done), manager)
+    torch.distributed._coalescing_manager = _for_te(contextlib.nullcontext(finished_work), manager)
     is_cuda = torch.Tensor.is_cuda
     torch.Tensor.is_cuda = property(  # type: ignore[assignment,misc]
-        lambda tensor: _asked_by_te() or is_cuda.__get__(tensor)
+        lambda tensor: _called_by_te() or is_cuda.__get__(tensor)
     )
     to_gpu = torch.Tensor.cuda
     torch.Tensor.cuda = (  # type: ignore[method-assign]
         lambda tensor, *args, **options: (
-            tensor if _asked_by_te() else to_gpu(tensor, *args, **options)
+            tensor if _called_by_te() else to_gpu(tensor, *args, **options)
         )
     )
     for name in ("empty", "zeros", "ones", "tensor", "full", "arange", "eye"):
@@ -397,31 +399,31 @@ def _pretend_a_gpu(capability: tuple[int, int]) -> None:
     torch.Tensor.to = _on_cpu(torch.Tensor.to)  # type: ignore[method-assign]
 
 
-def _asked_by_te() -> bool:
+def _called_by_te() -> bool:
     return sys._getframe(2).f_globals.get("__name__", "").startswith("transformer_engine")
 
 
-def _told(value: Any, otherwise: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a function that answers TE with `value` and others as before."""
+def _for_te(value: Any, otherwise: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a function that returns `value` to TE and calls `otherwise` for other callers."""
 
     @functools.wraps(otherwise)
-    def told(*args: Any, **options: Any) -> Any:
-        return value if _asked_by_te() else otherwise(*args, **options)
+    def wrapper(*args: Any, **options: Any) -> Any:
+        return value if _called_by_te() else otherwise(*args, **options)
 
-    return told
+    return wrapper
 
 
 def _on_cpu(make: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
-    """Return a constructor that makes on a CPU what is asked for on a GPU, as workspaces are."""
+    """Return a constructor that creates GPU tensors, such as workspaces, on the CPU."""
 
     @functools.wraps(make)
-    def made(*args: Any, **options: Any) -> torch.Tensor:
+    def wrapper(*args: Any, **options: Any) -> torch.Tensor:
         device = options.get("device")
         if device == 0 or str(device).startswith("cuda"):
             options["device"] = "cpu"
         return make(*args, **options)
 
-    return made
+    return wrapper
 
 
 def main() -> None:

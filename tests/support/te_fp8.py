@@ -4,7 +4,7 @@
 | quantizer | scale of x |
 |---|---|
 | Float8CurrentScalingQuantizer | 448 (or 57344) / amax(x) of the ranks of its group |
-| Float8Quantizer | what it holds; it records amax(x) |
+| Float8Quantizer | its stored scale; it records amax(x) |
 | MXFP8Quantizer | 2^-e of each 32 (or 32 x 32) elements, e the least with amax <= 448 · 2^e |
 
 A tensor has its rows, its columns or both, as the quantizer is told and as the products of the GPU
@@ -30,15 +30,15 @@ class Fp8Functions:
     """The extension's functions on FP8 tensors.
 
     Args:
-        known: torch's dtypes, by TE's numbers.
+        torch_dtypes: torch's dtypes by TE's dtype numbers.
         transposes: whether columns of tensors with one scale are kept as a transpose (Hopper).
         calls: counts each kind of quantizer.
     """
 
     def __init__(
-        self, known: dict[int, torch.dtype], *, transposes: bool, calls: Counter[str]
+        self, torch_dtypes: dict[int, torch.dtype], *, transposes: bool, calls: Counter[str]
     ) -> None:
-        self.known, self.transposes, self.calls = known, transposes, calls
+        self.torch_dtypes, self.transposes, self.calls = torch_dtypes, transposes, calls
 
     def quantize(
         self, x: torch.Tensor, quantizer: Any, output: Any = None, noop: Any = None
@@ -70,13 +70,13 @@ class Fp8Functions:
     def dequantize(self, x: Any, dtype: int) -> torch.Tensor:
         """Return an FP8 tensor in another dtype."""
         rowwise = (x._rowwise_data if _has_blocks(x) else x._data) is not None
-        return self.operand(x, rowwise=rowwise).to(self.known[dtype])
+        return self.operand(x, rowwise=rowwise).to(self.torch_dtypes[dtype])
 
     def operand(self, x: Any, *, rowwise: bool) -> torch.Tensor:
-        """Return what a product reads of x [..., h]: its rows or its columns, in fp32."""
+        """Return the operand of a product: the rows or the columns of x [..., h], in fp32."""
         if not is_fp8(x):
             return x
-        dtype = self.known[x._fp8_dtype]
+        dtype = self.torch_dtypes[x._fp8_dtype]
         if _has_blocks(x):
             data, scales = (
                 (x._rowwise_data, x._rowwise_scale_inv)
@@ -103,7 +103,7 @@ class Fp8Functions:
         amax = _amax(x)
         if quantizer.with_amax_reduction:
             dist.all_reduce(amax, op=dist.ReduceOp.MAX, group=quantizer.amax_reduction_group)
-        limit = torch.finfo(self.known[quantizer.dtype]).max
+        limit = torch.finfo(self.torch_dtypes[quantizer.dtype]).max
         scale = torch.where(amax > 0.0, limit / amax, torch.ones_like(amax))
         return self._one_scale(x, quantizer, scale)
 
@@ -117,7 +117,7 @@ class Fp8Functions:
             Float8TensorStorage,
         )
 
-        data = _cast(x.float() * scale, self.known[quantizer.dtype])
+        data = _cast(x.float() * scale, self.torch_dtypes[quantizer.dtype])
         columns = self.transposes and quantizer.columnwise_usage
         fields = {
             "data": data if quantizer.rowwise_usage or not self.transposes else None,
@@ -126,7 +126,7 @@ class Fp8Functions:
             "fp8_dtype": quantizer.dtype,
             "quantizer": quantizer,
         }
-        return _made(Float8Tensor, Float8TensorStorage, x, quantizer, fields)
+        return _fp8_tensor(Float8Tensor, Float8TensorStorage, x, quantizer, fields)
 
     def _blocks(self, x: torch.Tensor, quantizer: Any) -> Any:
         from transformer_engine.pytorch.tensor.mxfp8_tensor import MXFP8Tensor
@@ -139,23 +139,23 @@ class Fp8Functions:
             "quantizer": quantizer,
             "with_gemm_swizzled_scales": False,
         }
-        for name, wanted in (
+        for name, is_needed in (
             ("rowwise", quantizer.rowwise_usage),
             ("columnwise", quantizer.columnwise_usage),
         ):
             data = scales = None
-            if wanted:
+            if is_needed:
                 rows = name == "rowwise"
                 shape = quantizer.get_scale_shape(x.shape, columnwise=not rows)
                 data, scales = _to_blocks(
                     x,
-                    self.known[quantizer.dtype],
+                    self.torch_dtypes[quantizer.dtype],
                     shape,
                     rowwise=rows,
                     square=quantizer.with_2d_quantization,
                 )
             fields[f"{name}_data"], fields[f"{name}_scale_inv"] = data, scales
-        return _made(MXFP8Tensor, MXFP8TensorStorage, x, quantizer, fields)
+        return _fp8_tensor(MXFP8Tensor, MXFP8TensorStorage, x, quantizer, fields)
 
 
 def is_fp8(x: Any) -> bool:
@@ -173,7 +173,7 @@ def _silent(quantizer: Any) -> Any:
     return copied
 
 
-def _made(tensor: Any, storage: Any, x: torch.Tensor, quantizer: Any, fields: Any) -> Any:
+def _fp8_tensor(tensor: Any, storage: Any, x: torch.Tensor, quantizer: Any, fields: Any) -> Any:
     if quantizer.internal:
         return storage(fake_dtype=x.dtype, **fields)
     return tensor(shape=x.shape, dtype=x.dtype, device=x.device, **fields)
@@ -195,7 +195,7 @@ def _cast(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
 def _to_blocks(
     x: torch.Tensor, dtype: torch.dtype, shape: tuple[int, int], *, rowwise: bool, square: bool
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return data uint8 of x's shape, and exponents uint8 [*shape], of which the first are used.
+    """Return data uint8 of x's shape, and exponents uint8 [*shape], padded at the end.
 
     Args:
         square: the elements of 32 lines share a scale as well.
@@ -210,10 +210,10 @@ def _to_blocks(
     exponent = torch.where(mantissa == 0.5, exponent - 1, exponent).clamp(-127, 127)
     exponent = torch.where(mantissa == 0.0, torch.full_like(exponent, -127), exponent)
     data = _cast(torch.ldexp(blocks, -exponent[..., None]), dtype).reshape(lines.shape)
-    found = (exponent + 127).to(torch.uint8)
-    data, found = (data, found) if rowwise else (data.t(), found.t())
+    exponents = (exponent + 127).to(torch.uint8)
+    data, exponents = (data, exponents) if rowwise else (data.t(), exponents.t())
     scales = torch.zeros(tuple(shape), dtype=torch.uint8)
-    scales[: found.shape[0], : found.shape[1]] = found
+    scales[: exponents.shape[0], : exponents.shape[1]] = exponents
     return data.contiguous().view(x.shape), scales
 
 
@@ -222,5 +222,5 @@ def _from_blocks(data: torch.Tensor, scales: torch.Tensor, *, rowwise: bool) -> 
     lines, scales = (lines, scales) if rowwise else (lines.t(), scales.t())
     blocks = lines.reshape(len(lines), lines.shape[1] // _BLOCK, _BLOCK)
     exponent = scales[: blocks.shape[0], : blocks.shape[1]].int() - 127
-    found = torch.ldexp(blocks, exponent[..., None]).reshape(lines.shape)
-    return (found if rowwise else found.t()).reshape(data.shape)
+    values = torch.ldexp(blocks, exponent[..., None]).reshape(lines.shape)
+    return (values if rowwise else values.t()).reshape(data.shape)

@@ -65,10 +65,12 @@ def fetch(release: str | None) -> str:
         requirement = "transformer-engine" + (f"=={release}" if release else "")
         options = ["--no-deps", "--only-binary=:all:", "--disable-pip-version-check", "-q"]
         command = [sys.executable, "-m", "pip", "download", *options, "-d", scratch, requirement]
-        done = subprocess.run(command, capture_output=True, text=True, check=False)
+        download = subprocess.run(command, capture_output=True, text=True, check=False)
         wheels = sorted(Path(scratch).glob("*.whl"))
-        if done.returncode or not wheels:
-            raise ValueError(f"{requirement}: pip download failed: {done.stderr.strip()[-200:]}")
+        if download.returncode or not wheels:
+            raise ValueError(
+                f"{requirement}: pip download failed: {download.stderr.strip()[-200:]}"
+            )
         (wheel,) = wheels
         release = wheel.name.split("-")[1]
         digest = hashlib.sha256(wheel.read_bytes()).hexdigest()

@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """Triton's interpreter with a GPU's rounding: bf16 in casts, sums and products, and TF32.
 
-The interpreter keeps bf16 as 16-bit integers. Of these it converts to fp32 and back only, and drops
-the bits that it should round; sums and products of them are sums and products of the integers. It
-multiplies fp32 in full, whatever precision a product asks for.
+The interpreter stores bf16 as 16-bit integers. It converts them only from and to fp32, where it
+truncates instead of rounding; it would add and multiply bf16 tensors as integers. It multiplies
+fp32 in full precision, whatever `input_precision` a product requests.
 
-Compiled kernels give products in TF32 the bits of fp32, of which tensor cores ignore the last 13;
-"tf32x3" splits each operand into a rounded part and the rest (PTX of Triton 3.6.0 and 3.7.1).
+Compiled kernels pass fp32 bits to TF32 products, and tensor cores ignore the last 13 bits; "tf32x3"
+splits each operand into a rounded high part and a low part (PTX of Triton 3.6.0 and 3.7.1).
 
 Not modelled: the order in which tensor cores add up, and the approximations of exp, log and sqrt.
 These are of the size of fp32's rounding.
@@ -24,11 +24,15 @@ from triton.runtime.interpreter import InterpreterBuilder, TensorHandle
 
 
 def to_bf16_bits(x: np.ndarray) -> np.ndarray:
-    """Return fp32 x as bits of bf16: the nearest number, of two the one whose last bit is zero."""
+    """Return fp32 x as bits of bf16, rounded to nearest even."""
     bits = np.ascontiguousarray(x, dtype=np.float32).view(np.uint32)
-    kept = bits >> np.uint32(16)
-    nearest = (bits + np.uint32(0x7FFF) + (kept & np.uint32(1))) >> np.uint32(16)
-    return np.where(np.isnan(x), kept | np.uint32(0x40), nearest).astype(np.uint16).reshape(x.shape)
+    truncated = bits >> np.uint32(16)
+    nearest = (bits + np.uint32(0x7FFF) + (truncated & np.uint32(1))) >> np.uint32(16)
+    return (
+        np.where(np.isnan(x), truncated | np.uint32(0x40), nearest)
+        .astype(np.uint16)
+        .reshape(x.shape)
+    )
 
 
 def tf32(x: np.ndarray, *, nearest: bool) -> np.ndarray:
@@ -44,19 +48,19 @@ def tf32(x: np.ndarray, *, nearest: bool) -> np.ndarray:
 
 
 def as_fp32(x: TensorHandle) -> np.ndarray:
-    """Return the numbers of a tensor, those of bf16 in fp32."""
+    """Return the values of a tensor, bf16 converted to fp32."""
     if x.dtype.scalar != tl.bfloat16 or x.data.dtype != np.uint16:
         return x.data
     return (x.data.astype(np.uint32) << np.uint32(16)).view(np.float32)
 
 
 def as_bf16(x: np.ndarray) -> TensorHandle:
-    """Return numbers as a tensor of bf16."""
+    """Return fp32 values as a bf16 tensor."""
     return TensorHandle(to_bf16_bits(x.astype(np.float32)), tl.bfloat16)
 
 
 class RoundingBuilder(InterpreterBuilder):
-    """The operations of kernels, of which those of bf16 and TF32 are rounded."""
+    """Kernel operations with a GPU's rounding of bf16 and TF32."""
 
     def cast_impl(self, src: TensorHandle, dst_type: tl.dtype) -> TensorHandle:
         """Convert between types."""
@@ -99,8 +103,8 @@ class RoundingBuilder(InterpreterBuilder):
     ) -> TensorHandle:
         """Multiply matrices and add them to `d`, in the type of `d`."""
         if a.dtype.scalar == tl.bfloat16:
-            wide = [TensorHandle(as_fp32(x), tl.float32) for x in (a, b)]
-            return super().create_dot(*wide, d, input_precision, max_num_imprecise_acc)
+            fp32_operands = [TensorHandle(as_fp32(x), tl.float32) for x in (a, b)]
+            return super().create_dot(*fp32_operands, d, input_precision, max_num_imprecise_acc)
         names = ir.INPUT_PRECISION
         if a.dtype.scalar != tl.float32 or input_precision not in (names.TF32, names.TF32x3):
             return super().create_dot(a, b, d, input_precision, max_num_imprecise_acc)

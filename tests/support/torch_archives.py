@@ -81,20 +81,20 @@ def sparse_archive(path: Path, pickled: bytes, size: int) -> None:
     tail[entry + 30 : entry + 32] = struct.pack("<H", len(extra))
     after = name_at + len(b"archive/data/0")
     tail[after:after] = extra
-    last = tail.rindex(b"PK\x05\x06")
-    directory = tail[:last]
-    place = len(head) + size
+    end_offset = tail.rindex(b"PK\x05\x06")
+    directory = tail[:end_offset]
+    directory_offset = len(head) + size
     end64 = struct.pack(
-        "<4sQHHIIQQQQ", b"PK\x06\x06", 44, 45, 45, 0, 0, 3, 3, len(directory), place
+        "<4sQHHIIQQQQ", b"PK\x06\x06", 44, 45, 45, 0, 0, 3, 3, len(directory), directory_offset
     )
-    locator = struct.pack("<4sIQI", b"PK\x06\x07", 0, place + len(directory), 1)
+    locator = struct.pack("<4sIQI", b"PK\x06\x07", 0, directory_offset + len(directory), 1)
     end32 = struct.pack(
         "<4sHHHHIIH", b"PK\x05\x06", 0, 0, 0xFFFF, 0xFFFF, 0xFFFFFFFF, 0xFFFFFFFF, 0
     )
     with path.open("wb") as file:
         file.write(head)
-        file.truncate(place)
-        file.seek(place)
+        file.truncate(directory_offset)
+        file.seek(directory_offset)
         file.write(directory + end64 + locator + end32)
 
 
@@ -107,17 +107,17 @@ def metadata(
         tensors: shape and chunks, by name; all of fp32.
         file: in which every chunk lies.
     """
-    described, places = {}, {}
+    described, storage_infos = {}, {}
     for name, (shape, chunks) in tensors.items():
         boxes = []
         for i, (offsets, sizes, begin, length) in enumerate(chunks):
             boxes.append(ChunkStorageMetadata(torch.Size(offsets), torch.Size(sizes)))
             index = MetadataIndex(name, torch.Size(offsets), i)
-            places[index] = _StorageInfo(file, begin, length)
+            storage_infos[index] = _StorageInfo(file, begin, length)
         described[name] = TensorStorageMetadata(
             TensorProperties(dtype=torch.float32), torch.Size(shape), boxes
         )
-    return pickle.dumps(Metadata(described, {name: (name,) for name in tensors}, places))
+    return pickle.dumps(Metadata(described, {name: (name,) for name in tensors}, storage_infos))
 
 
 def write_folder(folder: Path, pickled: bytes, *, shape: Sequence[int] = (4,)) -> None:

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Stand-ins for the libraries of tracking servers: the part of their interface that we call.
+"""Stand-ins for experiment-tracking libraries, with the functions that this package calls.
 
-Each keeps what it is told in `calls`, as (name of the function, arguments).
+Each records its calls in `calls` as (function name, arguments).
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from typing import Any
 
 
 def fake_wandb(*, init: Callable[[], None] = lambda: None) -> types.SimpleNamespace:
-    """Return a module like wandb; `init` is what connecting does first."""
+    """Return a module like wandb; `init` runs first when it connects."""
     calls: list[tuple[str, Any]] = []
 
     class Run:

@@ -56,7 +56,7 @@ class Problem:
             AssertionError: it is above the bound of the GPU tests.
         """
         if self.differentiable:
-            return agree(self.function, self.inputs, dtype, wide=self.wide)
+            return agree(self.function, self.inputs, dtype, fp32_inputs=self.wide)
         rounded = self.rounded(dtype)
         found = self.function(*(x.clone() for x in rounded), implementation="triton")
         true = self.function(*(x.double() for x in rounded), implementation="reference")

@@ -25,9 +25,9 @@ from megatron.hf.folder import open_folder
 from tests.support.closeness import assert_close_by_metric
 from tests.support.hf_converter import (
     checkpoint_model,
+    checkpoint_weights,
     convert,
     folder_with_further_layers,
-    held,
     imported,
     read_by_a_rank,
     tensors,
@@ -55,8 +55,8 @@ def test_all_experts_of_a_layer_in_one_tensor_are_read_too(case: str, tmp_path: 
     fused = save_folder(model, tmp_path / "fused", save_original_format=False)
     assert any(name.endswith("experts.gate_up_proj") for name in tensors(fused))
     assert not any(name.endswith("experts.gate_up_proj") for name in tensors(single))
-    before = held(imported(single, tmp_path / "a"))
-    after = held(imported(fused, tmp_path / "b"))
+    before = checkpoint_weights(imported(single, tmp_path / "a"))
+    after = checkpoint_weights(imported(fused, tmp_path / "b"))
     assert before.keys() == after.keys()
     assert all(torch.equal(tensor, after[name]) for name, tensor in before.items())
 
@@ -83,7 +83,9 @@ def test_four_ranks_read_the_experts_that_they_hold(case: str, tmp_path: Path) -
     folder = save_folder(theirs, tmp_path / "model", max_shard_size="40KB")
     checkpoint = imported(folder, tmp_path / "a")
     found = run_ranks(on_a_rank, 4, folder, checkpoint)
-    experts = sum(t.numel() for name, t in held(checkpoint).items() if ".experts." in name)
+    experts = sum(
+        t.numel() for name, t in checkpoint_weights(checkpoint).items() if ".experts." in name
+    )
     headers = 0
     with open_folder(folder).open_tensors() as opened:
         headers = opened.bytes_read
@@ -106,7 +108,10 @@ def test_further_prediction_comes_back_and_the_main_model_loads(tied: bool, tmp_
         assert torch.equal(embedding, found["model.embed_tokens.weight"])
         assert torch.equal(found[f"{layer}.shared_head.head.weight"], found[head])
     again = imported(folder, tmp_path / "again")
-    before, after = held(tmp_path / "checkpoint/iter_0000000"), held(again)
+    before, after = (
+        checkpoint_weights(tmp_path / "checkpoint/iter_0000000"),
+        checkpoint_weights(again),
+    )
     assert sum(name.startswith("mtp.1.") for name in before) > 10
     assert before.keys() == after.keys()
     assert all(torch.equal(tensor, after[name]) for name, tensor in before.items())
@@ -154,7 +159,7 @@ def test_a_copy_that_differs_is_refused_and_absent_ones_are_fine(tmp_path: Path)
     folder = folder_with_further_layers(tmp_path)
     name = "model.layers.4.embed_tokens.weight"
     rewritten(folder, lambda found: found.pop(name))
-    expected = held(imported(folder, tmp_path / "a"))
+    expected = checkpoint_weights(imported(folder, tmp_path / "a"))
     assert torch.equal(expected["embedding.weight"], tensors(folder)["model.embed_tokens.weight"])
     rewritten(folder, lambda found: found["model.layers.3.shared_head.head.weight"][5, 3].add_(1))
     text = convert("import", "--hf", folder, "--save", tmp_path / "b", code=2)

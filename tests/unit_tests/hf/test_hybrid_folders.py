@@ -17,7 +17,13 @@ from megatron.core.models.gpt import GPTModel
 from megatron.hf.architectures import ARCHITECTURES
 from megatron.hf.tensor_map import tensor_map
 from tests.support.closeness import assert_all_close
-from tests.support.hf_converter import checkpoint_model, convert, held, imported, tensors
+from tests.support.hf_converter import (
+    checkpoint_model,
+    checkpoint_weights,
+    convert,
+    imported,
+    tensors,
+)
 from tests.support.hf_folders import (
     HYBRID_CASES,
     VOCABULARY,
@@ -149,7 +155,10 @@ def test_names_of_models_in_memory_and_parts_that_have_no_place(case: str, tmp_p
     save_file({**tensors(hub), **further}, hub / "model.safetensors")
     said = convert("import", "--hf", hub, "--save", tmp_path / "a")
     assert "skipped 2 tensors under mtp." in said
-    before, after = held(tmp_path / "a/iter_0000000"), held(imported(memory, tmp_path / "b"))
+    before, after = (
+        checkpoint_weights(tmp_path / "a/iter_0000000"),
+        checkpoint_weights(imported(memory, tmp_path / "b")),
+    )
     assert before.keys() == after.keys()
     assert all(torch.equal(tensor, after[name]) for name, tensor in before.items())
 

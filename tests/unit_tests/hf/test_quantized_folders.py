@@ -22,7 +22,13 @@ from megatron.hf.folder import open_folder
 from megatron.hf.safetensors_file import SafetensorsFile, TensorInfo
 from megatron.hf.tensor_map import tensor_map
 from tests.support.closeness import assert_close_by_metric
-from tests.support.hf_converter import convert, held, imported, read_by_a_rank, tensors
+from tests.support.hf_converter import (
+    checkpoint_weights,
+    convert,
+    imported,
+    read_by_a_rank,
+    tensors,
+)
 from tests.support.hf_folders import VOCABULARY, change_json, load_folder
 from tests.support.inputs import generator, one_thread
 from tests.support.quantized_folders import BLOCK, FP8, MXFP4, fp8_folders, mxfp4_folders
@@ -89,9 +95,9 @@ def test_ranks_read_only_their_blocks_and_match_transformers(
         assert_close_by_metric("logits", rank["logits"], expected)
         assert rank["bytes"] == rank["needed"]
         assert rank["elements"] < 0.6 * whole
-    exact = held(imported(values, tmp_path / "a"))
+    exact = checkpoint_weights(imported(values, tmp_path / "a"))
     convert("import", "--hf", folder, "--save", tmp_path / "b", "--dtype", "float32")
-    read = held(tmp_path / "b" / "iter_0000000")
+    read = checkpoint_weights(tmp_path / "b" / "iter_0000000")
     assert exact.keys() == read.keys()
     assert all(torch.equal(tensor, read[name]) for name, tensor in exact.items())
 
@@ -115,9 +121,9 @@ def test_export_writes_bf16_says_so_and_drops_the_field(make, words, tmp_path) -
     fields = json.loads((out / "config.json").read_text())
     assert "quantization_config" not in fields
     assert fields["dtype"] == "bfloat16"
-    exact = held(imported(values, tmp_path / "b"))
+    exact = checkpoint_weights(imported(values, tmp_path / "b"))
     convert("import", "--hf", out, "--save", tmp_path / "c", "--dtype", "float32")
-    again = held(tmp_path / "c" / "iter_0000000")
+    again = checkpoint_weights(tmp_path / "c" / "iter_0000000")
     assert exact.keys() == again.keys()
     for name, tensor in exact.items():
         rounded = tensor if name.endswith("expert_bias") else tensor.bfloat16().float()

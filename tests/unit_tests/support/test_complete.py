@@ -3,7 +3,7 @@
 
 import pytest
 
-from tests.support.complete import parts
+from tests.support.complete import balanced_parts
 
 pytest_plugins = ["pytester"]
 
@@ -71,7 +71,7 @@ def test_a_session_that_leaves_something_out_fails(outcome, tests, flags, named)
 
 def test_parts_hold_every_test_once_and_last_as_long(outcome):
     seconds = [5.0, 1.0, 9.0, 2.0, 2.0, 7.0, 3.0, 1.0]
-    found = parts(seconds, 3)
+    found = balanced_parts(seconds, 3)
     assert sorted(n for part in found for n in part) == list(range(8))
     assert {sum(seconds[n] for n in part) for part in found} == {10.0}
     longest, _ = outcome(TESTS, "--part", "1/2", "-v"), outcome(TESTS, "--part", "2/2")

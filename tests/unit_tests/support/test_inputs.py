@@ -9,7 +9,7 @@ from tests.support.inputs import generator, microbatch, one_thread, perturbed
 
 
 def _batch(lane, index):
-    return microbatch(seed=5, lane=lane, index=index, batch=3, sequence=19, vocabulary=61)
+    return microbatch(seed=5, dp_rank=lane, index=index, batch=3, sequence=19, vocabulary=61)
 
 
 def test_every_rank_and_microbatch_has_distinct_token_counts():

@@ -102,7 +102,7 @@ def data(
 ) -> list[Microbatch]:
     """Return the microbatches of a step: two, or one where it is shorter."""
     made = [
-        microbatch(seed=9, lane=lane, index=2 * step + i, batch=2, sequence=12, vocabulary=37)
+        microbatch(seed=9, dp_rank=lane, index=2 * step + i, batch=2, sequence=12, vocabulary=37)
         for i in range(1 if step in SHORTER else 2)
     ]
     layout = whole_rows(torch.device(device))

@@ -127,7 +127,7 @@ def kept(
 
     model.store.defer = defer  # type: ignore[method-assign]
     data = [
-        microbatch(seed=5, lane=0, index=index, batch=2, sequence=LENGTH, vocabulary=37)
+        microbatch(seed=5, dp_rank=0, index=index, batch=2, sequence=LENGTH, vocabulary=37)
         for index in range(MICROBATCHES)
     ]
     with torch.autograd.graph.saved_tensors_hooks(found.hold, lambda held: held.tensor):

@@ -36,7 +36,7 @@ def batches(packed: bool) -> list[Microbatch]:
     """Return microbatches of different lengths; packed ones hold two documents a row."""
     found = []
     for index, length in enumerate(LENGTHS):
-        made = microbatch(seed=5, lane=0, index=index, batch=2, sequence=length, vocabulary=37)
+        made = microbatch(seed=5, dp_rank=0, index=index, batch=2, sequence=length, vocabulary=37)
         if packed:
             at = torch.arange(length).repeat(2, 1)  # [b, s]
             border = torch.tensor([[3 + index], [5]])

@@ -59,7 +59,7 @@ class Bigram:
 def batch_of(lane: int, index: int) -> Microbatch:
     """Return one lane's microbatch with its own number of counted tokens."""
     made = microbatch(
-        seed=6, lane=lane, index=index, batch=BATCH, sequence=SEQUENCE, vocabulary=VOCABULARY
+        seed=6, dp_rank=lane, index=index, batch=BATCH, sequence=SEQUENCE, vocabulary=VOCABULARY
     )
     made.loss_mask[1, : 2 * (index % 3) + lane] = 0.0
     return Microbatch(made.tokens, made.labels, made.loss_mask, made.layout)

@@ -21,7 +21,7 @@ from megatron.core.process_groups import ProcessGroupCollection, RankGrid
 from megatron.core.transformer import AttentionConfig, MLPConfig
 from megatron.core.weight_gather import WeightStore, compile_plan
 from tests.support.inputs import microbatch
-from tests.support.live_memory import OTHERS, live_bytes, live_storages
+from tests.support.live_memory import UNOWNED, live_bytes, live_storages
 from tests.support.pretended_groups import IdleCommunicator, groups_over
 from tests.support.ranks import run_ranks
 
@@ -158,7 +158,7 @@ def live(rank: int, world: int, strategy: str) -> dict[str, float]:
     engine = DataParallel(model.store, groups, config=config)
     optimizer = Optimizer(engine.owned(), groups, config=OptimizerConfig())
     for index in range(2):
-        batch = microbatch(seed=1, lane=rank, index=index, batch=1, sequence=8, vocabulary=128)
+        batch = microbatch(seed=1, dp_rank=rank, index=index, batch=1, sequence=8, vocabulary=128)
         engine.begin_step()
         loss, _ = model.loss(batch.tokens, batch.labels, batch.loss_mask / 16)
         engine.backward(loss, last=True)
@@ -189,7 +189,7 @@ def test_live_bytes_are_those_of_the_formulas():
     for found in run_ranks(live, 4, "optim"):
         total = sum(found[role] for role in ("weights", "gradients", "optimizer"))
         assert abs(total / found["formula"] - 1) <= TOLERANCE, found
-        assert found[OTHERS] <= 0.01 * found["formula"] + PERMANENT, found
+        assert found[UNOWNED] <= 0.01 * found["formula"] + PERMANENT, found
 
 
 @pytest.mark.parametrize(("name", "tp"), [("8B", 1), ("70B", 1), ("70B", 4)])

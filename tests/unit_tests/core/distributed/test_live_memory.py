@@ -22,7 +22,7 @@ from megatron.core.transformer import AttentionConfig, MLPConfig
 from megatron.core.weight_sharding import STRATEGIES
 from tests.support.gatherers import gatherer_of
 from tests.support.inputs import microbatch
-from tests.support.live_memory import OTHERS, live_bytes, live_storages
+from tests.support.live_memory import UNOWNED, live_bytes, live_storages
 from tests.support.ranks import run_ranks
 
 LAYERS, HIDDEN, VOCABULARY = 24, 48, 96
@@ -60,7 +60,7 @@ def measured(
     for index in range(2):
         batch = microbatch(
             seed=1,
-            lane=groups["gtp_cp_dp"].rank,
+            dp_rank=groups["gtp_cp_dp"].rank,
             index=index,
             batch=1,
             sequence=8,
@@ -137,7 +137,7 @@ def assert_by_formula(ranks: list[dict[str, dict[str, float]]]) -> None:
         for case, bytes_each in found.items():
             error = bytes_each["counted"] / bytes_each["formula"] - 1
             assert abs(error) <= TOLERANCE, (case, bytes_each)
-            assert bytes_each[OTHERS] <= 0.01 * bytes_each["formula"], (case, bytes_each)
+            assert bytes_each[UNOWNED] <= 0.01 * bytes_each["formula"], (case, bytes_each)
 
 
 def test_bytes_per_parameter_are_those_of_the_formula():
@@ -153,6 +153,6 @@ def test_live_storages_count_views_once_and_see_what_nobody_owns():
     own, stray = torch.zeros(1000), torch.zeros(10)
     view = own[5:].view(-1, 5)
     found = live_bytes({"own": [view]}, before=before)
-    assert found == {"own": 4000, OTHERS: stray.nbytes}
+    assert found == {"own": 4000, UNOWNED: stray.nbytes}
     del view, stray
-    assert live_bytes({"own": [own]}, before=before) == {"own": 4000, OTHERS: 0}
+    assert live_bytes({"own": [own]}, before=before) == {"own": 4000, UNOWNED: 0}

@@ -44,7 +44,7 @@ def step(model: GPTModel, engine: DataParallel, *, microbatches: int = 1, number
     engine.begin_step(microbatches)
     for index in range(microbatches):
         data = microbatch(
-            seed=3, lane=lane, index=index + 9 * number, batch=1, sequence=5, vocabulary=20
+            seed=3, dp_rank=lane, index=index + 9 * number, batch=1, sequence=5, vocabulary=20
         )
         loss, _ = model.loss(data.tokens, data.labels, data.loss_mask / 5)
         engine.backward(loss, last=index == microbatches - 1)

@@ -27,7 +27,7 @@ from megatron.core.transformer import AttentionConfig, MLPConfig
 from tests.support.closeness import relative_error
 from tests.support.inputs import generator, one_thread
 from tests.support.nan_memory import nan_memory
-from tests.support.one_batch import asked, engine_of, generate
+from tests.support.one_batch import engine_of, generate, with_parameters
 from tests.support.paged_steps import PagedSteps
 from tests.support.ranks import run_ranks
 from tests.unit_tests.core.inference.test_generation import assert_same, without_cache
@@ -238,11 +238,12 @@ def test_prompts_together_equal_each_prompt_alone(
         engine = engine_of(model, max_rows=5, max_step_tokens=chunk, prefix_caching=False)
         first = {"max_new_tokens": 2, "sampling": RANDOM}
         generate_all(
-            engine, asked(requests([tuple(text(9, i).tolist()) for i in range(5)]), **first)
+            engine,
+            with_parameters(requests([tuple(text(9, i).tolist()) for i in range(5)]), **first),
         )
         for buffer in engine.cache.states._buffers.values():
             buffer.fill_(math.nan)
-        found = generate_all(engine, asked(requests(), max_new_tokens=9, sampling=params))
+        found = generate_all(engine, with_parameters(requests(), max_new_tokens=9, sampling=params))
         got = [outputs[0] for outputs in found]
         for request, completion in zip(requests(), got, strict=True):
             assert_same(completion, without_cache(model, request, 9, params))

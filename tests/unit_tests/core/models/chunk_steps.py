@@ -71,7 +71,7 @@ def move(model: GPTModel) -> GPTModel:
 def data(index: int) -> Microbatch:
     """Return a microbatch of the step."""
     return microbatch(
-        seed=6, lane=0, index=index, batch=BATCH, sequence=SEQUENCE, vocabulary=VOCABULARY
+        seed=6, dp_rank=0, index=index, batch=BATCH, sequence=SEQUENCE, vocabulary=VOCABULARY
     )
 
 

@@ -45,7 +45,7 @@ def documents() -> dict[str, torch.Tensor]:
 def rows_of(lane: int, index: int, *, depths: int, packed: bool) -> Microbatch:
     """Return a microbatch of whole rows, with what depths predict."""
     made = microbatch(
-        seed=7, lane=lane, index=index, batch=ROWS, sequence=LENGTH, vocabulary=CONFIG.vocab_size
+        seed=7, dp_rank=lane, index=index, batch=ROWS, sequence=LENGTH, vocabulary=CONFIG.vocab_size
     )
     if packed:
         made = dataclasses.replace(made, **documents())

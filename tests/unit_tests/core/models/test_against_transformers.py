@@ -193,7 +193,7 @@ def compare(
             targets[name].copy_(weight.detach())
             weight.detach().copy_(targets[name])  # the same values, rounded to fp32
         data = microbatch(
-            seed=2, lane=1, index=0, batch=2, sequence=SEQUENCE, vocabulary=VOCABULARY
+            seed=2, dp_rank=1, index=0, batch=2, sequence=SEQUENCE, vocabulary=VOCABULARY
         )
         token_weights = data.loss_mask * torch.rand(2, SEQUENCE, generator=generator(3))
 

@@ -73,7 +73,7 @@ OF_LAYOUT = ("positions", "document_ids", "sample_ids")
 def batch_of(case: Case, index: int) -> dict[str, torch.Tensor]:
     """Return a microbatch of whole rows, its documents included."""
     data = microbatch(
-        seed=6, lane=0, index=index, batch=ROWS, sequence=LENGTH, vocabulary=CONFIG.vocab_size
+        seed=6, dp_rank=0, index=index, batch=ROWS, sequence=LENGTH, vocabulary=CONFIG.vocab_size
     )
     found = {
         "tokens": data.tokens,

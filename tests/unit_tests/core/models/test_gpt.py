@@ -45,7 +45,7 @@ SINGLE = ProcessGroupCollection.single()
 
 def data(index: int = 0):
     """Return a microbatch of 3 sequences of 8."""
-    return microbatch(seed=4, lane=0, index=index, batch=3, sequence=8, vocabulary=37)
+    return microbatch(seed=4, dp_rank=0, index=index, batch=3, sequence=8, vocabulary=37)
 
 
 @pytest.mark.parametrize(

@@ -89,7 +89,7 @@ def trained(
     with nan_memory():
         for i in range(microbatches):
             data = microbatch(
-                seed=4, lane=0, index=i, batch=BATCH, sequence=SEQUENCE, vocabulary=37
+                seed=4, dp_rank=0, index=i, batch=BATCH, sequence=SEQUENCE, vocabulary=37
             )
             loss, nll = model.loss(data.tokens, data.labels, data.loss_mask, layout=data.layout)
             last = i == microbatches - 1
@@ -207,7 +207,7 @@ def memory(recompute: Recompute) -> tuple[int, int]:
     """Return the bytes that a forward leaves allocated, and the most that it and backward hold."""
     model = model_of(CONFIG, recompute)
     engine = DataParallel(model.store, SINGLE)
-    data = microbatch(seed=4, lane=0, index=0, batch=BATCH, sequence=SEQUENCE, vocabulary=37)
+    data = microbatch(seed=4, dp_rank=0, index=0, batch=BATCH, sequence=SEQUENCE, vocabulary=37)
     engine.begin_step()
     held, kept, peak = 0, 0, 0
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as recorded:

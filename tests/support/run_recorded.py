@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Another module as a program, with a witness of what it trains: for jobs of torchrun.
+"""Run a module as a program with the coverage recorder, for torchrun jobs.
 
-python -m tests.support.witnessed MODULE ARGUMENTS
+python -m tests.support.run_recorded MODULE ARGUMENTS
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 import runpy
 import sys
 
-from tests.support.witness import install
+from tests.support.coverage_recorder import install
 
 if __name__ == "__main__":
     install()

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The witness sees the layouts and settings of steps that were applied, and no others."""
+"""The coverage recorder sees the layouts and settings of applied steps, and no others."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import torch
 from tests.parity.pieces import assembled
 from tests.parity.rows import row_with, world_of
 from tests.parity.training import rank_of_row, single_run
-from tests.support import witness
+from tests.support import coverage_recorder
 from tests.support.covering_array import Row
 from tests.support.ranks import run_ranks
 from tests.support.status_rows import Ran, all_settings
@@ -49,18 +49,18 @@ def test_coverage_recorder_counts_applied_but_not_skipped_steps(tmp_path: Path) 
     assert set(SEEN.settings) < set(all_settings())
     initial = assembled(single_run(ROW, None).initial)
     path = tmp_path / "ran.jsonl"
-    env = {witness.VARIABLE: str(path)}
+    env = {coverage_recorder.VARIABLE: str(path)}
     run_ranks(_train_twice, world_of(ROW), ROW, initial, env=env)
-    assert witness.read(path) == [SEEN]
+    assert coverage_recorder.read(path) == [SEEN]
 
 
 def test_without_the_variable_nobody_watches(tmp_path: Path) -> None:
-    if witness.VARIABLE in os.environ:
+    if coverage_recorder.VARIABLE in os.environ:
         pytest.skip("with --status-out every test is watched")
     assert run_ranks(_watched, 2) == [False, False]
-    env = {witness.VARIABLE: str(tmp_path / "none")}
+    env = {coverage_recorder.VARIABLE: str(tmp_path / "none")}
     assert run_ranks(_watched, 2, env=env) == [True, True]
-    assert witness.read(tmp_path / "none") == []
+    assert coverage_recorder.read(tmp_path / "none") == []
 
 
 def _watched(rank: int, world: int) -> bool:
@@ -73,8 +73,8 @@ def test_strategy_with_one_dp_rank_is_not_recorded(tmp_path: Path) -> None:
     """What one process does is no proof of what a strategy does with several."""
     row = row_with(tp=2, dp=1, placement="optim_grads", early_gather=True)
     initial = assembled(single_run(row, None).initial)
-    env = {witness.VARIABLE: str(tmp_path / "ran.jsonl")}
+    env = {coverage_recorder.VARIABLE: str(tmp_path / "ran.jsonl")}
     run_ranks(rank_of_row, 2, row, initial, env=env)
-    (ran,) = witness.read(tmp_path / "ran.jsonl")
+    (ran,) = coverage_recorder.read(tmp_path / "ran.jsonl")
     assert (ran.tp, ran.strategy) == (2, "")
     assert not {"reduce overlapped", "gather overlapped"} & set(ran.settings)

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A witness of what tests train: the grid, the strategy and the settings of every applied step.
+"""Record the grid, strategy and settings of every training step that a test applies.
 
-Installed only where `VARIABLE` names a file (`pytest --status-out`), in the test's own process, in
-ranks and in jobs of torchrun. It reads the parts of the step that has just been applied, so that a
-layout which did not train is not in the file, whatever flags a test gave.
+The recorder is installed only if `VARIABLE` names a file (`pytest --status-out`): in the test's own
+process, in ranks and in torchrun jobs. It reads the objects of the step that was just applied, so
+the file never contains a layout that did not train, whatever the test's flags.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ from typing import Any
 from tests.support.status_rows import Ran
 
 #: The environment variable with the file's path; a line is one `Ran`.
-VARIABLE = "MEGATRON_TEST_WITNESS"
+VARIABLE = "MEGATRON_TEST_COVERAGE"
 
 
 @dataclass
 class _Built:
-    """How a model was made, beside what it says itself."""
+    """Constructor arguments of a model that the model does not store."""
 
     config: Any
     backend: Any
@@ -35,34 +35,33 @@ class _Built:
 
 @dataclass
 class _Memory:
-    """What one process has built: models by their weights, runs by their step; and the optimizer
-    that moved weights last."""
+    """The models of this process by weight store, its runs by step, and the last optimizer."""
 
     models: weakref.WeakKeyDictionary = field(default_factory=weakref.WeakKeyDictionary)
     runs: weakref.WeakKeyDictionary = field(default_factory=weakref.WeakKeyDictionary)
     resumed: weakref.WeakSet = field(default_factory=weakref.WeakSet)
-    told: set[tuple[str, str]] = field(default_factory=set)
+    written_lines: set[tuple[str, str]] = field(default_factory=set)
     optimizer: Any = None
 
     def tell(self, ran: Ran) -> None:
         """Write a line, once for each file."""
         path, line = os.environ.get(VARIABLE), json.dumps(asdict(ran), sort_keys=True)
-        if path is not None and (path, line) not in self.told:
-            self.told.add((path, line))
+        if path is not None and (path, line) not in self.written_lines:
+            self.written_lines.add((path, line))
             with open(path, "a", encoding="utf-8") as file:
                 file.write(f"{line}\n")
 
 
 def read(path: Path) -> list[Ran]:
-    """Return what was seen, each once."""
+    """Return the distinct recorded layouts."""
     if not path.exists():
         return []
     return [Ran.of(json.loads(line)) for line in sorted(set(path.read_text().splitlines()))]
 
 
 def install() -> None:
-    """Watch the models, steps and runs of this process."""
-    # Only here: a process without a witness must not pay for these.
+    """Wrap the models, steps and runs of this process."""
+    # Imported here, because a process without the recorder must not load these modules.
     from megatron.core.backend import LOCAL
     from megatron.core.models.gpt import GPTModel
     from megatron.core.optimizer import Optimizer
@@ -72,7 +71,9 @@ def install() -> None:
 
     memory = _Memory()
 
-    def built(model: Any, made: None, /, config: Any, groups: Any, **options: Any) -> None:
+    def built(
+        model: Any, returned_value: None, /, config: Any, groups: Any, **options: Any
+    ) -> None:
         memory.models[model.store] = _Built(
             config,
             options.get("backend", LOCAL),
@@ -80,29 +81,31 @@ def install() -> None:
             Recompute(),
         )
 
-    def recomputed(model: Any, made: None, /, recompute: Any) -> None:
+    def recomputed(model: Any, returned_value: None, /, recompute: Any) -> None:
         memory.models[model.store].recompute = recompute
 
-    def stepped(step: Any, report: Any, /, microbatches: Sequence[Any], **more: Any) -> None:
+    def stepped(step: Any, report: Any, /, microbatches: Sequence[Any], **options: Any) -> None:
         if report.applied and step.engine.store in memory.models:
             memory.tell(_trained(memory, step, microbatches))
 
-    def generated(model: Any, made: Any, /, *tokens: Any, cache: Any = None, **more: Any) -> None:
+    def generated(
+        model: Any, returned_value: Any, /, *tokens: Any, cache: Any = None, **options: Any
+    ) -> None:
         if cache is not None:
             memory.tell(_layout(model.groups, memory.models[model.store], "no_shard", ()))
 
-    def moved(optimizer: Any, *rest: Any, **named: Any) -> None:
+    def moved(optimizer: Any, *args: Any, **options: Any) -> None:
         memory.optimizer = optimizer  # a step may be given a stand-in before it
 
-    def began(steps: Any, made: None, /, session: Any, *rest: Any) -> None:
+    def began(steps: Any, returned_value: None, /, session: Any, *args: Any) -> None:
         memory.runs[session.step] = session.run
 
-    _behind(GPTModel, "__init__", built)
-    _behind(GPTModel, "set_recompute", recomputed)
-    _behind(GPTModel, "forward", generated)
-    _behind(Optimizer, "step", moved)
-    _behind(TrainStep, "__call__", stepped)
-    _behind(session.SessionSteps, "__init__", began)
+    _call_after(GPTModel, "__init__", built)
+    _call_after(GPTModel, "set_recompute", recomputed)
+    _call_after(GPTModel, "forward", generated)
+    _call_after(Optimizer, "step", moved)
+    _call_after(TrainStep, "__call__", stepped)
+    _call_after(session.SessionSteps, "__init__", began)
     restore = pretraining.restore
 
     def restored(session: Any) -> Any:
@@ -114,8 +117,8 @@ def install() -> None:
     pretraining.restore = restored
 
 
-def _behind(owner: type, name: str, tell: Callable[..., None]) -> None:
-    """Have `tell` called with the object, the result and the arguments behind every call."""
+def _call_after(owner: type, name: str, tell: Callable[..., None]) -> None:
+    """Call `tell` with the object, the result and the arguments after every call."""
     whole = getattr(owner, name)
 
     @functools.wraps(whole)
@@ -128,7 +131,7 @@ def _behind(owner: type, name: str, tell: Callable[..., None]) -> None:
 
 
 def _trained(memory: _Memory, step: Any, microbatches: Sequence[Any]) -> Ran:
-    """Return what a step was made of and, in a run of the entry point, what else the run did."""
+    """Return the layout and settings of a step and the other actions of its run."""
     from tests.support.settings_seen import (
         model_paths,
         model_settings,
@@ -153,7 +156,7 @@ def _trained(memory: _Memory, step: Any, microbatches: Sequence[Any]) -> Ran:
         settings += () if run.final_division.is_even else ("uneven batch",)
     strategy = engine.config.strategy
     if strategy != "no_shard" and not engine.placement.optimizer:
-        strategy = ""  # alone on its lanes it cuts nothing
+        strategy = ""  # a single data-parallel rank shards nothing
     elif engine.groups.grid.instances > 1:
         strategy = "hybrid"
     return _layout(engine.groups, built, strategy, settings, schedule=schedule, did=did)

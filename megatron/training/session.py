@@ -595,7 +595,7 @@ class SessionSteps:
         """Train on the next global batch, unless its loss is above the limit.
 
         Args:
-            samples: samples of this batch, from `Run.batch_sizes` at this position in the data.
+            samples: samples of this batch, from `ResolvedRun.batch_sizes`.
             update_samples: samples of all applied updates so far, the position in the schedules.
         """
         run, device = self._session.run, self._session.context.device

@@ -33,7 +33,7 @@ class GatherIndices(NamedTuple):
         bounds: start and end of each row's new tokens, [0, ...].
         contexts: tokens of each row in the cache.
         rows: number of leading rows with few new tokens.
-        decoding: number of new tokens in the leading rows; each token is computed as a separate row.
+        decoding: number of new tokens in the leading rows; each token is a row of its own.
         slots: int64 [decoding * k], the slot of each visible key; a token with fewer than k visible
             keys repeats a key. None with a slot range.
         mask: [decoding, 1, 1, k], added to logits: -inf for repeated keys, else 0; None if no token

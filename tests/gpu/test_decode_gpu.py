@@ -13,7 +13,7 @@ from megatron.core.ops.launches import Launches
 from megatron.core.ops.recurrence_decode import recurrence_decode
 from megatron.core.ops.recurrence_decode import triton as recurrence_decode_triton
 from megatron.core.ops.recurrence_decode.reference import DecodeMemory, OutputNorm
-from megatron.core.ops.recurrence_prologue import PrologueWeights, UnitParts
+from megatron.core.ops.recurrence_prologue import PrologueWeights, UnitLayout
 from tests.support.closeness import relative_error
 from tests.support.gpu_agreement import BOUND, DTYPES, REHEARSES, random_tensor, sized
 from tests.support.launch_kernels import assert_launches
@@ -26,15 +26,15 @@ LIMITS = (0.0, 1.0)
 #: Units of a layer and what they are: of Qwen3-Next, Nemotron-H, mamba2-2.7b, and odd ones.
 LAYERS = sized(
     {
-        "Qwen3-Next": (16, UnitParts.delta(2, 128, 128)),
-        "Nemotron-H": (8, UnitParts.state_space(16, 128, 64, LIMITS)),
-        "Mamba-2": (1, UnitParts.state_space(80, 128, 64, LIMITS)),
-        "odd": (3, UnitParts.delta(3, 100, 52)),
-        "wide": (2, UnitParts.delta(2, 256, 128)),
+        "Qwen3-Next": (16, UnitLayout.delta(2, 128, 128)),
+        "Nemotron-H": (8, UnitLayout.state_space(16, 128, 64, LIMITS)),
+        "Mamba-2": (1, UnitLayout.state_space(80, 128, 64, LIMITS)),
+        "odd": (3, UnitLayout.delta(3, 100, 52)),
+        "wide": (2, UnitLayout.delta(2, 256, 128)),
     },
     {
-        "delta": (2, UnitParts.delta(2, 6, 5)),
-        "state space": (1, UnitParts.state_space(4, 5, 3, LIMITS)),
+        "delta": (2, UnitLayout.delta(2, 6, 5)),
+        "state space": (1, UnitLayout.state_space(4, 5, 3, LIMITS)),
     },
 )
 
@@ -43,7 +43,7 @@ LAYERS = sized(
 class Layer:
     """A layer's weights and what it keeps."""
 
-    parts: UnitParts
+    parts: UnitLayout
     weights: PrologueWeights
     memory: DecodeMemory
     scale: torch.Tensor
@@ -52,7 +52,7 @@ class Layer:
     @staticmethod
     def of(device: torch.device, name: str, dtype: torch.dtype, *, bf16_states=False) -> Layer:
         units, parts = LAYERS[name]
-        heads, channels = units * parts.heads, parts.convolved
+        heads, channels = units * parts.heads, parts.conv_channels
         slots = torch.randperm(ROWS + 5, device=device)[:ROWS]
         slots[1] = -1
         states = (ROWS + 6, heads, parts.key_channels, parts.value_channels)
@@ -86,7 +86,7 @@ class Layer:
 
     def step(self, features: torch.Tensor, implementation: str | None, order: str) -> torch.Tensor:
         """Take every row on by a token."""
-        parts, delta = self.parts, self.parts.strengths is not None
+        parts, delta = self.parts, self.parts.beta is not None
         values = parts.heads * parts.value_channels
         source, gate = features.split([parts.width, values], dim=-1)
         scale = self.scale[: parts.value_channels] if delta else self.scale
@@ -94,7 +94,7 @@ class Layer:
         return recurrence_decode(
             source,
             self.weights,
-            parts=parts,
+            unit=parts,
             memory=self.memory,
             skip=None if delta else self.skip,
             norm=OutputNorm(gate, scale, 1e-5, order, size),
@@ -123,7 +123,7 @@ def assert_steps_agree(layer: Layer, name: str, dtype: torch.dtype, order: str, 
     assert relative_error(layer.memory.state[:-1], true.memory.state[:-1]) <= bound
     assert torch.equal(layer.memory.conv[:-1].double(), true.memory.conv[:-1]), "rows are copied"
     assert layer.memory.conv[-1].isnan().all()
-    assert not layer.memory.arrived.any()
+    assert not layer.memory.arrival_counts.any()
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -139,7 +139,7 @@ def test_steps_that_are_no_numbers_give_none(device, name):
     """A maximum of a number and of one that is none is the number on a GPU."""
     layer = Layer.of(device, name, DTYPES[-1])
     features = features_of(device, name, DTYPES[-1], 0)
-    features[0, 0, layer.parts.steps] = torch.nan
+    features[0, 0, layer.parts.dt] = torch.nan
     layer.step(features, "triton", NORM_FIRST)
     state = layer.memory.state[layer.memory.slots[0]]
     assert state[0].isnan().all()

@@ -50,7 +50,7 @@ def test_gated_norms_of_heads(device, dtype, order, places):
             weight,
             eps=1e-6,
             order=order,
-            places=order_of_rows,
+            row_index=order_of_rows,
             implementation=implementation,
         )
 

@@ -10,7 +10,7 @@ import torch
 from megatron.core.ops.launches import Launches
 from megatron.core.ops.recurrence_prologue import (
     PrologueWeights,
-    UnitParts,
+    UnitLayout,
     recurrence_prologue,
 )
 from megatron.core.ops.recurrence_prologue import triton as kernels
@@ -25,23 +25,23 @@ BOUNDS = sized((0, 1, 1, 3, 2000, 2003, 4096, 4099, 9001), (0, 1, 1, 3, 14))
 MANY = sized(tuple(range(0, 3001, 3)), (0, 3, 6))
 #: Of steps. A step that fp32 rounds to the other side of a limit has another gradient: so few have.
 NO_LIMITS, LIMITS = (0.0, float("inf")), (0.2, 0.9)
-QWEN = sized((16, UnitParts.delta(2, 128, 128), 256), (1, UnitParts.delta(2, 6, 3), 4))
+QWEN = sized((16, UnitLayout.delta(2, 128, 128), 256), (1, UnitLayout.delta(2, 6, 3), 4))
 #: units, what they are, columns of the gate behind each
 LAYERS = {
     "Qwen3-Next": QWEN,
     "Nemotron-H": sized(
-        (8, UnitParts.state_space(16, 128, 64, NO_LIMITS), 1024),
-        (2, UnitParts.state_space(2, 4, 3, LIMITS), 6),
+        (8, UnitLayout.state_space(16, 128, 64, NO_LIMITS), 1024),
+        (2, UnitLayout.state_space(2, 4, 3, LIMITS), 6),
     ),
     "Mamba-2": sized(
-        (1, UnitParts.state_space(80, 128, 64, NO_LIMITS), 5120),
-        (1, UnitParts.state_space(3, 4, 2, LIMITS), 0),
+        (1, UnitLayout.state_space(80, 128, 64, NO_LIMITS), 5120),
+        (1, UnitLayout.state_space(3, 4, 2, LIMITS), 0),
     ),
     "limits": sized(
-        (2, UnitParts.state_space(3, 20, 24, LIMITS), 7),
-        (1, UnitParts.state_space(2, 4, 3, LIMITS), 1),
+        (2, UnitLayout.state_space(3, 20, 24, LIMITS), 7),
+        (1, UnitLayout.state_space(2, 4, 3, LIMITS), 1),
     ),
-    "odd": sized((3, UnitParts.delta(3, 100, 52), 7), (1, UnitParts.delta(3, 5, 2), 1)),
+    "odd": sized((3, UnitLayout.delta(3, 100, 52), 7), (1, UnitLayout.delta(3, 5, 2), 1)),
 }
 
 
@@ -51,7 +51,7 @@ def small(monkeypatch):
     if REHEARSES:
         tile = {"BLOCK_T": 16, "num_warps": 1, "num_stages": 1}
         monkeypatch.setattr(kernels, "FORWARD", Launches("f", tile))
-        stretches = {"LANES": 4, "STEPS": 4, "AHEAD": 1, "num_warps": 1, "num_stages": 1}
+        stretches = {"SEGMENTS": 4, "STEPS": 4, "AHEAD": 1, "num_warps": 1, "num_stages": 1}
         monkeypatch.setattr(kernels, "BACKWARD", Launches("b", stretches))
 
 
@@ -73,7 +73,7 @@ def prologue(device, name, *, bounds=BOUNDS, width=4, padding=None, bias=False, 
     if padding is not None:
         rows = np.random.default_rng(3).permutation(count)[: sequences.tokens]
         places = PackingIndices.of(rows, count, sequences.to_device)
-    heads, channels = units * parts.heads, parts.convolved
+    heads, channels = units * parts.heads, parts.conv_channels
     inputs = [
         random_tensor(device, count, units, parts.width + gate),
         random_tensor(device, units, channels, width) / 2,
@@ -87,9 +87,9 @@ def prologue(device, name, *, bounds=BOUNDS, width=4, padding=None, bias=False, 
         found, _ = recurrence_prologue(
             wide[..., : parts.width],
             PrologueWeights(weight, rest[0] if bias else None, rates, step_bias),
-            parts=parts,
+            unit=parts,
             sequences=sequences,
-            places=places,
+            packing=places,
             initial=rest[-1] if initial else None,
             implementation=implementation,
         )
@@ -127,7 +127,7 @@ def test_steps_that_are_no_numbers_give_none(device, name):
     call, inputs = prologue(device, name)
     heads = LAYERS[name][1].heads
     token, head = 3, heads - 1  # of the first unit
-    inputs[0][token, 0, LAYERS[name][1].steps + head] = torch.nan
+    inputs[0][token, 0, LAYERS[name][1].dt + head] = torch.nan
     leaves = [x.requires_grad_() for x in inputs]
     *_, decay, strength = found = call(*leaves, implementation="triton")
     assert decay.isnan().nonzero().tolist() == [[token, head]]
@@ -135,7 +135,7 @@ def test_steps_that_are_no_numbers_give_none(device, name):
     source, weight, rates, step_bias = torch.autograd.grad(
         found, leaves, [torch.ones_like(y) for y in found]
     )
-    place = [token, 0, LAYERS[name][1].steps + head]
+    place = [token, 0, LAYERS[name][1].dt + head]
     assert source.isnan().nonzero().tolist() == [place]
     assert rates.isnan().nonzero().tolist() == [[head]]
     assert step_bias.isnan().nonzero().tolist() == [[head]]

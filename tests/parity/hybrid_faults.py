@@ -22,8 +22,8 @@ HYBRID_FAULTS: Mapping[str, Fault] = {
     "decays are those of value heads in another order": (
         "ops.recurrence_prologue.reference",
         "recurrence_inputs",
-        "decay = -rates.exp()",
-        "decay = -rates.view(heads, -1).mT.exp()",
+        "decay = -a_log.exp()",
+        "decay = -a_log.view(heads, -1).mT.exp()",
         {"mixer": "delta"},
     ),
     "a rank takes the weights of its neighbour's heads": (

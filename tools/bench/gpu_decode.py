@@ -24,7 +24,7 @@ import torch.nn.functional as F
 from megatron.core.ops.paged_attention import PagedBatch, paged_attention, paged_latent_attention
 from megatron.core.ops.recurrence_decode import recurrence_decode
 from megatron.core.ops.recurrence_decode.reference import DecodeMemory, OutputNorm
-from megatron.core.ops.recurrence_prologue import PrologueWeights, UnitParts
+from megatron.core.ops.recurrence_prologue import PrologueWeights, UnitLayout
 from megatron.core.ops.sampling import choose_tokens
 from tools.bench.gpu_bench import OURS, Bench, no_device, options_of, require_same
 from tools.bench.gpu_rows import DECODE_ROWS, DECODE_SHARE, NO_DECODE_TARGET
@@ -63,19 +63,19 @@ class Layer:
         rows: sequences that go on by a token.
     """
 
-    def __init__(self, bench: Bench, parts: UnitParts, units: int, rows: int) -> None:
+    def __init__(self, bench: Bench, parts: UnitLayout, units: int, rows: int) -> None:
         heads, width = units * parts.heads, parts.heads * parts.value_channels
         gates = torch.rand(2, heads, device=bench.device)
         self.parts, self.source = parts, bench.drawn(rows, units, parts.width)
-        weight = 0.3 * bench.drawn(units, parts.convolved, 4)
+        weight = 0.3 * bench.drawn(units, parts.conv_channels, 4)
         self.weights = PrologueWeights(weight, None, gates[0], gates[1])
         self.memory = DecodeMemory(
-            conv=bench.drawn(rows + 1, 3, units, parts.convolved),
+            conv=bench.drawn(rows + 1, 3, units, parts.conv_channels),
             state=bench.drawn(
                 rows + 1, heads, parts.key_channels, parts.value_channels, dtype=torch.float32
             ),
             slots=torch.randperm(rows, device=bench.device),
-            arrived=torch.zeros(rows + 1, units, device=bench.device, dtype=torch.int32),
+            arrival_counts=torch.zeros(rows + 1, units, device=bench.device, dtype=torch.int32),
         )
         self.norm = OutputNorm(
             gate=bench.drawn(rows, units, width),
@@ -88,7 +88,7 @@ class Layer:
         return recurrence_decode(
             self.source,
             self.weights,
-            parts=self.parts,
+            unit=self.parts,
             memory=self.memory,
             norm=self.norm,
             implementation=implementation,
@@ -105,7 +105,7 @@ class Layer:
 def recurrent(bench: Bench, rows: int) -> None:
     """Time a gated delta net of Qwen3-Next for `rows` sequences."""
     units, heads, size = bench.sized((16, 2, 128), (2, 2, 8))
-    parts = UnitParts.delta(heads, size, size)
+    parts = UnitLayout.delta(heads, size, size)
     first = Layer(bench, parts, units, rows)
     count = max(1, min(LAYERS, math.ceil(ENOUGH_BYTES / first.moved_bytes)))
     layers = [first, *(Layer(bench, parts, units, rows) for _ in range(bench.sized(count, 2) - 1))]

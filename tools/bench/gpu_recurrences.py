@@ -19,7 +19,7 @@ from experimental.recurrence_splits.splits import recur_split
 from megatron.core.ops.gated_delta_rule import delta_recurrence, gated_delta_rule
 from megatron.core.ops.gated_rms_norm import gated_rms_norm
 from megatron.core.ops.recurrence import RecurrenceInputs
-from megatron.core.ops.recurrence_prologue import PrologueWeights, UnitParts, recurrence_prologue
+from megatron.core.ops.recurrence_prologue import PrologueWeights, UnitLayout, recurrence_prologue
 from megatron.core.ops.sequences import Sequences
 from megatron.core.ops.state_space_dual import state_space_dual
 from tools.bench.gpu_bench import OURS, Bench, require_same, with_gradients
@@ -268,10 +268,10 @@ def dual(bench: Bench) -> None:
 def prologue(bench: Bench) -> None:
     """Race convolution, SiLU, normalisation and gates in one kernel against the ops in a row."""
     tokens, units, heads, size = bench.sized((32768, 16, 2, 128), (9, 1, 2, 8))
-    parts = UnitParts.delta(heads, size, size)
+    parts = UnitLayout.delta(heads, size, size)
     source = bench.drawn(tokens, units, parts.width).requires_grad_()
     weights = PrologueWeights(
-        bench.drawn(units, parts.convolved, 4).requires_grad_(),
+        bench.drawn(units, parts.conv_channels, 4).requires_grad_(),
         None,
         torch.rand(units * heads, device=bench.device).requires_grad_(),
         torch.rand(units * heads, device=bench.device).requires_grad_(),
@@ -282,17 +282,17 @@ def prologue(bench: Bench) -> None:
         def function(source, weight, rates, step_bias):
             given = PrologueWeights(weight, None, rates, step_bias)
             inputs, _ = recurrence_prologue(
-                source, given, parts=parts, sequences=sequences, implementation=implementation
+                source, given, unit=parts, sequences=sequences, implementation=implementation
             )
             return inputs
 
         return function
 
-    leaves = [source, weights.weight, weights.rates, weights.step_bias]
+    leaves = [source, weights.weight, weights.a_log, weights.dt_bias]
     functions = {OURS: of("triton"), REFERENCE: of("reference")}
     plain = [x.detach() for x in leaves]
     wide, out = bench.dtype.itemsize, tokens * units * heads * 8
-    moved = 2 * tokens * units * parts.convolved * wide + out
+    moved = 2 * tokens * units * parts.conv_channels * wide + out
     what = f"prologue of a delta net, {units} units of {parts.width}, {tokens} tokens"
     calls = {key: lambda function=function: function(*plain) for key, function in functions.items()}
     bench.race(f"{what}, forward", calls, moved_bytes=moved)

@@ -14,7 +14,7 @@ from megatron.core.ops.paged_attention import (
 )
 from megatron.core.ops.recurrence_decode import recurrence_decode
 from megatron.core.ops.recurrence_decode.reference import DecodeMemory, OutputNorm
-from megatron.core.ops.recurrence_prologue import PrologueWeights, UnitParts, recurrence_prologue
+from megatron.core.ops.recurrence_prologue import PrologueWeights, UnitLayout, recurrence_prologue
 from megatron.core.ops.sequences import Sequences
 from megatron.core.ops.state_space_dual import add_skip, state_space_dual
 from tests.support.paged_rows import moved, paged_rows
@@ -50,11 +50,11 @@ def skipping(make: Make, tokens: int, *, heads: int, values: int) -> Problem:
 
 def prologue(make: Make, tokens: int, *, units: int, heads: int, size: int) -> Problem:
     """Convolution, norms and gates before a delta rule."""
-    parts = UnitParts.delta(heads, size, size)
+    parts = UnitLayout.delta(heads, size, size)
     rates, step_bias = make(units * heads), make(units * heads)
     inputs = (
         make(tokens, units, parts.width),
-        make(units, parts.convolved, 4),
+        make(units, parts.conv_channels, 4),
         rates,
         step_bias,
     )
@@ -64,7 +64,7 @@ def prologue(make: Make, tokens: int, *, units: int, heads: int, size: int) -> P
         found, _ = recurrence_prologue(
             source,
             PrologueWeights(weight, None, rates, step_bias),
-            parts=parts,
+            unit=parts,
             sequences=sequences,
             implementation=implementation,
         )
@@ -75,11 +75,11 @@ def prologue(make: Make, tokens: int, *, units: int, heads: int, size: int) -> P
 
 def decode(make: Make, rows: int, *, units: int, heads: int, size: int) -> Problem:
     """One token of a gated delta net for every row, in place."""
-    parts = UnitParts.delta(heads, size, size)
+    parts = UnitLayout.delta(heads, size, size)
     inputs = (
         make(rows, units, parts.width),
-        make(units, parts.convolved, 4),
-        make(rows + 1, 3, units, parts.convolved),
+        make(units, parts.conv_channels, 4),
+        make(rows + 1, 3, units, parts.conv_channels),
         make(rows, units, heads * size),
         make(size),
         make(rows + 1, units * heads, size, size),
@@ -94,8 +94,8 @@ def decode(make: Make, rows: int, *, units: int, heads: int, size: int) -> Probl
         y = recurrence_decode(
             source,
             PrologueWeights(weight, None, rates, step_bias),
-            parts=parts,
-            memory=DecodeMemory(conv=conv, state=state, slots=slots, arrived=arrived),
+            unit=parts,
+            memory=DecodeMemory(conv=conv, state=state, slots=slots, arrival_counts=arrived),
             norm=OutputNorm(gate=gate, weight=norm, eps=1e-6),
             implementation=implementation,
         )

@@ -21,7 +21,7 @@ from megatron.core.ops.gated_delta_rule import delta_recurrence
 from megatron.core.ops.gated_rms_norm import NORM_FIRST, gated_rms_norm
 from megatron.core.ops.joint_gradient import ProjectionSlice, slice_of
 from megatron.core.ops.recurrence_decode.reference import OutputNorm
-from megatron.core.ops.recurrence_prologue import UnitParts
+from megatron.core.ops.recurrence_prologue import UnitLayout
 from megatron.core.ssm.choice import linear_shape
 from megatron.core.ssm.mixer import Part, RecurrentCache, RecurrentMixer
 from megatron.core.ssm.mixer_config import GatedDeltaNetConfig
@@ -58,7 +58,7 @@ class GatedDeltaNet(RecurrentMixer):
         super().__init__(
             name,
             shape=linear_shape(config, group.size),
-            parts=UnitParts.delta(ratio, config.key_channels, config.value_channels),
+            unit=UnitLayout.delta(ratio, config.key_channels, config.value_channels),
             recurrence=delta_recurrence(),
             build=build,
         )
@@ -104,14 +104,14 @@ class GatedDeltaNet(RecurrentMixer):
     def gated(self, out: Placed, gate: torch.Tensor | ProjectionSlice) -> torch.Tensor:
         """Return [s, b, H V], see `RecurrentMixer.gated`."""
         gate, gradient = slice_of(gate)
-        heads = out.split_parts(gate).unflatten(-1, (self.parts.heads, -1))
+        heads = out.split_parts(gate).unflatten(-1, (self.unit_layout.heads, -1))
         normed = gated_rms_norm(
             out.rows,
             ProjectionSlice(heads, gradient),
             self.norm_weight.stored(),
             eps=self.epsilon,
             order=NORM_FIRST,
-            places=out.order,
+            row_index=out.order,
         )  # [s · b · parts, u/parts, r, V]
         return normed.reshape(*gate.shape[:2], -1)
 

@@ -27,7 +27,7 @@ from megatron.core.ops.gated_rms_norm import GATE_FIRST, gated_rms_norm
 from megatron.core.ops.joint_gradient import ProjectionSlice, slice_of
 from megatron.core.ops.recurrence import RecurrenceInputs
 from megatron.core.ops.recurrence_decode.reference import OutputNorm
-from megatron.core.ops.recurrence_prologue import UnitParts
+from megatron.core.ops.recurrence_prologue import UnitLayout
 from megatron.core.ops.state_space_dual import add_skip, state_space_recurrence
 from megatron.core.ssm.choice import linear_shape
 from megatron.core.ssm.mixer import Part, RecurrentCache, RecurrentMixer
@@ -66,7 +66,7 @@ class Mamba2(RecurrentMixer):
         super().__init__(
             name,
             shape=shape,
-            parts=UnitParts.state_space(in_unit, *sizes, config.dt_limit),
+            unit=UnitLayout.state_space(in_unit, *sizes, config.dt_limit),
             recurrence=state_space_recurrence(),
             build=build,
         )
@@ -117,7 +117,7 @@ class Mamba2(RecurrentMixer):
                 eps=self.epsilon,
                 order=GATE_FIRST,
                 group_size=size,
-                places=out.order,
+                row_index=out.order,
             )  # [s · b, u, hP]
         return normed.reshape(*gate.shape[:2], -1)
 
@@ -176,7 +176,7 @@ class Mamba2(RecurrentMixer):
         Heads are sharded, what they share is repeated, for consecutive ranks.
         """
         config = self.config
-        values, state = self.parts.heads * config.head_channels, config.state_channels
+        values, state = self.unit_layout.heads * config.head_channels, config.state_channels
         rest = units.shape[-1] - values - 2 * state  # a step for each head, or none
         sizes = [values, 2 * state, rest]
         x, shared, steps = units.split(sizes, dim=-1)

@@ -42,9 +42,9 @@ from megatron.core.ops.backend_choice import accumulation_dtype
 from megatron.core.ops.batch_invariant import TILE_ROWS, pad_rows
 from megatron.core.ops.joint_gradient import ProjectionSlice, slice_of, split_projection
 from megatron.core.ops.recurrence import Recurrence, RecurrenceInputs
-from megatron.core.ops.recurrence_decode import counts_programs, recurrence_decode
+from megatron.core.ops.recurrence_decode import needs_arrival_counts, recurrence_decode
 from megatron.core.ops.recurrence_decode.reference import DecodeMemory, OutputNorm
-from megatron.core.ops.recurrence_prologue import PrologueWeights, UnitParts, recurrence_prologue
+from megatron.core.ops.recurrence_prologue import PrologueWeights, UnitLayout, recurrence_prologue
 from megatron.core.ops.sequences import PackingIndices, Sequences
 from megatron.core.ssm.choice import LinearShape, choose_mode
 from megatron.core.ssm.mixer_config import SEGMENTS
@@ -150,12 +150,12 @@ class RecurrentMixer(nn.Module, ABC):
         name: str,
         *,
         shape: LinearShape,
-        parts: UnitParts,
+        unit: UnitLayout,
         recurrence: Recurrence,
         build: LayerBuild,
     ) -> None:
         super().__init__()
-        self.name, self.shape, self.units, self.parts = name, shape, shape.units, parts
+        self.name, self.shape, self.units, self.unit_layout = name, shape, shape.units, unit
         self.conv_bias = self.skip = None
         self.recurrence, self.context = recurrence, build.context
         self.recur = build.backend.recurrence
@@ -231,7 +231,7 @@ class RecurrentMixer(nn.Module, ABC):
     ) -> torch.Tensor:
         """Return [s, b, h] from hidden [s, b, h] ([s/tp, b, h] both under sequence parallelism)."""
         units = self.input(hidden).unflatten(-1, (self.units, -1))  # [s, b, u, w + r V]
-        gates = self.parts.heads * self.parts.value_channels
+        gates = self.unit_layout.heads * self.unit_layout.value_channels
         travels, gate = split_projection(units, [units.shape[-1] - gates, gates])
         if cache is not None:
             rows = layout.rows_with_past
@@ -252,12 +252,12 @@ class RecurrentMixer(nn.Module, ABC):
         part = Part(group.rank, group.size)
         copies = self._copies(part)
         units = units if copies == 1 else self.spread(units, copies)
-        source, places = scatter_heads(units, layout, group)  # [rows, u/cp, w]
+        source, packing = scatter_heads(units, layout, group)  # [rows, u/cp, w]
         sequences = layout.whole_rows(units.shape[1]).sequences
         if group.size > 1 or copies > 1:
             gradient = None  # the source is no view of the projection
         own = ProjectionSlice(source, gradient)
-        inputs, _ = self._read(own, part, sequences=sequences, places=places)
+        inputs, _ = self._read(own, part, sequences=sequences, packing=packing)
         out, _ = self.recur(self.recurrence, inputs, sequences, keep_states=self.keep_states)
         out = self.added(out, inputs, part).unflatten(1, (source.shape[1], -1))
         return gather_heads(out, layout, group)  # from [t, u/cp, r, V]
@@ -283,42 +283,42 @@ class RecurrentMixer(nn.Module, ABC):
         part: Part,
         *,
         sequences: Sequences,
-        places: PackingIndices | None,
+        packing: PackingIndices | None,
         initial: torch.Tensor | None = None,
-        keeps_last: bool = False,
+        return_conv_state: bool = False,
     ) -> tuple[RecurrenceInputs, torch.Tensor | None]:
         """Return what the recurrence reads of a share of the units, see `recurrence_prologue`."""
         return recurrence_prologue(
             source,
             self.weights(part, slice_of(source).value.dtype),
-            parts=self.parts.with_heads(self.parts.heads // self._copies(part)),
+            unit=self.unit_layout.with_heads(self.unit_layout.heads // self._copies(part)),
             sequences=sequences,
-            places=places,
+            packing=packing,
             initial=initial,
-            keeps_last=keeps_last,
+            return_conv_state=return_conv_state,
         )
 
     def _in_segments(self, units: torch.Tensor, layout: SequenceLayout) -> Placed:
         """Return what comes out of the recurrence over this rank's own tokens."""
         group, part = self.context.group, Part()
         pieces = layout.own_pieces(units.shape[1])
-        source, places = units.flatten(0, 1), pieces.places
+        source, packing = units.flatten(0, 1), pieces.places
         before = halo_rows(
             source,
             pieces,
             group,
             width=self.shape.conv_width - 1,
-            channels=self.parts.convolved,
-            places=places,
+            channels=self.unit_layout.conv_channels,
+            packing=packing,
         )
         inputs, _ = self._read(
-            source, part, sequences=pieces.sequences, places=places, initial=before
+            source, part, sequences=pieces.sequences, packing=packing, initial=before
         )
         out = recur_in_segments(
             self.recurrence, inputs, pieces, group, keep_states=self.keep_states
         )
         out = self.added(out, inputs, part).unflatten(1, (self.units, -1))
-        return Placed(out, places)
+        return Placed(out, packing)
 
     # --- generation -------------------------------------------------------------------------------
 
@@ -379,9 +379,9 @@ class RecurrentMixer(nn.Module, ABC):
             [b, H, V].
         """
         conv, state = self._kept(cache, units)
-        arrived = None
-        if counts_programs(units, self.parts):
-            arrived = cache.buffer(
+        arrival_counts = None
+        if needs_arrival_counts(units, self.unit_layout):
+            arrival_counts = cache.buffer(
                 f"{self.name}.arrived", (self.units,), dtype=torch.int32, device=units.device
             )
         # Weights as stored, not copies: nothing here is saved for a backward pass.
@@ -394,8 +394,8 @@ class RecurrentMixer(nn.Module, ABC):
                 self.rates.get(),
                 self.bias.get(),
             ),
-            parts=self.parts,
-            memory=DecodeMemory(conv, state, slots, arrived),
+            unit=self.unit_layout,
+            memory=DecodeMemory(conv, state, slots, arrival_counts),
             skip=None if self.skip is None else self.skip.get(),
             norm=norm,
         )
@@ -407,8 +407,8 @@ class RecurrentMixer(nn.Module, ABC):
         Args:
             dtype: of activations.
         """
-        shape, parts = self.shape, self.parts
-        before = (shape.conv_width - 1, self.units, parts.convolved)
+        shape, unit = self.shape, self.unit_layout
+        before = (shape.conv_width - 1, self.units, unit.conv_channels)
         states = (shape.heads, shape.key_channels, shape.value_channels)
         return {
             f"{self.name}.conv": (before, dtype),
@@ -456,7 +456,9 @@ class RecurrentMixer(nn.Module, ABC):
                 found.append(self.decoded(*inputs, where, cache)[: len(tile)])
                 order += places
         if not found:
-            return units.new_empty(0, self.parts.heads * self.parts.value_channels * self.units)
+            return units.new_empty(
+                0, self.unit_layout.heads * self.unit_layout.value_channels * self.units
+            )
         joined = torch.cat(found)
         return torch.empty_like(joined).index_copy_(
             0, torch.tensor(order, device=joined.device), joined
@@ -493,15 +495,15 @@ class RecurrentMixer(nn.Module, ABC):
         """Return what comes out of the recurrence [t, u, r, V] for several new tokens a row."""
         part = Part()
         conv, state = self._kept(cache, units)
-        inputs, last = self._read(
+        inputs, conv_state = self._read(
             units,
             part,
             sequences=sequences,
-            places=None,
+            packing=None,
             initial=carried(conv, slots),
-            keeps_last=True,
+            return_conv_state=True,
         )
-        keep(conv, slots, last)
+        keep(conv, slots, conv_state)
         out, states = self.recur(self.recurrence, inputs, sequences, initial=carried(state, slots))
         keep(state, slots, states)
         return self.added(out, inputs, part).unflatten(1, (self.units, -1))

@@ -407,19 +407,19 @@ def halo_rows(
     *,
     width: int,
     channels: int | None = None,
-    places: PackingIndices | None = None,
+    packing: PackingIndices | None = None,
 ) -> torch.Tensor | None:
     """Return the `width` tokens before each piece, zero before the first of a document.
 
     One exchange forward of the tokens that are needed, one backward of their gradients.
 
     Args:
-        x: [t, ...], own tokens, packed as `pieces` do; with `places` [n, ...], as stored.
+        x: [t, ...], own tokens, packed as `pieces` do; with `packing` [n, ...], as stored.
         pieces: own ones, of the layout of all ranks.
         group: cp.
         width: of a convolution, less 1.
         channels: so many of the last dimension, the first; None is all.
-        places: the row of x that each token is.
+        packing: the row of x that each token is.
 
     Returns:
         [N, width, ...]; None, which is zeros, where no document goes on from one rank to another.
@@ -428,13 +428,13 @@ def halo_rows(
         ValueError: pieces of another rank or split, or tokens of another number.
     """
     _check(pieces, group)
-    if places is None:
+    if packing is None:
         pieces.sequences.check("halo_rows", x=x)
     if width == 0 or not pieces.crossed:
         return None
     halo = pieces.halo(width)
-    if places is not None:
-        halo = replace(halo, send_index=places.rows.index_select(0, halo.send_index))
+    if packing is not None:
+        halo = replace(halo, send_index=packing.rows.index_select(0, halo.send_index))
     return apply_function(
         _Halo, x, halo, group, width, x.shape[-1] if channels is None else channels
     )

@@ -25,7 +25,7 @@ from megatron.core.ops.launches import Launches
 from megatron.core.ops.recurrence_decode import recurrence_decode
 from megatron.core.ops.recurrence_decode import triton as recurrence_decode_triton
 from megatron.core.ops.recurrence_decode.reference import DecodeMemory, OutputNorm
-from megatron.core.ops.recurrence_prologue import PrologueWeights, UnitParts
+from megatron.core.ops.recurrence_prologue import PrologueWeights, UnitLayout
 from megatron.core.process_groups import ProcessGroupCollection
 from megatron.core.ssm.gated_delta_net import GatedDeltaNet
 from megatron.core.ssm.mamba2 import Mamba2
@@ -64,7 +64,7 @@ class Call:
 
     source: torch.Tensor
     weights: PrologueWeights
-    parts: UnitParts
+    parts: UnitLayout
     memory: DecodeMemory
     skip: torch.Tensor | None
     norm: OutputNorm | None
@@ -92,7 +92,7 @@ class Call:
         y = recurrence_decode(
             source,
             PrologueWeights(*(None if w is None else w.to(dtype) for w in self.weights)),
-            parts=parts,
+            unit=parts,
             memory=memory,
             skip=None if self.skip is None else self.skip.to(dtype),
             norm=norm,
@@ -109,7 +109,7 @@ def counts(slots: torch.Tensor) -> torch.Tensor:
 
 
 def called(
-    parts: UnitParts,
+    parts: UnitLayout,
     *,
     width: int = 4,
     bias: bool = False,
@@ -124,11 +124,11 @@ def called(
     def make(*shape: int) -> torch.Tensor:
         return torch.randn(shape, generator=generator, dtype=torch.float64)
 
-    heads, c = UNITS * parts.heads, parts.convolved
+    heads, c = UNITS * parts.heads, parts.conv_channels
     features = parts.value_channels * (1 if shared else heads)
     norm = OutputNorm(make(0), 1 + make(features) / 3, 1e-5, order, group_size)
     source = make(ROWS, UNITS, parts.width + parts.heads * parts.value_channels)
-    source[..., parts.steps] -= 6.0  # steps as small as trained ones
+    source[..., parts.dt] -= 6.0  # steps as small as trained ones
     source[1] = torch.nan  # slot -1
     memory = DecodeMemory(
         make(SLOTS, width - 1, UNITS, c),
@@ -164,12 +164,12 @@ def assert_agrees(call: Call, **options) -> None:
         for slot in {*PLACES} - {-1}:
             assert after[slot].numel() == 0 or not torch.equal(after[slot].float(), before[slot])
         assert after[-1].isnan().all()
-    if kept.arrived is not None:
-        assert torch.equal(kept.arrived, counts(kept.slots)), "the next call counts wrongly"
+    if kept.arrival_counts is not None:
+        assert torch.equal(kept.arrival_counts, counts(kept.slots)), "the next call counts wrongly"
 
 
-DELTA = UnitParts.delta(3, 10, 6)
-SPACE = UnitParts.state_space(4, 5, 7, (0.01, 0.5))
+DELTA = UnitLayout.delta(3, 10, 6)
+SPACE = UnitLayout.state_space(4, 5, 7, (0.01, 0.5))
 
 
 @pytest.mark.parametrize(("heads", "order"), [(1, NORM_FIRST), (3, GATE_FIRST)])
@@ -201,13 +201,13 @@ def test_widths_of_the_convolution(width, monkeypatch):
 
 
 def test_one_head_a_unit_and_no_counters():
-    assert_agrees(called(UnitParts.delta(1, 16, 8), group_size=8))
+    assert_agrees(called(UnitLayout.delta(1, 16, 8), group_size=8))
     assert_agrees(called(SPACE, bias=True, skip=True, group_size=28), arrived=False)
 
 
 def test_small_steps_are_as_precise_as_large_ones():
-    call = called(replace(SPACE, limits=(0.0, 1.0)), group_size=0)
-    call.source[..., SPACE.steps :] -= 9.0
+    call = called(replace(SPACE, dt_limit=(0.0, 1.0)), group_size=0)
+    call.source[..., SPACE.dt :] -= 9.0
     call.memory.state[:-1] = 0.0  # so that all that comes out is times a step
     assert_agrees(call)
 
@@ -229,7 +229,7 @@ def test_a_batch_without_tokens_touches_nothing():
 
 
 def test_a_state_that_no_program_holds_is_refused():
-    call = called(UnitParts.delta(1, 257, 65), shared=True)
+    call = called(UnitLayout.delta(1, 257, 65), shared=True)
     with pytest.raises(ValueError, match=r"257 x 65.*use implementation='reference'"):
         call.run("triton", torch.float32)
 
@@ -295,7 +295,7 @@ def test_prefill_and_decode_of_layer_match_whole_sequence(kind, monkeypatch):
         calls.append(kind)
         return "triton"
 
-    monkeypatch.setattr(recurrence_decode_op, "_chosen", chosen)
+    monkeypatch.setattr(recurrence_decode_op, "_implementation", chosen)
     for step in STEPS:
         feed([int(one) for one in step])
     assert fed.done == [PROMPT + 2] * 3
@@ -306,7 +306,7 @@ def test_prefill_and_decode_of_layer_match_whole_sequence(kind, monkeypatch):
 @pytest.mark.parametrize("kind", ["delta", "mamba"])
 @torch.no_grad()
 def test_between_projections_there_is_one_kernel(kind, monkeypatch):
-    monkeypatch.setattr(recurrence_decode_op, "_chosen", lambda *_: "triton")
+    monkeypatch.setattr(recurrence_decode_op, "_implementation", lambda *_: "triton")
     layer = layer_of(kind)
     fed = PagedSteps(CacheShapes.of([layer], torch.float32), rows=2, length=9)
     layout = fed.layout([1, 1])

@@ -99,7 +99,7 @@ def test_places(order, places, size):
         leaves = [x.to(kind, copy=True).requires_grad_() for x in tensors]
         gate = leaves[1][..., 4:10].masked_fill(padding, torch.nan)
         gate.retain_grad()
-        function = normed(order=order, group_size=size, places=taken)
+        function = normed(order=order, group_size=size, row_index=taken)
         with nan_memory():
             y = function(leaves[0], gate, leaves[2], implementation=implementation)
             pull = made(*y.shape).to(kind).masked_fill(padding, torch.nan)

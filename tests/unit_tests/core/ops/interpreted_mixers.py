@@ -93,7 +93,7 @@ def small(monkeypatch):
     """Use small tiles and chunks: an interpreter works on whole ones."""
     tile = {"BLOCK_T": 32, "num_warps": 1, "num_stages": 1}
     monkeypatch.setattr(kernels, "FORWARD", Launches("f", tile))
-    stretches = {"LANES": 8, "STEPS": 4, "AHEAD": 1, "num_warps": 1, "num_stages": 1}
+    stretches = {"SEGMENTS": 8, "STEPS": 4, "AHEAD": 1, "num_warps": 1, "num_stages": 1}
     monkeypatch.setattr(kernels, "BACKWARD", Launches("b", stretches))
     delta = partial(gated_delta_net.delta_recurrence, chunk_size=16)
     monkeypatch.setattr(gated_delta_net, "delta_recurrence", delta)

@@ -14,7 +14,7 @@ import torch
 
 from megatron.core.ops import recurrence_prologue as op
 from megatron.core.ops.launches import Launches
-from megatron.core.ops.recurrence_prologue import PrologueWeights, UnitParts, recurrence_prologue
+from megatron.core.ops.recurrence_prologue import PrologueWeights, UnitLayout, recurrence_prologue
 from megatron.core.ops.recurrence_prologue import triton as kernels
 from megatron.core.ops.sequences import PackingIndices, Sequences
 from tests.support import gpu_agreement
@@ -32,7 +32,7 @@ BOUNDS = (0, 1, 1, 3, 17, 19, 34, 38)
 class Case:
     """Sizes and flags of one call."""
 
-    parts: UnitParts
+    parts: UnitLayout
     bounds: tuple[int, ...] = BOUNDS
     units: int = 1
     width: int = 4
@@ -42,9 +42,9 @@ class Case:
     spare: int = 3  # columns behind a unit that are not read
 
 
-DELTA = UnitParts.delta(3, 5, 4)  # values fill one tile and half of another
-WHOLE = UnitParts.delta(2, 8, 4)  # all tiles are full
-NARROW = UnitParts.state_space(2, 6, 4, (0.2, 0.9))
+DELTA = UnitLayout.delta(3, 5, 4)  # values fill one tile and half of another
+WHOLE = UnitLayout.delta(2, 8, 4)  # all tiles are full
+NARROW = UnitLayout.state_space(2, 6, 4, (0.2, 0.9))
 FEW = (0, 1, 1, 3, 12)
 CASES = {
     "delta": Case(DELTA, units=2, bounds=FEW),
@@ -66,7 +66,7 @@ def small(monkeypatch):
     monkeypatch.setattr(
         kernels, "FORWARD", Launches("f", {"BLOCK_T": 32, "num_warps": 1, "num_stages": 1})
     )
-    stretches = {"LANES": 4, "STEPS": 4, "AHEAD": 1, "num_warps": 1, "num_stages": 1}
+    stretches = {"SEGMENTS": 4, "STEPS": 4, "AHEAD": 1, "num_warps": 1, "num_stages": 1}
     monkeypatch.setattr(kernels, "BACKWARD", Launches("b", stretches))
     monkeypatch.setattr(kernels, "BACKWARD_PROGRAMS", 10)  # fewer shares than stretches
     monkeypatch.setattr(kernels, "GATES", 32)
@@ -78,12 +78,12 @@ def tensors(case: Case) -> dict[str, torch.Tensor]:
     """Return the arguments in fp64, as far as there are any; the source with spare columns."""
     parts, units, tokens = case.parts, case.units, case.bounds[-1]
     random = torch.Generator().manual_seed(tokens + case.width)
-    heads, channels = units * parts.heads, parts.convolved
+    heads, channels = units * parts.heads, parts.conv_channels
     shapes = {
         "source": (tokens + max(0, case.padding), units, parts.width + case.spare),
         "weight": (units, channels, case.width),
-        "rates": (heads,),
-        "step_bias": (heads,),
+        "a_log": (heads,),
+        "dt_bias": (heads,),
     }
     if case.bias:
         shapes["bias"] = (units, channels)
@@ -108,21 +108,21 @@ def run(case: Case, given: dict[str, torch.Tensor], kind: torch.dtype, implement
     """Return the outputs and all gradients by name."""
     sequences = Sequences(case.bounds)
     wide = torch.promote_types(kind, torch.float32)
-    kinds = {"rates": wide, "step_bias": wide}
+    kinds = {"a_log": wide, "dt_bias": wide}
     leaves = {
         name: x.detach().to(kinds.get(name, kind)).requires_grad_() for name, x in given.items()
     }
     weights = PrologueWeights(
-        leaves["weight"], leaves.get("bias"), leaves["rates"], leaves["step_bias"]
+        leaves["weight"], leaves.get("bias"), leaves["a_log"], leaves["dt_bias"]
     )
     inputs, last = recurrence_prologue(
         leaves["source"][..., : case.parts.width],
         weights,
-        parts=case.parts,
+        unit=case.parts,
         sequences=sequences,
-        places=places_of(case, sequences),
+        packing=places_of(case, sequences),
         initial=leaves.get("initial"),
-        keeps_last=True,
+        return_conv_state=True,
         implementation=implementation,
     )
     random = torch.Generator().manual_seed(9)
@@ -151,7 +151,7 @@ def test_prologue(name):
 def test_prologue_in_bf16(name):
     case = CASES[name]
     given = tensors(case)
-    rounded = {x: y if x in ("rates", "step_bias") else y.bfloat16() for x, y in given.items()}
+    rounded = {x: y if x in ("a_log", "dt_bias") else y.bfloat16() for x, y in given.items()}
     found = run(case, rounded, torch.bfloat16, "triton")
     wanted = run(case, rounded, torch.float64, "reference")
     for what, true in wanted.items():
@@ -163,13 +163,13 @@ def test_steps_that_are_no_numbers_give_none(parts):
     """Neither limits nor the slope of the softplus make numbers of them."""
     case = Case(parts, bounds=FEW, padding=2)
     given = tensors(case)
-    given["source"][3, 0, parts.steps + 1] = torch.nan
+    given["source"][3, 0, parts.dt + 1] = torch.nan
     found = run(case, given, torch.float32, "triton")
     wanted = run(case, given, torch.float64, "reference")
     for what, true in wanted.items():
         assert torch.equal(found[what].isnan(), true.isnan()), what
     assert found["decay"].isnan().sum() == 1
-    for what, count in {"d_source": 1, "d_rates": 1, "d_step_bias": 1, "d_weight": 0}.items():
+    for what, count in {"d_source": 1, "d_a_log": 1, "d_dt_bias": 1, "d_weight": 0}.items():
         assert found[what].isnan().sum() == count, what
 
 

@@ -124,8 +124,8 @@ def test_the_fast_convolution_is_the_plain_one():
     assert conv_op._has_fast_convolution(rows)
     for width, ahead in itertools.product([2, 3, 4], [False, True]):
         taps, bias = torch.randn(width, 20, generator=source), torch.randn(20, generator=source)
-        fast = conv_op._convolved(rows, taps, bias, ahead=ahead)
-        plain = conv_op._convolved(rows.double(), taps.double(), bias.double(), ahead=ahead)
+        fast = conv_op._convolved(rows, taps, bias, reverse=ahead)
+        plain = conv_op._convolved(rows.double(), taps.double(), bias.double(), reverse=ahead)
         assert_all_close({"out": fast}, {"out": plain}, bound=1e-6)
 
 

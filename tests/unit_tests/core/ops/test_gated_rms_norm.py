@@ -63,7 +63,7 @@ def test_rows_of_x_are_gathered_by_index(order, padded, dtype):
 
     def ours(x, gate, weight):
         holes = torch.full((len(places), 2, 6), torch.nan, dtype=gate.dtype)
-        options = {"eps": 1e-5, "order": order, "group_size": 3, "places": taken}
+        options = {"eps": 1e-5, "order": order, "group_size": 3, "row_index": taken}
         y = gated_rms_norm(x, holes.index_copy(0, torch.tensor(real), gate), weight, **options)
         assert not y[taken < 0].any()
         holes = torch.full_like(y, torch.nan)
@@ -80,7 +80,7 @@ def test_rows_of_x_are_gathered_by_index(order, padded, dtype):
 def test_places_that_are_all_padding():
     gate = torch.full((3, 6), torch.nan, requires_grad=True)
     x, weight = torch.ones(0, 6, requires_grad=True), torch.ones(6, requires_grad=True)
-    y = gated_rms_norm(x, gate, weight, eps=1e-5, places=torch.full((3,), -1))
+    y = gated_rms_norm(x, gate, weight, eps=1e-5, row_index=torch.full((3,), -1))
     y.sum().backward()
     assert not y.any()
     assert not gate.grad.any()
@@ -132,14 +132,17 @@ WRONG = {
     "gate": ({"gate": torch.ones(2, 5)}, "must have one shape"),
     "weight": ({"weight": torch.ones(5)}, r"weight \(5,\) must be \(6,\)"),
     "weights": ({"weight": torch.ones(2, 6)}, r"weight \(2, 6\) must be \(6,\)"),
-    "places": ({"places": torch.zeros(3, dtype=torch.int64)}, "one for each of 2 rows"),
-    "places' dtype": ({"places": torch.zeros(2)}, r"places \(2,\) torch.float32 must be int64"),
+    "places": ({"row_index": torch.zeros(3, dtype=torch.int64)}, "one for each of 2 rows"),
+    "places' dtype": (
+        {"row_index": torch.zeros(2)},
+        r"row_index \(2,\) torch.float32",
+    ),
     "rows": (
-        {"x": torch.ones(3, 6), "places": torch.zeros(2, dtype=torch.int64)},
-        "3 rows of x are more than 2 places",
+        {"x": torch.ones(3, 6), "row_index": torch.zeros(2, dtype=torch.int64)},
+        "3 rows of x are more than 2 entries",
     ),
     "features": (
-        {"x": torch.ones(1, 5), "places": torch.zeros(2, dtype=torch.int64)},
+        {"x": torch.ones(1, 5), "row_index": torch.zeros(2, dtype=torch.int64)},
         "must have one shape, of rows and features, but for the number of rows",
     ),
     "dtype": ({"gate": torch.ones(2, 6, dtype=torch.int64)}, "give floating-point tensors"),

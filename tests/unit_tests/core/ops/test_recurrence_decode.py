@@ -15,7 +15,7 @@ from megatron.core.ops.recurrence_decode import recurrence_decode
 from megatron.core.ops.recurrence_decode.reference import DecodeMemory, OutputNorm
 from megatron.core.ops.recurrence_prologue import (
     PrologueWeights,
-    UnitParts,
+    UnitLayout,
     recurrence_prologue,
 )
 from megatron.core.ops.sequences import Sequences
@@ -29,25 +29,28 @@ UNITS, SLOTS, LENGTH = 2, 6, 5
 PLACES = (4, 0, 2)
 BATCHES = ((0, None, 1, 2), (2, 0, 1), (1, None, 0, None), (2, 1), (0, 2), (None,), (1, 0, None))
 PARTS = {
-    "delta": UnitParts.delta(3, 4, 5),
-    "space": UnitParts.state_space(3, 4, 5, (0.01, 0.9)),
+    "delta": UnitLayout.delta(3, 4, 5),
+    "space": UnitLayout.state_space(3, 4, 5, (0.01, 0.9)),
 }
 KINDS = pytest.mark.parametrize("kind", PARTS)
 
 
-def weights_of(parts: UnitParts, make, *, width: int = 4) -> PrologueWeights:
+def weights_of(parts: UnitLayout, make, *, width: int = 4) -> PrologueWeights:
     heads = UNITS * parts.heads
     rates = make(heads) / 2 - 1
     return PrologueWeights(
-        make(UNITS, parts.convolved, width), make(UNITS, parts.convolved), rates, make(heads)
+        make(UNITS, parts.conv_channels, width),
+        make(UNITS, parts.conv_channels),
+        rates,
+        make(heads),
     )
 
 
-def memory_of(parts: UnitParts, slots: list[int], *, width: int = 4) -> DecodeMemory:
+def memory_of(parts: UnitLayout, slots: list[int], *, width: int = 4) -> DecodeMemory:
     """Return zeros for sequences that begin, and NaN for nobody."""
     heads = UNITS * parts.heads
     wide = {"dtype": torch.float64}
-    conv = torch.zeros(SLOTS, width - 1, UNITS, parts.convolved, **wide)
+    conv = torch.zeros(SLOTS, width - 1, UNITS, parts.conv_channels, **wide)
     state = torch.zeros(SLOTS, heads, parts.key_channels, parts.value_channels, **wide)
     conv[-1], state[-1] = math.nan, math.nan
     return DecodeMemory(conv, state, torch.tensor(slots))
@@ -64,7 +67,7 @@ def test_token_after_token_is_the_whole_sequence(kind: str, width: int) -> None:
     for source in sources:
         before, gate = source.split([parts.width, values], dim=-1)
         sequences = Sequences([0, LENGTH])
-        inputs, _ = recurrence_prologue(before, weights, parts=parts, sequences=sequences)
+        inputs, _ = recurrence_prologue(before, weights, unit=parts, sequences=sequences)
         rule = gated_delta_rule if kind == "delta" else state_space_dual
         out = add_skip(rule(*inputs, sequences=sequences)[0], inputs.value, skip)
         gate = gate.reshape(LENGTH, -1)
@@ -80,7 +83,7 @@ def test_token_after_token_is_the_whole_sequence(kind: str, width: int) -> None:
             y = recurrence_decode(
                 before,
                 weights,
-                parts=parts,
+                unit=parts,
                 memory=replace(memory, slots=slots),
                 skip=skip,
                 norm=OutputNorm(gate, scales, 1e-5, GATE_FIRST, values),
@@ -104,7 +107,7 @@ def test_head_norms_share_one_weight_and_norm_is_optional(
     parts, make = PARTS[kind], maker()
     weights, values = weights_of(parts, make), parts.heads * parts.value_channels
     source, gate, scale = make(2, UNITS, parts.width), make(2, UNITS, values), make(5)
-    call = {"parts": parts}
+    call = {"unit": parts}
     out = recurrence_decode(source, weights, memory=memory_of(parts, [1, 0]), **call)
     norm = OutputNorm(gate, scale, 1e-6)
     y = recurrence_decode(source, weights, memory=memory_of(parts, [1, 0]), norm=norm, **call)
@@ -120,7 +123,7 @@ def test_what_does_not_fit_is_refused_in_one_line() -> None:
 
     def refused(message: str, *, source=source, weights=weights, memory=memory, **options) -> None:
         with pytest.raises(ValueError, match=message) as found:
-            recurrence_decode(source, weights, parts=parts, memory=memory, **options)
+            recurrence_decode(source, weights, unit=parts, memory=memory, **options)
         assert "\n" not in str(found.value)
 
     refused(r"source \(2, 2, 28\)", source=source[..., 1:])
@@ -130,14 +133,14 @@ def test_what_does_not_fit_is_refused_in_one_line() -> None:
     )
     refused(r"bias \(1, 23\)", weights=weights._replace(bias=weights.bias[1:]))
     refused(
-        r"step_bias \(5,\) must be \(6,\)",
-        weights=weights._replace(step_bias=weights.step_bias[1:]),
+        r"dt_bias \(5,\) must be \(6,\)",
+        weights=weights._replace(dt_bias=weights.dt_bias[1:]),
     )
     refused(r"skip \(5,\) must be \(6,\)", skip=make(5))
     refused("state .* must be contiguous", memory=replace(memory, state=memory.state.mT))
     refused(r"conv \(6, 2, 2, 23\)", memory=replace(memory, conv=memory.conv[:, 1:]))
     counts = torch.zeros(SLOTS, UNITS)
-    refused("arrived is torch.float32", memory=replace(memory, arrived=counts))
+    refused("arrival_counts is torch.float32", memory=replace(memory, arrival_counts=counts))
     refused("slots .* must be int64", memory=replace(memory, slots=memory.slots.int()))
     refused(r"gate \(2, 2, 14\)", norm=replace(norm, gate=norm.gate[..., 1:]))
     refused(

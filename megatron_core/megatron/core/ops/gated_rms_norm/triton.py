@@ -1,12 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Gated RMS normalisation in Triton: one pass over memory each way, several groups a program.
+"""Gated RMS normalisation in Triton: one pass over memory each way, several groups per program.
 
-A group of features is a row here. All rows of a program have the same weights. Backward, a program
-goes through many tiles of rows and adds up its part of the weights' gradient; parts are added up
-behind it, always in the same order. Where x has its own order of rows, `places` says which row
-belongs to one of the gate, -1 that none does.
-
-What Triton kernels over `AlignedRows` share.
+A row here is one norm group of features. All rows of a program share the same slice of the weight.
+In backward a program processes many tiles of rows and writes one partial gradient of the weight;
+the partial gradients are then summed in a fixed order. `row_index` maps rows of the gate to rows of
+x, or to -1.
 """
 
 from __future__ import annotations
@@ -25,13 +23,13 @@ from megatron.core.ops.strided_rows import AlignedRows, StridedRows, row_tile
 
 @triton.jit
 def row_starts(row, inner, offset, outer_steps, inner_steps, STEP: tl.constexpr):
-    """Return where rows begin, int64, of numbers int32: division of wider ones is slow."""
+    """Return the int64 offsets of int32 row numbers: the division of int64 numbers is slow."""
     outer = row // inner
     within = (row - outer * inner).to(tl.int64)
     return (offset + outer.to(tl.int64) * outer_steps + within * inner_steps) * STEP
 
 
-#: A program has ELEMENTS of rows at a time, which are padded to powers of two.
+#: A tile has ELEMENTS: rows times features, padded to a power of two.
 FORWARD = Launches(
     "gated_norm_forward",
     {"ELEMENTS": 4096, "num_warps": 4, "num_stages": 1},
@@ -50,17 +48,19 @@ BACKWARD = Launches(
         {"ELEMENTS": 4096, "AHEAD": 1, "num_warps": 8, "num_stages": 1},
     ),
 )
-#: Programs of the backward pass, about.
+#: Approximate number of programs of the backward pass.
 BACKWARD_PROGRAMS = 4096
 
 
 @triton.jit
-def placed_rows(row, live, places_ptr, per_place, HAS_PLACES: tl.constexpr):
-    """Return which row of x belongs to a row of the gate, and whether one does."""
-    if HAS_PLACES:
-        outer = row // per_place
-        place = tl.load(places_ptr + outer, mask=live, other=-1)
-        return place.to(tl.int32) * per_place + (row - outer * per_place), live & (place >= 0)
+def x_rows(row, live, index_ptr, groups_per_row, HAS_INDEX: tl.constexpr):
+    """Return the row of x for each row of the gate, and the mask of rows that have one."""
+    if HAS_INDEX:
+        outer = row // groups_per_row
+        index = tl.load(index_ptr + outer, mask=live, other=-1)
+        return index.to(tl.int32) * groups_per_row + (row - outer * groups_per_row), live & (
+            index >= 0
+        )
     else:
         return row, live
 
@@ -70,12 +70,12 @@ def gated_norm_forward_kernel(
     x_ptr,
     gate_ptr,
     weight_ptr,
-    places_ptr,
+    index_ptr,
     y_ptr,
     rstd_ptr,
     count,
     weights,
-    per_place,
+    groups_per_row,
     features,
     x_inner,
     x_offset,
@@ -89,35 +89,35 @@ def gated_norm_forward_kernel(
     X_STEP: tl.constexpr,
     GATE_STEP: tl.constexpr,
     GATE_FIRST: tl.constexpr,
-    HAS_PLACES: tl.constexpr,
+    HAS_INDEX: tl.constexpr,
     ROWS: tl.constexpr,
     FEATURES: tl.constexpr,
 ):
-    """Normalise and gate ROWS rows of one group of weights; there are `count` of each group."""
+    """Normalise and gate ROWS of the `count` rows that share one slice of the weight."""
     group = tl.program_id(0) % weights
-    turn = tl.program_id(0) // weights * ROWS + tl.arange(0, ROWS)
-    row, live = turn * weights + group, turn < count
+    row_in_group = tl.program_id(0) // weights * ROWS + tl.arange(0, ROWS)
+    row, in_range = row_in_group * weights + group, row_in_group < count
     columns = tl.arange(0, FEATURES)
     inside = (columns < features)[None, :]
-    x_row, there = placed_rows(row, live, places_ptr, per_place, HAS_PLACES)
+    x_row, has_x = x_rows(row, in_range, index_ptr, groups_per_row, HAS_INDEX)
     start = row_starts(x_row, x_inner, x_offset, x_step_o, x_step_i, X_STEP)
-    seen = there[:, None] & inside
-    x = tl.load(x_ptr + start[:, None] + columns[None, :], mask=seen, other=0.0).to(tl.float32)
+    mask = has_x[:, None] & inside
+    x = tl.load(x_ptr + start[:, None] + columns[None, :], mask=mask, other=0.0).to(tl.float32)
     start = row_starts(row, gate_inner, gate_offset, gate_step_o, gate_step_i, GATE_STEP)
-    gate = tl.load(gate_ptr + start[:, None] + columns[None, :], mask=seen, other=0.0)
+    gate = tl.load(gate_ptr + start[:, None] + columns[None, :], mask=mask, other=0.0)
     gate = gate.to(tl.float32)
-    opened = gate * tl.sigmoid(gate)
+    silu_gate = gate * tl.sigmoid(gate)
     if GATE_FIRST:
-        x *= opened
+        x *= silu_gate
     rstd = 1.0 / tl.sqrt(tl.sum(x * x, axis=1) / features + eps)
-    tl.store(rstd_ptr + row, rstd, mask=live)
+    tl.store(rstd_ptr + row, rstd, mask=in_range)
     weight_ptr += group * features + columns
     weight = tl.load(weight_ptr, mask=columns < features, other=0.0).to(tl.float32)
     y = x * rstd[:, None] * weight[None, :]
     if not GATE_FIRST:
-        y *= opened
-    target = y_ptr + row.to(tl.int64)[:, None] * features + columns[None, :]
-    tl.store(target, y.to(y_ptr.dtype.element_ty), mask=live[:, None] & inside)
+        y *= silu_gate
+    pointers = y_ptr + row.to(tl.int64)[:, None] * features + columns[None, :]
+    tl.store(pointers, y.to(y_ptr.dtype.element_ty), mask=in_range[:, None] & inside)
 
 
 @triton.jit(do_not_specialize=["count", "programs"])
@@ -125,16 +125,16 @@ def gated_norm_backward_kernel(
     x_ptr,
     gate_ptr,
     weight_ptr,
-    places_ptr,
+    index_ptr,
     rstd_ptr,
-    grad_ptr,
+    d_y_ptr,
     d_x_ptr,
     d_gate_ptr,
     partial_ptr,
     count,
     programs,
     weights,
-    per_place,
+    groups_per_row,
     features,
     x_inner,
     x_offset,
@@ -147,68 +147,68 @@ def gated_norm_backward_kernel(
     X_STEP: tl.constexpr,
     GATE_STEP: tl.constexpr,
     GATE_FIRST: tl.constexpr,
-    HAS_PLACES: tl.constexpr,
+    HAS_INDEX: tl.constexpr,
     JOINT: tl.constexpr,
     AHEAD: tl.constexpr,
     ROWS: tl.constexpr,
     FEATURES: tl.constexpr,
 ):
-    """Differentiate every `programs`-th tile of one group; sum a part of the weights' gradient."""
+    """Differentiate every `programs`-th tile of one slice of the weight, and sum its gradient."""
     group, program = tl.program_id(0) % weights, tl.program_id(0) // weights
     columns = tl.arange(0, FEATURES)
     inside = (columns < features)[None, :]
-    source = weight_ptr + group * features + columns
-    weight = tl.load(source, mask=columns < features, other=0.0).to(tl.float32)
-    partial = tl.zeros([ROWS, FEATURES], dtype=tl.float32)
+    weight_pointers = weight_ptr + group * features + columns
+    weight = tl.load(weight_pointers, mask=columns < features, other=0.0).to(tl.float32)
+    d_weight = tl.zeros([ROWS, FEATURES], dtype=tl.float32)
     for tile in tl.range(program * ROWS, count, programs * ROWS, num_stages=AHEAD):
-        turn = tile + tl.arange(0, ROWS)
-        row, live = turn * weights + group, turn < count
-        x_row, there = placed_rows(row, live, places_ptr, per_place, HAS_PLACES)
-        seen = there[:, None] & inside
+        row_in_group = tile + tl.arange(0, ROWS)
+        row, in_range = row_in_group * weights + group, row_in_group < count
+        x_row, has_x = x_rows(row, in_range, index_ptr, groups_per_row, HAS_INDEX)
+        mask = has_x[:, None] & inside
         start = row_starts(x_row, x_inner, x_offset, x_step_o, x_step_i, X_STEP)
-        x = tl.load(x_ptr + start[:, None] + columns[None, :], mask=seen, other=0.0)
+        x = tl.load(x_ptr + start[:, None] + columns[None, :], mask=mask, other=0.0)
         start = row_starts(row, gate_inner, gate_offset, gate_step_o, gate_step_i, GATE_STEP)
-        gate = tl.load(gate_ptr + start[:, None] + columns[None, :], mask=seen, other=0.0)
-        place = row.to(tl.int64)[:, None] * features + columns[None, :]
-        grad = tl.load(grad_ptr + place, mask=seen, other=0.0).to(tl.float32)
-        rstd = tl.load(rstd_ptr + row, mask=live, other=0.0)[:, None]
+        gate = tl.load(gate_ptr + start[:, None] + columns[None, :], mask=mask, other=0.0)
+        offsets = row.to(tl.int64)[:, None] * features + columns[None, :]
+        d_y = tl.load(d_y_ptr + offsets, mask=mask, other=0.0).to(tl.float32)
+        rstd = tl.load(rstd_ptr + row, mask=in_range, other=0.0)[:, None]
         x, gate = x.to(tl.float32), gate.to(tl.float32)
-        share = tl.sigmoid(gate)
-        opened = gate * share
-        slope = share * (1 + gate * (1 - share))
+        sigmoid = tl.sigmoid(gate)
+        silu_gate = gate * sigmoid
+        slope = sigmoid * (1 + gate * (1 - sigmoid))
         if GATE_FIRST:
-            normal, pull = x * opened * rstd, grad
+            normalized, d_normalized = x * silu_gate * rstd, d_y
         else:
-            normal, pull = x * rstd, grad * opened
-        partial += pull * normal
-        pull *= weight[None, :]
-        mean = tl.sum(pull * normal, axis=1) / features
+            normalized, d_normalized = x * rstd, d_y * silu_gate
+        d_weight += d_normalized * normalized
+        d_normalized *= weight[None, :]
+        dot = tl.sum(d_normalized * normalized, axis=1) / features
         if GATE_FIRST:
-            d_inner = rstd * (pull - normal * mean[:, None])
-            d_x, d_gate = d_inner * opened, d_inner * x * slope
+            d_inner = rstd * (d_normalized - normalized * dot[:, None])
+            d_x, d_gate = d_inner * silu_gate, d_inner * x * slope
         else:
-            d_x = rstd * (pull - normal * mean[:, None])
-            d_gate = grad * normal * weight[None, :] * slope
-        target = d_gate_ptr + place
-        if JOINT:  # a slice as the gate is one
-            target = d_gate_ptr + start[:, None] + columns[None, :]
-        tl.store(target, d_gate.to(d_gate_ptr.dtype.element_ty), mask=live[:, None] & inside)
-        target = d_x_ptr + x_row.to(tl.int64)[:, None] * features + columns[None, :]
-        tl.store(target, d_x.to(d_x_ptr.dtype.element_ty), mask=seen)
-    total = tl.sum(partial, axis=0)
-    target = partial_ptr + tl.program_id(0).to(tl.int64) * features + columns
-    tl.store(target, total, mask=columns < features)
+            d_x = rstd * (d_normalized - normalized * dot[:, None])
+            d_gate = d_y * normalized * weight[None, :] * slope
+        pointers = d_gate_ptr + offsets
+        if JOINT:  # the gate's slice of its projection's gradient
+            pointers = d_gate_ptr + start[:, None] + columns[None, :]
+        tl.store(pointers, d_gate.to(d_gate_ptr.dtype.element_ty), mask=in_range[:, None] & inside)
+        pointers = d_x_ptr + x_row.to(tl.int64)[:, None] * features + columns[None, :]
+        tl.store(pointers, d_x.to(d_x_ptr.dtype.element_ty), mask=mask)
+    total = tl.sum(d_weight, axis=0)
+    pointers = partial_ptr + tl.program_id(0).to(tl.int64) * features + columns
+    tl.store(pointers, total, mask=columns < features)
 
 
 @dataclass(frozen=True)
 class NormCall:
-    """What the autograd function is told beside tensors.
+    """The non-tensor arguments of the autograd function.
 
     Args:
-        eps, gate_first: of the op.
-        size: features that are normalised together.
-        gradient: where that of the gate goes; None is a tensor of its own.
-        stored: the weight, where the op reads it as it is stored.
+        eps, gate_first: see `gated_rms_norm`.
+        size: features of a norm group.
+        gradient: the destination of the gate's gradient; None allocates a tensor.
+        stored: the weight as stored by the weight gatherer; None for a plain tensor.
     """
 
     eps: float
@@ -218,28 +218,30 @@ class NormCall:
     stored: StoredWeight | None
 
     def joint_rows(self, gate: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor] | None:
-        """Return memory of the gate's gradient in that of its projection, and the base of its rows,
-        which begin where the gate's do; None where it has no such memory."""
-        found = None if self.gradient is None else self.gradient.memory_like(gate)
-        if found is None:
+        """Return the gate's gradient as a slice of its projection's gradient, and the base of its
+        rows, which have the gate's strides; None if there is no such memory."""
+        d_gate = None if self.gradient is None else self.gradient.memory_like(gate)
+        if d_gate is None:
             return None
-        groups, gates = (x.unflatten(-1, (-1, self.size)) for x in (found, gate))
+        groups, gate_groups = (x.unflatten(-1, (-1, self.size)) for x in (d_gate, gate))
         if StridedRows.from_tensor(groups).tensor is not groups:
             return None
-        steps, wanted = AlignedRows.from_tensor(groups), AlignedRows.from_tensor(gates)
-        if (steps.kernel_args, steps.step) != (wanted.kernel_args, wanted.step):
+        d_gate_rows, gate_rows = AlignedRows.from_tensor(groups), AlignedRows.from_tensor(gate_groups)
+        if (d_gate_rows.kernel_args, d_gate_rows.step) != (gate_rows.kernel_args, gate_rows.step):
             return None
-        return found, steps.base
+        return d_gate, d_gate_rows.base
 
 
 class GatedRmsNorm(torch.autograd.Function):
-    """Forward, dgrad and wgrad as in `gated_rms_norm.GatedRmsNorm`, with the way to x in the loads.
-    Saves x, gate, w, the places and one number a group."""
+    """Forward, dgrad and wgrad as in the reference, with the gather of x in the loads.
+
+    Saves x, gate, w, row_index and one number per group.
+    """
 
     @staticmethod
-    def forward(ctx, x, gate, weight, places, call: NormCall):
+    def forward(ctx, x, gate, weight, row_index, call: NormCall):
         size, weight = call.size, weight if call.stored is None else call.stored.value
-        rows = _Rows.of(x, gate, weight, places, size)
+        rows = _KernelRows.of(x, gate, weight, row_index, size)
         y = torch.empty(gate.shape, dtype=x.dtype, device=x.device)
         shape = (*gate.shape[:-1], gate.shape[-1] // size)
         rstd = torch.empty(shape, dtype=torch.float32, device=x.device)
@@ -256,21 +258,21 @@ class GatedRmsNorm(torch.autograd.Function):
                 GATE_FIRST=call.gate_first,
                 **launch,
             )
-        ctx.save_for_backward(x, gate, weight, rstd, places)
+        ctx.save_for_backward(x, gate, weight, rstd, row_index)
         ctx.call = call
         return y
 
     @staticmethod
-    def backward(ctx, grad):
-        x, gate, weight, rstd, places = ctx.saved_tensors
+    def backward(ctx, d_y):
+        x, gate, weight, rstd, row_index = ctx.saved_tensors
         call: NormCall = ctx.call
-        rows = _Rows.of(x, gate, weight, places, call.size)
+        rows = _KernelRows.of(x, gate, weight, row_index, call.size)
         d_x = torch.empty(x.shape, dtype=x.dtype, device=x.device)
-        joint = None if rows is None else call.joint_rows(gate)
-        if joint is None:
+        joint_rows = None if rows is None else call.joint_rows(gate)
+        if joint_rows is None:
             d_gate = base = torch.empty(gate.shape, dtype=gate.dtype, device=gate.device)
         else:
-            d_gate, base = joint
+            d_gate, base = joint_rows
         if rows is None:
             return (
                 d_x,
@@ -281,29 +283,29 @@ class GatedRmsNorm(torch.autograd.Function):
             )
         launch = row_tile(BACKWARD, x, call.size)
         programs = min(cdiv(rows.count, launch["ROWS"]), cdiv(BACKWARD_PROGRAMS, rows.weights))
-        partial = torch.empty(
+        partials = torch.empty(
             (programs, rows.weights, call.size), dtype=torch.float32, device=x.device
         )
         gated_norm_backward_kernel[(programs * rows.weights,)](
             *rows.tensors,
             rstd,
-            grad.contiguous(),
+            d_y.contiguous(),
             d_x,
             base,
-            partial,
+            partials,
             rows.count,
             programs,
             *rows.sizes,
             **rows.constants,
             GATE_FIRST=call.gate_first,
-            JOINT=joint is not None,
+            JOINT=joint_rows is not None,
             **launch,
         )
-        return d_x, d_gate, _weight_gradient(ctx, weight, partial.flatten(1)), None, None
+        return d_x, d_gate, _weight_gradient(ctx, weight, partials.flatten(1)), None, None
 
 
 def _weight_gradient(ctx, weight: torch.Tensor, addends: torch.Tensor) -> torch.Tensor | None:
-    """Return the weight's gradient from its addends [programs, n]; None where it was put."""
+    """Return the weight's gradient from its addends [programs, n]; None if it was put to store."""
     stored = ctx.call.stored
     if stored is None:
         return addends.sum(0).view(weight.shape).to(weight.dtype)
@@ -313,15 +315,15 @@ def _weight_gradient(ctx, weight: torch.Tensor, addends: torch.Tensor) -> torch.
 
 
 @dataclass(frozen=True)
-class _Rows:
-    """What both passes say of rows, which are groups of features.
+class _KernelRows:
+    """The arguments of both kernels that describe rows; a row is one norm group of features.
 
     Attributes:
-        tensors: x, gate, weights and places.
-        count: rows of each group of weights.
-        weights: how many groups there are.
-        sizes: weights, rows of a place, features, and where rows of x and of the gate are.
-        constants: of both kernels.
+        tensors: x, gate, weight and row_index.
+        count: number of rows per slice of the weight.
+        weights: number of slices of the weight.
+        sizes: weights, norm groups per row of the gate, features, and the addressing of x and gate.
+        constants: compile-time constants of both kernels.
     """
 
     tensors: tuple[torch.Tensor, ...]
@@ -331,27 +333,27 @@ class _Rows:
     constants: dict[str, object]
 
     @staticmethod
-    def of(x, gate, weight, places, size: int) -> _Rows | None:
-        """Return those of x [..., n] and gate [..., n], or None where there are none."""
+    def of(x, gate, weight, row_index, size: int) -> _KernelRows | None:
+        """Return the arguments for x [..., n] and gate [..., n]; None if there are no rows."""
         if not gate.numel():
             return None
         gates = AlignedRows.from_tensor(gate.unflatten(-1, (-1, size)))
-        # Without a row of x nothing of it is read: any pointer will do.
+        # An empty x is never read, so any pointer is valid.
         values = AlignedRows.from_tensor(x.unflatten(-1, (-1, size))) if x.numel() else gates
         weights, rows = weight.numel() // size, gate.numel() // size
         weight = weight.contiguous()
-        return _Rows(
+        return _KernelRows(
             tensors=(
                 values.base,
                 gates.base,
                 weight,
-                weight if places is None else places.contiguous(),
+                weight if row_index is None else row_index.contiguous(),
             ),
             count=rows // weights,
             weights=weights,
             sizes=(
                 weights,
-                1 if places is None else rows // len(places),
+                1 if row_index is None else rows // len(row_index),
                 size,
                 *values.kernel_args,
                 *gates.kernel_args,
@@ -359,6 +361,6 @@ class _Rows:
             constants={
                 "X_STEP": values.step,
                 "GATE_STEP": gates.step,
-                "HAS_PLACES": places is not None,
+                "HAS_INDEX": row_index is not None,
             },
         )

@@ -1,17 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One more token of recurrent mixers: from its features to what is projected out, in place by slot.
+"""One decode step of recurrent mixers, from features to the input of the output projection.
 
-Per unit, a group of r heads that share queries and keys, one after another: the convolution with
-the rows before, SiLU, queries and keys to length one (delta rule), the gates, the recurrence, what
-the token adds past the state (Mamba-2), norm and gate. `recurrence_prologue` has the formulas of
-the first steps, `gated_delta_step` and `state_space_step` those of the recurrence, `gated_rms_norm`
-those of the last.
+The steps per unit, a group of r heads that share queries and keys, are: the convolution with its
+state, SiLU, queries and keys to length one (delta rule), the gates, the recurrence, the skip
+connection (Mamba-2), norm and gate. The equations are given in `recurrence_prologue`,
+`gated_delta_step`, `state_space_step` and `gated_rms_norm`. States are updated in place by slot.
 
-On a GPU this is one kernel of b · H programs, which reads every state once and writes it once. That
-is 128 KiB a head and row for K = V = 128 in fp32; rows, features and output are 4 KiB beside it.
-A norm over one head is inside, and one over all heads of a unit, which the program does that ends
-last. A norm over several units, or over some of a unit's heads, is a kernel behind it; one over
-the heads of several ranks is the caller's, who gives no norm.
+On a GPU this is one kernel of b · H programs, which reads and writes every state once: 128 KiB per
+head and row for K = V = 128 in fp32, where all other inputs and the output have 4 KiB. The kernel
+fuses a norm over one head, and a norm over all heads of a unit, which the unit's last program
+computes. Any other norm group takes a second kernel. A norm over the heads of several ranks is left
+to the caller, who passes no norm.
 """
 
 from __future__ import annotations
@@ -22,12 +21,12 @@ from megatron.core.ops.backend_choice import choose
 from megatron.core.ops.gated_rms_norm import GATE_FIRST, NORM_FIRST
 from megatron.core.ops.recurrence_decode import reference
 from megatron.core.ops.recurrence_decode.reference import DecodeMemory, OutputNorm
-from megatron.core.ops.recurrence_prologue import PrologueWeights, UnitParts, check_features
+from megatron.core.ops.recurrence_prologue import PrologueWeights, UnitLayout, check_features
 
-__all__ = ["DecodeMemory", "OutputNorm", "counts_programs", "recurrence_decode"]
+__all__ = ["DecodeMemory", "OutputNorm", "needs_arrival_counts", "recurrence_decode"]
 
-#: What a program of the kernel holds of a state in registers.
-MOST_STATE = 1 << 15
+#: Maximum elements of a state that a program of the kernel holds in registers.
+MAX_STATE_SIZE = 1 << 15
 
 
 @torch.no_grad()
@@ -35,73 +34,73 @@ def recurrence_decode(
     source: torch.Tensor,
     weights: PrologueWeights,
     *,
-    parts: UnitParts,
+    unit: UnitLayout,
     memory: DecodeMemory,
     skip: torch.Tensor | None = None,
     norm: OutputNorm | None = None,
     implementation: str | None = None,
 ) -> torch.Tensor:
-    """Take each row on by one token; not differentiable.
+    """Advance each row by one token; not differentiable.
 
-    Nothing waits for the device, and `slots` is read there: a CUDA graph may hold this.
+    The host never waits, and `slots` is read on the device, so a CUDA graph can capture this.
 
     Args:
-        source: [b, u, w], features of one token a row; may be a slice of the last dimension.
-        weights: of the convolution and of the gates.
-        parts: what the w columns are. With strengths of their own they are of the delta rule, with
-            queries times K^-0.5; without of SSD.
-        memory: what is kept of sequences. A padding row, whatever it holds, touches none of it,
-            and its output is zero.
-        skip: D [H], of which times its values a token adds to its output; None is nothing.
+        source: [b, u, w], features of one token per row; may be a slice of the last dimension.
+        weights: weights of the convolution and of the gates.
+        unit: the meaning of the w columns. If it has beta columns this is the delta rule, whose
+            queries are scaled by K^-0.5, else SSD.
+        memory: the states. The output of a padding row is zero; it touches no state, and its
+            inputs may be NaN.
+        skip: D [H] of the skip connection D x; None is no skip.
         norm: norm and gate; None leaves both to the caller.
-        implementation: "reference", "triton" or None (by device; the reference too where a state
-            is larger than a program of the kernel can hold).
+        implementation: "reference", "triton" or None (by device; the reference too if a state
+            does not fit in the registers of a program).
 
     Returns:
         y [b, H, V] in source's dtype.
 
     Raises:
-        ValueError: shapes or dtypes that do not fit, or a forced implementation that cannot take
+        ValueError: incompatible shapes or dtypes, or a forced implementation that does not support
             them.
     """
-    check_features("recurrence_decode", source, weights, parts, skip=skip)
-    _check_memory(source, weights, parts, memory)
+    check_features("recurrence_decode", source, weights, unit, skip=skip)
+    _check_memory(source, weights, unit, memory)
     if norm is not None:
-        _check_norm(source, parts, norm)
-    call = {"parts": parts, "memory": memory, "skip": skip, "norm": norm}
-    if _chosen(implementation, source, parts) == "triton":
+        _check_norm(source, unit, norm)
+    call = {"unit": unit, "memory": memory, "skip": skip, "norm": norm}
+    if _implementation(implementation, source, unit) == "triton":
         from megatron.core.ops.recurrence_decode import triton
 
         return triton.decode(source, weights, **call)
     return reference.decode(source, weights, **call)
 
 
-def counts_programs(source: torch.Tensor, parts: UnitParts) -> bool:
-    """Say whether `DecodeMemory.arrived` is of use: a kernel runs, for units of several heads.
+def needs_arrival_counts(source: torch.Tensor, unit: UnitLayout) -> bool:
+    """Return whether the kernel uses `DecodeMemory.arrival_counts`: a unit has several heads.
 
     Args:
-        source: as of `recurrence_decode`; its device decides.
-        parts: what its columns are.
+        source: as in `recurrence_decode`; its device selects the implementation.
+        unit: the meaning of its columns.
     """
-    return parts.heads > 1 and _chosen(None, source, parts) == "triton"
+    return unit.heads > 1 and _implementation(None, source, unit) == "triton"
 
 
-def _chosen(implementation: str | None, source: torch.Tensor, parts: UnitParts) -> str:
-    """Return which implementation is used.
+def _implementation(implementation: str | None, source: torch.Tensor, unit: UnitLayout) -> str:
+    """Return the implementation to use.
 
     Raises:
-        ValueError: one that cannot be.
+        ValueError: the requested implementation does not support these sizes.
     """
     name = choose(implementation, source, "recurrence_decode")
-    sizes = parts.key_channels, parts.value_channels
-    held = 1
+    sizes = unit.key_channels, unit.value_channels
+    state_size = 1
     for size in sizes:
-        held *= 1 << (size - 1).bit_length()
-    if name == "triton" and held > MOST_STATE:
+        state_size *= 1 << (size - 1).bit_length()
+    if name == "triton" and state_size > MAX_STATE_SIZE:
         if implementation is not None:
             raise ValueError(
                 f"recurrence_decode: a state of {sizes[0]} x {sizes[1]}: the Triton kernel takes "
-                f"up to {MOST_STATE} numbers, each side rounded up to a power of two; use "
+                f"up to {MAX_STATE_SIZE} numbers, each side rounded up to a power of two; use "
                 "implementation='reference'"
             )
         return "reference"
@@ -109,26 +108,28 @@ def _chosen(implementation: str | None, source: torch.Tensor, parts: UnitParts) 
 
 
 def _check_memory(
-    source: torch.Tensor, weights: PrologueWeights, parts: UnitParts, memory: DecodeMemory
+    source: torch.Tensor, weights: PrologueWeights, unit: UnitLayout, memory: DecodeMemory
 ) -> None:
-    """Raise ValueError unless what is kept fits the features."""
+    """Raise ValueError unless the states match the features."""
     op, (rows, units, _) = "recurrence_decode", source.shape
-    wanted = {
-        "conv": (weights.weight.shape[2] - 1, units, parts.convolved),
-        "state": (units * parts.heads, parts.key_channels, parts.value_channels),
-        "arrived": (units,),
+    expected = {
+        "conv": (weights.weight.shape[2] - 1, units, unit.conv_channels),
+        "state": (units * unit.heads, unit.key_channels, unit.value_channels),
+        "arrival_counts": (units,),
     }
-    kept = {"conv": memory.conv, "state": memory.state, "arrived": memory.arrived}
-    for name, tensor in kept.items():
+    buffers = {"conv": memory.conv, "state": memory.state, "arrival_counts": memory.arrival_counts}
+    for name, tensor in buffers.items():
         if tensor is None:
             continue
-        if tensor.shape[1:] != wanted[name] or not tensor.is_contiguous():
+        if tensor.shape[1:] != expected[name] or not tensor.is_contiguous():
             raise ValueError(
                 f"{op}: {name} {tuple(tensor.shape)} must be contiguous (slots, "
-                f"{str(wanted[name])[1:]}"
+                f"{str(expected[name])[1:]}"
             )
-    if memory.arrived is not None and memory.arrived.dtype != torch.int32:
-        raise ValueError(f"{op}: arrived is {memory.arrived.dtype}; give int32 zeros, or None")
+    if memory.arrival_counts is not None and memory.arrival_counts.dtype != torch.int32:
+        raise ValueError(
+            f"{op}: arrival_counts is {memory.arrival_counts.dtype}; give int32 zeros, or None"
+        )
     if memory.slots.shape != (rows,) or memory.slots.dtype != torch.int64:
         raise ValueError(
             f"{op}: slots {tuple(memory.slots.shape)} {memory.slots.dtype} must be int64, one for "
@@ -136,13 +137,13 @@ def _check_memory(
         )
 
 
-def _check_norm(source: torch.Tensor, parts: UnitParts, norm: OutputNorm) -> None:
-    """Raise ValueError unless norm and gate fit what comes out of the recurrence."""
+def _check_norm(source: torch.Tensor, unit: UnitLayout, norm: OutputNorm) -> None:
+    """Raise ValueError unless norm and gate match the output of the recurrence."""
     op, (rows, units, _) = "recurrence_decode", source.shape
-    width = parts.heads * parts.value_channels
+    width = unit.heads * unit.value_channels
     if norm.gate.shape != (rows, units, width):
         raise ValueError(f"{op}: gate {tuple(norm.gate.shape)} must be {(rows, units, width)}")
-    lengths = {(parts.value_channels,), (units * width,)}
+    lengths = {(unit.value_channels,), (units * width,)}
     if norm.weight.shape not in lengths:
         raise ValueError(
             f"{op}: the norm's weight {tuple(norm.weight.shape)} must be one of {sorted(lengths)}"

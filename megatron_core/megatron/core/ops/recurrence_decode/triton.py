@@ -1,13 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One more token of recurrent mixers in one Triton kernel: its launch.
+"""The Triton kernel of one decode step of a recurrent mixer, and its launch.
 
-The Triton kernel of one token of a recurrent mixer.
-
-A program owns some heads of one unit of one row. It reads each of their states once and writes it
-once; everything else is small. The rows before the convolution of the channels that the heads of a
-unit share (queries and keys, or B and C) are read by all programs of the unit, and go on by one
-token when the last of them has read them: programs count themselves in `arrived`, integers that are
-zero again when the kernel ends. Which is the last does not matter, for all hold the same rows.
+A program owns some heads of one unit of one row. It reads and writes each of their states once;
+everything else is small. All programs of a unit read the convolution's state of the channels that
+the heads of the unit share (queries and keys, or B and C). The last program to arrive shifts it by
+one token: programs count their arrivals in `arrival_counts`, which is zero again when the kernel
+ends. It does not matter which program is the last, for all have read the same rows.
 """
 
 from __future__ import annotations
@@ -21,8 +19,8 @@ import triton.language as tl
 
 from megatron.core.ops.gated_rms_norm import GATE_FIRST
 from megatron.core.ops.launches import Launches, next_power_of_2
-from megatron.core.ops.recurrence_decode.reference import normed
-from megatron.core.ops.recurrence_prologue import PrologueWeights, UnitParts
+from megatron.core.ops.recurrence_decode.reference import apply_output_norm
+from megatron.core.ops.recurrence_prologue import PrologueWeights, UnitLayout
 from megatron.core.ops.recurrence_prologue.kernels import limited, softplus
 
 if TYPE_CHECKING:
@@ -30,84 +28,86 @@ if TYPE_CHECKING:
 
 
 @triton.jit
-def rows_before(conv_ptr, row_stride, columns, inside, W: tl.constexpr, TAPS: tl.constexpr):
-    """Load the W - 1 rows before the token, [TAPS, columns]; zero in those beyond."""
+def load_conv(conv_ptr, row_stride, columns, column_mask, W: tl.constexpr, TAPS: tl.constexpr):
+    """Load the W - 1 rows before the token, [TAPS, columns]; the padding is zero."""
     taps = tl.arange(0, TAPS)[:, None]
-    mask = (taps < W - 1) & inside[None, :]
+    mask = (taps < W - 1) & column_mask[None, :]
     return tl.load(conv_ptr + taps * row_stride + columns[None, :], mask=mask, other=0.0)
 
 
 @triton.jit
-def convolved(
-    new,
-    before,
+def convolve(
+    newest,
+    history,
     weight_ptr,
     bias_ptr,
     columns,
-    inside,
+    column_mask,
     HAS_BIAS: tl.constexpr,
     W: tl.constexpr,
     TAPS: tl.constexpr,
 ):
-    """Compute silu(bias + sum of weights times rows) in fp32, zero in columns beyond."""
-    last = tl.load(weight_ptr + columns * W + W - 1, mask=inside, other=0.0)
-    total = new.to(tl.float32) * last.to(tl.float32)
+    """Compute silu(bias + sum of weights times rows) in fp32, zero in padding columns."""
+    newest_weight = tl.load(weight_ptr + columns * W + W - 1, mask=column_mask, other=0.0)
+    pre = newest.to(tl.float32) * newest_weight.to(tl.float32)
     if HAS_BIAS:
-        total += tl.load(bias_ptr + columns, mask=inside, other=0.0).to(tl.float32)
+        pre += tl.load(bias_ptr + columns, mask=column_mask, other=0.0).to(tl.float32)
     if W > 1:
         taps = tl.arange(0, TAPS)[:, None]
-        mask = (taps < W - 1) & inside[None, :]
+        mask = (taps < W - 1) & column_mask[None, :]
         weights = tl.load(weight_ptr + columns[None, :] * W + taps, mask=mask, other=0.0)
-        total += tl.sum(before.to(tl.float32) * weights.to(tl.float32), 0)
-    return total * tl.sigmoid(total)
+        pre += tl.sum(history.to(tl.float32) * weights.to(tl.float32), 0)
+    return pre * tl.sigmoid(pre)
 
 
 @triton.jit
-def go_on(conv_ptr, row_stride, new, before, columns, inside, W: tl.constexpr, TAPS: tl.constexpr):
-    """Write the rows before the next token: all but the first of these, and the token's own."""
+def shift_conv(
+    conv_ptr, row_stride, newest, history, columns, column_mask, W: tl.constexpr, TAPS: tl.constexpr
+):
+    """Shift the convolution's state by one token: drop the oldest row, append the newest."""
     if W > 1:
         taps = tl.arange(0, TAPS)[:, None]
-        mask = (taps >= 1) & (taps < W - 1) & inside[None, :]
-        tl.store(conv_ptr + (taps - 1) * row_stride + columns[None, :], before, mask=mask)
-        new = new.to(conv_ptr.dtype.element_ty)
-        tl.store(conv_ptr + (W - 2) * row_stride + columns, new, mask=inside)
+        mask = (taps >= 1) & (taps < W - 1) & column_mask[None, :]
+        tl.store(conv_ptr + (taps - 1) * row_stride + columns[None, :], history, mask=mask)
+        newest = newest.to(conv_ptr.dtype.element_ty)
+        tl.store(conv_ptr + (W - 2) * row_stride + columns, newest, mask=column_mask)
 
 
 @triton.jit
-def arrive(arrived_ptr, SPLITS: tl.constexpr):
-    """Count this program behind all it has read and written; say whether it is the last."""
-    tl.debug_barrier()  # of all threads, before one of them counts
-    last = tl.full([], 1, tl.int32)
+def count_arrival(arrival_counts_ptr, SPLITS: tl.constexpr):
+    """Count this program after its reads and writes; return whether it is the unit's last."""
+    tl.debug_barrier()  # all threads have read and written before one of them counts
+    is_last = tl.full([], 1, tl.int32)
     if SPLITS > 1:
-        last = (tl.atomic_add(arrived_ptr, 1, sem="acq_rel") == SPLITS - 1).to(tl.int32)
-        if last:
-            tl.store(arrived_ptr, 0)
-    return last
+        is_last = (tl.atomic_add(arrival_counts_ptr, 1, sem="acq_rel") == SPLITS - 1).to(tl.int32)
+        if is_last:
+            tl.store(arrival_counts_ptr, 0)
+    return is_last
 
 
 @triton.jit
 def gates(
     source_ptr,
-    rates_ptr,
-    step_bias_ptr,
-    number,
+    a_log_ptr,
+    dt_bias_ptr,
+    v_head,
     head,
-    least,
-    most,
-    STEPS: tl.constexpr,
-    TAKES: tl.constexpr,
-    CORRECTS: tl.constexpr,
+    dt_min,
+    dt_max,
+    DT: tl.constexpr,
+    BETA: tl.constexpr,
+    DELTA_RULE: tl.constexpr,
 ):
-    """Compute by what a head's state fades, and how much of the token it takes."""
-    rate = tl.exp(tl.load(rates_ptr + number).to(tl.float32))
-    raw = tl.load(source_ptr + STEPS + head).to(tl.float32)
-    step = softplus(raw + tl.load(step_bias_ptr + number).to(tl.float32))
-    if CORRECTS:
-        strength = tl.sigmoid(tl.load(source_ptr + TAKES + head).to(tl.float32))
+    """Return the decay and the beta of a head."""
+    rate = tl.exp(tl.load(a_log_ptr + v_head).to(tl.float32))
+    raw_dt = tl.load(source_ptr + DT + head).to(tl.float32)
+    dt = softplus(raw_dt + tl.load(dt_bias_ptr + v_head).to(tl.float32))
+    if DELTA_RULE:
+        beta = tl.sigmoid(tl.load(source_ptr + BETA + head).to(tl.float32))
     else:
-        step = limited(step, least, most)
-        strength = step
-    return tl.exp(-rate * step), strength
+        dt = limited(dt, dt_min, dt_max)
+        beta = dt
+    return tl.exp(-rate * dt), beta
 
 
 @triton.jit
@@ -117,27 +117,27 @@ def norm_unit(
     norm_ptr,
     eps,
     GATE_FIRST: tl.constexpr,
-    WIDTH: tl.constexpr,
+    UNIT_WIDTH: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Normalise what the heads of a unit have put out, other programs' too, in place."""
+    """Normalise the outputs of all heads of a unit in place, including other programs' heads."""
     squares = tl.zeros([BLOCK], dtype=tl.float32)
-    for start in range(0, WIDTH, BLOCK):
-        places = start + tl.arange(0, BLOCK)
-        # Not from this multiprocessor's own cache: other programs have written it.
-        out = tl.load(y_ptr + places, mask=places < WIDTH, other=0.0, cache_modifier=".cg")
-        squares += out.to(tl.float32) * out.to(tl.float32)
-    factor = 1.0 / tl.sqrt(tl.sum(squares, 0) / WIDTH + eps)
-    for start in range(0, WIDTH, BLOCK):
-        places = start + tl.arange(0, BLOCK)
-        inside = places < WIDTH
-        out = tl.load(y_ptr + places, mask=inside, other=0.0, cache_modifier=".cg")
-        out = out.to(tl.float32) * factor
-        out *= tl.load(norm_ptr + places, mask=inside, other=0.0).to(tl.float32)
+    for start in range(0, UNIT_WIDTH, BLOCK):
+        columns = start + tl.arange(0, BLOCK)
+        # .cg bypasses L1, which may hold stale lines: other programs have written y.
+        y = tl.load(y_ptr + columns, mask=columns < UNIT_WIDTH, other=0.0, cache_modifier=".cg")
+        squares += y.to(tl.float32) * y.to(tl.float32)
+    factor = 1.0 / tl.sqrt(tl.sum(squares, 0) / UNIT_WIDTH + eps)
+    for start in range(0, UNIT_WIDTH, BLOCK):
+        columns = start + tl.arange(0, BLOCK)
+        in_unit = columns < UNIT_WIDTH
+        y = tl.load(y_ptr + columns, mask=in_unit, other=0.0, cache_modifier=".cg")
+        y = y.to(tl.float32) * factor
+        y *= tl.load(norm_ptr + columns, mask=in_unit, other=0.0).to(tl.float32)
         if not GATE_FIRST:
-            gate = tl.load(gate_ptr + places, mask=inside, other=0.0).to(tl.float32)
-            out *= gate * tl.sigmoid(gate)
-        tl.store(y_ptr + places, out.to(y_ptr.dtype.element_ty), mask=inside)
+            gate = tl.load(gate_ptr + columns, mask=in_unit, other=0.0).to(tl.float32)
+            y *= gate * tl.sigmoid(gate)
+        tl.store(y_ptr + columns, y.to(y_ptr.dtype.element_ty), mask=in_unit)
 
 
 @triton.jit
@@ -146,18 +146,18 @@ def recurrence_decode_kernel(
     gate_ptr,
     weight_ptr,
     bias_ptr,
-    rates_ptr,
-    step_bias_ptr,
+    a_log_ptr,
+    dt_bias_ptr,
     skip_ptr,
     norm_ptr,
     conv_ptr,
     state_ptr,
     slots_ptr,
-    arrived_ptr,
+    arrival_counts_ptr,
     y_ptr,
     scale,
-    least,
-    most,
+    dt_min,
+    dt_max,
     eps,
     units,
     channels,
@@ -169,10 +169,10 @@ def recurrence_decode_kernel(
     QUERY: tl.constexpr,
     KEY: tl.constexpr,
     VALUE: tl.constexpr,
-    STEPS: tl.constexpr,
-    TAKES: tl.constexpr,
-    CORRECTS: tl.constexpr,
-    NORMALISES: tl.constexpr,
+    DT: tl.constexpr,
+    BETA: tl.constexpr,
+    DELTA_RULE: tl.constexpr,
+    QK_L2NORM: tl.constexpr,
     HAS_BIAS: tl.constexpr,
     HAS_SKIP: tl.constexpr,
     HEAD_NORM: tl.constexpr,
@@ -180,7 +180,7 @@ def recurrence_decode_kernel(
     GATE_FIRST: tl.constexpr,
     W: tl.constexpr,
     TAPS: tl.constexpr,
-    RATIO: tl.constexpr,
+    UNIT_HEADS: tl.constexpr,
     HEADS: tl.constexpr,
     KEYS: tl.constexpr,
     VALUES: tl.constexpr,
@@ -188,9 +188,9 @@ def recurrence_decode_kernel(
     BLOCK_V: tl.constexpr,
     BLOCK_NORM: tl.constexpr,
 ):
-    """Take some heads of one unit of one row on by one token; see `recurrence_decode`."""
-    SPLITS: tl.constexpr = RATIO // HEADS
-    WIDTH: tl.constexpr = RATIO * VALUES
+    """Advance HEADS heads of one unit of one row by one token; see `recurrence_decode`."""
+    SPLITS: tl.constexpr = UNIT_HEADS // HEADS
+    UNIT_WIDTH: tl.constexpr = UNIT_HEADS * VALUES
     program = tl.program_id(0).to(tl.int64)
     split = program % SPLITS
     unit = program // SPLITS % units
@@ -201,11 +201,11 @@ def recurrence_decode_kernel(
     in_rows = rows < KEYS if BLOCK_K != KEYS else tl.full([BLOCK_K], 1, tl.int1)
     in_columns = columns < VALUES if BLOCK_V != VALUES else tl.full([BLOCK_V], 1, tl.int1)
     head = split * HEADS  # within the unit
-    y_ptr += (row * units + unit) * RATIO * VALUES
+    y_ptr += (row * units + unit) * UNIT_HEADS * VALUES
     if slot < 0:
         for i in range(HEADS):
-            nothing = tl.zeros([BLOCK_V], dtype=y_ptr.dtype.element_ty)
-            tl.store(y_ptr + (head + i) * VALUES + columns, nothing, mask=in_columns)
+            zeros = tl.zeros([BLOCK_V], dtype=y_ptr.dtype.element_ty)
+            tl.store(y_ptr + (head + i) * VALUES + columns, zeros, mask=in_columns)
         return
     source_ptr += row * row_stride + unit * unit_stride
     gate_ptr += row * gate_row_stride + unit * gate_unit_stride
@@ -213,86 +213,86 @@ def recurrence_decode_kernel(
     bias_ptr += unit * channels
     conv_stride = units * channels
     conv_ptr += slot * (W - 1) * conv_stride + unit * channels
-    state_ptr += (slot * units + unit) * RATIO * KEYS * VALUES
-    arrived_ptr += slot * units + unit
+    state_ptr += (slot * units + unit) * UNIT_HEADS * KEYS * VALUES
+    arrival_counts_ptr += slot * units + unit
     tile = rows[:, None] * VALUES + columns[None, :]
     in_tile = in_rows[:, None] & in_columns[None, :]
-    if HEADS == 1:  # it is on its way while the convolutions of query and key are worked out
+    if HEADS == 1:  # prefetched: it arrives during the convolutions of query and key
         state = tl.load(state_ptr + head * KEYS * VALUES + tile, mask=in_tile, other=0.0)
-    new_query = tl.load(source_ptr + QUERY + rows, mask=in_rows, other=0.0)
-    new_key = tl.load(source_ptr + KEY + rows, mask=in_rows, other=0.0)
-    before_query = rows_before(conv_ptr, conv_stride, QUERY + rows, in_rows, W, TAPS)
-    before_key = rows_before(conv_ptr, conv_stride, KEY + rows, in_rows, W, TAPS)
-    query = convolved(
-        new_query, before_query, weight_ptr, bias_ptr, QUERY + rows, in_rows, HAS_BIAS, W, TAPS
+    new_q = tl.load(source_ptr + QUERY + rows, mask=in_rows, other=0.0)
+    new_k = tl.load(source_ptr + KEY + rows, mask=in_rows, other=0.0)
+    q_history = load_conv(conv_ptr, conv_stride, QUERY + rows, in_rows, W, TAPS)
+    k_history = load_conv(conv_ptr, conv_stride, KEY + rows, in_rows, W, TAPS)
+    query = convolve(
+        new_q, q_history, weight_ptr, bias_ptr, QUERY + rows, in_rows, HAS_BIAS, W, TAPS
     )
-    key = convolved(
-        new_key, before_key, weight_ptr, bias_ptr, KEY + rows, in_rows, HAS_BIAS, W, TAPS
-    )
-    if NORMALISES:
+    key = convolve(new_k, k_history, weight_ptr, bias_ptr, KEY + rows, in_rows, HAS_BIAS, W, TAPS)
+    if QK_L2NORM:
         query = query / tl.sqrt(tl.sum(query * query, 0) + 1e-6)
         key = key / tl.sqrt(tl.sum(key * key, 0) + 1e-6)
     query = query * scale
-    match = tl.sum(query * key, 0)
-    last = tl.full([], 0, tl.int32)
+    q_dot_k = tl.sum(query * key, 0)
+    is_last = tl.full([], 0, tl.int32)
     for _ in range(HEADS):
         if HEADS > 1:
             state = tl.load(state_ptr + head * KEYS * VALUES + tile, mask=in_tile, other=0.0)
-        place = VALUE + head * VALUES + columns
-        new = tl.load(source_ptr + place, mask=in_columns, other=0.0)
-        before = rows_before(conv_ptr, conv_stride, place, in_columns, W, TAPS)
-        value = convolved(new, before, weight_ptr, bias_ptr, place, in_columns, HAS_BIAS, W, TAPS)
-        number = unit * RATIO + head
-        fade, strength = gates(
-            source_ptr, rates_ptr, step_bias_ptr, number, head, least, most, STEPS, TAKES, CORRECTS
+        v_columns = VALUE + head * VALUES + columns
+        new_v = tl.load(source_ptr + v_columns, mask=in_columns, other=0.0)
+        v_history = load_conv(conv_ptr, conv_stride, v_columns, in_columns, W, TAPS)
+        value = convolve(
+            new_v, v_history, weight_ptr, bias_ptr, v_columns, in_columns, HAS_BIAS, W, TAPS
         )
-        kept = state.to(tl.float32) * fade
-        read = tl.sum(kept * query[:, None], 0)
-        change = value
-        if CORRECTS:
-            change -= tl.sum(kept * key[:, None], 0)
-        change *= strength
-        out = read + match * change
+        v_head = unit * UNIT_HEADS + head
+        decay, beta = gates(
+            source_ptr, a_log_ptr, dt_bias_ptr, v_head, head, dt_min, dt_max, DT, BETA, DELTA_RULE
+        )
+        new_state = state.to(tl.float32) * decay
+        state_read = tl.sum(new_state * query[:, None], 0)
+        delta = value
+        if DELTA_RULE:
+            delta -= tl.sum(new_state * key[:, None], 0)
+        delta *= beta
+        out = state_read + q_dot_k * delta
         if HAS_SKIP:
-            out += tl.load(skip_ptr + number).to(tl.float32) * value
-        kept += key[:, None] * change[None, :]
+            out += tl.load(skip_ptr + v_head).to(tl.float32) * value
+        new_state += key[:, None] * delta[None, :]
         if HEAD_NORM or UNIT_NORM:
             gate = tl.load(gate_ptr + head * VALUES + columns, mask=in_columns, other=0.0)
             gate = gate.to(tl.float32)
-            opened = gate * tl.sigmoid(gate)
+            silu_gate = gate * tl.sigmoid(gate)
             if GATE_FIRST:
-                out = out * opened
+                out = out * silu_gate
             if HEAD_NORM:
-                mean = tl.sum(out * out, 0) / VALUES
+                mean_square = tl.sum(out * out, 0) / VALUES
                 weight = tl.load(
-                    norm_ptr + number * norm_head_stride + columns, mask=in_columns, other=0.0
+                    norm_ptr + v_head * norm_head_stride + columns, mask=in_columns, other=0.0
                 )
-                out = out / tl.sqrt(mean + eps) * weight.to(tl.float32)
+                out = out / tl.sqrt(mean_square + eps) * weight.to(tl.float32)
                 if not GATE_FIRST:
-                    out = out * opened
-        # What is written below has been read, by all threads.
+                    out = out * silu_gate
+        # All threads have read the state and the history before any of them writes them below.
         if UNIT_NORM or HEADS > 1:
             tl.debug_barrier()
         else:
-            last = arrive(arrived_ptr, SPLITS)
-        kept = kept.to(state_ptr.dtype.element_ty)
-        tl.store(state_ptr + head * KEYS * VALUES + tile, kept, mask=in_tile)
-        go_on(conv_ptr, conv_stride, new, before, place, in_columns, W, TAPS)
+            is_last = count_arrival(arrival_counts_ptr, SPLITS)
+        new_state = new_state.to(state_ptr.dtype.element_ty)
+        tl.store(state_ptr + head * KEYS * VALUES + tile, new_state, mask=in_tile)
+        shift_conv(conv_ptr, conv_stride, new_v, v_history, v_columns, in_columns, W, TAPS)
         out = out.to(y_ptr.dtype.element_ty)
         tl.store(y_ptr + head * VALUES + columns, out, mask=in_columns)
         head += 1
     if UNIT_NORM or HEADS > 1:
-        last = arrive(arrived_ptr, SPLITS)
-    if last:
-        go_on(conv_ptr, conv_stride, new_query, before_query, QUERY + rows, in_rows, W, TAPS)
-        go_on(conv_ptr, conv_stride, new_key, before_key, KEY + rows, in_rows, W, TAPS)
+        is_last = count_arrival(arrival_counts_ptr, SPLITS)
+    if is_last:
+        shift_conv(conv_ptr, conv_stride, new_q, q_history, QUERY + rows, in_rows, W, TAPS)
+        shift_conv(conv_ptr, conv_stride, new_k, k_history, KEY + rows, in_rows, W, TAPS)
         if UNIT_NORM:
-            norm_ptr += unit * RATIO * norm_head_stride
-            norm_unit(y_ptr, gate_ptr, norm_ptr, eps, GATE_FIRST, WIDTH, BLOCK_NORM)
+            norm_ptr += unit * UNIT_HEADS * norm_head_stride
+            norm_unit(y_ptr, gate_ptr, norm_ptr, eps, GATE_FIRST, UNIT_WIDTH, BLOCK_NORM)
 
 
-#: HEADS of a unit that one program does, one after another. One: no other head waits for it, and
-#: what is worked out again for each, queries and keys, is 2 K of the 2 K V numbers that move.
+#: HEADS: heads of a unit that one program processes sequentially. With one head each program
+#: repeats the work on queries and keys, but that is 2 K of the 2 K V numbers it moves.
 DECODE = Launches(
     "recurrence_decode",
     {"HEADS": 1, "num_warps": 8, "num_stages": 1},
@@ -303,7 +303,7 @@ DECODE = Launches(
         {"HEADS": 4, "num_warps": 8, "num_stages": 1},
     ),
 )
-#: Numbers at once of a norm over all heads of a unit.
+#: Elements of a block of the norm over all heads of a unit.
 NORM_BLOCK = 1024
 
 
@@ -311,91 +311,91 @@ def decode(
     source: torch.Tensor,
     weights: PrologueWeights,
     *,
-    parts: UnitParts,
+    unit: UnitLayout,
     memory: DecodeMemory,
     skip: torch.Tensor | None,
     norm: OutputNorm | None,
 ) -> torch.Tensor:
-    """Return y [b, H, V], as `recurrence_decode` does."""
-    (rows, units, _), ratio = source.shape, parts.heads
+    """Return y [b, H, V], see `recurrence_decode`."""
+    (rows, units, _), heads_per_unit = source.shape, unit.heads
     source = source if source.stride(-1) == 1 else source.contiguous()
-    shape = (rows, units * ratio, parts.value_channels)
+    shape = (rows, units * heads_per_unit, unit.value_channels)
     y = torch.empty(shape, dtype=source.dtype, device=source.device)
     if not rows:
         return y
-    over = None if norm is None else _normed_inside(norm, parts)
-    gate = source if norm is None or over is None else norm.gate
+    norm_scope = None if norm is None else _fused_norm(norm, unit)
+    gate = source if norm is None or norm_scope is None else norm.gate
     gate = gate if gate.stride(-1) == 1 else gate.contiguous()
-    launch = launch_of(parts, memory)
-    programs = rows * units * (ratio // launch["HEADS"])
-    weight, bias, rates, step_bias = weights
+    launch = launch_of(unit, memory)
+    programs = rows * units * (heads_per_unit // launch["HEADS"])
+    weight, bias, a_log, dt_bias = weights
     recurrence_decode_kernel[(programs,)](
         source,
         gate,
         weight.contiguous(),
         weight if bias is None else bias.contiguous(),
-        rates,
-        step_bias,
-        rates if skip is None else skip,
-        rates if norm is None else norm.weight,
+        a_log,
+        dt_bias,
+        a_log if skip is None else skip,
+        a_log if norm is None else norm.weight,
         memory.conv,
         memory.state,
         memory.slots,
-        memory.slots if memory.arrived is None else memory.arrived,
+        memory.slots if memory.arrival_counts is None else memory.arrival_counts,
         y,
-        1.0 if parts.strengths is None else parts.key_channels**-0.5,
-        *(float(limit) for limit in parts.limits),
+        1.0 if unit.beta is None else unit.key_channels**-0.5,
+        *(float(limit) for limit in unit.dt_limit),
         0.0 if norm is None else norm.eps,
         units,
-        parts.convolved,
+        unit.conv_channels,
         *source.stride()[:2],
         *gate.stride()[:2],
-        0 if norm is None or len(norm.weight) == parts.value_channels else parts.value_channels,
-        **constants_of(parts, weight.shape[2]),
+        0 if norm is None or len(norm.weight) == unit.value_channels else unit.value_channels,
+        **constants_of(unit, weight.shape[2]),
         HAS_BIAS=bias is not None,
         HAS_SKIP=skip is not None,
-        HEAD_NORM=over == "head",
-        UNIT_NORM=over == "unit",
+        HEAD_NORM=norm_scope == "head",
+        UNIT_NORM=norm_scope == "unit",
         GATE_FIRST=norm is not None and norm.order == GATE_FIRST,
         BLOCK_NORM=NORM_BLOCK,
         **launch,
     )
-    return y if norm is None or over is not None else normed(y, norm, memory.slots)
+    return y if norm is None or norm_scope is not None else apply_output_norm(y, norm, memory.slots)
 
 
-def launch_of(parts: UnitParts, memory: DecodeMemory) -> dict[str, int]:
-    """Return how to start the kernel: HEADS divides those of a unit."""
-    sides = (next_power_of_2(n) for n in (parts.key_channels, parts.value_channels))
+def launch_of(unit: UnitLayout, memory: DecodeMemory) -> dict[str, int]:
+    """Return the launch options of the kernel; HEADS divides the heads of a unit."""
+    block_sizes = (next_power_of_2(n) for n in (unit.key_channels, unit.value_channels))
     dtype = str(memory.state.dtype)[6:]
-    launch = DECODE.pick(memory.state, "{} K{} V{} r{}".format(dtype, *sides, parts.heads))
-    heads = parts.heads if memory.arrived is None else math.gcd(parts.heads, launch["HEADS"])
+    launch = DECODE.pick(memory.state, "{} K{} V{} r{}".format(dtype, *block_sizes, unit.heads))
+    heads = unit.heads if memory.arrival_counts is None else math.gcd(unit.heads, launch["HEADS"])
     return launch | {"HEADS": heads}
 
 
-def _normed_inside(norm: OutputNorm, parts: UnitParts) -> str | None:
-    """Return what of the kernel's the norm is over: a head, a unit, or None, neither."""
+def _fused_norm(norm: OutputNorm, unit: UnitLayout) -> str | None:
+    """Return the scope of a norm that the kernel can fuse, "head" or "unit", or None."""
     size = len(norm.weight) if norm.group_size is None else norm.group_size
-    if size == parts.value_channels:
+    if size == unit.value_channels:
         return "head"
-    return "unit" if size == parts.heads * parts.value_channels else None
+    return "unit" if size == unit.heads * unit.value_channels else None
 
 
-def constants_of(parts: UnitParts, width: int) -> dict[str, int | bool]:
-    """Return the compile-time constants that the shape of a unit and of its convolution decide."""
-    corrects = parts.strengths is not None
+def constants_of(unit: UnitLayout, conv_width: int) -> dict[str, int | bool]:
+    """Return the compile-time constants that follow from the columns of a unit and W."""
+    delta_rule = unit.beta is not None
     return {
-        "QUERY": parts.query,
-        "KEY": parts.key,
-        "VALUE": parts.value,
-        "STEPS": parts.steps,
-        "TAKES": parts.strengths if corrects else parts.steps,
-        "CORRECTS": corrects,
-        "NORMALISES": parts.normalised,
-        "W": width,
-        "TAPS": next_power_of_2(max(1, width - 1)),
-        "RATIO": parts.heads,
-        "KEYS": parts.key_channels,
-        "VALUES": parts.value_channels,
-        "BLOCK_K": next_power_of_2(parts.key_channels),
-        "BLOCK_V": next_power_of_2(parts.value_channels),
+        "QUERY": unit.query,
+        "KEY": unit.key,
+        "VALUE": unit.value,
+        "DT": unit.dt,
+        "BETA": unit.beta if delta_rule else unit.dt,
+        "DELTA_RULE": delta_rule,
+        "QK_L2NORM": unit.qk_l2norm,
+        "W": conv_width,
+        "TAPS": next_power_of_2(max(1, conv_width - 1)),
+        "UNIT_HEADS": unit.heads,
+        "KEYS": unit.key_channels,
+        "VALUES": unit.value_channels,
+        "BLOCK_K": next_power_of_2(unit.key_channels),
+        "BLOCK_V": next_power_of_2(unit.value_channels),
     }

@@ -1,18 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The prologue of recurrences: from the features of tokens to what a recurrence reads.
+"""The recurrence prologue: from the projected features of tokens to the inputs of a recurrence.
 
 Per unit, a group of r heads, with pre the causal convolution of its first c columns:
 
     [query | key | value] = SiLU(pre),  queries and keys of the delta rule scaled to length one;
-    delta rule: strength = sigmoid(beta),  decay = −e^A_log · softplus(alpha + dt_bias);
-    SSD:        strength = dt = softplus(raw + dt_bias) within limits,  decay = −e^A_log · dt
+    delta rule: beta = sigmoid(b),  decay = −e^A_log · softplus(alpha + dt_bias);
+    SSD:        beta = dt = softplus(raw + dt_bias), clamped to its limits,  decay = −e^A_log · dt
 
 (Yang et al. 2024, arXiv 2412.06464, section 3.4; Dao & Gu 2024, arXiv 2405.21060, section 7).
 
-On a GPU this is one kernel: it reads each row where it lies and writes each result once. Backward
-is one more, which works out pre again, walks each stretch of tokens from its end, so that what a
-token gives to the W-1 before it stays in registers, and sums the gradients of weights in a fixed
-order.
+On a GPU this is one kernel, which reads each row in place and writes each output once. Backward is
+another kernel. It recomputes pre and processes segments of tokens from their ends, so that a
+token's contributions to the gradients of the W-1 tokens before it stay in registers. It sums the
+gradients of the weights in a fixed order.
 """
 
 from __future__ import annotations
@@ -25,93 +25,95 @@ from megatron.core.ops.recurrence import RecurrenceInputs
 from megatron.core.ops.recurrence_prologue import reference
 from megatron.core.ops.recurrence_prologue.reference import (
     PrologueWeights,
-    UnitParts,
+    UnitLayout,
     recurrence_inputs,
 )
 from megatron.core.ops.sequences import PackingIndices, Sequences, require_sequences
 
 __all__ = ["PrologueWeights", "UnitParts", "recurrence_inputs", "recurrence_prologue"]
 
-#: What the kernel takes: tokens a convolution sees, and features of a key.
-MOST_TAPS, MOST_KEYS = 4, 1024
+#: Limits of the kernel: taps W of the convolution, and features K of a key.
+MAX_TAPS, MAX_KEYS = 4, 1024
 
 
 def recurrence_prologue(
     source: torch.Tensor | ProjectionSlice,
     weights: PrologueWeights,
     *,
-    parts: UnitParts,
+    unit: UnitLayout,
     sequences: Sequences,
-    places: PackingIndices | None = None,
+    packing: PackingIndices | None = None,
     initial: torch.Tensor | None = None,
-    keeps_last: bool = False,
+    return_conv_state: bool = False,
     implementation: str | None = None,
 ) -> tuple[RecurrenceInputs, torch.Tensor | None]:
-    """Convolve, activate and normalise the features of tokens, and work out their gates.
+    """Convolve, activate and normalise the features of tokens, and compute their gates.
 
-    Inside all is in fp32; fp64 stays fp64. Backward saves the arguments alone.
+    It computes in fp32, or in fp64 for fp64. Backward saves only the arguments.
 
     Args:
-        source: [n, u, w], rows of tokens; may be a slice of the last dimension, whose gradient is
-            then written to that of the projection, if it says where that is.
-        weights: of the convolution and of the gates.
-        parts: what the w columns are.
-        sequences: where those of the t packed tokens begin and end.
-        places: the row of each packed token; rows of none get a gradient of zero. None: t rows, as
-            they are packed.
-        initial: [N, W-1, u, c], the rows before each sequence, the last nearest to it; has a
-            gradient. None is zeros.
-        keeps_last: whether the last rows are wanted, as they are while generating.
-        implementation: "reference", "triton" or None (by device; the reference too where W is
+        source: [n, u, w], rows of tokens; may be a slice of the last dimension. The gradient of a
+            `ProjectionSlice` is written into the gradient of its projection.
+        weights: weights of the convolution and of the gates.
+        unit: the meaning of the w columns.
+        sequences: the boundaries of the t packed tokens.
+        packing: the row of each packed token; padding rows get a zero gradient. None: the rows are
+            packed, n = t.
+        initial: [N, W-1, u, c], the rows before each sequence, in order; has a gradient. None is
+            zeros.
+        return_conv_state: whether to return the convolution's state, for generation.
+        implementation: "reference", "triton" or None (by device; the reference too if W is
             above 4 or K above 1,024).
 
     Returns:
-        (inputs of t tokens, decay and strength in fp32; last [N, W-1, u, c] in source's dtype, what
-        a next call needs as `initial`, without a gradient; None where it is not wanted).
+        (inputs of t tokens, decay and beta in fp32; the convolution's state [N, W-1, u, c] in
+        source's dtype, which is `initial` of the next call, without a gradient, or None).
 
     Raises:
-        ValueError: shapes that do not fit, or a forced implementation that cannot take them.
+        ValueError: incompatible shapes, or a forced implementation that does not support them.
     """
     op = "recurrence_prologue"
-    columns = slice_of(source)
-    source = columns.value
+    source_slice = slice_of(source)
+    source = source_slice.value
     require_sequences(op, sequences)
-    check_features(op, source, weights, parts)
-    if places is None:
+    check_features(op, source, weights, unit)
+    if packing is None:
         sequences.check(op, source=source)
-    elif (len(places.rows), len(places.tokens)) != (sequences.tokens, source.shape[0]):
+    elif (len(packing.rows), len(packing.tokens)) != (sequences.tokens, source.shape[0]):
         raise ValueError(
-            f"{op}: places are of {len(places.rows)} tokens in {len(places.tokens)} rows, there "
+            f"{op}: packing is of {len(packing.rows)} tokens in {len(packing.tokens)} rows, there "
             f"are {sequences.tokens} tokens and {source.shape[0]} rows: use one layout for all"
         )
-    width = weights.weight.shape[-1]
-    wanted = (sequences.count, width - 1, source.shape[1], parts.convolved)
-    if initial is not None and tuple(initial.shape) != wanted:
+    conv_width = weights.weight.shape[-1]
+    expected = (sequences.count, conv_width - 1, source.shape[1], unit.conv_channels)
+    if initial is not None and tuple(initial.shape) != expected:
         raise ValueError(
-            f"{op}: initial {tuple(initial.shape)} must be {wanted}: the W-1 rows before each "
+            f"{op}: initial {tuple(initial.shape)} must be {expected}: the W-1 rows before each "
             "sequence"
         )
-    call = {"parts": parts, "sequences": sequences, "places": places, "initial": initial}
-    if _chosen(implementation, source, width, parts) == "triton":
+    call = {"unit": unit, "sequences": sequences, "packing": packing, "initial": initial}
+    if _implementation(implementation, source, conv_width, unit) == "triton":
         from megatron.core.ops.recurrence_prologue import triton
 
-        return triton.prologue(columns, weights, keeps_last=keeps_last, **call)
-    inputs, last = reference.prologue(source, weights, **call)
-    return inputs, last.detach() if keeps_last else None
+        return triton.prologue(source_slice, weights, return_conv_state=return_conv_state, **call)
+    inputs, conv_state = reference.prologue(source, weights, **call)
+    return inputs, conv_state.detach() if return_conv_state else None
 
 
-def _chosen(implementation: str | None, source: torch.Tensor, width: int, parts: UnitParts) -> str:
-    """Return which implementation is used.
+def _implementation(
+    implementation: str | None, source: torch.Tensor, conv_width: int, unit: UnitLayout
+) -> str:
+    """Return the implementation to use.
 
     Raises:
-        ValueError: one that cannot be.
+        ValueError: the requested implementation does not support these sizes.
     """
     name = choose(implementation, source, "recurrence_prologue")
-    if name == "triton" and (width > MOST_TAPS or parts.key_channels > MOST_KEYS):
+    if name == "triton" and (conv_width > MAX_TAPS or unit.key_channels > MAX_KEYS):
         if implementation is not None:
             raise ValueError(
-                f"recurrence_prologue: W {width} and K {parts.key_channels}: the Triton kernel "
-                f"takes up to {MOST_TAPS} and {MOST_KEYS}; use implementation='reference'"
+                f"recurrence_prologue: W {conv_width} and K {unit.key_channels}: the Triton kernel "
+                f"takes up to {MAX_TAPS} and {MAX_KEYS}; use implementation='reference'"
             )
         return "reference"
     return name
@@ -121,25 +123,25 @@ def check_features(
     op: str,
     source: torch.Tensor,
     weights: PrologueWeights,
-    parts: UnitParts,
+    unit: UnitLayout,
     *,
     skip: torch.Tensor | None = None,
 ) -> None:
-    """Raise ValueError unless features, weights and parts fit together."""
-    if source.ndim != 3 or source.shape[2] != parts.width or not source.is_floating_point():
+    """Raise ValueError unless features, weights and the unit's columns are compatible."""
+    if source.ndim != 3 or source.shape[2] != unit.width or not source.is_floating_point():
         raise ValueError(
             f"{op}: source {tuple(source.shape)} {source.dtype} must be floats (rows, units, "
-            f"{parts.width})"
+            f"{unit.width})"
         )
     units = source.shape[1]
-    heads, channels = (units * parts.heads,), (units, parts.convolved)
-    weight, bias, rates, step_bias = weights
+    heads, channels = (units * unit.heads,), (units, unit.conv_channels)
+    weight, bias, a_log, dt_bias = weights
     if weight.ndim != 3 or weight.shape[:2] != channels or weight.shape[2] == 0:
         raise ValueError(
-            f"{op}: weight {tuple(weight.shape)} must be ({units}, {parts.convolved}, taps)"
+            f"{op}: weight {tuple(weight.shape)} must be ({units}, {unit.conv_channels}, taps)"
         )
     if bias is not None and bias.shape != channels:
         raise ValueError(f"{op}: bias {tuple(bias.shape)} must be {channels}")
-    for name, value in (("rates", rates), ("step_bias", step_bias), ("skip", skip)):
+    for name, value in (("a_log", a_log), ("dt_bias", dt_bias), ("skip", skip)):
         if value is not None and value.shape != heads:
             raise ValueError(f"{op}: {name} {tuple(value.shape)} must be {heads}")

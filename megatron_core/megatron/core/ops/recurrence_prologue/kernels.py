@@ -1,22 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The kernels of the prologue: forward, and backward over stretches of tokens from their ends.
+"""The forward and backward kernels of the recurrence prologue.
 
-The backward kernel of the prologue: stretches of tokens walked from their ends.
+A unit has several sections: its query, its key, blocks of columns of its values, and its gates
+(decay and beta of each head). A program computes one section of some tokens of a unit. All tiles
+have the width of a key. Row strides are passed divided by ALIGN, so that the compiler knows the
+alignment of loads: the distance of units is rarely a multiple of 16 bytes.
 
-Each of LANES stretches of STEPS tokens is walked backwards: of each token pre and its gradient are
-worked out once, and what that gives to the W-1 tokens before it is handed on in registers. The W-1
-tokens behind a stretch are worked out again for this; so STEPS + 4 tokens are walked, four in each
-round of a loop. Its loads do not wait for each other, and begin AHEAD - 1 rounds before their use.
-
-What the kernels of the prologue share: the sections of a unit, and the rows that taps meet.
-
-A section is the query of a unit, its key, or so many columns of its values; the last section is its
-gates. All tiles are as wide as a key. Strides of rows arrive divided by ALIGN, so that the compiler
-knows how far loads are aligned: units are rarely a multiple of 16 bytes apart.
-
-The gates of the prologue: a token's decay and strength for each head of a unit.
-
-The forward kernel of the prologue: tokens by units by sections, each written once.
+The backward kernel processes SEGMENTS segments of STEPS tokens in parallel, each from its last
+token to its first. It computes pre and its gradient once per token, and carries the contributions
+to the gradients of the W-1 rows before the token in registers. For these it recomputes the W-1
+tokens after a segment, so a loop runs over STEPS + 4 tokens, four per iteration. The loads of an
+iteration are independent, and are issued AHEAD - 1 iterations before their use.
 """
 
 from __future__ import annotations
@@ -33,7 +27,7 @@ def first_column(
     VALUE: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Return the first column of a section in its unit."""
+    """Return the first column of a section within its unit."""
     key_or_value = tl.where(section == 1, KEY, VALUE + (section - 2) * BLOCK)
     return tl.where(section == 0, QUERY, key_or_value)
 
@@ -46,7 +40,7 @@ def columns_inside(
     VALUES: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Return which columns of a section there are; a constant where all are."""
+    """Return the mask of a section's valid columns; a constant if every tile is full."""
     if KEYS == BLOCK and VALUES % BLOCK == 0:
         inside = columns < BLOCK
     else:
@@ -55,66 +49,68 @@ def columns_inside(
 
 
 @triton.jit
-def tap(taps_ptr, apart, inside, TAP: tl.constexpr, WIDTH: tl.constexpr):
-    """Return the weights that meet the token TAP before, zero where there are none.
+def tap(taps_ptr, stride, inside, TAP: tl.constexpr, WIDTH: tl.constexpr):
+    """Return the weights of the token TAP before; zero if TAP >= WIDTH.
 
-    Taps lie `apart` from each other, and the weights of one side by side.
+    `stride` separates taps; the weights of one tap are contiguous.
     """
     columns = tl.arange(0, inside.shape[0])
-    at = taps_ptr + (WIDTH - 1 - TAP) * apart + columns
-    return tl.load(at, mask=inside & (TAP < WIDTH), other=0.0).to(tl.float32)
+    pointers = taps_ptr + (WIDTH - 1 - TAP) * stride + columns
+    return tl.load(pointers, mask=inside & (TAP < WIDTH), other=0.0).to(tl.float32)
 
 
 @triton.jit
-def place_of(places_ptr, token, inside, HAS_PLACES: tl.constexpr):
-    """Return the rows of tokens."""
-    place = token
-    if HAS_PLACES:
-        place = tl.load(places_ptr + token, mask=inside, other=0)
-    return place
+def row_of_token(rows_ptr, token, inside, HAS_INDEX: tl.constexpr):
+    """Return the row of each token in the source."""
+    row = token
+    if HAS_INDEX:
+        row = tl.load(rows_ptr + token, mask=inside, other=0)
+    return row
 
 
 @triton.jit
-def row_of(source_ptr, places_ptr, token, tokens, inside, stride, HAS_PLACES: tl.constexpr):
-    """Return the columns of tokens [tokens, BLOCK], zero of those that are not among `tokens`."""
-    wanted = (token >= 0) & (token < tokens)
-    place = place_of(places_ptr, token, wanted, HAS_PLACES)
+def load_rows(source_ptr, rows_ptr, token, tokens, inside, stride, HAS_INDEX: tl.constexpr):
+    """Load the columns of tokens [n, BLOCK]; zero for tokens outside 0 ... `tokens` - 1."""
+    in_range = (token >= 0) & (token < tokens)
+    row = row_of_token(rows_ptr, token, in_range, HAS_INDEX)
     columns = tl.arange(0, inside.shape[0])
-    at = source_ptr + (place * stride)[:, None] + columns[None, :]
-    return tl.load(at, mask=wanted[:, None] & inside[None, :], other=0.0).to(tl.float32)
+    pointers = source_ptr + (row * stride)[:, None] + columns[None, :]
+    return tl.load(pointers, mask=in_range[:, None] & inside[None, :], other=0.0).to(tl.float32)
 
 
 @triton.jit
-def row_before(
+def load_initial_rows(
     initial_ptr,
-    number,
-    back,
-    wanted,
+    sequence_id,
+    lag,
+    mask,
     inside,
     initial_stride,
     WIDTH: tl.constexpr,
 ):
-    """Return the rows `back` before their sequences [tokens, BLOCK]."""
+    """Load the initial rows [n, BLOCK] that are `lag` before the start of their sequences."""
     columns = tl.arange(0, inside.shape[0])
-    row = (number.to(tl.int64) * (WIDTH - 1) + (WIDTH - 1 - back)) * initial_stride
-    at = initial_ptr + row[:, None] + columns[None, :]
-    return tl.load(at, mask=wanted[:, None] & inside[None, :], other=0.0).to(tl.float32)
+    row = (sequence_id.to(tl.int64) * (WIDTH - 1) + (WIDTH - 1 - lag)) * initial_stride
+    pointers = initial_ptr + row[:, None] + columns[None, :]
+    return tl.load(pointers, mask=mask[:, None] & inside[None, :], other=0.0).to(tl.float32)
 
 
 @triton.jit
 def softplus(x):
-    """Return log(1 + e^x), as precise for small results as for large ones."""
-    share = tl.exp(-tl.abs(x))
-    whole = 1.0 + share
-    # What 1 + share rounds off is made good by the slope of the logarithm.
-    log = tl.where(whole == 1.0, share, tl.log(whole) * (share / tl.maximum(whole - 1.0, 1e-30)))
-    return tl.maximum(x, 0.0) + log
+    """Return log(1 + e^x), with a small relative error for small results too."""
+    exp_neg = tl.exp(-tl.abs(x))
+    one_plus = 1.0 + exp_neg
+    # Corrects the rounding of 1 + exp_neg to first order, as log1p does.
+    log1p = tl.where(
+        one_plus == 1.0, exp_neg, tl.log(one_plus) * (exp_neg / tl.maximum(one_plus - 1.0, 1e-30))
+    )
+    return tl.maximum(x, 0.0) + log1p
 
 
 @triton.jit
 def limited(x, low, high):
-    """Return x, but at least `low` and at most `high`; what is no number stays none."""
-    # Of a number and one that is none, `tl.maximum` returns the number on a GPU.
+    """Return x clamped to [low, high]; NaN stays NaN."""
+    # tl.maximum(NaN, low) is `low` on a GPU.
     return tl.where(x < low, low, tl.where(x > high, high, x))
 
 
@@ -123,43 +119,43 @@ def write_gates(
     source_ptr,
     weights,
     gates,
-    numbers,
-    limits,
-    STRENGTHS: tl.constexpr,
-    STEPS_COLUMN: tl.constexpr,
+    sizes,
+    dt_limit,
+    BETA_COLUMN: tl.constexpr,
+    DT_COLUMN: tl.constexpr,
     HEADS: tl.constexpr,
-    HAS_PLACES: tl.constexpr,
-    HAS_STRENGTHS: tl.constexpr,
+    HAS_INDEX: tl.constexpr,
+    HAS_BETA: tl.constexpr,
     BLOCK_T: tl.constexpr,
     BLOCK_H: tl.constexpr,
     GATE_T: tl.constexpr,
 ):
-    """Write decay and strength of BLOCK_T tokens of a unit."""
-    rates_ptr, step_bias_ptr, places_ptr = weights
-    decay_ptr, strength_ptr = gates
-    start, unit, tokens, units, stride = numbers
-    low, high = limits
+    """Write decay and beta of BLOCK_T tokens of a unit."""
+    a_log_ptr, dt_bias_ptr, rows_ptr = weights
+    decay_ptr, beta_ptr = gates
+    start, unit, tokens, units, stride = sizes
+    low, high = dt_limit
     heads = tl.arange(0, BLOCK_H)
-    real = heads < HEADS
-    rate = tl.exp(tl.load(rates_ptr + unit * HEADS + heads, mask=real, other=0.0))
-    step_bias = tl.load(step_bias_ptr + unit * HEADS + heads, mask=real, other=0.0)
-    for first in range(0, BLOCK_T, GATE_T):
-        token = start + first + tl.arange(0, GATE_T)
+    is_head = heads < HEADS
+    rate = tl.exp(tl.load(a_log_ptr + unit * HEADS + heads, mask=is_head, other=0.0))
+    dt_bias = tl.load(dt_bias_ptr + unit * HEADS + heads, mask=is_head, other=0.0)
+    for offset in range(0, BLOCK_T, GATE_T):
+        token = start + offset + tl.arange(0, GATE_T)
         inside = token < tokens
-        mask = inside[:, None] & real[None, :]
-        place = place_of(places_ptr, token, inside, HAS_PLACES)
-        at = source_ptr + (place * stride)[:, None] + heads[None, :]
-        raw = tl.load(at + STEPS_COLUMN, mask=mask, other=0.0).to(tl.float32)
-        steps = softplus(raw + step_bias[None, :])
-        if HAS_STRENGTHS:
-            opened = tl.load(at + STRENGTHS, mask=mask, other=0.0).to(tl.float32)
-            strength = tl.sigmoid(opened)
+        mask = inside[:, None] & is_head[None, :]
+        row = row_of_token(rows_ptr, token, inside, HAS_INDEX)
+        pointers = source_ptr + (row * stride)[:, None] + heads[None, :]
+        raw = tl.load(pointers + DT_COLUMN, mask=mask, other=0.0).to(tl.float32)
+        dt = softplus(raw + dt_bias[None, :])
+        if HAS_BETA:
+            raw_beta = tl.load(pointers + BETA_COLUMN, mask=mask, other=0.0).to(tl.float32)
+            beta = tl.sigmoid(raw_beta)
         else:
-            steps = limited(steps, low, high)
-            strength = steps
-        out = (token * units + unit)[:, None] * HEADS + heads[None, :]
-        tl.store(decay_ptr + out, -rate[None, :] * steps, mask=mask)
-        tl.store(strength_ptr + out, strength, mask=mask)
+            dt = limited(dt, low, high)
+            beta = dt
+        out_offsets = (token * units + unit)[:, None] * HEADS + heads[None, :]
+        tl.store(decay_ptr + out_offsets, -rate[None, :] * dt, mask=mask)
+        tl.store(beta_ptr + out_offsets, beta, mask=mask)
 
 
 @triton.jit
@@ -167,66 +163,67 @@ def differentiate_gates(
     source_ptr,
     weights,
     grads,
-    results,
+    outputs,
     partial_ptr,
-    numbers,
-    limits,
-    STRENGTHS: tl.constexpr,
-    STEPS_COLUMN: tl.constexpr,
+    sizes,
+    dt_limit,
+    BETA_COLUMN: tl.constexpr,
+    DT_COLUMN: tl.constexpr,
     HEADS: tl.constexpr,
-    HAS_PLACES: tl.constexpr,
-    HAS_STRENGTHS: tl.constexpr,
+    HAS_INDEX: tl.constexpr,
+    HAS_BETA: tl.constexpr,
     BLOCK_H: tl.constexpr,
     GATE_T: tl.constexpr,
 ):
-    """Write the gradients of a share of the tokens, and this share's part of those of weights."""
-    rates_ptr, step_bias_ptr, places_ptr = weights
-    d_decay_ptr, d_strength_ptr = grads
-    d_source_ptr, d_stride = results
-    share, shares, unit, tokens, units, stride = numbers
-    low, high = limits
+    """Write the gradients of the gate columns for a share of the tokens, and the share's partial
+    gradients of A_log and dt_bias."""
+    a_log_ptr, dt_bias_ptr, rows_ptr = weights
+    d_decay_ptr, d_beta_ptr = grads
+    d_source_ptr, d_stride = outputs
+    share, shares, unit, tokens, units, stride = sizes
+    low, high = dt_limit
     heads = tl.arange(0, BLOCK_H)
-    there = heads < HEADS
-    rate = tl.exp(tl.load(rates_ptr + unit * HEADS + heads, mask=there, other=0.0))
-    step_bias = tl.load(step_bias_ptr + unit * HEADS + heads, mask=there, other=0.0)
-    sum_rates = tl.zeros([BLOCK_H], dtype=tl.float32)
-    sum_steps = tl.zeros([BLOCK_H], dtype=tl.float32)
-    for first in range(share * GATE_T, tokens, shares * GATE_T):  # int64, as `share` is
-        token = first + tl.arange(0, GATE_T)
+    is_head = heads < HEADS
+    rate = tl.exp(tl.load(a_log_ptr + unit * HEADS + heads, mask=is_head, other=0.0))
+    dt_bias = tl.load(dt_bias_ptr + unit * HEADS + heads, mask=is_head, other=0.0)
+    d_a_log = tl.zeros([BLOCK_H], dtype=tl.float32)
+    d_dt_bias = tl.zeros([BLOCK_H], dtype=tl.float32)
+    for start in range(share * GATE_T, tokens, shares * GATE_T):  # int64, like `share`
+        token = start + tl.arange(0, GATE_T)
         inside = token < tokens
-        mask = inside[:, None] & there[None, :]
-        place = place_of(places_ptr, token, inside, HAS_PLACES)
-        at = source_ptr + (place * stride)[:, None] + heads[None, :]
-        out = d_source_ptr + (place * d_stride)[:, None] + heads[None, :]
-        gate = (token * units + unit)[:, None] * HEADS + heads[None, :]
-        d_decay = tl.load(d_decay_ptr + gate, mask=mask, other=0.0).to(tl.float32)
-        d_strength = tl.load(d_strength_ptr + gate, mask=mask, other=0.0).to(tl.float32)
-        raw = tl.load(at + STEPS_COLUMN, mask=mask, other=0.0).to(tl.float32)
-        raw += step_bias[None, :]
-        steps = softplus(raw)
-        d_steps = -rate[None, :] * d_decay
-        if HAS_STRENGTHS:
-            opened = tl.load(at + STRENGTHS, mask=mask, other=0.0).to(tl.float32)
-            strength = tl.sigmoid(opened)
-            d_opened = d_strength * strength * (1.0 - strength)
-            tl.store(out + STRENGTHS, d_opened.to(out.dtype.element_ty), mask=mask)
+        mask = inside[:, None] & is_head[None, :]
+        row = row_of_token(rows_ptr, token, inside, HAS_INDEX)
+        pointers = source_ptr + (row * stride)[:, None] + heads[None, :]
+        out = d_source_ptr + (row * d_stride)[:, None] + heads[None, :]
+        gate_offsets = (token * units + unit)[:, None] * HEADS + heads[None, :]
+        d_decay = tl.load(d_decay_ptr + gate_offsets, mask=mask, other=0.0).to(tl.float32)
+        d_beta = tl.load(d_beta_ptr + gate_offsets, mask=mask, other=0.0).to(tl.float32)
+        raw = tl.load(pointers + DT_COLUMN, mask=mask, other=0.0).to(tl.float32)
+        raw += dt_bias[None, :]
+        dt = softplus(raw)
+        d_dt = -rate[None, :] * d_decay
+        if HAS_BETA:
+            raw_beta = tl.load(pointers + BETA_COLUMN, mask=mask, other=0.0).to(tl.float32)
+            beta = tl.sigmoid(raw_beta)
+            d_raw_beta = d_beta * beta * (1.0 - beta)
+            tl.store(out + BETA_COLUMN, d_raw_beta.to(out.dtype.element_ty), mask=mask)
         else:
-            beyond = (steps < low) | (steps > high)
-            d_steps = tl.where(beyond, 0.0, d_steps + d_strength)
-            steps = limited(steps, low, high)
-        d_raw = d_steps * tl.sigmoid(raw)
-        tl.store(out + STEPS_COLUMN, d_raw.to(out.dtype.element_ty), mask=mask)
-        sum_rates += tl.sum(-rate[None, :] * steps * d_decay, 0)
-        sum_steps += tl.sum(d_raw, 0)
+            clamped = (dt < low) | (dt > high)
+            d_dt = tl.where(clamped, 0.0, d_dt + d_beta)
+            dt = limited(dt, low, high)
+        d_raw = d_dt * tl.sigmoid(raw)
+        tl.store(out + DT_COLUMN, d_raw.to(out.dtype.element_ty), mask=mask)
+        d_a_log += tl.sum(-rate[None, :] * dt * d_decay, 0)
+        d_dt_bias += tl.sum(d_raw, 0)
     out = partial_ptr + share * 2 * units * HEADS + unit * HEADS + heads
-    tl.store(out, sum_rates, mask=there)
-    tl.store(out + units * HEADS, sum_steps, mask=there)
+    tl.store(out, d_a_log, mask=is_head)
+    tl.store(out + units * HEADS, d_dt_bias, mask=is_head)
 
 
 @triton.jit
-def to_length_one(y, scaled, eps):
-    """Return rows scaled to length one, if they are `scaled`."""
-    if scaled:
+def l2_normalize(y, normalize, eps):
+    """Return rows divided by their length if `normalize`, else y."""
+    if normalize:
         y *= tl.rsqrt(tl.sum(y * y, 1) + eps)[:, None]
     return y
 
@@ -236,17 +233,17 @@ def prologue_forward_kernel(
     source_ptr,
     taps_ptr,
     bias_ptr,
-    rates_ptr,
-    step_bias_ptr,
+    a_log_ptr,
+    dt_bias_ptr,
     initial_ptr,
-    places_ptr,
-    ages_ptr,
-    numbers_ptr,
+    rows_ptr,
+    positions_ptr,
+    sequence_ids_ptr,
     query_ptr,
     key_ptr,
     value_ptr,
     decay_ptr,
-    strength_ptr,
+    beta_ptr,
     tokens,
     units,
     row_stride,
@@ -257,17 +254,17 @@ def prologue_forward_kernel(
     QUERY: tl.constexpr,
     KEY: tl.constexpr,
     VALUE: tl.constexpr,
-    STRENGTHS: tl.constexpr,
-    STEPS_COLUMN: tl.constexpr,
+    BETA_COLUMN: tl.constexpr,
+    DT_COLUMN: tl.constexpr,
     KEYS: tl.constexpr,
     VALUES: tl.constexpr,
     HEADS: tl.constexpr,
     WIDTH: tl.constexpr,
     HAS_BIAS: tl.constexpr,
-    HAS_PLACES: tl.constexpr,
+    HAS_INDEX: tl.constexpr,
     HAS_INITIAL: tl.constexpr,
-    HAS_STRENGTHS: tl.constexpr,
-    NORMALISED: tl.constexpr,
+    HAS_BETA: tl.constexpr,
+    QK_L2NORM: tl.constexpr,
     ALIGN: tl.constexpr,
     SECTIONS: tl.constexpr,
     BLOCK: tl.constexpr,
@@ -285,15 +282,15 @@ def prologue_forward_kernel(
     if section == SECTIONS - 1:
         write_gates(
             source_ptr,
-            (rates_ptr, step_bias_ptr, places_ptr),
-            (decay_ptr, strength_ptr),
+            (a_log_ptr, dt_bias_ptr, rows_ptr),
+            (decay_ptr, beta_ptr),
             (start, unit, tokens, units, stride),
             (low, high),
-            STRENGTHS,
-            STEPS_COLUMN,
+            BETA_COLUMN,
+            DT_COLUMN,
             HEADS,
-            HAS_PLACES,
-            HAS_STRENGTHS,
+            HAS_INDEX,
+            HAS_BETA,
             BLOCK_T,
             BLOCK_H,
             GATE_T,
@@ -304,33 +301,35 @@ def prologue_forward_kernel(
         channel = unit * (2 * KEYS + VALUES) + column  # of all units
         channels = units * (2 * KEYS + VALUES)
         token = start + tl.arange(0, BLOCK_T)
-        real = token < tokens
-        age = tl.load(ages_ptr + token, mask=real, other=0)
+        in_range = token < tokens
+        position = tl.load(positions_ptr + token, mask=in_range, other=0)
         pre = tl.zeros([BLOCK_T, BLOCK], dtype=tl.float32)
         if HAS_BIAS:
             bias = tl.load(bias_ptr + channel + tl.arange(0, BLOCK), mask=inside, other=0.0)
             pre += bias.to(tl.float32)[None, :]
         if HAS_INITIAL:
-            number = tl.load(numbers_ptr + token, mask=real, other=0)
-        for back in tl.static_range(WIDTH):
-            # A token that is not wanted is one before all.
-            above = tl.where(age >= back, token - back, -1)
-            row = row_of(source_ptr + column, places_ptr, above, tokens, inside, stride, HAS_PLACES)
-            if HAS_INITIAL and back > 0:
-                row += row_before(
+            sequence_id = tl.load(sequence_ids_ptr + token, mask=in_range, other=0)
+        for lag in tl.static_range(WIDTH):
+            # -1 masks the load of a token of another sequence.
+            source_token = tl.where(position >= lag, token - lag, -1)
+            row = load_rows(
+                source_ptr + column, rows_ptr, source_token, tokens, inside, stride, HAS_INDEX
+            )
+            if HAS_INITIAL and lag > 0:
+                row += load_initial_rows(
                     initial_ptr + channel,
-                    number,
-                    back - age,
-                    real & (age < back),
+                    sequence_id,
+                    lag - position,
+                    in_range & (position < lag),
                     inside,
                     channels,
                     WIDTH,
                 )
-            pre += tap(taps_ptr + channel, channels, inside, back, WIDTH)[None, :] * row
+            pre += tap(taps_ptr + channel, channels, inside, lag, WIDTH)[None, :] * row
         y = pre * tl.sigmoid(pre)
-        if NORMALISED:
-            y = to_length_one(y, section < 2, eps)
-        mask = real[:, None] & inside[None, :]
+        if QK_L2NORM:
+            y = l2_normalize(y, section < 2, eps)
+        mask = in_range[:, None] & inside[None, :]
         y = y.to(query_ptr.dtype.element_ty)
         columns = tl.arange(0, BLOCK)[None, :]
         if section == 0:
@@ -338,41 +337,41 @@ def prologue_forward_kernel(
         elif section == 1:
             tl.store(key_ptr + (token * units + unit)[:, None] * KEYS + columns, y, mask=mask)
         else:
-            out = (token * units + unit)[:, None] * VALUES + (section - 2) * BLOCK + columns
-            tl.store(value_ptr + out, y, mask=mask)
+            out_offsets = (token * units + unit)[:, None] * VALUES + (section - 2) * BLOCK + columns
+            tl.store(value_ptr + out_offsets, y, mask=mask)
 
 
 @triton.jit
-def differentiated(rows, grad, taps, scaled, eps, NORMALISED: tl.constexpr):
-    """Return the gradient of pre from that of what SiLU and, if `scaled`, the norm make of it."""
+def differentiate_activation(rows, grad, taps, normalize, eps, QK_L2NORM: tl.constexpr):
+    """Return the gradient of pre from the gradient of l2norm(SiLU(pre)), or SiLU(pre)."""
     pre = taps[4][None, :] + taps[0][None, :] * rows[0] + taps[1][None, :] * rows[1]
     pre += taps[2][None, :] * rows[2] + taps[3][None, :] * rows[3]
-    share = tl.sigmoid(pre)
-    if NORMALISED:
-        grad = through_norm(pre * share, grad, scaled, eps)
-    return grad * share * (1.0 + pre * (1.0 - share))
+    sigmoid = tl.sigmoid(pre)
+    if QK_L2NORM:
+        grad = differentiate_norm(pre * sigmoid, grad, normalize, eps)
+    return grad * sigmoid * (1.0 + pre * (1.0 - sigmoid))
 
 
 @triton.jit
-def taps_and_bias(taps_ptr, bias_ptr, apart, inside, WIDTH: tl.constexpr, HAS_BIAS: tl.constexpr):
-    """Return the weights of four taps, zero of those that are not, and the bias."""
+def taps_and_bias(taps_ptr, bias_ptr, stride, inside, WIDTH: tl.constexpr, HAS_BIAS: tl.constexpr):
+    """Return the weights of four taps, zero for taps from WIDTH on, and the bias."""
     bias = tl.zeros(inside.shape, dtype=tl.float32)
     if HAS_BIAS:
-        at = bias_ptr + tl.arange(0, inside.shape[0])
-        bias = tl.load(at, mask=inside, other=0.0).to(tl.float32)
+        pointers = bias_ptr + tl.arange(0, inside.shape[0])
+        bias = tl.load(pointers, mask=inside, other=0.0).to(tl.float32)
     return (
-        tap(taps_ptr, apart, inside, 0, WIDTH),
-        tap(taps_ptr, apart, inside, 1, WIDTH),
-        tap(taps_ptr, apart, inside, 2, WIDTH),
-        tap(taps_ptr, apart, inside, 3, WIDTH),
+        tap(taps_ptr, stride, inside, 0, WIDTH),
+        tap(taps_ptr, stride, inside, 1, WIDTH),
+        tap(taps_ptr, stride, inside, 2, WIDTH),
+        tap(taps_ptr, stride, inside, 3, WIDTH),
         bias,
     )
 
 
 @triton.jit
-def through_norm(y, grad, scaled, eps):
-    """Return the gradient of y from that of y scaled to length one, if it is `scaled`."""
-    if scaled:
+def differentiate_norm(y, grad, normalize, eps):
+    """Return the gradient of y from the gradient of y / |y|, or `grad` unless `normalize`."""
+    if normalize:
         factor = tl.rsqrt(tl.sum(y * y, 1) + eps)[:, None]
         y *= factor
         grad = factor * (grad - y * tl.sum(grad * y, 1)[:, None])
@@ -380,23 +379,29 @@ def through_norm(y, grad, scaled, eps):
 
 
 @triton.jit
-def lent(row, initials, number, age, inside, BACK: tl.constexpr, WIDTH: tl.constexpr):
-    """Return the row BACK before each token, or the one before its sequence that is there."""
-    if BACK < WIDTH:
-        row += row_before(initials[0], number, BACK - age, age < BACK, inside, initials[2], WIDTH)
+def add_initial_rows(
+    row, initials, sequence_id, position, inside, LAG: tl.constexpr, WIDTH: tl.constexpr
+):
+    """Return the row LAG before each token, taken from the initial rows before its sequence."""
+    if LAG < WIDTH:
+        row += load_initial_rows(
+            initials[0], sequence_id, LAG - position, position < LAG, inside, initials[2], WIDTH
+        )
     return row
 
 
 @triton.jit
-def give_back(pulls, d_initial_ptr, number, starts, inside, stride, WIDTH: tl.constexpr):
-    """Store the gradients of the rows before sequences that begin at these tokens."""
+def store_d_initial(
+    d_rows, d_initial_ptr, sequence_id, starts, inside, stride, WIDTH: tl.constexpr
+):
+    """Store the gradients of the initial rows of sequences that start at these tokens."""
     columns = tl.arange(0, inside.shape[0])
-    row = (number.to(tl.int64) * (WIDTH - 1) + (WIDTH - 1)) * stride
-    at = d_initial_ptr + row[:, None] + columns[None, :]
+    row = (sequence_id.to(tl.int64) * (WIDTH - 1) + (WIDTH - 1)) * stride
+    pointers = d_initial_ptr + row[:, None] + columns[None, :]
     mask = starts[:, None] & inside[None, :]
-    for back in tl.static_range(1, WIDTH):
-        pull = pulls[back - 1].to(d_initial_ptr.dtype.element_ty)
-        tl.store(at - back * stride, pull, mask=mask)
+    for lag in tl.static_range(1, WIDTH):
+        d_row = d_rows[lag - 1].to(d_initial_ptr.dtype.element_ty)
+        tl.store(pointers - lag * stride, d_row, mask=mask)
 
 
 @triton.jit
@@ -405,77 +410,81 @@ def differentiate_token(
     end,
     tokens,
     rows,
-    pulls,
-    sums,
+    d_rows,
+    d_weights,
     taps,
     grads,
-    results,
+    outputs,
     initials,
-    maps,
+    indices,
     inside,
-    scaled,
+    normalize,
     eps,
     WIDTH: tl.constexpr,
-    HAS_PLACES: tl.constexpr,
+    HAS_INDEX: tl.constexpr,
     HAS_INITIAL: tl.constexpr,
-    NORMALISED: tl.constexpr,
+    QK_L2NORM: tl.constexpr,
 ):
-    """Differentiate one token of each lane; return what it hands on, and the sums so far.
+    """Differentiate one token of each segment; return the new `d_rows` and `d_weights`.
 
-    `rows` are that of the token and those before it, `pulls` what the tokens behind give to the row
-    of the token and to those before it; `sums` the gradients of taps and of the bias. Others are
-    pairs of a pointer and a stride, or pointers alone.
+    `rows` are the rows of the token and of the three tokens before it. `d_rows` are the
+    contributions of later tokens to the gradients of these rows, `d_weights` the gradients of taps
+    and bias so far. The other tuples hold pointers and strides.
     """
-    real = token < tokens
-    age = tl.load(maps[1] + token, mask=real, other=WIDTH)
+    in_range = token < tokens
+    position = tl.load(indices[1] + token, mask=in_range, other=WIDTH)
     x0 = rows[0]
-    x1 = tl.where((age >= 1)[:, None], rows[1], 0.0)
-    x2 = tl.where((age >= 2)[:, None], rows[2], 0.0)
-    x3 = tl.where((age >= 3)[:, None], rows[3], 0.0)
-    number = age
+    x1 = tl.where((position >= 1)[:, None], rows[1], 0.0)
+    x2 = tl.where((position >= 2)[:, None], rows[2], 0.0)
+    x3 = tl.where((position >= 3)[:, None], rows[3], 0.0)
+    sequence_id = position
     if HAS_INITIAL:
-        number = tl.load(maps[2] + token, mask=real, other=0)
-        x1 = lent(x1, initials, number, age, inside, 1, WIDTH)
-        x2 = lent(x2, initials, number, age, inside, 2, WIDTH)
-        x3 = lent(x3, initials, number, age, inside, 3, WIDTH)
+        sequence_id = tl.load(indices[2] + token, mask=in_range, other=0)
+        x1 = add_initial_rows(x1, initials, sequence_id, position, inside, 1, WIDTH)
+        x2 = add_initial_rows(x2, initials, sequence_id, position, inside, 2, WIDTH)
+        x3 = add_initial_rows(x3, initials, sequence_id, position, inside, 3, WIDTH)
     columns = tl.arange(0, inside.shape[0])[None, :]
-    mask = real[:, None] & inside[None, :]
+    mask = in_range[:, None] & inside[None, :]
     grad = tl.load(grads[0] + (token * grads[1])[:, None] + columns, mask=mask, other=0.0)
-    seen = (x0, x1, x2, x3)
-    d_pre = differentiated(seen, grad.to(tl.float32), taps, scaled, eps, NORMALISED)
-    own = real & (token < end)
-    held = tl.where(own[:, None], d_pre, 0.0)
-    sums = (
-        sums[0] + held * x0,
-        sums[1] + held * x1,
-        sums[2] + held * x2,
-        sums[3] + held * x3,
-        sums[4] + held,
+    taps_rows = (x0, x1, x2, x3)
+    d_pre = differentiate_activation(
+        taps_rows, grad.to(tl.float32), taps, normalize, eps, QK_L2NORM
     )
-    place = place_of(maps[0], token, own, HAS_PLACES)
-    d_x = (pulls[0] + taps[0][None, :] * d_pre).to(results[0].dtype.element_ty)
-    at = results[0] + (place * results[1])[:, None] + columns
-    tl.store(at, d_x, mask=own[:, None] & inside[None, :])
-    pull1 = pulls[1] + taps[1][None, :] * d_pre
-    pull2 = pulls[2] + taps[2][None, :] * d_pre
-    pull3 = taps[3][None, :] * d_pre
-    starts = age == 0
+    in_segment = in_range & (token < end)
+    d_pre_masked = tl.where(in_segment[:, None], d_pre, 0.0)
+    d_weights = (
+        d_weights[0] + d_pre_masked * x0,
+        d_weights[1] + d_pre_masked * x1,
+        d_weights[2] + d_pre_masked * x2,
+        d_weights[3] + d_pre_masked * x3,
+        d_weights[4] + d_pre_masked,
+    )
+    row_index = row_of_token(indices[0], token, in_segment, HAS_INDEX)
+    d_x = (d_rows[0] + taps[0][None, :] * d_pre).to(outputs[0].dtype.element_ty)
+    pointers = outputs[0] + (row_index * outputs[1])[:, None] + columns
+    tl.store(pointers, d_x, mask=in_segment[:, None] & inside[None, :])
+    d_row1 = d_rows[1] + taps[1][None, :] * d_pre
+    d_row2 = d_rows[2] + taps[2][None, :] * d_pre
+    d_row3 = taps[3][None, :] * d_pre
+    starts = position == 0
     if HAS_INITIAL:
-        pulls = (pull1, pull2, pull3)
-        give_back(pulls, initials[1], number, starts & own, inside, initials[2], WIDTH)
-    goes_on = (age > 0)[:, None]
-    pulls = (
-        tl.where(goes_on, pull1, 0.0),
-        tl.where(goes_on, pull2, 0.0),
-        tl.where(goes_on, pull3, 0.0),
+        d_rows = (d_row1, d_row2, d_row3)
+        store_d_initial(
+            d_rows, initials[1], sequence_id, starts & in_segment, inside, initials[2], WIDTH
+        )
+    has_previous = (position > 0)[:, None]
+    d_rows = (
+        tl.where(has_previous, d_row1, 0.0),
+        tl.where(has_previous, d_row2, 0.0),
+        tl.where(has_previous, d_row3, 0.0),
     )
-    return pulls, sums
+    return d_rows, d_weights
 
 
 @triton.jit
 def unit_columns(pointer, unit, units, strides, COLUMNS: tl.constexpr, JOINT: tl.constexpr):
-    """Return where a unit's columns of the source's gradient begin and how far rows are apart: as
-    in the source, in the joint gradient of a projection; else without gaps."""
+    """Return the pointer to a unit's columns of the source's gradient, and its row stride: the
+    source's stride in the joint gradient of a projection, else contiguous."""
     if JOINT:
         return pointer + unit * strides[0], strides[1]
     else:
@@ -487,17 +496,17 @@ def prologue_backward_kernel(
     source_ptr,
     taps_ptr,
     bias_ptr,
-    rates_ptr,
-    step_bias_ptr,
+    a_log_ptr,
+    dt_bias_ptr,
     initial_ptr,
-    places_ptr,
-    ages_ptr,
-    numbers_ptr,
+    rows_ptr,
+    positions_ptr,
+    sequence_ids_ptr,
     d_query_ptr,
     d_key_ptr,
     d_value_ptr,
     d_decay_ptr,
-    d_strength_ptr,
+    d_beta_ptr,
     d_source_ptr,
     d_initial_ptr,
     tap_partial_ptr,
@@ -513,53 +522,53 @@ def prologue_backward_kernel(
     QUERY: tl.constexpr,
     KEY: tl.constexpr,
     VALUE: tl.constexpr,
-    STRENGTHS: tl.constexpr,
-    STEPS_COLUMN: tl.constexpr,
+    BETA_COLUMN: tl.constexpr,
+    DT_COLUMN: tl.constexpr,
     KEYS: tl.constexpr,
     VALUES: tl.constexpr,
     HEADS: tl.constexpr,
     WIDTH: tl.constexpr,
     HAS_BIAS: tl.constexpr,
-    HAS_PLACES: tl.constexpr,
+    HAS_INDEX: tl.constexpr,
     HAS_INITIAL: tl.constexpr,
-    HAS_STRENGTHS: tl.constexpr,
-    NORMALISED: tl.constexpr,
+    HAS_BETA: tl.constexpr,
+    QK_L2NORM: tl.constexpr,
     ALIGN: tl.constexpr,
     JOINT: tl.constexpr,
     SECTIONS: tl.constexpr,
     BLOCK: tl.constexpr,
-    LANES: tl.constexpr,
+    SEGMENTS: tl.constexpr,
     STEPS: tl.constexpr,
     AHEAD: tl.constexpr,
     BLOCK_H: tl.constexpr,
     GATE_T: tl.constexpr,
 ):
-    """Write the gradient of one section of a unit, for one of `shares` shares of the tokens, and
-    this share's part of the gradients of weights."""
+    """Write the gradient of one section of a unit for one of `shares` shares of the tokens, and the
+    share's partial gradients of the weights."""
     program = tl.program_id(0).to(tl.int64)
     section = (program % SECTIONS).to(tl.int32)
     unit = program // SECTIONS % units
     share = program // SECTIONS // units
     CHANNELS: tl.constexpr = 2 * KEYS + VALUES
-    COLUMNS: tl.constexpr = CHANNELS + (2 * HEADS if HAS_STRENGTHS else HEADS)
+    COLUMNS: tl.constexpr = CHANNELS + (2 * HEADS if HAS_BETA else HEADS)
     stride = row_stride * ALIGN
-    own = (unit_stride * ALIGN, stride)
-    d_source_ptr, d_stride = unit_columns(d_source_ptr, unit, units, own, COLUMNS, JOINT)
+    source_strides = (unit_stride * ALIGN, stride)
+    d_source_ptr, d_stride = unit_columns(d_source_ptr, unit, units, source_strides, COLUMNS, JOINT)
     source_ptr += unit * (unit_stride * ALIGN)
     if section == SECTIONS - 1:
         differentiate_gates(
             source_ptr,
-            (rates_ptr, step_bias_ptr, places_ptr),
-            (d_decay_ptr, d_strength_ptr),
+            (a_log_ptr, dt_bias_ptr, rows_ptr),
+            (d_decay_ptr, d_beta_ptr),
             (d_source_ptr, d_stride),
             gate_partial_ptr,
             (share, shares, unit, tokens, units, stride),
             (low, high),
-            STRENGTHS,
-            STEPS_COLUMN,
+            BETA_COLUMN,
+            DT_COLUMN,
             HEADS,
-            HAS_PLACES,
-            HAS_STRENGTHS,
+            HAS_INDEX,
+            HAS_BETA,
             BLOCK_H,
             GATE_T,
         )
@@ -585,53 +594,53 @@ def prologue_backward_kernel(
             taps_ptr + channel, bias_ptr + channel, channels, inside, WIDTH, HAS_BIAS
         )
         grads = (grad_ptr, grad_stride)
-        results = (d_source_ptr, d_stride)
+        outputs = (d_source_ptr, d_stride)
         initials = (initial_ptr, d_initial_ptr, channels)
-        maps = (places_ptr, ages_ptr, numbers_ptr)
-        none = tl.zeros([LANES, BLOCK], dtype=tl.float32)
-        sums = (none, none, none, none, none)
-        for first in range(share * (LANES * STEPS), tokens, shares * (LANES * STEPS)):
-            end = first + (tl.arange(0, LANES) + 1) * STEPS  # behind each lane's tokens
-            pulls = (none, none, none)
-            x4 = row_of(source_ptr, maps[0], end + 1, tokens, inside, stride, HAS_PLACES)
-            x5 = row_of(source_ptr, maps[0], end + 2, tokens, inside, stride, HAS_PLACES)
-            x6 = row_of(source_ptr, maps[0], end + 3, tokens, inside, stride, HAS_PLACES)
+        indices = (rows_ptr, positions_ptr, sequence_ids_ptr)
+        zeros = tl.zeros([SEGMENTS, BLOCK], dtype=tl.float32)
+        d_weights = (zeros, zeros, zeros, zeros, zeros)
+        for first_token in range(share * (SEGMENTS * STEPS), tokens, shares * (SEGMENTS * STEPS)):
+            ends = first_token + (tl.arange(0, SEGMENTS) + 1) * STEPS  # one past each segment
+            d_rows = (zeros, zeros, zeros)
+            x4 = load_rows(source_ptr, rows_ptr, ends + 1, tokens, inside, stride, HAS_INDEX)
+            x5 = load_rows(source_ptr, rows_ptr, ends + 2, tokens, inside, stride, HAS_INDEX)
+            x6 = load_rows(source_ptr, rows_ptr, ends + 3, tokens, inside, stride, HAS_INDEX)
             for step in tl.range(0, STEPS + 4, 4, num_stages=AHEAD):
-                token = end - step
-                # Of the rows token - 3 to token + 3 the last three are here already.
-                x0 = row_of(source_ptr, maps[0], token - 3, tokens, inside, stride, HAS_PLACES)
-                x1 = row_of(source_ptr, maps[0], token - 2, tokens, inside, stride, HAS_PLACES)
-                x2 = row_of(source_ptr, maps[0], token - 1, tokens, inside, stride, HAS_PLACES)
-                x3 = row_of(source_ptr, maps[0], token, tokens, inside, stride, HAS_PLACES)
+                token = ends - step
+                # Of the rows token - 3 to token + 3 the last three are in registers already.
+                x0 = load_rows(source_ptr, rows_ptr, token - 3, tokens, inside, stride, HAS_INDEX)
+                x1 = load_rows(source_ptr, rows_ptr, token - 2, tokens, inside, stride, HAS_INDEX)
+                x2 = load_rows(source_ptr, rows_ptr, token - 1, tokens, inside, stride, HAS_INDEX)
+                x3 = load_rows(source_ptr, rows_ptr, token, tokens, inside, stride, HAS_INDEX)
                 rows = (x0, x1, x2, x3, x4, x5, x6)
-                for back in tl.static_range(4):
-                    pulls, sums = differentiate_token(
-                        token + 3 - back,
-                        end,
+                for lag in tl.static_range(4):
+                    d_rows, d_weights = differentiate_token(
+                        token + 3 - lag,
+                        ends,
                         tokens,
-                        (rows[6 - back], rows[5 - back], rows[4 - back], rows[3 - back]),
-                        pulls,
-                        sums,
+                        (rows[6 - lag], rows[5 - lag], rows[4 - lag], rows[3 - lag]),
+                        d_rows,
+                        d_weights,
                         taps,
                         grads,
-                        results,
+                        outputs,
                         initials,
-                        maps,
+                        indices,
                         inside,
                         section < 2,
                         eps,
                         WIDTH,
-                        HAS_PLACES,
+                        HAS_INDEX,
                         HAS_INITIAL,
-                        NORMALISED,
+                        QK_L2NORM,
                     )
                 x4 = x0
                 x5 = x1
                 x6 = x2
-        out = tap_partial_ptr + (share * units + unit) * (WIDTH + 1) * CHANNELS
-        out += column + tl.arange(0, BLOCK)
-        for back in tl.static_range(WIDTH):
-            at = out + (WIDTH - 1 - back) * CHANNELS  # in the order of weights
-            tl.store(at, tl.sum(sums[back], 0), mask=inside)
+        partial_ptrs = tap_partial_ptr + (share * units + unit) * (WIDTH + 1) * CHANNELS
+        partial_ptrs += column + tl.arange(0, BLOCK)
+        for lag in tl.static_range(WIDTH):
+            pointers = partial_ptrs + (WIDTH - 1 - lag) * CHANNELS  # in the order of the weight
+            tl.store(pointers, tl.sum(d_weights[lag], 0), mask=inside)
         if HAS_BIAS:
-            tl.store(out + WIDTH * CHANNELS, tl.sum(sums[4], 0), mask=inside)
+            tl.store(partial_ptrs + WIDTH * CHANNELS, tl.sum(d_weights[4], 0), mask=inside)

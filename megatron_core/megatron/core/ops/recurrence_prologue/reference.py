@@ -1,8 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The prologue of recurrences in plain torch: its steps one after another.
-
-Parts: what the columns of a unit are, and the weights they meet.
-"""
+"""The recurrence prologue in plain torch, step by step; the columns of a unit and their weights."""
 
 from __future__ import annotations
 
@@ -20,34 +17,34 @@ from megatron.core.ops.sequences import PackingIndices, Sequences
 
 
 class PrologueWeights(NamedTuple):
-    """What the prologue multiplies and adds, of u units and H heads.
+    """The weights of the prologue, of u units and H heads.
 
     Args:
-        weight: [u, c, W], of the convolution; the last column meets the token itself.
-        bias: [u, c] or None.
-        rates: [H], A_log.
-        step_bias: [H], dt_bias.
+        weight: [u, c, W], of the convolution; the last column multiplies the token itself.
+        bias: [u, c] or None, of the convolution.
+        a_log: A_log [H].
+        dt_bias: [H].
     """
 
     weight: torch.Tensor
     bias: torch.Tensor | None
-    rates: torch.Tensor
-    step_bias: torch.Tensor
+    a_log: torch.Tensor
+    dt_bias: torch.Tensor
 
 
 @dataclass(frozen=True, kw_only=True)
-class UnitParts:
-    """The columns of one unit, a group and its r heads; those that are convolved come first.
+class UnitLayout:
+    """The columns of one unit, a group and its r heads; the convolution's input columns come first.
 
     Args:
         heads: r.
         key_channels: K.
-        value_channels: V, of each head.
+        value_channels: V of each head.
         query, key, value: the first column of each.
-        steps: the first of r columns, from which a token's step, so its decay, is worked out.
-        strengths: the first of r columns, from which a token's strength is; None: it is its step.
-        normalised: whether queries and keys are scaled to length one.
-        limits: least and most step, where it is the strength.
+        dt: the first of r columns with the raw step dt of each head.
+        beta: the first of r columns with the raw beta of each head; None (SSD): beta is dt.
+        qk_l2norm: whether queries and keys are scaled to length one.
+        dt_limit: minimum and maximum of dt (SSD).
     """
 
     heads: int
@@ -56,151 +53,159 @@ class UnitParts:
     query: int
     key: int
     value: int
-    steps: int
-    strengths: int | None
-    normalised: bool
-    limits: tuple[float, float] = (0.0, math.inf)
+    dt: int
+    beta: int | None
+    qk_l2norm: bool
+    dt_limit: tuple[float, float] = (0.0, math.inf)
 
     @staticmethod
-    def delta(heads: int, key_channels: int, value_channels: int) -> UnitParts:
-        """Return those of a gated delta net: query, key, r values, r betas, r alphas."""
-        convolved = 2 * key_channels + heads * value_channels
-        return UnitParts(
+    def delta(heads: int, key_channels: int, value_channels: int) -> UnitLayout:
+        """Return the columns of a gated delta net: query, key, r values, r betas, r alphas."""
+        conv_channels = 2 * key_channels + heads * value_channels
+        return UnitLayout(
             heads=heads,
             key_channels=key_channels,
             value_channels=value_channels,
             query=0,
             key=key_channels,
             value=2 * key_channels,
-            strengths=convolved,
-            steps=convolved + heads,
-            normalised=True,
+            beta=conv_channels,
+            dt=conv_channels + heads,
+            qk_l2norm=True,
         )
 
     @staticmethod
     def state_space(
-        heads: int, key_channels: int, value_channels: int, limits: tuple[float, float]
-    ) -> UnitParts:
-        """Return those of Mamba-2: the channels x of r heads, B, C, r steps dt."""
-        values = heads * value_channels
-        return UnitParts(
+        heads: int, key_channels: int, value_channels: int, dt_limit: tuple[float, float]
+    ) -> UnitLayout:
+        """Return the columns of Mamba-2: the channels x of r heads, B, C, r steps dt."""
+        value_columns = heads * value_channels
+        return UnitLayout(
             heads=heads,
             key_channels=key_channels,
             value_channels=value_channels,
             value=0,
-            key=values,
-            query=values + key_channels,
-            strengths=None,
-            steps=values + 2 * key_channels,
-            normalised=False,
-            limits=limits,
+            key=value_columns,
+            query=value_columns + key_channels,
+            beta=None,
+            dt=value_columns + 2 * key_channels,
+            qk_l2norm=False,
+            dt_limit=dt_limit,
         )
 
-    def with_heads(self, heads: int) -> UnitParts:
-        """Return those of a unit of so many heads."""
+    def with_heads(self, heads: int) -> UnitLayout:
+        """Return the columns of a unit with another number of heads."""
         if heads == self.heads:
             return self
         sizes = heads, self.key_channels, self.value_channels
-        if self.strengths is None:
-            return UnitParts.state_space(*sizes, self.limits)
-        return UnitParts.delta(*sizes)
+        if self.beta is None:
+            return UnitLayout.state_space(*sizes, self.dt_limit)
+        return UnitLayout.delta(*sizes)
 
     @property
-    def convolved(self) -> int:
-        """c, the columns that are convolved."""
+    def conv_channels(self) -> int:
+        """Number of columns c that the convolution reads."""
         return 2 * self.key_channels + self.heads * self.value_channels
 
     @property
     def width(self) -> int:
-        """w, all columns."""
-        return self.convolved + self.heads * (1 if self.strengths is None else 2)
+        """Number of all columns w."""
+        return self.conv_channels + self.heads * (1 if self.beta is None else 2)
 
 
 def prologue(
     source: torch.Tensor,
     weights: PrologueWeights,
     *,
-    parts: UnitParts,
+    unit: UnitLayout,
     sequences: Sequences,
-    places: PackingIndices | None,
+    packing: PackingIndices | None,
     initial: torch.Tensor | None,
 ) -> tuple[RecurrenceInputs, torch.Tensor]:
-    """Return (inputs, last) of packed tokens, as `recurrence_prologue` does."""
-    packed = source if places is None else places.pack(source)
-    # One split and not two slices: its backward is one concatenation.
-    convolved, rest = packed.split([parts.convolved, parts.width - parts.convolved], dim=-1)
-    mixed, last = causal_conv1d(
-        convolved,
+    """Return (inputs, state of the convolution), see `recurrence_prologue`."""
+    packed = source if packing is None else packing.pack(source)
+    # Backward of one split is one concatenation; two slices would add two padded tensors.
+    conv_columns, gate_columns = packed.split(
+        [unit.conv_channels, unit.width - unit.conv_channels], dim=-1
+    )
+    convolved, conv_state = causal_conv1d(
+        conv_columns,
         weights.weight,
         weights.bias,
         sequences=sequences,
         activation="silu",
         initial=initial,
     )
-    return recurrence_inputs(mixed, rest, weights, parts=parts), last
+    return recurrence_inputs(convolved, gate_columns, weights, unit=unit), conv_state
 
 
 def recurrence_inputs(
-    mixed: torch.Tensor, rest: torch.Tensor, weights: PrologueWeights, *, parts: UnitParts
+    convolved: torch.Tensor,
+    gate_columns: torch.Tensor,
+    weights: PrologueWeights,
+    *,
+    unit: UnitLayout,
 ) -> RecurrenceInputs:
-    """Return what the recurrence reads of tokens that went through the convolution.
+    """Return the inputs of the recurrence from the output of the convolution.
 
     Args:
-        mixed: [t, u, c], behind the convolution.
-        rest: [t, u, w - c], the columns that are not convolved.
-        weights: of the gates; those of the convolution are not used.
-        parts: what the columns are.
+        convolved: [t, u, c], output of the convolution.
+        gate_columns: [t, u, w - c], the columns that bypass the convolution.
+        weights: a_log and dt_bias are used.
+        unit: the meaning of the columns.
     """
-    heads, keys, values = parts.heads, parts.key_channels, parts.heads * parts.value_channels
-    columns = {parts.query: keys, parts.key: keys, parts.value: values}
-    firsts = sorted(columns)
-    pieces = mixed.split([columns[first] for first in firsts], dim=-1)
+    heads, keys, values = unit.heads, unit.key_channels, unit.heads * unit.value_channels
+    sizes = {unit.query: keys, unit.key: keys, unit.value: values}
+    starts = sorted(sizes)
+    slices = convolved.split([sizes[start] for start in starts], dim=-1)
     query, key, value = (
-        pieces[firsts.index(first)] for first in (parts.query, parts.key, parts.value)
+        slices[starts.index(start)] for start in (unit.query, unit.key, unit.value)
     )
-    if parts.normalised:
+    if unit.qk_l2norm:
         query, key = (l2norm(x) for x in (query, key))
     value = value.unflatten(-1, (heads, -1)).flatten(1, 2)
-    wide = accumulation_dtype(rest.dtype)
-    rates, bias = (x.to(wide).view(-1, heads) for x in (weights.rates, weights.step_bias))
-    if parts.strengths is None:
-        steps = functional.softplus(rest.to(wide) + bias).clamp(*parts.limits)  # [t, u, r]
-        decay, strength = -rates.exp() * steps, steps
+    dtype = accumulation_dtype(gate_columns.dtype)
+    a_log, dt_bias = (x.to(dtype).view(-1, heads) for x in (weights.a_log, weights.dt_bias))
+    if unit.beta is None:
+        dt = functional.softplus(gate_columns.to(dtype) + dt_bias).clamp(
+            *unit.dt_limit
+        )  # [t, u, r]
+        decay, beta = -a_log.exp() * dt, dt
     else:
-        strengths, raw = rest.to(wide).unflatten(-1, (2, heads)).unbind(2)  # [t, u, r]
-        decay = -rates.exp() * functional.softplus(raw + bias)
-        strength = strengths.sigmoid()
-    return RecurrenceInputs(query, key, value, decay.flatten(1), strength.flatten(1))
+        beta, alpha = gate_columns.to(dtype).unflatten(-1, (2, heads)).unbind(2)  # [t, u, r]
+        decay = -a_log.exp() * functional.softplus(alpha + dt_bias)
+        beta = beta.sigmoid()
+    return RecurrenceInputs(query, key, value, decay.flatten(1), beta.flatten(1))
 
 
 class L2Norm(torch.autograd.Function):
     """y = x * r, r = 1 / sqrt(sum(x^2) + eps).
 
-    Forward: as above. dgrad: dx = r * (g - y sum(g y)). Saves y and r [...]; y is what the next op
-    saves too.
+    Forward: as above. dgrad: dx = r * (g - y sum(g y)). Saves y, which the next op saves too, and
+    r [...].
     """
 
     @staticmethod
     def forward(ctx, x, eps):
-        wide = x.to(accumulation_dtype(x.dtype))
-        scale = torch.linalg.vector_norm(wide, dim=-1, keepdim=True)
-        scale = scale.square_().add_(eps).rsqrt_()  # [..., 1]
-        y = (wide * scale).to(x.dtype)
-        ctx.save_for_backward(y, scale)
+        x_acc = x.to(accumulation_dtype(x.dtype))
+        inverse_norm = torch.linalg.vector_norm(x_acc, dim=-1, keepdim=True)
+        inverse_norm = inverse_norm.square_().add_(eps).rsqrt_()  # [..., 1]
+        y = (x_acc * inverse_norm).to(x.dtype)
+        ctx.save_for_backward(y, inverse_norm)
         return y
 
     @staticmethod
-    def backward(ctx, grad):
-        y, scale = ctx.saved_tensors
-        y, wide = y.to(scale.dtype), grad.to(scale.dtype)
-        along = (wide * y).sum(-1, keepdim=True)
-        return torch.addcmul(wide, y, along, value=-1).mul_(scale).to(grad.dtype), None
+    def backward(ctx, dy):
+        y, inverse_norm = ctx.saved_tensors
+        y, dy_acc = y.to(inverse_norm.dtype), dy.to(inverse_norm.dtype)
+        dot = (dy_acc * y).sum(-1, keepdim=True)
+        return torch.addcmul(dy_acc, y, dot, value=-1).mul_(inverse_norm).to(dy.dtype), None
 
 
 def l2norm(x: torch.Tensor, eps: float = 1e-6) -> torch.Tensor:
     """Divide the last dimension by its length: y = x / sqrt(sum(x^2) + eps).
 
-    Sums are taken in fp32. Backward saves y and one number a row.
+    Sums are in fp32. Backward saves y and one scalar per row.
 
     Args:
         x: [..., K]; may be strided.

@@ -9,15 +9,15 @@ from megatron.core.ops.recurrence_decode.triton import (
     constants_of,
     recurrence_decode_kernel,
 )
-from megatron.core.ops.recurrence_prologue import UnitParts
+from megatron.core.ops.recurrence_prologue import UnitLayout
 from tests.unit_tests.core.ops.aot.description import Description
 
-WIDE = ("rates_ptr", "step_bias_ptr", "skip_ptr", "norm_ptr", "state_ptr")
-NUMBERS = ("scale", "least", "most", "eps")
+WIDE = ("a_log_ptr", "dt_bias_ptr", "skip_ptr", "norm_ptr", "state_ptr")
+NUMBERS = ("scale", "dt_min", "dt_max", "eps")
 TYPES = {name: "*fp32" for name in WIDE} | {name: "fp32" for name in NUMBERS}
-TYPES |= {"slots_ptr": "*i64", "arrived_ptr": "*i32"}
+TYPES |= {"slots_ptr": "*i64", "arrival_counts_ptr": "*i32"}
 
-DELTA = constants_of(UnitParts.delta(2, 128, 128), 4) | {
+DELTA = constants_of(UnitLayout.delta(2, 128, 128), 4) | {
     "HAS_BIAS": False,
     "HAS_SKIP": False,
     "HEAD_NORM": True,
@@ -25,7 +25,7 @@ DELTA = constants_of(UnitParts.delta(2, 128, 128), 4) | {
     "GATE_FIRST": False,
     "BLOCK_NORM": NORM_BLOCK,
 }
-SPACE = constants_of(UnitParts.state_space(16, 128, 64, (0.0, 1.0)), 4) | {
+SPACE = constants_of(UnitLayout.state_space(16, 128, 64, (0.0, 1.0)), 4) | {
     "HAS_BIAS": True,
     "HAS_SKIP": True,
     "HEAD_NORM": False,

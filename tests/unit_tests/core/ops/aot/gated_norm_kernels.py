@@ -16,8 +16,8 @@ def rows_of(launches: Launches, features: int) -> dict[str, int]:
 
 def gated_norms(features: int, *, gate_first: bool, quick: tuple[int, ...]):
     """Describe both kernels of a gated norm."""
-    constants = {"X_STEP": 16, "GATE_STEP": 4, "GATE_FIRST": gate_first, "HAS_PLACES": True}
-    types = {"places_ptr": "*i64", "rstd_ptr": "*fp32", "weight_ptr": "*fp32"}
+    constants = {"X_STEP": 16, "GATE_STEP": 4, "GATE_FIRST": gate_first, "HAS_INDEX": True}
+    types = {"index_ptr": "*i64", "rstd_ptr": "*fp32", "weight_ptr": "*fp32"}
     return (
         Description(
             kernel=gated.gated_norm_forward_kernel,

@@ -2,30 +2,30 @@
 """The prologue of recurrences at the sizes of Qwen3-Next, whose units are 772 columns apart, and of
 Mamba-2 with every flag."""
 
-from megatron.core.ops.recurrence_prologue import UnitParts, triton
+from megatron.core.ops.recurrence_prologue import UnitLayout, triton
 from megatron.core.ops.recurrence_prologue.kernels import (
     prologue_backward_kernel,
     prologue_forward_kernel,
 )
 from tests.unit_tests.core.ops.aot.description import Description
 
-MAPS = {"places_ptr": "*i64", "ages_ptr": "*i32", "numbers_ptr": "*i32"}
-NUMBERS = {"rates_ptr": "*fp32", "step_bias_ptr": "*fp32"} | dict.fromkeys(
+MAPS = {"rows_ptr": "*i64", "positions_ptr": "*i32", "sequence_ids_ptr": "*i32"}
+NUMBERS = {"a_log_ptr": "*fp32", "dt_bias_ptr": "*fp32"} | dict.fromkeys(
     ("eps", "low", "high"), "fp32"
 )
-GATES = {"decay_ptr": "*fp32", "strength_ptr": "*fp32"}
+GATES = {"decay_ptr": "*fp32", "beta_ptr": "*fp32"}
 GRADIENTS = {
     "d_decay_ptr": "*fp32",
-    "d_strength_ptr": "*fp32",
+    "d_beta_ptr": "*fp32",
     "tap_partial_ptr": "*fp32",
     "gate_partial_ptr": "*fp32",
 }
-DELTA = triton.constants_of(UnitParts.delta(2, 128, 128), width=4, align=4, has_places=True)
+DELTA = triton.constants_of(UnitLayout.delta(2, 128, 128), conv_width=4, align=4, has_index=True)
 STATE_SPACE = triton.constants_of(
-    UnitParts.state_space(16, 128, 64, (0.0, 1.0)),
-    width=4,
+    UnitLayout.state_space(16, 128, 64, (0.0, 1.0)),
+    conv_width=4,
     align=16,
-    has_places=True,
+    has_index=True,
     has_bias=True,
     has_initial=True,
 )

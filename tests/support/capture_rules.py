@@ -19,7 +19,7 @@ from unittest import mock
 import torch
 
 from megatron.core.comm import collectives
-from megatron.core.comm.collectives import Transfer, Underway
+from megatron.core.comm.collectives import CollectiveWork, Transfer
 from megatron.core.context_parallel import layout
 from megatron.core.distributed import capture, data_parallel
 from megatron.core.ops import sequences
@@ -151,12 +151,12 @@ class CaptureRules:
                 stream.capture = None
         self.active, self.current = None, self._outside
 
-    def __call__(self, transfer: Transfer) -> Underway:
+    def __call__(self, transfer: Transfer) -> CollectiveWork:
         """Start a collective on the current stream."""
         self.count += 1
         self.current.work += 1
         work = transfer.start()
-        if isinstance(work, collectives._Sum):
+        if isinstance(work, collectives._RankSum):
             work.work = _Work(self, work.work, self.current.capture)
             return work
         return _Work(self, work, self.current.capture)
@@ -212,7 +212,7 @@ def pretended_streams(gpu: Streams) -> Iterator[None]:
 class _Work:
     """A collective in flight; start and wait must be in the same capture, or both outside."""
 
-    def __init__(self, rules: CaptureRules, work: Underway, capture: int | None) -> None:
+    def __init__(self, rules: CaptureRules, work: CollectiveWork, capture: int | None) -> None:
         self.rules, self.work, self.capture = rules, work, capture
 
     def wait(self) -> torch.Tensor | object:

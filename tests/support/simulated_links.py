@@ -29,7 +29,7 @@ from typing import Protocol, TypeVar
 
 import torch
 
-from megatron.core.comm.collectives import Transfer, Underway, poison_
+from megatron.core.comm.collectives import CollectiveWork, Transfer, poison_
 from megatron.core.process_groups import ProcessGroupCollection
 
 
@@ -38,7 +38,7 @@ class Link(Protocol):
 
     count: int
 
-    def __call__(self, transfer: Transfer) -> Underway:
+    def __call__(self, transfer: Transfer) -> CollectiveWork:
         """Start a collective and return its work handle."""
 
 
@@ -64,7 +64,7 @@ class Late:
     def __init__(self) -> None:
         self.count = 0
 
-    def __call__(self, transfer: Transfer) -> Underway:
+    def __call__(self, transfer: Transfer) -> CollectiveWork:
         """Poison the output and start nothing."""
         self.count += 1
         return _Prompt(transfer) if transfer.prompt else _LateTransfer(transfer)
@@ -76,7 +76,7 @@ class Early:
     def __init__(self) -> None:
         self.count = 0
 
-    def __call__(self, transfer: Transfer) -> Underway:
+    def __call__(self, transfer: Transfer) -> CollectiveWork:
         """Carry the collective out."""
         self.count += 1
         if transfer.prompt:
@@ -111,7 +111,7 @@ class Latency:
         self._now, self._sleep = now, sleep
         self._free_at: dict[object, float] = {}
 
-    def __call__(self, transfer: Transfer) -> Underway:
+    def __call__(self, transfer: Transfer) -> CollectiveWork:
         """Start the collective and occupy the link for its duration."""
         self.count += 1
         link = None if self.shared else transfer.group.handle
@@ -192,7 +192,7 @@ class _DelayedTransfer:
 
     def __init__(
         self,
-        work: Underway,
+        work: CollectiveWork,
         end: float,
         now: Callable[[], float],
         sleep: Callable[[float], None],

@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 from megatron.cli.errors import PeerLost, RunStopped
 from megatron.core.comm import all_gather, all_reduce, all_to_all
-from megatron.core.comm.point_to_point import Message, exchange_async
+from megatron.core.comm.point_to_point import P2PMessage, exchange_async
 from megatron.core.process_groups import ProcessGroupCollection, RankGrid
 from megatron.training.distributed_context import CollectiveCheck
 from megatron.training.failures.peers import PeerWatch
@@ -31,7 +31,7 @@ def _agree(rank, groups):
 def _stages(rank, groups):
     """Send to the next rank and receive, at different places of the two lists."""
     group = groups["tp"]
-    message = Message(ONES.clone(), 1 - group.rank, sends=group.rank == 0)
+    message = P2PMessage(ONES.clone(), 1 - group.rank, sends=group.rank == 0)
     under_way = exchange_async([message], group) if group.rank == 0 else []
     all_reduce(torch.ones(2), groups["world"])
     for pending in under_way or exchange_async([message], group):

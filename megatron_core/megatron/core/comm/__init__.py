@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Collectives on explicit groups: plain, differentiable in pairs, and a trace of what ran."""
+"""Collectives on explicit groups: plain, differentiable in conjugate pairs, and traced."""
 
 from megatron.core.comm.collectives import (
     CollectiveRecord,

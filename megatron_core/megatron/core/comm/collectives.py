@@ -1,18 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
 """Collectives over one `Group` on dimension 0; the input changes only if it is passed as output.
 
-The identity on a group of one rank. Only SUM and MAX: AVG on gloo is silently SUM before torch
-2.10, so all scaling is done by the caller, before the sum. Method names of the process group that
-differ between versions of torch are chosen in `_gather_method` and `_scatter_method`, nowhere else.
+On a group of one rank they are the identity. Only SUM and MAX are offered: AVG on gloo is silently
+SUM before torch 2.10, so the caller scales before the sum. Method names of the process group that
+differ between versions of torch are chosen only in `_gather_method` and `_scatter_method`.
 
-Between CPUs, gather and scatter are sends and receives, every rank to every rank at once (`Gather`,
-`Scatter`). Gloo's own gather copies through a buffer and its scatter is a ring; a direct exchange
-moves the same bytes in about half the time on one machine. Sums are taken in the order of ranks.
-Gloo's all-reduce is as fast as both together, so it is used. Several exchanges may be in flight on
-one communicator: messages between two ranks arrive in the order in which they were sent, and all
-ranks start exchanges in one order.
+Between CPUs, gather and scatter are direct sends and receives between all pairs of ranks
+(`DirectAllGather`, `DirectReduceScatter`). Gloo's own gather copies through a buffer and its
+scatter is a ring; a direct exchange moves the same bytes in about half the time on one machine.
+Sums are taken in rank order. Gloo's all-reduce is as fast as both together, so it is used.
+Several exchanges may be in flight on one communicator: messages between two ranks arrive in the
+order in which they were sent, and all ranks start exchanges in one order.
 
-Under test, buffers are poisoned, so that memory read before it is written shows in the results.
+Tests poison buffers, so that memory read before it is written shows in the results.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from megatron.core.process_groups import Group, ProcessGroupCollection
 
 @torch.no_grad()
 def poison_(tensor: torch.Tensor) -> torch.Tensor:
-    """Fill a tensor with NaN, or with the largest value of a dtype that has none; return it."""
+    """Fill a tensor with NaN, or with its dtype's largest value if there is no NaN; return it."""
     if tensor.dtype.is_floating_point or tensor.dtype.is_complex:
         return tensor.fill_(float("nan"))
     if tensor.dtype is torch.bool:
@@ -41,11 +41,11 @@ def poison_(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.fill_(torch.iinfo(tensor.dtype).max)
 
 
-class Underway(Protocol):
-    """What started a transfer; `torch.distributed.Work` is one."""
+class CollectiveWork(Protocol):
+    """Handle of a started transfer; `torch.distributed.Work` is one."""
 
     def wait(self) -> object:
-        """Block until the transfer is done (on a GPU: make the current stream wait for it)."""
+        """Block until the transfer is complete (on a GPU: make the current stream wait for it)."""
 
 
 @dataclass(slots=True)
@@ -54,38 +54,40 @@ class Transfer:
 
     Args:
         kind: of its record.
-        source: what it reads; None if that is the output, as in an all-reduce.
-        output: what it overwrites.
-        start: starts the real collective on what `source` holds at that time.
-        keeps_source: where input and output overlap, the input's values stay (a gather in place).
-        prompt: it cannot be put off: its peer may wait for it before this rank does.
+        source: the input; None if the output is also the input, as in an all-reduce.
+        output: is overwritten.
+        start: starts the collective on the present contents of `source`.
+        keeps_source: whether the input's values survive where input and output overlap (an
+            in-place gather).
+        prompt: whether a link must start it at once, because the peer may wait for it before this
+            rank does.
     """
 
     kind: str
     group: Group
     source: torch.Tensor | None
     output: torch.Tensor
-    start: Callable[[], Underway]
+    start: Callable[[], CollectiveWork]
     keeps_source: bool = False
     prompt: bool = False
 
-    def launch(self) -> Underway:
-        """Start it: on the last of the group's `links` if there is any, else on its handle."""
+    def launch(self) -> CollectiveWork:
+        """Start the collective, on the last of the group's `links` if there are any."""
         links = self.group.links
         return links[-1](self) if links else self.start()
 
 
 @dataclass
 class Pending:
-    """A collective under way; `wait()` returns its output and may be called again.
+    """A started collective; `wait()` returns its output and may be called again.
 
-    `source` keeps the input alive and untouched until the transfer is done. Each of `waits` is
-    entered while the caller waits for that. `finish`, if any, is applied to the output once, after
-    the transfer, and what it returns is the output from then on.
+    `source` keeps the input alive until the transfer is complete, because the transfer may still
+    read it. The contexts `waits` are entered while the caller waits. `finish` is applied once to
+    the output after the transfer, and its return value replaces the output.
     """
 
     output: torch.Tensor
-    work: Underway | None = None
+    work: CollectiveWork | None = None
     source: torch.Tensor | None = None
     waits: tuple[AbstractContextManager[object], ...] = ()
     finish: Callable[[torch.Tensor], torch.Tensor] | None = None
@@ -93,7 +95,9 @@ class Pending:
     def wait(self) -> torch.Tensor:
         """Block until the output is valid (on a GPU: until the current stream may read it)."""
         if self.work is not None:
-            if len(self.waits) == 1:  # the usual number; a stack costs more than all the rest
+            if (
+                len(self.waits) == 1
+            ):  # the usual number; an ExitStack would cost more time than the wait
                 with self.waits[0]:
                     self.work.wait()
             elif self.waits:
@@ -103,68 +107,73 @@ class Pending:
                     self.work.wait()
             else:
                 self.work.wait()
+            # The transfer no longer reads the input: release its memory.
             self.work = self.source = None
         if self.finish is not None:
+            # Cleared before the call: `finish` runs once, also if it waits for this object again.
             finish, self.finish = self.finish, None
             self.output = finish(self.output)
         return self.output
 
-    def is_done(self) -> bool:
-        """Return whether the transfer is over, without waiting; CPU transfers know in `wait()`."""
+    def is_completed(self) -> bool:
+        """Return whether the transfer is complete; on a CPU only `wait()` completes it."""
         return self.work is None or (isinstance(self.work, Work) and self.work.is_completed())
 
     def then(self, finish: Callable[[torch.Tensor], torch.Tensor]) -> Pending:
-        """Apply `finish` to the output, after what was asked for earlier, when it is waited for.
-
-        Returns this object, whose `wait()` returns what `finish` does.
-        """
+        """Apply `finish` to the output in `wait()`, after earlier ones; return this object."""
         before = self.finish
         self.finish = finish if before is None else lambda output: finish(before(output))
         return self
 
 
-#: Below this gloo's ring or tree is as fast; above this many ranks a rank has too many messages.
-LEAST_BYTES, MOST_RANKS = 1 << 20, 16
+#: Smaller tensors are as fast with gloo's ring or tree; more ranks mean too many messages.
+MIN_DIRECT_BYTES, MAX_DIRECT_RANKS = 1 << 20, 16
+# Messages of `point_to_point` have tag 1, so that neither matches the other's receives.
 _TAG = 0
 
 
-def goes_directly(full_tensor: torch.Tensor, group: Group) -> bool:
-    """Whether a collective whose wide side is `full_tensor` is better exchanged directly."""
+def uses_direct_exchange(full_tensor: torch.Tensor, group: Group) -> bool:
+    """Return whether a collective whose full tensor is `full_tensor` uses direct sends."""
     return (
         full_tensor.device.type == "cpu"
-        and group.size <= MOST_RANKS
-        and full_tensor.numel() * full_tensor.element_size() >= LEAST_BYTES
+        and group.size <= MAX_DIRECT_RANKS
+        and full_tensor.numel() * full_tensor.element_size() >= MIN_DIRECT_BYTES
     )
 
 
 @dataclass(slots=True)
-class Gather:
-    """An all-gather under way: what every rank holds arrives in its part of the output."""
+class DirectAllGather:
+    """A started all-gather: every rank's shard arrives in its slice of the output."""
 
     works: list[dist.Work]
 
     @staticmethod
-    def start(handle: dist.ProcessGroup, group: Group, *, parts: Sequence[torch.Tensor]) -> Gather:
-        """Send this rank's part, one of `parts` by rank, and receive the others."""
+    def start(
+        handle: dist.ProcessGroup, group: Group, *, shards: Sequence[torch.Tensor]
+    ) -> DirectAllGather:
+        """Send this rank's shard, one of `shards` by rank, and receive all other shards."""
         works = []
         for step in range(1, group.size):
-            after, before = (group.rank + step) % group.size, (group.rank - step) % group.size
-            works += _send(handle, parts[group.rank], after)
-            works += _receive(handle, parts[before], before)
-        return Gather(works)
+            next_rank, previous_rank = (
+                (group.rank + step) % group.size,
+                (group.rank - step) % group.size,
+            )
+            works += _send(handle, shards[group.rank], next_rank)
+            works += _receive(handle, shards[previous_rank], previous_rank)
+        return DirectAllGather(works)
 
     def wait(self) -> None:
-        """Block until all parts are here and this rank's has left."""
+        """Block until all shards have arrived and this rank's shard was sent."""
         for work in self.works:
             work.wait()
 
 
 @dataclass(slots=True)
-class Scatter:
-    """A reduce-scatter under way: addends of this rank's part arrive, and are summed in `out`.
+class DirectReduceScatter:
+    """A started reduce-scatter: addends of this rank's shard arrive and are summed in `out`.
 
     Args:
-        addends: by rank; this rank's own may overlap `out`, in place.
+        addends: by rank; this rank's own addend may overlap `out`, in place.
     """
 
     works: list[dist.Work]
@@ -174,27 +183,35 @@ class Scatter:
 
     @staticmethod
     def start(
-        handle: dist.ProcessGroup, group: Group, *, parts: Sequence[torch.Tensor], out: torch.Tensor
-    ) -> Scatter:
-        """Send every rank its part of this rank's tensor, and receive addends of `out`."""
-        local_shard = parts[group.rank]
+        handle: dist.ProcessGroup,
+        group: Group,
+        *,
+        shards: Sequence[torch.Tensor],
+        out: torch.Tensor,
+    ) -> DirectReduceScatter:
+        """Send every rank its shard of this rank's tensor, and receive the addends of `out`."""
+        local_shard = shards[group.rank]
+        # One receive buffer per peer: the sum needs rank order, not the order of arrival.
         addends = [
             local_shard if r == group.rank else torch.empty_like(local_shard)
             for r in range(group.size)
         ]
         works = []
         for step in range(1, group.size):
-            after, before = (group.rank + step) % group.size, (group.rank - step) % group.size
-            works += _send(handle, parts[after], after)
-            works += _receive(handle, addends[before], before)
-        return Scatter(works, addends, group.rank, out)
+            next_rank, previous_rank = (
+                (group.rank + step) % group.size,
+                (group.rank - step) % group.size,
+            )
+            works += _send(handle, shards[next_rank], next_rank)
+            works += _receive(handle, addends[previous_rank], previous_rank)
+        return DirectReduceScatter(works, addends, group.rank, out)
 
     def wait(self) -> None:
-        """Block until the sum is complete and everything sent has left."""
+        """Block until the sum is complete and all shards were sent."""
         for work in self.works:
             work.wait()
-        # `out` may be this rank's addend: nothing is written there before that one is added.
-        # Addends are summed in the order of ranks, so that all ranks round alike.
+        # `out` may overlap this rank's addend, so it is not written before that addend is read.
+        # Addends are summed in rank order, so that every rank rounds in the same way.
         total, last_index = self.addends[0], len(self.addends) - 1
         for rank in range(1, last_index + 1):
             target = self.out if rank >= self.rank else self.addends[0]
@@ -214,11 +231,11 @@ _OPERATIONS = MappingProxyType({"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.M
 
 @dataclass(frozen=True)
 class CollectiveRecord:
-    """One collective that ran: its kind, its group's name and size, the bytes of its wide side.
+    """One collective that ran: kind, group name and size, bytes of its full tensor.
 
-    The wide side of an all-to-all is what this rank sends, its own part included. What follows
-    tells equal ones apart and takes no part in comparisons: the group's global ranks, this rank's
-    tensor on the wide side, and what is done with it (`sum` or `max`).
+    The full tensor of an all-to-all is the sent tensor, including this rank's own rows. The further
+    fields do not take part in comparisons: the group's global ranks, shape and dtype of this rank's
+    full tensor, and the reduction (`sum` or `max`) or other detail.
     """
 
     kind: str
@@ -235,7 +252,7 @@ class CollectiveRecord:
 def trace(groups: ProcessGroupCollection) -> Iterator[list[CollectiveRecord]]:
     """Record every collective over any group of `groups` while the context is open.
 
-    Groups of one rank run none, so they leave no record.
+    Groups of one rank run no collectives, so they leave no record.
     """
     records: list[CollectiveRecord] = []
     observer = records.append
@@ -254,7 +271,7 @@ def all_reduce(
     Args:
         x: any shape, contiguous or not.
         op: "sum" or "max".
-        out: where the result goes; pass `x` itself to reduce in place. A new tensor if None.
+        out: destination; pass `x` itself to reduce in place. A new tensor if None.
     """
     return all_reduce_async(x, group, op=op, out=out).wait()
 
@@ -267,6 +284,7 @@ def all_reduce_async(
         if out is None or out is x:
             return Pending(x)
         return Pending(out.copy_(x))
+    # The process group reduces in place, so the input is copied unless it is the output.
     if out is None:
         out = x.clone(memory_format=torch.contiguous_format)
     elif out is not x:
@@ -283,7 +301,7 @@ def all_gather(x: torch.Tensor, group: Group, *, out: torch.Tensor | None = None
     """Concatenate `x` [n, ...] of every rank along dimension 0: [n·size, ...].
 
     Args:
-        out: where the result goes; `x` may be this rank's slice of it.
+        out: destination; `x` may be this rank's slice of it.
     """
     return all_gather_async(x, group, out=out).wait()
 
@@ -299,15 +317,16 @@ def all_gather_async(x: torch.Tensor, group: Group, *, out: torch.Tensor | None 
         out = x.new_empty((x.shape[0] * group.size, *x.shape[1:]))
     handle = _handle(group)
 
-    def start() -> Underway:
-        if not goes_directly(out, group):
+    def start() -> CollectiveWork:
+        if not uses_direct_exchange(out, group):
             return _gather_method(handle)(out, x)
         shards = list(out.view(group.size, -1).unbind(0))
         local_shard = shards[group.rank]
         if local_shard.data_ptr() != x.data_ptr():
             local_shard.copy_(x.view(-1))
-        return Gather.start(handle, group, parts=shards)
+        return DirectAllGather.start(handle, group, shards=shards)
 
+    # A link that starts late must not poison the input, which may be a slice of the output.
     transfer = Transfer("all_gather", group, x, out, start, keeps_source=True)
     return _launch(transfer, out)
 
@@ -326,7 +345,7 @@ def reduce_scatter(
 def reduce_scatter_async(
     x: torch.Tensor, group: Group, *, out: torch.Tensor | None = None
 ) -> Pending:
-    """Start `reduce_scatter`; input and output must be left alone before `wait()`."""
+    """Start `reduce_scatter`; input and output must not be accessed before `wait()`."""
     if group.size == 1:
         if out is None or out.data_ptr() == x.data_ptr():
             return Pending(x if out is None else out)
@@ -337,31 +356,31 @@ def reduce_scatter_async(
         out = x.new_empty((x.shape[0] // group.size, *x.shape[1:]))
     handle = _handle(group)
 
-    def start() -> Underway:
-        if not goes_directly(x, group):
+    def start() -> CollectiveWork:
+        if not uses_direct_exchange(x, group):
             return _scatter_method(handle)(out, x)
         shards = list(x.view(group.size, -1).unbind(0))
-        return Scatter.start(handle, group, parts=shards, out=out.view(-1))
+        return DirectReduceScatter.start(handle, group, shards=shards, out=out.view(-1))
 
     return _launch(Transfer("reduce_scatter", group, x, out, start), x, how="sum")
 
 
-def reduce_scatter_wide_async(
+def reduce_scatter_fp32_async(
     x: torch.Tensor,
     group: Group,
     *,
     out: torch.Tensor | None = None,
-    parts: torch.Tensor | None = None,
+    receive_buffer: torch.Tensor | None = None,
 ) -> Pending:
-    """Start a reduce-scatter that sends `x` as it is and sums in fp32, in the order of ranks.
+    """Start a reduce-scatter that sends `x` in its own dtype and sums in fp32, in rank order.
 
-    The addends of one rank's rows come to it by all-to-all, so a bf16 sum is rounded once, at the
-    inputs, and not at every rank.
+    The addends of a rank's rows reach it by all-to-all, so bf16 is rounded only at the inputs and
+    not at every partial sum.
 
     Args:
-        x: [n·size, ...]; left alone before `wait()`.
-        out: fp32 [n, ...], where the result goes; must not overlap `x`.
-        parts: like `x`: where the addends arrive, free after `wait()`.
+        x: [n·size, ...]; must not be modified before `wait()`.
+        out: fp32 [n, ...], destination; must not overlap `x`.
+        receive_buffer: like `x`, receives the addends; free after `wait()`.
 
     Raises:
         ValueError: dimension 0 does not divide by the size of the group.
@@ -372,15 +391,18 @@ def reduce_scatter_wide_async(
         out = x.new_empty((rows, *x.shape[1:]), dtype=torch.float32)
     if group.size == 1:
         return Pending(out.copy_(x))
+    # Also keeps a contiguous copy alive in `Pending.source` until the transfer is complete.
     x = x.contiguous()
-    parts = torch.empty_like(x) if parts is None else parts
-    exchange = _handle(group).alltoall_base
+    receive_buffer = torch.empty_like(x) if receive_buffer is None else receive_buffer
+    all_to_all = _handle(group).alltoall_base
     transfer = Transfer(
         "all_to_all",
         group,
         x,
         out,
-        lambda: _Sum(exchange(parts, x, [], [], dist.AllToAllOptions()), parts, out),
+        lambda: _RankSum(
+            all_to_all(receive_buffer, x, [], [], dist.AllToAllOptions()), receive_buffer, out
+        ),
     )
     return _launch(transfer, x)
 
@@ -393,20 +415,20 @@ def all_to_all(
     receive_counts: Sequence[int] | None = None,
     out: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Send rows of `x` [n, ...] to every rank and return the rows that they sent here.
+    """Send rows of `x` [n, ...] to every rank and return the rows received from all ranks.
 
     Args:
-        x: the rows for rank 0 of the group, then those for rank 1, and so on.
-        send_counts: how many rows go to each rank; equal parts if None.
-        receive_counts: how many rows come from each rank; equal parts if None. What rank i sends to
-            j must be what j receives from i.
-        out: where the result goes; must not overlap `x`.
+        x: rows for rank 0 of the group, then rows for rank 1, and so on.
+        send_counts: rows for each rank; equal counts if None.
+        receive_counts: rows from each rank; equal counts if None. Rank i's send count for j must
+            equal rank j's receive count for i.
+        out: destination; must not overlap `x`.
 
     Returns:
-        [sum(receive_counts), ...], by rank of origin.
+        [sum(receive_counts), ...], by source rank.
 
     Raises:
-        ValueError: the rows do not divide or add up, or only one of the counts is given.
+        ValueError: the rows do not divide or add up, or only one of the counts is None.
     """
     return all_to_all_async(
         x, group, send_counts=send_counts, receive_counts=receive_counts, out=out
@@ -421,43 +443,45 @@ def all_to_all_async(
     receive_counts: Sequence[int] | None = None,
     out: torch.Tensor | None = None,
 ) -> Pending:
-    """Start `all_to_all`; the input must be left alone and the output not read before `wait()`."""
+    """Start `all_to_all`; do not modify the input or read the output before `wait()`."""
     sends, receives = _splits(x.shape[0], group, send_counts, receive_counts)
     if group.size == 1:
         return Pending(x if out is None else out.copy_(x))
     x = x.contiguous()
     if out is None:
         out = x.new_empty((sum(receives) if receives else x.shape[0], *x.shape[1:]))
-    exchange = _handle(group).alltoall_base
+    alltoall = _handle(group).alltoall_base
     transfer = Transfer(
         "all_to_all",
         group,
         x,
         out,
-        lambda: exchange(out, x, receives, sends, dist.AllToAllOptions()),
+        lambda: alltoall(out, x, receives, sends, dist.AllToAllOptions()),
     )
     return _launch(transfer, x)
 
 
 @dataclass
-class _Sum:
-    """An all-to-all under way whose parts are then summed into `out`, in its dtype."""
+class _RankSum:
+    """A started all-to-all whose received addends are then summed into `out`, in its dtype."""
 
-    work: Underway
-    parts: torch.Tensor
+    work: CollectiveWork
+    receive_buffer: torch.Tensor
     out: torch.Tensor
 
     def wait(self) -> None:
+        # Orders the sum on the current stream after the exchange on the communicator's stream.
         self.work.wait()
-        addends = self.parts.view(-1, *self.out.shape)  # [size, n, ...]
-        if addends.is_cuda:  # each part is read once, and the sum written once
+        addends = self.receive_buffer.view(-1, *self.out.shape)  # [size, n, ...]
+        if addends.is_cuda:  # reads each addend once and writes the sum once
             torch.sum(addends, dim=0, dtype=self.out.dtype, out=self.out)
-        else:  # a CPU would convert all parts first: 4 to 13 times the time
+        else:  # torch.sum would first convert all addends on a CPU: 4 to 13 times the time
             total, *remaining = addends
             self.out.copy_(total)
             for addend in remaining:
                 self.out.add_(addend)
-        record_use(self.parts, current_stream(self.parts.device))
+        # The caller may free the buffer at once: its memory must not be reused before the sum ran.
+        record_use(self.receive_buffer, current_stream(self.receive_buffer.device))
 
 
 def _handle(group: Group) -> dist.ProcessGroup:
@@ -466,7 +490,7 @@ def _handle(group: Group) -> dist.ProcessGroup:
 
 
 def _check_rows(kind: str, rows: int, group: Group) -> None:
-    """Raise ValueError unless the rows have an equal part for every rank."""
+    """Raise ValueError unless the rows divide evenly over the ranks."""
     if rows % group.size:
         raise ValueError(
             f"{kind} over {group.name}: {rows} rows do not divide by {group.size} ranks"
@@ -476,7 +500,7 @@ def _check_rows(kind: str, rows: int, group: Group) -> None:
 def _splits(
     rows: int, group: Group, send: Sequence[int] | None, receive: Sequence[int] | None
 ) -> tuple[list[int], list[int]]:
-    """Return rows to and from each rank, empty lists for equal parts."""
+    """Return send and receive counts by rank; empty lists for equal counts."""
     if send is None and receive is None:
         _check_rows("all_to_all", rows, group)
         return [], []
@@ -492,7 +516,12 @@ def _splits(
 
 
 def _launch(transfer: Transfer, full_tensor: torch.Tensor, *, how: str = "") -> Pending:
-    """Start a transfer whose wide side is `full_tensor`, after calling its observers."""
+    """Call the observers of a transfer, then start it.
+
+    Args:
+        full_tensor: the larger one of input and output, whose bytes are recorded.
+    """
+    # Observers run before the launch, so that records are in launch order on every rank.
     waits = observe(transfer.kind, transfer.group, full_tensor, how=how)
     return Pending(transfer.output, transfer.launch(), transfer.source, waits)
 
@@ -500,8 +529,11 @@ def _launch(transfer: Transfer, full_tensor: torch.Tensor, *, how: str = "") -> 
 def observe(
     kind: str, group: Group, full_tensor: torch.Tensor, *, how: str = ""
 ) -> tuple[AbstractContextManager[object], ...]:
-    """Tell every observer of a transfer that is about to start, and return what they want entered
-    while its caller waits for it."""
+    """Call every observer of a transfer that is about to start.
+
+    Returns:
+        The observers' contexts, to be entered while the caller waits for the transfer.
+    """
     if not group.observers:
         return ()
     record = CollectiveRecord(
@@ -514,10 +546,12 @@ def observe(
         str(full_tensor.dtype).removeprefix("torch."),
         how,
     )
-    return tuple(w for observer in group.observers if (w := observer(record)) is not None)
+    return tuple(
+        context for observer in group.observers if (context := observer(record)) is not None
+    )
 
 
-# The functions of torch.distributed cost 33-86 us a call, the group's own methods 27.
+# The functions of torch.distributed take 33-86 us per call, the process group's methods 27 us.
 def _gather_method(handle: dist.ProcessGroup):
     return handle._allgather_base
 

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Differentiable collectives: conjugate pairs, and split ones that overlap with computation.
+"""Differentiable collectives: conjugate pairs, and split collectives that overlap with computation.
 
-In a conjugate pair backward runs the conjugate of forward's collective:
+The backward of a conjugate pair is the conjugate of its forward's collective:
 
 | function | forward | backward |
 |---|---|---|
@@ -15,20 +15,20 @@ In a conjugate pair backward runs the conjugate of forward's collective:
 Rows are dimension 0. Source of the pairs: Shoeybi et al. 2019, section 3 (f, g); Korthikanti et al.
 2022, section 4.2 (g, g-bar for sequence parallelism). Each is the identity on a group of one rank.
 
-A flight is a differentiable collective in two halves, with other computation in between:
+A split collective is a differentiable collective in two halves, with other computation in between:
 
-    buffer = depart(x, flight)      starts it
-    ...                             computation that does not need it
-    y = arrive(buffer, flight)      waits for it
+    buffer = start_collective(x, collective)        starts it
+    ...                                             computation that is independent of its output
+    y = finish_collective(buffer, collective)       waits for it
 
-In backward `arrive` starts the conjugate collective, the computation in between runs its backward,
-and `depart` waits.
+In backward `finish_collective` starts the conjugate collective, the computation in between runs its
+backward, and `start_collective` waits.
 
-| flight | forward | backward |
+| collective | forward | backward |
 |---|---|---|
-| exchange(group, send, receive) | all-to-all of rows | all-to-all back |
-| gather(group) | all-gather of rows | reduce-scatter |
-| scatter(group) | reduce-scatter of rows | all-gather |
+| split_all_to_all(group, send, receive) | all-to-all of rows | all-to-all back |
+| split_all_gather(group) | all-gather of rows | reduce-scatter |
+| split_reduce_scatter(group) | reduce-scatter of rows | all-gather |
 """
 
 from __future__ import annotations
@@ -56,94 +56,104 @@ Start = Callable[[torch.Tensor], Pending]
 
 
 @dataclass(eq=False)
-class Flight:
-    """A collective that departs and arrives once in forward, and once in backward.
+class SplitCollective:
+    """A collective that is started and finished once in forward, and once in backward.
 
     Args:
-        forward, backward: start it, and its conjugate.
+        forward, backward: start the collective, and its conjugate.
     """
 
     forward: Start
     backward: Start
     _pending: Pending | None = field(default=None, init=False, repr=False)
 
-    def start(self, x: torch.Tensor, *, back: bool = False) -> torch.Tensor:
-        """Start it with x and return where the result will be."""
-        self._pending = (self.backward if back else self.forward)(x)
+    def start(self, x: torch.Tensor, *, backward: bool = False) -> torch.Tensor:
+        """Start the collective with x and return its output buffer."""
+        self._pending = (self.backward if backward else self.forward)(x)
         return self._pending.output
 
-    def land(self) -> torch.Tensor:
-        """Wait for what is under way and return it.
+    def wait(self) -> torch.Tensor:
+        """Wait for the started collective and return its output.
 
         Raises:
-            ValueError: nothing is.
+            ValueError: the collective was not started.
         """
         if self._pending is None:
-            raise ValueError("a flight arrives that has not departed: depart once per arrival")
+            raise ValueError("a collective is finished without a start: start it once per finish")
+        # Cleared first: forward and backward share this field, and a second wait is an error.
         pending, self._pending = self._pending, None
         return pending.wait()
 
 
-def exchange(group: Group, send_counts: Sequence[int], receive_counts: Sequence[int]) -> Flight:
-    """Return the exchange of so many rows with every rank of a group."""
+def split_all_to_all(
+    group: Group, send_counts: Sequence[int], receive_counts: Sequence[int]
+) -> SplitCollective:
+    """Return the all-to-all of rows with every rank of a group.
+
+    Args:
+        send_counts, receive_counts: rows to and from each rank.
+    """
     forward_counts = {"send_counts": send_counts, "receive_counts": receive_counts}
-    back = {"send_counts": receive_counts, "receive_counts": send_counts}
-    return Flight(
+    backward_counts = {"send_counts": receive_counts, "receive_counts": send_counts}
+    return SplitCollective(
         partial(all_to_all_async, group=group, **forward_counts),
-        partial(all_to_all_async, group=group, **back),
+        partial(all_to_all_async, group=group, **backward_counts),
     )
 
 
-def gather(group: Group) -> Flight:
-    """Return the gathering of all ranks' rows, whose gradients are addends."""
-    return Flight(
+def split_all_gather(group: Group) -> SplitCollective:
+    """Return the all-gather of all ranks' rows; the ranks' gradients are summed."""
+    return SplitCollective(
         partial(all_gather_async, group=group), partial(reduce_scatter_async, group=group)
     )
 
 
-def scatter(group: Group) -> Flight:
-    """Return the summing of rows over a group, each rank's part of which goes to it."""
-    return Flight(
+def split_reduce_scatter(group: Group) -> SplitCollective:
+    """Return the reduce-scatter of rows over a group."""
+    return SplitCollective(
         partial(reduce_scatter_async, group=group), partial(all_gather_async, group=group)
     )
 
 
-def depart(x: torch.Tensor, flight: Flight) -> torch.Tensor:
-    """Start a flight with x [n, ...]; what is returned must not be read before `arrive`."""
-    return apply_function(_Depart, x, flight)
+def start_collective(x: torch.Tensor, collective: SplitCollective) -> torch.Tensor:
+    """Start a collective with x [n, ...]; do not read its output before `finish_collective`."""
+    return apply_function(_Start, x, collective)
 
 
-def arrive(buffer: torch.Tensor, flight: Flight) -> torch.Tensor:
-    """Return the rows of a flight that `depart` has started."""
-    return apply_function(_Arrive, buffer, flight)
+def finish_collective(buffer: torch.Tensor, collective: SplitCollective) -> torch.Tensor:
+    """Wait for a collective that `start_collective` started, and return its output."""
+    return apply_function(_Finish, buffer, collective)
 
 
-def direct(x: torch.Tensor, flight: Flight) -> torch.Tensor:
-    """Return the rows of a flight, with nothing in between."""
-    return arrive(depart(x, flight), flight)
+def run_collective(x: torch.Tensor, collective: SplitCollective) -> torch.Tensor:
+    """Start and finish a collective at once."""
+    return finish_collective(start_collective(x, collective), collective)
 
 
-class _Depart(torch.autograd.Function):
+class _Start(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, x, flight):
-        ctx.flight = flight
-        return flight.start(x)
-
-    @staticmethod
-    def backward(ctx, grad):
-        return ctx.flight.land(), None
-
-
-class _Arrive(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, buffer, flight):
-        ctx.flight = flight
-        return flight.land().detach()  # on one rank it is what departed, which has its own history
+    def forward(ctx, x, collective):
+        ctx.collective = collective
+        return collective.start(x)
 
     @staticmethod
     def backward(ctx, grad):
-        ctx.flight.start(grad, back=True)
-        return grad, None  # a stand-in of the buffer's shape; `depart` returns what arrives
+        return ctx.collective.wait(), None
+
+
+class _Finish(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, buffer, collective):
+        ctx.collective = collective
+        # On one rank the output is the input, which has its own autograd history.
+        return collective.wait().detach()
+
+    @staticmethod
+    def backward(ctx, grad):
+        # Starts here and not in `_Start`, so that it overlaps the backward in between.
+        ctx.collective.start(grad, backward=True)
+        # A placeholder of the buffer's shape: `_Start.backward` returns the actual gradient.
+        return grad, None
 
 
 def copy_to_group(x: torch.Tensor, group: Group) -> torch.Tensor:
@@ -157,7 +167,7 @@ def reduce_from_group(x: torch.Tensor, group: Group) -> torch.Tensor:
 
 
 def scatter_to_group(x: torch.Tensor, group: Group) -> torch.Tensor:
-    """Return this rank's share of the rows of `x` [n, ...]: [n/size, ...]."""
+    """Return this rank's rows of `x` [n, ...]: [n/size, ...]."""
     return x if group.size == 1 else apply_function(_Scatter, x, group)
 
 
@@ -167,9 +177,8 @@ def gather_from_group(
     """Return the rows of all ranks, [n·size, ...].
 
     Args:
-        partial_gradient: True where each rank's gradient is one addend of the whole (the consumer
-            differs by rank): backward is then a reduce-scatter; False where it is already whole on
-            every rank.
+        partial_gradient: True if each rank's gradient is a partial sum (the consumer differs by
+            rank): backward is then a reduce-scatter; False if every rank has the full gradient.
     """
     return x if group.size == 1 else apply_function(_Gather, x, group, partial_gradient)
 
@@ -180,7 +189,7 @@ def reduce_scatter_to_group(x: torch.Tensor, group: Group) -> torch.Tensor:
 
 
 def own_rows(x: torch.Tensor, group: Group) -> torch.Tensor:
-    """Return a view of this rank's share of dimension 0. Raises ValueError if it is uneven."""
+    """Return a view of this rank's rows of dimension 0. Raises ValueError if they are uneven."""
     if x.shape[0] % group.size:
         raise ValueError(
             f"{x.shape[0]} rows do not divide over the {group.size} ranks of {group.name}: "
@@ -215,6 +224,7 @@ class _Scatter(torch.autograd.Function):
     @staticmethod
     def forward(ctx: FunctionCtx, x: torch.Tensor, group: Group) -> torch.Tensor:
         ctx.group = group
+        # A copy, so that the full tensor is freed.
         return own_rows(x, group).clone()
 
     @staticmethod
@@ -230,6 +240,7 @@ class _Gather(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: FunctionCtx, grad: torch.Tensor):
+        # Each rank has a partial sum of the gradient; else every rank has the full gradient.
         if ctx.partial:
             return reduce_scatter(grad, ctx.group), None, None
         return own_rows(grad, ctx.group).contiguous(), None, None

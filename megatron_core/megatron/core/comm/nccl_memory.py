@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Device memory and NCCL: buffers that communicators know, and what communicators take themselves.
+"""NCCL and device memory: registered buffers, and an estimate of a communicator's own memory.
 
-A collective over a registered buffer reads and writes it directly, and needs fewer multiprocessors
-than one that copies through NCCL's own buffers (*user buffer registration*). Such memory comes from
-`ncclMemAlloc`, through a pool of torch's allocator, and every rank of a communicator has to use it
-alike: pools that lease the same sizes in the same order do.
+A collective on a registered buffer reads and writes it directly, and needs fewer SMs than a
+collective that copies through NCCL's own buffers (*user buffer registration*). Registered memory
+comes from `ncclMemAlloc` through a pool of torch's allocator. All ranks of a communicator must
+register the same buffers, so all ranks must allocate the same sizes in the same order.
 """
 
 from __future__ import annotations
@@ -17,20 +17,20 @@ from megatron.core.process_groups import Group
 
 #: Ring channels of a communicator over NVLink, and connections of each: to send and to receive.
 CHANNELS, CONNECTIONS = 16, 2
-#: Of a connection: the buffer that NCCL_BUFFSIZE sets, and those of its low-latency protocols, LL
+#: Of a connection: the buffer that NCCL_BUFFSIZE sets, and the buffers of the protocols LL
 #: (512 KiB) and LL128 (4,800 KiB).
 BUFFER_BYTES, LOW_LATENCY_BYTES = 4 << 20, (512 + 4800) << 10
 
 
 def communicator_bytes(environment: Mapping[str, str]) -> int:
-    """Return about how much device memory a communicator of NCCL takes, once it is used.
+    """Return an estimate of the device memory of an NCCL communicator after its first use.
 
     channels · connections · (buffer + low-latency buffers): 0.3 GB. NCCL's documentation gives the
-    default of the buffer and names the variables; the other sizes are those of NCCL 2.2x, and trees
-    and NVLink SHARP take more. An estimate: torch's allocator does not see this memory.
+    default of the buffer and names the variables; the other sizes are from NCCL 2.2x. Trees and
+    NVLink SHARP need more. torch's allocator does not account for this memory.
 
     Args:
-        environment: NCCL_BUFFSIZE and NCCL_MAX_NCHANNELS change it.
+        environment: NCCL_BUFFSIZE and NCCL_MAX_NCHANNELS change the estimate.
     """
     channels = min(CHANNELS, _number(environment, "NCCL_MAX_NCHANNELS", CHANNELS))
     buffer = _number(environment, "NCCL_BUFFSIZE", BUFFER_BYTES)
@@ -38,25 +38,24 @@ def communicator_bytes(environment: Mapping[str, str]) -> int:
 
 
 def _number(environment: Mapping[str, str], name: str, default: int) -> int:
-    """Return a variable of NCCL; the default where it is not a number, as NCCL has it."""
+    """Return an NCCL variable; like NCCL, ignore a value that is not a number."""
     text = environment.get(name, "")
     return int(text) if text.isdecimal() else default
 
 
 class RegisteredMemory:
-    """Memory of NCCL's allocator that communicators have registered.
-
-    The pool is registered while it is empty: what is allocated later, torch registers itself.
+    """Memory from NCCL's allocator that communicators have registered.
 
     Args:
-        groups: whose collectives take the buffers; those of one rank have no communicator.
-        device: where they are.
+        groups: whose collectives use the buffers; a group of one rank has no communicator.
+        device: of the buffers.
 
     Raises:
-        ValueError: the device is no GPU, or a group has another backend than NCCL.
+        ValueError: the device is not a GPU, or a group's backend is not NCCL.
     """
 
     def __init__(self, groups: Iterable[Group], device: torch.device) -> None:
+        # Groups may share a communicator, which can register a pool only once.
         handles = {id(g.handle): g for g in groups if g.handle is not None}
         if device.type != "cuda":
             raise ValueError(
@@ -75,12 +74,14 @@ class RegisteredMemory:
             backends.append(backend)
         self._device = device
         self._pool = torch.cuda.MemPool(backends[0].mem_allocator) if backends else None
+        # Registered while empty: torch registers each later segment of the pool itself.
         for backend in backends:
             backend.register_mem_pool(self._pool)
 
     def empty(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
-        """Return a flat tensor [numel] with no defined content."""
+        """Return an uninitialized flat tensor [numel]."""
         if self._pool is None:
             return torch.empty(numel, dtype=dtype, device=self._device)
+        # Collective registration: every rank must allocate here in the same order.
         with torch.cuda.use_mem_pool(self._pool, self._device):
             return torch.empty(numel, dtype=dtype, device=self._device)

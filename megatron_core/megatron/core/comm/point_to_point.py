@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Sends and receives between two ranks of a group, several at a time.
+"""Batches of sends and receives between two ranks of a group.
 
-Messages of one batch start together: on NCCL as one grouped launch, so that none of them waits for
-another; elsewhere one by one. Between two ranks messages arrive in the order in which they were
-sent, so both must list them in the same order; nothing else tells them apart.
+Messages of a batch start together: on NCCL as one grouped launch, so that no message waits for
+another; on other backends one by one. Messages between two ranks arrive in the order in which they
+were sent and have no other identity, so both ranks must list them in the same order.
 """
 
 from __future__ import annotations
@@ -14,20 +14,20 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 
-from megatron.core.comm.collectives import Pending, Transfer, Underway, observe, poison_
+from megatron.core.comm.collectives import CollectiveWork, Pending, Transfer, observe, poison_
 from megatron.core.process_groups import Group
 
 _TAG = 1  # `collectives` sends under tag 0
 
 
 @dataclass(frozen=True, eq=False, slots=True)
-class Message:
-    """One tensor on its way.
+class P2PMessage:
+    """One tensor to send or receive.
 
     Args:
-        tensor: contiguous; what is sent, or where what is received goes.
-        rank: the other rank, local to the group.
-        sends: this rank sends it.
+        tensor: contiguous, the source of a send or the destination of a receive.
+        rank: the peer's rank in the group.
+        sends: whether this rank sends.
     """
 
     tensor: torch.Tensor
@@ -35,11 +35,11 @@ class Message:
     sends: bool
 
 
-def exchange_async(messages: Sequence[Message], group: Group) -> list[Pending]:
-    """Start a batch of messages; return what waits for each of them, in their order.
+def exchange_async(messages: Sequence[P2PMessage], group: Group) -> list[Pending]:
+    """Start a batch of messages and return their handles, in the same order.
 
-    What is sent must be left alone, what is received not be touched, before `wait()`. A send ends
-    when its tensor may be used again, which may be only once it is received.
+    Before `wait()`, a sent tensor must not be modified and a received tensor not be accessed. A
+    send may complete only after its message was received.
 
     Raises:
         ValueError: a message to this rank itself.
@@ -49,12 +49,12 @@ def exchange_async(messages: Sequence[Message], group: Group) -> list[Pending]:
             raise ValueError(f"a message over {group.name} to its own rank {group.rank}")
     device = messages[0].tensor.device if messages else torch.device("cpu")
     if device.type == "cuda" and not group.links:
-        return _together(messages, group)
-    return [_alone(message, group) for message in messages]
+        return _start_batched(messages, group)
+    return [_start_single(message, group) for message in messages]
 
 
-def _together(messages: Sequence[Message], group: Group) -> list[Pending]:
-    """Start messages as one launch."""
+def _start_batched(messages: Sequence[P2PMessage], group: Group) -> list[Pending]:
+    """Start messages as one grouped launch."""
     operations = [
         dist.P2POp(
             dist.isend if message.sends else dist.irecv,
@@ -64,9 +64,11 @@ def _together(messages: Sequence[Message], group: Group) -> list[Pending]:
         )
         for message in messages
     ]
-    waits = [_observed(message, group) for message in messages]
+    # Observers see every message before the launch, in the order of the list.
+    waits = [_observe(message, group) for message in messages]
+    # One ncclGroup: a rank that both sends and receives cannot deadlock on the order.
     works = dist.batch_isend_irecv(operations)
-    if len(works) != len(messages):  # one for the whole launch
+    if len(works) != len(messages):  # NCCL returns one work for the whole launch
         works = [works[0]] * len(messages)
     return [
         Pending(message.tensor, work, message.tensor, wait)
@@ -74,11 +76,11 @@ def _together(messages: Sequence[Message], group: Group) -> list[Pending]:
     ]
 
 
-def _alone(message: Message, group: Group) -> Pending:
-    """Start one message; over a link nothing is to be read before it is waited for."""
+def _start_single(message: P2PMessage, group: Group) -> Pending:
+    """Start one message; over a link the destination is poisoned until the wait."""
     tensor, handle = message.tensor, group.handle
     assert handle is not None
-    waits = _observed(message, group)
+    waits = _observe(message, group)
     if message.sends:
         transfer = Transfer(
             "send",
@@ -89,9 +91,10 @@ def _alone(message: Message, group: Group) -> Pending:
             prompt=True,
         )
         return Pending(tensor, transfer.launch(), tensor, waits)
+    # Simulated links deliver late: a read before the wait must see NaN, not the arrived data.
     landing = poisoned(tensor) if group.links else tensor
 
-    def start() -> Underway:
+    def start() -> CollectiveWork:
         return handle.recv([landing], message.rank, _TAG)
 
     pending = Pending(
@@ -104,12 +107,12 @@ def _alone(message: Message, group: Group) -> Pending:
 
 
 def poisoned(tensor: torch.Tensor) -> torch.Tensor:
-    """Fill `tensor` with NaN and return another like it, where a message can land meanwhile."""
+    """Fill `tensor` with NaN and return another like it, which receives the message meanwhile."""
     poison_(tensor)
     return torch.empty_like(tensor)
 
 
-def _observed(message: Message, group: Group):
+def _observe(message: P2PMessage, group: Group):
     peer = group.ranks[message.rank]
     if message.sends:
         return observe("send", group, message.tensor, how=f"to {peer}")

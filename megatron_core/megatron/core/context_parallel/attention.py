@@ -35,7 +35,7 @@ from types import MappingProxyType
 import torch
 
 from megatron.core.comm.collectives import Pending, all_gather, reduce_scatter
-from megatron.core.comm.point_to_point import Message, exchange_async
+from megatron.core.comm.point_to_point import P2PMessage, exchange_async
 from megatron.core.context_parallel import blockwise
 from megatron.core.context_parallel.all_to_all import all_to_all_cp2hp, all_to_all_hp2cp
 from megatron.core.context_parallel.blockwise import AttentionBlock
@@ -331,7 +331,7 @@ class _Onward:
         """Send `tensor`, which must be left alone until `wait`."""
         after, before = (group.rank + 1) % group.size, (group.rank - 1) % group.size
         room = torch.empty_like(tensor)
-        messages = [Message(tensor, after, sends=True), Message(room, before, sends=False)]
+        messages = [P2PMessage(tensor, after, sends=True), P2PMessage(room, before, sends=False)]
         return _Onward(*exchange_async(messages, group))
 
     def wait(self) -> torch.Tensor:

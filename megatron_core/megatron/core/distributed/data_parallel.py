@@ -58,7 +58,7 @@ from megatron.core.comm.collectives import (
     all_reduce,
     all_reduce_async,
     reduce_scatter_async,
-    reduce_scatter_wide_async,
+    reduce_scatter_fp32_async,
 )
 from megatron.core.comm.nccl_memory import RegisteredMemory
 from megatron.core.device import NullStream, Stream, current_stream, new_stream, on_stream
@@ -349,8 +349,9 @@ class GradientBlock(ABC):
             if not self._overwrites_output:
                 out = bucket.pool.acquire(len(output), torch.float32)
             self._addends = bucket.pool.acquire(buffer.numel(), buffer.dtype)
-            # A sum of bf16 addends in fp32: an all-to-all to `parts`, and a local sum of them.
-            return reduce_scatter_wide_async(buffer, group, out=out, parts=self._addends)
+            # A sum of bf16 addends in fp32: an all-to-all, and a local sum of what arrived.
+            buffers = {"out": out, "receive_buffer": self._addends}
+            return reduce_scatter_fp32_async(buffer, group, **buffers)
         if self._overwrites_output and buffer.dtype is output.dtype:
             return reduce_scatter_async(buffer, group, out=output)
         low, high = self.block.shard_range

@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 
 from megatron.core.comm import Pending, all_reduce
-from megatron.core.comm.point_to_point import Message, exchange_async
+from megatron.core.comm.point_to_point import P2PMessage, exchange_async
 from megatron.core.inference.sampling import Sampled
 from megatron.core.inference.scheduler import BatchPlan
 from megatron.core.process_groups import Group, ProcessGroupCollection
@@ -154,24 +154,28 @@ class StageLink:
     def receive_hidden(self, shape: Sequence[int]) -> Tensor:
         """Return the hidden states of a step from the stage before."""
         landing = torch.empty(shape, dtype=self._dtype, device=self._device)
-        (pending,) = exchange_async([Message(landing, self._stages.rank - 1, False)], self._stages)
+        (pending,) = exchange_async(
+            [P2PMessage(landing, self._stages.rank - 1, False)], self._stages
+        )
         return self.wait(pending)
 
     def send_hidden(self, hidden: Tensor) -> list[Pending]:
         """Start to send hidden states to the stage after; wait before the step is forgotten."""
-        message = Message(hidden.contiguous(), self._stages.rank + 1, True)
+        message = P2PMessage(hidden.contiguous(), self._stages.rank + 1, True)
         return exchange_async([message], self._stages)
 
     def expect_results(self, count: int) -> Pending:
         """Start to receive fp64 [count] from the last stage."""
         landing = torch.empty(count, dtype=torch.float64, device=self._device)
-        (pending,) = exchange_async([Message(landing, self._stages.size - 1, False)], self._results)
+        (pending,) = exchange_async(
+            [P2PMessage(landing, self._stages.size - 1, False)], self._results
+        )
         return pending
 
     def send_results(self, numbers: Tensor) -> list[Pending]:
         """Start to send fp64 numbers from the last stage to all others."""
         others = range(self.count - 1)
-        return exchange_async([Message(numbers, rank, True) for rank in others], self._results)
+        return exchange_async([P2PMessage(numbers, rank, True) for rank in others], self._results)
 
     def of_first(self, drafts: Sequence[Sequence[int]], most: int) -> Sequence[Sequence[int]]:
         """Return the drafts that the first stage gives, at most so many of each row; every stage
@@ -180,13 +184,13 @@ class StageLink:
             return drafts
         padded = _of_one_length(drafts, most, self._device)
         if not self.is_first:
-            message = Message(padded, self._stages.rank - 1, False)
+            message = P2PMessage(padded, self._stages.rank - 1, False)
             padded = self.wait(*exchange_async([message], self._stages))
         for pending in self._passed_on:
             self.wait(pending)
         self._passed_on = []
         if not self.is_last:
-            message = Message(padded, self._stages.rank + 1, True)
+            message = P2PMessage(padded, self._stages.rank + 1, True)
             self._passed_on = exchange_async([message], self._stages)
         return _of_their_length(padded)
 

@@ -34,7 +34,14 @@ import torch
 import torch.nn.functional as F
 
 from megatron.core.comm import all_gather, gather_from_group
-from megatron.core.comm.conjugates import arrive, depart, direct, exchange, gather, scatter
+from megatron.core.comm.conjugates import (
+    finish_collective,
+    run_collective,
+    split_all_gather,
+    split_all_to_all,
+    split_reduce_scatter,
+    start_collective,
+)
 from megatron.core.moe.capacity import RankCapacity
 from megatron.core.moe.moe_config import DISPATCHERS
 from megatron.core.moe.router import Routing
@@ -253,8 +260,8 @@ def _by_all_gather(
     group, count = ranks.group, len(rows)
     if padding is not None and padding.rows > count:
         rows, routing = _padded(rows, routing, padding.rows)
-    flight = gather(group)
-    under_way = depart(rows, flight)
+    collective = split_all_gather(group)
+    buffer = start_collective(rows, collective)
     expert_ids = routing.experts
     if routing.kept is not None:
         expert_ids = expert_ids.masked_fill(~routing.kept, -1)
@@ -272,9 +279,11 @@ def _by_all_gather(
         order = order.within(room)
     permutation = order.permutation(*expert_ids.shape)
     meanwhile()
-    everyone = arrive(under_way, flight)  # [n t, h]
-    results = experts(take_rows(everyone, permutation), order.runs)  # [r, h] partial(etp)
-    return direct(sum_rows(results, permutation, weights=weights), scatter(group))[:count]
+    all_rows = finish_collective(buffer, collective)  # [n t, h]
+    results = experts(take_rows(all_rows, permutation), order.runs)  # [r, h] partial(etp)
+    return run_collective(
+        sum_rows(results, permutation, weights=weights), split_reduce_scatter(group)
+    )[:count]
 
 
 def _padded(rows: torch.Tensor, routing: Routing, count: int) -> tuple[torch.Tensor, Routing]:
@@ -286,22 +295,22 @@ def _padded(rows: torch.Tensor, routing: Routing, count: int) -> tuple[torch.Ten
 
 
 def partial_sums(
-    everyone: torch.Tensor, routing: Routing, experts: Experts, *, ranks: ExpertRanks
+    all_rows: torch.Tensor, routing: Routing, experts: Experts, *, ranks: ExpertRanks
 ) -> torch.Tensor:
     """Return each row's weighted sum of what the experts of this rank make of it.
 
     Args:
-        everyone: [t, h], the same on all ranks.
+        all_rows: [t, h], the same on all ranks.
         routing: of these rows, none dropped.
         experts: of this rank.
 
     Returns:
         [t, h] partial(etp, ep).
     """
-    waits = len(everyone) > MOST_PADDED * ranks.group.size
+    waits = len(all_rows) > MOST_PADDED * ranks.group.size
     order = _Sorted.here(routing.experts, ranks, complete=True, waits=waits)
     permutation = order.permutation(*routing.experts.shape)
-    results = experts(take_rows(everyone, permutation), order.runs)
+    results = experts(take_rows(all_rows, permutation), order.runs)
     return sum_rows(results, permutation, weights=routing.weights)
 
 
@@ -328,14 +337,14 @@ def _by_all_to_all(
     leaving = Permutation.of(positions, tokens, topk * etp)
     send = [block for block in blocks for _ in range(etp)]
     forward_exchange, backward_exchange = (
-        exchange(group, send, receive),
-        exchange(group, receive, send),
+        split_all_to_all(group, send, receive),
+        split_all_to_all(group, receive, send),
     )
-    under_way = depart(take_rows(rows, leaving), forward_exchange)
+    buffer = start_collective(take_rows(rows, leaving), forward_exchange)
     by_expert, runs = _regrouped(local_counts, sum(receive))
     meanwhile()
-    results = experts(take_rows(arrive(under_way, forward_exchange), by_expert), runs)
-    combined = direct(sum_rows(results, by_expert), backward_exchange)
+    results = experts(take_rows(finish_collective(buffer, forward_exchange), by_expert), runs)
+    combined = run_collective(sum_rows(results, by_expert), backward_exchange)
     weights = _for_parts(routing.weights, etp)  # [t, k etp]
     return sum_rows(combined, leaving, weights=weights)
 
@@ -369,19 +378,19 @@ def _by_equal_blocks(
     )
     sizes = [room] * group.size
     forward_exchange, backward_exchange = (
-        exchange(group, sizes, sizes),
-        exchange(group, sizes, sizes),
+        split_all_to_all(group, sizes, sizes),
+        split_all_to_all(group, sizes, sizes),
     )
-    under_way = depart(take_rows(rows, leaving), forward_exchange)
+    buffer = start_collective(take_rows(rows, leaving), forward_exchange)
     # Of each block, rows of this rank's experts in order, and then padding.
     ends = counts[:, ranks.first : ranks.first + local].cumsum(1)  # [n, E/ep]
     whose = torch.searchsorted(ends, slot.expand(len(ends), room).contiguous(), right=True)
     local_order = replace(_Sorted.of(whose, local, complete=True), trailing=True)
     by_expert = local_order.permutation(whose.numel(), 1)
     meanwhile()
-    arrived = arrive(under_way, forward_exchange)  # [n room, h]
+    arrived = finish_collective(buffer, forward_exchange)  # [n room, h]
     results = experts(take_rows(arrived, by_expert), local_order.runs)
-    combined = direct(sum_rows(results, by_expert), backward_exchange)
+    combined = run_collective(sum_rows(results, by_expert), backward_exchange)
     return sum_rows(combined, leaving, weights=_for_parts(routing.weights, etp))
 
 

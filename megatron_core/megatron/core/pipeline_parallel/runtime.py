@@ -29,7 +29,7 @@ import torch
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from megatron.core.comm.collectives import Pending
-from megatron.core.comm.point_to_point import Message, exchange_async
+from megatron.core.comm.point_to_point import P2PMessage, exchange_async
 from megatron.core.device import runs_ahead
 from megatron.core.pipeline_parallel.schedule import (
     FORWARD_TRANSFERS,
@@ -295,7 +295,7 @@ class Executor:
                 tensor = self._outputs.pop(key)
             else:
                 tensor = self.worker.recv_buffer(action.microbatch)
-            messages.append(Message(tensor, self._peer(action), action.kind in SENDS))
+            messages.append(P2PMessage(tensor, self._peer(action), action.kind in SENDS))
         for action, pending in zip(actions, exchange_async(messages, group), strict=True):
             if action.kind in SENDS:
                 self._release_sent(self._sending[action.kind], pending)
@@ -315,7 +315,7 @@ class Executor:
             # A wait here would make the compute stream wait for the peer. The host polls instead.
             # It may run ahead of its GPU by a whole step, and without a bound it would keep the
             # tensors of all sends of the step alive.
-            while sending and sending[0].is_done():
+            while sending and sending[0].is_completed():
                 sending.popleft()
             while len(sending) > self.schedule.stages + 1:
                 sending.popleft().wait()

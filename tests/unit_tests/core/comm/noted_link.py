@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import torch
 
-from megatron.core.comm.collectives import Transfer, Underway
+from megatron.core.comm.collectives import CollectiveWork, Transfer
 
 
 class Noting:
@@ -19,7 +19,7 @@ class Noting:
     def count(self) -> int:
         return len(self.kinds)
 
-    def __call__(self, transfer: Transfer) -> Underway:
+    def __call__(self, transfer: Transfer) -> CollectiveWork:
         """Start a collective."""
         number = len(self.kinds)
         self.kinds.append(transfer.kind)
@@ -36,7 +36,7 @@ class Noting:
 
 
 class _Noted:
-    def __init__(self, work: Underway, events: list[str], number: int) -> None:
+    def __init__(self, work: CollectiveWork, events: list[str], number: int) -> None:
         self._work, self._events, self._number = work, events, number
 
     def wait(self) -> None:

@@ -15,7 +15,7 @@ from tests.support.inputs import generator
 from tests.support.ranks import run_ranks
 from tests.support.simulated_links import Late, simulated
 
-ROWS = 90_007  # of 3 elements a rank: above LEAST_BYTES in bf16 too, and odd
+ROWS = 90_007  # of 3 elements a rank: above MIN_DIRECT_BYTES in bf16 too, and odd
 
 
 def content(rank: int, world: int, number: int, dtype: torch.dtype) -> torch.Tensor:
@@ -31,7 +31,7 @@ def exchanges(rank: int, world: int) -> int:
     for dtype in (torch.float32, torch.bfloat16):
         whole = [[content(r, world, n, dtype) for n in range(2)] for r in range(world)]
         own = slice(rank * ROWS, (rank + 1) * ROWS)
-        started += 3 * collectives.goes_directly(whole[0][0], lanes)
+        started += 3 * collectives.uses_direct_exchange(whole[0][0], lanes)
         mine = [w.clone() for w in whole[rank]]
         apart = reduce_scatter_async(mine[0], lanes)
         inside = reduce_scatter_async(mine[1], lanes, out=mine[1][own])
@@ -81,10 +81,10 @@ def test_exchanges_equal_sums_and_concatenations(world: int):
 
 
 def test_small_large_and_lonely_groups_keep_gloos_own():
-    few = torch.zeros(collectives.LEAST_BYTES // 4 - 1)
+    few = torch.zeros(collectives.MIN_DIRECT_BYTES // 4 - 1)
     group = Group("gtp_cp_dp", (0,), 0)
-    assert not collectives.goes_directly(few, group)
-    assert collectives.goes_directly(torch.zeros(collectives.LEAST_BYTES // 4), group)
-    many = tuple(range(collectives.MOST_RANKS + 1))
+    assert not collectives.uses_direct_exchange(few, group)
+    assert collectives.uses_direct_exchange(torch.zeros(collectives.MIN_DIRECT_BYTES // 4), group)
+    many = tuple(range(collectives.MAX_DIRECT_RANKS + 1))
     crowd = Group("gtp_cp_dp", many, 0, handle=object())  # type: ignore[arg-type]
-    assert not collectives.goes_directly(torch.zeros(collectives.LEAST_BYTES), crowd)
+    assert not collectives.uses_direct_exchange(torch.zeros(collectives.MIN_DIRECT_BYTES), crowd)

@@ -16,7 +16,7 @@ from megatron.core.comm.collectives import (
     all_reduce_async,
     all_to_all_async,
     reduce_scatter_async,
-    reduce_scatter_wide_async,
+    reduce_scatter_fp32_async,
 )
 from megatron.core.process_groups import Group, ProcessGroupCollection, RankGrid
 from megatron.core.weight_gather.gatherer import BufferPool
@@ -48,7 +48,7 @@ def check_results(group: Group, world: int) -> None:
         all_reduce_async(x, group),
         all_gather_async(x, group),
         reduce_scatter_async(x, group),
-        reduce_scatter_wide_async(x.bfloat16(), group),
+        reduce_scatter_fp32_async(x.bfloat16(), group),
         all_to_all_async(x, group),
         all_reduce_async(in_place[0], group, out=in_place[0]),
         all_gather_async(
@@ -113,7 +113,7 @@ def poisoned(rank: int, world: int) -> None:
         in_place = all_gather_async(whole[rank : rank + 1], group, out=whole)
         assert whole[rank] == 7.0
         assert int(whole.isnan().sum()) == world - 1
-        wide = reduce_scatter_wide_async(content(rank, 2 * world).bfloat16(), group)
+        wide = reduce_scatter_fp32_async(content(rank, 2 * world).bfloat16(), group)
         assert wide.output.isnan().all()
         codes = all_gather_async(torch.tensor([rank], dtype=torch.uint8), group)
         assert codes.output.tolist() == [255] * world

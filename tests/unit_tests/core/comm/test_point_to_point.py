@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from megatron.core.comm import point_to_point, trace
-from megatron.core.comm.point_to_point import Message, exchange_async
+from megatron.core.comm.point_to_point import P2PMessage, exchange_async
 from megatron.core.process_groups import Group, ProcessGroupCollection, RankGrid
 from tests.support.ranks import run_ranks
 from tests.support.simulated_links import Early, Late, simulated
@@ -15,7 +15,7 @@ from tests.support.simulated_links import Early, Late, simulated
 LINKS = {"none": None, "late": Late, "early": Early}
 
 #: The second is what runs on a GPU; gloo can do it as well.
-STARTS = {"one by one": exchange_async, "as one launch": point_to_point._together}
+STARTS = {"one by one": exchange_async, "as one launch": point_to_point._start_batched}
 
 
 def swapped(rank: int, world: int, link: str, start: str) -> dict[str, object]:
@@ -31,10 +31,10 @@ def swapped(rank: int, world: int, link: str, start: str) -> dict[str, object]:
             stack.enter_context(simulated(groups, simulation()))
         pending = STARTS[start](
             [
-                Message(landed[0], other, sends=False),
-                Message(sent[0], other, sends=True),
-                Message(sent[1], other, sends=True),
-                Message(landed[1], other, sends=False),
+                P2PMessage(landed[0], other, sends=False),
+                P2PMessage(sent[0], other, sends=True),
+                P2PMessage(sent[1], other, sends=True),
+                P2PMessage(landed[1], other, sends=False),
             ],
             group,
         )
@@ -43,7 +43,10 @@ def swapped(rank: int, world: int, link: str, start: str) -> dict[str, object]:
             each.wait()
     return {
         "landed": landed,
-        "returned": [pending[0].output.data_ptr() == landed[0].data_ptr(), pending[1].is_done()],
+        "returned": [
+            pending[0].output.data_ptr() == landed[0].data_ptr(),
+            pending[1].is_completed(),
+        ],
         "early": early,
         "records": [(r.kind, r.how, r.bytes) for r in records],
     }
@@ -73,7 +76,7 @@ def overwritten(rank: int, world: int) -> str:
     groups = ProcessGroupCollection.create(RankGrid(world_size=world, pp=world), rank=rank)
     tensor = torch.ones(4)
     with simulated(groups, Late()):
-        (pending,) = exchange_async([Message(tensor, 1 - rank, sends=rank == 0)], groups["pp"])
+        (pending,) = exchange_async([P2PMessage(tensor, 1 - rank, sends=rank == 0)], groups["pp"])
         if rank == 0:
             tensor.zero_()
         try:
@@ -91,7 +94,7 @@ def test_writing_what_is_being_sent_is_an_error():
 
 def test_a_message_to_oneself_is_refused():
     with pytest.raises(ValueError, match="to its own rank 0"):
-        exchange_async([Message(torch.zeros(1), 0, sends=True)], Group.single("pp"))
+        exchange_async([P2PMessage(torch.zeros(1), 0, sends=True)], Group.single("pp"))
 
 
 def shifted(rank: int, world: int) -> list[float]:
@@ -102,10 +105,10 @@ def shifted(rank: int, world: int) -> list[float]:
     for _ in range(3):
         landing = torch.full((3,), -1.0)
         messages = [
-            Message(value, 1 - group.rank, sends=True),
-            Message(landing, 1 - group.rank, sends=False),
+            P2PMessage(value, 1 - group.rank, sends=True),
+            P2PMessage(landing, 1 - group.rank, sends=False),
         ]
-        for pending in point_to_point._together(messages, group):
+        for pending in point_to_point._start_batched(messages, group):
             pending.wait()
         value = landing + 10
         found.append(float(value.sum()))

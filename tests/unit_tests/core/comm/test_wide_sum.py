@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from megatron.core.comm import CollectiveRecord, trace
-from megatron.core.comm.collectives import Pending, reduce_scatter_wide_async
+from megatron.core.comm.collectives import Pending, reduce_scatter_fp32_async
 from megatron.core.process_groups import ProcessGroupCollection, RankGrid
 from tests.support.closeness import relative_error
 from tests.support.inputs import generator
@@ -37,19 +37,19 @@ def wide_sum(rank: int, world: int) -> tuple[float, float]:
         narrow += addend
     x = inputs[rank].clone()
     with nan_memory(), trace(groups) as records:
-        found = reduce_scatter_wide_async(x, group).wait()
+        found = reduce_scatter_fp32_async(x, group).wait()
         assert torch.equal(x, inputs[rank])
         out, parts = torch.empty(ROWS, WIDTH), torch.empty_like(x)
-        pending = reduce_scatter_wide_async(x, group, out=out, parts=parts)
+        pending = reduce_scatter_fp32_async(x, group, out=out, receive_buffer=parts)
         assert pending.wait() is out
         assert pending.wait() is out
         with simulated(groups, Late()) as link:
-            late = reduce_scatter_wide_async(x.t().contiguous().t(), group)  # columns first
+            late = reduce_scatter_fp32_async(x.t().contiguous().t(), group)  # columns first
             assert late.output.isnan().all()
             assert torch.equal(late.wait(), in_order)
         assert link.count == 1
         with pytest.raises(ValueError, match="rows do not divide"):
-            reduce_scatter_wide_async(x[1:], group)
+            reduce_scatter_fp32_async(x[1:], group)
     assert found.dtype is torch.float32
     assert torch.equal(found, in_order)  # to the bit, whatever the link: in the order of ranks
     assert torch.equal(out, in_order)
@@ -68,8 +68,8 @@ def test_on_one_rank_it_only_widens():
     group = ProcessGroupCollection.single()["tp"]
     x = gradients(0, 1)
     out = torch.empty(ROWS, WIDTH)
-    assert torch.equal(reduce_scatter_wide_async(x, group).wait(), x.float())
-    assert reduce_scatter_wide_async(x, group, out=out).wait() is out
+    assert torch.equal(reduce_scatter_fp32_async(x, group).wait(), x.float())
+    assert reduce_scatter_fp32_async(x, group, out=out).wait() is out
     assert torch.equal(out, x.float())
 
 

@@ -14,7 +14,7 @@ from types import MappingProxyType
 import torch
 from torch import Tensor
 
-from megatron.core.comm.collectives import reduce_scatter_wide_async
+from megatron.core.comm.collectives import reduce_scatter_fp32_async
 from megatron.core.dist_checkpointing.async_save import StagingBuffer
 from megatron.core.dist_checkpointing.shards import plan_shard
 from megatron.core.distributed import DataParallel, DataParallelConfig
@@ -209,7 +209,7 @@ def fp32_sum(device: StreamModel) -> list[Tensor]:
         x, out = torch.arange(8, dtype=BF16) + i, torch.empty(4)
         stream.wait_stream(device.current)
         with device.on_stream(stream):
-            pending = reduce_scatter_wide_async(x, group, out=out)
+            pending = reduce_scatter_fp32_async(x, group, out=out)
             free = pending.work.parts.clone()  # type: ignore[union-attr]
         results.append(pending.wait().clone())
         del pending

@@ -357,7 +357,7 @@ def first_buffers(rank: int, world: int, folder: str) -> tuple[list[bool], list[
     engine = engine_of(model.model, max_step_tokens=500, token_multiple=world)
     engine.model = model
     used, begins = [], []
-    filled, call = Arena._filled, AfterOddTransfers.__call__
+    filled, call = Arena._fill_next, AfterOddTransfers.__call__
 
     def noted(arena: Arena, x: torch.Tensor, how: str) -> SymmetricBuffers:
         used.append(arena.next_addends((1,), torch.float32).data_ptr() == addresses[0])
@@ -432,17 +432,17 @@ def decodes(rank: int, world: int, folder: str, families: dict[str, dict]) -> di
 @contextmanager
 def copies_into_arenas() -> Iterator[list[bool]]:
     """Note of each reduction whether its addends were copied into symmetric memory."""
-    found, filled = [], Arena._filled
+    found, filled = [], Arena._fill_next
 
     def noted(arena: Arena, x: torch.Tensor, how: str) -> SymmetricBuffers:
         found.append(x.data_ptr() != arena.next_addends(x.shape, x.dtype).data_ptr())
         return filled(arena, x, how)
 
-    Arena._filled = noted
+    Arena._fill_next = noted
     try:
         yield found
     finally:
-        Arena._filled = filled
+        Arena._fill_next = filled
 
 
 def asked() -> list[Request]:

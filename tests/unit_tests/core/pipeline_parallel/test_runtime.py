@@ -151,7 +151,7 @@ class Sent:
             self.under_way.remove(self.name)
         return self.output
 
-    def is_done(self) -> bool:
+    def is_completed(self) -> bool:
         return False
 
 

@@ -226,7 +226,8 @@ class NormCall:
         groups, gate_groups = (x.unflatten(-1, (-1, self.size)) for x in (d_gate, gate))
         if StridedRows.from_tensor(groups).tensor is not groups:
             return None
-        d_gate_rows, gate_rows = AlignedRows.from_tensor(groups), AlignedRows.from_tensor(gate_groups)
+        d_gate_rows = AlignedRows.from_tensor(groups)
+        gate_rows = AlignedRows.from_tensor(gate_groups)
         if (d_gate_rows.kernel_args, d_gate_rows.step) != (gate_rows.kernel_args, gate_rows.step):
             return None
         return d_gate, d_gate_rows.base

@@ -10,7 +10,15 @@ import pytest
 import torch
 
 from megatron.core.comm import all_to_all, gather_from_group, reduce_scatter_to_group, trace
-from megatron.core.comm.conjugates import Flight, arrive, depart, direct, exchange, gather, scatter
+from megatron.core.comm.conjugates import (
+    SplitCollective,
+    finish_collective,
+    run_collective,
+    split_all_gather,
+    split_all_to_all,
+    split_reduce_scatter,
+    start_collective,
+)
 from megatron.core.process_groups import Group, ProcessGroupCollection, RankGrid
 from tests.support.inputs import generator
 from tests.support.nan_memory import nan_memory
@@ -20,7 +28,7 @@ from tests.unit_tests.core.comm.noted_link import Noting, marked
 
 
 class _Exchanged(torch.autograd.Function):
-    """The exchange of rows at once, its gradient the exchange back."""
+    """The split_all_to_all of rows at once, its gradient the split_all_to_all back."""
 
     @staticmethod
     def forward(ctx, x, group, send, receive):
@@ -39,40 +47,40 @@ def count(source: int, target: int) -> int:
     return (2 * source + 3 * target) % 4
 
 
-Pair = tuple[int, Callable[[], Flight], Callable[[torch.Tensor], torch.Tensor]]
+Pair = tuple[int, Callable[[], SplitCollective], Callable[[torch.Tensor], torch.Tensor]]
 
 
 def pairs(group: Group) -> dict[str, Pair]:
-    """Return of each flight: rows, how it is made, and the collective that it is."""
+    """Return of each collective: rows, how it is made, and the collective that it is."""
     send = [count(group.rank, other) for other in range(group.size)]
     receive = [count(other, group.rank) for other in range(group.size)]
     nothing = [0] * group.size
     return {
-        "exchange": (
+        "split_all_to_all": (
             sum(send),
-            lambda: exchange(group, send, receive),
+            lambda: split_all_to_all(group, send, receive),
             lambda x: _Exchanged.apply(x, group, send, receive),
         ),
-        "exchange of nothing": (
+        "split_all_to_all of nothing": (
             0,
-            lambda: exchange(group, nothing, nothing),
+            lambda: split_all_to_all(group, nothing, nothing),
             lambda x: _Exchanged.apply(x, group, nothing, nothing),
         ),
         "gather": (
             3,
-            lambda: gather(group),
+            lambda: split_all_gather(group),
             lambda x: gather_from_group(x, group, partial_gradient=True),
         ),
         "scatter": (
             5 * group.size,
-            lambda: scatter(group),
+            lambda: split_reduce_scatter(group),
             lambda x: reduce_scatter_to_group(x, group),
         ),
     }
 
 
 def flown(rank: int, world: int, link: str) -> None:
-    """See that every flight brings what its collective does, bit by bit, with work in between."""
+    """Compare every split collective with its plain collective, bit by bit, with work between."""
     groups = ProcessGroupCollection.create(RankGrid(world_size=world, tp=world), rank=rank)
     for number, (name, (rows, made, wanted)) in enumerate(pairs(groups["tp"]).items()):
         values = torch.randn(rows, 7, generator=generator(number, rank))
@@ -85,14 +93,14 @@ def flown(rank: int, world: int, link: str) -> None:
         context = simulated(groups, links[link]) if link in links else nullcontext()
         with trace(groups) as records, context, nan_memory():
             z = values.clone().requires_grad_(True)
-            flight = made()
-            buffer = depart(z, flight)
+            collective = made()
+            buffer = start_collective(z, collective)
             if link == "late" and len(y):
                 assert buffer.detach().isnan().all(), "it has arrived too early"
             between = (z * 3.0).square().sum()
-            got = arrive(buffer, flight)
+            got = finish_collective(buffer, collective)
             ((got * factors).sum() + between).backward()
-            again = direct(values, made())
+            again = run_collective(values, made())
         assert torch.equal(got, y), name
         assert torch.equal(again, y), name
         assert torch.equal(z.grad, x.grad), name
@@ -114,10 +122,10 @@ def in_order(rank: int, world: int) -> None:
         events: list[str] = []
         with simulated(groups, Noting(events)):
             x = torch.ones(rows, 2).requires_grad_(True)
-            flight = made()
-            under_way = depart(x, flight)
+            collective = made()
+            under_way = start_collective(x, collective)
             between = marked(x * 2.0, events, "work")
-            y = arrive(under_way, flight)
+            y = finish_collective(under_way, collective)
             (y.sum() + between.sum()).backward()
         assert events == ["start 0", "work", "wait 0", "start 1", "work back", "wait 1"]
 
@@ -127,21 +135,25 @@ def test_what_is_computed_in_between_is_so_in_backward():
 
 
 def test_arriving_without_departure_is_an_error():
-    flight = gather(Group.single())
+    collective = split_all_gather(Group.single())
     x = torch.ones(3, 2)
-    with pytest.raises(ValueError, match="has not departed: depart once per arrival"):
-        arrive(x, flight)
-    buffer = depart(x, flight)
-    assert torch.equal(arrive(buffer, flight), x)
-    with pytest.raises(ValueError, match="has not departed"):
-        arrive(buffer, flight)
+    with pytest.raises(ValueError, match="finished without a start"):
+        finish_collective(x, collective)
+    buffer = start_collective(x, collective)
+    assert torch.equal(finish_collective(buffer, collective), x)
+    with pytest.raises(ValueError, match="finished without a start"):
+        finish_collective(buffer, collective)
 
 
 def test_alone_rows_stay_where_they_are():
     group = Group.single()
-    for flight in (gather(group), scatter(group), exchange(group, [4], [4])):
+    for collective in (
+        split_all_gather(group),
+        split_reduce_scatter(group),
+        split_all_to_all(group, [4], [4]),
+    ):
         x = torch.randn(4, 3, generator=generator(1)).requires_grad_(True)
-        y = direct(x, flight)
+        y = run_collective(x, collective)
         assert torch.equal(y, x)
         (y * x.detach()).sum().backward()
         assert torch.equal(x.grad, x)

@@ -231,7 +231,7 @@ def small_runs(root: Path) -> dict[str, Callable[[], object]]:
     engine = Engine(
         model,
         EngineConfig(num_blocks=4),
-        shapes=CacheShapes.of(model.modules(), torch.float32),
+        shapes=CacheShapes.from_modules(model.modules(), torch.float32),
         vocab_size=64,
     )
     engine.add(Request(prompt=(1, 2, 3), max_new_tokens=9, sampling=SamplingParams(temperature=0)))

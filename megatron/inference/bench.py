@@ -308,7 +308,7 @@ def run(config: BenchConfig, launch: Launch, reports: ErrorReports) -> None:
         figures = summary(repeats, replicas, lengths, rows=max_requests)
         if engine.link.count > 1:
             share = statistics.median(repeat.idle_seconds / repeat.seconds for repeat in repeats)
-            stage_idle_shares = engine.link.of_stages(share)
+            stage_idle_shares = engine.link.all_gather_number(share)
             figures["stage_idle_share"] = ", ".join(f"{share:.2f}" for share in stage_idle_shares)
     if launch.rank == 0:
         print(table(figures))

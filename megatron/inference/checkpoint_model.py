@@ -113,11 +113,11 @@ class CheckpointModel:
     coordinator: Coordinator = field(default_factory=Solo)
     timeout_seconds: float = 600.0
 
-    def generator(self, max_step_tokens: int) -> LanguageModel:
+    def generator(self, max_num_batched_tokens: int) -> LanguageModel:
         """Return the model that the engine runs; all ranks call it.
 
         Args:
-            max_step_tokens: most tokens of a step.
+            max_num_batched_tokens: most tokens of a step.
 
         Raises:
             ValueError: `--nvls require` where NVLink SHARP cannot be had, or `--weights-dtype`
@@ -128,7 +128,7 @@ class CheckpointModel:
         if not self.optimized:
             return self.model
         generator = InferenceOptimizedModel(
-            self.model, self._comm(max_step_tokens), copies=self.weights_dtype
+            self.model, self._comm(max_num_batched_tokens), copies=self.weights_dtype
         )
         if self.model.region.group.rank == 0:
             if generator.copied is not None:
@@ -160,12 +160,12 @@ class CheckpointModel:
                     file=sys.stderr,
                 )
 
-    def _comm(self, max_step_tokens: int) -> SequenceParallelComm | None:
+    def _comm(self, max_num_batched_tokens: int) -> SequenceParallelComm | None:
         """Return the collectives of sequence parallelism; None without it."""
         region = self.model.region
         if not region.scatters:
             return None
-        tokens = -(-max_step_tokens // self.token_multiple) * self.token_multiple
+        tokens = -(-max_num_batched_tokens // self.token_multiple) * self.token_multiple
         element_size = torch.empty((), dtype=self.model.store.dtype).element_size()
         comm = SequenceParallelComm.create(
             region.group,
@@ -187,7 +187,7 @@ class CheckpointModel:
     @property
     def cache_shapes(self) -> CacheShapes:
         """Shapes of this rank's KV cache and recurrent states."""
-        return CacheShapes.of(self.model.modules(), self.model.store.dtype)
+        return CacheShapes.from_modules(self.model.modules(), self.model.store.dtype)
 
     @property
     def data_parallel(self) -> Group:
@@ -211,7 +211,7 @@ class CheckpointModel:
     @property
     def pipeline(self) -> PipelineGroups:
         """The pipeline groups of this rank."""
-        return PipelineGroups.of(self.model.groups)
+        return PipelineGroups.from_groups(self.model.groups)
 
 
 @contextlib.contextmanager

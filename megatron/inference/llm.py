@@ -182,8 +182,8 @@ class LLM:
                 -min(loaded.max_length or DEFAULT_MAX_LENGTH, DEFAULT_MAX_LENGTH) // block_size
             )
         config = EngineConfig(
-            max_rows=max_requests,
-            max_step_tokens=options.inference_max_tokens,
+            max_num_seqs=max_requests,
+            max_num_batched_tokens=options.inference_max_tokens,
             block_size=block_size,
             num_blocks=None if memory_gb is not None else num_blocks,
             memory_bytes=None if memory_gb is None else int(memory_gb * 1e9),
@@ -368,7 +368,7 @@ def speculating_engine(
     """
     speculation = loaded.speculation
     method, num_drafts = speculation.speculative_method, speculation.num_speculative_tokens
-    generator = loaded.generator(config.max_step_tokens)
+    generator = loaded.generator(config.max_num_batched_tokens)
     options = {"check_plans": check_plans, "make_recorder": make_recorder}
     if method is None:
         return _engine(loaded, generator, config, **options)
@@ -386,7 +386,7 @@ def speculating_engine(
                 f"--num-speculative-tokens is {num_drafts}: the model predicts {mtp_layers} more "
                 f"tokens (--mtp-num-layers of training): use at most {mtp_layers}"
             )
-        proposer: Proposer = MultiTokenHeads(generator, depths=num_drafts)
+        proposer: Proposer = MultiTokenHeads(generator, num_layers=num_drafts)
     elif method == "ngram":
         proposer = NGramLookup()
     else:
@@ -403,7 +403,7 @@ def speculating_engine(
             )
             engine = _engine(
                 draft,
-                draft.generator(draft_config.max_step_tokens),
+                draft.generator(draft_config.max_num_batched_tokens),
                 draft_config,
                 make_recorder=make_draft_recorder,
             )
@@ -433,14 +433,15 @@ def split_cache_memory(
     memory_bytes = config.memory_bytes
     if memory_bytes is None:
         return config, draft_config
-    state_bytes = config.row_state_bytes(shapes), draft_config.row_state_bytes(draft_shapes)
+    state_bytes = config.min_state_bytes(shapes), draft_config.min_state_bytes(draft_shapes)
     token_bytes = shapes.token_bytes, draft_shapes.token_bytes
-    block_bytes = config.least_blocks * config.block_size * sum(token_bytes)
+    block_bytes = config.min_blocks * config.block_size * sum(token_bytes)
     free_bytes = memory_bytes - sum(state_bytes)
     if free_bytes < block_bytes:
         raise ValueError(
-            f"{memory_bytes:,} bytes of memory do not hold the states of {config.max_rows} rows "
-            f"and {config.least_pages} of the model and of its draft model: give at least "
+            f"{memory_bytes:,} bytes of memory do not hold the states of "
+            f"{config.max_num_seqs} rows and {config.min_blocks_text} of the model and of its "
+            "draft model: give at least "
             f"{sum(state_bytes) + block_bytes:,}"
         )
     snapshot_bytes = [0, 0]

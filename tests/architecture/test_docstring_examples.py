@@ -58,7 +58,7 @@ def example_names(folder: Path) -> dict[str, Any]:
     """
     groups = ProcessGroupCollection.single()
     model = GPTModel(CONFIG, groups, seed=1)
-    shapes = CacheShapes.of(model.modules(), torch.float32)
+    shapes = CacheShapes.from_modules(model.modules(), torch.float32)
     config = EngineConfig(num_blocks=8)
     extra = {
         "model": CONFIG.to_json(),

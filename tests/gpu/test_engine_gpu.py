@@ -99,8 +99,8 @@ def engine_for(model: GPTModel, *, asynchronous: bool = False, graphs: bool = Fa
     recorder = partial(CudaRecorder, device, "the engine's graphs", memory=GraphMemory())
     return Engine(
         model,
-        EngineConfig(max_rows=8, num_blocks=64, asynchronous=asynchronous),
-        shapes=CacheShapes.of(model.modules(), model.store.dtype),
+        EngineConfig(max_num_seqs=8, num_blocks=64, asynchronous=asynchronous),
+        shapes=CacheShapes.from_modules(model.modules(), model.store.dtype),
         vocab_size=model.config.vocab_size,
         device=device,
         features=EngineFeatures(make_recorder=recorder if graphs else None),

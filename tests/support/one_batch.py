@@ -19,7 +19,7 @@ def engine_of(model: GPTModel, **config: Any) -> Engine:
     return Engine(
         model,
         EngineConfig(**{"num_blocks": 64} | config),
-        shapes=CacheShapes.of(model.modules(), model.store.dtype),
+        shapes=CacheShapes.from_modules(model.modules(), model.store.dtype),
         vocab_size=model.config.vocab_size,
         device=model.store.device,
     )

@@ -128,8 +128,8 @@ def generate(
     features = EngineFeatures(make_recorder=recorder if way.graphs else None)
     engine = Engine(
         model,
-        EngineConfig(max_rows=rows, num_blocks=64 * rows, asynchronous=way.asynchronous),
-        shapes=CacheShapes.of(model.modules(), bench.dtype),
+        EngineConfig(max_num_seqs=rows, num_blocks=64 * rows, asynchronous=way.asynchronous),
+        shapes=CacheShapes.from_modules(model.modules(), bench.dtype),
         max_length=1024,
         vocab_size=config.vocab_size,
         device=bench.device,
@@ -164,7 +164,7 @@ def step_bytes(model: GPTModel, dtype: torch.dtype, rows: int, tokens: int) -> f
     weights = sum(parameter.numel() for parameter in model.parameters())
     weights -= config.vocab_size * config.hidden_size
     context = SHORTEST_PROMPT + (rows - 1) / 2 + (tokens + WARMUP_STEPS) / 2
-    heads = CacheShapes.of(model.modules(), dtype).attention
+    heads = CacheShapes.from_modules(model.modules(), dtype).attention
     kept = 2 * sum(math.prod(shape) for shape in heads)  # keys and values of a token
     return dtype.itemsize * (weights + rows * context * kept)
 

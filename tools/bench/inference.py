@@ -123,8 +123,8 @@ def engine_of(
     """
     return Engine(
         InferenceOptimizedModel(model, copies=copies) if optimized else model,
-        EngineConfig(**{"max_rows": ROWS, "num_blocks": num_blocks} | config),
-        shapes=CacheShapes.of(model.modules(), torch.float32),
+        EngineConfig(**{"max_num_seqs": ROWS, "num_blocks": num_blocks} | config),
+        shapes=CacheShapes.from_modules(model.modules(), torch.float32),
         vocab_size=model.config.vocab_size,
         features=EngineFeatures(
             proposer=proposer, make_recorder=CpuGraph if optimized and not eager else None
@@ -194,7 +194,7 @@ def host_rows(quick: bool, clock: Callable[[], float]) -> list[Row]:
     for rows, target in ((1, "<= 0.2"), (64, "<= 0.5")):
         engine = Engine(
             Nothing(TINY.vocabulary),
-            EngineConfig(max_rows=rows, num_blocks=rows * 16),
+            EngineConfig(max_num_seqs=rows, num_blocks=rows * 16),
             shapes=CacheShapes(),
             vocab_size=TINY.vocabulary,
         )
@@ -236,7 +236,9 @@ def prefix_rows(quick: bool, clock: Callable[[], float]) -> list[Row]:
     requests = make_requests(load, SHAPES["S"].vocabulary)
 
     def side(prefix_caching: bool) -> Callable[[], float]:
-        engine = engine_of(model, num_blocks=4096, max_rows=count, prefix_caching=prefix_caching)
+        engine = engine_of(
+            model, num_blocks=4096, max_num_seqs=count, prefix_caching=prefix_caching
+        )
 
         def run() -> float:
             engine.scheduler.forget_cached()
@@ -475,7 +477,7 @@ class WrongDrafts:
 
     def propose(self, contexts: Sequence[DraftContext]) -> list[list[int]]:
         """See `megatron.core.inference.engine.Proposer`."""
-        return [[self.token] * context.count for context in contexts]
+        return [[self.token] * context.max_drafts for context in contexts]
 
     def predict(self, step: ComputedStep) -> list[list[int]]:
         """See `megatron.core.inference.engine.Proposer`."""

@@ -338,7 +338,7 @@ def length_rows(quick: bool) -> list[Row]:
     """CPU time of the HTTP process for a token of a long stream, by that near its start."""
     engine = Engine(
         Nothing(VOCABULARY),
-        EngineConfig(max_rows=1, num_blocks=512),
+        EngineConfig(max_num_seqs=1, num_blocks=512),
         shapes=CacheShapes(),
         vocab_size=VOCABULARY,
     )
@@ -366,7 +366,7 @@ def stalled_rows(quick: bool) -> list[Row]:
     read; the model does nothing, so that what the server does shows."""
     engine = Engine(
         Nothing(VOCABULARY),
-        EngineConfig(max_rows=ROWS, num_blocks=ROWS * 128),
+        EngineConfig(max_num_seqs=ROWS, num_blocks=ROWS * 128),
         shapes=CacheShapes(),
         vocab_size=VOCABULARY,
     )

@@ -216,8 +216,8 @@ def decoding(
     )
     engine = Engine(
         model,
-        EngineConfig(max_rows=MAX_ROWS, num_blocks=BLOCKS, asynchronous=way.asynchronous),
-        shapes=CacheShapes.of(model.modules(), model.store.dtype),
+        EngineConfig(max_num_seqs=MAX_ROWS, num_blocks=BLOCKS, asynchronous=way.asynchronous),
+        shapes=CacheShapes.from_modules(model.modules(), model.store.dtype),
         max_length=1024,
         vocab_size=model.config.vocab_size,
         device=device,

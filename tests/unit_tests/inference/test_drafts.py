@@ -134,7 +134,7 @@ SHAPES = {
 
 def least_bytes(of: CacheShapes, config: EngineConfig) -> int:
     """Return the bytes of the states of all rows, and of one block of tokens."""
-    slots = 2 * config.max_rows if config.num_speculative_tokens else config.max_rows
+    slots = 2 * config.max_num_seqs if config.num_speculative_tokens else config.max_num_seqs
     slots += 2 if config.prefix_caching else 1  # of a snapshot, and nobody's
     states = slots * 4 * 150 if of.states else 0
     return states + config.block_size * len(of.attention) * 2 * 2 * 8 * 4
@@ -145,7 +145,7 @@ def least_bytes(of: CacheShapes, config: EngineConfig) -> int:
 @pytest.mark.parametrize("model", list(SHAPES))
 def test_both_models_have_the_states_of_their_rows_and_blocks(model, draft, caching):
     shapes, smaller = SHAPES[model], SHAPES[draft]
-    config = EngineConfig(max_rows=3, prefix_caching=caching, num_speculative_tokens=4)
+    config = EngineConfig(max_num_seqs=3, prefix_caching=caching, num_speculative_tokens=4)
     least = least_bytes(shapes, config)
     least += least_bytes(smaller, dataclasses.replace(config, num_speculative_tokens=0))
     with pytest.raises(ValueError, match=f"give at least {least:,}$"):
@@ -163,7 +163,7 @@ def test_both_models_have_the_states_of_their_rows_and_blocks(model, draft, cach
         assert used <= memory
     if caching and model == "recurrent":
         own, _ = split_cache_memory(given, shapes, smaller)
-        assert own.sizes(shapes)[1] > 2 * config.max_rows + 1, "snapshots of states"
+        assert own.sizes(shapes)[1] > 2 * config.max_num_seqs + 1, "snapshots of states"
 
 
 def test_memory_is_shared_by_the_bytes_of_a_token():

@@ -58,8 +58,8 @@ class Loaded:
     def host_group(self, name: str) -> Group:
         return Group.single(name)
 
-    def generator(self, max_step_tokens: int) -> NextByte:
-        assert max_step_tokens == Inference().inference_max_tokens
+    def generator(self, max_num_batched_tokens: int) -> NextByte:
+        assert max_num_batched_tokens == Inference().inference_max_tokens
         return NextByte()
 
 

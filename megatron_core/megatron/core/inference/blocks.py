@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which blocks of a paged cache are whose: reference counts, and blocks that are kept for reuse.
+"""Block pool of the paged KV cache: reference counts and the prefix cache.
 
-A full block is known by the digest of all tokens up to its end, so rows that begin alike find each
-other's blocks (a prefix cache). A block that no row refers to any more keeps its tokens until
-memory is needed: the least recently used goes first, and of a row's blocks the last before the
-first, so a block never goes before those that continue it.
+A full block is identified by a hash of all tokens up to its end, so sequences with a common prefix
+share blocks. A block without references stays in the prefix cache until memory is needed. Blocks
+are evicted in LRU order, and the last block of a sequence before its first, so that a block is
+never evicted before the blocks that continue it.
 
-Pure bookkeeping on the host: no tensor is touched.
+The pool is host bookkeeping only and touches no tensor.
 """
 
 from __future__ import annotations
@@ -18,34 +18,37 @@ from collections.abc import Sequence
 import numpy as np
 
 
-def block_digests(
-    tokens: Sequence[int], block_size: int, *, known: Sequence[bytes] = ()
+def hash_blocks(
+    tokens: Sequence[int], block_size: int, *, prefix_hashes: Sequence[bytes] = ()
 ) -> list[bytes]:
-    """Return a digest for each full block of `tokens`: of these and of all tokens before them.
+    """Return the hash of each full block of a sequence.
 
-    SHA-256 of the digest before and the block's tokens, so equal digests mean equal prefixes.
+    A hash is SHA-256 of the previous block's hash and the tokens of the block, so equal hashes mean
+    equal prefixes.
 
     Args:
-        tokens: of a row.
-        block_size: tokens of a block.
-        known: digests of its first blocks, which are not computed again.
+        tokens: token ids of the sequence.
+        block_size: tokens per block.
+        prefix_hashes: hashes of the first blocks, to avoid computing them again.
     """
-    found = list(known)
-    for block in range(len(found), len(tokens) // block_size):
-        part = np.asarray(tokens[block * block_size : (block + 1) * block_size], dtype=np.int64)
-        before = found[-1] if found else b""
-        found.append(hashlib.sha256(before + part.tobytes()).digest())
-    return found
+    hashes = list(prefix_hashes)
+    for index in range(len(hashes), len(tokens) // block_size):
+        block_tokens = np.asarray(
+            tokens[index * block_size : (index + 1) * block_size], dtype=np.int64
+        )
+        parent_hash = hashes[-1] if hashes else b""
+        hashes.append(hashlib.sha256(parent_hash + block_tokens.tobytes()).digest())
+    return hashes
 
 
 class BlockPool:
-    """The blocks of a cache: free, referred to by rows, or idle (kept for reuse).
+    """The blocks of a cache, each free, in use, or idle (cached without references).
 
     Args:
-        num_blocks: how many there are.
+        num_blocks: number of blocks.
 
     Attributes:
-        evicted: idle blocks whose tokens were given up for others.
+        evicted: number of idle blocks that were evicted.
     """
 
     def __init__(self, num_blocks: int) -> None:
@@ -54,26 +57,27 @@ class BlockPool:
         self.num_blocks = num_blocks
         self._free = list(range(num_blocks - 1, -1, -1))
         self._references = [0] * num_blocks
-        self._digests: list[bytes | None] = [None] * num_blocks
+        self._hashes: list[bytes | None] = [None] * num_blocks
         self._published: dict[bytes, int] = {}
-        self._idle: OrderedDict[int, None] = OrderedDict()  # the least recently used first
+        self._idle: OrderedDict[int, None] = OrderedDict()  # least recently used first
         self.evicted = 0
 
     @property
     def available(self) -> int:
-        """Blocks that `allocate` can give out: free ones and idle ones."""
+        """Number of blocks that `allocate` can return, free or idle."""
         return len(self._free) + len(self._idle)
 
     @property
     def references(self) -> int:
-        """References of all rows to all blocks."""
+        """Total number of references."""
         return sum(self._references)
 
     def allocate(self, count: int) -> list[int] | None:
-        """Return `count` blocks with one reference each, or None and nothing if there are fewer."""
+        """Return `count` block ids with one reference each; None, without effect, if fewer are
+        available."""
         if count > self.available:
             return None
-        found = []
+        block_ids = []
         for _ in range(count):
             if self._free:
                 block = self._free.pop()
@@ -82,48 +86,49 @@ class BlockPool:
                 self._forget(block)
                 self.evicted += 1
             self._references[block] = 1
-            found.append(block)
-        return found
+            block_ids.append(block)
+        return block_ids
 
     def share(self, blocks: Sequence[int]) -> None:
-        """Add a reference to each block; idle ones are in use again."""
+        """Add a reference to each block. Idle blocks become used again."""
         for block in blocks:
             self._references[block] += 1
             self._idle.pop(block, None)
 
     def release(self, blocks: Sequence[int]) -> None:
-        """Take a reference from each block of a row, given in the row's order.
+        """Remove a reference from each block of a sequence, in sequence order.
 
         Raises:
-            ValueError: a block that nobody refers to.
+            ValueError: a block has no reference.
         """
+        # Reversed: the last block becomes the least recently used and is evicted first.
         for block in reversed(blocks):
             if self._references[block] < 1:
                 raise ValueError(f"block {block} of {self.num_blocks} is not in use: release once")
             self._references[block] -= 1
             if self._references[block] == 0:
-                if self._digests[block] is None:
+                if self._hashes[block] is None:
                     self._free.append(block)
                 else:
                     self._idle[block] = None
 
-    def publish(self, block: int, digest: bytes) -> None:
-        """Let others find a full block of this digest; if there is one already, that stays."""
-        if digest not in self._published and self._digests[block] is None:
-            self._published[digest], self._digests[block] = block, digest
+    def publish(self, block: int, block_hash: bytes) -> None:
+        """Add a full block to the prefix cache, unless the hash has a block already."""
+        if block_hash not in self._published and self._hashes[block] is None:
+            self._published[block_hash], self._hashes[block] = block, block_hash
 
-    def find(self, digest: bytes) -> int | None:
-        """Return the block of this digest, or None."""
-        return self._published.get(digest)
+    def find(self, block_hash: bytes) -> int | None:
+        """Return the cached block of a hash, or None."""
+        return self._published.get(block_hash)
 
     def forget_all(self) -> None:
-        """Let no block be found any more: the weights have changed."""
+        """Empty the prefix cache, because the weights have changed."""
         for block in list(self._published.values()):
             self._forget(block)
         self._free += self._idle
         self._idle.clear()
 
     def _forget(self, block: int) -> None:
-        digest, self._digests[block] = self._digests[block], None
-        if digest is not None:
-            del self._published[digest]
+        block_hash, self._hashes[block] = self._hashes[block], None
+        if block_hash is not None:
+            del self._published[block_hash]

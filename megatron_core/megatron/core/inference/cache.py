@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What generation keeps of tokens: pages of keys and values or latents, and states of mixers.
+"""Device memory of the inference cache: paged KV cache, paged latents, and recurrent states.
 
-`CacheShapes` says what a model keeps of each token and of each row. `PagedCache` is that memory:
-for every attention layer pages [blocks, block_size, ...], given out block by block as rows grow
-(Kwon et al. 2023, arXiv 2309.06180), and for every recurrent mixer slots of constant size, one a
-row. Who has which block and slot is decided elsewhere (`scheduler`); here is only the memory, and
-the attention to it.
+`CacheShapes` describes the cache entries of a model per token and per sequence. `PagedCache`
+allocates them: for each attention layer, pages [blocks, block_size, ...], which sequences occupy
+block by block (Kwon et al. 2023, arXiv 2309.06180); for each recurrent mixer, one slot of constant
+size per sequence. The `scheduler` assigns blocks and slots to sequences; this module only stores,
+and attends to, the entries.
 """
 
 from __future__ import annotations
@@ -34,15 +34,15 @@ from megatron.core.transformer.attention import CoreAttention
 
 @dataclass(frozen=True, kw_only=True)
 class CacheShapes:
-    """What a rank's part of a model keeps while generating.
+    """Shapes of the cache entries of this rank's layers.
 
     Args:
-        attention: of each attention layer, what a token leaves: (g, d) for keys and for values, or
-            (c,) for one latent.
-        states: of each recurrent mixer by name, shape and dtype of what a row leaves.
-        dtype: of keys, values and latents.
-        window: how many tokens the attention layer that sees most sees; None if one sees all.
-        cpu_dtype: what a CPU multiplies 16-bit operands of attention in.
+        attention: per attention layer the entry of a token: (g, d) for keys and for values with g
+            KV heads of size d, or (c,) for a latent.
+        states: per recurrent mixer, by name, shape and dtype of the state of a sequence.
+        dtype: dtype of keys, values and latents.
+        window: largest attention window of any layer, in tokens; None with full attention.
+        cpu_dtype: dtype in which a CPU multiplies 16-bit attention operands.
     """
 
     attention: tuple[tuple[int, ...], ...] = ()
@@ -52,26 +52,27 @@ class CacheShapes:
     cpu_dtype: torch.dtype | None = None
 
     @staticmethod
-    def of(layers: Iterable[nn.Module], dtype: torch.dtype) -> CacheShapes:
-        """Return those of the mixers among `layers`, in the order of their blocks.
+    def from_modules(modules: Iterable[nn.Module], dtype: torch.dtype) -> CacheShapes:
+        """Return the shapes of the attention layers and mixers among `modules`, in their order.
 
         Args:
-            layers: for example all modules of a decoder.
-            dtype: of activations.
+            modules: for example all modules of a decoder.
+            dtype: dtype of activations.
         """
         attention: list[tuple[int, ...]] = []
         states: dict[str, tuple[tuple[int, ...], torch.dtype]] = {}
         windows: list[int | None] = []
         cpu_dtype = None
-        for layer in layers:
+        for layer in modules:
             if isinstance(layer, (SelfAttention, LatentAttention)):
                 attention.append(layer.kept_shape)
                 windows.append(layer.core.window)
                 cpu_dtype = layer.core.context.cpu_dtype
             elif isinstance(layer, RecurrentMixer):
                 states |= layer.kept_shapes(dtype)
-        known = [window for window in windows if window is not None]
-        window = max(known) if known and len(known) == len(windows) else None
+        # One layer with full attention needs all tokens, so no block may be freed early.
+        finite = [window for window in windows if window is not None]
+        window = max(finite) if finite and len(finite) == len(windows) else None
         return CacheShapes(
             attention=tuple(attention),
             states=states,
@@ -82,30 +83,29 @@ class CacheShapes:
 
     @property
     def token_bytes(self) -> int:
-        """Bytes that a token takes in pages of all layers."""
-        numbers = sum(math.prod(_joint(shape)) for shape in self.attention)
-        return numbers * self.dtype.itemsize
+        """Bytes of a token in the pages of all layers."""
+        num_elements = sum(math.prod(_fused_kv_shape(shape)) for shape in self.attention)
+        return num_elements * self.dtype.itemsize
 
     @property
     def state_bytes(self) -> int:
-        """Bytes that a row takes in a slot of all mixers."""
+        """Bytes of a sequence in the state slots of all mixers."""
         return sum(math.prod(shape) * dtype.itemsize for shape, dtype in self.states.values())
 
 
-def _joint(shape: tuple[int, ...]) -> tuple[int, ...]:
-    """Return what a token takes in a page: keys and values (g, d) as (2g, d), a latent as it is."""
+def _fused_kv_shape(shape: tuple[int, ...]) -> tuple[int, ...]:
+    """Return the page entry of a token: (2g, d) for keys and values (g, d), (c,) for a latent."""
     return (2 * shape[0], shape[1]) if len(shape) == 2 else shape
 
 
 class StateCache:
-    """Hold [slots + 1, ...] buffers by name, for every recurrent mixer those that it asks for.
+    """State buffers [slots + 1, ...] of the recurrent mixers, by name.
 
-    A buffer is allocated when first requested, with the shape and dtype that the mixer gives: a
-    model without recurrent mixers has none. The last row of each is nobody's: rows that write
-    nothing that counts, those of slot -1, write there.
+    A buffer is allocated at the first request, with the mixer's shape and dtype. The last slot
+    belongs to no sequence: padding rows, whose slot is -1, write there.
 
     Args:
-        num_slots: how many sequences there may be at a time.
+        num_slots: largest number of sequences and snapshots.
     """
 
     def __init__(self, num_slots: int) -> None:
@@ -117,7 +117,7 @@ class StateCache:
 
     @property
     def free_slots(self) -> int:
-        """How many more sequences there may be."""
+        """Number of free slots."""
         return len(self._free)
 
     @property
@@ -127,14 +127,14 @@ class StateCache:
 
     @property
     def addresses(self) -> tuple[int, ...]:
-        """Where the buffers are, in the order in which they were made."""
+        """Device addresses of the buffers, in the order of allocation."""
         return tuple(buffer.data_ptr() for buffer in self._buffers.values())
 
     def take(self, count: int) -> list[int]:
-        """Return free slots for new sequences; they hold what was there, see `copy`.
+        """Allocate slots for new sequences. Their contents are stale; see `copy`.
 
         Raises:
-            ValueError: fewer are free.
+            ValueError: fewer than `count` slots are free.
         """
         if count > len(self._free):
             raise ValueError(
@@ -144,10 +144,10 @@ class StateCache:
         return [self._free.pop() for _ in range(count)]
 
     def release(self, slots: Collection[int]) -> None:
-        """Free the slots of sequences that have ended.
+        """Free the slots of finished sequences.
 
         Raises:
-            ValueError: one that nobody has taken.
+            ValueError: a slot is not allocated.
         """
         for slot in slots:
             if slot in self._free or not 0 <= slot < self.num_slots:
@@ -155,11 +155,16 @@ class StateCache:
             self._free.append(slot)
 
     def give_back(self) -> None:
-        """Give the memory of all buffers back; what is asked for next is made anew."""
+        """Free the memory of all buffers; `buffer` allocates them again."""
         self._buffers.clear()
 
     def copy(self, copies: Sequence[tuple[int | None, int]]) -> None:
-        """Copy what slots hold, (source, target) after (source, target); from None are zeros."""
+        """Copy states between slots.
+
+        Args:
+            copies: (source, target) pairs; source None writes zeros. The order matters, because a
+                target may be the source of a later pair.
+        """
         for source, target in copies:
             for buffer in self._buffers.values():
                 if source is None:
@@ -170,36 +175,37 @@ class StateCache:
     def buffer(
         self, name: str, shape: tuple[int, ...], *, dtype: torch.dtype, device: torch.device
     ) -> Tensor:
-        """Return what is kept by this name, [slots + 1, *shape]; zeros the first time.
+        """Return the buffer [slots + 1, *shape] of this name; allocated with zeros.
 
         Raises:
-            ValueError: it was made with another shape, dtype or device.
+            ValueError: the buffer has another shape, dtype or device.
         """
-        found = self._buffers.get(name)
-        if found is None:
-            found = torch.zeros((self.num_slots + 1, *shape), dtype=dtype, device=device)
-            self._buffers[name] = found
-        elif (tuple(found.shape[1:]), found.dtype, found.device) != (
+        buffer = self._buffers.get(name)
+        if buffer is None:
+            buffer = torch.zeros((self.num_slots + 1, *shape), dtype=dtype, device=device)
+            self._buffers[name] = buffer
+        elif (tuple(buffer.shape[1:]), buffer.dtype, buffer.device) != (
             tuple(shape),
             dtype,
             torch.device(device),
         ):
             raise ValueError(
                 f"state {name}: {list(shape)} {dtype} on {device} does not continue "
-                f"{list(found.shape[1:])} {found.dtype} on {found.device}: use one cache per model"
+                f"{list(buffer.shape[1:])} {buffer.dtype} on {buffer.device}: use one cache per "
+                "model"
             )
-        return found
+        return buffer
 
 
 class PagedCache:
-    """The memory of one engine: a `KeyValueCache` for attention, a `RecurrentCache` for mixers.
+    """Cache memory of one engine: a `KeyValueCache` and a `RecurrentCache`.
 
     Args:
-        shapes: what the model keeps.
-        num_blocks: pages of each layer.
-        block_size: tokens of a page.
-        num_slots: rows that have states at a time, snapshots of states included.
-        device: where the model is.
+        shapes: shapes of the cache entries.
+        num_blocks: pages per attention layer.
+        block_size: tokens per page.
+        num_slots: state slots, for sequences and snapshots.
+        device: device of the model.
     """
 
     def __init__(
@@ -215,27 +221,28 @@ class PagedCache:
         self.device = torch.device(device)
         self.states = StateCache(num_slots)
         self._pages: list[Tensor] = []
-        self._joint: list[JointPages | None] = []
+        self._kv_pages: list[JointPages | None] = []
         self.allocate()
 
     def allocate(self) -> None:
-        """Take the memory, as at the start and again after `give_back`."""
-        # Keys and values of a token lie one after the other: [blocks, block_size, 2g, d].
+        """Allocate the memory, at construction and again after `give_back`."""
+        # Keys and values of a token are adjacent: [blocks, block_size, 2g, d]. The pages are
+        # uninitialised; kernels mask slots beyond the context length.
         self._pages = [
             torch.empty(
-                (self.num_blocks, self.block_size, *_joint(shape)),
+                (self.num_blocks, self.block_size, *_fused_kv_shape(shape)),
                 dtype=self.shapes.dtype,
                 device=self.device,
             )
             for shape in self.shapes.attention
         ]
-        self._joint = [JointPages(pages) if pages.ndim == 4 else None for pages in self._pages]
+        self._kv_pages = [JointPages(pages) if pages.ndim == 4 else None for pages in self._pages]
         for name, (shape, dtype) in self.shapes.states.items():
             self.states.buffer(name, shape, dtype=dtype, device=self.device)
 
     def give_back(self) -> None:
-        """Give the memory back; what it held is lost."""
-        self._pages, self._joint = [], []
+        """Free the memory; all entries are lost."""
+        self._pages, self._kv_pages = [], []
         self.states.give_back()
 
     @property
@@ -246,7 +253,7 @@ class PagedCache:
 
     @property
     def addresses(self) -> tuple[int, ...]:
-        """Where the pages of each layer and the states are; others after `allocate`."""
+        """Device addresses of the pages and the states. `allocate` changes them."""
         return (*(pages.data_ptr() for pages in self._pages), *self.states.addresses)
 
     def attend(
@@ -259,10 +266,11 @@ class PagedCache:
         *,
         sinks: Tensor | None,
     ) -> Tensor:
-        """Keep keys and values, then attend; see `KeyValueCache`."""
-        pages, options = self._joint[layer], {"batch": rows.batch, "scale": core.scale}
+        """Write keys and values to the cache, then attend; see `KeyValueCache`."""
+        pages, options = self._kv_pages[layer], {"batch": rows.batch, "scale": core.scale}
         assert pages is not None
         options |= {"window": core.window, "sinks": sinks}
+        # Batch invariance needs the tiled kernel: its reduction order is independent of the batch.
         if core.backend.batch_invariant:
             (key, value), (keys, values) = key_value.chunk(2, 1), pages.pages.chunk(2, 2)
             write_to_pages(
@@ -291,7 +299,7 @@ class PagedCache:
         *,
         value_features: int,
     ) -> Tensor:
-        """Keep latents, then attend to them; see `KeyValueCache`."""
+        """Write latents to the cache, then attend; see `KeyValueCache`."""
         cache = self._pages[layer]
 
         def attend() -> Tensor:
@@ -303,8 +311,9 @@ class PagedCache:
             )
             options = {"batch": rows.batch, "scale": core.scale}
             if core.backend.batch_invariant:
-                one = cache.unsqueeze(2)  # one head
-                return tiled_paged_attention(query, one, one, **options)[..., :value_features]
+                # A latent is the key and the value of a single head.
+                pages = cache.unsqueeze(2)
+                return tiled_paged_attention(query, pages, pages, **options)[..., :value_features]
             return paged_latent_attention(query, cache, value_features=value_features, **options)
 
         return attend() if rows.graph is None else rows.graph.call_for(attend)
@@ -312,5 +321,5 @@ class PagedCache:
     def buffer(
         self, name: str, shape: tuple[int, ...], *, dtype: torch.dtype, device: torch.device
     ) -> Tensor:
-        """Return what is kept by this name, [slots + 1, *shape]; see `StateCache.buffer`."""
+        """Return the state buffer [slots + 1, *shape] of this name; see `StateCache.buffer`."""
         return self.states.buffer(name, shape, dtype=dtype, device=device)

@@ -1,24 +1,23 @@
 # SPDX-License-Identifier: Apache-2.0
-"""DecodeGraphs: steps that choose a token after each of theirs, recorded once and launched again.
+"""DecodeGraphs: capture and replay of decode steps, which sample after each of their tokens.
 
-A graph runs over buffers that stay: the numbers of a plan are copied to them in one piece, the
-graph is launched, and the logits are where they always are: in one buffer that all graphs write,
-each its first rows. What a step chooses by, random numbers and parameters, stays outside, and so
-changes freely.
+A graph reads and writes static buffers. The arrays of a step are copied to its input buffer in one
+transfer, the graph is replayed, and the logits are in the first rows of one buffer that all graphs
+share. Sampling, with its random numbers and parameters, runs outside the graph.
 
 | | CUDA graphs | `CpuGraph`, a list of operations |
 |---|---|---|
-| tokens of a step | of a few numbers (buckets), the smallest that holds it | any up to 16 |
-| attention | recorded, kernels read the lengths | called at each replay (piecewise) |
+| tokens of a step | padded to the next larger bucket | any number up to 16 |
+| attention | captured; kernels read the lengths | called at each replay (piecewise) |
 
-What is left over of a bucket is padding: no context, no slot of the cache and none of states, so it
-touches nothing of others. A graph is recorded when it is first needed, with padding alone, after
-running so once: what is made at first use, such as rotary tables, is there then. On a CPU the first
-graph does that for all, and for contexts of 4,096 tokens; a longer one has them recorded anew.
+The remaining rows of a bucket are padding without context, cache slots and state slots, so they do
+not touch other sequences. A graph is captured at first use, on padding only, after one eager run,
+which creates lazily initialised tensors such as rotary tables. On a CPU only the first graph needs
+the eager run. CPU graphs hold contexts up to 4,096 tokens; a longer context recaptures them.
 
-A graph takes every token for a row of its own. So k drafts of a row and the token before them are
-k + 1 rows that share their blocks, each of which sees one token more than the row before it.
-Recurrent mixers compute drafts one after the other: with them such steps run eagerly.
+A graph treats each token as a separate row. A token and its k drafts are k + 1 rows with the same
+blocks, and each row attends to one token more than the previous row. Recurrent mixers compute
+drafts sequentially, so with them steps with drafts run eagerly.
 """
 
 from __future__ import annotations
@@ -36,31 +35,31 @@ from megatron.core.context_parallel.layout import PagedRows
 from megatron.core.cpu_graph import CaptureError, CpuGraph
 from megatron.core.device import Recorder, pin
 from megatron.core.inference.cache import PagedCache
-from megatron.core.inference.scheduler import BatchPlan, SharedStep
+from megatron.core.inference.scheduler import SchedulerOutput, SharedStep
 from megatron.core.ops.paged_attention import PagedBatch
 
-#: Tokens of the largest step that a CPU records. The Python of larger ones is little next to what
-#: they compute, and each graph keeps what its operations compute.
+#: Largest CPU graph in tokens. In larger steps the Python overhead is small next to the compute,
+#: and each graph keeps the results of its operations in memory.
 CPU_TOKENS = 16
 
-#: The longest context of a CPU's first graphs; it doubles where a step has a longer one.
+#: Largest context of the first CPU graphs, in tokens; it doubles when a step has a longer context.
 CPU_CONTEXT = 4096
 
 
 @dataclass
 class GraphStats:
-    """What graphs did.
+    """Counters of the graphs.
 
     Args:
-        kind: of graphs.
-        captured: how many were recorded.
-        replayed: steps that were launched as a graph.
-        eager: steps that were none for a graph.
-        seconds: that recording took.
-        buffers: whose addresses are compared before each replay with those of the recording: the
-            pages of each layer, states, and the inputs.
-        compared: addresses that were, in all replays; all were equal.
-        refused: why steps cannot be recorded, and run eagerly; "" where they can.
+        kind: kind of graphs.
+        captured: number of captures.
+        replayed: number of replayed steps.
+        eager: number of eager steps.
+        seconds: time spent in captures.
+        buffers: number of buffers whose addresses are checked before each replay: the pages of each
+            layer, the states, and the inputs.
+        compared: total number of checked addresses, all equal to the captured addresses.
+        refused: reason why capture failed, after which all steps run eagerly; "" otherwise.
     """
 
     kind: Literal["CUDA", "CPU"]
@@ -83,11 +82,11 @@ class GraphStats:
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class DecodeInputs:
-    """What a recorded step of b rows reads; buffers that stay.
+    """Static input buffers of a captured step with b rows.
 
     Args:
-        tokens, positions: int32 [b], as in `BatchPlan`.
-        paged: whose tokens they are.
+        tokens, positions: int32 [b], as in `SchedulerOutput`.
+        paged: block tables, cache slots and state slots.
     """
 
     tokens: Tensor
@@ -99,18 +98,19 @@ class DecodeGraphs:
     """Run decode steps as graphs.
 
     Args:
-        forward: inputs, and where to write the logits, fp32 [b, V], to hidden states [b, 1, h].
-        make_recorder: returns a new recorder, one for each graph.
-        cache: that the forward pass reads and writes.
-        vocab_size: V.
+        forward: maps the inputs and an output buffer for the logits, fp32 [b, V], to hidden states
+            [b, 1, h].
+        make_recorder: returns a new recorder for each graph.
+        cache: cache that the forward pass reads and writes.
+        vocab_size: vocabulary size V.
         max_rows: rows of the largest graph.
-        row_multiple: rows of each are a multiple of this.
-        max_context: tokens of the longest row.
-        shares_experts: with ranks of other replicas: all of them launch graphs of one bucket
-            together, and a rank without tokens one of padding alone (`join`).
+        row_multiple: the rows of each graph are a multiple of this.
+        max_context: longest sequence in tokens.
+        shares_experts: data-parallel ranks share experts. All ranks replay graphs of the same
+            bucket together, and a rank without tokens replays padding only (`join`).
 
     Raises:
-        RuntimeError: when called, a buffer is elsewhere than when the graph was recorded.
+        RuntimeError: at a call, a buffer has moved since the capture.
     """
 
     def __init__(
@@ -127,113 +127,125 @@ class DecodeGraphs:
     ) -> None:
         self._forward, self._make_recorder = forward, make_recorder
         self._cache = cache
-        self._longest = self._max_context = max_context
+        self._context_limit = self._max_context = max_context
         self._device, self._cpu_dtype = cache.device, cache.shapes.cpu_dtype
-        self._takes_drafts, self._shares_experts = not cache.shapes.states, shares_experts
+        self._supports_drafts, self._shares_experts = not cache.shapes.states, shares_experts
         self._graphs: dict[int, _Graph] = {}
         self._next: Recorder | None = make_recorder()
         self._piecewise = isinstance(self._next, CpuGraph)
         if self._piecewise:
             max_rows = min(max_rows, CPU_TOKENS)
             self._max_context = min(max_context, CPU_CONTEXT)
-        self.buckets = buckets_of(max_rows, row_multiple, every=self._piecewise)
+        self.buckets = bucket_sizes(max_rows, row_multiple, all_sizes=self._piecewise)
         self._logits = torch.empty(
             (self.buckets[-1], vocab_size), dtype=torch.float32, device=self._device
         )
         self.stats = GraphStats("CPU" if self._piecewise else "CUDA")
 
-    def takes(self, plan: BatchPlan) -> bool:
-        """Whether a step is one for a graph."""
+    def supports(self, plan: SchedulerOutput) -> bool:
+        """Return whether a step can run as a graph."""
         count = len(plan.tokens)
-        every = len(plan.chosen_after) + plan.padding == count  # token has one chosen after it
-        fits = count <= self.buckets[-1]  # drafts, and tokens that a grammar forces, may be more
-        return every and fits and (self._takes_drafts or not any(plan.drafts))
+        samples_all = len(plan.logits_indices) + plan.padding == count
+        fits = count <= self.buckets[-1]  # drafts and forced tokens may exceed the largest bucket
+        return samples_all and fits and (self._supports_drafts or not any(plan.draft_tokens))
 
-    def launches(self, plan: BatchPlan, shared: SharedStep | None) -> bool:
-        """Whether a step is launched as a graph, on all ranks that share experts; counts it if
-        not."""
-        takes = self.takes(plan) if shared is None else not shared.eager
-        takes = takes and not self.stats.refused
-        if takes:
-            self._hold_contexts(int(plan.context_lengths.max()))
+    def prepare(self, plan: SchedulerOutput, shared: SharedStep | None) -> bool:
+        """Capture the graph of a step if needed; return False if the step must run eagerly.
+
+        With shared experts all ranks return the same value.
+        """
+        supported = self.supports(plan) if shared is None else not shared.eager
+        supported = supported and not self.stats.refused
+        if supported:
+            self._fit_context(int(plan.context_lengths.max()))
             try:
-                self._graph(len(plan.tokens) if shared is None else shared.most_tokens)
+                self._graph(len(plan.tokens) if shared is None else shared.max_tokens)
             except CaptureError as error:
-                self.stats.refused, takes = str(error), False
-        self.stats.eager += not takes
-        return takes
+                self.stats.refused, supported = str(error), False
+        self.stats.eager += not supported
+        return supported
 
-    def __call__(self, plan: BatchPlan, shared: SharedStep | None = None) -> tuple[Tensor, Tensor]:
-        """Return hidden states [t, 1, h] and logits fp32 [t, V] of all tokens of a step. The next
-        step overwrites them.
+    def __call__(
+        self, plan: SchedulerOutput, shared: SharedStep | None = None
+    ) -> tuple[Tensor, Tensor]:
+        """Return hidden states [t, 1, h] and logits fp32 [t, V] of all tokens of a step.
+
+        The results are views of static buffers, which the next step overwrites.
 
         Args:
-            plan: one that it `launches`.
-            shared: the bucket holds the tokens of the rank that has most.
+            plan: step for which `prepare` has returned True.
+            shared: agreement of the ranks that share experts. The bucket then holds the largest
+                number of tokens on any rank.
         """
         count = len(plan.tokens)
-        graph = self._graph(count if shared is None else shared.most_tokens)
+        graph = self._graph(count if shared is None else shared.max_tokens)
         states, contexts, table = plan.state_slots, plan.context_lengths, plan.block_table
-        if len(contexts) < count:  # drafts are rows of their own
+        # With drafts the batch has fewer rows than tokens: repeat the rows, one per token.
+        if len(contexts) < count:
             rows = np.repeat(np.arange(len(contexts)), np.diff(plan.query_bounds))
             contexts = np.where(plan.slot_mapping < 0, 0, plan.positions + 1)
+            # Row i of a sequence attends to its own position and all positions before.
             states, table = states[rows], table[rows]
         graph.fill((plan.tokens, plan.positions, plan.slot_mapping, states, contexts), table)
-        hidden, logits = self._launched(graph)
+        hidden, logits = self._replay(graph)
         return hidden[:count], logits[:count]
 
-    def join(self, most_tokens: int) -> None:
-        """Launch the graph that other ranks do, of which one has so many tokens."""
-        graph = self._graph(most_tokens)
+    def join(self, max_tokens: int) -> None:
+        """Replay the bucket of `max_tokens` tokens with padding only, for its collectives."""
+        graph = self._graph(max_tokens)
         graph.fill()
-        self._launched(graph)
+        self._replay(graph)
 
-    def _hold_contexts(self, longest: int) -> None:
-        """Have graphs recorded anew if a context is longer than they were made for."""
-        if longest > self._max_context:
-            self._max_context = min(self._longest, 1 << (longest - 1).bit_length())
+    def _fit_context(self, context_length: int) -> None:
+        """Drop the graphs if a context exceeds their maximum; the next use recaptures them."""
+        if context_length > self._max_context:
+            self._max_context = min(self._context_limit, 1 << (context_length - 1).bit_length())
             self.forget()
 
     def _graph(self, count: int) -> _Graph:
-        """Return the graph of the smallest bucket of so many tokens."""
+        """Return the graph of the smallest bucket for `count` tokens."""
         size = next(bucket for bucket in self.buckets if bucket >= count)
         if size not in self._graphs:
             start = time.perf_counter()
-            self._graphs[size] = self._captured(size)
+            self._graphs[size] = self._capture(size)
             self.stats.captured += 1
             self.stats.seconds += time.perf_counter() - start
         return self._graphs[size]
 
-    def _launched(self, graph: _Graph) -> tuple[Tensor, Tensor]:
-        """Launch a graph; return its results."""
+    def _replay(self, graph: _Graph) -> tuple[Tensor, Tensor]:
+        """Replay a graph; return its hidden states and logits."""
         self._check_addresses(graph)
         graph.recorder.replay()
         self.stats.replayed += 1
-        assert graph.found is not None
-        return graph.found
+        assert graph.outputs is not None
+        return graph.outputs
 
     def forget(self) -> None:
-        """Record all anew: the cache has another address."""
+        """Drop all graphs, because the cache has moved; the next use captures them again."""
         self._graphs.clear()
 
     def weights_replaced(self) -> None:
-        """Record what reads copies of weights anew: they are other tensors now. A GPU has none."""
+        """Drop graphs that read copies of weights, which are new tensors after a replacement."""
+        # CUDA graphs read the weights themselves, whose addresses do not change.
         if self._piecewise:
             self.forget()
 
     def _check_addresses(self, graph: _Graph) -> None:
-        """Raise RuntimeError if a graph would read or write where its buffers are no more."""
-        found = graph.addresses(self._cache)
-        if found != graph.recorded_at:
-            moved = sum(a != b for a, b in zip(found, graph.recorded_at, strict=True))
+        """Raise RuntimeError if a buffer of a graph has moved since the capture."""
+        # A replay uses the captured addresses without any check and would corrupt freed memory.
+        addresses = graph.addresses(self._cache)
+        if addresses != graph.captured_addresses:
+            pairs = zip(addresses, graph.captured_addresses, strict=True)
+            moved = sum(a != b for a, b in pairs)
             raise RuntimeError(
-                f"{moved} of {len(found)} buffers of a graph of decode steps are at another "
+                f"{moved} of {len(addresses)} buffers of a graph of decode steps are at another "
                 "address than when it was recorded: `forget` before the cache is allocated anew"
             )
-        self.stats.buffers = len(found)
-        self.stats.compared += len(found)
+        self.stats.buffers = len(addresses)
+        self.stats.compared += len(addresses)
 
-    def _captured(self, size: int) -> _Graph:
+    def _capture(self, size: int) -> _Graph:
+        """Capture the graph of a bucket of `size` tokens."""
         recorder, self._next = self._next or self._make_recorder(), None
         blocks = -(-self._max_context // self._cache.block_size)
         graph = _Graph(recorder, size, blocks, self._device)
@@ -266,34 +278,37 @@ class DecodeGraphs:
             return self._forward(inputs, logits), logits
 
         graph.fill()
+        # Run once outside the capture: lazily created tensors must not be allocated inside it.
         if not (self._piecewise and self._graphs):
             run()
 
         def record() -> None:
-            graph.found = run(piecewise)
+            graph.outputs = run(piecewise)
 
         graph.recorder.capture(record)
-        graph.recorded_at = graph.addresses(self._cache)
+        graph.captured_addresses = graph.addresses(self._cache)
         return graph
 
 
 class _Graph:
-    """A bucket: its buffers, and its recording.
+    """The buffers and the recording of a bucket.
 
     Args:
-        recorder: that records it.
-        size: its tokens.
-        blocks: that a row's table names.
+        recorder: recorder of the graph.
+        size: number of tokens.
+        blocks: width of the block table.
+        device: device of the buffers.
 
     Attributes:
-        inputs: int32 [size] each, tokens, positions, slots of the cache and of states, lengths of
-            contexts; and the table [size * blocks].
-        found: hidden states and logits.
-        batch: whose lengths attention reads at each replay; None if it is recorded.
-        recorded_at: addresses at that time.
+        inputs: int32 [size] each: tokens, positions, cache slots, state slots, context lengths;
+            then the block table [size * blocks].
+        outputs: hidden states and logits.
+        batch: batch whose lengths piecewise attention reads at each replay; None if attention is
+            captured.
+        captured_addresses: addresses of the cache and the inputs at the capture.
     """
 
-    #: What padding has in place of each of the inputs.
+    #: Values of a padding row, in the order of `inputs`.
     _PADDING = (0, 0, -1, -1, 0, 0)
 
     def __init__(self, recorder: Recorder, size: int, blocks: int, device: torch.device) -> None:
@@ -301,19 +316,24 @@ class _Graph:
         self._sizes = [*[size] * 5, size * blocks]
         self._flat = torch.empty(sum(self._sizes), dtype=torch.int32, device=device)
         self.inputs = self._flat.split(self._sizes)
-        # A GPU may not have copied the numbers of the last step when those of the next are written.
+        # On a GPU `fill` uses a new staging buffer per step: the asynchronous copy of the previous
+        # step may not have read its buffer yet.
         self._host = self._views(self._flat) if device.type == "cpu" else None
-        self.found: tuple[Tensor, Tensor] | None = None
+        self.outputs: tuple[Tensor, Tensor] | None = None
         self.batch: PagedBatch | None = None
-        self.recorded_at: tuple[int, ...] = ()
+        self.captured_addresses: tuple[int, ...] = ()
 
     def addresses(self, cache: PagedCache) -> tuple[int, ...]:
-        """Return where the cache and the inputs are now."""
+        """Return the current addresses of the cache and the inputs."""
         return (*cache.addresses, self._flat.data_ptr())
 
     def fill(self, numbers: Sequence[np.ndarray] = (), table: np.ndarray | None = None) -> None:
-        """Write the inputs of some tokens, their table [t, w] last, followed by padding; copied to
-        a GPU in one piece."""
+        """Write the input buffer, in one transfer on a GPU.
+
+        Args:
+            numbers: arrays [t] in the order of `inputs`, without the block table.
+            table: block table [t, w]; None fills the buffer with padding only.
+        """
         flat, views = self._flat, self._host
         if views is None:
             flat = pin(torch.empty_like(self._flat, device="cpu"), self._device)
@@ -322,6 +342,7 @@ class _Graph:
         if self._host is None or count < len(views[0]):
             for view, fill in zip(views, self._PADDING, strict=True):
                 view.fill(fill)
+        # Rows beyond `count` hold padding, and table entries beyond a row's context are not read.
         if table is not None:
             for view, array in zip(views, numbers, strict=False):
                 view[:count] = array
@@ -332,13 +353,13 @@ class _Graph:
             self.batch.numbers_replaced()
 
     def _views(self, flat: Tensor) -> list[np.ndarray]:
-        return [part.numpy() for part in flat.split(self._sizes)]
+        return [view.numpy() for view in flat.split(self._sizes)]
 
 
-def buckets_of(max_rows: int, multiple: int, *, every: bool = False) -> tuple[int, ...]:
-    """Return the numbers of rows that there are graphs for: powers of two and the most, each
-    rounded up to a multiple; or every multiple."""
+def bucket_sizes(max_rows: int, multiple: int, *, all_sizes: bool = False) -> tuple[int, ...]:
+    """Return the sizes of the graphs: powers of two and `max_rows`, or all sizes up to `max_rows`,
+    each rounded up to a multiple of `multiple`."""
     sizes = {max_rows, *(1 << n for n in range(max_rows.bit_length()))}
-    if every:
+    if all_sizes:
         sizes = set(range(1, max_rows + 1))
     return tuple(sorted({-(-size // multiple) * multiple for size in sizes}))

@@ -1,13 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The inference engine: continuous batching over a paged cache (Yu et al. 2022, "Orca").
+"""Inference engine: continuous batching over a paged KV cache (Yu et al. 2022, "Orca").
 
-Requests may be added and aborted at any time; every `step` computes the next tokens of all that
-run. A step is planned by the scheduler on the host, its numbers go to the device in one copy, the
-model computes the new tokens of all rows packed, [t, 1, h], and one token is chosen for each row
-that has caught up:
+Requests may be added and aborted between any two steps. `step` schedules tokens of all running
+sequences (`scheduler`), copies the step's arrays to the device in one transfer, runs the model on
+the packed tokens [t, 1, h], and samples one token for each sequence whose tokens are all computed:
 
-    >>> shapes = CacheShapes.of(model.modules(), torch.float32)
-    >>> config = EngineConfig(num_blocks=64, max_rows=16)
+    >>> shapes = CacheShapes.from_modules(model.modules(), torch.float32)
+    >>> config = EngineConfig(num_blocks=64, max_num_seqs=16)
     >>> engine = Engine(model, config, shapes=shapes, vocab_size=model.config.vocab_size)
     >>> engine.add(Request(prompt=(5, 6, 7), max_new_tokens=20))
     0
@@ -16,12 +15,14 @@ that has caught up:
     >>> len(completions[0].tokens)
     20
 
-What a request yields is a function of its own prompt, parameters, seed and identity, up to the
-rounding of matrix products of another batch size: neither its neighbours nor chunks, preemption,
-the prefix cache or steps that are planned ahead change it. With tensor parallelism every rank runs
-an engine of its own, is told the same requests, sees the same logits and so chooses the same
-tokens; no token is communicated. With pipeline parallelism the last stage chooses and tells the
-others (`stages`), and as many steps are in flight as there are stages, each of other rows.
+The output of a request depends only on its prompt, parameters, seed and sequence number, apart from
+the rounding of matrix products at another batch size. Other requests, chunked prefill, preemption,
+the prefix cache and asynchronous scheduling do not change it.
+
+With tensor parallelism each rank runs its own engine with the same requests. All ranks compute the
+same logits and sample the same tokens, so no token is communicated. With pipeline parallelism the
+last stage samples and sends the tokens to the other stages (`stages`). As many steps are in flight
+as there are stages, with disjoint sequences.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ import functools
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Protocol
 
 import numpy as np
@@ -51,6 +52,7 @@ from megatron.core.device import (
 )
 from megatron.core.inference.cache import CacheShapes, PagedCache
 from megatron.core.inference.decode_graphs import DecodeGraphs, DecodeInputs, GraphStats
+from megatron.core.inference.output_state import OutputState, PromptLogprobs
 from megatron.core.inference.requests import Completion, Request, check_request
 from megatron.core.inference.sampling import (
     Chosen,
@@ -60,21 +62,25 @@ from megatron.core.inference.sampling import (
     verified,
 )
 from megatron.core.inference.scheduler import (
-    BatchPlan,
     CacheStats,
     DraftLength,
-    Row,
     Scheduler,
+    SchedulerOutput,
+    SequenceState,
     SharedStep,
 )
 from megatron.core.inference.sizes import CacheSizes, EngineConfig
-from megatron.core.inference.speculation import ComputedStep, DraftContext, Proposer, SampledRow
+from megatron.core.inference.speculation import (
+    ComputedStep,
+    Proposer,
+    SampledSequence,
+)
 from megatron.core.inference.stages import (
     PipelineGroups,
     StageLink,
     StepResult,
-    packed,
-    unpacked,
+    pack_results,
+    unpack_results,
 )
 from megatron.core.moe.dispatch import MOST_PADDED
 from megatron.core.ops.paged_attention import PagedBatch
@@ -82,36 +88,33 @@ from megatron.core.ops.sampling.reference import most_probable
 from megatron.core.ops.sequences import Sequences
 from megatron.core.process_groups import Group
 
-#: Tokens that a grammar forces, of one step at most.
-MOST_FORCED = 32
-
-#: Returns drafts after what a step has chosen, of its layout, its hidden states and the choice.
+#: Maps the layout, the hidden states and the sampled tokens of a step to drafts of the next step.
 _Predict = Callable[[SequenceLayout, Tensor, Sampled | None], Sequence[Sequence[int]]]
 
-#: Rows of logits that are made at a time where those of a whole prompt are wanted.
-LOGIT_ROWS = 256
+#: Tokens per chunk of prompt log-probabilities. It bounds the logits to [256, V] fp32.
+LOGPROB_CHUNK_TOKENS = 256
 
 
 class Head(Protocol):
-    """Hidden states to logits; `megatron.core.tensor_parallel.VocabParallelHead` is one."""
+    """Output head, for example `megatron.core.tensor_parallel.VocabParallelHead`."""
 
     def gathered(self, hidden: Tensor) -> Tensor:
-        """Bring what the model returned of this rank's tokens to those of all, [s, b, h]."""
+        """All-gather the hidden states of sequence-parallel ranks to [s, b, h]."""
 
     def project(self, hidden: Tensor) -> Tensor:
         """Map hidden states [s, b, h] to this rank's logits [s, b, V/tp]."""
 
     def whole(self, logits: Tensor) -> Tensor:
-        """Gather them to fp32 [s, b, V], the same on every rank, without padding columns."""
+        """All-gather logits to fp32 [s, b, V], equal on all ranks, without padding columns."""
 
     def write_logits(self, hidden: Tensor, out: Tensor) -> Tensor:
-        """Write what `whole` makes of `project` to `out` [s, b, V], and return it."""
+        """Write `whole(project(hidden))` to `out` [s, b, V] and return `out`."""
 
 
 class LanguageModel(Protocol):
-    """What the engine asks of a model; `megatron.core.models.gpt.GPTModel` is one.
+    """Model interface of the engine, for example `megatron.core.models.gpt.GPTModel`.
 
-    With pipeline stages it is this rank's part, and `head` is asked for on the last stage alone.
+    With pipeline parallelism it is the stage of this rank; only the last stage needs `head`.
     """
 
     head: Head
@@ -124,43 +127,51 @@ class LanguageModel(Protocol):
         cache: PagedCache,
         hidden_states: Tensor | None = None,
     ) -> Tensor:
-        """Map new tokens [1, t] of several rows to hidden states [t, 1, h], those of this rank
-        under sequence parallelism.
+        """Compute hidden states [t, 1, h] of packed tokens [1, t].
 
-        `layout.paged` says whose they are, and where the cache keeps what was before them.
-        `hidden_states` are those of the pipeline stage before, None on the first.
+        With sequence parallelism the result is the shard of this rank.
+
+        Args:
+            tokens: scheduled tokens of several sequences.
+            layout: positions; `layout.paged` has the block tables and cache slots.
+            cache: read for earlier tokens, and written for these tokens.
+            hidden_states: output of the previous pipeline stage; None on the first stage.
         """
         ...
 
     def boundary_shape(self, tokens: Tensor) -> Sequence[int]:
-        """Return the shape of the hidden states of tokens [1, t] between two pipeline stages."""
+        """Return the shape of the hidden states that pipeline stages exchange for tokens [1, t]."""
         ...
 
-    def join_experts(self, most_tokens: int) -> None:
-        """Take part in the collectives of experts in a step of other data-parallel ranks, of which
-        one has so many new tokens; this one has none. Asked for with `EngineFeatures.expert_peers`.
+    def join_experts(self, max_tokens: int) -> None:
+        """Run the expert collectives of a step in which this data-parallel rank has no tokens.
+
+        Needed with `EngineFeatures.expert_peers`.
+
+        Args:
+            max_tokens: largest number of scheduled tokens on any rank.
         """
         ...
 
     def weights_replaced(self) -> None:
-        """Make anew what is derived from the weights."""
+        """Recompute everything that is derived from the weights."""
         ...
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class EngineFeatures:
-    """What an engine does besides taking eager steps on the ranks of one pipeline stage.
+    """Optional engine features: speculation, pipeline stages, graphs, plan checks, shared experts.
 
     Args:
-        proposer: where drafts come from; None if none are wanted.
-        pipeline: the stages, which all make their engines together; None for one.
-        make_recorder: makes what records decode steps, `CudaRecorder` on a GPU, `CpuGraph` on a
-            CPU; None runs all steps eagerly.
-        check_plans: ranks that compare their plans before each step; None compares nothing.
-        expert_peers: ranks of several data-parallel replicas that share experts, as a group of
-            hosts (`ProcessGroupCollection.host_group`). They call `step` equally often, and one
-            without work takes part in the collectives of experts. None where each replica has all
-            experts.
+        proposer: source of draft tokens; None disables speculative decoding.
+        pipeline: pipeline stages, which construct their engines together; None for one stage.
+        make_recorder: returns a graph recorder for decode steps, `CudaRecorder` on a GPU or
+            `CpuGraph` on a CPU; None runs all steps eagerly.
+        check_plans: group of ranks that compare their schedules before each step; None disables
+            the check.
+        expert_peers: data-parallel ranks that share experts, as a host group
+            (`ProcessGroupCollection.host_group`). They call `step` equally often; a rank without
+            work joins the expert collectives. None if each replica has all experts.
     """
 
     proposer: Proposer | None = None
@@ -170,7 +181,7 @@ class EngineFeatures:
     expert_peers: Group | None = None
 
     def check(self, config: EngineConfig) -> None:
-        """Raise ValueError for features that do not go together."""
+        """Raise ValueError for incompatible features."""
         stages = 1 if self.pipeline is None else self.pipeline.stages.size
         count = config.num_speculative_tokens
         if config.asynchronous and stages > 1:
@@ -189,156 +200,11 @@ class EngineFeatures:
                 "make_recorder or the stages"
             )
         if count < 0 or (count > 0) != (self.proposer is not None):
-            given = "without" if self.proposer is None else "with"
+            preposition = "without" if self.proposer is None else "with"
             raise ValueError(
-                f"num-speculative-tokens is {count} {given} a proposer of drafts: give a positive "
-                "number and a proposer, or neither"
+                f"num-speculative-tokens is {count} {preposition} a proposer of drafts: give "
+                "a positive number and a proposer, or neither"
             )
-
-
-@dataclass(eq=False)
-class _Output:
-    """A row and what it is for.
-
-    Args:
-        row, request: what runs, and what was asked.
-        completion: what was generated.
-        noted: log-probabilities of the prompt that steps have computed or are computing.
-        predicted: drafts after the row's tokens that the last step for it has computed.
-    """
-
-    row: Row
-    request: Request
-    completion: Completion
-    noted: int = 0
-    predicted: Sequence[int] = ()
-    _masks: dict[tuple[int, ...], Tensor | None] = field(default_factory=dict)
-
-    @property
-    def sequence(self) -> int:
-        """Identity in random draws."""
-        return self.request.sequence + self.completion.index
-
-    @property
-    def position(self) -> int:
-        """Where the next token will be; while steps that choose one are in flight, that of the last
-        of these."""
-        return len(self.row.tokens) + max(self.row.pending, 1) - 1
-
-    def sample_row(self, drafts: Sequence[int] = (), position: int | None = None) -> SampleRow:
-        """Return how the token after some drafts is chosen, of which the first is at `position`,
-        None for that of now."""
-        tokens = [*self.completion.tokens, *drafts] if drafts else self.completion.tokens
-        return SampleRow(
-            params=self.request.sampling,
-            sequence=self.sequence,
-            position=(self.position if position is None else position) + len(drafts),
-            prompt=self.request.prompt,
-            output=tokens,
-            mask=None if self.request.mask is None else self._mask(drafts),
-        )
-
-    def context(self, count: int) -> DraftContext:
-        """Return what a proposer needs to know for so many drafts."""
-        return DraftContext(
-            row=self.row,
-            request=self.request,
-            generated=self.completion.tokens,
-            sequence=self.sequence,
-            count=count,
-            predicted=self.predicted,
-        )
-
-    def sampled_row(self) -> SampledRow:
-        """Return what drafts need that are computed in a step that is being launched. A row whose
-        tokens they depend on gets none until the step ends."""
-        position = self.position
-        return SampledRow(
-            count=self.row.draft_length.next,
-            left=self.row.max_tokens - position,
-            stop_tokens=self.request.stop_tokens,
-            sample_row=lambda tokens: self.sample_row(tokens, position),
-        )
-
-    def allowed(self, drafts: Sequence[int]) -> Sequence[int]:
-        """Return the drafts before the first that ends the row or that its mask excludes: a mask is
-        never asked what follows such a token."""
-        for n, draft in enumerate(drafts):
-            mask = self._mask(drafts[:n])
-            if draft in self.request.stop_tokens or (mask is not None and not mask[draft]):
-                return drafts[:n]
-        return drafts
-
-    def append(self, chosen: Chosen, epoch: int) -> None:
-        """Take what a step chose; the row has its accepted drafts already."""
-        completion, count = self.completion, self.request.sampling.logprobs
-        completion.cached_tokens = self.row.cached or 0
-        for token in chosen.tokens[chosen.accepted :]:
-            self.row.append(token)
-        completion.tokens += chosen.tokens
-        completion.logprobs += chosen.logprobs
-        completion.epochs += [epoch] * len(chosen.tokens)
-        if count:
-            completion.top_logprobs += [top[:count] for top in chosen.tops]
-        self._masks.clear()
-
-    def foresee(self, forced: Callable[[Sequence[int]], Sequence[int]]) -> None:
-        """Find the tokens that have to follow, by what the request has for that."""
-        self.row.forced = tuple(self.allowed(forced(self.completion.tokens)[:MOST_FORCED]))
-
-    def end_after(self, chosen: Chosen) -> str:
-        """Return why the row ends with what a step chose, which it has not taken yet; "" if it goes
-        on."""
-        if chosen.error:
-            return "error"
-        if chosen.tokens[-1] in self.request.stop_tokens:
-            return "stop"
-        length = len(self.request.prompt) + len(self.completion.tokens) + len(chosen.tokens)
-        return "length" if length == self.row.max_tokens else ""
-
-    def _mask(self, drafts: Sequence[int]) -> Tensor | None:
-        """Return which tokens may follow some drafts; asked once for each."""
-        if self.request.mask is None:
-            return None
-        key = tuple(drafts)
-        if key not in self._masks:
-            self._masks[key] = self.request.mask([*self.completion.tokens, *drafts])
-        return self._masks[key]
-
-
-@dataclass(frozen=True, eq=False)
-class _Noting:
-    """Tokens of a prompt whose log-probabilities a step finds.
-
-    Args:
-        output: of whose prompt.
-        place: among t, of the token before the first of them.
-        following: the tokens.
-        tops: alternatives that are reported of each.
-    """
-
-    output: _Output
-    place: int
-    following: list[int]
-    tops: int
-
-    @property
-    def count(self) -> int:
-        """How many numbers are found: see `Engine._prompt_logprobs`."""
-        return len(self.following) * (1 + 2 * self.tops)
-
-    def give(self, numbers: Tensor) -> None:
-        """Add what was found, fp64 on the host, to the output."""
-        completion = self.output.completion
-        assert completion.prompt_logprobs is not None
-        logprobs, *alternatives = numbers.view(len(self.following), -1).tensor_split(
-            [1, 1 + self.tops], dim=1
-        )
-        completion.prompt_logprobs += logprobs[:, 0].tolist()
-        if completion.prompt_top_logprobs is not None:
-            ids, tops = alternatives[0].long().tolist(), alternatives[1].tolist()
-            pairs = zip(ids, tops, strict=True)
-            completion.prompt_top_logprobs += [list(zip(*pair, strict=True)) for pair in pairs]
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -346,45 +212,46 @@ class StepInFlight:
     """A step that the device computes; `Engine._finish` waits for it.
 
     Args:
-        plan: of the step.
-        rows: that get a token.
-        choices: places after which a token is chosen, those of drafts included.
-        noting: log-probabilities of prompts that it finds.
-        tops: alternatives that are reported of each token.
-        work: that computes it.
+        plan: schedule of the step.
+        seqs: sequences that get a token.
+        num_logits: number of sampled positions, drafts included.
+        prompt_logprobs: prompt tokens with log-probabilities.
+        num_top: reported alternatives per sampled token.
+        work: handle of the computation.
     """
 
-    plan: BatchPlan
-    rows: tuple[Row, ...]
-    choices: int
-    noting: list[_Noting]
-    tops: int
+    plan: SchedulerOutput
+    seqs: tuple[SequenceState, ...]
+    num_logits: int
+    prompt_logprobs: list[PromptLogprobs]
+    num_top: int
     work: Work[StepResult]
 
 
 class Engine:
-    """Generate for requests that come and go.
+    """Generate tokens for requests with continuous batching.
 
     Args:
-        model: its weights may be those that are trained.
-        config: its sizes.
-        shapes: what the model keeps of tokens.
-        max_length: longest sequence that the model takes; None means no limit.
-        vocab_size: of the model, without padding.
-        device: where the model is.
-        features: what it does besides.
+        model: the model; a trainer may share its weights.
+        config: sizes of the cache and of a step.
+        shapes: shapes of the model's cache entries.
+        vocab_size: vocabulary size without padding.
+        max_length: longest sequence of the model in tokens; None means no limit.
+        device: device of the model.
+        features: optional engine features.
 
     Raises:
-        ValueError: features that do not go together, or more drafts than a step or the cache holds.
+        ValueError: the features are incompatible, or the drafts do not fit a step or the cache.
 
     Attributes:
-        cache: pages and states.
-        scheduler: which rows run.
-        epoch: how often the weights have been replaced.
-        paused: whether steps compute nothing.
-        joined: steps of other replicas in which this one computed experts only, without work.
-        model_seconds: that steps have spent in the model, on drafts and in sampling; what else a
-            step takes is bookkeeping.
+        cache: KV pages and recurrent states.
+        scheduler: schedules the steps.
+        link: exchanges data with the other pipeline stages.
+        epoch: number of weight replacements.
+        paused: True while `step` computes nothing.
+        joined: steps in which this replica had no tokens and computed only its experts.
+        model_seconds: seconds of `step` in the model, drafting and sampling, without waiting for
+            other pipeline stages. The remaining time is host bookkeeping.
     """
 
     def __init__(
@@ -406,7 +273,7 @@ class Engine:
         self.max_length, self.vocab_size = max_length, vocab_size
         groups = features.pipeline or PipelineGroups.single()
         self.link = StageLink(groups, dtype=shapes.dtype, device=self.device)
-        sizes = CacheSizes.agreed(config, shapes, max_length, self.link)
+        sizes = CacheSizes.for_all_stages(config, shapes, max_length, self.link)
         sizes.check_drafts(config)
         self.cache = PagedCache(
             shapes,
@@ -418,8 +285,8 @@ class Engine:
         self.scheduler = Scheduler(
             num_blocks=sizes.num_blocks,
             block_size=config.block_size,
-            max_rows=config.max_rows,
-            max_step_tokens=config.max_step_tokens,
+            max_num_seqs=config.max_num_seqs,
+            max_num_batched_tokens=config.max_num_batched_tokens,
             prefix_caching=config.prefix_caching,
             states=self.cache.states if sizes.has_states else None,
             window=sizes.window,
@@ -427,111 +294,125 @@ class Engine:
         )
         self.epoch, self.joined, self.paused, self.model_seconds = 0, 0, False, 0.0
         predicts = self.proposer is not None and self.proposer.stage == "last"
-        self._predicted = config.num_speculative_tokens if predicts else 0  # of a row, at most
-        self._outputs: dict[Row, _Output] = {}
+        # Largest number of drafts per sequence that a step predicts.
+        self._num_predicted = config.num_speculative_tokens if predicts else 0
+        self._outputs: dict[SequenceState, OutputState] = {}
         self._next_id = 0
         self._queue = WorkQueue(self.device, in_thread=config.asynchronous)
-        self._in_flight: deque[StepInFlight] = deque()  # the oldest first
-        self._joins: deque[Work[None]] = deque()  # of `joined`, those that may not be done
-        self._most_in_flight = 2 if config.asynchronous else self.link.count
+        self._in_flight: deque[StepInFlight] = deque()  # oldest first
+        self._join_work: deque[Work[None]] = deque()  # unfinished work of `joined` steps
+        self._max_in_flight = 2 if config.asynchronous else self.link.count
         self._graphs: DecodeGraphs | None = None
         if features.make_recorder is not None:
-            self._graphs = self._graphs_by(features.make_recorder)
+            self._graphs = self._make_graphs(features.make_recorder)
         self._asleep: HostCopy | None = None
-        self._ended: list[Completion] = []  # found outside of `step`, which returns them
-        # The newest token of each row by its slot, for steps that are planned before it is known.
-        self._newest = torch.zeros(config.max_rows, dtype=torch.int64, device=self.device)
+        self._undelivered: list[
+            Completion
+        ] = []  # updated outside of `step`; the next `step` returns them
+        # Newest token of each sequence by slot, on the device. A step that was scheduled before its
+        # predecessor was sampled reads its input tokens from here, so the host need not wait.
+        self._newest = torch.zeros(config.max_num_seqs, dtype=torch.int64, device=self.device)
 
-    def _graphs_by(self, make_recorder: Callable[[], Recorder]) -> DecodeGraphs:
-        """Return the graphs of decode steps."""
+    def _make_graphs(self, make_recorder: Callable[[], Recorder]) -> DecodeGraphs:
+        """Return the graph runner of decode steps."""
         drafts = 0 if self.cache.shapes.states else self.config.num_speculative_tokens
-        rows = self.config.max_rows * (1 + drafts)
-        longest = self.cache.num_blocks * self.config.block_size
+        # A graph computes each draft as a row of its own.
+        num_rows = self.config.max_num_seqs * (1 + drafts)
+        max_context = self.cache.num_blocks * self.config.block_size
         shared = self._expert_peers is not None
-        most = min(self.config.max_step_tokens, MOST_PADDED if shared else rows)
+        max_tokens = min(self.config.max_num_batched_tokens, MOST_PADDED if shared else num_rows)
         return DecodeGraphs(
-            self._decoded,
+            self._decode_forward,
             make_recorder,
             cache=self.cache,
             vocab_size=self.vocab_size,
-            max_rows=min(rows, most),  # of more experts the host reads how many each rank has
+            # Above MOST_PADDED tokens the expert dispatch reads counts on the host, which a graph
+            # cannot record.
+            max_rows=min(num_rows, max_tokens),
             row_multiple=self.config.token_multiple,
-            max_context=min(longest, self.max_length or longest),
+            max_context=min(max_context, self.max_length or max_context),
             shares_experts=shared,
         )
 
     @property
     def asleep(self) -> bool:
-        """Whether it is between `sleep` and `wake`."""
+        """Whether the engine is between `sleep` and `wake`."""
         return self._asleep is not None
 
     @property
     def unfinished(self) -> int:
-        """Outputs that have not ended."""
+        """Number of unfinished outputs."""
         return len(self._outputs)
 
     @property
     def graphs(self) -> GraphStats | None:
-        """What graphs did; None without them."""
+        """Counters of the graphs; None without graphs."""
         return None if self._graphs is None else self._graphs.stats
 
     @property
     def stats(self) -> CacheStats:
-        """What the scheduler and the prefix cache did so far."""
+        """Counters of the scheduler and the prefix cache."""
         return self.scheduler.stats
 
     def check(self, request: Request) -> None:
-        """Raise ValueError for a request that `add` would not take: the model cannot serve it, the
-        cache is too small for it, or the engine is asleep."""
+        """Raise ValueError for a request that `add` rejects: the request is invalid, the cache is
+        too small, or the engine is asleep."""
         if self._asleep is not None:
             raise ValueError("the engine is asleep and takes no requests: wake it first")
         check_request(request, max_length=self.max_length, vocab_size=self.vocab_size)
         self.scheduler.check(len(request.prompt) + request.max_new_tokens)
 
     def add(self, request: Request) -> int:
-        """Take a request in and return its id. Raises ValueError as `check` does."""
+        """Queue a request and return its id.
+
+        Raises:
+            ValueError: as in `check`.
+        """
         self.check(request)
+        # Only the first output computes the prompt's log-probabilities; the others share them.
         outputs = []
         for index in range(request.n):
-            row = Row(
+            seq = SequenceState(
                 tokens=list(request.prompt),
-                prompt_length=len(request.prompt),
+                num_prompt_tokens=len(request.prompt),
                 max_tokens=len(request.prompt) + request.max_new_tokens,
                 priority=request.priority,
                 needs_prompt_logits=request.prompt_logprobs and index == 0,
-                needs_tokens=request.mask is not None or request.sampling.penalizes,
-                draft_length=DraftLength(most=self.config.num_speculative_tokens),
+                needs_output_tokens=request.mask is not None or request.sampling.penalizes,
+                draft_length=DraftLength(max_drafts=self.config.num_speculative_tokens),
             )
             completion = Completion.begin(request, self._next_id, index)
-            outputs.append(_Output(row, request, completion))
+            outputs.append(OutputState(seq, request, completion))
         for output in outputs:
             if request.forced is not None:
-                output.foresee(request.forced)
-            self.scheduler.add(output.row)
-            self._outputs[output.row] = output
+                output.update_forced_tokens(request.forced)
+            self.scheduler.add(output.seq)
+            self._outputs[output.seq] = output
         self._next_id += 1
         return self._next_id - 1
 
     def abort(self, request_id: int) -> list[Completion]:
-        """End all outputs of a request now; return them. An id that has ended does nothing."""
-        mine = [o for o in self._outputs.values() if o.completion.request_id == request_id]
-        for output in mine:
+        """Abort the unfinished outputs of a request and return them; [] if the request has
+        finished."""
+        aborted = [o for o in self._outputs.values() if o.completion.request_id == request_id]
+        for output in aborted:
             self._end(output, "abort")
-        return [output.completion for output in mine]
+        return [output.completion for output in aborted]
 
     def finish(self, request_id: int, index: int) -> None:
-        """End one output now, with the reason "stop": the caller saw its end in the text."""
+        """Finish one output with reason "stop", because the caller detected a stop string."""
         for output in list(self._outputs.values()):
             if (output.completion.request_id, output.completion.index) == (request_id, index):
                 self._end(output, "stop")
 
     def pause(self, *, keep_cache: bool = True) -> None:
-        """Compute nothing until `resume`.
+        """Stop computing until `resume`.
 
         Args:
-            keep_cache: rows go on where they are; else what they have is given up, and computed
-                again after `resume`.
+            keep_cache: True keeps the cache entries of the running sequences. False frees them and
+                recomputes the sequences after `resume`.
         """
+        # Set before draining, so that no further step is launched.
         self.paused = True
         self.drain()
         if not keep_cache:
@@ -539,7 +420,7 @@ class Engine:
             self.scheduler.forget_cached()
 
     def resume(self) -> None:
-        """Go on after `pause`.
+        """Continue after `pause`.
 
         Raises:
             ValueError: the engine is asleep.
@@ -549,35 +430,37 @@ class Engine:
         self.paused = False
 
     def sleep(self, weights: Iterable[Tensor] = ()) -> None:
-        """Give the memory of the cache back, between two steps, and that of weights if they are
-        given: a trainer on the same device has it until `wake`. A proposer of drafts does the same
-        with its own.
+        """Free the device memory of the cache, and optionally of weights, until `wake`.
 
-        Rows that run are computed again after that. Asleep, the engine takes no requests.
+        Call it between two steps, for example so that a trainer on the same device can use the
+        memory. The proposer of drafts frees its memory as well. Running sequences are recomputed
+        after `wake`. While asleep, the engine rejects requests.
 
         Args:
-            weights: of the model, kept in the host's memory meanwhile.
+            weights: weights to move to host memory.
 
         Raises:
-            ValueError: it is asleep.
+            ValueError: the engine is asleep.
         """
         if self._asleep is not None:
             raise ValueError("the engine is asleep: wake it first")
+        # The cache is lost, so all running sequences must be recomputed.
         self.pause(keep_cache=False)
-        given = tuple(weights)
+        offloaded = tuple(weights)
         if self.proposer is not None:
-            self.proposer.sleep(weights=bool(given))
+            self.proposer.sleep(weights=bool(offloaded))
         self.cache.give_back()
+        # Graphs hold addresses of the freed cache.
         if self._graphs is not None:
             self._graphs.forget()
-        self._asleep = HostCopy(given)
+        self._asleep = HostCopy(offloaded)
         give_back_memory(self.device)
 
     def wake(self) -> None:
-        """Go on after `sleep`.
+        """Allocate the cache, restore the weights and continue after `sleep`.
 
         Raises:
-            ValueError: it is awake.
+            ValueError: the engine is awake.
         """
         if self._asleep is None:
             raise ValueError("the engine is awake: only one that sleeps can be woken")
@@ -589,16 +472,18 @@ class Engine:
         self.resume()
 
     def weights_replaced(self) -> None:
-        """Take note that the model's weights are others now, between two steps.
+        """Update the engine after the model's weights have been replaced in place.
 
-        Running rows go on with what they have; nothing computed before is reused for others. Tokens
-        from here on carry the new epoch.
+        Call it between two steps. Running sequences continue with their cache entries. The prefix
+        cache is emptied, and later tokens carry the new `epoch`.
 
         Raises:
-            ValueError: a step is in flight, which may have read both: with `asynchronous` or
-                pipeline stages, `pause` before weights are written.
+            ValueError: a step is in flight and may have read old and new weights. With
+                asynchronous scheduling or pipeline stages, `pause` before writing weights.
         """
-        if self._in_flight or (self.config.asynchronous and self._joins):
+        # A finished step that awaits `_finish` counts as in flight as well: its drafts and tokens
+        # come from the old weights, but would be committed under the new epoch.
+        if self._in_flight or (self.config.asynchronous and self._join_work):
             raise ValueError(
                 "weights were replaced while a step was in flight: pause the engine before they "
                 "are written"
@@ -610,187 +495,228 @@ class Engine:
         self.scheduler.forget_cached()
 
     def step(self) -> list[Completion]:
-        """Compute one step; return the outputs that have a new token or ended, in no order.
+        """Compute one step; return the outputs that have new tokens or finished, in any order.
 
-        An output is the same object in every step, until it has a `finish_reason`.
+        Each output is one `Completion` object, which later steps update until it has a
+        `finish_reason`.
 
         Raises:
-            ValueError: with `check_plans`, ranks that plan different steps.
+            ValueError: with `check_plans`, the ranks have scheduled different steps.
         """
         if self._expert_peers is None:
-            while len(self._in_flight) < self._most_in_flight:
-                plan = self._planned()
+            while len(self._in_flight) < self._max_in_flight:
+                plan = self._schedule()
                 if plan is None:
                     break
                 self._in_flight.append(self._launch(plan))
         else:
-            self._launch_with(self._expert_peers)
-        found, self._ended = self._ended, []
+            self._launch_with_peers(self._expert_peers)
+        completions, self._undelivered = self._undelivered, []
         if self._in_flight:
-            found += self._finish(self._in_flight.popleft())
-        if self._in_flight and not self._outputs:  # what is in flight is for nobody
+            completions += self._finish(self._in_flight.popleft())
+        # All outputs have finished: the steps in flight only computed wasted tokens.
+        if self._in_flight and not self._outputs:
             self.drain()
-        return found
+        return completions
 
     def drain(self) -> None:
-        """Wait for all steps in flight; the next `step` returns what they have found."""
+        """Wait for all steps in flight; the next `step` returns their outputs."""
         while self._in_flight:
-            self._ended += self._finish(self._in_flight.popleft())
-        while self._joins:
-            self._joins.popleft().result()
+            self._undelivered += self._finish(self._in_flight.popleft())
+        while self._join_work:
+            self._join_work.popleft().result()
 
     # --- one step ---------------------------------------------------------------------------------
 
-    def _planned(self) -> BatchPlan | None:
-        """Plan a step, if there is room for one and something to do."""
-        if self.paused or len(self._in_flight) >= self._most_in_flight:
+    def _schedule(self) -> SchedulerOutput | None:
+        """Schedule a step; None if enough steps are in flight or there is no work."""
+        if self.paused or len(self._in_flight) >= self._max_in_flight:
             return None
         propose = None if self.proposer is None else self._propose
         return self.scheduler.schedule(propose, stages=self.link.count)
 
-    def _launch_with(self, peers: Group) -> None:
-        """Launch steps together with ranks that share experts, as many as the rank that has most:
-        before each, all learn how many tokens that has, and whether all can take it as a graph."""
-        for _ in range(self._most_in_flight):
-            plan, own = self._planned(), [0, 0]
+    def _launch_with_peers(self, peers: Group) -> None:
+        """Launch steps in lockstep with the data-parallel ranks that share experts.
+
+        Before each step all ranks agree on the largest number of tokens and on whether the step
+        runs as a graph. A rank without tokens joins the step (`_join`).
+        """
+        # Every rank must call this all-reduce equally often, so the loop ends only on the agreed
+        # value, never on the local plan.
+        for _ in range(self._max_in_flight):
+            plan, local_values = self._schedule(), [0, 0]
             if plan is not None:
-                own = [len(plan.tokens), self._graphs is None or not self._graphs.takes(plan)]
-            most, eager = all_reduce(torch.tensor(own), peers, op="max").tolist()
-            if not most:
+                eager = self._graphs is None or not self._graphs.supports(plan)
+                local_values = [len(plan.tokens), eager]
+            max_tokens, eager = all_reduce(torch.tensor(local_values), peers, op="max").tolist()
+            if not max_tokens:
                 return
-            shared = SharedStep(most, bool(eager))
+            shared = SharedStep(max_tokens, bool(eager))
             if plan is not None:
                 self._in_flight.append(self._launch(plan, shared))
                 continue
-            self._joins.append(self._queue.submit(functools.partial(self._join, shared)))
+            self._join_work.append(self._queue.submit(functools.partial(self._join, shared)))
             self.joined += 1
-            if len(self._joins) > self._most_in_flight:
-                self._joins.popleft().result()
+            if len(self._join_work) > self._max_in_flight:
+                self._join_work.popleft().result()
 
     @torch.no_grad()
     def _join(self, shared: SharedStep) -> None:
-        """Compute the experts of a step of other replicas, without tokens of this one."""
+        """Compute this rank's experts in a step of the other replicas."""
         if self._graphs is None or shared.eager:
-            self.model.join_experts(shared.most_tokens)
+            self.model.join_experts(shared.max_tokens)
         else:
-            self._graphs.join(shared.most_tokens)
+            self._graphs.join(shared.max_tokens)
 
-    def _launch(self, plan: BatchPlan, shared: SharedStep | None = None) -> StepInFlight:
-        """Put a step on the device: the model, the choice of tokens, and copies to the host; with
-        pipeline stages, this one's part of it. `shared` is given where other replicas share
-        experts."""
+    def _launch(self, plan: SchedulerOutput, shared: SharedStep | None = None) -> StepInFlight:
+        """Launch a step: the model, sampling, and the copies to the host.
+
+        Args:
+            plan: schedule of the step.
+            shared: agreement of the ranks that share experts; None without them.
+        """
         if self._in_flight and not self._in_flight[-1].work.done:
             self.stats.overlapped += 1
-        rows = tuple(plan.rows[n] for n in plan.sampled)
-        asked = [
-            self._outputs[row].sample_row(row.drafts[:count])
-            for row in rows
-            for count in range(len(row.drafts) + 1)
+        seqs = tuple(plan.sequences[n] for n in plan.sampled)
+        sample_rows = [
+            self._outputs[seq].sample_row(seq.draft_tokens[:num_drafts])
+            for seq in seqs
+            for num_drafts in range(len(seq.draft_tokens) + 1)
         ]
-        tops = min(max((one.params.logprobs or 0 for one in asked), default=0), self.vocab_size)
-        noting = self._noting(plan)
+        num_top = max((row.params.logprobs or 0 for row in sample_rows), default=0)
+        num_top = min(num_top, self.vocab_size)
+        prompt_logprobs = self._plan_prompt_logprobs(plan)
         predict = None
-        if self._predicted and self.link.is_last:
-            sampled = [self._outputs[row].sampled_row() for row in rows]
+        if self._num_predicted and self.link.is_last:
+            sampled = [self._outputs[seq].sampled_sequence() for seq in seqs]
             predict = functools.partial(
-                self._predict, plan, plan.following(self._predicted), sampled
+                self._predict, plan, plan.next_tokens(self._num_predicted), sampled
             )
-        # What is found is numbers of a known count, which other stages may expect beforehand.
-        count = len(asked) * (3 + 2 * tops) + sum(note.count for note in noting)
-        count += len(rows) * self._predicted
+        # The size of the result message is known now, so that other stages can post the receive
+        # before the last stage sends: 3 values and 2 k alternatives per sampled position.
+        num_values = len(sample_rows) * (3 + 2 * num_top)
+        num_values += sum(entry.num_values for entry in prompt_logprobs)
+        num_values += len(seqs) * self._num_predicted
         start, idle = time.perf_counter(), self.link.idle_seconds
         work = self._queue.submit(
-            lambda: self._compute(plan, asked, noting, predict, count, shared)
+            lambda: self._compute(plan, sample_rows, prompt_logprobs, predict, num_values, shared)
         )
         self.model_seconds += time.perf_counter() - start - (self.link.idle_seconds - idle)
         return StepInFlight(
-            plan=plan, rows=rows, choices=len(asked), noting=noting, tops=tops, work=work
+            plan=plan,
+            seqs=seqs,
+            num_logits=len(sample_rows),
+            prompt_logprobs=prompt_logprobs,
+            num_top=num_top,
+            work=work,
         )
 
     def _finish(self, step: StepInFlight) -> list[Completion]:
-        """Wait for the oldest step in flight; return the outputs that it has added to."""
+        """Wait for the oldest step in flight; return the outputs that it has updated."""
         start, idle = time.perf_counter(), self.link.idle_seconds
         result = step.work.result()
         for pending in result.sends:
             self.link.wait(pending)
         sampled, logprobs, drafts = result.sampled, result.prompt_logprobs, result.drafts
         if result.results is not None:
-            sampled, logprobs, drafts = unpacked(
+            sampled, logprobs, drafts = unpack_results(
                 self.link.wait(result.results).cpu(),
-                rows=step.choices,
-                tops=step.tops,
-                prompts=[note.count for note in step.noting],
-                drafts=(len(step.rows), self._predicted),
+                num_rows=step.num_logits,
+                num_top=step.num_top,
+                prompt_sizes=[entry.num_values for entry in step.prompt_logprobs],
+                drafts_shape=(len(step.seqs), self._num_predicted),
             )
-        drafted = [step.plan.drafts[n] for n in step.plan.sampled]
+        drafted = [step.plan.draft_tokens[n] for n in step.plan.sampled]
         chosen = [] if sampled is None else verified(sampled, drafted)
         self.model_seconds += time.perf_counter() - start - (self.link.idle_seconds - idle)
-        pairs = zip(step.rows, chosen, strict=True)
-        self.scheduler.commit(step.plan, {row: found.accepted for row, found in pairs})
-        for note, found in zip(step.noting, logprobs, strict=True):
-            note.give(found)
-        completions = self._record(step.rows, chosen)
-        if self._predicted:
-            for row, predicted in zip(step.rows, drafts, strict=True):
-                if row in self._outputs:
-                    self._outputs[row].predicted = predicted
+        # `commit` appends the accepted drafts, so it precedes the outputs' sampled tokens.
+        pairs = zip(step.seqs, chosen, strict=True)
+        self.scheduler.commit(step.plan, {seq: choice.accepted for seq, choice in pairs})
+        for entry, values in zip(step.prompt_logprobs, logprobs, strict=True):
+            entry.append_to_output(values)
+        completions = self._update_outputs(step.seqs, chosen)
+        if self._num_predicted:
+            for seq, predicted in zip(step.seqs, drafts, strict=True):
+                if seq in self._outputs:
+                    self._outputs[seq].predicted = predicted
         return completions
 
-    # Not inference_mode: buffers that weights are gathered in would be of no use to training.
+    # Not inference_mode: weight-gather buffers allocated there would be inference tensors, which
+    # autograd rejects when training uses them.
     @torch.no_grad()
     def _compute(
         self,
-        plan: BatchPlan,
-        asked: Sequence[SampleRow],
-        noting: Sequence[_Noting],
+        plan: SchedulerOutput,
+        sample_rows: Sequence[SampleRow],
+        prompt_logprobs: Sequence[PromptLogprobs],
         predict: _Predict | None,
-        count: int,
+        num_values: int,
         shared: SharedStep | None,
     ) -> StepResult:
-        """Compute a step, in which so many numbers are found. May run in another thread: reads no
-        row, output or scheduler."""
+        """Compute a step.
+
+        It may run in another thread while the host schedules the next step, so it must not read
+        sequences, outputs or the scheduler.
+
+        Args:
+            plan: schedule of the step.
+            sample_rows: sampling inputs of the sampled positions.
+            prompt_logprobs: prompt tokens with log-probabilities.
+            predict: predicts drafts; None without a predicting proposer.
+            num_values: number of values in the result message of the last stage.
+            shared: agreement of the ranks that share experts; None without them.
+        """
         if self._check_plans is not None:
             self.link.require_same_plan(plan, self._check_plans)
+        # Before the model: the copies read the states that the previous step left.
         self.cache.states.copy(plan.state_copies)
-        if self._graphs is not None and self._graphs.launches(plan, shared):
+        if self._graphs is not None and self._graphs.prepare(plan, shared):
             hidden, logits = self._graphs(plan, shared)
-            sampled = sample(self._taken(logits, plan.chosen_after), asked)
-            kept, drafts = self._kept(plan, sampled), []
+            sampled = sample(self._select_rows(logits, plan.logits_indices), sample_rows)
+            host_sampled, drafts = self._store_newest(plan, sampled), []
             if predict is not None:
-                drafts = predict(self._placed(plan)[1], hidden, sampled)
-            return StepResult(sampled=kept, drafts=drafts)
+                drafts = predict(self._prepare_inputs(plan)[1], hidden, sampled)
+            return StepResult(sampled=host_sampled, drafts=drafts)
         results = None
-        if count and not self.link.is_last:
-            results = self.link.expect_results(count)
-        tokens, layout = self._placed(plan, shared)
-        hidden = self._hidden(tokens, layout)
+        # Post the receive first: results have their own communicator, and the last stage must not
+        # block on a receiver that is still computing.
+        if num_values and not self.link.is_last:
+            results = self.link.expect_results(num_values)
+        tokens, layout = self._prepare_inputs(plan, shared)
+        hidden = self._forward(tokens, layout)
         if not self.link.is_last:
             return StepResult(results=results, sends=self.link.send_hidden(hidden))
-        notes, sampled, drafts = [self._prompt_logprobs(note, hidden) for note in noting], None, []
-        if asked:
-            sampled = sample(self.logits(self._taken(hidden, plan.chosen_after)), asked)
-        kept = None if sampled is None else self._kept(plan, sampled)
+        device_logprobs = [
+            self._compute_prompt_logprobs(entry, hidden) for entry in prompt_logprobs
+        ]
+        sampled, drafts = None, []
+        if sample_rows:
+            logits = self.logits(self._select_rows(hidden, plan.logits_indices))
+            sampled = sample(logits, sample_rows)
+        host_sampled = None if sampled is None else self._store_newest(plan, sampled)
         if predict is not None:
             drafts = predict(layout, hidden, sampled)
         sends: Sequence[Pending] = ()
-        if count and self.link.count > 1:  # the others are told what was found
-            sends = self.link.send_results(packed(sampled, notes, drafts, most=self._predicted))
-        found = [to_host(note) for note in notes]
-        return StepResult(sampled=kept, prompt_logprobs=found, drafts=drafts, sends=sends)
+        if num_values and self.link.count > 1:
+            values = pack_results(sampled, device_logprobs, drafts, max_drafts=self._num_predicted)
+            sends = self.link.send_results(values)
+        host_logprobs = [to_host(values) for values in device_logprobs]
+        return StepResult(
+            sampled=host_sampled, prompt_logprobs=host_logprobs, drafts=drafts, sends=sends
+        )
 
     def _predict(
         self,
-        plan: BatchPlan,
-        following: Sequence[Sequence[int]],
-        rows: Sequence[SampledRow],
+        plan: SchedulerOutput,
+        next_tokens: Sequence[Sequence[int]],
+        seqs: Sequence[SampledSequence],
         layout: SequenceLayout,
         hidden: Tensor,
         sampled: Sampled | None,
     ) -> Sequence[Sequence[int]]:
-        """Return the drafts that a proposer computes of a step; the host waits for what the step
-        has chosen."""
+        """Return the proposer's drafts after a step. The host waits for the sampled tokens."""
         assert self.proposer is not None
-        drafted = [plan.drafts[n] for n in plan.sampled]
+        drafted = [plan.draft_tokens[n] for n in plan.sampled]
         chosen = [] if sampled is None else verified(sampled, drafted)
         step = ComputedStep(
             plan=plan,
@@ -798,74 +724,78 @@ class Engine:
             hidden=hidden,
             cache=self.cache,
             logits=self.logits,
-            following=following,
-            rows=rows,
-            chosen=[found.tokens for found in chosen],
-            accepted=[found.accepted for found in chosen],
-            counts=[
-                0 if found.error else row.drafts_after(found.tokens)
-                for found, row in zip(chosen, rows, strict=True)
+            next_tokens=next_tokens,
+            seqs=seqs,
+            chosen=[choice.tokens for choice in chosen],
+            accepted=[choice.accepted for choice in chosen],
+            max_drafts=[
+                0 if choice.error else seq.max_drafts_after(choice.tokens)
+                for choice, seq in zip(chosen, seqs, strict=True)
             ],
         )
         return self.proposer.predict(step)
 
-    def _kept(self, plan: BatchPlan, sampled: Sampled) -> Sampled:
-        """Keep the tokens for steps that are planned already; return them on the host."""
+    def _store_newest(self, plan: SchedulerOutput, sampled: Sampled) -> Sampled:
+        """Store the newest tokens for steps that are scheduled already; start the copy to the
+        host."""
         if self.config.asynchronous:
             tokens = sampled.tokens
-            if any(plan.drafts):  # nothing is planned after those: any of theirs will do
-                counts = [1 + len(plan.drafts[n]) for n in plan.sampled]
-                tokens = tokens[self._index(np.cumsum(counts) - 1)]
-            self._newest[self._index(np.array(plan.sampled_slots))] = tokens
+            # No step is scheduled after drafts, so any of the sampled tokens may be stored.
+            if any(plan.draft_tokens):
+                counts = [1 + len(plan.draft_tokens[n]) for n in plan.sampled]
+                tokens = tokens[self._index_tensor(np.cumsum(counts) - 1)]
+            self._newest[self._index_tensor(np.array(plan.sampled_slots))] = tokens
         return sampled.on_host()
 
-    def _known(self, tokens: Tensor) -> Tensor:
-        """Return tokens int64 [t] of a plan, those of steps before that are known by now too."""
+    def _fill_pending(self, tokens: Tensor) -> Tensor:
+        """Replace pending tokens, encoded as -1 - slot in int64 [t], with the sampled tokens."""
+        # The steps run in order on one stream: the previous step has written `_newest`.
         return tokens.where(tokens >= 0, self._newest[(-1 - tokens).clamp_(min=0)])
 
-    def _decoded(self, inputs: DecodeInputs, logits: Tensor) -> Tensor:
-        """Return the hidden states [b, 1, h] of a step that is recorded; write its logits, fp32 [b,
-        V]."""
+    def _decode_forward(self, inputs: DecodeInputs, logits: Tensor) -> Tensor:
+        """Forward pass of a recorded step: write fp32 [b, V] to `logits`, return hidden states
+        [b, 1, h]."""
         tokens = inputs.tokens.long()
-        tokens = self._known(tokens) if self.config.asynchronous else tokens
+        tokens = self._fill_pending(tokens) if self.config.asynchronous else tokens
         layout = SequenceLayout(inputs.positions.long(), paged=inputs.paged)
-        hidden = self._hidden(tokens, layout)
+        hidden = self._forward(tokens, layout)
         self.model.head.write_logits(hidden, logits[:, None])
         return hidden
 
-    def _propose(self, asked: Sequence[tuple[Row, int]]) -> list[Sequence[int]]:
-        """Return drafts for rows, each with the number that it may have."""
+    def _propose(self, max_drafts: Sequence[tuple[SequenceState, int]]) -> list[Sequence[int]]:
+        """Return drafts for (sequence, largest number of drafts) pairs."""
         assert self.proposer is not None
         start = time.perf_counter()
-        outputs = [self._outputs[row] for row, _ in asked]
-        # A token that a step in flight chooses is guessed as well: its drafts follow the guess.
-        pending = [row.pending for row, _ in asked]
+        outputs = [self._outputs[seq] for seq, _ in max_drafts]
+        # The proposer also guesses pending tokens; the drafts are the tokens after the guesses.
+        pending = [seq.num_pending_tokens for seq, _ in max_drafts]
         contexts = [
-            output.context(guesses + count)
-            for output, guesses, (_, count) in zip(outputs, pending, asked, strict=True)
+            output.context(num_pending + count)
+            for output, num_pending, (_, count) in zip(outputs, pending, max_drafts, strict=True)
         ]
-        found, idle = self.proposer.propose(contexts), self.link.idle_seconds
+        proposed, idle = self.proposer.propose(contexts), self.link.idle_seconds
         if self.proposer.stage == "first":
-            found = self.link.of_first(found, max(context.count for context in contexts))
+            max_count = max(context.max_drafts for context in contexts)
+            proposed = self.link.broadcast_drafts(proposed, max_count)
         self.model_seconds += time.perf_counter() - start - (self.link.idle_seconds - idle)
         return [
-            output.allowed(drafts)[guesses:]
-            for output, guesses, drafts in zip(outputs, pending, found, strict=True)
+            output.valid_prefix(drafts)[num_pending:]
+            for output, num_pending, drafts in zip(outputs, pending, proposed, strict=True)
         ]
 
-    def _placed(
-        self, plan: BatchPlan, shared: SharedStep | None = None
+    def _prepare_inputs(
+        self, plan: SchedulerOutput, shared: SharedStep | None = None
     ) -> tuple[Tensor, SequenceLayout]:
-        """Return the new tokens of a step, int64 [t], on the device, and where they are."""
-        wide = plan.tokens, plan.positions, plan.slot_mapping, plan.state_slots
-        narrow = plan.query_bounds, plan.context_lengths, plan.block_table
-        tokens, positions, slots, states, *others = self._moved(wide, narrow)
-        bounds, contexts, table = others
+        """Return the scheduled tokens, int64 [t] on the device, and their layout."""
+        int64_arrays = plan.tokens, plan.positions, plan.slot_mapping, plan.state_slots
+        int32_arrays = plan.query_bounds, plan.context_lengths, plan.block_table
+        on_device = self._copy_to_device(int64_arrays, int32_arrays)
+        tokens, positions, slots, states, bounds, contexts, table = on_device
         if plan.tokens.min() < 0:
-            tokens = self._known(tokens)
+            tokens = self._fill_pending(tokens)
         decode = plan.decode_rows + plan.padding
         prefill = None
-        if plan.decode_rows < len(plan.rows):
+        if plan.decode_rows < len(plan.sequences):
             ends = (plan.query_bounds[decode:] - decode).tolist()
             prefill = Sequences(ends, device=self.device)
         paged = PagedRows(
@@ -873,7 +803,7 @@ class Engine:
                 block_table=table,
                 query_bounds=bounds,
                 context_lengths=contexts,
-                max_query=max(plan.counts),
+                max_query=max(plan.num_scheduled_tokens),
                 max_context=int(plan.context_lengths.max()),
                 cpu_dtype=self.cache.shapes.cpu_dtype,
             ),
@@ -881,133 +811,144 @@ class Engine:
             state_slots=states,
             decode_rows=decode,
             prefill=prefill,
-            most_tokens=None if shared is None else shared.most_tokens,
+            most_tokens=None if shared is None else shared.max_tokens,
         )
         return tokens, SequenceLayout(positions, paged=paged)
 
-    def _hidden(self, tokens: Tensor, layout: SequenceLayout) -> Tensor:
-        """Return the hidden states [t, 1, h] of new tokens, int64 [t], before the last pipeline
-        stage as they pass on."""
-        tokens, before = tokens.unsqueeze(0), {}
+    def _forward(self, tokens: Tensor, layout: SequenceLayout) -> Tensor:
+        """Run this stage on tokens int64 [t]; the last stage returns gathered hidden states
+        [t, 1, h]."""
+        tokens, inputs = tokens.unsqueeze(0), {}
         if not self.link.is_first:
             shape = self.model.boundary_shape(tokens)
-            before["hidden_states"] = self.link.receive_hidden(shape)
-        hidden = self.model(tokens, layout=layout, cache=self.cache, **before)
+            inputs["hidden_states"] = self.link.receive_hidden(shape)
+        hidden = self.model(tokens, layout=layout, cache=self.cache, **inputs)
         return self.model.head.gathered(hidden) if self.link.is_last else hidden
 
-    def _moved(
-        self, wide: Sequence[np.ndarray], narrow: Sequence[np.ndarray]
+    def _copy_to_device(
+        self, int64_arrays: Sequence[np.ndarray], int32_arrays: Sequence[np.ndarray]
     ) -> tuple[Tensor, ...]:
-        """Return integer arrays on the device, some as int64 and the others as int32, brought there
-        in one copy."""
-        flat = np.concatenate([array.reshape(-1) for array in wide]).astype(np.int64)
-        flat = np.concatenate([flat.view(np.int32), *(array.reshape(-1) for array in narrow)])
-        there = pin(torch.from_numpy(flat), self.device).to(self.device, non_blocking=True)
-        sizes = [2 * array.size for array in wide] + [array.size for array in narrow]
-        parts = there.split_with_sizes(sizes)
+        """Copy integer arrays to the device in one transfer.
+
+        Args:
+            int64_arrays: arrays to return as int64 tensors.
+            int32_arrays: arrays to return as int32 tensors.
+        """
+        # int64 first, so that the int64 views start at an aligned offset.
+        flat = np.concatenate([array.reshape(-1) for array in int64_arrays]).astype(np.int64)
+        flat = np.concatenate([flat.view(np.int32), *(array.reshape(-1) for array in int32_arrays)])
+        on_device = pin(torch.from_numpy(flat), self.device).to(self.device, non_blocking=True)
+        sizes = [2 * array.size for array in int64_arrays] + [array.size for array in int32_arrays]
+        tensors = on_device.split_with_sizes(sizes)
+        int32_tensors = tensors[len(int64_arrays) :]
         return (
-            *(part.view(torch.int64) for part in parts[: len(wide)]),
-            *(p.view(a.shape) for p, a in zip(parts[len(wide) :], narrow, strict=True)),
+            *(tensor.view(torch.int64) for tensor in tensors[: len(int64_arrays)]),
+            *(x.view(a.shape) for x, a in zip(int32_tensors, int32_arrays, strict=True)),
         )
 
-    def _taken(self, hidden: Tensor, places: np.ndarray) -> Tensor:
-        """Return [n, 1, h], the hidden states of some tokens."""
-        if len(places) == hidden.shape[0]:
+    def _select_rows(self, hidden: Tensor, indices: np.ndarray) -> Tensor:
+        """Return rows [n, 1, h] of `hidden`; all rows need no copy."""
+        if len(indices) == hidden.shape[0]:
             return hidden
-        return hidden.index_select(0, self._index(places))
+        return hidden.index_select(0, self._index_tensor(indices))
 
-    def _index(self, places: np.ndarray) -> Tensor:
-        """Return int64 numbers on the device."""
-        index = torch.from_numpy(places.astype(np.int64))
-        return pin(index, self.device).to(self.device, non_blocking=True)
+    def _index_tensor(self, indices: np.ndarray) -> Tensor:
+        """Return int64 indices on the device."""
+        on_host = torch.from_numpy(indices.astype(np.int64))
+        return pin(on_host, self.device).to(self.device, non_blocking=True)
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Return fp32 logits [n, V] of hidden states [n, 1, h]."""
         head = self.model.head
         return head.whole(head.project(hidden))[:, 0]
 
-    def _record(self, rows: Sequence[Row], chosen: Sequence[Chosen]) -> list[Completion]:
-        """Append a step's tokens to their outputs, and end those that are at their end."""
+    def _update_outputs(
+        self, seqs: Sequence[SequenceState], chosen: Sequence[Chosen]
+    ) -> list[Completion]:
+        """Append the sampled tokens to the outputs and finish the outputs at their end."""
         completions = []
-        for row, found in zip(rows, chosen, strict=True):
-            output = self._outputs.get(row)
-            if output is None:  # it ended while the step ran
-                self.stats.wasted += len(found.tokens)
+        for seq, choice in zip(seqs, chosen, strict=True):
+            output = self._outputs.get(seq)
+            if output is None:  # finished or aborted while the step ran
+                self.stats.wasted += len(choice.tokens)
                 continue
             completions.append(output.completion)
-            reason = output.end_after(found)
-            output.append(found, self.epoch)
+            reason = output.finish_reason_after(choice)
+            output.append(choice, self.epoch)
             if reason:
                 self._end(output, reason)
             elif output.request.forced is not None:
-                output.foresee(output.request.forced)
+                output.update_forced_tokens(output.request.forced)
         return completions
 
-    def _noting(self, plan: BatchPlan) -> list[_Noting]:
-        """Return which log-probabilities of prompts a step finds."""
-        found = []
-        for n, (row, start) in enumerate(zip(plan.rows, plan.starts, strict=True)):
-            if not row.needs_prompt_logits:
+    def _plan_prompt_logprobs(self, plan: SchedulerOutput) -> list[PromptLogprobs]:
+        """Return the prompt tokens whose log-probabilities the step computes."""
+        prompt_logprobs = []
+        for n, (seq, start) in enumerate(
+            zip(plan.sequences, plan.num_computed_tokens, strict=True)
+        ):
+            if not seq.needs_prompt_logits:
                 continue
-            output = self._outputs[row]
-            place = int(plan.query_bounds[plan.place(n)])
-            last = min(row.prompt_length - 1, start + plan.counts[n])
-            # A row that is computed again has them from the first time.
-            if output.noted < last:
-                following = row.tokens[output.noted + 1 : last + 1]
-                tops = min(output.request.sampling.logprobs or 0, self.vocab_size)
-                found.append(_Noting(output, place + output.noted - start, following, tops))
-                output.noted = last
-            if output.noted == row.prompt_length - 1:
-                row.needs_prompt_logits = False
+            output = self._outputs[seq]
+            row_start = int(plan.query_bounds[plan.batch_row(n)])
+            end = min(seq.num_prompt_tokens - 1, start + plan.num_scheduled_tokens[n])
+            # A recomputed sequence already has the log-probabilities of its first tokens.
+            if output.num_prompt_logprobs < end:
+                tokens = seq.tokens[output.num_prompt_logprobs + 1 : end + 1]
+                num_top = min(output.request.sampling.logprobs or 0, self.vocab_size)
+                offset = row_start + output.num_prompt_logprobs - start
+                prompt_logprobs.append(PromptLogprobs(output, offset, tokens, num_top))
+                output.num_prompt_logprobs = end
+            if output.num_prompt_logprobs == seq.num_prompt_tokens - 1:
+                seq.needs_prompt_logits = False
                 self._share_prompt_logprobs(output)
-        return found
+        return prompt_logprobs
 
-    def _prompt_logprobs(self, note: _Noting, hidden: Tensor) -> Tensor:
-        """Return fp64 [c (1 + 2k)]: of each token that is noted its log-probability, then the ids
-        and the log-probabilities of its k alternatives."""
-        parts = []
-        for first in range(0, len(note.following), LOGIT_ROWS):
-            tokens = torch.tensor(note.following[first : first + LOGIT_ROWS], device=hidden.device)
-            states = hidden[note.place + first :][: len(tokens)]
-            wide = self.logits(states).log_softmax(-1)  # [c, V]
-            columns = [wide.gather(1, tokens[:, None])]
-            if note.tops:
-                columns += most_probable(wide, [note.tops] * len(tokens))
-            parts.append(torch.cat([column.double() for column in columns], 1))
-        return torch.cat(parts).flatten()
+    def _compute_prompt_logprobs(self, entry: PromptLogprobs, hidden: Tensor) -> Tensor:
+        """Return fp64 [c (1 + 2k)]: for each of c tokens its log-probability, then the ids and the
+        log-probabilities of its k alternatives."""
+        chunks = []
+        for start in range(0, len(entry.tokens), LOGPROB_CHUNK_TOKENS):
+            chunk = entry.tokens[start : start + LOGPROB_CHUNK_TOKENS]
+            tokens = torch.tensor(chunk, device=hidden.device)
+            states = hidden[entry.start + start :][: len(tokens)]
+            logprobs = self.logits(states).log_softmax(-1)  # [c, V]
+            columns = [logprobs.gather(1, tokens[:, None])]
+            if entry.num_top:
+                columns += most_probable(logprobs, [entry.num_top] * len(tokens))
+            chunks.append(torch.cat([column.double() for column in columns], 1))
+        return torch.cat(chunks).flatten()
 
-    def _share_prompt_logprobs(self, output: _Output) -> None:
-        """Give the other outputs of a request what the first found of the prompt they share."""
-        mine = output.completion
-        for other in self._outputs.values():
-            theirs = other.completion
-            if theirs.request_id == mine.request_id and theirs is not mine:
-                theirs.prompt_logprobs = mine.prompt_logprobs
-                theirs.prompt_top_logprobs = mine.prompt_top_logprobs
+    def _share_prompt_logprobs(self, output: OutputState) -> None:
+        """Share the prompt log-probabilities of a request's first output with its other outputs."""
+        source = output.completion
+        for completion in (sibling.completion for sibling in self._outputs.values()):
+            if completion.request_id == source.request_id and completion is not source:
+                completion.prompt_logprobs = source.prompt_logprobs
+                completion.prompt_top_logprobs = source.prompt_top_logprobs
 
-    def _end(self, output: _Output, reason: str) -> None:
-        """Finish an output and free what it has."""
+    def _end(self, output: OutputState, reason: str) -> None:
+        """Finish an output and free its cache entries."""
         output.completion.finish_reason = reason
-        self.scheduler.remove(output.row)
-        del self._outputs[output.row]
+        self.scheduler.remove(output.seq)
+        del self._outputs[output.seq]
 
 
 def generate(engine: Engine, requests: Iterable[Request]) -> list[list[Completion]]:
-    """Generate for requests until all have ended; return the outputs of each.
+    """Generate until all requests have finished; return the outputs of each request.
 
     Raises:
-        ValueError: one that the engine cannot serve; none is added then.
+        ValueError: the engine cannot serve a request. No request has been added then.
     """
     requests = list(requests)
-    for place, request in enumerate(requests, 1):
+    for number, request in enumerate(requests, 1):
         try:
             check_request(request, max_length=engine.max_length, vocab_size=engine.vocab_size)
         except ValueError as error:
-            raise ValueError(f"request {place} of {len(requests)}: {error}") from None
+            raise ValueError(f"request {number} of {len(requests)}: {error}") from None
     ids = [engine.add(request) for request in requests]
-    done: dict[int, dict[int, Completion]] = {n: {} for n in ids}
+    completions: dict[int, dict[int, Completion]] = {n: {} for n in ids}
     while engine.unfinished:
         for completion in engine.step():
-            done[completion.request_id][completion.index] = completion
-    return [[done[n][i] for i in range(r.n)] for n, r in zip(ids, requests, strict=True)]
+            completions[completion.request_id][completion.index] = completion
+    return [[completions[n][i] for i in range(r.n)] for n, r in zip(ids, requests, strict=True)]

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What an engine is asked for, and what comes of it: `Request` and `Completion`."""
+"""Requests of an engine and their outputs: `Request` and `Completion`."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from megatron.core.inference.sampling import SamplingParams
 
 
 class RequestError(ValueError):
-    """A request that cannot be served.
+    """The engine cannot serve a request.
 
     Args:
-        message: the value and the fix, one line.
-        field: of `Request` or `SamplingParams`, which holds the value.
+        message: one line with the value and the fix.
+        field: field of `Request` or `SamplingParams` with the value.
     """
 
     def __init__(self, message: str, *, field: str) -> None:
@@ -26,23 +26,22 @@ class RequestError(ValueError):
 
 @dataclass(frozen=True, kw_only=True)
 class Request:
-    """Ask to continue `prompt`.
+    """A request to continue `prompt`.
 
     Args:
         prompt: token ids, at least one.
-        max_new_tokens: tokens to generate at most.
-        sampling: how tokens are chosen.
-        stop_tokens: ids that end the text; each is the last token of what it ends.
-        sequence: identity in every random draw; output i of several has identity sequence + i.
-        n: how many outputs.
-        prompt_logprobs: report the log-probability of each token of the prompt.
-        mask: returns which tokens may come next, bool [V], from the tokens generated so far; None
-            allows all. For grammars.
-        forced: returns tokens that have to follow those generated so far, as a grammar does that
-            leaves no choice. They are drafts of the next step, and need none of their own; `mask`
-            decides.
-        priority: where memory or rows are short, requests with a lower number come first; those
-            of one number in the order in which they were added.
+        max_new_tokens: largest number of new tokens.
+        sampling: sampling parameters.
+        stop_tokens: token ids that end an output; the output includes the stop token.
+        sequence: sequence number in the key of random draws; output i uses `sequence` + i.
+        n: number of outputs.
+        prompt_logprobs: report the log-probability of each prompt token.
+        mask: maps the output tokens so far to the allowed next tokens, bool [V]; None allows all
+            tokens. For grammars.
+        forced: maps the output tokens so far to tokens that a grammar forces next. They become
+            drafts of the next step and save their own steps; `mask` still verifies them.
+        priority: requests with a lower number are served first when memory or batch slots are
+            short; equal numbers in the order of arrival.
     """
 
     prompt: tuple[int, ...]
@@ -62,19 +61,19 @@ class Completion:
     """One output of a request.
 
     Args:
-        request_id: as `add` returned it.
-        index: of the outputs of the request, from 0.
-        tokens: generated so far, a stop token included.
-        logprobs: the model's own log-probability of each.
-        top_logprobs: of each token the most probable alternatives, (id, log-probability), as many
-            as the request asks for.
-        prompt_logprobs: of each token of the prompt but the first; None if they were not asked for.
-        prompt_top_logprobs: of the same tokens the most probable alternatives, as many as the
-            request asks for; None if either was not asked for.
-        cached_tokens: of the prompt, found in the prefix cache when it first ran.
-        epochs: of each token, how often the weights had been replaced when it was chosen.
-        finish_reason: "stop" (a stop token), "length" (token limit), "abort", "error" (the logits
-            are not finite, or the mask allows nothing) or "" (not finished).
+        request_id: return value of `add`.
+        index: index of the output within the request.
+        tokens: output tokens so far, including a stop token.
+        logprobs: log-probability of each token before adjustments of the logits.
+        top_logprobs: alternatives of each token as (id, log-probability), as many as requested.
+        prompt_logprobs: log-probability of each prompt token except the first; None unless
+            requested.
+        prompt_top_logprobs: alternatives of the same prompt tokens, as many as requested; None
+            unless the request asks for alternatives and for prompt log-probabilities.
+        cached_tokens: prompt tokens that the first admission found in the prefix cache.
+        epochs: `Engine.epoch` at the sampling of each token.
+        finish_reason: "stop" (stop token), "length" (token limit), "abort", "error" (logits are not
+            finite, or the mask allows no token) or "" (unfinished).
     """
 
     request_id: int = 0
@@ -90,7 +89,7 @@ class Completion:
 
     @staticmethod
     def begin(request: Request, request_id: int, index: int) -> Completion:
-        """Return an output of a request that nothing was generated of."""
+        """Return an empty output of a request."""
         completion = Completion(request_id=request_id, index=index)
         if request.prompt_logprobs:
             completion.prompt_logprobs = []
@@ -98,21 +97,21 @@ class Completion:
         return completion
 
     def cut(self, count: int) -> None:
-        """Forget the tokens after the first `count`, and what is known of them."""
+        """Remove the tokens after the first `count`, with their log-probabilities and epochs."""
         for values in (self.tokens, self.logprobs, self.top_logprobs, self.epochs):
             del values[count:]
 
 
 def check_request(request: Request, *, max_length: int | None, vocab_size: int) -> None:
-    """Reject a request that no engine of a model can serve.
+    """Reject a request that no engine of the model can serve.
 
     Args:
-        request: what was asked.
-        max_length: longest sequence, prompt and new tokens together; None means no limit.
-        vocab_size: token ids must be below it.
+        request: the request.
+        max_length: longest sequence of prompt and new tokens together; None means no limit.
+        vocab_size: vocabulary size; token ids must be smaller.
 
     Raises:
-        RequestError: naming the field, the value and the fix.
+        RequestError: names the field, the value and the fix.
     """
     length = len(request.prompt)
     if request.max_new_tokens < 1:
@@ -130,11 +129,11 @@ def check_request(request: Request, *, max_length: int | None, vocab_size: int) 
             f"the model's limit of {max_length}: shorten the prompt or ask for fewer new tokens",
             field="prompt",
         )
-    wrong = [t for t in request.prompt if not 0 <= t < vocab_size]
-    if wrong:
+    invalid = [t for t in request.prompt if not 0 <= t < vocab_size]
+    if invalid:
         raise RequestError(
-            f"the prompt has token id {wrong[0]}, outside the vocabulary of {vocab_size}: use the "
-            "tokenizer that the model was trained with",
+            f"the prompt has token id {invalid[0]}, outside the vocabulary of {vocab_size}: use "
+            "the tokenizer that the model was trained with",
             field="prompt",
         )
     try:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Data-parallel replicas of the engine: which one serves a request, and what all of them find.
+"""Data-parallel replicas of the engine: request routing and exchange of outputs.
 
     >>> replicas = Replicas(engine, groups.host_group("dp"))
     >>> replicas.add(Request(prompt=(5, 6, 7), max_new_tokens=20))
@@ -9,10 +9,10 @@
     >>> len(completions[0].tokens)
     20
 
-Every rank of every replica is told the same requests between the same steps. `RequestRouter`
-assigns each to a replica, alike on all ranks, and that one's engine serves it. After each step the
-replicas exchange what is new, one JSON message each, so that all ranks return the same outputs. The
-hosts do that, while an asynchronous engine computes its next step.
+All ranks of all replicas add the same requests between the same steps. `RequestRouter` assigns each
+request to a replica, equally on all ranks, and the engine of the replica serves it. After each step
+the replicas exchange the new tokens, one JSON message each, so that all ranks return the same
+outputs. The exchange runs on the hosts and overlaps with the next step of an asynchronous engine.
 """
 
 from __future__ import annotations
@@ -28,102 +28,113 @@ import torch
 from torch import Tensor
 
 from megatron.core.comm.collectives import all_gather
-from megatron.core.inference.blocks import block_digests
+from megatron.core.inference.blocks import hash_blocks
 from megatron.core.inference.engine import Engine
 from megatron.core.inference.requests import Completion, Request
 from megatron.core.inference.scheduler import CacheStats
 from megatron.core.process_groups import Group
 
-#: Bytes of the first collective of a message; longer ones take another.
+#: Bytes of the first collective of a message; a longer message takes a second collective.
 FIRST_BYTES = 4096
 _LENGTH = struct.Struct("<I")
 
 
 def all_gather_json(message: Any, group: Group) -> list[Any]:
-    """Return the message of each rank, plain JSON values; all ranks call this.
+    """All-gather a JSON-serialisable message from each rank.
 
     Args:
-        group: its collectives take tensors of the CPU.
+        message: message of this rank.
+        group: group whose collectives take CPU tensors.
     """
     if group.size == 1:
         return [message]
     data = json.dumps(message, separators=(",", ":")).encode()
     framed = _LENGTH.pack(len(data)) + data
-    parts = _gathered(framed, FIRST_BYTES, group)
-    lengths = [_LENGTH.unpack_from(part)[0] + _LENGTH.size for part in parts]
+    # All ranks see all lengths, so they agree on whether a second collective follows.
+    frames = _all_gather_bytes(framed, FIRST_BYTES, group)
+    lengths = [_LENGTH.unpack_from(frame)[0] + _LENGTH.size for frame in frames]
     if max(lengths) > FIRST_BYTES:
-        more = _gathered(framed[FIRST_BYTES:], max(lengths) - FIRST_BYTES, group)
-        parts = [first + rest for first, rest in zip(parts, more, strict=True)]
-    pairs = zip(parts, lengths, strict=True)
-    return [json.loads(part[_LENGTH.size : length]) for part, length in pairs]
+        tails = _all_gather_bytes(framed[FIRST_BYTES:], max(lengths) - FIRST_BYTES, group)
+        frames = [frame + tail for frame, tail in zip(frames, tails, strict=True)]
+    pairs = zip(frames, lengths, strict=True)
+    return [json.loads(frame[_LENGTH.size : length]) for frame, length in pairs]
 
 
-def _gathered(data: bytes, size: int, group: Group) -> list[bytes]:
-    """Return the first `size` bytes of each rank's data, zeros where it is shorter."""
+def _all_gather_bytes(data: bytes, size: int, group: Group) -> list[bytes]:
+    """Return the first `size` bytes of each rank's data, padded with zeros."""
     padded = bytearray(data[:size].ljust(size, b"\0"))
-    there = all_gather(torch.frombuffer(padded, dtype=torch.uint8), group)
-    return [part.numpy().tobytes() for part in there.view(group.size, size)]
+    gathered = all_gather(torch.frombuffer(padded, dtype=torch.uint8), group)
+    return [row.numpy().tobytes() for row in gathered.view(group.size, size)]
 
 
 class RequestRouter:
-    """Choose the replica of each request; knows no engine, so ranks that tell it the same choose
-    the same.
+    """Assign requests to replicas.
 
-    A request goes to a replica that has a free row for each of its outputs, if any has. Of these it
-    goes to the one that was sent the longest beginning of its prompt, in whole blocks, so a prefix
-    is computed in one replica as long as that has room. Of equal ones it goes to the one with the
-    fewest tokens to serve: prompts and new tokens of all outputs that wait and run. Of equal ones,
-    to the first.
+    The router uses only the requests and their ends, never an engine, so all ranks assign requests
+    equally. It prefers, in this order:
+
+    1. replicas that can run all outputs of the request now;
+    2. the longest prefix, in full blocks, of the prompts sent to the replica before, so that each
+       prefix is computed by one replica while it has room;
+    3. the fewest outstanding tokens: prompts and new tokens of all unfinished outputs;
+    4. the lowest replica index.
 
     Args:
-        replicas: how many there are.
-        max_rows: that run at a time in each.
-        block_size: tokens of a block of their caches.
-        num_blocks: of each cache: as many blocks of prompts are remembered of each replica, those
-            that were sent last. 0 remembers none.
+        replicas: number of replicas.
+        max_num_seqs: largest number of running sequences per replica.
+        block_size: tokens per cache block.
+        num_blocks: cache blocks per replica, which is also the number of recently sent prompt
+            blocks that the router remembers; 0 disables prefix affinity.
 
     Attributes:
-        requests: sent to each replica.
-        matched: tokens of their prompts that the replica had been sent before.
+        requests: number of requests sent to each replica.
+        matched: prompt tokens with a prefix match, per replica.
     """
 
-    def __init__(self, replicas: int, *, max_rows: int, block_size: int, num_blocks: int) -> None:
-        self._max_rows, self._block_size, self._num_blocks = max_rows, block_size, num_blocks
-        self._rows, self._tokens = [0] * replicas, [0] * replicas
+    def __init__(
+        self, replicas: int, *, max_num_seqs: int, block_size: int, num_blocks: int
+    ) -> None:
+        self._max_num_seqs, self._block_size, self._num_blocks = (
+            max_num_seqs,
+            block_size,
+            num_blocks,
+        )
+        self._num_seqs, self._tokens = [0] * replicas, [0] * replicas
         self._sent: list[OrderedDict[bytes, None]] = [OrderedDict() for _ in range(replicas)]
         self.requests, self.matched = [0] * replicas, [0] * replicas
 
     @property
     def load(self) -> list[list[int]]:
-        """Requests that each replica was sent, and tokens that it has to serve."""
+        """Requests sent to each replica, and outstanding tokens of each replica."""
         return [self.requests, self._tokens]
 
     def assign(self, request: Request) -> int:
-        """Return the replica of a request, which counts as sent there."""
-        digests = block_digests(request.prompt, self._block_size) if self._num_blocks else []
-        every = range(len(self._rows))
-        free = [r for r in every if self._rows[r] + request.n <= self._max_rows]
-        shared = [self._shared(sent, digests) for sent in self._sent]
-        chosen = min(free or every, key=lambda r: (-shared[r], self._tokens[r], r))
-        self._rows[chosen] += request.n
+        """Choose the replica of a request and count the request as sent to it."""
+        hashes = hash_blocks(request.prompt, self._block_size) if self._num_blocks else []
+        replicas = range(len(self._num_seqs))
+        free = [r for r in replicas if self._num_seqs[r] + request.n <= self._max_num_seqs]
+        shared = [self._num_shared_blocks(sent, hashes) for sent in self._sent]
+        chosen = min(free or replicas, key=lambda r: (-shared[r], self._tokens[r], r))
+        self._num_seqs[chosen] += request.n
         self._tokens[chosen] += request.n * self._cost(request)
         self.requests[chosen] += 1
         self.matched[chosen] += shared[chosen] * self._block_size
         sent = self._sent[chosen]
-        for digest in reversed(digests):  # as in the cache, the last block goes before the first
-            sent[digest] = None
-            sent.move_to_end(digest)
+        # Reversed, as in `BlockPool.release`: the last block is evicted before the first.
+        for block_hash in reversed(hashes):
+            sent[block_hash] = None
+            sent.move_to_end(block_hash)
         while len(sent) > self._num_blocks:
             sent.popitem(last=False)
         return chosen
 
     def output_ended(self, replica: int, request: Request) -> None:
-        """Take note that an output of a request has ended."""
-        self._rows[replica] -= 1
+        """Record that an output of a request has finished."""
+        self._num_seqs[replica] -= 1
         self._tokens[replica] -= self._cost(request)
 
     def forget_prefixes(self) -> None:
-        """Remember no prompt: the caches hold none any more."""
+        """Forget all sent prompts, because the prefix caches have been emptied."""
         for sent in self._sent:
             sent.clear()
 
@@ -132,21 +143,23 @@ class RequestRouter:
         return len(request.prompt) + request.max_new_tokens
 
     @staticmethod
-    def _shared(sent: OrderedDict[bytes, None], digests: Sequence[bytes]) -> int:
-        """Return how many blocks of a prompt, from its first on, were sent before."""
-        for count, digest in enumerate(digests):
-            if digest not in sent:
+    def _num_shared_blocks(sent: OrderedDict[bytes, None], hashes: Sequence[bytes]) -> int:
+        """Return the number of leading prompt blocks that were sent before."""
+        for count, block_hash in enumerate(hashes):
+            if block_hash not in sent:
                 return count
-        return len(digests)
+        return len(hashes)
 
 
 class EngineLoad(NamedTuple):
-    """What an engine has to do between two steps.
+    """Load of an engine between two steps.
 
     Args:
-        running, waiting: outputs.
-        used_blocks, num_blocks: of the cache.
-        stats: since the start.
+        running: number of running outputs.
+        waiting: number of waiting outputs.
+        used_blocks: referenced cache blocks.
+        num_blocks: all cache blocks.
+        stats: counters since the start.
     """
 
     running: int
@@ -156,22 +169,28 @@ class EngineLoad(NamedTuple):
     stats: CacheStats
 
     @staticmethod
-    def of(engine: Engine) -> EngineLoad:
-        """Return that of an engine now."""
+    def from_engine(engine: Engine) -> EngineLoad:
+        """Return the current load of an engine."""
         scheduler = engine.scheduler
-        blocks, free = scheduler.pool.num_blocks, scheduler.pool.available
-        rows = len(scheduler.running), len(scheduler.waiting)
-        return EngineLoad(*rows, blocks - free, blocks, engine.stats)
+        num_blocks, available = scheduler.pool.num_blocks, scheduler.pool.available
+        return EngineLoad(
+            running=len(scheduler.running),
+            waiting=len(scheduler.waiting),
+            used_blocks=num_blocks - available,
+            num_blocks=num_blocks,
+            stats=engine.stats,
+        )
 
 
 @dataclass(eq=False)
-class _Routed:
+class _RoutedRequest:
     """A request and its replica.
 
     Args:
-        replica: that serves it.
-        local_id: of that one's engine; -1 on ranks of the others.
-        outputs: that have not ended, by index, as every rank knows them.
+        request: the request.
+        replica: index of the replica that serves it.
+        local_id: request id in the replica's engine; -1 on ranks of other replicas.
+        outputs: unfinished outputs by index, equal on all ranks.
     """
 
     request: Request
@@ -180,8 +199,8 @@ class _Routed:
     outputs: dict[int, Completion]
 
 
-#: Lists of a completion that grow; what is new at their ends is exchanged.
-_GROWING = (
+#: Fields of a completion to which steps append; replicas exchange the appended tails.
+_APPENDED_FIELDS = (
     "tokens",
     "logprobs",
     "epochs",
@@ -192,17 +211,17 @@ _GROWING = (
 
 
 class Replicas:
-    """The engines of data-parallel ranks as one.
+    """Data-parallel engines behind the interface of one engine.
 
-    All ranks make it, and call its methods, in the same order with the same requests.
+    All ranks construct it and call its methods in the same order with the same requests.
 
     Args:
-        engine: of this rank, alone or with the tensor and pipeline parallel ranks of its replica.
-        group: the ranks that have this rank's place in each replica; see
+        engine: engine of this rank; its replica may have tensor and pipeline parallel ranks.
+        group: host group of the ranks with the same tensor and pipeline rank in each replica; see
             `ProcessGroupCollection.host_group`.
 
     Attributes:
-        router: which requests went where; None for a single replica.
+        router: assigns requests to replicas; None for a single replica.
     """
 
     def __init__(self, engine: Engine, group: Group) -> None:
@@ -212,26 +231,31 @@ class Replicas:
             config, pool = engine.config, engine.scheduler.pool
             self.router = RequestRouter(
                 group.size,
-                max_rows=config.max_rows,
+                max_num_seqs=config.max_num_seqs,
                 block_size=config.block_size,
                 num_blocks=pool.num_blocks if config.prefix_caching else 0,
             )
-        self._routed: dict[int, _Routed] = {}
-        self._global_ids: dict[int, int] = {}  # by the local engine's
+        self._routed: dict[int, _RoutedRequest] = {}
+        self._global_ids: dict[int, int] = {}  # local request id -> global request id
         self._next_id = 0
-        self._loads = [EngineLoad.of(engine)] * group.size
+        self._loads = [EngineLoad.from_engine(engine)] * group.size
 
     @property
     def unfinished(self) -> int:
-        """Outputs of all replicas that have not ended."""
+        """Number of unfinished outputs of all replicas."""
         if self.router is None:
             return self.engine.unfinished
         return sum(len(routed.outputs) for routed in self._routed.values())
 
     def add(self, request: Request) -> int:
-        """Take a request in and return its id. Raises ValueError as `Engine.add` does."""
+        """Queue a request and return its id.
+
+        Raises:
+            ValueError: as in `Engine.add`.
+        """
         if self.router is None:
             return self.engine.add(request)
+        # All ranks check before the router counts the request, so that all raise or none.
         self.engine.check(request)
         replica, local_id = self.router.assign(request), -1
         number, self._next_id = self._next_id, self._next_id + 1
@@ -239,35 +263,36 @@ class Replicas:
             local_id = self.engine.add(request)
             self._global_ids[local_id] = number
         outputs = {i: Completion.begin(request, number, i) for i in range(request.n)}
-        self._routed[number] = _Routed(request, replica, local_id, outputs)
+        self._routed[number] = _RoutedRequest(request, replica, local_id, outputs)
         return number
 
     def step(self) -> list[Completion]:
-        """Compute one step of each replica that has work; return the outputs that have a new token
-        or ended, as `Engine.step` does.
+        """Compute one step of each replica that has work; return the outputs that have new tokens
+        or finished, as `Engine.step` does.
 
         Raises:
-            ValueError: ranks that were told different requests.
+            ValueError: the ranks have added different requests.
         """
         if self.router is None:
             return self.engine.step()
-        # After `Engine.pause` an output may be there twice.
-        found = {(c.request_id, c.index): c for c in self.engine.step()}
-        news = [self._news(completion) for completion in found.values()]
-        *numbers, stats = EngineLoad.of(self.engine)
-        load = [*numbers, list(vars(stats).values())]
-        message = [self.router.load, [one for one in news if one], load]
-        parts = all_gather_json(message, self.group)
-        if any(sent != parts[0][0] for sent, *_ in parts):
+        # After `Engine.pause` one output may occur twice; its delta must be sent once.
+        updated = {(c.request_id, c.index): c for c in self.engine.step()}
+        deltas = [self._delta(completion) for completion in updated.values()]
+        *counts, stats = EngineLoad.from_engine(self.engine)
+        load = [*counts, list(vars(stats).values())]
+        message = [self.router.load, [delta for delta in deltas if delta], load]
+        messages = all_gather_json(message, self.group)
+        if any(router_load != messages[0][0] for router_load, *_ in messages):
             raise ValueError(
                 f"the {self.group.size} data-parallel replicas have assigned requests differently: "
                 "give all of their ranks the same requests, in one order and between the same steps"
             )
-        self._loads = [EngineLoad(*one[:-1], CacheStats(*one[-1])) for *_, one in parts]
-        return [self._completed(*one) for _, part, *_ in parts for one in part]
+        self._loads = [EngineLoad(*load[:-1], CacheStats(*load[-1])) for *_, load in messages]
+        return [self._apply_delta(*delta) for _, deltas, *_ in messages for delta in deltas]
 
     def abort(self, request_id: int) -> list[Completion]:
-        """End all outputs of a request now; return them. An id that has ended does nothing."""
+        """Abort the unfinished outputs of a request and return them; [] if the request has
+        finished."""
         if self.router is None:
             return self.engine.abort(request_id)
         routed = self._routed.get(request_id)
@@ -281,7 +306,7 @@ class Replicas:
         return ended
 
     def finish(self, request_id: int, index: int) -> None:
-        """End one output now, with the reason "stop": the caller saw its end in the text."""
+        """Finish one output with reason "stop", because the caller detected a stop string."""
         if self.router is None:
             self.engine.finish(request_id, index)
         routed = self._routed.get(request_id)
@@ -291,47 +316,50 @@ class Replicas:
             self._end(routed.outputs[index], "stop")
 
     def forget_cached(self) -> None:
-        """Give up what the prefix caches hold."""
+        """Empty the prefix caches."""
         self.engine.scheduler.forget_cached()
         self._forget_prefixes()
 
     def pause(self, *, keep_cache: bool = True) -> None:
-        """Do as `Engine.pause`."""
+        """Pause the engine; see `Engine.pause`."""
         self.engine.pause(keep_cache=keep_cache)
         if not keep_cache:
             self._forget_prefixes()
 
     def sleep(self, weights: Iterable[Tensor] = ()) -> None:
-        """Do as `Engine.sleep`."""
+        """Put the engine to sleep; see `Engine.sleep`."""
         self.engine.sleep(weights)
         self._forget_prefixes()
 
     def weights_replaced(self) -> None:
-        """Do as `Engine.weights_replaced`."""
+        """Update the engine after new weights; see `Engine.weights_replaced`."""
         self.engine.weights_replaced()
         self._forget_prefixes()
 
     def loads(self) -> list[EngineLoad]:
-        """Return what each replica has to do; of several, as of the last step."""
-        return [EngineLoad.of(self.engine)] if self.router is None else list(self._loads)
+        """Return the load of each replica; with several replicas as of the last step."""
+        return [EngineLoad.from_engine(self.engine)] if self.router is None else list(self._loads)
 
     def stats(self) -> list[CacheStats]:
-        """Return what the scheduler and the prefix cache of each replica did, as `loads` does."""
+        """Return the counters of each replica, as of the same time as `loads`."""
         return [load.stats for load in self.loads()]
 
     def _forget_prefixes(self) -> None:
         if self.router is not None:
             self.router.forget_prefixes()
 
-    def _news(self, completion: Completion) -> list[Any]:
-        """Return what an output of this rank's engine has that was not exchanged yet; nothing if
-        it has been aborted meanwhile."""
+    def _delta(self, completion: Completion) -> list[Any]:
+        """Return the changes of a local output since the last exchange; [] if it was aborted."""
         number = self._global_ids.get(completion.request_id, -1)
         if number < 0 or completion.index not in self._routed[number].outputs:
             return []
-        known = self._routed[number].outputs[completion.index]
-        mine, sent = vars(completion), vars(known)
-        tails = [None if mine[n] is None else mine[n][len(sent[n]) :] for n in _GROWING]
+        # The shared copy has the exchanged tokens only, so its lengths mark what was sent.
+        exchanged = vars(self._routed[number].outputs[completion.index])
+        local = vars(completion)
+        tails = [
+            None if local[name] is None else local[name][len(exchanged[name]) :]
+            for name in _APPENDED_FIELDS
+        ]
         return [
             number,
             completion.index,
@@ -340,15 +368,16 @@ class Replicas:
             tails,
         ]
 
-    def _completed(
-        self, number: int, index: int, cached: int, reason: str, tails: Sequence[Any]
+    def _apply_delta(
+        self, number: int, index: int, cached_tokens: int, reason: str, tails: Sequence[Any]
     ) -> Completion:
-        """Add what a step of some replica found to what all ranks know of an output."""
+        """Apply the changes of one output, received from its replica, to the shared copy."""
         completion = self._routed[number].outputs[index]
-        completion.cached_tokens = cached
-        for name, tail in zip(_GROWING, tails, strict=True):
+        completion.cached_tokens = cached_tokens
+        for name, tail in zip(_APPENDED_FIELDS, tails, strict=True):
             if tail and name.endswith("top_logprobs"):
-                tail = [[(token, logprob) for token, logprob in one] for one in tail]
+                # JSON turns the (id, log-probability) tuples into lists.
+                tail = [[(token, logprob) for token, logprob in pairs] for pairs in tail]
             if tail:
                 vars(completion)[name] += tail
         if reason:

@@ -1,16 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Choose the next token of every row of a batch, each row by parameters of its own.
+"""Sampling: choose the next token of each row of a batch, with separate parameters per row.
 
-A row goes through these steps, and pays only for those it asks for:
+The steps of a row, each skipped if its parameters disable it:
 
 1. `logit_bias`, then repetition, frequency and presence penalty, then the mask (`adjust_logits`);
 2. temperature, top-k, top-p, min-p;
 3. one draw, or at temperature 0 the first maximum of step 1 (2 and 3: `ops.sampling`).
 
-A draw is a function of (seed, sequence, position) and of nothing else: it does not depend on which
-other sequences share the batch, on how many steps ran before, or on how the model is spread over
-ranks. Because `position` is the absolute position of the new token, generating 20 tokens at once
-and generating 10, then 10 more from the longer prompt, draw the same numbers.
+A draw is a function of (seed, sequence, position) only. It does not depend on the other sequences
+of the batch, on the number of earlier steps, or on the parallel layout. `position` is the absolute
+position of the new token, so generating 20 tokens at once draws the same numbers as generating 10
+tokens, then 10 more from the longer prompt.
 """
 
 from __future__ import annotations
@@ -37,11 +37,11 @@ MAX_PENALTY = 2.0
 
 @dataclass(frozen=True, kw_only=True)
 class SamplingParams:
-    """Say how the tokens of one request are chosen.
+    """Sampling parameters of one request.
 
     Args:
         temperature: divides the logits; 0 takes the most probable token (greedy).
-        top_k: keep the k most probable tokens and those that tie with the k-th; 0 keeps all.
+        top_k: keep the k most probable tokens and all tokens that tie with the k-th; 0 keeps all.
         top_p: keep the smallest set of most probable tokens whose probability (after top-k,
             renormalised) reaches top_p; of tokens that tie at its edge those with lower ids stay.
             1 keeps all. The most probable token always stays.
@@ -56,11 +56,11 @@ class SamplingParams:
         logit_bias: token id -> number added to its logit, before the penalties; kept as pairs in
             the order of ids.
         seed: any integer; the same seed repeats the same choices.
-        logprobs: most probable alternatives to report for each token, at most 20; 0 and None
-            report that of the chosen token alone.
+        logprobs: number of most probable alternatives to report per token, at most 20; 0 and None
+            report only the log-probability of the sampled token.
 
     Raises:
-        ValueError: values out of range, all problems in one line.
+        ValueError: a value is out of range; one line lists all problems.
     """
 
     temperature: float = 1.0
@@ -75,7 +75,7 @@ class SamplingParams:
     logprobs: int | None = None
 
     def __post_init__(self) -> None:
-        # Frozen like the rest, so that the parameters can be a key.
+        # A sorted tuple instead of a mapping makes the parameters hashable.
         object.__setattr__(self, "logit_bias", tuple(sorted(dict(self.logit_bias).items())))
         problems = self._problems()
         if problems:
@@ -111,10 +111,10 @@ class SamplingParams:
         return problems
 
     def check_vocabulary(self, vocab_size: int) -> None:
-        """Reject a bias of tokens that the model does not have.
+        """Reject a bias of tokens outside the vocabulary.
 
         Raises:
-            ValueError: naming the first of them.
+            ValueError: names the first such token.
         """
         for token, _ in self.logit_bias:
             if token >= vocab_size:
@@ -135,16 +135,16 @@ class SamplingParams:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class SampleRow:
-    """What `sample` must know of one row besides its logits.
+    """Input of `sample` for one row, in addition to the logits.
 
     Args:
-        params: how to choose.
-        sequence: identity of the row's sequence; part of the key of its random number.
-        position: absolute position that the new token will take.
+        params: sampling parameters.
+        sequence: sequence number, part of the key of the random draw.
+        position: absolute position of the new token.
         prompt: token ids of the prompt; read only for a repetition penalty.
-        output: token ids generated so far; read only for penalties.
-        mask: bool [V], on any device: the tokens that are allowed, by a grammar for example; None
-            allows all.
+        output: token ids of the output so far; read only for penalties.
+        mask: bool [V] on any device, True for allowed tokens, for example of a grammar; None allows
+            all tokens.
     """
 
     params: SamplingParams
@@ -156,27 +156,28 @@ class SampleRow:
 
     @property
     def uniform(self) -> float:
-        """The number in [0, 1) that its token is drawn by."""
+        """Uniform draw in [0, 1) of the token."""
         return uniform(self.params.seed, self.sequence, self.position)
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Sampled:
-    """The tokens chosen for a batch of b rows.
+    """Sampled tokens of a batch of b rows.
 
-    Log-probabilities are the model's own: over the whole vocabulary, before bias, penalties, mask,
-    temperature and filters.
+    Log-probabilities are log-softmax values over the whole vocabulary, before bias, penalties,
+    mask, temperature and filters.
 
     Args:
         tokens: int64 [b].
-        logprobs: fp32 [b], of `tokens`.
-        top_ids: int64 [b, k], the most probable tokens of each row, the most probable first, of
-            equals the lower id first. k is the most that any row asked for, and at most V; a row
-            that asked for n reads its first n. None if no row asked for any.
-        top_logprobs: fp32 [b, k], of `top_ids`; -inf in rows that asked for none.
-        finite: bool [b]; False where there was nothing to choose: NaN or +inf among the logits, all
-            of them -inf, or a mask that allows no token. Such a row has token 0 and log-probability
-            NaN; other rows are not affected.
+        logprobs: fp32 [b], log-probabilities of `tokens`.
+        top_ids: int64 [b, k], the most probable tokens of each row in descending order; ties by
+            ascending id. k is the largest number that a row requests, at most V; a row that
+            requests n tokens reads the first n. None if no row requests alternatives.
+        top_logprobs: fp32 [b, k], log-probabilities of `top_ids`; -inf in rows without
+            alternatives.
+        finite: bool [b]; False if no token can be sampled: a logit is NaN or +inf, all logits are
+            -inf, or the mask allows no token. Such a row has token 0 and log-probability NaN. Other
+            rows are not affected.
     """
 
     tokens: Tensor
@@ -186,7 +187,7 @@ class Sampled:
     finite: Tensor
 
     def on_host(self) -> Sampled:
-        """Return it on the host, there once the device has done what it was told so far."""
+        """Start the copy to the host; the values are valid once the queued work is done."""
         if not runs_ahead(self.tokens.device):
             return self
         return Sampled(
@@ -218,14 +219,15 @@ def adjust_logits(logits: Tensor, rows: Sequence[SampleRow]) -> Tensor:
         rows: [b].
 
     Returns:
-        [b, V] fp32; `logits` itself if no row asks for any of this.
+        [b, V] fp32; `logits` itself if no row needs an adjustment.
     """
-    work = [n for n, row in enumerate(rows) if row.params.logit_bias or row.params.penalizes]
+    # Rows without adjustments pay nothing, and an unadjusted batch is not even copied.
+    adjusted = [n for n, row in enumerate(rows) if row.params.logit_bias or row.params.penalizes]
     masked = [n for n, row in enumerate(rows) if row.mask is not None]
-    if not work and not masked:
+    if not adjusted and not masked:
         return logits
     scores, device = logits.clone(), logits.device
-    change_scores_(scores, {n: _change_of(rows[n], scores.shape[1]) for n in work})
+    change_scores_(scores, {n: _change_of(rows[n], scores.shape[1]) for n in adjusted})
     if masked:
         masks = [row.mask.to(device, non_blocking=True) for row in rows if row.mask is not None]
         filled = select_rows(scores, masked).masked_fill(~torch.stack(masks), -math.inf)
@@ -234,11 +236,12 @@ def adjust_logits(logits: Tensor, rows: Sequence[SampleRow]) -> Tensor:
 
 
 def _change_of(row: SampleRow, vocab_size: int) -> ScoreChange:
-    """Return what biases and penalties change in the scores of a row."""
+    """Return the score changes of a row's bias and penalties."""
     params = row.params
     counts = params.presence_penalty or params.frequency_penalty
     return ScoreChange(
-        # An id beyond the vocabulary would end the whole batch; `check_vocabulary` refuses it.
+        # An out-of-range id would fail the whole batch. `check_vocabulary` rejects it earlier; this
+        # filter protects callers that skip the check.
         biases={token: bias for token, bias in params.logit_bias if token < vocab_size},
         repeated={*row.prompt, *row.output} if params.repetition_penalty != 1 else (),
         repetition=params.repetition_penalty,
@@ -249,13 +252,14 @@ def _change_of(row: SampleRow, vocab_size: int) -> ScoreChange:
 
 
 class Chosen(NamedTuple):
-    """What a step chose for a row.
+    """Verified tokens of one sequence after a step.
 
     Args:
-        tokens: to append: accepted drafts, then one that is none.
-        accepted: how many of these are drafts.
-        logprobs, tops: of each.
-        error: nothing could be chosen after `tokens`, which are drafts then.
+        tokens: new tokens: the accepted drafts, then one sampled token.
+        accepted: number of accepted drafts.
+        logprobs: log-probability of each token.
+        tops: alternatives of each token as (id, log-probability).
+        error: no token could be sampled after `tokens`, which then are all drafts.
     """
 
     tokens: list[int]
@@ -266,33 +270,34 @@ class Chosen(NamedTuple):
 
 
 def accepted_drafts(drafts: Sequence[int], chosen: Sequence[int]) -> int:
-    """Return how many drafts of a row a model accepts: those before the first that it would not
-    have chosen itself.
+    """Return the number of accepted drafts, the longest prefix that agrees with the samples.
 
-    The model chooses a token at the place of each draft by the draw of that place, as it does
-    without drafts. A draft is accepted if it is that token; the first that is not is replaced by
-    it. So no draft changes a token. Of a draft that is a function of the tokens before it this is
-    the rule of Leviathan et al. 2023 (arXiv 2211.17192, section 2.3) with a proposal of one token
-    x: accepted with probability p(x), else a token of p without x. One that is drawn from q by the
-    same draw is accepted where both cumulative distributions have the same token (a coupling by
-    common random numbers): at most as often as that rule, 1 - TV(p, q), but unlike there what is
-    generated is independent of q and of how many drafts there were.
+    The model samples a token at the position of each draft with the random draw of the position, as
+    it does without drafts. A draft is accepted if it equals the sample. The sample replaces the
+    first draft that differs. Drafts therefore never change the output.
+
+    For a deterministic draft x this is the rule of Leviathan et al. 2023 (arXiv 2211.17192, section
+    2.3) with a point-mass proposal: x is accepted with probability p(x), otherwise the token comes
+    from p without x. A draft sampled from q with the same uniform draw is accepted if both inverse
+    CDFs return the same token (coupling by common random numbers). The acceptance rate is at most
+    the rate 1 - TV(p, q) of Leviathan et al., but the output does not depend on q or on the number
+    of drafts.
 
     Args:
-        drafts: [k].
-        chosen: at least [k], the token chosen at the place of each, given those before it.
+        drafts: [k] draft tokens.
+        chosen: at least [k] tokens sampled at the drafts' positions, given the drafts before each.
     """
     pairs = zip(drafts, chosen, strict=False)
     return next((n for n, (draft, token) in enumerate(pairs) if draft != token), len(drafts))
 
 
 def verified(sampled: Sampled, drafts: Sequence[Sequence[int]]) -> list[Chosen]:
-    """Return what follows for each row: accepted drafts and one more token.
+    """Return the verified tokens of each sequence.
 
     Args:
-        sampled: [b], of all rows in turn the token at the place of each draft, and the one after
-            these.
-        drafts: of each row.
+        sampled: [b] samples: for each sequence the samples at the positions of its drafts, then the
+            sample after its last draft.
+        drafts: drafts of each sequence.
     """
     tokens, logprobs = sampled.tokens.tolist(), sampled.logprobs.tolist()
     finite = sampled.finite.tolist()
@@ -300,29 +305,30 @@ def verified(sampled: Sampled, drafts: Sequence[Sequence[int]]) -> list[Chosen]:
     if sampled.top_ids is not None and sampled.top_logprobs is not None:
         ids, values = sampled.top_ids.tolist(), sampled.top_logprobs.tolist()
         tops = [list(zip(*pair, strict=True)) for pair in zip(ids, values, strict=True)]
-    chosen, first = [], 0
+    chosen, start = [], 0
     for proposed in drafts:
-        accepted = accepted_drafts(proposed, tokens[first:]) if proposed else 0
+        accepted = accepted_drafts(proposed, tokens[start:]) if proposed else 0
         count = accepted + 1
-        valid = finite[first : first + count]
+        valid = finite[start : start + count]
+        # Tokens before the first invalid row are accepted drafts and stay valid.
         if error := not all(valid):
             accepted = count = valid.index(False)
-        part = slice(first, first + count)
-        chosen.append(Chosen(tokens[part], accepted, logprobs[part], tops[part], error))
-        first += len(proposed) + 1
+        rows = slice(start, start + count)
+        chosen.append(Chosen(tokens[rows], accepted, logprobs[rows], tops[rows], error))
+        start += len(proposed) + 1
     return chosen
 
 
 def sample(logits: Tensor, rows: Sequence[SampleRow]) -> Sampled:
-    """Choose one token per row and say how probable the model found it.
+    """Sample one token per row, with log-probabilities.
 
-    A batch that is all greedy, without bias, penalties and masks, costs an argmax and a
-    log-softmax. The host does not wait for the device.
+    An all-greedy batch without bias, penalties and masks costs an argmax and a log-softmax. The
+    host does not wait for the device.
 
     Args:
-        logits: [b, V] without padding columns, equal on all ranks that must agree on the token; not
-            changed.
-        rows: [b].
+        logits: [b, V] without padding columns, equal on all ranks that must sample the same tokens;
+            not changed.
+        rows: [b] sampling inputs.
     """
     logits = logits.float()
     choice = choose_tokens(

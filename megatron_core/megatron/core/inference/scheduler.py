@@ -1,37 +1,39 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which tokens of which requests the next step computes, and where it keeps them.
+"""Continuous batching: schedule the tokens, KV-cache blocks and state slots of each step.
 
-The scheduler knows no tensor and no model: requests go in, `schedule` returns a `BatchPlan`,
-`commit` takes what the step found. So it can be tested by itself, and ranks that are told the same
-requests plan the same steps.
+The scheduler handles neither tensors nor the model. `add` queues a `SequenceState`, `schedule`
+returns a `SchedulerOutput`, and `commit` records the result of the step. Ranks that add the same
+sequences in the same order therefore schedule the same steps without communication.
 
-A step may be planned while those before it are in flight: planned and not yet committed. Such a row
-has tokens that are being computed (`Row.in_flight`) and perhaps one that is being chosen
-(`Row.pending`).
+A step is in flight from `schedule` to `commit`. Several steps may be in flight: a sequence then has
+tokens that the device is computing (`num_in_flight_tokens`) and may have tokens that the device is
+sampling (`num_pending_tokens`).
 
-A step serves the rows that run, the oldest first, then admits waiting ones; a row of lower
-`priority` number counts as older than all rows of higher ones. A row computes all of
-its tokens that are not in the cache yet, as far as the step's token budget goes (chunked prefill,
-Agrawal et al. 2023, arXiv 2308.16369); a row that has caught up computes its newest token and gets
-the next. Blocks are allocated as rows grow. Where none is left, the youngest row gives up all of
-its blocks and waits to be computed again (recomputation, Kwon et al. 2023, section 4.5); the oldest
-one therefore always goes on, and every request that fits the cache alone comes to its end.
+Policy. A step serves the running sequences, the oldest first, then admits waiting sequences. A
+lower `priority` number counts as older. Each sequence computes its tokens that are not in the cache
+yet, within the step's token budget (chunked prefill, Agrawal et al. 2023, arXiv 2308.16369). A
+sequence in decode computes its newest token and samples the next. Blocks are allocated on demand.
+When none is free, the youngest sequence is preempted: it frees all of its blocks and waits for
+recomputation (Kwon et al. 2023, section 4.5). The oldest sequence therefore always makes progress,
+and every request that fits the cache alone finishes.
 
-Rows find the blocks of earlier rows that began alike (`blocks`). Recurrent mixers need the state at
-the border as well, so states are copied to slots of their own (snapshots) at several borders of a
-prompt: spread evenly, at its last block, and where a waiting request parts from it; and at the last
-border of what is generated. The least recently used snapshot makes room. A request whose next block
-is about to be computed for another one waits for it.
+Prefix caching. Full blocks are shared among sequences with a common prefix (`blocks`). Recurrent
+mixers also need their states at the end of the shared prefix, so the scheduler copies states to
+separate slots (snapshots) at several block boundaries: evenly spaced over the prompt, at the last
+full block of the prompt, where a waiting prompt diverges from the prompt being computed, and at the
+latest full block of the output. The least recently used snapshot is evicted first. A request waits
+if another request is about to compute its next block.
 
-Most steps are like the step before: every row that runs has one new token again. Such a step is
-the plan of the last one, moved on by a place; only rows that enter or fill a block are looked at.
+Steady decode. Most steps resemble the previous step: every running sequence has one new token.
+`schedule` then increments the arrays of the previous output and visits only the sequences that
+enter or fill a block.
 
-With speculative decoding, what is left of a step's tokens and of the free blocks goes to drafts:
-tokens that may follow the newest ones of a row. They delay and preempt nobody. `commit` is told how
-many were accepted; of the others nothing stays: neither blocks nor digests, and states are those of
-before the step, so the accepted ones are computed again with the next. Until then nothing else is
-planned for the row: its next place is not known. Tokens that a grammar forces are drafts too, with
-or without speculative decoding.
+Speculative decoding. Draft tokens use the remaining token budget and free blocks; they neither
+delay nor preempt a sequence. `commit` receives the number of accepted drafts. Rejected drafts keep
+no blocks and no block hashes. Recurrent states return to their values before the step, so the next
+step recomputes the accepted drafts. Nothing else is scheduled for a sequence while its drafts are
+in flight, because its next position is unknown. Tokens that a grammar forces are scheduled as
+drafts, with or without speculative decoding.
 """
 
 from __future__ import annotations
@@ -47,183 +49,198 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from megatron.core.inference.blocks import BlockPool, block_digests
+from megatron.core.inference.blocks import BlockPool, hash_blocks
 from megatron.core.inference.cache import StateCache
 from megatron.core.inference.requests import RequestError
 
-#: Snapshots of states that are spread over one prompt.
+#: Upper bound of the evenly spaced state snapshots per prompt.
 SNAPSHOTS_PER_PROMPT = 10
 
-#: Drafts of a step go on while the last of them is accepted with at least this chance.
-LAST_CHANCE = 0.25
+#: A sequence drafts k tokens only if all k are accepted with at least this probability.
+MIN_DRAFT_PROBABILITY = 0.25
 
-#: With less than this chance a row rests from drafts, for at most so many steps at a time.
-LEAST_CHANCE, LONGEST_REST = 0.2, 32
+#: Below this acceptance rate a sequence stops drafting, for at most this many steps at a time.
+MIN_ACCEPTANCE_RATE, MAX_BACKOFF_STEPS = 0.2, 32
 
 
 @dataclass(kw_only=True)
 class DraftLength:
-    """How many drafts a row has in its next step, by what was accepted before.
+    """Adaptive number of draft tokens per step, from the acceptance rate of earlier drafts.
 
-    With an estimated chance c that a draft is accepted after accepted ones, the largest k for which
-    c^k is at least `LAST_CHANCE`. Where c is below `LEAST_CHANCE`, as it is when the first two
-    steps accept none, a single draft looks whether this has changed after 4, 8, ...
-    `LONGEST_REST` steps.
+    Let c estimate the probability that a draft is accepted if all drafts before it are. The length
+    is the largest k with c^k >= `MIN_DRAFT_PROBABILITY`. If c is below `MIN_ACCEPTANCE_RATE`, for
+    example after two steps that accept none, the sequence drafts a single token after 4, 8, ...,
+    `MAX_BACKOFF_STEPS` steps to detect a change.
 
     Args:
-        most: drafts at most.
-        chance: mean over drafts up to the first that was rejected; a running one after ten.
-        trials: drafts that this is a mean of.
-        failures: steps without an accepted draft since the row rests.
-        rest: steps without drafts that are left.
+        max_drafts: upper bound of the length.
+        acceptance_rate: mean over all drafts up to the first rejected draft of each step; an
+            exponential moving average after ten drafts.
+        num_trials: number of drafts in the mean.
+        num_failed_probes: steps since the backoff began that left the rate below the threshold.
+        backoff_steps: remaining steps without drafts.
     """
 
-    most: int = 0
-    chance: float = 0.5
-    trials: int = 0
-    failures: int = 0
-    rest: int = 0
+    max_drafts: int = 0
+    acceptance_rate: float = 0.5
+    num_trials: int = 0
+    num_failed_probes: int = 0
+    backoff_steps: int = 0
 
     @property
-    def next(self) -> int:
-        """Drafts of the next step at most."""
-        if self.rest:
+    def next_length(self) -> int:
+        """Largest number of drafts in the next step."""
+        if self.backoff_steps:
             return 0
-        return min(self.most, max(1, int(math.log(LAST_CHANCE) / math.log(self.chance))))
+        return min(
+            self.max_drafts,
+            max(1, int(math.log(MIN_DRAFT_PROBABILITY) / math.log(self.acceptance_rate))),
+        )
 
     def update(self, drafted: int, accepted: int) -> None:
-        """Take note of a step."""
+        """Record the drafts of a step and the number of accepted drafts."""
         if not drafted:
-            self.rest = max(0, self.rest - 1)
+            self.backoff_steps = max(0, self.backoff_steps - 1)
             return
-        for agreed in [1] * accepted + [0] * (accepted < drafted):
-            self.trials += 1
-            self.chance += max(0.1, 1 / (self.trials + 1)) * (agreed - self.chance)
-        # One draft that is accepted suffices to go on with them.
-        self.chance = min(max(self.chance, 0.15), 0.99)
-        if self.chance < LEAST_CHANCE:
-            self.failures += 1
-            self.rest = min(LONGEST_REST, 2 ** (1 + self.failures))
+        for is_accepted in [1] * accepted + [0] * (accepted < drafted):
+            self.num_trials += 1
+            self.acceptance_rate += max(0.1, 1 / (self.num_trials + 1)) * (
+                is_accepted - self.acceptance_rate
+            )
+        # The lower clamp lets one accepted draft lift the rate above the backoff threshold.
+        self.acceptance_rate = min(max(self.acceptance_rate, 0.15), 0.99)
+        if self.acceptance_rate < MIN_ACCEPTANCE_RATE:
+            self.num_failed_probes += 1
+            self.backoff_steps = min(MAX_BACKOFF_STEPS, 2 ** (1 + self.num_failed_probes))
         else:
-            self.failures = 0
+            self.num_failed_probes = 0
 
 
-#: Drafts for rows, each at most as many as the number next to it; they follow the tokens that are
-#: known and the one that is pending.
-Propose = Callable[[Sequence[tuple["Row", int]]], Sequence[Sequence[int]]]
+#: Maps (sequence, largest number of drafts) pairs to the drafts of each sequence. Drafts follow the
+#: sequence's tokens and its pending token.
+Propose = Callable[[Sequence[tuple["SequenceState", int]]], Sequence[Sequence[int]]]
 
 
 @dataclass(eq=False)
-class Row:
-    """A sequence on its way: waiting, or running in a slot.
+class SequenceState:
+    """Scheduler state of one sequence, waiting or running.
 
     Args:
-        tokens: of the prompt, and those generated so far.
-        prompt_length: how many are the prompt's.
-        max_tokens: tokens it may have at the end.
-        priority: rows with a lower number are served first, and preempted last.
-        needs_prompt_logits: the logits of all prompt tokens are wanted: none is taken from the
-            prefix cache.
-        needs_tokens: the host needs its tokens to choose the next, as penalties and masks do: no
-            step is planned for it while another chooses one.
+        tokens: token ids of the prompt and of the output so far.
+        num_prompt_tokens: length of the prompt.
+        max_tokens: largest length of prompt and output together.
+        priority: sequences with a lower number are served first and preempted last.
+        needs_prompt_logits: the request asks for prompt log-probabilities, so the prompt is
+            computed completely and never read from the prefix cache.
+        needs_output_tokens: sampling depends on the output tokens on the host (penalties, masks),
+            so no step is scheduled while another step samples a token of the sequence.
 
     Attributes:
-        computed: tokens whose keys, values and states are in the cache.
-        in_flight: tokens after these that steps in flight compute.
-        pending: new tokens that steps in flight choose; they follow `tokens`.
-        admission: how often it has begun to run; steps of an earlier time do not count for it.
-        cached: tokens of the prompt that were found in the prefix cache when it first ran.
-        slot: of the block table while it runs, else -1.
-        state_slot: of the states while it runs, -1 for a model without any.
-        blocks: its blocks by place; -1 where a sliding window no longer sees one.
-        digests: of its full blocks.
-        borders: tokens after which states are to be copied.
-        shares: what it computes may be reused for others; not once the weights were replaced under
-            it, as its later keys, values and states come from those of the weights before.
-        forced: tokens that have to follow those known: drafts of the next step.
-        drafts: that a step in flight verifies.
-        draft_length: how many the next step may have.
-        saved_slot: of the states before the drafts, while a step verifies them; else -1.
+        num_computed_tokens: tokens with keys, values and states in the cache.
+        num_in_flight_tokens: further tokens that steps in flight compute.
+        num_pending_tokens: tokens that steps in flight sample; they follow `tokens`.
+        num_admissions: how often the sequence has been admitted. A step scheduled under an earlier
+            admission does not update the sequence.
+        num_cached_tokens: prompt tokens that the first admission found in the prefix cache; None
+            before it.
+        slot: row of the block table while the sequence runs, else -1.
+        state_slot: slot of the recurrent states while the sequence runs; -1 without states.
+        block_ids: cache blocks in order; -1 for a block behind the sliding window.
+        block_hashes: hashes of the full blocks.
+        snapshot_positions: numbers of tokens after which the states are copied.
+        cacheable: other sequences may reuse the blocks. False once the weights were replaced during
+            the sequence: its keys, values and states then mix the old weights and the new weights.
+        forced_tokens: tokens that the grammar forces next; drafts of the next step.
+        draft_tokens: drafts that a step in flight verifies.
+        draft_length: adaptive number of drafts of the next step.
+        saved_state_slot: slot of the states before the drafts while a step verifies drafts,
+            else -1.
     """
 
     tokens: list[int]
-    prompt_length: int
+    num_prompt_tokens: int
     max_tokens: int
     priority: int = 0
     needs_prompt_logits: bool = False
-    needs_tokens: bool = False
-    computed: int = 0
-    in_flight: int = 0
-    pending: int = 0
-    admission: int = 0
-    cached: int | None = None
+    needs_output_tokens: bool = False
+    num_computed_tokens: int = 0
+    num_in_flight_tokens: int = 0
+    num_pending_tokens: int = 0
+    num_admissions: int = 0
+    num_cached_tokens: int | None = None
     slot: int = -1
     state_slot: int = -1
-    blocks: list[int] = field(default_factory=list)
-    digests: list[bytes] = field(default_factory=list)
-    borders: set[int] = field(default_factory=set)
-    shares: bool = True
-    forced: tuple[int, ...] = ()
-    drafts: tuple[int, ...] = ()
+    block_ids: list[int] = field(default_factory=list)
+    block_hashes: list[bytes] = field(default_factory=list)
+    snapshot_positions: set[int] = field(default_factory=set)
+    cacheable: bool = True
+    forced_tokens: tuple[int, ...] = ()
+    draft_tokens: tuple[int, ...] = ()
     draft_length: DraftLength = field(default_factory=DraftLength)
-    saved_slot: int = -1
+    saved_state_slot: int = -1
     _latest_snapshot: bytes | None = None
-    _reserved: dict[int, int] = field(default_factory=dict)  # border in flight -> snapshot slot
+    _reserved_snapshots: dict[int, int] = field(
+        default_factory=dict
+    )  # border in flight -> snapshot slot
 
     @property
-    def planned(self) -> int:
-        """Tokens that are in the cache once the steps in flight have ended."""
-        return self.computed + self.in_flight
+    def num_planned_tokens(self) -> int:
+        """Tokens in the cache once all steps in flight have finished."""
+        return self.num_computed_tokens + self.num_in_flight_tokens
 
     @property
-    def remaining(self) -> int:
-        """Tokens that no step was planned for yet."""
-        return len(self.tokens) + self.pending - self.planned
+    def num_new_tokens(self) -> int:
+        """Tokens that are not scheduled yet."""
+        return len(self.tokens) + self.num_pending_tokens - self.num_planned_tokens
 
     @property
-    def waits(self) -> bool:
-        """Whether nothing can be planned before a step in flight has chosen a token."""
-        is_last = len(self.tokens) + self.pending >= self.max_tokens
-        return self.pending > 0 and (self.needs_tokens or is_last or bool(self.drafts))
+    def is_blocked(self) -> bool:
+        """Whether the next step must wait for the token that a step in flight samples."""
+        is_last = len(self.tokens) + self.num_pending_tokens >= self.max_tokens
+        return self.num_pending_tokens > 0 and (
+            self.needs_output_tokens or is_last or bool(self.draft_tokens)
+        )
 
     def append(self, token: int) -> None:
-        """Take a token that a step has chosen."""
+        """Append a sampled token; it is no longer pending."""
         self.tokens.append(token)
-        self.pending -= 1
+        self.num_pending_tokens -= 1
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
-class BatchPlan:
-    """One step of an engine: rows with t new tokens, packed; those with one token come first.
+class SchedulerOutput:
+    """One step: t scheduled tokens of the sequences, packed into a batch of b rows.
 
-    Rows of padding follow these: they have one token each and no context, and write nothing. With
-    them there are b rows.
+    The rows are ordered: sequences with one token, then padding rows, then sequences with several
+    tokens. A padding row has one token, no context and no cache slot.
 
     Args:
-        rows: whose tokens they are, without padding.
-        counts: new tokens of each row, drafts included.
-        drafts: the last of these, of each row.
-        starts: tokens of each row that are in the cache before this step.
-        admissions: of each row.
-        decode_rows: how many rows have one.
-        padding: how many rows of padding there are.
-        tokens, positions: int32 [t]; a token that a step in flight chooses is -1 less the slot of
-            its row.
-        query_bounds: int32 [b + 1], where each row's new tokens begin.
-        context_lengths: int32 [b], tokens of each row in the cache after this step.
-        block_table: int32 [b, w]; 0 where a row has no block, which nothing reads.
-        slot_mapping: int32 [t], the place in the cache that each new token takes; -1 of padding.
-        state_slots: int32 [b]; -1 of padding and of models without states.
-        state_copies: before the step, copies of states from slot to slot, in this order; from None
-            are zeros.
-        sampled: which rows have all of their tokens computed by this step and so get new ones.
-        sampled_slots: the slot of each of these, a number of its own for each row that runs.
+        sequences: the scheduled sequences in row order, without padding.
+        num_scheduled_tokens: new tokens of each sequence, drafts included.
+        draft_tokens: drafts of each sequence, its last scheduled tokens.
+        num_computed_tokens: tokens of each sequence in the cache before the step.
+        admissions: `num_admissions` of each sequence.
+        decode_rows: number of sequences with one token.
+        padding: number of padding rows.
+        tokens, positions: int32 [t]. A token that a step in flight still samples is encoded as
+            -1 - `slot`; the device replaces it.
+        query_bounds: int32 [b + 1], offset of each row's first token in `tokens`.
+        context_lengths: int32 [b], tokens of each row in the cache after the step.
+        block_table: int32 [b, w]. Kernels never read entries beyond a row's context.
+        slot_mapping: int32 [t], cache slot of each token (block id * block size + offset); -1 for
+            padding.
+        state_slots: int32 [b]; -1 for padding and for models without states.
+        state_copies: (source, target) state slots to copy before the step, in order. Source None
+            writes zeros.
+        sampled: indices of the sequences whose scheduled tokens reach their end; the step samples a
+            token for each.
+        sampled_slots: `slot` of each sampled sequence, unique among running sequences.
     """
 
-    rows: tuple[Row, ...]
-    counts: tuple[int, ...]
-    drafts: tuple[tuple[int, ...], ...]
-    starts: tuple[int, ...]
+    sequences: tuple[SequenceState, ...]
+    num_scheduled_tokens: tuple[int, ...]
+    draft_tokens: tuple[tuple[int, ...], ...]
+    num_computed_tokens: tuple[int, ...]
     admissions: tuple[int, ...]
     decode_rows: int
     padding: int
@@ -238,38 +255,41 @@ class BatchPlan:
     sampled: tuple[int, ...]
     sampled_slots: tuple[int, ...]
 
-    def place(self, row: int) -> int:
-        """Return which of the b rows in the arrays `rows[row]` is."""
-        return row if row < self.decode_rows else row + self.padding
+    def batch_row(self, index: int) -> int:
+        """Return the batch row of `sequences[index]`; padding rows follow the decode rows."""
+        return index if index < self.decode_rows else index + self.padding
 
-    def following(self, most: int) -> list[list[int]]:
-        """Return of each row the tokens after those of this step, at most so many, that are known
-        when it is launched."""
-        ends = [start + count for start, count in zip(self.starts, self.counts, strict=True)]
-        return [row.tokens[end : end + most] for row, end in zip(self.rows, ends, strict=True)]
+    def next_tokens(self, max_tokens: int) -> list[list[int]]:
+        """Return for each sequence up to `max_tokens` tokens after the scheduled tokens, as far as
+        the host has them."""
+        starts, counts = self.num_computed_tokens, self.num_scheduled_tokens
+        ends = [start + count for start, count in zip(starts, counts, strict=True)]
+        pairs = zip(self.sequences, ends, strict=True)
+        return [seq.tokens[end : end + max_tokens] for seq, end in pairs]
 
     @cached_property
-    def chosen_after(self) -> np.ndarray:
-        """Return the places among t after which a token is chosen: of each sampled row the last
-        new token that is no draft, then its drafts."""
-        at = np.array(self.sampled, dtype=np.int64)
-        at[at >= self.decode_rows] += self.padding
-        ends = self.query_bounds[at + 1]
-        if not any(self.drafts):
+    def logits_indices(self) -> np.ndarray:
+        """Return int64 indices into the t tokens whose logits are sampled: for each sampled
+        sequence its last token before the drafts, then its drafts."""
+        rows = np.array(self.sampled, dtype=np.int64)
+        rows[rows >= self.decode_rows] += self.padding
+        ends = self.query_bounds[rows + 1]
+        if not any(self.draft_tokens):
             return ends - 1
-        pairs = zip(self.sampled, ends, strict=True)
-        return np.concatenate([np.arange(end - 1 - len(self.drafts[n]), end) for n, end in pairs])
+        num_drafts = [len(self.draft_tokens[n]) for n in self.sampled]
+        pairs = zip(ends, num_drafts, strict=True)
+        return np.concatenate([np.arange(end - 1 - count, end) for end, count in pairs])
 
-    def moved_on(self, **changes: Any) -> BatchPlan:
-        """Return a plan of the same rows with other numbers; `dataclasses.replace`, but quicker,
-        and what was worked out of the rows stays."""
-        found = object.__new__(BatchPlan)
-        vars(found).update(vars(self) | changes)
-        return found
+    def replace(self, **changes: Any) -> SchedulerOutput:
+        """Return a copy with changed fields. Unlike `dataclasses.replace` it skips `__init__` and
+        keeps the cached `logits_indices`, which the steady path does not change."""
+        copy = object.__new__(SchedulerOutput)
+        vars(copy).update(vars(self) | changes)
+        return copy
 
     def digest(self) -> bytes:
-        """Return a digest of what the step computes: the same on ranks that plan the same."""
-        found = hashlib.sha256(repr((self.sampled_slots, self.state_copies)).encode())
+        """Return a SHA-256 digest of the step's arrays, to compare the schedules of ranks."""
+        hasher = hashlib.sha256(repr((self.sampled_slots, self.state_copies)).encode())
         for array in (
             self.tokens,
             self.positions,
@@ -279,41 +299,41 @@ class BatchPlan:
             self.slot_mapping,
             self.state_slots,
         ):
-            found.update(array.tobytes())
-        return found.digest()
+            hasher.update(array.tobytes())
+        return hasher.digest()
 
 
 class SharedStep(NamedTuple):
-    """What ranks of several replicas that share experts agree on before a step.
+    """Step properties that all data-parallel ranks with shared experts agree on.
 
     Args:
-        most_tokens: new tokens of the rank that has most.
-        eager: some rank's step is none for a graph.
+        max_tokens: largest number of scheduled tokens on any rank.
+        eager: True if the step of any rank cannot run as a graph.
     """
 
-    most_tokens: int
+    max_tokens: int
     eager: bool
 
 
 @dataclass
 class CacheStats:
-    """What the prefix cache and the scheduler did, in tokens and events since the start.
+    """Counters of the scheduler and the prefix cache since the start.
 
     Args:
-        steps: planned.
-        computed: tokens computed.
-        queried: tokens of prompts that were looked up in the prefix cache.
-        hit: of those, found there.
-        waits: how often a request waited for blocks that another was computing.
-        preempted: how often a row gave up its blocks.
-        snapshots: copies of states that were made.
-        restored: rows that went on from such a copy.
-        wasted: tokens that were chosen for outputs that had ended meanwhile.
-        overlapped: steps whose plan was ready before the step before had ended.
-        sampled: rows that got new tokens, summed over steps.
-        drafted: drafts that were verified, without those that a grammar forces.
-        accepted: of those, accepted.
-        forced: tokens that a grammar forced and that took no step of their own.
+        steps: scheduled steps.
+        computed: scheduled tokens, drafts included.
+        queried: prompt tokens that were looked up in the prefix cache.
+        hit: prompt tokens that the prefix cache had.
+        waits: how often a request waited for blocks that another request was computing.
+        preempted: preemptions.
+        snapshots: state snapshots that entered the prefix cache.
+        restored: sequences that were admitted with a state snapshot.
+        wasted: tokens sampled for outputs that had already ended.
+        overlapped: steps that were launched before the previous step had finished.
+        sampled: sampled sequences, summed over steps.
+        drafted: verified draft tokens, without forced tokens.
+        accepted: accepted draft tokens, without forced tokens.
+        forced: accepted tokens that a grammar forced.
     """
 
     steps: int = 0
@@ -333,26 +353,28 @@ class CacheStats:
 
     @property
     def tokens_per_forward(self) -> float:
-        """New tokens of a row by the steps in which it got any; 1 without drafts."""
-        found = self.sampled + self.accepted + self.forced
-        return found / self.sampled if self.sampled else 0.0
+        """Mean number of new tokens per sampled sequence and step; 1 without drafts."""
+        num_tokens = self.sampled + self.accepted + self.forced
+        return num_tokens / self.sampled if self.sampled else 0.0
 
     def __add__(self, other: CacheStats) -> CacheStats:
-        """Return the sums of two engines."""
+        """Return the sum of the counters of two engines."""
         return CacheStats(**{name: count + vars(other)[name] for name, count in vars(self).items()})
 
 
 class Scheduler:
-    """Plan the steps of an engine.
+    """Schedule the steps of an engine.
 
     Args:
-        num_blocks, block_size: of the cache.
-        max_rows: rows that run at a time.
-        max_step_tokens: new tokens of a step; with fewer than rows the youngest rows wait.
-        prefix_caching: reuse blocks of rows that began alike.
-        states: the slots of recurrent mixers; None for a model without any.
-        window: tokens that the attention layer sees that sees most; None if one sees all.
-        token_multiple: what the tokens of a step are padded to a multiple of.
+        num_blocks: blocks of the KV cache.
+        block_size: tokens per block.
+        max_num_seqs: largest number of running sequences.
+        max_num_batched_tokens: token budget of a step. If it is smaller than the number of running
+            sequences, the youngest sequences wait.
+        prefix_caching: share full blocks among sequences with a common prefix.
+        states: slots of the recurrent mixers; None for a model without recurrent mixers.
+        window: largest attention window of any layer, in tokens; None with full attention.
+        token_multiple: pad the number of tokens of a step to a multiple of this.
     """
 
     def __init__(
@@ -360,74 +382,91 @@ class Scheduler:
         *,
         num_blocks: int,
         block_size: int,
-        max_rows: int,
-        max_step_tokens: int,
+        max_num_seqs: int,
+        max_num_batched_tokens: int,
         prefix_caching: bool = True,
         states: StateCache | None = None,
         window: int | None = None,
         token_multiple: int = 1,
     ) -> None:
-        if max_rows < 1 or max_step_tokens < 1:
+        if max_num_seqs < 1 or max_num_batched_tokens < 1:
             raise ValueError(
-                f"{max_rows} rows and {max_step_tokens} tokens a step: use at least one of each"
+                f"{max_num_seqs} rows and {max_num_batched_tokens} tokens a step: use at least one "
+                "of each"
             )
-        self.block_size, self.max_rows, self.max_step_tokens = block_size, max_rows, max_step_tokens
+        self.block_size, self.max_num_seqs, self.max_num_batched_tokens = (
+            block_size,
+            max_num_seqs,
+            max_num_batched_tokens,
+        )
         self.prefix_caching, self.window = prefix_caching, window
         self.token_multiple = token_multiple
         self.pool = BlockPool(num_blocks)
         self.stats = CacheStats()
-        self.waiting: deque[Row] = deque()
-        self.running: list[Row] = []  # by priority, of each the oldest first
+        self.waiting: deque[SequenceState] = deque()
+        self.running: list[SequenceState] = []  # ordered by priority, then by age
         self._states = states
-        self._snapshots: OrderedDict[bytes, int] = OrderedDict()  # digest -> slot, oldest first
-        self._state_copies: list[tuple[int | None, int]] = []  # before the next step
-        self._computing: dict[bytes, Row] = {}  # blocks of prompts, by whom they will be computed
-        self._slots = list(range(max_rows - 1, -1, -1))
-        self._table = np.zeros((max_rows, 0), dtype=np.int32)
-        # The last step, if all that ran had one new token in it and nothing has ended since.
-        self._steady: BatchPlan | None = None
+        # Block hash -> state slot. The order is LRU: the first entry is evicted first.
+        self._snapshots: OrderedDict[bytes, int] = OrderedDict()
+        # Copies run before the next step, on its stream, so they see the states that the steps in
+        # flight leave. A slot may be a source and then a target, so the order matters.
+        self._state_copies: list[tuple[int | None, int]] = []
+        # Block hash -> running sequence that will compute the block. Prompts only.
+        self._block_owners: dict[bytes, SequenceState] = {}
+        self._slots = list(range(max_num_seqs - 1, -1, -1))
+        # Block table of all slots; it grows in width with the longest sequence. Rows keep stale
+        # entries after a sequence has left, which `context_lengths` hides.
+        self._block_table = np.zeros((max_num_seqs, 0), dtype=np.int32)
+        # The previous step if it was pure decode over all running sequences, and no sequence has
+        # been freed since. `_free` must reset it.
+        self._steady: SchedulerOutput | None = None
 
-    def blocks_for(self, tokens: int) -> int:
-        """Return the blocks that a row of so many tokens takes."""
-        return -(-tokens // self.block_size)
+    def blocks_for(self, num_tokens: int) -> int:
+        """Return the number of blocks for `num_tokens` tokens."""
+        return -(-num_tokens // self.block_size)
 
     def check(self, max_tokens: int) -> None:
-        """Raise RequestError for a row of so many tokens that does not fit the cache even alone."""
-        # The last token is chosen and never computed.
-        wanted = self.blocks_for(max_tokens - 1)
-        if wanted > self.pool.num_blocks:
+        """Raise RequestError if a sequence of `max_tokens` tokens exceeds the empty cache."""
+        # The last token is sampled but never computed, so it needs no cache slot.
+        num_blocks = self.blocks_for(max_tokens - 1)
+        if num_blocks > self.pool.num_blocks:
             raise RequestError(
-                f"{max_tokens} tokens take {wanted} blocks of {self.block_size} tokens, the "
-                f"cache has {self.pool.num_blocks}: make it {wanted} or ask for fewer tokens",
+                f"{max_tokens} tokens take {num_blocks} blocks of {self.block_size} tokens, the "
+                f"cache has {self.pool.num_blocks}: make it {num_blocks} or ask for fewer tokens",
                 field="max_new_tokens",
             )
 
-    def add(self, row: Row) -> None:
-        """Take a row in, which fits the cache (see `check`)."""
-        insort_right(self.waiting, row, key=lambda other: other.priority)
+    def add(self, seq: SequenceState) -> None:
+        """Queue a sequence that fits the cache (see `check`)."""
+        insort_right(self.waiting, seq, key=lambda waiting_seq: waiting_seq.priority)
 
-    def remove(self, row: Row) -> None:
-        """Let go of a row and of all that it has: it has ended, or is not wanted any more."""
-        if row.slot >= 0:
-            self.running.remove(row)
-            self._let_go(row)
-        elif row in self.waiting:
-            self.waiting.remove(row)
+    def remove(self, seq: SequenceState) -> None:
+        """Remove a finished or aborted sequence and free its blocks and slots."""
+        if seq.slot >= 0:
+            self.running.remove(seq)
+            self._free(seq)
+        elif seq in self.waiting:
+            self.waiting.remove(seq)
 
     def preempt_all(self) -> None:
-        """Make all running rows wait to be computed again."""
-        for row in reversed(self.running.copy()):
-            self._preempt(row)
+        """Preempt all running sequences; they wait for recomputation."""
+        # Youngest first: each preempted sequence is inserted at the head of its priority in the
+        # waiting queue, so the queue ends up in the original order.
+        for seq in reversed(self.running.copy()):
+            self._preempt(seq)
 
     def forget_cached(self) -> None:
-        """Give up what the prefix cache holds, and share nothing that rows which run now compute:
-        the weights have changed. A row that is computed again from its first token is shared."""
-        for row in self.running:
-            row.shares, row.borders = False, set()
+        """Empty the prefix cache after the weights have changed.
+
+        Blocks of running sequences are not cached any more, because they mix old and new weights. A
+        sequence that is preempted and recomputed from its first token is cacheable again.
+        """
+        for seq in self.running:
+            seq.cacheable, seq.snapshot_positions = False, set()
             if self._states is not None:
-                self._states.release(row._reserved.values())
-                row._reserved = {}
-        self._computing.clear()
+                self._states.release(seq._reserved_snapshots.values())
+                seq._reserved_snapshots = {}
+        self._block_owners.clear()
         self.pool.forget_all()
         if self._states is not None:
             self._states.release(self._snapshots.values())
@@ -435,89 +474,104 @@ class Scheduler:
 
     # --- planning ---------------------------------------------------------------------------------
 
-    def schedule(self, propose: Propose | None = None, *, stages: int = 1) -> BatchPlan | None:
-        """Plan a step; None if no row can be served: there is none, or all wait for steps in
-        flight.
+    def schedule(
+        self, propose: Propose | None = None, *, stages: int = 1
+    ) -> SchedulerOutput | None:
+        """Schedule a step; None if no sequence has a token to compute.
 
         Args:
-            propose: returns drafts; None speculates on none.
-            stages: of a pipeline. With several, as many steps are in flight: each has its share of
-                the rows at most, and no row whose next token another one chooses.
+            propose: returns draft tokens; None disables speculative decoding.
+            stages: number of pipeline stages, which is the number of steps in flight. With several
+                stages each step takes at most 1 / `stages` of the sequences, and no sequence whose
+                next token another step samples.
         """
-        moved = self._moved_on() if propose is None and stages == 1 else None
-        if moved is not None:
-            return moved
-        budget = self.max_step_tokens
-        most = -(-min(len(self.running) + len(self.waiting), self.max_rows) // stages)
-        planned: list[tuple[Row, int]] = []
-        for row in self.running.copy():
-            if len(planned) == most:
+        steady = self._advance_steady() if propose is None and stages == 1 else None
+        if steady is not None:
+            return steady
+        budget = self.max_num_batched_tokens
+        max_scheduled = -(-min(len(self.running) + len(self.waiting), self.max_num_seqs) // stages)
+        scheduled: list[tuple[SequenceState, int]] = []
+        for seq in self.running.copy():
+            if len(scheduled) == max_scheduled:
                 break
-            if row.slot < 0 or row.waits:  # -1: preempted for an older one
+            # The loop runs over a copy: `_ensure_blocks` may have preempted this sequence for an
+            # older one.
+            if seq.slot < 0 or seq.is_blocked:
                 continue
-            if stages > 1 and row.pending:
+            if stages > 1 and seq.num_pending_tokens:
                 continue
-            count = self._within_borders(row, min(row.remaining, budget))
-            if count and self._grow(row, row.planned + count):
-                planned.append((row, count))
+            count = self._clip_to_snapshot(seq, min(seq.num_new_tokens, budget))
+            if count and self._ensure_blocks(seq, seq.num_planned_tokens + count):
+                scheduled.append((seq, count))
                 budget -= count
-        for row in list(self.waiting):
-            if len(planned) == most or len(self.running) == self.max_rows or not budget:
+        for seq in list(self.waiting):
+            if (
+                len(scheduled) == max_scheduled
+                or len(self.running) == self.max_num_seqs
+                or not budget
+            ):
                 break
-            admitted = self._admit(row, budget)
+            admitted = self._admit(seq, budget)
             if admitted is None:
                 break
             if admitted:
-                planned.append((row, admitted))
+                scheduled.append((seq, admitted))
                 budget -= admitted
-        if not planned:
+        if not scheduled:
             return None
-        if propose is not None or any(row.forced for row, _ in planned):
-            self._add_drafts(planned, budget, propose)
-        planned.sort(key=lambda one: one[1] > 1)  # stable: single tokens first
-        plan = self._plan(planned)
+        if propose is not None or any(seq.forced_tokens for seq, _ in scheduled):
+            self._add_drafts(scheduled, budget, propose)
+        # Kernels need decode rows first. The sort is stable, so ties keep their priority order.
+        scheduled.sort(key=lambda entry: entry[1] > 1)
+        plan = self._build_output(scheduled)
         is_steady = plan.decode_rows == len(plan.sampled) == len(self.running)
-        self._steady = plan if is_steady and not any(plan.drafts) else None
+        self._steady = plan if is_steady and not any(plan.draft_tokens) else None
         return plan
 
-    def _moved_on(self) -> BatchPlan | None:
-        """Plan a step that is the last one moved on by a place; None if another is wanted: rows may
-        be admitted, have ended, wait for a step in flight, or give up their blocks now."""
-        last = self._steady
-        if last is None or (self.waiting and len(self.running) < self.max_rows):
+    def _advance_steady(self) -> SchedulerOutput | None:
+        """Return the previous steady decode step advanced by one token.
+
+        Returns None if the full path must run: a sequence may be admitted or was freed, waits for a
+        step in flight, has forced tokens, or is preempted by the block allocation here.
+        """
+        previous = self._steady
+        if previous is None or (self.waiting and len(self.running) < self.max_num_seqs):
             return None
-        rows, size, count = last.rows, self.block_size, len(last.rows)
-        if any(row.pending or row.forced for row in rows):
+        seqs, size, count = previous.sequences, self.block_size, len(previous.sequences)
+        if any(seq.num_pending_tokens or seq.forced_tokens for seq in seqs):
             return None
-        moved = np.array((last.positions, last.context_lengths, last.slot_mapping))
-        moved[:, :count] += 1  # padding, which follows, stays where it is
-        positions, contexts, slots = moved
-        starts = tuple(start + 1 for start in last.starts)
-        entered = [n for n, start in enumerate(starts) if start % size == 0]
-        for n in entered:
-            self._grow(rows[n], starts[n] + 1)
-            if self._steady is None:  # a row has given up its blocks
+        arrays = np.array((previous.positions, previous.context_lengths, previous.slot_mapping))
+        # `np.array` copies: the thread that computes the previous step may still read its arrays.
+        # Padding rows follow the sequences and must not advance.
+        arrays[:, :count] += 1
+        positions, contexts, slots = arrays
+        starts = tuple(start + 1 for start in previous.num_computed_tokens)
+        new_block_rows = [n for n, start in enumerate(starts) if start % size == 0]
+        for n in new_block_rows:
+            self._ensure_blocks(seqs[n], starts[n] + 1)
+            # `_ensure_blocks` preempted a sequence. The full path keeps the blocks of this loop.
+            if self._steady is None:
                 return None
-        table = last.block_table
-        if entered:
+        table = previous.block_table
+        if new_block_rows:
             table = np.zeros((len(table), self.blocks_for(max(starts) + 1)), dtype=np.int32)
-            table[:count] = self._table[list(last.sampled_slots), : table.shape[1]]
-            slots[entered] = table[entered, positions[entered] // size] * size
-        tokens = np.zeros_like(last.tokens)
-        tokens[:count] = [row.tokens[-1] for row in rows]
+            table[:count] = self._block_table[list(previous.sampled_slots), : table.shape[1]]
+            slots[new_block_rows] = table[new_block_rows, positions[new_block_rows] // size] * size
+        tokens = np.zeros_like(previous.tokens)
+        tokens[:count] = [seq.tokens[-1] for seq in seqs]
         copies, self._state_copies = tuple(self._state_copies), []
-        for row in rows:
-            row.in_flight += 1
-            row.pending += 1
+        for seq in seqs:
+            seq.num_in_flight_tokens += 1
+            seq.num_pending_tokens += 1
         if self._states is not None:
             for n, start in enumerate(starts):
                 if start % size == size - 1:
-                    self._reserve_snapshot(rows[n], start)
+                    self._reserve_snapshot(seqs[n], start)
         self.stats.steps += 1
         self.stats.computed += count
         self.stats.sampled += count
-        self._steady = last.moved_on(
-            starts=starts,
+        self._steady = previous.replace(
+            num_computed_tokens=starts,
             tokens=tokens,
             positions=positions,
             context_lengths=contexts,
@@ -527,79 +581,94 @@ class Scheduler:
         )
         return self._steady
 
-    def commit(self, plan: BatchPlan, accepted: Mapping[Row, int] | None = None) -> None:
-        """Take note that the oldest step in flight has been computed; before the tokens that it
-        chose are appended. A row that was preempted meanwhile has lost what it computed.
+    def commit(
+        self, plan: SchedulerOutput, accepted: Mapping[SequenceState, int] | None = None
+    ) -> None:
+        """Record that the oldest step in flight has been computed.
+
+        Call it before the sampled tokens are appended. A sequence that was preempted since the step
+        was scheduled has lost its cache entries and is skipped.
 
         Args:
-            accepted: how many drafts of a row were; these are appended here.
+            accepted: number of accepted drafts by sequence; `commit` appends the accepted drafts.
         """
         accepted = accepted or {}
-        for row, drafts in zip(plan.rows, plan.drafts, strict=True):
-            if drafts:  # a row that was preempted keeps its accepted ones too
-                row.tokens += drafts[: accepted.get(row, 0)]
-                row.drafts = ()
-                if row.forced:
-                    self.stats.forced += accepted.get(row, 0)
+        for seq, draft_tokens in zip(plan.sequences, plan.draft_tokens, strict=True):
+            # Accepted drafts are output tokens, so a preempted sequence keeps them as well.
+            if draft_tokens:
+                seq.tokens += draft_tokens[: accepted.get(seq, 0)]
+                seq.draft_tokens = ()
+                if seq.forced_tokens:
+                    self.stats.forced += accepted.get(seq, 0)
                 else:
-                    self.stats.drafted += len(drafts)
-                    self.stats.accepted += accepted.get(row, 0)
-        for n, (row, count) in enumerate(zip(plan.rows, plan.counts, strict=True)):
-            if row.slot < 0 or row.admission != plan.admissions[n]:
+                    self.stats.drafted += len(draft_tokens)
+                    self.stats.accepted += accepted.get(seq, 0)
+        size = self.block_size
+        for n, (seq, count) in enumerate(
+            zip(plan.sequences, plan.num_scheduled_tokens, strict=True)
+        ):
+            # An admission after the step was scheduled starts from other blocks.
+            if seq.slot < 0 or seq.num_admissions != plan.admissions[n]:
                 continue
-            before, row.computed = row.computed, row.computed + count
-            row.in_flight -= count
-            if plan.drafts[n]:
-                self._undo_rejected(row, before, len(plan.drafts[n]) - accepted.get(row, 0))
-            if row.shares and row.computed // self.block_size > before // self.block_size:
-                self._publish(row, before)
+            num_before = seq.num_computed_tokens
+            seq.num_computed_tokens += count
+            seq.num_in_flight_tokens -= count
+            if plan.draft_tokens[n]:
+                num_rejected = len(plan.draft_tokens[n]) - accepted.get(seq, 0)
+                self._roll_back(seq, num_before, num_rejected)
+            if seq.cacheable and seq.num_computed_tokens // size > num_before // size:
+                self._cache_full_blocks(seq, num_before)
             if self.window is not None:
-                self._free_unseen(row)
+                self._free_out_of_window(seq)
         for n in plan.sampled:
-            row = plan.rows[n]
-            if row.draft_length.most and not row.forced:
-                row.draft_length.update(len(plan.drafts[n]), accepted.get(row, 0))
+            seq = plan.sequences[n]
+            if seq.draft_length.max_drafts and not seq.forced_tokens:
+                seq.draft_length.update(len(plan.draft_tokens[n]), accepted.get(seq, 0))
 
-    def _plan(self, planned: Sequence[tuple[Row, int]]) -> BatchPlan:
-        rows = tuple(row for row, _ in planned)
-        counts = tuple(count for _, count in planned)
+    def _build_output(self, scheduled: Sequence[tuple[SequenceState, int]]) -> SchedulerOutput:
+        seqs = tuple(seq for seq, _ in scheduled)
+        counts = tuple(count for _, count in scheduled)
         decode_rows = sum(count == 1 for count in counts)
-        new = sum(counts)
-        padding = -new % self.token_multiple
-        sizes = np.ones(len(rows) + padding, dtype=np.int32)
-        at = np.arange(len(rows))  # where each row is: padding follows those of one token
-        at[decode_rows:] += padding
-        sizes[at] = counts
+        num_tokens = sum(counts)
+        padding = -num_tokens % self.token_multiple
+        sizes = np.ones(len(seqs) + padding, dtype=np.int32)
+        # Batch row of each sequence. Padding rows lie between decode and prefill, so that decode
+        # kernels see one contiguous range.
+        batch_rows = np.arange(len(seqs))
+        batch_rows[decode_rows:] += padding
+        sizes[batch_rows] = counts
         bounds = np.zeros(len(sizes) + 1, dtype=np.int32)
         np.cumsum(sizes, out=bounds[1:])
         starts, contexts = np.zeros_like(sizes), np.zeros_like(sizes)
-        firsts = [row.planned for row in rows]
-        starts[at] = firsts
-        contexts[at] = starts[at] + sizes[at]
+        num_computed = [seq.num_planned_tokens for seq in seqs]
+        starts[batch_rows] = num_computed
+        contexts[batch_rows] = starts[batch_rows] + sizes[batch_rows]
         table = np.zeros((len(sizes), self.blocks_for(int(contexts.max()))), dtype=np.int32)
-        table[at] = self._table[[row.slot for row in rows], : table.shape[1]]
+        table[batch_rows] = self._block_table[[seq.slot for seq in seqs], : table.shape[1]]
         states = np.full(len(sizes), -1, dtype=np.int32)
-        states[at] = [row.state_slot for row in rows]
-        numbers = np.repeat(np.arange(len(sizes)), sizes)  # the row of each token
-        positions = np.arange(bounds[-1], dtype=np.int32) + (starts - bounds[:-1])[numbers]
-        pages = table[numbers, positions // self.block_size]
-        slots = pages * self.block_size + positions % self.block_size
+        states[batch_rows] = [seq.state_slot for seq in seqs]
+        row_of_token = np.repeat(np.arange(len(sizes)), sizes)
+        positions = np.arange(bounds[-1], dtype=np.int32) + (starts - bounds[:-1])[row_of_token]
+        block_ids = table[row_of_token, positions // self.block_size]
+        slots = block_ids * self.block_size + positions % self.block_size
         slots[decode_rows : decode_rows + padding] = -1
-        known: list[int] = []
-        for (row, count), first in zip(planned, firsts, strict=True):
-            known += row.tokens[first : first + count] if not row.pending else [-1 - row.slot]
-            known += row.drafts
+        token_ids: list[int] = []
+        for (seq, count), start in zip(scheduled, num_computed, strict=True):
+            # The host does not have a pending token yet: name the buffer slot that will hold it.
+            pending = [-1 - seq.slot] if seq.num_pending_tokens else None
+            token_ids += pending or seq.tokens[start : start + count]
+            token_ids += seq.draft_tokens
         tokens = np.zeros_like(positions)
-        tokens[:decode_rows] = known[:decode_rows]
-        tokens[decode_rows + padding :] = known[decode_rows:]
+        tokens[:decode_rows] = token_ids[:decode_rows]
+        tokens[decode_rows + padding :] = token_ids[decode_rows:]
         copies, self._state_copies = tuple(self._state_copies), []
-        sampled = self._note_planned(planned)
-        return BatchPlan(
-            rows=rows,
-            counts=counts,
-            drafts=tuple(row.drafts for row in rows),
-            starts=tuple(firsts),
-            admissions=tuple(row.admission for row in rows),
+        sampled = self._record_scheduled(scheduled)
+        return SchedulerOutput(
+            sequences=seqs,
+            num_scheduled_tokens=counts,
+            draft_tokens=tuple(seq.draft_tokens for seq in seqs),
+            num_computed_tokens=tuple(num_computed),
+            admissions=tuple(seq.num_admissions for seq in seqs),
             decode_rows=decode_rows,
             padding=padding,
             tokens=tokens,
@@ -611,317 +680,366 @@ class Scheduler:
             state_slots=states,
             state_copies=copies,
             sampled=sampled,
-            sampled_slots=tuple(rows[n].slot for n in sampled),
+            sampled_slots=tuple(seqs[n].slot for n in sampled),
         )
 
-    def _grow(self, row: Row, tokens: int) -> bool:
-        """Give a running row blocks for so many tokens; False if it had to give up its own."""
-        missing = self.blocks_for(tokens) - len(row.blocks)
+    def _ensure_blocks(self, seq: SequenceState, num_tokens: int) -> bool:
+        """Allocate blocks so that a running sequence holds `num_tokens` tokens.
+
+        Preempts the youngest running sequences if needed. Returns False if the sequence itself was
+        preempted.
+        """
+        missing = self.blocks_for(num_tokens) - len(seq.block_ids)
         while missing > 0:
-            found = self.pool.allocate(missing)
-            if found is not None:
-                self._set_blocks(row, found)
+            block_ids = self.pool.allocate(missing)
+            if block_ids is not None:
+                self._append_blocks(seq, block_ids)
                 return True
             youngest = self.running[-1]
             self._preempt(youngest)
-            if youngest is row:
+            if youngest is seq:
                 return False
         return True
 
-    def _note_planned(self, planned: Sequence[tuple[Row, int]]) -> tuple[int, ...]:
-        """Take note of the tokens of a step that begins; return which rows get new ones."""
-        sampled = tuple(
-            n for n, (row, count) in enumerate(planned) if row.remaining + len(row.drafts) == count
-        )
+    def _record_scheduled(self, scheduled: Sequence[tuple[SequenceState, int]]) -> tuple[int, ...]:
+        """Update the sequences of a new step; return the indices of the sampled sequences."""
+        new_tokens = [seq.num_new_tokens + len(seq.draft_tokens) for seq, _ in scheduled]
+        sampled = tuple(n for n, (_, count) in enumerate(scheduled) if new_tokens[n] == count)
         self.stats.steps += 1
-        self.stats.computed += sum(count for _, count in planned)
+        self.stats.computed += sum(count for _, count in scheduled)
         self.stats.sampled += len(sampled)
-        for row, count in planned:
-            before, row.in_flight = row.planned, row.in_flight + count
-            if not row.drafts:  # else it is not known where the step ends
-                self._reserve_snapshot(row, before)
+        for seq, count in scheduled:
+            num_before = seq.num_planned_tokens
+            seq.num_in_flight_tokens += count
+            # With drafts the end of the step is unknown; `_roll_back` reserves the snapshot.
+            if not seq.draft_tokens:
+                self._reserve_snapshot(seq, num_before)
         for n in sampled:
-            planned[n][0].pending += 1
+            scheduled[n][0].num_pending_tokens += 1
         return sampled
 
     def _add_drafts(
-        self, planned: list[tuple[Row, int]], budget: int, propose: Propose | None
+        self, scheduled: list[tuple[SequenceState, int]], budget: int, propose: Propose | None
     ) -> None:
-        """Give planned rows that get a new token drafts, as far as tokens and blocks are left."""
-        asked: list[tuple[int, int]] = []
-        for n, (row, count) in enumerate(planned):
-            room = self._draft_room(row, count, budget)
+        """Add drafts to sampled sequences within the remaining token budget and free blocks."""
+        rooms: list[tuple[int, int]] = []  # (index into `scheduled`, largest number of drafts)
+        for n, (seq, count) in enumerate(scheduled):
+            room = self._max_draft_tokens(seq, count, budget)
             if room > 0:
-                asked.append((n, room))
+                rooms.append((n, room))
                 budget -= room
-                grown = self.pool.allocate(
-                    self.blocks_for(row.planned + count + room) - len(row.blocks)
-                )
-                assert grown is not None
-                self._set_blocks(row, grown)
-        free = [(planned[n][0], room) for n, room in asked if not planned[n][0].forced]
-        proposed = iter(propose(free) if propose is not None and free else ())
-        for n, room in asked:
-            row, count = planned[n]
-            drafts = row.forced[:room] or next(proposed)
-            row.drafts = tuple(drafts) if drafts and self._save_states(row) else ()
-            planned[n] = row, count + len(row.drafts)
-            self._trim(row, planned[n][1] + row.planned)
+                # Reserve blocks for all drafts before any is proposed: the pool must not be
+                # promised twice. Unused blocks are freed below.
+                num_blocks = self.blocks_for(seq.num_planned_tokens + count + room)
+                block_ids = self.pool.allocate(num_blocks - len(seq.block_ids))
+                assert block_ids is not None
+                self._append_blocks(seq, block_ids)
+        unforced = [
+            (scheduled[n][0], room) for n, room in rooms if not scheduled[n][0].forced_tokens
+        ]
+        proposed = iter(propose(unforced) if propose is not None and unforced else ())
+        for n, room in rooms:
+            seq, count = scheduled[n]
+            drafts = seq.forced_tokens[:room] or next(proposed)
+            seq.draft_tokens = tuple(drafts) if drafts and self._save_states(seq) else ()
+            scheduled[n] = seq, count + len(seq.draft_tokens)
+            self._free_blocks_after(seq, scheduled[n][1] + seq.num_planned_tokens)
 
-    def _draft_room(self, row: Row, count: int, budget: int) -> int:
-        """Return how many drafts a planned row may have."""
-        if count != row.remaining:
+    def _max_draft_tokens(self, seq: SequenceState, count: int, budget: int) -> int:
+        """Return the largest number of drafts for a scheduled sequence."""
+        if count != seq.num_new_tokens:
             return 0
-        computed = row.planned + count
-        # The last token is chosen and never computed.
-        ends = len(row.tokens) + row.pending
-        most = len(row.forced) or row.draft_length.most
-        room = min(len(row.forced) or row.draft_length.next, budget, row.max_tokens - ends - 1)
-        places = (len(row.blocks) + self.pool.available) * self.block_size
-        room = min(room, places - computed)
+        num_planned = seq.num_planned_tokens + count
+        # The last token is sampled but never computed, so a draft there would be wasted.
+        num_tokens = len(seq.tokens) + seq.num_pending_tokens
+        num_forced, length = len(seq.forced_tokens), seq.draft_length
+        max_drafts = num_forced or length.max_drafts
+        room = min(num_forced or length.next_length, budget, seq.max_tokens - num_tokens - 1)
+        num_slots = (len(seq.block_ids) + self.pool.available) * self.block_size
+        room = min(room, num_slots - num_planned)
         if self._states is not None:
-            # Accepted tokens that are computed again take the place of drafts; and states are
-            # copied for the prefix cache where a step ends with a block.
-            room = min(room, most + 1 - count)
-            if row.shares:
-                room = min(room, -computed % self.block_size)
+            # Recomputed drafts of the previous step reduce the number of new drafts, so that the
+            # step's size stays bounded. A step must also end at the block boundary, where the
+            # prefix cache needs a snapshot of the states.
+            room = min(room, max_drafts + 1 - count)
+            if seq.cacheable:
+                room = min(room, -num_planned % self.block_size)
         return room
 
-    def _save_states(self, row: Row) -> bool:
-        """Copy the states of a row, if it has any, to a slot of its own, before drafts change them;
-        False if no slot is free."""
+    def _save_states(self, seq: SequenceState) -> bool:
+        """Save the recurrent states before drafts change them; False if no slot is free."""
         if self._states is None:
             return True
-        if not self._has_slot(keep=None):
+        if not self._ensure_state_slot(keep=None):
             return False
-        (row.saved_slot,) = self._states.take(1)
-        self._state_copies.append((row.state_slot, row.saved_slot))
+        (seq.saved_state_slot,) = self._states.take(1)
+        self._state_copies.append((seq.state_slot, seq.saved_state_slot))
         return True
 
-    def _undo_rejected(self, row: Row, before: int, rejected: int) -> None:
-        """Go back to where the rejected drafts of a row began, which had `before` tokens in the
-        cache before the step."""
-        row.computed -= rejected
+    def _roll_back(self, seq: SequenceState, num_before: int, num_rejected: int) -> None:
+        """Roll a sequence back to its last accepted draft.
+
+        Args:
+            num_before: its computed tokens before the step.
+            num_rejected: number of rejected drafts.
+        """
+        seq.num_computed_tokens -= num_rejected
         if self._states is not None:
-            if rejected:  # the states have seen all drafts
-                row.computed = before
-                row.state_slot, row.saved_slot = row.saved_slot, row.state_slot
-            self._states.release([row.saved_slot])
-            row.saved_slot = -1
-            self._reserve_snapshot(row, before)
-        self._trim(row, row.computed)
+            # A recurrent state cannot be truncated: it includes all drafts. Swap the saved state
+            # in; the next step recomputes the accepted drafts.
+            if num_rejected:
+                seq.num_computed_tokens = num_before
+                seq.state_slot, seq.saved_state_slot = seq.saved_state_slot, seq.state_slot
+            self._states.release([seq.saved_state_slot])
+            seq.saved_state_slot = -1
+            self._reserve_snapshot(seq, num_before)
+        self._free_blocks_after(seq, seq.num_computed_tokens)
 
-    def _trim(self, row: Row, tokens: int) -> None:
-        """Give back the blocks of a row that so many tokens do not take."""
-        keep = self.blocks_for(tokens)
-        self.pool.release(row.blocks[keep:])
-        del row.blocks[keep:]
+    def _free_blocks_after(self, seq: SequenceState, num_tokens: int) -> None:
+        """Free the blocks of a sequence beyond `num_tokens` tokens."""
+        num_blocks = self.blocks_for(num_tokens)
+        self.pool.release(seq.block_ids[num_blocks:])
+        del seq.block_ids[num_blocks:]
 
-    def _set_blocks(self, row: Row, found: Sequence[int]) -> None:
-        """Append blocks to those of a running row."""
-        first = len(row.blocks)
-        row.blocks += found
-        if len(row.blocks) > self._table.shape[1]:
-            width = max(2 * self._table.shape[1], len(row.blocks), 8)
-            grown = np.zeros((self.max_rows, width), dtype=np.int32)
-            grown[:, : self._table.shape[1]] = self._table
-            self._table = grown
-        self._table[row.slot, first : len(row.blocks)] = found
+    def _append_blocks(self, seq: SequenceState, block_ids: Sequence[int]) -> None:
+        """Append blocks to a running sequence and to its row of the block table."""
+        start = len(seq.block_ids)
+        seq.block_ids += block_ids
+        if len(seq.block_ids) > self._block_table.shape[1]:
+            width = max(2 * self._block_table.shape[1], len(seq.block_ids), 8)
+            wider_table = np.zeros((self.max_num_seqs, width), dtype=np.int32)
+            wider_table[:, : self._block_table.shape[1]] = self._block_table
+            self._block_table = wider_table
+        self._block_table[seq.slot, start : len(seq.block_ids)] = block_ids
 
-    def _preempt(self, row: Row) -> None:
-        """Take a running row's blocks; it waits before all others of its priority, to be computed
-        again."""
+    def _preempt(self, seq: SequenceState) -> None:
+        """Preempt a running sequence; it waits ahead of all other sequences of its priority."""
         self.stats.preempted += 1
-        self.running.remove(row)
-        self._let_go(row)
-        insort_left(self.waiting, row, key=lambda other: other.priority)
+        self.running.remove(seq)
+        self._free(seq)
+        insort_left(self.waiting, seq, key=lambda waiting_seq: waiting_seq.priority)
 
-    def _let_go(self, row: Row) -> None:
-        """Take blocks and slots of a row that does not run any more."""
+    def _free(self, seq: SequenceState) -> None:
+        """Free the blocks and slots of a sequence that stops running."""
+        # Steps in flight may still write to the blocks. A step that reuses a block runs after them,
+        # so its writes win.
         self._steady = None
-        held = [block for block in row.blocks if block >= 0]
-        self.pool.release(held)
-        row.blocks = []
-        row.computed = row.in_flight = 0
-        self._slots.append(row.slot)
-        row.slot = -1
-        if self._states is not None and row.state_slot >= 0:
-            saved = [row.saved_slot] * (row.saved_slot >= 0)
-            self._states.release([row.state_slot, *saved, *row._reserved.values()])
-        row.state_slot, row.saved_slot, row.borders, row._reserved = -1, -1, set(), {}
-        for digest in row.digests:
-            if self._computing.get(digest) is row:
-                del self._computing[digest]
+        self.pool.release([block for block in seq.block_ids if block >= 0])
+        seq.block_ids = []
+        seq.num_computed_tokens = seq.num_in_flight_tokens = 0
+        self._slots.append(seq.slot)
+        seq.slot = -1
+        if self._states is not None and seq.state_slot >= 0:
+            saved_slots = [seq.saved_state_slot] * (seq.saved_state_slot >= 0)
+            self._states.release([seq.state_slot, *saved_slots, *seq._reserved_snapshots.values()])
+        seq.state_slot = seq.saved_state_slot = -1
+        seq.snapshot_positions, seq._reserved_snapshots = set(), {}
+        for block_hash in seq.block_hashes:
+            if self._block_owners.get(block_hash) is seq:
+                del self._block_owners[block_hash]
 
     # --- admission and the prefix cache -----------------------------------------------------------
 
-    def _admit(self, row: Row, budget: int) -> int | None:
-        """Let a waiting row run; return the tokens that it computes in this step, 0 if it has to
-        wait for blocks of another, None if there is no room or not all of its tokens are there."""
-        if row.pending:
+    def _admit(self, seq: SequenceState, budget: int) -> int | None:
+        """Admit a waiting sequence.
+
+        Returns:
+            The number of tokens to schedule; 0 if the sequence must wait for a block that another
+            sequence computes; None if there is no room, or a step in flight samples its tokens.
+        """
+        if seq.num_pending_tokens:
             return None
-        found: list[int] = []
+        cached_blocks: list[int] = []
         snapshot: bytes | None = None
-        parted = 0
+        num_prefix_blocks, size = 0, self.block_size
         if self.prefix_caching:
-            row.digests = block_digests(row.tokens, self.block_size, known=row.digests)
-        if self.prefix_caching and not row.needs_prompt_logits:
-            # The newest token is always computed: its logits are wanted.
-            most = (len(row.tokens) - 1) // self.block_size
-            for digest in row.digests[:most]:
-                block = self.pool.find(digest)
+            seq.block_hashes = hash_blocks(seq.tokens, size, prefix_hashes=seq.block_hashes)
+        if self.prefix_caching and not seq.needs_prompt_logits:
+            # The newest token is always computed: its logits are sampled.
+            max_cached = (len(seq.tokens) - 1) // size
+            for block_hash in seq.block_hashes[:max_cached]:
+                block = self.pool.find(block_hash)
                 if block is None:
                     break
-                found.append(block)
-            if len(found) < most and (other := self._computing.get(row.digests[len(found)])):
-                self._part(other, row)
+                cached_blocks.append(block)
+            num_prefix_blocks = len(cached_blocks)
+            if num_prefix_blocks < max_cached and (
+                owner := self._block_owners.get(seq.block_hashes[num_prefix_blocks])
+            ):
+                self._snapshot_divergence(owner, seq)
                 self.stats.waits += 1
                 return 0
-            parted = len(found)
             if self._states is not None:
-                while found and row.digests[len(found) - 1] not in self._snapshots:
-                    found.pop()
-                snapshot = row.digests[len(found) - 1] if found else None
-        self.pool.share(found)
-        # Room for all that is known of it, lest it be preempted at once.
-        missing = self.blocks_for(len(row.tokens)) - len(found)
+                # Keys and values alone do not suffice: use the prefix up to the latest snapshot.
+                while (
+                    cached_blocks
+                    and seq.block_hashes[len(cached_blocks) - 1] not in self._snapshots
+                ):
+                    cached_blocks.pop()
+                snapshot = seq.block_hashes[len(cached_blocks) - 1] if cached_blocks else None
+        # Take the references first: counting or evicting below must not free these blocks.
+        self.pool.share(cached_blocks)
+        # Require blocks for all tokens of the sequence, or it would be preempted at once.
+        missing = self.blocks_for(len(seq.tokens)) - len(cached_blocks)
         fits = missing <= self.pool.available or not self.running
-        # Of states, steps in flight may hold the last slot for a snapshot.
-        if not fits or (self._states is not None and not self._has_slot(keep=snapshot)):
-            self.pool.release(found)
+        # Steps in flight may have reserved the last free state slot for a snapshot.
+        if not fits or (self._states is not None and not self._ensure_state_slot(keep=snapshot)):
+            self.pool.release(cached_blocks)
             return None
-        self.waiting.remove(row)
-        insort_right(self.running, row, key=lambda other: other.priority)
-        row.shares = self.prefix_caching
-        row.admission += 1
-        row.slot = self._slots.pop()
-        row.computed = len(found) * self.block_size
-        self._set_blocks(row, found)
+        self.waiting.remove(seq)
+        insort_right(self.running, seq, key=lambda running_seq: running_seq.priority)
+        seq.cacheable = self.prefix_caching
+        seq.num_admissions += 1
+        seq.slot = self._slots.pop()
+        seq.num_computed_tokens = len(cached_blocks) * size
+        self._append_blocks(seq, cached_blocks)
         if self._states is not None:
-            self._begin_states(row, snapshot, parted)
-        self._count_lookup(row)
+            self._init_states(seq, snapshot, num_prefix_blocks)
+        self._count_lookup(seq)
         if self.prefix_caching:
-            for digest in row.digests[len(found) :]:
-                self._computing.setdefault(digest, row)
-        count = self._within_borders(row, min(row.remaining, budget))
-        grown = self.pool.allocate(self.blocks_for(row.computed + count) - len(row.blocks))
-        assert grown is not None
-        self._set_blocks(row, grown)
+            for block_hash in seq.block_hashes[len(cached_blocks) :]:
+                self._block_owners.setdefault(block_hash, seq)
+        count = self._clip_to_snapshot(seq, min(seq.num_new_tokens, budget))
+        num_blocks = self.blocks_for(seq.num_computed_tokens + count)
+        block_ids = self.pool.allocate(num_blocks - len(seq.block_ids))
+        assert block_ids is not None
+        self._append_blocks(seq, block_ids)
         return count
 
-    def _count_lookup(self, row: Row) -> None:
-        """Count what the prefix cache had of a row's prompt when it first ran."""
-        if row.cached is None:
-            row.cached = min(row.computed, row.prompt_length)
-            if self.prefix_caching and not row.needs_prompt_logits:
-                self.stats.queried += row.prompt_length
-                self.stats.hit += row.cached
+    def _count_lookup(self, seq: SequenceState) -> None:
+        """Count the prefix-cache hit of a sequence at its first admission."""
+        if seq.num_cached_tokens is None:
+            seq.num_cached_tokens = min(seq.num_computed_tokens, seq.num_prompt_tokens)
+            if self.prefix_caching and not seq.needs_prompt_logits:
+                self.stats.queried += seq.num_prompt_tokens
+                self.stats.hit += seq.num_cached_tokens
 
-    def _begin_states(self, row: Row, snapshot: bytes | None, parted: int) -> None:
-        """Give a row a slot for its states, with those of a snapshot if there is one."""
+    def _init_states(
+        self, seq: SequenceState, snapshot: bytes | None, num_prefix_blocks: int
+    ) -> None:
+        """Allocate a state slot, initialised from a snapshot or with zeros.
+
+        Args:
+            snapshot: block hash of the snapshot; None starts from zeros.
+            num_prefix_blocks: leading blocks in the prefix cache, with or without a snapshot.
+        """
         assert self._states is not None
-        (row.state_slot,) = self._states.take(1)
+        (seq.state_slot,) = self._states.take(1)
         if snapshot is None:
-            self._state_copies.append((None, row.state_slot))
+            self._state_copies.append((None, seq.state_slot))
         else:
             self._snapshots.move_to_end(snapshot)
-            self._state_copies.append((self._snapshots[snapshot], row.state_slot))
+            self._state_copies.append((self._snapshots[snapshot], seq.state_slot))
             self.stats.restored += 1
         if not self.prefix_caching:
             return
-        # Where it parts from what is known, its last block, and evenly between.
-        size, length = self.block_size, len(row.tokens) - 1
+        # Snapshots where the prompt diverges from the cached prefix, after its last full block, and
+        # evenly spaced between them.
+        size, length = self.block_size, len(seq.tokens) - 1
         step = size * max(1, -(-length // (SNAPSHOTS_PER_PROMPT * size)))
-        borders = {parted * size, length // size * size, *range(step, length, step)}
-        row.borders = {border for border in borders if border > row.computed}
+        positions = {num_prefix_blocks * size, length // size * size, *range(step, length, step)}
+        seq.snapshot_positions = {p for p in positions if p > seq.num_computed_tokens}
 
-    def _part(self, other: Row, row: Row) -> None:
-        """Have states copied where a waiting row will part from the one it waits for."""
+    def _snapshot_divergence(self, owner: SequenceState, seq: SequenceState) -> None:
+        """Add a snapshot position where `seq` diverges from `owner`, whose blocks it waits for."""
         if self._states is None:
             return
-        common = 0
-        for mine, its in zip(row.digests, other.digests, strict=False):
-            if mine != its:
+        num_common_blocks = 0
+        for block_hash, owner_hash in zip(seq.block_hashes, owner.block_hashes, strict=False):
+            if block_hash != owner_hash:
                 break
-            common += 1
-        common = min(common, (len(row.tokens) - 1) // self.block_size)
-        if common * self.block_size > other.planned:
-            other.borders.add(common * self.block_size)
+            num_common_blocks += 1
+        num_common_blocks = min(num_common_blocks, (len(seq.tokens) - 1) // self.block_size)
+        if num_common_blocks * self.block_size > owner.num_planned_tokens:
+            owner.snapshot_positions.add(num_common_blocks * self.block_size)
 
-    def _within_borders(self, row: Row, count: int) -> int:
-        """Return how many of `count` tokens come before the next border of a row."""
-        ahead = [border - row.planned for border in row.borders if border > row.planned]
-        return min([count, *ahead])
+    def _clip_to_snapshot(self, seq: SequenceState, count: int) -> int:
+        """Return `count`, reduced so that the step ends at the next snapshot position."""
+        distances = [position - seq.num_planned_tokens for position in seq.snapshot_positions]
+        return min([count, *(distance for distance in distances if distance > 0)])
 
-    def _publish(self, row: Row, before: int) -> None:
-        """Let others find the blocks that a row has filled since it had `before` tokens in the
-        cache, at least one."""
+    def _cache_full_blocks(self, seq: SequenceState, num_before: int) -> None:
+        """Add the blocks that a step has filled to the prefix cache.
+
+        Args:
+            num_before: computed tokens before the step, which has filled at least one block.
+        """
         size = self.block_size
-        first, last = before // size, row.computed // size
-        row.digests = block_digests(row.tokens[: last * size], size, known=row.digests)
-        for block in range(first, last):
-            digest = row.digests[block]
-            if row.blocks[block] >= 0:
-                self.pool.publish(row.blocks[block], digest)
-            if self._computing.get(digest) is row:
-                del self._computing[digest]
-        slot = row._reserved.pop(row.computed, None)
+        start, end = num_before // size, seq.num_computed_tokens // size
+        seq.block_hashes = hash_blocks(
+            seq.tokens[: end * size], size, prefix_hashes=seq.block_hashes
+        )
+        for block in range(start, end):
+            block_hash = seq.block_hashes[block]
+            if seq.block_ids[block] >= 0:
+                self.pool.publish(seq.block_ids[block], block_hash)
+            if self._block_owners.get(block_hash) is seq:
+                del self._block_owners[block_hash]
+        slot = seq._reserved_snapshots.pop(seq.num_computed_tokens, None)
         if slot is not None:
-            self._keep_snapshot(row, slot, row.digests[last - 1])
+            self._cache_snapshot(seq, slot, seq.block_hashes[end - 1])
 
-    def _reserve_snapshot(self, row: Row, before: int) -> None:
-        """Have a row's states copied after a step that it begins with `before` tokens, if that ends
-        at a border; `_keep_snapshot` follows when all tokens are known."""
-        size, end = self.block_size, row.planned
-        if self._states is None or not row.shares or end % size or end == before:
+    def _reserve_snapshot(self, seq: SequenceState, num_before: int) -> None:
+        """Copy the states after a step that ends at a snapshot position.
+
+        The copy runs before the next step. `_cache_snapshot` adds it to the prefix cache once all
+        tokens of the block are on the host.
+
+        Args:
+            num_before: scheduled tokens of the sequence before the step.
+        """
+        size, end = self.block_size, seq.num_planned_tokens
+        if self._states is None or not seq.cacheable or end % size or end == num_before:
             return
-        generated = end > row.prompt_length
-        if not generated and end not in row.borders:
+        is_output = end > seq.num_prompt_tokens
+        if not is_output and end not in seq.snapshot_positions:
             return
-        known = row.digests[end // size - 1] if len(row.digests) >= end // size else None
-        if known in self._snapshots:
-            self._snapshots.move_to_end(known)
+        # The hash is missing while the host does not have all tokens of the block.
+        has_hash = len(seq.block_hashes) >= end // size
+        block_hash = seq.block_hashes[end // size - 1] if has_hash else None
+        if block_hash in self._snapshots:
+            self._snapshots.move_to_end(block_hash)
             return
-        # Of what a row generates only the latest border is kept.
-        old, row._latest_snapshot = row._latest_snapshot, None
-        if generated and old is not None and old in self._snapshots:
-            slot = self._snapshots.pop(old)
+        # Only the latest snapshot of the output is kept: overwrite the previous one in its slot.
+        previous, seq._latest_snapshot = seq._latest_snapshot, None
+        if is_output and previous is not None and previous in self._snapshots:
+            slot = self._snapshots.pop(previous)
         else:
-            if not self._has_slot(keep=None):
+            if not self._ensure_state_slot(keep=None):
                 return
             (slot,) = self._states.take(1)
-        self._state_copies.append((row.state_slot, slot))
-        row._reserved[end] = slot
+        self._state_copies.append((seq.state_slot, slot))
+        seq._reserved_snapshots[end] = slot
 
-    def _keep_snapshot(self, row: Row, slot: int, digest: bytes) -> None:
-        """Let others find the copy of a row's states in a slot."""
+    def _cache_snapshot(self, seq: SequenceState, slot: int, block_hash: bytes) -> None:
+        """Add a state snapshot to the prefix cache."""
         assert self._states is not None
-        if row.computed > row.prompt_length:
-            row._latest_snapshot = digest
-        if digest in self._snapshots:
+        if seq.num_computed_tokens > seq.num_prompt_tokens:
+            seq._latest_snapshot = block_hash
+        if block_hash in self._snapshots:
             self._states.release([slot])
-            self._snapshots.move_to_end(digest)
+            self._snapshots.move_to_end(block_hash)
             return
-        self._snapshots[digest] = slot
+        self._snapshots[block_hash] = slot
         self.stats.snapshots += 1
 
-    def _has_slot(self, *, keep: bytes | None) -> bool:
-        """Return whether a slot of the states is free; where none is, the snapshot but `keep` that
-        was not used for longest makes room."""
+    def _ensure_state_slot(self, *, keep: bytes | None) -> bool:
+        """Return whether a state slot is free, after evicting the least recently used snapshot if
+        needed. `keep` names a snapshot that must not be evicted."""
         assert self._states is not None
         if not self._states.free_slots:
-            for digest in self._snapshots:
-                if digest != keep:
-                    self._states.release([self._snapshots.pop(digest)])
+            for block_hash in self._snapshots:
+                if block_hash != keep:
+                    self._states.release([self._snapshots.pop(block_hash)])
                     break
         return self._states.free_slots > 0
 
-    def _free_unseen(self, row: Row) -> None:
-        """Release the blocks that no window sees any more."""
+    def _free_out_of_window(self, seq: SequenceState) -> None:
+        """Release the blocks behind the largest attention window."""
         assert self.window is not None
-        first = max(0, row.computed + 1 - self.window) // self.block_size
-        gone = [n for n in range(min(first, len(row.blocks))) if row.blocks[n] >= 0]
-        if gone:
-            self.pool.release([row.blocks[n] for n in gone])
-            for n in gone:
-                row.blocks[n] = -1
+        num_unseen = max(0, seq.num_computed_tokens + 1 - self.window) // self.block_size
+        indices = [n for n in range(min(num_unseen, len(seq.block_ids))) if seq.block_ids[n] >= 0]
+        if indices:
+            self.pool.release([seq.block_ids[n] for n in indices])
+            for n in indices:
+                seq.block_ids[n] = -1

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How an engine is sized, and what the caches of all pipeline stages have alike."""
+"""Engine configuration, and cache sizes that all pipeline stages agree on."""
 
 from __future__ import annotations
 
@@ -8,35 +8,37 @@ from dataclasses import dataclass
 from megatron.core.inference.cache import CacheShapes
 from megatron.core.inference.stages import StageLink
 
-#: Tokens of a row that blocks are counted for where tokens take no memory, only states do.
-LONGEST_ROW = 1 << 20
+#: Largest sequence length for block accounting in models without attention, whose tokens take no
+#: cache memory.
+MAX_SEQUENCE_TOKENS = 1 << 20
 
-#: More than there is of anything.
-_EVERYTHING = 1 << 60
+#: Neutral element of a minimum over stages, and the window of full attention.
+_UNLIMITED = 1 << 60
 
 
 @dataclass(frozen=True, kw_only=True)
 class EngineConfig:
-    """How an engine is sized.
+    """Sizes and scheduling options of an engine.
 
     Args:
-        max_rows: rows that run at a time.
-        max_step_tokens: new tokens of a step: longer prompts are computed in several.
-        block_size: tokens of a block of the cache, a power of two from 16 on.
-        num_blocks: blocks of the cache; None takes `memory_bytes`.
-        memory_bytes: of pages and states together. Slots for the states of `max_rows` rows come
-            first, then snapshots of states for the prefix cache, at most a quarter of what is left,
+        max_num_seqs: largest number of running sequences.
+        max_num_batched_tokens: token budget of a step; longer prompts take several steps.
+        block_size: tokens per cache block, a power of two, at least 16.
+        num_blocks: number of cache blocks; None derives it from `memory_bytes`.
+        memory_bytes: bytes of pages and states. The states of `max_num_seqs` sequences come first,
+            then state snapshots for the prefix cache with at most a quarter of the remaining bytes,
             then pages.
-        prefix_caching: reuse what was computed for requests that begin alike.
-        token_multiple: pad the tokens of a step to a multiple of this: with sequence parallelism
-            the number of ranks, each of which has as many.
-        asynchronous: plan a step while the one before it runs. What ends an output (a stop token,
-            `Engine.abort`, `Engine.finish`) then arrives one step late.
-        num_speculative_tokens: drafts that a step verifies of a row at most; 0 is no speculation.
+        prefix_caching: share cache blocks among requests with a common prefix.
+        token_multiple: pad the number of tokens of a step to a multiple of this; with sequence
+            parallelism the number of ranks.
+        asynchronous: schedule a step while the previous step runs. A stop token, `Engine.abort` and
+            `Engine.finish` then take effect one step late.
+        num_speculative_tokens: largest number of drafts per sequence and step; 0 disables
+            speculative decoding.
     """
 
-    max_rows: int = 16
-    max_step_tokens: int = 2048
+    max_num_seqs: int = 16
+    max_num_batched_tokens: int = 2048
     block_size: int = 16
     num_blocks: int | None = None
     memory_bytes: int | None = None
@@ -46,76 +48,80 @@ class EngineConfig:
     num_speculative_tokens: int = 0
 
     @property
-    def least_blocks(self) -> int:
-        """Blocks of the smallest cache: a step verifies all drafts of a row and one more token."""
+    def min_blocks(self) -> int:
+        """Smallest number of cache blocks: a step holds all drafts of a sequence and one token."""
         return -(-(1 + self.num_speculative_tokens) // self.block_size)
 
     @property
-    def least_pages(self) -> str:
-        """The smallest cache in words."""
-        number = "one block" if self.least_blocks == 1 else f"{self.least_blocks} blocks"
+    def min_blocks_text(self) -> str:
+        """Text for the smallest cache, for error messages."""
+        number = "one block" if self.min_blocks == 1 else f"{self.min_blocks} blocks"
         return f"{number} of {self.block_size} tokens"
 
-    def row_slots(self, shapes: CacheShapes) -> int:
-        """Return the state slots that `max_rows` rows need, without snapshots for later rows."""
+    def min_state_slots(self, shapes: CacheShapes) -> int:
+        """Return the state slots of `max_num_seqs` sequences, without cached snapshots."""
         if not shapes.states:
             return 1
-        # A row that goes on from a snapshot needs the snapshot and a slot of its own.
-        slots = self.max_rows + (1 if self.prefix_caching else 0)
-        # Drafts need the states before them as well.
-        return slots + (self.max_rows if self.num_speculative_tokens else 0)
+        # Restoring a snapshot needs the snapshot's slot and the slot of the sequence at once.
+        slots = self.max_num_seqs + (1 if self.prefix_caching else 0)
+        # Speculation saves the states before the drafts in a second slot.
+        return slots + (self.max_num_seqs if self.num_speculative_tokens else 0)
 
-    def row_state_bytes(self, shapes: CacheShapes) -> int:
-        """Return the bytes of these slots and of the one that is nobody's."""
-        return (self.row_slots(shapes) + 1) * shapes.state_bytes
+    def min_state_bytes(self, shapes: CacheShapes) -> int:
+        """Return the bytes of `min_state_slots` slots and of the padding slot."""
+        return (self.min_state_slots(shapes) + 1) * shapes.state_bytes
 
     def sizes(self, shapes: CacheShapes, max_length: int | None = None) -> tuple[int, int]:
-        """Return the blocks and the state slots of the cache of a model.
+        """Return the number of blocks and the number of state slots.
 
         Args:
-            shapes: what the model keeps.
-            max_length: longest sequence that it takes; None means no limit.
+            shapes: shapes of the model's cache entries.
+            max_length: longest sequence of the model in tokens; None means no limit.
 
         Raises:
-            ValueError: the memory does not hold the states of the rows and the least blocks.
+            ValueError: `memory_bytes` is too small for the states and `min_blocks` blocks.
         """
-        block = shapes.token_bytes * self.block_size
-        pages = self.least_blocks * block
-        slots = self.row_slots(shapes)
+        block_bytes = shapes.token_bytes * self.block_size
+        min_page_bytes = self.min_blocks * block_bytes
+        slots = self.min_state_slots(shapes)
         if self.num_blocks is not None:
-            snapshots = 2 * self.max_rows if self.prefix_caching and shapes.states else 0
+            snapshots = 2 * self.max_num_seqs if self.prefix_caching and shapes.states else 0
             return self.num_blocks, slots + snapshots
         if self.memory_bytes is None:
             raise ValueError("an engine needs num_blocks or memory_bytes: give one of them")
-        # One more slot than can be taken: nobody's.
-        left = self.memory_bytes - (slots + 1) * shapes.state_bytes
-        if left < pages:
-            least = (slots + 1) * shapes.state_bytes + pages
-            states = f"the states of {self.max_rows} rows and " if shapes.states else ""
+        # One slot more than can be allocated: padding rows write to it.
+        remaining_bytes = self.memory_bytes - (slots + 1) * shapes.state_bytes
+        if remaining_bytes < min_page_bytes:
+            required_bytes = (slots + 1) * shapes.state_bytes + min_page_bytes
+            states = f"the states of {self.max_num_seqs} rows and " if shapes.states else ""
             raise ValueError(
-                f"{self.memory_bytes:,} bytes of memory do not hold {states}{self.least_pages}: "
-                f"give at least {least:,}"
+                f"{self.memory_bytes:,} bytes of memory do not hold "
+                f"{states}{self.min_blocks_text}: give at least {required_bytes:,}"
             )
         if shapes.states and self.prefix_caching:
-            # Snapshots leave the least blocks, however little memory there is.
-            snapshot_bytes = min(left // 4, left - pages)
-            snapshots = min(snapshot_bytes // shapes.state_bytes, 16 * self.max_rows)
-            slots, left = slots + snapshots, left - snapshots * shapes.state_bytes
-        if not block:  # a model without attention: blocks are mere bookkeeping
-            longest = min(max_length or LONGEST_ROW, LONGEST_ROW)
-            return self.max_rows * -(-longest // self.block_size), slots
-        return left // block, slots
+            # Snapshots must leave room for `min_blocks` blocks.
+            snapshot_bytes = min(remaining_bytes // 4, remaining_bytes - min_page_bytes)
+            snapshots = min(snapshot_bytes // shapes.state_bytes, 16 * self.max_num_seqs)
+            slots, remaining_bytes = (
+                slots + snapshots,
+                remaining_bytes - snapshots * shapes.state_bytes,
+            )
+        # Without attention a block takes no memory: provide enough for the longest sequences.
+        if not block_bytes:
+            max_tokens = min(max_length or MAX_SEQUENCE_TOKENS, MAX_SEQUENCE_TOKENS)
+            return self.max_num_seqs * -(-max_tokens // self.block_size), slots
+        return remaining_bytes // block_bytes, slots
 
 
 @dataclass(frozen=True)
 class CacheSizes:
-    """What the caches of all pipeline stages have alike.
+    """Cache sizes that hold on all pipeline stages.
 
     Args:
-        num_blocks: of each attention layer.
-        num_slots: of states.
-        has_states: whether any layer of the model has states.
-        window: how far the attention layer sees that sees most; None if one sees all.
+        num_blocks: pages per attention layer.
+        num_slots: number of state slots.
+        has_states: True if any layer on any stage has recurrent states.
+        window: largest attention window of any layer, in tokens; None with full attention.
     """
 
     num_blocks: int
@@ -124,45 +130,51 @@ class CacheSizes:
     window: int | None
 
     @staticmethod
-    def agreed(
+    def for_all_stages(
         config: EngineConfig, shapes: CacheShapes, max_length: int | None, link: StageLink
     ) -> CacheSizes:
-        """Return the sizes that hold on every stage: rows take the same blocks and slots on each.
+        """Return the smallest sizes over all stages; all stages call this.
+
+        Schedulers of different stages must assign the same blocks and slots.
 
         Raises:
-            ValueError: the memory of some stage does not hold the least.
+            ValueError: the memory of a stage is too small.
         """
         blocks, slots, problem = 0, 0, None
         try:
             blocks, slots = config.sizes(shapes, max_length)
         except ValueError as error:
             problem = error
-        # Slots of a stage without states, and the window of one without attention, do not count.
-        has_states, sees = bool(shapes.states), 0
+        # A stage without states must not limit the slots, nor a stage without attention the window.
+        # An error is reduced as 0 blocks first, so that all stages raise instead of waiting.
+        has_states, window = bool(shapes.states), 0
         if shapes.attention:
-            sees = shapes.window or _EVERYTHING
+            window = shapes.window or _UNLIMITED
         if not has_states and problem is None:
-            slots = _EVERYTHING
-        blocks, slots, has, sees = link.largest((-blocks, -slots, int(has_states), sees))
+            slots = _UNLIMITED
+        blocks, slots, any_states, window = link.all_reduce_max(
+            (-blocks, -slots, int(has_states), window)
+        )
         if not blocks:
             raise problem or ValueError(
                 "the memory of another pipeline stage does not hold the states of "
-                f"{config.max_rows} rows and {config.least_pages}: give it more"
+                f"{config.max_num_seqs} rows and {config.min_blocks_text}: give it more"
             )
         return CacheSizes(
             num_blocks=-blocks,
-            num_slots=-slots if has else 1,
-            has_states=bool(has),
-            window=sees if 0 < sees < _EVERYTHING else None,
+            num_slots=-slots if any_states else 1,
+            has_states=bool(any_states),
+            window=window if 0 < window < _UNLIMITED else None,
         )
 
     def check_drafts(self, config: EngineConfig) -> None:
-        """Raise ValueError for more drafts than a step can verify."""
+        """Raise ValueError if the drafts of a sequence do not fit a step."""
         count, blocks = config.num_speculative_tokens, self.num_blocks
-        most = min(config.max_step_tokens, blocks * config.block_size)
-        if count and count + 1 > most:
+        max_tokens = min(config.max_num_batched_tokens, blocks * config.block_size)
+        if count and count + 1 > max_tokens:
             raise ValueError(
                 f"num-speculative-tokens is {count}: a step verifies them with the token before, "
-                f"and {count + 1} tokens do not fit a step of {config.max_step_tokens} tokens and "
-                f"a cache of {blocks} blocks of {config.block_size}: use at most {most - 1}"
+                f"and {count + 1} tokens do not fit a step of "
+                f"{config.max_num_batched_tokens} tokens and a cache of "
+                f"{blocks} blocks of {config.block_size}: use at most {max_tokens - 1}"
             )

@@ -1,19 +1,21 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Speculative decoding: where drafts come from, tokens that may follow those of a row.
+"""Speculative decoding: proposers of draft tokens.
 
-A step of the engine computes a row's newest token and k drafts after it, chooses a token after each
-of these k + 1 as it would without drafts, and keeps what agrees (`sampling.accepted_drafts`;
-Leviathan et al. 2023, arXiv 2211.17192; Chen et al. 2023, arXiv 2302.01318). So a row gets 1 to
-k + 1 tokens of one forward pass of the model, and they are those that it gets without.
+A step computes the newest token of a sequence and k drafts after it, samples a token after each of
+the k + 1 positions as it would without drafts, and accepts the drafts up to the first mismatch
+(`sampling.accepted_drafts`; Leviathan et al. 2023, arXiv 2211.17192; Chen et al. 2023, arXiv
+2302.01318). One forward pass therefore yields 1 to k + 1 tokens, equal to those without
+drafts.
 
-| proposer | drafts | costs |
+| proposer | drafts | cost |
 |---|---|---|
-| `NGramLookup` | what followed the row's newest tokens before, in its own text | nothing |
-| `DraftModel` | what a smaller model generates | its weights, its cache, k + 1 of its steps |
-| `MultiTokenHeads` | what the model's own depths of multi-token prediction predict | these |
+| `NGramLookup` | the continuation of an earlier occurrence of the newest tokens | none |
+| `DraftModel` | tokens of a smaller model | its weights, its cache, k + 1 of its steps |
+| `MultiTokenHeads` | predictions of the model's MTP layers | the MTP layers |
 
-A draft of a model is chosen as the row's own tokens are: by its temperature, filters, penalties and
-mask, and by the draw of its position. Whatever is proposed changes no token.
+Model-based proposers sample drafts like the sequence itself: with its temperature, filters,
+penalties and mask, and with the random draw of the draft's position. No proposer changes the
+generated tokens.
 """
 
 from __future__ import annotations
@@ -33,145 +35,145 @@ from megatron.core.device import pin
 from megatron.core.inference.cache import PagedCache
 from megatron.core.inference.requests import Completion, Request
 from megatron.core.inference.sampling import SampleRow, sample
-from megatron.core.inference.scheduler import BatchPlan, Row, Scheduler
+from megatron.core.inference.scheduler import Scheduler, SchedulerOutput, SequenceState
 from megatron.core.inference.sizes import EngineConfig
 
-#: The pipeline stage that finds drafts.
+#: The pipeline stages that compute drafts.
 DraftStage = Literal["every", "first", "last"]
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class DraftContext:
-    """A row that drafts are wanted for.
+    """Input of `Proposer.propose` for one sequence.
 
     Args:
-        row: its tokens are known.
-        request: what it is for.
-        generated: tokens after the prompt.
-        sequence: identity in random draws.
-        count: drafts at most.
-        predicted: drafts that `Proposer.predict` found after the row's tokens.
+        seq: scheduler state of the sequence.
+        request: request of the sequence.
+        generated: output tokens.
+        sequence: sequence number in the key of random draws.
+        max_drafts: largest number of drafts.
+        predicted: drafts that `Proposer.predict` computed in the sequence's last step.
     """
 
-    row: Row
+    seq: SequenceState
     request: Request
     generated: Sequence[int]
     sequence: int
-    count: int
+    max_drafts: int
     predicted: Sequence[int]
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
-class SampledRow:
-    """A row that a step chooses a token for, as it is when the step is launched.
+class SampledSequence:
+    """A sequence for which a step samples a token, as of the launch of the step.
+
+    It is a snapshot: `predict` may run in another thread while the host changes the sequence.
 
     Args:
-        count: drafts at most after what is chosen.
-        left: tokens that it may still get.
-        stop_tokens: that end it.
-        sample_row: returns how a token is chosen after some that follow the row's own.
+        max_drafts: largest number of drafts after the sampled tokens.
+        num_remaining_tokens: tokens until the sequence reaches its length limit.
+        stop_tokens: token ids that end the sequence.
+        sample_row: maps tokens after the sequence's own tokens to the next sampling input.
     """
 
-    count: int
-    left: int
+    max_drafts: int
+    num_remaining_tokens: int
     stop_tokens: Collection[int]
     sample_row: Callable[[Sequence[int]], SampleRow]
 
-    def drafts_after(self, chosen: Sequence[int]) -> int:
-        """Return how many drafts may follow these tokens, at least one; 0 if they end the row."""
+    def max_drafts_after(self, chosen: Sequence[int]) -> int:
+        """Return the largest number of drafts after the sampled tokens; 0 at the sequence's end."""
         if chosen[-1] in self.stop_tokens:
             return 0
-        # The last token is chosen and never computed.
-        return max(0, min(self.count, self.left - len(chosen) - 1))
+        # The last token is sampled but never computed, so a draft there would be wasted.
+        return max(0, min(self.max_drafts, self.num_remaining_tokens - len(chosen) - 1))
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class ComputedStep:
-    """A step whose tokens are chosen, before it is committed.
+    """A step after sampling and before `Scheduler.commit`.
 
     Args:
-        plan: of the step.
-        layout: of its tokens.
-        hidden: [t, 1, h] of all tokens, whole on every rank.
-        cache: that the step has written to.
-        logits: returns fp32 logits [n, V] of hidden states [n, 1, h].
-        following: of each row the known tokens after those of the step.
-        rows: the sampled ones.
-        chosen: of each of these what is appended to it, accepted drafts included.
-        accepted: how many of these are drafts.
-        counts: drafts at most after `chosen`; none of a row that ends.
+        plan: schedule of the step.
+        layout: layout of its tokens.
+        hidden: hidden states [t, 1, h] of all tokens, gathered on every rank.
+        cache: cache that the step has written to.
+        logits: maps hidden states [n, 1, h] to fp32 logits [n, V].
+        next_tokens: for each scheduled sequence its tokens after the scheduled tokens.
+        seqs: the sampled sequences.
+        chosen: new tokens of each sampled sequence, accepted drafts included.
+        accepted: number of accepted drafts of each sampled sequence.
+        max_drafts: largest number of drafts after `chosen`; 0 for a sequence that ends.
     """
 
-    plan: BatchPlan
+    plan: SchedulerOutput
     layout: SequenceLayout
     hidden: Tensor
     cache: PagedCache
     logits: Callable[[Tensor], Tensor]
-    following: Sequence[Sequence[int]]
-    rows: Sequence[SampledRow]
+    next_tokens: Sequence[Sequence[int]]
+    seqs: Sequence[SampledSequence]
     chosen: Sequence[Sequence[int]]
     accepted: Sequence[int]
-    counts: Sequence[int]
+    max_drafts: Sequence[int]
 
-    def takes_more(self, at: int, drafts: Sequence[int]) -> bool:
-        """Return whether a sampled row may have another draft after some."""
-        stopped = bool(drafts) and drafts[-1] in self.rows[at].stop_tokens
-        return len(drafts) < self.counts[at] and not stopped
+    def can_extend(self, index: int, drafts: Sequence[int]) -> bool:
+        """Return whether `seqs[index]` may have another draft after `drafts`."""
+        stopped = bool(drafts) and drafts[-1] in self.seqs[index].stop_tokens
+        return len(drafts) < self.max_drafts[index] and not stopped
 
 
 class Proposer(Protocol):
-    """Where drafts come from; `megatron.core.inference.speculation` has several.
+    """Source of draft tokens; this module has several.
 
     Attributes:
-        stage: of a pipeline, where drafts are found: on "every" one, each of which finds the same;
-            on the "first", by `propose`; or on the "last", by `predict`, which is called there
-            alone. `propose` is called on all, those of others do not count.
+        stage: pipeline stages that compute drafts. "every": `propose` returns the same drafts on
+            all stages. "first": only the first stage's `propose` counts. "last": `predict` runs on
+            the last stage. `propose` is called on all stages in each case.
     """
 
     stage: DraftStage
 
     def propose(self, contexts: Sequence[DraftContext]) -> Sequence[Sequence[int]]:
-        """Return tokens that may follow those of each row, no more than it may have."""
+        """Return at most `max_drafts` drafts for each sequence."""
         ...
 
     def predict(self, step: ComputedStep) -> Sequence[Sequence[int]]:
-        """Return drafts after what a step has chosen, of each sampled row no more than it may have.
+        """Return at most `max_drafts` drafts for each sampled sequence of a step.
 
-        It is a part of every step, on the last pipeline stage, whose drafts the others are told; it
-        may run in another thread than the host's loop.
+        It runs at the end of each step on the last pipeline stage, which sends the drafts to the
+        other stages. It may run in another thread than `propose`.
         """
         ...
 
     def sleep(self, *, weights: bool) -> None:
-        """Give back the proposer's own memory on the device until `wake`, with `weights` that of
-        its weights too."""
+        """Free the proposer's device memory until `wake`; with `weights` also its weights."""
         ...
 
     def wake(self) -> None:
-        """Take the memory again."""
+        """Allocate the memory again."""
         ...
 
 
 @dataclass
-class _NGrams:
-    """Where the n-grams of a row's tokens were last, by what followed them.
+class _NGramIndex:
+    """Index of the n-grams of a sequence.
 
     Args:
-        indexed: tokens whose n-grams are known.
-        places: place after the last occurrence of each n-gram.
+        num_indexed: number of indexed tokens.
+        positions: position after the last occurrence of each n-gram.
     """
 
-    indexed: int = 0
-    places: dict[tuple[int, ...], int] = field(default_factory=dict)
+    num_indexed: int = 0
+    positions: dict[tuple[int, ...], int] = field(default_factory=dict)
 
 
 class NGramLookup:
-    """Prompt lookup decoding (Saxena 2023): draft what followed the newest tokens of a row where
-    they were in it before.
+    """Prompt lookup decoding (Saxena 2023): draft the continuation of an earlier occurrence of the
+    newest tokens.
 
     Args:
-        longest, shortest: newest tokens that are looked for; the longest match counts, and of its
-            occurrences the last.
+        longest, shortest: range of n-gram lengths. The longest match wins, then the latest.
     """
 
     def __init__(self, longest: int = 4, shortest: int = 2) -> None:
@@ -181,41 +183,45 @@ class NGramLookup:
             )
         self.lengths = range(longest, shortest - 1, -1)
         self.stage: DraftStage = "every"
-        self._known: weakref.WeakKeyDictionary[Row, _NGrams] = weakref.WeakKeyDictionary()
+        # Weak keys: an index disappears with its sequence.
+        self._indexes: weakref.WeakKeyDictionary[SequenceState, _NGramIndex]
+        self._indexes = weakref.WeakKeyDictionary()
 
     def propose(self, contexts: Sequence[DraftContext]) -> list[list[int]]:
         """See `Proposer`."""
-        return [self._lookup(context.row, context.count) for context in contexts]
+        return [self._lookup(context.seq, context.max_drafts) for context in contexts]
 
     def predict(self, step: ComputedStep) -> list[list[int]]:
-        """See `Proposer`: it predicts nothing."""
+        """See `Proposer`; all drafts come from `propose`."""
         return []
 
     def sleep(self, *, weights: bool) -> None:
-        """See `Proposer`: it has no memory on the device."""
+        """See `Proposer`; there is no device memory to free."""
 
     def wake(self) -> None:
         """See `Proposer`."""
 
-    def _lookup(self, row: Row, count: int) -> list[int]:
-        tokens, known = row.tokens, self._known.setdefault(row, _NGrams())
+    def _lookup(self, seq: SequenceState, count: int) -> list[int]:
+        tokens, index = seq.tokens, self._indexes.setdefault(seq, _NGramIndex())
         end = len(tokens)
-        for place in range(known.indexed, end):  # the n-grams in front of each token
+        # Index the n-grams before each new token. The n-gram at the end is not indexed yet, so it
+        # cannot match itself below.
+        for position in range(index.num_indexed, end):
             for length in self.lengths:
-                if place >= length:
-                    known.places[tuple(tokens[place - length : place])] = place
-        known.indexed = end
+                if position >= length:
+                    index.positions[tuple(tokens[position - length : position])] = position
+        index.num_indexed = end
         for length in self.lengths:
-            place = known.places.get(tuple(tokens[max(0, end - length) : end]))
-            if place is not None:
-                # What repeats itself goes on beyond the end of the tokens.
-                period = end - place
-                return [tokens[place + n % period] for n in range(count)]
+            position = index.positions.get(tuple(tokens[max(0, end - length) : end]))
+            if position is not None:
+                # Continue past the end of the tokens as if they repeated with this period.
+                period = end - position
+                return [tokens[position + n % period] for n in range(count)]
         return []
 
 
 class DraftEngine(Protocol):
-    """What `DraftModel` asks of the smaller model's engine; `Engine` is one."""
+    """Engine interface of `DraftModel`, for example `Engine`."""
 
     config: EngineConfig
     scheduler: Scheduler
@@ -223,36 +229,36 @@ class DraftEngine(Protocol):
 
     @property
     def unfinished(self) -> int:
-        """Outputs that have not ended."""
+        """Number of unfinished outputs."""
         ...
 
     def add(self, request: Request) -> int:
-        """Take a request in and return its id."""
+        """Queue a request and return its id."""
         ...
 
     def step(self) -> list[Completion]:
-        """Compute one step; return the outputs that have a new token."""
+        """Compute one step; return the outputs that have new tokens."""
         ...
 
     def sleep(self, weights: Iterable[Tensor]) -> None:
-        """Give the memory of the cache and of these weights back until `wake`."""
+        """Free the device memory of the cache and of `weights` until `wake`."""
         ...
 
     def wake(self) -> None:
-        """Take the memory again."""
+        """Allocate the memory again."""
         ...
 
 
 class DraftModel:
-    """Drafts are what a smaller model of the same vocabulary generates, in an engine of its own.
+    """Drafts of a smaller model with the same vocabulary, generated in a second engine.
 
-    That engine's prefix cache keeps what it computed of a row, up to a block. In a pipeline the
-    first stage has all of the smaller model: it drafts for one step while later stages compute the
-    step before.
+    The prefix cache of the draft engine keeps the full blocks of a sequence between steps. With
+    pipeline parallelism the first stage holds the whole draft model. It drafts for one step while
+    later stages compute the previous step.
 
     Args:
-        engine: of the smaller model; None on a later pipeline stage.
-        weights: returns what holds the smaller model's weights, which `sleep` may give back.
+        engine: engine of the draft model; None on later pipeline stages.
+        weights: returns the tensors of the draft model that `sleep` may free.
     """
 
     def __init__(self, engine: DraftEngine | None, weights: Callable[[], Iterable[Tensor]]) -> None:
@@ -261,25 +267,26 @@ class DraftModel:
 
     def propose(self, contexts: Sequence[DraftContext]) -> list[list[int]]:
         """See `Proposer`."""
-        found: list[list[int]] = [[] for _ in contexts]
+        drafts: list[list[int]] = [[] for _ in contexts]
         if self.engine is None:
-            return found
-        places: dict[int, int] = {}
-        for place, context in enumerate(contexts):
-            count = min(context.count, self._room(self.engine) - len(context.row.tokens))
+            return drafts
+        index_of_request: dict[int, int] = {}
+        for index, context in enumerate(contexts):
+            room = self._max_length(self.engine) - len(context.seq.tokens)
+            count = min(context.max_drafts, room)
             if count > 0:
-                places[self.engine.add(_draft_request(context, count))] = place
+                index_of_request[self.engine.add(_draft_request(context, count))] = index
         while self.engine.unfinished:
             for completion in self.engine.step():
-                found[places[completion.request_id]] = completion.tokens
-        return found
+                drafts[index_of_request[completion.request_id]] = completion.tokens
+        return drafts
 
     def predict(self, step: ComputedStep) -> list[list[int]]:
-        """See `Proposer`: tokens are all that is needed."""
+        """See `Proposer`; all drafts come from `propose`."""
         return []
 
     def sleep(self, *, weights: bool) -> None:
-        """See `Proposer`; the smaller model's engine sleeps."""
+        """See `Proposer`; the draft engine sleeps."""
         if self.engine is not None:
             self.engine.sleep(self._weights() if weights else ())
 
@@ -289,20 +296,22 @@ class DraftModel:
             self.engine.wake()
 
     @staticmethod
-    def _room(engine: DraftEngine) -> int:
-        """Return the longest row that the engine has room for, in tokens."""
-        longest = engine.scheduler.pool.num_blocks * engine.config.block_size
-        return longest if engine.max_length is None else min(longest, engine.max_length)
+    def _max_length(engine: DraftEngine) -> int:
+        """Return the longest sequence of the engine in tokens."""
+        capacity = engine.scheduler.pool.num_blocks * engine.config.block_size
+        return capacity if engine.max_length is None else min(capacity, engine.max_length)
 
 
 def _draft_request(context: DraftContext, count: int) -> Request:
-    """Return a request for tokens after those of a row, chosen as its own are."""
+    """Return the request for `count` drafts, with the sampling parameters of the sequence."""
     request, generated, mask = context.request, context.generated, context.request.mask
     return Request(
-        prompt=tuple(context.row.tokens),
+        prompt=tuple(context.seq.tokens),
         max_new_tokens=count,
         sampling=dataclasses.replace(request.sampling, logprobs=None),
         stop_tokens=request.stop_tokens,
+        # The same sequence number repeats the random draws of the model, which makes drafts agree
+        # more often.
         sequence=context.sequence,
         mask=None if mask is None else lambda tokens: mask([*generated, *tokens]),
     )
@@ -310,7 +319,7 @@ def _draft_request(context: DraftContext, count: int) -> Request:
 
 @runtime_checkable
 class MultiTokenModel(Protocol):
-    """What `MultiTokenHeads` asks of a model; `megatron.core.models.gpt.GPTModel` is one."""
+    """Model interface of `MultiTokenHeads`, for example `megatron.core.models.gpt.GPTModel`."""
 
     def predict_ahead(
         self,
@@ -321,76 +330,94 @@ class MultiTokenModel(Protocol):
         layout: SequenceLayout,
         cache: PagedCache,
     ) -> Tensor:
-        """Return the hidden states [t, 1, h] of a depth from those of the depth before and the
-        tokens [1, t] that follow."""
+        """Return the hidden states [t, 1, h] of an MTP layer.
+
+        Args:
+            depth: index of the MTP layer.
+            hidden_states: hidden states [t, 1, h] of the previous MTP layer or the model.
+            tokens: token ids [1, t], shifted by `depth` + 1.
+            layout: layout of the step.
+            cache: cache of the engine.
+        """
         ...
 
 
 class MultiTokenHeads:
-    """Drafts are what the model's own depths of multi-token prediction predict (DeepSeek-AI 2024,
-    arXiv 2412.19437, section 2.2).
+    """Drafts of the model's multi-token prediction (MTP) layers (DeepSeek-AI 2024, arXiv
+    2412.19437, section 2.2).
 
-    In each step the depths compute the same tokens as the model did, and keep keys, values and
-    states in its cache. Depth k reads tokens k + 1 places ahead; at the end of a row these are
-    drafts, and what was kept of them stays if they are not accepted: it changes drafts only.
+    In each step the MTP layers compute the same tokens as the model and write keys, values and
+    states to its cache. MTP layer k reads the tokens shifted by k + 1. At the end of a sequence the
+    shifted tokens are drafts. Cache entries of rejected drafts stay, which affects only later
+    drafts, never the output.
 
     Args:
-        model: of the engine; with pipeline stages, the last.
-        depths: how many it has.
+        model: model of the engine; with pipeline parallelism its last stage.
+        num_layers: number of MTP layers.
     """
 
-    def __init__(self, model: MultiTokenModel, depths: int) -> None:
-        self.model, self.depths = model, depths
+    def __init__(self, model: MultiTokenModel, num_layers: int) -> None:
+        self.model, self.num_layers = model, num_layers
         self.stage: DraftStage = "last"
 
     def propose(self, contexts: Sequence[DraftContext]) -> list[Sequence[int]]:
         """See `Proposer`."""
-        return [context.predicted[: context.count] for context in contexts]
+        return [context.predicted[: context.max_drafts] for context in contexts]
 
     def predict(self, step: ComputedStep) -> list[list[int]]:
-        """See `Proposer`; compute the depths."""
+        """See `Proposer`; run the MTP layers."""
         plan, hidden = step.plan, step.hidden
-        rows = dict(zip(plan.sampled, range(len(plan.sampled)), strict=True))
-        drafts: list[list[int]] = [[] for _ in rows]
-        firsts = [int(plan.query_bounds[plan.place(n)]) for n in range(len(plan.rows))]
-        known: list[list[int]] = []  # of each row its new tokens that stay, and those after them
-        for n, (first, count) in enumerate(zip(firsts, plan.counts, strict=True)):
-            kept = plan.tokens[first : first + count - len(plan.drafts[n])].tolist()
-            known.append([*kept, *(step.chosen[rows[n]] if n in rows else step.following[n])])
-        # Of each sampled row, where in the step its last token is that stays.
-        last = [
-            firsts[n] + plan.counts[n] - 1 - len(plan.drafts[n]) + step.accepted[at]
-            for n, at in rows.items()
+        # Index into `plan.sequences` -> index into the sampled sequences.
+        sampled = {n: index for index, n in enumerate(plan.sampled)}
+        drafts: list[list[int]] = [[] for _ in sampled]
+        starts = [int(plan.query_bounds[plan.batch_row(n)]) for n in range(len(plan.sequences))]
+        counts = plan.num_scheduled_tokens
+        # For each sequence its scheduled tokens without drafts, then the tokens after them.
+        token_ids: list[list[int]] = []
+        for n, (start, count) in enumerate(zip(starts, counts, strict=True)):
+            computed = plan.tokens[start : start + count - len(plan.draft_tokens[n])].tolist()
+            after = step.chosen[sampled[n]] if n in sampled else step.next_tokens[n]
+            token_ids.append([*computed, *after])
+        # Index into the t tokens of the last accepted token of each sampled sequence.
+        last_accepted = [
+            starts[n] + counts[n] - 1 - len(plan.draft_tokens[n]) + step.accepted[index]
+            for n, index in sampled.items()
         ]
-        for depth in range(self.depths):
+        for layer in range(self.num_layers):
             tokens = np.zeros(hidden.shape[0], dtype=np.int64)
-            for n, (first, count) in enumerate(zip(firsts, plan.counts, strict=True)):
-                following = [*known[n], *(drafts[rows[n]] if n in rows else ())]
-                ahead = following[depth + 1 : depth + 1 + count]
-                tokens[first : first + len(ahead)] = ahead
-            there = pin(torch.from_numpy(tokens), hidden.device).to(
-                hidden.device, non_blocking=True
-            )
+            for n, (start, count) in enumerate(zip(starts, counts, strict=True)):
+                extended = [*token_ids[n], *(drafts[sampled[n]] if n in sampled else ())]
+                shifted = extended[layer + 1 : layer + 1 + count]
+                tokens[start : start + len(shifted)] = shifted
+            device_tokens = _to_device(torch.from_numpy(tokens), hidden.device)
             hidden = self.model.predict_ahead(
-                depth, hidden, there[None], layout=step.layout, cache=step.cache
+                layer, hidden, device_tokens[None], layout=step.layout, cache=step.cache
             )
-            wanted = [
-                at for at, d in enumerate(drafts) if len(d) == depth and step.takes_more(at, d)
+            # A sequence without a draft from the previous layer cannot be extended any more.
+            active = [
+                index
+                for index, tokens_so_far in enumerate(drafts)
+                if len(tokens_so_far) == layer and step.can_extend(index, tokens_so_far)
             ]
-            if wanted:
-                rows_after = [(step.rows[at], [*step.chosen[at], *drafts[at]]) for at in wanted]
-                asked = [row.sample_row(after) for row, after in rows_after]
-                index = torch.tensor([last[at] for at in wanted])
-                index = pin(index, hidden.device).to(hidden.device, non_blocking=True)
-                found = sample(step.logits(hidden.index_select(0, index)), asked)
-                tokens_found = zip(found.tokens.tolist(), found.finite.tolist(), strict=True)
-                for at, (token, finite) in zip(wanted, tokens_found, strict=True):
-                    drafts[at] += [token] * finite
+            if active:
+                sample_rows = [
+                    step.seqs[index].sample_row([*step.chosen[index], *drafts[index]])
+                    for index in active
+                ]
+                rows = _to_device(torch.tensor([last_accepted[i] for i in active]), hidden.device)
+                choice = sample(step.logits(hidden.index_select(0, rows)), sample_rows)
+                tokens_and_finite = zip(choice.tokens.tolist(), choice.finite.tolist(), strict=True)
+                for index, (token, finite) in zip(active, tokens_and_finite, strict=True):
+                    drafts[index] += [token] * finite
         return drafts
 
     def sleep(self, *, weights: bool) -> None:
-        """See `Proposer`: the depths' cache and weights are those of
-        the engine."""
+        """See `Proposer`; the engine frees the cache and the weights."""
 
     def wake(self) -> None:
         """See `Proposer`."""
+
+
+def _to_device(tensor: Tensor, device: torch.device) -> Tensor:
+    """Copy a host tensor to the device without waiting for the copy."""
+    return pin(tensor, device).to(device, non_blocking=True)

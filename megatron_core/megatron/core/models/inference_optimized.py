@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The forward pass of generation, as few operations as it takes, over the weights of a GPTModel.
 
-    >>> shapes = CacheShapes.of(model.modules(), torch.float32)
+    >>> shapes = CacheShapes.from_modules(model.modules(), torch.float32)
     >>> fast = InferenceOptimizedModel(model)
     >>> engine = Engine(fast, EngineConfig(num_blocks=8), shapes=shapes, vocab_size=VOCABULARY)
 

@@ -133,7 +133,7 @@ def test_asynchronous_outputs_are_those_of_the_synchronous_loop(family: str, dra
     for asynchronous in (False, True):
         proposer = half_right(right) if drafts and asynchronous else None
         engine = engine_of(
-            model, proposer, asynchronous=asynchronous, num_blocks=6, max_step_tokens=30
+            model, proposer, asynchronous=asynchronous, num_blocks=6, max_num_batched_tokens=30
         )
         outputs = generate(engine, asked)
         right = {r.prompt: o[0].tokens for r, o in zip(asked, outputs, strict=True)}
@@ -187,8 +187,10 @@ def tokens_or_error(rank: int, world: int) -> tuple[list[list[int]], str]:
         model = model_of("hybrid", groups)
         engine = Engine(
             model,
-            EngineConfig(num_blocks=9, max_rows=6, max_step_tokens=30, asynchronous=True),
-            shapes=CacheShapes.of(model.modules(), torch.float64),
+            EngineConfig(
+                num_blocks=9, max_num_seqs=6, max_num_batched_tokens=30, asynchronous=True
+            ),
+            shapes=CacheShapes.from_modules(model.modules(), torch.float64),
             vocab_size=VOCABULARY,
             features=EngineFeatures(check_plans=groups["tp"]),
         )
@@ -203,7 +205,7 @@ def tokens_or_error(rank: int, world: int) -> tuple[list[list[int]], str]:
 
 
 def test_ranks_plan_the_same_steps_or_end() -> None:
-    engine = engine_of(model_of("hybrid"), max_step_tokens=30, num_blocks=9)
+    engine = engine_of(model_of("hybrid"), max_num_batched_tokens=30, num_blocks=9)
     wanted = [c.tokens for (c,) in generate(engine, requests(DRAWN)[:3])]
     for said, error in run_ranks(tokens_or_error, 2):
         assert said == wanted

@@ -64,8 +64,8 @@ def crowd() -> list[Request]:
 def engine_of(model: GPTModel, **config) -> Engine:
     return Engine(
         model,
-        EngineConfig(**{"num_blocks": 200, "max_rows": 16} | config),
-        shapes=CacheShapes.of(model.modules(), model.store.dtype),
+        EngineConfig(**{"num_blocks": 200, "max_num_seqs": 16} | config),
+        shapes=CacheShapes.from_modules(model.modules(), model.store.dtype),
         vocab_size=VOCABULARY,
     )
 
@@ -94,10 +94,10 @@ CASES += [pytest.param(f, torch.bfloat16, marks=pytest.mark.slow) for f in ("lat
 def test_a_request_has_the_same_bits_in_any_company(family: str, dtype: torch.dtype) -> None:
     model = model_of(family, dtype)
     wanted = alone(model)
-    assert bits(alone(model, max_step_tokens=7)) == bits(wanted)
+    assert bits(alone(model, max_num_batched_tokens=7)) == bits(wanted)
     # A prompt that is computed for its log-probabilities takes nothing from the prefix cache.
     watched = replace(WATCHED, prompt_logprobs=False)
-    engine = engine_of(model, max_step_tokens=100)
+    engine = engine_of(model, max_num_batched_tokens=100)
     for asked in (watched, *crowd()):
         engine.add(asked)
     done: dict[int, Completion] = {}
@@ -216,6 +216,6 @@ def test_tiles_replace_packed_products_that_do_not_hold(cause: str, monkeypatch)
     try:
         model = model_of("gqa", torch.float32)
         assert model.decoder.blocks[0].mixer.qkv.weight.min_invariant_rows is None
-        assert bits(alone(model, max_step_tokens=7)) == bits(alone(model))
+        assert bits(alone(model, max_num_batched_tokens=7)) == bits(alone(model))
     finally:
         packed_matmul._min_invariant_rows.cache_clear()

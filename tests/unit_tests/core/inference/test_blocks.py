@@ -8,7 +8,7 @@ from collections import Counter
 
 import pytest
 
-from megatron.core.inference.blocks import BlockPool, block_digests
+from megatron.core.inference.blocks import BlockPool, hash_blocks
 
 
 def check(pool: BlockPool, rows: list[list[int]], known: dict[bytes, int]) -> None:
@@ -75,7 +75,7 @@ def test_a_hundred_thousand_random_events_leak_nothing(seed: int) -> None:
 
 def test_least_recently_used_block_is_evicted_from_row_end() -> None:
     pool = BlockPool(4)
-    digests = block_digests(range(64), 16)
+    digests = hash_blocks(range(64), 16)
     blocks = pool.allocate(4)
     assert blocks is not None
     for block, digest in zip(blocks, digests, strict=True):

@@ -14,7 +14,7 @@ from torch.utils._pytree import tree_leaves
 from megatron.core.cpu_graph import CpuGraph
 from megatron.core.inference import decode_graphs
 from megatron.core.inference import engine as engine_module
-from megatron.core.inference.decode_graphs import buckets_of
+from megatron.core.inference.decode_graphs import bucket_sizes
 from megatron.core.inference.engine import Completion, Engine, generate
 from megatron.core.models.gpt import GPTModel
 from megatron.core.models.inference_optimized import InferenceOptimizedModel
@@ -96,7 +96,7 @@ def test_graphs_share_one_buffer_of_logits(recorder: type) -> None:
     said(engine)
     graphs = engine._graphs
     assert graphs is not None
-    results = [graph.found for graph in graphs._graphs.values()]
+    results = [graph.outputs for graph in graphs._graphs.values()]
     assert len(results) >= 2
     assert len({logits.untyped_storage().data_ptr() for _, logits in results}) == 1
     most, vocabulary = graphs.buckets[-1], results[0][1].shape[1]
@@ -178,7 +178,7 @@ def test_the_rerun_refuses_memory_that_grows(grows: bool) -> None:
 
 
 def test_padding_touches_no_page() -> None:
-    engine = engine_of(model_of("gqa"), make_recorder=StrictTape, max_rows=7)
+    engine = engine_of(model_of("gqa"), make_recorder=StrictTape, max_num_seqs=7)
     written: set[int] = set()
     schedule = engine.scheduler.schedule
 
@@ -240,12 +240,12 @@ def test_a_graph_over_a_buffer_that_moved_is_refused(moved: str) -> None:
 
 
 def test_buckets_hold_every_number_of_rows() -> None:
-    assert buckets_of(1, 1) == (1,)
-    assert buckets_of(6, 1) == (1, 2, 4, 6)
-    assert buckets_of(16, 1) == (1, 2, 4, 8, 16)
-    assert buckets_of(7, 2) == (2, 4, 8)
-    assert buckets_of(4, 1, every=True) == (1, 2, 3, 4)
-    assert buckets_of(5, 2, every=True) == (2, 4, 6)
+    assert bucket_sizes(1, 1) == (1,)
+    assert bucket_sizes(6, 1) == (1, 2, 4, 6)
+    assert bucket_sizes(16, 1) == (1, 2, 4, 8, 16)
+    assert bucket_sizes(7, 2) == (2, 4, 8)
+    assert bucket_sizes(4, 1, all_sizes=True) == (1, 2, 3, 4)
+    assert bucket_sizes(5, 2, all_sizes=True) == (2, 4, 6)
 
 
 @pytest.mark.parametrize("family", ["gqa", "window and sinks", "latent", "hybrid", "experts"])
@@ -278,13 +278,13 @@ def test_graphs_on_a_cpu_are_recorded_anew_for_longer_contexts() -> None:
 
 def test_large_steps_on_a_cpu_are_eager() -> None:
     model = InferenceOptimizedModel(model_of("gqa"))
-    engine = engine_of(model.model, make_recorder=CpuGraph, max_rows=20)
+    engine = engine_of(model.model, make_recorder=CpuGraph, max_num_seqs=20)
     engine.model = model
     asked = [replace(one, max_new_tokens=4 + n) for n, one in enumerate(requests() * 6)][:20]
     tokens = [c.tokens for (c,) in generate(engine, asked)]
     assert engine.graphs.eager >= 4  # of 20 rows, down to 17
     assert engine.graphs.replayed > 4
-    assert tokens == [c.tokens for (c,) in generate(engine_of(model.model, max_rows=20), asked)]
+    assert tokens == [c.tokens for (c,) in generate(engine_of(model.model, max_num_seqs=20), asked)]
 
 
 def test_unrecordable_model_runs_eagerly_and_reports_reason() -> None:

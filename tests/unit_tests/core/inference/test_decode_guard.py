@@ -156,11 +156,11 @@ def decoding(
     else:
         model = model_of(family, groups, **layout)
     multiple = model.region.group.size if sequence_parallel else 1
-    engine = engine_of(model, max_step_tokens=500, token_multiple=multiple)
+    engine = engine_of(model, max_num_batched_tokens=500, token_multiple=multiple)
     engine.model = InferenceOptimizedModel(model)
     for request in requests():
         engine.add(request)
-    while any(row.remaining > 1 for row in engine._outputs):
+    while any(row.num_new_tokens > 1 for row in engine._outputs):
         engine.step()
     engine.step()  # which makes buffers of this many tokens
     return engine

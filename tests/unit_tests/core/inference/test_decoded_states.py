@@ -74,24 +74,24 @@ def compare(model: GPTModel, said: Sequence[Completion], states: Sequence[States
         assert_close_by_metric("states", torch.stack(found), wanted, bound=bound)
 
 
-@pytest.mark.parametrize("max_step_tokens", [7, 500])
+@pytest.mark.parametrize("max_num_batched_tokens", [7, 500])
 @pytest.mark.parametrize("block_size", [16, 64, 256])
 @pytest.mark.parametrize("family", FAMILIES)
 def test_they_are_for_any_chunk_and_block(
-    family: str, block_size: int, max_step_tokens: int
+    family: str, block_size: int, max_num_batched_tokens: int
 ) -> None:
     model = model_of(family)
-    engine = engine_of(model, block_size=block_size, max_step_tokens=max_step_tokens)
+    engine = engine_of(model, block_size=block_size, max_num_batched_tokens=max_num_batched_tokens)
     said, states = decoded(engine)
     compare(model, said, states)
     assert engine.stats.hit > 0 or block_size > 16
 
 
-@pytest.mark.parametrize("max_step_tokens", [7, 500])
+@pytest.mark.parametrize("max_num_batched_tokens", [7, 500])
 @pytest.mark.parametrize("family", FAMILIES)
-def test_they_are_in_the_optimized_forward(family: str, max_step_tokens: int) -> None:
+def test_they_are_in_the_optimized_forward(family: str, max_num_batched_tokens: int) -> None:
     model = model_of(family)
-    engine = engine_of(model, block_size=16, max_step_tokens=max_step_tokens)
+    engine = engine_of(model, block_size=16, max_num_batched_tokens=max_num_batched_tokens)
     engine.model = InferenceOptimizedModel(model)
     said, states = decoded(engine)
     compare(model, said, states)
@@ -106,7 +106,7 @@ def on_a_rank(rank: int, world: int, sequence_parallel: bool, optimized: bool) -
             continue
         model = model_of(family, groups, sequence_parallel=sequence_parallel)
         multiple = world if sequence_parallel else 1
-        engine = engine_of(model, max_step_tokens=30, token_multiple=multiple)
+        engine = engine_of(model, max_num_batched_tokens=30, token_multiple=multiple)
         if optimized:
             engine.model = InferenceOptimizedModel(model)
         with one_thread(), trace(groups) as records:

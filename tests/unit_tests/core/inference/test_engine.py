@@ -27,7 +27,7 @@ from megatron.core.inference.engine import (
 from megatron.core.inference.router import Replicas
 from megatron.core.inference.sampling import SampleRow, SamplingParams, sample
 from megatron.core.inference.scheduler import CacheStats
-from megatron.core.inference.sizes import LONGEST_ROW, EngineConfig
+from megatron.core.inference.sizes import MAX_SEQUENCE_TOKENS, EngineConfig
 from megatron.core.inference.speculation import DraftModel, MultiTokenHeads, NGramLookup
 from megatron.core.inference.stages import PipelineGroups
 from megatron.core.models.gpt import GPTConfig, GPTModel
@@ -138,7 +138,7 @@ def speculating(
     """Return an engine of a family with a proposer of drafts; `options` as of `engine_of`."""
     if kind == "heads":
         model = model_of(family, groups, depths=2, backend=backend)
-        return engine_of(model, MultiTokenHeads(model, depths=2), **options)
+        return engine_of(model, MultiTokenHeads(model, num_layers=2), **options)
     proposer = NGramLookup(longest=3, shortest=1)
     if kind == "draft":
         if groups is not None and groups["pp"].size > 1:  # whole on the first stage
@@ -203,18 +203,18 @@ def engine_of(
     **config,
 ) -> Engine:
     drafts = {MultiTokenHeads: 2, type(None): 0}.get(type(proposer), 3)
-    sizes = {"num_blocks": 64, "max_rows": 6, "num_speculative_tokens": drafts}
+    sizes = {"num_blocks": 64, "max_num_seqs": 6, "num_speculative_tokens": drafts}
     groups = model.groups
     shares_experts = not set(groups["etp_ep"].ranks) <= set(groups["tp"].ranks)
     return Engine(
         model,
         EngineConfig(**sizes | config),
-        shapes=CacheShapes.of(model.modules(), model.store.dtype),
+        shapes=CacheShapes.from_modules(model.modules(), model.store.dtype),
         vocab_size=VOCABULARY,
         features=EngineFeatures(
             proposer=proposer,
             make_recorder=make_recorder,
-            pipeline=PipelineGroups.of(groups),
+            pipeline=PipelineGroups.from_groups(groups),
             expert_peers=groups.host_group("etp_ep") if shares_experts else None,
         ),
     )
@@ -224,7 +224,7 @@ def engine_of(
 FACTORS = {
     "family": tuple(FAMILIES),
     "block_size": (16, 64),
-    "max_step_tokens": (7, 500),
+    "max_num_batched_tokens": (7, 500),
     "memory": ("plenty", "scarce"),
     "prefix_caching": (True, False),
     "sampling": ("greedy", "drawn", "penalties", "grammar"),
@@ -288,7 +288,7 @@ def engine_of_row(row: dict, groups: ProcessGroupCollection | None = None) -> En
     sizes = {
         "num_blocks": blocks,
         "block_size": row["block_size"],
-        "max_step_tokens": row["max_step_tokens"],
+        "max_num_batched_tokens": row["max_num_batched_tokens"],
         "prefix_caching": row["prefix_caching"],
         "asynchronous": row["asynchronous"],
     }
@@ -385,7 +385,7 @@ def test_more_forced_tokens_than_a_graph_has_rows() -> None:
     asked = [replace(one, mask=allowed, forced=forced) for one in requests()[:2]]
     said = []
     for make_recorder in (None, lambda: TapeRecorder(OpTape())):
-        engine = engine_of(model_of("gqa"), make_recorder=make_recorder, max_rows=1)
+        engine = engine_of(model_of("gqa"), make_recorder=make_recorder, max_num_seqs=1)
         said.append([one.tokens for (one,) in generate(engine, asked)])
         assert engine.stats.forced > 0
     assert engine.graphs is not None
@@ -398,11 +398,11 @@ def tokens_on_a_rank(rank: int, world: int) -> dict[str, tuple[list[list[int]], 
     found = {}
     for family in FAMILIES:
         with one_thread():
-            engine = engine_of(model_of(family, groups), max_step_tokens=30, num_blocks=9)
+            engine = engine_of(model_of(family, groups), max_num_batched_tokens=30, num_blocks=9)
             said = generate(engine, requests(DRAWN))
         found[family] = [c.tokens for (c,) in said], engine.stats.computed
     with one_thread():
-        engine = speculating("draft", "hybrid", groups, max_step_tokens=30)
+        engine = speculating("draft", "hybrid", groups, max_num_batched_tokens=30)
         said = generate(engine, requests(DRAWN))
     found["drafts"] = [c.tokens for (c,) in said], engine.stats.accepted
     return found
@@ -411,11 +411,11 @@ def tokens_on_a_rank(rank: int, world: int) -> dict[str, tuple[list[list[int]], 
 def test_tensor_parallel_ranks_say_what_one_process_does() -> None:
     ranks = run_ranks(tokens_on_a_rank, 2)
     for family in FAMILIES:
-        engine = engine_of(model_of(family), max_step_tokens=30, num_blocks=9)
+        engine = engine_of(model_of(family), max_num_batched_tokens=30, num_blocks=9)
         wanted = [c.tokens for (c,) in generate(engine, requests(DRAWN))]
         for found in ranks:
             assert found[family] == (wanted, engine.stats.computed)
-    engine = speculating("draft", "hybrid", max_step_tokens=30)
+    engine = speculating("draft", "hybrid", max_num_batched_tokens=30)
     wanted = [c.tokens for (c,) in generate(engine, requests(DRAWN))]
     assert 0 < engine.stats.accepted < engine.stats.drafted
     assert [found["drafts"] for found in ranks] == 2 * [(wanted, engine.stats.accepted)]
@@ -424,7 +424,7 @@ def test_tensor_parallel_ranks_say_what_one_process_does() -> None:
 @pytest.mark.parametrize("budget", [5, 500])
 def test_prompt_logprobs_are_those_of_the_whole_prompt(budget: int) -> None:
     model = model_of("gqa")
-    engine = engine_of(model, max_step_tokens=budget)
+    engine = engine_of(model, max_num_batched_tokens=budget)
     for _ in range(2):  # the second time the prefix cache knows the prompts
         found = generate(engine, requests(prompt_logprobs=True, n=2))
         for outputs, prompt in zip(found, prompts(), strict=True):
@@ -515,7 +515,7 @@ def test_a_window_gives_back_the_blocks_that_it_no_longer_sees(
     config = FAMILIES[family]
     config = replace(config, attention=replace(config.attention, window=20))
     model = GPTModel(config, ProcessGroupCollection.single(), seed=3)
-    engine = engine_of(model, num_blocks=8, max_rows=1, prefix_caching=prefix_caching)
+    engine = engine_of(model, num_blocks=8, max_num_seqs=1, prefix_caching=prefix_caching)
     engine.add(Request(prompt=(5,) * 10, max_new_tokens=100, sampling=GREEDY))
     held = []
     while engine.unfinished:
@@ -527,14 +527,14 @@ def test_a_window_gives_back_the_blocks_that_it_no_longer_sees(
 
 def test_attention_free_model_has_blocks_for_longest_rows() -> None:
     shapes = CacheShapes(states={"a": ((4,), torch.float32)})
-    config = EngineConfig(max_rows=3, memory_bytes=10**9)
+    config = EngineConfig(max_num_seqs=3, memory_bytes=10**9)
     assert config.sizes(shapes, 100)[0] == 3 * 7
-    assert config.sizes(shapes)[0] == 3 * LONGEST_ROW // 16
+    assert config.sizes(shapes)[0] == 3 * MAX_SEQUENCE_TOKENS // 16
 
 
 def test_memory_holds_what_it_says() -> None:
     model = model_of("hybrid")
-    shapes = CacheShapes.of(model.modules(), torch.float64)
+    shapes = CacheShapes.from_modules(model.modules(), torch.float64)
     for size in (300_000, 2_000_000):
         engine = engine_of(model, num_blocks=None, memory_bytes=size)
         assert 0.9 * size < engine.cache.num_bytes <= size

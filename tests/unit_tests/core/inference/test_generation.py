@@ -128,8 +128,8 @@ def test_prompts_that_are_fed_in_parts_yield_the_same(name: str) -> None:
     model, batch = make_model(name), requests(PROMPTS)
     whole = generate(model, batch, max_new_tokens=6, sampling=GREEDY)
     for chunk in (1, 3):
-        options = {"max_new_tokens": 6, "sampling": GREEDY, "max_rows": 1}
-        options["max_step_tokens"] = chunk
+        options = {"max_new_tokens": 6, "sampling": GREEDY, "max_num_seqs": 1}
+        options["max_num_batched_tokens"] = chunk
         with nan_memory():
             parts = generate(model, batch, **options)
         for completion, expected in zip(parts, whole, strict=True):

@@ -106,7 +106,7 @@ def fed(model: GPTModel, rows: list[torch.Tensor], steps: list[int]) -> torch.Te
     others start with what is left when they do. Zero behind the end of a row."""
     length = max(len(row) for row in rows)
     fed = PagedSteps(
-        CacheShapes.of(model.modules(), model.store.dtype), rows=len(rows), length=length
+        CacheShapes.from_modules(model.modules(), model.store.dtype), rows=len(rows), length=length
     )
     tokens = torch.stack([torch.nn.functional.pad(r, (0, length - len(r))) for r in rows], 1)
     logits = torch.zeros(length, len(rows), 61, dtype=torch.float64)
@@ -171,15 +171,15 @@ def test_prompt_split_below_two_default_chunks_matches_whole() -> None:
 
 
 def test_cache_is_allocated_only_for_layers_that_need_it(model: GPTModel) -> None:
-    shapes = CacheShapes.of(model.modules(), torch.float64)
+    shapes = CacheShapes.from_modules(model.modules(), torch.float64)
     assert shapes.token_bytes == 2 * (10 + 10) * 8  # one layer of attention of three
     assert shapes.state_bytes == (sum(DELTA.values()) + sum(MAMBA.values())) * 8
-    cache = engine_of(model, num_blocks=5, max_rows=2, prefix_caching=False).cache
+    cache = engine_of(model, num_blocks=5, max_num_seqs=2, prefix_caching=False).cache
     assert cache.num_bytes == 5 * 16 * shapes.token_bytes + (2 + 1) * shapes.state_bytes
 
 
 def test_states_of_bf16_models_are_fp32_and_their_rows_bf16() -> None:
-    shapes = CacheShapes.of(make_model(torch.bfloat16).modules(), torch.bfloat16)
+    shapes = CacheShapes.from_modules(make_model(torch.bfloat16).modules(), torch.bfloat16)
     wide = {name.rsplit(".", 1)[1]: dtype for name, (_, dtype) in shapes.states.items()}
     assert wide == {"conv": torch.bfloat16, "state": torch.float32}
     narrow, states = DELTA["conv"] + MAMBA["conv"], DELTA["state"] + MAMBA["state"]
@@ -190,7 +190,7 @@ def test_states_of_bf16_models_are_fp32_and_their_rows_bf16() -> None:
 def test_row_without_tokens_keeps_its_states(model: GPTModel, counts: tuple[int, ...]) -> None:
     for mixer in recurrent(model):
         x = torch.randn(12, 3, 22, generator=generator(7), dtype=torch.float64)
-        shapes = CacheShapes.of([mixer], torch.float64)
+        shapes = CacheShapes.from_modules([mixer], torch.float64)
         steps = PagedSteps(shapes, rows=3, length=12)
         buffers = list(steps.cache.states._buffers.values())
         with torch.no_grad():
@@ -217,10 +217,12 @@ def test_prompts_in_parts_need_the_activations_of_a_part(model: GPTModel) -> Non
         def watch(_, __, out: object, made: list[int] = made) -> None:
             made += [one.numel() for one in (out if isinstance(out, tuple) else (out,))]
 
-        options = {"sampling": GREEDY, "max_new_tokens": 1, "max_rows": 1}
+        options = {"sampling": GREEDY, "max_new_tokens": 1, "max_num_seqs": 1}
         hook = register_module_forward_hook(watch)
         try:
-            generate(model, [request], max_step_tokens=chunk, prefix_caching=False, **options)
+            generate(
+                model, [request], max_num_batched_tokens=chunk, prefix_caching=False, **options
+            )
         finally:
             hook.remove()
         found[chunk] = max(made)
@@ -235,7 +237,9 @@ def test_prompts_together_equal_each_prompt_alone(
 ) -> None:
     with nan_memory():
         # Slots that other rows have had: what these leave counts for nothing.
-        engine = engine_of(model, max_rows=5, max_step_tokens=chunk, prefix_caching=False)
+        engine = engine_of(
+            model, max_num_seqs=5, max_num_batched_tokens=chunk, prefix_caching=False
+        )
         first = {"max_new_tokens": 2, "sampling": RANDOM}
         generate_all(
             engine,
@@ -276,10 +280,17 @@ def generate_on_a_rank(rank: int, world: int) -> tuple[list[list[list[int]]], in
     model = make_model(groups=groups)
     options = {"max_new_tokens": 9, "stop_tokens": (STOP,)}
     found = [
-        generate(model, requests(), sampling=params, max_step_tokens=chunk, max_rows=3, **options)
+        generate(
+            model,
+            requests(),
+            sampling=params,
+            max_num_batched_tokens=chunk,
+            max_num_seqs=3,
+            **options,
+        )
         for params, chunk in ((GREEDY, 2048), (RANDOM, 3))
     ]
-    return found, CacheShapes.of(model.modules(), torch.float64).state_bytes
+    return found, CacheShapes.from_modules(model.modules(), torch.float64).state_bytes
 
 
 def test_tensor_parallel_ranks_generate_what_one_process_does(model: GPTModel) -> None:

@@ -74,17 +74,17 @@ def engine_on(
         InferenceOptimizedModel(model) if row["forward"] == "optimized" else model,
         EngineConfig(
             num_blocks=row["blocks"],
-            max_rows=6,
-            max_step_tokens=row["budget"],
+            max_num_seqs=6,
+            max_num_batched_tokens=row["budget"],
             prefix_caching=row["prefix_caching"],
             token_multiple=groups["tp"].size if layout else 1,
             num_speculative_tokens=3 if drafts else 0,
             asynchronous=row.get("asynchronous", False),
         ),
-        shapes=CacheShapes.of(model.modules(), model.store.dtype),
+        shapes=CacheShapes.from_modules(model.modules(), model.store.dtype),
         vocab_size=VOCABULARY,
         features=EngineFeatures(
-            pipeline=PipelineGroups.of(groups),
+            pipeline=PipelineGroups.from_groups(groups),
             proposer=half_right(drafts) if drafts else None,
             expert_peers=groups.host_group("etp_ep") if shares else None,
             make_recorder=make_recorder,
@@ -122,7 +122,7 @@ def drafting_engine(groups: ProcessGroupCollection, family: str, drafts: str) ->
     model = GPTModel(config, groups, dtype=torch.float64, seed=3, split=split)
     proposer: Proposer | None = None
     if drafts == "heads":
-        proposer = MultiTokenHeads(model, depths=2)
+        proposer = MultiTokenHeads(model, num_layers=2)
     elif drafts == "draft":
         whole = None
         if groups["pp"].rank == 0:
@@ -132,13 +132,13 @@ def drafting_engine(groups: ProcessGroupCollection, family: str, drafts: str) ->
         model,
         EngineConfig(
             num_blocks=8,
-            max_rows=6,
-            max_step_tokens=30,
+            max_num_seqs=6,
+            max_num_batched_tokens=30,
             num_speculative_tokens=0 if drafts == "off" else 2,
         ),
-        shapes=CacheShapes.of(model.modules(), model.store.dtype),
+        shapes=CacheShapes.from_modules(model.modules(), model.store.dtype),
         vocab_size=VOCABULARY,
-        features=EngineFeatures(pipeline=PipelineGroups.of(groups), proposer=proposer),
+        features=EngineFeatures(pipeline=PipelineGroups.from_groups(groups), proposer=proposer),
     )
 
 

@@ -42,7 +42,7 @@ def model_of(moe: MoEConfig, groups: ProcessGroupCollection, **layout: bool) -> 
 
 def said_by(model: GPTModel, count: int, multiple: int = 1) -> tuple[list[list[int]], torch.Tensor]:
     """Return the tokens of some requests, and their log-probabilities."""
-    engine = engine_of(model, max_step_tokens=500, token_multiple=multiple)
+    engine = engine_of(model, max_num_batched_tokens=500, token_multiple=multiple)
     engine.model = InferenceOptimizedModel(model)
     asked = [Request(prompt=p, max_new_tokens=NEW, sampling=GREEDY) for p in PROMPTS[:count]]
     outputs = [found[0] for found in generate(engine, asked)]

@@ -109,7 +109,7 @@ class Hashing:
 
 
 def engine_of(model: Hashing, **config) -> Engine:
-    config = EngineConfig(**{"num_blocks": 64, "max_rows": 5} | config)
+    config = EngineConfig(**{"num_blocks": 64, "max_num_seqs": 5} | config)
     return Engine(model, config, shapes=model.shapes, vocab_size=VOCABULARY)
 
 
@@ -125,7 +125,7 @@ def requests(prompts: Sequence[Sequence[int]] = PROMPTS, new: int = NEW, **more)
 @pytest.mark.parametrize("rows", [1, 2, 5])
 def test_text_depends_on_the_prompt_alone(rows: int, budget: int, paged: bool) -> None:
     model = Hashing(paged=paged)
-    engine = engine_of(model, max_rows=rows, max_step_tokens=budget)
+    engine = engine_of(model, max_num_seqs=rows, max_num_batched_tokens=budget)
     done = generate(engine, requests())
     assert [c.tokens for (c,) in done] == [expected(p) for p in PROMPTS]
     # Each token is computed once, but the last ones, which are never fed.
@@ -134,7 +134,7 @@ def test_text_depends_on_the_prompt_alone(rows: int, budget: int, paged: bool) -
 
 def test_rows_end_and_others_take_their_place() -> None:
     stop = expected(PROMPTS[0])[2]
-    engine = engine_of(Hashing(), max_rows=2)
+    engine = engine_of(Hashing(), max_num_seqs=2)
     done = generate(engine, requests(stop_tokens=frozenset({stop})))
     assert [c.tokens for (c,) in done] == [expected(p, stop=stop) for p in PROMPTS]
     assert done[0][0].finish_reason == "stop"
@@ -158,7 +158,7 @@ def sharing(prefix: int, unique: int, count: int) -> list[tuple[int, ...]]:
 )
 def test_a_shared_prefix_is_computed_once(prefix: int, unique: int, count: int, chunk: int) -> None:
     model = Hashing(paged=True)
-    engine = engine_of(model, num_blocks=200, max_rows=8, max_step_tokens=chunk)
+    engine = engine_of(model, num_blocks=200, max_num_seqs=8, max_num_batched_tokens=chunk)
     prompts = sharing(prefix, unique, count)
     done = generate(engine, requests(prompts, new=1))
     assert [c.tokens for (c,) in done] == [expected(p, 1) for p in prompts]
@@ -172,7 +172,7 @@ def test_a_shared_prefix_is_computed_once(prefix: int, unique: int, count: int, 
 def test_hybrids_go_on_from_states_inside_a_prompt(prefix: int, unique: int) -> None:
     """Requests that come one after the other, so where they part is not known before."""
     model = Hashing()
-    engine = engine_of(model, num_blocks=1000, max_rows=2)
+    engine = engine_of(model, num_blocks=1000, max_num_seqs=2)
     prompts, hits = sharing(prefix, unique, 4), []
     for prompt in prompts:
         before = engine.stats.hit
@@ -187,7 +187,7 @@ def test_hybrids_go_on_from_states_inside_a_prompt(prefix: int, unique: int) -> 
 
 def test_hybrids_that_come_together_part_where_they_do() -> None:
     model = Hashing()
-    engine = engine_of(model, num_blocks=1000, max_rows=4)
+    engine = engine_of(model, num_blocks=1000, max_num_seqs=4)
     prompts = sharing(500, 60, 4)
     done = generate(engine, requests(prompts))
     assert [c.tokens for (c,) in done] == [expected(p) for p in prompts]
@@ -208,7 +208,7 @@ def test_next_turn_reuses_blocks_of_generated_tokens() -> None:
 
 def test_rows_that_give_up_their_blocks_come_to_the_same_end() -> None:
     for model in (Hashing(), Hashing(paged=True)):
-        engine = engine_of(model, num_blocks=7, max_rows=5)
+        engine = engine_of(model, num_blocks=7, max_num_seqs=5)
         prompts = sharing(20, 20, 5)
         done = generate(engine, requests(prompts, new=60))
         assert [c.tokens for (c,) in done] == [expected(p, 60) for p in prompts]
@@ -224,8 +224,8 @@ def test_requests_come_and_go_at_any_time(seed: int) -> None:
     engine = engine_of(
         model,
         num_blocks=source.choice((9, 20, 60)),
-        max_rows=source.choice((1, 3, 8)),
-        max_step_tokens=source.choice((8, 16, 50)),
+        max_num_seqs=source.choice((1, 3, 8)),
+        max_num_batched_tokens=source.choice((8, 16, 50)),
         prefix_caching=seed != 5,
     )
     start = source.choices(range(VOCABULARY), k=60)
@@ -272,13 +272,13 @@ def finish(found, wanted: dict[int, list[int]], ended: dict[int, str]) -> None:
 def check_books(engine: Engine) -> None:
     """Every reference to a block is one of a running row, and every running row has a slot."""
     scheduler = engine.scheduler
-    held = [block for row in scheduler.running for block in row.blocks if block >= 0]
+    held = [block for row in scheduler.running for block in row.block_ids if block >= 0]
     assert scheduler.pool.references == len(held)
     unused = scheduler.pool.num_blocks - len(set(held))
     assert scheduler.pool.available == unused
     slots = [row.slot for row in scheduler.running]
-    assert len(set(slots)) == len(slots) <= scheduler.max_rows
-    assert all(row.slot < 0 and not row.blocks for row in scheduler.waiting)
+    assert len(set(slots)) == len(slots) <= scheduler.max_num_seqs
+    assert all(row.slot < 0 and not row.block_ids for row in scheduler.waiting)
 
 
 def test_several_outputs_share_a_prompt() -> None:
@@ -321,7 +321,7 @@ def test_tokens_say_which_weights_chose_them() -> None:
 @pytest.mark.parametrize("budget", [16, 500])
 def test_no_block_computed_across_weight_update_is_reused(paged: bool, budget: int) -> None:
     model = Hashing(paged=paged)
-    engine = engine_of(model, max_step_tokens=budget)
+    engine = engine_of(model, max_num_batched_tokens=budget)
     first = engine.add(requests(LONG, new=60)[0])
     twin = engine.add(requests(LONG)[0])  # waits for what the first one is computing
     done = {}

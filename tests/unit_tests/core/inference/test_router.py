@@ -31,8 +31,10 @@ BLOCK = 16
 FIRST, SECOND = (5,) * 2 * BLOCK, (9,) * 2 * BLOCK
 
 
-def router(replicas: int = 2, *, max_rows: int = 4, num_blocks: int = 64) -> RequestRouter:
-    return RequestRouter(replicas, max_rows=max_rows, block_size=BLOCK, num_blocks=num_blocks)
+def router(replicas: int = 2, *, max_num_seqs: int = 4, num_blocks: int = 64) -> RequestRouter:
+    return RequestRouter(
+        replicas, max_num_seqs=max_num_seqs, block_size=BLOCK, num_blocks=num_blocks
+    )
 
 
 def ask(prompt: Sequence[int], new: int = 8, **more: Any) -> Request:
@@ -49,7 +51,7 @@ def test_requests_without_shared_prefix_go_to_least_loaded() -> None:
 
 
 def test_a_prefix_goes_to_one_replica_while_that_has_a_free_row() -> None:
-    routes = router(max_rows=3)
+    routes = router(max_num_seqs=3)
     assert routes.assign(ask([*FIRST, 1])) == 0
     assert routes.assign(ask([*SECOND, 1])) == 1
     assert [routes.assign(ask([*FIRST, n])) for n in (2, 3)] == [0, 0]
@@ -297,7 +299,7 @@ def differing_on_a_rank(rank: int, world: int) -> str:
     replicas = replicas_on(groups, "gqa")
     assert replicas.router is not None
     if rank:  # planted: it sees no prefix
-        replicas.router._shared = lambda sent, digests: 0
+        replicas.router._num_shared_blocks = lambda sent, hashes: 0
     return str(said(replicas))
 
 

@@ -16,7 +16,9 @@ from megatron.core.inference.sizes import CacheSizes, EngineConfig
 ATTENTION = [(), ((1, 4),), ((2, 64), (24,))]
 STATES = [{}, {"a": ((3, 5), torch.float32)}, {"a": ((4, 16, 32), torch.float32)}]
 ENGINES = [
-    EngineConfig(max_rows=rows, block_size=block, prefix_caching=cached, num_speculative_tokens=n)
+    EngineConfig(
+        max_num_seqs=rows, block_size=block, prefix_caching=cached, num_speculative_tokens=n
+    )
     for rows, block, cached, n in itertools.product((1, 3), (16, 64), (False, True), (0, 2, 40))
 ]
 
@@ -31,7 +33,7 @@ def shapes() -> list[CacheShapes]:
 
 def with_memory(engine: EngineConfig, memory: int) -> EngineConfig:
     return EngineConfig(
-        max_rows=engine.max_rows, block_size=engine.block_size, memory_bytes=memory,
+        max_num_seqs=engine.max_num_seqs, block_size=engine.block_size, memory_bytes=memory,
         prefix_caching=engine.prefix_caching,
         num_speculative_tokens=engine.num_speculative_tokens,
     )  # fmt: skip
@@ -53,7 +55,7 @@ def test_the_memory_of_the_error_is_the_least_that_is_accepted(shape):
             with_memory(engine, least - 1).sizes(shape, 128)
         blocks, slots = with_memory(engine, least).sizes(shape, 128)
         assert blocks * engine.block_size > engine.num_speculative_tokens
-        assert slots >= engine.max_rows or not shape.states
+        assert slots >= engine.max_num_seqs or not shape.states
         assert taken(engine, shape, blocks if shape.attention else 0, slots) <= least
 
 
@@ -61,7 +63,7 @@ def test_the_memory_of_the_error_is_the_least_that_is_accepted(shape):
 def test_no_amount_of_memory_leaves_an_engine_without_blocks(shape):
     """Snapshots of states take what blocks leave, and blocks what is left of a quarter."""
     for engine in ENGINES:
-        least = taken(engine, shape, 64 // engine.block_size, 2 * engine.max_rows + 1)
+        least = taken(engine, shape, 64 // engine.block_size, 2 * engine.max_num_seqs + 1)
         for memory in {least + extra for extra in (0, 1, shape.state_bytes, 4 * least, 64 * least)}:
             blocks, slots = with_memory(engine, memory).sizes(shape, 128)
             assert blocks >= 1
@@ -73,7 +75,9 @@ def test_the_number_of_drafts_of_the_error_is_the_most_accepted(blocks, step_tok
     sizes = CacheSizes(num_blocks=blocks, num_slots=1, has_states=False, window=None)
 
     def check(count: int) -> None:
-        sizes.check_drafts(EngineConfig(max_step_tokens=step_tokens, num_speculative_tokens=count))
+        sizes.check_drafts(
+            EngineConfig(max_num_batched_tokens=step_tokens, num_speculative_tokens=count)
+        )
 
     with pytest.raises(ValueError, match="at most") as refused:
         check(1000)

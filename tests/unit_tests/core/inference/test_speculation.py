@@ -26,7 +26,7 @@ from megatron.core.inference.sampling import (
     accepted_drafts,
     uniform,
 )
-from megatron.core.inference.scheduler import LONGEST_REST, DraftLength
+from megatron.core.inference.scheduler import MAX_BACKOFF_STEPS, DraftLength
 from megatron.core.inference.speculation import (
     ComputedStep,
     DraftContext,
@@ -146,7 +146,7 @@ class Scripted:
         self.stage: DraftStage = "every"
 
     def propose(self, contexts: Sequence[DraftContext]) -> list[list[int]]:
-        return [list(self.script(c.row.tokens, c.count)) for c in contexts]
+        return [list(self.script(c.seq.tokens, c.max_drafts)) for c in contexts]
 
     def predict(self, step: ComputedStep) -> list[list[int]]:
         return []
@@ -189,7 +189,7 @@ def test_the_longest_and_latest_match_counts() -> None:
     def asked(tokens: Sequence[int], count: int) -> list[int]:
         return []
 
-    engine = counting(Scripted(asked), max_rows=3)
+    engine = counting(Scripted(asked), max_num_seqs=3)
     for prompt in (
         (1, 2, 3, 9, 8, 2, 3, 4, 1, 2, 3),  # 1, 2, 3 before 2, 3
         (5, 6, 1, 5, 6, 2, 5, 6),  # the later of two
@@ -212,11 +212,13 @@ def test_heads_predict_what_they_learn_to(family: str, optimized: bool) -> None:
         def propose(self, contexts: Sequence[DraftContext]) -> list[list[int]]:
             found = super().propose(contexts)
             for context, drafts in zip(contexts, found, strict=True):
-                proposed.update({tuple(context.row.tokens): draft for draft in drafts})
+                proposed.update({tuple(context.seq.tokens): draft for draft in drafts})
             return found
 
     generator = InferenceOptimizedModel(model) if optimized else model
-    engine = engine_of(model, Seen(generator, 1), num_speculative_tokens=1, max_step_tokens=30)
+    engine = engine_of(
+        model, Seen(generator, 1), num_speculative_tokens=1, max_num_batched_tokens=30
+    )
     engine.model = generator
     with nan_memory():
         generate(engine, requests())
@@ -243,13 +245,13 @@ def drafts_of_heads(
     class Seen(MultiTokenHeads):
         def propose(self, contexts: Sequence[DraftContext]) -> list[list[int]]:
             proposed = super().propose(contexts)
-            found.update({tuple(c.row.tokens): d for c, d in zip(contexts, proposed, strict=True)})
+            found.update({tuple(c.seq.tokens): d for c, d in zip(contexts, proposed, strict=True)})
             return proposed
 
     model = model_of(family, groups, depths=2, **layout)
     generator = InferenceOptimizedModel(model) if family == "gqa" else model
-    sizes = {"num_speculative_tokens": 2, "max_step_tokens": 30, "token_multiple": 2}
-    engine = engine_of(model, Seen(generator, depths=2), **sizes)
+    sizes = {"num_speculative_tokens": 2, "max_num_batched_tokens": 30, "token_multiple": 2}
+    engine = engine_of(model, Seen(generator, num_layers=2), **sizes)
     engine.model = generator
     with one_thread():
         return [outputs[0] for outputs in generate(engine, requests())], found
@@ -327,7 +329,7 @@ def test_drafts_follow_a_token_that_is_still_being_chosen() -> None:
 
     class Watched(Scripted):
         def propose(self, contexts: Sequence[DraftContext]) -> list[list[int]]:
-            pending.extend(context.row.pending for context in contexts)
+            pending.extend(context.seq.num_pending_tokens for context in contexts)
             return super().propose(contexts)
 
     engine = counting(Watched(script), asynchronous=True, num_blocks=20)
@@ -348,7 +350,7 @@ def test_drafts_delay_and_preempt_nobody() -> None:
     steps = []
     for proposer in (None, wrong):
         engine = counting(
-            proposer, 4 if proposer else 0, num_blocks=12, max_rows=6, max_step_tokens=8
+            proposer, 4 if proposer else 0, num_blocks=12, max_num_seqs=6, max_num_batched_tokens=8
         )
         generate(engine, asked)
         steps.append(engine.stats.steps)
@@ -465,23 +467,23 @@ def test_non_finite_logits_end_row_after_accepted_tokens() -> None:
 
 
 def test_drafts_are_as_many_as_are_accepted() -> None:
-    length, tried, steps = DraftLength(most=8), 0, 200
+    length, tried, steps = DraftLength(max_drafts=8), 0, 200
     for _ in range(steps):
-        count = length.next
+        count = length.next_length
         tried += count > 0
         length.update(count, 0)
-    assert 6 < tried < 6 + steps / LONGEST_REST  # it looks again, more and more rarely
-    while not length.next:
+    assert 6 < tried < 6 + steps / MAX_BACKOFF_STEPS  # it looks again, more and more rarely
+    while not length.next_length:
         length.update(0, 0)
     for _ in range(10):
-        length.update(length.next, length.next)
-    assert length.next == 8
+        length.update(length.next_length, length.next_length)
+    assert length.next_length == 8
     source = torch.Generator().manual_seed(1)
     wanted = {}
     for chance in (0.5, 0.9):
         found = []
         for _ in range(400):
-            count = length.next
+            count = length.next_length
             accepted = 0
             while accepted < count and torch.rand((), generator=source) < chance:
                 accepted += 1
@@ -496,7 +498,7 @@ def test_drafts_are_as_many_as_are_accepted() -> None:
     [
         (3, None, {}, "num-speculative-tokens is 3 without a proposer"),
         (0, NGramLookup(), {}, "num-speculative-tokens is 0 with a proposer"),
-        (9, NGramLookup(), {"max_step_tokens": 9}, "use at most 8"),
+        (9, NGramLookup(), {"max_num_batched_tokens": 9}, "use at most 8"),
         (40, NGramLookup(), {"num_blocks": 2}, "40.* 2 blocks of 16: use at most 31"),
         (2, MultiTokenHeads(None, 2), {"asynchronous": True}, "asynchronous .*: use n-grams"),
     ],

@@ -10,7 +10,7 @@ from dataclasses import asdict
 import pytest
 
 from megatron.core.inference.cache import StateCache
-from megatron.core.inference.scheduler import BatchPlan, Row, Scheduler
+from megatron.core.inference.scheduler import Scheduler, SchedulerOutput, SequenceState
 
 
 class Counted(Scheduler):
@@ -18,22 +18,22 @@ class Counted(Scheduler):
 
     planned = 0
 
-    def _plan(self, planned: Sequence[tuple[Row, int]]) -> BatchPlan:
+    def _build_output(self, planned: Sequence[tuple[SequenceState, int]]) -> SchedulerOutput:
         self.planned += 1
-        return super()._plan(planned)
+        return super()._build_output(planned)
 
 
 class PlannedFromRows(Counted):
     """Plans every step from the rows."""
 
-    def _moved_on(self) -> BatchPlan | None:
+    def _advance_steady(self) -> SchedulerOutput | None:
         return None
 
 
 #: What schedulers are made of, and how many slots for states there are.
 CASES: dict[str, tuple[Mapping[str, object], int]] = {
     "plain": ({}, 0),
-    "blocks run out": ({"num_blocks": 14, "max_rows": 2}, 0),
+    "blocks run out": ({"num_blocks": 14, "max_num_seqs": 2}, 0),
     "padded": ({"token_multiple": 4}, 0),
     "window": ({"window": 9}, 0),
     "states": ({}, 12),
@@ -45,14 +45,16 @@ def drive(kind: type[Counted], case: str) -> tuple[list[object], Counted]:
     """Serve random rows that come and go; return every step's digest and rows, and statistics."""
     options, slots = CASES[case]
     states = {"states": StateCache(slots)} if slots else {}
-    given = {"num_blocks": 64, "block_size": 4, "max_rows": 5, "max_step_tokens": 24}
+    given = {"num_blocks": 64, "block_size": 4, "max_num_seqs": 5, "max_num_batched_tokens": 24}
     scheduler = kind(**given | options | states)
     draw, rows, found = random.Random(5), [], []
     for step in range(160):
         if step % 9 == 0 and len(scheduler.waiting) < 3:
             begin = draw.choice(([1] * 8, [2] * 8, [])) + [draw.randrange(50) for _ in range(5)]
             length = len(begin) + draw.randrange(1, 36)
-            rows.append(Row(tokens=begin, prompt_length=len(begin), max_tokens=length))
+            rows.append(
+                SequenceState(tokens=begin, num_prompt_tokens=len(begin), max_tokens=length)
+            )
             rows[-1].priority = draw.randrange(2)
             scheduler.add(rows[-1])
         if step % 31 == 30 and scheduler.running:
@@ -62,11 +64,19 @@ def drive(kind: type[Counted], case: str) -> tuple[list[object], Counted]:
         plan = scheduler.schedule()
         if plan is None:
             continue
-        numbers = [rows.index(row) for row in plan.rows]
-        found.append((plan.digest(), numbers, plan.starts, plan.counts, plan.chosen_after.tolist()))
+        numbers = [rows.index(row) for row in plan.sequences]
+        found.append(
+            (
+                plan.digest(),
+                numbers,
+                plan.num_computed_tokens,
+                plan.num_scheduled_tokens,
+                plan.logits_indices.tolist(),
+            )
+        )
         scheduler.commit(plan)
         for n in plan.sampled:
-            row = plan.rows[n]
+            row = plan.sequences[n]
             row.append(draw.randrange(50))
             if len(row.tokens) == row.max_tokens:
                 scheduler.remove(row)

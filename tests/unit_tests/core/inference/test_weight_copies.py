@@ -55,7 +55,7 @@ def test_states_are_those_of_a_model_with_the_copies_values(
     model, reference = model_in_fp32(family), model_in_fp32(family)
     store_values_of_copies(reference, dtype)
     assert not products
-    engine = engine_of(model, max_step_tokens=500)
+    engine = engine_of(model, max_num_batched_tokens=500)
     engine.model = InferenceOptimizedModel(model, copies=dtype)
     with one_thread():
         said, states = decoded(engine)
@@ -102,7 +102,7 @@ def test_a_model_packs_its_bf16_copies(monkeypatch: pytest.MonkeyPatch) -> None:
 def on_a_rank(rank: int, world: int) -> list[torch.Tensor]:
     groups = ProcessGroupCollection.create(RankGrid(world_size=world, tp=world), rank=rank)
     model = model_in_fp32("gqa", groups)
-    engine = engine_of(model, max_step_tokens=500)
+    engine = engine_of(model, max_num_batched_tokens=500)
     engine.model = InferenceOptimizedModel(model, copies="int8")
     with one_thread():
         return [states[0] for states in decoded(engine)[1]]

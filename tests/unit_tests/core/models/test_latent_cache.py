@@ -68,7 +68,7 @@ def in_steps(model: GPTModel, tokens: torch.Tensor, steps) -> tuple[torch.Tensor
     """Return logits [s, b, V] of tokens [b, s] given to a cache so many at a time, and the
     cache."""
     rows, length = tokens.shape
-    shapes = CacheShapes.of(model.modules(), model.store.dtype)
+    shapes = CacheShapes.from_modules(model.modules(), model.store.dtype)
     fed = PagedSteps(shapes, rows=rows, length=length)
     logits = torch.zeros(length, rows, 61)
     with torch.no_grad(), nan_memory():
@@ -107,7 +107,7 @@ def test_every_position_is_that_of_the_whole_sequence(name: str):
 def test_a_cache_keeps_the_same_whatever_the_heads():
     for heads in (1, 4, 12):
         model = model_of(changed(num_attention_heads=heads))
-        shapes = CacheShapes.of(model.modules(), torch.float32)
+        shapes = CacheShapes.from_modules(model.modules(), torch.float32)
         assert shapes.token_bytes == CONFIG.num_layers * KEPT * 4
 
 
@@ -138,7 +138,7 @@ def test_a_step_copies_no_weight():
     with one_thread(), torch.no_grad():
         model = model_of(config)
         tokens = torch.randint(0, 61, (2, 6), generator=generator(1))
-        fed = PagedSteps(CacheShapes.of(model.modules(), torch.float32), rows=2, length=6)
+        fed = PagedSteps(CacheShapes.from_modules(model.modules(), torch.float32), rows=2, length=6)
         for count in (5, 1):
             layout = fed.layout([count] * 2)
             new = fed.packed(tokens.t())[None]

@@ -280,7 +280,7 @@ def test_prefill_and_decode_of_layer_match_whole_sequence(kind, monkeypatch):
     layer, count = layer_of(kind), PROMPT + len(STEPS)
     hidden = torch.randn(count, 3, HIDDEN, generator=generator(4))
     whole = layer(hidden, SequenceLayout.of_rows(count))
-    fed = PagedSteps(CacheShapes.of([layer], torch.float32), rows=3, length=count)
+    fed = PagedSteps(CacheShapes.from_modules([layer], torch.float32), rows=3, length=count)
     out = torch.zeros(count, 3, HIDDEN)
 
     def feed(counts: Sequence[int]) -> None:
@@ -308,7 +308,7 @@ def test_prefill_and_decode_of_layer_match_whole_sequence(kind, monkeypatch):
 def test_between_projections_there_is_one_kernel(kind, monkeypatch):
     monkeypatch.setattr(recurrence_decode_op, "_implementation", lambda *_: "triton")
     layer = layer_of(kind)
-    fed = PagedSteps(CacheShapes.of([layer], torch.float32), rows=2, length=9)
+    fed = PagedSteps(CacheShapes.from_modules([layer], torch.float32), rows=2, length=9)
     layout = fed.layout([1, 1])
     hidden = torch.randn(2, 1, HIDDEN, generator=generator(5))
     projections = {"input": layer.input(hidden), "output": hidden}

@@ -354,7 +354,7 @@ def first_buffers(rank: int, world: int, folder: str) -> tuple[list[bool], list[
         addresses.append(comm.addends((4, 64), torch.float32).data_ptr())
     model = AfterOddTransfers(model_in_fp32("gqa", groups, sequence_parallel=True), comm)
     model.first = addresses[0]
-    engine = engine_of(model.model, max_step_tokens=500, token_multiple=world)
+    engine = engine_of(model.model, max_num_batched_tokens=500, token_multiple=world)
     engine.model = model
     used, begins = [], []
     filled, call = Arena._fill_next, AfterOddTransfers.__call__
@@ -419,7 +419,7 @@ def decodes(rank: int, world: int, folder: str, families: dict[str, dict]) -> di
         memory = Files(Path(folder) / family, rank, **how.get("memory", {}))
         multicast_by_peers(memory)
         comm = SequenceParallelComm.create(group, memory, max_bytes=how.get("max_bytes", 1 << 16))
-        engine = engine_of(model, max_step_tokens=500, token_multiple=world)
+        engine = engine_of(model, max_num_batched_tokens=500, token_multiple=world)
         engine.model = InferenceOptimizedModel(model, comm)
         with one_thread(), trace(groups) as records, copies_into_arenas() as copied:
             said = generate(engine, asked())
@@ -478,7 +478,7 @@ def test_the_optimized_forward_says_the_same_over_every_way(tmp_path: Path) -> N
         with one_thread():
             wanted = [
                 outputs[0].tokens
-                for outputs in generate(engine_of(model, max_step_tokens=500), asked())
+                for outputs in generate(engine_of(model, max_num_batched_tokens=500), asked())
             ]
         for rank in found:
             said, ways, taken, steps = rank[family]
@@ -532,7 +532,7 @@ def limited(rank: int, world: int, folder: str) -> tuple[str, list[str]]:
     model, lines = model_in_fp32("gqa", groups, sequence_parallel=True), []
     memory = Files(Path(folder), rank)
     comm = SequenceParallelComm.create(group, memory, max_bytes=500, limit=200)
-    engine = engine_of(model, max_step_tokens=500, token_multiple=world)
+    engine = engine_of(model, max_num_batched_tokens=500, token_multiple=world)
     engine.model = InferenceOptimizedModel(model, comm)
     handler = logging.Handler()
     handler.emit = lambda record: lines.append(record.getMessage())

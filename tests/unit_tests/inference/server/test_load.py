@@ -18,7 +18,7 @@ from tests.support.http_server import Served, served, until
 
 CLIENTS, ROWS, QUEUE = 500, 16, 64
 TOKENS = 20
-LIMITS = {"engine": EngineConfig(num_blocks=4096, max_rows=ROWS), "max_outputs": ROWS + QUEUE}
+LIMITS = {"engine": EngineConfig(num_blocks=4096, max_num_seqs=ROWS), "max_outputs": ROWS + QUEUE}
 
 
 async def ask(port: int, first: int) -> tuple[int, dict[str, str], str]:

@@ -25,7 +25,7 @@ TEXT = {"prompt": "a", "max_tokens": 3, "temperature": 0}
 
 @pytest.fixture(scope="module")
 def server() -> Iterator[Served]:
-    config = EngineConfig(num_blocks=64, max_rows=1, num_speculative_tokens=2)
+    config = EngineConfig(num_blocks=64, max_num_seqs=1, num_speculative_tokens=2)
     with served(engine=config, features=EngineFeatures(proposer=NGramLookup())) as found:
         yield found
 

@@ -8,9 +8,9 @@
 
 The graph contains every gather and reduction between `begin_step` and `finish`. Outside of it
 remain the optimizer, evaluation, checkpoints, logs, and whatever needs a number on the host:
-the loss factors, the sum of the loss, and the votes of the ranks. Dropout has no state: masks
-are computed from sample numbers, which are inputs. The loss scale is a factor of the inputs, so
-it may change between replays.
+the loss factors, the sum of the loss, and the control flags of the ranks. Dropout has no state:
+masks are computed from sample numbers, which are inputs. The loss scale is a factor of the inputs,
+so it may change between replays.
 """
 
 from __future__ import annotations

@@ -33,7 +33,7 @@ from megatron.core.models.layer_pattern import MAMBA
 from megatron.core.process_groups import GROUP_NAMES, ProcessGroupCollection, RankGrid
 from megatron.training.config.layer_pattern_options import has, has_attention
 from megatron.training.config.resolve import ResolvedRun
-from megatron.training.failures.hang_files import BETWEEN_TWO, ask_for_record, describe
+from megatron.training.failures.hang_files import POINT_TO_POINT, describe, enable_flight_recorder
 from megatron.training.failures.peers import Diagnosis, PeerWatch
 from megatron.training.failures.restart import RestartRecord
 from megatron.training.failures.stopping import StopRequests
@@ -77,7 +77,7 @@ class CollectiveCheck:
             PeerLost: a rank of its group has died, or has entered another group's collective.
         """
         assert isinstance(record, CollectiveRecord)
-        if record.kind in BETWEEN_TWO:
+        if record.kind in POINT_TO_POINT:
             return
         group = f"{record.group}/{'-'.join(map(str, record.ranks))}"
         number = self._counts.get(group, 0) + 1
@@ -312,7 +312,7 @@ def _init_process_group(launch: Launch, device: torch.device, seconds: float) ->
         seconds: timeout of a collective.
     """
     if device.type == "cuda":
-        ask_for_record(os.environ)
+        enable_flight_recorder(os.environ)
     dist.init_process_group(
         "nccl" if device.type == "cuda" else "gloo",
         store=dist.PrefixStore("groups", launch.own_keys(launch.connect(timeout_seconds=seconds))),
@@ -326,7 +326,7 @@ def _init_process_group(launch: Launch, device: torch.device, seconds: float) ->
 
 def _check_alive(watch: PeerWatch, rank: int) -> None:
     """Raise PeerLost if a rank whose answer this rank awaits has died."""
-    if failure := watch.look_at(rank):
+    if failure := watch.diagnose_rank(rank):
         text = f"{failure.text}; the others wait for it to agree on a save or a load"
         raise PeerLost(
             f"{text}; this run cannot go on{watch.pointer}", is_reported=failure.is_reported
@@ -348,14 +348,14 @@ def blaming_peers(watch: PeerWatch | None) -> Iterator[None]:
     try:
         yield
     except PeerLost as lost:
-        watch.leave_evidence(str(lost), lost, is_reported=lost.is_reported)
+        watch.write_diagnostics(str(lost), lost, is_reported=lost.is_reported)
         raise
     except RuntimeError as error:
         failure = _diagnose(watch) if is_communication_error(error) else None
         if failure is None:
             watch.report_failure(error)
             raise
-        watch.leave_evidence(failure.text, error, is_reported=failure.is_reported)
+        watch.write_diagnostics(failure.text, error, is_reported=failure.is_reported)
         where = f"the others wait in {watch.collectives.name} of iteration {watch.iteration}"
         text = f"{failure.text}; {where}; this run cannot go on{watch.pointer}"
         raise PeerLost(text, is_reported=failure.is_reported) from error
@@ -365,4 +365,4 @@ def blaming_peers(watch: PeerWatch | None) -> Iterator[None]:
 
 
 def _diagnose(watch: PeerWatch) -> Diagnosis | None:
-    return watch.diagnose(DIAGNOSIS_SECONDS) or watch.behind()
+    return watch.diagnose(DIAGNOSIS_SECONDS) or watch.diagnose_lagging()

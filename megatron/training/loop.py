@@ -17,7 +17,7 @@ from typing import Literal, Protocol
 from megatron.core.optimizer.loss_scaler import LossScaler
 from megatron.core.optimizer.schedule import LearningRateSchedule
 from megatron.training.config.resolve import ResolvedRun
-from megatron.training.failures.faults import remember_loss, spike_limit
+from megatron.training.failures.faults import record_loss, spike_limit
 from megatron.training.failures.stopping import StopRequests
 from megatron.training.hooks import TrainingHooks
 from megatron.training.monitoring.log_line import (
@@ -116,8 +116,8 @@ class TrainingLoop:
         while progress.iteration < self._run.train_iters:
             outcome = self._one_iteration(progress)
             iteration = progress.iteration
-            # The same on every rank, as the votes are summed over all ranks.
-            early = self._stop.reason(outcome.votes)
+            # The same on every rank, as the control_flags are summed over all ranks.
+            early = self._stop.reason(outcome.control_flags)
             exits_by_interval = _is_multiple(iteration, training.exit_interval)
             stopping = bool(early) or exits_by_interval or iteration == self._run.train_iters
             # A stop at exit-interval leaves the last validation to the end of the run; an early
@@ -136,7 +136,7 @@ class TrainingLoop:
             if stopping and (early or iteration != self._run.train_iters):
                 reason = early or "--exit-interval asks"
                 self._display.log(f"stopped at iteration {iteration} as {reason}")
-                self._stop.stopped(outcome.votes)
+                self._stop.stopped(outcome.control_flags)
                 return
         if self._saves and saved != progress.iteration:
             self._saves.finish(progress)
@@ -166,7 +166,7 @@ class TrainingLoop:
         progress.consumed_samples += batch
         if outcome.applied:
             progress.update_samples += batch
-            remember_loss(config, progress.recent_losses, outcome.loss)
+            record_loss(config, progress.recent_losses, outcome.loss)
         self._count(progress, outcome, scale)
         steps.window.add(outcome, seconds, samples=batch)
         self._display.step(progress.iteration, outcome.loss)

@@ -259,7 +259,7 @@ def _main(argv: Sequence[str]) -> None:
     if inputs.left_out:
         print(inputs.describe_left_out(), flush=True)
     begin, encoded = time.monotonic(), False
-    going_on = journal_path(config.output_prefix).exists()
+    resuming = journal_path(config.output_prefix).exists()
     try:
         with show_progress(inputs.total_bytes, sys.stdout) as show:
 
@@ -285,7 +285,7 @@ def _main(argv: Sequence[str]) -> None:
             print("finished work is kept: continue with --resume", file=sys.stderr, flush=True)
         raise
     seconds = time.monotonic() - begin
-    if not encoded and not going_on:
+    if not encoded and not resuming:
         print(f"{', '.join(results)}: finished by an earlier run; nothing left to do")
         return
     rejected = next(iter(results.values())).describe_rejected()

@@ -183,7 +183,7 @@ def train(run: ResolvedRun, launch: Launch, *, watch: PeerWatch | None, stop: St
     import torch
 
     from megatron.training.distributed_context import blaming_peers, join_run
-    from megatron.training.failures.restart import going_on
+    from megatron.training.failures.restart import resume_own_checkpoint
     from megatron.training.pretraining import pretrain
     from megatron.training.run_inputs import read_inputs
 
@@ -192,7 +192,9 @@ def train(run: ResolvedRun, launch: Launch, *, watch: PeerWatch | None, stop: St
         inputs = read_inputs(run)
         facts = inputs.start_facts(run)
         with join_run(run, launch, facts, watch=watch, stop=stop) as context:
-            pretrain(going_on(run) if context.restarts.going_on else run, context, inputs)
+            pretrain(
+                resume_own_checkpoint(run) if context.restarts.resumes else run, context, inputs
+            )
 
 
 def main(
@@ -222,7 +224,9 @@ def main(
 
     def work() -> None:
         launch = Launch.from_environment(environment)
-        launcher = LauncherWatch(launch, launcher_of(environment, os.getppid()), stop.lose_launcher)
+        launcher = LauncherWatch(
+            launch, launcher_of(environment, os.getppid()), stop.on_launcher_lost
+        )
         launchers.append(launcher)
         run = read_run(argv, launch, program=program)
         for listener in listeners:
@@ -236,12 +240,12 @@ def main(
     with signals_to_thread(stop.react, stop.on_main) as listener:
         if listener is not None:
             listeners.append(listener)
-            stop.wake = listener.tell
+            stop.wake = listener.notify
         code = run_entry_point(work, prog=program.name, report=reports.report)
     for launcher in launchers:
         launcher.close()
     if stop.watch is not None:
-        stop.watch.tidy()
+        stop.watch.cleanup()
     return code or stop.code
 
 

@@ -76,7 +76,7 @@ from megatron.training.data.data_sets import (
 from megatron.training.data.vocabulary import Vocabulary
 from megatron.training.distributed_context import DistributedContext
 from megatron.training.experiments import Experiment, load_experiments
-from megatron.training.failures.replay import Reruns, StageBits
+from megatron.training.failures.replay import RerunPolicy, StageChecksums
 from megatron.training.hooks import TrainingHooks
 from megatron.training.layouts import Layouts, layouts_of
 from megatron.training.monitoring.flops import peak_flops, visible_square
@@ -265,15 +265,15 @@ def _capacities(
     )
 
 
-def _reruns(config: Config, model: GPTModel) -> Reruns:
+def _reruns(config: Config, model: GPTModel) -> RerunPolicy:
     """Return when steps are recomputed, and the counters their forward passes update."""
     counters = [router.counted for router in routers_of(model)]
     if model.multi_token is not None:
         counters.append(model.multi_token.sums)
     mode, stage = config.failures.rerun_mode, None
     if mode != "disabled" and model.groups["pp"].size > 1:
-        stage = StageBits(model.store.device, model.num_chunks)
-    reruns = Reruns(mode, config.failures.rerun_interval, counters, stage)
+        stage = StageChecksums(model.store.device, model.num_chunks)
+    reruns = RerunPolicy(mode, config.failures.rerun_interval, counters, stage)
     state = model.step_state
     return reruns if state is None else replace(reruns, forget=state.begin)
 
@@ -321,7 +321,7 @@ def _step_runner(
     model: GPTModel,
     engine: DataParallel,
     *,
-    reruns: Reruns,
+    reruns: RerunPolicy,
 ) -> StepRunner:
     """Return the function that runs forward and backward of a step."""
     if context.groups["pp"].size > 1:
@@ -625,7 +625,7 @@ class SessionSteps:
             decoupled_lr=None
             if decoupled_schedule is None
             else decoupled_schedule.lr(update_samples),
-            votes=self._session.context.stop.votes(),
+            control_flags=self._session.context.stop.control_flags(),
             loss_limit=loss_limit,
         )
         if self._session.balance is not None:

@@ -45,7 +45,13 @@ from megatron.core.pipeline_parallel import (
 from megatron.core.pipeline_parallel.runtime import AutogradWorker, Executor, program
 from megatron.core.process_groups import Group, ProcessGroupCollection
 from megatron.core.weight_sharding import loss_factor
-from megatron.training.failures.replay import Computed, Doubt, Replayer, Reruns, StageBits
+from megatron.training.failures.replay import (
+    Replayer,
+    RerunPolicy,
+    StageChecksums,
+    StepAnomaly,
+    StepComputation,
+)
 
 
 @dataclass(frozen=True, eq=False)
@@ -117,8 +123,8 @@ class StepReport:
         grad_norm: gradient norm before clipping.
         loss_scale: loss scale of the gradients.
         num_zeros: number of gradient elements that are exactly zero, if counted.
-        votes: sums of the ranks' votes.
-        doubt: the anomaly of the step's first computation; None if it was sound.
+        control_flags: sums of the ranks' control_flags.
+        anomaly: the anomaly of the step's first computation; None if it was sound.
         spiked: whether the loss was above the limit, so that the step was skipped.
     """
 
@@ -127,8 +133,8 @@ class StepReport:
     grad_norm: float
     loss_scale: float
     num_zeros: int | None = None
-    votes: tuple[float, ...] = ()
-    doubt: Doubt | None = None
+    control_flags: tuple[float, ...] = ()
+    anomaly: StepAnomaly | None = None
     spiked: bool = False
 
 
@@ -233,7 +239,7 @@ class TrainStep:
         groups: ProcessGroupCollection,
         forward_backward: StepRunner | None = None,
         per_token_loss: bool = False,
-        reruns: Reruns | None = None,
+        reruns: RerunPolicy | None = None,
         capacities: CapacityCheck | None = None,
     ) -> None:
         self.capacities = capacities
@@ -244,7 +250,7 @@ class TrainStep:
         """Called before weights and optimizer state change: a background copy may be in
         progress."""
         self.replayer = Replayer(
-            reruns or Reruns(),
+            reruns or RerunPolicy(),
             engine=engine,
             world=groups["world"],
             pipelines=groups.grid.ranks(("pp",)),
@@ -257,14 +263,14 @@ class TrainStep:
         lr: float,
         weight_decay: float,
         decoupled_lr: float | None = None,
-        votes: Sequence[float] = (),
+        control_flags: Sequence[float] = (),
         loss_limit: float = math.inf,
     ) -> StepReport:
         """Train on one global batch's local microbatches and update the weights.
 
         Args:
             decoupled_lr: learning rate of embedding and head, if separate.
-            votes: numbers to sum over all ranks, in the same all-reduce as the loss.
+            control_flags: numbers to sum over all ranks, in the same all-reduce as the loss.
             loss_limit: skip the step if its loss is above this; equal on all ranks.
 
         Raises:
@@ -275,11 +281,16 @@ class TrainStep:
             raise ValueError("a step needs at least one microbatch")
         scale = self.optimizer.scaler.scale
         computed, anomaly = self.replayer.run(
-            lambda: self._compute(microbatches, votes, loss_limit),
-            share=loss_limit * scale / self.groups["gtp_cp_dp"].size,
+            lambda: self._compute(microbatches, control_flags, loss_limit),
+            loss_share=loss_limit * scale / self.groups["gtp_cp_dp"].size,
         )
         report = StepReport(
-            computed.loss, False, math.nan, scale, votes=computed.votes, doubt=anomaly
+            computed.loss,
+            False,
+            math.nan,
+            scale,
+            control_flags=computed.control_flags,
+            anomaly=anomaly,
         )
         if computed.kind == "nan":
             self.optimizer.scaler.update(True)
@@ -300,9 +311,9 @@ class TrainStep:
         )
 
     def _compute(
-        self, microbatches: Sequence[Microbatch], votes: Sequence[float], limit: float
-    ) -> Computed:
-        """Run forward and backward, reduce gradients, sum loss and votes, and classify the
+        self, microbatches: Sequence[Microbatch], control_flags: Sequence[float], limit: float
+    ) -> StepComputation:
+        """Run forward and backward, reduce gradients, sum loss and control_flags, and classify the
         result."""
         scaler = self.optimizer.scaler
         factors = self.loss_factors(microbatches) * scaler.scale
@@ -313,12 +324,12 @@ class TrainStep:
         # taken by some ranks only would leave them in different collectives. NaN and Inf times 0
         # are NaN, so they reach all ranks from any rank.
         local_total = total * float(self.groups.coordinates["tp"] == 0)
-        numbers = [local_total.view(1), local_total.new_tensor(list(votes))]
+        numbers = [local_total.view(1), local_total.new_tensor(list(control_flags))]
         if self.capacities is not None:
             numbers.append(self.capacities.count())
         loss, *sums = all_reduce(torch.cat(numbers), self.groups["world"]).tolist()
         without_room = 0.0 if self.capacities is None else sums.pop()
-        computed = Computed(loss / scaler.scale, tuple(sums), total)
+        computed = StepComputation(loss / scaler.scale, tuple(sums), total)
         if not math.isfinite(loss):  # the router may send NaN tokens anywhere
             return replace(computed, kind="nan")
         if without_room and self.capacities is not None:
@@ -404,7 +415,7 @@ class PipelineForwardBackward:
         group_size: int | None = None,
         weight_delay: int | None = None,
         observe: Callable[[Action], None] | None = None,
-        stage_bits: StageBits | None = None,
+        stage_bits: StageChecksums | None = None,
     ) -> None:
         self.model, self.engine, self.group = model, engine, groups["pp"]
         self.backward_group = groups["pp_backward"]

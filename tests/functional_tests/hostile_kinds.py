@@ -29,7 +29,7 @@ from megatron.inference import generate
 from megatron.training import checkpoint, inspect_data, plot, preprocess_data, pretrain_gpt
 from megatron.training.data.chat import BUILT_IN
 from megatron.training.data.preprocessing.output import Output
-from megatron.training.failures.faults import Suspect
+from megatron.training.failures.faults import SuspectStep
 from tests.functional_tests.small_run import write_tokens
 from tests.support.hostile_files import (
     fresh_copy,
@@ -524,7 +524,7 @@ def _make_run(folder: Path) -> None:
     host = {"host": "a", "rank": 1, "iteration": 3, "kind": "nan", "values": ["nan", "nan"]}
     hosts = {"hosts": [{**host, "sound": "0x1.8p+2", "sound_on": ["b"]}]}
     (folder / "run" / "faulty_hosts.json").write_text(json.dumps(hosts))
-    suspect = Suspect(3, {"0": "a"}, "nan", (float("nan"), 1.0))
+    suspect = SuspectStep(3, {"0": "a"}, "nan", (float("nan"), 1.0))
     (folder / "run" / "suspect_step.json").write_text(json.dumps(suspect.to_json()))
 
 

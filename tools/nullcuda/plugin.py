@@ -30,7 +30,7 @@ from tools.nullcuda.values import plausible_tokens
 JUDGES = ("tests.gpu.", "tests.unit_tests.", "tests.functional_tests.")
 
 #: Parts of names of whole runs that go on by what other ranks have sent: Muon by the sizes of their
-#: matrices, a run that is stopped by their votes; and one that draws with matplotlib.
+#: matrices, a run that is stopped by control flags; and one that draws with matplotlib.
 NOT_HERE = ("muon", "test_a_stopped_pipeline", "test_a_run_over_four_ranks_of_experts")
 RUNS = "tests/functional_tests/"
 #: What assertions that hold on any device speak of.

@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How a run ends early and what it does about ranks and steps that go wrong."""
+"""Early stops of a run, and detection and handling of failed ranks and anomalous steps."""

@@ -1,25 +1,25 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a run does after a faulty step: report, continue, roll back, or stop with an exit code.
+"""Handling of step anomalies: report, continue, roll back, or stop with an exit code.
 
-Every rank calls it with the same outcome and the same numbers, so all take the same decision. A
-loss that is not finite, or that spikes, must not change the weights.
+Every rank calls these functions with the same outcome and the same numbers, so all ranks take the
+same decision. A step whose loss is not finite, or spikes, must not change the weights.
 
 Faults are recorded twice: as numbers in an event of kind `fault` in metrics.jsonl, which a resume
-rewinds, and as a line in SAVE/faults.jsonl, which names machines and stays. A line of faults.jsonl
-is one JSON object:
+rewinds, and as a line in SAVE/faults.jsonl, which names machines and is never rewound. A line of
+faults.jsonl is one JSON object:
 
     time        when, UTC
     iteration   the step, counted from 1
     kind        nan, inf_norm, spike, determinism; replicas
     verdict     transient, reproduced, persistent, unchecked, undecided
-    ranks       {rank: machine} where it showed, by rank
-    values      of each computation, as decimal numbers or "nan", "inf", "-inf"
-    bits        the same numbers, exact: Python's float.hex
-    tensors     replicas: what differs
+    ranks       {rank: machine} of the ranks with the anomaly
+    values      loss or norm of each computation, as decimal numbers or "nan", "inf", "-inf"
+    bits        the same values, exact: Python's float.hex
+    tensors     replicas: names of the tensors that differ
 
-A step that is suspicious every time: is the machine faulty, or the data? The first time the run
-notes step and machines in the save folder and exits with 16. If the step is suspicious on other
-machines too, it is the data or the settings: exit 17. If it is sound there, the noted machines
+If a step is anomalous in every computation, either a machine or the data is faulty. The run records
+step and machines in the save folder and exits with 16. If the step is anomalous on other machines
+too, the data or the settings are at fault: exit 17. If it is sound there, the recorded machines
 compute wrongly, and no later start may use them. SAVE/faulty_hosts.json lists them:
 
     {"hosts": [{"host": "a", "rank": 1, "iteration": 3, "kind": "nan",
@@ -45,16 +45,16 @@ from megatron.cli.errors import ExitCode, RunStopped
 from megatron.core.dist_checkpointing import Coordinator
 from megatron.core.untrusted_files import read_json, replace_file, write_to
 from megatron.training.config import Config
-from megatron.training.failures.replay import Doubt
+from megatron.training.failures.replay import StepAnomaly
 from megatron.training.hooks import TrainingHooks
 from megatron.training.monitoring.step_window import StepOutcome
 from megatron.training.progress_state import Progress
 
 
 def spike_limit(config: Config, recent_losses: Sequence[float]) -> float:
-    """Return the loss above which a step is skipped; Inf before half a window of losses is known.
+    """Return the loss above which a step is skipped; Inf until the window is half full.
 
-    The median, because a mean would follow a slow divergence into it.
+    The limit is a multiple of the median, because a mean would follow a slow divergence.
     """
     factor, window = config.failures.loss_spike_factor, config.failures.loss_spike_window
     if factor is None or len(recent_losses) < max(1, window // 2):
@@ -62,49 +62,49 @@ def spike_limit(config: Config, recent_losses: Sequence[float]) -> float:
     return factor * statistics.median(recent_losses)
 
 
-def remember_loss(config: Config, recent_losses: list[float], loss: float) -> None:
-    """Add the loss of an applied step to those that define a spike, where they are used."""
+def record_loss(config: Config, recent_losses: list[float], loss: float) -> None:
+    """Add the loss of an applied step to the window, if spike detection is enabled."""
     if config.failures.loss_spike_factor is not None:
         recent_losses.append(loss)
         del recent_losses[: -config.failures.loss_spike_window]
 
 
-def doubt_text(
-    iteration: int, doubt: Doubt, where: str, *, limit: float, stops: bool = False
+def anomaly_text(
+    iteration: int, anomaly: StepAnomaly, ranks: str, *, limit: float, stops: bool = False
 ) -> str:
     """Describe an anomaly of a step and how it was handled.
 
     Args:
-        where: the ranks and their machines, in words.
-        limit: of the loss.
-        stops: whether the run ends here; otherwise it skips a step that it cannot use.
+        ranks: the ranks and their machines, as text.
+        limit: the loss limit.
+        stops: whether the run stops here; otherwise it skips an unusable step.
     """
-    what = {
+    description = {
         "nan": "NaN or Inf loss",
         "inf_norm": "NaN or Inf gradient norm",
-        "spike": f"loss {doubt.values[0]:.4g} is above {limit:.4g}, the limit of "
+        "spike": f"loss {anomaly.values[0]:.4g} is above {limit:.4g}, the limit of "
         "--loss-spike-factor, with a part",
         "determinism": "one of three computations of the step has other bits: that",
-    }[doubt.kind]
-    again = "gives it again" + ("" if doubt.same else ", with other bits")
-    end = {
+    }[anomaly.kind]
+    outcome_text = "gives it again" + ("" if anomaly.same else ", with other bits")
+    ending = {
         "transient": "the step computed once more is sound and was used: transient, watch that "
         "machine",
-        "reproduced": f"the step computed once more {again}: reproduced"
+        "reproduced": f"the step computed once more {outcome_text}: reproduced"
         + ("" if stops else ", the step was skipped"),
         "unchecked": "the step was skipped",
         "undecided": "no two of three computations are equal, the last one was used: undecided; "
         "--deterministic-mode leaves out kernels that add in a changing order",
-    }[doubt.verdict]
-    if doubt.kind == "determinism" and doubt.verdict == "transient":
-        end = "the two others are equal and were used: transient, watch that machine"
-    elif doubt.verdict == "undecided":
-        what = "the result of the step changes with every computation, that"
-    return f"iteration {iteration}: {what} {where}; {end}"
+    }[anomaly.verdict]
+    if anomaly.kind == "determinism" and anomaly.verdict == "transient":
+        ending = "the two others are equal and were used: transient, watch that machine"
+    elif anomaly.verdict == "undecided":
+        description = "the result of the step changes with every computation, that"
+    return f"iteration {iteration}: {description} {ranks}; {ending}"
 
 
-def where_text(hosts: Mapping[int, str]) -> str:
-    """Name ranks with their machines."""
+def ranks_text(hosts: Mapping[int, str]) -> str:
+    """Return a list of ranks with their machines as text."""
     text = ", ".join(f"rank {rank} on {host}" for rank, host in list(hosts.items())[:8])
     text += f" and {len(hosts) - 8} more" if len(hosts) > 8 else ""
     return f"of {text}"
@@ -120,11 +120,11 @@ class FaultRecord:
 
     Args:
         iteration: the step, counted from 1.
-        kind, verdict: see above.
-        hosts: the machine of every rank where it showed.
-        values: what came out, once per computation.
-        tensors: what differs, of replicas.
-        numbers: more of it, for metrics.jsonl alone.
+        kind, verdict: see the module's docstring.
+        hosts: the machine of every rank with the anomaly.
+        values: loss or gradient norm of each computation.
+        tensors: names of replicated tensors that differ.
+        numbers: further numbers, for metrics.jsonl only.
     """
 
     iteration: int
@@ -137,12 +137,12 @@ class FaultRecord:
 
 
 class FaultLog:
-    """Keeps faults.
+    """Writes faults to metrics.jsonl and faults.jsonl.
 
     Args:
-        save: the folder; None keeps no lines.
-        record: writes numbers of an event, by kind.
-        warn: shows one line, if a fault cannot be kept.
+        save: the save folder; None writes no faults.jsonl.
+        record: writes an event (kind, iteration, numbers) to metrics.jsonl.
+        warn: prints one line if a fault cannot be written.
     """
 
     def __init__(
@@ -156,7 +156,7 @@ class FaultLog:
         self._record, self._warn = record, warn
 
     def event(self, iteration: int, numbers: dict[str, float]) -> None:
-        """Keep the numbers of what was done about faults."""
+        """Record the numbers of an action after faults, such as a rollback."""
         self._record("fault", iteration, numbers)
 
     def add(self, fault: FaultRecord) -> None:
@@ -174,10 +174,10 @@ class FaultLog:
 
 
 def _line(fault: FaultRecord) -> str:
-    now = datetime.datetime.now(datetime.UTC)
+    current = datetime.datetime.now(datetime.UTC)
     values = [value if math.isfinite(value) else str(value) for value in fault.values]
     entry: dict[str, object] = {
-        "time": now.isoformat(timespec="seconds"),
+        "time": current.isoformat(timespec="seconds"),
         "iteration": fault.iteration,
         "kind": fault.kind,
         "verdict": fault.verdict,
@@ -194,11 +194,11 @@ def _line(fault: FaultRecord) -> str:
 FAULTY_HOSTS = "faulty_hosts.json"
 
 
-def read_faulty(save: str) -> list[dict[str, Any]]:
-    """Return the entries of a save folder; none if there is no file.
+def read_faulty_hosts(save: str) -> list[dict[str, Any]]:
+    """Return the entries of a save folder's list; [] without the file.
 
     Raises:
-        ValueError: it cannot be read.
+        ValueError: the file cannot be read.
     """
     path = Path(save, FAULTY_HOSTS)
     try:
@@ -210,10 +210,10 @@ def read_faulty(save: str) -> list[dict[str, Any]]:
         raise ValueError(f"{path} cannot be read ({error}): fix or remove it") from error
 
 
-def add_faulty(save: str, entries: Collection[dict[str, Any]]) -> None:
+def add_faulty_hosts(save: str, entries: Collection[dict[str, Any]]) -> None:
     """Add machines to the list, atomically."""
     path = Path(save, FAULTY_HOSTS)
-    document = {"hosts": [*read_faulty(save), *entries]}
+    document = {"hosts": [*read_faulty_hosts(save), *entries]}
     replace_file(path, json.dumps(document, indent=1))
 
 
@@ -221,7 +221,7 @@ def refuse_faulty_hosts(save: str | None, coordinator: Coordinator) -> None:
     """Check that no rank runs on a listed machine; every rank calls this.
 
     Raises:
-        RunStopped: one does: restart elsewhere.
+        RunStopped: a rank runs on a listed machine; the exit code asks for other machines.
         ValueError: the file cannot be read.
     """
     if save is None:
@@ -229,7 +229,7 @@ def refuse_faulty_hosts(save: str | None, coordinator: Coordinator) -> None:
 
     def decide(hosts: list[Any]) -> dict[str, str]:
         try:
-            faulty = {entry["host"]: entry for entry in read_faulty(save)}
+            faulty = {entry["host"]: entry for entry in read_faulty_hosts(save)}
         except ValueError as error:
             return {"damaged": str(error)}
         for rank, host in enumerate(hosts):
@@ -253,7 +253,7 @@ def refuse_faulty_hosts(save: str | None, coordinator: Coordinator) -> None:
 #: In the save folder.
 SUSPECT_STEP = "suspect_step.json"
 
-WORDS = {
+ANOMALY_TEXTS = {
     "nan": "the loss of iteration {0} is NaN or Inf",
     "inf_norm": "the gradient norm of iteration {0} is NaN or Inf",
     "spike": "the loss of iteration {0} is a spike",
@@ -261,15 +261,14 @@ WORDS = {
 
 
 @dataclass(frozen=True)
-class Suspect:
-    """A record of a suspect step.
+class SuspectStep:
+    """A step that was anomalous in two computations.
 
     Args:
         iteration: the step, counted from 1.
-        hosts: machine of every rank where it showed, or that computed it as a stage of such a
-            rank's pipeline, by rank.
-        kind: what is suspicious: nan, spike or inf_norm.
-        values: of both computations.
+        hosts: machine by rank, of every rank with the anomaly; of a pipeline, every suspect stage.
+        kind: the anomaly: nan, spike or inf_norm.
+        values: loss or gradient norm of both computations.
     """
 
     iteration: int
@@ -278,58 +277,58 @@ class Suspect:
     values: Sequence[float]
 
     def to_json(self) -> dict[str, Any]:
-        """Return it as JSON holds it, the values exact."""
+        """Return the JSON form, with exact values."""
         return {**asdict(self), "values": [value.hex() for value in self.values]}
 
     @staticmethod
-    def from_json(found: Mapping[str, Any]) -> Suspect:
-        """Return what was noted.
+    def from_json(document: Mapping[str, Any]) -> SuspectStep:
+        """Parse the JSON form.
 
         Raises:
-            ValueError, KeyError, TypeError, AttributeError: it is something else.
+            ValueError, KeyError, TypeError, AttributeError: the document has another form.
         """
-        hosts = {str(rank): str(host) for rank, host in found["hosts"].items()}
-        values = tuple(float.fromhex(value) for value in found["values"])
-        if found["kind"] not in WORDS:
-            raise ValueError(f"kind {found['kind']}")
-        return Suspect(int(found["iteration"]), hosts, found["kind"], values)
+        hosts = {str(rank): str(host) for rank, host in document["hosts"].items()}
+        values = tuple(float.fromhex(value) for value in document["values"])
+        if document["kind"] not in ANOMALY_TEXTS:
+            raise ValueError(f"kind {document['kind']}")
+        return SuspectStep(int(document["iteration"]), hosts, document["kind"], values)
 
 
-def read_suspect(save: str) -> Suspect | None:
-    """Return what is noted in a save folder; None if nothing is, or nothing readable."""
+def read_suspect_step(save: str) -> SuspectStep | None:
+    """Return the suspect step recorded in a save folder; None without a readable record."""
     try:
-        return Suspect.from_json(read_json(Path(save, SUSPECT_STEP)))
+        return SuspectStep.from_json(read_json(Path(save, SUSPECT_STEP)))
     except (OSError, ValueError, KeyError, TypeError, AttributeError):
         return None
 
 
-def write_suspect(save: str, suspect: Suspect) -> None:
+def write_suspect_step(save: str, suspect: SuspectStep) -> None:
     """Write the record of a suspect step, atomically."""
     replace_file(Path(save, SUSPECT_STEP), json.dumps(suspect.to_json()))
 
 
-def forget_suspect(save: str) -> None:
-    """Remove the note."""
+def delete_suspect_step(save: str) -> None:
+    """Remove the record of a suspect step."""
     Path(save, SUSPECT_STEP).unlink(missing_ok=True)
 
 
-def judge(noted: Suspect | None, now: Suspect) -> RunStopped:
-    """Return how a run ends whose step is suspicious, given what an earlier start noted."""
-    hosts = ", ".join(sorted(set(now.hosts.values())))
-    step = f"{WORDS[now.kind].format(now.iteration)}, computed twice"
-    if noted is None or noted.iteration != now.iteration:
+def judge(recorded: SuspectStep | None, current: SuspectStep) -> RunStopped:
+    """Return how a run with a suspect step ends, given the record of an earlier start."""
+    hosts = ", ".join(sorted(set(current.hosts.values())))
+    step = f"{ANOMALY_TEXTS[current.kind].format(current.iteration)}, computed twice"
+    if recorded is None or recorded.iteration != current.iteration:
         return RunStopped(
             ExitCode.RESTART_ELSEWHERE,
             f"{step} on {hosts}: start again on other machines to tell data from machine",
         )
-    if set(noted.hosts.values()) & set(now.hosts.values()):
+    if set(recorded.hosts.values()) & set(current.hosts.values()):
         return RunStopped(
             ExitCode.RESTART_ELSEWHERE,
             f"{step}, as before, and again on {hosts}: keep the run off that machine to tell data "
             "from machine",
         )
-    before = ", ".join(sorted(set(noted.hosts.values())))
-    same = [v.hex() for v in noted.values[-1:]] == [v.hex() for v in now.values[-1:]]
+    before = ", ".join(sorted(set(recorded.hosts.values())))
+    same = [v.hex() for v in recorded.values[-1:]] == [v.hex() for v in current.values[-1:]]
     return RunStopped(
         ExitCode.FAILED_VALIDATION,
         f"{step} on {hosts} and before that on {before}, {'with' if same else 'not with'} the same "
@@ -337,15 +336,15 @@ def judge(noted: Suspect | None, now: Suspect) -> RunStopped:
     )
 
 
-class SuspectStep:
-    """The note of a save folder, kept by rank 0 and known to all ranks; all of them make one.
+class SuspectStepFile:
+    """The suspect step recorded in a save folder; only rank 0 writes it, all ranks create one.
 
     Args:
-        save: the folder.
-        coordinator: how ranks agree.
-        say: shows one line.
-        record: keeps what a noted step turned out to be: the note, the verdict, the machines to
-            blame by rank, and `loss`, which is sound.
+        save: the save folder.
+        coordinator: agreement of the ranks.
+        say: prints one line.
+        record: logs the result for a recorded step: the record, the verdict, the machines at fault
+            by rank, and `loss`, which is sound.
     """
 
     def __init__(
@@ -359,84 +358,86 @@ class SuspectStep:
         self._save, self._coordinator, self._say, self._record = save, coordinator, say, record
 
         def decide(hosts: list[Any]) -> list[Any]:
-            noted = read_suspect(save)
-            return [hosts, None if noted is None else noted.to_json()]
+            recorded = read_suspect_step(save)
+            return [hosts, None if recorded is None else recorded.to_json()]
 
         coordinator.begin("reading what is noted of a suspect step")
-        self._hosts, noted = coordinator.agree("note", socket.gethostname, decide)
-        self._noted = None if noted is None else Suspect.from_json(noted)
+        self._hosts, recorded = coordinator.agree("note", socket.gethostname, decide)
+        self._noted = None if recorded is None else SuspectStep.from_json(recorded)
 
-    def judge(self, now: Suspect) -> RunStopped:
-        """Return how the run ends, the same on every rank, and note the step for the next start."""
+    def judge(self, current: SuspectStep) -> RunStopped:
+        """Return how the run ends, equal on all ranks; record the step for the next start."""
 
         def decide(_: object) -> list[object]:
-            noted = read_suspect(self._save)
-            verdict = judge(noted, now)
+            recorded = read_suspect_step(self._save)
+            verdict = judge(recorded, current)
             if verdict.code == ExitCode.FAILED_VALIDATION:
-                forget_suspect(self._save)
+                delete_suspect_step(self._save)
             else:
-                write_suspect(self._save, now)
+                write_suspect_step(self._save, current)
             return [int(verdict.code), str(verdict)]
 
         self._coordinator.begin("judging a suspect step")
         code, text = self._coordinator.agree("judge", lambda: None, decide)
         return RunStopped(ExitCode(code), text)
 
-    def acquit(self, iteration: int, loss: float) -> None:
-        """Say who is to blame if this sound step is the noted one, and forget it; every rank calls
-        this with the same step."""
-        noted = self._noted
-        if noted is None or noted.iteration != iteration:
+    def clear(self, iteration: int, loss: float) -> None:
+        """If this sound step is the recorded one, report who was at fault and delete the record.
+
+        Every rank calls this with the same step.
+        """
+        recorded = self._noted
+        if recorded is None or recorded.iteration != iteration:
             return
         self._noted = None
-        hosts = {int(rank): host for rank, host in noted.hosts.items()}
-        away = {rank: host for rank, host in hosts.items() if host not in self._hosts}
+        hosts = {int(rank): host for rank, host in recorded.hosts.items()}
+        blamed = {rank: host for rank, host in hosts.items() if host not in self._hosts}
         sound = f"iteration {iteration} is sound now, with loss {loss:.6g}; on "
-        if away:
-            self._list(noted, away, loss)
-            named = ", ".join(sorted(set(away.values())))
+        if blamed:
+            self._list(recorded, blamed, loss)
+            host_text = ", ".join(sorted(set(blamed.values())))
             self._say(
-                f"{sound}{named} it was not, twice ({noted.kind}): persistent, listed in "
+                f"{sound}{host_text} it was not, twice ({recorded.kind}): persistent, listed in "
                 f"{Path(self._save, FAULTY_HOSTS)}; no later start uses that machine until its "
                 "entry is removed"
             )
         else:
             self._say(
-                f"{sound}the same machines it was not, twice ({noted.kind}): transient, watch "
+                f"{sound}the same machines it was not, twice ({recorded.kind}): transient, watch "
                 f"{', '.join(sorted(set(hosts.values())))}"
             )
-        self._record(noted, "persistent" if away else "transient", away or hosts, loss=loss)
+        self._record(recorded, "persistent" if blamed else "transient", blamed or hosts, loss=loss)
         if self._coordinator.rank == 0:
-            forget_suspect(self._save)
+            delete_suspect_step(self._save)
 
-    def _list(self, noted: Suspect, hosts: Mapping[int, str], loss: float) -> None:
-        """List machines that later starts must not use."""
+    def _list(self, recorded: SuspectStep, hosts: Mapping[int, str], loss: float) -> None:
+        """Add machines to the list that later starts must not use."""
         if self._coordinator.rank != 0:
             return
         entry = {
-            "iteration": noted.iteration,
-            "kind": noted.kind,
-            "values": [value.hex() for value in noted.values],
+            "iteration": recorded.iteration,
+            "kind": recorded.kind,
+            "values": [value.hex() for value in recorded.values],
             "sound": loss.hex(),
             "sound_on": sorted(set(self._hosts)),
         }
-        add_faulty(self._save, [{"host": h, "rank": r, **entry} for r, h in hosts.items()])
+        add_faulty_hosts(self._save, [{"host": h, "rank": r, **entry} for r, h in hosts.items()])
 
 
 @dataclass(frozen=True, kw_only=True)
 class Faults(TrainingHooks):
-    """Decisions about bad steps.
+    """Hooks that handle bad steps.
 
     Args:
-        config: what the user wants done.
-        say: shows one line.
-        log: keeps faults.
+        config: the run's options.
+        say: prints one line.
+        log: records faults.
         host_of: returns the machine of a rank.
         save: writes a checkpoint of the current progress; None without --save.
-        judge: returns how a run with a suspect step ends, the same on every rank.
-        acquit: called with every sound step and its loss.
-        roll_back: loads the last checkpoint's weights and returns its progress; None if there is
-            none.
+        judge: returns how a run with a suspect step ends, equal on all ranks.
+        clear: called with every sound step and its loss.
+        roll_back: loads the last checkpoint's weights and returns its progress; None without a
+            checkpoint.
     """
 
     config: Config
@@ -444,85 +445,92 @@ class Faults(TrainingHooks):
     log: FaultLog
     host_of: Callable[[int], str]
     save: Callable[[Progress], object] | None = None
-    judge: Callable[[Suspect], RunStopped] | None = None
-    acquit: Callable[[int, float], None] = lambda iteration, loss: None
+    judge: Callable[[SuspectStep], RunStopped] | None = None
+    clear: Callable[[int, float], None] = lambda iteration, loss: None
     roll_back: Callable[[], Progress | None] = lambda: None
 
     def on_step_computed(self, progress: Progress, outcome: StepOutcome, loss_limit: float) -> None:
         """Check a step before it is counted.
 
         Args:
-            loss_limit: above which the step was skipped.
+            loss_limit: a step with a higher loss was skipped.
 
         Raises:
-            RunStopped: it is suspicious every time, and other machines shall show why.
+            RunStopped: the anomaly is reproduced; a restart on other machines shows the cause.
         """
-        iteration, doubt = progress.iteration + 1, outcome.doubt
-        if doubt is None:
-            self.acquit(iteration, outcome.loss)
+        iteration, anomaly = progress.iteration + 1, outcome.anomaly
+        if anomaly is None:
+            self.clear(iteration, outcome.loss)
             return
-        hosts = {rank: self.host_of(rank) for rank in doubt.ranks}
+        hosts = {rank: self.host_of(rank) for rank in anomaly.ranks}
         restarts = self.config.failures.on_reproduced_fault == "restart"
-        judge = self.judge if restarts and doubt.verdict == "reproduced" else None
-        where, stops = where_text(hosts), judge is not None
-        self.say(doubt_text(iteration, doubt, where, limit=loss_limit, stops=stops))
+        judge = self.judge if restarts and anomaly.verdict == "reproduced" else None
+        ranks, stops = ranks_text(hosts), judge is not None
+        self.say(anomaly_text(iteration, anomaly, ranks, limit=loss_limit, stops=stops))
         numbers = {}
-        if doubt.kind == "spike":
-            numbers = {"loss": doubt.values[0], "limit": loss_limit}
+        if anomaly.kind == "spike":
+            numbers = {"loss": anomaly.values[0], "limit": loss_limit}
         self.log.add(
             FaultRecord(
-                iteration, doubt.kind, doubt.verdict, hosts, values=doubt.values, numbers=numbers
+                iteration,
+                anomaly.kind,
+                anomaly.verdict,
+                hosts,
+                values=anomaly.values,
+                numbers=numbers,
             )
         )
-        if doubt.verdict == "transient":
-            self.acquit(iteration, outcome.loss)
+        if anomaly.verdict == "transient":
+            self.clear(iteration, outcome.loss)
         if judge is None:
             return
         if self.save is not None:
             self.save(progress)  # of the state before this step
-        named = {str(rank): host for rank, host in hosts.items()}
-        raise judge(Suspect(iteration, named, doubt.kind, doubt.values))
+        host_text = {str(rank): host for rank, host in hosts.items()}
+        raise judge(SuspectStep(iteration, host_text, anomaly.kind, anomaly.values))
 
     def on_step_end(self, progress: Progress, outcome: StepOutcome) -> None:
         """Check the number of consecutive bad steps.
 
         Raises:
-            RunStopped: it is too high.
+            RunStopped: the number has reached its limit.
         """
-        bad = progress.consecutive_bad_steps
-        last = f"(last loss {outcome.loss}, gradient norm {outcome.grad_norm})"
+        bad_steps = progress.consecutive_bad_steps
+        last_values = f"(last loss {outcome.loss}, gradient norm {outcome.grad_norm})"
         limit = self.config.training.max_consecutive_bad_steps
-        if bad >= limit:
-            what = "a NaN or Inf loss or gradient norm" + (" or a spike" if outcome.spiked else "")
+        if bad_steps >= limit:
+            description = "a NaN or Inf loss or gradient norm" + (
+                " or a spike" if outcome.spiked else ""
+            )
             raise RunStopped(
                 ExitCode.BAD_STEPS,
-                f"stopped at iteration {progress.iteration}: {limit} steps in a row had {what} "
-                f"{last}; none of them changed a weight; lower --lr or look at the data, and "
-                "resume from the last checkpoint",
+                f"stopped at iteration {progress.iteration}: {limit} steps in a row had "
+                f"{description} {last_values}; none of them changed a weight; lower --lr or look "
+                "at the data, and resume from the last checkpoint",
             )
-        if bad and bad == self.config.failures.rollback_after_bad_steps:
-            self._roll_back(progress, last)
+        if bad_steps and bad_steps == self.config.failures.rollback_after_bad_steps:
+            self._roll_back(progress, last_values)
 
-    def _roll_back(self, progress: Progress, last: str) -> None:
-        """Take weights and optimizer back; the position in the data stays after the bad steps.
+    def _roll_back(self, progress: Progress, last_values: str) -> None:
+        """Restore weights and optimizer; the position in the data remains after the bad steps.
 
         Raises:
             RunStopped: there is no checkpoint.
         """
-        back = self.roll_back()
-        if back is None:
+        loaded = self.roll_back()
+        if loaded is None:
             raise RunStopped(
                 ExitCode.BAD_STEPS,
                 f"stopped at iteration {progress.iteration}: {progress.consecutive_bad_steps} bad "
-                f"steps in a row {last}, and there is no checkpoint to roll back to yet: lower "
-                "--save-interval",
+                f"steps in a row {last_values}, and there is no checkpoint to roll back to yet: "
+                "lower --save-interval",
             )
-        progress.update_samples = back.update_samples
-        progress.recent_losses = list(back.recent_losses)
+        progress.update_samples = loaded.update_samples
+        progress.recent_losses = list(loaded.recent_losses)
         progress.rollbacks += 1
         self.say(
             f"iteration {progress.iteration}: {progress.consecutive_bad_steps} bad steps in a row "
-            f"{last}: rolled back to the weights of iteration {back.iteration}, going on with the "
-            f"data behind sample {progress.consumed_samples:,}"
+            f"{last_values}: rolled back to the weights of iteration {loaded.iteration}, going on "
+            f"with the data behind sample {progress.consumed_samples:,}"
         )
-        self.log.event(progress.iteration, {"rolled_back_to": float(back.iteration)})
+        self.log.event(progress.iteration, {"rolled_back_to": float(loaded.iteration)})

@@ -1,19 +1,19 @@
 # SPDX-License-Identifier: Apache-2.0
 """Diagnostic files that a rank writes to the save folder when a run hangs.
 
-    SAVE/hang_report_attempt_A.txt                where every rank is, by the first that knows
+    SAVE/hang_report_attempt_A.txt                state of all ranks, by the first that detects it
     SAVE/stacks/attempt_A_rank_R.txt              stacks of all threads
     SAVE/stacks/attempt_A_rank_R_collectives.json the last collectives, oldest first
-    SAVE/stacks/attempt_A_rank_R_torch.json       torch's record of them, if it keeps one
+    SAVE/stacks/attempt_A_rank_R_torch.json       torch's flight recorder, if it is enabled
     SAVE/stacks/attempt_A_rank_R_frozen.txt       stacks of a rank whose interpreter is frozen
 
-The last is written without the interpreter, by a timer that is reset at every heartbeat.
+The last file is written without the interpreter, by a timer that every heartbeat resets.
 
-The log of collectives gives for each whether this rank has entered and left it, so it shows where a
-rank hangs and what came before. The log is one of the `observers` of a `ProcessGroupCollection`; it
-costs a few microseconds a collective. torch's own record of collectives (the flight recorder) also
-knows, on a GPU, which have really begun and ended there. It exists if the environment enables it
-before process groups are created, and is read as JSON.
+The log of collectives records whether this rank has entered and left each of them, so it shows
+where a rank hangs, and the collectives before. The log is one of the `observers` of a
+`ProcessGroupCollection`; it costs a few microseconds per collective. torch's flight recorder also
+knows, on a GPU, which collectives have started and ended on the device. It exists if the
+environment enables it before process groups are created, and is read as JSON.
 """
 
 from __future__ import annotations
@@ -38,35 +38,38 @@ from megatron.core.untrusted_files import make_folder, replace_file, write_to
 #: Maximum number of logged collectives.
 MAX_ENTRIES = 64
 
-#: How often a file is opened in a folder that other ranks may remove.
+#: Attempts to open a file in a folder that other ranks may remove.
 _ATTEMPTS = 100
 
-#: Kinds that only one other rank takes part in: ranks of a group come to different numbers of them.
-BETWEEN_TWO = ("send", "receive")
+#: Kinds between two ranks; the ranks of a group take part in different numbers of them.
+POINT_TO_POINT = ("send", "receive")
 
 
-class Entry:
+class CollectiveEntry:
     """A logged collective, and the context manager in which its caller waits for it.
 
     Args:
-        number: among the collectives of its group, from 1; 0 for what is between two ranks.
-        iteration: in which it started.
-        record: what it is.
-        at: when it started, by the monotonic clock.
+        number: position among the collectives of its group, from 1; 0 for point-to-point.
+        iteration: the iteration in which it started.
+        record: the collective's description.
+        started_at: start time by the monotonic clock.
     """
 
-    __slots__ = ("at", "ended", "iteration", "number", "record", "state", "waited")
+    __slots__ = ("ended_at", "iteration", "number", "record", "started_at", "state", "waited_since")
 
-    def __init__(self, number: int, iteration: int, *, record: CollectiveRecord, at: float) -> None:
-        self.number, self.iteration, self.record, self.at = number, iteration, record, at
-        self.waited = self.ended = 0.0
+    def __init__(
+        self, number: int, iteration: int, *, record: CollectiveRecord, started_at: float
+    ) -> None:
+        self.number, self.iteration, self.record = number, iteration, record
+        self.started_at = started_at
+        self.waited_since = self.ended_at = 0.0
         self.state = "started"
-        """`started`, `waiting`, `returned` or `failed`; on a GPU the host does not wait for what it
-        has queued, so `returned` means that it was queued."""
+        """`started`, `waiting`, `returned` or `failed`. On a GPU the host does not wait for
+        collectives, so `returned` means that the collective is enqueued."""
 
     def __enter__(self) -> None:
-        if self.state != "failed":  # else who clears the step away waits for it once more
-            self.state, self.waited = "waiting", time.monotonic()
+        if self.state != "failed":  # clearing the failed step waits for it once more
+            self.state, self.waited_since = "waiting", time.monotonic()
 
     def __exit__(
         self,
@@ -75,10 +78,10 @@ class Entry:
         trace: TracebackType | None,
     ) -> None:
         if self.state != "failed":
-            self.state, self.ended = "returned" if error is None else "failed", time.monotonic()
+            self.state, self.ended_at = "returned" if error is None else "failed", time.monotonic()
 
     def to_json(self, now: float) -> dict[str, object]:
-        """Return it as plain data, times as seconds before `now`."""
+        """Return the JSON form, with times as seconds before `now`."""
         fields: dict[str, object] = {
             "kind": self.record.kind,
             "how": self.record.how,
@@ -90,10 +93,10 @@ class Entry:
             "bytes": self.record.bytes,
             "iteration": self.iteration,
             "state": self.state,
-            "started_seconds_ago": round(now - self.at, 6),
+            "started_seconds_ago": round(now - self.started_at, 6),
         }
-        if self.waited:
-            fields["waited_seconds"] = round((self.ended or now) - self.waited, 6)
+        if self.waited_since:
+            fields["waited_seconds"] = round((self.ended_at or now) - self.waited_since, 6)
         return fields
 
 
@@ -101,25 +104,28 @@ class CollectiveLog:
     """An observer of process groups that logs the last collectives and counts all.
 
     Args:
-        iteration: returns the iteration that the rank is in.
+        iteration: returns the rank's current iteration.
     """
 
     def __init__(self, iteration: Callable[[], int] = lambda: 0) -> None:
         self._iteration = iteration
-        self._entries: deque[Entry] = deque(maxlen=MAX_ENTRIES)
+        self._entries: deque[CollectiveEntry] = deque(maxlen=MAX_ENTRIES)
         self.count = 0
-        """Collectives so far."""
-        self.in_group: dict[str, int] = {}
-        """Collectives so far by group, without what is between two ranks."""
+        """Number of collectives so far."""
+        self.collectives_by_group: dict[str, int] = {}
+        """Number of collectives so far by group, without point-to-point operations."""
 
-    def __call__(self, record: object) -> Entry:
-        """Take note of a collective that starts; what is returned is entered by who waits for
-        it."""
+    def __call__(self, record: object) -> CollectiveEntry:
+        """Log the start of a collective; the caller enters the returned entry while it waits."""
         assert isinstance(record, CollectiveRecord)
         number = 0
-        if record.kind not in BETWEEN_TWO:
-            number = self.in_group[record.group] = self.in_group.get(record.group, 0) + 1
-        entry = Entry(number, self._iteration(), record=record, at=time.monotonic())
+        if record.kind not in POINT_TO_POINT:
+            number = self.collectives_by_group[record.group] = (
+                self.collectives_by_group.get(record.group, 0) + 1
+            )
+        entry = CollectiveEntry(
+            number, self._iteration(), record=record, started_at=time.monotonic()
+        )
         self._entries.append(entry)
         self.count += 1
         return entry
@@ -129,15 +135,15 @@ class CollectiveLog:
         """Describe the last collective."""
         return describe(self._entries[-1].record) if self._entries else "no collective yet"
 
-    def stuck(self) -> Entry | None:
-        """Return the first one that this rank waits in, or that has failed; None if all is well.
+    def stuck(self) -> CollectiveEntry | None:
+        """Return the first collective that this rank waits in, or that has failed; else None.
 
-        What fails after a failure, while the step is cleared away, does so because of that.
+        Later failures, while the step is cleared, are consequences of the first.
         """
         stuck_entries = [entry for entry in self.entries() if entry.state in ("waiting", "failed")]
         return stuck_entries[0] if stuck_entries else None
 
-    def entries(self) -> list[Entry]:
+    def entries(self) -> list[CollectiveEntry]:
         """Return the logged collectives, oldest first; other threads may call this."""
         while True:
             try:
@@ -147,37 +153,37 @@ class CollectiveLog:
 
 
 def describe(record: CollectiveRecord) -> str:
-    """Return a collective in words, the same on all ranks that take part in it alike."""
-    if record.kind == "all_to_all":  # its parts are uneven: every rank has its own sizes
+    """Describe a collective, equally on all ranks that take part in it."""
+    if record.kind == "all_to_all":  # sizes differ between ranks
         return f"{record.kind} of {record.dtype} over {record.group}"
     how = f" ({record.how})" if record.how else ""
     size = " x ".join(map(str, record.shape)) or "one number"
     return f"{record.kind}{how} of {record.dtype} [{size}] over {record.group}"
 
 
-#: How many collectives torch keeps; the second name is that of older versions.
-SIZE_NAMES = ("TORCH_FR_BUFFER_SIZE", "TORCH_NCCL_TRACE_BUFFER_SIZE")
+#: Variables with the flight recorder's size; older torch versions use the second name.
+BUFFER_SIZE_VARIABLES = ("TORCH_FR_BUFFER_SIZE", "TORCH_NCCL_TRACE_BUFFER_SIZE")
 
 #: Default number of collectives that torch records.
-SIZE = 2000
+DEFAULT_BUFFER_SIZE = 2000
 
 
-def ask_for_record(environment: MutableMapping[str, str]) -> None:
+def enable_flight_recorder(environment: MutableMapping[str, str]) -> None:
     """Enable torch's flight recorder, unless the environment sets its size."""
-    if not any(name in environment for name in SIZE_NAMES):
-        environment[SIZE_NAMES[0]] = str(SIZE)
+    if not any(name in environment for name in BUFFER_SIZE_VARIABLES):
+        environment[BUFFER_SIZE_VARIABLES[0]] = str(DEFAULT_BUFFER_SIZE)
 
 
-def is_kept(environment: MutableMapping[str, str]) -> bool:
-    """Return whether the environment asks for the record."""
-    return any(environment.get(name, "0") not in ("", "0") for name in SIZE_NAMES)
+def flight_recorder_enabled(environment: MutableMapping[str, str]) -> bool:
+    """Return whether the environment enables the flight recorder."""
+    return any(environment.get(name, "0") not in ("", "0") for name in BUFFER_SIZE_VARIABLES)
 
 
-def read_record(bindings: Any) -> bytes | None:
-    """Return the record as JSON; None if this torch has none.
+def read_flight_recorder(bindings: Any) -> bytes | None:
+    """Return the flight recorder's content as JSON; None if this torch version has none.
 
     Args:
-        bindings: `torch._C._distributed_c10d`, of which versions differ in what they offer.
+        bindings: `torch._C._distributed_c10d`; its functions differ between versions.
     """
     for name in ("_dump_fr_trace_json", "_dump_nccl_trace_json"):
         dump: Callable[[], bytes | str] | None = getattr(bindings, name, None)
@@ -188,20 +194,20 @@ def read_record(bindings: Any) -> bytes | None:
 
 
 def stack_file(save: str, *, attempt: int, rank: int) -> Path:
-    """Return where a rank's stacks go; every start of the launcher has files of its own."""
+    """Return the path of a rank's stacks; each start by the launcher has its own files."""
     return Path(save, "stacks", f"attempt_{attempt}_rank_{rank}.txt")
 
 
 def write_stacks(
     path: Path, reason: str, *, root: Path, error: BaseException | None = None
 ) -> None:
-    """Write the stacks of all threads of this process; never fails itself.
+    """Write the stacks of all threads of this process; never raises.
 
     Args:
-        path: of the file, whose folder is made; an earlier dump in it is replaced.
-        reason: why, for the first line.
-        root: the save folder, in which it lies.
-        error: what has brought the calling thread here, whose own stack no longer shows it.
+        path: the file; its folder is created, and an earlier dump is replaced.
+        reason: text for the first line.
+        root: the save folder, which contains `path`.
+        error: the exception of the calling thread, whose stack no longer shows it.
     """
     try:
         with _open_stacks(path, root) as file:
@@ -216,7 +222,7 @@ def write_stacks(
 
 
 def _open_stacks(path: Path, root: Path) -> IO[str]:
-    """Open a file of the stacks folder, which another rank removes where it finds it empty."""
+    """Open a file in the stacks folder, which other ranks remove when it is empty."""
     for _ in range(_ATTEMPTS):
         with contextlib.suppress(FileNotFoundError):
             make_folder(path.parent, root=root)
@@ -225,14 +231,14 @@ def _open_stacks(path: Path, root: Path) -> IO[str]:
 
 
 class HangFiles:
-    """The files of one rank; writing them never fails.
+    """The diagnostic files of one rank; writing them never raises.
 
     Args:
         save: the save folder.
-        attempt: how often the launcher has restarted the processes.
-        rank: of this process.
-        frozen_seconds: after how long without a beat the interpreter is taken to hang.
-        environment: of this process.
+        attempt: number of restarts by the launcher so far.
+        rank: this process's rank.
+        frozen_seconds: without a heartbeat for this long, the interpreter is considered frozen.
+        environment: this process's environment variables.
     """
 
     def __init__(
@@ -248,9 +254,9 @@ class HangFiles:
         self._save = Path(save)
         self._stacks = stack_file(save, attempt=attempt, rank=rank)
         self.report = Path(save, f"hang_report_attempt_{attempt}.txt")
-        """Where the report of all ranks goes."""
+        """Path of the report about all ranks."""
         self.files = str(self._stacks.with_name(f"attempt_{attempt}_rank_*"))
-        """What all ranks leave."""
+        """Pattern of the files of all ranks."""
         self._frozen: IO[str] | None = None
         self._closed = False
         self._timer = threading.Lock()
@@ -259,11 +265,11 @@ class HangFiles:
         """Write stacks and collectives.
 
         Args:
-            reason: why, in one line.
-            error: what has brought the calling thread here.
-            log: of this rank's collectives.
+            reason: the reason, in one line.
+            error: the exception of the calling thread.
+            log: this rank's log of collectives.
         """
-        self.close()  # this rank is not the one that hangs
+        self.close()  # this rank's interpreter is not frozen
         write_stacks(self._stacks, reason, root=self._save, error=error)
         with contextlib.suppress(Exception):
             now = time.monotonic()
@@ -275,21 +281,21 @@ class HangFiles:
             }
             report_text = json.dumps(report, indent=1) + "\n"
             replace_file(self._sibling("collectives.json"), report_text, root=self._save)
-        # Last, as it asks the device.
+        # Last, because it accesses the device, which may hang.
         with contextlib.suppress(Exception):
-            if is_kept(self._environment):
+            if flight_recorder_enabled(self._environment):
                 import torch
 
-                if (torch_record := read_record(torch._C._distributed_c10d)) is not None:
+                if (torch_record := read_flight_recorder(torch._C._distributed_c10d)) is not None:
                     replace_file(self._sibling("torch.json"), torch_record, root=self._save)
 
     def write_report(self, text: str) -> None:
-        """Write the report of all ranks."""
+        """Write the report about all ranks."""
         with contextlib.suppress(OSError):
             make_folder(self._save, root=self._save)
             replace_file(self.report, text)
 
-    def beat(self) -> None:
+    def heartbeat(self) -> None:
         """Reset the timer that writes the stacks if no heartbeat follows in time."""
         with contextlib.suppress(Exception), self._timer:
             if self._closed:
@@ -299,7 +305,7 @@ class HangFiles:
             faulthandler.dump_traceback_later(self._frozen_seconds, file=self._frozen)
 
     def close(self) -> None:
-        """Stop the timer, and leave nothing behind if it has written nothing."""
+        """Stop the timer, and remove its file if it is empty."""
         with contextlib.suppress(OSError), self._timer:
             self._closed = True
             if self._frozen is None:
@@ -310,7 +316,7 @@ class HangFiles:
             path = self._sibling("frozen.txt")
             if path.stat().st_size == 0:
                 path.unlink()
-                path.parent.rmdir()  # if that was all that is in it
+                path.parent.rmdir()  # fails unless the folder is empty
 
     def _sibling(self, end: str) -> Path:
         return self._stacks.with_name(f"{self._stacks.stem}_{end}")

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Detect the end of the launcher: the process that started this one, or the store it serves.
 
-torchrun ends its processes when it is asked to end, but not when it is killed. They would go on for
-ever, and nobody would start them again. A process that no launcher has started has none to lose: a
-shell that ends leaves it alone.
+torchrun ends its processes when it receives a signal to end, but not when it is killed. They would
+then run forever without anything to restart them. A process without a launcher is not affected: the
+end of its shell does not end it.
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ from pathlib import Path
 from megatron.cli.launch import Launch
 
 #: Polling interval if no event wakes the thread, in seconds.
-LOOK_SECONDS = 0.5
+POLL_SECONDS = 0.5
 
-#: How long to wait for the end of a process whose store is gone, in seconds.
-SAME_SECONDS = 0.5
+#: Seconds to wait for the end of the launcher's process after its store is gone.
+EXIT_SECONDS = 0.5
 
 #: Environment variables that identify the processes of one launcher.
 _LAUNCHER_VARIABLES = ("TORCHELASTIC_RUN_ID", "MASTER_PORT", "RANK")
@@ -32,12 +32,12 @@ def launcher_of(
 ) -> int | None:
     """Return the process id of the launcher; None if no launcher has started this process.
 
-    It sets variables for those it starts, so it is the nearest ancestor without them: a script
-    between the two has them.
+    The launcher sets environment variables for its children. So it is the nearest ancestor without
+    them; a script between the launcher and this process inherits them.
 
     Args:
-        environment: of this process.
-        pid: of its parent.
+        environment: this process's environment variables.
+        pid: the parent's process id.
     """
     if "TORCHELASTIC_RUN_ID" not in environment:
         return None
@@ -49,7 +49,7 @@ def launcher_of(
     try:
         while pid > 1 and variables <= set((proc / str(pid) / "environ").read_bytes().split(b"\0")):
             pid = int((proc / str(pid) / "stat").read_text().rpartition(")")[2].split()[1])
-    except (OSError, ValueError):  # of another user, or no such file: the parent it is
+    except (OSError, ValueError):  # another user's process, or no /proc: take the current pid
         pass
     return pid
 
@@ -58,9 +58,9 @@ class LauncherWatch:
     """Waits for the end of the launcher on a thread.
 
     Args:
-        launch: of this process.
-        pid: of the launcher, None without one.
-        lose: called with what is gone; the store of a launcher may go with it, as a second thing.
+        launch: this process's launch.
+        pid: the launcher's process id, None without a launcher.
+        lose: called with a description of the lost process, and again for a lost store.
     """
 
     def __init__(self, launch: Launch, pid: int | None, lose: Callable[[str], None]) -> None:
@@ -75,7 +75,7 @@ class LauncherWatch:
         except ProcessLookupError:
             self._lose(self._named)
             return
-        except (AttributeError, OSError):  # no Linux, or an old one
+        except (AttributeError, OSError):  # not Linux, or an old kernel
             self._process = None
         self._thread = threading.Thread(target=self._watch, name="launcher-watch", daemon=True)
         self._thread.start()
@@ -88,10 +88,10 @@ class LauncherWatch:
         """Also wait for the end of the launcher's store.
 
         Args:
-            connection: to its server, on which nothing is ever sent.
+            connection: a connection to the store's server, which carries no data.
         """
-        # A machine that is gone closes no connection: its kernel is asked, which also answers for
-        # a process that is stopped.
+        # A crashed machine closes no connection, so TCP keepalive probes its kernel. A stopped
+        # process is not lost: its kernel still answers.
         connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
         for name, value in (("TCP_KEEPIDLE", 4), ("TCP_KEEPINTVL", 2), ("TCP_KEEPCNT", 2)):
             if hasattr(socket, name):
@@ -116,13 +116,13 @@ class LauncherWatch:
             for descriptor in (self._process if alive else None, link.connection):
                 if descriptor is not None:
                     poller.register(descriptor, select.POLLIN)
-            poller.poll(1000.0 * LOOK_SECONDS)
+            poller.poll(1000.0 * POLL_SECONDS)
             if self._closed.is_set():
                 return
             lost = link.connection is not None and link.is_lost()
-            # First what others do not see. A process that is killed closes its connections before
-            # it is gone.
-            if alive and self._process_is_gone(SAME_SECONDS if lost else 0.0):
+            # Report the process before its store, which other machines see as well. A killed
+            # process closes its connections before it is gone.
+            if alive and self._process_is_gone(EXIT_SECONDS if lost else 0.0):
                 alive = False
                 self._lose(self._named)
             if lost:

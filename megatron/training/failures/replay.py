@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A suspicious step is computed again from the same weights and data, and the bits are compared.
+"""Reruns of anomalous steps from the same weights and data, with bitwise comparison.
 
-Dropout has no state and weights have not changed, so equal hardware gives equal bits; counters that
-forwards advance are reset before. Every rank keeps evidence of each computation (`Evidence`), which
-is gathered only when something is wrong, or when steps are compared anyway: its share of the loss
-and the bits of its own gradients, before they are reduced. A pipeline stage also keeps the bits of
-the activations that it received and sent, which separate the stage where an error of the forward
-began from those that only passed it on.
+Dropout has no state and the weights have not changed, so sound hardware reproduces every bit.
+Counters that forwards advance are restored before a rerun. Every rank records evidence of each
+computation (`Evidence`): its contribution to the loss, and a checksum of its gradients before the
+reduction. A pipeline stage also records checksums of the activations that it received and sent,
+which identify the stage where an error of the forward began. Evidence is gathered only after an
+anomaly, or when steps are compared at an interval.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ from megatron.core.distributed import DataParallel
 from megatron.core.process_groups import Group
 
 
-class Bits:
-    """Checksum of bits, and sum of norms, of tensors; without device synchronization.
+class Checksum:
+    """Checksum of tensors' bits, and sum of their norms; without device synchronization.
 
-    Any single flipped bit changes the sum, as it is taken modulo 2⁶⁴ over integers.
+    The checksum is a sum of integers modulo 2⁶⁴, so any single flipped bit changes it.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -43,61 +43,61 @@ class Bits:
         """Add a flat tensor to the checksum."""
         per_word = 8 // flat.element_size()
         num_paired = flat.numel() // per_word * per_word
-        # As 64-bit words no wider copy is made; the last ones have nothing to pair with.
+        # Summing 64-bit words avoids a wider copy; the tail has no full word.
         words = flat[:num_paired].view(torch.int64)
         tail = flat[num_paired:].view({4: torch.int32, 2: torch.int16}[flat.element_size()])
         self.sum += words.sum() + tail.sum()
-        # Not the largest element: NaN or Inf shows as well, in an eighth of the time on a CPU.
+        # A norm propagates NaN and Inf like a maximum, in an eighth of its time on a CPU.
         self.norm += torch.linalg.vector_norm(flat, dtype=torch.float32)
 
     def numbers(self) -> list[torch.Tensor]:
-        """Return what `Digest.of` reads, as fp64 scalars, which hold half a sum exactly."""
+        """Return the fp64 scalars that `Digest.of` reads; each holds half a checksum exactly."""
         scalars = (self.sum >> 32, self.sum & 0xFFFFFFFF, self.norm)
         return [scalar.double() for scalar in scalars]
 
 
-class StageBits:
-    """The activations that a pipeline's stage receives and sends in the forward, by chunk.
+class StageChecksums:
+    """Checksums of the activations that a pipeline stage receives and sends in the forward.
 
     Args:
-        device: where they are.
-        chunks: of this rank.
+        device: device of the activations.
+        chunks: number of model chunks of this rank.
     """
 
     def __init__(self, device: torch.device, chunks: int) -> None:
-        self._chunks = [(Bits(device), Bits(device)) for _ in range(chunks)]
+        self._chunks = [(Checksum(device), Checksum(device)) for _ in range(chunks)]
 
     def begin(self) -> None:
         """Reset the checksum."""
-        for bits in (bits for pair in self._chunks for bits in pair):
-            bits.begin()
+        for checksum in (checksum for pair in self._chunks for checksum in pair):
+            checksum.begin()
 
     def show(self, chunk: int, received: torch.Tensor | None, sent: torch.Tensor) -> None:
-        """Look at what a microbatch brings to a chunk and takes from it, at the end its loss."""
+        """Add a microbatch's received and sent activation; the last stage sends the loss."""
         into, out = self._chunks[chunk]
         if received is not None:
             into.show(received.detach().reshape(-1))
         out.show(sent.detach().reshape(-1))
 
     def numbers(self) -> list[torch.Tensor]:
-        """Return those of every chunk, received and sent."""
-        return [x for pair in self._chunks for bits in pair for x in bits.numbers()]
+        """Return the scalars of every chunk, received and sent."""
+        return [x for pair in self._chunks for checksum in pair for x in checksum.numbers()]
 
 
 @dataclass(frozen=True)
 class Digest:
     """Checksum of the bits and sum of the norms of some tensors."""
 
-    bits: int = 0
+    checksum: int = 0
     norm: float = 0.0
 
     @staticmethod
     def of(numbers: Iterator[float]) -> Digest:
-        """Read one from numbers of `Bits`."""
+        """Parse the numbers of one `Checksum`."""
         return Digest((int(next(numbers)) << 32) + int(next(numbers)), next(numbers))
 
     @property
-    def sound(self) -> bool:
+    def is_finite(self) -> bool:
         """Whether all elements are finite."""
         return math.isfinite(self.norm)
 
@@ -107,9 +107,9 @@ class Evidence:
     """Evidence of one rank on one computation of a step.
 
     Args:
-        loss: its part.
-        gradients: its own.
-        chunks: (received, sent) activations of each chunk of a pipeline's stage.
+        loss: the rank's contribution to the loss.
+        gradients: digest of the rank's gradients before the reduction.
+        chunks: digests of (received, sent) activations of each chunk of a pipeline stage.
     """
 
     loss: float
@@ -118,83 +118,87 @@ class Evidence:
 
     @staticmethod
     def of(row: Sequence[float]) -> Evidence:
-        """Read one from a loss and the numbers of `Bits`."""
-        left = iter(row[1:])
-        gradients, pairs = Digest.of(left), (len(row) - 4) // 6
-        chunks = tuple((Digest.of(left), Digest.of(left)) for _ in range(pairs))
+        """Parse a loss and the numbers of each `Checksum`."""
+        numbers = iter(row[1:])
+        gradients, pairs = Digest.of(numbers), (len(row) - 4) // 6
+        chunks = tuple((Digest.of(numbers), Digest.of(numbers)) for _ in range(pairs))
         return Evidence(row[0], gradients, chunks)
 
 
-Rows = Sequence[Evidence]
+EvidenceByRank = Sequence[Evidence]
 
 
-def _same(one: float, other: float) -> bool:
-    return one == other or (math.isnan(one) and math.isnan(other))
+def _same(first_loss: float, second_loss: float) -> bool:
+    return first_loss == second_loss or (math.isnan(first_loss) and math.isnan(second_loss))
 
 
-def differing(
-    one: Rows, other: Rows, *, pipelines: Sequence[Sequence[int]] = ()
+def differing_ranks(
+    before: EvidenceByRank, after: EvidenceByRank, *, pipelines: Sequence[Sequence[int]] = ()
 ) -> tuple[int, ...]:
-    """Return the ranks whose part of two computations differs: those with other losses, or if
-    there are none, those with other gradients.
+    """Return the ranks that differ between two computations, in the loss or else in gradients.
 
     Args:
-        pipelines: see `narrowed`.
+        pipelines: see `narrow_to_stages`.
     """
-    pairs = list(enumerate(zip(one, other, strict=True)))
+    pairs = list(enumerate(zip(before, after, strict=True)))
     ranks = [rank for rank, (a, b) in pairs if not _same(a.loss, b.loss)]
-    ranks = ranks or [rank for rank, (a, b) in pairs if a.gradients.bits != b.gradients.bits]
+    ranks = ranks or [
+        rank for rank, (a, b) in pairs if a.gradients.checksum != b.gradients.checksum
+    ]
 
     def changed(rank: int, chunk: int, end: int) -> bool:
-        return one[rank].chunks[chunk][end].bits != other[rank].chunks[chunk][end].bits
+        return before[rank].chunks[chunk][end].checksum != after[rank].chunks[chunk][end].checksum
 
-    return narrowed(ranks, pipelines, one, changed)
+    return narrow_to_stages(ranks, pipelines, before, changed)
 
 
-def showing(
-    found: Rows, share: float, *, pipelines: Sequence[Sequence[int]] = ()
+def anomalous_ranks(
+    evidence: EvidenceByRank, loss_share: float, *, pipelines: Sequence[Sequence[int]] = ()
 ) -> tuple[int, ...]:
-    """Return the ranks where a suspicious computation shows: a part of the loss that is not
-    finite, or else gradients that are not, or else a part of the loss above `share`, or else, as it
-    may be in a sum over ranks, all.
+    """Return the ranks with the anomaly of a computation.
+
+    The first of these rules that matches any rank applies: the rank's loss is not finite; its
+    gradients are not finite; its loss is above `loss_share`. If none matches, the anomaly is only
+    in sums over ranks, and all ranks are returned.
 
     Args:
-        pipelines: see `narrowed`.
+        pipelines: see `narrow_to_stages`.
     """
 
     def bad(rank: int, chunk: int, end: int) -> bool:
-        return not found[rank].chunks[chunk][end].sound
+        return not evidence[rank].chunks[chunk][end].is_finite
 
     tests: Sequence[Callable[[Evidence], bool]] = (
-        lambda one: not math.isfinite(one.loss),
-        lambda one: not one.gradients.sound,
-        lambda one: one.loss > share,
+        lambda rank_evidence: not math.isfinite(rank_evidence.loss),
+        lambda rank_evidence: not rank_evidence.gradients.is_finite,
+        lambda rank_evidence: rank_evidence.loss > loss_share,
     )
     for test in tests:
-        if ranks := [rank for rank, one in enumerate(found) if test(one)]:
-            return narrowed(ranks, pipelines, found, bad)
-    return tuple(range(len(found)))
+        if ranks := [rank for rank, rank_evidence in enumerate(evidence) if test(rank_evidence)]:
+            return narrow_to_stages(ranks, pipelines, evidence, bad)
+    return tuple(range(len(evidence)))
 
 
-def narrowed(
+def narrow_to_stages(
     ranks: Sequence[int],
     pipelines: Sequence[Sequence[int]],
-    rows: Rows,
+    rows: EvidenceByRank,
     wrong: Callable[[int, int, int], bool],
 ) -> tuple[int, ...]:
-    """Return in place of ranks of a pipeline the stage where it began, or if that is unknown,
-    as in the backward, all of its stages.
+    """Replace ranks of a pipeline by the stage where the error began, or by all of its stages.
+
+    All stages remain if the first wrong stage is unknown, as for an error in the backward.
 
     Args:
-        pipelines: the ranks of each pipeline, by stage; none if there is one stage.
-        rows: by rank.
-        wrong: of a rank and its chunk, whether what it received (0) or sent (1) is wrong.
+        pipelines: the ranks of each pipeline, by stage; empty with one stage.
+        rows: evidence by rank.
+        wrong: whether the activation that a chunk of a rank received (0) or sent (1) is wrong.
     """
     if not pipelines:
         return tuple(ranks)
     suspects: set[int] = set()
     for stages in (stages for stages in pipelines if {*stages} & {*ranks}):
-        # The parts of the model in the order in which activations go through them.
+        # (rank, chunk) in the order of the forward.
         stage_chunks = [(r, chunk) for chunk in range(len(rows[stages[0]].chunks)) for r in stages]
         first_wrong = next(
             (i for i, stage_chunk in enumerate(stage_chunks) if wrong(*stage_chunk, 1)), None
@@ -203,74 +207,73 @@ def narrowed(
             suspects |= {*stages}
             continue
         rank, chunk = stage_chunks[first_wrong]
-        # What arrives otherwise than it was sent went wrong on the way.
+        # If the received activation is wrong but the sent one was right, the error is in transit.
         suspects |= {rank, stage_chunks[first_wrong - 1][0]} if wrong(rank, chunk, 0) else {rank}
     return tuple(sorted(suspects))
 
 
-Kind = Literal["nan", "spike", "inf_norm", "determinism"]
+AnomalyKind = Literal["nan", "spike", "inf_norm", "determinism"]
 Verdict = Literal["transient", "reproduced", "unchecked", "undecided"]
 
 
 @dataclass(frozen=True)
-class Reruns:
-    """When a step is recomputed.
+class RerunPolicy:
+    """When and how a step is recomputed.
 
     Args:
-        mode: never; if it is suspicious; or then and every few steps anyway.
-        interval: of the latter, counted from the start of the process.
-        counters: tensors that training forwards add to: a step counts once.
-        stage: what looks at the activations of a pipeline's stage; None if there is one stage.
-        forget: makes the model forget what a computation of the step has left in it, in addition
-            to counters.
+        mode: never; after an anomaly; or after an anomaly and at an interval.
+        interval: steps between comparisons, counted from the start of the process.
+        counters: tensors that training forwards add to; a rerun must not count twice.
+        stage: checksums of a pipeline stage's activations; None with one stage.
+        forget: resets state that a computation leaves in the model, in addition to counters.
     """
 
     mode: Literal["disabled", "validate_results", "report_determinism_stats"] = "disabled"
     interval: int = 1
     counters: Sequence[torch.Tensor] = ()
-    stage: StageBits | None = None
+    stage: StageChecksums | None = None
     forget: Callable[[], None] = lambda: None
 
 
 @dataclass(frozen=True)
-class Computed:
-    """What one computation of a step gave: gradients are whole, the rest is equal on all ranks.
+class StepComputation:
+    """The result of one computation of a step; only `local_loss` differs between ranks.
 
     Args:
-        loss: the step's mean.
-        votes: of all ranks, summed.
-        own: what this rank added to the loss, fp64, loss scale included; its own.
-        kind: what is suspicious about it; None if nothing is.
-        norm: of the gradients, before clipping, loss scale included; NaN if it was not asked.
+        loss: mean loss of the step.
+        control_flags: the ranks' control flags, summed.
+        local_loss: this rank's contribution to the loss, fp64, including the loss scale.
+        kind: the anomaly; None for a sound step.
+        norm: gradient norm before clipping, including the loss scale; NaN if not computed.
     """
 
     loss: float
-    votes: tuple[float, ...]
-    own: torch.Tensor
-    kind: Kind | None = None
+    control_flags: tuple[float, ...]
+    local_loss: torch.Tensor
+    kind: AnomalyKind | None = None
     norm: float = math.nan
 
     @property
     def value(self) -> float:
-        """Return what tells whether it is suspicious."""
+        """Return the value that `kind` refers to."""
         return self.norm if self.kind == "inf_norm" else self.loss
 
 
 @dataclass(frozen=True)
-class Doubt:
+class StepAnomaly:
     """An anomaly of a step, equal on every rank.
 
     Args:
-        kind: what first made it suspicious.
-        verdict: `transient` (computed again it is sound, and that was used), `reproduced` (it is
-            suspicious again), `unchecked` (it was not computed again) or `undecided` (sound, but
-            no two of three computations are equal).
-        ranks: where it showed; all if only in sums over them.
+        kind: the first anomaly.
+        verdict: `transient` (the rerun is sound and was used), `reproduced` (the rerun is
+            anomalous), `unchecked` (no rerun) or `undecided` (sound, but no two of three
+            computations are equal).
+        ranks: ranks with the anomaly; all if it appears only in sums over ranks.
         values: the loss of each computation, or its gradient norm if that is not finite.
-        same: the last two computations agree in every bit that was kept, on every rank.
+        same: whether the evidence of the last two computations is equal on every rank.
     """
 
-    kind: Kind
+    kind: AnomalyKind
     verdict: Verdict
     ranks: tuple[int, ...]
     values: tuple[float, ...]
@@ -278,126 +281,156 @@ class Doubt:
 
 
 class Replayer:
-    """Computes steps, and recomputes suspicious ones.
+    """Computes steps, and recomputes anomalous steps.
 
     Args:
-        reruns: when.
-        engine: whose gradients are looked at.
+        rerun_policy: when to recompute a step.
+        engine: the data-parallel engine, whose gradients are digested.
         world: all ranks.
-        pipelines: the ranks of each pipeline, by stage; none if there is one stage.
+        pipelines: the ranks of each pipeline, by stage; empty with one stage.
 
     Attributes:
-        compared, differed: how many steps were computed twice without a suspicion, and in how many
-            of them bits differed.
-        bits: of this rank's gradients in the last computation.
+        compared, differed: number of steps that were recomputed without an anomaly, and number of
+            these steps with different bits.
+        checksum: checksum of this rank's gradients in the last computation.
     """
 
     def __init__(
         self,
-        reruns: Reruns,
+        rerun_policy: RerunPolicy,
         *,
         engine: DataParallel,
         world: Group,
         pipelines: Sequence[Sequence[int]] = (),
     ) -> None:
-        self.reruns, self._world = reruns, world
-        self._pipelines = pipelines if reruns.stage is not None else ()
+        self.rerun_policy, self._world = rerun_policy, world
+        self._pipelines = pipelines if rerun_policy.stage is not None else ()
         self.compared = self.differed = self._steps = 0
-        self.bits = Bits(engine.store.device)
-        if reruns.mode != "disabled":
-            engine.observe_gradients(self.bits)
+        self.checksum = Checksum(engine.store.device)
+        if rerun_policy.mode != "disabled":
+            engine.observe_gradients(self.checksum)
 
     def run(
-        self, compute: Callable[[], Computed], *, share: float = math.inf
-    ) -> tuple[Computed, Doubt | None]:
-        """Return the computation to go on with, the last one, and what was wrong, if anything.
+        self, compute: Callable[[], StepComputation], *, loss_share: float = math.inf
+    ) -> tuple[StepComputation, StepAnomaly | None]:
+        """Return the last computation, which the step uses, and its anomaly, if any.
 
         Args:
-            compute: runs forward and backward and judges the result.
-            share: of the loss above which a rank's part is large.
+            compute: runs forward and backward and classifies the result.
+            loss_share: a rank's contribution to the loss above this is large.
         """
-        mode = self.reruns.mode
+        mode = self.rerun_policy.mode
         saved_counters = (
-            [counter.clone() for counter in self.reruns.counters] if mode != "disabled" else []
+            [counter.clone() for counter in self.rerun_policy.counters]
+            if mode != "disabled"
+            else []
         )
         self._steps += 1
-        compares = mode == "report_determinism_stats" and self._steps % self.reruns.interval == 0
-        tries, seen = [self._computed(compute)], []
-        if not compares and tries[0].kind is None:
-            return tries[0], None
-        seen.append(self._evidence(tries[0]))
+        is_compared = (
+            mode == "report_determinism_stats" and self._steps % self.rerun_policy.interval == 0
+        )
+        computations, evidence = [self._computed(compute)], []
+        if not is_compared and computations[0].kind is None:
+            return computations[0], None
+        evidence.append(self._evidence(computations[0]))
         if mode == "disabled":
-            return tries[0], self._doubt(tries, seen, share)
+            return computations[0], self._find_anomaly(computations, evidence, loss_share)
 
         def recompute() -> None:
-            for counter, before in zip(self.reruns.counters, saved_counters, strict=True):
+            for counter, before in zip(self.rerun_policy.counters, saved_counters, strict=True):
                 counter.copy_(before)
-            self.reruns.forget()
-            tries.append(self._computed(compute))
-            seen.append(self._evidence(tries[-1]))
+            self.rerun_policy.forget()
+            computations.append(self._computed(compute))
+            evidence.append(self._evidence(computations[-1]))
 
         recompute()
-        if compares and differing(*seen):
+        if is_compared and differing_ranks(*evidence):
             recompute()
-        if compares:
+        if is_compared:
             self.compared += 1
-            self.differed += len(tries) > 2
-        return tries[-1], self._doubt(tries, seen, share)
+            self.differed += len(computations) > 2
+        return computations[-1], self._find_anomaly(computations, evidence, loss_share)
 
     def stats(self) -> tuple[dict[str, float], str | None]:
-        """Return how many steps were compared and differed, as numbers and as a line, if any
-        were to be."""
-        if self.reruns.mode != "report_determinism_stats":
+        """Return the counts of compared and different steps, as numbers and as a line; empty unless
+        the mode compares steps."""
+        if self.rerun_policy.mode != "report_determinism_stats":
             return {}, None
         numbers = {"steps_compared": float(self.compared), "steps_differed": float(self.differed)}
         line = f"{self.compared} steps were computed twice, {self.differed} differed"
         return numbers, f"determinism: {line}"
 
-    def _computed(self, compute: Callable[[], Computed]) -> Computed:
-        if self.reruns.stage is not None:
-            self.reruns.stage.begin()
+    def _computed(self, compute: Callable[[], StepComputation]) -> StepComputation:
+        if self.rerun_policy.stage is not None:
+            self.rerun_policy.stage.begin()
         return compute()
 
-    def _evidence(self, found: Computed) -> list[Evidence]:
+    def _evidence(self, computation: StepComputation) -> list[Evidence]:
         """Gather the evidence of every rank on the last computation."""
-        stage_numbers = [] if self.reruns.stage is None else self.reruns.stage.numbers()
-        numbers = torch.stack([found.own, *self.bits.numbers(), *stage_numbers])
+        stage_numbers = [] if self.rerun_policy.stage is None else self.rerun_policy.stage.numbers()
+        numbers = torch.stack([computation.local_loss, *self.checksum.numbers(), *stage_numbers])
         return [Evidence.of(row) for row in all_gather(numbers[None], self._world).tolist()]
 
-    def _doubt(self, tries: Sequence[Computed], seen: Sequence[Rows], share: float) -> Doubt | None:
-        return doubt_of(tries, seen, share=share, pipelines=self._pipelines)
+    def _find_anomaly(
+        self,
+        computations: Sequence[StepComputation],
+        evidence: Sequence[EvidenceByRank],
+        loss_share: float,
+    ) -> StepAnomaly | None:
+        return find_anomaly(
+            computations, evidence, loss_share=loss_share, pipelines=self._pipelines
+        )
 
 
-def doubt_of(
-    tries: Sequence[Computed],
-    seen: Sequence[Rows],
+def find_anomaly(
+    computations: Sequence[StepComputation],
+    evidence: Sequence[EvidenceByRank],
     *,
-    share: float,
+    loss_share: float,
     pipelines: Sequence[Sequence[int]] = (),
-) -> Doubt | None:
-    """Return what the computations of a step show of it, the last one being that to go on with.
+) -> StepAnomaly | None:
+    """Return the anomaly that the computations of a step show; the step uses the last one.
 
     Args:
-        seen: what every rank has of each.
-        share: of the loss above which a rank's part is large.
-        pipelines: the ranks of each pipeline, by stage; none if there is one stage.
+        evidence: evidence of every rank, by computation.
+        loss_share: a rank's contribution to the loss above this is large.
+        pipelines: the ranks of each pipeline, by stage; empty with one stage.
     """
-    last, values = tries[-1], tuple(one.value for one in tries)
-    kinds = [one.kind for one in tries if one.kind is not None]
-    if len(tries) == 1:
-        assert last.kind is not None
-        return Doubt(last.kind, "unchecked", showing(seen[0], share, pipelines=pipelines), values)
-    agrees = not differing(seen[-2], seen[-1])
-    if last.kind is not None:
-        first_suspicious = next(i for i, one in enumerate(tries) if one.kind is not None)
-        ranks = showing(seen[first_suspicious], share, pipelines=pipelines)
-        return Doubt(kinds[0], "reproduced", ranks, values, same=agrees)
-    if not kinds and len(tries) == 2:
-        return None  # compared, and equal
-    outlier = next((i for i, one in enumerate(seen[:-1]) if differing(one, seen[-1])), 0)
-    ranks = differing(seen[outlier], seen[-1], pipelines=pipelines) or showing(
-        seen[outlier], share, pipelines=pipelines
+    last_computation, values = (
+        computations[-1],
+        tuple(computation.value for computation in computations),
     )
-    settled = len(tries) == 2 or any(not differing(one, seen[-1]) for one in seen[:-1])
-    verdict: Verdict = "transient" if settled else "undecided"
-    return Doubt(kinds[0] if kinds else "determinism", verdict, ranks, values, same=agrees)
+    kinds = [computation.kind for computation in computations if computation.kind is not None]
+    if len(computations) == 1:
+        assert last_computation.kind is not None
+        return StepAnomaly(
+            last_computation.kind,
+            "unchecked",
+            anomalous_ranks(evidence[0], loss_share, pipelines=pipelines),
+            values,
+        )
+    agrees = not differing_ranks(evidence[-2], evidence[-1])
+    if last_computation.kind is not None:
+        first_suspicious = next(
+            i for i, computation in enumerate(computations) if computation.kind is not None
+        )
+        ranks = anomalous_ranks(evidence[first_suspicious], loss_share, pipelines=pipelines)
+        return StepAnomaly(kinds[0], "reproduced", ranks, values, same=agrees)
+    if not kinds and len(computations) == 2:
+        return None  # compared, and equal
+    outlier = next(
+        (
+            i
+            for i, computation in enumerate(evidence[:-1])
+            if differing_ranks(computation, evidence[-1])
+        ),
+        0,
+    )
+    ranks = differing_ranks(
+        evidence[outlier], evidence[-1], pipelines=pipelines
+    ) or anomalous_ranks(evidence[outlier], loss_share, pipelines=pipelines)
+    has_majority = len(computations) == 2 or any(
+        not differing_ranks(computation, evidence[-1]) for computation in evidence[:-1]
+    )
+    verdict: Verdict = "transient" if has_majority else "undecided"
+    return StepAnomaly(kinds[0] if kinds else "determinism", verdict, ranks, values, same=agrees)

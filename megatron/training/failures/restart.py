@@ -1,16 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
 """Restarts by the launcher (`torchrun --max-restarts`), also with fewer or more processes.
 
-Saves are recorded in the launcher's store, which outlives the processes but not the launcher. So a
-restart continues from what this very job has saved, also without --load, and never from what an
-earlier job left in the same folder.
+The first save is recorded in the launcher's store, which outlives the processes but not the
+launcher. So a restart continues from a checkpoint that this job has saved, even without --load, and
+never from a checkpoint of an earlier job in the same folder.
 
-The launcher of each machine counts the restarts after a failure that it has seen itself, and none
-for a machine that has joined or left. Its count may thus differ between ranks, or repeat; keys with
-it would then belong to another start. `agree_on_start` gives each start a number of its own.
+The launcher of each machine counts only restarts after failures that it has detected, not after a
+machine has joined or left. Its count may thus differ between ranks, or repeat, so store keys with
+this count could belong to another start. `agree_on_start` gives each start a unique number.
 
-Apart from `launcher`, which an entry point imports before its options are read, because it imports
-torch.
+This module is separate from `launcher` because it imports torch; entry points import `launcher`
+before they parse options.
 """
 
 from __future__ import annotations
@@ -29,15 +29,15 @@ from megatron.cli.errors import PeerLost
 from megatron.cli.launch import Launch
 from megatron.training.config.resolve import ResolvedRun
 
-#: How much longer than rank 0 the others wait, in seconds, to hear from it who has not come.
+#: Additional seconds that other ranks wait for rank 0's list of missing ranks.
 ANSWER_SECONDS = 5.0
 
 
 class RestartRecord:
-    """Whether this job has saved a checkpoint, over all its starts.
+    """Records whether this job has saved a checkpoint in any of its starts.
 
     Args:
-        launch: of this process.
+        launch: this process's launch.
         timeout_seconds: how long to wait for the store.
     """
 
@@ -46,23 +46,23 @@ class RestartRecord:
         self._link = launch.link
         if launch.launcher_serves:
             self._store = launch.open_store(timeout_seconds=timeout_seconds, of_job=True)
-        # Read before anybody can have saved in this start: the same on every rank.
-        self.going_on = self._is_set()
-        """Whether this start goes on from what an earlier one has saved."""
+        # Read before any save of this start, so that all ranks read the same value.
+        self.resumes = self._is_set()
+        """Whether this start resumes from a checkpoint of an earlier start."""
 
     def _is_set(self) -> bool:
         return self._store is not None and self._store.check(["saved"])
 
     def saved(self) -> None:
-        """Note that there is a checkpoint."""
-        # A launcher that is gone starts nothing again.
+        """Record that there is a checkpoint."""
+        # A lost launcher restarts nothing.
         with contextlib.suppress(dist.DistNetworkError):
             if self._store is not None and not self._link.is_lost():
                 self._store.set("saved", "1")
 
 
-def going_on(run: ResolvedRun) -> ResolvedRun:
-    """Return a run that loads what it has saved, whatever it was started from."""
+def resume_own_checkpoint(run: ResolvedRun) -> ResolvedRun:
+    """Return a run that loads its own checkpoints in place of its original source."""
     checkpoint = run.config.checkpoint
     chosen = replace(
         checkpoint,
@@ -81,20 +81,20 @@ def agree_on_start(
     timeout_seconds: float,
     rank0_store: tuple[str, int] | None = None,
 ) -> Launch:
-    """Return the launch with a number of this start that all its ranks share, counted from 0, and
-    with the address of rank 0's store.
+    """Return the launch with the number of this start, from 0, and the address of rank 0's store.
 
-    Rank 0 gives both to every other rank by the name that this one has made up for itself, as the
-    store may still hold what ranks of earlier starts left there. Where the launcher serves no store
-    nothing is left of those, and the number is rank 0's count of restarts.
+    Every other rank writes a random name to the store, and rank 0 answers under that name, because
+    the store may still contain keys of earlier starts. If the launcher serves no store, there are
+    no such keys, and the number is rank 0's count of restarts.
 
     Args:
-        store: a client whose keys are everybody's.
-        timeout_seconds: how long to wait for the others.
-        rank0_store: where rank 0 serves a store next to the launcher's; known to rank 0 alone.
+        store: a client whose keys all ranks share.
+        timeout_seconds: how long to wait for the other ranks.
+        rank0_store: address of a store that rank 0 serves in addition to the launcher's; only set
+            on rank 0.
 
     Raises:
-        PeerLost: a rank has not come within that time.
+        PeerLost: a rank has not started within that time.
     """
     keys = dist.PrefixStore("megatron/starts", store)
     if launch.rank:
@@ -120,7 +120,7 @@ def agree_on_start(
 
 
 def _receive_attempt(launch: Launch, keys: dist.Store, timeout_seconds: float) -> Launch:
-    """Return what rank 0 tells another rank."""
+    """Return the launch with rank 0's answer."""
     name = uuid.uuid4().hex
     keys.set(f"name/{launch.rank}", name)
     try:
@@ -141,7 +141,7 @@ def _receive_attempt(launch: Launch, keys: dist.Store, timeout_seconds: float) -
 
 
 def _missing(ranks: Sequence[int], world_size: int, seconds: float) -> str:
-    """Name ranks that have not come."""
+    """Return an error text about ranks that have not started."""
     rank_list = ", ".join(map(str, ranks[:16])) + (", ..." if len(ranks) > 16 else "")
     have = f"rank{'s' if len(ranks) > 1 else ''} {rank_list} of {world_size} ha"
     have += "ve" if len(ranks) > 1 else "s"

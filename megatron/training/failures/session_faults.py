@@ -1,25 +1,25 @@
 # SPDX-License-Identifier: Apache-2.0
 """Fault handling of a training session: stragglers, bad steps, rollback and replica checks.
 
-Straggler detection (`--log-straggler`): a step takes equally long on every rank, since each waits
-for the slowest in its collectives. So the measure is the time of a step without that spent waiting,
-taken where the waiting is done: by the clock on a CPU, by events of the stream on a GPU.
+Straggler detection (`--log-straggler`): a step takes equally long on every rank, because each rank
+waits for the slowest one in its collectives. So the measure is the time of a step minus the time in
+collectives, by the clock on a CPU and by stream events on a GPU.
 
 Replicas are compared across ranks (`--check-weight-hash-across-dp-replicas-interval`), and
-differences reported. Those of weights and of optimizer state start equal and get equal updates, so
-they stay bit-equal; where they do not, a machine has computed or stored a value wrongly. Checkpoint
-metadata lists the ranks that hold the same data (`TensorChunk.replica_ranks`); the boxes of equal
-ranks are compared as one set. A comparison is one gather of three numbers per set. Only where those
-differ, a second gather compares all tensors by number, and names those that differ.
+differences reported. Replicas of weights and optimizer state start equal and get equal updates, so
+they remain bit-equal unless a machine computes or stores a value wrongly. Checkpoint chunks list
+the ranks that hold the same data (`TensorChunk.replica_ranks`); chunks with equal ranks are
+compared as one set. A comparison gathers three numbers per set. Only if they differ, a second
+gather compares the checksums of all tensors to name the tensors that differ.
 
-In host memory a tensor's number is its digest. On a GPU it is two sums over its elements as
-integers, computed on the device modulo 2^64, and so in any order:
+In host memory a tensor's checksum is its digest. On a GPU it is two sums over its elements as
+integers, computed on the device modulo 2^64, which makes them independent of the order:
 
     sum of x_i (2i + 1)                     of every span, spans joined by an odd factor
     sum of x_i w_i, w_i odd and irregular
 
 A change of one bit changes x_i by a power of two below 2^33, and that times an odd number is not 0
-modulo 2^64: it is always detected. Elements that trade places change both sums, except by chance.
+modulo 2^64: it is always detected. Swapped elements change both sums, except by chance.
 """
 
 from __future__ import annotations
@@ -47,7 +47,13 @@ from megatron.core.dist_checkpointing import (
 )
 from megatron.core.dist_checkpointing.shard_format import default_digest_algorithm, digest
 from megatron.core.process_groups import DENSE_AXES, Group, RankGrid
-from megatron.training.failures.faults import FaultLog, FaultRecord, Faults, Suspect, SuspectStep
+from megatron.training.failures.faults import (
+    FaultLog,
+    FaultRecord,
+    Faults,
+    SuspectStep,
+    SuspectStepFile,
+)
 from megatron.training.hooks import TrainingHooks
 from megatron.training.monitoring.metrics import Metrics
 from megatron.training.monitoring.step_window import StepOutcome
@@ -56,20 +62,20 @@ from megatron.training.progress_state import Progress
 from megatron.training.saves import Saves
 from megatron.training.session import Session, load_session
 
-#: Elements that are summed at once; each takes 24 bytes with its weights.
+#: Elements per summation; each takes 24 bytes with its weights.
 CHUNK_ELEMENTS = 1 << 22
 
-#: Odd, from the golden ratio and from SplitMix64, as int64.
+#: Odd constants, from the golden ratio and from SplitMix64, as int64.
 _JOIN = 0x9E3779B97F4A7C15 - (1 << 64)
 _MIX = 0xBF58476D1CE4E5B9 - (1 << 64)
 
 _INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
-def numbers_of(tensors: Sequence[torch.Tensor]) -> list[int]:
+def tensor_checksums(tensors: Sequence[torch.Tensor]) -> list[int]:
     """Return a signed 64-bit checksum for each tensor.
 
-    Tensors on a GPU are summed there, and all sums come to the host in one copy.
+    Tensors on a GPU are summed on the device, and one copy brings all sums to the host.
     """
     sums: dict[int, torch.Tensor] = {}
     weights: dict[torch.device, tuple[torch.Tensor, torch.Tensor]] = {}
@@ -82,33 +88,35 @@ def numbers_of(tensors: Sequence[torch.Tensor]) -> list[int]:
         dict(zip(sums, torch.stack([*sums.values()]).tolist(), strict=True)) if sums else {}
     )
     return [
-        number(b"".join(value.to_bytes(8, "little", signed=True) for value in sums_on_host[i]))
+        digest_number(
+            b"".join(value.to_bytes(8, "little", signed=True) for value in sums_on_host[i])
+        )
         if i in sums_on_host
-        else number(bits(tensor))
+        else digest_number(tensor_bytes(tensor))
         for i, tensor in enumerate(tensors)
     ]
 
 
-def number(data: bytes | memoryview) -> int:
-    """Return the digest of bytes as a signed number of 64 bits."""
-    digits = int(digest(data).rpartition(":")[2], 16)
+def digest_number(payload: bytes | memoryview) -> int:
+    """Return the digest of bytes as a signed 64-bit integer."""
+    digits = int(digest(payload).rpartition(":")[2], 16)
     return digits - (1 << 64) if digits >> 63 else digits
 
 
-def bits(tensor: torch.Tensor) -> memoryview:
+def tensor_bytes(tensor: torch.Tensor) -> memoryview:
     """Return the bytes of a tensor in host memory, row-major."""
     return memoryview(tensor.detach().reshape(-1).view(torch.uint8).numpy())
 
 
 def sum_weights(device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the odd factors of a chunk's elements, int64 [chunk] twice."""
+    """Return both vectors of odd factors of a chunk's elements, int64 [chunk]."""
     odd_factors = 2 * torch.arange(CHUNK_ELEMENTS, dtype=torch.int64, device=device) + 1
     mixed = odd_factors * _MIX
     return odd_factors, (mixed ^ (mixed >> 29)) * _JOIN | 1
 
 
 def weighted_sums(tensor: torch.Tensor, weights: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
-    """Return both sums of a tensor's bits, int64 [2], on its device."""
+    """Return both weighted sums of a tensor's bits, int64 [2], on its device."""
     elements = tensor.detach().reshape(-1).view(_INTEGERS[tensor.element_size()])
     total = torch.zeros(2, dtype=torch.int64, device=tensor.device)
     for chunk in elements.split(CHUNK_ELEMENTS):
@@ -118,8 +126,8 @@ def weighted_sums(tensor: torch.Tensor, weights: tuple[torch.Tensor, torch.Tenso
     return total
 
 
-#: How many tensors and groups of ranks an error names.
-NAMED = 4
+#: Tensors and groups of ranks named in one error.
+MAX_NAMED = 4
 
 
 @dataclass(frozen=True, eq=False)
@@ -127,9 +135,9 @@ class ReplicaSet:
     """Tensors that are replicated on the same ranks.
 
     Args:
-        ranks: ascending.
-        chunks: by name and place, as all of the ranks order them.
-        start: position of the first among all chunks of this rank.
+        ranks: the ranks, ascending.
+        chunks: the tensors, ordered by name and box, equally on all ranks.
+        start: index of the set's first chunk among all chunks of this rank.
     """
 
     ranks: tuple[int, ...]
@@ -138,8 +146,8 @@ class ReplicaSet:
 
     @property
     def layout(self) -> int:
-        """Return a number for what is held and where it belongs, without the values."""
-        return number(
+        """Return a digest of names, shapes, boxes and dtypes, without the values."""
+        return digest_number(
             repr(
                 [(c.name, c.shape, c.box.offsets, c.box.sizes, str(c.tensor.dtype)) for c in self]
             ).encode()
@@ -147,15 +155,15 @@ class ReplicaSet:
 
     @property
     def key(self) -> int:
-        """Return a number for the ranks."""
-        return number(repr(self.ranks).encode())
+        """Return a digest of the ranks."""
+        return digest_number(repr(self.ranks).encode())
 
     def __iter__(self):
         return iter(self.chunks)
 
 
 def replica_sets(chunks: Sequence[TensorChunk]) -> list[ReplicaSet]:
-    """Put what other ranks hold too in order, by those ranks."""
+    """Group the chunks that other ranks also hold by their replica ranks."""
 
     def ranks(chunk: TensorChunk) -> tuple[int, ...]:
         return chunk.replica_ranks
@@ -175,47 +183,49 @@ class Difference:
     """Tensors whose replicas differ between ranks.
 
     Args:
-        parties: ranks that agree with one another, the largest party first.
-        tensors: names, each with the place of what is held if that is a part.
+        parties: groups of ranks with equal values, the largest group first.
+        tensors: names of the tensors, with sizes and offsets of a chunk that is not the whole.
     """
 
     parties: tuple[tuple[int, ...], ...]
     tensors: tuple[str, ...]
 
     @property
-    def is_clear(self) -> bool:
-        """Return whether most ranks agree, so that the others are to blame."""
+    def has_majority(self) -> bool:
+        """Return whether a majority of ranks agrees, so that the other ranks are at fault."""
         majority, *minorities = self.parties
         return len(majority) > sum(map(len, minorities))
 
     @property
     def blamed(self) -> tuple[int, ...]:
-        """Return the ranks outside of the majority; all of them if there is none."""
-        parties = self.parties[1:] if self.is_clear else self.parties
+        """Return the ranks outside the majority; all ranks without a majority."""
+        parties = self.parties[1:] if self.has_majority else self.parties
         return tuple(sorted(rank for party in parties for rank in party))
 
     def text(self, host_of: Callable[[int], str]) -> str:
-        """Say who differs from whom, and in what."""
-        tensors = _some(self.tensors)
-        if self.is_clear:
+        """Describe which ranks differ, and in which tensors."""
+        tensors = _list_text(self.tensors)
+        if self.has_majority:
             verb = "differs" if len(self.blamed) == 1 else "differ"
             wrong = _party(self.blamed, host_of)
             return f"{wrong} {verb} from {_party(self.parties[0])} in {tensors}"
-        text = " against ".join(_party(party, host_of) for party in self.parties[:NAMED])
-        more = f" and {len(self.parties) - NAMED} more" if len(self.parties) > NAMED else ""
-        return f"{text}{more} differ in {tensors}: one of them is wrong"
+        text = " against ".join(_party(party, host_of) for party in self.parties[:MAX_NAMED])
+        num_unlisted = (
+            f" and {len(self.parties) - MAX_NAMED} more" if len(self.parties) > MAX_NAMED else ""
+        )
+        return f"{text}{num_unlisted} differ in {tensors}: one of them is wrong"
 
 
-def _some(words: Sequence[str]) -> str:
-    more = len(words) - NAMED
-    return ", ".join(words[:NAMED]) + (f" and {more} more" if more > 0 else "")
+def _list_text(words: Sequence[str]) -> str:
+    num_unlisted = len(words) - MAX_NAMED
+    return ", ".join(words[:MAX_NAMED]) + (f" and {num_unlisted} more" if num_unlisted > 0 else "")
 
 
 def _party(ranks: Sequence[int], host_of: Callable[[int], str] | None = None) -> str:
-    """Name ranks, and their machines if those are asked for."""
+    """Return ranks as text, with their machines if `host_of` is set."""
     if host_of is None:
-        return f"rank{'s' * (len(ranks) > 1)} {_some([str(rank) for rank in ranks])}"
-    return _some([f"rank {rank} on {host_of(rank)}" for rank in ranks])
+        return f"rank{'s' * (len(ranks) > 1)} {_list_text([str(rank) for rank in ranks])}"
+    return _list_text([f"rank {rank} on {host_of(rank)}" for rank in ranks])
 
 
 def differences(
@@ -224,8 +234,8 @@ def differences(
     """Return the differences between the replicas of this rank's sets.
 
     Args:
-        numbers: of the tensors of each rank, in its order.
-        starts: where the set begins there; of one set only.
+        numbers: checksums of each rank's tensors, in its order.
+        starts: index of the set's first tensor on each rank; for a single set.
     """
     names_by_parties: dict[tuple[tuple[int, ...], ...], list[str]] = {}
     for replicas in sets:
@@ -247,19 +257,19 @@ def _named(chunk: TensorChunk) -> str:
 
 
 class ReplicaCheck:
-    """Compares replicas; every rank makes one and calls it at the same steps.
+    """Compares replicas; every rank creates one and calls it at the same steps.
 
     Args:
-        chunks: lists what this rank holds, as views of its memory.
+        chunks: lists this rank's chunks, as views of its memory.
         world: all ranks.
-        device: where numbers travel.
-        coordinator: how ranks agree at the start, and what they report of a difference.
+        device: device of the gathers.
+        coordinator: agreement of the ranks at the start, and after a difference.
         host_of: returns a rank's machine.
-        complete: has all updates arrive in what is stored.
-        record: keeps what differs after an iteration.
+        complete: completes pending weight updates before a comparison.
+        record: records the differences after an iteration.
 
     Raises:
-        ValueError: digests of ranks cannot be compared.
+        ValueError: the ranks' digests are not comparable.
     """
 
     def __init__(
@@ -277,24 +287,24 @@ class ReplicaCheck:
         self._coordinator, self._host_of = coordinator, host_of
         self._complete, self._record = complete, record
         self.compared = 0
-        """Comparisons so far."""
+        """Number of comparisons so far."""
         sets = replica_sets(chunks())
         coordinator.begin("looking for replicas")
         try:
             agreed = coordinator.agree("replicas", lambda: _describe_replicas(sets), _agree)
         except CheckpointError as error:
             raise ValueError(str(error)) from error
-        self._most_sets, self._most_chunks = agreed["sets"], agreed["chunks"]
+        self._max_sets, self._max_chunks = agreed["sets"], agreed["chunks"]
         self._bytes: dict[str, int] = agreed["bytes"]
 
     def line(self, interval: int) -> str:
-        """Return the log line about what is compared."""
+        """Return a log line about the compared tensors."""
         interval_text = "every step" if interval == 1 else f"every {interval} steps"
-        if not self._most_sets:
+        if not self._max_sets:
             return "replica check: no rank holds what another one holds, so nothing is compared"
         sizes = " and ".join(f"{n:,} bytes of {kind}" for kind, n in self._bytes.items() if n)
         return (
-            f"replica check: {interval_text}; up to {self._most_chunks:,} tensors of a rank, "
+            f"replica check: {interval_text}; up to {self._max_chunks:,} tensors of a rank, "
             f"{sizes}, have replicas and are compared"
         )
 
@@ -302,31 +312,33 @@ class ReplicaCheck:
         """Compare the replicas after a step.
 
         Raises:
-            RunStopped: it differs.
+            RunStopped: replicas differ.
         """
-        if not self._most_sets:
+        if not self._max_sets:
             return
         self._complete()
         sets = replica_sets(self._chunks())
-        numbers = numbers_of([chunk.tensor for replicas in sets for chunk in replicas])
+        numbers = tensor_checksums([chunk.tensor for replicas in sets for chunk in replicas])
         self.compared += 1
         rows = self._gather(
-            [x for replicas in sets for x in _row(replicas, numbers)], self._most_sets * 3
+            [x for replicas in sets for x in _row(replicas, numbers)], self._max_sets * 3
         )
-        # By set: the ranks' numbers, and where it begins in their lists.
+        # By set key: {rank: (digest of the set's checksums, index of its first tensor)}.
         values_by_set: dict[int, dict[int, tuple[int, int]]] = {}
         for rank, row in enumerate(rows):
-            for at in range(0, len(row), 3):
-                key, value, start = row[at : at + 3]
+            for timestamp in range(0, len(row), 3):
+                key, value, start = row[timestamp : timestamp + 3]
                 if start >= 0:
                     values_by_set.setdefault(key, {})[rank] = (value, start)
-        unlike = {
+        differing_keys = {
             key
             for key, ranks in values_by_set.items()
             if len({value for value, _ in ranks.values()}) > 1
         }
-        if unlike:
-            raise self._stopped(iteration, sets, numbers, unlike=unlike, found=values_by_set)
+        if differing_keys:
+            raise self._stop_for_differences(
+                iteration, sets, numbers, differing_keys=differing_keys, values_by_set=values_by_set
+            )
 
     def _gather(self, numbers: Sequence[int], width: int) -> list[list[int]]:
         """Return the numbers of every rank, padded to the same width."""
@@ -335,58 +347,68 @@ class ReplicaCheck:
         rows: list[list[int]] = all_gather(local_numbers, self._world).tolist()
         return rows
 
-    def _stopped(
+    def _stop_for_differences(
         self,
         iteration: int,
         sets: Sequence[ReplicaSet],
         numbers: Sequence[int],
         *,
-        unlike: set[int],
-        found: Mapping[int, Mapping[int, tuple[int, int]]],
+        differing_keys: set[int],
+        values_by_set: Mapping[int, Mapping[int, tuple[int, int]]],
     ) -> RunStopped:
-        """Find out what differs, keep it, and return how the run ends, the same on every rank."""
-        rows = dict(enumerate(self._gather(numbers, self._most_chunks)))
+        """Find and record the differences; return how the run ends, equal on all ranks."""
+        rows = dict(enumerate(self._gather(numbers, self._max_chunks)))
+        this_rank = self._world.ranks[self._world.rank]
 
-        def mine() -> list[list[object]]:
-            told = []
-            for held in sets:
-                # One rank speaks for a set.
-                if held.key in unlike and held.ranks[0] == self._world.ranks[self._world.rank]:
-                    starts = {rank: start for rank, (_, start) in found[held.key].items()}
-                    told += differences([held], rows, starts)
-            return [[one.parties, one.tensors] for one in told]
+        def local_differences() -> list[list[object]]:
+            # The first rank of a set reports its differences.
+            local = []
+            for replicas in sets:
+                if replicas.key in differing_keys and replicas.ranks[0] == this_rank:
+                    by_rank = values_by_set[replicas.key]
+                    starts = {rank: start for rank, (_, start) in by_rank.items()}
+                    local += differences([replicas], rows, starts)
+            return [[difference.parties, difference.tensors] for difference in local]
 
         self._coordinator.begin(f"comparing replicas behind iteration {iteration}")
-        plain = self._coordinator.agree("name", mine, lambda all_: [x for one in all_ for x in one])
-        told = [
+        reported = self._coordinator.agree(
+            "name", local_differences, lambda by_rank: [x for local in by_rank for x in local]
+        )
+        all_differences = [
             Difference(tuple(tuple(party) for party in parties), tuple(tensors))
-            for parties, tensors in plain
+            for parties, tensors in reported
         ]
-        shown = "; ".join(one.text(self._host_of) for one in told[:NAMED])
-        more = f"; and {len(told) - NAMED} more differences" if len(told) > NAMED else ""
+        listed = "; ".join(
+            difference.text(self._host_of) for difference in all_differences[:MAX_NAMED]
+        )
+        num_unlisted = len(all_differences) - MAX_NAMED
+        suffix = f"; and {num_unlisted} more differences" if num_unlisted > 0 else ""
         text = (
-            f"replicas differ behind iteration {iteration}: {shown}{more}; nothing was saved: "
+            f"replicas differ behind iteration {iteration}: {listed}{suffix}; nothing was saved: "
             "start again from the last checkpoint, without the machine to blame"
         )
-        self._record(iteration, told)
+        self._record(iteration, all_differences)
         return RunStopped(ExitCode.REPLICAS_DIFFER, text)
 
 
-def _row(held: ReplicaSet, numbers: Sequence[int]) -> tuple[int, int, int]:
-    """Return what a rank reports of one set: which it is, its content, and where that begins."""
-    own = numbers[held.start : held.start + len(held.chunks)]
-    return held.key, number(repr(own).encode()), held.start
+def _row(replica_set: ReplicaSet, numbers: Sequence[int]) -> tuple[int, int, int]:
+    """Return a rank's entry for one set: (key, digest of its checksums, start)."""
+    local_numbers = numbers[replica_set.start : replica_set.start + len(replica_set.chunks)]
+    return replica_set.key, digest_number(repr(local_numbers).encode()), replica_set.start
 
 
 def _describe_replicas(sets: Sequence[ReplicaSet]) -> dict[str, object]:
-    """Return what a rank holds together with others, as JSON."""
+    """Return a rank's replica sets as JSON."""
     sizes = {"weights": 0, "optimizer state": 0}
-    for chunk in (chunk for held in sets for chunk in held):
+    for chunk in (chunk for replica_set in sets for chunk in replica_set):
         kind = "optimizer state" if chunk.name.startswith("optimizer.") else "weights"
         sizes[kind] += chunk.tensor.numel() * chunk.tensor.element_size()
     return {
         "kind": default_digest_algorithm(),
-        "sets": [[held.key, len(held.ranks), held.layout, len(held.chunks)] for held in sets],
+        "sets": [
+            [replica_set.key, len(replica_set.ranks), replica_set.layout, len(replica_set.chunks)]
+            for replica_set in sets
+        ],
         "bytes": sizes,
     }
 
@@ -395,7 +417,7 @@ def _agree(ranks: Sequence[dict]) -> dict[str, object]:
     """Check that the ranks of each set list the same tensors; return the largest counts.
 
     Raises:
-        ValueError: they do not, or not all have the package that makes digests.
+        ValueError: the tensors differ, or some machines lack the package xxhash.
     """
     if len({rank["kind"] for rank in ranks}) > 1:
         raise ValueError(
@@ -404,8 +426,8 @@ def _agree(ranks: Sequence[dict]) -> dict[str, object]:
         )
     layouts: dict[int, dict[int, tuple[int, ...]]] = {}
     for rank, report in enumerate(ranks):
-        for key, *facts in report["sets"]:
-            layouts.setdefault(key, {})[rank] = tuple(facts)
+        for key, *layout in report["sets"]:
+            layouts.setdefault(key, {})[rank] = tuple(layout)
     for layout_by_rank in layouts.values():
         if {len(layout_by_rank)} != {size for size, *_ in layout_by_rank.values()} or len(
             set(layout_by_rank.values())
@@ -423,23 +445,23 @@ def _agree(ranks: Sequence[dict]) -> dict[str, object]:
 
 
 class _Event:
-    """A moment on a CPU, with the interface of a GPU's."""
+    """A time stamp on a CPU, with the interface of a CUDA event."""
 
     def __init__(self) -> None:
-        self.at = 0.0
+        self.timestamp = 0.0
 
     def record(self) -> None:
-        self.at = time.perf_counter()
+        self.timestamp = time.perf_counter()
 
     def elapsed_time(self, end: _Event) -> float:
-        return 1000.0 * (end.at - self.at)
+        return 1000.0 * (end.timestamp - self.timestamp)
 
 
 class WaitClock:
-    """An observer of process groups, and the context that a rank waits in: it adds up the time.
+    """An observer of process groups that measures the time in which a rank waits in collectives.
 
     Args:
-        device: where the run computes.
+        device: the run's device.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -449,17 +471,17 @@ class WaitClock:
         self._waits: list[tuple[Any, Any]] = []
         self._steps: list[tuple[Any, Any]] = []
 
-    def _moment(self) -> Any:
+    def _record_event(self) -> Any:
         event = torch.cuda.Event(enable_timing=True) if self._gpu else _Event()
         event.record()
         return event
 
     def __call__(self, record: object) -> WaitClock | None:
-        """Ask to be entered while the caller waits for a collective of a step."""
+        """Return the context for the caller's wait in a collective; None outside a step."""
         return self if self._in_step else None
 
     def __enter__(self) -> None:
-        self._begun = self._moment()
+        self._begun = self._record_event()
 
     def __exit__(
         self,
@@ -467,20 +489,20 @@ class WaitClock:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        """Note one wait."""
-        self._waits.append((self._begun, self._moment()))
+        """Record one wait."""
+        self._waits.append((self._begun, self._record_event()))
 
     def begin_step(self) -> None:
-        """Note that a step begins."""
-        self._in_step, self._step_begun = True, self._moment()
+        """Record the begin of a step."""
+        self._in_step, self._step_begun = True, self._record_event()
 
     def end_step(self) -> None:
-        """Note that a step has ended."""
+        """Record the end of a step."""
         self._in_step = False
-        self._steps.append((self._step_begun, self._moment()))
+        self._steps.append((self._step_begun, self._record_event()))
 
     def compute_seconds(self) -> float:
-        """Return the mean time that a step since the last call has computed; 0.0 without one."""
+        """Return the mean compute time of the steps since the last call; 0.0 without steps."""
         if self._gpu:
             torch.cuda.synchronize(self._device)
         steps = sum(begin.elapsed_time(end) for begin, end in self._steps)
@@ -492,19 +514,23 @@ class WaitClock:
 
 
 def slow_ranks(
-    seconds: Sequence[float], factor: float, *, alike: Sequence[Sequence[int]] | None = None
+    seconds: Sequence[float],
+    factor: float,
+    *,
+    comparable_ranks: Sequence[Sequence[int]] | None = None,
 ) -> dict[int, float]:
-    """Return the medians of the ranks whose time is above `factor` of them, the slowest first.
+    """Return {rank: median} of ranks slower than `factor` times the median, the slowest first.
 
-    The lower median, so that of two ranks one can be slow.
+    The lower median is used, so that one of two ranks can be slow.
 
     Args:
-        alike: ranks that are to take the same time, each with its own median; None is all.
+        comparable_ranks: groups of ranks with equal work, each with its own median; None: one group
+            of all ranks.
     """
     medians = {}
-    for ranks in [range(len(seconds))] if alike is None else alike:
-        middle = statistics.median_low([seconds[rank] for rank in ranks])
-        medians.update({rank: middle for rank in ranks if 0.0 < factor * middle < seconds[rank]})
+    for ranks in [range(len(seconds))] if comparable_ranks is None else comparable_ranks:
+        median = statistics.median_low([seconds[rank] for rank in ranks])
+        medians.update({rank: median for rank in ranks if 0.0 < factor * median < seconds[rank]})
     slow = sorted(medians, key=lambda rank: -seconds[rank] / medians[rank])
     return {rank: medians[rank] for rank in slow}
 
@@ -514,14 +540,16 @@ def straggler_text(
     factor: float,
     host_of: Callable[[int], str],
     *,
-    alike: Sequence[Sequence[int]] | None = None,
+    comparable_ranks: Sequence[Sequence[int]] | None = None,
 ) -> str | None:
-    """Return a line about the slow ranks; None if there are none."""
-    medians = slow_ranks(seconds, factor, alike=alike)
+    """Return a line about the slow ranks; None without any."""
+    medians = slow_ranks(seconds, factor, comparable_ranks=comparable_ranks)
     if not medians:
         return None
     slow = list(medians)
-    stage_text = "of its stage " if alike is not None and len(alike) > 1 else ""
+    stage_text = (
+        "of its stage " if comparable_ranks is not None and len(comparable_ranks) > 1 else ""
+    )
     descriptions = ", ".join(
         f"rank {rank} on {host_of(rank)} computes {seconds[rank] / medians[rank]:.1f} times as "
         f"long as the median {stage_text}({1000.0 * seconds[rank]:.1f} ms a step, median "
@@ -532,17 +560,17 @@ def straggler_text(
 
 
 class StragglerReport(TrainingHooks):
-    """Compare ranks at every log line: one gather of a number.
+    """Compares the ranks' compute times at every log line, with a gather of one number per rank.
 
     Args:
-        clock: of this rank.
+        clock: this rank's clock.
         world: all ranks.
-        device: where the run computes.
-        factor: how many medians make a rank slow.
+        device: the run's device.
+        factor: a rank is slow above this multiple of the median.
         host_of: returns a rank's machine.
-        say: shows one line.
-        record: keeps of an iteration, by rank, its seconds a step and the median's.
-        alike: ranks that compute the same; None is all.
+        say: prints one line.
+        record: records {rank: (seconds per step, median)} of the slow ranks of an iteration.
+        comparable_ranks: groups of ranks with equal work; None: one group of all ranks.
     """
 
     def __init__(
@@ -555,9 +583,9 @@ class StragglerReport(TrainingHooks):
         host_of: Callable[[int], str],
         say: Callable[[str], None],
         record: Callable[[int, dict[str, list[float]]], None],
-        alike: Sequence[Sequence[int]] | None = None,
+        comparable_ranks: Sequence[Sequence[int]] | None = None,
     ) -> None:
-        self._alike, self._record = alike, record
+        self._stage_ranks, self._record = comparable_ranks, record
         self._clock, self._world, self._device, self._factor = clock, world, device, factor
         self._host_of, self._say = host_of, say
 
@@ -576,18 +604,20 @@ class StragglerReport(TrainingHooks):
             [self._clock.compute_seconds()], dtype=torch.float64, device=self._device
         )
         seconds = all_gather(local_seconds, self._world).tolist()
-        if text := straggler_text(seconds, self._factor, self._host_of, alike=self._alike):
+        if text := straggler_text(
+            seconds, self._factor, self._host_of, comparable_ranks=self._stage_ranks
+        ):
             self._say(text)
-            medians = slow_ranks(seconds, self._factor, alike=self._alike)
-            slow = {str(rank): [seconds[rank], middle] for rank, middle in medians.items()}
+            medians = slow_ranks(seconds, self._factor, comparable_ranks=self._stage_ranks)
+            slow = {str(rank): [seconds[rank], median] for rank, median in medians.items()}
             self._record(self._iteration, slow)
 
 
 def arm_stop(session: Session) -> None:
-    """From here on, let signals and the time limit stop the run with a save."""
+    """Enable signals and the time limit to stop the run with a save."""
     failures, save = session.run.config.failures, session.run.config.checkpoint.save
     minutes = failures.exit_duration_in_mins
-    # Without a checkpoint there is nothing to be gained by going on for a step.
+    # Without a save folder, finishing the step would gain nothing.
     orderly = failures.exit_signal_handler and save is not None
     session.context.stop.arm(
         grace_seconds=failures.exit_grace_seconds if orderly else None,
@@ -605,20 +635,20 @@ def session_faults(
     """Return the hooks that handle bad steps.
 
     Args:
-        say: shows one line.
-        metrics: where events are kept.
+        say: prints one line.
+        metrics: records events.
         saves: writes checkpoints; None without --save.
     """
     config, context = session.run.config, session.context
     folder, log = config.checkpoint.save, fault_log(session, say=say, metrics=metrics)
 
-    def record(noted: Suspect, verdict: str, hosts: Mapping[int, str], *, loss: float) -> None:
+    def record(noted: SuspectStep, verdict: str, hosts: Mapping[int, str], *, loss: float) -> None:
         values = (*noted.values, loss)
         log.add(FaultRecord(noted.iteration, noted.kind, verdict, hosts, values=values))
 
     suspect = None
     if folder is not None:
-        suspect = SuspectStep(folder, context.coordinator, say=say, record=record)
+        suspect = SuspectStepFile(folder, context.coordinator, say=say, record=record)
     return Faults(
         config=config,
         say=say,
@@ -626,7 +656,7 @@ def session_faults(
         host_of=host_names(session),
         save=None if saves is None else saves.finish,
         judge=None if suspect is None else suspect.judge,
-        acquit=(lambda iteration, loss: None) if suspect is None else suspect.acquit,
+        clear=(lambda iteration, loss: None) if suspect is None else suspect.clear,
         roll_back=lambda: roll_back(session, saves),
     )
 
@@ -638,12 +668,12 @@ def failure_hooks(
     metrics: Metrics,
     saves: Saves | None,
 ) -> list[TrainingHooks]:
-    """Return what a session does about slow ranks, bad steps, failed saves and replicas that
-    differ, in the order in which the loop is to call it.
+    """Return the hooks for slow ranks, bad steps, failed saves and different replicas, in the order
+    in which the loop calls them.
 
     Args:
-        say: shows one line.
-        metrics: where events are kept.
+        say: prints one line.
+        metrics: records events.
         saves: writes checkpoints; None without --save.
     """
     candidates = [
@@ -656,7 +686,7 @@ def failure_hooks(
 
 
 def fault_log(session: Session, *, say: Callable[[str], None], metrics: Metrics) -> FaultLog:
-    """Return where a session keeps faults: rank 0 writes the lines of the save folder."""
+    """Return a session's fault log; only rank 0 writes to the save folder."""
     folder = session.run.config.checkpoint.save if session.context.coordinator.rank == 0 else None
     return FaultLog(folder, record=metrics.write, warn=say)
 
@@ -673,8 +703,8 @@ def straggler_report(
     """Return the straggler detector; None if the options do not enable it.
 
     Args:
-        say: shows one line.
-        metrics: where slow ranks are kept.
+        say: prints one line.
+        metrics: records slow ranks.
     """
     failures, context = session.run.config.failures, session.context
     if not failures.log_straggler or session.run.world_size == 1:
@@ -695,12 +725,12 @@ def straggler_report(
         host_of=host_names(session),
         say=say,
         record=record,
-        alike=_alike(context.groups.grid),
+        comparable_ranks=_stage_ranks(context.groups.grid),
     )
 
 
-def _alike(grid: RankGrid) -> list[list[int]]:
-    """Return the ranks that compute the same: those of a pipeline stage, if it has several."""
+def _stage_ranks(grid: RankGrid) -> list[list[int]]:
+    """Return groups of ranks with equal work: the pipeline stages, if stages have several ranks."""
     stages = grid.ranks(tuple(axis for axis in DENSE_AXES if axis != "pp"))
     return stages if len(stages[0]) > 1 else [list(range(grid.world_size))]
 
@@ -708,7 +738,7 @@ def _alike(grid: RankGrid) -> list[list[int]]:
 def roll_back(session: Session, saves: Saves | None) -> Progress | None:
     """Load weights and optimizer of the last checkpoint in the save folder; every rank calls this.
 
-    Returns the checkpoint's progress, None if there is none. The log window stays as it is.
+    Returns the checkpoint's progress, None without a checkpoint. The log window is unchanged.
     """
     context, folder = session.context, session.run.config.checkpoint.save
     if saves is not None:
@@ -733,18 +763,18 @@ def roll_back(session: Session, saves: Saves | None) -> Progress | None:
 
 
 class ReplicaHooks(TrainingHooks):
-    """Compares replicas at an interval, before a save of them.
+    """Compares replicas at an interval, before they are saved.
 
     Args:
-        check: compares them after the step of a number, and raises RunStopped if they differ.
-        interval: in iterations.
+        check: compares the replicas after an iteration; raises RunStopped if they differ.
+        interval: iterations between comparisons.
     """
 
     def __init__(self, check: Callable[[int], None], interval: int) -> None:
         self._check, self._interval = check, interval
 
     def on_step_end(self, progress: Progress, outcome: StepOutcome) -> None:
-        """Compare them if it is time."""
+        """Compare replicas at every multiple of the interval."""
         if progress.iteration % self._interval == 0:
             self._check(progress.iteration)
 
@@ -755,8 +785,8 @@ def replica_hooks(
     """Return the replica check, and log it; None if the options do not enable it.
 
     Args:
-        say: shows one line.
-        metrics: where a difference is kept.
+        say: prints one line.
+        metrics: records differences.
     """
     interval = session.run.config.failures.check_weight_hash_across_dp_replicas_interval
     if interval is None:
@@ -765,14 +795,16 @@ def replica_hooks(
 
     log, host_of = fault_log(session, say=say, metrics=metrics), host_names(session)
 
-    def record(iteration: int, found: Sequence[Difference]) -> None:
-        tensors = [name for one in found for name in one.tensors]
+    def record(iteration: int, differences: Sequence[Difference]) -> None:
+        tensors = [name for difference in differences for name in difference.tensors]
         log.add(
             FaultRecord(
                 iteration,
                 "replicas",
-                "persistent" if all(one.is_clear for one in found) else "undecided",
-                {rank: host_of(rank) for one in found for rank in one.blamed},
+                "persistent"
+                if all(difference.has_majority for difference in differences)
+                else "undecided",
+                {rank: host_of(rank) for difference in differences for rank in difference.blamed},
                 tensors=tensors,
                 numbers={"tensors": float(len(tensors))},
             )

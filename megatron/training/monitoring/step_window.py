@@ -10,7 +10,7 @@ from typing import Protocol
 
 from megatron.training.config.model_table import gpt_config
 from megatron.training.config.resolve import ResolvedRun
-from megatron.training.failures.replay import Doubt
+from megatron.training.failures.replay import StepAnomaly
 from megatron.training.monitoring.flops import (
     flops_per_square,
     training_flops,
@@ -41,11 +41,11 @@ class StepOutcome(Protocol):
         """Gradient elements that are zero, if counted."""
 
     @property
-    def votes(self) -> tuple[float, ...]:
-        """Control flags (`StopRequests.votes`), summed over all ranks."""
+    def control_flags(self) -> tuple[float, ...]:
+        """Control flags (`StopRequests.control_flags`), summed over all ranks."""
 
     @property
-    def doubt(self) -> Doubt | None:
+    def anomaly(self) -> StepAnomaly | None:
         """Anomaly of the step's first computation; None if it was sound."""
 
     @property

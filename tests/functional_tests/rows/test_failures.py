@@ -64,7 +64,7 @@ def test_dead_rank_is_named_with_step_collective_and_stacks(
     for rank in (1, 2):
         stacks = (save / "stacks" / f"attempt_0_rank_{rank}.txt").read_text()
         assert "collectives.py" in stacks, "where it waited"
-        assert "in _beat" in stacks, "every thread"
+        assert "in _send_heartbeats" in stacks, "every thread"
     report = (save / "hang_report_attempt_0.txt").read_text()
     assert f"\nrank 0 (process {pid} on " in report
     assert re.search(rf"^0 +\S+ +{pid} +{state.split()[-1]} ", report, re.M), report
@@ -112,13 +112,13 @@ def plant_other_shape(rank: int) -> None:
     """Reduce one number less on rank 1, in its third step's loss."""
     from megatron.training.failures.stopping import StopRequests
 
-    votes, count = StopRequests.votes, [0]
+    control_flags, count = StopRequests.control_flags, [0]
 
     def fewer(self):
         count[0] += 1
-        return votes(self)[: 2 if rank == 1 and count[0] == 3 else 3]
+        return control_flags(self)[: 2 if rank == 1 and count[0] == 3 else 3]
 
-    StopRequests.votes = fewer
+    StopRequests.control_flags = fewer
 
 
 @pytest.mark.parametrize(

@@ -81,7 +81,7 @@ FAULTS = {
 def plant(rank: int, *, kind: str) -> None:
     """Have rank 1 go wrong in its fifth iteration, while torch keeps its own record."""
     os.environ["TORCH_FR_BUFFER_SIZE"] = "64"
-    PeerWatch.__init__.__kwdefaults__["beat_seconds"] = BEAT_SECONDS
+    PeerWatch.__init__.__kwdefaults__["heartbeat_seconds"] = BEAT_SECONDS
 
     def fault(made) -> None:
         time.sleep(3.0 * BEAT_SECONDS)  # let a beat say that it is here

@@ -280,15 +280,15 @@ def _other_clocks(rank: int, world: int, port: int, argv: list[str]) -> None:
     """Be a rank whose clock says that time is up in step 5 of rank 1, and never on rank 0."""
     from megatron.training.failures.stopping import StopRequests
 
-    votes = StopRequests.votes
+    control_flags = StopRequests.control_flags
     count = [0]
 
     def planted(self):
         count[0] += 1
-        signals, _, launchers = votes(self)
+        signals, _, launchers = control_flags(self)
         return signals, float(rank == 1 and count[0] == 5), launchers
 
-    StopRequests.votes = planted
+    StopRequests.control_flags = planted
     rank_process(rank, world, port, argv)
 
 

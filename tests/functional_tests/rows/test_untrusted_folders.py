@@ -38,11 +38,11 @@ from megatron.training import checkpoint, preprocess_data, pretrain_gpt, session
 from megatron.training.failures.faults import (
     FaultLog,
     FaultRecord,
-    Suspect,
-    add_faulty,
-    read_faulty,
-    read_suspect,
-    write_suspect,
+    SuspectStep,
+    add_faulty_hosts,
+    read_faulty_hosts,
+    read_suspect_step,
+    write_suspect_step,
 )
 from megatron.training.failures.hang_files import CollectiveLog, HangFiles
 from megatron.training.monitoring.metrics import JsonLines
@@ -82,14 +82,14 @@ def test_nothing_is_written_through_links(linked: tuple[Path, Path]) -> None:
     log.add(FaultRecord(3, "nan", "transient", {0: "a"}))
     assert len(said) == 1
     assert "faults.jsonl" in said[0]
-    add_faulty(str(run), [{"host": "a"}])
-    assert read_faulty(str(run)) == [{"host": "a"}]
-    suspect = Suspect(3, {"0": "a"}, "nan", [1.0, 2.0])
-    assert read_suspect(str(run)) is None
-    write_suspect(str(run), suspect)
-    assert read_suspect(str(run)) == replace(suspect, values=(1.0, 2.0))
+    add_faulty_hosts(str(run), [{"host": "a"}])
+    assert read_faulty_hosts(str(run)) == [{"host": "a"}]
+    suspect = SuspectStep(3, {"0": "a"}, "nan", [1.0, 2.0])
+    assert read_suspect_step(str(run)) is None
+    write_suspect_step(str(run), suspect)
+    assert read_suspect_step(str(run)) == replace(suspect, values=(1.0, 2.0))
     files = HangFiles(str(run), attempt=0, rank=0, frozen_seconds=60.0)
-    files.beat()
+    files.heartbeat()
     files.write("a test", None, CollectiveLog())
     files.write_report("a report")
     files.close()

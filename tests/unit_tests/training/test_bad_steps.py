@@ -15,33 +15,33 @@ from megatron.core.dist_checkpointing import Solo
 from megatron.training.failures.faults import (
     FaultLog,
     Faults,
-    Suspect,
     SuspectStep,
-    add_faulty,
-    doubt_text,
-    forget_suspect,
+    SuspectStepFile,
+    add_faulty_hosts,
+    anomaly_text,
+    delete_suspect_step,
     judge,
-    read_faulty,
-    read_suspect,
+    ranks_text,
+    read_faulty_hosts,
+    read_suspect_step,
+    record_loss,
     refuse_faulty_hosts,
-    remember_loss,
     spike_limit,
-    where_text,
-    write_suspect,
+    write_suspect_step,
 )
-from megatron.training.failures.replay import Doubt
+from megatron.training.failures.replay import StepAnomaly
 from megatron.training.progress_state import Progress
 from tests.unit_tests.training.small_config import small_config
 
 
 @dataclass(frozen=True)
 class Outcome:
-    doubt: Doubt | None = None
+    anomaly: StepAnomaly | None = None
     loss: float = 2.0
     applied: bool = True
     grad_norm: float = 1.0
     num_zeros: int | None = None
-    votes: tuple[float, ...] = ()
+    control_flags: tuple[float, ...] = ()
     spiked: bool = False
 
 
@@ -51,14 +51,14 @@ def test_spike_limit_follows_median_after_half_a_window():
     limits = []
     for loss in (1.0, 2.0, 100.0, 2.0, 4.0, 6.0):
         limits.append(spike_limit(config, losses))
-        remember_loss(config, losses, loss)
+        record_loss(config, losses, loss)
     assert limits == [math.inf, math.inf, 4.5, 6.0, 6.0, 9.0]
     assert losses == [100.0, 2.0, 4.0, 6.0]
 
 
 def test_losses_are_not_remembered_without_spike_factor():
     losses: list[float] = []
-    remember_loss(small_config(), losses, 1.0)
+    record_loss(small_config(), losses, 1.0)
     assert losses == []
     assert spike_limit(small_config(), [1.0] * 200) == math.inf
 
@@ -67,53 +67,53 @@ NAN = math.nan
 HOSTS = {1: "host1"}
 
 
-def doubt(kind="nan", verdict="reproduced", *, ranks=(1,), values=(NAN, NAN), same=True):
-    return Doubt(kind, verdict, ranks, values, same=same)
+def anomaly(kind="nan", verdict="reproduced", *, ranks=(1,), values=(NAN, NAN), same=True):
+    return StepAnomaly(kind, verdict, ranks, values, same=same)
 
 
 @pytest.mark.parametrize(
     ("found", "said"),
     [
-        (doubt(verdict="transient"), "NaN or Inf loss of rank 1 on host1; the step computed once "
+        (anomaly(verdict="transient"), "NaN or Inf loss of rank 1 on host1; the step computed once "
          "more is sound and was used: transient, watch that machine"),
-        (doubt(), "gives it again: reproduced, the step was skipped"),
-        (doubt(same=False), "gives it again, with other bits: reproduced"),
-        (doubt(verdict="unchecked"), "of rank 1 on host1; the step was skipped"),
-        (doubt("inf_norm"), "NaN or Inf gradient norm of rank 1 on host1; "),
-        (doubt("spike", values=(8.0, 8.0)), "loss 8 is above 4, the limit of --loss-spike-factor, "
-         "with a part of rank 1 on host1; "),
-        (doubt("determinism", "transient"), "one of three computations of the step has other bits: "
-         "that of rank 1 on host1; the two others are equal and were used: transient"),
-        (doubt("determinism", "undecided"), "changes with every computation, that of rank 1"),
+        (anomaly(), "gives it again: reproduced, the step was skipped"),
+        (anomaly(same=False), "gives it again, with other bits: reproduced"),
+        (anomaly(verdict="unchecked"), "of rank 1 on host1; the step was skipped"),
+        (anomaly("inf_norm"), "NaN or Inf gradient norm of rank 1 on host1; "),
+        (anomaly("spike", values=(8.0, 8.0)), "loss 8 is above 4, the limit of "
+         "--loss-spike-factor, with a part of rank 1 on host1; "),
+        (anomaly("determinism", "transient"), "one of three computations of the step has other "
+         "bits: that of rank 1 on host1; the two others are equal and were used: transient"),
+        (anomaly("determinism", "undecided"), "changes with every computation, that of rank 1"),
     ],
 )  # fmt: skip
 def test_a_line_says_what_was_wrong_and_what_came_of_it(found, said):
-    text = doubt_text(7, found, where_text(HOSTS), limit=4.0)
+    text = anomaly_text(7, found, ranks_text(HOSTS), limit=4.0)
     assert text.startswith("iteration 7: ")
     assert said in text
 
 
 def test_many_ranks_make_a_short_line():
-    text = where_text({rank: f"host{rank}" for rank in range(1000)})
+    text = ranks_text({rank: f"host{rank}" for rank in range(1000)})
     assert text.startswith("of rank 0 on host0, rank 1 on host1, ")
     assert "and 992 more" in text
     assert len(text) < 200
 
 
 def suspect(iteration=3, hosts=None, values=(NAN, NAN)):
-    return Suspect(iteration, hosts or {"1": "a"}, "nan", values)
+    return SuspectStep(iteration, hosts or {"1": "a"}, "nan", values)
 
 
 def test_the_note_survives_and_damage_is_no_note(tmp_path):
-    assert read_suspect(str(tmp_path)) is None
-    odd = Suspect(3, {"1": "a"}, "spike", (0.1 + 0.2, math.inf))
-    write_suspect(str(tmp_path), odd)
-    assert read_suspect(str(tmp_path)) == odd
+    assert read_suspect_step(str(tmp_path)) is None
+    odd = SuspectStep(3, {"1": "a"}, "spike", (0.1 + 0.2, math.inf))
+    write_suspect_step(str(tmp_path), odd)
+    assert read_suspect_step(str(tmp_path)) == odd
     for damage in ("", "[]", "{}", '{"iteration": 3, "hosts": 4}'):
         (tmp_path / "suspect_step.json").write_text(damage)
-        assert read_suspect(str(tmp_path)) is None
-    forget_suspect(str(tmp_path))
-    forget_suspect(str(tmp_path))
+        assert read_suspect_step(str(tmp_path)) is None
+    delete_suspect_step(str(tmp_path))
+    delete_suspect_step(str(tmp_path))
 
 
 @pytest.mark.parametrize(
@@ -132,8 +132,8 @@ def test_who_is_to_blame(noted, now, code):
 
 @pytest.mark.parametrize(("second", "words"), [(8.0, "with the same"), (8.5, "not with the same")])
 def test_the_bits_of_two_machines_are_compared(second, words):
-    noted = Suspect(3, {"1": "b"}, "spike", (8.0, 8.0))
-    found = judge(noted, Suspect(3, {"1": "a"}, "spike", (second, second)))
+    noted = SuspectStep(3, {"1": "b"}, "spike", (8.0, 8.0))
+    found = judge(noted, SuspectStep(3, {"1": "a"}, "spike", (second, second)))
     assert f"before that on b, {words} bits" in str(found)
 
 
@@ -145,20 +145,20 @@ def noting(tmp_path, monkeypatch, host):
     def record(noted, verdict, hosts, *, loss):
         kept.append((noted.iteration, verdict, hosts, loss))
 
-    return SuspectStep(str(tmp_path), Solo(), say=said.append, record=record), said, kept
+    return SuspectStepFile(str(tmp_path), Solo(), say=said.append, record=record), said, kept
 
 
 def test_step_valid_elsewhere_lists_faulty_host_and_refuses_it(tmp_path, monkeypatch):
-    write_suspect(str(tmp_path), suspect(3, {"1": "a", "2": "c"}))
+    write_suspect_step(str(tmp_path), suspect(3, {"1": "a", "2": "c"}))
     step, said, kept = noting(tmp_path, monkeypatch, "c")
-    step.acquit(2, 1.5)
+    step.clear(2, 1.5)
     assert kept == []
-    step.acquit(3, 1.5)
-    step.acquit(3, 1.5)
+    step.clear(3, 1.5)
+    step.clear(3, 1.5)
     assert kept == [(3, "persistent", {1: "a"}, 1.5)], "c is in use and the step is sound"
     assert "on a it was not, twice (nan): persistent, listed in" in said[0]
-    assert read_suspect(str(tmp_path)) is None
-    (entry,) = read_faulty(str(tmp_path))
+    assert read_suspect_step(str(tmp_path)) is None
+    (entry,) = read_faulty_hosts(str(tmp_path))
     assert (entry["host"], entry["rank"], entry["iteration"]) == ("a", 1, 3)
     assert (entry["values"], entry["sound"], entry["sound_on"]) == (
         ["nan", "nan"], 1.5.hex(), ["c"]
@@ -173,9 +173,9 @@ def test_step_valid_elsewhere_lists_faulty_host_and_refuses_it(tmp_path, monkeyp
 
 
 def test_a_step_that_is_sound_on_the_same_machine_lists_none(tmp_path, monkeypatch):
-    write_suspect(str(tmp_path), suspect())
+    write_suspect_step(str(tmp_path), suspect())
     step, said, kept = noting(tmp_path, monkeypatch, "a")
-    step.acquit(3, 1.5)
+    step.clear(3, 1.5)
     assert kept == [(3, "transient", {1: "a"}, 1.5)]
     assert "on the same machines it was not" in said[0]
     assert not (tmp_path / "faulty_hosts.json").exists()
@@ -183,10 +183,10 @@ def test_a_step_that_is_sound_on_the_same_machine_lists_none(tmp_path, monkeypat
 
 
 def test_faulty_host_list_appends_and_rejects_damaged_file(tmp_path):
-    assert read_faulty(str(tmp_path)) == []
-    add_faulty(str(tmp_path), [{"host": "a"}])
-    add_faulty(str(tmp_path), [{"host": "b"}])
-    assert [entry["host"] for entry in read_faulty(str(tmp_path))] == ["a", "b"]
+    assert read_faulty_hosts(str(tmp_path)) == []
+    add_faulty_hosts(str(tmp_path), [{"host": "a"}])
+    add_faulty_hosts(str(tmp_path), [{"host": "b"}])
+    assert [entry["host"] for entry in read_faulty_hosts(str(tmp_path))] == ["a", "b"]
     (tmp_path / "faulty_hosts.json").write_text("{")
     with pytest.raises(ValueError, match=r"faulty_hosts\.json cannot be read .* fix or remove it"):
         refuse_faulty_hosts(str(tmp_path), Solo())
@@ -210,7 +210,7 @@ class Played:
             host_of=lambda rank: f"host{rank}",
             save=lambda progress: self.saves.append(progress.iteration),
             judge=lambda suspect: RunStopped(ExitCode.RESTART_ELSEWHERE, str(suspect)),
-            acquit=lambda iteration, loss: self.acquitted.append((iteration, loss)),
+            clear=lambda iteration, loss: self.acquitted.append((iteration, loss)),
             roll_back=lambda: back,
         )
 
@@ -233,7 +233,7 @@ def test_valid_step_clears_suspects_silently():
 @pytest.mark.parametrize("kind", ["nan", "inf_norm", "spike"])
 def test_only_reproduced_fault_stops_the_run_and_only_by_option(kind, verdict, flags, stops):
     played = Played(flags)
-    outcome = Outcome(doubt(kind, verdict, values=(8.0, 8.0)))
+    outcome = Outcome(anomaly(kind, verdict, values=(8.0, 8.0)))
     if stops:
         with pytest.raises(RunStopped, match=f"'1': 'host1'.*kind='{kind}'"):
             played.faults.on_step_computed(Progress(iteration=4), outcome, 4.0)
@@ -249,7 +249,7 @@ def test_only_reproduced_fault_stops_the_run_and_only_by_option(kind, verdict, f
 def test_fault_record_has_host_names_and_exact_values(tmp_path):
     played = Played(save=str(tmp_path))
     for values in ((NAN, 0.1), (math.inf,)):
-        outcome = Outcome(doubt(verdict="transient", ranks=(0, 1), values=values))
+        outcome = Outcome(anomaly(verdict="transient", ranks=(0, 1), values=values))
         played.faults.on_step_computed(Progress(iteration=4), outcome, math.inf)
     lines = [json.loads(line) for line in (tmp_path / "faults.jsonl").read_text().splitlines()]
     assert [line.pop("time")[-6:] for line in lines] == ["+00:00", "+00:00"]
@@ -266,7 +266,7 @@ def test_fault_record_has_host_names_and_exact_values(tmp_path):
 
 def test_a_fault_that_cannot_be_noted_ends_no_run(tmp_path):
     played = Played(save=str(tmp_path / "absent"))
-    played.faults.on_step_computed(Progress(), Outcome(doubt()), math.inf)
+    played.faults.on_step_computed(Progress(), Outcome(anomaly()), math.inf)
     assert "cannot be noted in" in played.said[1]
     assert len(played.events) == 1
 

@@ -8,17 +8,24 @@ import math
 import pytest
 import torch
 
-from megatron.training.failures.replay import Bits, Digest, Evidence, StageBits, differing, showing
+from megatron.training.failures.replay import (
+    Checksum,
+    Digest,
+    Evidence,
+    StageChecksums,
+    anomalous_ranks,
+    differing_ranks,
+)
 
 NAN, INF = math.nan, math.inf
 CPU = torch.device("cpu")
 
 
 def bits_of(*flats: torch.Tensor) -> tuple[int, float]:
-    bits = Bits(CPU)
+    checksum = Checksum(CPU)
     for flat in flats:
-        bits.show(flat)
-    return int(bits.sum), float(bits.norm)
+        checksum.show(flat)
+    return int(checksum.sum), float(checksum.norm)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -42,11 +49,11 @@ def test_gradient_checksum_adds_buckets_and_resets_each_step():
     one, other = torch.randn(5), torch.randn(8)
     both = bits_of(one)[0] + bits_of(other)[0]
     assert (bits_of(one, other)[0] - both) % 2**64 == 0
-    bits = Bits(CPU)
-    bits.show(one)
-    bits.begin()
-    bits.show(other)
-    assert (int(bits.sum), float(bits.norm)) == bits_of(other)
+    checksum = Checksum(CPU)
+    checksum.show(one)
+    checksum.begin()
+    checksum.show(other)
+    assert (int(checksum.sum), float(checksum.norm)) == bits_of(other)
 
 
 @pytest.mark.parametrize(("bad", "shown"), [(NAN, NAN), (INF, INF), (-INF, INF)])
@@ -58,15 +65,15 @@ def test_a_gradient_that_is_not_finite_shows(bad, shown):
 
 
 def test_what_is_gathered_is_read_again():
-    bits, stage = Bits(CPU), StageBits(CPU, 2)
-    bits.show(torch.tensor([-3.0, 4.0]))
-    bits.show(torch.tensor([2.0]))
+    checksum, stage = Checksum(CPU), StageChecksums(CPU, 2)
+    checksum.show(torch.tensor([-3.0, 4.0]))
+    checksum.show(torch.tensor([2.0]))
     stage.show(0, None, torch.full((2, 2), -3.0))
     stage.show(1, torch.ones(4), torch.tensor(7.0))
-    row = torch.stack([torch.tensor(0.5).double(), *bits.numbers(), *stage.numbers()]).tolist()
+    row = torch.stack([torch.tensor(0.5).double(), *checksum.numbers(), *stage.numbers()]).tolist()
     found = Evidence.of(row)
     assert found.loss == 0.5
-    assert found.gradients == Digest(int(bits.sum), 7.0)
+    assert found.gradients == Digest(int(checksum.sum), 7.0)
     assert [(a.norm, b.norm) for a, b in found.chunks] == [(0.0, 6.0), (2.0, 7.0)]
     assert found.chunks[0][0] == Digest()
     stage.begin()
@@ -98,17 +105,17 @@ GOOD = ((0.0, 1.0), (1.0, 2.0), (2.0, 3.0), (3.0, 4.0))
 def test_stage_with_different_activations_is_named(bad, part, stages):
     """Also one that comes again with its second chunk, whose input is wrong by then."""
     one, other = chain(*bad, stages=stages, loss=6.0), chain(*GOOD, stages=stages, loss=4.0)
-    assert differing(one, other, pipelines=[range(stages)]) == (part % stages,)
-    assert differing(one, other) == (stages - 1,), "the loss alone names the last"
-    assert differing(one, one, pipelines=[range(stages)]) == ()
+    assert differing_ranks(one, other, pipelines=[range(stages)]) == (part % stages,)
+    assert differing_ranks(one, other) == (stages - 1,), "the loss alone names the last"
+    assert differing_ranks(one, one, pipelines=[range(stages)]) == ()
 
 
 def test_transfer_error_names_both_stages_and_backward_names_all():
     other = chain(*GOOD, stages=4)
     lost = chain((0.0, 1.0), (1.0, 2.0), (9.0, 8.0), (8.0, 6.0), stages=4, loss=6.0)
-    assert differing(lost, other, pipelines=[range(4)]) == (1, 2)
+    assert differing_ranks(lost, other, pipelines=[range(4)]) == (1, 2)
     backward = [*other[:1], Evidence(0.0, Digest(6), other[1].chunks), *other[2:]]
-    assert differing(backward, other, pipelines=[range(4)]) == (0, 1, 2, 3)
+    assert differing_ranks(backward, other, pipelines=[range(4)]) == (0, 1, 2, 3)
 
 
 def test_first_stage_sending_nan_is_named_per_pipeline():
@@ -116,5 +123,5 @@ def test_first_stage_sending_nan_is_named_per_pipeline():
     sound = chain((0.0, 1.0), (1.0, 2.0), (2.0, 3.0), stages=3)
     nan = chain((0.0, 1.0), (1.0, NAN), (NAN, NAN), stages=3, loss=NAN)
     rows = [row for pair in zip(sound, nan, strict=True) for row in pair]
-    assert showing(rows, INF, pipelines=ranks) == (3,)
-    assert showing(rows, INF) == (5,)
+    assert anomalous_ranks(rows, INF, pipelines=ranks) == (3,)
+    assert anomalous_ranks(rows, INF) == (5,)

@@ -18,7 +18,7 @@ from megatron.core.models.gpt import MTPTargets, shift_targets
 from megatron.core.moe.router import routers_of
 from megatron.core.process_groups import ProcessGroupCollection, RankGrid
 from megatron.training.cuda_graphs import PATIENCE, StepInputs
-from megatron.training.failures.replay import Replayer, Reruns
+from megatron.training.failures.replay import Replayer, RerunPolicy
 from megatron.training.step import Microbatch, TrainStep
 from tests.support.capture_rules import CaptureError, CaptureRules
 from tests.support.device_products import products_of_a_gpu
@@ -274,13 +274,13 @@ def by_blocks(batches: list[Microbatch]) -> list[Microbatch]:
 def test_graph_replays_feed_gradients_to_checksum_comparison():
     def shown(step: TrainStep) -> list[tuple[int, float]]:
         world = step.groups["world"]
-        reruns = Reruns("report_determinism_stats")
+        reruns = RerunPolicy("report_determinism_stats")
         step.replayer = replayer = Replayer(reruns, engine=step.engine, world=world)
         found = []
         for i in (0, 1, 3, 6, 7):
             report = step(data(0, i), lr=1e-2, weight_decay=0.0)
-            assert report.doubt is None
-            found.append((int(replayer.bits.sum), float(replayer.bits.norm)))
+            assert report.anomaly is None
+            found.append((int(replayer.checksum.sum), float(replayer.checksum.norm)))
         assert (replayer.compared, replayer.differed) == (5, 0)
         return found
 

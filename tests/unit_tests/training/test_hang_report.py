@@ -17,13 +17,13 @@ from megatron.training.failures.hang_files import (
     MAX_ENTRIES,
     CollectiveLog,
     HangFiles,
-    ask_for_record,
-    is_kept,
-    read_record,
+    enable_flight_recorder,
+    flight_recorder_enabled,
+    read_flight_recorder,
     stack_file,
     write_stacks,
 )
-from megatron.training.failures.peers import Beat, RankState, hang_report
+from megatron.training.failures.peers import Heartbeat, RankState, hang_report
 from tests.support.ranks import start_ranks
 
 
@@ -45,7 +45,7 @@ def test_collective_log_keeps_last_entries_and_their_outcome():
     with pytest.raises(ValueError, match="gone"), log(record()):
         raise ValueError("gone")
     assert log.count == MAX_ENTRIES + 8
-    assert log.in_group == {"tp": MAX_ENTRIES + 6, "world": 1}, (
+    assert log.collectives_by_group == {"tp": MAX_ENTRIES + 6, "world": 1}, (
         "sends are no collectives of a group"
     )
     entries = [entry.to_json(time.monotonic()) for entry in log.entries()]
@@ -63,10 +63,10 @@ def beating(iteration, counts, wait=None, count=9):
     log = CollectiveLog(lambda: iteration)
     for group, number in counts.items():
         for _ in range(number):
-            last = log(record(group=group, ranks=(0, 1, 2, 3)))
+            last_collective = log(record(group=group, ranks=(0, 1, 2, 3)))
     if wait:
-        last.__enter__()
-    return Beat.of(Beat.now(count, iteration, log, final=bool(wait)).to_text())
+        last_collective.__enter__()
+    return Heartbeat.of(Heartbeat.now(count, iteration, log, final=bool(wait)).to_text())
 
 
 def test_the_report_says_who_is_missing_in_which_collective():
@@ -77,7 +77,7 @@ def test_the_report_says_who_is_missing_in_which_collective():
         beating(6, {"world": 2, "tp": 4}),
     ]
     states = [
-        RankState(rank=r, host=f"h{r}", pid=10 + r, state="running", beat=beat, age=0.5)
+        RankState(rank=r, host=f"h{r}", pid=10 + r, state="running", heartbeat=beat, age=0.5)
         for r, beat in enumerate(beats)
     ]
     text = hang_report("rank 3 is stopped", states, writer=2, files="S/stacks/*")
@@ -99,10 +99,10 @@ def test_the_report_says_who_is_missing_in_which_collective():
 def test_the_report_knows_of_ranks_that_never_came_and_of_pairs():
     log = CollectiveLog(lambda: 2)
     log(record("receive", "pp", how="from 0")).__enter__()
-    own = Beat.now(1, 2, log, final=True)
+    own = Heartbeat.now(1, 2, log, final=True)
     states = [
-        RankState(rank=0, host="?", pid=None, state="never came", beat=None, age=None),
-        RankState(rank=1, host="h", pid=5, state="running", beat=own, age=0.0),
+        RankState(rank=0, host="?", pid=None, state="never came", heartbeat=None, age=None),
+        RankState(rank=1, host="h", pid=5, state="running", heartbeat=own, age=0.0),
     ]
     text = hang_report("why", states, writer=1, files="f")
     assert "\n0     ?        ?        never came  ?          none       ?\n" in text
@@ -113,7 +113,7 @@ def test_hang_files_hold_stacks_and_collectives_or_are_removed(tmp_path):
     log = CollectiveLog(lambda: 3)
     log(record()).__enter__()
     evidence = HangFiles(str(tmp_path), attempt=1, rank=2, frozen_seconds=9.0, environment={})
-    evidence.beat()
+    evidence.heartbeat()
     assert [p.name for p in (tmp_path / "stacks").iterdir()] == ["attempt_1_rank_2_frozen.txt"]
     evidence.close()
     assert not list(tmp_path.iterdir())
@@ -159,8 +159,8 @@ def test_stacks_are_written_while_ranks_remove_empty_folder(tmp_path):
 def freeze(rank: int, world: int, save: str) -> None:
     """Beat twice, and hold the interpreter's lock until the end."""
     evidence = HangFiles(save, attempt=0, rank=rank, frozen_seconds=0.3)
-    evidence.beat()
-    evidence.beat()
+    evidence.heartbeat()
+    evidence.heartbeat()
     print("frozen", flush=True)
     ctypes.PyDLL(None).sleep(60)
 
@@ -178,9 +178,13 @@ def test_rank_holding_the_gil_still_writes_its_stacks(tmp_path):
 def test_flight_recorder_is_enabled_unless_user_set_it():
     for given in ({}, {"TORCH_FR_BUFFER_SIZE": "0"}, {"TORCH_NCCL_TRACE_BUFFER_SIZE": "7"}):
         environment = dict(given)
-        ask_for_record(environment)
-        assert environment == (given or {"TORCH_FR_BUFFER_SIZE": str(hang_files.SIZE)})
-        assert is_kept(environment) == (environment != {"TORCH_FR_BUFFER_SIZE": "0"})
+        enable_flight_recorder(environment)
+        assert environment == (
+            given or {"TORCH_FR_BUFFER_SIZE": str(hang_files.DEFAULT_BUFFER_SIZE)}
+        )
+        assert flight_recorder_enabled(environment) == (
+            environment != {"TORCH_FR_BUFFER_SIZE": "0"}
+        )
 
 
 class Bindings:
@@ -192,11 +196,11 @@ class Bindings:
 
 
 def test_torchs_record_is_read_as_json(tmp_path, monkeypatch):
-    assert read_record(object()) is None
-    assert read_record(Bindings()) == b'{"entries": []}'
+    assert read_flight_recorder(object()) is None
+    assert read_flight_recorder(Bindings()) == b'{"entries": []}'
     import torch
 
-    found = read_record(torch._C._distributed_c10d)
+    found = read_flight_recorder(torch._C._distributed_c10d)
     assert found is not None
     assert "version" in json.loads(found)
     environment = {"TORCH_FR_BUFFER_SIZE": "9"}

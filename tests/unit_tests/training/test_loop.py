@@ -18,7 +18,7 @@ from megatron.core.optimizer.loss_scaler import (
 from megatron.core.optimizer.schedule import LearningRateSchedule, WeightDecaySchedule
 from megatron.training.config.resolve import resolve
 from megatron.training.failures.faults import FaultLog, Faults
-from megatron.training.failures.replay import Doubt
+from megatron.training.failures.replay import StepAnomaly
 from megatron.training.failures.stopping import StopRequests
 from megatron.training.hooks import TrainingHooks
 from megatron.training.loop import TrainingLoop
@@ -35,8 +35,8 @@ class Outcome:
     applied: bool = True
     grad_norm: float = 1.0
     num_zeros: int | None = None
-    votes: tuple[float, ...] = ()
-    doubt: Doubt | None = None
+    control_flags: tuple[float, ...] = ()
+    anomaly: StepAnomaly | None = None
     spiked: bool = False
 
 
@@ -293,11 +293,11 @@ SIGNAL, CLOCK = (2.0, 0.0, 0.0), (0.0, 1.0, 0.0)
 
 
 @pytest.mark.parametrize(
-    ("votes", "why"), [(SIGNAL, "a signal asks"), (CLOCK, "--exit-duration-in-mins asks")]
+    ("control_flags", "why"), [(SIGNAL, "a signal asks"), (CLOCK, "--exit-duration-in-mins asks")]
 )
-def test_stop_flag_saves_after_step_and_defers_validation(votes, why):
+def test_stop_flag_saves_after_step_and_defers_validation(control_flags, why):
     flags = "--save s --eval-interval 4 --log-interval 3"
-    outcomes = [Outcome(2.0)] * 3 + [Outcome(2.0, votes=votes)]
+    outcomes = [Outcome(2.0)] * 3 + [Outcome(2.0, control_flags=control_flags)]
     first = Played(flags, outcomes).train()
     assert first.progress.iteration == 4
     assert [i for i, _ in first.saves] == [4]
@@ -311,7 +311,7 @@ def test_stop_flag_saves_after_step_and_defers_validation(votes, why):
 
 
 def test_votes_in_the_last_step_leave_its_validation_too():
-    outcomes = [Outcome(2.0)] * 9 + [Outcome(2.0, votes=SIGNAL)]
+    outcomes = [Outcome(2.0)] * 9 + [Outcome(2.0, control_flags=SIGNAL)]
     first = Played("--save s --eval-interval 4", outcomes).train()
     assert [i for i, _ in first.saves] == [10]
     assert first.validations == [0, 4, 8]
@@ -322,7 +322,7 @@ def test_votes_in_the_last_step_leave_its_validation_too():
 
 def test_without_votes_and_with_none_in_favour_a_run_goes_on():
     played = Played(
-        "--save s --eval-interval 0", [Outcome(2.0), Outcome(2.0, votes=(0.0, 0.0, 0.0))]
+        "--save s --eval-interval 0", [Outcome(2.0), Outcome(2.0, control_flags=(0.0, 0.0, 0.0))]
     )
     assert played.train().progress.iteration == 10
 
@@ -347,8 +347,10 @@ def test_a_spike_is_skipped_and_its_loss_is_not_remembered():
             )
             if outcome.loss <= loss_limit:
                 return outcome
-            twice = Doubt("spike", "reproduced", (1,), (outcome.loss, outcome.loss), same=True)
-            return Outcome(outcome.loss, False, doubt=twice, spiked=True)
+            twice = StepAnomaly(
+                "spike", "reproduced", (1,), (outcome.loss, outcome.loss), same=True
+            )
+            return Outcome(outcome.loss, False, anomaly=twice, spiked=True)
 
     losses = [Outcome(x) for x in (2.0, 2.0, 4.0, 50.0, 4.0, 5.0)]
     flags = "--loss-spike-factor 2 --loss-spike-window 3 --eval-interval 0 --train-iters 6"

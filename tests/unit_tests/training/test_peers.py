@@ -34,7 +34,7 @@ def _client(port: int) -> dist.Store:
 
 def _watch(rank: int, world: int, port: int) -> str | None:
     """Join; rank 0 waits for the parent's word and looks around, the others wait for their end."""
-    watch = PeerWatch(lambda: _client(port), rank=rank, world_size=world, beat_seconds=0.05)
+    watch = PeerWatch(lambda: _client(port), rank=rank, world_size=world, heartbeat_seconds=0.05)
     watch.iteration = 7
     store = _client(port)
     store.set(f"ready/{rank}", "1")
@@ -72,11 +72,11 @@ def test_a_rank_of_this_machine(server, number, text):
 
 
 def test_rank_on_another_host_is_tracked_by_heartbeat(server):
-    watch = PeerWatch(lambda: _client(server.port), rank=0, world_size=3, beat_seconds=0.05)
+    watch = PeerWatch(lambda: _client(server.port), rank=0, world_size=3, heartbeat_seconds=0.05)
     for rank in (1, 2):
         server.set(f"peer/{rank}", json.dumps(asdict(Identity("elsewhere", 1))))
         server.set(f"beat/{rank}", json.dumps([1, 12]))
-    other = PeerWatch(lambda: _client(server.port), rank=1, world_size=3, beat_seconds=0.05)
+    other = PeerWatch(lambda: _client(server.port), rank=1, world_size=3, heartbeat_seconds=0.05)
     server.set("peer/1", json.dumps(asdict(Identity("elsewhere", 1))))
     assert watch.diagnose(2.0) == Diagnosis("rank 2 is silent since iteration 12")
     other.close()
@@ -85,7 +85,7 @@ def test_rank_on_another_host_is_tracked_by_heartbeat(server):
 
 def test_the_text_of_a_failure_is_quoted_first(server):
     watches = [
-        PeerWatch(lambda: _client(server.port), rank=rank, world_size=2, beat_seconds=0.05)
+        PeerWatch(lambda: _client(server.port), rank=rank, world_size=2, heartbeat_seconds=0.05)
         for rank in range(2)
     ]
     watches[1].report_failure(ValueError("no such\n file"))
@@ -120,8 +120,8 @@ def test_process_states():
 
 
 def test_a_rank_that_has_left_in_good_order_is_not_missed(server):
-    watch = PeerWatch(lambda: _client(server.port), rank=0, world_size=2, beat_seconds=0.05)
-    other = PeerWatch(lambda: _client(server.port), rank=1, world_size=2, beat_seconds=0.05)
+    watch = PeerWatch(lambda: _client(server.port), rank=0, world_size=2, heartbeat_seconds=0.05)
+    other = PeerWatch(lambda: _client(server.port), rank=1, world_size=2, heartbeat_seconds=0.05)
     gone = subprocess.Popen(["true"])
     gone.wait()
     server.set("peer/1", json.dumps(asdict(Identity(socket.gethostname(), gone.pid))))
@@ -133,7 +133,7 @@ def test_a_rank_that_has_left_in_good_order_is_not_missed(server):
 
 def test_live_rank_missing_a_collective_is_named_with_its_last(server):
     watches = [
-        PeerWatch(lambda: _client(server.port), rank=rank, world_size=3, beat_seconds=0.05)
+        PeerWatch(lambda: _client(server.port), rank=rank, world_size=3, heartbeat_seconds=0.05)
         for rank in range(3)
     ]
     for rank, (iteration, count) in enumerate([(4, 9), (4, 8), (4, 9)]):
@@ -142,20 +142,20 @@ def test_live_rank_missing_a_collective_is_named_with_its_last(server):
             record = CollectiveRecord("all_reduce", "tp", 3, 8, (), (number,), "float32", "sum")
             watches[rank].collectives(record)
     time.sleep(0.3)
-    assert watches[0].behind() == Diagnosis(
+    assert watches[0].diagnose_lagging() == Diagnosis(
         "rank 1 is still in iteration 4 behind its collective 8 (all_reduce (sum) of float32 [7] "
         "over tp)"
     )
     watches[1].iteration = 5
     time.sleep(0.3)
-    assert watches[0].behind() is None
+    assert watches[0].diagnose_lagging() is None
     for watch in watches:
         watch.close()
 
 
 def test_other_stages_lag_only_by_iteration_number(server):
     watches = [
-        PeerWatch(lambda: _client(server.port), rank=rank, world_size=4, beat_seconds=0.05)
+        PeerWatch(lambda: _client(server.port), rank=rank, world_size=4, heartbeat_seconds=0.05)
         for rank in range(4)
     ]
     for rank, (watch, count) in enumerate(zip(watches, (9, 9, 3, 4), strict=True)):
@@ -165,16 +165,16 @@ def test_other_stages_lag_only_by_iteration_number(server):
             record = CollectiveRecord("send", "pp", 2, 8, (), (number,), "float32", f"to {rank}")
             watch.collectives(record)
     time.sleep(0.3)
-    assert watches[0].behind() == Diagnosis(
+    assert watches[0].diagnose_lagging() == Diagnosis(
         "stages wait for one another: rank 2 has come to send (to 2) of float32 [2] over pp"
     )
-    assert watches[3].behind() == Diagnosis(
+    assert watches[3].diagnose_lagging() == Diagnosis(
         "rank 2 is still in iteration 4 behind its collective 3 (send (to 2) of float32 [2] over "
         "pp)"
     )
     watches[1].iteration = 3
     time.sleep(0.3)
-    assert watches[2].behind() == Diagnosis(
+    assert watches[2].diagnose_lagging() == Diagnosis(
         "rank 1 is still in iteration 3 behind its collective 9 (send (to 1) of float32 [8] over "
         "pp)"
     )
@@ -195,7 +195,7 @@ class Kept(HangFiles):
     def write_report(self, text):
         self.kept.append(("report", text))
 
-    def beat(self):
+    def heartbeat(self):
         pass
 
 
@@ -205,7 +205,7 @@ def keeping(server, world, kept):
             lambda: _client(server.port),
             rank=rank,
             world_size=world,
-            beat_seconds=0.05,
+            heartbeat_seconds=0.05,
             files=Kept(rank, kept),
         )
         for rank in range(world)
@@ -221,10 +221,10 @@ def until(condition):
 def test_live_ranks_write_evidence_once_and_one_writes_report(server):
     kept = []
     watches = keeping(server, 3, kept)
-    watches[1].leave_evidence("rank 5 is dead")
-    watches[1].leave_evidence("rank 6 is dead")
+    watches[1].write_diagnostics("rank 5 is dead")
+    watches[1].write_diagnostics("rank 6 is dead")
     until(lambda: len(kept) == 4)
-    watches[0].leave_evidence("rank 7 is dead")
+    watches[0].write_diagnostics("rank 7 is dead")
     reports = [text for kind, text in kept if kind == "report"]
     assert sorted(k for k in kept if k[0] != "report") == [(r, "rank 5 is dead") for r in range(3)]
     assert len(reports) == 1
@@ -235,7 +235,7 @@ def test_live_ranks_write_evidence_once_and_one_writes_report(server):
 
 def test_rank_that_gave_up_is_not_blamed(server):
     watches = keeping(server, 2, [])
-    watches[1].leave_evidence("rank 7 is stopped")
+    watches[1].write_diagnostics("rank 7 is stopped")
     gone = subprocess.Popen(["true"])
     gone.wait()
     server.set("peer/1", json.dumps(asdict(Identity(socket.gethostname(), gone.pid))))
@@ -248,7 +248,7 @@ def test_error_already_printed_by_a_rank_needs_no_report(server):
     kept = []
     watches = keeping(server, 2, kept)
     watches[0].claims.note_printed("no such file")
-    watches[1].leave_evidence("rank 0 failed: no such file", is_reported=True)
+    watches[1].write_diagnostics("rank 0 failed: no such file", is_reported=True)
     until(lambda: len(kept) == 2)
     assert sorted(kept) == [(r, "rank 0 failed: no such file") for r in range(2)]
     for watch in watches:
@@ -260,7 +260,7 @@ def test_a_rank_ends_after_the_rank_at_fault_has_printed(server):
     watches = keeping(server, 2, [])
     text = "rank 0 failed: no such file"
     survivor = threading.Thread(
-        target=lambda: watches[1].leave_evidence(text, is_reported=True), daemon=True
+        target=lambda: watches[1].write_diagnostics(text, is_reported=True), daemon=True
     )
     survivor.start()
     survivor.join(timeout=0.3)

@@ -11,9 +11,9 @@ from megatron.training.failures import session_faults
 from megatron.training.failures.session_faults import (
     Difference,
     differences,
-    numbers_of,
     replica_sets,
     sum_weights,
+    tensor_checksums,
     weighted_sums,
 )
 
@@ -69,7 +69,7 @@ def test_every_flipped_bit_and_every_swap_is_seen(small_pieces):
 def test_numbers_tell_minus_zero_and_shapes_of_nothing():
     zero = torch.zeros(3)
     minus, empty = -zero, torch.empty(0)
-    numbers = numbers_of([zero, minus, zero.clone(), empty])
+    numbers = tensor_checksums([zero, minus, zero.clone(), empty])
     assert numbers[0] == numbers[2]
     assert len(set(numbers)) == 3
     assert all(-(1 << 63) <= n < 1 << 63 for n in numbers)

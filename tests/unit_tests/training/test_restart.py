@@ -12,7 +12,7 @@ from megatron.cli.errors import PeerLost
 from megatron.cli.launch import Launch
 from megatron.training.config.resolve import resolve
 from megatron.training.failures import restart
-from megatron.training.failures.restart import RestartRecord, agree_on_start, going_on
+from megatron.training.failures.restart import RestartRecord, agree_on_start, resume_own_checkpoint
 from tests.unit_tests.training.small_config import small_config
 
 
@@ -24,26 +24,26 @@ def _note(port: int, attempt: int, *, serves: bool = True) -> RestartRecord:
 def test_only_a_later_start_of_a_job_that_has_saved_goes_on():
     server = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     first = _note(server.port, 0)
-    assert not first.going_on
-    assert not _note(server.port, 0).going_on
-    assert not _note(server.port, 1).going_on, "it crashed before its first save"
+    assert not first.resumes
+    assert not _note(server.port, 0).resumes
+    assert not _note(server.port, 1).resumes, "it crashed before its first save"
     first.saved()
-    assert _note(server.port, 0).going_on, "a machine came or went, which the launcher counts not"
-    assert _note(server.port, 1).going_on
-    assert _note(server.port, 2).going_on
+    assert _note(server.port, 0).resumes, "a machine came or went, which the launcher counts not"
+    assert _note(server.port, 1).resumes
+    assert _note(server.port, 2).resumes
     other = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    assert not _note(other.port, 1).going_on, "of another job"
+    assert not _note(other.port, 1).resumes, "of another job"
 
 
 def test_without_a_launcher_that_serves_a_store_nothing_is_noted():
     note = RestartRecord(Launch(), timeout_seconds=1.0)
     note.saved()
-    assert not note.going_on
+    assert not note.resumes
 
 
 def test_a_run_that_goes_on_loads_all_of_what_it_saved():
     run = resolve(small_config("--save s --load other --finetune --no-load-optim"), 1)
-    chosen = going_on(run).config.checkpoint
+    chosen = resume_own_checkpoint(run).config.checkpoint
     assert (chosen.load, chosen.finetune, chosen.load_optim) == ("s", False, True)
 
 

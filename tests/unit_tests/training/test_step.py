@@ -20,7 +20,7 @@ from megatron.core.optimizer.loss_scaler import (
 from megatron.core.process_groups import ProcessGroupCollection, RankGrid
 from megatron.core.weight_gather import Storage, WeightStore
 from megatron.core.weight_sharding import WeightSharding
-from megatron.training.failures.replay import Reruns
+from megatron.training.failures.replay import RerunPolicy
 from megatron.training.step import Microbatch, TrainStep
 from tests.support.closeness import assert_all_close
 from tests.support.inputs import microbatch
@@ -227,13 +227,13 @@ def test_overflow_lowers_loss_scale_without_changing_updates():
 )
 def test_overflowing_norm_is_an_anomaly_unless_scaling(scaler, kind, monkeypatch):
     groups, samples = ProcessGroupCollection.single(), [batch_of(0, 0)]
-    step = trainer(groups, reruns=Reruns("validate_results"))
+    step = trainer(groups, reruns=RerunPolicy("validate_results"))
     step.optimizer.scaler = scaler
     monkeypatch.setattr(step.optimizer, "grad_norm", lambda: math.inf)
     report = step(samples, lr=LEARNING_RATE, weight_decay=0.0)
     assert (report.applied, report.grad_norm) == (False, math.inf)
     assert len(step.model.samples) == (1 if kind is None else 2)
-    assert (report.doubt.kind if report.doubt else None) == kind
+    assert (report.anomaly.kind if report.anomaly else None) == kind
 
 
 def test_an_error_in_a_microbatch_leaves_the_next_step_clean():

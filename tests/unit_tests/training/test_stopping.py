@@ -9,7 +9,7 @@ import pytest
 
 from megatron.cli.errors import ExitCode
 from megatron.training.failures.peers import Diagnosis
-from megatron.training.failures.stopping import LAUNCHER_GONE, StopRequests
+from megatron.training.failures.stopping import LAUNCHER_LOST, StopRequests
 
 TERM, INT = int(signal.SIGTERM), int(signal.SIGINT)
 
@@ -27,7 +27,7 @@ class Watch:
     def diagnose(self, limit_seconds: float) -> Diagnosis | None:
         return self.found
 
-    def leave_evidence(self, reason: str, *, is_reported: bool) -> None:
+    def write_diagnostics(self, reason: str, *, is_reported: bool) -> None:
         self.stacks = reason
 
 
@@ -63,9 +63,9 @@ def test_one_vote_of_any_rank_stops_and_says_why():
 @pytest.mark.parametrize("number", [TERM, INT])
 def test_a_signal_is_voted_for_and_a_second_one_ends_at_once(number):
     process = Process()
-    assert process.stop.votes() == (0.0, 0.0, 0.0)
+    assert process.stop.control_flags() == (0.0, 0.0, 0.0)
     assert process.stop.react(number) is not None
-    assert process.stop.votes() == (1.0, 0.0, 0.0)
+    assert process.stop.control_flags() == (1.0, 0.0, 0.0)
     assert len(process.said) == 1
     assert "a second one ends at once" in process.said[0]
     process.time += 0.9
@@ -113,17 +113,17 @@ def test_time_is_reserved_for_two_steps_saves_and_validation():
         process.stop.note(kind, seconds)
     reserve = 1.1 * (2 * 10.0 + 2 * 40.0 + 30.0)
     process.time = 100.0 + 1000.0 - reserve - 1.0
-    assert process.stop.votes() == (0.0, 0.0, 0.0)
+    assert process.stop.control_flags() == (0.0, 0.0, 0.0)
     process.time += 2.0
-    assert process.stop.votes() == (0.0, 1.0, 0.0)
+    assert process.stop.control_flags() == (0.0, 1.0, 0.0)
 
 
 def test_time_is_reserved_for_the_first_save():
     process = Process(limit=1000.0)
     process.time = 100.0 + 940.0
-    assert process.stop.votes() == (0.0, 0.0, 0.0)
+    assert process.stop.control_flags() == (0.0, 0.0, 0.0)
     process.time += 10.0
-    assert process.stop.votes() == (0.0, 1.0, 0.0)
+    assert process.stop.control_flags() == (0.0, 1.0, 0.0)
 
 
 def test_the_longest_step_fades():
@@ -133,13 +133,13 @@ def test_the_longest_step_fades():
     for _ in range(50):
         process.stop.note("step", 1.0)
     process.time = 100.0 + 990.0
-    assert process.stop.votes() == (0.0, 0.0, 0.0)
+    assert process.stop.control_flags() == (0.0, 0.0, 0.0)
 
 
 def test_without_a_limit_time_is_never_up():
     process = Process()
     process.time += 1e9
-    assert process.stop.votes() == (0.0, 0.0, 0.0)
+    assert process.stop.control_flags() == (0.0, 0.0, 0.0)
 
 
 def test_a_lost_rank_ends_the_process_without_a_signal():
@@ -151,9 +151,9 @@ def test_a_lost_rank_ends_the_process_without_a_signal():
 
 def test_lost_launcher_sets_stop_flag_and_is_reported_once():
     process = Process()
-    process.stop.lose_launcher("process 7 is gone")
-    process.stop.lose_launcher("its store is gone")
-    assert process.stop.votes() == (1.0, 0.0, 1.0)
+    process.stop.on_launcher_lost("process 7 is gone")
+    process.stop.on_launcher_lost("its store is gone")
+    assert process.stop.control_flags() == (1.0, 0.0, 1.0)
     (line,) = process.said
     assert line.startswith("process 7 is gone")
     process.stop.stopped((2.0, 0.0, 1.0))
@@ -163,16 +163,16 @@ def test_lost_launcher_sets_stop_flag_and_is_reported_once():
 def test_a_lost_launcher_ends_what_has_nothing_to_save():
     process = Process(grace=None)
     with pytest.raises(Ended) as caught:
-        process.stop.lose_launcher("process 7 is gone")
+        process.stop.on_launcher_lost("process 7 is gone")
     assert caught.value.args == (ExitCode.LAUNCHER_LOST,)
 
 
 def test_a_signal_after_the_launchers_end_asks_for_the_same_stop():
     process = Process()
-    process.stop.lose_launcher("process 7 is gone")
+    process.stop.on_launcher_lost("process 7 is gone")
     process.time += 5.0
     assert process.stop.react(TERM) is not None, "a scheduler ends what is left"
-    assert process.stop.votes() == (1.0, 0.0, 1.0)
+    assert process.stop.control_flags() == (1.0, 0.0, 1.0)
     process.time += 5.0
     assert process.ends(TERM) == ExitCode.LAUNCHER_LOST
 
@@ -181,14 +181,14 @@ def test_launcher_death_during_shutdown_changes_nothing():
     process = Process()
     process.stop.react(TERM)
     process.time += 5.0
-    process.stop.lose_launcher("process 7 is gone")
-    assert process.stop.react(LAUNCHER_GONE) is not None
-    assert process.stop.votes() == (1.0, 0.0, 0.0)
+    process.stop.on_launcher_lost("process 7 is gone")
+    assert process.stop.react(LAUNCHER_LOST) is not None
+    assert process.stop.control_flags() == (1.0, 0.0, 0.0)
     assert process.ends(TERM) == ExitCode.TERMINATED
 
 
 def test_a_save_without_a_launcher_that_takes_too_long_ends():
     process = Process(grace=20.0)
-    process.stop.lose_launcher("process 7 is gone")
+    process.stop.on_launcher_lost("process 7 is gone")
     process.time += 21.0
     assert process.ends(None) == ExitCode.LAUNCHER_LOST

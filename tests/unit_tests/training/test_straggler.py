@@ -66,10 +66,10 @@ def test_who_is_named(seconds, factor, ranks):
 
 def test_a_rank_is_compared_with_those_of_its_own_stage():
     seconds, stages = [1.0, 1.1, 3.0, 5.0], [[0, 1], [2, 3]]
-    text = straggler_text(seconds, 1.5, str, alike=stages)
+    text = straggler_text(seconds, 1.5, str, comparable_ranks=stages)
     assert text == (
         "straggler: rank 3 on 3 computes 1.7 times as long as the median of its stage (5000.0 ms a "
         "step, median 3000.0 ms)"
     )
-    assert straggler_text(seconds, 2.0, str, alike=stages) is None
+    assert straggler_text(seconds, 2.0, str, comparable_ranks=stages) is None
     assert "rank 2 on" in str(straggler_text(seconds, 2.0, str)), "longer stages are no stragglers"

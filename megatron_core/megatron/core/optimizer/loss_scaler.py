@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The factor that keeps fp16 gradients in range: constant, or found by trial.
+"""Loss scaling, which keeps fp16 gradients in range: constant or dynamic.
 
-The loss is multiplied by `scale` before backward and the gradients divided by it before the
-update. bf16 and fp32 have fp32's range and need none of this: `ConstantLossScaler(1.0)`.
+The loss is multiplied by `scale` before backward, and the gradients are divided by it before the
+update. bf16 and fp32 have a sufficient range and use `ConstantLossScaler(1.0)`.
 """
 
 from __future__ import annotations
@@ -16,35 +16,35 @@ import torch
 
 
 class LossScaler(Protocol):
-    """What an optimizer needs of a loss scaler."""
+    """Interface of loss scalers."""
 
     @property
     def scale(self) -> float:
-        """Return the factor to multiply the next loss by."""
+        """The factor on the next loss."""
 
     @property
     def seeks(self) -> bool:
-        """Return whether an overflow may only mean that the scale is too large."""
+        """Whether an overflow may only mean that the scale is too large."""
 
     def update(self, found_inf: bool) -> None:
-        """Take note of one step: `found_inf` if any rank saw a gradient that is not finite."""
+        """Record one step; `found_inf` means that some rank had a non-finite gradient."""
 
     def scalars(self) -> dict[str, torch.Tensor]:
-        """Return the state by name as tensors [] in host memory, the memory itself."""
+        """Return the state by name: tensors [] in host memory, which are the state itself."""
 
     def state_dict(self) -> dict[str, float]:
-        """Return the state as numbers that JSON can hold."""
+        """Return the state as JSON-serializable numbers."""
 
     def load_state_dict(self, state: Mapping[str, float]) -> None:
-        """Go on from a saved state. Raises ValueError if it is another kind of scaler's."""
+        """Restore a saved state. Raises ValueError if another kind of scaler saved it."""
 
 
 @dataclass(frozen=True)
 class ConstantLossScaler:
-    """Scale by one number for ever.
+    """A constant loss scale.
 
     Raises:
-        ValueError: a scale that is not positive and finite.
+        ValueError: the scale is not positive and finite.
     """
 
     scale: float = 1.0
@@ -55,14 +55,14 @@ class ConstantLossScaler:
 
     @property
     def seeks(self) -> bool:
-        """Return False: this scale cannot be lowered."""
+        """False: this scale cannot be lowered."""
         return False
 
     def update(self, found_inf: bool) -> None:
-        """Change nothing: a constant scale has no memory."""
+        """Do nothing: a constant scale has no state."""
 
     def scalars(self) -> dict[str, torch.Tensor]:
-        """Return nothing: today's setting wins over a saved one."""
+        """Return nothing: the current setting overrides a saved one."""
         return {}
 
     def state_dict(self) -> dict[str, float]:
@@ -70,24 +70,25 @@ class ConstantLossScaler:
         return {"scale": self.scale}
 
     def load_state_dict(self, state: Mapping[str, float]) -> None:
-        """Check that the saved run scaled by a constant too; today's setting wins."""
+        """Check that the saved scaler was constant too; the current setting overrides its scale."""
         _check_keys(state, {"scale"})
 
 
 @dataclass(frozen=True, kw_only=True)
 class DynamicLossScalerConfig:
-    """Say how the scale is sought (Micikevicius et al. 2018, "Mixed precision training").
+    """Settings of dynamic loss scaling (Micikevicius et al. 2018, "Mixed precision training").
 
     Args:
-        initial_scale: the first scale; too large on purpose, the first steps are skipped.
-        min_scale: never scale by less.
-        growth_factor: multiply by this ...
-        growth_interval: ... after so many steps without an overflow.
-        backoff_factor: multiply by this at an overflow ...
-        hysteresis: ... from the n-th one on; a full interval without overflow forgives them all.
+        initial_scale: initial scale; deliberately too large, so that the first steps are skipped.
+        min_scale: lower bound of the scale.
+        growth_factor: factor on the scale after `growth_interval` steps without overflow.
+        growth_interval: number of consecutive steps without overflow before the scale grows.
+        backoff_factor: factor on the scale at an overflow, from the `hysteresis`-th one on.
+        hysteresis: number of overflows before the scale is lowered; an interval without overflow
+            resets the count.
 
     Raises:
-        ValueError: everything that does not fit together, in one message.
+        ValueError: lists all invalid combinations of settings.
     """
 
     initial_scale: float = 2.0**32
@@ -118,30 +119,30 @@ class DynamicLossScalerConfig:
 
 
 class DynamicLossScaler:
-    """Seek the largest scale that does not overflow.
+    """Dynamic loss scaling: searches for the largest scale without overflow.
 
-    Every rank must pass the same `found_inf`, or their scales drift apart.
+    Every rank must pass the same `found_inf`, or their scales diverge.
     """
 
     def __init__(self, config: DynamicLossScalerConfig | None = None) -> None:
         self.config = DynamicLossScalerConfig() if config is None else config
-        # fp64, as Python computes
+        # fp64, to match Python floats
         self._scale = torch.tensor(self.config.initial_scale, dtype=torch.float64, device="cpu")
         self._good_steps = torch.zeros((), dtype=torch.int64, device="cpu")
         self._overflows_left = torch.tensor(self.config.hysteresis, dtype=torch.int64, device="cpu")
 
     @property
     def scale(self) -> float:
-        """Return the factor to multiply the next loss by."""
+        """The factor on the next loss."""
         return float(self._scale)
 
     @property
     def seeks(self) -> bool:
-        """Return whether the scale can still be lowered."""
+        """Whether the scale can still be lowered."""
         return self.scale > self.config.min_scale
 
     def update(self, found_inf: bool) -> None:
-        """Take note of one step: `found_inf` if any rank saw a gradient that is not finite."""
+        """Record one step; `found_inf` means that some rank had a non-finite gradient."""
         config = self.config
         if found_inf:
             self._good_steps.fill_(0)
@@ -156,7 +157,7 @@ class DynamicLossScaler:
             self._scale.mul_(config.growth_factor)
 
     def scalars(self) -> dict[str, torch.Tensor]:
-        """Return the state by name as tensors [] in host memory, the memory itself."""
+        """Return the state by name: tensors [] in host memory, which are the state itself."""
         return {
             "loss_scale": self._scale,
             "loss_scale_good_steps": self._good_steps,
@@ -164,7 +165,7 @@ class DynamicLossScaler:
         }
 
     def state_dict(self) -> dict[str, float]:
-        """Return the state as numbers that JSON can hold."""
+        """Return the state as JSON-serializable numbers."""
         return {
             "scale": self.scale,
             "good_steps": int(self._good_steps),
@@ -172,7 +173,7 @@ class DynamicLossScaler:
         }
 
     def load_state_dict(self, state: Mapping[str, float]) -> None:
-        """Go on from a saved state. Raises ValueError if it is another kind of scaler's."""
+        """Restore a saved state. Raises ValueError if another kind of scaler saved it."""
         _check_keys(state, set(self.state_dict()))
         self._scale.fill_(float(state["scale"]))
         self._good_steps.fill_(int(state["good_steps"]))
@@ -180,7 +181,7 @@ class DynamicLossScaler:
 
 
 def _check_keys(state: Mapping[str, float], expected_keys: set[str]) -> None:
-    """Raise ValueError if a saved state was written by the other kind of scaler."""
+    """Raise ValueError if another kind of scaler wrote a saved state."""
     if set(state) != expected_keys:
         raise ValueError(
             f"the saved loss scaler holds {sorted(state)}, this one {sorted(expected_keys)}: "

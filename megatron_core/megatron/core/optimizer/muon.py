@@ -8,25 +8,26 @@ more rows than columns), each step is
 
     A = U U^T,    U <- a U + (b A + c A^2) U,    (a, b, c) = (3.4445, -4.7750, 2.0315)
 
-a quintic that maps every singular value s in (0, 1] to a s + b s^3 + c s^5 and so, after five
-steps, to about 1 (0.68 to 1.21 for s above 0.002): G's singular vectors with all singular values
-near 1. Jordan et al. 2024, "Muon: an optimizer for hidden layers in neural networks".
+a quintic that maps every singular value s in (0, 1] to a s + b s^3 + c s^5, and so, after five
+steps, to about 1 (0.68 to 1.21 for s above 0.002): the result has G's singular vectors, with all
+singular values near 1. Jordan et al. 2024, "Muon: an optimizer for hidden layers in neural
+networks".
 
-Momentum is sharded like the gradients, in flat shards with arbitrary boundaries; some ranks may
-hold the same shard. Each matrix has an owner, and is orthogonalised whole there. From the shards of
-all ranks, and nothing else, every rank computes the same plan:
+Momentum is sharded like the gradients, in flat shards with arbitrary boundaries; several ranks may
+hold the same shard. Each matrix has an owner, which orthogonalises it as a whole. Every rank
+computes the same plan from the shards of all ranks:
 
     owner      the rank that orthogonalises a matrix; the work is divided evenly
-    rounds     matrices whose shards travel together, so that buffers stay small
-    transfers  shard by shard: of U from one of its holders to the owner, of the update back to
-               all holders, one all-to-all each way and round
+    rounds     groups of matrices whose shards are exchanged together, to limit buffer sizes
+    transfers  per shard: U from one of its holders to the owner, and the update back to all
+               holders; one all-to-all in each direction and round
 
-All holders of a shard get its update from one rank, so replicas stay bit-equal. A weight of experts
-[e, rows, cols] is e matrices.
+All holders of a shard receive its update from one rank, so replicas stay bit-equal. An expert
+weight [e, rows, cols] is e matrices.
 
 Memory in addition to momentum: the buffers of two rounds (one in flight while the other is
-computed), each within `round_bytes` or those of one matrix, and for the largest matrix [m, n],
-m <= n, about 2 m^2 + 2 m n elements of products.
+computed), each limited by `round_bytes` or by the size of a single matrix, and about 2 m^2 + 2 m n
+elements for the products of the largest matrix [m, n], m <= n.
 """
 
 from __future__ import annotations
@@ -53,8 +54,8 @@ class Matrix:
     """A matrix that is updated as a whole.
 
     Args:
-        key: the same number on every rank, another one for every matrix.
-        rows, cols: its shape.
+        key: unique number of the matrix, equal on every rank.
+        rows, cols: shape of the matrix.
     """
 
     key: int
@@ -67,7 +68,7 @@ class Matrix:
 
     @property
     def cost(self) -> int:
-        """What its orthogonalisation takes, in multiplications up to a factor."""
+        """Relative cost of the orthogonalisation, in multiplications."""
         return self.numel * min(self.rows, self.cols)
 
 
@@ -76,10 +77,10 @@ class MatrixShard:
     """A box of a matrix in the memory of one rank.
 
     Args:
-        matrix: whose box it is.
-        box: in the matrix.
-        rank: who holds it.
-        index: its number among that rank's shards.
+        matrix: the matrix that contains the box.
+        box: position and sizes in the matrix.
+        rank: rank that holds the shard.
+        index: index among the shards of that rank.
     """
 
     matrix: Matrix
@@ -90,7 +91,7 @@ class MatrixShard:
 
 @dataclass(frozen=True)
 class MomentumTransfer:
-    """A shard on its way between its holder (`piece.rank`) and the owner of its matrix."""
+    """The transfer of a shard between its holder (`piece.rank`) and the owner of its matrix."""
 
     piece: MatrixShard
     owner: int
@@ -98,12 +99,12 @@ class MomentumTransfer:
 
 @dataclass(frozen=True)
 class Exchange:
-    """One all-to-all as one rank sees it.
+    """One all-to-all, as seen by one rank.
 
     Args:
-        sends, receives: what leaves and what arrives, in the order of the buffers.
-        send_counts, receive_counts: elements to and from each rank.
-        local: nothing leaves any rank: no collective is needed.
+        sends, receives: outgoing and incoming transfers, in buffer order.
+        send_counts, receive_counts: number of elements to and from each rank.
+        local: True if no rank sends anything to another, so that no collective is needed.
     """
 
     sends: tuple[MomentumTransfer, ...]
@@ -115,12 +116,12 @@ class Exchange:
 
 @dataclass(frozen=True)
 class Round:
-    """Matrices whose shards travel together.
+    """Matrices whose shards are exchanged together.
 
     Args:
-        own: those that this rank orthogonalises.
-        gather: shards to their owners.
-        give_back: updates to all holders.
+        own: matrices that this rank orthogonalises.
+        gather: shards sent to their owners.
+        give_back: updates sent to all holders.
     """
 
     own: tuple[Matrix, ...]
@@ -129,10 +130,10 @@ class Round:
 
 
 def matrices_of(shards: Sequence[MatrixShard]) -> list[Matrix]:
-    """List the matrices of all ranks' shards, ascending.
+    """Return the matrices of all ranks' shards, in ascending order.
 
     Raises:
-        ValueError: the different shards of a matrix do not add up to it.
+        ValueError: the distinct shards of a matrix do not cover it.
     """
     matrix_sizes: dict[Matrix, int] = {}
     for (matrix, _), same in _boxes(shards):
@@ -147,15 +148,15 @@ def matrices_of(shards: Sequence[MatrixShard]) -> list[Matrix]:
 
 
 def assign_owners(shards: Sequence[MatrixShard], stages: Sequence[int]) -> dict[Matrix, int]:
-    """Give every matrix to a rank, so that all of a pipeline stage have about the same work.
+    """Assign every matrix to a rank, balancing the work within each pipeline stage.
 
-    The costliest first, each to the rank with the least work so far of the stages that hold it, so
-    that nothing travels between stages; of several, to the one that holds most of it, then to the
-    first.
+    Matrices are assigned in order of decreasing cost, each to the rank with the least work so far
+    among the stages that hold it, so that nothing is sent between stages; ties go to the rank that
+    holds most of the matrix, then to the lowest rank.
 
     Args:
-        shards: of all ranks.
-        stages: the stage of every rank.
+        shards: shards of all ranks.
+        stages: pipeline stage of every rank.
     """
     elements_by_rank: dict[Matrix, dict[int, int]] = {}
     for shard in shards:
@@ -181,19 +182,19 @@ def plan_rounds(
     world: int,
     limit: int,
 ) -> list[Round]:
-    """Plan the rounds as `rank` sees them.
+    """Plan the exchange rounds, as seen by `rank`.
 
     Args:
-        shards: of all ranks.
-        limit: elements that the buffers of a round may have on any rank, with its own matrices;
-            a matrix that alone needs more makes a round of its own.
+        shards: shards of all ranks.
+        limit: maximum number of buffer elements per round on any rank, including its own matrices;
+            a single matrix that needs more has its own round.
     """
     gathers: dict[Matrix, list[MomentumTransfer]] = {matrix: [] for matrix in owners}
     returns: dict[Matrix, list[MomentumTransfer]] = {matrix: [] for matrix in owners}
     for number, ((matrix, _), same) in enumerate(_boxes(shards)):
         owner = owners[matrix]
         owner_shards = [shard for shard in same if shard.rank == owner]
-        # holders of the same shard take turns
+        # holders of the same shard send in turn
         source = owner_shards[0] if owner_shards else same[number % len(same)]
         gathers[matrix].append(MomentumTransfer(source, owner))
         returns[matrix] += [MomentumTransfer(shard, owner) for shard in same]
@@ -212,7 +213,7 @@ def plan_rounds(
 
 
 def _boxes(shards: Sequence[MatrixShard]):
-    """Return ((matrix, box), the shards that are this box) in ascending order."""
+    """Return ((matrix, box), shards equal to this box) in ascending order."""
     return [
         (key, list(same))
         for key, same in itertools.groupby(
@@ -229,7 +230,7 @@ def _batches(
     world: int,
     limit: int,
 ) -> list[list[Matrix]]:
-    """Split matrices into rounds within the limit, each with work for all ranks."""
+    """Divide matrices into rounds within the limit, each with work for all ranks."""
     queues: list[list[Matrix]] = [[] for _ in range(world)]
     for matrix in sorted(owners, key=lambda m: (-m.cost, m)):
         queues[owners[matrix]].append(matrix)
@@ -256,7 +257,7 @@ def _needs(
     gathers: Sequence[MomentumTransfer],
     returns: Sequence[MomentumTransfer],
 ) -> dict[int, int]:
-    """Return the elements of the buffers that a matrix needs, by rank."""
+    """Return the number of buffer elements that a matrix needs, by rank."""
     needs = {owner: matrix.numel}
     for transfer in (*gathers, *returns):
         for rank in (transfer.piece.rank, transfer.owner):
@@ -267,8 +268,8 @@ def _needs(
 def _exchange(
     transfers: Sequence[MomentumTransfer], *, rank: int, world: int, to_owner: bool
 ) -> Exchange:
-    """Return what one rank sends and receives, each sorted by the other rank, and for one other
-    rank in the order of `transfers` on both sides."""
+    """Return one rank's sends and receives, sorted by the other rank; transfers between the same
+    two ranks keep the order of `transfers` on both sides."""
 
     def ends(transfer: MomentumTransfer) -> tuple[int, int]:
         both = transfer.piece.rank, transfer.owner
@@ -290,28 +291,28 @@ def _exchange(
     )
 
 
-#: a, b, c: the largest slope at 0 for which all singular values stay near 1.
+#: a, b, c: the largest slope at 0 for which all singular values converge near 1.
 COEFFICIENTS = (3.4445, -4.7750, 2.0315)
-#: The least norm that is divided by, so that a gradient of zeros gives an update of zeros. A bound
-#: and no addend: the scale of the gradient then does not matter at all.
+#: Lower bound of the norm, so that a zero gradient gives a zero update. A bound rather than an
+#: added epsilon makes the result independent of the gradient's scale.
 LEAST_NORM = 1e-20
-#: The root mean square of AdamW's updates, that mode "rms" matches (Liu et al. 2025, "Muon is
-#: scalable for LLM training", arXiv 2502.16982, section 2.2).
+#: Root mean square of AdamW's updates, which mode "rms" matches (Liu et al. 2025, "Muon is scalable
+#: for LLM training", arXiv 2502.16982, section 2.2).
 ADAMW_RMS = 0.2
 
 
 def orthogonalize(x: torch.Tensor, *, steps: int, dtype: torch.dtype) -> torch.Tensor:
-    """Return the orthogonal matrix nearest to `x` [rows, cols], nearly, in `dtype`.
+    """Return approximately the nearest orthogonal matrix to `x` [rows, cols], in `dtype`.
 
     Args:
         x: any dtype; its scale does not matter.
-        dtype: of the products, bf16 as published or fp32.
+        dtype: dtype of the matrix products, bf16 as published or fp32.
     """
     a, b, c = COEFFICIENTS
     tall = x.shape[0] > x.shape[1]
     norm = torch.linalg.vector_norm(x, dtype=torch.float32).clamp(min=LEAST_NORM)
     u = (x / norm).to(dtype)
-    u = u.mT if tall else u  # [m, n] with m <= n: the products of [m, m] are the small ones
+    u = u.mT if tall else u  # [m, n] with m <= n, so that the Gram matrix is the smaller one
     for _ in range(steps):
         gram = u @ u.mT  # [m, m]
         u = torch.addmm(u, torch.addmm(gram, gram, gram, beta=b, alpha=c), u, beta=a)
@@ -319,16 +320,17 @@ def orthogonalize(x: torch.Tensor, *, steps: int, dtype: torch.dtype) -> torch.T
 
 
 def update_scale(mode: str, rows: int, cols: int) -> float:
-    """Return the factor of an orthogonal update of a weight [rows, cols] = [out, in].
+    """Return the scale of an orthogonal update of a weight [rows, cols] = [out, in].
 
     spectral        sqrt(max(rows, cols)): elements have root mean square 1
     shape_scaling   sqrt(max(1, rows / cols)): Jordan et al. 2024
-    unit_rms_norm   sqrt(rows / cols): root mean squares of outputs move as those of inputs
-    rms             0.2 sqrt(max(rows, cols)): elements have AdamW's root mean square, so that its
-                    learning rates fit (arXiv 2502.16982, equation 4)
+    unit_rms_norm   sqrt(rows / cols): preserves the ratio of output to input root mean square
+    rms             0.2 sqrt(max(rows, cols)): elements have the root mean square of AdamW's
+    updates,
+                    so that learning rates of AdamW apply (arXiv 2502.16982, equation 4)
 
     Raises:
-        ValueError: an unknown mode.
+        ValueError: the mode is unknown.
     """
     match mode:
         case "spectral":
@@ -342,28 +344,28 @@ def update_scale(mode: str, rows: int, cols: int) -> float:
     raise ValueError(f"unknown scale mode {mode!r} of muon")
 
 
-#: Columns of a shard's description: key, matrix rows and cols, row, col, rows, cols.
+#: Columns of a serialized shard: key, matrix rows and cols, row, col, rows, cols.
 _COLUMNS = 7
 
 
 class Muon:
-    """Update the matrices of some states. Building one is collective over the group.
+    """Updates the matrices of some states. The constructor is collective over the group.
 
     Args:
-        states: this rank's, all of kind "muon"; there may be none.
+        states: this rank's states of kind "muon"; may be empty.
         group: the ranks that hold shards of the same matrices.
-        device: of weights and gradients.
-        weights: descriptions of this rank's weights: which logical tensors form one matrix. None
-            only where `split_matrices` is "all".
-        stages: the pipeline stage of every rank of the group: a matrix stays on those that hold it.
-            None is one stage.
+        device: device of weights and gradients.
+        weights: descriptions of this rank's weights, which state the logical tensors of each
+            matrix. May be None only if `split_matrices` is "all".
+        stages: pipeline stage of every rank of the group; matrices are not sent between stages.
+            None means one stage.
 
     Raises:
-        ValueError: tensors are to be joined without descriptions, or no rank has a matrix.
+        ValueError: tensors are to be joined but `weights` is None, or no rank has a matrix.
 
     Attributes:
-        rounds: the plan.
-        owned_matrices: how many of the matrices this rank orthogonalises.
+        rounds: the exchange plan.
+        owned_matrices: number of matrices that this rank orthogonalises.
     """
 
     def __init__(
@@ -423,7 +425,7 @@ class Muon:
             self._apply(muon_round.give_back, self._give_back(muon_round, updates).wait(), numbers)
 
     def _gather(self, muon_round: Round, numbers: StepNumbers) -> Pending:
-        """Start to send the shards of U to the owners of their matrices."""
+        """Start sending the shards of U to the owners of their matrices."""
         sent = self._buffer(muon_round.gather.send_counts)
         for transfer, view in _transfer_views(muon_round.gather.sends, sent):
             state, box = self._local_boxes[transfer.piece.index]
@@ -449,14 +451,14 @@ class Muon:
         return update.float().mul_(scale * self.config.extra_scale_factor)
 
     def _give_back(self, muon_round: Round, updates: dict[Matrix, torch.Tensor]) -> Pending:
-        """Start to send the shards of the updates to all who hold them."""
+        """Start sending the shards of the updates to all holders."""
         sent = self._buffer(muon_round.give_back.send_counts)
         for transfer, view in _transfer_views(muon_round.give_back.sends, sent):
             view.copy_(updates[transfer.piece.matrix][transfer.piece.box.slices])
         return self._exchanged(muon_round.give_back, sent)
 
     def _apply(self, exchange: Exchange, arrived: torch.Tensor, numbers: StepNumbers) -> None:
-        """Decay this rank's shards and move them by their updates."""
+        """Apply weight decay and updates to this rank's shards."""
         for transfer, view in _transfer_views(exchange.receives, arrived):
             state, box = self._local_boxes[transfer.piece.index]
             alike = self._updates[transfer.piece.index]
@@ -478,7 +480,7 @@ class Muon:
         )
 
     def _all_shards(self, local_rows: Sequence[tuple[int, ...]]) -> list[MatrixShard]:
-        """Return the shards of all ranks, the same list on each."""
+        """Return the shards of all ranks, in the same order on each."""
         if self.group.size == 1:
             return [_matrix_shard(row, 0, index) for index, row in enumerate(local_rows)]
         count = torch.tensor([len(local_rows)], device=self.device)
@@ -495,26 +497,26 @@ class Muon:
 
 
 def _transfer_views(transfers: Sequence[MomentumTransfer], flat: torch.Tensor):
-    """Return every transfer with its part of a buffer, a view [rows, cols]."""
+    """Return every transfer with its view [rows, cols] of a buffer."""
     views = flat.split([t.piece.box.numel for t in transfers]) if transfers else ()
     return [(t, view.view(t.piece.box.sizes)) for t, view in zip(transfers, views, strict=True)]
 
 
-#: Fused weights of query, key and value, by name.
+#: Patterns of fused query, key and value weights.
 QKV_WEIGHTS = ("qkv.weight", "*.qkv.weight")
-#: Logical tensors that a fused weight holds here and that are weights of their own in Megatron-LM,
-#: by name: the query's projection to its latent, of latent attention.
+#: Patterns of logical tensors that are fused here but separate weights in Megatron-LM: the down
+#: projection of queries in latent attention.
 SEPARATE_TENSORS = ("query_down.weight", "*.query_down.weight")
 
 
 @dataclass(frozen=True)
 class _JoinedRows:
-    """Where the rows of a logical tensor are in the matrix that it is joined to.
+    """Location of a logical tensor's rows in the matrix that contains it.
 
     Args:
-        matrix: the matrix's name.
-        first: row of the matrix at which the tensor begins.
-        rows: of the whole matrix.
+        matrix: name of the matrix.
+        first: first row of the tensor in the matrix.
+        rows: number of rows of the whole matrix.
     """
 
     matrix: str
@@ -523,10 +525,10 @@ class _JoinedRows:
 
 
 def _joined_rows(weights: Collection[WeightSharding], config: MuonConfig) -> dict[str, _JoinedRows]:
-    """Return the rows of every logical tensor that is joined to others; of experts, expert by
-    expert.
+    """Return the location of every logical tensor that is joined with others; expert tensors are
+    joined per expert.
 
-    The order of rows does not matter: P G with a permutation P has the update P NS(G).
+    The order of rows does not matter: for a permutation P, the update of P G is P NS(G).
     """
     joined = {}
     for sharding in weights:
@@ -542,7 +544,7 @@ def _joined_rows(weights: Collection[WeightSharding], config: MuonConfig) -> dic
 
 
 def _joined_segments(sharding: WeightSharding, config: MuonConfig) -> list[Segment]:
-    """Return the logical tensors of a weight that form one matrix together, none if each is one."""
+    """Return the logical tensors of a weight that form one matrix; empty if each forms its own."""
 
     def alike(name: str, patterns: Sequence[str]) -> bool:
         return any(fnmatchcase(name, pattern) for pattern in patterns)
@@ -558,7 +560,7 @@ def _joined_segments(sharding: WeightSharding, config: MuonConfig) -> list[Segme
 
 
 def _described(box: LocalBox, joined: Mapping[str, _JoinedRows]) -> tuple[int, ...]:
-    """Return a box as the numbers that ranks send each other."""
+    """Serialize a box to integers for the exchange between ranks."""
     joined_rows = joined.get(box.name, _JoinedRows(box.name, 0, box.shape[0]))
     (row, col), sizes = box.box
     digest = hashlib.blake2b(joined_rows.matrix.encode(), digest_size=8).digest()
@@ -574,7 +576,7 @@ def _matrix_shard(row: Sequence[int], rank: int, index: int) -> MatrixShard:
 
 
 def _updates(state: RangeState, box: LocalBox) -> UpdateRanges:
-    """Return how a box is updated."""
+    """Return the update factors of a box."""
     for alike in state.updates:
         if any(start <= box.start < stop for start, stop in alike.ranges):
             return alike

@@ -1,21 +1,21 @@
 # SPDX-License-Identifier: Apache-2.0
 """Optimizer: AdamW, SGD or Muon over flat ranges of weights, with fp32 main weights.
 
-A range is a few contiguous spans (with and without weight decay, and those that name patterns
-select), so a step is a handful of fused kernels whatever the number of weights. fp32 weights are
-their own main weights. Unscaling and clipping need no pass of their own: they are one factor of the
-update. Gradients and moments in bf16 are widened one range at a time.
+A range has a few contiguous spans (with and without weight decay, and spans selected by name
+patterns), so a step launches a handful of fused kernels, independent of the number of weights. fp32
+weights are their own main weights. Unscaling and clipping need no separate pass: they are one
+factor of the update. Gradients and moments in bf16 are converted to fp32 one range at a time.
 
 The gradient norm counts every weight once: replicas of another model-parallel rank's weights are
-left out; the sum runs over the data-parallel ranks only if they hold different ranges, and where
-several hold the same one it is divided by their number. Every pipeline stage takes part in every
-sum, also one that has nothing to add, so all take the same decision.
+excluded; the sum includes the data-parallel ranks only if they hold different ranges, and is
+divided by the number of ranks that hold the same range. Every pipeline stage takes part in every
+sum, even if it contributes nothing, so that all take the same decision.
 
 `HostUpdates` keeps the main weights and moments of ranges in host memory and updates them there.
-Per range a step copies the gradients to the host, updates, and copies the weights back (Ren et al.
-2021, "ZeRO-Offload"). The copies overlap with the host's arithmetic, on one stream for each
-direction: while range i is updated, the gradients of i + 1 arrive and the weights of i - 1 leave.
-On a CPU the same steps are plain copies.
+For each range, a step copies the gradients to the host, updates, and copies the weights back (Ren
+et al. 2021, "ZeRO-Offload"). The copies overlap with the host's computation, with one stream for
+each direction: while range i is updated, the gradients of range i + 1 arrive and the weights of
+range i - 1 are sent back. On a CPU the same steps are plain copies.
 """
 
 from __future__ import annotations
@@ -42,19 +42,19 @@ from megatron.core.process_groups import ProcessGroupCollection
 from megatron.core.weight_gather.store import NORM_GROUPS, OwnedRange
 from megatron.core.weight_sharding import WeightSharding
 
-#: Ranges that may be on their way in one direction at a time.
+#: Ranges in flight at a time in each direction.
 SLOTS = 2
 
 
 class HostUpdates:
-    """Carry out the updates of states in host memory.
+    """Runs the updates of states in host memory.
 
     Args:
-        states: those with `on_host`.
-        device: where weights and gradients are.
+        states: the states with `on_host`.
+        device: device of weights and gradients.
 
     Attributes:
-        bytes_to_host, bytes_to_device: copied so far.
+        bytes_to_host, bytes_to_device: bytes copied so far.
     """
 
     def __init__(self, states: Sequence[RangeState], device: torch.device) -> None:
@@ -66,7 +66,7 @@ class HostUpdates:
         self._arrived = [
             {dtype: self._staging(largest, dtype) for dtype in dtypes} for _ in range(SLOTS)
         ]
-        # fp32 weights leave from the master itself
+        # fp32 weights are copied directly from the master
         master_dtypes = {s.owned.weights.dtype for s in self.states if s.saves_master}
         self._leaving = [
             {dtype: self._staging(largest, dtype) for dtype in master_dtypes} for _ in range(SLOTS)
@@ -75,9 +75,9 @@ class HostUpdates:
         self._sends = [new_event(device) for _ in range(SLOTS)]
 
     def begin(self) -> None:
-        """Start to copy the first gradients; to be called when all gradients are final.
+        """Start copying the first gradients; call this when all gradients are final.
 
-        Nothing that is put on the device between this and `run` may use the weights.
+        No operation enqueued on the device between this and `run` may use the weights.
         """
         if not self.states:
             return
@@ -88,7 +88,7 @@ class HostUpdates:
         """Update every state after `begin`, and write the weights.
 
         Args:
-            update: given a state and its gradients [k] in host memory.
+            update: called with a state and its gradients [k] in host memory.
         """
         for i, state in enumerate(self.states):
             if i + 1 < len(self.states):
@@ -100,7 +100,7 @@ class HostUpdates:
             current_stream(self.device).wait_stream(self._up)
 
     def _fetch(self, index: int) -> None:
-        """Start to copy the gradients of a state to the host."""
+        """Start copying the gradients of a state to the host."""
         source = self.states[index].owned.gradients
         with on_stream(self._down):
             self._staged(self._arrived, index, source).copy_(source, non_blocking=True)
@@ -108,15 +108,15 @@ class HostUpdates:
         self.bytes_to_host += source.numel() * source.element_size()
 
     def _send(self, index: int) -> None:
-        """Start to copy the updated weights of a state to the device."""
+        """Start copying the updated weights of a state to the device."""
         state = self.states[index]
         source, target = state.master, state.owned.weights
         if state.saves_master:
             if index >= SLOTS:
                 self._sends[index % SLOTS].synchronize()
             source = self._staged(self._leaving, index, target).copy_(state.master)
-        # The host has waited for this state's gradients, which left after all that was put on the
-        # device before `begin`: readers of the old weights, and the last step's copies.
+        # The host has waited for this state's gradients. Their copy follows everything enqueued on
+        # the device before `begin`: readers of the old weights, and the copies of the last step.
         with on_stream(self._up):
             target.copy_(source, non_blocking=True)
             self._sends[index % SLOTS].record(self._up)
@@ -128,18 +128,18 @@ class HostUpdates:
     def _staged(
         self, slots: list[dict[torch.dtype, torch.Tensor]], index: int, like: torch.Tensor
     ) -> torch.Tensor:
-        """Return the part of a slot that a tensor of the state at `index` goes through."""
+        """Return the slice of a staging buffer for a tensor of the state at `index`."""
         return slots[index % SLOTS][like.dtype][: len(like)]
 
 
 @dataclass(frozen=True)
 class OptimizerStepResult:
-    """What one optimizer step did.
+    """The result of one optimizer step.
 
     Args:
-        applied: False if a gradient was not finite anywhere: nothing was changed on any rank.
+        applied: False if some rank had a non-finite gradient: no rank changed anything.
         grad_norm: L2 norm of the unscaled gradient before clipping.
-        num_zeros: gradient elements that are exactly zero; None if they are not counted.
+        num_zeros: number of gradient elements that are exactly zero; None if not counted.
     """
 
     applied: bool
@@ -148,26 +148,26 @@ class OptimizerStepResult:
 
 
 class Optimizer:
-    """Update the owned ranges from their gradients.
+    """Updates the owned ranges from their gradients.
+
+    The constructor is collective over the pipeline stages; with kind "muon", over the world.
 
     Args:
-        owned: what a data-parallel engine's `owned()` returns.
-        groups: for the sums of the norm.
-        scaler: the loss scaler whose scale is in the gradients.
+        owned: the result of a data-parallel engine's `owned()`.
+        groups: process groups for the sums of the norm.
+        scaler: the loss scaler whose scale the gradients contain.
         weights: descriptions of the whole model's weights: every pattern of the config must match
-            the name of one, and Muon needs them to join logical tensors of fused ones. None: what
-            `owned` tells, which on one rank of many need not be all.
-
-    Building one is collective over the pipeline's stages, with kind "muon" over the world.
+            one of their names, and Muon uses them to join logical tensors of fused weights. None:
+            the names in `owned`, which need not be complete on one rank of many.
 
     Raises:
-        ValueError: a pattern that matches no weight, or Muon without the descriptions it needs.
+        ValueError: a pattern matches no weight, or Muon needs descriptions.
 
     Attributes:
-        device: where weights and gradients are.
-        ranges: the state of every range, divided where rule or memory change.
-        muon: what updates matrices; None for another kind.
-        host: what updates the ranges in host memory.
+        device: device of weights and gradients.
+        ranges: the states of all ranges, divided by update rule and memory.
+        muon: updates matrices; None for other kinds.
+        host: updates the ranges in host memory.
     """
 
     def __init__(
@@ -194,7 +194,7 @@ class Optimizer:
             state for owned_range in owned for state in range_states(owned_range, self.config)
         ]
         self._steps = torch.zeros((), dtype=torch.int64, device="cpu")
-        # one engine, as a rule
+        # usually one engine
         self._owners = list(
             dict.fromkeys(
                 owned_range.owner for owned_range in owned if owned_range.owner is not None
@@ -218,7 +218,7 @@ class Optimizer:
 
     @property
     def steps(self) -> int:
-        """The number of updates applied so far, which Adam's bias correction needs."""
+        """Number of updates applied so far, used in Adam's bias correction."""
         return int(self._steps)
 
     @steps.setter
@@ -227,7 +227,7 @@ class Optimizer:
 
     def scalars(self) -> dict[str, torch.Tensor]:
         """Return the state that belongs to no weight, by name: tensors [] in host memory, equal on
-        all ranks. It is the memory itself: loading writes into it."""
+        all ranks. They are the state itself: loading writes into them."""
         return {"steps": self._steps, **self.scaler.scalars()}
 
     @torch.no_grad()
@@ -239,20 +239,20 @@ class Optimizer:
         norm: float | None = None,
         decoupled_lr: float | None = None,
     ) -> OptimizerStepResult:
-        """Clip and apply one update, or skip it on all ranks alike.
+        """Clip and apply one update, or skip it on all ranks.
 
         Args:
-            lr: learning rate of this step, where no pattern gives a factor.
-            weight_decay: decoupled decay of this step, for the ranges that take any.
-            norm: what `grad_norm` returned for these gradients; None asks it here.
-            decoupled_lr: learning rate of the weights that the configuration names as decoupled.
+            lr: learning rate of this step, for weights without a factor.
+            weight_decay: decoupled weight decay of this step, for the ranges that use it.
+            norm: the result of `grad_norm` for these gradients; None computes it here.
+            decoupled_lr: learning rate of the decoupled weights in the config.
 
         Returns:
-            The result; the weights' other shards must then be gathered by the data-parallel engine.
+            The result; the data-parallel engine must then gather the other shards of the weights.
 
         Raises:
-            ValueError: `decoupled_lr` without such weights, or they without it; or gradients that
-                the data-parallel engine has not completed.
+            ValueError: `decoupled_lr` is given without decoupled weights or vice versa; or the
+                data-parallel engine has not completed the gradients.
         """
         if (decoupled_lr is not None) != bool(self.config.decoupled):
             raise ValueError(
@@ -277,18 +277,18 @@ class Optimizer:
         return OptimizerStepResult(True, norm, zeros)
 
     def after_load(self, *, with_state: bool, steps: int | None = None) -> None:
-        """Bring masters and the number of updates up to date after tensors have been loaded.
+        """Update masters and the number of updates after tensors have been loaded.
 
         Args:
-            with_state: whether optimizer state was loaded as well as weights. Without it the
-                optimizer starts anew: moments of zero, and no update counted.
-            steps: the number of updates that the loaded moments come from, where the checkpoint
-                does not hold it; None: it was loaded (`optimizer_chunks`).
+            with_state: whether optimizer state was loaded in addition to weights. Otherwise the
+                optimizer restarts with zero moments and no updates.
+            steps: number of updates behind the loaded moments, if the checkpoint does not contain
+                it; None: it was loaded (`optimizer_chunks`).
 
         Raises:
-            ValueError: moments that are not zero come from 0 updates: the number was not loaded.
-                Or no state was loaded at all, but other weights. Or `steps` is no number of
-                updates, or given without state.
+            ValueError: non-zero moments have 0 updates, so the number was not loaded; or weights
+                were loaded but no state; or `steps` is not a number of updates, or is given without
+                state.
         """
         if steps is not None and (type(steps) is not int or steps < 0 or not with_state):
             raise ValueError(
@@ -318,14 +318,15 @@ class Optimizer:
                 state.reload_master()
 
     def state_bytes(self, *, on_host: bool) -> int:
-        """Return the bytes of masters and moments in host memory, or where the weights are."""
+        """Return the size in bytes of masters and moments in host memory, or on the weights'
+        device."""
         return sum(state.state_bytes() for state in self.ranges if state.on_host == on_host)
 
     def grad_norm(self) -> float:
         """Return the L2 norm of all gradients, each weight counted once, loss scale included.
 
         Raises:
-            ValueError: the data-parallel engine has not completed them.
+            ValueError: the data-parallel engine has not completed the gradients.
         """
         self._check_gradients()
         return math.sqrt(self._total(_squares))
@@ -334,18 +335,18 @@ class Optimizer:
         """Return the number of gradient elements that are exactly zero, each counted once.
 
         Raises:
-            ValueError: the data-parallel engine has not completed them.
+            ValueError: the data-parallel engine has not completed the gradients.
         """
         self._check_gradients()
         return round(self._total(_zeros))
 
     @torch.no_grad()
     def params_norm(self) -> float:
-        """Return the L2 norm of the fp32 weights that are trained, each counted once."""
+        """Return the L2 norm of the trained fp32 weights, each counted once."""
         return math.sqrt(self._total(_squares, of_weights=True))
 
     def _check_gradients(self) -> None:
-        """See that every engine has completed its gradients. Raises ValueError."""
+        """Check that every engine has completed its gradients. Raises ValueError."""
         for owner in self._owners:
             owner.check_gradients()
 
@@ -355,10 +356,11 @@ class Optimizer:
         *,
         of_weights: bool = False,
     ) -> float:
-        """Sum a measure of the counted pieces over the ranks that hold different ones.
+        """Sum a measure of the counted ranges over the ranks that hold different ones.
 
         Args:
-            measure: maps flat tensors on one device to fp64 scalar, the sum of their measures.
+            measure: maps flat tensors on one device to an fp64 scalar, the sum of their measures.
+            of_weights: measure the masters instead of the gradients.
         """
         counted_slices: dict[tuple[str, int, torch.device], list[torch.Tensor]] = {}
         for state in self.ranges:
@@ -374,11 +376,12 @@ class Optimizer:
             if flats:
                 by_group[name] += measure(flats) / replicas
         sums = [all_reduce(t, self.groups[g]) for g, t in by_group.items()]
-        # The host reads all sums at once: each read waits for the device.
+        # One transfer for all sums: each read on the host synchronises with the device.
         return sum(torch.stack(sums).tolist()) if len(sums) > 1 else sum(map(float, sums))
 
     def _apply(self, numbers: StepNumbers) -> None:
-        """Update every range; the device works on its own ranges while the host does the others."""
+        """Update every range; the device updates its own ranges while the host updates the
+        others."""
         self.host.begin()
         device_states = [s for s in self.ranges if not s.on_host and s.kind != "muon"]
         update_all(device_states, numbers, config=self.config)
@@ -395,7 +398,7 @@ class Optimizer:
 def _norm_groups(
     owned: Sequence[OwnedRange], groups: ProcessGroupCollection, device: torch.device
 ) -> list[str]:
-    """Return the groups that any stage sums norms over: all stages have to call each of them."""
+    """Return the groups over which some stage sums norms: all stages must call each of them."""
     local_groups = {owned_range.norm_group for owned_range in owned}
     used = torch.tensor([float(name in local_groups) for name in NORM_GROUPS], device=device)
     used = all_reduce(used, groups["pp"], op="max")
@@ -403,7 +406,7 @@ def _norm_groups(
 
 
 def _squares(flats: Sequence[torch.Tensor]) -> torch.Tensor:
-    """Return the sum of squares of flat tensors, summed in fp32 within each of them."""
+    """Return the sum of squares of flat tensors; each tensor's norm is computed in fp32."""
     # Not _foreach_norm, which launches a kernel for every 20 M elements.
     norms = torch.empty(len(flats), dtype=torch.float32, device=flats[0].device)
     for flat, norm in zip(flats, norms.unbind(), strict=True):

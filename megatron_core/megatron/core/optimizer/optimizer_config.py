@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""OptimizerConfig, and which share of learning rate and weight decay each weight gets.
+"""OptimizerConfig, and the factors on learning rate and weight decay of each weight.
 
-The config is what an optimizer does at every step, apart from the scheduled learning rate. By
-default every weight takes the whole learning rate, and all but biases and norms take weight decay.
-Patterns over logical weight names (shell wildcards, the first that matches wins) replace either
+The config defines everything an optimizer does at a step, except the scheduled learning rate. By
+default every weight uses the full learning rate, and all weights except biases and norms use weight
+decay. Patterns over logical weight names (shell wildcards, the first match applies) override either
 factor. Logical names are the same on every layout, and so are the factors.
 """
 
@@ -19,19 +19,19 @@ import torch
 
 from megatron.core.weight_gather.store import OwnedRange
 
-#: Pairs of a pattern and the factor of the weights whose names match it first.
+#: (pattern, factor) pairs: a weight takes the factor of the first pattern that matches its name.
 NameFactors: TypeAlias = tuple[tuple[str, float], ...]
 
 
 @dataclass(frozen=True)
 class UpdateRanges:
-    """Element ranges of one owned range that are updated alike.
+    """Element ranges of one owned range that are updated with the same factors.
 
     Args:
         ranges: [start, stop) pairs in order.
-        lr_factor: multiplies the step's learning rate.
-        decay_factor: multiplies the step's weight decay.
-        decoupled: they have the step's decoupled learning rate.
+        lr_factor: factor on the step's learning rate.
+        decay_factor: factor on the step's weight decay.
+        decoupled: use the step's decoupled learning rate.
     """
 
     ranges: tuple[tuple[int, int], ...]
@@ -40,19 +40,19 @@ class UpdateRanges:
     decoupled: bool = False
 
     def lr(self, numbers: StepNumbers) -> float:
-        """Return their learning rate in a step."""
+        """Return the learning rate of these ranges in a step."""
         return numbers.decoupled_lr if self.decoupled else numbers.lr * self.lr_factor
 
 
 @dataclass(frozen=True)
 class StepNumbers:
-    """The numbers of one step.
+    """The scalars of one step.
 
     Args:
-        lr, weight_decay: before the factors by name.
-        divisor: what gradients are divided by: the loss scale, and what clips them.
-        count: updates, this one included.
-        decoupled_lr: learning rate of the weights whose rate is decoupled.
+        lr, weight_decay: scheduled values, before the factors of weights.
+        divisor: divisor of gradients: loss scale times clipping factor.
+        count: number of updates, this one included.
+        decoupled_lr: learning rate of weights with a decoupled rate.
     """
 
     lr: float
@@ -63,7 +63,7 @@ class StepNumbers:
 
 
 def factor_problems(factors: NameFactors, *, what: str) -> list[str]:
-    """List the factors that are negative or not finite, and patterns given twice."""
+    """Return a message for each negative or non-finite factor, and for each repeated pattern."""
     problems = [
         f"{what} {pattern}={factor}: use a finite factor of at least 0"
         for pattern, factor in factors
@@ -77,14 +77,14 @@ def factor_problems(factors: NameFactors, *, what: str) -> list[str]:
 
 
 def check_patterns(factors: NameFactors, names: Collection[str], *, what: str) -> None:
-    """See that every pattern matches a weight.
+    """Check that every pattern matches a weight.
 
     Args:
-        names: logical names of the whole model's weights.
-        what: how to call the setting in an error.
+        names: logical names of all weights of the model.
+        what: name of the setting in errors.
 
     Raises:
-        ValueError: patterns that match none, all of them in one message.
+        ValueError: lists all patterns without a match.
     """
     unmatched = [p for p, _ in factors if not any(fnmatchcase(name, p) for name in names)]
     if unmatched:
@@ -102,15 +102,14 @@ def update_ranges(
     weight_decay: NameFactors,
     decoupled: Collection[str] = (),
 ) -> list[UpdateRanges]:
-    """Divide an owned range into what is updated alike.
+    """Divide an owned range by update factors.
 
     Args:
-        lr, weight_decay: factors by name; weights without a match keep the default.
-        decoupled: names of weights with the decoupled learning rate, unless they have a factor.
+        lr, weight_decay: factors by pattern; weights without a match keep the default.
+        decoupled: names of weights with the decoupled learning rate, unless a pattern matches them.
 
     Returns:
-        Ranges without overlap; with factors they cover the owned boxes, the padding of a
-        vocabulary left out.
+        Disjoint ranges; with factors they cover the owned boxes, without vocabulary padding.
     """
     if not (lr or weight_decay or decoupled):
         update_kinds = (
@@ -144,43 +143,43 @@ def _factor(name: str, factors: Sequence[tuple[str, float]], default: float) -> 
 OptimizerKind: TypeAlias = Literal["adam", "sgd", "muon"]
 KINDS: tuple[OptimizerKind, ...] = get_args(OptimizerKind)
 STATE_DTYPES = (torch.float32, torch.bfloat16)
-#: Factors of an orthogonal update of [rows, cols]; `muon.update_scale` has the formulas.
+#: How an orthogonal update of [rows, cols] is scaled; `muon.update_scale` has the formulas.
 ScaleMode: TypeAlias = Literal["spectral", "shape_scaling", "unit_rms_norm", "rms"]
 SCALE_MODES: tuple[ScaleMode, ...] = get_args(ScaleMode)
-#: Patterns of names of matrices that AdamW updates whatever Muon does: each of their rows is a
-#: token's, used alone, so that the matrix as a whole means nothing.
+#: Patterns of matrices that AdamW always updates: each row belongs to one token and is used alone,
+#: so that the matrix as a whole has no meaning.
 TOKEN_MATRICES = ("embedding.*", "*.embedding.*", "head.*", "*.head.*")
 #: How Muon divides a fused weight into matrices, see `MuonConfig`.
 SPLIT_MATRICES = ("megatron", "all", "whole")
-#: A running average moves by (1 - beta) of itself. bf16 rounds to 8 bits: where that share is
-#: below 2^-7, up to all of a move is lost and the average cannot fall any more.
+#: A moving average changes by (1 - beta) of itself. bf16 has 8 significant bits: below 2^-7,
+#: rounding may swallow the whole change, and the average can no longer decrease.
 LEAST_BF16_MOVE = 2.0**-7
 
 
 @dataclass(frozen=True, kw_only=True)
 class MuonConfig:
-    """Settings of Muon (Jordan et al. 2024), which updates matrices; AdamW updates the rest.
+    """Settings of Muon (Jordan et al. 2024), which updates matrices; AdamW updates other weights.
 
     Args:
-        momentum: M' = momentum M + G.
-        nesterov: orthogonalise G + momentum M' instead of M'.
-        num_ns_steps: Newton-Schulz iterations.
-        scale_mode: how an update is scaled by its matrix's shape.
-        extra_scale_factor: a factor of every update in addition to that.
+        momentum: mu in M' = mu M + G.
+        nesterov: orthogonalise G + mu M' instead of M'.
+        num_ns_steps: number of Newton-Schulz iterations.
+        scale_mode: how an update is scaled by the shape of its matrix.
+        extra_scale_factor: additional factor on every update.
         split_matrices: which rows of a fused weight are orthogonalised as one matrix. "megatron":
-            the matrices that Megatron-LM has, which are gate and up, keys and values of latent
-            attention, its latent and rotary keys, and all inputs of a recurrent mixer; see
-            `split_qkv` for query, key and value. "all": each logical tensor by itself. "whole": all
-            logical tensors of the weight together. Every expert always has matrices of its own.
-        split_qkv: with "megatron", orthogonalise query, key and value (and the gate of attention's
-            output) each by itself; False joins those of a layer.
-        adam_names: patterns of logical names of further matrices that AdamW updates, in addition to
+            the matrices of Megatron-LM, which join gate and up, keys and values of latent
+            attention, its latent and rotary keys, and all inputs of a recurrent mixer; `split_qkv`
+            decides about query, key and value. "all": each logical tensor separately. "whole": all
+            logical tensors of the weight together. Experts always have separate matrices.
+        split_qkv: with "megatron", orthogonalise query, key and value (and attention's output gate)
+            separately; False joins those of a layer.
+        adam_names: patterns of logical names of matrices that AdamW updates, in addition to
             embedding and head.
-        round_bytes: what the buffers of a round of exchanges may take on any rank; a matrix that
-            alone needs more makes a round of its own.
+        round_bytes: limit on the buffers of an exchange round on any rank, in bytes; a single
+            matrix that needs more has its own round.
 
     Raises:
-        ValueError: everything out of range, in one message.
+        ValueError: lists all values out of range.
     """
 
     momentum: float = 0.9
@@ -225,26 +224,26 @@ class OptimizerConfig:
     """Settings of the update.
 
     Args:
-        kind: "adam" (AdamW, decoupled weight decay), "sgd" (with momentum) or "muon" (matrices by
-            Muon, the rest by AdamW).
-        adam_beta1, adam_beta2, adam_eps: Adam's constants.
-        exp_avg_dtype, exp_avg_sq_dtype: how Adam's moments are kept between steps, fp32 or bf16;
-            every update computes in fp32 and rounds to nearest when it stores.
-        decoupled: names of logical weights that have the learning rate `decoupled_lr` of a step,
-            unless `lr_factors` match.
-        lr_factors: (pattern of logical weight names, factor of the learning rate) in order, the
-            first match wins.
-        decay_factors: the same for weight decay, in place of the rule that biases and norms have
+        kind: "adam" (AdamW, decoupled weight decay), "sgd" (with momentum) or "muon" (Muon for
+            matrices, AdamW for other weights).
+        adam_beta1, adam_beta2, adam_eps: Adam's hyperparameters.
+        exp_avg_dtype, exp_avg_sq_dtype: dtypes in which Adam's moments are stored, fp32 or bf16;
+            updates are computed in fp32 and rounded to nearest when stored.
+        decoupled: names of logical weights with the learning rate `decoupled_lr` of a step, unless
+            `lr_factors` match them.
+        lr_factors: (pattern of logical weight names, factor on the learning rate); the first match
+            applies.
+        decay_factors: the same for weight decay; overrides the rule that biases and norms have
             none.
-        sgd_momentum: SGD's momentum; 0 keeps no state.
+        sgd_momentum: SGD's momentum; 0 stores no state.
         muon: settings of Muon.
-        clip_grad: largest L2 norm of the whole gradient; 0 does not clip.
+        clip_grad: maximum L2 norm of the whole gradient; 0 disables clipping.
         count_zeros: count gradient elements that are exactly zero, at every step.
-        offload_fraction: share of the elements whose masters and moments live in host memory,
-            where they are also updated.
+        offload_fraction: fraction of the elements whose masters and moments are kept and updated in
+            host memory.
 
     Raises:
-        ValueError: everything out of range, in one message.
+        ValueError: lists all values out of range.
     """
 
     kind: OptimizerKind = "adam"

@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""AdamW and SGD on a flat range of weights: its states, and updates by torch's fused kernels.
+"""State and updates of AdamW and SGD on a flat range of weights, with torch's fused kernels.
 
-Updates compute in fp32 whatever the dtype of gradients and of stored moments: narrower ones are
-widened one range at a time.
+Updates are computed in fp32 for any dtype of gradients and stored moments: bf16 tensors are
+converted one range at a time.
 
-`RangeState` holds the optimizer's tensors for one range, with one rule and in one memory; owned
-ranges are divided until that is so.
+`RangeState` holds the optimizer's tensors for one range with a single update rule and memory; owned
+ranges are divided accordingly.
 """
 
 from __future__ import annotations
@@ -31,22 +31,22 @@ from megatron.core.optimizer.optimizer_config import (
 from megatron.core.weight_gather.store import OwnedRange
 from megatron.core.weight_sharding import LocalBox, Segment, range_boxes
 
-#: Where a range is split between host and device: a multiple of this, so that both start aligned.
+#: Alignment, in elements, of the split of a range between host and device.
 CUT_QUANTUM = 32
 
 
 class RangeState:
-    """The master and the moments of a range, flat [k], and what is updated alike.
+    """The master and the moments of a range, flat [k], and its update factors.
 
     Args:
-        owned: the range.
+        owned: the owned range.
         kind: "adam", "sgd" or "muon".
-        on_host: keep master and moments in host memory (pinned, where there is a GPU).
+        on_host: keep master and moments in host memory (pinned if there is a GPU).
 
     Attributes:
-        master: fp32 [k]; the weights themselves where those are fp32 and on the same device.
-        writes_back: the master is a copy, to be written to the weights after an update.
-        saves_master: the main weights are more precise than the weights.
+        master: fp32 [k]; the weights themselves if they are fp32 and on the same device.
+        writes_back: whether the master is a copy that is written to the weights after an update.
+        saves_master: whether the master has a higher precision than the weights.
     """
 
     def __init__(
@@ -76,34 +76,34 @@ class RangeState:
             self.moments = {"momentum": self._stored_dtype_copy(torch.float32)}
 
     def named_tensors(self) -> dict[str, torch.Tensor]:
-        """Return the flat tensors that a checkpoint must hold, the master included only if the
-        weights are not the same."""
+        """Return the flat tensors to save in a checkpoint, including the master only if the weights
+        have another dtype."""
         master = {"master": self.master} if self.saves_master else {}
         return {**master, **self.moments}
 
     def reload_master(self) -> None:
-        """Take the masters from the weights (after loading weights without optimizer state)."""
+        """Copy the masters from the weights, after loading weights without optimizer state."""
         if self.writes_back:
             self.master.copy_(self.owned.weights)
 
     def master_is_weights(self) -> bool:
-        """Return whether the weights are the rounded masters, as they are after every update."""
+        """Return whether the weights equal the rounded masters, as after every update."""
         if not self.writes_back:
             return True
         weights = self.owned.weights
         return torch.equal(self.master.to(device=weights.device, dtype=weights.dtype), weights)
 
     def has_moments(self) -> bool:
-        """Return whether any moment is not zero."""
+        """Return whether any moment is non-zero."""
         return any(bool(moment.any()) for moment in self.moments.values())
 
     def forget(self) -> None:
-        """Set the moments to zero, as they are before the first step."""
+        """Reset the moments to zero."""
         for moment in self.moments.values():
             moment.zero_()
 
     def state_bytes(self) -> int:
-        """Return the bytes of the moments and, where it is a copy, of the master."""
+        """Return the size in bytes of the moments and, if it is a copy, the master."""
         tensors = [self.master] if self.writes_back else []
         return sum(t.numel() * t.element_size() for t in (*tensors, *self.moments.values()))
 
@@ -116,7 +116,7 @@ class RangeState:
 
 
 def range_states(owned: OwnedRange, config: OptimizerConfig) -> list[RangeState]:
-    """Divide an owned range so that each part has one rule and one memory, in order."""
+    """Divide an owned range into states with one update rule and one memory each, in order."""
     if config.kind == "muon":
         cuts, kinds = _by_kind(owned, config.muon.adam_names)
         ranges = split_range(owned, cuts)
@@ -135,10 +135,11 @@ def range_states(owned: OwnedRange, config: OptimizerConfig) -> list[RangeState]
 
 
 def is_matrix(tensor: LocalBox | Segment, adam_names: Sequence[str]) -> bool:
-    """Tell whether Muon updates a logical tensor: it is a matrix, or the matrices of experts, is no
-    matrix of tokens, and no pattern gives it to AdamW.
+    """Return whether Muon updates a logical tensor.
 
-    The rows of a depthwise convolution [channels, 1, width] are no matrices.
+    It does if the tensor is a matrix, or contains the matrices of experts, unless its rows belong
+    to tokens or a pattern assigns it to AdamW. A depthwise convolution [channels, 1, width] is not
+    a matrix.
     """
     if len(tensor.shape) not in (2, 3) or (len(tensor.shape) == 3 and tensor.shape[1] == 1):
         return False
@@ -146,8 +147,8 @@ def is_matrix(tensor: LocalBox | Segment, adam_names: Sequence[str]) -> bool:
 
 
 def matrix_boxes(box: LocalBox) -> list[LocalBox]:
-    """Return a box of a matrix as it is, and one of experts' matrices [e, rows, cols] matrix by
-    matrix: a box of [rows, cols] each, under the expert's own name."""
+    """Return the boxes of single matrices: a matrix's box as it is, and the box of an expert weight
+    [e, rows, cols] divided into a box [rows, cols] per expert, with the expert's name."""
     if len(box.shape) == 2:
         return [box]
     (first_row, *offsets), (count, *sizes) = box.box
@@ -165,13 +166,13 @@ def matrix_boxes(box: LocalBox) -> list[LocalBox]:
 
 
 def split_range(owned: OwnedRange, cuts: Sequence[int]) -> list[OwnedRange]:
-    """Cut an owned range into consecutive ones.
+    """Divide an owned range into consecutive ranges.
 
     Args:
         cuts: elements at which a new range starts, ascending, inside the range.
 
     Returns:
-        One range more than there are splits, as views of the same tensors.
+        len(cuts) + 1 ranges, views of the same tensors.
     """
     edges = [0, *cuts, len(owned.weights)]
     return [_sub_range(owned, *edge) for edge in itertools.pairwise(edges)]
@@ -194,7 +195,7 @@ def _sub_range(owned: OwnedRange, low: int, high: int) -> OwnedRange:
 
 
 def _by_kind(owned: OwnedRange, adam_names: Sequence[str]) -> tuple[list[int], list[str]]:
-    """Return where the rule changes in a range, and the rules in order."""
+    """Return the elements at which the update rule of a range changes, and the rules in order."""
     cuts: list[int] = []
     kinds: list[str] = []
     for box in sorted(owned.boxes, key=lambda box: box.start):
@@ -209,10 +210,10 @@ def _by_kind(owned: OwnedRange, adam_names: Sequence[str]) -> tuple[list[int], l
 def update_all(
     states: Sequence[RangeState], numbers: StepNumbers, *, config: OptimizerConfig
 ) -> None:
-    """Update ranges from their own gradients; AdamW's that need no widening share its kernel.
+    """Update ranges from their gradients; AdamW ranges entirely in fp32 share kernel launches.
 
     Args:
-        states: in the memory of their gradients, by AdamW or SGD; fp32 gradients may be
+        states: states of AdamW or SGD in the memory of their gradients; fp32 gradients may be
             overwritten.
     """
     together: dict[tuple[float, float], tuple[list[torch.Tensor], ...]] = {}
@@ -244,11 +245,11 @@ def update_range(
     """Update a state's master and moments in place.
 
     Args:
-        gradients: [k] on the state's device, fp32 or bf16; fp32 ones may be overwritten.
+        gradients: [k] on the state's device, fp32 or bf16; fp32 gradients may be overwritten.
     """
     for alike in state.updates:
         masters = _update_slices(state.master, alike)
-        # the same tensors where they are fp32
+        # `float` returns fp32 tensors themselves, without a copy
         gradients_fp32 = [tensor.float() for tensor in _update_slices(gradients, alike)]
         moments = {name: _update_slices(flat, alike) for name, flat in state.moments.items()}
         moments_fp32 = {
@@ -287,8 +288,8 @@ def update_range(
 
 
 def slices(flat: torch.Tensor, ranges: Sequence[tuple[int, int]]) -> Sequence[torch.Tensor]:
-    """Return views of a flat tensor [k], of ascending ranges, in one call: for many small ranges,
-    indexing takes longer on the host than the operation on their elements is launched in."""
+    """Return views of ascending ranges of a flat tensor [k], with one call: for many small ranges,
+    indexing costs more host time than launching the operation on their elements."""
     sizes, position = [], 0
     for start, stop in ranges:
         sizes += [start - position, stop - start]
@@ -297,7 +298,7 @@ def slices(flat: torch.Tensor, ranges: Sequence[tuple[int, int]]) -> Sequence[to
 
 
 def _update_slices(flat: torch.Tensor, alike: UpdateRanges) -> list[torch.Tensor]:
-    """Return the slices of a flat tensor [k] that share an update."""
+    """Return the slices of a flat tensor [k] with the same update factors."""
     return list(slices(flat, alike.ranges))
 
 
@@ -311,10 +312,10 @@ def _adam(
     decay: float,
     config: OptimizerConfig,
 ) -> None:
-    """Run AdamW in place on flat fp32 pieces."""
+    """Run AdamW in place on flat fp32 tensors."""
     device, divisor = masters[0].device, numbers.divisor
-    # Filled where they are: a number copied to a GPU from pageable memory makes the host wait.
-    # Each piece has a count of its own, because the kernel adds one before it corrects the bias.
+    # Created on the device: copying a number to a GPU from pageable memory blocks the host. Each
+    # tensor has its own count, because the kernel increments it before correcting the bias.
     counts = torch.full((len(masters),), numbers.count - 1.0, device=device)
     adamw(
         masters,

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Learning rate and weight decay as closed forms of the samples consumed.
+"""Learning rate and weight decay in closed form, as functions of the samples consumed.
 
-Nothing is kept and nothing is stepped: the one number of a run's progress, the samples that made
-successful updates, gives both values. With n samples, warm-up W, decay length D, r = (n-W)/(D-W):
+Schedules have no state: both values depend only on the number of samples of applied updates. With n
+samples, warm-up W, decay length D, r = (n-W)/(D-W):
 
     n <= W                   init + (max - init) n/W
     constant                 max, for ever
@@ -41,20 +41,20 @@ RAMP_STYLES: tuple[RampStyle, ...] = ("constant", "linear", "cosine")
 
 @dataclass(frozen=True, kw_only=True)
 class LearningRateSchedule:
-    """Give the learning rate after a number of samples.
+    """Learning rate as a function of the number of samples.
 
     Args:
-        max_lr: the rate after warm-up.
-        min_lr: the rate at the end of the decay and beyond.
-        init_lr: the rate that warm-up starts from.
-        warmup_samples: W, 0 for none.
+        max_lr: learning rate after warm-up.
+        min_lr: learning rate at the end of the decay and later.
+        init_lr: learning rate at the start of warm-up.
+        warmup_samples: W; 0 for no warm-up.
         decay_samples: D, counted from the first sample, warm-up included.
-        style: how the rate falls from W to D.
-        wsd_decay_samples: A, the last samples before D in which `wsd` falls.
-        wsd_decay_style: how `wsd` falls there.
+        style: decay from W to D.
+        wsd_decay_samples: A, the length of the annealing phase of `wsd` before D.
+        wsd_decay_style: decay in the annealing phase of `wsd`.
 
     Raises:
-        ValueError: everything that does not fit together, in one message.
+        ValueError: lists all invalid settings.
     """
 
     max_lr: float
@@ -71,7 +71,7 @@ class LearningRateSchedule:
             raise ValueError("; ".join(problems))
 
     def problems(self) -> list[str]:
-        """List everything that is wrong with these settings, each with its fix."""
+        """Return a message with a fix for each invalid setting."""
         problems = []
         if not 0.0 <= self.min_lr <= self.max_lr < math.inf:
             problems.append(
@@ -118,7 +118,7 @@ class LearningRateSchedule:
         return self.min_lr + (self.max_lr - self.min_lr) * self._share(n)
 
     def _share(self, n: int) -> float:
-        """Return where the rate is between min (0) and max (1) after n samples, W <= n <= D."""
+        """Return the position between min (0) and max (1) after n samples, W <= n <= D."""
         warmup, decay = self.warmup_samples, self.decay_samples
         if self.style != "wsd":
             return _fall(self.style, (n - warmup) / (decay - warmup))
@@ -129,7 +129,7 @@ class LearningRateSchedule:
 
 
 def _fall(style: str, r: float) -> float:
-    """Return the share of the way from min to max that is left at r, from 1 at r = 0 to 0 at 1."""
+    """Return the remaining fraction of the decay at r: 1 at r = 0, 0 at r = 1."""
     match style:
         case "linear":
             return 1.0 - r
@@ -144,18 +144,18 @@ def _fall(style: str, r: float) -> float:
 
 @dataclass(frozen=True, kw_only=True)
 class WeightDecaySchedule:
-    """Give the weight decay after a number of samples: constant, or a ramp from start to end.
+    """Weight decay as a function of the number of samples: constant, or a ramp from start to end.
 
-    With r = n / ramp_samples: linear start + (end - start) r, cosine start + (end - start)
-    (1 - cos(pi r))/2; `end` beyond the ramp.
+    With r = n / ramp_samples: linear start + (end - start) r, cosine start + (end - start) (1 -
+    cos(pi r))/2; `end` beyond the ramp.
 
     Args:
-        start, end: the first and the last weight decay; equal for "constant".
-        ramp_samples: the length of the ramp, unused for "constant".
-        style: the form of the ramp.
+        start, end: initial and final weight decay; equal for "constant".
+        ramp_samples: length of the ramp; unused for "constant".
+        style: shape of the ramp.
 
     Raises:
-        ValueError: settings that do not fit together.
+        ValueError: the settings contradict each other.
     """
 
     start: float

@@ -7,14 +7,14 @@
 | row | [o, h/tp] | y = reduce(x Wᵀ) | gather(dy) W | gather(dy)ᵀ x |
 | replicated | [o, h] | y = x Wᵀ | dy W | dyᵀ x |
 
-Without sequence parallelism gather is the identity and reduce an all-reduce; with it gather is an
-all-gather of the sequence and reduce a reduce-scatter. The column layer saves its input as it came
-in, [s/tp, b, h], and gathers it again in backward; its dgrad's reduction overlaps with the wgrad.
-In a split backward the input stays sharded until the wgrad gathers it.
+Without sequence parallelism, gather is the identity and reduce an all-reduce; with it, gather is an
+all-gather of the sequence and reduce a reduce-scatter. The column layer saves its sharded input,
+[s/tp, b, h], and gathers it again in backward; its dgrad's reduction overlaps with the wgrad. In a
+split backward the input stays sharded until the wgrad gathers it.
 
-The replicated layer is for products outside the tensor-parallel blocks, without communication.
-Under sequence parallelism every rank has tokens of its own, whose weight gradients the gradient
-plan sums; without it all ranks compute the same.
+The replicated layer is for products outside of the tensor-parallel blocks, without communication.
+Under sequence parallelism every rank has different tokens, and the gradient plan sums the weight
+gradients; without it all ranks compute the same.
 
 `TensorParallelRegion` is the tp group, and whether the sequence is sharded over it between blocks.
 """
@@ -46,12 +46,12 @@ from megatron.core.weight_sharding import Cut, Segment, WeightSharding
 
 @dataclass(frozen=True)
 class TensorParallelRegion:
-    """How activations look outside a tensor-parallel block.
+    """Layout of activations outside of tensor-parallel blocks.
 
     Args:
         group: the tp group.
-        sequence_parallel: outside, each rank holds s/tp of the sequence (Korthikanti et al. 2022)
-            instead of all of it. Entering a block gathers the sequence, leaving it reduce-scatters.
+        sequence_parallel: shard the sequence outside of blocks, s/tp per rank (Korthikanti et al.
+            2022). Entering a block all-gathers the sequence, leaving it reduce-scatters.
     """
 
     group: Group
@@ -59,12 +59,13 @@ class TensorParallelRegion:
 
     @property
     def scatters(self) -> bool:
-        """Whether the sequence is really sharded (sequence parallelism on more than one rank)."""
+        """Whether the sequence is sharded: sequence parallelism on more than one rank."""
         return self.sequence_parallel and self.group.size > 1
 
     @property
     def replicated_gradient(self) -> Literal["identical", "partial"]:
-        """How the gradient of a weight used outside the blocks, whole on every tp rank, arrives."""
+        """Whether tp ranks compute identical or partial gradients of replicated weights outside of
+        blocks."""
         return "partial" if self.scatters else "identical"
 
 
@@ -72,10 +73,10 @@ class ReplicatedLinear(nn.Module):
     """y = x Wᵀ; several logical weights may be fused into one product.
 
     Args:
-        name: the fused weight's name.
-        outputs: (logical name, output features) of each fused part.
-        input_size: h.
-        gtp: generalized tensor parallelism may shard the weight.
+        name: name of the fused weight.
+        outputs: (logical name, output features) of each logical weight.
+        input_size: input features h.
+        gtp: whether generalized tensor parallelism may shard the weight.
     """
 
     def __init__(
@@ -105,7 +106,7 @@ class ReplicatedLinear(nn.Module):
         )
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Return [..., o] from x [..., h], the features of all parts one after the other."""
+        """Return [..., o] from x [..., h], the outputs of all logical weights concatenated."""
         return self.weight.linear(x)
 
 
@@ -113,11 +114,12 @@ class ColumnParallelLinear(nn.Module):
     """y = x Wᵀ + b, sharded by output features; several logical weights may be fused into one.
 
     Args:
-        name: the fused weight's name; its bias is `name` with ".bias".
-        outputs: (logical name, output features, shards) of each fused part; shards None means tp.
-            Fewer shards than tp (kv heads < tp) leave replicas.
-        input_size: h.
-        interleave: units that the parts interleave by, see `WeightSharding`.
+        name: name of the fused weight and prefix of its bias.
+        outputs: (logical name, output features, shards) of each logical weight; None means tp
+            shards. Fewer shards than tp ranks (kv heads < tp) are replicated.
+        input_size: input features h.
+        interleave: number of units in which the logical weights are interleaved, see
+            `WeightSharding`.
     """
 
     def __init__(
@@ -159,8 +161,8 @@ class ColumnParallelLinear(nn.Module):
         self.local_sizes = [size // count for count, size in pieces]
 
     def take_norm(self, norm: nn.Module) -> bool:
-        """Compute `norm`, a `transformer.Norm`, of the input as well, if this implementation has
-        both in one, and return whether it has. Then the norm itself is not called."""
+        """Fuse `norm`, a `transformer.Norm` of the input, into this layer if the implementation
+        supports it, and return whether it does. A fused norm must not be called itself."""
         return False
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -174,7 +176,8 @@ class ColumnParallelLinear(nn.Module):
 
 
 class RowParallelLinear(nn.Module):
-    """y = reduce(x Wᵀ) + b, sharded by input features; the bias is added once, after the sum."""
+    """y = reduce(x Wᵀ) + b, sharded by input features; the bias is added once, after the
+    reduction."""
 
     def __init__(
         self,
@@ -220,7 +223,8 @@ class RowParallelLinear(nn.Module):
 
 
 class _ColumnLinear(torch.autograd.Function):
-    """forward y = gather(x) Wᵀ + b; dgrad reduce(dy W); wgrad dyᵀ gather(x). Saves x as it came."""
+    """forward y = gather(x) Wᵀ + b; dgrad reduce(dy W); wgrad dyᵀ gather(x). Saves x before the
+    gather."""
 
     @staticmethod
     def forward(ctx, x, anchor, bias_anchor, handle, bias, region):

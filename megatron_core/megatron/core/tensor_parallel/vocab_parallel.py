@@ -3,15 +3,15 @@
 
 The embedding and the head are sharded by vocabulary rows over tp, for any vocabulary size.
 
-The cross entropy is computed a chunk of tokens at a time. Each chunk's logits [t, V/tp] exist only
-while that chunk is computed: its softmax statistics are combined over tp (one all-reduce of the
-maximum, one of the sums), and both gradients are computed at once, since the weight of every
-token's loss is known in forward. Backward only multiplies by the incoming gradient. Where one rank
-has the whole vocabulary there is nothing to combine, and a CPU computes a chunk in one pass, a few
-rows in its cache at a time.
+The cross entropy is computed one chunk of tokens at a time. A chunk's logits [t, V/tp] exist only
+while it is processed: its softmax statistics are combined over tp (one all-reduce of the maximum,
+one of the sums), and both gradients are computed immediately, since the weight of every token's
+loss is known in forward. Backward only multiplies by the incoming gradient. If one rank has the
+whole vocabulary, statistics need not be combined, and a CPU computes a chunk in one pass, a few
+cached rows at a time.
 
-A split backward costs the memory of all logits from forward to the weight gradient: dlogits are
-kept for it, in the dtype of the products.
+A split backward takes the memory of all logits from forward to the weight gradient: it stores
+dlogits, in the dtype of the products.
 """
 
 from __future__ import annotations
@@ -58,11 +58,11 @@ def vocab_parallel_cross_entropy(
     """Return (sum of token_weights · nll, nll) of hidden Wᵀ.
 
     Args:
-        hidden: [t, h], whole on every tp rank; its gradient is partial(tp).
+        hidden: [t, h], replicated on every tp rank; its gradient is partial(tp).
         weight: handle of the local [V/tp, h] rows, padding last.
         targets: int64 [t], in [0, V).
-        token_weights: fp32 [t], the factor of each token's loss; no gradient.
-        group: tp.
+        token_weights: fp32 [t], factor on each token's loss; no gradient.
+        group: the tp group.
         vocab_size: V without padding.
 
     Returns:
@@ -103,7 +103,7 @@ def _chunk_gradient_(
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Return a chunk's nll [t] and, if `wanted`, overwrite its logits by their gradient.
 
-    Also returned: the factor [t, 1] by which that gradient must still be multiplied, or None.
+    The second result is a factor [t, 1] that the gradient still has to be multiplied by, or None.
     """
     if group.size == 1 and logits.device.type == "cpu":
         nll, factor = fused_gradient_(
@@ -117,13 +117,13 @@ def _chunk_gradient_(
 
 
 class _CrossEntropy(torch.autograd.Function):
-    """forward loss, and both gradients if wanted; backward scales them in place, so it runs once.
+    """forward loss, and both gradients if required; backward scales them in place, so it runs once.
     Saves d_hidden and dW.
 
-    dgrad is computed in forward and thus reads what forward reads, with 1-D scale blocks as well.
+    dgrad is computed in forward and thus uses forward's weight, also with 1-D scale blocks.
 
-    Where backward will be split, forward leaves the weight gradient out and saves what it is made
-    of, hidden and dlogits; the product is then put off with the others.
+    For a split backward, forward does not compute the weight gradient and saves its inputs, hidden
+    and dlogits; the product is deferred with those of other layers.
     """
 
     @staticmethod
@@ -139,13 +139,13 @@ class _CrossEntropy(torch.autograd.Function):
         want_weight = training and ctx.needs_input_grad[1]
         d_hidden = torch.empty_like(hidden) if want_hidden else None
         d_weight = None
-        later: list[torch.Tensor | None] = []  # dlogits and the factor of every chunk, in turn
+        later: list[torch.Tensor | None] = []  # dlogits and factor of each chunk, alternating
         splits = want_weight and handle.deferral.splits
         if want_weight and not splits:
             d_weight = torch.empty(weight.shape, dtype=torch.float32, device=weight.device)
         nll = torch.empty(targets.shape, dtype=torch.float32, device=hidden.device)
-        # Where the device multiplies in a wider dtype: once, not once a chunk, and the logits stay
-        # in it, unrounded.
+        # If the device multiplies in a wider dtype, convert once rather than per chunk, and keep
+        # the logits unrounded in it.
         matrix = weight.to(handle.product_dtype)
         step = tokens_per_chunk(rows, weight.device)
         for start in range(0, targets.shape[0], step):
@@ -176,7 +176,7 @@ class _CrossEntropy(torch.autograd.Function):
     @staticmethod
     def backward(ctx, grad, _):
         d_hidden, d_weight, *saved = ctx.saved_tensors
-        # On a CPU reading the factor costs nothing, and it is 1 in training: no pass over the
+        # On a CPU, reading the factor is free, and it is 1 in training: skip the pass over the
         # gradients.
         scaled = grad.device.type != "cpu" or float(grad) != 1.0
         scale = grad.detach() if scaled else None
@@ -209,12 +209,12 @@ def _product(
     later: Sequence[torch.Tensor | None],
     scale: torch.Tensor | None,
 ) -> Callable[[], torch.Tensor]:
-    """Return what computes the weight gradient, as forward would have, of what forward has kept.
+    """Return a function that computes the deferred weight gradient, with forward's arithmetic.
 
     Args:
-        shape: of the weight, (V/tp, h).
+        shape: shape of the weight, (V/tp, h).
         hidden: [t, h].
-        later: dlogits [t, V/tp] and its factor [t, 1] or None, for every chunk of t in turn.
+        later: dlogits [t, V/tp] and factor [t, 1] or None of each chunk, alternating.
         scale: the incoming gradient, a scalar; None is 1.
     """
 
@@ -239,12 +239,13 @@ def _add_chunk_(
     *,
     is_first_chunk: bool,
 ) -> None:
-    """Add a chunk's dlogitsᵀ hidden to the weight gradient [V/tp, h]; the first one overwrites.
+    """Add a chunk's dlogitsᵀ hidden to the weight gradient [V/tp, h]; the first chunk overwrites
+    it.
 
     Args:
         chunk: hidden [t, h], in the dtype of the product.
-        logits: dlogits [t, V/tp], up to `factor`.
-        factor: [t, 1], which dlogits must be multiplied by; None is 1.
+        logits: dlogits [t, V/tp] without `factor`.
+        factor: factor [t, 1] on dlogits; None is 1.
     """
     rows = chunk if factor is None else (chunk * factor).to(chunk.dtype)
     add_product_(d_weight, logits.t(), rows, overwrite=is_first_chunk)
@@ -258,10 +259,11 @@ def vocabulary_sharding(
     row_multiple: int = 1,
     stages: tuple[int, ...] = (),
 ) -> WeightSharding:
-    """Describe a [V, h] weight sharded by rows over tp, each rank's rows padded to a multiple.
+    """Return the sharding of a [V, h] weight by rows over tp, with each rank's rows padded to a
+    multiple.
 
     Args:
-        stages: the pipeline stages that own it, if more than the one that declares it.
+        stages: the pipeline stages that own the weight, if several do.
     """
     return WeightSharding.of(
         name,
@@ -273,7 +275,7 @@ def vocabulary_sharding(
     )
 
 
-#: What to do about an id that is none.
+#: Fixes for an invalid id.
 _FIX = MappingProxyType(
     {
         "token": "use the tokenizer of this model, or a model of a larger vocabulary",
@@ -283,11 +285,11 @@ _FIX = MappingProxyType(
 
 
 def check_ids(ids: torch.Tensor, vocab_size: int, what: Literal["token", "label"]) -> None:
-    """Raise ValueError for an id that is not in the vocabulary; ids on a GPU are not looked at.
+    """Raise ValueError for an id outside of the vocabulary; ids on a GPU are not checked.
 
     Args:
         ids: int64, of any shape.
-        what: they are, for the message.
+        what: kind of ids, for the message.
     """
     if ids.is_floating_point():
         raise ValueError(f"{what} ids are {ids.dtype}: give integers, such as {what}s.long()")
@@ -303,10 +305,11 @@ def check_ids(ids: torch.Tensor, vocab_size: int, what: Literal["token", "label"
 
 
 class VocabParallelEmbedding(nn.Module):
-    """Look up token ids in a [V, h] table of which each rank holds V/tp rows (padded).
+    """Embedding lookup in a [V, h] table of which each rank holds V/tp rows (padded).
 
     Raises:
-        ValueError: a token id outside [0, V), on a CPU; a GPU is not waited for to look.
+        ValueError: a token id is outside [0, V); only checked on a CPU, to avoid synchronising with
+            a GPU.
     """
 
     def __init__(
@@ -329,7 +332,7 @@ class VocabParallelEmbedding(nn.Module):
         return self.look_up(ids)
 
     def look_up(self, ids: torch.Tensor) -> torch.Tensor:
-        """Do as `forward` with ids that are known to be in the vocabulary."""
+        """Like `forward`, for ids that are known to be valid."""
         if self.region.group.size == 1:
             return self.weight.embedding(ids)
         rows = self.addends(ids)
@@ -338,7 +341,8 @@ class VocabParallelEmbedding(nn.Module):
         return reduce_from_group(rows, self.region.group)
 
     def addends(self, ids: torch.Tensor) -> torch.Tensor:
-        """Return [..., h], partial(tp): rows of ids [...] that this rank holds, others zero."""
+        """Return [..., h], partial(tp): the embeddings of ids in this rank's rows, zeros for
+        others."""
         if self.region.group.size == 1:
             return self.weight.embedding(ids)
         local = ids - self.first
@@ -347,7 +351,7 @@ class VocabParallelEmbedding(nn.Module):
 
 
 class VocabParallelHead(nn.Module):
-    """Project to the vocabulary. Declared with the embedding's sharding it is tied to it."""
+    """Projection to the vocabulary; tied to the embedding if declared with its sharding."""
 
     def __init__(
         self,
@@ -363,8 +367,8 @@ class VocabParallelHead(nn.Module):
         self.weight = store.declare(sharding, init)
 
     def gathered(self, hidden: torch.Tensor) -> torch.Tensor:
-        """Return hidden [s, b, h] whole on every rank, from [s/tp, b, h] under sequence
-        parallelism; its gradient comes back partial(tp)."""
+        """Return hidden [s, b, h] replicated on every rank, from [s/tp, b, h] under sequence
+        parallelism; its gradient is partial(tp)."""
         if self.region.group.size == 1:
             return hidden
         if self.region.scatters:
@@ -379,11 +383,11 @@ class VocabParallelHead(nn.Module):
         Args:
             hidden: [s, b, h] ([s/tp, b, h] under sequence parallelism).
             targets: int64 [s, b].
-            token_weights: [s, b], of any floating dtype; computed with in fp32.
+            token_weights: [s, b], any floating dtype; converted to fp32.
 
         Raises:
-            ValueError: targets or weights of another shape, weights of another kind, or a target
-                that is no id.
+            ValueError: targets or weights have another shape, weights are not floating point, or a
+                target is outside of the vocabulary.
         """
         hidden = self.gathered(hidden)
         for what, tensor in (("labels", targets), ("token_weights", token_weights)):
@@ -409,21 +413,21 @@ class VocabParallelHead(nn.Module):
         return loss, nll.view(targets.shape)
 
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
-        """Return local logits [s, b, V/tp], padding columns included."""
+        """Return local logits [s, b, V/tp], including padding columns."""
         return self.project(self.gathered(hidden))
 
     def project(self, hidden: torch.Tensor) -> torch.Tensor:
-        """Return local logits [s, b, V/tp] of hidden states that every rank has, [s, b, h]."""
+        """Return local logits [s, b, V/tp] of replicated hidden states [s, b, h]."""
         return self.weight.linear(hidden)
 
     def whole(self, logits: torch.Tensor) -> torch.Tensor:
         """Gather local logits [s, b, V/tp] to fp32 [s, b, V] on every rank, without padding
-        columns. Where gradients are on, every rank computes the same from them: each takes the
-        gradient of its own columns."""
+        columns. Every rank must compute the same from the result: each rank backpropagates the
+        gradient of its own columns only."""
         return self.joined(logits).float()
 
     def joined(self, logits: torch.Tensor) -> torch.Tensor:
-        """Return [s, b, V] from local logits [s, b, V/tp], in their dtype."""
+        """Return [s, b, V] from local logits [s, b, V/tp], in the same dtype."""
         logits_by_rank = logits.unsqueeze(0)
         if self.region.group.size > 1:
             logits_by_rank = gather_from_group(logits_by_rank, self.region.group)
@@ -439,14 +443,14 @@ class VocabParallelHead(nn.Module):
         return logits[..., : self.vocab_size]
 
     def write_logits(self, hidden: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
-        """Write what `whole` makes of `project` to `out`, fp32 [s, b, V], and return it; where
-        gradients are off."""
+        """Write `whole(project(hidden))` to `out`, fp32 [s, b, V], and return it; requires disabled
+        gradients."""
         if self.projects_whole(hidden):
             return self.weight.linear(hidden, out=out)
         return out.copy_(self.joined(self.project(hidden)))
 
     def projects_whole(self, hidden: torch.Tensor) -> bool:
-        """Whether the local logits of hidden states are what `whole` makes of them: those of one
-        rank, in fp32, without padding columns."""
+        """Return whether the local logits of hidden states equal the result of `whole`: a single
+        rank, fp32, no padding columns."""
         whole = self.region.group.size == 1 and self.weight.shape[0] == self.vocab_size
         return whole and hidden.dtype is torch.float32

@@ -5,15 +5,14 @@ hidden [s, b, h] → q|k|v [s, b, (n + 2g)·d/tp] → norm, rotate → attention
 [s, b, h]. With an output gate, q|k|v|gate is one product, and attention's result is multiplied by
 sigmoid(gate) before the output projection (Qiu et al. 2025, arXiv 2505.06708; as in Qwen3-Next).
 
-With context parallelism s is s/cp everywhere, and attention alone sees the tokens of other ranks.
+With context parallelism s is s/cp everywhere, and only attention uses the tokens of other ranks.
 
-With fewer kv heads than tp ranks each kv head is replicated on tp/g consecutive ranks, whose query
-heads all use it; their gradients of it are addends, which the gradient plan sums
-(`weight_sharding`).
+With fewer kv heads than tp ranks, each kv head is replicated on tp/g consecutive ranks, whose query
+heads share it; the gradient plan sums the partial gradients of the replicas (`weight_sharding`).
 
-`CoreAttention` is softmax attention of a rank's heads, which all attention layers share;
-`RopeTable` the cosines and sines of a microbatch's positions, shared by all layers, which a model's
-`RotaryEmbedding` makes.
+`CoreAttention` is the softmax attention of a rank's heads, shared by all attention layers.
+`RopeTable` contains the cosines and sines of a microbatch's positions, computed once by the model's
+`RotaryEmbedding` and shared by all layers.
 """
 
 from __future__ import annotations
@@ -46,18 +45,18 @@ from megatron.core.weight_sharding import Cut, WeightSharding
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class CoreAttention:
-    """Attention of projected queries to keys and values, over this rank's tokens or those of all cp
+    """Attention of projected queries, keys and values, over this rank's tokens or those of all cp
     ranks. It has no weights.
 
     Args:
-        backend: whose attention it is.
-        layer: the backend's attention of this layer, if it has one.
-        context: the ranks that share the tokens of a row.
+        backend: the backend of the layer.
+        layer: the backend's attention layer, if it has one.
+        context: context-parallel settings and group.
         scale: factor on the logits.
-        window: tokens that a query sees, itself and those before it; None is all of them.
-        rate: probability of dropping an attention weight in training.
-        dropout_key: of the layer, from `ops.dropout.dropout_key`.
-        head_offset: number of this rank's first query head among those of all tp ranks.
+        window: number of tokens that a query sees, itself and those before it; None means all.
+        rate: dropout probability of an attention weight in training.
+        dropout_key: dropout key of the layer, from `ops.dropout.dropout_key`.
+        head_offset: index of this rank's first query head among the heads of all tp ranks.
     """
 
     backend: Backend
@@ -80,10 +79,10 @@ class CoreAttention:
         window: int | None = None,
         scale_factor: float = 1.0,
     ) -> CoreAttention:
-        """Make that of the layer `name`.
+        """Build the core attention of the layer `name`.
 
         Args:
-            heads: query heads of this rank, n/tp.
+            heads: number of query heads of this rank, n/tp.
             channels: features d of a query; the scale is scale_factor / sqrt(d).
             rate, window: see the class.
         """
@@ -114,7 +113,8 @@ class CoreAttention:
         Args:
             query: [s, b, n/tp, d].
             key, value: [s, b, g/tp, d].
-            sinks: [n/tp], learned logits.
+            layout: positions and documents of the tokens.
+            sinks: learned logits [n/tp]; None without sinks.
         """
         dropout = None
         if self.rate and layout.sample_ids is not None:
@@ -123,7 +123,7 @@ class CoreAttention:
             out = self.layer(query, key, value, layout, sinks=sinks)
             if out is not None:
                 return out
-        # Documents that are known by where they begin, and not by ids, are attended one by one.
+        # Documents given by boundaries rather than ids are attended to one by one.
         by_blocks = layout.documents is not None and layout.document_ids is None
         if by_blocks or self.context.group.size > 1:
             if self.backend.batch_invariant:
@@ -175,10 +175,10 @@ class RopeConfig:
     """Rotary position embedding (Su et al. 2021).
 
     Args:
-        base: the longest wavelength is about 2π·base tokens.
-        percent: share of each head's features that rotate (partial rotary).
-        interleaved: pair neighbouring features instead of halves.
-        scaling: stretch of the wavelengths for longer contexts; None leaves them.
+        base: base of the frequencies; the longest wavelength is about 2π·base tokens.
+        percent: fraction of each head's features that is rotated.
+        interleaved: rotate pairs of adjacent features instead of features half a head apart.
+        scaling: scaling of the wavelengths for longer contexts; None for none.
     """
 
     base: float = 10000.0
@@ -194,7 +194,7 @@ class RopeConfig:
             )
 
     def rotary_features(self, head_size: int) -> int:
-        """Return how many of a head's features rotate. Raises ValueError if that is odd."""
+        """Return the number of rotated features per head. Raises ValueError if it is odd."""
         features = int(head_size * self.percent)
         if features < 2 or features % 2:
             raise ValueError(
@@ -206,7 +206,7 @@ class RopeConfig:
 
 @dataclass(frozen=True, eq=False)
 class RopeTable:
-    """cos and sin, fp32 [s, r/2] or [s, b, r/2]."""
+    """cos and sin of token positions, fp32 [s, r/2] or [s, b, r/2]."""
 
     cos: torch.Tensor
     sin: torch.Tensor
@@ -214,7 +214,7 @@ class RopeTable:
 
     @property
     def rotation(self) -> HeadRotation:
-        """The table, as `split_heads` takes it."""
+        """The table in the form that `split_heads` takes."""
         return HeadRotation(self.cos, self.sin, self.interleaved)
 
     def rotate(self, x: torch.Tensor) -> torch.Tensor:
@@ -223,12 +223,12 @@ class RopeTable:
 
 
 class RotaryEmbedding:
-    """Make the tables of a model's positions, of frequencies that are computed once.
+    """Computes rotary tables for positions; the frequencies are computed once.
 
     Args:
-        config: of the frequencies.
+        config: settings of the frequencies.
         head_size: features of a head.
-        device: where positions will be.
+        device: device of the positions.
     """
 
     def __init__(
@@ -253,17 +253,17 @@ class AttentionConfig:
     """Shape of an attention layer.
 
     Args:
-        num_attention_heads: query heads n.
-        num_query_groups: key-value heads g; n gives multi-head, 1 multi-query attention.
+        num_attention_heads: number of query heads n.
+        num_query_groups: number of key-value heads g; g = n is multi-head, 1 multi-query attention.
         kv_channels: features per head d (may differ from hidden / heads).
         qkv_bias, output_bias: whether the projections have biases.
         qk_norm: normalise each query and key head.
-        dropout: probability of dropping an attention weight in training.
-        window: tokens that a query sees, itself and those before it; None is all of them.
-        sinks: whether each query head has a learned logit that takes probability and carries no
-            value (Xiao et al. 2023, arXiv 2309.17453; as in gpt-oss).
-        output_gate: whether each feature that a head puts out is multiplied by the sigmoid of a
-            learned product with the hidden state; it has a bias where queries have one.
+        dropout: dropout probability of an attention weight in training.
+        window: number of tokens that a query sees, itself and those before it; None means all.
+        sinks: whether each query head has an attention sink, a learned logit in the softmax without
+            a value (Xiao et al. 2023, arXiv 2309.17453; as in gpt-oss).
+        output_gate: whether each output feature of a head is multiplied by the sigmoid of a learned
+            projection of the hidden state; the projection has a bias if queries have one.
     """
 
     num_attention_heads: int
@@ -279,15 +279,15 @@ class AttentionConfig:
 
     @property
     def rope_features(self) -> int:
-        """Features of a head that the rotary table is made for."""
+        """Features of a head for the rotary table."""
         return self.kv_channels
 
     def problems(self, tp: int, *, cp: int = 1, engine: str = "auto") -> list[str]:
-        """List what cannot be: head counts that do not divide, a rate that is no probability.
+        """Return a message for each invalid setting, such as head counts that do not divide evenly.
 
         Args:
-            tp, cp: ranks that share heads, and tokens of a row.
-            engine: of context parallelism.
+            tp, cp: tensor and context parallel size.
+            engine: communication of context parallelism.
         """
         problems = []
         n, g = self.num_attention_heads, self.num_query_groups
@@ -317,9 +317,9 @@ class AttentionConfig:
 
 
 class KeyValueCache(Protocol):
-    """What attention needs of a cache while generating: it keeps new tokens, then attends.
+    """Interface of a KV cache during generation: stores new tokens, then attends.
 
-    `t` new tokens of all rows are packed; `rows` says whose they are.
+    `t` new tokens of all sequences are packed; `rows` assigns them to sequences.
     """
 
     def attend(
@@ -332,9 +332,8 @@ class KeyValueCache(Protocol):
         *,
         sinks: torch.Tensor | None,
     ) -> torch.Tensor:
-        """Keep the heads of keys and then of values [t, 2g/tp, d] of a layer; return attention
-        [t, n/tp, d] of the queries [t, n/tp, d] to all that their rows have kept, themselves
-        included."""
+        """Store the key and value heads [t, 2g/tp, d] of a layer; return attention [t, n/tp, d] of
+        the queries [t, n/tp, d] to all cached tokens of their sequences, the new ones included."""
         ...
 
     def attend_latent(
@@ -347,18 +346,18 @@ class KeyValueCache(Protocol):
         *,
         value_features: int,
     ) -> torch.Tensor:
-        """Keep latents [t, c] of a layer, one for all heads; return attention [t, n/tp,
-        value_features] of queries [t, n/tp, c] to those of their rows, whose first features are
-        the values."""
+        """Store latents [t, c] of a layer, shared by all heads; return attention [t, n/tp,
+        value_features] of queries [t, n/tp, c] to the latents of their sequences, whose first
+        features are the values."""
         ...
 
 
 class SelfAttention(nn.Module):
-    """Attention of a sequence over itself.
+    """Self-attention of a sequence.
 
     Args:
-        name: prefix of its weights.
-        layer: number of this layer among the attention layers, for the cache.
+        name: prefix of the names of its weights.
+        layer: index among the attention layers, for the cache.
     """
 
     def __init__(
@@ -394,7 +393,7 @@ class SelfAttention(nn.Module):
         )
         self.output = build.row_linear(f"{name}.output", n * d, bias=config.output_bias)
         self.query_norm = self.key_norm = None
-        if config.qk_norm:  # one weight for all heads, each rank sees some of them
+        if config.qk_norm:  # one weight for all heads; each rank has some of the heads
             shared = {"config": norm, "build": build, "gradient": "partial"}
             self.query_norm = Norm(f"{name}.query_norm", d, **shared)
             self.key_norm = Norm(f"{name}.key_norm", d, **shared)
@@ -415,7 +414,7 @@ class SelfAttention(nn.Module):
 
     @property
     def kept_shape(self) -> tuple[int, int]:
-        """What a cache keeps of a token, once for keys and once for values: (g/tp, d)."""
+        """Shape of a token's cached keys, and of its cached values: (g/tp, d)."""
         return self.kv_heads, self.config.kv_channels
 
     def forward(
@@ -440,7 +439,7 @@ class SelfAttention(nn.Module):
             query, key = self.query_norm(query), self.key_norm(key)  # [s, b, n/tp or g/tp, d]
             if rope is not None:
                 query, key = rope.rotate(query), rope.rotate(key)
-        # fp32, so that their gradient arrives unrounded.
+        # In fp32, so that their gradient is not rounded.
         sinks = None if self.sinks is None else self.sinks.use(torch.float32)  # [n/tp]
         if cache is None:
             out = self.core(query, key, value, layout, sinks=sinks)  # [s, b, n/tp, d]

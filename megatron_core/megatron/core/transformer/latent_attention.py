@@ -1,19 +1,19 @@
 # SPDX-License-Identifier: Apache-2.0
 """LatentAttention: multi-head latent attention (DeepSeek-AI 2024, section 2.1.1).
 
-Queries, and keys with values, pass through low-rank vectors (latents); the rotary position
-embedding has features of its own, for keys one set for all heads.
+Queries, and keys with values, pass through low-rank vectors (latents). The rotary position
+embedding has separate features; all heads share the rotary features of keys.
 
-hidden [s, b, h] → query latent | latent | key rope, norms → up, heads sharded over tp: query
-[s, b, n/tp, nope + rope], key nope | value [s, b, n/tp, nope + v] → attention → [s, b, n·v/tp] →
-output [s, b, h]
+hidden [s, b, h] → query latent | latent | key rope, norms → up, heads sharded over tp: query [s, b,
+n/tp, nope + rope], key nope | value [s, b, n/tp, nope + v] → attention → [s, b, n·v/tp] → output
+[s, b, h]
 
-A cache keeps the normalised latent c of a token and its rotated key features, for all heads
-together. New tokens attend to it as multi-query attention: with keys K c and values V c of a head,
+A cache stores the normalised latent c of a token and its rotated key features, shared by all heads.
+New tokens attend to it as in multi-query attention: with keys K c and values V c of a head,
 
     q · (K c) = (Kᵀ q) · c        Σ p V c = V Σ p c
 
-so K is applied to the queries and V to the result, and no key or value of a head is computed.
+so K is applied to the queries and V to the result, and keys and values of heads are never computed.
 """
 
 from __future__ import annotations
@@ -40,15 +40,16 @@ class LatentAttentionConfig:
     """Shape of a latent attention layer.
 
     Args:
-        num_attention_heads: n.
-        q_lora_rank: features of a token's low-rank query vector; None computes queries directly.
-        kv_lora_rank: features of a token's low-rank vector of keys and values.
-        nope_channels: features of a head's query and key that do not rotate.
-        rope_channels: features that do; those of keys are the same for all heads.
-        value_channels: features of a head's value.
-        dropout: probability of dropping an attention weight in training.
-        scale_factor: of the softmax scale 1 / sqrt(nope + rope channels); yarn's squared mscale.
-        norm_epsilon: of the norms of low-rank vectors; None is that of the model's norms.
+        num_attention_heads: number of query heads n.
+        q_lora_rank: rank of the query latent; None computes queries directly.
+        kv_lora_rank: rank of the latent of keys and values.
+        nope_channels: features of a query or key head without rotary embedding.
+        rope_channels: features of a query or key head with rotary embedding; keys share them.
+        value_channels: features of a value head.
+        dropout: dropout probability of an attention weight in training.
+        scale_factor: factor on the softmax scale 1 / sqrt(nope + rope channels); yarn's squared
+            mscale.
+        norm_epsilon: epsilon of the norms of latents; None uses the epsilon of the model's norms.
     """
 
     num_attention_heads: int
@@ -63,20 +64,21 @@ class LatentAttentionConfig:
 
     @property
     def query_channels(self) -> int:
-        """Features of a head's query and key."""
+        """Features of a query or key head."""
         return self.nope_channels + self.rope_channels
 
     @property
     def rope_features(self) -> int:
-        """Features of a head that the rotary table is made for."""
+        """Features of a head for the rotary table."""
         return self.rope_channels
 
     def problems(self, tp: int, *, cp: int = 1, engine: str = "auto") -> list[str]:
-        """List what cannot be: sizes, heads that do not divide, a rate that is no probability.
+        """Return a message for each invalid setting, such as sizes or heads that do not divide
+        evenly.
 
         Args:
-            tp, cp: ranks that share heads, and tokens of a row.
-            engine: of context parallelism.
+            tp, cp: tensor and context parallel size.
+            engine: communication of context parallelism.
         """
         problems = []
         sizes = (
@@ -107,12 +109,12 @@ class LatentAttentionConfig:
 
 
 class LatentAttention(nn.Module):
-    """Latent attention of a sequence over itself.
+    """Latent self-attention of a sequence.
 
     Args:
-        name: prefix of its weights.
-        layer: number of this layer among the attention layers, for the cache.
-        norm: of the low-rank vectors, with the config's epsilon if it has one.
+        name: prefix of the names of its weights.
+        layer: index among the attention layers, for the cache.
+        norm: norm of latents; the config's epsilon overrides its epsilon.
     """
 
     def __init__(
@@ -140,12 +142,12 @@ class LatentAttention(nn.Module):
             rate=config.dropout,
             scale_factor=config.scale_factor,
         )
-        # Attention has heads of one size: the smaller ones of keys and values end in zeros.
+        # Attention uses one head size: smaller key or value heads are padded with zeros.
         self.width = max(channels, config.value_channels)
         self._declare(name, norm, build=build)
 
     def _declare(self, name: str, norm: NormConfig, *, build: LayerBuild) -> None:
-        """Build the projections and the norms."""
+        """Declare the projections and the norms."""
         config, n = self.config, self.config.num_attention_heads
         if config.norm_epsilon is not None:
             norm = dataclasses.replace(norm, epsilon=config.norm_epsilon)
@@ -182,7 +184,8 @@ class LatentAttention(nn.Module):
 
     @property
     def kept_shape(self) -> tuple[int]:
-        """What a cache keeps of a token, for all heads: (kv_lora + rope,)."""
+        """Shape of a token's cached latent and key features, shared by all heads: (kv_lora +
+        rope,)."""
         return (self.config.kv_lora_rank + self.config.rope_channels,)
 
     def forward(
@@ -197,7 +200,8 @@ class LatentAttention(nn.Module):
         """Return [s, b, h] from hidden [s, b, h] ([s/tp, b, h] both under sequence parallelism)."""
         config = self.config
         query, latent, key_rope = self._project(hidden)
-        # Splits and not slices: their backward is one concatenation, not a sum of padded gradients.
+        # `split` rather than slices: its backward is one concatenation instead of a sum of padded
+        # gradients.
         nope, rotated = query.split([config.nope_channels, config.rope_channels], dim=-1)
         if rope is not None:
             rotated, key_rope = rope.rotate(rotated), rope.rotate(key_rope)
@@ -206,7 +210,7 @@ class LatentAttention(nn.Module):
                 latent = gather_from_group(latent, self.region.group)  # [s, b, kv_lora]
             cached = torch.cat([latent, key_rope[:, :, 0]], dim=-1)  # [t, 1, kv_lora + rope]
             return self.output(self._absorbed(nope, rotated, cached, layout=layout, cache=cache))
-        if self.core.backend.batch_invariant:  # what generation computes
+        if self.core.backend.batch_invariant:  # the same computation as in generation
             cached = torch.cat([latent, key_rope[:, :, 0]], dim=-1)  # [s, b, kv_lora + rope]
             return self.output(self._absorbed(nope, rotated, cached, layout=layout))
         query = self._joined(nope, rotated)  # [s, b, n/tp, d], d the width
@@ -223,7 +227,7 @@ class LatentAttention(nn.Module):
         """Return queries [s, b, n/tp, nope + rope], the normalised latent [s, b, kv_lora] and key
         features [s, b, 1, rope], before rotation.
 
-        Under sequence parallelism hidden and the latent are [s/tp, b, ...].
+        Under sequence parallelism, hidden and the latent are [s/tp, b, ...].
         """
         config, group = self.config, self.region.group
         sizes = [config.kv_lora_rank, config.rope_channels]
@@ -237,15 +241,15 @@ class LatentAttention(nn.Module):
         if self.region.scatters:
             key_rope = gather_from_group(key_rope, group, partial_gradient=True)  # [s, b, rope]
         elif group.size > 1:
-            key_rope = copy_to_group(key_rope, group)  # its gradient is that of this rank's heads
+            key_rope = copy_to_group(key_rope, group)  # its gradient: the sum over tp
         return query.unflatten(-1, (self.heads, -1)), self.kv_norm(latent), key_rope.unsqueeze(2)
 
     def _joined(self, nope: torch.Tensor, rotated: torch.Tensor) -> torch.Tensor:
-        """Return heads [s, b, n/tp, d] of both kinds of features, zeros after them.
+        """Return heads [s, b, n/tp, d] with both kinds of features, padded with zeros.
 
         Args:
             nope: [s, b, n/tp, nope].
-            rotated: [s, b, n/tp, rope], or of one head for all.
+            rotated: [s, b, n/tp, rope], or [s, b, 1, rope] shared by all heads.
         """
         heads = (*nope.shape[:3], -1)
         channels = [nope, rotated.expand(heads)]
@@ -262,14 +266,14 @@ class LatentAttention(nn.Module):
         layout: SequenceLayout,
         cache: KeyValueCache | None = None,
     ) -> torch.Tensor:
-        """Return attention of new tokens to all that the cache keeps, [s, b, n·v/tp]; see the
-        module.
+        """Return attention of new tokens to all cached tokens, [s, b, n·v/tp]; see the module
+        docstring.
 
         Args:
-            nope: [s, b, n/tp, nope], of queries; b is 1 with a cache.
-            rotated: [s, b, n/tp, rope], of queries.
-            cached: [s, b, kv_lora + rope], what the cache is to keep of these tokens.
-            cache: None attends to these tokens alone.
+            nope: query features [s, b, n/tp, nope]; b is 1 with a cache.
+            rotated: rotated query features [s, b, n/tp, rope].
+            cached: latent and key features of these tokens [s, b, kv_lora + rope], to be cached.
+            cache: the cache; None attends to these tokens alone.
         """
         rank, rows = self.config.kv_lora_rank, self.heads * self.config.nope_channels
         up = self.kv_up.weight.use() if cache is None else self.kv_up.weight.get()
@@ -293,7 +297,7 @@ class LatentAttention(nn.Module):
         return self._by_head(out, value_up.transpose(1, 2)).reshape(*nope.shape[:2], -1)
 
     def _by_head(self, x: torch.Tensor, matrices: torch.Tensor) -> torch.Tensor:
-        """Return x [t, n/tp, a] times the matrix of each head [n/tp, a, c], [t, n/tp, c]."""
+        """Return x [t, n/tp, a] times the matrix of each head [n/tp, a, c]: [t, n/tp, c]."""
         if self.core.backend.batch_invariant:
             dtype = self.kv_up.weight.product_dtype
             return tiled_bmm(x.to(dtype), matrices.to(dtype)).to(x.dtype)

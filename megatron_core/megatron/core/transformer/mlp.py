@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """MLP: gated (SwiGLU, GeGLU) or plain, its inner features sharded over tp.
 
-gated: down(activation(gate(x)) · up(x)), gate and up one product; plain: down(activation(up(x))).
+gated: down(activation(gate(x)) · up(x)), with gate and up as one product; plain:
+    down(activation(up(x))).
 """
 
 from __future__ import annotations
@@ -22,8 +23,8 @@ class MLPConfig:
     """Shape of an MLP.
 
     Args:
-        ffn_hidden_size: inner features f.
-        gated: two input projections, one gating the other.
+        ffn_hidden_size: intermediate size f.
+        gated: use two input projections, one of which gates the other.
         activation: "silu" or "gelu" (tanh form) if gated, else "gelu", "gelu_tanh", "relu",
             "squared_relu" or "silu".
         bias: whether the projections have biases.
@@ -35,7 +36,7 @@ class MLPConfig:
     bias: bool = False
 
     def problems(self, tp: int) -> list[str]:
-        """List what cannot be on `tp` ranks."""
+        """Return a message for each setting that is invalid on `tp` ranks."""
         problems = []
         activations = GATES if self.gated else ACTIVATIONS
         if self.activation not in activations:
@@ -49,11 +50,11 @@ class MLPConfig:
 
 
 class MLP(nn.Module):
-    """The feed-forward mixer of one block.
+    """The MLP of one block.
 
     Attributes:
-        recomputes: compute the activated features again in backward instead of keeping them. A relu
-            keeps them all the same.
+        recomputes: recompute the activated features in backward instead of storing them. A relu
+            stores its output in any case.
     """
 
     def __init__(self, name: str, *, config: MLPConfig, build: LayerBuild) -> None:

@@ -18,12 +18,12 @@ NORMS = ("RMSNorm", "LayerNorm")
 
 @dataclass(frozen=True, kw_only=True)
 class NormConfig:
-    """How rows are normalised.
+    """Settings of a norm.
 
     Args:
         kind: "RMSNorm" (Zhang & Sennrich 2019) or "LayerNorm" (with a bias).
-        epsilon: added to the mean square or the variance.
-        zero_centered: store the weight as its distance from one.
+        epsilon: term added to the mean square or the variance.
+        zero_centered: store the weight as weight - 1.
     """
 
     kind: Literal["RMSNorm", "LayerNorm"] = "RMSNorm"
@@ -38,11 +38,11 @@ class NormConfig:
 
 
 class Norm(nn.Module):
-    """Normalise [..., size] with a weight that is whole on every tp rank.
+    """Norm over [..., size] with a weight that every tp rank replicates.
 
     Args:
-        gradient: how the weight's gradient arrives on tp; None follows the region (outside the
-            blocks).
+        gradient: reduction of the weight's gradient over tp; None uses the region's (outside of
+            tensor-parallel blocks).
     """
 
     def __init__(

@@ -1,17 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Activation recompute (Chen et al. 2016): save fewer activations, recompute the rest in backward.
+"""Activation recomputation (Chen et al. 2016): store fewer activations, recompute the rest in
+backward.
 
-Weights come from handles and dropout has no state, so recomputed activations are bit-equal, and so
-are all gradients. Collectives inside are issued again, in one order on all ranks.
+Weights are read from handles and dropout has no state, so recomputed activations and all gradients
+are bit-identical. Collectives inside are issued again, in the same order on all ranks.
 
-| granularity | keeps | computes again |
+| granularity | stores | recomputes |
 |---|---|---|
-| full | the inputs of a run of layers, 2 · [s, b, h] | everything inside, once |
-| selective | all but a matrix product's input that is cheap to compute | norms, MLP activations |
+| full | the inputs of a group of layers, 2 · [s, b, h] | everything inside, once |
+| selective | everything except cheap inputs of matrix products | norms, MLP activations |
 
-Selective recompute of the core attention would free nothing here: attention saves no [s, s] matrix
-but its inputs, its log-sum-exp and its output, which the output projection needs as well. Nor does
-it free a norm that TransformerEngine computes together with the product behind it.
+Selective recomputation of the core attention would save nothing here: attention stores no [s, s]
+matrix but its inputs, its log-sum-exp and its output, which the output projection needs as well. It
+also saves nothing for a norm that TransformerEngine fuses with the following product.
 """
 
 from __future__ import annotations
@@ -30,17 +31,18 @@ Pair = tuple[torch.Tensor, torch.Tensor]
 
 @dataclass(frozen=True, kw_only=True)
 class Recompute:
-    """What is computed again in backward; nothing by default.
+    """Activation recomputation settings; none by default.
 
     Args:
-        granularity: "full" whole layers, "selective" norms and MLP activations, None nothing.
-        method: of full, in each chunk of a pipeline: "uniform" splits all layers into runs of
-            `num_layers`, the last one perhaps shorter; "block" takes the first `num_layers` layers,
-            each alone.
+        granularity: "full" recomputes whole layers, "selective" norms and MLP activations, None
+            nothing.
+        method: for full, in each model chunk of a pipeline: "uniform" divides all layers into
+            groups of `num_layers`, of which the last may be smaller; "block" recomputes each of the
+            first `num_layers` layers separately.
         num_layers: see `method`.
 
     Raises:
-        ValueError: values that do not go together.
+        ValueError: the settings contradict each other.
     """
 
     granularity: Literal["full", "selective"] | None = None
@@ -61,10 +63,10 @@ class Recompute:
             )
 
     def runs(self, num_layers: int) -> list[tuple[int, int, bool]]:
-        """Cut layers 0 … num_layers - 1 into [first, last) runs, each to be recomputed or not.
+        """Divide layers 0 … num_layers - 1 into (first, end, recompute) groups.
 
         Raises:
-            ValueError: a run longer than the model.
+            ValueError: a group is larger than the model.
         """
         if self.granularity != "full":
             return [(0, num_layers, False)]
@@ -88,12 +90,12 @@ def recomputed(
     *,
     anchors: Sequence[torch.Tensor],
 ) -> Pair:
-    """Return run(delta, stream), keeping these two inputs alone until backward.
+    """Return run(delta, stream), storing only these two inputs until backward.
 
     Args:
-        run: a function of its arguments and of weights; the same values each time.
+        run: a deterministic function of its arguments and of weights.
         delta, stream: [s, b, h] ([s/tp, b, h] under sequence parallelism).
-        anchors: of the weights inside. One that is trained makes the result require a gradient
+        anchors: anchors of the weights inside. A trained one makes the result require a gradient
             even if no input does, as after a frozen embedding.
     """
     anchor = next((anchor for anchor in anchors if anchor.requires_grad), None)
@@ -101,9 +103,9 @@ def recomputed(
 
 
 class _Recompute(torch.autograd.Function):
-    """forward run(delta, stream) without a graph; backward runs it with one and goes through that.
+    """forward run(delta, stream) without a graph; backward runs it with a graph and backpropagates.
 
-    dgrad: of delta and stream. wgrad: put by the weights' handles on the way. Saves the inputs.
+    dgrad: of delta and stream. wgrad: accumulated by the weights' handles. Saves the inputs.
     """
 
     @staticmethod
@@ -127,7 +129,7 @@ class _Recompute(torch.autograd.Function):
             for y, grad in zip(outputs, grads, strict=True)
             if y.requires_grad and grad is not None
         ]
-        # Not autograd.grad: it would leave out the weights, which are on no way to the inputs.
+        # Not autograd.grad, which would skip the weights: they are not on a path to the inputs.
         torch.autograd.backward([y for y, _ in pairs], [grad for _, grad in pairs])
         return *(None if x is None else x.grad for x in inputs), None, None
 
@@ -135,20 +137,20 @@ class _Recompute(torch.autograd.Function):
 def discard_until_backward(
     x: torch.Tensor, make: Callable[[], torch.Tensor], *, used_by: torch.Tensor
 ) -> None:
-    """Free the memory of `x`, and fill it again when the gradient of `used_by` arrives.
+    """Free the memory of `x`, and restore it when the gradient of `used_by` arrives.
 
-    Whatever saved `x` on the way, a view of it too, finds its values back.
+    Every tensor saved from `x` in between, views included, has its values back in backward.
 
     Args:
-        x: has a storage of its own, which no op reads after this call but in backward.
-        make: returns the values of x again, from tensors that are saved anyway; must not hold x.
-        used_by: a result of every op that has saved x.
+        x: tensor with its own storage, which no op reads after this call except in backward.
+        make: returns the values of x again, from tensors that are stored anyway; must not hold x.
+        used_by: a result that depends on every op that has saved x.
     """
     if not used_by.requires_grad:
         return
     storage = x.untyped_storage()
     size = storage.nbytes()
-    # Taken out when it is filled: the hook lives as long as the graph.
+    # Popped when it is restored: the hook lives as long as the graph.
     discarded = [(x.detach(), make)]
 
     def fill(_: torch.Tensor) -> None:

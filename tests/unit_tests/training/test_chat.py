@@ -200,7 +200,7 @@ def test_templates_that_are_none(tmp_path):
     with pytest.raises(ValueError, match="is damaged"):
         read_chat_template(None, tokenizer_model=tmp_path)
     (tmp_path / "large").write_bytes(b"x" * ((1 << 20) + 1))
-    with pytest.raises(ValueError, match="no chat template"):
+    with pytest.raises(ValueError, match="is not a chat template"):
         read_chat_template(str(tmp_path / "large"))
 
 

@@ -1,28 +1,28 @@
 # SPDX-License-Identifier: Apache-2.0
-# One command per job. A target makes .venv with pinned versions first, once, by itself; only gpu and
-# functional-gpu run the machine's own Python, or PYTHON, and install nothing, and gpu-null and
-# gpu-cache make build/nullcuda.
+# One command per job. A target first creates .venv with pinned versions if necessary. Only gpu and
+# functional-gpu run the machine's own Python, or PYTHON, and install nothing; gpu-null and
+# gpu-cache create build/nullcuda.
 #
-#   PYTHON=python3.12            the interpreter to build .venv from (else 3.11 or 3.12 is looked for),
-#                                or that runs gpu and functional-gpu (else python3)
-#   TORCH_VERSION=2.10.0         another torch than the pinned one
-#   TORCH_INDEX=URL              where to look for torch besides the registry, e.g. for its CPU builds
-#   TESTS="tests/unit_tests"     what make test runs        PYTEST_FLAGS="-x -k rope"   how
-#   TEST_JOBS=0                  processes that share the tests; else three for two cores, 8 at most
-#   BENCH_FLAGS="--quick train"  which benchmarks, see tools/bench/README.md
-#   GPU_FLAGS="--stages tests decode" part of the suite   GPU_FLAGS=--rehearse   tiny, on a CPU
-#   GPU_FLAGS="--require-gpu --output results"   fail without a GPU; another folder of results
-#   GPU_COMPILE_FLAGS="--part 1/3" a part; --only attention: some kernels
-#   NULL_FLAGS="--only steps"    parts of the run over the null CUDA device, see tools/nullcuda
-#   GPUS=2                       GPUs without which make functional-gpu fails, else 1
-#   SOAK_FLAGS="--kills 20 --seed 7"   how many kills, and which
+#   PYTHON=python3.12            interpreter to build .venv with (default: 3.11 or 3.12 if found), or to
+#                                run gpu and functional-gpu (default: python3)
+#   TORCH_VERSION=2.10.0         torch version instead of the pinned one
+#   TORCH_INDEX=URL              additional package index for torch, e.g. for its CPU builds
+#   TESTS="tests/unit_tests"     tests that make test runs    PYTEST_FLAGS="-x -k rope"   pytest options
+#   TEST_JOBS=0                  test processes; default: three per two cores, at most 8
+#   BENCH_FLAGS="--quick train"  selected benchmarks, see tools/bench/README.md
+#   GPU_FLAGS="--stages tests decode"   some stages of the suite   GPU_FLAGS=--rehearse   tiny, on a CPU
+#   GPU_FLAGS="--require-gpu --output results"   fail without a GPU; folder for results
+#   GPU_COMPILE_FLAGS="--part 1/3"      one of three parts; --only attention: some kernels
+#   NULL_FLAGS="--only steps"    parts of the run on the null CUDA device, see tools/nullcuda
+#   GPUS=2                       number of GPUs that make functional-gpu requires; default: 1
+#   SOAK_FLAGS="--kills 20 --seed 7"    number of kills, and random seed
 
 PYTHON ?=
 TORCH_VERSION ?= 2.13.0
 TORCH_INDEX ?=
 TESTS ?= tests experimental
 PYTEST_FLAGS ?= -q
-# Three for two cores: tests also wait for ranks, signals and files.
+# Three per two cores, as tests also wait for ranks, signals and files.
 TEST_JOBS ?= $(shell expr $$(getconf _NPROCESSORS_ONLN) '*' 3 / 2)
 PRETRAIN_FLAGS ?=
 BENCH_FLAGS ?=
@@ -31,15 +31,15 @@ NULL_FLAGS ?=
 SOAK_FLAGS ?=
 GPUS ?= 1
 
-# Seconds after which a test of the night hangs; those of every change have 120 (pyproject.toml).
+# Timeout of a nightly test in seconds; tests of every change have 120 (pyproject.toml).
 NIGHT_TIMEOUT := 600
-# Most files have one process, so that tests share what a module's fixture has made.
+# Most files run in one process, so that tests share module-scoped fixtures.
 XDIST := -n $(TEST_JOBS) --maxprocesses 8 --dist worksteal
 PY := .venv/bin/python
 STAMP := .venv/.installed-torch-$(TORCH_VERSION)
 SOURCES := megatron_core megatron tests tools experimental
 
-# Processes that tests start read compiled modules; each would compile them anew.
+# Let subprocesses of tests use cached bytecode: otherwise each compiles the modules again.
 export PYTHONDONTWRITEBYTECODE :=
 
 .DEFAULT_GOAL := help
@@ -65,7 +65,7 @@ venv: $(STAMP) ## create .venv and install pinned versions
 te-wheels: $(STAMP)
 	@$(PY) -m tests.support.te_wheel
 
-te-newest: $(STAMP) te-wheels ## TransformerEngine's newest release: the calls we make, parity on a CPU
+te-newest: $(STAMP) te-wheels ## check TransformerEngine's newest release: its API, parity on a CPU
 	@$(PY) -m tests.support.te_wheel --newest
 	@echo "te-newest: pytest, every release in build/transformer-engine"
 	@$(PY) -m pytest tests/unit_tests/core/extensions/test_te_contract.py \
@@ -86,22 +86,22 @@ lint: $(STAMP) ## ruff, house style, language and import order
 	echo "lint: import order"; .venv/bin/lint-imports --no-cache || status=1; \
 	exit $$status
 
-dead: $(STAMP) ## what nothing reaches in the wheels: modules, functions, classes, methods
+dead: $(STAMP) ## list unreachable code in the wheels: modules, functions, classes, methods
 	@$(PY) tools/dead_code.py
 
-format: $(STAMP) ## let ruff format and mend what it can
+format: $(STAMP) ## format, and apply the automatic fixes of ruff
 	@$(PY) -m ruff format $(SOURCES)
 	@$(PY) -m ruff check --fix $(SOURCES)
 
-test: $(STAMP) te-wheels ## the tests of every change
+test: $(STAMP) te-wheels ## run the tests of every change
 	@echo "test: pytest $(TESTS), without those marked slow or gpu"
 	@$(PY) -m pytest $(TESTS) $(XDIST) $(PYTEST_FLAGS) -m "not slow and not gpu"
 
-test-all: $(STAMP) te-wheels ## the tests of every night: the slow ones too
+test-all: $(STAMP) te-wheels ## run the nightly tests, slow ones included
 	@echo "test-all: pytest $(TESTS), without those marked gpu"
 	@$(PY) -m pytest $(TESTS) --timeout $(NIGHT_TIMEOUT) $(PYTEST_FLAGS) -m "not gpu"
 
-status: $(STAMP) te-wheels ## docs/status.md from what tests train, those of the night too
+status: $(STAMP) te-wheels ## write docs/status.md from the results of all tests, nightly ones included
 	@echo "status: pytest $(TESTS), those that say what they cover; docs/status.md"
 	@status=0; \
 	$(PY) -m pytest $(TESTS) $(PYTEST_FLAGS) -m "covers and not gpu" \
@@ -109,36 +109,36 @@ status: $(STAMP) te-wheels ## docs/status.md from what tests train, those of the
 	$(PY) -m tools.write_status build/status.json || status=1; \
 	exit $$status
 
-parity: $(STAMP) te-wheels ## every parallel layout against the single process, slow ones too
+parity: $(STAMP) te-wheels ## compare every parallel layout with a single process, slow tests included
 	@echo "parity: pytest tests/parity"
 	@$(PY) -m pytest tests/parity --timeout $(NIGHT_TIMEOUT) $(PYTEST_FLAGS) -m "not gpu"
 
-gpu: ## in 9 minutes, by the machine's own Python: GPU tests, kernels, decode, training; no GPU: says so
+gpu: ## run GPU tests, kernels, decode and training with the machine's own Python, in 9 minutes
 	@$(or $(PYTHON),python3) -m tools.gpu $(GPU_FLAGS)
 
-gpu-compile: $(STAMP) ## compile every kernel for GPUs without one, by each Triton and ptxas; check its code
+gpu-compile: $(STAMP) ## compile every kernel for GPUs, without a GPU, with each Triton and ptxas; check its code
 	@$(PY) -m tools.gpu_compile $(GPU_COMPILE_FLAGS)
 
 # Both make an environment of their own, with torch's CUDA wheel, in build/nullcuda.
-gpu-null: ## GPU tests, benches and measured steps on a CUDA device that computes nothing; no GPU needed
+gpu-null: ## run GPU tests, benchmarks and measured steps on a CUDA device that computes nothing; no GPU needed
 	@NULLCUDA_PYTHON='$(PYTHON)' $(or $(PYTHON),python3) -m tools.nullcuda $(NULL_FLAGS)
 
-gpu-cache: ## Triton kernels compiled for sm_90, in build/nullcuda/triton-cache.tar.xz; no GPU needed
+gpu-cache: ## compile Triton kernels for sm_90 into build/nullcuda/triton-cache.tar.xz; no GPU needed
 	@NULLCUDA_PYTHON='$(PYTHON)' $(or $(PYTHON),python3) -m tools.nullcuda \
 		--cache build/nullcuda/triton-cache.tar.xz $(NULL_FLAGS)
 
-functional-gpu: ## tests of whole runs and parity by the machine's own Python, a GPU a rank; GPUS=2 needs two
+functional-gpu: ## test whole runs and parity with the machine's own Python, one GPU per rank; GPUS=2 requires two
 	@echo "functional-gpu: pytest --device cuda, tests marked gpus"
 	@$(or $(PYTHON),python3) -m pytest tests/functional_tests tests/parity --device cuda --gpus $(GPUS) \
 		--timeout $(NIGHT_TIMEOUT) $(PYTEST_FLAGS) -m "not slow"
 
-bench: $(STAMP) ## every benchmark, in one table
+bench: $(STAMP) ## run every benchmark and print one table
 	@$(PY) -m tools.bench $(BENCH_FLAGS)
 
-soak: $(STAMP) ## kill a small run 200 times at random moments: nothing lost, nothing different
+soak: $(STAMP) ## kill a small run 200 times at random; check that nothing is lost or different
 	@$(PY) -m tools.soak $(SOAK_FLAGS)
 
-coverage: $(STAMP) te-wheels ## line and branch coverage of make test
+coverage: $(STAMP) te-wheels ## measure line and branch coverage of make test
 	@$(PY) -m coverage erase
 	@$(PY) -m coverage run -m pytest $(TESTS) $(PYTEST_FLAGS) -m "not slow and not gpu"
 	@$(PY) -m coverage combine -q && $(PY) -m coverage report

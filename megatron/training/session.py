@@ -169,17 +169,29 @@ def build_session(
             Speedometer.of(run, padded_vocab_size=padded, peak_flops=peak_flops(gpu)),
             memory=lambda: (memory_bytes(context.device), peak_memory_bytes(context.device)),
         ),
-        metadata=CheckpointMetadata(
-            model=shape.to_json(),
-            config=_saved_options(config),
-            tokenizer=vocabulary.tokenizer,
-            data=data.identity,
-            allow_other_data=config.data.allow_data_change,
-            batch_follows_world=run.batch_follows_world,
-            cpu_matmul=None if matmul is None else matmul.name,
-        ),
+        metadata=_metadata(run, vocabulary, data, model=shape, matmul=matmul),
         cpu_matmul=matmul,
         hooks=(ModelLog(model, balance), *(e.hooks(model, step) for e in experiments if e.hooks)),
+    )
+
+
+def _metadata(
+    run: ResolvedRun,
+    vocabulary: Vocabulary,
+    data: DataSets,
+    *,
+    model: GPTConfig,
+    matmul: CpuMatmul | None,
+) -> CheckpointMetadata:
+    """Return the description of the run that its checkpoints store."""
+    return CheckpointMetadata(
+        model=model.to_json(),
+        config=_saved_options(run.config),
+        tokenizer=vocabulary.tokenizer,
+        data=data.identity,
+        allow_other_data=run.config.data.allow_data_change,
+        batch_follows_world=run.batch_follows_world,
+        cpu_matmul=None if matmul is None else matmul.name,
     )
 
 

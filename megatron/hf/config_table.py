@@ -328,12 +328,12 @@ def _write_dt_limits(limits: tuple[float, float], _: GPTConfig) -> Any:
 
 
 def _has(*symbols: str) -> Callable[[ModelFields], bool]:
-    """Return a predicate: whether a model has one of these blocks."""
+    """Return a predicate that is true for models with at least one of these block types."""
     return lambda fields: any(symbol in fields.blocks for symbol in symbols)
 
 
 def _has_mlp(fields: ModelFields) -> bool:
-    """Return whether to build an MLP config: a GPT has one even with experts in all layers."""
+    """Return whether to create an MLP config; a GPT has one even if all its layers have experts."""
     return DENSE in fields.blocks or not fields.kind.is_hybrid
 
 

@@ -4,8 +4,8 @@
     python -m megatron.hf.convert import --hf Qwen3-0.6B --save runs/qwen
     python -m megatron.hf.convert export --load runs/tuned --save Qwen3-0.6B-tuned --verify
 
-One process streams the weights, so that memory does not grow with the model. Only `--verify`, which
-compares our logits with those of `transformers`, loads both models.
+One process streams the weights, so memory use does not grow with model size. Only `--verify`, which
+compares the logits of the converted model and of `transformers`, loads both models.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ TOLERANCE = 1e-4
 
 @dataclass(frozen=True)
 class LogitDifference:
-    """Difference between our logits and those of `transformers`.
+    """Difference between the logits of a converted model and of `transformers`.
 
     Args:
         max_difference: largest absolute difference.

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The entries of mapping tables, and those that several architectures share.
+"""Entries of mapping tables, and the entries that several architectures share.
 
 Query, key, value, gate and up projections are separate logical weights here, so most entries are
 two names and a shape. The experts of a layer are one weight here and one tensor each in Hugging

@@ -57,7 +57,7 @@ class Quantization(ABC):
     @property
     @abstractmethod
     def form(self) -> str:
-        """What is quantized and how, for the log."""
+        """Short description of the quantization, for the log."""
 
     @abstractmethod
     def find(
@@ -109,7 +109,7 @@ class Quantization(ABC):
             target[band.slices].copy_(values)
 
     def line(self, names: Iterable[str]) -> str:
-        """Return a line for the log about a folder with tensors of these names."""
+        """Return a log line about a folder that contains tensors with the given names."""
         count = sum(name.endswith(self.scales) for name in names)
         return (
             f"dequantized {count} {self.form}; they are trained, saved and exported in the dtype "
@@ -145,13 +145,13 @@ class BlockFP8(Quantization):
             and all(type(size) is int and 0 < size < 1 << 31 for size in block)
         ):
             fields.refuse("weight_block_size", "expected rows and columns of a block, [128, 128]")
-        # How activations are quantized does not change the weights.
+        # The quantization of activations does not change the weights.
         _check_known(fields, "fmt", "scale_fmt", "weight_block_size", "activation_scheme")
         return cls((block[0], block[1]))
 
     @property
     def form(self) -> str:
-        """What is quantized and how, for the log."""
+        """Short description of the quantization, for the log."""
         return f"FP8 matrices with a scale for each block of {self.block[0]} x {self.block[1]}"
 
     def find(
@@ -235,7 +235,7 @@ class MXFP4(Quantization):
 
     @property
     def form(self) -> str:
-        """What is quantized and how, for the log."""
+        """Short description of the quantization, for the log."""
         return f"MXFP4 tensors with a scale for each {GROUP} elements of a row"
 
     def find(
@@ -348,5 +348,5 @@ def _check_known(fields: Fields, *names: str) -> None:
 
 
 def _dequantized_info(stored: TensorInfo, shape: tuple[int, ...]) -> TensorInfo:
-    """Return the TensorInfo of a dequantized tensor; the byte range stays that of its values."""
+    """Return the TensorInfo of a dequantized tensor; its byte range is the range of the values."""
     return stored._replace(dtype="BF16", shape=shape)

@@ -36,7 +36,7 @@ def check_tensors(
 
     Raises:
         ValueError: a tensor is missing, has the wrong shape, is not floating-point, or does not
-            belong to the model. The message lists the first of them.
+            belong to the model. The message lists the first few such tensors.
     """
     if model.config.num_layers > len(opened):
         raise ValueError(

@@ -89,7 +89,7 @@ class SafetensorsFile:
         os.close(self._fd)
 
     def read_bytes(self, target: memoryview, offset: int, *, name: str) -> None:
-        """Fill `target` from a byte offset. Raises ValueError if the file ends before."""
+        """Fill `target` from a byte offset. Raises ValueError if the file ends too early."""
         position = 0
         while position < len(target):
             try:

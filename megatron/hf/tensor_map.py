@@ -205,13 +205,13 @@ def tensor_map(
 
 
 def has_mtp_layers(names: Iterable[str], config: GPTConfig) -> bool:
-    """Return whether files with tensors of these names contain MTP layers."""
+    """Return whether files that contain tensors with these names contain MTP layers."""
     prefix = f"model.layers.{config.num_layers}."
     return any(name.startswith(prefix) for name in names)
 
 
 def has_fused_experts(names: Iterable[str]) -> bool:
-    """Return whether files with tensors of these names fuse a layer's experts into one tensor."""
+    """Return whether files that contain tensors with these names fuse the experts of a layer."""
     return any(name.endswith(".experts.down_proj") for name in names)
 
 

@@ -5,9 +5,9 @@ r"""Continue prompts with a trained model: `python -m megatron.inference.generat
         --prompt "The list type" --max-new-tokens 64 --temperature 0.7 --top-p 0.95
     python -m megatron.inference.generate --load Qwen3-0.6B --chat
 
-One process loads a checkpoint of any layout; `torchrun --nproc-per-node N` with
-`--tensor-model-parallel-size N` shards it, and without, N replicas share the prompts. All write the
-same text.
+One process loads a checkpoint of any layout. Under `torchrun --nproc-per-node N`,
+`--tensor-model-parallel-size N` shards the model; without it, N replicas share the prompts. The
+generated text is the same in every case.
 
 Generated text is printed as it arrives, in the order of the prompts and never within a character.
 The outputs of all prompts can be written to files: one JSON list, or JSON lines as outputs finish.
@@ -60,7 +60,7 @@ def check_json_path(path: str | Path, flag: str = "--output-json") -> None:
     """Create the folder of an output file, so that a bad path is reported before the model loads.
 
     Raises:
-        ValueError: the folder cannot be made or written to, or `path` is a folder.
+        ValueError: the folder cannot be created or written to, or `path` is a folder.
     """
     path = Path(path)
     if path.is_dir():
@@ -83,7 +83,7 @@ class OrderedPrinter:
 
     Args:
         texts: the prompts.
-        outputs: continuations of each.
+        outputs: number of continuations per prompt.
         out: where to print.
     """
 
@@ -147,7 +147,8 @@ def text_params(config: GenerateConfig) -> TextParams:
 
 
 def max_blocks(lengths: Sequence[int], max_requests: int, block_size: int) -> int:
-    """Return the most cache blocks that `max_requests` sequences with `lengths` use at once."""
+    """Return the maximum number of cache blocks that `max_requests` sequences with `lengths` use at
+    once."""
     return sum(sorted((-(-n // block_size) for n in lengths), reverse=True)[:max_requests])
 
 
@@ -155,7 +156,7 @@ def open_llm(loaded: CheckpointModel, config: GenerateConfig, texts: Sequence[st
     """Return the model with an engine whose cache fits the prompts, or a conversation.
 
     Raises:
-        ValueError: a prompt that the model cannot take, or too little memory.
+        ValueError: a prompt is invalid for the model, or there is too little memory.
     """
     from megatron.inference.llm import LLM, text_requests
 
@@ -217,8 +218,8 @@ def continue_prompts(
     """Continue all prompts; rank 0 prints and writes. Return how many tokens were generated.
 
     Raises:
-        ValueError: a prompt that the model cannot take, logits that are not finite, or a file that
-            cannot be written.
+        ValueError: a prompt is invalid for the model, logits are not finite, or a file cannot be
+            written.
     """
     params = text_params(config)
     display = OrderedPrinter(texts, params.num_outputs, sys.stdout) if is_rank_0 else None

@@ -5,8 +5,8 @@ r"""Serve a trained model over HTTP with OpenAI's routes: `python -m megatron.in
     curl -s localhost:8000/v1/completions -d '{"prompt": "The list type", "max_tokens": 20}'
 
 This process runs the engine and starts a second process for the HTTP routes, see
-`megatron.inference.server`. Under torchrun a replica of the model has tensor-parallel size times
-pipeline-parallel size ranks, and the world holds data-parallel replicas; clients connect to rank 0.
+`megatron.inference.server`. Under torchrun each replica of the model has tensor-parallel size times
+pipeline-parallel size ranks, and replicas are data parallel; clients connect to rank 0.
 After SIGTERM or Ctrl-C the server admits no requests, finishes the running ones and exits with 0; a
 second signal ends it at once.
 
@@ -61,7 +61,7 @@ def read_keys(service: Service) -> tuple[str | None, str | None]:
     """Return the API key (None without authentication) and the admin key (None without admin port).
 
     Raises:
-        ValueError: a file holds no key, or a server that other machines reach has no key.
+        ValueError: a key file is invalid, or the server accepts remote connections without a key.
     """
     key = read_key(service)
     if service.admin_port is None:
@@ -78,7 +78,7 @@ def read_key(service: Service) -> str | None:
     """Return the API key; None without authentication.
 
     Raises:
-        ValueError: the file holds no key, or a server that other machines reach has no key.
+        ValueError: the key file is invalid, or the server accepts remote connections without a key.
     """
     path = service.api_key_file
     if path is None:

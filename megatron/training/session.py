@@ -178,7 +178,7 @@ def build_session(
 def _metadata(
     run: ResolvedRun,
     vocabulary: Vocabulary,
-    data: DataSets,
+    data_sets: DataSets,
     *,
     model: GPTConfig,
     matmul: CpuMatmul | None,
@@ -188,7 +188,7 @@ def _metadata(
         model=model.to_json(),
         config=_saved_options(run.config),
         tokenizer=vocabulary.tokenizer,
-        data=data.identity,
+        data=data_sets.identity,
         allow_other_data=run.config.data.allow_data_change,
         batch_follows_world=run.batch_follows_world,
         cpu_matmul=None if matmul is None else matmul.name,

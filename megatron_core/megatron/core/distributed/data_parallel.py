@@ -350,8 +350,7 @@ class GradientBlock(ABC):
                 out = bucket.pool.acquire(len(output), torch.float32)
             self._addends = bucket.pool.acquire(buffer.numel(), buffer.dtype)
             # A sum of bf16 addends in fp32: an all-to-all, and a local sum of what arrived.
-            buffers = {"out": out, "receive_buffer": self._addends}
-            return reduce_scatter_fp32_async(buffer, group, **buffers)
+            return reduce_scatter_fp32_async(buffer, group, out=out, receive_buffer=self._addends)
         if self._overwrites_output and buffer.dtype is output.dtype:
             return reduce_scatter_async(buffer, group, out=output)
         low, high = self.block.shard_range
@@ -641,12 +640,10 @@ class ModelSums:
                             )
         # Sorted by name: pipeline stages may declare the weights that they share in other orders,
         # and the concatenated tensors of the all-reduce must agree.
-        named = [
+        self._sums = [
             (store.groups[name], [view for _, view in sorted(named_views, key=lambda x: x[0])])
             for name, named_views in sorted(views.items())
-        ]
-        self._sums = [
-            (group, group_views) for group, group_views in named if group_views and group.size > 1
+            if named_views and store.groups[name].size > 1
         ]
 
     def run(self) -> None:

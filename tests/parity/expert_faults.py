@@ -50,7 +50,7 @@ EXPERT_FAULTS: Mapping[str, Fault] = {
     ),
     "a rank picks the tokens of its neighbour's experts": (
         "moe.dispatch",
-        "ExpertRanks.first",
+        "ExpertRanks.first_expert",
         "self.group.rank // self.etp * self.num_local",
         "(self.group.size - 1 - self.group.rank) // self.etp * self.num_local",
         {"tp": 1, "dp": 2, "experts": "softmax", "ep": 2, "dispatcher": "allgather"},
@@ -79,8 +79,8 @@ EXPERT_FAULTS: Mapping[str, Fault] = {
     "rows of a token's experts come back in the wrong order": (
         "moe.dispatch",
         "_by_all_to_all",
-        "sum_rows(combined, leaving, weights=weights)",
-        "sum_rows(combined, leaving, weights=weights.flip(1))",
+        "sum_rows(combined, send_permutation, weights=weights)",
+        "sum_rows(combined, send_permutation, weights=weights.flip(1))",
         {"tp": 1, "dp": 2, "experts": "softmax", "ep": 2},
     ),
     "rotated key features keep the gradient of this rank's heads": (

@@ -116,7 +116,7 @@ class Margins:
 def watched_routes(row: Row) -> Iterator[Margins]:
     """Note margins inside, and give experts the room that the ranks of a row would give them."""
     margins = Margins()
-    choose, fit = router.chosen_experts, router.within_capacity
+    choose, fit = router.choose_experts, router.within_capacity
 
     def chosen(scores, config, *, bias=None):
         found = choose(scores, config, bias=bias)
@@ -136,7 +136,7 @@ def watched_routes(row: Row) -> Iterator[Margins]:
         return kept
 
     with (
-        mock.patch.object(routing, "chosen_experts", chosen),
+        mock.patch.object(routing, "choose_experts", chosen),
         mock.patch.object(routing, "within_capacity", within),
     ):
         yield margins

@@ -82,7 +82,7 @@ from megatron.core.inference.stages import (
     pack_results,
     unpack_results,
 )
-from megatron.core.moe.dispatch import MOST_PADDED
+from megatron.core.moe.dispatch import MAX_PADDED_ROWS
 from megatron.core.ops.paged_attention import PagedBatch
 from megatron.core.ops.sampling.reference import most_probable
 from megatron.core.ops.sequences import Sequences
@@ -320,7 +320,8 @@ class Engine:
         num_rows = self.config.max_num_seqs * (1 + drafts)
         max_context = self.cache.num_blocks * self.config.block_size
         shared = self._expert_peers is not None
-        max_tokens = min(self.config.max_num_batched_tokens, MOST_PADDED if shared else num_rows)
+        limit = MAX_PADDED_ROWS if shared else num_rows
+        max_tokens = min(self.config.max_num_batched_tokens, limit)
         return DecodeGraphs(
             self._decode_forward,
             make_recorder,

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Mixture of experts: a router, the dispatch of tokens to their experts, the experts."""
+"""Mixture of experts: router, dispatch of tokens to experts, experts."""
 
 from megatron.core.moe.capacity import CapacityCheck
 from megatron.core.moe.layer import MoE, capacities_of

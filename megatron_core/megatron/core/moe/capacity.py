@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""RankCapacity: in training, ranks of experts take a fixed number of rows instead of counting them.
+"""RankCapacity: in training, expert ranks receive a fixed number of rows instead of counting them.
 
-The even share of a rank is what it gets where tokens are routed evenly: with t tokens a rank, k
-experts of each and ep parts of the experts, t · k / ep rows from each rank. A rank takes the factor
-times that, so that the host knows all sizes. What has no room is left out, which only the device
-knows. So every step ends with one number more in the sum of its losses, how many rows had no room.
-If that is not 0, the step is an error on every rank before a weight changes. An evaluation is
-computed again, without a capacity.
+The even share of a rank is its number of rows under uniform routing: with t tokens per rank, k
+experts per token and ep expert shards, t · k / ep rows from each rank. A rank receives a factor
+times its even share, so the host knows all sizes without waiting for the device. Rows that exceed
+the capacity are dropped, which only the device knows. Every step therefore adds the number of
+dropped rows to the sum of its losses. If it is not 0, the step raises on every rank before a weight
+changes. An evaluation is recomputed without a capacity.
 """
 
 from __future__ import annotations
@@ -20,68 +20,68 @@ import torch
 from megatron.core.comm import all_reduce
 from megatron.core.process_groups import Group
 
-#: Less than any number of rows.
+#: `excess` before the first microbatch: less than any number of rows.
 _NO_MICROBATCH = -(1 << 62)
 
 
 class RankCapacity:
-    """What a rank takes of one layer's tokens, and what it would have needed.
+    """Capacity of a rank for one layer's rows, and the largest demand so far.
 
     Args:
-        factor: times the even share.
+        factor: of the even share.
 
     Attributes:
-        excess: int64 scalar, the most rows of a block in one microbatch since `reset`, less those
-            that the block has.
-        num_taken, share: rows of a block and the even share; the smallest ones if microbatches
+        excess: int64 scalar, the largest number of rows of a block in a microbatch since `reset`,
+            minus the rows that the block holds.
+        room, share: rows of a block and the even share; the smallest values if microbatches
             have several shapes.
-        in_evaluation: limit microbatches without samples too; see `CapacityCheck.evaluation`.
+        in_evaluation: also limit microbatches without samples; see `CapacityCheck.evaluation`.
     """
 
     def __init__(self, factor: float, device: torch.device | str = "cpu") -> None:
         self.factor = factor
         self.excess = torch.full((), _NO_MICROBATCH, dtype=torch.int64, device=device)
-        self.num_taken, self.share = math.inf, math.inf
+        self.room, self.share = math.inf, math.inf
         self.in_evaluation = False
 
     def rows(self, share: float, max_rows: int) -> int:
-        """Return how many rows are taken.
+        """Return the capacity in rows.
 
         Args:
-            share: the even one, in rows.
-            max_rows: rows that there can be.
+            share: the even share, in rows.
+            max_rows: largest possible number of rows.
         """
         return min(math.ceil(self.factor * share), max_rows)
 
     @torch.no_grad()
-    def record(self, rows: torch.Tensor, num_taken: int, share: float) -> None:
-        """Remember what does not fit; nothing waits for the device.
+    def record(self, rows: torch.Tensor, room: int, share: float) -> None:
+        """Record the demand of a microbatch without waiting for the device.
 
         Args:
-            rows: int64 [blocks], that are to be taken in each block.
-            num_taken: rows that each block has.
-            share: the even one, in rows.
+            rows: int64 [blocks], demand of each block.
+            room: rows that each block holds.
+            share: the even share, in rows.
         """
-        self.num_taken, self.share = min(num_taken, self.num_taken), min(share, self.share)
-        torch.maximum(self.excess, rows.amax() - num_taken, out=self.excess)
+        self.room, self.share = min(room, self.room), min(share, self.share)
+        torch.maximum(self.excess, rows.amax() - room, out=self.excess)
 
     def reset(self) -> None:
-        """Forget what there was."""
+        """Forget the recorded demand."""
         self.excess.fill_(_NO_MICROBATCH)
 
     def needed(self) -> float:
-        """Return the factor with which every microbatch had fitted; waits for the device."""
-        return (self.num_taken + int(self.excess)) / self.share
+        """Return the factor that would fit every microbatch so far; waits for the device."""
+        return (self.room + int(self.excess)) / self.share
 
 
 class CapacityCheck:
-    """Find out after a step whether all tokens had room.
+    """Check after a step whether any row exceeded a capacity.
 
     Args:
         capacities: of this rank's layers, by name.
-        names: of all layers with experts, in order, as an error names them; the same on every rank.
+        names: of all layers with experts, in order, for error messages; the same on every rank.
         world: all ranks.
-        device: where this rank computes.
+        device: of this rank.
     """
 
     def __init__(
@@ -96,42 +96,45 @@ class CapacityCheck:
         self._layers = [(self.names.index(name), capacity) for name, capacity in capacities]
 
     def begin(self) -> None:
-        """Begin a step."""
+        """Start a step."""
         for _, capacity in self._layers:
             capacity.reset()
 
     @contextlib.contextmanager
     def evaluation(self) -> Iterator[None]:
-        """Begin an evaluation that is within the capacities too. Who evaluates looks whether all
-        tokens had room, and else evaluates without: no token may be left out of a loss."""
-        sizes = [(capacity.num_taken, capacity.share) for _, capacity in self._layers]
+        """Apply the capacities to an evaluation.
+
+        The caller checks `has_room` and otherwise evaluates again without capacities, because a
+        loss must not omit a token.
+        """
+        sizes = [(capacity.room, capacity.share) for _, capacity in self._layers]
         self.begin()
         for _, capacity in self._layers:
             capacity.in_evaluation = True
         try:
             yield
         finally:
-            for (_, capacity), (num_taken, share) in zip(self._layers, sizes, strict=True):
+            for (_, capacity), (room, share) in zip(self._layers, sizes, strict=True):
                 capacity.in_evaluation = False
-                # Of training alone: a replayed step does not set them again.
-                capacity.num_taken, capacity.share = num_taken, share
+                # Training's values: a replayed step does not set them again.
+                capacity.room, capacity.share = room, share
 
     def has_room(self) -> bool:
-        """Whether all rows since `begin` had room, on all ranks; waits for the device."""
+        """Return whether no rank dropped a row since `begin`; waits for the device."""
         return not float(all_reduce(self.count(), self.world))
 
     def count(self) -> torch.Tensor:
-        """Return how many rows have no room in blocks of this rank's layers, fp64 [1]."""
+        """Return the number of dropped rows of this rank's layers, fp64 [1]."""
         if not self._layers:
             return torch.zeros(1, dtype=torch.float64, device=self.device)
         excess = torch.stack([capacity.excess for _, capacity in self._layers])
         return excess.clamp(min=0).sum(0, keepdim=True).double()
 
     def fail(self) -> None:
-        """Say where there was no room; every rank calls it.
+        """Raise an error that names the layer with the largest demand; every rank calls it.
 
         Raises:
-            ValueError: always; it names the layer that needs most.
+            ValueError: always.
         """
         table = torch.zeros(len(self.names), 3, dtype=torch.float64, device=self.device)
         for index, capacity in self._layers:

@@ -1,28 +1,28 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Dispatch: bring tokens to the ranks of their experts and the results back.
+"""Dispatch: move tokens to the ranks of their experts and the results back.
 
 Ranks of the group are numbered etp fastest: rank i + etp · j has shard i of the experts j · E/ep up
-to (j + 1) · E/ep. With t tokens a rank, k experts a token, h features and n = etp · ep ranks:
+to (j + 1) · E/ep. With t tokens per rank, k experts per token, h features and n = etp · ep ranks:
 
-| dispatcher | a rank's rows there, and as many back | how |
+| dispatcher | rows that a rank receives, and sends back | how |
 |---|---|---|
 | alltoall | t · k · etp | each row goes to the ranks of its expert |
 | allgather | t · n | every row goes to all ranks, which select rows; the results are summed |
 
-So all-gather moves less where ep < k. A single rank moves nothing.
+All-gather therefore moves fewer rows if ep < k. A single rank moves nothing.
 
-In generation the host does not wait for the device to know how many rows an expert has. Up to
-`MOST_PADDED` rows a rank, every row goes to all ranks, each rank's rows padded to those of the rank
-that has most; a rank keeps all n · t · k places in the order of its experts, those of other ranks'
-experts last, multiplies the first of them, as far as offsets on the device say, and adds nothing of
-the others. Of places there are ep times as many as it needs, copied and not multiplied. Longer
-steps, those that compute prompts, wait for the counts.
+In generation with at most `MAX_PADDED_ROWS` rows per rank, the host does not wait for the device to
+count each expert's rows. Every row goes to all ranks, with each rank's rows padded to the largest
+number of rows of any rank. A rank sorts all n · t · k copies by expert, copies for other ranks'
+experts last; it multiplies the first ones, up to offsets on the device, and ignores all others. It
+copies ep times as many rows as it needs, but does not multiply them. Longer steps, which compute
+prompts, wait for the counts.
 
-In training a single rank does not wait either where its experts drop tokens or leave out padding:
-all t · k places are copied, those that no expert takes last, and these are not multiplied. Nor do
-several ranks that have a capacity (`RankCapacity`): by all-to-all every rank sends blocks of one
-size to all, by all-gather it copies as many rows as it has room for; what is not filled is copied
-and not multiplied.
+In training a single rank does not wait either if its experts drop tokens or skip padding: all t · k
+copies are sorted, copies without an expert last, and the latter are not multiplied. Several ranks
+do not wait if they have a capacity (`RankCapacity`): with all-to-all every rank sends blocks of a
+fixed size to all ranks, with all-gather it selects as many rows as its capacity; unused rows are
+copied and not multiplied.
 """
 
 from __future__ import annotations
@@ -50,17 +50,17 @@ from megatron.core.process_groups import Group
 from megatron.core.weight_gather import RowRuns
 
 #: Rows of a rank that are padded in generation; with more, the host waits for exact counts.
-MOST_PADDED = 256
+MAX_PADDED_ROWS = 256
 
-#: What experts do: rows [r, h] in runs, one a local expert, to [r, h].
+#: Maps rows [r, h] in runs, one per local expert, to [r, h].
 Experts = Callable[[torch.Tensor, RowRuns], torch.Tensor]
 
 
 def choose_dispatcher(requested: str, *, topk: int, ep: int) -> str:
-    """Return "allgather" or "alltoall"; for "auto" what moves fewer rows.
+    """Return "allgather" or "alltoall"; "auto" chooses the one that moves fewer rows.
 
     Raises:
-        ValueError: there is no such dispatcher.
+        ValueError: unknown dispatcher.
     """
     if requested not in DISPATCHERS:
         raise ValueError(f"moe-token-dispatcher-type {requested!r}: use {', '.join(DISPATCHERS)}")
@@ -70,17 +70,17 @@ def choose_dispatcher(requested: str, *, topk: int, ep: int) -> str:
 
 
 def dispatched_rows(dispatcher: str, *, tokens: int, topk: int, etp: int, ep: int) -> int:
-    """Return the rows of hidden features on the wide side of a dispatch, none dropped."""
+    """Return the number of hidden rows that a rank receives in a dispatch, none dropped."""
     return tokens * etp * (ep if dispatcher == "allgather" else topk)
 
 
 @dataclass(frozen=True, eq=False)
 class ExpertRanks:
-    """Who has which experts.
+    """Placement of the experts on the ranks.
 
     Args:
-        group: the ranks that tokens are dispatched over.
-        etp: of them, neighbours that share each expert's weights.
+        group: ranks over which tokens are dispatched.
+        etp: adjacent ranks that shard each expert's weights.
         num_experts: E.
     """
 
@@ -94,19 +94,19 @@ class ExpertRanks:
         return self.num_experts * self.etp // self.group.size
 
     @property
-    def first(self) -> int:
-        """The first of this rank's experts."""
+    def first_expert(self) -> int:
+        """Index of this rank's first expert."""
         return self.group.rank // self.etp * self.num_local
 
 
 @dataclass(frozen=True, kw_only=True)
 class Padding:
-    """How the rows of a step of generation are padded.
+    """Padding of a generation step's rows.
 
     Args:
-        rows: of the rank that has most.
+        rows: of the rank with the most rows.
         uneven: whether ranks have different numbers of rows.
-        exact: wait for the device rather than pad.
+        exact: wait for the device instead of padding.
     """
 
     rows: int
@@ -115,8 +115,8 @@ class Padding:
 
     @property
     def avoids_waiting(self) -> bool:
-        """Whether rows are padded, and the host does not wait for the device."""
-        return not self.exact and self.rows <= MOST_PADDED
+        """Whether rows are padded, so that the host does not wait for the device."""
+        return not self.exact and self.rows <= MAX_PADDED_ROWS
 
 
 def dispatch(
@@ -126,60 +126,61 @@ def dispatch(
     *,
     ranks: ExpertRanks,
     dispatcher: str,
-    meanwhile: Callable[[], None] | None = None,
+    overlap_fn: Callable[[], None] | None = None,
     padding: Padding | None = None,
     capacity: RankCapacity | None = None,
 ) -> torch.Tensor:
-    """Return each row's weighted sum of what its experts make of it, [t, h].
+    """Return each row's weighted sum of its experts' outputs, [t, h].
 
     Args:
         rows: [t, h], of this rank.
         experts: of this rank.
         dispatcher: "alltoall" or "allgather".
-        meanwhile: called while rows are under way to their experts.
-        padding: of a step of generation; None has as many rows on every rank, and may wait for the
-            device.
-        capacity: of ranks in training, which then wait for nothing; None is without.
+        overlap_fn: called while rows are in flight to their experts.
+        padding: of a generation step; with None all ranks have equal numbers of rows, and the host
+            may wait for the device.
+        capacity: of the ranks in training, which then never wait; None has no limit.
     """
-    meanwhile = meanwhile or _nothing
+    overlap_fn = overlap_fn or _no_overlap
     if ranks.group.size == 1:
-        meanwhile()
-        return _at_home(rows, routing, experts, ranks)
+        overlap_fn()
+        return _dispatch_locally(rows, routing, experts, ranks)
     if padding is not None and padding.avoids_waiting:
-        return _by_all_gather(rows, routing, experts, ranks, meanwhile, padding)
+        return _by_all_gather(rows, routing, experts, ranks, overlap_fn, padding)
     uneven = padding is not None and padding.uneven
     if dispatcher == "allgather" and not uneven:
-        return _by_all_gather(rows, routing, experts, ranks, meanwhile, capacity=capacity)
+        return _by_all_gather(rows, routing, experts, ranks, overlap_fn, capacity=capacity)
     if capacity is not None:
-        return _by_equal_blocks(rows, routing, experts, ranks, meanwhile, capacity)
-    return _by_all_to_all(rows, routing, experts, ranks, meanwhile)
+        return _by_equal_blocks(rows, routing, experts, ranks, overlap_fn, capacity)
+    return _by_all_to_all(rows, routing, experts, ranks, overlap_fn)
 
 
-def _nothing() -> None:
-    """There is nothing to do meanwhile."""
+def _no_overlap() -> None:
+    """Do nothing while rows are in flight."""
 
 
 @dataclass(frozen=True, eq=False)
-class _Sorted:
-    """Places in the order of their experts.
+class _ExpertOrder:
+    """Copies of tokens, sorted by expert.
 
     Args:
-        places: int64 [r]; those that no expert here takes are left out.
+        sources: int64 [r], copy t · k + j of each row; copies without a local expert are omitted,
+            or last if `trailing`.
         counts: int64 [experts], on the rows' device.
-        trailing: places of no expert here follow.
+        trailing: whether copies without a local expert follow.
     """
 
-    places: torch.Tensor
+    sources: torch.Tensor
     counts: torch.Tensor
     trailing: bool = False
 
     @staticmethod
-    def of(experts: torch.Tensor, count: int, *, complete: bool = False) -> _Sorted:
-        """Sort the places [t, k] of experts 0 … count - 1; `count` is none of them.
+    def of(experts: torch.Tensor, count: int, *, complete: bool = False) -> _ExpertOrder:
+        """Sort the copies [t, k] of experts 0 … count - 1; `count` stands for no expert.
 
         Args:
-            complete: no place is of none, or those stay, after all others; else the host waits to
-                know how many are.
+            complete: keep all copies, those without an expert last, or assume that there are none;
+                otherwise the host waits to learn how many to omit.
         """
         experts = experts.flatten()
         counts = torch.zeros(count + 1, dtype=torch.int64, device=experts.device)
@@ -187,22 +188,24 @@ class _Sorted:
         order = experts.argsort(stable=True)
         if not complete:
             order = order[: len(order) - int(counts[-1])]
-        return _Sorted(order, counts[:-1])
+        return _ExpertOrder(order, counts[:-1])
 
     @staticmethod
-    def here(experts: torch.Tensor, ranks: ExpertRanks, *, complete: bool, waits: bool) -> _Sorted:
-        """Sort the places of the experts of this rank.
+    def local(
+        experts: torch.Tensor, ranks: ExpertRanks, *, complete: bool, waits: bool
+    ) -> _ExpertOrder:
+        """Sort the copies for the experts of this rank.
 
         Args:
-            experts: int64 [t, k], of all E experts; -1 is none.
-            complete: every place is of some expert.
-            waits: leave out the places of other ranks' experts, for which the host waits; else they
-                stay, after those of this rank's.
+            experts: int64 [t, k], of all E experts; -1 is no expert.
+            complete: whether every copy has an expert.
+            waits: omit copies for other ranks' experts, for which the host waits; otherwise they
+                follow this rank's copies.
         """
         complete = complete and ranks.num_local == ranks.num_experts
-        local_experts = experts - ranks.first
+        local_experts = experts - ranks.first_expert
         elsewhere = (local_experts < 0) | (local_experts >= ranks.num_local)
-        order = _Sorted.of(
+        order = _ExpertOrder.of(
             local_experts.masked_fill(elsewhere, ranks.num_local),
             ranks.num_local,
             complete=complete or not waits,
@@ -210,38 +213,38 @@ class _Sorted:
         return replace(order, trailing=not (complete or waits))
 
     @staticmethod
-    def everywhere(routing: Routing, num_experts: int) -> _Sorted:
-        """Sort the places of all experts, those that no expert takes last."""
+    def all_experts(routing: Routing, num_experts: int) -> _ExpertOrder:
+        """Sort the copies for all experts; copies without an expert are last."""
         experts = routing.experts
-        if routing.kept is not None:
-            experts = experts.masked_fill(~routing.kept, num_experts)
-        order = _Sorted.of(experts, num_experts, complete=True)
-        return replace(order, trailing=routing.kept is not None)
+        if routing.keep_mask is not None:
+            experts = experts.masked_fill(~routing.keep_mask, num_experts)
+        order = _ExpertOrder.of(experts, num_experts, complete=True)
+        return replace(order, trailing=routing.keep_mask is not None)
 
-    def within(self, count: int) -> _Sorted:
-        """Return the first places, so many at most; others may follow them."""
+    def within(self, count: int) -> _ExpertOrder:
+        """Return at most the first `count` copies; unused rows may follow."""
         ends = self.counts.cumsum(0).clamp(max=count)
         counts = ends.diff(prepend=ends.new_zeros(1))
-        return _Sorted(self.places[:count], counts, trailing=True)
+        return _ExpertOrder(self.sources[:count], counts, trailing=True)
 
     @property
     def runs(self) -> RowRuns:
-        """The runs of rows in this order, one an expert."""
+        """The runs of rows in this order, one per expert."""
         return RowRuns.of(self.counts, trailing=self.trailing)
 
     def permutation(self, tokens: int, copies: int) -> Permutation:
-        """Return the permutation of tokens with so many copies each, to rows in this order."""
+        """Return the permutation from tokens, with `copies` copies each, to rows in this order."""
         if not self.trailing:
-            return Permutation.of(self.places, tokens, copies)
-        present = torch.arange(len(self.places), device=self.places.device) < self.counts.sum()
-        return Permutation.with_padding(self.places, present, tokens=tokens, copies=copies)
+            return Permutation.of(self.sources, tokens, copies)
+        present = torch.arange(len(self.sources), device=self.sources.device) < self.counts.sum()
+        return Permutation.with_padding(self.sources, present, tokens=tokens, copies=copies)
 
 
-def _at_home(
+def _dispatch_locally(
     rows: torch.Tensor, routing: Routing, experts: Experts, ranks: ExpertRanks
 ) -> torch.Tensor:
     tokens, topk = routing.experts.shape
-    order = _Sorted.everywhere(routing, ranks.num_experts)
+    order = _ExpertOrder.all_experts(routing, ranks.num_experts)
     permutation = order.permutation(tokens, topk)
     results = experts(take_rows(rows, permutation), order.runs)
     return sum_rows(results, permutation, weights=routing.weights)
@@ -252,7 +255,7 @@ def _by_all_gather(
     routing: Routing,
     experts: Experts,
     ranks: ExpertRanks,
-    meanwhile: Callable[[], None],
+    overlap_fn: Callable[[], None],
     padding: Padding | None = None,
     *,
     capacity: RankCapacity | None = None,
@@ -263,22 +266,22 @@ def _by_all_gather(
     collective = split_all_gather(group)
     buffer = start_collective(rows, collective)
     expert_ids = routing.experts
-    if routing.kept is not None:
-        expert_ids = expert_ids.masked_fill(~routing.kept, -1)
+    if routing.keep_mask is not None:
+        expert_ids = expert_ids.masked_fill(~routing.keep_mask, -1)
     expert_ids = all_gather(expert_ids, group)  # [n t, k]
     weights = gather_from_group(routing.weights, group, partial_gradient=True)  # [n t, k]
-    complete = routing.kept is None and not (padding is not None and padding.uneven)
-    # If all experts are local, few rows are assigned to no expert, and they may stay.
+    complete = routing.keep_mask is None and not (padding is not None and padding.uneven)
+    # With all experts local, only few rows have no expert, so waiting to omit them does not pay.
     has_remote_experts = ranks.num_local < ranks.num_experts
     waits = padding is None and capacity is None and has_remote_experts
-    order = _Sorted.here(expert_ids, ranks, complete=complete, waits=waits)
+    order = _ExpertOrder.local(expert_ids, ranks, complete=complete, waits=waits)
     if capacity is not None:
         share = expert_ids.numel() * ranks.num_local / ranks.num_experts
         room = capacity.rows(share, len(expert_ids) * min(expert_ids.shape[1], ranks.num_local))
         capacity.record(order.counts.sum(), room, share)
         order = order.within(room)
     permutation = order.permutation(*expert_ids.shape)
-    meanwhile()
+    overlap_fn()
     all_rows = finish_collective(buffer, collective)  # [n t, h]
     results = experts(take_rows(all_rows, permutation), order.runs)  # [r, h] partial(etp)
     return run_collective(
@@ -287,9 +290,9 @@ def _by_all_gather(
 
 
 def _padded(rows: torch.Tensor, routing: Routing, count: int) -> tuple[torch.Tensor, Routing]:
-    """Return `count` rows, the last of which no expert takes."""
+    """Return `count` rows, padded with rows that have no expert."""
     missing = (0, 0, 0, count - len(rows))
-    assert routing.kept is None, "generation has no capacity"
+    assert routing.keep_mask is None, "generation has no capacity"
     experts, weights = F.pad(routing.experts, missing, value=-1), F.pad(routing.weights, missing)
     return F.pad(rows, missing), Routing(experts, weights)
 
@@ -297,18 +300,18 @@ def _padded(rows: torch.Tensor, routing: Routing, count: int) -> tuple[torch.Ten
 def partial_sums(
     all_rows: torch.Tensor, routing: Routing, experts: Experts, *, ranks: ExpertRanks
 ) -> torch.Tensor:
-    """Return each row's weighted sum of what the experts of this rank make of it.
+    """Return each row's weighted sum of the outputs of this rank's experts.
 
     Args:
         all_rows: [t, h], the same on all ranks.
-        routing: of these rows, none dropped.
+        routing: of `all_rows`, without drops.
         experts: of this rank.
 
     Returns:
         [t, h] partial(etp, ep).
     """
-    waits = len(all_rows) > MOST_PADDED * ranks.group.size
-    order = _Sorted.here(routing.experts, ranks, complete=True, waits=waits)
+    waits = len(all_rows) > MAX_PADDED_ROWS * ranks.group.size
+    order = _ExpertOrder.local(routing.experts, ranks, complete=True, waits=waits)
     permutation = order.permutation(*routing.experts.shape)
     results = experts(take_rows(all_rows, permutation), order.runs)
     return sum_rows(results, permutation, weights=routing.weights)
@@ -319,34 +322,36 @@ def _by_all_to_all(
     routing: Routing,
     experts: Experts,
     ranks: ExpertRanks,
-    meanwhile: Callable[[], None],
+    overlap_fn: Callable[[], None],
 ) -> torch.Tensor:
     group, etp = ranks.group, ranks.etp
     tokens, topk = routing.experts.shape
-    order = _Sorted.everywhere(routing, ranks.num_experts)
-    # One row of numbers a rank: how many of its places want each expert.
+    order = _ExpertOrder.all_experts(routing, ranks.num_experts)
+    # Row i: copies of rank i for each expert.
     counts = all_gather(order.counts.unsqueeze(0), group)  # [n, E]
-    local_counts = counts[:, ranks.first : ranks.first + ranks.num_local]  # [n, E/ep]
+    local_counts = counts[:, ranks.first_expert : ranks.first_expert + ranks.num_local]  # [n, E/ep]
     sizes = torch.cat([local_counts.sum(1), order.counts.view(-1, ranks.num_local).sum(1)])
-    sizes = sizes.tolist()  # the layer's one wait for the device: c10d takes sizes from the host
+    sizes = sizes.tolist()  # the layer's only wait for the device: c10d needs sizes on the host
     receive, blocks = sizes[: group.size], sizes[group.size :]
-    positions = order.places[: sum(blocks)]
-    if etp > 1:  # a row for each part of its expert
+    positions = order.sources[: sum(blocks)]
+    if etp > 1:  # one copy for each etp shard of the expert
         block_positions = positions.split(blocks)
-        positions = torch.cat([part * etp + i for part in block_positions for i in range(etp)])
-    leaving = Permutation.of(positions, tokens, topk * etp)
+        positions = torch.cat([block * etp + i for block in block_positions for i in range(etp)])
+    send_permutation = Permutation.of(positions, tokens, topk * etp)
     send = [block for block in blocks for _ in range(etp)]
     forward_exchange, backward_exchange = (
         split_all_to_all(group, send, receive),
         split_all_to_all(group, receive, send),
     )
-    buffer = start_collective(take_rows(rows, leaving), forward_exchange)
-    by_expert, runs = _regrouped(local_counts, sum(receive))
-    meanwhile()
-    results = experts(take_rows(finish_collective(buffer, forward_exchange), by_expert), runs)
-    combined = run_collective(sum_rows(results, by_expert), backward_exchange)
-    weights = _for_parts(routing.weights, etp)  # [t, k etp]
-    return sum_rows(combined, leaving, weights=weights)
+    buffer = start_collective(take_rows(rows, send_permutation), forward_exchange)
+    expert_permutation, runs = _group_by_expert(local_counts, sum(receive))
+    overlap_fn()
+    results = experts(
+        take_rows(finish_collective(buffer, forward_exchange), expert_permutation), runs
+    )
+    combined = run_collective(sum_rows(results, expert_permutation), backward_exchange)
+    weights = _repeat_for_shards(routing.weights, etp)  # [t, k etp]
+    return sum_rows(combined, send_permutation, weights=weights)
 
 
 def _by_equal_blocks(
@@ -354,13 +359,13 @@ def _by_equal_blocks(
     routing: Routing,
     experts: Experts,
     ranks: ExpertRanks,
-    meanwhile: Callable[[], None],
+    overlap_fn: Callable[[], None],
     capacity: RankCapacity,
 ) -> torch.Tensor:
     group, etp, local = ranks.group, ranks.etp, ranks.num_local
     tokens, topk = routing.experts.shape
     num_blocks = group.size // etp
-    order = _Sorted.everywhere(routing, ranks.num_experts)
+    order = _ExpertOrder.all_experts(routing, ranks.num_experts)
     counts = all_gather(order.counts.unsqueeze(0), group)  # [n, E]
     share = tokens * topk / num_blocks
     room = capacity.rows(share, tokens * min(topk, local))
@@ -368,12 +373,12 @@ def _by_equal_blocks(
     capacity.record(block_rows, room, share)
     slot = torch.arange(room, device=rows.device)
     index = (block_rows.cumsum(0) - block_rows).unsqueeze(1) + slot  # [ep, room]
-    positions = order.places[index.clamp(max=len(order.places) - 1)].unsqueeze(1)
+    positions = order.sources[index.clamp(max=len(order.sources) - 1)].unsqueeze(1)
     positions = positions * etp + torch.arange(etp, device=rows.device).unsqueeze(
         1
     )  # [ep, etp, room]
     present = (slot < block_rows.unsqueeze(1)).unsqueeze(1).expand_as(positions)
-    leaving = Permutation.with_padding(
+    send_permutation = Permutation.with_padding(
         positions.flatten(), present.flatten(), tokens=tokens, copies=topk * etp
     )
     sizes = [room] * group.size
@@ -381,26 +386,26 @@ def _by_equal_blocks(
         split_all_to_all(group, sizes, sizes),
         split_all_to_all(group, sizes, sizes),
     )
-    buffer = start_collective(take_rows(rows, leaving), forward_exchange)
-    # Of each block, rows of this rank's experts in order, and then padding.
-    ends = counts[:, ranks.first : ranks.first + local].cumsum(1)  # [n, E/ep]
-    whose = torch.searchsorted(ends, slot.expand(len(ends), room).contiguous(), right=True)
-    local_order = replace(_Sorted.of(whose, local, complete=True), trailing=True)
-    by_expert = local_order.permutation(whose.numel(), 1)
-    meanwhile()
-    arrived = finish_collective(buffer, forward_exchange)  # [n room, h]
-    results = experts(take_rows(arrived, by_expert), local_order.runs)
-    combined = run_collective(sum_rows(results, by_expert), backward_exchange)
-    return sum_rows(combined, leaving, weights=_for_parts(routing.weights, etp))
+    buffer = start_collective(take_rows(rows, send_permutation), forward_exchange)
+    # Each received block has rows of this rank's experts in order, then padding.
+    ends = counts[:, ranks.first_expert : ranks.first_expert + local].cumsum(1)  # [n, E/ep]
+    expert_of_row = torch.searchsorted(ends, slot.expand(len(ends), room).contiguous(), right=True)
+    local_order = replace(_ExpertOrder.of(expert_of_row, local, complete=True), trailing=True)
+    expert_permutation = local_order.permutation(expert_of_row.numel(), 1)
+    overlap_fn()
+    received = finish_collective(buffer, forward_exchange)  # [n room, h]
+    results = experts(take_rows(received, expert_permutation), local_order.runs)
+    combined = run_collective(sum_rows(results, expert_permutation), backward_exchange)
+    return sum_rows(combined, send_permutation, weights=_repeat_for_shards(routing.weights, etp))
 
 
-def _for_parts(weights: torch.Tensor, etp: int) -> torch.Tensor:
-    """Return weights [t, k] of what each part of an expert returns, [t, k etp]."""
+def _repeat_for_shards(weights: torch.Tensor, etp: int) -> torch.Tensor:
+    """Return weights [t, k] repeated for the etp shards of each expert, [t, k etp]."""
     return weights.repeat_interleave(etp, dim=1) if etp > 1 else weights
 
 
-def _regrouped(counts: torch.Tensor, rows: int) -> tuple[Permutation, RowRuns]:
-    """Return how rows that came by rank and expert are brought together by expert.
+def _group_by_expert(counts: torch.Tensor, rows: int) -> tuple[Permutation, RowRuns]:
+    """Return the permutation of received rows, sorted by rank and expert, to order by expert.
 
     Args:
         counts: int64 [n, E/ep], rows from each rank for each local expert.
@@ -408,9 +413,9 @@ def _regrouped(counts: torch.Tensor, rows: int) -> tuple[Permutation, RowRuns]:
     """
     ranks, experts = counts.shape
     sizes = counts.sum(0)
-    whose = torch.arange(experts, device=counts.device).repeat(ranks)
-    whose = whose.repeat_interleave(counts.flatten(), output_size=rows)  # [r]
-    positions = whose.argsort(stable=True)
+    expert_of_row = torch.arange(experts, device=counts.device).repeat(ranks)
+    expert_of_row = expert_of_row.repeat_interleave(counts.flatten(), output_size=rows)  # [r]
+    positions = expert_of_row.argsort(stable=True)
     return Permutation.of(positions, len(positions), 1), RowRuns.of(sizes)
 
 

@@ -2,18 +2,18 @@
 """MoE: router, dispatch and experts of one block (Shazeer et al. 2017; Fedus et al. 2021).
 
 hidden [s, b, h] → rows [t, h] of this rank → router → dispatch → experts → weighted sums [t, h] →
-[s, b, h], plus the shared expert's. The shared expert is computed while rows are in flight.
+[s, b, h], plus the shared expert's output, which is computed while rows are in flight.
 
-`Experts` are this rank's MLPs, applied to rows sorted by expert, one run of rows per expert.
+`ExpertMLPs` are this rank's experts, applied to rows sorted by expert, one run of rows per expert.
 
-gated: down_e(activation(gate_e(x)) · up_e(x)), gate and up one product; plain as in `MLP`.
+gated: down_e(activation(gate_e(x)) · up_e(x)), gate and up one matmul; plain as in `MLP`.
 
 | weight | logical | local |
 |---|---|---|
 | gate, up | [E, f, h] each | [2 E/ep, f/etp, h], an expert's gate before its up |
 | down | [E, h, f] | [E/ep, h, f/etp] |
 
-A rank's results are partial sums of an expert's over etp.
+A rank's outputs are partial sums over etp.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class ExpertMLPs(nn.Module):
     """The experts of one rank.
 
     Attributes:
-        recomputes: compute the activated features again in backward instead of keeping them.
+        recomputes: recompute the activations in backward instead of saving them.
     """
 
     def __init__(self, name: str, *, config: MoEConfig, build: LayerBuild) -> None:
@@ -94,13 +94,13 @@ class MoE(nn.Module):
         name: prefix of its weights.
 
     Raises:
-        ValueError: the mixture cannot be on these ranks.
+        ValueError: the config does not fit the numbers of ranks.
 
     Attributes:
-        dispatcher: what brings tokens to their experts.
-        overlaps: whether the shared expert is computed meanwhile.
-        capacity: of this rank for the tokens of a microbatch of training (one with samples), and of
-            an evaluation that asks for it; None takes all, as generation does.
+        dispatcher: "alltoall" or "allgather".
+        overlaps: whether the shared expert is computed while rows are in flight.
+        capacity: of this rank for a training microbatch (one with samples), and for an evaluation
+            that requests it; None has no limit, as in generation.
     """
 
     def __init__(self, name: str, *, config: MoEConfig, build: LayerBuild) -> None:
@@ -120,7 +120,7 @@ class MoE(nn.Module):
         factor = build.backend.expert_rank_capacity_factor
         if factor is not None and self.ranks.group.size > 1:
             self.capacity = RankCapacity(factor, build.store.device)
-        # A padded dispatch and an exact one add in different orders.
+        # Batch-invariant: padded and exact dispatch sum in different orders, so only one is used.
         self._exact = build.store.row_tiles
         self._no_rows = torch.empty(
             (0, build.hidden_size), dtype=build.store.dtype, device=build.store.device
@@ -133,7 +133,7 @@ class MoE(nn.Module):
 
     @property
     def recomputes(self) -> bool:
-        """Whether activated features are computed again in backward instead of kept."""
+        """Whether activations are recomputed in backward instead of saved."""
         return self.experts.recomputes
 
     @recomputes.setter
@@ -160,32 +160,31 @@ class MoE(nn.Module):
         routing = self.router(rows, share, aux_factor=aux_factor)
         shared: list[torch.Tensor] = []
 
-        def meanwhile() -> None:
+        def overlap_fn() -> None:
             if self.shared is not None:
                 shared.append(self.shared(hidden, layout))
 
-        mixed = dispatch(
+        expert_output = dispatch(
             rows,
             routing,
             self.experts,
             ranks=self.ranks,
             dispatcher=self.dispatcher,
-            meanwhile=meanwhile if self.overlaps else None,
+            overlap_fn=overlap_fn if self.overlaps else None,
             padding=self._padding(share.count, layout),
             capacity=self._capacity_for(layout),
         )  # [t, h]
         if not self.overlaps:
-            meanwhile()
-        whole = share.whole(mixed)
-        return whole + shared[0] if shared else whole
+            overlap_fn()
+        output = share.whole(expert_output)
+        return output + shared[0] if shared else output
 
     @torch.no_grad()
     def join(self, most_tokens: int) -> None:
-        """Compute this rank's experts for the tokens of others, in a step of generation in which it
-        has none.
+        """Compute this rank's experts in a generation step in which the rank has no tokens.
 
         Args:
-            most_tokens: of the rank that has most.
+            most_tokens: of the rank with the most tokens.
         """
         no_choice = torch.empty(
             (0, self.router.config.topk), dtype=torch.int64, device=self._no_rows.device
@@ -200,14 +199,14 @@ class MoE(nn.Module):
         )
 
     def _capacity_for(self, layout: SequenceLayout) -> RankCapacity | None:
-        """Return what limits the tokens of a microbatch, if anything."""
+        """Return the capacity for the rows of a microbatch, or None."""
         limits = layout.sample_ids is not None or (
             self.capacity is not None and self.capacity.in_evaluation
         )
         return self.capacity if limits else None
 
     def _padding(self, rows: int, layout: SequenceLayout) -> Padding | None:
-        """Return how the rows of a step are padded; None outside of generation."""
+        """Return the padding of a generation step; None outside generation."""
         if layout.paged is None:
             return None
         if layout.paged.most_tokens is None:
@@ -215,19 +214,19 @@ class MoE(nn.Module):
         return self._padding_to(layout.paged.most_tokens)
 
     def _padding_to(self, most_tokens: int) -> Padding:
-        """Return how rows are padded where ranks have different numbers of them."""
+        """Return the padding of ranks with different numbers of rows."""
         rows = -(-most_tokens // self.region.group.size)
         return Padding(rows=rows, uneven=True, exact=self._exact)
 
 
 def capacities_of(model: nn.Module) -> list[tuple[str, RankCapacity]]:
-    """Return the capacities of a model's layers, each with the name of the layer's router."""
+    """Return the capacities of a model's layers, each with the name of its router."""
     layers = (module for module in model.modules() if isinstance(module, MoE))
     return [(m.router.name, m.capacity) for m in layers if m.capacity is not None]
 
 
 class SharedExpert(nn.Module):
-    """The MLP that every token goes through, with its gate."""
+    """The MLP for every token, with its optional gate."""
 
     def __init__(self, name: str, *, config: MoEConfig, build: LayerBuild) -> None:
         super().__init__()

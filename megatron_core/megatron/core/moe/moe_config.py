@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""MoEConfig and RouterConfig: everything that decides a mixture of experts, nothing about ranks."""
+"""MoEConfig and RouterConfig: configuration of a mixture of experts, independent of ranks."""
 
 from __future__ import annotations
 
@@ -19,30 +19,30 @@ DISPATCHERS = ("auto", "allgather", "alltoall")
 
 @dataclass(frozen=True, kw_only=True)
 class RouterConfig:
-    """How a token finds its experts; all of it is computed in fp32.
+    """Routing of tokens to experts, computed in fp32.
 
     Args:
         topk: experts of a token, k.
         score_function: "softmax" over all experts (Shazeer et al. 2017) or "sigmoid" of each
             (DeepSeek-AI 2024, section 2.1.2).
-        normalize: divide the scores of the chosen experts by their sum. With softmax that is the
-            softmax over the chosen logits alone.
-        scaling_factor: of the chosen scores, after that.
-        num_groups, group_topk: choose within the best `group_topk` of `num_groups` groups of
-            experts only (DeepSeek-AI 2024, section 2.1.2); both None is no limit.
-        group_candidates: a group counts by the sum of its so many best scores.
-        expert_bias: each expert has a bias that is added to its score where experts are chosen, and
-            nowhere else (Wang et al. 2024, arXiv 2408.15664).
-        bias_update_rate: what a step adds to the bias of an expert with fewer tokens than the mean,
-            and takes from one with more.
-        balance: what an auxiliary loss balances: "aux_loss" the load of the experts over the tokens
-            of a microbatch (Fedus et al. 2021, equation 4), "seq_aux_loss" over each sequence's. A
-            set of tokens is that of all ranks of cp and tp together.
-        aux_loss_coeff: its coefficient; 0 is none.
+        normalize: divide the scores of the chosen experts by their sum. With softmax this equals
+            the softmax over the chosen logits.
+        scaling_factor: of the chosen scores, after normalization.
+        num_groups, group_topk: choose only within the best `group_topk` of `num_groups` groups of
+            experts (DeepSeek-AI 2024, section 2.1.2); both None disables the limit.
+        group_candidates: a group's score is the sum of this many of its best expert scores.
+        expert_bias: add a bias to each expert's score for the choice of experts, but not for the
+            weights (Wang et al. 2024, arXiv 2408.15664).
+        bias_update_rate: added in a step to the bias of an expert with fewer tokens than the mean,
+            and subtracted from the bias of an expert with more.
+        balance: "aux_loss" balances the load of the experts over the tokens of a microbatch (Fedus
+            et al. 2021, equation 4), "seq_aux_loss" over the tokens of each sequence. Both count
+            the tokens of all cp and tp ranks.
+        aux_loss_coeff: coefficient of the auxiliary loss; 0 disables it.
         z_loss_coeff: coefficient of the mean squared log-sum-exp of the logits (Zoph et al. 2022,
             equation 5), over the same tokens as "aux_loss".
-        jitter: multiply what the router reads by uniform numbers in [1 - jitter, 1 + jitter], in
-            training; a function of sample and place.
+        jitter: in training, multiply the router's input by uniform numbers in
+            [1 - jitter, 1 + jitter], a function of sample and position.
     """
 
     topk: int = 2
@@ -60,7 +60,7 @@ class RouterConfig:
     jitter: float = 0.0
 
     def problems(self, num_experts: int) -> list[str]:
-        """List what cannot be with so many experts."""
+        """Return the problems of this config with a number of experts."""
         problems = []
         if not 1 <= self.topk <= num_experts:
             problems.append(
@@ -79,18 +79,18 @@ class RouterConfig:
         return problems + self._group_problems(num_experts)
 
     def _group_problems(self, num_experts: int) -> list[str]:
-        groups, best = self.num_groups, self.group_topk
-        if (groups is None) != (best is None):
+        groups, group_topk = self.num_groups, self.group_topk
+        if (groups is None) != (group_topk is None):
             return ["moe-router-num-groups and moe-router-group-topk go together: give both"]
-        if groups is None or best is None:
+        if groups is None or group_topk is None:
             return []
         if groups < 1 or num_experts % groups:
             return [f"moe-router-num-groups {groups} must divide the {num_experts} experts"]
         group_size = num_experts // groups
-        if not 1 <= best <= groups or best * group_size < self.topk:
+        if not 1 <= group_topk <= groups or group_topk * group_size < self.topk:
             return [
-                f"moe-router-group-topk {best} of {groups} groups of {group_size} experts must "
-                f"hold the {self.topk} experts of a token"
+                f"moe-router-group-topk {group_topk} of {groups} groups of {group_size} experts"
+                f" must hold the {self.topk} experts of a token"
             ]
         if not 1 <= self.group_candidates <= group_size:
             return [f"{self.group_candidates} candidates of a group of {group_size} experts"]
@@ -104,16 +104,16 @@ class MoEConfig:
     Args:
         num_experts: E.
         ffn_hidden_size: inner features f of each expert.
-        router: how a token finds its experts.
-        gated, activation: of each expert and of the shared one, as of `MLPConfig`; no biases.
-        capacity_factor: an expert takes at most ceil(factor · tokens · k / E) of a rank's tokens of
-            a microbatch, the rest are dropped there; None drops none.
-        drop_policy: which ones an expert keeps: those of the highest weight ("probs") or the first
-            ones ("position").
-        shared_ffn_hidden_size: inner features of an MLP that every token goes through as well;
-            None is no such MLP.
-        shared_gate: multiply the shared MLP's output by the sigmoid of a learned product with the
-            token.
+        router: routing of tokens to experts.
+        gated, activation: of each expert and of the shared expert, as in `MLPConfig`; no biases.
+        capacity_factor: an expert processes at most ceil(factor · tokens · k / E) of a rank's
+            tokens in a microbatch and drops all others; None drops none.
+        drop_policy: an expert keeps the tokens of the highest weight ("probs") or the first tokens
+            ("position").
+        shared_ffn_hidden_size: inner features of the shared expert, an MLP for every token; None
+            disables it.
+        shared_gate: multiply the shared expert's output by the sigmoid of a learned linear function
+            of the token.
     """
 
     num_experts: int
@@ -127,11 +127,11 @@ class MoEConfig:
     shared_gate: bool = False
 
     def problems(self, *, tp: int = 1, etp: int = 1, ep: int = 1) -> list[str]:
-        """List everything that cannot be on so many ranks.
+        """Return the problems of this config on a number of ranks.
 
         Args:
-            tp: ranks that share the weights of the shared expert.
-            etp, ep: ranks that share each expert's weights, and ranks that share the experts.
+            tp: ranks that shard the weights of the shared expert.
+            etp, ep: ranks that shard each expert's weights, and ranks that shard the experts.
         """
         problems = []
         if self.num_experts < 1 or self.num_experts % ep:
@@ -161,7 +161,7 @@ class MoEConfig:
 
     @property
     def shared(self) -> MLPConfig | None:
-        """The MLP that every token goes through."""
+        """Config of the shared expert, or None."""
         if self.shared_ffn_hidden_size is None:
             return None
         return MLPConfig(

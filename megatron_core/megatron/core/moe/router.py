@@ -1,34 +1,34 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Router: which experts a token goes to and with what weight, in fp32.
+"""Router: the experts of each token and their weights, in fp32.
 
     logits = W x
     scores = softmax(logits) or sigmoid(logits)
-    the k experts with the highest score + bias, within the best groups if those are limited
+    the k experts with the highest score + bias, within the best groups if these are limited
     weights = their scores, over their sum if normalised, times a factor
 
 The ranks of a pipeline stage route different tokens, so the gradient of W is partial on tp. With
-sequence parallelism the tp ranks have different rows already. Without it all have the same rows:
-each then routes its share of them (`Share`), and the results are gathered; rows that do not divide
-are padded. An expert of limited capacity drops tokens (`within_capacity`). The jitter of the
-router's input is a function of sample, position and feature, without state.
+sequence parallelism the tp ranks already have different rows. Without it all tp ranks have the same
+rows: each routes its share (`Share`), and the results are gathered; rows that do not divide are
+padded. An expert of limited capacity drops tokens (`within_capacity`). The jitter of the router's
+input is a stateless function of sample, position and feature.
 
-Padding (`SequenceLayout.padding`) is in no count, loss or capacity, and no expert takes it, so that
-results do not depend on the length of packed rows. How many tokens are no padding only the device
-knows: the host waits for nothing here.
+Padding (`SequenceLayout.padding`) is excluded from counts, losses and capacities, and has no
+expert, so that results do not depend on the length of packed rows. Only the device knows the number
+of real tokens: the host never waits for it here.
 
-Biases of experts, once a step (Wang et al. 2024, arXiv 2408.15664), by the tokens of its whole
-batch on all data-parallel ranks, before any are dropped:
+Expert biases are updated once per step (Wang et al. 2024, arXiv 2408.15664), from the tokens of the
+whole batch on all data-parallel ranks, before any token is dropped:
 
     b_e += rate · sign(mean over experts of their tokens - tokens of e)
 
 Auxiliary losses, each over a set of T tokens on several ranks:
 
-    balance   E / (k · T²) · sum over experts of (its tokens) · (sum of its shares of scores)
+    balance   E / (k · T²) · sum over experts of (its tokens) · (sum of its normalized scores)
     z         mean over tokens of logsumexp(logits)²
 
 Token counts are summed over the ranks; each rank computes the terms of its own tokens, and the
-terms of all ranks add up to the loss. `carry` attaches a loss to an activation, through which it
-gets into the gradient.
+terms of all ranks sum to the loss. `attach_aux_loss` attaches a loss to an activation, so that
+backward adds its gradient.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ from megatron.core.tensor_parallel import TensorParallelRegion
 from megatron.core.weight_sharding import WeightSharding
 
 
-def chosen_experts(
+def choose_experts(
     scores: torch.Tensor, config: RouterConfig, *, bias: torch.Tensor | None = None
 ) -> torch.Tensor:
     """Return the k experts of each token with the highest score + bias, int64 [t, k].
@@ -85,27 +85,26 @@ def within_capacity(
     policy: str,
     real: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Return which places their experts take, at most `capacity` each, bool [t, k].
+    """Return which copies are within their expert's capacity, bool [t, k].
 
     Args:
         experts: int64 [t, k].
         weights: fp32 [t, k].
-        capacity: places of each expert; a scalar on the device where the host does not know it.
-        policy: "probs" takes the places of the highest weight, "position" the first ones; among
-            equal ones the first.
-        real: bool [t]; padding takes no room and is taken by none. None is all True.
+        capacity: copies per expert; a scalar on the device if the host does not know it.
+        policy: "probs" keeps the copies of the highest weight, "position" the first copies; on ties
+            the first.
+        real: bool [t]; padding uses no capacity and is never kept. None is all True.
     """
     order = torch.arange(experts.numel(), device=experts.device)
     if policy == "probs":
         order = weights.flatten().argsort(descending=True, stable=True)
     assignments = experts.flatten()
-    if real is not None:  # after all others
+    if real is not None:  # padding is sorted last
         assignments = assignments.where(real.repeat_interleave(experts.shape[1]), experts.numel())
     order = order[assignments[order].argsort(stable=True)]  # by expert
     sorted_experts = assignments[order]
-    expert_starts = torch.searchsorted(
-        sorted_experts, sorted_experts
-    )  # where each one's expert begins
+    # Index of the first copy of the same expert.
+    expert_starts = torch.searchsorted(sorted_experts, sorted_experts)
     ranks = torch.arange(len(order), device=order.device) - expert_starts
     is_kept = torch.empty_like(ranks, dtype=torch.bool)
     is_kept[order] = ranks < capacity
@@ -116,7 +115,7 @@ def within_capacity(
 def expert_capacity(
     tokens: int | torch.Tensor, *, factor: float, topk: int, num_experts: int
 ) -> int | torch.Tensor:
-    """Return ceil(factor · tokens · k / E), how many places each expert takes.
+    """Return ceil(factor · tokens · k / E), the number of copies per expert.
 
     Args:
         tokens: of a rank, without padding: a number, or an int64 scalar on the device.
@@ -143,16 +142,16 @@ def jittered(
     """Return rows [t, h] times uniform numbers in [1 - rate, 1 + rate).
 
     Args:
-        sample_ids, places: int64 [t], each row's sample and its place there.
+        sample_ids, positions: int64 [t], each row's sample and its position in it.
     """
-    line = hash_index(key, hash_index(key, sample_ids) ^ positions)  # [t]
+    row_hashes = hash_index(key, hash_index(key, sample_ids) ^ positions)  # [t]
     columns = hash_index(key + 1, torch.arange(rows.shape[1], device=rows.device))  # [h]
-    bits = mix_rows_and_columns(line.unsqueeze(1), columns) & ((1 << _BITS) - 1)
+    bits = mix_rows_and_columns(row_hashes.unsqueeze(1), columns) & ((1 << _BITS) - 1)
     uniform = bits.float() * 2.0**-_BITS  # [t, h] in [0, 1)
     return (rows.float() * (1.0 + rate * (2.0 * uniform - 1.0))).to(rows.dtype)
 
 
-def tokens_of_experts(
+def count_expert_tokens(
     experts: torch.Tensor,
     num_experts: int,
     *,
@@ -160,11 +159,11 @@ def tokens_of_experts(
     num_sets: int = 1,
     real: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Count the tokens of each set that go to each expert, fp32 [sets, E].
+    """Count the tokens of each set for each expert, fp32 [sets, E].
 
     Args:
         experts: int64 [t, k].
-        sets: int64 [t], the number of each token's set; None is one set.
+        sets: int64 [t], index of each token's set; None is one set.
         real: bool [t]; padding does not count. None is all True.
     """
     bins = experts if sets is None else experts + num_experts * sets.unsqueeze(1)
@@ -176,28 +175,28 @@ def tokens_of_experts(
 
 
 def balance_loss(
-    shares: torch.Tensor, counts: torch.Tensor, *, topk: int, sets: torch.Tensor | None = None
+    probs: torch.Tensor, counts: torch.Tensor, *, topk: int, sets: torch.Tensor | None = None
 ) -> torch.Tensor:
-    """Return this rank's share of the mean over sets of the balance loss, a scalar.
+    """Return this rank's terms of the mean over sets of the balance loss, a scalar.
 
     Args:
-        shares: fp32 [t, E], each token's scores, adding up to 1; zeros for padding.
+        probs: fp32 [t, E], each token's scores, normalized to sum to 1; zeros for padding.
         counts: fp32 [sets, E], of all ranks.
-        sets: as in `tokens_of_experts`.
+        sets: as in `count_expert_tokens`.
     """
     num_sets, num_experts = counts.shape
     if sets is None:
-        sums = shares.sum(0, keepdim=True)
+        prob_sums = probs.sum(0, keepdim=True)
     else:
-        sums = shares.new_zeros(num_sets, num_experts).index_add(0, sets, shares)
+        prob_sums = probs.new_zeros(num_sets, num_experts).index_add(0, sets, probs)
     tokens = (counts.sum(-1, keepdim=True) / topk).clamp(min=1.0)  # [sets, 1]
-    return (counts * sums / tokens.square()).sum() * (num_experts / (topk * num_sets))
+    return (counts * prob_sums / tokens.square()).sum() * (num_experts / (topk * num_sets))
 
 
 def z_loss(
     logits: torch.Tensor, tokens: torch.Tensor, *, real: torch.Tensor | None = None
 ) -> torch.Tensor:
-    """Return this rank's share of the mean of the squared log-sum-exp of logits [t, E], a scalar.
+    """Return this rank's terms of the mean squared log-sum-exp of logits [t, E], a scalar.
 
     Args:
         tokens: of all ranks, a scalar.
@@ -209,13 +208,13 @@ def z_loss(
     return squares.sum() / tokens.clamp(min=1.0)
 
 
-def carry(x: torch.Tensor, loss: torch.Tensor, factor: torch.Tensor) -> torch.Tensor:
-    """Return x, through which factor · loss takes part in whatever is differentiated."""
-    return apply_function(_Carry, x, loss, factor)
+def attach_aux_loss(x: torch.Tensor, loss: torch.Tensor, factor: torch.Tensor) -> torch.Tensor:
+    """Return x, and add factor · loss to every loss that is differentiated through x."""
+    return apply_function(_AttachAuxLoss, x, loss, factor)
 
 
-class _Carry(torch.autograd.Function):
-    """forward x; dgrad of x as it comes, of the loss the factor. Saves the factor."""
+class _AttachAuxLoss(torch.autograd.Function):
+    """forward x; dgrad of x unchanged, dgrad of the loss: factor. Saves the factor."""
 
     @staticmethod
     def forward(ctx, x, loss, factor):
@@ -229,7 +228,7 @@ class _Carry(torch.autograd.Function):
 
 
 class Share:
-    """One rank's rows.
+    """The rows of a microbatch that this rank routes.
 
     Args:
         hidden: [s, b, h] ([s/tp, b, h] under sequence parallelism).
@@ -238,9 +237,9 @@ class Share:
 
     Attributes:
         batch: b.
-        has_padding: whether the layout marks padding, which no expert takes.
-        real: bool [t], False for padding and for rows that only make the ranks' shares equal; None
-            where there are none of these.
+        has_padding: whether the layout marks padding, which has no expert.
+        real: bool [t], False for padding and for rows that were added to make the ranks' shares
+            equal; None if there are none.
     """
 
     def __init__(
@@ -267,7 +266,7 @@ class Share:
         return scatter_to_group(flat, self._region.group)
 
     def whole(self, rows: torch.Tensor) -> torch.Tensor:
-        """Return [s, b, h], as `hidden` was, from every rank's rows [t, h]."""
+        """Return [s, b, h], in the shape of `hidden`, from every rank's rows [t, h]."""
         if self._divides:
             rows = gather_from_group(rows, self._region.group)
             rows = rows[: len(rows) - self._missing]
@@ -289,7 +288,7 @@ class Share:
 
     @property
     def num_sequences(self) -> int:
-        """How many sequences the microbatch has."""
+        """Number of sequences of the microbatch."""
         layout = self._layout
         if layout.sample_length is None or layout.cut is None:
             return self.batch
@@ -301,7 +300,7 @@ class Share:
         return self.count if self.real is None else self.real.sum()
 
     @property
-    def places(self) -> torch.Tensor:
+    def positions(self) -> torch.Tensor:
         """Position of each row in its sequence, int64 [t]; -1 for padding of the sequence."""
         positions = self._layout.sample_places  # [s]
         assert positions.ndim == 1, "layouts with sample ids have one place per column"
@@ -309,12 +308,12 @@ class Share:
 
     @property
     def _numbers(self) -> torch.Tensor:
-        """Each row's number among the [s, b] of all tp ranks; that of padding may be above."""
-        return torch.arange(self._first, self._first + self.count, device=self._device)
+        """Each row's index among the [s, b] rows of all tp ranks; padding may exceed it."""
+        return torch.arange(self._start, self._start + self.count, device=self._device)
 
     @property
-    def _first(self) -> int:
-        """The number of the first row."""
+    def _start(self) -> int:
+        """Index of the first row."""
         return self._region.group.rank * self.count
 
     def _real(self) -> torch.Tensor | None:
@@ -324,35 +323,35 @@ class Share:
         flat = padding.flatten()
         if self._missing:
             flat = torch.cat([flat, flat.new_ones(self._missing)])
-        return ~flat[self._first : self._first + self.count]
+        return ~flat[self._start : self._start + self.count]
 
 
-#: What a router counts, after the tokens of each expert. The losses are without coefficients.
+#: Measures that a router sums, after the tokens of each expert; losses without coefficients.
 MEASURES = ("places", "dropped", "entropy", "balance_loss", "z_loss", "microbatches")
 
 
 @dataclass(frozen=True, eq=False)
 class Routing:
-    """Where tokens go.
+    """Experts of each token.
 
     Args:
         experts: int64 [t, k].
         weights: fp32 [t, k].
-        kept: bool [t, k], False where the expert does not take the token; None is all True.
+        keep_mask: bool [t, k], False if the expert drops the token; None is all True.
     """
 
     experts: torch.Tensor
     weights: torch.Tensor
-    kept: torch.Tensor | None = None
+    keep_mask: torch.Tensor | None = None
 
 
 class Router(nn.Module):
     """Route tokens to experts.
 
     Attributes:
-        expert_bias: fp32 [E], or None; `Balance` moves it.
-        counted: fp64 [E + measures], sums over training forwards since somebody cleared it: the
-            places of tokens that want each expert, then `MEASURES`.
+        expert_bias: fp32 [E], or None; updated by `Balance`.
+        counted: fp64 [E + measures], sums over training forwards since the last reset: the copies
+            routed to each expert before drops, then `MEASURES`.
     """
 
     def __init__(self, name: str, *, config: MoEConfig, build: LayerBuild) -> None:
@@ -378,32 +377,33 @@ class Router(nn.Module):
         """Choose the experts of rows [t, h].
 
         Args:
-            share: which rows of the microbatch these are.
-            aux_factor: fp32 scalar, of the auxiliary losses in the step's loss; None has none.
+            share: describes these rows of the microbatch.
+            aux_factor: fp32 scalar, factor of the auxiliary losses in the step's loss; None omits
+                them.
         """
         config = self.config
         if config.jitter > 0.0 and share.samples is not None:
-            where = share.samples, share.places
-            rows = jittered(rows, *where, rate=config.jitter, key=self.jitter_key)
+            ids = share.samples, share.positions
+            rows = jittered(rows, *ids, rate=config.jitter, key=self.jitter_key)
         logits = apply_function(_Logits, rows, self.weight.anchor, self.weight)  # [t, E]
         softmax = config.score_function == "softmax"
         scores = logits.softmax(-1) if softmax else self._sigmoid(logits)
-        experts = chosen_experts(scores.detach(), config, bias=self.expert_bias)  # [t, k]
+        experts = choose_experts(scores.detach(), config, bias=self.expert_bias)  # [t, k]
         weights = scores.gather(1, experts)
         if config.normalize:
             weights = weights / (weights.sum(-1, keepdim=True) + 1e-20)
         if config.scaling_factor != 1.0:
             weights = weights * config.scaling_factor
-        routing = Routing(experts, weights, self._kept(experts, weights, share))
+        routing = Routing(experts, weights, self._keep_mask(experts, weights, share))
         if not torch.is_grad_enabled():
             return routing
-        shares = scores if softmax else scores / (scores.sum(-1, keepdim=True) + 1e-20)
-        return self._balanced(routing, logits, shares, share=share, aux_factor=aux_factor)
+        probs = scores if softmax else scores / (scores.sum(-1, keepdim=True) + 1e-20)
+        return self._balanced(routing, logits, probs, share=share, aux_factor=aux_factor)
 
-    def _kept(
+    def _keep_mask(
         self, experts: torch.Tensor, weights: torch.Tensor, share: Share
     ) -> torch.Tensor | None:
-        """Return which places [t, k] their experts take; None is all of them."""
+        """Return which copies [t, k] are within their expert's capacity; None is all."""
         if self.capacity_factor is None:
             if not share.has_padding:
                 return None
@@ -423,25 +423,25 @@ class Router(nn.Module):
         self,
         routing: Routing,
         logits: torch.Tensor,
-        shares: torch.Tensor,
+        probs: torch.Tensor,
         *,
         share: Share,
         aux_factor: torch.Tensor | None,
     ) -> Routing:
-        """Count a training forward, and give its auxiliary losses a way into the gradient.
+        """Count a training forward, and attach its auxiliary losses to the weights.
 
         Args:
-            logits, shares: fp32 [t, E].
+            logits, probs: fp32 [t, E].
         """
         config, experts = self.config, routing.experts
         by_sequence = config.balance == "seq_aux_loss"
         sets = share.sequences if by_sequence else None
-        number = share.num_sequences if by_sequence else 1
-        local_tokens = tokens_of_experts(
-            experts, self.num_experts, sets=sets, num_sets=number, real=share.real
+        num_sets = share.num_sequences if by_sequence else 1
+        local_tokens = count_expert_tokens(
+            experts, self.num_experts, sets=sets, num_sets=num_sets, real=share.real
         )
         if share.real is not None:
-            shares = shares * share.real.unsqueeze(1)
+            probs = probs * share.real.unsqueeze(1)
         balance = z = local_tokens.new_zeros(())
         weights, tokens = routing.weights, local_tokens.sum() / config.topk
         balances = config.balance != "none" and config.aux_loss_coeff > 0.0
@@ -449,32 +449,34 @@ class Router(nn.Module):
             counts = all_reduce(local_tokens, self.group)  # [sets, E]
             tokens = counts.sum() / config.topk
             if balances:
-                balance = balance_loss(shares, counts, topk=config.topk, sets=sets)
-                weights = carry(weights, balance, aux_factor * config.aux_loss_coeff)
+                balance = balance_loss(probs, counts, topk=config.topk, sets=sets)
+                weights = attach_aux_loss(weights, balance, aux_factor * config.aux_loss_coeff)
             if config.z_loss_coeff > 0.0:
                 z = z_loss(logits, tokens, real=share.real)
-                weights = carry(weights, z, aux_factor * config.z_loss_coeff)
-        self._count(local_tokens.sum(0), routing, shares, (balance, z, tokens))
-        return Routing(experts, weights, routing.kept)
+                weights = attach_aux_loss(weights, z, aux_factor * config.z_loss_coeff)
+        self._count(local_tokens.sum(0), routing, probs, (balance, z, tokens))
+        return Routing(experts, weights, routing.keep_mask)
 
     @torch.no_grad()
     def _count(
         self,
         assigned: torch.Tensor,
         routing: Routing,
-        shares: torch.Tensor,
+        probs: torch.Tensor,
         losses: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
     ) -> None:
-        """Add to `counted`; as ranks have shares of the losses, each counts a share of the
-        microbatch, or nothing of one that is padding alone.
+        """Add a microbatch to `counted`.
+
+        Each rank has terms of the losses, so it counts 1 / ranks of the microbatch, or 0 if the
+        microbatch is all padding.
 
         Args:
-            losses: the balance loss, the z loss, and the tokens that they are of.
+            losses: the balance loss, the z loss, and the number of their tokens.
         """
         balance, z, tokens = losses
         num_assigned = assigned.sum()
-        num_kept = num_assigned if routing.kept is None else routing.kept.sum().float()
-        entropy = torch.special.entr(shares).sum()
+        num_kept = num_assigned if routing.keep_mask is None else routing.keep_mask.sum().float()
+        entropy = torch.special.entr(probs).sum()
         active_share = (tokens > 0).float() / self.group.size
         measures = torch.stack(
             [num_assigned, num_assigned - num_kept, entropy, balance, z, active_share]
@@ -517,14 +519,14 @@ def _write_product(
 
 @dataclass(frozen=True)
 class RouterLoad:
-    """What a router did since the report before.
+    """Statistics of a router since the previous report.
 
     Args:
         name: of the router.
-        tokens: places of tokens that wanted each expert.
-        dropped: share of the places that their experts did not take.
-        entropy: mean over tokens of that of their shares of scores, in nats.
-        balance_loss, z_loss: means over microbatches, without coefficients; 0 where they have none.
+        tokens: copies routed to each expert, before drops.
+        dropped: fraction of dropped copies.
+        entropy: mean over tokens of the entropy of their normalized scores, in nats.
+        balance_loss, z_loss: means over microbatches, without coefficients; 0 if disabled.
     """
 
     name: str
@@ -536,7 +538,7 @@ class RouterLoad:
 
     @property
     def imbalance(self) -> float:
-        """The tokens of the busiest expert over the mean; 1 is even."""
+        """Tokens of the busiest expert over the mean; 1 is even."""
         return max(self.tokens) * len(self.tokens) / max(1, sum(self.tokens))
 
 
@@ -546,14 +548,14 @@ def routers_of(model: nn.Module) -> list[Router]:
 
 
 class Balance:
-    """Sum what routers count, and keep their loads even.
+    """Accumulate the routers' statistics and update the expert biases.
 
     Args:
         routers: of this rank.
         names: of all routers of the model, in its order; the same on every rank.
-        config: of them all.
-        world: all ranks; those of a pipeline stage have routed different tokens.
-        device: where this rank computes.
+        config: of all routers.
+        world: all ranks; the ranks of a pipeline stage routed different tokens.
+        device: of this rank.
     """
 
     def __init__(
@@ -574,10 +576,10 @@ class Balance:
         self._totals = [torch.zeros_like(router.counted) for router in self.routers]
 
     def finish(self, *, applied: bool) -> None:
-        """End a step: move the biases, if there are any; every rank calls it.
+        """Finish a step: update the expert biases, if any; every rank calls it.
 
         Args:
-            applied: whether the step changed weights; otherwise biases stay as well.
+            applied: whether the step changed weights; otherwise biases are not updated.
         """
         counted = [router.counted.clone() for router in self.routers]
         for router, total, counts in zip(self.routers, self._totals, counted, strict=True):
@@ -585,27 +587,27 @@ class Balance:
             router.counted.zero_()
         if not (self.config.router.expert_bias and applied):
             return
-        sums = self._summed(counted)
+        totals = self._summed(counted)
         for router, row in zip(self.routers, self._rows, strict=True):
             assert router.expert_bias is not None
-            tokens = sums[row, : router.num_experts]
-            behind = torch.sign(tokens.mean() - tokens).float()
-            router.expert_bias += router.config.bias_update_rate * behind
+            tokens = totals[row, : router.num_experts]
+            below_mean = torch.sign(tokens.mean() - tokens).float()
+            router.expert_bias += router.config.bias_update_rate * below_mean
 
     def report(self) -> list[RouterLoad]:
         """Return the loads of all routers since the last report; every rank calls it."""
-        sums = self._summed(self._totals).tolist()
+        totals = self._summed(self._totals).tolist()
         for total in self._totals:
             total.zero_()
-        return [self._load(name, row) for name, row in zip(self.names, sums, strict=True)]
+        return [self._load(name, row) for name, row in zip(self.names, totals, strict=True)]
 
     def _summed(self, counted: Sequence[torch.Tensor]) -> torch.Tensor:
-        """Return [routers of the model, E + measures] of all ranks."""
+        """Return [routers of the model, E + measures], summed over all ranks."""
         shape = len(self.names), self.config.num_experts + len(MEASURES)
-        whole = torch.zeros(shape, dtype=torch.float64, device=self.device)
+        table = torch.zeros(shape, dtype=torch.float64, device=self.device)
         for row, counts in zip(self._rows, counted, strict=True):
-            whole[row] = counts
-        return all_reduce(whole, self.world)
+            table[row] = counts
+        return all_reduce(table, self.world)
 
     def _load(self, name: str, row: list[float]) -> RouterLoad:
         tokens, measures = (

@@ -203,7 +203,7 @@ def test_padding_touches_no_page() -> None:
 
 def test_graphs_of_a_rank_alone_hold_all_its_rows() -> None:
     """Only where experts are shared does a step of many rows read on the host."""
-    with mock.patch.object(engine_module, "MOST_PADDED", 1):
+    with mock.patch.object(engine_module, "MAX_PADDED_ROWS", 1):
         engine = engine_of(model_of("gqa"), make_recorder=StrictTape)
     found = said(engine)
     assert found == said(engine_of(model_of("gqa")))

@@ -241,8 +241,8 @@ def experts_on_a_rank(
     asked_twice = asked_of_experts()
     with (
         one_thread(),
-        mock.patch.object(dispatch, "MOST_PADDED", least),
-        mock.patch.object(engine_module, "MOST_PADDED", least),
+        mock.patch.object(dispatch, "MAX_PADDED_ROWS", least),
+        mock.patch.object(engine_module, "MAX_PADDED_ROWS", least),
         mock.patch.object(RowRuns, "counts", property(counts_read_by_a_kernel)),
     ):
         found = []
@@ -265,9 +265,9 @@ def experts_on_a_rank(
     ("least", "asynchronous", "recorded"),
     [
         pytest.param(0, False, False, id="exact"),
-        pytest.param(dispatch.MOST_PADDED, False, False, id="padded"),
+        pytest.param(dispatch.MAX_PADDED_ROWS, False, False, id="padded"),
         pytest.param(0, True, False, id="exact, asynchronous"),
-        pytest.param(dispatch.MOST_PADDED, True, True, id="graphs, asynchronous"),
+        pytest.param(dispatch.MAX_PADDED_ROWS, True, True, id="graphs, asynchronous"),
         pytest.param(1, False, True, id="graphs of one row, exact ones of two"),
     ],
 )

@@ -102,8 +102,8 @@ class Layer:
             self.moe.router(share.rows(x), share) for x in (hidden, hidden * (1 + 3e-5 * noise))
         ]
         assert torch.equal(*(route.experts for route in routes)), "take other inputs"
-        if routes[0].kept is not None:
-            assert torch.equal(*(route.kept for route in routes)), "take other inputs"
+        if routes[0].keep_mask is not None:
+            assert torch.equal(*(route.keep_mask for route in routes)), "take other inputs"
 
     def pieces(self, flat_of: Callable[[WeightHandle], torch.Tensor]) -> list[Piece]:
         """List this rank's parts of logical tensors, views of what `flat_of` gives."""

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from megatron.core.moe.moe_config import RouterConfig
-from megatron.core.moe.router import chosen_experts, within_capacity
+from megatron.core.moe.router import choose_experts, within_capacity
 from tests.support.inputs import generator
 
 TOKENS, EXPERTS = 23, 12
@@ -48,13 +48,13 @@ def test_the_best_within_the_best_groups(config: RouterConfig, offset: float | N
     if offset is not None:  # at -2 every biased score is negative, and below those left out at 0
         bias = 0.4 * torch.rand(EXPERTS, generator=generator(2)) + offset
     before = scores.clone()
-    found = chosen_experts(scores, config, bias=bias)
+    found = choose_experts(scores, config, bias=bias)
     assert found.shape == (TOKENS, config.topk)
     assert torch.equal(scores, before)
     added = [0.0] * EXPERTS if bias is None else bias.tolist()
     wanted = [by_hand(token, config, added) for token in scores.tolist()]
     assert [set(token) for token in found.tolist()] == wanted
-    plain = chosen_experts(scores, RouterConfig(topk=config.topk))
+    plain = choose_experts(scores, RouterConfig(topk=config.topk))
     if config.topk < EXPERTS and (bias is not None or (config.group_topk or 6) < 6):
         assert not torch.equal(found.sort().values, plain.sort().values), "nothing was limited"
 

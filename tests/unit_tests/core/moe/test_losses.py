@@ -6,7 +6,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from megatron.core.moe.router import balance_loss, carry, tokens_of_experts, z_loss
+from megatron.core.moe.router import attach_aux_loss, balance_loss, count_expert_tokens, z_loss
 from tests.support.closeness import assert_all_close, assert_close_by_metric
 from tests.support.inputs import generator
 
@@ -50,7 +50,7 @@ def test_balance_of_tokens_and_of_each_set(padded: bool, by_set: bool):
     given = {"sets": sets if by_set else None}
     count = SETS if by_set else 1
     x = logits.clone().requires_grad_(True)
-    counts = tokens_of_experts(
+    counts = count_expert_tokens(
         experts, EXPERTS, num_sets=count, real=keep if padded or by_set else None, **given
     )
     shares = x.softmax(-1) * keep.unsqueeze(1)
@@ -75,12 +75,12 @@ def test_even_routing_is_one():
     tokens, experts = 14, 7
     chosen = torch.stack([torch.arange(tokens), torch.arange(tokens) + 3], dim=1) % experts
     shares = torch.full((tokens, experts), 1 / experts, dtype=torch.float64)
-    counts = tokens_of_experts(chosen, experts).double()
+    counts = count_expert_tokens(chosen, experts).double()
     assert counts.tolist() == [[4.0] * experts]
     assert balance_loss(shares, counts, topk=2).item() == pytest.approx(1.0, abs=1e-14)
     worst = torch.zeros_like(shares)
     worst[:, 0] = 1.0
-    alone = tokens_of_experts(torch.zeros(tokens, 1, dtype=torch.int64), experts).double()
+    alone = count_expert_tokens(torch.zeros(tokens, 1, dtype=torch.int64), experts).double()
     assert balance_loss(worst, alone, topk=1).item() == experts
 
 
@@ -101,7 +101,7 @@ def test_z_loss(padded: bool):
 
 def test_sets_without_tokens_have_no_loss():
     nobody = torch.zeros(3, dtype=torch.bool)
-    counts = tokens_of_experts(torch.zeros(3, 2, dtype=torch.int64), EXPERTS, real=nobody)
+    counts = count_expert_tokens(torch.zeros(3, 2, dtype=torch.int64), EXPERTS, real=nobody)
     assert balance_loss(torch.zeros(3, EXPERTS), counts, topk=2) == 0
     assert z_loss(torch.ones(3, EXPERTS), torch.tensor(0.0), real=nobody) == 0
 
@@ -111,7 +111,7 @@ def test_attached_aux_loss_gradient_has_factor_and_loss_scale(scale: float):
     x = torch.randn(5, 3, generator=generator(4)).requires_grad_(True)
     w = torch.randn(3, generator=generator(5)).requires_grad_(True)
     factor = torch.tensor(0.37) * scale  # what the step multiplies its loss by is in the factor
-    out = carry(x, (w**3).sum(), factor)
+    out = attach_aux_loss(x, (w**3).sum(), factor)
     assert torch.equal(out, x), "values do not change"
     upstream = torch.randn(5, 3, generator=generator(6))
     (out * upstream * scale).sum().backward()

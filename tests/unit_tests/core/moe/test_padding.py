@@ -112,7 +112,7 @@ def own_room(rank: int, world: int, scattered: bool) -> list[int]:
         room = math.ceil(0.8 * int(real.sum()) * 2 / EXPERTS)
         wanted = taken(routing.experts, routing.weights, real, room, policy)
         assert torch.equal(share.real, real)
-        assert torch.equal(routing.kept, wanted)
+        assert torch.equal(routing.keep_mask, wanted)
         rooms.append(room)
     return rooms
 

@@ -121,7 +121,7 @@ def test_weights_and_every_gradient(name: str, config: RouterConfig, bias: float
     def spread(values: torch.Tensor, where: torch.Tensor) -> torch.Tensor:
         return torch.zeros(S * B, EXPERTS).scatter(1, where, values.detach())
 
-    assert routing.kept is None
+    assert routing.keep_mask is None
     assert routing.weights.dtype == torch.float32
     assert len(set(routing.experts.flatten().tolist())) > 6
     got = {"weights": spread(routing.weights, routing.experts), "dx": x.grad}
@@ -186,7 +186,7 @@ def test_what_it_counts(score_function: str):
         counts = torch.tensor([int((routing.experts == e).sum()) for e in range(EXPERTS)]).double()
         dropped = (counts - capacity).clamp(min=0).sum()
         assert dropped > 0
-        assert (~routing.kept).sum() == dropped
+        assert (~routing.keep_mask).sum() == dropped
         balance = EXPERTS / (2 * len(part) ** 2) * (counts * shares.sum(0)).sum()
         entropy = -(shares * shares.log()).sum()
         z = logits.exp().sum(-1).log().square().mean()

@@ -63,7 +63,7 @@ def one_by_one(rank: int, world: int) -> None:
         if share.real is not None:
             assert share.real.tolist() == [n < s * b for n in mine]
         assert share.sequences[: len(there)].tolist() == (rows[there] % b).tolist()
-        assert share.places[: len(there)].tolist() == (rows[there] // b).tolist()
+        assert share.positions[: len(there)].tolist() == (rows[there] // b).tolist()
         assert share.samples[: len(there)].tolist() == IDS[rows[there] % b].tolist()
         back = share.whole(got * 2.0)
         assert torch.equal(back, hidden * 2.0)
@@ -86,7 +86,7 @@ def test_three_ranks_number_the_rows_of_a_microbatch(s: int, b: int, sequence_pa
         region = TensorParallelRegion(groups["tp"], sequence_parallel=sequence_parallel)
         hidden = torch.zeros(s // 3 if sequence_parallel else s, b, H)
         share = Share(hidden, layout, region=region)
-        numbers = (x.tolist() for x in (share.places, share.sequences, share.samples))
+        numbers = (x.tolist() for x in (share.positions, share.sequences, share.samples))
         found = list(zip(*numbers, strict=True))
         assert len(found) == share.count == -(-s * b // 3)
         real = share.real.tolist() if share.real is not None else [True] * share.count

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Backends built from other libraries, each in a module of its own that is imported on demand.
+"""Backends built from other libraries; each is a separate module that is imported on demand.
 
-Here is what can be said of them without any library: which layers multiply in FP8 or FP4, and how.
+This module needs no library: it describes which layers multiply in FP8 or FP4, and how.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ from typing import Literal
 #: The first release of TransformerEngine whose layers take weights that are gathered on demand.
 OLDEST_TRANSFORMER_ENGINE = (2, 19)
 
-#: Of what each recipe needs the sizes of a weight on a rank to be multiples, and its rows of
-#: activations: of FP8 products, of blocks that share a scale.
+#: Multiples that each recipe needs of a weight's sizes on a rank, and of its rows of
+#: activations: sizes of FP8 matmuls and of blocks that share a scale.
 MULTIPLES: Mapping[str, tuple[int, int]] = MappingProxyType(
     {
         "delayed": (16, 8),
@@ -29,8 +29,8 @@ MULTIPLES: Mapping[str, tuple[int, int]] = MappingProxyType(
     }
 )
 
-#: Gather formats (`weight_gather.gather_format`) that a recipe multiplies without decoding. A scale
-#: of earlier steps is none of it, nor is one of 128 elements.
+#: Gather format (`weight_gather.gather_format`) whose bytes a recipe multiplies directly. There is none for
+#: scales of earlier steps (delayed) or of 128 elements (blockwise).
 GATHERED: Mapping[str, str] = MappingProxyType(
     {"tensorwise": "fp8", "mxfp8": "mxfp8", "nvfp4": "nvfp4"}
 )
@@ -38,15 +38,15 @@ GATHERED: Mapping[str, str] = MappingProxyType(
 
 @dataclass(frozen=True, kw_only=True)
 class QuantizationConfig:
-    """A recipe, and the layers that keep the dtype of the weights.
+    """A quantization recipe, and the layers that keep the dtype of the weights.
 
     Args:
-        recipe: where scales come from: earlier steps (delayed), the tensor (tensorwise), its blocks
+        recipe: source of the scales: earlier steps (delayed), the tensor (tensorwise), its blocks
             of 128 (blockwise) or 32 (mxfp8) elements; nvfp4 has FP4 elements in blocks of 16.
-        hybrid: output gradients are E5M2; everything else, and otherwise they as well, is E4M3.
-        margin: delayed scaling leaves room for 2^margin times the amax.
-        amax_history_len: steps that delayed scaling looks back on.
-        amax_compute_algo: the largest amax of the history, or the last one.
+        hybrid: output gradients are E5M2; otherwise all tensors are E4M3.
+        margin: delayed scaling leaves headroom of 2^margin times the amax.
+        amax_history_len: number of past steps in the amax history of delayed scaling.
+        amax_compute_algo: the largest amax of the history, or the most recent one.
         num_layers_at_start, num_layers_at_end: first and last layers that are not quantized.
     """
 
@@ -60,16 +60,16 @@ class QuantizationConfig:
 
     @property
     def weight_multiple(self) -> int:
-        """What both sizes of a weight are multiples of, on a rank."""
+        """Both sizes of a weight on a rank must be multiples of this."""
         return MULTIPLES[self.recipe][0]
 
     @property
     def row_multiple(self) -> int:
-        """What the number of rows of activations is a multiple of, on a rank."""
+        """The number of rows of activations on a rank must be a multiple of this."""
         return MULTIPLES[self.recipe][1]
 
     def covers(self, layer: int, num_layers: int) -> bool:
-        """Whether layer `layer` of `num_layers` is quantized."""
+        """Return whether layer `layer` of `num_layers` is quantized."""
         return self.num_layers_at_start <= layer < num_layers - self.num_layers_at_end
 
     def check_weight(self, name: str, shape: tuple[int, ...]) -> None:
@@ -85,7 +85,7 @@ class QuantizationConfig:
 def transformer_engine_problem() -> str | None:
     """Return why `extensions.transformer_engine` cannot be used, with the fix; None if it can.
 
-    Imports it, which takes seconds where TransformerEngine is installed.
+    Imports the module, which takes seconds if TransformerEngine is installed.
     """
     needed = ".".join(map(str, OLDEST_TRANSFORMER_ENGINE))
     install = "pip install 'megatron-lm[te]'"

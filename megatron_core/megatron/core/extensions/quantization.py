@@ -1,14 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The state of delayed scaling; imports no library.
+"""The state of delayed scaling, independent of TransformerEngine.
 
 Delayed scaling quantizes x to x · scale, with a scale from the largest magnitudes (amax) of
 earlier steps (Micikevicius et al. 2022, section 3):
 
     scale = (largest number of the format / amax over the history) / 2^margin
 
-Amax is gathered over all microbatches of a step, and reduced over all ranks of a pipeline stage
-when the step ends. So all microbatches of a step have the same scales, which a recompute in
-backward meets again, and which do not depend on how a batch is divided.
+The amax is collected over all microbatches of a step, and reduced over all ranks of a pipeline
+stage at the end of the step. All microbatches of a step therefore have the same scales: a recompute
+in backward uses the forward's scales, and scales do not depend on the split of a batch.
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ QUANTIZED_TENSORS = ("input", "weight", "output_gradient")
 
 
 class DelayedScales:
-    """Of one weight's products: what its tensors are multiplied by, and their amax.
+    """Scales and amax of the tensors of one weight's matmuls.
 
     Attributes:
         scale: fp32 [3], of `QUANTIZED_TENSORS`; a state of the model.
-        history: fp32 [steps, 3], the amax of finished steps, the last one first; a state as well.
+        history: fp32 [steps, 3], amax of past steps, the most recent first; also a state.
         amax: fp32 [3], of this step so far.
     """
 
@@ -44,9 +44,9 @@ class DelayedScales:
 
 
 class DelayedScaling:
-    """The scales of all weights of a model, updated once a step.
+    """The scales of all weights of a model, updated once per step.
 
-    A model's `Backend` has one. It is empty with recipes that have no state.
+    A model's `Backend` has one. It is empty with stateless recipes.
     """
 
     def __init__(self, config: QuantizationConfig) -> None:
@@ -54,21 +54,21 @@ class DelayedScaling:
         self.scales: list[DelayedScales] = []
 
     def scales_of(self, name: str, *, store: WeightStore) -> DelayedScales:
-        """Declare the scales of a weight's products."""
+        """Declare the scales of a weight's matmuls."""
         scales = DelayedScales(name, self.config.amax_history_len, store=store)
         self.scales.append(scales)
         return scales
 
     def begin(self) -> None:
-        """Begin a step: forget what an evaluation, or an unsound computation, has left."""
+        """Start a step: reset the amax, which an evaluation or a failed step may have changed."""
         if self.scales:
             torch._foreach_zero_([scales.amax for scales in self.scales])
 
     @torch.no_grad()
     def finish(self, groups: ProcessGroupCollection) -> None:
-        """End a step: make the scales of the next from what all ranks of the stage have seen.
+        """Finish a step: compute the next step's scales from the amax of all ranks of the stage.
 
-        An amax that is not finite, of a step whose loss has overflowed, is not remembered.
+        An amax that is not finite, from a step whose loss overflowed, does not enter the history.
         """
         if not self.scales:
             return
@@ -77,19 +77,19 @@ class DelayedScaling:
             all_reduce(amax, groups[name], op="max", out=amax)
         amax = torch.where(torch.isfinite(amax), amax, 0.0)
         histories = [scales.history for scales in self.scales]
-        before = torch.stack(histories)  # [n, steps, 3]
-        history = torch.cat((amax.unsqueeze(1), before[:, :-1]), 1)
+        previous = torch.stack(histories)  # [n, steps, 3]
+        history = torch.cat((amax.unsqueeze(1), previous[:, :-1]), 1)
         current = [scales.scale for scales in self.scales]
         scale = self._scale(history, torch.stack(current))
         torch._foreach_copy_(histories, list(history))
         torch._foreach_copy_(current, list(scale))
         self.begin()
 
-    def _scale(self, history: torch.Tensor, before: torch.Tensor) -> torch.Tensor:
-        """Return scales [n, 3] from histories [n, steps, 3]; as before where nothing is known."""
+    def _scale(self, history: torch.Tensor, previous: torch.Tensor) -> torch.Tensor:
+        """Return scales [n, 3] from histories [n, steps, 3]; without an amax the previous scale."""
         amax = history.amax(1) if self.config.amax_compute_algo == "max" else history[:, 0]
         gradient = E5M2_MAX if self.config.hybrid else E4M3_MAX
-        largest = amax.new_tensor([E4M3_MAX, E4M3_MAX, gradient])
-        scale = (largest / amax) / 2.0**self.config.margin
+        max_values = amax.new_tensor([E4M3_MAX, E4M3_MAX, gradient])
+        scale = (max_values / amax) / 2.0**self.config.margin
         scale = scale.clamp(max=torch.finfo(torch.float32).max)
-        return torch.where(amax > 0.0, scale, before)
+        return torch.where(amax > 0.0, scale, previous)

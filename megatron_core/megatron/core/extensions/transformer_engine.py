@@ -1,36 +1,37 @@
 # SPDX-License-Identifier: Apache-2.0
 """TransformerEngine's layers as a `Backend`: `--transformer-impl transformer_engine`.
 
-TE (NVIDIA, Apache-2.0) computes the products, the norms and the collectives of a tensor-parallel
-layer; where weights and gradients are stored stays this package's business. A TE module is built
-without memory, and its weight is a `HandleWeight`, which speaks TE's `DistributedWeight` protocol
-(TE >= 2.19) over a `WeightHandle`:
+TE (NVIDIA, Apache-2.0) computes the matmuls, norms and collectives of a tensor-parallel layer; this
+package stores weights and gradients. A TE module is built without memory, and its weight is a
+`HandleWeight`, which implements TE's `DistributedWeight` protocol (TE >= 2.19) over a
+`WeightHandle`:
 
-| TE asks for | and gets |
+| TE calls | implemented by |
 |---|---|
-| materialize_group_for_forward, _for_backward | `WeightHandle.get()`: gathered if need be |
-| grad_buffer | the gradient slot if it holds nothing yet, else a buffer of the same shape |
-| finalize_group_grads | the gradient is put: the buffer is added, the slot counted as written |
+| materialize_group_for_forward, _for_backward | `WeightHandle.get()`: gathered if sharded |
+| grad_buffer | the gradient slot if it is empty, else a buffer of the same shape |
+| finalize_group_grads | accumulate: the buffer is added, the slot is marked as written |
 
-TE saves the protocol object for backward, never what was gathered, so every sharding strategy
-serves it as it serves this package's own layers. Biases and norm weights are ordinary copies
+TE saves the protocol object for backward, never the gathered weight, so TE layers work with every
+sharding strategy like this package's own layers. Biases and norm weights are ordinary copies
 (`WeightHandle.use`), whose gradients arrive through autograd; biases are added outside of TE.
 
-A split backward takes over the module's store of delayed weight gradients: what TE would keep until
-`backward_dw` waits in the store's `WgradQueue` instead.
+A split backward replaces the module's store of delayed weight gradients: gradients that TE would
+keep until `backward_dw` wait in the store's `WgradQueue` instead.
 
-With a `QuantizationConfig` a layer multiplies in FP8 or FP4 by TE's recipe, see `Quantization`. A
-weight that is gathered in the recipe's format is TE's own tensor over the gathered bytes; any other
-is quantized whenever it has been asked for: what TE could keep of it would outlive the gathered
-bytes. Delayed scaling's scales are the model's (`quantization.DelayedScaling`), not TE's,
-which updates them once a microbatch and saves them by pickle.
+With a `QuantizationConfig` a layer multiplies in FP8 or FP4 by TE's recipe, see
+`ModelQuantization`. A weight that is gathered in the recipe's format becomes a TE tensor over the
+gathered bytes. Any other weight is quantized at each use, because a copy cached by TE would outlive
+the gathered bytes. The scales of delayed scaling belong to the model
+(`quantization.DelayedScaling`), because TE updates its own once per microbatch and saves them by
+pickle.
 
 Attention over whole rows is `te.DotProductAttention`: causal, with windows, grouped queries, sinks,
-and documents packed into rows (`cu_seqlens`). Context parallelism, dropout of attention weights,
-whose masks this package makes reproducible, and documents with padding or known by ids alone are
-local.
+and documents packed into rows (`cu_seqlens`). This package computes context parallelism, attention
+dropout (its masks are reproducible), and documents with padding or without cu_seqlens.
 
-Local too: the embedding, the output layer, the router, recurrences and replicated products.
+It also computes the embedding, the output layer, the router, recurrences and replicated linear
+layers.
 """
 
 from __future__ import annotations
@@ -66,9 +67,9 @@ def backend(base: Backend, config: QuantizationConfig | None = None) -> Backend:
     """Return `base` with TE's linear layers, grouped linear layers, norms and attention.
 
     Args:
-        config: in what layers of a decoder multiply, and which; None is the dtype of the weights.
+        config: recipe of the decoder's layers; None multiplies in the dtype of the weights.
     """
-    plain = _linear_parts(None)
+    plain = _linear_backends(None)
     te_backend = replace(
         base,
         name="transformer_engine",
@@ -79,16 +80,16 @@ def backend(base: Backend, config: QuantizationConfig | None = None) -> Backend:
     )
     if config is None:
         return te_backend
-    quantization = Quantization(config)
-    parts = _linear_parts(quantization)
+    quantization = ModelQuantization(config)
+    quantized = _linear_backends(quantization)
     return replace(
         te_backend,
-        layer_parts=lambda layer, count: parts if config.covers(layer, count) else plain,
+        layer_parts=lambda layer, count: quantized if config.covers(layer, count) else plain,
         step_state=quantization.scaling,
     )
 
 
-def _linear_parts(quantization: Quantization | None) -> dict[str, Any]:
+def _linear_backends(quantization: ModelQuantization | None) -> dict[str, Any]:
     return {
         "column_linear": partial(TEColumnParallelLinear, quantization=quantization),
         "row_linear": partial(TERowParallelLinear, quantization=quantization),
@@ -97,28 +98,30 @@ def _linear_parts(quantization: Quantization | None) -> dict[str, Any]:
 
 
 def quantization_problem(config: QuantizationConfig) -> str | None:
-    """Return why the GPU of this process cannot multiply by a recipe, in TE's words; None if it can
-    or if there is none."""
+    """Return TE's reason why this process's GPU does not support a recipe; None if it does.
+
+    Also None without a GPU.
+    """
     if not torch.cuda.is_available():
         return None
-    ask = {
+    checks = {
         "delayed": te.is_fp8_available,
         "tensorwise": te.is_fp8_available,
         "blockwise": te.is_fp8_block_scaling_available,
         "mxfp8": te.is_mxfp8_available,
         "nvfp4": te.is_nvfp4_available,
     }
-    available, reason = ask[config.recipe](return_reason=True)
+    available, reason = checks[config.recipe](return_reason=True)
     return None if available else reason
 
 
-class Quantization:
-    """TE's recipe of a model, and the state of delayed scaling."""
+class ModelQuantization:
+    """TE's recipe for a model, and the state of delayed scaling."""
 
     def __init__(self, config: QuantizationConfig) -> None:
         self.config, self.scaling = config, DelayedScaling(config)
         fp8_format = recipes.Format.HYBRID if config.hybrid else recipes.Format.E4M3
-        #: TE's own history is of no use: one step is the least it takes.
+        #: TE's own amax history is unused: 1 is the smallest length.
         self.recipe: recipes.Recipe = {
             "delayed": partial(recipes.DelayedScaling, amax_history_len=1),
             "tensorwise": recipes.Float8CurrentScaling,
@@ -128,10 +131,10 @@ class Quantization:
         }[config.recipe](fp8_format=fp8_format)
 
     def of_weight(self, handle: WeightHandle, store: WeightStore) -> WeightQuantization:
-        """Return how products by a weight [..., o, h] are quantized.
+        """Return the quantization of a weight [..., o, h].
 
         Raises:
-            ValueError: its size is no multiple of what the recipe needs.
+            ValueError: a size is not a multiple of the recipe's block.
         """
         name = handle.sharding.name
         self.config.check_weight(name, tuple(handle.shape))
@@ -144,27 +147,28 @@ class Quantization:
 
 
 class WeightQuantization:
-    """How products by one weight are quantized.
+    """Quantization of the matmuls of one weight.
 
     Args:
+        model: the recipe of the model.
         scales: of delayed scaling, for all matrices of the weight; None with other recipes.
     """
 
-    def __init__(self, of_model: Quantization, scales: DelayedScales | None) -> None:
-        self.config, self._recipe, self._scales = of_model.config, of_model.recipe, scales
+    def __init__(self, model: ModelQuantization, scales: DelayedScales | None) -> None:
+        self.config, self._recipe, self._scales = model.config, model.recipe, scales
         self._gathered_quantizers: dict[bool, Any] = {}
 
     def autocast(self) -> AbstractContextManager[Any]:
-        """Return the context that a module of TE is called in."""
+        """Return the context in which a TE module is called."""
         return te.autocast(enabled=True, recipe=self._recipe)
 
     def bind(self, module: nn.Module, count: int) -> None:
-        """Give a module of `count` products our scales in place of its own."""
+        """Replace the scales of a module of `count` matmuls with the model's scales."""
         if self._scales is None:
             return
         with self.autocast():
             module.init_fp8_metadata(num_gemms=count)
-        # TE takes it that the module is among those whose scales it updates.
+        # With this key TE assumes that it already registered the module for scale updates.
         module.fp8_meta[FP8GlobalStateManager.get_buffer_info()] = ()
         forward, backward = (module.quantizers[key] for key in ("scaling_fwd", "scaling_bwd"))
         for product in range(count):  # input, weight, output; gradient of output, of input
@@ -175,8 +179,10 @@ class WeightQuantization:
     def for_input_gradient(
         self, module: nn.Module, matrices: Sequence[torch.Tensor]
     ) -> list[torch.Tensor]:
-        """Return the matrices [o, h] of a module quantized as the input gradient reads them, in
-        columns. `te.Linear` would do that itself, the others multiply by what they are given."""
+        """Return a module's matrices [o, h], quantized columnwise for the input gradient.
+
+        `te.Linear` would do this itself; TE's other modules multiply by the matrices they get.
+        """
         quantized = []
         for number, matrix in enumerate(matrices):
             quantizer = module.quantizers["scaling_fwd"][3 * number + 1].copy()
@@ -187,10 +193,10 @@ class WeightQuantization:
     def gathered(
         self, encoded: EncodedWeight, count: int, *, backward: bool, **options: Any
     ) -> list[torch.Tensor]:
-        """Return the `count` matrices [o, h] of a weight as TE's own tensors over gathered bytes.
+        """Return the `count` matrices [o, h] of a weight as TE tensors over gathered bytes.
 
         Args:
-            backward: they are read in columns, by an input gradient.
+            backward: whether an input gradient reads them, columnwise.
             options: dtype, device and requires_grad of the tensors.
         """
         make = {"tensorwise": _float8_tensor, "mxfp8": _mxfp8_tensor, "nvfp4": _nvfp4_tensor}
@@ -200,13 +206,13 @@ class WeightQuantization:
         options["quantizer"] = self._gathered_quantizers[backward]
         rows, blocks = len(encoded.quantized) // count, len(encoded.scales) // count
         pairs = zip(encoded.quantized.split(rows), encoded.scales.split(blocks), strict=True)
-        parts = [
-            replace(encoded, quantized=quantized, scales=scales) for quantized, scales in pairs
+        matrices = [replace(encoded, quantized=codes, scales=scales) for codes, scales in pairs]
+        return [
+            make[self.config.recipe](matrix, columns=backward, **options) for matrix in matrices
         ]
-        return [make[self.config.recipe](part, columns=backward, **options) for part in parts]
 
     def _gathered_quantizer(self, encoded: EncodedWeight, *, columns: bool) -> Any:
-        """Return what TE takes to have quantized a gathered weight."""
+        """Return the quantizer that TE associates with a gathered weight."""
         usage = {"rowwise": not columns, "columnwise": columns}
         if self.config.recipe == "tensorwise":
             usage["rowwise"] = True
@@ -226,117 +232,124 @@ class WeightQuantization:
     def padded(
         self, rows: torch.Tensor, runs: RowRuns
     ) -> tuple[torch.Tensor, list[int], torch.Tensor | None]:
-        """Fill runs of rows [r, h] up with zeros to the multiple that products need.
+        """Pad runs of rows [r, h] with zeros to the multiple that quantized matmuls need.
 
         Returns:
-            rows [p, h], the length of each run, and the places of the given rows, int64 [r]; None
-            if nothing had to be filled.
+            rows [p, h], the length of each run, and the index of each original row, int64 [r];
+            None if no run was padded.
         """
-        # The rows are summed over in the weight gradient, as a size of a weight is.
+        # The weight gradient reduces over the rows, so their number must fit like a weight's size.
         multiple = self.config.weight_multiple
-        longer = [-(-count // multiple) * multiple for count in runs.counts]
-        if longer == list(runs.counts):
-            return rows, longer, None
-        # Made on the device: a copy of pageable memory from the host waits for it.
+        padded_counts = [-(-count // multiple) * multiple for count in runs.counts]
+        if padded_counts == list(runs.counts):
+            return rows, padded_counts, None
+        # Computed on the device: copying pageable host memory would wait for the device.
         ends = runs.ends.long()
         missing = -ends.diff(prepend=ends.new_zeros(1)) % multiple
         row = torch.arange(len(rows), device=rows.device)
         run = torch.searchsorted(ends, row, right=True)
         index = row + (missing.cumsum(0) - missing)[run]
-        return rows.new_zeros(sum(longer), rows.shape[-1]).index_copy(0, index, rows), longer, index
+        return (
+            rows.new_zeros(sum(padded_counts), rows.shape[-1]).index_copy(0, index, rows),
+            padded_counts,
+            index,
+        )
 
 
-def _float8_tensor(part: EncodedWeight, *, columns: bool, **options: Any) -> torch.Tensor:
-    """Return a matrix in E4M3 with one scale; TE transposes it where the GPU needs columns so."""
+def _float8_tensor(matrix: EncodedWeight, *, columns: bool, **options: Any) -> torch.Tensor:
+    """Return a matrix in E4M3 with one scale; TE transposes it if the GPU needs that."""
     return te.Float8Tensor(
-        shape=part.quantized.shape,
-        data=part.quantized,
-        fp8_scale_inv=part.scale,
+        shape=matrix.quantized.shape,
+        data=matrix.quantized,
+        fp8_scale_inv=matrix.scale,
         fp8_dtype=te.DType.kFloat8E4M3,
         **options,
     )
 
 
 def _mxfp8_tensor(
-    part: EncodedWeight, *, columns: bool, quantizer: Any, **options: Any
+    matrix: EncodedWeight, *, columns: bool, quantizer: Any, **options: Any
 ) -> torch.Tensor:
     """Return a matrix in E4M3 with a scale for 32 elements of a row or of a column."""
-    shape, scales = part.quantized.shape, part.scales
-    if part.block == (32, 32):
+    shape, scales = matrix.quantized.shape, matrix.scales
+    if matrix.block == (32, 32):
         scales = scales.repeat_interleave(32, int(columns))
     return te.MXFP8Tensor(
         shape=shape,
         fp8_dtype=te.DType.kFloat8E4M3,
         quantizer=quantizer,
         with_gemm_swizzled_scales=False,
-        **_read(
+        **_usage_fields(
             columns,
-            data=part.quantized,
-            scale_inv=_padded(scales, quantizer.get_scale_shape(shape, columnwise=columns)),
+            data=matrix.quantized,
+            scale_inv=_pad_scales(scales, quantizer.get_scale_shape(shape, columnwise=columns)),
         ),
         **options,
     )
 
 
 def _nvfp4_tensor(
-    part: EncodedWeight, *, columns: bool, quantizer: Any, **options: Any
+    matrix: EncodedWeight, *, columns: bool, quantizer: Any, **options: Any
 ) -> torch.Tensor:
-    """Return a matrix in E2M1, two elements a byte, with a scale for 16 elements of a row or of a
-    column. Its columns are rows of its transpose."""
-    codes, scales = part.quantized, part.scales  # [o, h/2]
+    """Return a matrix in E2M1, two elements per byte, with a scale for 16 elements.
+
+    The 16 elements are adjacent in a row, or in a column. Columns are stored as rows of the
+    transpose.
+    """
+    codes, scales = matrix.quantized, matrix.scales  # [o, h/2]
     shape = torch.Size((codes.shape[0], 2 * codes.shape[1]))
     if columns:
         elements = torch.stack((codes & 15, codes >> 4), 2).flatten(1).t()  # [h, o]
         codes, scales = elements[:, ::2] | (elements[:, 1::2] << 4), scales.t()
-    if part.block == (16, 16):
+    if matrix.block == (16, 16):
         scales = scales.repeat_interleave(16, 0)
     return te.NVFP4Tensor(
         shape=shape,
         fp4_dtype=te.DType.kFloat4E2M1,
         quantizer=quantizer,
         with_gemm_swizzled_scales=False,
-        amax_rowwise=None if columns else part.amax,
-        amax_columnwise=part.amax if columns else None,
-        **_read(
+        amax_rowwise=None if columns else matrix.amax,
+        amax_columnwise=matrix.amax if columns else None,
+        **_usage_fields(
             columns,
             data=codes,
-            scale_inv=_padded(scales, quantizer.get_scale_shape(shape, columnwise=columns)),
+            scale_inv=_pad_scales(scales, quantizer.get_scale_shape(shape, columnwise=columns)),
         ),
         **options,
     )
 
 
-def _read(columns: bool, **fields: torch.Tensor | None) -> dict[str, torch.Tensor | None]:
-    """Return the fields of a tensor that has rows or columns, and None for those of the other."""
-    has, lacks = ("columnwise", "rowwise") if columns else ("rowwise", "columnwise")
-    fields_by_name: dict[str, torch.Tensor | None] = {f"{lacks}_{name}": None for name in fields}
-    return fields_by_name | {f"{has}_{name}": field for name, field in fields.items()}
+def _usage_fields(columns: bool, **fields: torch.Tensor | None) -> dict[str, torch.Tensor | None]:
+    """Return a tensor's fields for rowwise or columnwise usage, and None for the other."""
+    present, absent = ("columnwise", "rowwise") if columns else ("rowwise", "columnwise")
+    fields_by_name: dict[str, torch.Tensor | None] = {f"{absent}_{name}": None for name in fields}
+    return fields_by_name | {f"{present}_{name}": field for name, field in fields.items()}
 
 
-def _padded(scales: torch.Tensor, shape: Sequence[int]) -> torch.Tensor:
-    """Return scales filled up with zeros to what TE's products read."""
-    filled = scales.new_zeros(tuple(shape))
-    filled[: scales.shape[0], : scales.shape[1]] = scales
-    return filled
+def _pad_scales(scales: torch.Tensor, shape: Sequence[int]) -> torch.Tensor:
+    """Return scales padded with zeros to the shape that TE's matmuls read."""
+    padded = scales.new_zeros(tuple(shape))
+    padded[: scales.shape[0], : scales.shape[1]] = scales
+    return padded
 
 
 class TEColumnParallelLinear(ColumnParallelLinear):
-    """`ColumnParallelLinear` computed by `te.Linear`; the weight is declared alike."""
+    """`ColumnParallelLinear` computed by `te.Linear`; its weight is declared in the same way."""
 
     def __init__(
         self,
         name: str,
         *args: Any,
         store: WeightStore,
-        quantization: Quantization | None = None,
+        quantization: ModelQuantization | None = None,
         **options: Any,
     ) -> None:
         super().__init__(name, *args, store=store, **options)
         self._quantization = quantization and quantization.of_weight(self.weight, store)
-        self._layer = self._made(te.Linear)
+        self._layer = self._build_layer(te.Linear)
 
     def take_norm(self, norm: Any) -> bool:
-        """Compute `norm`, a `transformer.Norm`, of the input as well, by `te.LayerNormLinear`."""
+        """Also compute `norm`, a `transformer.Norm`, of the input, by `te.LayerNormLinear`."""
         kind = partial(
             te.LayerNormLinear,
             eps=norm.config.epsilon,
@@ -346,10 +359,10 @@ class TEColumnParallelLinear(ColumnParallelLinear):
         copied = {"layer_norm_weight": norm.weight}
         if norm.bias is not None:
             copied["layer_norm_bias"] = norm.bias
-        self._layer = self._made(kind, copied=copied)
+        self._layer = self._build_layer(kind, copied=copied)
         return True
 
-    def _made(self, kind: Callable[..., nn.Module], **options: Any) -> _Layer:
+    def _build_layer(self, kind: Callable[..., nn.Module], **options: Any) -> _Layer:
         return _linear(
             kind,
             self.weight,
@@ -366,14 +379,14 @@ class TEColumnParallelLinear(ColumnParallelLinear):
 
 
 class TERowParallelLinear(RowParallelLinear):
-    """`RowParallelLinear` computed by `te.Linear`; the weight is declared alike."""
+    """`RowParallelLinear` computed by `te.Linear`; its weight is declared in the same way."""
 
     def __init__(
         self,
         name: str,
         *,
         store: WeightStore,
-        quantization: Quantization | None = None,
+        quantization: ModelQuantization | None = None,
         **options: Any,
     ) -> None:
         super().__init__(name, store=store, **options)
@@ -392,12 +405,12 @@ class TERowParallelLinear(RowParallelLinear):
 
 
 class TEGroupedLinear:
-    """The matrices of the experts of one weight, applied by `te.GroupedLinear`.
+    """The matrices of one weight's experts, applied by `te.GroupedLinear`.
 
     Args:
-        handle: of a weight whose local tensor holds a matrix [o, h] for each run, one after the
-            other: [runs · c, o/c, h] for any c.
-        runs: how many.
+        handle: of a weight whose local tensor concatenates a matrix [o, h] for each run:
+            [runs · c, o/c, h] for any c.
+        runs: number of runs.
     """
 
     def __init__(
@@ -406,7 +419,7 @@ class TEGroupedLinear:
         runs: int,
         store: WeightStore,
         *,
-        quantization: Quantization | None = None,
+        quantization: ModelQuantization | None = None,
     ) -> None:
         count, rows, width = handle.shape
         module = te.GroupedLinear(
@@ -417,7 +430,7 @@ class TEGroupedLinear:
             params_dtype=handle.dtype,
             device="meta",
             fuse_wgrad_accumulation=True,
-            use_grouped_tensor=False,  # that path does not know distributed weights
+            use_grouped_tensor=False,  # that path does not support distributed weights
         )
         self._quantization = quantization and quantization.of_weight(handle, store)
         self._layer = _Layer(
@@ -430,22 +443,22 @@ class TEGroupedLinear:
     def __call__(self, rows: torch.Tensor, runs: RowRuns) -> torch.Tensor:
         """Return [r, o] from rows [r, h].
 
-        TE takes the counts of rows from the host. `runs` reads them once for all products of the
-        layer's experts, the only wait for the device here.
+        TE reads the row counts on the host. `runs` reads them once for all matmuls of the layer's
+        experts, which is the only wait for the device here.
         """
-        trailing = len(rows) - sum(runs.counts)  # TE multiplies every row it is given
+        trailing = len(rows) - sum(runs.counts)  # TE multiplies every row of its input
         if trailing:
-            multiplied = self._product(rows[:-trailing], runs)
-            return functional.pad(multiplied, (0, 0, 0, trailing))
+            y = self._product(rows[:-trailing], runs)
+            return functional.pad(y, (0, 0, 0, trailing))
         return self._product(rows, runs)
 
     def _product(self, rows: torch.Tensor, runs: RowRuns) -> torch.Tensor:
-        """Return [r, o] from the rows [r, h] of all runs, without trailing ones."""
+        """Return [r, o] from the rows [r, h] of all runs, without trailing rows."""
         if self._quantization is None:
             return self._layer(rows, list(runs.counts))
-        rows, counts, places = self._quantization.padded(rows, runs)
+        rows, counts, index = self._quantization.padded(rows, runs)
         y = self._layer(rows, counts)
-        return y if places is None else y.index_select(0, places)
+        return y if index is None else y.index_select(0, index)
 
 
 def _linear(
@@ -477,19 +490,19 @@ def _linear(
 
 
 class _Layer:
-    """A module of TE whose weights are a store's.
+    """A TE module whose weights belong to a store.
 
-    It is no `nn.Module`, lest TE's module become a child of ours: the parameters of a model are
-    those of its store.
+    It is not an `nn.Module`, because then TE's module would be a child module: a model's parameters
+    are the parameters of its store.
 
     Args:
         module: built on the meta device, without a bias.
-        handle: of the weight that is multiplied by.
-        names: of the module's parameters that are its matrices, in order.
-        bias: added to the product, and not by TE, which computes its gradient together with the
-            weight's: not if that is frozen, and too late if backward is split.
+        handle: of the weight matrices.
+        names: of the module's parameters for the matrices, in order.
+        bias: added outside of TE, which computes its gradient together with the weight's gradient:
+            never if the weight is frozen, and too late in a split backward.
         copied: parameters that the module gets as copies, by name.
-        quantization: of the products; None computes them in the dtype of the weight.
+        quantization: of the matmuls; None computes them in the dtype of the weight.
     """
 
     def __init__(
@@ -510,7 +523,7 @@ class _Layer:
         self._weights: list[HandleWeight] = []
 
     def __call__(self, x: torch.Tensor, *args: Any) -> torch.Tensor:
-        """Return what the module makes of x [..., h]."""
+        """Return the module's output for x [..., h]."""
         weights = self._weights or self._bind()
         trainable = self._handle.trainable
         if weights[0].requires_grad is not trainable:
@@ -520,12 +533,12 @@ class _Layer:
         attributes.update({n: handle.use(x.dtype) for n, handle in self._copied.items()})
         with nullcontext() if self._quantization is None else self._quantization.autocast():
             y = self._module(x, *args)
-        for name in self._copied:  # it would keep the graph
+        for name in self._copied:  # the attribute would keep the autograd graph alive
             del attributes[name]
         return y if self._bias is None else y + self._bias.use()
 
     def _bind(self) -> list[HandleWeight]:
-        """Give the module its weights, once the store has been materialised."""
+        """Set the module's weights, after the store has been materialised."""
         quantize = gathered = None
         if self._quantization is not None:
             quantize = partial(self._quantization.for_input_gradient, self._module)
@@ -544,15 +557,15 @@ class _Layer:
 #: Quantizes the matrices of a weight.
 Quantize = Callable[[Sequence[torch.Tensor]], list[torch.Tensor]]
 
-#: Makes matrices of what was gathered, see `WeightQuantization.gathered`.
+#: Converts gathered bytes to matrices, see `WeightQuantization.gathered`.
 Gathered = Callable[..., list[torch.Tensor]]
 
 
 class HandleWeight(nn.Parameter):
-    """A weight as a module of TE has it: TE's `DistributedWeight` protocol over a weight handle.
+    """A weight of a TE module: TE's `DistributedWeight` protocol over a weight handle.
 
     It has the shape of the gathered matrix and no memory of its own; the first matrix of a handle
-    speaks for all.
+    represents all matrices of the handle.
     """
 
     is_distributed_weight = True
@@ -561,15 +574,15 @@ class HandleWeight(nn.Parameter):
 
     @staticmethod
     def of(handle: WeightHandle, count: int, **options: Any) -> list[HandleWeight]:
-        """Return those of the `count` matrices of a handle; options as `Matrices` has them."""
+        """Return the weights of the `count` matrices of a handle; options as for `Matrices`."""
         matrices = Matrices(handle, count, **options)
         element = torch.empty((), dtype=handle.dtype, device=handle.anchor.device)
-        made = []
-        for number in range(count):
+        weights = []
+        for index in range(count):
             weight = HandleWeight(element.expand(matrices.shape), handle.trainable)
-            weight.matrices, weight.number = matrices, number
-            made.append(weight)
-        return made
+            weight.matrices, weight.number = matrices, index
+            weights.append(weight)
+        return weights
 
     def materialize_group_for_forward(self) -> list[torch.Tensor]:
         """Return the matrices [o, h] for the forward product."""
@@ -580,25 +593,25 @@ class HandleWeight(nn.Parameter):
         return self.matrices.get(backward=True)
 
     def grad_buffer(self) -> torch.Tensor:
-        """Return where this matrix's gradient is written, fp32 [o, h]."""
+        """Return the buffer for this matrix's gradient, fp32 [o, h]."""
         return self.matrices.buffer(self.number)
 
     def finalize_group_grads(self, written: Any) -> list[None]:
-        """Put the gradients that were written into the buffers."""
+        """Accumulate the gradients that were written to the buffers."""
         return self.matrices.put()
 
 
 class Matrices:
-    """The matrices of a handle, one after the other in its weight, and their gradients' way.
+    """The concatenated matrices of a handle's weight, and the accumulation of their gradients.
 
     Args:
         handle: of a weight [count · c, o/c, h], or [o, h] for one matrix.
-        count: how many.
-        quantize: what makes of them what an input gradient is multiplied from; None leaves them.
-        gathered: what makes them of a weight that is gathered in the format it is multiplied in.
+        count: number of matrices.
+        quantize: quantizes the matrices for an input gradient; None leaves them.
+        gathered: converts a weight that is gathered in the format in which it is multiplied.
 
     Attributes:
-        shape: (o, h) of each.
+        shape: (o, h) of each matrix.
     """
 
     def __init__(
@@ -620,7 +633,7 @@ class Matrices:
         return list(whole.view(self.count, *self.shape).unbind(0))
 
     def get(self, *, backward: bool = False) -> list[torch.Tensor]:
-        """Return them; TE asks each whether it is trained."""
+        """Return the matrices; TE reads requires_grad from each."""
         trained = self.handle.trainable
         if self._gathered is not None:
             encoded = self.handle.get_encoded(backward=backward)
@@ -639,7 +652,7 @@ class Matrices:
         return [matrix.requires_grad_(trained) for matrix in self._split(whole)]
 
     def buffer(self, number: int) -> torch.Tensor:
-        """Return where a gradient is written, fp32 [o, h]; without memory if it is delayed."""
+        """Return a gradient buffer, fp32 [o, h]; without memory if the gradient is delayed."""
         if number == 0:
             if self.handle.deferral.splits:
                 self._buffers = [self._without_memory() for _ in range(self.count)]
@@ -655,15 +668,15 @@ class Matrices:
         return buffer
 
     def put(self) -> list[None]:
-        """Put what has been written; nothing if it is delayed."""
+        """Accumulate the written gradients; nothing if they are delayed."""
         whole, self._whole = self._whole, None
         self._buffers = []
         if whole is not None:
-            self.handle.accumulate_written_grad(partial(_add_unless_there, whole))
+            self.handle.accumulate_written_grad(partial(_add_written_gradient, whole))
         return [None] * self.count
 
     def delay(self, product: Callable[[], Any]) -> None:
-        """Put what `product` writes into the buffers, now or through the queue."""
+        """Accumulate the gradients that `product` writes to buffers, now or through the queue."""
         buffers, self._buffers = self._buffers, []
 
         def write(main_grad: torch.Tensor, *, overwrite: bool) -> None:
@@ -677,34 +690,36 @@ class Matrices:
         self.handle.accumulate_written_grad(write)
 
 
-def _add_unless_there(whole: torch.Tensor, main_grad: torch.Tensor, *, overwrite: bool) -> None:
-    """Add what TE has written to `main_grad`, unless that is where it wrote."""
+def _add_written_gradient(whole: torch.Tensor, main_grad: torch.Tensor, *, overwrite: bool) -> None:
+    """Add TE's gradient to the main_grad, unless TE wrote to the main_grad itself."""
     if whole.data_ptr() != main_grad.data_ptr():
         main_grad.add_(whole)
 
 
 class DelayedGradients:
-    """Takes the place of TE's `WeightGradStore` in a module: a weight gradient that is computed
-    after backward waits where this package's own do."""
+    """Replaces TE's `WeightGradStore` in a module.
+
+    A weight gradient that is computed after backward then waits in this package's queue.
+    """
 
     def __init__(self, matrices: Matrices) -> None:
         self._matrices = matrices
 
     def delay_wgrad_compute(self) -> bool:
-        """Whether weight gradients are computed apart from input gradients."""
+        """Return whether weight gradients are computed separately from input gradients."""
         return self._matrices.handle.deferral.splits
 
     def put(self, tensors: list[Any], product: Callable[..., Any]) -> None:
-        """Keep a weight gradient for later: `product(*tensors)` writes it."""
+        """Store a weight gradient for later: `product(*tensors)` writes it."""
         self._matrices.delay(partial(product, *tensors))
 
 
 class TEAttention:
-    """Causal attention of a layer over whole rows, computed by `te.DotProductAttention`.
+    """Causal attention over whole rows, computed by `te.DotProductAttention`.
 
     Args:
         scale: factor on the logits.
-        window: tokens that a query sees, itself and those before it; None is all of them.
+        window: number of visible tokens including the query's own; None is all earlier tokens.
     """
 
     def __init__(self, *, scale: float, window: int | None) -> None:
@@ -721,7 +736,7 @@ class TEAttention:
         *,
         sinks: torch.Tensor | None = None,
     ) -> torch.Tensor | None:
-        """Return [s, b, n, d]; None for documents that are known by ids alone or have padding.
+        """Return [s, b, n, d]; None for documents without cu_seqlens or with padding.
 
         Args:
             query: [s, b, n, d].
@@ -756,7 +771,7 @@ class TEAttention:
             )
             out = out.view(batch, length, *query.shape[2:]).transpose(0, 1)
         if sinks is not None:
-            del vars(module)["softmax_offset"]  # it would keep the graph
+            del vars(module)["softmax_offset"]  # the attribute would keep the autograd graph alive
         return out
 
     def _built(self, query: torch.Tensor, key: torch.Tensor, *, learns_sinks: bool) -> nn.Module:

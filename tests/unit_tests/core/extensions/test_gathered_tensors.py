@@ -46,7 +46,7 @@ def _gathered(recipe, name, blocks, *, backward, device):
     amax = shard_amax(weight) if form.needs_amax else None
     wire = torch.cat([form.encode(part, amax=amax) for part in weight.split((64, ROWS * 2 - 64))])
     encoded = form.unpack(wire, tuple(weight.shape), amax=amax, out=torch.empty_like(wire))
-    quantization = module.Quantization(QuantizationConfig(recipe=recipe))
+    quantization = module.ModelQuantization(QuantizationConfig(recipe=recipe))
     own = module.WeightQuantization(quantization, None)
     options = {"dtype": torch.bfloat16, "device": weight.device, "requires_grad": True}
     return weight, own.gathered(encoded, COUNT, backward=backward, **options)
